@@ -1,0 +1,2 @@
+//! Binary `launch`.
+fn main() {}

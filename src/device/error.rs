@@ -1,0 +1,22 @@
+//! Why a device cannot go on.
+
+/// Why a device cannot load or compute.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // Fields are named by their messages.
+pub enum DeviceError {
+    /// The device or a library it needs is not there.
+    #[error("device `{device}` is not usable: {reason}")]
+    Unavailable { device: String, reason: String },
+    /// Memory does not suffice.
+    #[error("{what} needs {needed_bytes} bytes but {free_bytes} are free on device `{device}`")]
+    OutOfMemory { device: String, what: String, needed_bytes: u64, free_bytes: u64 },
+    /// A shape or dtype that the device has no code for.
+    #[error("{what} is not supported: {found}; supported: {expected}")]
+    Unsupported { what: String, found: String, expected: String },
+    /// A library or driver call failed.
+    #[error("{call} failed: {reason}")]
+    Call { call: String, reason: String },
+    /// Another worker of the group did not take part in a collective in time.
+    #[error("worker {tp_rank} waited {waited_ms} ms for the group in {collective}")]
+    GroupTimeout { tp_rank: u32, waited_ms: u64, collective: String },
+}

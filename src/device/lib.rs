@@ -1,0 +1,133 @@
+//! The door to what computes: buffers and a small set of ops, with `cpu/` and `cuda/` behind it.
+//!
+//! A model is a sequence of ops on a [`Device`]; it never asks which one. The device keeps what must not
+//! visit the host between steps: KV blocks, each row's tokens and its sampling state.
+//!
+//! Dimension letters: `T` tokens of the step, `E` hidden, `H` query heads, `K` KV heads, `D` head dim,
+//! `V` vocabulary, `S` rows that sample. Under tensor parallelism `H`, `K`, `V` and the inner width are this
+//! worker's share.
+
+mod error;
+mod inputs;
+mod spec;
+
+pub use error::DeviceError;
+pub use inputs::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
+pub use spec::{
+    Activation, AttentionSpec, DType, LinearRole, MemoryPlan, RopeTable, StepLimits, TensorParallel, WeightSlice,
+};
+
+use engine::{RowId, SampledToken, SamplingParams, TokenId};
+
+/// What runs a model's forward pass.
+///
+/// Ops act on the step given to [`Device::run_step`] and may return before the work is done; errors of
+/// queued work surface in [`Device::collect`]. After any `Err` the device is unusable and its process ends:
+/// recovery is a new worker.
+pub trait Device: Sized {
+    /// A matrix or vector of the checkpoint, this worker's share, in whatever layout the device likes.
+    type Weight;
+    /// An activation buffer `[rows, cols]`, allocated once.
+    type Tensor;
+
+    /// This worker's place in its tensor-parallel group.
+    fn tensor_parallel(&self) -> TensorParallel;
+
+    /// Makes a linear layer's weight `[N, K]` from slices of the checkpoint stacked along `N`
+    /// (q, k, v as one; gate and up as one), with an optional bias `[N]` stacked likewise.
+    ///
+    /// For [`LinearRole::Out`] and [`LinearRole::Down`] the product is this worker's partial sum.
+    fn load_linear(
+        &mut self,
+        role: LinearRole,
+        parts: &[WeightSlice<'_>],
+        bias: &[WeightSlice<'_>],
+    ) -> Result<Self::Weight, DeviceError>;
+
+    /// Makes the embedding table, rows `first_token..first_token + V` of the vocabulary.
+    fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<Self::Weight, DeviceError>;
+
+    /// Makes the head from the same rows as an embedding that is tied to it, without a second copy.
+    fn tie_head(&mut self, embedding: &Self::Weight) -> Result<Self::Weight, DeviceError>;
+
+    /// Makes a norm's weight `[E]`.
+    fn load_vector(&mut self, vector: WeightSlice<'_>) -> Result<Self::Weight, DeviceError>;
+
+    /// Allocates an activation buffer of `cols` columns and as many rows as a step may have tokens.
+    fn tensor(&mut self, cols: usize) -> Result<Self::Tensor, DeviceError>;
+
+    /// Bytes a worker can give to KV blocks now that weights and workspace stand, and bytes one block takes.
+    fn memory_plan(&self, attention: &AttentionSpec) -> Result<MemoryPlan, DeviceError>;
+
+    /// Takes the KV blocks, in all layers, and what else attention and sampling need. Called once, before the first step.
+    fn allocate_cache(&mut self, attention: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError>;
+
+    /// A sequence takes `row`: `tokens` known so far, of which the first `num_prompt_tokens` are the prompt.
+    fn join_row(
+        &mut self,
+        row: RowId,
+        tokens: &[TokenId],
+        num_prompt_tokens: u32,
+        sampling: &SamplingParams,
+    ) -> Result<(), DeviceError>;
+
+    /// Runs one step: makes `inputs` the current step and calls `forward` with it, or replays an earlier recording
+    /// of the same ops. Returns once the step is queued.
+    fn run_step(
+        &mut self,
+        inputs: &StepInputs,
+        forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError>;
+
+    /// The tokens of the oldest step that was run and not yet collected: `None` when `wait` is false and it still runs,
+    /// or when there is none.
+    fn collect(&mut self, wait: bool) -> Result<Option<Vec<SampledToken>>, DeviceError>;
+
+    // Ops, in the order a forward pass uses them. Each acts on all `T` tokens of the current step.
+
+    /// `out[t, :] = table[token_ids[t], :]`, summed over the group when the vocabulary is split.
+    fn embed(&mut self, out: &mut Self::Tensor, table: &Self::Weight) -> Result<(), DeviceError>;
+
+    /// `out[t, :] = x[t, :] * rsqrt(mean(x[t, :]^2) + eps) * weight`.
+    fn rms_norm(
+        &mut self,
+        out: &mut Self::Tensor,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        eps: f32,
+    ) -> Result<(), DeviceError>;
+
+    /// `out = x @ weight^T + bias`.
+    fn linear(&mut self, out: &mut Self::Tensor, x: &Self::Tensor, weight: &Self::Weight) -> Result<(), DeviceError>;
+
+    /// `out = activation(gate) * up`, where `x @ weight^T` is `[gate | up]` ([`LinearRole::GateUp`]).
+    /// `scratch` has room for `[gate | up]`.
+    fn gated_linear(
+        &mut self,
+        out: &mut Self::Tensor,
+        scratch: &mut Self::Tensor,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        activation: Activation,
+    ) -> Result<(), DeviceError>;
+
+    /// Rotates the q and k parts of `qkv [T, (H + 2K) D]` by position, and writes k and v into the KV blocks of `layer`.
+    fn rope_and_cache(&mut self, qkv: &mut Self::Tensor, layer: usize) -> Result<(), DeviceError>;
+
+    /// `out [T, H D]` = causal attention of the q part of `qkv` over each row's KV blocks of `layer`.
+    fn attention(&mut self, out: &mut Self::Tensor, qkv: &Self::Tensor, layer: usize) -> Result<(), DeviceError>;
+
+    /// `residual += sum of partial over the group; out = rms_norm(residual)`.
+    fn reduce_add_norm(
+        &mut self,
+        out: &mut Self::Tensor,
+        residual: &mut Self::Tensor,
+        partial: &Self::Tensor,
+        weight: &Self::Weight,
+        eps: f32,
+    ) -> Result<(), DeviceError>;
+
+    /// Logits of the `S` sampling positions of `x` over the whole group's vocabulary, then the choice of a token for each:
+    /// the same on every worker. The tokens are appended to their rows on the device and reported by [`Device::collect`].
+    fn sample(&mut self, x: &Self::Tensor, head: &Self::Weight) -> Result<(), DeviceError>;
+}

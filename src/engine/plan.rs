@@ -1,0 +1,152 @@
+//! What rank 0 decides and every worker obeys: the step plan, and what comes back.
+//!
+//! A plan is a delta against the rows every worker keeps. It names no token that a device sampled:
+//! those never visit the host between steps, so plan `n + 1` can be sent while step `n` runs.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{BlockId, RowId, SamplingParams, SequenceId, TokenId};
+
+/// One forward pass: decided on rank 0, carried out by every worker in this order:
+/// `left`, `joined`, `grown`, then the forward pass over `work`.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct StepPlan {
+    /// Strictly increasing by one; a worker that sees a gap stops.
+    pub step: u64,
+    /// Rows whose sequence ended or was preempted: their state is dropped, the row is free.
+    pub left: Vec<RowId>,
+    /// Sequences that take a free row.
+    pub joined: Vec<JoinedRow>,
+    /// Blocks appended to a row's block table, in order.
+    pub grown: Vec<(RowId, BlockId)>,
+    /// The rows of this step, prefill chunks first, then decodes of one token.
+    pub work: Vec<RowWork>,
+}
+
+/// A sequence that takes a row: all that a worker must know of it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct JoinedRow {
+    /// Free until now.
+    pub row: RowId,
+    /// For logs and crash reports.
+    pub sequence: SequenceId,
+    /// The prompt, and after a preemption or restart the tokens generated so far.
+    pub tokens: Vec<TokenId>,
+    /// How many of `tokens` are the prompt; the rest counts as generated (penalties, `min_tokens`, seed position).
+    pub num_prompt_tokens: u32,
+    /// Positions `0..num_computed` are already in the KV blocks (prefix cache).
+    pub num_computed: u32,
+    /// The block table so far, covering at least `num_computed` positions.
+    pub blocks: Vec<BlockId>,
+    /// How its tokens are chosen.
+    pub sampling: SamplingParams,
+}
+
+/// What one row does in a step: computes positions `start..start + num_tokens`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RowWork {
+    /// Which row.
+    pub row: RowId,
+    /// First position computed; equals the number of positions computed before, which workers check.
+    pub start: u32,
+    /// 1 for a decode; the chunk's length for a prefill.
+    pub num_tokens: u32,
+    /// Whether the last position's logits choose the row's next token (false for all but the last prefill chunk).
+    pub samples: bool,
+}
+
+/// What a step produced, in the order of the plan's sampling rows.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct StepOutput {
+    /// The plan's number.
+    pub step: u64,
+    /// One entry for each `RowWork` with `samples`, in plan order.
+    pub tokens: Vec<SampledToken>,
+}
+
+/// A token chosen by a device.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SampledToken {
+    /// The row that chose it.
+    pub row: RowId,
+    /// The token.
+    pub token: TokenId,
+    /// Natural log-probability of `token` under the raw logits' softmax, when asked for.
+    pub logprob: Option<f32>,
+    /// The likeliest tokens and their log-probabilities, best first, when asked for.
+    pub top: Vec<(TokenId, f32)>,
+}
+
+/// Why bytes are not the plan or output that was sent.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // Fields are named by their messages.
+pub enum PlanError {
+    /// The checksum does not match: the bytes changed on their way.
+    #[error("checksum of {} plan bytes is {found:08x}, expected {expected:08x}", .len)]
+    Checksum { len: usize, expected: u32, found: u32 },
+    /// The bytes do not decode.
+    #[error("cannot decode {len} plan bytes")]
+    Decode { len: usize, source: postcard::Error },
+}
+
+/// Bytes of `value` followed by their CRC-32, into `out` (cleared first).
+pub fn encode<T: Serialize>(value: &T, out: &mut Vec<u8>) {
+    out.clear();
+    *out = postcard::to_extend(value, std::mem::take(out)).expect("plans hold nothing that cannot be serialized");
+    let checksum = crc32fast::hash(out);
+    out.extend_from_slice(&checksum.to_le_bytes());
+}
+
+/// Reverses [`encode`].
+///
+/// # Errors
+/// When the checksum does not match or the bytes do not decode.
+pub fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<T, PlanError> {
+    let (body, tail) = bytes.split_last_chunk::<4>().unwrap_or((&[], &[0; 4]));
+    let (expected, found) = (u32::from_le_bytes(*tail), crc32fast::hash(body));
+    if bytes.len() < 4 || expected != found {
+        return Err(PlanError::Checksum { len: bytes.len(), expected, found });
+    }
+    postcard::from_bytes(body).map_err(|source| PlanError::Decode { len: body.len(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan() -> StepPlan {
+        StepPlan {
+            step: 7,
+            left: vec![RowId(3)],
+            joined: vec![JoinedRow {
+                row: RowId(3),
+                sequence: SequenceId(11),
+                tokens: vec![TokenId(5), TokenId(31_999)],
+                num_prompt_tokens: 2,
+                num_computed: 0,
+                blocks: vec![BlockId(9)],
+                sampling: SamplingParams::default(),
+            }],
+            grown: vec![(RowId(1), BlockId(4))],
+            work: vec![RowWork { row: RowId(3), start: 0, num_tokens: 2, samples: true }],
+        }
+    }
+
+    #[test]
+    fn a_plan_survives_the_wire() {
+        let mut bytes = vec![1, 2, 3];
+        encode(&plan(), &mut bytes);
+        assert_eq!(decode::<StepPlan>(&bytes).unwrap(), plan());
+    }
+
+    #[test]
+    fn any_flipped_bit_is_found() {
+        let mut bytes = Vec::new();
+        encode(&plan(), &mut bytes);
+        for bit in 0..bytes.len() * 8 {
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            assert!(matches!(decode::<StepPlan>(&bytes), Err(PlanError::Checksum { .. })), "bit {bit}");
+            bytes[bit / 8] ^= 1 << (bit % 8);
+        }
+    }
+}

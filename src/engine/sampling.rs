@@ -1,0 +1,76 @@
+//! How the next token of a sequence is chosen.
+
+use serde::{Deserialize, Serialize};
+
+use crate::TokenId;
+
+/// Sampling settings of one sequence; they travel to every worker when its row joins.
+///
+/// The order of application on a device: repetition, presence and frequency penalty; logit bias;
+/// bad words; end ids while fewer than `min_tokens` are generated; temperature; top-k; top-p; min-p.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SamplingParams {
+    /// Divides the logits; 0 is greedy, whatever the rest says.
+    pub temperature: f32,
+    /// Keeps the `top_k` most likely tokens; 0 keeps all, 1 is greedy.
+    pub top_k: u32,
+    /// Keeps the smallest set of most likely tokens whose probability reaches `top_p`, in (0, 1]; 1 keeps all.
+    pub top_p: f32,
+    /// Drops tokens less likely than `min_p` times the likeliest, in [0, 1); 0 keeps all.
+    pub min_p: f32,
+    /// Divides positive and multiplies negative logits of tokens in the prompt or the output; 1 is off.
+    pub repetition_penalty: f32,
+    /// Subtracted once from the logit of each token already generated; 0 is off.
+    pub presence_penalty: f32,
+    /// Subtracted from the logit once for each time a token was generated; 0 is off.
+    pub frequency_penalty: f32,
+    /// The token drawn at output position `n` depends on nothing but the logits, `seed` and `n`.
+    pub seed: u64,
+    /// End ids are not chosen before this many tokens are generated.
+    pub min_tokens: u32,
+    /// Tokens that end the sequence; empty when end of sequence is ignored.
+    pub end_ids: Vec<TokenId>,
+    /// Added to the logit of each token.
+    pub logit_bias: Vec<(TokenId, f32)>,
+    /// Token sequences that must not be completed.
+    pub bad_words: Vec<Vec<TokenId>>,
+    /// `Some(n)` reports the log-probability of the chosen token and of the `n` likeliest.
+    pub num_logprobs: Option<u32>,
+}
+
+impl Default for SamplingParams {
+    fn default() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            seed: 0,
+            min_tokens: 0,
+            end_ids: Vec::new(),
+            logit_bias: Vec::new(),
+            bad_words: Vec::new(),
+            num_logprobs: None,
+        }
+    }
+}
+
+impl SamplingParams {
+    /// Whether the likeliest token is always chosen.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature == 0.0 || self.top_k == 1
+    }
+
+    /// Whether logits are used as they are, so that greedy sampling is a bare argmax.
+    pub fn leaves_logits_alone(&self) -> bool {
+        self.repetition_penalty == 1.0
+            && self.presence_penalty == 0.0
+            && self.frequency_penalty == 0.0
+            && self.min_tokens == 0
+            && self.logit_bias.is_empty()
+            && self.bad_words.is_empty()
+    }
+}

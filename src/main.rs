@@ -1,0 +1,2 @@
+//! Binary `trireme`.
+fn main() {}

@@ -1,0 +1,54 @@
+//! Errors that a client hears of.
+
+/// What kind of failure: `front` maps each to one gRPC code and one HTTP status.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ErrorKind {
+    /// Not known to anyone.
+    Unknown,
+    /// A fault of ours.
+    Internal,
+    /// No such model, version or region.
+    NotFound,
+    /// The request is wrong.
+    InvalidArgument,
+    /// Not now: loading, draining, queue full, timed out.
+    Unavailable,
+    /// Not something this model or server does.
+    Unsupported,
+    /// It is there already.
+    AlreadyExists,
+    /// The client left or cancelled.
+    Cancelled,
+}
+
+/// An error with the words a client reads.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct InferError {
+    /// What kind.
+    pub kind: ErrorKind,
+    /// What, where, and what to do.
+    pub message: String,
+}
+
+impl InferError {
+    /// An error of `kind`.
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into() }
+    }
+
+    /// The request is wrong.
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::InvalidArgument, message)
+    }
+
+    /// Not now.
+    pub fn unavailable(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Unavailable, message)
+    }
+
+    /// A fault of ours.
+    pub fn internal(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Internal, message)
+    }
+}

@@ -1,0 +1,139 @@
+//! A request and its responses, as every protocol and every backend sees them.
+
+use std::collections::BTreeMap;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use futures::Stream;
+use tokio::sync::mpsc;
+
+use crate::{InferError, Tensor};
+
+/// A free-form request or response parameter.
+#[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)] // The protocol's own choices.
+pub enum Parameter {
+    Bool(bool),
+    Int(i64),
+    Double(f64),
+    String(String),
+}
+
+/// The correlation id of a stateful sequence of requests.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum CorrelationId {
+    /// A number; 0 means none.
+    Number(u64),
+    /// A string; empty means none.
+    Text(String),
+}
+
+impl Default for CorrelationId {
+    fn default() -> Self {
+        CorrelationId::Number(0)
+    }
+}
+
+/// What a client asks of one model.
+#[derive(Debug, Clone, Default)]
+pub struct InferRequest {
+    /// Model name.
+    pub model_name: String,
+    /// Version, empty for the latest that the version policy serves.
+    pub model_version: String,
+    /// The client's id, echoed in every response; may be empty.
+    pub id: String,
+    /// Parameters that are not reserved by the protocol.
+    pub parameters: BTreeMap<String, Parameter>,
+    /// Input tensors.
+    pub inputs: Vec<Tensor>,
+    /// Names of the outputs asked for; empty asks for all.
+    pub requested_outputs: Vec<String>,
+    /// Priority level, 0 for the model's default.
+    pub priority: u64,
+    /// Time the request may wait in a queue, 0 for the model's default.
+    pub timeout_us: u64,
+    /// Stateful sequence this request belongs to.
+    pub correlation_id: CorrelationId,
+    /// First request of its sequence.
+    pub sequence_start: bool,
+    /// Last request of its sequence.
+    pub sequence_end: bool,
+}
+
+impl InferRequest {
+    /// The input called `name`.
+    pub fn input(&self, name: &str) -> Option<&Tensor> {
+        self.inputs.iter().find(|tensor| tensor.name == name)
+    }
+}
+
+/// One response of a model.
+#[derive(Debug, Clone, Default)]
+pub struct InferResponse {
+    /// Model name.
+    pub model_name: String,
+    /// The version that answered.
+    pub model_version: String,
+    /// The request's id.
+    pub id: String,
+    /// Parameters, in the order they are sent.
+    pub parameters: Vec<(String, Parameter)>,
+    /// Output tensors; none in an empty final response.
+    pub outputs: Vec<Tensor>,
+    /// No response follows this one.
+    pub is_final: bool,
+}
+
+/// The responses to one request, ended by a response marked final or by an error.
+///
+/// Dropping it cancels the request: the sender sees [`ResponseSender::is_cancelled`].
+#[derive(Debug)]
+pub struct ResponseStream {
+    receiver: mpsc::Receiver<Result<InferResponse, InferError>>,
+}
+
+/// The model's end of a [`ResponseStream`].
+#[derive(Debug, Clone)]
+pub struct ResponseSender {
+    sender: mpsc::Sender<Result<InferResponse, InferError>>,
+}
+
+impl ResponseStream {
+    /// A stream that holds at most `capacity` responses that nobody has read.
+    pub fn channel(capacity: usize) -> (ResponseSender, ResponseStream) {
+        let (sender, receiver) = mpsc::channel(capacity);
+        (ResponseSender { sender }, ResponseStream { receiver })
+    }
+
+    /// The next response; `None` after the final one.
+    pub async fn next_response(&mut self) -> Option<Result<InferResponse, InferError>> {
+        self.receiver.recv().await
+    }
+}
+
+impl Stream for ResponseStream {
+    type Item = Result<InferResponse, InferError>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.receiver.poll_recv(context)
+    }
+}
+
+impl ResponseSender {
+    /// Sends one response or the ending error, waiting while the stream is full.
+    /// False when the client has left.
+    pub async fn send(&self, response: Result<InferResponse, InferError>) -> bool {
+        self.sender.send(response).await.is_ok()
+    }
+
+    /// Whether the client has left.
+    pub fn is_cancelled(&self) -> bool {
+        self.sender.is_closed()
+    }
+
+    /// Resolves when the client leaves.
+    pub async fn cancelled(&self) {
+        self.sender.closed().await;
+    }
+}

@@ -1,0 +1,188 @@
+//! Tensors as they travel between front, models and ensemble steps: shared bytes, never copied on the way.
+
+use bytes::Bytes;
+
+/// Element type, with the protocol's names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(missing_docs)] // The protocol's own names.
+pub enum DataType {
+    Bool,
+    Uint8,
+    Uint16,
+    Uint32,
+    Uint64,
+    Int8,
+    Int16,
+    Int32,
+    Int64,
+    Fp16,
+    Fp32,
+    Fp64,
+    Bytes,
+    Bf16,
+}
+
+impl DataType {
+    /// The name on the wire, such as `FP32`.
+    pub fn name(self) -> &'static str {
+        match self {
+            DataType::Bool => "BOOL",
+            DataType::Uint8 => "UINT8",
+            DataType::Uint16 => "UINT16",
+            DataType::Uint32 => "UINT32",
+            DataType::Uint64 => "UINT64",
+            DataType::Int8 => "INT8",
+            DataType::Int16 => "INT16",
+            DataType::Int32 => "INT32",
+            DataType::Int64 => "INT64",
+            DataType::Fp16 => "FP16",
+            DataType::Fp32 => "FP32",
+            DataType::Fp64 => "FP64",
+            DataType::Bytes => "BYTES",
+            DataType::Bf16 => "BF16",
+        }
+    }
+
+    /// The type of a wire name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|datatype| datatype.name() == name)
+    }
+
+    /// Every type.
+    pub const ALL: [Self; 14] = [
+        DataType::Bool,
+        DataType::Uint8,
+        DataType::Uint16,
+        DataType::Uint32,
+        DataType::Uint64,
+        DataType::Int8,
+        DataType::Int16,
+        DataType::Int32,
+        DataType::Int64,
+        DataType::Fp16,
+        DataType::Fp32,
+        DataType::Fp64,
+        DataType::Bytes,
+        DataType::Bf16,
+    ];
+
+    /// Bytes of one element; `None` for BYTES, whose elements vary.
+    pub fn size(self) -> Option<usize> {
+        match self {
+            DataType::Bool | DataType::Uint8 | DataType::Int8 => Some(1),
+            DataType::Uint16 | DataType::Int16 | DataType::Fp16 | DataType::Bf16 => Some(2),
+            DataType::Uint32 | DataType::Int32 | DataType::Fp32 => Some(4),
+            DataType::Uint64 | DataType::Int64 | DataType::Fp64 => Some(8),
+            DataType::Bytes => None,
+        }
+    }
+}
+
+/// A named tensor. `data` is raw and little-endian, row-major; each BYTES element is a 4-byte length and its bytes.
+///
+/// Whoever makes a tensor sees to it that `data` matches `datatype` and `shape`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Tensor {
+    /// The model's name for it.
+    pub name: String,
+    /// Element type.
+    pub datatype: DataType,
+    /// Sizes, outermost first, batch dimension included.
+    pub shape: Vec<i64>,
+    /// The elements.
+    pub data: Bytes,
+}
+
+macro_rules! typed {
+    ($make:ident, $read:ident, $type:ty, $datatype:ident) => {
+        #[doc = concat!("A ", stringify!($datatype), " tensor of `values`.")]
+        pub fn $make(name: &str, shape: &[i64], values: &[$type]) -> Self {
+            let data = values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+            Self { name: name.to_owned(), datatype: DataType::$datatype, shape: shape.to_vec(), data: data.into() }
+        }
+
+        #[doc = concat!("The elements of a ", stringify!($datatype), " tensor; `None` for another type.")]
+        pub fn $read(&self) -> Option<Vec<$type>> {
+            const SIZE: usize = std::mem::size_of::<$type>();
+            (self.datatype == DataType::$datatype)
+                .then(|| self.data.as_chunks::<SIZE>().0.iter().map(|bytes| <$type>::from_le_bytes(*bytes)).collect())
+        }
+    };
+}
+
+impl Tensor {
+    typed!(from_i32, to_i32, i32, Int32);
+    typed!(from_i64, to_i64, i64, Int64);
+    typed!(from_u32, to_u32, u32, Uint32);
+    typed!(from_u64, to_u64, u64, Uint64);
+    typed!(from_f32, to_f32, f32, Fp32);
+    typed!(from_f64, to_f64, f64, Fp64);
+
+    /// A BOOL tensor of `values`.
+    pub fn from_bool(name: &str, shape: &[i64], values: &[bool]) -> Self {
+        let data = values.iter().map(|&value| u8::from(value)).collect::<Vec<u8>>();
+        Self { name: name.to_owned(), datatype: DataType::Bool, shape: shape.to_vec(), data: data.into() }
+    }
+
+    /// The elements of a BOOL tensor; `None` for another type.
+    pub fn to_bool(&self) -> Option<Vec<bool>> {
+        (self.datatype == DataType::Bool).then(|| self.data.iter().map(|&byte| byte != 0).collect())
+    }
+
+    /// A BYTES tensor of `values`.
+    pub fn from_byte_strings<V: AsRef<[u8]>>(name: &str, shape: &[i64], values: &[V]) -> Self {
+        let mut data = Vec::with_capacity(values.iter().map(|value| 4 + value.as_ref().len()).sum());
+        for value in values {
+            let value = value.as_ref();
+            data.extend_from_slice(&u32::try_from(value.len()).expect("an element is under 4 GiB").to_le_bytes());
+            data.extend_from_slice(value);
+        }
+        Self { name: name.to_owned(), datatype: DataType::Bytes, shape: shape.to_vec(), data: data.into() }
+    }
+
+    /// The elements of a BYTES tensor, sharing its memory; `None` for another type or broken lengths.
+    pub fn to_byte_strings(&self) -> Option<Vec<Bytes>> {
+        if self.datatype != DataType::Bytes {
+            return None;
+        }
+        let (mut values, mut at) = (Vec::new(), 0);
+        while at < self.data.len() {
+            let length = u32::from_le_bytes(*self.data[at..].first_chunk::<4>()?) as usize;
+            let end = (at + 4).checked_add(length).filter(|&end| end <= self.data.len())?;
+            values.push(self.data.slice(at + 4..end));
+            at = end;
+        }
+        Some(values)
+    }
+
+    /// Product of the shape; `None` when a size is negative or the product overflows.
+    pub fn num_elements(&self) -> Option<usize> {
+        self.shape.iter().try_fold(1usize, |product, &size| product.checked_mul(usize::try_from(size).ok()?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn byte_strings_keep_their_lengths() {
+        let tensor = Tensor::from_byte_strings("text", &[3], &["", "a", "two words"]);
+        assert_eq!(tensor.to_byte_strings().unwrap(), ["", "a", "two words"]);
+    }
+
+    #[test]
+    fn broken_lengths_are_refused() {
+        let tensor = Tensor {
+            data: Bytes::from_static(&[9, 0, 0, 0, 1]),
+            ..Tensor::from_byte_strings::<&str>("text", &[1], &[])
+        };
+        assert_eq!(tensor.to_byte_strings(), None);
+    }
+
+    #[test]
+    fn a_shape_that_overflows_has_no_element_count() {
+        let tensor = Tensor { shape: vec![4, 1 << 62], ..Tensor::from_i32("x", &[], &[]) };
+        assert_eq!(tensor.num_elements(), None);
+    }
+}
