@@ -7,6 +7,8 @@
 //! `V` vocabulary, `S` rows that sample. Under tensor parallelism `H`, `K`, `V` and the inner width are this
 //! worker's share.
 
+pub mod cpu;
+pub mod cuda;
 mod error;
 mod inputs;
 mod spec;

@@ -1,0 +1,1 @@
+//! Plain fp32 formulas, one per op.

@@ -1,0 +1,2 @@
+//! What talks to a running server: `trireme client` and `trireme bench`.
+#![forbid(unsafe_code)]
