@@ -1,1 +1,32 @@
-//! CUDA kernels.
+//! CUDA kernels: header-free CUDA C++, one op a file, compiled at build (`build.rs`) and embedded.
+//!
+//! # What kernels and device agree on
+//!
+//! All buffers are device memory, row-major, base pointers 256-byte aligned. bf16 unless said otherwise.
+//! Indices are `u32`; lengths in elements. Letters as in the `device` room: `T R H K D E V B S`.
+//!
+//! | buffer | layout |
+//! |---|---|
+//! | activations | `[T, cols]` bf16, contiguous, `cols % 8 == 0` |
+//! | qkv | `[T, (H + 2K) D]` bf16: all q heads, then all k heads, then all v heads of one token |
+//! | K blocks, V blocks | two buffers, each `[layer][block][K][B][D]` bf16; a wrapper gets the span of one layer |
+//! | slots | `[T]` u32: `block * B + offset`; `u32::MAX` writes nothing (padding) |
+//! | block_tables | `[R, max_blocks]` u32, padded with 0; row stride `max_blocks` is fixed for the life of the device |
+//! | context_lens | `[R]` u32: positions that exist after this step, this step's included; 0 marks a padded row |
+//! | row_starts | `[R + 1]` u32: prefix sum of tokens per row; the chunk of row `r` has positions `context_lens[r] - n .. context_lens[r]` where `n = row_starts[r + 1] - row_starts[r]` |
+//! | positions | `[T]` u32 |
+//! | rope table | cos and sin, each `[max_positions, D / 2]` f32 |
+//! | linear weight | `[N, K]` bf16 as in the checkpoint, bias `[N]` bf16 |
+//! | gate/up weight | `[2F, K]`, gate and up rows interleaved as `skinny_gemm` documents; packed at load |
+//!
+//! `B` is a power of two, 16 to 128. Block 0 is an ordinary block. Values of padded rows are unspecified but must be
+//! finite in activations that other rows do not read; they may not write KV blocks.
+//!
+//! Decode runs inside CUDA graphs whose number of rows is a bucket, so a decode kernel's grid depends on the bucket
+//! and on constants only; everything else is read from the tables on the device.
+//!
+//! Every kernel calls `pdl_wait()` (common.cuh) before it reads what an earlier kernel wrote or writes what an
+//! earlier kernel reads, and `pdl_launch()` as early as it likes: launches carry the programmatic-dependent-launch
+//! attribute, so a kernel may start while its predecessor still runs. `pdl_wait()` waits for the whole predecessor
+//! grid and its memory, hence by induction for everything before it, as long as *every* kernel of the stream calls it in
+//! every thread block that does not exit at once. Weights may be read before it.
