@@ -30,3 +30,22 @@
 //! attribute, so a kernel may start while its predecessor still runs. `pdl_wait()` waits for the whole predecessor
 //! grid and its memory, hence by induction for everything before it, as long as *every* kernel of the stream calls it in
 //! every thread block that does not exit at once. Weights may be read before it.
+//!
+//! # From Rust
+//!
+//! [`Gpu::open`] loads every embedded module for one device; a [`Queue`] is a stream on it. Each op has a wrapper in a file
+//! of the kernel's name: it checks shapes, alignment and sizes of its [`Span`]s, computes the geometry and calls
+//! [`Queue::launch`]. Nothing here needs a driver until [`Gpu::open`] is called.
+
+mod error;
+mod gpu;
+mod images;
+mod memory;
+mod queue;
+pub mod rms_norm;
+
+pub use error::CudaError;
+pub use gpu::{Gpu, driver_is_present};
+pub use images::{Image, KernelInfo, NVRTC_VERSION, kernel_infos};
+pub use memory::{DeviceBuffer, PinnedBuffer, Span};
+pub use queue::{Arg, Event, Graph, Launch, Queue};

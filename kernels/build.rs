@@ -1,0 +1,144 @@
+//! Compiles `cuda/*.cu` ahead of time through NVRTC and embeds the results.
+//!
+//! Each file says what it is compiled for: `// archs: 80 90a 100a ptx` makes cubins for sm_80, sm_90a and sm_100a, and
+//! PTX that the driver compiles on a GPU none of them fits. Results are kept in `.cache/cubin` by a hash of source,
+//! headers, options and NVRTC version. Where no NVRTC is found the crate is built without CUDA kernels, and says so.
+
+#[path = "cuda/build/nvrtc.rs"]
+mod nvrtc;
+
+use std::collections::hash_map::DefaultHasher;
+use std::fmt::Write as _;
+use std::fs;
+use std::hash::{Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use nvrtc::Nvrtc;
+
+/// One image to make: a kernel file for one architecture.
+struct Job {
+    module: String,
+    arch: String,
+    source: String,
+}
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-changed=cuda");
+    println!("cargo:rerun-if-env-changed=NVRTC_DIR");
+    println!("cargo:rerun-if-env-changed=CUDA_HOME");
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("kernels lies in the workspace");
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("cuda_images.rs");
+
+    let nvrtc = match Nvrtc::find(workspace) {
+        Ok(nvrtc) => nvrtc,
+        Err(reason) => {
+            println!("cargo:warning=built for CPUs only: {reason}; `scripts/install_nvrtc` fetches NVRTC");
+            return write(&out, "const COMPILED_WITH: Option<&str> = None;\nstatic IMAGES: &[Image] = &[];\n");
+        }
+    };
+    let cache = workspace.join(".cache/cubin");
+    fs::create_dir_all(&cache).unwrap_or_else(|e| panic!("cannot create {}: {e}", cache.display()));
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda");
+    let (headers, jobs) = read_sources(&folder);
+    let images = compile_all(&nvrtc, &headers, &jobs, &cache);
+
+    let (major, minor) = nvrtc.version();
+    let mut code = format!("const COMPILED_WITH: Option<&str> = Some(\"{major}.{minor}\");\n");
+    code.push_str("static IMAGES: &[Image] = &[\n");
+    for (job, path) in jobs.iter().zip(&images) {
+        let log = path.with_extension("log");
+        writeln!(
+            code,
+            "    Image {{ module: {:?}, arch: {:?}, bytes: include_bytes!({path:?}), log: include_str!({log:?}) }},",
+            job.module, job.arch
+        )
+        .expect("writing to a string");
+    }
+    code.push_str("];\n");
+    write(&out, &code);
+}
+
+fn write(path: &Path, text: &str) {
+    fs::write(path, text).unwrap_or_else(|e| panic!("cannot write {}: {e}", path.display()));
+}
+
+/// All headers as (name, text), and a job for each architecture of each kernel file, in a stable order.
+fn read_sources(folder: &Path) -> (Vec<(String, String)>, Vec<Job>) {
+    let mut paths: Vec<PathBuf> = fs::read_dir(folder)
+        .expect("kernels/cuda exists")
+        .map(|entry| entry.expect("a readable entry").path())
+        .collect();
+    paths.sort();
+    let (mut headers, mut jobs) = (Vec::new(), Vec::new());
+    for path in paths {
+        let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default();
+        if extension != "cu" && extension != "cuh" {
+            continue;
+        }
+        let text = fs::read_to_string(&path).unwrap_or_else(|e| panic!("cannot read {}: {e}", path.display()));
+        if extension == "cuh" {
+            headers.push((path.file_name().expect("a file").to_string_lossy().into_owned(), text));
+            continue;
+        }
+        let archs = text
+            .lines()
+            .find_map(|line| line.strip_prefix("// archs:"))
+            .unwrap_or_else(|| panic!("{} has no line `// archs: 80 90a 100a ptx`", path.display()));
+        let module = path.file_stem().expect("a file").to_string_lossy().into_owned();
+        for arch in archs.split_whitespace() {
+            jobs.push(Job { module: module.clone(), arch: arch.to_owned(), source: text.clone() });
+        }
+    }
+    (headers, jobs)
+}
+
+/// Paths of the images, in the order of `jobs`; compiles what the cache lacks, on all cores.
+fn compile_all(nvrtc: &Nvrtc, headers: &[(String, String)], jobs: &[Job], cache: &Path) -> Vec<PathBuf> {
+    let next = AtomicUsize::new(0);
+    let errors = Mutex::new(Vec::new());
+    let paths: Vec<PathBuf> = jobs.iter().map(|job| cache.join(key(nvrtc, headers, job))).collect();
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(job) = jobs.get(index) else { return };
+                    if let Err(error) = compile(nvrtc, headers, job, &paths[index]) {
+                        errors
+                            .lock()
+                            .expect("no panic holds it")
+                            .push(format!("{}.cu for {}:\n{error}", job.module, job.arch));
+                    }
+                }
+            });
+        }
+    });
+    let errors = errors.into_inner().expect("no panic holds it");
+    assert!(errors.is_empty(), "kernels do not compile:\n{}", errors.join("\n"));
+    paths
+}
+
+fn key(nvrtc: &Nvrtc, headers: &[(String, String)], job: &Job) -> String {
+    let mut hash = DefaultHasher::new();
+    (nvrtc.version(), headers, &job.source, nvrtc::OPTIONS).hash(&mut hash);
+    format!("{}.{}.{:016x}.bin", job.module, job.arch, hash.finish())
+}
+
+fn compile(nvrtc: &Nvrtc, headers: &[(String, String)], job: &Job, path: &Path) -> Result<(), String> {
+    let log = path.with_extension("log");
+    if path.exists() && log.exists() {
+        return Ok(());
+    }
+    let (image, text) = nvrtc.compile(&format!("{}.cu", job.module), &job.source, headers, &job.arch)?;
+    // Renamed into place, so that a build beside this one never sees half a file.
+    for (target, bytes) in [(path, image.as_slice()), (log.as_path(), text.as_bytes())] {
+        let temporary = target.with_extension(format!("tmp{}", std::process::id()));
+        fs::write(&temporary, bytes).map_err(|e| format!("cannot write {}: {e}", temporary.display()))?;
+        fs::rename(&temporary, target).map_err(|e| format!("cannot write {}: {e}", target.display()))?;
+    }
+    Ok(())
+}

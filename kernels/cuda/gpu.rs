@@ -1,0 +1,230 @@
+//! One GPU: its context, its limits and the kernels of this build that fit it.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, CString, c_char};
+use std::mem::MaybeUninit;
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUfunction};
+
+use super::error::check;
+use super::images::images_for;
+use super::{CudaError, NVRTC_VERSION};
+
+/// Whether the driver's library can be loaded; the only call that is allowed before it is known.
+pub fn driver_is_present() -> bool {
+    // SAFETY: only tries to open the library.
+    unsafe { sys::is_culib_present() }
+}
+
+/// A GPU with its primary context and all embedded kernels loaded. Stays until the process ends.
+#[derive(Debug)]
+pub struct Gpu {
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    name: String,
+    capability: (i32, i32),
+    num_multiprocessors: u32,
+    max_shared_bytes: u32,
+    l2_bytes: usize,
+    kernels: HashMap<String, Kernel>,
+}
+
+/// An entry point.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Kernel(pub(crate) CUfunction);
+
+// SAFETY: driver handles may be used from any thread whose current context is theirs, which `Gpu::bind` sees to.
+unsafe impl Send for Gpu {}
+// SAFETY: as above; nothing in it changes after `open`.
+unsafe impl Sync for Gpu {}
+
+impl Gpu {
+    /// GPUs that the driver shows; 0 without a driver.
+    pub fn count() -> usize {
+        if !driver_is_present() {
+            return 0;
+        }
+        let mut count = 0;
+        // SAFETY: the library is present; `count` is writable.
+        unsafe {
+            if sys::cuInit(0) != sys::CUresult::CUDA_SUCCESS
+                || sys::cuDeviceGetCount(&mut count) != sys::CUresult::CUDA_SUCCESS
+            {
+                return 0;
+            }
+        }
+        count as usize
+    }
+
+    /// Opens GPU `ordinal` and loads the kernels.
+    ///
+    /// # Errors
+    /// Without a driver, without that GPU, or when this build has no kernels for it.
+    pub fn open(ordinal: usize) -> Result<Arc<Self>, CudaError> {
+        if !driver_is_present() {
+            return Err(CudaError::NoDriver {
+                reason: "libcuda.so.1 cannot be loaded; is the NVIDIA driver installed?".into(),
+            });
+        }
+        if NVRTC_VERSION.is_none() {
+            return Err(CudaError::NoDriver { reason: "this binary was built without CUDA kernels".into() });
+        }
+        let (mut device, mut context) = (0, std::ptr::null_mut());
+        // SAFETY: out pointers are writable; the context is retained for the life of the process.
+        unsafe {
+            check(sys::cuInit(0), "cuInit")?;
+            check(sys::cuDeviceGet(&mut device, ordinal as i32), &format!("cuDeviceGet({ordinal})"))?;
+            check(sys::cuDevicePrimaryCtxRetain(&mut context, device), "cuDevicePrimaryCtxRetain")?;
+            check(sys::cuCtxSetCurrent(context), "cuCtxSetCurrent")?;
+        }
+        let attribute = |which| attribute(device, which);
+        let capability = (
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        let mut gpu = Self {
+            device,
+            context,
+            name: device_name(device)?,
+            capability,
+            num_multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
+            max_shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
+            l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
+            kernels: HashMap::new(),
+        };
+        gpu.load_kernels()?;
+        Ok(Arc::new(gpu))
+    }
+
+    fn load_kernels(&mut self) -> Result<(), CudaError> {
+        for image in images_for(self.capability.0, self.capability.1) {
+            let mut module = std::ptr::null_mut();
+            // SAFETY: the image is a whole cubin or PTX text ended by zero; the module is never unloaded.
+            let code = unsafe { sys::cuModuleLoadData(&mut module, image.bytes.as_ptr().cast()) };
+            check(code, &format!("cuModuleLoadData(`{}` for {})", image.module, image.arch))?;
+            let mut count = 0;
+            // SAFETY: a live module and a writable count.
+            check(unsafe { sys::cuModuleGetFunctionCount(&mut count, module) }, "cuModuleGetFunctionCount")?;
+            let mut functions = vec![std::ptr::null_mut(); count as usize];
+            // SAFETY: room for `count` handles.
+            let code = unsafe { sys::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, module) };
+            check(code, "cuModuleEnumerateFunctions")?;
+            for function in functions {
+                let kernel = self.prepare(function)?;
+                self.kernels.insert(kernel, Kernel(function));
+            }
+        }
+        Ok(())
+    }
+
+    /// Allows a kernel all the dynamic shared memory there is beside its static; returns its name.
+    fn prepare(&self, function: CUfunction) -> Result<String, CudaError> {
+        let mut name = std::ptr::null();
+        let mut static_bytes = 0;
+        // SAFETY: a live function; the name lives as long as its module.
+        unsafe {
+            check(sys::cuFuncGetName(&mut name, function), "cuFuncGetName")?;
+            let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+            check(sys::cuFuncGetAttribute(&mut static_bytes, which, function), "cuFuncGetAttribute")?;
+            let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let most = self.max_shared_bytes as i32 - static_bytes;
+            check(sys::cuFuncSetAttribute(function, which, most), "cuFuncSetAttribute")?;
+            Ok(CStr::from_ptr(name).to_string_lossy().into_owned())
+        }
+    }
+
+    /// Makes this GPU's context current on the calling thread; every thread that uses the GPU calls it once.
+    pub fn bind(&self) -> Result<(), CudaError> {
+        // SAFETY: the context lives as long as the process.
+        check(unsafe { sys::cuCtxSetCurrent(self.context) }, "cuCtxSetCurrent")
+    }
+
+    /// As the vendor names it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Compute capability, major and minor.
+    pub fn capability(&self) -> (i32, i32) {
+        self.capability
+    }
+
+    /// Multiprocessors.
+    pub fn num_multiprocessors(&self) -> u32 {
+        self.num_multiprocessors
+    }
+
+    /// Most shared memory of one block, in bytes.
+    pub fn max_shared_bytes(&self) -> u32 {
+        self.max_shared_bytes
+    }
+
+    /// Size of the L2 cache.
+    pub fn l2_bytes(&self) -> usize {
+        self.l2_bytes
+    }
+
+    /// Free and total bytes of device memory.
+    pub fn memory(&self) -> Result<(usize, usize), CudaError> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both are writable.
+        check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, "cuMemGetInfo")?;
+        Ok((free, total))
+    }
+
+    /// Whether this build has the kernel for this GPU.
+    pub fn has_kernel(&self, name: &str) -> bool {
+        self.kernels.contains_key(name)
+    }
+
+    pub(crate) fn kernel(&self, name: &str) -> Result<Kernel, CudaError> {
+        let (major, minor) = self.capability;
+        let missing = || CudaError::NoKernel { kernel: name.to_owned(), major, minor };
+        self.kernels.get(name).copied().ok_or_else(missing)
+    }
+
+    /// Thread blocks of the kernel that one multiprocessor runs at a time.
+    pub fn blocks_per_multiprocessor(&self, kernel: &str, threads: u32, shared_bytes: u32) -> Result<u32, CudaError> {
+        let mut count = 0;
+        let function = self.kernel(kernel)?.0;
+        // SAFETY: a live function and a writable count.
+        let code = unsafe {
+            sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                &mut count,
+                function,
+                threads as i32,
+                shared_bytes as usize,
+            )
+        };
+        check(code, "cuOccupancyMaxActiveBlocksPerMultiprocessor")?;
+        Ok(count as u32)
+    }
+
+    /// PCI address, which tells apart GPUs of one host, for messages and peer checks.
+    pub fn pci_address(&self) -> Result<String, CudaError> {
+        let mut text = [0 as c_char; 32];
+        // SAFETY: the driver writes at most 32 bytes, ended by zero.
+        unsafe {
+            check(sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), 32, self.device), "cuDeviceGetPCIBusId")?;
+            Ok(CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned())
+        }
+    }
+}
+
+fn attribute(device: sys::CUdevice, which: Attribute) -> Result<i32, CudaError> {
+    let mut value = 0;
+    // SAFETY: `value` is writable.
+    check(unsafe { sys::cuDeviceGetAttribute(&mut value, which, device) }, "cuDeviceGetAttribute")?;
+    Ok(value)
+}
+
+fn device_name(device: sys::CUdevice) -> Result<String, CudaError> {
+    let mut text = MaybeUninit::<[c_char; 128]>::zeroed();
+    // SAFETY: the driver writes at most 128 bytes, ended by zero.
+    unsafe {
+        check(sys::cuDeviceGetName(text.as_mut_ptr().cast(), 128, device), "cuDeviceGetName")?;
+        let text: CString = CStr::from_ptr(text.as_ptr().cast()).to_owned();
+        Ok(text.to_string_lossy().into_owned())
+    }
+}

@@ -1,0 +1,213 @@
+//! Device and pinned host memory, and spans of it.
+
+use std::ffi::c_void;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+use bytemuck::Pod;
+use cudarc::driver::sys;
+
+use super::error::check;
+use super::{CudaError, Gpu};
+
+/// A stretch of live device memory, handed to kernels by value.
+///
+/// Whoever makes one promises that the memory outlives the work queued on it; the device room keeps
+/// all buffers until its queues are idle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    address: u64,
+    bytes: usize,
+}
+
+impl Span {
+    /// No memory, for optional arguments: a null pointer.
+    pub const NULL: Span = Span { address: 0, bytes: 0 };
+
+    /// Memory that was not allocated here: mapped from another process, or a library's.
+    ///
+    /// # Safety
+    /// `bytes` at `address` are device memory of the GPU in use, or mapped into it, and stay so while work uses the span.
+    pub unsafe fn from_raw(address: u64, bytes: usize) -> Self {
+        Self { address, bytes }
+    }
+
+    /// Device address.
+    pub fn address(self) -> u64 {
+        self.address
+    }
+
+    /// Length in bytes.
+    pub fn bytes(self) -> usize {
+        self.bytes
+    }
+
+    /// Whether this is [`Span::NULL`].
+    pub fn is_null(self) -> bool {
+        self.address == 0
+    }
+
+    /// How many `T` fit.
+    pub fn count<T>(self) -> usize {
+        self.bytes / size_of::<T>()
+    }
+
+    /// Whether the address is a multiple of `alignment`.
+    pub fn is_aligned(self, alignment: u64) -> bool {
+        self.address.is_multiple_of(alignment)
+    }
+
+    /// Bytes `start..start + bytes`.
+    ///
+    /// # Panics
+    /// When they are not inside: the caller computed a layout wrongly.
+    pub fn part(self, start: usize, bytes: usize) -> Self {
+        let end = start.checked_add(bytes).expect("a part's end fits a usize");
+        assert!(end <= self.bytes, "part {start}..{end} of a span of {} bytes", self.bytes);
+        Self { address: self.address + start as u64, bytes }
+    }
+
+    /// Elements `start..start + count` of a span of `T`.
+    ///
+    /// # Panics
+    /// When they are not inside.
+    pub fn elements<T>(self, start: usize, count: usize) -> Self {
+        self.part(start * size_of::<T>(), count * size_of::<T>())
+    }
+}
+
+/// Device memory, freed when dropped.
+#[derive(Debug)]
+pub struct DeviceBuffer {
+    span: Span,
+    gpu: Arc<Gpu>,
+}
+
+impl DeviceBuffer {
+    /// Takes `bytes` of device memory, contents undefined; 0 bytes take none.
+    pub fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self, CudaError> {
+        let mut address = 0;
+        if bytes > 0 {
+            // SAFETY: `address` is writable and the context is current.
+            let code = unsafe { sys::cuMemAlloc_v2(&mut address, bytes) };
+            if code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+                let (free, total) = gpu.memory()?;
+                return Err(CudaError::OutOfMemory { bytes, free, total });
+            }
+            check(code, "cuMemAlloc")?;
+        }
+        Ok(Self { span: Span { address, bytes }, gpu: gpu.clone() })
+    }
+
+    /// Room for `count` values of `T`.
+    pub fn with_count<T>(gpu: &Arc<Gpu>, count: usize) -> Result<Self, CudaError> {
+        Self::new(gpu, count * size_of::<T>())
+    }
+
+    /// A buffer that holds `values`; returns when they are there. For start-up and tests.
+    pub fn from_slice<T: Pod>(gpu: &Arc<Gpu>, values: &[T]) -> Result<Self, CudaError> {
+        let buffer = Self::with_count::<T>(gpu, values.len())?;
+        buffer.span.write(values)?;
+        Ok(buffer)
+    }
+
+    /// All of it.
+    pub fn span(&self) -> Span {
+        self.span
+    }
+}
+
+impl Drop for DeviceBuffer {
+    fn drop(&mut self) {
+        if !self.span.is_null() && self.gpu.bind().is_ok() {
+            // SAFETY: allocated by `new`, freed once; a failure (a faulted context) leaves nothing to do.
+            let _ = unsafe { sys::cuMemFree_v2(self.span.address) };
+        }
+    }
+}
+
+impl Span {
+    /// Copies `values` to the start of the span and waits.
+    ///
+    /// # Panics
+    /// When they do not fit.
+    pub fn write<T: Pod>(self, values: &[T]) -> Result<(), CudaError> {
+        let bytes = size_of_val(values);
+        assert!(bytes <= self.bytes, "{bytes} bytes into a span of {}", self.bytes);
+        // SAFETY: source and destination hold `bytes`; the call returns when the source is read.
+        check(unsafe { sys::cuMemcpyHtoD_v2(self.address, values.as_ptr().cast(), bytes) }, "cuMemcpyHtoD")
+    }
+
+    /// Copies `count` values from the start of the span, after all work queued before on the null stream's terms:
+    /// callers wait for their queue first.
+    ///
+    /// # Panics
+    /// When the span is shorter.
+    pub fn read<T: Pod>(self, count: usize) -> Result<Vec<T>, CudaError> {
+        let mut values = vec![T::zeroed(); count];
+        let bytes = size_of_val(values.as_slice());
+        assert!(bytes <= self.bytes, "{bytes} bytes from a span of {}", self.bytes);
+        // SAFETY: source and destination hold `bytes`; the call returns when they are copied.
+        check(unsafe { sys::cuMemcpyDtoH_v2(values.as_mut_ptr().cast(), self.address, bytes) }, "cuMemcpyDtoH")?;
+        Ok(values)
+    }
+}
+
+/// Host memory that the GPU copies from and to without the CPU's help.
+#[derive(Debug)]
+pub struct PinnedBuffer {
+    pointer: *mut u8,
+    bytes: usize,
+    device_address: u64,
+    gpu: Arc<Gpu>,
+}
+
+// SAFETY: plain memory, reached through `&self` and `&mut self` only.
+unsafe impl Send for PinnedBuffer {}
+// SAFETY: as above.
+unsafe impl Sync for PinnedBuffer {}
+
+impl PinnedBuffer {
+    /// Takes `bytes` of pinned memory, zeroed, mapped for the GPU.
+    pub fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self, CudaError> {
+        let (mut pointer, mut device_address): (*mut c_void, u64) = (std::ptr::null_mut(), 0);
+        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
+        // SAFETY: out pointers are writable; the memory has `bytes` (at least 1) and is then zeroed.
+        unsafe {
+            check(sys::cuMemHostAlloc(&mut pointer, bytes.max(1), flags), "cuMemHostAlloc")?;
+            std::ptr::write_bytes(pointer.cast::<u8>(), 0, bytes);
+            check(sys::cuMemHostGetDevicePointer_v2(&mut device_address, pointer, 0), "cuMemHostGetDevicePointer")?;
+        }
+        Ok(Self { pointer: pointer.cast(), bytes, device_address, gpu: gpu.clone() })
+    }
+
+    /// The same memory as kernels see it.
+    pub fn span(&self) -> Span {
+        Span { address: self.device_address, bytes: self.bytes }
+    }
+}
+
+impl Deref for PinnedBuffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: `bytes` were allocated and zeroed in `new`.
+        unsafe { std::slice::from_raw_parts(self.pointer, self.bytes) }
+    }
+}
+
+impl DerefMut for PinnedBuffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and `self` is borrowed for writing.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer, self.bytes) }
+    }
+}
+
+impl Drop for PinnedBuffer {
+    fn drop(&mut self) {
+        if self.gpu.bind().is_ok() {
+            // SAFETY: allocated by `new`, freed once.
+            let _ = unsafe { sys::cuMemFreeHost(self.pointer.cast()) };
+        }
+    }
+}

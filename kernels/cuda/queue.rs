@@ -1,0 +1,339 @@
+//! Streams, launches, events and graphs.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+
+use super::error::check;
+use super::{CudaError, Gpu, Span};
+
+/// A kernel argument.
+#[derive(Debug, Clone, Copy)]
+pub enum Arg<'a> {
+    /// A device pointer.
+    Pointer(u64),
+    /// An unsigned integer.
+    U32(u32),
+    /// A wide integer.
+    U64(u64),
+    /// A float.
+    F32(f32),
+    /// A structure by value, as the kernel declares it.
+    Bytes(&'a [u8]),
+}
+
+impl From<Span> for Arg<'_> {
+    fn from(span: Span) -> Self {
+        Arg::Pointer(span.address())
+    }
+}
+
+impl From<u32> for Arg<'_> {
+    fn from(value: u32) -> Self {
+        Arg::U32(value)
+    }
+}
+
+impl From<u64> for Arg<'_> {
+    fn from(value: u64) -> Self {
+        Arg::U64(value)
+    }
+}
+
+impl From<f32> for Arg<'_> {
+    fn from(value: f32) -> Self {
+        Arg::F32(value)
+    }
+}
+
+impl Arg<'_> {
+    fn pointer(&self) -> *mut c_void {
+        match self {
+            Arg::Pointer(value) | Arg::U64(value) => std::ptr::from_ref(value).cast_mut().cast(),
+            Arg::U32(value) => std::ptr::from_ref(value).cast_mut().cast(),
+            Arg::F32(value) => std::ptr::from_ref(value).cast_mut().cast(),
+            Arg::Bytes(value) => value.as_ptr().cast_mut().cast(),
+        }
+    }
+}
+
+/// Geometry of a launch.
+#[derive(Debug, Clone, Copy)]
+pub struct Launch {
+    /// Thread blocks.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub block: [u32; 3],
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+    /// Thread blocks of a cluster along x; 1 for none.
+    pub cluster: u32,
+    /// Whether the kernel may start before the one ahead of it has ended: it calls `pdl_wait`.
+    pub early: bool,
+}
+
+impl Launch {
+    /// `grid` blocks of `block` threads, without dynamic shared memory, allowed to start early.
+    pub fn new(grid: u32, block: u32) -> Self {
+        Self { grid: [grid, 1, 1], block: [block, 1, 1], shared_bytes: 0, cluster: 1, early: true }
+    }
+
+    /// With another shape of the grid.
+    pub fn grid(self, x: u32, y: u32, z: u32) -> Self {
+        Self { grid: [x, y, z], ..self }
+    }
+
+    /// With dynamic shared memory.
+    pub fn shared(self, bytes: u32) -> Self {
+        Self { shared_bytes: bytes, ..self }
+    }
+
+    /// With clusters of `blocks` along x.
+    pub fn cluster(self, blocks: u32) -> Self {
+        Self { cluster: blocks, ..self }
+    }
+}
+
+/// A stream: work runs in the order it was queued.
+#[derive(Debug)]
+pub struct Queue {
+    gpu: Arc<Gpu>,
+    stream: sys::CUstream,
+}
+
+// SAFETY: stream handles may be used from any thread.
+unsafe impl Send for Queue {}
+// SAFETY: as above; the driver locks what it must.
+unsafe impl Sync for Queue {}
+
+impl Queue {
+    /// A stream that does not wait for the null stream.
+    pub fn new(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
+        let mut stream = std::ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: `stream` is writable and the context is current.
+        check(unsafe { sys::cuStreamCreate(&mut stream, flags) }, "cuStreamCreate")?;
+        Ok(Self { gpu: gpu.clone(), stream })
+    }
+
+    /// The GPU.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+
+    /// The driver's handle, for libraries.
+    pub fn raw(&self) -> sys::CUstream {
+        self.stream
+    }
+
+    /// Queues kernel `name` with `args` in the order of its parameters.
+    ///
+    /// Wrappers of ops call this after checking what the kernel needs; the driver itself checks only counts and geometry.
+    pub fn launch(&self, name: &str, launch: Launch, args: &[Arg<'_>]) -> Result<(), CudaError> {
+        let kernel = self.gpu.kernel(name)?;
+        let mut pointers: [*mut c_void; 32] = [std::ptr::null_mut(); 32];
+        assert!(args.len() <= pointers.len(), "`{name}` has {} arguments; at most 32 are passed", args.len());
+        for (slot, arg) in pointers.iter_mut().zip(args) {
+            *slot = arg.pointer();
+        }
+        // SAFETY: an attribute is plain data for which zero is valid.
+        let mut attributes: [sys::CUlaunchAttribute; 2] = unsafe { std::mem::zeroed() };
+        let mut num_attributes = 0;
+        if launch.early && self.gpu.capability().0 >= 9 {
+            attributes[num_attributes].id =
+                sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+            attributes[num_attributes].value.programmaticStreamSerializationAllowed = 1;
+            num_attributes += 1;
+        }
+        if launch.cluster > 1 {
+            attributes[num_attributes].id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+            attributes[num_attributes].value.clusterDim =
+                sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: launch.cluster, y: 1, z: 1 };
+            num_attributes += 1;
+        }
+        let config = sys::CUlaunchConfig {
+            gridDimX: launch.grid[0],
+            gridDimY: launch.grid[1],
+            gridDimZ: launch.grid[2],
+            blockDimX: launch.block[0],
+            blockDimY: launch.block[1],
+            blockDimZ: launch.block[2],
+            sharedMemBytes: launch.shared_bytes,
+            hStream: self.stream,
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: num_attributes as u32,
+        };
+        // SAFETY: attributes and arguments outlive the call, which copies them; wrappers vouch for the kernel's contract.
+        let code = unsafe { sys::cuLaunchKernelEx(&config, kernel.0, pointers.as_mut_ptr(), std::ptr::null_mut()) };
+        check(code, &format!("launch of `{name}`"))
+    }
+
+    /// Queues a copy of `bytes` from pinned host memory.
+    ///
+    /// # Safety
+    /// The source is pinned, holds `bytes`, and is not written before the copy has run.
+    pub unsafe fn upload(&self, to: Span, from: *const u8, bytes: usize) -> Result<(), CudaError> {
+        assert!(bytes <= to.bytes(), "{bytes} bytes into a span of {}", to.bytes());
+        // SAFETY: by the contract.
+        let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to.address(), from.cast(), bytes, self.stream) };
+        check(code, "cuMemcpyHtoDAsync")
+    }
+
+    /// Queues a copy of `bytes` to pinned host memory.
+    ///
+    /// # Safety
+    /// The target is pinned, has room for `bytes`, and is not read before the copy has run.
+    pub unsafe fn download(&self, to: *mut u8, from: Span, bytes: usize) -> Result<(), CudaError> {
+        assert!(bytes <= from.bytes(), "{bytes} bytes from a span of {}", from.bytes());
+        // SAFETY: by the contract.
+        let code = unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from.address(), bytes, self.stream) };
+        check(code, "cuMemcpyDtoHAsync")
+    }
+
+    /// Queues a copy inside device memory.
+    pub fn copy(&self, to: Span, from: Span) -> Result<(), CudaError> {
+        assert_eq!(to.bytes(), from.bytes(), "a copy has two spans of one length");
+        // SAFETY: both spans are live device memory by their own contract.
+        let code = unsafe { sys::cuMemcpyDtoDAsync_v2(to.address(), from.address(), to.bytes(), self.stream) };
+        check(code, "cuMemcpyDtoDAsync")
+    }
+
+    /// Queues filling the span with one byte value.
+    pub fn fill(&self, span: Span, value: u8) -> Result<(), CudaError> {
+        // SAFETY: the span is live device memory by its own contract.
+        check(unsafe { sys::cuMemsetD8Async(span.address(), value, span.bytes(), self.stream) }, "cuMemsetD8Async")
+    }
+
+    /// Waits until all queued work has run; errors of that work surface here.
+    pub fn wait(&self) -> Result<(), CudaError> {
+        // SAFETY: a live stream.
+        check(unsafe { sys::cuStreamSynchronize(self.stream) }, "cuStreamSynchronize")
+    }
+
+    /// Makes work queued from now on wait for the event.
+    pub fn wait_for(&self, event: &Event) -> Result<(), CudaError> {
+        // SAFETY: live handles.
+        check(unsafe { sys::cuStreamWaitEvent(self.stream, event.event, 0) }, "cuStreamWaitEvent")
+    }
+
+    /// Records what `queue` queues on this stream instead of running it, into a graph.
+    pub fn capture<E: From<CudaError>>(&self, queue: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: a live stream.
+        check(unsafe { sys::cuStreamBeginCapture_v2(self.stream, mode) }, "cuStreamBeginCapture").map_err(E::from)?;
+        let queued = queue();
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: ends the capture begun above, also when queueing failed.
+        let ended = unsafe { sys::cuStreamEndCapture(self.stream, &mut graph) };
+        let captured = Captured(graph);
+        queued?;
+        check(ended, "cuStreamEndCapture").map_err(E::from)?;
+        let mut executable = std::ptr::null_mut();
+        // SAFETY: a whole graph, destroyed by its guard after this.
+        let code = unsafe { sys::cuGraphInstantiateWithFlags(&mut executable, captured.0, 0) };
+        check(code, "cuGraphInstantiate").map_err(E::from)?;
+        Ok(Graph { executable })
+    }
+
+    /// Queues a recorded graph.
+    pub fn replay(&self, graph: &Graph) -> Result<(), CudaError> {
+        // SAFETY: live handles; buffers in the graph outlive it by the device room's order of fields.
+        check(unsafe { sys::cuGraphLaunch(graph.executable, self.stream) }, "cuGraphLaunch")
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        if self.gpu.bind().is_ok() {
+            // SAFETY: made by `new`, destroyed once; queued work still runs to its end.
+            let _ = unsafe { sys::cuStreamDestroy_v2(self.stream) };
+        }
+    }
+}
+
+struct Captured(sys::CUgraph);
+
+impl Drop for Captured {
+    fn drop(&mut self) {
+        if !self.0.is_null() {
+            // SAFETY: a graph that `capture` ended, destroyed once.
+            let _ = unsafe { sys::cuGraphDestroy(self.0) };
+        }
+    }
+}
+
+/// Recorded work that replays with one call.
+#[derive(Debug)]
+pub struct Graph {
+    executable: sys::CUgraphExec,
+}
+
+// SAFETY: graph handles may be used from any thread, one at a time, which `&mut` owners see to.
+unsafe impl Send for Graph {}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: instantiated in `capture`, destroyed once.
+        let _ = unsafe { sys::cuGraphExecDestroy(self.executable) };
+    }
+}
+
+/// A mark in a stream.
+#[derive(Debug)]
+pub struct Event {
+    event: sys::CUevent,
+}
+
+// SAFETY: event handles may be used from any thread.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// An event; `timed` ones can be compared by [`Event::ms_since`].
+    pub fn new(timed: bool) -> Result<Self, CudaError> {
+        let mut event = std::ptr::null_mut();
+        let kind =
+            if timed { sys::CUevent_flags::CU_EVENT_DEFAULT } else { sys::CUevent_flags::CU_EVENT_DISABLE_TIMING };
+        // SAFETY: `event` is writable and the context is current.
+        check(unsafe { sys::cuEventCreate(&mut event, kind as u32) }, "cuEventCreate")?;
+        Ok(Self { event })
+    }
+
+    /// Marks the end of what is queued so far.
+    pub fn record(&self, queue: &Queue) -> Result<(), CudaError> {
+        // SAFETY: live handles.
+        check(unsafe { sys::cuEventRecord(self.event, queue.stream) }, "cuEventRecord")
+    }
+
+    /// Whether the work before the mark has run; its errors surface here.
+    pub fn is_done(&self) -> Result<bool, CudaError> {
+        // SAFETY: a live event.
+        match unsafe { sys::cuEventQuery(self.event) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => check(code, "cuEventQuery").map(|()| true),
+        }
+    }
+
+    /// Blocks until the work before the mark has run.
+    pub fn wait(&self) -> Result<(), CudaError> {
+        // SAFETY: a live event.
+        check(unsafe { sys::cuEventSynchronize(self.event) }, "cuEventSynchronize")
+    }
+
+    /// Milliseconds from `earlier`'s mark to this one; both have run.
+    pub fn ms_since(&self, earlier: &Event) -> Result<f32, CudaError> {
+        let mut ms = 0.0;
+        // SAFETY: live events and a writable float.
+        check(unsafe { sys::cuEventElapsedTime_v2(&mut ms, earlier.event, self.event) }, "cuEventElapsedTime")?;
+        Ok(ms)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, destroyed once.
+        let _ = unsafe { sys::cuEventDestroy_v2(self.event) };
+    }
+}

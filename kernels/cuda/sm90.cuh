@@ -1,0 +1,164 @@
+// What only Hopper has: the tensor copy engine, its barriers, clusters, and warpgroup matrix products.
+#pragma once
+#include "common.cuh"
+
+// A `CUtensorMap`, made on the host and passed as a `__grid_constant__` parameter.
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Barriers in shared memory (PTX ISA, mbarrier).
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine and to the cluster.
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// Tensor copies, global to shared.
+
+// Weights are read once a step: they leave the L2 cache first.
+constexpr u64 EVICT_FIRST = 0x12f0000000000000ull;
+constexpr u64 EVICT_LAST = 0x14f0000000000000ull;
+
+__device__ __forceinline__ void tensor_prefetch(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copies the box at column x, row y; elements outside the matrix arrive as zero.
+__device__ __forceinline__ void tensor_load(u32 dst, const TensorMap* map, i32 x, i32 y, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(dst),
+        "l"(map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
+// Clusters.
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 r;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The address of `address` in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ u32 cluster_map(u32 address, u32 rank) {
+    u32 r;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
+    return r;
+}
+
+__device__ __forceinline__ float4 cluster_load(u32 address) {
+    float4 r;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w)
+                 : "r"(address)
+                 : "memory");
+    return r;
+}
+
+// Warpgroup products: 64 rows of A by columns of B, both K-major in shared memory under the 128-byte swizzle.
+
+// Describes a tile whose rows are 128 bytes, eight rows to a swizzle atom of 1024 bytes.
+__device__ __forceinline__ u64 tile_descriptor(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// D[64, 8] += A[64, 16] B[8, 16]^T; thread holds rows g, g + 8 and columns 2t, 2t + 1 (g = lane / 4, t = lane % 4).
+__device__ __forceinline__ void wgmma_n8(float* d, u64 a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "l"(a), "l"(b));
+}
+
+__device__ __forceinline__ void wgmma_n16(float* d, u64 a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, 0, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        : "l"(a), "l"(b));
+}
+
+#define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
+
+__device__ __forceinline__ void wgmma_n32(float* d, u64 a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, 1, 1, 1, 0, 0;"
+        : F16(0)
+        : "l"(a), "l"(b));
+}
+
+__device__ __forceinline__ void wgmma_n64(float* d, u64 a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "%32, %33, 1, 1, 1, 0, 0;"
+        : F16(0), F16(16)
+        : "l"(a), "l"(b));
+}
+
+__device__ __forceinline__ void wgmma_n128(float* d, u64 a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, 1, 1, 1, 0, 0;"
+        : F16(0), F16(16), F16(32), F16(48)
+        : "l"(a), "l"(b));
+}
+
+#undef F4
+#undef F16
+
+template <int N>
+__device__ __forceinline__ void wgmma(float* d, u64 a, u64 b) {
+    static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 128, "wgmma: a width this file has");
+    if constexpr (N == 8) wgmma_n8(d, a, b);
+    if constexpr (N == 16) wgmma_n16(d, a, b);
+    if constexpr (N == 32) wgmma_n32(d, a, b);
+    if constexpr (N == 64) wgmma_n64(d, a, b);
+    if constexpr (N == 128) wgmma_n128(d, a, b);
+}
