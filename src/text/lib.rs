@@ -1,1 +1,39 @@
-//! Room `text`.
+//! Text in, token ids out, and back again one token at a time.
+//!
+//! [`Tokenizer`] reads a checkpoint's `tokenizer.json`; [`Detokenizer`] turns one sequence's tokens into text as they
+//! arrive; [`StopText`] cuts that text before a stop string. Ids are plain `u32`: this room knows no other.
+//! Sampling, end ids and scheduling are left to `engine`.
+//!
+//! ```
+//! # let dir = tempfile::tempdir()?;
+//! # let json = r#"{"version":"1.0","added_tokens":[],"model":{"type":"WordLevel","vocab":{"hello":0,"world":1},"unk_token":"hello"},
+//! #   "pre_tokenizer":{"type":"Whitespace"}}"#;
+//! # std::fs::write(dir.path().join("tokenizer.json"), json)?;
+//! # let checkpoint = dir.path();
+//! use std::sync::Arc;
+//! use text::{Detokenizer, Tokenizer};
+//!
+//! let tokenizer = Arc::new(Tokenizer::from_dir(checkpoint)?);
+//! let ids = tokenizer.encode("hello world", true)?;
+//!
+//! let mut detokenizer = Detokenizer::new(Arc::clone(&tokenizer), true);
+//! let mut text = String::new();
+//! for id in ids {
+//!     detokenizer.push_into(id, &mut text);
+//! }
+//! detokenizer.finish_into(&mut text);
+//! assert_eq!(text, "hello world");
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod detokenizer;
+mod error;
+mod spelling;
+mod stop;
+mod tokenizer;
+
+pub use detokenizer::Detokenizer;
+pub use error::TextError;
+pub use stop::StopText;
+pub use tokenizer::Tokenizer;

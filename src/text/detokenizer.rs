@@ -1,0 +1,137 @@
+use std::sync::Arc;
+
+use crate::Tokenizer;
+use crate::spelling::{Piece, Spelling, Stream};
+
+/// Turns the tokens of one sequence into text as they arrive.
+///
+/// The pieces, [`finish`](Self::finish) included, joined are exactly the text of the whole sequence. A piece is always
+/// valid UTF-8: bytes of a character still incomplete wait for the next token, and become U+FFFD only at the end or when
+/// the next token shows that they never were a character. With SentencePiece byte fallback a run of byte tokens waits for
+/// the token after it, since one bad byte spoils the whole run. A token costs the copy of its bytes.
+pub struct Detokenizer {
+    spelling: Arc<Spelling>,
+    skip_special: bool,
+    at_start: bool,
+    /// Bytes that are no text yet.
+    held: Vec<u8>,
+    /// Leading characters that may still be stripped.
+    strip_left: usize,
+}
+
+impl Detokenizer {
+    /// Starts a text; `skip_special` leaves out special tokens such as `</s>`.
+    pub fn new(tokenizer: Arc<Tokenizer>, skip_special: bool) -> Self {
+        Self::with_spelling(Arc::clone(tokenizer.spelling()), skip_special)
+    }
+
+    pub(crate) fn with_spelling(spelling: Arc<Spelling>, skip_special: bool) -> Self {
+        let strip_left = match spelling.stream {
+            Stream::Text { strip: Some((_, count)) } => count,
+            _ => 0,
+        };
+        Self { spelling, skip_special, at_start: true, held: Vec::new(), strip_left }
+    }
+
+    /// The text that `token` completes, if any. A token outside the vocabulary adds nothing.
+    pub fn push(&mut self, token: u32) -> Option<String> {
+        let mut text = String::new();
+        self.push_into(token, &mut text);
+        (!text.is_empty()).then_some(text)
+    }
+
+    /// As [`push`](Self::push), appended to `out`.
+    pub fn push_into(&mut self, token: u32, out: &mut String) {
+        let spelling = Arc::clone(&self.spelling);
+        let Some(piece) = spelling.piece(token, self.at_start, self.skip_special) else { return };
+        self.at_start = false;
+        match (piece, spelling.stream) {
+            (Piece::Bytes(bytes), Stream::Bytes) => self.push_bytes(bytes, out),
+            (Piece::Bytes(bytes), Stream::Text { .. }) => {
+                self.end_byte_run(out);
+                self.emit(std::str::from_utf8(bytes).expect("pieces of text are made of strings"), out);
+            }
+            (Piece::FallbackByte(byte), _) => self.held.push(byte),
+        }
+    }
+
+    /// Ends the text: what was held back, with U+FFFD for what never became a character. Call it once.
+    pub fn finish(&mut self) -> String {
+        let mut text = String::new();
+        self.finish_into(&mut text);
+        text
+    }
+
+    /// As [`finish`](Self::finish), appended to `out`.
+    pub fn finish_into(&mut self, out: &mut String) {
+        match self.spelling.stream {
+            Stream::Bytes if self.held.is_empty() => {}
+            Stream::Bytes => {
+                // What is held is one character cut short, never two.
+                self.held.clear();
+                out.push(char::REPLACEMENT_CHARACTER);
+            }
+            Stream::Text { .. } => self.end_byte_run(out),
+        }
+    }
+
+    fn push_bytes(&mut self, bytes: &[u8], out: &mut String) {
+        if self.held.is_empty() {
+            let rest = emit_utf8(bytes, out);
+            self.held.extend_from_slice(rest);
+        } else {
+            let mut held = std::mem::take(&mut self.held);
+            held.extend_from_slice(bytes);
+            let done = held.len() - emit_utf8(&held, out).len();
+            held.drain(..done);
+            self.held = held;
+        }
+    }
+
+    fn end_byte_run(&mut self, out: &mut String) {
+        if self.held.is_empty() {
+            return;
+        }
+        let mut held = std::mem::take(&mut self.held);
+        match std::str::from_utf8(&held) {
+            Ok(text) => self.emit(text, out),
+            Err(_) => (0..held.len()).for_each(|_| self.emit("\u{FFFD}", out)),
+        }
+        held.clear();
+        self.held = held;
+    }
+
+    fn emit(&mut self, mut text: &str, out: &mut String) {
+        if let Stream::Text { strip: Some((stripped, _)) } = self.spelling.stream {
+            while self.strip_left > 0 && !text.is_empty() {
+                match text.strip_prefix(stripped) {
+                    Some(rest) => (text, self.strip_left) = (rest, self.strip_left - 1),
+                    None => self.strip_left = 0,
+                }
+            }
+        }
+        out.push_str(text);
+    }
+}
+
+/// Appends `bytes` to `out` as `String::from_utf8_lossy` would, but returns a last character cut short.
+fn emit_utf8<'a>(mut bytes: &'a [u8], out: &mut String) -> &'a [u8] {
+    loop {
+        let error = match std::str::from_utf8(bytes) {
+            Ok(text) => {
+                out.push_str(text);
+                return &[];
+            }
+            Err(error) => error,
+        };
+        let (valid, rest) = bytes.split_at(error.valid_up_to());
+        out.push_str(std::str::from_utf8(valid).expect("the bytes before the error are valid"));
+        match error.error_len() {
+            None => return rest,
+            Some(len) => {
+                out.push(char::REPLACEMENT_CHARACTER);
+                bytes = &rest[len..];
+            }
+        }
+    }
+}

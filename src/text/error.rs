@@ -1,0 +1,19 @@
+use std::path::PathBuf;
+
+/// Why a tokenizer could not be loaded, or a text not be encoded.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // Fields are named by their messages.
+pub enum TextError {
+    #[error("`{}` has no `tokenizer.json`; copy the one of the checkpoint there{hint}", .dir.display())]
+    NoTokenizer { dir: PathBuf, hint: &'static str },
+    #[error("cannot read `{}`", .path.display())]
+    Read { path: PathBuf, source: std::io::Error },
+    #[error("`{}` is no tokenizer that can be read: {reason}; copy it from the checkpoint again", .path.display())]
+    Parse { path: PathBuf, reason: String },
+    #[error("`{}` has the decoder `{decoder}`, whose text cannot be streamed; expected one of {expected}", .path.display())]
+    Decoder { path: PathBuf, decoder: String, expected: &'static str },
+    #[error("`{}` gives the token id {id}, expected at most {max}; copy the file from the checkpoint again", .path.display())]
+    TokenId { path: PathBuf, id: u32, max: u32 },
+    #[error("the text of {num_bytes} bytes cannot be encoded: {reason}")]
+    Encode { num_bytes: usize, reason: String },
+}
