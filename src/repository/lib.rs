@@ -1,5 +1,12 @@
 //! Room `repository`.
+#![forbid(unsafe_code)]
 
-/// Placeholder until the generated `inference.ModelConfig` replaces it.
-#[derive(Debug, Clone, Default)]
-pub struct ModelConfig {}
+mod error;
+mod json;
+pub mod proto;
+mod syntax;
+mod text_format;
+
+pub use error::RepositoryError;
+pub use json::{from_json, to_json};
+pub use proto::ModelConfig;

@@ -1,0 +1,227 @@
+//! `config.pbtxt`: protobuf text format as users and template tools write it.
+//!
+//! The library does the parsing. A pre-pass on the text settles what it does not take: a message list without a colon
+//! (`input [ {`) and template variables that nobody filled in (`max_batch_size: ${batch}`), which mean "unset".
+
+use prost_reflect::{DynamicMessage, Value};
+
+use crate::proto::{self, DataType, ModelConfig};
+use crate::syntax::{self, SyntaxError};
+
+/// A configuration, and the names of the template variables in it that were never filled in.
+pub(crate) struct Parsed {
+    pub config: ModelConfig,
+    pub unfilled: Vec<String>,
+}
+
+/// Parses the text of a `config.pbtxt`.
+///
+/// # Errors
+/// When the text does not follow the format or the schema, with line, column and what to do.
+pub(crate) fn parse(text: &str) -> Result<Parsed, SyntaxError> {
+    let prepared = prepare(text);
+    let mut message = DynamicMessage::parse_text_format(proto::model_config_descriptor(), &prepared.text)
+        .map_err(|error| syntax::explain(text, &prepared.inserted, &error))?;
+    clear_unfilled(&mut message);
+    let mut config: ModelConfig = message.transcode_to().expect("the descriptor and the type come from one proto");
+    if !prepared.unfilled.is_empty() {
+        default_data_types(&mut config);
+    }
+    Ok(Parsed { config, unfilled: prepared.unfilled })
+}
+
+/// The text for the library, and where it is longer than what the user wrote.
+struct Prepared {
+    text: String,
+    inserted: Vec<usize>,
+    unfilled: Vec<String>,
+}
+
+fn prepare(text: &str) -> Prepared {
+    let mut scanner = Scanner { text, at: 0, out: Vec::with_capacity(text.len() + 16), ..Scanner::default() };
+    scanner.run();
+    let out = String::from_utf8(scanner.out).expect("only whole ASCII characters are replaced");
+    Prepared { text: out, inserted: scanner.inserted, unfilled: scanner.unfilled }
+}
+
+/// What the last token was, blanks and comments aside.
+#[derive(Default, Clone, Copy, PartialEq)]
+enum Last {
+    #[default]
+    Other,
+    /// A name that began at this place in the output.
+    Name(usize),
+    /// The colon after a name that began at this place in the output.
+    Colon(usize),
+    /// `[`, or a comma at this place in the output.
+    Opening,
+    Comma(usize),
+}
+
+#[derive(Default)]
+struct Scanner<'a> {
+    text: &'a str,
+    at: usize,
+    out: Vec<u8>,
+    inserted: Vec<usize>,
+    unfilled: Vec<String>,
+    last: Last,
+    /// A blanked value stood before this place: the separator after it goes too.
+    drop_separator: bool,
+}
+
+impl Scanner<'_> {
+    fn run(&mut self) {
+        while let Some(&byte) = self.text.as_bytes().get(self.at) {
+            match byte {
+                b'#' => self.copy_while(|byte| byte != b'\n'),
+                b'"' | b'\'' => self.string(byte),
+                b'$' if self.rest().starts_with("${") => self.variable(),
+                b'[' => self.list(),
+                b',' | b';' => self.separator(byte),
+                byte if byte.is_ascii_whitespace() => self.copy_while(|byte| byte.is_ascii_whitespace()),
+                byte if byte.is_ascii_alphabetic() || byte == b'_' => self.name(),
+                byte => self.other(byte),
+            }
+        }
+    }
+
+    fn rest(&self) -> &str {
+        &self.text[self.at..]
+    }
+
+    fn copy_while(&mut self, keep: impl Fn(u8) -> bool) {
+        let bytes = &self.text.as_bytes()[self.at..];
+        let length = bytes.iter().position(|&byte| !keep(byte)).unwrap_or(bytes.len());
+        self.out.extend_from_slice(&bytes[..length]);
+        self.at += length;
+    }
+
+    fn token(&mut self, last: Last) {
+        self.last = last;
+        self.drop_separator = false;
+    }
+
+    fn string(&mut self, quote: u8) {
+        let bytes = self.text.as_bytes();
+        let mut end = self.at + 1;
+        while end < bytes.len() && bytes[end] != quote && bytes[end] != b'\n' {
+            end += if bytes[end] == b'\\' { 2 } else { 1 };
+        }
+        let end = (end + 1).min(bytes.len());
+        let literal = &bytes[self.at..end];
+        self.out.extend_from_slice(literal);
+        self.unfilled.extend(variables(&String::from_utf8_lossy(literal)));
+        self.at = end;
+        self.token(Last::Other);
+    }
+
+    fn name(&mut self) {
+        let start = self.out.len();
+        self.copy_while(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+        self.token(Last::Name(start));
+    }
+
+    fn other(&mut self, byte: u8) {
+        let last = match (byte, self.last) {
+            (b':', Last::Name(start)) => Last::Colon(start),
+            _ => Last::Other,
+        };
+        self.out.push(byte);
+        self.at += 1;
+        self.token(last);
+    }
+
+    fn separator(&mut self, byte: u8) {
+        self.last = Last::Comma(self.out.len());
+        self.out.push(if self.drop_separator { b' ' } else { byte });
+        self.drop_separator = false;
+        self.at += 1;
+    }
+
+    /// `name [` needs a colon, put in place of a blank where there is one so that columns stay.
+    fn list(&mut self) {
+        if matches!(self.last, Last::Name(_)) {
+            match self.out.last_mut() {
+                Some(blank @ (b' ' | b'\t')) => *blank = b':',
+                _ => {
+                    self.inserted.push(self.out.len());
+                    self.out.push(b':');
+                }
+            }
+        }
+        self.out.push(b'[');
+        self.at += 1;
+        self.token(Last::Opening);
+    }
+
+    /// A bare `${variable}`: its field, or its list element with one comma, becomes blanks.
+    fn variable(&mut self) {
+        let bytes = self.text.as_bytes();
+        let mut end = self.at;
+        while self.text[end..].starts_with("${") {
+            match self.text[end..].find(['}', '\n']) {
+                Some(length) if bytes[end + length] == b'}' => end += length + 1,
+                _ => return self.other(b'$'),
+            }
+            end += bytes[end..].iter().take_while(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(byte)).count();
+        }
+        let variable = &self.text[self.at..end];
+        self.unfilled.extend(variables(variable));
+        self.out.resize(self.out.len() + variable.len(), b' ');
+        self.at = end;
+        match self.last {
+            Last::Name(start) | Last::Colon(start) => blank(&mut self.out[start..]),
+            Last::Comma(at) => self.out[at] = b' ',
+            Last::Opening | Last::Other => {}
+        }
+        self.drop_separator = !matches!(self.last, Last::Comma(_));
+        self.last = if self.last == Last::Opening { Last::Opening } else { Last::Other };
+    }
+}
+
+/// Turns all but line ends into spaces.
+fn blank(bytes: &mut [u8]) {
+    bytes.iter_mut().filter(|byte| **byte != b'\n').for_each(|byte| *byte = b' ');
+}
+
+/// The names of the `${…}` in `text`.
+fn variables(text: &str) -> Vec<String> {
+    let parts = text.split("${").skip(1);
+    parts.filter_map(|part| part.split_once('}')).map(|(name, _)| name.to_owned()).collect()
+}
+
+/// Empties every string that holds an unfilled variable, and drops list elements and map entries that held nothing else.
+/// True when it emptied anything.
+fn clear_unfilled(message: &mut DynamicMessage) -> bool {
+    let mut cleared = false;
+    for (_, value) in message.fields_mut() {
+        match value {
+            Value::List(items) => items.retain_mut(|item| !clear_value(item)),
+            Value::Map(entries) => entries.retain(|_, entry| !clear_value(entry)),
+            value => cleared |= clear_value(value),
+        }
+    }
+    cleared
+}
+
+/// True when the value held an unfilled variable and is empty now.
+fn clear_value(value: &mut Value) -> bool {
+    match value {
+        Value::String(text) if !variables(text).is_empty() => {
+            text.clear();
+            true
+        }
+        Value::Message(message) => clear_unfilled(message) && message.fields().next().is_none(),
+        _ => false,
+    }
+}
+
+/// A template leaves tensor types to be filled in too; the optional tensors they belong to are then FP32.
+fn default_data_types(config: &mut ModelConfig) {
+    let inputs = config.input.iter_mut().map(|input| &mut input.data_type);
+    let outputs = config.output.iter_mut().map(|output| &mut output.data_type);
+    for data_type in inputs.chain(outputs).filter(|data_type| **data_type == DataType::TypeInvalid as i32) {
+        *data_type = DataType::TypeFp32 as i32;
+    }
+}
