@@ -1,1 +1,43 @@
-//! Room `ipc`.
+//! Shared memory between the processes of one node, and what a process must know of another.
+//!
+//! - [`Region`]: a named, bounded piece of POSIX shared memory. Its creator removes the name when dropped;
+//!   what a killed creator left is removed by [`sweep_stale`].
+//! - [`Ring`], [`RingSender`], [`RingReceiver`]: a queue of byte messages in a region, one sender, one receiver.
+//!   Waiting is a short spin, then a futex, so an idle receiver uses no CPU.
+//! - [`ProcessWatch`]: notices the end of any process at once, over a pidfd.
+//!
+//! What the bytes mean is left to others. A region trusts every process that may open it (mode 0600, one user).
+//!
+//! ```
+//! use ipc::{Prefix, Received, Ring, RingReceiver, RingSender};
+//! use std::time::Duration;
+//!
+//! let prefix: Prefix = format!("doc{}_", std::process::id()).parse()?;
+//! let ring = Ring::create(&prefix, "plans", 1 << 16)?; // removed from /dev/shm when dropped
+//! let mut sender = RingSender::open(&prefix, "plans")?; // any process
+//! let mut receiver = RingReceiver::open(&prefix, "plans")?; // any process
+//!
+//! sender.send(b"step 1", Duration::from_secs(1))?;
+//! let mut message = Vec::new();
+//! assert_eq!(receiver.recv(&mut message, Duration::from_secs(1))?, Received::Message);
+//! assert_eq!(message, b"step 1");
+//! # drop(ring);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod error;
+pub mod futex;
+mod prefix;
+mod process;
+mod region;
+mod ring;
+mod sweep;
+mod title;
+
+pub use error::{IpcError, RecvError, SendError};
+pub use prefix::Prefix;
+pub use process::{ProcessId, ProcessWatch, bind_to_parent, describe_exit, die_with_parent};
+pub use region::{Plain, Region};
+pub use ring::{Doorbell, Received, Ring, RingReceiver, RingSender};
+pub use sweep::{sweep_all_stale, sweep_stale};
+pub use title::{set_process_name, set_process_title};

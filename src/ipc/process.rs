@@ -1,0 +1,200 @@
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Command, ExitStatus};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, getppid, pidfd_open, pidfd_send_signal, set_parent_process_death_signal,
+};
+use rustix::time::Timespec;
+
+use crate::IpcError;
+
+/// One process for all time: a pid alone may be given to another process later.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ProcessId {
+    /// The pid, in this PID namespace.
+    pub pid: u32,
+    /// When it started, in clock ticks since boot.
+    pub start_time: u64,
+}
+
+impl ProcessId {
+    /// This process.
+    pub fn current() -> Self {
+        let pid = std::process::id();
+        // `/proc` may be missing in a bare chroot; 0 then means "not known" on both sides of a comparison.
+        Self { pid, start_time: Self::of(pid).map_or(0, |id| id.start_time) }
+    }
+
+    /// The process that has `pid` now. None if there is none, or only its unreaped remains.
+    pub fn of(pid: u32) -> Option<Self> {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // The name stands in parentheses and may hold anything, so count fields after the last one.
+        let mut fields = stat.get(stat.rfind(')')? + 1..)?.split_ascii_whitespace();
+        let state = fields.next()?;
+        let start_time = fields.nth(18)?.parse().ok()?; // field 22 of proc(5)
+        (!matches!(state, "Z" | "X")).then_some(Self { pid, start_time })
+    }
+
+    /// Whether this very process still runs.
+    pub fn is_alive(self) -> bool {
+        Self::of(self.pid) == Some(self)
+    }
+}
+
+/// Notices the end of one process, related or not, without polling.
+#[derive(Debug)]
+pub struct ProcessWatch {
+    pid: u32,
+    pidfd: OwnedFd,
+}
+
+impl ProcessWatch {
+    /// Watches `pid`. Errs when there is no such process; a child that ended but was not reaped can be watched.
+    pub fn new(pid: u32) -> Result<Self, IpcError> {
+        let watch = |source| IpcError::Watch { pid, source };
+        let raw = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        let target = raw.ok_or_else(|| watch(io::ErrorKind::InvalidInput.into()))?;
+        let pidfd = pidfd_open(target, PidfdFlags::empty()).map_err(|errno| watch(errno.into()))?;
+        Ok(Self { pid, pidfd })
+    }
+
+    /// The watched pid.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Waits until the process has ended; false when it still ran after `timeout`.
+    pub fn wait(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now().checked_add(timeout);
+        loop {
+            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            let left = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
+            match poll(&mut [PollFd::new(&self.pidfd, PollFlags::IN)], left.as_ref()) {
+                Ok(ready) => return ready > 0,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => panic!("poll on a pidfd cannot fail, but did: {errno}"),
+            }
+        }
+    }
+
+    /// Whether the process still runs.
+    pub fn is_alive(&self) -> bool {
+        !self.wait(Duration::ZERO)
+    }
+
+    /// Sends `signal` (a number of signal(7)) to this very process, never to a later owner of its pid.
+    pub fn signal(&self, signal: i32) -> io::Result<()> {
+        let signal = Signal::from_named_raw(signal).ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(pidfd_send_signal(&self.pidfd, signal)?)
+    }
+}
+
+impl AsFd for ProcessWatch {
+    /// Readable once the process has ended; for an event loop.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+}
+
+/// How a child ended, for a log line: `exit code 3`, `signal 9 (SIGKILL)`.
+pub fn describe_exit(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exit code {code}"),
+        (None, Some(signal)) => match signal_name(signal) {
+            Some(name) => format!("signal {signal} ({name})"),
+            None => format!("signal {signal}"),
+        },
+        (None, None) => status.to_string(),
+    }
+}
+
+fn signal_name(signal: i32) -> Option<&'static str> {
+    Some(match signal {
+        libc::SIGHUP => "SIGHUP",
+        libc::SIGINT => "SIGINT",
+        libc::SIGQUIT => "SIGQUIT",
+        libc::SIGILL => "SIGILL",
+        libc::SIGTRAP => "SIGTRAP",
+        libc::SIGABRT => "SIGABRT",
+        libc::SIGBUS => "SIGBUS, perhaps /dev/shm or a mapped file ran out of space",
+        libc::SIGFPE => "SIGFPE",
+        libc::SIGKILL => "SIGKILL, perhaps the kernel ran out of memory",
+        libc::SIGSEGV => "SIGSEGV",
+        libc::SIGPIPE => "SIGPIPE",
+        libc::SIGTERM => "SIGTERM",
+        _ => return None,
+    })
+}
+
+/// Has the kernel send `signal` to this process when the thread that started it ends; errs if `parent` is gone already.
+///
+/// Call it first thing in a child. The kernel watches the parent's *thread*: start children from one that lives as long.
+pub fn die_with_parent(parent: u32, signal: i32) -> io::Result<()> {
+    let signal = Signal::from_named_raw(signal).ok_or(io::ErrorKind::InvalidInput)?;
+    set_parent_process_death_signal(Some(signal))?;
+    // It may have ended before the line above, and then no signal comes.
+    if getppid().map(|pid| pid.as_raw_nonzero().get() as u32) != Some(parent) {
+        return Err(io::Error::other(format!("the parent process {parent} has ended")));
+    }
+    Ok(())
+}
+
+/// As [`die_with_parent`], for a child of any program: arranged between fork and exec of `command`.
+pub fn bind_to_parent(command: &mut Command, signal: i32) -> &mut Command {
+    let parent = std::process::id();
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed: the closure makes two system calls
+    // (prctl, getppid), and its errors are plain codes that allocate nothing.
+    unsafe {
+        command.pre_exec(move || {
+            let signal = Signal::from_named_raw(signal).ok_or(io::ErrorKind::InvalidInput)?;
+            set_parent_process_death_signal(Some(signal))?;
+            if getppid().map(|pid| pid.as_raw_nonzero().get() as u32) != Some(parent) {
+                return Err(io::ErrorKind::NotFound.into());
+            }
+            Ok(())
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_watch_returns_at_once_when_the_process_is_killed() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let watch = ProcessWatch::new(child.id()).unwrap();
+        let id = ProcessId::of(child.id()).unwrap();
+        assert!(watch.is_alive() && id.is_alive());
+        assert!(!watch.wait(Duration::from_millis(20)));
+
+        child.kill().unwrap();
+        assert!(watch.wait(Duration::from_secs(5)));
+        assert!(!id.is_alive(), "a process that ended but was not reaped counts as gone");
+        assert_eq!(describe_exit(child.wait().unwrap()), "signal 9 (SIGKILL, perhaps the kernel ran out of memory)");
+        assert!(ProcessWatch::new(child.id()).is_err());
+    }
+
+    #[test]
+    fn a_process_with_the_same_pid_but_another_start_is_another_process() {
+        let current = ProcessId::current();
+        assert!(current.is_alive());
+        assert!(!ProcessId { start_time: current.start_time + 1, ..current }.is_alive());
+    }
+
+    #[test]
+    fn a_bound_child_dies_with_the_thread_that_started_it() {
+        let child = std::thread::spawn(|| {
+            let child = bind_to_parent(Command::new("sleep").arg("60"), libc::SIGKILL).spawn().unwrap();
+            assert!(ProcessWatch::new(child.id()).unwrap().is_alive());
+            child
+        });
+        let mut child = child.join().unwrap();
+        assert_eq!(child.wait().unwrap().signal(), Some(libc::SIGKILL));
+    }
+}

@@ -1,0 +1,271 @@
+use std::fmt;
+use std::fs;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use rustix::fs::{AtFlags, CWD, FallocateFlags, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use crate::prefix::SHM_DIR;
+use crate::{IpcError, Prefix, ProcessId, sweep};
+
+const MAGIC: u64 = u64::from_le_bytes(*b"trireme\x01");
+const VERSION: u32 = 1;
+/// The header's room; what follows is aligned to two cache lines.
+pub(crate) const HEADER_BYTES: usize = 128;
+
+/// The start of every region file. Written before the file has a name, so whoever finds it finds it whole.
+/// Fields keep their places in all versions, so that any build can sweep what another left.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Header {
+    magic: u64,
+    version: u32,
+    owner_pid: u32,
+    owner_start_time: u64,
+    /// PID namespace of the owner: the pid means nothing in another.
+    pid_namespace: u64,
+    payload_bytes: u64,
+}
+
+/// Whose a region file is.
+pub(crate) enum Ownership {
+    NotOurs,
+    ForeignNamespace,
+    Alive(ProcessId),
+    Dead,
+}
+
+impl Header {
+    fn of_current_process(payload_bytes: u64) -> Self {
+        let owner = ProcessId::current();
+        Self {
+            magic: MAGIC,
+            version: VERSION,
+            owner_pid: owner.pid,
+            owner_start_time: owner.start_time,
+            pid_namespace: pid_namespace(),
+            payload_bytes,
+        }
+    }
+
+    /// Reads the header of an open file; None when it is too short for one.
+    pub(crate) fn read(file: &fs::File) -> io::Result<Option<Self>> {
+        let mut bytes = [0; size_of::<Self>()];
+        match std::os::unix::fs::FileExt::read_exact_at(file, &mut bytes, 0) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+            Err(error) => return Err(error),
+        }
+        let u64_at = |at: usize| u64::from_ne_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        let u32_at = |at: usize| u32::from_ne_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
+        Ok(Some(Self {
+            magic: u64_at(0),
+            version: u32_at(8),
+            owner_pid: u32_at(12),
+            owner_start_time: u64_at(16),
+            pid_namespace: u64_at(24),
+            payload_bytes: u64_at(32),
+        }))
+    }
+
+    pub(crate) fn ownership(&self) -> Ownership {
+        let owner = ProcessId { pid: self.owner_pid, start_time: self.owner_start_time };
+        match self {
+            Self { magic, .. } if *magic != MAGIC => Ownership::NotOurs,
+            Self { pid_namespace: made_in, .. } if *made_in != pid_namespace() => Ownership::ForeignNamespace,
+            _ if owner.is_alive() => Ownership::Alive(owner),
+            _ => Ownership::Dead,
+        }
+    }
+}
+
+fn pid_namespace() -> u64 {
+    fs::metadata("/proc/self/ns/pid").map_or(0, |meta| std::os::unix::fs::MetadataExt::ino(&meta))
+}
+
+/// Numbers that any bytes are a value of, so that shared memory may be viewed as them.
+pub trait Plain: Copy + Send + Sync + 'static + sealed::Sealed {}
+mod sealed {
+    pub trait Sealed {}
+}
+macro_rules! plain {
+    ($($number:ty)*) => { $(impl sealed::Sealed for $number {} impl Plain for $number {})* };
+}
+plain!(u8 u16 u32 u64 i8 i16 i32 i64 f32 f64);
+
+/// A named piece of shared memory, zeroed at creation, mapped as long as this value lives.
+///
+/// The creator's value removes the name when dropped; mappings of others stay valid until they drop theirs.
+/// The memory is taken at creation, so that a full `/dev/shm` is an error then and never a SIGBUS later.
+pub struct Region {
+    path: PathBuf,
+    /// The payload, after the header; aligned to 128 bytes.
+    payload: NonNull<u8>,
+    payload_bytes: usize,
+    owned: bool,
+}
+
+// SAFETY: the mapping is plain memory without thread affinity; shared access goes through atomics or through raw
+// pointers, whose users promise not to race.
+unsafe impl Send for Region {}
+// SAFETY: as above.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// Makes the region `<prefix><name>` of `bytes` zero bytes. One left by a dead owner is replaced.
+    pub fn create(prefix: &Prefix, name: &str, bytes: usize) -> Result<Self, IpcError> {
+        let path = prefix.path(name)?;
+        let file = anonymous_file(&path, bytes)?;
+        let base = map(&file, &path, HEADER_BYTES + bytes)?;
+        let mut region = Self::from_mapping(path, base, bytes);
+        // SAFETY: the mapping is page aligned, holds HEADER_BYTES, and nobody else knows it yet.
+        unsafe { base.cast::<Header>().write(Header::of_current_process(bytes as u64)) };
+        publish(&file, &region.path)?;
+        region.owned = true;
+        Ok(region)
+    }
+
+    /// Maps the region `<prefix><name>`, made by any process of this user.
+    pub fn open(prefix: &Prefix, name: &str) -> Result<Self, IpcError> {
+        let path = prefix.path(name)?;
+        let file = match fs::OpenOptions::new().read(true).write(true).open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(IpcError::Missing { path }),
+            Err(source) => return Err(IpcError::Os { action: "open", path, source }),
+        };
+        let read = Header::read(&file).map_err(|source| IpcError::Os { action: "read", path: path.clone(), source })?;
+        let Some(header) = read.filter(|header| header.magic == MAGIC) else {
+            return Err(IpcError::NotOurs { path });
+        };
+        if header.version != VERSION {
+            return Err(IpcError::Version { path, found: header.version, expected: VERSION });
+        }
+        let file_bytes = file.metadata().map_or(0, |meta| meta.len());
+        if header.payload_bytes.checked_add(HEADER_BYTES as u64) != Some(file_bytes) {
+            return Err(IpcError::NotOurs { path });
+        }
+        let bytes = header.payload_bytes as usize;
+        let base = map(&file.into(), &path, HEADER_BYTES + bytes)?;
+        Ok(Self::from_mapping(path, base, bytes))
+    }
+
+    fn from_mapping(path: PathBuf, base: NonNull<u8>, payload_bytes: usize) -> Self {
+        // SAFETY: every mapping is at least HEADER_BYTES long.
+        let payload = unsafe { base.add(HEADER_BYTES) };
+        Self { path, payload, payload_bytes, owned: false }
+    }
+
+    /// The file behind the region.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Bytes after the header: what `create` was asked for.
+    pub fn len(&self) -> usize {
+        self.payload_bytes
+    }
+
+    /// Whether it holds no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.payload_bytes == 0
+    }
+
+    /// `count` atomics from byte `offset`. Errs when they do not lie inside or `offset` is not aligned.
+    pub fn atomics_u32(&self, offset: usize, count: usize) -> Result<&[AtomicU32], IpcError> {
+        let start = self.check::<AtomicU32>(offset, count)?;
+        // SAFETY: checked to be inside and aligned, mapped while `self` lives, and any bytes are a value.
+        Ok(unsafe { std::slice::from_raw_parts(start.as_ptr().cast(), count) })
+    }
+
+    /// `count` atomics from byte `offset`. Errs when they do not lie inside or `offset` is not aligned.
+    pub fn atomics_u64(&self, offset: usize, count: usize) -> Result<&[AtomicU64], IpcError> {
+        let start = self.check::<AtomicU64>(offset, count)?;
+        // SAFETY: as in `atomics_u32`.
+        Ok(unsafe { std::slice::from_raw_parts(start.as_ptr().cast(), count) })
+    }
+
+    /// `count` numbers from byte `offset`, as a pointer: other processes may write while you read, so *using* it is
+    /// unsafe, and whoever does must order accesses through atomics. Valid while the region lives; the region
+    /// payload starts at a multiple of 128 bytes. Errs when they do not lie inside or `offset` is not aligned.
+    pub fn raw<T: Plain>(&self, offset: usize, count: usize) -> Result<NonNull<[T]>, IpcError> {
+        let start = self.check::<T>(offset, count)?;
+        Ok(NonNull::slice_from_raw_parts(start.cast(), count))
+    }
+
+    fn check<T>(&self, offset: usize, count: usize) -> Result<NonNull<u8>, IpcError> {
+        let len = count.saturating_mul(size_of::<T>());
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.payload_bytes);
+        if !inside || !offset.is_multiple_of(align_of::<T>()) {
+            let (path, size) = (self.path.clone(), self.payload_bytes);
+            return Err(IpcError::Range { path, offset, len, size, align: align_of::<T>() });
+        }
+        // SAFETY: `offset` is inside the mapping, or one past its end when `count` is 0.
+        Ok(unsafe { self.payload.add(offset) })
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        if self.owned {
+            // Already removed by hand is as good.
+            let _ = fs::remove_file(&self.path);
+        }
+        // SAFETY: the mapping was made with this base and length, and every view borrows `self`. Users of `raw`
+        // promised not to use their pointers later.
+        let unmapped = unsafe { munmap(self.payload.sub(HEADER_BYTES).as_ptr().cast(), HEADER_BYTES + self.len()) };
+        debug_assert!(unmapped.is_ok(), "munmap of a region failed: {unmapped:?}");
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { path, payload_bytes, owned, .. } = self;
+        f.debug_struct("Region")
+            .field("path", path)
+            .field("bytes", payload_bytes)
+            .field("owned", owned)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A file of the right size without a name yet.
+fn anonymous_file(path: &Path, bytes: usize) -> Result<OwnedFd, IpcError> {
+    let os = |action, errno: Errno| IpcError::Os { action, path: path.to_owned(), source: errno.into() };
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = rustix::fs::open(SHM_DIR, flags, Mode::RUSR | Mode::WUSR).map_err(|errno| os("create", errno))?;
+    let total = (HEADER_BYTES + bytes) as u64;
+    match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, total) {
+        Ok(()) => Ok(file),
+        Err(Errno::NOSPC) => Err(IpcError::Full { path: path.to_owned(), bytes: total }),
+        Err(errno) => Err(os("allocate", errno)),
+    }
+}
+
+/// Gives the file its name, unless a living owner has it.
+fn publish(file: &OwnedFd, path: &Path) -> Result<(), IpcError> {
+    let unnamed = format!("/proc/self/fd/{}", file.as_raw_fd());
+    // Each turn but the last found the leftovers of a dead owner; bounded, in case owners die as fast as we look.
+    for _ in 0..16 {
+        match rustix::fs::linkat(CWD, &unnamed, CWD, path, AtFlags::SYMLINK_FOLLOW) {
+            Ok(()) => return Ok(()),
+            Err(Errno::EXIST) => drop(sweep::remove_if_stale(path)?),
+            Err(errno) => return Err(IpcError::Os { action: "name", path: path.to_owned(), source: errno.into() }),
+        }
+    }
+    Err(IpcError::Os { action: "name", path: path.to_owned(), source: Errno::EXIST.into() })
+}
+
+fn map(file: &OwnedFd, path: &Path, bytes: usize) -> Result<NonNull<u8>, IpcError> {
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new mapping at an address the kernel chooses touches no existing memory.
+    let mapped = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file, 0) };
+    match mapped {
+        Ok(base) => Ok(NonNull::new(base.cast()).expect("mmap returns no null address unless asked to")),
+        Err(errno) => Err(IpcError::Os { action: "map", path: path.to_owned(), source: errno.into() }),
+    }
+}

@@ -1,0 +1,266 @@
+//! A queue of byte messages in shared memory: one sender, one receiver.
+//!
+//! Bytes `head..tail` (both only grow; their place is the value modulo the capacity) hold messages of
+//! `u32 length, bytes, padding to 8`. The sender publishes `tail` after a message is whole, so none is ever torn.
+
+mod receiver;
+mod sender;
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::time::{Duration, Instant};
+
+pub use receiver::{Doorbell, Received, RingReceiver};
+pub use sender::RingSender;
+
+use crate::{IpcError, Prefix, ProcessId, Region, futex};
+
+const MAGIC: u64 = u64::from_le_bytes(*b"ring\0\0\0\x01");
+/// Before each message: its length.
+const LENGTH_BYTES: usize = size_of::<u32>();
+/// The control block's room before the message bytes.
+const CONTROL_BYTES: usize = 512;
+
+/// The owner's end: keeps the ring's name alive. Sender and receiver open it by name, here or in other processes.
+#[derive(Debug)]
+pub struct Ring {
+    shared: Arc<Shared>,
+}
+
+impl Ring {
+    /// Makes the ring `<prefix><name>` with room for `capacity` bytes of messages, each 4 bytes longer than its
+    /// content and rounded up to 8. The capacity is rounded up to a power of two, at least 64.
+    pub fn create(prefix: &Prefix, name: &str, capacity: usize) -> Result<Self, IpcError> {
+        let capacity = capacity.max(64).next_power_of_two();
+        let region = Region::create(prefix, name, CONTROL_BYTES + capacity)?;
+        let shared = Shared::new(region, capacity)?;
+        shared.control().capacity.store(capacity as u64, Ordering::Relaxed);
+        // Last, and released: an `open` that sees the magic sees the rest.
+        shared.control().magic.store(MAGIC, Ordering::Release);
+        Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// The sending end, in this process.
+    pub fn sender(&self) -> Result<RingSender, IpcError> {
+        RingSender::attach(self.shared.clone())
+    }
+
+    /// The receiving end, in this process.
+    pub fn receiver(&self) -> Result<RingReceiver, IpcError> {
+        RingReceiver::attach(self.shared.clone())
+    }
+}
+
+/// One end of a ring, and which process holds it: 22 bits of pid, 41 of its start time, 1 that says it let go in
+/// good order. One word, so that it changes hands in one step. 0: nobody yet.
+#[repr(C, align(64))]
+struct End(AtomicU64);
+
+impl End {
+    const PID_BITS: u32 = 22; // Linux gives no higher pids.
+    const CLOSED: u64 = 1 << 63;
+
+    /// Takes this end for the current process, from nobody or from a holder that is gone.
+    fn take(&self, region: &Region, role: &'static str) -> Result<(), IpcError> {
+        let previous = self.0.load(Ordering::Acquire);
+        let taken = |word| IpcError::Taken { path: region.path().to_owned(), role, pid: Self::holder(word).pid };
+        if previous != 0 && !Self::is_gone(previous) {
+            return Err(taken(previous));
+        }
+        let me = ProcessId::current();
+        let word = (me.start_time << Self::PID_BITS & !Self::CLOSED) | u64::from(me.pid);
+        self.0.compare_exchange(previous, word, Ordering::AcqRel, Ordering::Acquire).map_err(taken)?;
+        Ok(())
+    }
+
+    fn close(&self) {
+        self.0.fetch_or(Self::CLOSED, Ordering::AcqRel);
+    }
+
+    fn closed(&self) -> bool {
+        self.0.load(Ordering::Acquire) & Self::CLOSED != 0
+    }
+
+    /// The pid of a holder that closed its end or has ended. None while it lives, and before there was one.
+    fn gone(&self) -> Option<u32> {
+        let word = self.0.load(Ordering::Acquire);
+        (word != 0 && Self::is_gone(word)).then_some(Self::holder(word).pid)
+    }
+
+    fn is_gone(word: u64) -> bool {
+        word & Self::CLOSED != 0 || !Self::holder(word).is_alive()
+    }
+
+    fn holder(word: u64) -> ProcessId {
+        let pid = (word & ((1 << Self::PID_BITS) - 1)) as u32;
+        ProcessId { pid, start_time: (word & !Self::CLOSED) >> Self::PID_BITS }
+    }
+}
+
+/// A place to sleep for one end.
+#[repr(C, align(64))]
+struct Bed {
+    /// Changes with every wake-up.
+    word: AtomicU32,
+    /// 1 while its end sleeps or is about to: only then a wake-up costs a system call.
+    sleeping: AtomicU32,
+}
+
+impl Bed {
+    /// Sleeps until `ready`, or until `timeout` has passed; true when ready.
+    fn sleep_until(&self, timeout: Duration, mut ready: impl FnMut() -> bool) -> bool {
+        let deadline = Instant::now().checked_add(timeout);
+        self.sleeping.store(1, Ordering::Relaxed);
+        let is_ready = loop {
+            // Pairs with the fence in `wake`: either the waker sees `sleeping`, or we see what it did before.
+            fence(Ordering::SeqCst);
+            let word = self.word.load(Ordering::Acquire);
+            if ready() {
+                break true;
+            }
+            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            if left == Some(Duration::ZERO) {
+                break false;
+            }
+            futex::wait(&self.word, word, left);
+        };
+        self.sleeping.store(0, Ordering::Relaxed);
+        is_ready
+    }
+
+    /// Wakes the end that sleeps here, if it does. Call it after making it ready.
+    fn wake(&self) {
+        fence(Ordering::SeqCst);
+        if self.sleeping.load(Ordering::Relaxed) == 1 {
+            self.word.fetch_add(1, Ordering::Release);
+            futex::wake_one(&self.word);
+        }
+    }
+}
+
+/// What both ends share, each written by one of them on cache lines of its own.
+#[repr(C)]
+struct Control {
+    magic: AtomicU64,
+    capacity: AtomicU64,
+    sender: End,
+    receiver: End,
+    /// Bytes ever sent.
+    tail: Line,
+    /// Bytes ever taken.
+    head: Line,
+    sender_bed: Bed,
+    receiver_bed: Bed,
+    /// 1 when a doorbell rang and nobody answered yet.
+    rung: AtomicU32,
+}
+const _: () = assert!(size_of::<Control>() <= CONTROL_BYTES, "the control block outgrew its room");
+
+#[repr(C, align(64))]
+struct Line(AtomicU64);
+
+/// A mapped ring.
+#[derive(Debug)]
+struct Shared {
+    region: Region,
+    name: String,
+    capacity: usize,
+}
+
+impl Shared {
+    fn new(region: Region, capacity: usize) -> Result<Self, IpcError> {
+        region.raw::<u8>(0, CONTROL_BYTES + capacity)?;
+        let name = region.path().file_name().unwrap_or_default().to_string_lossy().into_owned();
+        Ok(Self { region, name, capacity })
+    }
+
+    fn open(prefix: &Prefix, name: &str) -> Result<Arc<Self>, IpcError> {
+        let region = Region::open(prefix, name)?;
+        let not_ring = || IpcError::NotRing { path: region.path().to_owned() };
+        let words = region.atomics_u64(0, 2).map_err(|_| not_ring())?;
+        let (magic, capacity) = (words[0].load(Ordering::Acquire), words[1].load(Ordering::Relaxed) as usize);
+        if magic != MAGIC || !capacity.is_power_of_two() || capacity.checked_add(CONTROL_BYTES) != Some(region.len()) {
+            return Err(not_ring());
+        }
+        Ok(Arc::new(Self::new(region, capacity)?))
+    }
+
+    fn control(&self) -> &Control {
+        let start = self.region.raw::<u8>(0, CONTROL_BYTES).expect("checked in `new`");
+        // SAFETY: inside the region, aligned to 128, all fields are atomics of which any bytes are a value, and the
+        // reference lives no longer than the mapping in `self`.
+        unsafe { start.cast::<Control>().as_ref() }
+    }
+
+    /// Where the message byte of `position` lies.
+    fn byte_at(&self, position: u64) -> (NonNull<u8>, usize) {
+        let offset = (position as usize) & (self.capacity - 1);
+        let bytes = self.region.raw::<u8>(CONTROL_BYTES + offset, self.capacity - offset).expect("checked in `new`");
+        (bytes.cast(), self.capacity - offset)
+    }
+
+    /// Copies `bytes` to `position..`, around the end when needed.
+    ///
+    /// # Safety
+    /// The range is free: at most `capacity` long and not between the receiver's `head` and the published `tail`.
+    unsafe fn write(&self, position: u64, bytes: &[u8]) {
+        let (first, room) = self.byte_at(position);
+        let (left, right) = bytes.split_at(bytes.len().min(room));
+        // SAFETY: `room` bytes follow `first`, and the rest fits at the start as `bytes` is at most `capacity`
+        // long; nobody else touches a free range (the caller's promise), and `bytes` is not shared memory.
+        unsafe {
+            first.copy_from_nonoverlapping(NonNull::from(left).cast(), left.len());
+            self.byte_at(0).0.copy_from_nonoverlapping(NonNull::from(right).cast(), right.len());
+        }
+    }
+
+    /// Appends `len` bytes from `position..` to `bytes`, around the end when needed.
+    ///
+    /// # Safety
+    /// The range is published and not yet taken: between `head` and `tail`.
+    unsafe fn read(&self, position: u64, len: usize, bytes: &mut Vec<u8>) {
+        let (first, room) = self.byte_at(position);
+        let left = len.min(room);
+        bytes.reserve(len);
+        // SAFETY: as in `write`; the sender does not touch a published range until it is taken, and it was
+        // written before the `tail` that the caller acquired.
+        unsafe {
+            bytes.extend_from_slice(std::slice::from_raw_parts(first.as_ptr(), left));
+            bytes.extend_from_slice(std::slice::from_raw_parts(self.byte_at(0).0.as_ptr(), len - left));
+        }
+    }
+}
+
+/// Bytes a message of `len` takes in the ring.
+fn framed(len: usize) -> u64 {
+    (LENGTH_BYTES + len).next_multiple_of(8) as u64
+}
+
+/// Spins until `ready` or until `duration` has passed; true when ready.
+fn spin_until(duration: Duration, mut ready: impl FnMut() -> bool) -> bool {
+    if ready() {
+        return true;
+    }
+    if duration.is_zero() {
+        return false;
+    }
+    let start = Instant::now();
+    loop {
+        for _ in 0..16 {
+            std::hint::spin_loop();
+            if ready() {
+                return true;
+            }
+        }
+        if start.elapsed() >= duration {
+            return false;
+        }
+    }
+}
+
+/// How long to spin when nobody said: not at all on a small machine, where the peer needs the core.
+fn default_spin() -> Duration {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    if cores > 2 { Duration::from_micros(5) } else { Duration::ZERO }
+}

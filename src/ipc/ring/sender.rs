@@ -1,0 +1,98 @@
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::{LENGTH_BYTES, Shared, default_spin, framed, spin_until};
+use crate::{IpcError, Prefix, SendError};
+
+/// The sending end of a ring. There is one at a time; a new process may take over from one that ended.
+#[derive(Debug)]
+pub struct RingSender {
+    shared: Arc<Shared>,
+    /// Bytes ever sent, published.
+    tail: u64,
+    /// The receiver's `head` when last looked at; looking costs a cache miss.
+    seen_head: u64,
+    spin: Duration,
+}
+
+impl RingSender {
+    /// Takes the sending end of `<prefix><name>`. Errs when another living process (or this one) has it.
+    pub fn open(prefix: &Prefix, name: &str) -> Result<Self, IpcError> {
+        Self::attach(Shared::open(prefix, name)?)
+    }
+
+    pub(super) fn attach(shared: Arc<Shared>) -> Result<Self, IpcError> {
+        let control = shared.control();
+        control.sender.take(&shared.region, "sender")?;
+        let (tail, seen_head) = (control.tail.0.load(Ordering::Acquire), control.head.0.load(Ordering::Acquire));
+        Ok(Self { shared, tail, seen_head, spin: default_spin() })
+    }
+
+    /// How long a full ring is polled before this thread sleeps. Default: 5 µs, and zero on up to two cores.
+    pub fn set_spin(&mut self, spin: Duration) {
+        self.spin = spin;
+    }
+
+    /// The longest message that fits.
+    pub fn max_len(&self) -> usize {
+        (self.shared.capacity - 8).min(u32::MAX as usize)
+    }
+
+    /// Sends one message, waiting up to `timeout` for room. On an error nothing was sent.
+    ///
+    /// A receiver that closed its end is noticed at once, one that was killed when `timeout` has passed.
+    pub fn send(&mut self, message: &[u8], timeout: Duration) -> Result<(), SendError> {
+        if message.len() > self.max_len() {
+            let (len, max) = (message.len(), self.max_len());
+            return Err(SendError::TooLarge { ring: self.shared.name.clone(), len, max });
+        }
+        self.wait_for_room(framed(message.len()), timeout)?;
+
+        let length = (message.len() as u32).to_ne_bytes();
+        // SAFETY: `wait_for_room` saw that the receiver has taken all up to `tail + framed - capacity`, and only
+        // this sender, borrowed mutably, writes.
+        unsafe {
+            self.shared.write(self.tail, &length);
+            self.shared.write(self.tail + LENGTH_BYTES as u64, message);
+        }
+        self.tail += framed(message.len());
+        self.shared.control().tail.0.store(self.tail, Ordering::Release);
+        self.shared.control().receiver_bed.wake();
+        Ok(())
+    }
+
+    fn wait_for_room(&mut self, needed: u64, timeout: Duration) -> Result<(), SendError> {
+        let Self { shared, tail, seen_head, spin } = self;
+        let control = shared.control();
+        let tail = *tail;
+        if !control.receiver.closed() && tail - *seen_head + needed <= shared.capacity as u64 {
+            return Ok(());
+        }
+        let mut ready = || {
+            *seen_head = control.head.0.load(Ordering::Acquire);
+            // A `head` past `tail` is corrupt: stop waiting, and say so below.
+            control.receiver.closed() || tail.wrapping_sub(*seen_head).wrapping_add(needed) <= shared.capacity as u64
+        };
+        let is_ready = spin_until((*spin).min(timeout), &mut ready)
+            || (!timeout.is_zero() && control.sender_bed.sleep_until(timeout, ready));
+        let ring = || shared.name.clone();
+        if *seen_head > tail || tail - *seen_head > shared.capacity as u64 {
+            return Err(SendError::Corrupt { ring: ring(), head: *seen_head, tail });
+        }
+        if is_ready && !control.receiver.closed() {
+            return Ok(());
+        }
+        Err(match control.receiver.gone() {
+            Some(pid) => SendError::PeerGone { ring: ring(), pid },
+            None => SendError::Full { ring: ring(), waited: timeout },
+        })
+    }
+}
+
+impl Drop for RingSender {
+    fn drop(&mut self) {
+        self.shared.control().sender.close();
+        self.shared.control().receiver_bed.wake();
+    }
+}
