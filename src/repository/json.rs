@@ -1,6 +1,6 @@
 //! A configuration as JSON: as `/config` shows it, and as a load request gives it.
 
-use prost_reflect::{DeserializeOptions, DynamicMessage, ReflectMessage as _, SerializeOptions};
+use prost_reflect::{DeserializeOptions, DynamicMessage, SerializeOptions};
 
 use crate::error::RepositoryError;
 use crate::proto::{self, ModelConfig};
@@ -10,14 +10,11 @@ pub fn to_json(config: &ModelConfig) -> String {
     use prost::Message as _;
     let message = DynamicMessage::decode(proto::model_config_descriptor(), config.encode_to_vec().as_slice())
         .expect("the descriptor and the type come from one proto");
-    let options = SerializeOptions::new()
-        .skip_default_fields(false)
-        .use_proto_field_name(true)
-        .stringify_64_bit_integers(false);
+    let options =
+        SerializeOptions::new().skip_default_fields(false).use_proto_field_name(true).stringify_64_bit_integers(false);
     let mut bytes = Vec::new();
     let mut serializer = serde_json::Serializer::new(&mut bytes);
     message.serialize_with_options(&mut serializer, &options).expect("a configuration is valid JSON");
-    debug_assert_eq!(message.descriptor().name(), "ModelConfig");
     String::from_utf8(bytes).expect("JSON is UTF-8")
 }
 

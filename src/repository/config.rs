@@ -1,0 +1,37 @@
+//! What others ask of a model's configuration.
+
+use crate::proto::model_config::SchedulingChoice;
+use crate::proto::{ModelConfig, ModelDynamicBatching, ModelEnsembling};
+
+impl ModelConfig {
+    /// The graph of an ensemble; `None` for a model that a backend answers.
+    pub fn ensemble(&self) -> Option<&ModelEnsembling> {
+        match &self.scheduling_choice {
+            Some(SchedulingChoice::EnsembleScheduling(ensemble)) => Some(ensemble),
+            _ => None,
+        }
+    }
+
+    /// How requests are grouped and queued, where the model asks for it.
+    pub fn batching(&self) -> Option<&ModelDynamicBatching> {
+        match &self.scheduling_choice {
+            Some(SchedulingChoice::DynamicBatching(batching)) => Some(batching),
+            _ => None,
+        }
+    }
+
+    /// Whether this is an ensemble.
+    pub fn is_ensemble(&self) -> bool {
+        self.platform == "ensemble" || self.ensemble().is_some()
+    }
+
+    /// Whether a request may have any number of responses.
+    pub fn is_decoupled(&self) -> bool {
+        self.model_transaction_policy.as_ref().is_some_and(|policy| policy.decoupled)
+    }
+
+    /// The text of a parameter; `None` when it is missing or empty.
+    pub fn parameter(&self, name: &str) -> Option<&str> {
+        self.parameters.get(name).map(|parameter| parameter.string_value.as_str()).filter(|value| !value.is_empty())
+    }
+}

@@ -1,0 +1,196 @@
+//! The directories of a model repository: which models are there, and which of their versions are served.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::error::RepositoryError;
+use crate::proto::ModelConfig;
+use crate::proto::model_version_policy::PolicyChoice;
+use crate::{defaults, json, text_format, validate};
+
+/// One or more directories with a folder for each model.
+#[derive(Debug, Clone)]
+pub struct Repository {
+    roots: Vec<PathBuf>,
+}
+
+/// A model as found in the repository, ready to be loaded.
+#[derive(Debug, Clone)]
+pub struct ModelSource {
+    /// The model's name, which is its directory's.
+    pub name: String,
+    /// `<repository>/<model>`.
+    pub dir: PathBuf,
+    /// The configuration, defaults filled in.
+    pub config: ModelConfig,
+    /// Versions that the version policy serves, ascending; never empty.
+    pub versions: Vec<i64>,
+}
+
+impl Repository {
+    /// A repository made of these directories.
+    ///
+    /// # Errors
+    /// When one of them is not a directory, or none is given.
+    pub fn open(roots: &[PathBuf]) -> Result<Self, RepositoryError> {
+        if roots.is_empty() {
+            return Err(RepositoryError::NoRepository);
+        }
+        match roots.iter().find(|root| !root.is_dir()) {
+            Some(root) => Err(RepositoryError::NotADirectory { path: root.clone() }),
+            None => Ok(Self { roots: roots.to_vec() }),
+        }
+    }
+
+    /// The directories it is made of.
+    pub fn roots(&self) -> &[PathBuf] {
+        &self.roots
+    }
+
+    /// The names of all models, sorted, loadable or not.
+    ///
+    /// # Errors
+    /// When a directory cannot be read.
+    pub fn model_names(&self) -> Result<Vec<String>, RepositoryError> {
+        let mut names = Vec::new();
+        for root in &self.roots {
+            names.extend(directories(root)?.into_keys());
+        }
+        names.sort();
+        names.dedup();
+        Ok(names)
+    }
+
+    /// Reads a model's configuration, and finds the versions to serve.
+    ///
+    /// # Errors
+    /// When the model is missing, its configuration wrong, or no version there.
+    pub fn model(&self, name: &str) -> Result<ModelSource, RepositoryError> {
+        let dir = self.model_dir(name)?;
+        let path = dir.join("config.pbtxt");
+        let config = match fs::read(&path) {
+            Ok(bytes) => read_config(name, &path, &bytes)?,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => guess_config(name, &dir)?,
+            Err(source) => return Err(RepositoryError::Read { path, source }),
+        };
+        finish(name, dir, &path, config)
+    }
+
+    /// The model with a configuration given as JSON in place of its own file.
+    ///
+    /// # Errors
+    /// As [`Repository::model`], and when the JSON is wrong.
+    pub fn model_with_config(&self, name: &str, config_json: &str) -> Result<ModelSource, RepositoryError> {
+        let dir = self.model_dir(name)?;
+        let path = dir.join("config.pbtxt");
+        finish(name, dir, &path, json::from_json(name, config_json)?)
+    }
+
+    /// When anything that decides how a model is loaded last changed; `None` for an unknown model.
+    pub fn modified(&self, name: &str) -> Option<std::time::SystemTime> {
+        let dir = self.model_dir(name).ok()?;
+        let mut paths = vec![dir.join("config.pbtxt"), dir.clone()];
+        for version in directories(&dir).ok()?.into_values() {
+            paths.extend(fs::read_dir(&version).ok()?.flatten().map(|entry| entry.path()));
+            paths.push(version);
+        }
+        paths.iter().filter_map(|path| fs::metadata(path).ok()?.modified().ok()).max()
+    }
+
+    fn model_dir(&self, name: &str) -> Result<PathBuf, RepositoryError> {
+        let unknown = || RepositoryError::UnknownModel { name: name.to_owned() };
+        if name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']) {
+            return Err(unknown());
+        }
+        let mut found = self.roots.iter().map(|root| root.join(name)).filter(|dir| dir.is_dir());
+        let first = found.next().ok_or_else(unknown)?;
+        match found.next() {
+            Some(second) => Err(RepositoryError::Ambiguous { name: name.to_owned(), first, second }),
+            None => Ok(first),
+        }
+    }
+}
+
+/// Folders of `dir` by name, hidden ones aside.
+fn directories(dir: &Path) -> Result<BTreeMap<String, PathBuf>, RepositoryError> {
+    let failed = |source| RepositoryError::Read { path: dir.to_owned(), source };
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(dir).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).filter(|name| !name.starts_with('.'));
+        if let Some(name) = name.filter(|_| path.is_dir()) {
+            found.insert(name.to_owned(), path);
+        }
+    }
+    Ok(found)
+}
+
+fn read_config(name: &str, path: &Path, bytes: &[u8]) -> Result<ModelConfig, RepositoryError> {
+    let invalid = |message: String| RepositoryError::Invalid { path: path.to_owned(), message };
+    let text = std::str::from_utf8(bytes)
+        .map_err(|error| invalid(format!("byte {} is not UTF-8; save the file as UTF-8", error.valid_up_to())))?;
+    let parsed = text_format::parse(text).map_err(|error| RepositoryError::Syntax {
+        path: path.to_owned(),
+        line: error.line,
+        column: error.column,
+        message: error.message,
+    })?;
+    if !parsed.unfilled.is_empty() {
+        tracing::warn!(model = name, "template variables taken as unset: {}", parsed.unfilled.join(", "));
+    }
+    Ok(parsed.config)
+}
+
+/// The configuration of a directory that has none, where its first version's files tell the backend.
+fn guess_config(name: &str, dir: &Path) -> Result<ModelConfig, RepositoryError> {
+    let versions = versions(dir)?;
+    let has = |file: &str| versions.values().any(|version| version.join(file).exists());
+    let backend = if has("model.py") {
+        "python"
+    } else if has("config.json") || has("weights") {
+        "trireme"
+    } else {
+        return Err(RepositoryError::NoConfig { name: name.to_owned(), dir: dir.to_owned() });
+    };
+    Ok(ModelConfig { backend: backend.to_owned(), ..Default::default() })
+}
+
+fn finish(name: &str, dir: PathBuf, path: &Path, mut config: ModelConfig) -> Result<ModelSource, RepositoryError> {
+    defaults::fill(&mut config, name);
+    validate::validate(&config, name).map_err(|message| RepositoryError::Invalid { path: path.to_owned(), message })?;
+    let mut found: Vec<i64> = versions(&dir)?.into_keys().collect();
+    if found.is_empty() && config.is_ensemble() {
+        // An ensemble's version directory is empty, and tools such as git leave empty directories out.
+        found.push(1);
+    }
+    let versions = served(&config, &found);
+    if versions.is_empty() {
+        return Err(RepositoryError::NoVersion { name: name.to_owned() });
+    }
+    Ok(ModelSource { name: name.to_owned(), dir, config, versions })
+}
+
+/// Version directories by number: plain decimal names from 1 up.
+fn versions(dir: &Path) -> Result<BTreeMap<i64, PathBuf>, RepositoryError> {
+    let numbered = |(name, path): (String, PathBuf)| {
+        let plain = !name.starts_with('0') && name.bytes().all(|byte| byte.is_ascii_digit());
+        plain.then(|| name.parse().ok()).flatten().map(|number| (number, path))
+    };
+    Ok(directories(dir)?.into_iter().filter_map(numbered).collect())
+}
+
+/// Those of the versions `found`, ascending, that the policy serves.
+fn served(config: &ModelConfig, found: &[i64]) -> Vec<i64> {
+    match config.version_policy.as_ref().and_then(|policy| policy.policy_choice.as_ref()) {
+        Some(PolicyChoice::All(_)) => found.to_vec(),
+        Some(PolicyChoice::Specific(specific)) => {
+            found.iter().copied().filter(|version| specific.versions.contains(version)).collect()
+        }
+        Some(PolicyChoice::Latest(latest)) => {
+            let kept = usize::try_from(latest.num_versions).unwrap_or(usize::MAX);
+            found[found.len().saturating_sub(kept)..].to_vec()
+        }
+        None => found.last().copied().into_iter().collect(),
+    }
+}

@@ -1,0 +1,166 @@
+//! Whether a configuration makes sense by itself. A message names the field and what to write instead.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::proto::model_config::SchedulingChoice;
+use crate::proto::model_ensembling::Step;
+use crate::proto::{DataType, ModelConfig, ModelTensorReshape};
+
+/// Checks a configuration whose defaults are filled in.
+///
+/// # Errors
+/// With the words for the first thing that is wrong.
+pub(crate) fn validate(config: &ModelConfig, directory: &str) -> Result<(), String> {
+    if config.name != directory {
+        return Err(format!(
+            "`name: \"{}\"` differs from its directory `{directory}`; rename one, or leave `name` out",
+            config.name
+        ));
+    }
+    if config.max_batch_size < 0 {
+        return Err(format!("`max_batch_size` is {}; it must be 0 (no batching) or more", config.max_batch_size));
+    }
+    tensors(config)?;
+    instance_groups(config)?;
+    match &config.scheduling_choice {
+        Some(SchedulingChoice::EnsembleScheduling(ensemble)) => {
+            if !matches!(config.platform.as_str(), "" | "ensemble") || !config.backend.is_empty() {
+                return Err("`ensemble_scheduling` needs `platform: \"ensemble\"` and no `backend`".to_owned());
+            }
+            graph(config, &ensemble.step)
+        }
+        _ if config.platform == "ensemble" => {
+            Err("`platform: \"ensemble\"` needs `ensemble_scheduling { step [ … ] }`".to_owned())
+        }
+        _ if config.backend.is_empty() => {
+            Err("neither `backend` nor `platform` is set; write `backend: \"…\"`".to_owned())
+        }
+        Some(SchedulingChoice::DynamicBatching(batching)) => {
+            let too_big = |size: &&i32| **size < 1 || **size > config.max_batch_size.max(1);
+            match batching.preferred_batch_size.iter().find(too_big) {
+                Some(size) => Err(format!(
+                    "`preferred_batch_size` holds {size}; it must be between 1 and `max_batch_size` ({})",
+                    config.max_batch_size
+                )),
+                None => Ok(()),
+            }
+        }
+        Some(SchedulingChoice::SequenceBatching(_)) | None => Ok(()),
+    }
+}
+
+fn tensors(config: &ModelConfig) -> Result<(), String> {
+    let mut names = BTreeSet::new();
+    for input in &config.input {
+        tensor("input", &input.name, input.data_type(), &input.dims, input.reshape.as_ref(), config.max_batch_size)?;
+        if !names.insert(&input.name) {
+            return Err(format!("input `{}` is listed twice; keep one of them", input.name));
+        }
+    }
+    config.output.iter().try_for_each(|output| {
+        tensor("output", &output.name, output.data_type(), &output.dims, output.reshape.as_ref(), config.max_batch_size)
+    })
+}
+
+fn tensor(
+    kind: &str,
+    name: &str,
+    data_type: DataType,
+    dims: &[i64],
+    reshape: Option<&ModelTensorReshape>,
+    max_batch_size: i32,
+) -> Result<(), String> {
+    if name.is_empty() {
+        return Err(format!("an {kind} has no `name`"));
+    }
+    if data_type == DataType::TypeInvalid {
+        return Err(format!("{kind} `{name}` has no `data_type`; write one such as TYPE_INT32 or TYPE_STRING"));
+    }
+    if dims.is_empty() && reshape.is_none() {
+        return Err(format!("{kind} `{name}` has no `dims`; write `dims: [ -1 ]` for one of any length"));
+    }
+    if let Some(dim) = dims.iter().find(|&&dim| dim == 0 || dim < -1) {
+        return Err(format!("{kind} `{name}` has {dim} in `dims`; each must be at least 1, or -1 for any size"));
+    }
+    let Some(reshape) = reshape else { return Ok(()) };
+    if reshape.shape.is_empty() && max_batch_size == 0 && dims.iter().any(|&dim| dim != 1) {
+        return Err(format!("{kind} `{name}` reshapes {dims:?} to an empty shape; that needs dims of 1"));
+    }
+    let fixed = |shape: &[i64]| shape.iter().filter(|&&dim| dim > 0).try_fold(1i64, |all, &dim| all.checked_mul(dim));
+    let variable = |shape: &[i64]| shape.iter().filter(|&&dim| dim == -1).count();
+    if variable(dims) != variable(&reshape.shape) || fixed(dims) != fixed(&reshape.shape) {
+        return Err(format!(
+            "{kind} `{name}` reshapes {dims:?} to {:?}, which holds another number of elements",
+            reshape.shape
+        ));
+    }
+    Ok(())
+}
+
+fn instance_groups(config: &ModelConfig) -> Result<(), String> {
+    let mut names = BTreeSet::new();
+    match config.instance_group.iter().find(|group| !names.insert(&group.name)) {
+        Some(group) => Err(format!("two instance groups are called `{}`; rename one", group.name)),
+        None => Ok(()),
+    }
+}
+
+/// Each tensor has one source, each source is there, every output is made, and no step waits for itself.
+fn graph(config: &ModelConfig, steps: &[Step]) -> Result<(), String> {
+    if steps.is_empty() {
+        return Err("`ensemble_scheduling` has no `step`".to_owned());
+    }
+    let mut sources: BTreeMap<&str, Option<usize>> =
+        config.input.iter().map(|input| (input.name.as_str(), None)).collect();
+    for (index, step) in steps.iter().enumerate() {
+        let model = &step.model_name;
+        if model.is_empty() {
+            return Err(format!("step {} of the ensemble has no `model_name`", index + 1));
+        }
+        if *model == config.name {
+            return Err(format!("step {} of the ensemble is the ensemble itself", index + 1));
+        }
+        if step.output_map.is_empty() {
+            return Err(format!("the step of `{model}` has no `output_map`, so nothing can use what it makes"));
+        }
+        for tensor in step.output_map.values() {
+            if sources.insert(tensor, Some(index)).is_some() {
+                return Err(format!("ensemble tensor `{tensor}` is made twice, the second time by `{model}`"));
+            }
+        }
+    }
+    for (step, (input, tensor)) in steps.iter().flat_map(|step| step.input_map.iter().map(move |map| (step, map))) {
+        if !sources.contains_key(tensor.as_str()) {
+            return Err(format!(
+                "input `{input}` of the step of `{}` takes ensemble tensor `{tensor}`, which is neither an input of the \
+                 ensemble nor made by a step",
+                step.model_name
+            ));
+        }
+    }
+    for output in &config.output {
+        if !matches!(sources.get(output.name.as_str()), Some(Some(_))) {
+            return Err(format!("ensemble output `{}` is made by no step; add it to an `output_map`", output.name));
+        }
+    }
+    acyclic(steps, &sources)
+}
+
+fn acyclic(steps: &[Step], sources: &BTreeMap<&str, Option<usize>>) -> Result<(), String> {
+    let mut done = vec![false; steps.len()];
+    loop {
+        let ready =
+            |step: &Step| step.input_map.values().all(|tensor| sources[tensor.as_str()].is_none_or(|at| done[at]));
+        let next: Vec<usize> = (0..steps.len()).filter(|&index| !done[index] && ready(&steps[index])).collect();
+        if next.is_empty() {
+            break;
+        }
+        next.into_iter().for_each(|index| done[index] = true);
+    }
+    match done.iter().position(|done| !done) {
+        Some(index) => {
+            Err(format!("the step of `{}` waits for what it makes itself, in a circle", steps[index].model_name))
+        }
+        None => Ok(()),
+    }
+}
