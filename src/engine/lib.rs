@@ -1,14 +1,66 @@
 //! Decides which sequences run in each step: requests in, step plans out, token events back.
 //!
 //! No device, MPI, async runtime, clock, thread, text or protocol lives here: integers in, integers out.
+//!
+//! - [`Engine`] owns the queue, the sequences, the KV blocks and the prefix cache of one model. It is a state machine:
+//!   its caller sends the plans and brings the outputs.
+//! - [`StepPlan`] is what rank 0 tells every worker, [`StepOutput`] what comes back.
+//! - [`Request`] goes in, [`TokenEvent`]s come out, the last with a [`FinishReason`].
+//!
+//! ```
+//! use engine::{Engine, EngineConfig, FinishReason, Request, SampledToken, SamplingParams, StepOutput, TokenId};
+//!
+//! let mut engine = Engine::new(EngineConfig::default())?;
+//! let request = Request {
+//!     prompt: vec![TokenId(1), TokenId(2), TokenId(3)],
+//!     max_tokens: 2,
+//!     sampling: SamplingParams::default(),
+//!     stop_words: vec![],
+//!     priority: 0,
+//! };
+//! let sequence = engine.submit(request)?;
+//!
+//! let mut events = Vec::new();
+//! while !engine.is_idle() {
+//!     let mut in_flight = Vec::new();
+//!     while let Some(plan) = engine.plan() {
+//!         in_flight.push(plan); // Sent to every worker; two at a time.
+//!     }
+//!     for plan in in_flight {
+//!         // A device that always chooses token 7.
+//!         let sampled = |row| SampledToken { row, token: TokenId(7), logprob: None, top: vec![] };
+//!         let tokens = plan.work.iter().filter(|work| work.samples).map(|work| sampled(work.row)).collect();
+//!         engine.settle(StepOutput { step: plan.step, tokens }, &mut events)?;
+//!     }
+//! }
+//! assert_eq!(events.iter().flat_map(|event| &event.tokens).count(), 2);
+//! assert_eq!(events.last().unwrap().sequence, sequence);
+//! assert_eq!(events.last().unwrap().finished, Some(FinishReason::Length));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 #![forbid(unsafe_code)]
 
+mod blocks;
+mod config;
+mod engine;
 mod ids;
 pub mod plan;
+mod prefix;
+mod queue;
 mod request;
 mod sampling;
+mod schedule;
+mod sequence;
+mod sequences;
+mod settle;
+mod stats;
+mod stop;
 
+pub use config::{ConfigError, EngineConfig, Policy};
+pub use engine::Engine;
 pub use ids::{BlockId, RowId, SequenceId, TokenId};
 pub use plan::{JoinedRow, PlanError, RowWork, SampledToken, StepOutput, StepPlan};
-pub use request::{FinishReason, Request, TokenEvent};
+pub use request::{BlockUsage, FinishReason, Refused, Request, TokenEvent};
 pub use sampling::SamplingParams;
+pub use settle::SettleError;
+pub use stats::{EngineStats, Holding, Ledger};

@@ -39,4 +39,39 @@ pub struct TokenEvent {
     pub tokens: Vec<SampledToken>,
     /// Set on the last event of a sequence.
     pub finished: Option<FinishReason>,
+    /// KV blocks that this sequence took so far.
+    pub blocks: BlockUsage,
+}
+
+/// How a sequence came by its KV blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct BlockUsage {
+    /// Blocks of the prompt that were found computed when the sequence was first admitted.
+    pub num_reused: u32,
+    /// Blocks allocated, again after each preemption or restart.
+    pub num_allocated: u32,
+}
+
+/// Why a request was not taken. It leaves nothing behind.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // Fields are named by their messages.
+pub enum Refused {
+    /// Nothing to continue.
+    #[error("prompt is empty; it must hold at least 1 token")]
+    EmptyPrompt,
+    /// No room for an output token.
+    #[error("prompt has {len} tokens; this model takes at most {max}")]
+    PromptTooLong { len: usize, max: usize },
+    /// Nothing to generate.
+    #[error("max_tokens is 0; it must be at least 1")]
+    MaxTokensZero,
+    /// It would end every output at once.
+    #[error("stop word {index} is empty; it must hold at least 1 token")]
+    EmptyStopWord { index: usize },
+    /// More KV blocks than there are.
+    #[error("{needed} KV blocks are needed for prompt and output but there are {num_blocks}; lower max_tokens")]
+    NeverFits { needed: usize, num_blocks: usize },
+    /// Too many requests wait already.
+    #[error("queue is full: {max} requests wait; try again later")]
+    QueueFull { max: usize },
 }

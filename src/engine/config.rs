@@ -1,0 +1,121 @@
+//! The engine's bounds, all known before the first request.
+
+/// Bounds and policies of one engine; every worker's buffers are sized by the same numbers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineConfig {
+    /// Most sequences that run at once; rows are `0..max_rows`.
+    pub max_rows: usize,
+    /// Most tokens in a step, prefill and decode together; at least `max_rows`.
+    pub max_step_tokens: usize,
+    /// Most prefill tokens in a step that also decodes: bounds the gap between a stream's tokens while a long
+    /// prompt arrives. `max_step_tokens` is no bound beyond that one.
+    pub max_mixed_prefill_tokens: usize,
+    /// Longest sequence, prompt and output together.
+    pub max_sequence_len: usize,
+    /// Positions in one KV block.
+    pub block_size: usize,
+    /// KV blocks that workers hold.
+    pub num_blocks: usize,
+    /// Most requests that wait for their first step.
+    pub max_queue: usize,
+    /// Most steps planned and not yet settled; 2 lets a step be planned while another runs.
+    pub max_in_flight: usize,
+    /// Most tokens that joining rows carry in one plan, which bounds its bytes; at least `max_sequence_len`.
+    pub max_joined_tokens: usize,
+    /// What admission promises to a sequence.
+    pub policy: Policy,
+    /// Whether sequences share KV blocks of equal prefixes.
+    pub prefix_cache: bool,
+}
+
+/// What admission promises to a sequence, under TensorRT-LLM's names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Policy {
+    /// KV blocks for the whole output are reserved: once admitted, a sequence is never preempted.
+    #[default]
+    GuaranteedNoEvict,
+    /// KV blocks are taken as they are filled: more sequences run, and when blocks run out the last of them
+    /// is preempted and computed again later.
+    MaxUtilization,
+}
+
+/// Which field of an [`EngineConfig`] cannot be.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // Fields are named by their messages.
+pub enum ConfigError {
+    /// A bound under what the engine needs to make progress.
+    #[error("`{field}` is {found}; it must be at least {min} ({because})")]
+    TooSmall { field: &'static str, found: usize, min: usize, because: &'static str },
+    /// A bound beyond what the identifiers can count.
+    #[error("`{field}` is {found}; it must be at most {max}")]
+    TooLarge { field: &'static str, found: usize, max: usize },
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            max_rows: 64,
+            max_step_tokens: 2048,
+            max_mixed_prefill_tokens: 2048,
+            max_sequence_len: 4096,
+            block_size: 16,
+            num_blocks: 4096,
+            max_queue: 1024,
+            max_in_flight: 2,
+            max_joined_tokens: 16_384,
+            policy: Policy::default(),
+            prefix_cache: true,
+        }
+    }
+}
+
+impl EngineConfig {
+    /// Checks every field.
+    ///
+    /// # Errors
+    /// Names the first field that cannot be, and what it must be.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let bounds = [
+            ("max_rows", self.max_rows, 1, "a sequence needs a row"),
+            ("max_step_tokens", self.max_step_tokens, self.max_rows, "`max_rows`: a decode takes a token of each"),
+            ("max_mixed_prefill_tokens", self.max_mixed_prefill_tokens, 1, "prefill must advance beside decodes"),
+            ("max_sequence_len", self.max_sequence_len, 2, "a prompt token and an output token"),
+            ("block_size", self.block_size, 1, "a block holds a position"),
+            ("num_blocks", self.num_blocks, 1, "a sequence needs a block"),
+            ("max_queue", self.max_queue, 1, "a request is queued before it runs"),
+            ("max_in_flight", self.max_in_flight, 1, "a step must be in flight to be settled"),
+            ("max_joined_tokens", self.max_joined_tokens, self.max_sequence_len, "`max_sequence_len`: it joins whole"),
+        ];
+        for (field, found, min, because) in bounds {
+            if found < min {
+                return Err(ConfigError::TooSmall { field, found, min, because });
+            }
+            let max = i32::MAX as usize;
+            if found > max {
+                return Err(ConfigError::TooLarge { field, found, max });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_is_valid() {
+        assert_eq!(EngineConfig::default().validate(), Ok(()));
+    }
+
+    #[test]
+    fn a_wrong_field_is_named_with_what_it_must_be() {
+        let error = EngineConfig { max_step_tokens: 63, ..EngineConfig::default() }.validate().unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "`max_step_tokens` is 63; it must be at least 64 (`max_rows`: a decode takes a token of each)"
+        );
+        let error = EngineConfig { num_blocks: usize::MAX, ..EngineConfig::default() }.validate().unwrap_err();
+        assert!(error.to_string().starts_with("`num_blocks` is 18446744073709551615; it must be at most"));
+    }
+}

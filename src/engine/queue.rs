@@ -1,0 +1,49 @@
+//! Sequences that wait for a row.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+use crate::SequenceId;
+use crate::sequence::Sequence;
+use crate::sequences::Slot;
+
+/// The order of service: higher priority first, then arrival.
+pub(crate) type Turn = (Reverse<u32>, SequenceId);
+
+pub(crate) fn turn(sequence: &Sequence) -> Turn {
+    (Reverse(sequence.priority), sequence.id)
+}
+
+/// Sequences that ran before come first: somebody reads their streams already.
+#[derive(Debug, Default)]
+pub(crate) struct Queue {
+    resumed: BTreeMap<Turn, Slot>,
+    new: BTreeMap<Turn, Slot>,
+}
+
+impl Queue {
+    pub(crate) fn len(&self) -> usize {
+        self.resumed.len() + self.new.len()
+    }
+
+    /// Those that never ran; only they count against the queue's bound.
+    pub(crate) fn num_new(&self) -> usize {
+        self.new.len()
+    }
+
+    pub(crate) fn first(&self) -> Option<Slot> {
+        self.resumed.values().chain(self.new.values()).next().copied()
+    }
+
+    pub(crate) fn insert(&mut self, sequence: &Sequence, slot: Slot) {
+        self.part(sequence).insert(turn(sequence), slot);
+    }
+
+    pub(crate) fn remove(&mut self, sequence: &Sequence) {
+        self.part(sequence).remove(&turn(sequence));
+    }
+
+    fn part(&mut self, sequence: &Sequence) -> &mut BTreeMap<Turn, Slot> {
+        if sequence.started { &mut self.resumed } else { &mut self.new }
+    }
+}

@@ -1,0 +1,261 @@
+//! Makes the next step's plan: decodes first, then prefill in what is left of the token budget.
+
+use crate::engine::{Engine, InFlight, Sample};
+use crate::plan::{JoinedRow, RowWork, StepPlan};
+use crate::prefix;
+use crate::queue::turn;
+use crate::sequence::{Place, Sequence};
+use crate::sequences::Slot;
+use crate::{BlockId, Policy, RowId};
+
+/// A plan in the making.
+#[derive(Default)]
+struct Draft {
+    joined: Vec<JoinedRow>,
+    grown: Vec<(RowId, BlockId)>,
+    prefills: Vec<RowWork>,
+    decodes: Vec<RowWork>,
+    prefill_samples: Vec<Sample>,
+    decode_samples: Vec<Sample>,
+    /// Prefill tokens that may be added.
+    prefill_budget: usize,
+    num_joined_tokens: usize,
+    preempted: bool,
+    /// Sequences whose last token this plan samples.
+    completed: Vec<Slot>,
+}
+
+impl Engine {
+    /// The next step, or `None`: there is nothing to compute, or as many plans as allowed wait to be settled.
+    ///
+    /// A plan always has work. It is made as if every plan in flight goes well and no sequence ends in it but by
+    /// length; what turns out otherwise is put right in [`settle`](Self::settle).
+    pub fn plan(&mut self) -> Option<StepPlan> {
+        if self.in_flight.len() >= self.config.max_in_flight {
+            return None;
+        }
+        let mut draft = Draft {
+            decodes: Vec::with_capacity(self.running.len()),
+            decode_samples: std::mem::take(&mut self.spare_samples),
+            ..Draft::default()
+        };
+        self.plan_decodes(&mut draft);
+        draft.prefill_budget = self.config.max_step_tokens - draft.decodes.len();
+        if !draft.decodes.is_empty() {
+            draft.prefill_budget = draft.prefill_budget.min(self.config.max_mixed_prefill_tokens);
+        }
+        self.plan_chunks(&mut draft);
+        if !draft.preempted {
+            self.admit(&mut draft);
+        }
+        self.seal(draft)
+    }
+
+    fn plan_decodes(&mut self, draft: &mut Draft) {
+        let mut index = 0;
+        while let Some(&(_, slot)) = self.running.get(index) {
+            let sequence = &self.sequences[slot];
+            if sequence.is_prefilling() {
+                index += 1;
+                continue;
+            }
+            if sequence.needs_block(self.config.block_size) && !self.grow(slot, draft) {
+                continue; // It was the last, and preempted.
+            }
+            index += 1;
+            let sequence = &mut self.sequences[slot];
+            let row = running_row(sequence);
+            let start = sequence.num_computed as u32;
+            draft.decodes.push(RowWork { row, start, num_tokens: 1, samples: true });
+            draft.decode_samples.push(Sample { slot, sequence: sequence.id, row });
+            sequence.num_computed += 1;
+            sequence.num_in_flight += 1;
+            if sequence.is_fully_planned() {
+                draft.completed.push(slot);
+            }
+        }
+    }
+
+    /// Appends a block to a decoding sequence, preempting others that come after it. False when none was left and it was
+    /// preempted itself.
+    fn grow(&mut self, slot: Slot, draft: &mut Draft) -> bool {
+        let block = loop {
+            if let Some(block) = self.pool.allocate() {
+                break block;
+            }
+            let &(_, last) = self.running.last().expect("a growing sequence is running");
+            self.preempt(last);
+            draft.preempted = true;
+            if last == slot {
+                return false;
+            }
+        };
+        let sequence = &mut self.sequences[slot];
+        sequence.blocks.push(block);
+        sequence.usage.num_allocated += 1;
+        self.totals.allocated_blocks += 1;
+        if self.config.policy == Policy::GuaranteedNoEvict {
+            self.num_reserved -= 1;
+        }
+        draft.grown.push((running_row(sequence), block));
+        true
+    }
+
+    fn preempt(&mut self, slot: Slot) {
+        self.leave(slot, Place::Queued);
+        self.queue.insert(&self.sequences[slot], slot);
+        self.totals.preempted += 1;
+    }
+
+    /// Goes on with prefills that have begun.
+    fn plan_chunks(&mut self, draft: &mut Draft) {
+        for index in 0..self.running.len() {
+            let (_, slot) = self.running[index];
+            if draft.prefill_budget == 0 {
+                break;
+            }
+            if self.sequences[slot].is_prefilling() {
+                self.plan_chunk(slot, draft);
+            }
+        }
+    }
+
+    fn plan_chunk(&mut self, slot: Slot, draft: &mut Draft) {
+        let sequence = &mut self.sequences[slot];
+        let row = running_row(sequence);
+        let remaining = sequence.join_len - sequence.num_computed;
+        let num_tokens = remaining.min(draft.prefill_budget);
+        let (start, samples) = (sequence.num_computed as u32, num_tokens == remaining);
+        draft.prefills.push(RowWork { row, start, num_tokens: num_tokens as u32, samples });
+        draft.prefill_budget -= num_tokens;
+        sequence.num_computed += num_tokens;
+        if self.config.prefix_cache {
+            prefix::publish(&mut self.pool, sequence, self.config.block_size, self.next_step + 1);
+        }
+        if samples {
+            sequence.num_in_flight += 1;
+            draft.prefill_samples.push(Sample { slot, sequence: sequence.id, row });
+            if sequence.is_fully_planned() {
+                draft.completed.push(slot);
+            }
+        }
+    }
+
+    /// Gives rows to the head of the queue, one after another, while rows, blocks and budget last.
+    /// Nobody overtakes: a head that does not fit holds back those behind it.
+    fn admit(&mut self, draft: &mut Draft) {
+        let mut found = Vec::new();
+        while draft.prefill_budget > 0
+            && let Some(&row) = self.free_rows.last()
+            && let Some(slot) = self.queue.first()
+            && self.may_join(slot, draft)
+            && self.find_room(slot, &mut found)
+        {
+            self.free_rows.pop();
+            self.join(slot, row, &found, draft);
+            self.plan_chunk(slot, draft);
+        }
+    }
+
+    fn may_join(&self, slot: Slot, draft: &Draft) -> bool {
+        let sequence = &self.sequences[slot];
+        let num_joined_tokens = draft.num_joined_tokens + sequence.tokens.len();
+        sequence.num_in_flight == 0 && num_joined_tokens <= self.config.max_joined_tokens
+    }
+
+    /// Whether there are blocks for the sequence beside those `found` in the prefix cache.
+    fn find_room(&mut self, slot: Slot, found: &mut Vec<BlockId>) -> bool {
+        let sequence = &self.sequences[slot];
+        let block_size = self.config.block_size;
+        let (needed, kept_back) = match self.config.policy {
+            Policy::GuaranteedNoEvict => (sequence.num_blocks_in_all(block_size), self.num_reserved),
+            // A block for every running row: one admitted into less would soon be preempted again.
+            Policy::MaxUtilization => (sequence.tokens.len().div_ceil(block_size), self.running.len()),
+        };
+        let room = self.pool.num_available().saturating_sub(kept_back);
+        if self.did_not_fit.is_some_and(|(head, too_few)| head == sequence.id && room <= too_few) {
+            return false;
+        }
+        found.clear();
+        if self.config.prefix_cache && !prefix::find_prefix(&self.pool, sequence, block_size, self.next_step, found) {
+            return false;
+        }
+        let num_cached = found.iter().filter(|&&block| self.pool.num_users(block) == 0).count();
+        let fits = needed - found.len() + num_cached <= room;
+        self.did_not_fit = (!fits).then_some((sequence.id, room));
+        fits
+    }
+
+    fn join(&mut self, slot: Slot, row: RowId, found: &[BlockId], draft: &mut Draft) {
+        self.queue.remove(&self.sequences[slot]);
+        let block_size = self.config.block_size;
+        let sequence = &mut self.sequences[slot];
+        found.iter().for_each(|&block| self.pool.share(block));
+        sequence.blocks.extend_from_slice(found);
+        while sequence.blocks.len() < sequence.tokens.len().div_ceil(block_size) {
+            sequence.blocks.push(self.pool.allocate().expect("room was found for the joining sequence"));
+        }
+        sequence.num_computed = found.len() * block_size;
+        sequence.join_len = sequence.tokens.len();
+        if self.config.prefix_cache {
+            prefix::name_prompt(&mut self.pool, sequence, block_size, found.len());
+        }
+        if self.config.policy == Policy::GuaranteedNoEvict {
+            self.num_reserved += sequence.num_blocks_in_all(block_size) - sequence.blocks.len();
+        }
+        let num_allocated = sequence.blocks.len() - found.len();
+        sequence.usage.num_allocated += num_allocated as u32;
+        self.totals.allocated_blocks += num_allocated as u64;
+        self.totals.reused_blocks += found.len() as u64;
+        if !sequence.started {
+            sequence.usage.num_reused = found.len() as u32;
+        }
+        sequence.started = true;
+        sequence.place = Place::Running(row);
+        let turn = turn(sequence);
+        let index = self.running.partition_point(|&(other, _)| other < turn);
+        self.running.insert(index, (turn, slot));
+        draft.num_joined_tokens += sequence.tokens.len();
+        draft.joined.push(joined_row(sequence, row));
+    }
+
+    /// Numbers the plan and takes out the sequences that it completes.
+    fn seal(&mut self, draft: Draft) -> Option<StepPlan> {
+        let mut samples = draft.decode_samples;
+        let mut work = draft.decodes;
+        if work.is_empty() && draft.prefills.is_empty() {
+            self.spare_samples = samples;
+            return None;
+        }
+        work.splice(0..0, draft.prefills);
+        samples.splice(0..0, draft.prefill_samples);
+        let left = std::mem::take(&mut self.left);
+        let plan = StepPlan { step: self.next_step, left, joined: draft.joined, grown: draft.grown, work };
+        self.in_flight.push_back(InFlight { step: self.next_step, samples });
+        self.next_step += 1;
+        self.totals.steps += 1;
+        for slot in draft.completed {
+            self.leave(slot, Place::Draining);
+        }
+        Some(plan)
+    }
+}
+
+fn running_row(sequence: &Sequence) -> RowId {
+    match sequence.place {
+        Place::Running(row) => row,
+        Place::Queued | Place::Draining => panic!("sequence {} is planned but has no row", sequence.id.0),
+    }
+}
+
+fn joined_row(sequence: &Sequence, row: RowId) -> JoinedRow {
+    JoinedRow {
+        row,
+        sequence: sequence.id,
+        tokens: sequence.tokens.clone(),
+        num_prompt_tokens: sequence.num_prompt_tokens as u32,
+        num_computed: sequence.num_computed as u32,
+        blocks: sequence.blocks.clone(),
+        sampling: sequence.sampling.clone(),
+    }
+}

@@ -1,0 +1,141 @@
+//! One sequence: its tokens, its blocks, and how far plans and outputs have come.
+
+use crate::blocks::ContentId;
+use crate::stop::{StopWords, Tail};
+use crate::{BlockId, BlockUsage, FinishReason, Request, RowId, SampledToken, SamplingParams, SequenceId, TokenId};
+
+/// Where a sequence is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// In the queue: new, preempted, or back from lost workers. Holds no row and no block.
+    Queued,
+    /// In a row, with blocks.
+    Running(RowId),
+    /// Its last token is planned and not yet settled. Holds no row and no block.
+    Draining,
+}
+
+#[derive(Debug)]
+pub(crate) struct Sequence {
+    pub(crate) id: SequenceId,
+    pub(crate) priority: u32,
+    /// The prompt and the settled output.
+    pub(crate) tokens: Vec<TokenId>,
+    pub(crate) num_prompt_tokens: usize,
+    /// Length of `tokens` at which the output is complete.
+    pub(crate) max_len: usize,
+    pub(crate) sampling: SamplingParams,
+    stop_words: StopWords,
+    /// Settled tokens that may still become a stop word.
+    held: Vec<SampledToken>,
+    pub(crate) place: Place,
+    /// Whether it was ever admitted.
+    pub(crate) started: bool,
+    /// Plans in flight that sample a token of it.
+    pub(crate) num_in_flight: usize,
+    pub(crate) usage: BlockUsage,
+
+    // While it runs:
+    pub(crate) blocks: Vec<BlockId>,
+    /// Positions computed by the plans made so far.
+    pub(crate) num_computed: usize,
+    /// Tokens it joined with: prefill ends there.
+    pub(crate) join_len: usize,
+    /// `blocks[..num_named]` are named in the pool; `last_content` is the last one's name.
+    pub(crate) num_named: usize,
+    /// `blocks[..num_ready]` are filled by the plans made so far.
+    pub(crate) num_ready: usize,
+    pub(crate) last_content: ContentId,
+}
+
+impl Sequence {
+    pub(crate) fn new(id: SequenceId, request: Request, max_len: usize) -> Self {
+        Self {
+            id,
+            priority: request.priority,
+            num_prompt_tokens: request.prompt.len(),
+            tokens: request.prompt,
+            max_len,
+            sampling: request.sampling,
+            stop_words: StopWords::new(request.stop_words),
+            held: Vec::new(),
+            place: Place::Queued,
+            started: false,
+            num_in_flight: 0,
+            usage: BlockUsage::default(),
+            blocks: Vec::new(),
+            num_computed: 0,
+            join_len: 0,
+            num_named: 0,
+            num_ready: 0,
+            last_content: ContentId::ROOT,
+        }
+    }
+
+    pub(crate) fn is_prefilling(&self) -> bool {
+        self.num_computed < self.join_len
+    }
+
+    /// Whether every token of the output is settled or in flight.
+    pub(crate) fn is_fully_planned(&self) -> bool {
+        self.tokens.len() + self.num_in_flight >= self.max_len
+    }
+
+    /// Whether the next position lies beyond the block table.
+    pub(crate) fn needs_block(&self, block_size: usize) -> bool {
+        self.num_computed == self.blocks.len() * block_size
+    }
+
+    /// Blocks that the whole sequence fills; the last token's position is never computed.
+    pub(crate) fn num_blocks_in_all(&self, block_size: usize) -> usize {
+        (self.max_len - 1).div_ceil(block_size)
+    }
+
+    /// Blocks whose tokens are known and whose positions are computed by the plans made so far.
+    pub(crate) fn num_known_blocks(&self, block_size: usize) -> usize {
+        self.num_computed.min(self.tokens.len()) / block_size
+    }
+
+    pub(crate) fn block_tokens(&self, index: usize, block_size: usize) -> &[TokenId] {
+        &self.tokens[index * block_size..(index + 1) * block_size]
+    }
+
+    /// Takes the next token of the output: appends what may be told to `released`, and says whether this ends it.
+    pub(crate) fn accept(&mut self, sampled: SampledToken, released: &mut Vec<SampledToken>) -> Option<FinishReason> {
+        let token = sampled.token;
+        if self.sampling.end_ids.contains(&token) {
+            released.append(&mut self.held);
+            return Some(FinishReason::EndId);
+        }
+        self.tokens.push(token);
+        if self.stop_words.is_empty() {
+            released.push(sampled);
+        } else {
+            self.held.push(sampled);
+            match self.stop_words.push(token) {
+                Tail::Stop(len) => {
+                    self.held.truncate(self.held.len() - len);
+                    released.append(&mut self.held);
+                    return Some(FinishReason::StopWord);
+                }
+                Tail::Open(len) => released.extend(self.held.drain(..self.held.len() - len)),
+            }
+        }
+        if self.tokens.len() < self.max_len {
+            return None;
+        }
+        released.append(&mut self.held);
+        Some(FinishReason::Length)
+    }
+
+    pub(crate) fn take_held(&mut self) -> Vec<SampledToken> {
+        std::mem::take(&mut self.held)
+    }
+
+    /// Forgets all that concerns a row; the blocks are released already or were lost.
+    pub(crate) fn reset_row(&mut self) {
+        self.blocks.clear();
+        (self.num_computed, self.join_len) = (0, 0);
+        (self.num_named, self.num_ready, self.last_content) = (0, 0, ContentId::ROOT);
+    }
+}

@@ -1,0 +1,76 @@
+//! Takes in what workers computed: tokens to their sequences, ends, events.
+
+use crate::engine::{Engine, Sample};
+use crate::plan::{SampledToken, StepOutput};
+use crate::{RowId, TokenEvent};
+
+/// Why an output is not that of the oldest plan in flight. Workers and engine disagree: they must be restarted.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // Fields are named by their messages.
+pub enum SettleError {
+    /// No output is expected.
+    #[error("output of step {found} came but no step is in flight; restart the workers")]
+    NothingInFlight { found: u64 },
+    /// Another step's output.
+    #[error("output of step {found} came, expected step {expected}; restart the workers")]
+    WrongStep { expected: u64, found: u64 },
+    /// More or fewer tokens than were sampled.
+    #[error("output of step {step} has {found} tokens, expected {expected}; restart the workers")]
+    WrongCount { step: u64, expected: usize, found: usize },
+    /// Another row's token.
+    #[error("token {index} of step {step} is of row {}, expected row {}; restart the workers", .found.0, .expected.0)]
+    WrongRow { step: u64, index: usize, expected: RowId, found: RowId },
+}
+
+impl Engine {
+    /// Takes the output of the oldest plan in flight and appends what it brings for each sequence to `events`.
+    ///
+    /// # Errors
+    /// When it is not that plan's output; nothing has changed then.
+    pub fn settle(&mut self, output: StepOutput, events: &mut Vec<TokenEvent>) -> Result<(), SettleError> {
+        self.check_output(&output)?;
+        self.drain_events(events);
+        let mut settled = self.in_flight.pop_front().expect("a checked output has its plan");
+        for (sample, token) in settled.samples.drain(..).zip(output.tokens) {
+            self.settle_token(sample, token, events);
+        }
+        self.spare_samples = settled.samples;
+        Ok(())
+    }
+
+    fn check_output(&self, output: &StepOutput) -> Result<(), SettleError> {
+        let Some(oldest) = self.in_flight.front() else {
+            return Err(SettleError::NothingInFlight { found: output.step });
+        };
+        let step = oldest.step;
+        if output.step != step {
+            return Err(SettleError::WrongStep { expected: step, found: output.step });
+        }
+        let (expected, found) = (oldest.samples.len(), output.tokens.len());
+        if found != expected {
+            return Err(SettleError::WrongCount { step, expected, found });
+        }
+        let wrong = oldest.samples.iter().zip(&output.tokens).position(|(sample, token)| sample.row != token.row);
+        wrong.map_or(Ok(()), |index| {
+            let (expected, found) = (oldest.samples[index].row, output.tokens[index].row);
+            Err(SettleError::WrongRow { step, index, expected, found })
+        })
+    }
+
+    fn settle_token(&mut self, sample: Sample, token: SampledToken, events: &mut Vec<TokenEvent>) {
+        let Some(sequence) = self.sequences.get_mut(sample.slot, sample.sequence) else {
+            self.totals.discarded_tokens += 1; // It ended while the step was in flight.
+            return;
+        };
+        sequence.num_in_flight -= 1;
+        let mut tokens = Vec::new();
+        let finished = sequence.accept(token, &mut tokens);
+        self.totals.output_tokens += 1;
+        if !tokens.is_empty() || finished.is_some() {
+            events.push(TokenEvent { sequence: sample.sequence, tokens, finished, blocks: sequence.usage });
+        }
+        if finished.is_some() {
+            self.end(sample.slot);
+        }
+    }
+}

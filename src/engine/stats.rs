@@ -1,0 +1,174 @@
+//! What the engine holds and has done, for metrics and for proving that nothing leaks.
+
+use crate::engine::Engine;
+use crate::sequence::Place;
+use crate::{RowId, SequenceId};
+
+/// A snapshot for metrics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct EngineStats {
+    /// Sequences in rows.
+    pub num_running: usize,
+    /// Of these, prompts not yet computed to their end by the plans made so far.
+    pub num_prefilling: usize,
+    /// Sequences in the queue, preempted ones included.
+    pub num_waiting: usize,
+    /// Sequences whose last token is in flight.
+    pub num_draining: usize,
+    /// Plans in flight.
+    pub num_in_flight: usize,
+    /// Blocks that running sequences use.
+    pub num_blocks_used: usize,
+    /// Blocks that nobody uses and whose content can be reused.
+    pub num_blocks_cached: usize,
+    /// Blocks that are empty.
+    pub num_blocks_unused: usize,
+    /// All blocks.
+    pub num_blocks: usize,
+    /// Plans made.
+    pub total_steps: u64,
+    /// Preemptions.
+    pub total_preempted: u64,
+    /// Sequences that went on after their workers were lost, once for each time.
+    pub total_recovered: u64,
+    /// Prompt tokens of requests taken.
+    pub total_prompt_tokens: u64,
+    /// Tokens settled, end ids and stop words included.
+    pub total_output_tokens: u64,
+    /// Tokens computed for sequences that had ended.
+    pub total_discarded_tokens: u64,
+    /// Blocks found in the prefix cache.
+    pub total_reused_blocks: u64,
+    /// Blocks allocated.
+    pub total_allocated_blocks: u64,
+}
+
+/// Who holds what: one entry a live sequence, and the sums. All is zero when the engine is idle.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Ledger {
+    /// In order of arrival.
+    pub holdings: Vec<Holding>,
+    /// Queue slots taken.
+    pub num_queued: usize,
+    /// Rows taken.
+    pub num_rows: usize,
+    /// Blocks used; a shared one counts once.
+    pub num_blocks: usize,
+    /// Blocks promised and not yet taken.
+    pub num_reserved_blocks: usize,
+    /// Plans in flight.
+    pub num_in_flight: usize,
+}
+
+/// What one sequence holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Holding {
+    /// Whose.
+    pub sequence: SequenceId,
+    /// Its row, if it runs.
+    pub row: Option<RowId>,
+    /// Whether it takes a place in the queue.
+    pub queued: bool,
+    /// Length of its block table.
+    pub num_blocks: usize,
+    /// Its tokens in flight.
+    pub num_in_flight: usize,
+}
+
+impl Engine {
+    /// Counts for metrics.
+    pub fn stats(&self) -> EngineStats {
+        let running = self.running.iter();
+        EngineStats {
+            num_running: self.running.len(),
+            num_prefilling: running.filter(|&&(_, slot)| self.sequences[slot].is_prefilling()).count(),
+            num_waiting: self.queue.len(),
+            num_draining: self.sequences.len() - self.running.len() - self.queue.len(),
+            num_in_flight: self.in_flight.len(),
+            num_blocks_used: self.pool.num_used(),
+            num_blocks_cached: self.pool.num_cached(),
+            num_blocks_unused: self.pool.num_unused(),
+            num_blocks: self.config.num_blocks,
+            total_steps: self.totals.steps,
+            total_preempted: self.totals.preempted,
+            total_recovered: self.totals.recovered,
+            total_prompt_tokens: self.totals.prompt_tokens,
+            total_output_tokens: self.totals.output_tokens,
+            total_discarded_tokens: self.totals.discarded_tokens,
+            total_reused_blocks: self.totals.reused_blocks,
+            total_allocated_blocks: self.totals.allocated_blocks,
+        }
+    }
+
+    /// Every row, block and queue slot with its holder.
+    pub fn ledger(&self) -> Ledger {
+        let holding = |(id, slot)| {
+            let sequence = &self.sequences[slot];
+            Holding {
+                sequence: id,
+                row: if let Place::Running(row) = sequence.place { Some(row) } else { None },
+                queued: sequence.place == Place::Queued,
+                num_blocks: sequence.blocks.len(),
+                num_in_flight: sequence.num_in_flight,
+            }
+        };
+        Ledger {
+            holdings: self.sequences.in_order().into_iter().map(holding).collect(),
+            num_queued: self.queue.len(),
+            num_rows: self.config.max_rows - self.free_rows.len(),
+            num_blocks: self.pool.num_used(),
+            num_reserved_blocks: self.num_reserved,
+            num_in_flight: self.in_flight.len(),
+        }
+    }
+
+    /// Counts every holding again, from the sequences, and compares with the books. For tests and debugging:
+    /// takes time in proportion to all blocks.
+    ///
+    /// # Errors
+    /// Says which book is wrong.
+    pub fn audit(&self) -> Result<(), String> {
+        let ledger = self.ledger();
+        let equal = |what: &str, counted: usize, book: usize| {
+            if counted == book { Ok(()) } else { Err(format!("{what}: counted {counted}, the books say {book}")) }
+        };
+        let mut users = vec![0; self.config.num_blocks];
+        let mut rows = vec![0; self.config.max_rows];
+        self.free_rows.iter().for_each(|row| rows[row.0 as usize] += 1);
+        for (_, slot) in self.sequences.in_order() {
+            let sequence = &self.sequences[slot];
+            sequence.blocks.iter().for_each(|block| users[block.0 as usize] += 1);
+            if let Place::Running(row) = sequence.place {
+                rows[row.0 as usize] += 1;
+            }
+        }
+        for (row, &count) in rows.iter().enumerate() {
+            equal(&format!("holders of row {row}"), count, 1)?;
+        }
+        for (block, &count) in users.iter().enumerate() {
+            equal(
+                &format!("users of block {block}"),
+                count,
+                self.pool.num_users(crate::BlockId(block as u32)) as usize,
+            )?;
+        }
+        equal("blocks used", users.iter().filter(|&&count| count > 0).count(), ledger.num_blocks)?;
+        equal("sequences queued", ledger.holdings.iter().filter(|holding| holding.queued).count(), ledger.num_queued)?;
+        equal("rows taken", ledger.holdings.iter().filter(|holding| holding.row.is_some()).count(), ledger.num_rows)?;
+        equal("sequences running", self.running.len(), ledger.num_rows)?;
+        let live_samples = self.in_flight.iter().flat_map(|step| &step.samples);
+        let live = live_samples.filter(|sample| self.sequences.find(sample.sequence).is_some()).count();
+        equal("tokens in flight", ledger.holdings.iter().map(|holding| holding.num_in_flight).sum(), live)?;
+        if self.num_reserved > self.pool.num_available() {
+            return Err(format!("{} blocks are reserved, {} available", self.num_reserved, self.pool.num_available()));
+        }
+        Ok(())
+    }
+}
+
+impl Ledger {
+    /// Whether nothing is held.
+    pub fn is_zero(&self) -> bool {
+        *self == Self::default()
+    }
+}
