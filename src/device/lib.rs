@@ -11,10 +11,12 @@ pub mod cpu;
 pub mod cuda;
 mod error;
 mod inputs;
+mod mapping;
 mod spec;
 
 pub use error::DeviceError;
 pub use inputs::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
+pub use mapping::map_file;
 pub use spec::{
     Activation, AttentionSpec, DType, LinearRole, MemoryPlan, RopeTable, StepLimits, TensorParallel, WeightSlice,
 };

@@ -1,0 +1,141 @@
+//! Which part of each weight a worker of a tensor-parallel group holds.
+//!
+//! Heads and the gated layer's columns are split by output in qkv and gate/up, and by input in out and down;
+//! embedding and head are split by vocabulary. KV heads are replicated where the group is larger than their number.
+
+use std::ops::Range;
+
+use device::TensorParallel;
+
+use crate::{Config, ModelError};
+
+/// Shares of the gated layer and the vocabulary are multiples of this, but for the last worker's.
+const ALIGN: usize = 8;
+
+/// One worker's share, as ranges of the whole model's dimensions.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shard {
+    /// Query heads.
+    pub heads: Range<usize>,
+    /// KV heads that those query heads use.
+    pub kv_heads: Range<usize>,
+    /// Columns of the gated layer.
+    pub intermediate: Range<usize>,
+    /// Rows of embedding and head.
+    pub vocab: Range<usize>,
+}
+
+impl Shard {
+    /// The share of worker `tp.rank`.
+    ///
+    /// # Errors
+    /// When the group's size does not divide the heads, or a worker would be left without a share.
+    pub fn new(config: &Config, tp: TensorParallel) -> Result<Self, ModelError> {
+        let (rank, size) = (tp.rank as usize, tp.size as usize);
+        if !fits(config, size) {
+            let usable: Vec<String> =
+                (1..=config.num_heads).filter(|&size| fits(config, size)).map(|size| size.to_string()).collect();
+            return Err(ModelError::WorldSize {
+                num_heads: config.num_heads,
+                num_kv_heads: config.num_kv_heads,
+                found: tp.size,
+                usable: usable.join(", "),
+            });
+        }
+        let heads = config.num_heads / size;
+        let kv_heads = config.num_kv_heads.div_ceil(size);
+        let first_kv_head = rank * config.num_kv_heads / size;
+        Ok(Self {
+            heads: rank * heads..(rank + 1) * heads,
+            kv_heads: first_kv_head..first_kv_head + kv_heads,
+            intermediate: aligned_share(config.intermediate_size, rank, size),
+            vocab: aligned_share(config.vocab_size, rank, size),
+        })
+    }
+}
+
+/// Whether every worker of a group of `size` gets whole heads and something of everything.
+fn fits(config: &Config, size: usize) -> bool {
+    let kv_heads = config.num_kv_heads;
+    size > 0
+        && config.num_heads.is_multiple_of(size)
+        && (kv_heads.is_multiple_of(size) || size.is_multiple_of(kv_heads))
+        && !aligned_share(config.intermediate_size, size - 1, size).is_empty()
+        && !aligned_share(config.vocab_size, size - 1, size).is_empty()
+}
+
+/// Part `rank` of `0..n` in `size` parts of equal, aligned length; the last may be shorter.
+fn aligned_share(n: usize, rank: usize, size: usize) -> Range<usize> {
+    let share = n.div_ceil(size).next_multiple_of(ALIGN);
+    (rank * share).min(n)..((rank + 1) * share).min(n)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use device::{Activation, DType};
+
+    use super::*;
+    use crate::{Rope, RopeScaling};
+
+    pub(crate) fn config(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> Config {
+        Config {
+            architecture: "LlamaForCausalLM".into(),
+            hidden_size: num_heads * 8,
+            intermediate_size: 176,
+            num_layers: 2,
+            num_heads,
+            num_kv_heads,
+            head_dim: 8,
+            vocab_size,
+            max_position_embeddings: 128,
+            rms_norm_eps: 1e-5,
+            activation: Activation::Silu,
+            rope: Rope { theta: 10_000.0, scaling: RopeScaling::None },
+            tie_word_embeddings: false,
+            qkv_bias: false,
+            out_bias: false,
+            mlp_bias: false,
+            sliding_window: None,
+            bos_id: None,
+            eos_ids: vec![],
+            dtype: DType::Bf16,
+        }
+    }
+
+    fn shards(config: &Config, size: u32) -> Vec<Shard> {
+        (0..size).map(|rank| Shard::new(config, TensorParallel { rank, size }).unwrap()).collect()
+    }
+
+    fn covers(parts: impl Iterator<Item = Range<usize>>, n: usize) -> bool {
+        parts.fold(Some(0), |end, part| (end == Some(part.start)).then_some(part.end)) == Some(n)
+    }
+
+    #[test]
+    fn shares_cover_every_dimension_once() {
+        let config = config(8, 4, 501);
+        for size in [1, 2, 4] {
+            let shards = shards(&config, size);
+            assert!(covers(shards.iter().map(|s| s.heads.clone()), 8));
+            assert!(covers(shards.iter().map(|s| s.kv_heads.clone()), 4));
+            assert!(covers(shards.iter().map(|s| s.intermediate.clone()), 176));
+            assert!(covers(shards.iter().map(|s| s.vocab.clone()), 501));
+        }
+    }
+
+    #[test]
+    fn kv_heads_are_replicated_where_the_group_is_larger() {
+        let shards = shards(&config(8, 2, 512), 8);
+        let kv_heads: Vec<_> = shards.iter().map(|s| s.kv_heads.clone()).collect();
+        assert_eq!(kv_heads[3], 0..1);
+        assert_eq!(kv_heads[4], 1..2);
+    }
+
+    #[test]
+    fn a_size_that_does_not_divide_the_heads_is_refused_with_those_that_would() {
+        let error = Shard::new(&config(8, 4, 512), TensorParallel { rank: 0, size: 3 }).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "8 heads and 4 KV heads cannot be shared by 3 workers; world sizes that would do: 1, 2, 4, 8"
+        );
+    }
+}
