@@ -43,12 +43,11 @@ pub(crate) fn check(code: CUresult, call: &str) -> Result<(), CudaError> {
         let mut pointer = std::ptr::null();
         // SAFETY: both functions write a pointer to a static string, or null for an unknown code.
         let found = unsafe { get(code, &mut pointer) } == CUresult::CUDA_SUCCESS && !pointer.is_null();
-        // SAFETY: not null, static, and ended by a zero byte.
-        if found {
-            unsafe { std::ffi::CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
-        } else {
-            format!("{code:?}")
+        if !found {
+            return format!("{code:?}");
         }
+        // SAFETY: not null, static, and ended by a zero byte.
+        unsafe { std::ffi::CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
     };
     Err(CudaError::Driver {
         call: call.to_owned(),

@@ -37,12 +37,18 @@
 //! of the kernel's name: it checks shapes, alignment and sizes of its [`Span`]s, computes the geometry and calls
 //! [`Queue::launch`]. Nothing here needs a driver until [`Gpu::open`] is called.
 
+pub mod embed;
 mod error;
+pub mod gated_activation;
+pub mod gather_rows;
 mod gpu;
 mod images;
 mod memory;
+pub mod paged_attention;
 mod queue;
 pub mod rms_norm;
+pub mod rope_cache;
+pub mod sample;
 
 pub use error::CudaError;
 pub use gpu::{Gpu, driver_is_present};

@@ -1,0 +1,49 @@
+//! Embedding lookup, vocabulary-parallel. Kernel: `embed.cu`.
+
+use half::bf16;
+
+use super::error::ensure;
+use super::{CudaError, Launch, Queue, Span};
+
+/// Where the ids of a step's tokens come from.
+#[derive(Debug, Clone, Copy)]
+pub struct TokenSource {
+    /// `[T]` u32; `u32::MAX` takes the row's last token.
+    pub token_ids: Span,
+    /// `[T]` u32, the row of each token, below the length of `last_tokens`: asserted where the step is packed.
+    pub token_rows: Span,
+    /// u32 for each row.
+    pub last_tokens: Span,
+}
+
+/// `out[t, :] = table[id(t) - first_token, :]`, zeros for tokens of other workers. `out` `[T, cols]`, `table` `[V, cols]`.
+pub fn embed(
+    q: &Queue,
+    out: Span,
+    table: Span,
+    tokens: TokenSource,
+    first_token: u32,
+    num_tokens: usize,
+    cols: usize,
+) -> Result<(), CudaError> {
+    ensure!("embed", cols.is_multiple_of(8) && cols > 0, "cols {cols} is not a multiple of 8");
+    ensure!("embed", num_tokens > 0, "no tokens");
+    ensure!("embed", out.count::<bf16>() >= num_tokens * cols, "out is shorter than {num_tokens} x {cols}");
+    ensure!("embed", out.is_aligned(16) && table.is_aligned(16), "a buffer is not 16-byte aligned");
+    for (name, span) in [("token_ids", tokens.token_ids), ("token_rows", tokens.token_rows)] {
+        ensure!("embed", span.count::<u32>() >= num_tokens, "{name} is shorter than {num_tokens}");
+    }
+    let vocab = (table.count::<bf16>() / cols) as u32;
+    let threads = (cols / 8).min(256).next_multiple_of(32) as u32;
+    let args = [
+        out.into(),
+        table.into(),
+        tokens.token_ids.into(),
+        tokens.token_rows.into(),
+        tokens.last_tokens.into(),
+        first_token.into(),
+        vocab.into(),
+        (cols as u32).into(),
+    ];
+    q.launch("embed_bf16", Launch::new(num_tokens as u32, threads), &args)
+}

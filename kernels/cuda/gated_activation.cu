@@ -1,0 +1,43 @@
+// gated_activation_bf16: y[t, f] = act(gate[t, f]) * up[t, f]
+//
+// x       [T, 2F] bf16: groups of G columns of gate and up in turn, gate first (G = F is [gate | up])
+// y       [T, F]  bf16
+// act     0 silu: x / (1 + exp(-x)); 1 gelu, tanh form                          (Shazeer 2020, GLU variants)
+// maths   fp32, one rounding on store
+// launch  grid (T, ceil(F / 8 / 256)), block 256; 16-byte loads
+// needs   F % 8 == 0, G % 8 == 0, F % G == 0, pointers 16-byte aligned: checked in gated_activation.rs before launch
+// bound   memory, 6*T*F bytes
+// test    tests/cuda_ops.rs: within one bf16 ulp of fp32, beside 1e-6 of the operands for the fast exponential
+// archs: 80 90a 100a ptx
+#include "common.cuh"
+
+template <int ACT>
+__device__ __forceinline__ float activate(float x) {
+    if (ACT == 0) return x / (1.0f + __expf(-x));
+    const float z = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+    // tanh(z) = 1 - 2 / (exp(2z) + 1), whose limits are right for any z.
+    return 0.5f * x * (2.0f - 2.0f / (__expf(2.0f * z) + 1.0f));
+}
+
+template <int ACT>
+__device__ __forceinline__ void gated(bf16* y, const bf16* x, u32 cols, u32 group) {
+    const u64 t = blockIdx.x;
+    const u32 f = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
+    pdl_wait();
+    pdl_launch();
+    if (f >= cols) return;
+    const bf16* gate = x + t * 2 * cols + f / group * 2 * group + f % group;
+    const bf16x8 g = load8(gate), u = load8(gate + group);
+    bf16x8 out;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) out.v[j] = to_bf16(activate<ACT>(to_f32(g.v[j])) * to_f32(u.v[j]));
+    store8(y + t * cols + f, out);
+}
+
+extern "C" __global__ void __launch_bounds__(256) silu_gated_bf16(bf16* y, const bf16* x, u32 cols, u32 group) {
+    gated<0>(y, x, cols, group);
+}
+
+extern "C" __global__ void __launch_bounds__(256) gelu_tanh_gated_bf16(bf16* y, const bf16* x, u32 cols, u32 group) {
+    gated<1>(y, x, cols, group);
+}

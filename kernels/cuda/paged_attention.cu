@@ -1,0 +1,59 @@
+// paged_attention_bf16: out[t, h, :] = softmax(scale q[t, h] . k[0 ..= position]) v, one warp a query head; the simple version
+//
+// out           [T, H D] bf16
+// qkv           [T, (H + 2K) D] bf16; only q is read, rotated already
+// k_blocks,
+// v_blocks      [blocks, K, B, D] bf16, one layer
+// block_tables  [R, max_blocks] u32
+// token_tables  [T] u32: which row of block_tables a token uses
+// positions     [T] u32; a token sees positions p <= its own, and p > own - window where window is not 0
+// slots         [T] u32; u32::MAX marks a padded token, whose output is zeros
+// maths         fp32, online softmax
+// launch        grid (T, H), block 32
+// needs         D % 32 == 0, D <= 256
+// bound         latency; any shape that the fast kernels do not take, and their yardstick
+// test          tests/cuda_ops.rs: 2^-7 of the value plus 2^-8 of the largest |v|
+// archs: 80 90a 100a ptx
+#include "common.cuh"
+
+constexpr int MAX_D = 256;
+
+extern "C" __global__ void __launch_bounds__(32)
+paged_attention_bf16(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf16* v_blocks, const u32* block_tables,
+                     const u32* token_tables, const u32* positions, const u32* slots, u32 max_blocks, u32 heads,
+                     u32 kv_heads, u32 dim, u32 log2_block, float scale, u32 window) {
+    const u32 t = blockIdx.x, head = blockIdx.y, lane = threadIdx.x;
+    const u32 kv_head = head / (heads / kv_heads), per_lane = dim / 32;
+    float q[MAX_D / 32], sum[MAX_D / 32];
+    pdl_wait();
+    pdl_launch();
+    const bf16* query = qkv + ((u64)t * (heads + 2 * kv_heads) + head) * dim;
+#pragma unroll
+    for (int j = 0; j < MAX_D / 32; ++j) {
+        q[j] = j < per_lane ? to_f32(query[j * 32 + lane]) * scale : 0.0f;
+        sum[j] = 0.0f;
+    }
+    const u32* table = block_tables + (u64)token_tables[t] * max_blocks;
+    float most = -INFINITY_F, mass = 0.0f;
+    const u32 end = slots[t] == 0xffffffffu ? 0 : positions[t] + 1;
+    const u32 begin = window != 0 && end > window ? end - window : 0;
+    for (u32 p = begin; p < end; ++p) {
+        const u64 block = table[p >> log2_block];
+        const u64 at = (((block * kv_heads + kv_head) << log2_block) + (p & ((1u << log2_block) - 1))) * dim;
+        float score = 0.0f;
+#pragma unroll
+        for (int j = 0; j < MAX_D / 32; ++j)
+            if (j < per_lane) score += q[j] * to_f32(k_blocks[at + j * 32 + lane]);
+        score = warp_sum(score);
+        const float next = fmaxf(most, score), old = __expf(most - next), weight = __expf(score - next);
+        mass = mass * old + weight;
+#pragma unroll
+        for (int j = 0; j < MAX_D / 32; ++j)
+            if (j < per_lane) sum[j] = sum[j] * old + weight * to_f32(v_blocks[at + j * 32 + lane]);
+        most = next;
+    }
+    bf16* to = out + ((u64)t * heads + head) * dim;
+#pragma unroll
+    for (int j = 0; j < MAX_D / 32; ++j)
+        if (j < per_lane) to[j * 32 + lane] = to_bf16(mass > 0.0f ? sum[j] / mass : 0.0f);
+}

@@ -1,0 +1,65 @@
+//! Attention over KV blocks for any mix of rows, the simple version. Kernel: `paged_attention.cu`.
+
+use half::bf16;
+
+use super::error::ensure;
+use super::rope_cache::{HeadShape, LayerCache};
+use super::{CudaError, Launch, Queue, Span};
+
+/// Where the tokens of a step find their keys and values.
+#[derive(Debug, Clone, Copy)]
+pub struct TokenTables {
+    /// `[R, max_blocks]` u32.
+    pub block_tables: Span,
+    /// Row length of `block_tables`.
+    pub max_blocks: usize,
+    /// `[T]` u32, below `R`.
+    pub token_tables: Span,
+    /// `[T]` u32.
+    pub positions: Span,
+    /// `[T]` u32; `u32::MAX` marks padding.
+    pub slots: Span,
+}
+
+/// Causal attention of each token's query heads over its row's KV blocks; `window` 0 sees all positions.
+///
+/// `out` `[T, H D]`, `qkv` `[T, (H + 2K) D]`.
+#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+pub fn paged_attention(
+    q: &Queue,
+    out: Span,
+    qkv: Span,
+    cache: LayerCache,
+    tables: TokenTables,
+    shape: HeadShape,
+    scale: f32,
+    window: u32,
+    num_tokens: usize,
+) -> Result<(), CudaError> {
+    let op = "paged_attention";
+    let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
+    ensure!(op, head_dim.is_multiple_of(32) && (32..=256).contains(&head_dim), "head_dim {head_dim}; a multiple of 32 up to 256");
+    ensure!(op, num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads), "{num_heads} heads for {num_kv_heads} KV heads");
+    ensure!(op, block_size.is_power_of_two(), "block_size {block_size} is not a power of two");
+    ensure!(op, num_tokens > 0, "no tokens");
+    ensure!(op, out.count::<bf16>() >= num_tokens * num_heads * head_dim, "out is too short for {num_tokens} tokens");
+    ensure!(op, qkv.count::<bf16>() >= num_tokens * shape.qkv_cols(), "qkv is too short for {num_tokens} tokens");
+    let args = [
+        out.into(),
+        qkv.into(),
+        cache.k.into(),
+        cache.v.into(),
+        tables.block_tables.into(),
+        tables.token_tables.into(),
+        tables.positions.into(),
+        tables.slots.into(),
+        (tables.max_blocks as u32).into(),
+        (num_heads as u32).into(),
+        (num_kv_heads as u32).into(),
+        (head_dim as u32).into(),
+        block_size.trailing_zeros().into(),
+        scale.into(),
+        window.into(),
+    ];
+    q.launch("paged_attention_bf16", Launch::new(0, 32).grid(num_tokens as u32, num_heads as u32, 1), &args)
+}

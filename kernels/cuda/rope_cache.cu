@@ -1,0 +1,57 @@
+// rope_cache_bf16: rotates q and k of qkv by position; k and v go to the KV blocks, q stays in qkv   (Su et al. 2021)
+//
+// qkv           [T, (H + 2K) D] bf16; q is overwritten, k and v are read
+// k_blocks,
+// v_blocks      [blocks, K, B, D] bf16, one layer
+// cos, sin      [max_positions, D / 2] f32; halves are paired: (i, i + D / 2)
+// positions     [T] u32
+// slots         [T] u32: block * B + offset; u32::MAX writes no k and v
+// maths         fp32, one rounding on store
+// launch        grid (T, ceil(units / 128)), block 128; a unit is 8 dimensions of each half of a q or k head, or of a v head
+// needs         D % 16 == 0, pointers 16-byte aligned, B a power of two: checked in rope_cache.rs before launch
+// bound         memory, about 4 T (H + 2K) D bytes
+// test          tests/cuda_ops.rs, each element within one bf16 ulp of fp32
+// archs: 80 90a 100a ptx
+#include "common.cuh"
+
+__device__ __forceinline__ void load_floats8(float* out, const float* p) {
+    const float4 a = *reinterpret_cast<const float4*>(p), b = *reinterpret_cast<const float4*>(p + 4);
+    out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w;
+    out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+rope_cache_bf16(bf16* qkv, bf16* k_blocks, bf16* v_blocks, const float* cos, const float* sin, const u32* positions,
+                const u32* slots, u32 heads, u32 kv_heads, u32 dim, u32 log2_block) {
+    const u32 t = blockIdx.x, unit = blockIdx.y * blockDim.x + threadIdx.x;
+    const u32 half = dim / 2, units_per_head = half / 8;
+    const u32 head = unit / units_per_head, i = unit % units_per_head * 8;
+    pdl_wait();
+    pdl_launch();
+    if (head >= heads + 2 * kv_heads) return;
+    const u32 slot = slots[t];
+    bf16* x = qkv + ((u64)t * (heads + 2 * kv_heads) + head) * dim;
+    bf16x8 lo = load8(x + i), hi = load8(x + half + i);
+    if (head < heads + kv_heads) {
+        float c[8], s[8];
+        const u64 at = (u64)positions[t] * half + i;
+        load_floats8(c, cos + at);
+        load_floats8(s, sin + at);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float a = to_f32(lo.v[j]), b = to_f32(hi.v[j]);
+            lo.v[j] = to_bf16(a * c[j] - b * s[j]);
+            hi.v[j] = to_bf16(b * c[j] + a * s[j]);
+        }
+    }
+    bf16* to = x;
+    if (head >= heads) {
+        if (slot == 0xffffffffu) return;
+        const bool is_v = head >= heads + kv_heads;
+        const u32 kv_head = head - heads - (is_v ? kv_heads : 0);
+        const u64 block = slot >> log2_block, offset = slot & ((1u << log2_block) - 1);
+        to = (is_v ? v_blocks : k_blocks) + (((block * kv_heads + kv_head) << log2_block) + offset) * dim;
+    }
+    store8(to + i, lo);
+    store8(to + half + i, hi);
+}

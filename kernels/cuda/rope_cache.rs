@@ -1,0 +1,91 @@
+//! Rotary embedding and the write into KV blocks. Kernel: `rope_cache.cu`.
+
+use half::bf16;
+
+use super::error::ensure;
+use super::{CudaError, Launch, Queue, Span};
+
+/// Heads of a worker and the shape of its KV blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HeadShape {
+    /// `H`.
+    pub num_heads: usize,
+    /// `K`, divides `H`.
+    pub num_kv_heads: usize,
+    /// `D`.
+    pub head_dim: usize,
+    /// `B`, a power of two.
+    pub block_size: usize,
+}
+
+impl HeadShape {
+    /// Columns of qkv: `(H + 2K) D`.
+    pub fn qkv_cols(&self) -> usize {
+        (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+    }
+
+    /// Elements of one KV block's K (or V) in one layer: `K B D`.
+    pub fn block_elements(&self) -> usize {
+        self.num_kv_heads * self.block_size * self.head_dim
+    }
+}
+
+/// Keys and values of one layer, each `[blocks, K, B, D]` bf16.
+#[derive(Debug, Clone, Copy)]
+pub struct LayerCache {
+    /// Keys, rotated.
+    pub k: Span,
+    /// Values.
+    pub v: Span,
+}
+
+/// Positions of a step's tokens, and the rotation table.
+#[derive(Debug, Clone, Copy)]
+pub struct RopeInputs {
+    /// `[max_positions, D / 2]` f32.
+    pub cos: Span,
+    /// `[max_positions, D / 2]` f32.
+    pub sin: Span,
+    /// `[T]` u32, below max_positions: asserted where the step is packed.
+    pub positions: Span,
+    /// `[T]` u32, inside the cache or `u32::MAX`: asserted where the step is packed.
+    pub slots: Span,
+}
+
+/// Rotates q in place; rotates k and copies v into the cache. `qkv` `[T, (H + 2K) D]`.
+pub fn rope_cache(
+    q: &Queue,
+    qkv: Span,
+    cache: LayerCache,
+    inputs: RopeInputs,
+    shape: HeadShape,
+    num_tokens: usize,
+) -> Result<(), CudaError> {
+    let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
+    ensure!("rope_cache", head_dim.is_multiple_of(16) && head_dim > 0, "head_dim {head_dim} is not a multiple of 16");
+    ensure!("rope_cache", block_size.is_power_of_two(), "block_size {block_size} is not a power of two");
+    ensure!("rope_cache", num_tokens > 0, "no tokens");
+    let found = qkv.count::<bf16>();
+    ensure!("rope_cache", found >= num_tokens * shape.qkv_cols(), "qkv has {found} elements for {num_tokens} tokens");
+    let tables = [inputs.cos, inputs.sin, qkv, cache.k, cache.v];
+    ensure!("rope_cache", tables.iter().all(|s| s.is_aligned(16)), "a buffer is not 16-byte aligned");
+    for (name, span) in [("positions", inputs.positions), ("slots", inputs.slots)] {
+        ensure!("rope_cache", span.count::<u32>() >= num_tokens, "{name} is shorter than {num_tokens}");
+    }
+    let units = (num_heads + 2 * num_kv_heads) * head_dim / 16;
+    let args = [
+        qkv.into(),
+        cache.k.into(),
+        cache.v.into(),
+        inputs.cos.into(),
+        inputs.sin.into(),
+        inputs.positions.into(),
+        inputs.slots.into(),
+        (num_heads as u32).into(),
+        (num_kv_heads as u32).into(),
+        (head_dim as u32).into(),
+        block_size.trailing_zeros().into(),
+    ];
+    let launch = Launch::new(0, 128).grid(num_tokens as u32, units.div_ceil(128) as u32, 1);
+    q.launch("rope_cache_bf16", launch, &args)
+}

@@ -1,0 +1,327 @@
+// sample_argmax_f32, sample_greedy: the likeliest token of each row, lowest id on a tie
+// sample_f32: the next token of each row under its own settings, with log-probabilities
+// sample_join: makes a row's token counts when a sequence takes it
+//
+// logits       [G, S, P] f32: G workers' shares of P tokens each; token v lies at (v / P, s, v % P)
+// pairs        [G, S, C] u64: order-preserving bits of the value, then the complement of the token; C chunks of a share
+// work         [S, V] f32, scratch
+// params       [rows] RowParams; last_tokens [rows] u32; history [rows, max_len] u32; counts [rows, V] u32:
+//              bit 31 for a token of the prompt, below it how often the token was generated
+// rows         [S] u32; num_generated [S] u32
+// outputs      slots of [max_samples] tokens, log-probabilities and top lists, in host memory; `slot` says which
+// order        repetition, presence and frequency penalty; bias; bad words; end ids before min_tokens; temperature;
+//              top-k; top-p; min-p, as engine::SamplingParams documents; ties at a threshold are kept
+// draw         the token whose exponential variate over its probability is least: one pass, no normalisation
+//              (the exponential race; Gumbel-max). The variate depends on seed, output position and token only.
+// determinism  all sums have a fixed order, so workers with equal logits choose equal tokens
+// launch       sample_argmax_f32: grid (S, C), block 256; sample_greedy: grid S, block 32; sample_f32: grid S, block 1024;
+//              sample_join: grid 1, block 1024
+// bound        latency: about 20 passes over a row at most, 8 for each of top-k and top-p
+// test         tests/cuda_sample.rs: each setting against a sorted fp64 reference; draws by their frequencies
+// archs: 80 90a 100a ptx
+#include "common.cuh"
+
+constexpr u32 GREEDY = 1, PENALTIES = 2, LISTS = 4;
+constexpr u32 PROMPT_BIT = 0x80000000u;
+constexpr int PIVOTS = 15;
+
+struct alignas(16) RowParams {
+    float temperature, top_p, min_p, repetition;
+    float presence, frequency;
+    u32 top_k, flags;
+    u64 seed;
+    u32 min_tokens, num_prompt;
+    u32 num_end, num_bias, num_bad, num_logprobs; // num_logprobs: 0 for none, else 1 + how many likeliest
+    const u32* lists; // end ids; bias ids; bias values (f32); then each bad word: its length, its tokens
+    u64 reserved;
+};
+
+struct SampleArgs {
+    const float* logits;
+    float* work;
+    const RowParams* params;
+    u32* last_tokens;
+    u32* history;
+    u32* counts;
+    const u32* rows;
+    const u32* num_generated;
+    const u32* slot;
+    u8* outputs;
+    u32 num_samples, vocab, share, max_len, max_samples, max_top;
+};
+
+struct Output {
+    u32* token;
+    float* logprob;
+    u32* top_tokens;
+    float* top_logprobs;
+};
+
+__device__ __forceinline__ Output output_of(const SampleArgs& a, u32 s) {
+    const u64 slot_words = (u64)a.max_samples * (2 + 2 * a.max_top);
+    u32* base = reinterpret_cast<u32*>(a.outputs) + *a.slot * slot_words;
+    u32* tops = base + 2 * a.max_samples;
+    return {base + s, reinterpret_cast<float*>(base + a.max_samples + s), tops + (u64)s * a.max_top,
+            reinterpret_cast<float*>(tops + (u64)(a.max_samples + s) * a.max_top)};
+}
+
+// Unsigned order of keys is the order of the floats.
+__device__ __forceinline__ u32 key_of(float x) {
+    const u32 bits = __float_as_uint(x);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float value_of(u32 key) {
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+// Larger is better: value first, then the lower token.
+__device__ __forceinline__ u64 pair_of(float x, u32 token) { return (u64)key_of(x) << 32 | (0xffffffffu - token); }
+__device__ __forceinline__ u32 token_of(u64 pair) { return 0xffffffffu - (u32)pair; }
+
+__device__ __forceinline__ u64 max_u64(u64 a, u64 b) { return a > b ? a : b; }
+
+__device__ __forceinline__ u64 warp_max_u64(u64 x) {
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) x = max_u64(x, __shfl_xor_sync(FULL_WARP, x, d));
+    return x;
+}
+
+__device__ __forceinline__ u64 block_max_u64(u64 x, u64* scratch) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    x = warp_max_u64(x);
+    __syncthreads();
+    if (lane == 0) scratch[warp] = x;
+    __syncthreads();
+    return warp_max_u64(lane < warps ? scratch[lane] : 0);
+}
+
+// Scrambles 64 bits (the finalizer of SplitMix64; Steele, Lea & Flood 2014).
+__device__ __forceinline__ u64 mix(u64 x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+}
+
+__device__ __forceinline__ void append(const SampleArgs& a, u32 s, u32 token) {
+    const u32 row = a.rows[s];
+    const RowParams& p = a.params[row];
+    const u64 length = p.num_prompt + a.num_generated[s];
+    a.last_tokens[row] = token;
+    if (p.flags & LISTS && length < a.max_len) a.history[(u64)row * a.max_len + length] = token;
+    if (p.flags & PENALTIES) a.counts[(u64)row * a.vocab + token] += 1;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+sample_argmax_f32(u64* pairs, const float* logits, u32 share, u32 stride, u32 first_token) {
+    __shared__ u64 scratch[32];
+    const u32 s = blockIdx.x, chunks = gridDim.y;
+    const u32 length = (share + chunks - 1) / chunks, begin = blockIdx.y * length;
+    const u32 end = begin + length < share ? begin + length : share;
+    const float* row = logits + (u64)s * stride;
+    pdl_wait();
+    pdl_launch();
+    u64 best = 0;
+#pragma unroll 4
+    for (u32 v = begin + threadIdx.x; v < end; v += 256) best = max_u64(best, pair_of(row[v], first_token + v));
+    best = block_max_u64(best, scratch);
+    if (threadIdx.x == 0) pairs[(u64)s * chunks + blockIdx.y] = best;
+}
+
+extern "C" __global__ void __launch_bounds__(32) sample_greedy(SampleArgs a, const u64* pairs, u32 groups, u32 chunks) {
+    const u32 s = blockIdx.x;
+    pdl_wait();
+    pdl_launch();
+    u64 best = 0;
+    for (u32 i = threadIdx.x; i < groups * chunks; i += 32)
+        best = max_u64(best, pairs[((u64)(i / chunks) * a.num_samples + s) * chunks + i % chunks]);
+    best = warp_max_u64(best);
+    if (threadIdx.x != 0) return;
+    append(a, s, token_of(best));
+    *output_of(a, s).token = token_of(best);
+}
+
+// The logits of one row as the workers gave them.
+struct Raw {
+    const float* logits;
+    u32 s, num_samples, share;
+    __device__ __forceinline__ float operator[](u32 v) const {
+        return logits[((u64)(v / share) * num_samples + s) * share + v % share];
+    }
+};
+
+// Copies the row to `work`, changed as the penalties and lists say.
+__device__ void adjust(const SampleArgs& a, const RowParams& p, const Raw& raw, float* work, u32 row, u32 num_generated) {
+    const u32* counts = a.counts + (u64)row * a.vocab;
+    for (u32 v = threadIdx.x; v < a.vocab; v += blockDim.x) {
+        float x = raw[v];
+        if (p.flags & PENALTIES) {
+            const u32 count = counts[v], generated = count & ~PROMPT_BIT;
+            if (count != 0) x = x > 0.0f ? x / p.repetition : x * p.repetition;
+            if (generated != 0) x -= p.presence + p.frequency * (float)generated;
+        }
+        work[v] = x;
+    }
+    __syncthreads();
+    if (!(p.flags & LISTS)) return;
+    const u32* bias = p.lists + p.num_end;
+    for (u32 i = threadIdx.x; i < p.num_bias; i += blockDim.x)
+        if (bias[i] < a.vocab) atomicAdd(work + bias[i], __uint_as_float(bias[p.num_bias + i]));
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const u32* word = bias + 2 * p.num_bias;
+        const u32 length = p.num_prompt + num_generated;
+        const u32* history = a.history + (u64)row * a.max_len;
+        for (u32 i = 0; i < p.num_bad; ++i, word += 1 + word[0]) {
+            const u32 before = word[0] - 1;
+            bool completes = before <= length && word[1 + before] < a.vocab;
+            for (u32 j = 0; completes && j < before; ++j) completes = history[length - before + j] == word[1 + j];
+            if (completes) work[word[1 + before]] = -INFINITY_F;
+        }
+    }
+    if (num_generated < p.min_tokens)
+        for (u32 i = threadIdx.x; i < p.num_end; i += blockDim.x)
+            if (p.lists[i] < a.vocab) work[p.lists[i]] = -INFINITY_F;
+    __syncthreads();
+}
+
+// The largest key t in [low, high) for which the weight of tokens with keys >= t reaches `target`; it does at `low`.
+// A token weighs 1, or exp(z - max_z) with MASS. 16-ary search: at most 8 passes.
+template <bool MASS>
+__device__ u32 threshold(const float* z, u32 vocab, u32 low, u32 high, float scale, float max_z, float target,
+                         float (*scratch)[PIVOTS + 1]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    while (high - low > 1) {
+        const u32 step = (high - low + PIVOTS) / (PIVOTS + 1);
+        float sums[PIVOTS] = {};
+        for (u32 v = threadIdx.x; v < vocab; v += blockDim.x) {
+            const float x = z[v] * scale;
+            const u32 key = key_of(x);
+            const float weight = MASS ? __expf(x - max_z) : 1.0f;
+#pragma unroll
+            for (int j = 0; j < PIVOTS; ++j) sums[j] += key >= low + step * (j + 1) ? weight : 0.0f;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < PIVOTS; ++j) {
+            const float sum = warp_sum(sums[j]);
+            if (lane == 0) scratch[warp][j] = sum;
+        }
+        __syncthreads();
+        if (threadIdx.x < PIVOTS) {
+            float sum = 0.0f;
+            for (int w = 0; w < warps; ++w) sum += scratch[w][threadIdx.x];
+            scratch[0][threadIdx.x] = sum; // Only this thread reads column threadIdx.x before the barrier.
+        }
+        __syncthreads();
+        u32 reached = 0;
+        while (reached < PIVOTS && low + step * (reached + 1) < high && scratch[0][reached] >= target) ++reached;
+        const u32 next = low + step * (reached + 1);
+        high = next < high ? next : high;
+        low += step * reached;
+    }
+    return low;
+}
+
+// Sum of exp(z - max_z) over tokens whose key is at least `low`.
+__device__ float mass_above(const float* z, u32 vocab, u32 low, float scale, float max_z, float* scratch) {
+    float sum = 0.0f;
+    for (u32 v = threadIdx.x; v < vocab; v += blockDim.x) {
+        const float x = z[v] * scale;
+        if (key_of(x) >= low) sum += __expf(x - max_z);
+    }
+    return block_sum(sum, scratch);
+}
+
+// Log-probabilities under the raw logits: of the chosen token, and of the likeliest, best first.
+__device__ void log_probabilities(const SampleArgs& a, const RowParams& p, const Raw& raw, const Output& out, u32 token,
+                                  u64* pairs, float* floats) {
+    const u32 wanted = p.num_logprobs - 1 < a.max_top ? p.num_logprobs - 1 : a.max_top;
+    float most = -INFINITY_F;
+    for (u32 v = threadIdx.x; v < a.vocab; v += blockDim.x) most = fmaxf(most, raw[v]);
+    most = block_max(most, floats);
+    float mass = 0.0f;
+    for (u32 v = threadIdx.x; v < a.vocab; v += blockDim.x) mass += __expf(raw[v] - most);
+    const float log_total = most + logf(block_sum(mass, floats));
+    if (threadIdx.x == 0) *out.logprob = raw[token] - log_total;
+    u64 last = ~0ull;
+    for (u32 n = 0; n < wanted; ++n) {
+        u64 next = 0;
+        for (u32 v = threadIdx.x; v < a.vocab; v += blockDim.x) {
+            const u64 pair = pair_of(raw[v], v);
+            if (pair < last) next = max_u64(next, pair);
+        }
+        last = block_max_u64(next, pairs);
+        if (threadIdx.x == 0) {
+            out.top_tokens[n] = token_of(last);
+            out.top_logprobs[n] = value_of(last >> 32) - log_total;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1024) sample_f32(SampleArgs a) {
+    __shared__ u64 pairs[32];
+    __shared__ float floats[32];
+    __shared__ float pivots[32][PIVOTS + 1];
+    const u32 s = blockIdx.x;
+    pdl_wait();
+    pdl_launch();
+    const u32 row = a.rows[s], num_generated = a.num_generated[s];
+    const RowParams p = a.params[row];
+    const Raw raw = {a.logits, s, a.num_samples, a.share};
+    float* work = a.work + (u64)s * a.vocab;
+    adjust(a, p, raw, work, row, num_generated);
+
+    const bool greedy = p.flags & GREEDY;
+    const float scale = greedy ? 1.0f : 1.0f / p.temperature;
+    u64 best = 0;
+    for (u32 v = threadIdx.x; v < a.vocab; v += blockDim.x) best = max_u64(best, pair_of(work[v] * scale, v));
+    best = block_max_u64(best, pairs);
+    if (!greedy) {
+        const u32 top = best >> 32;
+        const float max_z = value_of(top);
+        u32 low = 0;
+        if (p.top_k != 0 && p.top_k < a.vocab)
+            low = threshold<false>(work, a.vocab, 0, top + 1, scale, max_z, (float)p.top_k, pivots);
+        if (p.top_p < 1.0f) {
+            const float mass = mass_above(work, a.vocab, low, scale, max_z, floats);
+            low = threshold<true>(work, a.vocab, low, top + 1, scale, max_z, p.top_p * mass, pivots);
+        }
+        if (p.min_p > 0.0f) {
+            const u32 least = key_of(max_z + __logf(p.min_p));
+            low = low > least ? low : least;
+        }
+        const u64 stream = mix(p.seed + 0x9e3779b97f4a7c15ull * (num_generated + 1));
+        best = 0;
+        for (u32 v = threadIdx.x; v < a.vocab; v += blockDim.x) {
+            const float x = work[v] * scale;
+            if (key_of(x) < low) continue;
+            const u32 random = mix(stream ^ ((u64)v * 0x9e3779b97f4a7c15ull)) >> 32;
+            const float uniform = ((float)random + 0.5f) * 2.3283064e-10f; // in (0, 1]
+            best = max_u64(best, pair_of(x - logf(-log1pf(-fminf(uniform, 0.99999994f))), v));
+        }
+        best = block_max_u64(best, pairs);
+    }
+    const u32 token = token_of(best);
+    const Output out = output_of(a, s);
+    if (p.num_logprobs != 0) log_probabilities(a, p, raw, out, token, pairs, floats);
+    if (threadIdx.x == 0) {
+        append(a, s, token);
+        *out.token = token;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+sample_join(u32* counts, const u32* history, u32 vocab, u32 num_prompt, u32 num_tokens) {
+    pdl_wait();
+    pdl_launch();
+    for (u32 v = threadIdx.x; v < vocab; v += blockDim.x) counts[v] = 0;
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < num_tokens; i += blockDim.x) {
+        if (history[i] >= vocab) continue;
+        if (i < num_prompt)
+            atomicOr(counts + history[i], PROMPT_BIT);
+        else
+            atomicAdd(counts + history[i], 1u);
+    }
+}

@@ -1,0 +1,220 @@
+//! The choice of the next token on the device. Kernels: `sample.cu`.
+
+use bytemuck::{Pod, Zeroable};
+
+use super::error::ensure;
+use super::queue::Arg;
+use super::{CudaError, Launch, Queue, Span};
+
+/// [`RowParams::flags`]: the likeliest token is taken.
+pub const GREEDY: u32 = 1;
+/// [`RowParams::flags`]: a penalty is on, so token counts are kept.
+pub const PENALTIES: u32 = 2;
+/// [`RowParams::flags`]: bias, bad words or end ids change logits, so history is kept.
+pub const LISTS: u32 = 4;
+
+/// Chunks that a worker's share of a row is searched in by [`argmax`].
+pub const ARGMAX_CHUNKS: usize = 8;
+
+/// Sampling settings of one row, as `sample.cu` declares them.
+#[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
+#[repr(C, align(16))]
+#[allow(missing_docs)] // Named as in engine::SamplingParams; counts belong to `lists`.
+pub struct RowParams {
+    pub temperature: f32,
+    pub top_p: f32,
+    pub min_p: f32,
+    pub repetition: f32,
+    pub presence: f32,
+    pub frequency: f32,
+    pub top_k: u32,
+    pub flags: u32,
+    pub seed: u64,
+    pub min_tokens: u32,
+    pub num_prompt: u32,
+    pub num_end: u32,
+    pub num_bias: u32,
+    pub num_bad: u32,
+    /// 0 for none, else one more than the likeliest tokens wanted.
+    pub num_logprobs: u32,
+    /// Device address of u32: end ids; bias ids; bias values (f32 bits); then for each bad word its length and tokens.
+    pub lists: u64,
+    /// Zero.
+    pub reserved: u64,
+}
+
+/// State of all rows, on the device.
+#[derive(Debug, Clone, Copy)]
+pub struct RowState {
+    /// `[rows]` [`RowParams`].
+    pub params: Span,
+    /// `[rows]` u32.
+    pub last_tokens: Span,
+    /// `[rows, max_len]` u32.
+    pub history: Span,
+    /// `[rows, V]` u32.
+    pub counts: Span,
+    /// Longest history of a row.
+    pub max_len: usize,
+}
+
+/// Rows that sample in this step.
+#[derive(Debug, Clone, Copy)]
+pub struct Samples {
+    /// `[S]` u32, below the rows of [`RowState`]: asserted where the step is packed.
+    pub rows: Span,
+    /// `[S]` u32.
+    pub num_generated: Span,
+    /// `S`.
+    pub count: usize,
+}
+
+/// Where tokens and log-probabilities go: slots in memory that the host reads.
+#[derive(Debug, Clone, Copy)]
+pub struct Outputs {
+    /// Slots of [`Outputs::slot_bytes`].
+    pub base: Span,
+    /// One u32 on the device: the slot of this step.
+    pub slot: Span,
+    /// Samples a slot has room for.
+    pub max_samples: usize,
+    /// Likeliest tokens a sample has room for.
+    pub max_top: usize,
+}
+
+impl Outputs {
+    /// Bytes of a slot: tokens, log-probabilities, top tokens, top log-probabilities.
+    pub fn slot_bytes(max_samples: usize, max_top: usize) -> usize {
+        max_samples * (2 + 2 * max_top) * 4
+    }
+}
+
+/// Logits of all workers of a group: `[groups, S, share]` f32, of which `vocab` tokens are real.
+#[derive(Debug, Clone, Copy)]
+pub struct Logits {
+    /// The values.
+    pub values: Span,
+    /// Tokens of one worker.
+    pub share: usize,
+    /// `V`.
+    pub vocab: usize,
+}
+
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Args {
+    logits: u64,
+    work: u64,
+    params: u64,
+    last_tokens: u64,
+    history: u64,
+    counts: u64,
+    rows: u64,
+    num_generated: u64,
+    slot: u64,
+    outputs: u64,
+    num_samples: u32,
+    vocab: u32,
+    share: u32,
+    max_len: u32,
+    max_samples: u32,
+    max_top: u32,
+}
+
+fn arguments(logits: Logits, work: Span, state: RowState, samples: Samples, outputs: Outputs) -> Result<Args, CudaError> {
+    let op = "sample";
+    let count = samples.count;
+    ensure!(op, count > 0 && count <= outputs.max_samples, "{count} samples of at most {}", outputs.max_samples);
+    ensure!(op, outputs.slot.count::<u32>() >= 1, "no slot number");
+    for (name, span) in [("rows", samples.rows), ("num_generated", samples.num_generated)] {
+        ensure!(op, span.count::<u32>() >= count, "{name} is shorter than {count}");
+    }
+    Ok(Args {
+        logits: logits.values.address(),
+        work: work.address(),
+        params: state.params.address(),
+        last_tokens: state.last_tokens.address(),
+        history: state.history.address(),
+        counts: state.counts.address(),
+        rows: samples.rows.address(),
+        num_generated: samples.num_generated.address(),
+        slot: outputs.slot.address(),
+        outputs: outputs.base.address(),
+        num_samples: count as u32,
+        vocab: logits.vocab as u32,
+        share: logits.share as u32,
+        max_len: state.max_len as u32,
+        max_samples: outputs.max_samples as u32,
+        max_top: outputs.max_top as u32,
+    })
+}
+
+/// The best token of each chunk of this worker's share. `logits` `[rows, stride]` f32, of which `share` count;
+/// `pairs` `[rows, ARGMAX_CHUNKS]` u64.
+pub fn argmax(
+    q: &Queue,
+    pairs: Span,
+    logits: Span,
+    rows: usize,
+    share: usize,
+    stride: usize,
+    first_token: u32,
+) -> Result<(), CudaError> {
+    let op = "sample_argmax";
+    ensure!(op, rows > 0 && share > 0 && share <= stride, "{rows} rows of {share} tokens, stride {stride}");
+    ensure!(op, logits.count::<f32>() >= (rows - 1) * stride + share, "logits are shorter than {rows} x {stride}");
+    ensure!(op, pairs.count::<u64>() >= rows * ARGMAX_CHUNKS, "pairs are shorter than {rows} x {ARGMAX_CHUNKS}");
+    let launch = Launch::new(0, 256).grid(rows as u32, ARGMAX_CHUNKS as u32, 1);
+    let args = [pairs.into(), logits.into(), (share as u32).into(), (stride as u32).into(), first_token.into()];
+    q.launch("sample_argmax_f32", launch, &args)
+}
+
+/// Takes the best of the pairs `[groups, S, ARGMAX_CHUNKS]` for each sample, appends and reports it.
+pub fn greedy(
+    q: &Queue,
+    pairs: Span,
+    groups: usize,
+    vocab: usize,
+    state: RowState,
+    samples: Samples,
+    outputs: Outputs,
+) -> Result<(), CudaError> {
+    let found = pairs.count::<u64>();
+    ensure!("sample_greedy", found >= groups * samples.count * ARGMAX_CHUNKS, "{found} pairs for {groups} workers");
+    let logits = Logits { values: Span::NULL, share: vocab, vocab };
+    let args = arguments(logits, Span::NULL, state, samples, outputs)?;
+    let launch = Launch::new(samples.count as u32, 32);
+    let args = [
+        Arg::Bytes(bytemuck::bytes_of(&args)),
+        pairs.into(),
+        (groups as u32).into(),
+        (ARGMAX_CHUNKS as u32).into(),
+    ];
+    q.launch("sample_greedy", launch, &args)
+}
+
+/// Chooses the next token of each sample under its row's settings, appends and reports it. `work` `[S, V]` f32.
+pub fn sample(
+    q: &Queue,
+    logits: Logits,
+    work: Span,
+    state: RowState,
+    samples: Samples,
+    outputs: Outputs,
+) -> Result<(), CudaError> {
+    let op = "sample";
+    let Logits { values, share, vocab } = logits;
+    let needed = vocab.div_ceil(share.max(1)) * samples.count * share;
+    ensure!(op, vocab > 0 && share > 0 && values.count::<f32>() >= needed, "logits are shorter than {needed}");
+    ensure!(op, work.count::<f32>() >= samples.count * vocab, "work is shorter than {} x {vocab}", samples.count);
+    let args = arguments(logits, work, state, samples, outputs)?;
+    q.launch("sample_f32", Launch::new(samples.count as u32, 1024), &[Arg::Bytes(bytemuck::bytes_of(&args))])
+}
+
+/// Counts a joined row's tokens: `counts` `[V]` u32 of this row, `history` its first `num_tokens` tokens.
+pub fn join(q: &Queue, counts: Span, history: Span, num_prompt: usize, num_tokens: usize) -> Result<(), CudaError> {
+    ensure!("sample_join", history.count::<u32>() >= num_tokens, "history is shorter than {num_tokens}");
+    let vocab = counts.count::<u32>() as u32;
+    let args = [counts.into(), history.into(), vocab.into(), (num_prompt as u32).into(), (num_tokens as u32).into()];
+    q.launch("sample_join", Launch::new(1, 1024), &args)
+}
