@@ -168,6 +168,11 @@ impl Engine {
         self.sequences.len() == 0 && self.in_flight.is_empty()
     }
 
+    /// Steps planned and not yet settled.
+    pub fn num_in_flight(&self) -> usize {
+        self.in_flight.len()
+    }
+
     /// The number of the next plan.
     pub fn next_step(&self) -> u64 {
         self.next_step

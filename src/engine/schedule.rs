@@ -8,6 +8,11 @@ use crate::sequence::{Place, Sequence};
 use crate::sequences::Slot;
 use crate::{BlockId, Policy, RowId};
 
+/// Under [`Policy::MaxUtilization`] an admission leaves a block for so many running rows: one admitted into the last
+/// blocks is soon preempted again. `tests/soak.rs`, steps and preemptions for 100 000 requests: 107 347 and 4 with a
+/// block for each row, 94 954 and 3 484 with one for four, 93 900 and 26 914 with none.
+const ROWS_PER_KEPT_BLOCK: usize = 4;
+
 /// A plan in the making.
 #[derive(Default)]
 struct Draft {
@@ -169,8 +174,9 @@ impl Engine {
         let block_size = self.config.block_size;
         let (needed, kept_back) = match self.config.policy {
             Policy::GuaranteedNoEvict => (sequence.num_blocks_in_all(block_size), self.num_reserved),
-            // A block for every running row: one admitted into less would soon be preempted again.
-            Policy::MaxUtilization => (sequence.tokens.len().div_ceil(block_size), self.running.len()),
+            Policy::MaxUtilization => {
+                (sequence.tokens.len().div_ceil(block_size), self.running.len() / ROWS_PER_KEPT_BLOCK)
+            }
         };
         let room = self.pool.num_available().saturating_sub(kept_back);
         if self.did_not_fit.is_some_and(|(head, too_few)| head == sequence.id && room <= too_few) {

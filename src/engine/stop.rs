@@ -97,6 +97,8 @@ mod tests {
     }
 
     proptest::proptest! {
+        #![proptest_config(proptest::prelude::ProptestConfig { failure_persistence: None, ..Default::default() })]
+
         #[test]
         fn tails_are_what_a_search_from_every_start_finds(
             words in proptest::collection::vec(proptest::collection::vec(0u32..3, 1..5), 1..4),

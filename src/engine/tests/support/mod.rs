@@ -1,0 +1,346 @@
+//! A device made of hash functions, and a world that drives an engine against it and checks every promise.
+//!
+//! The KV entry of a position is a digest of all tokens up to it, so a block that is read by the wrong sequence, too
+//! early, or after it was handed on shows at once. The next token is a function of the digest, so a stream can be
+//! compared with what a sequence alone would get.
+#![allow(dead_code)] // Each test binary uses a part.
+
+use std::collections::{HashMap, VecDeque};
+
+use engine::{
+    BlockId, Engine, EngineConfig, FinishReason, Policy, Request, RowId, RowWork, SampledToken, SequenceId, StepOutput,
+    StepPlan, TokenEvent, TokenId,
+};
+
+/// Small, so that end ids and stop words turn up by themselves.
+pub const VOCAB_SIZE: u32 = 12;
+
+/// A generator of random numbers (SplitMix64, Steele et al. 2014), the same on every machine.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn below(&mut self, end: u32) -> u32 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (((mixed >> 32) * u64::from(end)) >> 32) as u32
+    }
+
+    pub fn one_in(&mut self, n: u32) -> bool {
+        self.below(n) == 0
+    }
+}
+
+fn digest(before: u64, token: TokenId) -> u64 {
+    let mixed = (before ^ u64::from(token.0 + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    mixed ^ (mixed >> 29)
+}
+
+fn digests(tokens: &[TokenId]) -> impl Iterator<Item = u64> {
+    tokens.iter().scan(1, |before, &token| {
+        *before = digest(*before, token);
+        Some(*before)
+    })
+}
+
+fn next_token(digest: u64) -> TokenId {
+    TokenId((digest >> 33) as u32 % VOCAB_SIZE)
+}
+
+/// A worker with its device: carries out plans in order and panics where a plan breaks its contract.
+pub struct Device {
+    block_size: usize,
+    /// `[num_blocks * block_size]`
+    kv: Vec<u64>,
+    rows: Vec<Option<Row>>,
+    last_step: Option<u64>,
+}
+
+struct Row {
+    sequence: SequenceId,
+    tokens: Vec<TokenId>,
+    digests: Vec<u64>,
+    blocks: Vec<BlockId>,
+    num_computed: usize,
+    /// Tokens it joined with.
+    join_len: usize,
+}
+
+impl Device {
+    pub fn new(config: &EngineConfig) -> Self {
+        Self {
+            block_size: config.block_size,
+            kv: vec![0; config.num_blocks * config.block_size],
+            rows: (0..config.max_rows).map(|_| None).collect(),
+            last_step: None,
+        }
+    }
+
+    pub fn run(&mut self, plan: &StepPlan) -> StepOutput {
+        assert!(self.last_step.is_none_or(|last| plan.step == last + 1), "gap before step {}", plan.step);
+        self.last_step = Some(plan.step);
+        self.apply(plan);
+        for work in &plan.work {
+            let row = self.row(work.row);
+            assert_eq!(row.num_computed, work.start as usize, "start of {work:?} in step {}", plan.step);
+            self.check(work.row, work.start as usize, plan.step, "before");
+        }
+        plan.work.iter().for_each(|work| self.compute(work));
+        for work in &plan.work {
+            self.check(work.row, (work.start + work.num_tokens) as usize, plan.step, "after");
+        }
+        let tokens = plan.work.iter().filter(|work| work.samples).map(|work| self.sample(work.row)).collect();
+        StepOutput { step: plan.step, tokens }
+    }
+
+    fn apply(&mut self, plan: &StepPlan) {
+        for row in &plan.left {
+            assert!(self.rows[row.0 as usize].take().is_some(), "row {} leaves but is free", row.0);
+        }
+        for joined in &plan.joined {
+            let place = &mut self.rows[joined.row.0 as usize];
+            assert!(place.is_none(), "row {} is joined but taken", joined.row.0);
+            *place = Some(Row {
+                sequence: joined.sequence,
+                tokens: joined.tokens.clone(),
+                digests: digests(&joined.tokens).collect(),
+                blocks: joined.blocks.clone(),
+                num_computed: joined.num_computed as usize,
+                join_len: joined.tokens.len(),
+            });
+        }
+        for &(row, block) in &plan.grown {
+            self.rows[row.0 as usize].as_mut().expect("a growing row is taken").blocks.push(block);
+        }
+    }
+
+    fn row(&self, row: RowId) -> &Row {
+        self.rows[row.0 as usize].as_ref().expect("a working row is taken")
+    }
+
+    fn slot(&self, row: &Row, position: usize) -> usize {
+        row.blocks[position / self.block_size].0 as usize * self.block_size + position % self.block_size
+    }
+
+    fn check(&self, row: RowId, end: usize, step: u64, when: &str) {
+        let row = self.row(row);
+        for position in 0..end {
+            let found = self.kv[self.slot(row, position)];
+            assert_eq!(
+                found, row.digests[position],
+                "KV of position {position} of sequence {} {when} step {step}",
+                row.sequence.0
+            );
+        }
+    }
+
+    fn compute(&mut self, work: &RowWork) {
+        let (start, end) = (work.start as usize, (work.start + work.num_tokens) as usize);
+        let row = self.row(work.row);
+        let writes: Vec<_> = (start..end).map(|position| (self.slot(row, position), row.digests[position])).collect();
+        writes.into_iter().for_each(|(slot, digest)| self.kv[slot] = digest);
+        self.rows[work.row.0 as usize].as_mut().unwrap().num_computed = end;
+    }
+
+    fn sample(&mut self, id: RowId) -> SampledToken {
+        let row = self.rows[id.0 as usize].as_mut().unwrap();
+        assert_eq!(row.num_computed, row.tokens.len(), "sequence {} samples before its end", row.sequence.0);
+        let last = *row.digests.last().unwrap();
+        let token = next_token(last);
+        row.tokens.push(token);
+        row.digests.push(digest(last, token));
+        SampledToken { row: id, token, logprob: None, top: vec![] }
+    }
+}
+
+/// What a request gets when it runs alone, found by the plainest means: all tokens generated, how many of them are told,
+/// and why it ends.
+pub fn alone(request: &Request, max_sequence_len: usize) -> (Vec<TokenId>, usize, FinishReason) {
+    let mut last = digests(&request.prompt).last().unwrap();
+    let max_tokens = (request.max_tokens as usize).min(max_sequence_len - request.prompt.len());
+    let mut output = Vec::new();
+    loop {
+        let token = next_token(last);
+        last = digest(last, token);
+        if request.sampling.end_ids.contains(&token) {
+            return (output.clone(), output.len(), FinishReason::EndId);
+        }
+        output.push(token);
+        let completed = request.stop_words.iter().filter(|word| output.ends_with(word)).map(Vec::len).max();
+        if let Some(len) = completed {
+            return (output.clone(), output.len() - len, FinishReason::StopWord);
+        }
+        if output.len() == max_tokens {
+            return (output.clone(), output.len(), FinishReason::Length);
+        }
+    }
+}
+
+struct Stream {
+    generated: Vec<TokenId>,
+    /// Of `generated`; a stop word at its end is not told.
+    num_told: usize,
+    reason: FinishReason,
+    received: usize,
+    /// Asked to end early, for this reason.
+    ended_early: Option<FinishReason>,
+    finished: bool,
+}
+
+/// An engine, its device, and every stream with what must come out of it.
+pub struct World {
+    pub engine: Engine,
+    device: Device,
+    outputs: VecDeque<StepOutput>,
+    streams: HashMap<SequenceId, Stream>,
+    pub num_finished: usize,
+    /// Every how many calls the engine's books are audited.
+    audit_every: u64,
+    num_calls: u64,
+}
+
+impl World {
+    pub fn new(config: EngineConfig, audit_every: u64) -> Self {
+        Self {
+            device: Device::new(&config),
+            engine: Engine::new(config).expect("a world's config is valid"),
+            outputs: VecDeque::new(),
+            streams: HashMap::new(),
+            num_finished: 0,
+            audit_every,
+            num_calls: 0,
+        }
+    }
+
+    /// Refusals are left to scripted tests.
+    pub fn submit(&mut self, request: Request) -> Option<SequenceId> {
+        let (generated, num_told, reason) = alone(&request, self.engine.config().max_sequence_len);
+        let id = self.engine.submit(request).ok()?;
+        let stream = Stream { generated, num_told, reason, received: 0, ended_early: None, finished: false };
+        assert!(self.streams.insert(id, stream).is_none(), "sequence {} twice", id.0);
+        self.audit();
+        Some(id)
+    }
+
+    pub fn cancel(&mut self, id: SequenceId) {
+        let live = self.engine.cancel(id);
+        self.ended_early(id, live, FinishReason::Cancelled);
+    }
+
+    pub fn finish(&mut self, id: SequenceId) {
+        let live = self.engine.finish(id);
+        self.ended_early(id, live, FinishReason::StopWord);
+    }
+
+    fn ended_early(&mut self, id: SequenceId, live: bool, reason: FinishReason) {
+        let stream = self.streams.get_mut(&id);
+        assert_eq!(live, stream.is_some(), "sequence {} lives or not", id.0);
+        if let Some(stream) = stream {
+            stream.ended_early = Some(reason);
+        }
+        let mut events = Vec::new();
+        self.engine.drain_events(&mut events);
+        self.receive(events);
+        self.audit();
+    }
+
+    /// False when there was nothing to plan.
+    pub fn plan(&mut self) -> bool {
+        let Some(plan) = self.engine.plan() else { return false };
+        self.check_bounds(&plan);
+        self.outputs.push_back(self.device.run(&plan));
+        self.audit();
+        true
+    }
+
+    /// False when nothing was in flight.
+    pub fn settle(&mut self) -> bool {
+        let Some(output) = self.outputs.pop_front() else { return false };
+        let mut events = Vec::new();
+        self.engine.settle(output, &mut events).expect("the device's output fits its plan");
+        self.receive(events);
+        self.audit();
+        true
+    }
+
+    /// All workers are lost and started again.
+    pub fn recover(&mut self) {
+        self.engine.recover();
+        self.outputs.clear();
+        self.device = Device::new(self.engine.config());
+        self.audit();
+    }
+
+    /// Plans and settles until nothing lives.
+    pub fn run_to_idle(&mut self) {
+        while !self.engine.is_idle() {
+            let planned = self.plan();
+            let settled = self.settle();
+            assert!(planned || settled, "the engine is stuck: {:?}", self.engine.stats());
+        }
+        assert!(self.streams.is_empty(), "{} streams never ended", self.streams.len());
+        assert!(self.engine.ledger().is_zero(), "held when idle: {:?}", self.engine.ledger());
+        self.engine.audit().unwrap();
+    }
+
+    fn check_bounds(&self, plan: &StepPlan) {
+        let config = self.engine.config();
+        let num_decodes = plan.work.iter().rev().take_while(|work| self.is_decode(plan, work)).count();
+        let num_tokens: usize = plan.work.iter().map(|work| work.num_tokens as usize).sum();
+        assert!(!plan.work.is_empty(), "step {} has no work", plan.step);
+        assert!(num_tokens <= config.max_step_tokens, "step {} has {num_tokens} tokens", plan.step);
+        let prefills = &plan.work[..plan.work.len() - num_decodes];
+        assert!(!prefills.iter().any(|work| self.is_decode(plan, work)), "decodes before prefills in {plan:?}");
+        let mixed = num_decodes > 0;
+        assert!(
+            !mixed || num_tokens - num_decodes <= config.max_mixed_prefill_tokens,
+            "step {} is too long",
+            plan.step
+        );
+        let joined: usize = plan.joined.iter().map(|joined| joined.tokens.len()).sum();
+        assert!(joined <= config.max_joined_tokens, "step {} joins {joined} tokens", plan.step);
+        assert!(plan.work.iter().all(|work| work.num_tokens > 0), "empty work in {plan:?}");
+    }
+
+    /// Before the device ran the plan: a decode computes a token that was sampled in this row.
+    fn is_decode(&self, plan: &StepPlan, work: &RowWork) -> bool {
+        let joined = plan.joined.iter().any(|joined| joined.row == work.row);
+        let row = self.device.rows[work.row.0 as usize].as_ref();
+        !joined && row.is_some_and(|row| work.start as usize >= row.join_len)
+    }
+
+    fn receive(&mut self, events: Vec<TokenEvent>) {
+        for event in events {
+            let stream = self.streams.get_mut(&event.sequence).expect("no event comes after the last");
+            for token in &event.tokens {
+                let expected = stream.generated.get(stream.received);
+                assert_eq!(Some(&token.token), expected, "token {} of {:?}", stream.received, event.sequence);
+                stream.received += 1;
+            }
+            // A stream that is cancelled may be told the start of a stop word, and no other.
+            if event.finished != Some(FinishReason::Cancelled) {
+                assert!(stream.received <= stream.num_told, "{:?} is told its stop word", event.sequence);
+            }
+            let Some(reason) = event.finished else { continue };
+            assert_eq!(reason, stream.ended_early.unwrap_or(stream.reason), "{:?}", event.sequence);
+            if stream.ended_early.is_none() {
+                assert_eq!(stream.received, stream.num_told, "{:?} ended early", event.sequence);
+            }
+            self.streams.remove(&event.sequence);
+            self.num_finished += 1;
+        }
+    }
+
+    fn audit(&mut self) {
+        self.num_calls += 1;
+        if self.num_calls.is_multiple_of(self.audit_every) {
+            self.engine.audit().unwrap();
+            let stats = self.engine.stats();
+            assert!(
+                self.engine.config().policy == Policy::MaxUtilization || stats.total_preempted == 0,
+                "preempted under a guarantee"
+            );
+        }
+    }
+}
