@@ -1,1 +1,240 @@
-//! Room `comm`.
+//! The world of ranks: who is in it, and byte messages between them, over MPI.
+//!
+//! [`World`] is the one type to know. Under `mpirun` or `srun` it loads the embedded MPI plugin and gives MPI a
+//! thread of its own; without a launcher it is a world of one rank that needs no MPI on the machine.
+//! Ranks of one node should talk through `ipc`: a message here costs up to 18 ms after a pause, because MPI cannot
+//! wait without burning a core and is polled instead.
+//!
+//! What the bytes mean is left to others. A rank that dies ends the world: MPI's launcher sees to it.
+//!
+//! ```
+//! use comm::{Config, World};
+//! use std::time::Duration;
+//!
+//! let world = World::start(Config { under_mpi: false, ..Config::default() })?;
+//! let incoming = world.incoming().expect("the first call");
+//! world.send(world.rank(), b"plan".to_vec())?;
+//! assert_eq!(incoming.recv_timeout(Duration::from_secs(1))?, (0, b"plan".to_vec()));
+//! world.finalize(Duration::from_secs(5))?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+#[allow(dead_code)] // Half of it is the plugin's.
+mod abi;
+mod error;
+mod mpi;
+mod node;
+mod pump;
+
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+pub use error::CommError;
+use mpi::Mpi;
+use node::Node;
+use pump::{Orders, Outgoing, Pump};
+
+/// The longest message: MPI counts bytes in a C `int`.
+pub const MAX_MESSAGE_BYTES: usize = i32::MAX as usize;
+
+/// How to join the world.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Whether an MPI launcher started this process; [`Config::from_env`] finds out.
+    pub under_mpi: bool,
+    /// Messages that may wait, each way. More to send is [`CommError::Overloaded`]; more to receive waits at the
+    /// sender.
+    pub max_queued: usize,
+    /// How long MPI may take to start on all ranks.
+    pub start_timeout: Duration,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self { under_mpi: false, max_queued: 1024, start_timeout: Duration::from_secs(60) }
+    }
+}
+
+impl Config {
+    /// The default, with `under_mpi` as the environment tells it: for `main`, once.
+    ///
+    /// `SLURM_PROCID` says nothing: it is also set in a plain batch script.
+    pub fn from_env() -> Self {
+        let names = ["OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK"];
+        Self { under_mpi: names.iter().any(|name| std::env::var_os(name).is_some()), ..Self::default() }
+    }
+}
+
+/// Whether this build carries MPI. If not, a world has one rank.
+pub fn has_mpi() -> bool {
+    mpi::is_built_in()
+}
+
+/// Messages to this rank and who sent them, in each sender's order.
+pub type Incoming = Receiver<(u32, Vec<u8>)>;
+
+/// All ranks, as seen from one of them. Shared by reference between threads.
+pub struct World {
+    rank: u32,
+    nodes: Vec<Node>,
+    incoming: Mutex<Option<Incoming>>,
+    /// For messages of this rank to itself.
+    loopback: SyncSender<(u32, Vec<u8>)>,
+    orders: Arc<Orders>,
+    /// None in a world without MPI, and once it was left.
+    link: Mutex<Option<Link>>,
+    max_queued: usize,
+}
+
+/// The way to the thread that owns MPI.
+struct Link {
+    outgoing: SyncSender<Outgoing>,
+    thread: JoinHandle<()>,
+}
+
+impl World {
+    /// Joins the world: blocks until every rank has, or `config.start_timeout` has passed. Once in a process.
+    pub fn start(config: Config) -> Result<Self, CommError> {
+        let (deliver, incoming) = mpsc::sync_channel(config.max_queued);
+        let orders = Arc::new(Orders::default());
+        let (rank, nodes, link) = if config.under_mpi {
+            let (rank, nodes, link) = start_mpi(&config, deliver.clone(), orders.clone())?;
+            (rank, nodes, Some(link))
+        } else {
+            (0, vec![Node::current()], None)
+        };
+        let (incoming, link) = (Mutex::new(Some(incoming)), Mutex::new(link));
+        Ok(Self { rank, nodes, incoming, loopback: deliver, orders, link, max_queued: config.max_queued })
+    }
+
+    /// This rank, from 0.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> u32 {
+        self.nodes.len() as u32
+    }
+
+    /// The host name of `rank`'s node. Panics when there is no such rank.
+    pub fn hostname(&self, rank: u32) -> &str {
+        &self.nodes[rank as usize].hostname
+    }
+
+    /// All ranks on the node of `rank`, itself included, lowest first. Panics when there is no such rank.
+    pub fn node_ranks(&self, rank: u32) -> Vec<u32> {
+        let node = &self.nodes[rank as usize];
+        (0..self.size()).filter(|&other| self.nodes[other as usize] == *node).collect()
+    }
+
+    /// The messages to this rank; the first caller gets them, others None.
+    pub fn incoming(&self) -> Option<Incoming> {
+        self.incoming.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Hands `bytes` over for sending to rank `to` and returns at once. Messages to one rank arrive in order.
+    pub fn send(&self, to: u32, bytes: Vec<u8>) -> Result<(), CommError> {
+        self.check(to, bytes.len())?;
+        if to == self.rank {
+            return self.loopback.try_send((to, bytes)).map_err(|error| self.refused(&error));
+        }
+        self.queue(&[to], bytes.into())
+    }
+
+    /// As [`World::send`], to every other rank. When one cannot be queued, none is.
+    pub fn broadcast(&self, bytes: Vec<u8>) -> Result<(), CommError> {
+        self.check(self.rank, bytes.len())?;
+        let others: Vec<u32> = (0..self.size()).filter(|&rank| rank != self.rank).collect();
+        self.queue(&others, bytes.into())
+    }
+
+    /// Ends all ranks at once, this one included, with exit code `code`; `reason` goes to the log. Nothing is
+    /// dropped: let go of shared memory first.
+    pub fn abort(&self, code: u8, reason: &str) -> ! {
+        tracing::error!(rank = self.rank, code, "ends the world: {reason}");
+        self.orders.abort.store(i32::from(code) + 1, Ordering::Release);
+        if let Some(link) = &*self.link() {
+            link.thread.thread().unpark();
+            // MPI ends this process; if it hangs, its launcher ends the others when this one has gone.
+            thread::sleep(Duration::from_secs(2));
+        }
+        std::process::exit(code.into())
+    }
+
+    /// Leaves the world in good order: what was queued is sent, and every rank has come this far. Blocks up to
+    /// `timeout`; after an error end the process, for MPI may hang. What was received stays in [`Incoming`].
+    pub fn finalize(&self, timeout: Duration) -> Result<(), CommError> {
+        let Some(Link { outgoing, thread }) = self.link().take() else { return Ok(()) };
+        drop(outgoing);
+        thread.thread().unpark();
+        let deadline = Instant::now() + timeout;
+        while !thread.is_finished() {
+            if Instant::now() >= deadline {
+                return Err(CommError::FinalizeTimeout { waited: timeout });
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        thread.join().map_err(|_| CommError::Left)
+    }
+
+    fn link(&self) -> MutexGuard<'_, Option<Link>> {
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn check(&self, to: u32, len: usize) -> Result<(), CommError> {
+        if to >= self.size() {
+            return Err(CommError::NoSuchRank { to, size: self.size() });
+        }
+        if len > MAX_MESSAGE_BYTES {
+            return Err(CommError::TooLarge { len, max: MAX_MESSAGE_BYTES });
+        }
+        Ok(())
+    }
+
+    fn queue(&self, ranks: &[u32], bytes: Arc<[u8]>) -> Result<(), CommError> {
+        let link = self.link();
+        let Some(link) = link.as_ref() else {
+            return if ranks.is_empty() { Ok(()) } else { Err(CommError::Left) };
+        };
+        link.outgoing.try_send(Outgoing { ranks: ranks.to_vec(), bytes }).map_err(|error| self.refused(&error))?;
+        link.thread.thread().unpark();
+        Ok(())
+    }
+
+    fn refused<T>(&self, error: &TrySendError<T>) -> CommError {
+        match error {
+            TrySendError::Full(_) => CommError::Overloaded { queued: self.max_queued },
+            TrySendError::Disconnected(_) => CommError::Left,
+        }
+    }
+}
+
+/// Starts MPI on a new thread and learns who is where.
+fn start_mpi(
+    config: &Config,
+    deliver: SyncSender<(u32, Vec<u8>)>,
+    orders: Arc<Orders>,
+) -> Result<(u32, Vec<Node>, Link), CommError> {
+    let (outgoing, queued) = mpsc::sync_channel(config.max_queued);
+    let (report, started) = mpsc::sync_channel(1);
+    let run = move || {
+        let mpi = match Mpi::start() {
+            Ok(mpi) => mpi,
+            Err(error) => return drop(report.send(Err(error))),
+        };
+        let nodes = mpi.allgather(&Node::current().to_bytes()).iter().map(|bytes| Node::from_bytes(bytes)).collect();
+        // When nobody waits any more, the sender of `queued` is gone too, and the pump leaves at once.
+        let _ = report.send(Ok((mpi.rank(), nodes)));
+        Pump::new(mpi, queued, deliver, orders).run();
+    };
+    let thread = thread::Builder::new().name("mpi".into()).spawn(run).expect("a thread can be started");
+    match started.recv_timeout(config.start_timeout) {
+        Ok(Ok((rank, nodes))) => Ok((rank, nodes, Link { outgoing, thread })),
+        Ok(Err(error)) => Err(error),
+        Err(_) => Err(CommError::StartTimeout { waited: config.start_timeout }),
+    }
+}

@@ -1,0 +1,137 @@
+//! MPI behind a table of functions, so that the program that loads this starts where no MPI is installed.
+//!
+//! All calls come from the one thread that called `trireme_mpi_start`.
+
+#[allow(dead_code, missing_docs)] // The table's constants are the loader's.
+#[path = "../abi.rs"]
+mod abi;
+
+use std::cell::Cell;
+use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
+
+use abi::{Request, Table};
+use mpi::Threading;
+use mpi::ffi::{self, MPI_Message, MPI_Request};
+use mpi::traits::{AsRaw, Communicator};
+
+const TAG: c_int = 7;
+
+thread_local! {
+    /// What `probe` found and `receive` takes.
+    static PROBED: Cell<Option<MPI_Message>> = const { Cell::new(None) };
+}
+
+/// See `abi::Start`. Returns 1 when MPI was started already, 2 when it allows no threads beside its own.
+///
+/// # Safety
+/// `table` points to room for a [`Table`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn trireme_mpi_start(table: *mut Table) -> c_int {
+    let Some((universe, threading)) = mpi::initialize_with_threading(Threading::Funneled) else { return 1 };
+    if threading < Threading::Funneled {
+        return 2;
+    }
+    let world = universe.world();
+    let started = Table {
+        version: abi::VERSION,
+        rank: world.rank(),
+        size: world.size(),
+        allgather,
+        send,
+        probe,
+        receive,
+        barrier,
+        test,
+        abort,
+        finalize,
+    };
+    // Its drop would end MPI; `finalize` does.
+    std::mem::forget(universe);
+    // SAFETY: the caller's promise.
+    unsafe { table.write(started) };
+    0
+}
+
+fn world() -> ffi::MPI_Comm {
+    mpi::topology::SimpleCommunicator::world().as_raw()
+}
+
+fn byte() -> ffi::MPI_Datatype {
+    // SAFETY: a constant that MPI sets at load time.
+    unsafe { ffi::RSMPI_UINT8_T }
+}
+
+/// Runs `start`, which fills in a request, and hands that out.
+fn request(start: impl FnOnce(*mut MPI_Request) -> c_int) -> Request {
+    let mut request = MaybeUninit::<MPI_Request>::uninit();
+    start(request.as_mut_ptr());
+    // SAFETY: MPI has set it: on an error it would not have returned.
+    Box::into_raw(Box::new(unsafe { request.assume_init() })).cast::<c_void>()
+}
+
+unsafe extern "C" fn allgather(mine: *const u8, len: c_int, all: *mut u8) {
+    // SAFETY: the caller gives `len` bytes and room for `size * len`.
+    unsafe { ffi::MPI_Allgather(mine.cast(), len, byte(), all.cast(), len, byte(), world()) };
+}
+
+unsafe extern "C" fn send(bytes: *const u8, len: c_int, to: c_int) -> Request {
+    // Synchronous mode: once all are done, none of a rank's messages is still on its way when MPI ends.
+    // SAFETY: the caller keeps `len` bytes in place until the request is done.
+    request(|request| unsafe { ffi::MPI_Issend(bytes.cast(), len, byte(), to, TAG, world(), request) })
+}
+
+unsafe extern "C" fn probe(from: *mut c_int, len: *mut c_int) -> c_int {
+    let mut found = 0;
+    let mut message = MaybeUninit::<MPI_Message>::uninit();
+    let mut status = MaybeUninit::<ffi::MPI_Status>::uninit();
+    // SAFETY: all four places are ours, and the constants are set at load time.
+    unsafe {
+        let (any, message, status) = (ffi::RSMPI_ANY_SOURCE, message.as_mut_ptr(), status.as_mut_ptr());
+        ffi::MPI_Improbe(any, TAG, world(), &mut found, message, status);
+    }
+    if found == 0 {
+        return 0;
+    }
+    // SAFETY: MPI has set message and status as it found a message; the caller gives two places to write to.
+    unsafe {
+        PROBED.set(Some(message.assume_init()));
+        from.write(status.assume_init_ref().MPI_SOURCE);
+        ffi::MPI_Get_count(status.as_ptr(), byte(), len);
+    }
+    1
+}
+
+unsafe extern "C" fn receive(bytes: *mut u8, len: c_int) -> Request {
+    let mut message = PROBED.take().expect("`receive` follows a `probe` that found a message");
+    // SAFETY: the caller keeps `len` bytes of room in place until the request is done.
+    request(|request| unsafe { ffi::MPI_Imrecv(bytes.cast(), len, byte(), &mut message, request) })
+}
+
+unsafe extern "C" fn barrier() -> Request {
+    // SAFETY: no arguments of the caller's.
+    request(|request| unsafe { ffi::MPI_Ibarrier(world(), request) })
+}
+
+unsafe extern "C" fn test(request: Request) -> c_int {
+    let request = request.cast::<MPI_Request>();
+    let mut done = 0;
+    // SAFETY: the request is one of ours and not done yet; when it is, its box is freed, once.
+    unsafe {
+        ffi::MPI_Test(request, &mut done, ffi::RSMPI_STATUS_IGNORE);
+        if done != 0 {
+            drop(Box::from_raw(request));
+        }
+    }
+    done
+}
+
+unsafe extern "C" fn abort(code: c_int) {
+    // SAFETY: no arguments of the caller's but a number.
+    unsafe { ffi::MPI_Abort(world(), code) };
+}
+
+unsafe extern "C" fn finalize() {
+    // SAFETY: called once, last, with no request left (the caller's promise).
+    unsafe { ffi::MPI_Finalize() };
+}
