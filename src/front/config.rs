@@ -1,0 +1,160 @@
+//! Where the front listens and what it bounds.
+
+use std::time::Duration;
+
+/// A host (name or address) and a port; port 0 lets the system choose.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Address {
+    /// Such as `0.0.0.0`.
+    pub host: String,
+    /// Such as 8001.
+    pub port: u16,
+}
+
+impl Address {
+    /// An address from its parts.
+    pub fn new(host: impl Into<String>, port: u16) -> Self {
+        Self { host: host.into(), port }
+    }
+}
+
+impl std::fmt::Display for Address {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "{}:{}", self.host, self.port)
+    }
+}
+
+/// How gRPC responses are compressed for clients that accept it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Compression {
+    /// Not at all, as fast networks like it.
+    #[default]
+    None,
+    /// gzip.
+    Gzip,
+    /// deflate.
+    Deflate,
+}
+
+/// Settings of the front. [`Config::default`] is what Triton's users expect.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// KServe gRPC; `None` is off.
+    pub grpc: Option<Address>,
+    /// KServe HTTP; `None` is off.
+    pub http: Option<Address>,
+    /// Prometheus metrics; `None` is off.
+    pub metrics: Option<Address>,
+    /// Largest gRPC message, either way.
+    pub max_grpc_message_bytes: usize,
+    /// Largest HTTP request body, before and after decompression.
+    pub max_http_body_bytes: usize,
+    /// Requests of one gRPC stream that may be in flight; more wait in the client's window.
+    pub max_requests_per_stream: usize,
+    /// Connections of one port; more wait to be accepted.
+    pub max_connections: usize,
+    /// Compression of gRPC responses.
+    pub grpc_response_compression: Compression,
+    /// Silence after which a gRPC connection is probed.
+    pub grpc_keepalive_time: Duration,
+    /// Silence after a probe that ends the connection.
+    pub grpc_keepalive_timeout: Duration,
+    /// Time in which a client must send the head of an HTTP request.
+    pub http_header_timeout: Duration,
+    /// Whether clients may register system shared memory.
+    pub allow_client_shm: bool,
+    /// Shared-memory names with these beginnings are the server's own and never a client's.
+    pub reserved_shm_prefixes: Vec<String>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            grpc: Some(Address::new("0.0.0.0", 8001)),
+            http: Some(Address::new("0.0.0.0", 8000)),
+            metrics: Some(Address::new("0.0.0.0", 8002)),
+            max_grpc_message_bytes: i32::MAX as usize,
+            max_http_body_bytes: 64 << 20,
+            max_requests_per_stream: 4096,
+            max_connections: 16_384,
+            grpc_response_compression: Compression::None,
+            grpc_keepalive_time: Duration::from_secs(7200),
+            grpc_keepalive_timeout: Duration::from_secs(20),
+            http_header_timeout: Duration::from_secs(30),
+            allow_client_shm: true,
+            reserved_shm_prefixes: Vec::new(),
+        }
+    }
+}
+
+/// A field of [`Config`] that cannot be.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("front: `{field}` {reason}")]
+pub struct ConfigError {
+    /// Which.
+    pub field: &'static str,
+    /// Why, and what it may be.
+    pub reason: String,
+}
+
+impl Config {
+    /// Checks every field.
+    ///
+    /// # Errors
+    /// Names the first field that cannot be.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let bounds = [
+            ("max_grpc_message_bytes", self.max_grpc_message_bytes),
+            ("max_http_body_bytes", self.max_http_body_bytes),
+            ("max_requests_per_stream", self.max_requests_per_stream),
+            ("max_connections", self.max_connections),
+        ];
+        if let Some((field, _)) = bounds.into_iter().find(|(_, bound)| *bound == 0) {
+            return Err(ConfigError { field, reason: "is 0, expected at least 1".into() });
+        }
+        if self.max_grpc_message_bytes > i32::MAX as usize {
+            let reason = format!("is {}, expected at most {}", self.max_grpc_message_bytes, i32::MAX);
+            return Err(ConfigError { field: "max_grpc_message_bytes", reason });
+        }
+        self.validate_ports()
+    }
+
+    fn validate_ports(&self) -> Result<(), ConfigError> {
+        let named = [("http", &self.http), ("metrics", &self.metrics)];
+        for (index, (field, address)) in named.into_iter().enumerate() {
+            let Some(address) = address.as_ref().filter(|address| address.port != 0) else { continue };
+            let others = [("grpc", &self.grpc), named[0]];
+            let clash = others[..=index].iter().find(|(_, other)| other.as_ref() == Some(address));
+            if let Some((other, _)) = clash {
+                return Err(ConfigError {
+                    field,
+                    reason: format!("is {address}, and so is `{other}`: give each its port"),
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_defaults_are_valid() {
+        assert_eq!(Config::default().validate(), Ok(()));
+    }
+
+    #[test]
+    fn two_services_on_one_port_are_refused() {
+        let config = Config { metrics: Some(Address::new("0.0.0.0", 8001)), ..Config::default() };
+        let error = config.validate().unwrap_err();
+        assert_eq!(error.to_string(), "front: `metrics` is 0.0.0.0:8001, and so is `grpc`: give each its port");
+    }
+
+    #[test]
+    fn a_bound_of_zero_is_refused() {
+        let config = Config { max_http_body_bytes: 0, ..Config::default() };
+        assert_eq!(config.validate().unwrap_err().field, "max_http_body_bytes");
+    }
+}

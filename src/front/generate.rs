@@ -1,0 +1,194 @@
+//! The generate extension: flat JSON in, flat JSON or server-sent events out.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use futures::{Stream, StreamExt};
+use repository::ModelConfig;
+use serving::{InferError, InferRequest, InferResponse, ResponseStream, Tensor};
+
+use crate::http_infer::set_parameter;
+use crate::json::{self, Value, in_field};
+use crate::json_writer::JsonWriter;
+use crate::models::{datatype, fit_shape};
+
+/// Reads a request: keys that name inputs become tensors, all others parameters.
+///
+/// # Errors
+/// When the body is not a JSON object, or a value is not what the input or parameter may be.
+pub fn read(body: &[u8], config: &ModelConfig) -> Result<InferRequest, InferError> {
+    let root = json::parse(body)?;
+    let mut request = InferRequest::default();
+    for (key, value) in root.as_object()? {
+        match (key.as_ref(), value) {
+            ("id", _) if !names_input(config, key) => {
+                request.id = value.as_str().map_err(|error| in_field("id", error))?.to_owned();
+            }
+            ("parameters", Value::Object(members)) => {
+                for (key, value) in members {
+                    read_member(&mut request, config, key, value)?;
+                }
+            }
+            _ => read_member(&mut request, config, key, value)?,
+        }
+    }
+    Ok(request)
+}
+
+fn names_input(config: &ModelConfig, key: &str) -> bool {
+    config.input.iter().any(|input| input.name == key)
+}
+
+fn read_member(
+    request: &mut InferRequest,
+    config: &ModelConfig,
+    key: &str,
+    value: &Value<'_>,
+) -> Result<(), InferError> {
+    let Some(input) = config.input.iter().find(|input| input.name == key) else {
+        return set_parameter(request, key, value);
+    };
+    let datatype = datatype(input.data_type)
+        .ok_or_else(|| InferError::internal(format!("input '{key}' of model '{}' has no type", config.name)))?;
+    let mut data = Vec::new();
+    let count = match value {
+        Value::Array(array) => array.flatten(datatype, usize::MAX, &mut data)?,
+        scalar => {
+            json::push_element(scalar, datatype, &mut data)?;
+            1
+        }
+    };
+    let shape = fit_shape(&input.dims, config.max_batch_size > 0, count);
+    if shape.iter().product::<i64>() != count as i64 {
+        return Err(InferError::invalid(format!(
+            "input '{key}' has {count} elements, which do not fill its dims {:?}",
+            input.dims
+        )));
+    }
+    request.inputs.push(Tensor { name: key.to_owned(), datatype, shape, data: data.into() });
+    Ok(())
+}
+
+/// A response as flat JSON.
+///
+/// # Errors
+/// When an output has no JSON form.
+pub fn write(response: &InferResponse) -> Result<Vec<u8>, InferError> {
+    let mut writer = JsonWriter::with_capacity(256);
+    writer.begin_object();
+    if !response.id.is_empty() {
+        writer.member("id", response.id.as_bytes());
+    }
+    writer.member("model_name", response.model_name.as_bytes());
+    writer.member("model_version", response.model_version.as_bytes());
+    response.parameters.iter().for_each(|(key, value)| writer.parameter(key, value));
+    for output in &response.outputs {
+        writer.key(&output.name);
+        writer.tensor_or_scalar(output)?;
+    }
+    writer.end_object();
+    Ok(writer.finish())
+}
+
+/// What `generate` says of a model that answered no or many times.
+pub const NOT_ONE_RESPONSE: &str = "generate expects model to produce exactly 1 response, \
+                                    use generate stream for model that generates various number of responses";
+
+/// The one response with outputs of a request; `Ok(None)` when there were none or several.
+///
+/// # Errors
+/// The model's own.
+pub async fn only_response(mut responses: ResponseStream) -> Result<Option<InferResponse>, InferError> {
+    let mut only = None;
+    while let Some(response) = responses.next_response().await {
+        let response = response?;
+        let is_final = response.is_final;
+        if !response.outputs.is_empty() && only.replace(response).is_some() {
+            return Ok(None);
+        }
+        if is_final {
+            break;
+        }
+    }
+    Ok(only)
+}
+
+/// Events gather in one chunk up to this size when they are ready at once.
+const CHUNK_BYTES: usize = 16 << 10;
+
+/// Responses as server-sent events.
+pub struct Events {
+    responses: Option<ResponseStream>,
+    ready: Vec<u8>,
+}
+
+impl Events {
+    /// Waits for the first response. The error is the request's when that is what came first.
+    pub async fn start(mut responses: ResponseStream) -> (Self, Option<InferError>) {
+        let first = responses.next_response().await;
+        let mut events = Self { responses: Some(responses), ready: Vec::with_capacity(256) };
+        let error = match &first {
+            Some(Err(error)) => Some(error.clone()),
+            _ => None,
+        };
+        events.push(first);
+        (events, error)
+    }
+
+    fn push(&mut self, response: Option<Result<InferResponse, InferError>>) {
+        let written = match response {
+            None => {
+                self.responses = None;
+                return;
+            }
+            Some(Err(error)) => Err(error),
+            Some(Ok(response)) => {
+                if response.is_final {
+                    self.responses = None;
+                }
+                if response.is_final && response.outputs.is_empty() {
+                    return;
+                }
+                write(&response).map(|text| self.event(&text))
+            }
+        };
+        if let Err(error) = written {
+            self.responses = None;
+            self.event(&error_text(&error.message));
+        }
+    }
+
+    fn event(&mut self, text: &[u8]) {
+        self.ready.extend_from_slice(b"data: ");
+        self.ready.extend_from_slice(text);
+        self.ready.extend_from_slice(b"\n\n");
+    }
+}
+
+/// `{"error": …}`
+pub fn error_text(message: &str) -> Vec<u8> {
+    let mut writer = JsonWriter::with_capacity(message.len() + 16);
+    writer.begin_object();
+    writer.member("error", message.as_bytes());
+    writer.end_object();
+    writer.finish()
+}
+
+impl Stream for Events {
+    type Item = Bytes;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Bytes>> {
+        while self.ready.len() < CHUNK_BYTES {
+            let Some(responses) = &mut self.responses else { break };
+            match responses.poll_next_unpin(context) {
+                Poll::Ready(response) => self.push(response),
+                Poll::Pending => break,
+            }
+        }
+        if self.ready.is_empty() {
+            return if self.responses.is_none() { Poll::Ready(None) } else { Poll::Pending };
+        }
+        Poll::Ready(Some(std::mem::take(&mut self.ready).into()))
+    }
+}

@@ -1,0 +1,401 @@
+//! Infer over HTTP: JSON and the binary-tensor extension.
+
+use bytes::Bytes;
+use repository::ModelConfig;
+use serving::{CorrelationId, DataType, InferError, InferRequest, InferResponse, Parameter, Tensor};
+
+use crate::ask::{OutputAsk, RegionSlice};
+use crate::body::ReplyBody;
+use crate::json::{self, Value, in_field};
+use crate::json_writer::JsonWriter;
+use crate::shared_memory::SharedMemory;
+
+/// A request and how its client wants the answer.
+#[derive(Debug, Default)]
+pub struct Asked {
+    /// What the model sees.
+    pub request: InferRequest,
+    /// Outputs that come back in a special way.
+    pub outputs: Vec<OutputAsk>,
+    /// Whether outputs that say nothing come raw.
+    pub is_binary: bool,
+}
+
+/// Reads the JSON head and the tensors of `body`; the head ends at `head_len`, or takes it all.
+///
+/// # Errors
+/// When it is not JSON, misses a field, has one of another type, or tensor data does not fit.
+pub fn read(body: Bytes, head_len: Option<usize>, memory: &SharedMemory) -> Result<Asked, InferError> {
+    let head_len = head_len.unwrap_or(body.len());
+    if head_len > body.len() {
+        return Err(InferError::invalid(format!(
+            "Inference-Header-Content-Length is {head_len}, but the body has {} bytes",
+            body.len()
+        )));
+    }
+    let head = json::parse(&body[..head_len])?;
+    let mut asked = Asked::default();
+    if let Some(id) = head.member("id") {
+        asked.request.id = id.as_str().map_err(|error| in_field("id", error))?.to_owned();
+    }
+    if let Some(parameters) = head.member("parameters") {
+        for (key, value) in parameters.as_object().map_err(|error| in_field("parameters", error))? {
+            read_parameter(&mut asked, key, value)?;
+        }
+    }
+    let mut tail = body.slice(head_len..);
+    let inputs = head.required("inputs")?.as_array().map_err(|error| in_field("inputs", error))?;
+    inputs.for_each(|input| {
+        asked.request.inputs.push(read_input(&input, &mut tail, memory)?);
+        Ok(())
+    })?;
+    if !tail.is_empty() {
+        let extra = tail.len();
+        return Err(InferError::invalid(format!(
+            "unexpected additional input data: {extra} bytes after the last input"
+        )));
+    }
+    if let Some(outputs) = head.member("outputs") {
+        let outputs = outputs.as_array().map_err(|error| in_field("outputs", error))?;
+        outputs.for_each(|output| read_output(&output, &mut asked, memory))?;
+    }
+    Ok(asked)
+}
+
+/// Takes the whole body as the model's only input.
+///
+/// # Errors
+/// When the model has several inputs, or one that a body cannot stand for.
+pub fn read_raw(body: Bytes, config: &ModelConfig) -> Result<Asked, InferError> {
+    let [input] = config.input.as_slice() else {
+        return Err(InferError::invalid(format!(
+            "Raw request must only have 1 input (found {}) to be deduced but model '{}' has more",
+            config.input.len(),
+            config.name
+        )));
+    };
+    let datatype = crate::models::datatype(input.data_type);
+    let is_batched = config.max_batch_size > 0;
+    let (data, count) = match datatype.and_then(DataType::size) {
+        Some(size) => (body.clone(), body.len() / size),
+        None if input.dims != [1] => {
+            return Err(InferError::invalid(format!(
+                "For BYTE datatype raw input '{}', the model must have input shape [1]",
+                input.name
+            )));
+        }
+        None => (Tensor::from_byte_strings("", &[], &[&body]).data, 1),
+    };
+    let tensor = Tensor {
+        name: input.name.clone(),
+        datatype: datatype.unwrap_or(DataType::Bytes),
+        shape: crate::models::fit_shape(&input.dims, is_batched, count),
+        data,
+    };
+    let request = InferRequest { inputs: vec![tensor], ..InferRequest::default() };
+    Ok(Asked { request, outputs: Vec::new(), is_binary: true })
+}
+
+fn read_parameter(asked: &mut Asked, key: &str, value: &Value<'_>) -> Result<(), InferError> {
+    if key == "binary_data_output" {
+        asked.is_binary = value.as_bool().map_err(|error| in_field(key, error))?;
+        return Ok(());
+    }
+    set_parameter(&mut asked.request, key, value)
+}
+
+/// Puts a parameter where it belongs: a field of the request, or a parameter that models see.
+///
+/// # Errors
+/// When it has a type that it cannot have, or a name that the protocol keeps to itself.
+pub fn set_parameter(request: &mut InferRequest, key: &str, value: &Value<'_>) -> Result<(), InferError> {
+    let named = |error| in_field(key, error);
+    match (key, value) {
+        ("sequence_id", Value::String(id)) => request.correlation_id = CorrelationId::Text(id.to_string()),
+        ("sequence_id", _) => request.correlation_id = CorrelationId::Number(value.as_u64().map_err(named)?),
+        ("sequence_start", _) => request.sequence_start = value.as_bool().map_err(named)?,
+        ("sequence_end", _) => request.sequence_end = value.as_bool().map_err(named)?,
+        ("priority", _) => request.priority = value.as_u64().map_err(named)?,
+        ("timeout", _) => request.timeout_us = value.as_u64().map_err(named)?,
+        _ if key.starts_with("triton_") => {
+            return Err(InferError::invalid(
+                "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified.",
+            ));
+        }
+        _ => {
+            let value = model_parameter(key, value)?;
+            request.parameters.insert(key.to_owned(), value);
+        }
+    }
+    Ok(())
+}
+
+fn model_parameter(key: &str, value: &Value<'_>) -> Result<Parameter, InferError> {
+    match value {
+        Value::Bool(value) => Ok(Parameter::Bool(*value)),
+        Value::String(value) => Ok(Parameter::String(value.to_string())),
+        Value::Number(text) => {
+            Ok(text.parse().map(Parameter::Int).or_else(|_| value.as_f64().map(Parameter::Double))?)
+        }
+        Value::Null | Value::Array(_) | Value::Object(_) => Err(InferError::invalid(format!(
+            "parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'."
+        ))),
+    }
+}
+
+fn read_input(input: &Value<'_>, tail: &mut Bytes, memory: &SharedMemory) -> Result<Tensor, InferError> {
+    let text = |field: &str| input.required(field)?.as_str().map_err(|error| in_field(field, error));
+    let name = text("name")?.to_owned();
+    let datatype = DataType::from_name(text("datatype")?)
+        .ok_or_else(|| InferError::invalid(format!("invalid datatype for input {name}")))?;
+    let shape = read_shape(input.required("shape")?)?;
+    let parameters = input.member("parameters");
+    let binary_size = optional_u64(parameters, "binary_data_size")?;
+    let region = read_region(parameters)?;
+    let data = match (input.member("data"), binary_size, region) {
+        (Some(data), None, None) => json_data(data, &name, datatype, &shape)?,
+        (None, Some(size), None) => take_tail(tail, size, &name)?,
+        (None, None, Some(region)) => memory.read(&region)?,
+        (data, size, region) => return Err(not_one_source(data.is_some(), size.is_some(), region.is_some())),
+    };
+    Ok(Tensor { name, datatype, shape, data })
+}
+
+fn not_one_source(has_data: bool, has_size: bool, has_region: bool) -> InferError {
+    let named = [(has_data, "'data'"), (has_size, "'binary_data_size'"), (has_region, "'shared_memory_region'")];
+    let set: Vec<&str> = named.iter().filter(|(is_set, _)| *is_set).map(|(_, name)| *name).collect();
+    let found = if set.is_empty() { "no field is set".to_owned() } else { format!("set {}", set.join(" ")) };
+    InferError::invalid(format!(
+        "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', \
+         'shared_memory_region' in 'parameters'. But {found}"
+    ))
+}
+
+fn read_shape(shape: &Value<'_>) -> Result<Vec<i64>, InferError> {
+    let mut sizes = Vec::new();
+    let read = shape.as_array().and_then(|shape| {
+        shape.for_each(|size| {
+            let size = size.as_u64()?;
+            sizes.push(i64::try_from(size).map_err(|_| InferError::invalid(format!("{size} is too large")))?);
+            Ok(())
+        })
+    });
+    read.map_err(|error| in_field("shape", error))?;
+    Ok(sizes)
+}
+
+fn json_data(data: &Value<'_>, name: &str, datatype: DataType, shape: &[i64]) -> Result<Bytes, InferError> {
+    if matches!(datatype, DataType::Fp16 | DataType::Bf16) {
+        return Err(InferError::invalid(format!(
+            "receiving {} data via JSON is not supported. Please use the binary data format for input {name}",
+            datatype.name()
+        )));
+    }
+    let expected =
+        shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size as usize)).ok_or_else(|| {
+            InferError::invalid(format!("shape {shape:?} of input '{name}' has more elements than can be counted"))
+        })?;
+    let array = data.as_array().map_err(|error| in_field("data", error))?;
+    let mut bytes = Vec::new();
+    // A shape without sizes is judged by the model's configuration, which may want a batch dimension.
+    let limit = if shape.is_empty() { usize::MAX } else { expected };
+    let count = array.flatten(datatype, limit, &mut bytes)?;
+    if count < expected && !shape.is_empty() {
+        return Err(InferError::invalid(format!(
+            "Unable to parse 'data': input '{name}' has {count} elements, but its shape {shape:?} has {expected}"
+        )));
+    }
+    Ok(bytes.into())
+}
+
+fn take_tail(tail: &mut Bytes, size: u64, name: &str) -> Result<Bytes, InferError> {
+    let missing = size.saturating_sub(tail.len() as u64);
+    if missing > 0 {
+        return Err(InferError::invalid(format!(
+            "unexpected size for input '{name}', expecting {missing} additional bytes"
+        )));
+    }
+    Ok(tail.split_to(size as usize))
+}
+
+fn optional_u64(parameters: Option<&Value<'_>>, key: &str) -> Result<Option<u64>, InferError> {
+    let value = parameters.and_then(|parameters| parameters.member(key));
+    value.map(|value| value.as_u64().map_err(|error| in_field(key, error))).transpose()
+}
+
+fn read_region(parameters: Option<&Value<'_>>) -> Result<Option<RegionSlice>, InferError> {
+    const REGION: &str = "shared_memory_region";
+    let Some(region) = parameters.and_then(|parameters| parameters.member(REGION)) else { return Ok(None) };
+    let region = region.as_str().map_err(|error| in_field(REGION, error))?.to_owned();
+    let offset = optional_u64(parameters, "shared_memory_offset")?.unwrap_or(0);
+    let byte_size = optional_u64(parameters, "shared_memory_byte_size")?.unwrap_or(0);
+    Ok(Some(RegionSlice { region, offset, byte_size }))
+}
+
+fn read_output(output: &Value<'_>, asked: &mut Asked, memory: &SharedMemory) -> Result<(), InferError> {
+    let name = output.required("name")?.as_str().map_err(|error| in_field("name", error))?.to_owned();
+    asked.request.requested_outputs.push(name.clone());
+    let parameters = output.member("parameters");
+    let is_binary = parameters
+        .and_then(|parameters| parameters.member("binary_data"))
+        .map(|value| value.as_bool().map_err(|error| in_field("binary_data", error)))
+        .transpose()?;
+    let num_classes = parameters.and_then(|parameters| parameters.member("classification")).map_or(Ok(0), |value| {
+        let named = |error: InferError| {
+            InferError::new(error.kind, format!("Unable to set 'classification': {}", error.message))
+        };
+        value.as_u64().map_err(named)
+    })? as usize;
+    let region = read_region(parameters)?;
+    if let Some(region) = &region {
+        if is_binary == Some(true) {
+            return Err(InferError::invalid("Output can't set both 'shared_memory_region' and 'binary_data'"));
+        }
+        memory.check(region)?;
+    }
+    if num_classes > 0 || region.is_some() || is_binary.is_some() {
+        asked.outputs.push(OutputAsk { name, num_classes, region, is_binary });
+    }
+    Ok(())
+}
+
+/// A response's body, and the length of its JSON head when raw tensors follow it.
+pub struct Answer {
+    /// The body.
+    pub body: ReplyBody,
+    /// `Inference-Header-Content-Length`.
+    pub head_len: Option<usize>,
+}
+
+/// Raw tensors together smaller than this are copied behind the head, to be one write.
+const COPY_BELOW: usize = 16 << 10;
+
+/// Writes a response.
+///
+/// # Errors
+/// When an output has no JSON form.
+pub fn write(response: InferResponse, outputs: &[OutputAsk], is_binary: bool) -> Result<Answer, InferError> {
+    let mut writer = JsonWriter::with_capacity(256);
+    writer.begin_object();
+    write_head(&mut writer, &response);
+    writer.key("outputs");
+    writer.begin_array();
+    let mut raw = Vec::new();
+    for output in response.outputs {
+        let ask = outputs.iter().find(|ask| ask.name == output.name);
+        let is_raw = ask.and_then(|ask| ask.is_binary).unwrap_or(is_binary);
+        let is_in_region = ask.is_some_and(|ask| ask.region.is_some());
+        writer.begin_object();
+        writer.member("name", output.name.as_bytes());
+        writer.member("datatype", output.datatype.name().as_bytes());
+        writer.key("shape");
+        writer.integers(&output.shape);
+        if is_raw && !is_in_region {
+            writer.key("parameters");
+            writer.begin_object();
+            writer.key("binary_data_size");
+            writer.integer(output.data.len());
+            writer.end_object();
+            raw.push(output.data);
+        } else if !is_in_region {
+            writer.key("data");
+            writer.tensor(&output)?;
+        }
+        writer.end_object();
+    }
+    writer.end_array();
+    writer.end_object();
+    let mut head = writer.finish();
+    if raw.is_empty() {
+        return Ok(Answer { body: head.into(), head_len: None });
+    }
+    let head_len = Some(head.len());
+    if raw.iter().map(Bytes::len).sum::<usize>() < COPY_BELOW {
+        raw.iter().for_each(|tensor| head.extend_from_slice(tensor));
+        return Ok(Answer { body: head.into(), head_len });
+    }
+    let parts = std::iter::once(head.into()).chain(raw).filter(|part: &Bytes| !part.is_empty());
+    Ok(Answer { body: ReplyBody::Parts(parts.collect()), head_len })
+}
+
+fn write_head(writer: &mut JsonWriter, response: &InferResponse) {
+    if !response.id.is_empty() {
+        writer.member("id", response.id.as_bytes());
+    }
+    writer.member("model_name", response.model_name.as_bytes());
+    writer.member("model_version", response.model_version.as_bytes());
+    if !response.parameters.is_empty() {
+        writer.key("parameters");
+        writer.begin_object();
+        response.parameters.iter().for_each(|(key, value)| writer.parameter(key, value));
+        writer.end_object();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serving::ErrorKind;
+
+    fn read_text(text: &str, head_len: Option<usize>) -> Result<Asked, InferError> {
+        let memory = SharedMemory::new(true, Vec::new());
+        read(Bytes::copy_from_slice(text.as_bytes()), head_len, &memory)
+    }
+
+    fn with_input(fields: &str) -> Result<Asked, InferError> {
+        read_text(&format!(r#"{{"inputs":[{{"name":"IN",{fields}}}]}}"#), None)
+    }
+
+    #[test]
+    fn tensors_come_from_json_and_from_the_tail() {
+        let head = r#"{"id":"7","inputs":[{"name":"A","datatype":"INT32","shape":[1,2],"data":[[1,2]]},{"name":"B","datatype":"UINT8","shape":[3],"parameters":{"binary_data_size":3}}]}"#;
+        let asked = read_text(&format!("{head}xyz"), Some(head.len())).unwrap();
+        assert_eq!(asked.request.id, "7");
+        assert_eq!(asked.request.inputs[0].to_i32().unwrap(), [1, 2]);
+        assert_eq!(asked.request.inputs[1].data, "xyz");
+        assert!(
+            read_text(&format!("{head}xy"), Some(head.len())).unwrap_err().message.contains("expecting 1 additional")
+        );
+        assert!(
+            read_text(&format!("{head}xyz!"), Some(head.len())).unwrap_err().message.contains("additional input data")
+        );
+        assert!(read_text(head, Some(head.len() + 1)).is_err());
+    }
+
+    #[test]
+    fn shapes_that_lie_are_refused_before_anything_is_reserved() {
+        for shape in ["[1,1000000000]", "[1,1000000000000]", "[4,4611686018427387904]", "[1,1180591620717411303424]"] {
+            let error = with_input(&format!(r#""datatype":"FP32","shape":{shape},"data":[1,2,3,4]"#)).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::InvalidArgument, "{shape}");
+        }
+        let error = with_input(r#""datatype":"FP32","shape":[4],"data":[1,2,3,4,5]"#).unwrap_err();
+        assert_eq!(error.message, "Unable to parse 'data': Shape does not match true shape of 'data' field");
+    }
+
+    #[test]
+    fn parameters_go_where_they_belong() {
+        let text = r#"{"parameters":{"sequence_id":9,"sequence_start":true,"priority":2,"timeout":5,"x":0.5,"binary_data_output":true},"inputs":[]}"#;
+        let asked = read_text(text, None).unwrap();
+        assert_eq!(asked.request.correlation_id, CorrelationId::Number(9));
+        assert!(asked.request.sequence_start && asked.is_binary);
+        assert_eq!((asked.request.priority, asked.request.timeout_us), (2, 5));
+        assert_eq!(asked.request.parameters["x"], Parameter::Double(0.5));
+        assert!(read_text(r#"{"parameters":{"triton_x":1},"inputs":[]}"#, None).is_err());
+    }
+
+    #[test]
+    fn a_response_is_json_with_raw_tensors_behind_it() {
+        let response = InferResponse {
+            model_name: "m".into(),
+            model_version: "1".into(),
+            outputs: vec![Tensor::from_i32("A", &[2], &[-1, 2]), Tensor::from_f32("B", &[1], &[0.5])],
+            ..InferResponse::default()
+        };
+        let raw_b = OutputAsk { name: "B".into(), is_binary: Some(true), ..OutputAsk::default() };
+        let answer = write(response, &[raw_b], false).unwrap();
+        let ReplyBody::Parts(parts) = answer.body else { panic!("a response is no stream") };
+        let head = r#"{"model_name":"m","model_version":"1","outputs":[{"name":"A","datatype":"INT32","shape":[2],"data":[-1,2]},{"name":"B","datatype":"FP32","shape":[1],"parameters":{"binary_data_size":4}}]}"#;
+        assert_eq!(answer.head_len, Some(head.len()));
+        assert_eq!(parts[0], [head.as_bytes(), &0.5f32.to_le_bytes()].concat());
+    }
+}

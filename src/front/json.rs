@@ -1,0 +1,562 @@
+//! A JSON reader for requests: borrows from the body, builds no array before it is asked for, bounds nesting.
+//!
+//! Error words and offsets are those that Triton's clients know. `NaN` and `Infinity` are read as numbers.
+
+use std::borrow::Cow;
+
+use serving::{DataType, InferError};
+
+/// Deepest nesting that is read.
+pub const MAX_DEPTH: usize = 128;
+
+type Result<T> = std::result::Result<T, InferError>;
+
+/// One JSON value; a number or an array is still text.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Value<'a> {
+    /// `null`.
+    Null,
+    /// `true` or `false`.
+    Bool(bool),
+    /// A number's text.
+    Number(&'a str),
+    /// A string, unescaped.
+    String(Cow<'a, str>),
+    /// An array, checked but not built.
+    Array(Array<'a>),
+    /// Members in their order.
+    Object(Vec<(Cow<'a, str>, Value<'a>)>),
+}
+
+/// The text of a well-formed array.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Array<'a>(&'a str);
+
+/// Reads a whole body.
+///
+/// # Errors
+/// When it is not JSON, with what is missing and where.
+pub fn parse(body: &[u8]) -> Result<Value<'_>> {
+    let text =
+        std::str::from_utf8(body).map_err(|error| malformed("Invalid encoding in string.", error.valid_up_to()))?;
+    let mut parser = Parser { text, at: 0, depth: 0 };
+    parser.skip_space();
+    if parser.at == text.len() {
+        return Err(malformed("The document is empty.", parser.at));
+    }
+    let value = parser.value()?;
+    parser.skip_space();
+    if parser.at < text.len() {
+        return Err(malformed("The document root must not be followed by other values.", parser.at));
+    }
+    Ok(value)
+}
+
+/// Adds the field to an access error.
+pub fn in_field(field: &str, error: InferError) -> InferError {
+    InferError::new(error.kind, format!("Unable to parse '{field}': {}", error.message))
+}
+
+impl<'a> Value<'a> {
+    /// The member called `name` of an object.
+    pub fn member(&self, name: &str) -> Option<&Value<'a>> {
+        match self {
+            Value::Object(members) => members.iter().find(|(key, _)| key == name).map(|(_, value)| value),
+            _ => None,
+        }
+    }
+
+    /// The member called `name`, which must be there.
+    pub fn required(&self, name: &str) -> Result<&Value<'a>> {
+        self.member(name).ok_or_else(|| {
+            InferError::internal(format!(
+                "Unable to parse '{name}': attempt to access non-existing object member '{name}'"
+            ))
+        })
+    }
+
+    /// The string.
+    pub fn as_str(&self) -> Result<&str> {
+        match self {
+            Value::String(value) => Ok(value),
+            _ => Err(wrong_type("string")),
+        }
+    }
+
+    /// The boolean.
+    pub fn as_bool(&self) -> Result<bool> {
+        match self {
+            Value::Bool(value) => Ok(*value),
+            _ => Err(wrong_type("boolean")),
+        }
+    }
+
+    /// The number as an unsigned integer.
+    pub fn as_u64(&self) -> Result<u64> {
+        match self {
+            Value::Number(text) => integer(text, "unsigned-integer"),
+            _ => Err(wrong_type("unsigned-integer")),
+        }
+    }
+
+    /// The number as a signed integer.
+    pub fn as_i64(&self) -> Result<i64> {
+        match self {
+            Value::Number(text) => integer(text, "signed-integer"),
+            _ => Err(wrong_type("signed-integer")),
+        }
+    }
+
+    /// The number as a double.
+    pub fn as_f64(&self) -> Result<f64> {
+        match self {
+            Value::Number(text) => Ok(double(text)),
+            _ => Err(wrong_type("number")),
+        }
+    }
+
+    /// The array.
+    pub fn as_array(&self) -> Result<Array<'a>> {
+        match self {
+            Value::Array(array) => Ok(*array),
+            _ => Err(wrong_type("array")),
+        }
+    }
+
+    /// The object's members.
+    pub fn as_object(&self) -> Result<&[(Cow<'a, str>, Value<'a>)]> {
+        match self {
+            Value::Object(members) => Ok(members),
+            _ => Err(wrong_type("object")),
+        }
+    }
+}
+
+impl<'a> Array<'a> {
+    /// Calls `visit` with each element.
+    ///
+    /// # Errors
+    /// The first that `visit` returns.
+    pub fn for_each(self, mut visit: impl FnMut(Value<'a>) -> Result<()>) -> Result<()> {
+        let mut parser = Parser { text: self.0, at: 0, depth: 0 };
+        parser.array(|value| visit(value))
+    }
+
+    /// The elements.
+    pub fn elements(self) -> Result<Vec<Value<'a>>> {
+        let mut elements = Vec::new();
+        self.for_each(|value| {
+            elements.push(value);
+            Ok(())
+        })?;
+        Ok(elements)
+    }
+
+    /// Appends the elements, nested ones in row-major order, as raw tensor data. Returns how many.
+    ///
+    /// # Errors
+    /// When an element is not of `datatype`, or there are more than `limit`.
+    pub fn flatten(self, datatype: DataType, limit: usize, data: &mut Vec<u8>) -> Result<usize> {
+        let mut count = 0;
+        self.flatten_into(datatype, limit, &mut count, data)?;
+        Ok(count)
+    }
+
+    fn flatten_into(self, datatype: DataType, limit: usize, count: &mut usize, data: &mut Vec<u8>) -> Result<()> {
+        self.for_each(|value| {
+            if let Value::Array(inner) = value {
+                return inner.flatten_into(datatype, limit, count, data);
+            }
+            if *count == limit {
+                return Err(InferError::internal(
+                    "Unable to parse 'data': Shape does not match true shape of 'data' field",
+                ));
+            }
+            *count += 1;
+            push_element(&value, datatype, data)
+        })
+    }
+}
+
+/// Appends one scalar as raw tensor data. An integer that its type cannot hold is refused.
+pub fn push_element(value: &Value<'_>, datatype: DataType, data: &mut Vec<u8>) -> Result<()> {
+    let parsed = match datatype {
+        DataType::Bytes => return push_string(value, data),
+        DataType::Bool => boolean(value).map(|value| data.push(u8::from(value))),
+        DataType::Uint8 => unsigned(value, datatype).map(|value: u8| data.push(value)),
+        DataType::Uint16 => unsigned(value, datatype).map(|value: u16| data.extend(value.to_le_bytes())),
+        DataType::Uint32 => unsigned(value, datatype).map(|value: u32| data.extend(value.to_le_bytes())),
+        DataType::Uint64 => value.as_u64().map(|value| data.extend(value.to_le_bytes())),
+        DataType::Int8 => signed(value, datatype).map(|value: i8| data.extend(value.to_le_bytes())),
+        DataType::Int16 => signed(value, datatype).map(|value: i16| data.extend(value.to_le_bytes())),
+        DataType::Int32 => signed(value, datatype).map(|value: i32| data.extend(value.to_le_bytes())),
+        DataType::Int64 => value.as_i64().map(|value| data.extend(value.to_le_bytes())),
+        DataType::Fp32 => value.as_f64().map(|value| data.extend((value as f32).to_le_bytes())),
+        DataType::Fp64 => value.as_f64().map(|value| data.extend(value.to_le_bytes())),
+        DataType::Fp16 | DataType::Bf16 => Err(InferError::invalid(format!(
+            "receiving {} data via JSON is not supported. Please use the binary data format",
+            datatype.name()
+        ))),
+    };
+    parsed.map_err(|error| in_field("data", error))
+}
+
+fn push_string(value: &Value<'_>, data: &mut Vec<u8>) -> Result<()> {
+    let text = value
+        .as_str()
+        .map_err(|error| InferError::new(error.kind, format!("Unable to parse JSON bytes array: {}", error.message)))?;
+    let length = u32::try_from(text.len()).map_err(|_| InferError::invalid("a string is longer than 4 GiB"))?;
+    data.extend(length.to_le_bytes());
+    data.extend(text.as_bytes());
+    Ok(())
+}
+
+/// 0 and 1 also stand for booleans.
+fn boolean(value: &Value<'_>) -> Result<bool> {
+    match value {
+        Value::Number("0") => Ok(false),
+        Value::Number("1") => Ok(true),
+        _ => value.as_bool(),
+    }
+}
+
+fn unsigned<T: TryFrom<u64>>(value: &Value<'_>, datatype: DataType) -> Result<T> {
+    let wide = value.as_u64()?;
+    T::try_from(wide).map_err(|_| out_of_range(wide, datatype))
+}
+
+fn signed<T: TryFrom<i64>>(value: &Value<'_>, datatype: DataType) -> Result<T> {
+    let wide = value.as_i64()?;
+    T::try_from(wide).map_err(|_| out_of_range(wide, datatype))
+}
+
+fn out_of_range(value: impl std::fmt::Display, datatype: DataType) -> InferError {
+    InferError::invalid(format!("{value} does not fit in {}", datatype.name()))
+}
+
+fn wrong_type(expected: &str) -> InferError {
+    InferError::internal(format!("attempt to access JSON non-{expected} as {expected}"))
+}
+
+fn integer<T: std::str::FromStr>(text: &str, expected: &str) -> Result<T> {
+    text.parse().map_err(|_| {
+        let is_whole = text.bytes().all(|byte| byte.is_ascii_digit());
+        if is_whole { InferError::invalid(format!("{text} does not fit in 64 bits")) } else { wrong_type(expected) }
+    })
+}
+
+fn double(text: &str) -> f64 {
+    text.parse().unwrap_or(f64::NAN) // The parser lets nothing else through: numbers, NaN and infinities.
+}
+
+fn malformed(what: &str, at: usize) -> InferError {
+    InferError::internal(format!("failed to parse the request JSON buffer: {what} at {at}"))
+}
+
+struct Parser<'a> {
+    text: &'a str,
+    at: usize,
+    depth: usize,
+}
+
+impl<'a> Parser<'a> {
+    fn peek(&self) -> Option<u8> {
+        self.text.as_bytes().get(self.at).copied()
+    }
+
+    fn skip_space(&mut self) {
+        while matches!(self.peek(), Some(b' ' | b'\n' | b'\r' | b'\t')) {
+            self.at += 1;
+        }
+    }
+
+    fn take(&mut self, byte: u8) -> bool {
+        let taken = self.peek() == Some(byte);
+        self.at += usize::from(taken);
+        taken
+    }
+
+    fn value(&mut self) -> Result<Value<'a>> {
+        match self.peek() {
+            Some(b'{') => self.object(),
+            Some(b'[') => {
+                let start = self.at;
+                self.array(|_| Ok(()))?;
+                Ok(Value::Array(Array(&self.text[start..self.at])))
+            }
+            Some(b'"') => self.string().map(Value::String),
+            Some(b't') => self.literal("true", Value::Bool(true)),
+            Some(b'f') => self.literal("false", Value::Bool(false)),
+            Some(b'n') => self.literal("null", Value::Null),
+            _ => self.number().map(Value::Number),
+        }
+    }
+
+    fn literal(&mut self, word: &str, value: Value<'a>) -> Result<Value<'a>> {
+        if !self.text[self.at..].starts_with(word) {
+            return Err(malformed("Invalid value.", self.at));
+        }
+        self.at += word.len();
+        Ok(value)
+    }
+
+    fn enter(&mut self) -> Result<()> {
+        self.depth += 1;
+        self.at += 1;
+        if self.depth > MAX_DEPTH {
+            return Err(InferError::invalid(format!(
+                "failed to parse the request JSON buffer: nested deeper than {MAX_DEPTH} levels at {}",
+                self.at
+            )));
+        }
+        self.skip_space();
+        Ok(())
+    }
+
+    fn array(&mut self, mut visit: impl FnMut(Value<'a>) -> Result<()>) -> Result<()> {
+        self.enter()?;
+        if !self.take(b']') {
+            loop {
+                let value = self.value()?;
+                visit(value)?;
+                self.skip_space();
+                if self.take(b']') {
+                    break;
+                }
+                if !self.take(b',') {
+                    return Err(malformed("Missing a comma or ] after an array element.", self.at));
+                }
+                self.skip_space();
+            }
+        }
+        self.depth -= 1;
+        Ok(())
+    }
+
+    fn object(&mut self) -> Result<Value<'a>> {
+        self.enter()?;
+        let mut members = Vec::new();
+        if !self.take(b'}') {
+            loop {
+                members.push(self.member()?);
+                self.skip_space();
+                if self.take(b'}') {
+                    break;
+                }
+                if !self.take(b',') {
+                    return Err(malformed("Missing a comma or } after an object member.", self.at));
+                }
+                self.skip_space();
+            }
+        }
+        self.depth -= 1;
+        Ok(Value::Object(members))
+    }
+
+    fn member(&mut self) -> Result<(Cow<'a, str>, Value<'a>)> {
+        if self.peek() != Some(b'"') {
+            return Err(malformed("Missing a name for object member.", self.at));
+        }
+        let key = self.string()?;
+        self.skip_space();
+        if !self.take(b':') {
+            return Err(malformed("Missing a colon after a name of object member.", self.at));
+        }
+        self.skip_space();
+        Ok((key, self.value()?))
+    }
+
+    fn string(&mut self) -> Result<Cow<'a, str>> {
+        let start = self.at + 1;
+        let bytes = self.text.as_bytes();
+        let mut end = start;
+        loop {
+            match bytes.get(end) {
+                Some(b'"') => break,
+                Some(b'\\') => return self.escaped_string(start, end).map(Cow::Owned),
+                Some(0..0x20) => return Err(malformed("Invalid encoding in string.", end)),
+                Some(_) => end += 1,
+                None => return Err(malformed("Missing a closing quotation mark in string.", start - 1)),
+            }
+        }
+        self.at = end + 1;
+        Ok(Cow::Borrowed(&self.text[start..end]))
+    }
+
+    /// Reads on from the first backslash, at `at`.
+    fn escaped_string(&mut self, start: usize, at: usize) -> Result<String> {
+        let bytes = self.text.as_bytes();
+        let mut value = self.text[start..at].to_owned();
+        let mut at = at;
+        loop {
+            let run = bytes[at..].iter().position(|&byte| byte == b'"' || byte == b'\\' || byte < 0x20);
+            let end = at + run.ok_or_else(|| malformed("Missing a closing quotation mark in string.", start - 1))?;
+            value.push_str(&self.text[at..end]);
+            match bytes[end] {
+                b'"' => {
+                    self.at = end + 1;
+                    return Ok(value);
+                }
+                b'\\' => {
+                    let (character, next) = self.escape(end)?;
+                    value.push(character);
+                    at = next;
+                }
+                _ => return Err(malformed("Invalid encoding in string.", end)),
+            }
+        }
+    }
+
+    /// The character of the escape at `at`, and where it ends.
+    fn escape(&self, at: usize) -> Result<(char, usize)> {
+        let invalid = || malformed("Invalid escape character in string.", at);
+        let character = match self.text.as_bytes().get(at + 1).ok_or_else(invalid)? {
+            b'"' => '"',
+            b'\\' => '\\',
+            b'/' => '/',
+            b'b' => '\u{8}',
+            b'f' => '\u{c}',
+            b'n' => '\n',
+            b'r' => '\r',
+            b't' => '\t',
+            b'u' => return self.unicode_escape(at),
+            _ => return Err(invalid()),
+        };
+        Ok((character, at + 2))
+    }
+
+    fn unicode_escape(&self, at: usize) -> Result<(char, usize)> {
+        let invalid = || malformed("Incorrect hex digit after \\u escape in string.", at);
+        let unit = |at: usize| {
+            let digits = self.text.get(at + 2..at + 6).filter(|_| self.text[at..].starts_with("\\u"))?;
+            digits.bytes().all(|byte| byte.is_ascii_hexdigit()).then(|| u16::from_str_radix(digits, 16).ok())?
+        };
+        let first = unit(at).ok_or_else(invalid)?;
+        if let Some(character) = char::from_u32(u32::from(first)) {
+            return Ok((character, at + 6));
+        }
+        let surrogate = || malformed("The surrogate pair in string is invalid.", at);
+        let pair = [first, unit(at + 6).ok_or_else(surrogate)?];
+        match char::decode_utf16(pair).next() {
+            Some(Ok(character)) => Ok((character, at + 12)),
+            _ => Err(surrogate()),
+        }
+    }
+
+    fn number(&mut self) -> Result<&'a str> {
+        let start = self.at;
+        let negative = self.take(b'-');
+        if let Some(word) = ["NaN", "Infinity", "Inf"].into_iter().find(|word| self.text[self.at..].starts_with(word)) {
+            self.at += word.len();
+            return Ok(if word == "NaN" {
+                "NaN"
+            } else if negative {
+                "-inf"
+            } else {
+                "inf"
+            });
+        }
+        if !self.take(b'0') && self.digits() == 0 {
+            return Err(malformed("Invalid value.", self.at));
+        }
+        if self.take(b'.') && self.digits() == 0 {
+            return Err(malformed("Miss fraction part in number.", self.at));
+        }
+        if self.take(b'e') || self.take(b'E') {
+            let _ = self.take(b'+') || self.take(b'-');
+            if self.digits() == 0 {
+                return Err(malformed("Miss exponent in number.", self.at));
+            }
+        }
+        Ok(&self.text[start..self.at])
+    }
+
+    fn digits(&mut self) -> usize {
+        let start = self.at;
+        while self.peek().is_some_and(|byte| byte.is_ascii_digit()) {
+            self.at += 1;
+        }
+        self.at - start
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(text: &str) -> String {
+        parse(text.as_bytes()).unwrap_err().message
+    }
+
+    #[test]
+    fn reads_what_json_can_say() {
+        let value =
+            parse(r#" {"a": [1, [2.5, "x"]], "b": {"c": null, "d": true}, "e": "\u00e9\ud83d\ude00\n"} "#.as_bytes())
+                .unwrap();
+        assert_eq!(value.member("b").unwrap().member("d"), Some(&Value::Bool(true)));
+        assert_eq!(value.member("e").unwrap().as_str().unwrap(), "é😀\n");
+        let elements = value.member("a").unwrap().as_array().unwrap().elements().unwrap();
+        assert_eq!(elements[0], Value::Number("1"));
+        assert_eq!(elements[1].as_array().unwrap().elements().unwrap()[1], Value::String("x".into()));
+    }
+
+    #[test]
+    fn says_what_is_wrong_and_where() {
+        let head = "failed to parse the request JSON buffer: ";
+        assert_eq!(message(""), format!("{head}The document is empty. at 0"));
+        assert_eq!(message("{nope"), format!("{head}Missing a name for object member. at 1"));
+        assert_eq!(message("{}x"), format!("{head}The document root must not be followed by other values. at 2"));
+        assert_eq!(message("[1 2]"), format!("{head}Missing a comma or ] after an array element. at 3"));
+        assert_eq!(message(r#"{"a" 1}"#), format!("{head}Missing a colon after a name of object member. at 5"));
+        assert_eq!(message(r#"{"a": tru}"#), format!("{head}Invalid value. at 6"));
+        assert_eq!(message(r#"["a"#), format!("{head}Missing a closing quotation mark in string. at 1"));
+        assert_eq!(message(r#"["\ud800"]"#), format!("{head}The surrogate pair in string is invalid. at 2"));
+    }
+
+    #[test]
+    fn a_cut_or_twisted_body_never_panics() {
+        let whole =
+            r#"{"inputs":[{"name":"é\u00e9\ud83d\ude00","shape":[1,2],"data":[-1.5e+3,NaN,-Infinity,null,true]}]}"#;
+        for end in 0..whole.len() {
+            assert!(parse(&whole.as_bytes()[..end]).is_err(), "{end}");
+            let mut twisted = whole.as_bytes().to_vec();
+            twisted[end] = b'\\';
+            let _ = parse(&twisted);
+            twisted[end] = 0xff;
+            assert!(parse(&twisted).is_err());
+        }
+    }
+
+    #[test]
+    fn nesting_is_bounded() {
+        let deep = |levels: usize| "[".repeat(levels) + "1" + &"]".repeat(levels);
+        assert!(parse(deep(MAX_DEPTH).as_bytes()).is_ok());
+        let error = parse(deep(100_000).as_bytes()).unwrap_err();
+        assert_eq!(error.kind, serving::ErrorKind::InvalidArgument);
+    }
+
+    #[test]
+    fn nested_data_flattens_in_row_major_order() {
+        let value = parse(b"[[1, 2], [3, [4]]]").unwrap();
+        let mut data = Vec::new();
+        let count = value.as_array().unwrap().flatten(DataType::Uint16, 4, &mut data).unwrap();
+        assert_eq!((count, data), (4, vec![1, 0, 2, 0, 3, 0, 4, 0]));
+    }
+
+    #[test]
+    fn values_that_do_not_fit_are_refused() {
+        for (text, datatype) in [("300", DataType::Uint8), ("1099511627776", DataType::Int32), ("-129", DataType::Int8)]
+        {
+            let value = parse(text.as_bytes()).unwrap();
+            assert!(push_element(&value, datatype, &mut Vec::new()).unwrap_err().message.contains("does not fit"));
+        }
+    }
+
+    #[test]
+    fn not_a_number_is_a_float() {
+        let mut data = Vec::new();
+        parse(b"[NaN, -Infinity]").unwrap().as_array().unwrap().flatten(DataType::Fp32, 2, &mut data).unwrap();
+        assert!(f32::from_le_bytes(data[..4].try_into().unwrap()).is_nan());
+        assert_eq!(f32::from_le_bytes(data[4..].try_into().unwrap()), f32::NEG_INFINITY);
+    }
+}

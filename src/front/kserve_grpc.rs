@@ -1,0 +1,216 @@
+//! The KServe v2 protocol over gRPC.
+
+use std::sync::Arc;
+
+use serving::{ErrorKind, InferError};
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::grpc_request;
+use crate::proto::grpc_inference_service_server::GrpcInferenceService;
+use crate::proto::*;
+use crate::reply::InferReply;
+use crate::settings::LogValue;
+use crate::state::State;
+use crate::status::grpc_status;
+use crate::stream_infer::{InferStream, single_response};
+
+/// The service.
+pub struct KserveGrpc {
+    state: Arc<State>,
+}
+
+impl KserveGrpc {
+    /// The service over shared state.
+    pub fn new(state: Arc<State>) -> Self {
+        Self { state }
+    }
+
+    async fn infer(&self, message: ModelInferRequest) -> Result<InferReply, InferError> {
+        let asked = grpc_request::read(message, &self.state.memory)?;
+        let request = asked.request;
+        if self.state.server.is_decoupled(&request.model_name, &request.model_version)? {
+            return Err(InferError::new(
+                ErrorKind::Unsupported,
+                "ModelInfer RPC doesn't support models with decoupled transaction policy",
+            ));
+        }
+        let model = request.model_name.clone();
+        let response = single_response(&model, self.state.server.infer(request)?).await?;
+        let response = self.state.deliver(&asked.outputs, response)?;
+        Ok(InferReply { response, final_response: None })
+    }
+}
+
+#[tonic::async_trait]
+impl GrpcInferenceService for KserveGrpc {
+    async fn server_live(&self, _: Request<ServerLiveRequest>) -> Result<Response<ServerLiveResponse>, Status> {
+        Ok(Response::new(ServerLiveResponse { live: self.state.server.is_live() }))
+    }
+
+    async fn server_ready(&self, _: Request<ServerReadyRequest>) -> Result<Response<ServerReadyResponse>, Status> {
+        Ok(Response::new(ServerReadyResponse { ready: self.state.is_ready() }))
+    }
+
+    async fn model_infer(&self, request: Request<ModelInferRequest>) -> Result<Response<InferReply>, Status> {
+        self.infer(request.into_inner()).await.map(Response::new).map_err(grpc_status)
+    }
+
+    type ModelStreamInferStream = InferStream;
+
+    async fn model_stream_infer(
+        &self,
+        request: Request<Streaming<ModelInferRequest>>,
+    ) -> Result<Response<InferStream>, Status> {
+        let ends_on_error = request.metadata().get("triton_grpc_error").is_some_and(|value| value == "true");
+        let requests = request.into_inner();
+        Ok(Response::new(InferStream::new(self.state.clone(), requests, ends_on_error)))
+    }
+
+    async fn model_ready(&self, request: Request<ModelReadyRequest>) -> Result<Response<ModelReadyResponse>, Status> {
+        let model = request.into_inner();
+        let is_ready = self.state.server.model_is_ready(&model.name, &model.version).unwrap_or(false);
+        Ok(Response::new(ModelReadyResponse { ready: is_ready && !self.state.is_draining() }))
+    }
+
+    async fn system_shared_memory_status(
+        &self,
+        request: Request<SystemSharedMemoryStatusRequest>,
+    ) -> Result<Response<SystemSharedMemoryStatusResponse>, Status> {
+        use system_shared_memory_status_response::RegionStatus;
+        let regions = self.state.memory.status(&request.into_inner().name).map_err(grpc_status)?;
+        let regions = regions.into_iter().map(|region| {
+            let name = region.name.clone();
+            let status =
+                RegionStatus { name: region.name, key: region.key, offset: region.offset, byte_size: region.byte_size };
+            (name, status)
+        });
+        Ok(Response::new(SystemSharedMemoryStatusResponse { regions: regions.collect() }))
+    }
+
+    async fn system_shared_memory_register(
+        &self,
+        request: Request<SystemSharedMemoryRegisterRequest>,
+    ) -> Result<Response<SystemSharedMemoryRegisterResponse>, Status> {
+        let region = request.into_inner();
+        let registered = self.state.memory.register(&region.name, &region.key, region.offset, region.byte_size);
+        registered.map(|()| Response::new(SystemSharedMemoryRegisterResponse {})).map_err(grpc_status)
+    }
+
+    async fn system_shared_memory_unregister(
+        &self,
+        request: Request<SystemSharedMemoryUnregisterRequest>,
+    ) -> Result<Response<SystemSharedMemoryUnregisterResponse>, Status> {
+        self.state.memory.unregister(&request.into_inner().name);
+        Ok(Response::new(SystemSharedMemoryUnregisterResponse {}))
+    }
+
+    /// Always none: see [`cuda_memory_unsupported`].
+    async fn cuda_shared_memory_status(
+        &self,
+        _: Request<CudaSharedMemoryStatusRequest>,
+    ) -> Result<Response<CudaSharedMemoryStatusResponse>, Status> {
+        Ok(Response::new(CudaSharedMemoryStatusResponse::default()))
+    }
+
+    async fn cuda_shared_memory_register(
+        &self,
+        _: Request<CudaSharedMemoryRegisterRequest>,
+    ) -> Result<Response<CudaSharedMemoryRegisterResponse>, Status> {
+        Err(grpc_status(cuda_memory_unsupported()))
+    }
+
+    async fn cuda_shared_memory_unregister(
+        &self,
+        _: Request<CudaSharedMemoryUnregisterRequest>,
+    ) -> Result<Response<CudaSharedMemoryUnregisterResponse>, Status> {
+        Ok(Response::new(CudaSharedMemoryUnregisterResponse {}))
+    }
+
+    async fn trace_setting(
+        &self,
+        request: Request<TraceSettingRequest>,
+    ) -> Result<Response<TraceSettingResponse>, Status> {
+        let TraceSettingRequest { settings, model_name } = request.into_inner();
+        let changes = settings.into_iter().map(|(key, setting)| (key, Some(setting.value))).collect();
+        let values = self.state.update_trace(&model_name, changes).map_err(grpc_status)?;
+        let settings = values
+            .into_iter()
+            .map(|(key, value)| (key.to_owned(), trace_setting_response::SettingValue { value }))
+            .collect();
+        Ok(Response::new(TraceSettingResponse { settings }))
+    }
+
+    async fn log_settings(
+        &self,
+        request: Request<LogSettingsRequest>,
+    ) -> Result<Response<LogSettingsResponse>, Status> {
+        use log_settings_request::setting_value::ParameterChoice as Asked;
+        use log_settings_response::{SettingValue, setting_value::ParameterChoice};
+        let settings = request.into_inner().settings.into_iter().filter_map(|(key, setting)| {
+            let value = match setting.parameter_choice? {
+                Asked::BoolParam(value) => LogValue::Bool(value),
+                Asked::Uint32Param(value) => LogValue::Uint(value),
+                Asked::StringParam(value) => LogValue::String(value),
+            };
+            Some((key, value))
+        });
+        let values = self.state.log.update(settings.collect()).map_err(grpc_status)?;
+        let settings = values.into_iter().map(|(key, value)| {
+            let choice = match value {
+                LogValue::Bool(value) => ParameterChoice::BoolParam(value),
+                LogValue::Uint(value) => ParameterChoice::Uint32Param(value),
+                LogValue::String(value) => ParameterChoice::StringParam(value),
+            };
+            (key.to_owned(), SettingValue { parameter_choice: Some(choice) })
+        });
+        Ok(Response::new(LogSettingsResponse { settings: settings.collect() }))
+    }
+
+    async fn server_metadata(
+        &self,
+        _: Request<ServerMetadataRequest>,
+    ) -> Result<Response<ServerMetadataResponse>, Status> {
+        Err(Status::unimplemented("TODO"))
+    }
+    async fn model_metadata(
+        &self,
+        _: Request<ModelMetadataRequest>,
+    ) -> Result<Response<ModelMetadataResponse>, Status> {
+        Err(Status::unimplemented("TODO"))
+    }
+    async fn model_config(&self, _: Request<ModelConfigRequest>) -> Result<Response<ModelConfigResponse>, Status> {
+        Err(Status::unimplemented("TODO"))
+    }
+    async fn model_statistics(
+        &self,
+        _: Request<ModelStatisticsRequest>,
+    ) -> Result<Response<ModelStatisticsResponse>, Status> {
+        Err(Status::unimplemented("TODO"))
+    }
+    async fn repository_index(
+        &self,
+        _: Request<RepositoryIndexRequest>,
+    ) -> Result<Response<RepositoryIndexResponse>, Status> {
+        Err(Status::unimplemented("TODO"))
+    }
+    async fn repository_model_load(
+        &self,
+        _: Request<RepositoryModelLoadRequest>,
+    ) -> Result<Response<RepositoryModelLoadResponse>, Status> {
+        Err(Status::unimplemented("TODO"))
+    }
+    async fn repository_model_unload(
+        &self,
+        _: Request<RepositoryModelUnloadRequest>,
+    ) -> Result<Response<RepositoryModelUnloadResponse>, Status> {
+        Err(Status::unimplemented("TODO"))
+    }
+}
+
+/// Tensors in a client's device memory need a front process with a device context, which rank 0 has none of.
+pub fn cuda_memory_unsupported() -> InferError {
+    InferError::new(
+        ErrorKind::Unsupported,
+        "CUDA shared memory is not supported: the front holds no device context; send tensors or use system shared memory",
+    )
+}

@@ -1,0 +1,186 @@
+//! The KServe v2 protocol over HTTP.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
+use http::{Request, Response, StatusCode};
+use hyper::body::Incoming;
+use serving::{ErrorKind, InferError};
+
+use crate::body::{ReplyBody, read_all};
+use crate::coding::Coding;
+use crate::generate::{self, Events, NOT_ONE_RESPONSE, error_text};
+use crate::http_infer::{self, Asked};
+use crate::http_route::{ModelPath, Route};
+use crate::state::State;
+use crate::status::http_status;
+use crate::stream_infer::single_response;
+
+/// A response of ours.
+pub type Reply = Response<ReplyBody>;
+
+const HEAD_LENGTH: HeaderName = HeaderName::from_static("inference-header-content-length");
+const JSON: HeaderValue = HeaderValue::from_static("application/json");
+const TEXT: HeaderValue = HeaderValue::from_static("text/plain");
+const BINARY: HeaderValue = HeaderValue::from_static("application/octet-stream");
+const EVENTS: HeaderValue = HeaderValue::from_static("text/event-stream; charset=utf-8");
+
+/// Answers one request; what goes wrong is an answer too.
+pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Reply, Infallible> {
+    let (head, body) = request.into_parts();
+    let Some(route) = Route::of(head.uri.path()) else {
+        return Ok(plain_error(StatusCode::NOT_FOUND, "Not Found"));
+    };
+    if !route.allows(&head.method) {
+        return Ok(plain_error(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed"));
+    }
+    Ok(answer(&state, route, &head.headers, body).await.unwrap_or_else(|error| error_reply(&error)))
+}
+
+async fn answer(state: &State, route: Route<'_>, headers: &HeaderMap, body: Incoming) -> Result<Reply, InferError> {
+    match route {
+        Route::Infer(model) => infer(state, model, headers, body).await,
+        Route::Generate(model) => generate(state, model, headers, body).await,
+        Route::GenerateStream(model) => generate_stream(state, model, headers, body).await,
+        Route::Live => Ok(probe(state.server.is_live(), StatusCode::BAD_REQUEST)),
+        Route::Ready => Ok(ready(state)),
+        Route::ModelReady(model) => Ok(model_ready(state, model)),
+        _ => Err(InferError::new(ErrorKind::Unsupported, "not served yet")),
+    }
+}
+
+fn ready(state: &State) -> Reply {
+    let status = if state.is_draining() { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::BAD_REQUEST };
+    probe(state.is_ready(), status)
+}
+
+fn model_ready(state: &State, model: ModelPath<'_>) -> Reply {
+    let is_ready = !state.is_draining() && state.server.model_is_ready(model.name, model.version).unwrap_or(false);
+    if is_ready { probe(true, StatusCode::OK) } else { plain_error(StatusCode::BAD_REQUEST, "Model version not ready") }
+}
+
+async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: Incoming) -> Result<Reply, InferError> {
+    let accepted = header(headers, &ACCEPT_ENCODING).map_or(Ok(None), Coding::accepted)?;
+    let body = read_body(state, headers, body).await?;
+    if body.is_empty() {
+        return Err(InferError::invalid("the request has no body, expected a JSON infer request"));
+    }
+    let mut asked = match head_len(headers)? {
+        Some(0) => http_infer::read_raw(body, &*state.server.model_config(model.name, model.version)?)?,
+        head_len => http_infer::read(body, head_len, &state.memory)?,
+    };
+    asked.request.model_name = model.name.to_owned();
+    asked.request.model_version = model.version.to_owned();
+    let Asked { request, outputs, is_binary } = asked;
+    if state.server.is_decoupled(model.name, model.version)? {
+        return Err(InferError::new(
+            ErrorKind::Unsupported,
+            "HTTP end point doesn't support models with decoupled transaction policy",
+        ));
+    }
+    let response = single_response(model.name, state.server.infer(request)?).await?;
+    let answer = http_infer::write(state.deliver(&outputs, response)?, &outputs, is_binary)?;
+    let mut reply = reply(StatusCode::OK, if answer.head_len.is_some() { BINARY } else { JSON }, answer.body);
+    if let Some(head_len) = answer.head_len {
+        reply.headers_mut().insert(HEAD_LENGTH, HeaderValue::from(head_len));
+    }
+    match accepted {
+        Some(coding) => compress(reply, coding),
+        None => Ok(reply),
+    }
+}
+
+async fn generate(
+    state: &State,
+    model: ModelPath<'_>,
+    headers: &HeaderMap,
+    body: Incoming,
+) -> Result<Reply, InferError> {
+    let responses = start_generate(state, model, headers, body).await?;
+    match generate::only_response(responses).await? {
+        Some(response) => Ok(reply(StatusCode::OK, JSON, generate::write(&response)?)),
+        None => Ok(reply(StatusCode::OK, JSON, error_text(NOT_ONE_RESPONSE))), // The status is Triton's.
+    }
+}
+
+async fn generate_stream(
+    state: &State,
+    model: ModelPath<'_>,
+    headers: &HeaderMap,
+    body: Incoming,
+) -> Result<Reply, InferError> {
+    let responses = start_generate(state, model, headers, body).await?;
+    let (events, error) = Events::start(responses).await;
+    let status = error.map_or(StatusCode::OK, |error| http_status(error.kind));
+    Ok(reply(status, EVENTS, ReplyBody::Events(Box::pin(events))))
+}
+
+async fn start_generate(
+    state: &State,
+    model: ModelPath<'_>,
+    headers: &HeaderMap,
+    body: Incoming,
+) -> Result<serving::ResponseStream, InferError> {
+    let body = read_body(state, headers, body).await?;
+    let config = state.server.model_config(model.name, model.version)?;
+    let mut request = generate::read(&body, &config)?;
+    request.model_name = model.name.to_owned();
+    request.model_version = model.version.to_owned();
+    state.server.infer(request)
+}
+
+/// The body, unpacked.
+async fn read_body(state: &State, headers: &HeaderMap, body: Incoming) -> Result<Bytes, InferError> {
+    let limit = state.config.max_http_body_bytes;
+    let coding = header(headers, &CONTENT_ENCODING).map_or(Ok(None), Coding::of_content)?;
+    let body = read_all(body, limit).await?;
+    match coding {
+        Some(coding) => coding.decode(&body, limit),
+        None => Ok(body),
+    }
+}
+
+fn compress(reply: Reply, coding: Coding) -> Result<Reply, InferError> {
+    let (mut head, body) = reply.into_parts();
+    let ReplyBody::Parts(parts) = body else { return Ok(Response::from_parts(head, body)) };
+    let whole: Vec<u8> = parts.iter().flat_map(|part| part.iter().copied()).collect();
+    let packed = coding
+        .encode(&whole)
+        .map_err(|error| InferError::internal(format!("response cannot be compressed: {error}")))?;
+    head.headers.insert(CONTENT_ENCODING, HeaderValue::from_static(coding.name()));
+    Ok(Response::from_parts(head, packed.into()))
+}
+
+fn head_len(headers: &HeaderMap) -> Result<Option<usize>, InferError> {
+    let Some(value) = header(headers, &HEAD_LENGTH) else { return Ok(None) };
+    value.trim().parse().map(Some).map_err(|_| {
+        InferError::invalid(format!(
+            "Unable to parse Inference-Header-Content-Length: got '{value}', expected a length"
+        ))
+    })
+}
+
+fn header<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
+    headers.get(name).map(|value| value.to_str().unwrap_or("?"))
+}
+
+fn probe(is_fine: bool, otherwise: StatusCode) -> Reply {
+    reply(if is_fine { StatusCode::OK } else { otherwise }, TEXT, ReplyBody::empty())
+}
+
+fn plain_error(status: StatusCode, message: &str) -> Reply {
+    reply(status, TEXT, error_text(message))
+}
+
+fn error_reply(error: &InferError) -> Reply {
+    reply(http_status(error.kind), JSON, error_text(&error.message))
+}
+
+fn reply(status: StatusCode, content_type: HeaderValue, body: impl Into<ReplyBody>) -> Reply {
+    let mut reply = Response::new(body.into());
+    *reply.status_mut() = status;
+    reply.headers_mut().insert(CONTENT_TYPE, content_type);
+    reply
+}

@@ -1,0 +1,256 @@
+//! Infer responses as protobuf, written straight from what a model answered.
+//!
+//! The generated types would copy every name and shape of every token into maps and vectors first.
+//! Wire layout: `proto/grpc_service.proto`, `ModelInferResponse` and `ModelStreamInferResponse`.
+
+use bytes::{Buf, BufMut};
+use prost::encoding::{DecodeContext, WireType, encode_key, encode_varint, encoded_len_varint, key_len, skip_field};
+use prost::{DecodeError, Message};
+use serving::{InferResponse, Parameter, Tensor};
+
+/// `ModelInferResponse`. Every output has one entry in `raw_output_contents`.
+#[derive(Debug, Default)]
+pub struct InferReply {
+    /// What the model answered.
+    pub response: InferResponse,
+    /// Parameter `triton_final_response`, which only streams carry.
+    pub final_response: Option<bool>,
+}
+
+/// `ModelStreamInferResponse`.
+#[derive(Debug, Default)]
+pub struct StreamReply {
+    /// Why the request failed; empty when it did not.
+    pub error_message: String,
+    /// The response, or what an error echoes of its request.
+    pub reply: InferReply,
+}
+
+impl Message for InferReply {
+    fn encode_raw(&self, buffer: &mut impl BufMut) {
+        let response = &self.response;
+        put_string(1, &response.model_name, buffer);
+        put_string(2, &response.model_version, buffer);
+        put_string(3, &response.id, buffer);
+        for (key, value) in &response.parameters {
+            put_parameter(4, key, value, buffer);
+        }
+        if let Some(is_final) = self.final_response {
+            put_parameter(4, "triton_final_response", &Parameter::Bool(is_final), buffer);
+        }
+        for output in &response.outputs {
+            put_header(5, output_len(output), buffer);
+            put_string(1, &output.name, buffer);
+            put_string(2, output.datatype.name(), buffer);
+            put_shape(3, &output.shape, buffer);
+        }
+        for output in &response.outputs {
+            put_header(6, output.data.len(), buffer);
+            buffer.put_slice(&output.data);
+        }
+    }
+
+    fn encoded_len(&self) -> usize {
+        let response = &self.response;
+        let parameters = response.parameters.iter().map(|(key, value)| delimited_len(4, entry_len(key, value)));
+        let is_final = self
+            .final_response
+            .map_or(0, |is_final| delimited_len(4, entry_len("triton_final_response", &Parameter::Bool(is_final))));
+        let outputs = response
+            .outputs
+            .iter()
+            .map(|output| delimited_len(5, output_len(output)) + delimited_len(6, output.data.len()));
+        string_len(1, &response.model_name)
+            + string_len(2, &response.model_version)
+            + string_len(3, &response.id)
+            + parameters.sum::<usize>()
+            + is_final
+            + outputs.sum::<usize>()
+    }
+
+    fn merge_field(
+        &mut self,
+        tag: u32,
+        wire_type: WireType,
+        buffer: &mut impl Buf,
+        context: DecodeContext,
+    ) -> Result<(), DecodeError> {
+        skip_field(wire_type, tag, buffer, context) // A server only writes these.
+    }
+
+    fn clear(&mut self) {
+        *self = Self::default();
+    }
+}
+
+impl Message for StreamReply {
+    fn encode_raw(&self, buffer: &mut impl BufMut) {
+        put_string(1, &self.error_message, buffer);
+        put_header(2, self.reply.encoded_len(), buffer);
+        self.reply.encode_raw(buffer);
+    }
+
+    fn encoded_len(&self) -> usize {
+        string_len(1, &self.error_message) + delimited_len(2, self.reply.encoded_len())
+    }
+
+    fn merge_field(
+        &mut self,
+        tag: u32,
+        wire_type: WireType,
+        buffer: &mut impl Buf,
+        context: DecodeContext,
+    ) -> Result<(), DecodeError> {
+        skip_field(wire_type, tag, buffer, context) // A server only writes these.
+    }
+
+    fn clear(&mut self) {
+        *self = Self::default();
+    }
+}
+
+/// Key and length of a length-delimited field.
+fn put_header(tag: u32, length: usize, buffer: &mut impl BufMut) {
+    encode_key(tag, WireType::LengthDelimited, buffer);
+    encode_varint(length as u64, buffer);
+}
+
+fn delimited_len(tag: u32, length: usize) -> usize {
+    key_len(tag) + encoded_len_varint(length as u64) + length
+}
+
+/// proto3: an empty string is absent.
+fn put_string(tag: u32, value: &str, buffer: &mut impl BufMut) {
+    if !value.is_empty() {
+        put_header(tag, value.len(), buffer);
+        buffer.put_slice(value.as_bytes());
+    }
+}
+
+fn string_len(tag: u32, value: &str) -> usize {
+    if value.is_empty() { 0 } else { delimited_len(tag, value.len()) }
+}
+
+fn put_shape(tag: u32, shape: &[i64], buffer: &mut impl BufMut) {
+    if !shape.is_empty() {
+        put_header(tag, packed_len(shape), buffer);
+        shape.iter().for_each(|&size| encode_varint(size as u64, buffer));
+    }
+}
+
+fn packed_len(shape: &[i64]) -> usize {
+    shape.iter().map(|&size| encoded_len_varint(size as u64)).sum()
+}
+
+fn output_len(output: &Tensor) -> usize {
+    let shape = if output.shape.is_empty() { 0 } else { delimited_len(3, packed_len(&output.shape)) };
+    string_len(1, &output.name) + string_len(2, output.datatype.name()) + shape
+}
+
+/// One entry of `map<string, InferParameter>`. A chosen member is written even when it is zero.
+fn put_parameter(tag: u32, key: &str, value: &Parameter, buffer: &mut impl BufMut) {
+    put_header(tag, entry_len(key, value), buffer);
+    put_string(1, key, buffer);
+    put_header(2, parameter_len(value), buffer);
+    match value {
+        Parameter::Bool(value) => {
+            encode_key(1, WireType::Varint, buffer);
+            encode_varint(u64::from(*value), buffer);
+        }
+        Parameter::Int(value) => {
+            encode_key(2, WireType::Varint, buffer);
+            encode_varint(*value as u64, buffer);
+        }
+        Parameter::String(value) => {
+            put_header(3, value.len(), buffer);
+            buffer.put_slice(value.as_bytes());
+        }
+        Parameter::Double(value) => {
+            encode_key(4, WireType::SixtyFourBit, buffer);
+            buffer.put_f64_le(*value);
+        }
+    }
+}
+
+fn entry_len(key: &str, value: &Parameter) -> usize {
+    string_len(1, key) + delimited_len(2, parameter_len(value))
+}
+
+fn parameter_len(value: &Parameter) -> usize {
+    match value {
+        Parameter::Bool(_) => key_len(1) + 1,
+        Parameter::Int(value) => key_len(2) + encoded_len_varint(*value as u64),
+        Parameter::String(value) => delimited_len(3, value.len()),
+        Parameter::Double(_) => key_len(4) + 8,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use prost_reflect::{DescriptorPool, DynamicMessage};
+
+    fn decode(message: &str, bytes: &[u8]) -> serde_json::Value {
+        let pool = DescriptorPool::decode(crate::proto::DESCRIPTORS).unwrap();
+        let descriptor = pool.get_message_by_name(message).unwrap();
+        serde_json::to_value(DynamicMessage::decode(descriptor, bytes).unwrap()).unwrap()
+    }
+
+    fn every_kind_of_parameter() -> Vec<(String, Parameter)> {
+        vec![
+            ("b".into(), Parameter::Bool(false)),
+            ("i".into(), Parameter::Int(-7)),
+            ("d".into(), Parameter::Double(0.5)),
+            ("s".into(), Parameter::String(String::new())),
+        ]
+    }
+
+    #[test]
+    fn a_reply_reads_back_as_the_protocol_describes_it() {
+        let reply = StreamReply {
+            error_message: String::new(),
+            reply: InferReply {
+                response: InferResponse {
+                    model_name: "m".into(),
+                    model_version: "3".into(),
+                    id: "r".repeat(200),
+                    parameters: every_kind_of_parameter(),
+                    outputs: vec![
+                        Tensor::from_i32("OUT", &[1, 300], &[5; 300]),
+                        Tensor::from_i32("EMPTY", &[0], &[]),
+                        Tensor::from_i32("SCALAR", &[], &[1]),
+                    ],
+                    is_final: false,
+                },
+                final_response: Some(false),
+            },
+        };
+        let bytes = reply.encode_to_vec();
+        assert_eq!(bytes.len(), reply.encoded_len());
+        let read = decode("inference.ModelStreamInferResponse", &bytes);
+        let infer = &read["inferResponse"];
+        assert_eq!(infer["modelName"], "m");
+        assert_eq!(infer["modelVersion"], "3");
+        assert_eq!(infer["parameters"]["i"]["int64Param"], "-7");
+        assert_eq!(infer["parameters"]["b"]["boolParam"], false);
+        assert_eq!(infer["parameters"]["d"]["doubleParam"], 0.5);
+        assert_eq!(infer["parameters"]["s"]["stringParam"], "");
+        assert_eq!(infer["parameters"]["triton_final_response"]["boolParam"], false);
+        assert_eq!(infer["outputs"][0]["shape"], serde_json::json!(["1", "300"]));
+        assert_eq!(infer["outputs"].as_array().unwrap().len(), 3);
+        assert_eq!(infer["rawOutputContents"].as_array().unwrap().len(), 3);
+    }
+
+    #[test]
+    fn an_error_in_a_stream_echoes_the_request() {
+        let reply = StreamReply {
+            error_message: "no".into(),
+            reply: InferReply {
+                response: InferResponse { id: "7".into(), ..Default::default() },
+                final_response: None,
+            },
+        };
+        let read = decode("inference.ModelStreamInferResponse", &reply.encode_to_vec());
+        assert_eq!(read, serde_json::json!({"errorMessage": "no", "inferResponse": {"id": "7"}}));
+    }
+}

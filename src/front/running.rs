@@ -1,0 +1,121 @@
+//! The front's life: bind all ports or none, serve, drain, end.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::server::conn::{http1, http2};
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::net::TcpListener;
+
+use crate::config::Config;
+use crate::door::Server;
+use crate::grpc_service::grpc_service;
+use crate::kserve_http;
+use crate::listener::{Port, StartError, bind};
+use crate::state::State;
+
+/// Where the services listen, ports chosen by the system included.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Addresses {
+    /// KServe gRPC.
+    pub grpc: Option<SocketAddr>,
+    /// KServe HTTP.
+    pub http: Option<SocketAddr>,
+    /// Metrics.
+    pub metrics: Option<SocketAddr>,
+}
+
+/// The front while it serves. Dropping it leaves it serving; [`Running::shutdown`] ends it.
+pub struct Running {
+    addresses: Addresses,
+    state: Arc<State>,
+    ports: Vec<Port>,
+}
+
+/// HTTP/2 settings. A window of this size lets 1 MiB tensors through without a round trip.
+const WINDOW_BYTES: u32 = 4 << 20;
+const MAX_FRAME_BYTES: u32 = 1 << 20;
+const MAX_STREAMS: u32 = 4096;
+
+/// Binds every configured port, or none, and begins to serve on the current runtime.
+///
+/// # Errors
+/// When a setting cannot be, or a port cannot be had; the message names it.
+pub async fn start(config: Config, server: Arc<Server>) -> Result<Running, StartError> {
+    config.validate()?;
+    let grpc = listen("gRPC service", config.grpc.as_ref()).await?;
+    let http = listen("HTTP service", config.http.as_ref()).await?;
+    let state = Arc::new(State::new(config, server));
+    let mut running = Running { addresses: Addresses::default(), state: state.clone(), ports: Vec::new() };
+    if let Some(listener) = grpc {
+        running.addresses.grpc = Some(running.add(serve_grpc(listener, state.clone()), "gRPC service")?);
+    }
+    if let Some(listener) = http {
+        running.addresses.http = Some(running.add(serve_http(listener, state), "HTTP service")?);
+    }
+    Ok(running)
+}
+
+async fn listen(service: &'static str, address: Option<&crate::Address>) -> Result<Option<TcpListener>, StartError> {
+    match address {
+        Some(address) => bind(service, address).await.map(Some),
+        None => Ok(None),
+    }
+}
+
+fn serve_grpc(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port> {
+    let config = state.config.clone();
+    let service = grpc_service(state);
+    let mut builder = http2::Builder::new(TokioExecutor::new());
+    builder
+        .timer(TokioTimer::new())
+        .initial_stream_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(WINDOW_BYTES)
+        .max_frame_size(MAX_FRAME_BYTES)
+        .max_concurrent_streams(MAX_STREAMS)
+        .keep_alive_interval(Some(config.grpc_keepalive_time))
+        .keep_alive_timeout(config.grpc_keepalive_timeout);
+    Port::open(listener, config.max_connections, move |stream| {
+        builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(service.clone()))
+    })
+}
+
+fn serve_http(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port> {
+    let mut builder = http1::Builder::new();
+    builder.timer(TokioTimer::new()).header_read_timeout(state.config.http_header_timeout).pipeline_flush(true);
+    Port::open(listener, state.config.max_connections, move |stream| {
+        let state = state.clone();
+        builder.serve_connection(
+            TokioIo::new(stream),
+            service_fn(move |request| kserve_http::handle(state.clone(), request)),
+        )
+    })
+}
+
+impl Running {
+    fn add(&mut self, port: std::io::Result<Port>, service: &'static str) -> Result<SocketAddr, StartError> {
+        let unspecified = || crate::Address::new("", 0);
+        let port = port.map_err(|source| StartError::Listen { service, address: unspecified(), source })?;
+        let address = port.local_address();
+        self.ports.push(port);
+        Ok(address)
+    }
+
+    /// Where the services listen.
+    pub fn addresses(&self) -> Addresses {
+        self.addresses
+    }
+
+    /// Ends in good order: readiness answers "no" and new requests are refused while those in flight finish,
+    /// then the ports close. What is not finished after `deadline` is cut off.
+    ///
+    /// True when everything finished.
+    pub async fn shutdown(self, deadline: Duration) -> bool {
+        self.state.begin_drain();
+        let close = futures::future::join_all(self.ports.into_iter().map(Port::close));
+        tokio::time::timeout(deadline, close).await.is_ok()
+    }
+}

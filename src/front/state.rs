@@ -1,0 +1,80 @@
+//! What every protocol shares.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use serving::{InferError, InferResponse};
+
+use crate::Config;
+use crate::ask::OutputAsk;
+use crate::classification::classify;
+use crate::door::Server;
+use crate::settings::{LogSettings, TraceChanges, TraceSettings, TraceValues};
+use crate::shared_memory::SharedMemory;
+
+/// The models and the front's own state.
+pub struct State {
+    /// Settings.
+    pub config: Config,
+    /// The models.
+    pub server: Arc<Server>,
+    /// Regions that clients registered.
+    pub memory: SharedMemory,
+    /// What is logged.
+    pub log: LogSettings,
+    trace: TraceSettings,
+    is_draining: AtomicBool,
+}
+
+impl State {
+    /// Fresh state over `server`.
+    pub fn new(config: Config, server: Arc<Server>) -> Self {
+        let memory = SharedMemory::new(config.allow_client_shm, config.reserved_shm_prefixes.clone());
+        let (log, trace) = Default::default();
+        Self { config, server, memory, log, trace, is_draining: AtomicBool::new(false) }
+    }
+
+    /// Answers "not ready" from now on.
+    pub fn begin_drain(&self) {
+        self.is_draining.store(true, Ordering::Release);
+    }
+
+    /// Whether the server is about to end.
+    pub fn is_draining(&self) -> bool {
+        self.is_draining.load(Ordering::Acquire)
+    }
+
+    /// Whether requests are welcome.
+    pub fn is_ready(&self) -> bool {
+        !self.is_draining() && self.server.is_ready()
+    }
+
+    /// Changes trace settings of a model, or the server's when `model` is empty, and tells them all.
+    ///
+    /// # Errors
+    /// When there is no such model, or a value cannot be.
+    pub fn update_trace(&self, model: &str, changes: TraceChanges) -> Result<TraceValues, InferError> {
+        if !model.is_empty() && self.server.model_is_ready(model, "").is_err() {
+            return Err(InferError::invalid(format!("Request for unknown model : {model}")));
+        }
+        if changes.is_empty() { Ok(self.trace.get(model)) } else { self.trace.update(model, changes) }
+    }
+
+    /// Brings the outputs into the form that the client asked for.
+    ///
+    /// # Errors
+    /// When an output cannot take that form.
+    pub fn deliver(&self, asks: &[OutputAsk], mut response: InferResponse) -> Result<InferResponse, InferError> {
+        for ask in asks {
+            let Some(output) = response.outputs.iter_mut().find(|output| output.name == ask.name) else { continue };
+            if ask.num_classes > 0 {
+                *output = classify(output, ask.num_classes, true, None)?;
+            }
+            if let Some(region) = &ask.region {
+                self.memory.write(region, &output.name, &output.data)?;
+                output.data.clear();
+            }
+        }
+        Ok(response)
+    }
+}

@@ -1,0 +1,33 @@
+//! The one table from error kinds to what each protocol says.
+
+use http::StatusCode;
+use serving::{ErrorKind, InferError};
+use tonic::{Code, Status};
+
+/// The gRPC code of an error kind.
+pub fn grpc_code(kind: ErrorKind) -> Code {
+    codes(kind).0
+}
+
+/// The HTTP status of an error kind.
+pub fn http_status(kind: ErrorKind) -> StatusCode {
+    codes(kind).1
+}
+
+fn codes(kind: ErrorKind) -> (Code, StatusCode) {
+    match kind {
+        ErrorKind::Unknown => (Code::Unknown, StatusCode::BAD_REQUEST),
+        ErrorKind::Internal => (Code::Internal, StatusCode::INTERNAL_SERVER_ERROR),
+        ErrorKind::NotFound => (Code::NotFound, StatusCode::NOT_FOUND),
+        ErrorKind::InvalidArgument => (Code::InvalidArgument, StatusCode::BAD_REQUEST),
+        ErrorKind::Unavailable => (Code::Unavailable, StatusCode::SERVICE_UNAVAILABLE),
+        ErrorKind::Unsupported => (Code::Unimplemented, StatusCode::NOT_IMPLEMENTED),
+        ErrorKind::AlreadyExists => (Code::AlreadyExists, StatusCode::BAD_REQUEST),
+        ErrorKind::Cancelled => (Code::Cancelled, StatusCode::BAD_REQUEST),
+    }
+}
+
+/// The gRPC status of an error, with its words.
+pub fn grpc_status(error: InferError) -> Status {
+    Status::new(grpc_code(error.kind), error.message)
+}

@@ -1,0 +1,231 @@
+//! `ModelStreamInfer`: many requests at once over one stream, their responses as they come.
+//!
+//! One future drives it all: no task, channel or copy per response. What is ready at once is encoded into one write.
+//! Dropping it, as happens when the client leaves, cancels every request.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use futures::stream::SelectAll;
+use futures::{Stream, StreamExt};
+use serving::{InferError, InferResponse, ResponseStream};
+use tonic::{Status, Streaming};
+
+use crate::grpc_request::{self, Asked};
+use crate::proto::ModelInferRequest;
+use crate::reply::{InferReply, StreamReply};
+use crate::state::State;
+use crate::status::grpc_status;
+
+/// The responses of one RPC.
+pub struct InferStream {
+    state: Arc<State>,
+    requests: Option<Streaming<ModelInferRequest>>,
+    active: SelectAll<ActiveRequest>,
+    /// Whether the first error ends the RPC with its code (`triton_grpc_error: true`).
+    ends_on_error: bool,
+    is_over: bool,
+}
+
+/// One accepted request: its responses, and what they echo.
+struct ActiveRequest {
+    state: Arc<State>,
+    asked: Asked,
+    is_decoupled: bool,
+    responses: Option<ResponseStream>,
+}
+
+/// A reply, or the error that ends one request.
+enum Event {
+    Reply(Box<StreamReply>),
+    Failure(Box<Failure>),
+}
+
+struct Failure {
+    error: InferError,
+    reply: StreamReply,
+}
+
+impl InferStream {
+    /// Answers `requests`.
+    pub fn new(state: Arc<State>, requests: Streaming<ModelInferRequest>, ends_on_error: bool) -> Self {
+        Self { state, requests: Some(requests), active: SelectAll::new(), ends_on_error, is_over: false }
+    }
+
+    /// Takes on requests until none is waiting or the stream is full. Returns a request that could not be accepted.
+    fn poll_requests(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Event, Status>>> {
+        loop {
+            if self.is_full() {
+                return Poll::Pending; // The end of a request wakes this again.
+            }
+            let Some(requests) = &mut self.requests else { return Poll::Ready(None) };
+            match ready!(requests.poll_next_unpin(context)) {
+                Some(Ok(message)) => {
+                    let id = message.id.clone();
+                    match ActiveRequest::start(self.state.clone(), message) {
+                        Ok(request) => self.active.push(request),
+                        Err(error) => return Poll::Ready(Some(Ok(Event::refused(id, error)))),
+                    }
+                }
+                Some(Err(status)) => return Poll::Ready(Some(Err(status))),
+                None => self.requests = None,
+            }
+        }
+    }
+
+    fn is_full(&self) -> bool {
+        self.active.len() >= self.state.config.max_requests_per_stream
+    }
+
+    fn settle(&mut self, event: Result<Event, Status>) -> Result<StreamReply, Status> {
+        match event {
+            Ok(Event::Reply(reply)) => Ok(*reply),
+            Ok(Event::Failure(failure)) if self.ends_on_error => {
+                self.end();
+                Err(grpc_status(failure.error))
+            }
+            Ok(Event::Failure(failure)) => Ok(failure.reply),
+            Err(status) => {
+                self.end();
+                Err(status)
+            }
+        }
+    }
+
+    /// Cancels what is in flight.
+    fn end(&mut self) {
+        self.is_over = true;
+        self.requests = None;
+        self.active.clear();
+    }
+}
+
+impl Stream for InferStream {
+    type Item = Result<StreamReply, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        if self.is_over {
+            return Poll::Ready(None);
+        }
+        loop {
+            if let Poll::Ready(Some(event)) = self.poll_requests(context) {
+                return Poll::Ready(Some(self.settle(event)));
+            }
+            let was_full = self.is_full();
+            match self.active.poll_next_unpin(context) {
+                Poll::Ready(Some(event)) => return Poll::Ready(Some(self.settle(Ok(event)))),
+                _ if was_full && !self.is_full() => {} // There is room for waiting requests again.
+                Poll::Ready(None) if self.requests.is_none() => return Poll::Ready(None),
+                _ => return Poll::Pending,
+            }
+        }
+    }
+}
+
+impl Event {
+    /// A request that no model took: only its id is echoed.
+    fn refused(id: String, error: InferError) -> Self {
+        let response = InferResponse { id, ..InferResponse::default() };
+        Event::failed(error, InferReply { response, final_response: None })
+    }
+
+    fn failed(error: InferError, reply: InferReply) -> Self {
+        let reply = StreamReply { error_message: error.message.clone(), reply };
+        Event::Failure(Box::new(Failure { error, reply }))
+    }
+}
+
+impl ActiveRequest {
+    fn start(state: Arc<State>, message: ModelInferRequest) -> Result<Self, InferError> {
+        let mut asked = grpc_request::read(message, &state.memory)?;
+        let is_decoupled = state.server.is_decoupled(&asked.request.model_name, &asked.request.model_version)?;
+        let echo = serving::InferRequest {
+            model_name: asked.request.model_name.clone(),
+            model_version: asked.request.model_version.clone(),
+            id: asked.request.id.clone(),
+            ..Default::default()
+        };
+        let request = std::mem::replace(&mut asked.request, echo);
+        let responses = state.server.infer(request)?;
+        Ok(Self { state, asked, is_decoupled, responses: Some(responses) })
+    }
+
+    /// The response as a reply; `None` for an empty final one that the client did not ask for.
+    fn reply(&self, response: InferResponse) -> Option<Event> {
+        let is_final = response.is_final || !self.is_decoupled;
+        if self.is_decoupled && response.is_final && response.outputs.is_empty() {
+            return self.asked.wants_empty_final.then(|| self.empty_final());
+        }
+        match self.state.deliver(&self.asked.outputs, response) {
+            Ok(response) => {
+                let reply = InferReply { response, final_response: Some(is_final) };
+                Some(Event::Reply(Box::new(StreamReply { error_message: String::new(), reply })))
+            }
+            Err(error) => Some(self.failure(error, is_final)),
+        }
+    }
+
+    fn empty_final(&self) -> Event {
+        let reply = InferReply { response: self.echo(), final_response: Some(true) };
+        Event::Reply(Box::new(StreamReply { error_message: String::new(), reply }))
+    }
+
+    fn failure(&self, error: InferError, is_final: bool) -> Event {
+        Event::failed(error, InferReply { response: self.echo(), final_response: Some(is_final) })
+    }
+
+    fn echo(&self) -> InferResponse {
+        let request = &self.asked.request;
+        InferResponse { model_name: request.model_name.clone(), id: request.id.clone(), ..InferResponse::default() }
+    }
+}
+
+impl Stream for ActiveRequest {
+    type Item = Event;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        while let Some(responses) = &mut self.responses {
+            match ready!(responses.poll_next_unpin(context)) {
+                Some(Ok(response)) => {
+                    if response.is_final {
+                        self.responses = None;
+                    }
+                    if let Some(event) = self.reply(response) {
+                        return Poll::Ready(Some(event));
+                    }
+                }
+                Some(Err(error)) => {
+                    self.responses = None;
+                    return Poll::Ready(Some(self.failure(error, true)));
+                }
+                None => {
+                    self.responses = None;
+                    let model = &self.asked.request.model_name;
+                    let error = crate::ask::broken_contract(model, "ended without a final response");
+                    return Poll::Ready(Some(self.failure(error, true)));
+                }
+            }
+        }
+        Poll::Ready(None)
+    }
+}
+
+/// The one response of a model that is not decoupled.
+///
+/// # Errors
+/// The model's own, or that it did not answer exactly once.
+pub async fn single_response(model: &str, mut responses: ResponseStream) -> Result<InferResponse, InferError> {
+    let no_response = || crate::ask::broken_contract(model, "ended without a response");
+    let response = responses.next_response().await.ok_or_else(no_response)??;
+    let mut is_over = response.is_final;
+    while !is_over {
+        let Some(next) = responses.next_response().await else { break };
+        let next = next?;
+        if !next.outputs.is_empty() {
+            return Err(crate::ask::broken_contract(model, "answered more than once and is not decoupled"));
+        }
+        is_over = next.is_final;
+    }
+    Ok(response)
+}
