@@ -43,6 +43,8 @@ pub mod gated_activation;
 pub mod gather_rows;
 mod gpu;
 mod images;
+pub mod library;
+pub mod library_gemm;
 mod memory;
 pub mod paged_attention;
 mod queue;

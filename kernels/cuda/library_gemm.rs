@@ -1,0 +1,350 @@
+//! Matrix products by cuBLASLt, its algorithm picked by measurement once per shape and kept on disk.
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::mem::MaybeUninit;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use cudarc::cublaslt::sys;
+use half::bf16;
+
+use super::error::ensure;
+use super::{CudaError, DeviceBuffer, Event, Gpu, Queue, Span, library};
+
+/// Scratch that algorithms may use.
+const WORKSPACE_BYTES: usize = 64 << 20;
+/// Algorithms measured for a shape.
+const CANDIDATES: usize = 8;
+/// Timed runs of each.
+const RUNS: usize = 3;
+/// Descriptors kept; step sizes vary, so the map is emptied when it is full.
+const MAX_PLANS: usize = 4096;
+
+/// `y [m, n] = x [m, k] @ w [n, k]^T (+ bias [n])`: bf16 operands, fp32 sums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct GemmShape {
+    /// Rows of x and y.
+    pub m: usize,
+    /// Rows of w, columns of y.
+    pub n: usize,
+    /// Columns of x and w.
+    pub k: usize,
+    /// Elements from one row of y to the next.
+    pub stride: usize,
+    /// Whether y is f32; else bf16.
+    pub to_f32: bool,
+}
+
+/// Operands of a product.
+#[derive(Debug, Clone, Copy)]
+pub struct GemmBuffers {
+    /// `[m, stride]`.
+    pub y: Span,
+    /// `[m, k]` bf16.
+    pub x: Span,
+    /// `[n, k]` bf16.
+    pub w: Span,
+    /// `[n]` bf16, or [`Span::NULL`].
+    pub bias: Span,
+}
+
+/// What an algorithm was measured for: the shape with `m` rounded up to a power of two.
+type ChoiceKey = (usize, usize, usize, bool, bool);
+
+/// cuBLASLt with its scratch and what it learned.
+pub struct LibraryGemm {
+    handle: sys::cublasLtHandle_t,
+    workspace: DeviceBuffer,
+    plans: HashMap<(GemmShape, bool), Plan>,
+    choices: HashMap<ChoiceKey, [u64; 8]>,
+    file: Option<PathBuf>,
+}
+
+// SAFETY: the handle may be used from any thread, one at a time, which `&mut self` sees to.
+unsafe impl Send for LibraryGemm {}
+
+/// Descriptors of one shape.
+struct Plan {
+    product: sys::cublasLtMatmulDesc_t,
+    w: sys::cublasLtMatrixLayout_t,
+    x: sys::cublasLtMatrixLayout_t,
+    y: sys::cublasLtMatrixLayout_t,
+    algorithm: sys::cublasLtMatmulAlgo_t,
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        // SAFETY: created in `Plan::new`, destroyed once.
+        unsafe {
+            sys::cublasLtMatmulDescDestroy(self.product);
+            for layout in [self.w, self.x, self.y] {
+                sys::cublasLtMatrixLayoutDestroy(layout);
+            }
+        }
+    }
+}
+
+fn check(status: sys::cublasStatus_t, call: &str) -> Result<(), CudaError> {
+    match status {
+        sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(()),
+        status => Err(CudaError::Library { call: call.to_owned(), reason: format!("{status:?}") }),
+    }
+}
+
+impl LibraryGemm {
+    /// Loads cuBLASLt; `folders` as in [`library::load`]. Choices are read from and added to a file in `cache_dir`.
+    pub fn new(gpu: &Arc<Gpu>, folders: &[PathBuf], cache_dir: Option<&PathBuf>) -> Result<Self, CudaError> {
+        std::mem::forget(library::load("libcublasLt.so.13", folders)?);
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the library is loaded; `handle` is writable.
+        check(unsafe { sys::cublasLtCreate(&mut handle) }, "cublasLtCreate")?;
+        // SAFETY: takes nothing.
+        let version = unsafe { sys::cublasLtGetVersion() };
+        let name = format!("cublaslt-{version}-{}.txt", gpu.name().replace([' ', '/'], "_"));
+        let file = cache_dir.map(|folder| folder.join(name));
+        let choices = file.as_ref().and_then(|path| std::fs::read_to_string(path).ok()).map_or_else(HashMap::new, |t| parse(&t));
+        let workspace = DeviceBuffer::new(gpu, WORKSPACE_BYTES)?;
+        Ok(Self { handle, workspace, plans: HashMap::new(), choices, file })
+    }
+
+    /// Bytes of device memory that it holds.
+    pub fn workspace_bytes(&self) -> usize {
+        WORKSPACE_BYTES
+    }
+
+    /// Queues the product. The first use of a shape measures algorithms and waits, so it may not be captured into a graph.
+    pub fn run(&mut self, q: &Queue, shape: GemmShape, buffers: GemmBuffers) -> Result<(), CudaError> {
+        let GemmBuffers { y, x, w, bias } = buffers;
+        let GemmShape { m, n, k, stride, to_f32 } = shape;
+        let op = "library_gemm";
+        ensure!(op, m > 0 && n > 0 && k > 0 && stride >= n, "m {m}, n {n}, k {k}, stride {stride}");
+        ensure!(op, x.count::<bf16>() >= m * k, "x is shorter than {m} x {k}");
+        ensure!(op, w.count::<bf16>() >= n * k, "w is shorter than {n} x {k}");
+        let element = if to_f32 { 4 } else { 2 };
+        ensure!(op, y.bytes() >= ((m - 1) * stride + n) * element, "y is shorter than {m} x {stride}");
+        ensure!(op, bias.is_null() || bias.count::<bf16>() >= n, "bias is shorter than {n}");
+        let key = (shape, !bias.is_null());
+        if !self.plans.contains_key(&key) {
+            let plan = self.plan(q, shape, buffers)?;
+            if self.plans.len() >= MAX_PLANS {
+                self.plans.clear();
+            }
+            self.plans.insert(key, plan);
+        }
+        self.plans[&key].run(self.handle, q, buffers, &self.workspace)
+    }
+
+    fn plan(&mut self, q: &Queue, shape: GemmShape, buffers: GemmBuffers) -> Result<Plan, CudaError> {
+        let has_bias = !buffers.bias.is_null();
+        let mut plan = Plan::new(shape, has_bias)?;
+        plan.set_bias(buffers.bias)?;
+        let choice_key = (shape.m.next_power_of_two(), shape.n, shape.k, shape.to_f32, has_bias);
+        if let Some(choice) = self.choices.get(&choice_key) {
+            plan.algorithm.data = *choice;
+            if plan.is_usable(self.handle) {
+                return Ok(plan);
+            }
+        }
+        let candidates = plan.candidates(self.handle)?;
+        let mut best: Option<(f32, sys::cublasLtMatmulAlgo_t)> = None;
+        for candidate in candidates {
+            plan.algorithm = candidate;
+            let Ok(ms) = plan.measure(self.handle, q, buffers, &self.workspace) else { continue };
+            if best.is_none_or(|(least, _)| ms < least) {
+                best = Some((ms, candidate));
+            }
+        }
+        let none = || CudaError::Library { call: "cublasLtMatmul".into(), reason: format!("no algorithm for {shape:?}") };
+        plan.algorithm = best.ok_or_else(none)?.1;
+        self.choices.insert(choice_key, plan.algorithm.data);
+        self.save();
+        Ok(plan)
+    }
+
+    /// Keeps what was learned; that it cannot be kept costs only the next start's time.
+    fn save(&self) {
+        let Some(path) = &self.file else { return };
+        let mut text = String::new();
+        for ((m, n, k, to_f32, bias), words) in &self.choices {
+            let words: Vec<String> = words.iter().map(|word| format!("{word:016x}")).collect();
+            let _ = writeln!(text, "{m} {n} {k} {} {} {}", u8::from(*to_f32), u8::from(*bias), words.join(" "));
+        }
+        let temporary = path.with_extension(format!("{}", std::process::id()));
+        let folder_stands = path.parent().is_none_or(|folder| std::fs::create_dir_all(folder).is_ok());
+        if folder_stands && std::fs::write(&temporary, text).is_ok() {
+            let _ = std::fs::rename(&temporary, path);
+        }
+    }
+}
+
+/// Lines of m, n, k, to_f32, bias and eight hexadecimal words; others are passed over.
+fn parse(text: &str) -> HashMap<ChoiceKey, [u64; 8]> {
+    let line = |line: &str| {
+        let mut fields = line.split_whitespace();
+        let mut number = || fields.next()?.parse::<usize>().ok();
+        let key = (number()?, number()?, number()?, number()? == 1, number()? == 1);
+        let words: Vec<u64> = fields.map_while(|field| u64::from_str_radix(field, 16).ok()).collect();
+        Some((key, words.try_into().ok()?))
+    };
+    text.lines().filter_map(line).collect()
+}
+
+impl Plan {
+    /// In the library's column-major terms y^T [n, m] = w [k, n]^T x [k, m].
+    fn new(shape: GemmShape, has_bias: bool) -> Result<Self, CudaError> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let GemmShape { m, n, k, stride, to_f32 } = shape;
+        let half = sys::cudaDataType_t::CUDA_R_16BF;
+        let out = if to_f32 { sys::cudaDataType_t::CUDA_R_32F } else { half };
+        let null = std::ptr::null_mut();
+        let mut plan = Self { product: null, w: null.cast(), x: null.cast(), y: null.cast(), algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] } };
+        let transposed: i32 = 1;
+        let epilogue = if has_bias {
+            sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS
+        } else {
+            sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT
+        };
+        // SAFETY: out pointers are writable; attributes have the sizes that the library documents.
+        unsafe {
+            let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+            let created = sys::cublasLtMatmulDescCreate(&mut plan.product, compute, sys::cudaDataType_t::CUDA_R_32F);
+            check(created, "cublasLtMatmulDescCreate")?;
+            plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &transposed)?;
+            plan.set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+            if has_bias {
+                plan.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &half)?;
+            }
+            let layouts = [(&mut plan.w, half, k, n, k), (&mut plan.x, half, k, m, k), (&mut plan.y, out, n, m, stride)];
+            for (layout, dtype, rows, cols, ld) in layouts {
+                let created = sys::cublasLtMatrixLayoutCreate(layout, dtype, rows as u64, cols as u64, ld as i64);
+                check(created, "cublasLtMatrixLayoutCreate")?;
+            }
+        }
+        Ok(plan)
+    }
+
+    fn set<T>(&self, attribute: sys::cublasLtMatmulDescAttributes_t, value: &T) -> Result<(), CudaError> {
+        let pointer = std::ptr::from_ref(value).cast();
+        // SAFETY: a live descriptor; the value has the size that the library documents for the attribute.
+        let status = unsafe { sys::cublasLtMatmulDescSetAttribute(self.product, attribute, pointer, size_of::<T>()) };
+        check(status, "cublasLtMatmulDescSetAttribute")
+    }
+
+    fn set_bias(&self, bias: Span) -> Result<(), CudaError> {
+        if bias.is_null() {
+            return Ok(());
+        }
+        self.set(sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.address())
+    }
+
+    /// Algorithms that the library thinks best, best first.
+    fn candidates(&self, handle: sys::cublasLtHandle_t) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, CudaError> {
+        let mut preference = std::ptr::null_mut();
+        let mut results = [const { MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed() }; CANDIDATES];
+        let mut count = 0;
+        let attribute = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        let bytes = WORKSPACE_BYTES;
+        // SAFETY: live descriptors, room for CANDIDATES results, of which the first `count` are written.
+        unsafe {
+            check(sys::cublasLtMatmulPreferenceCreate(&mut preference), "cublasLtMatmulPreferenceCreate")?;
+            let pointer = std::ptr::from_ref(&bytes).cast();
+            let set = sys::cublasLtMatmulPreferenceSetAttribute(preference, attribute, pointer, size_of::<usize>());
+            let found = sys::cublasLtMatmulAlgoGetHeuristic(
+                handle,
+                self.product,
+                self.w,
+                self.x,
+                self.y,
+                self.y,
+                preference,
+                CANDIDATES as i32,
+                results.as_mut_ptr().cast(),
+                &mut count,
+            );
+            sys::cublasLtMatmulPreferenceDestroy(preference);
+            check(set, "cublasLtMatmulPreferenceSetAttribute")?;
+            check(found, "cublasLtMatmulAlgoGetHeuristic")?;
+            Ok(results[..count as usize].iter().map(|result| result.assume_init().algo).collect())
+        }
+    }
+
+    /// Whether the algorithm runs these descriptors within the workspace.
+    fn is_usable(&self, handle: sys::cublasLtHandle_t) -> bool {
+        let mut result = MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
+        // SAFETY: live descriptors; the result is plain data for which zero is valid.
+        unsafe {
+            let status = sys::cublasLtMatmulAlgoCheck(
+                handle,
+                self.product,
+                self.w,
+                self.x,
+                self.y,
+                self.y,
+                &self.algorithm,
+                result.as_mut_ptr(),
+            );
+            status == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && result.assume_init().workspaceSize <= WORKSPACE_BYTES
+        }
+    }
+
+    /// Milliseconds of one run, after one to warm up.
+    fn measure(
+        &self,
+        handle: sys::cublasLtHandle_t,
+        q: &Queue,
+        buffers: GemmBuffers,
+        workspace: &DeviceBuffer,
+    ) -> Result<f32, CudaError> {
+        let (start, end) = (Event::new(true)?, Event::new(true)?);
+        self.run(handle, q, buffers, workspace)?;
+        start.record(q)?;
+        for _ in 0..RUNS {
+            self.run(handle, q, buffers, workspace)?;
+        }
+        end.record(q)?;
+        end.wait()?;
+        Ok(end.ms_since(&start)? / RUNS as f32)
+    }
+
+    fn run(
+        &self,
+        handle: sys::cublasLtHandle_t,
+        q: &Queue,
+        buffers: GemmBuffers,
+        workspace: &DeviceBuffer,
+    ) -> Result<(), CudaError> {
+        let (alpha, beta) = (1.0f32, 0.0f32);
+        self.set_bias(buffers.bias)?;
+        // SAFETY: live descriptors and handle; `LibraryGemm::run` checked that the spans hold the operands.
+        let status = unsafe {
+            sys::cublasLtMatmul(
+                handle,
+                self.product,
+                std::ptr::from_ref(&alpha).cast(),
+                buffers.w.address() as *const _,
+                self.w,
+                buffers.x.address() as *const _,
+                self.x,
+                std::ptr::from_ref(&beta).cast(),
+                buffers.y.address() as *const _,
+                self.y,
+                buffers.y.address() as *mut _,
+                self.y,
+                &self.algorithm,
+                workspace.span().address() as *mut _,
+                WORKSPACE_BYTES,
+                q.raw().cast(),
+            )
+        };
+        check(status, "cublasLtMatmul")
+    }
+}
+
+impl Drop for LibraryGemm {
+    fn drop(&mut self) {
+        self.plans.clear();
+        // SAFETY: created in `new`, destroyed once.
+        unsafe { sys::cublasLtDestroy(self.handle) };
+    }
+}
