@@ -1,1 +1,27 @@
-//! CPU kernels.
+//! CPU kernels: one safe wrapper per op, over f32 activations and weights in the checkpoint's own type.
+//!
+//! Every result has one summation order, whatever else is in the step: an output is a sum along `K` in lanes,
+//! lanes are added at the end, and threads share out outputs, never sums. So a row's bits depend on that row alone.
+
+mod activation;
+mod attention;
+mod buffer;
+mod dot;
+mod exp;
+mod isa;
+mod linear;
+mod norm;
+mod pool;
+mod rope;
+mod rows;
+
+pub use activation::{Gate, gate};
+pub use attention::{Attention, AttentionRow, KvCache, KvType};
+pub use buffer::Buffer;
+pub use exp::exp;
+pub use isa::Isa;
+pub use linear::{Matrix, PackedInput, WeightType, linear, read_weights};
+pub use norm::{add_rms_norm, rms_norm};
+pub use pool::Pool;
+pub use rope::rotate;
+pub use rows::map_rows;

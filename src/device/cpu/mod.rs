@@ -1,1 +1,500 @@
-//! The CPU device.
+//! The CPU device: bf16, f16 or f32 weights straight from the mapped checkpoint, f32 activations, threads of one pool.
+//!
+//! A row's tokens depend on that row alone, bit for bit: kernels have one summation order whatever else is in the
+//! step (`kernels::cpu`), the group adds parts in rank order, and draws are functions of seed and position.
+//! Steps run to their end inside [`Device::run_step`].
+
+mod group;
+mod rows;
+mod sampler;
+mod weights;
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use engine::{RowId, SampledToken, SamplingParams, TokenId};
+use kernels::cpu::{self as k, Buffer, Isa, KvCache, KvType, PackedInput, Pool};
+
+use crate::{
+    Activation, AttentionSpec, Device, DeviceError, LinearRole, MemoryPlan, SampleInput, StepInputs, StepLimits,
+    TOKEN_ON_DEVICE, TensorParallel, WeightSlice,
+};
+use group::Group;
+pub use group::GroupConfig;
+use rows::Row;
+pub use weights::CpuWeight;
+
+/// How a [`CpuDevice`] is made.
+#[derive(Debug, Clone)]
+pub struct CpuConfig {
+    /// Threads that compute, the caller's included: cores of the node divided by its workers.
+    pub threads: usize,
+    /// Bounds of every step.
+    pub limits: StepLimits,
+    /// Bytes for KV blocks; `None` takes half of what the system has available, shared by the group's workers.
+    pub kv_memory_bytes: Option<u64>,
+    /// The tensor-parallel group, when there is more than one worker.
+    pub group: Option<GroupConfig>,
+}
+
+/// A CPU as a [`Device`].
+pub struct CpuDevice {
+    config: CpuConfig,
+    pool: Pool,
+    isa: Isa,
+    group: Option<Group>,
+    rows: Vec<Row>,
+    cache: Option<Cache>,
+    inputs: StepInputs,
+    token_ids: Vec<u32>,           // [T] of the current step, none left on the device
+    packed: PackedInput,           // inputs of the linear layer at work
+    widest_input: usize,           // `K` of the widest linear layer
+    sampled: Buffer<f32>,          // [S, E]
+    local_logits: Buffer<f32>,     // [S, V of this worker], where the vocabulary is split
+    logits: Buffer<f32>,           // [S, V]
+    vocab_offsets: Vec<usize>,     // where each worker's share of the vocabulary starts, and the end
+    results: VecDeque<Vec<SampledToken>>,
+    weights_bytes: u64,
+    workspace_bytes: u64,
+    widest_weight: Option<KvType>, // what KV blocks must hold to be as exact as the weights
+}
+
+/// KV blocks and what attention needs beside them.
+struct Cache {
+    kv: KvCache,
+    spec: AttentionSpec,
+    num_blocks: usize,
+}
+
+/// An activation buffer `[max_tokens, cols]`.
+pub struct CpuTensor {
+    data: Buffer<f32>,
+    cols: usize,
+}
+
+impl CpuTensor {
+    fn rows(&self, rows: usize) -> &[f32] {
+        &self.data[..rows * self.cols]
+    }
+
+    fn rows_mut(&mut self, rows: usize) -> &mut [f32] {
+        &mut self.data[..rows * self.cols]
+    }
+}
+
+impl CpuDevice {
+    /// Starts the threads and joins the group.
+    ///
+    /// # Errors
+    /// When the group's shared memory cannot be had, or another worker does not come in time.
+    pub fn new(config: CpuConfig) -> Result<Self, DeviceError> {
+        let limits = config.limits;
+        let group = config.group.clone().map(Group::join).transpose()?;
+        let row = || Row::with_capacity(limits.max_sequence_len + 1);
+        let logits = Buffer::new(limits.max_rows * limits.vocab_size);
+        Ok(Self {
+            pool: Pool::new(config.threads),
+            isa: Isa::detect(),
+            group,
+            rows: (0..limits.max_rows).map(|_| row()).collect(),
+            cache: None,
+            inputs: StepInputs::default(),
+            token_ids: Vec::with_capacity(limits.max_tokens),
+            packed: PackedInput::new(0, 0),
+            widest_input: 0,
+            sampled: Buffer::new(0),
+            local_logits: Buffer::new(0),
+            workspace_bytes: size_of_val(&*logits) as u64,
+            logits,
+            vocab_offsets: Vec::new(),
+            results: VecDeque::new(),
+            weights_bytes: 0,
+            widest_weight: None,
+            config,
+        })
+    }
+
+    /// Uses lesser instructions than the processor has, to compare them.
+    pub fn set_isa(&mut self, isa: Isa) {
+        self.isa = isa.min(Isa::detect());
+    }
+
+    fn num_tokens(&self) -> usize {
+        self.token_ids.len()
+    }
+
+    fn cache(&self) -> &Cache {
+        self.cache.as_ref().expect("`allocate_cache` is called before the first step")
+    }
+
+    /// The step's tokens, with those that only this device knows filled in.
+    fn resolve_tokens(&mut self) -> Result<(), DeviceError> {
+        let inputs = &self.inputs;
+        self.token_ids.clear();
+        for (index, row) in inputs.rows.iter().enumerate() {
+            let known = self.rows.get(row.0 as usize).ok_or_else(|| beyond("row", row.0, self.config.limits.max_rows))?;
+            for token in &inputs.token_ids[inputs.row_starts[index] as usize..inputs.row_starts[index + 1] as usize] {
+                let last = || known.tokens().last().copied().unwrap_or(u32::MAX);
+                let token = if *token == TOKEN_ON_DEVICE { last() } else { *token };
+                if token as usize >= self.config.limits.vocab_size {
+                    return Err(beyond("token", token, self.config.limits.vocab_size));
+                }
+                self.token_ids.push(token);
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses a step that would leave a buffer.
+    fn check_inputs(&self) -> Result<(), DeviceError> {
+        let (inputs, limits, cache) = (&self.inputs, &self.config.limits, self.cache());
+        let tokens = inputs.num_tokens();
+        let shaped = inputs.row_starts.len() == inputs.num_rows() + 1
+            && inputs.row_starts[0] == 0
+            && inputs.row_starts.is_sorted()
+            && inputs.row_starts[inputs.num_rows()] as usize == tokens
+            && inputs.positions.len() == tokens
+            && inputs.slots.len() == tokens
+            && inputs.block_tables.len() == inputs.num_rows() * inputs.max_blocks;
+        if !shaped || tokens > limits.max_tokens || inputs.samples.len() > limits.max_rows {
+            let (found, rows) = (format!("{tokens} tokens of {} rows", inputs.num_rows()), limits.max_rows);
+            let expected = format!("arrays of one length, {} tokens and {rows} rows at most", limits.max_tokens);
+            return Err(DeviceError::Unsupported { what: format!("step {}", inputs.step), found, expected });
+        }
+        let slots = cache.num_blocks * cache.spec.block_size;
+        let positions = 2 * cache.spec.rope.cos.len() / cache.spec.head_dim;
+        let bound = |what: &str, values: &[u32], bound: usize| match values.iter().find(|v| **v as usize >= bound) {
+            Some(value) => Err(beyond(what, *value, bound)),
+            None => Ok(()),
+        };
+        bound("slot", &inputs.slots, slots)?;
+        bound("position", &inputs.positions, positions)?;
+        bound("block", &inputs.block_tables, cache.num_blocks)?;
+        for (index, starts) in inputs.row_starts.windows(2).enumerate() {
+            let positions = &inputs.positions[starts[0] as usize..starts[1] as usize];
+            if let Some(last) = positions.last()
+                && inputs.block_table(index).len() * cache.spec.block_size <= *last as usize
+            {
+                return Err(beyond("position", *last, inputs.max_blocks * cache.spec.block_size));
+            }
+        }
+        for SampleInput { row, token_index, .. } in &inputs.samples {
+            bound("row", &[row.0], limits.max_rows)?;
+            bound("token index", &[*token_index], tokens)?;
+        }
+        Ok(())
+    }
+
+    /// Where the workers' shares of the vocabulary start, from the head's own.
+    fn learn_vocabulary(&mut self, own: Range<usize>) -> Result<(), DeviceError> {
+        let tp = self.tensor_parallel();
+        let Some(group) = &mut self.group else {
+            self.vocab_offsets = vec![0, own.len()];
+            return Ok(());
+        };
+        let ones: Vec<usize> = (0..=tp.size as usize).collect();
+        let mut starts = vec![0.0; tp.size as usize];
+        // Token ids are below 2^24, so f32 holds them.
+        group.gather("learning the vocabulary", &[own.start as f32], &ones, &mut starts)?;
+        self.vocab_offsets = starts.iter().map(|start| *start as usize).collect();
+        self.vocab_offsets.push(self.config.limits.vocab_size);
+        Ok(())
+    }
+
+    fn count_linear(&mut self, matrix: &k::Matrix) {
+        let tokens = self.config.limits.max_tokens;
+        self.weights_bytes += matrix.bytes() as u64;
+        self.widest_input = self.widest_input.max(matrix.cols());
+        self.packed = PackedInput::new(0, 0);
+        self.packed = PackedInput::new(tokens, self.widest_input);
+        if matrix.weight_type() != k::WeightType::Bf16 {
+            self.widest_weight = Some(KvType::F32);
+        }
+    }
+
+    fn project(&mut self, out: &mut [f32], x: &[f32], rows: usize, matrix: &k::Matrix) {
+        self.packed.pack(&mut self.pool, x, rows, matrix.cols(), matrix.weight_type());
+        k::linear(&mut self.pool, self.isa, out, &self.packed, matrix);
+    }
+
+    /// Logits `[S, V]` of the sampling positions of `x`.
+    fn compute_logits(&mut self, x: &CpuTensor, head: &k::Matrix) -> Result<(), DeviceError> {
+        let (width, samples) = (x.cols, self.inputs.samples.len());
+        if self.sampled.len() < samples * width {
+            self.sampled = Buffer::new(self.config.limits.max_rows * width);
+            self.local_logits = Buffer::new(if self.group.is_some() { self.logits.len() } else { 0 });
+        }
+        for (out, sample) in self.sampled.chunks_exact_mut(width).zip(&self.inputs.samples) {
+            out.copy_from_slice(&x.data[sample.token_index as usize * width..][..width]);
+        }
+        self.packed.pack(&mut self.pool, &self.sampled, samples, width, head.weight_type());
+        let (vocab, local) = (self.config.limits.vocab_size, head.rows());
+        let Some(group) = &mut self.group else {
+            k::linear(&mut self.pool, self.isa, &mut self.logits, &self.packed, head);
+            return Ok(());
+        };
+        k::linear(&mut self.pool, self.isa, &mut self.local_logits, &self.packed, head);
+        for sample in 0..samples {
+            let mine = &self.local_logits[sample * local..][..local];
+            let out = &mut self.logits[sample * vocab..][..vocab];
+            group.gather("gathering logits", mine, &self.vocab_offsets, out)?;
+        }
+        Ok(())
+    }
+}
+
+fn beyond(what: &str, found: u32, bound: usize) -> DeviceError {
+    DeviceError::Unsupported { what: what.into(), found: found.to_string(), expected: format!("below {bound}") }
+}
+
+impl Device for CpuDevice {
+    type Weight = CpuWeight;
+    type Tensor = CpuTensor;
+
+    fn tensor_parallel(&self) -> TensorParallel {
+        self.group.as_ref().map_or(TensorParallel { rank: 0, size: 1 }, Group::tensor_parallel)
+    }
+
+    fn load_linear(
+        &mut self,
+        role: LinearRole,
+        parts: &[WeightSlice<'_>],
+        bias: &[WeightSlice<'_>],
+    ) -> Result<CpuWeight, DeviceError> {
+        let matrix = weights::matrix(parts, bias)?;
+        self.count_linear(&matrix);
+        if role == LinearRole::Head {
+            self.learn_vocabulary(parts[0].rows.clone())?;
+        }
+        Ok(CpuWeight::Matrix { matrix, first_row: parts[0].rows.start })
+    }
+
+    fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<CpuWeight, DeviceError> {
+        let matrix = weights::matrix(&[table], &[])?;
+        self.weights_bytes += matrix.bytes() as u64;
+        Ok(CpuWeight::Matrix { matrix, first_row: first_token as usize })
+    }
+
+    fn tie_head(&mut self, embedding: &CpuWeight) -> Result<CpuWeight, DeviceError> {
+        let (matrix, first_row) = embedding.matrix();
+        self.weights_bytes -= matrix.bytes() as u64; // Counted once for both.
+        self.count_linear(matrix);
+        self.learn_vocabulary(first_row..first_row + matrix.rows())?;
+        Ok(CpuWeight::Matrix { matrix: matrix.clone(), first_row })
+    }
+
+    fn load_vector(&mut self, vector: WeightSlice<'_>) -> Result<CpuWeight, DeviceError> {
+        let vector = weights::vector(&vector)?;
+        self.weights_bytes += size_of_val(&*vector) as u64;
+        Ok(CpuWeight::Vector(vector))
+    }
+
+    fn tensor(&mut self, cols: usize) -> Result<CpuTensor, DeviceError> {
+        let data = Buffer::new(self.config.limits.max_tokens * cols);
+        self.workspace_bytes += size_of_val(&*data) as u64;
+        Ok(CpuTensor { data, cols })
+    }
+
+    fn memory_plan(&self, attention: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
+        let position_bytes = 2 * attention.num_kv_heads * attention.head_dim * self.kv_type().size();
+        let block_bytes = (attention.num_layers * attention.block_size * position_bytes) as u64;
+        let workers = u64::from(self.tensor_parallel().size);
+        let kv_bytes = self.config.kv_memory_bytes.unwrap_or_else(|| weights::available_memory() / 2 / workers);
+        let packed = self.config.limits.max_tokens * self.widest_input * (size_of::<f32>() + size_of::<u16>());
+        Ok(MemoryPlan {
+            weights_bytes: self.weights_bytes,
+            workspace_bytes: self.workspace_bytes + packed as u64,
+            block_bytes,
+            max_blocks: (kv_bytes / block_bytes) as usize,
+        })
+    }
+
+    fn allocate_cache(&mut self, attention: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError> {
+        let (head_dim, block_size) = (attention.head_dim, attention.block_size);
+        let unsupported = |what: &str, found: usize, expected: &str| {
+            Err(DeviceError::Unsupported { what: what.into(), found: found.to_string(), expected: expected.into() })
+        };
+        if !head_dim.is_multiple_of(8) || head_dim > 256 {
+            return unsupported("head dim", head_dim, "multiples of 8 up to 256");
+        }
+        if block_size == 0 || !block_size.is_multiple_of(16) {
+            return unsupported("block size", block_size, "multiples of 16");
+        }
+        let needed_bytes = self.memory_plan(attention)?.block_bytes * num_blocks as u64;
+        let free_bytes = weights::available_memory();
+        if needed_bytes > free_bytes {
+            let what = format!("{num_blocks} KV blocks");
+            return Err(DeviceError::OutOfMemory { device: "cpu".into(), what, needed_bytes, free_bytes });
+        }
+        let (layers, kv_heads) = (attention.num_layers, attention.num_kv_heads);
+        let kv = KvCache::new(self.kv_type(), layers, num_blocks, kv_heads, block_size, head_dim);
+        self.cache = Some(Cache { kv, spec: attention.clone(), num_blocks });
+        Ok(())
+    }
+
+    fn join_row(
+        &mut self,
+        row: RowId,
+        tokens: &[TokenId],
+        num_prompt_tokens: u32,
+        sampling: &SamplingParams,
+    ) -> Result<(), DeviceError> {
+        let max_rows = self.config.limits.max_rows;
+        let state = self.rows.get_mut(row.0 as usize).ok_or_else(|| beyond("row", row.0, max_rows))?;
+        state.join(tokens, num_prompt_tokens, sampling);
+        Ok(())
+    }
+
+    fn run_step(
+        &mut self,
+        inputs: &StepInputs,
+        forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        self.inputs.clone_from(inputs);
+        self.check_inputs()?;
+        self.resolve_tokens()?;
+        forward(self)
+    }
+
+    fn collect(&mut self, _wait: bool) -> Result<Option<Vec<SampledToken>>, DeviceError> {
+        Ok(self.results.pop_front())
+    }
+
+    fn embed(&mut self, out: &mut CpuTensor, table: &CpuWeight) -> Result<(), DeviceError> {
+        let (matrix, first_row) = table.matrix();
+        let width = out.cols;
+        let out = out.rows_mut(self.token_ids.len());
+        for (out, token) in out.chunks_exact_mut(width).zip(&self.token_ids) {
+            match (*token as usize).checked_sub(first_row).filter(|row| *row < matrix.rows()) {
+                Some(row) => matrix.read_row(row, out),
+                None => out.fill(0.0),
+            }
+        }
+        let Some(group) = &mut self.group else { return Ok(()) };
+        let mine = out.to_vec();
+        group.exchange_rows("summing embeddings", &mine, width, |rows, parts| {
+            let out = &mut out[rows.start * width..rows.end * width];
+            for (index, out) in out.iter_mut().enumerate() {
+                *out = parts.iter().map(|part| part[index]).sum();
+            }
+        })
+    }
+
+    fn rms_norm(
+        &mut self,
+        out: &mut CpuTensor,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        let tokens = self.num_tokens();
+        k::rms_norm(&mut self.pool, out.rows_mut(tokens), x.rows(tokens), weight.vector(), eps);
+        Ok(())
+    }
+
+    fn linear(&mut self, out: &mut CpuTensor, x: &CpuTensor, weight: &CpuWeight) -> Result<(), DeviceError> {
+        let tokens = self.num_tokens();
+        self.project(out.rows_mut(tokens), x.rows(tokens), tokens, weight.matrix().0);
+        Ok(())
+    }
+
+    fn gated_linear(
+        &mut self,
+        out: &mut CpuTensor,
+        scratch: &mut CpuTensor,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        activation: Activation,
+    ) -> Result<(), DeviceError> {
+        self.linear(scratch, x, weight)?;
+        let (tokens, width) = (self.num_tokens(), out.cols);
+        let gate = match activation {
+            Activation::Silu => k::Gate::Silu,
+            Activation::GeluTanh => k::Gate::GeluTanh,
+        };
+        k::gate(&mut self.pool, out.rows_mut(tokens), scratch.rows(tokens), width, gate);
+        Ok(())
+    }
+
+    fn rope_and_cache(&mut self, qkv: &mut CpuTensor, layer: usize) -> Result<(), DeviceError> {
+        let Cache { kv, spec, .. } = self.cache.as_mut().expect("`allocate_cache` is called before the first step");
+        let half = spec.head_dim / 2;
+        let (q, kv_width) = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim);
+        let width = qkv.cols;
+        let tokens = qkv.data.chunks_exact_mut(width).zip(&self.inputs.positions).zip(&self.inputs.slots);
+        for ((token, position), slot) in tokens {
+            let angles = *position as usize * half..(*position as usize + 1) * half;
+            k::rotate(&mut token[..q + kv_width], &spec.rope.cos[angles.clone()], &spec.rope.sin[angles]);
+            let (key, value) = token[q..].split_at(kv_width);
+            kv.write(layer, *slot as usize, key, value);
+        }
+        Ok(())
+    }
+
+    fn attention(&mut self, out: &mut CpuTensor, qkv: &CpuTensor, layer: usize) -> Result<(), DeviceError> {
+        let inputs = &self.inputs;
+        let Cache { kv, spec, .. } = self.cache.as_ref().expect("`allocate_cache` is called before the first step");
+        let row = |(index, starts): (usize, &[u32])| k::AttentionRow {
+            first_token: starts[0] as usize,
+            num_tokens: (starts[1] - starts[0]) as usize,
+            first_position: inputs.positions[starts[0] as usize] as usize,
+            block_table: inputs.block_table(index),
+        };
+        let rows: Vec<_> = inputs.row_starts.windows(2).enumerate().filter(|(_, s)| s[0] < s[1]).map(row).collect();
+        let attention = k::Attention {
+            num_heads: spec.num_heads,
+            scale: spec.scale,
+            window: spec.sliding_window,
+            q_stride: qkv.cols,
+        };
+        attention.run(&mut self.pool, &mut out.data, &qkv.data, &rows, kv, layer);
+        Ok(())
+    }
+
+    fn reduce_add_norm(
+        &mut self,
+        out: &mut CpuTensor,
+        residual: &mut CpuTensor,
+        partial: &CpuTensor,
+        weight: &CpuWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        let (tokens, width, weight) = (self.num_tokens(), out.cols, weight.vector());
+        let (out, residual, partial) = (out.rows_mut(tokens), residual.rows_mut(tokens), partial.rows(tokens));
+        let pool = &mut self.pool;
+        let Some(group) = &mut self.group else {
+            k::add_rms_norm(pool, out, residual, &[partial], weight, eps);
+            return Ok(());
+        };
+        group.exchange_rows("summing partial products", partial, width, |rows, parts| {
+            let range = rows.start * width..rows.end * width;
+            k::add_rms_norm(pool, &mut out[range.clone()], &mut residual[range], parts, weight, eps);
+        })
+    }
+
+    fn sample(&mut self, x: &CpuTensor, head: &CpuWeight) -> Result<(), DeviceError> {
+        let samples = self.inputs.samples.len();
+        let mut tokens = Vec::with_capacity(samples);
+        if samples > 0 {
+            self.compute_logits(x, head.matrix().0)?;
+            let vocab = self.config.limits.vocab_size;
+            let (rows, inputs) = (&self.rows, &self.inputs.samples);
+            tokens = k::map_rows(&mut self.pool, &mut self.logits[..samples * vocab], vocab, |index, logits| {
+                let SampleInput { row, num_generated, .. } = inputs[index];
+                sampler::choose(row, &rows[row.0 as usize], num_generated, logits)
+            });
+        }
+        for token in &tokens {
+            self.rows[token.row.0 as usize].generate(token.token.0);
+        }
+        self.results.push_back(tokens);
+        Ok(())
+    }
+}
+
+impl CpuDevice {
+    /// KV blocks as exact as the weights: bf16 beside bf16 weights, else f32.
+    fn kv_type(&self) -> KvType {
+        self.widest_weight.unwrap_or(KvType::Bf16)
+    }
+}

@@ -1,0 +1,57 @@
+//! gate: out[t, i] = activation(x[t, i]) * x[t, I + i], where x is [gate | up]
+//!
+//! x       [T, 2 I] f32
+//! out     [T, I] f32
+//! test    tests/cpu_ops.rs against reference::gate
+
+use crate::cpu::linear::SharedOut;
+use crate::cpu::{Pool, exp};
+
+/// The gate's non-linearity.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Gate {
+    /// `x * sigmoid(x)`.
+    Silu,
+    /// `0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`.
+    GeluTanh,
+}
+
+/// `out = activation(gate) * up` row by row, `x` = `[gate | up]`.
+///
+/// # Panics
+/// When `x` is shorter than twice `out`.
+pub fn gate(pool: &mut Pool, out: &mut [f32], x: &[f32], width: usize, gate: Gate) {
+    assert!(x.len() >= 2 * out.len(), "gate and up are each as many as outputs");
+    let rows = out.len() / width;
+    let shared = SharedOut::new(out);
+    const CHUNK: usize = 1 << 11;
+    let per_row = width.div_ceil(CHUNK);
+    pool.each(rows * per_row, (1 << 14) / CHUNK, |range| {
+        for item in range {
+            let (row, start) = (item / per_row, item % per_row * CHUNK);
+            let len = CHUNK.min(width - start);
+            let x = &x[row * 2 * width..][..2 * width];
+            // SAFETY: each item is its own stretch of one row.
+            let out = unsafe { shared.slice(row * width + start, len) };
+            let (gates, ups) = (&x[start..start + len], &x[width + start..width + start + len]);
+            match gate {
+                Gate::Silu => stretch(out, gates, ups, |x| x / (1.0 + exp(-x))),
+                Gate::GeluTanh => stretch(out, gates, ups, gelu_tanh),
+            }
+        }
+    });
+}
+
+#[inline(always)]
+fn stretch(out: &mut [f32], gates: &[f32], ups: &[f32], activation: impl Fn(f32) -> f32) {
+    for ((out, gate), up) in out.iter_mut().zip(gates).zip(ups) {
+        *out = activation(*gate) * up;
+    }
+}
+
+#[inline(always)]
+fn gelu_tanh(x: f32) -> f32 {
+    let inner = 0.797_884_6 * (x + 0.044_715 * x * x * x);
+    // 0.5 (1 + tanh(y)) = 1 / (1 + e^-2y)
+    x / (1.0 + exp(-2.0 * inner))
+}

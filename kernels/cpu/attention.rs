@@ -1,0 +1,366 @@
+//! attention: out[t, h, :] = sum over s of softmax_s(scale * q[t, h, :] · k[s, h / (H / K), :]) * v[s, h / (H / K), :]
+//!
+//! q         [T, q_stride] f32, heads first in each token's row
+//! k, v      KV blocks; position `s` of a row is offset `s % B` of block `table[s / B]`
+//! maths     online softmax (Milakov & Gimelshein 2018) over chunks of 16 positions aligned at 0, in order; f32 sums;
+//!           q is rounded to bf16 beside bf16 blocks
+//! threads   share out tiles of (row, KV head, queries); up to 16 queries of one KV head read its blocks once
+//! needs     D even and at most 256, B a multiple of 16
+//! bound     memory: 4 * K * D bytes a position for decode, multiply-add for prefill
+//! test      tests/cpu_attention.rs against reference::attention
+
+use std::ops::Range;
+
+use bytemuck::Pod;
+
+use crate::cpu::linear::{SharedOut, bf16_bits};
+use crate::cpu::{Buffer, Pool, exp};
+
+/// Positions per step of the online softmax.
+const CHUNK: usize = 16;
+/// Queries that share one reading of K and V.
+const TILE: usize = 16;
+/// Largest head.
+const MAX_HEAD_DIM: usize = 256;
+
+/// Element type of KV blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvType {
+    /// bfloat16: half the memory to hold and read, and as exact as bf16 weights are.
+    Bf16,
+    /// IEEE single.
+    F32,
+}
+
+impl KvType {
+    /// Bytes of one element.
+    pub fn size(self) -> usize {
+        match self {
+            KvType::Bf16 => 2,
+            KvType::F32 => 4,
+        }
+    }
+}
+
+/// K and V of all layers in blocks of `B` positions.
+///
+/// K is `[layers, blocks, K, D / 2, B, 2]`, so that 16 positions are computed in lanes; V is `[layers, blocks, K, B, D]`.
+pub struct KvCache {
+    shape: KvShape,
+    data: KvData,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct KvShape {
+    num_blocks: usize,
+    num_kv_heads: usize,
+    block_size: usize,
+    head_dim: usize,
+}
+
+enum KvData {
+    Bf16 { k: Buffer<u16>, v: Buffer<u16> },
+    F32 { k: Buffer<f32>, v: Buffer<f32> },
+}
+
+impl KvCache {
+    /// Reserves blocks; the system gives memory to a block when it is first written.
+    ///
+    /// # Panics
+    /// When `D` is odd or above 256, or `B` is no multiple of 16.
+    pub fn new(
+        kv_type: KvType,
+        num_layers: usize,
+        num_blocks: usize,
+        num_kv_heads: usize,
+        block_size: usize,
+        head_dim: usize,
+    ) -> Self {
+        assert!(head_dim.is_multiple_of(2) && head_dim <= MAX_HEAD_DIM, "head dim is even and at most 256");
+        assert!(block_size.is_multiple_of(CHUNK), "block size is a multiple of 16");
+        let len = num_layers * num_blocks * num_kv_heads * block_size * head_dim;
+        let data = match kv_type {
+            KvType::Bf16 => KvData::Bf16 { k: Buffer::new(len), v: Buffer::new(len) },
+            KvType::F32 => KvData::F32 { k: Buffer::new(len), v: Buffer::new(len) },
+        };
+        Self { shape: KvShape { num_blocks, num_kv_heads, block_size, head_dim }, data }
+    }
+
+    /// Writes `k` and `v [K, D]` of one token at `slot = block * B + offset`.
+    ///
+    /// # Panics
+    /// When the slot or a length does not fit.
+    pub fn write(&mut self, layer: usize, slot: usize, k: &[f32], v: &[f32]) {
+        let KvShape { num_blocks, num_kv_heads, block_size, head_dim } = self.shape;
+        let (block, offset) = (slot / block_size, slot % block_size);
+        assert!(block < num_blocks, "slot {slot} lies in a block of the cache");
+        assert!(k.len() == num_kv_heads * head_dim && v.len() == k.len(), "k and v are [K, D]");
+        for head in 0..num_kv_heads {
+            let start = self.shape.start(layer, block, head);
+            let own = head * head_dim..(head + 1) * head_dim;
+            let (key, value) = (&k[own.clone()], &v[own]);
+            match &mut self.data {
+                KvData::Bf16 { k, v } => self.shape.write_head(&mut k[start..], &mut v[start..], offset, key, value),
+                KvData::F32 { k, v } => self.shape.write_head(&mut k[start..], &mut v[start..], offset, key, value),
+            }
+        }
+    }
+}
+
+impl KvShape {
+    #[inline(always)]
+    fn start(&self, layer: usize, block: usize, head: usize) -> usize {
+        ((layer * self.num_blocks + block) * self.num_kv_heads + head) * self.block_size * self.head_dim
+    }
+
+    fn write_head<T: KvElement>(&self, k: &mut [T], v: &mut [T], offset: usize, key: &[f32], value: &[f32]) {
+        for (pair, key) in key.chunks_exact(2).enumerate() {
+            let at = (pair * self.block_size + offset) * 2;
+            (k[at], k[at + 1]) = (T::from_f32(key[0]), T::from_f32(key[1]));
+        }
+        for (v, value) in v[offset * self.head_dim..].iter_mut().zip(value) {
+            *v = T::from_f32(*value);
+        }
+    }
+}
+
+trait KvElement: Pod + Sync {
+    fn from_f32(x: f32) -> Self;
+    fn to_f32(self) -> f32;
+}
+
+impl KvElement for u16 {
+    #[inline(always)]
+    fn from_f32(x: f32) -> u16 {
+        bf16_bits(x)
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f32::from_bits(u32::from(self) << 16)
+    }
+}
+
+impl KvElement for f32 {
+    #[inline(always)]
+    fn from_f32(x: f32) -> f32 {
+        x
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+}
+
+/// The tokens of one row in this step: consecutive tokens at consecutive positions.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionRow<'a> {
+    /// Index of the first in the step.
+    pub first_token: usize,
+    /// How many.
+    pub num_tokens: usize,
+    /// Position of the first in its sequence.
+    pub first_position: usize,
+    /// Blocks of the sequence, covering all positions up to the last token's.
+    pub block_table: &'a [u32],
+}
+
+/// What stays the same in every step.
+#[derive(Debug, Clone, Copy)]
+pub struct Attention {
+    /// `H`, a multiple of the cache's KV heads.
+    pub num_heads: usize,
+    /// Multiplies q·k.
+    pub scale: f32,
+    /// Only the last so many positions are seen, the token's own included.
+    pub window: Option<usize>,
+    /// Elements from one token's q to the next.
+    pub q_stride: usize,
+}
+
+impl Attention {
+    /// Causal attention of every row's tokens over its blocks of `layer`, into `out [T, H D]`.
+    ///
+    /// # Panics
+    /// When a block table is too short or leaves the cache, or `out` or `q` is.
+    pub fn run(
+        &self,
+        pool: &mut Pool,
+        out: &mut [f32],
+        q: &[f32],
+        rows: &[AttentionRow<'_>],
+        cache: &KvCache,
+        layer: usize,
+    ) {
+        match &cache.data {
+            KvData::Bf16 { k, v } => self.run_typed(pool, out, q, rows, &cache.shape, k, v, layer),
+            KvData::F32 { k, v } => self.run_typed(pool, out, q, rows, &cache.shape, k, v, layer),
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)] // The parts of one call, borrowed apart.
+    fn run_typed<T: KvElement>(
+        &self,
+        pool: &mut Pool,
+        out: &mut [f32],
+        q: &[f32],
+        rows: &[AttentionRow<'_>],
+        shape: &KvShape,
+        k: &[T],
+        v: &[T],
+        layer: usize,
+    ) {
+        let group = self.num_heads / shape.num_kv_heads;
+        let tiles_of = |row: &AttentionRow<'_>| (row.num_tokens * group).div_ceil(TILE) * shape.num_kv_heads;
+        let total: usize = rows.iter().map(tiles_of).sum();
+        let out = SharedOut::new(out);
+        pool.each(total, 1, |range| {
+            for mut index in range {
+                // Late tokens see the most: their tiles first, so that threads end together.
+                let row = rows.iter().find(|row| {
+                    let tiles = tiles_of(row);
+                    let found = index < tiles;
+                    index -= if found { 0 } else { tiles };
+                    found
+                });
+                let row = row.expect("items are counted by the same rule");
+                let (kv_head, tile) = (index % shape.num_kv_heads, index / shape.num_kv_heads);
+                let last_tile = (row.num_tokens * group).div_ceil(TILE) - 1;
+                let first = (last_tile - tile) * TILE;
+                let queries = first..(first + TILE).min(row.num_tokens * group);
+                Tile { attention: self, row, shape, layer, kv_head, group, queries }.run(&out, q, k, v);
+            }
+        });
+    }
+}
+
+/// Up to 16 queries (token, head) of one row that share a KV head.
+struct Tile<'a> {
+    attention: &'a Attention,
+    row: &'a AttentionRow<'a>,
+    shape: &'a KvShape,
+    layer: usize,
+    kv_head: usize,
+    group: usize,
+    queries: Range<usize>, // token * group + head in group
+}
+
+/// The running softmax of one query.
+#[derive(Clone, Copy)]
+struct State {
+    max: f32,
+    sum: [f32; CHUNK],
+    out: [f32; MAX_HEAD_DIM],
+}
+
+impl Tile<'_> {
+    fn run<T: KvElement>(&self, out: &SharedOut<f32>, q: &[f32], k: &[T], v: &[T]) {
+        let dim = self.shape.head_dim;
+        let mut scaled = [[0.0f32; MAX_HEAD_DIM]; TILE];
+        let mut states = [State { max: f32::NEG_INFINITY, sum: [0.0; CHUNK], out: [0.0; MAX_HEAD_DIM] }; TILE];
+        for (scaled, query) in scaled.iter_mut().zip(self.queries.clone()) {
+            let (token, head) = self.token_and_head(query);
+            let q = &q[token * self.attention.q_stride + head * dim..][..dim];
+            for (scaled, q) in scaled.iter_mut().zip(q) {
+                *scaled = T::from_f32(*q).to_f32();
+            }
+        }
+        let mut values = [[0.0f32; MAX_HEAD_DIM]; CHUNK];
+        let first_seen = self.seen(self.queries.start).start;
+        let end = self.seen(self.queries.end - 1).end;
+        for chunk in (first_seen / CHUNK * CHUNK..end).step_by(CHUNK) {
+            let (keys, chunk_values) = self.chunk(k, v, chunk);
+            for (values, row) in values.iter_mut().zip(chunk_values.chunks_exact(dim)) {
+                for (value, v) in values.iter_mut().zip(row) {
+                    *value = v.to_f32();
+                }
+            }
+            for ((query, q), state) in self.queries.clone().zip(&scaled).zip(&mut states) {
+                let seen = self.seen(query);
+                if seen.start < chunk + CHUNK && chunk < seen.end {
+                    let mut scores = scores(&q[..dim], keys, self.shape.block_size, self.attention.scale);
+                    mask(&mut scores, chunk, &seen);
+                    state.add(&scores, &values, dim);
+                }
+            }
+        }
+        for (query, state) in self.queries.clone().zip(&states) {
+            let (token, head) = self.token_and_head(query);
+            let stride = self.attention.num_heads * dim;
+            // SAFETY: each query is in one tile, and each tile has one thread.
+            let out = unsafe { out.slice(token * stride + head * dim, dim) };
+            let scale = 1.0 / state.sum.iter().sum::<f32>();
+            for (out, sum) in out.iter_mut().zip(&state.out) {
+                *out = sum * scale;
+            }
+        }
+    }
+
+    fn token_and_head(&self, query: usize) -> (usize, usize) {
+        (self.row.first_token + query / self.group, self.kv_head * self.group + query % self.group)
+    }
+
+    /// Positions that a query sees.
+    fn seen(&self, query: usize) -> Range<usize> {
+        let end = self.row.first_position + query / self.group + 1;
+        end - self.attention.window.map_or(end, |window| window.min(end))..end
+    }
+
+    /// 16 positions: K from its first pair on, V `[16, D]`.
+    fn chunk<'k, T: KvElement>(&self, k: &'k [T], v: &'k [T], position: usize) -> (&'k [T], &'k [T]) {
+        let (block_size, dim) = (self.shape.block_size, self.shape.head_dim);
+        let block = self.row.block_table[position / block_size] as usize;
+        assert!(block < self.shape.num_blocks, "block {block} is in the cache");
+        let start = self.shape.start(self.layer, block, self.kv_head);
+        let offset = position % block_size;
+        let keys = &k[start..start + block_size * dim][offset * 2..];
+        (keys, &v[start + offset * dim..][..CHUNK * dim])
+    }
+}
+
+/// `scale * q·k` of 16 positions.
+#[inline(always)]
+fn scores<T: KvElement>(q: &[f32], keys: &[T], block_size: usize, scale: f32) -> [f32; CHUNK] {
+    let mut sums = [0.0; CHUNK];
+    for (pair, q) in q.chunks_exact(2).enumerate() {
+        let keys = &keys[pair * block_size * 2..][..2 * CHUNK];
+        for lane in 0..CHUNK {
+            sums[lane] += q[0] * keys[2 * lane].to_f32() + q[1] * keys[2 * lane + 1].to_f32();
+        }
+    }
+    sums.map(|sum| sum * scale)
+}
+
+#[inline(always)]
+fn mask(scores: &mut [f32; CHUNK], first: usize, seen: &Range<usize>) {
+    if first < seen.start || first + CHUNK > seen.end {
+        for (lane, score) in scores.iter_mut().enumerate() {
+            if !seen.contains(&(first + lane)) {
+                *score = f32::NEG_INFINITY;
+            }
+        }
+    }
+}
+
+impl State {
+    #[inline(always)]
+    fn add(&mut self, scores: &[f32; CHUNK], values: &[[f32; MAX_HEAD_DIM]; CHUNK], dim: usize) {
+        let max = scores.iter().fold(self.max, |max, score| max.max(*score));
+        let old = exp(self.max - max);
+        self.max = max;
+        let weights = scores.map(|score| exp(score - max));
+        for (sum, weight) in self.sum.iter_mut().zip(&weights) {
+            *sum = *sum * old + weight;
+        }
+        let out = &mut self.out[..dim];
+        for out in &mut *out {
+            *out *= old;
+        }
+        for (weight, values) in weights.iter().zip(values) {
+            for (out, value) in out.iter_mut().zip(values) {
+                *out += weight * value;
+            }
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! Which instructions this processor has; found once.
+
+use std::sync::OnceLock;
+
+/// Instruction sets that kernels are written for, from the least to the most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Isa {
+    /// Whatever the compiler may assume.
+    Portable,
+    /// AVX2, FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL.
+    Avx512,
+    /// `Avx512` with bf16 dot products.
+    Avx512Bf16,
+}
+
+impl Isa {
+    /// The most this processor has.
+    pub fn detect() -> Self {
+        static FOUND: OnceLock<Isa> = OnceLock::new();
+        *FOUND.get_or_init(detect)
+    }
+
+    /// Every set this processor has, for tests that hold all kernels against the reference.
+    pub fn available() -> impl Iterator<Item = Isa> {
+        [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16].into_iter().filter(|isa| *isa <= Isa::detect())
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn detect() -> Isa {
+    let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+    let avx512 = is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl");
+    match (avx2, avx512, is_x86_feature_detected!("avx512bf16")) {
+        (true, true, true) => Isa::Avx512Bf16,
+        (true, true, false) => Isa::Avx512,
+        (true, false, _) => Isa::Avx2,
+        (false, ..) => Isa::Portable,
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn detect() -> Isa {
+    Isa::Portable
+}

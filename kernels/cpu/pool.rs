@@ -1,0 +1,224 @@
+//! Threads that work on one op at a time: they spin briefly between ops and park when none comes.
+
+use std::cell::UnsafeCell;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::thread::{JoinHandle, Thread};
+use std::time::{Duration, Instant};
+
+/// How long an idle thread spins before it parks.
+const SPIN: Duration = Duration::from_micros(100);
+
+type Job = dyn Fn(usize) + Sync;
+
+fn nothing(_: usize) {}
+
+/// A fixed team of threads, of which the caller is the first.
+pub struct Pool {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+struct Shared {
+    epoch: AtomicU32,               // counts jobs; a change is the call to work
+    remaining: AtomicUsize,         // threads still at work on the current job
+    stop: AtomicBool,               // the next epoch is the end
+    job: UnsafeCell<*const Job>,    // written while nobody works, read after `epoch` changes
+    caller: UnsafeCell<Option<Thread>>, // likewise; woken when `remaining` reaches 0
+    parked: Vec<AtomicBool>,        // which threads sleep
+}
+
+// SAFETY: `job` and `caller` are written only while no thread is at work (`remaining` is 0), before the release
+// store to `epoch` that every reader acquires.
+unsafe impl Sync for Shared {}
+// SAFETY: as above; the pointer is used only while `run` keeps its target alive.
+unsafe impl Send for Shared {}
+
+impl Pool {
+    /// Starts `threads - 1` threads; the caller of [`Pool::run`] is the other.
+    pub fn new(threads: usize) -> Self {
+        let threads = threads.max(1);
+        let shared = Arc::new(Shared {
+            epoch: AtomicU32::new(0),
+            remaining: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+            job: UnsafeCell::new(&nothing as *const Job),
+            caller: UnsafeCell::new(None),
+            parked: (0..threads).map(|_| AtomicBool::new(false)).collect(),
+        });
+        let start = |index: usize| {
+            let shared = Arc::clone(&shared);
+            let body = move || shared.work(index);
+            std::thread::Builder::new().name(format!("cpu{index}")).spawn(body).expect("a thread can be started")
+        };
+        Self { threads: (1..threads).map(start).collect(), shared: Arc::clone(&shared) }
+    }
+
+    /// Threads in the team.
+    pub fn threads(&self) -> usize {
+        self.threads.len() + 1
+    }
+
+    /// Calls `job(i)` once on each thread `i`, and returns when all are done.
+    ///
+    /// A panic in a job ends the process: other threads still hold what it borrowed.
+    pub fn run(&mut self, job: &(dyn Fn(usize) + Sync)) {
+        if self.threads.is_empty() {
+            return job(0);
+        }
+        let shared = &*self.shared;
+        // SAFETY: no thread is at work, so nobody reads `job` and `caller` now. The lifetime is erased, but this
+        // function does not return before every thread is done with the job.
+        unsafe {
+            *shared.job.get() = std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const Job>(job);
+            *shared.caller.get() = Some(std::thread::current());
+        }
+        shared.remaining.store(self.threads.len(), Ordering::Relaxed);
+        shared.epoch.fetch_add(1, Ordering::SeqCst);
+        self.wake_parked();
+        let guard = AbortOnPanic;
+        job(0);
+        std::mem::forget(guard);
+        wait_until(|| shared.remaining.load(Ordering::Acquire) == 0);
+    }
+
+    /// Shares `0..count` out in chunks of `chunk`, first come first served.
+    pub fn each(&mut self, count: usize, chunk: usize, job: impl Fn(Range<usize>) + Sync) {
+        if self.threads.is_empty() || count <= chunk {
+            return (0..count).step_by(chunk.max(1)).for_each(|start| job(start..(start + chunk).min(count)));
+        }
+        let next = AtomicUsize::new(0);
+        self.run(&|_| {
+            loop {
+                let start = next.fetch_add(chunk, Ordering::Relaxed);
+                if start >= count {
+                    return;
+                }
+                job(start..(start + chunk).min(count));
+            }
+        });
+    }
+
+    fn wake_parked(&self) {
+        for (index, thread) in self.threads.iter().enumerate() {
+            if self.shared.parked[index + 1].load(Ordering::SeqCst) {
+                thread.thread().unpark();
+            }
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.epoch.fetch_add(1, Ordering::SeqCst);
+        for thread in self.threads.drain(..) {
+            thread.thread().unpark();
+            let _ = thread.join(); // A job's panic has ended the process; there is no other error.
+        }
+    }
+}
+
+impl Shared {
+    fn work(&self, index: usize) {
+        let mut seen = 0;
+        loop {
+            self.wait_for_change(index, seen);
+            seen = seen.wrapping_add(1);
+            if self.stop.load(Ordering::SeqCst) {
+                return;
+            }
+            // SAFETY: `run` wrote the job before it changed `epoch`, and keeps it alive until `remaining` is 0.
+            let (job, caller) = unsafe { (&**self.job.get(), (*self.caller.get()).clone()) };
+            let guard = AbortOnPanic;
+            job(index);
+            std::mem::forget(guard);
+            if self.remaining.fetch_sub(1, Ordering::AcqRel) == 1
+                && let Some(caller) = caller
+            {
+                caller.unpark();
+            }
+        }
+    }
+
+    fn wait_for_change(&self, index: usize, seen: u32) {
+        let changed = || self.epoch.load(Ordering::SeqCst) != seen;
+        if spin(changed) {
+            return;
+        }
+        self.parked[index].store(true, Ordering::SeqCst);
+        while !changed() {
+            std::thread::park();
+        }
+        self.parked[index].store(false, Ordering::SeqCst);
+    }
+}
+
+/// Spins, then sleeps until a thread that finishes a job wakes this one.
+fn wait_until(done: impl Fn() -> bool) {
+    if !spin(&done) {
+        while !done() {
+            std::thread::park();
+        }
+    }
+}
+
+/// Whether `done` came true while spinning.
+fn spin(done: impl Fn() -> bool) -> bool {
+    let mut deadline = None;
+    loop {
+        for _ in 0..64 {
+            if done() {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        let now = Instant::now();
+        if now > *deadline.get_or_insert(now + SPIN) {
+            return false;
+        }
+    }
+}
+
+struct AbortOnPanic;
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        std::process::abort();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_item_is_done_once_by_any_number_of_threads() {
+        for threads in [1, 2, 3, 7] {
+            let mut pool = Pool::new(threads);
+            for round in 0..200 {
+                let done: Vec<AtomicU32> = (0..round).map(|_| AtomicU32::new(0)).collect();
+                pool.each(round, 3, |range| {
+                    for item in range {
+                        done[item].fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+                assert!(done.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn threads_that_parked_are_woken() {
+        let mut pool = Pool::new(3);
+        for _ in 0..5 {
+            std::thread::sleep(3 * SPIN);
+            let done = AtomicU32::new(0);
+            pool.run(&|_| {
+                done.fetch_add(1, Ordering::Relaxed);
+            });
+            assert_eq!(done.into_inner(), 3);
+        }
+    }
+}
