@@ -1,5 +1,7 @@
 //! What a client asks of the engine, and what it hears back.
 
+use smallvec::SmallVec;
+
 use crate::{SampledToken, SamplingParams, SequenceId, TokenId};
 
 /// A request as the engine sees it: integers in.
@@ -35,8 +37,8 @@ pub enum FinishReason {
 pub struct TokenEvent {
     /// Whose news.
     pub sequence: SequenceId,
-    /// Tokens released by this event, in order; end ids and stop words are not among them.
-    pub tokens: Vec<SampledToken>,
+    /// Tokens released by this event, in order; end ids and stop words are not among them. Nearly always one.
+    pub tokens: SmallVec<[SampledToken; 1]>,
     /// Set on the last event of a sequence.
     pub finished: Option<FinishReason>,
     /// KV blocks that this sequence took so far.

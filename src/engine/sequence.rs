@@ -1,5 +1,7 @@
 //! One sequence: its tokens, its blocks, and how far plans and outputs have come.
 
+use smallvec::SmallVec;
+
 use crate::blocks::ContentId;
 use crate::stop::{StopWords, Tail};
 use crate::{BlockId, BlockUsage, FinishReason, Request, RowId, SampledToken, SamplingParams, SequenceId, TokenId};
@@ -101,10 +103,14 @@ impl Sequence {
     }
 
     /// Takes the next token of the output: appends what may be told to `released`, and says whether this ends it.
-    pub(crate) fn accept(&mut self, sampled: SampledToken, released: &mut Vec<SampledToken>) -> Option<FinishReason> {
+    pub(crate) fn accept(
+        &mut self,
+        sampled: SampledToken,
+        released: &mut SmallVec<[SampledToken; 1]>,
+    ) -> Option<FinishReason> {
         let token = sampled.token;
         if self.sampling.end_ids.contains(&token) {
-            released.append(&mut self.held);
+            released.extend(self.held.drain(..));
             return Some(FinishReason::EndId);
         }
         self.tokens.push(token);
@@ -115,7 +121,7 @@ impl Sequence {
             match self.stop_words.push(token) {
                 Tail::Stop(len) => {
                     self.held.truncate(self.held.len() - len);
-                    released.append(&mut self.held);
+                    released.extend(self.held.drain(..));
                     return Some(FinishReason::StopWord);
                 }
                 Tail::Open(len) => released.extend(self.held.drain(..self.held.len() - len)),
@@ -124,12 +130,12 @@ impl Sequence {
         if self.tokens.len() < self.max_len {
             return None;
         }
-        released.append(&mut self.held);
+        released.extend(self.held.drain(..));
         Some(FinishReason::Length)
     }
 
-    pub(crate) fn take_held(&mut self) -> Vec<SampledToken> {
-        std::mem::take(&mut self.held)
+    pub(crate) fn take_held(&mut self) -> SmallVec<[SampledToken; 1]> {
+        self.held.drain(..).collect()
     }
 
     /// Forgets all that concerns a row; the blocks are released already or were lost.

@@ -1,5 +1,7 @@
 //! Takes in what workers computed: tokens to their sequences, ends, events.
 
+use smallvec::SmallVec;
+
 use crate::engine::{Engine, Sample};
 use crate::plan::{SampledToken, StepOutput};
 use crate::{RowId, TokenEvent};
@@ -63,7 +65,7 @@ impl Engine {
             return;
         };
         sequence.num_in_flight -= 1;
-        let mut tokens = Vec::new();
+        let mut tokens = SmallVec::new();
         let finished = sequence.accept(token, &mut tokens);
         self.totals.output_tokens += 1;
         if !tokens.is_empty() || finished.is_some() {
