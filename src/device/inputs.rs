@@ -44,6 +44,22 @@ pub struct SampleInput {
 }
 
 impl StepInputs {
+    /// Empties every array for step `step`, keeping what was allocated.
+    pub fn clear(&mut self, step: u64) {
+        self.step = step;
+        self.num_prefill_rows = 0;
+        self.max_blocks = 0;
+        self.rows.clear();
+        self.row_starts.clear();
+        self.row_starts.push(0);
+        self.token_ids.clear();
+        self.positions.clear();
+        self.slots.clear();
+        self.context_lens.clear();
+        self.block_tables.clear();
+        self.samples.clear();
+    }
+
     /// `T`, the tokens of this step.
     pub fn num_tokens(&self) -> usize {
         self.token_ids.len()

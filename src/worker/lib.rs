@@ -1,1 +1,23 @@
-//! Room `worker`.
+//! A worker process: takes step plans from a ring, keeps rows, runs the model on its device, sends tokens back.
+//!
+//! - [`main`]: the whole life of the process.
+//! - [`Agent`]: a rank's care for its workers. [`Agents`]: rank 0's reach to the agents of all ranks.
+//! - [`protocol`](ToWorker): what travels between them.
+//!
+//! It makes no choice of its own: what to run comes in plans, which it checks against its rows.
+#![forbid(unsafe_code)]
+
+mod agent;
+mod agents;
+mod error;
+mod protocol;
+mod rows;
+mod run;
+mod start;
+
+pub use agent::{Agent, FromAgent, ToAgent, WorkerId};
+pub use agents::Agents;
+pub use error::{SpecError, WorkerError};
+pub use protocol::{DeviceChoice, FromWorker, KvMemory, ShmName, ToWorker, WorkerSpec};
+pub use rows::{PlanMismatch, RowTable};
+pub use start::main;

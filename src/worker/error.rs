@@ -1,0 +1,37 @@
+//! Why a worker ends.
+
+use crate::rows::PlanMismatch;
+
+/// Why a worker ends; its rank starts another.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // Fields are named by their messages.
+pub enum WorkerError {
+    #[error("cannot read the worker's spec from standard input")]
+    Spec(#[source] SpecError),
+    #[error(transparent)]
+    Ipc(#[from] ipc::IpcError),
+    #[error(transparent)]
+    Send(#[from] ipc::SendError),
+    #[error(transparent)]
+    Receive(#[from] ipc::RecvError),
+    #[error(transparent)]
+    Plan(#[from] engine::PlanError),
+    #[error(transparent)]
+    Mismatch(#[from] PlanMismatch),
+    #[error(transparent)]
+    Device(#[from] device::DeviceError),
+    #[error(transparent)]
+    Model(#[from] models::ModelError),
+    #[error("rank 0 sent `{found}` where `{expected}` was due")]
+    Protocol { expected: &'static str, found: &'static str },
+}
+
+/// What is wrong with a spec.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // Fields are named by their messages.
+pub enum SpecError {
+    #[error(transparent)]
+    Read(#[from] std::io::Error),
+    #[error(transparent)]
+    Parse(#[from] serde_json::Error),
+}

@@ -1,0 +1,131 @@
+//! What a rank and its workers say to each other: a spec at birth, then messages in two rings.
+//!
+//! ```text
+//! rank 0 ── ToWorker ──► plan ring of every worker
+//! rank 0 ◄─ FromWorker ─ output ring of every worker   (tokens from the first worker of the group only)
+//! ```
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use engine::{StepOutput, StepPlan};
+use serde::{Deserialize, Serialize};
+
+/// Which device a worker computes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum DeviceChoice {
+    /// The CPU, with so many threads.
+    Cpu {
+        /// Threads of this worker.
+        threads: usize,
+    },
+    /// A CUDA device.
+    Cuda {
+        /// Its ordinal among the devices this process can see.
+        ordinal: usize,
+    },
+}
+
+impl DeviceChoice {
+    /// The device of the node's worker number `local_rank`, when this is that of worker 0.
+    pub fn of_local_rank(self, local_rank: u32) -> Self {
+        match self {
+            DeviceChoice::Cpu { .. } => self,
+            DeviceChoice::Cuda { ordinal } => DeviceChoice::Cuda { ordinal: ordinal + local_rank as usize },
+        }
+    }
+}
+
+/// A ring or region in shared memory: `/dev/shm/<prefix><name>`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct ShmName {
+    /// Prefix of the rank that made it.
+    pub prefix: String,
+    /// Its name under that prefix.
+    pub name: String,
+}
+
+/// All that a worker process is told before it starts, as JSON on its standard input.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct WorkerSpec {
+    /// Model name, for the process title and logs.
+    pub model: String,
+    /// Hugging Face checkpoint directory.
+    pub checkpoint: PathBuf,
+    /// What to compute on.
+    pub device: DeviceChoice,
+    /// This worker's place in its tensor-parallel group.
+    pub tp_rank: u32,
+    /// Workers in the group.
+    pub tp_size: u32,
+    /// Shared-memory region through which the group meets; unused by a worker alone.
+    pub group_region: ShmName,
+    /// Ring of [`ToWorker`] messages, made by this worker's rank.
+    pub plan_ring: ShmName,
+    /// Ring of [`FromWorker`] messages, made by this worker's rank.
+    pub output_ring: ShmName,
+    /// Most tokens in a step.
+    pub max_step_tokens: usize,
+    /// Most rows in a step.
+    pub max_rows: usize,
+    /// Longest sequence.
+    pub max_sequence_len: usize,
+    /// Positions in a KV block.
+    pub block_size: usize,
+    /// Memory for KV blocks.
+    pub kv_memory: KvMemory,
+    /// The number of the first plan to come.
+    pub next_step: u64,
+    /// How long a worker waits for its group in a collective.
+    pub collective_timeout: Duration,
+}
+
+/// How much memory KV blocks may take.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub enum KvMemory {
+    /// A share of what is free once weights and workspace stand, in (0, 1].
+    FreeFraction(f64),
+    /// So many positions.
+    Tokens(u64),
+}
+
+/// Rank 0 to a worker.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum ToWorker {
+    /// Take the KV blocks; the group's workers may have room for different numbers, so rank 0 names one.
+    Configure {
+        /// Blocks, in all layers.
+        num_blocks: usize,
+    },
+    /// Run a step.
+    Step(StepPlan),
+    /// End, exit code 0.
+    Stop,
+}
+
+/// A worker to rank 0.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum FromWorker {
+    /// Weights and workspace stand.
+    Loaded {
+        /// Bytes of weights.
+        weights_bytes: u64,
+        /// Bytes of activations and scratch.
+        workspace_bytes: u64,
+        /// Bytes of one KV block in all layers.
+        block_bytes: u64,
+        /// KV blocks that fit.
+        max_blocks: usize,
+        /// What took how long, in order.
+        phases: Vec<(String, Duration)>,
+    },
+    /// KV blocks stand: a step can run now.
+    Ready,
+    /// The tokens of a step; from the first worker of the group only.
+    Output(StepOutput),
+    /// The worker ends; its last words.
+    Failed {
+        /// What, where, and what to do.
+        message: String,
+    },
+}

@@ -1,0 +1,254 @@
+//! The rows a worker keeps: a plan's delta is checked against them, then packed into device inputs.
+
+use device::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
+use engine::{BlockId, RowId, SequenceId, StepPlan};
+
+/// Why a plan does not fit the rows of this worker: rank 0 and this worker no longer agree, and the worker must end.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // Fields are named by their messages.
+pub enum PlanMismatch {
+    #[error("plan {found} came where plan {expected} was due")]
+    StepGap { expected: u64, found: u64 },
+    #[error("plan {step} names row {row}, but this worker has {max_rows} rows")]
+    RowRange { step: u64, row: u32, max_rows: usize },
+    #[error("plan {step}: row {row} is taken by sequence {sequence} and cannot be joined")]
+    RowTaken { step: u64, row: u32, sequence: u64 },
+    #[error("plan {step}: row {row} is empty")]
+    RowEmpty { step: u64, row: u32 },
+    #[error("plan {step}: row {row} starts at position {found}, but {computed} are computed")]
+    Start { step: u64, row: u32, found: u32, computed: u32 },
+    #[error("plan {step}: row {row} has no token at position {position}; it has {known}")]
+    NoToken { step: u64, row: u32, position: u32, known: u32 },
+    #[error("plan {step}: row {row} needs {needed} blocks but has {found}")]
+    Blocks { step: u64, row: u32, needed: usize, found: usize },
+    #[error("plan {step}: row {row} names KV block {block}, but there are {num_blocks}")]
+    BlockRange { step: u64, row: u32, block: u32, num_blocks: usize },
+    #[error("plan {step}: row {row} computes no position, or samples before its last known token")]
+    Work { step: u64, row: u32 },
+}
+
+/// One sequence, as far as the host knows it.
+#[derive(Debug)]
+struct Row {
+    sequence: SequenceId,
+    /// Tokens the host knows; those sampled since the row joined are on the device only.
+    tokens: Vec<u32>,
+    num_prompt_tokens: u32,
+    /// Positions that are, or will be once queued steps end, in the KV blocks.
+    num_computed: u32,
+    /// Tokens sampled since the row joined, queued steps included.
+    num_sampled: u32,
+    blocks: Vec<BlockId>,
+}
+
+/// Every row of a worker, and the number of the last plan.
+#[derive(Debug)]
+pub struct RowTable {
+    rows: Vec<Option<Row>>,
+    block_size: usize,
+    num_blocks: usize,
+    next_step: u64,
+}
+
+impl RowTable {
+    /// An empty table of `max_rows` rows over `num_blocks` KV blocks; the first plan is number `next_step`.
+    pub fn new(max_rows: usize, block_size: usize, num_blocks: usize, next_step: u64) -> Self {
+        Self { rows: (0..max_rows).map(|_| None).collect(), block_size, num_blocks, next_step }
+    }
+
+    /// Applies the plan's delta and packs its work into `inputs`.
+    ///
+    /// # Errors
+    /// When the plan and this table disagree; the table is then unusable.
+    pub fn apply(&mut self, plan: &StepPlan, inputs: &mut StepInputs) -> Result<(), PlanMismatch> {
+        if plan.step != self.next_step {
+            return Err(PlanMismatch::StepGap { expected: self.next_step, found: plan.step });
+        }
+        self.next_step += 1;
+        for &row in &plan.left {
+            self.slot(plan.step, row)?.take().ok_or(PlanMismatch::RowEmpty { step: plan.step, row: row.0 })?;
+        }
+        self.join(plan)?;
+        for &(row, block) in &plan.grown {
+            self.check_block(plan.step, row, block)?;
+            self.occupied(plan.step, row)?.blocks.push(block);
+        }
+        self.pack(plan, inputs)
+    }
+
+    fn join(&mut self, plan: &StepPlan) -> Result<(), PlanMismatch> {
+        for joined in &plan.joined {
+            for &block in &joined.blocks {
+                self.check_block(plan.step, joined.row, block)?;
+            }
+            let slot = self.slot(plan.step, joined.row)?;
+            if let Some(row) = slot {
+                return Err(PlanMismatch::RowTaken { step: plan.step, row: joined.row.0, sequence: row.sequence.0 });
+            }
+            *slot = Some(Row {
+                sequence: joined.sequence,
+                tokens: bytemuck::cast_slice(&joined.tokens).to_vec(),
+                num_prompt_tokens: joined.num_prompt_tokens,
+                num_computed: joined.num_computed,
+                num_sampled: 0,
+                blocks: joined.blocks.clone(),
+            });
+        }
+        Ok(())
+    }
+
+    fn pack(&mut self, plan: &StepPlan, inputs: &mut StepInputs) -> Result<(), PlanMismatch> {
+        inputs.clear(plan.step);
+        for work in &plan.work {
+            let block_size = self.block_size as u32;
+            let row = self.occupied(plan.step, work.row)?;
+            let end = work.start + work.num_tokens;
+            row.check(plan.step, work.row, work.start, end, block_size)?;
+            for position in work.start..end {
+                inputs.token_ids.push(row.tokens.get(position as usize).copied().unwrap_or(TOKEN_ON_DEVICE));
+                inputs.positions.push(position);
+                inputs.slots.push(row.blocks[(position / block_size) as usize].0 * block_size + position % block_size);
+            }
+            inputs.rows.push(work.row);
+            inputs.row_starts.push(inputs.token_ids.len() as u32);
+            inputs.context_lens.push(end);
+            if work.num_tokens > 1 {
+                inputs.num_prefill_rows = inputs.rows.len();
+            }
+            row.num_computed = end;
+            if work.samples {
+                let num_known = row.num_tokens();
+                if end != num_known {
+                    return Err(PlanMismatch::Work { step: plan.step, row: work.row.0 });
+                }
+                inputs.samples.push(SampleInput {
+                    row: work.row,
+                    token_index: inputs.token_ids.len() as u32 - 1,
+                    num_generated: num_known - row.num_prompt_tokens,
+                });
+                row.num_sampled += 1;
+            }
+        }
+        self.pack_block_tables(inputs);
+        Ok(())
+    }
+
+    fn pack_block_tables(&self, inputs: &mut StepInputs) {
+        let num_blocks = |context_len: u32| (context_len as usize).div_ceil(self.block_size);
+        inputs.max_blocks = inputs.context_lens.iter().map(|&len| num_blocks(len)).max().unwrap_or(0);
+        inputs.block_tables.resize(inputs.rows.len() * inputs.max_blocks, 0);
+        for (index, (row, &context_len)) in inputs.rows.iter().zip(&inputs.context_lens).enumerate() {
+            let blocks = &self.rows[row.0 as usize].as_ref().expect("packed rows are occupied").blocks;
+            let table = &mut inputs.block_tables[index * inputs.max_blocks..][..num_blocks(context_len)];
+            table.copy_from_slice(bytemuck::cast_slice(&blocks[..table.len()]));
+        }
+    }
+
+    fn slot(&mut self, step: u64, row: RowId) -> Result<&mut Option<Row>, PlanMismatch> {
+        let max_rows = self.rows.len();
+        self.rows.get_mut(row.0 as usize).ok_or(PlanMismatch::RowRange { step, row: row.0, max_rows })
+    }
+
+    fn occupied(&mut self, step: u64, row: RowId) -> Result<&mut Row, PlanMismatch> {
+        self.slot(step, row)?.as_mut().ok_or(PlanMismatch::RowEmpty { step, row: row.0 })
+    }
+
+    fn check_block(&self, step: u64, row: RowId, block: BlockId) -> Result<(), PlanMismatch> {
+        if block.0 as usize >= self.num_blocks {
+            let num_blocks = self.num_blocks;
+            return Err(PlanMismatch::BlockRange { step, row: row.0, block: block.0, num_blocks });
+        }
+        Ok(())
+    }
+}
+
+impl Row {
+    /// Tokens of the sequence, those on the device included.
+    fn num_tokens(&self) -> u32 {
+        self.tokens.len() as u32 + self.num_sampled
+    }
+
+    fn check(&self, step: u64, row: RowId, start: u32, end: u32, block_size: u32) -> Result<(), PlanMismatch> {
+        let row = row.0;
+        if end == start {
+            return Err(PlanMismatch::Work { step, row });
+        }
+        if start != self.num_computed {
+            return Err(PlanMismatch::Start { step, row, found: start, computed: self.num_computed });
+        }
+        let known = self.num_tokens();
+        // Only the newest sampled token is kept where a step can read it.
+        let first_missing = (self.tokens.len() as u32..end).find(|&position| position + 1 != known);
+        if let Some(position) = first_missing {
+            return Err(PlanMismatch::NoToken { step, row, position, known });
+        }
+        let needed = end.div_ceil(block_size) as usize;
+        if needed > self.blocks.len() {
+            return Err(PlanMismatch::Blocks { step, row, needed, found: self.blocks.len() });
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use engine::{JoinedRow, RowWork, SamplingParams, TokenId};
+
+    use super::*;
+
+    fn joined(row: u32, tokens: &[u32], blocks: &[u32]) -> JoinedRow {
+        JoinedRow {
+            row: RowId(row),
+            sequence: SequenceId(100 + u64::from(row)),
+            tokens: tokens.iter().map(|&token| TokenId(token)).collect(),
+            num_prompt_tokens: tokens.len() as u32,
+            num_computed: 0,
+            blocks: blocks.iter().map(|&block| BlockId(block)).collect(),
+            sampling: SamplingParams::default(),
+        }
+    }
+
+    fn work(row: u32, start: u32, num_tokens: u32, samples: bool) -> RowWork {
+        RowWork { row: RowId(row), start, num_tokens, samples }
+    }
+
+    #[test]
+    fn a_prefill_then_a_decode_pack_as_the_device_wants_them() {
+        let (mut table, mut inputs) = (RowTable::new(4, 2, 8, 1), StepInputs::default());
+        let prefill = StepPlan {
+            step: 1,
+            joined: vec![joined(2, &[10, 11, 12], &[5, 3])],
+            work: vec![work(2, 0, 3, true)],
+            ..StepPlan::default()
+        };
+        table.apply(&prefill, &mut inputs).unwrap();
+        assert_eq!(inputs.token_ids, [10, 11, 12]);
+        assert_eq!(inputs.slots, [10, 11, 6]);
+        assert_eq!(inputs.block_table(0), [5, 3]);
+        assert_eq!(inputs.samples, [SampleInput { row: RowId(2), token_index: 2, num_generated: 0 }]);
+
+        let decode = StepPlan { step: 2, work: vec![work(2, 3, 1, true)], ..StepPlan::default() };
+        table.apply(&decode, &mut inputs).unwrap();
+        assert_eq!((inputs.token_ids.as_slice(), inputs.slots.as_slice()), (&[TOKEN_ON_DEVICE][..], &[7][..]));
+        assert_eq!(inputs.samples[0].num_generated, 1);
+        assert_eq!((inputs.num_prefill_rows, inputs.context_lens.as_slice()), (0, &[4][..]));
+    }
+
+    #[test]
+    fn a_gap_in_step_numbers_is_named() {
+        let mut table = RowTable::new(1, 2, 8, 5);
+        let plan = StepPlan { step: 6, ..StepPlan::default() };
+        let error = table.apply(&plan, &mut StepInputs::default()).unwrap_err();
+        assert_eq!(error.to_string(), "plan 6 came where plan 5 was due");
+    }
+
+    #[test]
+    fn work_beyond_the_blocks_or_the_tokens_is_refused() {
+        let plan = |work| StepPlan { step: 1, joined: vec![joined(0, &[1, 2, 3], &[0])], work, ..StepPlan::default() };
+        let apply = |plan: &StepPlan| RowTable::new(2, 2, 8, 1).apply(plan, &mut StepInputs::default()).unwrap_err();
+        assert!(matches!(apply(&plan(vec![work(0, 0, 3, true)])), PlanMismatch::Blocks { needed: 2, found: 1, .. }));
+        assert!(matches!(apply(&plan(vec![work(0, 0, 4, true)])), PlanMismatch::NoToken { position: 3, .. }));
+        assert!(matches!(apply(&plan(vec![work(0, 1, 1, false)])), PlanMismatch::Start { .. }));
+        assert!(matches!(apply(&plan(vec![work(1, 0, 1, false)])), PlanMismatch::RowEmpty { row: 1, .. }));
+    }
+}

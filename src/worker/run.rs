@@ -1,0 +1,169 @@
+//! The life of a worker process: load, take KV blocks, then one step after the other.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use device::{AttentionSpec, Device, StepInputs};
+use engine::{StepOutput, StepPlan, plan};
+use ipc::{Prefix, Received, RingReceiver, RingSender};
+use models::Model;
+
+use crate::error::WorkerError;
+use crate::protocol::{FromWorker, KvMemory, ShmName, ToWorker, WorkerSpec};
+use crate::rows::RowTable;
+
+/// How long rank 0 may leave an output unread before this worker gives up on it.
+const SEND_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long a worker waits for a message before it looks around; nothing depends on it.
+const IDLE_WAIT: Duration = Duration::from_secs(3600);
+
+/// Both rings of this worker.
+pub(crate) struct Rings {
+    plans: RingReceiver,
+    outputs: RingSender,
+    bytes: Vec<u8>,
+}
+
+impl Rings {
+    pub(crate) fn open(spec: &WorkerSpec) -> Result<Self, WorkerError> {
+        let prefix = |name: &ShmName| name.prefix.parse::<Prefix>();
+        Ok(Self {
+            plans: RingReceiver::open(&prefix(&spec.plan_ring)?, &spec.plan_ring.name)?,
+            outputs: RingSender::open(&prefix(&spec.output_ring)?, &spec.output_ring.name)?,
+            bytes: Vec::new(),
+        })
+    }
+
+    pub(crate) fn send(&mut self, message: &FromWorker) -> Result<(), WorkerError> {
+        plan::encode(message, &mut self.bytes);
+        Ok(self.outputs.send(&self.bytes, SEND_TIMEOUT)?)
+    }
+
+    fn receive(&mut self) -> Result<ToWorker, WorkerError> {
+        while self.plans.recv(&mut self.bytes, IDLE_WAIT)? != Received::Message {}
+        Ok(plan::decode(&self.bytes)?)
+    }
+
+    fn try_receive(&mut self) -> Result<Option<ToWorker>, WorkerError> {
+        match self.plans.try_recv(&mut self.bytes)? {
+            true => Ok(Some(plan::decode(&self.bytes)?)),
+            false => Ok(None),
+        }
+    }
+}
+
+/// A worker with its weights loaded.
+pub(crate) struct Worker<'a, D: Device> {
+    spec: &'a WorkerSpec,
+    device: D,
+    model: Box<dyn Model<D>>,
+    phases: Vec<(String, Duration)>,
+}
+
+impl<'a, D: Device + 'static> Worker<'a, D> {
+    pub(crate) fn load(spec: &'a WorkerSpec, config: &models::Config, mut device: D) -> Result<Self, WorkerError> {
+        let started = Instant::now();
+        let model = models::load(&spec.checkpoint, config, &mut device)?;
+        Ok(Self { spec, device, model, phases: vec![("weights".to_owned(), started.elapsed())] })
+    }
+
+    /// Serves until told to stop.
+    pub(crate) fn serve(mut self, rings: &mut Rings) -> Result<(), WorkerError> {
+        let attention = self.model.attention_spec(self.spec.block_size);
+        self.report_memory(&attention, rings)?;
+        let num_blocks = match rings.receive()? {
+            ToWorker::Configure { num_blocks } => num_blocks,
+            ToWorker::Stop => return Ok(()),
+            ToWorker::Step(_) => return Err(WorkerError::Protocol { expected: "Configure", found: "Step" }),
+        };
+        self.device.allocate_cache(&attention, num_blocks)?;
+        rings.send(&FromWorker::Ready)?;
+
+        let rows = RowTable::new(self.spec.max_rows, self.spec.block_size, num_blocks, self.spec.next_step);
+        Steps { worker: self, rows, inputs: StepInputs::default(), queued: VecDeque::new() }.run(rings)
+    }
+
+    fn report_memory(&mut self, attention: &AttentionSpec, rings: &mut Rings) -> Result<(), WorkerError> {
+        let memory = self.device.memory_plan(attention)?;
+        let max_blocks = match self.spec.kv_memory {
+            KvMemory::FreeFraction(fraction) => (memory.max_blocks as f64 * fraction) as usize,
+            KvMemory::Tokens(tokens) => {
+                let wanted = tokens.div_ceil(self.spec.block_size as u64) as usize;
+                wanted.min(memory.max_blocks)
+            }
+        };
+        rings.send(&FromWorker::Loaded {
+            weights_bytes: memory.weights_bytes,
+            workspace_bytes: memory.workspace_bytes,
+            block_bytes: memory.block_bytes,
+            max_blocks,
+            phases: std::mem::take(&mut self.phases),
+        })
+    }
+}
+
+/// The step loop: up to two steps are queued on the device, their outputs go back in order.
+struct Steps<'a, D: Device> {
+    worker: Worker<'a, D>,
+    rows: RowTable,
+    inputs: StepInputs,
+    /// Steps whose output is still to be sent.
+    queued: VecDeque<Queued>,
+}
+
+struct Queued {
+    step: u64,
+    /// False for a plan that only moves rows: nothing was run.
+    on_device: bool,
+}
+
+impl<D: Device + 'static> Steps<'_, D> {
+    fn run(mut self, rings: &mut Rings) -> Result<(), WorkerError> {
+        loop {
+            let message = if self.queued.is_empty() { Some(rings.receive()?) } else { rings.try_receive()? };
+            match message {
+                Some(ToWorker::Step(plan)) => self.step(&plan)?,
+                Some(ToWorker::Stop) => return Ok(()),
+                Some(ToWorker::Configure { .. }) => {
+                    return Err(WorkerError::Protocol { expected: "Step", found: "Configure" });
+                }
+                None => std::hint::spin_loop(),
+            }
+            while self.collect(rings)? {}
+        }
+    }
+
+    fn step(&mut self, plan: &StepPlan) -> Result<(), WorkerError> {
+        self.rows.apply(plan, &mut self.inputs)?;
+        let Worker { device, model, .. } = &mut self.worker;
+        for joined in &plan.joined {
+            device.join_row(joined.row, &joined.tokens, joined.num_prompt_tokens, &joined.sampling)?;
+        }
+        let on_device = !plan.work.is_empty();
+        if on_device {
+            device.run_step(&self.inputs, &mut |device| model.forward(device))?;
+        }
+        self.queued.push_back(Queued { step: plan.step, on_device });
+        Ok(())
+    }
+
+    /// Sends the oldest step's tokens if it is done; true when there was one.
+    fn collect(&mut self, rings: &mut Rings) -> Result<bool, WorkerError> {
+        let Some(&Queued { step, on_device }) = self.queued.front() else {
+            return Ok(false);
+        };
+        let tokens = match on_device {
+            true => self.worker.device.collect(false)?,
+            false => Some(Vec::new()),
+        };
+        let Some(tokens) = tokens else {
+            return Ok(false);
+        };
+        self.queued.pop_front();
+        if self.worker.spec.tp_rank == 0 {
+            rings.send(&FromWorker::Output(StepOutput { step, tokens }))?;
+        }
+        Ok(true)
+    }
+}

@@ -1,0 +1,66 @@
+//! From a spec on standard input to a worker that serves.
+
+use std::io::Read;
+
+use device::cpu::{CpuConfig, CpuDevice, GroupConfig};
+use device::{StepLimits, TensorParallel};
+use ipc::set_process_title;
+
+use crate::error::{SpecError, WorkerError};
+use crate::protocol::{DeviceChoice, FromWorker, WorkerSpec};
+use crate::run::{Rings, Worker};
+
+/// The whole life of a worker process. Its last words, if it fails, go to rank 0 and to the caller.
+///
+/// # Errors
+/// Whatever ends it but being told to stop.
+pub fn main() -> Result<(), WorkerError> {
+    let spec = read_spec().map_err(WorkerError::Spec)?;
+    // The title only helps `ps`; a worker serves without it.
+    let _ = set_process_title(&format!("trireme: worker {} {}", spec.tp_rank, spec.model));
+    let mut rings = Rings::open(&spec)?;
+    let result = run(&spec, &mut rings);
+    if let Err(error) = &result {
+        // Rank 0 may be gone; then the exit code has to do.
+        let _ = rings.send(&FromWorker::Failed { message: error.to_string() });
+    }
+    result
+}
+
+fn read_spec() -> Result<WorkerSpec, SpecError> {
+    let mut json = Vec::new();
+    std::io::stdin().read_to_end(&mut json)?;
+    Ok(serde_json::from_slice(&json)?)
+}
+
+fn run(spec: &WorkerSpec, rings: &mut Rings) -> Result<(), WorkerError> {
+    let config = models::Config::from_dir(&spec.checkpoint)?;
+    let limits = StepLimits {
+        max_tokens: spec.max_step_tokens,
+        max_rows: spec.max_rows,
+        max_sequence_len: spec.max_sequence_len,
+        vocab_size: config.vocab_size,
+    };
+    match spec.device {
+        DeviceChoice::Cpu { threads } => {
+            let group = cpu_group(spec, threads)?;
+            let device = CpuDevice::new(CpuConfig { threads, limits, kv_memory_bytes: None, group })?;
+            Worker::load(spec, &config, device)?.serve(rings)
+        }
+        DeviceChoice::Cuda { .. } => todo!(),
+    }
+}
+
+fn cpu_group(spec: &WorkerSpec, threads: usize) -> Result<Option<GroupConfig>, WorkerError> {
+    if spec.tp_size == 1 {
+        return Ok(None);
+    }
+    let num_cores = std::thread::available_parallelism().map_or(1, usize::from);
+    Ok(Some(GroupConfig {
+        prefix: spec.group_region.prefix.parse()?,
+        name: spec.group_region.name.clone(),
+        tensor_parallel: TensorParallel { rank: spec.tp_rank, size: spec.tp_size },
+        timeout: spec.collective_timeout,
+        spin: threads * spec.tp_size as usize <= num_cores,
+    }))
+}
