@@ -33,6 +33,15 @@ pub trait Backend: Send + Sync {
 ///
 /// Loading may take long: it runs off the request path. An error's words are the reason in the repository index.
 pub trait BackendFactory: Send + Sync {
+    /// Whether an old load of a model must be gone before a new one starts, because the two would not fit side by side.
+    /// Without it the old one serves until the new one is ready.
+    fn is_exclusive(&self) -> bool {
+        false
+    }
+
+    /// Completes a configuration, for example with the inputs and outputs it leaves out.
+    fn complete(&self, _config: &mut ModelConfig) {}
+
     /// Loads one version of a model.
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>>;
 }

@@ -21,6 +21,22 @@ pub enum ErrorKind {
     Cancelled,
 }
 
+impl ErrorKind {
+    /// The kind in words, as reasons in the repository index begin.
+    pub fn title(self) -> &'static str {
+        match self {
+            ErrorKind::Unknown => "Unknown",
+            ErrorKind::Internal => "Internal",
+            ErrorKind::NotFound => "Not found",
+            ErrorKind::InvalidArgument => "Invalid argument",
+            ErrorKind::Unavailable => "Unavailable",
+            ErrorKind::Unsupported => "Unsupported",
+            ErrorKind::AlreadyExists => "Already exists",
+            ErrorKind::Cancelled => "Cancelled",
+        }
+    }
+}
+
 /// An error with the words a client reads.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
@@ -45,6 +61,11 @@ impl InferError {
     /// Not now.
     pub fn unavailable(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Unavailable, message)
+    }
+
+    /// No such model, version or region.
+    pub fn not_found(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::NotFound, message)
     }
 
     /// A fault of ours.

@@ -4,9 +4,14 @@ use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
 use futures::Stream;
 use tokio::sync::mpsc;
 
+use crate::step::EnsembleStep;
+use crate::watch::Watch;
 use crate::{InferError, Tensor};
 
 /// A free-form request or response parameter.
@@ -59,6 +64,8 @@ pub struct InferRequest {
     pub sequence_start: bool,
     /// Last request of its sequence.
     pub sequence_end: bool,
+    /// Set where the request is one step of an ensemble: state that lives as long as the ensemble's run.
+    pub step: Option<EnsembleStep>,
 }
 
 impl InferRequest {
@@ -85,38 +92,65 @@ pub struct InferResponse {
     pub is_final: bool,
 }
 
+type Item = Result<InferResponse, InferError>;
+
 /// The responses to one request, ended by a response marked final or by an error.
 ///
 /// Dropping it cancels the request: the sender sees [`ResponseSender::is_cancelled`].
 #[derive(Debug)]
 pub struct ResponseStream {
-    receiver: mpsc::Receiver<Result<InferResponse, InferError>>,
+    receiver: mpsc::Receiver<Item>,
+    scheduled: Arc<OnceLock<Instant>>,
+    watch: Option<Box<Watch>>,
 }
 
 /// The model's end of a [`ResponseStream`].
 #[derive(Debug, Clone)]
 pub struct ResponseSender {
-    sender: mpsc::Sender<Result<InferResponse, InferError>>,
+    sender: mpsc::Sender<Item>,
+    scheduled: Arc<OnceLock<Instant>>,
 }
 
 impl ResponseStream {
     /// A stream that holds at most `capacity` responses that nobody has read.
     pub fn channel(capacity: usize) -> (ResponseSender, ResponseStream) {
         let (sender, receiver) = mpsc::channel(capacity);
-        (ResponseSender { sender }, ResponseStream { receiver })
+        let scheduled = Arc::new(OnceLock::new());
+        (ResponseSender { sender, scheduled: scheduled.clone() }, ResponseStream { receiver, scheduled, watch: None })
+    }
+
+    /// A stream that holds its only response already.
+    pub fn ready(response: InferResponse) -> ResponseStream {
+        let (sender, stream) = Self::channel(1);
+        sender.sender.try_send(Ok(InferResponse { is_final: true, ..response })).expect("the stream has room for one");
+        stream
     }
 
     /// The next response; `None` after the final one.
-    pub async fn next_response(&mut self) -> Option<Result<InferResponse, InferError>> {
-        self.receiver.recv().await
+    pub async fn next_response(&mut self) -> Option<Item> {
+        std::future::poll_fn(|context| self.poll_response(context)).await
+    }
+
+    /// Has `watch` see, complete and count every response from here on.
+    pub(crate) fn watched(mut self, watch: Watch) -> Self {
+        self.watch = Some(Box::new(watch));
+        self
+    }
+
+    fn poll_response(&mut self, context: &mut Context<'_>) -> Poll<Option<Item>> {
+        let item = std::task::ready!(self.receiver.poll_recv(context));
+        Poll::Ready(match &mut self.watch {
+            Some(watch) => watch.see(item, &self.scheduled),
+            None => item,
+        })
     }
 }
 
 impl Stream for ResponseStream {
-    type Item = Result<InferResponse, InferError>;
+    type Item = Item;
 
-    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        self.receiver.poll_recv(context)
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Item>> {
+        self.poll_response(context)
     }
 }
 
@@ -125,6 +159,17 @@ impl ResponseSender {
     /// False when the client has left.
     pub async fn send(&self, response: Result<InferResponse, InferError>) -> bool {
         self.sender.send(response).await.is_ok()
+    }
+
+    /// As [`ResponseSender::send`] for threads outside the async runtime.
+    pub fn blocking_send(&self, response: Result<InferResponse, InferError>) -> bool {
+        self.sender.blocking_send(response).is_ok()
+    }
+
+    /// Says that the request left its queue: the time until now counts as queueing, the rest as computing.
+    /// Without it all of a request's time counts as computing.
+    pub fn mark_scheduled(&self) {
+        let _ = self.scheduled.set(Instant::now());
     }
 
     /// Whether the client has left.

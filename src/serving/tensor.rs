@@ -48,6 +48,28 @@ impl DataType {
         Self::ALL.into_iter().find(|datatype| datatype.name() == name)
     }
 
+    /// The type a model's configuration names; `None` for `TYPE_INVALID`.
+    pub fn from_config(datatype: repository::proto::DataType) -> Option<Self> {
+        use repository::proto::DataType as Config;
+        Some(match datatype {
+            Config::TypeInvalid => return None,
+            Config::TypeBool => DataType::Bool,
+            Config::TypeUint8 => DataType::Uint8,
+            Config::TypeUint16 => DataType::Uint16,
+            Config::TypeUint32 => DataType::Uint32,
+            Config::TypeUint64 => DataType::Uint64,
+            Config::TypeInt8 => DataType::Int8,
+            Config::TypeInt16 => DataType::Int16,
+            Config::TypeInt32 => DataType::Int32,
+            Config::TypeInt64 => DataType::Int64,
+            Config::TypeFp16 => DataType::Fp16,
+            Config::TypeFp32 => DataType::Fp32,
+            Config::TypeFp64 => DataType::Fp64,
+            Config::TypeString => DataType::Bytes,
+            Config::TypeBf16 => DataType::Bf16,
+        })
+    }
+
     /// Every type.
     pub const ALL: [Self; 14] = [
         DataType::Bool,

@@ -1,0 +1,294 @@
+//! Requests against a model's configuration. The words are those that clients of the protocol know.
+
+use repository::ModelConfig;
+use repository::proto::{ModelInput, ModelTensorReshape};
+
+use crate::{DataType, InferError, InferRequest, InferResponse, Tensor};
+
+/// What a model takes and gives, made once from its configuration.
+#[derive(Debug)]
+pub(crate) struct Signature {
+    model: String,
+    max_batch_size: i64,
+    inputs: Vec<Input>,
+    outputs: Vec<String>,
+    reshaped_outputs: Vec<ReshapedOutput>,
+}
+
+/// An output whose shape for the client (`dims`) is not the one the model gives it.
+#[derive(Debug)]
+struct ReshapedOutput {
+    name: String,
+    reshape: Vec<i64>,
+    dims: Vec<i64>,
+}
+
+#[derive(Debug)]
+struct Input {
+    name: String,
+    datatype: DataType,
+    dims: Vec<i64>,
+    reshape: Option<Vec<i64>>,
+    optional: bool,
+}
+
+impl Signature {
+    /// The signature of a checked configuration.
+    pub fn new(config: &ModelConfig) -> Self {
+        let reshaped = config.output.iter().filter_map(|output| {
+            let reshape = output.reshape.as_ref()?.shape.clone();
+            Some(ReshapedOutput { name: output.name.clone(), reshape, dims: output.dims.clone() })
+        });
+        Self {
+            model: config.name.clone(),
+            max_batch_size: i64::from(config.max_batch_size),
+            inputs: config.input.iter().map(Input::new).collect(),
+            outputs: config.output.iter().map(|output| output.name.clone()).collect(),
+            reshaped_outputs: reshaped.collect(),
+        }
+    }
+
+    /// Checks a request, and gives its inputs the shapes the model sees. Returns its batch size.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for the first thing that is wrong.
+    pub fn check(&self, request: &mut InferRequest) -> Result<u64, InferError> {
+        let within = |message: String| InferError::invalid(format!("[request id: {}] {message}", shown_id(request)));
+        if let Some(output) = request.requested_outputs.iter().find(|name| !self.outputs.contains(name)) {
+            let model = &self.model;
+            return Err(InferError::invalid(format!("unexpected inference output '{output}' for model '{model}'")));
+        }
+        self.check_names(request)?;
+        let mut batch_size = None;
+        for tensor in &request.inputs {
+            let input = self.input(&tensor.name).expect("its name was checked");
+            self.check_tensor(input, tensor, &mut batch_size).map_err(|words| within(words))?;
+            check_data(tensor, &self.model, self.max_batch_size > 0).map_err(|error| match error {
+                DataError::Core(words) => within(words),
+                DataError::Plain(words) => InferError::invalid(words),
+            })?;
+        }
+        for tensor in &mut request.inputs {
+            let input = self.input(&tensor.name).expect("its name was checked");
+            if let Some(reshape) = &input.reshape {
+                tensor.shape = reshaped(&tensor.shape, &input.dims, reshape, self.max_batch_size > 0);
+            }
+        }
+        Ok(batch_size.and_then(|size| u64::try_from(size).ok()).unwrap_or(1))
+    }
+
+    /// Gives a response's outputs the shapes the client sees.
+    pub fn restore_shapes(&self, response: &mut InferResponse) {
+        for output in &self.reshaped_outputs {
+            if let Some(tensor) = response.outputs.iter_mut().find(|tensor| tensor.name == output.name) {
+                tensor.shape = reshaped(&tensor.shape, &output.reshape, &output.dims, self.max_batch_size > 0);
+            }
+        }
+    }
+
+    fn input(&self, name: &str) -> Option<&Input> {
+        self.inputs.iter().find(|input| input.name == name)
+    }
+
+    fn check_names(&self, request: &InferRequest) -> Result<(), InferError> {
+        let within = |message: String| InferError::invalid(format!("[request id: {}] {message}", shown_id(request)));
+        let model = &self.model;
+        let given = &request.inputs;
+        for (index, tensor) in given.iter().enumerate() {
+            if given[..index].iter().any(|other| other.name == tensor.name) {
+                return Err(within(format!("input '{}' already exists in request", tensor.name)));
+            }
+        }
+        let missing = || self.inputs.iter().filter(|input| !input.optional && request.input(&input.name).is_none());
+        let unexpected = || given.iter().filter(|tensor| self.input(&tensor.name).is_none());
+        if given.len() > self.inputs.len() {
+            return Err(within(format!(
+                "expected {} inputs but got {} inputs for model '{model}'. Got input(s) [{}], but the model does not take \
+                 input(s) [{}].",
+                self.expected_count(),
+                given.len(),
+                quoted(given.iter().map(|tensor| &tensor.name)),
+                quoted(unexpected().map(|tensor| &tensor.name)),
+            )));
+        }
+        if let Some(tensor) = unexpected().next() {
+            return Err(InferError::invalid(format!(
+                "unexpected inference input '{}' for model '{model}'",
+                tensor.name
+            )));
+        }
+        if missing().next().is_some() {
+            return Err(within(format!(
+                "expected {} inputs but got {} inputs for model '{model}'. Got input(s) [{}], but missing required \
+                 input(s) [{}]. Please provide all required input(s).",
+                self.expected_count(),
+                given.len(),
+                quoted(given.iter().map(|tensor| &tensor.name)),
+                quoted(missing().map(|input| &input.name)),
+            )));
+        }
+        Ok(())
+    }
+
+    fn expected_count(&self) -> String {
+        match (self.inputs.iter().filter(|input| !input.optional).count(), self.inputs.len()) {
+            (required, all) if required == all => all.to_string(),
+            (required, all) => format!("between {required} and {all}"),
+        }
+    }
+
+    /// Type, batch dimension and shape; the words go behind the request's id.
+    fn check_tensor(&self, input: &Input, tensor: &Tensor, batch_size: &mut Option<i64>) -> Result<(), String> {
+        let (name, model) = (&input.name, &self.model);
+        if tensor.datatype != input.datatype {
+            return Err(format!(
+                "inference input '{name}' data-type is '{}', but model '{model}' expects '{}'",
+                tensor.datatype.name(),
+                input.datatype.name()
+            ));
+        }
+        let mut shape = tensor.shape.as_slice();
+        if self.max_batch_size > 0 {
+            let (&batch, rest) = shape.split_first().ok_or_else(|| {
+                format!("input '{name}' has no shape but model requires batch dimension for '{model}'")
+            })?;
+            if *batch_size.get_or_insert(batch) != batch {
+                return Err(format!("input '{name}' batch size does not match other inputs for '{model}'"));
+            }
+            if batch > self.max_batch_size {
+                return Err(format!("inference request batch-size must be <= {} for '{model}'", self.max_batch_size));
+            }
+            shape = rest;
+        }
+        let fits = |(&size, &dim): (&i64, &i64)| size >= 0 && (dim == -1 || dim == size);
+        let batch_fits = batch_size.is_none_or(|batch| batch >= 0);
+        if !batch_fits || shape.len() != input.dims.len() || !shape.iter().zip(&input.dims).all(fits) {
+            return Err(self.unexpected_shape(input, tensor));
+        }
+        Ok(())
+    }
+
+    fn unexpected_shape(&self, input: &Input, tensor: &Tensor) -> String {
+        let batched = self.max_batch_size > 0;
+        let expected: Vec<i64> = batched.then_some(-1).into_iter().chain(input.dims.iter().copied()).collect();
+        let note = if batched {
+            " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each \
+             input shape. If you want to specify the full shape including the batch dim in your input dims config, try setting \
+             max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
+        } else {
+            ""
+        };
+        format!(
+            "unexpected shape for input '{}' for model '{}'. Expected {}, got {}.{note}",
+            input.name,
+            self.model,
+            listed(&expected),
+            listed(&tensor.shape)
+        )
+    }
+}
+
+impl Input {
+    fn new(input: &ModelInput) -> Self {
+        let reshape = |reshape: &ModelTensorReshape| reshape.shape.clone();
+        Self {
+            name: input.name.clone(),
+            datatype: DataType::from_config(input.data_type()).expect("validated: each input has a type"),
+            dims: input.dims.clone(),
+            reshape: input.reshape.as_ref().map(reshape),
+            optional: input.optional,
+        }
+    }
+}
+
+enum DataError {
+    /// Words that go behind the request's id.
+    Core(String),
+    Plain(String),
+}
+
+/// Whether the bytes are as many as type and shape say.
+fn check_data(tensor: &Tensor, model: &str, batched: bool) -> Result<(), DataError> {
+    let name = &tensor.name;
+    let overflow = || {
+        let shape = listed(&tensor.shape);
+        DataError::Core(format!(
+            "input '{name}' for model '{model}' has shape {shape}, more elements than memory can hold"
+        ))
+    };
+    if batched && tensor.shape.first() == Some(&0) {
+        let one: Option<usize> = Tensor { shape: tensor.shape[1..].to_vec(), ..tensor.clone() }.num_elements();
+        let expected =
+            one.and_then(|count| count.checked_mul(tensor.datatype.size().unwrap_or(4))).ok_or_else(overflow)?;
+        return Err(size_mismatch(tensor, model, expected.max(1)));
+    }
+    let count = tensor.num_elements().ok_or_else(overflow)?;
+    let Some(size) = tensor.datatype.size() else { return check_strings(tensor, model, count) };
+    let expected = count.checked_mul(size).ok_or_else(overflow)?;
+    if expected != tensor.data.len() {
+        return Err(size_mismatch(tensor, model, expected));
+    }
+    Ok(())
+}
+
+fn size_mismatch(tensor: &Tensor, model: &str, expected: usize) -> DataError {
+    DataError::Core(format!(
+        "input byte size mismatch for input '{}' for model '{model}'. Expected {expected}, got {}",
+        tensor.name,
+        tensor.data.len()
+    ))
+}
+
+fn check_strings(tensor: &Tensor, model: &str, expected: usize) -> Result<(), DataError> {
+    let name = &tensor.name;
+    let (mut rest, mut found) = (tensor.data.as_ref(), 0usize);
+    while !rest.is_empty() {
+        let Some((length, tail)) = rest.split_first_chunk::<4>() else {
+            return Err(DataError::Plain(format!(
+                "incomplete string length indicator for inference input '{name}', expecting 4 bytes but only {} bytes \
+                 available",
+                rest.len()
+            )));
+        };
+        let length = u32::from_le_bytes(*length) as usize;
+        rest = tail.get(length..).ok_or_else(|| {
+            DataError::Plain(format!(
+                "incomplete string data for inference input '{name}', expecting string of length {length} but only {} bytes \
+                 available",
+                tail.len()
+            ))
+        })?;
+        found += 1;
+    }
+    if found != expected {
+        return Err(DataError::Core(format!(
+            "unexpected number of string elements {found} for inference input '{name}' for model '{model}', expecting \
+             {expected}"
+        )));
+    }
+    Ok(())
+}
+
+/// `shape`, which follows `from`, as `to` has it: each -1 in `to` takes the size that stood for a -1 in `from`.
+fn reshaped(shape: &[i64], from: &[i64], to: &[i64], batched: bool) -> Vec<i64> {
+    let (batch, sizes) = shape.split_at(usize::from(batched && !shape.is_empty()));
+    if sizes.len() != from.len() {
+        return shape.to_vec();
+    }
+    let mut variable = sizes.iter().zip(from).filter(|&(_, &dim)| dim == -1).map(|(&size, _)| size);
+    let sizes = to.iter().map(|&dim| if dim == -1 { variable.next().unwrap_or(1) } else { dim });
+    batch.iter().copied().chain(sizes).collect()
+}
+
+fn shown_id(request: &InferRequest) -> &str {
+    if request.id.is_empty() { "<id_unknown>" } else { &request.id }
+}
+
+fn quoted<'a>(names: impl Iterator<Item = &'a String>) -> String {
+    names.map(|name| format!("'{name}'")).collect::<Vec<_>>().join(",")
+}
+
+fn listed(shape: &[i64]) -> String {
+    let sizes: Vec<String> = shape.iter().map(i64::to_string).collect();
+    format!("[{}]", sizes.join(","))
+}

@@ -1,0 +1,372 @@
+//! Ensembles: a graph of models served as one.
+//!
+//! Each step is a request to a model of the same server. Steps run as soon as their tensors are there, side by side where
+//! the graph allows. A decoupled step makes the steps behind it run once per response, in order. Tensors are never copied.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+
+use futures::future::{BoxFuture, FutureExt as _};
+use futures::stream::{FuturesUnordered, StreamExt as _};
+use repository::ModelConfig;
+
+use crate::model::ServedModel;
+use crate::registry::Registry;
+use crate::{
+    Backend, CorrelationId, EnsembleStep, InferError, InferRequest, InferResponse, Parameter, ResponseSender,
+    ResponseStream, Tensor,
+};
+
+/// Responses that may wait for a slow reader before the steps wait too.
+const STREAM_CAPACITY: usize = 64;
+
+/// A loaded ensemble.
+pub(crate) struct Ensemble {
+    graph: Arc<Graph>,
+    registry: Weak<Registry>,
+}
+
+/// The steps and the slots for tensors between them.
+#[derive(Debug)]
+struct Graph {
+    name: String,
+    num_tensors: usize,
+    inputs: Vec<Wire>,
+    outputs: Vec<Wire>,
+    steps: Vec<Step>,
+}
+
+/// A tensor of a model, and the slot that stands for it in the ensemble.
+#[derive(Debug)]
+struct Wire {
+    name: String,
+    slot: usize,
+}
+
+#[derive(Debug)]
+struct Step {
+    model: String,
+    version: Option<i64>,
+    inputs: Vec<Wire>,
+    outputs: Vec<Wire>,
+    /// Steps that make this one's inputs.
+    sources: Vec<usize>,
+}
+
+impl Ensemble {
+    /// The ensemble of a validated configuration.
+    pub fn new(config: &ModelConfig, registry: &Arc<Registry>) -> Self {
+        Self { graph: Arc::new(Graph::new(config)), registry: Arc::downgrade(registry) }
+    }
+
+    /// The models of all steps as they are loaded now.
+    fn models(&self) -> Result<Vec<Arc<ServedModel>>, InferError> {
+        let registry = self.registry.upgrade().ok_or_else(|| InferError::unavailable("the server has stopped"))?;
+        let resolve = |step: &Step| registry.resolve_number(&step.model, step.version);
+        self.graph.steps.iter().map(resolve).collect::<Result<_, _>>().map_err(|error| self.graph.within(error))
+    }
+}
+
+impl Backend for Ensemble {
+    fn infer(&self, mut request: InferRequest) -> Result<ResponseStream, InferError> {
+        let models = self.models()?;
+        let (sender, stream) = ResponseStream::channel(STREAM_CAPACITY);
+        let mut tensors = vec![None; self.graph.num_tensors];
+        for tensor in std::mem::take(&mut request.inputs) {
+            if let Some(wire) = self.graph.inputs.iter().find(|wire| wire.name == tensor.name) {
+                tensors[wire.slot] = Some(tensor);
+            }
+        }
+        let places = self.graph.steps.iter().map(|_| EnsembleStep::default()).collect();
+        let run = Run { graph: self.graph.clone(), models, request, tensors, places, sender };
+        tokio::spawn(run.to_end());
+        Ok(stream)
+    }
+
+    fn is_ready(&self) -> bool {
+        self.models().is_ok_and(|models| models.iter().all(|model| model.is_ready()))
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        // Serving counts an ensemble's requests as it counts any model's.
+        std::future::ready(()).boxed()
+    }
+}
+
+impl Graph {
+    fn new(config: &ModelConfig) -> Self {
+        let steps = config.ensemble().map(|ensemble| ensemble.step.as_slice()).unwrap_or_default();
+        let mut slots = BTreeMap::new();
+        let mut wire = |name: &String, tensor: &String| {
+            let next = slots.len();
+            Wire { name: name.clone(), slot: *slots.entry(tensor.clone()).or_insert(next) }
+        };
+        let inputs = config.input.iter().map(|input| wire(&input.name, &input.name)).collect();
+        let outputs: Vec<Wire> = config.output.iter().map(|output| wire(&output.name, &output.name)).collect();
+        let mut steps: Vec<Step> = steps
+            .iter()
+            .map(|step| Step {
+                model: step.model_name.clone(),
+                version: (step.model_version > 0).then_some(step.model_version),
+                inputs: step.input_map.iter().map(|(name, tensor)| wire(name, tensor)).collect(),
+                outputs: step.output_map.iter().map(|(name, tensor)| wire(name, tensor)).collect(),
+                sources: Vec::new(),
+            })
+            .collect();
+        for index in 0..steps.len() {
+            let makes = |source: &Step| {
+                source.outputs.iter().any(|made| steps[index].inputs.iter().any(|taken| taken.slot == made.slot))
+            };
+            let sources = (0..steps.len()).filter(|&source| makes(&steps[source])).collect();
+            steps[index].sources = sources;
+        }
+        Self { name: config.name.clone(), num_tensors: slots.len(), inputs, outputs, steps }
+    }
+
+    fn within(&self, error: InferError) -> InferError {
+        InferError::new(error.kind, format!("in ensemble '{}', {}", self.name, error.message))
+    }
+
+    /// Whether `step` needs what `source` makes, directly or through others.
+    fn is_behind(&self, step: usize, source: usize) -> bool {
+        self.steps[step].sources.iter().any(|&before| before == source || self.is_behind(before, source))
+    }
+}
+
+/// One request on its way through the graph.
+struct Run {
+    graph: Arc<Graph>,
+    models: Vec<Arc<ServedModel>>,
+    /// The ensemble's request, without its inputs.
+    request: InferRequest,
+    tensors: Vec<Option<Tensor>>,
+    places: Vec<EnsembleStep>,
+    sender: ResponseSender,
+}
+
+impl Run {
+    async fn to_end(mut self) {
+        let sender = self.sender.clone();
+        let all = (0..self.graph.steps.len()).collect();
+        tokio::select! {
+            biased;
+            () = sender.cancelled() => {}
+            result = self.pass(all, true) => {
+                if let Err(error) = result {
+                    sender.send(Err(error)).await;
+                }
+            }
+        }
+    }
+
+    /// Runs the steps `waiting`, then sends what came out of them; `is_last` says that nothing follows this pass.
+    /// Behind a decoupled step each of its responses is a pass of its own.
+    fn pass(&mut self, mut waiting: Vec<usize>, is_last: bool) -> BoxFuture<'_, Result<(), InferError>> {
+        async move {
+            let mut running = FuturesUnordered::new();
+            let mut unfinished = waiting.clone();
+            let mut decoupled = None;
+            loop {
+                let is_ready =
+                    |step: &usize| self.graph.steps[*step].sources.iter().all(|source| !unfinished.contains(source));
+                let (ready, later): (Vec<_>, Vec<_>) = waiting.into_iter().partition(is_ready);
+                waiting = later;
+                for step in ready {
+                    let stream = self.start(step, is_last)?;
+                    if self.models[step].is_decoupled {
+                        decoupled = Some((step, stream));
+                    } else {
+                        running.push(only_response(step, stream));
+                    }
+                }
+                let Some((step, response)) = running.next().await else { break };
+                self.store(step, response.map_err(|error| self.graph.within(error))?);
+                unfinished.retain(|&other| other != step);
+            }
+            match decoupled {
+                Some((step, stream)) => self.passes_behind(step, stream, waiting, is_last).await,
+                None => {
+                    self.respond(is_last).await;
+                    Ok(())
+                }
+            }
+        }
+        .boxed()
+    }
+
+    async fn passes_behind(
+        &mut self,
+        step: usize,
+        mut stream: ResponseStream,
+        behind: Vec<usize>,
+        is_last: bool,
+    ) -> Result<(), InferError> {
+        while let Some(response) = stream.next_response().await {
+            let response = response.map_err(|error| self.graph.within(error))?;
+            let is_last = is_last && response.is_final;
+            if !response.outputs.is_empty() {
+                self.forget(&behind);
+                self.store(step, response);
+                self.pass(behind.clone(), is_last).await?;
+            } else if is_last {
+                self.send(Vec::new(), true).await;
+            }
+        }
+        Ok(())
+    }
+
+    fn start(&self, step: usize, is_last: bool) -> Result<ResponseStream, InferError> {
+        let Step { inputs, outputs, .. } = &self.graph.steps[step];
+        let tensor = |wire: &Wire| Some(Tensor { name: wire.name.clone(), ..self.tensors[wire.slot].clone()? });
+        let request = InferRequest {
+            model_name: self.graph.steps[step].model.clone(),
+            model_version: self.models[step].version_text.clone(),
+            id: self.request.id.clone(),
+            parameters: self.request.parameters.clone(),
+            inputs: inputs.iter().filter_map(tensor).collect(),
+            requested_outputs: outputs.iter().map(|wire| wire.name.clone()).collect(),
+            priority: self.request.priority,
+            timeout_us: self.request.timeout_us,
+            correlation_id: self.request.correlation_id.clone(),
+            sequence_start: self.request.sequence_start,
+            sequence_end: self.request.sequence_end,
+            step: Some(self.places[step].next(is_last)),
+        };
+        self.models[step].infer(request).map_err(|error| self.graph.within(error))
+    }
+
+    fn store(&mut self, step: usize, response: InferResponse) {
+        for tensor in response.outputs {
+            if let Some(wire) = self.graph.steps[step].outputs.iter().find(|wire| wire.name == tensor.name) {
+                self.tensors[wire.slot] = Some(tensor);
+            }
+        }
+    }
+
+    /// Drops what an earlier pass left of these steps.
+    fn forget(&mut self, steps: &[usize]) {
+        for wire in steps.iter().flat_map(|&step| &self.graph.steps[step].outputs) {
+            self.tensors[wire.slot] = None;
+        }
+    }
+
+    async fn respond(&self, is_final: bool) {
+        let asked =
+            |name: &String| self.request.requested_outputs.is_empty() || self.request.requested_outputs.contains(name);
+        let outputs = self.graph.outputs.iter().filter(|wire| asked(&wire.name));
+        let tensor = |wire: &Wire| Some(Tensor { name: wire.name.clone(), ..self.tensors[wire.slot].clone()? });
+        self.send(outputs.filter_map(tensor).collect(), is_final).await;
+    }
+
+    async fn send(&self, outputs: Vec<Tensor>, is_final: bool) {
+        let sequence_id = match &self.request.correlation_id {
+            CorrelationId::Number(number) => Parameter::Int(number.cast_signed()),
+            CorrelationId::Text(text) => Parameter::String(text.clone()),
+        };
+        let parameters = vec![
+            ("sequence_id".to_owned(), sequence_id),
+            ("sequence_start".to_owned(), Parameter::Bool(self.request.sequence_start)),
+            ("sequence_end".to_owned(), Parameter::Bool(self.request.sequence_end)),
+        ];
+        self.sender.send(Ok(InferResponse { parameters, outputs, is_final, ..InferResponse::default() })).await;
+    }
+}
+
+/// The one response of a model that is not decoupled.
+async fn only_response(step: usize, mut stream: ResponseStream) -> (usize, Result<InferResponse, InferError>) {
+    let mut kept: Option<InferResponse> = None;
+    while let Some(response) = stream.next_response().await {
+        match response {
+            Err(error) => return (step, Err(error)),
+            Ok(response) if kept.is_none() => kept = Some(response),
+            Ok(response) if response.outputs.is_empty() => {}
+            Ok(response) => {
+                let words = format!("model '{}' is not decoupled, but sent a second response", response.model_name);
+                return (step, Err(InferError::internal(words)));
+            }
+        }
+        if kept.as_ref().is_some_and(|response| response.is_final) {
+            break;
+        }
+    }
+    (step, kept.ok_or_else(|| InferError::internal("a step ended without a response")))
+}
+
+/// Fits an ensemble's configuration to the models it is made of: it is decoupled where one of them is.
+///
+/// # Errors
+/// When a step does not fit its model, with the words for the index.
+pub(crate) fn link(config: &mut ModelConfig, registry: &Registry) -> Result<(), String> {
+    let graph = Graph::new(config);
+    let mut types = BTreeMap::new();
+    for input in &config.input {
+        types.insert(slot_of(&graph.inputs, &input.name), (input.data_type, format!("input `{}`", input.name)));
+    }
+    let mut decoupled = Vec::new();
+    for (index, step) in graph.steps.iter().enumerate() {
+        let model = registry.resolve_number(&step.model, step.version).map_err(|error| {
+            format!(
+                "ensemble '{}' depends on '{}' which has no loaded version: {}",
+                graph.name, step.model, error.message
+            )
+        })?;
+        check_step(step, &model.config, &mut types)?;
+        if model.is_decoupled {
+            decoupled.push(index);
+        }
+    }
+    for output in &config.output {
+        same_type(
+            &mut types,
+            slot_of(&graph.outputs, &output.name),
+            output.data_type,
+            format!("output `{}`", output.name),
+        )?;
+    }
+    for (&first, &second) in decoupled.iter().flat_map(|first| decoupled.iter().map(move |second| (first, second))) {
+        if first < second && !graph.is_behind(first, second) && !graph.is_behind(second, first) {
+            let [first, second] = [first, second].map(|step| graph.steps[step].model.as_str());
+            return Err(format!("`{first}` and `{second}` are decoupled and side by side; put one behind the other"));
+        }
+    }
+    config.model_transaction_policy.get_or_insert_default().decoupled = !decoupled.is_empty();
+    Ok(())
+}
+
+fn slot_of(wires: &[Wire], name: &str) -> usize {
+    wires.iter().find(|wire| wire.name == name).map_or(usize::MAX, |wire| wire.slot)
+}
+
+type Types = BTreeMap<usize, (i32, String)>;
+
+fn check_step(step: &Step, config: &ModelConfig, types: &mut Types) -> Result<(), String> {
+    let model = &step.model;
+    for wire in &step.inputs {
+        let input = config.input.iter().find(|input| input.name == wire.name);
+        let input =
+            input.ok_or_else(|| format!("`input_map` names `{}`, which is no input of `{model}`", wire.name))?;
+        same_type(types, wire.slot, input.data_type, format!("input `{}` of `{model}`", wire.name))?;
+    }
+    let mapped = |name: &String| step.inputs.iter().any(|wire| wire.name == *name);
+    if let Some(input) = config.input.iter().find(|input| !input.optional && !mapped(&input.name)) {
+        return Err(format!("the step of `{model}` has no `input_map` for `{}`, which `{model}` requires", input.name));
+    }
+    for wire in &step.outputs {
+        let output = config.output.iter().find(|output| output.name == wire.name);
+        let output =
+            output.ok_or_else(|| format!("`output_map` names `{}`, which is no output of `{model}`", wire.name))?;
+        same_type(types, wire.slot, output.data_type, format!("output `{}` of `{model}`", wire.name))?;
+    }
+    Ok(())
+}
+
+fn same_type(types: &mut Types, slot: usize, data_type: i32, place: String) -> Result<(), String> {
+    let (known, first) = types.entry(slot).or_insert_with(|| (data_type, place.clone()));
+    if *known == data_type {
+        return Ok(());
+    }
+    let name = |data_type: i32| {
+        repository::proto::DataType::try_from(data_type).map_or("TYPE_INVALID", |data_type| data_type.as_str_name())
+    };
+    Err(format!("{place} is {}, but {first}, which is the same tensor, is {}", name(data_type), name(*known)))
+}

@@ -1,0 +1,349 @@
+//! Loading and unloading of models.
+
+use std::collections::{BTreeMap, HashMap};
+use std::panic::AssertUnwindSafe;
+use std::path::{Component, Path};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use futures::future::{BoxFuture, FutureExt as _};
+use repository::{ModelConfig, ModelSource, Repository, RepositoryError};
+use tempfile::TempDir;
+
+use crate::ensemble::{self, Ensemble};
+use crate::model::ServedModel;
+use crate::registry::{Registry, Version};
+use crate::{Backend, BackendFactory, InferError, LoadRequest};
+
+/// What a load request gives in place of the repository's own files.
+#[derive(Debug, Clone, Default)]
+pub struct LoadOverrides {
+    /// The model's configuration as JSON.
+    pub config: Option<String>,
+    /// Files by `<version>/<name>`. With any of them the model's own directory is not looked at.
+    pub files: BTreeMap<String, Bytes>,
+}
+
+/// A model that could not be loaded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LoadFailure {
+    /// The model's name.
+    pub model: String,
+    /// Why, and what to do.
+    pub reason: String,
+}
+
+/// Brings models up and down. One load or unload at a time for each model.
+pub(crate) struct Lifecycle {
+    pub repository: Repository,
+    pub registry: Arc<Registry>,
+    pub factories: HashMap<String, Arc<dyn BackendFactory>>,
+    /// How long an unload waits for requests in flight before it goes on in the background.
+    pub unload_patience: Duration,
+    loaded: Mutex<BTreeMap<String, Loaded>>,
+    gates: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<()>>>>,
+}
+
+/// What a loaded model was made from.
+struct Loaded {
+    config: ModelConfig,
+    modified: Option<SystemTime>,
+    /// Files given with the load request live as long as the model.
+    _files: Option<TempDir>,
+}
+
+/// A model on its way in.
+struct Found {
+    source: ModelSource,
+    modified: Option<SystemTime>,
+    files: Option<TempDir>,
+}
+
+impl Lifecycle {
+    pub fn new(
+        repository: Repository,
+        factories: HashMap<String, Arc<dyn BackendFactory>>,
+        unload_patience: Duration,
+    ) -> Arc<Self> {
+        let (registry, loaded, gates) = Default::default();
+        Arc::new(Self { repository, registry, factories, unload_patience, loaded, gates })
+    }
+
+    /// Loads a model, and first the models it is made of if it is an ensemble.
+    /// A model that serves and has not changed stays as it is.
+    pub fn load(self: &Arc<Self>, name: &str, overrides: LoadOverrides) -> BoxFuture<'static, Result<(), InferError>> {
+        let (lifecycle, name) = (self.clone(), name.to_owned());
+        async move {
+            let gate = lifecycle.gate(&name);
+            let _turn = gate.lock().await;
+            lifecycle.load_in_turn(&name, overrides).await
+        }
+        .boxed()
+    }
+
+    fn gate(&self, name: &str) -> Arc<tokio::sync::Mutex<()>> {
+        lock(&self.gates).entry(name.to_owned()).or_default().clone()
+    }
+
+    async fn load_in_turn(self: &Arc<Self>, name: &str, overrides: LoadOverrides) -> Result<(), InferError> {
+        let is_plain = overrides.config.is_none() && overrides.files.is_empty();
+        let found = self.find(name, overrides).inspect_err(|error| self.note_failure(name, error))?;
+        if is_plain && self.is_unchanged(&found) {
+            return Ok(());
+        }
+        let mut config = found.source.config.clone();
+        if let Some(ensemble) = config.ensemble() {
+            let models: Vec<String> = ensemble.step.iter().map(|step| step.model_name.clone()).collect();
+            self.load_parts(models).await;
+        }
+        self.complete(&mut config).map_err(|reason| {
+            found.source.versions.iter().for_each(|&version| self.note_reason(name, version, &reason));
+            load_failed(name, &reason_lines(&found.source.versions, &reason))
+        })?;
+        self.load_versions(found, Arc::new(config)).await
+    }
+
+    /// Reads the model's directory, or what was given in its place.
+    fn find(&self, name: &str, overrides: LoadOverrides) -> Result<Found, InferError> {
+        let poll_failed = |why: String| {
+            InferError::internal(format!("failed to load '{name}', failed to poll from model repository{why}"))
+        };
+        let explain = |error: RepositoryError| match error {
+            RepositoryError::NoVersion { .. } => load_failed(name, &error.to_string()),
+            RepositoryError::UnknownModel { .. } => poll_failed(String::new()),
+            error => poll_failed(format!(": {error}")),
+        };
+        let modified = self.repository.modified(name);
+        let LoadOverrides { config, files } = overrides;
+        let (source, files) = match config {
+            Some(config) if !files.is_empty() => {
+                let dir = write_files(name, &files).map_err(poll_failed)?;
+                let given = Repository::open(&[dir.path().to_owned()]).map_err(explain)?;
+                (given.model_with_config(name, &config).map_err(explain)?, Some(dir))
+            }
+            Some(config) => (self.repository.model_with_config(name, &config).map_err(explain)?, None),
+            None if !files.is_empty() => {
+                return Err(poll_failed(": files need the parameter `config` beside them".into()));
+            }
+            None => (self.repository.model(name).map_err(explain)?, None),
+        };
+        Ok(Found { source, modified, files })
+    }
+
+    fn is_unchanged(&self, found: &Found) -> bool {
+        let serving: Vec<i64> =
+            self.registry.ready_versions(&found.source.name).iter().map(|model| model.version).collect();
+        let loaded = lock(&self.loaded);
+        let same = |loaded: &Loaded| loaded.config == found.source.config && loaded.modified == found.modified;
+        serving == found.source.versions && loaded.get(&found.source.name).is_some_and(same)
+    }
+
+    async fn load_parts(self: &Arc<Self>, models: Vec<String>) {
+        let missing = models.into_iter().filter(|model| self.registry.ready_versions(model).is_empty());
+        let loads = missing.map(|model| self.load(&model, LoadOverrides::default()));
+        // What fails here shows when the ensemble is fitted to its models.
+        futures::future::join_all(loads).await;
+    }
+
+    /// Fills in what only the backend, or the models of an ensemble, can know.
+    fn complete(&self, config: &mut ModelConfig) -> Result<(), InferError> {
+        if config.is_ensemble() {
+            return ensemble::link(config, &self.registry).map_err(InferError::invalid);
+        }
+        self.factory(config)?.complete(config);
+        Ok(())
+    }
+
+    fn factory(&self, config: &ModelConfig) -> Result<&Arc<dyn BackendFactory>, InferError> {
+        self.factories.get(&config.backend).ok_or_else(|| {
+            let mut known: Vec<&str> = self.factories.keys().map(String::as_str).collect();
+            known.sort_unstable();
+            InferError::invalid(format!(
+                "unable to find backend library for backend '{}', try specifying runtime on the model configuration. Known \
+                 backends: {}",
+                config.backend,
+                known.join(", ")
+            ))
+        })
+    }
+
+    async fn load_versions(self: &Arc<Self>, found: Found, config: Arc<ModelConfig>) -> Result<(), InferError> {
+        let Found { source, modified, files } = found;
+        let name = &source.name;
+        if !config.is_ensemble() && self.factory(&config)?.is_exclusive() {
+            self.retire(name, |_| true).await;
+        }
+        let mut failed = Vec::new();
+        for &version in &source.versions {
+            self.mark_loading(name, version);
+            match self.load_version(&source, version, &config).await {
+                Ok(backend) => self.put(name, ServedModel::new(config.clone(), version, backend)),
+                Err(error) => {
+                    self.note_reason(name, version, &error);
+                    failed.push((version, error));
+                }
+            }
+        }
+        self.retire_in_background(name, &source.versions);
+        let kept = Loaded { config: source.config.clone(), modified, _files: files };
+        lock(&self.loaded).insert(name.clone(), kept);
+        if failed.is_empty() {
+            tracing::info!("successfully loaded '{name}'");
+            return Ok(());
+        }
+        let lines = failed.iter().map(|(version, error)| reason_lines(&[*version], error));
+        Err(load_failed(name, &lines.collect::<String>()))
+    }
+
+    async fn load_version(
+        &self,
+        source: &ModelSource,
+        version: i64,
+        config: &Arc<ModelConfig>,
+    ) -> Result<Arc<dyn Backend>, InferError> {
+        if config.is_ensemble() {
+            return Ok(Arc::new(Ensemble::new(config, &self.registry)));
+        }
+        let request = LoadRequest {
+            model_dir: source.dir.clone(),
+            version_dir: source.dir.join(version.to_string()),
+            version,
+            config: config.clone(),
+        };
+        let factory = self.factory(config)?.clone();
+        let load = AssertUnwindSafe(async move { factory.load(request).await });
+        load.catch_unwind().await.unwrap_or_else(|panic| {
+            let words = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+            Err(InferError::internal(format!("loading broke off: {}", words.unwrap_or("no words"))))
+        })
+    }
+
+    /// An old version goes on serving while its successor loads.
+    fn mark_loading(&self, name: &str, version: i64) {
+        self.registry.update(name, |entry| {
+            entry.failure = None;
+            let state = entry.versions.entry(version).or_insert(Version::Loading);
+            if !matches!(state, Version::Ready(_)) {
+                *state = Version::Loading;
+            }
+        });
+    }
+
+    /// Puts a version in service, and lets the one in its place end what it has.
+    fn put(self: &Arc<Self>, name: &str, model: ServedModel) {
+        let version = model.version;
+        let old = self.registry.update(name, |entry| entry.versions.insert(version, Version::Ready(Arc::new(model))));
+        if let Some(Version::Ready(old)) = old {
+            tokio::spawn(async move { old.drain().await });
+        }
+    }
+
+    fn note_failure(&self, name: &str, error: &InferError) {
+        tracing::error!("{}", error.message.trim_end());
+        if self.repository.model_names().is_ok_and(|names| names.iter().any(|known| known == name)) {
+            self.registry.update(name, |entry| entry.failure = Some(error.message.clone()));
+        }
+    }
+
+    /// A version that still serves goes on serving.
+    fn note_reason(&self, name: &str, version: i64, error: &InferError) {
+        let reason = format!("{}: {}", error.kind.title(), error.message);
+        tracing::error!("failed to load '{name}' version {version}: {reason}");
+        self.registry.update(name, |entry| {
+            let state = entry.versions.entry(version).or_insert(Version::Loading);
+            if !matches!(state, Version::Ready(_)) {
+                *state = Version::Unavailable(reason);
+            }
+        });
+    }
+
+    /// Takes a model out of service. Requests in flight end; this waits for them as long as patience lasts.
+    pub async fn unload(self: &Arc<Self>, name: &str, with_parts: bool) {
+        let parts: Vec<String> = match self.registry.ready_versions(name).last() {
+            Some(model) if with_parts => {
+                let steps = model.config.ensemble().map(|ensemble| ensemble.step.as_slice()).unwrap_or_default();
+                steps.iter().map(|step| step.model_name.clone()).collect()
+            }
+            _ => Vec::new(),
+        };
+        if !self.registry.knows(name) {
+            return;
+        }
+        let (lifecycle, model) = (self.clone(), name.to_owned());
+        let unload = tokio::spawn(async move {
+            let gate = lifecycle.gate(&model);
+            let _turn = gate.lock().await;
+            lifecycle.registry.update(&model, |entry| (entry.is_required, entry.failure) = (false, None));
+            lifecycle.retire(&model, |_| true).await;
+            lock(&lifecycle.loaded).remove(&model);
+            tracing::info!("successfully unloaded '{model}'");
+        });
+        if tokio::time::timeout(self.unload_patience, unload).await.is_err() {
+            tracing::warn!("'{name}' still answers requests; it is unloaded when they end");
+        }
+        for part in parts {
+            Box::pin(self.unload(&part, true)).await;
+        }
+    }
+
+    /// Versions the policy no longer serves go, without anyone waiting for it.
+    fn retire_in_background(self: &Arc<Self>, name: &str, kept: &[i64]) {
+        let (lifecycle, name, kept) = (self.clone(), name.to_owned(), kept.to_vec());
+        if self.registry.ready_versions(&name).iter().any(|model| !kept.contains(&model.version)) {
+            tokio::spawn(async move { lifecycle.retire(&name, |version| !kept.contains(&version)).await });
+        }
+    }
+
+    /// Takes the versions `which` out of service, and waits until they have ended what they had.
+    pub async fn retire(&self, name: &str, which: impl Fn(i64) -> bool) {
+        let going: Vec<Arc<ServedModel>> = self.registry.update(name, |entry| {
+            let versions = entry.versions.iter_mut().filter(|(version, _)| which(**version));
+            let take = |(_, state): (&i64, &mut Version)| match std::mem::replace(state, Version::Unloading) {
+                Version::Ready(model) => Some(model),
+                other => {
+                    *state = other;
+                    None
+                }
+            };
+            versions.filter_map(take).collect()
+        });
+        for model in going {
+            model.drain().await;
+            self.registry.update(name, |entry| {
+                if let Some(state @ Version::Unloading) = entry.versions.get_mut(&model.version) {
+                    *state = Version::Unavailable("unloaded".to_owned());
+                }
+            });
+        }
+    }
+}
+
+/// Writes files given with a load request into a repository of their own.
+fn write_files(name: &str, files: &BTreeMap<String, Bytes>) -> Result<TempDir, String> {
+    let failed = |error: std::io::Error| format!(": cannot keep the given files: {error}");
+    let dir = tempfile::Builder::new().prefix("trireme-model-").tempdir().map_err(failed)?;
+    for (path, contents) in files {
+        let is_plain = |part: Component| matches!(part, Component::Normal(_));
+        if path.is_empty() || !Path::new(path).components().all(is_plain) {
+            return Err(format!(": `file:{path}` is not of the form `file:<version>/<name>`"));
+        }
+        let path = dir.path().join(name).join(path);
+        std::fs::create_dir_all(path.parent().expect("it is below the model's directory")).map_err(failed)?;
+        std::fs::write(path, contents).map_err(failed)?;
+    }
+    Ok(dir)
+}
+
+fn load_failed(name: &str, why: &str) -> InferError {
+    InferError::invalid(format!("load failed for model '{name}': {}\n", why.trim_end_matches('\n')))
+}
+
+fn reason_lines(versions: &[i64], error: &InferError) -> String {
+    let reason = format!("{}: {}", error.kind.title(), error.message);
+    versions.iter().map(|version| format!("version {version} is at UNAVAILABLE state: {reason};\n")).collect()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,114 @@
+//! One loaded model version, with its checks and its statistics.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::time::Instant;
+
+use repository::ModelConfig;
+use tokio::sync::Notify;
+
+use crate::check::Signature;
+use crate::statistics::{Failure, ModelStatistics, Statistics};
+use crate::watch::Watch;
+use crate::{Backend, InferError, InferRequest, ResponseStream};
+
+/// One version of a model that answers requests.
+pub(crate) struct ServedModel {
+    pub config: Arc<ModelConfig>,
+    pub version: i64,
+    pub version_text: String,
+    pub is_decoupled: bool,
+    pub signature: Signature,
+    pub statistics: Statistics,
+    pub in_flight: InFlight,
+    backend: Arc<dyn Backend>,
+}
+
+impl ServedModel {
+    pub fn new(config: Arc<ModelConfig>, version: i64, backend: Arc<dyn Backend>) -> Self {
+        Self {
+            signature: Signature::new(&config),
+            is_decoupled: config.is_decoupled(),
+            config,
+            version,
+            version_text: version.to_string(),
+            statistics: Statistics::default(),
+            in_flight: InFlight::default(),
+            backend,
+        }
+    }
+
+    /// Checks the request, hands it to the backend, and counts what comes of it.
+    pub fn infer(self: &Arc<Self>, mut request: InferRequest) -> Result<ResponseStream, InferError> {
+        let started = Instant::now();
+        let batch_size = self
+            .signature
+            .check(&mut request)
+            .inspect_err(|_| self.statistics.failed(Failure::Other, started.elapsed()))?;
+        let watch = Watch::new(self.clone(), &request, batch_size, started);
+        match self.backend.infer(request) {
+            Ok(stream) => Ok(stream.watched(watch)),
+            Err(error) => {
+                watch.refused(&error);
+                Err(error)
+            }
+        }
+    }
+
+    /// Whether a request would be served now.
+    pub fn is_ready(&self) -> bool {
+        self.backend.is_ready()
+    }
+
+    /// Resolves when no request is in flight, here and in the backend.
+    pub async fn drain(&self) {
+        self.in_flight.idle().await;
+        self.backend.drain().await;
+    }
+
+    pub fn statistics(&self) -> ModelStatistics {
+        self.statistics.snapshot(&self.config.name, &self.version_text, self.in_flight.count())
+    }
+}
+
+impl fmt::Debug for ServedModel {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "ServedModel({} version {})", self.config.name, self.version)
+    }
+}
+
+/// Counts requests, and wakes who waits for none.
+#[derive(Debug, Default)]
+pub(crate) struct InFlight {
+    count: AtomicU64,
+    idle: Notify,
+}
+
+impl InFlight {
+    pub fn enter(&self) {
+        self.count.fetch_add(1, SeqCst);
+    }
+
+    pub fn leave(&self) {
+        if self.count.fetch_sub(1, SeqCst) == 1 {
+            self.idle.notify_waiters();
+        }
+    }
+
+    pub fn count(&self) -> u64 {
+        self.count.load(SeqCst)
+    }
+
+    pub async fn idle(&self) {
+        loop {
+            let idle = self.idle.notified();
+            tokio::pin!(idle);
+            idle.as_mut().enable();
+            if self.count() == 0 {
+                return;
+            }
+            idle.await;
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! Models by name and version, each with its state.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crate::InferError;
+use crate::model::ServedModel;
+
+/// The state of a model version, with the names that the repository index uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ModelState {
+    /// Nothing was ever done with it.
+    Unknown,
+    /// It serves.
+    Ready,
+    /// It does not serve; the reason says why.
+    Unavailable,
+    /// It is being loaded.
+    Loading,
+    /// It takes no request any more, and ends those in flight.
+    Unloading,
+}
+
+impl ModelState {
+    /// The name on the wire; empty for a model that was never loaded.
+    pub fn name(self) -> &'static str {
+        match self {
+            ModelState::Unknown => "",
+            ModelState::Ready => "READY",
+            ModelState::Unavailable => "UNAVAILABLE",
+            ModelState::Loading => "LOADING",
+            ModelState::Unloading => "UNLOADING",
+        }
+    }
+}
+
+/// One line of the repository index.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelIndexEntry {
+    /// Model name.
+    pub name: String,
+    /// Version, empty when the model was never loaded.
+    pub version: String,
+    /// What it does.
+    pub state: ModelState,
+    /// Why it does not serve; may be empty.
+    pub reason: String,
+}
+
+/// What a version does.
+#[derive(Debug, Clone)]
+pub(crate) enum Version {
+    Loading,
+    Ready(Arc<ServedModel>),
+    Unloading,
+    Unavailable(String),
+}
+
+/// A model that was loaded, or should have been.
+#[derive(Debug, Default)]
+pub(crate) struct Entry {
+    pub versions: BTreeMap<i64, Version>,
+    /// Why it could not even be tried.
+    pub failure: Option<String>,
+    /// The server is not ready without it.
+    pub is_required: bool,
+}
+
+impl Entry {
+    fn ready(&self) -> impl DoubleEndedIterator<Item = &Arc<ServedModel>> {
+        self.versions.values().filter_map(|version| match version {
+            Version::Ready(model) => Some(model),
+            _ => None,
+        })
+    }
+}
+
+/// All models of a server. Requests only read it; whoever loads and unloads writes.
+#[derive(Debug, Default)]
+pub(crate) struct Registry {
+    entries: RwLock<BTreeMap<String, Entry>>,
+}
+
+impl Registry {
+    fn read(&self) -> RwLockReadGuard<'_, BTreeMap<String, Entry>> {
+        self.entries.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, BTreeMap<String, Entry>> {
+        self.entries.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes a model's entry, made if it is not there.
+    pub fn update<R>(&self, name: &str, change: impl FnOnce(&mut Entry) -> R) -> R {
+        change(self.write().entry(name.to_owned()).or_default())
+    }
+
+    /// The model version a request means: `version` empty or -1 for the latest.
+    pub fn resolve(&self, name: &str, version: &str) -> Result<Arc<ServedModel>, InferError> {
+        self.resolve_number(name, parse_version(version)?)
+    }
+
+    /// As [`Registry::resolve`], with `None` for the latest version.
+    pub fn resolve_number(&self, name: &str, version: Option<i64>) -> Result<Arc<ServedModel>, InferError> {
+        let entries = self.read();
+        let unknown = |what: &str| InferError::not_found(format!("Request for unknown model: '{name}' {what}"));
+        let entry =
+            entries.get(name).filter(|entry| !entry.versions.is_empty()).ok_or_else(|| unknown("is not found"))?;
+        match version {
+            None => entry.ready().next_back().cloned().ok_or_else(|| unknown("has no available versions")),
+            Some(number) => match entry.versions.get(&number) {
+                Some(Version::Ready(model)) => Ok(model.clone()),
+                Some(_) => Err(unknown(&format!("version {number} is not at ready state"))),
+                None => Err(unknown(&format!("version {number} is not found"))),
+            },
+        }
+    }
+
+    /// The versions of a model that serve, ascending.
+    pub fn ready_versions(&self, name: &str) -> Vec<Arc<ServedModel>> {
+        self.read().get(name).map(|entry| entry.ready().cloned().collect()).unwrap_or_default()
+    }
+
+    /// Every model version that serves.
+    pub fn all_ready(&self) -> Vec<Arc<ServedModel>> {
+        self.read().values().flat_map(Entry::ready).cloned().collect()
+    }
+
+    /// Names of all models with an entry.
+    pub fn names(&self) -> Vec<String> {
+        self.read().keys().cloned().collect()
+    }
+
+    /// Whether a model was ever loaded, or tried.
+    pub fn knows(&self, name: &str) -> bool {
+        self.read().contains_key(name)
+    }
+
+    /// Names of required models that would not serve a request now.
+    pub fn missing(&self) -> Vec<String> {
+        let required: Vec<(String, Option<Arc<ServedModel>>)> = {
+            let entries = self.read();
+            let required = entries.iter().filter(|(_, entry)| entry.is_required);
+            required.map(|(name, entry)| (name.clone(), entry.ready().next_back().cloned())).collect()
+        };
+        let missing = required.into_iter().filter(|(_, model)| !model.as_ref().is_some_and(|model| model.is_ready()));
+        missing.map(|(name, _)| name).collect()
+    }
+
+    /// The index lines of one model; a single one without version for a model without any.
+    pub fn index(&self, name: &str) -> Vec<ModelIndexEntry> {
+        let versions: Vec<(String, Version)> = match self.read().get(name) {
+            None => Vec::new(),
+            Some(Entry { versions, failure: Some(failure), .. }) if versions.is_empty() => {
+                vec![(String::new(), Version::Unavailable(failure.clone()))]
+            }
+            Some(entry) => {
+                entry.versions.iter().map(|(number, version)| (number.to_string(), version.clone())).collect()
+            }
+        };
+        let line = |(version, state): (String, Version)| {
+            let (state, reason) = state_of(&state);
+            ModelIndexEntry { name: name.to_owned(), version, state, reason }
+        };
+        let never_loaded = || ModelIndexEntry {
+            name: name.to_owned(),
+            version: String::new(),
+            state: ModelState::Unknown,
+            reason: String::new(),
+        };
+        if versions.is_empty() { vec![never_loaded()] } else { versions.into_iter().map(line).collect() }
+    }
+}
+
+fn state_of(version: &Version) -> (ModelState, String) {
+    match version {
+        Version::Loading => (ModelState::Loading, String::new()),
+        Version::Unloading => (ModelState::Unloading, String::new()),
+        Version::Unavailable(reason) => (ModelState::Unavailable, reason.clone()),
+        Version::Ready(model) if model.is_ready() => (ModelState::Ready, String::new()),
+        Version::Ready(model) => match model.config.ensemble() {
+            Some(_) => (ModelState::Unavailable, "a model that the ensemble depends on does not serve".to_owned()),
+            None => (ModelState::Unavailable, "loaded, but not able to serve now".to_owned()),
+        },
+    }
+}
+
+/// The number in a version string; `None` for the latest.
+pub(crate) fn parse_version(version: &str) -> Result<Option<i64>, InferError> {
+    match version {
+        "" | "-1" => Ok(None),
+        version => version.parse().map(Some).map_err(|_| {
+            InferError::invalid(format!(
+                "failed to get model version from specified version string '{version}' (details: stol), version should be an \
+                 integral value > 0"
+            ))
+        }),
+    }
+}

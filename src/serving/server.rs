@@ -1,0 +1,396 @@
+//! The server: everything a front asks for, whatever its protocol.
+
+use std::collections::{BTreeSet, HashMap};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use futures::stream::{self, StreamExt as _};
+use repository::{ModelConfig, Repository, RepositoryError};
+use tokio::time::Instant;
+
+use crate::lifecycle::{Lifecycle, LoadFailure, LoadOverrides};
+use crate::model::ServedModel;
+use crate::registry::{ModelIndexEntry, ModelState, Registry, parse_version};
+use crate::statistics::ModelStatistics;
+use crate::{BackendFactory, DataType, ErrorKind, InferError, InferRequest, ResponseStream};
+
+/// Which models are loaded, and who may change that.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ControlMode {
+    /// All models of the repository, at start; none may be loaded or unloaded later.
+    None,
+    /// The models named here at start (`*` alone for all), and others when a client asks.
+    Explicit {
+        /// Models to load at start.
+        load: Vec<String>,
+    },
+    /// All models, loaded again when their files change.
+    Poll {
+        /// Time between two looks at the repository.
+        interval: Duration,
+    },
+}
+
+/// How a server is set up.
+#[derive(Debug, Clone)]
+pub struct ServerConfig {
+    /// Name shown in the server's metadata.
+    pub name: String,
+    /// Version shown in the server's metadata.
+    pub version: String,
+    /// Protocol extensions shown in the server's metadata.
+    pub extensions: Vec<String>,
+    /// Directories of the model repository.
+    pub repositories: Vec<PathBuf>,
+    /// Which models are loaded, and who may change that.
+    pub control_mode: ControlMode,
+    /// Ready only when every model that should serve does; otherwise as soon as loading is over.
+    pub strict_readiness: bool,
+    /// Models loaded at once at start.
+    pub load_parallelism: usize,
+    /// How long an unload waits for requests in flight before it goes on in the background.
+    pub unload_patience: Duration,
+}
+
+impl Default for ServerConfig {
+    fn default() -> Self {
+        let extensions = [
+            "classification",
+            "sequence",
+            "model_repository",
+            "model_repository(unload_dependents)",
+            "schedule_policy",
+            "model_configuration",
+            "system_shared_memory",
+            "cuda_shared_memory",
+            "binary_tensor_data",
+            "parameters",
+            "statistics",
+            "trace",
+            "logging",
+        ];
+        Self {
+            name: "trireme".to_owned(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            extensions: extensions.map(str::to_owned).to_vec(),
+            repositories: Vec::new(),
+            control_mode: ControlMode::None,
+            strict_readiness: true,
+            load_parallelism: 4,
+            unload_patience: Duration::from_secs(30),
+        }
+    }
+}
+
+/// Who the server is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs)] // The protocol's own names.
+pub struct ServerMetadata {
+    pub name: String,
+    pub version: String,
+    pub extensions: Vec<String>,
+}
+
+/// What a model takes and gives.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelMetadata {
+    /// Model name.
+    pub name: String,
+    /// Versions that serve, ascending.
+    pub versions: Vec<String>,
+    /// `platform` of the configuration, else its `backend`.
+    pub platform: String,
+    /// Input tensors.
+    pub inputs: Vec<TensorMetadata>,
+    /// Output tensors.
+    pub outputs: Vec<TensorMetadata>,
+}
+
+/// A model's input or output.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorMetadata {
+    /// The model's name for it.
+    pub name: String,
+    /// Element type.
+    pub datatype: DataType,
+    /// Sizes, -1 for any, batch dimension included.
+    pub shape: Vec<i64>,
+}
+
+/// All models of a repository, served.
+pub struct Server {
+    config: ServerConfig,
+    lifecycle: Arc<Lifecycle>,
+    is_loaded: AtomicBool,
+    is_draining: AtomicBool,
+}
+
+impl Server {
+    /// A server over a repository, with no model loaded yet. `factories` make models by their `backend`.
+    ///
+    /// # Errors
+    /// When the repository cannot be used.
+    pub fn new(
+        config: ServerConfig,
+        factories: HashMap<String, Arc<dyn BackendFactory>>,
+    ) -> Result<Arc<Self>, RepositoryError> {
+        let repository = Repository::open(&config.repositories)?;
+        Ok(Arc::new(Self {
+            lifecycle: Lifecycle::new(repository, factories, config.unload_patience),
+            config,
+            is_loaded: AtomicBool::new(false),
+            is_draining: AtomicBool::new(false),
+        }))
+    }
+
+    fn registry(&self) -> &Registry {
+        &self.lifecycle.registry
+    }
+
+    /// Loads the models that the control mode names. Those that load serve, whatever becomes of the others.
+    ///
+    /// # Errors
+    /// The models that did not load.
+    pub async fn load_all(&self) -> Result<(), Vec<LoadFailure>> {
+        let names = self
+            .start_names()
+            .map_err(|error| vec![LoadFailure { model: String::new(), reason: error.to_string() }])?;
+        for name in &names {
+            self.registry().update(name, |entry| entry.is_required = true);
+        }
+        let parallelism = self.config.load_parallelism.max(1);
+        let loads = stream::iter(names).map(|name| async move {
+            let result = self.lifecycle.load(&name, LoadOverrides::default()).await;
+            result.err().map(|error| LoadFailure { model: name, reason: error.message.trim_end().to_owned() })
+        });
+        let mut failures: Vec<LoadFailure> =
+            loads.buffer_unordered(parallelism).filter_map(std::future::ready).collect().await;
+        failures.sort_by(|left, right| left.model.cmp(&right.model));
+        self.is_loaded.store(true, Ordering::SeqCst);
+        if failures.is_empty() { Ok(()) } else { Err(failures) }
+    }
+
+    fn start_names(&self) -> Result<Vec<String>, RepositoryError> {
+        match &self.config.control_mode {
+            ControlMode::Explicit { load } if *load != ["*"] => Ok(load.clone()),
+            _ => self.lifecycle.repository.model_names(),
+        }
+    }
+
+    /// One look at the repository, as mode `poll` takes regularly: loads what is new or changed, unloads what is gone.
+    ///
+    /// # Errors
+    /// The models that did not load.
+    pub async fn poll_repository(&self) -> Result<(), Vec<LoadFailure>> {
+        let names = self.lifecycle.repository.model_names();
+        let names = names.map_err(|error| vec![LoadFailure { model: String::new(), reason: error.to_string() }])?;
+        for gone in self.registry().names().into_iter().filter(|name| !names.contains(name)) {
+            self.registry().update(&gone, |entry| entry.is_required = false);
+            if !self.registry().ready_versions(&gone).is_empty() {
+                self.lifecycle.unload(&gone, false).await;
+            }
+        }
+        self.load_all().await
+    }
+
+    /// In mode `poll`, looks at the repository until the server drains. Returns at once in other modes.
+    pub async fn keep_polling(&self) {
+        let ControlMode::Poll { interval } = self.config.control_mode else { return };
+        while !self.is_draining.load(Ordering::SeqCst) {
+            tokio::time::sleep(interval).await;
+            for failure in self.poll_repository().await.err().unwrap_or_default() {
+                tracing::error!(model = failure.model, "{}", failure.reason);
+            }
+        }
+    }
+
+    /// Accepts a request for the model it names.
+    ///
+    /// # Errors
+    /// When the model does not serve, the request does not fit it, or the server is stopping.
+    pub fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        if self.is_draining.load(Ordering::Relaxed) {
+            return Err(InferError::unavailable("the server is stopping and takes no new requests"));
+        }
+        self.registry().resolve(&request.model_name, &request.model_version)?.infer(request)
+    }
+
+    /// Whether the server runs at all.
+    pub fn is_live(&self) -> bool {
+        true
+    }
+
+    /// Whether a request to any model that should serve would be served now.
+    pub fn is_ready(&self) -> bool {
+        let is_up = self.is_loaded.load(Ordering::SeqCst) && !self.is_draining.load(Ordering::SeqCst);
+        is_up && (!self.config.strict_readiness || self.registry().missing().is_empty())
+    }
+
+    /// Why [`Server::is_ready`] is false: the models that should serve and do not.
+    pub fn missing_models(&self) -> Vec<String> {
+        self.registry().missing()
+    }
+
+    /// Whether a request to this model would be served now; false for an unknown one.
+    ///
+    /// # Errors
+    /// When `version` is not a number.
+    pub fn model_is_ready(&self, name: &str, version: &str) -> Result<bool, InferError> {
+        let version = parse_version(version)?;
+        let is_up = !self.is_draining.load(Ordering::SeqCst);
+        Ok(is_up && self.registry().resolve_number(name, version).is_ok_and(|model| model.is_ready()))
+    }
+
+    /// Whether the model may answer a request with any number of responses.
+    ///
+    /// # Errors
+    /// When the model does not serve.
+    pub fn is_decoupled(&self, name: &str, version: &str) -> Result<bool, InferError> {
+        Ok(self.registry().resolve(name, version)?.is_decoupled)
+    }
+
+    /// Who the server is.
+    pub fn server_metadata(&self) -> ServerMetadata {
+        let ServerConfig { name, version, extensions, .. } = &self.config;
+        ServerMetadata { name: name.clone(), version: version.clone(), extensions: extensions.clone() }
+    }
+
+    /// What a model takes and gives.
+    ///
+    /// # Errors
+    /// When the model does not serve.
+    pub fn model_metadata(&self, name: &str, version: &str) -> Result<ModelMetadata, InferError> {
+        let model = self.registry().resolve(name, version)?;
+        let versions = match version {
+            "" => self.registry().ready_versions(name).iter().map(|model| model.version_text.clone()).collect(),
+            _ => vec![model.version_text.clone()],
+        };
+        let config = &model.config;
+        let batched = config.max_batch_size > 0;
+        let tensor = |name: &String, data_type, dims: &[i64]| TensorMetadata {
+            name: name.clone(),
+            datatype: DataType::from_config(data_type).expect("validated: each tensor has a type"),
+            shape: batched.then_some(-1).into_iter().chain(dims.iter().copied()).collect(),
+        };
+        Ok(ModelMetadata {
+            name: config.name.clone(),
+            versions,
+            platform: if config.platform.is_empty() { config.backend.clone() } else { config.platform.clone() },
+            inputs: config.input.iter().map(|input| tensor(&input.name, input.data_type(), &input.dims)).collect(),
+            outputs: config
+                .output
+                .iter()
+                .map(|output| tensor(&output.name, output.data_type(), &output.dims))
+                .collect(),
+        })
+    }
+
+    /// A model's configuration with all defaults; [`repository::to_json`] shows it as JSON.
+    ///
+    /// # Errors
+    /// When the model does not serve.
+    pub fn model_config(&self, name: &str, version: &str) -> Result<Arc<ModelConfig>, InferError> {
+        Ok(self.registry().resolve(name, version)?.config.clone())
+    }
+
+    /// Statistics of a model's version, of all its versions (`version` empty), or of all models (`name` empty too).
+    ///
+    /// # Errors
+    /// When the model does not serve.
+    pub fn model_statistics(&self, name: &str, version: &str) -> Result<Vec<ModelStatistics>, InferError> {
+        let models: Vec<Arc<ServedModel>> = match (name, parse_version(version)?) {
+            ("", _) => self.registry().all_ready(),
+            (name, None) => self.registry().ready_versions(name),
+            (name, Some(number)) => {
+                let mut models = self.registry().ready_versions(name);
+                if models.is_empty() {
+                    return Err(InferError::invalid(format!("requested model '{name}' is not available")));
+                }
+                models.retain(|model| model.version == number);
+                if models.is_empty() {
+                    let words = format!("requested model version is not available for model '{name}'");
+                    return Err(InferError::invalid(words));
+                }
+                models
+            }
+        };
+        if models.is_empty() && !name.is_empty() {
+            return Err(InferError::invalid(format!("requested model '{name}' is not available")));
+        }
+        Ok(models.iter().map(|model| model.statistics()).collect())
+    }
+
+    /// Every model of the repository with its versions and their states, by name; only those that serve if `ready_only`.
+    pub fn repository_index(&self, ready_only: bool) -> Vec<ModelIndexEntry> {
+        let mut names: BTreeSet<String> = self.registry().names().into_iter().collect();
+        names.extend(self.lifecycle.repository.model_names().unwrap_or_default());
+        let lines = names.iter().flat_map(|name| self.registry().index(name));
+        lines.filter(|line| !ready_only || line.state == ModelState::Ready).collect()
+    }
+
+    /// Loads a model, or loads it again if its files changed.
+    ///
+    /// # Errors
+    /// When the control mode does not allow it, or the model does not load; one that serves goes on serving then.
+    pub async fn load_model(&self, name: &str, overrides: LoadOverrides) -> Result<(), InferError> {
+        self.may_control()?;
+        let (lifecycle, model) = (self.lifecycle.clone(), name.to_owned());
+        // On its own task: a client that leaves must not leave a model half loaded.
+        let load = tokio::spawn(async move { lifecycle.load(&model, overrides).await });
+        load.await.map_err(|error| InferError::internal(format!("loading '{name}' broke off: {error}")))??;
+        self.registry().update(name, |entry| entry.is_required = true);
+        Ok(())
+    }
+
+    /// Takes a model out of service, with the models an ensemble is made of if `unload_dependents`.
+    /// Requests in flight end. A model that is not loaded is no error.
+    ///
+    /// # Errors
+    /// When the control mode does not allow it.
+    pub async fn unload_model(&self, name: &str, unload_dependents: bool) -> Result<(), InferError> {
+        self.may_control()?;
+        self.lifecycle.unload(name, unload_dependents).await;
+        Ok(())
+    }
+
+    fn may_control(&self) -> Result<(), InferError> {
+        if self.is_draining.load(Ordering::SeqCst) {
+            return Err(InferError::unavailable("the server is stopping"));
+        }
+        match self.config.control_mode {
+            ControlMode::Explicit { .. } => Ok(()),
+            _ => Err(InferError::new(
+                ErrorKind::Unavailable,
+                "explicit model load / unload is not allowed if polling is enabled; start with \
+                 `--model-control-mode=explicit`",
+            )),
+        }
+    }
+
+    /// Refuses new requests from here on.
+    pub fn begin_drain(&self) {
+        self.is_draining.store(true, Ordering::SeqCst);
+    }
+
+    /// Requests accepted and not ended yet.
+    pub fn num_in_flight(&self) -> u64 {
+        self.registry().all_ready().iter().map(|model| model.in_flight.count()).sum()
+    }
+
+    /// Refuses new requests, waits until those in flight have ended or `patience` is over, and unloads every model.
+    /// Returns how many requests were still in flight.
+    pub async fn drain(&self, patience: Duration) -> u64 {
+        self.begin_drain();
+        let deadline = Instant::now() + patience;
+        for model in self.registry().all_ready() {
+            let _ = tokio::time::timeout_at(deadline, model.in_flight.idle()).await;
+        }
+        let left = self.num_in_flight();
+        let names = self.registry().names();
+        let retire_all = futures::future::join_all(names.iter().map(|name| self.lifecycle.retire(name, |_| true)));
+        let _ = tokio::time::timeout_at(deadline, retire_all).await;
+        left
+    }
+}
