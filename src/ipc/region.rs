@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use rustix::fs::{AtFlags, CWD, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
@@ -107,7 +107,8 @@ pub struct Region {
     /// The payload, after the header; aligned to 128 bytes.
     payload: NonNull<u8>,
     payload_bytes: usize,
-    owned: bool,
+    /// Whether the name is still there for this value to remove.
+    owned: AtomicBool,
 }
 
 // SAFETY: the mapping is plain memory without thread affinity; shared access goes through atomics or through raw
@@ -126,7 +127,7 @@ impl Region {
         // SAFETY: the mapping is page aligned, holds HEADER_BYTES, and nobody else knows it yet.
         unsafe { base.cast::<Header>().write(Header::of_current_process(bytes as u64)) };
         publish(&file, &region.path)?;
-        region.owned = true;
+        *region.owned.get_mut() = true;
         Ok(region)
     }
 
@@ -157,7 +158,7 @@ impl Region {
     fn from_mapping(path: PathBuf, base: NonNull<u8>, payload_bytes: usize) -> Self {
         // SAFETY: every mapping is at least HEADER_BYTES long.
         let payload = unsafe { base.add(HEADER_BYTES) };
-        Self { path, payload, payload_bytes, owned: false }
+        Self { path, payload, payload_bytes, owned: AtomicBool::new(false) }
     }
 
     /// The file behind the region.
@@ -197,6 +198,15 @@ impl Region {
         Ok(NonNull::slice_from_raw_parts(start.cast(), count))
     }
 
+    /// Removes the name now, if this value made it: who has opened the region keeps it, nobody else can open it,
+    /// and even a killed owner leaves nothing behind. For when all who need it have opened it.
+    pub fn unlink(&self) {
+        if self.owned.swap(false, Ordering::AcqRel) {
+            // Already removed by hand is as good.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+
     fn check<T>(&self, offset: usize, count: usize) -> Result<NonNull<u8>, IpcError> {
         let len = count.saturating_mul(size_of::<T>());
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.payload_bytes);
@@ -211,10 +221,7 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        if self.owned {
-            // Already removed by hand is as good.
-            let _ = fs::remove_file(&self.path);
-        }
+        self.unlink();
         // SAFETY: the mapping was made with this base and length, and every view borrows `self`. Users of `raw`
         // promised not to use their pointers later.
         let unmapped = unsafe { munmap(self.payload.sub(HEADER_BYTES).as_ptr().cast(), HEADER_BYTES + self.len()) };

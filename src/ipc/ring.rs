@@ -50,6 +50,11 @@ impl Ring {
     pub fn receiver(&self) -> Result<RingReceiver, IpcError> {
         RingReceiver::attach(self.shared.clone())
     }
+
+    /// Removes the name now, once both ends are open: see [`Region::unlink`].
+    pub fn unlink(&self) {
+        self.shared.region.unlink();
+    }
 }
 
 /// One end of a ring, and which process holds it: 22 bits of pid, 41 of its start time, 1 that says it let go in

@@ -220,6 +220,25 @@ fn a_full_ring_and_a_message_too_long_are_refused_and_nothing_is_sent() {
 }
 
 #[test]
+fn a_ring_unlinked_early_goes_on_working() {
+    let prefix = prefix("unlinked");
+    let ring = Ring::create(&prefix, "x", 64).unwrap();
+    let mut sender = RingSender::open(&prefix, "x").unwrap();
+    let mut receiver = RingReceiver::open(&prefix, "x").unwrap();
+    ring.unlink();
+    assert_eq!(entries(&prefix), [""; 0]);
+    let other = Ring::create(&prefix, "x", 64).unwrap();
+    drop(ring);
+    assert_eq!(entries(&prefix).len(), 1, "the name is the second ring's");
+    drop(other);
+
+    sender.send(b"still here", LONG).unwrap();
+    let mut buffer = Vec::new();
+    assert_eq!(receiver.recv(&mut buffer, LONG).unwrap(), Received::Message);
+    assert_eq!(buffer, b"still here");
+}
+
+#[test]
 fn each_end_of_a_ring_has_one_holder() {
     let prefix = prefix("holders");
     let ring = Ring::create(&prefix, "x", 64).unwrap();
