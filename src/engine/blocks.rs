@@ -5,7 +5,7 @@
 //! block that was released longest ago.
 
 use std::collections::HashMap;
-use std::hash::{DefaultHasher, Hasher};
+use std::hash::{BuildHasherDefault, DefaultHasher, Hasher};
 
 use crate::{BlockId, TokenId};
 
@@ -42,7 +42,7 @@ pub(crate) struct BlockPool {
     newest: Option<BlockId>,
     num_cached: usize,
     /// Hash of parent and tokens to the block that holds them; a collision is a miss.
-    contents: HashMap<u64, BlockId>,
+    contents: HashMap<u64, BlockId, BuildHasherDefault<AlreadyHashed>>,
     last_content: u64,
 }
 
@@ -70,7 +70,7 @@ impl BlockPool {
             oldest: None,
             newest: None,
             num_cached: 0,
-            contents: HashMap::new(),
+            contents: HashMap::default(),
             last_content: 0,
         };
         pool.reset();
@@ -218,6 +218,24 @@ impl BlockPool {
             None => self.newest = older,
         }
         self.num_cached -= 1;
+    }
+}
+
+/// For keys that are hashes themselves.
+#[derive(Debug, Default)]
+struct AlreadyHashed(u64);
+
+impl Hasher for AlreadyHashed {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, _: &[u8]) {
+        unreachable!("keys are `u64`");
+    }
+
+    fn write_u64(&mut self, hash: u64) {
+        self.0 = hash;
     }
 }
 

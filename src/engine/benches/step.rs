@@ -115,7 +115,7 @@ fn decode(c: &mut Criterion, name: &str, encode: bool) {
                 elapsed
             });
         });
-        if encode {
+        if encode && total_rows > 0 {
             println!("{name}/{rows}: {:.2} plan bytes a row", total_bytes as f64 / total_rows as f64);
         }
     }
