@@ -56,9 +56,9 @@ pub struct Matrix {
 struct Part {
     data: &'static [u8], // from the first element taken
     rows: usize,
-    row_bytes: usize,     // from one row to the next
-    first_row: usize,     // in the matrix
-    first_group: usize,   // groups of the parts before
+    row_bytes: usize,   // from one row to the next
+    first_row: usize,   // in the matrix
+    first_group: usize, // groups of the parts before
 }
 
 impl Part {

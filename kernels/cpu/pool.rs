@@ -21,12 +21,12 @@ pub struct Pool {
 }
 
 struct Shared {
-    epoch: AtomicU32,               // counts jobs; a change is the call to work
-    remaining: AtomicUsize,         // threads still at work on the current job
-    stop: AtomicBool,               // the next epoch is the end
-    job: UnsafeCell<*const Job>,    // written while nobody works, read after `epoch` changes
+    epoch: AtomicU32,                   // counts jobs; a change is the call to work
+    remaining: AtomicUsize,             // threads still at work on the current job
+    stop: AtomicBool,                   // the next epoch is the end
+    job: UnsafeCell<*const Job>,        // written while nobody works, read after `epoch` changes
     caller: UnsafeCell<Option<Thread>>, // likewise; woken when `remaining` reaches 0
-    parked: Vec<AtomicBool>,        // which threads sleep
+    parked: Vec<AtomicBool>,            // which threads sleep
 }
 
 // SAFETY: `job` and `caller` are written only while no thread is at work (`remaining` is 0), before the release

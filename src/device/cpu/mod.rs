@@ -46,13 +46,13 @@ pub struct CpuDevice {
     rows: Vec<Row>,
     cache: Option<Cache>,
     inputs: StepInputs,
-    token_ids: Vec<u32>,           // [T] of the current step, none left on the device
-    packed: PackedInput,           // inputs of the linear layer at work
-    widest_input: usize,           // `K` of the widest linear layer
-    sampled: Buffer<f32>,          // [S, E]
-    local_logits: Buffer<f32>,     // [S, V of this worker], where the vocabulary is split
-    logits: Buffer<f32>,           // [S, V]
-    vocab_offsets: Vec<usize>,     // where each worker's share of the vocabulary starts, and the end
+    token_ids: Vec<u32>,       // [T] of the current step, none left on the device
+    packed: PackedInput,       // inputs of the linear layer at work
+    widest_input: usize,       // `K` of the widest linear layer
+    sampled: Buffer<f32>,      // [S, E]
+    local_logits: Buffer<f32>, // [S, V of this worker], where the vocabulary is split
+    logits: Buffer<f32>,       // [S, V]
+    vocab_offsets: Vec<usize>, // where each worker's share of the vocabulary starts, and the end
     results: VecDeque<Vec<SampledToken>>,
     weights_bytes: u64,
     workspace_bytes: u64,
@@ -132,7 +132,8 @@ impl CpuDevice {
         let inputs = &self.inputs;
         self.token_ids.clear();
         for (index, row) in inputs.rows.iter().enumerate() {
-            let known = self.rows.get(row.0 as usize).ok_or_else(|| beyond("row", row.0, self.config.limits.max_rows))?;
+            let known =
+                self.rows.get(row.0 as usize).ok_or_else(|| beyond("row", row.0, self.config.limits.max_rows))?;
             for token in &inputs.token_ids[inputs.row_starts[index] as usize..inputs.row_starts[index + 1] as usize] {
                 let last = || known.tokens().last().copied().unwrap_or(u32::MAX);
                 let token = if *token == TOKEN_ON_DEVICE { last() } else { *token };

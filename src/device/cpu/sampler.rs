@@ -96,10 +96,7 @@ fn draw(params: &SamplingParams, num_generated: u32, logits: &[f32], candidates:
         return best;
     }
     let inverse = 1.0 / params.temperature;
-    let weigh = |(token, logit): (usize, &f32)| Candidate {
-        token: token as u32,
-        weight: exp((logit - max) * inverse),
-    };
+    let weigh = |(token, logit): (usize, &f32)| Candidate { token: token as u32, weight: exp((logit - max) * inverse) };
     candidates.clear();
     candidates.extend(logits.iter().enumerate().map(weigh).filter(|c| c.weight > 0.0));
     if params.top_k > 0 && (params.top_k as usize) < candidates.len() {

@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""Make tiny random Llama checkpoints and what transformers computes from them in fp32.
+
+    make_goldens.py [OUT_DIR]          default: tests/goldens beside this script's parent folder
+
+Each case is a folder: config.json, model.safetensors, and golden.json with prompts, the logits of the prompt's last
+position, the greedy continuation, and at each of its steps the margin between the two highest logits.
+Weights have one stored dtype; the reference runs in fp32 on exactly those values. Fixed seeds: the same files each time.
+Needs torch, transformers and safetensors.
+"""
+import argparse
+import json
+import pathlib
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+NUM_TOKENS = 32
+PROMPT_LENS = (1, 7, 40)
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64, "rope_theta": 500000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+CASES = {
+    # GQA with scaled rotation; head_dim apart from hidden / heads; odd vocabulary
+    "llama3_gqa": (torch.bfloat16, LlamaConfig, LlamaForCausalLM, dict(
+        hidden_size=96, intermediate_size=176, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=64, vocab_size=501, rope_parameters=LLAMA3, tie_word_embeddings=False)),
+    # head_dim 128, one KV head replicated over every worker, tied embeddings
+    "tied_mqa": (torch.bfloat16, LlamaConfig, LlamaForCausalLM, dict(
+        hidden_size=96, intermediate_size=200, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1,
+        head_dim=128, vocab_size=515, rope_parameters=LINEAR, tie_word_embeddings=True)),
+    # every head its own KV, biases everywhere, single precision
+    "mha_bias_f32": (torch.float32, LlamaConfig, LlamaForCausalLM, dict(
+        hidden_size=64, intermediate_size=136, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=16, vocab_size=333, rope_parameters=YARN, attention_bias=True, mlp_bias=True,
+        tie_word_embeddings=False)),
+    # half precision, head_dim 80
+    "dim80_f16": (torch.float16, LlamaConfig, LlamaForCausalLM, dict(
+        hidden_size=72, intermediate_size=152, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=80, vocab_size=400, rope_parameters=PLAIN, tie_word_embeddings=False)),
+    # a window shorter than the sequences
+    "mistral_window": (torch.bfloat16, MistralConfig, MistralForCausalLM, dict(
+        hidden_size=96, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, vocab_size=420, rope_parameters=PLAIN, sliding_window=21, tie_word_embeddings=False)),
+}
+
+
+def make_model(dtype, config_class, model_class, shape, seed):
+    """A random model whose weights are exact in `dtype`, computing in fp32."""
+    config = config_class(max_position_embeddings=256, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2, **shape)
+    config._attn_implementation = "eager"
+    model = model_class(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                values = 1 + 0.2 * noise
+            elif parameter.dim() == 1:
+                values = 0.1 * noise
+            elif "embed" in name or "lm_head" in name:
+                values = noise * (0.3 if shape["tie_word_embeddings"] else 1.0)
+            else:
+                values = noise * 1.2 * parameter.shape[1] ** -0.5
+            parameter.copy_(values.to(dtype).float())
+    return config, model
+
+
+@torch.no_grad()
+def golden(model, prompt):
+    """Greedy continuation by whole forward passes: no cache, nothing else in the batch."""
+    tokens, margins, first = list(prompt), [], None
+    for _ in range(NUM_TOKENS):
+        logits = model(torch.tensor([tokens])).logits[0, -1]
+        first = logits if first is None else first
+        best = logits.topk(2).values
+        margins.append(round((best[0] - best[1]).item(), 6))
+        tokens.append(int(logits.argmax()))
+    return {"prompt": prompt, "logits": [round(x, 5) for x in first.tolist()],
+            "tokens": tokens[len(prompt):], "margins": margins}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    root = pathlib.Path(__file__).resolve().parents[2]
+    parser.add_argument("out", nargs="?", type=pathlib.Path, default=root / "tests" / "goldens")
+    out = parser.parse_args().out
+    torch.set_num_threads(1)
+    for seed, (name, (dtype, config_class, model_class, shape)) in enumerate(CASES.items()):
+        config, model = make_model(dtype, config_class, model_class, shape, seed)
+        folder = out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {k: v.to(dtype).contiguous() for k, v in model.state_dict().items()
+                   if not (k == "lm_head.weight" and config.tie_word_embeddings)}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config.architectures = [model_class.__name__]
+        config.dtype = dtype
+        config.save_pretrained(folder)
+        generator = torch.Generator().manual_seed(100 + seed)
+        prompts = [torch.randint(3, config.vocab_size, (n,), generator=generator).tolist() for n in PROMPT_LENS]
+        goldens = [golden(model, prompt) for prompt in prompts]
+        (folder / "golden.json").write_text(json.dumps({"sequences": goldens}) + "\n")
+        margins = sorted(m for g in goldens for m in g["margins"])
+        size = sum(f.stat().st_size for f in folder.iterdir())
+        print(f"{name}: {size / 1024:.0f} KiB, margins {margins[0]:.4f} .. {margins[len(margins) // 2]:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+//! Whole models against transformers in fp32 (`scripts/goldens/make_goldens.py`), and against themselves.
+//!
+//! Tolerance of a log-probability: beside bf16 weights the inputs of all four linear layers, q, k and v are rounded to
+//! bf16, each with a relative error uniform within 2^-9, and errors of q and k also move the softmax: 8 roundings a
+//! layer and one at the head, which add as independent errors of `2^-9 / sqrt(3)` of the logits' size. The likeliest
+//! logit's error moves the sum as well: once more as much. Six standard deviations bound the worst of some hundred.
+//! f16 and f32 weights meet f32 inputs: the same count, with 2^-20 for sums of some hundred terms in either order.
+
+mod support;
+
+use engine::{SampledToken, SamplingParams};
+use support::{MAX_ROWS, Runner, Sequence, golden_dir, on_group};
+
+const CASES: [&str; 5] = ["llama3_gqa", "tied_mqa", "mha_bias_f32", "dim80_f16", "mistral_window"];
+
+struct Golden {
+    prompt: Vec<u32>,
+    logits: Vec<f64>,
+    tokens: Vec<u32>,
+    margins: Vec<f64>,
+}
+
+fn goldens(case: &str) -> Vec<Golden> {
+    let text = std::fs::read(golden_dir(case).join("golden.json")).unwrap();
+    let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
+    let numbers = |value: &serde_json::Value| -> Vec<f64> {
+        value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
+    };
+    let ids = |value: &serde_json::Value| numbers(value).into_iter().map(|x| x as u32).collect();
+    let golden = |value: &serde_json::Value| Golden {
+        prompt: ids(&value["prompt"]),
+        logits: numbers(&value["logits"]),
+        tokens: ids(&value["tokens"]),
+        margins: numbers(&value["margins"]),
+    };
+    value["sequences"].as_array().unwrap().iter().map(golden).collect()
+}
+
+fn tolerance(case: &str, logits: &[f64]) -> f64 {
+    let mean = logits.iter().sum::<f64>() / logits.len() as f64;
+    let size = (logits.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / logits.len() as f64).sqrt();
+    let roundings = 2.0 * (8.0 * 2.0 + 1.0f64);
+    let unit = if case.contains("f16") || case.contains("f32") { 2f64.powi(-20) } else { 2f64.powi(-9) };
+    6.0 * unit / 3f64.sqrt() * roundings.sqrt() * size
+}
+
+fn log_softmax(logits: &[f64]) -> Vec<f64> {
+    let max = logits.iter().copied().fold(f64::MIN, f64::max);
+    let total = logits.iter().map(|x| (x - max).exp()).sum::<f64>().ln() + max;
+    logits.iter().map(|x| x - total).collect()
+}
+
+/// Greedy, reporting the log-probability of the whole vocabulary at every step.
+fn sequence(golden: &Golden) -> Sequence {
+    let sampling = SamplingParams { num_logprobs: Some(golden.logits.len() as u32), ..SamplingParams::default() };
+    Sequence { prompt: golden.prompt.clone(), num_tokens: golden.tokens.len(), sampling, chunk: 256, start: 0 }
+}
+
+/// The reference and this output agree as far as rounding lets them; returns how many tokens were equal.
+fn check(case: &str, golden: &Golden, output: &[SampledToken]) -> usize {
+    let allowed = tolerance(case, &golden.logits);
+    let expected = log_softmax(&golden.logits);
+    let worst = output[0].top.iter().map(|(token, p)| (f64::from(*p) - expected[token.0 as usize]).abs());
+    let worst = worst.fold(0.0, f64::max);
+    assert_eq!(output[0].top.len(), golden.logits.len());
+    assert!(worst <= allowed, "{case}: a logit is off by {worst:.2e}, allowed {allowed:.2e}");
+    let equal = output.iter().zip(&golden.tokens).take_while(|(ours, theirs)| ours.token.0 == **theirs).count();
+    if let Some(margin) = golden.margins.get(equal) {
+        assert!(
+            *margin <= 2.0 * allowed,
+            "{case}: token {equal} differs at a margin of {margin}, allowed {allowed:.2e}"
+        );
+    }
+    eprintln!("{case}: logits within {worst:.1e} of {allowed:.1e} allowed, {equal} of {} tokens", golden.tokens.len());
+    equal
+}
+
+#[test]
+fn greedy_tokens_and_logits_agree_with_transformers_for_world_sizes_1_2_and_4() {
+    for case in CASES {
+        let goldens = goldens(case);
+        for size in [1, 2, 4] {
+            let outputs = on_group(case, size, |runner| {
+                goldens.iter().map(|golden| runner.run(&[sequence(golden)]).remove(0)).collect::<Vec<_>>()
+            });
+            let equal: usize = goldens.iter().zip(&outputs).map(|(golden, output)| check(case, golden, output)).sum();
+            let all: usize = goldens.iter().map(|golden| golden.tokens.len()).sum();
+            assert!(2 * equal > all, "{case}: only {equal} of {all} tokens were compared");
+        }
+    }
+}
+
+/// 32 sequences that join at different steps, with prompts in different chunks and different sampling.
+fn crowd(goldens: &[Golden]) -> Vec<Sequence> {
+    let mut crowd: Vec<Sequence> = goldens.iter().map(sequence).collect();
+    while crowd.len() < MAX_ROWS {
+        let n = crowd.len();
+        let mut other = crowd[n % goldens.len()].clone();
+        other.prompt.iter_mut().for_each(|token| *token = (*token * 7 + n as u32) % 300 + 3);
+        other.prompt.truncate(1 + n * 5 % 37);
+        other.sampling.num_logprobs = None;
+        other.sampling.temperature = (n % 2) as f32;
+        other.chunk = 1 + n % 9;
+        other.start = n % 5;
+        crowd.push(other);
+    }
+    for (n, sequence) in crowd.iter_mut().take(goldens.len()).enumerate() {
+        (sequence.chunk, sequence.start) = ([256, 3, 16][n % 3], n * 2);
+    }
+    crowd
+}
+
+#[test]
+fn a_sequence_is_bit_identical_alone_and_among_32_in_any_chunks_on_any_number_of_threads() {
+    for case in CASES {
+        let goldens = goldens(case);
+        for size in [1, 2] {
+            let (alone, among) = on_group(case, size, |runner| {
+                let alone: Vec<_> = goldens.iter().map(|golden| runner.run(&[sequence(golden)]).remove(0)).collect();
+                let mut among = runner.run(&crowd(&goldens));
+                among.truncate(goldens.len());
+                (alone, among)
+            });
+            for (alone, among) in alone.iter().zip(&among) {
+                assert!(alone.iter().zip(among).all(|(a, b)| (a.token, &a.top) == (b.token, &b.top)), "{case}");
+            }
+        }
+        let outputs: Vec<_> =
+            [1, 2, 3].map(|threads| Runner::new(case, threads, None).run(&crowd(&goldens))).into_iter().collect();
+        assert!(outputs[0] == outputs[1] && outputs[1] == outputs[2], "{case}: threads change the result");
+    }
+}
+
+#[test]
+fn every_instruction_set_agrees_with_transformers() {
+    for case in CASES {
+        for isa in kernels::cpu::Isa::available() {
+            let mut runner = Runner::new(case, 1, None);
+            runner.device().set_isa(isa);
+            for golden in goldens(case) {
+                check(case, &golden, &runner.run(&[sequence(&golden)])[0]);
+            }
+        }
+    }
+}

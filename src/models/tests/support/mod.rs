@@ -1,0 +1,150 @@
+//! Drives a model on the CPU device without an engine: packs steps by hand, in one process.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use device::cpu::{CpuConfig, CpuDevice, GroupConfig};
+use device::{Device, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel};
+use engine::{RowId, SampledToken, SamplingParams, TokenId};
+use models::{Config, Model};
+
+pub const BLOCK_SIZE: usize = 16;
+const MAX_LEN: usize = 128;
+pub const MAX_ROWS: usize = 32;
+const MAX_BLOCKS: usize = MAX_LEN / BLOCK_SIZE;
+
+/// A model on one worker of a group.
+pub struct Runner {
+    device: CpuDevice,
+    model: Box<dyn Model<CpuDevice>>,
+    step: u64,
+}
+
+/// What one row is asked to do.
+#[derive(Clone)]
+pub struct Sequence {
+    pub prompt: Vec<u32>,
+    pub num_tokens: usize,
+    pub sampling: SamplingParams,
+    pub chunk: usize, // prompt tokens per step
+    pub start: usize, // joins at this step
+}
+
+/// A sequence at work.
+struct Progress {
+    computed: usize,
+    output: Vec<SampledToken>,
+}
+
+pub fn golden_dir(case: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens").join(case)
+}
+
+impl Runner {
+    pub fn new(case: &str, threads: usize, group: Option<GroupConfig>) -> Self {
+        let dir = golden_dir(case);
+        let config = Config::from_dir(&dir).unwrap();
+        let limits = StepLimits {
+            max_tokens: 256,
+            max_rows: MAX_ROWS,
+            max_sequence_len: MAX_LEN,
+            vocab_size: config.vocab_size,
+        };
+        let mut device = CpuDevice::new(CpuConfig { threads, limits, kv_memory_bytes: None, group }).unwrap();
+        let model = models::load(&dir, &config, &mut device).unwrap();
+        device.allocate_cache(&model.attention_spec(BLOCK_SIZE), MAX_ROWS * MAX_BLOCKS).unwrap();
+        Self { device, model, step: 0 }
+    }
+
+    pub fn device(&mut self) -> &mut CpuDevice {
+        &mut self.device
+    }
+
+    /// Runs all sequences together to their end; sequence `i` has row and blocks of its own.
+    pub fn run(&mut self, sequences: &[Sequence]) -> Vec<Vec<SampledToken>> {
+        let mut progress: Vec<Progress> =
+            sequences.iter().map(|_| Progress { computed: 0, output: Vec::new() }).collect();
+        for step in 0.. {
+            for (row, sequence) in sequences.iter().enumerate().filter(|(_, s)| s.start == step) {
+                let prompt: Vec<TokenId> = sequence.prompt.iter().map(|t| TokenId(*t)).collect();
+                self.device.join_row(RowId(row as u32), &prompt, prompt.len() as u32, &sequence.sampling).unwrap();
+            }
+            let inputs = self.pack(sequences, &mut progress, step);
+            if inputs.num_rows() == 0 && sequences.iter().all(|s| s.start <= step) {
+                break;
+            }
+            let model = &mut self.model;
+            self.device.run_step(&inputs, &mut |device| model.forward(device)).unwrap();
+            for token in self.device.collect(true).unwrap().unwrap() {
+                progress[token.row.0 as usize].output.push(token);
+            }
+        }
+        progress.into_iter().map(|p| p.output).collect()
+    }
+
+    fn pack(&mut self, sequences: &[Sequence], progress: &mut [Progress], step: usize) -> StepInputs {
+        self.step += 1;
+        let mut inputs = StepInputs { step: self.step, row_starts: vec![0], ..StepInputs::default() };
+        inputs.max_blocks = MAX_BLOCKS;
+        let prefills: Vec<bool> = sequences.iter().zip(&*progress).map(|(s, p)| p.computed < s.prompt.len()).collect();
+        // Prefill rows first, then decodes.
+        for prefill in [true, false] {
+            for (row, (sequence, p)) in sequences.iter().zip(&mut *progress).enumerate() {
+                let left = sequence.prompt.len().saturating_sub(p.computed);
+                let done = p.output.len() >= sequence.num_tokens;
+                if sequence.start > step || done || prefills[row] != prefill {
+                    continue;
+                }
+                let num_tokens = left.min(sequence.chunk).max(1);
+                for position in p.computed..p.computed + num_tokens {
+                    inputs.token_ids.push(sequence.prompt.get(position).copied().unwrap_or(TOKEN_ON_DEVICE));
+                    inputs.positions.push(position as u32);
+                    inputs.slots.push((row * MAX_LEN + position) as u32);
+                }
+                p.computed += num_tokens;
+                inputs.rows.push(RowId(row as u32));
+                inputs.num_prefill_rows += usize::from(prefill);
+                inputs.row_starts.push(inputs.token_ids.len() as u32);
+                inputs.context_lens.push(p.computed as u32);
+                inputs.block_tables.extend((0..MAX_BLOCKS).map(|block| (row * MAX_BLOCKS + block) as u32));
+                if p.computed >= sequence.prompt.len() {
+                    let token_index = inputs.token_ids.len() as u32 - 1;
+                    let num_generated = p.output.len() as u32;
+                    inputs.samples.push(SampleInput { row: RowId(row as u32), token_index, num_generated });
+                }
+            }
+        }
+        inputs
+    }
+}
+
+/// Runs `job` on every worker of a group of `size`, each a thread, and returns what the first returned.
+/// All must return the same.
+pub fn on_group<T: PartialEq + Send + std::fmt::Debug>(
+    case: &str,
+    size: u32,
+    job: impl Fn(&mut Runner) -> T + Sync,
+) -> T {
+    static GROUPS: AtomicU32 = AtomicU32::new(0);
+    let name = format!("g{}", GROUPS.fetch_add(1, Ordering::Relaxed));
+    let prefix: ipc::Prefix = format!("golden{}_", std::process::id()).parse().unwrap();
+    let group = |rank| GroupConfig {
+        prefix: prefix.clone(),
+        name: name.clone(),
+        tensor_parallel: TensorParallel { rank, size },
+        timeout: Duration::from_secs(20),
+        spin: false,
+    };
+    let worker = |rank| {
+        let group = (size > 1).then(|| group(rank));
+        job(&mut Runner::new(case, 1, group))
+    };
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..size).map(|rank| scope.spawn(move || worker(rank))).collect();
+        let mut results = workers.into_iter().map(|worker| worker.join().unwrap());
+        let first = results.next().unwrap();
+        assert!(results.all(|other| other == first), "workers of a group of {size} differ");
+        first
+    })
+}
