@@ -37,6 +37,7 @@
 //! of the kernel's name: it checks shapes, alignment and sizes of its [`Span`]s, computes the geometry and calls
 //! [`Queue::launch`]. Nothing here needs a driver until [`Gpu::open`] is called.
 
+pub mod decode_attention;
 pub mod embed;
 mod error;
 pub mod gated_activation;
@@ -51,6 +52,8 @@ mod queue;
 pub mod rms_norm;
 pub mod rope_cache;
 pub mod sample;
+pub mod skinny_gemm;
+mod tensor_map;
 
 pub use error::CudaError;
 pub use gpu::{Gpu, driver_is_present};

@@ -1,0 +1,16 @@
+// The gates' non-linearities.
+#pragma once
+#include "common.cuh"
+
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+
+// 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), with tanh written through exp.
+__device__ __forceinline__ float gelu_tanh(float x) {
+    const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+    return x / (1.0f + __expf(-2.0f * u));
+}
+
+template <float (*ACT)(float)>
+__device__ __forceinline__ float4 gated(const float4& gate, const float4& up) {
+    return make_float4(ACT(gate.x) * up.x, ACT(gate.y) * up.y, ACT(gate.z) * up.z, ACT(gate.w) * up.w);
+}

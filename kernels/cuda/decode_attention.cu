@@ -1,0 +1,356 @@
+// decode_attention_bf16: o[r, h, :] = softmax(scale * q[r, h, :] . k[r, j, :]) v[r, j, :] over positions j of row r
+// archs: 80 90a 100a ptx
+//
+// q             [R, H, D] bf16, rows `q_stride` elements apart (the q part of qkv)
+// k, v blocks   [block][K][B][D] bf16, one layer; query heads h G .. h G + G share KV head h, G = H / K
+// block_tables  [R, max_blocks] u32; context_lens [R] u32, 0 marks a padded row, whose output is zero
+// o             [R, H, D] bf16
+// workspace     partial sums [R][H][splits][D + 2] f32 and counters [R][K * groups] u32, zero before the first launch
+//               and after each
+// maths         scores and sums in fp32, probabilities rounded to bf16 for the product with v
+// launch        grid (splits, K * groups, R), 4 warps; up to 8 query heads of a KV head form a group, so K and V are
+//               read once for all of them. A warp takes 16 positions at a time: K and V go from memory straight into the
+//               registers of mma.sync, as K q^T and V^T p^T, the next tile on its way while this one is used. A row uses only as
+//               many splits as its length deserves; the block that ends last adds them up in their order.
+// needs         B % 16 == 0, a power of two; pointers 16-byte aligned; checked in decode_attention.rs
+// bound         memory, 4 K D bytes a position: R = 32, 1024 positions, K = 32, D = 128: 537 MB, 120 us at 4.47 TB/s (H200)
+// test          tests/cuda_decode_attention.rs, reference::attention in fp32, each element within 2^-7 of the largest |v|
+#include "mma.cuh"
+
+constexpr int WARPS = 4;
+constexpr int TILE = 16;         // positions a warp takes at a time
+constexpr int GROUP = 8;         // query heads a block serves
+constexpr float LOG2E = 1.4426950408889634f;
+
+struct DecodeAttention {
+    const bf16* q;
+    const bf16* k_blocks;
+    const bf16* v_blocks;
+    const u32* block_tables;
+    const u32* context_lens;
+    bf16* out;
+    float* partial;  // [R][H][splits][D + 2]: sum, then maximum and denominator
+    u32* counters;   // [R][K * groups]
+    u32 q_stride;    // elements
+    u32 max_blocks;
+    u32 heads, kv_heads;
+    u32 block_shift;  // log2 B
+    u32 window;       // positions that are seen, 0 for all
+    u32 min_chunk;    // positions a split has at least, a multiple of 16
+    float scale;
+};
+
+// The positions one block works on.
+struct Chunk {
+    u32 first_valid;  // positions before are outside the window
+    u32 begin, end;
+    u32 active;  // splits that have work
+};
+
+__device__ __forceinline__ Chunk chunk_of(u32 len, u32 window, u32 min_chunk, u32 split, u32 splits) {
+    Chunk c;
+    c.first_valid = window && len > window ? len - window : 0;
+    const u32 start = c.first_valid / TILE * TILE, span = len - start;
+    const u32 size = max(min_chunk, ((span + splits - 1) / splits + 63) / 64 * 64);
+    c.active = (span + size - 1) / size;
+    c.begin = start + split * size;
+    c.end = min(c.begin + size, len);
+    return c;
+}
+
+// One tile of K or V in registers, as fragments.
+template <int D>
+struct Tile {
+    static constexpr int WIDE = D % 64 == 0;                 // V in runs of 8 elements, else of 4
+    static constexpr int RUNS = WIDE ? D / 64 : D / 32;
+    uint4 k[2][D / 32];  // rows g, g + 8; elements 32 i + 8 t ..
+    u32 v[4][RUNS][WIDE ? 4 : 2];  // rows 2t, 2t + 1, 2t + 8, 2t + 9; elements 64 c + 8 g .. (32 c + 4 g ..)
+
+    __device__ void load_k(const bf16* rows, u32 last, int g, int t) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const bf16* row = rows + min(g + 8 * i, last) * D + 8 * t;
+#pragma unroll
+            for (int c = 0; c < D / 32; ++c) k[i][c] = load_once(row + 32 * c);
+        }
+    }
+
+    __device__ void load_v(const bf16* rows, u32 last, int g, int t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const bf16* row = rows + min(2 * t + i % 2 + i / 2 * 8, last) * D;
+#pragma unroll
+            for (int c = 0; c < RUNS; ++c) {
+                if constexpr (WIDE) {
+                    const uint4 x = load_once(row + 64 * c + 8 * g);
+                    v[i][c][0] = x.x, v[i][c][1] = x.y, v[i][c][2] = x.z, v[i][c][3] = x.w;
+                } else {
+                    const uint2 x = load_once_8(row + 32 * c + 4 * g);
+                    v[i][c][0] = x.x, v[i][c][1] = x.y;
+                }
+            }
+        }
+    }
+
+    // scores[16 positions, 8 heads] = K q^T
+    __device__ void scores(float (&s)[4], const u32 (&q)[D / 16][2]) const {
+        s[0] = s[1] = s[2] = s[3] = 0.0f;
+#pragma unroll
+        for (int c = 0; c < D / 32; ++c) {
+            mma_16x8x16(s, k[0][c].x, k[1][c].x, k[0][c].y, k[1][c].y, q[2 * c][0], q[2 * c][1]);
+            mma_16x8x16(s, k[0][c].z, k[1][c].z, k[0][c].w, k[1][c].w, q[2 * c + 1][0], q[2 * c + 1][1]);
+        }
+    }
+
+    // sum[D, 8 heads] += V^T p^T; b0, b1 is p^T
+    __device__ void accumulate(float (&sum)[D / 16][4], u32 b0, u32 b1) const {
+        constexpr int WORDS = WIDE ? 4 : 2;
+#pragma unroll
+        for (int c = 0; c < RUNS; ++c) {
+#pragma unroll
+            for (int j = 0; j < WORDS; ++j) {
+                const u32 a0 = __byte_perm(v[0][c][j], v[1][c][j], 0x5410), a1 = __byte_perm(v[0][c][j], v[1][c][j], 0x7632);
+                const u32 a2 = __byte_perm(v[2][c][j], v[3][c][j], 0x5410), a3 = __byte_perm(v[2][c][j], v[3][c][j], 0x7632);
+                mma_16x8x16(sum[c * WORDS + j], a0, a1, a2, a3, b0, b1);
+            }
+        }
+    }
+
+    // The element of D that sum[i][0], [1] belong to; sum[i][2], [3] belong to the next one.
+    static __device__ int element(int i, int g) { return WIDE ? i / 4 * 64 + 8 * g + i % 4 * 2 : i / 2 * 32 + 4 * g + i % 2 * 2; }
+};
+
+// Running softmax of a warp for heads 2t and 2t + 1.
+template <int D>
+struct Softmax {
+    float top[2] = {-INFINITY_F, -INFINITY_F};
+    float denominator[2] = {0.0f, 0.0f};  // of this thread's positions only
+    float sum[D / 16][4] = {};
+
+    // Takes the scaled scores of a tile, gives the probabilities as the fragment p^T.
+    __device__ void step(float (&s)[4], u32& b0, u32& b1) {
+        float correction[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float m = fmaxf(s[h], s[h + 2]);
+#pragma unroll
+            for (int d = 4; d < 32; d *= 2) m = fmaxf(m, __shfl_xor_sync(FULL_WARP, m, d));
+            m = fmaxf(m, top[h]);
+            correction[h] = exp2_fast(top[h] - m);
+            top[h] = m;
+            s[h] = exp2_fast(s[h] - m);
+            s[h + 2] = exp2_fast(s[h + 2] - m);
+            denominator[h] = denominator[h] * correction[h] + s[h] + s[h + 2];
+        }
+        b0 = transpose_8x8(pack_bf16x2(s[0], s[1]));
+        b1 = transpose_8x8(pack_bf16x2(s[2], s[3]));
+        if (__any_sync(FULL_WARP, correction[0] != 1.0f || correction[1] != 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < D / 16; ++i) {
+                sum[i][0] *= correction[0], sum[i][1] *= correction[1];
+                sum[i][2] *= correction[0], sum[i][3] *= correction[1];
+            }
+        }
+    }
+};
+
+// Attends over chunk c, warp by warp.
+template <int D>
+__device__ __forceinline__ void attend(Softmax<D>& state, const DecodeAttention& a, const Chunk& c, u32 row, u32 kv_head,
+                                       const u32 (&q)[D / 16][2]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const u32* table = a.block_tables + (u64)row * a.max_blocks;
+    const u64 block_elements = (u64)a.kv_heads * D << a.block_shift;
+    const u64 head_offset = (u64)kv_head * D << a.block_shift;
+    const u32 in_block = (1u << a.block_shift) - 1;
+    const float scale = a.scale * LOG2E;
+    u32 entries = 0;  // lane i has the block of the warp's tile i, 32 tiles at a time
+
+    auto tile_start = [&](u32 i) { return c.begin + (i * WARPS + warp) * TILE; };
+    auto rows_of = [&](u32 i) {
+        if (i % 32 == 0) {
+            const u32 p = tile_start(i + lane);
+            entries = p < c.end ? table[p >> a.block_shift] : 0;
+        }
+        const u32 p = tile_start(i);
+        return (u64)__shfl_sync(FULL_WARP, entries, i % 32) * block_elements + head_offset + (u64)(p & in_block) * D;
+    };
+    if (tile_start(0) >= c.end) return;
+
+    Tile<D> tile;
+    u64 rows = rows_of(0);
+    u32 last = min(c.end - tile_start(0), TILE) - 1;
+    tile.load_k(a.k_blocks + rows, last, g, t);
+    tile.load_v(a.v_blocks + rows, last, g, t);
+    for (u32 i = 0;; ++i) {
+        const u32 p = tile_start(i), next = tile_start(i + 1);
+        const bool more = next < c.end;
+        float s[4];
+        tile.scores(s, q);
+        if (more) {
+            rows = rows_of(i + 1);
+            last = min(c.end - next, TILE) - 1;
+            tile.load_k(a.k_blocks + rows, last, g, t);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const u32 position = p + g + e / 2 * 8;
+            s[e] = position < c.end && position >= c.first_valid ? s[e] * scale : -INFINITY_F;
+        }
+        u32 b0, b1;
+        state.step(s, b0, b1);
+        tile.accumulate(state.sum, b0, b1);
+        if (!more) break;
+        tile.load_v(a.v_blocks + rows, last, g, t);
+    }
+}
+
+// The heads' maxima, denominators and sums of all warps, in shared memory.
+template <int D>
+struct Merged {
+    float top[WARPS][GROUP];
+    float denominator[WARPS][GROUP];
+    float sum[1];  // [WARPS][heads][D]
+};
+
+// Writes this warp's share relative to the block's maximum, which `top` receives for heads 2t, 2t + 1.
+template <int D>
+__device__ __forceinline__ void publish(Merged<D>* merged, Softmax<D>& state, int heads) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) state.denominator[h] += __shfl_xor_sync(FULL_WARP, state.denominator[h], d);
+        if (g == 0) merged->top[warp][2 * t + h] = state.top[h];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int head = 2 * t + h;
+        float top = merged->top[0][head];
+#pragma unroll
+        for (int w = 1; w < WARPS; ++w) top = fmaxf(top, merged->top[w][head]);
+        const float weight = exp2_fast(state.top[h] - top);
+        if (g == 0) merged->denominator[warp][head] = state.denominator[h] * weight;
+        if (head >= heads) continue;
+        float* sum = merged->sum + (warp * heads + head) * D;
+#pragma unroll
+        for (int i = 0; i < D / 16; ++i) {
+            const int e = Tile<D>::element(i, g);
+            *reinterpret_cast<float2*>(sum + e) = make_float2(state.sum[i][h] * weight, state.sum[i][h + 2] * weight);
+        }
+    }
+    __syncthreads();
+}
+
+template <int D>
+__device__ __forceinline__ float merged_top(const Merged<D>* merged, int head) {
+    float top = merged->top[0][head];
+    for (int w = 1; w < WARPS; ++w) top = fmaxf(top, merged->top[w][head]);
+    return top;
+}
+
+template <int D>
+__device__ __forceinline__ float merged_denominator(const Merged<D>* merged, int head) {
+    float sum = merged->denominator[0][head];
+    for (int w = 1; w < WARPS; ++w) sum += merged->denominator[w][head];
+    return sum;
+}
+
+// Element i of [heads][D], added over the warps.
+template <int D>
+__device__ __forceinline__ float merged_sum(const Merged<D>* merged, int heads, int i) {
+    float sum = merged->sum[i];
+    for (int w = 1; w < WARPS; ++w) sum += merged->sum[w * heads * D + i];
+    return sum;
+}
+
+// Adds the splits of `heads` heads up, in their order. `partial` is the first head's.
+template <int D>
+__device__ __forceinline__ void combine(bf16* out, const float* partial, int heads, u32 splits, u32 active) {
+    for (int i = threadIdx.x; i < heads * D; i += blockDim.x) {
+        const float* p = partial + (u64)(i / D) * splits * (D + 2);
+        float top = -INFINITY_F;
+        for (u32 s = 0; s < active; ++s) top = fmaxf(top, __ldcg(p + s * (D + 2) + D));
+        float sum = 0.0f, denominator = 0.0f;
+        for (u32 s = 0; s < active; ++s) {
+            const float weight = exp2_fast(__ldcg(p + s * (D + 2) + D) - top);
+            sum += weight * __ldcg(p + s * (D + 2) + i % D);
+            denominator += weight * __ldcg(p + s * (D + 2) + D + 1);
+        }
+        out[i] = to_bf16(sum / denominator);
+    }
+}
+
+// True in the block that is the last of `active` to come here; what the others wrote before is visible to it then.
+__device__ __forceinline__ bool is_last(u32* counter, u32 active) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(counter, 1) == active - 1;
+        if (last) *counter = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    return last;
+}
+
+template <int D>
+__device__ __forceinline__ void decode_attention(const DecodeAttention& a) {
+    extern __shared__ float4 dynamic[];
+    pdl_launch();
+    pdl_wait();
+    const u32 split = blockIdx.x, splits = gridDim.x, row = blockIdx.z;
+    const u32 per_kv_head = a.heads / a.kv_heads, groups = (per_kv_head + GROUP - 1) / GROUP;
+    const u32 kv_head = blockIdx.y / groups, group = blockIdx.y % groups;
+    const int heads = min(per_kv_head - group * GROUP, (u32)GROUP);
+    const u32 first_head = kv_head * per_kv_head + group * GROUP;
+    bf16* out = a.out + ((u64)row * a.heads + first_head) * D;
+
+    const u32 len = a.context_lens[row];
+    if (len == 0) {
+        if (split == 0) for (int i = threadIdx.x; i < heads * D; i += blockDim.x) out[i] = to_bf16(0.0f);
+        return;
+    }
+    const Chunk c = chunk_of(len, a.window, a.min_chunk, split, splits);
+    if (split >= c.active) return;
+
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    u32 q[D / 16][2];
+    const bf16* q_row = a.q + (u64)row * a.q_stride + (u64)(first_head + g) * D + 8 * t;
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) {
+        const uint4 x = g < heads ? load_once(q_row + 32 * i) : make_uint4(0, 0, 0, 0);
+        q[2 * i][0] = x.x, q[2 * i][1] = x.y, q[2 * i + 1][0] = x.z, q[2 * i + 1][1] = x.w;
+    }
+    Softmax<D> state;
+    attend<D>(state, a, c, row, kv_head, q);
+
+    Merged<D>* merged = reinterpret_cast<Merged<D>*>(dynamic);
+    publish<D>(merged, state, heads);
+    if (c.active == 1) {
+        for (int i = threadIdx.x; i < heads * D; i += blockDim.x) {
+            out[i] = to_bf16(merged_sum<D>(merged, heads, i) / merged_denominator<D>(merged, i / D));
+        }
+        return;
+    }
+    float* partial = a.partial + (u64)((u64)row * a.heads + first_head) * splits * (D + 2);
+    for (int i = threadIdx.x; i < heads * (D + 2); i += blockDim.x) {
+        const int head = i / (D + 2), e = i % (D + 2);
+        float* p = partial + ((u64)head * splits + split) * (D + 2) + e;
+        *p = e < D ? merged_sum<D>(merged, heads, head * D + e)
+                   : e == D ? merged_top<D>(merged, head) : merged_denominator<D>(merged, head);
+    }
+    if (is_last(a.counters + (u64)row * gridDim.y + blockIdx.y, c.active)) combine<D>(out, partial, heads, splits, c.active);
+}
+
+#define DECODE_ATTENTION(D)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention_bf16_d##D(const DecodeAttention a) {     \
+        decode_attention<D>(a);                                                                                        \
+    }
+
+DECODE_ATTENTION(64)
+DECODE_ATTENTION(96)
+DECODE_ATTENTION(128)
+DECODE_ATTENTION(256)

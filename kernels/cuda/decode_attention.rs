@@ -1,0 +1,173 @@
+//! Attention of rows that have one new token, over their KV blocks. Kernel: `decode_attention.cu`.
+
+use half::bf16;
+
+use super::error::ensure;
+use super::rope_cache::{HeadShape, LayerCache};
+use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
+use std::sync::Arc;
+
+const OP: &str = "decode_attention";
+/// Query heads that one thread block serves.
+const GROUP: usize = 8;
+/// Head dims there is code for.
+pub const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
+
+/// The rows of a step that decode, and where they find their keys and values.
+#[derive(Debug, Clone, Copy)]
+pub struct DecodeRows {
+    /// `[R, max_blocks]` u32.
+    pub block_tables: Span,
+    /// Row length of `block_tables`.
+    pub max_blocks: usize,
+    /// `[R]` u32; 0 marks a padded row.
+    pub context_lens: Span,
+    /// `R`.
+    pub num_rows: usize,
+}
+
+/// How rows are divided among thread blocks; a function of the bucket, so that a graph can be replayed for any lengths.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Splits {
+    /// Most parts of a row.
+    pub splits: usize,
+    /// Positions a part has at least, a multiple of 16.
+    pub min_chunk: usize,
+}
+
+impl Splits {
+    /// The division for `num_rows` rows, by measurement on an H200 (kernels/README.md).
+    pub fn for_rows(num_rows: usize, shape: HeadShape) -> Self {
+        let blocks = num_rows * shape.num_kv_heads * groups(shape);
+        let splits = (2048 / blocks.max(1)).next_power_of_two().clamp(4, 64);
+        Self { splits, min_chunk: if blocks <= 512 { 64 } else { 256 } }
+    }
+}
+
+/// Partial sums and counters of [`decode_attention`]; one at a time may use it.
+#[derive(Debug)]
+pub struct DecodeWorkspace {
+    partial: DeviceBuffer,
+    counters: DeviceBuffer,
+}
+
+impl DecodeWorkspace {
+    /// Room for up to `max_rows` rows.
+    pub fn new(gpu: &Arc<Gpu>, max_rows: usize, shape: HeadShape) -> Result<Self, CudaError> {
+        let counters = DeviceBuffer::with_count::<u32>(gpu, counter_count(max_rows, shape))?;
+        counters.span().write(&vec![0u32; counter_count(max_rows, shape)])?;
+        Ok(Self { partial: DeviceBuffer::new(gpu, partial_bytes(max_rows, shape))?, counters })
+    }
+
+    /// Bytes that [`DecodeWorkspace::new`] takes.
+    pub fn bytes(max_rows: usize, shape: HeadShape) -> usize {
+        partial_bytes(max_rows, shape) + counter_count(max_rows, shape) * 4
+    }
+}
+
+fn groups(shape: HeadShape) -> usize {
+    (shape.num_heads / shape.num_kv_heads.max(1)).div_ceil(GROUP)
+}
+
+fn counter_count(rows: usize, shape: HeadShape) -> usize {
+    rows * shape.num_kv_heads * groups(shape)
+}
+
+/// The largest need of any number of rows up to `max_rows`: fewer rows have more splits each.
+fn partial_bytes(max_rows: usize, shape: HeadShape) -> usize {
+    let of = |rows: usize| rows * Splits::for_rows(rows, shape).splits;
+    let most = (1..=max_rows).map(of).max().unwrap_or(0);
+    most * shape.num_heads * (shape.head_dim + 2) * 4
+}
+
+/// `out[r, h, :]` = attention of `q[r, h, :]` over the positions of row `r`; `window` 0 sees all positions.
+///
+/// `out` `[R, H D]`, `qkv` `[R, (H + 2K) D]`, of which the q part is read.
+#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+pub fn decode_attention(
+    q: &Queue,
+    out: Span,
+    qkv: Span,
+    cache: LayerCache,
+    rows: DecodeRows,
+    shape: HeadShape,
+    scale: f32,
+    window: u32,
+    workspace: &DecodeWorkspace,
+) -> Result<(), CudaError> {
+    let splits = Splits::for_rows(rows.num_rows, shape);
+    decode_attention_split(q, out, qkv, cache, rows, shape, scale, window, workspace, splits)
+}
+
+/// [`decode_attention`] with a division of one's own, for which the workspace must suffice.
+#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+pub fn decode_attention_split(
+    q: &Queue,
+    out: Span,
+    qkv: Span,
+    cache: LayerCache,
+    rows: DecodeRows,
+    shape: HeadShape,
+    scale: f32,
+    window: u32,
+    workspace: &DecodeWorkspace,
+    splits: Splits,
+) -> Result<(), CudaError> {
+    check(out, qkv, cache, rows, shape)?;
+    let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
+    let Splits { splits, min_chunk } = splits;
+    ensure!(OP, splits > 0 && min_chunk > 0 && min_chunk.is_multiple_of(16), "{splits} splits of at least {min_chunk}");
+    let needed = rows.num_rows * splits * num_heads * (head_dim + 2) * 4;
+    let counters = counter_count(rows.num_rows, shape);
+    let (partial_span, counter_span) = (workspace.partial.span(), workspace.counters.span());
+    ensure!(
+        OP,
+        partial_span.bytes() >= needed && counter_span.count::<u32>() >= counters,
+        "the workspace is too small"
+    );
+
+    let pointers = [qkv, cache.k, cache.v, rows.block_tables, rows.context_lens, out, partial_span, counter_span];
+    let mut argument = [0u8; 96];
+    for (bytes, span) in argument.chunks_exact_mut(8).zip(pointers) {
+        bytes.copy_from_slice(&span.address().to_ne_bytes());
+    }
+    let words = [
+        shape.qkv_cols() as u32,
+        rows.max_blocks as u32,
+        num_heads as u32,
+        num_kv_heads as u32,
+        block_size.trailing_zeros(),
+        window,
+        min_chunk as u32,
+        scale.to_bits(),
+    ];
+    for (bytes, word) in argument[64..].chunks_exact_mut(4).zip(words) {
+        bytes.copy_from_slice(&word.to_ne_bytes());
+    }
+    let heads = (num_heads / num_kv_heads).min(GROUP);
+    let launch = Launch::new(0, 128)
+        .grid(splits as u32, (num_kv_heads * groups(shape)) as u32, rows.num_rows as u32)
+        .shared((256 + 4 * heads * head_dim * 4) as u32);
+    q.launch(&format!("decode_attention_bf16_d{head_dim}"), launch, &[Arg::Bytes(&argument)])
+}
+
+fn check(out: Span, qkv: Span, cache: LayerCache, rows: DecodeRows, shape: HeadShape) -> Result<(), CudaError> {
+    let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
+    ensure!(OP, HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {HEAD_DIMS:?}");
+    ensure!(
+        OP,
+        num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads),
+        "{num_heads} heads for {num_kv_heads} KV heads"
+    );
+    ensure!(OP, block_size >= 16 && block_size.is_power_of_two(), "block_size {block_size}; a power of two from 16");
+    ensure!(OP, (1..=65535).contains(&rows.num_rows), "{} rows", rows.num_rows);
+    let num_rows = rows.num_rows;
+    ensure!(OP, out.count::<bf16>() >= num_rows * num_heads * head_dim, "out is too short for {num_rows} rows");
+    ensure!(OP, qkv.count::<bf16>() >= num_rows * shape.qkv_cols(), "qkv is too short for {num_rows} rows");
+    ensure!(OP, rows.context_lens.count::<u32>() >= num_rows, "context_lens is too short for {num_rows} rows");
+    let tables = rows.block_tables.count::<u32>();
+    ensure!(OP, tables >= num_rows * rows.max_blocks, "block_tables is too short for {num_rows} rows");
+    let aligned = [out, qkv, cache.k, cache.v].iter().all(|span| span.is_aligned(16));
+    ensure!(OP, aligned, "a buffer is not 16-byte aligned");
+    Ok(())
+}

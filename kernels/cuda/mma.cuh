@@ -1,0 +1,42 @@
+// Warp-level tensor-core products (mma.sync), and the loads that feed them.
+//
+// Fragments, with g = lane / 4 and t = lane % 4: A [16, 16] has rows g, g + 8 and columns 2t, 2t + 1, 2t + 8, 2t + 9;
+// B [16, 8] has rows 2t, 2t + 1, 2t + 8, 2t + 9 and column g; C [16, 8] has rows g, g + 8 and columns 2t, 2t + 1.
+#pragma once
+#include "common.cuh"
+
+// c[16, 8] += a[16, 16] b[16, 8], bf16 in, fp32 out.
+__device__ __forceinline__ void mma_16x8x16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Transposes an 8 x 8 matrix of 16-bit elements held as fragments.
+__device__ __forceinline__ u32 transpose_8x8(u32 x) {
+    u32 r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+    return r;
+}
+
+// Sixteen bytes that an earlier kernel wrote and nobody reads again.
+__device__ __forceinline__ uint4 load_once(const void* p) {
+    uint4 r;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "l"(p));
+    return r;
+}
+
+__device__ __forceinline__ uint2 load_once_8(const void* p) {
+    uint2 r;
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(p));
+    return r;
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}

@@ -1,0 +1,200 @@
+//! Linear layers for few rows, at the rate of memory. Kernels: `sm90_skinny_gemm.cu`, and `skinny_gemm.cu` where that
+//! does not run.
+
+use half::bf16;
+
+use super::error::ensure;
+use super::gated_activation::GateActivation;
+use super::tensor_map::TensorMap;
+use super::{Arg, CudaError, Gpu, Launch, Queue, Span};
+
+/// Most rows of `x`.
+pub const MAX_ROWS: usize = 64;
+
+/// Rows of gate that are followed by as many rows of up in a packed gate/up weight.
+pub const GATE_GROUP: usize = 8;
+
+const OP: &str = "skinny_gemm";
+/// Columns of a slice that the copy engine brings: 128 bytes.
+const SLICE: usize = 64;
+
+/// A linear layer's weight `[n, k]` and bias `[n]`, bf16.
+#[derive(Debug, Clone, Copy)]
+pub struct LinearWeight {
+    /// `[n, k]`.
+    pub weight: Span,
+    /// `[n]`, or [`Span::NULL`].
+    pub bias: Span,
+    /// Outputs.
+    pub n: usize,
+    /// Inputs.
+    pub k: usize,
+}
+
+/// What becomes of the product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Epilogue {
+    /// `y [M, N]` bf16.
+    Store,
+    /// `y [M, N]` f32.
+    StoreF32,
+    /// `y [M, N / 2]` bf16, `activation(gate) * up`; the weight's rows are packed in groups of [`GATE_GROUP`].
+    Gated(GateActivation),
+}
+
+impl Epilogue {
+    fn code(self) -> u32 {
+        match self {
+            Epilogue::Store => 0,
+            Epilogue::StoreF32 => 1,
+            Epilogue::Gated(GateActivation::Silu) => 2,
+            Epilogue::Gated(GateActivation::GeluTanh) => 3,
+        }
+    }
+
+    fn output_bytes(self, rows: usize, n: usize) -> usize {
+        match self {
+            Epilogue::Store => rows * n * 2,
+            Epilogue::StoreF32 => rows * n * 4,
+            Epilogue::Gated(_) => rows * n,
+        }
+    }
+}
+
+/// How the Hopper kernel divides the work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Split {
+    /// Parts of K, the blocks of a cluster: 1, 2 or 4.
+    pub parts: usize,
+    /// Rows of the weight a cluster takes: 64 or 128.
+    pub tile: usize,
+    /// Shared memory of a block, for the ring of slices.
+    pub ring_bytes: usize,
+}
+
+impl Split {
+    /// The division for a shape, by measurement on an H200 (kernels/README.md). It does not depend on the rows, except where more
+    /// than 32 make the wide tile pay; the order of summation depends on `parts` alone.
+    pub fn for_shape(n: usize, k: usize, rows: usize) -> Self {
+        let parts = match (n.div_ceil(64), k) {
+            (300.., _) => 1,
+            (_, ..1024) => 1,
+            (..33, 2048..) => 4,
+            _ => 2,
+        };
+        let tile = if rows > 32 && n >= 8192 { 128 } else { 64 };
+        let one_wave = n.div_ceil(tile) * parts <= 132;
+        Self { parts, tile, ring_bytes: if one_wave { 200 << 10 } else { 64 << 10 } }
+    }
+}
+
+/// `y = x @ weight^T + bias` for `x [rows, k]`, `rows` at most [`MAX_ROWS`]; a row's result does not depend on the others.
+pub fn skinny_gemm(
+    q: &Queue,
+    y: Span,
+    x: Span,
+    linear: &LinearWeight,
+    rows: usize,
+    epilogue: Epilogue,
+) -> Result<(), CudaError> {
+    if has_hopper_kernel(q.gpu()) {
+        skinny_gemm_split(q, y, x, linear, rows, epilogue, Split::for_shape(linear.n, linear.k, rows))
+    } else {
+        skinny_gemm_simple(q, y, x, linear, rows, epilogue)
+    }
+}
+
+/// Whether this GPU and this build have the fast kernel.
+pub fn has_hopper_kernel(gpu: &Gpu) -> bool {
+    gpu.capability().0 == 9 && gpu.has_kernel("sm90_skinny_gemm_bf16_m8_n64")
+}
+
+/// [`skinny_gemm`] on Hopper with a division of one's own.
+pub fn skinny_gemm_split(
+    q: &Queue,
+    y: Span,
+    x: Span,
+    linear: &LinearWeight,
+    rows: usize,
+    epilogue: Epilogue,
+    split: Split,
+) -> Result<(), CudaError> {
+    check(y, x, linear, rows, epilogue)?;
+    let Split { parts, tile, ring_bytes } = split;
+    ensure!(OP, matches!(parts, 1 | 2 | 4), "K in {parts} parts; expected 1, 2 or 4");
+    ensure!(OP, matches!(tile, 64 | 128), "a tile of {tile} rows; expected 64 or 128");
+    let width = width_for(rows);
+    let stage_bytes = (tile + width) * SLICE * 2;
+    let stages = (ring_bytes / stage_bytes).clamp(2, 32);
+    let partial_bytes = (tile + 4) * width * 4;
+    let shared_bytes = (stages * stage_bytes).max(partial_bytes) + 1024;
+    ensure!(OP, shared_bytes + 512 <= q.gpu().max_shared_bytes() as usize, "a ring of {ring_bytes} bytes is too large");
+
+    let weight_map = TensorMap::matrix(linear.weight, linear.n, linear.k, tile, SLICE)?;
+    let x_map = TensorMap::matrix(x, rows, linear.k, width, SLICE)?;
+    let output = output_argument(y, linear, rows, epilogue);
+    let args = [
+        Arg::Bytes(weight_map.bytes()),
+        Arg::Bytes(x_map.bytes()),
+        Arg::Bytes(&output),
+        (linear.k as u32).into(),
+        (stages as u32).into(),
+        (parts as u32).into(),
+    ];
+    let launch = Launch::new(0, 2 * tile as u32 + 32)
+        .grid(parts as u32, linear.n.div_ceil(tile) as u32, 1)
+        .shared(shared_bytes as u32)
+        .cluster(parts as u32);
+    q.launch(&format!("sm90_skinny_gemm_bf16_m{width}_n{tile}"), launch, &args)
+}
+
+/// [`skinny_gemm`] by the version that runs on any GPU.
+pub fn skinny_gemm_simple(
+    q: &Queue,
+    y: Span,
+    x: Span,
+    linear: &LinearWeight,
+    rows: usize,
+    epilogue: Epilogue,
+) -> Result<(), CudaError> {
+    check(y, x, linear, rows, epilogue)?;
+    let width = width_for(rows);
+    let args = [
+        y.into(),
+        x.into(),
+        linear.weight.into(),
+        linear.bias.into(),
+        (rows as u32).into(),
+        (linear.n as u32).into(),
+        (linear.k as u32).into(),
+        epilogue.code().into(),
+    ];
+    let launch = Launch::new(linear.n.div_ceil(16) as u32, 256).shared((8 * width * 17 * 4) as u32);
+    q.launch(&format!("skinny_gemm_bf16_m{width}"), launch, &args)
+}
+
+fn width_for(rows: usize) -> usize {
+    rows.next_power_of_two().max(8)
+}
+
+fn check(y: Span, x: Span, linear: &LinearWeight, rows: usize, epilogue: Epilogue) -> Result<(), CudaError> {
+    let LinearWeight { weight, bias, n, k } = *linear;
+    ensure!(OP, (1..=MAX_ROWS).contains(&rows), "{rows} rows; expected 1 to {MAX_ROWS}");
+    ensure!(OP, k > 0 && k.is_multiple_of(8), "{k} inputs are not a multiple of 8");
+    let group = if matches!(epilogue, Epilogue::Gated(_)) { 2 * GATE_GROUP } else { 8 };
+    ensure!(OP, n > 0 && n.is_multiple_of(group), "{n} outputs are not a multiple of {group}");
+    ensure!(OP, x.count::<bf16>() >= rows * k, "x is shorter than {rows} x {k}");
+    ensure!(OP, weight.count::<bf16>() >= n * k, "the weight is shorter than {n} x {k}");
+    ensure!(OP, bias.is_null() || bias.count::<bf16>() >= n, "the bias is shorter than {n}");
+    ensure!(OP, y.bytes() >= epilogue.output_bytes(rows, n), "y is too short for {rows} rows of {n} outputs");
+    let aligned = [y, x, weight].iter().all(|span| span.is_aligned(16)) && (bias.is_null() || bias.is_aligned(8));
+    ensure!(OP, aligned, "a buffer is not 16-byte aligned");
+    Ok(())
+}
+
+/// `Output` of the kernel: y, bias, m, n, epilogue, padding.
+fn output_argument(y: Span, linear: &LinearWeight, rows: usize, epilogue: Epilogue) -> [u8; 32] {
+    let words: [u64; 4] =
+        [y.address(), linear.bias.address(), rows as u64 | (linear.n as u64) << 32, u64::from(epilogue.code())];
+    bytemuck::cast(words)
+}

@@ -1,0 +1,218 @@
+// sm90_skinny_gemm_bf16: y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]), for few rows: M <= 128
+// archs: 90a
+//
+// x        [M, K]  bf16 through tensor map `x_map`, box [NT rows, 64]; rows past M arrive as zero
+// w        [N, K]  bf16 through tensor map `w_map`, box [BM rows, 64]; read once, past the L2 cache's keeping
+// y        epilogue STORE [M, N] bf16; STORE_F32 [M, N] f32; SILU, GELU [M, N / 2] bf16 = act(gate) * up
+// gate/up  rows 16 b + i of w are gate row 8 b + i for i < 8 and up row 8 b + i - 8 for i >= 8
+// maths    fp32 in the tensor cores, K in S equal parts, summed in order of the parts: no result depends on M
+// launch   grid (S, ceil(N / BM)), cluster (S, 1), 2 BM + 32 threads, dynamic shared memory from the wrapper
+//          Weights are the 64-row side of wgmma, x the narrow side. One warp keeps a ring of 64-wide slices of w and x full
+//          with the copy engine, BM / 64 warpgroups multiply. Slices of w are asked for before pdl_wait, as
+//          many as the ring holds: they stream while the kernel before this one runs.
+//          The parts of K lie in one cluster and are summed through its shared memory.
+// needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up): checked in skinny_gemm.rs
+// bound    memory, 2 N K bytes. 22016 x 4096: 180 MB, 40 us at 4.47 TB/s (H200)
+// test     tests/cuda_skinny_gemm.rs, reference::linear in fp32, each element within 2^-8 relative of its own value plus
+//          K 2^-24 of the sum of magnitudes
+#include "sm90.cuh"
+#include "activation.cuh"
+
+constexpr i32 BK = 64;
+
+enum Epilogue : i32 { STORE = 0, STORE_F32 = 1, SILU = 2, GELU = 3 };
+
+struct Output {
+    void* y;
+    const bf16* bias;  // [N] or null
+    i32 m, n;
+    i32 epilogue;
+};
+
+// Writes the four outputs (m, n .. n + 4), summed over the cluster's parts.
+template <int BM>
+struct Reducer {
+    static constexpr int PITCH = BM + 4;  // floats; PITCH % 16 == 4 keeps the accumulators' stores free of bank conflicts
+    u32 partial;                          // this part's tile, [NT][PITCH] f32; the others' lie at the same place
+    i32 parts;
+
+    __device__ float4 sum(int m, int r) const {
+        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+        const u32 offset = (u32)(m * PITCH + r) * 4;
+        for (int p = 0; p < parts; ++p) {
+            const float4 v = cluster_load(cluster_map(partial + offset, p));
+            total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+        }
+        return total;
+    }
+};
+
+__device__ __forceinline__ void add_bias(float4& v, const bf16* bias, int n) {
+    if (!bias) return;
+    const uint2 b = *reinterpret_cast<const uint2*>(bias + n);
+    v.x += unpack_lo(b.x), v.y += unpack_hi(b.x), v.z += unpack_lo(b.y), v.w += unpack_hi(b.y);
+}
+
+__device__ __forceinline__ uint2 pack4(const float4& v) {
+    return make_uint2(pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w));
+}
+
+// Rows first .. first + count of the tile whose row 0 is n0; all threads of the block take part.
+template <int BM>
+__device__ __forceinline__ void store_tile(const Reducer<BM>& parts, const Output& out, i32 n0, i32 first, i32 count) {
+    const int quads = count / 4;
+    for (int i = threadIdx.x; i < out.m * quads; i += blockDim.x) {
+        const int m = i / quads, r = first + i % quads * 4, n = n0 + r;
+        if (n >= out.n) continue;
+        float4 v = parts.sum(m, r);
+        add_bias(v, out.bias, n);
+        if (out.epilogue == STORE) {
+            *reinterpret_cast<uint2*>((bf16*)out.y + (i64)m * out.n + n) = pack4(v);
+        } else {
+            *reinterpret_cast<float4*>((float*)out.y + (i64)m * out.n + n) = v;
+        }
+    }
+}
+
+// The same for gate/up: eight gate rows, then their up rows, become eight columns of y.
+template <int BM>
+__device__ __forceinline__ void store_gated(const Reducer<BM>& parts, const Output& out, i32 n0, i32 first, i32 count) {
+    const int quads = count / 8;
+    for (int i = threadIdx.x; i < out.m * quads; i += blockDim.x) {
+        const int m = i / quads, q = i % quads, r = first + q / 2 * 16 + q % 2 * 4, n = n0 + r;
+        if (n >= out.n) continue;
+        float4 gate = parts.sum(m, r), up = parts.sum(m, r + 8);
+        add_bias(gate, out.bias, n);
+        add_bias(up, out.bias, n + 8);
+        const float4 v = out.epilogue == SILU ? gated<silu>(gate, up) : gated<gelu_tanh>(gate, up);
+        const int column = n / 16 * 8 + n % 16;
+        *reinterpret_cast<uint2*>((bf16*)out.y + (i64)m * (out.n / 2) + column) = pack4(v);
+    }
+}
+
+template <int NT, int BM>
+struct Ring {
+    static constexpr u32 W_BYTES = BM * BK * 2, X_BYTES = NT * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
+    static_assert(STAGE_BYTES % 1024 == 0, "swizzle atoms are 1024 bytes");
+    u32 base, full, empty;  // shared addresses: stages, and barriers of 8 bytes each
+    i32 stages;
+
+    __device__ u32 w(i32 s) const { return base + s * STAGE_BYTES; }
+    __device__ u32 x(i32 s) const { return base + s * STAGE_BYTES + W_BYTES; }
+};
+
+// Keeps the ring full with slices first .. first + count of K.
+template <int NT, int BM>
+__device__ __forceinline__ void produce(const Ring<NT, BM>& ring, const TensorMap* w_map, const TensorMap* x_map, i32 n0,
+                                        i32 first, i32 count) {
+    const i32 early = min(count, ring.stages);
+    for (i32 i = 0; i < early; ++i) {
+        barrier_arrive_expect(ring.full + 8 * i, Ring<NT, BM>::STAGE_BYTES);
+        tensor_load(ring.w(i), w_map, (first + i) * BK, n0, ring.full + 8 * i, EVICT_FIRST);
+    }
+    pdl_wait();
+    for (i32 i = 0; i < early; ++i) tensor_load(ring.x(i), x_map, (first + i) * BK, 0, ring.full + 8 * i, EVICT_LAST);
+    i32 s = 0;
+    u32 parity = 0;
+    for (i32 i = early; i < count; ++i) {
+        barrier_wait(ring.empty + 8 * s, parity);
+        barrier_arrive_expect(ring.full + 8 * s, Ring<NT, BM>::STAGE_BYTES);
+        tensor_load(ring.w(s), w_map, (first + i) * BK, n0, ring.full + 8 * s, EVICT_FIRST);
+        tensor_load(ring.x(s), x_map, (first + i) * BK, 0, ring.full + 8 * s, EVICT_LAST);
+        if (++s == ring.stages) s = 0, parity ^= 1;
+    }
+}
+
+// Multiplies the slices as they come; warpgroup g has rows 64 g .. 64 g + 64 of the tile.
+template <int NT, int BM>
+__device__ __forceinline__ void consume(const Ring<NT, BM>& ring, i32 count, float* acc) {
+    const u32 rows = threadIdx.x / 128 * 64 * BK * 2;
+    i32 s = 0;
+    u32 parity = 0;
+    for (i32 i = 0; i < count; ++i) {
+        barrier_wait(ring.full + 8 * s, parity);
+        const u64 w = tile_descriptor(ring.w(s) + rows), x = tile_descriptor(ring.x(s));
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BK / 16; ++k) wgmma<NT>(acc, w + 2 * k, x + 2 * k);
+        wgmma_commit();
+        wgmma_wait<0>();
+        barrier_arrive(ring.empty + 8 * s);
+        if (++s == ring.stages) s = 0, parity ^= 1;
+    }
+}
+
+template <int NT, int BM>
+__device__ __forceinline__ void store_partial(float* partial, const float* acc) {
+    constexpr int PITCH = Reducer<BM>::PITCH;
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4, column = lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < NT / 8; ++j) {
+        float* p = partial + (8 * j + column) * PITCH + row;
+        p[0] = acc[4 * j];
+        p[PITCH] = acc[4 * j + 1];
+        p[8] = acc[4 * j + 2];
+        p[PITCH + 8] = acc[4 * j + 3];
+    }
+}
+
+template <int NT, int BM>
+__device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const TensorMap* x_map, const Output& out, i32 k,
+                                            i32 stages, i32 parts) {
+    constexpr int CONSUMERS = 2 * BM;  // a warpgroup for 64 rows
+    extern __shared__ u8 dynamic[];
+    __shared__ alignas(8) u64 barriers[64];
+    pdl_launch();
+
+    const u32 raw = shared_address(dynamic), aligned = (raw + 1023) & ~1023u;
+    const u32 bars = shared_address(barriers);
+    const Ring<NT, BM> ring{aligned, bars, bars + 8 * stages, stages};
+    const i32 part = blockIdx.x, n0 = blockIdx.y * BM;
+    if (threadIdx.x == 0) {
+        for (i32 s = 0; s < stages; ++s) barrier_init(ring.full + 8 * s, 1), barrier_init(ring.empty + 8 * s, CONSUMERS);
+        barrier_init_fence();
+    }
+    __syncthreads();
+
+    const i32 slices = (k + BK - 1) / BK;
+    const i32 first = slices * part / parts, count = slices * (part + 1) / parts - first;
+    float acc[NT / 2] = {};
+    if (threadIdx.x >= CONSUMERS) {
+        if (threadIdx.x == CONSUMERS) produce(ring, w_map, x_map, n0, first, count);
+        __syncwarp();
+    } else {
+        pdl_wait();
+        consume(ring, count, acc);
+    }
+
+    __syncthreads();  // every slice is used: the ring becomes the place of the partial sums
+    float* partial = reinterpret_cast<float*>(dynamic + (aligned - raw));
+    if (threadIdx.x < CONSUMERS) store_partial<NT, BM>(partial, acc);
+    const Reducer<BM> reducer{aligned, parts};
+    cluster_sync();
+    const i32 rows = BM / parts;
+    if (out.epilogue < SILU) {
+        store_tile(reducer, out, n0, part * rows, rows);
+    } else {
+        store_gated(reducer, out, n0, part * rows, rows);
+    }
+    cluster_sync();  // no block leaves while another reads its partial sums
+}
+
+#define SKINNY_GEMM(NT, BM)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(2 * BM + 32)                                                              \
+        sm90_skinny_gemm_bf16_m##NT##_n##BM(const __grid_constant__ TensorMap w_map,                                   \
+                                            const __grid_constant__ TensorMap x_map, const Output out, i32 k,          \
+                                            i32 stages, i32 parts) {                                                   \
+        skinny_gemm<NT, BM>(&w_map, &x_map, out, k, stages, parts);                                                    \
+    }
+
+SKINNY_GEMM(8, 64)
+SKINNY_GEMM(16, 64)
+SKINNY_GEMM(32, 64)
+SKINNY_GEMM(64, 64)
+SKINNY_GEMM(8, 128)
+SKINNY_GEMM(16, 128)
+SKINNY_GEMM(32, 128)
+SKINNY_GEMM(64, 128)
+SKINNY_GEMM(128, 128)
