@@ -1,1 +1,2 @@
 //! Room `backends`.
+pub mod llm;

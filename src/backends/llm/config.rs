@@ -1,0 +1,176 @@
+//! What `config.pbtxt` and the checkpoint say of an LLM, as typed values.
+
+use std::path::{Path, PathBuf};
+
+use engine::{EngineConfig, Policy, TokenId};
+use repository::ModelConfig;
+use serving::{InferError, LoadRequest};
+use worker::{DeviceChoice, KvMemory};
+
+/// What the launcher chose for every LLM of this world.
+#[derive(Debug, Clone)]
+pub struct LlmDefaults {
+    /// Device of each rank's worker.
+    pub device: DeviceChoice,
+    /// Ranks of the world, each with one worker per model.
+    pub world_size: u32,
+    /// Positions in a KV block.
+    pub block_size: usize,
+    /// Share of free memory that KV blocks take when the model does not say.
+    pub kv_free_fraction: f64,
+    /// Most tokens in a step when the model does not say.
+    pub max_step_tokens: usize,
+    /// Silence of a running step after which its workers count as hung.
+    pub step_timeout: std::time::Duration,
+}
+
+/// One LLM.
+#[derive(Debug, Clone)]
+pub(crate) struct LlmConfig {
+    pub(crate) name: String,
+    pub(crate) checkpoint: PathBuf,
+    pub(crate) device: DeviceChoice,
+    pub(crate) tp_size: u32,
+    pub(crate) kv_memory: KvMemory,
+    /// `num_blocks` is filled in once the workers have said how many fit.
+    pub(crate) engine: EngineConfig,
+    /// Whether a request may have many responses.
+    pub(crate) decoupled: bool,
+    /// Drop the prompt from `output_ids` when the request does not say.
+    pub(crate) exclude_input: bool,
+    /// Outputs declared in `config.pbtxt`.
+    pub(crate) outputs: Vec<String>,
+    pub(crate) vocab_size: usize,
+    /// Tokens that end a sequence when the request names none.
+    pub(crate) end_ids: Vec<TokenId>,
+    pub(crate) step_timeout: std::time::Duration,
+}
+
+impl LlmConfig {
+    pub(crate) fn new(load: &LoadRequest, defaults: &LlmDefaults) -> Result<Self, InferError> {
+        let config = &load.config;
+        let checkpoint = find_checkpoint(load)?;
+        let model = models::Config::from_dir(&checkpoint).map_err(|error| invalid(config, error.to_string()))?;
+        let engine = engine_config(config, &model, defaults)?;
+        Ok(Self {
+            name: config.name.clone(),
+            checkpoint,
+            device: defaults.device,
+            tp_size: defaults.world_size,
+            kv_memory: kv_memory(config, defaults)?,
+            engine,
+            decoupled: config.model_transaction_policy.as_ref().is_some_and(|policy| policy.decoupled),
+            exclude_input: parameter(config, "exclude_input_in_output")?.unwrap_or(false),
+            outputs: config.output.iter().map(|output| output.name.clone()).collect(),
+            vocab_size: model.vocab_size,
+            end_ids: model.eos_ids.iter().copied().map(TokenId).collect(),
+            step_timeout: defaults.step_timeout,
+        })
+    }
+}
+
+fn engine_config(
+    config: &ModelConfig,
+    model: &models::Config,
+    defaults: &LlmDefaults,
+) -> Result<EngineConfig, InferError> {
+    let max_rows = usize::try_from(config.max_batch_size).unwrap_or(0).max(1);
+    let max_queue = config
+        .scheduling_choice
+        .as_ref()
+        .and_then(|choice| match choice {
+            repository::proto::model_config::SchedulingChoice::DynamicBatching(batching) => {
+                batching.default_queue_policy.as_ref()
+            }
+            _ => None,
+        })
+        .map_or(0, |policy| policy.max_queue_size as usize);
+    let policy = match text_parameter(config, "batch_scheduler_policy") {
+        None | Some("max_utilization") => Policy::MaxUtilization,
+        Some("guaranteed_no_evict") => Policy::GuaranteedNoEvict,
+        Some(other) => {
+            let expected = "`max_utilization` or `guaranteed_no_evict`";
+            return Err(invalid(config, format!("`batch_scheduler_policy` is `{other}`, expected {expected}")));
+        }
+    };
+    let max_sequence_len = parameter(config, "max_sequence_len")?.unwrap_or(model.max_position_embeddings);
+    Ok(EngineConfig {
+        max_rows,
+        max_step_tokens: parameter(config, "max_num_tokens")?.unwrap_or(defaults.max_step_tokens).max(max_rows),
+        max_sequence_len: max_sequence_len.min(model.max_position_embeddings),
+        block_size: parameter(config, "tokens_per_block")?.unwrap_or(defaults.block_size),
+        max_queue: if max_queue == 0 { EngineConfig::default().max_queue } else { max_queue },
+        policy,
+        prefix_cache: parameter(config, "enable_kv_cache_reuse")?.unwrap_or(true),
+        ..EngineConfig::default()
+    })
+}
+
+fn kv_memory(config: &ModelConfig, defaults: &LlmDefaults) -> Result<KvMemory, InferError> {
+    if let Some(tokens) = parameter(config, "max_tokens_in_paged_kv_cache")? {
+        return Ok(KvMemory::Tokens(tokens));
+    }
+    // TensorRT-LLM's and TurboMind's names for the same share.
+    let mut fraction = defaults.kv_free_fraction;
+    for key in ["kv_cache_free_gpu_mem_fraction", "cache_max_entry_count"] {
+        if let Some(value) = parameter::<f64>(config, key)? {
+            if !(value > 0.0 && value <= 1.0) {
+                return Err(invalid(config, format!("`{key}` is {value}, expected a share in (0, 1]")));
+            }
+            fraction = value;
+        }
+    }
+    Ok(KvMemory::FreeFraction(fraction))
+}
+
+/// The checkpoint: where a parameter points, else the version directory or its `weights/`.
+fn find_checkpoint(load: &LoadRequest) -> Result<PathBuf, InferError> {
+    let holds_checkpoint = |dir: &Path| dir.join("config.json").is_file();
+    for key in ["gpt_model_path", "engine_dir", "model_dir"] {
+        if let Some(path) = text_parameter(&load.config, key) {
+            let dir = load.model_dir.join(path);
+            if holds_checkpoint(&dir) {
+                return Ok(dir);
+            }
+            let words = format!(
+                "`{key}` is `{path}`, but {} has no config.json; point it at a Hugging Face checkpoint",
+                dir.display()
+            );
+            return Err(invalid(&load.config, words));
+        }
+    }
+    let candidates = [load.version_dir.clone(), load.version_dir.join("weights")];
+    candidates.iter().find(|dir| holds_checkpoint(dir)).cloned().ok_or_else(|| {
+        let words = format!(
+            "no checkpoint: neither {} nor {} has a config.json; copy a Hugging Face checkpoint there or set parameter `gpt_model_path`",
+            candidates[0].display(),
+            candidates[1].display()
+        );
+        invalid(&load.config, words)
+    })
+}
+
+/// A string parameter; unset when absent, empty, or an unfilled `${…}` of a template.
+fn text_parameter<'a>(config: &'a ModelConfig, key: &str) -> Option<&'a str> {
+    let value = config.parameters.get(key)?.string_value.trim();
+    (!value.is_empty() && !value.starts_with("${")).then_some(value)
+}
+
+fn parameter<T: std::str::FromStr>(config: &ModelConfig, key: &str) -> Result<Option<T>, InferError> {
+    let Some(value) = text_parameter(config, key) else {
+        return Ok(None);
+    };
+    // Python's spelling of booleans is what templates hold.
+    let spelled = match value {
+        "True" | "TRUE" => "true",
+        "False" | "FALSE" => "false",
+        other => other,
+    };
+    let wrong =
+        || invalid(config, format!("parameter `{key}` is `{value}`, expected a {}", std::any::type_name::<T>()));
+    spelled.parse().map(Some).map_err(|_| wrong())
+}
+
+fn invalid(config: &ModelConfig, message: String) -> InferError {
+    InferError::invalid(format!("model `{}`: {message}", config.name))
+}

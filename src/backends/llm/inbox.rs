@@ -1,0 +1,60 @@
+//! How other threads hand work to the step thread, which may be waiting for its workers.
+
+use std::sync::{Arc, Mutex, mpsc};
+
+use engine::{Request, SequenceId, TokenEvent};
+use ipc::Doorbell;
+use serving::InferError;
+use tokio::sync::{mpsc as async_mpsc, oneshot};
+use worker::FromAgent;
+
+/// What the step thread is told.
+pub(crate) enum Message {
+    /// A request, and where its events go.
+    Submit { request: Box<Request>, events: async_mpsc::UnboundedSender<RequestEvent> },
+    /// The client left.
+    Cancel(SequenceId),
+    /// News of a worker.
+    Agent(FromAgent),
+    /// End the workers, then this thread.
+    Stop { done: oneshot::Sender<()> },
+}
+
+/// What a request hears. Bounded by the request's own `max_tokens`, so the channel that carries it needs no bound.
+#[derive(Debug)]
+pub(crate) enum RequestEvent {
+    /// It is queued under this id.
+    Accepted(SequenceId),
+    /// Tokens, or its end.
+    Tokens(TokenEvent),
+    /// It ends with this error.
+    Failed(InferError),
+}
+
+/// The sending side; clones go to request tasks and to agents' listeners.
+#[derive(Clone)]
+pub(crate) struct Inbox {
+    messages: mpsc::Sender<Message>,
+    doorbell: Arc<Mutex<Option<Doorbell>>>,
+}
+
+impl Inbox {
+    pub(crate) fn new() -> (Self, mpsc::Receiver<Message>) {
+        let (messages, receiver) = mpsc::channel();
+        (Self { messages, doorbell: Arc::default() }, receiver)
+    }
+
+    /// Hands over a message and wakes the step thread. False when that thread has ended.
+    pub(crate) fn send(&self, message: Message) -> bool {
+        let sent = self.messages.send(message).is_ok();
+        if let Some(doorbell) = &*self.doorbell.lock().unwrap() {
+            doorbell.ring();
+        }
+        sent
+    }
+
+    /// What to ring from now on; `None` while the step thread waits on this inbox itself.
+    pub(crate) fn set_doorbell(&self, doorbell: Option<Doorbell>) {
+        *self.doorbell.lock().unwrap() = doorbell;
+    }
+}

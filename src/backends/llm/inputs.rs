@@ -1,0 +1,274 @@
+//! A request's tensors, by the names TensorRT-LLM gives them, as an engine request.
+
+use engine::{Request, SamplingParams, TokenId};
+use serving::{DataType, InferError, InferRequest, Tensor};
+
+use super::config::LlmConfig;
+
+/// Most stop or bad words of one request.
+const MAX_WORDS: usize = 1024;
+
+/// A request, understood.
+#[derive(Debug, Clone)]
+pub(crate) struct LlmRequest {
+    pub(crate) request: Request,
+    /// One response per event, or one for all.
+    pub(crate) streaming: bool,
+    pub(crate) exclude_input: bool,
+    pub(crate) return_log_probs: bool,
+}
+
+/// What the client wants.
+pub(crate) enum Wanted {
+    Generate(Box<LlmRequest>),
+    /// End the running request of the same id.
+    Stop,
+}
+
+pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Wanted, InferError> {
+    if scalar::<bool>(request, &["stop"])?.unwrap_or(false) {
+        return Ok(Wanted::Stop);
+    }
+    refuse_unsupported(request)?;
+    let prompt = prompt(config, request)?;
+    let max_tokens = scalar::<i64>(request, &["request_output_len"])?.ok_or_else(|| {
+        InferError::invalid("input `request_output_len` is missing: it says how many tokens to generate")
+    })?;
+    let max_tokens = u32::try_from(max_tokens).ok().filter(|&tokens| tokens > 0).ok_or_else(|| {
+        InferError::invalid(format!("`request_output_len` is {max_tokens}, expected a number of tokens from 1"))
+    })?;
+    let streaming = scalar::<bool>(request, &["streaming"])?.unwrap_or(false);
+    if streaming && !config.decoupled {
+        let words = "`streaming` is true, but this model is not decoupled; set `model_transaction_policy { decoupled: true }` or leave `streaming` out";
+        return Err(InferError::invalid(words));
+    }
+    let return_log_probs = scalar::<bool>(request, &["return_log_probs"])?.unwrap_or(false);
+    let exclude_input = scalar::<bool>(request, &["exclude_input_in_output"])?.unwrap_or(config.exclude_input);
+    let request = Request {
+        prompt,
+        max_tokens,
+        sampling: sampling(config, request, return_log_probs)?,
+        stop_words: words(config, request, "stop_words_list")?,
+        priority: u32::try_from(request.priority).unwrap_or(u32::MAX),
+    };
+    Ok(Wanted::Generate(Box::new(LlmRequest { request, streaming, exclude_input, return_log_probs })))
+}
+
+fn prompt(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, InferError> {
+    let missing = || InferError::invalid("input `input_ids` is missing: it holds the prompt's token ids");
+    let tensor = request.input("input_ids").ok_or_else(missing)?;
+    let ids = integers(tensor)?;
+    if tensor.shape.len() == 2 && tensor.shape[0] != 1 {
+        let words = format!(
+            "`input_ids` has batch size {}; send one prompt per request, they are batched in flight",
+            tensor.shape[0]
+        );
+        return Err(InferError::invalid(words));
+    }
+    // `input_lengths` may cut padding off.
+    let length = match scalar::<i64>(request, &["input_lengths"])? {
+        None => ids.len(),
+        Some(length) => usize::try_from(length).ok().filter(|&length| length <= ids.len()).ok_or_else(|| {
+            InferError::invalid(format!("`input_lengths` is {length}, but `input_ids` has {} tokens", ids.len()))
+        })?,
+    };
+    ids[..length].iter().map(|&id| token(config, "input_ids", id)).collect()
+}
+
+fn sampling(config: &LlmConfig, request: &InferRequest, log_probs: bool) -> Result<SamplingParams, InferError> {
+    let defaults = SamplingParams::default();
+    let top_k = scalar::<i64>(request, &["runtime_top_k", "top_k"])?;
+    let top_p = float(request, &["runtime_top_p", "top_p"], 0.0..=1.0)?;
+    // TensorRT-LLM decodes greedily unless top-k or top-p asks for more; temperature alone asks too.
+    let temperature = float(request, &["temperature"], 0.0..=f32::MAX)?;
+    let samples = top_k.is_some_and(|k| k != 1) || top_p.is_some_and(|p| p > 0.0 && p < 1.0);
+    let temperature = temperature.unwrap_or(if samples { 1.0 } else { 0.0 });
+    Ok(SamplingParams {
+        temperature: if top_k.is_none() && top_p == Some(0.0) { 0.0 } else { temperature },
+        top_k: at_least_zero("runtime_top_k", top_k)?.unwrap_or(defaults.top_k),
+        // 0 is TensorRT-LLM's "off".
+        top_p: top_p.filter(|&p| p > 0.0).unwrap_or(defaults.top_p),
+        min_p: float(request, &["runtime_min_p", "min_p"], 0.0..=0.999_999)?.unwrap_or(defaults.min_p),
+        repetition_penalty: float(request, &["repetition_penalty"], f32::MIN_POSITIVE..=f32::MAX)?
+            .unwrap_or(defaults.repetition_penalty),
+        presence_penalty: float(request, &["presence_penalty"], f32::MIN..=f32::MAX)?.unwrap_or(0.0),
+        frequency_penalty: float(request, &["frequency_penalty"], f32::MIN..=f32::MAX)?.unwrap_or(0.0),
+        seed: scalar::<u64>(request, &["seed", "random_seed"])?.unwrap_or(0),
+        min_tokens: at_least_zero("min_tokens", scalar::<i64>(request, &["min_tokens", "min_length"])?)?.unwrap_or(0),
+        end_ids: end_ids(config, request)?,
+        logit_bias: logit_bias(config, request)?,
+        bad_words: words(config, request, "bad_words_list")?,
+        num_logprobs: log_probs.then_some(0),
+    })
+}
+
+/// `end_id` of the request, else the checkpoint's; a negative one means none.
+fn end_ids(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, InferError> {
+    match scalar::<i64>(request, &["end_id"])? {
+        None => Ok(config.end_ids.clone()),
+        Some(id) if id < 0 => Ok(Vec::new()),
+        Some(id) => Ok(vec![token(config, "end_id", id)?]),
+    }
+}
+
+fn logit_bias(config: &LlmConfig, request: &InferRequest) -> Result<Vec<(TokenId, f32)>, InferError> {
+    let Some(tensor) = request.input("embedding_bias") else {
+        return Ok(Vec::new());
+    };
+    let bias = tensor.to_f32().ok_or_else(|| wrong_type(tensor, "FP32"))?;
+    if bias.len() > config.vocab_size {
+        let words = format!("`embedding_bias` has {} values, but the vocabulary has {}", bias.len(), config.vocab_size);
+        return Err(InferError::invalid(words));
+    }
+    Ok((0..).map(TokenId).zip(bias).filter(|&(_, bias)| bias != 0.0).collect())
+}
+
+/// Words as TensorRT-LLM lays them out, `[2, n]`: all ids in one row; in the other where each word ends, padded with -1.
+fn words(config: &LlmConfig, request: &InferRequest, name: &str) -> Result<Vec<Vec<TokenId>>, InferError> {
+    let Some(tensor) = request.input(name) else {
+        return Ok(Vec::new());
+    };
+    let values = integers(tensor)?;
+    let broken = |what: &str| {
+        InferError::invalid(format!(
+            "`{name}` {what}; expected shape [2, n]: token ids, then where each word ends, padded with -1"
+        ))
+    };
+    if tensor.shape.len() < 2 || tensor.shape[tensor.shape.len() - 2] != 2 || values.len() % 2 != 0 {
+        return Err(broken(&format!("has shape {:?}", tensor.shape)));
+    }
+    let (ids, ends) = values.split_at(values.len() / 2);
+    let (mut words, mut start) = (Vec::new(), 0);
+    for &end in ends.iter().take_while(|&&end| end > 0) {
+        let end = usize::try_from(end).ok().filter(|&end| end > start && end <= ids.len());
+        let end = end.ok_or_else(|| broken("names an end beyond its ids"))?;
+        words.push(ids[start..end].iter().map(|&id| token(config, name, id)).collect::<Result<Vec<_>, _>>()?);
+        start = end;
+    }
+    if words.len() > MAX_WORDS {
+        return Err(InferError::invalid(format!("`{name}` has {} words, at most {MAX_WORDS} are taken", words.len())));
+    }
+    Ok(words)
+}
+
+/// Refuses what would change the answer if it were ignored.
+fn refuse_unsupported(request: &InferRequest) -> Result<(), InferError> {
+    for name in ["beam_width", "num_return_sequences"] {
+        if let Some(value) = scalar::<i64>(request, &[name])?.filter(|&value| value != 1) {
+            return Err(InferError::invalid(format!("`{name}` is {value}; only 1 is supported")));
+        }
+    }
+    for name in ["return_context_logits", "return_generation_logits"] {
+        if scalar::<bool>(request, &[name])?.unwrap_or(false) {
+            return Err(InferError::invalid(format!("`{name}` is not supported; leave it out")));
+        }
+    }
+    let unsupported =
+        ["draft_input_ids", "prompt_embedding_table", "lora_weights", "lora_task_id", "guided_decoding_guide"];
+    match unsupported.into_iter().find(|name| request.input(name).is_some()) {
+        Some(name) => Err(InferError::invalid(format!("input `{name}` is not supported; leave it out"))),
+        None => Ok(()),
+    }
+}
+
+fn token(config: &LlmConfig, name: &str, id: i64) -> Result<TokenId, InferError> {
+    let known = u32::try_from(id).ok().filter(|&id| (id as usize) < config.vocab_size);
+    known.map(TokenId).ok_or_else(|| {
+        InferError::invalid(format!("`{name}` holds token {id}, but the vocabulary is 0..{}", config.vocab_size))
+    })
+}
+
+fn at_least_zero(name: &str, value: Option<i64>) -> Result<Option<u32>, InferError> {
+    let convert = |value: i64| {
+        u32::try_from(value).map_err(|_| InferError::invalid(format!("`{name}` is {value}, expected at least 0")))
+    };
+    value.map(convert).transpose()
+}
+
+fn float(
+    request: &InferRequest,
+    names: &[&str],
+    range: std::ops::RangeInclusive<f32>,
+) -> Result<Option<f32>, InferError> {
+    let value = scalar::<f32>(request, names)?;
+    match value.filter(|value| !range.contains(value)) {
+        Some(value) => {
+            let words = format!("`{}` is {value}, expected {} to {}", names[0], range.start(), range.end());
+            Err(InferError::invalid(words))
+        }
+        None => Ok(value),
+    }
+}
+
+/// A tensor element as the parser wants it, from any type a client may use for it.
+trait Element: Sized {
+    const EXPECTED: &'static str;
+    fn all(tensor: &Tensor) -> Option<Vec<Self>>;
+}
+
+impl Element for i64 {
+    const EXPECTED: &'static str = "INT32 or another integer type";
+
+    fn all(tensor: &Tensor) -> Option<Vec<Self>> {
+        match tensor.datatype {
+            DataType::Int32 => Some(tensor.to_i32()?.into_iter().map(i64::from).collect()),
+            DataType::Uint32 => Some(tensor.to_u32()?.into_iter().map(i64::from).collect()),
+            DataType::Int64 => tensor.to_i64(),
+            DataType::Uint64 => {
+                Some(tensor.to_u64()?.into_iter().map(|value| value.try_into().unwrap_or(i64::MAX)).collect())
+            }
+            _ => None,
+        }
+    }
+}
+
+impl Element for u64 {
+    const EXPECTED: &'static str = "UINT64 or another integer type";
+
+    fn all(tensor: &Tensor) -> Option<Vec<Self>> {
+        match tensor.datatype {
+            DataType::Uint64 => tensor.to_u64(),
+            _ => Some(i64::all(tensor)?.into_iter().map(|value| value as u64).collect()),
+        }
+    }
+}
+
+impl Element for f32 {
+    const EXPECTED: &'static str = "FP32 or FP64";
+
+    fn all(tensor: &Tensor) -> Option<Vec<Self>> {
+        match tensor.datatype {
+            DataType::Fp32 => tensor.to_f32(),
+            DataType::Fp64 => Some(tensor.to_f64()?.into_iter().map(|value| value as f32).collect()),
+            _ => None,
+        }
+    }
+}
+
+impl Element for bool {
+    const EXPECTED: &'static str = "BOOL";
+
+    fn all(tensor: &Tensor) -> Option<Vec<Self>> {
+        tensor.to_bool()
+    }
+}
+
+/// The one value of the first of `names` that the request has.
+fn scalar<T: Element>(request: &InferRequest, names: &[&str]) -> Result<Option<T>, InferError> {
+    let Some(tensor) = names.iter().find_map(|name| request.input(name)) else {
+        return Ok(None);
+    };
+    let mut values = T::all(tensor).ok_or_else(|| wrong_type(tensor, T::EXPECTED))?;
+    match values.len() {
+        1 => Ok(values.pop()),
+        found => Err(InferError::invalid(format!("`{}` has {found} values, expected 1", tensor.name))),
+    }
+}
+
+fn integers(tensor: &Tensor) -> Result<Vec<i64>, InferError> {
+    i64::all(tensor).ok_or_else(|| wrong_type(tensor, i64::EXPECTED))
+}
+
+fn wrong_type(tensor: &Tensor, expected: &str) -> InferError {
+    InferError::invalid(format!("`{}` is {}, expected {expected}", tensor.name, tensor.datatype.name()))
+}

@@ -1,0 +1,265 @@
+//! The LLM engine as a backend: tensors to engine requests, token events back to tensors.
+//!
+//! Each model has one [`step_thread`] on rank 0 and one worker process per rank of its tensor-parallel group.
+
+mod config;
+mod group;
+mod inbox;
+mod inputs;
+mod outputs;
+mod step_thread;
+
+use std::collections::HashMap;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+
+use engine::SequenceId;
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use ipc::Prefix;
+use serving::{
+    Backend, BackendFactory, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, ResponseSender,
+    ResponseStream,
+};
+use tokio::sync::{mpsc, oneshot, watch};
+use worker::Agents;
+
+use config::LlmConfig;
+pub use config::LlmDefaults;
+use inbox::{Inbox, Message, RequestEvent};
+use inputs::{LlmRequest, Wanted};
+use outputs::Responses;
+use step_thread::{Shared, StepThread};
+
+/// Responses of one request that may wait unread; more wait as bare tokens.
+const UNREAD_RESPONSES: usize = 64;
+
+/// Loads LLMs: `tensorrtllm`, `trireme` and the other names in users' configurations.
+pub struct LlmFactory {
+    defaults: LlmDefaults,
+    agents: Arc<Agents>,
+    prefix: Prefix,
+}
+
+impl LlmFactory {
+    /// A factory whose models run on the workers of `agents`; rank 0's own shared memory is named by `prefix`.
+    pub fn new(defaults: LlmDefaults, agents: Arc<Agents>, prefix: Prefix) -> Self {
+        Self { defaults, agents, prefix }
+    }
+}
+
+impl BackendFactory for LlmFactory {
+    fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        let (defaults, agents, prefix) = (self.defaults.clone(), Arc::clone(&self.agents), self.prefix.clone());
+        async move {
+            let config = LlmConfig::new(&load, &defaults)?;
+            let (inbox, messages) = Inbox::new();
+            let shared = Arc::new(Shared::default());
+            let thread = StepThread {
+                config: config.clone(),
+                agents,
+                prefix,
+                inbox: inbox.clone(),
+                messages,
+                shared: Arc::clone(&shared),
+            };
+            let (loaded, is_loaded) = oneshot::channel();
+            let name = format!("steps-{}", config.name);
+            let spawned = std::thread::Builder::new().name(name).spawn(move || thread.run(loaded));
+            spawned.map_err(|error| InferError::internal(format!("cannot start a thread: {error}")))?;
+            match is_loaded.await {
+                Ok(Ok(())) => Ok(Arc::new(Llm::new(config, load.version, inbox, shared)) as Arc<dyn Backend>),
+                Ok(Err(reason)) => Err(InferError::internal(format!("model `{}`: {reason}", config.name))),
+                Err(_) => Err(InferError::internal(format!("model `{}`: its step thread ended", config.name))),
+            }
+        }
+        .boxed()
+    }
+}
+
+/// One loaded LLM.
+struct Llm {
+    config: Arc<LlmConfig>,
+    version: String,
+    inbox: Inbox,
+    shared: Arc<Shared>,
+    /// Running sequences by the client's request id, for `stop`.
+    by_id: Arc<Mutex<HashMap<String, SequenceId>>>,
+    /// Requests in flight, for drain.
+    in_flight: Arc<watch::Sender<usize>>,
+}
+
+impl Llm {
+    fn new(config: LlmConfig, version: i64, inbox: Inbox, shared: Arc<Shared>) -> Self {
+        Self {
+            config: Arc::new(config),
+            version: version.to_string(),
+            inbox,
+            shared,
+            by_id: Arc::default(),
+            in_flight: Arc::new(watch::Sender::new(0)),
+        }
+    }
+
+    /// Ends the running request of the same id; answers with one empty final response.
+    fn stop(&self, request: &InferRequest) -> ResponseStream {
+        let sequence = self.by_id.lock().unwrap().get(&request.id).copied();
+        if let Some(sequence) = sequence {
+            self.inbox.send(Message::Cancel(sequence));
+        }
+        let (sender, stream) = ResponseStream::channel(1);
+        let response = InferResponse {
+            model_name: self.config.name.clone(),
+            model_version: self.version.clone(),
+            id: request.id.clone(),
+            is_final: true,
+            ..InferResponse::default()
+        };
+        sender.send(Ok(response)).now_or_never();
+        stream
+    }
+}
+
+impl Backend for Llm {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        let parsed = match inputs::parse(&self.config, &request)? {
+            Wanted::Stop => return Ok(self.stop(&request)),
+            Wanted::Generate(parsed) => *parsed,
+        };
+        if let Some(reason) = &*self.shared.failure.lock().unwrap() {
+            return Err(InferError::unavailable(reason.clone()));
+        }
+        let limit = self.config.engine.max_queue + self.config.engine.max_rows;
+        if *self.in_flight.borrow() >= limit {
+            return Err(InferError::unavailable(format!(
+                "model `{}` has {limit} requests waiting or running; try again later",
+                self.config.name
+            )));
+        }
+        let responses = Responses::new(&self.config, &self.version, &request, &parsed);
+        let LlmRequest { request: engine_request, .. } = parsed;
+        let num_input_tokens = engine_request.prompt.len();
+        let (events, receiver) = mpsc::unbounded_channel();
+        if !self.inbox.send(Message::Submit { request: Box::new(engine_request), events }) {
+            return Err(InferError::unavailable(format!("model `{}` is being unloaded", self.config.name)));
+        }
+        let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
+        let task = RequestTask {
+            client_id: request.id,
+            inbox: self.inbox.clone(),
+            by_id: Arc::clone(&self.by_id),
+            in_flight: Arc::clone(&self.in_flight),
+            sequence: None,
+            num_input_tokens,
+        };
+        self.in_flight.send_modify(|count| *count += 1);
+        tokio::spawn(task.run(receiver, responses, sender));
+        Ok(stream)
+    }
+
+    fn is_ready(&self) -> bool {
+        self.shared.ready.load(Ordering::Acquire)
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        async {
+            let _ = self.in_flight.subscribe().wait_for(|&count| count == 0).await;
+        }
+        .boxed()
+    }
+}
+
+impl Drop for Llm {
+    fn drop(&mut self) {
+        let (done, is_done) = oneshot::channel();
+        if self.inbox.send(Message::Stop { done }) {
+            // Unloading is done once the workers are told; memory comes back as they end.
+            drop(is_done);
+        }
+    }
+}
+
+/// Turns one request's events into responses, and its client's leaving into a cancel.
+struct RequestTask {
+    client_id: String,
+    inbox: Inbox,
+    by_id: Arc<Mutex<HashMap<String, SequenceId>>>,
+    in_flight: Arc<watch::Sender<usize>>,
+    /// Known once accepted.
+    sequence: Option<SequenceId>,
+    num_input_tokens: usize,
+}
+
+impl RequestTask {
+    async fn run(
+        mut self,
+        mut events: mpsc::UnboundedReceiver<RequestEvent>,
+        mut responses: Responses,
+        sender: ResponseSender,
+    ) {
+        let mut client_left = false;
+        loop {
+            let event = tokio::select! {
+                biased;
+                event = events.recv() => event,
+                () = sender.cancelled(), if !client_left => {
+                    client_left = true;
+                    self.cancel();
+                    continue;
+                }
+            };
+            let (response, ended) = match event {
+                Some(RequestEvent::Accepted(sequence)) => {
+                    self.accepted(sequence, client_left);
+                    continue;
+                }
+                Some(RequestEvent::Tokens(event)) => {
+                    let ended = event.finished.is_some();
+                    (responses.push(event, self.num_input_tokens).map(Ok), ended)
+                }
+                Some(RequestEvent::Failed(error)) => (Some(Err(error)), true),
+                None => {
+                    let words = "the model was unloaded while the request ran";
+                    (Some(Err(InferError::new(ErrorKind::Unavailable, words))), true)
+                }
+            };
+            if let Some(response) = response
+                && !client_left
+                && !sender.send(response).await
+                && !ended
+            {
+                client_left = true;
+                self.cancel();
+            }
+            if ended {
+                return;
+            }
+        }
+    }
+
+    fn accepted(&mut self, sequence: SequenceId, client_left: bool) {
+        self.sequence = Some(sequence);
+        if client_left {
+            self.cancel();
+        } else if !self.client_id.is_empty() {
+            self.by_id.lock().unwrap().insert(self.client_id.clone(), sequence);
+        }
+    }
+
+    fn cancel(&self) {
+        if let Some(sequence) = self.sequence {
+            self.inbox.send(Message::Cancel(sequence));
+        }
+    }
+}
+
+impl Drop for RequestTask {
+    fn drop(&mut self) {
+        let mut by_id = self.by_id.lock().unwrap();
+        if self.sequence.is_some() && by_id.get(&self.client_id).copied() == self.sequence {
+            by_id.remove(&self.client_id);
+        }
+        drop(by_id);
+        self.in_flight.send_modify(|count| *count -= 1);
+    }
+}

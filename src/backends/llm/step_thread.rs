@@ -1,0 +1,341 @@
+//! One thread per model on rank 0: owns the engine, keeps the workers rowing, tells requests their tokens.
+//!
+//! ```text
+//! starting ──workers ready──► stepping ──a worker is lost──► starting   (running sequences are prefilled again)
+//!     └── too many losses without a step between ──► failed             (requests get an error)
+//! ```
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::{Duration, Instant};
+
+use engine::{Engine, EngineStats, Refused, Request, SequenceId, TokenEvent};
+use ipc::Prefix;
+use serving::{ErrorKind, InferError};
+use tokio::sync::{mpsc as async_mpsc, oneshot};
+use worker::{Agents, FromWorker, ToWorker};
+
+use super::config::LlmConfig;
+use super::group::{Group, Lost};
+use super::inbox::{Inbox, Message, RequestEvent};
+
+/// Losses in a row, without a settled step between them, after which the model is given up.
+const MAX_LOSSES: u32 = 5;
+
+/// Longest wait between looks at the watchdog.
+const LOOK_AROUND: Duration = Duration::from_millis(100);
+
+/// Wait before the second start in a row, doubled before each further one.
+const FIRST_BACK_OFF: Duration = Duration::from_millis(100);
+
+/// How long workers may take to load their weights.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(1800);
+
+/// What other threads may read of a model.
+#[derive(Debug, Default)]
+pub(crate) struct Shared {
+    /// A step can run now.
+    pub(crate) ready: AtomicBool,
+    /// Starts of the workers after the first.
+    pub(crate) restarts: AtomicU64,
+    /// The engine's figures after the last step.
+    pub(crate) stats: Mutex<EngineStats>,
+    /// Why the model was given up.
+    pub(crate) failure: Mutex<Option<String>>,
+}
+
+/// What the step thread is made of.
+pub(crate) struct StepThread {
+    pub(crate) config: LlmConfig,
+    pub(crate) agents: Arc<Agents>,
+    pub(crate) prefix: Prefix,
+    pub(crate) inbox: Inbox,
+    pub(crate) messages: mpsc::Receiver<Message>,
+    pub(crate) shared: Arc<Shared>,
+}
+
+/// The thread once it runs.
+struct Running {
+    thread: StepThread,
+    /// `None` until the workers have said how many KV blocks fit.
+    engine: Option<Engine>,
+    requests: HashMap<SequenceId, async_mpsc::UnboundedSender<RequestEvent>>,
+    events: Vec<TokenEvent>,
+    /// Starts and losses since the last settled step.
+    losses: u32,
+    /// Longest of the recent steps, for the watchdog.
+    longest_step: Duration,
+    /// When a step was last settled, or sent to idle workers.
+    last_progress: Instant,
+}
+
+/// How stepping, or starting, came to an end.
+enum End {
+    Lost(Lost),
+    Stopped(oneshot::Sender<()>),
+}
+
+impl From<Lost> for End {
+    fn from(lost: Lost) -> Self {
+        End::Lost(lost)
+    }
+}
+
+impl StepThread {
+    /// Runs until told to stop. `loaded` hears once whether the first start succeeded; when it did not, the thread ends.
+    pub(crate) fn run(self, loaded: oneshot::Sender<Result<(), String>>) {
+        let mut running = Running {
+            thread: self,
+            engine: None,
+            requests: HashMap::new(),
+            events: Vec::new(),
+            losses: 0,
+            longest_step: Duration::ZERO,
+            last_progress: Instant::now(),
+        };
+        let mut loaded = Some(loaded);
+        loop {
+            let end = match running.start() {
+                Ok(group) => {
+                    loaded.take().map(|loaded| loaded.send(Ok(())));
+                    running.serve(group)
+                }
+                Err(end) => end,
+            };
+            match end {
+                End::Stopped(done) => {
+                    let _ = done.send(());
+                    return;
+                }
+                End::Lost(Lost(reason)) => {
+                    if let Some(loaded) = loaded.take() {
+                        let _ = loaded.send(Err(reason));
+                        return;
+                    }
+                    if let Some(done) = running.recover(&reason) {
+                        let _ = done.send(());
+                        return;
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Running {
+    /// Starts the workers and waits until each holds its weights and KV blocks. Requests queue meanwhile.
+    fn start(&mut self) -> Result<Group, End> {
+        let StepThread { config, agents, prefix, inbox, .. } = &self.thread;
+        let listener = inbox.clone();
+        let next_step = self.engine.as_ref().map_or(0, Engine::next_step);
+        let mut group = Group::start(config, agents, prefix, next_step, move |news| {
+            listener.send(Message::Agent(news));
+        });
+        let deadline = Instant::now() + LOAD_TIMEOUT;
+        let loaded = self.await_all(&mut group, deadline, |message| match message {
+            FromWorker::Loaded { max_blocks, .. } => Some(max_blocks),
+            _ => None,
+        })?;
+        let fitting = loaded.into_iter().min().expect("a group has a worker");
+        let num_blocks = self.make_engine(fitting)?;
+        group.broadcast(&ToWorker::Configure { num_blocks })?;
+        self.await_all(&mut group, deadline, |message| matches!(message, FromWorker::Ready).then_some(()))?;
+        Ok(group)
+    }
+
+    /// The engine keeps its number of blocks over a restart: sequences were admitted by it.
+    fn make_engine(&mut self, fitting: usize) -> Result<usize, Lost> {
+        let name = &self.thread.config.name;
+        if let Some(engine) = &self.engine {
+            let num_blocks = engine.config().num_blocks;
+            return match fitting >= num_blocks {
+                true => Ok(num_blocks),
+                false => {
+                    Err(Lost(format!("{fitting} KV blocks fit after the restart of `{name}`, {num_blocks} before")))
+                }
+            };
+        }
+        let config = engine::EngineConfig { num_blocks: fitting, ..self.thread.config.engine.clone() };
+        tracing::info!(model = %name, num_blocks = fitting, block_size = config.block_size, "workers hold their weights");
+        let engine = Engine::new(config).map_err(|error| Lost(format!("{fitting} KV blocks fit: {error}")))?;
+        self.engine = Some(engine);
+        Ok(fitting)
+    }
+
+    /// One answer from every worker, through `pick`.
+    fn await_all<T>(
+        &mut self,
+        group: &mut Group,
+        deadline: Instant,
+        mut pick: impl FnMut(FromWorker) -> Option<T>,
+    ) -> Result<Vec<T>, End> {
+        let mut answers: Vec<Option<T>> = (0..group.num_workers()).map(|_| None).collect();
+        while answers.iter().any(Option::is_none) {
+            self.take_messages(group, Duration::from_millis(1))?;
+            for (tp_rank, answer) in answers.iter_mut().enumerate().filter(|(_, answer)| answer.is_none()) {
+                *answer = group.receive(tp_rank, Duration::ZERO)?.and_then(&mut pick);
+            }
+            if Instant::now() > deadline {
+                return Err(Lost(format!("workers were not loaded within {LOAD_TIMEOUT:?}")).into());
+            }
+        }
+        Ok(answers.into_iter().flatten().collect())
+    }
+
+    /// Steps until a worker is lost or the model is stopped.
+    fn serve(&mut self, mut group: Group) -> End {
+        debug_assert!(group.is_linked());
+        self.thread.inbox.set_doorbell(Some(group.doorbell()));
+        self.thread.shared.ready.store(true, Ordering::Release);
+        let end = loop {
+            if let Err(end) = self.turn(&mut group) {
+                break end;
+            }
+        };
+        self.thread.shared.ready.store(false, Ordering::Release);
+        self.thread.inbox.set_doorbell(None);
+        if let End::Stopped(_) = &end {
+            group.end(true);
+        }
+        end
+    }
+
+    /// One turn: take messages, plan and send what may be in flight, settle what came back.
+    fn turn(&mut self, group: &mut Group) -> Result<(), End> {
+        self.take_messages(group, Duration::ZERO)?;
+        let engine = self.engine.as_mut().expect("workers are ready, so the engine stands");
+        let was_idle = engine.num_in_flight() == 0;
+        while let Some(plan) = engine.plan() {
+            group.step(plan)?;
+        }
+        engine.drain_events(&mut self.events);
+        if engine.num_in_flight() == 0 {
+            self.tell_events();
+            return self.take_messages(group, Duration::MAX);
+        }
+        if was_idle {
+            self.last_progress = Instant::now();
+        }
+        let engine = self.engine.as_mut().expect("as above");
+        match group.receive(0, LOOK_AROUND)? {
+            Some(FromWorker::Output(output)) => {
+                let settled = engine.settle(output, &mut self.events);
+                settled.map_err(|error| Lost(format!("worker 0 answered out of turn: {error}")))?;
+                self.losses = 0;
+                // Slowly forgets: the first step after a start may be far longer than any other.
+                self.longest_step = self.last_progress.elapsed().max(self.longest_step.mul_f32(0.99));
+                self.last_progress = Instant::now();
+            }
+            Some(_) => return Err(Lost("worker 0 sent something other than a step's output".to_owned()).into()),
+            // Rung by a message, or time to look around.
+            None => self.check_watchdog()?,
+        }
+        self.tell_events();
+        Ok(())
+    }
+
+    fn check_watchdog(&self) -> Result<(), Lost> {
+        let (waited, allowed) = (self.last_progress.elapsed(), self.thread.config.step_timeout + self.longest_step);
+        match waited > allowed {
+            true => Err(Lost(format!("a step was not done after {waited:.1?}, {allowed:.1?} are allowed"))),
+            false => Ok(()),
+        }
+    }
+
+    fn tell_events(&mut self) {
+        for event in self.events.drain(..) {
+            let sequence = event.sequence;
+            let ended = event.finished.is_some();
+            let Some(request) = self.requests.get(&sequence) else { continue };
+            // A request that no longer listens is cancelled by its own task.
+            let _ = request.send(RequestEvent::Tokens(event));
+            if ended {
+                self.requests.remove(&sequence);
+            }
+        }
+    }
+
+    /// Everything in the inbox now, waiting up to `timeout` for the first ([`Duration::MAX`]: for as long as it takes).
+    fn take_messages(&mut self, group: &mut Group, timeout: Duration) -> Result<(), End> {
+        let messages = &self.thread.messages;
+        let mut next = match timeout {
+            Duration::MAX => messages.recv().ok(),
+            timeout => messages.recv_timeout(timeout).ok(),
+        };
+        while let Some(message) = next {
+            match message {
+                Message::Agent(news) => group.hear(news)?,
+                Message::Submit { request, events } => self.submit(*request, events),
+                Message::Cancel(sequence) => self.cancel(sequence),
+                Message::Stop { done } => return Err(End::Stopped(done)),
+            }
+            next = self.thread.messages.try_recv().ok();
+        }
+        Ok(())
+    }
+
+    fn submit(&mut self, request: Request, events: async_mpsc::UnboundedSender<RequestEvent>) {
+        let Some(engine) = &mut self.engine else {
+            let _ = events.send(RequestEvent::Failed(InferError::unavailable("the model's workers still load")));
+            return;
+        };
+        match engine.submit(request) {
+            Ok(sequence) => {
+                // A request whose client has left already is cancelled by its own task.
+                let _ = events.send(RequestEvent::Accepted(sequence));
+                self.requests.insert(sequence, events);
+            }
+            Err(refused) => {
+                let kind = match &refused {
+                    Refused::QueueFull { .. } => ErrorKind::Unavailable,
+                    _ => ErrorKind::InvalidArgument,
+                };
+                let _ = events.send(RequestEvent::Failed(InferError::new(kind, refused.to_string())));
+            }
+        }
+    }
+
+    fn cancel(&mut self, sequence: SequenceId) {
+        if let Some(engine) = &mut self.engine {
+            engine.cancel(sequence);
+        }
+    }
+
+    /// After a loss: sequences wait to be prefilled again; or, after too many losses in a row, all requests end
+    /// and the thread waits to be stopped.
+    fn recover(&mut self, reason: &str) -> Option<oneshot::Sender<()>> {
+        self.losses += 1;
+        let name = &self.thread.config.name;
+        if let Some(engine) = &mut self.engine {
+            engine.recover();
+        }
+        if self.losses < MAX_LOSSES {
+            tracing::warn!(model = %name, reason, losses = self.losses, "workers lost; starting them again");
+            self.thread.shared.restarts.fetch_add(1, Ordering::Relaxed);
+            std::thread::sleep(FIRST_BACK_OFF * (1 << self.losses.saturating_sub(1)) - FIRST_BACK_OFF);
+            return None;
+        }
+        let words =
+            format!("workers of model `{name}` were lost {} times without a step between: {reason}", self.losses);
+        tracing::error!(model = %name, "{words}; giving the model up, load it again to retry");
+        *self.thread.shared.failure.lock().unwrap() = Some(words.clone());
+        let error = InferError::unavailable(words);
+        for (_, request) in self.requests.drain() {
+            let _ = request.send(RequestEvent::Failed(error.clone()));
+        }
+        self.refuse_until_stopped(&error)
+    }
+
+    fn refuse_until_stopped(&mut self, error: &InferError) -> Option<oneshot::Sender<()>> {
+        loop {
+            match self.thread.messages.recv() {
+                Ok(Message::Submit { events, .. }) => drop(events.send(RequestEvent::Failed(error.clone()))),
+                Ok(Message::Stop { done }) => return Some(done),
+                Ok(Message::Cancel(_) | Message::Agent(_)) => {}
+                // Nobody is left who could ask for anything.
+                Err(_) => return Some(oneshot::channel().0),
+            }
+        }
+    }
+}

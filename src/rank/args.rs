@@ -1,0 +1,263 @@
+//! tritonserver's command line, as `trireme rank` takes it.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueEnum};
+
+/// What `--device` asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum DeviceArg {
+    /// CUDA where a driver and a device are found, else the CPU.
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// A CUDA device, or an error.
+    Cuda,
+}
+
+/// Which models are loaded at start, and who may change that.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ControlMode {
+    /// All models of the repository; fixed.
+    None,
+    /// All models; the repository is looked at again and again.
+    Poll,
+    /// Those of `--load-model`; clients load and unload.
+    Explicit,
+}
+
+/// Options with an effect. Every other option of tritonserver is accepted and named in the log.
+#[derive(Debug, Clone, Args)]
+pub struct RankArgs {
+    /// Directory of models; may be given more than once
+    #[arg(long, visible_alias = "model-store", visible_alias = "model-repo", required = true, value_name = "DIR")]
+    pub model_repository: Vec<PathBuf>,
+    /// Who decides which models are loaded
+    #[arg(long, value_enum, default_value = "none")]
+    pub model_control_mode: ControlMode,
+    /// Model to load at start (explicit mode); `*` loads all
+    #[arg(long, value_name = "NAME")]
+    pub load_model: Vec<String>,
+    /// Seconds between two looks at the repository (poll mode)
+    #[arg(long, default_value_t = 15)]
+    pub repository_poll_secs: u64,
+    /// End when a model cannot be loaded at start
+    #[arg(long, default_value = "true", value_parser = boolean, action = ArgAction::Set)]
+    pub exit_on_error: bool,
+    /// Ready only when every model is
+    #[arg(long, default_value = "true", value_parser = boolean, action = ArgAction::Set)]
+    pub strict_readiness: bool,
+    /// Take config.pbtxt as it is, complete nothing
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", default_value = "false", value_parser = boolean, action = ArgAction::Set)]
+    pub disable_auto_complete_config: bool,
+    /// Serve HTTP
+    #[arg(long, default_value = "true", value_parser = boolean, action = ArgAction::Set)]
+    pub allow_http: bool,
+    /// Address of HTTP
+    #[arg(long, default_value = "0.0.0.0")]
+    pub http_address: String,
+    /// Port of HTTP; 0 takes a free one
+    #[arg(long, default_value_t = 8000)]
+    pub http_port: u16,
+    /// Serve gRPC
+    #[arg(long, default_value = "true", value_parser = boolean, action = ArgAction::Set)]
+    pub allow_grpc: bool,
+    /// Address of gRPC
+    #[arg(long, default_value = "0.0.0.0")]
+    pub grpc_address: String,
+    /// Port of gRPC; 0 takes a free one
+    #[arg(long, default_value_t = 8001)]
+    pub grpc_port: u16,
+    /// Serve metrics
+    #[arg(long, default_value = "true", value_parser = boolean, action = ArgAction::Set)]
+    pub allow_metrics: bool,
+    /// Address of metrics; `--http-address` when not given
+    #[arg(long)]
+    pub metrics_address: Option<String>,
+    /// Port of metrics; 0 takes a free one
+    #[arg(long, default_value_t = 8002)]
+    pub metrics_port: u16,
+    /// Name of this server in metadata
+    #[arg(long, default_value = "triton")]
+    pub id: String,
+    /// Seconds that requests in flight may take after SIGTERM
+    #[arg(long, default_value_t = 30)]
+    pub exit_timeout_secs: u64,
+    /// `NAME,KEY=VALUE`; `python,shm-region-prefix-name=P` names this rank's shared memory
+    #[arg(long, value_name = "NAME,KEY=VALUE")]
+    pub backend_config: Vec<String>,
+    /// 0 is quiet; each level says more
+    #[arg(long, default_value_t = 0)]
+    pub log_verbose: u32,
+    /// Log file; standard error when not given
+    #[arg(long)]
+    pub log_file: Option<PathBuf>,
+    /// What models compute on
+    #[arg(long, value_enum, default_value = "auto")]
+    pub device: DeviceArg,
+    /// CPU threads of a worker; the node's cores shared out when not given
+    #[arg(long)]
+    pub threads: Option<usize>,
+}
+
+/// tritonserver's other options: name, and whether a value follows.
+const WITHOUT_EFFECT: &[(&str, bool)] = &[
+    ("model-config-name", true),
+    ("model-load-thread-count", true),
+    ("model-load-retry-count", true),
+    ("model-namespacing", true),
+    ("strict-model-config", true),
+    ("reuse-http-port", true),
+    ("http-thread-count", true),
+    ("http-header-forward-pattern", true),
+    ("http-restricted-api", true),
+    ("http-max-input-size", true),
+    ("reuse-grpc-port", true),
+    ("grpc-infer-allocation-pool-size", true),
+    ("grpc-infer-thread-count", true),
+    ("grpc-max-response-pool-size", true),
+    ("grpc-use-ssl", true),
+    ("grpc-use-ssl-mutual", true),
+    ("grpc-server-cert", true),
+    ("grpc-server-key", true),
+    ("grpc-root-cert", true),
+    ("grpc-infer-response-compression-level", true),
+    ("grpc-keepalive-time", true),
+    ("grpc-keepalive-timeout", true),
+    ("grpc-keepalive-permit-without-calls", true),
+    ("grpc-http2-max-pings-without-data", true),
+    ("grpc-http2-min-recv-ping-interval-without-data", true),
+    ("grpc-http2-max-ping-strikes", true),
+    ("grpc-max-connection-age", true),
+    ("grpc-max-connection-age-grace", true),
+    ("grpc-header-forward-pattern", true),
+    ("grpc-restricted-protocol", true),
+    ("allow-gpu-metrics", true),
+    ("allow-cpu-metrics", true),
+    ("metrics-interval-ms", true),
+    ("metrics-config", true),
+    ("log-info", true),
+    ("log-warning", true),
+    ("log-error", true),
+    ("log-format", true),
+    ("trace-config", true),
+    ("trace-file", true),
+    ("trace-level", true),
+    ("trace-rate", true),
+    ("trace-count", true),
+    ("trace-log-frequency", true),
+    ("backend-directory", true),
+    ("cache-config", true),
+    ("cache-directory", true),
+    ("response-cache-byte-size", true),
+    ("repoagent-directory", true),
+    ("rate-limit", true),
+    ("rate-limit-resource", true),
+    ("pinned-memory-pool-byte-size", true),
+    ("cuda-memory-pool-byte-size", true),
+    ("cuda-virtual-address-size", true),
+    ("min-supported-compute-capability", true),
+    ("enable-peer-access", true),
+    ("buffer-manager-thread-count", true),
+    ("host-policy", true),
+    ("model-load-gpu-limit", true),
+    ("allow-sagemaker", true),
+    ("sagemaker-port", true),
+    ("allow-vertex-ai", true),
+    ("vertex-ai-port", true),
+    ("allow-client-shm", true),
+];
+
+/// The sub-command `rank` with every option.
+pub fn command() -> Command {
+    let base = Command::new("rank")
+        .about("One rank of a world: rank 0 answers clients, every rank cares for its workers")
+        .infer_long_args(true)
+        .args_override_self(true);
+    let with_effect = RankArgs::augment_args(base);
+    WITHOUT_EFFECT.iter().fold(with_effect, |command, &(name, takes_value)| {
+        let action = if takes_value { ArgAction::Append } else { ArgAction::SetTrue };
+        command.arg(Arg::new(name).long(name).action(action).hide(true))
+    })
+}
+
+/// The typed options, and the names of those given that have no effect.
+///
+/// # Errors
+/// Never for matches of [`command`]; clap's error otherwise.
+pub fn parse(matches: &ArgMatches) -> Result<(RankArgs, Vec<&'static str>), clap::Error> {
+    let given = |name: &str| matches.value_source(name) == Some(clap::parser::ValueSource::CommandLine);
+    let ignored = WITHOUT_EFFECT.iter().map(|&(name, _)| name).filter(|name| given(name)).collect();
+    Ok((RankArgs::from_arg_matches(matches)?, ignored))
+}
+
+/// `--grpc_port` is `--grpc-port`: `_` becomes `-` in the names of long options, never in values.
+pub fn with_dashes(args: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
+    let convert = |arg: OsString| match arg.to_str() {
+        Some(text) if text.starts_with("--") => {
+            let (name, value) = text.split_once('=').map_or((text, None), |(name, value)| (name, Some(value)));
+            let name = name.replace('_', "-");
+            value.map_or(name.clone(), |value| format!("{name}={value}")).into()
+        }
+        _ => arg,
+    };
+    args.into_iter().map(convert).collect()
+}
+
+/// tritonserver takes `true`, `True`, `1` and their opposites.
+fn boolean(text: &str) -> Result<bool, String> {
+    match text.to_ascii_lowercase().as_str() {
+        "true" | "1" | "on" | "yes" => Ok(true),
+        "false" | "0" | "off" | "no" => Ok(false),
+        _ => Err(format!("`{text}` is not a boolean; use true or false")),
+    }
+}
+
+impl RankArgs {
+    /// The prefix of this rank's shared memory: the last `shm-region-prefix-name` given to the Python backend.
+    pub fn shm_prefix(&self) -> Option<&str> {
+        let settings = self.backend_config.iter().rev().filter_map(|config| config.split_once(','));
+        settings.filter_map(|(_, setting)| setting.strip_prefix("shm-region-prefix-name=")).next()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rank_args(line: &str) -> Result<(RankArgs, Vec<&'static str>), clap::Error> {
+        let args = with_dashes(line.split_whitespace().map(OsString::from));
+        parse(&command().try_get_matches_from(args)?)
+    }
+
+    #[test]
+    fn a_line_of_tritons_launch_script_parses() {
+        let line = "rank --model-repository=/m --grpc_port=9001 --http-port 9000 --metrics-port=9002 --log-verbose=3 \
+                    --log-file=t.txt --disable-auto-complete-config \
+                    --backend-config=python,shm-region-prefix-name=prefix3_ --pinned-memory-pool-byte-size=0";
+        let (args, ignored) = rank_args(line).unwrap();
+        assert_eq!((args.grpc_port, args.http_port, args.metrics_port), (9001, 9000, 9002));
+        assert_eq!(args.shm_prefix(), Some("prefix3_"));
+        assert!(args.disable_auto_complete_config);
+        assert_eq!(ignored, ["pinned-memory-pool-byte-size"]);
+    }
+
+    #[test]
+    fn unambiguous_prefixes_and_numbers_for_booleans_parse() {
+        let (args, _) = rank_args("rank --model-repo=/m --allow-grpc=1 --exit-on=false").unwrap();
+        assert!(args.allow_grpc && !args.exit_on_error);
+    }
+
+    #[test]
+    fn an_unknown_option_and_a_missing_repository_are_refused() {
+        assert!(rank_args("rank --model-repository=/m --no-such-option=1").is_err());
+        assert!(rank_args("rank").is_err());
+    }
+
+    #[test]
+    fn underscores_in_values_stay() {
+        let args = with_dashes(["--load_model=my_model".into(), "a_b".into()]);
+        assert_eq!(args, ["--load-model=my_model", "a_b"]);
+    }
+}

@@ -1,0 +1,38 @@
+//! Which device workers compute on.
+
+use worker::DeviceChoice;
+
+use crate::RankError;
+use crate::args::DeviceArg;
+
+/// The device of the first worker of a node with `num_workers` workers, and why, in words for the log.
+pub(crate) fn choose(
+    device: DeviceArg,
+    threads: Option<usize>,
+    num_workers: usize,
+) -> Result<(DeviceChoice, String), RankError> {
+    let num_cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = threads.unwrap_or(num_cores / num_workers).max(1);
+    let cpu = DeviceChoice::Cpu { threads };
+    let cuda = match device {
+        DeviceArg::Cpu => return Ok((cpu, format!("CPU with {threads} threads a worker: asked for"))),
+        DeviceArg::Auto | DeviceArg::Cuda => device::cuda::num_devices(),
+    };
+    match (device, cuda) {
+        (_, Ok(found)) if found >= num_workers => {
+            Ok((DeviceChoice::Cuda { ordinal: 0 }, format!("CUDA: {found} devices for {num_workers} workers")))
+        }
+        (DeviceArg::Cuda, found) => {
+            let reason = match found {
+                Ok(found) => format!("{found} devices for {num_workers} workers; start with `-n {found}`"),
+                Err(reason) => reason,
+            };
+            Err(RankError::Device { device: "cuda".to_owned(), reason })
+        }
+        (_, Ok(found)) => {
+            let why = format!("only {found} CUDA devices for {num_workers} workers");
+            Ok((cpu, format!("CPU with {threads} threads a worker: {why}")))
+        }
+        (_, Err(reason)) => Ok((cpu, format!("CPU with {threads} threads a worker: {reason}"))),
+    }
+}

@@ -1,0 +1,82 @@
+//! What a rank process is made of: its place in the world, an agent for its workers, and on rank 0 server and front.
+//!
+//! A rank speaks MPI and shared memory and holds no device: it outlives its workers.
+#![forbid(unsafe_code)]
+
+mod args;
+mod devices;
+mod log;
+mod relay;
+mod server;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use comm::World;
+use ipc::{Prefix, set_process_title, sweep_stale};
+use worker::Agent;
+
+pub use args::{RankArgs, command, parse, with_dashes};
+
+/// How long ranks wait for each other at the end.
+const FINALIZE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Why a rank cannot serve.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // Fields are named by their messages.
+pub enum RankError {
+    #[error("cannot open log file {}", .path.display())]
+    Log { path: PathBuf, source: std::io::Error },
+    #[error(transparent)]
+    Comm(#[from] comm::CommError),
+    #[error(transparent)]
+    Ipc(#[from] ipc::IpcError),
+    #[error("cannot find this program's own file, to start workers with")]
+    Program(#[source] std::io::Error),
+    #[error("cannot start the async runtime")]
+    Runtime(#[source] std::io::Error),
+    #[error("creating server: {0}")]
+    Server(String),
+    #[error("device `{device}` is not usable: {reason}")]
+    Device { device: String, reason: String },
+}
+
+/// The whole life of a rank process. `ignored` are options that were given and have no effect.
+///
+/// # Errors
+/// When the rank cannot come to serve. A rank that served ends with an exit code.
+pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
+    log::start(args.log_verbose, args.log_file.as_deref())
+        .map_err(|source| RankError::Log { path: args.log_file.clone().unwrap_or_default(), source })?;
+    let world = Arc::new(World::start(comm::Config::from_env())?);
+    // The title only helps `ps`.
+    let _ = set_process_title(&format!("trireme: rank {}", world.rank()));
+    let prefix = shm_prefix(&args, &world)?;
+    let swept = sweep_stale(&prefix)?;
+    if !swept.is_empty() {
+        tracing::info!(?swept, "removed shared memory of processes that are gone");
+    }
+    let program = std::env::current_exe().map_err(RankError::Program)?;
+    let (news, heard) = mpsc::channel();
+    let agent = Arc::new(Agent::new(prefix.clone(), program, news));
+    let code = if world.rank() == 0 {
+        for option in ignored {
+            tracing::warn!("option --{option} is accepted and has no effect");
+        }
+        server::run(args, &world, &agent, heard, prefix)?
+    } else {
+        relay::run(&world, &agent, heard);
+        ExitCode::SUCCESS
+    };
+    agent.end_all();
+    world.finalize(FINALIZE_TIMEOUT)?;
+    Ok(code)
+}
+
+/// As given, else `prefix<rank>_` as Triton's launch script would.
+fn shm_prefix(args: &RankArgs, world: &World) -> Result<Prefix, ipc::IpcError> {
+    let default = || format!("prefix{}_", world.rank());
+    args.shm_prefix().map_or_else(default, str::to_owned).parse()
+}

@@ -1,0 +1,201 @@
+//! Rank 0: loads the models, answers clients, drains when told to end.
+
+use std::collections::HashMap;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::thread;
+use std::time::Duration;
+
+use backends::llm::{LlmDefaults, LlmFactory};
+use comm::World;
+use front::{Address, Running};
+use ipc::Prefix;
+use serving::{BackendFactory, ControlMode, Server, ServerConfig};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use worker::{Agent, Agents, FromAgent, ToAgent};
+
+use crate::args::{self, RankArgs};
+use crate::{RankError, devices, relay};
+
+/// Names under which users' configurations ask for the LLM engine.
+const LLM_BACKENDS: [&str; 3] = ["trireme", "tensorrtllm", "turbomind"];
+
+/// What in-flight requests still get after a second SIGTERM.
+const HURRY: Duration = Duration::from_millis(200);
+
+/// Tokens of a step, when the model does not say. On a CPU a step of 512 already takes its whole bandwidth.
+const CPU_STEP_TOKENS: usize = 512;
+const CUDA_STEP_TOKENS: usize = 8192;
+
+/// Serves until SIGTERM or SIGINT. Every other rank is told to end before this returns.
+pub(crate) fn run(
+    args: RankArgs,
+    world: &Arc<World>,
+    agent: &Arc<Agent>,
+    heard: Receiver<FromAgent>,
+    prefix: Prefix,
+) -> Result<ExitCode, RankError> {
+    let agents = connect(world, agent, heard);
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;
+    let result = llm_defaults(&args, world).and_then(|defaults| {
+        let llm = LlmFactory::new(defaults, Arc::clone(&agents), prefix);
+        runtime.block_on(serve(&args, Arc::new(llm)))
+    });
+    // Whatever a request still holds ends with the runtime, before ranks are told to go.
+    runtime.shutdown_timeout(HURRY);
+    for rank in 1..world.size() {
+        agents.send(rank, ToAgent::Shutdown);
+    }
+    result
+}
+
+/// Joins agents of all ranks, this one's included, into one door.
+fn connect(world: &Arc<World>, agent: &Arc<Agent>, heard: Receiver<FromAgent>) -> Arc<Agents> {
+    let (sender, own) = (Arc::clone(world), Arc::clone(agent));
+    let agents = Arc::new(Agents::new(world.size(), move |rank, message| match rank {
+        0 => own.handle(message),
+        _ => relay::send(&sender, rank, &message),
+    }));
+    let (local, remote) = (Arc::clone(&agents), Arc::clone(&agents));
+    thread::spawn(move || heard.into_iter().for_each(|news| local.deliver(news)));
+    let incoming = world.incoming().expect("nobody else reads this rank's messages");
+    thread::spawn(move || {
+        for (from, bytes) in incoming {
+            match postcard::from_bytes(&bytes) {
+                Ok(news) => remote.deliver(news),
+                Err(error) => {
+                    tracing::error!(from, %error, "a message between ranks does not decode; are all ranks one build?")
+                }
+            }
+        }
+    });
+    agents
+}
+
+fn llm_defaults(args: &RankArgs, world: &World) -> Result<LlmDefaults, RankError> {
+    let num_workers = world.node_ranks(0).len();
+    let (device, why) = devices::choose(args.device, args.threads, num_workers)?;
+    tracing::info!("workers compute on {why}");
+    let is_cpu = matches!(device, worker::DeviceChoice::Cpu { .. });
+    Ok(LlmDefaults {
+        device,
+        world_size: world.size(),
+        block_size: if is_cpu { 16 } else { 64 },
+        kv_free_fraction: 0.9,
+        max_step_tokens: if is_cpu { CPU_STEP_TOKENS } else { CUDA_STEP_TOKENS },
+        step_timeout: Duration::from_secs(10),
+    })
+}
+
+async fn serve(args: &RankArgs, llm: Arc<LlmFactory>) -> Result<ExitCode, RankError> {
+    let mut signals = Signals::new().map_err(RankError::Runtime)?;
+    let mut factories: HashMap<String, Arc<dyn BackendFactory>> = backends::builtin();
+    for name in LLM_BACKENDS {
+        factories.insert(name.to_owned(), Arc::clone(&llm) as Arc<dyn BackendFactory>);
+    }
+    let server = Server::new(server_config(args), factories).map_err(|error| RankError::Server(error.to_string()))?;
+    let front = front::start(front_config(args), Arc::clone(&server));
+    let front = front.await.map_err(|error| RankError::Server(error.to_string()))?;
+    tokio::select! {
+        loaded = server.load_all() => report_loading(args, &loaded.err().unwrap_or_default())?,
+        () = signals.next() => return Ok(ExitCode::SUCCESS),
+    }
+    report_started(&front);
+    tokio::spawn({
+        let server = Arc::clone(&server);
+        async move { server.keep_polling().await }
+    });
+    signals.next().await;
+    Ok(drain(args, &server, front, signals).await)
+}
+
+fn report_loading(args: &RankArgs, failures: &[serving::LoadFailure]) -> Result<(), RankError> {
+    for failure in failures {
+        tracing::error!("failed to load '{}': {}", failure.model, failure.reason);
+    }
+    match failures.is_empty() || !args.exit_on_error {
+        true => Ok(()),
+        false => Err(RankError::Server("Internal - failed to load all models".to_owned())),
+    }
+}
+
+/// The three lines that scripts wait for.
+fn report_started(front: &Running) {
+    let addresses = front.addresses();
+    if let Some(address) = addresses.grpc {
+        tracing::info!("Started GRPCInferenceService at {address}");
+    }
+    if let Some(address) = addresses.http {
+        tracing::info!("Started HTTPService at {address}");
+    }
+    if let Some(address) = addresses.metrics {
+        tracing::info!("Started Metrics Service at {address}");
+    }
+}
+
+/// Requests in flight finish, or a second signal cuts them short.
+async fn drain(args: &RankArgs, server: &Server, front: Running, mut signals: Signals) -> ExitCode {
+    let patience = Duration::from_secs(args.exit_timeout_secs);
+    server.begin_drain();
+    let left = tokio::select! {
+        left = server.drain(patience) => left,
+        () = signals.next() => {
+            tracing::info!("asked again to end: requests in flight are cut short");
+            server.drain(HURRY).await
+        }
+    };
+    front.shutdown(HURRY).await;
+    if left == 0 {
+        return ExitCode::SUCCESS;
+    }
+    tracing::error!(
+        "failed to stop server: Internal - Exit timeout expired. Exiting immediately. ({left} requests cut off)"
+    );
+    ExitCode::FAILURE
+}
+
+fn server_config(args: &RankArgs) -> ServerConfig {
+    ServerConfig {
+        name: args.id.clone(),
+        repositories: args.model_repository.clone(),
+        control_mode: match args.model_control_mode {
+            args::ControlMode::None => ControlMode::None,
+            args::ControlMode::Explicit => ControlMode::Explicit { load: args.load_model.clone() },
+            args::ControlMode::Poll => ControlMode::Poll { interval: Duration::from_secs(args.repository_poll_secs) },
+        },
+        strict_readiness: args.strict_readiness,
+        ..ServerConfig::default()
+    }
+}
+
+fn front_config(args: &RankArgs) -> front::Config {
+    let address = |allowed: bool, host: &str, port: u16| allowed.then(|| Address::new(host, port));
+    let metrics_host = args.metrics_address.as_ref().unwrap_or(&args.http_address);
+    front::Config {
+        grpc: address(args.allow_grpc, &args.grpc_address, args.grpc_port),
+        http: address(args.allow_http, &args.http_address, args.http_port),
+        metrics: address(args.allow_metrics, metrics_host, args.metrics_port),
+        ..front::Config::default()
+    }
+}
+
+/// SIGTERM and SIGINT, alike.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
+    }
+
+    async fn next(&mut self) {
+        let number = tokio::select! {
+            _ = self.terminate.recv() => 15,
+            _ = self.interrupt.recv() => 2,
+        };
+        tracing::info!("Signal ({number}) received.");
+    }
+}
