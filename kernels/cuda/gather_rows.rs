@@ -13,5 +13,9 @@ pub fn gather_rows(q: &Queue, y: Span, x: Span, index: Span, rows: usize, cols: 
     ensure!("gather_rows", index.count::<u32>() >= rows, "index is shorter than {rows}");
     ensure!("gather_rows", y.is_aligned(16) && x.is_aligned(16), "a buffer is not 16-byte aligned");
     let threads = (cols / 8).min(256).next_multiple_of(32) as u32;
-    q.launch("gather_rows_bf16", Launch::new(rows as u32, threads), &[y.into(), x.into(), index.into(), (cols as u32).into()])
+    q.launch(
+        "gather_rows_bf16",
+        Launch::new(rows as u32, threads),
+        &[y.into(), x.into(), index.into(), (cols as u32).into()],
+    )
 }

@@ -103,7 +103,8 @@ impl LibraryGemm {
         let version = unsafe { sys::cublasLtGetVersion() };
         let name = format!("cublaslt-{version}-{}.txt", gpu.name().replace([' ', '/'], "_"));
         let file = cache_dir.map(|folder| folder.join(name));
-        let choices = file.as_ref().and_then(|path| std::fs::read_to_string(path).ok()).map_or_else(HashMap::new, |t| parse(&t));
+        let choices =
+            file.as_ref().and_then(|path| std::fs::read_to_string(path).ok()).map_or_else(HashMap::new, |t| parse(&t));
         let workspace = DeviceBuffer::new(gpu, WORKSPACE_BYTES)?;
         Ok(Self { handle, workspace, plans: HashMap::new(), choices, file })
     }
@@ -155,7 +156,8 @@ impl LibraryGemm {
                 best = Some((ms, candidate));
             }
         }
-        let none = || CudaError::Library { call: "cublasLtMatmul".into(), reason: format!("no algorithm for {shape:?}") };
+        let none =
+            || CudaError::Library { call: "cublasLtMatmul".into(), reason: format!("no algorithm for {shape:?}") };
         plan.algorithm = best.ok_or_else(none)?.1;
         self.choices.insert(choice_key, plan.algorithm.data);
         self.save();
@@ -198,7 +200,13 @@ impl Plan {
         let half = sys::cudaDataType_t::CUDA_R_16BF;
         let out = if to_f32 { sys::cudaDataType_t::CUDA_R_32F } else { half };
         let null = std::ptr::null_mut();
-        let mut plan = Self { product: null, w: null.cast(), x: null.cast(), y: null.cast(), algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] } };
+        let mut plan = Self {
+            product: null,
+            w: null.cast(),
+            x: null.cast(),
+            y: null.cast(),
+            algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
+        };
         let transposed: i32 = 1;
         let epilogue = if has_bias {
             sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS
@@ -215,7 +223,8 @@ impl Plan {
             if has_bias {
                 plan.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &half)?;
             }
-            let layouts = [(&mut plan.w, half, k, n, k), (&mut plan.x, half, k, m, k), (&mut plan.y, out, n, m, stride)];
+            let layouts =
+                [(&mut plan.w, half, k, n, k), (&mut plan.x, half, k, m, k), (&mut plan.y, out, n, m, stride)];
             for (layout, dtype, rows, cols, ld) in layouts {
                 let created = sys::cublasLtMatrixLayoutCreate(layout, dtype, rows as u64, cols as u64, ld as i64);
                 check(created, "cublasLtMatrixLayoutCreate")?;
@@ -284,7 +293,8 @@ impl Plan {
                 &self.algorithm,
                 result.as_mut_ptr(),
             );
-            status == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && result.assume_init().workspaceSize <= WORKSPACE_BYTES
+            status == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS
+                && result.assume_init().workspaceSize <= WORKSPACE_BYTES
         }
     }
 

@@ -38,8 +38,16 @@ pub fn paged_attention(
 ) -> Result<(), CudaError> {
     let op = "paged_attention";
     let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
-    ensure!(op, head_dim.is_multiple_of(32) && (32..=256).contains(&head_dim), "head_dim {head_dim}; a multiple of 32 up to 256");
-    ensure!(op, num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads), "{num_heads} heads for {num_kv_heads} KV heads");
+    ensure!(
+        op,
+        head_dim.is_multiple_of(32) && (32..=256).contains(&head_dim),
+        "head_dim {head_dim}; a multiple of 32 up to 256"
+    );
+    ensure!(
+        op,
+        num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads),
+        "{num_heads} heads for {num_kv_heads} KV heads"
+    );
     ensure!(op, block_size.is_power_of_two(), "block_size {block_size} is not a power of two");
     ensure!(op, num_tokens > 0, "no tokens");
     ensure!(op, out.count::<bf16>() >= num_tokens * num_heads * head_dim, "out is too short for {num_tokens} tokens");

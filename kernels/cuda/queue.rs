@@ -180,6 +180,12 @@ impl Queue {
         check(code, "cuMemcpyHtoDAsync")
     }
 
+    /// Queues a copy of ordinary host memory, which may change once this returns: for small, rare copies.
+    pub fn upload_copied(&self, to: Span, from: &[u8]) -> Result<(), CudaError> {
+        // SAFETY: the driver stages memory that is not pinned before the call returns.
+        unsafe { self.upload(to, from.as_ptr(), from.len()) }
+    }
+
     /// Queues a copy of `bytes` to pinned host memory.
     ///
     /// # Safety

@@ -121,7 +121,13 @@ struct Args {
     max_top: u32,
 }
 
-fn arguments(logits: Logits, work: Span, state: RowState, samples: Samples, outputs: Outputs) -> Result<Args, CudaError> {
+fn arguments(
+    logits: Logits,
+    work: Span,
+    state: RowState,
+    samples: Samples,
+    outputs: Outputs,
+) -> Result<Args, CudaError> {
     let op = "sample";
     let count = samples.count;
     ensure!(op, count > 0 && count <= outputs.max_samples, "{count} samples of at most {}", outputs.max_samples);
@@ -184,12 +190,8 @@ pub fn greedy(
     let logits = Logits { values: Span::NULL, share: vocab, vocab };
     let args = arguments(logits, Span::NULL, state, samples, outputs)?;
     let launch = Launch::new(samples.count as u32, 32);
-    let args = [
-        Arg::Bytes(bytemuck::bytes_of(&args)),
-        pairs.into(),
-        (groups as u32).into(),
-        (ARGMAX_CHUNKS as u32).into(),
-    ];
+    let args =
+        [Arg::Bytes(bytemuck::bytes_of(&args)), pairs.into(), (groups as u32).into(), (ARGMAX_CHUNKS as u32).into()];
     q.launch("sample_greedy", launch, &args)
 }
 

@@ -1,1 +1,416 @@
-//! The CUDA device.
+//! The CUDA device: one GPU of a worker, with NVIDIA's libraries loaded at run time.
+//!
+//! [`CudaDevice`] queues every op on one stream and waits for nothing but finished steps: inputs travel in one copy, tokens
+//! stay on the GPU, results are read from pinned memory when their step's event has passed. Decode steps are recorded
+//! as CUDA graphs, one for each number of rows in a list of buckets.
+
+mod config;
+mod exchange;
+mod graphs;
+mod group;
+mod load;
+mod memory;
+mod nccl;
+mod ops;
+mod rows;
+mod step;
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use engine::{RowId, SampledToken, SamplingParams, TokenId};
+use kernels::cuda::library_gemm::LibraryGemm;
+use kernels::cuda::skinny_gemm::GATE_GROUP;
+use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Span};
+
+use crate::{
+    Activation, AttentionSpec, Device, DeviceError, LinearRole, MemoryPlan, StepInputs, TensorParallel, WeightSlice,
+};
+pub use config::CudaConfig;
+pub use exchange::{Exchange, FileExchange};
+use graphs::Graphs;
+use group::Group;
+use load::{Loader, Part, RowOrder};
+use memory::{Cache, Workspace};
+use rows::Rows;
+use step::{Layout, StepBounds, StepShape, StepSpans};
+
+/// Steps that may be queued and not yet collected.
+const MAX_IN_FLIGHT: usize = 4;
+
+/// GPUs that the driver shows to this process; 0 without a driver, or in a build without CUDA kernels.
+pub fn num_gpus() -> usize {
+    if kernels::cuda::NVRTC_VERSION.is_some() { Gpu::count() } else { 0 }
+}
+
+/// A matrix or vector on the GPU.
+#[derive(Debug, Clone, Copy)]
+pub struct CudaWeight {
+    values: Span,
+    bias: Span,
+    rows: usize,
+    cols: usize,
+    /// Of an embedding: the first token of its rows.
+    first_token: u32,
+    /// Of gate/up: columns of gate and up that come in turn.
+    group: usize,
+}
+
+/// An activation buffer `[max_tokens, cols]` bf16.
+#[derive(Debug, Clone, Copy)]
+pub struct CudaTensor {
+    values: Span,
+    cols: usize,
+}
+
+/// One GPU of a worker.
+///
+/// Fields are dropped in this order: graphs before what they use, buffers last.
+pub struct CudaDevice {
+    graphs: Graphs,
+    loader: RefCell<Loader>,
+    in_flight: VecDeque<InFlight>,
+    spare_events: Vec<Event>,
+    current: Option<Current>,
+    group: Group,
+    gemm: LibraryGemm,
+    step_block: DeviceBuffer,
+    pinned_inputs: Vec<PinnedBuffer>,
+    next_slot: usize,
+    cache: Option<Cache>,
+    workspace: Option<Workspace>,
+    rows: Rows,
+    hidden: usize,
+    weights: Vec<DeviceBuffer>,
+    tensors: Vec<DeviceBuffer>,
+    config: CudaConfig,
+    queue: Arc<Queue>,
+    gpu: Arc<Gpu>,
+}
+
+/// The step whose ops are being queued.
+#[derive(Debug, Clone, Copy)]
+struct Current {
+    shape: StepShape,
+    spans: StepSpans,
+    /// Whether every sample is the plain argmax, and nothing else is reported.
+    is_greedy: bool,
+}
+
+/// A step that was queued and not yet collected.
+struct InFlight {
+    slot: usize,
+    done: Event,
+    /// Row of each sample, and how many likeliest tokens it reports.
+    samples: Vec<(RowId, Option<u32>)>,
+}
+
+/// As this room reports what the kernels' crate reports.
+fn device_error(error: CudaError) -> DeviceError {
+    match error {
+        CudaError::NoDriver { reason } => DeviceError::Unavailable { device: "cuda".into(), reason },
+        CudaError::OutOfMemory { bytes, free, .. } => DeviceError::OutOfMemory {
+            device: "cuda".into(),
+            what: "a buffer".into(),
+            needed_bytes: bytes as u64,
+            free_bytes: free as u64,
+        },
+        CudaError::Driver { call, name, text, .. } => DeviceError::Call { call, reason: format!("{name} ({text})") },
+        CudaError::Library { call, reason } => DeviceError::Call { call, reason },
+        other => DeviceError::Call { call: "a CUDA op".into(), reason: other.to_string() },
+    }
+}
+
+impl CudaDevice {
+    /// Opens the GPU and joins the group. The calling thread is the one that uses the device from now on.
+    ///
+    /// # Errors
+    /// When driver, GPU or a library is missing, memory does not suffice, or another worker does not come.
+    pub fn new(config: CudaConfig) -> Result<Self, DeviceError> {
+        let gpu = Gpu::open(config.ordinal).map_err(device_error)?;
+        let queue = Arc::new(Queue::new(&gpu).map_err(device_error)?);
+        let loader = Loader::new(&gpu).map_err(device_error)?;
+        let gemm = LibraryGemm::new(&gpu, &config.library_dirs, config.cache_dir.as_ref()).map_err(device_error)?;
+        let group = Group::new(&config)?;
+        let rows = Rows::new(&gpu, config.limits).map_err(device_error)?;
+        Ok(Self {
+            graphs: Graphs::new(config.use_graphs, config.limits.max_rows),
+            loader: RefCell::new(loader),
+            in_flight: VecDeque::new(),
+            spare_events: Vec::new(),
+            current: None,
+            group,
+            gemm,
+            step_block: DeviceBuffer::new(&gpu, 0).map_err(device_error)?,
+            pinned_inputs: Vec::new(),
+            next_slot: 0,
+            cache: None,
+            workspace: None,
+            rows,
+            hidden: 0,
+            weights: Vec::new(),
+            tensors: Vec::new(),
+            config,
+            queue,
+            gpu,
+        })
+    }
+
+    /// The GPU's name and compute capability, for logs.
+    pub fn describe(&self) -> String {
+        let (major, minor) = self.gpu.capability();
+        format!("{} (compute capability {major}.{minor})", self.gpu.name())
+    }
+
+    /// Takes memory for a matrix and queues its loading.
+    fn load_matrix(&mut self, parts: &[WeightSlice<'_>], order: RowOrder) -> Result<(Span, usize, usize), DeviceError> {
+        let cols = parts.first().map_or(0, |part| part.cols.len());
+        let rows: usize = parts.iter().map(|part| part.rows.len()).sum();
+        if let Some(part) = parts.iter().find(|part| part.cols.len() != cols || cols == 0 || !cols.is_multiple_of(8)) {
+            return Err(DeviceError::Unsupported {
+                what: format!("weight `{}`", part.name),
+                found: format!("{} columns beside {cols}", part.cols.len()),
+                expected: "equal columns in all parts, a multiple of 8".into(),
+            });
+        }
+        let buffer = DeviceBuffer::new(&self.gpu, rows * cols * 2).map_err(device_error)?;
+        let span = buffer.span();
+        self.weights.push(buffer);
+        let parts = parts.iter().map(Part::new).collect::<Result<Vec<_>, _>>()?;
+        self.loader.get_mut().load(parts, order, span)?;
+        Ok((span, rows, cols))
+    }
+
+    /// Takes memory for a bias or norm and queues its loading.
+    fn load_row(&mut self, parts: &[WeightSlice<'_>], order: RowOrder) -> Result<Span, DeviceError> {
+        if parts.is_empty() {
+            return Ok(Span::NULL);
+        }
+        // As a column, so that parts stack along it.
+        let columns = parts.iter().map(Part::column).collect::<Result<Vec<_>, _>>()?;
+        let length: usize = columns.iter().map(Part::rows).sum();
+        let buffer = DeviceBuffer::new(&self.gpu, length * 2).map_err(device_error)?;
+        let span = buffer.span();
+        self.weights.push(buffer);
+        self.loader.get_mut().load(columns, order, span)?;
+        Ok(span)
+    }
+
+    fn current(&self) -> &Current {
+        self.current.as_ref().expect("ops run inside a step")
+    }
+
+    fn bounds(&self) -> Result<StepBounds, DeviceError> {
+        let cache = self.cache.as_ref().ok_or_else(|| DeviceError::Call {
+            call: "run_step".into(),
+            reason: "the cache is allocated before the first step".into(),
+        })?;
+        Ok(cache.bounds(&self.config.limits))
+    }
+
+    /// Checks, packs and uploads the step; makes it current.
+    fn begin_step(&mut self, inputs: &StepInputs, shape: StepShape) -> Result<usize, DeviceError> {
+        let bounds = self.bounds()?;
+        let slot = self.next_slot;
+        self.next_slot = (slot + 1) % MAX_IN_FLIGHT;
+        let words: &mut [u32] = bytemuck::cast_slice_mut(&mut self.pinned_inputs[slot]);
+        let layout = step::pack(inputs, &bounds, shape, slot as u32, words);
+        // SAFETY: the slot's last step was collected, so its copy has run; it is not written before this one is.
+        let copied = unsafe { self.queue.upload(self.step_block.span(), words.as_ptr().cast(), layout.words * 4) };
+        copied.map_err(device_error)?;
+        let host_rows = || inputs.samples.iter().map(|sample| self.rows.host(sample.row.0 as usize));
+        self.current = Some(self.step_at(shape, host_rows().all(|row| row.is_plain_greedy)));
+        Ok(slot)
+    }
+
+    fn step_at(&self, shape: StepShape, is_greedy: bool) -> Current {
+        let stride = self.cache.as_ref().map_or(0, |cache| cache.table_stride(&self.config.limits));
+        let layout = Layout::new(shape, stride);
+        Current { shape, spans: StepSpans::new(self.step_block.span(), &layout, shape, stride), is_greedy }
+    }
+
+    fn read_outputs(&self, step: &InFlight) -> Vec<SampledToken> {
+        let workspace = self.workspace.as_ref().expect("a step ran");
+        let output = |index: usize| workspace.output(step.slot, index);
+        step.samples.iter().enumerate().map(|(index, &(row, logprobs))| output(index).token(row, logprobs)).collect()
+    }
+}
+
+/// How gate and up lie in one matrix, and how many columns of each come in turn: in the groups that the fused kernel
+/// takes where they fit. Other matrices are stacked.
+fn gate_order(role: LinearRole, parts: &[WeightSlice<'_>]) -> (RowOrder, usize) {
+    match (role, parts) {
+        (LinearRole::GateUp, [gate, up]) if gate.rows.len() == up.rows.len() => match gate.rows.len() {
+            rows if rows.is_multiple_of(GATE_GROUP) => (RowOrder::Interleaved(GATE_GROUP), GATE_GROUP),
+            rows => (RowOrder::Stacked, rows),
+        },
+        _ => (RowOrder::Stacked, 0),
+    }
+}
+
+impl Device for CudaDevice {
+    type Weight = CudaWeight;
+    type Tensor = CudaTensor;
+
+    fn tensor_parallel(&self) -> TensorParallel {
+        self.config.tensor_parallel
+    }
+
+    fn load_linear(
+        &mut self,
+        role: LinearRole,
+        parts: &[WeightSlice<'_>],
+        bias: &[WeightSlice<'_>],
+    ) -> Result<CudaWeight, DeviceError> {
+        let (order, group) = gate_order(role, parts);
+        let (values, rows, cols) = self.load_matrix(parts, order)?;
+        let bias = self.load_row(bias, order)?;
+        Ok(CudaWeight { values, bias, rows, cols, first_token: 0, group })
+    }
+
+    fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<CudaWeight, DeviceError> {
+        let (values, rows, cols) = self.load_matrix(&[table], RowOrder::Stacked)?;
+        self.hidden = cols;
+        Ok(CudaWeight { values, bias: Span::NULL, rows, cols, first_token, group: 0 })
+    }
+
+    fn tie_head(&mut self, embedding: &CudaWeight) -> Result<CudaWeight, DeviceError> {
+        Ok(*embedding)
+    }
+
+    fn load_vector(&mut self, vector: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
+        let cols = vector.cols.len();
+        let values = self.load_row(&[vector], RowOrder::Stacked)?;
+        Ok(CudaWeight { values, bias: Span::NULL, rows: 1, cols, first_token: 0, group: 0 })
+    }
+
+    fn tensor(&mut self, cols: usize) -> Result<CudaTensor, DeviceError> {
+        let rows = self.config.limits.max_tokens.max(self.graphs.largest_bucket());
+        let buffer = DeviceBuffer::new(&self.gpu, rows * cols * 2).map_err(device_error)?;
+        let values = buffer.span();
+        self.tensors.push(buffer);
+        Ok(CudaTensor { values, cols })
+    }
+
+    fn memory_plan(&self, attention: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
+        self.loader.borrow_mut().finish()?;
+        self.plan_memory(attention)
+    }
+
+    fn allocate_cache(&mut self, attention: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError> {
+        self.loader.get_mut().finish()?;
+        self.take_memory(attention, num_blocks)
+    }
+
+    fn join_row(
+        &mut self,
+        row: RowId,
+        tokens: &[TokenId],
+        num_prompt_tokens: u32,
+        sampling: &SamplingParams,
+    ) -> Result<(), DeviceError> {
+        if row.0 as usize >= self.config.limits.max_rows {
+            return Err(DeviceError::Call {
+                call: "join_row".into(),
+                reason: format!("row {} of {}", row.0, self.config.limits.max_rows),
+            });
+        }
+        self.rows.join(&self.queue, row.0 as usize, tokens, num_prompt_tokens, sampling).map_err(device_error)
+    }
+
+    fn run_step(
+        &mut self,
+        inputs: &StepInputs,
+        forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        step::check(inputs, &self.bounds()?)?;
+        if self.in_flight.len() == MAX_IN_FLIGHT {
+            return Err(DeviceError::Call {
+                call: format!("step {}", inputs.step),
+                reason: format!("{MAX_IN_FLIGHT} steps are queued and not collected"),
+            });
+        }
+        let slot = match self.graphs.bucket(inputs) {
+            Some(bucket) => self.run_recorded(inputs, bucket, forward)?,
+            None => {
+                let slot = self.begin_step(inputs, StepShape::of(inputs))?;
+                forward(self)?;
+                slot
+            }
+        };
+        let done = match self.spare_events.pop() {
+            Some(event) => event,
+            None => Event::new(false).map_err(device_error)?,
+        };
+        done.record(&self.queue).map_err(device_error)?;
+        let samples = inputs.samples.iter().map(|s| (s.row, self.rows.host(s.row.0 as usize).num_logprobs)).collect();
+        self.in_flight.push_back(InFlight { slot, done, samples });
+        Ok(())
+    }
+
+    fn collect(&mut self, wait: bool) -> Result<Option<Vec<SampledToken>>, DeviceError> {
+        let Some(oldest) = self.in_flight.front() else { return Ok(None) };
+        if wait {
+            oldest.done.wait().map_err(device_error)?;
+        } else if !oldest.done.is_done().map_err(device_error)? {
+            return Ok(None);
+        }
+        let step = self.in_flight.pop_front().expect("there is an oldest step");
+        let tokens = self.read_outputs(&step);
+        self.spare_events.push(step.done);
+        Ok(Some(tokens))
+    }
+
+    fn embed(&mut self, out: &mut CudaTensor, table: &CudaWeight) -> Result<(), DeviceError> {
+        self.op_embed(*out, table)
+    }
+
+    fn rms_norm(
+        &mut self,
+        out: &mut CudaTensor,
+        x: &CudaTensor,
+        weight: &CudaWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.op_rms_norm(*out, *x, weight, eps)
+    }
+
+    fn linear(&mut self, out: &mut CudaTensor, x: &CudaTensor, weight: &CudaWeight) -> Result<(), DeviceError> {
+        self.op_linear(out.values, x.values, weight)
+    }
+
+    fn gated_linear(
+        &mut self,
+        out: &mut CudaTensor,
+        scratch: &mut CudaTensor,
+        x: &CudaTensor,
+        weight: &CudaWeight,
+        activation: Activation,
+    ) -> Result<(), DeviceError> {
+        self.op_gated_linear(*out, *scratch, *x, weight, activation)
+    }
+
+    fn rope_and_cache(&mut self, qkv: &mut CudaTensor, layer: usize) -> Result<(), DeviceError> {
+        self.op_rope_and_cache(*qkv, layer)
+    }
+
+    fn attention(&mut self, out: &mut CudaTensor, qkv: &CudaTensor, layer: usize) -> Result<(), DeviceError> {
+        self.op_attention(*out, *qkv, layer)
+    }
+
+    fn reduce_add_norm(
+        &mut self,
+        out: &mut CudaTensor,
+        residual: &mut CudaTensor,
+        partial: &CudaTensor,
+        weight: &CudaWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.op_reduce_add_norm(*out, *residual, *partial, weight, eps)
+    }
+
+    fn sample(&mut self, x: &CudaTensor, head: &CudaWeight) -> Result<(), DeviceError> {
+        self.op_sample(*x, head)
+    }
+}

@@ -1,0 +1,249 @@
+//! Weights from the memory-mapped checkpoint to the GPU: threads copy chunks into pinned memory, the GPU fetches them.
+
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use half::{bf16, f16};
+use kernels::cuda::{CudaError, Event, Gpu, PinnedBuffer, Queue, Span};
+
+use crate::{DType, DeviceError, WeightSlice};
+
+/// Bytes of a chunk; each thread has two.
+const CHUNK_BYTES: usize = 4 << 20;
+/// Chunks that wait for a thread.
+const MAX_WAITING: usize = 4096;
+
+/// Rows of the checkpoint and where they go, converted to bf16.
+#[derive(Debug, Clone)]
+pub(crate) struct Part {
+    data: &'static [u8],
+    dtype: DType,
+    matrix_cols: usize,
+    first_row: usize,
+    rows: usize,
+    first_col: usize,
+    cols: usize,
+}
+
+impl Part {
+    pub(crate) fn new(slice: &WeightSlice<'_>) -> Result<Self, DeviceError> {
+        let needed = slice.rows.end * slice.matrix_cols * slice.dtype.size();
+        if slice.data.len() < needed || slice.cols.end > slice.matrix_cols {
+            return Err(DeviceError::Unsupported {
+                what: format!("weight `{}`", slice.name),
+                found: format!("{} bytes, columns up to {}", slice.data.len(), slice.cols.end),
+                expected: format!("{needed} bytes, columns up to {}", slice.matrix_cols),
+            });
+        }
+        Ok(Self {
+            data: slice.data,
+            dtype: slice.dtype,
+            matrix_cols: slice.matrix_cols,
+            first_row: slice.rows.start,
+            rows: slice.rows.len(),
+            first_col: slice.cols.start,
+            cols: slice.cols.len(),
+        })
+    }
+
+    /// A vector's elements as rows of one column.
+    pub(crate) fn column(slice: &WeightSlice<'_>) -> Result<Self, DeviceError> {
+        let row = Self::new(slice)?;
+        let first_row = row.first_row * row.matrix_cols + row.first_col;
+        Ok(Self { matrix_cols: 1, first_row, rows: row.cols, first_col: 0, cols: 1, ..row })
+    }
+
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Writes row `row` as bf16 to `out` of `2 * cols` bytes.
+    fn copy_row(&self, row: usize, out: &mut [u8]) {
+        let size = self.dtype.size();
+        let start = ((self.first_row + row) * self.matrix_cols + self.first_col) * size;
+        let from = &self.data[start..start + self.cols * size];
+        let convert = |out: &mut [u8], value: bf16| out.copy_from_slice(&value.to_le_bytes());
+        match self.dtype {
+            DType::Bf16 => out.copy_from_slice(from),
+            DType::F16 => {
+                for (out, from) in out.chunks_exact_mut(2).zip(from.chunks_exact(2)) {
+                    convert(out, bf16::from_f32(f16::from_le_bytes([from[0], from[1]]).to_f32()));
+                }
+            }
+            DType::F32 => {
+                for (out, from) in out.chunks_exact_mut(2).zip(from.chunks_exact(4)) {
+                    convert(out, bf16::from_f32(f32::from_le_bytes([from[0], from[1], from[2], from[3]])));
+                }
+            }
+        }
+    }
+}
+
+/// How the rows of several parts make one matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RowOrder {
+    /// One part after the other.
+    Stacked,
+    /// Two parts of equal rows, in groups of so many rows in turn.
+    Interleaved(usize),
+}
+
+impl RowOrder {
+    /// The part and its row that row `row` of the matrix comes from.
+    fn source(self, parts: &[Part], row: usize) -> (usize, usize) {
+        match self {
+            RowOrder::Interleaved(group) => {
+                let (pair, within) = (row / (2 * group), row % (2 * group));
+                (within / group, pair * group + within % group)
+            }
+            RowOrder::Stacked => {
+                let mut row = row;
+                for (index, part) in parts.iter().enumerate() {
+                    if row < part.rows {
+                        return (index, row);
+                    }
+                    row -= part.rows;
+                }
+                unreachable!("row {row} is beyond the parts of its matrix")
+            }
+        }
+    }
+}
+
+struct Job {
+    parts: Arc<[Part]>,
+    order: RowOrder,
+    first_row: usize,
+    to: Span,
+}
+
+/// Threads that load weights while the model is still being put together.
+pub(crate) struct Loader {
+    jobs: Option<SyncSender<Job>>,
+    threads: Vec<JoinHandle<()>>,
+    failure: Arc<Mutex<Option<CudaError>>>,
+}
+
+impl Loader {
+    pub(crate) fn new(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
+        let num_threads = std::thread::available_parallelism().map_or(4, |n| n.get()).clamp(1, 16);
+        let (jobs, queue) = sync_channel(MAX_WAITING);
+        let queue = Arc::new(Mutex::new(queue));
+        let failure = Arc::new(Mutex::new(None));
+        let threads = (0..num_threads)
+            .map(|_| {
+                let (gpu, queue, failure) = (gpu.clone(), queue.clone(), failure.clone());
+                std::thread::spawn(move || {
+                    if let Err(error) = run(&gpu, &queue) {
+                        failure.lock().expect("no panic holds it").get_or_insert(error);
+                    }
+                })
+            })
+            .collect();
+        Ok(Self { jobs: Some(jobs), threads, failure })
+    }
+
+    /// Queues the matrix of `parts`, each with the same columns, into `to`.
+    pub(crate) fn load(&mut self, parts: Vec<Part>, order: RowOrder, to: Span) -> Result<(), DeviceError> {
+        let rows: usize = parts.iter().map(Part::rows).sum();
+        let row_bytes = 2 * parts.first().map_or(0, |part| part.cols);
+        let parts: Arc<[Part]> = parts.into();
+        let step = (CHUNK_BYTES / row_bytes.max(1)).max(1);
+        for first_row in (0..rows).step_by(step) {
+            let count = step.min(rows - first_row);
+            let to = to.part(first_row * row_bytes, count * row_bytes);
+            let job = Job { parts: parts.clone(), order, first_row, to };
+            let jobs = self.jobs.as_ref().expect("weights are loaded before the cache is allocated");
+            if jobs.send(job).is_err() {
+                return self.finish();
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until all weights are on the device; says why if they are not. Nothing can be loaded afterwards.
+    pub(crate) fn finish(&mut self) -> Result<(), DeviceError> {
+        drop(self.jobs.take());
+        for thread in self.threads.drain(..) {
+            thread.join().expect("a loading thread does not panic");
+        }
+        match self.failure.lock().expect("no panic holds it").take() {
+            Some(error) => Err(super::device_error(error)),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for Loader {
+    fn drop(&mut self) {
+        // The failure, if any, was reported or the device is being given up anyway.
+        let _ = self.finish();
+    }
+}
+
+/// Takes chunks until there are none: fills one pinned buffer while the GPU fetches the other.
+fn run(gpu: &Arc<Gpu>, jobs: &Mutex<Receiver<Job>>) -> Result<(), CudaError> {
+    gpu.bind()?;
+    let queue = Queue::new(gpu)?;
+    let mut buffers: Vec<(PinnedBuffer, Event)> = Vec::new();
+    let mut turn = 0;
+    loop {
+        let job = jobs.lock().expect("no panic holds it").recv();
+        let Ok(job) = job else { break };
+        if buffers.len() < 2 {
+            buffers.push((PinnedBuffer::new(gpu, CHUNK_BYTES.max(job.to.bytes()))?, Event::new(false)?));
+            turn = buffers.len() - 1;
+        }
+        if buffers[turn].0.len() < job.to.bytes() {
+            buffers[turn].1.wait()?;
+            buffers[turn].0 = PinnedBuffer::new(gpu, job.to.bytes())?;
+        }
+        let (buffer, fetched) = &mut buffers[turn];
+        fetched.wait()?;
+        fill(&job, &mut buffer[..job.to.bytes()]);
+        // SAFETY: the buffer is pinned and not written before `fetched` says that the copy has run.
+        unsafe { queue.upload(job.to, buffer.as_ptr(), job.to.bytes())? };
+        fetched.record(&queue)?;
+        turn = (turn + 1) % 2;
+    }
+    queue.wait()
+}
+
+fn fill(job: &Job, out: &mut [u8]) {
+    let row_bytes = 2 * job.parts[0].cols;
+    for (index, row) in out.chunks_exact_mut(row_bytes).enumerate() {
+        let (part, from) = job.order.source(&job.parts, job.first_row + index);
+        job.parts[part].copy_row(from, row);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(rows: usize, start: u16) -> Part {
+        let values: Vec<u8> =
+            (0..rows as u16 * 4).flat_map(|i| bf16::from_f32((start + i) as f32).to_le_bytes()).collect();
+        let data: &'static [u8] = values.leak();
+        Part { data, dtype: DType::Bf16, matrix_cols: 4, first_row: 0, rows, first_col: 1, cols: 2 }
+    }
+
+    #[test]
+    fn rows_come_from_the_part_and_columns_that_were_asked_for() {
+        let parts = [part(3, 0), part(2, 100)];
+        let mut out = [0; 4];
+        let (index, row) = RowOrder::Stacked.source(&parts, 4);
+        parts[index].copy_row(row, &mut out);
+        let values = [bf16::from_le_bytes([out[0], out[1]]), bf16::from_le_bytes([out[2], out[3]])];
+        assert_eq!(values.map(bf16::to_f32), [105.0, 106.0]);
+    }
+
+    #[test]
+    fn interleaving_takes_groups_of_both_parts_in_turn() {
+        let parts = [part(4, 0), part(4, 100)];
+        let order = RowOrder::Interleaved(2);
+        let sources: Vec<_> = (0..8).map(|row| order.source(&parts, row)).collect();
+        assert_eq!(sources, [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]);
+    }
+}

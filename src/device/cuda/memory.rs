@@ -1,0 +1,241 @@
+//! Device memory beside weights and activations, taken once before the first step.
+
+use std::sync::Arc;
+
+use engine::{RowId, SampledToken, TokenId};
+use kernels::cuda::decode_attention::DecodeWorkspace;
+use kernels::cuda::rope_cache::{HeadShape, LayerCache};
+use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs};
+use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
+
+use super::rows::{MAX_TOP, Rows};
+use super::step::{Layout, StepBounds};
+use super::{CudaDevice, MAX_IN_FLIGHT, device_error};
+use crate::{AttentionSpec, DeviceError, MemoryPlan, StepLimits};
+
+/// Left free for graphs and the driver.
+const RESERVE_BYTES: usize = 512 << 20;
+
+/// KV blocks of all layers and the rotation table.
+pub(crate) struct Cache {
+    k: DeviceBuffer,
+    v: DeviceBuffer,
+    pub(crate) cos: DeviceBuffer,
+    pub(crate) sin: DeviceBuffer,
+    pub(crate) decode: DecodeWorkspace,
+    pub(crate) shape: HeadShape,
+    pub(crate) scale: f32,
+    /// 0 for none.
+    pub(crate) window: u32,
+    num_blocks: usize,
+    max_positions: usize,
+}
+
+impl Cache {
+    fn new(gpu: &Arc<Gpu>, spec: &AttentionSpec, num_blocks: usize, max_rows: usize) -> Result<Self, CudaError> {
+        let shape = head_shape(spec);
+        let elements = spec.num_layers * num_blocks * shape.block_elements();
+        Ok(Self {
+            k: DeviceBuffer::new(gpu, elements * 2)?,
+            v: DeviceBuffer::new(gpu, elements * 2)?,
+            cos: DeviceBuffer::from_slice(gpu, &spec.rope.cos)?,
+            sin: DeviceBuffer::from_slice(gpu, &spec.rope.sin)?,
+            decode: DecodeWorkspace::new(gpu, max_rows, shape)?,
+            shape,
+            scale: spec.scale,
+            window: spec.sliding_window.unwrap_or(0) as u32,
+            num_blocks,
+            max_positions: spec.rope.cos.len() / (spec.head_dim / 2),
+        })
+    }
+
+    /// Keys and values of one layer.
+    pub(crate) fn layer(&self, layer: usize) -> LayerCache {
+        let bytes = self.num_blocks * self.shape.block_elements() * 2;
+        LayerCache { k: self.k.span().part(layer * bytes, bytes), v: self.v.span().part(layer * bytes, bytes) }
+    }
+
+    /// Row length of the block tables.
+    pub(crate) fn table_stride(&self, limits: &StepLimits) -> usize {
+        table_stride(limits, self.shape.block_size)
+    }
+
+    pub(crate) fn bounds(&self, limits: &StepLimits) -> StepBounds {
+        StepBounds {
+            max_tokens: limits.max_tokens,
+            max_rows: limits.max_rows,
+            num_blocks: self.num_blocks,
+            block_size: self.shape.block_size,
+            table_stride: self.table_stride(limits),
+            max_positions: self.max_positions,
+            vocab_size: limits.vocab_size,
+        }
+    }
+}
+
+fn head_shape(spec: &AttentionSpec) -> HeadShape {
+    HeadShape {
+        num_heads: spec.num_heads,
+        num_kv_heads: spec.num_kv_heads,
+        head_dim: spec.head_dim,
+        block_size: spec.block_size,
+    }
+}
+
+fn table_stride(limits: &StepLimits, block_size: usize) -> usize {
+    limits.max_sequence_len.div_ceil(block_size).next_multiple_of(4)
+}
+
+/// Scratch of sampling, and where its results go.
+pub(crate) struct Workspace {
+    /// `[S, E]` bf16, the positions that sample.
+    pub(crate) gathered: DeviceBuffer,
+    /// `[group, S, share]` f32.
+    pub(crate) logits: DeviceBuffer,
+    /// `[S, V]` f32.
+    pub(crate) scratch: DeviceBuffer,
+    /// `[group, S, ARGMAX_CHUNKS]` u64.
+    pub(crate) pairs: DeviceBuffer,
+    outputs: PinnedBuffer,
+    max_samples: usize,
+    /// Tokens of a worker's share of the vocabulary.
+    pub(crate) share: usize,
+}
+
+/// Tokens of every worker's share but the last, as models split the vocabulary.
+fn vocabulary_share(vocab: usize, group: usize) -> usize {
+    vocab.div_ceil(group).next_multiple_of(8)
+}
+
+impl Workspace {
+    fn sizes(limits: &StepLimits, hidden: usize, group: usize) -> [usize; 4] {
+        // One sample more than rows: a graph's padding.
+        let samples = max_samples(limits);
+        let share = vocabulary_share(limits.vocab_size, group);
+        [
+            samples * hidden * 2,
+            group * samples * share * 4,
+            samples * limits.vocab_size * 4,
+            group * samples * ARGMAX_CHUNKS * 8,
+        ]
+    }
+
+    fn new(gpu: &Arc<Gpu>, limits: &StepLimits, hidden: usize, group: usize) -> Result<Self, CudaError> {
+        let [gathered, logits, scratch, pairs] = Self::sizes(limits, hidden, group);
+        let max_samples = max_samples(limits);
+        Ok(Self {
+            gathered: DeviceBuffer::new(gpu, gathered)?,
+            logits: DeviceBuffer::new(gpu, logits)?,
+            scratch: DeviceBuffer::new(gpu, scratch)?,
+            pairs: DeviceBuffer::new(gpu, pairs)?,
+            outputs: PinnedBuffer::new(gpu, MAX_IN_FLIGHT * Outputs::slot_bytes(max_samples, MAX_TOP))?,
+            max_samples,
+            share: vocabulary_share(limits.vocab_size, group),
+        })
+    }
+
+    /// As the sampling kernels take it; `slot` is where the step says which slot is its own.
+    pub(crate) fn outputs(&self, slot: Span) -> Outputs {
+        Outputs { base: self.outputs.span(), slot, max_samples: self.max_samples, max_top: MAX_TOP }
+    }
+
+    /// What sample `index` of the step in `slot` gave, once the step has run.
+    pub(crate) fn output(&self, slot: usize, index: usize) -> Output<'_> {
+        let bytes = Outputs::slot_bytes(self.max_samples, MAX_TOP);
+        let words: &[u32] = bytemuck::cast_slice(&self.outputs[slot * bytes..(slot + 1) * bytes]);
+        let (samples, tops) = (self.max_samples, 2 * self.max_samples);
+        Output {
+            token: words[index],
+            logprob: words[samples + index],
+            top_tokens: &words[tops + index * MAX_TOP..][..MAX_TOP],
+            top_logprobs: &words[tops + (samples + index) * MAX_TOP..][..MAX_TOP],
+        }
+    }
+}
+
+/// Samples that a step may have, a graph's padding included.
+fn max_samples(limits: &StepLimits) -> usize {
+    limits.max_rows.next_multiple_of(8)
+}
+
+/// One sample's result, floats as bits.
+pub(crate) struct Output<'a> {
+    token: u32,
+    logprob: u32,
+    top_tokens: &'a [u32],
+    top_logprobs: &'a [u32],
+}
+
+impl Output<'_> {
+    pub(crate) fn token(&self, row: RowId, num_logprobs: Option<u32>) -> SampledToken {
+        let count = num_logprobs.map_or(0, |n| (n as usize).min(MAX_TOP));
+        let top = self.top_tokens.iter().zip(self.top_logprobs).take(count);
+        SampledToken {
+            row,
+            token: TokenId(self.token),
+            logprob: num_logprobs.map(|_| f32::from_bits(self.logprob)),
+            top: top.map(|(&token, &bits)| (TokenId(token), f32::from_bits(bits))).collect(),
+        }
+    }
+}
+
+impl CudaDevice {
+    fn step_words(&self, spec: &AttentionSpec) -> usize {
+        let limits = &self.config.limits;
+        let rows = max_samples(limits);
+        Layout::max_words(&StepBounds {
+            max_tokens: limits.max_tokens.max(rows),
+            max_rows: rows,
+            num_blocks: 0,
+            block_size: spec.block_size,
+            table_stride: table_stride(limits, spec.block_size),
+            max_positions: 0,
+            vocab_size: 0,
+        })
+    }
+
+    /// Bytes that [`CudaDevice::take_memory`] takes beside KV blocks.
+    fn pending_bytes(&self, spec: &AttentionSpec) -> usize {
+        let sizes = Workspace::sizes(&self.config.limits, self.hidden, self.group.size());
+        let rope = (spec.rope.cos.len() + spec.rope.sin.len()) * 4;
+        let decode = DecodeWorkspace::bytes(max_samples(&self.config.limits), head_shape(spec));
+        sizes.iter().sum::<usize>() + self.step_words(spec) * 4 + rope + decode
+    }
+
+    pub(crate) fn plan_memory(&self, spec: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
+        let (free, _) = self.gpu.memory().map_err(device_error)?;
+        let pending = self.pending_bytes(spec);
+        let block_bytes = 2 * 2 * spec.num_layers * head_shape(spec).block_elements();
+        let room = free.saturating_sub(pending + RESERVE_BYTES) as f64 * self.config.kv_memory_fraction;
+        let held = |buffers: &[DeviceBuffer]| buffers.iter().map(|b| b.span().bytes()).sum::<usize>();
+        let workspace = held(&self.tensors) + Rows::bytes(&self.config.limits) + self.gemm.workspace_bytes() + pending;
+        Ok(MemoryPlan {
+            weights_bytes: held(&self.weights) as u64,
+            workspace_bytes: workspace as u64,
+            block_bytes: block_bytes as u64,
+            max_blocks: (room / block_bytes.max(1) as f64) as usize,
+        })
+    }
+
+    pub(crate) fn take_memory(&mut self, spec: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError> {
+        let shape = head_shape(spec);
+        if !shape.block_size.is_power_of_two() || !shape.head_dim.is_multiple_of(32) || shape.head_dim > 256 {
+            return Err(DeviceError::Unsupported {
+                what: "attention".into(),
+                found: format!("head_dim {}, block_size {}", shape.head_dim, shape.block_size),
+                expected: "head_dim a multiple of 32 up to 256, block_size a power of two".into(),
+            });
+        }
+        self.take(spec, num_blocks).map_err(device_error)
+    }
+
+    fn take(&mut self, spec: &AttentionSpec, num_blocks: usize) -> Result<(), CudaError> {
+        let words = self.step_words(spec);
+        self.step_block = DeviceBuffer::with_count::<u32>(&self.gpu, words)?;
+        self.pinned_inputs =
+            (0..MAX_IN_FLIGHT).map(|_| PinnedBuffer::new(&self.gpu, words * 4)).collect::<Result<_, _>>()?;
+        self.workspace = Some(Workspace::new(&self.gpu, &self.config.limits, self.hidden, self.group.size())?);
+        self.cache = Some(Cache::new(&self.gpu, spec, num_blocks, max_samples(&self.config.limits))?);
+        Ok(())
+    }
+}

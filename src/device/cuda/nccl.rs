@@ -1,0 +1,130 @@
+//! The few functions of NCCL that a group uses, loaded at run time.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::path::PathBuf;
+
+use kernels::cuda::{Queue, Span, library};
+
+use super::exchange::Exchange;
+use crate::{DeviceError, TensorParallel};
+
+type Communicator = *mut c_void;
+type Code = c_int;
+
+const SUM: c_int = 0;
+/// `ncclDataType_t` of bytes and of bf16.
+const UINT8: c_int = 1;
+const BF16: c_int = 9;
+
+/// What rank 0 makes and all ranks need.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct UniqueId([c_char; 128]);
+
+type AllReduce =
+    unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Communicator, *mut c_void) -> Code;
+type AllGather = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Communicator, *mut c_void) -> Code;
+
+/// A communicator over the GPUs of a group.
+pub(crate) struct Nccl {
+    communicator: Communicator,
+    all_reduce: AllReduce,
+    all_gather: AllGather,
+    abort: unsafe extern "C" fn(Communicator) -> Code,
+    error: unsafe extern "C" fn(Code) -> *const c_char,
+    rank: usize,
+}
+
+// SAFETY: a communicator may be used from any thread, one at a time, which the device's `&mut self` sees to.
+unsafe impl Send for Nccl {}
+
+impl Nccl {
+    /// Joins the group; returns when all workers have. The calling thread's context is the GPU's.
+    pub(crate) fn new(tp: TensorParallel, exchange: &dyn Exchange, folders: &[PathBuf]) -> Result<Self, DeviceError> {
+        // NVLink multicast can put a host's GPUs out of service when a process dies in it, so it stays off.
+        // SAFETY: called while the worker starts, before it has threads that read the environment.
+        unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
+        let library = library::load("libnccl.so.2", folders).map_err(super::device_error)?;
+        // SAFETY: signatures are those of nccl.h 2.28; the library is never unloaded.
+        unsafe {
+            let missing = |error: &dyn std::fmt::Display| DeviceError::Call {
+                call: "loading libnccl.so.2".into(),
+                reason: error.to_string(),
+            };
+            macro_rules! symbol {
+                ($name:literal, $kind:ty) => {
+                    *library.get::<$kind>($name).map_err(|e| missing(&e))?
+                };
+            }
+            let get_id = symbol!(b"ncclGetUniqueId", unsafe extern "C" fn(*mut UniqueId) -> Code);
+            let init =
+                symbol!(b"ncclCommInitRank", unsafe extern "C" fn(*mut Communicator, c_int, UniqueId, c_int) -> Code);
+            let mut nccl = Self {
+                communicator: std::ptr::null_mut(),
+                all_reduce: symbol!(b"ncclAllReduce", AllReduce),
+                all_gather: symbol!(b"ncclAllGather", AllGather),
+                abort: symbol!(b"ncclCommAbort", unsafe extern "C" fn(Communicator) -> Code),
+                error: symbol!(b"ncclGetErrorString", unsafe extern "C" fn(Code) -> *const c_char),
+                rank: tp.rank as usize,
+            };
+            std::mem::forget(library);
+            let mut id = UniqueId([0; 128]);
+            if tp.rank == 0 {
+                nccl.check(get_id(&mut id), "ncclGetUniqueId")?;
+            }
+            let bytes: Vec<u8> = id.0.iter().map(|&c| c as u8).collect();
+            let ids = exchange.gather(&bytes)?;
+            for (to, from) in id.0.iter_mut().zip(&ids[0]) {
+                *to = *from as c_char;
+            }
+            let code = init(&mut nccl.communicator, tp.size as c_int, id, tp.rank as c_int);
+            nccl.check(code, "ncclCommInitRank")?;
+            Ok(nccl)
+        }
+    }
+
+    /// Sums bf16 `buffer` over the group, in place.
+    pub(crate) fn all_reduce(&self, q: &Queue, buffer: Span) -> Result<(), DeviceError> {
+        let pointer = buffer.address() as *mut c_void;
+        let count = buffer.bytes() / 2;
+        // SAFETY: the span is live device memory; the stream is the GPU's.
+        let code = unsafe { (self.all_reduce)(pointer, pointer, count, BF16, SUM, self.communicator, q.raw().cast()) };
+        self.check(code, "ncclAllReduce")
+    }
+
+    /// Fills `buffer`, equal parts in rank order, from each worker's own part of it.
+    pub(crate) fn all_gather(&self, q: &Queue, buffer: Span, group: usize) -> Result<(), DeviceError> {
+        let part = buffer.bytes() / group;
+        let own = buffer.part(self.rank * part, part);
+        // SAFETY: as above; NCCL gathers in place where the source is the rank's own part.
+        let code = unsafe {
+            (self.all_gather)(
+                own.address() as *const c_void,
+                buffer.address() as *mut c_void,
+                part,
+                UINT8,
+                self.communicator,
+                q.raw().cast(),
+            )
+        };
+        self.check(code, "ncclAllGather")
+    }
+
+    fn check(&self, code: Code, call: &str) -> Result<(), DeviceError> {
+        if code == 0 {
+            return Ok(());
+        }
+        // SAFETY: NCCL returns a static string for any code.
+        let reason = unsafe { CStr::from_ptr((self.error)(code)) }.to_string_lossy().into_owned();
+        Err(DeviceError::Call { call: call.to_owned(), reason })
+    }
+}
+
+impl Drop for Nccl {
+    fn drop(&mut self) {
+        if !self.communicator.is_null() {
+            // SAFETY: made by `new`, ended once. Abort does not wait for workers that are gone.
+            unsafe { (self.abort)(self.communicator) };
+        }
+    }
+}

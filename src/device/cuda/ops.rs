@@ -1,0 +1,261 @@
+//! The ops of a forward pass, each queued for the tokens of the current step.
+
+use half::bf16;
+use kernels::cuda::decode_attention::{DecodeRows, HEAD_DIMS, decode_attention};
+use kernels::cuda::embed::TokenSource;
+use kernels::cuda::gated_activation::GateActivation;
+use kernels::cuda::library_gemm::{GemmBuffers, GemmShape};
+use kernels::cuda::paged_attention::TokenTables;
+use kernels::cuda::rope_cache::RopeInputs;
+use kernels::cuda::sample::{self, ARGMAX_CHUNKS, Logits, Samples};
+use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight};
+use kernels::cuda::{Span, embed, gated_activation, gather_rows, paged_attention, rms_norm, rope_cache};
+
+use super::memory::{Cache, Workspace};
+use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
+use crate::{Activation, DeviceError};
+
+impl CudaWeight {
+    fn linear(&self) -> LinearWeight {
+        LinearWeight { weight: self.values, bias: self.bias, n: self.rows, k: self.cols }
+    }
+}
+
+impl CudaDevice {
+    fn num_tokens(&self) -> usize {
+        self.current().shape.tokens
+    }
+
+    fn cache(&self) -> &Cache {
+        self.cache.as_ref().expect("a step runs after the cache is allocated")
+    }
+
+    fn workspace(&self) -> &Workspace {
+        self.workspace.as_ref().expect("a step runs after the workspace is allocated")
+    }
+
+    /// The rows of a tensor that the step uses.
+    fn used(&self, tensor: CudaTensor) -> Span {
+        tensor.values.elements::<bf16>(0, self.num_tokens() * tensor.cols)
+    }
+
+    pub(crate) fn op_embed(&mut self, out: CudaTensor, table: &CudaWeight) -> Result<(), DeviceError> {
+        let spans = self.current().spans;
+        let tokens = TokenSource {
+            token_ids: spans.token_ids,
+            token_rows: spans.token_rows,
+            last_tokens: self.rows.state().last_tokens,
+        };
+        let (first, count) = (table.first_token, self.num_tokens());
+        embed::embed(&self.queue, out.values, table.values, tokens, first, count, table.cols).map_err(device_error)?;
+        self.group.all_reduce(&self.queue, self.used(out))
+    }
+
+    pub(crate) fn op_rms_norm(
+        &mut self,
+        out: CudaTensor,
+        x: CudaTensor,
+        weight: &CudaWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        let rows = self.num_tokens();
+        rms_norm::rms_norm(&self.queue, out.values, x.values, weight.values, rows, weight.cols, eps)
+            .map_err(device_error)
+    }
+
+    pub(crate) fn op_linear(&mut self, out: Span, x: Span, weight: &CudaWeight) -> Result<(), DeviceError> {
+        self.product(out, x, weight, self.num_tokens(), weight.rows, Epilogue::Store)
+    }
+
+    /// `out [m, stride]` = `x [m, K]` @ weight^T, by the kernel for few rows or by the library.
+    fn product(
+        &mut self,
+        out: Span,
+        x: Span,
+        weight: &CudaWeight,
+        m: usize,
+        stride: usize,
+        epilogue: Epilogue,
+    ) -> Result<(), DeviceError> {
+        if stride == weight.rows && self.is_skinny(m, weight) {
+            return skinny_gemm::skinny_gemm(&self.queue, out, x, &weight.linear(), m, epilogue).map_err(device_error);
+        }
+        let to_f32 = epilogue == Epilogue::StoreF32;
+        let shape = GemmShape { m, n: weight.rows, k: weight.cols, stride, to_f32 };
+        let buffers = GemmBuffers { y: out, x, w: weight.values, bias: weight.bias };
+        self.gemm.run(&self.queue, shape, buffers).map_err(device_error)
+    }
+
+    /// Whether the kernel for few rows takes this product.
+    fn is_skinny(&self, m: usize, weight: &CudaWeight) -> bool {
+        self.config.use_fast_kernels && m <= skinny_gemm::MAX_ROWS && weight.rows.is_multiple_of(8)
+    }
+
+    pub(crate) fn op_gated_linear(
+        &mut self,
+        out: CudaTensor,
+        scratch: CudaTensor,
+        x: CudaTensor,
+        weight: &CudaWeight,
+        activation: Activation,
+    ) -> Result<(), DeviceError> {
+        let activation = match activation {
+            Activation::Silu => GateActivation::Silu,
+            Activation::GeluTanh => GateActivation::GeluTanh,
+        };
+        let (rows, cols) = (self.num_tokens(), weight.rows / 2);
+        if weight.group == skinny_gemm::GATE_GROUP && self.is_skinny(rows, weight) {
+            return self.product(out.values, x.values, weight, rows, weight.rows, Epilogue::Gated(activation));
+        }
+        self.op_linear(scratch.values, x.values, weight)?;
+        gated_activation::gated_activation(
+            &self.queue,
+            out.values,
+            scratch.values,
+            activation,
+            rows,
+            cols,
+            weight.group,
+        )
+        .map_err(device_error)
+    }
+
+    pub(crate) fn op_rope_and_cache(&mut self, qkv: CudaTensor, layer: usize) -> Result<(), DeviceError> {
+        let (cache, spans) = (self.cache(), self.current().spans);
+        let inputs =
+            RopeInputs { cos: cache.cos.span(), sin: cache.sin.span(), positions: spans.positions, slots: spans.slots };
+        rope_cache::rope_cache(&self.queue, qkv.values, cache.layer(layer), inputs, cache.shape, self.num_tokens())
+            .map_err(device_error)
+    }
+
+    pub(crate) fn op_attention(&mut self, out: CudaTensor, qkv: CudaTensor, layer: usize) -> Result<(), DeviceError> {
+        let shape = self.current().shape;
+        let decode_rows = shape.rows - shape.prefill_rows;
+        let is_fast = self.config.use_fast_kernels && HEAD_DIMS.contains(&self.cache().shape.head_dim);
+        let first_decode = if is_fast { shape.tokens - decode_rows } else { shape.tokens };
+        if first_decode > 0 {
+            self.attend_simply(out, qkv, layer, first_decode)?;
+        }
+        if first_decode < shape.tokens {
+            self.attend_decodes(out, qkv, layer, first_decode)?;
+        }
+        Ok(())
+    }
+
+    /// Tokens `0..count`, one by one.
+    fn attend_simply(&self, out: CudaTensor, qkv: CudaTensor, layer: usize, count: usize) -> Result<(), DeviceError> {
+        let (cache, spans) = (self.cache(), self.current().spans);
+        let tables = TokenTables {
+            block_tables: spans.block_tables,
+            max_blocks: cache.table_stride(&self.config.limits),
+            token_tables: spans.token_tables,
+            positions: spans.positions,
+            slots: spans.slots,
+        };
+        let layer = cache.layer(layer);
+        let (shape, scale, window) = (cache.shape, cache.scale, cache.window);
+        paged_attention::paged_attention(
+            &self.queue,
+            out.values,
+            qkv.values,
+            layer,
+            tables,
+            shape,
+            scale,
+            window,
+            count,
+        )
+        .map_err(device_error)
+    }
+
+    /// Tokens from `first` on, which are the one token of each decoding row.
+    fn attend_decodes(&self, out: CudaTensor, qkv: CudaTensor, layer: usize, first: usize) -> Result<(), DeviceError> {
+        let (cache, spans, shape) = (self.cache(), self.current().spans, self.current().shape);
+        let num_rows = shape.rows - shape.prefill_rows;
+        let max_blocks = cache.table_stride(&self.config.limits);
+        let rows = DecodeRows {
+            block_tables: spans.block_tables.elements::<u32>(shape.prefill_rows * max_blocks, num_rows * max_blocks),
+            max_blocks,
+            context_lens: spans.context_lens.elements::<u32>(shape.prefill_rows, num_rows),
+            num_rows,
+        };
+        let from = |tensor: CudaTensor| tensor.values.elements::<bf16>(first * tensor.cols, num_rows * tensor.cols);
+        let layer = cache.layer(layer);
+        let (scale, window, scratch) = (cache.scale, cache.window, &cache.decode);
+        decode_attention(&self.queue, from(out), from(qkv), layer, rows, cache.shape, scale, window, scratch)
+            .map_err(device_error)
+    }
+
+    pub(crate) fn op_reduce_add_norm(
+        &mut self,
+        out: CudaTensor,
+        residual: CudaTensor,
+        partial: CudaTensor,
+        weight: &CudaWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.group.all_reduce(&self.queue, self.used(partial))?;
+        rms_norm::add_rms_norm(
+            &self.queue,
+            out.values,
+            residual.values,
+            partial.values,
+            weight.values,
+            self.num_tokens(),
+            weight.cols,
+            eps,
+        )
+        .map_err(device_error)
+    }
+
+    pub(crate) fn op_sample(&mut self, x: CudaTensor, head: &CudaWeight) -> Result<(), DeviceError> {
+        let shape = self.current().shape;
+        let count = shape.samples;
+        if count == 0 {
+            return Ok(());
+        }
+        let mut chosen = x.values;
+        if count != shape.tokens {
+            chosen = self.workspace().gathered.span();
+            let index = self.current().spans.sample_tokens;
+            gather_rows::gather_rows(&self.queue, chosen, x.values, index, count, x.cols).map_err(device_error)?;
+        }
+        let share = self.workspace().share;
+        let all = self.workspace().logits.span().elements::<f32>(0, self.group.size() * count * share);
+        let own = all.elements::<f32>(self.group.rank() * count * share, count * share);
+        self.product(own, chosen, head, count, share, Epilogue::StoreF32)?;
+        if self.current().is_greedy { self.sample_greedy(own, head, count) } else { self.sample_any(all, count) }
+    }
+
+    /// The likeliest token: each worker finds its share's, and pairs of value and token are gathered.
+    fn sample_greedy(&mut self, own: Span, head: &CudaWeight, count: usize) -> Result<(), DeviceError> {
+        let (workspace, group) = (self.workspace(), self.group.size());
+        let pairs = workspace.pairs.span().elements::<u64>(0, group * count * ARGMAX_CHUNKS);
+        let own_pairs = pairs.elements::<u64>(self.group.rank() * count * ARGMAX_CHUNKS, count * ARGMAX_CHUNKS);
+        let first_token = (self.group.rank() * workspace.share) as u32;
+        sample::argmax(&self.queue, own_pairs, own, count, head.rows, workspace.share, first_token)
+            .map_err(device_error)?;
+        self.group.all_gather(&self.queue, pairs)?;
+        let spans = self.current().spans;
+        let outputs = workspace.outputs(spans.slot);
+        let vocab = self.config.limits.vocab_size;
+        sample::greedy(&self.queue, pairs, group, vocab, self.rows.state(), self.samples(count), outputs)
+            .map_err(device_error)
+    }
+
+    /// Any mix of settings: every worker gathers all logits and draws the same tokens.
+    fn sample_any(&mut self, all: Span, count: usize) -> Result<(), DeviceError> {
+        self.group.all_gather(&self.queue, all)?;
+        let workspace = self.workspace();
+        let logits = Logits { values: all, share: workspace.share, vocab: self.config.limits.vocab_size };
+        let outputs = workspace.outputs(self.current().spans.slot);
+        let scratch = workspace.scratch.span();
+        sample::sample(&self.queue, logits, scratch, self.rows.state(), self.samples(count), outputs)
+            .map_err(device_error)
+    }
+
+    fn samples(&self, count: usize) -> Samples {
+        let spans = self.current().spans;
+        Samples { rows: spans.sample_rows, num_generated: spans.num_generated, count }
+    }
+}
