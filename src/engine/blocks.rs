@@ -291,6 +291,20 @@ mod tests {
     }
 
     #[test]
+    fn content_under_a_colliding_hash_is_not_taken_for_another() {
+        let mut pool = BlockPool::new(4, 2);
+        let (first, parent) = filled(&mut pool, ContentId::ROOT, &A);
+        pool.contents.insert(hash(parent, &A), first);
+        pool.contents.insert(hash(ContentId::ROOT, &B), first);
+        assert_eq!(pool.find(parent, &A, 0), Lookup::Missing);
+        assert_eq!(pool.find(ContentId::ROOT, &B, 0), Lookup::Missing);
+        let second = pool.allocate().unwrap();
+        assert_eq!(pool.name(second, parent, &A), None);
+        pool.release(second);
+        assert_eq!((pool.num_cached(), pool.num_unused()), (0, 3));
+    }
+
+    #[test]
     fn equal_content_keeps_its_first_block() {
         let mut pool = BlockPool::new(2, 2);
         let (first, content) = filled(&mut pool, ContentId::ROOT, &A);

@@ -25,7 +25,6 @@ struct Draft {
     /// Prefill tokens that may be added.
     prefill_budget: usize,
     num_joined_tokens: usize,
-    preempted: bool,
     /// Sequences whose last token this plan samples.
     completed: Vec<Slot>,
 }
@@ -50,9 +49,7 @@ impl Engine {
             draft.prefill_budget = draft.prefill_budget.min(self.config.max_mixed_prefill_tokens);
         }
         self.plan_chunks(&mut draft);
-        if !draft.preempted {
-            self.admit(&mut draft);
-        }
+        self.admit(&mut draft);
         self.seal(draft)
     }
 
@@ -90,7 +87,6 @@ impl Engine {
             }
             let &(_, last) = self.running.last().expect("a growing sequence is running");
             self.preempt(last);
-            draft.preempted = true;
             if last == slot {
                 return false;
             }
