@@ -62,7 +62,7 @@ impl Signature {
         let mut batch_size = None;
         for tensor in &request.inputs {
             let input = self.input(&tensor.name).expect("its name was checked");
-            self.check_tensor(input, tensor, &mut batch_size).map_err(|words| within(words))?;
+            self.check_tensor(input, tensor, &mut batch_size).map_err(&within)?;
             check_data(tensor, &self.model, self.max_batch_size > 0).map_err(|error| match error {
                 DataError::Core(words) => within(words),
                 DataError::Plain(words) => InferError::invalid(words),

@@ -79,7 +79,7 @@ impl Backend for Ensemble {
         }
         let places = self.graph.steps.iter().map(|_| EnsembleStep::default()).collect();
         let run = Run { graph: self.graph.clone(), models, request, tensors, places, sender };
-        tokio::spawn(run.to_end());
+        tokio::spawn(run.finish());
         Ok(stream)
     }
 
@@ -145,7 +145,7 @@ struct Run {
 }
 
 impl Run {
-    async fn to_end(mut self) {
+    async fn finish(mut self) {
         let sender = self.sender.clone();
         let all = (0..self.graph.steps.len()).collect();
         tokio::select! {

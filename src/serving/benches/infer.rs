@@ -1,0 +1,125 @@
+//! What serving costs: one request through an identity model, one response of a stream, one step of an ensemble.
+//!
+//! `cargo bench -p serving`
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
+use futures::future::{BoxFuture, FutureExt as _};
+use serving::{
+    Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Server,
+    ServerConfig, Tensor,
+};
+use tokio::runtime::Runtime;
+
+const STREAM_LENGTH: usize = 256;
+
+/// Echoes; a decoupled model echoes many times.
+struct Echo {
+    num_responses: usize,
+}
+
+impl Backend for Echo {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        let response = InferResponse {
+            outputs: request.inputs.into_iter().map(|tensor| Tensor { name: "OUTPUT0".to_owned(), ..tensor }).collect(),
+            ..InferResponse::default()
+        };
+        if self.num_responses == 1 {
+            return Ok(ResponseStream::ready(response));
+        }
+        let (sender, stream) = ResponseStream::channel(self.num_responses);
+        for i in 1..=self.num_responses {
+            let response = InferResponse { is_final: i == self.num_responses, ..response.clone() };
+            sender.send(Ok(response)).now_or_never().expect("the stream has room");
+        }
+        Ok(stream)
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        std::future::ready(()).boxed()
+    }
+}
+
+struct EchoFactory;
+
+impl BackendFactory for EchoFactory {
+    fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        let num_responses = if model.config.is_decoupled() { STREAM_LENGTH } else { 1 };
+        let backend: Arc<dyn Backend> = Arc::new(Echo { num_responses });
+        std::future::ready(Ok(backend)).boxed()
+    }
+}
+
+fn server(runtime: &Runtime) -> Arc<Server> {
+    let root = tempfile::tempdir().unwrap();
+    let io = "input [ { name: \"INPUT0\" data_type: TYPE_UINT8 dims: [ -1 ] } ] \
+              output [ { name: \"OUTPUT0\" data_type: TYPE_UINT8 dims: [ -1 ] } ]";
+    let step = "{ model_name: \"echo\" input_map { key: \"INPUT0\" value: \"INPUT0\" } \
+                output_map { key: \"OUTPUT0\" value: \"OUTPUT0\" } }";
+    for (name, config) in [
+        ("echo", format!("backend: \"echo\" {io}")),
+        ("stream", format!("backend: \"echo\" model_transaction_policy {{ decoupled: true }} {io}")),
+        ("ensemble", format!("platform: \"ensemble\" {io} ensemble_scheduling {{ step [ {step} ] }}")),
+    ] {
+        std::fs::create_dir_all(root.path().join(name).join("1")).unwrap();
+        std::fs::write(root.path().join(name).join("config.pbtxt"), config).unwrap();
+    }
+    let factories = HashMap::from([("echo".to_owned(), Arc::new(EchoFactory) as Arc<dyn BackendFactory>)]);
+    let config = ServerConfig { repositories: vec![root.path().to_owned()], ..ServerConfig::default() };
+    let server = Server::new(config, factories).unwrap();
+    runtime.block_on(server.load_all()).unwrap();
+    server
+}
+
+fn request(model: &str) -> InferRequest {
+    let data = vec![0; 16].into();
+    let tensor = Tensor { name: "INPUT0".to_owned(), datatype: serving::DataType::Uint8, shape: vec![16], data };
+    InferRequest { model_name: model.to_owned(), inputs: vec![tensor], ..InferRequest::default() }
+}
+
+async fn read_all(server: &Server, request: InferRequest) -> usize {
+    let mut stream = server.infer(request).unwrap();
+    let mut num_responses = 0;
+    while stream.next_response().await.is_some() {
+        num_responses += 1;
+    }
+    num_responses
+}
+
+fn bare(runtime: &Runtime, bench: &mut criterion::Bencher, backend: &Echo, model: &str) {
+    bench.iter_batched(
+        || request(model),
+        |request| {
+            runtime.block_on(async {
+                let mut stream = backend.infer(request).unwrap();
+                while stream.next_response().await.is_some() {}
+            })
+        },
+        BatchSize::SmallInput,
+    );
+}
+
+fn infer(criterion: &mut Criterion) {
+    let runtime = Runtime::new().unwrap();
+    let server = server(&runtime);
+    for (model, num_responses) in [("echo", 1), ("stream", STREAM_LENGTH), ("ensemble", 1)] {
+        let mut group = criterion.benchmark_group(model);
+        group.throughput(Throughput::Elements(num_responses as u64));
+        group.bench_function("served", |bench| {
+            bench.iter_batched(
+                || request(model),
+                |request| assert_eq!(runtime.block_on(read_all(&server, request)), num_responses),
+                BatchSize::SmallInput,
+            );
+        });
+        if model != "ensemble" {
+            group.bench_function("backend alone", |bench| bare(&runtime, bench, &Echo { num_responses }, model));
+        }
+        group.finish();
+    }
+}
+
+criterion_group!(benches, infer);
+criterion_main!(benches);

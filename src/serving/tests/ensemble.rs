@@ -1,0 +1,150 @@
+//! Ensembles: steps side by side, decoupled steps, tensors on their way.
+
+mod support;
+
+use serving::{InferResponse, Parameter, Tensor};
+use support::{PIECES, World, eventually, one, request, responses, text, text_of};
+
+const JOIN: &str = r#"backend: "join"
+input [ { name: "a" data_type: TYPE_STRING dims: [ 1 ] },
+        { name: "b" data_type: TYPE_STRING dims: [ 1 ] optional: true } ]
+output [ { name: "joined" data_type: TYPE_STRING dims: [ 1 ] } ]
+"#;
+
+/// An ensemble from `x` to `y` of steps "model: input=tensor … -> output=tensor".
+fn ensemble(steps: &[&str]) -> String {
+    let map = |kind: &str, pairs: &str| {
+        let pairs = pairs.split_whitespace().map(|pair| pair.split_once('=').unwrap());
+        pairs.map(|(name, tensor)| format!("{kind} {{ key: \"{name}\" value: \"{tensor}\" }} ")).collect::<String>()
+    };
+    let step = |step: &&str| {
+        let (model, maps) = step.split_once(':').unwrap();
+        let (inputs, outputs) = maps.split_once("->").unwrap();
+        format!(
+            "{{ model_name: \"{model}\" model_version: -1 {}{}}}",
+            map("input_map", inputs),
+            map("output_map", outputs)
+        )
+    };
+    format!(
+        "platform: \"ensemble\" input [ {{ name: \"x\" data_type: TYPE_STRING dims: [ 1 ] }}, \
+         {{ name: \"n\" data_type: TYPE_INT32 dims: [ 1 ] optional: true }} ] \
+         output [ {{ name: \"y\" data_type: TYPE_STRING dims: [ 1 ] }} ] ensemble_scheduling {{ step [ {} ] }}",
+        steps.iter().map(step).collect::<Vec<_>>().join(", ")
+    )
+}
+
+fn texts(responses: Vec<Result<InferResponse, serving::InferError>>) -> Vec<String> {
+    let show = |response: InferResponse| {
+        let text = response.outputs.first().map(text_of).unwrap_or_default();
+        if response.is_final { format!("{text} (final)") } else { text }
+    };
+    responses.into_iter().map(|response| response.map_or_else(|error| error.message, show)).collect()
+}
+
+#[tokio::test]
+async fn steps_run_in_the_order_of_their_tensors_whatever_order_they_are_written_in() {
+    let steps = ["join: a=left b=right -> joined=y", "join: a=x b=left -> joined=right", "join: a=x -> joined=left"];
+    let server = World::new(&[("join", JOIN), ("ens", &ensemble(&steps))]).started().await;
+    let response = one(server.infer(request("ens", vec![text("x", "q")])).unwrap()).await;
+    assert_eq!(text_of(&response.outputs[0]), "q:1!+q+q:1!:1!:1!");
+    assert_eq!((response.model_name.as_str(), response.model_version.as_str()), ("ens", "1"));
+    assert_eq!(response.parameters[0], ("sequence_id".to_owned(), Parameter::Int(0)));
+    assert!(!server.is_decoupled("ens", "").unwrap());
+}
+
+#[tokio::test]
+async fn steps_that_do_not_need_each_other_run_at_the_same_time() {
+    let gate = JOIN.replace("\"join\"", "\"gate\"").replace("\"joined\"", "\"a\"");
+    let steps = ["gate: a=x -> a=left", "gate: a=x -> a=right", "join: a=left b=right -> joined=y"];
+    let world = World::new(&[("join", JOIN), ("gate", &gate), ("ens", &ensemble(&steps))]);
+    let server = world.started().await;
+    let stream = server.infer(request("ens", vec![text("x", "q")])).unwrap();
+    let pending = || server.model_statistics("gate", "").unwrap()[0].pending;
+    eventually("both wait at the gate", || pending() == 2).await;
+    world.script.gate.add_permits(2);
+    assert_eq!(text_of(&one(stream).await.outputs[0]), "q+q:1!");
+}
+
+#[tokio::test]
+async fn each_response_of_a_decoupled_step_passes_the_steps_behind_it() {
+    let steps =
+        ["join: a=x -> joined=clean", "pieces: text=clean n=n -> piece=piece", "join: a=piece b=clean -> joined=y"];
+    let server = World::new(&[("join", JOIN), ("pieces", PIECES), ("ens", &ensemble(&steps))]).started().await;
+    assert!(server.is_decoupled("ens", "").unwrap());
+    let all = responses(server.infer(request("ens", vec![text("x", "q")])).unwrap()).await;
+    // The step behind keeps its state through the run: it counts 1, 2, 3.
+    assert_eq!(texts(all), ["q:1!#0+q:1!:1", "q:1!#1+q:1!:2", "q:1!#2+q:1!:3", " (final)"]);
+    let none = Tensor::from_i32("n", &[1], &[0]);
+    let all = responses(server.infer(request("ens", vec![text("x", "q"), none])).unwrap()).await;
+    assert_eq!(texts(all), [" (final)"]);
+}
+
+#[tokio::test]
+async fn the_last_piece_is_known_as_the_last_where_the_model_says_so() {
+    let pieces = format!("{PIECES} parameters {{ key: \"final\" value {{ string_value: \"1\" }} }}");
+    let steps = ["pieces: text=x n=n -> piece=piece", "join: a=piece -> joined=y"];
+    let server = World::new(&[("join", JOIN), ("pieces", &pieces), ("ens", &ensemble(&steps))]).started().await;
+    let all = responses(server.infer(request("ens", vec![text("x", "q")])).unwrap()).await;
+    assert_eq!(texts(all), ["q#0:1", "q#1:2", "q#2:3! (final)"]);
+}
+
+#[tokio::test]
+async fn decoupled_steps_may_stand_behind_each_other_but_not_side_by_side() {
+    let steps = ["pieces: text=x n=n -> piece=one", "pieces: text=one n=n -> piece=y"];
+    let server = World::new(&[("pieces", PIECES), ("ens", &ensemble(&steps))]).started().await;
+    let two = Tensor::from_i32("n", &[1], &[2]);
+    let all = responses(server.infer(request("ens", vec![text("x", "q"), two])).unwrap()).await;
+    assert_eq!(texts(all), ["q#0#0", "q#0#1", "q#1#0", "q#1#1", " (final)"]);
+
+    let steps = ["pieces: text=x -> piece=one", "pieces: text=x -> piece=two", "join: a=one b=two -> joined=y"];
+    let world = World::new(&[("join", JOIN), ("pieces", PIECES), ("ens", &ensemble(&steps))]);
+    let failures = world.server(serving::ControlMode::None).load_all().await.unwrap_err();
+    assert!(
+        failures[0].reason.contains("`pieces` and `pieces` are decoupled and side by side"),
+        "{}",
+        failures[0].reason
+    );
+}
+
+#[tokio::test]
+async fn an_error_of_a_step_ends_the_run_and_names_the_ensemble() {
+    let pieces = format!("{PIECES} parameters {{ key: \"fail_at\" value {{ string_value: \"1\" }} }}");
+    let steps = ["pieces: text=x n=n -> piece=y"];
+    let server = World::new(&[("pieces", &pieces), ("ens", &ensemble(&steps))]).started().await;
+    let all = responses(server.infer(request("ens", vec![text("x", "q")])).unwrap()).await;
+    assert_eq!(texts(all), ["q#0", "in ensemble 'ens', piece 1 failed"]);
+    assert_eq!(server.model_statistics("ens", "").unwrap()[0].failures.backend, 1);
+}
+
+#[tokio::test]
+async fn leaving_an_ensemble_cancels_its_steps() {
+    let steps = ["pieces: text=x n=n -> piece=y"];
+    let world = World::new(&[("pieces", PIECES), ("ens", &ensemble(&steps))]);
+    let server = world.started().await;
+    let many = Tensor::from_i32("n", &[1], &[1_000_000]);
+    let mut stream = server.infer(request("ens", vec![text("x", "q"), many])).unwrap();
+    stream.next_response().await.unwrap().unwrap();
+    drop(stream);
+    eventually("the step is cancelled", || world.script.cancelled.load(std::sync::atomic::Ordering::SeqCst) == 1).await;
+    let pending = || server.model_statistics("", "").unwrap().iter().map(|model| model.pending).sum::<u64>();
+    eventually("nothing is in flight", || pending() == 0).await;
+}
+
+#[tokio::test]
+async fn tensors_are_shared_not_copied() {
+    let echo = support::ECHO.replace("TYPE_FP32", "TYPE_UINT8");
+    let ens = ensemble(&["echo: INPUT0=x -> OUTPUT0=mid", "echo: INPUT0=mid -> OUTPUT0=y"])
+        .replace("TYPE_STRING", "TYPE_UINT8")
+        .replace("dims: [ 1 ]", "dims: [ -1 ]");
+    let server = World::new(&[("echo", &echo), ("ens", &ens)]).started().await;
+    let sent = Tensor {
+        name: "x".into(),
+        datatype: serving::DataType::Uint8,
+        shape: vec![1 << 20],
+        data: vec![7u8; 1 << 20].into(),
+    };
+    let place = sent.data.as_ptr();
+    let response = one(server.infer(request("ens", vec![sent])).unwrap()).await;
+    assert_eq!(response.outputs[0].data.as_ptr(), place);
+}

@@ -1,0 +1,279 @@
+//! Models come and go while the server runs.
+
+mod support;
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use serving::{ControlMode, ErrorKind, LoadOverrides, ModelState};
+use support::{ECHO, PIECES, World, eventually, floats, one, request, responses, text};
+
+fn with(config: &str, parameter: &str) -> String {
+    format!("{config} parameters {{ key: \"{parameter}\" value {{ string_value: \"1\" }} }}")
+}
+
+const ENSEMBLE: &str = r#"platform: "ensemble"
+input [ { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } ]
+output [ { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] } ]
+ensemble_scheduling { step [
+  { model_name: "echo" model_version: -1 input_map { key: "INPUT0" value: "IN" } output_map { key: "OUTPUT0" value: "OUT" } }
+] }"#;
+
+fn index(server: &serving::Server) -> Vec<String> {
+    let line = |entry: serving::ModelIndexEntry| {
+        format!("{} {} {} {}", entry.name, entry.version, entry.state.name(), entry.reason)
+    };
+    server.repository_index(false).into_iter().map(|entry| line(entry).trim_end().to_owned()).collect()
+}
+
+#[tokio::test]
+async fn a_model_that_fails_to_load_leaves_the_others_serving() {
+    let world = World::new(&[
+        ("echo", ECHO),
+        ("broken", &with(ECHO, "broken")),
+        ("bad", "max_batch_size: x"),
+        ("panics", &with(ECHO, "panic")),
+    ]);
+    world.add("nosuch", &ECHO.replace("echo", "nosuch"), &["1"]);
+    world.add("empty", ECHO, &[]);
+    let server = world.server(ControlMode::None);
+    let failures = server.load_all().await.unwrap_err();
+    assert_eq!(
+        failures.iter().map(|failure| failure.model.as_str()).collect::<Vec<_>>(),
+        ["bad", "broken", "empty", "nosuch", "panics"]
+    );
+    assert!(failures[0].reason.contains("bad/config.pbtxt:1:17: "), "{}", failures[0].reason);
+    assert_eq!(
+        failures[1].reason,
+        "load failed for model 'broken': version 1 is at UNAVAILABLE state: Internal: broken on purpose;"
+    );
+    assert_eq!(
+        failures[2].reason,
+        "load failed for model 'empty': at least one version must be available under the version policy of model 'empty'"
+    );
+    assert!(failures[3].reason.contains(
+        "unable to find backend library for backend 'nosuch', try specifying runtime on the model configuration."
+    ));
+    assert!(failures[4].reason.contains("loading broke off: on purpose"), "{}", failures[4].reason);
+
+    one(server.infer(request("echo", vec![floats("INPUT0", &[1.0])])).unwrap()).await;
+    assert!(server.is_live() && !server.is_ready());
+    assert_eq!(server.missing_models(), ["bad", "broken", "empty", "nosuch", "panics"]);
+    let lines = index(&server);
+    assert_eq!(
+        lines[1..3],
+        ["broken 1 UNAVAILABLE Internal: broken on purpose", "echo 1 READY"].map(str::to_owned)[..]
+    );
+    let refused = server.infer(request("broken", vec![])).unwrap_err();
+    assert_eq!(
+        (refused.kind, refused.message.as_str()),
+        (ErrorKind::NotFound, "Request for unknown model: 'broken' has no available versions")
+    );
+}
+
+#[tokio::test]
+async fn explicit_control_loads_and_unloads_by_name() {
+    let world = World::new(&[("echo", ECHO), ("pieces", PIECES)]);
+    let server = world.explicit(&["pieces"]).await;
+    assert!(server.is_ready());
+    assert_eq!(index(&server), ["echo", "pieces 1 READY"]);
+    assert_eq!(server.model_config("echo", "").unwrap_err().message, "Request for unknown model: 'echo' is not found");
+
+    server.load_model("echo", LoadOverrides::default()).await.unwrap();
+    server.load_model("echo", LoadOverrides::default()).await.unwrap();
+    assert_eq!(*world.script.loads.lock().unwrap(), ["pieces/1", "echo/1"], "an unchanged model is not loaded again");
+    assert!(server.model_is_ready("echo", "").unwrap());
+
+    server.unload_model("echo", false).await.unwrap();
+    server.unload_model("echo", false).await.unwrap();
+    server.unload_model("nosuch", false).await.unwrap();
+    assert_eq!(world.script.dropped.load(Ordering::SeqCst), 1);
+    assert_eq!(index(&server), ["echo 1 UNAVAILABLE unloaded", "pieces 1 READY"]);
+    assert_eq!(
+        server.infer(request("echo", vec![])).unwrap_err().message,
+        "Request for unknown model: 'echo' has no available versions"
+    );
+    assert!(server.is_ready(), "an unloaded model is not missed");
+    let unknown = server.load_model("nosuch", LoadOverrides::default()).await.unwrap_err();
+    assert_eq!(
+        (unknown.kind, unknown.message.as_str()),
+        (ErrorKind::Internal, "failed to load 'nosuch', failed to poll from model repository")
+    );
+}
+
+#[tokio::test]
+async fn without_explicit_control_nobody_loads_or_unloads() {
+    let server = World::new(&[("echo", ECHO)]).started().await;
+    for result in [server.load_model("echo", LoadOverrides::default()).await, server.unload_model("echo", false).await]
+    {
+        let error = result.unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Unavailable);
+        assert!(error.message.starts_with("explicit model load / unload is not allowed if polling is enabled"));
+    }
+}
+
+#[tokio::test]
+async fn a_reload_that_fails_leaves_the_old_one_serving() {
+    let world = World::new(&[("echo", ECHO)]);
+    let server = world.explicit(&["echo"]).await;
+    for config in
+        ["{nope", r#"{"backend": "nosuch"}"#, r#"{"backend": "echo", "parameters": {"broken": {"string_value": "1"}}}"#]
+    {
+        let overrides = LoadOverrides { config: Some(config.into()), ..LoadOverrides::default() };
+        server.load_model("echo", overrides).await.unwrap_err();
+        one(server.infer(request("echo", vec![floats("INPUT0", &[1.0])])).unwrap()).await;
+    }
+    assert!(server.is_ready());
+}
+
+#[tokio::test]
+async fn a_configuration_given_with_the_load_request_counts() {
+    let world = World::new(&[("echo", ECHO)]);
+    let server = world.explicit(&["echo"]).await;
+    let config = r#"{"backend": "echo", "max_batch_size": 2,
+                     "input": [{"name": "INPUT0", "data_type": "TYPE_STRING", "dims": [-1]}],
+                     "output": [{"name": "OUTPUT0", "data_type": "TYPE_STRING", "dims": [-1]}]}"#;
+    let overrides = LoadOverrides { config: Some(config.into()), ..LoadOverrides::default() };
+    server.load_model("echo", overrides).await.unwrap();
+    let metadata = server.model_metadata("echo", "").unwrap();
+    assert_eq!((metadata.platform.as_str(), metadata.inputs[0].shape.as_slice()), ("echo", [-1, -1].as_slice()));
+    assert_eq!(metadata.inputs[0].datatype.name(), "BYTES");
+    eventually("the old load is dropped", || world.script.dropped.load(Ordering::SeqCst) == 1).await;
+}
+
+#[tokio::test]
+async fn files_given_with_the_load_request_stand_for_the_directory() {
+    let world = World::new(&[("echo", ECHO)]);
+    let server = world.explicit(&[]).await;
+    let files = [("7/model.py".to_owned(), bytes::Bytes::from_static(b"x"))].into();
+    let config = Some(r#"{"backend": "echo", "version_policy": {"all": {}}}"#.to_owned());
+    let alone = LoadOverrides { files, ..LoadOverrides::default() };
+    let error = server.load_model("echo", alone.clone()).await.unwrap_err();
+    assert!(error.message.starts_with("failed to load 'echo', failed to poll from model repository"), "{error}");
+    let outside = LoadOverrides { config: config.clone(), files: [("../x".to_owned(), bytes::Bytes::new())].into() };
+    assert!(server.load_model("echo", outside).await.unwrap_err().message.contains("`file:../x`"));
+    // A model that the repository does not know loads too.
+    server.load_model("new", LoadOverrides { config, ..alone }).await.unwrap();
+    assert_eq!(server.model_metadata("new", "").unwrap().versions, ["7"]);
+}
+
+#[tokio::test]
+async fn loading_an_ensemble_loads_what_it_is_made_of() {
+    let world = World::new(&[("echo", ECHO), ("ens", ENSEMBLE)]);
+    let server = world.explicit(&[]).await;
+    server.load_model("ens", LoadOverrides::default()).await.unwrap();
+    let sent = floats("IN", &[1.0, 2.0]);
+    assert_eq!(
+        one(server.infer(request("ens", vec![sent.clone()])).unwrap()).await.outputs,
+        [floats("OUT", &[1.0, 2.0])]
+    );
+
+    server.unload_model("echo", false).await.unwrap();
+    assert!(!server.model_is_ready("ens", "").unwrap());
+    assert!(server.repository_index(true).is_empty());
+    assert_eq!(
+        server.infer(request("ens", vec![sent])).unwrap_err().message,
+        "in ensemble 'ens', Request for unknown model: 'echo' has no available versions"
+    );
+    server.load_model("echo", LoadOverrides::default()).await.unwrap();
+    assert!(server.model_is_ready("ens", "").unwrap());
+    server.unload_model("ens", true).await.unwrap();
+    assert_eq!(index(&server), ["echo 1 UNAVAILABLE unloaded", "ens 1 UNAVAILABLE unloaded"]);
+}
+
+#[tokio::test]
+async fn an_ensemble_that_does_not_fit_its_models_says_where() {
+    for (from, to, words) in [
+        ("key: \"INPUT0\"", "key: \"INPUT9\"", "`input_map` names `INPUT9`, which is no input of `echo`"),
+        ("key: \"OUTPUT0\"", "key: \"OUTPUT9\"", "`output_map` names `OUTPUT9`, which is no output of `echo`"),
+        (
+            "name: \"IN\" data_type: TYPE_FP32",
+            "name: \"IN\" data_type: TYPE_INT32",
+            "input `INPUT0` of `echo` is TYPE_FP32, but input `IN`, which is the same tensor, is TYPE_INT32",
+        ),
+        ("input_map { key: \"INPUT0\" value: \"IN\" }", "", "the step of `echo` has no `input_map` for `INPUT0`"),
+        (
+            "model_name: \"echo\"",
+            "model_name: \"gone\"",
+            "ensemble 'ens' depends on 'gone' which has no loaded version",
+        ),
+    ] {
+        let world = World::new(&[("echo", ECHO), ("ens", &ENSEMBLE.replace(from, to))]);
+        let failures = world.server(ControlMode::None).load_all().await.unwrap_err();
+        assert_eq!(failures[0].model, "ens");
+        assert!(failures[0].reason.contains(words), "{}", failures[0].reason);
+    }
+}
+
+#[tokio::test]
+async fn readiness_follows_the_backend() {
+    let world = World::new(&[("echo", ECHO), ("ens", ENSEMBLE)]);
+    let server = world.server(ControlMode::None);
+    assert!(!server.is_ready(), "nothing is loaded yet");
+    server.load_all().await.unwrap();
+    assert!(server.is_ready() && server.model_is_ready("ens", "1").unwrap());
+    world.script.unready.store(true, Ordering::SeqCst);
+    assert!(!server.is_ready() && !server.model_is_ready("ens", "1").unwrap());
+    assert_eq!(server.repository_index(false)[0].state, ModelState::Unavailable);
+    assert!(!server.model_is_ready("nosuch", "").unwrap());
+    assert_eq!(server.model_is_ready("echo", "x").unwrap_err().kind, ErrorKind::InvalidArgument);
+}
+
+#[tokio::test]
+async fn an_unload_lets_requests_in_flight_end() {
+    let world = World::new(&[("gate", &ECHO.replace("echo", "gate"))]);
+    let server = world.explicit(&["gate"]).await;
+    let stream = server.infer(request("gate", vec![floats("INPUT0", &[1.0])])).unwrap();
+    let unloading = tokio::spawn({
+        let server = server.clone();
+        async move { server.unload_model("gate", false).await }
+    });
+    eventually("it is unloading", || index(&server) == ["gate 1 UNLOADING"]).await;
+    server.infer(request("gate", vec![floats("INPUT0", &[1.0])])).unwrap_err();
+    world.script.gate.add_permits(1);
+    assert_eq!(one(stream).await.outputs, [floats("OUTPUT0", &[1.0])]);
+    unloading.await.unwrap().unwrap();
+    assert_eq!(index(&server), ["gate 1 UNAVAILABLE unloaded"]);
+}
+
+#[tokio::test]
+async fn draining_ends_what_is_in_flight_and_takes_nothing_new() {
+    let world = World::new(&[("gate", &ECHO.replace("echo", "gate"))]);
+    let server = world.started().await;
+    let stream = server.infer(request("gate", vec![floats("INPUT0", &[1.0])])).unwrap();
+    let draining = tokio::spawn({
+        let server = server.clone();
+        async move { server.drain(Duration::from_secs(5)).await }
+    });
+    eventually("it refuses requests", || !server.is_ready()).await;
+    assert_eq!(server.infer(request("gate", vec![])).unwrap_err().kind, ErrorKind::Unavailable);
+    world.script.gate.add_permits(1);
+    assert_eq!(responses(stream).await.len(), 1);
+    assert_eq!(draining.await.unwrap(), 0);
+    assert_eq!(world.script.dropped.load(Ordering::SeqCst), 1, "the backend is gone");
+}
+
+#[tokio::test]
+async fn draining_gives_up_at_its_deadline() {
+    let world = World::new(&[("gate", &ECHO.replace("echo", "gate"))]);
+    let server = world.started().await;
+    let _stream = server.infer(request("gate", vec![floats("INPUT0", &[1.0])])).unwrap();
+    assert_eq!(server.drain(Duration::from_millis(20)).await, 1);
+}
+
+#[tokio::test]
+async fn polling_follows_the_repository() {
+    let world = World::new(&[("echo", ECHO)]);
+    let server = world.server(ControlMode::Poll { interval: Duration::from_secs(1) });
+    server.load_all().await.unwrap();
+    world.add("pieces", PIECES, &["1"]);
+    std::fs::remove_dir_all(world.root.path().join("echo")).unwrap();
+    server.poll_repository().await.unwrap();
+    assert_eq!(index(&server), ["echo 1 UNAVAILABLE unloaded", "pieces 1 READY"]);
+    assert!(server.is_ready());
+
+    world.add("pieces", &PIECES.replace("TYPE_INT32", "TYPE_INT64"), &["2"]);
+    server.poll_repository().await.unwrap();
+    assert_eq!(server.model_metadata("pieces", "").unwrap().inputs[1].datatype.name(), "INT64");
+    assert_eq!(server.infer(request("pieces", vec![text("text", "a")])).map(|_| ()), Ok(()));
+}

@@ -1,0 +1,185 @@
+//! What becomes of one request: found, checked, answered, counted.
+
+mod support;
+
+use serving::{ErrorKind, InferRequest, Tensor};
+use support::{ECHO, PIECES, World, floats, one, request, responses, text};
+
+fn batched() -> String {
+    format!("{ECHO}max_batch_size: 4")
+}
+
+fn of_shape(shape: &[i64], values: &[f32]) -> Tensor {
+    Tensor::from_f32("INPUT0", shape, values)
+}
+
+#[tokio::test]
+async fn a_response_names_model_version_and_request() {
+    let server = World::new(&[("echo", ECHO)]).started().await;
+    let asked = InferRequest { id: "7".into(), ..request("echo", vec![floats("INPUT0", &[1.0, 2.0])]) };
+    let response = one(server.infer(asked).unwrap()).await;
+    assert_eq!(
+        (response.model_name.as_str(), response.model_version.as_str(), response.id.as_str()),
+        ("echo", "1", "7")
+    );
+    assert_eq!(response.outputs, [floats("OUTPUT0", &[1.0, 2.0])]);
+    assert!(response.is_final);
+}
+
+#[tokio::test]
+async fn wrong_requests_are_refused_in_the_words_clients_know() {
+    let fixed = "backend: \"echo\" max_batch_size: 2 \
+                 input [ { name: \"INPUT0\" data_type: TYPE_FP32 dims: [ 2, 3 ] }, \
+                         { name: \"INPUT1\" data_type: TYPE_FP32 dims: [ 1 ] optional: true } ] \
+                 output [ { name: \"OUTPUT0\" data_type: TYPE_FP32 dims: [ 2, 3 ] } ]";
+    let world = World::new(&[("echo", &batched()), ("fixed", fixed), ("flat", ECHO), ("pieces", PIECES)]);
+    let server = world.started().await;
+    let four = [1.0, 2.0, 3.0, 4.0];
+    let good = of_shape(&[1, 4], &four);
+    let other = Tensor { name: "INPUTX".into(), ..good.clone() };
+    let int = Tensor::from_i32("INPUT0", &[1, 4], &[1, 2, 3, 4]);
+    let short = Tensor { data: good.data.slice(..12), ..good.clone() };
+    let string = |data: &'static [u8]| Tensor { data: data.into(), ..text("text", "") };
+    let note = " NOTE: Setting a non-zero max_batch_size";
+    let unknown = "[request id: <id_unknown>] ";
+    let cases = [
+        ("nosuch", vec![good.clone()], "Request for unknown model: 'nosuch' is not found".to_owned()),
+        (
+            "echo",
+            vec![],
+            format!("{unknown}expected 1 inputs but got 0 inputs for model 'echo'. Got input(s) [], but missing required input(s) ['INPUT0']. Please provide all required input(s)."),
+        ),
+        (
+            "echo",
+            vec![other.clone(), good.clone()],
+            format!("{unknown}expected 1 inputs but got 2 inputs for model 'echo'. Got input(s) ['INPUTX','INPUT0'], but the model does not take input(s) ['INPUTX']."),
+        ),
+        ("echo", vec![other], "unexpected inference input 'INPUTX' for model 'echo'".into()),
+        ("echo", vec![good.clone(), good.clone()], format!("{unknown}input 'INPUT0' already exists in request")),
+        ("echo", vec![int], format!("{unknown}inference input 'INPUT0' data-type is 'INT32', but model 'echo' expects 'FP32'")),
+        ("echo", vec![of_shape(&[], &four)], format!("{unknown}input 'INPUT0' has no shape but model requires batch dimension for 'echo'")),
+        ("echo", vec![of_shape(&[4], &four)], format!("{unknown}unexpected shape for input 'INPUT0' for model 'echo'. Expected [-1,-1], got [4].{note}")),
+        ("echo", vec![of_shape(&[1, -4], &four)], format!("{unknown}unexpected shape for input 'INPUT0' for model 'echo'. Expected [-1,-1], got [1,-4].{note}")),
+        ("echo", vec![of_shape(&[5, 1], &[0.0; 5])], format!("{unknown}inference request batch-size must be <= 4 for 'echo'")),
+        ("echo", vec![of_shape(&[0, 4], &[])], format!("{unknown}input byte size mismatch for input 'INPUT0' for model 'echo'. Expected 16, got 0")),
+        ("echo", vec![short], format!("{unknown}input byte size mismatch for input 'INPUT0' for model 'echo'. Expected 16, got 12")),
+        ("echo", vec![of_shape(&[4, 1 << 62], &four)], format!("{unknown}input 'INPUT0' for model 'echo' has shape [4,4611686018427387904], more elements")),
+        ("fixed", vec![of_shape(&[1, 3, 2], &[0.0; 6])], format!("{unknown}unexpected shape for input 'INPUT0' for model 'fixed'. Expected [-1,2,3], got [1,3,2].{note}")),
+        (
+            "fixed",
+            vec![of_shape(&[1, 2, 3], &[0.0; 6]), Tensor::from_f32("INPUT1", &[2, 1], &[0.0; 2])],
+            format!("{unknown}input 'INPUT1' batch size does not match other inputs for 'fixed'"),
+        ),
+        ("fixed", vec![], format!("{unknown}expected between 1 and 2 inputs but got 0 inputs for model 'fixed'.")),
+        ("flat", vec![of_shape(&[1, 4], &four)], format!("{unknown}unexpected shape for input 'INPUT0' for model 'flat'. Expected [-1], got [1,4].")),
+        ("pieces", vec![Tensor { shape: vec![1], ..Tensor::from_byte_strings("text", &[2], &["a", "b"]) }], format!("{unknown}unexpected number of string elements 2 for inference input 'text' for model 'pieces', expecting 1")),
+        ("pieces", vec![string(&[255, 0, 0, 0, 97, 98])], "incomplete string data for inference input 'text', expecting string of length 255 but only 2 bytes available".into()),
+        ("pieces", vec![string(&[1, 0])], "incomplete string length indicator for inference input 'text', expecting 4 bytes but only 2 bytes available".into()),
+    ];
+    for (model, inputs, expected) in cases {
+        let error = server.infer(request(model, inputs)).expect_err(&expected);
+        assert!(error.message.starts_with(&expected), "\n  got      {}\n  expected {expected}", error.message);
+        assert_eq!(error.kind, if model == "nosuch" { ErrorKind::NotFound } else { ErrorKind::InvalidArgument });
+    }
+    let asked = InferRequest { requested_outputs: vec!["OUTPUTX".into()], ..request("echo", vec![good]) };
+    assert_eq!(server.infer(asked).unwrap_err().message, "unexpected inference output 'OUTPUTX' for model 'echo'");
+}
+
+#[tokio::test]
+async fn a_request_means_the_latest_version_or_the_one_it_names() {
+    let world = World::default();
+    world.add("echo", &format!("{ECHO} version_policy {{ specific {{ versions: [ 1, 3 ] }} }}"), &["1", "2", "3"]);
+    let server = world.started().await;
+    let ask = |version: &str| {
+        server.infer(InferRequest { model_version: version.into(), ..request("echo", vec![floats("INPUT0", &[1.0])]) })
+    };
+    for (asked, answers) in [("", "3"), ("-1", "3"), ("1", "1"), ("3", "3")] {
+        assert_eq!(one(ask(asked).unwrap()).await.model_version, answers, "{asked:?}");
+    }
+    let unknown = ask("2").unwrap_err();
+    assert_eq!(
+        (unknown.kind, unknown.message.as_str()),
+        (ErrorKind::NotFound, "Request for unknown model: 'echo' version 2 is not found")
+    );
+    let wrong = ask("abc").unwrap_err();
+    assert_eq!(wrong.kind, ErrorKind::InvalidArgument);
+    assert!(wrong.message.contains("'abc'") && wrong.message.contains("stol"), "{wrong}");
+    assert_eq!(server.model_metadata("echo", "").unwrap().versions, ["1", "3"]);
+    assert!(!server.model_is_ready("echo", "2").unwrap());
+}
+
+#[tokio::test]
+async fn only_requested_outputs_are_sent() {
+    let two = "backend: \"echo\" \
+               input [ { name: \"INPUT0\" data_type: TYPE_FP32 dims: [ -1 ] }, { name: \"INPUT1\" data_type: TYPE_FP32 dims: [ -1 ] } ] \
+               output [ { name: \"OUTPUT0\" data_type: TYPE_FP32 dims: [ -1 ] }, { name: \"OUTPUT1\" data_type: TYPE_FP32 dims: [ -1 ] } ]";
+    let server = World::new(&[("two", two)]).started().await;
+    let asked = InferRequest {
+        requested_outputs: vec!["OUTPUT1".into()],
+        ..request("two", vec![floats("INPUT0", &[1.0]), floats("INPUT1", &[2.0])])
+    };
+    assert_eq!(one(server.infer(asked).unwrap()).await.outputs, [floats("OUTPUT1", &[2.0])]);
+}
+
+#[tokio::test]
+async fn reshape_is_undone_on_the_way_out() {
+    let reshaped = "backend: \"echo\" max_batch_size: 4 \
+                    input [ { name: \"INPUT0\" data_type: TYPE_FP32 dims: [ 1, -1 ] reshape { shape: [ -1 ] } } ] \
+                    output [ { name: \"OUTPUT0\" data_type: TYPE_FP32 dims: [ 1, -1 ] reshape { shape: [ -1 ] } } ]";
+    let server = World::new(&[("reshaped", reshaped)]).started().await;
+    let asked = of_shape(&[2, 1, 3], &[0.0; 6]);
+    let response = one(server.infer(request("reshaped", vec![asked])).unwrap()).await;
+    assert_eq!(response.outputs[0].shape, [2, 1, 3]);
+}
+
+#[tokio::test]
+async fn successes_failures_and_cancels_are_counted_apart() {
+    let world = World::new(&[("echo", &batched()), ("gate", &ECHO.replace("echo", "gate"))]);
+    let server = world.started().await;
+    one(server.infer(request("echo", vec![of_shape(&[3, 1], &[0.0; 3])])).unwrap()).await;
+    server.infer(request("echo", vec![])).unwrap_err();
+    drop(server.infer(request("gate", vec![floats("INPUT0", &[1.0])])).unwrap());
+
+    let echo = server.model_statistics("echo", "").unwrap().remove(0);
+    assert_eq!((echo.inference_count, echo.execution_count, echo.inference.success.count), (3, 1, 1));
+    assert_eq!((echo.inference.fail.count, echo.failures.other, echo.pending), (1, 1, 0));
+    assert_eq!((echo.batches[0].batch_size, echo.batches[0].compute_infer.count), (3, 1));
+    assert!(echo.last_inference_ms > 0 && echo.inference.success.ns > 0);
+    let gate = server.model_statistics("gate", "1").unwrap().remove(0);
+    assert_eq!((gate.inference.success.count, gate.inference.fail.count, gate.failures.canceled), (0, 1, 1));
+    assert_eq!(server.model_statistics("", "").unwrap().len(), 2);
+    for (name, version, words) in [
+        ("nosuch", "", "requested model 'nosuch' is not available"),
+        ("echo", "9", "requested model version is not available for model 'echo'"),
+    ] {
+        assert_eq!(server.model_statistics(name, version).unwrap_err().message, words);
+    }
+}
+
+#[tokio::test]
+async fn responses_of_a_decoupled_model_are_counted_by_index() {
+    let server = World::new(&[("pieces", PIECES)]).started().await;
+    assert_eq!(responses(server.infer(request("pieces", vec![text("text", "a")])).unwrap()).await.len(), 4);
+    let mut left = server.infer(request("pieces", vec![text("text", "a")])).unwrap();
+    left.next_response().await.unwrap().unwrap();
+    drop(left);
+
+    let pieces = server.model_statistics("pieces", "").unwrap().remove(0);
+    let counts: Vec<_> =
+        pieces.responses.iter().map(|r| (r.success.count, r.empty_response.count, r.cancel.count)).collect();
+    assert_eq!(counts, [(2, 0, 0), (1, 0, 1), (1, 0, 0), (0, 1, 0)]);
+    assert_eq!(pieces.first_response.total.count, 2);
+    assert_eq!(pieces.failures.canceled, 1);
+}
+
+#[tokio::test]
+async fn a_backend_that_stops_without_a_final_response_is_an_error_not_silence() {
+    let stops = format!(
+        "{PIECES} parameters {{ key: \"fail_at\" value {{ string_value: \"9\" }} }} parameters {{ key: \"final\" value {{ string_value: \"1\" }} }}"
+    );
+    let server = World::new(&[("pieces", &stops)]).started().await;
+    let none = Tensor::from_i32("n", &[1], &[0]);
+    let all = responses(server.infer(request("pieces", vec![text("text", "a"), none])).unwrap()).await;
+    assert_eq!(all.len(), 1);
+    assert!(all[0].as_ref().unwrap_err().message.contains("stopped answering before its final response"));
+}

@@ -1,0 +1,259 @@
+//! A repository in a temporary directory, served by scripted backends.
+#![allow(dead_code)] // Each test file uses its part.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use futures::future::{BoxFuture, FutureExt as _};
+use serving::{
+    Backend, BackendFactory, ControlMode, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest,
+    ResponseStream, Server, ServerConfig, Tensor,
+};
+use tempfile::TempDir;
+use tokio::sync::Semaphore;
+
+pub const ECHO: &str = r#"backend: "echo"
+input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
+output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
+"#;
+
+/// Sends "<text>#<i>" for i below n; `final` says whether the last one is the final response or an empty one follows.
+pub const PIECES: &str = r#"backend: "pieces"
+model_transaction_policy { decoupled: true }
+input [ { name: "text" data_type: TYPE_STRING dims: [ 1 ] },
+        { name: "n" data_type: TYPE_INT32 dims: [ 1 ] optional: true } ]
+output [ { name: "piece" data_type: TYPE_STRING dims: [ 1 ] } ]
+"#;
+
+/// What a test sees and steers of the scripted backends.
+pub struct Script {
+    pub loads: Mutex<Vec<String>>,
+    pub dropped: AtomicUsize,
+    pub cancelled: AtomicUsize,
+    pub unready: AtomicBool,
+    /// Requests of the `gate` backend wait here.
+    pub gate: Arc<Semaphore>,
+}
+
+impl Script {
+    fn new() -> Arc<Self> {
+        Arc::new(Self {
+            loads: Mutex::default(),
+            dropped: AtomicUsize::new(0),
+            cancelled: AtomicUsize::new(0),
+            unready: AtomicBool::new(false),
+            gate: Arc::new(Semaphore::new(0)),
+        })
+    }
+}
+
+impl Default for World {
+    fn default() -> Self {
+        Self::new(&[])
+    }
+}
+
+pub struct World {
+    pub root: TempDir,
+    pub script: Arc<Script>,
+}
+
+impl World {
+    /// A repository of models, each with version 1.
+    pub fn new(models: &[(&str, &str)]) -> Self {
+        let world = Self { root: tempfile::tempdir().unwrap(), script: Script::new() };
+        models.iter().for_each(|(name, config)| world.add(name, config, &["1"]));
+        world
+    }
+
+    pub fn add(&self, name: &str, config: &str, versions: &[&str]) {
+        let dir = self.root.path().join(name);
+        fs::create_dir_all(&dir).unwrap();
+        versions.iter().for_each(|version| fs::create_dir_all(dir.join(version)).unwrap());
+        fs::write(dir.join("config.pbtxt"), config).unwrap();
+    }
+
+    pub fn server(&self, control_mode: ControlMode) -> Arc<Server> {
+        let factory: Arc<dyn BackendFactory> = Arc::new(ScriptedFactory(self.script.clone()));
+        let names = ["echo", "pieces", "gate", "join", "exclusive"];
+        let factories: HashMap<_, _> = names.map(|name| (name.to_owned(), factory.clone())).into();
+        let repositories = vec![PathBuf::from(self.root.path())];
+        Server::new(ServerConfig { repositories, control_mode, ..ServerConfig::default() }, factories).unwrap()
+    }
+
+    pub async fn started(&self) -> Arc<Server> {
+        let server = self.server(ControlMode::None);
+        server.load_all().await.unwrap();
+        server
+    }
+
+    pub async fn explicit(&self, load: &[&str]) -> Arc<Server> {
+        let load = load.iter().map(|name| (*name).to_owned()).collect();
+        let server = self.server(ControlMode::Explicit { load });
+        server.load_all().await.unwrap();
+        server
+    }
+}
+
+struct ScriptedFactory(Arc<Script>);
+
+impl BackendFactory for ScriptedFactory {
+    fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        let script = self.0.clone();
+        async move {
+            script.loads.lock().unwrap().push(format!("{}/{}", model.config.name, model.version));
+            if model.config.parameter("panic").is_some() {
+                panic!("on purpose");
+            }
+            if model.config.parameter("broken").is_some() {
+                return Err(InferError::internal("broken on purpose"));
+            }
+            Ok(Arc::new(Scripted { script, kind: model.config.backend.clone(), model }) as Arc<dyn Backend>)
+        }
+        .boxed()
+    }
+}
+
+struct Scripted {
+    script: Arc<Script>,
+    kind: String,
+    model: LoadRequest,
+}
+
+impl Drop for Scripted {
+    fn drop(&mut self) {
+        self.script.dropped.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+impl Backend for Scripted {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        match self.kind.as_str() {
+            "echo" => {
+                Ok(ResponseStream::ready(InferResponse { outputs: echoed(&request), ..InferResponse::default() }))
+            }
+            "pieces" => Ok(self.pieces(&request)),
+            "gate" => Ok(self.gated(request)),
+            "join" => Ok(joined(&request)),
+            kind => Err(InferError::new(ErrorKind::Unsupported, format!("no `{kind}`"))),
+        }
+    }
+
+    fn is_ready(&self) -> bool {
+        !self.script.unready.load(Ordering::SeqCst)
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        std::future::ready(()).boxed()
+    }
+}
+
+fn echoed(request: &InferRequest) -> Vec<Tensor> {
+    let rename = |tensor: &Tensor| Tensor { name: tensor.name.replace("INPUT", "OUTPUT"), ..tensor.clone() };
+    request.inputs.iter().map(rename).collect()
+}
+
+/// Counts the requests of its run, and joins all its inputs with that count: "a+b:2", and "!" on the last.
+fn joined(request: &InferRequest) -> ResponseStream {
+    let texts: Vec<String> = request.inputs.iter().map(text_of).collect();
+    let place = request.step.clone().unwrap_or_default();
+    let count = place.with_state(
+        || 0,
+        |count| {
+            *count += 1;
+            *count
+        },
+    );
+    let end = if place.is_last { "!" } else { "" };
+    let text = format!("{}:{count}{end}", texts.join("+"));
+    let outputs = vec![Tensor::from_byte_strings("joined", &[1], &[text])];
+    ResponseStream::ready(InferResponse { outputs, ..InferResponse::default() })
+}
+
+pub fn text_of(tensor: &Tensor) -> String {
+    String::from_utf8(tensor.to_byte_strings().unwrap()[0].to_vec()).unwrap()
+}
+
+impl Scripted {
+    fn pieces(&self, request: &InferRequest) -> ResponseStream {
+        let text = text_of(request.input("text").unwrap());
+        let n = request.input("n").map_or(3, |tensor| tensor.to_i32().unwrap()[0]);
+        let data_is_final = self.model.config.parameter("final").is_some();
+        let fail_at = self.model.config.parameter("fail_at").map(|at| at.parse::<i32>().unwrap());
+        let (sender, stream) = ResponseStream::channel(1);
+        let script = self.script.clone();
+        tokio::spawn(async move {
+            for i in 0..n {
+                if fail_at == Some(i) {
+                    sender.send(Err(InferError::unavailable(format!("piece {i} failed")))).await;
+                    return;
+                }
+                let outputs = vec![Tensor::from_byte_strings("piece", &[1], &[format!("{text}#{i}")])];
+                let is_final = data_is_final && i == n - 1;
+                let response = InferResponse { outputs, is_final, ..InferResponse::default() };
+                if !sender.send(Ok(response)).await {
+                    script.cancelled.fetch_add(1, Ordering::SeqCst);
+                    return;
+                }
+            }
+            if !data_is_final {
+                sender.send(Ok(InferResponse { is_final: true, ..InferResponse::default() })).await;
+            }
+        });
+        stream
+    }
+
+    fn gated(&self, request: InferRequest) -> ResponseStream {
+        let (sender, stream) = ResponseStream::channel(1);
+        let script = self.script.clone();
+        tokio::spawn(async move {
+            tokio::select! {
+                permit = script.gate.acquire() => {
+                    permit.unwrap().forget();
+                    let outputs = echoed(&request);
+                    sender.send(Ok(InferResponse { outputs, is_final: true, ..InferResponse::default() })).await;
+                }
+                () = sender.cancelled() => { script.cancelled.fetch_add(1, Ordering::SeqCst); }
+            }
+        });
+        stream
+    }
+}
+
+pub fn request(model: &str, inputs: Vec<Tensor>) -> InferRequest {
+    InferRequest { model_name: model.to_owned(), inputs, ..InferRequest::default() }
+}
+
+pub fn floats(name: &str, values: &[f32]) -> Tensor {
+    Tensor::from_f32(name, &[i64::try_from(values.len()).unwrap()], values)
+}
+
+pub fn text(name: &str, value: &str) -> Tensor {
+    Tensor::from_byte_strings(name, &[1], &[value])
+}
+
+pub async fn responses(stream: ResponseStream) -> Vec<Result<InferResponse, InferError>> {
+    use futures::StreamExt as _;
+    stream.collect().await
+}
+
+/// The only response.
+pub async fn one(stream: ResponseStream) -> InferResponse {
+    let mut responses = responses(stream).await;
+    assert_eq!(responses.len(), 1);
+    responses.remove(0).unwrap()
+}
+
+/// Waits until `done`, or fails after two seconds.
+pub async fn eventually(what: &str, done: impl Fn() -> bool) {
+    for _ in 0..400 {
+        if done() {
+            return;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+    }
+    panic!("not within two seconds: {what}");
+}
