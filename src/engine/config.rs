@@ -20,7 +20,8 @@ pub struct EngineConfig {
     pub max_queue: usize,
     /// Most steps planned and not yet settled; 2 lets a step be planned while another runs.
     pub max_in_flight: usize,
-    /// Most tokens that joining rows carry in one plan, which bounds its bytes; at least `max_sequence_len`.
+    /// Most tokens that joining rows carry in one plan, unless it is one long row alone; entries of sampling lists
+    /// count, too. With `max_sequence_len` it bounds a plan's bytes: see [`max_plan_bytes`](Self::max_plan_bytes).
     pub max_joined_tokens: usize,
     /// What admission promises to a sequence.
     pub policy: Policy,
@@ -84,7 +85,7 @@ impl EngineConfig {
             ("num_blocks", self.num_blocks, 1, "a sequence needs a block"),
             ("max_queue", self.max_queue, 1, "a request is queued before it runs"),
             ("max_in_flight", self.max_in_flight, 1, "a step must be in flight to be settled"),
-            ("max_joined_tokens", self.max_joined_tokens, self.max_sequence_len, "`max_sequence_len`: it joins whole"),
+            ("max_joined_tokens", self.max_joined_tokens, 1, "rows join with a token at least"),
         ];
         for (field, found, min, because) in bounds {
             if found < min {
@@ -96,6 +97,19 @@ impl EngineConfig {
             }
         }
         Ok(())
+    }
+
+    /// No plan takes more bytes on the wire, whatever clients ask: rings are sized by it.
+    pub fn max_plan_bytes(&self) -> usize {
+        // Postcard writes a `u32` into at most 5 bytes, a `u64` into 10, an `f32` into 4 and a `bool` into 1.
+        const NUMBERS: usize = 10 + 4 * 5 + 4; // step, lengths of the lists, checksum
+        const LEFT: usize = 5;
+        const JOINED: usize = 5 * 5 + 10 + (6 * 4 + 4 * 5 + 10 + 3 * 5 + 6) + 5; // its numbers, sampling, a partial block
+        const GROWN: usize = 2 * 5;
+        const WORK: usize = 3 * 5 + 1;
+        let num_joined_tokens = self.max_joined_tokens + self.max_sequence_len;
+        let num_joined_blocks = num_joined_tokens.div_ceil(self.block_size);
+        NUMBERS + self.max_rows * (LEFT + JOINED + GROWN + WORK) + 5 * (num_joined_tokens + num_joined_blocks)
     }
 }
 
@@ -117,5 +131,40 @@ mod tests {
         );
         let error = EngineConfig { num_blocks: usize::MAX, ..EngineConfig::default() }.validate().unwrap_err();
         assert!(error.to_string().starts_with("`num_blocks` is 18446744073709551615; it must be at most"));
+    }
+
+    #[test]
+    fn the_largest_plan_fits_its_bound_and_wastes_little_of_it() {
+        use crate::{BlockId, JoinedRow, RowId, RowWork, SamplingParams, SequenceId, StepPlan, TokenId};
+        let config = EngineConfig { max_rows: 2, max_joined_tokens: 100, max_sequence_len: 50, ..Default::default() };
+        let sampling = SamplingParams {
+            top_k: u32::MAX,
+            seed: u64::MAX,
+            min_tokens: u32::MAX,
+            num_logprobs: Some(u32::MAX),
+            logit_bias: vec![(TokenId(u32::MAX), 1.0); 50],
+            ..SamplingParams::default()
+        };
+        let joined = JoinedRow {
+            row: RowId(u32::MAX),
+            sequence: SequenceId(u64::MAX),
+            tokens: vec![TokenId(u32::MAX); 50],
+            num_prompt_tokens: u32::MAX,
+            num_computed: u32::MAX,
+            blocks: vec![BlockId(u32::MAX); 4],
+            sampling,
+        };
+        let work = RowWork { row: RowId(u32::MAX), start: u32::MAX, num_tokens: u32::MAX, samples: true };
+        let plan = StepPlan {
+            step: u64::MAX,
+            left: vec![RowId(u32::MAX); 2],
+            joined: vec![joined],
+            grown: vec![(RowId(u32::MAX), BlockId(u32::MAX)); 2],
+            work: vec![work; 2],
+        };
+        let mut bytes = Vec::new();
+        crate::plan::encode(&plan, &mut bytes);
+        let bound = config.max_plan_bytes();
+        assert!(bytes.len() <= bound && bytes.len() * 3 / 2 > bound, "{} bytes, bound {bound}", bytes.len());
     }
 }

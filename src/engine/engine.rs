@@ -194,6 +194,10 @@ impl Engine {
         if let Some(index) = request.stop_words.iter().position(Vec::is_empty) {
             return Err(Refused::EmptyStopWord { index });
         }
+        let (len_of_lists, max) = (request.sampling.list_len(), self.config.max_joined_tokens);
+        if len_of_lists > max {
+            return Err(Refused::ListsTooLong { len: len_of_lists, max });
+        }
         let max_len = len.saturating_add(request.max_tokens as usize).min(max_sequence_len);
         let needed = (max_len - 1).div_ceil(block_size);
         if needed > num_blocks {

@@ -70,6 +70,9 @@ pub enum Refused {
     /// It would end every output at once.
     #[error("stop word {index} is empty; it must hold at least 1 token")]
     EmptyStopWord { index: usize },
+    /// A plan could not carry them.
+    #[error("end ids, bad words and logit bias have {len} entries (2 for a biased token); at most {max} are taken")]
+    ListsTooLong { len: usize, max: usize },
     /// More KV blocks than there are.
     #[error("{needed} KV blocks are needed for prompt and output but there are {num_blocks}; lower max_tokens")]
     NeverFits { needed: usize, num_blocks: usize },

@@ -64,6 +64,12 @@ impl SamplingParams {
         self.temperature == 0.0 || self.top_k == 1
     }
 
+    /// Entries of its lists, as the size of a plan counts them: 1 is at most 5 bytes.
+    pub fn list_len(&self) -> usize {
+        let bad_words: usize = self.bad_words.iter().map(|word| 1 + word.len()).sum();
+        self.end_ids.len() + 2 * self.logit_bias.len() + bad_words
+    }
+
     /// Whether logits are used as they are, so that greedy sampling is a bare argmax.
     pub fn leaves_logits_alone(&self) -> bool {
         self.repetition_penalty == 1.0

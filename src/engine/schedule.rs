@@ -160,8 +160,9 @@ impl Engine {
 
     fn may_join(&self, slot: Slot, draft: &Draft) -> bool {
         let sequence = &self.sequences[slot];
-        let num_joined_tokens = draft.num_joined_tokens + sequence.tokens.len();
-        sequence.num_in_flight == 0 && num_joined_tokens <= self.config.max_joined_tokens
+        let carries = draft.joined.is_empty()
+            || draft.num_joined_tokens + joined_tokens(sequence) <= self.config.max_joined_tokens;
+        sequence.num_in_flight == 0 && carries
     }
 
     /// Whether there are blocks for the sequence beside those `found` in the prefix cache.
@@ -217,7 +218,7 @@ impl Engine {
         let turn = turn(sequence);
         let index = self.running.partition_point(|&(other, _)| other < turn);
         self.running.insert(index, (turn, slot));
-        draft.num_joined_tokens += sequence.tokens.len();
+        draft.num_joined_tokens += joined_tokens(sequence);
         draft.joined.push(joined_row(sequence, row));
     }
 
@@ -248,6 +249,10 @@ fn running_row(sequence: &Sequence) -> RowId {
         Place::Running(row) => row,
         Place::Queued | Place::Draining => panic!("sequence {} is planned but has no row", sequence.id.0),
     }
+}
+
+fn joined_tokens(sequence: &Sequence) -> usize {
+    sequence.tokens.len() + sequence.sampling.list_len()
 }
 
 fn joined_row(sequence: &Sequence, row: RowId) -> JoinedRow {

@@ -61,7 +61,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 num_blocks,
                 max_queue: 16,
                 max_in_flight,
-                max_joined_tokens: 60,
+                max_joined_tokens: 20,
                 policy: if evict { Policy::MaxUtilization } else { Policy::GuaranteedNoEvict },
                 prefix_cache: cache,
             }

@@ -299,7 +299,11 @@ impl World {
             plan.step
         );
         let joined: usize = plan.joined.iter().map(|joined| joined.tokens.len()).sum();
-        assert!(joined <= config.max_joined_tokens, "step {} joins {joined} tokens", plan.step);
+        let one = plan.joined.len() <= 1;
+        assert!(one || joined <= config.max_joined_tokens, "step {} joins {joined} tokens", plan.step);
+        let mut bytes = Vec::new();
+        engine::plan::encode(plan, &mut bytes);
+        assert!(bytes.len() <= config.max_plan_bytes(), "step {} has {} bytes", plan.step, bytes.len());
         assert!(plan.work.iter().all(|work| work.num_tokens > 0), "empty work in {plan:?}");
     }
 
