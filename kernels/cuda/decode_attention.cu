@@ -265,29 +265,40 @@ __device__ __forceinline__ float merged_sum(const Merged<D>* merged, int heads, 
     return sum;
 }
 
-// Adds the splits of `heads` heads up, in their order. `partial` is the first head's.
+// Adds the splits of `heads` heads up, in their order. `partial` is the first head's; `weights` has [heads][splits] floats.
 template <int D>
-__device__ __forceinline__ void combine(bf16* out, const float* partial, int heads, u32 splits, u32 active) {
-    for (int i = threadIdx.x; i < heads * D; i += blockDim.x) {
-        const float* p = partial + (u64)(i / D) * splits * (D + 2);
-        float top = -INFINITY_F;
-        for (u32 s = 0; s < active; ++s) top = fmaxf(top, __ldcg(p + s * (D + 2) + D));
-        float sum = 0.0f, denominator = 0.0f;
-        for (u32 s = 0; s < active; ++s) {
-            const float weight = exp2_fast(__ldcg(p + s * (D + 2) + D) - top);
-            sum += weight * __ldcg(p + s * (D + 2) + i % D);
-            denominator += weight * __ldcg(p + s * (D + 2) + D + 1);
+__device__ __forceinline__ void combine(bf16* out, const float* partial, float* weights, int heads, u32 splits, u32 active) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int head = warp; head < heads; head += WARPS) {
+        const float* p = partial + (u64)head * splits * (D + 2) + D;
+        float top = -INFINITY_F, denominator = 0.0f;
+        for (u32 s = lane; s < active; s += 32) top = fmaxf(top, __ldcg(p + s * (D + 2)));
+        top = warp_max(top);
+        for (u32 s = lane; s < active; s += 32) {
+            const float weight = exp2_fast(__ldcg(p + s * (D + 2)) - top);
+            weights[head * splits + s] = weight;
+            denominator += weight * __ldcg(p + s * (D + 2) + 1);
         }
-        out[i] = to_bf16(sum / denominator);
+        denominator = warp_sum(denominator);
+        for (u32 s = lane; s < active; s += 32) weights[head * splits + s] /= denominator;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < heads * D; i += WARPS * 32) {
+        const int head = i / D;
+        const float* p = partial + (u64)head * splits * (D + 2) + i % D;
+        float sum = 0.0f;
+#pragma unroll 8
+        for (u32 s = 0; s < active; ++s) sum += weights[head * splits + s] * __ldcg(p + s * (D + 2));
+        out[i] = to_bf16(sum);
     }
 }
 
 // True in the block that is the last of `active` to come here; what the others wrote before is visible to it then.
 __device__ __forceinline__ bool is_last(u32* counter, u32 active) {
     __shared__ bool last;
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
+        __threadfence();
         last = atomicAdd(counter, 1) == active - 1;
         if (last) *counter = 0;
         __threadfence();
@@ -342,7 +353,9 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a) {
         *p = e < D ? merged_sum<D>(merged, heads, head * D + e)
                    : e == D ? merged_top<D>(merged, head) : merged_denominator<D>(merged, head);
     }
-    if (is_last(a.counters + (u64)row * gridDim.y + blockIdx.y, c.active)) combine<D>(out, partial, heads, splits, c.active);
+    if (is_last(a.counters + (u64)row * gridDim.y + blockIdx.y, c.active)) {
+        combine<D>(out, partial, reinterpret_cast<float*>(dynamic), heads, splits, c.active);
+    }
 }
 
 #define DECODE_ATTENTION(D)                                                                                            \

@@ -48,6 +48,7 @@ pub mod library;
 pub mod library_gemm;
 mod memory;
 pub mod paged_attention;
+pub mod prefill_attention;
 mod queue;
 pub mod rms_norm;
 pub mod rope_cache;

@@ -1,0 +1,68 @@
+// What the versions of prefill attention share: parameters, and which keys a tile of queries sees.
+#pragma once
+#include "common.cuh"
+
+constexpr float LOG2E = 1.4426950408889634f;
+
+struct PrefillAttention {
+    const bf16* q;  // [T, H, D], rows `q_stride` elements apart (the q part of qkv)
+    const bf16* k_blocks;
+    const bf16* v_blocks;
+    const u32* block_tables;  // [R, max_blocks]
+    const u32* context_lens;  // [R]
+    const u32* row_starts;    // [R + 1]
+    bf16* out;                // [T, H, D]
+    u32 q_stride;
+    u32 max_blocks;
+    u32 heads, kv_heads;
+    u32 block_shift;  // log2 B
+    u32 window;       // positions that are seen, 0 for all
+    float scale;
+};
+
+// One tile of queries of one row, and the keys it sees.
+struct QueryTile {
+    u32 row;
+    u32 token;      // index in T of the tile's first query
+    u32 count;      // queries of the tile, 0 for none
+    u32 position;   // of the first query
+    u32 len;        // keys of the row
+    u32 begin, end; // keys seen by any query of the tile
+};
+
+__device__ __forceinline__ QueryTile query_tile(const PrefillAttention& a, u32 row, u32 index, u32 queries) {
+    QueryTile t;
+    t.row = row;
+    const u32 start = a.row_starts[row], tokens = a.row_starts[row + 1] - start;
+    t.len = a.context_lens[row];
+    t.token = start + index * queries;
+    t.count = index * queries < tokens ? min(tokens - index * queries, queries) : 0;
+    t.position = t.len - tokens + index * queries;
+    t.begin = a.window && t.position + 1 > a.window ? t.position + 1 - a.window : 0;
+    t.end = t.position + t.count;
+    return t;
+}
+
+// Whether the query at `position` sees the key at `key`.
+__device__ __forceinline__ bool sees(const PrefillAttention& a, u32 position, u32 key) {
+    return key <= position && (!a.window || key + a.window > position);
+}
+
+// The element offset of a key's row of one KV head in the K and V blocks.
+struct BlockRows {
+    const u32* table;
+    u64 block_elements, head_offset;
+    u32 shift, in_block, head_dim;
+
+    __device__ BlockRows(const PrefillAttention& a, u32 row, u32 kv_head, u32 d)
+        : table(a.block_tables + (u64)row * a.max_blocks),
+          block_elements((u64)a.kv_heads * d << a.block_shift),
+          head_offset((u64)kv_head * d << a.block_shift),
+          shift(a.block_shift),
+          in_block((1u << a.block_shift) - 1),
+          head_dim(d) {}
+
+    __device__ u64 operator()(u32 key) const {
+        return table[key >> shift] * block_elements + head_offset + (u64)(key & in_block) * head_dim;
+    }
+};

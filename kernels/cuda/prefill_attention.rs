@@ -1,0 +1,109 @@
+//! Causal attention of chunks of new tokens over their rows' KV blocks. Kernel: `prefill_attention.cu`.
+
+use half::bf16;
+
+use super::error::ensure;
+use super::rope_cache::{HeadShape, LayerCache};
+use super::{Arg, CudaError, Launch, Queue, Span};
+
+const OP: &str = "prefill_attention";
+/// Queries that one thread block takes, and keys it takes at a time.
+const QUERIES: usize = 128;
+const KEYS: usize = 64;
+/// Head dims there is code for.
+pub const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
+
+/// The rows of a step that prefill, and where they find their keys and values.
+#[derive(Debug, Clone, Copy)]
+pub struct PrefillRows {
+    /// `[R, max_blocks]` u32.
+    pub block_tables: Span,
+    /// Row length of `block_tables`.
+    pub max_blocks: usize,
+    /// `[R]` u32.
+    pub context_lens: Span,
+    /// `[R + 1]` u32, the first 0: the tokens of these rows come first in the step.
+    pub row_starts: Span,
+    /// `R`.
+    pub num_rows: usize,
+    /// Tokens of these rows.
+    pub num_tokens: usize,
+    /// Tokens of the longest chunk.
+    pub max_chunk: usize,
+}
+
+/// `out[t, h, :]` = attention of `q[t, h, :]` over the positions of its row up to its own; `window` 0 sees all of them.
+///
+/// `out` `[T, H D]`, `qkv` `[T, (H + 2K) D]`, of which the q part is read: k and v are in the blocks already.
+#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+pub fn prefill_attention(
+    q: &Queue,
+    out: Span,
+    qkv: Span,
+    cache: LayerCache,
+    rows: PrefillRows,
+    shape: HeadShape,
+    scale: f32,
+    window: u32,
+) -> Result<(), CudaError> {
+    check(out, qkv, cache, rows, shape)?;
+    let HeadShape { num_heads, head_dim, .. } = shape;
+    let launch = Launch::new(0, 256)
+        .grid(rows.max_chunk.div_ceil(QUERIES) as u32, num_heads as u32, rows.num_rows as u32)
+        .shared(((QUERIES + 4 * KEYS) * (2 * head_dim + 16)) as u32);
+    let argument = argument(out, qkv, cache, rows, shape, scale, window);
+    q.launch(&format!("prefill_attention_bf16_d{head_dim}"), launch, &[Arg::Bytes(&argument)])
+}
+
+/// The kernels' `PrefillAttention`: seven pointers, seven words, padding.
+fn argument(
+    out: Span,
+    qkv: Span,
+    cache: LayerCache,
+    rows: PrefillRows,
+    shape: HeadShape,
+    scale: f32,
+    window: u32,
+) -> [u8; 88] {
+    let mut argument = [0u8; 88];
+    let pointers = [qkv, cache.k, cache.v, rows.block_tables, rows.context_lens, rows.row_starts, out];
+    for (bytes, span) in argument.chunks_exact_mut(8).zip(pointers) {
+        bytes.copy_from_slice(&span.address().to_ne_bytes());
+    }
+    let words = [
+        shape.qkv_cols() as u32,
+        rows.max_blocks as u32,
+        shape.num_heads as u32,
+        shape.num_kv_heads as u32,
+        shape.block_size.trailing_zeros(),
+        window,
+        scale.to_bits(),
+    ];
+    for (bytes, word) in argument[56..].chunks_exact_mut(4).zip(words) {
+        bytes.copy_from_slice(&word.to_ne_bytes());
+    }
+    argument
+}
+
+fn check(out: Span, qkv: Span, cache: LayerCache, rows: PrefillRows, shape: HeadShape) -> Result<(), CudaError> {
+    let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
+    ensure!(OP, HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {HEAD_DIMS:?}");
+    ensure!(
+        OP,
+        num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads),
+        "{num_heads} heads for {num_kv_heads} KV heads"
+    );
+    ensure!(OP, block_size >= 16 && block_size.is_power_of_two(), "block_size {block_size}; a power of two from 16");
+    let PrefillRows { num_rows, num_tokens, max_chunk, .. } = rows;
+    ensure!(OP, (1..=65535).contains(&num_rows), "{num_rows} rows");
+    ensure!(OP, (1..=num_tokens).contains(&max_chunk), "a longest chunk of {max_chunk} of {num_tokens} tokens");
+    ensure!(OP, out.count::<bf16>() >= num_tokens * num_heads * head_dim, "out is too short for {num_tokens} tokens");
+    ensure!(OP, qkv.count::<bf16>() >= num_tokens * shape.qkv_cols(), "qkv is too short for {num_tokens} tokens");
+    ensure!(OP, rows.context_lens.count::<u32>() >= num_rows, "context_lens is too short for {num_rows} rows");
+    ensure!(OP, rows.row_starts.count::<u32>() > num_rows, "row_starts is too short for {num_rows} rows");
+    let tables = rows.block_tables.count::<u32>();
+    ensure!(OP, tables >= num_rows * rows.max_blocks, "block_tables is too short for {num_rows} rows");
+    let aligned = [out, qkv, cache.k, cache.v].iter().all(|span| span.is_aligned(16));
+    ensure!(OP, aligned, "a buffer is not 16-byte aligned");
+    Ok(())
+}
