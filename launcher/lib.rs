@@ -1,1 +1,138 @@
-//! Room `launcher`.
+//! The launcher: from one command line to a world of ranks, kept running until it is asked to end.
+//!
+//! [`plan::plan`] turns [`flags::Flags`] into the command to run, and nothing else: `--dry-run` prints it. [`run`]
+//! carries it out: starts the world through `mpirun`, or one rank by itself, passes signals on to rank 0, starts a
+//! world again that died by itself, and leaves no process and no shared memory behind. Serving is left to the ranks.
+//!
+//! ```
+//! use launcher::flags::Flags;
+//! use launcher::plan::{Site, plan};
+//!
+//! let flags = Flags::parse_from_line(["launch", "--model_repo=/models"].map(Into::into))?;
+//! let site = Site { trireme: "/opt/trireme".into(), num_cores: 8, shm_prefix: "prefix".into() };
+//! let command = plan(&flags.world, &site)?.command.to_string();
+//! assert!(command.starts_with("/opt/trireme rank --model-repository=/models "));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod control;
+mod detach;
+pub mod flags;
+mod health;
+mod local;
+mod mpirun;
+pub mod plan;
+mod processes;
+mod signals;
+mod state;
+mod supervise;
+mod world;
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use ipc::ProcessId;
+
+use flags::{Action, Flags, WorldFlags};
+use plan::{Plan, Site};
+use signals::Signals;
+use state::{RunDir, WorldState};
+use supervise::Supervisor;
+
+/// What a rank grants requests in flight when nobody says.
+const DEFAULT_EXIT_TIMEOUT_SECS: u64 = 30;
+
+/// Does what `flags` say; the exit code. `arguments` are those of this process, without its name.
+pub fn run(flags: &Flags, arguments: &[OsString]) -> Result<u8> {
+    let run_dir = RunDir::open()?;
+    match flags.action {
+        Some(Action::Status) => control::status(&run_dir),
+        Some(Action::Stop { http_port, all }) => control::stop(&run_dir, http_port, all)?,
+        None => return start(&flags.world, arguments, run_dir),
+    }
+    Ok(0)
+}
+
+fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<u8> {
+    let site = site(&run_dir, flags.http_port)?;
+    let plan = plan::plan(flags, &site)?;
+    if flags.dry_run {
+        println!("{}", plan.command);
+        return Ok(0);
+    }
+    check(flags, &site, &plan)?;
+    if !flags.force {
+        control::check_ports(flags, &run_dir)?;
+    }
+    if flags.detach && !flags.detached {
+        detach::detach(flags, arguments, &run_dir)?;
+        return Ok(0);
+    }
+    if flags.detached {
+        // Out of the terminal's session, so that closing the terminal does not end the world.
+        nix::unistd::setsid().context("cannot leave the session of the terminal")?;
+    }
+    supervise(flags, &site, plan, run_dir)
+}
+
+fn supervise(flags: &WorldFlags, site: &Site, plan: Plan, run_dir: RunDir) -> Result<u8> {
+    ipc::set_process_name("trireme-launch").context("cannot name this process")?;
+    // What outlives its parent in the world comes to us, to be waited for.
+    nix::sys::prctl::set_child_subreaper(true).context("cannot take over orphans")?;
+    ipc::sweep_all_stale()?;
+    let me = ProcessId::current();
+    let state = WorldState {
+        launcher_pid: me.pid,
+        launcher_start_time: me.start_time,
+        world_pid: None,
+        rank_0_pid: None,
+        world_size: flags.world_size,
+        model_repository: flags.model_repo.clone(),
+        grpc_port: flags.grpc_port,
+        http_port: flags.http_port,
+        metrics_port: flags.metrics_port,
+        shm_prefix: site.shm_prefix.clone(),
+        exit_timeout_secs: flags.exit_timeout.unwrap_or(DEFAULT_EXIT_TIMEOUT_SECS),
+        num_restarts: 0,
+        log: flags.detached.then(|| run_dir.log_file(flags.http_port)),
+    };
+    let supervisor = Supervisor {
+        plan,
+        state,
+        run_dir,
+        signals: Signals::catch()?,
+        // In the background, the launcher in front waits.
+        wait_ready: flags.wait_ready.filter(|_| !flags.detached).map(Duration::from_secs),
+        max_restarts: if flags.exit_on_failure { 0 } else { flags.max_restarts },
+    };
+    supervisor.run()
+}
+
+fn site(run_dir: &RunDir, http_port: u16) -> Result<Site> {
+    let launch = std::env::current_exe().context("cannot find this program")?;
+    let cores = sysinfo::System::physical_core_count().map_or(1, |cores| cores as u32);
+    // Worlds of one node need names of their own.
+    let is_alone = run_dir.worlds().iter().all(|world| world.http_port == http_port);
+    let shm_prefix = if is_alone { "prefix".to_owned() } else { format!("prefix{http_port}_") };
+    Ok(Site { trireme: launch.with_file_name("trireme"), num_cores: cores, shm_prefix })
+}
+
+/// Errs when the world cannot start for want of something on this machine.
+fn check(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
+    if !flags.model_repo.is_dir() {
+        bail!("there is no model repository at {}; say where it is with --model_repo=DIR", flags.model_repo.display());
+    }
+    let trireme = flags.trireme.as_ref().unwrap_or(&site.trireme);
+    if !trireme.is_file() {
+        bail!(
+            "there is no server program at {}; build it beside `launch`, or name it with --trireme",
+            trireme.display()
+        );
+    }
+    if plan.uses_mpirun {
+        mpirun::check_installed()?;
+    }
+    Ok(())
+}

@@ -145,12 +145,15 @@ pub fn die_with_parent(parent: u32, signal: i32) -> io::Result<()> {
 }
 
 /// As [`die_with_parent`], for a child of any program: arranged between fork and exec of `command`.
+///
+/// The child also starts with no signal blocked, whatever this thread blocks: else `signal` might never arrive.
 pub fn bind_to_parent(command: &mut Command, signal: i32) -> &mut Command {
     let parent = std::process::id();
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed: the closure makes two system calls
-    // (prctl, getppid), and its errors are plain codes that allocate nothing.
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed: the closure makes three system calls
+    // (rt_sigprocmask, prctl, getppid), and its errors are plain codes that allocate nothing.
     unsafe {
         command.pre_exec(move || {
+            unblock_signals()?;
             let signal = Signal::from_named_raw(signal).ok_or(io::ErrorKind::InvalidInput)?;
             set_parent_process_death_signal(Some(signal))?;
             if getppid().map(|pid| pid.as_raw_nonzero().get() as u32) != Some(parent) {
@@ -159,6 +162,16 @@ pub fn bind_to_parent(command: &mut Command, signal: i32) -> &mut Command {
             Ok(())
         })
     }
+}
+
+fn unblock_signals() -> io::Result<()> {
+    let mut none = std::mem::MaybeUninit::uninit();
+    // SAFETY: `sigemptyset` sets the mask before `sigprocmask` reads it; the old one is not asked for.
+    let result = unsafe {
+        libc::sigemptyset(none.as_mut_ptr());
+        libc::sigprocmask(libc::SIG_SETMASK, none.as_ptr(), std::ptr::null_mut())
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(test)]

@@ -1,0 +1,106 @@
+//! Worlds that run: refuse to start a second one, list them, end them.
+
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use ipc::ProcessWatch;
+use nix::sys::signal::Signal;
+
+use crate::flags::WorldFlags;
+use crate::health;
+use crate::processes;
+use crate::state::{RunDir, WorldState};
+
+/// Beyond a world's exit timeout, before `stop` kills it; longer than its launcher takes for the same.
+const STOP_GRACE: Duration = Duration::from_secs(20);
+
+/// Errs when something uses the ports, with its pid.
+pub(crate) fn check_ports(flags: &WorldFlags, run_dir: &RunDir) -> Result<()> {
+    for (flag, port) in [("http", flags.http_port), ("grpc", flags.grpc_port), ("metrics", flags.metrics_port)] {
+        let uses_port = |world: &&WorldState| [world.http_port, world.grpc_port, world.metrics_port].contains(&port);
+        if let Some(world) = run_dir.worlds().iter().find(uses_port) {
+            let WorldState { launcher_pid, http_port, .. } = world;
+            bail!(
+                "a world already serves on port {port}: its launcher is process {launcher_pid}; \
+                 end it with `launch stop --http_port={http_port}`, or give another --{flag}_port"
+            );
+        }
+        if let Some(pid) = processes::listener(port) {
+            let user = pid.map_or("a process of another user".to_owned(), |pid| format!("process {pid}"));
+            bail!("port {port} is in use by {user}; end it, give another --{flag}_port, or start anyway with --force");
+        }
+    }
+    Ok(())
+}
+
+/// `launch status`.
+pub(crate) fn status(run_dir: &RunDir) {
+    let worlds = run_dir.worlds();
+    if worlds.is_empty() {
+        println!("no world runs");
+    }
+    for world in worlds {
+        let health = if health::is_ready(world.http_port) { "ready" } else { "not ready" };
+        let rank_0 = world.rank_0_pid.map_or("-".to_owned(), |pid| pid.to_string());
+        println!(
+            "http {} grpc {} metrics {}: {health}, {} rank(s), {} restart(s), launcher {}, rank 0 {rank_0}, {}",
+            world.http_port,
+            world.grpc_port,
+            world.metrics_port,
+            world.world_size,
+            world.num_restarts,
+            world.launcher_pid,
+            world.model_repository.display(),
+        );
+    }
+}
+
+/// `launch stop`: ends one world, or all.
+pub(crate) fn stop(run_dir: &RunDir, http_port: Option<u16>, all: bool) -> Result<()> {
+    let worlds = run_dir.worlds();
+    let chosen: Vec<_> = worlds.iter().filter(|world| http_port.is_none_or(|port| world.http_port == port)).collect();
+    match (http_port, chosen.len()) {
+        _ if all => {}
+        (Some(port), 0) => bail!("no world serves HTTP on port {port}"),
+        (None, 0) => bail!("no world runs"),
+        (None, 2..) => {
+            let ports: Vec<_> = worlds.iter().map(|world| world.http_port.to_string()).collect();
+            bail!("worlds run on ports {}; say which with --http_port, or --all", ports.join(", "));
+        }
+        _ => {}
+    }
+    // Ask all before waiting for any.
+    let watched: Vec<_> = chosen.iter().filter_map(|world| Some((*world, ask_to_end(world)?))).collect();
+    for (world, launcher) in watched {
+        finish(world, &launcher)?;
+        println!("ended the world on http port {}", world.http_port);
+    }
+    Ok(())
+}
+
+/// None when it has ended meanwhile.
+fn ask_to_end(world: &WorldState) -> Option<ProcessWatch> {
+    let launcher = ProcessWatch::new(world.launcher_pid).ok()?;
+    // The watch holds on to whatever has the pid now, so look whether that is still the launcher.
+    let is_launcher = world.launcher().is_alive();
+    (is_launcher && launcher.signal(Signal::SIGTERM as i32).is_ok()).then_some(launcher)
+}
+
+fn finish(world: &WorldState, launcher: &ProcessWatch) -> Result<()> {
+    if launcher.wait(Duration::from_secs(world.exit_timeout_secs) + STOP_GRACE) {
+        return Ok(());
+    }
+    // The launcher itself hangs.
+    let below = processes::descendants(world.launcher_pid);
+    let watches: Vec<_> = below.into_iter().filter_map(|pid| ProcessWatch::new(pid).ok()).collect();
+    launcher.signal(Signal::SIGKILL as i32)?;
+    for watch in &watches {
+        // It may end with the launcher.
+        let _ = watch.signal(Signal::SIGKILL as i32);
+        watch.wait(Duration::from_secs(5));
+    }
+    launcher.wait(Duration::from_secs(5));
+    ipc::sweep_all_stale()?;
+    println!("the world on http port {} did not end when asked, and was killed", world.http_port);
+    Ok(())
+}

@@ -1,0 +1,88 @@
+//! `--detach`: a launcher in the background, and one in front that waits until the world serves.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use ipc::ProcessWatch;
+use nix::sys::signal::Signal;
+
+use crate::flags::WorldFlags;
+use crate::health;
+use crate::state::RunDir;
+
+/// Without `--wait-ready`.
+const DEFAULT_PATIENCE: Duration = Duration::from_secs(600);
+
+/// Starts this program again with the same `arguments`, in the background; returns once the world serves, and errs
+/// with the reason when it ends before.
+pub(crate) fn detach(flags: &WorldFlags, arguments: &[OsString], run_dir: &RunDir) -> Result<()> {
+    let log = run_dir.log_file(flags.http_port);
+    let file = fs::File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
+    let mut child = Command::new(std::env::current_exe().context("cannot find this program")?)
+        .arg("--detached")
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(file.try_clone()?)
+        .stderr(file)
+        .spawn()
+        .context("cannot start the launcher in the background")?;
+
+    let patience = flags.wait_ready.map_or(DEFAULT_PATIENCE, Duration::from_secs);
+    wait_until_ready(&mut child, flags.http_port, run_dir, patience, &log)?;
+    println!(
+        "serving: http {}, grpc {}, metrics {}; launcher {}, log {}; end it with `launch stop --http_port={}`",
+        flags.http_port,
+        flags.grpc_port,
+        flags.metrics_port,
+        child.id(),
+        log.display(),
+        flags.http_port,
+    );
+    Ok(())
+}
+
+fn wait_until_ready(child: &mut Child, port: u16, run_dir: &RunDir, patience: Duration, log: &Path) -> Result<()> {
+    let start = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().context("cannot wait for the launcher")? {
+            let reason = last_lines(log);
+            bail!("the world did not start ({}); the end of {}:\n{reason}", ipc::describe_exit(status), log.display());
+        }
+        // Its state first: somebody else may serve on the port while it starts.
+        let is_its_own = run_dir.worlds().iter().any(|world| world.launcher_pid == child.id());
+        if is_its_own && health::is_ready(port) {
+            return Ok(());
+        }
+        if start.elapsed() > patience {
+            end(child)?;
+            let reason = last_lines(log);
+            bail!("the world does not serve after {patience:?}; the end of {}:\n{reason}", log.display());
+        }
+        thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Ends a launcher whose world was not ready in time: nothing is in flight there, so it need not be patient.
+fn end(child: &mut Child) -> Result<()> {
+    let watch = ProcessWatch::new(child.id())?;
+    for _ in 0..3 {
+        watch.signal(Signal::SIGTERM as i32)?;
+        if watch.wait(Duration::from_secs(3)) {
+            break;
+        }
+    }
+    child.wait().context("cannot wait for the launcher")?;
+    Ok(())
+}
+
+fn last_lines(log: &Path) -> String {
+    const NUM_LINES: usize = 15;
+    let text = String::from_utf8_lossy(&fs::read(log).unwrap_or_default()).into_owned();
+    let lines: Vec<_> = text.lines().collect();
+    lines[lines.len().saturating_sub(NUM_LINES)..].join("\n")
+}

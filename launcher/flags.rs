@@ -1,0 +1,196 @@
+//! The command line: Triton's launch script's flags under their names, and our own.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+const AFTER_HELP: &str = "\
+Flags may be written with `_` or `-`, as `--flag=value` or `--flag value`, or shortened while unambiguous.
+Flags after a bare `--` are handed to every rank as they are.
+
+Examples:
+  launch --world_size=2 --model_repo=model_repository
+  launch --world_size=8 --model_repo=/models --detach && curl localhost:8000/v2/health/ready
+  launch stop --all";
+
+/// Starts a world of ranks that serves a model repository, and keeps it running.
+#[derive(Debug, Parser)]
+#[command(name = "launch", version, infer_long_args = true, args_conflicts_with_subcommands = true)]
+#[command(after_help = AFTER_HELP)]
+pub struct Flags {
+    /// What to do instead of starting a world.
+    #[command(subcommand)]
+    pub action: Option<Action>,
+    /// The world to start.
+    #[command(flatten)]
+    pub world: WorldFlags,
+}
+
+/// What can be done with worlds that run.
+#[derive(Debug, Subcommand)]
+pub enum Action {
+    /// End a world: requests in flight may finish first.
+    #[command(infer_long_args = true)]
+    Stop {
+        /// The world that serves HTTP on this port; may be left out when there is only one.
+        #[arg(long, conflicts_with = "all")]
+        http_port: Option<u16>,
+        /// Every world of this user on this machine.
+        #[arg(long)]
+        all: bool,
+    },
+    /// List the worlds of this user on this machine.
+    Status,
+}
+
+/// Which kind of device the workers use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Device {
+    /// CUDA where there is a usable GPU, else the CPU.
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// An NVIDIA GPU.
+    Cuda,
+}
+
+/// The world to start.
+#[derive(Debug, Clone, Args)]
+pub struct WorldFlags {
+    /// Number of ranks: one per GPU.
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub world_size: u32,
+    /// The model repository to serve.
+    #[arg(long, alias = "model-repository", default_value = "model_repository", value_name = "DIR")]
+    pub model_repo: PathBuf,
+    /// Port of the gRPC protocol.
+    #[arg(long, default_value_t = 8001, value_name = "PORT")]
+    pub grpc_port: u16,
+    /// Port of the HTTP protocol.
+    #[arg(long, default_value_t = 8000, value_name = "PORT")]
+    pub http_port: u16,
+    /// Port of the metrics.
+    #[arg(long, default_value_t = 8002, value_name = "PORT")]
+    pub metrics_port: u16,
+    /// What computes.
+    #[arg(long, value_enum, default_value_t = Device::Auto)]
+    pub device: Device,
+    /// The models that ranks other than the first load, separated by commas.
+    #[arg(long, default_value = "tensorrt_llm", value_name = "NAMES", value_delimiter = ',')]
+    pub tensorrt_llm_model_name: Vec<String>,
+    /// Log verbosely, to files.
+    #[arg(long)]
+    pub log: bool,
+    /// Rank 0's log file; rank i logs to the same name with `.rank<i>` before the extension.
+    /// [default with --log: triton_log.txt]
+    #[arg(long, value_name = "FILE")]
+    pub log_file: Option<PathBuf>,
+    /// Seconds that requests in flight may take to finish at the end.
+    #[arg(long, value_name = "SECONDS")]
+    pub exit_timeout: Option<u64>,
+    /// Start although the ports are in use.
+    #[arg(long, short)]
+    pub force: bool,
+    /// Allow more ranks than cores. [default: when there are more]
+    #[arg(long)]
+    pub oversubscribe: bool,
+    /// Start without mpirun; only for one rank.
+    #[arg(long)]
+    pub no_mpi: bool,
+    /// Print the command that would be run, and nothing else.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Give up, and end the world, when it does not serve within this time. [without a value: 600]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "600", value_name = "SECONDS")]
+    pub wait_ready: Option<u64>,
+    /// Leave the world running in the background: return 0 once it serves, otherwise say why not.
+    #[arg(long)]
+    pub detach: bool,
+    /// Do not start a world again that died by itself.
+    #[arg(long)]
+    pub exit_on_failure: bool,
+    /// How often in a row a world that died by itself is started again.
+    #[arg(long, default_value_t = 5, value_name = "N")]
+    pub max_restarts: u32,
+    /// The server program. [default: `trireme` beside this program]
+    #[arg(long, alias = "tritonserver", value_name = "PROGRAM")]
+    pub trireme: Option<PathBuf>,
+    /// Bytes of rank 0's CUDA memory pool.
+    #[arg(long, hide = true, value_name = "BYTES")]
+    pub multimodal_gpu0_cuda_mem_pool_bytes: Option<u64>,
+    /// Accepted as Triton's script does: one world serves many models anyway.
+    #[arg(long, hide = true)]
+    pub multi_model: bool,
+    /// Accepted as Triton's script does, without effect.
+    #[arg(long, hide = true)]
+    pub disable_spawn_processes: bool,
+    /// Accepted as Triton's script does, without effect.
+    #[arg(long, hide = true)]
+    pub trtllm_llmapi_launch: bool,
+    /// Set by `--detach` for the process it leaves behind.
+    #[arg(long, hide = true)]
+    pub detached: bool,
+    /// Flags for every rank, after a bare `--`.
+    #[arg(last = true, value_name = "RANK FLAGS")]
+    pub rank_flags: Vec<String>,
+}
+
+impl Flags {
+    /// Parses a command line, program name first; `_` counts as `-` in the names of flags.
+    pub fn parse_from_line(line: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
+        let mut ours = true;
+        let normal = line.into_iter().map(|word| {
+            ours &= word != "--";
+            if ours { with_dashes(word) } else { word }
+        });
+        Self::try_parse_from(normal)
+    }
+}
+
+/// `--model_repo=a_b` → `--model-repo=a_b`; what is no flag stays.
+fn with_dashes(word: OsString) -> OsString {
+    match word.to_str() {
+        Some(text) if text.starts_with("--") => {
+            let (name, value) = text.split_at(text.find('=').unwrap_or(text.len()));
+            format!("{}{value}", name.replace('_', "-")).into()
+        }
+        _ => word,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> WorldFlags {
+        let words = std::iter::once("launch").chain(line.split_whitespace());
+        Flags::parse_from_line(words.map(OsString::from)).unwrap().world
+    }
+
+    #[test]
+    fn underscores_dashes_equals_signs_spaces_and_prefixes_mean_the_same() {
+        for line in ["--world_size=3 --model_repo=/a_b", "--world-size 3 --model-repo /a_b", "--world=3 --model-r=/a_b"]
+        {
+            let flags = parse(line);
+            assert_eq!((flags.world_size, flags.model_repo), (3, PathBuf::from("/a_b")), "{line}");
+        }
+    }
+
+    #[test]
+    fn flags_after_a_bare_dash_dash_are_kept_as_they_are() {
+        let flags = parse("--wait_ready --force -- --log_verbose=1 --world_size=9");
+        assert_eq!((flags.wait_ready, flags.force, flags.world_size), (Some(600), true, 1));
+        assert_eq!(flags.rank_flags, ["--log_verbose=1", "--world_size=9"]);
+    }
+
+    #[test]
+    fn wrong_flags_are_refused() {
+        for line in
+            ["--world_size=0", "--http_port=70000", "--no_such_flag", "--device=tpu", "stop --http_port=1 --all"]
+        {
+            let words = std::iter::once("launch").chain(line.split_whitespace());
+            assert!(Flags::parse_from_line(words.map(OsString::from)).is_err(), "{line}");
+        }
+    }
+}

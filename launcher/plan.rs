@@ -1,0 +1,190 @@
+//! From flags to the command of every rank: pure, so that `--dry-run` shows exactly what would run.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+
+use crate::flags::{Device, WorldFlags};
+use crate::{local, mpirun};
+
+/// What the plan must know of the place it is made in.
+#[derive(Debug, Clone)]
+pub struct Site {
+    /// The server program, unless the flags name one.
+    pub trireme: PathBuf,
+    /// Physical cores: what `mpirun` counts as its slots.
+    pub num_cores: u32,
+    /// What shared-memory names begin with, before the rank. Not the default when another world runs here.
+    pub shm_prefix: String,
+}
+
+/// A program and its arguments.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CommandLine {
+    /// What to run.
+    pub program: PathBuf,
+    /// Its arguments, without its name.
+    pub args: Vec<String>,
+}
+
+/// All that is needed to run a world.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// The one command to run.
+    pub command: CommandLine,
+    /// Whether it is `mpirun` rather than the one rank itself.
+    pub uses_mpirun: bool,
+}
+
+/// The plan for a world; errs with what is wrong with the flags.
+pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
+    let ports = [flags.grpc_port, flags.http_port, flags.metrics_port];
+    if let Some(port) = (0..2).find_map(|i| ports[i + 1..].contains(&ports[i]).then_some(ports[i])) {
+        bail!("port {port} is given twice: gRPC, HTTP and metrics each need their own");
+    }
+    if flags.no_mpi && flags.world_size > 1 {
+        bail!("--no-mpi starts one rank, but --world_size is {}; leave one of them out", flags.world_size);
+    }
+    if flags.tensorrt_llm_model_name.iter().any(String::is_empty) {
+        bail!("--tensorrt_llm_model_name has an empty name: give names separated by single commas");
+    }
+    let ranks: Vec<_> = (0..flags.world_size).map(|rank| rank_command(rank, flags, site)).collect();
+    let uses_mpirun = flags.world_size > 1;
+    let command = if uses_mpirun {
+        mpirun::command(&ranks, flags.oversubscribe || flags.world_size > site.num_cores)
+    } else {
+        local::command(ranks)
+    };
+    Ok(Plan { command, uses_mpirun })
+}
+
+fn rank_command(rank: u32, flags: &WorldFlags, site: &Site) -> CommandLine {
+    let device = match flags.device {
+        Device::Auto => "auto",
+        Device::Cpu => "cpu",
+        Device::Cuda => "cuda",
+    };
+    let mut args = vec![
+        "rank".to_owned(),
+        format!("--model-repository={}", flags.model_repo.display()),
+        format!("--grpc-port={}", flags.grpc_port),
+        format!("--http-port={}", flags.http_port),
+        format!("--metrics-port={}", flags.metrics_port),
+        format!("--device={device}"),
+        format!("--backend-config=python,shm-region-prefix-name={}{rank}_", site.shm_prefix),
+    ];
+    if let Some(seconds) = flags.exit_timeout {
+        args.push(format!("--exit-timeout-secs={seconds}"));
+    }
+    if flags.log {
+        args.push("--log-verbose=3".to_owned());
+    }
+    if let Some(file) = log_file(rank, flags) {
+        args.push(format!("--log-file={}", file.display()));
+    }
+    if let (0, Some(bytes)) = (rank, flags.multimodal_gpu0_cuda_mem_pool_bytes) {
+        args.push(format!("--cuda-memory-pool-byte-size=0:{bytes}"));
+    }
+    if rank > 0 {
+        args.push("--model-control-mode=explicit".to_owned());
+        args.extend(flags.tensorrt_llm_model_name.iter().map(|name| format!("--load-model={name}")));
+    }
+    args.extend(flags.rank_flags.iter().cloned());
+    CommandLine { program: flags.trireme.clone().unwrap_or_else(|| site.trireme.clone()), args }
+}
+
+/// `log.txt` for rank 0, `log.rank1.txt` for rank 1. None when nothing is logged to files.
+fn log_file(rank: u32, flags: &WorldFlags) -> Option<PathBuf> {
+    let default = flags.log.then(|| PathBuf::from("triton_log.txt"));
+    let file = flags.log_file.clone().or(default)?;
+    if rank == 0 {
+        return Some(file);
+    }
+    let stem = file.file_stem().unwrap_or_default().to_string_lossy();
+    let extension = file.extension().map(|extension| format!(".{}", extension.to_string_lossy()));
+    let name = format!("{stem}.rank{rank}{}", extension.unwrap_or_default());
+    Some(file.parent().unwrap_or(Path::new("")).join(name))
+}
+
+impl fmt::Display for CommandLine {
+    /// As one would type it into a shell.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&quoted(&self.program.to_string_lossy()))?;
+        self.args.iter().try_for_each(|arg| write!(f, " {}", quoted(arg)))
+    }
+}
+
+fn quoted(word: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_=,./:@%+".contains(&byte);
+    if !word.is_empty() && word.bytes().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsString;
+
+    use super::*;
+    use crate::flags::Flags;
+
+    fn plan_of(line: &str) -> Result<String> {
+        let words = std::iter::once("launch").chain(line.split_whitespace());
+        let flags = Flags::parse_from_line(words.map(OsString::from))?.world;
+        let site = Site { trireme: "/opt/trireme".into(), num_cores: 4, shm_prefix: "prefix".to_owned() };
+        Ok(plan(&flags, &site)?.command.to_string())
+    }
+
+    #[test]
+    fn one_rank_runs_without_mpirun() {
+        let expected = "/opt/trireme rank --model-repository=/models --grpc-port=8001 --http-port=8000 \
+             --metrics-port=8002 --device=auto --backend-config=python,shm-region-prefix-name=prefix0_";
+        assert_eq!(plan_of("--model_repo=/models").unwrap(), expected);
+        assert_eq!(plan_of("--model_repo=/models --no_mpi --tritonserver /opt/trireme").unwrap(), expected);
+    }
+
+    #[test]
+    fn each_rank_is_an_application_of_its_own_with_its_own_prefix_and_log_file() {
+        let command = plan_of(
+            "--world_size=3 --model_repo /models --http_port=9000 --grpc_port=9001 --metrics_port=9002 --log \
+             --log-file=logs/world.txt --exit_timeout=7 --tensorrt_llm_model_name=llama,qwen --device=cpu -- --id=me",
+        );
+        let common = "/opt/trireme rank --model-repository=/models --grpc-port=9001 --http-port=9000 \
+             --metrics-port=9002 --device=cpu";
+        let rest = "--exit-timeout-secs=7 --log-verbose=3";
+        let others = "--model-control-mode=explicit --load-model=llama --load-model=qwen --id=me";
+        let expected = format!(
+            "mpirun --allow-run-as-root --bind-to none \
+             -n 1 {common} --backend-config=python,shm-region-prefix-name=prefix0_ {rest} --log-file=logs/world.txt --id=me : \
+             -n 1 {common} --backend-config=python,shm-region-prefix-name=prefix1_ {rest} --log-file=logs/world.rank1.txt {others} : \
+             -n 1 {common} --backend-config=python,shm-region-prefix-name=prefix2_ {rest} --log-file=logs/world.rank2.txt {others}"
+        );
+        assert_eq!(command.unwrap(), expected);
+    }
+
+    #[test]
+    fn more_ranks_than_cores_take_turns() {
+        let turns = "mpirun --allow-run-as-root --bind-to none --oversubscribe --mca mpi_yield_when_idle 1 -n 1 ";
+        assert!(plan_of("--world_size=5").unwrap().starts_with(turns));
+        assert!(plan_of("--world_size=2 --oversubscribe").unwrap().starts_with(turns));
+        assert!(!plan_of("--world_size=4").unwrap().contains("oversubscribe"));
+    }
+
+    #[test]
+    fn words_are_quoted_for_the_shell() {
+        let line = CommandLine { program: "a b".into(), args: vec!["it's".into(), String::new(), "--x=1".into()] };
+        assert_eq!(line.to_string(), r"'a b' 'it'\''s' '' --x=1");
+    }
+
+    #[test]
+    fn flags_that_contradict_each_other_are_refused_with_the_reason() {
+        assert!(plan_of("--http_port=8001").unwrap_err().to_string().contains("port 8001 is given twice"));
+        assert!(plan_of("--no_mpi --world_size=2").unwrap_err().to_string().contains("--no-mpi starts one rank"));
+        assert!(
+            plan_of("--world_size=2 --tensorrt_llm_model_name=a,,b").unwrap_err().to_string().contains("empty name")
+        );
+    }
+}

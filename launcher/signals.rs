@@ -1,0 +1,52 @@
+//! Signals to the launcher and the end of its world, waited for together.
+
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use ipc::ProcessWatch;
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+
+/// SIGINT, SIGTERM and SIGHUP, kept from ending the launcher and read one by one instead.
+pub(crate) struct Signals(SignalFd);
+
+/// What ended a wait.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Event {
+    Signal(&'static str),
+    WorldEnded,
+    TimedOut,
+}
+
+impl Signals {
+    /// Catches the signals from now on. Programs started through `ipc::bind_to_parent` are not affected.
+    pub(crate) fn catch() -> Result<Self> {
+        let mask = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
+        mask.thread_block().context("cannot block signals")?;
+        let fd = SignalFd::with_flags(&mask, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK);
+        Ok(Self(fd.context("cannot wait for signals")?))
+    }
+
+    /// Waits for a signal, the end of the world if there is one, or `timeout`; for ever without.
+    pub(crate) fn wait(&self, world: Option<&ProcessWatch>, timeout: Option<Duration>) -> Result<Event> {
+        let fds = std::iter::once(self.0.as_fd()).chain(world.map(AsFd::as_fd));
+        let mut fds: Vec<PollFd> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
+        // Rounded up, else the last millisecond of a wait would be spent polling.
+        let timeout = timeout.map_or(PollTimeout::NONE, |timeout| {
+            PollTimeout::try_from(timeout.as_millis() + 1).unwrap_or(PollTimeout::MAX)
+        });
+        match poll(&mut fds, timeout) {
+            Ok(0) | Err(Errno::EINTR) => return Ok(Event::TimedOut),
+            Ok(_) => {}
+            Err(errno) => return Err(errno).context("cannot wait for the world"),
+        }
+        if let Some(info) = self.0.read_signal().context("cannot read a signal")? {
+            let signal = Signal::try_from(info.ssi_signo as i32).context("a signal nobody knows")?;
+            return Ok(Event::Signal(signal.as_str()));
+        }
+        Ok(Event::WorldEnded)
+    }
+}

@@ -1,0 +1,329 @@
+//! The launcher as a user meets it: the real binary and a real `mpirun`, with a server that only answers health.
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tempfile::TempDir;
+
+const LONG: Duration = Duration::from_secs(40);
+
+/// A run directory, an empty model repository and ports of one test's own.
+struct Place {
+    dir: TempDir,
+    ports: [u16; 3],
+}
+
+impl Drop for Place {
+    /// A test that failed leaves no world behind.
+    fn drop(&mut self) {
+        for pid in [0, 1].iter().flat_map(|rank| self.starts(*rank)).filter(|pid| is_alive(*pid)) {
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+    }
+}
+
+impl Place {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("models")).unwrap();
+        let listeners = [(); 3].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+        let ports = listeners.map(|listener| listener.local_addr().unwrap().port());
+        Self { dir, ports }
+    }
+
+    /// `launch` with these arguments, on this place.
+    fn launch(&self, args: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
+        command
+            .args(args.split_whitespace())
+            .current_dir(self.dir.path())
+            .env("XDG_RUNTIME_DIR", self.dir.path())
+            .env("FAKE_LOG", self.dir.path().join("events"))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        command
+    }
+
+    /// The command that starts a world here.
+    fn start(&self, args: &str) -> Command {
+        let [http, grpc, metrics] = self.ports;
+        let fake = fake_rank();
+        let fake = fake.display();
+        self.launch(&format!(
+            "--model_repo=models --trireme={fake} --http_port={http} --grpc_port {grpc} --metrics-port={metrics} {args}"
+        ))
+    }
+
+    fn events(&self) -> String {
+        fs::read_to_string(self.dir.path().join("events")).unwrap_or_default()
+    }
+
+    /// The pids of all starts of `rank`, oldest first.
+    fn starts(&self, rank: u32) -> Vec<i32> {
+        let head = format!("rank {rank} starts as ");
+        let pids = |text: String| -> Vec<i32> {
+            let starts = text.lines().filter_map(|line| line.strip_prefix(&head)?.split(':').next()?.parse().ok());
+            starts.collect()
+        };
+        pids(self.events())
+    }
+
+    fn is_serving(&self) -> bool {
+        std::net::TcpStream::connect(("127.0.0.1", self.ports[0])).is_ok()
+    }
+
+    /// No rank, no state file, nothing listening.
+    fn assert_nothing_is_left(&self) {
+        for pid in [0, 1].iter().flat_map(|rank| self.starts(*rank)) {
+            assert!(!is_alive(pid), "rank process {pid} is left");
+        }
+        assert!(!self.is_serving());
+        let run_dir = self.dir.path().join("trireme");
+        let states = fs::read_dir(run_dir).unwrap().map(|entry| entry.unwrap().path());
+        let states: Vec<_> = states.filter(|path| path.extension().is_some_and(|ext| ext == "json")).collect();
+        assert_eq!(states, [PathBuf::new(); 0]);
+    }
+}
+
+fn fake_rank() -> PathBuf {
+    let tests = std::env::current_exe().unwrap();
+    let fake = tests.parent().unwrap().parent().unwrap().join("examples/fake_rank");
+    assert!(fake.is_file(), "{} is not built: run all targets, or `cargo build --examples` first", fake.display());
+    fake
+}
+
+fn is_alive(pid: i32) -> bool {
+    ipc::ProcessId::of(pid as u32).is_some()
+}
+
+fn signal(pid: i32, signal: Signal) {
+    kill(Pid::from_raw(pid), signal).unwrap();
+}
+
+fn eventually(what: &str, condition: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < LONG, "did not happen: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// What a process that should end soon returned, with all it printed.
+fn output(child: Child) -> Output {
+    let watch = ipc::ProcessWatch::new(child.id());
+    let ended = watch.map_or(true, |watch| watch.wait(LONG));
+    assert!(ended, "launch {} does not end", child.id());
+    child.wait_with_output().unwrap()
+}
+
+fn text(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+fn code(status: ExitStatus) -> i32 {
+    status.code().expect("launch itself was not killed")
+}
+
+fn has_mpirun() -> bool {
+    let has = Command::new("mpirun").arg("--version").output().is_ok();
+    if !has {
+        println!("skipped: no mpirun on this machine");
+    }
+    has
+}
+
+#[test]
+fn a_dry_run_prints_the_command_and_starts_nothing() {
+    let place = Place::new();
+    let output = place.start("--dry_run --world_size=2 --oversubscribe -- --id=me").output().unwrap();
+    let (fake, [http, grpc, metrics]) = (fake_rank(), place.ports);
+    let rank = |rank, rest| {
+        format!(
+            "-n 1 {} rank --model-repository=models --grpc-port={grpc} --http-port={http} --metrics-port={metrics} \
+             --device=auto --backend-config=python,shm-region-prefix-name=prefix{rank}_ {rest}--id=me",
+            fake.display()
+        )
+    };
+    let expected = format!(
+        "mpirun --allow-run-as-root --bind-to none --oversubscribe --mca mpi_yield_when_idle 1 {} : {}\n",
+        rank(0, ""),
+        rank(1, "--model-control-mode=explicit --load-model=tensorrt_llm ")
+    );
+    assert_eq!((text(&output), code(output.status)), (expected, 0));
+    assert_eq!(place.events(), "");
+}
+
+#[test]
+fn sigterm_reaches_a_lone_rank_at_once_and_the_launcher_exits_with_its_status() {
+    let place = Place::new();
+    let launch = place.start("").spawn().unwrap();
+    eventually("serving", || place.is_serving());
+    signal(launch.id() as i32, Signal::SIGTERM);
+    let output = output(launch);
+    assert_eq!(code(output.status), 0, "{}", text(&output));
+    assert_eq!(place.events().matches("gets SIGTERM").count(), 1, "{}", place.events());
+    place.assert_nothing_is_left();
+}
+
+#[test]
+fn sigint_ends_a_world_under_mpirun_in_good_order() {
+    if !has_mpirun() {
+        return;
+    }
+    let place = Place::new();
+    let launch = place.start("--world_size=2 --oversubscribe --wait_ready=30").spawn().unwrap();
+    eventually("serving", || place.is_serving());
+    signal(launch.id() as i32, Signal::SIGINT);
+    let output = output(launch);
+    assert_eq!(code(output.status), 0, "{}", text(&output));
+    let events = place.events();
+    assert!(events.contains("rank 0 gets SIGTERM") && !events.contains("rank 1 gets"), "{events}");
+    place.assert_nothing_is_left();
+}
+
+#[test]
+fn a_world_that_loses_a_rank_is_started_again() {
+    if !has_mpirun() {
+        return;
+    }
+    let place = Place::new();
+    let launch = place.start("--world_size=2 --oversubscribe").spawn().unwrap();
+    eventually("serving", || place.is_serving());
+    // Served, as far as the launcher knows; it asks every 100 ms.
+    std::thread::sleep(Duration::from_millis(500));
+    signal(place.starts(1)[0], Signal::SIGKILL);
+    eventually("a second start", || place.starts(0).len() == 2 && place.starts(1).len() == 2);
+    eventually("serving again", || place.is_serving());
+    assert!(!is_alive(place.starts(0)[0]), "rank 0 of the first world lives on");
+
+    signal(launch.id() as i32, Signal::SIGTERM);
+    let output = output(launch);
+    assert_eq!(code(output.status), 0, "{}", text(&output));
+    place.assert_nothing_is_left();
+}
+
+#[test]
+fn a_world_that_dies_is_not_started_again_with_exit_on_failure() {
+    let place = Place::new();
+    let launch = place.start("--exit_on_failure").spawn().unwrap();
+    eventually("serving", || place.is_serving());
+    std::thread::sleep(Duration::from_millis(500));
+    signal(place.starts(0)[0], Signal::SIGKILL);
+    let output = output(launch);
+    assert_eq!(code(output.status), 128 + 9, "{}", text(&output));
+    assert_eq!(place.starts(0).len(), 1);
+    place.assert_nothing_is_left();
+}
+
+#[test]
+fn a_world_that_never_served_is_not_started_again() {
+    let place = Place::new();
+    let output = place.start("").env("FAKE_FAIL", "load").output().unwrap();
+    assert_eq!(code(output.status), 1, "{}", text(&output));
+    assert!(text(&output).contains("model `llama` has no weights"), "{}", text(&output));
+    assert_eq!(place.starts(0).len(), 1);
+    place.assert_nothing_is_left();
+}
+
+#[test]
+fn a_detached_world_can_be_listed_and_stopped_and_its_ports_are_taken() {
+    let place = Place::new();
+    let started = place.start("--detach").output().unwrap();
+    assert_eq!(code(started.status), 0, "{}", text(&started));
+    assert!(place.is_serving());
+
+    let status = text(&place.launch("status").output().unwrap());
+    let port = place.ports[0];
+    assert!(status.contains(&format!("http {port} ")) && status.contains(": ready, 1 rank(s)"), "{status}");
+
+    let second = place.start("").output().unwrap();
+    assert_eq!(code(second.status), 1);
+    let refusal = text(&second);
+    assert!(refusal.contains(&format!("a world already serves on port {port}")), "{refusal}");
+
+    let stopped = place.launch(&format!("stop --http_port={port}")).output().unwrap();
+    assert_eq!(code(stopped.status), 0, "{}", text(&stopped));
+    place.assert_nothing_is_left();
+    assert_eq!(code(place.launch("stop").output().unwrap().status), 1);
+    assert_eq!(code(place.launch("stop --all").output().unwrap().status), 0);
+}
+
+#[test]
+fn a_detached_world_that_cannot_start_says_why() {
+    let place = Place::new();
+    let output = place.start("--detach").env("FAKE_FAIL", "load").output().unwrap();
+    assert_ne!(code(output.status), 0);
+    assert!(text(&output).contains("model `llama` has no weights"), "{}", text(&output));
+    place.assert_nothing_is_left();
+}
+
+#[test]
+fn a_world_that_is_not_ready_in_time_is_ended() {
+    for mode in ["", "--detach"] {
+        let place = Place::new();
+        let output = place.start(&format!("--wait-ready=1 {mode}")).env("FAKE_SLOW_MS", "60000").output().unwrap();
+        assert_eq!(code(output.status), 1, "{}", text(&output));
+        assert!(text(&output).contains("does not serve"), "{}", text(&output));
+        place.assert_nothing_is_left();
+    }
+}
+
+#[test]
+fn a_second_signal_hurries_and_a_third_kills_a_stubborn_world() {
+    let place = Place::new();
+    let launch = place.start("").env("FAKE_STUBBORN", "1").spawn().unwrap();
+    eventually("serving", || place.is_serving());
+    let num_signals = || place.events().matches("gets SIGTERM").count();
+    signal(launch.id() as i32, Signal::SIGTERM);
+    eventually("asked", || num_signals() == 1);
+    signal(launch.id() as i32, Signal::SIGINT);
+    eventually("told to hurry", || num_signals() == 2);
+    signal(launch.id() as i32, Signal::SIGTERM);
+    let output = output(launch);
+    assert_eq!(code(output.status), 128 + 9, "{}", text(&output));
+    place.assert_nothing_is_left();
+}
+
+#[test]
+fn a_world_ends_with_a_launcher_that_is_killed() {
+    for args in ["", "--world_size=2 --oversubscribe"] {
+        if !args.is_empty() && !has_mpirun() {
+            return;
+        }
+        let place = Place::new();
+        let mut launch = place.start(args).spawn().unwrap();
+        eventually("serving", || place.is_serving());
+        launch.kill().unwrap();
+        launch.wait().unwrap();
+        eventually("all ranks gone", || {
+            [0, 1].iter().all(|rank| !place.starts(*rank).iter().any(|pid| is_alive(*pid)))
+        });
+        let listed = text(&place.launch("status").output().unwrap());
+        assert_eq!(listed, "no world runs\n");
+        place.assert_nothing_is_left();
+    }
+}
+
+#[test]
+fn a_port_in_use_by_another_program_is_refused_with_its_pid() {
+    let place = Place::new();
+    let _listener = TcpListener::bind(("127.0.0.1", place.ports[1])).unwrap();
+    let output = place.start("").output().unwrap();
+    let expected = format!("port {} is in use by process {}", place.ports[1], std::process::id());
+    assert!(text(&output).contains(&expected), "{}", text(&output));
+    assert_eq!((code(output.status), place.events()), (1, String::new()));
+}
+
+#[test]
+fn what_is_missing_is_named() {
+    let place = Place::new();
+    let no_repository = place.launch("--model_repo=nowhere").output().unwrap();
+    assert!(text(&no_repository).contains("there is no model repository at nowhere"), "{}", text(&no_repository));
+    let no_server = place.launch("--model_repo=models --trireme=nowhere").output().unwrap();
+    assert!(text(&no_server).contains("there is no server program at nowhere"), "{}", text(&no_server));
+}
