@@ -1,7 +1,8 @@
 //! Worlds that Open MPI's `mpirun` starts.
 
 use std::fs;
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 
@@ -44,4 +45,48 @@ pub(crate) fn find_rank_0(mpirun: u32) -> Option<u32> {
         let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
         environment.split(|byte| *byte == 0).any(|entry| entry == b"OMPI_COMM_WORLD_RANK=0" || entry == b"PMIX_RANK=0")
     })
+}
+
+/// Removes what an `mpirun` that was killed leaves on this node: its session directory, and the shared-memory
+/// segments of Open MPI that no process maps any more.
+pub(crate) fn remove_leftovers(mpirun: u32) {
+    let uid = nix::unistd::getuid().as_raw();
+    let host = nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned();
+    // Gone already, as when mpirun ended in good order, is as good.
+    let _ = fs::remove_dir_all(std::env::temp_dir().join(format!("ompi.{host}.{uid}/pid.{mpirun}")));
+
+    let names = ["vader", "sm"].map(|transport| format!("{transport}_segment.{host}.{uid}."));
+    let is_segment = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        names.iter().any(|start| name.starts_with(start)) && fs::metadata(path).is_ok_and(|meta| meta.uid() == uid)
+    };
+    let entries = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    let segments: Vec<_> = entries.map(|entry| entry.path()).filter(is_segment).collect();
+    if segments.is_empty() {
+        return;
+    }
+    let mapped = processes::mapped_files(Path::new("/dev/shm"));
+    for segment in segments.iter().filter(|segment| !mapped.contains(*segment)) {
+        let _ = fs::remove_file(segment);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn segments_that_a_process_maps_stay_and_others_go() {
+        let (uid, host) = (nix::unistd::getuid(), nix::unistd::gethostname().unwrap());
+        let start = format!("{}.{uid}.test{}", host.to_string_lossy(), std::process::id());
+        let (prefix, name) = ("vader_segment.".parse().unwrap(), format!("{start}.0"));
+        let made = ipc::Region::create(&prefix, &name, 64).unwrap();
+        // Its maker mapped it before it had a name, by which `/proc` goes.
+        let _used = ipc::Region::open(&prefix, &name).unwrap();
+        let unused = PathBuf::from(format!("/dev/shm/vader_segment.{start}.1"));
+        fs::write(&unused, "").unwrap();
+
+        remove_leftovers(0);
+        assert!(made.path().exists() && !unused.exists());
+    }
 }

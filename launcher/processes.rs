@@ -1,9 +1,9 @@
 //! What `/proc` tells of processes and ports.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::net::{Ipv4Addr, TcpListener};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// All processes below `pid`, nearest first.
 pub(crate) fn descendants(pid: u32) -> Vec<u32> {
@@ -51,6 +51,16 @@ fn holds_one_of(pid: u32, sockets: &[String]) -> bool {
         .flatten()
         .filter_map(|entry| fs::read_link(entry.path()).ok())
         .any(|target| sockets.iter().any(|socket| target == Path::new(socket)))
+}
+
+/// The files below `dir` that some process has mapped.
+pub(crate) fn mapped_files(dir: &Path) -> HashSet<PathBuf> {
+    let maps = all().filter_map(|pid| fs::read_to_string(format!("/proc/{pid}/maps")).ok());
+    let files = |maps: String| -> Vec<PathBuf> {
+        let paths = maps.lines().filter_map(|line| line.find('/').map(|at| PathBuf::from(&line[at..])));
+        paths.filter(|path| path.starts_with(dir)).collect()
+    };
+    maps.flat_map(files).collect()
 }
 
 fn all() -> impl Iterator<Item = u32> {

@@ -79,6 +79,9 @@ impl World {
     pub(crate) fn finish(mut self) -> Result<ExitStatus> {
         let status = self.child.wait().context("cannot wait for the world")?;
         reap_orphans();
+        if self.uses_mpirun {
+            mpirun::remove_leftovers(self.child.id());
+        }
         for name in ipc::sweep_all_stale()? {
             eprintln!("launch: removed /dev/shm/{name}, left by a process that was killed");
         }
