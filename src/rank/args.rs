@@ -96,6 +96,12 @@ pub struct RankArgs {
     /// What models compute on
     #[arg(long, value_enum, default_value = "auto")]
     pub device: DeviceArg,
+    /// Directory of NVIDIA's libraries, or root of a Python environment that holds them; searched before the usual places
+    #[arg(long, env = "TRIREME_LIBRARY_DIR", value_name = "DIR")]
+    pub library_dir: Vec<PathBuf>,
+    /// Directory for measurements kept between starts [default: $XDG_CACHE_HOME/trireme or ~/.cache/trireme]
+    #[arg(long, env = "TRIREME_CACHE_DIR", value_name = "DIR")]
+    pub cache_dir: Option<PathBuf>,
     /// CPU threads of a worker; the node's cores shared out when not given
     #[arg(long)]
     pub threads: Option<usize>,
@@ -215,6 +221,13 @@ fn boolean(text: &str) -> Result<bool, String> {
 }
 
 impl RankArgs {
+    /// Where measurements are kept; `None` when there is no home directory either.
+    pub fn cache_dir(&self) -> Option<PathBuf> {
+        let from_env = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|dir| dir.is_absolute());
+        let default = || from_env("XDG_CACHE_HOME").or_else(|| from_env("HOME").map(|home| home.join(".cache")));
+        self.cache_dir.clone().or_else(|| default().map(|dir| dir.join("trireme")))
+    }
+
     /// The prefix of this rank's shared memory: the last `shm-region-prefix-name` given to the Python backend.
     pub fn shm_prefix(&self) -> Option<&str> {
         let settings = self.backend_config.iter().rev().filter_map(|config| config.split_once(','));

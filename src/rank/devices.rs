@@ -16,7 +16,10 @@ pub(crate) fn choose(
     let cpu = DeviceChoice::Cpu { threads };
     let cuda = match device {
         DeviceArg::Cpu => return Ok((cpu, format!("CPU with {threads} threads a worker: asked for"))),
-        DeviceArg::Auto | DeviceArg::Cuda => device::cuda::num_devices(),
+        DeviceArg::Auto | DeviceArg::Cuda => match device::cuda::num_gpus() {
+            0 => Err("no CUDA driver or device found".to_owned()),
+            found => Ok(found),
+        },
     };
     match (device, cuda) {
         (_, Ok(found)) if found >= num_workers => {

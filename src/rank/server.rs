@@ -85,6 +85,8 @@ fn llm_defaults(args: &RankArgs, world: &World) -> Result<LlmDefaults, RankError
         kv_free_fraction: 0.9,
         max_step_tokens: if is_cpu { CPU_STEP_TOKENS } else { CUDA_STEP_TOKENS },
         step_timeout: Duration::from_secs(10),
+        library_dirs: args.library_dir.clone(),
+        cache_dir: args.cache_dir(),
     })
 }
 

@@ -165,7 +165,8 @@ fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerS
     (spec.plan_ring, spec.output_ring) = (plan_ring.clone(), output_ring.clone());
 
     let mut command = Command::new(program);
-    command.arg("worker").stdin(Stdio::piped());
+    // Multicast memory of a lost worker can block a whole host's links.
+    command.arg("worker").env("NCCL_NVLS_ENABLE", "0").stdin(Stdio::piped());
     bind_to_parent(&mut command, libc::SIGKILL);
     let mut child = command.spawn().map_err(|error| format!("cannot start `{}`: {error}", program.display()))?;
     let json = serde_json::to_vec(&spec).expect("a spec holds nothing that cannot be serialized");

@@ -10,6 +10,7 @@
 mod agent;
 mod agents;
 mod error;
+mod exchange;
 mod protocol;
 mod rows;
 mod run;

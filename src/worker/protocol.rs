@@ -8,6 +8,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use device::TensorParallel;
 use engine::{StepOutput, StepPlan};
 use serde::{Deserialize, Serialize};
 
@@ -78,6 +79,17 @@ pub struct WorkerSpec {
     pub next_step: u64,
     /// How long a worker waits for its group in a collective.
     pub collective_timeout: Duration,
+    /// Where NVIDIA's libraries are looked for first.
+    pub library_dirs: Vec<PathBuf>,
+    /// Where measurements are kept between starts.
+    pub cache_dir: Option<PathBuf>,
+}
+
+impl WorkerSpec {
+    /// This worker's place in its group.
+    pub fn tensor_parallel(&self) -> TensorParallel {
+        TensorParallel { rank: self.tp_rank, size: self.tp_size }
+    }
 }
 
 /// How much memory KV blocks may take.

@@ -1,12 +1,15 @@
 //! From a spec on standard input to a worker that serves.
 
 use std::io::Read;
+use std::sync::Arc;
 
 use device::cpu::{CpuConfig, CpuDevice, GroupConfig};
-use device::{StepLimits, TensorParallel};
+use device::cuda::{CudaConfig, CudaDevice, Exchange};
+use device::StepLimits;
 use ipc::set_process_title;
 
 use crate::error::{SpecError, WorkerError};
+use crate::exchange::ShmExchange;
 use crate::protocol::{DeviceChoice, FromWorker, WorkerSpec};
 use crate::run::{Rings, Worker};
 
@@ -47,7 +50,10 @@ fn run(spec: &WorkerSpec, rings: &mut Rings) -> Result<(), WorkerError> {
             let device = CpuDevice::new(CpuConfig { threads, limits, kv_memory_bytes: None, group })?;
             Worker::load(spec, &config, device)?.serve(rings)
         }
-        DeviceChoice::Cuda { .. } => todo!(),
+        DeviceChoice::Cuda { ordinal } => {
+            let device = CudaDevice::new(cuda_config(spec, ordinal, limits)?)?;
+            Worker::load(spec, &config, device)?.serve(rings)
+        }
     }
 }
 
@@ -59,8 +65,23 @@ fn cpu_group(spec: &WorkerSpec, threads: usize) -> Result<Option<GroupConfig>, W
     Ok(Some(GroupConfig {
         prefix: spec.group_region.prefix.parse()?,
         name: spec.group_region.name.clone(),
-        tensor_parallel: TensorParallel { rank: spec.tp_rank, size: spec.tp_size },
+        tensor_parallel: spec.tensor_parallel(),
         timeout: spec.collective_timeout,
         spin: threads * spec.tp_size as usize <= num_cores,
     }))
+}
+
+fn cuda_config(spec: &WorkerSpec, ordinal: usize, limits: StepLimits) -> Result<CudaConfig, WorkerError> {
+    let place = spec.tensor_parallel();
+    let exchange: Option<Arc<dyn Exchange>> = match place.size {
+        1 => None,
+        _ => Some(Arc::new(ShmExchange::open(&spec.group_region, place, spec.collective_timeout)?)),
+    };
+    Ok(CudaConfig {
+        tensor_parallel: place,
+        exchange,
+        library_dirs: spec.library_dirs.clone(),
+        cache_dir: spec.cache_dir.clone(),
+        ..CudaConfig::new(ordinal, limits)
+    })
 }

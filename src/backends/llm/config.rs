@@ -22,6 +22,10 @@ pub struct LlmDefaults {
     pub max_step_tokens: usize,
     /// Silence of a running step after which its workers count as hung.
     pub step_timeout: std::time::Duration,
+    /// Where workers look for NVIDIA's libraries first.
+    pub library_dirs: Vec<PathBuf>,
+    /// Where workers keep measurements between starts.
+    pub cache_dir: Option<PathBuf>,
 }
 
 /// One LLM.
@@ -44,6 +48,8 @@ pub(crate) struct LlmConfig {
     /// Tokens that end a sequence when the request names none.
     pub(crate) end_ids: Vec<TokenId>,
     pub(crate) step_timeout: std::time::Duration,
+    pub(crate) library_dirs: Vec<PathBuf>,
+    pub(crate) cache_dir: Option<PathBuf>,
 }
 
 impl LlmConfig {
@@ -65,6 +71,8 @@ impl LlmConfig {
             vocab_size: model.vocab_size,
             end_ids: model.eos_ids.iter().copied().map(TokenId).collect(),
             step_timeout: defaults.step_timeout,
+            library_dirs: defaults.library_dirs.clone(),
+            cache_dir: defaults.cache_dir.clone(),
         })
     }
 }

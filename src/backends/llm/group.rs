@@ -174,5 +174,7 @@ fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         kv_memory: config.kv_memory,
         next_step,
         collective_timeout: config.step_timeout,
+        library_dirs: config.library_dirs.clone(),
+        cache_dir: config.cache_dir.clone(),
     }
 }
