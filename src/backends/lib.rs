@@ -1,2 +1,29 @@
-//! Room `backends`.
+//! What answers requests: the LLM engine, tokenizer and detokenizer around it, and an echo to measure against.
+//!
+//! [`builtin`] lists the backends that need nothing but their configuration; [`llm::LlmFactory`] needs the workers of a
+//! world and is made by who has them. Each implements `serving::BackendFactory` under the name that `config.pbtxt` gives
+//! as `backend`.
+#![forbid(unsafe_code)]
+
+mod checkpoint;
+mod detokenize;
+mod identity;
 pub mod llm;
+mod parameters;
+mod tokenize;
+mod words;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use serving::BackendFactory;
+
+/// The backends that need nothing but their configuration, by name.
+pub fn builtin() -> HashMap<String, Arc<dyn BackendFactory>> {
+    let backends: [(&str, Arc<dyn BackendFactory>); 3] = [
+        ("detokenize", Arc::new(detokenize::DetokenizeFactory)),
+        ("identity", Arc::new(identity::IdentityFactory)),
+        ("tokenize", Arc::new(tokenize::TokenizeFactory)),
+    ];
+    backends.map(|(name, factory)| (name.to_owned(), factory)).into()
+}

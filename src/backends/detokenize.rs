@@ -1,0 +1,126 @@
+//! `detokenize`: token ids as text, in the place of TensorRT-LLM's postprocessing model and with its tensors.
+//!
+//! Behind a decoupled model it sees a few tokens at a time. It keeps one detokenizer per sequence for the run of the
+//! ensemble, so that the pieces joined are the text of the whole.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use serving::{
+    Backend, BackendFactory, DataType, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Tensor,
+};
+use text::{Detokenizer, Tokenizer};
+
+use crate::{checkpoint, parameters};
+
+/// Loads `backend: "detokenize"`.
+pub(crate) struct DetokenizeFactory;
+
+impl BackendFactory for DetokenizeFactory {
+    fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        let load = move || {
+            let skip_special_tokens = parameters::flag(&model.config, "skip_special_tokens")?.unwrap_or(true);
+            let is_batched = model.config.max_batch_size > 0;
+            let tokenizer = checkpoint::tokenizer(&model)?;
+            Ok(Arc::new(Detokenize { tokenizer, skip_special_tokens, is_batched }) as Arc<dyn Backend>)
+        };
+        async { tokio::task::spawn_blocking(load).await.map_err(|error| InferError::internal(error.to_string()))? }
+            .boxed()
+    }
+}
+
+struct Detokenize {
+    tokenizer: Arc<Tokenizer>,
+    skip_special_tokens: bool,
+    is_batched: bool,
+}
+
+/// The texts in the making of one run: by sequence index, then by row and beam.
+type Texts = BTreeMap<(i32, usize), Detokenizer>;
+
+impl Backend for Detokenize {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        let tokens = Tokens::new(&request, self.is_batched)?;
+        let pieces = match &request.step {
+            Some(step) => step.with_state(Texts::new, |texts| self.push(texts, &tokens, step.is_last)),
+            None => self.push(&mut Texts::new(), &tokens, true),
+        };
+        let outputs = vec![Tensor::from_byte_strings("OUTPUT", &tokens.output_shape, &pieces)];
+        Ok(ResponseStream::ready(InferResponse { outputs, ..InferResponse::default() }))
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        std::future::ready(()).boxed()
+    }
+}
+
+impl Detokenize {
+    /// The text that each row's new tokens complete, with what was held back if these are the last.
+    fn push(&self, texts: &mut Texts, tokens: &Tokens, is_last: bool) -> Vec<String> {
+        let piece = |(row, ids): (usize, &[u32])| {
+            let text = texts
+                .entry((tokens.sequence_index, row))
+                .or_insert_with(|| Detokenizer::new(self.tokenizer.clone(), self.skip_special_tokens));
+            let mut piece = String::new();
+            ids.iter().for_each(|&id| text.push_into(id, &mut piece));
+            if is_last {
+                text.finish_into(&mut piece);
+            }
+            piece
+        };
+        tokens.rows().enumerate().map(piece).collect()
+    }
+}
+
+/// The new tokens of each row and beam.
+struct Tokens {
+    ids: Vec<u32>,
+    width: usize,
+    lengths: Vec<usize>,
+    output_shape: Vec<i64>,
+    sequence_index: i32,
+}
+
+impl Tokens {
+    fn new(request: &InferRequest, is_batched: bool) -> Result<Self, InferError> {
+        let missing = || InferError::invalid("input `TOKENS_BATCH` is missing: it holds the token ids");
+        let tensor = request.input("TOKENS_BATCH").ok_or_else(missing)?;
+        let ids = token_ids(tensor)?;
+        let (&width, rows) = tensor.shape.split_last().ok_or_else(missing)?;
+        let num_rows = rows.iter().product::<i64>().try_into().unwrap_or(0usize);
+        let width = usize::try_from(width).unwrap_or(0);
+        let lengths = match request.input("SEQUENCE_LENGTH").map(token_ids).transpose()? {
+            None => vec![width; num_rows],
+            Some(lengths) if lengths.len() == num_rows => {
+                lengths.iter().map(|&len| (len as usize).min(width)).collect()
+            }
+            Some(lengths) => {
+                return Err(InferError::invalid(format!(
+                    "`SEQUENCE_LENGTH` holds {} lengths for the {num_rows} rows of `TOKENS_BATCH`; send one each",
+                    lengths.len()
+                )));
+            }
+        };
+        let output_shape = if is_batched { rows.to_vec() } else { vec![num_rows as i64] };
+        let sequence_index = request.input("SEQUENCE_INDEX").and_then(|index| index.to_i32()?.first().copied());
+        Ok(Self { ids, width, lengths, output_shape, sequence_index: sequence_index.unwrap_or(0) })
+    }
+
+    fn rows(&self) -> impl Iterator<Item = &[u32]> {
+        self.lengths.iter().enumerate().map(|(row, &length)| &self.ids[row * self.width..][..length])
+    }
+}
+
+/// Non-negative integers of either sign's type.
+fn token_ids(tensor: &Tensor) -> Result<Vec<u32>, InferError> {
+    let name = &tensor.name;
+    let wrong = || InferError::invalid(format!("input `{name}` is {}, expected INT32", tensor.datatype.name()));
+    if tensor.datatype == DataType::Uint32 {
+        return tensor.to_u32().ok_or_else(wrong);
+    }
+    let values = tensor.to_i32().ok_or_else(wrong)?;
+    let negative = |value| InferError::invalid(format!("input `{name}` holds {value}, expected 0 or more"));
+    values.into_iter().map(|value| u32::try_from(value).map_err(|_| negative(value))).collect()
+}

@@ -1,0 +1,76 @@
+//! `identity`: gives back what it gets. For probes and load tests.
+//!
+//! Output i is input i of the configuration, whatever its type. Parameter `execute_delay_ms` makes each request wait.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use serving::{Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Tensor};
+
+use crate::parameters;
+
+/// Loads `backend: "identity"`.
+pub(crate) struct IdentityFactory;
+
+struct Identity {
+    /// Input and output names.
+    pairs: Vec<(String, String)>,
+    delay: Option<Duration>,
+}
+
+impl BackendFactory for IdentityFactory {
+    fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        std::future::ready(Identity::new(&model).map(|identity| Arc::new(identity) as Arc<dyn Backend>)).boxed()
+    }
+}
+
+impl Identity {
+    fn new(model: &LoadRequest) -> Result<Self, InferError> {
+        let config = &model.config;
+        if config.input.len() != config.output.len() {
+            return Err(InferError::invalid(format!(
+                "model `{}`: `identity` needs one output for each input, found {} inputs and {} outputs",
+                config.name,
+                config.input.len(),
+                config.output.len()
+            )));
+        }
+        let pairs = config.input.iter().zip(&config.output);
+        if let Some((input, output)) = pairs.clone().find(|(input, output)| input.data_type != output.data_type) {
+            return Err(InferError::invalid(format!(
+                "model `{}`: output `{}` has another `data_type` than input `{}`, which it gives back",
+                config.name, output.name, input.name
+            )));
+        }
+        Ok(Self {
+            pairs: pairs.map(|(input, output)| (input.name.clone(), output.name.clone())).collect(),
+            delay: parameters::number(config, "execute_delay_ms")?.map(Duration::from_millis),
+        })
+    }
+}
+
+impl Backend for Identity {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        let echo = |tensor: Tensor| {
+            let (_, output) = self.pairs.iter().find(|(input, _)| *input == tensor.name)?;
+            Some(Tensor { name: output.clone(), ..tensor })
+        };
+        let outputs = request.inputs.into_iter().filter_map(echo).collect();
+        let response = InferResponse { outputs, is_final: true, ..InferResponse::default() };
+        let Some(delay) = self.delay else { return Ok(ResponseStream::ready(response)) };
+        let (sender, stream) = ResponseStream::channel(1);
+        tokio::spawn(async move {
+            tokio::select! {
+                () = tokio::time::sleep(delay) => { sender.send(Ok(response)).await; }
+                () = sender.cancelled() => {}
+            }
+        });
+        Ok(stream)
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        std::future::ready(()).boxed()
+    }
+}

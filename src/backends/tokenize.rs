@@ -1,0 +1,205 @@
+//! `tokenize`: a prompt as token ids, in the place of TensorRT-LLM's preprocessing model and with its tensors.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use serving::{
+    Backend, BackendFactory, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Tensor,
+};
+use text::Tokenizer;
+
+use crate::words::WordList;
+use crate::{checkpoint, parameters};
+
+/// Texts up to this size are encoded at once, longer ones on a thread of their own: about a millisecond's work.
+const INLINE_BYTES: usize = 4096;
+
+/// Inputs that are handed through, with the names they come out by.
+const PASSED_ON: [(&str, &str); 4] = [
+    ("REQUEST_OUTPUT_LEN", "REQUEST_OUTPUT_LEN"),
+    ("END_ID", "OUT_END_ID"),
+    ("PAD_ID", "OUT_PAD_ID"),
+    ("PROMPT_TABLE_EXTRA_ID", "OUT_PROMPT_TABLE_EXTRA_IDS"),
+];
+
+/// Inputs for models that read more than text.
+const UNSUPPORTED: [&str; 3] = ["IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES"];
+
+/// Loads `backend: "tokenize"`.
+pub(crate) struct TokenizeFactory;
+
+impl BackendFactory for TokenizeFactory {
+    fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        let load = move || {
+            let encoder = Encoder {
+                tokenizer: checkpoint::tokenizer(&model)?,
+                add_special_tokens: parameters::flag(&model.config, "add_special_tokens")?.unwrap_or(true),
+                is_batched: model.config.max_batch_size > 0,
+                outputs: model.config.output.iter().map(|output| output.name.clone()).collect(),
+            };
+            Ok(Arc::new(Tokenize(Arc::new(encoder))) as Arc<dyn Backend>)
+        };
+        async { tokio::task::spawn_blocking(load).await.map_err(|error| InferError::internal(error.to_string()))? }
+            .boxed()
+    }
+}
+
+struct Tokenize(Arc<Encoder>);
+
+struct Encoder {
+    tokenizer: Arc<Tokenizer>,
+    add_special_tokens: bool,
+    is_batched: bool,
+    /// Outputs that the configuration declares.
+    outputs: Vec<String>,
+}
+
+impl Backend for Tokenize {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        if request.inputs.iter().map(|tensor| tensor.data.len()).sum::<usize>() <= INLINE_BYTES {
+            return self.0.encode(&request).map(ResponseStream::ready);
+        }
+        let (sender, stream) = ResponseStream::channel(1);
+        let encoder = self.0.clone();
+        tokio::task::spawn_blocking(move || sender.blocking_send(encoder.encode(&request)));
+        Ok(stream)
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        std::future::ready(()).boxed()
+    }
+}
+
+impl Encoder {
+    fn encode(&self, request: &InferRequest) -> Result<InferResponse, InferError> {
+        if let Some(name) = UNSUPPORTED.iter().find(|name| request.input(name).is_some()) {
+            let words = format!("input `{name}` is not supported: the model reads text only; leave it out");
+            return Err(InferError::new(ErrorKind::Unsupported, words));
+        }
+        let mut outputs = Vec::new();
+        self.encode_prompts(request, ("QUERY", "INPUT_ID", "REQUEST_INPUT_LEN"), &mut outputs)?;
+        let decoder = ("DECODER_QUERY", "DECODER_INPUT_ID", "REQUEST_DECODER_INPUT_LEN");
+        self.encode_prompts(request, decoder, &mut outputs)?;
+        self.encode_words(request, "STOP_WORDS_DICT", "STOP_WORDS_IDS", &mut outputs)?;
+        self.encode_words(request, "BAD_WORDS_DICT", "BAD_WORDS_IDS", &mut outputs)?;
+        outputs.extend(self.embedding_bias(request)?);
+        for (input, output) in PASSED_ON {
+            outputs.extend(request.input(input).map(|tensor| Tensor { name: output.to_owned(), ..tensor.clone() }));
+        }
+        outputs.retain(|tensor| self.outputs.contains(&tensor.name));
+        Ok(InferResponse { outputs, is_final: true, ..InferResponse::default() })
+    }
+
+    /// Rows of a request: its batch, or 1.
+    fn num_rows(&self, tensor: &Tensor) -> usize {
+        let batch = tensor.shape.first().filter(|_| self.is_batched);
+        batch.and_then(|&batch| usize::try_from(batch).ok()).unwrap_or(1).max(1)
+    }
+
+    /// `sizes` behind the batch dimension, where there is one.
+    fn shape(&self, num_rows: usize, sizes: &[usize]) -> Vec<i64> {
+        let batch = self.is_batched.then_some(num_rows);
+        batch.iter().chain(sizes).map(|&size| i64::try_from(size).expect("sizes of memory fit")).collect()
+    }
+
+    /// Token ids of one text a row, padded to the longest, and their lengths.
+    fn encode_prompts(
+        &self,
+        request: &InferRequest,
+        (input, ids_output, length_output): (&str, &str, &str),
+        outputs: &mut Vec<Tensor>,
+    ) -> Result<(), InferError> {
+        let Some(tensor) = request.input(input) else { return Ok(()) };
+        let texts = strings(tensor)?;
+        let num_rows = self.num_rows(tensor);
+        if texts.len() != num_rows {
+            return Err(InferError::invalid(format!(
+                "input `{input}` holds {} texts for a batch of {num_rows}; send one each",
+                texts.len()
+            )));
+        }
+        let mut rows = Vec::with_capacity(num_rows);
+        for text in &texts {
+            let encoded = self.tokenizer.encode(utf8(input, text)?, self.add_special_tokens);
+            rows.push(encoded.map_err(|error| InferError::invalid(format!("input `{input}`: {error}")))?);
+        }
+        let width = rows.iter().map(Vec::len).max().unwrap_or(0);
+        let pad = request.input("PAD_ID").and_then(|tensor| tensor.to_i32()?.first().copied()).unwrap_or(0);
+        let mut ids = Vec::with_capacity(num_rows * width);
+        for row in &rows {
+            ids.extend(row.iter().map(|&id| id.cast_signed()));
+            ids.resize(ids.len() + width - row.len(), pad);
+        }
+        let lengths: Vec<i32> = rows.iter().map(|row| i32::try_from(row.len()).unwrap_or(i32::MAX)).collect();
+        outputs.push(Tensor::from_i32(ids_output, &self.shape(num_rows, &[width]), &ids));
+        outputs.push(Tensor::from_i32(length_output, &self.shape(num_rows, &[1]), &lengths));
+        Ok(())
+    }
+
+    fn encode_words(
+        &self,
+        request: &InferRequest,
+        input: &str,
+        output: &str,
+        outputs: &mut Vec<Tensor>,
+    ) -> Result<(), InferError> {
+        let Some(tensor) = request.input(input) else { return Ok(()) };
+        let words = strings(tensor)?;
+        let num_rows = self.num_rows(tensor);
+        if words.is_empty() {
+            return Ok(());
+        }
+        let mut lists = Vec::with_capacity(num_rows);
+        for row in words.chunks(words.len().div_ceil(num_rows)) {
+            let row: Vec<&str> = row.iter().map(|word| utf8(input, word)).collect::<Result<_, _>>()?;
+            lists.push(WordList::encode(&self.tokenizer, row)?);
+        }
+        let width = lists.iter().map(WordList::width).max().unwrap_or(1);
+        let mut values = Vec::with_capacity(2 * width * num_rows);
+        lists.iter().for_each(|list| list.write(width, &mut values));
+        outputs.push(Tensor::from_i32(output, &self.shape(num_rows, &[2, width]), &values));
+        Ok(())
+    }
+
+    /// A weight for each token of the vocabulary, from words and their weights.
+    fn embedding_bias(&self, request: &InferRequest) -> Result<Option<Tensor>, InferError> {
+        let Some(tensor) = request.input("EMBEDDING_BIAS_WORDS") else { return Ok(None) };
+        let words = strings(tensor)?;
+        let weights = request.input("EMBEDDING_BIAS_WEIGHTS").and_then(Tensor::to_f32).unwrap_or_default();
+        if words.len() != weights.len() {
+            return Err(InferError::invalid(format!(
+                "`EMBEDDING_BIAS_WORDS` holds {} words and `EMBEDDING_BIAS_WEIGHTS` {} weights; send one weight for each word",
+                words.len(),
+                weights.len()
+            )));
+        }
+        let num_rows = self.num_rows(tensor);
+        let vocab_size = self.tokenizer.vocab_size();
+        let mut biases = vec![0.0; num_rows * vocab_size];
+        let per_row = words.len().div_ceil(num_rows).max(1);
+        for (row, (words, weights)) in words.chunks(per_row).zip(weights.chunks(per_row)).enumerate() {
+            for (word, weight) in words.iter().zip(weights) {
+                let ids = self.tokenizer.encode(utf8("EMBEDDING_BIAS_WORDS", word)?, false);
+                let ids = ids.map_err(|error| InferError::invalid(format!("`EMBEDDING_BIAS_WORDS`: {error}")))?;
+                ids.iter().for_each(|&id| biases[row * vocab_size + id as usize] += weight);
+            }
+        }
+        Ok(Some(Tensor::from_f32("EMBEDDING_BIAS", &self.shape(num_rows, &[vocab_size]), &biases)))
+    }
+}
+
+fn strings(tensor: &Tensor) -> Result<Vec<Bytes>, InferError> {
+    let name = &tensor.name;
+    tensor.to_byte_strings().ok_or_else(|| InferError::invalid(format!("input `{name}` holds no well-formed strings")))
+}
+
+fn utf8<'a>(input: &str, text: &'a Bytes) -> Result<&'a str, InferError> {
+    std::str::from_utf8(text).map_err(|error| {
+        InferError::invalid(format!(
+            "input `{input}` is not UTF-8: byte {} is wrong; send UTF-8 text",
+            error.valid_up_to()
+        ))
+    })
+}
