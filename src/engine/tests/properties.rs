@@ -70,7 +70,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn every_stream_is_what_its_request_gets_alone(config in config(), calls in vec(call(), 1..160)) {
