@@ -40,7 +40,7 @@ pub(crate) fn status(run_dir: &RunDir) {
         println!("no world runs");
     }
     for world in worlds {
-        let health = if health::is_ready(world.http_port) { "ready" } else { "not ready" };
+        let health = if health::is_ready(&world.http_host, world.http_port) { "ready" } else { "not ready" };
         let rank_0 = world.rank_0_pid.map_or("-".to_owned(), |pid| pid.to_string());
         println!(
             "http {} grpc {} metrics {}: {health}, {} rank(s), {} restart(s), launcher {}, rank 0 {rank_0}, {}",

@@ -33,7 +33,7 @@ pub(crate) fn detach(flags: &WorldFlags, arguments: &[OsString], run_dir: &RunDi
         .context("cannot start the launcher in the background")?;
 
     let patience = flags.wait_ready.map_or(DEFAULT_PATIENCE, Duration::from_secs);
-    wait_until_ready(&mut child, flags.http_port, run_dir, patience, &log)?;
+    wait_until_ready(&mut child, flags, run_dir, patience, &log)?;
     println!(
         "serving: http {}, grpc {}, metrics {}; launcher {}, log {}; end it with `launch stop --http_port={}`",
         flags.http_port,
@@ -46,8 +46,14 @@ pub(crate) fn detach(flags: &WorldFlags, arguments: &[OsString], run_dir: &RunDi
     Ok(())
 }
 
-fn wait_until_ready(child: &mut Child, port: u16, run_dir: &RunDir, patience: Duration, log: &Path) -> Result<()> {
-    let start = Instant::now();
+fn wait_until_ready(
+    child: &mut Child,
+    flags: &WorldFlags,
+    run_dir: &RunDir,
+    patience: Duration,
+    log: &Path,
+) -> Result<()> {
+    let (start, host) = (Instant::now(), flags.http_host());
     loop {
         if let Some(status) = child.try_wait().context("cannot wait for the launcher")? {
             let reason = last_lines(log);
@@ -55,7 +61,7 @@ fn wait_until_ready(child: &mut Child, port: u16, run_dir: &RunDir, patience: Du
         }
         // Its state first: somebody else may serve on the port while it starts.
         let is_its_own = run_dir.worlds().iter().any(|world| world.launcher_pid == child.id());
-        if is_its_own && health::is_ready(port) {
+        if is_its_own && health::is_ready(&host, flags.http_port) {
             return Ok(());
         }
         if start.elapsed() > patience {

@@ -136,6 +136,21 @@ pub struct WorldFlags {
     pub rank_flags: Vec<String>,
 }
 
+impl WorldFlags {
+    /// Where rank 0 answers HTTP, as seen from this machine: `--http-address` among the ranks' flags, if any.
+    pub(crate) fn http_host(&self) -> String {
+        let normal: Vec<String> = self.rank_flags.iter().map(|flag| text_with_dashes(flag)).collect();
+        let value = |(index, flag): (usize, &String)| match flag.strip_prefix("--http-address")? {
+            "" => normal.get(index + 1).cloned(),
+            rest => rest.strip_prefix('=').map(str::to_owned),
+        };
+        match normal.iter().enumerate().filter_map(value).next_back() {
+            Some(host) if host != "0.0.0.0" && host != "::" => host,
+            _ => "127.0.0.1".to_owned(),
+        }
+    }
+}
+
 impl Flags {
     /// Parses a command line, program name first; `_` counts as `-` in the names of flags.
     pub fn parse_from_line(line: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
@@ -148,15 +163,17 @@ impl Flags {
     }
 }
 
-/// `--model_repo=a_b` → `--model-repo=a_b`; what is no flag stays.
 fn with_dashes(word: OsString) -> OsString {
-    match word.to_str() {
-        Some(text) if text.starts_with("--") => {
-            let (name, value) = text.split_at(text.find('=').unwrap_or(text.len()));
-            format!("{}{value}", name.replace('_', "-")).into()
-        }
-        _ => word,
+    word.to_str().map(text_with_dashes).map_or(word, OsString::from)
+}
+
+/// `--model_repo=a_b` → `--model-repo=a_b`; what is no flag stays.
+fn text_with_dashes(word: &str) -> String {
+    if !word.starts_with("--") {
+        return word.to_owned();
     }
+    let (name, value) = word.split_at(word.find('=').unwrap_or(word.len()));
+    format!("{}{value}", name.replace('_', "-"))
 }
 
 #[cfg(test)]
@@ -182,6 +199,17 @@ mod tests {
         let flags = parse("--wait_ready --force -- --log_verbose=1 --world_size=9");
         assert_eq!((flags.wait_ready, flags.force, flags.world_size), (Some(600), true, 1));
         assert_eq!(flags.rank_flags, ["--log_verbose=1", "--world_size=9"]);
+    }
+
+    #[test]
+    fn the_address_given_to_the_ranks_is_where_health_is_asked() {
+        for (line, host) in [
+            ("", "127.0.0.1"),
+            ("-- --http_address=0.0.0.0", "127.0.0.1"),
+            ("-- --http_address=10.0.0.1 --http-address 10.0.0.2 --id=me", "10.0.0.2"),
+        ] {
+            assert_eq!(parse(line).http_host(), host, "{line}");
+        }
     }
 
     #[test]

@@ -1,14 +1,15 @@
 //! Whether a world serves.
 
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{TcpStream, ToSocketAddrs};
 use std::time::Duration;
 
-/// Whether `GET /v2/health/ready` on `port` of this machine answers 200; at most half a second.
-pub(crate) fn is_ready(port: u16) -> bool {
+/// Whether `GET /v2/health/ready` on `host:port` answers 200; takes less than a second.
+pub(crate) fn is_ready(host: &str, port: u16) -> bool {
     const PATIENCE: Duration = Duration::from_millis(250);
     let ask = || -> std::io::Result<bool> {
-        let mut stream = TcpStream::connect_timeout(&SocketAddr::from((Ipv4Addr::LOCALHOST, port)), PATIENCE)?;
+        let address = (host, port).to_socket_addrs()?.next().ok_or(std::io::ErrorKind::NotFound)?;
+        let mut stream = TcpStream::connect_timeout(&address, PATIENCE)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
         stream.write_all(b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;

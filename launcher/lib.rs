@@ -92,6 +92,7 @@ fn supervise(flags: &WorldFlags, site: &Site, plan: Plan, run_dir: RunDir) -> Re
         model_repository: flags.model_repo.clone(),
         grpc_port: flags.grpc_port,
         http_port: flags.http_port,
+        http_host: flags.http_host(),
         metrics_port: flags.metrics_port,
         shm_prefix: site.shm_prefix.clone(),
         exit_timeout_secs: flags.exit_timeout.unwrap_or(DEFAULT_EXIT_TIMEOUT_SECS),
@@ -114,8 +115,7 @@ fn site(run_dir: &RunDir, http_port: u16) -> Result<Site> {
     let launch = std::env::current_exe().context("cannot find this program")?;
     let cores = sysinfo::System::physical_core_count().map_or(1, |cores| cores as u32);
     // Worlds of one node need names of their own.
-    let is_alone = run_dir.worlds().iter().all(|world| world.http_port == http_port);
-    let shm_prefix = if is_alone { "prefix".to_owned() } else { format!("prefix{http_port}_") };
+    let shm_prefix = if run_dir.worlds().is_empty() { "prefix".to_owned() } else { format!("prefix{http_port}_") };
     Ok(Site { trireme: launch.with_file_name("trireme"), num_cores: cores, shm_prefix })
 }
 

@@ -21,6 +21,8 @@ pub(crate) struct WorldState {
     pub(crate) model_repository: PathBuf,
     pub(crate) grpc_port: u16,
     pub(crate) http_port: u16,
+    /// Where it answers HTTP, as seen from this machine.
+    pub(crate) http_host: String,
     pub(crate) metrics_port: u16,
     pub(crate) shm_prefix: String,
     pub(crate) exit_timeout_secs: u64,
@@ -127,6 +129,7 @@ mod tests {
             model_repository: "/models".into(),
             grpc_port: 1,
             http_port: 2,
+            http_host: "127.0.0.1".into(),
             metrics_port: 3,
             shm_prefix: "prefix".into(),
             exit_timeout_secs: 30,

@@ -110,7 +110,7 @@ impl Supervisor {
             if ending != Ending::No || serving_since.is_some() {
                 continue;
             }
-            if health::is_ready(self.state.http_port) {
+            if health::is_ready(&self.state.http_host, self.state.http_port) {
                 serving_since = Some(Instant::now());
                 self.report_ready(&mut world, started.elapsed())?;
             } else if give_up_at.is_some_and(|at| Instant::now() >= at) {

@@ -245,6 +245,9 @@ fn a_detached_world_can_be_listed_and_stopped_and_its_ports_are_taken() {
     assert_eq!(code(second.status), 1);
     let refusal = text(&second);
     assert!(refusal.contains(&format!("a world already serves on port {port}")), "{refusal}");
+    // On other ports there may be one, with shared memory of its own.
+    let other = text(&place.launch("--dry_run --http_port=1 --grpc_port=2 --metrics_port=3").output().unwrap());
+    assert!(other.contains("shm-region-prefix-name=prefix1_0_"), "{other}");
 
     let stopped = place.launch(&format!("stop --http_port={port}")).output().unwrap();
     assert_eq!(code(stopped.status), 0, "{}", text(&stopped));
