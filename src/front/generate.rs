@@ -6,12 +6,12 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use futures::{Stream, StreamExt};
 use repository::ModelConfig;
-use serving::{InferError, InferRequest, InferResponse, ResponseStream, Tensor};
+use serving::{DataType, InferError, InferRequest, InferResponse, ResponseStream, Tensor};
 
 use crate::http_infer::set_parameter;
 use crate::json::{self, Value, in_field};
 use crate::json_writer::JsonWriter;
-use crate::models::{datatype, fit_shape};
+use crate::shapes::fit_shape;
 
 /// Reads a request: keys that name inputs become tensors, all others parameters.
 ///
@@ -49,7 +49,7 @@ fn read_member(
     let Some(input) = config.input.iter().find(|input| input.name == key) else {
         return set_parameter(request, key, value);
     };
-    let datatype = datatype(input.data_type)
+    let datatype = DataType::from_config(input.data_type())
         .ok_or_else(|| InferError::internal(format!("input '{key}' of model '{}' has no type", config.name)))?;
     let mut data = Vec::new();
     let count = match value {

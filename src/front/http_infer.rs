@@ -74,7 +74,7 @@ pub fn read_raw(body: Bytes, config: &ModelConfig) -> Result<Asked, InferError> 
             config.name
         )));
     };
-    let datatype = crate::models::datatype(input.data_type);
+    let datatype = DataType::from_config(input.data_type());
     let is_batched = config.max_batch_size > 0;
     let (data, count) = match datatype.and_then(DataType::size) {
         Some(size) => (body.clone(), body.len() / size),
@@ -89,7 +89,7 @@ pub fn read_raw(body: Bytes, config: &ModelConfig) -> Result<Asked, InferError> 
     let tensor = Tensor {
         name: input.name.clone(),
         datatype: datatype.unwrap_or(DataType::Bytes),
-        shape: crate::models::fit_shape(&input.dims, is_batched, count),
+        shape: crate::shapes::fit_shape(&input.dims, is_batched, count),
         data,
     };
     let request = InferRequest { inputs: vec![tensor], ..InferRequest::default() };

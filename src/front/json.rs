@@ -142,16 +142,6 @@ impl<'a> Array<'a> {
         parser.array(|value| visit(value))
     }
 
-    /// The elements.
-    pub fn elements(self) -> Result<Vec<Value<'a>>> {
-        let mut elements = Vec::new();
-        self.for_each(|value| {
-            elements.push(value);
-            Ok(())
-        })?;
-        Ok(elements)
-    }
-
     /// Appends the elements, nested ones in row-major order, as raw tensor data. Returns how many.
     ///
     /// # Errors
@@ -484,6 +474,16 @@ impl<'a> Parser<'a> {
 mod tests {
     use super::*;
 
+    fn elements<'a>(array: &Value<'a>) -> Vec<Value<'a>> {
+        let mut elements = Vec::new();
+        let push = |value| {
+            elements.push(value);
+            Ok(())
+        };
+        array.as_array().unwrap().for_each(push).unwrap();
+        elements
+    }
+
     fn message(text: &str) -> String {
         parse(text.as_bytes()).unwrap_err().message
     }
@@ -495,9 +495,9 @@ mod tests {
                 .unwrap();
         assert_eq!(value.member("b").unwrap().member("d"), Some(&Value::Bool(true)));
         assert_eq!(value.member("e").unwrap().as_str().unwrap(), "é😀\n");
-        let elements = value.member("a").unwrap().as_array().unwrap().elements().unwrap();
-        assert_eq!(elements[0], Value::Number("1"));
-        assert_eq!(elements[1].as_array().unwrap().elements().unwrap()[1], Value::String("x".into()));
+        let outer = elements(value.member("a").unwrap());
+        assert_eq!(outer[0], Value::Number("1"));
+        assert_eq!(elements(&outer[1])[1], Value::String("x".into()));
     }
 
     #[test]

@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
+use repository::ModelConfig;
 use serving::{ErrorKind, InferError};
 use tonic::{Request, Response, Status, Streaming};
 
+use crate::grpc_models;
 use crate::grpc_request;
 use crate::proto::grpc_inference_service_server::GrpcInferenceService;
 use crate::proto::*;
@@ -170,40 +172,82 @@ impl GrpcInferenceService for KserveGrpc {
         &self,
         _: Request<ServerMetadataRequest>,
     ) -> Result<Response<ServerMetadataResponse>, Status> {
-        Err(Status::unimplemented("TODO"))
+        let serving::ServerMetadata { name, version, extensions } = self.state.server.server_metadata();
+        Ok(Response::new(ServerMetadataResponse { name, version, extensions }))
     }
+
     async fn model_metadata(
         &self,
-        _: Request<ModelMetadataRequest>,
+        request: Request<ModelMetadataRequest>,
     ) -> Result<Response<ModelMetadataResponse>, Status> {
-        Err(Status::unimplemented("TODO"))
+        let model = request.into_inner();
+        let metadata = self.state.server.model_metadata(&model.name, &model.version).map_err(grpc_status)?;
+        Ok(Response::new(grpc_models::metadata(metadata)))
     }
-    async fn model_config(&self, _: Request<ModelConfigRequest>) -> Result<Response<ModelConfigResponse>, Status> {
-        Err(Status::unimplemented("TODO"))
+
+    async fn model_config(
+        &self,
+        request: Request<ModelConfigRequest>,
+    ) -> Result<Response<ModelConfigResponse>, Status> {
+        let model = request.into_inner();
+        let config = self.state.server.model_config(&model.name, &model.version).map_err(grpc_status)?;
+        Ok(Response::new(ModelConfigResponse { config: Some(ModelConfig::clone(&config)) }))
     }
+
     async fn model_statistics(
         &self,
-        _: Request<ModelStatisticsRequest>,
+        request: Request<ModelStatisticsRequest>,
     ) -> Result<Response<ModelStatisticsResponse>, Status> {
-        Err(Status::unimplemented("TODO"))
+        let model = request.into_inner();
+        let models = self.state.server.model_statistics(&model.name, &model.version).map_err(grpc_status)?;
+        let model_stats = models.into_iter().map(grpc_models::statistics).collect();
+        Ok(Response::new(ModelStatisticsResponse { model_stats }))
     }
+
     async fn repository_index(
         &self,
-        _: Request<RepositoryIndexRequest>,
+        request: Request<RepositoryIndexRequest>,
     ) -> Result<Response<RepositoryIndexResponse>, Status> {
-        Err(Status::unimplemented("TODO"))
+        let request = request.into_inner();
+        no_repository_name(&request.repository_name)?;
+        let index = self.state.server.repository_index(request.ready);
+        let models = index.into_iter().map(|model| repository_index_response::ModelIndex {
+            name: model.name,
+            version: model.version,
+            state: model.state.name().to_owned(),
+            reason: model.reason,
+        });
+        Ok(Response::new(RepositoryIndexResponse { models: models.collect() }))
     }
+
     async fn repository_model_load(
         &self,
-        _: Request<RepositoryModelLoadRequest>,
+        request: Request<RepositoryModelLoadRequest>,
     ) -> Result<Response<RepositoryModelLoadResponse>, Status> {
-        Err(Status::unimplemented("TODO"))
+        let request = request.into_inner();
+        no_repository_name(&request.repository_name)?;
+        let overrides = grpc_models::load_overrides(request.parameters).map_err(grpc_status)?;
+        self.state.server.load_model(&request.model_name, overrides).await.map_err(grpc_status)?;
+        Ok(Response::new(RepositoryModelLoadResponse {}))
     }
+
     async fn repository_model_unload(
         &self,
-        _: Request<RepositoryModelUnloadRequest>,
+        request: Request<RepositoryModelUnloadRequest>,
     ) -> Result<Response<RepositoryModelUnloadResponse>, Status> {
-        Err(Status::unimplemented("TODO"))
+        let request = request.into_inner();
+        no_repository_name(&request.repository_name)?;
+        let unload_dependents = grpc_models::unload_dependents(request.parameters).map_err(grpc_status)?;
+        self.state.server.unload_model(&request.model_name, unload_dependents).await.map_err(grpc_status)?;
+        Ok(Response::new(RepositoryModelUnloadResponse {}))
+    }
+}
+
+fn no_repository_name(name: &str) -> Result<(), Status> {
+    if name.is_empty() {
+        Ok(())
+    } else {
+        Err(Status::unimplemented("'repository_name' specification is not supported"))
     }
 }
 

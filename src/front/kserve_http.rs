@@ -13,10 +13,11 @@ use crate::body::{ReplyBody, read_all};
 use crate::coding::Coding;
 use crate::generate::{self, Events, NOT_ONE_RESPONSE, error_text};
 use crate::http_infer::{self, Asked};
-use crate::http_route::{ModelPath, Route};
+use crate::http_route::{MemoryKind, ModelPath, Route};
 use crate::state::State;
 use crate::status::http_status;
 use crate::stream_infer::single_response;
+use crate::{http_models, http_repository, http_settings};
 
 /// A response of ours.
 pub type Reply = Response<ReplyBody>;
@@ -47,7 +48,32 @@ async fn answer(state: &State, route: Route<'_>, headers: &HeaderMap, body: Inco
         Route::Live => Ok(probe(state.server.is_live(), StatusCode::BAD_REQUEST)),
         Route::Ready => Ok(ready(state)),
         Route::ModelReady(model) => Ok(model_ready(state, model)),
-        _ => Err(InferError::new(ErrorKind::Unsupported, "not served yet")),
+        Route::ServerMetadata => Ok(json_reply(http_models::server_metadata(&state.server))),
+        Route::ModelMetadata(model) => http_models::model_metadata(&state.server, model).map(json_reply),
+        Route::ModelConfig(model) => http_models::model_config(&state.server, model).map(json_reply),
+        Route::ModelStatistics(model) => http_models::statistics(&state.server, model).map(json_reply),
+        other => control(state, other, read_body(state, headers, body).await?).await.map(json_reply),
+    }
+}
+
+/// Requests that change or show the server's own state.
+async fn control(state: &State, route: Route<'_>, body: Bytes) -> Result<Vec<u8>, InferError> {
+    let done = |()| Vec::new();
+    match route {
+        Route::RepositoryIndex => http_repository::index(&state.server, &body),
+        Route::LoadModel(model) => http_repository::load(&state.server, model, &body).await.map(done),
+        Route::UnloadModel(model) => http_repository::unload(&state.server, model, &body).await.map(done),
+        Route::MemoryStatus { kind, region } => http_settings::memory_status(state, kind, region),
+        Route::MemoryRegister { kind, region } => http_settings::register_memory(state, kind, region, &body).map(done),
+        Route::MemoryUnregister { kind, region } => {
+            if kind == MemoryKind::System {
+                state.memory.unregister(region);
+            }
+            Ok(Vec::new())
+        }
+        Route::TraceSetting { model } => http_settings::trace(state, model, &body),
+        Route::Logging => http_settings::logging(state, &body),
+        _ => unreachable!("the other routes are answered above"),
     }
 }
 
@@ -176,6 +202,10 @@ fn plain_error(status: StatusCode, message: &str) -> Reply {
 
 fn error_reply(error: &InferError) -> Reply {
     reply(http_status(error.kind), JSON, error_text(&error.message))
+}
+
+fn json_reply(text: Vec<u8>) -> Reply {
+    reply(StatusCode::OK, JSON, text)
 }
 
 fn reply(status: StatusCode, content_type: HeaderValue, body: impl Into<ReplyBody>) -> Reply {

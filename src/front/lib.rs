@@ -5,34 +5,39 @@
 #![forbid(unsafe_code)]
 
 mod ask;
+mod base64;
 mod body;
 mod classification;
 mod coding;
 mod config;
-mod door;
 mod generate;
+mod grpc_models;
 mod grpc_request;
 mod grpc_service;
 mod health;
 mod http_infer;
+mod http_models;
+mod http_repository;
 mod http_route;
+mod http_settings;
 mod json;
 mod json_writer;
 mod kserve_grpc;
 mod kserve_http;
 mod listener;
-mod models;
+mod metrics;
 mod proto;
 mod reply;
 mod running;
 mod settings;
+mod shapes;
 mod shared_memory;
 mod state;
 mod status;
 mod stream_infer;
 
 pub use config::{Address, Compression, Config, ConfigError};
-pub use door::{Models, Server};
 pub use listener::StartError;
+pub use metrics::{Family, FamilyKind, MetricsSource, Sample};
 pub use running::{Addresses, Running, start};
 pub use status::{grpc_code, http_status};

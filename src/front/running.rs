@@ -2,19 +2,20 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use serving::Server;
 use tokio::net::TcpListener;
 
 use crate::config::Config;
-use crate::door::Server;
 use crate::grpc_service::grpc_service;
 use crate::kserve_http;
 use crate::listener::{Port, StartError, bind};
+use crate::metrics::{self, MetricsSource};
 use crate::state::State;
 
 /// Where the services listen, ports chosen by the system included.
@@ -39,22 +40,32 @@ pub struct Running {
 const WINDOW_BYTES: u32 = 4 << 20;
 const MAX_FRAME_BYTES: u32 = 1 << 20;
 const MAX_STREAMS: u32 = 4096;
+/// Least time that connections have to send what they hold.
+const CLOSE_GRACE: Duration = Duration::from_secs(1);
 
 /// Binds every configured port, or none, and begins to serve on the current runtime.
 ///
 /// # Errors
 /// When a setting cannot be, or a port cannot be had; the message names it.
-pub async fn start(config: Config, server: Arc<Server>) -> Result<Running, StartError> {
+pub async fn start(
+    config: Config,
+    server: Arc<Server>,
+    sources: Vec<Arc<dyn MetricsSource>>,
+) -> Result<Running, StartError> {
     config.validate()?;
     let grpc = listen("gRPC service", config.grpc.as_ref()).await?;
     let http = listen("HTTP service", config.http.as_ref()).await?;
-    let state = Arc::new(State::new(config, server));
+    let metrics = listen("metrics service", config.metrics.as_ref()).await?;
+    let state = Arc::new(State::new(config, server, sources));
     let mut running = Running { addresses: Addresses::default(), state: state.clone(), ports: Vec::new() };
     if let Some(listener) = grpc {
         running.addresses.grpc = Some(running.add(serve_grpc(listener, state.clone()), "gRPC service")?);
     }
     if let Some(listener) = http {
-        running.addresses.http = Some(running.add(serve_http(listener, state), "HTTP service")?);
+        running.addresses.http = Some(running.add(serve_http(listener, state.clone()), "HTTP service")?);
+    }
+    if let Some(listener) = metrics {
+        running.addresses.metrics = Some(running.add(serve_metrics(listener, state), "metrics service")?);
     }
     Ok(running)
 }
@@ -84,15 +95,27 @@ fn serve_grpc(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port>
 }
 
 fn serve_http(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port> {
-    let mut builder = http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(state.config.http_header_timeout).pipeline_flush(true);
+    let builder = http1_builder(&state.config);
     Port::open(listener, state.config.max_connections, move |stream| {
         let state = state.clone();
-        builder.serve_connection(
-            TokioIo::new(stream),
-            service_fn(move |request| kserve_http::handle(state.clone(), request)),
-        )
+        let service = service_fn(move |request| kserve_http::handle(state.clone(), request));
+        builder.serve_connection(TokioIo::new(stream), service)
     })
+}
+
+fn serve_metrics(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port> {
+    let builder = http1_builder(&state.config);
+    Port::open(listener, state.config.max_connections, move |stream| {
+        let state = state.clone();
+        let service = service_fn(move |request| metrics::handle(state.clone(), request));
+        builder.serve_connection(TokioIo::new(stream), service)
+    })
+}
+
+fn http1_builder(config: &Config) -> http1::Builder {
+    let mut builder = http1::Builder::new();
+    builder.timer(TokioTimer::new()).header_read_timeout(config.http_header_timeout).pipeline_flush(true);
+    builder
 }
 
 impl Running {
@@ -110,12 +133,17 @@ impl Running {
     }
 
     /// Ends in good order: readiness answers "no" and new requests are refused while those in flight finish,
-    /// then the ports close. What is not finished after `deadline` is cut off.
+    /// then the models unload and the ports close. What is not finished after `deadline` is cut off.
     ///
-    /// True when everything finished.
-    pub async fn shutdown(self, deadline: Duration) -> bool {
+    /// Returns how many requests were cut off.
+    pub async fn shutdown(self, deadline: Duration) -> u64 {
         self.state.begin_drain();
+        let begun = Instant::now();
+        let num_left = self.state.server.drain(deadline).await;
+        // What was answered must also be sent.
+        let rest = deadline.saturating_sub(begun.elapsed()).max(CLOSE_GRACE);
         let close = futures::future::join_all(self.ports.into_iter().map(Port::close));
-        tokio::time::timeout(deadline, close).await.is_ok()
+        let _ = tokio::time::timeout(rest, close).await;
+        num_left
     }
 }

@@ -135,11 +135,6 @@ impl LogSettings {
         self.values.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Every setting.
-    pub fn get(&self) -> BTreeMap<&'static str, LogValue> {
-        self.values().clone()
-    }
-
     /// Changes settings; unknown names are ignored.
     ///
     /// # Errors

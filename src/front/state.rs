@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use serving::{InferError, InferResponse};
+use serving::{InferError, InferResponse, Server};
 
 use crate::Config;
 use crate::ask::OutputAsk;
 use crate::classification::classify;
-use crate::door::Server;
+use crate::metrics::MetricsSource;
 use crate::settings::{LogSettings, TraceChanges, TraceSettings, TraceValues};
 use crate::shared_memory::SharedMemory;
 
@@ -22,16 +22,18 @@ pub struct State {
     pub memory: SharedMemory,
     /// What is logged.
     pub log: LogSettings,
+    /// Metrics beside the models' own.
+    pub sources: Vec<Arc<dyn MetricsSource>>,
     trace: TraceSettings,
     is_draining: AtomicBool,
 }
 
 impl State {
     /// Fresh state over `server`.
-    pub fn new(config: Config, server: Arc<Server>) -> Self {
+    pub fn new(config: Config, server: Arc<Server>, sources: Vec<Arc<dyn MetricsSource>>) -> Self {
         let memory = SharedMemory::new(config.allow_client_shm, config.reserved_shm_prefixes.clone());
         let (log, trace) = Default::default();
-        Self { config, server, memory, log, trace, is_draining: AtomicBool::new(false) }
+        Self { config, server, memory, log, sources, trace, is_draining: AtomicBool::new(false) }
     }
 
     /// Answers "not ready" from now on.
@@ -54,7 +56,7 @@ impl State {
     /// # Errors
     /// When there is no such model, or a value cannot be.
     pub fn update_trace(&self, model: &str, changes: TraceChanges) -> Result<TraceValues, InferError> {
-        if !model.is_empty() && self.server.model_is_ready(model, "").is_err() {
+        if !model.is_empty() && self.server.model_config(model, "").is_err() {
             return Err(InferError::invalid(format!("Request for unknown model : {model}")));
         }
         if changes.is_empty() { Ok(self.trace.get(model)) } else { self.trace.update(model, changes) }

@@ -1,28 +1,4 @@
-//! Small questions to a model's configuration.
-
-use serving::DataType;
-
-/// The wire type of a `data_type` in `config.pbtxt`; `None` for TYPE_INVALID.
-pub fn datatype(config_type: i32) -> Option<DataType> {
-    use repository::proto::DataType as Config;
-    Some(match Config::try_from(config_type).ok()? {
-        Config::TypeInvalid => return None,
-        Config::TypeBool => DataType::Bool,
-        Config::TypeUint8 => DataType::Uint8,
-        Config::TypeUint16 => DataType::Uint16,
-        Config::TypeUint32 => DataType::Uint32,
-        Config::TypeUint64 => DataType::Uint64,
-        Config::TypeInt8 => DataType::Int8,
-        Config::TypeInt16 => DataType::Int16,
-        Config::TypeInt32 => DataType::Int32,
-        Config::TypeInt64 => DataType::Int64,
-        Config::TypeFp16 => DataType::Fp16,
-        Config::TypeFp32 => DataType::Fp32,
-        Config::TypeFp64 => DataType::Fp64,
-        Config::TypeString => DataType::Bytes,
-        Config::TypeBf16 => DataType::Bf16,
-    })
-}
+//! Shapes that clients leave out.
 
 /// A shape of `count` elements for an input with `dims`: the first open size takes what the others leave.
 /// With `is_batched` a batch dimension comes first.
