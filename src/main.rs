@@ -1,2 +1,53 @@
-//! Binary `trireme`.
-fn main() {}
+//! `trireme`: sub-commands become typed settings, settings become the right process.
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use clap::{Args, Command, FromArgMatches};
+use client::{BenchArgs, ClientArgs};
+
+fn main() -> ExitCode {
+    let mut args: Vec<_> = std::env::args_os().collect();
+    if args.get(1).is_some_and(|command| command == "rank") {
+        args = rank::with_dashes(args);
+    }
+    let matches = command().get_matches_from(args);
+    let result = match matches.subcommand() {
+        Some(("rank", matches)) => run_rank(matches),
+        Some(("worker", _)) => worker::main().map(|()| ExitCode::SUCCESS).map_err(anyhow::Error::from),
+        Some(("client", matches)) => run_client(matches),
+        Some(("bench", matches)) => run_bench(matches),
+        _ => unreachable!("clap knows the sub-commands"),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+fn command() -> Command {
+    Command::new("trireme")
+        .version(env!("CARGO_PKG_VERSION"))
+        .about("Serves one language model over many GPUs behind Triton's protocols")
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .subcommand(rank::command())
+        .subcommand(Command::new("worker").about("A worker of a rank; started by its rank, never by hand").hide(true))
+        .subcommand(ClientArgs::augment_args(Command::new("client").about("Sends a prompt and prints the answer as it comes")))
+        .subcommand(BenchArgs::augment_args(Command::new("bench").about("Measures a running server")))
+}
+
+fn run_rank(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    let (args, ignored) = rank::parse(matches)?;
+    Ok(rank::main(args, &ignored)?)
+}
+
+fn run_client(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    client::run_client(ClientArgs::from_arg_matches(matches)?)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn run_bench(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    client::run_bench(BenchArgs::from_arg_matches(matches)?)?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -13,9 +13,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::protocol::{ShmName, WorkerSpec};
 
-/// Bytes a plan or output ring holds: several of the largest plans, which carry the prompts of rows that join.
-const RING_BYTES: usize = 8 << 20;
-
 /// How long a worker may take to end after SIGTERM.
 const TERMINATE_GRACE: Duration = Duration::from_secs(2);
 
@@ -157,7 +154,7 @@ struct Started {
 fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerSpec) -> Result<Started, String> {
     let make_ring = |kind: &str| {
         let name = format!("{}_{}_{}_{kind}", std::process::id(), worker.instance, worker.tp_rank);
-        let ring = Ring::create(prefix, &name, RING_BYTES).map_err(|error| error.to_string())?;
+        let ring = Ring::create(prefix, &name, spec.ring_bytes).map_err(|error| error.to_string())?;
         Ok::<_, String>((ring, ShmName { prefix: prefix.to_string(), name }))
     };
     let (plan, plan_ring) = make_ring("plan")?;

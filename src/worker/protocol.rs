@@ -65,6 +65,8 @@ pub struct WorkerSpec {
     pub plan_ring: ShmName,
     /// Ring of [`FromWorker`] messages, made by this worker's rank.
     pub output_ring: ShmName,
+    /// Capacity of each ring: the largest message fits.
+    pub ring_bytes: usize,
     /// Most tokens in a step.
     pub max_step_tokens: usize,
     /// Most rows in a step.

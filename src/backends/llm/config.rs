@@ -102,13 +102,15 @@ fn engine_config(
         }
     };
     let max_sequence_len = parameter(config, "max_sequence_len")?.unwrap_or(model.max_position_embeddings);
+    let max_sequence_len = max_sequence_len.min(model.max_position_embeddings);
     Ok(EngineConfig {
         max_rows,
         max_step_tokens: parameter(config, "max_num_tokens")?.unwrap_or(defaults.max_step_tokens).max(max_rows),
-        max_sequence_len: max_sequence_len.min(model.max_position_embeddings),
+        max_sequence_len,
         block_size: parameter(config, "tokens_per_block")?.unwrap_or(defaults.block_size),
         max_queue: if max_queue == 0 { EngineConfig::default().max_queue } else { max_queue },
         policy,
+        max_joined_tokens: max_sequence_len.max(EngineConfig::default().max_joined_tokens),
         prefix_cache: parameter(config, "enable_kv_cache_reuse")?.unwrap_or(true),
         ..EngineConfig::default()
     })

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use engine::{StepPlan, plan};
+use engine::{EngineConfig, StepPlan, plan};
 use ipc::{Doorbell, Prefix, Received, RecvError, RingReceiver, RingSender};
 use worker::{Agents, FromAgent, FromWorker, ShmName, ToAgent, ToWorker, WorkerId, WorkerSpec};
 
@@ -167,6 +167,7 @@ fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         group_region: ShmName::default(),
         plan_ring: ShmName::default(),
         output_ring: ShmName::default(),
+        ring_bytes: ring_bytes(&config.engine),
         max_step_tokens: config.engine.max_step_tokens,
         max_rows: config.engine.max_rows,
         max_sequence_len: config.engine.max_sequence_len,
@@ -177,4 +178,9 @@ fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         library_dirs: config.library_dirs.clone(),
         cache_dir: config.cache_dir.clone(),
     }
+}
+
+/// Twice the largest plan, so that one can be written while another is read. Outputs are far smaller.
+fn ring_bytes(config: &EngineConfig) -> usize {
+    2 * config.max_plan_bytes()
 }

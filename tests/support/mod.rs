@@ -1,0 +1,315 @@
+//! Real worlds for tests: the built binary, real `mpirun`, real sockets, the shipped demo model.
+#![allow(dead_code)] // Each test file uses its own part.
+
+use std::collections::VecDeque;
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::{Value, json};
+
+/// Longest that any step of a test may take on a busy machine.
+pub const PATIENCE: Duration = Duration::from_secs(90);
+
+/// A served repository; dropped, it is killed.
+pub struct TestWorld {
+    child: Child,
+    http_port: u16,
+    log: Arc<Mutex<VecDeque<String>>>,
+    prefix: String,
+    _scratch: tempfile::TempDir,
+}
+
+/// The shipped repository.
+pub fn shipped_repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("model_repository")
+}
+
+/// How a world is started.
+pub struct Options {
+    pub world_size: u32,
+    pub repository: PathBuf,
+    pub args: Vec<String>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { world_size: 1, repository: shipped_repository(), args: Vec::new() }
+    }
+}
+
+impl TestWorld {
+    /// A world of `world_size` ranks that serves the shipped repository, ready.
+    pub fn of(world_size: u32) -> Self {
+        Self::start(Options { world_size, ..Options::default() })
+    }
+
+    /// Panics with the log when the world does not become ready.
+    pub fn start(options: Options) -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let prefix = format!("t{}x{}_", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let scratch = tempfile::tempdir().expect("a scratch directory");
+        let mut child = command(&options, &prefix, scratch.path()).spawn().expect("the world's command starts");
+        let log = Arc::new(Mutex::new(VecDeque::new()));
+        let reader = BufReader::new(child.stderr.take().expect("stderr is piped"));
+        let lines = Arc::clone(&log);
+        thread::spawn(move || reader.lines().map_while(Result::ok).for_each(|line| lines.lock().unwrap().push_back(line)));
+        let mut world = Self { child, http_port: 0, log, prefix, _scratch: scratch };
+        let line = world.await_log("Started HTTPService at ");
+        world.http_port = port_of(&line);
+        world
+    }
+
+    /// The first log line with `text`, waiting for it.
+    pub fn await_log(&mut self, text: &str) -> String {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(line) = self.log.lock().unwrap().iter().find(|line| line.contains(text)) {
+                return line.clone();
+            }
+            if let Some(status) = self.child.try_wait().expect("the child can be asked") {
+                thread::sleep(Duration::from_millis(200));
+                panic!("the world ended ({status}) before `{text}`:\n{}", self.log_text());
+            }
+            assert!(Instant::now() < deadline, "no `{text}` in time:\n{}", self.log_text());
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    pub fn log_text(&self) -> String {
+        self.log.lock().unwrap().iter().cloned().collect::<Vec<_>>().join("\n")
+    }
+
+    pub fn url(&self, path: &str) -> String {
+        format!("http://127.0.0.1:{}{path}", self.http_port)
+    }
+
+    /// `GET path`, the status whatever it is.
+    pub fn get(&self, path: &str) -> (u16, String) {
+        answer(agent().get(self.url(path)).call())
+    }
+
+    /// `POST path` with a JSON body.
+    pub fn post(&self, path: &str, body: &Value) -> (u16, String) {
+        answer(agent().post(self.url(path)).send(body.to_string()))
+    }
+
+    /// Greedy text of the ensemble.
+    pub fn generate(&self, prompt: &str, max_tokens: u32) -> String {
+        self.stream(prompt, max_tokens).collect()
+    }
+
+    /// The same, piece by piece as the server sends them.
+    pub fn stream(&self, prompt: &str, max_tokens: u32) -> TextStream {
+        self.stream_request(&json!({"text_input": prompt, "max_tokens": max_tokens, "stream": true}))
+    }
+
+    pub fn stream_request(&self, body: &Value) -> TextStream {
+        let response = agent().post(self.url("/v2/models/ensemble/generate_stream")).send(body.to_string());
+        let response = response.expect("the server answers");
+        assert_eq!(response.status().as_u16(), 200, "{body}");
+        TextStream { lines: Box::new(BufReader::new(response.into_body().into_reader()).lines()) }
+    }
+
+    /// Process ids of this world's workers, by tensor-parallel rank.
+    pub fn workers(&self) -> Vec<u32> {
+        let mut workers: Vec<(u32, u32)> = descendants(self.child.id())
+            .into_iter()
+            .filter_map(|pid| {
+                let title = fs::read_to_string(format!("/proc/{pid}/cmdline")).ok()?;
+                let tp_rank = title.strip_prefix("trireme: worker ")?.split(' ').next()?.parse().ok()?;
+                Some((tp_rank, pid))
+            })
+            .collect();
+        workers.sort_unstable();
+        workers.into_iter().map(|(_, pid)| pid).collect()
+    }
+
+    /// Process id of rank 0.
+    pub fn rank0(&self) -> u32 {
+        let is_rank0 = |pid: &u32| {
+            let title = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            title.trim_end_matches('\0') == "trireme: rank 0"
+        };
+        let mut processes = descendants(self.child.id());
+        processes.push(self.child.id());
+        processes.into_iter().find(is_rank0).expect("rank 0 runs")
+    }
+
+    /// A metric's value, summed over its labels; panics when there is none.
+    pub fn metric(&mut self, name: &str) -> f64 {
+        let port = port_of(&self.await_log("Started Metrics Service at "));
+        let (_, text) = answer(agent().get(format!("http://127.0.0.1:{port}/metrics")).call());
+        let is_sample = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']));
+        let values: Vec<f64> =
+            text.lines().filter(is_sample).filter_map(|line| line.rsplit(' ').next()?.parse().ok()).collect();
+        assert!(!values.is_empty(), "no metric `{name}` in:\n{text}");
+        values.iter().sum()
+    }
+
+    /// SIGTERM to rank 0, then the exit status of the whole; afterwards nothing may be left.
+    pub fn stop(&mut self) -> ExitStatus {
+        signal(self.rank0(), Signal::SIGTERM);
+        let status = self.wait_for_end();
+        assert_eq!(self.shared_memory(), Vec::<String>::new(), "left in /dev/shm");
+        status
+    }
+
+    pub fn wait_for_end(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + PATIENCE;
+        let before = descendants(self.child.id());
+        let status = loop {
+            if let Some(status) = self.child.try_wait().expect("the child can be asked") {
+                break status;
+            }
+            assert!(Instant::now() < deadline, "the world did not end:\n{}", self.log_text());
+            thread::sleep(Duration::from_millis(10));
+        };
+        thread::sleep(Duration::from_millis(100));
+        let left: Vec<_> = before.into_iter().filter(|pid| Path::new(&format!("/proc/{pid}")).exists()).collect();
+        assert_eq!(left, Vec::<u32>::new(), "processes left behind");
+        status
+    }
+
+    /// Names in /dev/shm that this world made.
+    pub fn shared_memory(&self) -> Vec<String> {
+        let names = fs::read_dir("/dev/shm").expect("/dev/shm").flatten();
+        names.map(|entry| entry.file_name().to_string_lossy().into_owned()).filter(|name| name.starts_with(&self.prefix)).collect()
+    }
+}
+
+impl Drop for TestWorld {
+    fn drop(&mut self) {
+        for pid in descendants(self.child.id()) {
+            let _ = kill(Pid::from_raw(pid as i32), Signal::SIGKILL);
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        for name in self.shared_memory() {
+            let _ = fs::remove_file(Path::new("/dev/shm").join(name));
+        }
+    }
+}
+
+/// Text pieces of a server-sent event stream; panics when an event is an error.
+pub struct TextStream {
+    lines: Box<dyn Iterator<Item = std::io::Result<String>> + Send>,
+}
+
+impl TextStream {
+    /// The next event, error or not; `None` at the end.
+    pub fn next_event(&mut self) -> Option<Value> {
+        loop {
+            let line = self.lines.next()?.expect("the stream is not broken off");
+            if let Some(data) = line.strip_prefix("data: ") {
+                return Some(serde_json::from_str(data).expect("an event is JSON"));
+            }
+        }
+    }
+}
+
+impl Iterator for TextStream {
+    type Item = String;
+
+    fn next(&mut self) -> Option<String> {
+        let event = self.next_event()?;
+        Some(event["text_output"].as_str().unwrap_or_else(|| panic!("no text in {event}")).to_owned())
+    }
+}
+
+/// A copy of the shipped repository to break, its checkpoint linked.
+pub fn copied_repository() -> tempfile::TempDir {
+    let scratch = tempfile::tempdir().expect("a scratch directory");
+    copy(&shipped_repository(), scratch.path());
+    scratch
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap().flatten() {
+        let target = to.join(entry.file_name());
+        match entry.path().is_dir() {
+            true => copy(&entry.path(), &target),
+            false => drop(fs::copy(entry.path(), target).unwrap()),
+        }
+    }
+}
+
+pub fn signal(pid: u32, signal: Signal) {
+    kill(Pid::from_raw(pid as i32), signal).expect("the process can be signalled");
+}
+
+/// Waits until `condition` holds.
+pub fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !condition() {
+        assert!(Instant::now() < deadline, "{what}: not in time");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn command(options: &Options, prefix: &str, scratch: &Path) -> Command {
+    let trireme = env!("CARGO_BIN_EXE_trireme");
+    let mut command = match options.world_size {
+        1 => Command::new(trireme),
+        _ => {
+            let mut mpirun = Command::new("mpirun");
+            mpirun.args(["--allow-run-as-root", "--oversubscribe"]).env("OMPI_MCA_mpi_yield_when_idle", "1");
+            mpirun
+        }
+    };
+    for rank in 0..options.world_size {
+        if options.world_size > 1 {
+            command.args(if rank == 0 { &["-n", "1"][..] } else { &[":", "-n", "1"] }).arg(trireme);
+        }
+        command.arg("rank").arg("--model-repository").arg(&options.repository);
+        command.args(["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--device=cpu"]);
+        command.arg(format!("--backend-config=python,shm-region-prefix-name={prefix}{rank}_"));
+        command.args(&options.args);
+    }
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    command.env("TMPDIR", scratch).env("HOME", scratch);
+    command
+}
+
+fn agent() -> ureq::Agent {
+    ureq::Agent::config_builder().http_status_as_error(false).timeout_global(Some(PATIENCE)).build().into()
+}
+
+fn answer(response: Result<ureq::http::Response<ureq::Body>, ureq::Error>) -> (u16, String) {
+    let mut response = response.expect("the server answers");
+    let mut text = String::new();
+    response.body_mut().as_reader().read_to_string(&mut text).expect("a whole body");
+    (response.status().as_u16(), text)
+}
+
+fn port_of(line: &str) -> u16 {
+    let digits = line.trim_end_matches('"').rsplit(':').next().and_then(|port| port.parse().ok());
+    digits.unwrap_or_else(|| panic!("no port in `{line}`"))
+}
+
+/// All processes below `pid`.
+fn descendants(pid: u32) -> Vec<u32> {
+    let parent_of = |pid: u32| -> Option<u32> {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
+    };
+    let processes = fs::read_dir("/proc").expect("/proc").flatten();
+    let pids: Vec<u32> = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+    let parents: Vec<(u32, u32)> = pids.iter().filter_map(|&pid| Some((pid, parent_of(pid)?))).collect();
+    let mut found = vec![pid];
+    let mut next = 0;
+    while next < found.len() {
+        let parent = found[next];
+        found.extend(parents.iter().filter(|(_, its)| *its == parent).map(|(pid, _)| *pid));
+        next += 1;
+    }
+    found.split_off(1)
+}
