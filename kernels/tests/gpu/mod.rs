@@ -1,0 +1,90 @@
+//! What tests on a GPU share: opening it, random values, poisoned buffers, comparison element by element.
+#![allow(dead_code)] // Each test file uses its part.
+
+use std::sync::Arc;
+
+use half::bf16;
+use kernels::cuda::{DeviceBuffer, Gpu, Queue};
+
+/// The first GPU and a queue on it; says so and returns `None` where there is none.
+pub fn open() -> Option<(Arc<Gpu>, Queue)> {
+    if Gpu::count() == 0 {
+        println!("skipped: no CUDA device");
+        return None;
+    }
+    let gpu = Gpu::open(0).expect("a GPU that the driver shows can be opened");
+    let queue = Queue::new(&gpu).expect("a queue");
+    Some((gpu, queue))
+}
+
+/// Repeatable pseudo-random numbers (SplitMix64; Steele, Lea & Flood 2014).
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut x = self.0;
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+
+    /// Uniform in [-1, 1).
+    pub fn unit(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    /// About normal: a sum of uniforms.
+    pub fn normal(&mut self) -> f32 {
+        (0..4).map(|_| self.unit()).sum::<f32>() * 0.866
+    }
+
+    pub fn bf16s(&mut self, count: usize, scale: f32) -> Vec<bf16> {
+        (0..count).map(|_| bf16::from_f32(self.normal() * scale)).collect()
+    }
+
+    pub fn shuffled(&mut self, n: usize) -> Vec<u32> {
+        let mut values: Vec<u32> = (0..n as u32).collect();
+        (1..n).rev().for_each(|i| values.swap(i, self.below(i + 1)));
+        values
+    }
+}
+
+/// A buffer of `count` values whose bytes are all ones: NaN as bf16 and f32, the largest u32.
+pub fn poisoned<T>(gpu: &Arc<Gpu>, q: &Queue, count: usize) -> DeviceBuffer {
+    let buffer = DeviceBuffer::with_count::<T>(gpu, count).expect("memory");
+    q.fill(buffer.span(), 0xff).expect("a fill");
+    buffer
+}
+
+/// Asserts that each element is within `relative` of its value plus `absolute`; NaN is not.
+pub fn assert_close(what: &str, found: &[f32], expected: &[f32], relative: f32, absolute: f32) {
+    assert_eq!(found.len(), expected.len(), "{what}: lengths");
+    let mut worst = (0usize, 0.0f32);
+    for (index, (&found, &expected)) in found.iter().zip(expected).enumerate() {
+        let excess = (found - expected).abs() / (relative * expected.abs() + absolute).max(f32::MIN_POSITIVE);
+        if !excess.is_finite() || excess > worst.1 {
+            worst = (index, if excess.is_finite() { excess } else { f32::INFINITY });
+        }
+    }
+    let (index, excess) = worst;
+    assert!(
+        excess <= 1.0,
+        "{what}: element {index} is {} but {} was expected: {excess} of the tolerance {relative} relative, {absolute} absolute",
+        found[index],
+        expected[index]
+    );
+}
+
+/// As f32.
+pub fn floats(values: &[bf16]) -> Vec<f32> {
+    values.iter().map(|v| v.to_f32()).collect()
+}

@@ -1,0 +1,269 @@
+//! Times decode and prefill steps of a Llama shape on one GPU, with random weights and no checkpoint.
+//!
+//! `cargo run --release -p device --example cuda_steps -- [--layers N] [--simple] [--no-graphs] [--context N] [--prefill N]`
+//!
+//! Prints milliseconds a decode step for several batch sizes, with two steps in flight, and prefill tokens a second.
+
+use std::time::Instant;
+
+use device::cuda::{CudaConfig, CudaDevice, CudaTensor, CudaWeight};
+use device::{
+    Activation, AttentionSpec, DType, Device, DeviceError, LinearRole, RopeTable, SampleInput, StepInputs, StepLimits,
+    TOKEN_ON_DEVICE, WeightSlice,
+};
+use engine::{RowId, SamplingParams, TokenId};
+
+const HIDDEN: usize = 4096;
+const HEADS: usize = 32;
+const DIM: usize = 128;
+const INNER: usize = 11008;
+const VOCAB: usize = 32000;
+const BLOCK: usize = 16;
+const MAX_ROWS: usize = 256;
+const EPS: f32 = 1e-5;
+
+struct Layer {
+    norms: [CudaWeight; 2],
+    qkv: CudaWeight,
+    out: CudaWeight,
+    gate_up: CudaWeight,
+    down: CudaWeight,
+}
+
+struct Model {
+    embedding: CudaWeight,
+    layers: Vec<Layer>,
+    norm: CudaWeight,
+    head: CudaWeight,
+    residual: CudaTensor,
+    normed: CudaTensor,
+    qkv: CudaTensor,
+    attended: CudaTensor,
+    gate_up: CudaTensor,
+    gated: CudaTensor,
+    partial: CudaTensor,
+}
+
+/// Bytes that look like bf16 weights of size about 0.02; all matrices are windows of it.
+fn random_bytes(count: usize) -> &'static [u8] {
+    let mut state = 1u64;
+    let mut bytes = Vec::with_capacity(count);
+    while bytes.len() < count {
+        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        let mantissa = (state >> 33) as u16;
+        // Sign and mantissa at random, exponent of 2^-6 or 2^-7.
+        let bits = (mantissa & 0x80ff) | 0x3c00;
+        bytes.extend_from_slice(&bits.to_le_bytes());
+    }
+    bytes.leak()
+}
+
+impl Model {
+    fn load(device: &mut CudaDevice, num_layers: usize) -> Result<Self, DeviceError> {
+        let data = random_bytes(INNER.max(VOCAB) * HIDDEN * 2);
+        let ones: &'static [u8] = [0x80u8, 0x3f].repeat(HIDDEN).leak();
+        let matrix = |rows: usize, cols: usize| WeightSlice {
+            name: "random",
+            data,
+            dtype: DType::Bf16,
+            matrix_cols: cols,
+            rows: 0..rows,
+            cols: 0..cols,
+        };
+        let norm = || WeightSlice { data: ones, rows: 0..1, ..matrix(1, HIDDEN) };
+        let embedding = device.load_embedding(matrix(VOCAB, HIDDEN), 0)?;
+        let mut layers = Vec::new();
+        for _ in 0..num_layers {
+            let heads = matrix(HEADS * DIM, HIDDEN);
+            let gate = matrix(INNER, HIDDEN);
+            layers.push(Layer {
+                norms: [device.load_vector(norm())?, device.load_vector(norm())?],
+                qkv: device.load_linear(LinearRole::Qkv, &[heads.clone(), heads.clone(), heads.clone()], &[])?,
+                out: device.load_linear(LinearRole::Out, &[matrix(HIDDEN, HEADS * DIM)], &[])?,
+                gate_up: device.load_linear(LinearRole::GateUp, &[gate.clone(), gate], &[])?,
+                down: device.load_linear(LinearRole::Down, &[matrix(HIDDEN, INNER)], &[])?,
+            });
+        }
+        Ok(Self {
+            embedding,
+            layers,
+            norm: device.load_vector(norm())?,
+            head: device.load_linear(LinearRole::Head, &[matrix(VOCAB, HIDDEN)], &[])?,
+            residual: device.tensor(HIDDEN)?,
+            normed: device.tensor(HIDDEN)?,
+            qkv: device.tensor(3 * HEADS * DIM)?,
+            attended: device.tensor(HEADS * DIM)?,
+            gate_up: device.tensor(2 * INNER)?,
+            gated: device.tensor(INNER)?,
+            partial: device.tensor(HIDDEN)?,
+        })
+    }
+
+    fn forward(&mut self, device: &mut CudaDevice) -> Result<(), DeviceError> {
+        device.embed(&mut self.residual, &self.embedding)?;
+        device.rms_norm(&mut self.normed, &self.residual, &self.layers[0].norms[0], EPS)?;
+        for index in 0..self.layers.len() {
+            let layer = &self.layers[index];
+            device.linear(&mut self.qkv, &self.normed, &layer.qkv)?;
+            device.rope_and_cache(&mut self.qkv, index)?;
+            device.attention(&mut self.attended, &self.qkv, index)?;
+            device.linear(&mut self.partial, &self.attended, &layer.out)?;
+            let next = self.layers.get(index + 1).map_or(&self.norm, |next| &next.norms[0]);
+            device.reduce_add_norm(&mut self.normed, &mut self.residual, &self.partial, &layer.norms[1], EPS)?;
+            let activation = Activation::Silu;
+            device.gated_linear(&mut self.gated, &mut self.gate_up, &self.normed, &layer.gate_up, activation)?;
+            device.linear(&mut self.partial, &self.gated, &layer.down)?;
+            device.reduce_add_norm(&mut self.normed, &mut self.residual, &self.partial, next, EPS)?;
+        }
+        device.sample(&self.normed, &self.head)
+    }
+}
+
+fn spec(num_layers: usize, max_positions: usize) -> AttentionSpec {
+    let angles = (0..max_positions).flat_map(|p| {
+        (0..DIM / 2).map(move |i| p as f32 * 10_000f32.powf(-(2.0 * i as f32) / DIM as f32))
+    });
+    let (cos, sin) = angles.map(|a| (a.cos(), a.sin())).unzip();
+    AttentionSpec {
+        num_layers,
+        num_heads: HEADS,
+        num_kv_heads: HEADS,
+        head_dim: DIM,
+        scale: (DIM as f32).powf(-0.5),
+        block_size: BLOCK,
+        rope: RopeTable { cos, sin },
+        sliding_window: None,
+    }
+}
+
+/// A step of `rows` rows that each compute positions `start..start + count`.
+fn step(number: u64, rows: usize, start: usize, count: usize, blocks_per_row: usize) -> StepInputs {
+    let mut inputs = StepInputs { max_blocks: blocks_per_row, ..StepInputs::default() };
+    inputs.clear(number);
+    inputs.max_blocks = blocks_per_row;
+    inputs.num_prefill_rows = if count > 1 { rows } else { 0 };
+    for row in 0..rows {
+        inputs.rows.push(RowId(row as u32));
+        for position in start..start + count {
+            inputs.token_ids.push(if count > 1 { (position * 7 + row) as u32 % VOCAB as u32 } else { TOKEN_ON_DEVICE });
+            inputs.positions.push(position as u32);
+            inputs.slots.push(((row * blocks_per_row + position / BLOCK) * BLOCK + position % BLOCK) as u32);
+        }
+        inputs.row_starts.push(inputs.token_ids.len() as u32);
+        inputs.context_lens.push((start + count) as u32);
+        inputs.block_tables.extend((0..blocks_per_row).map(|b| (row * blocks_per_row + b) as u32));
+        inputs.samples.push(SampleInput {
+            row: RowId(row as u32),
+            token_index: inputs.token_ids.len() as u32 - 1,
+            num_generated: 0,
+        });
+    }
+    inputs
+}
+
+struct Options {
+    layers: usize,
+    context: usize,
+    fast: bool,
+    graphs: bool,
+    prefill: usize,
+}
+
+fn options() -> Options {
+    let arguments: Vec<String> = std::env::args().collect();
+    let number = |name: &str, default: usize| {
+        let at = arguments.iter().position(|a| a == name);
+        at.and_then(|at| arguments.get(at + 1)?.parse().ok()).unwrap_or(default)
+    };
+    let has = |name: &str| arguments.iter().any(|a| a == name);
+    Options {
+        layers: number("--layers", 32),
+        context: number("--context", 512),
+        prefill: number("--prefill", 16384),
+        fast: !has("--simple"),
+        graphs: !has("--no-graphs"),
+    }
+}
+
+/// Milliseconds a step, two in flight.
+fn time_decode(
+    device: &mut CudaDevice,
+    model: &mut Model,
+    rows: usize,
+    context: usize,
+    blocks: usize,
+) -> Result<f64, DeviceError> {
+    let (warm_up, steps) = (4, 40);
+    let mut start = Instant::now();
+    for number in 0..warm_up + steps {
+        if number == warm_up {
+            while device.collect(true)?.is_some() {}
+            start = Instant::now();
+        }
+        let inputs = step(number as u64, rows, context + number, 1, blocks);
+        device.run_step(&inputs, &mut |device| model.forward(device))?;
+        if number > 0 && number != warm_up {
+            device.collect(true)?;
+        }
+    }
+    while device.collect(true)?.is_some() {}
+    Ok(start.elapsed().as_secs_f64() * 1e3 / steps as f64)
+}
+
+fn time_prefill(device: &mut CudaDevice, model: &mut Model, rows: usize, tokens: usize, blocks: usize) -> Result<f64, DeviceError> {
+    let mut best = f64::MAX;
+    for number in 0..3 {
+        let inputs = step(number, rows, 0, tokens, blocks);
+        let start = Instant::now();
+        device.run_step(&inputs, &mut |device| model.forward(device))?;
+        device.collect(true)?;
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    Ok(best)
+}
+
+fn main() -> Result<(), DeviceError> {
+    let options = options();
+    if device::cuda::num_gpus() == 0 {
+        println!("skipped: no CUDA device");
+        return Ok(());
+    }
+    let begin = Instant::now();
+    let mut mark = |what: &str| println!("start-up: {what} at {:.2} s", begin.elapsed().as_secs_f64());
+    let limits =
+        StepLimits { max_tokens: 16384, max_rows: MAX_ROWS, max_sequence_len: 4096, vocab_size: VOCAB };
+    let library_dirs = std::env::var_os("TRIREME_CUDA_LIBS")
+        .map(|dirs| std::env::split_paths(&dirs).collect())
+        .unwrap_or_default();
+    let config = CudaConfig {
+        library_dirs,
+        use_graphs: options.graphs,
+        use_fast_kernels: options.fast,
+        ..CudaConfig::new(0, limits)
+    };
+    let mut device = CudaDevice::new(config)?;
+    mark("device open");
+    let mut model = Model::load(&mut device, options.layers)?;
+    mark("weights queued");
+    let spec = spec(options.layers, 4096);
+    let plan = device.memory_plan(&spec)?;
+    mark("weights loaded");
+    println!("{}: {plan:?}", device.describe());
+    let blocks_per_row = 4096 / BLOCK;
+    let rows = MAX_ROWS.min(plan.max_blocks / blocks_per_row);
+    device.allocate_cache(&spec, rows * blocks_per_row)?;
+    for row in 0..rows {
+        device.join_row(RowId(row as u32), &[TokenId(1)], 1, &SamplingParams::default())?;
+    }
+    mark("ready");
+    for batch in [1, 2, 4, 8, 16, 32, 64, 128, 256].into_iter().filter(|&batch| batch <= rows) {
+        let ms = time_decode(&mut device, &mut model, batch, options.context, blocks_per_row)?;
+        println!("decode batch {batch:>4} context {}: {ms:.3} ms a step", options.context);
+    }
+    let prefills = [(1, 128), (1, 512), (1, 2048), (8, 2048)];
+    for (rows, tokens) in prefills.into_iter().filter(|(rows, tokens)| rows * tokens <= options.prefill) {
+        let seconds = time_prefill(&mut device, &mut model, rows, tokens, blocks_per_row)?;
+        println!("prefill {rows} x {tokens}: {:.2} ms, {:.0} tokens/s", seconds * 1e3, (rows * tokens) as f64 / seconds);
+    }
+    Ok(())
+}
