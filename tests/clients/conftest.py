@@ -1,0 +1,68 @@
+"""A world of two ranks on the CPU, launched as a user would, for clients that know nothing of this project."""
+
+import os
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+
+ROOT = Path(__file__).resolve().parents[2]
+BINARIES = Path(os.environ.get("TRIREME_BINARIES", ROOT / "target/debug"))
+
+
+@dataclass
+class World:
+    """Where a launched world serves."""
+
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+
+    @property
+    def http(self) -> str:
+        return f"localhost:{self.http_port}"
+
+    @property
+    def grpc(self) -> str:
+        return f"localhost:{self.grpc_port}"
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for listener in sockets:
+        listener.bind(("127.0.0.1", 0))
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
+    return ports
+
+
+def launch(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess:
+    return subprocess.run([BINARIES / "launch", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="session")
+def world():
+    ports = World(*free_ports(3))
+    flags = [f"--http_port={ports.http_port}", f"--grpc_port={ports.grpc_port}", f"--metrics_port={ports.metrics_port}"]
+    started = launch("--world_size=2", "--model_repo=model_repository", "--device=cpu", "--oversubscribe", "--detach", *flags)
+    assert started.returncode == 0, started.stderr
+    yield ports
+    stopped = launch("stop", f"--http_port={ports.http_port}")
+    assert stopped.returncode == 0, stopped.stderr
+
+
+@pytest.fixture
+def grpc(world):
+    with grpcclient.InferenceServerClient(world.grpc) as client:
+        yield client
+
+
+@pytest.fixture
+def http(world):
+    with httpclient.InferenceServerClient(world.http) as client:
+        yield client
