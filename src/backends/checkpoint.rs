@@ -53,8 +53,8 @@ fn has_tokenizer(dir: &Path) -> bool {
     dir.join("tokenizer.json").is_file()
 }
 
-/// Other models of the repository that hold a tokenizer, by name. Where there are several, only those that share an
-/// ensemble with this model.
+/// Other models of the repository that hold a tokenizer, by name. Where some of several share an ensemble
+/// with this model, only those.
 fn beside(model: &LoadRequest) -> Vec<(String, PathBuf)> {
     let Some(root) = model.model_dir.parent() else { return Vec::new() };
     let Ok(repository) = Repository::open(&[root.to_owned()]) else { return Vec::new() };
@@ -70,7 +70,10 @@ fn beside(model: &LoadRequest) -> Vec<(String, PathBuf)> {
             .map(|steps| steps.into_iter().map(|step| step.model_name).collect())
             .filter(|models: &Vec<String>| models.contains(&model.config.name))
             .collect();
-        found.retain(|(name, _)| ensembles.iter().any(|models| models.contains(name)));
+        let shares = |name: &String| ensembles.iter().any(|models| models.contains(name));
+        if found.iter().any(|(name, _)| shares(name)) {
+            found.retain(|(name, _)| shares(name));
+        }
     }
     found
 }

@@ -1,0 +1,360 @@
+//! `tokenize` and `detokenize` around an LLM, and `identity`, served as users configure them.
+
+use std::collections::HashMap;
+use std::fs;
+use std::sync::Arc;
+
+use futures::StreamExt as _;
+use futures::future::{BoxFuture, FutureExt as _};
+use serving::{
+    Backend, BackendFactory, ControlMode, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Server,
+    ServerConfig, Tensor,
+};
+use tempfile::TempDir;
+
+const PREPROCESSING: &str = r#"backend: "tokenize" max_batch_size: 4
+input [ { name: "QUERY" data_type: TYPE_STRING dims: [ 1 ] },
+        { name: "REQUEST_OUTPUT_LEN" data_type: TYPE_INT32 dims: [ 1 ] },
+        { name: "STOP_WORDS_DICT" data_type: TYPE_STRING dims: [ -1 ] optional: true },
+        { name: "EMBEDDING_BIAS_WORDS" data_type: TYPE_STRING dims: [ -1 ] optional: true },
+        { name: "EMBEDDING_BIAS_WEIGHTS" data_type: TYPE_FP32 dims: [ -1 ] optional: true },
+        { name: "IMAGE_URL" data_type: TYPE_STRING dims: [ 1 ] optional: true },
+        { name: "END_ID" data_type: TYPE_INT32 dims: [ 1 ] optional: true },
+        { name: "PAD_ID" data_type: TYPE_INT32 dims: [ 1 ] optional: true } ]
+output [ { name: "INPUT_ID" data_type: TYPE_INT32 dims: [ -1 ] },
+         { name: "REQUEST_INPUT_LEN" data_type: TYPE_INT32 dims: [ 1 ] },
+         { name: "STOP_WORDS_IDS" data_type: TYPE_INT32 dims: [ 2, -1 ] },
+         { name: "EMBEDDING_BIAS" data_type: TYPE_FP32 dims: [ -1 ] },
+         { name: "REQUEST_OUTPUT_LEN" data_type: TYPE_INT32 dims: [ -1 ] },
+         { name: "OUT_END_ID" data_type: TYPE_INT32 dims: [ 1 ] },
+         { name: "OUT_PAD_ID" data_type: TYPE_INT32 dims: [ 1 ] } ]
+parameters { key: "tokenizer_dir" value { string_value: "${tokenizer_dir}" } }
+"#;
+
+const POSTPROCESSING: &str = r#"backend: "detokenize" max_batch_size: 4
+input [ { name: "TOKENS_BATCH" data_type: TYPE_INT32 dims: [ -1, -1 ] },
+        { name: "SEQUENCE_LENGTH" data_type: TYPE_INT32 dims: [ -1 ] } ]
+output [ { name: "OUTPUT" data_type: TYPE_STRING dims: [ -1 ] } ]
+"#;
+
+/// Streams its prompt back, one token a response.
+const PARROT: &str = r#"backend: "parrot" max_batch_size: 4
+model_transaction_policy { decoupled: true }
+input [ { name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ] } ]
+output [ { name: "output_ids" data_type: TYPE_INT32 dims: [ -1, -1 ] },
+         { name: "sequence_length" data_type: TYPE_INT32 dims: [ -1 ] } ]
+"#;
+
+const ENSEMBLE: &str = r#"platform: "ensemble" max_batch_size: 4
+input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] },
+        { name: "max_tokens" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
+ensemble_scheduling { step [
+  { model_name: "preprocessing" model_version: -1
+    input_map { key: "QUERY" value: "text_input" } input_map { key: "REQUEST_OUTPUT_LEN" value: "max_tokens" }
+    output_map { key: "INPUT_ID" value: "ids" } },
+  { model_name: "tensorrt_llm" model_version: -1
+    input_map { key: "input_ids" value: "ids" }
+    output_map { key: "output_ids" value: "tokens" } output_map { key: "sequence_length" value: "length" } },
+  { model_name: "postprocessing" model_version: -1
+    input_map { key: "TOKENS_BATCH" value: "tokens" } input_map { key: "SEQUENCE_LENGTH" value: "length" }
+    output_map { key: "OUTPUT" value: "text_output" } }
+] }
+"#;
+
+/// One token per byte, and `<s>` (256) in front: every character outside ASCII is several tokens.
+fn tokenizer_json() -> String {
+    let printable = |byte: u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
+    let mut next = 255;
+    let mut spelled = |byte: u32| {
+        next += u32::from(!printable(byte));
+        char::from_u32(if printable(byte) { byte } else { next }).unwrap().to_string()
+    };
+    let mut vocab: serde_json::Map<String, serde_json::Value> =
+        (0..256).map(|byte| (spelled(byte), serde_json::json!(byte))).collect();
+    vocab.insert("<s>".to_owned(), serde_json::json!(256));
+    let byte_level = serde_json::json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false });
+    serde_json::json!({
+        "version": "1.0",
+        "added_tokens": [{ "id": 256, "content": "<s>", "special": true, "single_word": false, "lstrip": false,
+                           "rstrip": false, "normalized": false }],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{ "SpecialToken": { "id": "<s>", "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } }],
+            "pair": [],
+            "special_tokens": { "<s>": { "id": "<s>", "ids": [256], "tokens": ["<s>"] } },
+        },
+        "model": { "type": "BPE", "vocab": vocab, "merges": [] },
+    })
+    .to_string()
+}
+
+struct World {
+    root: TempDir,
+}
+
+impl World {
+    fn new(models: &[(&str, &str)]) -> Self {
+        let root = tempfile::tempdir().unwrap();
+        for (name, config) in models {
+            fs::create_dir_all(root.path().join(name).join("1")).unwrap();
+            fs::write(root.path().join(name).join("config.pbtxt"), config).unwrap();
+        }
+        Self { root }
+    }
+
+    /// The four models of an LLM, the tokenizer beside the LLM's weights.
+    fn llm() -> Self {
+        let models = [
+            ("preprocessing", PREPROCESSING),
+            ("tensorrt_llm", PARROT),
+            ("postprocessing", POSTPROCESSING),
+            ("ensemble", ENSEMBLE),
+        ];
+        let world = Self::new(&models);
+        world.put("tensorrt_llm/1/tokenizer.json", &tokenizer_json());
+        world
+    }
+
+    fn put(&self, path: &str, contents: &str) {
+        let path = self.root.path().join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, contents).unwrap();
+    }
+
+    fn server(&self) -> Arc<Server> {
+        let mut factories: HashMap<_, _> = backends::builtin();
+        factories.insert("parrot".to_owned(), Arc::new(Parrot) as Arc<dyn BackendFactory>);
+        let repositories = vec![self.root.path().to_owned()];
+        let config = ServerConfig { repositories, control_mode: ControlMode::None, ..ServerConfig::default() };
+        Server::new(config, factories).unwrap()
+    }
+
+    async fn started(&self) -> Arc<Server> {
+        let server = self.server();
+        server.load_all().await.unwrap();
+        server
+    }
+}
+
+struct Parrot;
+
+impl BackendFactory for Parrot {
+    fn load(&self, _model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        std::future::ready(Ok(Arc::new(Parrot) as Arc<dyn Backend>)).boxed()
+    }
+}
+
+impl Backend for Parrot {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        let ids = request.input("input_ids").unwrap().to_i32().unwrap();
+        let (sender, stream) = ResponseStream::channel(1);
+        tokio::spawn(async move {
+            for (i, &id) in ids.iter().enumerate() {
+                let outputs = vec![
+                    Tensor::from_i32("output_ids", &[1, 1, 1], &[id]),
+                    Tensor::from_i32("sequence_length", &[1, 1], &[1]),
+                ];
+                let is_final = i == ids.len() - 1;
+                sender.send(Ok(InferResponse { outputs, is_final, ..InferResponse::default() })).await;
+            }
+        });
+        Ok(stream)
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        std::future::ready(()).boxed()
+    }
+}
+
+fn request(model: &str, inputs: Vec<Tensor>) -> InferRequest {
+    InferRequest { model_name: model.to_owned(), inputs, ..InferRequest::default() }
+}
+
+fn query(texts: &[&str]) -> Vec<Tensor> {
+    let rows = texts.len() as i64;
+    vec![
+        Tensor::from_byte_strings("QUERY", &[rows, 1], texts),
+        Tensor::from_i32("REQUEST_OUTPUT_LEN", &[rows, 1], &vec![9; texts.len()]),
+    ]
+}
+
+async fn all(stream: ResponseStream) -> Vec<InferResponse> {
+    stream.map(Result::unwrap).collect().await
+}
+
+fn ids(text: &str) -> Vec<i32> {
+    text.bytes().map(i32::from).collect()
+}
+
+fn output<'a>(response: &'a InferResponse, name: &str) -> &'a Tensor {
+    response.outputs.iter().find(|tensor| tensor.name == name).unwrap_or_else(|| panic!("no output {name}"))
+}
+
+fn text(tensor: &Tensor) -> String {
+    String::from_utf8(tensor.to_byte_strings().unwrap()[0].to_vec()).expect("each piece is UTF-8 by itself")
+}
+
+#[tokio::test]
+async fn streamed_pieces_join_to_the_text_whole_characters_and_all_blanks() {
+    let server = World::llm().started().await;
+    let prompt = " Grüße,  世界 🚣‍♀️ end ";
+    let inputs = vec![
+        Tensor::from_byte_strings("text_input", &[1, 1], &[prompt]),
+        Tensor::from_i32("max_tokens", &[1, 1], &[9]),
+    ];
+    let responses = all(server.infer(request("ensemble", inputs)).unwrap()).await;
+    assert_eq!(responses.len(), prompt.len() + 1, "one for each token, `<s>` included");
+    let pieces: Vec<String> = responses.iter().map(|response| text(output(response, "text_output"))).collect();
+    assert_eq!(pieces.concat(), prompt);
+    assert_eq!(pieces[0], "", "a special token is no text");
+    assert_eq!(output(&responses[1], "text_output").shape, [1, 1]);
+    assert!(responses.last().unwrap().is_final);
+}
+
+#[tokio::test]
+async fn a_character_cut_short_by_the_end_is_shown_as_such() {
+    let server = World::llm().started().await;
+    let cut = ids("né")[..2].to_vec();
+    let inputs =
+        vec![Tensor::from_i32("TOKENS_BATCH", &[1, 1, 2], &cut), Tensor::from_i32("SEQUENCE_LENGTH", &[1, 1], &[2])];
+    let responses = all(server.infer(request("postprocessing", inputs)).unwrap()).await;
+    assert_eq!(text(output(&responses[0], "OUTPUT")), "n\u{fffd}");
+}
+
+#[tokio::test]
+async fn prompts_of_a_batch_are_padded_and_their_lengths_told() {
+    let server = World::llm().started().await;
+    let mut inputs = query(&["ab", ""]);
+    inputs.push(Tensor::from_i32("PAD_ID", &[2, 1], &[7, 7]));
+    let response = all(server.infer(request("preprocessing", inputs)).unwrap()).await.remove(0);
+    assert_eq!(*output(&response, "INPUT_ID"), Tensor::from_i32("INPUT_ID", &[2, 3], &[256, 97, 98, 256, 7, 7]));
+    assert_eq!(*output(&response, "REQUEST_INPUT_LEN"), Tensor::from_i32("REQUEST_INPUT_LEN", &[2, 1], &[3, 1]));
+    assert_eq!(*output(&response, "OUT_PAD_ID"), Tensor::from_i32("OUT_PAD_ID", &[2, 1], &[7, 7]));
+    assert!(response.outputs.iter().all(|tensor| tensor.name != "OUT_END_ID" && tensor.name != "STOP_WORDS_IDS"));
+}
+
+#[tokio::test]
+async fn stop_words_are_laid_out_as_ids_and_ends_in_every_spelling() {
+    let server = World::llm().started().await;
+    let mut inputs = query(&["x"]);
+    inputs.push(Tensor::from_byte_strings("STOP_WORDS_DICT", &[1, 2], &["ab", "\n"]));
+    let response = all(server.infer(request("preprocessing", inputs)).unwrap()).await.remove(0);
+    // "ab", " ab", "\n", " \n": without special tokens, once each.
+    let words = [97, 98, 32, 97, 98, 10, 32, 10, 2, 5, 6, 8, -1, -1, -1, -1];
+    assert_eq!(*output(&response, "STOP_WORDS_IDS"), Tensor::from_i32("STOP_WORDS_IDS", &[1, 2, 8], &words));
+}
+
+#[tokio::test]
+async fn a_bias_falls_on_every_token_of_its_word() {
+    let server = World::llm().started().await;
+    let mut inputs = query(&["x"]);
+    inputs.push(Tensor::from_byte_strings("EMBEDDING_BIAS_WORDS", &[1, 2], &["ab", "b"]));
+    inputs.push(Tensor::from_f32("EMBEDDING_BIAS_WEIGHTS", &[1, 2], &[1.5, -1.0]));
+    let response = all(server.infer(request("preprocessing", inputs)).unwrap()).await.remove(0);
+    let bias = output(&response, "EMBEDDING_BIAS");
+    assert_eq!(bias.shape, [1, 257]);
+    let set: Vec<(usize, f32)> =
+        bias.to_f32().unwrap().into_iter().enumerate().filter(|&(_, bias)| bias != 0.0).collect();
+    assert_eq!(set, [(97, 1.5), (98, 0.5)]);
+}
+
+#[tokio::test]
+async fn a_long_prompt_is_encoded_off_the_request_path() {
+    let server = World::llm().started().await;
+    let long = "word ".repeat(20_000);
+    let response = all(server.infer(request("preprocessing", query(&[&long]))).unwrap()).await.remove(0);
+    assert_eq!(output(&response, "REQUEST_INPUT_LEN").to_i32().unwrap(), [100_001]);
+}
+
+#[tokio::test]
+async fn wrong_inputs_are_refused_with_words() {
+    let server = World::llm().started().await;
+    let with = |tensor: Tensor| [query(&["x"]), vec![tensor]].concat();
+    let mut invalid = query(&["x"]);
+    invalid[0] = Tensor::from_byte_strings("QUERY", &[1, 1], &[b"a\xff"]);
+    let tokens = |ids: &[i32], lengths: &[i32]| {
+        vec![
+            Tensor::from_i32("TOKENS_BATCH", &[1, 1, ids.len() as i64], ids),
+            Tensor::from_i32("SEQUENCE_LENGTH", &[1, lengths.len() as i64], lengths),
+        ]
+    };
+    for (model, inputs, words) in [
+        ("preprocessing", invalid, "input `QUERY` is not UTF-8: byte 1 is wrong"),
+        (
+            "preprocessing",
+            with(Tensor::from_byte_strings("IMAGE_URL", &[1, 1], &["u"])),
+            "input `IMAGE_URL` is not supported",
+        ),
+        (
+            "preprocessing",
+            with(Tensor::from_byte_strings("EMBEDDING_BIAS_WORDS", &[1, 1], &["u"])),
+            "`EMBEDDING_BIAS_WORDS` holds 1 words and `EMBEDDING_BIAS_WEIGHTS` 0 weights",
+        ),
+        ("postprocessing", tokens(&[1, -2], &[2]), "input `TOKENS_BATCH` holds -2, expected 0 or more"),
+        ("postprocessing", tokens(&[1], &[1, 1]), "`SEQUENCE_LENGTH` holds 2 lengths for the 1 rows"),
+    ] {
+        let error = server.infer(request(model, inputs)).expect_err(words);
+        assert!(error.message.starts_with(words), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn the_tokenizer_is_found_where_the_configuration_points() {
+    let at = |dir: &str| PREPROCESSING.replace("${tokenizer_dir}", dir);
+    for (dir, file) in [("tokens", "preprocessing/tokens"), ("shared", "shared"), ("../shared", "shared")] {
+        let world = World::new(&[("preprocessing", &at(dir))]);
+        world.put(&format!("{file}/tokenizer.json"), &tokenizer_json());
+        let failures = world.server().load_all().await.err().unwrap_or_default();
+        assert!(failures.iter().all(|failure| failure.model != "preprocessing"), "{dir}: {failures:?}");
+    }
+    for (config, words) in [
+        (PREPROCESSING.to_owned(), "no model of its repository has a `tokenizer.json`; set parameter `tokenizer_dir`"),
+        (at("nowhere"), "`tokenizer_dir` is `nowhere`, but neither "),
+    ] {
+        let failures = World::new(&[("preprocessing", &config)]).server().load_all().await.unwrap_err();
+        assert!(failures[0].reason.contains(words), "{}", failures[0].reason);
+    }
+}
+
+#[tokio::test]
+async fn among_several_tokenizers_the_one_of_the_same_ensemble_counts() {
+    let world = World::llm();
+    world.put("other/config.pbtxt", PARROT);
+    world.put("other/1/tokenizer.json", "{}");
+    world.started().await;
+
+    fs::remove_dir_all(world.root.path().join("ensemble")).unwrap();
+    world.put("ensemble/config.pbtxt", &ENSEMBLE.replace("preprocessing", "identity").replace("postprocessing", "x"));
+    let failures = world.server().load_all().await.unwrap_err();
+    let reason = &failures.iter().find(|failure| failure.model == "preprocessing").unwrap().reason;
+    assert!(
+        reason.contains("`other` and `tensorrt_llm` each have a tokenizer; set parameter `tokenizer_dir`"),
+        "{reason}"
+    );
+}
+
+#[tokio::test]
+async fn identity_gives_every_input_back_under_its_outputs_name() {
+    let echo = "backend: \"identity\" \
+                input [ { name: \"a\" data_type: TYPE_STRING dims: [ -1 ] }, { name: \"b\" data_type: TYPE_FP16 dims: [ 2 ] optional: true } ] \
+                output [ { name: \"c\" data_type: TYPE_STRING dims: [ -1 ] }, { name: \"d\" data_type: TYPE_FP16 dims: [ 2 ] } ]";
+    let delayed = format!("{echo} parameters {{ key: \"execute_delay_ms\" value {{ string_value: \"30\" }} }}");
+    let server = World::new(&[("echo", echo), ("delayed", &delayed)]).started().await;
+    let sent = Tensor::from_byte_strings("a", &[2], &["x", "y"]);
+    let started = std::time::Instant::now();
+    for model in ["echo", "delayed"] {
+        let response = all(server.infer(request(model, vec![sent.clone()])).unwrap()).await.remove(0);
+        assert_eq!(response.outputs, [Tensor { name: "c".to_owned(), ..sent.clone() }]);
+    }
+    assert!(started.elapsed().as_millis() >= 30);
+
+    let odd = echo.replace(
+        "{ name: \"d\" data_type: TYPE_FP16 dims: [ 2 ] }",
+        "{ name: \"d\" data_type: TYPE_BF16 dims: [ 2 ] }",
+    );
+    let failures = World::new(&[("odd", &odd)]).server().load_all().await.unwrap_err();
+    assert!(failures[0].reason.contains("output `d` has another `data_type` than input `b`"), "{}", failures[0].reason);
+}
