@@ -147,6 +147,16 @@ fn a_world_without_a_launcher_has_one_rank() {
 }
 
 #[test]
+fn more_messages_than_may_wait_are_refused() {
+    let world = World::start(Config { max_queued: 2, ..Config::default() }).unwrap();
+    (0..2).for_each(|_| world.send(0, vec![1]).unwrap());
+    assert!(matches!(world.send(0, vec![1]), Err(CommError::Overloaded { queued: 2 })));
+    let incoming = world.incoming().unwrap();
+    incoming.recv().unwrap();
+    world.send(0, vec![1]).unwrap();
+}
+
+#[test]
 fn ranks_of_one_two_and_four_talk_to_each_other() {
     [1, 2, 4].into_iter().for_each(|num_ranks| run_well("everyone meets", num_ranks));
 }
