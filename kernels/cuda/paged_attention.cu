@@ -10,7 +10,7 @@
 // slots         [T] u32; u32::MAX marks a padded token, whose output is zeros
 // maths         fp32, online softmax
 // launch        grid (T, H), block 32
-// needs         D % 32 == 0, D <= 256
+// needs         D <= 256
 // bound         latency; any shape that the fast kernels do not take, and their yardstick
 // test          tests/cuda_ops.rs: 2^-7 of the value plus 2^-8 of the largest |v|
 // archs: 80 90a 100a ptx
@@ -23,14 +23,14 @@ paged_attention_bf16(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf1
                      const u32* token_tables, const u32* positions, const u32* slots, u32 max_blocks, u32 heads,
                      u32 kv_heads, u32 dim, u32 log2_block, float scale, u32 window) {
     const u32 t = blockIdx.x, head = blockIdx.y, lane = threadIdx.x;
-    const u32 kv_head = head / (heads / kv_heads), per_lane = dim / 32;
+    const u32 kv_head = head / (heads / kv_heads);
     float q[MAX_D / 32], sum[MAX_D / 32];
     pdl_wait();
     pdl_launch();
     const bf16* query = qkv + ((u64)t * (heads + 2 * kv_heads) + head) * dim;
 #pragma unroll
     for (int j = 0; j < MAX_D / 32; ++j) {
-        q[j] = j < per_lane ? to_f32(query[j * 32 + lane]) * scale : 0.0f;
+        q[j] = j * 32 + lane < dim ? to_f32(query[j * 32 + lane]) * scale : 0.0f;
         sum[j] = 0.0f;
     }
     const u32* table = block_tables + (u64)token_tables[t] * max_blocks;
@@ -43,17 +43,17 @@ paged_attention_bf16(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf1
         float score = 0.0f;
 #pragma unroll
         for (int j = 0; j < MAX_D / 32; ++j)
-            if (j < per_lane) score += q[j] * to_f32(k_blocks[at + j * 32 + lane]);
+            if (j * 32 + lane < dim) score += q[j] * to_f32(k_blocks[at + j * 32 + lane]);
         score = warp_sum(score);
         const float next = fmaxf(most, score), old = __expf(most - next), weight = __expf(score - next);
         mass = mass * old + weight;
 #pragma unroll
         for (int j = 0; j < MAX_D / 32; ++j)
-            if (j < per_lane) sum[j] = sum[j] * old + weight * to_f32(v_blocks[at + j * 32 + lane]);
+            if (j * 32 + lane < dim) sum[j] = sum[j] * old + weight * to_f32(v_blocks[at + j * 32 + lane]);
         most = next;
     }
     bf16* to = out + ((u64)t * heads + head) * dim;
 #pragma unroll
     for (int j = 0; j < MAX_D / 32; ++j)
-        if (j < per_lane) to[j * 32 + lane] = to_bf16(mass > 0.0f ? sum[j] / mass : 0.0f);
+        if (j * 32 + lane < dim) to[j * 32 + lane] = to_bf16(mass > 0.0f ? sum[j] / mass : 0.0f);
 }

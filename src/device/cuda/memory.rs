@@ -219,11 +219,11 @@ impl CudaDevice {
 
     pub(crate) fn take_memory(&mut self, spec: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError> {
         let shape = head_shape(spec);
-        if !shape.block_size.is_power_of_two() || !shape.head_dim.is_multiple_of(32) || shape.head_dim > 256 {
+        if !shape.block_size.is_power_of_two() || !shape.head_dim.is_multiple_of(16) || shape.head_dim > 256 {
             return Err(DeviceError::Unsupported {
                 what: "attention".into(),
                 found: format!("head_dim {}, block_size {}", shape.head_dim, shape.block_size),
-                expected: "head_dim a multiple of 32 up to 256, block_size a power of two".into(),
+                expected: "head_dim a multiple of 16 up to 256, block_size a power of two".into(),
             });
         }
         self.take(spec, num_blocks).map_err(device_error)

@@ -6,6 +6,7 @@ use kernels::cuda::embed::TokenSource;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::library_gemm::{GemmBuffers, GemmShape};
 use kernels::cuda::paged_attention::TokenTables;
+use kernels::cuda::prefill_attention::{PrefillRows, prefill_attention};
 use kernels::cuda::rope_cache::RopeInputs;
 use kernels::cuda::sample::{self, ARGMAX_CHUNKS, Logits, Samples};
 use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight};
@@ -131,15 +132,40 @@ impl CudaDevice {
     pub(crate) fn op_attention(&mut self, out: CudaTensor, qkv: CudaTensor, layer: usize) -> Result<(), DeviceError> {
         let shape = self.current().shape;
         let decode_rows = shape.rows - shape.prefill_rows;
-        let is_fast = self.config.use_fast_kernels && HEAD_DIMS.contains(&self.cache().shape.head_dim);
-        let first_decode = if is_fast { shape.tokens - decode_rows } else { shape.tokens };
-        if first_decode > 0 {
-            self.attend_simply(out, qkv, layer, first_decode)?;
+        let prefill_tokens = shape.tokens - decode_rows;
+        if !self.config.use_fast_kernels || !HEAD_DIMS.contains(&self.cache().shape.head_dim) {
+            return self.attend_simply(out, qkv, layer, shape.tokens);
         }
-        if first_decode < shape.tokens {
-            self.attend_decodes(out, qkv, layer, first_decode)?;
+        if prefill_tokens > 0 {
+            self.attend_chunks(out, qkv, layer, prefill_tokens)?;
+        }
+        if decode_rows > 0 {
+            self.attend_decodes(out, qkv, layer, prefill_tokens)?;
         }
         Ok(())
+    }
+
+    /// The chunks of prefilling rows, which are tokens `0..num_tokens`.
+    fn attend_chunks(
+        &self,
+        out: CudaTensor,
+        qkv: CudaTensor,
+        layer: usize,
+        num_tokens: usize,
+    ) -> Result<(), DeviceError> {
+        let (cache, spans, shape) = (self.cache(), self.current().spans, self.current().shape);
+        let rows = PrefillRows {
+            block_tables: spans.block_tables,
+            max_blocks: cache.table_stride(&self.config.limits),
+            context_lens: spans.context_lens,
+            row_starts: spans.row_starts,
+            num_rows: shape.prefill_rows,
+            num_tokens,
+            max_chunk: shape.max_chunk,
+        };
+        let (layer, scale, window) = (cache.layer(layer), cache.scale, cache.window);
+        prefill_attention(&self.queue, out.values, qkv.values, layer, rows, cache.shape, scale, window)
+            .map_err(device_error)
     }
 
     /// Tokens `0..count`, one by one.

@@ -29,22 +29,26 @@ pub(crate) struct StepShape {
     pub(crate) tokens: usize,
     pub(crate) rows: usize,
     pub(crate) prefill_rows: usize,
+    /// Tokens of the longest prefill chunk.
+    pub(crate) max_chunk: usize,
     pub(crate) samples: usize,
 }
 
 impl StepShape {
     pub(crate) fn of(inputs: &StepInputs) -> Self {
+        let chunks = inputs.row_starts.windows(2).take(inputs.num_prefill_rows);
         Self {
             tokens: inputs.num_tokens(),
             rows: inputs.num_rows(),
             prefill_rows: inputs.num_prefill_rows,
+            max_chunk: chunks.map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0),
             samples: inputs.samples.len(),
         }
     }
 
     /// A decode step of `bucket` rows.
     pub(crate) fn decode(bucket: usize) -> Self {
-        Self { tokens: bucket, rows: bucket, prefill_rows: 0, samples: bucket }
+        Self { tokens: bucket, rows: bucket, prefill_rows: 0, max_chunk: 0, samples: bucket }
     }
 }
 
@@ -98,7 +102,8 @@ impl Layout {
     /// Words that any step within the bounds fits into.
     pub(crate) fn max_words(bounds: &StepBounds) -> usize {
         let rows = bounds.max_rows;
-        let shape = StepShape { tokens: bounds.max_tokens.max(rows), rows, prefill_rows: 0, samples: rows };
+        let shape =
+            StepShape { tokens: bounds.max_tokens.max(rows), rows, prefill_rows: 0, max_chunk: 0, samples: rows };
         Self::new(shape, bounds.table_stride).words
     }
 }
@@ -278,7 +283,7 @@ mod tests {
     fn a_step_is_packed_with_tables_at_the_fixed_stride_and_padded() {
         let (inputs, bounds) = (inputs(), bounds());
         assert!(check(&inputs, &bounds).is_ok());
-        let shape = StepShape { tokens: 6, rows: 3, prefill_rows: 1, samples: 2 };
+        let shape = StepShape { tokens: 6, rows: 3, prefill_rows: 1, max_chunk: 3, samples: 2 };
         let mut words = vec![u32::MAX - 1; Layout::max_words(&bounds)];
         let layout = pack(&inputs, &bounds, shape, 3, &mut words);
         assert_eq!(words[layout.slot], 3);

@@ -1,15 +1,18 @@
 //! Times decode and prefill steps of a Llama shape on one GPU, with random weights and no checkpoint.
 //!
-//! `cargo run --release -p device --example cuda_steps -- [--layers N] [--simple] [--no-graphs] [--context N] [--prefill N]`
+//! `cargo run --release -p device --example cuda_steps -- [--layers N] [--simple] [--no-graphs] [--context N] [--prefill N]
+//! [--batch N] [--tp-size N --rank R --exchange DIR]`
 //!
 //! Prints milliseconds a decode step for several batch sizes, with two steps in flight, and prefill tokens a second.
 
-use std::time::Instant;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use device::cuda::{CudaConfig, CudaDevice, CudaTensor, CudaWeight};
+use device::cuda::{CudaConfig, CudaDevice, CudaTensor, CudaWeight, FileExchange};
 use device::{
     Activation, AttentionSpec, DType, Device, DeviceError, LinearRole, RopeTable, SampleInput, StepInputs, StepLimits,
-    TOKEN_ON_DEVICE, WeightSlice,
+    TOKEN_ON_DEVICE, TensorParallel, WeightSlice,
 };
 use engine::{RowId, SamplingParams, TokenId};
 
@@ -20,6 +23,7 @@ const INNER: usize = 11008;
 const VOCAB: usize = 32000;
 const BLOCK: usize = 16;
 const MAX_ROWS: usize = 256;
+const MAX_LEN: usize = 4096;
 const EPS: f32 = 1e-5;
 
 struct Layer {
@@ -59,7 +63,11 @@ fn random_bytes(count: usize) -> &'static [u8] {
 }
 
 impl Model {
+    /// This worker's share of a model of `num_layers`.
     fn load(device: &mut CudaDevice, num_layers: usize) -> Result<Self, DeviceError> {
+        let tp = device.tensor_parallel();
+        let size = tp.size as usize;
+        let (heads, inner, vocab) = (HEADS / size * DIM, INNER / size, VOCAB / size);
         let data = random_bytes(INNER.max(VOCAB) * HIDDEN * 2);
         let ones: &'static [u8] = [0x80u8, 0x3f].repeat(HIDDEN).leak();
         let matrix = |rows: usize, cols: usize| WeightSlice {
@@ -71,30 +79,30 @@ impl Model {
             cols: 0..cols,
         };
         let norm = || WeightSlice { data: ones, rows: 0..1, ..matrix(1, HIDDEN) };
-        let embedding = device.load_embedding(matrix(VOCAB, HIDDEN), 0)?;
+        let embedding = device.load_embedding(matrix(vocab, HIDDEN), tp.rank * vocab as u32)?;
         let mut layers = Vec::new();
         for _ in 0..num_layers {
-            let heads = matrix(HEADS * DIM, HIDDEN);
-            let gate = matrix(INNER, HIDDEN);
+            let head = matrix(heads, HIDDEN);
+            let gate = matrix(inner, HIDDEN);
             layers.push(Layer {
                 norms: [device.load_vector(norm())?, device.load_vector(norm())?],
-                qkv: device.load_linear(LinearRole::Qkv, &[heads.clone(), heads.clone(), heads.clone()], &[])?,
-                out: device.load_linear(LinearRole::Out, &[matrix(HIDDEN, HEADS * DIM)], &[])?,
+                qkv: device.load_linear(LinearRole::Qkv, &[head.clone(), head.clone(), head], &[])?,
+                out: device.load_linear(LinearRole::Out, &[matrix(HIDDEN, heads)], &[])?,
                 gate_up: device.load_linear(LinearRole::GateUp, &[gate.clone(), gate], &[])?,
-                down: device.load_linear(LinearRole::Down, &[matrix(HIDDEN, INNER)], &[])?,
+                down: device.load_linear(LinearRole::Down, &[matrix(HIDDEN, inner)], &[])?,
             });
         }
         Ok(Self {
             embedding,
             layers,
             norm: device.load_vector(norm())?,
-            head: device.load_linear(LinearRole::Head, &[matrix(VOCAB, HIDDEN)], &[])?,
+            head: device.load_linear(LinearRole::Head, &[matrix(vocab, HIDDEN)], &[])?,
             residual: device.tensor(HIDDEN)?,
             normed: device.tensor(HIDDEN)?,
-            qkv: device.tensor(3 * HEADS * DIM)?,
-            attended: device.tensor(HEADS * DIM)?,
-            gate_up: device.tensor(2 * INNER)?,
-            gated: device.tensor(INNER)?,
+            qkv: device.tensor(3 * heads)?,
+            attended: device.tensor(heads)?,
+            gate_up: device.tensor(2 * inner)?,
+            gated: device.tensor(inner)?,
             partial: device.tensor(HIDDEN)?,
         })
     }
@@ -119,15 +127,14 @@ impl Model {
     }
 }
 
-fn spec(num_layers: usize, max_positions: usize) -> AttentionSpec {
-    let angles = (0..max_positions).flat_map(|p| {
-        (0..DIM / 2).map(move |i| p as f32 * 10_000f32.powf(-(2.0 * i as f32) / DIM as f32))
-    });
+fn spec(num_layers: usize, max_positions: usize, tp_size: usize) -> AttentionSpec {
+    let angles = (0..max_positions)
+        .flat_map(|p| (0..DIM / 2).map(move |i| p as f32 * 10_000f32.powf(-(2.0 * i as f32) / DIM as f32)));
     let (cos, sin) = angles.map(|a| (a.cos(), a.sin())).unzip();
     AttentionSpec {
         num_layers,
-        num_heads: HEADS,
-        num_kv_heads: HEADS,
+        num_heads: HEADS / tp_size,
+        num_kv_heads: HEADS / tp_size,
         head_dim: DIM,
         scale: (DIM as f32).powf(-0.5),
         block_size: BLOCK,
@@ -164,24 +171,28 @@ fn step(number: u64, rows: usize, start: usize, count: usize, blocks_per_row: us
 struct Options {
     layers: usize,
     context: usize,
+    prefill: usize,
+    batch: usize,
     fast: bool,
     graphs: bool,
-    prefill: usize,
+    tp: TensorParallel,
+    exchange: PathBuf,
 }
 
 fn options() -> Options {
     let arguments: Vec<String> = std::env::args().collect();
-    let number = |name: &str, default: usize| {
-        let at = arguments.iter().position(|a| a == name);
-        at.and_then(|at| arguments.get(at + 1)?.parse().ok()).unwrap_or(default)
-    };
+    let value = |name: &str| arguments.iter().position(|a| a == name).and_then(|at| arguments.get(at + 1).cloned());
+    let number = |name: &str, default: usize| value(name).and_then(|v| v.parse().ok()).unwrap_or(default);
     let has = |name: &str| arguments.iter().any(|a| a == name);
     Options {
         layers: number("--layers", 32),
         context: number("--context", 512),
         prefill: number("--prefill", 16384),
+        batch: number("--batch", 0),
         fast: !has("--simple"),
         graphs: !has("--no-graphs"),
+        tp: TensorParallel { rank: number("--rank", 0) as u32, size: number("--tp-size", 1) as u32 },
+        exchange: value("--exchange").unwrap_or_default().into(),
     }
 }
 
@@ -210,7 +221,13 @@ fn time_decode(
     Ok(start.elapsed().as_secs_f64() * 1e3 / steps as f64)
 }
 
-fn time_prefill(device: &mut CudaDevice, model: &mut Model, rows: usize, tokens: usize, blocks: usize) -> Result<f64, DeviceError> {
+fn time_prefill(
+    device: &mut CudaDevice,
+    model: &mut Model,
+    rows: usize,
+    tokens: usize,
+    blocks: usize,
+) -> Result<f64, DeviceError> {
     let mut best = f64::MAX;
     for number in 0..3 {
         let inputs = step(number, rows, 0, tokens, blocks);
@@ -222,6 +239,20 @@ fn time_prefill(device: &mut CudaDevice, model: &mut Model, rows: usize, tokens:
     Ok(best)
 }
 
+fn config(options: &Options) -> CudaConfig {
+    let limits = StepLimits { max_tokens: 16384, max_rows: MAX_ROWS, max_sequence_len: MAX_LEN, vocab_size: VOCAB };
+    let library_dirs =
+        std::env::var_os("TRIREME_CUDA_LIBS").map(|dirs| std::env::split_paths(&dirs).collect()).unwrap_or_default();
+    CudaConfig {
+        library_dirs,
+        tensor_parallel: options.tp,
+        exchange: Some(Arc::new(FileExchange::new(options.exchange.clone(), options.tp, Duration::from_secs(60)))),
+        use_graphs: options.graphs,
+        use_fast_kernels: options.fast,
+        ..CudaConfig::new(options.tp.rank as usize, limits)
+    }
+}
+
 fn main() -> Result<(), DeviceError> {
     let options = options();
     if device::cuda::num_gpus() == 0 {
@@ -229,41 +260,37 @@ fn main() -> Result<(), DeviceError> {
         return Ok(());
     }
     let begin = Instant::now();
-    let mut mark = |what: &str| println!("start-up: {what} at {:.2} s", begin.elapsed().as_secs_f64());
-    let limits =
-        StepLimits { max_tokens: 16384, max_rows: MAX_ROWS, max_sequence_len: 4096, vocab_size: VOCAB };
-    let library_dirs = std::env::var_os("TRIREME_CUDA_LIBS")
-        .map(|dirs| std::env::split_paths(&dirs).collect())
-        .unwrap_or_default();
-    let config = CudaConfig {
-        library_dirs,
-        use_graphs: options.graphs,
-        use_fast_kernels: options.fast,
-        ..CudaConfig::new(0, limits)
+    let say = |text: String| {
+        if options.tp.rank == 0 {
+            println!("{text}");
+        }
     };
-    let mut device = CudaDevice::new(config)?;
+    let mark = |what: &str| say(format!("start-up: {what} at {:.2} s", begin.elapsed().as_secs_f64()));
+    let mut device = CudaDevice::new(config(&options))?;
     mark("device open");
     let mut model = Model::load(&mut device, options.layers)?;
     mark("weights queued");
-    let spec = spec(options.layers, 4096);
+    let spec = spec(options.layers, MAX_LEN, options.tp.size as usize);
     let plan = device.memory_plan(&spec)?;
     mark("weights loaded");
-    println!("{}: {plan:?}", device.describe());
-    let blocks_per_row = 4096 / BLOCK;
-    let rows = MAX_ROWS.min(plan.max_blocks / blocks_per_row);
-    device.allocate_cache(&spec, rows * blocks_per_row)?;
-    for row in 0..rows {
-        device.join_row(RowId(row as u32), &[TokenId(1)], 1, &SamplingParams::default())?;
+    say(format!("{}: {plan:?}", device.describe()));
+    let decode_blocks = (options.context + 64) / BLOCK + 1;
+    let num_blocks = (MAX_ROWS * decode_blocks).max(8 * 2048 / BLOCK);
+    device.allocate_cache(&spec, num_blocks)?;
+    for row in 0..MAX_ROWS as u32 {
+        device.join_row(RowId(row), &[TokenId(1)], 1, &SamplingParams::default())?;
     }
     mark("ready");
-    for batch in [1, 2, 4, 8, 16, 32, 64, 128, 256].into_iter().filter(|&batch| batch <= rows) {
-        let ms = time_decode(&mut device, &mut model, batch, options.context, blocks_per_row)?;
-        println!("decode batch {batch:>4} context {}: {ms:.3} ms a step", options.context);
+    let batches = [1, 2, 4, 8, 16, 32, 64, 128, 256].into_iter().filter(|&b| options.batch == 0 || options.batch == b);
+    for batch in batches {
+        let ms = time_decode(&mut device, &mut model, batch, options.context, decode_blocks)?;
+        say(format!("decode batch {batch:>4} context {}: {ms:.3} ms a step", options.context));
     }
     let prefills = [(1, 128), (1, 512), (1, 2048), (8, 2048)];
     for (rows, tokens) in prefills.into_iter().filter(|(rows, tokens)| rows * tokens <= options.prefill) {
-        let seconds = time_prefill(&mut device, &mut model, rows, tokens, blocks_per_row)?;
-        println!("prefill {rows} x {tokens}: {:.2} ms, {:.0} tokens/s", seconds * 1e3, (rows * tokens) as f64 / seconds);
+        let seconds = time_prefill(&mut device, &mut model, rows, tokens, 2048 / BLOCK)?;
+        let rate = (rows * tokens) as f64 / seconds;
+        say(format!("prefill {rows} x {tokens}: {:.2} ms, {rate:.0} tokens/s", seconds * 1e3));
     }
     Ok(())
 }

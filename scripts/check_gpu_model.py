@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+"""Compare what cuda_generate wrote with transformers on the same GPU, token by token.
+
+    check_gpu_model.py CHECKPOINT OUT.json [OUT.json ...]
+
+Each sequence is run once in fp32 and once in bf16 through transformers, over the prompt and our own tokens. Ours has to be as
+near to fp32 as transformers' bf16 is: the root mean square of our error in the 20 likeliest log-probabilities at most 1.25 of
+its, the worst at most 2 of its worst; and each of our tokens the likeliest in fp32, or behind it by no more than twice our worst error.
+Exits 1 where that does not hold. Needs torch and transformers.
+"""
+import json
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def log_probs(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids], device="cuda")).logits[0].float().log_softmax(-1).cpu()
+
+
+def errors(sequences, exact, rounded):
+    ours, theirs, behind, differ = [], [], 0.0, 0
+    for sequence, want, half in zip(sequences, exact, rounded):
+        start = len(sequence["prompt"]) - 1
+        for i, top in enumerate(sequence["top"]):
+            row = want[start + i]
+            ids = torch.tensor([t for t, _ in top])
+            ours.append(torch.tensor([p for _, p in top]) - row[ids])
+            theirs.append(half[start + i][ids] - row[ids])
+            gap = (row.max() - row[sequence["tokens"][i]]).item()
+            behind, differ = max(behind, gap), differ + (gap > 0)
+    return torch.cat(ours).double(), torch.cat(theirs).double(), behind, differ
+
+
+def main():
+    if len(sys.argv) < 3 or sys.argv[1] in ("-h", "--help"):
+        sys.exit(__doc__)
+    checkpoint, failed = sys.argv[1], False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    outputs = {path: json.load(open(path))["sequences"] for path in sys.argv[2:]}
+    logits = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).cuda().eval()
+        for path, sequences in outputs.items():
+            logits[path, dtype] = [log_probs(model, (s["prompt"] + s["tokens"])[:-1]) for s in sequences]
+        del model
+        torch.cuda.empty_cache()
+    for path, sequences in outputs.items():
+        ours, theirs, behind, differ = errors(sequences, logits[path, torch.float32], logits[path, torch.bfloat16])
+        rms, rms_hf = ours.pow(2).mean().sqrt().item(), theirs.pow(2).mean().sqrt().item()
+        worst, worst_hf = ours.abs().max().item(), theirs.abs().max().item()
+        good = rms <= 1.25 * rms_hf and worst <= 2 * worst_hf and behind <= 2 * worst
+        failed |= not good
+        print(f"{'ok  ' if good else 'FAIL'} {path}: error rms {rms:.2e} worst {worst:.2e} (transformers bf16 {rms_hf:.2e} {worst_hf:.2e}), "
+              f"{differ} of {sum(len(s['tokens']) for s in sequences)} tokens behind fp32's, by at most {behind:.2e}")
+    sys.exit(1 if failed else 0)
+
+
+main()
