@@ -5,6 +5,7 @@
 
 mod args;
 mod devices;
+mod llm_metrics;
 mod log;
 mod relay;
 mod server;

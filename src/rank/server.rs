@@ -16,6 +16,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use worker::{Agent, Agents, FromAgent, ToAgent};
 
 use crate::args::{self, RankArgs};
+use crate::llm_metrics::LlmMetrics;
 use crate::{RankError, devices, relay};
 
 /// Names under which users' configurations ask for the LLM engine.
@@ -97,7 +98,8 @@ async fn serve(args: &RankArgs, llm: Arc<LlmFactory>) -> Result<ExitCode, RankEr
         factories.insert(name.to_owned(), Arc::clone(&llm) as Arc<dyn BackendFactory>);
     }
     let server = Server::new(server_config(args), factories).map_err(|error| RankError::Server(error.to_string()))?;
-    let front = front::start(front_config(args), Arc::clone(&server));
+    let metrics: Vec<Arc<dyn front::MetricsSource>> = vec![Arc::new(LlmMetrics(llm))];
+    let front = front::start(front_config(args), Arc::clone(&server), metrics);
     let front = front.await.map_err(|error| RankError::Server(error.to_string()))?;
     tokio::select! {
         loaded = server.load_all() => report_loading(args, &loaded.err().unwrap_or_default())?,

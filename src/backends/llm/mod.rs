@@ -11,9 +11,9 @@ mod step_thread;
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
-use engine::SequenceId;
+use engine::{EngineStats, SequenceId};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use ipc::Prefix;
@@ -39,18 +39,70 @@ pub struct LlmFactory {
     defaults: LlmDefaults,
     agents: Arc<Agents>,
     prefix: Prefix,
+    loaded: Arc<Mutex<Vec<Loaded>>>,
+}
+
+/// A model that was loaded; gone when its state is.
+struct Loaded {
+    name: String,
+    version: String,
+    block_size: usize,
+    max_rows: usize,
+    shared: Weak<Shared>,
+}
+
+/// What an LLM is doing, for metrics.
+#[derive(Debug, Clone)]
+pub struct LlmStatus {
+    /// Model name.
+    pub name: String,
+    /// Its version.
+    pub version: String,
+    /// Whether a step can run now.
+    pub is_ready: bool,
+    /// Starts of its workers after the first.
+    pub num_restarts: u64,
+    /// Positions in a KV block.
+    pub block_size: usize,
+    /// Most sequences that run at once.
+    pub max_rows: usize,
+    /// The engine after its last step.
+    pub engine: EngineStats,
 }
 
 impl LlmFactory {
     /// A factory whose models run on the workers of `agents`; rank 0's own shared memory is named by `prefix`.
     pub fn new(defaults: LlmDefaults, agents: Arc<Agents>, prefix: Prefix) -> Self {
-        Self { defaults, agents, prefix }
+        Self { defaults, agents, prefix, loaded: Arc::default() }
+    }
+
+    /// Every loaded LLM.
+    pub fn status(&self) -> Vec<LlmStatus> {
+        let mut loaded = self.loaded.lock().unwrap();
+        loaded.retain(|model| model.shared.strong_count() > 0);
+        loaded.iter().filter_map(Loaded::status).collect()
+    }
+}
+
+impl Loaded {
+    fn status(&self) -> Option<LlmStatus> {
+        let shared = self.shared.upgrade()?;
+        Some(LlmStatus {
+            name: self.name.clone(),
+            version: self.version.clone(),
+            is_ready: shared.ready.load(Ordering::Acquire),
+            num_restarts: shared.restarts.load(Ordering::Relaxed),
+            block_size: self.block_size,
+            max_rows: self.max_rows,
+            engine: *shared.stats.lock().unwrap(),
+        })
     }
 }
 
 impl BackendFactory for LlmFactory {
     fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let (defaults, agents, prefix) = (self.defaults.clone(), Arc::clone(&self.agents), self.prefix.clone());
+        let all_loaded = Arc::clone(&self.loaded);
         async move {
             let config = LlmConfig::new(&load, &defaults)?;
             let (inbox, messages) = Inbox::new();
@@ -68,7 +120,16 @@ impl BackendFactory for LlmFactory {
             let spawned = std::thread::Builder::new().name(name).spawn(move || thread.run(loaded));
             spawned.map_err(|error| InferError::internal(format!("cannot start a thread: {error}")))?;
             match is_loaded.await {
-                Ok(Ok(())) => Ok(Arc::new(Llm::new(config, load.version, inbox, shared)) as Arc<dyn Backend>),
+                Ok(Ok(())) => {
+                    all_loaded.lock().unwrap().push(Loaded {
+                        name: config.name.clone(),
+                        version: load.version.to_string(),
+                        block_size: config.engine.block_size,
+                        max_rows: config.engine.max_rows,
+                        shared: Arc::downgrade(&shared),
+                    });
+                    Ok(Arc::new(Llm::new(config, load.version, inbox, shared)) as Arc<dyn Backend>)
+                }
                 Ok(Err(reason)) => Err(InferError::internal(format!("model `{}`: {reason}", config.name))),
                 Err(_) => Err(InferError::internal(format!("model `{}`: its step thread ended", config.name))),
             }

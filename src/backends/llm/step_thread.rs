@@ -211,6 +211,7 @@ impl Running {
         }
         engine.drain_events(&mut self.events);
         if engine.num_in_flight() == 0 {
+            *self.thread.shared.stats.lock().unwrap() = engine.stats();
             self.tell_events();
             return self.take_messages(group, Duration::MAX);
         }
@@ -226,6 +227,7 @@ impl Running {
                 // Slowly forgets: the first step after a start may be far longer than any other.
                 self.longest_step = self.last_progress.elapsed().max(self.longest_step.mul_f32(0.99));
                 self.last_progress = Instant::now();
+                *self.thread.shared.stats.lock().unwrap() = engine.stats();
             }
             Some(_) => return Err(Lost("worker 0 sent something other than a step's output".to_owned()).into()),
             // Rung by a message, or time to look around.
