@@ -5,6 +5,53 @@
 //! Ensembles are built in: their steps are requests to models of the same server.
 //!
 //! Leaves wire formats to `front` and the work to `backends`.
+//!
+//! ```
+//! use std::{collections::HashMap, sync::Arc};
+//! use futures::future::{BoxFuture, FutureExt};
+//! use serving::*;
+//!
+//! /// Answers with its inputs, under the name the model's configuration gives its output.
+//! struct Echo;
+//!
+//! impl Backend for Echo {
+//!     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+//!         let outputs = request.inputs.into_iter().map(|tensor| Tensor { name: "OUTPUT0".into(), ..tensor }).collect();
+//!         Ok(ResponseStream::ready(InferResponse { outputs, ..InferResponse::default() }))
+//!     }
+//!
+//!     fn drain(&self) -> BoxFuture<'_, ()> {
+//!         std::future::ready(()).boxed()
+//!     }
+//! }
+//!
+//! impl BackendFactory for Echo {
+//!     fn load(&self, _: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+//!         std::future::ready(Ok(Arc::new(Echo) as Arc<dyn Backend>)).boxed()
+//!     }
+//! }
+//!
+//! # tokio::runtime::Runtime::new()?.block_on(async {
+//! # let root = tempfile::tempdir()?;
+//! # let repository = root.path().to_owned();
+//! std::fs::create_dir_all(repository.join("echo/1"))?;
+//! std::fs::write(repository.join("echo/config.pbtxt"), r#"
+//!     backend: "echo"
+//!     input [ { name: "INPUT0" data_type: TYPE_INT32 dims: [ -1 ] } ]
+//!     output [ { name: "OUTPUT0" data_type: TYPE_INT32 dims: [ -1 ] } ]
+//! "#)?;
+//! let factories = HashMap::from([("echo".to_owned(), Arc::new(Echo) as Arc<dyn BackendFactory>)]);
+//! let server = Server::new(ServerConfig { repositories: vec![repository], ..ServerConfig::default() }, factories)?;
+//! server.load_all().await.expect("one good model");
+//!
+//! let inputs = vec![Tensor::from_i32("INPUT0", &[2], &[1, 2])];
+//! let mut stream = server.infer(InferRequest { model_name: "echo".into(), inputs, ..InferRequest::default() })?;
+//! let response = stream.next_response().await.expect("one response")?;
+//! assert_eq!((response.model_version.as_str(), &response.outputs[0].name[..]), ("1", "OUTPUT0"));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! # })?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 #![forbid(unsafe_code)]
 
 mod backend;
