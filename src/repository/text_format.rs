@@ -225,3 +225,34 @@ fn default_data_types(config: &mut ModelConfig) {
         *data_type = DataType::TypeFp32 as i32;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn broken_text_gives_an_error_within_it_and_never_panics() {
+        let good = include_str!("tests/configs/tensorrt_llm.pbtxt");
+        let scraps = ["${", "}", "[", "]", "\"", "'", "\\", ",", ":", "#", "é", "\n", "${a}", "\0", "-", "9"];
+        let places: Vec<usize> = good.char_indices().map(|(place, _)| place).collect();
+        let mut num_errors = 0;
+        for (index, &place) in places.iter().enumerate() {
+            let scrap = scraps[index % scraps.len()];
+            for text in [format!("{}{scrap}{}", &good[..place], &good[place..]), good[..place].to_owned()] {
+                if let Err(error) = parse(&text) {
+                    num_errors += 1;
+                    assert!((1..=text.lines().count().max(1)).contains(&error.line), "{error:?} in\n{text}");
+                }
+            }
+        }
+        assert!(num_errors > places.len(), "most of these are wrong");
+    }
+
+    #[test]
+    fn text_without_a_quirk_is_left_alone() {
+        let text = "name: \"a [ $ # \" # ${x} in a comment\ninput: [ { dims: [ -1 ] } ]\n";
+        let prepared = prepare(text);
+        assert_eq!(prepared.text, text);
+        assert!(prepared.inserted.is_empty() && prepared.unfilled.is_empty());
+    }
+}
