@@ -5,8 +5,8 @@
 // k, v blocks   [block][K][B][D] bf16, one layer; query heads h G .. h G + G share KV head h, G = H / K
 // block_tables  [R, max_blocks] u32; context_lens [R] u32, 0 marks a padded row, whose output is zero
 // o             [R, H, D] bf16
-// workspace     partial sums [R][H][splits][D + 2] f32 and counters [R][K * groups] u32, zero before the first launch
-//               and after each
+// workspace     partial sums [R][H][splits][D] f32, their maximum and denominator [R][H][splits][2] f32, and counters
+//               [R][K * groups] u32, zero before the first launch and after each
 // maths         scores and sums in fp32, probabilities rounded to bf16 for the product with v
 // launch        grid (splits, K * groups, R), 4 warps; up to 8 query heads of a KV head form a group, so K and V are
 //               read once for all of them. A warp takes 16 positions at a time: K and V go from memory straight into the
@@ -29,7 +29,8 @@ struct DecodeAttention {
     const u32* block_tables;
     const u32* context_lens;
     bf16* out;
-    float* partial;  // [R][H][splits][D + 2]: sum, then maximum and denominator
+    float* partial;  // [R][H][splits][D]
+    float2* stats;   // [R][H][splits]: maximum, denominator
     u32* counters;   // [R][K * groups]
     u32 q_stride;    // elements
     u32 max_blocks;
@@ -265,31 +266,37 @@ __device__ __forceinline__ float merged_sum(const Merged<D>* merged, int heads, 
     return sum;
 }
 
-// Adds the splits of `heads` heads up, in their order. `partial` is the first head's; `weights` has [heads][splits] floats.
+// Adds the splits of `heads` heads up, in their order; `weights` has [heads][splits] floats.
 template <int D>
-__device__ __forceinline__ void combine(bf16* out, const float* partial, float* weights, int heads, u32 splits, u32 active) {
+__device__ __forceinline__ void combine(bf16* out, const float* partial, const float2* stats, float* weights, int heads,
+                                        u32 splits, u32 active) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int head = warp; head < heads; head += WARPS) {
-        const float* p = partial + (u64)head * splits * (D + 2) + D;
+        const float2* stat = stats + head * splits;
         float top = -INFINITY_F, denominator = 0.0f;
-        for (u32 s = lane; s < active; s += 32) top = fmaxf(top, __ldcg(p + s * (D + 2)));
+        for (u32 s = lane; s < active; s += 32) top = fmaxf(top, __ldcg(stat + s).x);
         top = warp_max(top);
         for (u32 s = lane; s < active; s += 32) {
-            const float weight = exp2_fast(__ldcg(p + s * (D + 2)) - top);
+            const float2 x = __ldcg(stat + s);
+            const float weight = exp2_fast(x.x - top);
             weights[head * splits + s] = weight;
-            denominator += weight * __ldcg(p + s * (D + 2) + 1);
+            denominator += weight * x.y;
         }
         denominator = warp_sum(denominator);
         for (u32 s = lane; s < active; s += 32) weights[head * splits + s] /= denominator;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < heads * D; i += WARPS * 32) {
-        const int head = i / D;
-        const float* p = partial + (u64)head * splits * (D + 2) + i % D;
-        float sum = 0.0f;
+    for (int i = threadIdx.x; i < heads * (D / 4); i += WARPS * 32) {
+        const int head = i / (D / 4), e = i % (D / 4) * 4;
+        const float* p = partial + (u64)head * splits * D + e;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 8
-        for (u32 s = 0; s < active; ++s) sum += weights[head * splits + s] * __ldcg(p + s * (D + 2));
-        out[i] = to_bf16(sum);
+        for (u32 s = 0; s < active; ++s) {
+            const float weight = weights[head * splits + s];
+            const float4 x = __ldcg(reinterpret_cast<const float4*>(p + s * D));
+            sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+        }
+        *reinterpret_cast<uint2*>(out + head * D + e) = make_uint2(pack_bf16x2(sum.x, sum.y), pack_bf16x2(sum.z, sum.w));
     }
 }
 
@@ -346,15 +353,17 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a) {
         }
         return;
     }
-    float* partial = a.partial + (u64)((u64)row * a.heads + first_head) * splits * (D + 2);
-    for (int i = threadIdx.x; i < heads * (D + 2); i += blockDim.x) {
-        const int head = i / (D + 2), e = i % (D + 2);
-        float* p = partial + ((u64)head * splits + split) * (D + 2) + e;
-        *p = e < D ? merged_sum<D>(merged, heads, head * D + e)
-                   : e == D ? merged_top<D>(merged, head) : merged_denominator<D>(merged, head);
+    const u64 first = ((u64)row * a.heads + first_head) * splits;
+    float* partial = a.partial + first * D;
+    for (int i = threadIdx.x; i < heads * D; i += blockDim.x) {
+        partial[((u64)(i / D) * splits + split) * D + i % D] = merged_sum<D>(merged, heads, i);
+    }
+    if (threadIdx.x < heads) {
+        const float2 stat = make_float2(merged_top<D>(merged, threadIdx.x), merged_denominator<D>(merged, threadIdx.x));
+        a.stats[first + threadIdx.x * splits + split] = stat;
     }
     if (is_last(a.counters + (u64)row * gridDim.y + blockIdx.y, c.active)) {
-        combine<D>(out, partial, reinterpret_cast<float*>(dynamic), heads, splits, c.active);
+        combine<D>(out, partial, a.stats + first, reinterpret_cast<float*>(dynamic), heads, splits, c.active);
     }
 }
 

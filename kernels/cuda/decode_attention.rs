@@ -39,8 +39,13 @@ impl Splits {
     /// The division for `num_rows` rows, by measurement on an H200 (kernels/README.md).
     pub fn for_rows(num_rows: usize, shape: HeadShape) -> Self {
         let blocks = num_rows * shape.num_kv_heads * groups(shape);
-        let splits = (2048 / blocks.max(1)).next_power_of_two().clamp(4, 64);
-        Self { splits, min_chunk: if blocks <= 512 { 64 } else { 256 } }
+        let splits = (256 / blocks.max(1)).next_power_of_two().clamp(4, 64);
+        let min_chunk = match blocks {
+            0..48 => 128,
+            48..192 => 256,
+            _ => 1024,
+        };
+        Self { splits, min_chunk }
     }
 }
 
@@ -116,18 +121,20 @@ pub fn decode_attention_split(
     check(out, qkv, cache, rows, shape)?;
     let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
     let Splits { splits, min_chunk } = splits;
-    ensure!(OP, splits > 0 && min_chunk > 0 && min_chunk.is_multiple_of(16), "{splits} splits of at least {min_chunk}");
-    let needed = rows.num_rows * splits * num_heads * (head_dim + 2) * 4;
-    let counters = counter_count(rows.num_rows, shape);
-    let (partial_span, counter_span) = (workspace.partial.span(), workspace.counters.span());
     ensure!(
         OP,
-        partial_span.bytes() >= needed && counter_span.count::<u32>() >= counters,
-        "the workspace is too small"
+        (1..=64).contains(&splits) && min_chunk > 0 && min_chunk.is_multiple_of(16),
+        "{splits} splits of at least {min_chunk}"
     );
-
-    let pointers = [qkv, cache.k, cache.v, rows.block_tables, rows.context_lens, out, partial_span, counter_span];
-    let mut argument = [0u8; 96];
+    let parts = rows.num_rows * splits * num_heads;
+    let counters = counter_count(rows.num_rows, shape);
+    let (partial_span, counter_span) = (workspace.partial.span(), workspace.counters.span());
+    let fits = partial_span.count::<f32>() >= parts * (head_dim + 2) && counter_span.count::<u32>() >= counters;
+    ensure!(OP, fits, "the workspace is too small");
+    let sums = partial_span.elements::<f32>(0, parts * head_dim);
+    let stats = partial_span.elements::<f32>(parts * head_dim, parts * 2);
+    let pointers = [qkv, cache.k, cache.v, rows.block_tables, rows.context_lens, out, sums, stats, counter_span];
+    let mut argument = [0u8; 104];
     for (bytes, span) in argument.chunks_exact_mut(8).zip(pointers) {
         bytes.copy_from_slice(&span.address().to_ne_bytes());
     }
@@ -141,7 +148,7 @@ pub fn decode_attention_split(
         min_chunk as u32,
         scale.to_bits(),
     ];
-    for (bytes, word) in argument[64..].chunks_exact_mut(4).zip(words) {
+    for (bytes, word) in argument[72..].chunks_exact_mut(4).zip(words) {
         bytes.copy_from_slice(&word.to_ne_bytes());
     }
     let heads = (num_heads / num_kv_heads).min(GROUP);

@@ -1,10 +1,13 @@
-//! Causal attention of chunks of new tokens over their rows' KV blocks. Kernel: `prefill_attention.cu`.
+//! Causal attention of chunks of new tokens over their rows' KV blocks. Kernels: `sm90_prefill_attention.cu`, and
+//! `prefill_attention.cu` where that does not run.
 
 use half::bf16;
 
 use super::error::ensure;
 use super::rope_cache::{HeadShape, LayerCache};
-use super::{Arg, CudaError, Launch, Queue, Span};
+use super::tensor_map::TensorMap;
+use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
+use std::sync::Arc;
 
 const OP: &str = "prefill_attention";
 /// Queries that one thread block takes, and keys it takes at a time.
@@ -32,11 +35,86 @@ pub struct PrefillRows {
     pub max_chunk: usize,
 }
 
+/// The counter from which thread blocks take their work; one [`prefill_attention`] at a time may use it.
+#[derive(Debug)]
+pub struct PrefillWorkspace(DeviceBuffer);
+
+impl PrefillWorkspace {
+    /// Takes a few bytes of device memory.
+    pub fn new(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
+        DeviceBuffer::from_slice(gpu, &[0u32; 64]).map(Self)
+    }
+}
+
 /// `out[t, h, :]` = attention of `q[t, h, :]` over the positions of its row up to its own; `window` 0 sees all of them.
 ///
 /// `out` `[T, H D]`, `qkv` `[T, (H + 2K) D]`, of which the q part is read: k and v are in the blocks already.
 #[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
 pub fn prefill_attention(
+    q: &Queue,
+    out: Span,
+    qkv: Span,
+    cache: LayerCache,
+    rows: PrefillRows,
+    shape: HeadShape,
+    scale: f32,
+    window: u32,
+    workspace: &PrefillWorkspace,
+) -> Result<(), CudaError> {
+    if has_hopper_kernel(q.gpu(), shape) {
+        prefill_attention_hopper(q, out, qkv, cache, rows, shape, scale, window, workspace)
+    } else {
+        prefill_attention_simple(q, out, qkv, cache, rows, shape, scale, window)
+    }
+}
+
+/// Whether this GPU and this build have the fast kernel for the shape.
+pub fn has_hopper_kernel(gpu: &Gpu, shape: HeadShape) -> bool {
+    gpu.capability().0 == 9
+        && shape.block_size <= 128
+        && gpu.has_kernel(&format!("sm90_prefill_attention_bf16_d{}", shape.head_dim))
+}
+
+/// [`prefill_attention`] on Hopper.
+#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+fn prefill_attention_hopper(
+    q: &Queue,
+    out: Span,
+    qkv: Span,
+    cache: LayerCache,
+    rows: PrefillRows,
+    shape: HeadShape,
+    scale: f32,
+    window: u32,
+    workspace: &PrefillWorkspace,
+) -> Result<(), CudaError> {
+    check(out, qkv, cache, rows, shape)?;
+    let HeadShape { num_heads, head_dim, block_size, .. } = shape;
+    let cache_rows = |span: Span| span.count::<bf16>() / head_dim;
+    let q_map = TensorMap::matrix(qkv, rows.num_tokens, shape.qkv_cols(), QUERIES, 64)?;
+    let k_map = TensorMap::matrix(cache.k, cache_rows(cache.k), head_dim, block_size, 64)?;
+    let v_map = TensorMap::matrix(cache.v, cache_rows(cache.v), head_dim, block_size, 64)?;
+    let tiles = rows.max_chunk.div_ceil(QUERIES);
+    let works = (tiles * num_heads * rows.num_rows) as u32;
+    let argument = argument(out, qkv, cache, rows, shape, scale, window);
+    let args = [
+        Arg::Bytes(q_map.bytes()),
+        Arg::Bytes(k_map.bytes()),
+        Arg::Bytes(v_map.bytes()),
+        Arg::Bytes(&argument),
+        workspace.0.span().into(),
+        (tiles as u32).into(),
+        works.into(),
+    ];
+    // Queries, and two stages of 128 keys and values; 1024 to align them.
+    let shared_bytes = 5 * 128 * head_dim * 2 + 1024;
+    let launch = Launch::new(works.min(q.gpu().num_multiprocessors()), 384).shared(shared_bytes as u32);
+    q.launch(&format!("sm90_prefill_attention_bf16_d{head_dim}"), launch, &args)
+}
+
+/// [`prefill_attention`] by the version that runs on any GPU.
+#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+pub fn prefill_attention_simple(
     q: &Queue,
     out: Span,
     qkv: Span,

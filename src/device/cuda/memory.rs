@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use engine::{RowId, SampledToken, TokenId};
 use kernels::cuda::decode_attention::DecodeWorkspace;
+use kernels::cuda::prefill_attention::PrefillWorkspace;
 use kernels::cuda::rope_cache::{HeadShape, LayerCache};
 use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
@@ -23,6 +24,7 @@ pub(crate) struct Cache {
     pub(crate) cos: DeviceBuffer,
     pub(crate) sin: DeviceBuffer,
     pub(crate) decode: DecodeWorkspace,
+    pub(crate) prefill: PrefillWorkspace,
     pub(crate) shape: HeadShape,
     pub(crate) scale: f32,
     /// 0 for none.
@@ -41,6 +43,7 @@ impl Cache {
             cos: DeviceBuffer::from_slice(gpu, &spec.rope.cos)?,
             sin: DeviceBuffer::from_slice(gpu, &spec.rope.sin)?,
             decode: DecodeWorkspace::new(gpu, max_rows, shape)?,
+            prefill: PrefillWorkspace::new(gpu)?,
             shape,
             scale: spec.scale,
             window: spec.sliding_window.unwrap_or(0) as u32,

@@ -163,8 +163,9 @@ impl CudaDevice {
             num_tokens,
             max_chunk: shape.max_chunk,
         };
-        let (layer, scale, window) = (cache.layer(layer), cache.scale, cache.window);
-        prefill_attention(&self.queue, out.values, qkv.values, layer, rows, cache.shape, scale, window)
+        let layer = cache.layer(layer);
+        let (scale, window, scratch) = (cache.scale, cache.window, &cache.prefill);
+        prefill_attention(&self.queue, out.values, qkv.values, layer, rows, cache.shape, scale, window, scratch)
             .map_err(device_error)
     }
 
