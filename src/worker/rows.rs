@@ -178,7 +178,7 @@ impl Row {
         }
         let known = self.num_tokens();
         // Only the newest sampled token is kept where a step can read it.
-        let first_missing = (self.tokens.len() as u32..end).find(|&position| position + 1 != known);
+        let first_missing = (start.max(self.tokens.len() as u32)..end).find(|&position| position + 1 != known);
         if let Some(position) = first_missing {
             return Err(PlanMismatch::NoToken { step, row, position, known });
         }
@@ -232,6 +232,12 @@ mod tests {
         assert_eq!((inputs.token_ids.as_slice(), inputs.slots.as_slice()), (&[TOKEN_ON_DEVICE][..], &[7][..]));
         assert_eq!(inputs.samples[0].num_generated, 1);
         assert_eq!((inputs.num_prefill_rows, inputs.context_lens.as_slice()), (0, &[4][..]));
+
+        let grown = vec![(RowId(2), BlockId(1))];
+        let further = StepPlan { step: 3, grown, work: vec![work(2, 4, 1, true)], ..StepPlan::default() };
+        table.apply(&further, &mut inputs).unwrap();
+        assert_eq!((inputs.token_ids.as_slice(), inputs.slots.as_slice()), (&[TOKEN_ON_DEVICE][..], &[2][..]));
+        assert_eq!(inputs.samples[0].num_generated, 2);
     }
 
     #[test]
