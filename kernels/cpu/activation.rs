@@ -4,7 +4,7 @@
 //! out     [T, I] f32
 //! test    tests/cpu_ops.rs against reference::gate
 
-use crate::cpu::linear::SharedOut;
+use crate::cpu::shared::SharedOut;
 use crate::cpu::{Pool, exp};
 
 /// The gate's non-linearity.

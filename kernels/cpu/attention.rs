@@ -13,7 +13,8 @@ use std::ops::Range;
 
 use bytemuck::Pod;
 
-use crate::cpu::linear::{SharedOut, bf16_bits};
+use crate::cpu::packed::bf16_bits;
+use crate::cpu::shared::SharedOut;
 use crate::cpu::{Buffer, Pool, exp};
 
 /// Positions per step of the online softmax.

@@ -10,251 +10,17 @@
 use std::ops::Range;
 
 use crate::cpu::dot::{Bf16, Dot, F16, F32, Portable, STEP};
-use crate::cpu::{Buffer, Isa, Pool};
+use crate::cpu::matrix::{GROUP, Part};
+use crate::cpu::packed::{BLOCK_K, TILE_ROWS, tile_at};
+use crate::cpu::shared::SharedOut;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::x86;
+use crate::cpu::{Isa, Matrix, PackedInput, Pool, WeightType};
 
-/// `K` is summed in blocks of so many: a block of few columns and of a tile's rows stays in the first cache.
-const BLOCK_K: usize = 2048;
-/// Rows that share one reading of the weights from registers.
-const TILE_ROWS: usize = 6;
-/// Columns computed together.
-const GROUP: usize = 4;
+/// Most rows for which columns are read one after the other.
+const STREAM_ROWS: usize = 4;
 /// Rows whose packed block of inputs stays in the second cache.
 const BLOCK_ROWS: usize = 32 * TILE_ROWS;
-
-/// Element type of weights.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WeightType {
-    /// bfloat16.
-    Bf16,
-    /// IEEE half.
-    F16,
-    /// IEEE single.
-    F32,
-}
-
-impl WeightType {
-    /// Bytes of one weight.
-    pub fn size(self) -> usize {
-        match self {
-            WeightType::Bf16 | WeightType::F16 => 2,
-            WeightType::F32 => 4,
-        }
-    }
-}
-
-/// A weight matrix `[N, K]` that lies elsewhere, in parts stacked along `N`.
-#[derive(Debug, Clone)]
-pub struct Matrix {
-    weight_type: WeightType,
-    cols: usize,
-    rows: usize,
-    parts: Vec<Part>,
-    bias: Option<Vec<f32>>,
-}
-
-#[derive(Debug, Clone)]
-struct Part {
-    data: &'static [u8], // from the first element taken
-    rows: usize,
-    row_bytes: usize,   // from one row to the next
-    first_row: usize,   // in the matrix
-    first_group: usize, // groups of the parts before
-}
-
-impl Part {
-    fn groups(&self) -> usize {
-        self.rows.div_ceil(GROUP)
-    }
-}
-
-impl Matrix {
-    /// A matrix without rows, of `cols` = `K`.
-    pub fn new(weight_type: WeightType, cols: usize) -> Self {
-        Self { weight_type, cols, rows: 0, parts: Vec::new(), bias: None }
-    }
-
-    /// Stacks `rows` rows below: row `i` is at `data[i * row_bytes..]`.
-    ///
-    /// # Panics
-    /// When `data` ends before its last row.
-    pub fn stack(&mut self, data: &'static [u8], rows: usize, row_bytes: usize) {
-        let width = self.cols * self.weight_type.size();
-        assert!(rows == 0 || (rows - 1) * row_bytes + width <= data.len(), "weights end before their last row");
-        let first_group = self.num_groups();
-        self.parts.push(Part { data, rows, row_bytes, first_row: self.rows, first_group });
-        self.rows += rows;
-    }
-
-    /// Adds `bias [N]` to each output.
-    ///
-    /// # Panics
-    /// When its length is not `N`.
-    pub fn set_bias(&mut self, bias: Vec<f32>) {
-        assert_eq!(bias.len(), self.rows, "one bias for each output");
-        self.bias = Some(bias);
-    }
-
-    /// `N`.
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    /// `K`.
-    pub fn cols(&self) -> usize {
-        self.cols
-    }
-
-    /// Element type.
-    pub fn weight_type(&self) -> WeightType {
-        self.weight_type
-    }
-
-    /// Bytes that one product reads.
-    pub fn bytes(&self) -> usize {
-        self.rows * self.cols * self.weight_type.size()
-    }
-
-    /// Row `index` as f32, for an embedding.
-    ///
-    /// # Panics
-    /// When there is no such row, or `out` is not `[K]`.
-    pub fn read_row(&self, index: usize, out: &mut [f32]) {
-        assert_eq!(out.len(), self.cols, "a row has K elements");
-        let part = self.parts.iter().find(|part| (part.first_row..part.first_row + part.rows).contains(&index));
-        let part = part.expect("the row is in the matrix");
-        let size = self.weight_type.size();
-        let bytes = &part.data[(index - part.first_row) * part.row_bytes..][..self.cols * size];
-        read_weights(self.weight_type, bytes, out);
-    }
-
-    fn num_groups(&self) -> usize {
-        self.parts.last().map_or(0, |part| part.first_group + part.groups())
-    }
-}
-
-/// `out[i]` = weight `i` of `bytes`.
-///
-/// # Panics
-/// When their lengths differ.
-pub fn read_weights(weight_type: WeightType, bytes: &[u8], out: &mut [f32]) {
-    use crate::cpu::dot::Element;
-    let size = weight_type.size();
-    assert_eq!(bytes.len(), out.len() * size, "one output for each weight");
-    for (out, bytes) in out.iter_mut().zip(bytes.chunks_exact(size)) {
-        *out = match weight_type {
-            WeightType::Bf16 => Bf16::weight(bytes),
-            WeightType::F16 => F16::weight(bytes),
-            WeightType::F32 => F32::weight(bytes),
-        };
-    }
-}
-
-/// Inputs of a linear layer in the order its inner loop reads them.
-///
-/// For each block of `K` and tile of rows: steps of 32 elements, each row of the tile in turn, padded with 0.
-pub struct PackedInput {
-    bf16: Buffer<u16>,
-    f32: Buffer<f32>,
-    rows: usize,
-    cols: usize,
-}
-
-impl PackedInput {
-    /// Room for `max_rows` rows of `max_cols`.
-    pub fn new(max_rows: usize, max_cols: usize) -> Self {
-        let len = max_rows * max_cols.next_multiple_of(STEP);
-        Self { bf16: Buffer::new(len), f32: Buffer::new(len), rows: 0, cols: 0 }
-    }
-
-    /// Packs `x [rows, cols]` for weights of `weight_type`.
-    ///
-    /// # Panics
-    /// When `x` is shorter, or larger than the room.
-    pub fn pack(&mut self, pool: &mut Pool, x: &[f32], rows: usize, cols: usize, weight_type: WeightType) {
-        assert!(x.len() >= rows * cols, "inputs are [rows, cols]");
-        assert!(rows * cols.next_multiple_of(STEP) <= self.f32.len(), "packed inputs fit");
-        (self.rows, self.cols) = (rows, cols);
-        match weight_type {
-            WeightType::Bf16 => pack(pool, x, rows, cols, &mut self.bf16, bf16_bits),
-            WeightType::F16 | WeightType::F32 => pack(pool, x, rows, cols, &mut self.f32, |x| x),
-        }
-    }
-}
-
-/// Rounds to the nearest bfloat16, ties to even; NaN stays NaN.
-#[inline(always)]
-pub(crate) fn bf16_bits(x: f32) -> u16 {
-    let bits = x.to_bits();
-    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
-    if x.is_nan() { ((bits >> 16) | 0x40) as u16 } else { (rounded >> 16) as u16 }
-}
-
-/// Where the block of `K` from `k` and the tile from `row` start, and rows of the tile.
-#[inline(always)]
-fn tile_at(rows: usize, cols: usize, k: usize, row: usize) -> (usize, usize) {
-    let block = (cols - k).min(BLOCK_K).next_multiple_of(STEP);
-    (rows * k + row * block, (rows - row).min(TILE_ROWS))
-}
-
-fn pack<T: bytemuck::Pod + Send + Sync>(
-    pool: &mut Pool,
-    x: &[f32],
-    rows: usize,
-    cols: usize,
-    out: &mut [T],
-    convert: impl Fn(f32) -> T + Sync,
-) {
-    let out = SharedOut::new(out);
-    let tiles = rows.div_ceil(TILE_ROWS);
-    let chunk = if rows * cols < 1 << 15 { tiles } else { 1 };
-    pool.each(tiles, chunk, |range| {
-        for row in range.start * TILE_ROWS..(range.end * TILE_ROWS).min(rows) {
-            let (tile, in_tile) = (row - row % TILE_ROWS, row % TILE_ROWS);
-            for k in (0..cols).step_by(BLOCK_K) {
-                let (start, tile_rows) = tile_at(rows, cols, k, tile);
-                let block = &x[row * cols + k..][..(cols - k).min(BLOCK_K)];
-                for (step, x) in block.chunks(STEP).enumerate() {
-                    // SAFETY: each row's steps are its own, and each row has one thread.
-                    let out = unsafe { out.slice(start + (step * tile_rows + in_tile) * STEP, STEP) };
-                    for (out, x) in out.iter_mut().zip(x) {
-                        *out = convert(*x);
-                    }
-                    out[x.len()..].fill(T::zeroed());
-                }
-            }
-        }
-    });
-}
-
-/// An output that threads write disjoint parts of.
-#[derive(Clone, Copy)]
-pub(crate) struct SharedOut<T> {
-    data: *mut T,
-    len: usize,
-}
-
-// SAFETY: only `slice` gives access, whose caller vouches that parts are disjoint.
-unsafe impl<T: Send> Sync for SharedOut<T> {}
-// SAFETY: as above.
-unsafe impl<T: Send> Send for SharedOut<T> {}
-
-impl<T> SharedOut<T> {
-    pub(crate) fn new(out: &mut [T]) -> Self {
-        Self { data: out.as_mut_ptr(), len: out.len() }
-    }
-
-    /// Elements `start..start + len`.
-    ///
-    /// # Safety
-    /// The slice this was made of is still borrowed by the caller's op, and no other access overlaps.
-    #[inline(always)]
-    #[allow(clippy::mut_from_ref)]
-    pub(crate) unsafe fn slice<'a>(&self, start: usize, len: usize) -> &'a mut [T] {
-        assert!(start + len <= self.len, "a part lies within its whole");
-        // SAFETY: within bounds by the check, disjoint by the caller.
-        unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
-    }
-}
 
 /// `out [rows, N]` = the packed inputs times the matrix, plus bias.
 ///
@@ -280,24 +46,86 @@ struct Job<'a> {
     matrix: &'a Matrix,
 }
 
-type Kernel = unsafe fn(&Job<'_>, Range<usize>);
-
-fn kernel(_isa: Isa, weight_type: WeightType) -> Kernel {
-    match weight_type {
-        WeightType::Bf16 => columns_bf16::<Portable<Bf16>>,
-        WeightType::F16 => columns_f32::<Portable<F16>>,
-        WeightType::F32 => columns_f32::<Portable<F32>>,
+impl Job<'_> {
+    /// Writes the sums of one row from the block of `K` at `k`: the first starts an output, later ones are added,
+    /// after the last comes the bias.
+    ///
+    /// # Safety
+    /// Nobody else writes these outputs.
+    #[inline(always)]
+    unsafe fn put(&self, row: usize, col: usize, k: usize, sums: &[f32]) {
+        // SAFETY: passed on.
+        let out = unsafe { self.out.slice(row * self.matrix.rows + col, sums.len()) };
+        for (out, sum) in out.iter_mut().zip(sums) {
+            *out = if k == 0 { *sum } else { *out + sum };
+        }
+        if k + BLOCK_K >= self.matrix.cols
+            && let Some(bias) = &self.matrix.bias
+        {
+            for (out, bias) in out.iter_mut().zip(&bias[col..]) {
+                *out += bias;
+            }
+        }
     }
 }
 
-unsafe fn columns_bf16<D: Dot<X = u16>>(job: &Job<'_>, groups: Range<usize>) {
-    // SAFETY: passed on.
-    unsafe { columns::<D>(job, &job.x.bf16, groups) }
+type Kernel = unsafe fn(&Job<'_>, Range<usize>);
+
+/// The code for weights of a type on a processor that has `isa`.
+fn kernel(isa: Isa, weight_type: WeightType) -> Kernel {
+    #[cfg(target_arch = "x86_64")]
+    match (isa, weight_type) {
+        (Isa::Avx512Bf16, WeightType::Bf16) => return bf16_avx512_bf16,
+        (Isa::Avx512, WeightType::Bf16) => return bf16_avx512,
+        (Isa::Avx512Bf16 | Isa::Avx512, WeightType::F16) => return f16_avx512,
+        (Isa::Avx512Bf16 | Isa::Avx512, WeightType::F32) => return f32_avx512,
+        (Isa::Avx2, WeightType::Bf16) => return bf16_avx2,
+        (Isa::Avx2, WeightType::F16) => return f16_avx2,
+        (Isa::Avx2, WeightType::F32) => return f32_avx2,
+        (Isa::Portable, _) => {}
+    }
+    match weight_type {
+        WeightType::Bf16 => bf16_portable,
+        WeightType::F16 => f16_portable,
+        WeightType::F32 => f32_portable,
+    }
 }
 
-unsafe fn columns_f32<D: Dot<X = f32>>(job: &Job<'_>, groups: Range<usize>) {
-    // SAFETY: passed on.
-    unsafe { columns::<D>(job, &job.x.f32, groups) }
+/// Compiles the loop for one kind of dot product.
+macro_rules! kernels {
+    ($($(#[$attribute:meta])* $name:ident: $dot:ty, $inputs:ident;)*) => {
+        $(
+            $(#[$attribute])*
+            unsafe fn $name(job: &Job<'_>, groups: Range<usize>) {
+                // SAFETY: passed on.
+                unsafe { columns::<$dot>(job, &job.x.$inputs, groups) }
+            }
+        )*
+    };
+}
+
+kernels! {
+    bf16_portable: Portable<Bf16>, bf16;
+    f16_portable: Portable<F16>, f32;
+    f32_portable: Portable<F32>, f32;
+}
+
+#[cfg(target_arch = "x86_64")]
+kernels! {
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+    bf16_avx512_bf16: x86::Avx512Bf16, bf16;
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    bf16_avx512: x86::Avx512<Bf16>, bf16;
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    f16_avx512: x86::Avx512<F16>, f32;
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    f32_avx512: x86::Avx512<F32>, f32;
+    #[target_feature(enable = "avx2,fma,f16c")]
+    bf16_avx2: x86::Avx2<Bf16>, bf16;
+    #[target_feature(enable = "avx2,fma,f16c")]
+    f16_avx2: x86::Avx2<F16>, f32;
+    #[target_feature(enable = "avx2,fma,f16c")]
+    f32_avx2: x86::Avx2<F32>, f32;
 }
 
 /// All rows of the columns in `groups`.
@@ -307,29 +135,118 @@ unsafe fn columns_f32<D: Dot<X = f32>>(job: &Job<'_>, groups: Range<usize>) {
 #[inline(always)]
 unsafe fn columns<D: Dot>(job: &Job<'_>, x: &[D::X], groups: Range<usize>) {
     let (rows, cols) = (job.x.rows, job.matrix.cols);
+    // As long as a column's inputs stay in the first cache.
+    if rows <= 2 || rows <= STREAM_ROWS && cols <= BLOCK_K {
+        // SAFETY: passed on.
+        return unsafe { stream_columns::<D>(job, x, groups) };
+    }
     for k in (0..cols).step_by(BLOCK_K) {
         for first_row in (0..rows).step_by(BLOCK_ROWS) {
+            let rows = first_row..rows.min(first_row + BLOCK_ROWS);
             for part in &job.matrix.parts {
-                let own = part.first_group..part.first_group + part.groups();
-                for group in groups.start.max(own.start)..groups.end.min(own.end) {
-                    let row = (group - own.start) * GROUP;
-                    let weights = GroupWeights::<D>::new(part, row, k, (cols - k).min(BLOCK_K));
-                    for tile in (first_row..rows.min(first_row + BLOCK_ROWS)).step_by(TILE_ROWS) {
-                        let (start, tile_rows) = tile_at(rows, cols, k, tile);
-                        let x = x[start..].as_ptr();
-                        // SAFETY: passed on; `x` holds a whole tile.
-                        unsafe {
-                            match tile_rows {
-                                1 => weights.tile::<1>(job, x, tile, part.first_row + row, k),
-                                2 => weights.tile::<2>(job, x, tile, part.first_row + row, k),
-                                3 => weights.tile::<3>(job, x, tile, part.first_row + row, k),
-                                4 => weights.tile::<4>(job, x, tile, part.first_row + row, k),
-                                5 => weights.tile::<5>(job, x, tile, part.first_row + row, k),
-                                _ => weights.tile::<6>(job, x, tile, part.first_row + row, k),
-                            }
-                        }
-                    }
+                for group in part.groups_in(&groups) {
+                    let weights = GroupWeights::<D>::new(part, group * GROUP, k, cols);
+                    // SAFETY: passed on.
+                    unsafe { tiles(job, x, &weights, rows.clone(), part.first_row + group * GROUP, k) }
                 }
+            }
+        }
+    }
+}
+
+/// As [`columns`] for few rows: one column after the other, each to the end of `K`, as memory likes it.
+///
+/// # Safety
+/// As [`columns`].
+#[inline(always)]
+unsafe fn stream_columns<D: Dot>(job: &Job<'_>, x: &[D::X], groups: Range<usize>) {
+    for part in &job.matrix.parts {
+        let groups = part.groups_in(&groups);
+        for row in groups.start * GROUP..(groups.end * GROUP).min(part.rows) {
+            let col = part.first_row + row;
+            let weights = &part.data[row * part.row_bytes..][..job.matrix.cols * D::WEIGHT_BYTES];
+            // SAFETY: passed on; the inputs are one tile of as many rows.
+            unsafe {
+                match job.x.rows {
+                    1 => stream::<D, 1>(job, x, weights, col),
+                    2 => stream::<D, 2>(job, x, weights, col),
+                    3 => stream::<D, 3>(job, x, weights, col),
+                    _ => stream::<D, 4>(job, x, weights, col),
+                }
+            }
+        }
+    }
+}
+
+/// One column for `R` rows of inputs, with the additions of [`GroupWeights::tile`] in the same order.
+///
+/// # Safety
+/// As [`columns`]; the inputs are one tile of `R` rows, four at most.
+#[inline(always)]
+unsafe fn stream<D: Dot, const R: usize>(job: &Job<'_>, x: &[D::X], weights: &[u8], col: usize) {
+    let cols = job.matrix.cols;
+    for k in (0..cols).step_by(BLOCK_K) {
+        let len = (cols - k).min(BLOCK_K);
+        let x = x[tile_at(R, cols, k, 0).0..].as_ptr();
+        let weights = &weights[k * D::WEIGHT_BYTES..][..len * D::WEIGHT_BYTES];
+        // SAFETY: `weights` holds `len` weights, and the caller vouches for `x`.
+        unsafe {
+            let mut acc = [D::zero(); R];
+            for step in 0..len / STEP {
+                let weights = D::load(weights.as_ptr().add(step * STEP * D::WEIGHT_BYTES));
+                for r in 0..R {
+                    acc[r] = D::add(acc[r], x.add((step * R + r) * STEP), weights);
+                }
+            }
+            if !len.is_multiple_of(STEP) {
+                let padded = pad(&weights[(len - len % STEP) * D::WEIGHT_BYTES..]);
+                let weights = D::load(padded.as_ptr());
+                for r in 0..R {
+                    acc[r] = D::add(acc[r], x.add((len / STEP * R + r) * STEP), weights);
+                }
+            }
+            let mut lanes = [D::zero(); STREAM_ROWS];
+            lanes[..R].copy_from_slice(&acc);
+            let sums = D::sum4(lanes);
+            for r in 0..R {
+                job.put(r, col, k, &sums[r..r + 1]);
+            }
+        }
+    }
+}
+
+/// What is left of a row of weights after its last whole step, padded with 0.
+fn pad(rest: &[u8]) -> [u8; STEP * 4] {
+    let mut padded = [0; STEP * 4];
+    padded[..rest.len()].copy_from_slice(rest);
+    padded
+}
+
+/// The tiles of `rows` by four columns from `col`, over one block of `K`.
+///
+/// # Safety
+/// As [`columns`].
+#[inline(always)]
+unsafe fn tiles<D: Dot>(
+    job: &Job<'_>,
+    x: &[D::X],
+    weights: &GroupWeights<D>,
+    rows: Range<usize>,
+    col: usize,
+    k: usize,
+) {
+    for tile in rows.step_by(TILE_ROWS) {
+        let (start, tile_rows) = tile_at(job.x.rows, job.matrix.cols, k, tile);
+        let x = x[start..].as_ptr();
+        // SAFETY: passed on; `x` holds a whole tile.
+        unsafe {
+            match tile_rows {
+                1 => weights.tile::<1>(job, x, tile, col, k),
+                2 => weights.tile::<2>(job, x, tile, col, k),
+                3 => weights.tile::<3>(job, x, tile, col, k),
+                4 => weights.tile::<4>(job, x, tile, col, k),
+                5 => weights.tile::<5>(job, x, tile, col, k),
+                _ => weights.tile::<6>(job, x, tile, col, k),
             }
         }
     }
@@ -346,20 +263,15 @@ struct GroupWeights<D> {
 
 impl<D: Dot> GroupWeights<D> {
     #[inline(always)]
-    fn new(part: &Part, row: usize, k: usize, len: usize) -> Self {
+    fn new(part: &Part, row: usize, k: usize, cols: usize) -> Self {
+        let len = (cols - k).min(BLOCK_K);
         let valid = (part.rows - row).min(GROUP);
         let bytes = |c: usize| {
             &part.data[(row + c.min(valid - 1)) * part.row_bytes + k * D::WEIGHT_BYTES..][..len * D::WEIGHT_BYTES]
         };
-        let tail = (!len.is_multiple_of(STEP)).then(|| {
-            std::array::from_fn(|c| {
-                let rest = &bytes(c)[(len - len % STEP) * D::WEIGHT_BYTES..];
-                let mut padded = [0; STEP * 4];
-                padded[..rest.len()].copy_from_slice(rest);
-                padded
-            })
-        });
-        let rows = std::array::from_fn(|c| bytes(c).as_ptr());
+        let tail = (!len.is_multiple_of(STEP))
+            .then(|| std::array::from_fn(|c| pad(&bytes(c)[(len - len % STEP) * D::WEIGHT_BYTES..])));
+        let rows: [*const u8; GROUP] = std::array::from_fn(|c| bytes(c).as_ptr());
         Self { rows, valid, steps: len / STEP, tail, dot: std::marker::PhantomData }
     }
 
@@ -369,31 +281,29 @@ impl<D: Dot> GroupWeights<D> {
     /// The processor has `D`'s instructions; `x` holds a tile of `R` rows; nobody else writes these outputs.
     #[inline(always)]
     unsafe fn tile<const R: usize>(&self, job: &Job<'_>, x: *const D::X, row: usize, col: usize, k: usize) {
+        // Loops, not closures: a closure is compiled without this processor's instructions and is not inlined here.
+        let mut sums = [[0.0; GROUP]; R];
         // SAFETY: `new` checked that each row has `steps * STEP` weights, and the caller vouches for `x`.
-        let sums = unsafe {
+        unsafe {
             let mut acc = [[D::zero(); GROUP]; R];
+            let [a, b, c, d] = self.rows;
             for step in 0..self.steps {
-                let weights = self.rows.map(|row| D::load(row.add(step * STEP * D::WEIGHT_BYTES)));
+                let offset = step * STEP * D::WEIGHT_BYTES;
+                let weights =
+                    [D::load(a.add(offset)), D::load(b.add(offset)), D::load(c.add(offset)), D::load(d.add(offset))];
                 add_step::<D, R>(&mut acc, x.add(step * R * STEP), weights);
             }
-            if let Some(tail) = &self.tail {
-                let weights = std::array::from_fn(|c| D::load(tail[c].as_ptr()));
+            if let Some([a, b, c, d]) = &self.tail {
+                let weights = [D::load(a.as_ptr()), D::load(b.as_ptr()), D::load(c.as_ptr()), D::load(d.as_ptr())];
                 add_step::<D, R>(&mut acc, x.add(self.steps * R * STEP), weights);
             }
-            acc.map(|acc| D::sum4(acc))
-        };
-        let stride = job.matrix.rows;
-        let last = k + BLOCK_K >= job.matrix.cols;
-        let bias = job.matrix.bias.as_ref().filter(|_| last);
+            for r in 0..R {
+                sums[r] = D::sum4(acc[r]);
+            }
+        }
         for (r, sums) in sums.iter().enumerate() {
             // SAFETY: these columns are this thread's alone.
-            let out = unsafe { job.out.slice((row + r) * stride + col, self.valid) };
-            for (c, out) in out.iter_mut().enumerate() {
-                *out = if k == 0 { sums[c] } else { *out + sums[c] };
-                if let Some(bias) = bias {
-                    *out += bias[col + c];
-                }
-            }
+            unsafe { job.put(row + r, col, k, &sums[..self.valid]) }
         }
     }
 }

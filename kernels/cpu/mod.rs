@@ -10,18 +10,25 @@ mod dot;
 mod exp;
 mod isa;
 mod linear;
+mod matrix;
 mod norm;
+mod packed;
 mod pool;
 mod rope;
 mod rows;
+mod shared;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
 pub use activation::{Gate, gate};
 pub use attention::{Attention, AttentionRow, KvCache, KvType};
 pub use buffer::Buffer;
 pub use exp::exp;
 pub use isa::Isa;
-pub use linear::{Matrix, PackedInput, WeightType, linear, read_weights};
+pub use linear::linear;
+pub use matrix::{Matrix, WeightType, read_weights};
 pub use norm::{add_rms_norm, rms_norm};
+pub use packed::PackedInput;
 pub use pool::Pool;
 pub use rope::rotate;
 pub use rows::map_rows;

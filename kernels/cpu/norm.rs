@@ -6,7 +6,7 @@
 //! test    tests/cpu_ops.rs against reference::rms_norm
 
 use crate::cpu::Pool;
-use crate::cpu::linear::SharedOut;
+use crate::cpu::shared::SharedOut;
 
 const LANES: usize = 16;
 

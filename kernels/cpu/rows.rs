@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use crate::cpu::Pool;
-use crate::cpu::linear::SharedOut;
+use crate::cpu::shared::SharedOut;
 
 /// `job(i, row i)` for every row of `x [rows, width]`, results in row order.
 ///

@@ -1,0 +1,111 @@
+//! Linear layers on this CPU: weights streamed for few rows, products for many, beside what the memory can read.
+//!
+//! `cargo bench -p kernels --bench cpu_linear [-- THREADS]`. Shapes are the 1.04-billion-parameter Llama's: hidden 2048,
+//! 32 heads, 8 KV heads, gated width 8192. Weights are larger than the caches and read in turn.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use kernels::cpu::{Buffer, Isa, Matrix, PackedInput, Pool, WeightType, linear};
+
+/// `N`, `K`, name.
+const SHAPES: [(usize, usize, &str); 4] =
+    [(3072, 2048, "qkv"), (2048, 2048, "out"), (16384, 2048, "gate_up"), (2048, 8192, "down")];
+/// More than the last cache holds.
+const WEIGHT_BYTES: usize = 256 << 20;
+const BUDGET: Duration = Duration::from_millis(200);
+
+fn main() {
+    let threads: Vec<usize> = std::env::args().filter_map(|arg| arg.parse().ok()).collect();
+    let threads = if threads.is_empty() { vec![1, 2] } else { threads };
+    let data: &'static [u8] = Box::leak(random_bf16(WEIGHT_BYTES).into_boxed_slice());
+    println!("{:?}, {} threads seen", Isa::detect(), std::thread::available_parallelism().map_or(0, |n| n.get()));
+    for threads in threads {
+        let mut pool = Pool::new(threads);
+        let bandwidth = read_bandwidth(&mut pool, data);
+        println!("threads {threads}: memory read {bandwidth:.1} GB/s");
+        println!("{:>8} {:>6} {:>5} {:>9} {:>8} {:>8} {:>9}", "op", "N x K", "", "rows", "us", "GB/s", "% read");
+        for (n, k, name) in SHAPES {
+            let bandwidth = read_bandwidth(&mut pool, data); // Again: other load on the machine changes it.
+            for rows in [1, 4, 8, 32, 128] {
+                measure(&mut pool, data, (n, k, name), rows, bandwidth);
+            }
+        }
+    }
+}
+
+fn measure(pool: &mut Pool, data: &'static [u8], (n, k, name): (usize, usize, &str), rows: usize, bandwidth: f64) {
+    let bytes = n * k * 2;
+    let matrices: Vec<Matrix> = data
+        .chunks_exact(bytes)
+        .map(|data| {
+            let mut matrix = Matrix::new(WeightType::Bf16, k);
+            matrix.stack(data, n, k * 2);
+            matrix
+        })
+        .collect();
+    let x: Vec<f32> = (0..rows * k).map(|i| (i % 17) as f32 * 0.1 - 0.8).collect();
+    let mut packed = PackedInput::new(rows, k);
+    let mut out = Buffer::<f32>::new(rows * n);
+    let mut next = 0;
+    let seconds = median(pool.threads(), || {
+        packed.pack(pool, &x, rows, k, WeightType::Bf16);
+        linear(pool, Isa::detect(), &mut out, &packed, &matrices[next % matrices.len()]);
+        next += 1;
+    });
+    black_box(&out);
+    let (gbs, gflops) = (bytes as f64 / seconds / 1e9, 2e-9 * (rows * n * k) as f64 / seconds);
+    println!(
+        "{name:>8} {n:>6}x{k:<5} {rows:>6} {:>9.0} us {gbs:>7.1} GB/s {:>4.0} % {gflops:>8.1} GFLOP/s",
+        seconds * 1e6,
+        100.0 * gbs / bandwidth
+    );
+}
+
+/// Sums all bytes as 64-bit words, each thread its own stretch.
+fn read_bandwidth(pool: &mut Pool, data: &[u8]) -> f64 {
+    let words: &[u64] = bytemuck::cast_slice(data);
+    let seconds = median(pool.threads(), || {
+        pool.each(words.len(), 1 << 15, |range| {
+            let mut sums = [0u64; 32];
+            for chunk in words[range].chunks_exact(32) {
+                for (sum, word) in sums.iter_mut().zip(chunk) {
+                    *sum = sum.wrapping_add(*word);
+                }
+            }
+            black_box(sums);
+        });
+    });
+    data.len() as f64 / seconds / 1e9
+}
+
+/// Median seconds: of the thread's own CPU time where it works alone, so that other load on the machine counts less.
+fn median(threads: usize, mut job: impl FnMut()) -> f64 {
+    job();
+    let (start, mut times) = (Instant::now(), Vec::new());
+    while times.len() < 5 || start.elapsed() < BUDGET {
+        let (start, cpu_start) = (Instant::now(), cpu_seconds());
+        job();
+        times.push(if threads == 1 { cpu_seconds() - cpu_start } else { start.elapsed().as_secs_f64() });
+    }
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// Time this thread has run, of which `/proc` keeps nanoseconds.
+fn cpu_seconds() -> f64 {
+    std::thread::yield_now(); // The count is brought up to date when a thread is scheduled.
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").expect("/proc is mounted");
+    text.split(' ').next().and_then(|ns| ns.parse::<f64>().ok()).expect("its first field is nanoseconds") * 1e-9
+}
+
+/// bf16 numbers of either sign below 0.02.
+fn random_bf16(bytes: usize) -> Vec<u8> {
+    let mut state = 1u64;
+    let mut words = vec![0u16; bytes / 2];
+    for word in &mut words {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        *word = 0x3c00 | (state >> 48) as u16 & 0x807f;
+    }
+    bytemuck::cast_slice(&words).to_vec()
+}

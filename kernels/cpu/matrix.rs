@@ -1,0 +1,141 @@
+//! Weight matrices as they lie in a checkpoint.
+
+use std::ops::Range;
+
+use crate::cpu::dot::{Bf16, Element, F16, F32};
+
+/// Rows whose products are computed together.
+pub(crate) const GROUP: usize = 4;
+
+/// Element type of weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WeightType {
+    /// bfloat16.
+    Bf16,
+    /// IEEE half.
+    F16,
+    /// IEEE single.
+    F32,
+}
+
+impl WeightType {
+    /// Bytes of one weight.
+    pub fn size(self) -> usize {
+        match self {
+            WeightType::Bf16 | WeightType::F16 => 2,
+            WeightType::F32 => 4,
+        }
+    }
+}
+
+/// A weight matrix `[N, K]` that lies elsewhere, in parts stacked along `N`.
+#[derive(Debug, Clone)]
+pub struct Matrix {
+    pub(super) weight_type: WeightType,
+    pub(super) cols: usize,
+    pub(super) rows: usize,
+    pub(super) parts: Vec<Part>,
+    pub(super) bias: Option<Vec<f32>>,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct Part {
+    pub(super) data: &'static [u8], // from the first element taken
+    pub(super) rows: usize,
+    pub(super) row_bytes: usize,   // from one row to the next
+    pub(super) first_row: usize,   // in the matrix
+    pub(super) first_group: usize, // groups of the parts before
+}
+
+impl Part {
+    fn groups(&self) -> usize {
+        self.rows.div_ceil(GROUP)
+    }
+
+    /// Those of the matrix's `groups` that are this part's, counted from its first.
+    pub(crate) fn groups_in(&self, groups: &Range<usize>) -> Range<usize> {
+        let end = groups.end.min(self.first_group + self.groups()).saturating_sub(self.first_group);
+        groups.start.saturating_sub(self.first_group).min(end)..end
+    }
+}
+
+impl Matrix {
+    /// A matrix without rows, of `cols` = `K`.
+    pub fn new(weight_type: WeightType, cols: usize) -> Self {
+        Self { weight_type, cols, rows: 0, parts: Vec::new(), bias: None }
+    }
+
+    /// Stacks `rows` rows below: row `i` is at `data[i * row_bytes..]`.
+    ///
+    /// # Panics
+    /// When `data` ends before its last row.
+    pub fn stack(&mut self, data: &'static [u8], rows: usize, row_bytes: usize) {
+        let width = self.cols * self.weight_type.size();
+        assert!(rows == 0 || (rows - 1) * row_bytes + width <= data.len(), "weights end before their last row");
+        let first_group = self.num_groups();
+        self.parts.push(Part { data, rows, row_bytes, first_row: self.rows, first_group });
+        self.rows += rows;
+    }
+
+    /// Adds `bias [N]` to each output.
+    ///
+    /// # Panics
+    /// When its length is not `N`.
+    pub fn set_bias(&mut self, bias: Vec<f32>) {
+        assert_eq!(bias.len(), self.rows, "one bias for each output");
+        self.bias = Some(bias);
+    }
+
+    /// `N`.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// `K`.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Element type.
+    pub fn weight_type(&self) -> WeightType {
+        self.weight_type
+    }
+
+    /// Bytes that one product reads.
+    pub fn bytes(&self) -> usize {
+        self.rows * self.cols * self.weight_type.size()
+    }
+
+    /// Row `index` as f32, for an embedding.
+    ///
+    /// # Panics
+    /// When there is no such row, or `out` is not `[K]`.
+    pub fn read_row(&self, index: usize, out: &mut [f32]) {
+        assert_eq!(out.len(), self.cols, "a row has K elements");
+        let part = self.parts.iter().find(|part| (part.first_row..part.first_row + part.rows).contains(&index));
+        let part = part.expect("the row is in the matrix");
+        let size = self.weight_type.size();
+        let bytes = &part.data[(index - part.first_row) * part.row_bytes..][..self.cols * size];
+        read_weights(self.weight_type, bytes, out);
+    }
+
+    pub(crate) fn num_groups(&self) -> usize {
+        self.parts.last().map_or(0, |part| part.first_group + part.groups())
+    }
+}
+
+/// `out[i]` = weight `i` of `bytes`.
+///
+/// # Panics
+/// When their lengths differ.
+pub fn read_weights(weight_type: WeightType, bytes: &[u8], out: &mut [f32]) {
+    let size = weight_type.size();
+    assert_eq!(bytes.len(), out.len() * size, "one output for each weight");
+    for (out, bytes) in out.iter_mut().zip(bytes.chunks_exact(size)) {
+        *out = match weight_type {
+            WeightType::Bf16 => Bf16::weight(bytes),
+            WeightType::F16 => F16::weight(bytes),
+            WeightType::F32 => F32::weight(bytes),
+        };
+    }
+}
