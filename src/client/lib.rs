@@ -8,7 +8,7 @@
 mod bench_infer;
 mod bench_serve;
 mod error;
-mod grpc;
+pub mod grpc;
 mod http_load;
 mod prompt;
 mod report;
@@ -21,8 +21,9 @@ pub use bench_serve::ServeArgs;
 pub use error::ClientError;
 pub use prompt::{ClientArgs, run_client};
 
-#[allow(missing_docs, dead_code, clippy::all)] // Generated from the protocol's own file.
-mod proto {
+/// The protocol's messages.
+#[allow(missing_docs, clippy::all)] // Generated from the protocol's own file.
+pub mod proto {
     include!(concat!(env!("OUT_DIR"), "/inference.rs"));
 }
 

@@ -80,7 +80,7 @@ pub fn read_raw(body: Bytes, config: &ModelConfig) -> Result<Asked, InferError> 
         Some(size) => (body.clone(), body.len() / size),
         None if input.dims != [1] => {
             return Err(InferError::invalid(format!(
-                "For BYTE datatype raw input '{}', the model must have input shape [1]",
+                "[request id: <id_unknown>] For BYTE datatype raw input '{}', the model must have input shape [1]",
                 input.name
             )));
         }

@@ -46,7 +46,8 @@ pub fn parse(body: &[u8]) -> Result<Value<'_>> {
     }
     let value = parser.value()?;
     parser.skip_space();
-    if parser.at < text.len() {
+    let is_over = parser.peek().is_none_or(|byte| byte == 0); // A NUL ends a text for Triton's parser.
+    if !is_over {
         return Err(malformed("The document root must not be followed by other values.", parser.at));
     }
     Ok(value)
@@ -137,9 +138,9 @@ impl<'a> Array<'a> {
     ///
     /// # Errors
     /// The first that `visit` returns.
-    pub fn for_each(self, mut visit: impl FnMut(Value<'a>) -> Result<()>) -> Result<()> {
+    pub fn for_each(self, visit: impl FnMut(Value<'a>) -> Result<()>) -> Result<()> {
         let mut parser = Parser { text: self.0, at: 0, depth: 0 };
-        parser.array(|value| visit(value))
+        parser.array(visit)
     }
 
     /// Appends the elements, nested ones in row-major order, as raw tensor data. Returns how many.

@@ -15,7 +15,7 @@ use crate::generate::{self, Events, NOT_ONE_RESPONSE, error_text};
 use crate::http_infer::{self, Asked};
 use crate::http_route::{MemoryKind, ModelPath, Route};
 use crate::state::State;
-use crate::status::http_status;
+use crate::status::{generate_status, http_status};
 use crate::stream_infer::single_response;
 use crate::{http_models, http_repository, http_settings};
 
@@ -125,7 +125,11 @@ async fn generate(
     body: Incoming,
 ) -> Result<Reply, InferError> {
     let responses = start_generate(state, model, headers, body).await?;
-    match generate::only_response(responses).await? {
+    let response = match generate::only_response(responses).await {
+        Ok(response) => response,
+        Err(error) => return Ok(reply(generate_status(error.kind), JSON, error_text(&error.message))),
+    };
+    match response {
         Some(response) => Ok(reply(StatusCode::OK, JSON, generate::write(&response)?)),
         None => Ok(reply(StatusCode::OK, JSON, error_text(NOT_ONE_RESPONSE))), // The status is Triton's.
     }
@@ -139,7 +143,7 @@ async fn generate_stream(
 ) -> Result<Reply, InferError> {
     let responses = start_generate(state, model, headers, body).await?;
     let (events, error) = Events::start(responses).await;
-    let status = error.map_or(StatusCode::OK, |error| http_status(error.kind));
+    let status = error.map_or(StatusCode::OK, |error| generate_status(error.kind));
     Ok(reply(status, EVENTS, ReplyBody::Events(Box::pin(events))))
 }
 

@@ -2,6 +2,16 @@
 //!
 //! [`start`] binds every port of a [`Config`] and serves the models behind it until [`Running::shutdown`].
 //! Only this room knows wire formats; the models' lives and their work are `serving`'s and `backends`'.
+//!
+//! ```
+//! use front::{Address, Config};
+//!
+//! let config = Config { http: Some(Address::new("127.0.0.1", 9000)), metrics: None, ..Config::default() };
+//! assert_eq!(config.grpc, Some(Address::new("0.0.0.0", 8001)));
+//! config.validate()?;
+//! // `front::start(config, server, Vec::new()).await?` binds the ports and serves.
+//! # Ok::<(), front::ConfigError>(())
+//! ```
 #![forbid(unsafe_code)]
 
 mod ask;

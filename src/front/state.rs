@@ -70,7 +70,8 @@ impl State {
         for ask in asks {
             let Some(output) = response.outputs.iter_mut().find(|output| output.name == ask.name) else { continue };
             if ask.num_classes > 0 {
-                *output = classify(output, ask.num_classes, true, None)?;
+                let config = self.server.model_config(&response.model_name, &response.model_version)?;
+                *output = classify(output, ask.num_classes, config.max_batch_size > 0, None)?;
             }
             if let Some(region) = &ask.region {
                 self.memory.write(region, &output.name, &output.data)?;

@@ -27,6 +27,14 @@ fn codes(kind: ErrorKind) -> (Code, StatusCode) {
     }
 }
 
+/// The HTTP status of a model's failure in `generate`, where Triton's clients know the model's own faults as 400.
+pub fn generate_status(kind: ErrorKind) -> StatusCode {
+    match kind {
+        ErrorKind::Internal => StatusCode::BAD_REQUEST,
+        kind => http_status(kind),
+    }
+}
+
 /// The gRPC status of an error, with its words.
 pub fn grpc_status(error: InferError) -> Status {
     Status::new(grpc_code(error.kind), error.message)

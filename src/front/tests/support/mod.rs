@@ -241,3 +241,158 @@ pub fn add_model(repository: &Path, name: &str, config: &str) {
     std::fs::create_dir_all(dir.join("1")).unwrap();
     std::fs::write(dir.join("config.pbtxt"), format!("name: \"{name}\"\n{config}")).unwrap();
 }
+
+/// A front on ports that the system chose, over fixture models.
+pub struct TestFront {
+    pub running: Option<front::Running>,
+    pub streams: Arc<Streams>,
+    server: Arc<Server>,
+    addresses: front::Addresses,
+    repository: tempfile::TempDir,
+}
+
+const STREAM_TEXT: &str = r#"
+backend: "python" max_batch_size: 0 model_transaction_policy { decoupled: true }
+input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }, { name: "n" data_type: TYPE_INT32 dims: [ 1 ] optional: true },
+        { name: "delay_ms" data_type: TYPE_INT32 dims: [ 1 ] optional: true }, { name: "fail_at" data_type: TYPE_INT32 dims: [ 1 ] optional: true } ]
+output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] }, { name: "index" data_type: TYPE_INT32 dims: [ 1 ] } ]
+"#;
+const IDENTITY: &str = r#"
+backend: "python" max_batch_size: 4
+input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ] output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
+"#;
+const SLOW: &str = r#"
+backend: "python" max_batch_size: 4
+input [ { name: "sleep_ms" data_type: TYPE_INT32 dims: [ 1 ] } ] output [ { name: "done" data_type: TYPE_INT32 dims: [ 1 ] } ]
+"#;
+
+impl TestFront {
+    /// With the usual settings.
+    pub async fn start() -> Self {
+        Self::start_with(|_| ()).await
+    }
+
+    /// With settings changed by `change`.
+    pub async fn start_with(change: impl FnOnce(&mut front::Config)) -> Self {
+        let repository = tempfile::tempdir().unwrap();
+        for (name, config) in [("stream_text", STREAM_TEXT), ("identity_fp32", IDENTITY), ("slow", SLOW)] {
+            add_model(repository.path(), name, config);
+        }
+        let (server, streams) = serve(repository.path(), ControlMode::None).await;
+        let any = || Some(front::Address::new("127.0.0.1", 0));
+        let mut config = front::Config { grpc: any(), http: any(), metrics: any(), ..Default::default() };
+        change(&mut config);
+        let running = front::start(config, server.clone(), Vec::new()).await.unwrap();
+        Self { addresses: running.addresses(), running: Some(running), streams, server, repository }
+    }
+
+    /// A gRPC connection.
+    pub async fn grpc(&self) -> client::grpc::Connection {
+        client::grpc::Connection::open(&self.addresses.grpc.unwrap().to_string()).await.unwrap()
+    }
+
+    /// The HTTP port.
+    pub fn http_address(&self) -> std::net::SocketAddr {
+        self.addresses.http.unwrap()
+    }
+
+    /// What the metrics port answers.
+    pub async fn metrics(&self) -> HttpAnswer {
+        http_to(self.addresses.metrics.unwrap(), "GET", "/metrics", "", Vec::new()).await
+    }
+
+    /// Another front over the same models with its HTTP on `port`.
+    pub async fn start_another(&self, port: u16) -> Result<front::Running, front::StartError> {
+        let http = Some(front::Address::new("127.0.0.1", port));
+        let config = front::Config { grpc: None, http, metrics: None, ..Default::default() };
+        front::start(config, self.server.clone(), Vec::new()).await
+    }
+}
+
+/// An HTTP response.
+pub struct HttpAnswer {
+    pub status: u16,
+    pub headers: Vec<(String, String)>,
+    pub body: Vec<u8>,
+}
+
+impl HttpAnswer {
+    /// The body as text.
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.body).into_owned()
+    }
+
+    /// The header called `name`, in lower case.
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.headers.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
+    }
+}
+
+/// Sends one request and reads the answer.
+pub async fn http(front: &TestFront, method: &str, path: &str, body: &[u8]) -> HttpAnswer {
+    http_with(front, method, path, "", body).await
+}
+
+/// The same with headers, each ended by a line break.
+pub async fn http_with(front: &TestFront, method: &str, path: &str, headers: &str, body: &[u8]) -> HttpAnswer {
+    http_to(front.http_address(), method, path, headers, body.to_vec()).await
+}
+
+/// The same to any address.
+pub async fn http_to(
+    address: std::net::SocketAddr,
+    method: &str,
+    path: &str,
+    headers: &str,
+    body: Vec<u8>,
+) -> HttpAnswer {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let mut socket = tokio::net::TcpStream::connect(address).await.unwrap();
+    let length = body.len();
+    let head = format!(
+        "{method} {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {length}\r\n{headers}\r\n"
+    );
+    let sent = [head.as_bytes(), &body].concat();
+    let _ = socket.write_all(&sent).await; // A server that refuses early may not read it all.
+    let mut bytes = Vec::new();
+    socket.read_to_end(&mut bytes).await.unwrap();
+    parse(&bytes)
+}
+
+fn parse(bytes: &[u8]) -> HttpAnswer {
+    let end = bytes.windows(4).position(|window| window == b"\r\n\r\n").expect("an HTTP head");
+    let head = std::str::from_utf8(&bytes[..end]).unwrap();
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    let headers: Vec<(String, String)> = head
+        .lines()
+        .filter_map(|line| line.split_once(": "))
+        .map(|(key, value)| (key.to_lowercase(), value.to_owned()))
+        .collect();
+    let is_chunked = headers.contains(&("transfer-encoding".to_owned(), "chunked".to_owned()));
+    let body = if is_chunked { unchunk(&bytes[end + 4..]) } else { bytes[end + 4..].to_vec() };
+    HttpAnswer { status, headers, body }
+}
+
+fn unchunk(mut bytes: &[u8]) -> Vec<u8> {
+    let mut body = Vec::new();
+    loop {
+        let line = bytes.windows(2).position(|window| window == b"\r\n").expect("a chunk's length");
+        let length = usize::from_str_radix(std::str::from_utf8(&bytes[..line]).unwrap(), 16).unwrap();
+        if length == 0 {
+            return body;
+        }
+        body.extend_from_slice(&bytes[line + 2..line + 2 + length]);
+        bytes = &bytes[line + 4 + length..];
+    }
+}
+
+/// Waits until `condition` holds, for five seconds at most.
+pub async fn eventually(what: &str, condition: impl Fn() -> bool) {
+    for _ in 0..500 {
+        if condition() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("not within five seconds: {what}");
+}
