@@ -33,7 +33,9 @@ fn command() -> Command {
         .arg_required_else_help(true)
         .subcommand(rank::command())
         .subcommand(Command::new("worker").about("A worker of a rank; started by its rank, never by hand").hide(true))
-        .subcommand(ClientArgs::augment_args(Command::new("client").about("Sends a prompt and prints the answer as it comes")))
+        .subcommand(ClientArgs::augment_args(
+            Command::new("client").about("Sends a prompt and prints the answer as it comes"),
+        ))
         .subcommand(BenchArgs::augment_args(Command::new("bench").about("Measures a running server")))
 }
 

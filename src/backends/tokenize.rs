@@ -122,6 +122,11 @@ impl Encoder {
         }
         let mut rows = Vec::with_capacity(num_rows);
         for text in &texts {
+            if text.is_empty() {
+                return Err(InferError::invalid(format!(
+                    "input `{input}` is empty; send a prompt of at least one character"
+                )));
+            }
             let encoded = self.tokenizer.encode(utf8(input, text)?, self.add_special_tokens);
             rows.push(encoded.map_err(|error| InferError::invalid(format!("input `{input}`: {error}")))?);
         }

@@ -38,7 +38,7 @@ def test_no_tokens_at_all(grpc):
 
 
 def test_a_prompt_longer_than_the_context(grpc):
-    refused(grpc, text_inputs("row " * 5000, 8, True), "2048")
+    refused(grpc, text_inputs("row " * 5000, 8, True), "5002 tokens", "at most 2047")
 
 
 def test_a_prompt_that_is_not_utf8(grpc):
@@ -64,7 +64,8 @@ def test_an_empty_prompt_is_answered_or_refused_but_never_hangs(grpc):
 
 def test_a_body_that_is_no_json(world):
     status, _, body = post(world.http, "/v2/models/ensemble/generate", b"{\"text_input\": ")
-    assert status == 400 and "error" in body
+    # Triton's own status and words for it.
+    assert status == 500 and "failed to parse the request JSON buffer" in body
 
 
 def test_a_body_without_the_required_input(world):

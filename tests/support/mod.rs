@@ -60,7 +60,9 @@ impl TestWorld {
         let log = Arc::new(Mutex::new(VecDeque::new()));
         let reader = BufReader::new(child.stderr.take().expect("stderr is piped"));
         let lines = Arc::clone(&log);
-        thread::spawn(move || reader.lines().map_while(Result::ok).for_each(|line| lines.lock().unwrap().push_back(line)));
+        thread::spawn(move || {
+            reader.lines().map_while(Result::ok).for_each(|line| lines.lock().unwrap().push_back(line))
+        });
         let mut world = Self { child, http_port: 0, log, prefix, _scratch: scratch };
         let line = world.await_log("Started HTTPService at ");
         world.http_port = port_of(&line);
@@ -99,6 +101,25 @@ impl TestWorld {
     /// `POST path` with a JSON body.
     pub fn post(&self, path: &str, body: &Value) -> (u16, String) {
         answer(agent().post(self.url(path)).send(body.to_string()))
+    }
+
+    /// `POST path` with a JSON header of `json_len` bytes and binary tensors behind it.
+    pub fn post_binary(&self, path: &str, json_len: usize, body: &[u8]) -> (u16, String) {
+        let request = agent().post(self.url(path)).header("Inference-Header-Content-Length", json_len.to_string());
+        answer(request.send(body))
+    }
+
+    /// CPU time that all processes of this world have used.
+    pub fn cpu_ms(&self) -> u64 {
+        let mut processes = descendants(self.child.id());
+        processes.push(self.child.id());
+        let ticks = |pid: u32| -> Option<u64> {
+            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+            let fields: Vec<&str> = stat.rsplit_once(") ")?.1.split(' ').collect();
+            Some(fields[11].parse::<u64>().ok()? + fields[12].parse::<u64>().ok()?)
+        };
+        // Linux counts in hundredths of a second for user space, whatever its own tick.
+        processes.into_iter().filter_map(ticks).sum::<u64>() * 10
     }
 
     /// Greedy text of the ensemble.
@@ -181,7 +202,10 @@ impl TestWorld {
     /// Names in /dev/shm that this world made.
     pub fn shared_memory(&self) -> Vec<String> {
         let names = fs::read_dir("/dev/shm").expect("/dev/shm").flatten();
-        names.map(|entry| entry.file_name().to_string_lossy().into_owned()).filter(|name| name.starts_with(&self.prefix)).collect()
+        names
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .filter(|name| name.starts_with(&self.prefix))
+            .collect()
     }
 }
 

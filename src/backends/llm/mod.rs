@@ -100,6 +100,11 @@ impl Loaded {
 }
 
 impl BackendFactory for LlmFactory {
+    /// Two copies of a model's weights and KV blocks do not fit a device.
+    fn is_exclusive(&self) -> bool {
+        true
+    }
+
     fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let (defaults, agents, prefix) = (self.defaults.clone(), Arc::clone(&self.agents), self.prefix.clone());
         let all_loaded = Arc::clone(&self.loaded);

@@ -1,0 +1,34 @@
+//! N ranks give what one gives.
+
+mod support;
+
+use support::TestWorld;
+
+const PROMPTS: [&str; 4] =
+    ["Once upon a time", "Q: What colour is the sky?", "The captain of the ship", "One morning a"];
+
+#[test]
+fn one_two_and_four_ranks_give_the_same_greedy_text() {
+    let texts = |world_size: u32| {
+        let world = TestWorld::of(world_size);
+        assert_eq!(world.workers().len(), world_size as usize, "one worker a rank");
+        PROMPTS.map(|prompt| world.generate(prompt, 48))
+    };
+    let alone = texts(1);
+    assert!(alone.iter().all(|text| !text.is_empty()), "{alone:?}");
+    assert_eq!(texts(2), alone);
+    assert_eq!(texts(4), alone);
+}
+
+#[test]
+fn an_idle_world_uses_under_one_percent_of_a_core() {
+    let mut world = TestWorld::of(2);
+    world.generate("Once upon a time", 8);
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    let before = world.cpu_ms();
+    let seconds = 5;
+    std::thread::sleep(std::time::Duration::from_secs(seconds));
+    let used_ms = world.cpu_ms() - before;
+    assert!(used_ms <= seconds * 10, "{used_ms} ms of CPU time in {seconds} s of silence");
+    assert!(world.stop().success());
+}
