@@ -15,6 +15,8 @@ pub struct Percentiles {
     pub p90: f64,
     /// 99 of 100 are at most this.
     pub p99: f64,
+    /// The longest.
+    pub max: f64,
 }
 
 impl Percentiles {
@@ -33,13 +35,15 @@ impl Percentiles {
             p50: milliseconds(at(0.5)),
             p90: milliseconds(at(0.9)),
             p99: milliseconds(at(0.99)),
+            max: milliseconds(at(1.0)),
         }
     }
 }
 
 impl std::fmt::Display for Percentiles {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(formatter, "mean {:.3} ms   p50 {:.3}   p90 {:.3}   p99 {:.3}", self.mean, self.p50, self.p90, self.p99)
+        let Self { mean, p50, p90, p99, max } = self;
+        write!(formatter, "mean {mean:.3} ms   p50 {p50:.3}   p90 {p90:.3}   p99 {p99:.3}   max {max:.3}")
     }
 }
 
@@ -52,7 +56,7 @@ mod tests {
         let mut durations: Vec<Duration> = (1..=100).rev().map(Duration::from_millis).collect();
         let percentiles = Percentiles::of(&mut durations);
         assert_eq!((percentiles.p50, percentiles.p90, percentiles.p99), (50.0, 90.0, 99.0));
-        assert_eq!(percentiles.mean, 50.5);
+        assert_eq!((percentiles.mean, percentiles.max), (50.5, 100.0));
         assert_eq!(Percentiles::of(&mut []), Percentiles::default());
         assert_eq!(Percentiles::of(&mut [Duration::from_millis(7)]).p99, 7.0);
     }
