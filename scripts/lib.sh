@@ -5,6 +5,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # What a build needs: a C compiler, MPI, and clang's library, through which its header is read.
 readonly BUILD_PACKAGES=(build-essential ca-certificates curl libclang-dev libopenmpi-dev openmpi-bin pkg-config)
 
+readonly TARGET=${CARGO_TARGET_DIR:-target}
+
 section() { printf '\n== %s\n' "$*"; }
 
 die() {
