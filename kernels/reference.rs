@@ -1,1 +1,56 @@
-//! Plain fp32 formulas, one per op.
+//! Plain fp32 formulas, one per op, summed in f64: what kernels of any device are held against.
+
+/// `out[t, n] = sum over k of x[t, k] * w[n, k] + bias[n]`, with `x [rows, k]`, `w [n, k]`.
+pub fn linear(x: &[f32], w: &[f32], bias: Option<&[f32]>, k: usize) -> Vec<f32> {
+    let dot = |x: &[f32], w: &[f32]| x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum::<f64>();
+    let bias = |n: usize| bias.map_or(0.0, |bias| f64::from(bias[n]));
+    x.chunks_exact(k)
+        .flat_map(|x| w.chunks_exact(k).enumerate().map(move |(n, w)| (dot(x, w) + bias(n)) as f32))
+        .collect()
+}
+
+/// `y[t, :] = x[t, :] * rsqrt(mean(x[t, :]^2) + eps) * weight`.
+pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
+    let mut out = Vec::with_capacity(x.len());
+    for row in x.chunks_exact(weight.len()) {
+        let mean = row.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / row.len() as f64;
+        let scale = 1.0 / (mean + f64::from(eps)).sqrt();
+        out.extend(row.iter().zip(weight).map(|(x, w)| (f64::from(*x) * scale * f64::from(*w)) as f32));
+    }
+    out
+}
+
+/// `x * sigmoid(x)`.
+pub fn silu(x: f32) -> f32 {
+    let x = f64::from(x);
+    (x / (1.0 + (-x).exp())) as f32
+}
+
+/// `0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`.
+pub fn gelu_tanh(x: f32) -> f32 {
+    let x = f64::from(x);
+    (0.5 * x * (1.0 + (std::f64::consts::FRAC_2_PI.sqrt() * (x + 0.044715 * x.powi(3))).tanh())) as f32
+}
+
+/// Pairs `(i, i + D / 2)` of one head turned by `angles [D / 2]`.
+pub fn rotate(head: &[f32], angles: &[f64]) -> Vec<f32> {
+    let half = angles.len();
+    let turned = |i: usize| {
+        let (a, b) = (f64::from(head[i % half]), f64::from(head[i % half + half]));
+        let (sin, cos) = angles[i % half].sin_cos();
+        (if i < half { a * cos - b * sin } else { b * cos + a * sin }) as f32
+    };
+    (0..2 * half).map(turned).collect()
+}
+
+/// One query over `k` and `v [positions, D]`, all of which it sees.
+pub fn attention(q: &[f32], k: &[f32], v: &[f32], scale: f32) -> Vec<f32> {
+    let dim = q.len();
+    let dot = |k: &[f32]| q.iter().zip(k).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum::<f64>();
+    let scores: Vec<f64> = k.chunks_exact(dim).map(|k| dot(k) * f64::from(scale)).collect();
+    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    let column = |i: usize| weights.iter().zip(v.chunks_exact(dim)).map(|(w, v)| w * f64::from(v[i])).sum::<f64>();
+    (0..dim).map(|i| (column(i) / total) as f32).collect()
+}

@@ -194,15 +194,15 @@ unsafe fn stream<D: Dot, const R: usize>(job: &Job<'_>, x: &[D::X], weights: &[u
             let mut acc = [D::zero(); R];
             for step in 0..len / STEP {
                 let weights = D::load(weights.as_ptr().add(step * STEP * D::WEIGHT_BYTES));
-                for r in 0..R {
-                    acc[r] = D::add(acc[r], x.add((step * R + r) * STEP), weights);
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    *acc = D::add(*acc, x.add((step * R + r) * STEP), weights);
                 }
             }
             if !len.is_multiple_of(STEP) {
                 let padded = pad(&weights[(len - len % STEP) * D::WEIGHT_BYTES..]);
                 let weights = D::load(padded.as_ptr());
-                for r in 0..R {
-                    acc[r] = D::add(acc[r], x.add((len / STEP * R + r) * STEP), weights);
+                for (r, acc) in acc.iter_mut().enumerate() {
+                    *acc = D::add(*acc, x.add((len / STEP * R + r) * STEP), weights);
                 }
             }
             let mut lanes = [D::zero(); STREAM_ROWS];

@@ -106,8 +106,8 @@ pub(crate) mod tests {
         (0..size).map(|rank| Shard::new(config, TensorParallel { rank, size }).unwrap()).collect()
     }
 
-    fn covers(parts: impl Iterator<Item = Range<usize>>, n: usize) -> bool {
-        parts.fold(Some(0), |end, part| (end == Some(part.start)).then_some(part.end)) == Some(n)
+    fn covers(mut parts: impl Iterator<Item = Range<usize>>, n: usize) -> bool {
+        parts.try_fold(0, |end, part| (end == part.start).then_some(part.end)) == Some(n)
     }
 
     #[test]

@@ -1,0 +1,181 @@
+//! The CPU's small ops and attention against the reference. Tolerances are counts of f32 roundings, beside each.
+
+use kernels::cpu::{Attention, AttentionRow, Gate, KvCache, KvType, Pool, add_rms_norm, gate, rms_norm, rotate};
+use kernels::reference;
+
+fn random(seed: u64, len: usize) -> Vec<f32> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((state >> 57) as f32 - 64.0) / 64.0 // exact in bf16
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+fn assert_near(found: &[f32], expected: &[f32], allowed: f32, what: &str) {
+    assert_eq!(found.len(), expected.len());
+    for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let error = (found - expected).abs();
+        assert!(error <= allowed * expected.abs().max(1.0), "{what}, element {index}: {found} not {expected}");
+    }
+}
+
+#[test]
+fn rms_norm_agrees_with_the_reference() {
+    for (rows, width) in [(1, 1), (3, 17), (5, 64), (40, 2050)] {
+        let (x, weight) = (random(1, rows * width), random(2, width));
+        let mut out = vec![f32::NAN; x.len()];
+        rms_norm(&mut Pool::new(2), &mut out, &x, &weight, 1e-5);
+        // A sum in 16 lanes of width / 16 additions, a root and two products.
+        let allowed = (width as f32 / 16.0 + 20.0) * 2f32.powi(-24);
+        assert_near(&out, &reference::rms_norm(&x, &weight, 1e-5), allowed, "rms_norm");
+    }
+}
+
+#[test]
+fn partial_sums_are_added_to_the_residual_before_the_norm() {
+    let (rows, width) = (33, 96);
+    let (weight, first, second) = (random(1, width), random(2, rows * width), random(3, rows * width));
+    let mut residual = random(4, rows * width);
+    let sum: Vec<f32> = residual.iter().zip(&first).zip(&second).map(|((r, a), b)| r + (a + b)).collect();
+    let mut out = vec![f32::NAN; sum.len()];
+    add_rms_norm(&mut Pool::new(2), &mut out, &mut residual, &[&first, &second], &weight, 1e-5);
+    assert_eq!(residual, sum);
+    assert_near(&out, &reference::rms_norm(&sum, &weight, 1e-5), 30.0 * 2f32.powi(-24), "add_rms_norm");
+}
+
+#[test]
+fn gates_agree_with_the_reference() {
+    for (rows, width) in [(1, 5), (3, 2049), (9, 4100)] {
+        let x: Vec<f32> = random(1, rows * 2 * width).iter().map(|x| x * 12.0).collect();
+        for (kind, function) in
+            [(Gate::Silu, reference::silu as fn(f32) -> f32), (Gate::GeluTanh, reference::gelu_tanh)]
+        {
+            let row = |x: &[f32]| -> Vec<f32> { (0..width).map(|i| function(x[i]) * x[width + i]).collect() };
+            let expected: Vec<f32> = x.chunks_exact(2 * width).flat_map(row).collect();
+            let mut out = vec![f32::NAN; rows * width];
+            gate(&mut Pool::new(2), &mut out, &x, width, kind);
+            // An exponential of an argument of up to 30, itself rounded: 30 units and a few.
+            assert_near(&out, &expected, 40.0 * 2f32.powi(-24), "gate");
+        }
+    }
+}
+
+#[test]
+fn rotation_agrees_with_the_reference() {
+    let angles: Vec<f64> = (0..20).map(|i| f64::from(i) * 0.37).collect();
+    let (cos, sin): (Vec<f32>, Vec<f32>) = angles.iter().map(|a| (a.cos() as f32, a.sin() as f32)).unzip();
+    let mut x = random(1, 3 * 40);
+    let expected: Vec<f32> = x.chunks_exact(40).flat_map(|head| reference::rotate(head, &angles)).collect();
+    rotate(&mut x, &cos, &sin);
+    assert_near(&x, &expected, 4.0 * 2f32.powi(-24), "rotate");
+}
+
+/// One row's K and V in blocks taken in descending order, beside poison.
+struct Case {
+    heads: usize,
+    kv_heads: usize,
+    dim: usize,
+    block: usize,
+    len: usize,
+    window: Option<usize>,
+}
+
+const NUM_BLOCKS: usize = 12;
+
+impl Case {
+    fn k(&self) -> Vec<f32> {
+        random(11, self.len * self.kv_heads * self.dim)
+    }
+
+    fn v(&self) -> Vec<f32> {
+        random(12, self.len * self.kv_heads * self.dim)
+    }
+
+    fn table(&self) -> Vec<u32> {
+        (0..NUM_BLOCKS as u32).rev().collect()
+    }
+
+    fn cache(&self, kv_type: KvType) -> KvCache {
+        let mut cache = KvCache::new(kv_type, 2, NUM_BLOCKS, self.kv_heads, self.block, self.dim);
+        let width = self.kv_heads * self.dim;
+        for slot in 0..NUM_BLOCKS * self.block {
+            cache.write(1, slot, &vec![f32::NAN; width], &vec![1e9; width]);
+        }
+        // Blocks in use hold numbers everywhere, as the cache of a served model does.
+        for position in 0..self.len.next_multiple_of(16) {
+            let slot = self.table()[position / self.block] as usize * self.block + position % self.block;
+            let own = position * width..(position + 1) * width;
+            match position < self.len {
+                true => cache.write(1, slot, &self.k()[own.clone()], &self.v()[own]),
+                false => cache.write(1, slot, &vec![3.0; width], &vec![1e9; width]),
+            }
+        }
+        cache
+    }
+
+    /// Tokens `first..first + count` of the row, attended in one step.
+    fn run(&self, cache: &KvCache, first: usize, count: usize, threads: usize) -> Vec<f32> {
+        let q = random(13, self.len * self.heads * self.dim);
+        let width = self.heads * self.dim;
+        let mut out = vec![f32::NAN; count * width];
+        let attention = Attention { num_heads: self.heads, scale: 0.3, window: self.window, q_stride: width };
+        let table = self.table();
+        let row = AttentionRow { first_token: 0, num_tokens: count, first_position: first, block_table: &table };
+        attention.run(&mut Pool::new(threads), &mut out, &q[first * width..], &[row], cache, 1);
+        out
+    }
+
+    fn expected(&self, token: usize) -> Vec<f32> {
+        let (k, v, q) = (self.k(), self.v(), random(13, self.len * self.heads * self.dim));
+        let start = (token + 1).saturating_sub(self.window.unwrap_or(usize::MAX));
+        let head = |head: usize| {
+            let kv_head = head / (self.heads / self.kv_heads);
+            let of = |x: &[f32]| -> Vec<f32> {
+                (start..=token)
+                    .flat_map(|s| x[(s * self.kv_heads + kv_head) * self.dim..][..self.dim].to_vec())
+                    .collect()
+            };
+            reference::attention(&q[(token * self.heads + head) * self.dim..][..self.dim], &of(&k), &of(&v), 0.3)
+        };
+        (0..self.heads).flat_map(head).collect()
+    }
+}
+
+fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (heads, kv_heads, dim) in [(4, 4, 64), (8, 2, 80), (3, 1, 8), (20, 1, 96), (4, 2, 128), (2, 2, 256)] {
+        for (block, len, window) in [(16, 1, None), (16, 16, Some(5)), (32, 67, None), (16, 70, Some(20))] {
+            cases.push(Case { heads, kv_heads, dim, block, len, window });
+        }
+    }
+    cases
+}
+
+#[test]
+fn attention_agrees_with_the_reference_and_sees_nothing_beyond_its_row() {
+    for case in cases() {
+        for kv_type in [KvType::Bf16, KvType::F32] {
+            let found = case.run(&case.cache(kv_type), 0, case.len, 2);
+            let expected: Vec<f32> = (0..case.len).flat_map(|token| case.expected(token)).collect();
+            // A score of up to D terms below 1, the exponential of its rounding error, and as many sums of values.
+            let allowed = (case.dim as f32 + case.len as f32) * 2f32.powi(-24) * 2.0;
+            assert_near(&found, &expected, allowed, "attention");
+        }
+    }
+}
+
+#[test]
+fn a_token_attends_with_the_same_bits_in_any_chunk() {
+    for case in cases() {
+        let cache = case.cache(KvType::Bf16);
+        let whole = case.run(&cache, 0, case.len, 3);
+        let width = case.heads * case.dim;
+        for chunk in [1, 3, 17] {
+            for first in (0..case.len).step_by(chunk) {
+                let count = chunk.min(case.len - first);
+                assert!(case.run(&cache, first, count, 1) == whole[first * width..(first + count) * width]);
+            }
+        }
+    }
+}
