@@ -15,7 +15,7 @@ use bytemuck::Pod;
 
 use crate::cpu::packed::bf16_bits;
 use crate::cpu::shared::SharedOut;
-use crate::cpu::{Buffer, Pool, exp};
+use crate::cpu::{Buffer, Isa, Pool, exp};
 
 /// Positions per step of the online softmax.
 const CHUNK: usize = 16;
@@ -215,7 +215,7 @@ impl Attention {
         let group = self.num_heads / shape.num_kv_heads;
         let tiles_of = |row: &AttentionRow<'_>| (row.num_tokens * group).div_ceil(TILE) * shape.num_kv_heads;
         let total: usize = rows.iter().map(tiles_of).sum();
-        let out = SharedOut::new(out);
+        let (out, isa) = (SharedOut::new(out), Isa::detect());
         pool.each(total, 1, |range| {
             for mut index in range {
                 // Late tokens see the most: their tiles first, so that threads end together.
@@ -230,7 +230,7 @@ impl Attention {
                 let last_tile = (row.num_tokens * group).div_ceil(TILE) - 1;
                 let first = (last_tile - tile) * TILE;
                 let queries = first..(first + TILE).min(row.num_tokens * group);
-                Tile { attention: self, row, shape, layer, kv_head, group, queries }.run(&out, q, k, v);
+                Tile { attention: self, row, shape, layer, kv_head, group, queries }.run(isa, &out, q, k, v);
             }
         });
     }
@@ -256,7 +256,21 @@ struct State {
 }
 
 impl Tile<'_> {
-    fn run<T: KvElement>(&self, out: &SharedOut<f32>, q: &[f32], k: &[T], v: &[T]) {
+    /// The same operations in the same order on every processor; wider registers where there are.
+    fn run<T: KvElement>(&self, isa: Isa, out: &SharedOut<f32>, q: &[f32], k: &[T], v: &[T]) {
+        match isa {
+            // SAFETY: `isa` says that the processor has the instructions.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Avx512Bf16 => unsafe { run_avx512(self, out, q, k, v) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => unsafe { run_avx2(self, out, q, k, v) },
+            _ => self.compute(out, q, k, v),
+        }
+    }
+
+    #[inline(always)]
+    fn compute<T: KvElement>(&self, out: &SharedOut<f32>, q: &[f32], k: &[T], v: &[T]) {
         let dim = self.shape.head_dim;
         let mut scaled = [[0.0f32; MAX_HEAD_DIM]; TILE];
         let mut states = [State { max: f32::NEG_INFINITY, sum: [0.0; CHUNK], out: [0.0; MAX_HEAD_DIM] }; TILE];
@@ -318,6 +332,18 @@ impl Tile<'_> {
         let keys = &k[start..start + block_size * dim][offset * 2..];
         (keys, &v[start + offset * dim..][..CHUNK * dim])
     }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn run_avx512<T: KvElement>(tile: &Tile<'_>, out: &SharedOut<f32>, q: &[f32], k: &[T], v: &[T]) {
+    tile.compute(out, q, k, v);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+unsafe fn run_avx2<T: KvElement>(tile: &Tile<'_>, out: &SharedOut<f32>, q: &[f32], k: &[T], v: &[T]) {
+    tile.compute(out, q, k, v);
 }
 
 /// `scale * q·k` of 16 positions.
