@@ -24,7 +24,7 @@ impl Model {
     /// When it is not; the message says what the server has instead.
     pub async fn find(connection: &Connection, name: &str) -> Result<Self, ClientError> {
         let request = ModelReadyRequest { name: name.to_owned(), version: String::new() };
-        let ready: ModelReadyResponse = connection.unary("ModelReady", &request).await?;
+        let ready: ModelReadyResponse = connection.unary("ModelReady", &request).await.map_err(as_first)?;
         if !ready.ready {
             let (model, url) = (name.to_owned(), connection.url().to_owned());
             return Err(ClientError::NotReady { model, url, known: known_models(connection, name).await? });
@@ -62,6 +62,14 @@ impl Model {
         }
         push(request, input, shape, data);
         Ok(())
+    }
+}
+
+/// A connection that breaks at its first call never was what it should be.
+fn as_first(error: ClientError) -> ClientError {
+    match error {
+        ClientError::Connection { url, source } => ClientError::NotGrpc { url, source },
+        other => other,
     }
 }
 

@@ -18,6 +18,7 @@ mod ask;
 mod base64;
 mod body;
 mod classification;
+mod coalesce;
 mod coding;
 mod config;
 mod generate;

@@ -11,6 +11,7 @@ use hyper_util::service::TowerToHyperService;
 use serving::Server;
 use tokio::net::TcpListener;
 
+use crate::coalesce::Coalesce;
 use crate::config::Config;
 use crate::grpc_service::grpc_service;
 use crate::kserve_http;
@@ -90,7 +91,8 @@ fn serve_grpc(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port>
         .keep_alive_interval(Some(config.grpc_keepalive_time))
         .keep_alive_timeout(config.grpc_keepalive_timeout);
     Port::open(listener, config.max_connections, move |stream| {
-        builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(service.clone()))
+        let io = Coalesce::new(TokioIo::new(stream));
+        builder.serve_connection(io, TowerToHyperService::new(service.clone()))
     })
 }
 

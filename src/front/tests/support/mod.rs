@@ -12,8 +12,9 @@ use futures::future::BoxFuture;
 use repository::ModelConfig;
 use serving::{
     Backend, BackendFactory, ControlMode, CorrelationId, ErrorKind, InferError, InferRequest, InferResponse,
-    LoadRequest, Parameter, ResponseStream, Server, ServerConfig, Tensor,
+    LoadRequest, Parameter, ResponseSender, ResponseStream, Server, ServerConfig, Tensor,
 };
+use tokio::sync::mpsc;
 
 /// Requests of `stream_text` that are being answered, and those that saw their client leave.
 #[derive(Debug, Default)]
@@ -38,6 +39,7 @@ impl BackendFactory for Fixtures {
                 "stream_text" => Kind::StreamText(streams),
                 "single_text" => Kind::SingleText,
                 "fails" => Kind::Fails,
+                "tensorrt_llm" | "ensemble" => Kind::Steps(start_steps()),
                 "slow" => Kind::Slow,
                 "seq_sum" => Kind::SequenceSum(Mutex::default()),
                 _ => Kind::Echo,
@@ -59,6 +61,7 @@ enum Kind {
     SingleText,
     Fails,
     Slow,
+    Steps(mpsc::Sender<Row>),
     SequenceSum(Mutex<HashMap<CorrelationId, i32>>),
 }
 
@@ -69,6 +72,7 @@ impl Backend for Fixture {
             Kind::StreamText(streams) => Ok(stream_text(request, streams.clone())),
             Kind::SingleText => Ok(ResponseStream::ready(single_text(&request))),
             Kind::Fails => fails(&request),
+            Kind::Steps(rows) => join_steps(&request, rows),
             Kind::Slow => Ok(slow(request)),
             Kind::SequenceSum(sums) => sequence_sum(&request, &mut sums.lock().unwrap()),
         }
@@ -133,6 +137,51 @@ fn stream_text(request: InferRequest, streams: Arc<Streams>) -> ResponseStream {
         streams.active.fetch_sub(1, Ordering::SeqCst);
     });
     stream
+}
+
+/// A request of a model that steps: one token for each row in every step, as an engine has it.
+struct Row {
+    sender: ResponseSender,
+    tokens_left: i32,
+    output: Tensor,
+}
+
+const STEP: Duration = Duration::from_millis(10);
+
+fn join_steps(request: &InferRequest, rows: &mpsc::Sender<Row>) -> Result<ResponseStream, InferError> {
+    let (sender, stream) = ResponseStream::channel(64);
+    let is_text = request.input("text_input").is_some();
+    let tokens_left = number(request, if is_text { "max_tokens" } else { "request_output_len" }, 1);
+    let output = if is_text {
+        Tensor::from_byte_strings("text_output", &[1], &["word "])
+    } else {
+        Tensor::from_i32("output_ids", &[1, 1, 1], &[7])
+    };
+    let row = Row { sender, tokens_left, output };
+    rows.try_send(row).map_err(|_| InferError::unavailable("too many rows"))?;
+    Ok(stream)
+}
+
+fn start_steps() -> mpsc::Sender<Row> {
+    let (joining, mut joined) = mpsc::channel::<Row>(4096);
+    tokio::spawn(async move {
+        let mut rows: Vec<Row> = Vec::new();
+        let mut ticks = tokio::time::interval(STEP);
+        loop {
+            ticks.tick().await;
+            while let Ok(row) = joined.try_recv() {
+                rows.push(row);
+            }
+            for row in &mut rows {
+                row.tokens_left -= 1;
+                let outputs = vec![row.output.clone()];
+                let is_final = row.tokens_left <= 0;
+                row.sender.send(Ok(InferResponse { outputs, is_final, ..InferResponse::default() })).await;
+            }
+            rows.retain(|row| row.tokens_left > 0 && !row.sender.is_cancelled());
+        }
+    });
+    joining
 }
 
 /// The text and a dump of the other inputs and parameters, as Python's `json.dumps` writes it.
