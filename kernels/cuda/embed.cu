@@ -14,8 +14,8 @@
 extern "C" __global__ void __launch_bounds__(256)
 embed_bf16(bf16* out, const bf16* table, const u32* token_ids, const u32* token_rows, const u32* last_tokens,
            u32 first, u32 vocab, u32 cols) {
-    pdl_wait();
     pdl_launch();
+    pdl_wait();
     const u32 t = blockIdx.x;
     u32 id = token_ids[t];
     if (id == 0xffffffffu) id = last_tokens[token_rows[t]];

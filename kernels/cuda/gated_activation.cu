@@ -23,8 +23,8 @@ template <int ACT>
 __device__ __forceinline__ void gated(bf16* y, const bf16* x, u32 cols, u32 group) {
     const u64 t = blockIdx.x;
     const u32 f = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
-    pdl_wait();
     pdl_launch();
+    pdl_wait();
     if (f >= cols) return;
     const bf16* gate = x + t * 2 * cols + f / group * 2 * group + f % group;
     const bf16x8 g = load8(gate), u = load8(gate + group);

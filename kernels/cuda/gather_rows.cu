@@ -12,8 +12,8 @@
 
 extern "C" __global__ void __launch_bounds__(256)
 gather_rows_bf16(bf16* y, const bf16* x, const u32* index, u32 cols) {
-    pdl_wait();
     pdl_launch();
+    pdl_wait();
     const u64 from = index[blockIdx.x], to = blockIdx.x;
     for (u32 i = threadIdx.x * 8; i < cols; i += blockDim.x * 8) store8(y + to * cols + i, load8(x + from * cols + i));
 }

@@ -15,7 +15,7 @@ use super::{CudaError, DeviceBuffer, Event, Gpu, Queue, Span, library};
 /// Scratch that algorithms may use.
 const WORKSPACE_BYTES: usize = 64 << 20;
 /// Algorithms measured for a shape.
-const CANDIDATES: usize = 8;
+const CANDIDATES: usize = 16;
 /// Timed runs of each.
 const RUNS: usize = 3;
 /// Descriptors kept; step sizes vary, so the map is emptied when it is full.

@@ -134,8 +134,12 @@ impl Span {
     pub fn write<T: Pod>(self, values: &[T]) -> Result<(), CudaError> {
         let bytes = size_of_val(values);
         assert!(bytes <= self.bytes, "{bytes} bytes into a span of {}", self.bytes);
-        // SAFETY: source and destination hold `bytes`; the call returns when the source is read.
-        check(unsafe { sys::cuMemcpyHtoD_v2(self.address, values.as_ptr().cast(), bytes) }, "cuMemcpyHtoD")
+        // SAFETY: source and destination hold `bytes`; the call returns when the source is read, which may be before
+        // the copy has ended, and the null stream's end is waited for.
+        unsafe {
+            check(sys::cuMemcpyHtoD_v2(self.address, values.as_ptr().cast(), bytes), "cuMemcpyHtoD")?;
+            check(sys::cuStreamSynchronize(std::ptr::null_mut()), "cuStreamSynchronize")
+        }
     }
 
     /// Copies `count` values from the start of the span, after all work queued before on the null stream's terms:

@@ -25,8 +25,8 @@ paged_attention_bf16(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf1
     const u32 t = blockIdx.x, head = blockIdx.y, lane = threadIdx.x;
     const u32 kv_head = head / (heads / kv_heads);
     float q[MAX_D / 32], sum[MAX_D / 32];
-    pdl_wait();
     pdl_launch();
+    pdl_wait();
     const bf16* query = qkv + ((u64)t * (heads + 2 * kv_heads) + head) * dim;
 #pragma unroll
     for (int j = 0; j < MAX_D / 32; ++j) {

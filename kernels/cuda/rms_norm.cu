@@ -11,18 +11,19 @@
 // archs: 80 90a 100a ptx
 #include "common.cuh"
 
-constexpr int MAX_CHUNKS = 4; // 8 elements a thread each
-
-template <bool ADD>
+// CHUNKS chunks of 8 elements a thread. With one, the weight is read ahead of the wait: nothing writes it.
+template <bool ADD, int CHUNKS>
 __device__ __forceinline__ void norm_row(bf16* y, bf16* r, const bf16* p, const bf16* w, u32 cols, float eps) {
     __shared__ float scratch[32];
     const u64 row = (u64)blockIdx.x * cols;
     const u32 stride = blockDim.x * 8;
-    float x[MAX_CHUNKS][8];
+    float x[CHUNKS][8];
     float sum = 0.0f;
+    bf16x8 g = {};
+    if (CHUNKS == 1 && threadIdx.x * 8 < cols) g = load8(w + threadIdx.x * 8);
     pdl_wait();
 #pragma unroll
-    for (int c = 0; c < MAX_CHUNKS; ++c) {
+    for (int c = 0; c < CHUNKS; ++c) {
         const u32 i = c * stride + threadIdx.x * 8;
         if (i >= cols) break;
         bf16x8 a = load8(r + row + i);
@@ -36,13 +37,12 @@ __device__ __forceinline__ void norm_row(bf16* y, bf16* r, const bf16* p, const 
         }
         if (ADD) store8(r + row + i, a);
     }
-    pdl_launch();
     const float scale = rsqrtf(block_sum(sum, scratch) / cols + eps);
 #pragma unroll
-    for (int c = 0; c < MAX_CHUNKS; ++c) {
+    for (int c = 0; c < CHUNKS; ++c) {
         const u32 i = c * stride + threadIdx.x * 8;
         if (i >= cols) break;
-        const bf16x8 g = load8(w + i);
+        if (CHUNKS > 1) g = load8(w + i);
         bf16x8 out;
 #pragma unroll
         for (int j = 0; j < 8; ++j) out.v[j] = to_bf16(x[c][j] * scale * to_f32(g.v[j]));
@@ -50,12 +50,22 @@ __device__ __forceinline__ void norm_row(bf16* y, bf16* r, const bf16* p, const 
     }
 }
 
+template <bool ADD>
+__device__ __forceinline__ void norm(bf16* y, bf16* r, const bf16* p, const bf16* w, u32 cols, float eps) {
+    pdl_launch();
+    if (cols <= blockDim.x * 8) {
+        norm_row<ADD, 1>(y, r, p, w, cols, eps);
+    } else {
+        norm_row<ADD, 4>(y, r, p, w, cols, eps);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(1024)
 rms_norm_bf16(bf16* y, const bf16* x, const bf16* w, u32 cols, float eps) {
-    norm_row<false>(y, const_cast<bf16*>(x), nullptr, w, cols, eps);
+    norm<false>(y, const_cast<bf16*>(x), nullptr, w, cols, eps);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
 add_rms_norm_bf16(bf16* y, bf16* r, const bf16* p, const bf16* w, u32 cols, float eps) {
-    norm_row<true>(y, r, p, w, cols, eps);
+    norm<true>(y, r, p, w, cols, eps);
 }

@@ -26,17 +26,21 @@ rope_cache_bf16(bf16* qkv, bf16* k_blocks, bf16* v_blocks, const float* cos, con
     const u32 t = blockIdx.x, unit = blockIdx.y * blockDim.x + threadIdx.x;
     const u32 half = dim / 2, units_per_head = half / 8;
     const u32 head = unit / units_per_head, i = unit % units_per_head * 8;
-    pdl_wait();
     pdl_launch();
-    if (head >= heads + 2 * kv_heads) return;
+    // The step's inputs and the table were there before the first kernel of the step, so they need not be waited for.
     const u32 slot = slots[t];
-    bf16* x = qkv + ((u64)t * (heads + 2 * kv_heads) + head) * dim;
-    bf16x8 lo = load8(x + i), hi = load8(x + half + i);
-    if (head < heads + kv_heads) {
-        float c[8], s[8];
+    const bool rotates = head < heads + kv_heads;
+    float c[8], s[8];
+    if (rotates) {
         const u64 at = (u64)positions[t] * half + i;
         load_floats8(c, cos + at);
         load_floats8(s, sin + at);
+    }
+    pdl_wait();
+    if (head >= heads + 2 * kv_heads) return;
+    bf16* x = qkv + ((u64)t * (heads + 2 * kv_heads) + head) * dim;
+    bf16x8 lo = load8(x + i), hi = load8(x + half + i);
+    if (rotates) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const float a = to_f32(lo.v[j]), b = to_f32(hi.v[j]);

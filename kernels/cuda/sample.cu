@@ -119,8 +119,8 @@ sample_argmax_f32(u64* pairs, const float* logits, u32 share, u32 stride, u32 fi
     const u32 length = (share + chunks - 1) / chunks, begin = blockIdx.y * length;
     const u32 end = begin + length < share ? begin + length : share;
     const float* row = logits + (u64)s * stride;
-    pdl_wait();
     pdl_launch();
+    pdl_wait();
     u64 best = 0;
 #pragma unroll 4
     for (u32 v = begin + threadIdx.x; v < end; v += 256) best = max_u64(best, pair_of(row[v], first_token + v));
@@ -130,8 +130,8 @@ sample_argmax_f32(u64* pairs, const float* logits, u32 share, u32 stride, u32 fi
 
 extern "C" __global__ void __launch_bounds__(32) sample_greedy(SampleArgs a, const u64* pairs, u32 groups, u32 chunks) {
     const u32 s = blockIdx.x;
-    pdl_wait();
     pdl_launch();
+    pdl_wait();
     u64 best = 0;
     for (u32 i = threadIdx.x; i < groups * chunks; i += 32)
         best = max_u64(best, pairs[((u64)(i / chunks) * a.num_samples + s) * chunks + i % chunks]);
@@ -264,8 +264,8 @@ extern "C" __global__ void __launch_bounds__(1024) sample_f32(SampleArgs a) {
     __shared__ float floats[32];
     __shared__ float pivots[32][PIVOTS + 1];
     const u32 s = blockIdx.x;
-    pdl_wait();
     pdl_launch();
+    pdl_wait();
     const u32 row = a.rows[s], num_generated = a.num_generated[s];
     const RowParams p = a.params[row];
     const Raw raw = {a.logits, s, a.num_samples, a.share};
@@ -313,8 +313,8 @@ extern "C" __global__ void __launch_bounds__(1024) sample_f32(SampleArgs a) {
 
 extern "C" __global__ void __launch_bounds__(1024)
 sample_join(u32* counts, const u32* history, u32 vocab, u32 num_prompt, u32 num_tokens) {
-    pdl_wait();
     pdl_launch();
+    pdl_wait();
     for (u32 v = threadIdx.x; v < vocab; v += blockDim.x) counts[v] = 0;
     __syncthreads();
     for (u32 i = threadIdx.x; i < num_tokens; i += blockDim.x) {

@@ -14,7 +14,7 @@ pub const PENALTIES: u32 = 2;
 pub const LISTS: u32 = 4;
 
 /// Chunks that a worker's share of a row is searched in by [`argmax`].
-pub const ARGMAX_CHUNKS: usize = 8;
+pub const ARGMAX_CHUNKS: usize = 32;
 
 /// Sampling settings of one row, as `sample.cu` declares them.
 #[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]

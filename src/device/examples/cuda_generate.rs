@@ -71,10 +71,10 @@ fn plan(step: u64, rows: &mut [Row], tokens: usize) -> (StepInputs, Vec<usize>) 
     inputs.clear(step);
     inputs.max_blocks = max_blocks;
     let mut sampling = Vec::new();
+    let was_decoding: Vec<bool> = rows.iter().map(|row| row.computed >= row.prompt.len()).collect();
     for decoding in [false, true] {
         for (index, row) in rows.iter_mut().enumerate() {
-            let is_decoding = row.computed >= row.prompt.len();
-            if is_decoding != decoding || row.queued == tokens {
+            if was_decoding[index] != decoding || row.queued == tokens {
                 continue;
             }
             let count = if decoding { 1 } else { CHUNK.min(row.prompt.len() - row.computed) };

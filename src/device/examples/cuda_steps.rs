@@ -186,7 +186,7 @@ fn options() -> Options {
     let has = |name: &str| arguments.iter().any(|a| a == name);
     Options {
         layers: number("--layers", 32),
-        context: number("--context", 512),
+        context: number("--context", 128),
         prefill: number("--prefill", 16384),
         batch: number("--batch", 0),
         fast: !has("--simple"),
