@@ -37,6 +37,7 @@
 //! of the kernel's name: it checks shapes, alignment and sizes of its [`Span`]s, computes the geometry and calls
 //! [`Queue::launch`]. Nothing here needs a driver until [`Gpu::open`] is called.
 
+pub mod all_reduce;
 pub mod decode_attention;
 pub mod embed;
 mod error;

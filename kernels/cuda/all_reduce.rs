@@ -1,0 +1,220 @@
+//! Sums over a tensor-parallel group through peer memory, for few rows. Kernel: `all_reduce.cu`.
+//!
+//! Each worker process makes a [`PeerBuffer`] and gives its handle to the others; with all handles it makes a [`PeerGroup`].
+
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+use half::bf16;
+
+use super::error::{check, ensure};
+use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
+
+const OP: &str = "all_reduce";
+/// Most ranks of a group.
+pub const MAX_RANKS: usize = 8;
+/// Most columns of a row.
+pub const MAX_COLS: usize = 16_384;
+/// A driver hands out larger allocations whole, so that one has a handle of its own.
+const MIN_BYTES: usize = 2 << 20;
+
+/// What another process needs to map a [`PeerBuffer`].
+pub type PeerHandle = [u8; 64];
+
+/// This worker's exchange buffer, which the others write.
+#[derive(Debug)]
+pub struct PeerBuffer {
+    buffer: DeviceBuffer,
+    ranks: usize,
+    max_rows: usize,
+    max_cols: usize,
+}
+
+impl PeerBuffer {
+    /// Room for sums of up to `max_rows` rows of `max_cols` columns over `ranks` ranks; zeroed when it returns.
+    pub fn new(gpu: &Arc<Gpu>, ranks: usize, max_rows: usize, max_cols: usize) -> Result<Self, CudaError> {
+        ensure!(OP, (2..=MAX_RANKS).contains(&ranks), "{ranks} ranks; expected 2 to {MAX_RANKS}");
+        ensure!(OP, max_rows > 0 && (8..=MAX_COLS).contains(&max_cols), "{max_rows} rows of {max_cols} columns");
+        let bytes = Self::bytes(ranks, max_rows, max_cols);
+        let buffer = DeviceBuffer::new(gpu, bytes)?;
+        // SAFETY: the span is live, and the call returns when the stream has done it.
+        let code = unsafe { sys::cuMemsetD8_v2(buffer.span().address(), 0, bytes) };
+        check(code, "cuMemsetD8")?;
+        // SAFETY: waits for the null stream; no pointers.
+        check(unsafe { sys::cuCtxSynchronize() }, "cuCtxSynchronize")?;
+        Ok(Self { buffer, ranks, max_rows, max_cols })
+    }
+
+    /// Bytes that [`PeerBuffer::new`] takes.
+    pub fn bytes(ranks: usize, max_rows: usize, max_cols: usize) -> usize {
+        (2 * (ranks + 1) * max_rows * max_cols * 4).max(MIN_BYTES)
+    }
+
+    /// For the other processes of the group.
+    pub fn handle(&self) -> Result<PeerHandle, CudaError> {
+        let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+        // SAFETY: `handle` is writable and the buffer is a live allocation of this process.
+        check(unsafe { sys::cuIpcGetMemHandle(&mut handle, self.buffer.span().address()) }, "cuIpcGetMemHandle")?;
+        Ok(handle.reserved.map(|byte| byte as u8))
+    }
+}
+
+/// Another process's memory, mapped into this one.
+#[derive(Debug)]
+struct Mapped(u64);
+
+impl Mapped {
+    fn open(handle: &PeerHandle) -> Result<Self, CudaError> {
+        let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte as _) };
+        let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        let mut address = 0;
+        // SAFETY: `address` is writable; the handle came from `PeerBuffer::handle` of another process.
+        check(unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, flags) }, "cuIpcOpenMemHandle")?;
+        Ok(Self(address))
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: opened by `open`, closed once; a failure (the peer died) leaves nothing to do.
+        let _ = unsafe { sys::cuIpcCloseMemHandle(self.0) };
+    }
+}
+
+/// A group whose ranks have mapped each other's exchange buffers.
+#[derive(Debug)]
+pub struct PeerGroup {
+    own: PeerBuffer,
+    peers: Vec<Option<Mapped>>,
+    epochs: DeviceBuffer,
+    status: DeviceBuffer,
+    rank: usize,
+    patience_ns: u64,
+}
+
+/// How a sum travels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shots {
+    /// Every rank sends to every other: least latency.
+    One,
+    /// Through the row's owner: least bytes; the sum is rounded to bf16 before what follows.
+    Two,
+}
+
+impl Shots {
+    /// The quicker one for a message of `bytes`, by measurement on H200s (kernels/README.md).
+    pub fn for_message(bytes: usize, ranks: usize) -> Self {
+        let limit = if ranks <= 2 { 256 << 10 } else { 64 << 10 };
+        if bytes <= limit { Shots::One } else { Shots::Two }
+    }
+}
+
+impl PeerGroup {
+    /// Maps the buffers of the others: `handles[r]` is rank `r`'s, and `own` is rank `rank`'s. A kernel that misses a rank for
+    /// `patience_ns` gives up, which [`PeerGroup::missing_rank`] tells.
+    ///
+    /// No rank may reduce before all have come here: the caller's exchange of handles, or a barrier, sees to that, since every
+    /// buffer is zeroed before its handle is given away.
+    pub fn new(
+        gpu: &Arc<Gpu>,
+        own: PeerBuffer,
+        rank: usize,
+        handles: &[PeerHandle],
+        patience_ns: u64,
+    ) -> Result<Self, CudaError> {
+        ensure!(
+            OP,
+            handles.len() == own.ranks && rank < own.ranks,
+            "{} handles for {} ranks",
+            handles.len(),
+            own.ranks
+        );
+        let map = |(r, handle): (usize, &PeerHandle)| (r != rank).then(|| Mapped::open(handle)).transpose();
+        let peers = handles.iter().enumerate().map(map).collect::<Result<_, _>>()?;
+        let epochs = DeviceBuffer::from_slice(gpu, &vec![0u32; own.max_rows])?;
+        let status = DeviceBuffer::from_slice(gpu, &[0u32; 64])?;
+        Ok(Self { own, peers, epochs, status, rank, patience_ns })
+    }
+
+    /// Most rows of a sum.
+    pub fn max_rows(&self) -> usize {
+        self.own.max_rows
+    }
+
+    /// The rank that a kernel has waited for in vain, if any; sums since then are wrong. Waits for the GPU: for error paths.
+    pub fn missing_rank(&self) -> Result<Option<usize>, CudaError> {
+        Ok((self.status.span().read::<u32>(1)?[0] as usize).checked_sub(1))
+    }
+
+    /// `y [rows, cols]` = sum over the group of `partial [rows, cols]`, bf16; `y` may be `partial`. All ranks call it alike.
+    pub fn all_reduce(
+        &self,
+        q: &Queue,
+        y: Span,
+        partial: Span,
+        rows: usize,
+        cols: usize,
+        shots: Shots,
+    ) -> Result<(), CudaError> {
+        let argument = self.argument(&[y, partial], rows, cols, shots)?;
+        q.launch("all_reduce_bf16", launch(rows, cols), &[Arg::Bytes(&argument), y.into(), partial.into()])
+    }
+
+    /// `residual += sum over the group of partial`, then `y = rms_norm(residual)`; shapes `[rows, cols]`, weight `[cols]`, bf16.
+    /// `y` may be `partial`, not `residual`. All ranks call it alike.
+    #[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+    pub fn all_reduce_add_norm(
+        &self,
+        q: &Queue,
+        y: Span,
+        residual: Span,
+        partial: Span,
+        weight: Span,
+        rows: usize,
+        cols: usize,
+        eps: f32,
+        shots: Shots,
+    ) -> Result<(), CudaError> {
+        let argument = self.argument(&[y, residual, partial], rows, cols, shots)?;
+        ensure!(OP, y.address() != residual.address(), "y and residual are one buffer");
+        let fits = weight.count::<bf16>() >= cols && weight.is_aligned(16);
+        ensure!(OP, fits, "weight is shorter than {cols} or unaligned");
+        let args = [Arg::Bytes(&argument), y.into(), residual.into(), partial.into(), weight.into(), eps.into()];
+        q.launch("all_reduce_add_norm_bf16", launch(rows, cols), &args)
+    }
+
+    /// The kernel's `AllReduce`: eight peers, epochs, status, patience, five words, padding.
+    fn argument(&self, buffers: &[Span], rows: usize, cols: usize, shots: Shots) -> Result<[u8; 112], CudaError> {
+        let PeerBuffer { ranks, max_rows, max_cols, .. } = self.own;
+        ensure!(OP, (1..=max_rows).contains(&rows), "{rows} rows; expected 1 to {max_rows}");
+        ensure!(
+            OP,
+            cols.is_multiple_of(8) && (8..=max_cols).contains(&cols),
+            "{cols} columns; a multiple of 8 to {max_cols}"
+        );
+        for span in buffers {
+            ensure!(OP, span.count::<bf16>() >= rows * cols, "a buffer is shorter than {rows} x {cols}");
+            ensure!(OP, span.is_aligned(16), "a buffer is not 16-byte aligned");
+        }
+        let mut longs = [0u64; MAX_RANKS + 3];
+        for (rank, peer) in self.peers.iter().enumerate() {
+            longs[rank] = peer.as_ref().map_or(self.own.buffer.span().address(), |mapped| mapped.0);
+        }
+        longs[MAX_RANKS] = self.epochs.span().address();
+        longs[MAX_RANKS + 1] = self.status.span().address();
+        longs[MAX_RANKS + 2] = self.patience_ns;
+        let words = [self.rank as u32, ranks as u32, max_rows as u32, cols as u32, u32::from(shots == Shots::Two)];
+        let mut argument = [0u8; 112];
+        for (bytes, long) in argument.chunks_exact_mut(8).zip(longs) {
+            bytes.copy_from_slice(&long.to_ne_bytes());
+        }
+        for (bytes, word) in argument[(MAX_RANKS + 3) * 8..].chunks_exact_mut(4).zip(words) {
+            bytes.copy_from_slice(&word.to_ne_bytes());
+        }
+        Ok(argument)
+    }
+}
+
+fn launch(rows: usize, cols: usize) -> Launch {
+    Launch::new(rows as u32, ((cols / 8).div_ceil(32) * 32).min(1024) as u32)
+}

@@ -1,0 +1,204 @@
+//! Sums over a group of processes, one GPU each, through peer memory.
+
+mod gpu;
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use gpu::{Random, assert_close, floats, poisoned};
+use half::bf16;
+use kernels::cuda::all_reduce::{PeerBuffer, PeerGroup, PeerHandle, Shots};
+use kernels::cuda::{DeviceBuffer, Event, Gpu, Queue};
+
+const FOLDER: &str = "ALL_REDUCE_TEST_FOLDER";
+const RANK: &str = "ALL_REDUCE_TEST_RANK";
+const RANKS: &str = "ALL_REDUCE_TEST_RANKS";
+const MAX_ROWS: usize = 128;
+const MAX_COLS: usize = 8192;
+const PATIENCE_NS: u64 = 5_000_000_000;
+
+#[test]
+fn every_rank_of_a_group_ends_with_the_same_sum_residual_and_norm() {
+    let gpus = Gpu::count();
+    if gpus < 2 {
+        println!("skipped: {gpus} CUDA devices, 2 are needed");
+        return;
+    }
+    for ranks in [2, 4, 8].into_iter().filter(|&ranks| ranks <= gpus) {
+        let folder = std::env::temp_dir().join(format!("all_reduce_{}_{ranks}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let workers: Vec<Child> = (0..ranks).map(|rank| start_worker(&folder, rank, ranks)).collect();
+        let ended: Vec<bool> = workers.into_iter().map(|mut w| w.wait().expect("a worker").success()).collect();
+        std::fs::remove_dir_all(&folder).expect("the folder");
+        assert!(ended.iter().all(|&ok| ok), "{ranks} ranks ended with success: {ended:?}");
+    }
+}
+
+fn start_worker(folder: &Path, rank: usize, ranks: usize) -> Child {
+    Command::new(std::env::current_exe().expect("this program"))
+        .args(["--exact", "a_worker_of_the_group", "--nocapture"])
+        .env(FOLDER, folder)
+        .env(RANK, rank.to_string())
+        .env(RANKS, ranks.to_string())
+        .spawn()
+        .expect("a worker starts")
+}
+
+/// What each process of the group runs; nothing when the runner itself comes by.
+#[test]
+fn a_worker_of_the_group() {
+    let Ok(folder) = std::env::var(FOLDER) else { return };
+    let number = |name: &str| std::env::var(name).expect("set with the folder").parse::<usize>().expect("a number");
+    let worker = Worker::new(PathBuf::from(folder), number(RANK), number(RANKS));
+    for (rows, cols) in [(1, 4096), (3, 8), (2, 520), (7, 5120), (64, 4096), (128, 8192), (1, 8192)] {
+        for shots in [Shots::One, Shots::Two] {
+            for round in 0..3 {
+                worker.check(rows, cols, shots, round);
+            }
+        }
+    }
+    assert_eq!(worker.group.missing_rank().expect("a status"), None);
+    worker.time();
+    worker.meet("end");
+}
+
+struct Worker {
+    folder: PathBuf,
+    rank: usize,
+    ranks: usize,
+    gpu: Arc<Gpu>,
+    queue: Queue,
+    group: PeerGroup,
+}
+
+impl Worker {
+    fn new(folder: PathBuf, rank: usize, ranks: usize) -> Self {
+        let gpu = Gpu::open(rank).expect("a GPU for each rank");
+        let queue = Queue::new(&gpu).expect("a queue");
+        let own = PeerBuffer::new(&gpu, ranks, MAX_ROWS, MAX_COLS).expect("a buffer");
+        publish(&folder, "handle", rank, &own.handle().expect("a handle"));
+        let handles: Vec<PeerHandle> =
+            (0..ranks).map(|r| await_bytes(&folder, "handle", r).try_into().expect("a handle has 64 bytes")).collect();
+        let group = PeerGroup::new(&gpu, own, rank, &handles, PATIENCE_NS).expect("peers can be mapped");
+        let worker = Self { folder, rank, ranks, gpu, queue, group };
+        worker.meet("start");
+        worker
+    }
+
+    fn meet(&self, name: &str) {
+        publish(&self.folder, name, self.rank, &[]);
+        (0..self.ranks).for_each(|r| drop(await_bytes(&self.folder, name, r)));
+    }
+
+    /// Every rank knows all partials, so each checks its own result, to the last bit those of all: they are functions of
+    /// the same fp32 sum in the same order.
+    fn check(&self, rows: usize, cols: usize, shots: Shots, round: u64) {
+        let count = rows * cols;
+        let seed = (rows * 31 + cols) as u64 * 7 + round;
+        let partials: Vec<Vec<bf16>> =
+            (0..self.ranks).map(|r| Random::new(seed * 100 + r as u64).bf16s(count, 1.0)).collect();
+        let mut random = Random::new(seed * 100 + 99);
+        let (residual, weight) = (random.bf16s(count, 1.0), random.bf16s(cols, 1.0));
+        let upload = |values: &[bf16]| DeviceBuffer::from_slice(&self.gpu, values).expect("memory");
+        let (p, r, w) = (upload(&partials[self.rank]), upload(&residual), upload(&weight));
+        let sum = poisoned::<bf16>(&self.gpu, &self.queue, count);
+        let y = poisoned::<bf16>(&self.gpu, &self.queue, count);
+        self.queue.wait().expect("fills");
+        let group = &self.group;
+        group.all_reduce(&self.queue, sum.span(), p.span(), rows, cols, shots).expect("a launch");
+        group
+            .all_reduce_add_norm(&self.queue, y.span(), r.span(), p.span(), w.span(), rows, cols, 1e-5, shots)
+            .expect("a launch");
+        self.queue.wait().expect("the kernels run");
+
+        let read = |buffer: &DeviceBuffer| floats(&buffer.span().read::<bf16>(count).expect("a copy"));
+        let what = |part: &str| format!("{part}, rank {} of {}, {rows} x {cols}, {shots:?}", self.rank, self.ranks);
+        let exact: Vec<f32> = (0..count).map(|i| partials.iter().fold(0.0f32, |sum, p| sum + p[i].to_f32())).collect();
+        let rounded: Vec<f32> = exact.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
+        assert_close(&what("sum"), &read(&sum), &rounded, 0.0, 0.0);
+        let joined = if shots == Shots::Two { &rounded } else { &exact };
+        let joined: Vec<f32> = joined.iter().zip(&residual).map(|(s, r)| s + r.to_f32()).collect();
+        let kept: Vec<f32> = joined.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
+        assert_close(&what("residual"), &read(&r), &kept, 0.0, 0.0);
+        let normed: Vec<f32> = joined.chunks(cols).flat_map(|row| norm(row, &weight)).collect();
+        assert_close(&what("norm"), &read(&y), &normed, 1.0 / 128.0, 1e-6);
+    }
+
+    /// Prints microseconds of a sum with add and norm, from a graph of a hundred.
+    fn time(&self) {
+        for (rows, cols) in
+            [(1, 4096), (4, 4096), (16, 4096), (64, 4096), (128, 4096), (1, 8192), (32, 8192), (128, 8192)]
+        {
+            for shots in [Shots::One, Shots::Two] {
+                let buffers: Vec<DeviceBuffer> = (0..3)
+                    .map(|_| DeviceBuffer::from_slice(&self.gpu, &vec![bf16::ONE; rows * cols]).expect("memory"))
+                    .collect();
+                let weight = DeviceBuffer::from_slice(&self.gpu, &vec![bf16::ONE; cols]).expect("memory");
+                let spans: Vec<_> = buffers.iter().map(DeviceBuffer::span).collect();
+                let queue_all = || {
+                    (0..100).try_for_each(|_| {
+                        self.group.all_reduce_add_norm(
+                            &self.queue,
+                            spans[0],
+                            spans[1],
+                            spans[2],
+                            weight.span(),
+                            rows,
+                            cols,
+                            1e-5,
+                            shots,
+                        )
+                    })
+                };
+                let graph = self.queue.capture(queue_all).expect("a graph");
+                let (begin, end) = (Event::new(true).expect("an event"), Event::new(true).expect("an event"));
+                let mut times: Vec<f32> = (0..7)
+                    .map(|i| {
+                        self.meet(&format!("time{rows}x{cols}{shots:?}{i}"));
+                        begin.record(&self.queue).expect("a mark");
+                        self.queue.replay(&graph).expect("a replay");
+                        end.record(&self.queue).expect("a mark");
+                        self.queue.wait().expect("the graph runs");
+                        end.ms_since(&begin).expect("a time") * 10.0
+                    })
+                    .collect();
+                times.sort_by(f32::total_cmp);
+                if self.rank == 0 {
+                    println!(
+                        "{} ranks, {:>5} KiB, {shots:?} shot: {:6.2} us",
+                        self.ranks,
+                        rows * cols * 2 / 1024,
+                        times[3]
+                    );
+                }
+            }
+        }
+    }
+}
+
+fn norm(row: &[f32], weight: &[bf16]) -> Vec<f32> {
+    let mean = row.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>() / row.len() as f64;
+    let scale = 1.0 / (mean + 1e-5).sqrt() as f32;
+    row.iter().zip(weight).map(|(x, w)| x * scale * w.to_f32()).collect()
+}
+
+fn publish(folder: &Path, name: &str, rank: usize, bytes: &[u8]) {
+    let path = folder.join(format!("{name}.{rank}"));
+    let temporary = path.with_extension(format!("{rank}.new"));
+    std::fs::write(&temporary, bytes).expect("a file");
+    std::fs::rename(&temporary, &path).expect("a name");
+}
+
+fn await_bytes(folder: &Path, name: &str, rank: usize) -> Vec<u8> {
+    let path = folder.join(format!("{name}.{rank}"));
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        match std::fs::read(&path) {
+            Ok(bytes) => return bytes,
+            Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_micros(200)),
+            Err(error) => panic!("rank {rank} did not publish `{name}`: {error}"),
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! Prefill attention against the plain formula over head shapes, chunks with and without a cached prefix, and windows.
+
+mod gpu;
+#[path = "gpu/attention.rs"]
+mod rows;
+
+use gpu::{Random, floats, poisoned};
+use half::bf16;
+use kernels::cuda::DeviceBuffer;
+use kernels::cuda::prefill_attention::{PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple};
+use kernels::cuda::rope_cache::HeadShape;
+use rows::CachedRows;
+
+const SHAPES: [[usize; 4]; 6] =
+    [[2, 2, 128, 64], [4, 1, 128, 16], [3, 1, 64, 128], [2, 2, 64, 32], [2, 1, 96, 16], [2, 1, 256, 64]];
+
+/// Chunk and length of each row.
+const CHUNKS: [&[(usize, usize)]; 4] =
+    [&[(1, 1)], &[(5, 5), (16, 300), (130, 130)], &[(257, 600), (1, 70), (64, 64), (128, 900)], &[(400, 400)]];
+
+#[test]
+fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
+    let Some((gpu, queue)) = gpu::open() else { return };
+    let mut random = Random::new(4);
+    let workspace = PrefillWorkspace::new(&gpu).expect("memory");
+    for [num_heads, num_kv_heads, head_dim, block_size] in SHAPES {
+        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size };
+        for chunks in CHUNKS {
+            let lens: Vec<usize> = chunks.iter().map(|c| c.1).collect();
+            let cached = CachedRows::new(&gpu, &mut random, shape, &lens);
+            let mut starts = vec![0u32];
+            chunks.iter().for_each(|c| starts.push(starts[starts.len() - 1] + c.0 as u32));
+            let num_tokens = starts[chunks.len()] as usize;
+            let (cols, qkv_cols) = (num_heads * head_dim, shape.qkv_cols());
+            let qkv = random.bf16s(num_tokens * qkv_cols, 1.0);
+            let qkv_buffer = DeviceBuffer::from_slice(&gpu, &qkv).expect("memory");
+            let start_buffer = DeviceBuffer::from_slice(&gpu, &starts).expect("memory");
+            let rows = PrefillRows {
+                block_tables: cached.table_buffer.span(),
+                max_blocks: cached.max_blocks,
+                context_lens: cached.len_buffer.span(),
+                row_starts: start_buffer.span(),
+                num_rows: chunks.len(),
+                num_tokens,
+                max_chunk: chunks.iter().map(|c| c.0).max().unwrap_or(0),
+            };
+            for (window, simple) in [(0, false), (0, true), (75, false), (75, true)] {
+                let out = poisoned::<bf16>(&gpu, &queue, num_tokens * cols);
+                let (cache, scale) = (cached.cache(), (head_dim as f32).powf(-0.5));
+                let (o, q) = (out.span(), qkv_buffer.span());
+                if simple {
+                    prefill_attention_simple(&queue, o, q, cache, rows, shape, scale, window).expect("a launch");
+                } else {
+                    prefill_attention(&queue, o, q, cache, rows, shape, scale, window, &workspace).expect("a launch");
+                }
+                queue.wait().expect("the kernel runs");
+                let found = floats(&out.span().read::<bf16>(num_tokens * cols).expect("a copy"));
+                let what = format!("{shape:?}, {chunks:?}, window {window}, simple {simple}");
+                for (row, &(count, len)) in chunks.iter().enumerate() {
+                    for i in 0..count {
+                        let token = starts[row] as usize + i;
+                        let (found, q) = (&found[token * cols..(token + 1) * cols], &qkv[token * qkv_cols..]);
+                        assert!(found.iter().all(|x| x.is_finite()), "{what}: token {token} is finite");
+                        // The formula is slow: every element is checked at ends and at a sample between.
+                        if i % 37 == 0 || i + 1 == count || i % 128 == 127 {
+                            cached.check(&what, found, q, row, len - count + i, window as usize);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! Rows in KV blocks for tests of attention.
+
+use std::sync::Arc;
+
+use half::bf16;
+use kernels::cuda::rope_cache::{HeadShape, LayerCache};
+use kernels::cuda::{DeviceBuffer, Gpu};
+use kernels::reference;
+
+use crate::gpu::{Random, floats};
+
+/// Rows of given lengths in shuffled KV blocks; what no row wrote is NaN.
+pub struct CachedRows {
+    pub shape: HeadShape,
+    pub max_blocks: usize,
+    k: Vec<bf16>,
+    v: Vec<bf16>,
+    tables: Vec<u32>,
+    pub k_buffer: DeviceBuffer,
+    pub v_buffer: DeviceBuffer,
+    pub table_buffer: DeviceBuffer,
+    pub len_buffer: DeviceBuffer,
+}
+
+impl CachedRows {
+    pub fn new(gpu: &Arc<Gpu>, random: &mut Random, shape: HeadShape, lens: &[usize]) -> Self {
+        let blocks_of = |len: &usize| len.div_ceil(shape.block_size);
+        let num_blocks = lens.iter().map(blocks_of).sum::<usize>() + 3;
+        let max_blocks = lens.iter().map(blocks_of).max().unwrap_or(0).max(1) + 1;
+        let order = random.shuffled(num_blocks);
+        let mut tables = vec![0u32; lens.len() * max_blocks];
+        let mut k = vec![bf16::NAN; num_blocks * shape.block_elements()];
+        let mut v = k.clone();
+        let mut next = order.into_iter();
+        for (row, len) in lens.iter().enumerate() {
+            for index in 0..blocks_of(len) {
+                let block = next.next().expect("enough blocks");
+                tables[row * max_blocks + index] = block;
+                let filled = (len - index * shape.block_size).min(shape.block_size);
+                for head in 0..shape.num_kv_heads {
+                    let start = (block as usize * shape.num_kv_heads + head) * shape.block_size * shape.head_dim;
+                    let count = filled * shape.head_dim;
+                    k[start..start + count].copy_from_slice(&random.bf16s(count, 1.0));
+                    v[start..start + count].copy_from_slice(&random.bf16s(count, 1.0));
+                }
+            }
+        }
+        let lens_u32: Vec<u32> = lens.iter().map(|&len| len as u32).collect();
+        Self {
+            shape,
+            max_blocks,
+            k_buffer: DeviceBuffer::from_slice(gpu, &k).expect("memory"),
+            v_buffer: DeviceBuffer::from_slice(gpu, &v).expect("memory"),
+            table_buffer: DeviceBuffer::from_slice(gpu, &tables).expect("memory"),
+            len_buffer: DeviceBuffer::from_slice(gpu, &lens_u32).expect("memory"),
+            k,
+            v,
+            tables,
+        }
+    }
+
+    pub fn cache(&self) -> LayerCache {
+        LayerCache { k: self.k_buffer.span(), v: self.v_buffer.span() }
+    }
+
+    /// Positions `range` of a KV head's keys or values of a row.
+    fn gather(&self, from: &[bf16], row: usize, kv_head: usize, range: std::ops::Range<usize>) -> Vec<f32> {
+        let HeadShape { num_kv_heads, head_dim, block_size, .. } = self.shape;
+        let one = |position: usize| {
+            let block = self.tables[row * self.max_blocks + position / block_size] as usize;
+            let start = ((block * num_kv_heads + kv_head) * block_size + position % block_size) * head_dim;
+            floats(&from[start..start + head_dim])
+        };
+        range.flat_map(one).collect()
+    }
+
+    /// Asserts that `found [H D]` is the attention of the q part of `qkv` at `position` of `row`, each element within the rounding of
+    /// the probabilities (2^-8 of the weighted magnitudes, at most the largest value) and of the store.
+    pub fn check(&self, what: &str, found: &[f32], qkv: &[bf16], row: usize, position: usize, window: usize) {
+        let HeadShape { num_heads, num_kv_heads, head_dim, .. } = self.shape;
+        let first = if window > 0 { (position + 1).saturating_sub(window) } else { 0 };
+        let scale = (head_dim as f32).powf(-0.5);
+        for kv_head in 0..num_kv_heads {
+            let keys = self.gather(&self.k, row, kv_head, first..position + 1);
+            let values = self.gather(&self.v, row, kv_head, first..position + 1);
+            let sizes: Vec<f32> = values.iter().map(|v| v.abs()).collect();
+            let group = num_heads / num_kv_heads;
+            for head in kv_head * group..(kv_head + 1) * group {
+                let query = floats(&qkv[head * head_dim..(head + 1) * head_dim]);
+                let expected = reference::attention(&query, &keys, &values, scale);
+                let weighted = reference::attention(&query, &keys, &sizes, scale);
+                for d in 0..head_dim {
+                    let (found, expected) = (found[head * head_dim + d], expected[d]);
+                    let tolerance = (expected.abs() + weighted[d]) * 2.0f32.powi(-8) + 1e-5;
+                    assert!(
+                        (found - expected).abs() <= tolerance,
+                        "{what}, row {row}, position {position}, head {head}, element {d}: {found}, {expected} was expected"
+                    );
+                }
+            }
+        }
+    }
+}
