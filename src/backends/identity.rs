@@ -1,13 +1,16 @@
 //! `identity`: gives back what it gets. For probes and load tests.
 //!
-//! Output i is input i of the configuration, whatever its type. Parameter `execute_delay_ms` makes each request wait.
+//! Output i is input i of the configuration, whatever its type. Parameter `execute_delay_ms` makes each request wait, or
+//! each execution where the configuration asks for dynamic or sequence batching.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
-use serving::{Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Tensor};
+use serving::{
+    Backend, BackendFactory, BatchedRequest, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Tensor,
+};
 
 use crate::parameters;
 
@@ -18,6 +21,8 @@ struct Identity {
     /// Input and output names.
     pairs: Vec<(String, String)>,
     delay: Option<Duration>,
+    /// 0 where requests need no queue.
+    num_instances: usize,
 }
 
 impl BackendFactory for IdentityFactory {
@@ -47,18 +52,23 @@ impl Identity {
         Ok(Self {
             pairs: pairs.map(|(input, output)| (input.name.clone(), output.name.clone())).collect(),
             delay: parameters::number(config, "execute_delay_ms")?.map(Duration::from_millis),
+            num_instances: if config.scheduling_choice.is_some() { config.num_instances() } else { 0 },
         })
+    }
+
+    fn echo(&self, request: InferRequest) -> InferResponse {
+        let rename = |tensor: Tensor| {
+            let (_, output) = self.pairs.iter().find(|(input, _)| *input == tensor.name)?;
+            Some(Tensor { name: output.clone(), ..tensor })
+        };
+        let outputs = request.inputs.into_iter().filter_map(rename).collect();
+        InferResponse { outputs, is_final: true, ..InferResponse::default() }
     }
 }
 
 impl Backend for Identity {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
-        let echo = |tensor: Tensor| {
-            let (_, output) = self.pairs.iter().find(|(input, _)| *input == tensor.name)?;
-            Some(Tensor { name: output.clone(), ..tensor })
-        };
-        let outputs = request.inputs.into_iter().filter_map(echo).collect();
-        let response = InferResponse { outputs, is_final: true, ..InferResponse::default() };
+        let response = self.echo(request);
         let Some(delay) = self.delay else { return Ok(ResponseStream::ready(response)) };
         let (sender, stream) = ResponseStream::channel(1);
         tokio::spawn(async move {
@@ -68,6 +78,22 @@ impl Backend for Identity {
             }
         });
         Ok(stream)
+    }
+
+    fn num_instances(&self) -> usize {
+        self.num_instances
+    }
+
+    fn execute(&self, _instance: usize, batch: Vec<BatchedRequest>) -> BoxFuture<'_, ()> {
+        async move {
+            if let Some(delay) = self.delay {
+                tokio::time::sleep(delay).await;
+            }
+            for BatchedRequest { request, responses } in batch {
+                responses.send(Ok(self.echo(request))).await;
+            }
+        }
+        .boxed()
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {

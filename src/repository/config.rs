@@ -1,7 +1,8 @@
 //! What others ask of a model's configuration.
 
 use crate::proto::model_config::SchedulingChoice;
-use crate::proto::{ModelConfig, ModelDynamicBatching, ModelEnsembling};
+use crate::proto::model_instance_group::Kind;
+use crate::proto::{ModelConfig, ModelDynamicBatching, ModelEnsembling, ModelInstanceGroup};
 
 impl ModelConfig {
     /// The graph of an ensemble; `None` for a model that a backend answers.
@@ -18,6 +19,15 @@ impl ModelConfig {
             Some(SchedulingChoice::DynamicBatching(batching)) => Some(batching),
             _ => None,
         }
+    }
+
+    /// How many executions run side by side, over all instance groups.
+    pub fn num_instances(&self) -> usize {
+        let instances = |group: &ModelInstanceGroup| {
+            let count = usize::try_from(group.count).unwrap_or(0).max(1);
+            if group.kind() == Kind::Gpu { count.saturating_mul(group.gpus.len().max(1)) } else { count }
+        };
+        self.instance_group.iter().map(instances).fold(0, usize::saturating_add).max(1)
     }
 
     /// Whether this is an ensemble.

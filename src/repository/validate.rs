@@ -4,7 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::proto::model_config::SchedulingChoice;
 use crate::proto::model_ensembling::Step;
-use crate::proto::{DataType, ModelConfig, ModelTensorReshape};
+use crate::proto::{DataType, ModelConfig, ModelDynamicBatching, ModelTensorReshape};
+
+/// Each level is a queue of its own.
+const MAX_PRIORITY_LEVELS: u64 = 1024;
 
 /// Checks a configuration whose defaults are filled in.
 ///
@@ -36,16 +39,40 @@ pub(crate) fn validate(config: &ModelConfig, directory: &str) -> Result<(), Stri
             Err("neither `backend` nor `platform` is set; write `backend: \"…\"`".to_owned())
         }
         Some(SchedulingChoice::DynamicBatching(batching)) => {
-            let too_big = |size: &&i32| **size < 1 || **size > config.max_batch_size.max(1);
-            match batching.preferred_batch_size.iter().find(too_big) {
-                Some(size) => Err(format!(
-                    "`preferred_batch_size` holds {size}; it must be between 1 and `max_batch_size` ({})",
-                    config.max_batch_size
-                )),
-                None => Ok(()),
-            }
+            preferred_batch_sizes(config, &batching.preferred_batch_size)?;
+            priorities(batching)
         }
         Some(SchedulingChoice::SequenceBatching(_)) | None => Ok(()),
+    }
+}
+
+fn preferred_batch_sizes(config: &ModelConfig, sizes: &[i32]) -> Result<(), String> {
+    let too_big = |size: &&i32| **size < 1 || **size > config.max_batch_size.max(1);
+    match sizes.iter().find(too_big) {
+        Some(size) => Err(format!(
+            "`preferred_batch_size` holds {size}; it must be between 1 and `max_batch_size` ({})",
+            config.max_batch_size
+        )),
+        None => Ok(()),
+    }
+}
+
+fn priorities(batching: &ModelDynamicBatching) -> Result<(), String> {
+    let levels = batching.priority_levels;
+    if levels > MAX_PRIORITY_LEVELS {
+        return Err(format!("`priority_levels` is {levels}; at most {MAX_PRIORITY_LEVELS} are supported"));
+    }
+    if levels > 0 && !(1..=levels).contains(&batching.default_priority_level) {
+        return Err(format!(
+            "`default_priority_level` is {}; it must be between 1 and `priority_levels` ({levels})",
+            batching.default_priority_level
+        ));
+    }
+    match batching.priority_queue_policy.keys().find(|level| !(1..=levels).contains(level)) {
+        Some(level) => Err(format!(
+            "`priority_queue_policy` has key {level}; it must be between 1 and `priority_levels` ({levels})"
+        )),
+        None => Ok(()),
     }
 }
 

@@ -3,22 +3,42 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use futures::future::BoxFuture;
+use futures::future::{BoxFuture, FutureExt as _};
 use repository::ModelConfig;
 
-use crate::{InferError, InferRequest, ResponseStream};
+use crate::{InferError, InferRequest, ResponseSender, ResponseStream};
 
 /// One loaded model version: `serving` calls it, `backends` implement it.
 ///
 /// Each accepted request gets one stream, ended by one response marked final or by one error.
-/// A decoupled model may send any number of responses before that.
+/// A decoupled model may send any number of responses before that, errors among them.
+///
+/// A backend takes requests in one of two ways. With [`Backend::num_instances`] of 0 each request goes to
+/// [`Backend::infer`] at once, and the backend queues as it likes. Otherwise `serving` queues requests as the model's
+/// configuration says (batches, priorities, timeouts, sequences) and gives them to [`Backend::execute`].
 pub trait Backend: Send + Sync {
     /// Accepts the request, checked against the model's configuration, and returns at once.
-    /// Dropping the stream cancels it.
+    /// Dropping the stream cancels it. Not called where [`Backend::num_instances`] is above 0.
     ///
     /// # Errors
     /// When the request cannot be accepted: wrong values, a full queue.
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError>;
+
+    /// How many executions run side by side, for a backend that leaves queues and batches to `serving`.
+    fn num_instances(&self) -> usize {
+        0
+    }
+
+    /// Runs a batch on an instance, from 0, and resolves when that instance is free for the next one.
+    ///
+    /// Each request is answered through its own sender, before or after this resolves; a sender dropped without a final
+    /// response or an error becomes an error. A batch holds one request unless the model's configuration has
+    /// `dynamic_batching` or `sequence_batching`; its requests have the same inputs and shapes, but for batch sizes and
+    /// inputs with `allow_ragged_batch`, and together at most `max_batch_size` rows.
+    fn execute(&self, _instance: usize, batch: Vec<BatchedRequest>) -> BoxFuture<'_, ()> {
+        drop(batch);
+        std::future::ready(()).boxed()
+    }
 
     /// Whether a request would be served now. False while, say, workers restart.
     fn is_ready(&self) -> bool {
@@ -27,6 +47,15 @@ pub trait Backend: Send + Sync {
 
     /// Resolves when no request is in flight. No new one is given to it any more.
     fn drain(&self) -> BoxFuture<'_, ()>;
+}
+
+/// One request of a batch, and where its responses go.
+#[derive(Debug)]
+pub struct BatchedRequest {
+    /// The request, with the control and state inputs of its sequence.
+    pub request: InferRequest,
+    /// Its responses. Knows too whether the client has left.
+    pub responses: ResponseSender,
 }
 
 /// Makes the backend of a model, one per `backend:` (or `platform:`) name.

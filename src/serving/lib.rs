@@ -62,13 +62,14 @@ mod lifecycle;
 mod model;
 mod registry;
 mod request;
+mod scheduler;
 mod server;
 mod statistics;
 mod step;
 mod tensor;
 mod watch;
 
-pub use backend::{Backend, BackendFactory, LoadRequest};
+pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest};
 pub use error::{ErrorKind, InferError};
 pub use lifecycle::{LoadFailure, LoadOverrides};
 pub use registry::{ModelIndexEntry, ModelState};

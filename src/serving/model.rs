@@ -9,6 +9,7 @@ use repository::ModelConfig;
 use tokio::sync::Notify;
 
 use crate::check::Signature;
+use crate::scheduler::Scheduler;
 use crate::statistics::{Failure, ModelStatistics, Statistics};
 use crate::watch::Watch;
 use crate::{Backend, InferError, InferRequest, ResponseStream};
@@ -23,6 +24,8 @@ pub(crate) struct ServedModel {
     pub statistics: Statistics,
     pub in_flight: InFlight,
     backend: Arc<dyn Backend>,
+    /// Queues requests for a backend that leaves it to `serving`.
+    scheduler: Option<Scheduler>,
 }
 
 impl ServedModel {
@@ -30,11 +33,12 @@ impl ServedModel {
         Self {
             signature: Signature::new(&config),
             is_decoupled: config.is_decoupled(),
-            config,
             version,
             version_text: version.to_string(),
             statistics: Statistics::default(),
             in_flight: InFlight::default(),
+            scheduler: Scheduler::new(&config, &backend),
+            config,
             backend,
         }
     }
@@ -47,7 +51,11 @@ impl ServedModel {
             .check(&mut request)
             .inspect_err(|_| self.statistics.failed(Failure::Other, started.elapsed()))?;
         let watch = Watch::new(self.clone(), &request, batch_size, started);
-        match self.backend.infer(request) {
+        let accepted = match &self.scheduler {
+            Some(scheduler) => scheduler.infer(request, batch_size),
+            None => self.backend.infer(request),
+        };
+        match accepted {
             Ok(stream) => Ok(stream.watched(watch)),
             Err(error) => {
                 watch.refused(&error);

@@ -1,6 +1,7 @@
 //! A request and its responses, as every protocol and every backend sees them.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
@@ -8,8 +9,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use futures::Stream;
+use futures::future::{BoxFuture, FutureExt as _};
 use tokio::sync::mpsc;
 
+use crate::scheduler::Turn;
+use crate::statistics::Execution;
 use crate::step::EnsembleStep;
 use crate::watch::Watch;
 use crate::{InferError, Tensor};
@@ -94,21 +98,31 @@ pub struct InferResponse {
 
 type Item = Result<InferResponse, InferError>;
 
-/// The responses to one request, ended by a response marked final or by an error.
+/// The responses to one request, ended by a response marked final, or by an error and nothing behind it.
 ///
 /// Dropping it cancels the request: the sender sees [`ResponseSender::is_cancelled`].
-#[derive(Debug)]
 pub struct ResponseStream {
     receiver: mpsc::Receiver<Item>,
-    scheduled: Arc<OnceLock<Instant>>,
+    scheduled: Arc<OnceLock<Scheduled>>,
     watch: Option<Box<Watch>>,
+    /// Until it resolves, requests before this one are not answered yet.
+    turn: Option<BoxFuture<'static, ()>>,
+}
+
+/// When a request left its queue, and with which others.
+#[derive(Debug)]
+pub(crate) struct Scheduled {
+    pub at: Instant,
+    pub execution: Option<Arc<Execution>>,
 }
 
 /// The model's end of a [`ResponseStream`].
 #[derive(Debug, Clone)]
 pub struct ResponseSender {
     sender: mpsc::Sender<Item>,
-    scheduled: Arc<OnceLock<Instant>>,
+    scheduled: Arc<OnceLock<Scheduled>>,
+    /// Requests behind this one are answered after the last sender is gone.
+    _turn: Option<Arc<Turn>>,
 }
 
 impl ResponseStream {
@@ -116,7 +130,8 @@ impl ResponseStream {
     pub fn channel(capacity: usize) -> (ResponseSender, ResponseStream) {
         let (sender, receiver) = mpsc::channel(capacity);
         let scheduled = Arc::new(OnceLock::new());
-        (ResponseSender { sender, scheduled: scheduled.clone() }, ResponseStream { receiver, scheduled, watch: None })
+        let sender = ResponseSender { sender, scheduled: scheduled.clone(), _turn: None };
+        (sender, ResponseStream { receiver, scheduled, watch: None, turn: None })
     }
 
     /// A stream that holds its only response already.
@@ -137,12 +152,28 @@ impl ResponseStream {
         self
     }
 
+    /// Has this stream, and the sender that goes with it, take turns with those of other requests.
+    pub(crate) fn in_turn(mut self, sender: ResponseSender, turn: Turn) -> (ResponseSender, Self) {
+        self.turn = Some(turn.comes().boxed());
+        (ResponseSender { _turn: Some(Arc::new(turn)), ..sender }, self)
+    }
+
     fn poll_response(&mut self, context: &mut Context<'_>) -> Poll<Option<Item>> {
+        if let Some(turn) = &mut self.turn {
+            std::task::ready!(turn.as_mut().poll(context));
+            self.turn = None;
+        }
         let item = std::task::ready!(self.receiver.poll_recv(context));
         Poll::Ready(match &mut self.watch {
             Some(watch) => watch.see(item, &self.scheduled),
             None => item,
         })
+    }
+}
+
+impl fmt::Debug for ResponseStream {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("ResponseStream").field("watch", &self.watch).finish_non_exhaustive()
     }
 }
 
@@ -169,7 +200,18 @@ impl ResponseSender {
     /// Says that the request left its queue: the time until now counts as queueing, the rest as computing.
     /// Without it all of a request's time counts as computing.
     pub fn mark_scheduled(&self) {
-        let _ = self.scheduled.set(Instant::now());
+        let _ = self.scheduled.set(Scheduled { at: Instant::now(), execution: None });
+    }
+
+    /// As [`ResponseSender::mark_scheduled`], for a request that is part of `execution`.
+    pub(crate) fn begin_execution(&self, execution: &Arc<Execution>) {
+        let _ = self.scheduled.set(Scheduled { at: execution.started, execution: Some(execution.clone()) });
+    }
+
+    /// Ends a request that nothing was sent for yet.
+    pub(crate) fn refuse(self, error: InferError) {
+        // The stream has room for it; it is gone if the client has left.
+        let _ = self.sender.try_send(Err(error));
     }
 
     /// Whether the client has left.

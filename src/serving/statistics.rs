@@ -1,9 +1,9 @@
 //! Counters of one model version, and the snapshots others read.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Responses of a decoupled request are counted one by one up to this index; those behind it count together.
 const MAX_RESPONSE_INDEX: usize = 4096;
@@ -117,6 +117,27 @@ pub(crate) struct Outcome {
     pub total: Duration,
     pub queued: Duration,
     pub batch_size: u64,
+    /// Rows of the execution it was part of, for the first of its requests to succeed.
+    pub executed: Option<u64>,
+}
+
+/// One call of a backend with one or more requests. It counts once, with the first of them that succeeds.
+#[derive(Debug)]
+pub(crate) struct Execution {
+    pub started: Instant,
+    num_rows: u64,
+    is_counted: AtomicBool,
+}
+
+impl Execution {
+    pub fn new(num_rows: u64) -> Self {
+        Self { started: Instant::now(), num_rows, is_counted: AtomicBool::new(false) }
+    }
+
+    /// Its rows, for the first who asks.
+    pub fn count(&self) -> Option<u64> {
+        (!self.is_counted.swap(true, Relaxed)).then_some(self.num_rows)
+    }
 }
 
 /// Why a request failed.
@@ -178,9 +199,11 @@ impl Statistics {
         self.queue.add(outcome.queued);
         self.compute.add(computed);
         self.inference_count.fetch_add(outcome.batch_size, Relaxed);
-        self.execution_count.fetch_add(1, Relaxed);
         self.last_inference_ms.store(now_ms(), Relaxed);
-        lock(&self.batches).entry(outcome.batch_size).or_default().add(computed);
+        if let Some(num_rows) = outcome.executed {
+            self.execution_count.fetch_add(1, Relaxed);
+            lock(&self.batches).entry(num_rows).or_default().add(computed);
+        }
     }
 
     pub fn failed(&self, failure: Failure, total: Duration) {

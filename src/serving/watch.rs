@@ -4,6 +4,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::model::ServedModel;
+use crate::request::Scheduled;
 use crate::statistics::{Failure, Outcome, ResponseOutcome};
 use crate::{ErrorKind, InferError, InferRequest, InferResponse};
 
@@ -40,12 +41,11 @@ impl Watch {
 
     /// The model did not take the request.
     pub fn refused(mut self, error: &InferError) {
-        let failure = if error.kind == ErrorKind::Unavailable { Failure::Rejected } else { failure_of(error) };
-        self.fail(failure);
+        self.fail(refusal_of(error));
     }
 
     /// Completes and counts one item of the stream. A stream that ends without a final response gets an error.
-    pub fn see(&mut self, item: Option<Item>, scheduled: &OnceLock<Instant>) -> Option<Item> {
+    pub fn see(&mut self, item: Option<Item>, scheduled: &OnceLock<Scheduled>) -> Option<Item> {
         match item {
             Some(Ok(mut response)) => {
                 self.complete(&mut response);
@@ -53,8 +53,10 @@ impl Watch {
                 Some(Ok(response))
             }
             Some(Err(error)) => {
+                // Words of a queue come before anything was scheduled or answered.
+                let is_refused = self.num_responses == 0 && scheduled.get().is_none();
                 self.count_response(ResponseOutcome::Fail);
-                self.fail(failure_of(&error));
+                self.fail(if is_refused { refusal_of(&error) } else { failure_of(&error) });
                 Some(Err(error))
             }
             None if self.ended => None,
@@ -82,7 +84,7 @@ impl Watch {
         self.model.signature.restore_shapes(response);
     }
 
-    fn count(&mut self, response: &InferResponse, scheduled: &OnceLock<Instant>) {
+    fn count(&mut self, response: &InferResponse, scheduled: &OnceLock<Scheduled>) {
         let is_empty = response.outputs.is_empty();
         if self.num_responses == 0 && !is_empty {
             self.model.statistics.first_response(self.started.elapsed());
@@ -90,9 +92,12 @@ impl Watch {
         self.count_response(if is_empty { ResponseOutcome::Empty } else { ResponseOutcome::Success });
         if response.is_final && !self.ended {
             self.ended = true;
-            let queued = scheduled.get().map_or(Duration::ZERO, |at| at.saturating_duration_since(self.started));
+            let scheduled = scheduled.get();
+            let queued = scheduled.map_or(Duration::ZERO, |queue| queue.at.saturating_duration_since(self.started));
+            let execution = scheduled.and_then(|queue| queue.execution.as_ref());
+            let executed = execution.map_or(Some(self.batch_size), |execution| execution.count());
             let total = self.started.elapsed();
-            self.model.statistics.succeeded(Outcome { total, queued, batch_size: self.batch_size });
+            self.model.statistics.succeeded(Outcome { total, queued, batch_size: self.batch_size, executed });
         }
     }
 
@@ -122,6 +127,11 @@ impl Drop for Watch {
         }
         self.model.in_flight.leave();
     }
+}
+
+/// The reason of a request that did not reach the model.
+fn refusal_of(error: &InferError) -> Failure {
+    if error.kind == ErrorKind::Unavailable { Failure::Rejected } else { failure_of(error) }
 }
 
 fn failure_of(error: &InferError) -> Failure {

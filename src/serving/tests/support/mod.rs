@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 
 use futures::future::{BoxFuture, FutureExt as _};
 use serving::{
-    Backend, BackendFactory, ControlMode, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest,
-    ResponseStream, Server, ServerConfig, Tensor,
+    Backend, BackendFactory, BatchedRequest, ControlMode, DataType, ErrorKind, InferError, InferRequest, InferResponse,
+    LoadRequest, ResponseStream, Server, ServerConfig, Tensor,
 };
 use tempfile::TempDir;
 use tokio::sync::Semaphore;
@@ -34,8 +34,10 @@ pub struct Script {
     pub dropped: AtomicUsize,
     pub cancelled: AtomicUsize,
     pub unready: AtomicBool,
-    /// Requests of the `gate` backend wait here.
+    /// Requests of the `gate` backend and executions of the `rows` backend wait here.
     pub gate: Arc<Semaphore>,
+    /// What the `rows` backend was given: the instance, and the requests' ids, with their sequences' controls.
+    pub batches: Mutex<Vec<String>>,
 }
 
 impl Script {
@@ -46,6 +48,7 @@ impl Script {
             cancelled: AtomicUsize::new(0),
             unready: AtomicBool::new(false),
             gate: Arc::new(Semaphore::new(0)),
+            batches: Mutex::default(),
         })
     }
 }
@@ -78,7 +81,7 @@ impl World {
 
     pub fn server(&self, control_mode: ControlMode) -> Arc<Server> {
         let factory: Arc<dyn BackendFactory> = Arc::new(ScriptedFactory(self.script.clone()));
-        let names = ["echo", "pieces", "gate", "join", "exclusive"];
+        let names = ["echo", "pieces", "gate", "join", "rows"];
         let factories: HashMap<_, _> = names.map(|name| (name.to_owned(), factory.clone())).into();
         let repositories = vec![PathBuf::from(self.root.path())];
         Server::new(ServerConfig { repositories, control_mode, ..ServerConfig::default() }, factories).unwrap()
@@ -142,6 +145,26 @@ impl Backend for Scripted {
         }
     }
 
+    fn num_instances(&self) -> usize {
+        if self.kind == "rows" { self.model.config.num_instances() } else { 0 }
+    }
+
+    fn execute(&self, instance: usize, batch: Vec<BatchedRequest>) -> BoxFuture<'_, ()> {
+        let shown: Vec<String> = batch.iter().map(|item| shown(&item.request)).collect();
+        self.script.batches.lock().unwrap().push(format!("{instance}: {}", shown.join(" ")));
+        async move {
+            self.script.gate.acquire().await.unwrap().forget();
+            for BatchedRequest { request, responses } in batch {
+                if request.id == "panic" {
+                    panic!("on purpose");
+                }
+                let outputs = echoed(&request);
+                responses.send(Ok(InferResponse { outputs, is_final: true, ..InferResponse::default() })).await;
+            }
+        }
+        .boxed()
+    }
+
     fn is_ready(&self) -> bool {
         !self.script.unready.load(Ordering::SeqCst)
     }
@@ -171,6 +194,20 @@ fn joined(request: &InferRequest) -> ResponseStream {
     let text = format!("{}:{count}{end}", texts.join("+"));
     let outputs = vec![Tensor::from_byte_strings("joined", &[1], &[text])];
     ResponseStream::ready(InferResponse { outputs, ..InferResponse::default() })
+}
+
+/// "id" or, with control inputs, "id[START=1 CORRID=7]".
+fn shown(request: &InferRequest) -> String {
+    let number = |tensor: &Tensor| match tensor.datatype {
+        DataType::Fp32 => tensor.to_f32().unwrap()[0].to_string(),
+        DataType::Int32 => tensor.to_i32().unwrap()[0].to_string(),
+        DataType::Uint64 => tensor.to_u64().unwrap()[0].to_string(),
+        DataType::Bool => tensor.to_bool().unwrap()[0].to_string(),
+        _ => text_of(tensor),
+    };
+    let extra = request.inputs.iter().filter(|tensor| tensor.name != "INPUT0");
+    let extra: Vec<String> = extra.map(|tensor| format!("{}={}", tensor.name, number(tensor))).collect();
+    if extra.is_empty() { request.id.clone() } else { format!("{}[{}]", request.id, extra.join(" ")) }
 }
 
 pub fn text_of(tensor: &Tensor) -> String {

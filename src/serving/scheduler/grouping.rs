@@ -1,0 +1,120 @@
+//! Which of the waiting requests make the next batch, and when.
+
+use std::time::{Duration, Instant};
+
+use repository::ModelConfig;
+
+use super::Waiting;
+use crate::InferRequest;
+
+/// How a model wants its batches.
+#[derive(Debug, Clone)]
+pub(crate) struct Grouping {
+    /// Rows of the largest batch.
+    max_rows: u64,
+    /// Sizes worth sending before the delay is over.
+    preferred: Vec<u64>,
+    /// How long the oldest request may wait for others.
+    delay: Duration,
+    /// Inputs that may differ in shape within a batch.
+    ragged: Vec<String>,
+}
+
+/// What to do with the requests that wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Choice {
+    /// Nobody waits.
+    Nothing,
+    /// More may come until then.
+    WaitUntil(Instant),
+    /// The first so many make a batch.
+    Run(usize),
+}
+
+impl Grouping {
+    /// Batches of up to `max_batch_size` rows. The largest of `preferred` is all of them where it is empty.
+    pub fn new(config: &ModelConfig, preferred: &[i32], delay_us: u64) -> Self {
+        let max_rows = u64::try_from(config.max_batch_size).unwrap_or(0).max(1);
+        let preferred: Vec<u64> = preferred.iter().filter_map(|&size| u64::try_from(size).ok()).collect();
+        let ragged = config.input.iter().filter(|input| input.allow_ragged_batch).map(|input| input.name.clone());
+        Self {
+            max_rows,
+            preferred: if preferred.is_empty() { vec![max_rows] } else { preferred },
+            delay: Duration::from_micros(delay_us),
+            ragged: ragged.collect(),
+        }
+    }
+
+    /// One request at a time.
+    pub fn single() -> Self {
+        Self { max_rows: 0, preferred: Vec::new(), delay: Duration::ZERO, ragged: Vec::new() }
+    }
+
+    /// The next batch out of `waiting`, which is in order of service. Requests that clients have left count for nothing.
+    pub fn choose<'a>(&self, waiting: impl Iterator<Item = &'a Waiting>, now: Instant) -> Choice {
+        let mut batch = Pending::default();
+        for (place, next) in waiting.enumerate() {
+            if next.responses.is_cancelled() {
+                continue;
+            }
+            if !batch.takes(self, next) {
+                batch.is_closed = true;
+                break;
+            }
+            batch.add(place, next);
+            if self.preferred.contains(&batch.num_rows) {
+                batch.preferred = Some(batch.length);
+            }
+        }
+        let Some(oldest) = batch.oldest else { return Choice::Nothing };
+        let until = oldest + self.delay;
+        let is_late = now >= until;
+        match batch.preferred {
+            Some(length) if !is_late || self.delay.is_zero() => Choice::Run(length),
+            _ if is_late || batch.is_closed || self.is_full(batch.num_rows) => Choice::Run(batch.length),
+            _ => Choice::WaitUntil(until),
+        }
+    }
+
+    fn is_full(&self, num_rows: u64) -> bool {
+        self.preferred.iter().all(|&size| num_rows >= size)
+    }
+
+    /// Whether two requests can be rows of one batch: the same inputs, of the same shape but for the batch dimension.
+    fn fits(&self, first: &InferRequest, next: &InferRequest) -> bool {
+        first.inputs.len() == next.inputs.len()
+            && first.inputs.iter().all(|tensor| {
+                next.input(&tensor.name).is_some_and(|other| {
+                    tensor.shape.get(1..) == other.shape.get(1..) || self.ragged.contains(&tensor.name)
+                })
+            })
+    }
+}
+
+/// A batch while it is put together.
+#[derive(Default)]
+struct Pending<'a> {
+    first: Option<&'a Waiting>,
+    num_rows: u64,
+    length: usize,
+    oldest: Option<Instant>,
+    /// Length at the largest preferred size met.
+    preferred: Option<usize>,
+    /// Whoever is next does not fit.
+    is_closed: bool,
+}
+
+impl<'a> Pending<'a> {
+    fn takes(&self, grouping: &Grouping, next: &Waiting) -> bool {
+        self.first.is_none_or(|first| {
+            self.num_rows + next.num_rows <= grouping.max_rows && grouping.fits(&first.request, &next.request)
+        })
+    }
+
+    fn add(&mut self, place: usize, next: &'a Waiting) {
+        self.first.get_or_insert(next);
+        self.num_rows += next.num_rows;
+        self.length = place + 1;
+        self.oldest = Some(self.oldest.map_or(next.since, |oldest| oldest.min(next.since)));
+    }
+}

@@ -1,0 +1,153 @@
+//! Requests that wait for a batch: priority levels, each with its bound and its timeouts.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use repository::ModelConfig;
+use repository::proto::ModelQueuePolicy;
+use repository::proto::model_queue_policy::TimeoutAction;
+
+use super::grouping::{Choice, Grouping};
+use super::{Take, Waiting};
+use crate::InferError;
+
+/// Requests that may wait at one priority level where the model's configuration sets no bound.
+const MAX_WAITING: usize = 65_536;
+
+/// The queue of a model whose requests stand for themselves.
+#[derive(Debug)]
+pub(crate) struct Queue {
+    /// By priority, the most urgent first.
+    levels: BTreeMap<u64, Level>,
+    default_priority: u64,
+    grouping: Grouping,
+    /// No request times out before this.
+    first_deadline: Option<Instant>,
+}
+
+#[derive(Debug, Default)]
+struct Level {
+    policy: ModelQueuePolicy,
+    waiting: VecDeque<Waiting>,
+    /// Timed out, but to be served when nobody else waits at this level.
+    delayed: VecDeque<Waiting>,
+}
+
+impl Queue {
+    /// The queue that `dynamic_batching` describes; without it requests run alone, in the order they come.
+    pub fn new(config: &ModelConfig) -> Self {
+        let Some(batching) = config.batching() else {
+            let levels = BTreeMap::from([(0, Level::default())]);
+            return Self { levels, default_priority: 0, grouping: Grouping::single(), first_deadline: None };
+        };
+        let default_policy = batching.default_queue_policy.unwrap_or_default();
+        let level = |priority: u64| {
+            let policy = batching.priority_queue_policy.get(&priority).copied().unwrap_or(default_policy);
+            (priority, Level { policy, ..Level::default() })
+        };
+        // Without levels there is one, whatever number a request names.
+        let (first, last) = if batching.priority_levels == 0 { (0, 0) } else { (1, batching.priority_levels) };
+        Self {
+            levels: (first..=last).map(level).collect(),
+            default_priority: batching.default_priority_level.clamp(first, last),
+            grouping: Grouping::new(config, &batching.preferred_batch_size, batching.max_queue_delay_microseconds),
+            first_deadline: None,
+        }
+    }
+
+    /// Whether a request may ever time out.
+    pub fn has_timeouts(&self) -> bool {
+        let has = |level: &Level| level.policy.default_timeout_microseconds > 0 || level.policy.allow_timeout_override;
+        self.levels.values().any(has)
+    }
+
+    /// Lets a request wait.
+    ///
+    /// # Errors
+    /// When its level is full.
+    pub fn push(&mut self, mut waiting: Waiting) -> Result<(), InferError> {
+        let asked = waiting.request.priority;
+        let priority = if self.levels.contains_key(&asked) { asked } else { self.default_priority };
+        let level = self.levels.get_mut(&priority).expect("the default level is one of them");
+        let limit = usize::try_from(level.policy.max_queue_size).ok().filter(|&limit| limit > 0).unwrap_or(MAX_WAITING);
+        if level.len() >= limit {
+            level.forget_cancelled();
+        }
+        if level.len() >= limit {
+            return Err(InferError::unavailable("Exceeds maximum queue size"));
+        }
+        waiting.deadline = level.timeout(waiting.request.timeout_us).map(|timeout| waiting.since + timeout);
+        self.first_deadline = earlier(self.first_deadline, waiting.deadline);
+        level.waiting.push_back(waiting);
+        Ok(())
+    }
+
+    /// The next batch.
+    pub fn take(&mut self, now: Instant) -> Take {
+        let in_order = self.levels.values().flat_map(|level| level.waiting.iter().chain(&level.delayed));
+        match self.grouping.choose(in_order, now) {
+            Choice::Nothing => Take::Nothing,
+            Choice::WaitUntil(until) => Take::WaitUntil(until),
+            Choice::Run(length) => Take::Batch((0..length).filter_map(|_| self.pop()).collect()),
+        }
+    }
+
+    fn pop(&mut self) -> Option<Waiting> {
+        self.levels.values_mut().find_map(|level| level.waiting.pop_front().or_else(|| level.delayed.pop_front()))
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.levels.values().all(|level| level.len() == 0)
+    }
+
+    /// When a request may time out next.
+    pub fn first_deadline(&self) -> Option<Instant> {
+        self.first_deadline
+    }
+
+    /// Takes out the requests whose time is over, or puts them behind the others, as their level says.
+    pub fn expire(&mut self, now: Instant) -> Vec<Waiting> {
+        if self.first_deadline.is_none_or(|deadline| deadline > now) {
+            return Vec::new();
+        }
+        self.first_deadline = None;
+        let mut expired = Vec::new();
+        for level in self.levels.values_mut() {
+            let is_late = |waiting: &Waiting| waiting.deadline.is_some_and(|deadline| deadline <= now);
+            let (late, waiting): (VecDeque<_>, VecDeque<_>) = level.waiting.drain(..).partition(is_late);
+            level.waiting = waiting;
+            match level.policy.timeout_action() {
+                TimeoutAction::Reject => expired.extend(late),
+                TimeoutAction::Delay => level.delayed.extend(late),
+            }
+            let deadlines = level.waiting.iter().map(|waiting| waiting.deadline);
+            self.first_deadline = deadlines.fold(self.first_deadline, earlier);
+        }
+        expired
+    }
+}
+
+impl Level {
+    fn len(&self) -> usize {
+        self.waiting.len() + self.delayed.len()
+    }
+
+    fn forget_cancelled(&mut self) {
+        self.waiting.retain(|waiting| !waiting.responses.is_cancelled());
+        self.delayed.retain(|waiting| !waiting.responses.is_cancelled());
+    }
+
+    /// How long a request that asks for `asked_us` may wait. It may ask for less than the default only.
+    fn timeout(&self, asked_us: u64) -> Option<Duration> {
+        let default_us = Some(self.policy.default_timeout_microseconds).filter(|&timeout| timeout > 0);
+        let asked_us = Some(asked_us).filter(|&timeout| timeout > 0 && self.policy.allow_timeout_override);
+        earlier(default_us, asked_us).map(Duration::from_micros)
+    }
+}
+
+fn earlier<T: Ord>(left: Option<T>, right: Option<T>) -> Option<T> {
+    match (left, right) {
+        (Some(left), Some(right)) => Some(left.min(right)),
+        (left, right) => left.or(right),
+    }
+}
