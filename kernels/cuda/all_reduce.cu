@@ -9,7 +9,7 @@
 //             "LL" protocol of NCCL). Part r < ranks holds what rank r sent, the last part what a row's owner summed
 // epochs      [max_rows] u32, zero before the first call: how often a row has been reduced; its parity picks one of two buffers.
 //             Nobody is a call ahead of another rank's last read: to finish a call takes a packet of everyone's
-// status      u32, zero: a rank that waited `patience_ns` writes 1 + the rank it missed and waits no more
+// status      u32 in host memory, zero: a rank that waited `patience_ns` writes 1 + the rank it missed and waits no more
 // one shot    every rank sends its row to all others and sums; two shots: to the row's owner, t % ranks, who sums and sends the
 //             sum, rounded to bf16, to all
 // maths       fp32 sum in order of ranks, then as add_rms_norm_bf16
@@ -72,7 +72,7 @@ __device__ __forceinline__ Words receive(const AllReduce& a, const u8* row, u32 
         const u64 now = now_ns();
         if (start == 0) start = now;
         if (*(volatile u32*)a.status != 0) return make_uint4(0, 0, 0, 0);
-        if (now - start > a.patience_ns) atomicCAS(a.status, 0, 1 + from);
+        if (now - start > a.patience_ns) *(volatile u32*)a.status = 1 + from;
     }
 }
 

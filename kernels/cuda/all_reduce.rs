@@ -8,7 +8,7 @@ use cudarc::driver::sys;
 use half::bf16;
 
 use super::error::{check, ensure};
-use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
+use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, PinnedBuffer, Queue, Span};
 
 const OP: &str = "all_reduce";
 /// Most ranks of a group.
@@ -87,7 +87,7 @@ pub struct PeerGroup {
     own: PeerBuffer,
     peers: Vec<Option<Mapped>>,
     epochs: DeviceBuffer,
-    status: DeviceBuffer,
+    status: PinnedBuffer,
     rank: usize,
     patience_ns: u64,
 }
@@ -132,7 +132,7 @@ impl PeerGroup {
         let map = |(r, handle): (usize, &PeerHandle)| (r != rank).then(|| Mapped::open(handle)).transpose();
         let peers = handles.iter().enumerate().map(map).collect::<Result<_, _>>()?;
         let epochs = DeviceBuffer::from_slice(gpu, &vec![0u32; own.max_rows])?;
-        let status = DeviceBuffer::from_slice(gpu, &[0u32; 64])?;
+        let status = PinnedBuffer::new(gpu, 256)?;
         Ok(Self { own, peers, epochs, status, rank, patience_ns })
     }
 
@@ -141,9 +141,10 @@ impl PeerGroup {
         self.own.max_rows
     }
 
-    /// The rank that a kernel has waited for in vain, if any; sums since then are wrong. Waits for the GPU: for error paths.
-    pub fn missing_rank(&self) -> Result<Option<usize>, CudaError> {
-        Ok((self.status.span().read::<u32>(1)?[0] as usize).checked_sub(1))
+    /// The rank that a kernel which has ended waited for in vain, if any; sums since then are wrong. A look at host memory.
+    pub fn missing_rank(&self) -> Option<usize> {
+        let word = [self.status[0], self.status[1], self.status[2], self.status[3]];
+        (u32::from_ne_bytes(word) as usize).checked_sub(1)
     }
 
     /// `y [rows, cols]` = sum over the group of `partial [rows, cols]`, bf16; `y` may be `partial`. All ranks call it alike.

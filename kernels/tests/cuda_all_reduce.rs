@@ -59,7 +59,7 @@ fn a_worker_of_the_group() {
             }
         }
     }
-    assert_eq!(worker.group.missing_rank().expect("a status"), None);
+    assert_eq!(worker.group.missing_rank(), None);
     worker.time();
     worker.meet("end");
 }

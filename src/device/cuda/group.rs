@@ -1,47 +1,128 @@
-//! What the workers of a tensor-parallel group do together.
+//! What the workers of a tensor-parallel group do together: few rows through peer memory, the rest through NCCL.
 
-use kernels::cuda::{Queue, Span};
+use std::sync::Arc;
 
-use super::CudaConfig;
+use half::bf16;
+use kernels::cuda::all_reduce::{PeerBuffer, PeerGroup, Shots};
+use kernels::cuda::rms_norm::add_rms_norm;
+use kernels::cuda::{CudaError, Gpu, Queue, Span};
+
 use super::nccl::Nccl;
-use crate::DeviceError;
+use super::{CudaConfig, Exchange, device_error};
+use crate::{DeviceError, TensorParallel};
+
+/// Most rows of a sum through peer memory.
+const MAX_PEER_ROWS: usize = 256;
+/// How long a kernel waits for another worker before it gives up.
+const PATIENCE_NS: u64 = 10_000_000_000;
 
 /// A worker's reach to its group; a group of one has nobody to reach.
 pub(crate) struct Group {
     nccl: Option<Nccl>,
-    size: usize,
-    rank: usize,
+    peers: Option<PeerGroup>,
+    exchange: Option<Arc<dyn Exchange>>,
+    tp: TensorParallel,
+    uses_peers: bool,
+}
+
+/// Operands of [`Group::reduce_add_norm`].
+#[derive(Clone, Copy)]
+pub(crate) struct ReduceAddNorm {
+    pub(crate) out: Span,
+    pub(crate) residual: Span,
+    pub(crate) partial: Span,
+    pub(crate) weight: Span,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) eps: f32,
 }
 
 impl Group {
     pub(crate) fn new(config: &CudaConfig) -> Result<Self, DeviceError> {
         let tp = config.tensor_parallel;
-        let (size, rank) = (tp.size as usize, tp.rank as usize);
-        if size == 1 {
-            return Ok(Self { nccl: None, size, rank });
+        let uses_peers = config.use_fast_kernels;
+        if tp.size == 1 {
+            return Ok(Self { nccl: None, peers: None, exchange: None, tp, uses_peers });
         }
-        let exchange = config.exchange.as_ref().ok_or_else(|| DeviceError::Unavailable {
+        let exchange = config.exchange.clone().ok_or_else(|| DeviceError::Unavailable {
             device: "cuda".into(),
-            reason: format!("a group of {size} workers needs a way to exchange NCCL's id"),
+            reason: format!("a group of {} workers needs a way to exchange NCCL's id", tp.size),
         })?;
-        Ok(Self { nccl: Some(Nccl::new(tp, exchange.as_ref(), &config.library_dirs)?), size, rank })
+        let nccl = Nccl::new(tp, exchange.as_ref(), &config.library_dirs)?;
+        Ok(Self { nccl: Some(nccl), peers: None, exchange: Some(exchange), tp, uses_peers })
     }
 
     pub(crate) fn size(&self) -> usize {
-        self.size
+        self.tp.size as usize
     }
 
     pub(crate) fn rank(&self) -> usize {
-        self.rank
+        self.tp.rank as usize
     }
 
-    /// Sums bf16 `buffer` over the group, in place.
-    pub(crate) fn all_reduce(&self, q: &Queue, buffer: Span) -> Result<(), DeviceError> {
-        self.nccl.as_ref().map_or(Ok(()), |nccl| nccl.all_reduce(q, buffer))
+    /// Bytes that [`Group::open_peers`] takes.
+    pub(crate) fn peer_bytes(&self, cols: usize) -> usize {
+        if self.size() > 1 && self.uses_peers { PeerBuffer::bytes(self.size(), MAX_PEER_ROWS, cols) } else { 0 }
+    }
+
+    /// Maps the workers' memory into each other, for sums of `cols` columns. Where one of them cannot, NCCL does it all.
+    pub(crate) fn open_peers(&mut self, gpu: &Arc<Gpu>, cols: usize) -> Result<(), DeviceError> {
+        let Some(exchange) = self.exchange.clone().filter(|_| self.uses_peers) else { return Ok(()) };
+        let buffer = PeerBuffer::new(gpu, self.size(), MAX_PEER_ROWS, cols);
+        let own = buffer.and_then(|buffer| buffer.handle().map(|handle| (buffer, handle))).ok();
+        let handle = own.as_ref().map_or(Vec::new(), |(_, handle)| handle.to_vec());
+        let handles = exchange.gather(&handle)?;
+        let handles: Option<Vec<[u8; 64]>> = handles.into_iter().map(|handle| handle.try_into().ok()).collect();
+        let peers = own.zip(handles).and_then(|((buffer, _), handles)| {
+            PeerGroup::new(gpu, buffer, self.tp.rank as usize, &handles, PATIENCE_NS).ok()
+        });
+        let all_have = exchange.gather(&[u8::from(peers.is_some())])?.iter().all(|flag| flag == &[1]);
+        self.peers = peers.filter(|_| all_have);
+        Ok(())
+    }
+
+    /// Sums bf16 `buffer [rows, cols]` over the group, in place.
+    pub(crate) fn all_reduce(&self, q: &Queue, buffer: Span, rows: usize, cols: usize) -> Result<(), DeviceError> {
+        let Some(nccl) = &self.nccl else { return Ok(()) };
+        match self.peers.as_ref().filter(|_| rows <= MAX_PEER_ROWS) {
+            Some(peers) => {
+                let shots = Shots::for_message(2 * rows * cols, self.size());
+                peers.all_reduce(q, buffer, buffer, rows, cols, shots).map_err(device_error)
+            }
+            None => nccl.all_reduce(q, buffer.elements::<bf16>(0, rows * cols)),
+        }
+    }
+
+    /// `residual += sum over the group of partial; out = rms_norm(residual)`.
+    pub(crate) fn reduce_add_norm(&self, q: &Queue, x: ReduceAddNorm) -> Result<(), DeviceError> {
+        let ReduceAddNorm { out, residual, partial, weight, rows, cols, eps } = x;
+        let peers = self.peers.as_ref().filter(|_| rows <= MAX_PEER_ROWS);
+        let done: Result<(), CudaError> = match peers {
+            Some(peers) => {
+                let shots = Shots::for_message(2 * rows * cols, self.size());
+                peers.all_reduce_add_norm(q, out, residual, partial, weight, rows, cols, eps, shots)
+            }
+            None => {
+                self.all_reduce(q, partial, rows, cols)?;
+                add_rms_norm(q, out, residual, partial, weight, rows, cols, eps)
+            }
+        };
+        done.map_err(device_error)
     }
 
     /// Fills `buffer`, one part of each worker in rank order, from each worker's own part.
     pub(crate) fn all_gather(&self, q: &Queue, buffer: Span) -> Result<(), DeviceError> {
-        self.nccl.as_ref().map_or(Ok(()), |nccl| nccl.all_gather(q, buffer, self.size))
+        self.nccl.as_ref().map_or(Ok(()), |nccl| nccl.all_gather(q, buffer, self.size()))
+    }
+
+    /// Whether every sum so far had all workers; cheap enough for every step.
+    pub(crate) fn check(&self) -> Result<(), DeviceError> {
+        self.peers.as_ref().and_then(PeerGroup::missing_rank).map_or(Ok(()), |rank| {
+            Err(DeviceError::GroupTimeout {
+                tp_rank: self.tp.rank,
+                waited_ms: PATIENCE_NS / 1_000_000,
+                collective: format!("a sum with worker {rank}"),
+            })
+        })
     }
 }

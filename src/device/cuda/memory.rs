@@ -202,7 +202,7 @@ impl CudaDevice {
         let sizes = Workspace::sizes(&self.config.limits, self.hidden, self.group.size());
         let rope = (spec.rope.cos.len() + spec.rope.sin.len()) * 4;
         let decode = DecodeWorkspace::bytes(max_samples(&self.config.limits), head_shape(spec));
-        sizes.iter().sum::<usize>() + self.step_words(spec) * 4 + rope + decode
+        sizes.iter().sum::<usize>() + self.step_words(spec) * 4 + rope + decode + self.group.peer_bytes(self.hidden)
     }
 
     pub(crate) fn plan_memory(&self, spec: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
@@ -229,6 +229,7 @@ impl CudaDevice {
                 expected: "head_dim a multiple of 16 up to 256, block_size a power of two".into(),
             });
         }
+        self.group.open_peers(&self.gpu, self.hidden)?;
         self.take(spec, num_blocks).map_err(device_error)
     }
 

@@ -356,6 +356,7 @@ impl Device for CudaDevice {
         } else if !oldest.done.is_done().map_err(device_error)? {
             return Ok(None);
         }
+        self.group.check()?;
         let step = self.in_flight.pop_front().expect("there is an oldest step");
         let tokens = self.read_outputs(&step);
         self.spare_events.push(step.done);

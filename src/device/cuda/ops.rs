@@ -12,6 +12,7 @@ use kernels::cuda::sample::{self, ARGMAX_CHUNKS, Logits, Samples};
 use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight};
 use kernels::cuda::{Span, embed, gated_activation, gather_rows, paged_attention, rms_norm, rope_cache};
 
+use super::group::ReduceAddNorm;
 use super::memory::{Cache, Workspace};
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 use crate::{Activation, DeviceError};
@@ -35,11 +36,6 @@ impl CudaDevice {
         self.workspace.as_ref().expect("a step runs after the workspace is allocated")
     }
 
-    /// The rows of a tensor that the step uses.
-    fn used(&self, tensor: CudaTensor) -> Span {
-        tensor.values.elements::<bf16>(0, self.num_tokens() * tensor.cols)
-    }
-
     pub(crate) fn op_embed(&mut self, out: CudaTensor, table: &CudaWeight) -> Result<(), DeviceError> {
         let spans = self.current().spans;
         let tokens = TokenSource {
@@ -49,7 +45,7 @@ impl CudaDevice {
         };
         let (first, count) = (table.first_token, self.num_tokens());
         embed::embed(&self.queue, out.values, table.values, tokens, first, count, table.cols).map_err(device_error)?;
-        self.group.all_reduce(&self.queue, self.used(out))
+        self.group.all_reduce(&self.queue, out.values, count, table.cols)
     }
 
     pub(crate) fn op_rms_norm(
@@ -221,18 +217,16 @@ impl CudaDevice {
         weight: &CudaWeight,
         eps: f32,
     ) -> Result<(), DeviceError> {
-        self.group.all_reduce(&self.queue, self.used(partial))?;
-        rms_norm::add_rms_norm(
-            &self.queue,
-            out.values,
-            residual.values,
-            partial.values,
-            weight.values,
-            self.num_tokens(),
-            weight.cols,
+        let operands = ReduceAddNorm {
+            out: out.values,
+            residual: residual.values,
+            partial: partial.values,
+            weight: weight.values,
+            rows: self.num_tokens(),
+            cols: weight.cols,
             eps,
-        )
-        .map_err(device_error)
+        };
+        self.group.reduce_add_norm(&self.queue, operands)
     }
 
     pub(crate) fn op_sample(&mut self, x: CudaTensor, head: &CudaWeight) -> Result<(), DeviceError> {
