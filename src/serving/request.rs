@@ -192,6 +192,18 @@ impl ResponseSender {
         self.sender.send(response).await.is_ok()
     }
 
+    /// As [`ResponseSender::send`], without waiting.
+    ///
+    /// # Errors
+    /// With the response, when the stream is full.
+    pub fn try_send(&self, response: Item) -> Result<bool, Box<Item>> {
+        match self.sender.try_send(response) {
+            Ok(()) => Ok(true),
+            Err(mpsc::error::TrySendError::Closed(_)) => Ok(false),
+            Err(mpsc::error::TrySendError::Full(response)) => Err(Box::new(response)),
+        }
+    }
+
     /// As [`ResponseSender::send`] for threads outside the async runtime.
     pub fn blocking_send(&self, response: Result<InferResponse, InferError>) -> bool {
         self.sender.blocking_send(response).is_ok()

@@ -217,6 +217,14 @@ impl Server {
         self.registry().resolve(&request.model_name, &request.model_version)?.infer(request)
     }
 
+    /// Accepts a request that a model makes to answer its own: also while the server drains, as part of what is in flight.
+    ///
+    /// # Errors
+    /// When the model does not serve, or the request does not fit it.
+    pub fn infer_for_model(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        self.registry().resolve(&request.model_name, &request.model_version)?.infer(request)
+    }
+
     /// Whether the server runs at all.
     pub fn is_live(&self) -> bool {
         true
