@@ -15,7 +15,8 @@ pub const MAX_ROWS: usize = 64;
 pub const GATE_GROUP: usize = 8;
 
 const OP: &str = "skinny_gemm";
-/// Columns of a slice that the copy engine brings: 128 bytes.
+/// Rows of the weight that a cluster takes, and columns of a slice that the copy engine brings: 128 bytes.
+const TILE: usize = 64;
 const SLICE: usize = 64;
 
 /// A linear layer's weight `[n, k]` and bias `[n]`, bf16.
@@ -66,25 +67,32 @@ impl Epilogue {
 pub struct Split {
     /// Parts of K, the blocks of a cluster: 1, 2 or 4.
     pub parts: usize,
-    /// Rows of the weight a cluster takes: 64 or 128.
-    pub tile: usize,
+    /// Warpgroups of a block that multiply slices of K in turn: 1, 2 or 4.
+    pub groups: usize,
     /// Shared memory of a block, for the ring of slices.
     pub ring_bytes: usize,
 }
 
 impl Split {
-    /// The division for a shape, by measurement on an H200 (kernels/README.md). It does not depend on the rows, except where more
-    /// than 32 make the wide tile pay; the order of summation depends on `parts` alone.
+    /// The division for a shape, by measurement on an H200 (kernels/README.md). The order of summation follows from it, so it
+    /// depends on the rows as little as it can: up to 32 or more.
     pub fn for_shape(n: usize, k: usize, rows: usize) -> Self {
-        let parts = match (n.div_ceil(64), k) {
-            (300.., _) => 1,
-            (_, ..1024) => 1,
-            (..33, 2048..) => 4,
-            _ => 2,
+        let tiles = n.div_ceil(TILE);
+        let parts = match tiles {
+            _ if k < 1024 => 1,
+            ..34 => 4,
+            ..300 => 2,
+            _ => 1,
         };
-        let tile = if rows > 32 && n >= 8192 { 128 } else { 64 };
-        let one_wave = n.div_ceil(tile) * parts <= 132;
-        Self { parts, tile, ring_bytes: if one_wave { 200 << 10 } else { 64 << 10 } }
+        // One block a multiprocessor has a deep ring, and hands several slices at once to its tensor cores. Where there are more
+        // blocks, several share a multiprocessor, and the next kernel's come in as these go.
+        let (groups, ring_bytes) = match tiles * parts {
+            ..133 => (4, 200 << 10),
+            440.. if parts == 1 => (2, 48 << 10),
+            _ if rows > 32 => (2, 64 << 10),
+            _ => (1, 64 << 10),
+        };
+        Self { parts, groups, ring_bytes }
     }
 }
 
@@ -106,7 +114,7 @@ pub fn skinny_gemm(
 
 /// Whether this GPU and this build have the fast kernel.
 pub fn has_hopper_kernel(gpu: &Gpu) -> bool {
-    gpu.capability().0 == 9 && gpu.has_kernel("sm90_skinny_gemm_bf16_m8_n64")
+    gpu.capability().0 == 9 && gpu.has_kernel("sm90_skinny_gemm_bf16_m8_g1")
 }
 
 /// [`skinny_gemm`] on Hopper with a division of one's own.
@@ -120,17 +128,18 @@ pub fn skinny_gemm_split(
     split: Split,
 ) -> Result<(), CudaError> {
     check(y, x, linear, rows, epilogue)?;
-    let Split { parts, tile, ring_bytes } = split;
+    let Split { parts, groups, ring_bytes } = split;
     ensure!(OP, matches!(parts, 1 | 2 | 4), "K in {parts} parts; expected 1, 2 or 4");
-    ensure!(OP, matches!(tile, 64 | 128), "a tile of {tile} rows; expected 64 or 128");
+    ensure!(OP, matches!(groups, 1 | 2 | 4), "{groups} groups; expected 1, 2 or 4");
     let width = width_for(rows);
-    let stage_bytes = (tile + width) * SLICE * 2;
-    let stages = (ring_bytes / stage_bytes).clamp(2, 32);
-    let partial_bytes = (tile + 4) * width * 4;
+    let stage_bytes = (TILE + width) * SLICE * 2;
+    // A stage belongs to one group: its barrier is waited for in order.
+    let stages = ((ring_bytes / stage_bytes).min(32) / groups).max(1) * groups;
+    let partial_bytes = groups * (TILE + 4) * width * 4;
     let shared_bytes = (stages * stage_bytes).max(partial_bytes) + 1024;
     ensure!(OP, shared_bytes + 512 <= q.gpu().max_shared_bytes() as usize, "a ring of {ring_bytes} bytes is too large");
 
-    let weight_map = TensorMap::matrix(linear.weight, linear.n, linear.k, tile, SLICE)?;
+    let weight_map = TensorMap::matrix(linear.weight, linear.n, linear.k, TILE, SLICE)?;
     let x_map = TensorMap::matrix(x, rows, linear.k, width, SLICE)?;
     let output = output_argument(y, linear, rows, epilogue);
     let args = [
@@ -141,11 +150,11 @@ pub fn skinny_gemm_split(
         (stages as u32).into(),
         (parts as u32).into(),
     ];
-    let launch = Launch::new(0, 2 * tile as u32 + 32)
-        .grid(parts as u32, linear.n.div_ceil(tile) as u32, 1)
+    let launch = Launch::new(0, (groups * 128 + 32) as u32)
+        .grid(parts as u32, linear.n.div_ceil(TILE) as u32, 1)
         .shared(shared_bytes as u32)
         .cluster(parts as u32);
-    q.launch(&format!("sm90_skinny_gemm_bf16_m{width}_n{tile}"), launch, &args)
+    q.launch(&format!("sm90_skinny_gemm_bf16_m{width}_g{groups}"), launch, &args)
 }
 
 /// [`skinny_gemm`] by the version that runs on any GPU.

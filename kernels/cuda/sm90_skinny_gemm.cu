@@ -1,14 +1,15 @@
-// sm90_skinny_gemm_bf16: y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]), for few rows: M <= 128
+// sm90_skinny_gemm_bf16: y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]), for few rows: M <= 64
 // archs: 90a
 //
 // x        [M, K]  bf16 through tensor map `x_map`, box [NT rows, 64]; rows past M arrive as zero
-// w        [N, K]  bf16 through tensor map `w_map`, box [BM rows, 64]; read once, past the L2 cache's keeping
+// w        [N, K]  bf16 through tensor map `w_map`, box [64, 64]; read once, past the L2 cache's keeping
 // y        epilogue STORE [M, N] bf16; STORE_F32 [M, N] f32; SILU, GELU [M, N / 2] bf16 = act(gate) * up
 // gate/up  rows 16 b + i of w are gate row 8 b + i for i < 8 and up row 8 b + i - 8 for i >= 8
 // maths    fp32 in the tensor cores, K in S equal parts, summed in order of the parts: no result depends on M
-// launch   grid (S, ceil(N / BM)), cluster (S, 1), 2 BM + 32 threads, dynamic shared memory from the wrapper
+// stages   of the ring, a multiple of GROUPS
+// launch   grid (S, ceil(N / 64)), cluster (S, 1), 128 GROUPS + 32 threads, dynamic shared memory from the wrapper
 //          Weights are the 64-row side of wgmma, x the narrow side. One warp keeps a ring of 64-wide slices of w and x full
-//          with the copy engine, BM / 64 warpgroups multiply. Slices of w are asked for before pdl_wait, as
+//          with the copy engine; GROUPS warpgroups multiply, each every GROUPS-th slice. Slices of w are asked for before pdl_wait, as
 //          many as the ring holds: they stream while the kernel before this one runs.
 //          The parts of K lie in one cluster and are summed through its shared memory.
 // needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up): checked in skinny_gemm.rs
@@ -18,7 +19,8 @@
 #include "sm90.cuh"
 #include "activation.cuh"
 
-constexpr i32 BK = 64;
+constexpr i32 BK = 64;    // columns of a slice of K
+constexpr i32 TILE = 64;  // rows of w that a cluster takes
 
 enum Epilogue : i32 { STORE = 0, STORE_F32 = 1, SILU = 2, GELU = 3 };
 
@@ -29,19 +31,23 @@ struct Output {
     i32 epilogue;
 };
 
-// Writes the four outputs (m, n .. n + 4), summed over the cluster's parts.
-template <int BM>
+// Sums of a tile over the cluster's blocks and their groups.
+template <int NT, int GROUPS>
 struct Reducer {
-    static constexpr int PITCH = BM + 4;  // floats; PITCH % 16 == 4 keeps the accumulators' stores free of bank conflicts
-    u32 partial;                          // this part's tile, [NT][PITCH] f32; the others' lie at the same place
+    static constexpr int PITCH = TILE + 4;  // floats; PITCH % 16 == 4 keeps the accumulators' stores free of bank conflicts
+    u32 partial;                          // this block's, [GROUPS][NT][PITCH] f32; the others' lie at the same place
     i32 parts;
 
     __device__ float4 sum(int m, int r) const {
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
         const u32 offset = (u32)(m * PITCH + r) * 4;
         for (int p = 0; p < parts; ++p) {
-            const float4 v = cluster_load(cluster_map(partial + offset, p));
-            total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+            const u32 there = cluster_map(partial + offset, p);
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) {
+                const float4 v = cluster_load(there + g * NT * PITCH * 4);
+                total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+            }
         }
         return total;
     }
@@ -58,8 +64,8 @@ __device__ __forceinline__ uint2 pack4(const float4& v) {
 }
 
 // Rows first .. first + count of the tile whose row 0 is n0; all threads of the block take part.
-template <int BM>
-__device__ __forceinline__ void store_tile(const Reducer<BM>& parts, const Output& out, i32 n0, i32 first, i32 count) {
+template <class Parts>
+__device__ __forceinline__ void store_tile(const Parts& parts, const Output& out, i32 n0, i32 first, i32 count) {
     const int quads = count / 4;
     for (int i = threadIdx.x; i < out.m * quads; i += blockDim.x) {
         const int m = i / quads, r = first + i % quads * 4, n = n0 + r;
@@ -75,8 +81,8 @@ __device__ __forceinline__ void store_tile(const Reducer<BM>& parts, const Outpu
 }
 
 // The same for gate/up: eight gate rows, then their up rows, become eight columns of y.
-template <int BM>
-__device__ __forceinline__ void store_gated(const Reducer<BM>& parts, const Output& out, i32 n0, i32 first, i32 count) {
+template <class Parts>
+__device__ __forceinline__ void store_gated(const Parts& parts, const Output& out, i32 n0, i32 first, i32 count) {
     const int quads = count / 8;
     for (int i = threadIdx.x; i < out.m * quads; i += blockDim.x) {
         const int m = i / quads, q = i % quads, r = first + q / 2 * 16 + q % 2 * 4, n = n0 + r;
@@ -90,9 +96,9 @@ __device__ __forceinline__ void store_gated(const Reducer<BM>& parts, const Outp
     }
 }
 
-template <int NT, int BM>
+template <int NT>
 struct Ring {
-    static constexpr u32 W_BYTES = BM * BK * 2, X_BYTES = NT * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
+    static constexpr u32 W_BYTES = TILE * BK * 2, X_BYTES = NT * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
     static_assert(STAGE_BYTES % 1024 == 0, "swizzle atoms are 1024 bytes");
     u32 base, full, empty;  // shared addresses: stages, and barriers of 8 bytes each
     i32 stages;
@@ -102,12 +108,12 @@ struct Ring {
 };
 
 // Keeps the ring full with slices first .. first + count of K.
-template <int NT, int BM>
-__device__ __forceinline__ void produce(const Ring<NT, BM>& ring, const TensorMap* w_map, const TensorMap* x_map, i32 n0,
+template <int NT>
+__device__ __forceinline__ void produce(const Ring<NT>& ring, const TensorMap* w_map, const TensorMap* x_map, i32 n0,
                                         i32 first, i32 count) {
     const i32 early = min(count, ring.stages);
     for (i32 i = 0; i < early; ++i) {
-        barrier_arrive_expect(ring.full + 8 * i, Ring<NT, BM>::STAGE_BYTES);
+        barrier_arrive_expect(ring.full + 8 * i, Ring<NT>::STAGE_BYTES);
         tensor_load(ring.w(i), w_map, (first + i) * BK, n0, ring.full + 8 * i, EVICT_FIRST);
     }
     pdl_wait();
@@ -116,36 +122,36 @@ __device__ __forceinline__ void produce(const Ring<NT, BM>& ring, const TensorMa
     u32 parity = 0;
     for (i32 i = early; i < count; ++i) {
         barrier_wait(ring.empty + 8 * s, parity);
-        barrier_arrive_expect(ring.full + 8 * s, Ring<NT, BM>::STAGE_BYTES);
+        barrier_arrive_expect(ring.full + 8 * s, Ring<NT>::STAGE_BYTES);
         tensor_load(ring.w(s), w_map, (first + i) * BK, n0, ring.full + 8 * s, EVICT_FIRST);
         tensor_load(ring.x(s), x_map, (first + i) * BK, 0, ring.full + 8 * s, EVICT_LAST);
         if (++s == ring.stages) s = 0, parity ^= 1;
     }
 }
 
-// Multiplies the slices as they come; warpgroup g has rows 64 g .. 64 g + 64 of the tile.
-template <int NT, int BM>
-__device__ __forceinline__ void consume(const Ring<NT, BM>& ring, i32 count, float* acc) {
-    const u32 rows = threadIdx.x / 128 * 64 * BK * 2;
-    i32 s = 0;
+// Multiplies every GROUPS-th slice as it comes.
+template <int NT, int GROUPS>
+__device__ __forceinline__ void consume(const Ring<NT>& ring, i32 count, i32 group, float* acc) {
+    i32 s = group;
     u32 parity = 0;
-    for (i32 i = 0; i < count; ++i) {
+    for (i32 i = group; i < count; i += GROUPS) {
+        while (s >= ring.stages) s -= ring.stages, parity ^= 1;
         barrier_wait(ring.full + 8 * s, parity);
-        const u64 w = tile_descriptor(ring.w(s) + rows), x = tile_descriptor(ring.x(s));
+        const u64 w = tile_descriptor(ring.w(s)), x = tile_descriptor(ring.x(s));
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < BK / 16; ++k) wgmma<NT>(acc, w + 2 * k, x + 2 * k);
         wgmma_commit();
         wgmma_wait<0>();
-        barrier_arrive(ring.empty + 8 * s);
-        if (++s == ring.stages) s = 0, parity ^= 1;
+        if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * s);
+        s += GROUPS;
     }
 }
 
-template <int NT, int BM>
+template <int NT>
 __device__ __forceinline__ void store_partial(float* partial, const float* acc) {
-    constexpr int PITCH = Reducer<BM>::PITCH;
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4, column = lane % 4 * 2;
+    constexpr int PITCH = TILE + 4;
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, column = lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < NT / 8; ++j) {
         float* p = partial + (8 * j + column) * PITCH + row;
@@ -156,41 +162,42 @@ __device__ __forceinline__ void store_partial(float* partial, const float* acc) 
     }
 }
 
-template <int NT, int BM>
+template <int NT, int GROUPS>
 __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const TensorMap* x_map, const Output& out, i32 k,
                                             i32 stages, i32 parts) {
-    constexpr int CONSUMERS = 2 * BM;  // a warpgroup for 64 rows
+    constexpr int CONSUMERS = GROUPS * 128;
     extern __shared__ u8 dynamic[];
     __shared__ alignas(8) u64 barriers[64];
     pdl_launch();
 
     const u32 raw = shared_address(dynamic), aligned = (raw + 1023) & ~1023u;
     const u32 bars = shared_address(barriers);
-    const Ring<NT, BM> ring{aligned, bars, bars + 8 * stages, stages};
-    const i32 part = blockIdx.x, n0 = blockIdx.y * BM;
+    const Ring<NT> ring{aligned, bars, bars + 8 * stages, stages};
+    const i32 part = blockIdx.x, n0 = blockIdx.y * TILE;
     if (threadIdx.x == 0) {
-        for (i32 s = 0; s < stages; ++s) barrier_init(ring.full + 8 * s, 1), barrier_init(ring.empty + 8 * s, CONSUMERS);
+        for (i32 s = 0; s < stages; ++s) barrier_init(ring.full + 8 * s, 1), barrier_init(ring.empty + 8 * s, 4);
         barrier_init_fence();
     }
     __syncthreads();
 
     const i32 slices = (k + BK - 1) / BK;
     const i32 first = slices * part / parts, count = slices * (part + 1) / parts - first;
+    const i32 group = threadIdx.x / 128;
     float acc[NT / 2] = {};
     if (threadIdx.x >= CONSUMERS) {
         if (threadIdx.x == CONSUMERS) produce(ring, w_map, x_map, n0, first, count);
         __syncwarp();
     } else {
         pdl_wait();
-        consume(ring, count, acc);
+        consume<NT, GROUPS>(ring, count, group, acc);
     }
 
     __syncthreads();  // every slice is used: the ring becomes the place of the partial sums
-    float* partial = reinterpret_cast<float*>(dynamic + (aligned - raw));
-    if (threadIdx.x < CONSUMERS) store_partial<NT, BM>(partial, acc);
-    const Reducer<BM> reducer{aligned, parts};
+    const Reducer<NT, GROUPS> reducer{aligned, parts};
+    float* partial = reinterpret_cast<float*>(dynamic + (aligned - raw)) + group * NT * reducer.PITCH;
+    if (threadIdx.x < CONSUMERS) store_partial<NT>(partial, acc);
     cluster_sync();
-    const i32 rows = BM / parts;
+    const i32 rows = TILE / parts;
     if (out.epilogue < SILU) {
         store_tile(reducer, out, n0, part * rows, rows);
     } else {
@@ -199,20 +206,20 @@ __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const Tensor
     cluster_sync();  // no block leaves while another reads its partial sums
 }
 
-#define SKINNY_GEMM(NT, BM)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(2 * BM + 32)                                                              \
-        sm90_skinny_gemm_bf16_m##NT##_n##BM(const __grid_constant__ TensorMap w_map,                                   \
-                                            const __grid_constant__ TensorMap x_map, const Output out, i32 k,          \
-                                            i32 stages, i32 parts) {                                                   \
-        skinny_gemm<NT, BM>(&w_map, &x_map, out, k, stages, parts);                                                    \
+#define SKINNY_GEMM(NT, GROUPS)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 32)                                                    \
+        sm90_skinny_gemm_bf16_m##NT##_g##GROUPS(const __grid_constant__ TensorMap w_map,                               \
+                                                const __grid_constant__ TensorMap x_map, const Output out, i32 k,      \
+                                                i32 stages, i32 parts) {                                               \
+        skinny_gemm<NT, GROUPS>(&w_map, &x_map, out, k, stages, parts);                                                \
     }
 
-SKINNY_GEMM(8, 64)
-SKINNY_GEMM(16, 64)
-SKINNY_GEMM(32, 64)
-SKINNY_GEMM(64, 64)
-SKINNY_GEMM(8, 128)
-SKINNY_GEMM(16, 128)
-SKINNY_GEMM(32, 128)
-SKINNY_GEMM(64, 128)
-SKINNY_GEMM(128, 128)
+#define SKINNY_GEMM_GROUPS(NT) \
+    SKINNY_GEMM(NT, 1)         \
+    SKINNY_GEMM(NT, 2)         \
+    SKINNY_GEMM(NT, 4)
+
+SKINNY_GEMM_GROUPS(8)
+SKINNY_GEMM_GROUPS(16)
+SKINNY_GEMM_GROUPS(32)
+SKINNY_GEMM_GROUPS(64)
