@@ -1,0 +1,95 @@
+"""What bench_gpu and bench_cpu share: a world of its own on free ports, measured with `trireme bench serve`."""
+import json, os, pathlib, random, re, signal, subprocess, threading, time
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent / "model_repository"
+
+
+class Bench:
+    """Serves one checkpoint from a repository made for it, and measures."""
+
+    def __init__(self, checkpoint, device, scratch, bin, port, rows=256):
+        self.checkpoint, self.device, self.scratch, self.port = pathlib.Path(checkpoint).resolve(), device, scratch, port
+        self.vocab = json.loads((self.checkpoint / "config.json").read_text())["vocab_size"]
+        self.bin = pathlib.Path(bin).resolve()
+        self.random = random.Random(0)
+        self.repository = scratch / "repository"
+        self.write_repository(rows)
+
+    def write_repository(self, rows):
+        """The shipped LLM, pointed at the checkpoint, with nothing around it and all memory for KV blocks."""
+        model = self.repository / "tensorrt_llm"
+        (model / "1").mkdir(parents=True)
+        text = (REPOSITORY / "tensorrt_llm" / "config.pbtxt").read_text()
+        text = text.replace("max_batch_size: 64", f"max_batch_size: {rows}")
+        text = re.sub(r'parameters \{\s*key: "max_tokens_in_paged_kv_cache".*?\}\s*\}', "", text, flags=re.S)
+        text += 'parameters { key: "gpt_model_path" value: { string_value: "%s" } }\n' % self.checkpoint
+        (model / "config.pbtxt").write_text(text)
+
+    def requests(self, count, tokens_in, tokens_out):
+        line = lambda: {"prompt_token_ids": [self.random.randrange(10, self.vocab) for _ in range(tokens_in)],
+                        "max_tokens": tokens_out}
+        return "".join(json.dumps(line()) + "\n" for _ in range(count))
+
+    def start(self, size):
+        port = self.port
+        started = time.perf_counter()
+        run([self.bin / "launch", f"--world_size={size}", f"--model_repo={self.repository}", f"--device={self.device}",
+             f"--http_port={port}", f"--grpc_port={port + 1}", f"--metrics_port={port + 2}", "--detach"], 180)
+        return time.perf_counter() - started
+
+    def stop(self):
+        subprocess.run([self.bin / "launch", "stop", f"--http_port={self.port}"], timeout=60, capture_output=True)
+
+    def serve(self, name, workload, concurrency):
+        file, out = self.scratch / f"{name}.jsonl", self.scratch / f"{name}.json"
+        file.write_text(workload)
+        command = [self.bin / "trireme", "bench", "serve", "--workload", file, "-u", f"localhost:{self.port + 1}",
+                   "--json", out]
+        run(command + (["--concurrency", str(concurrency)] if concurrency else []), 240)
+        return json.loads(out.read_text())
+
+    def kill_a_worker(self):
+        """The longest gap in a stream whose worker is killed: its inter-token latency's maximum."""
+        def kill():
+            time.sleep(0.7)
+            pids = subprocess.run(["pgrep", "-f", "^trireme: worker"], capture_output=True, text=True).stdout.split()
+            if pids:
+                os.kill(int(pids[-1]), signal.SIGKILL)
+        killer = threading.Thread(target=kill)
+        killer.start()
+        run_ = self.serve("killed", self.requests(1, 128, 600), 1)
+        killer.join()
+        return run_["inter_token_latency_ms"].get("max", 0) / 1000
+
+
+def run(command, timeout):
+    done = subprocess.run([str(part) for part in command], timeout=timeout, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))} failed ({done.returncode}): {done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def gpu_name():
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()
+
+
+def gpu_memory_used():
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.run(query, capture_output=True, text=True).stdout.split()]
+
+
+def commit():
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+
+
+def print_table(columns, corner):
+    """One column a key of `columns`, one line a figure."""
+    names = list(dict.fromkeys(name for column in columns.values() for name in column))
+    def show(value):
+        if isinstance(value, dict):
+            return f"{value['p50']:.1f} / {value['p99']:.1f}"
+        return f"{value:.2f}" if isinstance(value, float) else "-" if value is None else str(value)
+    print(f"{corner:36}" + "".join(f"{key:>22}" for key in columns))
+    for name in names:
+        print(f"{name:36}" + "".join(f"{show(column.get(name)):>22}" for column in columns.values()))
