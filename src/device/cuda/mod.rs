@@ -130,9 +130,10 @@ impl CudaDevice {
     pub fn new(config: CudaConfig) -> Result<Self, DeviceError> {
         let gpu = Gpu::open(config.ordinal).map_err(device_error)?;
         let queue = Arc::new(Queue::new(&gpu).map_err(device_error)?);
-        let loader = Loader::new(&gpu).map_err(device_error)?;
         let gemm = LibraryGemm::new(&gpu, &config.library_dirs, config.cache_dir.as_ref()).map_err(device_error)?;
+        // Before the first thread: the group sets what NCCL reads from the environment.
         let group = Group::new(&config)?;
+        let loader = Loader::new(&gpu).map_err(device_error)?;
         let rows = Rows::new(&gpu, config.limits).map_err(device_error)?;
         Ok(Self {
             graphs: Graphs::new(config.use_graphs, config.limits.max_rows),
