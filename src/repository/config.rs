@@ -2,7 +2,7 @@
 
 use crate::proto::model_config::SchedulingChoice;
 use crate::proto::model_instance_group::Kind;
-use crate::proto::{ModelConfig, ModelDynamicBatching, ModelEnsembling, ModelInstanceGroup};
+use crate::proto::{ModelConfig, ModelDynamicBatching, ModelEnsembling, ModelInstanceGroup, ModelSequenceBatching};
 
 impl ModelConfig {
     /// The graph of an ensemble; `None` for a model that a backend answers.
@@ -17,6 +17,14 @@ impl ModelConfig {
     pub fn batching(&self) -> Option<&ModelDynamicBatching> {
         match &self.scheduling_choice {
             Some(SchedulingChoice::DynamicBatching(batching)) => Some(batching),
+            _ => None,
+        }
+    }
+
+    /// How sequences of requests reach the model, where it keeps a state for each.
+    pub fn sequences(&self) -> Option<&ModelSequenceBatching> {
+        match &self.scheduling_choice {
+            Some(SchedulingChoice::SequenceBatching(sequences)) => Some(sequences),
             _ => None,
         }
     }

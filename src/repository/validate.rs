@@ -4,7 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::proto::model_config::SchedulingChoice;
 use crate::proto::model_ensembling::Step;
-use crate::proto::{DataType, ModelConfig, ModelDynamicBatching, ModelTensorReshape};
+use crate::proto::model_sequence_batching::control::Kind;
+use crate::proto::model_sequence_batching::initial_state::StateData;
+use crate::proto::model_sequence_batching::{Control, StrategyChoice};
+use crate::proto::{DataType, ModelConfig, ModelDynamicBatching, ModelSequenceBatching, ModelTensorReshape};
+
+/// What a sequence starts with is made for each sequence, and warm-up data for each warm-up.
+const MAX_STATE_ELEMENTS: i64 = 1 << 28;
 
 /// Each level is a queue of its own.
 const MAX_PRIORITY_LEVELS: u64 = 1024;
@@ -42,8 +48,63 @@ pub(crate) fn validate(config: &ModelConfig, directory: &str) -> Result<(), Stri
             preferred_batch_sizes(config, &batching.preferred_batch_size)?;
             priorities(batching)
         }
-        Some(SchedulingChoice::SequenceBatching(_)) | None => Ok(()),
+        Some(SchedulingChoice::SequenceBatching(sequences)) => sequence_batching(config, sequences),
+        None => Ok(()),
     }
+}
+
+fn sequence_batching(config: &ModelConfig, sequences: &ModelSequenceBatching) -> Result<(), String> {
+    let all = sequences.control_input.iter();
+    for (name, control) in all.flat_map(|input| input.control.iter().map(move |control| (&input.name, control))) {
+        control_values(name, control)?;
+    }
+    for state in &sequences.state {
+        let name = &state.input_name;
+        if state.data_type() == DataType::TypeInvalid {
+            return Err(format!("state `{name}` has no `data_type`; write one such as TYPE_INT32 or TYPE_STRING"));
+        }
+        let initial = state.initial_state.iter().map(|initial| &initial.dims);
+        if initial.chain([&state.dims]).any(|dims| num_elements(dims).is_none()) {
+            return Err(format!("state `{name}` holds more than {MAX_STATE_ELEMENTS} elements; use smaller `dims`"));
+        }
+        if state.initial_state.iter().any(|initial| matches!(initial.state_data, Some(StateData::DataFile(_)))) {
+            return Err(format!("state `{name}` starts from a `data_file`, which is not supported; use `zero_data`"));
+        }
+    }
+    if let Some(StrategyChoice::Oldest(oldest)) = &sequences.strategy_choice {
+        preferred_batch_sizes(config, &oldest.preferred_batch_size)?;
+    }
+    if sequences.iterative_sequence {
+        return Err("`iterative_sequence` is not supported; answer such requests from a decoupled model".to_owned());
+    }
+    Ok(())
+}
+
+/// Elements of a tensor with each variable size 1, unless they are too many.
+fn num_elements(dims: &[i64]) -> Option<i64> {
+    let count = dims.iter().try_fold(1i64, |count, &dim| count.checked_mul(dim.max(1)));
+    count.filter(|&count| count <= MAX_STATE_ELEMENTS)
+}
+
+fn control_values(name: &str, control: &Control) -> Result<(), String> {
+    use DataType::{TypeInt32, TypeInt64, TypeString, TypeUint32, TypeUint64};
+    if control.kind() == Kind::ControlSequenceCorrid {
+        if ![TypeInt32, TypeInt64, TypeString, TypeUint32, TypeUint64].contains(&control.data_type()) {
+            return Err(format!(
+                "control input `{name}` (CONTROL_SEQUENCE_CORRID) needs `data_type` TYPE_UINT64, TYPE_INT64, TYPE_UINT32, \
+                 TYPE_INT32 or TYPE_STRING"
+            ));
+        }
+        return Ok(());
+    }
+    let given = [control.int32_false_true.len(), control.fp32_false_true.len(), control.bool_false_true.len()];
+    if given.iter().sum::<usize>() != 2 || !given.contains(&2) {
+        return Err(format!(
+            "control input `{name}` needs two values, for false and true, in one of `int32_false_true`, `fp32_false_true` \
+             and `bool_false_true`"
+        ));
+    }
+    Ok(())
 }
 
 fn preferred_batch_sizes(config: &ModelConfig, sizes: &[i32]) -> Result<(), String> {

@@ -131,7 +131,11 @@ impl Drop for Watch {
 
 /// The reason of a request that did not reach the model.
 fn refusal_of(error: &InferError) -> Failure {
-    if error.kind == ErrorKind::Unavailable { Failure::Rejected } else { failure_of(error) }
+    match error.kind {
+        ErrorKind::Unavailable => Failure::Rejected,
+        ErrorKind::InvalidArgument => Failure::Other,
+        _ => failure_of(error),
+    }
 }
 
 fn failure_of(error: &InferError) -> Failure {

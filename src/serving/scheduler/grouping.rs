@@ -12,8 +12,10 @@ use crate::InferRequest;
 pub(crate) struct Grouping {
     /// Rows of the largest batch.
     max_rows: u64,
-    /// Sizes worth sending before the delay is over.
+    /// Sizes worth sending before the delay is over, without the requests beyond them.
     preferred: Vec<u64>,
+    /// Rows worth sending before the delay is over.
+    enough: u64,
     /// How long the oldest request may wait for others.
     delay: Duration,
     /// Inputs that may differ in shape within a batch.
@@ -32,14 +34,15 @@ pub(crate) enum Choice {
 }
 
 impl Grouping {
-    /// Batches of up to `max_batch_size` rows. The largest of `preferred` is all of them where it is empty.
+    /// Batches of up to `max_batch_size` rows, of the `preferred` sizes, or full where that is empty.
     pub fn new(config: &ModelConfig, preferred: &[i32], delay_us: u64) -> Self {
         let max_rows = u64::try_from(config.max_batch_size).unwrap_or(0).max(1);
         let preferred: Vec<u64> = preferred.iter().filter_map(|&size| u64::try_from(size).ok()).collect();
         let ragged = config.input.iter().filter(|input| input.allow_ragged_batch).map(|input| input.name.clone());
         Self {
             max_rows,
-            preferred: if preferred.is_empty() { vec![max_rows] } else { preferred },
+            enough: preferred.iter().copied().max().unwrap_or(max_rows),
+            preferred,
             delay: Duration::from_micros(delay_us),
             ragged: ragged.collect(),
         }
@@ -47,16 +50,19 @@ impl Grouping {
 
     /// One request at a time.
     pub fn single() -> Self {
-        Self { max_rows: 0, preferred: Vec::new(), delay: Duration::ZERO, ragged: Vec::new() }
+        Self { max_rows: 0, preferred: Vec::new(), enough: 0, delay: Duration::ZERO, ragged: Vec::new() }
     }
 
-    /// The next batch out of `waiting`, which is in order of service. Requests that clients have left count for nothing.
-    pub fn choose<'a>(&self, waiting: impl Iterator<Item = &'a Waiting>, now: Instant) -> Choice {
+    /// No batch waits for more rows than `enough`.
+    pub fn enough_at(self, enough: u64) -> Self {
+        Self { enough: self.enough.min(enough), ..self }
+    }
+
+    /// The next batch out of `waiting`, which is in order of service, with `None` for those that count for nothing.
+    pub fn choose<'a>(&self, waiting: impl Iterator<Item = Option<&'a Waiting>>, now: Instant) -> Choice {
         let mut batch = Pending::default();
         for (place, next) in waiting.enumerate() {
-            if next.responses.is_cancelled() {
-                continue;
-            }
+            let Some(next) = next else { continue };
             if !batch.takes(self, next) {
                 batch.is_closed = true;
                 break;
@@ -71,13 +77,9 @@ impl Grouping {
         let is_late = now >= until;
         match batch.preferred {
             Some(length) if !is_late || self.delay.is_zero() => Choice::Run(length),
-            _ if is_late || batch.is_closed || self.is_full(batch.num_rows) => Choice::Run(batch.length),
+            _ if is_late || batch.is_closed || batch.num_rows >= self.enough => Choice::Run(batch.length),
             _ => Choice::WaitUntil(until),
         }
-    }
-
-    fn is_full(&self, num_rows: u64) -> bool {
-        self.preferred.iter().all(|&size| num_rows >= size)
     }
 
     /// Whether two requests can be rows of one batch: the same inputs, of the same shape but for the batch dimension.

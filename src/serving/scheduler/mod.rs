@@ -1,11 +1,14 @@
 //! Queues and batches for backends that leave them to `serving`.
 //!
 //! Requests wait in a [`Queue`]; a task per instance takes the next batch when its instance is free, and one more task
-//! ends requests that wait too long. The queue decides without a clock or a task of its own.
+//! minds what may wait too long. The queue decides without a clock or a task of its own.
 
+mod control;
 mod grouping;
 mod order;
-mod queue;
+mod priorities;
+mod sequences;
+mod state;
 
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -19,9 +22,11 @@ use tokio::sync::Notify;
 pub(crate) use order::Turn;
 
 use crate::statistics::Execution;
-use crate::{Backend, BatchedRequest, InferError, InferRequest, ResponseSender, ResponseStream};
+use crate::{Backend, BatchedRequest, InferError, InferRequest, ResponseSender, ResponseStream, Tensor};
 use order::Order;
-use queue::Queue;
+use priorities::Priorities;
+use sequences::{SequenceId, Sequences};
+use state::StateSpec;
 
 /// Responses of one request that may wait for a slow reader before the model waits too.
 const STREAM_CAPACITY: usize = 64;
@@ -36,6 +41,8 @@ pub(crate) struct Waiting {
     pub since: Instant,
     /// Set by the queue.
     pub deadline: Option<Instant>,
+    /// Set by the queue where the sequence keeps a state for the model.
+    pub stateful: Option<SequenceId>,
 }
 
 /// What an instance that is free does next.
@@ -46,6 +53,35 @@ pub(crate) enum Take {
     Batch(Vec<Waiting>),
 }
 
+/// Requests that wait, and the order they are served in.
+trait Queue: Send {
+    /// Lets a request wait.
+    ///
+    /// # Errors
+    /// When it may not: the queue is full, or the request does not fit its sequence.
+    fn push(&mut self, waiting: Waiting) -> Result<(), InferError>;
+
+    /// The next batch of an instance that is free.
+    fn take(&mut self, instance: usize, now: Instant) -> Take;
+
+    /// The last batch of this instance has run.
+    fn done(&mut self, _instance: usize, _now: Instant) {}
+
+    /// Keeps what a model gave back as the state of a sequence.
+    fn keep_state(&mut self, _sequence: &SequenceId, _state: Vec<Tensor>) {}
+
+    fn is_empty(&self) -> bool;
+
+    /// Whether [`Queue::expire`] may ever have something to do.
+    fn has_timeouts(&self) -> bool;
+
+    /// When it may have something to do next.
+    fn first_deadline(&self) -> Option<Instant>;
+
+    /// Ends what has waited too long, and gives back the requests to refuse.
+    fn expire(&mut self, now: Instant) -> Vec<Waiting>;
+}
+
 /// The queue of one model and the tasks that serve it. They end when this is dropped.
 pub(crate) struct Scheduler {
     shared: Arc<Shared>,
@@ -53,12 +89,15 @@ pub(crate) struct Scheduler {
 }
 
 struct Shared {
-    queue: Mutex<Queue>,
+    queue: Mutex<Box<dyn Queue>>,
     /// Something changed for who looks for a batch.
     arrived: Notify,
     /// Something changed for who looks at timeouts.
     timed: Notify,
     has_timeouts: bool,
+    /// What instance serves a request is settled before it runs.
+    is_bound: bool,
+    states: Vec<StateSpec>,
     is_closed: AtomicBool,
     backend: Arc<dyn Backend>,
 }
@@ -70,9 +109,14 @@ impl Scheduler {
         if num_instances == 0 {
             return None;
         }
-        let queue = Queue::new(config);
+        let queue: Box<dyn Queue> = match config.sequences() {
+            Some(sequences) => Box::new(Sequences::new(config, sequences, num_instances)),
+            None => Box::new(Priorities::new(config)),
+        };
         let shared = Arc::new(Shared {
             has_timeouts: queue.has_timeouts(),
+            is_bound: config.sequences().is_some(),
+            states: state::specs(config),
             queue: Mutex::new(queue),
             arrived: Notify::new(),
             timed: Notify::new(),
@@ -96,10 +140,17 @@ impl Scheduler {
         if let Some(order) = &self.order {
             (responses, stream) = stream.in_turn(responses, order.turn());
         }
-        let waiting = Waiting { request, responses, num_rows: num_rows.max(1), since: Instant::now(), deadline: None };
+        let waiting = Waiting {
+            request,
+            responses,
+            num_rows: num_rows.max(1),
+            since: Instant::now(),
+            deadline: None,
+            stateful: None,
+        };
         queue.push(waiting)?;
         drop(queue);
-        self.shared.arrived.notify_one();
+        self.shared.wake();
         if self.shared.has_timeouts {
             self.shared.timed.notify_one();
         }
@@ -116,12 +167,17 @@ impl Drop for Scheduler {
 }
 
 impl Shared {
-    fn queue(&self) -> MutexGuard<'_, Queue> {
+    fn queue(&self) -> MutexGuard<'_, Box<dyn Queue>> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Has a free instance look at the queue: any, or all where only one of them can serve what waits.
+    fn wake(&self) {
+        if self.is_bound { self.arrived.notify_waiters() } else { self.arrived.notify_one() }
+    }
+
     /// Waits for a batch; `None` when the model goes.
-    async fn next_batch(&self) -> Option<Vec<Waiting>> {
+    async fn next_batch(&self, instance: usize) -> Option<Vec<Waiting>> {
         loop {
             let arrived = self.arrived.notified();
             tokio::pin!(arrived);
@@ -129,7 +185,7 @@ impl Shared {
             if self.is_closed.load(SeqCst) {
                 return None;
             }
-            let take = self.take();
+            let take = self.take(instance);
             match take {
                 Take::Batch(batch) => return Some(batch),
                 Take::Nothing => arrived.await,
@@ -140,41 +196,71 @@ impl Shared {
         }
     }
 
-    fn take(&self) -> Take {
+    fn take(&self, instance: usize) -> Take {
         let mut queue = self.queue();
-        let take = queue.take(Instant::now());
+        let take = queue.take(instance, Instant::now());
         // What is left may be a batch for another instance.
         if matches!(take, Take::Batch(_)) && !queue.is_empty() {
-            self.arrived.notify_one();
+            self.wake();
         }
         take
     }
 
     async fn execute(&self, instance: usize, batch: Vec<Waiting>) {
-        let batch: Vec<Waiting> = batch.into_iter().filter(|waiting| !waiting.responses.is_cancelled()).collect();
-        if batch.is_empty() {
-            return;
-        }
         let execution = Arc::new(Execution::new(batch.iter().map(|waiting| waiting.num_rows).sum()));
+        let mut keepers = Vec::new();
         let begin = |waiting: Waiting| {
             waiting.responses.begin_execution(&execution);
-            BatchedRequest { request: waiting.request, responses: waiting.responses }
+            let Waiting { request, mut responses, stateful, .. } = waiting;
+            if let Some(sequence) = stateful {
+                let (inner, stream) = ResponseStream::channel(STREAM_CAPACITY);
+                keepers.push(self.keep_state(sequence, stream, std::mem::replace(&mut responses, inner)));
+            }
+            BatchedRequest { request, responses }
         };
-        let run = self.backend.execute(instance, batch.into_iter().map(begin).collect());
-        if AssertUnwindSafe(run).catch_unwind().await.is_err() {
+        let batch = batch.into_iter().map(begin).collect();
+        let run = AssertUnwindSafe(self.backend.execute(instance, batch)).catch_unwind();
+        let (result, _) = futures::join!(run, futures::future::join_all(keepers));
+        if result.is_err() {
             tracing::error!("an execution on instance {instance} broke off; its requests get an error");
+        }
+        self.queue().done(instance, Instant::now());
+        if self.is_bound {
+            self.wake();
+            self.timed.notify_one();
+        }
+    }
+
+    /// Passes responses on, but for the state in them, which waits for the next request of the sequence.
+    async fn keep_state(&self, sequence: SequenceId, mut stream: ResponseStream, client: ResponseSender) {
+        loop {
+            let item = tokio::select! {
+                biased;
+                item = stream.next_response() => item,
+                () = client.cancelled() => None,
+            };
+            let Some(mut item) = item else { return };
+            if let Ok(response) = &mut item {
+                let state = state::split(&self.states, &mut response.outputs);
+                self.queue().keep_state(&sequence, state);
+            }
+            if !client.send(item).await {
+                return;
+            }
         }
     }
 }
 
 /// Serves one instance.
 async fn work(shared: Arc<Shared>, instance: usize) {
-    while let Some(batch) = shared.next_batch().await {
-        shared.execute(instance, batch).await;
+    while let Some(batch) = shared.next_batch(instance).await {
+        if !batch.is_empty() {
+            shared.execute(instance, batch).await;
+        }
     }
 }
 
-/// Ends requests that have waited too long.
+/// Ends what has waited too long.
 async fn keep_time(shared: Arc<Shared>) {
     loop {
         let timed = shared.timed.notified();
@@ -187,6 +273,9 @@ async fn keep_time(shared: Arc<Shared>) {
             let mut queue = shared.queue();
             (queue.expire(Instant::now()), queue.first_deadline())
         };
+        if shared.is_bound {
+            shared.wake();
+        }
         for waiting in expired {
             waiting.responses.refuse(InferError::unavailable("Request timeout expired"));
         }

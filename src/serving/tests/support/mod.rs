@@ -81,7 +81,7 @@ impl World {
 
     pub fn server(&self, control_mode: ControlMode) -> Arc<Server> {
         let factory: Arc<dyn BackendFactory> = Arc::new(ScriptedFactory(self.script.clone()));
-        let names = ["echo", "pieces", "gate", "join", "rows"];
+        let names = ["echo", "pieces", "gate", "join", "rows", "sum"];
         let factories: HashMap<_, _> = names.map(|name| (name.to_owned(), factory.clone())).into();
         let repositories = vec![PathBuf::from(self.root.path())];
         Server::new(ServerConfig { repositories, control_mode, ..ServerConfig::default() }, factories).unwrap()
@@ -146,12 +146,20 @@ impl Backend for Scripted {
     }
 
     fn num_instances(&self) -> usize {
-        if self.kind == "rows" { self.model.config.num_instances() } else { 0 }
+        if ["rows", "sum"].contains(&self.kind.as_str()) { self.model.config.num_instances() } else { 0 }
     }
 
     fn execute(&self, instance: usize, batch: Vec<BatchedRequest>) -> BoxFuture<'_, ()> {
         let shown: Vec<String> = batch.iter().map(|item| shown(&item.request)).collect();
         self.script.batches.lock().unwrap().push(format!("{instance}: {}", shown.join(" ")));
+        if self.kind == "sum" {
+            return async move {
+                for BatchedRequest { request, responses } in batch {
+                    responses.send(Ok(InferResponse { is_final: true, ..summed(&request) })).await;
+                }
+            }
+            .boxed();
+        }
         async move {
             self.script.gate.acquire().await.unwrap().forget();
             for BatchedRequest { request, responses } in batch {
@@ -194,6 +202,14 @@ fn joined(request: &InferRequest) -> ResponseStream {
     let text = format!("{}:{count}{end}", texts.join("+"));
     let outputs = vec![Tensor::from_byte_strings("joined", &[1], &[text])];
     ResponseStream::ready(InferResponse { outputs, ..InferResponse::default() })
+}
+
+/// Adds its input to the sequence's state, and gives the sum back twice.
+fn summed(request: &InferRequest) -> InferResponse {
+    let value = |name: &str| request.input(name).unwrap().to_f32().unwrap()[0];
+    let sum = value("INPUT0") + value("INPUT_SUM");
+    let outputs = ["OUTPUT0", "OUTPUT_SUM"].map(|name| Tensor::from_f32(name, &[1, 1], &[sum]));
+    InferResponse { outputs: outputs.to_vec(), ..InferResponse::default() }
 }
 
 /// "id" or, with control inputs, "id[START=1 CORRID=7]".

@@ -8,7 +8,7 @@ use repository::proto::ModelQueuePolicy;
 use repository::proto::model_queue_policy::TimeoutAction;
 
 use super::grouping::{Choice, Grouping};
-use super::{Take, Waiting};
+use super::{Queue, Take, Waiting};
 use crate::InferError;
 
 /// Requests that may wait at one priority level where the model's configuration sets no bound.
@@ -16,7 +16,7 @@ const MAX_WAITING: usize = 65_536;
 
 /// The queue of a model whose requests stand for themselves.
 #[derive(Debug)]
-pub(crate) struct Queue {
+pub(crate) struct Priorities {
     /// By priority, the most urgent first.
     levels: BTreeMap<u64, Level>,
     default_priority: u64,
@@ -33,7 +33,7 @@ struct Level {
     delayed: VecDeque<Waiting>,
 }
 
-impl Queue {
+impl Priorities {
     /// The queue that `dynamic_batching` describes; without it requests run alone, in the order they come.
     pub fn new(config: &ModelConfig) -> Self {
         let Some(batching) = config.batching() else {
@@ -55,17 +55,18 @@ impl Queue {
         }
     }
 
-    /// Whether a request may ever time out.
-    pub fn has_timeouts(&self) -> bool {
+    fn pop(&mut self) -> Option<Waiting> {
+        self.levels.values_mut().find_map(|level| level.waiting.pop_front().or_else(|| level.delayed.pop_front()))
+    }
+}
+
+impl Queue for Priorities {
+    fn has_timeouts(&self) -> bool {
         let has = |level: &Level| level.policy.default_timeout_microseconds > 0 || level.policy.allow_timeout_override;
         self.levels.values().any(has)
     }
 
-    /// Lets a request wait.
-    ///
-    /// # Errors
-    /// When its level is full.
-    pub fn push(&mut self, mut waiting: Waiting) -> Result<(), InferError> {
+    fn push(&mut self, mut waiting: Waiting) -> Result<(), InferError> {
         let asked = waiting.request.priority;
         let priority = if self.levels.contains_key(&asked) { asked } else { self.default_priority };
         let level = self.levels.get_mut(&priority).expect("the default level is one of them");
@@ -82,31 +83,28 @@ impl Queue {
         Ok(())
     }
 
-    /// The next batch.
-    pub fn take(&mut self, now: Instant) -> Take {
+    fn take(&mut self, _instance: usize, now: Instant) -> Take {
         let in_order = self.levels.values().flat_map(|level| level.waiting.iter().chain(&level.delayed));
+        let in_order = in_order.map(|waiting| (!waiting.responses.is_cancelled()).then_some(waiting));
         match self.grouping.choose(in_order, now) {
             Choice::Nothing => Take::Nothing,
             Choice::WaitUntil(until) => Take::WaitUntil(until),
-            Choice::Run(length) => Take::Batch((0..length).filter_map(|_| self.pop()).collect()),
+            Choice::Run(length) => {
+                let batch = (0..length).filter_map(|_| self.pop());
+                Take::Batch(batch.filter(|waiting| !waiting.responses.is_cancelled()).collect())
+            }
         }
     }
 
-    fn pop(&mut self) -> Option<Waiting> {
-        self.levels.values_mut().find_map(|level| level.waiting.pop_front().or_else(|| level.delayed.pop_front()))
-    }
-
-    pub fn is_empty(&self) -> bool {
+    fn is_empty(&self) -> bool {
         self.levels.values().all(|level| level.len() == 0)
     }
 
-    /// When a request may time out next.
-    pub fn first_deadline(&self) -> Option<Instant> {
+    fn first_deadline(&self) -> Option<Instant> {
         self.first_deadline
     }
 
-    /// Takes out the requests whose time is over, or puts them behind the others, as their level says.
-    pub fn expire(&mut self, now: Instant) -> Vec<Waiting> {
+    fn expire(&mut self, now: Instant) -> Vec<Waiting> {
         if self.first_deadline.is_none_or(|deadline| deadline > now) {
             return Vec::new();
         }

@@ -1,0 +1,224 @@
+//! Requests of one sequence find the instance, and the state, of the requests before them.
+
+mod support;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serving::{CorrelationId, ErrorKind, InferRequest, ResponseStream, Server, Tensor};
+use support::{World, eventually, one, request};
+
+const ROWS: &str = r#"backend: "rows" max_batch_size: 2
+input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1 ] } ]
+"#;
+
+const CONTROLS: &str = r#"
+control_input [
+  { name: "START" control [ { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } ] },
+  { name: "END" control [ { kind: CONTROL_SEQUENCE_END int32_false_true: [ 0, 1 ] } ] },
+  { name: "READY" control [ { kind: CONTROL_SEQUENCE_READY bool_false_true: [ false, true ] } ] },
+  { name: "ID" control [ { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } ] }
+]"#;
+
+fn sequences(fields: &str) -> String {
+    format!("{ROWS} sequence_batching {{ {fields} }}")
+}
+
+/// `part`: "start", "middle", "end" or "only".
+fn part(id: &str, sequence: u64, part: &str) -> InferRequest {
+    InferRequest {
+        id: id.into(),
+        correlation_id: CorrelationId::Number(sequence),
+        sequence_start: ["start", "only"].contains(&part),
+        sequence_end: ["end", "only"].contains(&part),
+        ..request("rows", vec![Tensor::from_f32("INPUT0", &[1, 1], &[1.0])])
+    }
+}
+
+struct Rows {
+    world: World,
+    server: Arc<Server>,
+}
+
+impl Rows {
+    async fn start(config: &str) -> Self {
+        let world = World::new(&[("rows", config)]);
+        let server = world.started().await;
+        Self { world, server }
+    }
+
+    fn ask(&self, request: InferRequest) -> ResponseStream {
+        self.server.infer(request).unwrap()
+    }
+
+    fn open_gate(&self) {
+        self.world.script.gate.add_permits(1000);
+    }
+
+    fn batches(&self) -> Vec<String> {
+        self.world.script.batches.lock().unwrap().clone()
+    }
+}
+
+#[tokio::test]
+async fn the_model_is_told_where_in_its_sequence_a_request_stands() {
+    let rows = Rows::start(&sequences(CONTROLS)).await;
+    rows.open_gate();
+    for (id, place) in [("a", "start"), ("b", "middle"), ("c", "end")] {
+        one(rows.ask(part(id, 42, place))).await;
+    }
+    one(rows.ask(InferRequest { correlation_id: CorrelationId::Text("abc".into()), ..part("d", 0, "only") })).await;
+    let text_id = 0xe71f_a219_0541_574b_u64;
+    assert_eq!(
+        rows.batches(),
+        [
+            "0: a[START=1 END=0 READY=true ID=42]".to_owned(),
+            "0: b[START=0 END=0 READY=true ID=42]".to_owned(),
+            "0: c[START=0 END=1 READY=true ID=42]".to_owned(),
+            format!("0: d[START=1 END=1 READY=true ID={text_id}]"),
+        ]
+    );
+}
+
+#[tokio::test]
+async fn a_request_outside_a_sequence_is_refused_in_the_words_clients_know() {
+    let rows = Rows::start(&sequences("max_sequence_idle_microseconds: 50000")).await;
+    rows.open_gate();
+    let two_rows =
+        InferRequest { inputs: vec![Tensor::from_f32("INPUT0", &[2, 1], &[1.0, 2.0])], ..part("two", 7, "start") };
+    let start = "inference request for sequence 77 to model 'rows' must specify the START flag on the first request of the \
+                 sequence";
+    for (request, words) in [
+        (
+            part("none", 0, "start"),
+            "inference request to model 'rows' must specify a non-zero or non-empty correlation ID",
+        ),
+        (part("unknown", 77, "middle"), start),
+        (
+            two_rows,
+            "inference request to model 'rows' must specify batch-size 1 due to requirements of sequence batcher",
+        ),
+    ] {
+        let refused = rows.server.infer(request).unwrap_err();
+        assert_eq!((refused.kind, refused.message.as_str()), (ErrorKind::InvalidArgument, words));
+    }
+    one(rows.ask(part("a", 77, "start"))).await;
+    one(rows.ask(part("b", 77, "end"))).await;
+    assert_eq!(rows.server.infer(part("after its end", 77, "middle")).unwrap_err().message, start);
+    one(rows.ask(part("a", 77, "start"))).await;
+    tokio::time::sleep(Duration::from_millis(80)).await;
+    assert_eq!(rows.server.infer(part("idle too long", 77, "middle")).unwrap_err().message, start);
+    assert_eq!(rows.server.model_statistics("rows", "").unwrap()[0].failures.other, 5);
+}
+
+#[tokio::test]
+async fn sequences_share_batches_and_keep_their_order() {
+    let rows = Rows::start(&sequences("oldest { max_candidate_sequences: 4 }")).await;
+    let mut streams = vec![rows.ask(part("a1", 1, "start"))];
+    eventually("a1 runs", || rows.batches().len() == 1).await;
+    for (id, sequence, place) in
+        [("a2", 1, "middle"), ("a3", 1, "end"), ("b1", 2, "start"), ("b2", 2, "end"), ("c1", 3, "only")]
+    {
+        streams.push(rows.ask(part(id, sequence, place)));
+    }
+    rows.open_gate();
+    for stream in streams {
+        one(stream).await;
+    }
+    assert_eq!(rows.batches(), ["0: a1", "0: a2 b1", "0: a3 b2", "0: c1"]);
+    let statistics = rows.server.model_statistics("rows", "").unwrap().remove(0);
+    assert_eq!((statistics.inference_count, statistics.execution_count), (6, 4));
+}
+
+#[tokio::test]
+async fn each_sequence_keeps_to_its_instance() {
+    let config = format!("{} instance_group [ {{ count: 2 kind: KIND_CPU }} ]", sequences("direct { }"));
+    let rows = Rows::start(&config).await;
+    rows.open_gate();
+    for round in 0..6 {
+        let place = if round == 0 { "start" } else { "middle" };
+        let streams = [1, 2, 3, 4].map(|sequence| rows.ask(part(&format!("s{sequence}"), sequence, place)));
+        for stream in streams {
+            one(stream).await;
+        }
+    }
+    let instance_of = |sequence: &str| {
+        let mut instances: Vec<char> = Vec::new();
+        for batch in rows.batches().iter().filter(|batch| batch.contains(sequence)) {
+            instances.extend(batch.chars().next());
+        }
+        assert_eq!(instances.len(), 6);
+        assert!(instances.iter().all(|instance| *instance == instances[0]), "{sequence} moved: {instances:?}");
+        instances[0]
+    };
+    let mut instances = ["s1", "s2", "s3", "s4"].map(instance_of);
+    instances.sort_unstable();
+    assert_eq!(instances, ['0', '0', '1', '1'], "the sequences are spread");
+}
+
+#[tokio::test]
+async fn a_sequence_without_a_slot_waits_until_another_ends_or_is_given_up() {
+    let config = sequences("direct { } max_sequence_idle_microseconds: 200000")
+        .replace("max_batch_size: 2", "max_batch_size: 1");
+    let rows = Rows::start(&config).await;
+    rows.open_gate();
+    one(rows.ask(part("a1", 1, "start"))).await;
+    let second = rows.ask(part("b1", 2, "start"));
+    tokio::time::sleep(Duration::from_millis(30)).await;
+    assert_eq!(rows.batches(), ["0: a1"]);
+    one(rows.ask(part("a2", 1, "end"))).await;
+    one(second).await;
+    let asked = std::time::Instant::now();
+    one(rows.ask(part("c1", 3, "only"))).await;
+    assert!(asked.elapsed() >= Duration::from_millis(150), "the second sequence had its time");
+    assert_eq!(rows.batches(), ["0: a1", "0: a2", "0: b1", "0: c1"]);
+}
+
+#[tokio::test]
+async fn a_start_in_the_middle_begins_anew() {
+    let rows = Rows::start(&sequences(CONTROLS)).await;
+    rows.open_gate();
+    for (id, place) in [("a", "start"), ("b", "start"), ("c", "end")] {
+        one(rows.ask(part(id, 1, place))).await;
+    }
+    let starts: Vec<bool> = rows.batches().iter().map(|batch| batch.contains("START=1")).collect();
+    assert_eq!(starts, [true, true, false]);
+}
+
+#[tokio::test]
+async fn a_state_comes_back_with_the_next_request_and_the_client_does_not_see_it() {
+    let state = r#"state [ { input_name: "INPUT_SUM" output_name: "OUTPUT_SUM" data_type: TYPE_FP32 dims: [ 1 ]
+                             initial_state { data_type: TYPE_FP32 dims: [ 1 ] zero_data: true name: "zero" } } ]"#;
+    let rows = Rows::start(&sequences(state).replace("\"rows\"", "\"sum\"")).await;
+    for (sequence, place, expected) in
+        [(1, "start", 1.0), (1, "middle", 2.0), (2, "start", 1.0), (1, "end", 3.0), (1, "start", 1.0)]
+    {
+        let response = one(rows.ask(part("a", sequence, place))).await;
+        assert_eq!(response.outputs, [Tensor::from_f32("OUTPUT0", &[1, 1], &[expected])]);
+    }
+}
+
+#[test]
+fn configurations_that_cannot_work_say_why() {
+    for (fields, words) in [
+        (
+            "control_input [ { name: \"S\" control [ { kind: CONTROL_SEQUENCE_START } ] } ]",
+            "control input `S` needs two values",
+        ),
+        (
+            "control_input [ { name: \"C\" control [ { kind: CONTROL_SEQUENCE_CORRID } ] } ]",
+            "needs `data_type` TYPE_UINT64",
+        ),
+        (
+            "state [ { input_name: \"I\" output_name: \"O\" data_type: TYPE_FP32 dims: [ 99999999999 ] } ]",
+            "use smaller `dims`",
+        ),
+        ("iterative_sequence: true", "`iterative_sequence` is not supported"),
+    ] {
+        let world = World::new(&[("rows", &sequences(fields))]);
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let failures = runtime.block_on(world.server(serving::ControlMode::None).load_all()).unwrap_err();
+        assert!(failures[0].reason.contains(words), "{}", failures[0].reason);
+    }
+}
