@@ -80,15 +80,15 @@ impl Split {
         let tiles = n.div_ceil(TILE);
         let parts = match tiles {
             _ if k < 1024 => 1,
-            ..34 => 4,
-            ..300 => 2,
+            0..34 => 4,
+            34..300 => 2,
             _ => 1,
         };
         // One block a multiprocessor has a deep ring, and hands several slices at once to its tensor cores. Where there are more
         // blocks, several share a multiprocessor, and the next kernel's come in as these go.
         let (groups, ring_bytes) = match tiles * parts {
-            ..133 => (4, 200 << 10),
-            440.. if parts == 1 => (2, 48 << 10),
+            0..133 => (4, 200 << 10),
+            440.. if parts == 1 => (2, if rows > 32 { 104 << 10 } else { 48 << 10 }),
             _ if rows > 32 => (2, 64 << 10),
             _ => (1, 64 << 10),
         };
