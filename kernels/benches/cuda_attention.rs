@@ -1,0 +1,121 @@
+//! Attention on the first GPU: decode beside what its memory can read, prefill in TFLOP/s.
+//!
+//! `cargo bench -p kernels --bench cuda_attention [-- READ_TB_S]`; the read rate is 4.47 TB/s, an H200's, where none is given.
+
+mod gpu;
+
+use std::sync::Arc;
+
+use gpu::{ROTATED_BYTES, microseconds, random};
+use half::bf16;
+use kernels::cuda::decode_attention::{DecodeRows, DecodeWorkspace, decode_attention};
+use kernels::cuda::prefill_attention::{PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple};
+use kernels::cuda::rope_cache::{HeadShape, LayerCache};
+use kernels::cuda::{DeviceBuffer, Gpu, Queue};
+
+/// `H`, `K`, `D`.
+const HEADS: [(usize, usize, usize); 3] = [(32, 32, 128), (32, 8, 128), (16, 2, 128)];
+/// Rows and positions of each.
+const DECODES: [(usize, usize); 7] = [(1, 128), (1, 1024), (8, 1024), (32, 200), (32, 1024), (128, 160), (128, 1024)];
+const PREFILLS: [(usize, usize); 3] = [(8, 2048), (1, 2048), (1, 8192)];
+const BLOCK_SIZE: usize = 64;
+
+/// Rows of one length over a cache of one layer, blocks in order.
+struct Rows {
+    k: DeviceBuffer,
+    v: DeviceBuffer,
+    tables: DeviceBuffer,
+    lens: DeviceBuffer,
+    starts: DeviceBuffer,
+    max_blocks: usize,
+}
+
+impl Rows {
+    fn new(gpu: &Arc<Gpu>, shape: HeadShape, rows: usize, len: usize, tokens_each: usize) -> Self {
+        let max_blocks = len.div_ceil(BLOCK_SIZE);
+        let elements = rows * max_blocks * shape.block_elements();
+        let upload = |values: &[u32]| DeviceBuffer::from_slice(gpu, values).expect("memory");
+        let tables: Vec<u32> = (0..(rows * max_blocks) as u32).collect();
+        let starts: Vec<u32> = (0..=rows).map(|row| (row * tokens_each) as u32).collect();
+        Self {
+            k: random(gpu, elements),
+            v: random(gpu, elements),
+            tables: upload(&tables),
+            lens: upload(&vec![len as u32; rows]),
+            starts: upload(&starts),
+            max_blocks,
+        }
+    }
+
+    fn cache(&self) -> LayerCache {
+        LayerCache { k: self.k.span(), v: self.v.span() }
+    }
+}
+
+fn main() {
+    let Some((gpu, queue)) = gpu::open() else { return };
+    let read = std::env::args().find_map(|arg| arg.parse::<f64>().ok()).unwrap_or(4.47);
+    println!("{:>12} {:>5} {:>6} {:>9} {:>7} {:>7}", "decode H/K/D", "rows", "len", "us", "TB/s", "% read");
+    for (num_heads, num_kv_heads, head_dim) in HEADS {
+        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE };
+        for (rows, len) in DECODES {
+            decode(&gpu, &queue, shape, rows, len, read);
+        }
+    }
+    println!("{:>12} {:>5} {:>6} {:>9} {:>8} {:>10}", "prefill", "rows", "len", "us", "TFLOP/s", "simple us");
+    for (num_heads, num_kv_heads, head_dim) in HEADS {
+        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE };
+        for (rows, len) in PREFILLS {
+            prefill(&gpu, &queue, shape, rows, len);
+        }
+    }
+}
+
+fn title(shape: HeadShape) -> String {
+    format!("{}/{}/{}", shape.num_heads, shape.num_kv_heads, shape.head_dim)
+}
+
+fn decode(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: usize, read: f64) {
+    let bytes = rows * len * shape.num_kv_heads * shape.head_dim * 4;
+    let copies = (ROTATED_BYTES / bytes).clamp(1, 12);
+    let sets: Vec<Rows> = (0..copies).map(|_| Rows::new(gpu, shape, rows, len, 1)).collect();
+    let qkv = random(gpu, rows * shape.qkv_cols());
+    let out = DeviceBuffer::with_count::<bf16>(gpu, rows * shape.num_heads * shape.head_dim).expect("memory");
+    let workspace = DecodeWorkspace::new(gpu, rows, shape).expect("memory");
+    let scale = (shape.head_dim as f32).powf(-0.5);
+    let us = microseconds(queue, 2 * copies, |i| {
+        let set = &sets[i % copies];
+        let decode_rows = DecodeRows {
+            block_tables: set.tables.span(),
+            max_blocks: set.max_blocks,
+            context_lens: set.lens.span(),
+            num_rows: rows,
+        };
+        decode_attention(queue, out.span(), qkv.span(), set.cache(), decode_rows, shape, scale, 0, &workspace)
+    });
+    let rate = bytes as f64 / us / 1e6;
+    println!("{:>12} {rows:>5} {len:>6} {us:>9.1} {rate:>7.2} {:>7.0}", title(shape), 100.0 * rate / read);
+}
+
+fn prefill(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: usize) {
+    let set = Rows::new(gpu, shape, rows, len, len);
+    let qkv = random(gpu, rows * len * shape.qkv_cols());
+    let out = DeviceBuffer::with_count::<bf16>(gpu, rows * len * shape.num_heads * shape.head_dim).expect("memory");
+    let workspace = PrefillWorkspace::new(gpu).expect("memory");
+    let prefill_rows = PrefillRows {
+        block_tables: set.tables.span(),
+        max_blocks: set.max_blocks,
+        context_lens: set.lens.span(),
+        row_starts: set.starts.span(),
+        num_rows: rows,
+        num_tokens: rows * len,
+        max_chunk: len,
+    };
+    let (o, q, cache, scale) = (out.span(), qkv.span(), set.cache(), (shape.head_dim as f32).powf(-0.5));
+    let us =
+        microseconds(queue, 4, |_| prefill_attention(queue, o, q, cache, prefill_rows, shape, scale, 0, &workspace));
+    let simple =
+        microseconds(queue, 2, |_| prefill_attention_simple(queue, o, q, cache, prefill_rows, shape, scale, 0));
+    let flops = 2.0 * (rows * shape.num_heads * shape.head_dim) as f64 * len as f64 * (len + 1) as f64;
+    println!("{:>12} {rows:>5} {len:>6} {us:>9.1} {:>8.0} {simple:>10.1}", title(shape), flops / us / 1e6);
+}
