@@ -1,7 +1,8 @@
 //! Ensembles: a graph of models served as one.
 //!
 //! Each step is a request to a model of the same server. Steps run as soon as their tensors are there, side by side where
-//! the graph allows. A decoupled step makes the steps behind it run once per response, in order. Tensors are never copied.
+//! the graph allows. A decoupled step makes the steps behind it run once per response, in order; an error there stands for
+//! that response, and the next ones follow. Tensors are never copied.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
@@ -202,12 +203,21 @@ impl Run {
         is_last: bool,
     ) -> Result<(), InferError> {
         while let Some(response) = stream.next_response().await {
-            let response = response.map_err(|error| self.graph.within(error))?;
+            let response = match response {
+                Ok(response) => response,
+                Err(error) => {
+                    self.send_error(self.graph.within(error)).await;
+                    continue;
+                }
+            };
             let is_last = is_last && response.is_final;
             if !response.outputs.is_empty() {
                 self.forget(&behind);
                 self.store(step, response);
-                self.pass(behind.clone(), is_last).await?;
+                // What is behind may fail one response and answer the next.
+                if let Err(error) = self.pass(behind.clone(), is_last).await {
+                    self.send_error(error).await;
+                }
             } else if is_last {
                 self.send(Vec::new(), true).await;
             }
@@ -256,6 +266,10 @@ impl Run {
         let outputs = self.graph.outputs.iter().filter(|wire| asked(&wire.name));
         let tensor = |wire: &Wire| Some(Tensor { name: wire.name.clone(), ..self.tensors[wire.slot].clone()? });
         self.send(outputs.filter_map(tensor).collect(), is_final).await;
+    }
+
+    async fn send_error(&self, error: InferError) {
+        self.sender.send(Err(error)).await;
     }
 
     async fn send(&self, outputs: Vec<Tensor>, is_final: bool) {

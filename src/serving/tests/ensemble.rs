@@ -108,13 +108,35 @@ async fn decoupled_steps_may_stand_behind_each_other_but_not_side_by_side() {
 }
 
 #[tokio::test]
-async fn an_error_of_a_step_ends_the_run_and_names_the_ensemble() {
+async fn an_error_of_a_step_names_the_ensemble_and_counts() {
     let pieces = format!("{PIECES} parameters {{ key: \"fail_at\" value {{ string_value: \"1\" }} }}");
     let steps = ["pieces: text=x n=n -> piece=y"];
     let server = World::new(&[("pieces", &pieces), ("ens", &ensemble(&steps))]).started().await;
     let all = responses(server.infer(request("ens", vec![text("x", "q")])).unwrap()).await;
     assert_eq!(texts(all), ["q#0", "in ensemble 'ens', piece 1 failed"]);
     assert_eq!(server.model_statistics("ens", "").unwrap()[0].failures.backend, 1);
+}
+
+#[tokio::test]
+async fn an_error_in_the_middle_of_a_stream_stands_for_one_response() {
+    let with =
+        |parameter: &str| format!("{PIECES} parameters {{ key: \"{parameter}\" value {{ string_value: \"1\" }} }}");
+    let steps = ["pieces: text=x n=n -> piece=y"];
+    let server = World::new(&[("pieces", &with("stumble_at")), ("ens", &ensemble(&steps))]).started().await;
+    let direct = responses(server.infer(request("pieces", vec![text("text", "q")])).unwrap()).await;
+    assert_eq!(texts(direct), ["q#0", "piece 1 failed", "q#2", " (final)"]);
+    let all = responses(server.infer(request("ens", vec![text("x", "q")])).unwrap()).await;
+    assert_eq!(texts(all), ["q#0", "in ensemble 'ens', piece 1 failed", "q#2", " (final)"]);
+    let pieces = &server.model_statistics("pieces", "").unwrap()[0];
+    assert_eq!((pieces.inference.success.count, pieces.inference.fail.count), (0, 2));
+    assert_eq!((pieces.responses[1].fail.count, pieces.responses[2].success.count), (2, 2));
+
+    // The same where a step behind fails.
+    let join = format!("{JOIN} parameters {{ key: \"fail_on\" value {{ string_value: \"q#1\" }} }}");
+    let steps = ["pieces: text=x n=n -> piece=piece", "join: a=piece -> joined=y"];
+    let server = World::new(&[("join", &join), ("pieces", PIECES), ("ens", &ensemble(&steps))]).started().await;
+    let all = responses(server.infer(request("ens", vec![text("x", "q")])).unwrap()).await;
+    assert_eq!(texts(all), ["q#0:1", "in ensemble 'ens', no q#1", "q#2:2", " (final)"]);
 }
 
 #[tokio::test]
