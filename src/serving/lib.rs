@@ -55,6 +55,7 @@
 #![forbid(unsafe_code)]
 
 mod backend;
+mod cache;
 mod check;
 mod ensemble;
 mod error;
@@ -67,6 +68,7 @@ mod server;
 mod statistics;
 mod step;
 mod tensor;
+mod warmup;
 mod watch;
 
 pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest};

@@ -11,10 +11,11 @@ use futures::future::{BoxFuture, FutureExt as _};
 use repository::{ModelConfig, ModelSource, Repository, RepositoryError};
 use tempfile::TempDir;
 
+use crate::cache::ResponseCache;
 use crate::ensemble::{self, Ensemble};
 use crate::model::ServedModel;
 use crate::registry::{Registry, Version};
-use crate::{Backend, BackendFactory, InferError, LoadRequest};
+use crate::{Backend, BackendFactory, InferError, LoadRequest, warmup};
 
 /// What a load request gives in place of the repository's own files.
 #[derive(Debug, Clone, Default)]
@@ -41,6 +42,7 @@ pub(crate) struct Lifecycle {
     pub factories: HashMap<String, Arc<dyn BackendFactory>>,
     /// How long an unload waits for requests in flight before it goes on in the background.
     pub unload_patience: Duration,
+    cache: Option<Arc<ResponseCache>>,
     loaded: Mutex<BTreeMap<String, Loaded>>,
     gates: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<()>>>>,
 }
@@ -65,9 +67,10 @@ impl Lifecycle {
         repository: Repository,
         factories: HashMap<String, Arc<dyn BackendFactory>>,
         unload_patience: Duration,
+        cache: Option<Arc<ResponseCache>>,
     ) -> Arc<Self> {
         let (registry, loaded, gates) = Default::default();
-        Arc::new(Self { repository, registry, factories, unload_patience, loaded, gates })
+        Arc::new(Self { repository, registry, factories, unload_patience, cache, loaded, gates })
     }
 
     /// Loads a model, and first the models it is made of if it is an ensemble.
@@ -97,7 +100,7 @@ impl Lifecycle {
             let models: Vec<String> = ensemble.step.iter().map(|step| step.model_name.clone()).collect();
             self.load_parts(models).await;
         }
-        self.complete(&mut config).map_err(|reason| {
+        self.complete(&mut config).and_then(|()| self.check_cache(&config)).map_err(|reason| {
             found.source.versions.iter().for_each(|&version| self.note_reason(name, version, &reason));
             load_failed(name, &reason_lines(&found.source.versions, &reason))
         })?;
@@ -155,6 +158,23 @@ impl Lifecycle {
         Ok(())
     }
 
+    fn check_cache(&self, config: &ModelConfig) -> Result<(), InferError> {
+        let is_cached = config.response_cache.is_some_and(|cache| cache.enable);
+        if is_cached && (config.is_decoupled() || config.sequences().is_some()) {
+            return Err(InferError::invalid(
+                "`response_cache` works for models with one answer to a request: not for decoupled ones, nor with \
+                 `sequence_batching`; remove it",
+            ));
+        }
+        if is_cached && self.cache.is_none() {
+            let name = &config.name;
+            tracing::warn!(
+                "'{name}' asks for a response cache and the server has none; start with --cache-config=local,size=N"
+            );
+        }
+        Ok(())
+    }
+
     fn factory(&self, config: &ModelConfig) -> Result<&Arc<dyn BackendFactory>, InferError> {
         self.factories.get(&config.backend).ok_or_else(|| {
             let mut known: Vec<&str> = self.factories.keys().map(String::as_str).collect();
@@ -178,7 +198,7 @@ impl Lifecycle {
         for &version in &source.versions {
             self.mark_loading(name, version);
             match self.load_version(&source, version, &config).await {
-                Ok(backend) => self.put(name, ServedModel::new(config.clone(), version, backend)),
+                Ok(backend) => self.put(name, ServedModel::new(config.clone(), version, backend, self.cache.clone())),
                 Err(error) => {
                     self.note_reason(name, version, &error);
                     failed.push((version, error));
@@ -212,7 +232,11 @@ impl Lifecycle {
             config: config.clone(),
         };
         let factory = self.factory(config)?.clone();
-        let load = AssertUnwindSafe(async move { factory.load(request).await });
+        let load = AssertUnwindSafe(async move {
+            let backend = factory.load(request).await?;
+            warmup::run(config, &source.dir, &*backend).await?;
+            Ok(backend)
+        });
         load.catch_unwind().await.unwrap_or_else(|panic| {
             let words = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
             Err(InferError::internal(format!("loading broke off: {}", words.unwrap_or("no words"))))

@@ -8,11 +8,12 @@ use std::time::Instant;
 use repository::ModelConfig;
 use tokio::sync::Notify;
 
+use crate::cache::ResponseCache;
 use crate::check::Signature;
 use crate::scheduler::Scheduler;
 use crate::statistics::{Failure, ModelStatistics, Statistics};
-use crate::watch::Watch;
-use crate::{Backend, InferError, InferRequest, ResponseStream};
+use crate::watch::{Cached, Watch};
+use crate::{Backend, InferError, InferRequest, InferResponse, ResponseStream};
 
 /// One version of a model that answers requests.
 pub(crate) struct ServedModel {
@@ -23,13 +24,23 @@ pub(crate) struct ServedModel {
     pub signature: Signature,
     pub statistics: Statistics,
     pub in_flight: InFlight,
+    /// Responses of this model, and others, where its configuration asks for it.
+    pub cache: Option<Arc<ResponseCache>>,
+    /// Tells this load from earlier ones of the same version.
+    load: u64,
     backend: Arc<dyn Backend>,
     /// Queues requests for a backend that leaves it to `serving`.
     scheduler: Option<Scheduler>,
 }
 
 impl ServedModel {
-    pub fn new(config: Arc<ModelConfig>, version: i64, backend: Arc<dyn Backend>) -> Self {
+    pub fn new(
+        config: Arc<ModelConfig>,
+        version: i64,
+        backend: Arc<dyn Backend>,
+        cache: Option<Arc<ResponseCache>>,
+    ) -> Self {
+        static NUM_LOADS: AtomicU64 = AtomicU64::new(0);
         Self {
             signature: Signature::new(&config),
             is_decoupled: config.is_decoupled(),
@@ -37,6 +48,8 @@ impl ServedModel {
             version_text: version.to_string(),
             statistics: Statistics::default(),
             in_flight: InFlight::default(),
+            cache: cache.filter(|_| config.response_cache.is_some_and(|cache| cache.enable)),
+            load: NUM_LOADS.fetch_add(1, SeqCst),
             scheduler: Scheduler::new(&config, &backend),
             config,
             backend,
@@ -50,7 +63,11 @@ impl ServedModel {
             .signature
             .check(&mut request)
             .inspect_err(|_| self.statistics.failed(Failure::Other, started.elapsed()))?;
-        let watch = Watch::new(self.clone(), &request, batch_size, started);
+        let (cached, answer) = self.look_up(&request);
+        let watch = Watch::new(self.clone(), &request, batch_size, started, cached);
+        if let Some(response) = answer {
+            return Ok(ResponseStream::ready(response).watched(watch));
+        }
         let accepted = match &self.scheduler {
             Some(scheduler) => scheduler.infer(request, batch_size),
             None => self.backend.infer(request),
@@ -61,6 +78,16 @@ impl ServedModel {
                 watch.refused(&error);
                 Err(error)
             }
+        }
+    }
+
+    fn look_up(&self, request: &InferRequest) -> (Cached, Option<InferResponse>) {
+        let Some(cache) = &self.cache else { return (Cached::Never, None) };
+        let started = Instant::now();
+        let key = cache.key(self.load, request);
+        match cache.get(key) {
+            Some(response) => (Cached::Hit(started.elapsed()), Some(response)),
+            None => (Cached::Miss(key, started.elapsed()), None),
         }
     }
 

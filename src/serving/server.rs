@@ -10,6 +10,7 @@ use futures::stream::{self, StreamExt as _};
 use repository::{ModelConfig, Repository, RepositoryError};
 use tokio::time::Instant;
 
+use crate::cache::ResponseCache;
 use crate::lifecycle::{Lifecycle, LoadFailure, LoadOverrides};
 use crate::model::ServedModel;
 use crate::registry::{ModelIndexEntry, ModelState, Registry, parse_version};
@@ -52,6 +53,8 @@ pub struct ServerConfig {
     pub load_parallelism: usize,
     /// How long an unload waits for requests in flight before it goes on in the background.
     pub unload_patience: Duration,
+    /// Bytes that cached responses may take (`--cache-config=local,size=N`), for models with `response_cache`. 0: no cache.
+    pub response_cache_bytes: usize,
 }
 
 impl Default for ServerConfig {
@@ -80,6 +83,7 @@ impl Default for ServerConfig {
             strict_readiness: true,
             load_parallelism: 4,
             unload_patience: Duration::from_secs(30),
+            response_cache_bytes: 0,
         }
     }
 }
@@ -137,8 +141,10 @@ impl Server {
         factories: HashMap<String, Arc<dyn BackendFactory>>,
     ) -> Result<Arc<Self>, RepositoryError> {
         let repository = Repository::open(&config.repositories)?;
+        let cache =
+            (config.response_cache_bytes > 0).then(|| Arc::new(ResponseCache::new(config.response_cache_bytes)));
         Ok(Arc::new(Self {
-            lifecycle: Lifecycle::new(repository, factories, config.unload_patience),
+            lifecycle: Lifecycle::new(repository, factories, config.unload_patience, cache),
             config,
             is_loaded: AtomicBool::new(false),
             is_draining: AtomicBool::new(false),

@@ -119,6 +119,15 @@ pub(crate) struct Outcome {
     pub batch_size: u64,
     /// Rows of the execution it was part of, for the first of its requests to succeed.
     pub executed: Option<u64>,
+    /// What the response cache took, where the model has one.
+    pub cache: Option<CacheUse>,
+}
+
+/// What the response cache did for a request, and the time it took.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum CacheUse {
+    Hit(Duration),
+    Miss(Duration),
 }
 
 /// One call of a backend with one or more requests. It counts once, with the first of them that succeeds.
@@ -185,6 +194,8 @@ pub(crate) struct Statistics {
     fail: Counter,
     queue: Counter,
     compute: Counter,
+    cache_hit: Counter,
+    cache_miss: Counter,
     first_response: Counter,
     first_response_buckets: [AtomicU64; FIRST_RESPONSE_BUCKETS_MS.len()],
     failures: [AtomicU64; 4],
@@ -196,10 +207,16 @@ impl Statistics {
     pub fn succeeded(&self, outcome: Outcome) {
         let computed = outcome.total.saturating_sub(outcome.queued);
         self.success.add(outcome.total);
+        self.last_inference_ms.store(now_ms(), Relaxed);
+        match outcome.cache {
+            // Nothing was queued and nothing computed.
+            Some(CacheUse::Hit(took)) => return self.cache_hit.add(took),
+            Some(CacheUse::Miss(took)) => self.cache_miss.add(took),
+            None => {}
+        }
         self.queue.add(outcome.queued);
         self.compute.add(computed);
         self.inference_count.fetch_add(outcome.batch_size, Relaxed);
-        self.last_inference_ms.store(now_ms(), Relaxed);
         if let Some(num_rows) = outcome.executed {
             self.execution_count.fetch_add(1, Relaxed);
             lock(&self.batches).entry(num_rows).or_default().add(computed);
@@ -256,7 +273,8 @@ impl Statistics {
                 compute_input: without_time(&self.compute),
                 compute_infer: self.compute.read(),
                 compute_output: without_time(&self.compute),
-                ..InferStatistics::default()
+                cache_hit: self.cache_hit.read(),
+                cache_miss: self.cache_miss.read(),
             },
             batches: lock(&self.batches)
                 .iter()

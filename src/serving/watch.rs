@@ -3,9 +3,10 @@
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use crate::cache::CacheKey;
 use crate::model::ServedModel;
 use crate::request::Scheduled;
-use crate::statistics::{Failure, Outcome, ResponseOutcome};
+use crate::statistics::{CacheUse, Failure, Outcome, ResponseOutcome};
 use crate::{ErrorKind, InferError, InferRequest, InferResponse};
 
 /// One request in flight. The model counts it as such until this is dropped.
@@ -19,13 +20,31 @@ pub(crate) struct Watch {
     last: Instant,
     num_responses: usize,
     ended: bool,
+    cached: Cached,
+}
+
+/// What the response cache has to do with a request.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Cached {
+    /// The model has none.
+    Never,
+    /// The answer comes from it; looking took so long.
+    Hit(Duration),
+    /// The answer goes into it; looking took so long.
+    Miss(CacheKey, Duration),
 }
 
 type Item = Result<InferResponse, InferError>;
 
 impl Watch {
     /// Watches a request that has passed its checks.
-    pub fn new(model: Arc<ServedModel>, request: &InferRequest, batch_size: u64, started: Instant) -> Self {
+    pub fn new(
+        model: Arc<ServedModel>,
+        request: &InferRequest,
+        batch_size: u64,
+        started: Instant,
+        cached: Cached,
+    ) -> Self {
         model.in_flight.enter();
         Self {
             id: request.id.clone(),
@@ -35,6 +54,7 @@ impl Watch {
             last: started,
             num_responses: 0,
             ended: false,
+            cached,
             model,
         }
     }
@@ -48,8 +68,9 @@ impl Watch {
     pub fn see(&mut self, item: Option<Item>, scheduled: &OnceLock<Scheduled>) -> Option<Item> {
         match item {
             Some(Ok(mut response)) => {
+                let cache = self.keep(&response);
                 self.complete(&mut response);
-                self.count(&response, scheduled);
+                self.count(&response, scheduled, cache);
                 Some(Ok(response))
             }
             Some(Err(error)) => {
@@ -65,6 +86,21 @@ impl Watch {
                 let model = &self.model.config.name;
                 Some(Err(InferError::internal(format!("model '{model}' stopped answering before its final response"))))
             }
+        }
+    }
+
+    /// Has the cache keep the model's only response as it is.
+    fn keep(&self, response: &InferResponse) -> Option<CacheUse> {
+        match (self.cached, &self.model.cache) {
+            (Cached::Hit(took), _) => Some(CacheUse::Hit(took)),
+            (Cached::Miss(key, took), Some(cache)) => {
+                let started = Instant::now();
+                if self.num_responses == 0 && response.is_final {
+                    cache.put(key, response);
+                }
+                Some(CacheUse::Miss(took + started.elapsed()))
+            }
+            _ => None,
         }
     }
 
@@ -84,7 +120,7 @@ impl Watch {
         self.model.signature.restore_shapes(response);
     }
 
-    fn count(&mut self, response: &InferResponse, scheduled: &OnceLock<Scheduled>) {
+    fn count(&mut self, response: &InferResponse, scheduled: &OnceLock<Scheduled>, cache: Option<CacheUse>) {
         let is_empty = response.outputs.is_empty();
         if self.num_responses == 0 && !is_empty {
             self.model.statistics.first_response(self.started.elapsed());
@@ -97,7 +133,7 @@ impl Watch {
             let execution = scheduled.and_then(|queue| queue.execution.as_ref());
             let executed = execution.map_or(Some(self.batch_size), |execution| execution.count());
             let total = self.started.elapsed();
-            self.model.statistics.succeeded(Outcome { total, queued, batch_size: self.batch_size, executed });
+            self.model.statistics.succeeded(Outcome { total, queued, batch_size: self.batch_size, executed, cache });
         }
     }
 

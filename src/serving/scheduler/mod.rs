@@ -19,6 +19,7 @@ use futures::future::FutureExt as _;
 use repository::ModelConfig;
 use tokio::sync::Notify;
 
+pub(crate) use control::Controls;
 pub(crate) use order::Turn;
 
 use crate::statistics::Execution;
@@ -27,6 +28,11 @@ use order::Order;
 use priorities::Priorities;
 use sequences::{SequenceId, Sequences};
 use state::StateSpec;
+
+/// The inputs that a sequence's first request gets of its state.
+pub(crate) fn initial_states(config: &ModelConfig) -> Vec<Tensor> {
+    state::initial(&state::specs(config))
+}
 
 /// Responses of one request that may wait for a slow reader before the model waits too.
 const STREAM_CAPACITY: usize = 64;

@@ -277,3 +277,92 @@ async fn polling_follows_the_repository() {
     assert_eq!(server.model_metadata("pieces", "").unwrap().inputs[1].datatype.name(), "INT64");
     assert_eq!(server.infer(request("pieces", vec![text("text", "a")])).map(|_| ()), Ok(()));
 }
+
+#[tokio::test]
+async fn polling_goes_on_by_itself_until_the_server_drains() {
+    let world = World::new(&[("echo", ECHO)]);
+    let server = world.server(ControlMode::Poll { interval: Duration::from_millis(10) });
+    server.load_all().await.unwrap();
+    let polling = tokio::spawn({
+        let server = server.clone();
+        async move { server.keep_polling().await }
+    });
+    world.add("broken", &with(ECHO, "broken"), &["1"]);
+    eventually("the broken model is tried", || {
+        index(&server).contains(&"broken 1 UNAVAILABLE Internal: broken on purpose".to_owned())
+    })
+    .await;
+    assert!(server.model_is_ready("echo", "").unwrap());
+    world.add("broken", ECHO, &["1"]);
+    eventually("the mended model serves", || server.model_is_ready("broken", "").unwrap()).await;
+    server.begin_drain();
+    polling.await.unwrap();
+}
+
+#[tokio::test]
+async fn a_load_that_fails_says_so_and_leaves_the_server_ready() {
+    let world = World::new(&[("echo", ECHO), ("broken", &with(ECHO, "broken"))]);
+    let server = world.explicit(&["echo"]).await;
+    let error = server.load_model("broken", LoadOverrides::default()).await.unwrap_err();
+    assert_eq!(
+        error.message,
+        "load failed for model 'broken': version 1 is at UNAVAILABLE state: Internal: broken on purpose;\n"
+    );
+    assert!(server.is_ready() && !server.model_is_ready("broken", "").unwrap());
+}
+
+const WARM: &str = r#"model_warmup [
+  { name: "zeros" batch_size: 2 count: 2 inputs { key: "INPUT0" value { data_type: TYPE_FP32 dims: [ 3 ] zero_data: true } } },
+  { name: "some" inputs { key: "INPUT0" value { data_type: TYPE_FP32 dims: [ 2 ] input_data_file: "some.bin" } } }
+]"#;
+
+#[tokio::test]
+async fn a_model_is_warm_before_it_serves_and_nobody_counts_it() {
+    let world = World::new(&[("echo", &format!("{ECHO} max_batch_size: 4 {WARM}"))]);
+    let rows = ECHO.replace("\"echo\"", "\"rows\"");
+    world.add(
+        "rows",
+        &format!("{rows} max_batch_size: 4 {WARM} instance_group [ {{ count: 2 kind: KIND_CPU }} ]"),
+        &["1"],
+    );
+    for model in ["echo", "rows"] {
+        let dir = world.root.path().join(model).join("warmup");
+        std::fs::create_dir_all(&dir).unwrap();
+        std::fs::write(dir.join("some.bin"), [0; 8]).unwrap();
+    }
+    world.script.gate.add_permits(6);
+    let server = world.started().await;
+    assert_eq!(world.script.echoes.load(Ordering::SeqCst), 3);
+    assert_eq!(*world.script.batches.lock().unwrap(), ["0: ", "1: ", "0: ", "1: ", "0: ", "1: "]);
+    for model in ["echo", "rows"] {
+        let statistics = server.model_statistics(model, "").unwrap().remove(0);
+        assert_eq!((statistics.inference_count, statistics.inference.fail.count), (0, 0));
+    }
+}
+
+#[tokio::test]
+async fn a_model_whose_warm_up_fails_does_not_serve() {
+    let config = format!("{ECHO} max_batch_size: 4 {WARM}");
+    for (from, to, words) in [
+        (
+            "dims: [ 3 ]",
+            "dims: [ -1 ]",
+            "`model_warmup` `zeros`: input `INPUT0` has shape [2, -1]; each size must be given",
+        ),
+        ("key: \"INPUT0\"", "key: \"WRONG\"", "unexpected inference input 'WRONG' for model 'echo'"),
+        ("some.bin", "missing.bin", "warmup/missing.bin"),
+        ("some.bin", "../../secret", "is not a name below `warmup/`"),
+        ("batch_size: 2", "batch_size: 5", "inference request batch-size must be <= 4 for 'echo'"),
+    ] {
+        let world = World::new(&[("echo", &config.replacen(from, to, 1))]);
+        let failures = world.server(ControlMode::None).load_all().await.unwrap_err();
+        assert!(failures[0].reason.contains(words), "{}", failures[0].reason);
+    }
+}
+
+#[tokio::test]
+async fn a_response_cache_needs_one_answer_to_a_request() {
+    let world = World::new(&[("pieces", &format!("{PIECES} response_cache {{ enable: true }}"))]);
+    let failures = world.server(ControlMode::None).load_all().await.unwrap_err();
+    assert!(failures[0].reason.contains("`response_cache` works for models with one answer"), "{}", failures[0].reason);
+}

@@ -183,3 +183,40 @@ async fn a_backend_that_stops_without_a_final_response_is_an_error_not_silence()
     assert_eq!(all.len(), 1);
     assert!(all[0].as_ref().unwrap_err().message.contains("stopped answering before its final response"));
 }
+
+#[tokio::test]
+async fn a_request_that_was_answered_before_is_answered_from_the_cache() {
+    let cached = format!("{ECHO} response_cache {{ enable: true }}");
+    let world = World::new(&[("cached", &cached), ("plain", ECHO)]);
+    let server = world.started().await;
+    let ask = |model: &str, id: &str, values: &[f32]| {
+        server.infer(InferRequest { id: id.into(), ..request(model, vec![floats("INPUT0", values)]) }).unwrap()
+    };
+    for (id, values, num_computed) in [("a", [1.0], 1), ("b", [1.0], 1), ("c", [2.0], 2), ("d", [1.0], 2)] {
+        let response = one(ask("cached", id, &values)).await;
+        assert_eq!(response.outputs, [floats("OUTPUT0", &values)]);
+        assert_eq!((response.id.as_str(), response.model_name.as_str()), (id, "cached"));
+        assert_eq!(world.script.echoes.load(std::sync::atomic::Ordering::SeqCst), num_computed);
+    }
+    let statistics = server.model_statistics("cached", "").unwrap().remove(0);
+    assert_eq!((statistics.inference.success.count, statistics.inference_count, statistics.execution_count), (4, 2, 2));
+    assert_eq!((statistics.inference.cache_hit.count, statistics.inference.cache_miss.count), (2, 2));
+    assert_eq!((statistics.inference.queue.count, statistics.inference.compute_infer.count), (2, 2));
+    for _ in 0..2 {
+        one(ask("plain", "", &[1.0])).await;
+    }
+    assert_eq!(server.model_statistics("plain", "").unwrap()[0].execution_count, 2);
+}
+
+#[tokio::test]
+async fn a_model_loaded_again_does_not_answer_with_old_responses() {
+    let cached = format!("{ECHO} response_cache {{ enable: true }}");
+    let world = World::new(&[("cached", &cached)]);
+    let server = world.explicit(&["cached"]).await;
+    let ask = || server.infer(request("cached", vec![floats("INPUT0", &[1.0])])).unwrap();
+    one(ask()).await;
+    server.unload_model("cached", false).await.unwrap();
+    server.load_model("cached", serving::LoadOverrides::default()).await.unwrap();
+    one(ask()).await;
+    assert_eq!(world.script.echoes.load(std::sync::atomic::Ordering::SeqCst), 2);
+}

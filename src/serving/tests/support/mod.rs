@@ -36,6 +36,8 @@ pub struct Script {
     pub unready: AtomicBool,
     /// Requests of the `gate` backend and executions of the `rows` backend wait here.
     pub gate: Arc<Semaphore>,
+    /// Requests that `echo` has answered.
+    pub echoes: AtomicUsize,
     /// What the `rows` backend was given: the instance, and the requests' ids, with their sequences' controls.
     pub batches: Mutex<Vec<String>>,
 }
@@ -48,6 +50,7 @@ impl Script {
             cancelled: AtomicUsize::new(0),
             unready: AtomicBool::new(false),
             gate: Arc::new(Semaphore::new(0)),
+            echoes: AtomicUsize::new(0),
             batches: Mutex::default(),
         })
     }
@@ -84,7 +87,9 @@ impl World {
         let names = ["echo", "pieces", "gate", "join", "rows", "sum"];
         let factories: HashMap<_, _> = names.map(|name| (name.to_owned(), factory.clone())).into();
         let repositories = vec![PathBuf::from(self.root.path())];
-        Server::new(ServerConfig { repositories, control_mode, ..ServerConfig::default() }, factories).unwrap()
+        let response_cache_bytes = 1 << 20;
+        let config = ServerConfig { repositories, control_mode, response_cache_bytes, ..ServerConfig::default() };
+        Server::new(config, factories).unwrap()
     }
 
     pub async fn started(&self) -> Arc<Server> {
@@ -136,11 +141,15 @@ impl Backend for Scripted {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
         match self.kind.as_str() {
             "echo" => {
+                self.script.echoes.fetch_add(1, Ordering::SeqCst);
                 Ok(ResponseStream::ready(InferResponse { outputs: echoed(&request), ..InferResponse::default() }))
             }
             "pieces" => Ok(self.pieces(&request)),
             "gate" => Ok(self.gated(request)),
-            "join" => Ok(joined(&request)),
+            "join" => match self.model.config.parameter("fail_on") {
+                Some(text) if text_of(&request.inputs[0]) == text => Err(InferError::internal(format!("no {text}"))),
+                _ => Ok(joined(&request)),
+            },
             kind => Err(InferError::new(ErrorKind::Unsupported, format!("no `{kind}`"))),
         }
     }
@@ -236,10 +245,15 @@ impl Scripted {
         let n = request.input("n").map_or(3, |tensor| tensor.to_i32().unwrap()[0]);
         let data_is_final = self.model.config.parameter("final").is_some();
         let fail_at = self.model.config.parameter("fail_at").map(|at| at.parse::<i32>().unwrap());
+        let stumble_at = self.model.config.parameter("stumble_at").map(|at| at.parse::<i32>().unwrap());
         let (sender, stream) = ResponseStream::channel(1);
         let script = self.script.clone();
         tokio::spawn(async move {
             for i in 0..n {
+                if stumble_at == Some(i) {
+                    sender.send(Err(InferError::internal(format!("piece {i} failed")))).await;
+                    continue;
+                }
                 if fail_at == Some(i) {
                     sender.send(Err(InferError::unavailable(format!("piece {i} failed")))).await;
                     return;
