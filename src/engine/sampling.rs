@@ -8,6 +8,7 @@ use crate::TokenId;
 ///
 /// The order of application on a device: repetition, presence and frequency penalty; logit bias;
 /// bad words; end ids while fewer than `min_tokens` are generated; temperature; top-k; top-p; min-p.
+/// Tokens that equal the last one kept by top-k or top-p are kept, too.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SamplingParams {
     /// Divides the logits; 0 is greedy, whatever the rest says.

@@ -1,6 +1,6 @@
 //! Chooses a token from a row's logits, in the order that [`SamplingParams`] documents.
 //!
-//! Ties go to the lowest id. A draw at output position `n` is a function of the logits, the seed and `n`.
+//! Ties for the likeliest go to the lowest id, ties at a threshold are kept. A draw at output position `n` is a function of the logits, the seed and `n`.
 
 use std::cell::RefCell;
 use std::cmp::Ordering;
@@ -24,6 +24,7 @@ struct Candidate {
 struct Scratch {
     raw: Vec<f32>,
     candidates: Vec<Candidate>,
+    values: Vec<f32>,
 }
 
 thread_local! {
@@ -36,13 +37,13 @@ pub(crate) fn choose(id: RowId, row: &Row, num_generated: u32, logits: &mut [f32
         let params = &row.sampling;
         let Some(num_logprobs) = params.num_logprobs else {
             adjust(row, num_generated, logits);
-            let token = draw(params, num_generated, logits, &mut scratch.candidates);
+            let token = draw(params, num_generated, logits, scratch);
             return SampledToken { row: id, token: TokenId(token), logprob: None, top: Vec::new() };
         };
         scratch.raw.clear();
         scratch.raw.extend_from_slice(logits);
         adjust(row, num_generated, logits);
-        let token = draw(params, num_generated, logits, &mut scratch.candidates);
+        let token = draw(params, num_generated, logits, scratch);
         let total = log_sum_exp(&scratch.raw);
         let logprob = |token: u32| (f64::from(scratch.raw[token as usize]) - total) as f32;
         let best = likeliest(&scratch.raw, num_logprobs as usize, &mut scratch.candidates);
@@ -89,7 +90,8 @@ fn ends_with(tokens: &[u32], end: &[TokenId]) -> bool {
     tokens.len() >= end.len() && tokens[tokens.len() - end.len()..].iter().zip(end).all(|(a, b)| *a == b.0)
 }
 
-fn draw(params: &SamplingParams, num_generated: u32, logits: &[f32], candidates: &mut Vec<Candidate>) -> u32 {
+fn draw(params: &SamplingParams, num_generated: u32, logits: &[f32], scratch: &mut Scratch) -> u32 {
+    let Scratch { candidates, values, .. } = scratch;
     let best = argmax(logits);
     let max = logits[best as usize];
     if params.is_greedy() || !max.is_finite() {
@@ -100,16 +102,10 @@ fn draw(params: &SamplingParams, num_generated: u32, logits: &[f32], candidates:
     candidates.clear();
     candidates.extend(logits.iter().enumerate().map(weigh).filter(|c| c.weight > 0.0));
     if params.top_k > 0 && (params.top_k as usize) < candidates.len() {
-        // By logit, not by weight: distinct logits may have equal weights.
-        let by_logit = |a: &Candidate, b: &Candidate| {
-            logits[b.token as usize].total_cmp(&logits[a.token as usize]).then(a.token.cmp(&b.token))
-        };
-        candidates.select_nth_unstable_by(params.top_k as usize - 1, by_logit);
-        candidates.truncate(params.top_k as usize);
-        candidates.sort_unstable_by(by_logit);
+        keep_top_k(candidates, logits, params.top_k as usize, values);
     }
     if params.top_p < 1.0 {
-        keep_top_p(candidates, params.top_p);
+        keep_top_p(candidates, params.top_p, values);
     }
     if params.min_p > 0.0 {
         candidates.retain(|candidate| candidate.weight >= params.min_p); // The likeliest weighs 1.
@@ -125,30 +121,46 @@ fn draw(params: &SamplingParams, num_generated: u32, logits: &[f32], candidates:
     candidates.last().map_or(best, |candidate| candidate.token)
 }
 
-/// Keeps the smallest set of heaviest candidates that reaches `top_p` of the weight.
-fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f32) {
+/// Keeps the `top_k` highest logits and what equals the last of them. By logit, not by weight: distinct logits may
+/// have equal weights.
+fn keep_top_k(candidates: &mut Vec<Candidate>, logits: &[f32], top_k: usize, values: &mut Vec<f32>) {
+    let logit = |candidate: &Candidate| logits[candidate.token as usize];
+    values.clear();
+    values.extend(candidates.iter().map(logit));
+    let (_, &mut least, _) = values.select_nth_unstable_by(top_k - 1, highest_first);
+    candidates.retain(|candidate| logit(candidate) >= least);
+}
+
+/// Keeps the smallest set of heaviest candidates that reaches `top_p` of the weight, and what equals the last of them.
+fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f32, values: &mut Vec<f32>) {
     let total: f64 = candidates.iter().map(|candidate| f64::from(candidate.weight)).sum();
     let goal = total * f64::from(top_p);
+    values.clear();
+    values.extend(candidates.iter().map(|candidate| candidate.weight));
     let mut sorted = FIRST_SORTED;
     loop {
-        let count = sorted.min(candidates.len());
-        if count < candidates.len() {
-            candidates.select_nth_unstable_by(count - 1, heavier_first);
+        let count = sorted.min(values.len());
+        if count < values.len() {
+            values.select_nth_unstable_by(count - 1, highest_first);
         }
-        candidates[..count].sort_unstable_by(heavier_first);
+        values[..count].sort_unstable_by(highest_first);
         let mut reached = 0.0;
-        let kept = candidates[..count].iter().position(|candidate| {
-            reached += f64::from(candidate.weight);
+        let last = values[..count].iter().find(|&&weight| {
+            reached += f64::from(weight);
             reached >= goal
         });
-        if let Some(last) = kept {
-            return candidates.truncate(last + 1);
+        if let Some(&least) = last {
+            return candidates.retain(|candidate| candidate.weight >= least);
         }
-        if count == candidates.len() {
+        if count == values.len() {
             return;
         }
         sorted *= 8;
     }
+}
+
+fn highest_first(a: &f32, b: &f32) -> Ordering {
+    b.total_cmp(a)
 }
 
 fn heavier_first(a: &Candidate, b: &Candidate) -> Ordering {
@@ -202,3 +214,6 @@ fn uniform(seed: u64, n: u32) -> f64 {
     let bits = mix(mix(seed.wrapping_add(GAMMA)).wrapping_add(GAMMA.wrapping_mul(u64::from(n) + 1)));
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
+
+#[cfg(test)]
+mod tests;
