@@ -39,7 +39,7 @@ pub(crate) fn run(
 ) -> Result<ExitCode, RankError> {
     let agents = connect(world, agent, heard);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;
-    let result = llm_defaults(&args, world).and_then(|defaults| {
+    let result = check_one_node(world).and_then(|()| llm_defaults(&args, world)).and_then(|defaults| {
         let llm = LlmFactory::new(defaults, Arc::clone(&agents), prefix);
         runtime.block_on(serve(&args, Arc::new(llm)))
     });
@@ -72,6 +72,18 @@ fn connect(world: &Arc<World>, agent: &Arc<Agent>, heard: Receiver<FromAgent>) -
         }
     });
     agents
+}
+
+/// Plans reach workers through shared memory alone.
+fn check_one_node(world: &World) -> Result<(), RankError> {
+    let here = world.node_ranks(0);
+    match (0..world.size()).find(|rank| !here.contains(rank)) {
+        None => Ok(()),
+        Some(stranger) => {
+            let (here, there) = (world.hostname(0).to_owned(), world.hostname(stranger).to_owned());
+            Err(RankError::ManyNodes { here, there, stranger })
+        }
+    }
 }
 
 fn llm_defaults(args: &RankArgs, world: &World) -> Result<LlmDefaults, RankError> {
@@ -185,17 +197,17 @@ fn front_config(args: &RankArgs) -> front::Config {
 }
 
 /// SIGTERM and SIGINT, alike.
-struct Signals {
+pub(crate) struct Signals {
     terminate: Signal,
     interrupt: Signal,
 }
 
 impl Signals {
-    fn new() -> std::io::Result<Self> {
+    pub(crate) fn new() -> std::io::Result<Self> {
         Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
     }
 
-    async fn next(&mut self) {
+    pub(crate) async fn next(&mut self) {
         let number = tokio::select! {
             _ = self.terminate.recv() => 15,
             _ = self.interrupt.recv() => 2,

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::protocol::{ShmName, WorkerSpec};
 
-/// How long a worker may take to end after SIGTERM.
+/// How long a worker may take to end after SIGUSR1.
 const TERMINATE_GRACE: Duration = Duration::from_secs(2);
 
 /// One worker of one start of a model: a restart is a new `instance`.
@@ -30,7 +30,7 @@ pub struct WorkerId {
 pub enum ToAgent {
     /// Start a worker; the agent fills in the names of its rings.
     Start(WorkerId, Box<WorkerSpec>),
-    /// End a worker: SIGTERM, then SIGKILL.
+    /// End a worker: SIGUSR1, then SIGKILL.
     Stop(WorkerId),
     /// End a worker at once; it hangs or its group is lost.
     Kill(WorkerId),
@@ -134,7 +134,8 @@ impl Agent {
         };
         thread::spawn(move || {
             if !grace.is_zero() {
-                let _ = watch.signal(libc::SIGTERM);
+                // Not SIGTERM, which workers leave to rank 0.
+                let _ = watch.signal(libc::SIGUSR1);
             }
             if grace.is_zero() || !watch.wait(grace) {
                 let _ = watch.signal(libc::SIGKILL);

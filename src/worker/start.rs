@@ -7,6 +7,7 @@ use device::cpu::{CpuConfig, CpuDevice, GroupConfig};
 use device::cuda::{CudaConfig, CudaDevice, Exchange};
 use device::StepLimits;
 use ipc::set_process_title;
+use nix::sys::signal::{SigSet, Signal};
 
 use crate::error::{SpecError, WorkerError};
 use crate::exchange::ShmExchange;
@@ -18,6 +19,9 @@ use crate::run::{Rings, Worker};
 /// # Errors
 /// Whatever ends it but being told to stop.
 pub fn main() -> Result<(), WorkerError> {
+    // Meant for rank 0 when they come to a whole terminal or Slurm step: requests in flight still need this worker.
+    let for_rank_0 = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
+    for_rank_0.thread_block().expect("these two signals can be blocked");
     let spec = read_spec().map_err(WorkerError::Spec)?;
     // The title only helps `ps`; a worker serves without it.
     let _ = set_process_title(&format!("trireme: worker {} {}", spec.tp_rank, spec.model));
