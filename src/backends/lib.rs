@@ -10,6 +10,7 @@ mod detokenize;
 mod identity;
 pub mod llm;
 mod parameters;
+pub mod python;
 mod tokenize;
 mod words;
 

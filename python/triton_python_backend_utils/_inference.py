@@ -1,0 +1,421 @@
+"""Requests and responses: those a model answers, and those it sends to other models."""
+
+import json
+import threading
+
+from . import _channel
+from ._errors import TritonError, TritonModelException
+from ._runtime import channel, runtime
+from ._tensor import Tensor
+
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+TRITONSERVER_REQUEST_RELEASE_ALL = 1
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
+
+TRITONSERVER_MEMORY_CPU, TRITONSERVER_MEMORY_CPU_PINNED, TRITONSERVER_MEMORY_GPU = range(3)
+
+
+class PreferredMemory:
+    """Where a model would like the outputs of a request; they come in host memory all the same."""
+
+    __slots__ = ("_kind", "_device")
+
+    def __init__(self, preferred_memory_type=TRITONSERVER_MEMORY_CPU, preferred_device_id=0):
+        self._kind, self._device = preferred_memory_type, preferred_device_id
+
+    def memory_type(self):
+        """One of TRITONSERVER_MEMORY_…"""
+        return self._kind
+
+    def device_id(self):
+        """The device's number."""
+        return self._device
+
+
+class InferenceTrace:
+    """Stands for the trace of a request, to be passed on to requests that it causes."""
+
+
+class InferenceResponse:
+    """Output tensors, or an error in their place."""
+
+    __slots__ = ("_tensors", "_error", "_parameters")
+
+    def __init__(self, output_tensors=(), error=None, parameters=None):
+        if error is not None and not isinstance(error, TritonError):
+            error = TritonError(str(error))
+        for tensor in output_tensors or ():
+            if not isinstance(tensor, Tensor):
+                raise TritonModelException("`output_tensors` holds %s; expected Tensor" % type(tensor).__name__)
+        self._tensors = output_tensors if output_tensors is not None else []
+        self._error = error
+        self._parameters = _checked_parameters(parameters)
+
+    @classmethod
+    def _received(cls, wire):
+        error, tensors, parameters, _ = wire
+        response = cls.__new__(cls)
+        response._tensors = [Tensor._received(tensor) for tensor in tensors]
+        response._error = None if error is None else TritonError(error[1], error[0])
+        response._parameters = dict(parameters)
+        return response
+
+    def output_tensors(self):
+        """The tensors."""
+        return list(self._tensors)
+
+    def has_error(self):
+        """Whether it is an error."""
+        return self._error is not None
+
+    def error(self):
+        """The TritonError, or None."""
+        return self._error
+
+    def parameters(self):
+        """The parameters as a JSON object."""
+        return json.dumps(self._parameters)
+
+    def _wire(self):
+        if self._error is not None:
+            return (self._error.code(), self._error.message()), (), {}
+        return None, tuple([tensor._wire() for tensor in self._tensors]), self._parameters
+
+
+def _checked_parameters(parameters):
+    if not parameters:
+        return {}
+    if isinstance(parameters, str):
+        parameters = json.loads(parameters)
+    for key, value in parameters.items():
+        if not isinstance(key, str) or not isinstance(value, (bool, int, float, str)):
+            raise TritonModelException(
+                "parameter %r is %r: names are strings, and values bool, int, float or str" % (key, value)
+            )
+    return dict(parameters)
+
+
+class InferenceRequest:
+    """A request: one that came to this model, or one for another model, sent with `exec` or `async_exec`."""
+
+    __slots__ = (
+        "_number", "_id", "_correlation", "_flags", "_priority", "_timeout", "_parameters", "_outputs", "_inputs",
+        "_model", "_version", "_memory", "_trace", "_release", "_sender", "_sender_taken",
+    )
+
+    def __init__(
+        self,
+        model_name="",
+        requested_output_names=(),
+        inputs=(),
+        request_id="",
+        correlation_id=0,
+        model_version=-1,
+        flags=0,
+        timeout=0,
+        preferred_memory=None,
+        trace=None,
+        parameters=None,
+        priority=0,
+    ):
+        for tensor in inputs:
+            if not isinstance(tensor, Tensor):
+                raise TritonModelException("`inputs` holds %s; expected Tensor" % type(tensor).__name__)
+        self._number = None
+        self._model, self._version = str(model_name), int(model_version)
+        self._id, self._correlation, self._flags = str(request_id), correlation_id, int(flags)
+        self._priority, self._timeout = int(priority), int(timeout)
+        self._parameters = _checked_parameters(parameters)
+        self._outputs = tuple(requested_output_names)
+        self._inputs = list(inputs)
+        self._memory = preferred_memory or PreferredMemory()
+        self._trace = trace
+        self._sender = None
+        self._sender_taken = False
+        self._release = TRITONSERVER_REQUEST_RELEASE_ALL
+
+    @classmethod
+    def _received(cls, wire):
+        request = cls.__new__(cls)
+        (
+            request._number, request._id, request._correlation, request._flags, request._priority, request._timeout,
+            request._parameters, request._outputs, inputs,
+        ) = wire
+        request._inputs = [Tensor._received(tensor) for tensor in inputs]
+        request._model, request._version, request._memory, request._trace = "", -1, None, None
+        request._sender = ResponseSender(request._number)
+        request._sender_taken = False
+        request._release = TRITONSERVER_REQUEST_RELEASE_ALL
+        return request
+
+    def inputs(self):
+        """The input tensors."""
+        return list(self._inputs)
+
+    def request_id(self):
+        """The client's id."""
+        return self._id
+
+    def correlation_id(self):
+        """The sequence it belongs to: a number or a string."""
+        return self._correlation
+
+    def model_name(self):
+        """The model it is for; empty for one that came to this model."""
+        return self._model
+
+    def requested_output_names(self):
+        """Names of the outputs asked for; none asks for all."""
+        return list(self._outputs)
+
+    def flags(self):
+        """TRITONSERVER_REQUEST_FLAG_SEQUENCE_… bits."""
+        return self._flags
+
+    def set_flags(self, flags):
+        """Sets the sequence bits."""
+        self._flags = int(flags)
+
+    def timeout(self):
+        """Microseconds it may wait in a queue; 0 for the model's default."""
+        return self._timeout
+
+    def priority(self):
+        """Its priority level; 0 for the model's default."""
+        return self._priority
+
+    def parameters(self):
+        """The parameters as a JSON object."""
+        return json.dumps(self._parameters)
+
+    def preferred_memory(self):
+        """Where the outputs are wanted."""
+        return self._memory or PreferredMemory()
+
+    def trace(self):
+        """Its trace, to hand to requests it causes."""
+        return self._trace or InferenceTrace()
+
+    def set_release_flags(self, flags):
+        """TRITONSERVER_REQUEST_RELEASE_RESCHEDULE sends the request to this model again once `execute` returns."""
+        if flags not in (TRITONSERVER_REQUEST_RELEASE_ALL, TRITONSERVER_REQUEST_RELEASE_RESCHEDULE):
+            raise TritonModelException("release flags %r are not one of TRITONSERVER_REQUEST_RELEASE_…" % (flags,))
+        self._release = flags
+
+    def get_response_sender(self):
+        """Sends responses at any time, from any thread, also after `execute` has returned."""
+        self._sender_taken = True
+        return self._sender
+
+    def is_cancelled(self):
+        """Whether the client has left or cancelled."""
+        return self._sender is not None and self._sender.is_cancelled()
+
+    def exec(self, decoupled=False):
+        """Has the other model answer: its response, or with `decoupled=True` an iterator over its responses."""
+        stream = ResponseIterator(self, decoupled)
+        return stream if decoupled else stream._only()
+
+    async def async_exec(self, decoupled=False):
+        """As `exec`, without blocking the event loop."""
+        stream = AsyncResponseIterator(self, decoupled)
+        return stream if decoupled else await stream._only()
+
+    def _wire_for_call(self, decoupled):
+        if not self._model:
+            raise TritonModelException("the request has no `model_name`")
+        return (
+            self._model, self._version, self._id, self._correlation, self._flags, self._priority, self._timeout,
+            self._parameters, self._outputs, tuple([tensor._wire() for tensor in self._inputs]), decoupled,
+        )
+
+
+_cancelled = set()
+
+
+class ResponseSender:
+    """Sends the responses of one request."""
+
+    __slots__ = ("_number", "_closed", "__weakref__")
+
+    def __init__(self, number):
+        self._number = number
+        self._closed = False
+
+    def send(self, response=None, flags=0):
+        """Sends a response; with flags=TRITONSERVER_RESPONSE_COMPLETE_FINAL, none follows it."""
+        if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
+            raise TritonModelException("unable to send response: unknown flags %r" % (flags,))
+        if response is None and not flags:
+            raise TritonModelException("inference response must be provided when the response flags are 0")
+        if response is not None and not isinstance(response, InferenceResponse):
+            raise TritonModelException("expected InferenceResponse, found %s" % type(response).__name__)
+        if self._closed:
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
+        wire = None if response is None else response._wire()
+        self._closed = bool(flags)
+        channel().send(_channel.RESPONSE, self._number, wire, flags)
+        if flags:
+            _cancelled.discard(self._number)
+
+    def is_cancelled(self):
+        """Whether the client has left or cancelled."""
+        if self._number not in _cancelled and runtime.channel is not None:
+            runtime.channel.poll()
+        return self._number in _cancelled
+
+
+class ResponseIterator:
+    """The responses of another model, each as it comes. `cancel` ends the request."""
+
+    def __init__(self, request, decoupled):
+        self._channel = channel()
+        self._waiter = _channel.Waiter()
+        self._ended = False
+        wire = request._wire_for_call(decoupled)
+        self._call = self._channel.open_call(self._waiter.put)
+        self._channel.send(_channel.CALL, self._call, "infer", wire)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._ended:
+            raise StopIteration
+        self._channel.wait(self._waiter)
+        return self._take(self._waiter.items.popleft())
+
+    def _take(self, reply):
+        response, is_final = _response_of(reply)
+        if is_final:
+            self._end()
+        else:
+            self._channel.send(_channel.CALL, 0, "taken", (self._call,))
+        return response
+
+    def cancel(self):
+        """Ends the request; no more responses come."""
+        if not self._ended:
+            self._end()
+            self._channel.send(_channel.DROP, self._call)
+
+    def _end(self):
+        self._ended = True
+        self._channel.close_call(self._call)
+
+    def _only(self):
+        try:
+            return next(self)
+        finally:
+            self.cancel()
+
+    def __del__(self):
+        try:
+            self.cancel()
+        except Exception:  # The server is gone, or this never started.
+            pass
+
+
+class AsyncResponseIterator:
+    """As ResponseIterator, for `async for`."""
+
+    def __init__(self, request, decoupled):
+        import asyncio
+
+        self._channel = channel()
+        self._loop = asyncio.get_running_loop()
+        self._queue = asyncio.Queue()
+        self._ended = False
+        wire = request._wire_for_call(decoupled)
+        self._call = self._channel.open_call(self._put)
+        _listeners.add(self._loop, self._channel)
+        self._channel.send(_channel.CALL, self._call, "infer", wire)
+
+    def _put(self, reply):
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, reply)
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        if self._ended:
+            raise StopAsyncIteration
+        return self._take(await self._queue.get())
+
+    _take = ResponseIterator._take
+    cancel = ResponseIterator.cancel
+
+    def _end(self):
+        self._ended = True
+        self._channel.close_call(self._call)
+        _listeners.remove(self._loop, self._channel)
+
+    async def _only(self):
+        try:
+            return await self.__anext__()
+        finally:
+            self.cancel()
+
+    def __del__(self):
+        try:
+            if not self._ended:
+                self._loop.call_soon_threadsafe(self.cancel)
+        except Exception:  # The loop is closed, or this never started.
+            pass
+
+
+class _Listeners:
+    """Event loops that read the channel, because one of their coroutines waits for an answer."""
+
+    def __init__(self):
+        self._counts = {}
+        self._lock = threading.Lock()
+
+    def add(self, loop, connection):
+        with self._lock:
+            self._counts[loop] = self._counts.get(loop, 0) + 1
+            if self._counts[loop] == 1:
+                loop.add_reader(connection.fileno(), self._read, loop, connection)
+
+    def _read(self, loop, connection):
+        try:
+            connection.poll()
+        except _channel.Closed:
+            loop.remove_reader(connection.fileno())
+
+    def remove(self, loop, connection):
+        with self._lock:
+            self._counts[loop] -= 1
+            if not self._counts[loop]:
+                del self._counts[loop]
+                loop.remove_reader(connection.fileno())
+
+
+_listeners = _Listeners()
+
+
+def _response_of(reply):
+    """(response, is it the last) of a reply to `infer`."""
+    if reply[2] is not None:
+        return InferenceResponse(error=TritonError(reply[2][1], reply[2][0])), True
+    return InferenceResponse._received(reply[3]), reply[3][3]
+
+
+def get_input_tensor_by_name(inference_request, name):
+    """The input called `name`, or None."""
+    for tensor in inference_request._inputs:
+        if tensor._name == name:
+            return tensor
+    return None
+
+
+def get_output_tensor_by_name(inference_response, name):
+    """The output called `name`, or None. TritonModelException when the response is an error."""
+    if inference_response.has_error():
+        raise TritonModelException(inference_response.error().message())
+    for tensor in inference_response._tensors:
+        if tensor._name == name:
+            return tensor
+    return None

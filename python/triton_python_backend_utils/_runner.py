@@ -1,0 +1,258 @@
+"""The life of a model process: load, execute until told to end, finalize."""
+
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+
+from . import _channel
+from ._errors import TritonError, TritonModelException, describe
+from ._inference import (
+    TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
+    InferenceRequest,
+    InferenceResponse,
+    _cancelled,
+)
+from ._memory import Arena, Region
+from ._model_config import ModelConfig
+from ._runtime import runtime
+from ._services import Logger
+
+
+def main():
+    """Runs one model. Standard input is the socket to the server."""
+    connection = socket.socket(fileno=os.dup(0))
+    connection.set_inheritable(False)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    channel = runtime.channel = _channel.Channel(connection)
+    runtime.outputs = Arena(lambda size: _new_region(channel, size))
+    channel.on_cancel = _cancelled.add
+    channel.on_map = lambda *region: _map(channel, *region)
+    # The server says when to end. Programs that the model starts get the usual handling back.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    try:
+        channel.send(_channel.STARTED)
+        model = _load(channel)
+        if model is not None:
+            _serve(channel, model)
+    except _channel.Closed:
+        # Nobody to answer; threads of the model must not keep this process.
+        os._exit(1)
+
+
+def _new_region(channel, size):
+    number, path, start, size = channel.call("region", size)
+    region = Region(path, start, size)
+    channel.send(_channel.MAPPED, False, number)
+    return number, region
+
+
+def _map(channel, number, path, start, size):
+    runtime.regions[number] = Region(path, start, size)
+    channel.send(_channel.MAPPED, True, number)
+
+
+def _load(channel):
+    """The loaded model; None when it failed, which the server has been told, or when that was all."""
+    channel.wait(channel.work)
+    arguments = channel.work.items.popleft()[1]
+    runtime.is_decoupled = arguments["is_decoupled"]
+    runtime.log_verbose = arguments["log_verbose"]
+    try:
+        _name_process(arguments)
+        module = _import(arguments["model_dir"], arguments["version_dir"], arguments["file"])
+        if arguments["complete"] is not None:
+            channel.send(_channel.LOADED, None, _complete(module, arguments["complete"]))
+            return None
+        model = _class_of(module)()
+        for name in ("execute",):
+            if not callable(getattr(model, name, None)):
+                raise AttributeError("TritonPythonModel of %s has no method `%s`" % (module.__file__, name))
+        if hasattr(model, "initialize"):
+            model.initialize(dict(arguments["args"]))
+    except _channel.Closed:
+        raise
+    except BaseException as error:
+        channel.send(_channel.LOADED, (TritonError.INTERNAL, describe(error), traceback.format_exc()), None)
+        return None
+    channel.send(_channel.LOADED, None, None)
+    return model
+
+
+def _name_process(arguments):
+    try:
+        with open("/proc/self/comm", "w") as name:
+            name.write("trireme-python")
+    except OSError:
+        pass  # Only helps `ps`.
+
+
+def _import(model_dir, version_dir, file):
+    """The module of a model. Its own directory, and the one above, are on the path."""
+    sys.path[1:1] = [version_dir, model_dir]
+    path = os.path.join(version_dir, file)
+    if not os.path.isfile(path):
+        raise FileNotFoundError("model file %s does not exist" % path)
+    if file.endswith(".py"):
+        # As a part of its version's folder, so that `from . import …` finds its neighbours.
+        return importlib.import_module("%s.%s" % (os.path.basename(version_dir), file[:-3].replace("/", ".")))
+    loader = importlib.machinery.SourceFileLoader("model", path)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("model", loader))
+    loader.exec_module(module)
+    return module
+
+
+def _class_of(module):
+    made = getattr(module, "TritonPythonModel", None)
+    if made is None:
+        raise AttributeError("%s has no class `TritonPythonModel`" % module.__file__)
+    return made
+
+
+def _complete(module, config):
+    """The configuration as the model completes it, as JSON; None if it does not."""
+    complete = getattr(_class_of(module), "auto_complete_config", None)
+    if complete is None:
+        return None
+    made = complete(ModelConfig(json.loads(config)))
+    if not isinstance(made, ModelConfig):
+        raise TypeError("auto_complete_config returned %s; expected its ModelConfig" % type(made).__name__)
+    return json.dumps(made.as_dict())
+
+
+def _serve(channel, model):
+    work = channel.work
+    while True:
+        if not work.items:
+            channel.wait(work)
+        message = work.items.popleft()
+        if message[0] != _channel.EXECUTE:
+            break
+        _execute(channel, model, message[1], message[2])
+    try:
+        if hasattr(model, "finalize"):
+            model.finalize()
+        _loop.stop()
+    except Exception as error:
+        runtime.channel.send(_channel.LOG, Logger.ERROR, "finalize", traceback.format_exc())
+    channel.send(_channel.FINALIZED)
+
+
+def _execute(channel, model, batch, received):
+    requests = []
+    try:
+        for wire in received:
+            requests.append(InferenceRequest._received(wire))
+        answer = model.execute(requests)
+        # Cheaper than asking `inspect` about each list.
+        if answer.__class__ is not list and hasattr(answer, "__await__"):
+            if runtime.is_decoupled:
+                _loop.start(answer, lambda error: _give_up(channel, requests, error))
+                answer = None
+            else:
+                answer = _loop.finish(answer)
+        responses = _responses(requests, answer)
+    except _channel.Closed:
+        raise
+    except BaseException as error:
+        words = describe(error)
+        channel.send(_channel.DONE, batch, None, (TritonError.INTERNAL, words, traceback.format_exc()))
+        return
+    channel.send(_channel.DONE, batch, responses, None)
+
+
+def _responses(requests, answer):
+    """What travels for each request: a response, None where a sender answers, or True to reschedule."""
+    if answer is None:
+        return tuple([_without_response(request) for request in requests])
+    if runtime.is_decoupled:
+        raise TritonModelException(
+            "a decoupled model returned %s from `execute`; it must return None and answer through "
+            "`get_response_sender()`" % type(answer).__name__
+        )
+    if not isinstance(answer, (list, tuple)):
+        raise TritonModelException(
+            "`execute` returned %s; expected a list with one InferenceResponse for each request"
+            % type(answer).__name__
+        )
+    if len(answer) != len(requests):
+        raise TritonModelException(
+            "`execute` returned %d responses for %d requests; it must return one for each"
+            % (len(answer), len(requests))
+        )
+    wires = []
+    for request, response in zip(requests, answer):
+        if response is None:
+            wires.append(_without_response(request))
+        elif not isinstance(response, InferenceResponse):
+            raise TritonModelException(
+                "`execute` returned a list with %s; expected InferenceResponse" % type(response).__name__
+            )
+        elif request._sender._closed:
+            raise TritonModelException("`execute` returned a response that its response sender has sent already")
+        else:
+            request._sender._closed = True
+            wires.append(response._wire())
+    return tuple(wires)
+
+
+def _without_response(request):
+    if request._release == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
+        return True
+    if not request._sender_taken and not runtime.is_decoupled:
+        raise TritonModelException("`execute` gave no response to a request whose response sender it did not take")
+    return None
+
+
+def _give_up(channel, requests, error):
+    """An `async def execute` of a decoupled model failed: what has not been answered gets the error."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    channel.send(_channel.LOG, Logger.ERROR, "execute", text)
+    for request in requests:
+        if not request._sender._closed:
+            request._sender._closed = True
+            channel.send(_channel.RESPONSE, request._number, ((TritonError.INTERNAL, describe(error)), (), {}), 1)
+
+
+class _Loop:
+    """The event loop of an `async def execute`, in a thread of its own."""
+
+    def __init__(self):
+        self._loop = None
+        self._thread = None
+
+    def _started(self):
+        import asyncio
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="execute", daemon=True)
+            self._thread.start()
+        return asyncio, self._loop
+
+    def finish(self, coroutine):
+        """Runs it to its end, and returns what it returns."""
+        asyncio, loop = self._started()
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+    def start(self, coroutine, failed):
+        """Runs it beside others; `failed` gets its exception."""
+        asyncio, loop = self._started()
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        future.add_done_callback(lambda future: future.exception() and failed(future.exception()))
+
+    def stop(self):
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=5)
+
+
+_loop = _Loop()

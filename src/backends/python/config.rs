@@ -1,0 +1,70 @@
+//! How model processes are started.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use ipc::Prefix;
+
+/// Settings of the Python backend.
+#[derive(Debug, Clone)]
+pub struct PythonConfig {
+    /// Names the shared memory.
+    pub prefix: Prefix,
+    /// The interpreter, where a model brings none; a name is looked up in `PATH`.
+    pub interpreter: PathBuf,
+    /// Size of a process's first region of shared memory, made when a tensor first needs it.
+    pub shm_default_bytes: usize,
+    /// Least size of each further region.
+    pub shm_growth_bytes: usize,
+    /// Time for a process to start, before it loads its model.
+    pub start_timeout: Duration,
+    /// Time for `finalize` when a model is unloaded.
+    pub stop_timeout: Duration,
+    /// Whether models' verbose messages are logged.
+    pub log_verbose: bool,
+    /// Whether models may complete their configurations.
+    pub auto_complete: bool,
+}
+
+impl PythonConfig {
+    /// Triton's defaults, with shared memory named by `prefix`.
+    pub fn new(prefix: Prefix) -> Self {
+        Self {
+            prefix,
+            interpreter: "python3".into(),
+            shm_default_bytes: 1 << 20,
+            shm_growth_bytes: 1 << 20,
+            start_timeout: Duration::from_secs(30),
+            stop_timeout: Duration::from_secs(10),
+            log_verbose: false,
+            auto_complete: true,
+        }
+    }
+
+    /// Applies one `KEY=VALUE` of `--backend-config=python,KEY=VALUE`. The prefix is set by [`PythonConfig::new`].
+    ///
+    /// # Errors
+    /// With words, when the key is unknown or the value cannot be.
+    pub fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
+        let number = || {
+            let found = value.parse::<usize>().ok().filter(|&number| number > 0);
+            found.ok_or_else(|| format!("`{key}={value}` of the Python backend is not a number above 0"))
+        };
+        match key {
+            "shm-default-byte-size" => self.shm_default_bytes = number()?,
+            "shm-growth-byte-size" => self.shm_growth_bytes = number()?,
+            "stub-timeout-seconds" => self.start_timeout = Duration::from_secs(number()? as u64),
+            "stop-timeout-seconds" => self.stop_timeout = Duration::from_secs(number()? as u64),
+            "interpreter" => self.interpreter = value.into(),
+            // Accepted for the sake of command lines; the first is the rank's prefix, the others have no meaning here.
+            "shm-region-prefix-name" | "stub-message-queue-size" | "default-max-batch-size" => {}
+            _ => {
+                return Err(format!(
+                    "the Python backend has no setting `{key}`; it has shm-default-byte-size, shm-growth-byte-size, \
+                     stub-timeout-seconds, stop-timeout-seconds and interpreter"
+                ));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,272 @@
+//! One instance of a model: its process, what the process has to do, and the process that takes its place.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use serving::{BatchedRequest, ErrorKind, InferError, InferResponse};
+use tokio::sync::oneshot;
+
+use super::connection::Connection;
+use super::memory::Block;
+use super::message::{ToProcess, read_error, read_response, write_request};
+use super::running::Running;
+use super::wire::{Value, WireError, Writer};
+
+/// An `execute` shorter than this has the next batch sent ahead, so that the process never waits for it.
+const QUICK: Duration = Duration::from_millis(1);
+
+/// An instance of a model.
+#[derive(Default)]
+pub(super) struct Instance {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// The process that serves; none while it restarts.
+    connection: Option<Arc<Connection>>,
+    /// What the process was sent to execute, in order.
+    batches: VecDeque<Batch>,
+    /// Requests without their final response.
+    running: HashMap<u64, Running>,
+    is_quick: bool,
+    last_number: u64,
+    /// Why there is no process.
+    lost: String,
+}
+
+struct Batch {
+    number: u64,
+    requests: Vec<u64>,
+    /// When the process began with it, or may have.
+    since: Instant,
+    free: Option<oneshot::Sender<()>>,
+}
+
+/// What is left of a lost process.
+pub(super) struct Remains {
+    /// Requests that got no response yet.
+    pub unanswered: Vec<BatchedRequest>,
+}
+
+impl Instance {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives the instance a process.
+    pub fn attach(&self, connection: Arc<Connection>) {
+        let mut state = self.lock();
+        state.is_quick = false;
+        state.connection = Some(connection);
+    }
+
+    pub fn connection(&self) -> Option<Arc<Connection>> {
+        self.lock().connection.clone()
+    }
+
+    /// Whether it would work on a request now.
+    pub fn is_ready(&self) -> bool {
+        self.lock().connection.as_ref().is_some_and(|connection| !connection.is_stopped.load(Ordering::Relaxed))
+    }
+
+    pub fn num_running(&self) -> usize {
+        self.lock().running.len()
+    }
+
+    /// Has the process execute a batch. Resolves, or is there already, when it may get the next one.
+    pub fn execute(&self, batch: Vec<BatchedRequest>) -> Result<Option<oneshot::Receiver<()>>, InferError> {
+        let mut state = self.lock();
+        let Some(connection) = state.connection.clone() else {
+            return Err(InferError::unavailable(state.lost.clone()));
+        };
+        let placed: Vec<(BatchedRequest, Vec<Block>)> =
+            batch.into_iter().filter_map(|request| place(&connection, request)).collect();
+        if placed.is_empty() {
+            return Ok(None);
+        }
+        let number = state.last_number + 1;
+        let mut message = Writer::begin(3);
+        message.int(ToProcess::Execute as u8);
+        message.int(number);
+        message.tuple(placed.len());
+        let mut requests = Vec::with_capacity(placed.len());
+        for (batched, blocks) in placed {
+            state.last_number += 1;
+            let (number, mut blocks) = (state.last_number, blocks.into_iter());
+            let mut next = |_: &[u8]| Ok(blocks.next().expect("each large tensor was placed"));
+            write_request(&mut message, number, &batched.request, &mut next)?;
+            state.running.insert(number, Running::new(batched));
+            requests.push(number);
+        }
+        let is_ahead = !state.batches.is_empty();
+        let (free, wait) = oneshot::channel();
+        // One batch may wait in the process while it works on another, if that is a matter of moments.
+        let (free, wait) = if state.is_quick && !is_ahead { (None, None) } else { (Some(free), Some(wait)) };
+        state.batches.push_back(Batch { number, requests, since: Instant::now(), free });
+        connection.process.send(&message.finish());
+        drop(state);
+        connection.watch();
+        Ok(wait)
+    }
+
+    /// The process has executed a batch: responses, or what it raised.
+    pub fn done(&self, connection: &Connection, parts: [Value; 3]) -> Result<(), WireError> {
+        let [number, responses, error] = parts;
+        let number: u64 = number.int()?;
+        let mut state = self.lock();
+        let Some(batch) = state.batches.pop_front_if(|batch| batch.number == number) else {
+            return Err(WireError::Shape { expected: "the batch that is due", found: number.to_string() });
+        };
+        let now = Instant::now();
+        state.is_quick = now - batch.since < QUICK;
+        if let Some(next) = state.batches.front_mut() {
+            next.since = now;
+            next.free.take().map(|free| free.send(()));
+        }
+        batch.free.map(|free| free.send(()));
+        if let Some(error) = error.optional() {
+            let [code, words, trace] = error.parts()?;
+            tracing::error!(instance = connection.name, "{}", trace.text()?.trim_end());
+            let error = read_error(Value::Tuple(vec![code, words]))?;
+            let error = InferError::new(
+                error.kind,
+                format!("Failed to process the request(s) for model '{}', message: {}", connection.name, error.message),
+            );
+            for number in batch.requests {
+                state.finish(number, Err(error.clone()));
+            }
+            return Ok(());
+        }
+        for (number, response) in batch.requests.into_iter().zip(responses.tuple()?) {
+            match response {
+                // It is answered through its response sender.
+                Value::None => {}
+                Value::Bool(_) => state.reschedule(number),
+                response => {
+                    let response = read_response(response, &mut |block| connection.take(block))?;
+                    state.finish(number, response);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A response through a response sender.
+    pub fn respond(&self, connection: &Connection, is_decoupled: bool, parts: [Value; 3]) -> Result<(), WireError> {
+        let [number, response, flags] = parts;
+        let (number, is_final) = (number.int::<u64>()?, flags.int::<u8>()? != 0);
+        let response = match response.optional() {
+            Some(response) => Some(read_response(response, &mut |block| connection.take(block))?),
+            None => None,
+        };
+        let mut state = self.lock();
+        // It may have been given up for a client that never reads.
+        let Some(running) = state.running.get_mut(&number) else { return Ok(()) };
+        if is_final || !is_decoupled {
+            let none = || match running.num_responses {
+                0 if !is_decoupled => Err(InferError::internal("the model ended the request without a response")),
+                _ => Ok(InferResponse::default()),
+            };
+            let response = response.unwrap_or_else(none);
+            state.finish(number, response);
+        } else if let Some(response) = response
+            && !running.respond(response)
+        {
+            tracing::warn!(instance = connection.name, "a client that does not read its responses is given up");
+            state.running.remove(&number);
+            connection.process.send(&cancel(number));
+        }
+        Ok(())
+    }
+
+    /// Tells the process of clients that have left. False when nothing runs.
+    pub fn look_after(&self, connection: &Connection) -> bool {
+        let mut state = self.lock();
+        for (&number, running) in &mut state.running {
+            if !running.is_cancelled && running.is_abandoned() {
+                running.is_cancelled = true;
+                connection.process.send(&cancel(number));
+            }
+        }
+        if state.running.is_empty() {
+            connection.is_watched.store(false, Ordering::Release);
+        }
+        !state.running.is_empty()
+    }
+
+    /// Since when the process has been in one `execute`.
+    pub fn executing_since(&self) -> Option<Instant> {
+        self.lock().batches.front().map(|batch| batch.since)
+    }
+
+    /// The process is gone. What it had and can be given to another one is returned; the rest gets the error.
+    pub fn lose(&self, why: &str, keeps_unanswered: bool) -> Remains {
+        let mut state = self.lock();
+        state.connection = None;
+        why.clone_into(&mut state.lost);
+        // Dropping the senders frees who waits for the instance.
+        state.batches.clear();
+        let mut unanswered = Vec::new();
+        for (_, mut running) in state.running.drain() {
+            if keeps_unanswered && running.num_responses == 0 && !running.is_abandoned() {
+                unanswered.push(running.into_request());
+            } else {
+                running.respond(Err(InferError::new(ErrorKind::Unavailable, why)));
+            }
+        }
+        Remains { unanswered }
+    }
+}
+
+impl State {
+    /// Sends the last response of a request.
+    fn finish(&mut self, number: u64, response: Result<InferResponse, InferError>) {
+        if let Some(mut running) = self.running.remove(&number) {
+            running.respond(response.map(|response| InferResponse { is_final: true, ..response }));
+        }
+    }
+
+    /// Sends a request to the process again, behind what it has.
+    fn reschedule(&mut self, number: u64) {
+        let (Some(connection), Some(running)) = (self.connection.clone(), self.running.remove(&number)) else { return };
+        let Some((batched, blocks)) = place(&connection, running.into_request()) else { return };
+        self.last_number += 1;
+        let (number, mut blocks) = (self.last_number, blocks.into_iter());
+        let mut message = Writer::begin(3);
+        message.int(ToProcess::Execute as u8);
+        message.int(number);
+        message.tuple(1);
+        let mut next = |_: &[u8]| Ok(blocks.next().expect("each large tensor was placed"));
+        if write_request(&mut message, number, &batched.request, &mut next).is_ok() {
+            self.running.insert(number, Running::new(batched));
+            self.batches.push_back(Batch { number, requests: vec![number], since: Instant::now(), free: None });
+            connection.process.send(&message.finish());
+        }
+    }
+}
+
+/// Puts the large tensors of a request into shared memory; `None` when there is no room and the request got the error.
+fn place(connection: &Connection, batched: BatchedRequest) -> Option<(BatchedRequest, Vec<Block>)> {
+    let mut blocks = Vec::new();
+    for tensor in batched.request.inputs.iter().filter(|tensor| super::message::is_large(&tensor.data)) {
+        match connection.place(&tensor.data) {
+            Ok(block) => blocks.push(block),
+            Err(error) => {
+                blocks.into_iter().for_each(|block| connection.release(block));
+                Running::new(batched).respond(Err(error));
+                return None;
+            }
+        }
+    }
+    Some((batched, blocks))
+}
+
+fn cancel(number: u64) -> Vec<u8> {
+    let mut message = Writer::begin(2);
+    message.int(ToProcess::Cancel as u8);
+    message.int(number);
+    message.finish()
+}

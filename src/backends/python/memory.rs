@@ -1,0 +1,190 @@
+//! Blocks of shared memory for tensors too large for a message.
+//!
+//! A region is cut into blocks, each behind a header of 64 bytes whose first word says whether it is in use. Who fills a
+//! block sets that word, who has read it clears it; so giving a block back costs no message.
+//! Bytes are copied through the region's file: the kernel's `memcpy`, without a view of memory that others may change.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+
+use bytes::Bytes;
+use ipc::{IpcError, Prefix, Region};
+
+/// Bytes in front of each block; blocks are multiples of it.
+pub(super) const HEADER: usize = 64;
+
+/// A block filled by one side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Block {
+    pub region: usize,
+    pub offset: usize,
+    pub len: usize,
+}
+
+/// A region and the file behind it.
+#[derive(Debug)]
+pub(super) struct Shared {
+    region: Region,
+    file: File,
+    /// Where the region's own bytes begin in the file.
+    start: u64,
+}
+
+impl Shared {
+    /// Makes a region of at least `bytes`.
+    pub fn create(prefix: &Prefix, name: &str, bytes: usize) -> Result<Self, IpcError> {
+        let region = Region::create(prefix, name, bytes.next_multiple_of(HEADER))?;
+        let os = |source| IpcError::Os { action: "open", path: region.path().to_owned(), source };
+        let file = File::options().read(true).write(true).open(region.path()).map_err(os)?;
+        let size = file.metadata().map_err(os)?.len();
+        Ok(Self { start: size - region.len() as u64, region, file })
+    }
+
+    pub fn path(&self) -> PathBuf {
+        self.region.path().to_owned()
+    }
+
+    pub fn start(&self) -> u64 {
+        self.start
+    }
+
+    pub fn len(&self) -> usize {
+        self.region.len()
+    }
+
+    /// Both sides have it: its name may go, so that nothing stays behind whoever is killed.
+    pub fn unlink(&self) {
+        self.region.unlink();
+    }
+
+    /// Gives back a block.
+    pub fn release(&self, offset: usize) {
+        let _ = self.mark(offset.saturating_sub(HEADER), false);
+    }
+
+    fn is_in_use(&self, header: usize) -> bool {
+        self.region.atomics_u32(header, 1).is_ok_and(|flag| flag[0].load(Ordering::Acquire) != 0)
+    }
+
+    fn mark(&self, header: usize, in_use: bool) -> Result<(), IpcError> {
+        self.region.atomics_u32(header, 1)?[0].store(u32::from(in_use), Ordering::Release);
+        Ok(())
+    }
+
+    /// Copies a block's bytes out, and gives the block back.
+    pub fn take(&self, offset: usize, len: usize) -> Result<Bytes, IpcError> {
+        let range = || IpcError::Range { path: self.path(), offset, len, size: self.len(), align: HEADER };
+        let end = offset.checked_add(len).ok_or_else(range)?;
+        let header = offset.checked_sub(HEADER).filter(|_| end <= self.len()).ok_or_else(range)?;
+        let mut bytes = vec![0; len];
+        let os = |source| IpcError::Os { action: "read", path: self.path(), source };
+        self.file.read_exact_at(&mut bytes, self.start + offset as u64).map_err(os)?;
+        self.mark(header, false)?;
+        Ok(bytes.into())
+    }
+
+    fn fill(&self, offset: usize, bytes: &[u8]) -> Result<(), IpcError> {
+        let os = |source| IpcError::Os { action: "write", path: self.path(), source };
+        self.file.write_all_at(bytes, self.start + offset as u64).map_err(os)
+    }
+}
+
+/// Regions that this side fills.
+#[derive(Debug, Default)]
+pub(super) struct Arena {
+    regions: Vec<(Shared, Blocks)>,
+}
+
+impl Arena {
+    /// Copies `bytes` into a free block; `None` when no region has room for them.
+    pub fn put(&mut self, bytes: &[u8]) -> Result<Option<Block>, IpcError> {
+        for (number, (shared, blocks)) in self.regions.iter_mut().enumerate() {
+            let Some(header) = blocks.claim(shared.len(), Self::needed(bytes.len()), |at| shared.is_in_use(at)) else {
+                continue;
+            };
+            shared.mark(header, true)?;
+            shared.fill(header + HEADER, bytes)?;
+            return Ok(Some(Block { region: number, offset: header + HEADER, len: bytes.len() }));
+        }
+        Ok(None)
+    }
+
+    /// What a tensor of `len` bytes takes from a region.
+    pub fn needed(len: usize) -> usize {
+        HEADER + len.next_multiple_of(HEADER)
+    }
+
+    /// Adds a region; returns its number.
+    pub fn add(&mut self, shared: Shared) -> usize {
+        self.regions.push((shared, Blocks::default()));
+        self.regions.len() - 1
+    }
+
+    /// The region of that number.
+    pub fn region(&self, number: usize) -> Option<&Shared> {
+        self.regions.get(number).map(|(shared, _)| shared)
+    }
+
+    /// How many regions there are.
+    pub fn len(&self) -> usize {
+        self.regions.len()
+    }
+}
+
+/// The blocks of a region that were in use when last looked at: start and end, by start.
+#[derive(Debug, Default)]
+struct Blocks(Vec<(usize, usize)>);
+
+impl Blocks {
+    /// The start of `needed` free bytes: the first place that has so many.
+    fn claim(&mut self, size: usize, needed: usize, is_in_use: impl Fn(usize) -> bool) -> Option<usize> {
+        self.0.retain(|&(start, _)| is_in_use(start));
+        let mut free = 0;
+        let gap = self.0.iter().position(|&(start, end)| {
+            let fits = start - free >= needed;
+            free = if fits { free } else { end };
+            fits
+        });
+        if gap.is_none() && size - free < needed {
+            return None;
+        }
+        self.0.insert(gap.unwrap_or(self.0.len()), (free, free + needed));
+        Some(free)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn prefix() -> Prefix {
+        format!("pymem{}_", std::process::id()).parse().unwrap()
+    }
+
+    #[test]
+    fn a_block_is_free_again_once_it_was_read() {
+        let mut arena = Arena::default();
+        arena.add(Shared::create(&prefix(), "reuse", 512).unwrap());
+        let first = arena.put(&[1; 100]).unwrap().unwrap();
+        let second = arena.put(&[2; 100]).unwrap().unwrap();
+        assert_eq!(arena.put(&[3; 200]).unwrap(), None, "the region is full");
+
+        let region = arena.region(0).unwrap();
+        assert_eq!(region.take(first.offset, first.len).unwrap(), vec![1; 100]);
+        let third = arena.put(&[3; 90]).unwrap().unwrap();
+        assert_eq!(third.offset, first.offset);
+        let region = arena.region(0).unwrap();
+        assert_eq!(region.take(second.offset, second.len).unwrap(), vec![2; 100]);
+        assert_eq!(region.take(third.offset, third.len).unwrap(), vec![3; 90]);
+    }
+
+    #[test]
+    fn a_block_outside_its_region_is_refused() {
+        let shared = Shared::create(&prefix(), "outside", 256).unwrap();
+        for (offset, len) in [(0, 8), (64, 1 << 20), (usize::MAX, 2), (32, 8)] {
+            assert!(shared.take(offset, len).is_err(), "{len} bytes at {offset} were read");
+        }
+    }
+}

@@ -1,0 +1,280 @@
+//! Requests and responses as they travel between server and model process.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use serving::{CorrelationId, DataType, ErrorKind, InferError, InferRequest, InferResponse, Parameter, Tensor};
+
+use super::memory::Block;
+use super::wire::{Value, WireError, Writer};
+
+/// Kinds of messages to the process, as its first value.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum ToProcess {
+    Load,
+    Execute,
+    Reply,
+    Cancel,
+    Finalize,
+    Map,
+}
+
+/// Kinds of messages from the process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum FromProcess {
+    Loaded,
+    Done,
+    Response,
+    Call,
+    Log,
+    Metric,
+    Mapped,
+    Drop,
+    Finalized,
+    Started,
+}
+
+impl FromProcess {
+    pub fn from_number(number: usize) -> Option<Self> {
+        use FromProcess::*;
+        [Loaded, Done, Response, Call, Log, Metric, Mapped, Drop, Finalized, Started].get(number).copied()
+    }
+}
+
+/// Tensors up to this size travel inside messages: cheaper than a block of shared memory.
+const INLINE_BYTES: usize = 4096;
+
+/// Whether a tensor travels through shared memory.
+pub(super) fn is_large(data: &[u8]) -> bool {
+    data.len() > INLINE_BYTES
+}
+
+const START: u8 = 1;
+const END: u8 = 2;
+
+/// Number of a type in model_config.proto.
+fn code(datatype: DataType) -> u8 {
+    match datatype {
+        DataType::Bool => 1,
+        DataType::Uint8 => 2,
+        DataType::Uint16 => 3,
+        DataType::Uint32 => 4,
+        DataType::Uint64 => 5,
+        DataType::Int8 => 6,
+        DataType::Int16 => 7,
+        DataType::Int32 => 8,
+        DataType::Int64 => 9,
+        DataType::Fp16 => 10,
+        DataType::Fp32 => 11,
+        DataType::Fp64 => 12,
+        DataType::Bytes => 13,
+        DataType::Bf16 => 14,
+    }
+}
+
+fn datatype(code: u8) -> Option<DataType> {
+    DataType::ALL.into_iter().find(|&datatype| self::code(datatype) == code)
+}
+
+/// Writes a tensor; `place` puts what is large into shared memory.
+fn write_tensor(
+    writer: &mut Writer,
+    tensor: &Tensor,
+    place: &mut impl FnMut(&[u8]) -> Result<Block, InferError>,
+) -> Result<(), InferError> {
+    let block = if is_large(&tensor.data) { Some(place(&tensor.data)?) } else { None };
+    writer.tuple(4);
+    writer.text(&tensor.name);
+    writer.int(code(tensor.datatype));
+    writer.tuple(tensor.shape.len());
+    tensor.shape.iter().for_each(|&size| writer.int(size));
+    match block {
+        None => writer.bytes(&tensor.data),
+        Some(block) => {
+            writer.tuple(3);
+            for number in [block.region, block.offset, block.len] {
+                writer.int(number as u64);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn write_parameters<'a>(writer: &mut Writer, parameters: impl Iterator<Item = (&'a String, &'a Parameter)>) {
+    writer.begin_dict();
+    for (name, value) in parameters {
+        writer.text(name);
+        match value {
+            Parameter::Bool(value) => writer.bool(*value),
+            Parameter::Int(value) => writer.int(*value),
+            Parameter::Double(value) => writer.float(*value),
+            Parameter::String(value) => writer.text(value),
+        }
+    }
+    writer.end_dict();
+}
+
+/// Writes one request of an `execute`.
+pub(super) fn write_request(
+    writer: &mut Writer,
+    number: u64,
+    request: &InferRequest,
+    place: &mut impl FnMut(&[u8]) -> Result<Block, InferError>,
+) -> Result<(), InferError> {
+    writer.tuple(9);
+    writer.int(number);
+    writer.text(&request.id);
+    match &request.correlation_id {
+        CorrelationId::Number(number) => writer.int(*number),
+        CorrelationId::Text(text) => writer.text(text),
+    }
+    writer.int(START * u8::from(request.sequence_start) | END * u8::from(request.sequence_end));
+    writer.int(request.priority);
+    writer.int(request.timeout_us);
+    write_parameters(writer, request.parameters.iter());
+    writer.tuple(request.requested_outputs.len());
+    request.requested_outputs.iter().for_each(|name| writer.text(name));
+    writer.tuple(request.inputs.len());
+    request.inputs.iter().try_for_each(|tensor| write_tensor(writer, tensor, place))
+}
+
+/// Writes the answer to call `call`: another model's response.
+pub(super) fn response_reply(
+    call: i64,
+    answer: &Result<InferResponse, InferError>,
+    place: &mut impl FnMut(&[u8]) -> Result<Block, InferError>,
+) -> Vec<u8> {
+    let response = match answer {
+        Ok(response) => response,
+        Err(error) => return refusal(call, error),
+    };
+    let mut writer = reply(call);
+    writer.tuple(4);
+    writer.none();
+    writer.tuple(response.outputs.len());
+    if let Err(error) = response.outputs.iter().try_for_each(|tensor| write_tensor(&mut writer, tensor, place)) {
+        return refusal(call, &error);
+    }
+    write_parameters(&mut writer, response.parameters.iter().map(|(name, value)| (name, value)));
+    writer.bool(response.is_final);
+    writer.finish()
+}
+
+/// Begins the answer to a call; its value follows.
+pub(super) fn reply(call: i64) -> Writer {
+    let mut writer = Writer::begin(4);
+    writer.int(ToProcess::Reply as u8);
+    writer.int(call);
+    writer.none();
+    writer
+}
+
+/// The answer to a call that failed.
+pub(super) fn refusal(call: i64, error: &InferError) -> Vec<u8> {
+    let mut writer = Writer::begin(4);
+    writer.int(ToProcess::Reply as u8);
+    writer.int(call);
+    writer.tuple(2);
+    writer.int(error.kind as u8);
+    writer.text(&error.message);
+    writer.none();
+    writer.finish()
+}
+
+/// Reads tensors; `take` copies what is in shared memory.
+fn read_tensors(
+    tensors: Value,
+    take: &mut impl FnMut(Block) -> Result<Bytes, WireError>,
+) -> Result<Vec<Tensor>, WireError> {
+    let wrong = |expected, found: String| WireError::Shape { expected, found };
+    let read = |tensor: Value| {
+        let [name, code, shape, data] = tensor.parts()?;
+        let (name, code) = (name.text()?, code.int()?);
+        let datatype = datatype(code).ok_or_else(|| wrong("a tensor's type", code.to_string()))?;
+        let shape = shape.tuple()?.into_iter().map(Value::int).collect::<Result<Vec<i64>, _>>()?;
+        let data = match data {
+            // A slice would keep alive what was read with it.
+            Value::Bytes(bytes) => Bytes::copy_from_slice(&bytes),
+            block => {
+                let [region, offset, len] = block.parts()?;
+                take(Block { region: region.int()?, offset: offset.int()?, len: len.int()? })?
+            }
+        };
+        let tensor = Tensor { name, datatype, shape, data };
+        let expected = tensor.num_elements().zip(datatype.size()).map(|(count, size)| count.saturating_mul(size));
+        match expected {
+            Some(expected) if expected != tensor.data.len() => {
+                Err(wrong("as many bytes as a tensor's shape says", tensor.data.len().to_string()))
+            }
+            _ => Ok(tensor),
+        }
+    };
+    tensors.tuple()?.into_iter().map(read).collect()
+}
+
+fn read_parameters(parameters: Value) -> Result<Vec<(String, Parameter)>, WireError> {
+    let read = |(name, value): (Value, Value)| {
+        let value = match value {
+            Value::Bool(value) => Parameter::Bool(value),
+            Value::Float(value) => Parameter::Double(value),
+            Value::Text(value) => Parameter::String(value),
+            other => Parameter::Int(other.int()?),
+        };
+        Ok((name.text()?, value))
+    };
+    parameters.dict()?.into_iter().map(read).collect()
+}
+
+/// An error as the process sends it: code and words.
+pub(super) fn read_error(error: Value) -> Result<InferError, WireError> {
+    let [code, message] = error.parts()?;
+    Ok(InferError::new(kind(code.int()?), message.text()?))
+}
+
+fn kind(code: u8) -> ErrorKind {
+    use ErrorKind::*;
+    let kinds = [Unknown, Internal, NotFound, InvalidArgument, Unavailable, Unsupported, AlreadyExists, Cancelled];
+    kinds.get(usize::from(code)).copied().unwrap_or(Internal)
+}
+
+/// A response of the model.
+pub(super) fn read_response(
+    response: Value,
+    take: &mut impl FnMut(Block) -> Result<Bytes, WireError>,
+) -> Result<Result<InferResponse, InferError>, WireError> {
+    let [error, outputs, parameters] = response.parts()?;
+    if let Some(error) = error.optional() {
+        return read_error(error).map(Err);
+    }
+    let outputs = read_tensors(outputs, take)?;
+    Ok(Ok(InferResponse { outputs, parameters: read_parameters(parameters)?, ..InferResponse::default() }))
+}
+
+/// A request to another model, and whether it may have many responses.
+pub(super) fn read_request(
+    request: Value,
+    take: &mut impl FnMut(Block) -> Result<Bytes, WireError>,
+) -> Result<(InferRequest, bool), WireError> {
+    let [model, version, id, correlation, flags, priority, timeout, parameters, outputs, inputs, decoupled] =
+        request.parts()?;
+    let version: i64 = version.int()?;
+    let flags: u8 = flags.int()?;
+    let request = InferRequest {
+        model_name: model.text()?,
+        model_version: if version < 0 { String::new() } else { version.to_string() },
+        id: id.text()?,
+        parameters: read_parameters(parameters)?.into_iter().collect::<BTreeMap<_, _>>(),
+        inputs: read_tensors(inputs, take)?,
+        requested_outputs: outputs.tuple()?.into_iter().map(Value::text).collect::<Result<_, _>>()?,
+        priority: priority.int()?,
+        timeout_us: timeout.int()?,
+        correlation_id: match correlation {
+            Value::Text(text) => CorrelationId::Text(text),
+            number => CorrelationId::Number(number.int()?),
+        },
+        sequence_start: flags & START != 0,
+        sequence_end: flags & END != 0,
+        step: None,
+    };
+    Ok((request, decoupled.bool()?))
+}

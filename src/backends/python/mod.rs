@@ -1,0 +1,93 @@
+//! `python`: users' own `model.py`, each instance in a process of its own.
+//!
+//! [`PythonFactory`] loads models. A model process is the user's interpreter running the module in `python/`, which is
+//! embedded here. Messages travel over a socket, large tensors through shared memory. A process that ends or hangs is
+//! replaced; what it had in flight gets one error.
+
+mod calls;
+mod config;
+mod connection;
+mod files;
+mod instance;
+mod memory;
+mod message;
+mod metrics;
+mod model;
+mod process;
+mod running;
+mod wire;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use ipc::IpcError;
+use serving::{Backend, BackendFactory, InferError, LoadRequest, Server};
+
+pub use config::PythonConfig;
+
+use files::Files;
+use memory::Shared;
+use metrics::Registry;
+use model::Model;
+use process::Spawner;
+
+/// Loads `backend: "python"`.
+pub struct PythonFactory {
+    host: Arc<Host>,
+}
+
+/// What all model processes of a server share.
+struct Host {
+    config: PythonConfig,
+    spawner: Spawner,
+    files: Files,
+    metrics: Arc<Registry>,
+    server: OnceLock<Weak<Server>>,
+    num_regions: AtomicU64,
+}
+
+impl PythonFactory {
+    /// A factory whose models run as `config` says.
+    ///
+    /// # Errors
+    /// When the module's sources cannot be written, or no thread be started.
+    pub fn new(config: PythonConfig) -> std::io::Result<Self> {
+        let (metrics, server, num_regions) = Default::default();
+        let host = Host { config, spawner: Spawner::start()?, files: Files::create()?, metrics, server, num_regions };
+        Ok(Self { host: Arc::new(host) })
+    }
+
+    /// Lets models send requests to other models of `server`. Before that, only they themselves serve.
+    pub fn attach(&self, server: &Arc<Server>) {
+        let _ = self.host.server.set(Arc::downgrade(server));
+    }
+
+    /// The metrics that models have made, in Prometheus' text format.
+    pub fn metrics_text(&self) -> String {
+        self.host.metrics.text()
+    }
+}
+
+impl Host {
+    /// A region for at least `bytes`, when a process has `held` bytes in regions already.
+    fn new_region(&self, bytes: usize, held: usize) -> Result<Shared, IpcError> {
+        // As much again as there is, so that few regions are ever made.
+        let grown = if held == 0 { self.config.shm_default_bytes } else { self.config.shm_growth_bytes.max(held) };
+        let number = self.num_regions.fetch_add(1, Ordering::Relaxed);
+        let prefix = &self.config.prefix;
+        let full = |error: &IpcError| matches!(error, IpcError::Full { .. });
+        match Shared::create(prefix, &format!("python{number}"), bytes.max(grown)) {
+            Err(error) if full(&error) && grown > bytes => Shared::create(prefix, &format!("python{number}"), bytes),
+            made => made,
+        }
+    }
+}
+
+impl BackendFactory for PythonFactory {
+    fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        let host = self.host.clone();
+        async move { Ok(Arc::new(Model::load(host, &load).await?) as Arc<dyn Backend>) }.boxed()
+    }
+}

@@ -1,0 +1,490 @@
+//! A loaded model: its instances, kept alive.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use futures::FutureExt as _;
+use futures::future::{BoxFuture, join_all};
+use repository::ModelConfig;
+use repository::proto::model_instance_group::Kind;
+use serving::{Backend, BatchedRequest, InferError, InferRequest, LoadRequest, ResponseStream};
+use tokio::sync::mpsc;
+
+use super::Host;
+use super::calls;
+use super::connection::{Connection, LoadEvent};
+use super::instance::Instance;
+use super::message::{FromProcess, ToProcess, read_error};
+use super::process::{Process, Program};
+use super::wire::{Value, WireError, Writer};
+use crate::parameters;
+
+/// How often requests that take long are looked after.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// How often a busy process is looked at.
+const HEALTH_LOOK: Duration = Duration::from_secs(1);
+
+/// Time for what a process sent last to be read once it has ended.
+const LAST_WORDS: Duration = Duration::from_millis(200);
+
+/// Pauses between restarts of a process that keeps ending: the first, and the longest.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+
+/// A process that served so long did not fail at once.
+const HEALTHY_AFTER: Duration = Duration::from_secs(60);
+
+/// A loaded `model.py`.
+pub(super) struct Model {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    host: Arc<Host>,
+    settings: Settings,
+    instances: Vec<Instance>,
+    is_ending: AtomicBool,
+}
+
+/// What the configuration says.
+struct Settings {
+    model: String,
+    config_json: String,
+    version: i64,
+    model_dir: PathBuf,
+    version_dir: PathBuf,
+    file: String,
+    is_decoupled: bool,
+    /// Requests without a response are given to the next process when theirs is lost.
+    retries: bool,
+    /// An `execute` that takes longer is taken for hung.
+    execute_timeout: Option<Duration>,
+    interpreter: PathBuf,
+    places: Vec<Place>,
+}
+
+/// Name and device of an instance.
+struct Place {
+    name: String,
+    kind: &'static str,
+    device: i32,
+}
+
+impl Settings {
+    fn new(host: &Host, load: &LoadRequest) -> Result<Self, InferError> {
+        let config = &load.config;
+        let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
+        Ok(Self {
+            model: config.name.clone(),
+            config_json: repository::to_json(config),
+            version: load.version,
+            model_dir: absolute(&load.model_dir),
+            version_dir: absolute(&load.version_dir),
+            file: match config.default_model_filename.as_str() {
+                "" => "model.py".to_owned(),
+                file => file.to_owned(),
+            },
+            is_decoupled: config.is_decoupled(),
+            retries: parameters::flag(config, "retry_lost_requests")?.unwrap_or(false),
+            execute_timeout: parameters::number(config, "execute_timeout_seconds")?.map(Duration::from_secs),
+            interpreter: interpreter(host, load)?,
+            places: places(config),
+        })
+    }
+
+    /// What a process must know to load the model, or only to complete its configuration.
+    fn load_message(&self, place: &Place, log_verbose: bool, complete: Option<&str>) -> Vec<u8> {
+        let mut message = Writer::begin(2);
+        message.int(ToProcess::Load as u8);
+        message.begin_dict();
+        for (key, value) in [
+            ("model_dir", self.model_dir.to_string_lossy().as_ref()),
+            ("version_dir", self.version_dir.to_string_lossy().as_ref()),
+            ("file", &self.file),
+        ] {
+            message.text(key);
+            message.text(value);
+        }
+        for (key, value) in [("is_decoupled", self.is_decoupled), ("log_verbose", log_verbose)] {
+            message.text(key);
+            message.bool(value);
+        }
+        message.text("complete");
+        match complete {
+            Some(config) => message.text(config),
+            None => message.none(),
+        }
+        message.text("args");
+        message.begin_dict();
+        for (key, value) in [
+            ("model_config", self.config_json.as_str()),
+            ("model_instance_kind", place.kind),
+            ("model_instance_name", &place.name),
+            ("model_instance_device_id", &place.device.to_string()),
+            ("model_repository", &self.model_dir.to_string_lossy()),
+            ("model_version", &self.version.to_string()),
+            ("model_name", &self.model),
+        ] {
+            message.text(key);
+            message.text(value);
+        }
+        message.end_dict();
+        message.end_dict();
+        message.finish()
+    }
+}
+
+/// The interpreter that the model brings, else the server's.
+fn interpreter(host: &Host, load: &LoadRequest) -> Result<PathBuf, InferError> {
+    let Some(path) = load.config.parameter("EXECUTION_ENV_PATH") else { return Ok(host.config.interpreter.clone()) };
+    let dir = load.model_dir.to_string_lossy();
+    let path = path.replace("$$TRITON_MODEL_DIRECTORY", &dir);
+    host.files.interpreter(&load.model_dir.join(path))
+}
+
+/// The instances of all groups.
+fn places(config: &ModelConfig) -> Vec<Place> {
+    let mut places = Vec::new();
+    for group in &config.instance_group {
+        let kind = match group.kind() {
+            Kind::Gpu => "GPU",
+            Kind::Model => "MODEL",
+            Kind::Cpu | Kind::Auto => "CPU",
+        };
+        let devices = if group.kind() == Kind::Gpu && !group.gpus.is_empty() { &group.gpus[..] } else { &[0] };
+        for &device in devices {
+            for _ in 0..group.count.max(1) {
+                places.push(Place { name: format!("{}_{}", group.name, places.len()), kind, device });
+            }
+        }
+    }
+    places
+}
+
+impl Model {
+    /// Starts every instance, and returns when all have loaded the model.
+    pub async fn load(host: Arc<Host>, load: &LoadRequest) -> Result<Self, InferError> {
+        let (task_host, task_load) = (host.clone(), load.clone());
+        // Unpacking an environment blocks.
+        let settings = tokio::task::spawn_blocking(move || Settings::new(&task_host, &task_load)).await;
+        let settings = settings.map_err(|error| InferError::internal(error.to_string()))??;
+        let instances = settings.places.iter().map(|_| Instance::default()).collect();
+        let model = Self { shared: Arc::new(Shared { host, settings, instances, is_ending: AtomicBool::new(false) }) };
+        let shared = &model.shared;
+        let starts = (0..shared.instances.len()).map(|index| shared.connect(index, None));
+        for result in join_all(starts).await {
+            // What others have started ends with `model`.
+            result?;
+        }
+        Ok(model)
+    }
+}
+
+impl Drop for Model {
+    fn drop(&mut self) {
+        self.shared.end();
+    }
+}
+
+impl Backend for Model {
+    fn infer(&self, _: InferRequest) -> Result<ResponseStream, InferError> {
+        Err(InferError::internal("the Python backend is given batches"))
+    }
+
+    fn num_instances(&self) -> usize {
+        self.shared.instances.len()
+    }
+
+    fn execute(&self, instance: usize, batch: Vec<BatchedRequest>) -> BoxFuture<'_, ()> {
+        self.shared.execute(instance, batch).boxed()
+    }
+
+    fn is_ready(&self) -> bool {
+        self.shared.instances.iter().any(Instance::is_ready)
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        self.shared.drain().boxed()
+    }
+}
+
+impl Shared {
+    async fn execute(&self, index: usize, batch: Vec<BatchedRequest>) {
+        let instance = &self.instances[index];
+        let senders: Vec<_> = batch.iter().map(|batched| batched.responses.clone()).collect();
+        match instance.execute(batch) {
+            // An error means that the process is lost, which also ends the wait.
+            Ok(Some(free)) => drop(free.await),
+            Ok(None) => {}
+            Err(error) => {
+                for sender in senders {
+                    let _ = sender.try_send(Err(error.clone()));
+                }
+                self.leave_to_others(index).await;
+            }
+        }
+    }
+
+    /// Requests go to instances that work, if there are any.
+    async fn leave_to_others(&self, index: usize) {
+        while !self.is_ending.load(Ordering::Acquire)
+            && !self.instances[index].is_ready()
+            && self.instances.iter().any(Instance::is_ready)
+        {
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+
+    /// Starts a process for an instance and waits until it has loaded the model. With `complete`, it only completes
+    /// that configuration, which is returned.
+    fn connect(
+        self: &Arc<Self>,
+        index: usize,
+        complete: Option<String>,
+    ) -> BoxFuture<'static, Result<Option<String>, InferError>> {
+        let shared = self.clone();
+        // Boxed because a process that ends connects another one.
+        async move { shared.start(index, complete).await }.boxed()
+    }
+
+    async fn start(self: Arc<Self>, index: usize, complete: Option<String>) -> Result<Option<String>, InferError> {
+        let (settings, config, place) = (&self.settings, &self.host.config, &self.settings.places[index]);
+        let program = Program {
+            interpreter: settings.interpreter.clone(),
+            stub: self.host.files.stub(),
+            title: place.name.clone(),
+            module_dir: self.host.files.dir().to_owned(),
+        };
+        let failed = |error: std::io::Error| {
+            let program = program.interpreter.display();
+            InferError::internal(format!("cannot start the Python interpreter `{program}`: {error}"))
+        };
+        let process = Process::start(&self.host.spawner, &program).await.map_err(failed)?;
+        let (events, mut heard) = mpsc::channel(4);
+        let connection = Arc::new(Connection::new(self.host.clone(), process, place.name.clone(), events));
+        tokio::spawn(self.clone().listen(index, connection.clone()));
+        connection.process.send(&settings.load_message(place, config.log_verbose, complete.as_deref()));
+        let mut patience = config.start_timeout;
+        loop {
+            match tokio::time::timeout(patience, heard.recv()).await {
+                // Loading a model takes as long as it takes.
+                Ok(Some(LoadEvent::Started)) => patience = Duration::from_secs(60 * 60 * 24),
+                Ok(Some(LoadEvent::Loaded(Ok(completed)))) => {
+                    if complete.is_none() {
+                        self.instances[index].attach(connection.clone());
+                        tokio::spawn(self.clone().look_after(index, connection));
+                    }
+                    return Ok(completed);
+                }
+                Ok(Some(LoadEvent::Loaded(Err(error)))) => return Err(error),
+                Ok(Some(LoadEvent::Ended(how))) => {
+                    return Err(InferError::internal(format!("its Python process ended while loading: {how}")));
+                }
+                Ok(None) => return Err(InferError::internal("its Python process is gone")),
+                Err(_) => {
+                    connection.process.kill("it did not start in time");
+                    let seconds = config.start_timeout.as_secs();
+                    return Err(InferError::internal(format!(
+                        "its Python process did not start within {seconds} s; see `stub-timeout-seconds`"
+                    )));
+                }
+            }
+        }
+    }
+
+    /// Reads what a process sends until it ends, and then replaces it.
+    async fn listen(self: Arc<Self>, index: usize, connection: Arc<Connection>) {
+        let since = Instant::now();
+        let process = &connection.process;
+        let read = process.read(|message| self.hear(index, &connection, message));
+        tokio::pin!(read);
+        let broken = tokio::select! {
+            result = &mut read => result,
+            () = process.keep_sending() => Ok(()),
+            () = process.exited() => tokio::time::timeout(LAST_WORDS, &mut read).await.unwrap_or(Ok(())),
+        };
+        if let Err(why) = broken {
+            process.kill(&format!("it broke the protocol: {why}"));
+        }
+        process.wait_or_kill(self.host.config.stop_timeout).await;
+        let how = process.ended().await;
+        let _ = connection.events.try_send(LoadEvent::Ended(how.clone()));
+        connection.calls.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        let is_current = self.instances[index].connection().is_some_and(|current| Arc::ptr_eq(&current, &connection));
+        if is_current {
+            self.replace(index, &how, since.elapsed()).await;
+        }
+    }
+
+    fn hear(&self, index: usize, connection: &Arc<Connection>, mut message: Vec<Value>) -> Result<(), WireError> {
+        let wrong = || WireError::Shape { expected: "a known kind of message", found: "another one".to_owned() };
+        if message.is_empty() {
+            return Err(wrong());
+        }
+        let kind = FromProcess::from_number(message.remove(0).int()?).ok_or_else(wrong)?;
+        let instance = &self.instances[index];
+        let parts = Value::Tuple(message);
+        match kind {
+            FromProcess::Done => instance.done(connection, parts.parts()?)?,
+            FromProcess::Response => instance.respond(connection, self.settings.is_decoupled, parts.parts()?)?,
+            FromProcess::Call => {
+                let [call, method, arguments] = parts.parts()?;
+                calls::answer(connection, call.int()?, &method.text()?, arguments.tuple()?)?;
+            }
+            FromProcess::Drop => {
+                let [call] = parts.parts()?;
+                calls::cancel(connection, call.int()?);
+            }
+            FromProcess::Log => {
+                let [level, line, text] = parts.parts()?;
+                self.log(level.int()?, &line.text()?, &text.text()?);
+            }
+            FromProcess::Metric => {
+                let [operation, number, value] = parts.parts()?;
+                let mut metrics = connection.metrics.lock().unwrap_or_else(PoisonError::into_inner);
+                metrics.change(&operation.text()?, number.int()?, value.float()?);
+            }
+            FromProcess::Mapped => {
+                let [is_input, number] = parts.parts()?;
+                connection.mapped(is_input.bool()?, number.int()?);
+            }
+            FromProcess::Started => drop(connection.events.try_send(LoadEvent::Started)),
+            FromProcess::Loaded => {
+                let [error, completed] = parts.parts()?;
+                let loaded = self.loaded(connection, error, completed)?;
+                let _ = connection.events.try_send(LoadEvent::Loaded(loaded));
+            }
+            FromProcess::Finalized => {}
+        }
+        Ok(())
+    }
+
+    fn loaded(
+        &self,
+        connection: &Connection,
+        error: Value,
+        completed: Value,
+    ) -> Result<Result<Option<String>, InferError>, WireError> {
+        let Some(error) = error.optional() else {
+            return Ok(Ok(completed.optional().map(Value::text).transpose()?));
+        };
+        let [code, words, trace] = error.parts()?;
+        let trace = trace.text()?;
+        if !trace.is_empty() {
+            tracing::error!(instance = connection.name, "{}", trace.trim_end());
+        }
+        read_error(Value::Tuple(vec![code, words])).map(Err)
+    }
+
+    fn log(&self, level: u8, line: &str, text: &str) {
+        let model = &self.settings.model;
+        match level {
+            0 => tracing::info!(model, line, "{text}"),
+            1 => tracing::warn!(model, line, "{text}"),
+            2 => tracing::error!(model, line, "{text}"),
+            _ => tracing::debug!(model, line, "{text}"),
+        }
+    }
+
+    /// Ends what a lost process had, and starts another one, with longer and longer pauses while that fails.
+    async fn replace(self: &Arc<Self>, index: usize, how: &str, served: Duration) {
+        let (instance, name) = (&self.instances[index], &self.settings.places[index].name);
+        let is_ending = self.is_ending.load(Ordering::Acquire);
+        let retries = self.settings.retries && !is_ending;
+        let why = format!("the Python process of '{name}' ended ({how}); another one is started");
+        let remains = instance.lose(&why, retries);
+        if is_ending {
+            return;
+        }
+        tracing::error!(instance = name, "its Python process ended ({how}); starting another one");
+        let mut pause = if served < HEALTHY_AFTER { FIRST_PAUSE } else { Duration::ZERO };
+        loop {
+            tokio::time::sleep(pause).await;
+            if self.is_ending.load(Ordering::Acquire) {
+                break;
+            }
+            match self.connect(index, None).await {
+                Ok(_) => {
+                    tracing::info!(instance = name, "its Python process serves again");
+                    break;
+                }
+                Err(error) => {
+                    pause = (pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+                    tracing::error!(instance = name, "its Python process did not load, next try in {pause:?}: {error}");
+                }
+            }
+        }
+        for batched in remains.unanswered {
+            // One by one: they may have been together because of each other only in time.
+            let sender = batched.responses.clone();
+            if let Err(error) = instance.execute(vec![batched]) {
+                let _ = sender.try_send(Err(error));
+            }
+        }
+    }
+
+    /// Watches requests that take long: clients that leave, an `execute` or a process that hangs.
+    async fn look_after(self: Arc<Self>, index: usize, connection: Arc<Connection>) {
+        let instance = &self.instances[index];
+        let mut next_health = Instant::now() + HEALTH_LOOK;
+        loop {
+            tokio::select! {
+                () = connection.busy.notified() => {}
+                () = connection.process.exited() => return,
+            }
+            loop {
+                tokio::time::sleep(LOOK).await;
+                if !instance.look_after(&connection) {
+                    break;
+                }
+                let since = instance.executing_since();
+                if let (Some(limit), Some(since)) = (self.settings.execute_timeout, since)
+                    && since.elapsed() > limit
+                {
+                    connection.process.kill(&format!("`execute` took longer than {} s", limit.as_secs()));
+                    return;
+                }
+                if Instant::now() >= next_health {
+                    next_health = Instant::now() + HEALTH_LOOK;
+                    connection.is_stopped.store(connection.process.is_stopped(), Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    /// Waits for requests in flight, has each process finalize, and ends those that do not.
+    async fn drain(&self) {
+        let patience = self.host.config.stop_timeout;
+        let idle = async {
+            while self.instances.iter().any(|instance| instance.num_running() > 0) {
+                tokio::time::sleep(LOOK).await;
+            }
+        };
+        let _ = tokio::time::timeout(patience, idle).await;
+        self.is_ending.store(true, Ordering::Release);
+        let connections: Vec<_> = self.instances.iter().filter_map(Instance::connection).collect();
+        let ends = connections.iter().map(|connection| async move {
+            let mut message = Writer::begin(1);
+            message.int(ToProcess::Finalize as u8);
+            connection.process.send(&message.finish());
+            if !connection.process.wait_or_kill(patience).await {
+                tracing::warn!(
+                    instance = connection.name,
+                    "it was still in `finalize` after {patience:?} and was ended"
+                );
+            }
+        });
+        join_all(ends).await;
+    }
+
+    /// Ends every process at once.
+    fn end(&self) {
+        self.is_ending.store(true, Ordering::Release);
+        for connection in self.instances.iter().filter_map(Instance::connection) {
+            connection.process.kill("its model was unloaded");
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! One model process: its start, its socket, its end.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use bytes::BytesMut;
+use ipc::{ProcessWatch, bind_to_parent, describe_exit};
+use rustix::process::{Pid, Signal, kill_process_group};
+use tokio::net::UnixStream;
+use tokio::sync::{Notify, oneshot, watch};
+
+use super::wire::{Value, WireError};
+
+/// The largest message; tensors that would not fit travel in shared memory.
+const MAX_MESSAGE_BYTES: usize = 256 << 20;
+
+/// Starts processes from one thread that lives as long as this: they end with the thread that started them.
+#[derive(Debug)]
+pub(super) struct Spawner {
+    jobs: mpsc::Sender<(Command, oneshot::Sender<io::Result<Child>>)>,
+}
+
+impl Spawner {
+    pub fn start() -> io::Result<Self> {
+        let (jobs, asked) = mpsc::channel::<(Command, oneshot::Sender<io::Result<Child>>)>();
+        let run = move || {
+            for (mut command, reply) in asked {
+                let child = bind_to_parent(&mut command, Signal::KILL.as_raw()).spawn();
+                // Nobody waits any more: what was started must not stay.
+                if let Err(Ok(mut child)) = reply.send(child) {
+                    let _ = child.kill();
+                    let _ = child.wait();
+                }
+            }
+        };
+        thread::Builder::new().name("python-starter".to_owned()).spawn(run)?;
+        Ok(Self { jobs })
+    }
+
+    async fn spawn(&self, command: Command) -> io::Result<Child> {
+        let (reply, child) = oneshot::channel();
+        let gone = || io::Error::other("the thread that starts processes has ended");
+        self.jobs.send((command, reply)).map_err(|_| gone())?;
+        child.await.map_err(|_| gone())?
+    }
+}
+
+/// What to run.
+#[derive(Debug, Clone)]
+pub(super) struct Program {
+    pub interpreter: PathBuf,
+    pub stub: PathBuf,
+    /// Shown by `ps`.
+    pub title: String,
+    /// Directory of the module, for processes that the model starts.
+    pub module_dir: PathBuf,
+}
+
+/// A running model process.
+#[derive(Debug)]
+pub(super) struct Process {
+    stream: UnixStream,
+    outgoing: Mutex<Vec<u8>>,
+    flush: Notify,
+    watch: Arc<ProcessWatch>,
+    has_exited: watch::Receiver<bool>,
+    /// `None` once it was reaped: its number may be another process's then.
+    child: Mutex<Option<Child>>,
+    /// Why this side ended it.
+    killed: OnceLock<String>,
+}
+
+impl Process {
+    /// Starts the process, whose standard input is the socket.
+    pub async fn start(spawner: &Spawner, program: &Program) -> io::Result<Self> {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
+        ours.set_nonblocking(true)?;
+        let mut command = Command::new(&program.interpreter);
+        command.arg(&program.stub).arg(&program.title).stdin(Stdio::from(OwnedFd::from(theirs))).process_group(0);
+        let path = std::env::var_os("PYTHONPATH").into_iter().flat_map(|path| {
+            let parts: Vec<PathBuf> = std::env::split_paths(&path).collect();
+            parts
+        });
+        if let Ok(path) = std::env::join_paths(path.chain([program.module_dir.clone()])) {
+            command.env("PYTHONPATH", path);
+        }
+        command.env("PYTHONDONTWRITEBYTECODE", "1");
+        let child = spawner.spawn(command).await?;
+        let watch = Arc::new(ProcessWatch::new(child.id()).map_err(io::Error::other)?);
+        let (exited, has_exited) = watch::channel(false);
+        let watched = watch.clone();
+        let wait = move || {
+            watched.wait(Duration::MAX);
+            let _ = exited.send(true);
+        };
+        thread::Builder::new().name("python-watch".to_owned()).spawn(wait)?;
+        Ok(Self {
+            stream: UnixStream::from_std(ours)?,
+            outgoing: Mutex::default(),
+            flush: Notify::new(),
+            watch,
+            has_exited,
+            child: Mutex::new(Some(child)),
+            killed: OnceLock::new(),
+        })
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.watch.pid()
+    }
+
+    /// Sends messages, at once if the socket takes them, else as soon as it does.
+    pub fn send(&self, messages: &[u8]) {
+        let mut outgoing = lock(&self.outgoing);
+        let sent = if outgoing.is_empty() { self.stream.try_write(messages).unwrap_or(0) } else { 0 };
+        if sent < messages.len() {
+            outgoing.extend_from_slice(&messages[sent..]);
+            self.flush.notify_one();
+        }
+    }
+
+    /// Sends what [`Process::send`] could not; never ends.
+    pub async fn keep_sending(&self) {
+        loop {
+            self.flush.notified().await;
+            while !lock(&self.outgoing).is_empty() {
+                if self.stream.writable().await.is_err() {
+                    return;
+                }
+                let mut outgoing = lock(&self.outgoing);
+                match self.stream.try_write(&outgoing) {
+                    Ok(sent) => drop(outgoing.drain(..sent)),
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    Err(_) => return,
+                }
+            }
+        }
+    }
+
+    /// Hands each message to `handle` until the process closes its socket. Errs when it does not keep to the protocol.
+    pub async fn read(&self, mut handle: impl FnMut(Vec<Value>) -> Result<(), WireError>) -> Result<(), String> {
+        let mut buffer = BytesMut::with_capacity(1 << 16);
+        loop {
+            buffer.reserve(1 << 16);
+            self.stream.readable().await.map_err(|error| error.to_string())?;
+            match self.stream.try_read_buf(&mut buffer) {
+                Ok(0) => return Ok(()),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(()),
+                Err(error) => return Err(error.to_string()),
+            }
+            while let Some((length, _)) = buffer.split_first_chunk::<4>() {
+                let length = u32::from_le_bytes(*length) as usize;
+                if length > MAX_MESSAGE_BYTES {
+                    return Err(format!("it sent a message of {length} bytes; at most {MAX_MESSAGE_BYTES} are taken"));
+                }
+                if buffer.len() < 4 + length {
+                    buffer.reserve(4 + length - buffer.len());
+                    break;
+                }
+                let message = buffer.split_to(4 + length).freeze().slice(4..);
+                Value::read(&message)
+                    .and_then(Value::tuple)
+                    .and_then(&mut handle)
+                    .map_err(|error| error.to_string())?;
+            }
+        }
+    }
+
+    /// Resolves when the process has ended.
+    pub async fn exited(&self) {
+        // An error would mean that the watch has ended, which it does only after this.
+        let _ = self.has_exited.clone().wait_for(|&has_exited| has_exited).await;
+    }
+
+    /// As [`Process::exited`], with how.
+    pub async fn ended(&self) -> String {
+        self.exited().await;
+        let status = self.reap();
+        self.killed.get().cloned().unwrap_or(status)
+    }
+
+    /// Ends the process and all that it started, at once.
+    pub fn kill(&self, why: &str) {
+        let child = lock(&self.child);
+        if child.is_some() {
+            let _ = self.killed.set(why.to_owned());
+            let _ = self.watch.signal(Signal::KILL.as_raw());
+            self.kill_group();
+        }
+    }
+
+    /// Waits for the end of a process that has ended or was killed; what it started goes with it.
+    fn reap(&self) -> String {
+        let mut slot = lock(&self.child);
+        let Some(mut child) = slot.take() else { return "it has ended".to_owned() };
+        self.kill_group();
+        match child.wait() {
+            Ok(status) => describe_exit(status),
+            Err(error) => error.to_string(),
+        }
+    }
+
+    /// Only while the process is not reaped.
+    fn kill_group(&self) {
+        if let Some(group) = i32::try_from(self.pid()).ok().and_then(Pid::from_raw) {
+            let _ = kill_process_group(group, Signal::KILL);
+        }
+    }
+
+    /// Whether it ends by itself within `patience`; it is killed otherwise.
+    pub async fn wait_or_kill(&self, patience: Duration) -> bool {
+        if tokio::time::timeout(patience, self.exited()).await.is_ok() {
+            return true;
+        }
+        self.kill("it did not end in time");
+        false
+    }
+
+    /// Whether the process is stopped, by SIGSTOP or a debugger.
+    pub fn is_stopped(&self) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap_or_default();
+        stat.rfind(')').and_then(|at| stat[at + 1..].split_ascii_whitespace().next()) == Some("T")
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill("its model was unloaded");
+        self.reap();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

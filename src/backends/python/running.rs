@@ -1,0 +1,59 @@
+//! Requests that a process has, and their responses on the way to a client that may be slow.
+
+use serving::{BatchedRequest, InferError, InferRequest, InferResponse, ResponseSender};
+use tokio::sync::mpsc;
+
+/// Responses of one request that wait for a slow client, beyond those its stream holds.
+const MAX_UNREAD_RESPONSES: usize = 4096;
+
+type Item = Result<InferResponse, InferError>;
+
+/// A request that was given to a process.
+#[derive(Debug)]
+pub(super) struct Running {
+    pub request: InferRequest,
+    sender: ResponseSender,
+    unread: Option<mpsc::Sender<Item>>,
+    /// The process was told that the client has left.
+    pub is_cancelled: bool,
+    pub num_responses: u64,
+}
+
+impl Running {
+    pub fn new(batched: BatchedRequest) -> Self {
+        let BatchedRequest { request, responses } = batched;
+        Self { request, sender: responses, unread: None, is_cancelled: false, num_responses: 0 }
+    }
+
+    /// Whether the client has left.
+    pub fn is_abandoned(&self) -> bool {
+        self.sender.is_cancelled()
+    }
+
+    /// Sends a response without waiting. False when the client reads so slowly that no more can be kept for it.
+    pub fn respond(&mut self, item: Item) -> bool {
+        self.num_responses += 1;
+        if let Some(unread) = &self.unread {
+            return !matches!(unread.try_send(item), Err(mpsc::error::TrySendError::Full(_)));
+        }
+        let Err(item) = self.sender.try_send(item) else { return true };
+        let (unread, mut waiting) = mpsc::channel(MAX_UNREAD_RESPONSES);
+        self.unread = Some(unread);
+        let sender = self.sender.clone();
+        tokio::spawn(async move {
+            let mut next = Some(*item);
+            while let Some(item) = next {
+                if !sender.send(item).await {
+                    return;
+                }
+                next = waiting.recv().await;
+            }
+        });
+        true
+    }
+
+    /// Back to what it was, to be given to a process again.
+    pub fn into_request(self) -> BatchedRequest {
+        BatchedRequest { request: self.request, responses: self.sender }
+    }
+}
