@@ -9,7 +9,8 @@ use std::time::Duration;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use serving::{
-    Backend, BackendFactory, BatchedRequest, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Tensor,
+    Backend, BackendFactory, BatchedRequest, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream,
+    Tensor,
 };
 
 use crate::parameters;

@@ -69,11 +69,7 @@ pub(crate) fn family_of_type(model_type: &str) -> Option<&'static Family> {
 ///
 /// # Errors
 /// When weights are missing or do not fit `config`, the device's group cannot share the heads, or the device refuses.
-pub fn load<D: Device + 'static>(
-    dir: &Path,
-    config: &Config,
-    device: &mut D,
-) -> Result<Box<dyn Model<D>>, ModelError> {
+pub fn load<D: Device + 'static>(dir: &Path, config: &Config, device: &mut D) -> Result<Box<dyn Model<D>>, ModelError> {
     let shard = Shard::new(config, device.tensor_parallel())?;
     let checkpoint = Checkpoint::open(dir)?;
     Ok(Box::new(Llama::load(dir, &checkpoint, config, shard, device)?))

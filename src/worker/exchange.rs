@@ -44,7 +44,8 @@ impl ShmExchange {
     }
 
     fn words(&self, first: usize, count: usize) -> Result<&[AtomicU32], DeviceError> {
-        let failed = |error: IpcError| DeviceError::Call { call: "group exchange".to_owned(), reason: error.to_string() };
+        let failed =
+            |error: IpcError| DeviceError::Call { call: "group exchange".to_owned(), reason: error.to_string() };
         self.region.atomics_u32(first * 4, count).map_err(failed)
     }
 
@@ -109,7 +110,9 @@ mod tests {
             thread::spawn(move || {
                 let place = TensorParallel { rank, size: 3 };
                 let exchange = ShmExchange::open(&name, place, Duration::from_secs(10)).unwrap();
-                (0..5u8).map(|round| exchange.gather(&vec![rank as u8; round as usize * 7]).unwrap()).collect::<Vec<_>>()
+                (0..5u8)
+                    .map(|round| exchange.gather(&vec![rank as u8; round as usize * 7]).unwrap())
+                    .collect::<Vec<_>>()
             })
         };
         let workers: Vec<_> = (0..3).map(worker).collect();

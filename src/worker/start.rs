@@ -3,9 +3,9 @@
 use std::io::Read;
 use std::sync::Arc;
 
+use device::StepLimits;
 use device::cpu::{CpuConfig, CpuDevice, GroupConfig};
 use device::cuda::{CudaConfig, CudaDevice, Exchange};
-use device::StepLimits;
 use ipc::set_process_title;
 use nix::sys::signal::{SigSet, Signal};
 

@@ -227,11 +227,11 @@ async fn a_character_cut_short_by_the_end_is_shown_as_such() {
 #[tokio::test]
 async fn prompts_of_a_batch_are_padded_and_their_lengths_told() {
     let server = World::llm().started().await;
-    let mut inputs = query(&["ab", ""]);
+    let mut inputs = query(&["ab", "c"]);
     inputs.push(Tensor::from_i32("PAD_ID", &[2, 1], &[7, 7]));
     let response = all(server.infer(request("preprocessing", inputs)).unwrap()).await.remove(0);
-    assert_eq!(*output(&response, "INPUT_ID"), Tensor::from_i32("INPUT_ID", &[2, 3], &[256, 97, 98, 256, 7, 7]));
-    assert_eq!(*output(&response, "REQUEST_INPUT_LEN"), Tensor::from_i32("REQUEST_INPUT_LEN", &[2, 1], &[3, 1]));
+    assert_eq!(*output(&response, "INPUT_ID"), Tensor::from_i32("INPUT_ID", &[2, 3], &[256, 97, 98, 256, 99, 7]));
+    assert_eq!(*output(&response, "REQUEST_INPUT_LEN"), Tensor::from_i32("REQUEST_INPUT_LEN", &[2, 1], &[3, 2]));
     assert_eq!(*output(&response, "OUT_PAD_ID"), Tensor::from_i32("OUT_PAD_ID", &[2, 1], &[7, 7]));
     assert!(response.outputs.iter().all(|tensor| tensor.name != "OUT_END_ID" && tensor.name != "STOP_WORDS_IDS"));
 }
