@@ -106,11 +106,15 @@ fn long_and_short(world: &World) {
 fn idle(world: &World) {
     let incoming = world.incoming().unwrap();
     std::thread::sleep(Duration::from_millis(1500));
-    let before = cpu_time();
-    std::thread::sleep(Duration::from_secs(4));
-    let used = cpu_time() - before;
-    println!("idle rank {}: {:.3} % of a core", world.rank(), used.as_secs_f64() / 4.0 * 100.0);
-    assert!(used < Duration::from_millis(24), "an idle rank used {used:?} of 4 s");
+    // A busy machine only adds to what waking up costs, so the calmest of three pauses counts.
+    let used = |_| {
+        let before = cpu_time();
+        std::thread::sleep(Duration::from_secs(2));
+        cpu_time() - before
+    };
+    let least = (0..3).map(used).min().expect("three pauses");
+    println!("idle rank {}: {:.3} % of a core", world.rank(), least.as_secs_f64() / 2.0 * 100.0);
+    assert!(least < Duration::from_millis(12), "an idle rank used {least:?} of 2 s");
     if world.rank() == 0 {
         let start = Instant::now();
         world.send(1, b"ping".to_vec()).unwrap();
