@@ -8,6 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use backends::llm::{LlmDefaults, LlmFactory};
+use backends::python::{PythonConfig, PythonFactory};
 use comm::World;
 use front::{Address, Running};
 use ipc::Prefix;
@@ -40,8 +41,9 @@ pub(crate) fn run(
     let agents = connect(world, agent, heard);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;
     let result = check_one_node(world).and_then(|()| llm_defaults(&args, world)).and_then(|defaults| {
-        let llm = LlmFactory::new(defaults, Arc::clone(&agents), prefix);
-        runtime.block_on(serve(&args, Arc::new(llm)))
+        let python = Arc::new(PythonFactory::new(python_config(&args, &prefix)?).map_err(RankError::Runtime)?);
+        let llm = Arc::new(LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone()));
+        runtime.block_on(serve(&args, &prefix, llm, python))
     });
     // Whatever a request still holds ends with the runtime, before ranks are told to go.
     runtime.shutdown_timeout(HURRY);
@@ -103,15 +105,37 @@ fn llm_defaults(args: &RankArgs, world: &World) -> Result<LlmDefaults, RankError
     })
 }
 
-async fn serve(args: &RankArgs, llm: Arc<LlmFactory>) -> Result<ExitCode, RankError> {
+/// `--backend-config=python,KEY=VALUE` and the flags that reach Python models too.
+fn python_config(args: &RankArgs, prefix: &Prefix) -> Result<PythonConfig, RankError> {
+    let mut config = PythonConfig {
+        log_verbose: args.log_verbose > 0,
+        auto_complete: !args.disable_auto_complete_config,
+        stop_timeout: Duration::from_secs(args.exit_timeout_secs),
+        ..PythonConfig::new(prefix.clone())
+    };
+    for setting in args.backend_config.iter().filter_map(|setting| setting.strip_prefix("python,")) {
+        let (key, value) = setting.split_once('=').unwrap_or((setting, ""));
+        config.set(key, value).map_err(RankError::Server)?;
+    }
+    Ok(config)
+}
+
+async fn serve(
+    args: &RankArgs,
+    prefix: &Prefix,
+    llm: Arc<LlmFactory>,
+    python: Arc<PythonFactory>,
+) -> Result<ExitCode, RankError> {
     let mut signals = Signals::new().map_err(RankError::Runtime)?;
     let mut factories: HashMap<String, Arc<dyn BackendFactory>> = backends::builtin();
+    factories.insert("python".to_owned(), Arc::clone(&python) as Arc<dyn BackendFactory>);
     for name in LLM_BACKENDS {
         factories.insert(name.to_owned(), Arc::clone(&llm) as Arc<dyn BackendFactory>);
     }
     let server = Server::new(server_config(args), factories).map_err(|error| RankError::Server(error.to_string()))?;
+    python.attach(&server);
     let metrics: Vec<Arc<dyn front::MetricsSource>> = vec![Arc::new(LlmMetrics(llm))];
-    let front = front::start(front_config(args), Arc::clone(&server), metrics);
+    let front = front::start(front_config(args, prefix), Arc::clone(&server), metrics);
     let front = front.await.map_err(|error| RankError::Server(error.to_string()))?;
     tokio::select! {
         loaded = server.load_all() => report_loading(args, &loaded.err().unwrap_or_default())?,
@@ -185,13 +209,14 @@ fn server_config(args: &RankArgs) -> ServerConfig {
     }
 }
 
-fn front_config(args: &RankArgs) -> front::Config {
+fn front_config(args: &RankArgs, prefix: &Prefix) -> front::Config {
     let address = |allowed: bool, host: &str, port: u16| allowed.then(|| Address::new(host, port));
     let metrics_host = args.metrics_address.as_ref().unwrap_or(&args.http_address);
     front::Config {
         grpc: address(args.allow_grpc, &args.grpc_address, args.grpc_port),
         http: address(args.allow_http, &args.http_address, args.http_port),
         metrics: address(args.allow_metrics, metrics_host, args.metrics_port),
+        reserved_shm_prefixes: vec![prefix.to_string()],
         ..front::Config::default()
     }
 }
