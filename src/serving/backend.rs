@@ -71,6 +71,13 @@ pub trait BackendFactory: Send + Sync {
     /// Completes a configuration, for example with the inputs and outputs it leaves out.
     fn complete(&self, _config: &mut ModelConfig) {}
 
+    /// Completes a configuration from the model's own files, before a version is loaded; `None` leaves it as it is.
+    ///
+    /// What it returns is checked again. An error is the reason why no version loads.
+    fn auto_complete(&self, _model: LoadRequest) -> BoxFuture<'static, Result<Option<ModelConfig>, InferError>> {
+        std::future::ready(Ok(None)).boxed()
+    }
+
     /// Loads one version of a model.
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>>;
 }

@@ -100,7 +100,7 @@ impl Lifecycle {
             let models: Vec<String> = ensemble.step.iter().map(|step| step.model_name.clone()).collect();
             self.load_parts(models).await;
         }
-        self.complete(&mut config).and_then(|()| self.check_cache(&config)).map_err(|reason| {
+        self.complete(&mut config, &found.source).await.and_then(|()| self.check_cache(&config)).map_err(|reason| {
             found.source.versions.iter().for_each(|&version| self.note_reason(name, version, &reason));
             load_failed(name, &reason_lines(&found.source.versions, &reason))
         })?;
@@ -150,11 +150,17 @@ impl Lifecycle {
     }
 
     /// Fills in what only the backend, or the models of an ensemble, can know.
-    fn complete(&self, config: &mut ModelConfig) -> Result<(), InferError> {
+    async fn complete(&self, config: &mut ModelConfig, source: &ModelSource) -> Result<(), InferError> {
         if config.is_ensemble() {
             return ensemble::link(config, &self.registry).map_err(InferError::invalid);
         }
-        self.factory(config)?.complete(config);
+        let factory = self.factory(config)?.clone();
+        factory.complete(config);
+        let latest = source.versions.last().expect("a model has a version");
+        let request = load_request(source, *latest, &Arc::new(config.clone()));
+        if let Some(completed) = factory.auto_complete(request).await? {
+            *config = repository::recheck(completed).map_err(InferError::invalid)?;
+        }
         Ok(())
     }
 
@@ -225,12 +231,7 @@ impl Lifecycle {
         if config.is_ensemble() {
             return Ok(Arc::new(Ensemble::new(config, &self.registry)));
         }
-        let request = LoadRequest {
-            model_dir: source.dir.clone(),
-            version_dir: source.dir.join(version.to_string()),
-            version,
-            config: config.clone(),
-        };
+        let request = load_request(source, version, config);
         let factory = self.factory(config)?.clone();
         let load = AssertUnwindSafe(async move {
             let backend = factory.load(request).await?;
@@ -340,6 +341,15 @@ impl Lifecycle {
                 }
             });
         }
+    }
+}
+
+fn load_request(source: &ModelSource, version: i64, config: &Arc<ModelConfig>) -> LoadRequest {
+    LoadRequest {
+        model_dir: source.dir.clone(),
+        version_dir: source.dir.join(version.to_string()),
+        version,
+        config: config.clone(),
     }
 }
 

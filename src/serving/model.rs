@@ -103,7 +103,11 @@ impl ServedModel {
     }
 
     pub fn statistics(&self) -> ModelStatistics {
-        self.statistics.snapshot(&self.config.name, &self.version_text, self.in_flight.count())
+        let pending = match &self.scheduler {
+            Some(scheduler) => scheduler.num_waiting() as u64,
+            None => self.in_flight.count(),
+        };
+        self.statistics.snapshot(&self.config.name, &self.version_text, pending)
     }
 }
 

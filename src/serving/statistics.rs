@@ -107,7 +107,7 @@ pub struct ModelStatistics {
     pub first_response: FirstResponse,
     /// Failed requests.
     pub failures: FailureCounts,
-    /// Requests accepted and not ended yet.
+    /// Requests that wait for an execution; for a model that queues them itself, all that have not ended.
     pub pending: u64,
 }
 

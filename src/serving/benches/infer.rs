@@ -1,4 +1,5 @@
-//! What serving costs: one request through an identity model, one response of a stream, one step of an ensemble.
+//! What serving costs: one request through an identity model, one response of a stream, one step of an ensemble, one
+//! request through a queue, alone or among many, one answer from the response cache.
 //!
 //! `cargo bench -p serving`
 
@@ -8,24 +9,30 @@ use std::sync::Arc;
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use futures::future::{BoxFuture, FutureExt as _};
 use serving::{
-    Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Server,
-    ServerConfig, Tensor,
+    Backend, BackendFactory, BatchedRequest, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream,
+    Server, ServerConfig, Tensor,
 };
 use tokio::runtime::Runtime;
 
 const STREAM_LENGTH: usize = 256;
 
+/// Requests under way at once where they can meet in a batch.
+const CONCURRENCY: usize = 64;
+
 /// Echoes; a decoupled model echoes many times.
 struct Echo {
     num_responses: usize,
+    num_instances: usize,
+}
+
+fn echo(request: InferRequest) -> InferResponse {
+    let outputs = request.inputs.into_iter().map(|tensor| Tensor { name: "OUTPUT0".to_owned(), ..tensor }).collect();
+    InferResponse { outputs, ..InferResponse::default() }
 }
 
 impl Backend for Echo {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
-        let response = InferResponse {
-            outputs: request.inputs.into_iter().map(|tensor| Tensor { name: "OUTPUT0".to_owned(), ..tensor }).collect(),
-            ..InferResponse::default()
-        };
+        let response = echo(request);
         if self.num_responses == 1 {
             return Ok(ResponseStream::ready(response));
         }
@@ -39,6 +46,19 @@ impl Backend for Echo {
         Ok(stream)
     }
 
+    fn num_instances(&self) -> usize {
+        self.num_instances
+    }
+
+    fn execute(&self, _instance: usize, batch: Vec<BatchedRequest>) -> BoxFuture<'_, ()> {
+        async move {
+            for BatchedRequest { request, responses } in batch {
+                responses.send(Ok(InferResponse { is_final: true, ..echo(request) })).await;
+            }
+        }
+        .boxed()
+    }
+
     fn drain(&self) -> BoxFuture<'_, ()> {
         std::future::ready(()).boxed()
     }
@@ -49,7 +69,8 @@ struct EchoFactory;
 impl BackendFactory for EchoFactory {
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let num_responses = if model.config.is_decoupled() { STREAM_LENGTH } else { 1 };
-        let backend: Arc<dyn Backend> = Arc::new(Echo { num_responses });
+        let num_instances = if model.config.scheduling_choice.is_some() { model.config.num_instances() } else { 0 };
+        let backend: Arc<dyn Backend> = Arc::new(Echo { num_responses, num_instances });
         std::future::ready(Ok(backend)).boxed()
     }
 }
@@ -63,13 +84,16 @@ fn server(runtime: &Runtime) -> Arc<Server> {
     for (name, config) in [
         ("echo", format!("backend: \"echo\" {io}")),
         ("stream", format!("backend: \"echo\" model_transaction_policy {{ decoupled: true }} {io}")),
+        ("batched", format!("backend: \"echo\" max_batch_size: 64 {io} dynamic_batching {{ }}")),
+        ("cached", format!("backend: \"echo\" {io} response_cache {{ enable: true }}")),
         ("ensemble", format!("platform: \"ensemble\" {io} ensemble_scheduling {{ step [ {step} ] }}")),
     ] {
         std::fs::create_dir_all(root.path().join(name).join("1")).unwrap();
         std::fs::write(root.path().join(name).join("config.pbtxt"), config).unwrap();
     }
     let factories = HashMap::from([("echo".to_owned(), Arc::new(EchoFactory) as Arc<dyn BackendFactory>)]);
-    let config = ServerConfig { repositories: vec![root.path().to_owned()], ..ServerConfig::default() };
+    let repositories = vec![root.path().to_owned()];
+    let config = ServerConfig { repositories, response_cache_bytes: 1 << 20, ..ServerConfig::default() };
     let server = Server::new(config, factories).unwrap();
     runtime.block_on(server.load_all()).unwrap();
     server
@@ -78,6 +102,7 @@ fn server(runtime: &Runtime) -> Arc<Server> {
 fn request(model: &str) -> InferRequest {
     let data = vec![0; 16].into();
     let tensor = Tensor { name: "INPUT0".to_owned(), datatype: serving::DataType::Uint8, shape: vec![16], data };
+    let tensor = if model == "batched" { Tensor { shape: vec![1, 16], ..tensor } } else { tensor };
     InferRequest { model_name: model.to_owned(), inputs: vec![tensor], ..InferRequest::default() }
 }
 
@@ -105,10 +130,12 @@ fn bare(runtime: &Runtime, bench: &mut criterion::Bencher, backend: &Echo, model
 
 fn infer(criterion: &mut Criterion) {
     let runtime = Runtime::new().unwrap();
-    // An ensemble's run is a task: on one thread its cost shows without that of waking another.
+    // An ensemble's run is a task, and so is an instance: on one thread their cost shows without that of waking another.
     let one_thread = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    let server = server(&runtime);
-    for (model, num_responses) in [("echo", 1), ("stream", STREAM_LENGTH), ("ensemble", 1)] {
+    let (server, local) = (server(&runtime), server(&one_thread));
+    for (model, num_responses) in
+        [("echo", 1), ("stream", STREAM_LENGTH), ("ensemble", 1), ("batched", 1), ("cached", 1)]
+    {
         let mut group = criterion.benchmark_group(model);
         group.throughput(Throughput::Elements(num_responses as u64));
         group.bench_function("served", |bench| {
@@ -118,19 +145,41 @@ fn infer(criterion: &mut Criterion) {
                 BatchSize::SmallInput,
             );
         });
-        if model == "ensemble" {
+        if ["ensemble", "batched"].contains(&model) {
             group.bench_function("served on one thread", |bench| {
                 bench.iter_batched(
                     || request(model),
-                    |request| assert_eq!(one_thread.block_on(read_all(&server, request)), num_responses),
+                    |request| assert_eq!(one_thread.block_on(read_all(&local, request)), num_responses),
                     BatchSize::SmallInput,
                 );
             });
-        } else {
-            group.bench_function("backend alone", |bench| bare(&runtime, bench, &Echo { num_responses }, model));
+        } else if model != "cached" {
+            group.bench_function("backend alone", |bench| {
+                bare(&runtime, bench, &Echo { num_responses, num_instances: 0 }, model)
+            });
         }
         group.finish();
     }
+    together(criterion, &one_thread, &local);
+}
+
+/// Many requests at once: what each of them costs.
+fn together(criterion: &mut Criterion, runtime: &Runtime, server: &Server) {
+    let mut group = criterion.benchmark_group("64 at once, on one thread");
+    group.throughput(Throughput::Elements(CONCURRENCY as u64));
+    for model in ["echo", "batched"] {
+        group.bench_function(model, |bench| {
+            bench.iter_batched(
+                || (0..CONCURRENCY).map(|_| request(model)).collect::<Vec<_>>(),
+                |requests| {
+                    let all = requests.into_iter().map(|request| read_all(server, request));
+                    runtime.block_on(futures::future::join_all(all))
+                },
+                BatchSize::SmallInput,
+            );
+        });
+    }
+    group.finish();
 }
 
 criterion_group!(benches, infer);

@@ -76,7 +76,8 @@ trait Queue: Send {
     /// Keeps what a model gave back as the state of a sequence.
     fn keep_state(&mut self, _sequence: &SequenceId, _state: Vec<Tensor>) {}
 
-    fn is_empty(&self) -> bool;
+    /// Requests that wait.
+    fn len(&self) -> usize;
 
     /// Whether [`Queue::expire`] may ever have something to do.
     fn has_timeouts(&self) -> bool;
@@ -162,6 +163,11 @@ impl Scheduler {
         }
         Ok(stream)
     }
+
+    /// Requests that wait for an instance.
+    pub fn num_waiting(&self) -> usize {
+        self.shared.queue().len()
+    }
 }
 
 impl Drop for Scheduler {
@@ -206,7 +212,7 @@ impl Shared {
         let mut queue = self.queue();
         let take = queue.take(instance, Instant::now());
         // What is left may be a batch for another instance.
-        if matches!(take, Take::Batch(_)) && !queue.is_empty() {
+        if matches!(take, Take::Batch(_)) && queue.len() > 0 {
             self.wake();
         }
         take

@@ -96,8 +96,8 @@ impl Queue for Priorities {
         }
     }
 
-    fn is_empty(&self) -> bool {
-        self.levels.values().all(|level| level.len() == 0)
+    fn len(&self) -> usize {
+        self.levels.values().map(Level::len).sum()
     }
 
     fn first_deadline(&self) -> Option<Instant> {

@@ -241,8 +241,8 @@ impl Queue for Sequences {
         }
     }
 
-    fn is_empty(&self) -> bool {
-        self.num_waiting == 0
+    fn len(&self) -> usize {
+        self.num_waiting
     }
 
     fn has_timeouts(&self) -> bool {

@@ -220,13 +220,15 @@ async fn instances_work_side_by_side_and_can_keep_the_order_of_answers() {
     eventually("a runs", || rows_model.batches().len() == 1).await;
     let mut second = rows_model.ask(rows("b", 1));
     eventually("both instances work", || rows_model.batches().len() == 2).await;
-    assert_eq!(rows_model.server.model_statistics("rows", "").unwrap()[0].pending, 2);
+    let third = rows_model.ask(rows("c", 1));
+    assert_eq!(rows_model.server.model_statistics("rows", "").unwrap()[0].pending, 1);
     // Whichever execution ends first, the second request hears nothing before the first one has its answer.
     let early = tokio::time::timeout(Duration::from_millis(20), second.next_response()).await;
     assert!(early.is_err());
-    gate.add_permits(2);
+    gate.add_permits(3);
     one(first).await;
     second.next_response().await.unwrap().unwrap();
+    one(third).await;
 }
 
 #[tokio::test]
