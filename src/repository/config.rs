@@ -4,6 +4,17 @@ use crate::proto::model_config::SchedulingChoice;
 use crate::proto::model_instance_group::Kind;
 use crate::proto::{ModelConfig, ModelDynamicBatching, ModelEnsembling, ModelInstanceGroup, ModelSequenceBatching};
 
+/// A configuration that a backend has completed, with defaults filled in and checked again.
+///
+/// # Errors
+/// With the words for the first thing that is wrong.
+pub fn recheck(mut config: ModelConfig) -> Result<ModelConfig, String> {
+    let name = config.name.clone();
+    crate::defaults::fill(&mut config, &name);
+    crate::validate::validate(&config, &name)?;
+    Ok(config)
+}
+
 impl ModelConfig {
     /// The graph of an ensemble; `None` for a model that a backend answers.
     pub fn ensemble(&self) -> Option<&ModelEnsembling> {

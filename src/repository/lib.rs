@@ -32,6 +32,7 @@ mod syntax;
 mod text_format;
 mod validate;
 
+pub use config::recheck;
 pub use error::RepositoryError;
 pub use json::{from_json, to_json};
 pub use proto::ModelConfig;
