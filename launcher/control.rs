@@ -1,6 +1,8 @@
 //! Worlds that run: refuse to start a second one, list them, end them.
 
-use std::time::Duration;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use ipc::ProcessWatch;
@@ -9,6 +11,7 @@ use nix::sys::signal::Signal;
 use crate::flags::WorldFlags;
 use crate::health;
 use crate::processes;
+use crate::srun;
 use crate::state::{RunDir, WorldState};
 
 /// Beyond a world's exit timeout, before `stop` kills it; longer than its launcher takes for the same.
@@ -103,4 +106,53 @@ fn finish(world: &WorldState, launcher: &ProcessWatch) -> Result<()> {
     ipc::sweep_all_stale()?;
     println!("the world on http port {} did not end when asked, and was killed", world.http_port);
     Ok(())
+}
+
+/// How long the ranks of a job may take to drain before `stop` cancels it; their own exit timeout is not known here.
+const JOB_PATIENCE: Duration = Duration::from_secs(60);
+
+/// `launch status --job`: state, nodes, time left, and whether it serves.
+pub(crate) fn job_status(job: u32, http_port: u16) -> Result<()> {
+    let line = srun::output(squeue(job).arg("--format=%T %B %L"))?;
+    let Some((state, rest)) = line.trim().split_once(' ') else { bail!("job {job} is not in the queue") };
+    let (node, left) = rest.split_once(' ').unwrap_or((rest, "?"));
+    if state != "RUNNING" {
+        println!("job {job}: {state}");
+        return Ok(());
+    }
+    let health = if health::is_ready(node, http_port) { "ready" } else { "not ready" };
+    println!("job {job}: {state} on {node}, {left} left, {health} on http {http_port}");
+    Ok(())
+}
+
+/// `launch stop --job`: every rank is asked to end, so that requests in flight may finish; then the job is over.
+pub(crate) fn stop_job(job: u32) -> Result<()> {
+    let is_over = || -> Result<bool> { Ok(srun::output(squeue(job).arg("--format=%i"))?.trim().is_empty()) };
+    if is_over()? {
+        bail!("job {job} is not in the queue");
+    }
+    let mut ask = Command::new("scancel");
+    ask.arg("--signal=TERM").arg(job.to_string());
+    // Without a step the ranks are children of the batch script, which passes the signal on.
+    if srun::steps(job)?.is_empty() {
+        ask.arg("--batch");
+    }
+    srun::output(&mut ask)?;
+    let start = Instant::now();
+    while !is_over()? {
+        if start.elapsed() > JOB_PATIENCE {
+            srun::output(Command::new("scancel").arg(job.to_string()))?;
+            println!("job {job} did not end when asked, and was cancelled");
+            return Ok(());
+        }
+        thread::sleep(Duration::from_millis(500));
+    }
+    println!("ended job {job}");
+    Ok(())
+}
+
+fn squeue(job: u32) -> Command {
+    let mut command = Command::new("squeue");
+    command.args(["--noheader", &format!("--jobs={job}")]);
+    command
 }

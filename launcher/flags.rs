@@ -39,9 +39,59 @@ pub enum Action {
         /// Every world of this user on this machine.
         #[arg(long)]
         all: bool,
+        /// The worlds of this Slurm job, wherever they run.
+        #[arg(long, conflicts_with_all = ["http_port", "all"], value_name = "ID")]
+        job: Option<u32>,
     },
     /// List the worlds of this user on this machine.
-    Status,
+    #[command(infer_long_args = true)]
+    Status {
+        /// The world of this Slurm job instead, wherever it runs.
+        #[arg(long, value_name = "ID")]
+        job: Option<u32>,
+        /// Where the job answers HTTP.
+        #[arg(long, default_value_t = 8000, requires = "job")]
+        http_port: u16,
+    },
+    /// Print a batch file for Slurm that starts a world: `launch sbatch --world_size=8 > serve.sbatch`.
+    #[command(infer_long_args = true)]
+    Sbatch(Box<BatchFlags>),
+}
+
+/// A batch job, and the world it starts.
+#[derive(Debug, Clone, Args)]
+pub struct BatchFlags {
+    /// The partition of the site to run in.
+    #[arg(long)]
+    pub partition: Option<String>,
+    /// The account of the site to charge.
+    #[arg(long)]
+    pub account: Option<String>,
+    /// Time limit, as Slurm writes it.
+    #[arg(long, default_value = "24:00:00")]
+    pub time: String,
+    /// GPUs of the job. [default: one per rank, none with --device=cpu]
+    #[arg(long)]
+    pub gpus_per_node: Option<u32>,
+    /// Seconds before the time limit at which the job drains and goes back to the queue.
+    #[arg(long, default_value_t = 120, value_name = "SECONDS")]
+    pub drain_before: u32,
+    /// The world to start.
+    #[command(flatten)]
+    pub world: WorldFlags,
+}
+
+/// What starts the processes of a world.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Backend {
+    /// One rank by itself; more by `srun` in a Slurm allocation whose Slurm speaks PMIx, else by `mpirun`.
+    Auto,
+    /// Open MPI's `mpirun`.
+    Mpirun,
+    /// Slurm's `srun`, in an allocation.
+    Srun,
+    /// Nothing: the one rank itself.
+    Local,
 }
 
 /// Which kind of device the workers use.
@@ -95,7 +145,10 @@ pub struct WorldFlags {
     /// Allow more ranks than cores. [default: when there are more]
     #[arg(long)]
     pub oversubscribe: bool,
-    /// Start without mpirun; only for one rank.
+    /// What starts the ranks.
+    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    pub backend: Backend,
+    /// As --backend=local: start without mpirun; only for one rank.
     #[arg(long)]
     pub no_mpi: bool,
     /// Print the command that would be run, and nothing else.

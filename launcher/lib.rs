@@ -1,7 +1,7 @@
 //! The launcher: from one command line to a world of ranks, kept running until it is asked to end.
 //!
 //! [`plan::plan`] turns [`flags::Flags`] into the command to run, and nothing else: `--dry-run` prints it. [`run`]
-//! carries it out: starts the world through `mpirun`, or one rank by itself, passes signals on to rank 0, starts a
+//! carries it out: starts the world through `mpirun` or `srun`, or one rank by itself, passes signals on to rank 0, starts a
 //! world again that died by itself, and leaves no process and no shared memory behind. Serving is left to the ranks.
 //!
 //! ```
@@ -9,7 +9,7 @@
 //! use launcher::plan::{Site, plan};
 //!
 //! let flags = Flags::parse_from_line(["launch", "--model_repo=/models"].map(Into::into))?;
-//! let site = Site { trireme: "/opt/trireme".into(), num_cores: 8, shm_prefix: "prefix".into() };
+//! let site = Site { trireme: "/opt/trireme".into(), num_cores: 8, shm_prefix: "prefix".into(), allocation: None };
 //! let command = plan(&flags.world, &site)?.command.to_string();
 //! assert!(command.starts_with("/opt/trireme rank --model-repository=/models "));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -24,7 +24,9 @@ mod local;
 mod mpirun;
 pub mod plan;
 mod processes;
+mod sbatch;
 mod signals;
+pub mod srun;
 mod state;
 mod supervise;
 mod world;
@@ -36,8 +38,9 @@ use anyhow::{Context, Result, bail};
 use ipc::ProcessId;
 
 use flags::{Action, Flags, WorldFlags};
-use plan::{Plan, Site};
+use plan::{Plan, Site, Starter};
 use signals::Signals;
+use srun::Allocation;
 use state::{RunDir, WorldState};
 use supervise::Supervisor;
 
@@ -47,9 +50,12 @@ const DEFAULT_EXIT_TIMEOUT_SECS: u64 = 30;
 /// Does what `flags` say; the exit code. `arguments` are those of this process, without its name.
 pub fn run(flags: &Flags, arguments: &[OsString]) -> Result<u8> {
     let run_dir = RunDir::open()?;
-    match flags.action {
-        Some(Action::Status) => control::status(&run_dir),
-        Some(Action::Stop { http_port, all }) => control::stop(&run_dir, http_port, all)?,
+    match &flags.action {
+        Some(Action::Status { job: Some(job), http_port }) => control::job_status(*job, *http_port)?,
+        Some(Action::Status { job: None, .. }) => control::status(&run_dir),
+        Some(Action::Stop { job: Some(job), .. }) => control::stop_job(*job)?,
+        Some(Action::Stop { http_port, all, .. }) => control::stop(&run_dir, *http_port, *all)?,
+        Some(Action::Sbatch(batch)) => print!("{}", sbatch::file(batch, arguments)?),
         None => return start(&flags.world, arguments, run_dir),
     }
     Ok(0)
@@ -92,7 +98,7 @@ fn supervise(flags: &WorldFlags, site: &Site, plan: Plan, run_dir: RunDir) -> Re
         model_repository: flags.model_repo.clone(),
         grpc_port: flags.grpc_port,
         http_port: flags.http_port,
-        http_host: flags.http_host(),
+        http_host: site.allocation.as_ref().and_then(|job| job.node.clone()).unwrap_or_else(|| flags.http_host()),
         metrics_port: flags.metrics_port,
         shm_prefix: site.shm_prefix.clone(),
         exit_timeout_secs: flags.exit_timeout.unwrap_or(DEFAULT_EXIT_TIMEOUT_SECS),
@@ -114,9 +120,15 @@ fn supervise(flags: &WorldFlags, site: &Site, plan: Plan, run_dir: RunDir) -> Re
 fn site(run_dir: &RunDir, http_port: u16) -> Result<Site> {
     let launch = std::env::current_exe().context("cannot find this program")?;
     let cores = sysinfo::System::physical_core_count().map_or(1, |cores| cores as u32);
-    // Worlds of one node need names of their own.
-    let shm_prefix = if run_dir.worlds().is_empty() { "prefix".to_owned() } else { format!("prefix{http_port}_") };
-    Ok(Site { trireme: launch.with_file_name("trireme"), num_cores: cores, shm_prefix })
+    let allocation = srun::Allocation::from_env();
+    // Worlds of one node need names of their own; jobs of Slurm do not see each other's run directories.
+    let shm_prefix = match &allocation {
+        Some(Allocation { job, .. }) if run_dir.worlds().is_empty() => format!("prefix{job}_"),
+        Some(Allocation { job, .. }) => format!("prefix{job}_{http_port}_"),
+        None if run_dir.worlds().is_empty() => "prefix".to_owned(),
+        None => format!("prefix{http_port}_"),
+    };
+    Ok(Site { trireme: launch.with_file_name("trireme"), num_cores: cores, shm_prefix, allocation })
 }
 
 /// Errs when the world cannot start for want of something on this machine.
@@ -131,7 +143,7 @@ fn check(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
             trireme.display()
         );
     }
-    if plan.uses_mpirun {
+    if plan.starter == Starter::Mpirun {
         mpirun::check_installed()?;
     }
     Ok(())

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 
-use crate::flags::{Device, WorldFlags};
+use crate::flags::{Backend, Device, WorldFlags};
+use crate::srun::{self, Allocation};
 use crate::{local, mpirun};
 
 /// What the plan must know of the place it is made in.
@@ -17,6 +18,8 @@ pub struct Site {
     pub num_cores: u32,
     /// What shared-memory names begin with, before the rank. Not the default when another world runs here.
     pub shm_prefix: String,
+    /// The Slurm allocation it is made in, if any.
+    pub allocation: Option<Allocation>,
 }
 
 /// A program and its arguments.
@@ -33,8 +36,24 @@ pub struct CommandLine {
 pub struct Plan {
     /// The one command to run.
     pub command: CommandLine,
-    /// Whether it is `mpirun` rather than the one rank itself.
-    pub uses_mpirun: bool,
+    /// What that is.
+    pub starter: Starter,
+}
+
+/// What starts the ranks of a world.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Starter {
+    /// Nothing: there is one rank.
+    Local,
+    /// `mpirun`.
+    Mpirun,
+    /// `srun`, with a step of this name in this job.
+    Srun {
+        /// Number of the job.
+        job: u32,
+        /// Name of the step.
+        step: String,
+    },
 }
 
 /// The plan for a world; errs with what is wrong with the flags.
@@ -49,17 +68,67 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
     if flags.tensorrt_llm_model_name.iter().any(String::is_empty) {
         bail!("--tensorrt_llm_model_name has an empty name: give names separated by single commas");
     }
-    let ranks: Vec<_> = (0..flags.world_size).map(|rank| rank_command(rank, flags, site)).collect();
-    let uses_mpirun = flags.world_size > 1;
-    let command = if uses_mpirun {
-        mpirun::command(&ranks, flags.oversubscribe || flags.world_size > site.num_cores)
-    } else {
-        local::command(ranks)
+    let oversubscribe = flags.oversubscribe || flags.world_size > site.num_cores;
+    let starter = starter(flags, site)?;
+    let ranks = || (0..flags.world_size).map(|rank| rank_command(rank, flags, site)).collect();
+    let command = match (&starter, &site.allocation) {
+        (Starter::Srun { step, .. }, Some(allocation)) => {
+            let step = srun::Step { allocation, name: step.clone(), num_ranks: flags.world_size, oversubscribe };
+            srun::command(&step, any_rank_command(flags, site), &srun_arguments(flags, site))?
+        }
+        (Starter::Local, _) => local::command(ranks()),
+        _ => mpirun::command(&ranks(), oversubscribe),
     };
-    Ok(Plan { command, uses_mpirun })
+    Ok(Plan { command, starter })
+}
+
+fn starter(flags: &WorldFlags, site: &Site) -> Result<Starter> {
+    let is_one = flags.world_size == 1;
+    let by_srun =
+        |allocation: &Allocation| Starter::Srun { job: allocation.job, step: srun::step_name(flags.http_port) };
+    Ok(match (flags.backend, &site.allocation) {
+        _ if flags.no_mpi => Starter::Local,
+        (Backend::Local, _) if !is_one => {
+            bail!("--backend=local starts one rank, but --world_size is {}; leave one of them out", flags.world_size)
+        }
+        (Backend::Srun, None) => {
+            bail!(
+                "--backend=srun needs a Slurm allocation; start it in a batch job (`launch sbatch`) or below `salloc`"
+            )
+        }
+        (Backend::Srun, Some(allocation)) => by_srun(allocation),
+        (Backend::Local, _) => Starter::Local,
+        (Backend::Auto, _) if is_one => Starter::Local,
+        (Backend::Auto, Some(allocation)) if allocation.mpi_type().is_ok() => by_srun(allocation),
+        (Backend::Auto | Backend::Mpirun, _) => Starter::Mpirun,
+    })
 }
 
 fn rank_command(rank: u32, flags: &WorldFlags, site: &Site) -> CommandLine {
+    let mut command = any_rank_command(flags, site);
+    let args = &mut command.args;
+    let own = args.len() - flags.rank_flags.len();
+    let mut rest = args.split_off(own);
+    if let Some(file) = log_file(rank, flags) {
+        args.push(format!("--log-file={}", file.display()));
+    }
+    if let (0, Some(bytes)) = (rank, flags.multimodal_gpu0_cuda_mem_pool_bytes) {
+        args.push(format!("--cuda-memory-pool-byte-size=0:{bytes}"));
+    }
+    if rank > 0 {
+        args.push("--model-control-mode=explicit".to_owned());
+        args.extend(flags.tensorrt_llm_model_name.iter().map(|name| format!("--load-model={name}")));
+    }
+    args.append(&mut rest);
+    args.insert(NUM_PLACES, format!("--backend-config=python,shm-region-prefix-name={}{rank}_", site.shm_prefix));
+    command
+}
+
+/// Arguments of [`any_rank_command`] before those that say how to serve.
+const NUM_PLACES: usize = 6;
+
+/// What is the same for every rank; the ranks' own flags come last.
+fn any_rank_command(flags: &WorldFlags, site: &Site) -> CommandLine {
     let device = match flags.device {
         Device::Auto => "auto",
         Device::Cpu => "cpu",
@@ -72,26 +141,34 @@ fn rank_command(rank: u32, flags: &WorldFlags, site: &Site) -> CommandLine {
         format!("--http-port={}", flags.http_port),
         format!("--metrics-port={}", flags.metrics_port),
         format!("--device={device}"),
-        format!("--backend-config=python,shm-region-prefix-name={}{rank}_", site.shm_prefix),
     ];
+    assert_eq!(args.len(), NUM_PLACES, "the prefix of shared memory follows these");
     if let Some(seconds) = flags.exit_timeout {
         args.push(format!("--exit-timeout-secs={seconds}"));
     }
     if flags.log {
         args.push("--log-verbose=3".to_owned());
     }
-    if let Some(file) = log_file(rank, flags) {
-        args.push(format!("--log-file={}", file.display()));
-    }
-    if let (0, Some(bytes)) = (rank, flags.multimodal_gpu0_cuda_mem_pool_bytes) {
-        args.push(format!("--cuda-memory-pool-byte-size=0:{bytes}"));
-    }
-    if rank > 0 {
-        args.push("--model-control-mode=explicit".to_owned());
-        args.extend(flags.tensorrt_llm_model_name.iter().map(|name| format!("--load-model={name}")));
-    }
     args.extend(flags.rank_flags.iter().cloned());
     CommandLine { program: flags.trireme.clone().unwrap_or_else(|| site.trireme.clone()), args }
+}
+
+/// What differs between the ranks of a step, for a shell that knows its rank as `$SLURM_PROCID`.
+///
+/// Ranks other than 0 get no models to load: they take orders from rank 0 alone.
+fn srun_arguments(flags: &WorldFlags, site: &Site) -> Vec<String> {
+    let prefix = quoted(&format!("--backend-config=python,shm-region-prefix-name={}", site.shm_prefix));
+    let mut args = vec![format!("{prefix}${{SLURM_PROCID}}_")];
+    if let (Some(first), Some(second)) = (log_file(0, flags), log_file(1, flags)) {
+        let (first, second) = (first.display().to_string(), second.display().to_string());
+        // Rank 0's name with `.rank<i>` put in for the others.
+        let start = second.rfind(".rank1").unwrap_or(second.len());
+        let name = quoted(&format!("--log-file={}", &first[..start]));
+        let extension = &first[start..];
+        let extension = if extension.is_empty() { String::new() } else { quoted(extension) };
+        args.push(format!("{name}${{rank:+.rank$rank}}{extension}"));
+    }
+    args
 }
 
 /// `log.txt` for rank 0, `log.rank1.txt` for rank 1. None when nothing is logged to files.
@@ -115,7 +192,7 @@ impl fmt::Display for CommandLine {
     }
 }
 
-fn quoted(word: &str) -> String {
+pub(crate) fn quoted(word: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_=,./:@%+".contains(&byte);
     if !word.is_empty() && word.bytes().all(plain) {
         word.to_owned()
@@ -132,9 +209,18 @@ mod tests {
     use crate::flags::Flags;
 
     fn plan_of(line: &str) -> Result<String> {
+        plan_in(None, line)
+    }
+
+    /// A job of one node, at a site with PMIx.
+    fn job_7(mpi: &str) -> Option<Allocation> {
+        Some(Allocation { job: 7, num_nodes: 1, mpi_types: [mpi.to_owned()].into(), node: None })
+    }
+
+    fn plan_in(allocation: Option<Allocation>, line: &str) -> Result<String> {
         let words = std::iter::once("launch").chain(line.split_whitespace());
         let flags = Flags::parse_from_line(words.map(OsString::from))?.world;
-        let site = Site { trireme: "/opt/trireme".into(), num_cores: 4, shm_prefix: "prefix".to_owned() };
+        let site = Site { trireme: "/opt/trireme".into(), num_cores: 4, shm_prefix: "prefix".to_owned(), allocation };
         Ok(plan(&flags, &site)?.command.to_string())
     }
 
@@ -171,6 +257,41 @@ mod tests {
         assert!(plan_of("--world_size=5").unwrap().starts_with(turns));
         assert!(plan_of("--world_size=2 --oversubscribe").unwrap().starts_with(turns));
         assert!(!plan_of("--world_size=4").unwrap().contains("oversubscribe"));
+    }
+
+    #[test]
+    fn in_a_slurm_allocation_srun_starts_one_step_whose_tasks_know_their_ranks() {
+        let step = "srun --mpi=pmix --job-name=trireme-8000 --nodes=1 --ntasks=3 --kill-on-bad-exit=1 --cpu-bind=none \
+             --unbuffered sh -c 'rank=${SLURM_PROCID#0}; exec \"$0\" rank \
+             --backend-config=python,shm-region-prefix-name=prefix${SLURM_PROCID}_ \
+             --log-file=logs/world${rank:+.rank$rank}.txt \"$@\"' /opt/trireme --model-repository=/models \
+             --grpc-port=8001 --http-port=8000 --metrics-port=8002 --device=auto --id=me";
+        let line = "--world_size=3 --model_repo=/models --log-file=logs/world.txt";
+        for backend in ["", "--backend=srun"] {
+            assert_eq!(plan_in(job_7("pmix"), &format!("{line} {backend} -- --id=me")).unwrap(), step);
+        }
+        let turns = plan_in(job_7("pmix"), "--world_size=5").unwrap();
+        assert!(turns.contains("--overcommit --export=ALL,OMPI_MCA_mpi_yield_when_idle=1 sh"), "{turns}");
+    }
+
+    #[test]
+    fn the_backend_is_found_out_and_one_that_cannot_work_is_refused() {
+        let starts_with = |allocation, line, start: &str| {
+            let command = plan_in(allocation, line).unwrap();
+            assert!(command.starts_with(start), "{line}: {command}");
+        };
+        starts_with(None, "--world_size=2", "mpirun ");
+        starts_with(job_7("pmi2"), "--world_size=2", "mpirun ");
+        starts_with(job_7("pmix"), "--world_size=2 --backend=mpirun", "mpirun ");
+        starts_with(job_7("pmix"), "", "/opt/trireme ");
+        starts_with(None, "--backend=mpirun", "mpirun ");
+
+        let refusal = |allocation, line| plan_in(allocation, line).unwrap_err().to_string();
+        assert!(refusal(None, "--backend=srun").contains("needs a Slurm allocation"));
+        assert!(refusal(job_7("pmi2"), "--backend=srun").contains("by pmi2, and Open MPI needs pmix"));
+        assert!(refusal(None, "--backend=local --world_size=2").contains("--backend=local starts one rank"));
+        let two_nodes = job_7("pmix").map(|job| Allocation { num_nodes: 2, ..job });
+        assert!(refusal(two_nodes, "--world_size=2").contains("has 2 nodes, and a world cannot span nodes yet"));
     }
 
     #[test]

@@ -11,8 +11,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
 
-use crate::plan::Plan;
-use crate::{mpirun, processes};
+use crate::plan::{Plan, Starter};
+use crate::{mpirun, processes, srun};
 
 /// How long what is left of a world may take to end by itself after its first process has.
 const ORPHAN_PATIENCE: Duration = Duration::from_secs(3);
@@ -20,7 +20,7 @@ const ORPHAN_PATIENCE: Duration = Duration::from_secs(3);
 pub(crate) struct World {
     child: Child,
     watch: ProcessWatch,
-    uses_mpirun: bool,
+    starter: Starter,
     rank_0: Option<ProcessWatch>,
 }
 
@@ -35,7 +35,7 @@ impl World {
             .spawn()
             .with_context(|| format!("cannot start `{}`", plan.command.program.display()))?;
         let watch = ProcessWatch::new(child.id())?;
-        Ok(Self { child, watch, uses_mpirun: plan.uses_mpirun, rank_0: None })
+        Ok(Self { child, watch, starter: plan.starter.clone(), rank_0: None })
     }
 
     /// Readable at the end of the world.
@@ -49,8 +49,11 @@ impl World {
 
     /// The pid of rank 0; None when it is not there (yet), or on another node.
     pub(crate) fn rank_0(&mut self) -> Option<u32> {
-        if !self.uses_mpirun {
-            return Some(self.pid());
+        match self.starter {
+            Starter::Local => return Some(self.pid()),
+            // Slurm's daemon is the parent of ranks.
+            Starter::Srun { .. } => return None,
+            Starter::Mpirun => {}
         }
         if self.rank_0.is_none() {
             self.rank_0 = mpirun::find_rank_0(self.pid()).and_then(|pid| ProcessWatch::new(pid).ok());
@@ -60,6 +63,12 @@ impl World {
 
     /// Asks the world to end. Rank 0 is asked: it ends the others in good order, while mpirun would kill them.
     pub(crate) fn ask_to_end(&mut self) {
+        if let Starter::Srun { job, step } = &self.starter {
+            match srun::signal(*job, step, "TERM") {
+                Ok(()) => return,
+                Err(error) => eprintln!("launch: {error:#}; ends the ranks through srun, which does not drain"),
+            }
+        }
         self.rank_0();
         let asked = self.rank_0.as_ref().is_some_and(|rank_0| rank_0.signal(Signal::SIGTERM as i32).is_ok());
         if !asked {
@@ -70,6 +79,10 @@ impl World {
 
     /// Kills every process of the world on this node.
     pub(crate) fn kill(&self) {
+        if let Starter::Srun { job, step } = &self.starter {
+            // Gone already is as good.
+            let _ = srun::signal(*job, step, "KILL");
+        }
         let _ = self.watch.signal(Signal::SIGKILL as i32);
         kill_all(&processes::descendants(std::process::id()));
     }
@@ -79,7 +92,7 @@ impl World {
     pub(crate) fn finish(mut self) -> Result<ExitStatus> {
         let status = self.child.wait().context("cannot wait for the world")?;
         reap_orphans();
-        if self.uses_mpirun {
+        if self.starter == Starter::Mpirun {
             mpirun::remove_leftovers(self.child.id());
         }
         for name in ipc::sweep_all_stale()? {

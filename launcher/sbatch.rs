@@ -1,0 +1,115 @@
+//! `launch sbatch`: a batch file that starts a world at the user's site.
+
+use std::ffi::OsString;
+use std::fmt::Write;
+
+use anyhow::{Result, bail};
+
+use crate::flags::{BatchFlags, Device};
+use crate::plan::quoted;
+
+/// Flags of the job rather than of the world, by the start of their names: abbreviations are allowed.
+const JOB_FLAGS: [&str; 5] = ["partition", "account", "time", "gpus-per-node", "drain-before"];
+
+/// The batch file; `arguments` are those of this process: those of the world are handed on as they were typed.
+pub(crate) fn file(batch: &BatchFlags, arguments: &[OsString]) -> Result<String> {
+    let world = &batch.world;
+    if world.detach || world.dry_run {
+        bail!("a batch job ends with its script: leave out --detach and --dry-run");
+    }
+    let gpus = batch.gpus_per_node.unwrap_or(if world.device == Device::Cpu { 0 } else { world.world_size });
+    let mut text = format!("#!/bin/bash\n# Serves {} on one node.\n", world.model_repo.display());
+    let mut option =
+        |name: &str, value: &str| writeln!(text, "#SBATCH --{name}={value}").expect("text takes more text");
+    option("job-name", "trireme");
+    option("nodes", "1");
+    option("ntasks-per-node", &world.world_size.to_string());
+    if gpus > 0 {
+        option("gpus-per-node", &gpus.to_string());
+    }
+    for (name, value) in [("partition", &batch.partition), ("account", &batch.account)] {
+        if let Some(value) = value {
+            option(name, value);
+        }
+    }
+    option("time", &batch.time);
+    option("signal", &format!("B:USR1@{}", batch.drain_before));
+    option("open-mode", "append");
+    option("output", "trireme_%j.out");
+    text.push_str("#SBATCH --requeue\n\n");
+    write!(text, "\"${{LAUNCH:-target/release/launch}}\" {} &\n{WAIT}", world_line(arguments))
+        .expect("text takes more text");
+    Ok(text)
+}
+
+/// Below the line that starts the launcher.
+const WAIT: &str = r#"launch=$!
+
+# Requests in flight finish. Near the time limit the job then goes back to the queue.
+trap 'again=yes; kill -TERM "$launch"' USR1
+trap 'kill -TERM "$launch"' TERM
+
+# A signal ends `wait` too, so it is asked until the launcher has ended.
+wait "$launch"
+code=$?
+while kill -0 "$launch" 2>/dev/null; do
+    wait "$launch"
+    code=$?
+done
+[[ ${again:-no} == yes ]] && scontrol requeue "$SLURM_JOB_ID"
+exit "$code"
+"#;
+
+/// What was typed behind `sbatch`, without the flags of the job.
+fn world_line(arguments: &[OsString]) -> String {
+    let words = arguments.iter().map(|word| word.to_string_lossy()).skip_while(|word| word != "sbatch").skip(1);
+    let (mut kept, mut words, mut ours) = (Vec::new(), words, true);
+    while let Some(word) = words.next() {
+        ours &= word != "--";
+        let name = word
+            .strip_prefix("--")
+            .filter(|_| ours)
+            .map(|flag| flag.split('=').next().unwrap_or_default().replace('_', "-"));
+        let is_jobs = name.is_some_and(|name| name.len() > 1 && JOB_FLAGS.iter().any(|flag| flag.starts_with(&name)));
+        match is_jobs {
+            true if !word.contains('=') => drop(words.next()),
+            true => {}
+            false => kept.push(quoted(&word)),
+        }
+    }
+    kept.join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::flags::{Action, Flags};
+
+    fn file_of(line: &str) -> Result<String> {
+        let words: Vec<OsString> = line.split_whitespace().map(OsString::from).collect();
+        let flags = Flags::parse_from_line(std::iter::once("launch".into()).chain(words.iter().cloned()))?;
+        let Some(Action::Sbatch(batch)) = flags.action else { panic!("{line}") };
+        file(&batch, &words)
+    }
+
+    #[test]
+    fn the_shipped_batch_file_of_one_node_is_what_the_launcher_writes() {
+        let shipped = include_str!("../slurm/one_node.sbatch");
+        assert_eq!(file_of("sbatch --world_size=8 --model_repo=model_repository").unwrap(), shipped);
+    }
+
+    #[test]
+    fn flags_of_the_site_become_options_and_flags_of_the_world_are_handed_on() {
+        let line = "sbatch --world_size 2 --part=gpu --account a1 --time=1:00:00 --device=cpu --drain_before=30 \
+                    --model_repo=/m -- --time=x";
+        let text = file_of(line).unwrap();
+        for option in ["ntasks-per-node=2", "partition=gpu", "account=a1", "time=1:00:00", "signal=B:USR1@30"] {
+            assert!(text.contains(&format!("#SBATCH --{option}\n")), "{option}: {text}");
+        }
+        assert!(!text.contains("gpus"), "{text}");
+        let started =
+            "\"${LAUNCH:-target/release/launch}\" --world_size 2 --device=cpu --model_repo=/m -- --time=x &\n";
+        assert!(text.contains(started), "{text}");
+        assert!(file_of("sbatch --detach").is_err());
+    }
+}

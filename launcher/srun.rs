@@ -1,0 +1,164 @@
+//! Worlds that Slurm's `srun` starts, inside an allocation.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+
+use crate::plan::{CommandLine, quoted};
+
+/// The allocation this process runs in, as Slurm's environment tells it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Allocation {
+    /// Number of the job.
+    pub job: u32,
+    /// Nodes of the job.
+    pub num_nodes: u32,
+    /// How the site's Slurm starts MPI programs: what `srun --mpi=list` names.
+    pub mpi_types: BTreeSet<String>,
+    /// Its node, when it has one alone and this process does not run there.
+    pub node: Option<String>,
+}
+
+impl Allocation {
+    /// None outside of an allocation, and inside of a step, where `srun` would wait for the step's own cores.
+    pub fn from_env() -> Option<Self> {
+        /// Above are the steps that Slurm makes by itself, for batch scripts and interactive shells.
+        const LAST_STEP: u32 = 0xffff_0000;
+        let number = |name: &str| std::env::var(name).ok()?.parse::<u32>().ok();
+        let job = number("SLURM_JOB_ID")?;
+        if number("SLURM_STEP_ID").is_some_and(|step| step < LAST_STEP) {
+            return None;
+        }
+        // Where `srun` is missing, as in a container, it starts nothing.
+        let list = Command::new("srun").arg("--mpi=list").output();
+        let text = list.map_or(Vec::new(), |list| [list.stdout, list.stderr].concat());
+        let num_nodes = number("SLURM_JOB_NUM_NODES").unwrap_or(1);
+        let is_remote = num_nodes == 1 && std::env::var_os("SLURMD_NODENAME").is_none();
+        let node = std::env::var("SLURM_JOB_NODELIST").ok().filter(|_| is_remote);
+        Some(Self { job, num_nodes, mpi_types: mpi_types(&String::from_utf8_lossy(&text)), node })
+    }
+
+    /// The newest protocol that Open MPI speaks with this Slurm.
+    pub(crate) fn mpi_type(&self) -> Result<&str> {
+        // `pmix` is the site's own choice of version; a number is taken only where that is missing.
+        let newest = self.mpi_types.iter().rev().find(|name| name.starts_with("pmix"));
+        let found = self.mpi_types.get("pmix").or(newest);
+        found.map(String::as_str).with_context(|| {
+            let there: Vec<_> = self.mpi_types.iter().map(String::as_str).collect();
+            format!(
+                "this Slurm starts MPI programs by {}, and Open MPI needs pmix; use --backend=mpirun",
+                if there.is_empty() { "no means".to_owned() } else { there.join(", ") }
+            )
+        })
+    }
+}
+
+/// The words of `srun --mpi=list` that `--mpi` takes: one a line, indented or behind `srun: `.
+fn mpi_types(text: &str) -> BTreeSet<String> {
+    let versions = |line: &str| line.split_once("versions available:").map(|(_, rest)| rest.to_owned());
+    let names = text.lines().flat_map(|line| {
+        let line = line.strip_prefix("srun: ").unwrap_or(line);
+        let words = versions(line).unwrap_or_else(|| line.to_owned());
+        // Headings have several words.
+        let words: Vec<String> =
+            words.split([',', ' ', '\t']).filter(|word| !word.is_empty()).map(str::to_owned).collect();
+        if words.len() == 1 || versions(line).is_some() { words } else { Vec::new() }
+    });
+    names.collect()
+}
+
+/// What `srun` is told about one world.
+pub(crate) struct Step<'a> {
+    pub(crate) allocation: &'a Allocation,
+    pub(crate) name: String,
+    pub(crate) num_ranks: u32,
+    pub(crate) oversubscribe: bool,
+}
+
+/// The name of the step that serves on `http_port`; by it [`signal`] finds the step again.
+pub(crate) fn step_name(http_port: u16) -> String {
+    format!("trireme-{http_port}")
+}
+
+/// One step of as many tasks as ranks. A task knows its rank from Slurm alone, so a shell puts it in: `per_rank` are
+/// arguments, quoted already, that name the rank as `$SLURM_PROCID`.
+pub(crate) fn command(step: &Step, common: CommandLine, per_rank: &[String]) -> Result<CommandLine> {
+    if step.allocation.num_nodes > 1 && step.num_ranks > 1 {
+        bail!(
+            "job {} has {} nodes, and a world cannot span nodes yet; submit with `--nodes=1`, or as a job array of worlds",
+            step.allocation.job,
+            step.allocation.num_nodes
+        );
+    }
+    let mut args = vec![
+        format!("--mpi={}", step.allocation.mpi_type()?),
+        format!("--job-name={}", step.name),
+        "--nodes=1".to_owned(),
+        format!("--ntasks={}", step.num_ranks),
+        "--kill-on-bad-exit=1".to_owned(),
+        "--cpu-bind=none".to_owned(),
+        "--unbuffered".to_owned(),
+    ];
+    if step.oversubscribe {
+        args.extend(["--overcommit".to_owned(), "--export=ALL,OMPI_MCA_mpi_yield_when_idle=1".to_owned()]);
+    }
+    let mut common_args = common.args.into_iter();
+    let sub_command = common_args.next().unwrap_or_default();
+    // `rank` is empty for rank 0, whose log file bears no number.
+    let script = format!("exec \"$0\" {} {} \"$@\"", quoted(&sub_command), per_rank.join(" "));
+    let names_rank = per_rank.iter().any(|argument| argument.contains("$rank"));
+    let script = if names_rank { format!("rank=${{SLURM_PROCID#0}}; {script}") } else { script };
+    args.extend(["sh".to_owned(), "-c".to_owned(), script, common.program.display().to_string()]);
+    args.extend(common_args);
+    Ok(CommandLine { program: PathBuf::from("srun"), args })
+}
+
+/// Sends `signal` to every rank of the step `name` of `job`. `srun` itself would take SIGTERM for: kill them.
+pub(crate) fn signal(job: u32, name: &str, signal: &str) -> Result<()> {
+    let steps = steps(job)?;
+    let found: Vec<_> = steps.iter().filter(|(_, its)| its == name).map(|(step, _)| step).collect();
+    if found.is_empty() {
+        bail!("job {job} has no step `{name}`");
+    }
+    output(Command::new("scancel").arg(format!("--signal={signal}")).args(found)).map(drop)
+}
+
+/// Number and name of each step that the job has started, other than Slurm's own.
+pub(crate) fn steps(job: u32) -> Result<Vec<(String, String)>> {
+    let text =
+        output(Command::new("squeue").args(["--steps", "--noheader", "--format=%i %j"]).arg(format!("--jobs={job}")))?;
+    let step = |line: &str| line.trim().split_once(' ').map(|(id, name)| (id.to_owned(), name.trim().to_owned()));
+    let is_own = |id: &str| id.rsplit('.').next().is_some_and(|step| step.bytes().all(|byte| byte.is_ascii_digit()));
+    Ok(text.lines().filter_map(step).filter(|(id, _)| is_own(id)).collect())
+}
+
+/// What a command of Slurm prints; errs with its reason when it fails.
+pub(crate) fn output(command: &mut Command) -> Result<String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command.output().with_context(|| format!("cannot run `{name}`"))?;
+    if !output.status.success() {
+        bail!("`{name}` failed: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn allocation(list: &str) -> Allocation {
+        Allocation { job: 1, num_nodes: 1, mpi_types: mpi_types(list), node: None }
+    }
+
+    #[test]
+    fn the_sites_mpi_is_found_in_what_srun_lists() {
+        let new = "MPI plugin types are...\n\tpmix\n\tnone\n\tcray_shasta\n\tpmi2\nspecific pmix plugin versions available: pmix_v4\n";
+        assert_eq!(allocation(new).mpi_type().unwrap(), "pmix");
+        let old = "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: pmix_v2\nsrun: pmix_v3\n";
+        assert_eq!(allocation(old).mpi_type().unwrap(), "pmix_v3");
+        let error = allocation("MPI plugin types are...\n\tnone\n\tpmi2\n").mpi_type().unwrap_err();
+        assert!(error.to_string().contains("none, pmi2, and Open MPI needs pmix; use --backend=mpirun"), "{error}");
+    }
+}
