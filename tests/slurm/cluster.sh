@@ -1,0 +1,145 @@
+# A real Slurm on this machine, for tests: munged, slurmctld and a slurmd per node, each node in a network namespace
+# with a host name of its own. Sourced by scripts/test_slurm. Everything lies in $cluster, a scratch directory.
+
+# Names of namespaces and links are this machine's, so they carry this process's id; 15 letters at most.
+readonly bridge=trb$$
+nodes=()
+daemons=()
+
+# start_cluster N: brings up N nodes of 8 CPUs and 8 GPUs that exist on paper only.
+start_cluster() {
+    local count=$1 i
+    mkdir -p "$cluster"/{state,log}
+    ip link add "$bridge" type bridge
+    ip addr add 10.77.0.1/24 dev "$bridge"
+    ip link set "$bridge" up
+    for ((i = 1; i <= count; i++)); do add_node "$i"; done
+    write_config
+    export SLURM_CONF=$cluster/slurm.conf
+    start_munged
+    slurmctld -D -c -f "$SLURM_CONF" >"$cluster/log/slurmctld.out" 2>&1 &
+    daemons+=($!)
+    for i in "${nodes[@]}"; do start_slurmd "$i"; done
+    await 20 "$count idle nodes" all_idle
+}
+
+add_node() {
+    local name=trn$1-$$
+    ip netns add "$name"
+    nodes+=("$1")
+    ip link add "trv$1-$$" type veth peer name eth0 netns "$name"
+    ip link set "trv$1-$$" master "$bridge" up
+    ip -n "$name" addr add "10.77.0.1$1/24" dev eth0
+    ip -n "$name" link set eth0 up
+    ip -n "$name" link set lo up
+    mkdir -p "$cluster/spool-n$1" "$cluster/tmp-n$1"
+}
+
+write_config() {
+    local i
+    # TmpFS apart for each node, or their PMIx plugins collide. config_overrides, for the CPUs are not all real.
+    cat >"$cluster/slurm.conf" <<CONF
+ClusterName=trireme
+SlurmctldHost=$(hostname -s)(10.77.0.1)
+SlurmctldPort=16817
+AuthType=auth/munge
+AuthInfo=socket=$cluster/munge.sock
+CredType=cred/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation=$cluster/state
+SlurmdSpoolDir=$cluster/spool-%n
+SlurmctldPidFile=$cluster/slurmctld.pid
+SlurmdPidFile=$cluster/slurmd-%n.pid
+SlurmctldLogFile=$cluster/log/slurmctld.log
+SlurmdLogFile=$cluster/log/slurmd-%n.log
+TmpFS=$cluster/tmp-%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/builtin
+ReturnToService=2
+MpiDefault=none
+SlurmdParameters=config_overrides
+KillWait=5
+MinJobAge=300
+GresTypes=gpu
+PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE OverTimeLimit=0 State=UP
+CONF
+    for i in "${nodes[@]}"; do
+        echo "NodeName=n$i NodeHostname=n$i NodeAddr=10.77.0.1$i Port=17001 CPUs=8 Gres=gpu:8 State=UNKNOWN" >>"$cluster/slurm.conf"
+    done
+    {
+        cat /etc/hosts
+        for i in "${nodes[@]}"; do echo "10.77.0.1$i n$i"; done
+    } >"$cluster/hosts"
+    touch "$cluster"/gpu{0..7}
+    echo "Name=gpu File=$cluster/gpu[0-7]" >"$cluster/gres.conf"
+}
+
+start_munged() {
+    head -c 128 /dev/urandom >"$cluster/munge.key"
+    chmod 600 "$cluster/munge.key"
+    munged --force --foreground --key-file="$cluster/munge.key" --socket="$cluster/munge.sock" --pid-file="$cluster/munged.pid" \
+        --log-file="$cluster/log/munged.log" --seed-file="$cluster/munge.seed" >"$cluster/log/munged.out" 2>&1 &
+    daemons+=($!)
+    await 5 'munged' test -S "$cluster/munge.sock"
+}
+
+# Not `ip netns exec`, which mounts /sys anew and so hides the cgroup mount that slurmd looks for.
+start_slurmd() {
+    nsenter --net="/run/netns/trn$1-$$" unshare --uts bash -c \
+        "hostname n$1; exec slurmd -D -N n$1 -f $cluster/slurm.conf" >"$cluster/log/slurmd-n$1.out" 2>&1 &
+    daemons+=($!)
+}
+
+# on N COMMAND...: runs it on node N.
+on() {
+    local node=$1
+    shift
+    nsenter --net="/run/netns/trn$node-$$" -- "$@"
+}
+
+all_idle() { [[ $(sinfo --noheader --format='%T %D') == "idle ${#nodes[@]}" ]]; }
+
+# Whatever happened before: ends jobs and daemons, and takes the network away. Safe to call twice.
+stop_cluster() {
+    local i pid
+    if ((${#daemons[@]})); then
+        timeout 5 scancel --quiet --signal=KILL --full --user="$(id -un)" 2>/dev/null || true
+        timeout 5 scancel --quiet --user="$(id -un)" 2>/dev/null || true
+        # Last started first: slurmctld and munged outlive the nodes.
+        for ((i = ${#daemons[@]} - 1; i >= 0; i--)); do
+            kill "${daemons[i]}" 2>/dev/null || true
+        done
+        for pid in "${daemons[@]}"; do
+            timeout 10 tail --pid="$pid" -f /dev/null || kill -KILL "$pid" 2>/dev/null || true
+            wait "$pid" 2>/dev/null || true
+        done
+        daemons=()
+    fi
+    # Job steps outlive their slurmd; whatever runs in a namespace of ours goes with it.
+    for i in "${nodes[@]}"; do
+        for pid in $(ip netns pids "trn$i-$$" 2>/dev/null); do kill -KILL "$pid" 2>/dev/null || true; done
+        ip netns del "trn$i-$$" 2>/dev/null || true
+    done
+    nodes=()
+    ip link del "$bridge" 2>/dev/null || true
+}
+
+# await SECONDS WHAT COMMAND...: until the command returns 0; 1 with a line about it when it never does.
+await() {
+    local deadline=$((SECONDS + $1)) what=$2
+    shift 2
+    until "$@"; do
+        if ((SECONDS >= deadline)); then
+            echo "not in time: $what" >&2
+            return 1
+        fi
+        sleep 0.1
+    done
+}
