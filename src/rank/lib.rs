@@ -67,17 +67,19 @@ pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
     let program = std::env::current_exe().map_err(RankError::Program)?;
     let (news, heard) = mpsc::channel();
     let agent = Arc::new(Agent::new(prefix.clone(), program, news));
-    let code = if world.rank() == 0 {
+    let served = if world.rank() == 0 {
         for option in ignored {
             tracing::warn!("option --{option} is accepted and has no effect");
         }
-        server::run(args, &world, &agent, heard, prefix)?
+        server::run(args, &world, &agent, heard, prefix)
     } else {
-        relay::run(&world, &agent, heard)?;
-        ExitCode::SUCCESS
+        relay::run(&world, &agent, heard).map(|()| ExitCode::SUCCESS)
     };
     agent.end_all();
-    world.finalize(FINALIZE_TIMEOUT)?;
+    // After an error too: what was said to other ranks must still reach them.
+    let left = world.finalize(FINALIZE_TIMEOUT);
+    let code = served?;
+    left?;
     Ok(code)
 }
 

@@ -1,18 +1,26 @@
 //! A rank other than 0: carries messages between rank 0 and its own agent until the world ends.
 
-use std::sync::mpsc::Receiver;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
+use std::time::Duration;
 
 use comm::World;
-use std::sync::Arc;
 use worker::{Agent, FromAgent, ToAgent};
 
 use crate::RankError;
 use crate::server::Signals;
 
+/// The question to rank 0 whether it lives, and its answer. No other message is empty.
+pub(crate) const ARE_YOU_THERE: &[u8] = &[];
+
+/// How long rank 0 may take for that answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// Runs until rank 0 says that the world ends.
 pub(crate) fn run(world: &Arc<World>, agent: &Agent, heard: Receiver<FromAgent>) -> Result<(), RankError> {
-    leave_signals_to_rank_0().map_err(RankError::Runtime)?;
+    let (answer, answers) = mpsc::sync_channel(1);
+    leave_signals_to_rank_0(world, answers).map_err(RankError::Runtime)?;
     let sender = Arc::clone(world);
     thread::spawn(move || {
         for news in heard {
@@ -21,6 +29,11 @@ pub(crate) fn run(world: &Arc<World>, agent: &Agent, heard: Receiver<FromAgent>)
     });
     let incoming = world.incoming().expect("nobody else reads this rank's messages");
     for (from, bytes) in incoming {
+        if bytes == ARE_YOU_THERE {
+            // Full when nobody waits for it any more.
+            let _ = answer.try_send(());
+            continue;
+        }
         match postcard::from_bytes(&bytes) {
             Ok(ToAgent::Shutdown) => break,
             Ok(message) => agent.handle(message),
@@ -32,20 +45,26 @@ pub(crate) fn run(world: &Arc<World>, agent: &Agent, heard: Receiver<FromAgent>)
     Ok(())
 }
 
-/// Slurm signals every rank at once, and rank 0 still needs the others while requests in flight finish.
-fn leave_signals_to_rank_0() -> std::io::Result<()> {
+/// Slurm signals every rank at once, and rank 0 still needs the others while requests in flight finish. It also
+/// signals those that are left of a world whose rank 0 died: then there is nothing to wait for.
+fn leave_signals_to_rank_0(world: &Arc<World>, answers: Receiver<()>) -> std::io::Result<()> {
+    let world = Arc::clone(world);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut signals = {
         let _inside = runtime.enter();
         Signals::new()?
     };
     thread::spawn(move || {
-        runtime.block_on(async {
-            loop {
-                signals.next().await;
-                tracing::info!("this rank ends when rank 0 does, which drains if it was asked too");
+        runtime.block_on(signals.next());
+        tracing::info!("this rank ends when rank 0 does, which drains if it was asked too");
+        loop {
+            send_bytes(&world, 0, ARE_YOU_THERE.to_vec());
+            match answers.recv_timeout(ANSWER_TIMEOUT) {
+                Ok(()) => thread::sleep(ANSWER_TIMEOUT),
+                Err(RecvTimeoutError::Disconnected) => return,
+                Err(RecvTimeoutError::Timeout) => world.abort(1, "was told to end, and rank 0 does not answer"),
             }
-        })
+        }
     });
     Ok(())
 }
@@ -53,6 +72,11 @@ fn leave_signals_to_rank_0() -> std::io::Result<()> {
 /// To another rank. What cannot be sent ends the world: rank 0 would wait for an answer that never comes.
 pub(crate) fn send<T: serde::Serialize>(world: &World, to: u32, message: &T) {
     let bytes = postcard::to_stdvec(message).expect("messages hold nothing that cannot be serialized");
+    send_bytes(world, to, bytes);
+}
+
+/// As [`send`], for bytes.
+pub(crate) fn send_bytes(world: &World, to: u32, bytes: Vec<u8>) {
     match world.send(to, bytes) {
         Ok(()) | Err(comm::CommError::Left) => {}
         Err(error) => world.abort(1, &format!("cannot send to rank {to}: {error}")),

@@ -61,10 +61,15 @@ fn connect(world: &Arc<World>, agent: &Arc<Agent>, heard: Receiver<FromAgent>) -
         _ => relay::send(&sender, rank, &message),
     }));
     let (local, remote) = (Arc::clone(&agents), Arc::clone(&agents));
+    let asked = Arc::clone(world);
     thread::spawn(move || heard.into_iter().for_each(|news| local.deliver(news)));
     let incoming = world.incoming().expect("nobody else reads this rank's messages");
     thread::spawn(move || {
         for (from, bytes) in incoming {
+            if bytes == relay::ARE_YOU_THERE {
+                relay::send_bytes(&asked, from, bytes);
+                continue;
+            }
             match postcard::from_bytes(&bytes) {
                 Ok(news) => remote.deliver(news),
                 Err(error) => {
