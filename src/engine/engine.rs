@@ -6,7 +6,9 @@ use crate::blocks::BlockPool;
 use crate::queue::{Queue, Turn, turn};
 use crate::sequence::{Place, Sequence};
 use crate::sequences::{Sequences, Slot};
-use crate::{ConfigError, EngineConfig, FinishReason, Policy, Refused, Request, RowId, SequenceId, TokenEvent};
+use crate::{
+    ConfigError, EngineConfig, FinishReason, MAX_LOGPROBS, Policy, Refused, Request, RowId, SequenceId, TokenEvent,
+};
 
 /// The scheduler of one model: a state machine without clock, thread or I/O.
 ///
@@ -197,6 +199,9 @@ impl Engine {
         let (len_of_lists, max) = (request.sampling.list_len(), self.config.max_joined_tokens);
         if len_of_lists > max {
             return Err(Refused::ListsTooLong { len: len_of_lists, max });
+        }
+        if let Some(found) = request.sampling.num_logprobs.filter(|&n| n > MAX_LOGPROBS) {
+            return Err(Refused::TooManyLogprobs { found, max: MAX_LOGPROBS });
         }
         let max_len = len.saturating_add(request.max_tokens as usize).min(max_sequence_len);
         let needed = (max_len - 1).div_ceil(block_size);

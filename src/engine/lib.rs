@@ -61,6 +61,6 @@ pub use engine::Engine;
 pub use ids::{BlockId, RowId, SequenceId, TokenId};
 pub use plan::{JoinedRow, PlanError, RowWork, SampledToken, StepOutput, StepPlan};
 pub use request::{BlockUsage, FinishReason, Refused, Request, TokenEvent};
-pub use sampling::SamplingParams;
+pub use sampling::{MAX_LOGPROBS, SamplingParams};
 pub use settle::SettleError;
 pub use stats::{EngineStats, Holding, Ledger};

@@ -73,6 +73,9 @@ pub enum Refused {
     /// A plan could not carry them.
     #[error("end ids, bad words and logit bias have {len} entries (2 for a biased token); at most {max} are taken")]
     ListsTooLong { len: usize, max: usize },
+    /// Devices keep no room for them.
+    #[error("log-probabilities of the {found} likeliest tokens are asked for; at most {max} are reported")]
+    TooManyLogprobs { found: u32, max: u32 },
     /// More KV blocks than there are.
     #[error("{needed} KV blocks are needed for prompt and output but there are {num_blocks}; lower max_tokens")]
     NeverFits { needed: usize, num_blocks: usize },

@@ -4,6 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::TokenId;
 
+/// Most likeliest tokens that a request may ask the log-probabilities of: devices keep room for so many.
+pub const MAX_LOGPROBS: u32 = 32;
+
 /// Sampling settings of one sequence; they travel to every worker when its row joins.
 ///
 /// The order of application on a device: repetition, presence and frequency penalty; logit bias;
@@ -35,7 +38,8 @@ pub struct SamplingParams {
     pub logit_bias: Vec<(TokenId, f32)>,
     /// Token sequences that must not be completed.
     pub bad_words: Vec<Vec<TokenId>>,
-    /// `Some(n)` reports the log-probability of the chosen token and of the `n` likeliest.
+    /// `Some(n)` reports the log-probability of the chosen token and of the `n` likeliest,
+    /// at most [`MAX_LOGPROBS`].
     pub num_logprobs: Option<u32>,
 }
 
