@@ -10,10 +10,12 @@ use worker::FromAgent;
 
 /// What the step thread is told.
 pub(crate) enum Message {
-    /// A request, and where its events go.
-    Submit { request: Box<Request>, events: async_mpsc::UnboundedSender<RequestEvent> },
+    /// The sequences of a request, all taken or none, and where their events go.
+    Submit { sequences: Vec<Request>, events: async_mpsc::UnboundedSender<RequestEvent> },
     /// The client left.
     Cancel(SequenceId),
+    /// A stop word was found in its text.
+    Finish(SequenceId),
     /// News of a worker.
     Agent(FromAgent),
     /// End the workers, then this thread.
@@ -23,9 +25,9 @@ pub(crate) enum Message {
 /// What a request hears. Bounded by the request's own `max_tokens`, so the channel that carries it needs no bound.
 #[derive(Debug)]
 pub(crate) enum RequestEvent {
-    /// It is queued under this id.
-    Accepted(SequenceId),
-    /// Tokens, or its end.
+    /// Its sequences are queued under these ids.
+    Accepted(Vec<SequenceId>),
+    /// Tokens of a sequence, or its end.
     Tokens(TokenEvent),
     /// It ends with this error.
     Failed(InferError),

@@ -8,14 +8,46 @@ use super::config::LlmConfig;
 /// Most stop or bad words of one request.
 const MAX_WORDS: usize = 1024;
 
+/// Temperatures below this are greedy: their inverse is beyond what logits can be scaled by.
+const LEAST_TEMPERATURE: f32 = 1e-6;
+
 /// A request, understood.
 #[derive(Debug, Clone)]
 pub(crate) struct LlmRequest {
+    /// The first sequence; the others differ in their seeds.
     pub(crate) request: Request,
+    pub(crate) num_sequences: usize,
     /// One response per event, or one for all.
     pub(crate) streaming: bool,
     pub(crate) exclude_input: bool,
     pub(crate) return_log_probs: bool,
+    pub(crate) return_perf_metrics: bool,
+    pub(crate) return_num_input_tokens: bool,
+    pub(crate) return_num_output_tokens: bool,
+}
+
+impl LlmRequest {
+    /// The engine's requests: sequence `i` is what a request of its own with `seed + i` would be.
+    pub(crate) fn sequences(self) -> Vec<Request> {
+        let seeded = |index: u64| {
+            let mut request = self.request.clone();
+            request.sampling.seed = request.sampling.seed.wrapping_add(index);
+            request
+        };
+        let others: Vec<Request> = (1..self.num_sequences as u64).map(seeded).collect();
+        std::iter::once(self.request).chain(others).collect()
+    }
+
+    /// Whether an output is asked for as far as it has a flag of its own.
+    pub(crate) fn wants(&self, output: &str) -> bool {
+        match output {
+            "cum_log_probs" | "output_log_probs" => self.return_log_probs,
+            "num_input_tokens" => self.return_num_input_tokens,
+            "num_output_tokens" => self.return_num_output_tokens,
+            name if name.starts_with("kv_cache_") || name.ends_with("_time_ns") => self.return_perf_metrics,
+            _ => true,
+        }
+    }
 }
 
 /// What the client wants.
@@ -42,16 +74,34 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Wanted
         let words = "`streaming` is true, but this model is not decoupled; set `model_transaction_policy { decoupled: true }` or leave `streaming` out";
         return Err(InferError::invalid(words));
     }
-    let return_log_probs = scalar::<bool>(request, &["return_log_probs"])?.unwrap_or(false);
+    let flag = |names: &[&str]| scalar::<bool>(request, names).map(|flag| flag.unwrap_or(false));
+    let return_log_probs = flag(&["return_log_probs"])?;
     let exclude_input = scalar::<bool>(request, &["exclude_input_in_output"])?.unwrap_or(config.exclude_input);
-    let request = Request {
+    let engine_request = Request {
         prompt,
         max_tokens,
         sampling: sampling(config, request, return_log_probs)?,
         stop_words: words(config, request, "stop_words_list")?,
         priority: u32::try_from(request.priority).unwrap_or(u32::MAX),
     };
-    Ok(Wanted::Generate(Box::new(LlmRequest { request, streaming, exclude_input, return_log_probs })))
+    Ok(Wanted::Generate(Box::new(LlmRequest {
+        request: engine_request,
+        num_sequences: num_sequences(config, request)?,
+        streaming,
+        exclude_input,
+        return_log_probs,
+        return_perf_metrics: flag(&["return_perf_metrics", "return_kv_cache_reuse_stats"])?,
+        return_num_input_tokens: flag(&["return_num_input_tokens"])?,
+        return_num_output_tokens: flag(&["return_num_output_tokens"])?,
+    })))
+}
+
+fn num_sequences(config: &LlmConfig, request: &InferRequest) -> Result<usize, InferError> {
+    let count = scalar::<i64>(request, &["num_return_sequences"])?.unwrap_or(1);
+    let max = config.engine.max_rows;
+    usize::try_from(count).ok().filter(|count| (1..=max).contains(count)).ok_or_else(|| {
+        InferError::invalid(format!("`num_return_sequences` is {count}, expected 1 to {max} (`max_batch_size`)"))
+    })
 }
 
 fn prompt(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, InferError> {
@@ -83,6 +133,7 @@ fn sampling(config: &LlmConfig, request: &InferRequest, log_probs: bool) -> Resu
     let temperature = float(request, &["temperature"], 0.0..=f32::MAX)?;
     let samples = top_k.is_some_and(|k| k != 1) || top_p.is_some_and(|p| p > 0.0 && p < 1.0);
     let temperature = temperature.unwrap_or(if samples { 1.0 } else { 0.0 });
+    let temperature = if temperature < LEAST_TEMPERATURE { 0.0 } else { temperature };
     Ok(SamplingParams {
         temperature: if top_k.is_none() && top_p == Some(0.0) { 0.0 } else { temperature },
         top_k: at_least_zero("runtime_top_k", top_k)?.unwrap_or(defaults.top_k),
@@ -153,10 +204,14 @@ fn words(config: &LlmConfig, request: &InferRequest, name: &str) -> Result<Vec<V
 
 /// Refuses what would change the answer if it were ignored.
 fn refuse_unsupported(request: &InferRequest) -> Result<(), InferError> {
-    for name in ["beam_width", "num_return_sequences"] {
-        if let Some(value) = scalar::<i64>(request, &[name])?.filter(|&value| value != 1) {
-            return Err(InferError::invalid(format!("`{name}` is {value}; only 1 is supported")));
-        }
+    if let Some(width) = scalar::<i64>(request, &["beam_width"])?.filter(|&width| width != 1) {
+        let words = format!("`beam_width` is {width}, but there is no beam search; leave it out, or set it to 1");
+        return Err(InferError::invalid(words));
+    }
+    if let Some(decay) = scalar::<f32>(request, &["runtime_top_p_decay"])?.filter(|&decay| decay != 1.0) {
+        // Without decay neither `runtime_top_p_min` nor `runtime_top_p_reset_ids` changes anything.
+        let words = format!("`runtime_top_p_decay` is {decay}, but top-p does not decay; leave it out, or set it to 1");
+        return Err(InferError::invalid(words));
     }
     for name in ["return_context_logits", "return_generation_logits"] {
         if scalar::<bool>(request, &[name])?.unwrap_or(false) {

@@ -1,35 +1,36 @@
 //! The LLM engine as a backend: tensors to engine requests, token events back to tensors.
 //!
-//! Each model has one [`step_thread`] on rank 0 and one worker process per rank of its tensor-parallel group.
+//! Each model has one step thread on rank 0 and one worker process per rank of its tensor-parallel group.
 
 mod config;
 mod group;
 mod inbox;
 mod inputs;
 mod outputs;
+mod request;
 mod step_thread;
+mod text_stop;
 
-use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
 
-use engine::{EngineStats, SequenceId};
+use engine::{EngineStats, Request};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use ipc::Prefix;
-use serving::{
-    Backend, BackendFactory, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, ResponseSender,
-    ResponseStream,
-};
+use serving::{Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream};
+use text::Tokenizer;
 use tokio::sync::{mpsc, oneshot, watch};
 use worker::Agents;
 
 use config::LlmConfig;
 pub use config::LlmDefaults;
-use inbox::{Inbox, Message, RequestEvent};
-use inputs::{LlmRequest, Wanted};
+use inbox::{Inbox, Message};
+use inputs::Wanted;
 use outputs::Responses;
+use request::{ById, RequestTask};
 use step_thread::{Shared, StepThread};
+use text_stop::TextStop;
 
 /// Responses of one request that may wait unread; more wait as bare tokens.
 const UNREAD_RESPONSES: usize = 64;
@@ -124,6 +125,7 @@ impl BackendFactory for LlmFactory {
             let name = format!("steps-{}", config.name);
             let spawned = std::thread::Builder::new().name(name).spawn(move || thread.run(loaded));
             spawned.map_err(|error| InferError::internal(format!("cannot start a thread: {error}")))?;
+            let tokenizer = tokenizer(&config).await;
             match is_loaded.await {
                 Ok(Ok(())) => {
                     all_loaded.lock().unwrap().push(Loaded {
@@ -133,7 +135,7 @@ impl BackendFactory for LlmFactory {
                         max_rows: config.engine.max_rows,
                         shared: Arc::downgrade(&shared),
                     });
-                    Ok(Arc::new(Llm::new(config, load.version, inbox, shared)) as Arc<dyn Backend>)
+                    Ok(Arc::new(Llm::new(config, load.version, tokenizer, inbox, shared)) as Arc<dyn Backend>)
                 }
                 Ok(Err(reason)) => Err(InferError::internal(format!("model `{}`: {reason}", config.name))),
                 Err(_) => Err(InferError::internal(format!("model `{}`: its step thread ended", config.name))),
@@ -143,23 +145,47 @@ impl BackendFactory for LlmFactory {
     }
 }
 
+/// The checkpoint's tokenizer, which finds stop words in the text; a checkpoint need not have one.
+async fn tokenizer(config: &LlmConfig) -> Option<Arc<Tokenizer>> {
+    let dir = config.checkpoint.clone();
+    if !dir.join("tokenizer.json").is_file() {
+        return None;
+    }
+    match tokio::task::spawn_blocking(move || Tokenizer::from_dir(&dir)).await {
+        Ok(Ok(tokenizer)) => Some(Arc::new(tokenizer)),
+        Ok(Err(error)) => {
+            tracing::warn!(model = %config.name, %error, "stop words are found by their tokens alone");
+            None
+        }
+        Err(_) => None,
+    }
+}
+
 /// One loaded LLM.
 struct Llm {
     config: Arc<LlmConfig>,
     version: String,
+    tokenizer: Option<Arc<Tokenizer>>,
     inbox: Inbox,
     shared: Arc<Shared>,
-    /// Running sequences by the client's request id, for `stop`.
-    by_id: Arc<Mutex<HashMap<String, SequenceId>>>,
+    /// For `stop`.
+    by_id: ById,
     /// Requests in flight, for drain.
     in_flight: Arc<watch::Sender<usize>>,
 }
 
 impl Llm {
-    fn new(config: LlmConfig, version: i64, inbox: Inbox, shared: Arc<Shared>) -> Self {
+    fn new(
+        config: LlmConfig,
+        version: i64,
+        tokenizer: Option<Arc<Tokenizer>>,
+        inbox: Inbox,
+        shared: Arc<Shared>,
+    ) -> Self {
         Self {
             config: Arc::new(config),
             version: version.to_string(),
+            tokenizer,
             inbox,
             shared,
             by_id: Arc::default(),
@@ -169,8 +195,8 @@ impl Llm {
 
     /// Ends the running request of the same id; answers with one empty final response.
     fn stop(&self, request: &InferRequest) -> ResponseStream {
-        let sequence = self.by_id.lock().unwrap().get(&request.id).copied();
-        if let Some(sequence) = sequence {
+        let sequences = self.by_id.lock().unwrap().get(&request.id).cloned();
+        for sequence in sequences.into_iter().flatten() {
             self.inbox.send(Message::Cancel(sequence));
         }
         let (sender, stream) = ResponseStream::channel(1);
@@ -183,6 +209,18 @@ impl Llm {
         };
         sender.send(Ok(response)).now_or_never();
         stream
+    }
+}
+
+impl Llm {
+    /// A search of the text for each sequence, where there are stop words to search for.
+    fn text_stops(&self, sequences: &[Request]) -> Vec<TextStop> {
+        let Some(tokenizer) = &self.tokenizer else { return Vec::new() };
+        let text_stop = |request: &Request| {
+            let before = *request.prompt.last()?;
+            TextStop::new(tokenizer, &request.stop_words, before)
+        };
+        sequences.iter().map_while(text_stop).collect()
     }
 }
 
@@ -203,10 +241,11 @@ impl Backend for Llm {
             )));
         }
         let responses = Responses::new(&self.config, &self.version, &request, &parsed);
-        let LlmRequest { request: engine_request, .. } = parsed;
-        let num_input_tokens = engine_request.prompt.len();
+        let num_sequences = parsed.num_sequences;
+        let sequences = parsed.sequences();
+        let text_stops = self.text_stops(&sequences);
         let (events, receiver) = mpsc::unbounded_channel();
-        if !self.inbox.send(Message::Submit { request: Box::new(engine_request), events }) {
+        if !self.inbox.send(Message::Submit { sequences, events }) {
             return Err(InferError::unavailable(format!("model `{}` is being unloaded", self.config.name)));
         }
         let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
@@ -215,11 +254,14 @@ impl Backend for Llm {
             inbox: self.inbox.clone(),
             by_id: Arc::clone(&self.by_id),
             in_flight: Arc::clone(&self.in_flight),
-            sequence: None,
-            num_input_tokens,
+            responses,
+            text_stops,
+            sequences: Vec::new(),
+            ended: vec![false; num_sequences],
+            client_left: false,
         };
         self.in_flight.send_modify(|count| *count += 1);
-        tokio::spawn(task.run(receiver, responses, sender));
+        tokio::spawn(task.run(receiver, sender));
         Ok(stream)
     }
 
@@ -242,90 +284,5 @@ impl Drop for Llm {
             // Unloading is done once the workers are told; memory comes back as they end.
             drop(is_done);
         }
-    }
-}
-
-/// Turns one request's events into responses, and its client's leaving into a cancel.
-struct RequestTask {
-    client_id: String,
-    inbox: Inbox,
-    by_id: Arc<Mutex<HashMap<String, SequenceId>>>,
-    in_flight: Arc<watch::Sender<usize>>,
-    /// Known once accepted.
-    sequence: Option<SequenceId>,
-    num_input_tokens: usize,
-}
-
-impl RequestTask {
-    async fn run(
-        mut self,
-        mut events: mpsc::UnboundedReceiver<RequestEvent>,
-        mut responses: Responses,
-        sender: ResponseSender,
-    ) {
-        let mut client_left = false;
-        loop {
-            let event = tokio::select! {
-                biased;
-                event = events.recv() => event,
-                () = sender.cancelled(), if !client_left => {
-                    client_left = true;
-                    self.cancel();
-                    continue;
-                }
-            };
-            let (response, ended) = match event {
-                Some(RequestEvent::Accepted(sequence)) => {
-                    self.accepted(sequence, client_left);
-                    continue;
-                }
-                Some(RequestEvent::Tokens(event)) => {
-                    let ended = event.finished.is_some();
-                    (responses.push(event, self.num_input_tokens).map(Ok), ended)
-                }
-                Some(RequestEvent::Failed(error)) => (Some(Err(error)), true),
-                None => {
-                    let words = "the model was unloaded while the request ran";
-                    (Some(Err(InferError::new(ErrorKind::Unavailable, words))), true)
-                }
-            };
-            if let Some(response) = response
-                && !client_left
-                && !sender.send(response).await
-                && !ended
-            {
-                client_left = true;
-                self.cancel();
-            }
-            if ended {
-                return;
-            }
-        }
-    }
-
-    fn accepted(&mut self, sequence: SequenceId, client_left: bool) {
-        self.sequence = Some(sequence);
-        if client_left {
-            self.cancel();
-        } else if !self.client_id.is_empty() {
-            self.by_id.lock().unwrap().insert(self.client_id.clone(), sequence);
-        }
-    }
-
-    fn cancel(&self) {
-        if let Some(sequence) = self.sequence {
-            self.inbox.send(Message::Cancel(sequence));
-        }
-    }
-}
-
-impl Drop for RequestTask {
-    fn drop(&mut self) {
-        let mut by_id = self.by_id.lock().unwrap();
-        if self.sequence.is_some() && by_id.get(&self.client_id).copied() == self.sequence {
-            by_id.remove(&self.client_id);
-        }
-        drop(by_id);
-        self.in_flight.send_modify(|count| *count -= 1);
     }
 }

@@ -1,83 +1,205 @@
 //! Token events as the tensors TensorRT-LLM's clients read.
 
-use engine::{SampledToken, TokenEvent, TokenId};
-use serving::{InferResponse, Tensor};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use engine::{BlockUsage, SampledToken, TokenId};
+use serving::{InferRequest, InferResponse, Tensor};
 
 use super::config::LlmConfig;
 use super::inputs::LlmRequest;
+
+/// Fills the places behind shorter sequences where several share a response and the model has no end id.
+const PADDING: TokenId = TokenId(0);
 
 /// Builds the responses of one request.
 pub(crate) struct Responses {
     id: String,
     model_name: String,
     model_version: String,
-    /// Outputs that are declared, and asked for if the request asks at all.
+    /// Outputs that are declared and asked for, and that we have something for.
     wanted: Vec<String>,
-    streaming: bool,
-    return_log_probs: bool,
+    mode: Mode,
     /// Put before the output; empty when it is left out.
     prompt: Vec<TokenId>,
+    num_input_tokens: usize,
+    padding: TokenId,
+    sequences: Vec<Output>,
+    num_open: usize,
+    arrived: (Instant, SystemTime),
+}
+
+/// When a response is due.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    /// With each event of a sequence.
+    Streaming,
+    /// At the end of each sequence.
+    PerSequence,
+    /// When all sequences have ended.
+    Once,
+}
+
+/// What one sequence has come to.
+#[derive(Debug, Clone, Default)]
+struct Output {
     /// Tokens that no response has carried yet.
     pending: Vec<SampledToken>,
-    num_output_tokens: usize,
-    cumulative_log_prob: f32,
+    num_tokens: usize,
+    cumulative_log_prob: f64,
+    blocks: BlockUsage,
+    first_token: Option<Instant>,
+    last_token: Option<Instant>,
+}
+
+/// News of one sequence, as it is told.
+pub(crate) struct News {
+    /// Which of the request's sequences.
+    pub(crate) index: usize,
+    pub(crate) tokens: Vec<SampledToken>,
+    /// Nothing follows for this sequence.
+    pub(crate) ends: bool,
+    pub(crate) blocks: BlockUsage,
 }
 
 impl Responses {
-    pub(crate) fn new(config: &LlmConfig, version: &str, request: &serving::InferRequest, parsed: &LlmRequest) -> Self {
+    pub(crate) fn new(config: &LlmConfig, version: &str, request: &InferRequest, parsed: &LlmRequest) -> Self {
         let asked = |name: &&String| request.requested_outputs.is_empty() || request.requested_outputs.contains(name);
         let exclude_input = parsed.exclude_input || parsed.streaming;
+        let mode = match (parsed.streaming, config.decoupled) {
+            (true, _) => Mode::Streaming,
+            (false, true) => Mode::PerSequence,
+            (false, false) => Mode::Once,
+        };
         Self {
             id: request.id.clone(),
             model_name: config.name.clone(),
             model_version: version.to_owned(),
-            wanted: config.outputs.iter().filter(asked).cloned().collect(),
-            streaming: parsed.streaming,
-            return_log_probs: parsed.return_log_probs,
+            wanted: config.outputs.iter().filter(asked).filter(|name| parsed.wants(name)).cloned().collect(),
+            mode,
             prompt: if exclude_input { Vec::new() } else { parsed.request.prompt.clone() },
-            pending: Vec::new(),
-            num_output_tokens: 0,
-            cumulative_log_prob: 0.0,
+            num_input_tokens: parsed.request.prompt.len(),
+            padding: parsed.request.sampling.end_ids.first().copied().unwrap_or(PADDING),
+            sequences: vec![Output::default(); parsed.num_sequences],
+            num_open: parsed.num_sequences,
+            arrived: (Instant::now(), SystemTime::now()),
         }
     }
 
-    /// The response this event completes: each event when streaming, else the last.
-    pub(crate) fn push(&mut self, event: TokenEvent, num_input_tokens: usize) -> Option<InferResponse> {
-        self.num_output_tokens += event.tokens.len();
-        self.cumulative_log_prob += event.tokens.iter().filter_map(|token| token.logprob).sum::<f32>();
-        self.pending.extend(event.tokens);
-        let is_final = event.finished.is_some();
-        if !is_final && (!self.streaming || self.pending.is_empty()) {
+    /// The response that this news completes. It is final when no sequence is left.
+    pub(crate) fn push(&mut self, news: News) -> Option<InferResponse> {
+        let output = &mut self.sequences[news.index];
+        output.take(news.tokens, news.blocks);
+        self.num_open -= usize::from(news.ends);
+        let is_due = match self.mode {
+            Mode::Streaming => news.ends || !output.pending.is_empty(),
+            Mode::PerSequence => news.ends,
+            Mode::Once => self.num_open == 0,
+        };
+        if !is_due {
             return None;
         }
-        let tokens = std::mem::take(&mut self.pending);
-        let outputs = self.wanted.iter().filter_map(|name| self.output(name, &tokens, num_input_tokens)).collect();
+        let indices = if self.mode == Mode::Once { 0..self.sequences.len() } else { news.index..news.index + 1 };
+        let outputs = self.wanted.iter().filter_map(|name| self.output(name, indices.clone())).collect();
+        self.sequences[indices].iter_mut().for_each(|output| output.pending.clear());
         Some(InferResponse {
             model_name: self.model_name.clone(),
             model_version: self.model_version.clone(),
             id: self.id.clone(),
             outputs,
-            is_final,
+            is_final: self.num_open == 0,
             ..InferResponse::default()
         })
     }
 
-    /// One output by its name in `config.pbtxt`, batch and beam dimensions of 1 in front; `None` for one we have nothing for.
-    fn output(&self, name: &str, tokens: &[SampledToken], num_input_tokens: usize) -> Option<Tensor> {
-        let ids = || self.prompt.iter().copied().chain(tokens.iter().map(|token| token.token)).map(|id| id.0 as i32);
-        let length = self.prompt.len() + tokens.len();
+    /// One output of some sequences by its name in `config.pbtxt`; `None` for one we have nothing for.
+    /// In front is a batch of 1; sequences take the dimension of beams.
+    fn output(&self, name: &str, indices: std::ops::Range<usize>) -> Option<Tensor> {
+        let first = indices.start;
+        let sequences = &self.sequences[indices];
+        let each = |value: &dyn Fn(&Output) -> i32| {
+            Tensor::from_i32(name, &[1, sequences.len() as i64], &sequences.iter().map(value).collect::<Vec<_>>())
+        };
+        let time = |at: Option<Instant>| Tensor::from_i64(name, &[1, 1], &[self.unix_ns(at)]);
         Some(match name {
-            "output_ids" => Tensor::from_i32(name, &[1, 1, length as i64], &ids().collect::<Vec<_>>()),
-            "sequence_length" => Tensor::from_i32(name, &[1, 1], &[length as i32]),
-            "cum_log_probs" => Tensor::from_f32(name, &[1, 1], &[self.cumulative_log_prob]),
-            "output_log_probs" => {
-                let log_prob = |token: &SampledToken| token.logprob.filter(|_| self.return_log_probs).unwrap_or(0.0);
-                Tensor::from_f32(name, &[1, 1, tokens.len() as i64], &tokens.iter().map(log_prob).collect::<Vec<_>>())
+            "output_ids" => self.output_ids(name, sequences),
+            "sequence_length" => each(&|output| (self.prompt.len() + output.pending.len()) as i32),
+            "cum_log_probs" => {
+                let values: Vec<f32> = sequences.iter().map(|output| output.cumulative_log_prob as f32).collect();
+                Tensor::from_f32(name, &[1, sequences.len() as i64], &values)
             }
-            "batch_index" | "sequence_index" => Tensor::from_i32(name, &[1, 1], &[0]),
-            "num_input_tokens" => Tensor::from_i32(name, &[1, 1], &[num_input_tokens as i32]),
-            "num_output_tokens" => Tensor::from_i32(name, &[1, 1], &[self.num_output_tokens as i32]),
+            "output_log_probs" => output_log_probs(name, sequences),
+            "batch_index" => Tensor::from_i32(name, &[1, 1], &[0]),
+            "sequence_index" => Tensor::from_i32(name, &[1, 1], &[first as i32]),
+            "num_input_tokens" => Tensor::from_i32(name, &[1, 1], &[self.num_input_tokens as i32]),
+            "num_output_tokens" => {
+                let count: usize = sequences.iter().map(|output| output.num_tokens).sum();
+                Tensor::from_i32(name, &[1, 1], &[count as i32])
+            }
+            "kv_cache_reused_blocks" => self.blocks(name, sequences, |blocks| blocks.num_reused),
+            "kv_cache_alloc_new_blocks" => self.blocks(name, sequences, |blocks| blocks.num_allocated),
+            "kv_cache_alloc_total_blocks" => {
+                self.blocks(name, sequences, |blocks| blocks.num_reused + blocks.num_allocated)
+            }
+            "arrival_time_ns" => time(Some(self.arrived.0)),
+            "first_token_time_ns" => time(sequences.iter().filter_map(|output| output.first_token).min()),
+            "last_token_time_ns" => time(sequences.iter().filter_map(|output| output.last_token).max()),
             _ => return None,
         })
     }
+
+    fn output_ids(&self, name: &str, sequences: &[Output]) -> Tensor {
+        let width = self.prompt.len() + longest(sequences);
+        let mut ids = Vec::with_capacity(sequences.len() * width);
+        for (row, output) in sequences.iter().enumerate() {
+            ids.extend(self.prompt.iter().map(|id| id.0 as i32));
+            ids.extend(output.pending.iter().map(|token| token.token.0 as i32));
+            ids.resize((row + 1) * width, self.padding.0 as i32);
+        }
+        Tensor::from_i32(name, &[1, sequences.len() as i64, width as i64], &ids)
+    }
+
+    fn blocks(&self, name: &str, sequences: &[Output], count: impl Fn(&BlockUsage) -> u32) -> Tensor {
+        let sum: u32 = sequences.iter().map(|output| count(&output.blocks)).sum();
+        Tensor::from_i32(name, &[1, 1], &[sum as i32])
+    }
+
+    /// Nanoseconds since 1970; 0 for never.
+    fn unix_ns(&self, at: Option<Instant>) -> i64 {
+        let Some(at) = at else { return 0 };
+        let since_1970 = self.arrived.1.duration_since(UNIX_EPOCH).unwrap_or_default();
+        (since_1970 + at.saturating_duration_since(self.arrived.0)).as_nanos().try_into().unwrap_or(i64::MAX)
+    }
+}
+
+impl Output {
+    fn take(&mut self, tokens: Vec<SampledToken>, blocks: BlockUsage) {
+        self.blocks = blocks;
+        if tokens.is_empty() {
+            return;
+        }
+        let now = Instant::now();
+        self.first_token.get_or_insert(now);
+        self.last_token = Some(now);
+        self.num_tokens += tokens.len();
+        self.cumulative_log_prob += tokens.iter().filter_map(|token| token.logprob.map(f64::from)).sum::<f64>();
+        if self.pending.is_empty() {
+            self.pending = tokens;
+        } else {
+            self.pending.extend(tokens);
+        }
+    }
+}
+
+fn output_log_probs(name: &str, sequences: &[Output]) -> Tensor {
+    let width = longest(sequences);
+    let mut values = Vec::with_capacity(sequences.len() * width);
+    for (row, output) in sequences.iter().enumerate() {
+        values.extend(output.pending.iter().map(|token| token.logprob.unwrap_or(0.0)));
+        values.resize((row + 1) * width, 0.0);
+    }
+    Tensor::from_f32(name, &[1, sequences.len() as i64, width as i64], &values)
+}
+
+fn longest(sequences: &[Output]) -> usize {
+    sequences.iter().map(|output| output.pending.len()).max().unwrap_or(0)
 }

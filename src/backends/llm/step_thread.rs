@@ -268,8 +268,13 @@ impl Running {
         while let Some(message) = next {
             match message {
                 Message::Agent(news) => group.hear(news)?,
-                Message::Submit { request, events } => self.submit(*request, events),
-                Message::Cancel(sequence) => self.cancel(sequence),
+                Message::Submit { sequences, events } => self.submit(sequences, events),
+                Message::Cancel(sequence) => {
+                    self.engine.as_mut().map(|engine| engine.cancel(sequence));
+                }
+                Message::Finish(sequence) => {
+                    self.engine.as_mut().map(|engine| engine.finish(sequence));
+                }
                 Message::Stop { done } => return Err(End::Stopped(done)),
             }
             next = self.thread.messages.try_recv().ok();
@@ -277,31 +282,27 @@ impl Running {
         Ok(())
     }
 
-    fn submit(&mut self, request: Request, events: async_mpsc::UnboundedSender<RequestEvent>) {
+    fn submit(&mut self, requests: Vec<Request>, events: async_mpsc::UnboundedSender<RequestEvent>) {
         let Some(engine) = &mut self.engine else {
             let _ = events.send(RequestEvent::Failed(InferError::unavailable("the model's workers still load")));
             return;
         };
-        match engine.submit(request) {
-            Ok(sequence) => {
-                // A request whose client has left already is cancelled by its own task.
-                let _ = events.send(RequestEvent::Accepted(sequence));
-                self.requests.insert(sequence, events);
-            }
-            Err(refused) => {
-                let kind = match &refused {
-                    Refused::QueueFull { .. } => ErrorKind::Unavailable,
-                    _ => ErrorKind::InvalidArgument,
-                };
-                let _ = events.send(RequestEvent::Failed(InferError::new(kind, refused.to_string())));
+        let mut sequences = Vec::with_capacity(requests.len());
+        for request in requests {
+            match engine.submit(request) {
+                Ok(sequence) => sequences.push(sequence),
+                Err(refused) => {
+                    for sequence in sequences {
+                        engine.cancel(sequence);
+                    }
+                    let _ = events.send(RequestEvent::Failed(error_of(&refused)));
+                    return;
+                }
             }
         }
-    }
-
-    fn cancel(&mut self, sequence: SequenceId) {
-        if let Some(engine) = &mut self.engine {
-            engine.cancel(sequence);
-        }
+        self.requests.extend(sequences.iter().map(|&sequence| (sequence, events.clone())));
+        // A request whose client has left already is cancelled by its own task.
+        let _ = events.send(RequestEvent::Accepted(sequences));
     }
 
     /// After a loss: sequences wait to be prefilled again; or, after too many losses in a row, all requests end
@@ -334,10 +335,18 @@ impl Running {
             match self.thread.messages.recv() {
                 Ok(Message::Submit { events, .. }) => drop(events.send(RequestEvent::Failed(error.clone()))),
                 Ok(Message::Stop { done }) => return Some(done),
-                Ok(Message::Cancel(_) | Message::Agent(_)) => {}
+                Ok(Message::Cancel(_) | Message::Finish(_) | Message::Agent(_)) => {}
                 // Nobody is left who could ask for anything.
                 Err(_) => return Some(oneshot::channel().0),
             }
         }
     }
+}
+
+fn error_of(refused: &Refused) -> InferError {
+    let kind = match refused {
+        Refused::QueueFull { .. } => ErrorKind::Unavailable,
+        _ => ErrorKind::InvalidArgument,
+    };
+    InferError::new(kind, refused.to_string())
 }

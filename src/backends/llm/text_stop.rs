@@ -1,0 +1,204 @@
+//! Stop words found in the text, whatever tokens spell them.
+//!
+//! The engine finds a stop word by its tokens, yet a model may spell the same text by others. So the text of a
+//! sequence is searched, too, and tokens wait while their text may still belong to a stop word.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use engine::{RowId, SampledToken, TokenId};
+use text::{Detokenizer, StopText, Tokenizer};
+
+/// Searches the text of one sequence.
+pub(crate) struct TextStop {
+    tokenizer: Arc<Tokenizer>,
+    /// The token before the output: no token is spelled as at the start of a text.
+    before: TokenId,
+    detokenizer: Detokenizer,
+    stop: StopText,
+    /// Tokens that are not told yet, with the length of the text up to the end of each; `None` while a character
+    /// that it begins is incomplete.
+    held: VecDeque<(SampledToken, Option<usize>)>,
+    /// Length of the text of all tokens.
+    text_len: usize,
+    /// Length of the text of told tokens.
+    told_len: usize,
+    /// The text behind it that belongs to no stop word.
+    free: String,
+}
+
+impl TextStop {
+    /// `None` when no word has a text to search for. `before` is the last token of the prompt.
+    pub(crate) fn new(tokenizer: &Arc<Tokenizer>, stop_words: &[Vec<TokenId>], before: TokenId) -> Option<Self> {
+        let mut texts: Vec<String> = stop_words.iter().map(|word| decode(tokenizer, before, word)).collect();
+        texts.retain(|text| !text.is_empty() && !text.contains(char::REPLACEMENT_CHARACTER));
+        texts.sort_unstable();
+        texts.dedup();
+        (!texts.is_empty()).then(|| Self {
+            tokenizer: Arc::clone(tokenizer),
+            before,
+            detokenizer: primed(tokenizer, before),
+            stop: StopText::new(texts),
+            held: VecDeque::new(),
+            text_len: 0,
+            told_len: 0,
+            free: String::new(),
+        })
+    }
+
+    /// Takes the next tokens and appends those that may be told to `told`. True when a stop word is complete: nothing
+    /// follows. `ends` says that no more tokens come.
+    pub(crate) fn push(
+        &mut self,
+        tokens: impl IntoIterator<Item = SampledToken>,
+        ends: bool,
+        told: &mut Vec<SampledToken>,
+    ) -> bool {
+        let mut piece = String::new();
+        for token in tokens {
+            piece.clear();
+            self.detokenizer.push_into(token.token.0, &mut piece);
+            self.held.push_back((token, None));
+            if self.search(&piece, told) {
+                return true;
+            }
+        }
+        if ends {
+            piece.clear();
+            self.detokenizer.finish_into(&mut piece);
+            if self.search(&piece, told) {
+                return true;
+            }
+            told.extend(self.held.drain(..).map(|(token, _)| token));
+        }
+        false
+    }
+
+    fn search(&mut self, piece: &str, told: &mut Vec<SampledToken>) -> bool {
+        if piece.is_empty() {
+            return false;
+        }
+        self.text_len += piece.len();
+        for (_, end) in self.held.iter_mut().filter(|(_, end)| end.is_none()) {
+            *end = Some(self.text_len);
+        }
+        let found = self.stop.push(piece, &mut self.free).is_some();
+        let free_len = self.told_len + self.free.len();
+        while let Some((token, end)) = self.held.pop_front_if(|(_, end)| end.is_some_and(|end| end <= free_len)) {
+            let end = end.expect("as asked for");
+            self.free.drain(..end - self.told_len);
+            self.told_len = end;
+            told.push(token);
+        }
+        if found {
+            told.extend(spell(&self.tokenizer, self.before, &self.free));
+        }
+        found
+    }
+}
+
+/// A detokenizer that has `before` behind it.
+fn primed(tokenizer: &Arc<Tokenizer>, before: TokenId) -> Detokenizer {
+    let mut detokenizer = Detokenizer::new(Arc::clone(tokenizer), false);
+    let mut dropped = String::new();
+    detokenizer.push_into(before.0, &mut dropped);
+    detokenizer.finish_into(&mut dropped);
+    detokenizer
+}
+
+fn decode(tokenizer: &Arc<Tokenizer>, before: TokenId, tokens: &[TokenId]) -> String {
+    let (mut detokenizer, mut text) = (primed(tokenizer, before), String::new());
+    tokens.iter().for_each(|token| detokenizer.push_into(token.0, &mut text));
+    detokenizer.finish_into(&mut text);
+    text
+}
+
+/// Tokens for the part of a token before a stop word, so that no text is lost: without log-probabilities, as nobody
+/// chose them. None when the tokenizer cannot spell `text` behind other text.
+fn spell(tokenizer: &Arc<Tokenizer>, before: TokenId, text: &str) -> Vec<SampledToken> {
+    let encode = |text: &str| -> Vec<TokenId> {
+        tokenizer.encode(text, false).unwrap_or_default().into_iter().map(TokenId).collect()
+    };
+    let line_end = encode("\n");
+    let behind_line_end = encode(&format!("\n{text}"));
+    let inside = behind_line_end.strip_prefix(line_end.as_slice()).unwrap_or_default().to_vec();
+    let spellings = [encode(text), inside];
+    let right = spellings.into_iter().find(|tokens| decode(tokenizer, before, tokens) == text).unwrap_or_default();
+    right.into_iter().map(|token| SampledToken { row: RowId(0), token, logprob: None, top: Vec::new() }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Token ids by their text; every string is a token of its own.
+    const VOCABULARY: [&str; 12] = ["x", "a", "b", "c", "ab", "bc", "abc", " ", ".", "\n", ".\n", "\nc"];
+
+    fn tokenizer() -> Arc<Tokenizer> {
+        let spelled = |token: &str| token.replace(' ', "Ġ").replace('\n', "Ċ");
+        let vocab: serde_json::Map<String, serde_json::Value> =
+            VOCABULARY.iter().enumerate().map(|(id, token)| (spelled(token), id.into())).collect();
+        let byte_level = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+        let json = serde_json::json!({"version": "1.0", "added_tokens": [], "pre_tokenizer": byte_level, "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": vocab, "merges": []}});
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("tokenizer.json"), json.to_string()).unwrap();
+        Arc::new(Tokenizer::from_dir(dir.path()).unwrap())
+    }
+
+    fn ids(tokens: &[&str]) -> Vec<TokenId> {
+        let id = |token: &&str| VOCABULARY.iter().position(|known| known == token).unwrap();
+        tokens.iter().map(|token| TokenId(id(token) as u32)).collect()
+    }
+
+    /// The text told after each token, and whether a stop word was found.
+    fn told(stop_words: &[&[&str]], tokens: &[&str]) -> (Vec<String>, bool) {
+        let (tokenizer, before) = (tokenizer(), ids(&["x"])[0]);
+        let words: Vec<_> = stop_words.iter().map(|word| ids(word)).collect();
+        let mut stop = TextStop::new(&tokenizer, &words, before).unwrap();
+        let mut texts = Vec::new();
+        for (index, token) in ids(tokens).into_iter().enumerate() {
+            let mut told = Vec::new();
+            let sampled = SampledToken { row: RowId(0), token, logprob: None, top: Vec::new() };
+            let found = stop.push([sampled], index + 1 == tokens.len(), &mut told);
+            let told: Vec<TokenId> = told.iter().map(|token| token.token).collect();
+            texts.push(decode(&tokenizer, before, &told));
+            if found {
+                return (texts, true);
+            }
+        }
+        (texts, false)
+    }
+
+    #[test]
+    fn a_stop_word_is_found_in_whatever_tokens_spell_it() {
+        for tokens in [&["x", "a", "b", "c"][..], &["x", "ab", "c"], &["x", "a", "bc"], &["x", "abc"]] {
+            let (texts, found) = told(&[&["ab", "c"]], tokens);
+            assert!(found, "{tokens:?}");
+            assert_eq!(texts.concat(), "x", "{tokens:?}");
+        }
+    }
+
+    #[test]
+    fn tokens_wait_while_they_may_be_part_of_a_stop_word_and_no_longer() {
+        let (texts, found) = told(&[&["a", "b", "c"]], &["x", "a", "b", "a", "x", "ab"]);
+        assert!(!found);
+        assert_eq!(texts, ["x", "", "", "ab", "ax", "ab"]);
+    }
+
+    #[test]
+    fn a_token_that_a_stop_word_begins_in_keeps_the_text_before_it() {
+        let (texts, found) = told(&[&["\n"]], &["x", ".\n"]);
+        assert!(found);
+        assert_eq!(texts, ["x", "."]);
+        let (texts, found) = told(&[&["\n", "c"]], &["x", ".\n", "b", ".\n", "c"]);
+        assert!(found);
+        assert_eq!(texts.concat(), "x.\nb.");
+    }
+
+    #[test]
+    fn a_stop_word_without_text_is_left_to_the_engine() {
+        assert!(TextStop::new(&tokenizer(), &[vec![TokenId(999)]], TokenId(0)).is_none());
+        assert!(TextStop::new(&tokenizer(), &[], TokenId(0)).is_none());
+    }
+}
