@@ -1,6 +1,6 @@
 //! Loading and unloading of models.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::panic::AssertUnwindSafe;
 use std::path::{Component, Path};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -98,7 +98,10 @@ impl Lifecycle {
         let mut config = found.source.config.clone();
         if let Some(ensemble) = config.ensemble() {
             let models: Vec<String> = ensemble.step.iter().map(|step| step.model_name.clone()).collect();
-            self.load_parts(models).await;
+            // Whoever waits for itself would wait for ever.
+            if !self.leads_back(name, &models) {
+                self.load_parts(models).await;
+            }
         }
         self.complete(&mut config, &found.source).await.and_then(|()| self.check_cache(&config)).map_err(|reason| {
             found.source.versions.iter().for_each(|&version| self.note_reason(name, version, &reason));
@@ -142,9 +145,24 @@ impl Lifecycle {
         serving == found.source.versions && loaded.get(&found.source.name).is_some_and(same)
     }
 
+    /// Whether ensembles among `models` are made of `name` again.
+    fn leads_back(&self, name: &str, models: &[String]) -> bool {
+        let (mut open, mut seen) = (models.to_vec(), BTreeSet::new());
+        while let Some(model) = open.pop() {
+            if model == name {
+                return true;
+            }
+            let source = seen.insert(model.clone()).then(|| self.repository.model(&model));
+            let Some(Ok(source)) = source else { continue };
+            open.extend(source.config.ensemble().iter().flat_map(|it| &it.step).map(|step| step.model_name.clone()));
+        }
+        false
+    }
+
+    /// Brings the models of an ensemble to what the repository says.
     async fn load_parts(self: &Arc<Self>, models: Vec<String>) {
-        let missing = models.into_iter().filter(|model| self.registry.ready_versions(model).is_empty());
-        let loads = missing.map(|model| self.load(&model, LoadOverrides::default()));
+        let models: BTreeSet<String> = models.into_iter().collect();
+        let loads = models.iter().map(|model| self.load(model, LoadOverrides::default()));
         // What fails here shows when the ensemble is fitted to its models.
         futures::future::join_all(loads).await;
     }

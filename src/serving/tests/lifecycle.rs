@@ -366,3 +366,34 @@ async fn a_response_cache_needs_one_answer_to_a_request() {
     let failures = world.server(ControlMode::None).load_all().await.unwrap_err();
     assert!(failures[0].reason.contains("`response_cache` works for models with one answer"), "{}", failures[0].reason);
 }
+
+#[tokio::test]
+async fn loading_an_ensemble_brings_its_models_back_to_their_own_configurations() {
+    let world = World::new(&[("echo", ECHO), ("ens", ENSEMBLE)]);
+    let server = world.explicit(&["echo"]).await;
+    let other = r#"{"backend": "echo", "max_batch_size": 2, "input": [{"name": "INPUT0", "data_type": "TYPE_FP32", "dims": [-1]}],
+                    "output": [{"name": "OUTPUT0", "data_type": "TYPE_FP32", "dims": [-1]}]}"#;
+    server.load_model("echo", LoadOverrides { config: Some(other.into()), ..LoadOverrides::default() }).await.unwrap();
+    assert_eq!(server.model_config("echo", "").unwrap().max_batch_size, 2);
+    server.load_model("ens", LoadOverrides::default()).await.unwrap();
+    assert_eq!(server.model_config("echo", "").unwrap().max_batch_size, 0);
+    assert_eq!(
+        one(server.infer(request("ens", vec![floats("IN", &[1.0])])).unwrap()).await.outputs,
+        [floats("OUT", &[1.0])]
+    );
+}
+
+#[tokio::test]
+async fn ensembles_made_of_each_other_fail_and_keep_nobody_waiting() {
+    let of = |model: &str| {
+        ENSEMBLE
+            .replace("\"echo\"", &format!("\"{model}\""))
+            .replace("\"INPUT0\"", "\"IN\"")
+            .replace("\"OUTPUT0\"", "\"OUT\"")
+    };
+    let world = World::new(&[("a", &of("b")), ("b", &of("a")), ("c", &of("a")), ("echo", ECHO)]);
+    let server = world.server(ControlMode::None);
+    let failures = tokio::time::timeout(Duration::from_secs(5), server.load_all()).await.expect("it ends").unwrap_err();
+    assert_eq!(failures.iter().map(|failure| failure.model.as_str()).collect::<Vec<_>>(), ["a", "b", "c"]);
+    assert!(server.model_is_ready("echo", "").unwrap());
+}
