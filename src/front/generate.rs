@@ -142,7 +142,11 @@ impl Events {
                 self.responses = None;
                 return;
             }
-            Some(Err(error)) => Err(error),
+            // A decoupled model may go on after it; else the stream ends by itself.
+            Some(Err(error)) => {
+                self.event(&error_text(&error.message));
+                return;
+            }
             Some(Ok(response)) => {
                 if response.is_final {
                     self.responses = None;

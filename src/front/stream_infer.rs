@@ -33,6 +33,8 @@ struct ActiveRequest {
     state: Arc<State>,
     asked: Asked,
     is_decoupled: bool,
+    /// An error was sent.
+    has_failed: bool,
     responses: Option<ResponseStream>,
 }
 
@@ -148,7 +150,7 @@ impl ActiveRequest {
         };
         let request = std::mem::replace(&mut asked.request, echo);
         let responses = state.server.infer(request)?;
-        Ok(Self { state, asked, is_decoupled, responses: Some(responses) })
+        Ok(Self { state, asked, is_decoupled, has_failed: false, responses: Some(responses) })
     }
 
     /// The response as a reply; `None` for an empty final one that the client did not ask for.
@@ -195,9 +197,18 @@ impl Stream for ActiveRequest {
                         return Poll::Ready(Some(event));
                     }
                 }
+                // A decoupled model may go on after an error.
+                Some(Err(error)) if self.is_decoupled => {
+                    self.has_failed = true;
+                    return Poll::Ready(Some(self.failure(error, false)));
+                }
                 Some(Err(error)) => {
                     self.responses = None;
                     return Poll::Ready(Some(self.failure(error, true)));
+                }
+                None if self.has_failed => {
+                    self.responses = None;
+                    return Poll::Ready(self.asked.wants_empty_final.then(|| self.empty_final()));
                 }
                 None => {
                     self.responses = None;
