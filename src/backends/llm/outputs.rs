@@ -203,3 +203,99 @@ fn output_log_probs(name: &str, sequences: &[Output]) -> Tensor {
 fn longest(sequences: &[Output]) -> usize {
     sequences.iter().map(|output| output.pending.len()).max().unwrap_or(0)
 }
+
+#[cfg(test)]
+mod tests {
+    use engine::RowId;
+
+    use super::*;
+
+    const OUTPUTS: [&str; 8] = [
+        "output_ids",
+        "sequence_length",
+        "cum_log_probs",
+        "output_log_probs",
+        "sequence_index",
+        "num_output_tokens",
+        "kv_cache_reused_blocks",
+        "context_logits",
+    ];
+
+    fn responses(mode: Mode, num_sequences: usize, prompt: &[u32]) -> Responses {
+        Responses {
+            id: "a".to_owned(),
+            model_name: "llm".to_owned(),
+            model_version: "1".to_owned(),
+            wanted: OUTPUTS.map(str::to_owned).to_vec(),
+            mode,
+            prompt: prompt.iter().map(|&id| TokenId(id)).collect(),
+            num_input_tokens: 2,
+            padding: TokenId(9),
+            sequences: vec![Output::default(); num_sequences],
+            num_open: num_sequences,
+            arrived: (Instant::now(), SystemTime::now()),
+        }
+    }
+
+    fn news(index: usize, tokens: &[(u32, f32)], ends: bool) -> News {
+        let token = |&(id, logprob): &(u32, f32)| SampledToken {
+            row: RowId(0),
+            token: TokenId(id),
+            logprob: Some(logprob),
+            top: Vec::new(),
+        };
+        let blocks = BlockUsage { num_reused: 2, num_allocated: 1 };
+        News { index, tokens: tokens.iter().map(token).collect(), ends, blocks }
+    }
+
+    fn output<'a>(response: &'a InferResponse, name: &str) -> &'a Tensor {
+        response.outputs.iter().find(|tensor| tensor.name == name).unwrap()
+    }
+
+    fn ids(response: &InferResponse) -> Vec<i32> {
+        output(response, "output_ids").to_i32().unwrap()
+    }
+
+    #[test]
+    fn a_stream_gets_each_token_once_and_is_final_when_all_sequences_have_ended() {
+        let mut responses = responses(Mode::Streaming, 2, &[]);
+        let first = responses.push(news(1, &[(5, -0.5)], false)).unwrap();
+        assert_eq!((ids(&first), first.is_final), (vec![5], false));
+        assert_eq!(output(&first, "sequence_index").to_i32().unwrap(), [1]);
+        assert!(responses.push(news(1, &[], false)).is_none());
+        let second = responses.push(news(1, &[(6, -0.25), (7, -1.0)], true)).unwrap();
+        assert_eq!((ids(&second), second.is_final), (vec![6, 7], false));
+        assert_eq!(output(&second, "cum_log_probs").to_f32().unwrap(), [-1.75]);
+        assert_eq!(output(&second, "output_log_probs").to_f32().unwrap(), [-0.25, -1.0]);
+        let last = responses.push(news(0, &[], true)).unwrap();
+        assert_eq!((ids(&last), last.is_final), (vec![], true));
+        assert_eq!(output(&last, "output_ids").shape, [1, 1, 0]);
+    }
+
+    #[test]
+    fn without_streaming_each_sequence_gets_one_response_at_its_end() {
+        let mut responses = responses(Mode::PerSequence, 2, &[3, 4]);
+        assert!(responses.push(news(0, &[(5, -0.5)], false)).is_none());
+        let first = responses.push(news(1, &[(8, -0.5)], true)).unwrap();
+        assert_eq!((ids(&first), first.is_final), (vec![3, 4, 8], false));
+        let second = responses.push(news(0, &[(6, -0.5)], true)).unwrap();
+        assert_eq!((ids(&second), second.is_final), (vec![3, 4, 5, 6], true));
+        assert_eq!(output(&second, "sequence_length").to_i32().unwrap(), [4]);
+        assert_eq!(output(&second, "num_output_tokens").to_i32().unwrap(), [2]);
+        assert_eq!(output(&second, "kv_cache_reused_blocks").to_i32().unwrap(), [2]);
+        assert!(second.outputs.iter().all(|tensor| tensor.name != "context_logits"));
+    }
+
+    #[test]
+    fn a_model_that_is_not_decoupled_answers_once_with_shorter_sequences_padded() {
+        let mut responses = responses(Mode::Once, 2, &[3]);
+        assert!(responses.push(news(1, &[(5, -0.5)], true)).is_none());
+        let all = responses.push(news(0, &[(6, -0.5), (7, -0.25)], true)).unwrap();
+        assert!(all.is_final);
+        assert_eq!(output(&all, "output_ids").shape, [1, 2, 3]);
+        assert_eq!(ids(&all), [3, 6, 7, 3, 5, 9]);
+        assert_eq!(output(&all, "sequence_length").to_i32().unwrap(), [3, 2]);
+        assert_eq!(output(&all, "cum_log_probs").to_f32().unwrap(), [-0.75, -0.5]);
+        assert_eq!(output(&all, "output_log_probs").to_f32().unwrap(), [-0.5, -0.25, -0.5, 0.0]);
+    }
+}

@@ -1,0 +1,46 @@
+//! What an engine does not take, and with which words.
+
+use engine::{Engine, EngineConfig, MAX_LOGPROBS, Request, SamplingParams, TokenId};
+
+fn request(len: usize, max_tokens: u32) -> Request {
+    let sampling = SamplingParams::default();
+    Request { prompt: vec![TokenId(1); len], max_tokens, sampling, stop_words: Vec::new(), priority: 0 }
+}
+
+#[test]
+fn a_refused_request_hears_why_and_leaves_nothing_behind() {
+    let config =
+        EngineConfig { num_blocks: 4, max_sequence_len: 100, max_joined_tokens: 50, ..EngineConfig::default() };
+    let mut engine = Engine::new(config).unwrap();
+    let with = |change: &dyn Fn(&mut Request)| {
+        let mut request = request(4, 4);
+        change(&mut request);
+        request
+    };
+    let cases = [
+        (request(0, 1), "prompt is empty"),
+        (request(100, 1), "prompt has 100 tokens; this model takes at most 99"),
+        (request(4, 0), "max_tokens is 0"),
+        (request(4, 90), "6 KV blocks are needed for prompt and output but there are 4"),
+        (with(&|request| request.stop_words = vec![vec![TokenId(1)], vec![]]), "stop word 1 is empty"),
+        (with(&|request| request.sampling.end_ids = vec![TokenId(1); 51]), "have 51 entries"),
+        (with(&|request| request.sampling.num_logprobs = Some(MAX_LOGPROBS + 1)), "33 likeliest tokens are asked for"),
+    ];
+    for (request, words) in cases {
+        let refused = engine.submit(request).unwrap_err().to_string();
+        assert!(refused.contains(words), "`{refused}` does not say `{words}`");
+    }
+    assert!(engine.is_idle());
+    engine.submit(with(&|request| request.sampling.num_logprobs = Some(MAX_LOGPROBS))).unwrap();
+}
+
+#[test]
+fn a_full_queue_refuses_until_there_is_room() {
+    let mut engine = Engine::new(EngineConfig { max_queue: 2, ..EngineConfig::default() }).unwrap();
+    let first = engine.submit(request(4, 4)).unwrap();
+    engine.submit(request(4, 4)).unwrap();
+    let refused = engine.submit(request(4, 4)).unwrap_err().to_string();
+    assert!(refused.contains("queue is full: 2 requests wait"), "{refused}");
+    engine.cancel(first);
+    engine.submit(request(4, 4)).unwrap();
+}
