@@ -59,6 +59,7 @@ mod cache;
 mod check;
 mod ensemble;
 mod error;
+mod labels;
 mod lifecycle;
 mod model;
 mod registry;

@@ -15,7 +15,7 @@ use crate::cache::ResponseCache;
 use crate::ensemble::{self, Ensemble};
 use crate::model::ServedModel;
 use crate::registry::{Registry, Version};
-use crate::{Backend, BackendFactory, InferError, LoadRequest, warmup};
+use crate::{Backend, BackendFactory, InferError, LoadRequest, labels, warmup};
 
 /// What a load request gives in place of the repository's own files.
 #[derive(Debug, Clone, Default)]
@@ -218,11 +218,18 @@ impl Lifecycle {
         if !config.is_ensemble() && self.factory(&config)?.is_exclusive() {
             self.retire(name, |_| true).await;
         }
+        let labels = labels::read(&config, &source.dir).map_err(|reason| {
+            source.versions.iter().for_each(|&version| self.note_reason(name, version, &reason));
+            load_failed(name, &reason_lines(&source.versions, &reason))
+        })?;
         let mut failed = Vec::new();
         for &version in &source.versions {
             self.mark_loading(name, version);
             match self.load_version(&source, version, &config).await {
-                Ok(backend) => self.put(name, ServedModel::new(config.clone(), version, backend, self.cache.clone())),
+                Ok(backend) => {
+                    let model = ServedModel::new(config.clone(), version, backend, self.cache.clone());
+                    self.put(name, model.with_labels(labels.clone()));
+                }
                 Err(error) => {
                     self.note_reason(name, version, &error);
                     failed.push((version, error));

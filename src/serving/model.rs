@@ -10,6 +10,7 @@ use tokio::sync::Notify;
 
 use crate::cache::ResponseCache;
 use crate::check::Signature;
+use crate::labels::Labels;
 use crate::scheduler::Scheduler;
 use crate::statistics::{Failure, ModelStatistics, Statistics};
 use crate::watch::{Cached, Watch};
@@ -26,6 +27,7 @@ pub(crate) struct ServedModel {
     pub in_flight: InFlight,
     /// Responses of this model, and others, where its configuration asks for it.
     pub cache: Option<Arc<ResponseCache>>,
+    pub labels: Labels,
     /// Tells this load from earlier ones of the same version.
     load: u64,
     backend: Arc<dyn Backend>,
@@ -49,11 +51,17 @@ impl ServedModel {
             statistics: Statistics::default(),
             in_flight: InFlight::default(),
             cache: cache.filter(|_| config.response_cache.is_some_and(|cache| cache.enable)),
+            labels: Labels::new(),
             load: NUM_LOADS.fetch_add(1, SeqCst),
             scheduler: Scheduler::new(&config, &backend),
             config,
             backend,
         }
+    }
+
+    /// The same model with names for the classes of its outputs.
+    pub fn with_labels(self, labels: Labels) -> Self {
+        Self { labels, ..self }
     }
 
     /// Checks the request, hands it to the backend, and counts what comes of it.

@@ -309,6 +309,11 @@ impl Server {
         Ok(self.registry().resolve(name, version)?.config.clone())
     }
 
+    /// Names for the classes of an output, from its `label_filename`.
+    pub fn output_labels(&self, name: &str, version: &str, output: &str) -> Option<Arc<[String]>> {
+        self.registry().resolve(name, version).ok()?.labels.get(output).cloned()
+    }
+
     /// Statistics of a model's version, of all its versions (`version` empty), or of all models (`name` empty too).
     ///
     /// # Errors

@@ -397,3 +397,25 @@ async fn ensembles_made_of_each_other_fail_and_keep_nobody_waiting() {
     assert_eq!(failures.iter().map(|failure| failure.model.as_str()).collect::<Vec<_>>(), ["a", "b", "c"]);
     assert!(server.model_is_ready("echo", "").unwrap());
 }
+
+#[tokio::test]
+async fn labels_come_from_a_file_below_the_model() {
+    let labelled = |file: &str| {
+        ECHO.replace(
+            "output [ { name: \"OUTPUT0\"",
+            &format!("output [ {{ label_filename: \"{file}\" name: \"OUTPUT0\""),
+        )
+    };
+    let world = World::new(&[
+        ("good", &labelled("labels.txt")),
+        ("none", &labelled("none.txt")),
+        ("far", &labelled("/etc/hostname")),
+    ]);
+    std::fs::write(world.root.path().join("good/labels.txt"), "ant\nbee\n").unwrap();
+    let server = world.server(ControlMode::None);
+    let failures = server.load_all().await.unwrap_err();
+    assert_eq!(failures.iter().map(|failure| failure.model.as_str()).collect::<Vec<_>>(), ["far", "none"]);
+    assert!(failures[0].reason.contains("is not a name below the model's directory"), "{}", failures[0].reason);
+    assert_eq!(server.output_labels("good", "", "OUTPUT0").unwrap()[..], ["ant", "bee"]);
+    assert_eq!(server.output_labels("good", "", "OTHER"), None);
+}

@@ -1,0 +1,33 @@
+//! Names of classes, for outputs whose largest values a client asks for.
+
+use std::collections::BTreeMap;
+use std::path::{Component, Path};
+use std::sync::Arc;
+
+use repository::ModelConfig;
+
+use crate::InferError;
+
+/// Labels by output.
+pub(crate) type Labels = BTreeMap<String, Arc<[String]>>;
+
+/// Reads the label files of a model, one label a line.
+///
+/// # Errors
+/// When a file is not below the model's directory or cannot be read.
+pub(crate) fn read(config: &ModelConfig, model_dir: &Path) -> Result<Labels, InferError> {
+    let named = config.output.iter().filter(|output| !output.label_filename.is_empty());
+    let labels = named.map(|output| {
+        let file = Path::new(&output.label_filename);
+        if !file.components().all(|part| matches!(part, Component::Normal(_))) {
+            let words = format!("`label_filename` `{}` of output `{}`", file.display(), output.name);
+            return Err(InferError::invalid(format!("{words} is not a name below the model's directory")));
+        }
+        let path = model_dir.join(file);
+        let text = std::fs::read_to_string(&path).map_err(|error| {
+            InferError::invalid(format!("cannot read labels of output `{}`, {}: {error}", output.name, path.display()))
+        })?;
+        Ok((output.name.clone(), text.lines().map(str::to_owned).collect()))
+    });
+    labels.collect()
+}
