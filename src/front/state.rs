@@ -71,7 +71,8 @@ impl State {
             let Some(output) = response.outputs.iter_mut().find(|output| output.name == ask.name) else { continue };
             if ask.num_classes > 0 {
                 let config = self.server.model_config(&response.model_name, &response.model_version)?;
-                *output = classify(output, ask.num_classes, config.max_batch_size > 0, None)?;
+                let labels = self.server.output_labels(&response.model_name, &response.model_version, &ask.name);
+                *output = classify(output, ask.num_classes, config.max_batch_size > 0, labels.as_deref())?;
             }
             if let Some(region) = &ask.region {
                 self.memory.write(region, &output.name, &output.data)?;
