@@ -3,6 +3,8 @@
 
 # Names of namespaces and links are this machine's, so they carry this process's id; 15 letters at most.
 readonly bridge=trb$$
+# Shared memory is named by the job, and all tests of this machine share /dev/shm.
+readonly first_job=$((100000 + RANDOM * 100))
 nodes=()
 daemons=()
 
@@ -18,9 +20,15 @@ start_cluster() {
     export SLURM_CONF=$cluster/slurm.conf
     start_munged
     slurmctld -D -c -f "$SLURM_CONF" >"$cluster/log/slurmctld.out" 2>&1 &
-    daemons+=($!)
+    keep_daemon $!
     for i in "${nodes[@]}"; do start_slurmd "$i"; done
     await 20 "$count idle nodes" all_idle
+}
+
+# Disowned, or bash would report how it ends.
+keep_daemon() {
+    daemons+=("$1")
+    disown "$1"
 }
 
 add_node() {
@@ -66,6 +74,7 @@ ReturnToService=2
 MpiDefault=none
 SlurmdParameters=config_overrides
 KillWait=5
+FirstJobId=$first_job
 MinJobAge=300
 GresTypes=gpu
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE OverTimeLimit=0 State=UP
@@ -86,7 +95,7 @@ start_munged() {
     chmod 600 "$cluster/munge.key"
     munged --force --foreground --key-file="$cluster/munge.key" --socket="$cluster/munge.sock" --pid-file="$cluster/munged.pid" \
         --log-file="$cluster/log/munged.log" --seed-file="$cluster/munge.seed" >"$cluster/log/munged.out" 2>&1 &
-    daemons+=($!)
+    keep_daemon $!
     await 5 'munged' test -S "$cluster/munge.sock"
 }
 
@@ -94,7 +103,7 @@ start_munged() {
 start_slurmd() {
     nsenter --net="/run/netns/trn$1-$$" unshare --uts bash -c \
         "hostname n$1; exec slurmd -D -N n$1 -f $cluster/slurm.conf" >"$cluster/log/slurmd-n$1.out" 2>&1 &
-    daemons+=($!)
+    keep_daemon $!
 }
 
 # on N COMMAND...: runs it on node N.
@@ -106,29 +115,21 @@ on() {
 
 all_idle() { [[ $(sinfo --noheader --format='%T %D') == "idle ${#nodes[@]}" ]]; }
 
-# Whatever happened before: ends jobs and daemons, and takes the network away. Safe to call twice.
+# Whatever happened before: ends jobs and daemons, takes the network away, and with it what they had in shared memory.
+# Safe to call twice.
 stop_cluster() {
     local i pid
-    if ((${#daemons[@]})); then
-        timeout 5 scancel --quiet --signal=KILL --full --user="$(id -un)" 2>/dev/null || true
-        timeout 5 scancel --quiet --user="$(id -un)" 2>/dev/null || true
-        # Last started first: slurmctld and munged outlive the nodes.
-        for ((i = ${#daemons[@]} - 1; i >= 0; i--)); do
-            kill "${daemons[i]}" 2>/dev/null || true
-        done
-        for pid in "${daemons[@]}"; do
-            timeout 10 tail --pid="$pid" -f /dev/null || kill -KILL "$pid" 2>/dev/null || true
-            wait "$pid" 2>/dev/null || true
-        done
-        daemons=()
-    fi
-    # Job steps outlive their slurmd; whatever runs in a namespace of ours goes with it.
+    # All that runs on a node is ours: its slurmd, the steps, which outlive it, and what they started.
     for i in "${nodes[@]}"; do
         for pid in $(ip netns pids "trn$i-$$" 2>/dev/null); do kill -KILL "$pid" 2>/dev/null || true; done
         ip netns del "trn$i-$$" 2>/dev/null || true
     done
     nodes=()
+    # Their state goes with $cluster, so they need not save it.
+    for pid in "${daemons[@]}"; do kill -KILL "$pid" 2>/dev/null || true; done
+    daemons=()
     ip link del "$bridge" 2>/dev/null || true
+    rm -f /dev/shm/prefix"${first_job%??}"??_* /dev/shm/vader_segment.n[12].*
 }
 
 # await SECONDS WHAT COMMAND...: until the command returns 0; 1 with a line about it when it never does.

@@ -9,7 +9,8 @@ submit() { job=$(sbatch --parsable --ntasks-per-node=2 --gpus-per-node=2 "$@") &
 state_of() { squeue --noheader --states=all --jobs="$1" --format=%T 2>/dev/null; }
 node_of() { squeue --noheader --jobs="$1" --format=%N; }
 has_state() { [[ $(state_of "$1") == "$2" ]]; }
-is_over() { [[ -z $(state_of "$1") || $(state_of "$1") =~ ^(CANCELLED|COMPLETED|FAILED|TIMEOUT|NODE_FAIL)$ ]]; }
+# A job array has a state per element.
+is_over() { ! state_of "$1" | grep --quiet --invert-match --extended-regexp '^(CANCELLED|COMPLETED|FAILED|TIMEOUT|NODE_FAIL)$'; }
 
 # Runs a command where the names of nodes are known, as they are on a login node.
 on_login() {
@@ -42,7 +43,7 @@ process_of_node() {
     done
 }
 
-shared_memory() { ls /dev/shm | grep "^prefix$1" || true; }
+shared_memory() { ls /dev/shm | grep --extended-regexp "^(prefix$1|vader_segment\.n[12]\.)" || true; }
 nothing_runs() { [[ -z $(processes_of_node "$1") ]]; }
 
 # No process and no shared memory of job $1 on node $2.
