@@ -65,7 +65,7 @@ impl Detokenize {
                 .or_insert_with(|| Detokenizer::new(self.tokenizer.clone(), self.skip_special_tokens));
             let mut piece = String::new();
             ids.iter().for_each(|&id| text.push_into(id, &mut piece));
-            if is_last {
+            if tokens.sequence_end.unwrap_or(is_last) {
                 text.finish_into(&mut piece);
             }
             piece
@@ -81,6 +81,8 @@ struct Tokens {
     lengths: Vec<usize>,
     output_shape: Vec<i64>,
     sequence_index: i32,
+    /// Whether these are the last of their sequence; where nobody says so, the run's last are.
+    sequence_end: Option<bool>,
 }
 
 impl Tokens {
@@ -105,7 +107,9 @@ impl Tokens {
         };
         let output_shape = if is_batched { rows.to_vec() } else { vec![num_rows as i64] };
         let sequence_index = request.input("SEQUENCE_INDEX").and_then(|index| index.to_i32()?.first().copied());
-        Ok(Self { ids, width, lengths, output_shape, sequence_index: sequence_index.unwrap_or(0) })
+        let sequence_index = sequence_index.unwrap_or(0);
+        let sequence_end = request.input("SEQUENCE_END").and_then(|end| end.to_bool()?.first().copied());
+        Ok(Self { ids, width, lengths, output_shape, sequence_index, sequence_end })
     }
 
     fn rows(&self) -> impl Iterator<Item = &[u32]> {

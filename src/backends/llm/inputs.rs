@@ -38,10 +38,11 @@ impl LlmRequest {
         std::iter::once(self.request).chain(others).collect()
     }
 
-    /// Whether an output is asked for as far as it has a flag of its own.
+    /// Whether an output is of use to this request, as far as its flags say.
     pub(crate) fn wants(&self, output: &str) -> bool {
         match output {
             "cum_log_probs" | "output_log_probs" => self.return_log_probs,
+            "sequence_end" => self.num_sequences > 1,
             "num_input_tokens" => self.return_num_input_tokens,
             "num_output_tokens" => self.return_num_output_tokens,
             name if name.starts_with("kv_cache_") || name.ends_with("_time_ns") => self.return_perf_metrics,

@@ -49,6 +49,7 @@ struct Output {
     blocks: BlockUsage,
     first_token: Option<Instant>,
     last_token: Option<Instant>,
+    ended: bool,
 }
 
 /// News of one sequence, as it is told.
@@ -89,6 +90,7 @@ impl Responses {
     pub(crate) fn push(&mut self, news: News) -> Option<InferResponse> {
         let output = &mut self.sequences[news.index];
         output.take(news.tokens, news.blocks);
+        output.ended = news.ends;
         self.num_open -= usize::from(news.ends);
         let is_due = match self.mode {
             Mode::Streaming => news.ends || !output.pending.is_empty(),
@@ -130,6 +132,8 @@ impl Responses {
             "output_log_probs" => output_log_probs(name, sequences),
             "batch_index" => Tensor::from_i32(name, &[1, 1], &[0]),
             "sequence_index" => Tensor::from_i32(name, &[1, 1], &[first as i32]),
+            // Lets a detokenizer let go of what it holds back, before the stream has ended.
+            "sequence_end" => Tensor::from_bool(name, &[1, 1], &[sequences.iter().all(|output| output.ended)]),
             "num_input_tokens" => Tensor::from_i32(name, &[1, 1], &[self.num_input_tokens as i32]),
             "num_output_tokens" => {
                 let count: usize = sequences.iter().map(|output| output.num_tokens).sum();
@@ -210,12 +214,13 @@ mod tests {
 
     use super::*;
 
-    const OUTPUTS: [&str; 8] = [
+    const OUTPUTS: [&str; 9] = [
         "output_ids",
         "sequence_length",
         "cum_log_probs",
         "output_log_probs",
         "sequence_index",
+        "sequence_end",
         "num_output_tokens",
         "kv_cache_reused_blocks",
         "context_logits",
@@ -262,9 +267,11 @@ mod tests {
         let first = responses.push(news(1, &[(5, -0.5)], false)).unwrap();
         assert_eq!((ids(&first), first.is_final), (vec![5], false));
         assert_eq!(output(&first, "sequence_index").to_i32().unwrap(), [1]);
+        assert_eq!(output(&first, "sequence_end").to_bool().unwrap(), [false]);
         assert!(responses.push(news(1, &[], false)).is_none());
         let second = responses.push(news(1, &[(6, -0.25), (7, -1.0)], true)).unwrap();
         assert_eq!((ids(&second), second.is_final), (vec![6, 7], false));
+        assert_eq!(output(&second, "sequence_end").to_bool().unwrap(), [true]);
         assert_eq!(output(&second, "cum_log_probs").to_f32().unwrap(), [-1.75]);
         assert_eq!(output(&second, "output_log_probs").to_f32().unwrap(), [-0.25, -1.0]);
         let last = responses.push(news(0, &[], true)).unwrap();

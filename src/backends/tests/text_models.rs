@@ -7,8 +7,8 @@ use std::sync::Arc;
 use futures::StreamExt as _;
 use futures::future::{BoxFuture, FutureExt as _};
 use serving::{
-    Backend, BackendFactory, ControlMode, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Server,
-    ServerConfig, Tensor,
+    Backend, BackendFactory, ControlMode, EnsembleStep, InferError, InferRequest, InferResponse, LoadRequest,
+    ResponseStream, Server, ServerConfig, Tensor,
 };
 use tempfile::TempDir;
 
@@ -33,7 +33,9 @@ parameters { key: "tokenizer_dir" value { string_value: "${tokenizer_dir}" } }
 
 const POSTPROCESSING: &str = r#"backend: "detokenize" max_batch_size: 4
 input [ { name: "TOKENS_BATCH" data_type: TYPE_INT32 dims: [ -1, -1 ] },
-        { name: "SEQUENCE_LENGTH" data_type: TYPE_INT32 dims: [ -1 ] } ]
+        { name: "SEQUENCE_LENGTH" data_type: TYPE_INT32 dims: [ -1 ] },
+        { name: "SEQUENCE_INDEX" data_type: TYPE_INT32 dims: [ 1 ] optional: true },
+        { name: "SEQUENCE_END" data_type: TYPE_BOOL dims: [ 1 ] optional: true } ]
 output [ { name: "OUTPUT" data_type: TYPE_STRING dims: [ -1 ] } ]
 "#;
 
@@ -222,6 +224,28 @@ async fn a_character_cut_short_by_the_end_is_shown_as_such() {
         vec![Tensor::from_i32("TOKENS_BATCH", &[1, 1, 2], &cut), Tensor::from_i32("SEQUENCE_LENGTH", &[1, 1], &[2])];
     let responses = all(server.infer(request("postprocessing", inputs)).unwrap()).await;
     assert_eq!(text(output(&responses[0], "OUTPUT")), "n\u{fffd}");
+}
+
+#[tokio::test]
+async fn sequences_of_one_run_keep_their_texts_apart_and_end_one_by_one() {
+    let server = World::llm().started().await;
+    let step = EnsembleStep::default();
+    let mut texts = [String::new(), String::new()];
+    let [first, second] = [ids("é!"), ids("世")];
+    let news =
+        [(0, first[0], false), (1, second[0], false), (0, first[1], false), (1, second[1], true), (0, first[2], true)];
+    for (index, id, ends) in news {
+        let inputs = vec![
+            Tensor::from_i32("TOKENS_BATCH", &[1, 1, 1], &[id]),
+            Tensor::from_i32("SEQUENCE_LENGTH", &[1, 1], &[1]),
+            Tensor::from_i32("SEQUENCE_INDEX", &[1, 1], &[index]),
+            Tensor::from_bool("SEQUENCE_END", &[1, 1], &[ends]),
+        ];
+        let request = InferRequest { step: Some(step.clone()), ..request("postprocessing", inputs) };
+        texts[index as usize] += &text(output(&all(server.infer(request).unwrap()).await[0], "OUTPUT"));
+    }
+    // The second ends within its character, while the run goes on.
+    assert_eq!(texts, ["é!", "\u{fffd}"]);
 }
 
 #[tokio::test]
