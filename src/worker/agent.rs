@@ -109,14 +109,16 @@ impl Agent {
         let (spawned, wait_spawned) = mpsc::channel::<()>();
         let run = move || {
             let reason = match spawn(&prefix, &program, worker, spec) {
-                Ok(mut started) => {
-                    workers.lock().unwrap().insert(worker, Arc::clone(&started.watch));
+                Ok(Started { mut child, watch, announcement, rings }) => {
+                    workers.lock().unwrap().insert(worker, watch);
                     drop(spawned);
-                    let _ = events.send(started.announcement);
-                    let status = started.child.wait();
-                    workers.lock().unwrap().remove(&worker);
+                    let _ = events.send(announcement);
+                    let status = child.wait();
+                    drop(rings);
                     // A worker that was killed could not remove what it had made.
                     let _ = sweep_stale(&prefix);
+                    // Last, for the rank ends when it has no worker left.
+                    workers.lock().unwrap().remove(&worker);
                     status.map_or_else(|error| format!("cannot wait for it: {error}"), describe_exit)
                 }
                 Err(reason) => reason,
@@ -149,7 +151,7 @@ struct Started {
     watch: Arc<ProcessWatch>,
     announcement: FromAgent,
     /// The rings' names leave /dev/shm when these are dropped, after the worker's end.
-    _rings: [Ring; 2],
+    rings: [Ring; 2],
 }
 
 fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerSpec) -> Result<Started, String> {
@@ -180,5 +182,5 @@ fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerS
         }
     };
     let announcement = FromAgent::Started { worker, pid, plan_ring, output_ring };
-    Ok(Started { child, watch, announcement, _rings: [plan, output] })
+    Ok(Started { child, watch, announcement, rings: [plan, output] })
 }
