@@ -128,7 +128,7 @@ pub(super) fn write_request(
         CorrelationId::Number(number) => writer.int(*number),
         CorrelationId::Text(text) => writer.text(text),
     }
-    writer.int(START * u8::from(request.sequence_start) | END * u8::from(request.sequence_end));
+    writer.int((START * u8::from(request.sequence_start)) | (END * u8::from(request.sequence_end)));
     writer.int(request.priority);
     writer.int(request.timeout_us);
     write_parameters(writer, request.parameters.iter());
