@@ -87,6 +87,12 @@ pub struct RankArgs {
     /// `NAME,KEY=VALUE`; `python,shm-region-prefix-name=P` names this rank's shared memory
     #[arg(long, value_name = "NAME,KEY=VALUE")]
     pub backend_config: Vec<String>,
+    /// Bytes of the response cache, for models that ask for one: `local,size=BYTES`
+    #[arg(long, value_name = "local,size=BYTES", value_parser = cache_bytes, default_value = "local,size=0", hide_default_value = true)]
+    pub cache_config: usize,
+    /// The same, as tritonserver once took it
+    #[arg(long, value_name = "BYTES", default_value_t = 0, hide = true)]
+    pub response_cache_byte_size: usize,
     /// 0 is quiet; each level says more
     #[arg(long, default_value_t = 0)]
     pub log_verbose: u32,
@@ -154,9 +160,7 @@ const WITHOUT_EFFECT: &[(&str, bool)] = &[
     ("trace-count", true),
     ("trace-log-frequency", true),
     ("backend-directory", true),
-    ("cache-config", true),
     ("cache-directory", true),
-    ("response-cache-byte-size", true),
     ("repoagent-directory", true),
     ("rate-limit", true),
     ("rate-limit-resource", true),
@@ -212,6 +216,11 @@ pub fn with_dashes(args: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
 }
 
 /// tritonserver takes `true`, `True`, `1` and their opposites.
+fn cache_bytes(text: &str) -> Result<usize, String> {
+    let size = text.strip_prefix("local,size=").and_then(|size| size.parse().ok());
+    size.ok_or_else(|| "expected `local,size=BYTES`; `local` is the cache there is".to_owned())
+}
+
 fn boolean(text: &str) -> Result<bool, String> {
     match text.to_ascii_lowercase().as_str() {
         "true" | "1" | "on" | "yes" => Ok(true),
@@ -254,6 +263,17 @@ mod tests {
         assert_eq!(args.shm_prefix(), Some("prefix3_"));
         assert!(args.disable_auto_complete_config);
         assert_eq!(ignored, ["pinned-memory-pool-byte-size"]);
+    }
+
+    #[test]
+    fn the_response_cache_has_a_size() {
+        assert_eq!(
+            rank_args("rank --model-repo=/m --cache-config=local,size=1048576").unwrap().0.cache_config,
+            1 << 20
+        );
+        assert_eq!(rank_args("rank --model-repo=/m").unwrap().0.cache_config, 0);
+        let error = rank_args("rank --model-repo=/m --cache-config=redis,host=x").unwrap_err().to_string();
+        assert!(error.contains("expected `local,size=BYTES`"), "{error}");
     }
 
     #[test]

@@ -210,6 +210,7 @@ fn server_config(args: &RankArgs) -> ServerConfig {
             args::ControlMode::Poll => ControlMode::Poll { interval: Duration::from_secs(args.repository_poll_secs) },
         },
         strict_readiness: args.strict_readiness,
+        response_cache_bytes: args.cache_config.max(args.response_cache_byte_size),
         ..ServerConfig::default()
     }
 }
