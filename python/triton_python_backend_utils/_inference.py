@@ -1,5 +1,6 @@
 """Requests and responses: those a model answers, and those it sends to other models."""
 
+import asyncio
 import json
 import threading
 
@@ -219,9 +220,8 @@ class InferenceRequest:
         return stream if decoupled else stream._only()
 
     async def async_exec(self, decoupled=False):
-        """As `exec`, without blocking the event loop."""
-        stream = AsyncResponseIterator(self, decoupled)
-        return stream if decoupled else await stream._only()
+        """As `exec`, without blocking the event loop; the iterator may be read with `for` or `async for`."""
+        return ResponseIterator(self, True) if decoupled else await _AwaitedResponse(self)._only()
 
     def _wire_for_call(self, decoupled):
         if not self._model:
@@ -281,14 +281,14 @@ class ResponseIterator:
     def __iter__(self):
         return self
 
+    def __aiter__(self):
+        return _AsyncIteration(self)
+
     def __next__(self):
         if self._ended:
             raise StopIteration
         self._channel.wait(self._waiter)
-        return self._take(self._waiter.items.popleft())
-
-    def _take(self, reply):
-        response, is_final = _response_of(reply)
+        response, is_final = _response_of(self._waiter.items.popleft())
         if is_final:
             self._end()
         else:
@@ -318,52 +318,46 @@ class ResponseIterator:
             pass
 
 
-class AsyncResponseIterator:
-    """As ResponseIterator, for `async for`."""
+class _AsyncIteration:
+    """A ResponseIterator for `async for`: a thread waits, so that the event loop need not."""
 
-    def __init__(self, request, decoupled):
-        import asyncio
-
-        self._channel = channel()
-        self._loop = asyncio.get_running_loop()
-        self._queue = asyncio.Queue()
-        self._ended = False
-        wire = request._wire_for_call(decoupled)
-        self._call = self._channel.open_call(self._put)
-        _listeners.add(self._loop, self._channel)
-        self._channel.send(_channel.CALL, self._call, "infer", wire)
-
-    def _put(self, reply):
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, reply)
+    def __init__(self, stream):
+        self._stream = stream
 
     def __aiter__(self):
         return self
 
     async def __anext__(self):
-        if self._ended:
+        if self._stream._ended:
             raise StopAsyncIteration
-        return self._take(await self._queue.get())
+        return await asyncio.get_running_loop().run_in_executor(None, self._stream.__next__)
 
-    _take = ResponseIterator._take
-    cancel = ResponseIterator.cancel
 
-    def _end(self):
-        self._ended = True
-        self._channel.close_call(self._call)
-        _listeners.remove(self._loop, self._channel)
+class _AwaitedResponse:
+    """The one response of another model, for `await`."""
+
+    def __init__(self, request):
+        self._channel = channel()
+        self._loop = asyncio.get_running_loop()
+        self._reply = self._loop.create_future()
+        wire = request._wire_for_call(False)
+        self._call = self._channel.open_call(self._put)
+        _listeners.add(self._loop, self._channel)
+        self._channel.send(_channel.CALL, self._call, "infer", wire)
+
+    def _put(self, reply):
+        self._loop.call_soon_threadsafe(lambda: self._reply.done() or self._reply.set_result(reply))
 
     async def _only(self):
+        is_final = False
         try:
-            return await self.__anext__()
+            response, is_final = _response_of(await self._reply)
+            return response
         finally:
-            self.cancel()
-
-    def __del__(self):
-        try:
-            if not self._ended:
-                self._loop.call_soon_threadsafe(self.cancel)
-        except Exception:  # The loop is closed, or this never started.
-            pass
+            self._channel.close_call(self._call)
+            _listeners.remove(self._loop, self._channel)
+            if not is_final:
+                self._channel.send(_channel.DROP, self._call)
 
 
 class _Listeners:

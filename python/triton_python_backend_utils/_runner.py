@@ -73,11 +73,10 @@ def _load(channel):
             channel.send(_channel.LOADED, None, _complete(module, arguments["complete"]))
             return None
         model = _class_of(module)()
-        for name in ("execute",):
-            if not callable(getattr(model, name, None)):
-                raise AttributeError("TritonPythonModel of %s has no method `%s`" % (module.__file__, name))
         if hasattr(model, "initialize"):
             model.initialize(dict(arguments["args"]))
+        if not callable(getattr(model, "execute", None)):
+            raise AttributeError("TritonPythonModel of %s has no method `execute`" % module.__file__)
     except _channel.Closed:
         raise
     except BaseException as error:

@@ -16,6 +16,11 @@ use crate::state::State;
 pub trait MetricsSource: Send + Sync {
     /// Its families as of now. A name must not be another source's.
     fn families(&self) -> Vec<Family>;
+
+    /// Further families, whose names only come up at run time, in Prometheus' text format.
+    fn text(&self) -> String {
+        String::new()
+    }
 }
 
 /// One metric and its samples.
@@ -79,6 +84,7 @@ fn scrape(state: &State) -> String {
     families.extend(state.sources.iter().flat_map(|source| source.families()));
     let mut text = String::with_capacity(256 * families.len());
     families.iter().for_each(|family| write_family(&mut text, family));
+    text.extend(state.sources.iter().map(|source| source.text()));
     text
 }
 

@@ -134,7 +134,9 @@ mod tests {
         let dead = root.path().join(format!("{NAME}1-99-x"));
         let me = ProcessId::current();
         let alive = root.path().join(format!("{NAME}{}-{}-x", me.pid, me.start_time));
-        [&dead, &alive].map(|dir| fs::create_dir(dir).unwrap());
+        for dir in [&dead, &alive] {
+            fs::create_dir(dir).unwrap();
+        }
         sweep(root.path());
         assert!(!dead.exists() && alive.exists());
     }

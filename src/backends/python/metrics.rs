@@ -264,7 +264,9 @@ mod tests {
         let mut held = Held::new(registry.clone());
         let family = held.family("seconds", "Seconds", Kind::Histogram).unwrap();
         let metric = held.metric(family, vec![], &[0.5, 1.0]).unwrap();
-        [0.25, 0.75, 4.0].map(|value| held.change("observe", metric, value));
+        for value in [0.25, 0.75, 4.0] {
+            held.change("observe", metric, value);
+        }
         let text = registry.text();
         let samples: Vec<&str> = text.lines().skip(2).collect();
         assert_eq!(

@@ -23,6 +23,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use ipc::IpcError;
+use repository::ModelConfig;
 use serving::{Backend, BackendFactory, InferError, LoadRequest, Server};
 
 pub use config::PythonConfig;
@@ -86,6 +87,11 @@ impl Host {
 }
 
 impl BackendFactory for PythonFactory {
+    fn auto_complete(&self, load: LoadRequest) -> BoxFuture<'static, Result<Option<ModelConfig>, InferError>> {
+        let host = self.host.clone();
+        async move { if host.config.auto_complete { Model::complete(host, &load).await } else { Ok(None) } }.boxed()
+    }
+
     fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let host = self.host.clone();
         async move { Ok(Arc::new(Model::load(host, &load).await?) as Arc<dyn Backend>) }.boxed()

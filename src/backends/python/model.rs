@@ -165,14 +165,25 @@ fn places(config: &ModelConfig) -> Vec<Place> {
 }
 
 impl Model {
+    /// The configuration as the model's `auto_complete_config` makes it; `None` where it has none, so that no process is
+    /// started for nothing.
+    pub async fn complete(host: Arc<Host>, load: &LoadRequest) -> Result<Option<ModelConfig>, InferError> {
+        let shared = Arc::new(Shared::new(host, load).await?);
+        let (config, settings) = (&load.config, &shared.settings);
+        let source = tokio::fs::read(settings.version_dir.join(&settings.file)).await.unwrap_or_default();
+        let name = b"auto_complete_config";
+        let is_bare = config.input.is_empty() || config.output.is_empty();
+        if !is_bare && !source.windows(name.len()).any(|part| part == name) {
+            return Ok(None);
+        }
+        let completed = shared.connect(0, Some(settings.config_json.clone())).await?;
+        let read = |json: String| repository::from_json(&config.name, &json);
+        completed.map(read).transpose().map_err(|error| InferError::invalid(error.to_string()))
+    }
+
     /// Starts every instance, and returns when all have loaded the model.
     pub async fn load(host: Arc<Host>, load: &LoadRequest) -> Result<Self, InferError> {
-        let (task_host, task_load) = (host.clone(), load.clone());
-        // Unpacking an environment blocks.
-        let settings = tokio::task::spawn_blocking(move || Settings::new(&task_host, &task_load)).await;
-        let settings = settings.map_err(|error| InferError::internal(error.to_string()))??;
-        let instances = settings.places.iter().map(|_| Instance::default()).collect();
-        let model = Self { shared: Arc::new(Shared { host, settings, instances, is_ending: AtomicBool::new(false) }) };
+        let model = Self { shared: Arc::new(Shared::new(host, load).await?) };
         let shared = &model.shared;
         let starts = (0..shared.instances.len()).map(|index| shared.connect(index, None));
         for result in join_all(starts).await {
@@ -212,6 +223,15 @@ impl Backend for Model {
 }
 
 impl Shared {
+    async fn new(host: Arc<Host>, load: &LoadRequest) -> Result<Self, InferError> {
+        let (task_host, task_load) = (host.clone(), load.clone());
+        // Unpacking an environment blocks.
+        let settings = tokio::task::spawn_blocking(move || Settings::new(&task_host, &task_load)).await;
+        let settings = settings.map_err(|error| InferError::internal(error.to_string()))??;
+        let instances = settings.places.iter().map(|_| Instance::default()).collect();
+        Ok(Self { host, settings, instances, is_ending: AtomicBool::new(false) })
+    }
+
     async fn execute(&self, index: usize, batch: Vec<BatchedRequest>) {
         let instance = &self.instances[index];
         let senders: Vec<_> = batch.iter().map(|batched| batched.responses.clone()).collect();
