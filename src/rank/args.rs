@@ -215,12 +215,13 @@ pub fn with_dashes(args: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     args.into_iter().map(convert).collect()
 }
 
-/// tritonserver takes `true`, `True`, `1` and their opposites.
+/// The size of the one cache there is.
 fn cache_bytes(text: &str) -> Result<usize, String> {
     let size = text.strip_prefix("local,size=").and_then(|size| size.parse().ok());
     size.ok_or_else(|| "expected `local,size=BYTES`; `local` is the cache there is".to_owned())
 }
 
+/// tritonserver takes `true`, `True`, `1` and their opposites.
 fn boolean(text: &str) -> Result<bool, String> {
     match text.to_ascii_lowercase().as_str() {
         "true" | "1" | "on" | "yes" => Ok(true),
