@@ -5,8 +5,8 @@
 
 mod args;
 mod devices;
-mod llm_metrics;
 mod log;
+mod metrics;
 mod relay;
 mod server;
 

@@ -17,7 +17,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use worker::{Agent, Agents, FromAgent, ToAgent};
 
 use crate::args::{self, RankArgs};
-use crate::llm_metrics::LlmMetrics;
+use crate::metrics::{LlmMetrics, PythonMetrics};
 use crate::{RankError, devices, relay};
 
 /// Names under which users' configurations ask for the LLM engine.
@@ -139,7 +139,7 @@ async fn serve(
     }
     let server = Server::new(server_config(args), factories).map_err(|error| RankError::Server(error.to_string()))?;
     python.attach(&server);
-    let metrics: Vec<Arc<dyn front::MetricsSource>> = vec![Arc::new(LlmMetrics(llm))];
+    let metrics: Vec<Arc<dyn front::MetricsSource>> = vec![Arc::new(LlmMetrics(llm)), Arc::new(PythonMetrics(python))];
     let front = front::start(front_config(args, prefix), Arc::clone(&server), metrics);
     let front = front.await.map_err(|error| RankError::Server(error.to_string()))?;
     tokio::select! {

@@ -1,8 +1,9 @@
-//! What LLMs are doing, as Prometheus families: TensorRT-LLM's own names, and a set worth alerting on.
+//! What backends tell Prometheus. LLMs: TensorRT-LLM's own names, and a set worth alerting on. Python models: what they made.
 
 use std::sync::Arc;
 
 use backends::llm::{LlmFactory, LlmStatus};
+use backends::python::PythonFactory;
 use front::{Family, FamilyKind, MetricsSource, Sample};
 
 /// Reads every loaded LLM at each scrape.
@@ -14,6 +15,19 @@ impl MetricsSource for LlmMetrics {
         let mut families: Vec<Family> = PLAIN.iter().map(|plain| plain.family(&models)).collect();
         families.extend(LABELLED.iter().map(|labelled| labelled.family(&models)));
         families
+    }
+}
+
+/// Metrics that Python models have made.
+pub(crate) struct PythonMetrics(pub(crate) Arc<PythonFactory>);
+
+impl MetricsSource for PythonMetrics {
+    fn families(&self) -> Vec<Family> {
+        Vec::new()
+    }
+
+    fn text(&self) -> String {
+        self.0.metrics_text()
     }
 }
 
