@@ -235,6 +235,13 @@ class InferenceRequest:
 _cancelled = set()
 
 
+def note_cancelled(number):
+    """The client of a request has left. Notes of requests that ended meanwhile are forgotten in time."""
+    if len(_cancelled) >= 65536:
+        _cancelled.clear()
+    _cancelled.add(number)
+
+
 class ResponseSender:
     """Sends the responses of one request."""
 
@@ -259,6 +266,15 @@ class ResponseSender:
         channel().send(_channel.RESPONSE, self._number, wire, flags)
         if flags:
             _cancelled.discard(self._number)
+
+    def __del__(self):
+        # Nobody can answer any more; the client must not wait for ever.
+        if not self._closed and runtime.channel is not None:
+            words = "the model dropped the response sender without a final response"
+            try:
+                runtime.channel.send(_channel.RESPONSE, self._number, ((TritonError.INTERNAL, words), (), {}), 1)
+            except Exception:  # The server is gone.
+                pass
 
     def is_cancelled(self):
         """Whether the client has left or cancelled."""

@@ -16,7 +16,7 @@ from ._inference import (
     TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
     InferenceRequest,
     InferenceResponse,
-    _cancelled,
+    note_cancelled,
 )
 from ._memory import Arena, Region
 from ._model_config import ModelConfig
@@ -33,7 +33,7 @@ def main():
     os.close(empty)
     channel = runtime.channel = _channel.Channel(connection)
     runtime.outputs = Arena(lambda size: _new_region(channel, size))
-    channel.on_cancel = _cancelled.add
+    channel.on_cancel = note_cancelled
     channel.on_map = lambda *region: _map(channel, *region)
     # The server says when to end. Programs that the model starts get the usual handling back.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -140,8 +140,8 @@ def _serve(channel, model):
         if hasattr(model, "finalize"):
             model.finalize()
         _loop.stop()
-    except Exception as error:
-        runtime.channel.send(_channel.LOG, Logger.ERROR, "finalize", traceback.format_exc())
+    except Exception:
+        channel.send(_channel.LOG, Logger.ERROR, "finalize", traceback.format_exc())
     channel.send(_channel.FINALIZED)
 
 
@@ -163,6 +163,9 @@ def _execute(channel, model, batch, received):
         raise
     except BaseException as error:
         words = describe(error)
+        for request in requests:
+            # The server answers them all.
+            request._sender._closed = True
         channel.send(_channel.DONE, batch, None, (TritonError.INTERNAL, words, traceback.format_exc()))
         return
     channel.send(_channel.DONE, batch, responses, None)
@@ -205,6 +208,7 @@ def _responses(requests, answer):
 
 def _without_response(request):
     if request._release == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
+        request._sender._closed = True
         return True
     if not request._sender_taken and not runtime.is_decoupled:
         raise TritonModelException("`execute` gave no response to a request whose response sender it did not take")

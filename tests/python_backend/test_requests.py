@@ -1,11 +1,16 @@
 """What a model sees of a request, and what its response carries."""
 
 import json
+import re
+import sys
+import tarfile
 
 import ml_dtypes
 import numpy as np
+import pytest
 import tritonclient.grpc as grpcclient
 from asking import ask, text
+from conftest import repository_of, start, stop
 
 
 def test_types_and_shapes_survive_both_ways(grpc):
@@ -52,3 +57,41 @@ def test_a_model_knows_the_request(grpc):
     }
     parameters = answer.get_response().parameters
     assert parameters["kept"].bool_param is True and parameters["n"].int64_param == 3
+
+
+def test_a_request_can_be_sent_back_to_its_model(grpc):
+    answer = ask(grpc, "again", {"TIMES": np.array([4], np.int32)}, request_id="r")
+    assert answer.as_numpy("SEEN").tolist() == [5]
+
+
+def test_a_model_loads_and_unloads_others(tmp_path):
+    repository = repository_of(tmp_path, "control", "add_sub")
+    server = start(repository, tmp_path, "--model-control-mode=explicit", "--load-model=control")
+    with grpcclient.InferenceServerClient(f"localhost:{server.grpc_port}") as client:
+        assert ask(client, "control", {"NAME": text("add_sub")}).as_numpy("READY").tolist() == [False, True, False]
+        with pytest.raises(Exception, match="failed to load 'no_such_model'"):
+            ask(client, "control", {"NAME": text("no_such_model")})
+    assert stop(server) == 0
+
+
+@pytest.mark.parametrize("as_archive", [False, True])
+def test_a_model_brings_its_own_environment(tmp_path, as_archive):
+    repository = repository_of(tmp_path, "add_sub")
+    environment = tmp_path / "environment"
+    (environment / "bin").mkdir(parents=True)
+    python = environment / "bin/python3"
+    python.write_text(f'#!/bin/sh\necho started by "$0"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    path = "$$TRITON_MODEL_DIRECTORY/../../environment"
+    if as_archive:
+        with tarfile.open(repository / "add_sub/environment.tar.gz", "w:gz") as archive:
+            archive.add(environment / "bin", "bin")
+        path = "$$TRITON_MODEL_DIRECTORY/environment.tar.gz"
+    with open(repository / "add_sub/config.pbtxt", "a") as config:
+        config.write('parameters { key: "EXECUTION_ENV_PATH" value: { string_value: "%s" } }\n' % path)
+    server = start(repository, tmp_path)
+    with grpcclient.InferenceServerClient(f"localhost:{server.grpc_port}") as client:
+        ones = np.ones((1, 2), np.float32)
+        assert ask(client, "add_sub", {"INPUT0": ones, "INPUT1": ones}).as_numpy("SUM").tolist() == [[2, 2]]
+    assert re.search(r"started by \S*/environment\d*/bin/python3" , server.log.read_text())
+    assert stop(server) == 0

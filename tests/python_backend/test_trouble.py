@@ -40,6 +40,11 @@ def test_a_wrong_answer_is_explained(grpc):
         ask(grpc, "trouble", {"HOW": text("nothing")})
 
 
+def test_a_dropped_response_sender_is_an_error_not_a_wait(grpc):
+    with pytest.raises(Exception, match="dropped the response sender without a final response"):
+        ask(grpc, "trouble", {"HOW": text("drop")}, client_timeout=5)
+
+
 @pytest.mark.parametrize("how, words", [("kill", "SIGKILL"), ("exit", "exit code 3"), ("garbage", "broke the protocol")])
 def test_a_process_that_ends_is_replaced(grpc, server, how, words):
     wait_for(lambda: serves(grpc))
@@ -58,6 +63,10 @@ def test_a_process_killed_while_idle_shows_in_readiness_and_is_replaced(grpc, se
     wait_for(lambda: not server.is_ready("v2/models/trouble/ready"), seconds=1)
     wait_for(lambda: server.is_ready("v2/models/trouble/ready"))
     assert serves(grpc)
+
+
+def test_a_lost_request_is_tried_again_where_the_model_allows_it(grpc, tmp_path):
+    assert ask(grpc, "flaky", {"MARK": text(str(tmp_path / "mark"))}).as_numpy("PID")[0] > 0
 
 
 def test_a_hung_execute_is_ended_and_others_are_served(grpc, server):

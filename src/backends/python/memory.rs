@@ -11,6 +11,7 @@ use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
 use ipc::{IpcError, Prefix, Region};
+use rustix::buffer::spare_capacity;
 
 /// Bytes in front of each block; blocks are multiples of it.
 pub(super) const HEADER: usize = 64;
@@ -78,9 +79,18 @@ impl Shared {
         let range = || IpcError::Range { path: self.path(), offset, len, size: self.len(), align: HEADER };
         let end = offset.checked_add(len).ok_or_else(range)?;
         let header = offset.checked_sub(HEADER).filter(|_| end <= self.len()).ok_or_else(range)?;
-        let mut bytes = vec![0; len];
+        let mut bytes = Vec::with_capacity(len);
         let os = |source| IpcError::Os { action: "read", path: self.path(), source };
-        self.file.read_exact_at(&mut bytes, self.start + offset as u64).map_err(os)?;
+        while bytes.len() < len {
+            let at = self.start + (offset + bytes.len()) as u64;
+            // Into room that nobody has to fill with zeros first; it may be more than was asked for.
+            let read =
+                rustix::io::pread(&self.file, spare_capacity(&mut bytes), at).map_err(|errno| os(errno.into()))?;
+            if read == 0 {
+                return Err(os(std::io::ErrorKind::UnexpectedEof.into()));
+            }
+        }
+        bytes.truncate(len);
         self.mark(header, false)?;
         Ok(bytes.into())
     }

@@ -26,6 +26,9 @@ impl Kind {
     }
 }
 
+/// Names of the server's own metrics begin so.
+const RESERVED: [&str; 4] = ["nv_inference_", "nv_cache_", "nv_gpu_", "nv_cpu_"];
+
 type Labels = Vec<(String, String)>;
 
 /// All metrics of all models.
@@ -129,9 +132,10 @@ impl Held {
     /// # Errors
     /// When the name is none, or is taken by another kind.
     pub fn family(&mut self, name: &str, help: &str, kind: Kind) -> Result<i64, String> {
-        if !is_name(name) || name.starts_with("nv_") {
+        if !is_name(name) || RESERVED.iter().any(|prefix| name.starts_with(prefix)) {
             return Err(format!(
-                "`{name}` cannot name a metric: use letters, digits and `_`, not beginning with a digit or `nv_`"
+                "`{name}` cannot name a metric: use letters, digits and `_`, not beginning with a digit or with {}",
+                RESERVED.join(", ")
             ));
         }
         let mut families = self.registry.lock();

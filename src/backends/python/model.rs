@@ -34,6 +34,9 @@ const LAST_WORDS: Duration = Duration::from_millis(200);
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
+/// How long a request waits for a process that restarts.
+const RESTART_PATIENCE: Duration = Duration::from_secs(2);
+
 /// A process that served so long did not fail at once.
 const HEALTHY_AFTER: Duration = Duration::from_secs(60);
 
@@ -234,6 +237,7 @@ impl Shared {
 
     async fn execute(&self, index: usize, batch: Vec<BatchedRequest>) {
         let instance = &self.instances[index];
+        self.wait_for_process(index).await;
         let senders: Vec<_> = batch.iter().map(|batched| batched.responses.clone()).collect();
         match instance.execute(batch) {
             // An error means that the process is lost, which also ends the wait.
@@ -245,6 +249,17 @@ impl Shared {
                 }
                 self.leave_to_others(index).await;
             }
+        }
+    }
+
+    /// What waited while a process was lost need not fail with it, if another one serves soon.
+    async fn wait_for_process(&self, index: usize) {
+        let deadline = Instant::now() + RESTART_PATIENCE;
+        while self.instances[index].connection().is_none()
+            && !self.is_ending.load(Ordering::Acquire)
+            && Instant::now() < deadline
+        {
+            tokio::time::sleep(LOOK).await;
         }
     }
 
@@ -287,26 +302,38 @@ impl Shared {
         let connection = Arc::new(Connection::new(self.host.clone(), process, place.name.clone(), events));
         tokio::spawn(self.clone().listen(index, connection.clone()));
         connection.process.send(&settings.load_message(place, config.log_verbose, complete.as_deref()));
-        let mut patience = config.start_timeout;
+        let loaded = self.loading(&connection, &mut heard).await;
+        if loaded.is_ok() && complete.is_none() {
+            self.instances[index].attach(connection.clone());
+            tokio::spawn(self.clone().look_after(index, connection));
+        } else {
+            // It ends by itself, unless the model has left threads behind.
+            let patience = config.stop_timeout;
+            tokio::spawn(async move { connection.process.wait_or_kill(patience).await });
+        }
+        loaded
+    }
+
+    /// Waits until a process has loaded the model, or completed its configuration.
+    async fn loading(
+        &self,
+        connection: &Connection,
+        heard: &mut mpsc::Receiver<LoadEvent>,
+    ) -> Result<Option<String>, InferError> {
+        let start_timeout = self.host.config.start_timeout;
+        let mut patience = start_timeout;
         loop {
             match tokio::time::timeout(patience, heard.recv()).await {
                 // Loading a model takes as long as it takes.
                 Ok(Some(LoadEvent::Started)) => patience = Duration::from_secs(60 * 60 * 24),
-                Ok(Some(LoadEvent::Loaded(Ok(completed)))) => {
-                    if complete.is_none() {
-                        self.instances[index].attach(connection.clone());
-                        tokio::spawn(self.clone().look_after(index, connection));
-                    }
-                    return Ok(completed);
-                }
-                Ok(Some(LoadEvent::Loaded(Err(error)))) => return Err(error),
+                Ok(Some(LoadEvent::Loaded(loaded))) => return loaded,
                 Ok(Some(LoadEvent::Ended(how))) => {
                     return Err(InferError::internal(format!("its Python process ended while loading: {how}")));
                 }
                 Ok(None) => return Err(InferError::internal("its Python process is gone")),
                 Err(_) => {
                     connection.process.kill("it did not start in time");
-                    let seconds = config.start_timeout.as_secs();
+                    let seconds = start_timeout.as_secs();
                     return Err(InferError::internal(format!(
                         "its Python process did not start within {seconds} s; see `stub-timeout-seconds`"
                     )));
@@ -458,6 +485,7 @@ impl Shared {
             loop {
                 tokio::time::sleep(LOOK).await;
                 if !instance.look_after(&connection) {
+                    connection.is_stopped.store(false, Ordering::Relaxed);
                     break;
                 }
                 let since = instance.executing_since();

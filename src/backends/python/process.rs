@@ -90,7 +90,8 @@ impl Process {
         if let Ok(path) = std::env::join_paths(path.chain([program.module_dir.clone()])) {
             command.env("PYTHONPATH", path);
         }
-        command.env("PYTHONDONTWRITEBYTECODE", "1");
+        // A repository that is polled would take new files for a change of the model.
+        command.env("PYTHONDONTWRITEBYTECODE", "1").env("PYTHONUNBUFFERED", "1");
         let child = spawner.spawn(command).await?;
         let watch = Arc::new(ProcessWatch::new(child.id()).map_err(io::Error::other)?);
         let (exited, has_exited) = watch::channel(false);

@@ -24,6 +24,9 @@ class TritonPythonModel:
             raise ValueError("asked to raise")
         if how == "garbage":
             os.write(3, b"\xff\xff\xff\xff not a message")
+        if how == "drop":
+            request.get_response_sender()
+            return None
         if how == "nothing":
             return "not a response"
         return pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor("OUT", np.array([how], dtype=object))])
