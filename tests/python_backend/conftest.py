@@ -79,7 +79,9 @@ def start(repository: Path, directory: Path, *flags: str, is_ready: bool = True)
     server = Server(process, http, grpc, metrics, prefix, log)
     deadline = time.monotonic() + 60
     while not server.is_ready("v2/health/ready" if is_ready else "v2/health/live"):
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail("the server did not become ready:\n" + log.read_text()[-4000:])
         time.sleep(0.05)
     return server
 

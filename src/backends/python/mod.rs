@@ -15,6 +15,7 @@ mod metrics;
 mod model;
 mod process;
 mod running;
+mod settings;
 mod wire;
 
 use std::sync::atomic::{AtomicU64, Ordering};

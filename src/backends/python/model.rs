@@ -1,6 +1,5 @@
 //! A loaded model: its instances, kept alive.
 
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -8,7 +7,6 @@ use std::time::{Duration, Instant};
 use futures::FutureExt as _;
 use futures::future::{BoxFuture, join_all};
 use repository::ModelConfig;
-use repository::proto::model_instance_group::Kind;
 use serving::{Backend, BatchedRequest, InferError, InferRequest, LoadRequest, ResponseStream};
 use tokio::sync::mpsc;
 
@@ -18,8 +16,8 @@ use super::connection::{Connection, LoadEvent};
 use super::instance::Instance;
 use super::message::{FromProcess, ToProcess, read_error};
 use super::process::{Process, Program};
+use super::settings::Settings;
 use super::wire::{Value, WireError, Writer};
-use crate::parameters;
 
 /// How often requests that take long are looked after.
 const LOOK: Duration = Duration::from_millis(5);
@@ -50,121 +48,6 @@ struct Shared {
     settings: Settings,
     instances: Vec<Instance>,
     is_ending: AtomicBool,
-}
-
-/// What the configuration says.
-struct Settings {
-    model: String,
-    config_json: String,
-    version: i64,
-    model_dir: PathBuf,
-    version_dir: PathBuf,
-    file: String,
-    is_decoupled: bool,
-    /// Requests without a response are given to the next process when theirs is lost.
-    retries: bool,
-    /// An `execute` that takes longer is taken for hung.
-    execute_timeout: Option<Duration>,
-    interpreter: PathBuf,
-    places: Vec<Place>,
-}
-
-/// Name and device of an instance.
-struct Place {
-    name: String,
-    kind: &'static str,
-    device: i32,
-}
-
-impl Settings {
-    fn new(host: &Host, load: &LoadRequest) -> Result<Self, InferError> {
-        let config = &load.config;
-        let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
-        Ok(Self {
-            model: config.name.clone(),
-            config_json: repository::to_json(config),
-            version: load.version,
-            model_dir: absolute(&load.model_dir),
-            version_dir: absolute(&load.version_dir),
-            file: match config.default_model_filename.as_str() {
-                "" => "model.py".to_owned(),
-                file => file.to_owned(),
-            },
-            is_decoupled: config.is_decoupled(),
-            retries: parameters::flag(config, "retry_lost_requests")?.unwrap_or(false),
-            execute_timeout: parameters::number(config, "execute_timeout_seconds")?.map(Duration::from_secs),
-            interpreter: interpreter(host, load)?,
-            places: places(config),
-        })
-    }
-
-    /// What a process must know to load the model, or only to complete its configuration.
-    fn load_message(&self, place: &Place, log_verbose: bool, complete: Option<&str>) -> Vec<u8> {
-        let mut message = Writer::begin(2);
-        message.int(ToProcess::Load as u8);
-        message.begin_dict();
-        for (key, value) in [
-            ("model_dir", self.model_dir.to_string_lossy().as_ref()),
-            ("version_dir", self.version_dir.to_string_lossy().as_ref()),
-            ("file", &self.file),
-        ] {
-            message.text(key);
-            message.text(value);
-        }
-        for (key, value) in [("is_decoupled", self.is_decoupled), ("log_verbose", log_verbose)] {
-            message.text(key);
-            message.bool(value);
-        }
-        message.text("complete");
-        match complete {
-            Some(config) => message.text(config),
-            None => message.none(),
-        }
-        message.text("args");
-        message.begin_dict();
-        for (key, value) in [
-            ("model_config", self.config_json.as_str()),
-            ("model_instance_kind", place.kind),
-            ("model_instance_name", &place.name),
-            ("model_instance_device_id", &place.device.to_string()),
-            ("model_repository", &self.model_dir.to_string_lossy()),
-            ("model_version", &self.version.to_string()),
-            ("model_name", &self.model),
-        ] {
-            message.text(key);
-            message.text(value);
-        }
-        message.end_dict();
-        message.end_dict();
-        message.finish()
-    }
-}
-
-/// The interpreter that the model brings, else the server's.
-fn interpreter(host: &Host, load: &LoadRequest) -> Result<PathBuf, InferError> {
-    let Some(path) = load.config.parameter("EXECUTION_ENV_PATH") else { return Ok(host.config.interpreter.clone()) };
-    let dir = load.model_dir.to_string_lossy();
-    let path = path.replace("$$TRITON_MODEL_DIRECTORY", &dir);
-    host.files.interpreter(&load.model_dir.join(path))
-}
-
-/// The instances of all groups.
-fn places(config: &ModelConfig) -> Vec<Place> {
-    let mut places = Vec::new();
-    for group in &config.instance_group {
-        let kind = match group.kind() {
-            Kind::Gpu => "GPU",
-            Kind::Model => "MODEL",
-            Kind::Cpu | Kind::Auto => "CPU",
-        };
-        let devices = if group.kind() == Kind::Gpu && !group.gpus.is_empty() { &group.gpus[..] } else { &[0] };
-        for &device in devices {
-            for _ in 0..group.count.max(1) {
-                places.push(Place { name: format!("{}_{}", group.name, places.len()), kind, device });
-            }
-        }
-    }
-    places
 }
 
 impl Model {
