@@ -67,7 +67,18 @@ pub struct Agent {
     prefix: Prefix,
     program: PathBuf,
     events: mpsc::Sender<FromAgent>,
-    workers: Arc<Mutex<HashMap<WorkerId, Arc<ProcessWatch>>>>,
+    workers: Arc<Mutex<Workers>>,
+}
+
+/// A worker that runs, or one that ended and whose last words rank 0 may still read.
+#[derive(Debug)]
+struct Held {
+    watch: Arc<ProcessWatch>,
+    /// Their names leave /dev/shm when these are dropped.
+    _rings: [Ring; 2],
+    has_ended: bool,
+    /// Rank 0 has no more use for it.
+    is_released: bool,
 }
 
 impl Agent {
@@ -81,14 +92,17 @@ impl Agent {
         match message {
             ToAgent::Start(worker, spec) => self.start(worker, *spec),
             ToAgent::Stop(worker) => self.end(worker, TERMINATE_GRACE),
-            ToAgent::Kill(worker) => self.end(worker, Duration::ZERO),
+            ToAgent::Kill(worker) => {
+                self.end(worker, Duration::ZERO);
+                release(&mut self.workers.lock().unwrap(), worker);
+            }
             ToAgent::Shutdown => self.end_all(),
         }
     }
 
     /// Workers that run now.
     pub fn num_workers(&self) -> usize {
-        self.workers.lock().unwrap().len()
+        self.workers.lock().unwrap().values().filter(|worker| !worker.has_ended).count()
     }
 
     /// Ends every worker and waits until they are gone.
@@ -96,6 +110,7 @@ impl Agent {
         let workers: Vec<_> = self.workers.lock().unwrap().keys().copied().collect();
         for worker in workers {
             self.end(worker, TERMINATE_GRACE);
+            release(&mut self.workers.lock().unwrap(), worker);
         }
         while self.num_workers() > 0 {
             thread::sleep(Duration::from_millis(5));
@@ -110,15 +125,15 @@ impl Agent {
         let run = move || {
             let reason = match spawn(&prefix, &program, worker, spec) {
                 Ok(Started { mut child, watch, announcement, rings }) => {
-                    workers.lock().unwrap().insert(worker, watch);
+                    let held = Held { watch, _rings: rings, has_ended: false, is_released: false };
+                    workers.lock().unwrap().insert(worker, held);
                     drop(spawned);
                     let _ = events.send(announcement);
                     let status = child.wait();
-                    drop(rings);
                     // A worker that was killed could not remove what it had made.
                     let _ = sweep_stale(&prefix);
                     // Last, for the rank ends when it has no worker left.
-                    workers.lock().unwrap().remove(&worker);
+                    note_end(&mut workers.lock().unwrap(), worker);
                     status.map_or_else(|error| format!("cannot wait for it: {error}"), describe_exit)
                 }
                 Err(reason) => reason,
@@ -131,8 +146,9 @@ impl Agent {
     }
 
     fn end(&self, worker: WorkerId, grace: Duration) {
-        let Some(watch) = self.workers.lock().unwrap().get(&worker).cloned() else {
-            return;
+        let watch = match self.workers.lock().unwrap().get(&worker) {
+            Some(Held { watch, has_ended: false, .. }) => Arc::clone(watch),
+            _ => return,
         };
         thread::spawn(move || {
             if !grace.is_zero() {
@@ -146,11 +162,32 @@ impl Agent {
     }
 }
 
+type Workers = HashMap<WorkerId, Held>;
+
+/// Rank 0 will not read the worker's rings again: they go with the worker, or now if it has ended.
+fn release(workers: &mut Workers, worker: WorkerId) {
+    if let Some(held) = workers.get_mut(&worker) {
+        held.is_released = true;
+        if held.has_ended {
+            workers.remove(&worker);
+        }
+    }
+}
+
+/// The worker has ended. Its rings stay until rank 0 has had the time to read why.
+fn note_end(workers: &mut Workers, worker: WorkerId) {
+    if let Some(held) = workers.get_mut(&worker) {
+        held.has_ended = true;
+        if held.is_released {
+            workers.remove(&worker);
+        }
+    }
+}
+
 struct Started {
     child: Child,
     watch: Arc<ProcessWatch>,
     announcement: FromAgent,
-    /// The rings' names leave /dev/shm when these are dropped, after the worker's end.
     rings: [Ring; 2],
 }
 
@@ -183,4 +220,55 @@ fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerS
     };
     let announcement = FromAgent::Started { worker, pid, plan_ring, output_ring };
     Ok(Started { child, watch, announcement, rings: [plan, output] })
+}
+
+#[cfg(test)]
+mod tests {
+    use ipc::{RingReceiver, RingSender};
+
+    use super::*;
+    use crate::protocol::{DeviceChoice, KvMemory};
+
+    fn spec() -> WorkerSpec {
+        WorkerSpec {
+            model: "m".into(),
+            checkpoint: "/nowhere".into(),
+            device: DeviceChoice::Cpu { threads: 1 },
+            tp_rank: 0,
+            tp_size: 1,
+            group_region: ShmName::default(),
+            plan_ring: ShmName::default(),
+            output_ring: ShmName::default(),
+            ring_bytes: 4096,
+            max_step_tokens: 1,
+            max_rows: 1,
+            max_sequence_len: 1,
+            block_size: 1,
+            kv_memory: KvMemory::Tokens(1),
+            next_step: 0,
+            collective_timeout: Duration::from_secs(1),
+            library_dirs: Vec::new(),
+            cache_dir: None,
+        }
+    }
+
+    #[test]
+    fn the_rings_of_a_worker_that_ended_at_once_stay_until_rank_0_has_read_them() {
+        let prefix: Prefix = format!("agent_test_{}_", std::process::id()).parse().unwrap();
+        let (events, news) = mpsc::channel();
+        let agent = Agent::new(prefix.clone(), "/bin/false".into(), events);
+        let worker = WorkerId { instance: 1, tp_rank: 0 };
+        agent.handle(ToAgent::Start(worker, Box::new(spec())));
+        let FromAgent::Started { plan_ring, output_ring, .. } = news.recv().unwrap() else { panic!("not started") };
+        let FromAgent::Ended { reason, .. } = news.recv().unwrap() else { panic!("not ended") };
+        assert_eq!(reason, "exit code 1");
+        assert_eq!(agent.num_workers(), 0);
+
+        let open = || (RingSender::open(&prefix, &plan_ring.name), RingReceiver::open(&prefix, &output_ring.name));
+        let (plans, outputs) = open();
+        assert!(plans.is_ok() && outputs.is_ok(), "{plans:?} {outputs:?}");
+        agent.handle(ToAgent::Kill(worker));
+        let (plans, outputs) = open();
+        assert!(plans.is_err() && outputs.is_err(), "rings outlived their worker's group");
+    }
 }
