@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use futures::{Stream, StreamExt};
@@ -66,8 +67,8 @@ impl Body for ReplyBody {
 /// Reads a request's body.
 ///
 /// # Errors
-/// When it is larger than `limit`, or the client breaks off.
-pub async fn read_all(mut body: Incoming, limit: usize) -> Result<Bytes, InferError> {
+/// When it is larger than `limit`, or the client breaks off or is silent for longer than `patience`.
+pub async fn read_all(mut body: Incoming, limit: usize, patience: Duration) -> Result<Bytes, InferError> {
     let too_large = || InferError::invalid(format!("request body is larger than the limit of {limit} bytes"));
     let expected = body.size_hint().lower();
     if expected > limit as u64 {
@@ -75,7 +76,11 @@ pub async fn read_all(mut body: Incoming, limit: usize) -> Result<Bytes, InferEr
     }
     let mut first = Bytes::new();
     let mut rest: Option<BytesMut> = None;
-    while let Some(frame) = body.frame().await {
+    loop {
+        let frame = tokio::time::timeout(patience, body.frame()).await;
+        let frame =
+            frame.map_err(|_| InferError::invalid(format!("request body stopped for {patience:?} before its end")))?;
+        let Some(frame) = frame else { break };
         let frame = frame.map_err(|error| InferError::invalid(format!("request body broke off: {error}")))?;
         let Ok(data) = frame.into_data() else { continue };
         if first.is_empty() {

@@ -2,6 +2,10 @@
 
 use std::time::Duration;
 
+use crate::forward::HeaderPattern;
+use crate::restricted::Restrictions;
+use crate::tls::Tls;
+
 /// A host (name or address) and a port; port 0 lets the system choose.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
@@ -52,15 +56,35 @@ pub struct Config {
     /// Requests of one gRPC stream that may be in flight; more wait in the client's window.
     pub max_requests_per_stream: usize,
     /// Connections of one port; more wait to be accepted.
-    pub max_connections: usize,
+    pub max_connections: u32,
     /// Compression of gRPC responses.
     pub grpc_response_compression: Compression,
+    /// TLS of the gRPC port; `None` serves in the clear.
+    pub grpc_tls: Option<Tls>,
+    /// Whether other servers may have the gRPC port too, if they all say so.
+    pub reuse_grpc_port: bool,
+    /// Whether other servers may have the HTTP port too, if they all say so.
+    pub reuse_http_port: bool,
+    /// APIs that need a key over gRPC.
+    pub grpc_restrictions: Restrictions,
+    /// APIs that need a key over HTTP.
+    pub http_restrictions: Restrictions,
+    /// Metadata of gRPC that models see as parameters.
+    pub grpc_forward: HeaderPattern,
+    /// Headers of HTTP that models see as parameters.
+    pub http_forward: HeaderPattern,
+    /// Age at which a gRPC connection takes no further call; `None` for any age.
+    pub grpc_max_connection_age: Option<Duration>,
+    /// Time that the calls of a connection have from then on; `None` is for ever.
+    pub grpc_max_connection_age_grace: Option<Duration>,
     /// Silence after which a gRPC connection is probed.
     pub grpc_keepalive_time: Duration,
     /// Silence after a probe that ends the connection.
     pub grpc_keepalive_timeout: Duration,
     /// Time in which a client must send the head of an HTTP request.
     pub http_header_timeout: Duration,
+    /// Longest silence of a client in the middle of a request's body.
+    pub http_body_timeout: Duration,
     /// Whether clients may register system shared memory.
     pub allow_client_shm: bool,
     /// Shared-memory names with these beginnings are the server's own and never a client's.
@@ -78,9 +102,19 @@ impl Default for Config {
             max_requests_per_stream: 4096,
             max_connections: 16_384,
             grpc_response_compression: Compression::None,
+            grpc_tls: None,
+            reuse_grpc_port: false,
+            reuse_http_port: false,
+            grpc_restrictions: Restrictions::default(),
+            http_restrictions: Restrictions::default(),
+            grpc_forward: HeaderPattern::default(),
+            http_forward: HeaderPattern::default(),
+            grpc_max_connection_age: None,
+            grpc_max_connection_age_grace: None,
             grpc_keepalive_time: Duration::from_secs(7200),
             grpc_keepalive_timeout: Duration::from_secs(20),
             http_header_timeout: Duration::from_secs(30),
+            http_body_timeout: Duration::from_secs(30),
             allow_client_shm: true,
             reserved_shm_prefixes: Vec::new(),
         }
@@ -107,7 +141,7 @@ impl Config {
             ("max_grpc_message_bytes", self.max_grpc_message_bytes),
             ("max_http_body_bytes", self.max_http_body_bytes),
             ("max_requests_per_stream", self.max_requests_per_stream),
-            ("max_connections", self.max_connections),
+            ("max_connections", self.max_connections as usize),
         ];
         if let Some((field, _)) = bounds.into_iter().find(|(_, bound)| *bound == 0) {
             return Err(ConfigError { field, reason: "is 0, expected at least 1".into() });

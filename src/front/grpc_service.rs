@@ -8,22 +8,27 @@ use std::task::{Context, Poll};
 
 use http::{Request, Response};
 use hyper::body::Incoming;
+use tonic::Status;
 use tonic::body::Body;
 use tonic::codec::CompressionEncoding;
 use tonic_reflection::server::v1::{ServerReflection, ServerReflectionServer};
 use tower_service::Service;
 
+use crate::Config;
 use crate::config::Compression;
 use crate::health::Health;
 use crate::kserve_grpc::KserveGrpc;
 use crate::proto::grpc_inference_service_server::GrpcInferenceServiceServer;
+use crate::restricted::Api;
 use crate::state::State;
+use crate::status::grpc_status;
 use tonic_health::pb::health_server::HealthServer;
 
 type Answer = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
 
 /// All gRPC services of the port; cheap to clone.
 pub struct GrpcService<R: ServerReflection> {
+    state: Arc<State>,
     inference: GrpcInferenceServiceServer<KserveGrpc>,
     health: HealthServer<Health>,
     reflection: ServerReflectionServer<R>,
@@ -32,7 +37,7 @@ pub struct GrpcService<R: ServerReflection> {
 impl<R: ServerReflection> Clone for GrpcService<R> {
     fn clone(&self) -> Self {
         let (inference, health, reflection) = (self.inference.clone(), self.health.clone(), self.reflection.clone());
-        Self { inference, health, reflection }
+        Self { state: self.state.clone(), inference, health, reflection }
     }
 }
 
@@ -57,7 +62,27 @@ pub fn grpc_service(state: Arc<State>) -> GrpcService<impl ServerReflection> {
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()
         .expect("the descriptors are built with this crate");
-    GrpcService { inference, health: HealthServer::new(Health::new(state)), reflection }
+    GrpcService { inference, health: HealthServer::new(Health::new(state.clone())), reflection, state }
+}
+
+/// Headers that the requests of a call take along.
+#[derive(Debug, Clone)]
+pub struct Forwarded(pub Arc<[(String, String)]>);
+
+/// Checks the key of a restricted API, and picks the headers that models see.
+fn admit(config: &Config, request: &mut Request<Incoming>) -> Result<(), Status> {
+    let Some(api) = Api::of_rpc(request.uri().path()) else { return Ok(()) };
+    config
+        .grpc_restrictions
+        .check(api, request.headers())
+        .map_err(|header| Status::unavailable(format!("This protocol is restricted, expecting header '{header}'")))?;
+    if api == Api::Inference {
+        let picked = config.grpc_forward.pick(request.headers()).map_err(grpc_status)?;
+        if !picked.is_empty() {
+            request.extensions_mut().insert(Forwarded(picked.into()));
+        }
+    }
+    Ok(())
 }
 
 impl<R: ServerReflection> Service<Request<Incoming>> for GrpcService<R> {
@@ -69,7 +94,10 @@ impl<R: ServerReflection> Service<Request<Incoming>> for GrpcService<R> {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: Request<Incoming>) -> Answer {
+    fn call(&mut self, mut request: Request<Incoming>) -> Answer {
+        if let Err(status) = admit(&self.state.config, &mut request) {
+            return Box::pin(std::future::ready(Ok(status.into_http())));
+        }
         let path = request.uri().path();
         if path.starts_with("/inference.GRPCInferenceService/") {
             self.inference.call(request)
@@ -78,7 +106,7 @@ impl<R: ServerReflection> Service<Request<Incoming>> for GrpcService<R> {
         } else if path.starts_with("/grpc.reflection.v1.ServerReflection/") {
             self.reflection.call(request)
         } else {
-            let status = tonic::Status::unimplemented(format!("no service at '{path}'"));
+            let status = Status::unimplemented(format!("no service at '{path}'"));
             Box::pin(std::future::ready(Ok(status.into_http())))
         }
     }

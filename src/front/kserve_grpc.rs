@@ -6,8 +6,10 @@ use repository::ModelConfig;
 use serving::{ErrorKind, InferError};
 use tonic::{Request, Response, Status, Streaming};
 
+use crate::forward::forward;
 use crate::grpc_models;
 use crate::grpc_request;
+use crate::grpc_service::Forwarded;
 use crate::proto::grpc_inference_service_server::GrpcInferenceService;
 use crate::proto::*;
 use crate::reply::InferReply;
@@ -27,9 +29,12 @@ impl KserveGrpc {
         Self { state }
     }
 
-    async fn infer(&self, message: ModelInferRequest) -> Result<InferReply, InferError> {
+    async fn infer(&self, message: ModelInferRequest, forwarded: Option<Forwarded>) -> Result<InferReply, InferError> {
         let asked = grpc_request::read(message, &self.state.memory)?;
-        let request = asked.request;
+        let mut request = asked.request;
+        if let Some(Forwarded(headers)) = forwarded {
+            forward(&mut request, &headers);
+        }
         if self.state.server.is_decoupled(&request.model_name, &request.model_version)? {
             return Err(InferError::new(
                 ErrorKind::Unsupported,
@@ -54,7 +59,8 @@ impl GrpcInferenceService for KserveGrpc {
     }
 
     async fn model_infer(&self, request: Request<ModelInferRequest>) -> Result<Response<InferReply>, Status> {
-        self.infer(request.into_inner()).await.map(Response::new).map_err(grpc_status)
+        let forwarded = request.extensions().get().cloned();
+        self.infer(request.into_inner(), forwarded).await.map(Response::new).map_err(grpc_status)
     }
 
     type ModelStreamInferStream = InferStream;
@@ -64,8 +70,9 @@ impl GrpcInferenceService for KserveGrpc {
         request: Request<Streaming<ModelInferRequest>>,
     ) -> Result<Response<InferStream>, Status> {
         let ends_on_error = request.metadata().get("triton_grpc_error").is_some_and(|value| value == "true");
+        let forwarded = request.extensions().get().cloned();
         let requests = request.into_inner();
-        Ok(Response::new(InferStream::new(self.state.clone(), requests, ends_on_error)))
+        Ok(Response::new(InferStream::new(self.state.clone(), requests, ends_on_error, forwarded)))
     }
 
     async fn model_ready(&self, request: Request<ModelReadyRequest>) -> Result<Response<ModelReadyResponse>, Status> {
@@ -253,8 +260,7 @@ fn no_repository_name(name: &str) -> Result<(), Status> {
 
 /// Tensors in a client's device memory need a front process with a device context, which rank 0 has none of.
 pub fn cuda_memory_unsupported() -> InferError {
-    InferError::new(
-        ErrorKind::Unsupported,
-        "CUDA shared memory is not supported: the front holds no device context; send tensors or use system shared memory",
+    InferError::invalid(
+        "failed to register shared memory region: the front holds no CUDA device; send tensors or use system shared memory",
     )
 }

@@ -11,9 +11,11 @@ use serving::{ErrorKind, InferError};
 
 use crate::body::{ReplyBody, read_all};
 use crate::coding::Coding;
+use crate::forward::forward;
 use crate::generate::{self, Events, NOT_ONE_RESPONSE, error_text};
 use crate::http_infer::{self, Asked};
 use crate::http_route::{MemoryKind, ModelPath, Route};
+use crate::restricted::Api;
 use crate::state::State;
 use crate::status::{generate_status, http_status};
 use crate::stream_infer::single_response;
@@ -36,6 +38,10 @@ pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Rep
     };
     if !route.allows(&head.method) {
         return Ok(plain_error(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed"));
+    }
+    if let Err(header) = state.config.http_restrictions.check(Api::of_route(&route), &head.headers) {
+        let words = format!("This API is restricted, expecting header '{header}'");
+        return Ok(reply(StatusCode::FORBIDDEN, JSON, error_text(&words)));
     }
     Ok(answer(&state, route, &head.headers, body).await.unwrap_or_else(|error| error_reply(&error)))
 }
@@ -99,6 +105,7 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     };
     asked.request.model_name = model.name.to_owned();
     asked.request.model_version = model.version.to_owned();
+    forward(&mut asked.request, &state.config.http_forward.pick(headers)?);
     let Asked { request, outputs, is_binary } = asked;
     if state.server.is_decoupled(model.name, model.version)? {
         return Err(InferError::new(
@@ -158,6 +165,7 @@ async fn start_generate(
     let mut request = generate::read(&body, &config)?;
     request.model_name = model.name.to_owned();
     request.model_version = model.version.to_owned();
+    forward(&mut request, &state.config.http_forward.pick(headers)?);
     state.server.infer(request)
 }
 
@@ -165,7 +173,7 @@ async fn start_generate(
 async fn read_body(state: &State, headers: &HeaderMap, body: Incoming) -> Result<Bytes, InferError> {
     let limit = state.config.max_http_body_bytes;
     let coding = header(headers, &CONTENT_ENCODING).map_or(Ok(None), Coding::of_content)?;
-    let body = read_all(body, limit).await?;
+    let body = read_all(body, limit, state.config.http_body_timeout).await?;
     match coding {
         Some(coding) => coding.decode(&body, limit),
         None => Ok(body),

@@ -5,12 +5,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hyper_util::server::graceful::{GracefulConnection, GracefulShutdown, Watcher};
-use tokio::net::{TcpListener, TcpStream};
+use hyper_util::server::graceful::GracefulConnection;
+use tokio::net::{TcpListener, TcpSocket, lookup_host};
 use tokio::sync::Semaphore;
+use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::Address;
+use crate::tls::{Socket, TlsError};
 
 /// Why the front did not start.
 #[derive(Debug, thiserror::Error)]
@@ -22,46 +24,85 @@ pub enum StartError {
     Listen { service: &'static str, address: Address, source: io::Error },
     #[error(transparent)]
     Config(#[from] crate::ConfigError),
+    #[error("failed to start gRPC service with TLS")]
+    Tls(#[from] TlsError),
 }
 
-/// Binds `address` for `service`.
+/// Connections that wait to be accepted.
+const BACKLOG: u32 = 1024;
+
+/// Binds `address` for `service`. Servers that all say `is_shared` may have one port together.
 ///
 /// # Errors
 /// When another process has it, or it is not this machine's.
-pub async fn bind(service: &'static str, address: &Address) -> Result<TcpListener, StartError> {
-    match TcpListener::bind((address.host.as_str(), address.port)).await {
-        Ok(listener) => Ok(listener),
-        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-            Err(StartError::InUse { service, address: address.clone() })
+pub async fn bind(service: &'static str, address: &Address, is_shared: bool) -> Result<TcpListener, StartError> {
+    let unavailable = |error: io::Error| match error.kind() {
+        io::ErrorKind::AddrInUse => StartError::InUse { service, address: address.clone() },
+        _ => StartError::Listen { service, address: address.clone(), source: error },
+    };
+    let mut last = io::Error::other("the name stands for no address");
+    for candidate in lookup_host((address.host.as_str(), address.port)).await.map_err(unavailable)? {
+        match listen(candidate, is_shared) {
+            Ok(listener) => return Ok(listener),
+            Err(error) => last = error,
         }
-        Err(source) => Err(StartError::Listen { service, address: address.clone(), source }),
     }
+    Err(unavailable(last))
+}
+
+fn listen(address: SocketAddr, is_shared: bool) -> io::Result<TcpListener> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+    socket.set_reuseaddr(true)?;
+    socket.set_reuseport(is_shared)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
+}
+
+/// What bounds the connections of a port.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Connections at once; more wait to be accepted.
+    pub max_connections: u32,
+    /// Age at which a connection takes no further request.
+    pub max_age: Option<Duration>,
+    /// Time that its last requests have from then on; `None` is for ever.
+    pub age_grace: Option<Duration>,
 }
 
 /// One port and its connections.
 pub struct Port {
     local_address: SocketAddr,
     stop: CancellationToken,
-    accepting: tokio::task::JoinHandle<GracefulShutdown>,
+    accepting: tokio::task::JoinHandle<()>,
+    limits: Limits,
+    /// One for each connection that may still come.
+    permits: Arc<Semaphore>,
 }
 
 /// Pause after a failed accept, so that a machine out of file descriptors is not made busier.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
 impl Port {
-    /// Serves each connection of `listener` with what `connect` makes of it, at most `max_connections` at once.
+    /// Serves each connection of `listener` with what `connect` makes of it, within TLS if there is an acceptor.
     ///
     /// # Errors
     /// When the socket has lost its address.
-    pub fn open<F, C>(listener: TcpListener, max_connections: usize, connect: F) -> io::Result<Self>
+    pub fn open<F, C>(
+        listener: TcpListener,
+        limits: Limits,
+        acceptor: Option<TlsAcceptor>,
+        connect: F,
+    ) -> io::Result<Self>
     where
-        F: Fn(TcpStream) -> C + Send + 'static,
+        F: Fn(Socket) -> C + Send + Sync + 'static,
         C: GracefulConnection<Error: std::fmt::Display> + Send + 'static,
     {
         let local_address = listener.local_addr()?;
         let stop = CancellationToken::new();
-        let accepting = tokio::spawn(accept(listener, max_connections, stop.clone(), connect));
-        Ok(Self { local_address, stop, accepting })
+        let permits = Arc::new(Semaphore::new(limits.max_connections as usize));
+        let door = Arc::new(Door { limits, stop: stop.clone(), acceptor, connect });
+        let accepting = tokio::spawn(accept(listener, permits.clone(), door));
+        Ok(Self { local_address, stop, accepting, limits, permits })
     }
 
     /// Where it listens.
@@ -72,28 +113,28 @@ impl Port {
     /// Takes no new connection, lets each finish the requests it has begun, and resolves when all have ended.
     pub async fn close(self) {
         self.stop.cancel();
-        if let Ok(connections) = self.accepting.await {
-            connections.shutdown().await;
-        }
+        let _ = self.accepting.await; // It only ends.
+        let _ = self.permits.acquire_many(self.limits.max_connections).await; // All are back: no connection is left.
     }
 }
 
-async fn accept<F, C>(
-    listener: TcpListener,
-    max_connections: usize,
+/// What every connection of a port passes.
+struct Door<F> {
+    limits: Limits,
     stop: CancellationToken,
+    acceptor: Option<TlsAcceptor>,
     connect: F,
-) -> GracefulShutdown
+}
+
+async fn accept<F, C>(listener: TcpListener, permits: Arc<Semaphore>, door: Arc<Door<F>>)
 where
-    F: Fn(TcpStream) -> C + Send + 'static,
+    F: Fn(Socket) -> C + Send + Sync + 'static,
     C: GracefulConnection<Error: std::fmt::Display> + Send + 'static,
 {
-    let connections = GracefulShutdown::new();
-    let permits = Arc::new(Semaphore::new(max_connections));
     loop {
         let accepted = tokio::select! {
             biased;
-            () = stop.cancelled() => break,
+            () = door.stop.cancelled() => return,
             accepted = async {
                 let permit = permits.clone().acquire_owned().await;
                 listener.accept().await.map(|(stream, _)| (stream, permit))
@@ -102,10 +143,12 @@ where
         match accepted {
             Ok((stream, permit)) => {
                 let _ = stream.set_nodelay(true); // Only costs latency where it fails.
-                let watcher = connections.watcher();
-                let connection = connect(stream);
+                let door = door.clone();
                 tokio::spawn(async move {
-                    serve(watcher, connection).await;
+                    match Socket::accept(stream, door.acceptor.as_ref()).await {
+                        Ok(socket) => serve((door.connect)(socket), door.limits, door.stop.clone()).await,
+                        Err(error) => tracing::debug!("no TLS with a client: {error}"),
+                    }
                     drop(permit);
                 });
             }
@@ -115,11 +158,38 @@ where
             }
         }
     }
-    connections
 }
 
-async fn serve<C: GracefulConnection<Error: std::fmt::Display>>(watcher: Watcher, connection: C) {
-    if let Err(error) = watcher.watch(connection).await {
+/// Serves a connection until its client leaves, or, told to stop or too old, until its last request has ended.
+async fn serve<C: GracefulConnection<Error: std::fmt::Display>>(
+    connection: C,
+    limits: Limits,
+    stop: CancellationToken,
+) {
+    let mut connection = std::pin::pin!(connection);
+    let grows_old = async {
+        match limits.max_age {
+            Some(age) => tokio::time::sleep(age).await,
+            None => std::future::pending().await,
+        }
+    };
+    let grace = tokio::select! {
+        result = &mut connection => return report(result),
+        () = stop.cancelled() => None,
+        () = grows_old => limits.age_grace,
+    };
+    connection.as_mut().graceful_shutdown();
+    match grace {
+        Some(grace) => match tokio::time::timeout(grace, connection).await {
+            Ok(result) => report(result),
+            Err(_) => tracing::debug!("a connection outlived its age and its grace of {grace:?}"),
+        },
+        None => report(connection.await),
+    }
+}
+
+fn report<E: std::fmt::Display>(result: Result<(), E>) {
+    if let Err(error) = result {
         tracing::debug!("connection ended: {error}"); // A client that leaves is no event.
     }
 }

@@ -10,12 +10,13 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use serving::Server;
 use tokio::net::TcpListener;
+use tokio_rustls::TlsAcceptor;
 
 use crate::coalesce::Coalesce;
 use crate::config::Config;
 use crate::grpc_service::grpc_service;
 use crate::kserve_http;
-use crate::listener::{Port, StartError, bind};
+use crate::listener::{Limits, Port, StartError, bind};
 use crate::metrics::{self, MetricsSource};
 use crate::state::State;
 
@@ -54,13 +55,14 @@ pub async fn start(
     sources: Vec<Arc<dyn MetricsSource>>,
 ) -> Result<Running, StartError> {
     config.validate()?;
-    let grpc = listen("gRPC service", config.grpc.as_ref()).await?;
-    let http = listen("HTTP service", config.http.as_ref()).await?;
-    let metrics = listen("metrics service", config.metrics.as_ref()).await?;
+    let acceptor = config.grpc_tls.as_ref().map(crate::Tls::acceptor).transpose()?;
+    let grpc = listen("gRPC service", config.grpc.as_ref(), config.reuse_grpc_port).await?;
+    let http = listen("HTTP service", config.http.as_ref(), config.reuse_http_port).await?;
+    let metrics = listen("metrics service", config.metrics.as_ref(), false).await?;
     let state = Arc::new(State::new(config, server, sources));
     let mut running = Running { addresses: Addresses::default(), state: state.clone(), ports: Vec::new() };
     if let Some(listener) = grpc {
-        running.addresses.grpc = Some(running.add(serve_grpc(listener, state.clone()), "gRPC service")?);
+        running.addresses.grpc = Some(running.add(serve_grpc(listener, acceptor, state.clone()), "gRPC service")?);
     }
     if let Some(listener) = http {
         running.addresses.http = Some(running.add(serve_http(listener, state.clone()), "HTTP service")?);
@@ -71,14 +73,18 @@ pub async fn start(
     Ok(running)
 }
 
-async fn listen(service: &'static str, address: Option<&crate::Address>) -> Result<Option<TcpListener>, StartError> {
+async fn listen(
+    service: &'static str,
+    address: Option<&crate::Address>,
+    is_shared: bool,
+) -> Result<Option<TcpListener>, StartError> {
     match address {
-        Some(address) => bind(service, address).await.map(Some),
+        Some(address) => bind(service, address, is_shared).await.map(Some),
         None => Ok(None),
     }
 }
 
-fn serve_grpc(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port> {
+fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<State>) -> std::io::Result<Port> {
     let config = state.config.clone();
     let service = grpc_service(state);
     let mut builder = http2::Builder::new(TokioExecutor::new());
@@ -90,7 +96,12 @@ fn serve_grpc(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port>
         .max_concurrent_streams(MAX_STREAMS)
         .keep_alive_interval(Some(config.grpc_keepalive_time))
         .keep_alive_timeout(config.grpc_keepalive_timeout);
-    Port::open(listener, config.max_connections, move |stream| {
+    let limits = Limits {
+        max_connections: config.max_connections,
+        max_age: config.grpc_max_connection_age,
+        age_grace: config.grpc_max_connection_age_grace,
+    };
+    Port::open(listener, limits, acceptor, move |stream| {
         let io = Coalesce::new(TokioIo::new(stream));
         builder.serve_connection(io, TowerToHyperService::new(service.clone()))
     })
@@ -98,7 +109,7 @@ fn serve_grpc(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port>
 
 fn serve_http(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port> {
     let builder = http1_builder(&state.config);
-    Port::open(listener, state.config.max_connections, move |stream| {
+    Port::open(listener, http_limits(&state.config), None, move |stream| {
         let state = state.clone();
         let service = service_fn(move |request| kserve_http::handle(state.clone(), request));
         builder.serve_connection(TokioIo::new(stream), service)
@@ -107,11 +118,15 @@ fn serve_http(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port>
 
 fn serve_metrics(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port> {
     let builder = http1_builder(&state.config);
-    Port::open(listener, state.config.max_connections, move |stream| {
+    Port::open(listener, http_limits(&state.config), None, move |stream| {
         let state = state.clone();
         let service = service_fn(move |request| metrics::handle(state.clone(), request));
         builder.serve_connection(TokioIo::new(stream), service)
     })
+}
+
+fn http_limits(config: &Config) -> Limits {
+    Limits { max_connections: config.max_connections, max_age: None, age_grace: None }
 }
 
 fn http1_builder(config: &Config) -> http1::Builder {
@@ -132,6 +147,11 @@ impl Running {
     /// Where the services listen.
     pub fn addresses(&self) -> Addresses {
         self.addresses
+    }
+
+    /// Readiness answers "no" from now on, on ports that stay open.
+    pub fn begin_drain(&self) {
+        self.state.begin_drain();
     }
 
     /// Ends in good order: readiness answers "no" and new requests are refused while those in flight finish,

@@ -12,7 +12,9 @@ use futures::{Stream, StreamExt};
 use serving::{InferError, InferResponse, ResponseStream};
 use tonic::{Status, Streaming};
 
+use crate::forward::forward;
 use crate::grpc_request::{self, Asked};
+use crate::grpc_service::Forwarded;
 use crate::proto::ModelInferRequest;
 use crate::reply::{InferReply, StreamReply};
 use crate::state::State;
@@ -23,6 +25,8 @@ pub struct InferStream {
     state: Arc<State>,
     requests: Option<Streaming<ModelInferRequest>>,
     active: SelectAll<ActiveRequest>,
+    /// Headers of the call that every request takes along.
+    forwarded: Option<Forwarded>,
     /// Whether the first error ends the RPC with its code (`triton_grpc_error: true`).
     ends_on_error: bool,
     is_over: bool,
@@ -51,8 +55,13 @@ struct Failure {
 
 impl InferStream {
     /// Answers `requests`.
-    pub fn new(state: Arc<State>, requests: Streaming<ModelInferRequest>, ends_on_error: bool) -> Self {
-        Self { state, requests: Some(requests), active: SelectAll::new(), ends_on_error, is_over: false }
+    pub fn new(
+        state: Arc<State>,
+        requests: Streaming<ModelInferRequest>,
+        ends_on_error: bool,
+        forwarded: Option<Forwarded>,
+    ) -> Self {
+        Self { state, requests: Some(requests), active: SelectAll::new(), forwarded, ends_on_error, is_over: false }
     }
 
     /// Takes on requests until none is waiting or the stream is full. Returns a request that could not be accepted.
@@ -65,7 +74,7 @@ impl InferStream {
             match ready!(requests.poll_next_unpin(context)) {
                 Some(Ok(message)) => {
                     let id = message.id.clone();
-                    match ActiveRequest::start(self.state.clone(), message) {
+                    match ActiveRequest::start(self.state.clone(), message, self.forwarded.as_ref()) {
                         Ok(request) => self.active.push(request),
                         Err(error) => return Poll::Ready(Some(Ok(Event::refused(id, error)))),
                     }
@@ -139,7 +148,7 @@ impl Event {
 }
 
 impl ActiveRequest {
-    fn start(state: Arc<State>, message: ModelInferRequest) -> Result<Self, InferError> {
+    fn start(state: Arc<State>, message: ModelInferRequest, forwarded: Option<&Forwarded>) -> Result<Self, InferError> {
         let mut asked = grpc_request::read(message, &state.memory)?;
         let is_decoupled = state.server.is_decoupled(&asked.request.model_name, &asked.request.model_version)?;
         let echo = serving::InferRequest {
@@ -148,7 +157,10 @@ impl ActiveRequest {
             id: asked.request.id.clone(),
             ..Default::default()
         };
-        let request = std::mem::replace(&mut asked.request, echo);
+        let mut request = std::mem::replace(&mut asked.request, echo);
+        if let Some(Forwarded(headers)) = forwarded {
+            forward(&mut request, headers);
+        }
         let responses = state.server.infer(request)?;
         Ok(Self { state, asked, is_decoupled, has_failed: false, responses: Some(responses) })
     }

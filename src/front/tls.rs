@@ -1,0 +1,167 @@
+//! TLS of the gRPC port, with the clients' certificates asked for or not.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::rustls::server::WebPkiClientVerifier;
+use tokio_rustls::rustls::{RootCertStore, ServerConfig};
+use tokio_rustls::server::TlsStream;
+use tokio_rustls::{TlsAcceptor, rustls};
+
+/// Files in PEM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tls {
+    /// The server's certificate, and those between it and a root.
+    pub certificate: PathBuf,
+    /// Its private key.
+    pub key: PathBuf,
+    /// Roots that clients' certificates must come from; `None` asks for none.
+    pub client_roots: Option<PathBuf>,
+}
+
+/// Why TLS cannot be.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // Fields are named by their messages.
+pub enum TlsError {
+    #[error("cannot read {what} from {}: {reason}", .path.display())]
+    Read { what: &'static str, path: PathBuf, reason: String },
+    #[error("the certificate in {} and the key in {} cannot serve: {reason}", .certificate.display(), .key.display())]
+    Pair { certificate: PathBuf, key: PathBuf, reason: String },
+    #[error("client certificates cannot be checked against {}: {reason}", .path.display())]
+    Roots { path: PathBuf, reason: String },
+}
+
+/// Time in which a client must finish its handshake.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+
+impl Tls {
+    /// Reads the files.
+    ///
+    /// # Errors
+    /// When one cannot be read or does not hold what it should.
+    pub(crate) fn acceptor(&self) -> Result<TlsAcceptor, TlsError> {
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let certificates = certificates(&self.certificate, "a certificate")?;
+        let key = PrivateKeyDer::from_pem_file(&self.key).map_err(|error| TlsError::Read {
+            what: "a private key",
+            path: self.key.clone(),
+            reason: error.to_string(),
+        })?;
+        let pair = |error: rustls::Error| TlsError::Pair {
+            certificate: self.certificate.clone(),
+            key: self.key.clone(),
+            reason: error.to_string(),
+        };
+        let builder = ServerConfig::builder_with_provider(provider.clone());
+        let builder = builder.with_safe_default_protocol_versions().map_err(pair)?;
+        let builder = match &self.client_roots {
+            None => builder.with_no_client_auth(),
+            Some(path) => builder.with_client_cert_verifier(verifier(path, provider)?),
+        };
+        let mut config = builder.with_single_cert(certificates, key).map_err(pair)?;
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        Ok(TlsAcceptor::from(Arc::new(config)))
+    }
+}
+
+fn certificates(path: &Path, what: &'static str) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let unreadable = |reason: String| TlsError::Read { what, path: path.to_owned(), reason };
+    let read = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+    let certificates = read.map_err(|error| unreadable(error.to_string()))?;
+    if certificates.is_empty() {
+        return Err(unreadable("it holds no PEM section CERTIFICATE".to_owned()));
+    }
+    Ok(certificates)
+}
+
+fn verifier(
+    path: &Path,
+    provider: Arc<rustls::crypto::CryptoProvider>,
+) -> Result<Arc<dyn rustls::server::danger::ClientCertVerifier>, TlsError> {
+    let failed = |reason: String| TlsError::Roots { path: path.to_owned(), reason };
+    let mut roots = RootCertStore::empty();
+    for certificate in certificates(path, "root certificates")? {
+        roots.add(certificate).map_err(|error| failed(error.to_string()))?;
+    }
+    let built = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
+    built.map_err(|error| failed(error.to_string()))
+}
+
+/// A connection, in the clear or not.
+pub enum Socket {
+    /// As it is.
+    Plain(TcpStream),
+    /// Within TLS.
+    Tls(Box<TlsStream<TcpStream>>),
+}
+
+impl Socket {
+    /// Shakes hands where there is TLS.
+    ///
+    /// # Errors
+    /// When the client does not follow, or not in time.
+    pub async fn accept(stream: TcpStream, acceptor: Option<&TlsAcceptor>) -> io::Result<Self> {
+        let Some(acceptor) = acceptor else { return Ok(Socket::Plain(stream)) };
+        let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, acceptor.accept(stream)).await;
+        let stream = handshake.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+        Ok(Socket::Tls(Box::new(stream)))
+    }
+}
+
+impl AsyncRead for Socket {
+    fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Socket::Plain(stream) => Pin::new(stream).poll_read(context, buffer),
+            Socket::Tls(stream) => Pin::new(stream).poll_read(context, buffer),
+        }
+    }
+}
+
+impl AsyncWrite for Socket {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Socket::Plain(stream) => Pin::new(stream).poll_write(context, bytes),
+            Socket::Tls(stream) => Pin::new(stream).poll_write(context, bytes),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Socket::Plain(stream) => Pin::new(stream).poll_flush(context),
+            Socket::Tls(stream) => Pin::new(stream).poll_flush(context),
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Socket::Plain(stream) => Pin::new(stream).poll_shutdown(context),
+            Socket::Tls(stream) => Pin::new(stream).poll_shutdown(context),
+        }
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        pieces: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Socket::Plain(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
+            Socket::Tls(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match self {
+            Socket::Plain(stream) => stream.is_write_vectored(),
+            Socket::Tls(stream) => stream.is_write_vectored(),
+        }
+    }
+}
