@@ -1,10 +1,13 @@
 // all_reduce_bf16:          y[t, :] = sum over the group of p[t, :]
 // all_reduce_add_norm_bf16: r[t, :] = r[t, :] + sum over the group of p[t, :]; y[t, :] = rms_norm(r[t, :])
+// all_gather_bf16:          z[g, t, :] = z[g, t, :] of rank g
 // archs: 80 90a 100a ptx
 //
 // p, y, r     [T, E] bf16 of this rank, contiguous; y may be p; r and y of all ranks end with the same bits
 // w           [E] bf16
-// peers       each rank's exchange buffer, mapped here, zero before the first call: packets [2][ranks + 1][max_rows][E]. Packets
+// z           [ranks, T, E] of any 16-byte units; this rank's part is filled, the others' are written
+// peers       each rank's exchange buffer, mapped here, zero before the first call: packets [2][ranks + 1][max_rows][pitch], E <= pitch:
+//             a row has one place whatever E is, so that what lies there was sent under the row's own epochs. Packets
 //             carry four bytes of data and a four-byte epoch, so a reader knows without a fence that they have come (the
 //             "LL" protocol of NCCL). Part r < ranks holds what rank r sent, the last part what a row's owner summed
 // epochs      [max_rows] u32, zero before the first call: how often a row has been reduced; its parity picks one of two buffers.
@@ -30,10 +33,11 @@ struct AllReduce {
     u64 patience_ns;
     u32 rank, ranks, max_rows, cols;
     u32 two_shots;
+    u32 pitch;  // columns from one row of an exchange buffer to the next
 
     // Packets of row t from part `part`, in the exchange buffer of `owner`.
     __device__ u8* row(u32 owner, u32 parity, u32 part, u32 t) const {
-        return peers[owner] + (((u64)parity * (ranks + 1) + part) * max_rows + t) * cols * 4;
+        return peers[owner] + (((u64)parity * (ranks + 1) + part) * max_rows + t) * pitch * 4;
     }
 };
 
@@ -180,4 +184,26 @@ extern "C" __global__ void __launch_bounds__(1024) all_reduce_bf16(const __grid_
 extern "C" __global__ void __launch_bounds__(1024)
 all_reduce_add_norm_bf16(const __grid_constant__ AllReduce a, bf16* y, bf16* residual, const bf16* p, const bf16* w, float eps) {
     all_reduce_row<true>(a, y, residual, p, w, eps);
+}
+
+// One shot: what the ranks chose from is too small for anything but latency to count.
+extern "C" __global__ void __launch_bounds__(1024) all_gather_bf16(const __grid_constant__ AllReduce a, bf16* z, u32 rows) {
+    pdl_launch();
+    const u32 t = blockIdx.x;
+    const u32 chunks = a.cols / 8;
+    pdl_wait();
+    const u32 epoch = a.epochs[t] + 1;
+    for (u32 i = threadIdx.x; i < chunks; i += blockDim.x) {
+        const Words own = *reinterpret_cast<const Words*>(z + ((u64)a.rank * rows + t) * a.cols + 8 * i);
+        for (u32 j = 1; j < a.ranks; ++j) send(a.row((a.rank + j) % a.ranks, epoch & 1, a.rank, t), i, own, epoch);
+    }
+    for (u32 i = threadIdx.x; i < chunks; i += blockDim.x) {
+        for (u32 j = 1; j < a.ranks; ++j) {
+            const u32 from = (a.rank + j) % a.ranks;
+            const Words x = receive(a, a.row(a.rank, epoch & 1, from, t), i, epoch, from);
+            *reinterpret_cast<Words*>(z + ((u64)from * rows + t) * a.cols + 8 * i) = x;
+        }
+    }
+    __syncthreads();  // all threads have read the epoch
+    if (threadIdx.x == 0) a.epochs[t] = epoch;
 }

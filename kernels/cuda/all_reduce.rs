@@ -3,6 +3,7 @@
 //! Each worker process makes a [`PeerBuffer`] and gives its handle to the others; with all handles it makes a [`PeerGroup`].
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use cudarc::driver::sys;
 use half::bf16;
@@ -34,7 +35,8 @@ impl PeerBuffer {
     /// Room for sums of up to `max_rows` rows of `max_cols` columns over `ranks` ranks; zeroed when it returns.
     pub fn new(gpu: &Arc<Gpu>, ranks: usize, max_rows: usize, max_cols: usize) -> Result<Self, CudaError> {
         ensure!(OP, (2..=MAX_RANKS).contains(&ranks), "{ranks} ranks; expected 2 to {MAX_RANKS}");
-        ensure!(OP, max_rows > 0 && (8..=MAX_COLS).contains(&max_cols), "{max_rows} rows of {max_cols} columns");
+        let fits = max_rows > 0 && (8..=MAX_COLS).contains(&max_cols) && max_cols.is_multiple_of(8);
+        ensure!(OP, fits, "{max_rows} rows of {max_cols} columns; a multiple of 8 to {MAX_COLS}");
         let bytes = Self::bytes(ranks, max_rows, max_cols);
         let buffer = DeviceBuffer::new(gpu, bytes)?;
         // SAFETY: the span is live, and the call returns when the stream has done it.
@@ -143,8 +145,9 @@ impl PeerGroup {
 
     /// The rank that a kernel which has ended waited for in vain, if any; sums since then are wrong. A look at host memory.
     pub fn missing_rank(&self) -> Option<usize> {
-        let word = [self.status[0], self.status[1], self.status[2], self.status[3]];
-        (u32::from_ne_bytes(word) as usize).checked_sub(1)
+        // SAFETY: the buffer holds 256 bytes at a page's start and lives as long as `self`; kernels write the word whole.
+        let word = unsafe { AtomicU32::from_ptr(self.status.as_ptr().cast_mut().cast()) };
+        (word.load(Ordering::Acquire) as usize).checked_sub(1)
     }
 
     /// `y [rows, cols]` = sum over the group of `partial [rows, cols]`, bf16; `y` may be `partial`. All ranks call it alike.
@@ -184,7 +187,17 @@ impl PeerGroup {
         q.launch("all_reduce_add_norm_bf16", launch(rows, cols), &args)
     }
 
-    /// The kernel's `AllReduce`: eight peers, epochs, status, patience, five words, padding.
+    /// Fills `z [ranks, rows, bytes]` from each rank's own part of it; `bytes` a multiple of 16. All ranks call it alike.
+    pub fn all_gather(&self, q: &Queue, z: Span, rows: usize, bytes: usize) -> Result<(), CudaError> {
+        ensure!(OP, bytes.is_multiple_of(16), "{bytes} bytes are not a multiple of 16");
+        let cols = bytes / 2;
+        let argument = self.argument(&[z], rows, cols, Shots::One)?;
+        let found = z.bytes();
+        ensure!(OP, found >= self.own.ranks * rows * bytes, "{found} bytes for {} parts", self.own.ranks);
+        q.launch("all_gather_bf16", launch(rows, cols), &[Arg::Bytes(&argument), z.into(), (rows as u32).into()])
+    }
+
+    /// The kernel's `AllReduce`: eight peers, epochs, status, patience, six words.
     fn argument(&self, buffers: &[Span], rows: usize, cols: usize, shots: Shots) -> Result<[u8; 112], CudaError> {
         let PeerBuffer { ranks, max_rows, max_cols, .. } = self.own;
         ensure!(OP, (1..=max_rows).contains(&rows), "{rows} rows; expected 1 to {max_rows}");
@@ -204,7 +217,8 @@ impl PeerGroup {
         longs[MAX_RANKS] = self.epochs.span().address();
         longs[MAX_RANKS + 1] = self.status.span().address();
         longs[MAX_RANKS + 2] = self.patience_ns;
-        let words = [self.rank as u32, ranks as u32, max_rows as u32, cols as u32, u32::from(shots == Shots::Two)];
+        let two_shots = u32::from(shots == Shots::Two);
+        let words = [self.rank as u32, ranks as u32, max_rows as u32, cols as u32, two_shots, max_cols as u32];
         let mut argument = [0u8; 112];
         for (bytes, long) in argument.chunks_exact_mut(8).zip(longs) {
             bytes.copy_from_slice(&long.to_ne_bytes());

@@ -56,6 +56,7 @@ fn a_worker_of_the_group() {
         for shots in [Shots::One, Shots::Two] {
             for round in 0..3 {
                 worker.check(rows, cols, shots, round);
+                worker.check_gather(rows, cols, round);
             }
         }
     }
@@ -124,6 +125,22 @@ impl Worker {
         assert_close(&what("residual"), &read(&r), &kept, 0.0, 0.0);
         let normed: Vec<f32> = joined.chunks(cols).flat_map(|row| norm(row, &weight)).collect();
         assert_close(&what("norm"), &read(&y), &normed, 1.0 / 128.0, 1e-6);
+    }
+
+    /// Every rank ends with every rank's part, bit for bit.
+    fn check_gather(&self, rows: usize, cols: usize, round: u64) {
+        let count = rows * cols;
+        let seed = (rows * 17 + cols) as u64 * 11 + round;
+        let parts: Vec<Vec<bf16>> =
+            (0..self.ranks).map(|r| Random::new(seed * 100 + r as u64).bf16s(count, 1.0)).collect();
+        let z = poisoned::<bf16>(&self.gpu, &self.queue, self.ranks * count);
+        self.queue.wait().expect("the fill");
+        z.span().elements::<bf16>(self.rank * count, count).write(&parts[self.rank]).expect("a copy");
+        self.group.all_gather(&self.queue, z.span(), rows, cols * 2).expect("a launch");
+        self.queue.wait().expect("the kernel runs");
+        let found = z.span().read::<u16>(self.ranks * count).expect("a copy");
+        let expected: Vec<u16> = parts.iter().flatten().map(|x| x.to_bits()).collect();
+        assert!(found == expected, "gather of {rows} x {cols}, rank {} of {}", self.rank, self.ranks);
     }
 
     /// Prints microseconds of a sum with add and norm, from a graph of a hundred.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use half::bf16;
 use kernels::cuda::all_reduce::{PeerBuffer, PeerGroup, Shots};
 use kernels::cuda::rms_norm::add_rms_norm;
+use kernels::cuda::sample::ARGMAX_CHUNKS;
 use kernels::cuda::{CudaError, Gpu, Queue, Span};
 
 use super::nccl::Nccl;
@@ -13,6 +14,8 @@ use crate::{DeviceError, TensorParallel};
 
 /// Most rows of a sum through peer memory.
 const MAX_PEER_ROWS: usize = 256;
+/// Bytes of a sample's candidates, which are gathered through the same memory.
+const CANDIDATE_BYTES: usize = ARGMAX_CHUNKS * 8;
 /// How long a kernel waits for another worker before it gives up.
 const PATIENCE_NS: u64 = 10_000_000_000;
 
@@ -62,13 +65,17 @@ impl Group {
 
     /// Bytes that [`Group::open_peers`] takes.
     pub(crate) fn peer_bytes(&self, cols: usize) -> usize {
-        if self.size() > 1 && self.uses_peers { PeerBuffer::bytes(self.size(), MAX_PEER_ROWS, cols) } else { 0 }
+        if self.size() > 1 && self.uses_peers {
+            PeerBuffer::bytes(self.size(), MAX_PEER_ROWS, peer_cols(cols))
+        } else {
+            0
+        }
     }
 
     /// Maps the workers' memory into each other, for sums of `cols` columns. Where one of them cannot, NCCL does it all.
     pub(crate) fn open_peers(&mut self, gpu: &Arc<Gpu>, cols: usize) -> Result<(), DeviceError> {
         let Some(exchange) = self.exchange.clone().filter(|_| self.uses_peers) else { return Ok(()) };
-        let buffer = PeerBuffer::new(gpu, self.size(), MAX_PEER_ROWS, cols);
+        let buffer = PeerBuffer::new(gpu, self.size(), MAX_PEER_ROWS, peer_cols(cols));
         let own = buffer.and_then(|buffer| buffer.handle().map(|handle| (buffer, handle))).ok();
         let handle = own.as_ref().map_or(Vec::new(), |(_, handle)| handle.to_vec());
         let handles = exchange.gather(&handle)?;
@@ -115,6 +122,14 @@ impl Group {
         self.nccl.as_ref().map_or(Ok(()), |nccl| nccl.all_gather(q, buffer, self.size()))
     }
 
+    /// Fills `pairs [group, count, ARGMAX_CHUNKS]`, the best tokens of each worker's share, from each worker's own part.
+    pub(crate) fn gather_candidates(&self, q: &Queue, pairs: Span, count: usize) -> Result<(), DeviceError> {
+        match self.peers.as_ref().filter(|_| count <= MAX_PEER_ROWS) {
+            Some(peers) => peers.all_gather(q, pairs, count, CANDIDATE_BYTES).map_err(device_error),
+            None => self.all_gather(q, pairs),
+        }
+    }
+
     /// Whether every sum so far had all workers; cheap enough for every step.
     pub(crate) fn check(&self) -> Result<(), DeviceError> {
         self.peers.as_ref().and_then(PeerGroup::missing_rank).map_or(Ok(()), |rank| {
@@ -125,4 +140,9 @@ impl Group {
             })
         })
     }
+}
+
+/// Columns of the exchange buffer for sums of `cols` columns: candidates fit, too.
+fn peer_cols(cols: usize) -> usize {
+    cols.max(CANDIDATE_BYTES / 2)
 }

@@ -256,7 +256,7 @@ impl CudaDevice {
         let first_token = (self.group.rank() * workspace.share) as u32;
         sample::argmax(&self.queue, own_pairs, own, count, head.rows, workspace.share, first_token)
             .map_err(device_error)?;
-        self.group.all_gather(&self.queue, pairs)?;
+        self.group.gather_candidates(&self.queue, pairs, count)?;
         let spans = self.current().spans;
         let outputs = workspace.outputs(spans.slot);
         let vocab = self.config.limits.vocab_size;
