@@ -18,7 +18,8 @@ pub use error::DeviceError;
 pub use inputs::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 pub use mapping::map_file;
 pub use spec::{
-    Activation, AttentionSpec, DType, LinearRole, MemoryPlan, RopeTable, StepLimits, TensorParallel, WeightSlice,
+    Activation, AttentionSpec, DType, LinearRole, MemoryPlan, PipelineStage, RopeTable, StepLimits, TensorParallel,
+    WeightSlice,
 };
 
 use engine::{RowId, SampledToken, SamplingParams, TokenId};
@@ -36,6 +37,11 @@ pub trait Device: Sized {
 
     /// This worker's place in its tensor-parallel group.
     fn tensor_parallel(&self) -> TensorParallel;
+
+    /// This worker's place in its pipeline.
+    fn pipeline_stage(&self) -> PipelineStage {
+        PipelineStage::WHOLE
+    }
 
     /// Makes a linear layer's weight `[N, K]` from slices of the checkpoint stacked along `N`
     /// (q, k, v as one; gate and up as one), with an optional bias `[N]` stacked likewise.
@@ -134,4 +140,24 @@ pub trait Device: Sized {
     /// Logits of the `S` sampling positions of `x` over the whole group's vocabulary, then the choice of a token for each:
     /// the same on every worker. The tokens are appended to their rows on the device and reported by [`Device::collect`].
     fn sample(&mut self, x: &Self::Tensor, head: &Self::Weight) -> Result<(), DeviceError>;
+
+    /// Instead of [`Device::embed`] in all stages but the first: `out` = the activations that the stage before gave to
+    /// [`Device::hand_on`] in this step.
+    fn take_over(&mut self, _out: &mut Self::Tensor) -> Result<(), DeviceError> {
+        Err(no_pipeline())
+    }
+
+    /// Instead of [`Device::sample`] in all stages but the last: the step ends here, and goes on in the next stage with
+    /// `x`. [`Device::collect`] reports no tokens for it.
+    fn hand_on(&mut self, _x: &Self::Tensor) -> Result<(), DeviceError> {
+        Err(no_pipeline())
+    }
+}
+
+fn no_pipeline() -> DeviceError {
+    DeviceError::Unsupported {
+        what: "a pipeline on this device".to_owned(),
+        found: "`pp` above 1".to_owned(),
+        expected: "`pp` 1".to_owned(),
+    }
 }

@@ -72,6 +72,38 @@ pub struct TensorParallel {
     pub size: u32,
 }
 
+/// A worker's place in a pipeline: which share of the layers it holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PipelineStage {
+    /// In `0..count`, in the order of the layers.
+    pub index: u32,
+    /// Stages.
+    pub count: u32,
+}
+
+impl PipelineStage {
+    /// All layers.
+    pub const WHOLE: Self = Self { index: 0, count: 1 };
+
+    /// Whether tokens enter here.
+    pub fn is_first(self) -> bool {
+        self.index == 0
+    }
+
+    /// Whether tokens are chosen here.
+    pub fn is_last(self) -> bool {
+        self.index + 1 == self.count
+    }
+
+    /// The layers of this stage; earlier stages hold one more where they cannot be equal.
+    pub fn layers(self, num_layers: usize) -> std::ops::Range<usize> {
+        let (index, count) = (self.index as usize, self.count as usize);
+        let (share, rest) = (num_layers / count, num_layers % count);
+        let start = index * share + index.min(rest);
+        start..start + share + usize::from(index < rest)
+    }
+}
+
 /// cos and sin of every position, so that scaling rules stay on the host.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RopeTable {

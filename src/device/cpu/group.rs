@@ -3,13 +3,22 @@
 //! Every worker writes its part to its slot, says so, waits for the others' word and reads all slots in rank order,
 //! so every worker adds the same numbers in the same order. Slots come in two halves used in turn: whoever writes
 //! a half again knows by the exchange between that everyone has read it.
+//!
+//! A group that spans nodes has such a region on each, with slots for all workers. Every worker also sends its part to one
+//! worker of each other node, where a thread puts it into the sender's slot and says the sender's word. So all add the
+//! same numbers in the same order wherever they are, and tokens do not depend on how ranks are spread over nodes.
 
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use ipc::{IpcError, Prefix, Region, futex};
 
+use super::peers::Streams;
 use crate::{DeviceError, TensorParallel};
 
 /// f32 numbers of one slot: 256 KiB stay in the second cache.
@@ -34,32 +43,67 @@ pub struct GroupConfig {
     pub spin: bool,
 }
 
+/// Before each part on its way to another node: the exchange it belongs to and its length in numbers.
+const FRAME_BYTES: usize = 8;
+
 /// One worker's end of its group.
 pub(crate) struct Group {
+    meeting: Arc<Meeting>,
+    exchanges: u32,
+    /// To one worker of each other node.
+    outgoing: Vec<TcpStream>,
+    frame: Vec<u8>,
+}
+
+/// What the workers of a node share, mapped.
+struct Meeting {
     region: Region,
     config: GroupConfig,
-    exchanges: u32,
 }
 
 impl Group {
-    /// Joins the group: worker 0 makes the region, the others wait for it.
+    /// Joins a group on one node: worker 0 makes the region, the others wait for it.
     pub(crate) fn join(config: GroupConfig) -> Result<Self, DeviceError> {
+        let is_first = config.tensor_parallel.rank == 0;
+        Self::join_node(config, is_first, Streams::default(), 0)
+    }
+
+    /// Joins a group that spans nodes: the first worker of each makes the region there. `streams` carry parts to and from
+    /// other nodes; worker 0 of this group is number `first` among the workers that `streams` name.
+    pub(crate) fn join_node(
+        config: GroupConfig,
+        is_first: bool,
+        streams: Streams,
+        first: u32,
+    ) -> Result<Self, DeviceError> {
         let call = |error: IpcError| DeviceError::Call {
             call: format!("shared memory of the group `{}`", config.name),
             reason: error.to_string(),
         };
         let size = config.tensor_parallel.size as usize;
-        let region = if config.tensor_parallel.rank == 0 {
+        let region = if is_first {
             let bytes = 2 * size * LINE + 2 * size * SLOT * size_of::<f32>();
             Region::create(&config.prefix, &config.name, bytes).map_err(call)?
         } else {
             open_when_there(&config)?.map_err(call)?
         };
-        Ok(Self { region, config, exchanges: 0 })
+        let timeout = config.timeout;
+        let meeting = Arc::new(Meeting { region, config });
+        for (stream, socket) in streams.incoming {
+            let (meeting, from) = (Arc::clone(&meeting), (stream.from - first) as usize);
+            // Ends with its stream: who waits for that worker then runs into the timeout, or is ended before.
+            thread::spawn(move || while meeting.take_part(&socket, from).is_ok() {});
+        }
+        let outgoing: Vec<TcpStream> = streams.outgoing.into_iter().map(|(_, socket)| socket).collect();
+        for socket in &outgoing {
+            let set = socket.set_write_timeout(Some(timeout));
+            set.map_err(|error| DeviceError::Call { call: "setting a timeout".into(), reason: error.to_string() })?;
+        }
+        Ok(Self { meeting, exchanges: 0, outgoing, frame: Vec::new() })
     }
 
     pub(crate) fn tensor_parallel(&self) -> TensorParallel {
-        self.config.tensor_parallel
+        self.meeting.config.tensor_parallel
     }
 
     /// Calls `each(rows, parts)` for stretches of `rows` rows of `width`, where `parts[r]` is worker `r`'s part of
@@ -115,28 +159,67 @@ impl Group {
         len_of: Option<&dyn Fn(usize) -> usize>,
     ) -> Result<Vec<&[f32]>, DeviceError> {
         self.exchanges = self.exchanges.wrapping_add(1);
-        let (rank, size) = (self.config.tensor_parallel.rank as usize, self.config.tensor_parallel.size as usize);
-        let slot = self.slot(rank);
+        let TensorParallel { rank, size } = self.tensor_parallel();
+        let (rank, size) = (rank as usize, size as usize);
+        let slot = self.meeting.slot(self.exchanges, rank);
         // SAFETY: a slot's half is written by its worker alone, while nobody reads it: all have read its last
         // contents, since they took part in the exchange that followed.
         unsafe { std::ptr::copy_nonoverlapping(mine.as_ptr(), slot, mine.len()) };
-        self.arrive(rank);
+        self.meeting.arrive(self.exchanges, rank);
+        self.send(collective, mine)?;
         for other in (0..size).filter(|other| *other != rank) {
-            self.wait_for(other, collective)?;
+            self.meeting.wait_for(self.exchanges, other, collective)?;
         }
         let part = |rank: usize| {
             let len = len_of.map_or(mine.len(), |len_of| len_of(rank));
             // SAFETY: the worker wrote `len` numbers before it arrived, and writes this half again only after this
             // worker's next exchange, which needs `&mut self`.
-            unsafe { std::slice::from_raw_parts(self.slot(rank), len) }
+            unsafe { std::slice::from_raw_parts(self.meeting.slot(self.exchanges, rank), len) }
         };
         Ok((0..size).map(part).collect())
     }
 
-    /// The half in use of a worker's slot.
-    fn slot(&self, rank: usize) -> *mut f32 {
+    /// Sends this worker's part to the other nodes.
+    fn send(&mut self, collective: &str, mine: &[f32]) -> Result<(), DeviceError> {
+        if self.outgoing.is_empty() {
+            return Ok(());
+        }
+        self.frame.clear();
+        self.frame.extend_from_slice(&self.exchanges.to_le_bytes());
+        self.frame.extend_from_slice(&(mine.len() as u32).to_le_bytes());
+        self.frame.extend_from_slice(bytemuck::cast_slice(mine));
+        for socket in &mut self.outgoing {
+            socket.write_all(&self.frame).map_err(|error| DeviceError::Call {
+                call: format!("sending to another node while {collective}"),
+                reason: error.to_string(),
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl Meeting {
+    /// Waits for a part of worker `from`, on another node, and puts it where the workers of this one look for it.
+    fn take_part(&self, mut socket: &TcpStream, from: usize) -> std::io::Result<()> {
+        let mut frame = [0; FRAME_BYTES];
+        socket.read_exact(&mut frame)?;
+        let word = |at: usize| u32::from_le_bytes(frame[at..at + 4].try_into().expect("four bytes"));
+        let (exchange, len) = (word(0), word(4) as usize);
+        if len > SLOT || exchange != self.arrived(from).load(Ordering::Relaxed).wrapping_add(1) {
+            return Err(std::io::Error::other("a part out of turn"));
+        }
+        // SAFETY: this thread alone writes the slots of `from` on this node; the half is free, as `from` sends a part
+        // only after all have come to the exchange before, and so have read the one before that. Any bytes are numbers.
+        let slot = unsafe { std::slice::from_raw_parts_mut(self.slot(exchange, from), len) };
+        socket.read_exact(bytemuck::cast_slice_mut(slot))?;
+        self.arrive(exchange, from);
+        Ok(())
+    }
+
+    /// The half of a worker's slot that is in use in `exchange`.
+    fn slot(&self, exchange: u32, rank: usize) -> *mut f32 {
         let size = self.config.tensor_parallel.size as usize;
-        let half = self.exchanges as usize % 2;
+        let half = exchange as usize % 2;
         let offset = 2 * size * LINE + (half * size + rank) * SLOT * size_of::<f32>();
         let slot = self.region.raw::<f32>(offset, SLOT).expect("the region has a slot for every worker");
         slot.as_ptr().cast()
@@ -156,17 +239,17 @@ impl Group {
         self.word(2 * rank + 1)
     }
 
-    fn arrive(&self, rank: usize) {
+    fn arrive(&self, exchange: u32, rank: usize) {
         let arrived = self.arrived(rank);
-        arrived.store(self.exchanges, Ordering::SeqCst);
+        arrived.store(exchange, Ordering::SeqCst);
         if self.sleepers(rank).load(Ordering::SeqCst) > 0 {
             futex::wake_all(arrived);
         }
     }
 
-    fn wait_for(&self, other: usize, collective: &str) -> Result<(), DeviceError> {
+    fn wait_for(&self, exchange: u32, other: usize, collective: &str) -> Result<(), DeviceError> {
         let arrived = self.arrived(other);
-        let is_here = |count: u32| count.wrapping_sub(self.exchanges) as i32 >= 0;
+        let is_here = |count: u32| count.wrapping_sub(exchange) as i32 >= 0;
         if is_here(arrived.load(Ordering::Acquire)) {
             return Ok(());
         }
@@ -201,7 +284,7 @@ impl Group {
     }
 }
 
-/// Opens the region once worker 0 has made it.
+/// Opens the region once the first worker of this node has made it.
 fn open_when_there(config: &GroupConfig) -> Result<Result<Region, IpcError>, DeviceError> {
     let start = Instant::now();
     loop {
@@ -217,6 +300,81 @@ fn open_when_there(config: &GroupConfig) -> Result<Result<Region, IpcError>, Dev
                 });
             }
             other => return Ok(other),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{IpAddr, Ipv4Addr};
+
+    use super::*;
+    use crate::cpu::peers::{Peers, Use};
+    use crate::cuda::FileExchange;
+
+    const ROUNDS: usize = 50;
+    const WIDTH: usize = 3000;
+
+    fn number(worker: usize, round: usize, index: usize) -> f32 {
+        ((worker * 7919 + round * 104_729 + index) % 1013) as f32 / 7.0
+    }
+
+    /// What worker `me` of four on nodes 0, 0, 0, 1 sums over all rounds; each round has rows for more than one slot.
+    fn sums_of(me: u32, folder: &std::path::Path, prefix: &Prefix) -> Vec<f32> {
+        let nodes = vec![0, 0, 0, 1];
+        let place = TensorParallel { rank: me, size: 4 };
+        let timeout = Duration::from_secs(60);
+        let peers = Peers {
+            me,
+            num_stages: 1,
+            // Loopback has more than one address: one for each node.
+            addresses: vec![IpAddr::V4(Ipv4Addr::new(127, 0, 0, 1 + nodes[me as usize] as u8))],
+            nodes,
+            exchange: Arc::new(FileExchange::new(folder.to_owned(), place, timeout)),
+            prefix: prefix.clone(),
+            name: "group".to_owned(),
+            timeout,
+        };
+        let mut streams = peers.connect().unwrap();
+        let node = peers.nodes[me as usize];
+        let name = format!("group_{node}");
+        let config = GroupConfig { prefix: prefix.clone(), name, tensor_parallel: place, timeout, spin: false };
+        let mut group = Group::join_node(config, me == 0 || me == 3, streams.take(Use::Parts), 0).unwrap();
+        let mut sums = Vec::new();
+        for round in 0..ROUNDS {
+            let rows = 1 + round % 3 * (SLOT / WIDTH);
+            let mine: Vec<f32> = (0..rows * WIDTH).map(|index| number(me as usize, round, index)).collect();
+            let each = |_: Range<usize>, parts: &[&[f32]]| {
+                sums.push((0..parts[0].len()).map(|at| parts.iter().map(|part| part[at]).sum::<f32>()).sum());
+            };
+            group.exchange_rows("testing", &mine, WIDTH, each).unwrap();
+        }
+        sums
+    }
+
+    #[test]
+    fn workers_on_two_nodes_add_the_same_numbers_in_the_same_order() {
+        let prefix: Prefix = format!("nodes{}_", std::process::id()).parse().unwrap();
+        let folder = std::env::temp_dir().join(format!("group-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let workers: Vec<_> = (0..4)
+            .map(|me| {
+                let (folder, prefix) = (folder.clone(), prefix.clone());
+                thread::spawn(move || sums_of(me, &folder, &prefix))
+            })
+            .collect();
+        let sums: Vec<Vec<f32>> = workers.into_iter().map(|worker| worker.join().unwrap()).collect();
+        let _ = std::fs::remove_dir_all(&folder);
+
+        let mut expected = Vec::new();
+        for round in 0..ROUNDS {
+            let numbers = (1 + round % 3 * (SLOT / WIDTH)) * WIDTH;
+            let summed: Vec<f32> =
+                (0..numbers).map(|at| (0..4).map(|worker| number(worker, round, at)).sum::<f32>()).collect();
+            expected.extend(summed.chunks(SLOT / WIDTH * WIDTH).map(|stretch| stretch.iter().sum::<f32>()));
+        }
+        for (worker, its) in sums.iter().enumerate() {
+            assert_eq!(*its, expected, "worker {worker}");
         }
     }
 }

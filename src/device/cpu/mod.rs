@@ -5,6 +5,8 @@
 //! Steps run to their end inside [`Device::run_step`].
 
 mod group;
+mod peers;
+mod pipeline;
 mod rows;
 mod sampler;
 mod weights;
@@ -16,11 +18,14 @@ use engine::{RowId, SampledToken, SamplingParams, TokenId};
 use kernels::cpu::{self as k, Buffer, Isa, KvCache, KvType, PackedInput, Pool};
 
 use crate::{
-    Activation, AttentionSpec, Device, DeviceError, LinearRole, MemoryPlan, SampleInput, StepInputs, StepLimits,
-    TOKEN_ON_DEVICE, TensorParallel, WeightSlice,
+    Activation, AttentionSpec, Device, DeviceError, LinearRole, MemoryPlan, PipelineStage, SampleInput, StepInputs,
+    StepLimits, TOKEN_ON_DEVICE, TensorParallel, WeightSlice,
 };
 use group::Group;
 pub use group::GroupConfig;
+pub use peers::Peers;
+use peers::Use;
+use pipeline::Pipeline;
 use rows::Row;
 pub use weights::CpuWeight;
 
@@ -43,6 +48,7 @@ pub struct CpuDevice {
     pool: Pool,
     isa: Isa,
     group: Option<Group>,
+    pipeline: Option<Pipeline>,
     rows: Vec<Row>,
     cache: Option<Cache>,
     inputs: StepInputs,
@@ -88,14 +94,40 @@ impl CpuDevice {
     /// # Errors
     /// When the group's shared memory cannot be had, or another worker does not come in time.
     pub fn new(config: CpuConfig) -> Result<Self, DeviceError> {
-        let limits = config.limits;
         let group = config.group.clone().map(Group::join).transpose()?;
+        Ok(Self::with_group(config, group))
+    }
+
+    /// As [`CpuDevice::new`], for a model whose workers are on several nodes or in several pipeline stages. `hidden` is
+    /// the width of what stages hand on.
+    ///
+    /// # Errors
+    /// As `new`; and when another node cannot be reached.
+    pub fn among(config: CpuConfig, peers: &Peers, hidden: usize) -> Result<Self, DeviceError> {
+        let mut streams = peers.connect()?;
+        let (first, nodes) = (peers.stage() * peers.tp_size(), peers.stage_nodes());
+        let group = config.group.clone().map(|group| {
+            let place = group.tensor_parallel.rank as usize;
+            let is_first = nodes[..place].iter().all(|&node| node != nodes[place]);
+            // One region a node and stage, told apart also where nodes share their memory.
+            let name = format!("{}_{}_{}", group.name, peers.stage(), nodes[place]);
+            Group::join_node(GroupConfig { name, ..group }, is_first, streams.take(Use::Parts), first)
+        });
+        let group = group.transpose()?;
+        let max_floats = config.limits.max_tokens * hidden;
+        let pipeline = Pipeline::join(peers, streams.take(Use::Hidden), max_floats)?;
+        Ok(Self { pipeline: Some(pipeline), ..Self::with_group(config, group) })
+    }
+
+    fn with_group(config: CpuConfig, group: Option<Group>) -> Self {
+        let limits = config.limits;
         let row = || Row::with_capacity(limits.max_sequence_len + 1);
         let logits = Buffer::new(limits.max_rows * limits.vocab_size);
-        Ok(Self {
+        Self {
             pool: Pool::new(config.threads),
             isa: Isa::detect(),
             group,
+            pipeline: None,
             rows: (0..limits.max_rows).map(|_| row()).collect(),
             cache: None,
             inputs: StepInputs::default(),
@@ -111,7 +143,7 @@ impl CpuDevice {
             weights_bytes: 0,
             widest_weight: None,
             config,
-        })
+        }
     }
 
     /// Uses lesser instructions than the processor has, to compare them.
@@ -254,6 +286,10 @@ impl Device for CpuDevice {
 
     fn tensor_parallel(&self) -> TensorParallel {
         self.group.as_ref().map_or(TensorParallel { rank: 0, size: 1 }, Group::tensor_parallel)
+    }
+
+    fn pipeline_stage(&self) -> PipelineStage {
+        self.pipeline.as_ref().map_or(PipelineStage::WHOLE, |pipeline| pipeline.stage)
     }
 
     fn load_linear(
@@ -489,6 +525,19 @@ impl Device for CpuDevice {
             self.rows[token.row.0 as usize].generate(token.token.0);
         }
         self.results.push_back(tokens);
+        Ok(())
+    }
+
+    fn take_over(&mut self, out: &mut CpuTensor) -> Result<(), DeviceError> {
+        let (step, tokens) = (self.inputs.step, self.num_tokens());
+        let pipeline = self.pipeline.as_mut().expect("only a stage of a pipeline takes over");
+        pipeline.receive(step, out.rows_mut(tokens))
+    }
+
+    fn hand_on(&mut self, x: &CpuTensor) -> Result<(), DeviceError> {
+        let (step, tokens) = (self.inputs.step, self.num_tokens());
+        self.pipeline.as_mut().expect("only a stage of a pipeline hands on").send(step, x.rows(tokens))?;
+        self.results.push_back(Vec::new());
         Ok(())
     }
 }
