@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueEnum};
 
+use crate::front_args::FrontArgs;
+
 /// What `--device` asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum DeviceArg {
@@ -51,6 +53,15 @@ pub struct RankArgs {
     /// Take config.pbtxt as it is, complete nothing
     #[arg(long, num_args = 0..=1, default_missing_value = "true", default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub disable_auto_complete_config: bool,
+    /// Models loaded at the same time at start
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..))]
+    pub model_load_thread_count: u32,
+    /// Further attempts to load a model that failed at start
+    #[arg(long, default_value_t = 0)]
+    pub model_load_retry_count: u32,
+    /// The same as `--disable-auto-complete-config`, as tritonserver once took it
+    #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set, hide = true)]
+    pub strict_model_config: bool,
     /// Serve HTTP
     #[arg(long, default_value = "true", value_parser = boolean, action = ArgAction::Set)]
     pub allow_http: bool,
@@ -78,6 +89,9 @@ pub struct RankArgs {
     /// Port of metrics; 0 takes a free one
     #[arg(long, default_value_t = 8002)]
     pub metrics_port: u16,
+    #[command(flatten)]
+    #[allow(missing_docs)] // Said at the type.
+    pub front: FrontArgs,
     /// Name of this server in metadata
     #[arg(long, default_value = "triton")]
     pub id: String,
@@ -116,35 +130,15 @@ pub struct RankArgs {
 /// tritonserver's other options: name, and whether a value follows.
 const WITHOUT_EFFECT: &[(&str, bool)] = &[
     ("model-config-name", true),
-    ("model-load-thread-count", true),
-    ("model-load-retry-count", true),
     ("model-namespacing", true),
-    ("strict-model-config", true),
-    ("reuse-http-port", true),
     ("http-thread-count", true),
-    ("http-header-forward-pattern", true),
-    ("http-restricted-api", true),
-    ("http-max-input-size", true),
-    ("reuse-grpc-port", true),
     ("grpc-infer-allocation-pool-size", true),
     ("grpc-infer-thread-count", true),
     ("grpc-max-response-pool-size", true),
-    ("grpc-use-ssl", true),
-    ("grpc-use-ssl-mutual", true),
-    ("grpc-server-cert", true),
-    ("grpc-server-key", true),
-    ("grpc-root-cert", true),
-    ("grpc-infer-response-compression-level", true),
-    ("grpc-keepalive-time", true),
-    ("grpc-keepalive-timeout", true),
     ("grpc-keepalive-permit-without-calls", true),
     ("grpc-http2-max-pings-without-data", true),
     ("grpc-http2-min-recv-ping-interval-without-data", true),
     ("grpc-http2-max-ping-strikes", true),
-    ("grpc-max-connection-age", true),
-    ("grpc-max-connection-age-grace", true),
-    ("grpc-header-forward-pattern", true),
-    ("grpc-restricted-protocol", true),
     ("allow-gpu-metrics", true),
     ("allow-cpu-metrics", true),
     ("metrics-interval-ms", true),
@@ -176,7 +170,6 @@ const WITHOUT_EFFECT: &[(&str, bool)] = &[
     ("sagemaker-port", true),
     ("allow-vertex-ai", true),
     ("vertex-ai-port", true),
-    ("allow-client-shm", true),
 ];
 
 /// The sub-command `rank` with every option.
@@ -222,7 +215,7 @@ fn cache_bytes(text: &str) -> Result<usize, String> {
 }
 
 /// tritonserver takes `true`, `True`, `1` and their opposites.
-fn boolean(text: &str) -> Result<bool, String> {
+pub(crate) fn boolean(text: &str) -> Result<bool, String> {
     match text.to_ascii_lowercase().as_str() {
         "true" | "1" | "on" | "yes" => Ok(true),
         "false" | "0" | "off" | "no" => Ok(false),

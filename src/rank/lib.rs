@@ -5,6 +5,7 @@
 
 mod args;
 mod devices;
+mod front_args;
 mod log;
 mod metrics;
 mod relay;

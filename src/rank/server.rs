@@ -114,7 +114,7 @@ fn llm_defaults(args: &RankArgs, world: &World) -> Result<LlmDefaults, RankError
 fn python_config(args: &RankArgs, prefix: &Prefix) -> Result<PythonConfig, RankError> {
     let mut config = PythonConfig {
         log_verbose: args.log_verbose > 0,
-        auto_complete: !args.disable_auto_complete_config,
+        auto_complete: !args.disable_auto_complete_config && !args.strict_model_config,
         stop_timeout: Duration::from_secs(args.exit_timeout_secs),
         ..PythonConfig::new(prefix.clone())
     };
@@ -140,7 +140,8 @@ async fn serve(
     let server = Server::new(server_config(args), factories).map_err(|error| RankError::Server(error.to_string()))?;
     python.attach(&server);
     let metrics: Vec<Arc<dyn front::MetricsSource>> = vec![Arc::new(LlmMetrics(llm)), Arc::new(PythonMetrics(python))];
-    let front = front::start(front_config(args, prefix), Arc::clone(&server), metrics);
+    let front_config = front_config(args, prefix).map_err(RankError::Server)?;
+    let front = front::start(front_config, Arc::clone(&server), metrics);
     let front = front.await.map_err(|error| RankError::Server(error.to_string()))?;
     tokio::select! {
         loaded = server.load_all() => report_loading(args, &loaded.err().unwrap_or_default())?,
@@ -182,6 +183,7 @@ fn report_started(front: &Running) {
 /// Requests in flight finish, or a second signal cuts them short.
 async fn drain(args: &RankArgs, server: &Server, front: Running, mut signals: Signals) -> ExitCode {
     let patience = Duration::from_secs(args.exit_timeout_secs);
+    front.begin_drain();
     server.begin_drain();
     let left = tokio::select! {
         left = server.drain(patience) => left,
@@ -210,21 +212,25 @@ fn server_config(args: &RankArgs) -> ServerConfig {
             args::ControlMode::Poll => ControlMode::Poll { interval: Duration::from_secs(args.repository_poll_secs) },
         },
         strict_readiness: args.strict_readiness,
+        load_parallelism: args.model_load_thread_count as usize,
+        load_retries: args.model_load_retry_count,
         response_cache_bytes: args.cache_config.max(args.response_cache_byte_size),
         ..ServerConfig::default()
     }
 }
 
-fn front_config(args: &RankArgs, prefix: &Prefix) -> front::Config {
+fn front_config(args: &RankArgs, prefix: &Prefix) -> Result<front::Config, String> {
     let address = |allowed: bool, host: &str, port: u16| allowed.then(|| Address::new(host, port));
     let metrics_host = args.metrics_address.as_ref().unwrap_or(&args.http_address);
-    front::Config {
+    let mut config = front::Config {
         grpc: address(args.allow_grpc, &args.grpc_address, args.grpc_port),
         http: address(args.allow_http, &args.http_address, args.http_port),
         metrics: address(args.allow_metrics, metrics_host, args.metrics_port),
         reserved_shm_prefixes: vec![prefix.to_string()],
         ..front::Config::default()
-    }
+    };
+    args.front.apply(&mut config)?;
+    Ok(config)
 }
 
 /// SIGTERM and SIGINT, alike.

@@ -51,6 +51,8 @@ pub struct ServerConfig {
     pub strict_readiness: bool,
     /// Models loaded at once at start.
     pub load_parallelism: usize,
+    /// Further attempts to load a model that failed at start.
+    pub load_retries: u32,
     /// How long an unload waits for requests in flight before it goes on in the background.
     pub unload_patience: Duration,
     /// Bytes that cached responses may take (`--cache-config=local,size=N`), for models with `response_cache`. 0: no cache.
@@ -82,6 +84,7 @@ impl Default for ServerConfig {
             control_mode: ControlMode::None,
             strict_readiness: true,
             load_parallelism: 4,
+            load_retries: 0,
             unload_patience: Duration::from_secs(30),
             response_cache_bytes: 0,
         }
@@ -168,7 +171,12 @@ impl Server {
         }
         let parallelism = self.config.load_parallelism.max(1);
         let loads = stream::iter(names).map(|name| async move {
-            let result = self.lifecycle.load(&name, LoadOverrides::default()).await;
+            let mut result = self.lifecycle.load(&name, LoadOverrides::default()).await;
+            for _ in 0..self.config.load_retries {
+                let Err(error) = &result else { break };
+                tracing::warn!("failed to load '{name}', trying again: {error}");
+                result = self.lifecycle.load(&name, LoadOverrides::default()).await;
+            }
             result.err().map(|error| LoadFailure { model: name, reason: error.message.trim_end().to_owned() })
         });
         let mut failures: Vec<LoadFailure> =

@@ -1,0 +1,124 @@
+//! tritonserver's options of ports, keys, logs and traces beyond addresses, and what they make of the front.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{ArgAction, Args};
+use front::{Compression, HeaderPattern, Restrictions, Tls};
+
+use crate::args::boolean;
+
+/// Metadata of gRPC that opens a restricted protocol begins so.
+const GRPC_KEY_PREFIX: &str = "triton-grpc-protocol-";
+
+/// Options of the front.
+#[derive(Debug, Clone, Args)]
+pub struct FrontArgs {
+    /// TLS on the gRPC port
+    #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
+    pub grpc_use_ssl: bool,
+    /// TLS on the gRPC port, and certificates asked of clients
+    #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
+    pub grpc_use_ssl_mutual: bool,
+    /// Certificate of the server, PEM
+    #[arg(long, value_name = "FILE")]
+    pub grpc_server_cert: Option<PathBuf>,
+    /// Private key of the server, PEM
+    #[arg(long, value_name = "FILE")]
+    pub grpc_server_key: Option<PathBuf>,
+    /// Roots of clients' certificates, PEM
+    #[arg(long, value_name = "FILE")]
+    pub grpc_root_cert: Option<PathBuf>,
+    /// Protocols that need metadata `triton-grpc-protocol-KEY: VALUE`; may be given more than once
+    #[arg(long, value_name = "PROTOCOLS:KEY=VALUE")]
+    pub grpc_restricted_protocol: Vec<String>,
+    /// APIs that need the header `KEY: VALUE`; may be given more than once
+    #[arg(long, value_name = "APIS:KEY=VALUE")]
+    pub http_restricted_api: Vec<String>,
+    /// Metadata of gRPC that models see as parameters: a regular expression
+    #[arg(long, default_value = "", hide_default_value = true, value_name = "PATTERN")]
+    pub grpc_header_forward_pattern: String,
+    /// Headers of HTTP that models see as parameters: a regular expression
+    #[arg(long, default_value = "", hide_default_value = true, value_name = "PATTERN")]
+    pub http_header_forward_pattern: String,
+    /// Largest body of an HTTP request in bytes, before and after unpacking
+    #[arg(long, default_value_t = 64 << 20, value_name = "BYTES")]
+    pub http_max_input_size: usize,
+    /// Other servers that say so too may have the HTTP port
+    #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
+    pub reuse_http_port: bool,
+    /// Other servers that say so too may have the gRPC port
+    #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
+    pub reuse_grpc_port: bool,
+    /// Compression of gRPC responses: none, or gzip for low, medium and high
+    #[arg(long, default_value = "none", value_parser = ["none", "low", "medium", "high"])]
+    pub grpc_infer_response_compression_level: String,
+    /// Milliseconds of silence after which a gRPC connection is probed
+    #[arg(long, default_value_t = 7_200_000, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub grpc_keepalive_time: u64,
+    /// Milliseconds that the answer to a probe may take
+    #[arg(long, default_value_t = 20_000, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..))]
+    pub grpc_keepalive_timeout: u64,
+    /// Milliseconds after which a gRPC connection takes no further call
+    #[arg(long, value_name = "MS")]
+    pub grpc_max_connection_age: Option<u64>,
+    /// Milliseconds that its calls have from then on
+    #[arg(long, value_name = "MS", requires = "grpc_max_connection_age")]
+    pub grpc_max_connection_age_grace: Option<u64>,
+    /// Clients may register system shared memory: names under /dev/shm, this server's own excepted
+    #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
+    pub allow_client_shm: bool,
+}
+
+impl FrontArgs {
+    /// Puts the options into `config`.
+    ///
+    /// # Errors
+    /// Names the option that cannot be.
+    pub(crate) fn apply(&self, config: &mut front::Config) -> Result<(), String> {
+        config.grpc_tls = self.tls()?;
+        config.grpc_restrictions =
+            restrictions("grpc-restricted-protocol", &self.grpc_restricted_protocol)?.with_prefix(GRPC_KEY_PREFIX);
+        config.http_restrictions = restrictions("http-restricted-api", &self.http_restricted_api)?;
+        config.grpc_forward = pattern("grpc-header-forward-pattern", &self.grpc_header_forward_pattern)?;
+        config.http_forward = pattern("http-header-forward-pattern", &self.http_header_forward_pattern)?;
+        config.max_http_body_bytes = self.http_max_input_size;
+        (config.reuse_http_port, config.reuse_grpc_port) = (self.reuse_http_port, self.reuse_grpc_port);
+        config.grpc_response_compression = match self.grpc_infer_response_compression_level.as_str() {
+            "none" => Compression::None,
+            _ => Compression::Gzip,
+        };
+        config.grpc_keepalive_time = Duration::from_millis(self.grpc_keepalive_time);
+        config.grpc_keepalive_timeout = Duration::from_millis(self.grpc_keepalive_timeout);
+        config.grpc_max_connection_age = self.grpc_max_connection_age.map(Duration::from_millis);
+        config.grpc_max_connection_age_grace = self.grpc_max_connection_age_grace.map(Duration::from_millis);
+        config.allow_client_shm = self.allow_client_shm;
+        Ok(())
+    }
+
+    /// `--grpc-use-ssl-mutual` goes before `--grpc-use-ssl`.
+    fn tls(&self) -> Result<Option<Tls>, String> {
+        if !self.grpc_use_ssl && !self.grpc_use_ssl_mutual {
+            return Ok(None);
+        }
+        let needed = |file: &Option<PathBuf>, name: &str| {
+            file.clone().ok_or_else(|| format!("--{name} is missing, which TLS on the gRPC port needs"))
+        };
+        let client_roots = match self.grpc_use_ssl_mutual {
+            true => Some(needed(&self.grpc_root_cert, "grpc-root-cert")?),
+            false => None,
+        };
+        let certificate = needed(&self.grpc_server_cert, "grpc-server-cert")?;
+        Ok(Some(Tls { certificate, key: needed(&self.grpc_server_key, "grpc-server-key")?, client_roots }))
+    }
+}
+
+fn restrictions(option: &str, rules: &[String]) -> Result<Restrictions, String> {
+    let mut restrictions = Restrictions::default();
+    rules.iter().try_for_each(|rule| restrictions.add(rule)).map_err(|error| format!("--{option}: {error}"))?;
+    Ok(restrictions)
+}
+
+fn pattern(option: &str, text: &str) -> Result<HeaderPattern, String> {
+    HeaderPattern::new(text).map_err(|error| format!("--{option}: {error}"))
+}
