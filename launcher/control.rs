@@ -4,15 +4,15 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use ipc::ProcessWatch;
 use nix::sys::signal::Signal;
 
+use crate::detach::last_lines;
 use crate::flags::WorldFlags;
-use crate::health;
-use crate::processes;
-use crate::srun;
-use crate::state::{RunDir, WorldState};
+use crate::signals::{RESTART, RESTART_ROLLING};
+use crate::state::{Phase, RunDir, WorldState};
+use crate::{health, processes, srun, world};
 
 /// Beyond a world's exit timeout, before `stop` kills it; longer than its launcher takes for the same.
 const STOP_GRACE: Duration = Duration::from_secs(20);
@@ -36,25 +36,56 @@ pub(crate) fn check_ports(flags: &WorldFlags, run_dir: &RunDir) -> Result<()> {
     Ok(())
 }
 
-/// `launch status`.
-pub(crate) fn status(run_dir: &RunDir) {
-    let worlds = run_dir.worlds();
-    if worlds.is_empty() {
-        println!("no world runs");
+/// The one world on `http_port`; without a port, the only one.
+pub(crate) fn choose(run_dir: &RunDir, http_port: Option<u16>) -> Result<WorldState> {
+    let mut worlds = run_dir.worlds();
+    match http_port {
+        Some(port) => worlds.into_iter().find(|world| world.http_port == port).ok_or_else(|| no_world(port)),
+        None if worlds.len() > 1 => {
+            let ports: Vec<_> = worlds.iter().map(|world| world.http_port.to_string()).collect();
+            bail!("worlds run on ports {}; say which with --http_port", ports.join(", "));
+        }
+        None => worlds.pop().context("no world runs"),
     }
-    for world in worlds {
-        let health = if health::is_ready(&world.http_host, world.http_port) { "ready" } else { "not ready" };
-        let rank_0 = world.rank_0_pid.map_or("-".to_owned(), |pid| pid.to_string());
-        println!(
-            "http {} grpc {} metrics {}: {health}, {} rank(s), {} restart(s), launcher {}, rank 0 {rank_0}, {}",
-            world.http_port,
-            world.grpc_port,
-            world.metrics_port,
-            world.world_size,
-            world.num_restarts,
-            world.launcher_pid,
-            world.model_repository.display(),
-        );
+}
+
+fn no_world(port: u16) -> anyhow::Error {
+    anyhow!("no world serves HTTP on port {port}")
+}
+
+/// `launch restart`: returns once the world serves again.
+pub(crate) fn restart(run_dir: &RunDir, http_port: Option<u16>, rolling: bool, patience: Duration) -> Result<()> {
+    let old = choose(run_dir, http_port)?;
+    let launcher = ProcessWatch::new(old.launcher_pid)?;
+    if rolling && old.phase != Phase::Serving {
+        bail!("the world on http port {} does not serve yet, so there is nothing to take over", old.http_port);
+    }
+    let signal = if rolling { RESTART_ROLLING } else { RESTART };
+    // The watch holds on to whatever has the pid now, so look whether that is still the launcher.
+    if !old.launcher().is_alive() {
+        return Err(no_world(old.http_port));
+    }
+    launcher.signal(signal as i32)?;
+    let start = Instant::now();
+    let mut was_asked = false;
+    loop {
+        thread::sleep(Duration::from_millis(50));
+        let Ok(now) = choose(run_dir, Some(old.http_port)) else {
+            bail!("the launcher has ended; the end of its log:\n{}", last_lines(&old.log));
+        };
+        // A failure that was there before counts only once the launcher has taken notice of this restart.
+        was_asked |= now.rolling_failure.is_none() && now != old;
+        match now.rolling_failure {
+            Some(failure) if rolling && (was_asked || old.rolling_failure.is_none()) => bail!("{failure}"),
+            _ => {}
+        }
+        if now.phase == Phase::Serving && now.times_served > old.times_served {
+            println!("serves again after {:.1} s: http {}", start.elapsed().as_secs_f64(), now.http_port);
+            return Ok(());
+        }
+        if start.elapsed() > patience {
+            bail!("the world does not serve again after {patience:?}; the end of its log:\n{}", last_lines(&old.log));
+        }
     }
 }
 
@@ -64,7 +95,7 @@ pub(crate) fn stop(run_dir: &RunDir, http_port: Option<u16>, all: bool) -> Resul
     let chosen: Vec<_> = worlds.iter().filter(|world| http_port.is_none_or(|port| world.http_port == port)).collect();
     match (http_port, chosen.len()) {
         _ if all => {}
-        (Some(port), 0) => bail!("no world serves HTTP on port {port}"),
+        (Some(port), 0) => return Err(no_world(port)),
         (None, 0) => bail!("no world runs"),
         (None, 2..) => {
             let ports: Vec<_> = worlds.iter().map(|world| world.http_port.to_string()).collect();
@@ -103,7 +134,7 @@ fn finish(world: &WorldState, launcher: &ProcessWatch) -> Result<()> {
         watch.wait(Duration::from_secs(5));
     }
     launcher.wait(Duration::from_secs(5));
-    ipc::sweep_all_stale()?;
+    world::remove_leftovers()?;
     println!("the world on http port {} did not end when asked, and was killed", world.http_port);
     Ok(())
 }

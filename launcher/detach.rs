@@ -12,8 +12,7 @@ use ipc::ProcessWatch;
 use nix::sys::signal::Signal;
 
 use crate::flags::WorldFlags;
-use crate::health;
-use crate::state::RunDir;
+use crate::state::{Phase, RunDir, WorldState};
 
 /// Without `--wait-ready`.
 const DEFAULT_PATIENCE: Duration = Duration::from_secs(600);
@@ -33,7 +32,7 @@ pub(crate) fn detach(flags: &WorldFlags, arguments: &[OsString], run_dir: &RunDi
         .context("cannot start the launcher in the background")?;
 
     let patience = flags.wait_ready.map_or(DEFAULT_PATIENCE, Duration::from_secs);
-    wait_until_ready(&mut child, flags, run_dir, patience, &log)?;
+    wait_until_ready(&mut child, run_dir, patience, &log)?;
     println!(
         "serving: http {}, grpc {}, metrics {}; launcher {}, log {}; end it with `launch stop --http_port={}`",
         flags.http_port,
@@ -46,22 +45,16 @@ pub(crate) fn detach(flags: &WorldFlags, arguments: &[OsString], run_dir: &RunDi
     Ok(())
 }
 
-fn wait_until_ready(
-    child: &mut Child,
-    flags: &WorldFlags,
-    run_dir: &RunDir,
-    patience: Duration,
-    log: &Path,
-) -> Result<()> {
-    let (start, host) = (Instant::now(), flags.http_host());
+fn wait_until_ready(child: &mut Child, run_dir: &RunDir, patience: Duration, log: &Path) -> Result<()> {
+    let start = Instant::now();
     loop {
         if let Some(status) = child.try_wait().context("cannot wait for the launcher")? {
             let reason = last_lines(log);
             bail!("the world did not start ({}); the end of {}:\n{reason}", ipc::describe_exit(status), log.display());
         }
-        // Its state first: somebody else may serve on the port while it starts.
-        let is_its_own = run_dir.worlds().iter().any(|world| world.launcher_pid == child.id());
-        if is_its_own && health::is_ready(&host, flags.http_port) {
+        // Not by its port: somebody else may serve there while it starts.
+        let serves = |world: &WorldState| world.launcher_pid == child.id() && world.phase == Phase::Serving;
+        if run_dir.worlds().iter().any(serves) {
             return Ok(());
         }
         if start.elapsed() > patience {
@@ -86,7 +79,8 @@ fn end(child: &mut Child) -> Result<()> {
     Ok(())
 }
 
-fn last_lines(log: &Path) -> String {
+/// The end of a log, for an error message.
+pub(crate) fn last_lines(log: &Path) -> String {
     const NUM_LINES: usize = 15;
     let text = String::from_utf8_lossy(&fs::read(log).unwrap_or_default()).into_owned();
     let lines: Vec<_> = text.lines().collect();

@@ -43,9 +43,41 @@ pub enum Action {
         #[arg(long, conflicts_with_all = ["http_port", "all"], value_name = "ID")]
         job: Option<u32>,
     },
-    /// List the worlds of this user on this machine.
+    /// End a world and start it again with the same flags; its launcher stays.
+    #[command(infer_long_args = true)]
+    Restart {
+        /// The world that serves HTTP on this port; may be left out when there is only one.
+        #[arg(long)]
+        http_port: Option<u16>,
+        /// Load a second world beside it, which takes over its ports once it serves: no connection is refused.
+        #[arg(long)]
+        rolling: bool,
+        /// How long the world may take to serve again.
+        #[arg(long, default_value_t = 600, value_name = "SECONDS")]
+        wait_ready: u64,
+    },
+    /// Print what a world has logged.
+    #[command(infer_long_args = true)]
+    Logs {
+        /// The world that serves HTTP on this port; may be left out when there is only one.
+        #[arg(long)]
+        http_port: Option<u16>,
+        /// Go on as more is logged.
+        #[arg(long, short)]
+        follow: bool,
+        /// Lines of this rank and its workers alone.
+        #[arg(long, value_name = "N")]
+        rank: Option<u32>,
+        /// Only the last lines that are there already.
+        #[arg(long, short = 'n', value_name = "NUMBER")]
+        lines: Option<usize>,
+    },
+    /// List the worlds of this user on this machine, with their ranks and workers.
     #[command(infer_long_args = true)]
     Status {
+        /// As JSON.
+        #[arg(long, conflicts_with = "job")]
+        json: bool,
         /// The world of this Slurm job instead, wherever it runs.
         #[arg(long, value_name = "ID")]
         job: Option<u32>,
@@ -163,6 +195,9 @@ pub struct WorldFlags {
     /// Do not start a world again that died by itself.
     #[arg(long)]
     pub exit_on_failure: bool,
+    /// Start the world again when rank 0 has not answered for this long; 0: never.
+    #[arg(long, default_value_t = 15, value_name = "SECONDS")]
+    pub liveness_timeout: u64,
     /// How often in a row a world that died by itself is started again.
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub max_restarts: u32,

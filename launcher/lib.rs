@@ -16,18 +16,24 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod capture;
 mod control;
+mod crash;
 mod detach;
 pub mod flags;
 mod health;
 mod local;
+mod logs;
 mod mpirun;
+mod notify;
 pub mod plan;
 mod processes;
 mod sbatch;
+pub mod scrape;
 mod signals;
 pub mod srun;
 mod state;
+pub mod status;
 mod supervise;
 mod world;
 
@@ -37,11 +43,13 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use ipc::ProcessId;
 
+use capture::Capture;
 use flags::{Action, Flags, WorldFlags};
+use notify::Systemd;
 use plan::{Plan, Site, Starter};
 use signals::Signals;
 use srun::Allocation;
-use state::{RunDir, WorldState};
+use state::{Phase, RunDir, WorldState};
 use supervise::Supervisor;
 
 /// What a rank grants requests in flight when nobody says.
@@ -51,8 +59,15 @@ const DEFAULT_EXIT_TIMEOUT_SECS: u64 = 30;
 pub fn run(flags: &Flags, arguments: &[OsString]) -> Result<u8> {
     let run_dir = RunDir::open()?;
     match &flags.action {
-        Some(Action::Status { job: Some(job), http_port }) => control::job_status(*job, *http_port)?,
-        Some(Action::Status { job: None, .. }) => control::status(&run_dir),
+        Some(Action::Status { job: Some(job), http_port, .. }) => control::job_status(*job, *http_port)?,
+        Some(Action::Status { json, .. }) => status::print(&run_dir, *json)?,
+        Some(Action::Restart { http_port, rolling, wait_ready }) => {
+            control::restart(&run_dir, *http_port, *rolling, Duration::from_secs(*wait_ready))?;
+        }
+        Some(Action::Logs { http_port, follow, rank, lines }) => {
+            let wanted = logs::Wanted { follow: *follow, rank: *rank, last: *lines };
+            logs::print(&control::choose(&run_dir, *http_port)?, &wanted)?;
+        }
         Some(Action::Stop { job: Some(job), .. }) => control::stop_job(*job)?,
         Some(Action::Stop { http_port, all, .. }) => control::stop(&run_dir, *http_port, *all)?,
         Some(Action::Sbatch(batch)) => print!("{}", sbatch::file(batch, arguments)?),
@@ -69,6 +84,9 @@ fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<
         return Ok(0);
     }
     check(flags, &site, &plan)?;
+    if !flags.detached {
+        world::remove_leftovers()?;
+    }
     if !flags.force {
         control::check_ports(flags, &run_dir)?;
     }
@@ -80,14 +98,17 @@ fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<
         // Out of the terminal's session, so that closing the terminal does not end the world.
         nix::unistd::setsid().context("cannot leave the session of the terminal")?;
     }
-    supervise(flags, &site, plan, run_dir)
+    supervise(flags, site, run_dir)
 }
 
-fn supervise(flags: &WorldFlags, site: &Site, plan: Plan, run_dir: RunDir) -> Result<u8> {
+fn supervise(flags: &WorldFlags, site: Site, run_dir: RunDir) -> Result<u8> {
     ipc::set_process_name("trireme-launch").context("cannot name this process")?;
     // What outlives its parent in the world comes to us, to be waited for.
     nix::sys::prctl::set_child_subreaper(true).context("cannot take over orphans")?;
-    ipc::sweep_all_stale()?;
+    let log = run_dir.log_file(flags.http_port);
+    // Before any thread is started, which would not have them blocked.
+    let signals = Signals::catch()?;
+    let capture = Capture::start(&log, !flags.detached)?;
     let me = ProcessId::current();
     let state = WorldState {
         launcher_pid: me.pid,
@@ -103,16 +124,25 @@ fn supervise(flags: &WorldFlags, site: &Site, plan: Plan, run_dir: RunDir) -> Re
         shm_prefix: site.shm_prefix.clone(),
         exit_timeout_secs: flags.exit_timeout.unwrap_or(DEFAULT_EXIT_TIMEOUT_SECS),
         num_restarts: 0,
-        log: flags.detached.then(|| run_dir.log_file(flags.http_port)),
+        times_served: 0,
+        phase: Phase::Loading,
+        last_failure: None,
+        rolling_failure: None,
+        log,
+        crash_dir: run_dir.crash_dir()?,
     };
     let supervisor = Supervisor {
-        plan,
+        flags: flags.clone(),
+        site,
         state,
         run_dir,
-        signals: Signals::catch()?,
+        signals,
+        capture,
+        systemd: Systemd::new(),
         // In the background, the launcher in front waits.
         wait_ready: flags.wait_ready.filter(|_| !flags.detached).map(Duration::from_secs),
         max_restarts: if flags.exit_on_failure { 0 } else { flags.max_restarts },
+        num_starts: 0,
     };
     supervisor.run()
 }

@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// All processes below `pid`, nearest first.
 pub(crate) fn descendants(pid: u32) -> Vec<u32> {
@@ -20,6 +21,81 @@ pub(crate) fn descendants(pid: u32) -> Vec<u32> {
         next += 1;
     }
     found
+}
+
+/// What a rank or worker calls itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Title {
+    Rank(u32),
+    /// Its place in the tensor-parallel group, and its model.
+    Worker(u32, String),
+}
+
+/// What `pid` calls itself; None when it is neither rank nor worker.
+pub(crate) fn title(pid: u32) -> Option<Title> {
+    let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+    let line = String::from_utf8_lossy(&line).into_owned();
+    let words = line.trim_end_matches('\0').strip_prefix("trireme: ")?;
+    let (role, rest) = words.split_once(' ')?;
+    let (number, rest) = rest.split_once(' ').unwrap_or((rest, ""));
+    match role {
+        "rank" => Some(Title::Rank(number.parse().ok()?)),
+        "worker" => Some(Title::Worker(number.parse().ok()?, rest.to_owned())),
+        _ => None,
+    }
+}
+
+/// Whether `pid` can run, in words; None when it is gone.
+pub(crate) fn state(pid: u32) -> Option<&'static str> {
+    Some(match stat(pid)?.first()?.as_str() {
+        "T" | "t" => "stopped",
+        "D" => "stuck in the kernel",
+        "Z" | "X" => return None,
+        _ => "running",
+    })
+}
+
+/// Resident memory.
+pub(crate) fn memory_bytes(pid: u32) -> Option<u64> {
+    let statm = fs::read_to_string(format!("/proc/{pid}/statm")).ok()?;
+    let pages: u64 = statm.split_ascii_whitespace().nth(1)?.parse().ok()?;
+    let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE).ok()??;
+    Some(pages * page as u64)
+}
+
+/// Time since `pid` started.
+pub(crate) fn uptime(pid: u32) -> Option<Duration> {
+    let started: u64 = stat(pid)?.get(19)?.parse().ok()?;
+    let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok()??;
+    let uptime = fs::read_to_string("/proc/uptime").ok()?;
+    let now: f64 = uptime.split_ascii_whitespace().next()?.parse().ok()?;
+    Some(Duration::from_secs_f64((now - started as f64 / per_second as f64).max(0.0)))
+}
+
+/// Processes of this user whose environment holds `name=value`, for which `is_wanted(value)`.
+pub(crate) fn with_variable(name: &str, is_wanted: impl Fn(&str) -> bool) -> Vec<u32> {
+    let start = format!("{name}=");
+    all()
+        .filter(|pid| {
+            // Others' cannot be read.
+            let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+            let mut entries = environment.split(|byte| *byte == 0).filter_map(|entry| std::str::from_utf8(entry).ok());
+            entries.any(|entry| entry.strip_prefix(&start).is_some_and(&is_wanted))
+        })
+        .collect()
+}
+
+/// Children of this process that have ended and were not waited for.
+pub(crate) fn ended_children() -> Vec<u32> {
+    let me = std::process::id();
+    let is_zombie = |pid: &u32| stat(*pid).is_some_and(|fields| fields.first().is_some_and(|state| state == "Z"));
+    all().filter(|pid| parent(*pid) == Some(me)).filter(is_zombie).collect()
+}
+
+/// The fields of `/proc/<pid>/stat` after the name: state first.
+fn stat(pid: u32) -> Option<Vec<String>> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    Some(stat.get(stat.rfind(')')? + 1..)?.split_ascii_whitespace().map(str::to_owned).collect())
 }
 
 /// The pid of the process that listens on `port` of this machine; None when the port is free.
@@ -68,8 +144,7 @@ fn all() -> impl Iterator<Item = u32> {
 }
 
 fn parent(pid: u32) -> Option<u32> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.get(stat.rfind(')')? + 1..)?.split_ascii_whitespace().nth(1)?.parse().ok()
+    stat(pid)?.get(1)?.parse().ok()
 }
 
 #[cfg(test)]

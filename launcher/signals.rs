@@ -10,29 +10,35 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
-/// SIGINT, SIGTERM and SIGHUP, kept from ending the launcher and read one by one instead.
+/// SIGINT, SIGTERM, SIGHUP and those of `launch restart`, kept from ending the launcher and read one by one instead.
 pub(crate) struct Signals(SignalFd);
 
 /// What ended a wait.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Event {
-    Signal(&'static str),
-    WorldEnded,
+    Signal(Signal),
+    /// The world of this number in the list has.
+    WorldEnded(usize),
     TimedOut,
 }
+
+/// Asks a launcher to end its world and start it again.
+pub(crate) const RESTART: Signal = Signal::SIGUSR1;
+/// Asks a launcher to start a second world, which takes over from the first.
+pub(crate) const RESTART_ROLLING: Signal = Signal::SIGUSR2;
 
 impl Signals {
     /// Catches the signals from now on. Programs started through `ipc::bind_to_parent` are not affected.
     pub(crate) fn catch() -> Result<Self> {
-        let mask = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
+        let mask = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, RESTART, RESTART_ROLLING]);
         mask.thread_block().context("cannot block signals")?;
         let fd = SignalFd::with_flags(&mask, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK);
         Ok(Self(fd.context("cannot wait for signals")?))
     }
 
-    /// Waits for a signal, the end of the world if there is one, or `timeout`; for ever without.
-    pub(crate) fn wait(&self, world: Option<&ProcessWatch>, timeout: Option<Duration>) -> Result<Event> {
-        let fds = std::iter::once(self.0.as_fd()).chain(world.map(AsFd::as_fd));
+    /// Waits for a signal, the end of one of `worlds`, or `timeout`; for ever without.
+    pub(crate) fn wait(&self, worlds: &[&ProcessWatch], timeout: Option<Duration>) -> Result<Event> {
+        let fds = std::iter::once(self.0.as_fd()).chain(worlds.iter().map(|world| world.as_fd()));
         let mut fds: Vec<PollFd> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
         // Rounded up, else the last millisecond of a wait would be spent polling.
         let timeout = timeout.map_or(PollTimeout::NONE, |timeout| {
@@ -45,8 +51,10 @@ impl Signals {
         }
         if let Some(info) = self.0.read_signal().context("cannot read a signal")? {
             let signal = Signal::try_from(info.ssi_signo as i32).context("a signal nobody knows")?;
-            return Ok(Event::Signal(signal.as_str()));
+            return Ok(Event::Signal(signal));
         }
-        Ok(Event::WorldEnded)
+        let is_ready = |fd: &PollFd| fd.any().unwrap_or(false);
+        let ended = fds[1..].iter().position(is_ready);
+        Ok(ended.map_or(Event::TimedOut, Event::WorldEnded))
     }
 }

@@ -9,6 +9,20 @@ use anyhow::{Context, Result, bail};
 use ipc::ProcessId;
 use serde::{Deserialize, Serialize};
 
+/// What a launcher is doing with its world.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Phase {
+    /// Processes run and do not serve yet.
+    Loading,
+    /// It has served; whether it does now, its health says.
+    Serving,
+    /// It was asked to end.
+    Ending,
+    /// It died, and is started again after a pause.
+    Waiting,
+}
+
 /// A world as its launcher wrote it down.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct WorldState {
@@ -26,9 +40,19 @@ pub(crate) struct WorldState {
     pub(crate) metrics_port: u16,
     pub(crate) shm_prefix: String,
     pub(crate) exit_timeout_secs: u64,
+    /// Starts after the first, asked for or not.
     pub(crate) num_restarts: u32,
-    /// Where a detached launcher writes.
-    pub(crate) log: Option<PathBuf>,
+    /// Counts the times it came to serve.
+    pub(crate) times_served: u32,
+    pub(crate) phase: Phase,
+    /// How the last run of it ended that did not end well.
+    pub(crate) last_failure: Option<String>,
+    /// Why the last `restart --rolling` left the old world in place.
+    pub(crate) rolling_failure: Option<String>,
+    /// Where launcher and ranks log.
+    pub(crate) log: PathBuf,
+    /// Where reports of crashes are.
+    pub(crate) crash_dir: PathBuf,
 }
 
 impl WorldState {
@@ -64,6 +88,18 @@ impl RunDir {
     /// Where the launcher of this HTTP port logs when detached.
     pub(crate) fn log_file(&self, http_port: u16) -> PathBuf {
         self.0.join(format!("world-{http_port}.log"))
+    }
+
+    /// Where reports of crashes go; made when missing.
+    pub(crate) fn crash_dir(&self) -> Result<PathBuf> {
+        let dir = self.0.join("crashes");
+        fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+        Ok(dir)
+    }
+
+    /// Where start number `start` of the launcher `pid` hands its ports over.
+    pub(crate) fn hand_over_socket(&self, pid: u32, start: u32) -> PathBuf {
+        self.0.join(format!("world-{pid}-{start}.sock"))
     }
 
     fn state_file(&self, http_port: u16) -> PathBuf {
@@ -134,7 +170,12 @@ mod tests {
             shm_prefix: "prefix".into(),
             exit_timeout_secs: 30,
             num_restarts: 0,
-            log: None,
+            times_served: 0,
+            phase: Phase::Loading,
+            last_failure: None,
+            rolling_failure: None,
+            log: "/tmp/log".into(),
+            crash_dir: "/tmp".into(),
         };
         run_dir.write(&state).unwrap();
         assert_eq!(run_dir.worlds(), [state.clone()]);

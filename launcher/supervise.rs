@@ -1,18 +1,24 @@
-//! Keeps a world running: passes signals on, says when it serves, starts it again when it died by itself.
+//! Keeps a world running: passes signals on, says when it serves, starts it again when it died by itself or was told to.
 
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use nix::sys::signal::Signal;
 
-use crate::health;
-use crate::plan::Plan;
-use crate::signals::{Event, Signals};
-use crate::state::{RunDir, WorldState};
-use crate::world::{self, World};
+use crate::capture::Capture;
+use crate::flags::WorldFlags;
+use crate::notify::Systemd;
+use crate::plan::{self, Site};
+use crate::signals::{Event, RESTART, RESTART_ROLLING, Signals};
+use crate::state::{Phase, RunDir, WorldState};
+use crate::world::{self, Place, World};
+use crate::{crash, health};
 
 /// How often a world that does not serve yet is asked whether it does.
 const READY_POLL: Duration = Duration::from_millis(100);
+/// How often a world that serves is asked whether it lives.
+const LIVENESS_POLL: Duration = Duration::from_secs(1);
 /// Beyond the ranks' own exit timeout, before they are told to hurry.
 const EXIT_GRACE: Duration = Duration::from_secs(5);
 /// For ranks that were told to hurry, before they are killed.
@@ -21,16 +27,23 @@ const HURRY_GRACE: Duration = Duration::from_secs(5);
 const HEALTHY_AFTER: Duration = Duration::from_secs(60);
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// Exit codes from here on tell of a signal: 128 and its number.
+const SIGNALLED: u8 = 128;
 
 pub(crate) struct Supervisor {
-    pub(crate) plan: Plan,
+    pub(crate) flags: WorldFlags,
+    pub(crate) site: Site,
     pub(crate) state: WorldState,
     pub(crate) run_dir: RunDir,
     pub(crate) signals: Signals,
+    pub(crate) capture: Capture,
+    pub(crate) systemd: Systemd,
     /// Give up when the first start does not serve within this time.
     pub(crate) wait_ready: Option<Duration>,
     /// 0: never start again.
     pub(crate) max_restarts: u32,
+    /// Counts worlds started.
+    pub(crate) num_starts: u32,
 }
 
 /// How far the end of a world has come; each stage has a deadline, and a further signal skips the wait for it.
@@ -46,115 +59,301 @@ enum Ending {
 struct Run {
     status: ExitStatus,
     was_asked: bool,
+    /// It was asked to end in order to be started again.
+    again: bool,
     /// None: it never did.
     served: Option<Duration>,
     gave_up: bool,
+}
+
+/// A run while it runs.
+struct Running {
+    world: World,
+    /// The one that is to take over.
+    next: Option<World>,
+    started: Instant,
+    give_up_at: Option<Instant>,
+    serving_since: Option<Instant>,
+    last_answer: Instant,
+    ending: Ending,
+    again: bool,
+    gave_up: bool,
+    /// It did not answer, and was killed for it.
+    hung: bool,
 }
 
 impl Supervisor {
     /// Runs the world until it is asked to end, or has failed for good; its exit code.
     pub(crate) fn run(mut self) -> Result<u8> {
         let result = self.run_and_restart();
+        self.systemd.stopping();
         self.run_dir.remove(self.state.http_port);
         result
     }
 
     fn run_and_restart(&mut self) -> Result<u8> {
-        let (mut ever_served, mut failures) = (false, 0);
+        let mut failures = 0;
         loop {
-            let run = self.run_once(ever_served)?;
+            let run = self.run_once()?;
             let code = world::exit_code(run.status);
             if run.gave_up {
                 return Ok(code.max(1));
+            }
+            if run.again {
+                self.state.num_restarts += 1;
+                continue;
             }
             if run.was_asked || code == 0 {
                 eprintln!("launch: the world has ended ({})", ipc::describe_exit(run.status));
                 return Ok(code);
             }
-            ever_served |= run.served.is_some();
             failures = if run.served.is_some_and(|time| time >= HEALTHY_AFTER) { 1 } else { failures + 1 };
-            eprintln!("launch: the world died by itself ({})", ipc::describe_exit(run.status));
-            if !ever_served || failures > self.max_restarts {
-                let why = if ever_served { "too often in a row" } else { "before it served; see the messages above" };
+            self.note_failure(run.status);
+            // One that ends with an error of its own before it ever served would do so again.
+            let is_hopeless = self.state.times_served == 0 && code < SIGNALLED;
+            if is_hopeless || failures > self.max_restarts {
+                let why = if is_hopeless { "before it served; see the messages above" } else { "too often in a row" };
                 eprintln!("launch: not started again: it died {why}");
                 return Ok(code);
             }
             let pause = (FIRST_PAUSE * 2u32.saturating_pow(failures - 1)).min(LONGEST_PAUSE);
             eprintln!("launch: starts it again in {pause:?} ({failures} of {} times)", self.max_restarts);
-            if let Event::Signal(name) = self.signals.wait(None, Some(pause))? {
-                eprintln!("launch: {name}: not started again");
-                return Ok(code);
+            self.state.phase = Phase::Waiting;
+            self.write_state();
+            match self.signals.wait(&[], Some(pause))? {
+                Event::Signal(signal) if !matches!(signal, RESTART | RESTART_ROLLING) => {
+                    eprintln!("launch: {signal}: not started again");
+                    return Ok(code);
+                }
+                _ => {}
             }
             self.state.num_restarts += 1;
         }
     }
 
-    fn run_once(&mut self, served_before: bool) -> Result<Run> {
-        let mut world = World::start(&self.plan)?;
-        self.state.world_pid = Some(world.pid());
-        self.state.rank_0_pid = None;
-        self.run_dir.write(&self.state)?;
-
-        let started = Instant::now();
-        let give_up_at = self.wait_ready.filter(|_| !served_before).map(|wait| started + wait);
-        let (mut serving_since, mut ending, mut gave_up) = (None, Ending::No, false);
-        loop {
-            let timeout =
-                if ending == Ending::No && serving_since.is_none() { Some(READY_POLL) } else { ending.left() };
-            match self.signals.wait(Some(world.watch()), timeout)? {
-                Event::WorldEnded => break,
-                Event::Signal(name) => ending = self.end(&mut world, ending, name),
-                Event::TimedOut if ending.is_overdue() => ending = self.end(&mut world, ending, "too slow"),
-                Event::TimedOut => {}
-            }
-            if ending != Ending::No || serving_since.is_some() {
-                continue;
-            }
-            if health::is_ready(&self.state.http_host, self.state.http_port) {
-                serving_since = Some(Instant::now());
-                self.report_ready(&mut world, started.elapsed())?;
-            } else if give_up_at.is_some_and(|at| Instant::now() >= at) {
-                gave_up = true;
-                ending = self.end(&mut world, ending, "does not serve within the time of --wait-ready");
-            }
+    fn note_failure(&mut self, status: ExitStatus) {
+        let how = ipc::describe_exit(status);
+        eprintln!("launch: the world died by itself ({how})");
+        self.systemd.status(&format!("the world died by itself ({how})"));
+        match crash::report(&self.state, &how) {
+            Ok(report) => eprintln!("launch: what was logged before is in {}", report.display()),
+            // Not worth a world.
+            Err(error) => eprintln!("launch: {error:#}"),
         }
-        let served = serving_since.map(|since| since.elapsed());
-        let status = world.finish()?;
-        self.state.world_pid = None;
-        self.run_dir.write(&self.state)?;
-        Ok(Run { status, was_asked: ending != Ending::No, served, gave_up })
+        self.state.last_failure = Some(how);
     }
 
-    fn report_ready(&mut self, world: &mut World, after: Duration) -> Result<()> {
-        self.state.rank_0_pid = world.rank_0();
-        self.run_dir.write(&self.state)?;
-        let WorldState { http_port, grpc_port, metrics_port, .. } = self.state;
-        eprintln!(
-            "launch: serving after {:.1} s: http {http_port}, grpc {grpc_port}, metrics {metrics_port}",
-            after.as_secs_f64()
-        );
+    fn start_world(&mut self, take_over: Option<&World>) -> Result<World> {
+        self.num_starts += 1;
+        let mut site = self.site.clone();
+        if self.num_starts > 1 {
+            // What another world of this launcher has named is not used again.
+            site.shm_prefix = format!("{}{}_", site.shm_prefix, self.num_starts);
+        }
+        self.state.shm_prefix = site.shm_prefix.clone();
+        let plan = plan::plan(&self.flags, &site)?;
+        let place = Place {
+            start: self.num_starts,
+            hand_over: self.run_dir.hand_over_socket(self.state.launcher_pid, self.num_starts),
+            take_over: take_over.map(|world| world.hand_over().clone()),
+            crash_dir: self.state.crash_dir.clone(),
+        };
+        World::start(&plan, place)
+    }
+
+    fn run_once(&mut self) -> Result<Run> {
+        let world = self.start_world(None)?;
+        self.note_world(&world, Phase::Loading);
+        let now = Instant::now();
+        let served_before = self.state.times_served > 0;
+        let mut running = Running {
+            world,
+            next: None,
+            started: now,
+            give_up_at: self.wait_ready.filter(|_| !served_before).map(|wait| now + wait),
+            serving_since: None,
+            last_answer: now,
+            ending: Ending::No,
+            again: false,
+            gave_up: false,
+            hung: false,
+        };
+        loop {
+            let watches: Vec<_> =
+                std::iter::once(running.world.watch()).chain(running.next.as_ref().map(World::watch)).collect();
+            let event = self.signals.wait(&watches, running.timeout())?;
+            match event {
+                Event::WorldEnded(0) => match running.next.take() {
+                    Some(next) => self.hand_over(&mut running, next)?,
+                    None => break,
+                },
+                Event::WorldEnded(_) => self.give_up_rolling(&mut running)?,
+                Event::Signal(signal) => self.obey(&mut running, signal)?,
+                Event::TimedOut if running.ending.is_overdue() => self.end(&mut running, "too slow"),
+                Event::TimedOut => {}
+            }
+            if running.ending == Ending::No {
+                self.look_after(&mut running);
+            }
+        }
+        let Running { world, serving_since, ending, again, gave_up, hung, .. } = running;
+        let status = world.finish(None)?;
+        self.state.world_pid = None;
+        self.write_state();
+        let (was_asked, served) = (ending != Ending::No && !hung, serving_since.map(|since| since.elapsed()));
+        Ok(Run { status, was_asked, again: again && was_asked, served, gave_up })
+    }
+
+    fn obey(&mut self, running: &mut Running, signal: Signal) -> Result<()> {
+        match signal {
+            RESTART_ROLLING if running.ending == Ending::No && running.serving_since.is_some() => {
+                self.start_rolling(running)?;
+            }
+            // While it loads or ends, the other way comes to the same.
+            RESTART | RESTART_ROLLING if running.ending != Ending::No => {}
+            RESTART | RESTART_ROLLING => {
+                running.again = true;
+                self.end(running, "a restart is asked for");
+            }
+            _ => {
+                running.again = false;
+                self.end(running, signal.as_str());
+            }
+        }
         Ok(())
     }
 
+    /// Starts a world beside the one that serves; it takes the ports over once it has loaded, and the old one drains.
+    fn start_rolling(&mut self, running: &mut Running) -> Result<()> {
+        if running.next.is_none() {
+            eprintln!("launch: a rolling restart is asked for: loads a second world beside the first");
+            running.next = Some(self.start_world(Some(&running.world))?);
+            self.state.rolling_failure = None;
+            self.write_state();
+        }
+        Ok(())
+    }
+
+    /// The old world has ended, which it does when the new one has its ports; or it died meanwhile.
+    fn hand_over(&mut self, running: &mut Running, next: World) -> Result<()> {
+        let old = std::mem::replace(&mut running.world, next);
+        let status = old.finish(Some(running.world.pid()))?;
+        eprintln!("launch: the old world has ended ({}), the new one goes on", ipc::describe_exit(status));
+        self.state.num_restarts += 1;
+        (running.started, running.last_answer) = (Instant::now(), Instant::now());
+        running.serving_since = None;
+        self.note_world(&running.world, Phase::Loading);
+        Ok(())
+    }
+
+    /// The new world has ended before it took over; the old one goes on as if nothing had been.
+    fn give_up_rolling(&mut self, running: &mut Running) -> Result<()> {
+        let Some(next) = running.next.take() else { return Ok(()) };
+        let how = ipc::describe_exit(next.finish(Some(running.world.pid()))?);
+        let words = format!(
+            "the new world ended before it could take over ({how}), and the old one goes on; see the log, and where \
+             memory does not allow two worlds use `launch restart`"
+        );
+        eprintln!("launch: {words}");
+        self.state.rolling_failure = Some(words);
+        self.write_state();
+        Ok(())
+    }
+
+    /// Notices that a world has come to serve, or that it does no longer.
+    fn look_after(&mut self, running: &mut Running) {
+        let WorldState { http_host, http_port, .. } = &self.state;
+        self.systemd.alive();
+        if running.serving_since.is_none() {
+            if health::is_ready(http_host, *http_port) {
+                (running.serving_since, running.last_answer) = (Some(Instant::now()), Instant::now());
+                self.report_ready(running);
+            } else if running.give_up_at.is_some_and(|at| Instant::now() >= at) {
+                running.gave_up = true;
+                self.end(running, "does not serve within the time of --wait-ready");
+            }
+            return;
+        }
+        self.capture.rotate();
+        if health::is_live(http_host, *http_port) {
+            running.last_answer = Instant::now();
+        }
+        let (allowed, silent) = (Duration::from_secs(self.flags.liveness_timeout), running.last_answer.elapsed());
+        if !allowed.is_zero() && silent > allowed {
+            eprintln!("launch: rank 0 has not answered for {silent:.1?}; what its processes do:");
+            eprint!("{}", crash::stacks(&running.world.processes()));
+            eprintln!("launch: kills the world");
+            running.world.kill();
+            running.hung = true;
+            running.ending = Ending::Killed;
+        }
+    }
+
+    fn report_ready(&mut self, running: &mut Running) {
+        self.state.rank_0_pid = running.world.rank_0();
+        self.state.times_served += 1;
+        self.state.phase = Phase::Serving;
+        self.write_state();
+        let WorldState { http_port, grpc_port, metrics_port, .. } = self.state;
+        let words = format!(
+            "serving after {:.1} s: http {http_port}, grpc {grpc_port}, metrics {metrics_port}",
+            running.started.elapsed().as_secs_f64()
+        );
+        eprintln!("launch: {words}");
+        self.systemd.ready(&words);
+    }
+
     /// Takes the world's end one stage further.
-    fn end(&self, world: &mut World, ending: Ending, why: &str) -> Ending {
+    fn end(&mut self, running: &mut Running, why: &str) {
         let exit_timeout = Duration::from_secs(self.state.exit_timeout_secs);
-        match ending {
+        running.ending = match running.ending {
             Ending::No => {
                 eprintln!("launch: {why}: asks the world to end, and gives it {exit_timeout:?} for requests in flight");
-                world.ask_to_end();
+                self.state.phase = Phase::Ending;
+                self.write_state();
+                if let Some(next) = running.next.take() {
+                    next.kill();
+                    // Its end is of no interest; what it leaves is.
+                    let _ = next.finish(Some(running.world.pid()));
+                }
+                running.world.ask_to_end();
                 Ending::Asked(Instant::now() + exit_timeout + EXIT_GRACE)
             }
             Ending::Asked(_) => {
                 eprintln!("launch: {why}: tells the world to hurry");
-                world.ask_to_end();
+                running.world.ask_to_end();
                 Ending::Hurried(Instant::now() + HURRY_GRACE)
             }
             Ending::Hurried(_) | Ending::Killed => {
                 eprintln!("launch: {why}: kills the world");
-                world.kill();
+                running.world.kill();
                 Ending::Killed
             }
+        };
+    }
+
+    fn note_world(&mut self, world: &World, phase: Phase) {
+        self.state.world_pid = Some(world.pid());
+        self.state.rank_0_pid = None;
+        self.state.phase = phase;
+        self.write_state();
+    }
+
+    /// A disk that is full is no reason to end a world; `launch status` shows what was last written.
+    fn write_state(&self) {
+        if let Err(error) = self.run_dir.write(&self.state) {
+            eprintln!("launch: {error:#}");
+        }
+    }
+}
+
+impl Running {
+    /// How long nothing need be looked at.
+    fn timeout(&self) -> Option<Duration> {
+        match (self.ending, self.serving_since) {
+            (Ending::No, None) => Some(READY_POLL),
+            (Ending::No, Some(_)) => Some(LIVENESS_POLL),
+            (ending, _) => ending.left(),
         }
     }
 }

@@ -1,12 +1,13 @@
 //! One run of a world: its processes on this node, from start to the last one's end.
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use ipc::ProcessWatch;
+use ipc::{ProcessId, ProcessWatch};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
@@ -17,25 +18,50 @@ use crate::{mpirun, processes, srun};
 /// How long what is left of a world may take to end by itself after its first process has.
 const ORPHAN_PATIENCE: Duration = Duration::from_secs(3);
 
+/// In the environment of every process of a world: which world it is of.
+const WORLD_VARIABLE: &str = "TRIREME_WORLD";
+
+/// Where a world finds what its launcher arranged for it.
+#[derive(Debug, Clone)]
+pub(crate) struct Place {
+    /// Counts the starts of this launcher.
+    pub(crate) start: u32,
+    /// Where rank 0 gives its ports away when asked.
+    pub(crate) hand_over: PathBuf,
+    /// Where it gets them from; None: it binds them.
+    pub(crate) take_over: Option<PathBuf>,
+    /// Where reports of crashes go.
+    pub(crate) crash_dir: PathBuf,
+}
+
 pub(crate) struct World {
     child: Child,
     watch: ProcessWatch,
     starter: Starter,
     rank_0: Option<ProcessWatch>,
+    id: String,
+    place: Place,
 }
 
 impl World {
     /// Starts the command of `plan`. Call it on the main thread: the world ends with the thread that started it.
-    pub(crate) fn start(plan: &Plan) -> Result<Self> {
+    pub(crate) fn start(plan: &Plan, place: Place) -> Result<Self> {
+        let id = world_id(ProcessId::current(), place.start);
         let mut command = Command::new(&plan.command.program);
-        command.args(&plan.command.args).stdin(Stdio::null());
+        command.args(&plan.command.args).stdin(Stdio::null()).env(WORLD_VARIABLE, &id);
+        command.env("TRIREME_HAND_OVER", &place.hand_over).env("TRIREME_CRASH_DIR", &place.crash_dir);
+        // The launcher alone speaks to systemd.
+        command.env_remove("NOTIFY_SOCKET").env_remove("WATCHDOG_USEC").env_remove("TRIREME_TAKE_OVER");
+        if let Some(socket) = &place.take_over {
+            command.env("TRIREME_TAKE_OVER", socket);
+        }
         // A process group of its own: Ctrl-C reaches the launcher alone, which then ends the world gracefully.
         command.process_group(0);
         let child = ipc::bind_to_parent(&mut command, Signal::SIGTERM as i32)
             .spawn()
             .with_context(|| format!("cannot start `{}`", plan.command.program.display()))?;
         let watch = ProcessWatch::new(child.id())?;
-        Ok(Self { child, watch, starter: plan.starter.clone(), rank_0: None })
+        Ok(Self { child, watch, starter: plan.starter.clone(), rank_0: None, id, place })
     }
 
     /// Readable at the end of the world.
@@ -45,6 +71,11 @@ impl World {
 
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Where its rank 0 gives its ports away.
+    pub(crate) fn hand_over(&self) -> &PathBuf {
+        &self.place.hand_over
     }
 
     /// The pid of rank 0; None when it is not there (yet), or on another node.
@@ -59,6 +90,11 @@ impl World {
             self.rank_0 = mpirun::find_rank_0(self.pid()).and_then(|pid| ProcessWatch::new(pid).ok());
         }
         self.rank_0.as_ref().map(ProcessWatch::pid)
+    }
+
+    /// Its processes on this node.
+    pub(crate) fn processes(&self) -> Vec<u32> {
+        processes::with_variable(WORLD_VARIABLE, |id| id == self.id)
     }
 
     /// Asks the world to end. Rank 0 is asked: it ends the others in good order, while mpirun would kill them.
@@ -84,21 +120,39 @@ impl World {
             let _ = srun::signal(*job, step, "KILL");
         }
         let _ = self.watch.signal(Signal::SIGKILL as i32);
-        kill_all(&processes::descendants(std::process::id()));
+        kill_all(&self.processes());
     }
 
     /// What the first process returned; waits until all processes of the world have ended, and removes what they
-    /// left in shared memory.
-    pub(crate) fn finish(mut self) -> Result<ExitStatus> {
+    /// left in shared memory and sockets. `beside` is the first process of another world, to be left alone.
+    pub(crate) fn finish(mut self, beside: Option<u32>) -> Result<ExitStatus> {
         let status = self.child.wait().context("cannot wait for the world")?;
-        reap_orphans();
+        self.wait_for_orphans(beside);
         if self.starter == Starter::Mpirun {
             mpirun::remove_leftovers(self.child.id());
         }
-        for name in ipc::sweep_all_stale()? {
-            eprintln!("launch: removed /dev/shm/{name}, left by a process that was killed");
-        }
+        // Gone already is as good.
+        let _ = std::fs::remove_file(&self.place.hand_over);
+        sweep_shared_memory()?;
         Ok(status)
+    }
+
+    /// Waits for processes that outlive the first; those whose parent has ended come to this process, their subreaper.
+    fn wait_for_orphans(&self, beside: Option<u32>) {
+        let start = Instant::now();
+        loop {
+            for pid in processes::ended_children().into_iter().filter(|pid| Some(*pid) != beside) {
+                let _ = waitpid(Pid::from_raw(pid as i32), Some(WaitPidFlag::WNOHANG));
+            }
+            let left = self.processes();
+            if left.is_empty() {
+                return;
+            }
+            if start.elapsed() > ORPHAN_PATIENCE {
+                kill_all(&left);
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
     }
 }
 
@@ -107,20 +161,67 @@ pub(crate) fn exit_code(status: ExitStatus) -> u8 {
     status.code().map_or_else(|| 128 + status.signal().unwrap_or(0) as u8, |code| code as u8)
 }
 
-/// Waits for processes whose parent has ended before them; they come to this process, their subreaper.
-fn reap_orphans() {
+/// Ends what launchers of this user have left that were killed: processes first, then shared memory.
+pub(crate) fn remove_leftovers() -> Result<()> {
+    /// A world ends by itself when its launcher dies, but not at once.
+    const PATIENCE: Duration = Duration::from_secs(2);
     let start = Instant::now();
-    while waitpid(None::<Pid>, Some(WaitPidFlag::WNOHANG)).is_ok() {
-        if start.elapsed() > ORPHAN_PATIENCE {
-            kill_all(&processes::descendants(std::process::id()));
+    loop {
+        let left = processes::with_variable(WORLD_VARIABLE, is_left_over);
+        if left.is_empty() {
+            break;
         }
-        thread::sleep(Duration::from_millis(10));
+        if start.elapsed() > PATIENCE {
+            eprintln!("launch: kills {} processes that a launcher left which was killed: {left:?}", left.len());
+            kill_all(&left);
+        }
+        thread::sleep(Duration::from_millis(50));
     }
+    sweep_shared_memory()
+}
+
+fn sweep_shared_memory() -> Result<()> {
+    for name in ipc::sweep_all_stale()? {
+        eprintln!("launch: removed /dev/shm/{name}, left by a process that was killed");
+    }
+    Ok(())
+}
+
+fn world_id(launcher: ProcessId, start: u32) -> String {
+    format!("{}/{}/{}/{start}", node(), launcher.pid, launcher.start_time)
+}
+
+/// Whether the launcher of that world ran on this node, and does no longer.
+fn is_left_over(id: &str) -> bool {
+    let mut parts = id.split('/');
+    let (here, mut number) = (parts.next() == Some(&node()), || parts.next()?.parse::<u64>().ok());
+    match (here, number(), number()) {
+        (true, Some(pid), Some(start_time)) => !ProcessId { pid: pid as u32, start_time }.is_alive(),
+        _ => false,
+    }
+}
+
+fn node() -> String {
+    nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned()
 }
 
 fn kill_all(pids: &[u32]) {
     for &pid in pids {
         // It may have ended since it was seen.
         let _ = kill(Pid::from_raw(pid as i32), Signal::SIGKILL);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_world_is_left_over_once_its_launcher_is_gone() {
+        let me = ProcessId::current();
+        assert!(!is_left_over(&world_id(me, 3)));
+        assert!(is_left_over(&world_id(ProcessId { start_time: me.start_time + 1, ..me }, 3)));
+        assert!(!is_left_over(&format!("elsewhere/{}/1/0", me.pid)), "of another node nothing is known");
+        assert!(!is_left_over("nonsense"));
     }
 }

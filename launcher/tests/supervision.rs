@@ -313,6 +313,114 @@ fn a_world_ends_with_a_launcher_that_is_killed() {
 }
 
 #[test]
+fn a_restart_keeps_the_launcher_and_its_flags() {
+    let place = Place::new();
+    let port = place.ports[0];
+    let launch = place.start("-- --id=me").spawn().unwrap();
+    let has_phase = |phase: &str| {
+        let state = fs::read_to_string(place.dir.path().join(format!("trireme/world-{port}.json"))).unwrap_or_default();
+        state.contains(&format!("\"phase\": \"{phase}\""))
+    };
+    eventually("serving, as the launcher knows", || has_phase("serving"));
+    let restarted = place.launch("restart").output().unwrap();
+    assert_eq!(code(restarted.status), 0, "{}", text(&restarted));
+    let starts = place.starts(0);
+    assert!(starts.len() == 2 && !is_alive(starts[0]) && is_alive(starts[1]), "{starts:?}");
+    assert_eq!(place.events().matches("--id=me").count(), 2, "{}", place.events());
+
+    let status = place.launch("status --json").output().unwrap();
+    let status: serde_json::Value = serde_json::from_slice(&status.stdout).unwrap();
+    assert_eq!((&status[0]["state"], &status[0]["num_restarts"]), (&"ready".into(), &1.into()), "{status}");
+    assert_eq!(status[0]["processes"][0]["pid"], launch.id(), "{status}");
+
+    let logs = text(&place.launch(&format!("logs --http_port={port}")).output().unwrap());
+    assert!(logs.contains("launch: SIGUSR1") || logs.contains("a restart is asked for"), "{logs}");
+    signal(launch.id() as i32, Signal::SIGTERM);
+    let output = output(launch);
+    assert_eq!(code(output.status), 0, "{}", text(&output));
+    assert!(text(&output).contains("the world has ended (exit code 0)"), "the terminal shows the log");
+    place.assert_nothing_is_left();
+}
+
+#[test]
+fn a_followed_log_ends_with_its_world() {
+    let place = Place::new();
+    assert_eq!(code(place.start("--detach").output().unwrap().status), 0);
+    let follower = place.launch("logs --follow").spawn().unwrap();
+    assert_eq!(code(place.launch("stop").output().unwrap().status), 0);
+    let followed = text(&output(follower));
+    assert!(followed.contains("launch: serving after") && followed.contains("the world has ended"), "{followed}");
+}
+
+#[test]
+fn a_world_that_dies_of_a_signal_while_it_loads_is_started_again_and_leaves_a_report() {
+    let place = Place::new();
+    let launch = place.start("").env("FAKE_SLOW_MS", "1500").spawn().unwrap();
+    eventually("started", || place.starts(0).len() == 1);
+    signal(place.starts(0)[0], Signal::SIGABRT);
+    eventually("serving", || place.is_serving());
+    let reports = fs::read_dir(place.dir.path().join("trireme/crashes")).unwrap();
+    let reports: Vec<_> = reports.map(|entry| fs::read_to_string(entry.unwrap().path()).unwrap()).collect();
+    assert!(reports.len() == 1 && reports[0].contains("ended: signal 6 (SIGABRT)"), "{reports:?}");
+    signal(launch.id() as i32, Signal::SIGTERM);
+    assert_eq!(code(output(launch).status), 0);
+    place.assert_nothing_is_left();
+}
+
+#[test]
+fn what_a_killed_launcher_left_is_ended_by_the_next() {
+    let place = Place::new();
+    // It ignores SIGTERM, so it outlives the launcher that is killed.
+    let mut launch = place.start("").env("FAKE_STUBBORN", "1").spawn().unwrap();
+    eventually("serving", || place.is_serving());
+    let stubborn = place.starts(0)[0];
+    launch.kill().unwrap();
+    launch.wait().unwrap();
+    assert!(is_alive(stubborn));
+    let next = place.start("").spawn().unwrap();
+    eventually("the next world", || place.starts(0).len() == 2 && place.is_serving());
+    assert!(!is_alive(stubborn));
+    signal(next.id() as i32, Signal::SIGTERM);
+    assert_eq!(code(output(next).status), 0);
+    place.assert_nothing_is_left();
+}
+
+#[test]
+fn a_rank_that_does_not_answer_is_killed_and_started_again() {
+    let place = Place::new();
+    let launch = place.start("--liveness-timeout=2").spawn().unwrap();
+    let log = || text(&place.launch("logs").output().unwrap());
+    eventually("serving", || log().contains("launch: serving after"));
+    signal(place.starts(0)[0], Signal::SIGSTOP);
+    eventually("a second start", || place.starts(0).len() == 2 && place.is_serving());
+    assert!(log().contains("rank 0 has not answered for") && log().contains("T (stopped)"), "{}", log());
+    signal(launch.id() as i32, Signal::SIGTERM);
+    assert_eq!(code(output(launch).status), 0);
+    place.assert_nothing_is_left();
+}
+
+#[test]
+fn systemd_hears_that_the_world_serves_and_that_it_ends() {
+    let place = Place::new();
+    let path = place.dir.path().join("notify");
+    let socket = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+    socket.set_read_timeout(Some(LONG)).unwrap();
+    let hear = || {
+        let mut bytes = [0; 1024];
+        let len = socket.recv(&mut bytes).unwrap();
+        String::from_utf8_lossy(&bytes[..len]).into_owned()
+    };
+    let until = |word: &str| while !hear().contains(word) {};
+    let mut start = place.start("");
+    let launch = start.env("NOTIFY_SOCKET", &path).env("WATCHDOG_USEC", "3000000").spawn().unwrap();
+    until("READY=1");
+    until("WATCHDOG=1");
+    signal(launch.id() as i32, Signal::SIGTERM);
+    until("STOPPING=1");
+    assert_eq!(code(output(launch).status), 0);
+}
+
+#[test]
 fn a_port_in_use_by_another_program_is_refused_with_its_pid() {
     let place = Place::new();
     let _listener = TcpListener::bind(("127.0.0.1", place.ports[1])).unwrap();

@@ -32,6 +32,7 @@ mod process;
 mod region;
 mod ring;
 mod sweep;
+mod threads;
 mod title;
 
 pub use error::{IpcError, RecvError, SendError};
@@ -40,4 +41,5 @@ pub use process::{ProcessId, ProcessWatch, bind_to_parent, describe_exit, die_wi
 pub use region::{Plain, Region};
 pub use ring::{Doorbell, Received, Ring, RingReceiver, RingSender};
 pub use sweep::{sweep_all_stale, sweep_stale};
+pub use threads::thread_states;
 pub use title::{set_process_name, set_process_title};

@@ -1,0 +1,322 @@
+//! `launch status`: the worlds of this user, their processes as `/proc` shows them, and their models as rank 0 tells.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use serde::Serialize;
+
+use crate::health;
+use crate::processes;
+use crate::scrape::Metrics;
+use crate::state::{Phase, RunDir, WorldState};
+
+/// Between the two looks from which rates are taken.
+const RATE_TIME: Duration = Duration::from_millis(500);
+
+/// A world and all of its parts.
+#[derive(Debug, Clone, Serialize)]
+pub struct WorldStatus {
+    /// Where it answers HTTP, gRPC and metrics.
+    pub http_port: u16,
+    /// See above.
+    pub grpc_port: u16,
+    /// See above.
+    pub metrics_port: u16,
+    /// `loading`, `ready`, `not ready` (it has served), `ending`, `waiting` (for its next start after a failure).
+    pub state: &'static str,
+    /// Ranks it has when whole.
+    pub world_size: u32,
+    /// Times it was started again.
+    pub num_restarts: u32,
+    /// How its last bad run ended.
+    pub last_failure: Option<String>,
+    /// The newest report of a crash.
+    pub crash_report: Option<PathBuf>,
+    /// What it serves.
+    pub model_repository: PathBuf,
+    /// Where it logs.
+    pub log: PathBuf,
+    /// Launcher, ranks and workers.
+    pub processes: Vec<ProcessStatus>,
+    /// Language models that rank 0 holds.
+    pub models: Vec<ModelStatus>,
+}
+
+/// One process of a world.
+#[derive(Debug, Clone, Serialize)]
+pub struct ProcessStatus {
+    /// `launcher`, `rank` or `worker`.
+    pub role: &'static str,
+    /// Its rank; a worker's is its place in the tensor-parallel group.
+    pub rank: Option<u32>,
+    /// Its pid on its node.
+    pub pid: u32,
+    /// Where it runs.
+    pub node: String,
+    /// What a worker computes on.
+    pub device: Option<String>,
+    /// What a worker computes.
+    pub model: Option<String>,
+    /// `running`, `stopped`, `stuck in the kernel`; `loading` or `ready` for workers, as rank 0 knows.
+    pub state: String,
+    /// Memory that is its own, in bytes; None on other nodes.
+    pub memory_bytes: Option<u64>,
+    /// Time since it started; None on other nodes.
+    pub uptime_secs: Option<u64>,
+}
+
+/// One language model.
+#[derive(Debug, Clone, Serialize)]
+pub struct ModelStatus {
+    /// Its name.
+    pub name: String,
+    /// A step can run now.
+    pub is_ready: bool,
+    /// Steps in a second, just now.
+    pub steps_per_s: f64,
+    /// Tokens generated in a second, just now.
+    pub tokens_per_s: f64,
+    /// Sequences in the current steps.
+    pub num_running: u64,
+    /// Sequences in the queue.
+    pub num_waiting: u64,
+    /// KV blocks in use, and in all.
+    pub kv_blocks_used: u64,
+    /// See above.
+    pub kv_blocks: u64,
+    /// Times its workers were started again.
+    pub num_restarts: u64,
+}
+
+/// `launch status`.
+pub(crate) fn print(run_dir: &RunDir, json: bool) -> Result<()> {
+    let worlds = collect(run_dir);
+    if json {
+        println!("{}", serde_json::to_string_pretty(&worlds)?);
+    } else {
+        print!("{}", table(&worlds));
+    }
+    Ok(())
+}
+
+/// Every world of this user on this machine.
+pub(crate) fn collect(run_dir: &RunDir) -> Vec<WorldStatus> {
+    let worlds = run_dir.worlds();
+    let scrape = |world: &WorldState| Metrics::of(&world.http_host, world.metrics_port).ok();
+    let first: Vec<_> = worlds.iter().map(|world| (scrape(world), Instant::now())).collect();
+    if first.iter().any(|(metrics, _)| metrics.is_some()) {
+        thread::sleep(RATE_TIME);
+    }
+    let status = |(world, (before, then)): (&WorldState, &(Option<Metrics>, Instant))| {
+        let now = scrape(world).unwrap_or_default();
+        world_status(world, before.as_ref().unwrap_or(&now), &now, then.elapsed())
+    };
+    worlds.iter().zip(&first).map(status).collect()
+}
+
+fn world_status(world: &WorldState, before: &Metrics, now: &Metrics, time: Duration) -> WorldStatus {
+    let state = match world.phase {
+        Phase::Loading => "loading",
+        Phase::Ending => "ending",
+        Phase::Waiting => "waiting",
+        Phase::Serving if health::is_ready(&world.http_host, world.http_port) => "ready",
+        Phase::Serving => "not ready",
+    };
+    WorldStatus {
+        http_port: world.http_port,
+        grpc_port: world.grpc_port,
+        metrics_port: world.metrics_port,
+        state,
+        world_size: world.world_size,
+        num_restarts: world.num_restarts,
+        last_failure: world.last_failure.clone(),
+        crash_report: newest_report(world),
+        model_repository: world.model_repository.clone(),
+        log: world.log.clone(),
+        processes: process_statuses(world, now),
+        models: models(before, now, time),
+    }
+}
+
+/// The newest file among the crash reports of this world.
+fn newest_report(world: &WorldState) -> Option<PathBuf> {
+    let start = format!("crash-{}-", world.http_port);
+    let entries = fs::read_dir(&world.crash_dir).ok()?.flatten();
+    let reports = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&start));
+    reports.map(|entry| entry.path()).max_by_key(|path| fs::metadata(path).and_then(|meta| meta.modified()).ok())
+}
+
+/// Models that metrics tell of, with rates over the `time` between two looks.
+pub fn models(before: &Metrics, now: &Metrics, time: Duration) -> Vec<ModelStatus> {
+    let status = |name: &str| {
+        let value = |metric: &str| now.of_model(metric, name).unwrap_or(0.0);
+        let rate = |metric: &str| {
+            let grown = value(metric) - before.of_model(metric, name).unwrap_or(0.0);
+            (grown / time.as_secs_f64().max(1e-3)).max(0.0)
+        };
+        ModelStatus {
+            name: name.to_owned(),
+            is_ready: value("trireme_llm_ready") > 0.0,
+            steps_per_s: rate("trireme_llm_steps"),
+            tokens_per_s: rate("trireme_llm_output_tokens"),
+            num_running: value("trireme_llm_requests_running") as u64,
+            num_waiting: value("trireme_llm_requests_waiting") as u64,
+            kv_blocks_used: value("trireme_llm_kv_blocks_used") as u64,
+            kv_blocks: value("trireme_llm_kv_blocks") as u64,
+            num_restarts: value("trireme_llm_worker_restarts") as u64,
+        }
+    };
+    now.all("trireme_llm_ready").map(|sample| status(sample.label("model"))).collect()
+}
+
+fn process_statuses(world: &WorldState, metrics: &Metrics) -> Vec<ProcessStatus> {
+    let node = nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned();
+    let local = |pid: u32, role, rank, model: Option<String>| ProcessStatus {
+        role,
+        rank,
+        pid,
+        node: node.clone(),
+        device: None,
+        model,
+        state: processes::state(pid).unwrap_or("gone").to_owned(),
+        memory_bytes: processes::memory_bytes(pid),
+        uptime_secs: processes::uptime(pid).map(|time| time.as_secs()),
+    };
+    let mut found = vec![local(world.launcher_pid, "launcher", None, None)];
+    for pid in processes::descendants(world.launcher_pid) {
+        match processes::title(pid) {
+            Some(processes::Title::Rank(rank)) => found.push(local(pid, "rank", Some(rank), None)),
+            Some(processes::Title::Worker(rank, model)) => found.push(local(pid, "worker", Some(rank), Some(model))),
+            None => {}
+        }
+    }
+    for worker in metrics.all("trireme_llm_worker_ready") {
+        let pid = worker.label("pid").parse().unwrap_or(0);
+        let state = if worker.value > 0.0 { "ready" } else { "loading" };
+        let device = Some(worker.label("device").to_owned()).filter(|device| !device.is_empty());
+        match found.iter_mut().find(|process| process.pid == pid && process.node == worker.label("node")) {
+            Some(process) => {
+                process.device = device;
+                // What the kernel says of it counts for more when it cannot run.
+                if process.state == "running" {
+                    process.state = state.to_owned();
+                }
+            }
+            None => found.push(ProcessStatus {
+                role: "worker",
+                rank: worker.label("worker").parse().ok(),
+                pid,
+                node: worker.label("node").to_owned(),
+                device,
+                model: Some(worker.label("model").to_owned()),
+                state: state.to_owned(),
+                memory_bytes: None,
+                uptime_secs: None,
+            }),
+        }
+    }
+    found.sort_by_key(|process| (process.role, process.rank));
+    found
+}
+
+fn table(worlds: &[WorldStatus]) -> String {
+    let mut out = String::new();
+    if worlds.is_empty() {
+        return "no world runs\n".to_owned();
+    }
+    for world in worlds {
+        let WorldStatus { http_port, grpc_port, metrics_port, state, world_size, num_restarts, .. } = world;
+        let _ = writeln!(
+            out,
+            "http {http_port} grpc {grpc_port} metrics {metrics_port}: {state}, {world_size} rank(s), \
+             {num_restarts} restart(s), {}, log {}",
+            world.model_repository.display(),
+            world.log.display()
+        );
+        if let Some(failure) = &world.last_failure {
+            let report = world.crash_report.as_ref().map(|path| format!("; see {}", path.display()));
+            let _ = writeln!(out, "  last failure: {failure}{}", report.unwrap_or_default());
+        }
+        for model in &world.models {
+            let _ = writeln!(
+                out,
+                "  model {}: {}, {:.0} steps/s, {:.0} tokens/s, {} running, {} waiting, KV {} of {}, {} restart(s)",
+                model.name,
+                if model.is_ready { "ready" } else { "not ready" },
+                model.steps_per_s,
+                model.tokens_per_s,
+                model.num_running,
+                model.num_waiting,
+                model.kv_blocks_used,
+                model.kv_blocks,
+                model.num_restarts
+            );
+        }
+        let head = ["role", "rank", "pid", "node", "device", "model", "state", "memory", "uptime"].map(str::to_owned);
+        let rows: Vec<_> = std::iter::once(head).chain(world.processes.iter().map(row)).collect();
+        out.push_str(&aligned(&rows));
+    }
+    out
+}
+
+fn row(process: &ProcessStatus) -> [String; 9] {
+    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+    [
+        process.role.to_owned(),
+        or_dash(process.rank.map(|rank| rank.to_string())),
+        process.pid.to_string(),
+        process.node.clone(),
+        or_dash(process.device.clone()),
+        or_dash(process.model.clone()),
+        process.state.clone(),
+        or_dash(process.memory_bytes.map(|bytes| format!("{} MiB", bytes >> 20))),
+        or_dash(process.uptime_secs.map(duration)),
+    ]
+}
+
+/// `59s`, `3m07s`, `2h05m`, `4d02h`.
+fn duration(secs: u64) -> String {
+    match secs {
+        0..60 => format!("{secs}s"),
+        60..3600 => format!("{}m{:02}s", secs / 60, secs % 60),
+        3600..86_400 => format!("{}h{:02}m", secs / 3600, secs / 60 % 60),
+        _ => format!("{}d{:02}h", secs / 86_400, secs / 3600 % 24),
+    }
+}
+
+/// Columns as wide as their widest cell, indented.
+fn aligned<const N: usize>(rows: &[[String; N]]) -> String {
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: [usize; N] = std::array::from_fn(width);
+    let line = |row: &[String; N]| {
+        let cells: Vec<_> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        format!("  {}\n", cells.join("  ").trim_end())
+    };
+    rows.iter().map(line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_are_what_counters_grew_by() {
+        let text = |steps| {
+            format!(
+                "trireme_llm_ready{{model=\"m\"}} 1\ntrireme_llm_steps{{model=\"m\"}} {steps}\ntrireme_llm_kv_blocks{{model=\"m\"}} 7\n"
+            )
+        };
+        let (before, now) = (Metrics::parse(&text(100)), Metrics::parse(&text(150)));
+        let models = models(&before, &now, Duration::from_millis(500));
+        assert_eq!((models[0].steps_per_s, models[0].kv_blocks, models[0].is_ready), (100.0, 7, true));
+    }
+
+    #[test]
+    fn times_are_short() {
+        assert_eq!([59, 187, 7500, 352_800].map(duration), ["59s", "3m07s", "2h05m", "4d02h"]);
+    }
+}
