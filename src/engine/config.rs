@@ -27,6 +27,8 @@ pub struct EngineConfig {
     pub policy: Policy,
     /// Whether sequences share KV blocks of equal prefixes.
     pub prefix_cache: bool,
+    /// Most tokens guessed for a sequence in one step, whatever its request says; 0 is off.
+    pub max_drafts: usize,
 }
 
 /// What admission promises to a sequence, under TensorRT-LLM's names.
@@ -66,6 +68,7 @@ impl Default for EngineConfig {
             max_joined_tokens: 16_384,
             policy: Policy::default(),
             prefix_cache: true,
+            max_drafts: 0,
         }
     }
 }
@@ -102,14 +105,22 @@ impl EngineConfig {
     /// No plan takes more bytes on the wire, whatever clients ask: rings are sized by it.
     pub fn max_plan_bytes(&self) -> usize {
         // Postcard writes a `u32` into at most 5 bytes, a `u64` into 10, an `f32` into 4 and a `bool` into 1.
-        const NUMBERS: usize = 10 + 4 * 5 + 4; // step, lengths of the lists, checksum
+        const NUMBERS: usize = 10 + 7 * 5 + 4; // step, lengths of the lists, checksum
         const LEFT: usize = 5;
-        const JOINED: usize = 5 * 5 + 10 + (6 * 4 + 4 * 5 + 10 + 3 * 5 + 6) + 5; // its numbers, sampling, a partial block
+        const JOINED: usize = 5 * 5 + 10 + (8 * 4 + 6 * 5 + 10 + 3 * 5 + 9) + 5; // its numbers, sampling, a partial block
         const GROWN: usize = 2 * 5;
+        const COPIED: usize = 3 * 5;
         const WORK: usize = 3 * 5 + 1;
+        // A row hears of what its last step settled: its own token and the drafts.
+        let revised = 4 * 5 + 5 * (1 + self.max_drafts);
+        let (drafts, grown) = match self.max_drafts {
+            0 => (0, GROWN),
+            n => (2 * 5 + 5 * n, GROWN * (1 + n.div_ceil(self.block_size))),
+        };
+        let row = LEFT + JOINED + revised + COPIED + grown + drafts + WORK;
         let num_joined_tokens = self.max_joined_tokens + self.max_sequence_len;
         let num_joined_blocks = num_joined_tokens.div_ceil(self.block_size);
-        NUMBERS + self.max_rows * (LEFT + JOINED + GROWN + WORK) + 5 * (num_joined_tokens + num_joined_blocks)
+        NUMBERS + self.max_rows * row + 5 * (num_joined_tokens + num_joined_blocks)
     }
 }
 
@@ -135,13 +146,23 @@ mod tests {
 
     #[test]
     fn the_largest_plan_fits_its_bound_and_wastes_little_of_it() {
-        use crate::{BlockId, JoinedRow, RowId, RowWork, SamplingParams, SequenceId, StepPlan, TokenId};
-        let config = EngineConfig { max_rows: 2, max_joined_tokens: 100, max_sequence_len: 50, ..Default::default() };
+        use crate::{
+            BlockId, CopiedBlock, JoinedRow, RevisedRow, RowId, RowWork, SamplingParams, SequenceId, StepPlan, TokenId,
+        };
+        let config = EngineConfig {
+            max_rows: 2,
+            max_joined_tokens: 100,
+            max_sequence_len: 50,
+            max_drafts: 3,
+            ..EngineConfig::default()
+        };
         let sampling = SamplingParams {
             top_k: u32::MAX,
             seed: u64::MAX,
             min_tokens: u32::MAX,
             num_logprobs: Some(u32::MAX),
+            beam_candidates: u32::MAX,
+            top_p_reset: Some(TokenId(u32::MAX)),
             logit_bias: vec![(TokenId(u32::MAX), 1.0); 50],
             ..SamplingParams::default()
         };
@@ -155,11 +176,17 @@ mod tests {
             sampling,
         };
         let work = RowWork { row: RowId(u32::MAX), start: u32::MAX, num_tokens: u32::MAX, samples: true };
+        let tokens = vec![TokenId(u32::MAX); 4];
+        let revised = RevisedRow { row: RowId(u32::MAX), parent: RowId(u32::MAX), num_kept: u32::MAX, tokens };
+        let copied = CopiedBlock { row: RowId(u32::MAX), from: BlockId(u32::MAX), to: BlockId(u32::MAX) };
         let plan = StepPlan {
             step: u64::MAX,
             left: vec![RowId(u32::MAX); 2],
             joined: vec![joined],
+            revised: vec![revised; 2],
+            copied: vec![copied; 2],
             grown: vec![(RowId(u32::MAX), BlockId(u32::MAX)); 2],
+            drafts: vec![(RowId(u32::MAX), vec![TokenId(u32::MAX); 3]); 2],
             work: vec![work; 2],
         };
         let mut bytes = Vec::new();

@@ -2,12 +2,15 @@
 
 use std::collections::VecDeque;
 
+use crate::beams;
 use crate::blocks::BlockPool;
+use crate::draft::{Drafter, PromptLookup};
 use crate::queue::{Queue, Turn, turn};
-use crate::sequence::{Place, Sequence};
+use crate::sequence::{Place, Sequence, num_blocks_in_all};
 use crate::sequences::{Sequences, Slot};
 use crate::{
-    ConfigError, EngineConfig, FinishReason, MAX_LOGPROBS, Policy, Refused, Request, RowId, SequenceId, TokenEvent,
+    ConfigError, EngineConfig, FinishReason, MAX_BEAM_CANDIDATES, MAX_LOGPROBS, Policy, Refused, Request, RowId,
+    SequenceId, TokenEvent,
 };
 
 /// The scheduler of one model: a state machine without clock, thread or I/O.
@@ -44,6 +47,7 @@ pub struct Engine {
     next_sequence: u64,
     /// The queue's head did not fit into so many blocks; it is not tried again until there are more.
     pub(crate) did_not_fit: Option<(SequenceId, usize)>,
+    pub(crate) drafter: Box<dyn Drafter>,
     /// News that no output brought.
     pub(crate) events: Vec<TokenEvent>,
     pub(crate) totals: Totals,
@@ -77,7 +81,12 @@ pub(crate) struct Totals {
     pub(crate) discarded_tokens: u64,
     pub(crate) reused_blocks: u64,
     pub(crate) allocated_blocks: u64,
+    pub(crate) drafted_tokens: u64,
+    pub(crate) accepted_tokens: u64,
 }
+
+/// Tokens that prompt look-up looks for, as in transformers.
+const DEFAULT_NGRAM: usize = 2;
 
 impl Engine {
     /// An idle engine.
@@ -100,9 +109,16 @@ impl Engine {
             next_step: 0,
             next_sequence: 0,
             did_not_fit: None,
+            drafter: Box::new(PromptLookup { max_ngram: DEFAULT_NGRAM }),
             events: Vec::new(),
             totals: Totals::default(),
         })
+    }
+
+    /// Lets `drafter` guess tokens, where a request and [`EngineConfig::max_drafts`] allow it; at first it is
+    /// [`PromptLookup`].
+    pub fn set_drafter(&mut self, drafter: Box<dyn Drafter>) {
+        self.drafter = drafter;
     }
 
     /// The bounds it was made with.
@@ -119,7 +135,7 @@ impl Engine {
         let id = SequenceId(self.next_sequence);
         self.next_sequence += 1;
         self.totals.prompt_tokens += request.prompt.len() as u64;
-        let slot = self.sequences.insert(Sequence::new(id, request, max_len));
+        let slot = self.sequences.insert(Sequence::new(id, request, max_len, self.config.max_drafts));
         self.queue.insert(&self.sequences[slot], slot);
         Ok(id)
     }
@@ -156,6 +172,8 @@ impl Engine {
         for (_, slot) in self.sequences.in_order() {
             let sequence = &mut self.sequences[slot];
             sequence.num_in_flight = 0;
+            sequence.drafts.clear();
+            sequence.verified.clear();
             if sequence.place != Place::Queued {
                 sequence.reset_row();
                 sequence.place = Place::Queued;
@@ -203,8 +221,10 @@ impl Engine {
         if let Some(found) = request.sampling.num_logprobs.filter(|&n| n > MAX_LOGPROBS) {
             return Err(Refused::TooManyLogprobs { found, max: MAX_LOGPROBS });
         }
+        self.check_beams(request)?;
         let max_len = len.saturating_add(request.max_tokens as usize).min(max_sequence_len);
-        let needed = (max_len - 1).div_ceil(block_size);
+        let num_beams = request.beams.map_or(1, |beams| beams.width as usize);
+        let needed = num_blocks_in_all(len, max_len, num_beams, block_size);
         if needed > num_blocks {
             return Err(Refused::NeverFits { needed, num_blocks });
         }
@@ -214,13 +234,26 @@ impl Engine {
         Ok(max_len)
     }
 
+    fn check_beams(&self, request: &Request) -> Result<(), Refused> {
+        let Some(params) = &request.beams else { return Ok(()) };
+        let (width, max) = (params.width as usize, self.config.max_rows);
+        if width < 2 || width > max {
+            return Err(Refused::BeamWidth { width: params.width, max });
+        }
+        let found = beams::num_candidates(width, request.sampling.end_ids.len(), request.stop_words.len());
+        match found > MAX_BEAM_CANDIDATES {
+            true => Err(Refused::TooManyCandidates { found, max: MAX_BEAM_CANDIDATES }),
+            false => Ok(()),
+        }
+    }
+
     fn end_early(&mut self, id: SequenceId, reason: FinishReason) -> bool {
         let Some(slot) = self.sequences.find(id) else { return false };
         let mut tokens = self.sequences[slot].take_held();
         if reason == FinishReason::StopWord {
             tokens.clear();
         }
-        let event = TokenEvent { sequence: id, tokens, finished: Some(reason), blocks: self.sequences[slot].usage };
+        let event = TokenEvent { tokens, ..self.sequences[slot].event(Some(reason)) };
         self.end(slot);
         self.events.push(event);
         true
@@ -243,16 +276,27 @@ impl Engine {
         self.running.remove(index.expect("a running sequence is in the running list"));
         let sequence = &mut self.sequences[slot];
         let Place::Running(row) = sequence.place else { panic!("only a running sequence leaves its row") };
-        self.left.push(row);
-        self.free_rows.push(row);
+        match &sequence.beams {
+            None => {
+                self.left.push(row);
+                self.free_rows.push(row);
+            }
+            Some(beams) => {
+                self.left.extend_from_slice(&beams.rows[..beams.num_live_rows]);
+                self.free_rows.extend_from_slice(&beams.rows);
+            }
+        }
         if self.config.policy == Policy::GuaranteedNoEvict {
-            self.num_reserved -= sequence.num_blocks_in_all(block_size) - sequence.blocks.len();
+            self.num_reserved -= sequence.num_blocks_in_all(block_size) - sequence.num_held();
         }
         if self.config.prefix_cache {
             for &block in &sequence.blocks[sequence.num_ready.min(sequence.num_named)..sequence.num_named] {
                 self.pool.forget(block);
             }
             crate::prefix::name_output(&mut self.pool, sequence, block_size, step);
+        }
+        for &block in sequence.beams.iter().flat_map(|beams| &beams.tails).flatten() {
+            self.pool.release(block);
         }
         for &block in sequence.blocks.iter().rev() {
             self.pool.release(block);

@@ -8,15 +8,13 @@
 //! - [`Request`] goes in, [`TokenEvent`]s come out, the last with a [`FinishReason`].
 //!
 //! ```
-//! use engine::{Engine, EngineConfig, FinishReason, Request, SampledToken, SamplingParams, StepOutput, TokenId};
+//! use engine::{Engine, EngineConfig, FinishReason, Request, SampledToken, StepOutput, TokenId};
 //!
 //! let mut engine = Engine::new(EngineConfig::default())?;
 //! let request = Request {
 //!     prompt: vec![TokenId(1), TokenId(2), TokenId(3)],
 //!     max_tokens: 2,
-//!     sampling: SamplingParams::default(),
-//!     stop_words: vec![],
-//!     priority: 0,
+//!     ..Request::default()
 //! };
 //! let sequence = engine.submit(request)?;
 //!
@@ -40,8 +38,10 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod beams;
 mod blocks;
 mod config;
+mod draft;
 mod engine;
 mod ids;
 pub mod plan;
@@ -50,6 +50,8 @@ mod queue;
 mod request;
 mod sampling;
 mod schedule;
+mod schedule_beams;
+mod schedule_drafts;
 mod sequence;
 mod sequences;
 mod settle;
@@ -57,10 +59,11 @@ mod stats;
 mod stop;
 
 pub use config::{ConfigError, EngineConfig, Policy};
+pub use draft::{Drafter, PromptLookup};
 pub use engine::Engine;
 pub use ids::{BlockId, RowId, SequenceId, TokenId};
-pub use plan::{JoinedRow, PlanError, RowWork, SampledToken, StepOutput, StepPlan};
-pub use request::{BlockUsage, FinishReason, Refused, Request, TokenEvent};
-pub use sampling::{MAX_LOGPROBS, SamplingParams};
+pub use plan::{CopiedBlock, JoinedRow, PlanError, RevisedRow, RowWork, SampledToken, StepOutput, StepPlan};
+pub use request::{BeamOutput, BeamParams, BlockUsage, DraftUsage, FinishReason, Refused, Request, TokenEvent};
+pub use sampling::{MAX_BEAM_CANDIDATES, MAX_LOGPROBS, SamplingParams};
 pub use settle::SettleError;
 pub use stats::{EngineStats, Holding, Ledger};

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::{BlockId, RowId, SamplingParams, SequenceId, TokenId};
 
 /// One forward pass: decided on rank 0, carried out by every worker in this order:
-/// `left`, `joined`, `grown`, then the forward pass over `work`.
+/// `left`, `joined`, `revised`, `copied`, `grown`, then the forward pass over `work`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct StepPlan {
     /// Strictly increasing by one; a worker that sees a gap stops.
@@ -17,9 +17,15 @@ pub struct StepPlan {
     pub left: Vec<RowId>,
     /// Sequences that take a free row.
     pub joined: Vec<JoinedRow>,
+    /// Rows that go on from tokens which rank 0 chose, all at once: each reads its parent as it was before any of them.
+    pub revised: Vec<RevisedRow>,
+    /// Blocks that rows stop sharing. None is both read and written.
+    pub copied: Vec<CopiedBlock>,
     /// Blocks appended to a row's block table, in order.
     pub grown: Vec<(RowId, BlockId)>,
-    /// The rows of this step, prefill chunks first, then decodes of one token.
+    /// Guesses at the tokens after the first of a row's work, in the order of `work`.
+    pub drafts: Vec<(RowId, Vec<TokenId>)>,
+    /// The rows of this step: prefill chunks first, then rows that verify drafts, then decodes of one token.
     pub work: Vec<RowWork>,
 }
 
@@ -42,6 +48,31 @@ pub struct JoinedRow {
     pub sampling: SamplingParams,
 }
 
+/// A row that goes on from tokens which rank 0 chose: a beam, or a row whose drafts were verified. Until this comes, what
+/// was sampled for it counts for nothing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RevisedRow {
+    /// Which row; one that was free so far is a new beam's.
+    pub row: RowId,
+    /// The row whose tokens, block table and sampling state it continues; may be itself.
+    pub parent: RowId,
+    /// Tokens kept of the parent, prompt first.
+    pub num_kept: u32,
+    /// Tokens behind them. All but the last are in the KV blocks.
+    pub tokens: Vec<TokenId>,
+}
+
+/// A row's last block, shared so far, becomes a copy of its own, in all layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CopiedBlock {
+    /// Whose block table changes.
+    pub row: RowId,
+    /// The last block of that table.
+    pub from: BlockId,
+    /// What takes its place, with its content.
+    pub to: BlockId,
+}
+
 /// What one row does in a step: computes positions `start..start + num_tokens`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RowWork {
@@ -49,9 +80,10 @@ pub struct RowWork {
     pub row: RowId,
     /// First position computed; equals the number of positions computed before, which workers check.
     pub start: u32,
-    /// 1 for a decode; the chunk's length for a prefill.
+    /// 1 for a decode, and 1 more for each draft; the chunk's length for a prefill.
     pub num_tokens: u32,
-    /// Whether the last position's logits choose the row's next token (false for all but the last prefill chunk).
+    /// Whether the last position's logits choose the row's next token (false for all but the last prefill chunk). With
+    /// drafts every position chooses one.
     pub samples: bool,
 }
 
@@ -60,7 +92,7 @@ pub struct RowWork {
 pub struct StepOutput {
     /// The plan's number.
     pub step: u64,
-    /// One entry for each `RowWork` with `samples`, in plan order.
+    /// One entry for each `RowWork` with `samples`, and one more for each of its drafts, in plan order.
     pub tokens: Vec<SampledToken>,
 }
 
@@ -127,7 +159,10 @@ mod tests {
                 blocks: vec![BlockId(9)],
                 sampling: SamplingParams::default(),
             }],
+            revised: vec![RevisedRow { row: RowId(1), parent: RowId(2), num_kept: 6, tokens: vec![TokenId(8)] }],
+            copied: vec![CopiedBlock { row: RowId(1), from: BlockId(2), to: BlockId(3) }],
             grown: vec![(RowId(1), BlockId(4))],
+            drafts: vec![(RowId(2), vec![TokenId(8), TokenId(9)])],
             work: vec![RowWork { row: RowId(3), start: 0, num_tokens: 2, samples: true }],
         }
     }

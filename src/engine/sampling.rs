@@ -7,6 +7,9 @@ use crate::TokenId;
 /// Most likeliest tokens that a request may ask the log-probabilities of: devices keep room for so many.
 pub const MAX_LOGPROBS: u32 = 32;
 
+/// Most continuations of a beam that a device reports.
+pub const MAX_BEAM_CANDIDATES: usize = 256;
+
 /// Sampling settings of one sequence; they travel to every worker when its row joins.
 ///
 /// The order of application on a device: repetition, presence and frequency penalty; logit bias;
@@ -20,6 +23,12 @@ pub struct SamplingParams {
     pub top_k: u32,
     /// Keeps the smallest set of most likely tokens whose probability reaches `top_p`, in (0, 1]; 1 keeps all.
     pub top_p: f32,
+    /// After each token `top_p` is multiplied by this, in (0, 1]; 1 keeps it.
+    pub top_p_decay: f32,
+    /// `top_p` never decays below this.
+    pub top_p_min: f32,
+    /// After this token `top_p` is what it was at first.
+    pub top_p_reset: Option<TokenId>,
     /// Drops tokens less likely than `min_p` times the likeliest, in [0, 1); 0 keeps all.
     pub min_p: f32,
     /// Divides positive and multiplies negative logits of tokens in the prompt or the output; 1 is off.
@@ -41,6 +50,13 @@ pub struct SamplingParams {
     /// `Some(n)` reports the log-probability of the chosen token and of the `n` likeliest,
     /// at most [`MAX_LOGPROBS`].
     pub num_logprobs: Option<u32>,
+    /// Above 0, the row is a beam: nothing is drawn or appended to it; the step's output has, as `top`, so many of the
+    /// likeliest tokens with their log-probabilities, to which penalties, bias and bans were applied.
+    pub beam_candidates: u32,
+    /// Whether the raw logits of every position of the prompt are wanted.
+    pub context_logits: bool,
+    /// Whether the raw logits that each output token is chosen from are wanted.
+    pub generation_logits: bool,
 }
 
 impl Default for SamplingParams {
@@ -49,6 +65,9 @@ impl Default for SamplingParams {
             temperature: 0.0,
             top_k: 0,
             top_p: 1.0,
+            top_p_decay: 1.0,
+            top_p_min: 1e-6,
+            top_p_reset: None,
             min_p: 0.0,
             repetition_penalty: 1.0,
             presence_penalty: 0.0,
@@ -59,6 +78,9 @@ impl Default for SamplingParams {
             logit_bias: Vec::new(),
             bad_words: Vec::new(),
             num_logprobs: None,
+            beam_candidates: 0,
+            context_logits: false,
+            generation_logits: false,
         }
     }
 }

@@ -1,12 +1,12 @@
 //! Makes the next step's plan: decodes first, then prefill in what is left of the token budget.
 
 use crate::engine::{Engine, InFlight, Sample};
-use crate::plan::{JoinedRow, RowWork, StepPlan};
+use crate::plan::{CopiedBlock, JoinedRow, RevisedRow, RowWork, StepPlan};
 use crate::prefix;
 use crate::queue::turn;
 use crate::sequence::{Place, Sequence};
 use crate::sequences::Slot;
-use crate::{BlockId, Policy, RowId};
+use crate::{BlockId, Policy, RowId, TokenId};
 
 /// Under [`Policy::MaxUtilization`] an admission leaves a block for so many running rows: one admitted into the last
 /// blocks is soon preempted again. `tests/soak.rs`, steps and preemptions for 100 000 requests: 107 347 and 4 with a
@@ -15,13 +15,20 @@ const ROWS_PER_KEPT_BLOCK: usize = 4;
 
 /// A plan in the making.
 #[derive(Default)]
-struct Draft {
+pub(crate) struct Draft {
     joined: Vec<JoinedRow>,
-    grown: Vec<(RowId, BlockId)>,
+    pub(crate) revised: Vec<RevisedRow>,
+    pub(crate) copied: Vec<CopiedBlock>,
+    pub(crate) grown: Vec<(RowId, BlockId)>,
+    pub(crate) drafts: Vec<(RowId, Vec<TokenId>)>,
     prefills: Vec<RowWork>,
-    decodes: Vec<RowWork>,
+    pub(crate) verifies: Vec<RowWork>,
+    pub(crate) decodes: Vec<RowWork>,
     prefill_samples: Vec<Sample>,
-    decode_samples: Vec<Sample>,
+    pub(crate) verify_samples: Vec<Sample>,
+    pub(crate) decode_samples: Vec<Sample>,
+    /// Guessed tokens that may be added.
+    pub(crate) draft_budget: usize,
     /// Prefill tokens that may be added.
     prefill_budget: usize,
     num_joined_tokens: usize,
@@ -40,12 +47,16 @@ impl Engine {
         }
         let mut draft = Draft {
             decodes: Vec::with_capacity(self.running.len()),
+            // The rest is for prompts.
+            draft_budget: (self.config.max_step_tokens - self.num_rows()) / 2,
             decode_samples: std::mem::take(&mut self.spare_samples),
             ..Draft::default()
         };
         self.plan_decodes(&mut draft);
-        draft.prefill_budget = self.config.max_step_tokens - draft.decodes.len();
-        if !draft.decodes.is_empty() {
+        let num_verified: usize = draft.verifies.iter().map(|work| work.num_tokens as usize).sum();
+        let num_decode_tokens = draft.decodes.len() + num_verified;
+        draft.prefill_budget = self.config.max_step_tokens - num_decode_tokens;
+        if num_decode_tokens > 0 {
             draft.prefill_budget = draft.prefill_budget.min(self.config.max_mixed_prefill_tokens);
         }
         self.plan_chunks(&mut draft);
@@ -57,14 +68,22 @@ impl Engine {
         let mut index = 0;
         while let Some(&(_, slot)) = self.running.get(index) {
             let sequence = &self.sequences[slot];
-            if sequence.is_prefilling() {
+            if sequence.is_prefilling() || (sequence.waits_for_settle() && sequence.num_in_flight > 0) {
                 index += 1;
+                continue;
+            }
+            if sequence.beams.is_some() {
+                index += usize::from(self.plan_beams(slot, draft));
                 continue;
             }
             if sequence.needs_block(self.config.block_size) && !self.grow(slot, draft) {
                 continue; // It was the last, and preempted.
             }
             index += 1;
+            if self.sequences[slot].max_drafts > 0 {
+                self.plan_drafts(slot, draft);
+                continue;
+            }
             let sequence = &mut self.sequences[slot];
             let row = running_row(sequence);
             let start = sequence.num_computed as u32;
@@ -85,12 +104,16 @@ impl Engine {
             if let Some(block) = self.pool.allocate() {
                 break block;
             }
-            let &(_, last) = self.running.last().expect("a growing sequence is running");
-            self.preempt(last);
-            if last == slot {
+            if self.preempt_last() == slot {
                 return false;
             }
         };
+        self.append(slot, block, draft);
+        true
+    }
+
+    /// Appends an allocated block to a sequence's table.
+    pub(crate) fn append(&mut self, slot: Slot, block: BlockId, draft: &mut Draft) {
         let sequence = &mut self.sequences[slot];
         sequence.blocks.push(block);
         sequence.usage.num_allocated += 1;
@@ -99,13 +122,15 @@ impl Engine {
             self.num_reserved -= 1;
         }
         draft.grown.push((running_row(sequence), block));
-        true
     }
 
-    fn preempt(&mut self, slot: Slot) {
+    /// Preempts the sequence that is served last, and says which it was.
+    pub(crate) fn preempt_last(&mut self) -> Slot {
+        let &(_, slot) = self.running.last().expect("a sequence that needs blocks is running");
         self.leave(slot, Place::Queued);
         self.queue.insert(&self.sequences[slot], slot);
         self.totals.preempted += 1;
+        slot
     }
 
     /// Goes on with prefills that have begun.
@@ -162,7 +187,7 @@ impl Engine {
         let sequence = &self.sequences[slot];
         let carries = draft.joined.is_empty()
             || draft.num_joined_tokens + joined_tokens(sequence) <= self.config.max_joined_tokens;
-        sequence.num_in_flight == 0 && carries
+        sequence.num_in_flight == 0 && carries && sequence.num_rows() <= self.free_rows.len()
     }
 
     /// Whether there are blocks for the sequence beside those `found` in the prefix cache.
@@ -172,7 +197,9 @@ impl Engine {
         let (needed, kept_back) = match self.config.policy {
             Policy::GuaranteedNoEvict => (sequence.num_blocks_in_all(block_size), self.num_reserved),
             Policy::MaxUtilization => {
-                (sequence.tokens.len().div_ceil(block_size), self.running.len() / ROWS_PER_KEPT_BLOCK)
+                let num_first = sequence.beams.as_ref().map_or(0, |beams| beams.width());
+                let needed = sequence.tokens.len().div_ceil(block_size) + num_first;
+                (needed.min(self.config.num_blocks), self.num_rows() / ROWS_PER_KEPT_BLOCK)
             }
         };
         let room = self.pool.num_available().saturating_sub(kept_back);
@@ -180,7 +207,9 @@ impl Engine {
             return false;
         }
         found.clear();
-        if self.config.prefix_cache && !prefix::find_prefix(&self.pool, sequence, block_size, self.next_step, found) {
+        // Logits of positions that are not computed again would be missing.
+        let may_reuse = self.config.prefix_cache && !sequence.sampling.context_logits;
+        if may_reuse && !prefix::find_prefix(&self.pool, sequence, block_size, self.next_step, found) {
             return false;
         }
         let num_cached = found.iter().filter(|&&block| self.pool.num_users(block) == 0).count();
@@ -200,6 +229,12 @@ impl Engine {
         }
         sequence.num_computed = found.len() * block_size;
         sequence.join_len = sequence.tokens.len();
+        sequence.num_told = sequence.tokens.len();
+        if let Some(beams) = &mut sequence.beams {
+            beams.rows.push(row);
+            beams.rows.extend(self.free_rows.drain(self.free_rows.len() + 1 - beams.width()..).rev());
+            beams.num_live_rows = 1;
+        }
         if self.config.prefix_cache {
             prefix::name_prompt(&mut self.pool, sequence, block_size, found.len());
         }
@@ -222,18 +257,31 @@ impl Engine {
         draft.joined.push(joined_row(sequence, row));
     }
 
+    /// Rows that are taken.
+    fn num_rows(&self) -> usize {
+        self.config.max_rows - self.free_rows.len()
+    }
+
     /// Numbers the plan and takes out the sequences that it completes.
     fn seal(&mut self, draft: Draft) -> Option<StepPlan> {
         let mut samples = draft.decode_samples;
         let mut work = draft.decodes;
-        if work.is_empty() && draft.prefills.is_empty() {
+        if work.is_empty() && draft.prefills.is_empty() && draft.verifies.is_empty() {
             self.spare_samples = samples;
             return None;
         }
-        work.splice(0..0, draft.prefills);
-        samples.splice(0..0, draft.prefill_samples);
-        let left = std::mem::take(&mut self.left);
-        let plan = StepPlan { step: self.next_step, left, joined: draft.joined, grown: draft.grown, work };
+        work.splice(0..0, draft.prefills.into_iter().chain(draft.verifies));
+        samples.splice(0..0, draft.prefill_samples.into_iter().chain(draft.verify_samples));
+        let plan = StepPlan {
+            step: self.next_step,
+            left: std::mem::take(&mut self.left),
+            joined: draft.joined,
+            revised: draft.revised,
+            copied: draft.copied,
+            grown: draft.grown,
+            drafts: draft.drafts,
+            work,
+        };
         self.in_flight.push_back(InFlight { step: self.next_step, samples });
         self.next_step += 1;
         self.totals.steps += 1;
@@ -244,7 +292,7 @@ impl Engine {
     }
 }
 
-fn running_row(sequence: &Sequence) -> RowId {
+pub(crate) fn running_row(sequence: &Sequence) -> RowId {
     match sequence.place {
         Place::Running(row) => row,
         Place::Queued | Place::Draining => panic!("sequence {} is planned but has no row", sequence.id.0),

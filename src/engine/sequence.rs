@@ -2,16 +2,20 @@
 
 use smallvec::SmallVec;
 
+use crate::beams::{Beams, Rules};
 use crate::blocks::ContentId;
 use crate::stop::{StopWords, Tail};
-use crate::{BlockId, BlockUsage, FinishReason, Request, RowId, SampledToken, SamplingParams, SequenceId, TokenId};
+use crate::{
+    BlockId, BlockUsage, DraftUsage, FinishReason, Request, RowId, SampledToken, SamplingParams, SequenceId,
+    TokenEvent, TokenId,
+};
 
 /// Where a sequence is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
     /// In the queue: new, preempted, or back from lost workers. Holds no row and no block.
     Queued,
-    /// In a row, with blocks.
+    /// In a row, with blocks; a beam search in several.
     Running(RowId),
     /// Its last token is planned and not yet settled. Holds no row and no block.
     Draining,
@@ -36,13 +40,24 @@ pub(crate) struct Sequence {
     /// Plans in flight that sample a token of it.
     pub(crate) num_in_flight: usize,
     pub(crate) usage: BlockUsage,
+    /// Set for a beam search; `tokens` stays the prompt then.
+    pub(crate) beams: Option<Box<Beams>>,
+    /// Most tokens to guess in a step; 0 when it is not to be done.
+    pub(crate) max_drafts: usize,
+    /// Guesses in flight, and what was settled of their step so far.
+    pub(crate) drafts: Vec<TokenId>,
+    pub(crate) verified: Vec<SampledToken>,
+    pub(crate) draft_usage: DraftUsage,
 
     // While it runs:
+    /// With a beam search, those of the prompt's part that all beams share.
     pub(crate) blocks: Vec<BlockId>,
     /// Positions computed by the plans made so far.
     pub(crate) num_computed: usize,
     /// Tokens it joined with: prefill ends there.
     pub(crate) join_len: usize,
+    /// Tokens that workers were told, not only their devices.
+    pub(crate) num_told: usize,
     /// `blocks[..num_named]` are named in the pool; `last_content` is the last one's name.
     pub(crate) num_named: usize,
     /// `blocks[..num_ready]` are filled by the plans made so far.
@@ -51,7 +66,19 @@ pub(crate) struct Sequence {
 }
 
 impl Sequence {
-    pub(crate) fn new(id: SequenceId, request: Request, max_len: usize) -> Self {
+    pub(crate) fn new(id: SequenceId, mut request: Request, max_len: usize, max_drafts: usize) -> Self {
+        let stop_words = StopWords::new(request.stop_words);
+        let plain = request.sampling.is_greedy() && request.sampling.leaves_logits_alone();
+        let rules = request.beams.map(|params| Rules {
+            params,
+            end_ids: request.sampling.end_ids.clone(),
+            stop_words: stop_words.clone(),
+            max_tokens: max_len - request.prompt.len(),
+        });
+        let beams = rules.map(|rules| Box::new(Beams::new(rules)));
+        if let Some(beams) = &beams {
+            request.sampling.beam_candidates = beams.num_candidates() as u32;
+        }
         Self {
             id,
             priority: request.priority,
@@ -59,15 +86,21 @@ impl Sequence {
             tokens: request.prompt,
             max_len,
             sampling: request.sampling,
-            stop_words: StopWords::new(request.stop_words),
+            stop_words,
             held: Vec::new(),
             place: Place::Queued,
             started: false,
             num_in_flight: 0,
             usage: BlockUsage::default(),
+            max_drafts: if plain && beams.is_none() { max_drafts.min(request.max_drafts as usize) } else { 0 },
+            beams,
+            drafts: Vec::new(),
+            verified: Vec::new(),
+            draft_usage: DraftUsage::default(),
             blocks: Vec::new(),
             num_computed: 0,
             join_len: 0,
+            num_told: 0,
             num_named: 0,
             num_ready: 0,
             last_content: ContentId::ROOT,
@@ -80,7 +113,34 @@ impl Sequence {
 
     /// Whether every token of the output is settled or in flight.
     pub(crate) fn is_fully_planned(&self) -> bool {
-        self.tokens.len() + self.num_in_flight >= self.max_len
+        !self.waits_for_settle() && self.tokens.len() + self.num_in_flight >= self.max_len
+    }
+
+    /// Whether its next step depends on what the last one brought: never two are in flight.
+    pub(crate) fn waits_for_settle(&self) -> bool {
+        self.beams.is_some() || self.max_drafts > 0
+    }
+
+    /// Rows that it takes while it runs.
+    pub(crate) fn num_rows(&self) -> usize {
+        self.beams.as_ref().map_or(1, |beams| beams.width())
+    }
+
+    /// Blocks that it uses; one that several of its beams share counts once.
+    pub(crate) fn num_held(&self) -> usize {
+        self.blocks.len() + self.beams.as_ref().map_or(0, |beams| beams.num_tail_blocks())
+    }
+
+    /// An event without tokens.
+    pub(crate) fn event(&self, finished: Option<FinishReason>) -> TokenEvent {
+        TokenEvent {
+            sequence: self.id,
+            tokens: SmallVec::new(),
+            finished,
+            blocks: self.usage,
+            drafts: self.draft_usage,
+            beams: Vec::new(),
+        }
     }
 
     /// Whether the next position lies beyond the block table.
@@ -88,9 +148,9 @@ impl Sequence {
         self.num_computed == self.blocks.len() * block_size
     }
 
-    /// Blocks that the whole sequence fills; the last token's position is never computed.
+    /// Blocks that the whole sequence fills.
     pub(crate) fn num_blocks_in_all(&self, block_size: usize) -> usize {
-        (self.max_len - 1).div_ceil(block_size)
+        num_blocks_in_all(self.num_prompt_tokens, self.max_len, self.num_rows(), block_size)
     }
 
     /// Blocks whose tokens are known and whose positions are computed by the plans made so far.
@@ -141,7 +201,17 @@ impl Sequence {
     /// Forgets all that concerns a row; the blocks are released already or were lost.
     pub(crate) fn reset_row(&mut self) {
         self.blocks.clear();
-        (self.num_computed, self.join_len) = (0, 0);
+        (self.num_computed, self.join_len, self.num_told) = (0, 0, 0);
+        if let Some(beams) = &mut self.beams {
+            beams.restart();
+        }
         (self.num_named, self.num_ready, self.last_content) = (0, 0, ContentId::ROOT);
     }
+}
+
+/// Blocks that a sequence fills, or `num_beams` that share the full blocks of the prompt; the last token's position is
+/// never computed.
+pub(crate) fn num_blocks_in_all(prompt_len: usize, max_len: usize, num_beams: usize, block_size: usize) -> usize {
+    let num_shared = prompt_len.min(max_len - 1) / block_size;
+    num_shared + num_beams * ((max_len - 1).div_ceil(block_size) - num_shared)
 }

@@ -4,7 +4,8 @@ use smallvec::SmallVec;
 
 use crate::engine::{Engine, Sample};
 use crate::plan::{SampledToken, StepOutput};
-use crate::{RowId, TokenEvent};
+use crate::sequence::Place;
+use crate::{FinishReason, RowId, TokenEvent};
 
 /// Why an output is not that of the oldest plan in flight. Workers and engine disagree: they must be restarted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -65,14 +66,74 @@ impl Engine {
             return;
         };
         sequence.num_in_flight -= 1;
+        if sequence.beams.is_some() {
+            return self.settle_beam(sample, token, events);
+        }
+        if !sequence.drafts.is_empty() {
+            return self.settle_draft(sample, token, events);
+        }
         let mut tokens = SmallVec::new();
         let finished = sequence.accept(token, &mut tokens);
         self.totals.output_tokens += 1;
+        self.tell(sample, tokens, finished, events);
+    }
+
+    fn tell(
+        &mut self,
+        sample: Sample,
+        tokens: SmallVec<[SampledToken; 1]>,
+        finished: Option<FinishReason>,
+        events: &mut Vec<TokenEvent>,
+    ) {
         if !tokens.is_empty() || finished.is_some() {
-            events.push(TokenEvent { sequence: sample.sequence, tokens, finished, blocks: sequence.usage });
+            events.push(TokenEvent { tokens, ..self.sequences[sample.slot].event(finished) });
         }
         if finished.is_some() {
             self.end(sample.slot);
         }
+    }
+
+    /// Once all beams of the step are there, the search decides.
+    fn settle_beam(&mut self, sample: Sample, token: SampledToken, events: &mut Vec<TokenEvent>) {
+        let sequence = &mut self.sequences[sample.slot];
+        let Some(beams) = sequence.beams.as_mut().filter(|_| sequence.place != Place::Queued) else {
+            self.totals.discarded_tokens += 1; // Preempted: it starts over.
+            return;
+        };
+        beams.push(token);
+        self.totals.output_tokens += 1;
+        if !beams.is_settled() {
+            return;
+        }
+        if let Some((outputs, reason)) = beams.advance() {
+            events.push(TokenEvent { beams: outputs, ..sequence.event(Some(reason)) });
+            self.end(sample.slot);
+        }
+    }
+
+    /// Once the whole step is there: tokens up to the first that was guessed wrong, which is right itself.
+    fn settle_draft(&mut self, sample: Sample, token: SampledToken, events: &mut Vec<TokenEvent>) {
+        let sequence = &mut self.sequences[sample.slot];
+        sequence.verified.push(token);
+        if sequence.verified.len() <= sequence.drafts.len() {
+            return;
+        }
+        let (drafts, verified) = (std::mem::take(&mut sequence.drafts), std::mem::take(&mut sequence.verified));
+        let (mut tokens, mut finished, mut num_accepted) = (SmallVec::new(), None, 0);
+        for (index, sampled) in verified.into_iter().enumerate() {
+            let is_guessed = drafts.get(index) == Some(&sampled.token);
+            finished = sequence.accept(sampled, &mut tokens);
+            self.totals.output_tokens += 1;
+            if finished.is_some() || !is_guessed {
+                break;
+            }
+            num_accepted += 1;
+        }
+        sequence.draft_usage.num_accepted += num_accepted;
+        self.totals.accepted_tokens += u64::from(num_accepted);
+        if let Place::Running(_) = sequence.place {
+            sequence.num_computed = sequence.tokens.len() - 1;
+        }
+        self.tell(sample, tokens, finished, events);
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::engine::Engine;
 use crate::sequence::Place;
-use crate::{RowId, SequenceId};
+use crate::{Policy, RowId, SequenceId};
 
 /// A snapshot for metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -41,6 +41,10 @@ pub struct EngineStats {
     pub total_reused_blocks: u64,
     /// Blocks allocated.
     pub total_allocated_blocks: u64,
+    /// Tokens guessed.
+    pub total_drafted_tokens: u64,
+    /// Of these, guessed right.
+    pub total_accepted_tokens: u64,
 }
 
 /// Who holds what: one entry a live sequence, and the sums. All is zero when the engine is idle.
@@ -65,11 +69,13 @@ pub struct Ledger {
 pub struct Holding {
     /// Whose.
     pub sequence: SequenceId,
-    /// Its row, if it runs.
+    /// Its row, if it runs; the first of a beam search.
     pub row: Option<RowId>,
+    /// Rows it takes.
+    pub num_rows: usize,
     /// Whether it takes a place in the queue.
     pub queued: bool,
-    /// Length of its block table.
+    /// Length of its block table; of a beam search's, each block once.
     pub num_blocks: usize,
     /// Its tokens in flight.
     pub num_in_flight: usize,
@@ -97,6 +103,8 @@ impl Engine {
             total_discarded_tokens: self.totals.discarded_tokens,
             total_reused_blocks: self.totals.reused_blocks,
             total_allocated_blocks: self.totals.allocated_blocks,
+            total_drafted_tokens: self.totals.drafted_tokens,
+            total_accepted_tokens: self.totals.accepted_tokens,
         }
     }
 
@@ -107,8 +115,9 @@ impl Engine {
             Holding {
                 sequence: id,
                 row: if let Place::Running(row) = sequence.place { Some(row) } else { None },
+                num_rows: if let Place::Running(_) = sequence.place { sequence.num_rows() } else { 0 },
                 queued: sequence.place == Place::Queued,
-                num_blocks: sequence.blocks.len(),
+                num_blocks: sequence.num_held(),
                 num_in_flight: sequence.num_in_flight,
             }
         };
@@ -137,9 +146,12 @@ impl Engine {
         self.free_rows.iter().for_each(|row| rows[row.0 as usize] += 1);
         for (_, slot) in self.sequences.in_order() {
             let sequence = &self.sequences[slot];
-            sequence.blocks.iter().for_each(|block| users[block.0 as usize] += 1);
-            if let Place::Running(row) = sequence.place {
-                rows[row.0 as usize] += 1;
+            let tails = sequence.beams.iter().flat_map(|beams| &beams.tails).flatten();
+            sequence.blocks.iter().chain(tails).for_each(|block| users[block.0 as usize] += 1);
+            match (sequence.place, &sequence.beams) {
+                (Place::Running(_), Some(beams)) => beams.rows.iter().for_each(|row| rows[row.0 as usize] += 1),
+                (Place::Running(row), None) => rows[row.0 as usize] += 1,
+                _ => {}
             }
         }
         for (row, &count) in rows.iter().enumerate() {
@@ -154,8 +166,10 @@ impl Engine {
         }
         equal("blocks used", users.iter().filter(|&&count| count > 0).count(), ledger.num_blocks)?;
         equal("sequences queued", ledger.holdings.iter().filter(|holding| holding.queued).count(), ledger.num_queued)?;
-        equal("rows taken", ledger.holdings.iter().filter(|holding| holding.row.is_some()).count(), ledger.num_rows)?;
-        equal("sequences running", self.running.len(), ledger.num_rows)?;
+        equal("rows taken", ledger.holdings.iter().map(|holding| holding.num_rows).sum(), ledger.num_rows)?;
+        let num_running = ledger.holdings.iter().filter(|holding| holding.row.is_some()).count();
+        equal("sequences running", self.running.len(), num_running)?;
+        equal("blocks reserved", self.count_reserved(), self.num_reserved)?;
         let live_samples = self.in_flight.iter().flat_map(|step| &step.samples);
         let live = live_samples.filter(|sample| self.sequences.find(sample.sequence).is_some()).count();
         equal("tokens in flight", ledger.holdings.iter().map(|holding| holding.num_in_flight).sum(), live)?;
@@ -163,6 +177,19 @@ impl Engine {
             return Err(format!("{} blocks are reserved, {} available", self.num_reserved, self.pool.num_available()));
         }
         Ok(())
+    }
+}
+
+impl Engine {
+    fn count_reserved(&self) -> usize {
+        if self.config.policy == Policy::MaxUtilization {
+            return 0;
+        }
+        let promised = |&(_, slot): &(_, _)| {
+            let sequence = &self.sequences[slot];
+            sequence.num_blocks_in_all(self.config.block_size) - sequence.num_held()
+        };
+        self.running.iter().map(promised).sum()
     }
 }
 

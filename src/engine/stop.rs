@@ -30,6 +30,10 @@ impl StopWords {
         Self(words.into_iter().map(StopWord::new).collect())
     }
 
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

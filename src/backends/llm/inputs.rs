@@ -84,6 +84,7 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Wanted
         sampling: sampling(config, request, return_log_probs)?,
         stop_words: words(config, request, "stop_words_list")?,
         priority: u32::try_from(request.priority).unwrap_or(u32::MAX),
+        ..Request::default()
     };
     Ok(Wanted::Generate(Box::new(LlmRequest {
         request: engine_request,
@@ -151,6 +152,7 @@ fn sampling(config: &LlmConfig, request: &InferRequest, log_probs: bool) -> Resu
         logit_bias: logit_bias(config, request)?,
         bad_words: words(config, request, "bad_words_list")?,
         num_logprobs: log_probs.then_some(0),
+        ..defaults
     })
 }
 

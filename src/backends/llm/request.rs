@@ -72,7 +72,7 @@ impl RequestTask {
 
     /// The response that news of a sequence complete.
     fn hear(&mut self, event: TokenEvent) -> Option<InferResponse> {
-        let TokenEvent { sequence, tokens, finished, blocks } = event;
+        let TokenEvent { sequence, tokens, finished, blocks, .. } = event;
         let index = self.sequences.iter().position(|&known| known == sequence)?;
         if self.ended[index] {
             // Sampled before the engine heard of a stop word in the text.

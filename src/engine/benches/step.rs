@@ -45,8 +45,7 @@ impl Bench {
             prompt: vec![TokenId(1); prompt_len],
             max_tokens,
             sampling: SamplingParams { end_ids: vec![TokenId(2)], ..SamplingParams::default() },
-            stop_words: vec![],
-            priority: 0,
+            ..Request::default()
         };
         let engine = Engine::new(config).expect("the bench's config is valid");
         Self { engine, request, num_submitted: 0, events: vec![], bytes: vec![], total_bytes: 0, total_rows: 0 }

@@ -1,10 +1,13 @@
 //! What an engine does not take, and with which words.
 
-use engine::{Engine, EngineConfig, MAX_LOGPROBS, Request, SamplingParams, TokenId};
+use engine::{BeamParams, Engine, EngineConfig, MAX_LOGPROBS, Request, TokenId};
 
 fn request(len: usize, max_tokens: u32) -> Request {
-    let sampling = SamplingParams::default();
-    Request { prompt: vec![TokenId(1); len], max_tokens, sampling, stop_words: Vec::new(), priority: 0 }
+    Request { prompt: vec![TokenId(1); len], max_tokens, ..Request::default() }
+}
+
+fn beams(width: u32) -> BeamParams {
+    BeamParams { width, len_penalty: 0.0, early_stopping: true, diversity_rate: 0.0 }
 }
 
 #[test]
@@ -24,6 +27,23 @@ fn a_refused_request_hears_why_and_leaves_nothing_behind() {
         (request(4, 90), "6 KV blocks are needed for prompt and output but there are 4"),
         (with(&|request| request.stop_words = vec![vec![TokenId(1)], vec![]]), "stop word 1 is empty"),
         (with(&|request| request.sampling.end_ids = vec![TokenId(1); 51]), "have 51 entries"),
+        (with(&|request| request.beams = Some(beams(1))), "beam width is 1; it must be 2 to 64"),
+        (with(&|request| request.beams = Some(beams(65))), "beam width is 65; it must be 2 to 64"),
+        (
+            with(&|request| {
+                request.beams = Some(beams(64));
+                request.stop_words = vec![vec![TokenId(1)]; 193];
+            }),
+            "257 continuations of each beam are needed",
+        ),
+        // Two beams of 33 positions that share no full block.
+        (
+            with(&|request| {
+                request.beams = Some(beams(2));
+                request.max_tokens = 30;
+            }),
+            "6 KV blocks are needed for prompt and output but there are 4",
+        ),
         (with(&|request| request.sampling.num_logprobs = Some(MAX_LOGPROBS + 1)), "33 likeliest tokens are asked for"),
     ];
     for (request, words) in cases {

@@ -13,8 +13,8 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use engine::{
-    Engine, EngineConfig, Policy, Request, RowId, SampledToken, SamplingParams, SequenceId, StepOutput, StepPlan,
-    TokenEvent, TokenId,
+    BeamParams, Engine, EngineConfig, Policy, Request, RowId, SampledToken, SamplingParams, SequenceId, StepOutput,
+    StepPlan, TokenEvent, TokenId,
 };
 
 #[test]
@@ -193,8 +193,20 @@ impl Stage {
 
 fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
     let number = |key: &str, default: usize| settings.get(key).map_or(default, |value| value.parse().unwrap());
-    let known =
-        ["rows", "tokens", "mixed", "len", "block", "blocks", "queue", "in_flight", "joined", "policy", "cache"];
+    let known = [
+        "rows",
+        "tokens",
+        "mixed",
+        "len",
+        "block",
+        "blocks",
+        "queue",
+        "in_flight",
+        "joined",
+        "policy",
+        "cache",
+        "drafts",
+    ];
     assert!(settings.keys().all(|key| known.contains(key)), "unknown setting in {settings:?}");
     EngineConfig {
         max_rows: number("rows", 4),
@@ -212,6 +224,7 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
             Some(other) => panic!("unknown policy `{other}`"),
         },
         prefix_cache: settings.get("cache") == Some(&"on"),
+        max_drafts: number("drafts", 0),
     }
 }
 
@@ -221,6 +234,13 @@ fn request(settings: &BTreeMap<&str, &str>) -> Request {
         prompt: list("prompt"),
         max_tokens: settings["max"].parse().unwrap(),
         sampling: SamplingParams { end_ids: list("end"), ..SamplingParams::default() },
+        beams: settings.get("beams").map(|width| BeamParams {
+            width: width.parse().unwrap(),
+            len_penalty: 0.0,
+            early_stopping: true,
+            diversity_rate: 0.0,
+        }),
+        max_drafts: settings.get("drafts").map_or(0, |value| value.parse().unwrap()),
         stop_words: settings.get("stop").map_or(vec![], |words| words.split('/').map(tokens).collect()),
         priority: settings.get("priority").map_or(0, |value| value.parse().unwrap()),
     }

@@ -23,6 +23,7 @@ fn request(random: &mut Random) -> Request {
         sampling: SamplingParams { end_ids, ..SamplingParams::default() },
         stop_words,
         priority: u32::from(random.one_in(10)),
+        ..Request::default()
     }
 }
 

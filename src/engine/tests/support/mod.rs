@@ -8,14 +8,15 @@
 use std::collections::{HashMap, VecDeque};
 
 use engine::{
-    BlockId, Engine, EngineConfig, FinishReason, Policy, Request, RowId, RowWork, SampledToken, SequenceId, StepOutput,
-    StepPlan, TokenEvent, TokenId,
+    BeamOutput, BlockId, Drafter, Engine, EngineConfig, FinishReason, Policy, Request, RowId, RowWork, SampledToken,
+    SequenceId, StepOutput, StepPlan, TokenEvent, TokenId,
 };
 
 /// Small, so that end ids and stop words turn up by themselves.
 pub const VOCAB_SIZE: u32 = 12;
 
 /// A generator of random numbers (SplitMix64, Steele et al. 2014), the same on every machine.
+#[derive(Debug)]
 pub struct Random(pub u64);
 
 impl Random {
@@ -48,6 +49,28 @@ fn next_token(digest: u64) -> TokenId {
     TokenId((digest >> 33) as u32 % VOCAB_SIZE)
 }
 
+/// The log-probability of `token`, for beam searches.
+fn log_prob(before: u64, token: TokenId) -> f32 {
+    let distance = (digest(before, token) >> 40) % 4096;
+    -0.125 - distance as f32 / 512.0
+}
+
+/// Guesses right most of the time, as often as a good draft model.
+#[derive(Debug)]
+pub struct Guesser(pub Random);
+
+impl Drafter for Guesser {
+    fn draft(&mut self, tokens: &[TokenId], max: usize, drafts: &mut Vec<TokenId>) {
+        let mut last = digests(tokens).last().unwrap();
+        for _ in 0..self.0.below(max as u32 + 1) {
+            let wrong = TokenId(self.0.below(VOCAB_SIZE));
+            let token = if self.0.one_in(4) { wrong } else { next_token(last) };
+            last = digest(last, token);
+            drafts.push(token);
+        }
+    }
+}
+
 /// A worker with its device: carries out plans in order and panics where a plan breaks its contract.
 pub struct Device {
     block_size: usize,
@@ -57,6 +80,7 @@ pub struct Device {
     last_step: Option<u64>,
 }
 
+#[derive(Clone)]
 struct Row {
     sequence: SequenceId,
     tokens: Vec<TokenId>,
@@ -65,6 +89,21 @@ struct Row {
     num_computed: usize,
     /// Tokens it joined with.
     join_len: usize,
+    beam_candidates: usize,
+    /// To be verified in this step.
+    drafts: Vec<TokenId>,
+}
+
+impl Row {
+    /// Of all tokens, drafts included.
+    fn all_digests(&self) -> Vec<u64> {
+        let last = *self.digests.last().unwrap();
+        let drafted = self.drafts.iter().scan(last, |before, &token| {
+            *before = digest(*before, token);
+            Some(*before)
+        });
+        self.digests.iter().copied().chain(drafted).collect()
+    }
 }
 
 impl Device {
@@ -90,7 +129,7 @@ impl Device {
         for work in &plan.work {
             self.check(work.row, (work.start + work.num_tokens) as usize, plan.step, "after");
         }
-        let tokens = plan.work.iter().filter(|work| work.samples).map(|work| self.sample(work.row)).collect();
+        let tokens = plan.work.iter().filter(|work| work.samples).flat_map(|work| self.sample(work.row)).collect();
         StepOutput { step: plan.step, tokens }
     }
 
@@ -108,10 +147,44 @@ impl Device {
                 blocks: joined.blocks.clone(),
                 num_computed: joined.num_computed as usize,
                 join_len: joined.tokens.len(),
+                beam_candidates: joined.sampling.beam_candidates as usize,
+                drafts: Vec::new(),
             });
         }
+        self.revise(plan);
+        self.copy(plan);
         for &(row, block) in &plan.grown {
             self.rows[row.0 as usize].as_mut().expect("a growing row is taken").blocks.push(block);
+        }
+        for (row, drafts) in &plan.drafts {
+            let row = self.rows[row.0 as usize].as_mut().expect("a verifying row is taken");
+            assert!(row.drafts.is_empty() && row.beam_candidates == 0, "drafts are revised before there are others");
+            row.drafts.clone_from(drafts);
+        }
+    }
+
+    fn revise(&mut self, plan: &StepPlan) {
+        let parents: Vec<Row> = plan.revised.iter().map(|revised| self.row(revised.parent).clone()).collect();
+        for (revised, mut row) in plan.revised.iter().zip(parents) {
+            assert!(revised.row == revised.parent || row.beam_candidates > 0, "only beams continue others");
+            row.tokens.truncate(revised.num_kept as usize);
+            assert_eq!(row.tokens.len(), revised.num_kept as usize, "kept tokens are there");
+            row.tokens.extend_from_slice(&revised.tokens);
+            row.digests = digests(&row.tokens).collect();
+            row.num_computed = row.tokens.len() - 1;
+            row.drafts.clear();
+            self.rows[revised.row.0 as usize] = Some(row);
+        }
+    }
+
+    fn copy(&mut self, plan: &StepPlan) {
+        for copied in &plan.copied {
+            let row = self.rows[copied.row.0 as usize].as_mut().expect("a row whose block is copied is taken");
+            assert_eq!(row.blocks.last(), Some(&copied.from), "the last block is copied");
+            *row.blocks.last_mut().unwrap() = copied.to;
+            assert!(plan.copied.iter().all(|other| other.to != copied.from), "a copied block is read and written");
+            let [from, to] = [copied.from, copied.to].map(|block| block.0 as usize * self.block_size);
+            self.kv.copy_within(from..from + self.block_size, to);
         }
     }
 
@@ -125,10 +198,11 @@ impl Device {
 
     fn check(&self, row: RowId, end: usize, step: u64, when: &str) {
         let row = self.row(row);
+        let digests = row.all_digests();
         for position in 0..end {
             let found = self.kv[self.slot(row, position)];
             assert_eq!(
-                found, row.digests[position],
+                found, digests[position],
                 "KV of position {position} of sequence {} {when} step {step}",
                 row.sequence.0
             );
@@ -138,19 +212,32 @@ impl Device {
     fn compute(&mut self, work: &RowWork) {
         let (start, end) = (work.start as usize, (work.start + work.num_tokens) as usize);
         let row = self.row(work.row);
-        let writes: Vec<_> = (start..end).map(|position| (self.slot(row, position), row.digests[position])).collect();
+        let digests = row.all_digests();
+        let writes: Vec<_> = (start..end).map(|position| (self.slot(row, position), digests[position])).collect();
         writes.into_iter().for_each(|(slot, digest)| self.kv[slot] = digest);
         self.rows[work.row.0 as usize].as_mut().unwrap().num_computed = end;
     }
 
-    fn sample(&mut self, id: RowId) -> SampledToken {
+    fn sample(&mut self, id: RowId) -> Vec<SampledToken> {
         let row = self.rows[id.0 as usize].as_mut().unwrap();
-        assert_eq!(row.num_computed, row.tokens.len(), "sequence {} samples before its end", row.sequence.0);
+        let num_tokens = row.tokens.len() + row.drafts.len();
+        assert_eq!(row.num_computed, num_tokens, "sequence {} samples before its end", row.sequence.0);
+        let sampled = |token, top| SampledToken { row: id, token, logprob: None, top };
         let last = *row.digests.last().unwrap();
         let token = next_token(last);
+        if row.beam_candidates > 0 {
+            let mut all: Vec<_> = (0..VOCAB_SIZE).map(TokenId).map(|token| (token, log_prob(last, token))).collect();
+            all.sort_by(|a, b| b.1.total_cmp(&a.1));
+            all.truncate(row.beam_candidates);
+            return vec![sampled(token, all)];
+        }
+        if !row.drafts.is_empty() {
+            let digests = row.all_digests();
+            return digests[row.tokens.len() - 1..].iter().map(|&last| sampled(next_token(last), vec![])).collect();
+        }
         row.tokens.push(token);
         row.digests.push(digest(last, token));
-        SampledToken { row: id, token, logprob: None, top: vec![] }
+        vec![sampled(token, vec![])]
     }
 }
 
@@ -177,11 +264,55 @@ pub fn alone(request: &Request, max_sequence_len: usize) -> (Vec<TokenId>, usize
     }
 }
 
+/// A beam's tokens and their log-probability.
+type Beam = (Vec<TokenId>, f32);
+
+/// What a beam search gets alone, by the rules of transformers with every continuation scored and sorted.
+fn alone_in_beams(request: &Request, max_sequence_len: usize) -> Vec<Vec<TokenId>> {
+    let params = request.beams.unwrap();
+    let (width, max_tokens) =
+        (params.width as usize, (request.max_tokens as usize).min(max_sequence_len - request.prompt.len()));
+    let score = |beam: &Beam| beam.1 / (beam.0.len() as f32).powf(params.len_penalty);
+    let stop_len = |tokens: &[TokenId]| match request.sampling.end_ids.contains(tokens.last().unwrap()) {
+        true => Some(1),
+        false => request.stop_words.iter().filter(|word| tokens.ends_with(word)).map(Vec::len).max(),
+    };
+    let (mut running, mut finished): (Vec<Beam>, Vec<Beam>) = (vec![(vec![], 0.0)], vec![]);
+    for len in 1..=max_tokens {
+        let mut all: Vec<(f32, Beam)> = Vec::new();
+        for (index, (tokens, sum)) in running.iter().enumerate() {
+            let last = digests(&[request.prompt.as_slice(), tokens].concat()).last().unwrap();
+            let mut own: Vec<_> =
+                (0..VOCAB_SIZE).map(|token| (log_prob(last, TokenId(token)), TokenId(token))).collect();
+            own.sort_by(|a, b| b.0.total_cmp(&a.0));
+            all.extend(own.into_iter().map(|(log_prob, token)| {
+                let sum = log_prob + sum;
+                (sum + params.diversity_rate * index as f32, ([tokens.as_slice(), &[token]].concat(), sum))
+            }));
+        }
+        all.sort_by(|a, b| b.0.total_cmp(&a.0));
+        let ends = |beam: &Beam| len == max_tokens || stop_len(&beam.0).is_some();
+        finished.extend(all.iter().take(width).filter(|(_, beam)| ends(beam)).map(|(_, beam)| beam.clone()));
+        finished.sort_by(|a, b| score(b).total_cmp(&score(a)));
+        finished.truncate(width);
+        running = all.into_iter().map(|(_, beam)| beam).filter(|beam| !ends(beam)).take(width).collect();
+        let best = running.iter().map(|beam| score(beam)).fold(f32::NEG_INFINITY, f32::max);
+        let is_full = finished.len() == width;
+        if running.is_empty() || is_full && (params.early_stopping || best <= score(&finished[width - 1])) {
+            break;
+        }
+    }
+    let told = |(tokens, _): Beam| tokens[..tokens.len() - stop_len(&tokens).unwrap_or(0)].to_vec();
+    finished.into_iter().map(told).collect()
+}
+
 struct Stream {
     generated: Vec<TokenId>,
     /// Of `generated`; a stop word at its end is not told.
     num_told: usize,
     reason: FinishReason,
+    /// Outputs of a beam search; nothing else is told of one.
+    beams: Option<Vec<Vec<TokenId>>>,
     received: usize,
     /// Asked to end early, for this reason.
     ended_early: Option<FinishReason>,
@@ -215,9 +346,11 @@ impl World {
 
     /// Refusals are left to scripted tests.
     pub fn submit(&mut self, request: Request) -> Option<SequenceId> {
-        let (generated, num_told, reason) = alone(&request, self.engine.config().max_sequence_len);
+        let max_sequence_len = self.engine.config().max_sequence_len;
+        let (generated, num_told, reason) = alone(&request, max_sequence_len);
+        let beams = request.beams.map(|_| alone_in_beams(&request, max_sequence_len));
         let id = self.engine.submit(request).ok()?;
-        let stream = Stream { generated, num_told, reason, received: 0, ended_early: None, finished: false };
+        let stream = Stream { generated, num_told, reason, beams, received: 0, ended_early: None, finished: false };
         assert!(self.streams.insert(id, stream).is_none(), "sequence {} twice", id.0);
         self.audit();
         Some(id)
@@ -286,15 +419,16 @@ impl World {
 
     fn check_bounds(&self, plan: &StepPlan) {
         let config = self.engine.config();
-        let num_decodes = plan.work.iter().rev().take_while(|work| self.is_decode(plan, work)).count();
         let num_tokens: usize = plan.work.iter().map(|work| work.num_tokens as usize).sum();
         assert!(!plan.work.is_empty(), "step {} has no work", plan.step);
         assert!(num_tokens <= config.max_step_tokens, "step {} has {num_tokens} tokens", plan.step);
-        let prefills = &plan.work[..plan.work.len() - num_decodes];
-        assert!(!prefills.iter().any(|work| self.is_decode(plan, work)), "decodes before prefills in {plan:?}");
-        let mixed = num_decodes > 0;
+        let num_prefills = plan.work.iter().take_while(|work| !self.is_decode(plan, work)).count();
+        let (prefills, decodes) = plan.work.split_at(num_prefills);
+        assert!(decodes.iter().all(|work| self.is_decode(plan, work)), "decodes before prefills in {plan:?}");
+        assert!(decodes.iter().rev().is_sorted_by_key(|work| work.num_tokens > 1), "verification after decodes");
+        let num_prefill_tokens: usize = prefills.iter().map(|work| work.num_tokens as usize).sum();
         assert!(
-            !mixed || num_tokens - num_decodes <= config.max_mixed_prefill_tokens,
+            decodes.is_empty() || num_prefill_tokens <= config.max_mixed_prefill_tokens,
             "step {} is too long",
             plan.step
         );
@@ -310,6 +444,9 @@ impl World {
     /// Before the device ran the plan: a decode computes a token that was sampled in this row.
     fn is_decode(&self, plan: &StepPlan, work: &RowWork) -> bool {
         let joined = plan.joined.iter().any(|joined| joined.row == work.row);
+        if plan.revised.iter().any(|revised| revised.row == work.row) {
+            return true;
+        }
         let row = self.device.rows[work.row.0 as usize].as_ref();
         !joined && row.is_some_and(|row| work.start as usize >= row.join_len)
     }
@@ -327,6 +464,14 @@ impl World {
                 assert!(stream.received <= stream.num_told, "{:?} is told its stop word", event.sequence);
             }
             let Some(reason) = event.finished else { continue };
+            if stream.ended_early.is_none()
+                && let Some(expected) = stream.beams.take()
+            {
+                let tokens = |beam: &BeamOutput| beam.tokens.iter().map(|&(token, _)| token).collect::<Vec<_>>();
+                assert_eq!(event.beams.iter().map(tokens).collect::<Vec<_>>(), expected, "{:?}", event.sequence);
+                stream.num_told = 0;
+                stream.reason = reason;
+            }
             assert_eq!(reason, stream.ended_early.unwrap_or(stream.reason), "{:?}", event.sequence);
             if stream.ended_early.is_none() {
                 assert_eq!(stream.received, stream.num_told, "{:?} ended early", event.sequence);

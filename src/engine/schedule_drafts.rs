@@ -1,0 +1,58 @@
+//! Plans a sequence's next token together with guesses at those after it.
+
+use crate::TokenId;
+use crate::engine::{Engine, Sample};
+use crate::plan::{RevisedRow, RowWork};
+use crate::schedule::{Draft, running_row};
+use crate::sequences::Slot;
+
+impl Engine {
+    /// Plans a decode whose block there is. Drafts take blocks that are free, and no other sequence's.
+    pub(crate) fn plan_drafts(&mut self, slot: Slot, draft: &mut Draft) {
+        let drafts = self.guess(slot, draft);
+        let sequence = &mut self.sequences[slot];
+        let row = running_row(sequence);
+        if sequence.num_told < sequence.tokens.len() {
+            let tokens = sequence.tokens[sequence.num_told..].to_vec();
+            draft.revised.push(RevisedRow { row, parent: row, num_kept: sequence.num_told as u32, tokens });
+            sequence.num_told = sequence.tokens.len();
+        }
+        let num_tokens = 1 + drafts.len();
+        let work = RowWork { row, start: sequence.num_computed as u32, num_tokens: num_tokens as u32, samples: true };
+        let sample = Sample { slot, sequence: sequence.id, row };
+        sequence.num_computed += num_tokens;
+        sequence.num_in_flight += num_tokens;
+        if drafts.is_empty() {
+            draft.decodes.push(work);
+            draft.decode_samples.push(sample);
+            return;
+        }
+        sequence.draft_usage.num_drafted += drafts.len() as u32;
+        self.totals.drafted_tokens += drafts.len() as u64;
+        draft.draft_budget -= drafts.len();
+        draft.verifies.push(work);
+        draft.verify_samples.extend(std::iter::repeat_n(sample, num_tokens));
+        draft.drafts.push((row, drafts.clone()));
+        sequence.drafts = drafts;
+    }
+
+    /// As many guesses as budget, length and blocks allow.
+    fn guess(&mut self, slot: Slot, draft: &mut Draft) -> Vec<TokenId> {
+        let sequence = &self.sequences[slot];
+        let room = sequence.max_len - sequence.tokens.len() - 1;
+        let max = sequence.max_drafts.min(draft.draft_budget).min(room);
+        let mut drafts = Vec::new();
+        if max > 0 {
+            self.drafter.draft(&sequence.tokens, max, &mut drafts);
+            drafts.truncate(max);
+        }
+        let (block_size, start) = (self.config.block_size, sequence.num_computed);
+        while self.sequences[slot].blocks.len() * block_size < start + 1 + drafts.len() {
+            match self.pool.allocate() {
+                Some(block) => self.append(slot, block, draft),
+                None => drafts.truncate(self.sequences[slot].blocks.len() * block_size - start - 1),
+            }
+        }
+        drafts
+    }
+}
