@@ -17,7 +17,7 @@
 //             sum, rounded to bf16, to all
 // maths       fp32 sum in order of ranks, then as add_rms_norm_bf16
 // launch      grid T, block E / 8 rounded up to a warp, at most 1024; a row stays in registers. Blocks wait for the same block of
-//             other ranks: these run in the same order everywhere
+//             other ranks: these run in the same order everywhere. all_gather: block at most 128
 // needs       E % 8 == 0, E <= 16384, T <= max_rows, pointers 16-byte aligned: checked in all_reduce.rs before launch
 // bound       latency; beyond it NVLink: 4 T E (ranks - 1) bytes out of each rank, two shots 8 T E (ranks - 1) / ranks
 // test        tests/cuda_all_reduce.rs
@@ -187,7 +187,7 @@ all_reduce_add_norm_bf16(const __grid_constant__ AllReduce a, bf16* y, bf16* res
 }
 
 // One shot: what the ranks chose from is too small for anything but latency to count.
-extern "C" __global__ void __launch_bounds__(1024) all_gather_bf16(const __grid_constant__ AllReduce a, bf16* z, u32 rows) {
+extern "C" __global__ void __launch_bounds__(128) all_gather_bf16(const __grid_constant__ AllReduce a, bf16* z, u32 rows) {
     pdl_launch();
     const u32 t = blockIdx.x;
     const u32 chunks = a.cols / 8;
@@ -195,13 +195,13 @@ extern "C" __global__ void __launch_bounds__(1024) all_gather_bf16(const __grid_
     const u32 epoch = a.epochs[t] + 1;
     for (u32 i = threadIdx.x; i < chunks; i += blockDim.x) {
         const Words own = *reinterpret_cast<const Words*>(z + ((u64)a.rank * rows + t) * a.cols + 8 * i);
-        for (u32 j = 1; j < a.ranks; ++j) send(a.row((a.rank + j) % a.ranks, epoch & 1, a.rank, t), i, own, epoch);
-    }
-    for (u32 i = threadIdx.x; i < chunks; i += blockDim.x) {
-        for (u32 j = 1; j < a.ranks; ++j) {
-            const u32 from = (a.rank + j) % a.ranks;
-            const Words x = receive(a, a.row(a.rank, epoch & 1, from, t), i, epoch, from);
-            *reinterpret_cast<Words*>(z + ((u64)from * rows + t) * a.cols + 8 * i) = x;
+        for (u32 r = 0; r < a.ranks; ++r) {
+            if (r != a.rank) send(a.row(r, epoch & 1, a.rank, t), i, own, epoch);
+        }
+        for (u32 r = 0; r < a.ranks; ++r) {
+            if (r == a.rank) continue;
+            const Words x = receive(a, a.row(a.rank, epoch & 1, r, t), i, epoch, r);
+            *reinterpret_cast<Words*>(z + ((u64)r * rows + t) * a.cols + 8 * i) = x;
         }
     }
     __syncthreads();  // all threads have read the epoch

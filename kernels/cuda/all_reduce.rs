@@ -194,7 +194,8 @@ impl PeerGroup {
         let argument = self.argument(&[z], rows, cols, Shots::One)?;
         let found = z.bytes();
         ensure!(OP, found >= self.own.ranks * rows * bytes, "{found} bytes for {} parts", self.own.ranks);
-        q.launch("all_gather_bf16", launch(rows, cols), &[Arg::Bytes(&argument), z.into(), (rows as u32).into()])
+        let launch = Launch::new(rows as u32, ((cols / 8).div_ceil(32) * 32).min(128) as u32);
+        q.launch("all_gather_bf16", launch, &[Arg::Bytes(&argument), z.into(), (rows as u32).into()])
     }
 
     /// The kernel's `AllReduce`: eight peers, epochs, status, patience, six words.

@@ -1,4 +1,5 @@
 // decode_attention_bf16: o[r, h, :] = softmax(scale * q[r, h, :] . k[r, j, :]) v[r, j, :] over positions j of row r
+// rope_decode_attention_bf16: the same, after rotating q and k of the row's newest position and writing its k and v to the blocks
 // archs: 80 90a 100a ptx
 //
 // q             [R, H, D] bf16, rows `q_stride` elements apart (the q part of qkv)
@@ -12,10 +13,13 @@
 //               read once for all of them. A warp takes 16 positions at a time: K and V go from memory straight into the
 //               registers of mma.sync, as K q^T and V^T p^T, the next tile on its way while this one is used. A row uses only as
 //               many splits as its length deserves; the block that ends last adds them up in their order.
+//               With rotation, a block rotates its own q, and the one that has the newest position writes k and v before it reads
+//               them back; where several groups share a KV head, each writes the same bits and reads its own.
 // needs         B % 16 == 0, a power of two; pointers 16-byte aligned; checked in decode_attention.rs
 // bound         memory, 4 K D bytes a position: R = 32, 1024 positions, K = 32, D = 128: 537 MB, 120 us at 4.47 TB/s (H200)
 // test          tests/cuda_decode_attention.rs, reference::attention in fp32, each element within 2^-7 of the largest |v|
 #include "mma.cuh"
+#include "rope.cuh"
 
 constexpr int WARPS = 4;
 constexpr int TILE = 16;         // positions a warp takes at a time
@@ -39,6 +43,14 @@ struct DecodeAttention {
     u32 window;       // positions that are seen, 0 for all
     u32 min_chunk;    // positions a split has at least, a multiple of 16
     float scale;
+};
+
+// For rotation: angles [max_positions, D / 2], and the blocks to write, which are those that are read.
+struct Rope {
+    const float* cos;
+    const float* sin;
+    bf16* k_blocks;
+    bf16* v_blocks;
 };
 
 // The positions one block works on.
@@ -314,11 +326,58 @@ __device__ __forceinline__ bool is_last(u32* counter, u32 active) {
     return last;
 }
 
+// The fragments of this thread's head, elements 32 i + 8 t of it.
 template <int D>
-__device__ __forceinline__ void decode_attention(const DecodeAttention& a) {
+__device__ __forceinline__ void load_q(u32 (&q)[D / 16][2], const bf16* q_row, bool valid) {
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) {
+        const uint4 x = valid ? load_once(q_row + 32 * i) : make_uint4(0, 0, 0, 0);
+        q[2 * i][0] = x.x, q[2 * i][1] = x.y, q[2 * i + 1][0] = x.z, q[2 * i + 1][1] = x.w;
+    }
+}
+
+// The same, rotated: a thread has both elements of each pair (e, e + D / 2), for D / 2 is a multiple of 32.
+template <int D>
+__device__ __forceinline__ void load_rotated_q(u32 (&q)[D / 16][2], const bf16* q_row, bool valid, const Angles (&angles)[D / 64]) {
+    static_assert(D % 64 == 0, "load_rotated_q: halves of a head are multiples of 32");
+#pragma unroll
+    for (int i = 0; i < D / 64; ++i) {
+        constexpr int HALF = D / 64;
+        uint4 lo = make_uint4(0, 0, 0, 0), hi = lo;
+        if (valid) lo = load_once(q_row + 32 * i), hi = load_once(q_row + 32 * (i + HALF));
+        rotate8(lo, hi, angles[i]);
+        q[2 * i][0] = lo.x, q[2 * i][1] = lo.y, q[2 * i + 1][0] = lo.z, q[2 * i + 1][1] = lo.w;
+        q[2 * (i + HALF)][0] = hi.x, q[2 * (i + HALF)][1] = hi.y, q[2 * (i + HALF) + 1][0] = hi.z, q[2 * (i + HALF) + 1][1] = hi.w;
+    }
+}
+
+// Writes the newest position's rotated k, and its v, of one KV head. All threads of the block come here.
+template <int D>
+__device__ __forceinline__ void write_newest(const DecodeAttention& a, const Rope& rope, u32 row, u32 kv_head, u32 position) {
+    static_assert(D / 16 <= 32 && D / 8 <= (WARPS - 1) * 32, "write_newest: k is one warp's work, v the others'");
+    const u64 block = a.block_tables[(u64)row * a.max_blocks + (position >> a.block_shift)];
+    const u32 offset = position & ((1u << a.block_shift) - 1);
+    const u64 at = (((block * a.kv_heads + kv_head) << a.block_shift) + offset) * D;
+    const bf16* k = a.q + (u64)row * a.q_stride + (u64)(a.heads + kv_head) * D;
+    const bf16* v = k + (u64)a.kv_heads * D;
+    const u32 i = threadIdx.x;
+    if (i < D / 16) {
+        const u64 angle = (u64)position * (D / 2) + 8 * i;
+        uint4 lo = load_once(k + 8 * i), hi = load_once(k + D / 2 + 8 * i);
+        rotate8(lo, hi, load_angles(rope.cos + angle, rope.sin + angle));
+        *reinterpret_cast<uint4*>(rope.k_blocks + at + 8 * i) = lo;
+        *reinterpret_cast<uint4*>(rope.k_blocks + at + D / 2 + 8 * i) = hi;
+    } else if (i >= 32 && i < 32 + D / 8) {
+        *reinterpret_cast<uint4*>(rope.v_blocks + at + 8 * (i - 32)) = load_once(v + 8 * (i - 32));
+    }
+    __syncthreads();  // what was written is read from memory by other threads of this block
+}
+
+template <int D, bool ROPE>
+__device__ __forceinline__ void decode_attention(const DecodeAttention& a, const Rope& rope) {
     extern __shared__ float4 dynamic[];
     pdl_launch();
-    pdl_wait();
+    if (!ROPE) pdl_wait();
     const u32 split = blockIdx.x, splits = gridDim.x, row = blockIdx.z;
     const u32 per_kv_head = a.heads / a.kv_heads, groups = (per_kv_head + GROUP - 1) / GROUP;
     const u32 kv_head = blockIdx.y / groups, group = blockIdx.y % groups;
@@ -326,9 +385,12 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a) {
     const u32 first_head = kv_head * per_kv_head + group * GROUP;
     bf16* out = a.out + ((u64)row * a.heads + first_head) * D;
 
+    // The step's inputs and the angles were there before the first kernel of the step, so they need not be waited for.
     const u32 len = a.context_lens[row];
     if (len == 0) {
-        if (split == 0) for (int i = threadIdx.x; i < heads * D; i += blockDim.x) out[i] = to_bf16(0.0f);
+        if (split != 0) return;
+        if (ROPE) pdl_wait();
+        for (int i = threadIdx.x; i < heads * D; i += blockDim.x) out[i] = to_bf16(0.0f);
         return;
     }
     const Chunk c = chunk_of(len, a.window, a.min_chunk, split, splits);
@@ -337,10 +399,16 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     u32 q[D / 16][2];
     const bf16* q_row = a.q + (u64)row * a.q_stride + (u64)(first_head + g) * D + 8 * t;
+    if constexpr (ROPE) {
+        Angles angles[D / 64];
+        const u64 angle = (u64)(len - 1) * (D / 2) + 8 * t;
 #pragma unroll
-    for (int i = 0; i < D / 32; ++i) {
-        const uint4 x = g < heads ? load_once(q_row + 32 * i) : make_uint4(0, 0, 0, 0);
-        q[2 * i][0] = x.x, q[2 * i][1] = x.y, q[2 * i + 1][0] = x.z, q[2 * i + 1][1] = x.w;
+        for (int i = 0; i < D / 64; ++i) angles[i] = load_angles(rope.cos + angle + 32 * i, rope.sin + angle + 32 * i);
+        pdl_wait();
+        load_rotated_q<D>(q, q_row, g < heads, angles);
+        if (c.end == len) write_newest<D>(a, rope, row, kv_head, len - 1);
+    } else {
+        load_q<D>(q, q_row, g < heads);
     }
     Softmax<D> state;
     attend<D>(state, a, c, row, kv_head, q);
@@ -369,10 +437,19 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a) {
 
 #define DECODE_ATTENTION(D)                                                                                            \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention_bf16_d##D(const DecodeAttention a) {     \
-        decode_attention<D>(a);                                                                                        \
+        decode_attention<D, false>(a, Rope{});                                                                         \
+    }
+
+#define ROPE_DECODE_ATTENTION(D)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                           \
+        rope_decode_attention_bf16_d##D(const DecodeAttention a, const Rope rope) {                                    \
+        decode_attention<D, true>(a, rope);                                                                            \
     }
 
 DECODE_ATTENTION(64)
 DECODE_ATTENTION(96)
 DECODE_ATTENTION(128)
 DECODE_ATTENTION(256)
+ROPE_DECODE_ATTENTION(64)
+ROPE_DECODE_ATTENTION(128)
+ROPE_DECODE_ATTENTION(256)

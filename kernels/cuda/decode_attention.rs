@@ -119,6 +119,70 @@ pub fn decode_attention_split(
     splits: Splits,
 ) -> Result<(), CudaError> {
     check(out, qkv, cache, rows, shape)?;
+    let argument = argument(out, qkv, cache, rows, shape, scale, window, workspace, splits)?;
+    let name = format!("decode_attention_bf16_d{}", shape.head_dim);
+    q.launch(&name, launch(rows, shape, splits), &[Arg::Bytes(&argument)])
+}
+
+/// cos and sin of every position, each `[max_positions, D / 2]` f32.
+#[derive(Debug, Clone, Copy)]
+pub struct RopeTables {
+    /// Cosines.
+    pub cos: Span,
+    /// Sines.
+    pub sin: Span,
+}
+
+/// [`decode_attention`] of `qkv` that [`super::rope_cache`] has not seen: rotates q and k of each row's newest position,
+/// `context_lens[r] - 1`, and writes its k and v into the blocks. `qkv` stays as it is.
+///
+/// That no context is longer than the tables is asserted where the step is packed.
+#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+pub fn rope_decode_attention(
+    q: &Queue,
+    out: Span,
+    qkv: Span,
+    cache: LayerCache,
+    tables: RopeTables,
+    rows: DecodeRows,
+    shape: HeadShape,
+    scale: f32,
+    window: u32,
+    workspace: &DecodeWorkspace,
+    splits: Splits,
+) -> Result<(), CudaError> {
+    check(out, qkv, cache, rows, shape)?;
+    ensure!(OP, rotates(shape), "head_dim {}; a multiple of 64 is rotated here", shape.head_dim);
+    let RopeTables { cos, sin } = tables;
+    let fits = cos.bytes() == sin.bytes() && cos.count::<f32>() >= shape.head_dim / 2;
+    ensure!(OP, fits && cos.is_aligned(16) && sin.is_aligned(16), "the rotation's tables are empty or unaligned");
+    let argument = argument(out, qkv, cache, rows, shape, scale, window, workspace, splits)?;
+    let mut rope = [0u8; 32];
+    for (bytes, span) in rope.chunks_exact_mut(8).zip([cos, sin, cache.k, cache.v]) {
+        bytes.copy_from_slice(&span.address().to_ne_bytes());
+    }
+    let name = format!("rope_decode_attention_bf16_d{}", shape.head_dim);
+    q.launch(&name, launch(rows, shape, splits), &[Arg::Bytes(&argument), Arg::Bytes(&rope)])
+}
+
+/// Whether [`rope_decode_attention`] has code for the shape.
+pub fn rotates(shape: HeadShape) -> bool {
+    HEAD_DIMS.contains(&shape.head_dim) && shape.head_dim.is_multiple_of(64)
+}
+
+/// The kernel's `DecodeAttention`: nine pointers, eight words.
+#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+fn argument(
+    out: Span,
+    qkv: Span,
+    cache: LayerCache,
+    rows: DecodeRows,
+    shape: HeadShape,
+    scale: f32,
+    window: u32,
+    workspace: &DecodeWorkspace,
+    splits: Splits,
+) -> Result<[u8; 104], CudaError> {
     let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
     let Splits { splits, min_chunk } = splits;
     ensure!(
@@ -151,11 +215,15 @@ pub fn decode_attention_split(
     for (bytes, word) in argument[72..].chunks_exact_mut(4).zip(words) {
         bytes.copy_from_slice(&word.to_ne_bytes());
     }
+    Ok(argument)
+}
+
+fn launch(rows: DecodeRows, shape: HeadShape, splits: Splits) -> Launch {
+    let HeadShape { num_heads, num_kv_heads, head_dim, .. } = shape;
     let heads = (num_heads / num_kv_heads).min(GROUP);
-    let launch = Launch::new(0, 128)
-        .grid(splits as u32, (num_kv_heads * groups(shape)) as u32, rows.num_rows as u32)
-        .shared((256 + 4 * heads * head_dim * 4) as u32);
-    q.launch(&format!("decode_attention_bf16_d{head_dim}"), launch, &[Arg::Bytes(&argument)])
+    Launch::new(0, 128)
+        .grid(splits.splits as u32, (num_kv_heads * groups(shape)) as u32, rows.num_rows as u32)
+        .shared((256 + 4 * heads * head_dim * 4) as u32)
 }
 
 fn check(out: Span, qkv: Span, cache: LayerCache, rows: DecodeRows, shape: HeadShape) -> Result<(), CudaError> {

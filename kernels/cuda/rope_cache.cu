@@ -12,13 +12,7 @@
 // bound         memory, about 4 T (H + 2K) D bytes
 // test          tests/cuda_ops.rs, each element within one bf16 ulp of fp32
 // archs: 80 90a 100a ptx
-#include "common.cuh"
-
-__device__ __forceinline__ void load_floats8(float* out, const float* p) {
-    const float4 a = *reinterpret_cast<const float4*>(p), b = *reinterpret_cast<const float4*>(p + 4);
-    out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w;
-    out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
-}
+#include "rope.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)
 rope_cache_bf16(bf16* qkv, bf16* k_blocks, bf16* v_blocks, const float* cos, const float* sin, const u32* positions,
@@ -30,24 +24,16 @@ rope_cache_bf16(bf16* qkv, bf16* k_blocks, bf16* v_blocks, const float* cos, con
     // The step's inputs and the table were there before the first kernel of the step, so they need not be waited for.
     const u32 slot = slots[t];
     const bool rotates = head < heads + kv_heads;
-    float c[8], s[8];
+    Angles angles;
     if (rotates) {
         const u64 at = (u64)positions[t] * half + i;
-        load_floats8(c, cos + at);
-        load_floats8(s, sin + at);
+        angles = load_angles(cos + at, sin + at);
     }
     pdl_wait();
     if (head >= heads + 2 * kv_heads) return;
     bf16* x = qkv + ((u64)t * (heads + 2 * kv_heads) + head) * dim;
-    bf16x8 lo = load8(x + i), hi = load8(x + half + i);
-    if (rotates) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const float a = to_f32(lo.v[j]), b = to_f32(hi.v[j]);
-            lo.v[j] = to_bf16(a * c[j] - b * s[j]);
-            hi.v[j] = to_bf16(b * c[j] + a * s[j]);
-        }
-    }
+    uint4 lo = *reinterpret_cast<const uint4*>(x + i), hi = *reinterpret_cast<const uint4*>(x + half + i);
+    if (rotates) rotate8(lo, hi, angles);
     bf16* to = x;
     if (head >= heads) {
         if (slot == 0xffffffffu) return;
@@ -56,6 +42,6 @@ rope_cache_bf16(bf16* qkv, bf16* k_blocks, bf16* v_blocks, const float* cos, con
         const u64 block = slot >> log2_block, offset = slot & ((1u << log2_block) - 1);
         to = (is_v ? v_blocks : k_blocks) + (((block * kv_heads + kv_head) << log2_block) + offset) * dim;
     }
-    store8(to + i, lo);
-    store8(to + half + i, hi);
+    *reinterpret_cast<uint4*>(to + i) = lo;
+    *reinterpret_cast<uint4*>(to + half + i) = hi;
 }

@@ -7,8 +7,10 @@ mod rows;
 use gpu::{Random, floats, poisoned};
 use half::bf16;
 use kernels::cuda::DeviceBuffer;
-use kernels::cuda::decode_attention::{DecodeRows, DecodeWorkspace, Splits, decode_attention_split};
-use kernels::cuda::rope_cache::HeadShape;
+use kernels::cuda::decode_attention::{
+    DecodeRows, DecodeWorkspace, RopeTables, Splits, decode_attention_split, rope_decode_attention, rotates,
+};
+use kernels::cuda::rope_cache::{HeadShape, RopeInputs, rope_cache};
 use rows::CachedRows;
 
 const SHAPES: [[usize; 4]; 8] = [
@@ -72,6 +74,80 @@ fn rows_of_any_length_attend_as_the_formula_says() {
                     let what = format!("{shape:?}, {lens:?}, {splits:?}, window {window}");
                     let q = &qkv[row * shape.qkv_cols()..];
                     cached.check(&what, found, q, row, len - 1, window as usize);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rotation_inside_attention_gives_the_bits_of_rotation_before_it() {
+    let Some((gpu, queue)) = gpu::open() else { return };
+    const MAX_POSITIONS: usize = 2100;
+    for [num_heads, num_kv_heads, head_dim, block_size] in SHAPES {
+        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size };
+        if !rotates(shape) {
+            continue;
+        }
+        let mut random = Random::new(7);
+        let angles: Vec<f32> = (0..MAX_POSITIONS * head_dim / 2).map(|_| random.unit() * 3.0).collect();
+        let table = |f: fn(f32) -> f32| {
+            let values: Vec<f32> = angles.iter().map(|&a| f(a)).collect();
+            DeviceBuffer::from_slice(&gpu, &values).expect("memory")
+        };
+        let (cos, sin) = (table(f32::cos), table(f32::sin));
+        for lens in [&[1][..], &[5, 0, 17, 16], &[255, 256, 257], &[1000, 3, 2049, 700]] {
+            let workspace = DecodeWorkspace::new(&gpu, 64, shape).expect("memory");
+            let scale = (head_dim as f32).powf(-0.5);
+            let fine = Splits { splits: 16, min_chunk: 64 };
+            for (splits, window) in [(Splits::for_rows(lens.len(), shape), 0), (fine, 0), (fine, 100)] {
+                let run = |fused: bool| {
+                    let mut random = Random::new(11);
+                    let cached = CachedRows::new(&gpu, &mut random, shape, lens);
+                    let qkv = random.bf16s(lens.len() * shape.qkv_cols(), 1.0);
+                    let qkv = DeviceBuffer::from_slice(&gpu, &qkv).expect("memory");
+                    let count = lens.len() * num_heads * head_dim;
+                    let out = poisoned::<bf16>(&gpu, &queue, count);
+                    let rows = DecodeRows {
+                        block_tables: cached.table_buffer.span(),
+                        max_blocks: cached.max_blocks,
+                        context_lens: cached.len_buffer.span(),
+                        num_rows: lens.len(),
+                    };
+                    let (out_span, qkv_span, cache) = (out.span(), qkv.span(), cached.cache());
+                    if fused {
+                        let tables = RopeTables { cos: cos.span(), sin: sin.span() };
+                        rope_decode_attention(
+                            &queue, out_span, qkv_span, cache, tables, rows, shape, scale, window, &workspace, splits,
+                        )
+                        .expect("a launch");
+                    } else {
+                        let positions: Vec<u32> = lens.iter().map(|&len| len.saturating_sub(1) as u32).collect();
+                        let slots: Vec<u32> =
+                            lens.iter().enumerate().map(|(row, &len)| cached.newest_slot(row, len)).collect();
+                        let positions = DeviceBuffer::from_slice(&gpu, &positions).expect("memory");
+                        let slots = DeviceBuffer::from_slice(&gpu, &slots).expect("memory");
+                        let inputs = RopeInputs {
+                            cos: cos.span(),
+                            sin: sin.span(),
+                            positions: positions.span(),
+                            slots: slots.span(),
+                        };
+                        rope_cache(&queue, qkv_span, cache, inputs, shape, lens.len()).expect("a launch");
+                        decode_attention_split(
+                            &queue, out_span, qkv_span, cache, rows, shape, scale, window, &workspace, splits,
+                        )
+                        .expect("a launch");
+                        queue.wait().expect("the kernels run");
+                    }
+                    queue.wait().expect("the kernels run");
+                    let bits = |span: kernels::cuda::Span| span.read::<u16>(span.count::<u16>()).expect("a copy");
+                    [bits(out_span), bits(cache.k), bits(cache.v)]
+                };
+                let (fused, apart) = (run(true), run(false));
+                for (what, index) in [("attention", 0), ("keys", 1), ("values", 2)] {
+                    let differ = fused[index].iter().zip(&apart[index]).position(|(a, b)| a != b);
+                    assert_eq!(differ, None, "{what} of {shape:?}, {lens:?}, {splits:?}, window {window}");
                 }
             }
         }

@@ -63,6 +63,15 @@ impl CachedRows {
         LayerCache { k: self.k_buffer.span(), v: self.v_buffer.span() }
     }
 
+    /// Where the newest position of row `row` lies; padding for an empty row.
+    pub fn newest_slot(&self, row: usize, len: usize) -> u32 {
+        let block_size = self.shape.block_size;
+        len.checked_sub(1).map_or(u32::MAX, |position| {
+            self.tables[row * self.max_blocks + position / block_size] * block_size as u32
+                + (position % block_size) as u32
+        })
+    }
+
     /// Positions `range` of a KV head's keys or values of a row.
     fn gather(&self, from: &[bf16], row: usize, kv_head: usize, range: std::ops::Range<usize>) -> Vec<f32> {
         let HeadShape { num_kv_heads, head_dim, block_size, .. } = self.shape;
