@@ -1,13 +1,18 @@
 // sm90_skinny_gemm_bf16: y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]), for few rows: M <= 64
+// sm90_skinny_gemm_norm_bf16: the same with half an RMSNorm at either end. Before: x comes unscaled, sums are multiplied by
+//          rsqrt(mean of the row's squares + eps). After, epilogue ADD_NORM: residual[m, n] += sum, y[m, n] = residual[m, n] * gain[n]
+//          unscaled, and each block leaves its columns' squares for the product that takes y
 // archs: 90a
 //
 // x        [M, K]  bf16 through tensor map `x_map`, box [NT rows, 64]; rows past M arrive as zero
 // w        [N, K]  bf16 through tensor map `w_map`, box [64, 64]; read once, past the L2 cache's keeping
 // y        epilogue STORE [M, N] bf16; STORE_F32 [M, N] f32; SILU, GELU [M, N / 2] bf16 = act(gate) * up
 // gate/up  rows 16 b + i of w are gate row 8 b + i for i < 8 and up row 8 b + i - 8 for i >= 8
-// maths    fp32 in the tensor cores, K in S equal parts, summed in order of the parts: no result depends on M
+// squares  [M, slices] f32; a slice is what one block stores: S of them for each 64 columns
+// maths    fp32 in the tensor cores, K in S equal parts, summed in order of the parts: no result depends on M. ADD_NORM takes squares
+//          and y from the fp32 sum, as add_rms_norm does, and rounds y once; the scale meets the fp32 sum of the next product
 // stages   of the ring, a multiple of GROUPS
-// launch   grid (S, ceil(N / 64)), cluster (S, 1), 128 GROUPS + 32 threads, dynamic shared memory from the wrapper
+// launch   grid (S, ceil(N / 64)), cluster (S, 1), 128 GROUPS + 32 threads, 32 more with norm, dynamic shared memory from the wrapper
 //          Weights are the 64-row side of wgmma, x the narrow side. One warp keeps a ring of 64-wide slices of w and x full
 //          with the copy engine; GROUPS warpgroups multiply, each every GROUPS-th slice. Slices of w are asked for before pdl_wait, as
 //          many as the ring holds: they stream while the kernel before this one runs.
@@ -22,7 +27,7 @@
 constexpr i32 BK = 64;    // columns of a slice of K
 constexpr i32 TILE = 64;  // rows of w that a cluster takes
 
-enum Epilogue : i32 { STORE = 0, STORE_F32 = 1, SILU = 2, GELU = 3 };
+enum Epilogue : i32 { STORE = 0, STORE_F32 = 1, SILU = 2, GELU = 3, ADD_NORM = 4 };
 
 struct Output {
     void* y;
@@ -31,12 +36,22 @@ struct Output {
     i32 epilogue;
 };
 
+struct Norm {
+    const float* squares_in;  // [M, slices_in], or null: x is as it should be
+    bf16* residual;           // [M, N], of ADD_NORM
+    const bf16* gain;         // [N], of ADD_NORM
+    float* squares_out;       // [M, slices_out], of ADD_NORM
+    i32 slices_in, slices_out;
+    float inverse_cols, eps;
+};
+
 // Sums of a tile over the cluster's blocks and their groups.
-template <int NT, int GROUPS>
+template <int NT, int GROUPS, bool NORM>
 struct Reducer {
     static constexpr int PITCH = TILE + 4;  // floats; PITCH % 16 == 4 keeps the accumulators' stores free of bank conflicts
     u32 partial;                          // this block's, [GROUPS][NT][PITCH] f32; the others' lie at the same place
     i32 parts;
+    const float* scales;  // [NT] of rows, with norm
 
     __device__ float4 sum(int m, int r) const {
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -48,6 +63,10 @@ struct Reducer {
                 const float4 v = cluster_load(there + g * NT * PITCH * 4);
                 total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
             }
+        }
+        if (NORM) {
+            const float scale = scales[m];
+            total.x *= scale, total.y *= scale, total.z *= scale, total.w *= scale;
         }
         return total;
     }
@@ -93,6 +112,56 @@ __device__ __forceinline__ void store_gated(const Parts& parts, const Output& ou
         const float4 v = out.epilogue == SILU ? gated<silu>(gate, up) : gated<gelu_tanh>(gate, up);
         const int column = n / 16 * 8 + n % 16;
         *reinterpret_cast<uint2*>((bf16*)out.y + (i64)m * (out.n / 2) + column) = pack4(v);
+    }
+}
+
+// Rows first .. first + count of the tile onto the residual; `slice` is this block's place in the sums of squares.
+template <class Parts>
+__device__ __forceinline__ void store_add_norm(const Parts& parts, const Output& out, const Norm& norm, i32 n0, i32 first,
+                                               i32 count, i32 slice) {
+    const int quads = count / 4, lane = threadIdx.x % 32;  // 4, 8 or 16 quads: those of a row lie side by side in a warp
+    for (int warp_first = threadIdx.x - lane; warp_first < out.m * quads; warp_first += blockDim.x) {
+        const int i = warp_first + lane, m = i / quads, r = first + i % quads * 4, n = n0 + r;
+        float squares = 0.0f;
+        if (m < out.m && n < out.n) {
+            float4 v = parts.sum(m, r);
+            add_bias(v, out.bias, n);
+            uint2* residual = reinterpret_cast<uint2*>(norm.residual + (i64)m * out.n + n);
+            const uint2 old = *residual, gain = *reinterpret_cast<const uint2*>(norm.gain + n);
+            v.x += unpack_lo(old.x), v.y += unpack_hi(old.x), v.z += unpack_lo(old.y), v.w += unpack_hi(old.y);
+            *residual = pack4(v);
+            squares = v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+            v.x *= unpack_lo(gain.x), v.y *= unpack_hi(gain.x), v.z *= unpack_lo(gain.y), v.w *= unpack_hi(gain.y);
+            *reinterpret_cast<uint2*>((bf16*)out.y + (i64)m * out.n + n) = pack4(v);
+        }
+        for (int d = quads / 2; d > 0; d /= 2) squares += __shfl_xor_sync(FULL_WARP, squares, d);
+        if (i % quads == 0 && m < out.m) norm.squares_out[(i64)m * norm.slices_out + slice] = squares;
+    }
+}
+
+// What each row of x is still to be multiplied by: one warp's work, beside the products.
+template <int NT>
+__device__ __forceinline__ void scale_rows(float* scales, const Norm& norm, i32 rows) {
+    constexpr int ROWS = 8;  // at a time, so that loads do not wait for each other
+    const int lane = threadIdx.x % 32;
+    for (i32 first = 0; first < rows; first += ROWS) {
+        float sums[ROWS] = {};
+        if (norm.squares_in) {
+#pragma unroll 2
+            for (i32 i = lane; i < norm.slices_in; i += 32) {
+#pragma unroll
+                for (int j = 0; j < ROWS; ++j) {
+                    if (first + j < rows) sums[j] += __ldcg(norm.squares_in + (i64)(first + j) * norm.slices_in + i);
+                }
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < ROWS; ++j) {
+            const float sum = warp_sum(sums[j]);
+            if (lane == 0 && first + j < rows) {
+                scales[first + j] = norm.squares_in ? rsqrtf(sum * norm.inverse_cols + norm.eps) : 1.0f;
+            }
+        }
     }
 }
 
@@ -162,12 +231,13 @@ __device__ __forceinline__ void store_partial(float* partial, const float* acc) 
     }
 }
 
-template <int NT, int GROUPS>
+template <int NT, int GROUPS, bool NORM>
 __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const TensorMap* x_map, const Output& out, i32 k,
-                                            i32 stages, i32 parts) {
-    constexpr int CONSUMERS = GROUPS * 128;
+                                            i32 stages, i32 parts, const Norm& norm) {
+    constexpr int CONSUMERS = GROUPS * 128, PRODUCER = CONSUMERS + 32;
     extern __shared__ u8 dynamic[];
     __shared__ alignas(8) u64 barriers[64];
+    __shared__ float scales[NORM ? NT : 1];
     pdl_launch();
 
     const u32 raw = shared_address(dynamic), aligned = (raw + 1023) & ~1023u;
@@ -184,7 +254,10 @@ __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const Tensor
     const i32 first = slices * part / parts, count = slices * (part + 1) / parts - first;
     const i32 group = threadIdx.x / 128;
     float acc[NT / 2] = {};
-    if (threadIdx.x >= CONSUMERS) {
+    if (NORM && threadIdx.x >= PRODUCER) {
+        pdl_wait();
+        scale_rows<NT>(scales, norm, out.m);
+    } else if (threadIdx.x >= CONSUMERS) {
         if (threadIdx.x == CONSUMERS) produce(ring, w_map, x_map, n0, first, count);
         __syncwarp();
     } else {
@@ -192,13 +265,15 @@ __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const Tensor
         consume<NT, GROUPS>(ring, count, group, acc);
     }
 
-    __syncthreads();  // every slice is used: the ring becomes the place of the partial sums
-    const Reducer<NT, GROUPS> reducer{aligned, parts};
+    __syncthreads();  // every slice is used: the ring becomes the place of the partial sums; rows' scales are there
+    const Reducer<NT, GROUPS, NORM> reducer{aligned, parts, scales};
     float* partial = reinterpret_cast<float*>(dynamic + (aligned - raw)) + group * NT * reducer.PITCH;
     if (threadIdx.x < CONSUMERS) store_partial<NT>(partial, acc);
     cluster_sync();
     const i32 rows = TILE / parts;
-    if (out.epilogue < SILU) {
+    if (NORM && out.epilogue == ADD_NORM) {
+        store_add_norm(reducer, out, norm, n0, part * rows, rows, (i32)blockIdx.y * parts + part);
+    } else if (out.epilogue < SILU) {
         store_tile(reducer, out, n0, part * rows, rows);
     } else {
         store_gated(reducer, out, n0, part * rows, rows);
@@ -211,7 +286,13 @@ __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const Tensor
         sm90_skinny_gemm_bf16_m##NT##_g##GROUPS(const __grid_constant__ TensorMap w_map,                               \
                                                 const __grid_constant__ TensorMap x_map, const Output out, i32 k,      \
                                                 i32 stages, i32 parts) {                                               \
-        skinny_gemm<NT, GROUPS>(&w_map, &x_map, out, k, stages, parts);                                                \
+        skinny_gemm<NT, GROUPS, false>(&w_map, &x_map, out, k, stages, parts, Norm{});                                 \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 64)                                                    \
+        sm90_skinny_gemm_norm_bf16_m##NT##_g##GROUPS(const __grid_constant__ TensorMap w_map,                          \
+                                                     const __grid_constant__ TensorMap x_map, const Output out, i32 k, \
+                                                     i32 stages, i32 parts, const __grid_constant__ Norm norm) {       \
+        skinny_gemm<NT, GROUPS, true>(&w_map, &x_map, out, k, stages, parts, norm);                                    \
     }
 
 #define SKINNY_GEMM_GROUPS(NT) \
