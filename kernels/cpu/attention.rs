@@ -108,6 +108,28 @@ impl KvCache {
     }
 }
 
+impl KvCache {
+    /// Copies a block's content in all layers.
+    ///
+    /// # Panics
+    /// When a block does not exist.
+    pub fn copy_block(&mut self, from: usize, to: usize) {
+        let KvShape { num_blocks, num_kv_heads, block_size, head_dim } = self.shape;
+        assert!(from < num_blocks && to < num_blocks, "blocks {from} and {to} are two of the cache");
+        let len = num_kv_heads * block_size * head_dim;
+        match &mut self.data {
+            KvData::Bf16 { k, v } => [k, v].into_iter().for_each(|data| copy_block(data, num_blocks, len, from, to)),
+            KvData::F32 { k, v } => [k, v].into_iter().for_each(|data| copy_block(data, num_blocks, len, from, to)),
+        }
+    }
+}
+
+fn copy_block<T: Copy>(data: &mut [T], num_blocks: usize, len: usize, from: usize, to: usize) {
+    for layer in data.chunks_exact_mut(num_blocks * len) {
+        layer.copy_within(from * len..(from + 1) * len, to * len);
+    }
+}
+
 impl KvShape {
     #[inline(always)]
     fn start(&self, layer: usize, block: usize, head: usize) -> usize {

@@ -30,9 +30,12 @@ pub struct StepInputs {
     pub max_blocks: usize,
     /// `[S]` rows that choose a token, in plan order.
     pub samples: Vec<SampleInput>,
+    /// Indices in `0..T` of positions whose raw logits are to be reported.
+    pub logits: Vec<u32>,
 }
 
-/// One row that chooses its next token from the logits of its last position in this step.
+/// One token that a row chooses: from the logits of its last position in this step, or, where drafts are verified, from
+/// each of its positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampleInput {
     /// Which row; its sampling parameters came with [`crate::Device::join_row`].
@@ -58,6 +61,7 @@ impl StepInputs {
         self.context_lens.clear();
         self.block_tables.clear();
         self.samples.clear();
+        self.logits.clear();
     }
 
     /// `T`, the tokens of this step.

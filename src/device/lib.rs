@@ -22,7 +22,7 @@ pub use spec::{
     WeightSlice,
 };
 
-use engine::{RowId, SampledToken, SamplingParams, TokenId};
+use engine::{CopiedBlock, RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
 
 /// What runs a model's forward pass.
 ///
@@ -80,6 +80,24 @@ pub trait Device: Sized {
         num_prompt_tokens: u32,
         sampling: &SamplingParams,
     ) -> Result<(), DeviceError>;
+
+    /// Rows go on from tokens that rank 0 chose, each from its parent as it was before any of them; then blocks are copied
+    /// in all layers. Only beam searches and verified drafts need it.
+    fn revise(&mut self, revised: &[RevisedRow], copied: &[CopiedBlock]) -> Result<(), DeviceError> {
+        match revised.is_empty() && copied.is_empty() {
+            true => Ok(()),
+            false => Err(DeviceError::Unsupported {
+                what: "a row that goes on from chosen tokens".into(),
+                found: "beam search or drafts".into(),
+                expected: "neither, on this device".into(),
+            }),
+        }
+    }
+
+    /// Raw logits `[V]` of each of [`StepInputs::logits`] of the step that [`Device::collect`] returned last, in that order.
+    fn take_logits(&mut self) -> Vec<Vec<f32>> {
+        Vec::new()
+    }
 
     /// Runs one step: makes `inputs` the current step and calls `forward` with it, or replays an earlier recording
     /// of the same ops. Returns once the step is queued.
@@ -139,6 +157,7 @@ pub trait Device: Sized {
 
     /// Logits of the `S` sampling positions of `x` over the whole group's vocabulary, then the choice of a token for each:
     /// the same on every worker. The tokens are appended to their rows on the device and reported by [`Device::collect`].
+    /// Nothing is appended to rows with [`SamplingParams::beam_candidates`], nor to those that sample more than once.
     fn sample(&mut self, x: &Self::Tensor, head: &Self::Weight) -> Result<(), DeviceError>;
 
     /// Instead of [`Device::embed`] in all stages but the first: `out` = the activations that the stage before gave to

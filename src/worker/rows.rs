@@ -1,7 +1,7 @@
 //! The rows a worker keeps: a plan's delta is checked against them, then packed into device inputs.
 
 use device::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
-use engine::{BlockId, RowId, SequenceId, StepPlan};
+use engine::{BlockId, CopiedBlock, RevisedRow, RowId, RowWork, SequenceId, StepPlan, TokenId};
 
 /// Why a plan does not fit the rows of this worker: rank 0 and this worker no longer agree, and the worker must end.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -23,12 +23,16 @@ pub enum PlanMismatch {
     Blocks { step: u64, row: u32, needed: usize, found: usize },
     #[error("plan {step}: row {row} names KV block {block}, but there are {num_blocks}")]
     BlockRange { step: u64, row: u32, block: u32, num_blocks: usize },
+    #[error("plan {step}: row {row} keeps {kept} tokens of row {parent}, which has {known}")]
+    Kept { step: u64, row: u32, parent: u32, kept: u32, known: u32 },
+    #[error("plan {step}: row {row} stops sharing block {found}, but its last is {last:?}")]
+    Copied { step: u64, row: u32, found: u32, last: Option<u32> },
     #[error("plan {step}: row {row} computes no position, or samples before its last known token")]
     Work { step: u64, row: u32 },
 }
 
 /// One sequence, as far as the host knows it.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Row {
     sequence: SequenceId,
     /// Tokens the host knows; those sampled since the row joined are on the device only.
@@ -39,6 +43,8 @@ struct Row {
     /// Tokens sampled since the row joined, queued steps included.
     num_sampled: u32,
     blocks: Vec<BlockId>,
+    /// What it samples counts for nothing until rank 0 has chosen.
+    is_beam: bool,
 }
 
 /// Every row of a worker, and the number of the last plan.
@@ -69,6 +75,8 @@ impl RowTable {
             self.slot(plan.step, row)?.take().ok_or(PlanMismatch::RowEmpty { step: plan.step, row: row.0 })?;
         }
         self.join(plan)?;
+        self.revise(plan.step, &plan.revised)?;
+        self.copy(plan.step, &plan.copied)?;
         for &(row, block) in &plan.grown {
             self.check_block(plan.step, row, block)?;
             self.occupied(plan.step, row)?.blocks.push(block);
@@ -92,20 +100,61 @@ impl RowTable {
                 num_computed: joined.num_computed,
                 num_sampled: 0,
                 blocks: joined.blocks.clone(),
+                is_beam: joined.sampling.beam_candidates > 0,
             });
+        }
+        Ok(())
+    }
+
+    /// Each row reads its parent as it was before any of them.
+    fn revise(&mut self, step: u64, revised: &[RevisedRow]) -> Result<(), PlanMismatch> {
+        let mut rows = Vec::with_capacity(revised.len());
+        for revision in revised {
+            let mut row = self.occupied(step, revision.parent)?.clone();
+            let (kept, known) = (revision.num_kept, row.tokens.len() as u32);
+            if kept > known {
+                let (row, parent) = (revision.row.0, revision.parent.0);
+                return Err(PlanMismatch::Kept { step, row, parent, kept, known });
+            }
+            row.tokens.truncate(kept as usize);
+            row.tokens.extend(revision.tokens.iter().map(|token| token.0));
+            (row.num_sampled, row.num_computed) = (0, (row.tokens.len() as u32).saturating_sub(1));
+            rows.push(row);
+        }
+        for (revision, row) in revised.iter().zip(rows) {
+            *self.slot(step, revision.row)? = Some(row);
+        }
+        Ok(())
+    }
+
+    fn copy(&mut self, step: u64, copied: &[CopiedBlock]) -> Result<(), PlanMismatch> {
+        for copied in copied {
+            self.check_block(step, copied.row, copied.to)?;
+            match self.occupied(step, copied.row)?.blocks.last_mut() {
+                Some(last) if *last == copied.from => *last = copied.to,
+                last => {
+                    let (found, last) = (copied.from.0, last.map(|last| last.0));
+                    return Err(PlanMismatch::Copied { step, row: copied.row.0, found, last });
+                }
+            }
         }
         Ok(())
     }
 
     fn pack(&mut self, plan: &StepPlan, inputs: &mut StepInputs) -> Result<(), PlanMismatch> {
         inputs.clear(plan.step);
+        let mut drafts = plan.drafts.iter().peekable();
         for work in &plan.work {
             let block_size = self.block_size as u32;
             let row = self.occupied(plan.step, work.row)?;
+            let drafted = drafts.next_if(|(row, _)| *row == work.row).map_or(&[][..], |(_, tokens)| tokens);
             let end = work.start + work.num_tokens;
-            row.check(plan.step, work.row, work.start, end, block_size)?;
+            row.check(plan.step, work, drafted.len() as u32, block_size)?;
+            let first_draft = end - drafted.len() as u32;
             for position in work.start..end {
-                inputs.token_ids.push(row.tokens.get(position as usize).copied().unwrap_or(TOKEN_ON_DEVICE));
+                let known = || row.tokens.get(position as usize).copied().unwrap_or(TOKEN_ON_DEVICE);
+                let draft = position.checked_sub(first_draft).map(|index| drafted[index as usize].0);
+                inputs.token_ids.push(draft.unwrap_or_else(known));
                 inputs.positions.push(position);
                 inputs.slots.push(row.blocks[(position / block_size) as usize].0 * block_size + position % block_size);
             }
@@ -117,17 +166,11 @@ impl RowTable {
             }
             row.num_computed = end;
             if work.samples {
-                let num_known = row.num_tokens();
-                if end != num_known {
-                    return Err(PlanMismatch::Work { step: plan.step, row: work.row.0 });
-                }
-                inputs.samples.push(SampleInput {
-                    row: work.row,
-                    token_index: inputs.token_ids.len() as u32 - 1,
-                    num_generated: num_known - row.num_prompt_tokens,
-                });
-                row.num_sampled += 1;
+                row.sample(plan.step, work, drafted, inputs)?;
             }
+        }
+        if let Some((row, _)) = drafts.next() {
+            return Err(PlanMismatch::Work { step: plan.step, row: row.0 });
         }
         self.pack_block_tables(inputs);
         Ok(())
@@ -168,9 +211,33 @@ impl Row {
         self.tokens.len() as u32 + self.num_sampled
     }
 
-    fn check(&self, step: u64, row: RowId, start: u32, end: u32, block_size: u32) -> Result<(), PlanMismatch> {
-        let row = row.0;
-        if end == start {
+    /// One token for the last position, and one for each draft before it.
+    fn sample(
+        &mut self,
+        step: u64,
+        work: &RowWork,
+        drafted: &[TokenId],
+        inputs: &mut StepInputs,
+    ) -> Result<(), PlanMismatch> {
+        let (num_known, num_drafts) = (self.num_tokens(), drafted.len() as u32);
+        if work.start + work.num_tokens != num_known + num_drafts {
+            return Err(PlanMismatch::Work { step, row: work.row.0 });
+        }
+        let first = inputs.token_ids.len() as u32 - 1 - num_drafts;
+        inputs.samples.extend((0..=num_drafts).map(|index| SampleInput {
+            row: work.row,
+            token_index: first + index,
+            num_generated: num_known - self.num_prompt_tokens + index,
+        }));
+        if drafted.is_empty() && !self.is_beam {
+            self.num_sampled += 1;
+        }
+        Ok(())
+    }
+
+    fn check(&self, step: u64, work: &RowWork, num_drafts: u32, block_size: u32) -> Result<(), PlanMismatch> {
+        let (row, start, end) = (work.row.0, work.start, work.start + work.num_tokens);
+        if work.num_tokens <= num_drafts {
             return Err(PlanMismatch::Work { step, row });
         }
         if start != self.num_computed {
@@ -178,7 +245,8 @@ impl Row {
         }
         let known = self.num_tokens();
         // Only the newest sampled token is kept where a step can read it.
-        let first_missing = (start.max(self.tokens.len() as u32)..end).find(|&position| position + 1 != known);
+        let first_missing =
+            (start.max(self.tokens.len() as u32)..end - num_drafts).find(|&position| position + 1 != known);
         if let Some(position) = first_missing {
             return Err(PlanMismatch::NoToken { step, row, position, known });
         }
@@ -238,6 +306,55 @@ mod tests {
         table.apply(&further, &mut inputs).unwrap();
         assert_eq!((inputs.token_ids.as_slice(), inputs.slots.as_slice()), (&[TOKEN_ON_DEVICE][..], &[2][..]));
         assert_eq!(inputs.samples[0].num_generated, 2);
+    }
+
+    #[test]
+    fn drafts_are_computed_behind_the_newest_token_and_a_revision_says_which_were_right() {
+        let (mut table, mut inputs) = (RowTable::new(4, 4, 8, 1), StepInputs::default());
+        let join = StepPlan {
+            step: 1,
+            joined: vec![joined(2, &[10, 11], &[5, 3])],
+            work: vec![work(2, 0, 2, true)],
+            ..StepPlan::default()
+        };
+        table.apply(&join, &mut inputs).unwrap();
+        let drafts = vec![(RowId(2), vec![TokenId(20), TokenId(21)])];
+        let verify = StepPlan { step: 2, drafts, work: vec![work(2, 2, 3, true)], ..StepPlan::default() };
+        table.apply(&verify, &mut inputs).unwrap();
+        assert_eq!(inputs.token_ids, [TOKEN_ON_DEVICE, 20, 21]);
+        let generated: Vec<_> =
+            inputs.samples.iter().map(|sample| (sample.token_index, sample.num_generated)).collect();
+        assert_eq!(generated, [(0, 1), (1, 2), (2, 3)]);
+
+        let tokens = [12, 20, 30].map(TokenId).to_vec();
+        let revised = vec![RevisedRow { row: RowId(2), parent: RowId(2), num_kept: 2, tokens }];
+        let next = StepPlan { step: 3, revised, work: vec![work(2, 4, 1, true)], ..StepPlan::default() };
+        table.apply(&next, &mut inputs).unwrap();
+        assert_eq!((inputs.token_ids.as_slice(), inputs.slots.as_slice()), (&[30][..], &[12][..]));
+        assert_eq!(inputs.samples[0].num_generated, 3);
+    }
+
+    #[test]
+    fn beams_continue_their_parents_and_write_into_blocks_of_their_own() {
+        let (mut table, mut inputs) = (RowTable::new(4, 4, 8, 1), StepInputs::default());
+        let mut first = joined(0, &[10, 11, 12], &[5]);
+        first.sampling.beam_candidates = 3;
+        let join = StepPlan { step: 1, joined: vec![first], work: vec![work(0, 0, 3, true)], ..StepPlan::default() };
+        table.apply(&join, &mut inputs).unwrap();
+        let beam =
+            |row, token| RevisedRow { row: RowId(row), parent: RowId(0), num_kept: 3, tokens: vec![TokenId(token)] };
+        let fork = StepPlan {
+            step: 2,
+            revised: vec![beam(0, 20), beam(1, 21)],
+            copied: vec![CopiedBlock { row: RowId(0), from: BlockId(5), to: BlockId(6) }],
+            work: vec![work(0, 3, 1, true), work(1, 3, 1, true)],
+            ..StepPlan::default()
+        };
+        table.apply(&fork, &mut inputs).unwrap();
+        assert_eq!((inputs.token_ids.as_slice(), inputs.slots.as_slice()), (&[20, 21][..], &[27, 23][..]));
+        let wrong = CopiedBlock { row: RowId(0), from: BlockId(5), to: BlockId(7) };
+        let plan = StepPlan { step: 3, copied: vec![wrong], ..StepPlan::default() };
+        assert!(matches!(table.apply(&plan, &mut inputs), Err(PlanMismatch::Copied { last: Some(6), .. })));
     }
 
     #[test]

@@ -140,6 +140,7 @@ impl<D: Device + 'static> Steps<'_, D> {
         for joined in &plan.joined {
             device.join_row(joined.row, &joined.tokens, joined.num_prompt_tokens, &joined.sampling)?;
         }
+        device.revise(&plan.revised, &plan.copied)?;
         let on_device = !plan.work.is_empty();
         if on_device {
             device.run_step(&self.inputs, &mut |device| model.forward(device))?;

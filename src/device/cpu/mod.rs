@@ -4,6 +4,7 @@
 //! step (`kernels::cpu`), the group adds parts in rank order, and draws are functions of seed and position.
 //! Steps run to their end inside [`Device::run_step`].
 
+mod choose;
 mod group;
 mod peers;
 mod pipeline;
@@ -14,7 +15,7 @@ mod weights;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use engine::{RowId, SampledToken, SamplingParams, TokenId};
+use engine::{CopiedBlock, RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
 use kernels::cpu::{self as k, Buffer, Isa, KvCache, KvType, PackedInput, Pool};
 
 use crate::{
@@ -57,7 +58,8 @@ pub struct CpuDevice {
     widest_input: usize,       // `K` of the widest linear layer
     sampled: Buffer<f32>,      // [S, E]
     local_logits: Buffer<f32>, // [S, V of this worker], where the vocabulary is split
-    logits: Buffer<f32>,       // [S, V]
+    logits: Buffer<f32>,       // [S, V], or as many as there may be rows
+    reported: Vec<Vec<f32>>,   // [V] of each position that the last step reports
     vocab_offsets: Vec<usize>, // where each worker's share of the vocabulary starts, and the end
     results: VecDeque<Vec<SampledToken>>,
     weights_bytes: u64,
@@ -138,6 +140,7 @@ impl CpuDevice {
             local_logits: Buffer::new(0),
             workspace_bytes: size_of_val(&*logits) as u64,
             logits,
+            reported: Vec::new(),
             vocab_offsets: Vec::new(),
             results: VecDeque::new(),
             weights_bytes: 0,
@@ -189,7 +192,7 @@ impl CpuDevice {
             && inputs.positions.len() == tokens
             && inputs.slots.len() == tokens
             && inputs.block_tables.len() == inputs.num_rows() * inputs.max_blocks;
-        if !shaped || tokens > limits.max_tokens || inputs.samples.len() > limits.max_rows {
+        if !shaped || tokens > limits.max_tokens || inputs.samples.len() > limits.max_tokens {
             let (found, rows) = (format!("{tokens} tokens of {} rows", inputs.num_rows()), limits.max_rows);
             let expected = format!("arrays of one length, {} tokens and {rows} rows at most", limits.max_tokens);
             return Err(DeviceError::Unsupported { what: format!("step {}", inputs.step), found, expected });
@@ -211,6 +214,7 @@ impl CpuDevice {
                 return Err(beyond("position", *last, inputs.max_blocks * cache.spec.block_size));
             }
         }
+        bound("token index", &inputs.logits, tokens)?;
         for SampleInput { row, token_index, .. } in &inputs.samples {
             bound("row", &[row.0], limits.max_rows)?;
             bound("token index", &[*token_index], tokens)?;
@@ -248,31 +252,6 @@ impl CpuDevice {
     fn project(&mut self, out: &mut [f32], x: &[f32], rows: usize, matrix: &k::Matrix) {
         self.packed.pack(&mut self.pool, x, rows, matrix.cols(), matrix.weight_type());
         k::linear(&mut self.pool, self.isa, out, &self.packed, matrix);
-    }
-
-    /// Logits `[S, V]` of the sampling positions of `x`.
-    fn compute_logits(&mut self, x: &CpuTensor, head: &k::Matrix) -> Result<(), DeviceError> {
-        let (width, samples) = (x.cols, self.inputs.samples.len());
-        if self.sampled.len() < samples * width {
-            self.sampled = Buffer::new(self.config.limits.max_rows * width);
-            self.local_logits = Buffer::new(if self.group.is_some() { self.logits.len() } else { 0 });
-        }
-        for (out, sample) in self.sampled.chunks_exact_mut(width).zip(&self.inputs.samples) {
-            out.copy_from_slice(&x.data[sample.token_index as usize * width..][..width]);
-        }
-        self.packed.pack(&mut self.pool, &self.sampled, samples, width, head.weight_type());
-        let (vocab, local) = (self.config.limits.vocab_size, head.rows());
-        let Some(group) = &mut self.group else {
-            k::linear(&mut self.pool, self.isa, &mut self.logits, &self.packed, head);
-            return Ok(());
-        };
-        k::linear(&mut self.pool, self.isa, &mut self.local_logits, &self.packed, head);
-        for sample in 0..samples {
-            let mine = &self.local_logits[sample * local..][..local];
-            let out = &mut self.logits[sample * vocab..][..vocab];
-            group.gather("gathering logits", mine, &self.vocab_offsets, out)?;
-        }
-        Ok(())
     }
 }
 
@@ -380,6 +359,15 @@ impl Device for CpuDevice {
         let state = self.rows.get_mut(row.0 as usize).ok_or_else(|| beyond("row", row.0, max_rows))?;
         state.join(tokens, num_prompt_tokens, sampling);
         Ok(())
+    }
+
+    fn revise(&mut self, revised: &[RevisedRow], copied: &[CopiedBlock]) -> Result<(), DeviceError> {
+        self.revise_rows(revised)?;
+        self.copy_blocks(copied)
+    }
+
+    fn take_logits(&mut self) -> Vec<Vec<f32>> {
+        std::mem::take(&mut self.reported)
     }
 
     fn run_step(
@@ -510,20 +498,9 @@ impl Device for CpuDevice {
     }
 
     fn sample(&mut self, x: &CpuTensor, head: &CpuWeight) -> Result<(), DeviceError> {
-        let samples = self.inputs.samples.len();
-        let mut tokens = Vec::with_capacity(samples);
-        if samples > 0 {
-            self.compute_logits(x, head.matrix().0)?;
-            let vocab = self.config.limits.vocab_size;
-            let (rows, inputs) = (&self.rows, &self.inputs.samples);
-            tokens = k::map_rows(&mut self.pool, &mut self.logits[..samples * vocab], vocab, |index, logits| {
-                let SampleInput { row, num_generated, .. } = inputs[index];
-                sampler::choose(row, &rows[row.0 as usize], num_generated, logits)
-            });
-        }
-        for token in &tokens {
-            self.rows[token.row.0 as usize].generate(token.token.0);
-        }
+        self.report_logits(x, head.matrix().0)?;
+        let tokens = self.choose_tokens(x, head.matrix().0)?;
+        self.append(&tokens);
         self.results.push_back(tokens);
         Ok(())
     }

@@ -5,9 +5,11 @@ use std::collections::HashMap;
 use engine::{SamplingParams, TokenId};
 
 /// A row of the row table.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Row {
     tokens: Vec<u32>,
+    num_prompt_tokens: usize,
+    top_p: f32,                  // what it has decayed to
     counts: HashMap<u32, Count>, // kept only where a penalty asks for it
     pub(crate) sampling: SamplingParams,
 }
@@ -27,11 +29,31 @@ impl Row {
     /// Starts over with a sequence.
     pub(crate) fn join(&mut self, tokens: &[TokenId], num_prompt_tokens: u32, sampling: &SamplingParams) {
         self.sampling = sampling.clone();
+        self.num_prompt_tokens = num_prompt_tokens as usize;
+        self.restart(tokens.iter().map(|token| token.0));
+    }
+
+    /// Keeps the first `num_kept` tokens and goes on with others.
+    pub(crate) fn revise(&mut self, num_kept: usize, tokens: &[TokenId]) {
+        if num_kept < self.tokens.len() {
+            let kept = self.tokens[..num_kept].to_vec();
+            self.restart(kept.into_iter());
+        }
+        tokens.iter().for_each(|token| self.generate(token.0));
+    }
+
+    fn restart(&mut self, tokens: impl Iterator<Item = u32>) {
         self.tokens.clear();
         self.counts.clear();
-        for (index, token) in tokens.iter().enumerate() {
-            self.push(token.0, index >= num_prompt_tokens as usize);
+        self.top_p = self.sampling.top_p;
+        for (index, token) in tokens.enumerate() {
+            self.push(token, index >= self.num_prompt_tokens);
         }
+    }
+
+    /// The share of the probability that the next token is drawn from.
+    pub(crate) fn top_p(&self) -> f32 {
+        self.top_p
     }
 
     /// Appends a chosen token.
@@ -41,6 +63,12 @@ impl Row {
 
     fn push(&mut self, token: u32, generated: bool) {
         self.tokens.push(token);
+        if generated {
+            self.top_p = match self.sampling.top_p_reset {
+                Some(reset) if reset.0 == token => self.sampling.top_p,
+                _ => (self.top_p * self.sampling.top_p_decay).max(self.sampling.top_p_min.min(self.sampling.top_p)),
+            };
+        }
         if has_penalty(&self.sampling) {
             self.counts.entry(token).or_default().generated += u32::from(generated);
         }

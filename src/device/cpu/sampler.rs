@@ -1,11 +1,11 @@
-//! Chooses a token from a row's logits, in the order that [`SamplingParams`] documents.
+//! Chooses a token from a row's logits, in the order that [`engine::SamplingParams`] documents.
 //!
 //! Ties for the likeliest go to the lowest id, ties at a threshold are kept. A draw at output position `n` is a function of the logits, the seed and `n`.
 
 use std::cell::RefCell;
 use std::cmp::Ordering;
 
-use engine::{RowId, SampledToken, SamplingParams, TokenId};
+use engine::{RowId, SampledToken, TokenId};
 use kernels::cpu::exp;
 
 use super::rows::Row;
@@ -35,21 +35,40 @@ thread_local! {
 pub(crate) fn choose(id: RowId, row: &Row, num_generated: u32, logits: &mut [f32]) -> SampledToken {
     SCRATCH.with_borrow_mut(|scratch| {
         let params = &row.sampling;
+        if params.beam_candidates > 0 {
+            return continuations(id, row, num_generated, logits, &mut scratch.candidates);
+        }
         let Some(num_logprobs) = params.num_logprobs else {
             adjust(row, num_generated, logits);
-            let token = draw(params, num_generated, logits, scratch);
+            let token = draw(row, num_generated, logits, scratch);
             return SampledToken { row: id, token: TokenId(token), logprob: None, top: Vec::new() };
         };
         scratch.raw.clear();
         scratch.raw.extend_from_slice(logits);
         adjust(row, num_generated, logits);
-        let token = draw(params, num_generated, logits, scratch);
+        let token = draw(row, num_generated, logits, scratch);
         let total = log_sum_exp(&scratch.raw);
         let logprob = |token: u32| (f64::from(scratch.raw[token as usize]) - total) as f32;
         let best = likeliest(&scratch.raw, num_logprobs as usize, &mut scratch.candidates);
         let top = best.iter().map(|c| (TokenId(c.token), logprob(c.token))).collect();
         SampledToken { row: id, token: TokenId(token), logprob: Some(logprob(token)), top }
     })
+}
+
+/// The likeliest tokens for a beam: log-probabilities first, then penalties, bias and bans on these.
+fn continuations(
+    id: RowId,
+    row: &Row,
+    num_generated: u32,
+    logits: &mut [f32],
+    candidates: &mut Vec<Candidate>,
+) -> SampledToken {
+    let total = log_sum_exp(logits);
+    logits.iter_mut().for_each(|logit| *logit = (f64::from(*logit) - total) as f32);
+    adjust(row, num_generated, logits);
+    let best = likeliest(logits, row.sampling.beam_candidates as usize, candidates);
+    let top: Vec<(TokenId, f32)> = best.iter().map(|c| (TokenId(c.token), c.weight)).collect();
+    SampledToken { row: id, token: top.first().map_or(TokenId(0), |(token, _)| *token), logprob: None, top }
 }
 
 /// Penalties, bias and bans.
@@ -90,7 +109,8 @@ fn ends_with(tokens: &[u32], end: &[TokenId]) -> bool {
     tokens.len() >= end.len() && tokens[tokens.len() - end.len()..].iter().zip(end).all(|(a, b)| *a == b.0)
 }
 
-fn draw(params: &SamplingParams, num_generated: u32, logits: &[f32], scratch: &mut Scratch) -> u32 {
+fn draw(row: &Row, num_generated: u32, logits: &[f32], scratch: &mut Scratch) -> u32 {
+    let params = &row.sampling;
     let Scratch { candidates, values, .. } = scratch;
     let best = argmax(logits);
     let max = logits[best as usize];
@@ -104,8 +124,8 @@ fn draw(params: &SamplingParams, num_generated: u32, logits: &[f32], scratch: &m
     if params.top_k > 0 && (params.top_k as usize) < candidates.len() {
         keep_top_k(candidates, logits, params.top_k as usize, values);
     }
-    if params.top_p < 1.0 {
-        keep_top_p(candidates, params.top_p, values);
+    if row.top_p() < 1.0 {
+        keep_top_p(candidates, row.top_p(), values);
     }
     if params.min_p > 0.0 {
         candidates.retain(|candidate| candidate.weight >= params.min_p); // The likeliest weighs 1.

@@ -1,5 +1,7 @@
 //! The sampler against a plain formula in f64, written here from the door's words.
 
+use engine::SamplingParams;
+
 use super::*;
 
 const VOCAB: usize = 50;

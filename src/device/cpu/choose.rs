@@ -1,0 +1,116 @@
+//! From the last activations to tokens: logits, the choice for each row, and rows that go on from what rank 0 chose.
+
+use engine::{CopiedBlock, RevisedRow, SampledToken};
+use kernels::cpu::{self as k, Buffer, Matrix};
+
+use super::{CpuDevice, CpuTensor, beyond, sampler};
+use crate::{DeviceError, SampleInput};
+
+impl CpuDevice {
+    /// The choice of each sampling position.
+    pub(super) fn choose_tokens(&mut self, x: &CpuTensor, head: &Matrix) -> Result<Vec<SampledToken>, DeviceError> {
+        let samples = std::mem::take(&mut self.inputs.samples);
+        let vocab = self.config.limits.vocab_size;
+        let mut tokens = Vec::with_capacity(samples.len());
+        for chunk in samples.chunks(self.config.limits.max_rows) {
+            self.compute_logits(x, head, chunk.iter().map(|sample| sample.token_index))?;
+            let rows = &self.rows;
+            tokens.extend(k::map_rows(
+                &mut self.pool,
+                &mut self.logits[..chunk.len() * vocab],
+                vocab,
+                |index, logits| {
+                    let SampleInput { row, num_generated, .. } = chunk[index];
+                    sampler::choose(row, &rows[row.0 as usize], num_generated, logits)
+                },
+            ));
+        }
+        self.inputs.samples = samples;
+        Ok(tokens)
+    }
+
+    /// Appends tokens to their rows, but for those on which rank 0 decides: beams, and rows that verify drafts.
+    pub(super) fn append(&mut self, tokens: &[SampledToken]) {
+        for (index, token) in tokens.iter().enumerate() {
+            let is_of_same_row = |other: Option<&SampledToken>| other.is_some_and(|other| other.row == token.row);
+            let verifies = is_of_same_row(index.checked_sub(1).and_then(|before| tokens.get(before)))
+                || is_of_same_row(tokens.get(index + 1));
+            let row = &mut self.rows[token.row.0 as usize];
+            if !verifies && row.sampling.beam_candidates == 0 {
+                row.generate(token.token.0);
+            }
+        }
+    }
+
+    /// Keeps the raw logits that this step reports.
+    pub(super) fn report_logits(&mut self, x: &CpuTensor, head: &Matrix) -> Result<(), DeviceError> {
+        let positions = std::mem::take(&mut self.inputs.logits);
+        let vocab = self.config.limits.vocab_size;
+        for chunk in positions.chunks(self.config.limits.max_rows) {
+            self.compute_logits(x, head, chunk.iter().copied())?;
+            self.reported.extend(self.logits.chunks_exact(vocab).take(chunk.len()).map(<[f32]>::to_vec));
+        }
+        self.inputs.logits = positions;
+        Ok(())
+    }
+
+    /// Logits `[len, V]` of some tokens of `x`, at most as many as there are rows.
+    fn compute_logits(
+        &mut self,
+        x: &CpuTensor,
+        head: &Matrix,
+        tokens: impl ExactSizeIterator<Item = u32>,
+    ) -> Result<(), DeviceError> {
+        let (width, len) = (x.cols, tokens.len());
+        if self.sampled.len() < len * width {
+            self.sampled = Buffer::new(self.config.limits.max_rows * width);
+            self.local_logits = Buffer::new(if self.group.is_some() { self.logits.len() } else { 0 });
+        }
+        for (out, token) in self.sampled.chunks_exact_mut(width).zip(tokens) {
+            out.copy_from_slice(&x.data[token as usize * width..][..width]);
+        }
+        self.packed.pack(&mut self.pool, &self.sampled, len, width, head.weight_type());
+        let (vocab, local) = (self.config.limits.vocab_size, head.rows());
+        let Some(group) = &mut self.group else {
+            k::linear(&mut self.pool, self.isa, &mut self.logits, &self.packed, head);
+            return Ok(());
+        };
+        k::linear(&mut self.pool, self.isa, &mut self.local_logits, &self.packed, head);
+        for index in 0..len {
+            let mine = &self.local_logits[index * local..][..local];
+            let out = &mut self.logits[index * vocab..][..vocab];
+            group.gather("gathering logits", mine, &self.vocab_offsets, out)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn revise_rows(&mut self, revised: &[RevisedRow]) -> Result<(), DeviceError> {
+        let max_rows = self.rows.len();
+        let row_of = |row: engine::RowId| match (row.0 as usize) < max_rows {
+            true => Ok(row.0 as usize),
+            false => Err(beyond("row", row.0, max_rows)),
+        };
+        let mut rows = Vec::with_capacity(revised.len());
+        for revision in revised {
+            let mut row = self.rows[row_of(revision.parent)?].clone();
+            row.revise(revision.num_kept as usize, &revision.tokens);
+            rows.push((row_of(revision.row)?, row));
+        }
+        rows.into_iter().for_each(|(index, row)| self.rows[index] = row);
+        Ok(())
+    }
+
+    pub(super) fn copy_blocks(&mut self, copied: &[CopiedBlock]) -> Result<(), DeviceError> {
+        if copied.is_empty() {
+            return Ok(());
+        }
+        let cache = self.cache.as_mut().expect("`allocate_cache` is called before the first step");
+        for block in copied.iter().flat_map(|copied| [copied.from, copied.to]) {
+            if block.0 as usize >= cache.num_blocks {
+                return Err(beyond("block", block.0, cache.num_blocks));
+            }
+        }
+        copied.iter().for_each(|copied| cache.kv.copy_block(copied.from.0 as usize, copied.to.0 as usize));
+        Ok(())
+    }
+}
