@@ -1,6 +1,7 @@
 //! What a CUDA device needs to know.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use super::exchange::Exchange;
@@ -27,6 +28,38 @@ pub struct CudaConfig {
     pub use_graphs: bool,
     /// Whether own kernels replace library ones and simple ones where they are faster.
     pub use_fast_kernels: bool,
+    /// Kernels that are not the default because no GPU has measured them faster yet (kernels/README.md).
+    pub trials: Trials,
+}
+
+/// Kernels on trial; all off by default. Parsed from names with commas between: `rope-attention`, `peer-candidates`, or `all`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Trials {
+    /// `rope-attention`: decode attention rotates q and k and writes the KV blocks itself.
+    pub rope_in_attention: bool,
+    /// `peer-candidates`: a group gathers greedy candidates through peer memory rather than NCCL.
+    pub peer_candidates: bool,
+}
+
+impl FromStr for Trials {
+    type Err = String;
+
+    fn from_str(names: &str) -> Result<Self, String> {
+        let mut trials = Self::default();
+        for name in names.split(',').filter(|name| !name.is_empty()) {
+            match name {
+                "rope-attention" => trials.rope_in_attention = true,
+                "peer-candidates" => trials.peer_candidates = true,
+                "all" => trials = Self { rope_in_attention: true, peer_candidates: true },
+                other => {
+                    return Err(format!(
+                        "no kernel on trial is `{other}`; use `rope-attention`, `peer-candidates` or `all`"
+                    ));
+                }
+            }
+        }
+        Ok(trials)
+    }
 }
 
 impl CudaConfig {
@@ -42,6 +75,20 @@ impl CudaConfig {
             cache_dir: None,
             use_graphs: true,
             use_fast_kernels: true,
+            trials: Trials::default(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn trials_are_named_one_by_one_or_all() {
+        assert_eq!("".parse(), Ok(Trials::default()));
+        assert_eq!("rope-attention".parse(), Ok(Trials { rope_in_attention: true, peer_candidates: false }));
+        assert_eq!("rope-attention,peer-candidates".parse::<Trials>(), "all".parse());
+        assert!("rope".parse::<Trials>().unwrap_err().contains("`rope`"));
     }
 }

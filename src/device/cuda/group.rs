@@ -26,6 +26,7 @@ pub(crate) struct Group {
     exchange: Option<Arc<dyn Exchange>>,
     tp: TensorParallel,
     uses_peers: bool,
+    gathers_by_peers: bool,
 }
 
 /// Operands of [`Group::reduce_add_norm`].
@@ -44,15 +45,16 @@ impl Group {
     pub(crate) fn new(config: &CudaConfig) -> Result<Self, DeviceError> {
         let tp = config.tensor_parallel;
         let uses_peers = config.use_fast_kernels;
+        let gathers_by_peers = config.trials.peer_candidates;
         if tp.size == 1 {
-            return Ok(Self { nccl: None, peers: None, exchange: None, tp, uses_peers });
+            return Ok(Self { nccl: None, peers: None, exchange: None, tp, uses_peers, gathers_by_peers });
         }
         let exchange = config.exchange.clone().ok_or_else(|| DeviceError::Unavailable {
             device: "cuda".into(),
             reason: format!("a group of {} workers needs a way to exchange NCCL's id", tp.size),
         })?;
         let nccl = Nccl::new(tp, exchange.as_ref(), &config.library_dirs)?;
-        Ok(Self { nccl: Some(nccl), peers: None, exchange: Some(exchange), tp, uses_peers })
+        Ok(Self { nccl: Some(nccl), peers: None, exchange: Some(exchange), tp, uses_peers, gathers_by_peers })
     }
 
     pub(crate) fn size(&self) -> usize {
@@ -124,7 +126,7 @@ impl Group {
 
     /// Fills `pairs [group, count, ARGMAX_CHUNKS]`, the best tokens of each worker's share, from each worker's own part.
     pub(crate) fn gather_candidates(&self, q: &Queue, pairs: Span, count: usize) -> Result<(), DeviceError> {
-        match self.peers.as_ref().filter(|_| count <= MAX_PEER_ROWS) {
+        match self.peers.as_ref().filter(|_| self.gathers_by_peers && count <= MAX_PEER_ROWS) {
             Some(peers) => peers.all_gather(q, pairs, count, CANDIDATE_BYTES).map_err(device_error),
             None => self.all_gather(q, pairs),
         }

@@ -27,7 +27,7 @@ use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Sp
 use crate::{
     Activation, AttentionSpec, Device, DeviceError, LinearRole, MemoryPlan, StepInputs, TensorParallel, WeightSlice,
 };
-pub use config::CudaConfig;
+pub use config::{CudaConfig, Trials};
 pub use exchange::{Exchange, FileExchange};
 use graphs::Graphs;
 use group::Group;
@@ -198,6 +198,28 @@ impl CudaDevice {
         Ok(span)
     }
 
+    /// Refuses decodes whose token is not the last of its context: attention that rotates takes the position from there.
+    fn check_newest(&self, inputs: &StepInputs) -> Result<(), DeviceError> {
+        let block_size = self.bounds()?.block_size as u32;
+        for row in inputs.num_prefill_rows..inputs.num_rows() {
+            let token = inputs.row_starts[row] as usize;
+            let (position, slot) = (inputs.positions[token], inputs.slots[token]);
+            let block = inputs.block_table(row).get((position / block_size) as usize).copied();
+            let expected =
+                block.and_then(|block| block.checked_mul(block_size)).map(|first| first + position % block_size);
+            if position + 1 != inputs.context_lens[row] || expected != Some(slot) {
+                return Err(DeviceError::Call {
+                    call: format!("step {}", inputs.step),
+                    reason: format!(
+                        "row {} decodes position {position} into slot {slot}, with a context of {} and block {block:?}",
+                        inputs.rows[row].0, inputs.context_lens[row]
+                    ),
+                });
+            }
+        }
+        Ok(())
+    }
+
     fn current(&self) -> &Current {
         self.current.as_ref().expect("ops run inside a step")
     }
@@ -326,6 +348,7 @@ impl Device for CudaDevice {
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         step::check(inputs, &self.bounds()?)?;
+        self.check_newest(inputs)?;
         if self.in_flight.len() == MAX_IN_FLIGHT {
             return Err(DeviceError::Call {
                 call: format!("step {}", inputs.step),

@@ -1,7 +1,9 @@
 //! The ops of a forward pass, each queued for the tokens of the current step.
 
 use half::bf16;
-use kernels::cuda::decode_attention::{DecodeRows, HEAD_DIMS, decode_attention};
+use kernels::cuda::decode_attention::{
+    DecodeRows, HEAD_DIMS, RopeTables, Splits, decode_attention, rope_decode_attention, rotates,
+};
 use kernels::cuda::embed::TokenSource;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::library_gemm::{GemmBuffers, GemmShape};
@@ -121,8 +123,19 @@ impl CudaDevice {
         let (cache, spans) = (self.cache(), self.current().spans);
         let inputs =
             RopeInputs { cos: cache.cos.span(), sin: cache.sin.span(), positions: spans.positions, slots: spans.slots };
-        rope_cache::rope_cache(&self.queue, qkv.values, cache.layer(layer), inputs, cache.shape, self.num_tokens())
+        let shape = self.current().shape;
+        let count =
+            if self.attention_rotates() { shape.tokens - (shape.rows - shape.prefill_rows) } else { shape.tokens };
+        if count == 0 {
+            return Ok(());
+        }
+        rope_cache::rope_cache(&self.queue, qkv.values, cache.layer(layer), inputs, cache.shape, count)
             .map_err(device_error)
+    }
+
+    /// Whether decode attention rotates and caches its rows' tokens itself, so that only chunks are left to `rope_cache`.
+    fn attention_rotates(&self) -> bool {
+        self.config.trials.rope_in_attention && self.config.use_fast_kernels && rotates(self.cache().shape)
     }
 
     pub(crate) fn op_attention(&mut self, out: CudaTensor, qkv: CudaTensor, layer: usize) -> Result<(), DeviceError> {
@@ -205,6 +218,25 @@ impl CudaDevice {
         let from = |tensor: CudaTensor| tensor.values.elements::<bf16>(first * tensor.cols, num_rows * tensor.cols);
         let layer = cache.layer(layer);
         let (scale, window, scratch) = (cache.scale, cache.window, &cache.decode);
+        if self.attention_rotates() {
+            let (tables, splits) =
+                (RopeTables { cos: cache.cos.span(), sin: cache.sin.span() }, Splits::for_rows(num_rows, cache.shape));
+            let (out, qkv, shape) = (from(out), from(qkv), cache.shape);
+            return rope_decode_attention(
+                &self.queue,
+                out,
+                qkv,
+                layer,
+                tables,
+                rows,
+                shape,
+                scale,
+                window,
+                scratch,
+                splits,
+            )
+            .map_err(device_error);
+        }
         decode_attention(&self.queue, from(out), from(qkv), layer, rows, cache.shape, scale, window, scratch)
             .map_err(device_error)
     }

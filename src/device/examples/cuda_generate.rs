@@ -1,7 +1,8 @@
 //! Generates greedily from fixed prompts of a checkpoint on one GPU or a group, and writes tokens and log-probabilities as JSON
 //! for `scripts/check_gpu_model.py` to compare with transformers.
 //!
-//! `cuda_generate CHECKPOINT OUT.json [--tp-size N --rank R --exchange DIR] [--tokens N] [--simple] [--no-graphs]`
+//! `cuda_generate CHECKPOINT OUT.json [--tp-size N --rank R --exchange DIR] [--tokens N] [--simple] [--no-graphs]
+//! [--trials NAMES]`
 //!
 //! Prompts join two at a time while earlier ones decode, in chunks of at most 96 tokens, so that every kind of step runs:
 //! prefill with and without a cached prefix, mixed steps, recorded decodes.
@@ -11,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::cuda::{CudaConfig, CudaDevice, FileExchange};
+use device::cuda::{CudaConfig, CudaDevice, FileExchange, Trials};
 use device::{Device, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel};
 use engine::{RowId, SampledToken, SamplingParams, TokenId};
 use serde_json::json;
@@ -37,6 +38,7 @@ struct Options {
     tokens: usize,
     simple: bool,
     graphs: bool,
+    trials: Trials,
 }
 
 fn options() -> Options {
@@ -52,6 +54,7 @@ fn options() -> Options {
         tokens: number("--tokens", 24),
         simple: arguments.iter().any(|a| a == "--simple"),
         graphs: !arguments.iter().any(|a| a == "--no-graphs"),
+        trials: value("--trials").unwrap_or_default().parse().expect("names of kernels on trial"),
     }
 }
 
@@ -123,6 +126,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         library_dirs,
         use_fast_kernels: !options.simple,
         use_graphs: options.graphs,
+        trials: options.trials,
         ..CudaConfig::new(options.tp.rank as usize, limits)
     })?;
     let mut model = models::load(&options.checkpoint, &config, &mut device)?;
