@@ -1,8 +1,10 @@
 """The life of a model process: load, execute until told to end, finalize."""
 
+import ctypes
 import importlib
 import importlib.util
 import json
+import marshal
 import os
 import signal
 import socket
@@ -25,12 +27,14 @@ from ._services import Logger
 
 
 def main():
-    """Runs one model. Standard input is the socket to the server."""
-    connection = socket.socket(fileno=os.dup(0))
-    connection.set_inheritable(False)
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.close(empty)
+    """Runs one model. Standard input is the socket to the server, unless the model runs on every rank."""
+    path, load = os.environ.pop("TRIREME_PYTHON_SOCKET", None), os.environ.pop("TRIREME_PYTHON_LOAD", None)
+    if path is not None:
+        _end_with_launcher()
+    if path is not None and _mpi_rank():
+        _follow(bytes.fromhex(load))
+        return
+    connection = _inherited() if path is None else _connected(path)
     channel = runtime.channel = _channel.Channel(connection)
     runtime.outputs = Arena(lambda size: _new_region(channel, size))
     channel.on_cancel = note_cancelled
@@ -46,6 +50,56 @@ def main():
     except _channel.Closed:
         # Nobody to answer; threads of the model must not keep this process.
         os._exit(1)
+
+
+def _inherited():
+    connection = socket.socket(fileno=os.dup(0))
+    connection.set_inheritable(False)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    return connection
+
+
+def _connected(path):
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    return connection
+
+
+def _mpi_rank():
+    """The rank, as the launcher tells it: Open MPI's, or Slurm's."""
+    return int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("SLURM_PROCID") or 0)
+
+
+def _end_with_launcher():
+    """Has the kernel end this process with its parent, which is a launcher of MPI programs."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _follow(load):
+    """Runs the model on a rank other than the first: its requests come over MPI, and no server talks to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    arguments = marshal.loads(load)[1]
+    try:
+        model = _made(arguments)
+    except BaseException as error:
+        name, rank = arguments["args"]["model_instance_name"], _mpi_rank()
+        words = "on rank %d of '%s': %s" % (rank, name, describe(error))
+        traceback.print_exc()
+        sys.stderr.flush()
+        # One write, so that lines of other ranks do not get into it.
+        os.write(2, b"trireme-python-failed %s\n" % words.encode().hex().encode())
+        os._exit(1)
+    ending = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ending.set())
+    ending.wait()
+    if hasattr(model, "finalize"):
+        model.finalize()
+    os._exit(0)
 
 
 def _new_region(channel, size):
@@ -64,19 +118,11 @@ def _load(channel):
     """The loaded model; None when it failed, which the server has been told, or when that was all."""
     channel.wait(channel.work)
     arguments = channel.work.items.popleft()[1]
-    runtime.is_decoupled = arguments["is_decoupled"]
-    runtime.log_verbose = arguments["log_verbose"]
     try:
-        _name_process(arguments)
-        module = _import(arguments["model_dir"], arguments["version_dir"], arguments["file"])
         if arguments["complete"] is not None:
-            channel.send(_channel.LOADED, None, _complete(module, arguments["complete"]))
+            channel.send(_channel.LOADED, None, _complete(_module_of(arguments), arguments["complete"]))
             return None
-        model = _class_of(module)()
-        if hasattr(model, "initialize"):
-            model.initialize(dict(arguments["args"]))
-        if not callable(getattr(model, "execute", None)):
-            raise AttributeError("TritonPythonModel of %s has no method `execute`" % module.__file__)
+        model = _made(arguments)
     except _channel.Closed:
         raise
     except BaseException as error:
@@ -86,7 +132,25 @@ def _load(channel):
     return model
 
 
-def _name_process(arguments):
+def _module_of(arguments):
+    runtime.is_decoupled = arguments["is_decoupled"]
+    runtime.log_verbose = arguments["log_verbose"]
+    _name_process()
+    return _import(arguments["model_dir"], arguments["version_dir"], arguments["file"])
+
+
+def _made(arguments):
+    """The model, initialized."""
+    module = _module_of(arguments)
+    model = _class_of(module)()
+    if hasattr(model, "initialize"):
+        model.initialize(dict(arguments["args"]))
+    if not callable(getattr(model, "execute", None)):
+        raise AttributeError("TritonPythonModel of %s has no method `execute`" % module.__file__)
+    return model
+
+
+def _name_process():
     try:
         with open("/proc/self/comm", "w") as name:
             name.write("trireme-python")
@@ -142,6 +206,8 @@ def _serve(channel, model):
         _loop.stop()
     except Exception:
         channel.send(_channel.LOG, Logger.ERROR, "finalize", traceback.format_exc())
+    # From here on it may be told to end: with processes on other ranks, MPI would wait for them at exit.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     channel.send(_channel.FINALIZED)
 
 

@@ -41,7 +41,7 @@ pub(crate) fn run(
     let agents = connect(world, agent, heard);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;
     let result = check_one_node(world).and_then(|()| llm_defaults(&args, world)).and_then(|defaults| {
-        let python = Arc::new(PythonFactory::new(python_config(&args, &prefix)?).map_err(RankError::Runtime)?);
+        let python = Arc::new(PythonFactory::new(python_config(&args, &prefix, world)?).map_err(RankError::Runtime)?);
         let llm = Arc::new(LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone()));
         runtime.block_on(serve(&args, &prefix, llm, python))
     });
@@ -111,11 +111,12 @@ fn llm_defaults(args: &RankArgs, world: &World) -> Result<LlmDefaults, RankError
 }
 
 /// `--backend-config=python,KEY=VALUE` and the flags that reach Python models too.
-fn python_config(args: &RankArgs, prefix: &Prefix) -> Result<PythonConfig, RankError> {
+fn python_config(args: &RankArgs, prefix: &Prefix, world: &World) -> Result<PythonConfig, RankError> {
     let mut config = PythonConfig {
         log_verbose: args.log_verbose > 0,
         auto_complete: !args.disable_auto_complete_config && !args.strict_model_config,
         stop_timeout: Duration::from_secs(args.exit_timeout_secs),
+        hosts: (0..world.size()).map(|rank| world.hostname(rank).to_owned()).collect(),
         ..PythonConfig::new(prefix.clone())
     };
     for setting in args.backend_config.iter().filter_map(|setting| setting.strip_prefix("python,")) {

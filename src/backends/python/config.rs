@@ -24,6 +24,10 @@ pub struct PythonConfig {
     pub log_verbose: bool,
     /// Whether models may complete their configurations.
     pub auto_complete: bool,
+    /// The host of each rank of the world, rank 0 first.
+    pub hosts: Vec<String>,
+    /// Models with a process on every rank, unless their configuration says otherwise.
+    pub mpi_models: Vec<String>,
 }
 
 impl PythonConfig {
@@ -38,6 +42,8 @@ impl PythonConfig {
             stop_timeout: Duration::from_secs(10),
             log_verbose: false,
             auto_complete: true,
+            hosts: Vec::new(),
+            mpi_models: vec!["tensorrt_llm".to_owned()],
         }
     }
 
@@ -56,12 +62,13 @@ impl PythonConfig {
             "stub-timeout-seconds" => self.start_timeout = Duration::from_secs(number()? as u64),
             "stop-timeout-seconds" => self.stop_timeout = Duration::from_secs(number()? as u64),
             "interpreter" => self.interpreter = value.into(),
+            "mpi-models" => self.mpi_models = value.split(',').map(str::to_owned).collect(),
             // Accepted for the sake of command lines; the first is the rank's prefix, the others have no meaning here.
             "shm-region-prefix-name" | "stub-message-queue-size" | "default-max-batch-size" => {}
             _ => {
                 return Err(format!(
                     "the Python backend has no setting `{key}`; it has shm-default-byte-size, shm-growth-byte-size, \
-                     stub-timeout-seconds, stop-timeout-seconds and interpreter"
+                     stub-timeout-seconds, stop-timeout-seconds, mpi-models and interpreter"
                 ));
             }
         }

@@ -13,11 +13,13 @@ mod memory;
 mod message;
 mod metrics;
 mod model;
+mod mpi;
 mod process;
 mod running;
 mod settings;
 mod wire;
 
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -48,6 +50,7 @@ struct Host {
     metrics: Arc<Registry>,
     server: OnceLock<Weak<Server>>,
     num_regions: AtomicU64,
+    num_worlds: AtomicU64,
 }
 
 impl PythonFactory {
@@ -56,8 +59,9 @@ impl PythonFactory {
     /// # Errors
     /// When the module's sources cannot be written, or no thread be started.
     pub fn new(config: PythonConfig) -> std::io::Result<Self> {
-        let (metrics, server, num_regions) = Default::default();
-        let host = Host { config, spawner: Spawner::start()?, files: Files::create()?, metrics, server, num_regions };
+        let (metrics, server, num_regions, num_worlds) = Default::default();
+        let (spawner, files) = (Spawner::start()?, Files::create()?);
+        let host = Host { config, spawner, files, metrics, server, num_regions, num_worlds };
         Ok(Self { host: Arc::new(host) })
     }
 
@@ -73,6 +77,11 @@ impl PythonFactory {
 }
 
 impl Host {
+    /// The name of a directory for a model's processes on all ranks.
+    fn new_scratch(&self) -> PathBuf {
+        self.files.dir().join(format!("w{}", self.num_worlds.fetch_add(1, Ordering::Relaxed)))
+    }
+
     /// A region for at least `bytes`, when a process has `held` bytes in regions already.
     fn new_region(&self, bytes: usize, held: usize) -> Result<Shared, IpcError> {
         // As much again as there is, so that few regions are ever made.

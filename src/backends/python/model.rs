@@ -15,9 +15,10 @@ use super::calls;
 use super::connection::{Connection, LoadEvent};
 use super::instance::Instance;
 use super::message::{FromProcess, ToProcess, read_error};
+use super::mpi::Launch;
 use super::process::{Process, Program};
 use super::settings::Settings;
-use super::wire::{Value, WireError, Writer};
+use super::wire::{LENGTH, Value, WireError, Writer};
 
 /// How often requests that take long are looked after.
 const LOOK: Duration = Duration::from_millis(5);
@@ -170,11 +171,19 @@ impl Shared {
 
     async fn start(self: Arc<Self>, index: usize, complete: Option<String>) -> Result<Option<String>, InferError> {
         let (settings, config, place) = (&self.settings, &self.host.config, &self.settings.places[index]);
+        let load = settings.load_message(place, config.log_verbose, complete.as_deref());
+        let launch = (settings.is_mpi && complete.is_none()).then(|| Launch {
+            hosts: config.hosts.clone(),
+            scratch: self.host.new_scratch(),
+            load: load[LENGTH..].to_vec(),
+        });
         let program = Program {
             interpreter: settings.interpreter.clone(),
             stub: self.host.files.stub(),
             title: place.name.clone(),
             module_dir: self.host.files.dir().to_owned(),
+            launch,
+            start_timeout: config.start_timeout,
         };
         let failed = |error: std::io::Error| {
             let program = program.interpreter.display();
@@ -184,7 +193,7 @@ impl Shared {
         let (events, mut heard) = mpsc::channel(4);
         let connection = Arc::new(Connection::new(self.host.clone(), process, place.name.clone(), events));
         tokio::spawn(self.clone().listen(index, connection.clone()));
-        connection.process.send(&settings.load_message(place, config.log_verbose, complete.as_deref()));
+        connection.process.send(&load);
         let loaded = self.loading(&connection, &mut heard).await;
         if loaded.is_ok() && complete.is_none() {
             self.instances[index].attach(connection.clone());
@@ -287,7 +296,7 @@ impl Shared {
                 let loaded = self.loaded(connection, error, completed)?;
                 let _ = connection.events.try_send(LoadEvent::Loaded(loaded));
             }
-            FromProcess::Finalized => {}
+            FromProcess::Finalized => connection.process.finalized(),
         }
         Ok(())
     }

@@ -15,23 +15,38 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::net::UnixStream;
 use tokio::sync::{Notify, oneshot, watch};
 
+use super::mpi::{self, LastWords, Launch};
 use super::wire::{Value, WireError};
 
 /// The largest message; tensors that would not fit travel in shared memory.
 const MAX_MESSAGE_BYTES: usize = 256 << 20;
 
+/// How often a launcher is looked at until its first process connects.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Time for a launcher to end its processes on all ranks.
+const WORLD_GRACE: Duration = Duration::from_secs(3);
+
 /// Starts processes from one thread that lives as long as this: they end with the thread that started them.
 #[derive(Debug)]
 pub(super) struct Spawner {
-    jobs: mpsc::Sender<(Command, oneshot::Sender<io::Result<Child>>)>,
+    jobs: mpsc::Sender<Job>,
+}
+
+#[derive(Debug)]
+struct Job {
+    command: Command,
+    /// What the process gets when the server ends.
+    on_end: Signal,
+    reply: oneshot::Sender<io::Result<Child>>,
 }
 
 impl Spawner {
     pub fn start() -> io::Result<Self> {
-        let (jobs, asked) = mpsc::channel::<(Command, oneshot::Sender<io::Result<Child>>)>();
+        let (jobs, asked) = mpsc::channel::<Job>();
         let run = move || {
-            for (mut command, reply) in asked {
-                let child = bind_to_parent(&mut command, Signal::KILL.as_raw()).spawn();
+            for Job { mut command, on_end, reply } in asked {
+                let child = bind_to_parent(&mut command, on_end.as_raw()).spawn();
                 // Nobody waits any more: what was started must not stay.
                 if let Err(Ok(mut child)) = reply.send(child) {
                     let _ = child.kill();
@@ -43,10 +58,10 @@ impl Spawner {
         Ok(Self { jobs })
     }
 
-    async fn spawn(&self, command: Command) -> io::Result<Child> {
+    async fn spawn(&self, command: Command, on_end: Signal) -> io::Result<Child> {
         let (reply, child) = oneshot::channel();
         let gone = || io::Error::other("the thread that starts processes has ended");
-        self.jobs.send((command, reply)).map_err(|_| gone())?;
+        self.jobs.send(Job { command, on_end, reply }).map_err(|_| gone())?;
         child.await.map_err(|_| gone())?
     }
 }
@@ -60,6 +75,27 @@ pub(super) struct Program {
     pub title: String,
     /// Directory of the module, for processes that the model starts.
     pub module_dir: PathBuf,
+    /// For a process on every rank.
+    pub launch: Option<Launch>,
+    /// How long it may take until it is there.
+    pub start_timeout: Duration,
+}
+
+impl Program {
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.interpreter);
+        command.arg(&self.stub).arg(&self.title).process_group(0);
+        let path = std::env::var_os("PYTHONPATH").into_iter().flat_map(|path| {
+            let parts: Vec<PathBuf> = std::env::split_paths(&path).collect();
+            parts
+        });
+        if let Ok(path) = std::env::join_paths(path.chain([self.module_dir.clone()])) {
+            command.env("PYTHONPATH", path);
+        }
+        // A repository that is polled would take new files for a change of the model.
+        command.env("PYTHONDONTWRITEBYTECODE", "1").env("PYTHONUNBUFFERED", "1");
+        command
+    }
 }
 
 /// A running model process.
@@ -68,7 +104,12 @@ pub(super) struct Process {
     stream: UnixStream,
     outgoing: Mutex<Vec<u8>>,
     flush: Notify,
+    /// The process, or the launcher of one on every rank.
     watch: Arc<ProcessWatch>,
+    /// The process that has the socket.
+    pid: u32,
+    /// What other ranks said, if there are processes on them.
+    others: Option<LastWords>,
     has_exited: watch::Receiver<bool>,
     /// `None` once it was reaped: its number may be another process's then.
     child: Mutex<Option<Child>>,
@@ -77,22 +118,55 @@ pub(super) struct Process {
 }
 
 impl Process {
-    /// Starts the process, whose standard input is the socket.
+    /// Starts the process, whose standard input is the socket; or a process on every rank, the first of which connects.
     pub async fn start(spawner: &Spawner, program: &Program) -> io::Result<Self> {
+        match &program.launch {
+            None => Self::start_one(spawner, program).await,
+            Some(launch) => Self::start_world(spawner, program, launch).await,
+        }
+    }
+
+    async fn start_one(spawner: &Spawner, program: &Program) -> io::Result<Self> {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
         ours.set_nonblocking(true)?;
-        let mut command = Command::new(&program.interpreter);
-        command.arg(&program.stub).arg(&program.title).stdin(Stdio::from(OwnedFd::from(theirs))).process_group(0);
-        let path = std::env::var_os("PYTHONPATH").into_iter().flat_map(|path| {
-            let parts: Vec<PathBuf> = std::env::split_paths(&path).collect();
-            parts
-        });
-        if let Ok(path) = std::env::join_paths(path.chain([program.module_dir.clone()])) {
-            command.env("PYTHONPATH", path);
+        let mut command = program.command();
+        mpi::leave_world(&mut command);
+        command.stdin(Stdio::from(OwnedFd::from(theirs)));
+        let child = spawner.spawn(command, Signal::KILL).await?;
+        Self::new(child, UnixStream::from_std(ours)?, None)
+    }
+
+    async fn start_world(spawner: &Spawner, program: &Program, launch: &Launch) -> io::Result<Self> {
+        let (mut command, listener) = launch.prepare(&program.command())?;
+        command.process_group(0);
+        let mut child = spawner.spawn(command, Signal::TERM).await?;
+        let others = LastWords::default();
+        child.stderr.take().into_iter().for_each(|stderr| others.listen(stderr));
+        let watch = ProcessWatch::new(child.id()).map_err(io::Error::other)?;
+        let connected = async {
+            loop {
+                tokio::select! {
+                    accepted = listener.accept() => return accepted.map(|(stream, _)| stream),
+                    () = tokio::time::sleep(LOOK) => if !watch.is_alive() {
+                        return Err(io::Error::other("the launcher of its processes on all ranks ended"));
+                    }
+                }
+            }
+        };
+        let late = || io::Error::other("its processes on all ranks did not start in time; see `stub-timeout-seconds`");
+        let connected = tokio::time::timeout(program.start_timeout, connected).await;
+        match connected.unwrap_or_else(|_| Err(late())) {
+            Ok(stream) => Self::new(child, stream, Some(others)),
+            Err(error) => {
+                end_world(&watch, Duration::ZERO);
+                let status = child.wait().map_or_else(|error| error.to_string(), describe_exit);
+                let said = others.get().unwrap_or_default();
+                Err(io::Error::other(format!("{error} ({status}) {said}").trim_end().to_owned()))
+            }
         }
-        // A repository that is polled would take new files for a change of the model.
-        command.env("PYTHONDONTWRITEBYTECODE", "1").env("PYTHONUNBUFFERED", "1");
-        let child = spawner.spawn(command).await?;
+    }
+
+    fn new(child: Child, stream: UnixStream, others: Option<LastWords>) -> io::Result<Self> {
         let watch = Arc::new(ProcessWatch::new(child.id()).map_err(io::Error::other)?);
         let (exited, has_exited) = watch::channel(false);
         let watched = watch.clone();
@@ -101,19 +175,25 @@ impl Process {
             let _ = exited.send(true);
         };
         thread::Builder::new().name("python-watch".to_owned()).spawn(wait)?;
+        let connected = stream.peer_cred().ok().and_then(|peer| peer.pid()).and_then(|pid| u32::try_from(pid).ok());
         Ok(Self {
-            stream: UnixStream::from_std(ours)?,
+            pid: connected.filter(|_| others.is_some()).unwrap_or(child.id()),
+            stream,
             outgoing: Mutex::default(),
             flush: Notify::new(),
             watch,
+            others,
             has_exited,
             child: Mutex::new(Some(child)),
             killed: OnceLock::new(),
         })
     }
 
-    pub fn pid(&self) -> u32 {
-        self.watch.pid()
+    /// The model has finalized on the first rank: the others, which wait for it in MPI for ever, end too.
+    pub fn finalized(&self) {
+        if self.others.is_some() {
+            let _ = self.watch.signal(Signal::TERM.as_raw());
+        }
     }
 
     /// Sends messages, at once if the socket takes them, else as soon as it does.
@@ -185,7 +265,8 @@ impl Process {
     pub async fn ended(&self) -> String {
         self.exited().await;
         let status = self.reap();
-        self.killed.get().cloned().unwrap_or(status)
+        let said = self.others.as_ref().and_then(LastWords::get);
+        self.killed.get().cloned().or(said).unwrap_or(status)
     }
 
     /// Ends the process and all that it started, at once.
@@ -193,8 +274,13 @@ impl Process {
         let child = lock(&self.child);
         if child.is_some() {
             let _ = self.killed.set(why.to_owned());
+            if self.others.is_some() {
+                let watch = self.watch.clone();
+                thread::spawn(move || end_world(&watch, WORLD_GRACE));
+                return;
+            }
             let _ = self.watch.signal(Signal::KILL.as_raw());
-            self.kill_group();
+            kill_group(self.watch.pid());
         }
     }
 
@@ -202,17 +288,12 @@ impl Process {
     fn reap(&self) -> String {
         let mut slot = lock(&self.child);
         let Some(mut child) = slot.take() else { return "it has ended".to_owned() };
-        self.kill_group();
+        if self.others.is_none() {
+            kill_group(self.watch.pid());
+        }
         match child.wait() {
             Ok(status) => describe_exit(status),
             Err(error) => error.to_string(),
-        }
-    }
-
-    /// Only while the process is not reaped.
-    fn kill_group(&self) {
-        if let Some(group) = i32::try_from(self.pid()).ok().and_then(Pid::from_raw) {
-            let _ = kill_process_group(group, Signal::KILL);
         }
     }
 
@@ -227,8 +308,27 @@ impl Process {
 
     /// Whether the process is stopped, by SIGSTOP or a debugger.
     pub fn is_stopped(&self) -> bool {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap_or_default();
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid)).unwrap_or_default();
         stat.rfind(')').and_then(|at| stat[at + 1..].split_ascii_whitespace().next()) == Some("T")
+    }
+}
+
+/// Has a launcher end its processes and remove what it has made; what does not end within `grace` is killed.
+fn end_world(launcher: &ProcessWatch, grace: Duration) {
+    let _ = launcher.signal(Signal::TERM.as_raw());
+    if launcher.wait(grace) {
+        return;
+    }
+    for child in mpi::children(launcher.pid()) {
+        kill_group(child);
+    }
+    let _ = launcher.signal(Signal::KILL.as_raw());
+}
+
+/// Only while the process is not reaped: its number may be another process's then.
+fn kill_group(leader: u32) {
+    if let Some(group) = i32::try_from(leader).ok().and_then(Pid::from_raw) {
+        let _ = kill_process_group(group, Signal::KILL);
     }
 }
 

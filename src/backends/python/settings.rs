@@ -26,6 +26,8 @@ pub(super) struct Settings {
     /// An `execute` that takes longer is taken for hung.
     pub execute_timeout: Option<Duration>,
     pub interpreter: PathBuf,
+    /// Each instance has a process on every rank.
+    pub is_mpi: bool,
     pub places: Vec<Place>,
 }
 
@@ -54,6 +56,9 @@ impl Settings {
             retries: parameters::flag(config, "retry_lost_requests")?.unwrap_or(false),
             execute_timeout: parameters::number(config, "execute_timeout_seconds")?.map(Duration::from_secs),
             interpreter: interpreter(host, load)?,
+            is_mpi: host.config.hosts.len() > 1
+                && parameters::flag(config, "mpi_world")?
+                    .unwrap_or_else(|| host.config.mpi_models.contains(&config.name)),
             places: places(config),
         })
     }

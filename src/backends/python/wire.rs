@@ -7,6 +7,9 @@ use bytes::Bytes;
 /// Levels of tuples in tuples; messages need five.
 const MAX_DEPTH: usize = 16;
 
+/// Bytes of the length in front of a message.
+pub(super) const LENGTH: usize = 4;
+
 /// A message, or a part of one.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Value {
