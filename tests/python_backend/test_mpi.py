@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tritonclient.http as httpclient
+from tritonclient.utils import InferenceServerException
 
 from conftest import BINARIES, HERE, REAL, Server, free_ports
 
@@ -53,10 +55,11 @@ def world(tmp_path):
 
 def wait_for(condition, server, patience=60):
     deadline = time.monotonic() + patience
-    while not condition():
+    while not (found := condition()):
         if server.process.poll() is not None or time.monotonic() > deadline:
             pytest.fail("it did not come to pass; the log:\n" + server.log.read_text()[-4000:])
         time.sleep(0.05)
+    return found
 
 
 def generate(server, count=6):
@@ -69,6 +72,24 @@ def generate(server, count=6):
             inputs[-1].set_data_from_numpy(array)
         result = client.infer("tensorrt_llm", inputs)
         return result.as_numpy("output_ids")[0].tolist(), result.as_numpy("ranks")[0].tolist()
+
+
+def rank_0(server):
+    """Its process, a child of mpirun."""
+    children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
+    pids = [int(pid) for task in children for pid in task.read_text().split()]
+    return next(pid for pid in pids if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"trireme: rank 0"))
+
+
+def ranks_that_answer(server, expected):
+    """None while the model's processes start again."""
+    try:
+        tokens, ranks = generate(server)
+    except InferenceServerException as error:
+        assert "another one is started" in str(error)
+        return None
+    assert tokens == expected
+    return ranks
 
 
 def is_alive(pid):
@@ -91,13 +112,12 @@ def test_every_rank_holds_a_part_and_the_answer_is_that_of_one_rank(world):
     # A process that is lost on another rank ends the model's others, and all start again.
     os.kill(ranks[1][2], signal.SIGKILL)
     wait_for(lambda: not is_alive(ranks[0][2]), server)
-    wait_for(server.is_ready, server)
-    tokens, again = generate(server)
-    assert tokens == alone
+    again = wait_for(lambda: ranks_that_answer(server, alone), server)
     assert {pid for _, _, pid, _ in again}.isdisjoint(pid for _, _, pid, _ in ranks)
 
-    server.process.send_signal(signal.SIGTERM)
-    server.process.wait(60)
+    # Not mpirun, which would give the ranks a second.
+    os.kill(rank_0(server), signal.SIGTERM)
+    assert server.process.wait(60) == 0, server.log.read_text()[-4000:]
     deadline = time.monotonic() + 30
     while any(is_alive(pid) for _, _, pid, _ in again) and time.monotonic() < deadline:
         time.sleep(0.05)
