@@ -20,6 +20,20 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     out
 }
 
+/// `y[t, :] = (x[t, :] - mean(x[t, :])) * rsqrt(variance(x[t, :]) + eps) * weight + bias`.
+pub fn layer_norm(x: &[f32], weight: &[f32], bias: &[f32], eps: f32) -> Vec<f32> {
+    let mut out = Vec::with_capacity(x.len());
+    for row in x.chunks_exact(weight.len()) {
+        let mean = row.iter().map(|x| f64::from(*x)).sum::<f64>() / row.len() as f64;
+        let variance = row.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / row.len() as f64;
+        let scale = 1.0 / (variance + f64::from(eps)).sqrt();
+        let element =
+            |((x, w), b): ((&f32, &f32), &f32)| ((f64::from(*x) - mean) * scale * f64::from(*w) + f64::from(*b)) as f32;
+        out.extend(row.iter().zip(weight).zip(bias).map(element));
+    }
+    out
+}
+
 /// `x * sigmoid(x)`.
 pub fn silu(x: f32) -> f32 {
     let x = f64::from(x);
@@ -45,9 +59,18 @@ pub fn rotate(head: &[f32], angles: &[f64]) -> Vec<f32> {
 
 /// One query over `k` and `v [positions, D]`, all of which it sees.
 pub fn attention(q: &[f32], k: &[f32], v: &[f32], scale: f32) -> Vec<f32> {
+    alibi_attention(q, k, v, scale, 0.0)
+}
+
+/// As [`attention`] with `slope` times the distance to the last position, which is the query's own, added to each
+/// score: 0 or below.
+pub fn alibi_attention(q: &[f32], k: &[f32], v: &[f32], scale: f32, slope: f32) -> Vec<f32> {
     let dim = q.len();
     let dot = |k: &[f32]| q.iter().zip(k).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum::<f64>();
-    let scores: Vec<f64> = k.chunks_exact(dim).map(|k| dot(k) * f64::from(scale)).collect();
+    let last = (k.len() / dim).saturating_sub(1);
+    let bias = |position: usize| f64::from(slope) * (position as f64 - last as f64);
+    let score = |(position, k): (usize, &[f32])| dot(k) * f64::from(scale) + bias(position);
+    let scores: Vec<f64> = k.chunks_exact(dim).enumerate().map(score).collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
     let total: f64 = weights.iter().sum();

@@ -1,4 +1,5 @@
-//! gate: out[t, i] = activation(x[t, i]) * x[t, I + i], where x is [gate | up]
+//! gate:     out[t, i] = activation(x[t, i]) * x[t, I + i], where x is [gate | up]
+//! activate: x[i] = activation(x[i])
 //!
 //! x       [T, 2 I] f32
 //! out     [T, I] f32
@@ -38,6 +39,21 @@ pub fn gate(pool: &mut Pool, out: &mut [f32], x: &[f32], width: usize, gate: Gat
                 Gate::Silu => stretch(out, gates, ups, |x| x / (1.0 + exp(-x))),
                 Gate::GeluTanh => stretch(out, gates, ups, gelu_tanh),
             }
+        }
+    });
+}
+
+/// `x = activation(x)`, element by element.
+pub fn activate(pool: &mut Pool, x: &mut [f32], gate: Gate) {
+    const CHUNK: usize = 1 << 14;
+    let len = x.len();
+    let shared = SharedOut::new(x);
+    pool.each(len, CHUNK, |range| {
+        // SAFETY: each stretch has one thread.
+        let x = unsafe { shared.slice(range.start, range.len()) };
+        match gate {
+            Gate::Silu => x.iter_mut().for_each(|x| *x /= 1.0 + exp(-*x)),
+            Gate::GeluTanh => x.iter_mut().for_each(|x| *x = gelu_tanh(*x)),
         }
     });
 }

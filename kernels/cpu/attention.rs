@@ -1,5 +1,6 @@
-//! attention: out[t, h, :] = sum over s of softmax_s(scale * q[t, h, :] · k[s, h / (H / K), :]) * v[s, h / (H / K), :]
+//! attention: out[t, h, :] = sum over s of softmax_s(scale * q[t, h, :] · k[s, h / (H / K), :] + bias) * v[s, h / (H / K), :]
 //!
+//! bias      slope[h] * (s - position of t) where there are slopes (ALiBi, Press et al. 2022), else 0
 //! q         [T, q_stride] f32, heads first in each token's row
 //! k, v      KV blocks; position `s` of a row is offset `s % B` of block `table[s / B]`
 //! maths     online softmax (Milakov & Gimelshein 2018) over chunks of 16 positions aligned at 0, in order; f32 sums;
@@ -191,7 +192,7 @@ pub struct AttentionRow<'a> {
 
 /// What stays the same in every step.
 #[derive(Debug, Clone, Copy)]
-pub struct Attention {
+pub struct Attention<'a> {
     /// `H`, a multiple of the cache's KV heads.
     pub num_heads: usize,
     /// Multiplies q·k.
@@ -200,9 +201,11 @@ pub struct Attention {
     pub window: Option<usize>,
     /// Elements from one token's q to the next.
     pub q_stride: usize,
+    /// `[H]` slopes of a bias that falls with distance, or empty.
+    pub alibi_slopes: &'a [f32],
 }
 
-impl Attention {
+impl Attention<'_> {
     /// Causal attention of every row's tokens over its blocks of `layer`, into `out [T, H D]`.
     ///
     /// # Panics
@@ -260,7 +263,7 @@ impl Attention {
 
 /// Up to 16 queries (token, head) of one row that share a KV head.
 struct Tile<'a> {
-    attention: &'a Attention,
+    attention: &'a Attention<'a>,
     row: &'a AttentionRow<'a>,
     shape: &'a KvShape,
     layer: usize,
@@ -317,6 +320,9 @@ impl Tile<'_> {
                 let seen = self.seen(query);
                 if seen.start < chunk + CHUNK && chunk < seen.end {
                     let mut scores = scores(&q[..dim], keys, self.shape.block_size, self.attention.scale);
+                    if !self.attention.alibi_slopes.is_empty() {
+                        self.add_alibi(&mut scores, chunk, query);
+                    }
                     mask(&mut scores, chunk, &seen);
                     state.add(&scores, &values, dim);
                 }
@@ -336,6 +342,17 @@ impl Tile<'_> {
 
     fn token_and_head(&self, query: usize) -> (usize, usize) {
         (self.row.first_token + query / self.group, self.kv_head * self.group + query % self.group)
+    }
+
+    /// Adds the bias of a query's distance to each of 16 positions.
+    #[inline(always)]
+    fn add_alibi(&self, scores: &mut [f32; CHUNK], first: usize, query: usize) {
+        let (_, head) = self.token_and_head(query);
+        let slope = self.attention.alibi_slopes[head];
+        let position = self.row.first_position + query / self.group;
+        for (lane, score) in scores.iter_mut().enumerate() {
+            *score += slope * ((first + lane) as f32 - position as f32);
+        }
     }
 
     /// Positions that a query sees.

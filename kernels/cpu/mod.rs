@@ -20,14 +20,14 @@ mod shared;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub use activation::{Gate, gate};
+pub use activation::{Gate, activate, gate};
 pub use attention::{Attention, AttentionRow, KvCache, KvType};
 pub use buffer::Buffer;
 pub use exp::exp;
 pub use isa::Isa;
 pub use linear::linear;
 pub use matrix::{Matrix, WeightType, read_weights};
-pub use norm::{add_rms_norm, rms_norm};
+pub use norm::{Norm, add_norm, head_norm, norm};
 pub use packed::PackedInput;
 pub use pool::Pool;
 pub use rope::rotate;

@@ -1,6 +1,8 @@
 //! The CPU's small ops and attention against the reference. Tolerances are counts of f32 roundings, beside each.
 
-use kernels::cpu::{Attention, AttentionRow, Gate, KvCache, KvType, Pool, add_rms_norm, gate, rms_norm, rotate};
+use kernels::cpu::{
+    Attention, AttentionRow, Gate, KvCache, KvType, Norm, Pool, activate, add_norm, gate, head_norm, norm, rotate,
+};
 use kernels::reference;
 
 fn random(seed: u64, len: usize) -> Vec<f32> {
@@ -25,10 +27,52 @@ fn rms_norm_agrees_with_the_reference() {
     for (rows, width) in [(1, 1), (3, 17), (5, 64), (40, 2050)] {
         let (x, weight) = (random(1, rows * width), random(2, width));
         let mut out = vec![f32::NAN; x.len()];
-        rms_norm(&mut Pool::new(2), &mut out, &x, &weight, 1e-5);
+        norm(&mut Pool::new(2), &mut out, &x, Norm::Rms { weight: &weight }, 1e-5);
         // A sum in 16 lanes of width / 16 additions, a root and two products.
         let allowed = (width as f32 / 16.0 + 20.0) * 2f32.powi(-24);
         assert_near(&out, &reference::rms_norm(&x, &weight, 1e-5), allowed, "rms_norm");
+    }
+}
+
+#[test]
+fn layer_norm_agrees_with_the_reference() {
+    for (rows, width) in [(1, 1), (3, 17), (5, 64), (40, 2050)] {
+        let x: Vec<f32> = random(1, rows * width).iter().map(|x| x + 3.0).collect();
+        let (weight, bias) = (random(2, width), random(3, width));
+        let mut out = vec![f32::NAN; x.len()];
+        norm(&mut Pool::new(2), &mut out, &x, Norm::Layer { weight: &weight, bias: &bias }, 1e-5);
+        // As above for two sums; differences to a mean of 3 carry its rounding, divided by a deviation of 0.3 or more.
+        let allowed = (width as f32 / 16.0 + 100.0) * 2f32.powi(-24);
+        assert_near(&out, &reference::layer_norm(&x, &weight, &bias, 1e-5), allowed, "layer_norm");
+    }
+}
+
+#[test]
+fn heads_are_normed_in_place_and_what_follows_them_is_not() {
+    let (dim, stride) = (24, 24 * 5 + 7);
+    for rows in [1, 200] {
+        let (q, k) = (random(2, dim), random(3, dim));
+        let mut x = random(1, rows * stride);
+        let expected: Vec<f32> = x
+            .chunks_exact(stride)
+            .flat_map(|row| {
+                let q = reference::rms_norm(&row[..3 * dim], &q, 1e-6);
+                let k = reference::rms_norm(&row[3 * dim..4 * dim], &k, 1e-6);
+                [q, k, row[4 * dim..].to_vec()].concat()
+            })
+            .collect();
+        head_norm(&mut Pool::new(2), &mut x, stride, [3, 1], [&q, &k], 1e-6);
+        assert_near(&x, &expected, 30.0 * 2f32.powi(-24), "head_norm");
+    }
+}
+
+#[test]
+fn activations_agree_with_the_reference() {
+    for (kind, function) in [(Gate::Silu, reference::silu as fn(f32) -> f32), (Gate::GeluTanh, reference::gelu_tanh)] {
+        let mut x: Vec<f32> = random(1, 40_000).iter().map(|x| x * 12.0).collect();
+        let expected: Vec<f32> = x.iter().map(|x| function(*x)).collect();
+        activate(&mut Pool::new(2), &mut x, kind);
+        assert_near(&x, &expected, 40.0 * 2f32.powi(-24), "activate"); // As gates.
     }
 }
 
@@ -39,9 +83,9 @@ fn partial_sums_are_added_to_the_residual_before_the_norm() {
     let mut residual = random(4, rows * width);
     let sum: Vec<f32> = residual.iter().zip(&first).zip(&second).map(|((r, a), b)| r + (a + b)).collect();
     let mut out = vec![f32::NAN; sum.len()];
-    add_rms_norm(&mut Pool::new(2), &mut out, &mut residual, &[&first, &second], &weight, 1e-5);
+    add_norm(&mut Pool::new(2), &mut out, &mut residual, &[&first, &second], Norm::Rms { weight: &weight }, 1e-5);
     assert_eq!(residual, sum);
-    assert_near(&out, &reference::rms_norm(&sum, &weight, 1e-5), 30.0 * 2f32.powi(-24), "add_rms_norm");
+    assert_near(&out, &reference::rms_norm(&sum, &weight, 1e-5), 30.0 * 2f32.powi(-24), "add_norm");
 }
 
 #[test]
@@ -79,6 +123,7 @@ struct Case {
     block: usize,
     len: usize,
     window: Option<usize>,
+    slopes: Vec<f32>,
 }
 
 const NUM_BLOCKS: usize = 12;
@@ -119,7 +164,13 @@ impl Case {
         let q = random(13, self.len * self.heads * self.dim);
         let width = self.heads * self.dim;
         let mut out = vec![f32::NAN; count * width];
-        let attention = Attention { num_heads: self.heads, scale: 0.3, window: self.window, q_stride: width };
+        let attention = Attention {
+            num_heads: self.heads,
+            scale: 0.3,
+            window: self.window,
+            q_stride: width,
+            alibi_slopes: &self.slopes,
+        };
         let table = self.table();
         let row = AttentionRow { first_token: 0, num_tokens: count, first_position: first, block_table: &table };
         attention.run(&mut Pool::new(threads), &mut out, &q[first * width..], &[row], cache, 1);
@@ -136,7 +187,8 @@ impl Case {
                     .flat_map(|s| x[(s * self.kv_heads + kv_head) * self.dim..][..self.dim].to_vec())
                     .collect()
             };
-            reference::attention(&q[(token * self.heads + head) * self.dim..][..self.dim], &of(&k), &of(&v), 0.3)
+            let q = &q[(token * self.heads + head) * self.dim..][..self.dim];
+            reference::alibi_attention(q, &of(&k), &of(&v), 0.3, self.slopes.get(head).copied().unwrap_or(0.0))
         };
         (0..self.heads).flat_map(head).collect()
     }
@@ -146,7 +198,11 @@ fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (heads, kv_heads, dim) in [(4, 4, 64), (8, 2, 80), (3, 1, 8), (20, 1, 96), (4, 2, 128), (2, 2, 256)] {
         for (block, len, window) in [(16, 1, None), (16, 16, Some(5)), (32, 67, None), (16, 70, Some(20))] {
-            cases.push(Case { heads, kv_heads, dim, block, len, window });
+            for with_slopes in [false, true] {
+                let slope = |head| if with_slopes { Some(0.5f32.powi(head + 1)) } else { None };
+                let slopes = (0..heads as i32).filter_map(slope).collect();
+                cases.push(Case { heads, kv_heads, dim, block, len, window, slopes });
+            }
         }
     }
     cases

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Make tiny random Llama checkpoints and what transformers computes from them in fp32.
+"""Make tiny random checkpoints and what transformers computes from them in fp32.
 
     make_goldens.py [OUT_DIR]          default: tests/goldens beside this script's parent folder
 
-Each case is a folder: config.json, model.safetensors, and golden.json with prompts, the logits of the prompt's last
-position, the greedy continuation, and at each of its steps the margin between the two highest logits.
+Each case is a folder: config.json, weights, and golden.json with prompts, the logits of the prompt's last position, the
+greedy continuation, and at each of its steps the margin between the two highest logits. Architectures that transformers
+does not have are computed by a Llama of it, from weights named and laid out as their publishers do (`published.py`);
+ALiBi by a short reference beside it, which must agree with transformers on a Llama first.
 Weights have one stored dtype; the reference runs in fp32 on exactly those values. Fixed seeds: the same files each time.
 Needs torch, transformers and safetensors.
 """
@@ -14,7 +16,10 @@ import pathlib
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig,
+                          MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+
+import published
 
 NUM_TOKENS = 32
 PROMPT_LENS = (1, 7, 40)
@@ -47,36 +52,67 @@ CASES = {
     "mistral_window": (torch.bfloat16, MistralConfig, MistralForCausalLM, dict(
         hidden_size=96, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=32, vocab_size=420, rope_parameters=PLAIN, sliding_window=21, tie_word_embeddings=False)),
+    # biases of q, k and v alone; a window of all layers
+    "qwen2": (torch.bfloat16, Qwen2Config, Qwen2ForCausalLM, dict(
+        hidden_size=64, intermediate_size=152, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=410, rope_parameters=PLAIN, use_sliding_window=True, sliding_window=25, max_window_layers=0,
+        tie_word_embeddings=True)),
+    # norms of each head's q and k
+    "qwen3": (torch.bfloat16, Qwen3Config, Qwen3ForCausalLM, dict(
+        hidden_size=64, intermediate_size=152, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, vocab_size=410, rope_parameters=PLAIN, tie_word_embeddings=False)),
+    # layer norms, learned positions, transposed weights, no gate; an inner width that four workers share unevenly
+    "gpt2": (torch.bfloat16, GPT2Config, GPT2LMHeadModel, dict(
+        n_embd=64, n_inner=200, n_layer=2, n_head=4, n_positions=128, vocab_size=389, tie_word_embeddings=True)),
+    # a Llama with biases in attention
+    "internlm": (torch.float16, LlamaConfig, LlamaForCausalLM, dict(
+        hidden_size=64, intermediate_size=136, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=350, rope_parameters=PLAIN, attention_bias=True, tie_word_embeddings=False)),
+    # q, k and v in one matrix, by KV heads
+    "internlm2": (torch.bfloat16, LlamaConfig, LlamaForCausalLM, dict(
+        hidden_size=96, intermediate_size=160, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=16, vocab_size=420, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        tie_word_embeddings=False)),
+    # q, k and v in one matrix, one below the other; a head of unit rows
+    "baichuan2_7b": (torch.bfloat16, LlamaConfig, LlamaForCausalLM, dict(
+        hidden_size=64, intermediate_size=136, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=380, rope_parameters=PLAIN, tie_word_embeddings=False)),
+    # the same with ALiBi; a number of heads that is no power of two
+    "baichuan2_13b_f32": (torch.float32, LlamaConfig, LlamaForCausalLM, dict(
+        hidden_size=96, intermediate_size=136, num_hidden_layers=2, num_attention_heads=12, num_key_value_heads=12,
+        vocab_size=380, rope_parameters=PLAIN, tie_word_embeddings=False)),
 }
 
 
 def make_model(dtype, config_class, model_class, shape, seed):
     """A random model whose weights are exact in `dtype`, computing in fp32."""
-    config = config_class(max_position_embeddings=256, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2, **shape)
+    common = {} if config_class is GPT2Config else dict(max_position_embeddings=256, rms_norm_eps=1e-5)
+    config = config_class(bos_token_id=1, eos_token_id=2, **common, **shape)
     config._attn_implementation = "eager"
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if ("norm" in name or ".ln_" in name) and "bias" not in name:
                 values = 1 + 0.2 * noise
             elif parameter.dim() == 1:
                 values = 0.1 * noise
-            elif "embed" in name or "lm_head" in name:
+            elif any(part in name for part in ("embed", "lm_head", "wte", "wpe")):
                 values = noise * (0.3 if shape["tie_word_embeddings"] else 1.0)
             else:
-                values = noise * 1.2 * parameter.shape[1] ** -0.5
+                inputs = parameter.shape[0 if config_class is GPT2Config else 1]
+                values = noise * 1.2 * inputs ** -0.5
             parameter.copy_(values.to(dtype).float())
     return config, model
 
 
 @torch.no_grad()
-def golden(model, prompt):
+def golden(logits_of, prompt):
     """Greedy continuation by whole forward passes: no cache, nothing else in the batch."""
     tokens, margins, first = list(prompt), [], None
     for _ in range(NUM_TOKENS):
-        logits = model(torch.tensor([tokens])).logits[0, -1]
+        logits = logits_of(tokens)
         first = logits if first is None else first
         best = logits.topk(2).values
         margins.append(round((best[0] - best[1]).item(), 6))
@@ -85,25 +121,48 @@ def golden(model, prompt):
             "tokens": tokens[len(prompt):], "margins": margins}
 
 
+def save(folder, name, dtype, config, tensors):
+    """Writes weights in one of the forms that checkpoints come in."""
+    tensors = {key: tensor.to(dtype).contiguous() for key, tensor in tensors.items()}
+    if name == "internlm":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    elif name == "gpt2":
+        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    elif name == "baichuan2_7b":
+        keys, files = list(tensors), {}
+        for number, part in enumerate((keys[::2], keys[1::2]), 1):
+            file = f"pytorch_model-{number:05}-of-00002.bin"
+            torch.save({key: tensors[key] for key in part}, folder / file)
+            files |= dict.fromkeys(part, file)
+        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": files}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    else:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     root = pathlib.Path(__file__).resolve().parents[2]
     parser.add_argument("out", nargs="?", type=pathlib.Path, default=root / "tests" / "goldens")
-    out = parser.parse_args().out
+    parser.add_argument("--only", nargs="+", choices=CASES, help="make these cases alone")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     for seed, (name, (dtype, config_class, model_class, shape)) in enumerate(CASES.items()):
+        if arguments.only and name not in arguments.only:
+            continue
         config, model = make_model(dtype, config_class, model_class, shape, seed)
-        folder = out / name
+        folder = arguments.out / name
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {k: v.to(dtype).contiguous() for k, v in model.state_dict().items()
-                   if not (k == "lm_head.weight" and config.tie_word_embeddings)}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         config.architectures = [model_class.__name__]
         config.dtype = dtype
-        config.save_pretrained(folder)
+        tied = shape["tie_word_embeddings"]
+        tensors = {k: v for k, v in model.state_dict().items() if not (k == "lm_head.weight" and tied)}
+        published_config, published_tensors, logits_of = published.variant(name, config, model, tensors)
+        save(folder, name, dtype, published_config, published_tensors)
         generator = torch.Generator().manual_seed(100 + seed)
         prompts = [torch.randint(3, config.vocab_size, (n,), generator=generator).tolist() for n in PROMPT_LENS]
-        goldens = [golden(model, prompt) for prompt in prompts]
+        goldens = [golden(logits_of, prompt) for prompt in prompts]
         (folder / "golden.json").write_text(json.dumps({"sequences": goldens}) + "\n")
         margins = sorted(m for g in goldens for m in g["margins"])
         size = sum(f.stat().st_size for f in folder.iterdir())

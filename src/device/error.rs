@@ -1,5 +1,7 @@
 //! Why a device cannot go on.
 
+use crate::Feature;
+
 /// Why a device cannot load or compute.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // Fields are named by their messages.
@@ -19,4 +21,15 @@ pub enum DeviceError {
     /// Another worker of the group did not take part in a collective in time.
     #[error("worker {tp_rank} waited {waited_ms} ms for the group in {collective}")]
     GroupTimeout { tp_rank: u32, waited_ms: u64, collective: String },
+}
+
+impl DeviceError {
+    /// An op was called that the device does not have.
+    pub(crate) fn lacks(feature: Feature) -> Self {
+        DeviceError::Unsupported {
+            what: feature.to_string(),
+            found: "a model that needs it".into(),
+            expected: "models without it on this device".into(),
+        }
+    }
 }

@@ -18,8 +18,8 @@ pub use error::DeviceError;
 pub use inputs::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 pub use mapping::map_file;
 pub use spec::{
-    Activation, AttentionSpec, DType, LinearRole, MemoryPlan, PipelineStage, RopeTable, StepLimits, TensorParallel,
-    WeightSlice,
+    Activation, AttentionSpec, DType, Feature, LinearRole, MemoryPlan, PipelineStage, RopeTable, StepLimits,
+    TensorParallel, WeightSlice,
 };
 
 use engine::{CopiedBlock, RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
@@ -43,6 +43,11 @@ pub trait Device: Sized {
         PipelineStage::WHOLE
     }
 
+    /// Which of the ops that only some architectures need this device has. The ops of the others are never called.
+    fn features(&self) -> &'static [Feature] {
+        &[]
+    }
+
     /// Makes a linear layer's weight `[N, K]` from slices of the checkpoint stacked along `N`
     /// (q, k, v as one; gate and up as one), with an optional bias `[N]` stacked likewise.
     ///
@@ -60,8 +65,22 @@ pub trait Device: Sized {
     /// Makes the head from the same rows as an embedding that is tied to it, without a second copy.
     fn tie_head(&mut self, embedding: &Self::Weight) -> Result<Self::Weight, DeviceError>;
 
-    /// Makes a norm's weight `[E]`.
+    /// Makes an RMS norm's weight `[E]`.
     fn load_vector(&mut self, vector: WeightSlice<'_>) -> Result<Self::Weight, DeviceError>;
+
+    /// Makes the weight of a norm with mean and bias, both `[E]` ([`Feature::LayerNorm`]).
+    fn load_layer_norm(
+        &mut self,
+        _weight: WeightSlice<'_>,
+        _bias: WeightSlice<'_>,
+    ) -> Result<Self::Weight, DeviceError> {
+        Err(DeviceError::lacks(Feature::LayerNorm))
+    }
+
+    /// Makes the table of learned positions `[positions, E]` ([`Feature::LearnedPositions`]).
+    fn load_positions(&mut self, _table: WeightSlice<'_>) -> Result<Self::Weight, DeviceError> {
+        Err(DeviceError::lacks(Feature::LearnedPositions))
+    }
 
     /// Allocates an activation buffer of `cols` columns and as many rows as a step may have tokens.
     fn tensor(&mut self, cols: usize) -> Result<Self::Tensor, DeviceError>;
@@ -125,6 +144,22 @@ pub trait Device: Sized {
         eps: f32,
     ) -> Result<(), DeviceError>;
 
+    /// `out[t, :] += table[positions[t], :]` ([`Feature::LearnedPositions`]).
+    fn add_positions(&mut self, _out: &mut Self::Tensor, _table: &Self::Weight) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::LearnedPositions))
+    }
+
+    /// `out[t, :] = (x[t, :] - mean) * rsqrt(variance + eps) * weight + bias` ([`Feature::LayerNorm`]).
+    fn layer_norm(
+        &mut self,
+        _out: &mut Self::Tensor,
+        _x: &Self::Tensor,
+        _weight: &Self::Weight,
+        _eps: f32,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::LayerNorm))
+    }
+
     /// `out = x @ weight^T + bias`.
     fn linear(&mut self, out: &mut Self::Tensor, x: &Self::Tensor, weight: &Self::Weight) -> Result<(), DeviceError>;
 
@@ -139,13 +174,36 @@ pub trait Device: Sized {
         activation: Activation,
     ) -> Result<(), DeviceError>;
 
+    /// `out = activation(x @ weight^T + bias)` ([`Feature::PlainMlp`], [`LinearRole::Up`]).
+    fn activated_linear(
+        &mut self,
+        _out: &mut Self::Tensor,
+        _x: &Self::Tensor,
+        _weight: &Self::Weight,
+        _activation: Activation,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::PlainMlp))
+    }
+
+    /// RMS norm of each head of the q part of `qkv [T, (H + 2K) D]` by `q_norm [D]`, and of the k part by `k_norm [D]`,
+    /// in place ([`Feature::HeadNorm`]).
+    fn head_norm(
+        &mut self,
+        _qkv: &mut Self::Tensor,
+        _q_norm: &Self::Weight,
+        _k_norm: &Self::Weight,
+        _eps: f32,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::lacks(Feature::HeadNorm))
+    }
+
     /// Rotates the q and k parts of `qkv [T, (H + 2K) D]` by position, and writes k and v into the KV blocks of `layer`.
     fn rope_and_cache(&mut self, qkv: &mut Self::Tensor, layer: usize) -> Result<(), DeviceError>;
 
     /// `out [T, H D]` = causal attention of the q part of `qkv` over each row's KV blocks of `layer`.
     fn attention(&mut self, out: &mut Self::Tensor, qkv: &Self::Tensor, layer: usize) -> Result<(), DeviceError>;
 
-    /// `residual += sum of partial over the group; out = rms_norm(residual)`.
+    /// `residual += sum of partial over the group; out = norm(residual)`, the norm of `weight`'s kind.
     fn reduce_add_norm(
         &mut self,
         out: &mut Self::Tensor,

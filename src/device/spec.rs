@@ -48,13 +48,15 @@ pub enum LinearRole {
     Out,
     /// gate and up stacked; split by output.
     GateUp,
+    /// Up projection without a gate; split by output.
+    Up,
     /// Down projection; split by input, so its product is a partial sum.
     Down,
     /// Vocabulary head; split by output.
     Head,
 }
 
-/// The gate's non-linearity.
+/// A feed-forward layer's non-linearity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
     /// `x * sigmoid(x)`.
@@ -113,6 +115,14 @@ pub struct RopeTable {
     pub sin: Vec<f32>,
 }
 
+impl RopeTable {
+    /// Rotates by nothing, for models that know positions otherwise.
+    pub fn identity(head_dim: usize, max_positions: usize) -> Self {
+        let entries = max_positions * head_dim / 2;
+        Self { cos: vec![1.0; entries], sin: vec![0.0; entries] }
+    }
+}
+
 /// Attention of every layer, this worker's share.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttentionSpec {
@@ -132,6 +142,37 @@ pub struct AttentionSpec {
     pub rope: RopeTable,
     /// Attention sees only the last so many positions; `None` sees all.
     pub sliding_window: Option<usize>,
+    /// `[H]` slopes of ALiBi, this worker's heads: `slope * (key's position - query's)` is added to each score.
+    /// Empty adds nothing. Only where the device has [`Feature::Alibi`].
+    pub alibi_slopes: Vec<f32>,
+}
+
+/// Ops that some architectures need and a device may lack; a model that needs one it lacks is refused at load.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Feature {
+    /// Norms with mean and bias: [`crate::Device::load_layer_norm`], [`crate::Device::layer_norm`], and both kinds
+    /// in [`crate::Device::reduce_add_norm`].
+    LayerNorm,
+    /// A table of positions: [`crate::Device::load_positions`], [`crate::Device::add_positions`].
+    LearnedPositions,
+    /// A feed-forward layer without a gate: [`crate::Device::activated_linear`].
+    PlainMlp,
+    /// Norms of each head's q and k: [`crate::Device::head_norm`].
+    HeadNorm,
+    /// [`AttentionSpec::alibi_slopes`].
+    Alibi,
+}
+
+impl std::fmt::Display for Feature {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Feature::LayerNorm => "layer norm",
+            Feature::LearnedPositions => "learned positions",
+            Feature::PlainMlp => "feed-forward without a gate",
+            Feature::HeadNorm => "norms of q and k",
+            Feature::Alibi => "ALiBi",
+        })
+    }
 }
 
 /// Bounds of every step, known when a device is made: buffers are sized by them.

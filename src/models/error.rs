@@ -21,11 +21,18 @@ pub enum ModelError {
     #[error("{}: architecture `{found}` is not supported; supported: {known}", .path.display())]
     Architecture { path: PathBuf, found: String, known: String },
     /// The directory holds no weights.
-    #[error("no `model.safetensors`, `model.safetensors.index.json` or `*.safetensors` in {}", .dir.display())]
+    #[error(
+        "no `model.safetensors`, `model.safetensors.index.json`, `*.safetensors`, `pytorch_model.bin` or \
+         `pytorch_model.bin.index.json` in {}",
+        .dir.display()
+    )]
     NoWeights { dir: PathBuf },
-    /// A safetensors header cannot be used.
-    #[error("{} is not a usable safetensors file: {reason}", .path.display())]
+    /// A safetensors header, or a tensor's entry, cannot be used.
+    #[error("{} is not a usable file of weights: {reason}", .path.display())]
     Header { path: PathBuf, reason: String },
+    /// A file of `torch.save` cannot be used.
+    #[error("{} is not a usable file of `torch.save`: {reason}", .path.display())]
+    TorchFile { path: PathBuf, reason: String },
     /// A file ends before its tensors do.
     #[error(
         "{} is truncated: tensor `{tensor}` ends at byte {needed} but the file has {found}; copy the file again",
@@ -47,6 +54,13 @@ pub enum ModelError {
          world sizes that would do: {usable}"
     )]
     WorldSize { num_heads: usize, num_kv_heads: usize, found: u32, usable: String },
+    /// The device has no code for an op of this architecture.
+    #[error(
+        "architecture `{architecture}` of {} needs what this device does not have: {lacking}; \
+         serve it on a CPU (`--device=cpu`)",
+        .dir.display()
+    )]
+    DeviceLacks { dir: PathBuf, architecture: String, lacking: String },
     /// The device refused.
     #[error("cannot load {}", .dir.display())]
     Device { dir: PathBuf, source: DeviceError },

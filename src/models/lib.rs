@@ -5,18 +5,19 @@
 //! kernels, KV blocks and sampling are the device's.
 #![forbid(unsafe_code)]
 
+mod alibi;
+mod checkpoint;
 mod config;
+mod decoder;
 mod error;
 mod fields;
 mod layers;
-mod llama;
 mod registry;
 mod rope;
 pub mod shard;
-mod weights;
 
-pub use config::Config;
+pub use checkpoint::Checkpoint;
+pub use config::{Config, Mlp, NormKind, Positions};
 pub use error::ModelError;
 pub use registry::{Model, architectures, load};
 pub use rope::{Rope, RopeScaling};
-pub use weights::Checkpoint;

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use device::{AttentionSpec, Device, DeviceError};
 
-use crate::llama::Llama;
+use crate::decoder::Decoder;
+use crate::layers::{Names, QkvNames};
 use crate::shard::Shard;
 use crate::{Checkpoint, Config, ModelError};
 
@@ -20,35 +21,180 @@ pub trait Model<D: Device> {
     fn forward(&mut self, device: &mut D) -> Result<(), DeviceError>;
 }
 
-/// An architecture and how it differs from Llama, of which all known ones are variants.
+/// An architecture: how its configuration is read and what its weights are called.
 #[derive(Debug)]
 pub(crate) struct Family {
     /// As `architectures` in `config.json` names it.
     pub(crate) architecture: &'static str,
     /// As `model_type` names it.
     pub(crate) model_type: &'static str,
-    /// q, k, v have biases where `attention_bias` is absent.
-    pub(crate) qkv_bias: bool,
-    /// The attention output has a bias where q, k, v do.
-    pub(crate) out_bias: bool,
-    /// `sliding_window` counts.
-    pub(crate) sliding_window: bool,
+    pub(crate) shape: Shape,
+    pub(crate) attention_bias: AttentionBias,
+    pub(crate) window: Window,
+    /// Each head's q and k are normed.
+    pub(crate) head_norms: bool,
+    /// Whether the head is the embedding where `tie_word_embeddings` is absent.
+    pub(crate) tied: bool,
+    pub(crate) names: &'static Names,
 }
 
+/// Where positions, norms and the feed-forward layer come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Shape {
+    /// Rotation, RMS norms, a gated layer.
+    Llama,
+    /// As Llama; the larger models have ALiBi instead of rotation, the second generation a head of unit rows.
+    Baichuan,
+    /// Learned positions, layer norms, no gate.
+    Gpt2,
+}
+
+/// Which linear layers of attention have biases.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum AttentionBias {
+    /// As a field of `config.json` says, or else `default`; the output has one where q, k, v do and `out` is set.
+    Field { name: &'static str, default: bool, out: bool },
+    /// q, k, v always, the output never.
+    QkvAlways,
+    /// All.
+    Always,
+    /// None.
+    Never,
+}
+
+/// What `sliding_window` means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Window {
+    /// Nothing.
+    Ignored,
+    /// It counts.
+    Counts,
+    /// It counts where `use_sliding_window` is set.
+    OnRequest,
+}
+
+const LLAMA_NAMES: Names = Names {
+    prefixes: &[""],
+    embedding: "model.embed_tokens",
+    positions: "",
+    layers: "model.layers",
+    attention_norm: "input_layernorm",
+    qkv: QkvNames::Apart(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+    head_norms: ["self_attn.q_norm", "self_attn.k_norm"],
+    out: "self_attn.o_proj",
+    mlp_norm: "post_attention_layernorm",
+    gate: "mlp.gate_proj",
+    up: "mlp.up_proj",
+    down: "mlp.down_proj",
+    final_norm: "model.norm",
+    head: "lm_head",
+    transposed: false,
+};
+
+const BAICHUAN_NAMES: Names = Names { qkv: QkvNames::Stacked("self_attn.W_pack"), ..LLAMA_NAMES };
+
+const INTERNLM2_NAMES: Names = Names {
+    embedding: "model.tok_embeddings",
+    attention_norm: "attention_norm",
+    qkv: QkvNames::Grouped("attention.wqkv"),
+    out: "attention.wo",
+    mlp_norm: "ffn_norm",
+    gate: "feed_forward.w1",
+    up: "feed_forward.w3",
+    down: "feed_forward.w2",
+    head: "output",
+    ..LLAMA_NAMES
+};
+
+const GPT2_NAMES: Names = Names {
+    prefixes: &["transformer.", ""], // The first checkpoints were saved without the prefix.
+    embedding: "wte",
+    positions: "wpe",
+    layers: "h",
+    attention_norm: "ln_1",
+    qkv: QkvNames::Stacked("attn.c_attn"),
+    head_norms: ["", ""],
+    out: "attn.c_proj",
+    mlp_norm: "ln_2",
+    gate: "",
+    up: "mlp.c_fc",
+    down: "mlp.c_proj",
+    final_norm: "ln_f",
+    head: "lm_head",
+    transposed: true,
+};
+
+const LLAMA: Family = Family {
+    architecture: "LlamaForCausalLM",
+    model_type: "llama",
+    shape: Shape::Llama,
+    attention_bias: AttentionBias::Field { name: "attention_bias", default: false, out: true },
+    window: Window::Ignored,
+    head_norms: false,
+    tied: false,
+    names: &LLAMA_NAMES,
+};
+
 const FAMILIES: &[Family] = &[
-    Family {
-        architecture: "LlamaForCausalLM",
-        model_type: "llama",
-        qkv_bias: false,
-        out_bias: true,
-        sliding_window: false,
-    },
+    LLAMA,
     Family {
         architecture: "MistralForCausalLM",
         model_type: "mistral",
-        qkv_bias: false,
-        out_bias: false,
-        sliding_window: true,
+        attention_bias: AttentionBias::Never,
+        window: Window::Counts,
+        ..LLAMA
+    },
+    Family {
+        architecture: "Qwen2ForCausalLM",
+        model_type: "qwen2",
+        attention_bias: AttentionBias::QkvAlways,
+        window: Window::OnRequest,
+        ..LLAMA
+    },
+    Family {
+        architecture: "Qwen3ForCausalLM",
+        model_type: "qwen3",
+        window: Window::OnRequest,
+        head_norms: true,
+        ..LLAMA
+    },
+    Family {
+        architecture: "InternLMForCausalLM",
+        model_type: "internlm",
+        attention_bias: AttentionBias::Field { name: "bias", default: true, out: true },
+        ..LLAMA
+    },
+    Family {
+        architecture: "InternLM2ForCausalLM",
+        model_type: "internlm2",
+        attention_bias: AttentionBias::Field { name: "bias", default: true, out: true },
+        names: &INTERNLM2_NAMES,
+        ..LLAMA
+    },
+    Family {
+        architecture: "BaichuanForCausalLM",
+        model_type: "baichuan",
+        shape: Shape::Baichuan,
+        attention_bias: AttentionBias::Never,
+        names: &BAICHUAN_NAMES,
+        ..LLAMA
+    },
+    Family {
+        architecture: "BaiChuanForCausalLM", // The first model of the family spells itself so.
+        model_type: "baichuan",
+        shape: Shape::Baichuan,
+        attention_bias: AttentionBias::Never,
+        names: &BAICHUAN_NAMES,
+        ..LLAMA
+    },
+    Family {
+        architecture: "GPT2LMHeadModel",
+        model_type: "gpt2",
+        shape: Shape::Gpt2,
+        attention_bias: AttentionBias::Always,
+        tied: true,
+        names: &GPT2_NAMES,
+        ..LLAMA
     },
 ];
 
@@ -68,9 +214,17 @@ pub(crate) fn family_of_type(model_type: &str) -> Option<&'static Family> {
 /// Maps the weights in `dir` and hands the device its share.
 ///
 /// # Errors
-/// When weights are missing or do not fit `config`, the device's group cannot share the heads, or the device refuses.
+/// When the device lacks an op that the architecture needs, weights are missing or do not fit `config`, the device's
+/// group cannot share the heads, or the device refuses.
 pub fn load<D: Device + 'static>(dir: &Path, config: &Config, device: &mut D) -> Result<Box<dyn Model<D>>, ModelError> {
+    let lacking: Vec<String> =
+        config.features().iter().filter(|f| !device.features().contains(f)).map(ToString::to_string).collect();
+    if !lacking.is_empty() {
+        let architecture = config.architecture.clone();
+        return Err(ModelError::DeviceLacks { dir: dir.into(), architecture, lacking: lacking.join(", ") });
+    }
     let shard = Shard::new(config, device.tensor_parallel())?;
     let checkpoint = Checkpoint::open(dir)?;
-    Ok(Box::new(Llama::load(dir, &checkpoint, config, shard, device)?))
+    let family = family(&config.architecture).expect("a configuration names a known architecture");
+    Ok(Box::new(Decoder::load(dir, &checkpoint, config, family.names, shard, device)?))
 }

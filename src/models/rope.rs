@@ -58,16 +58,19 @@ pub enum RopeScaling {
 }
 
 impl Rope {
-    /// Reads `rope_theta`, and `rope_parameters` or the older `rope_scaling`.
+    /// Reads `rope_theta`, and `rope_parameters`, the older `rope_scaling`, or InternLM's `rotary`.
     pub(crate) fn read(fields: &Fields, max_positions: usize) -> Result<Self, ModelError> {
         let nested = match fields.object("rope_parameters")? {
             Some(nested) => Some(nested),
-            None => fields.object("rope_scaling")?,
+            None => match fields.object("rope_scaling")? {
+                Some(nested) => Some(nested),
+                None => fields.object("rotary")?,
+            },
         };
         let mut theta = fields.positive("rope_theta")?;
         let mut scaling = RopeScaling::None;
         if let Some(nested) = nested {
-            theta = nested.positive("rope_theta")?.or(theta);
+            theta = nested.positive("rope_theta")?.or(nested.positive("base")?).or(theta);
             scaling = RopeScaling::read(&nested, max_positions as f64)?;
         }
         Ok(Self { theta: theta.unwrap_or(10_000.0), scaling })
@@ -137,7 +140,7 @@ impl RopeScaling {
         let name = if fields.get("rope_type").is_some() { "rope_type" } else { "type" };
         let original = fields.positive("original_max_position_embeddings")?;
         match fields.text(name)? {
-            None | Some("default" | "dynamic") => Ok(Self::None),
+            None | Some("default" | "dynamic" | "origin") => Ok(Self::None),
             Some("linear") => Ok(Self::Linear { factor: fields.required_positive("factor")? }),
             Some("llama3") => Ok(Self::Llama3 {
                 factor: fields.required_positive("factor")?,

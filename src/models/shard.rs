@@ -75,7 +75,7 @@ pub(crate) mod tests {
     use device::{Activation, DType};
 
     use super::*;
-    use crate::{Rope, RopeScaling};
+    use crate::{Mlp, NormKind, Positions, Rope, RopeScaling};
 
     pub(crate) fn config(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> Config {
         Config {
@@ -88,10 +88,14 @@ pub(crate) mod tests {
             head_dim: 8,
             vocab_size,
             max_position_embeddings: 128,
-            rms_norm_eps: 1e-5,
+            norm: NormKind::Rms,
+            norm_eps: 1e-5,
+            head_norms: false,
             activation: Activation::Silu,
-            rope: Rope { theta: 10_000.0, scaling: RopeScaling::None },
+            mlp: Mlp::Gated,
+            positions: Positions::Rotary(Rope { theta: 10_000.0, scaling: RopeScaling::None }),
             tie_word_embeddings: false,
+            unit_head: false,
             qkv_bias: false,
             out_bias: false,
             mlp_bias: false,

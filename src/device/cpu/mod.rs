@@ -19,8 +19,8 @@ use engine::{CopiedBlock, RevisedRow, RowId, SampledToken, SamplingParams, Token
 use kernels::cpu::{self as k, Buffer, Isa, KvCache, KvType, PackedInput, Pool};
 
 use crate::{
-    Activation, AttentionSpec, Device, DeviceError, LinearRole, MemoryPlan, PipelineStage, SampleInput, StepInputs,
-    StepLimits, TOKEN_ON_DEVICE, TensorParallel, WeightSlice,
+    Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, SampleInput,
+    StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel, WeightSlice,
 };
 use group::Group;
 pub use group::GroupConfig;
@@ -255,6 +255,13 @@ impl CpuDevice {
     }
 }
 
+fn gate(activation: Activation) -> k::Gate {
+    match activation {
+        Activation::Silu => k::Gate::Silu,
+        Activation::GeluTanh => k::Gate::GeluTanh,
+    }
+}
+
 fn beyond(what: &str, found: u32, bound: usize) -> DeviceError {
     DeviceError::Unsupported { what: what.into(), found: found.to_string(), expected: format!("below {bound}") }
 }
@@ -269,6 +276,11 @@ impl Device for CpuDevice {
 
     fn pipeline_stage(&self) -> PipelineStage {
         self.pipeline.as_ref().map_or(PipelineStage::WHOLE, |pipeline| pipeline.stage)
+    }
+
+    fn features(&self) -> &'static [Feature] {
+        use Feature::{Alibi, HeadNorm, LayerNorm, LearnedPositions, PlainMlp};
+        &[LayerNorm, LearnedPositions, PlainMlp, HeadNorm, Alibi]
     }
 
     fn load_linear(
@@ -303,6 +315,18 @@ impl Device for CpuDevice {
         let vector = weights::vector(&vector)?;
         self.weights_bytes += size_of_val(&*vector) as u64;
         Ok(CpuWeight::Vector(vector))
+    }
+
+    fn load_layer_norm(&mut self, weight: WeightSlice<'_>, bias: WeightSlice<'_>) -> Result<CpuWeight, DeviceError> {
+        let (weight, bias) = (weights::vector(&weight)?, weights::vector(&bias)?);
+        self.weights_bytes += (size_of_val(&*weight) + size_of_val(&*bias)) as u64;
+        Ok(CpuWeight::LayerNorm { weight, bias })
+    }
+
+    fn load_positions(&mut self, table: WeightSlice<'_>) -> Result<CpuWeight, DeviceError> {
+        let matrix = weights::matrix(&[table], &[])?;
+        self.weights_bytes += matrix.bytes() as u64;
+        Ok(CpuWeight::Matrix { matrix, first_row: 0 })
     }
 
     fn tensor(&mut self, cols: usize) -> Result<CpuTensor, DeviceError> {
@@ -413,7 +437,31 @@ impl Device for CpuDevice {
         eps: f32,
     ) -> Result<(), DeviceError> {
         let tokens = self.num_tokens();
-        k::rms_norm(&mut self.pool, out.rows_mut(tokens), x.rows(tokens), weight.vector(), eps);
+        k::norm(&mut self.pool, out.rows_mut(tokens), x.rows(tokens), weight.norm(), eps);
+        Ok(())
+    }
+
+    fn layer_norm(
+        &mut self,
+        out: &mut CpuTensor,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.rms_norm(out, x, weight, eps) // The kind is the weight's.
+    }
+
+    fn add_positions(&mut self, out: &mut CpuTensor, table: &CpuWeight) -> Result<(), DeviceError> {
+        let (matrix, _) = table.matrix();
+        let width = out.cols;
+        let mut row = vec![0.0; width];
+        for (out, position) in out.data.chunks_exact_mut(width).zip(&self.inputs.positions) {
+            if *position as usize >= matrix.rows() {
+                return Err(beyond("position", *position, matrix.rows()));
+            }
+            matrix.read_row(*position as usize, &mut row);
+            out.iter_mut().zip(&row).for_each(|(out, row)| *out += row);
+        }
         Ok(())
     }
 
@@ -433,11 +481,34 @@ impl Device for CpuDevice {
     ) -> Result<(), DeviceError> {
         self.linear(scratch, x, weight)?;
         let (tokens, width) = (self.num_tokens(), out.cols);
-        let gate = match activation {
-            Activation::Silu => k::Gate::Silu,
-            Activation::GeluTanh => k::Gate::GeluTanh,
-        };
-        k::gate(&mut self.pool, out.rows_mut(tokens), scratch.rows(tokens), width, gate);
+        k::gate(&mut self.pool, out.rows_mut(tokens), scratch.rows(tokens), width, gate(activation));
+        Ok(())
+    }
+
+    fn activated_linear(
+        &mut self,
+        out: &mut CpuTensor,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        activation: Activation,
+    ) -> Result<(), DeviceError> {
+        self.linear(out, x, weight)?;
+        let tokens = self.num_tokens();
+        k::activate(&mut self.pool, out.rows_mut(tokens), gate(activation));
+        Ok(())
+    }
+
+    fn head_norm(
+        &mut self,
+        qkv: &mut CpuTensor,
+        q_norm: &CpuWeight,
+        k_norm: &CpuWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        let spec = &self.cache.as_ref().expect("`allocate_cache` is called before the first step").spec;
+        let (heads, tokens, stride) = ([spec.num_heads, spec.num_kv_heads], self.num_tokens(), qkv.cols);
+        let weights = [q_norm.vector(), k_norm.vector()];
+        k::head_norm(&mut self.pool, qkv.rows_mut(tokens), stride, heads, weights, eps);
         Ok(())
     }
 
@@ -471,6 +542,7 @@ impl Device for CpuDevice {
             scale: spec.scale,
             window: spec.sliding_window,
             q_stride: qkv.cols,
+            alibi_slopes: &spec.alibi_slopes,
         };
         attention.run(&mut self.pool, &mut out.data, &qkv.data, &rows, kv, layer);
         Ok(())
@@ -484,16 +556,16 @@ impl Device for CpuDevice {
         weight: &CpuWeight,
         eps: f32,
     ) -> Result<(), DeviceError> {
-        let (tokens, width, weight) = (self.num_tokens(), out.cols, weight.vector());
+        let (tokens, width, norm) = (self.num_tokens(), out.cols, weight.norm());
         let (out, residual, partial) = (out.rows_mut(tokens), residual.rows_mut(tokens), partial.rows(tokens));
         let pool = &mut self.pool;
         let Some(group) = &mut self.group else {
-            k::add_rms_norm(pool, out, residual, &[partial], weight, eps);
+            k::add_norm(pool, out, residual, &[partial], norm, eps);
             return Ok(());
         };
         group.exchange_rows("summing partial products", partial, width, |rows, parts| {
             let range = rows.start * width..rows.end * width;
-            k::add_rms_norm(pool, &mut out[range.clone()], &mut residual[range], parts, weight, eps);
+            k::add_norm(pool, &mut out[range.clone()], &mut residual[range], parts, norm, eps);
         })
     }
 

@@ -1,6 +1,6 @@
 //! Weights as this device holds them: where they lie in the mapped checkpoint.
 
-use kernels::cpu::{Matrix, WeightType, read_weights};
+use kernels::cpu::{Matrix, Norm, WeightType, read_weights};
 
 use crate::{DType, DeviceError, WeightSlice};
 
@@ -9,22 +9,34 @@ pub enum CpuWeight {
     /// A linear layer, an embedding table or a head; `first_row` is the first row's place in the whole.
     #[allow(missing_docs)] // Fields are named by the line above.
     Matrix { matrix: Matrix, first_row: usize },
-    /// A norm's weight.
+    /// An RMS norm's weight.
     Vector(Vec<f32>),
+    /// A norm's weight and bias.
+    #[allow(missing_docs)] // Fields are named by the line above.
+    LayerNorm { weight: Vec<f32>, bias: Vec<f32> },
 }
 
 impl CpuWeight {
     pub(crate) fn matrix(&self) -> (&Matrix, usize) {
         match self {
             CpuWeight::Matrix { matrix, first_row } => (matrix, *first_row),
-            CpuWeight::Vector(_) => panic!("a norm's weight is no matrix"),
+            _ => panic!("a norm's weight is no matrix"),
         }
     }
 
+    pub(crate) fn norm(&self) -> Norm<'_> {
+        match self {
+            CpuWeight::Vector(weight) => Norm::Rms { weight },
+            CpuWeight::LayerNorm { weight, bias } => Norm::Layer { weight, bias },
+            CpuWeight::Matrix { .. } => panic!("a matrix is no norm's weight"),
+        }
+    }
+
+    /// An RMS norm's weight alone.
     pub(crate) fn vector(&self) -> &[f32] {
         match self {
-            CpuWeight::Vector(vector) => vector,
-            CpuWeight::Matrix { .. } => panic!("a matrix is no norm's weight"),
+            CpuWeight::Vector(weight) => weight,
+            _ => panic!("the weight is no vector"),
         }
     }
 }

@@ -140,6 +140,7 @@ fn spec(num_layers: usize, max_positions: usize, tp_size: usize) -> AttentionSpe
         block_size: BLOCK,
         rope: RopeTable { cos, sin },
         sliding_window: None,
+        alibi_slopes: Vec::new(),
     }
 }
 

@@ -5,6 +5,9 @@ use std::path::Path;
 
 use device::{Device, DeviceError, LinearRole, WeightSlice};
 
+use crate::config::{Mlp, NormKind};
+use crate::layers::Names;
+use crate::layers::names::{Piece, scaled};
 use crate::shard::Shard;
 use crate::{Checkpoint, Config, ModelError};
 
@@ -13,96 +16,147 @@ pub(crate) struct Loader<'a, D> {
     pub(crate) dir: &'a Path,
     pub(crate) checkpoint: &'a Checkpoint,
     pub(crate) config: &'a Config,
+    pub(crate) names: &'a Names,
+    /// Stands before every name but the head's.
+    pub(crate) prefix: &'static str,
     pub(crate) shard: &'a Shard,
     pub(crate) device: &'a mut D,
 }
 
-impl<D: Device> Loader<'_, D> {
-    /// A norm's weight.
+impl<'a, D: Device> Loader<'a, D> {
+    pub(crate) fn new(
+        dir: &'a Path,
+        checkpoint: &'a Checkpoint,
+        config: &'a Config,
+        names: &'a Names,
+        shard: &'a Shard,
+        device: &'a mut D,
+    ) -> Self {
+        let is_there = |prefix: &&&str| checkpoint.contains(&format!("{prefix}{}.weight", names.embedding));
+        let prefix = names.prefixes.iter().find(is_there).unwrap_or(&names.prefixes[0]);
+        Self { dir, checkpoint, config, names, prefix, shard, device }
+    }
+
+    /// The name of a weight of layer `index`.
+    pub(crate) fn of_layer(&self, index: usize, name: &str) -> String {
+        format!("{}{}.{index}.{name}", self.prefix, self.names.layers)
+    }
+
+    /// A norm's weight, with its bias where the model's norms have one.
     pub(crate) fn norm(&mut self, name: &str) -> Result<D::Weight, ModelError> {
         let len = self.config.hidden_size;
-        let name = format!("{name}.weight");
-        let slice = self.checkpoint.vector(&name, len, 0..len)?;
-        let loaded = self.device.load_vector(slice);
+        let (weight_name, bias_name) = (format!("{name}.weight"), format!("{name}.bias"));
+        let weight = self.checkpoint.vector(&weight_name, len, 0..len)?;
+        let loaded = match self.config.norm {
+            NormKind::Rms => self.device.load_vector(weight),
+            NormKind::Layer => {
+                let bias = self.checkpoint.vector(&bias_name, len, 0..len)?;
+                self.device.load_layer_norm(weight, bias)
+            }
+        };
+        self.or_device_error(loaded)
+    }
+
+    /// The norms of q's and k's heads.
+    pub(crate) fn head_norms(&mut self, layer: usize) -> Result<[D::Weight; 2], ModelError> {
+        let [q, k] = self.names.head_norms;
+        Ok([self.head_norm(layer, q)?, self.head_norm(layer, k)?])
+    }
+
+    fn head_norm(&mut self, layer: usize, name: &str) -> Result<D::Weight, ModelError> {
+        let name = format!("{}.weight", self.of_layer(layer, name));
+        let len = self.config.head_dim;
+        let loaded = self.device.load_vector(self.checkpoint.vector(&name, len, 0..len)?);
         self.or_device_error(loaded)
     }
 
     /// This worker's rows of the embedding table.
-    pub(crate) fn embedding(&mut self, name: &str) -> Result<D::Weight, ModelError> {
-        let slice = self.vocabulary_rows(name)?;
+    pub(crate) fn embedding(&mut self) -> Result<D::Weight, ModelError> {
+        let name = format!("{}{}.weight", self.prefix, self.names.embedding);
+        let slice = self.checkpoint.matrix(&name, self.vocabulary(), self.shard.vocab.clone(), self.width())?;
         let loaded = self.device.load_embedding(slice, self.shard.vocab.start as u32);
         self.or_device_error(loaded)
     }
 
-    /// This worker's rows of a head of its own.
-    pub(crate) fn head(&mut self, name: &str) -> Result<D::Weight, ModelError> {
-        let slice = self.vocabulary_rows(name)?;
+    /// The table of learned positions.
+    pub(crate) fn positions(&mut self, num_positions: usize) -> Result<D::Weight, ModelError> {
+        let name = format!("{}{}.weight", self.prefix, self.names.positions);
+        let shape = [num_positions, self.config.hidden_size];
+        let loaded = self.device.load_positions(self.checkpoint.matrix(&name, shape, 0..shape[0], 0..shape[1])?);
+        self.or_device_error(loaded)
+    }
+
+    /// The head: the embedding, or this worker's rows of one of its own.
+    pub(crate) fn head(&mut self, embedding: &D::Weight) -> Result<D::Weight, ModelError> {
+        if self.config.tie_word_embeddings {
+            let tied = self.device.tie_head(embedding);
+            return self.or_device_error(tied);
+        }
+        let name = format!("{}.weight", self.names.head);
+        let (shape, rows) = (self.vocabulary(), self.shard.vocab.clone());
+        let slice = match self.config.unit_head {
+            true => self.checkpoint.unit_rows(&name, shape, rows)?,
+            false => self.checkpoint.matrix(&name, shape, rows, self.width())?,
+        };
         let loaded = self.device.load_linear(LinearRole::Head, &[slice], &[]);
         self.or_device_error(loaded)
     }
 
-    /// A head that is the embedding.
-    pub(crate) fn tied_head(&mut self, embedding: &D::Weight) -> Result<D::Weight, ModelError> {
-        let tied = self.device.tie_head(embedding);
-        self.or_device_error(tied)
+    fn vocabulary(&self) -> [usize; 2] {
+        [self.config.vocab_size, self.config.hidden_size]
     }
 
-    fn vocabulary_rows<'a>(&self, name: &'a str) -> Result<WeightSlice<'a>, ModelError> {
-        let shape = [self.config.vocab_size, self.config.hidden_size];
-        self.checkpoint.matrix(name, shape, self.shard.vocab.clone(), 0..shape[1])
+    fn width(&self) -> Range<usize> {
+        0..self.config.hidden_size
     }
 
     /// q, k and v of one layer as one matrix, split by heads.
-    pub(crate) fn qkv(&mut self, layer: &str) -> Result<D::Weight, ModelError> {
-        let (config, dim) = (self.config, self.config.head_dim);
-        let heads = scaled(&self.shard.heads, dim);
-        let kv_heads = scaled(&self.shard.kv_heads, dim);
-        let parts = [
-            ("q_proj", config.num_heads * dim, heads),
-            ("k_proj", config.num_kv_heads * dim, kv_heads.clone()),
-            ("v_proj", config.num_kv_heads * dim, kv_heads),
-        ]
-        .map(|(name, rows, taken)| (format!("{layer}.self_attn.{name}"), rows, taken));
-        self.by_output(LinearRole::Qkv, &parts, config.qkv_bias)
+    pub(crate) fn qkv(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
+        let pieces = self.names.qkv.pieces(self.config, self.shard);
+        self.by_output(LinearRole::Qkv, layer, &pieces, self.config.qkv_bias)
     }
 
-    /// gate and up of one layer as one matrix, split by columns of the gated layer.
-    pub(crate) fn gate_up(&mut self, layer: &str) -> Result<D::Weight, ModelError> {
-        let parts = ["gate_proj", "up_proj"].map(|name| {
-            (format!("{layer}.mlp.{name}"), self.config.intermediate_size, self.shard.intermediate.clone())
-        });
-        self.by_output(LinearRole::GateUp, &parts, self.config.mlp_bias)
+    /// gate and up of one layer as one matrix, or up alone, split by columns of the inner layer.
+    pub(crate) fn up(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
+        let piece = |name| Piece { name, rows: self.config.intermediate_size, taken: self.shard.intermediate.clone() };
+        let (role, pieces) = match self.config.mlp {
+            Mlp::Gated => (LinearRole::GateUp, vec![piece(self.names.gate), piece(self.names.up)]),
+            Mlp::Plain => (LinearRole::Up, vec![piece(self.names.up)]),
+        };
+        self.by_output(role, layer, &pieces, self.config.mlp_bias)
     }
 
     /// The attention output of one layer, split by heads along its input.
-    pub(crate) fn out(&mut self, layer: &str) -> Result<D::Weight, ModelError> {
+    pub(crate) fn out(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
         let dim = self.config.head_dim;
         let taken = scaled(&self.shard.heads, dim);
-        let name = format!("{layer}.self_attn.o_proj");
+        let name = self.of_layer(layer, self.names.out);
         self.by_input(LinearRole::Out, &name, self.config.num_heads * dim, taken, self.config.out_bias)
     }
 
     /// The down projection of one layer, split along its input.
-    pub(crate) fn down(&mut self, layer: &str) -> Result<D::Weight, ModelError> {
-        let name = format!("{layer}.mlp.down_proj");
+    pub(crate) fn down(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
+        let name = self.of_layer(layer, self.names.down);
         let taken = self.shard.intermediate.clone();
         self.by_input(LinearRole::Down, &name, self.config.intermediate_size, taken, self.config.mlp_bias)
     }
 
-    /// Matrices `(name, rows, rows taken)` stacked, with all of their input.
+    /// Pieces stacked, with all of their input.
     fn by_output(
         &mut self,
         role: LinearRole,
-        parts: &[(String, usize, Range<usize>)],
+        layer: usize,
+        pieces: &[Piece],
         has_bias: bool,
     ) -> Result<D::Weight, ModelError> {
-        let cols = self.config.hidden_size;
-        let weight_names: Vec<String> = parts.iter().map(|(name, ..)| format!("{name}.weight")).collect();
-        let bias_names: Vec<String> = parts.iter().map(|(name, ..)| format!("{name}.bias")).collect();
+        let names: Vec<String> = pieces.iter().map(|piece| self.of_layer(layer, piece.name)).collect();
+        let weight_names: Vec<String> = names.iter().map(|name| format!("{name}.weight")).collect();
+        let bias_names: Vec<String> = names.iter().map(|name| format!("{name}.bias")).collect();
         let mut weights = Vec::new();
         let mut biases = Vec::new();
-        for (index, (_, rows, taken)) in parts.iter().enumerate() {
-            weights.push(self.checkpoint.matrix(&weight_names[index], [*rows, cols], taken.clone(), 0..cols)?);
+        for (index, Piece { rows, taken, .. }) in pieces.iter().enumerate() {
+            let shape = [*rows, self.config.hidden_size];
+            weights.push(self.linear(&weight_names[index], shape, taken.clone(), 0..shape[1])?);
             if has_bias {
                 biases.push(self.checkpoint.vector(&bias_names[index], *rows, taken.clone())?);
             }
@@ -122,7 +176,7 @@ impl<D: Device> Loader<'_, D> {
     ) -> Result<D::Weight, ModelError> {
         let rows = self.config.hidden_size;
         let (weight_name, bias_name) = (format!("{name}.weight"), format!("{name}.bias"));
-        let weight = self.checkpoint.matrix(&weight_name, [rows, cols], 0..rows, taken)?;
+        let weight = self.linear(&weight_name, [rows, cols], 0..rows, taken)?;
         let mut bias = Vec::new();
         if has_bias && self.device.tensor_parallel().rank == 0 {
             bias.push(self.checkpoint.vector(&bias_name, rows, 0..rows)?);
@@ -131,12 +185,21 @@ impl<D: Device> Loader<'_, D> {
         self.or_device_error(loaded)
     }
 
+    /// A part of a linear layer's `[out, in]`, in whichever order it is stored.
+    fn linear<'n>(
+        &self,
+        name: &'n str,
+        shape: [usize; 2],
+        rows: Range<usize>,
+        cols: Range<usize>,
+    ) -> Result<WeightSlice<'n>, ModelError> {
+        match self.names.transposed {
+            true => self.checkpoint.transposed(name, shape, rows, cols),
+            false => self.checkpoint.matrix(name, shape, rows, cols),
+        }
+    }
+
     pub(crate) fn or_device_error<T>(&self, result: Result<T, DeviceError>) -> Result<T, ModelError> {
         result.map_err(|source| ModelError::Device { dir: self.dir.into(), source })
     }
-}
-
-/// A range of heads as a range of rows.
-fn scaled(heads: &Range<usize>, head_dim: usize) -> Range<usize> {
-    heads.start * head_dim..heads.end * head_dim
 }

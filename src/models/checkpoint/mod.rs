@@ -1,20 +1,19 @@
-//! Checkpoints: memory-mapped safetensors files and the tensors in them.
-//!
-//! Format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes
-//! (<https://github.com/huggingface/safetensors>, section "Format").
+//! Checkpoints: memory-mapped files of weights and the tensors in them.
+
+mod convert;
+mod pickle;
+mod safetensors;
+mod torch;
+mod zip;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use device::{DType, WeightSlice};
-use serde::Deserialize;
 
 use crate::ModelError;
 use crate::fields::Fields;
-
-/// Longest header accepted, as the format's own library does.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// All tensors of a model directory. Mappings live as long as the process.
 #[derive(Debug)]
@@ -26,46 +25,75 @@ pub struct Checkpoint {
 #[derive(Debug)]
 struct Tensor {
     path: PathBuf,
-    dtype: String,
+    dtype: String, // as safetensors spells it, such as `BF16`
     shape: Vec<usize>,
     data: &'static [u8],
+    fault: Option<String>, // why it cannot be used
 }
 
-#[derive(Deserialize)]
-struct HeaderEntry {
-    dtype: String,
-    shape: Vec<usize>,
-    data_offsets: (u64, u64),
+/// A kind of file that holds tensors.
+struct Format {
+    index: &'static str,
+    single: &'static str,
+    /// Start and end of the names that count where there is neither.
+    pattern: (&'static str, &'static str),
+    map: fn(&mut Checkpoint, &Path) -> Result<(), ModelError>,
 }
+
+/// In the order in which they are looked for.
+const FORMATS: [Format; 2] = [
+    Format {
+        index: "model.safetensors.index.json",
+        single: "model.safetensors",
+        pattern: ("", ".safetensors"),
+        map: Checkpoint::map_safetensors,
+    },
+    Format {
+        index: "pytorch_model.bin.index.json",
+        single: "pytorch_model.bin",
+        pattern: ("pytorch_model", ".bin"),
+        map: Checkpoint::map_torch,
+    },
+];
 
 impl Checkpoint {
-    /// Maps `model.safetensors.index.json`'s files, or `model.safetensors`, or every `*.safetensors` of `dir`.
+    /// Maps what `model.safetensors.index.json` names, or `model.safetensors`, or every `*.safetensors` of `dir`;
+    /// where there is none of these, the same of `pytorch_model.bin`.
     ///
     /// # Errors
-    /// When a file is missing, truncated or not safetensors, or a tensor of the index is not in its file.
+    /// When a file is missing, truncated or of another format, or a tensor of the index is not in its file.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
         let mut checkpoint = Self { dir: dir.into(), tensors: HashMap::new() };
-        let index = dir.join("model.safetensors.index.json");
-        if index.exists() {
-            let files = index_files(&index)?;
-            for path in files.values().collect::<BTreeSet<_>>() {
-                checkpoint.map_file(path)?;
+        for format in &FORMATS {
+            let index = dir.join(format.index);
+            if index.exists() {
+                checkpoint.map_indexed(&index, format)?;
+                return Ok(checkpoint);
             }
-            if let Some((tensor, path)) = files.iter().find(|(tensor, _)| !checkpoint.tensors.contains_key(*tensor)) {
+            let single = dir.join(format.single);
+            let files = if single.exists() { vec![single] } else { matching_files(dir, format.pattern)? };
+            for path in &files {
+                (format.map)(&mut checkpoint, path)?;
+            }
+            if !files.is_empty() {
+                return Ok(checkpoint);
+            }
+        }
+        Err(ModelError::NoWeights { dir: dir.into() })
+    }
+
+    fn map_indexed(&mut self, index: &Path, format: &Format) -> Result<(), ModelError> {
+        let files = index_files(index)?;
+        for path in files.values().collect::<BTreeSet<_>>() {
+            (format.map)(self, path)?;
+        }
+        match files.iter().find(|(tensor, _)| !self.tensors.contains_key(*tensor)) {
+            Some((tensor, path)) => {
                 let reason = format!("tensor `{tensor}`, which {} places here, is missing", index.display());
-                return Err(ModelError::Header { path: path.clone(), reason });
+                Err(ModelError::Header { path: path.clone(), reason })
             }
-            return Ok(checkpoint);
+            None => Ok(()),
         }
-        let single = dir.join("model.safetensors");
-        let files = if single.exists() { vec![single] } else { safetensors_files(dir)? };
-        if files.is_empty() {
-            return Err(ModelError::NoWeights { dir: dir.into() });
-        }
-        for path in &files {
-            checkpoint.map_file(path)?;
-        }
-        Ok(checkpoint)
     }
 
     /// Whether a tensor is there.
@@ -88,6 +116,39 @@ impl Checkpoint {
         Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols: shape[1], rows, cols })
     }
 
+    /// As [`Checkpoint::matrix`] of a matrix that is stored as `[matrix_cols, matrix_rows]`. The part is copied, and the
+    /// copy lives as long as the process.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::matrix`].
+    pub fn transposed<'a>(
+        &self,
+        name: &'a str,
+        shape: [usize; 2],
+        rows: Range<usize>,
+        cols: Range<usize>,
+    ) -> Result<WeightSlice<'a>, ModelError> {
+        let (tensor, dtype) = self.tensor(name, &[shape[1], shape[0]])?;
+        let data = convert::transpose(tensor.data, dtype, shape[0], rows.clone(), cols.clone());
+        let (rows, cols) = (0..rows.len(), 0..cols.len());
+        Ok(WeightSlice { name, data: Vec::leak(data), dtype, matrix_cols: cols.len(), rows, cols })
+    }
+
+    /// Rows of the matrix `name`, each scaled to length 1. They are copied, and the copy lives as long as the process.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::matrix`].
+    pub fn unit_rows<'a>(
+        &self,
+        name: &'a str,
+        shape: [usize; 2],
+        rows: Range<usize>,
+    ) -> Result<WeightSlice<'a>, ModelError> {
+        let (tensor, dtype) = self.tensor(name, &shape)?;
+        let data = convert::unit_rows(tensor.data, dtype, shape[1], rows.clone());
+        Ok(WeightSlice { name, data: Vec::leak(data), dtype, matrix_cols: shape[1], rows, cols: 0..shape[1] })
+    }
+
     /// Elements `range` of the vector `name`, which must be `[len]`.
     ///
     /// # Errors
@@ -100,69 +161,27 @@ impl Checkpoint {
     fn tensor(&self, name: &str, shape: &[usize]) -> Result<(&Tensor, DType), ModelError> {
         let missing = || ModelError::MissingTensor { tensor: name.into(), dir: self.dir.clone() };
         let tensor = self.tensors.get(name).ok_or_else(missing)?;
+        let path = tensor.path.clone();
+        if let Some(fault) = &tensor.fault {
+            return Err(ModelError::Header { path, reason: format!("tensor `{name}` {fault}") });
+        }
         if tensor.shape != shape {
-            return Err(ModelError::Shape {
-                tensor: name.into(),
-                path: tensor.path.clone(),
-                expected: shape.into(),
-                found: tensor.shape.clone(),
-            });
+            let (expected, found) = (shape.into(), tensor.shape.clone());
+            return Err(ModelError::Shape { tensor: name.into(), path, expected, found });
         }
         let dtype = match tensor.dtype.as_str() {
             "BF16" => DType::Bf16,
             "F16" => DType::F16,
             "F32" => DType::F32,
-            other => {
-                let (tensor, path) = (name.into(), tensor.path.clone());
-                return Err(ModelError::Dtype { tensor, path, found: other.into() });
-            }
+            other => return Err(ModelError::Dtype { tensor: name.into(), path, found: other.into() }),
         };
         let bytes = shape.iter().product::<usize>() * dtype.size();
         if tensor.data.len() != bytes {
             let reason = format!("tensor `{name}` holds {} bytes, its shape needs {bytes}", tensor.data.len());
-            return Err(ModelError::Header { path: tensor.path.clone(), reason });
+            return Err(ModelError::Header { path, reason });
         }
         Ok((tensor, dtype))
     }
-
-    fn map_file(&mut self, path: &Path) -> Result<(), ModelError> {
-        let data = device::map_file(path).map_err(|source| ModelError::Read { path: path.into(), source })?;
-        let bad = |reason: String| ModelError::Header { path: path.into(), reason };
-        let (body, header) = split_header(data).map_err(bad)?;
-        for (tensor, entry) in header {
-            let (start, end) = entry.data_offsets;
-            if start > end {
-                return Err(bad(format!("tensor `{tensor}` ends before it starts")));
-            }
-            let body_start = (data.len() - body.len()) as u64;
-            if end > body.len() as u64 {
-                let (needed, found) = (end.saturating_add(body_start), data.len() as u64);
-                return Err(ModelError::Truncated { path: path.into(), tensor, needed, found });
-            }
-            let data = &body[start as usize..end as usize];
-            let entry = Tensor { path: path.into(), dtype: entry.dtype, shape: entry.shape, data };
-            self.tensors.insert(tensor, entry);
-        }
-        Ok(())
-    }
-}
-
-/// The bytes after the header, and the header's tensors.
-fn split_header(data: &'static [u8]) -> Result<(&'static [u8], BTreeMap<String, HeaderEntry>), String> {
-    let (length, rest) = data.split_first_chunk::<8>().ok_or("it has fewer than 8 bytes")?;
-    let length = u64::from_le_bytes(*length);
-    if length > MAX_HEADER_BYTES || length > rest.len() as u64 {
-        return Err(format!("its header has {length} bytes by its own account, but {} follow", rest.len()));
-    }
-    let (header, body) = rest.split_at(length as usize);
-    let mut entries: BTreeMap<String, serde_json::Value> =
-        serde_json::from_slice(header).map_err(|error| format!("its header is not JSON: {error}"))?;
-    entries.remove("__metadata__");
-    let parse = |(name, value)| match serde_json::from_value(value) {
-        Ok(entry) => Ok((name, entry)),
-        Err(error) => Err(format!("header entry `{name}`: {error}")),
-    };
-    Ok((body, entries.into_iter().map(parse).collect::<Result<_, _>>()?))
 }
 
 /// Tensor name to file, as the index says.
@@ -184,13 +203,13 @@ fn index_files(index: &Path) -> Result<BTreeMap<String, PathBuf>, ModelError> {
     map.iter().map(entry).collect()
 }
 
-fn safetensors_files(dir: &Path) -> Result<Vec<PathBuf>, ModelError> {
+fn matching_files(dir: &Path, (start, end): (&str, &str)) -> Result<Vec<PathBuf>, ModelError> {
     let read = |source| ModelError::Read { path: dir.into(), source };
     let mut files = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(read)? {
-        let path = entry.map_err(read)?.path();
-        if path.extension().is_some_and(|extension| extension == "safetensors") {
-            files.push(path);
+        let entry = entry.map_err(read)?;
+        if entry.file_name().to_str().is_some_and(|name| name.starts_with(start) && name.ends_with(end)) {
+            files.push(entry.path());
         }
     }
     files.sort();

@@ -1,0 +1,135 @@
+"""Architectures that transformers does not have: what their configurations and weights are called, and their logits.
+
+Each is a Llama apart from names, the layout of q, k and v, a head of unit rows (Baichuan 2, section 2.3.1 of its report)
+and, in the larger Baichuans, ALiBi instead of rotation (Press et al. 2022).
+"""
+import math
+
+import torch
+from torch.nn import functional
+
+
+def variant(name, config, model, tensors):
+    """Configuration and tensors as published, and a function from tokens to the logits of the last."""
+    plain = lambda tokens: model(torch.tensor([tokens])).logits[0, -1]
+    if name == "internlm":
+        return as_published(config, "InternLMForCausalLM", "internlm", bias=True,
+                            rotary={"base": 10000, "type": "dynamic"}), tensors, plain
+    if name == "internlm2":
+        fields = as_published(config, "InternLM2ForCausalLM", "internlm2", bias=False, rope_theta=1000000,
+                              rope_scaling={"type": "dynamic", "factor": 2.0})
+        return fields, internlm2(config, tensors), plain
+    if name == "baichuan2_7b":
+        stored = baichuan(config, tensors)
+        unit_head(model)
+        return as_published(config, "BaichuanForCausalLM", "baichuan", z_loss_weight=0), stored, plain
+    if name == "baichuan2_13b_f32":
+        stored = baichuan(config, tensors)
+        check(config, model, tensors)
+        unit_head(model)
+        fields = as_published(config, "BaichuanForCausalLM", "baichuan", z_loss_weight=0, model_max_length=256)
+        del fields["max_position_embeddings"]
+        return fields, stored, lambda tokens: decoder(config, model.state_dict(), tokens, alibi=True)
+    fields = config.to_diff_dict() | {"architectures": config.architectures}
+    fields["dtype"] = str(config.dtype).removeprefix("torch.")
+    return fields, tensors, plain
+
+
+def as_published(config, architecture, model_type, **own):
+    kept = ("bos_token_id", "eos_token_id", "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings",
+            "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "head_dim", "rms_norm_eps",
+            "tie_word_embeddings", "vocab_size")
+    fields = {key: getattr(config, key) for key in kept}
+    if model_type in ("internlm", "baichuan"):
+        del fields["num_key_value_heads"], fields["head_dim"]
+    dtype = str(config.dtype).removeprefix("torch.")
+    return {"architectures": [architecture], "model_type": model_type, "torch_dtype": dtype, **fields, **own}
+
+
+def internlm2(config, tensors):
+    """Each KV head's queries, key and value stand together in `wqkv`."""
+    names = {"model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "self_attn.o_proj": "attention.wo",
+             "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+             "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2"}
+    stored = {}
+    for key, tensor in tensors.items():
+        for old, new in names.items():
+            key = key.replace(old, new)
+        if "self_attn" not in key:
+            stored[key] = tensor
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        groups = [tensors[f"{prefix}self_attn.{part}_proj.weight"].view(
+            config.num_key_value_heads, -1, config.head_dim, config.hidden_size) for part in "qkv"]
+        stored[prefix + "attention.wqkv.weight"] = torch.cat(groups, 1).reshape(-1, config.hidden_size)
+    return stored
+
+
+def baichuan(config, tensors):
+    """q, k and v stand below each other in `W_pack`."""
+    stored = {key: tensor.clone() for key, tensor in tensors.items() if not key.endswith(
+        ("q_proj.weight", "k_proj.weight", "v_proj.weight"))}
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}.self_attn."
+        parts = [tensors[f"{prefix}{part}_proj.weight"] for part in "qkv"]
+        stored[prefix + "W_pack.weight"] = torch.cat(parts)
+    return stored
+
+
+@torch.no_grad()
+def unit_head(model):
+    """Rows of length 1, as at inference; the checkpoint holds them as trained."""
+    model.lm_head.weight.copy_(functional.normalize(model.lm_head.weight))
+
+
+def check(config, model, tensors):
+    """The reference below agrees with transformers where there is rotation."""
+    tokens = list(range(3, 40))
+    ours, theirs = decoder(config, tensors, tokens, alibi=False), model(torch.tensor([tokens])).logits[0, -1]
+    assert (ours - theirs).abs().max() < 1e-4, (ours - theirs).abs().max()
+
+
+def slopes(heads):
+    """One per head; where their number is no power of two, from the powers below and above."""
+    series = lambda n: [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
+    below = 2 ** math.floor(math.log2(heads))
+    return torch.tensor(series(below) + series(2 * below)[0::2][:heads - below])
+
+
+@torch.no_grad()
+def decoder(config, weights, tokens, alibi):
+    """Logits of the last token, by the formulas, with every head's K and V its own."""
+    heads, length, eps = config.num_attention_heads, len(tokens), config.rms_norm_eps
+    positions = torch.arange(length)
+    distance = positions[None, :] - positions[:, None]  # key - query
+    bias = torch.zeros(length, length).masked_fill(distance > 0, float("-inf"))[None]
+    if alibi:
+        bias = bias + slopes(heads)[:, None, None] * distance
+    frequencies = 10000.0 ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+    turn = torch.polar(torch.ones(length, config.head_dim // 2), torch.outer(positions, frequencies))
+
+    def norm(x, name):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weights[name + ".weight"]
+
+    def linear(x, name):
+        return x @ weights[name + ".weight"].T
+
+    def rotated(x):
+        halves = torch.complex(*x.chunk(2, -1)) * turn
+        return torch.cat((halves.real, halves.imag), -1)
+
+    x = weights["model.embed_tokens.weight"][tokens]
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        normed = norm(x, prefix + "input_layernorm")
+        q, k, v = (linear(normed, f"{prefix}self_attn.{part}_proj").view(length, heads, -1).transpose(0, 1)
+                   for part in "qkv")
+        if not alibi:
+            q, k = rotated(q), rotated(k)
+        scores = q @ k.transpose(1, 2) / math.sqrt(config.head_dim) + bias
+        attended = (scores.softmax(-1) @ v).transpose(0, 1).reshape(length, -1)
+        x = x + linear(attended, prefix + "self_attn.o_proj")
+        normed = norm(x, prefix + "post_attention_layernorm")
+        gate = functional.silu(linear(normed, prefix + "mlp.gate_proj"))
+        x = x + linear(gate * linear(normed, prefix + "mlp.up_proj"), prefix + "mlp.down_proj")
+    return linear(norm(x, "model.norm"), "lm_head")[-1]

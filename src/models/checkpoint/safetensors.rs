@@ -1,0 +1,61 @@
+//! safetensors: 8 bytes little-endian header length, a JSON header, then the tensors' bytes
+//! (<https://github.com/huggingface/safetensors>, section "Format").
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::{Checkpoint, Tensor};
+use crate::ModelError;
+
+/// Longest header accepted, as the format's own library does.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+#[derive(Deserialize)]
+struct HeaderEntry {
+    dtype: String,
+    shape: Vec<usize>,
+    data_offsets: (u64, u64),
+}
+
+impl Checkpoint {
+    pub(super) fn map_safetensors(&mut self, path: &Path) -> Result<(), ModelError> {
+        let data = device::map_file(path).map_err(|source| ModelError::Read { path: path.into(), source })?;
+        let bad = |reason: String| ModelError::Header { path: path.into(), reason };
+        let (body, header) = split_header(data).map_err(bad)?;
+        for (tensor, entry) in header {
+            let (start, end) = entry.data_offsets;
+            if start > end {
+                return Err(bad(format!("tensor `{tensor}` ends before it starts")));
+            }
+            let body_start = (data.len() - body.len()) as u64;
+            if end > body.len() as u64 {
+                let (needed, found) = (end.saturating_add(body_start), data.len() as u64);
+                return Err(ModelError::Truncated { path: path.into(), tensor, needed, found });
+            }
+            let data = &body[start as usize..end as usize];
+            let entry = Tensor { path: path.into(), dtype: entry.dtype, shape: entry.shape, data, fault: None };
+            self.tensors.insert(tensor, entry);
+        }
+        Ok(())
+    }
+}
+
+/// The bytes after the header, and the header's tensors.
+fn split_header(data: &'static [u8]) -> Result<(&'static [u8], BTreeMap<String, HeaderEntry>), String> {
+    let (length, rest) = data.split_first_chunk::<8>().ok_or("it has fewer than 8 bytes")?;
+    let length = u64::from_le_bytes(*length);
+    if length > MAX_HEADER_BYTES || length > rest.len() as u64 {
+        return Err(format!("its header has {length} bytes by its own account, but {} follow", rest.len()));
+    }
+    let (header, body) = rest.split_at(length as usize);
+    let mut entries: BTreeMap<String, serde_json::Value> =
+        serde_json::from_slice(header).map_err(|error| format!("its header is not JSON: {error}"))?;
+    entries.remove("__metadata__");
+    let parse = |(name, value)| match serde_json::from_value(value) {
+        Ok(entry) => Ok((name, entry)),
+        Err(error) => Err(format!("header entry `{name}`: {error}")),
+    };
+    Ok((body, entries.into_iter().map(parse).collect::<Result<_, _>>()?))
+}

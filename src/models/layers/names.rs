@@ -1,0 +1,126 @@
+//! What a checkpoint calls its weights.
+
+use std::ops::Range;
+
+use crate::Config;
+use crate::shard::Shard;
+
+/// Names of an architecture's weights, without `.weight` and `.bias`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Names {
+    /// What may stand before every name but the head's; the one that the embedding has counts.
+    pub(crate) prefixes: &'static [&'static str],
+    pub(crate) embedding: &'static str,
+    /// Learned positions, where the architecture has them.
+    pub(crate) positions: &'static str,
+    /// Followed by the layer's number; the names down to `down` follow that.
+    pub(crate) layers: &'static str,
+    pub(crate) attention_norm: &'static str,
+    pub(crate) qkv: QkvNames,
+    /// Norms of q's and k's heads, where the architecture has them.
+    pub(crate) head_norms: [&'static str; 2],
+    pub(crate) out: &'static str,
+    pub(crate) mlp_norm: &'static str,
+    /// Empty where there is no gate.
+    pub(crate) gate: &'static str,
+    pub(crate) up: &'static str,
+    pub(crate) down: &'static str,
+    pub(crate) final_norm: &'static str,
+    pub(crate) head: &'static str,
+    /// Linear layers are stored `[in, out]`.
+    pub(crate) transposed: bool,
+}
+
+/// How q, k and v lie in a checkpoint.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum QkvNames {
+    /// Three matrices.
+    Apart([&'static str; 3]),
+    /// One matrix: all of q, all of k, all of v.
+    Stacked(&'static str),
+    /// One matrix: for each KV head the q of its query heads, its k, its v.
+    Grouped(&'static str),
+}
+
+/// Rows of a matrix that stand below each other in a worker's share.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Piece {
+    /// Name in the layer.
+    pub(crate) name: &'static str,
+    /// Outputs of the whole matrix.
+    pub(crate) rows: usize,
+    /// Outputs taken.
+    pub(crate) taken: Range<usize>,
+}
+
+impl QkvNames {
+    /// This worker's q, then k, then v.
+    pub(crate) fn pieces(&self, config: &Config, shard: &Shard) -> Vec<Piece> {
+        let dim = config.head_dim;
+        let (q, kv) = (config.num_heads * dim, config.num_kv_heads * dim);
+        let heads = scaled(&shard.heads, dim);
+        let kv_heads = scaled(&shard.kv_heads, dim);
+        let after = |offset: usize, range: &Range<usize>| offset + range.start..offset + range.end;
+        match *self {
+            QkvNames::Apart([q_name, k_name, v_name]) => vec![
+                Piece { name: q_name, rows: q, taken: heads },
+                Piece { name: k_name, rows: kv, taken: kv_heads.clone() },
+                Piece { name: v_name, rows: kv, taken: kv_heads },
+            ],
+            QkvNames::Stacked(name) => {
+                let taken = [heads, after(q, &kv_heads), after(q + kv, &kv_heads)];
+                taken.map(|taken| Piece { name, rows: q + 2 * kv, taken }).into()
+            }
+            QkvNames::Grouped(name) => {
+                grouped(config, shard).into_iter().map(|taken| Piece { name, rows: q + 2 * kv, taken }).collect()
+            }
+        }
+    }
+}
+
+/// Rows of q, of k and of v, where each KV head's stand together.
+fn grouped(config: &Config, shard: &Shard) -> Vec<Range<usize>> {
+    let dim = config.head_dim;
+    let queries = config.num_heads / config.num_kv_heads;
+    let first = |kv_head: usize| kv_head * (queries + 2) * dim;
+    let q = shard.kv_heads.clone().map(|kv_head| {
+        let own = shard.heads.start.max(kv_head * queries)..shard.heads.end.min((kv_head + 1) * queries);
+        first(kv_head) + (own.start - kv_head * queries) * dim..first(kv_head) + (own.end - kv_head * queries) * dim
+    });
+    let one = |offset: usize| {
+        let start = move |kv_head: usize| first(kv_head) + offset * dim;
+        shard.kv_heads.clone().map(move |kv_head| start(kv_head)..start(kv_head) + dim)
+    };
+    q.chain(one(queries)).chain(one(queries + 1)).collect()
+}
+
+/// A range of heads as a range of rows.
+pub(crate) fn scaled(heads: &Range<usize>, head_dim: usize) -> Range<usize> {
+    heads.start * head_dim..heads.end * head_dim
+}
+
+#[cfg(test)]
+mod tests {
+    use device::TensorParallel;
+
+    use super::*;
+    use crate::shard::tests::config;
+
+    #[test]
+    fn grouped_rows_are_found_where_a_kv_head_is_shared_by_workers() {
+        // Two KV heads of four queries each, heads of 8: rows of a group are q 0..32, k 32..40, v 40..48.
+        let config = config(8, 2, 512);
+        let whole = Shard::new(&config, TensorParallel { rank: 0, size: 1 }).unwrap();
+        assert_eq!(grouped(&config, &whole), [0..32, 48..80, 32..40, 80..88, 40..48, 88..96]);
+        let third = Shard::new(&config, TensorParallel { rank: 3, size: 4 }).unwrap();
+        assert_eq!(grouped(&config, &third), [64..80, 80..88, 88..96]);
+    }
+
+    #[test]
+    fn stacked_rows_follow_all_of_q() {
+        let config = config(8, 2, 512);
+        let second = Shard::new(&config, TensorParallel { rank: 1, size: 2 }).unwrap();
+        let taken: Vec<_> = QkvNames::Stacked("w").pieces(&config, &second).into_iter().map(|p| p.taken).collect();
+        assert_eq!(taken, [32..64, 72..80, 88..96]);
+    }
+}
