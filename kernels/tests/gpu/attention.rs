@@ -64,6 +64,7 @@ impl CachedRows {
     }
 
     /// Where the newest position of row `row` lies; padding for an empty row.
+    #[allow(dead_code)] // Only tests of decodes have one newest position.
     pub fn newest_slot(&self, row: usize, len: usize) -> u32 {
         let block_size = self.shape.block_size;
         len.checked_sub(1).map_or(u32::MAX, |position| {
