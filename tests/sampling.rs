@@ -155,7 +155,9 @@ fn a_stop_string_frees_what_the_request_held() {
 fn settings_that_cannot_be_honoured_are_refused_with_words() {
     let world = TestWorld::of(1);
     let cases = [
-        (json!({"beam_width": 4}), "`beam_width` is 4, but there is no beam search"),
+        (json!({"beam_width": 4}), "`streaming` is true, but beams are known only when their search has ended"),
+        (json!({"beam_width": 65, "stream": false}), "beam width is 65; it must be 2 to 64"),
+        (json!({"beam_width": 0}), "`beam_width` is 0, expected at least 1"),
         (json!({"num_return_sequences": 0}), "`num_return_sequences` is 0, expected 1 to 64"),
         (json!({"num_return_sequences": 65}), "`num_return_sequences` is 65, expected 1 to 64"),
         (json!({"return_context_logits": true}), "`return_context_logits` is not supported"),

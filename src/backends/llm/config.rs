@@ -7,6 +7,9 @@ use repository::ModelConfig;
 use serving::{InferError, LoadRequest};
 use worker::{DeviceChoice, KvMemory};
 
+/// Most tokens guessed in one step: more are seldom right.
+const MAX_DRAFTS: usize = 64;
+
 /// What the launcher chose for every LLM of this world.
 #[derive(Debug, Clone)]
 pub struct LlmDefaults {
@@ -112,8 +115,23 @@ fn engine_config(
         policy,
         max_joined_tokens: max_sequence_len.max(EngineConfig::default().max_joined_tokens),
         prefix_cache: parameter(config, "enable_kv_cache_reuse")?.unwrap_or(true),
+        max_drafts: max_drafts(config, defaults)?,
         ..EngineConfig::default()
     })
+}
+
+/// Tokens that prompt look-up guesses for a greedy sequence in one step.
+fn max_drafts(config: &ModelConfig, defaults: &LlmDefaults) -> Result<usize, InferError> {
+    let max = parameter(config, "prompt_lookup_num_tokens")?.unwrap_or(0);
+    if max > MAX_DRAFTS {
+        let words = format!("`prompt_lookup_num_tokens` is {max}, expected 0 to {MAX_DRAFTS}");
+        return Err(invalid(config, words));
+    }
+    if max > 0 && matches!(defaults.device, DeviceChoice::Cuda { .. }) {
+        tracing::warn!(model = %config.name, "`prompt_lookup_num_tokens` has no effect: CUDA devices verify no guesses");
+        return Ok(0);
+    }
+    Ok(max)
 }
 
 fn kv_memory(config: &ModelConfig, defaults: &LlmDefaults) -> Result<KvMemory, InferError> {

@@ -1,7 +1,8 @@
 //! A request's tensors, by the names TensorRT-LLM gives them, as an engine request.
 
-use engine::{Request, SamplingParams, TokenId};
-use serving::{DataType, InferError, InferRequest, Tensor};
+use engine::{BeamParams, Request, SamplingParams, TokenId};
+use serving::{DataType, InferError, InferRequest, Parameter, Tensor};
+use worker::DeviceChoice;
 
 use super::config::LlmConfig;
 
@@ -16,6 +17,7 @@ const LEAST_TEMPERATURE: f32 = 1e-6;
 pub(crate) struct LlmRequest {
     /// The first sequence; the others differ in their seeds.
     pub(crate) request: Request,
+    /// Sequences that are answered: the best of a beam search, else each from a request of its own.
     pub(crate) num_sequences: usize,
     /// One response per event, or one for all.
     pub(crate) streaming: bool,
@@ -34,7 +36,8 @@ impl LlmRequest {
             request.sampling.seed = request.sampling.seed.wrapping_add(index);
             request
         };
-        let others: Vec<Request> = (1..self.num_sequences as u64).map(seeded).collect();
+        let num_requests = if self.request.beams.is_some() { 1 } else { self.num_sequences };
+        let others: Vec<Request> = (1..num_requests as u64).map(seeded).collect();
         std::iter::once(self.request).chain(others).collect()
     }
 
@@ -45,6 +48,7 @@ impl LlmRequest {
             "sequence_end" => self.num_sequences > 1,
             "num_input_tokens" => self.return_num_input_tokens,
             "num_output_tokens" => self.return_num_output_tokens,
+            "acceptance_rate" | "total_draft_tokens" | "total_accepted_draft_tokens" => self.return_perf_metrics,
             name if name.starts_with("kv_cache_") || name.ends_with("_time_ns") => self.return_perf_metrics,
             _ => true,
         }
@@ -62,7 +66,7 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Wanted
     if scalar::<bool>(request, &["stop"])?.unwrap_or(false) {
         return Ok(Wanted::Stop);
     }
-    refuse_unsupported(request)?;
+    refuse_unsupported(config, request)?;
     let prompt = prompt(config, request)?;
     let max_tokens = scalar::<i64>(request, &["request_output_len"])?.ok_or_else(|| {
         InferError::invalid("input `request_output_len` is missing: it says how many tokens to generate")
@@ -75,6 +79,11 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Wanted
         let words = "`streaming` is true, but this model is not decoupled; set `model_transaction_policy { decoupled: true }` or leave `streaming` out";
         return Err(InferError::invalid(words));
     }
+    let beams = beams(config, request)?;
+    if streaming && beams.is_some() {
+        let words = "`streaming` is true, but beams are known only when their search has ended; set `beam_width` to 1 or leave `streaming` out";
+        return Err(InferError::invalid(words));
+    }
     let flag = |names: &[&str]| scalar::<bool>(request, names).map(|flag| flag.unwrap_or(false));
     let return_log_probs = flag(&["return_log_probs"])?;
     let exclude_input = scalar::<bool>(request, &["exclude_input_in_output"])?.unwrap_or(config.exclude_input);
@@ -84,11 +93,12 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Wanted
         sampling: sampling(config, request, return_log_probs)?,
         stop_words: words(config, request, "stop_words_list")?,
         priority: u32::try_from(request.priority).unwrap_or(u32::MAX),
-        ..Request::default()
+        beams,
+        max_drafts: max_drafts(config, request)?,
     };
     Ok(Wanted::Generate(Box::new(LlmRequest {
         request: engine_request,
-        num_sequences: num_sequences(config, request)?,
+        num_sequences: num_sequences(config, request, beams.as_ref())?,
         streaming,
         exclude_input,
         return_log_probs,
@@ -98,12 +108,52 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Wanted
     })))
 }
 
-fn num_sequences(config: &LlmConfig, request: &InferRequest) -> Result<usize, InferError> {
-    let count = scalar::<i64>(request, &["num_return_sequences"])?.unwrap_or(1);
-    let max = config.engine.max_rows;
-    usize::try_from(count).ok().filter(|count| (1..=max).contains(count)).ok_or_else(|| {
-        InferError::invalid(format!("`num_return_sequences` is {count}, expected 1 to {max} (`max_batch_size`)"))
-    })
+fn num_sequences(config: &LlmConfig, request: &InferRequest, beams: Option<&BeamParams>) -> Result<usize, InferError> {
+    let (default, max, bound) = match beams {
+        Some(beams) => (i64::from(beams.width), beams.width as usize, "`beam_width`"),
+        None => (1, config.engine.max_rows, "`max_batch_size`"),
+    };
+    let count = scalar::<i64>(request, &["num_return_sequences"])?.unwrap_or(default);
+    usize::try_from(count)
+        .ok()
+        .filter(|count| (1..=max).contains(count))
+        .ok_or_else(|| InferError::invalid(format!("`num_return_sequences` is {count}, expected 1 to {max} ({bound})")))
+}
+
+/// TensorRT-LLM's settings of a beam search, with its defaults.
+fn beams(config: &LlmConfig, request: &InferRequest) -> Result<Option<BeamParams>, InferError> {
+    let width = scalar::<i64>(request, &["beam_width"])?.unwrap_or(1);
+    let finite = f32::MIN..=f32::MAX;
+    let params = BeamParams {
+        width: u32::try_from(width)
+            .ok()
+            .filter(|&width| width > 0)
+            .ok_or_else(|| InferError::invalid(format!("`beam_width` is {width}, expected at least 1")))?,
+        len_penalty: float(request, &["len_penalty"], finite.clone())?.unwrap_or(0.0),
+        early_stopping: scalar::<bool>(request, &["early_stopping"])?.unwrap_or(true),
+        diversity_rate: float(request, &["beam_search_diversity_rate"], finite)?.unwrap_or(0.0),
+    };
+    if width > 1 && is_cuda(config) {
+        let words = format!("`beam_width` is {width}, but CUDA devices have no beam search; set it to 1");
+        return Err(InferError::invalid(words));
+    }
+    Ok((width > 1).then_some(params))
+}
+
+/// The request's parameter `prompt_lookup_num_tokens`, else the model's.
+fn max_drafts(config: &LlmConfig, request: &InferRequest) -> Result<u32, InferError> {
+    let max = config.engine.max_drafts as u32;
+    match request.parameters.get("prompt_lookup_num_tokens") {
+        None => Ok(max),
+        Some(&Parameter::Int(count)) if (0..=i64::from(max)).contains(&count) => Ok(count as u32),
+        Some(other) => Err(InferError::invalid(format!(
+            "parameter `prompt_lookup_num_tokens` is {other:?}, expected 0 to {max}, as many as the model's parameter allows"
+        ))),
+    }
+}
+
+fn is_cuda(config: &LlmConfig) -> bool {
+    matches!(config.device, DeviceChoice::Cuda { .. })
 }
 
 fn prompt(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, InferError> {
@@ -141,6 +191,9 @@ fn sampling(config: &LlmConfig, request: &InferRequest, log_probs: bool) -> Resu
         top_k: at_least_zero("runtime_top_k", top_k)?.unwrap_or(defaults.top_k),
         // 0 is TensorRT-LLM's "off".
         top_p: top_p.filter(|&p| p > 0.0).unwrap_or(defaults.top_p),
+        top_p_decay: float(request, &["runtime_top_p_decay"], f32::MIN_POSITIVE..=1.0)?.unwrap_or(defaults.top_p_decay),
+        top_p_min: float(request, &["runtime_top_p_min"], f32::MIN_POSITIVE..=1.0)?.unwrap_or(defaults.top_p_min),
+        top_p_reset: top_p_reset(config, request)?,
         min_p: float(request, &["runtime_min_p", "min_p"], 0.0..=0.999_999)?.unwrap_or(defaults.min_p),
         repetition_penalty: float(request, &["repetition_penalty"], f32::MIN_POSITIVE..=f32::MAX)?
             .unwrap_or(defaults.repetition_penalty),
@@ -154,6 +207,12 @@ fn sampling(config: &LlmConfig, request: &InferRequest, log_probs: bool) -> Resu
         num_logprobs: log_probs.then_some(0),
         ..defaults
     })
+}
+
+/// A negative id means none.
+fn top_p_reset(config: &LlmConfig, request: &InferRequest) -> Result<Option<TokenId>, InferError> {
+    let id = scalar::<i64>(request, &["runtime_top_p_reset_ids"])?.filter(|&id| id >= 0);
+    id.map(|id| token(config, "runtime_top_p_reset_ids", id)).transpose()
 }
 
 /// `end_id` of the request, else the checkpoint's; a negative one means none.
@@ -206,14 +265,13 @@ fn words(config: &LlmConfig, request: &InferRequest, name: &str) -> Result<Vec<V
 }
 
 /// Refuses what would change the answer if it were ignored.
-fn refuse_unsupported(request: &InferRequest) -> Result<(), InferError> {
-    if let Some(width) = scalar::<i64>(request, &["beam_width"])?.filter(|&width| width != 1) {
-        let words = format!("`beam_width` is {width}, but there is no beam search; leave it out, or set it to 1");
-        return Err(InferError::invalid(words));
-    }
-    if let Some(decay) = scalar::<f32>(request, &["runtime_top_p_decay"])?.filter(|&decay| decay != 1.0) {
+fn refuse_unsupported(config: &LlmConfig, request: &InferRequest) -> Result<(), InferError> {
+    let decay = scalar::<f32>(request, &["runtime_top_p_decay"])?;
+    if let Some(decay) = decay.filter(|&decay| decay != 1.0 && is_cuda(config)) {
         // Without decay neither `runtime_top_p_min` nor `runtime_top_p_reset_ids` changes anything.
-        let words = format!("`runtime_top_p_decay` is {decay}, but top-p does not decay; leave it out, or set it to 1");
+        let words = format!(
+            "`runtime_top_p_decay` is {decay}, but top-p does not decay on CUDA devices; leave it out, or set it to 1"
+        );
         return Err(InferError::invalid(words));
     }
     for name in ["return_context_logits", "return_generation_logits"] {

@@ -2,7 +2,7 @@
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use engine::{BlockUsage, SampledToken, TokenId};
+use engine::{BlockUsage, DraftUsage, SampledToken, TokenId};
 use serving::{InferRequest, InferResponse, Tensor};
 
 use super::config::LlmConfig;
@@ -35,7 +35,7 @@ enum Mode {
     Streaming,
     /// At the end of each sequence.
     PerSequence,
-    /// When all sequences have ended.
+    /// When all sequences, or beams, have ended.
     Once,
 }
 
@@ -47,6 +47,7 @@ struct Output {
     num_tokens: usize,
     cumulative_log_prob: f64,
     blocks: BlockUsage,
+    drafts: DraftUsage,
     first_token: Option<Instant>,
     last_token: Option<Instant>,
     ended: bool,
@@ -60,6 +61,9 @@ pub(crate) struct News {
     /// Nothing follows for this sequence.
     pub(crate) ends: bool,
     pub(crate) blocks: BlockUsage,
+    pub(crate) drafts: DraftUsage,
+    /// Of a beam: counts a token that is not told, too.
+    pub(crate) cum_log_prob: Option<f32>,
 }
 
 impl Responses {
@@ -67,6 +71,7 @@ impl Responses {
         let asked = |name: &&String| request.requested_outputs.is_empty() || request.requested_outputs.contains(name);
         let exclude_input = parsed.exclude_input || parsed.streaming;
         let mode = match (parsed.streaming, config.decoupled) {
+            _ if parsed.request.beams.is_some() => Mode::Once,
             (true, _) => Mode::Streaming,
             (false, true) => Mode::PerSequence,
             (false, false) => Mode::Once,
@@ -90,6 +95,8 @@ impl Responses {
     pub(crate) fn push(&mut self, news: News) -> Option<InferResponse> {
         let output = &mut self.sequences[news.index];
         output.take(news.tokens, news.blocks);
+        output.drafts = news.drafts;
+        output.cumulative_log_prob = news.cum_log_prob.map_or(output.cumulative_log_prob, f64::from);
         output.ended = news.ends;
         self.num_open -= usize::from(news.ends);
         let is_due = match self.mode {
@@ -144,6 +151,14 @@ impl Responses {
             "kv_cache_alloc_total_blocks" => {
                 self.blocks(name, sequences, |blocks| blocks.num_reused + blocks.num_allocated)
             }
+            "total_draft_tokens" => self.drafts(name, sequences, |drafts| drafts.num_drafted),
+            "total_accepted_draft_tokens" => self.drafts(name, sequences, |drafts| drafts.num_accepted),
+            "acceptance_rate" => {
+                let sum =
+                    |count: fn(&DraftUsage) -> u32| sequences.iter().map(|o| count(&o.drafts)).sum::<u32>() as f32;
+                let rate = sum(|drafts| drafts.num_accepted) / sum(|drafts| drafts.num_drafted).max(1.0);
+                Tensor::from_f32(name, &[1, 1], &[rate])
+            }
             "arrival_time_ns" => time(Some(self.arrived.0)),
             "first_token_time_ns" => time(sequences.iter().filter_map(|output| output.first_token).min()),
             "last_token_time_ns" => time(sequences.iter().filter_map(|output| output.last_token).max()),
@@ -164,6 +179,11 @@ impl Responses {
 
     fn blocks(&self, name: &str, sequences: &[Output], count: impl Fn(&BlockUsage) -> u32) -> Tensor {
         let sum: u32 = sequences.iter().map(|output| count(&output.blocks)).sum();
+        Tensor::from_i32(name, &[1, 1], &[sum as i32])
+    }
+
+    fn drafts(&self, name: &str, sequences: &[Output], count: impl Fn(&DraftUsage) -> u32) -> Tensor {
+        let sum: u32 = sequences.iter().map(|output| count(&output.drafts)).sum();
         Tensor::from_i32(name, &[1, 1], &[sum as i32])
     }
 
@@ -250,7 +270,8 @@ mod tests {
             top: Vec::new(),
         };
         let blocks = BlockUsage { num_reused: 2, num_allocated: 1 };
-        News { index, tokens: tokens.iter().map(token).collect(), ends, blocks }
+        let (drafts, cum_log_prob) = (DraftUsage::default(), None);
+        News { index, tokens: tokens.iter().map(token).collect(), ends, blocks, drafts, cum_log_prob }
     }
 
     fn output<'a>(response: &'a InferResponse, name: &str) -> &'a Tensor {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use engine::{SequenceId, TokenEvent};
+use engine::{BlockUsage, RowId, SampledToken, SequenceId, TokenEvent};
 use serving::{ErrorKind, InferError, InferResponse, ResponseSender};
 use tokio::sync::{mpsc, watch};
 
@@ -72,7 +72,10 @@ impl RequestTask {
 
     /// The response that news of a sequence complete.
     fn hear(&mut self, event: TokenEvent) -> Option<InferResponse> {
-        let TokenEvent { sequence, tokens, finished, blocks, .. } = event;
+        if !event.beams.is_empty() || self.ended.len() > self.sequences.len() {
+            return self.hear_beams(event);
+        }
+        let TokenEvent { sequence, tokens, finished, blocks, drafts, .. } = event;
         let index = self.sequences.iter().position(|&known| known == sequence)?;
         if self.ended[index] {
             // Sampled before the engine heard of a stop word in the text.
@@ -91,7 +94,27 @@ impl RequestTask {
             }
         };
         self.ended[index] = ends;
-        self.responses.push(News { index, tokens, ends, blocks })
+        self.responses.push(News { index, tokens, ends, blocks, drafts, cum_log_prob: None })
+    }
+
+    /// All beams at once, when their search has ended; empty ones when it was cancelled.
+    fn hear_beams(&mut self, event: TokenEvent) -> Option<InferResponse> {
+        event.finished?;
+        let mut beams = event.beams.into_iter();
+        let mut response = None;
+        for index in 0..self.ended.len() {
+            let beam = beams.next();
+            let cum_log_prob = beam.as_ref().map(|beam| beam.cum_log_prob);
+            let sampled =
+                |(token, logprob)| SampledToken { row: RowId(0), token, logprob: Some(logprob), top: Vec::new() };
+            let tokens = beam.into_iter().flat_map(|beam| beam.tokens).map(sampled).collect();
+            // Blocks are the search's, so they count once.
+            let blocks = if index == 0 { event.blocks } else { BlockUsage::default() };
+            self.ended[index] = true;
+            let news = News { index, tokens, ends: true, blocks, drafts: event.drafts, cum_log_prob };
+            response = self.responses.push(news);
+        }
+        response
     }
 
     fn accepted(&mut self, sequences: Vec<SequenceId>) {
