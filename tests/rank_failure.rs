@@ -42,3 +42,29 @@ fn a_worker_killed_while_nothing_runs_is_replaced_before_the_next_request() {
     assert_eq!(world.generate("The captain", 16), before);
     assert!(world.stop().success());
 }
+
+#[test]
+fn a_worker_that_hangs_is_replaced_and_the_log_says_where_it_and_its_fellow_were() {
+    let mut world = TestWorld::of(2);
+    let undisturbed = world.generate("Once upon a time", MAX_TOKENS);
+    let mut stream = world.stream("Once upon a time", MAX_TOKENS);
+    let mut text: String = stream.by_ref().take(5).collect();
+    signal(world.workers()[1], Signal::SIGSTOP);
+    text.extend(stream);
+    assert_eq!(text, undisturbed);
+    let log = world.log_text();
+    assert!(log.contains("worker 1 hangs at: process ") && log.contains("T (stopped)"), "{log}");
+    assert!(world.stop().success());
+}
+
+#[test]
+fn clients_hear_at_once_that_a_rank_has_died() {
+    let world = TestWorld::of(2);
+    let body = serde_json::json!({"text_input": "Once", "max_tokens": 1900, "stream": true, "end_id": -1});
+    let mut stream = world.stream_request(&body);
+    stream.next_event().expect("a first piece");
+    signal(world.rank(1), Signal::SIGKILL);
+    let error = std::iter::from_fn(|| stream.next_event()).find_map(|event| event["error"].as_str().map(str::to_owned));
+    let error = error.expect("the stream ends with an error");
+    assert!(error.contains("rank 1 (process ") && error.contains("has ended"), "{error}");
+}

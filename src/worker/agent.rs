@@ -12,9 +12,16 @@ use ipc::{Prefix, ProcessWatch, Ring, bind_to_parent, describe_exit, sweep_stale
 use serde::{Deserialize, Serialize};
 
 use crate::protocol::{ShmName, WorkerSpec};
+use crate::said::Said;
 
 /// How long a worker may take to end after SIGUSR1.
 const TERMINATE_GRACE: Duration = Duration::from_secs(2);
+
+/// How long a worker that has ended may be heard: a child of its own may hold its standard error open.
+const LAST_WORDS_PATIENCE: Duration = Duration::from_millis(200);
+
+/// How long the threads of a worker may take to write their stacks.
+const STACKS_PATIENCE: Duration = Duration::from_secs(1);
 
 /// One worker of one start of a model: a restart is a new `instance`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -34,6 +41,8 @@ pub enum ToAgent {
     Stop(WorkerId),
     /// End a worker at once; it hangs or its group is lost.
     Kill(WorkerId),
+    /// Tell where the threads of a worker are: it hangs.
+    Stacks(WorkerId),
     /// End the rank.
     Shutdown,
 }
@@ -47,6 +56,10 @@ pub enum FromAgent {
         worker: WorkerId,
         /// Its process.
         pid: u32,
+        /// Its rank's process.
+        rank_pid: u32,
+        /// Where both run.
+        node: String,
         /// Where plans go.
         plan_ring: ShmName,
         /// Where its messages come from.
@@ -58,6 +71,24 @@ pub enum FromAgent {
         worker: WorkerId,
         /// Exit code, signal, or what failed.
         reason: String,
+        /// It ended of a signal: what it was told to do may go well the next time.
+        by_signal: bool,
+        /// The last that it wrote to standard error, with its stack if it met a fault.
+        last_lines: Vec<String>,
+    },
+    /// Where the threads of a worker are.
+    Stacks {
+        /// Which.
+        worker: WorkerId,
+        /// As the kernel tells it, and as they tell themselves.
+        text: String,
+    },
+    /// A rank of rank 0's node has ended, and its workers with it; the world ends.
+    RankEnded {
+        /// Which.
+        rank: u32,
+        /// Its process.
+        pid: u32,
     },
 }
 
@@ -74,6 +105,7 @@ pub struct Agent {
 #[derive(Debug)]
 struct Held {
     watch: Arc<ProcessWatch>,
+    said: Arc<Said>,
     /// Their names leave /dev/shm when these are dropped.
     _rings: [Ring; 2],
     has_ended: bool,
@@ -96,8 +128,21 @@ impl Agent {
                 self.end(worker, Duration::ZERO);
                 release(&mut self.workers.lock().unwrap(), worker);
             }
+            ToAgent::Stacks(worker) => self.tell_stacks(worker),
             ToAgent::Shutdown => self.end_all(),
         }
+    }
+
+    fn tell_stacks(&self, worker: WorkerId) {
+        let (watch, said) = match self.workers.lock().unwrap().get(&worker) {
+            Some(Held { watch, said, has_ended: false, .. }) => (Arc::clone(watch), Arc::clone(said)),
+            _ => return,
+        };
+        let events = self.events.clone();
+        thread::spawn(move || {
+            let text = said.stacks(watch.pid(), STACKS_PATIENCE);
+            let _ = events.send(FromAgent::Stacks { worker, text });
+        });
     }
 
     /// Workers that run now.
@@ -123,9 +168,10 @@ impl Agent {
         let (events, workers) = (self.events.clone(), Arc::clone(&self.workers));
         let (spawned, wait_spawned) = mpsc::channel::<()>();
         let run = move || {
-            let reason = match spawn(&prefix, &program, worker, spec) {
-                Ok(Started { mut child, watch, announcement, rings }) => {
-                    let held = Held { watch, _rings: rings, has_ended: false, is_released: false };
+            let ended = match spawn(&prefix, &program, worker, spec) {
+                Ok(Started { mut child, watch, announcement, rings, said }) => {
+                    let held =
+                        Held { watch, said: Arc::clone(&said), _rings: rings, has_ended: false, is_released: false };
                     workers.lock().unwrap().insert(worker, held);
                     drop(spawned);
                     let _ = events.send(announcement);
@@ -134,11 +180,13 @@ impl Agent {
                     let _ = sweep_stale(&prefix);
                     // Last, for the rank ends when it has no worker left.
                     note_end(&mut workers.lock().unwrap(), worker);
-                    status.map_or_else(|error| format!("cannot wait for it: {error}"), describe_exit)
+                    let by_signal = status.as_ref().is_ok_and(|status| status.code().is_none());
+                    let reason = status.map_or_else(|error| format!("cannot wait for it: {error}"), describe_exit);
+                    FromAgent::Ended { worker, reason, by_signal, last_lines: said.last(LAST_WORDS_PATIENCE) }
                 }
-                Err(reason) => reason,
+                Err(reason) => FromAgent::Ended { worker, reason, by_signal: false, last_lines: Vec::new() },
             };
-            let _ = events.send(FromAgent::Ended { worker, reason });
+            let _ = events.send(ended);
         };
         thread::Builder::new().name(format!("worker-{}", worker.tp_rank)).spawn(run).expect("a thread can be started");
         // A message that ends the worker must find it: the sender is dropped once it is known, or failed.
@@ -186,6 +234,7 @@ fn note_end(workers: &mut Workers, worker: WorkerId) {
 
 struct Started {
     child: Child,
+    said: Arc<Said>,
     watch: Arc<ProcessWatch>,
     announcement: FromAgent,
     rings: [Ring; 2],
@@ -203,7 +252,7 @@ fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerS
 
     let mut command = Command::new(program);
     // Multicast memory of a lost worker can block a whole host's links.
-    command.arg("worker").env("NCCL_NVLS_ENABLE", "0").stdin(Stdio::piped());
+    command.arg("worker").env("NCCL_NVLS_ENABLE", "0").stdin(Stdio::piped()).stderr(Stdio::piped());
     bind_to_parent(&mut command, libc::SIGKILL);
     let mut child = command.spawn().map_err(|error| format!("cannot start `{}`: {error}", program.display()))?;
     let json = serde_json::to_vec(&spec).expect("a spec holds nothing that cannot be serialized");
@@ -218,8 +267,13 @@ fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerS
             return Err(error.to_string());
         }
     };
-    let announcement = FromAgent::Started { worker, pid, plan_ring, output_ring };
-    Ok(Started { child, watch, announcement, rings: [plan, output] })
+    let said = Arc::new(Said::default());
+    let (heard, stderr) = (Arc::clone(&said), child.stderr.take().expect("stderr is piped"));
+    let listen = move || heard.listen(worker.tp_rank, stderr);
+    thread::Builder::new().name(format!("hear-{}", worker.tp_rank)).spawn(listen).expect("a thread can be started");
+    let node = nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned();
+    let announcement = FromAgent::Started { worker, pid, rank_pid: std::process::id(), node, plan_ring, output_ring };
+    Ok(Started { child, said, watch, announcement, rings: [plan, output] })
 }
 
 #[cfg(test)]

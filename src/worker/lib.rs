@@ -14,6 +14,7 @@ mod exchange;
 mod protocol;
 mod rows;
 mod run;
+mod said;
 mod start;
 
 pub use agent::{Agent, FromAgent, ToAgent, WorkerId};

@@ -22,6 +22,8 @@ pub fn main() -> Result<(), WorkerError> {
     // Meant for rank 0 when they come to a whole terminal or Slurm step: requests in flight still need this worker.
     let for_rank_0 = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
     for_rank_0.thread_block().expect("these two signals can be blocked");
+    // Without them a fault only lacks its stack.
+    let _ = ipc::write_stacks_on_faults();
     let spec = read_spec().map_err(WorkerError::Spec)?;
     // The title only helps `ps`; a worker serves without it.
     let _ = set_process_title(&format!("trireme: worker {} {}", spec.tp_rank, spec.model));

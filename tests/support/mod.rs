@@ -155,13 +155,18 @@ impl TestWorld {
 
     /// Process id of rank 0.
     pub fn rank0(&self) -> u32 {
-        let is_rank0 = |pid: &u32| {
+        self.rank(0)
+    }
+
+    /// Process id of a rank.
+    pub fn rank(&self, rank: u32) -> u32 {
+        let is_rank = |pid: &u32| {
             let title = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            title.trim_end_matches('\0') == "trireme: rank 0"
+            title.trim_end_matches('\0') == format!("trireme: rank {rank}")
         };
         let mut processes = descendants(self.child.id());
         processes.push(self.child.id());
-        processes.into_iter().find(is_rank0).expect("rank 0 runs")
+        processes.into_iter().find(is_rank).expect("the rank runs")
     }
 
     /// A metric's value, summed over its labels; panics when there is none.

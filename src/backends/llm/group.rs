@@ -14,14 +14,36 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why workers are gone or useless, in words for the log and for clients.
 #[derive(Debug, Clone, thiserror::Error)]
-#[error("{0}")]
-pub(crate) struct Lost(pub(crate) String);
+#[error("{reason}")]
+pub(crate) struct Lost {
+    pub(crate) reason: String,
+    pub(crate) kind: LostKind,
+}
+
+/// What may help after a loss.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LostKind {
+    /// A fault of the worker's own, or silence.
+    Failed,
+    /// A signal ended it: the same may go well the next time, even its first load.
+    BySignal,
+    /// Its rank has ended: only a new world helps.
+    RankEnded,
+}
+
+impl Lost {
+    pub(crate) fn new(reason: String) -> Self {
+        Self { reason, kind: LostKind::Failed }
+    }
+}
 
 /// One start of a model's workers. Dropping it ends them.
 pub(crate) struct Group {
     agents: Arc<Agents>,
     instance: u64,
     links: Vec<Option<Link>>,
+    /// Where the threads of each worker are, once they were asked.
+    stacks: Vec<Option<String>>,
     bytes: Vec<u8>,
 }
 
@@ -44,7 +66,8 @@ impl Group {
         let group_region = ShmName { prefix: prefix.to_string(), name };
         let spec = WorkerSpec { group_region, ..spec(config, next_step) };
         let links = (0..config.tp_size).map(|_| None).collect();
-        let group = Self { agents: Arc::clone(agents), instance, links, bytes: Vec::new() };
+        let stacks = vec![None; config.tp_size as usize];
+        let group = Self { agents: Arc::clone(agents), instance, links, stacks, bytes: Vec::new() };
         for tp_rank in 0..config.tp_size {
             let worker = WorkerId { instance, tp_rank };
             let device = config.device.of_local_rank(tp_rank);
@@ -56,18 +79,46 @@ impl Group {
     /// Takes an agent's news: opens the rings of a started worker, or tells why one ended.
     pub(crate) fn hear(&mut self, news: FromAgent) -> Result<(), Lost> {
         match news {
-            FromAgent::Started { worker, .. } if worker.instance != self.instance => Ok(()),
-            FromAgent::Ended { worker, .. } if worker.instance != self.instance => Ok(()),
-            FromAgent::Started { worker, plan_ring, output_ring, .. } => {
-                let link = Link::open(&plan_ring, &output_ring).map_err(|error| Lost(error.to_string()))?;
+            FromAgent::Started { worker, .. } | FromAgent::Ended { worker, .. } | FromAgent::Stacks { worker, .. }
+                if worker.instance != self.instance =>
+            {
+                Ok(())
+            }
+            FromAgent::Started { worker, plan_ring, output_ring, rank_pid, node, .. } => {
+                if rank_pid != std::process::id() && node == this_node() {
+                    self.agents.watch_rank(worker.tp_rank, rank_pid);
+                }
+                let link = Link::open(&plan_ring, &output_ring).map_err(|error| Lost::new(error.to_string()))?;
                 self.links[worker.tp_rank as usize] = Some(link);
                 Ok(())
             }
-            FromAgent::Ended { worker, reason } => {
+            FromAgent::Ended { worker, reason, by_signal, .. } => {
                 let words = self.last_words(worker.tp_rank as usize);
-                Err(words.unwrap_or_else(|| Lost(format!("worker {} ended: {reason}", worker.tp_rank))))
+                let kind = if by_signal { LostKind::BySignal } else { LostKind::Failed };
+                let reason = format!("worker {} ended: {reason}", worker.tp_rank);
+                Err(words.unwrap_or(Lost { reason, kind }))
+            }
+            FromAgent::Stacks { worker, text } => {
+                self.stacks[worker.tp_rank as usize] = Some(text);
+                Ok(())
+            }
+            FromAgent::RankEnded { rank, pid } => {
+                let reason = format!("rank {rank} (process {pid}) has ended, and the world with it; try again later");
+                Err(Lost { reason, kind: LostKind::RankEnded })
             }
         }
+    }
+
+    /// Asks every worker where its threads are; answers come as news.
+    pub(crate) fn ask_for_stacks(&self) {
+        for tp_rank in 0..self.links.len() as u32 {
+            self.agents.send(tp_rank, ToAgent::Stacks(WorkerId { instance: self.instance, tp_rank }));
+        }
+    }
+
+    /// Where the threads of each worker are, as far as known.
+    pub(crate) fn stacks(&self) -> &[Option<String>] {
+        &self.stacks
     }
 
     /// Whether every worker runs and its rings are open.
@@ -90,7 +141,7 @@ impl Group {
         for (tp_rank, link) in self.links.iter_mut().enumerate() {
             let link = link.as_mut().expect("plans are sent once workers are linked");
             let sent = link.plans.send(&self.bytes, SEND_TIMEOUT);
-            sent.map_err(|error| Lost(format!("worker {tp_rank} takes no plans: {error}")))?;
+            sent.map_err(|error| Lost::new(format!("worker {tp_rank} takes no plans: {error}")))?;
         }
         Ok(())
     }
@@ -112,12 +163,12 @@ impl Group {
                 std::thread::sleep(Duration::from_millis(1));
                 return Ok(None);
             }
-            Err(error) => return Err(Lost(format!("worker {tp_rank} cannot be heard: {error}"))),
+            Err(error) => return Err(Lost::new(format!("worker {tp_rank} cannot be heard: {error}"))),
         }
         match plan::decode(&self.bytes) {
-            Ok(FromWorker::Failed { message }) => Err(Lost(format!("worker {tp_rank}: {message}"))),
+            Ok(FromWorker::Failed { message }) => Err(Lost::new(format!("worker {tp_rank}: {message}"))),
             Ok(message) => Ok(Some(message)),
-            Err(error) => Err(Lost(format!("worker {tp_rank} cannot be understood: {error}"))),
+            Err(error) => Err(Lost::new(format!("worker {tp_rank} cannot be understood: {error}"))),
         }
     }
 
@@ -139,6 +190,10 @@ impl Group {
             self.agents.send(tp_rank, if kindly { ToAgent::Stop(worker) } else { ToAgent::Kill(worker) });
         }
     }
+}
+
+fn this_node() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 impl Drop for Group {

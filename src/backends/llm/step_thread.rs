@@ -17,7 +17,7 @@ use tokio::sync::{mpsc as async_mpsc, oneshot};
 use worker::{Agents, FromWorker, ToWorker};
 
 use super::config::LlmConfig;
-use super::group::{Group, Lost};
+use super::group::{Group, Lost, LostKind};
 use super::inbox::{Inbox, Message, RequestEvent};
 
 /// Losses in a row, without a settled step between them, after which the model is given up.
@@ -28,6 +28,12 @@ const LOOK_AROUND: Duration = Duration::from_millis(100);
 
 /// Wait before the second start in a row, doubled before each further one.
 const FIRST_BACK_OFF: Duration = Duration::from_millis(100);
+
+/// Workers that fail after a silence of this length have hung, and it is of interest where.
+const SILENCE: Duration = Duration::from_secs(1);
+
+/// How long agents may take to tell where their workers hang.
+const STACKS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long workers may take to load their weights.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(1800);
@@ -108,12 +114,13 @@ impl StepThread {
                     let _ = done.send(());
                     return;
                 }
-                End::Lost(Lost(reason)) => {
-                    if let Some(loaded) = loaded.take() {
-                        let _ = loaded.send(Err(reason));
+                End::Lost(lost) => {
+                    let may_try_again = lost.kind == LostKind::BySignal && running.losses + 1 < MAX_LOSSES;
+                    if let Some(loaded) = loaded.take_if(|_| !may_try_again) {
+                        let _ = loaded.send(Err(lost.reason));
                         return;
                     }
-                    if let Some(done) = running.recover(&reason) {
+                    if let Some(done) = running.recover(&lost) {
                         let _ = done.send(());
                         return;
                     }
@@ -151,14 +158,14 @@ impl Running {
             let num_blocks = engine.config().num_blocks;
             return match fitting >= num_blocks {
                 true => Ok(num_blocks),
-                false => {
-                    Err(Lost(format!("{fitting} KV blocks fit after the restart of `{name}`, {num_blocks} before")))
-                }
+                false => Err(Lost::new(format!(
+                    "{fitting} KV blocks fit after the restart of `{name}`, {num_blocks} before"
+                ))),
             };
         }
         let config = engine::EngineConfig { num_blocks: fitting, ..self.thread.config.engine.clone() };
         tracing::info!(model = %name, num_blocks = fitting, block_size = config.block_size, "workers hold their weights");
-        let engine = Engine::new(config).map_err(|error| Lost(format!("{fitting} KV blocks fit: {error}")))?;
+        let engine = Engine::new(config).map_err(|error| Lost::new(format!("{fitting} KV blocks fit: {error}")))?;
         self.engine = Some(engine);
         Ok(fitting)
     }
@@ -177,7 +184,7 @@ impl Running {
                 *answer = group.receive(tp_rank, Duration::ZERO)?.and_then(&mut pick);
             }
             if Instant::now() > deadline {
-                return Err(Lost(format!("workers were not loaded within {LOAD_TIMEOUT:?}")).into());
+                return Err(Lost::new(format!("workers were not loaded within {LOAD_TIMEOUT:?}")).into());
             }
         }
         Ok(answers.into_iter().flatten().collect())
@@ -195,10 +202,40 @@ impl Running {
         };
         self.thread.shared.ready.store(false, Ordering::Release);
         self.thread.inbox.set_doorbell(None);
-        if let End::Stopped(_) = &end {
-            group.end(true);
+        match end {
+            End::Stopped(_) => group.end(true),
+            End::Lost(Lost { kind: LostKind::Failed, .. }) if self.is_hung() => self.log_stacks(&mut group),
+            End::Lost(_) => {}
         }
         end
+    }
+
+    /// Whether the workers were silent for long before they were lost.
+    fn is_hung(&self) -> bool {
+        let is_busy = self.engine.as_ref().is_some_and(|engine| engine.num_in_flight() > 0);
+        is_busy && self.last_progress.elapsed() > SILENCE
+    }
+
+    /// Writes to the log where every worker that still runs hangs. Requests that come meanwhile wait in the inbox.
+    fn log_stacks(&mut self, group: &mut Group) {
+        group.ask_for_stacks();
+        let deadline = Instant::now() + STACKS_TIMEOUT;
+        let mut others = Vec::new();
+        while group.stacks().iter().any(Option::is_none) && Instant::now() < deadline {
+            match self.thread.messages.recv_timeout(Duration::from_millis(20)) {
+                // One that has ended has no stack; that it has is known.
+                Ok(Message::Agent(news)) => drop(group.hear(news)),
+                Ok(other) => others.push(other),
+                Err(_) => {}
+            }
+        }
+        for message in others {
+            self.thread.inbox.send(message);
+        }
+        for (tp_rank, stacks) in group.stacks().iter().enumerate() {
+            let text = stacks.as_deref().unwrap_or("does not run any more, or its rank does not answer");
+            tracing::warn!(model = %self.thread.config.name, "worker {tp_rank} hangs at: {text}");
+        }
     }
 
     /// One turn: take messages, plan and send what may be in flight, settle what came back.
@@ -222,14 +259,14 @@ impl Running {
         match group.receive(0, LOOK_AROUND)? {
             Some(FromWorker::Output(output)) => {
                 let settled = engine.settle(output, &mut self.events);
-                settled.map_err(|error| Lost(format!("worker 0 answered out of turn: {error}")))?;
+                settled.map_err(|error| Lost::new(format!("worker 0 answered out of turn: {error}")))?;
                 self.losses = 0;
                 // Slowly forgets: the first step after a start may be far longer than any other.
                 self.longest_step = self.last_progress.elapsed().max(self.longest_step.mul_f32(0.99));
                 self.last_progress = Instant::now();
                 *self.thread.shared.stats.lock().unwrap() = engine.stats();
             }
-            Some(_) => return Err(Lost("worker 0 sent something other than a step's output".to_owned()).into()),
+            Some(_) => return Err(Lost::new("worker 0 sent something other than a step's output".to_owned()).into()),
             // Rung by a message, or time to look around.
             None => self.check_watchdog()?,
         }
@@ -240,7 +277,7 @@ impl Running {
     fn check_watchdog(&self) -> Result<(), Lost> {
         let (waited, allowed) = (self.last_progress.elapsed(), self.thread.config.step_timeout + self.longest_step);
         match waited > allowed {
-            true => Err(Lost(format!("a step was not done after {waited:.1?}, {allowed:.1?} are allowed"))),
+            true => Err(Lost::new(format!("a step was not done after {waited:.1?}, {allowed:.1?} are allowed"))),
             false => Ok(()),
         }
     }
@@ -307,14 +344,18 @@ impl Running {
 
     /// After a loss: sequences wait to be prefilled again; or, after too many losses in a row, all requests end
     /// and the thread waits to be stopped.
-    fn recover(&mut self, reason: &str) -> Option<oneshot::Sender<()>> {
+    fn recover(&mut self, lost: &Lost) -> Option<oneshot::Sender<()>> {
         self.losses += 1;
-        let name = &self.thread.config.name;
+        let (name, reason) = (&self.thread.config.name, &lost.reason);
         if let Some(engine) = &mut self.engine {
             engine.recover();
         }
+        if lost.kind == LostKind::RankEnded {
+            tracing::error!(model = %name, "{reason}");
+            return self.give_up(reason.clone());
+        }
         if self.losses < MAX_LOSSES {
-            tracing::warn!(model = %name, reason, losses = self.losses, "workers lost; starting them again");
+            tracing::warn!(model = %name, reason = %reason, losses = self.losses, "workers lost; starting them again");
             self.thread.shared.restarts.fetch_add(1, Ordering::Relaxed);
             std::thread::sleep(FIRST_BACK_OFF * (1 << self.losses.saturating_sub(1)) - FIRST_BACK_OFF);
             return None;
@@ -322,6 +363,11 @@ impl Running {
         let words =
             format!("workers of model `{name}` were lost {} times without a step between: {reason}", self.losses);
         tracing::error!(model = %name, "{words}; giving the model up, load it again to retry");
+        self.give_up(words)
+    }
+
+    /// Ends all requests with these words, and refuses others with them until told to stop.
+    fn give_up(&mut self, words: String) -> Option<oneshot::Sender<()>> {
         *self.thread.shared.failure.lock().unwrap() = Some(words.clone());
         let error = InferError::unavailable(words);
         for (_, request) in self.requests.drain() {

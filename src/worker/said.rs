@@ -1,0 +1,98 @@
+//! What a worker writes to standard error: passed on to its rank's log line by line, and the last of it kept.
+
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Read};
+use std::sync::{Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use ipc::{STACK_LINE, with_names};
+
+/// Lines of a worker that are kept for the report of its end.
+const NUM_KEPT: usize = 40;
+/// Longest line that is passed on; the rest of a longer one becomes lines of its own.
+const MAX_LINE_BYTES: u64 = 16 << 10;
+
+/// The last lines of one worker.
+#[derive(Debug, Default)]
+pub(crate) struct Said {
+    lines: Mutex<Lines>,
+    grown: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Lines {
+    kept: VecDeque<String>,
+    /// Stacks since they were last asked for.
+    stacks: Vec<String>,
+    has_ended: bool,
+}
+
+impl Said {
+    /// Reads until the worker has closed its end.
+    pub(crate) fn listen(&self, tp_rank: u32, source: impl Read) {
+        let mut reader = BufReader::new(source);
+        let mut bytes = Vec::new();
+        while matches!(reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut bytes), Ok(1..)) {
+            let line = String::from_utf8_lossy(&bytes).trim_end().to_owned();
+            bytes.clear();
+            self.hear(tp_rank, line);
+        }
+        self.lines.lock().unwrap().has_ended = true;
+        self.grown.notify_all();
+    }
+
+    fn hear(&self, tp_rank: u32, line: String) {
+        let is_stack = line.starts_with(STACK_LINE);
+        let line = if is_stack { with_names(&line) } else { line };
+        tracing::warn!("worker {tp_rank}: {line}");
+        let mut lines = self.lines.lock().unwrap();
+        if is_stack {
+            lines.stacks.push(line.clone());
+        }
+        if lines.kept.len() == NUM_KEPT {
+            lines.kept.pop_front();
+        }
+        lines.kept.push_back(line);
+        self.grown.notify_all();
+    }
+
+    /// The last lines, once the worker has closed its end; or after `patience`.
+    pub(crate) fn last(&self, patience: Duration) -> Vec<String> {
+        let lines = self.lines.lock().unwrap();
+        let (lines, _) = self.grown.wait_timeout_while(lines, patience, |lines| !lines.has_ended).unwrap();
+        lines.kept.iter().cloned().collect()
+    }
+
+    /// The stacks of `process`, which is asked for them; what the kernel tells of its threads stands before.
+    pub(crate) fn stacks(&self, process: u32, patience: Duration) -> String {
+        self.lines.lock().unwrap().stacks.clear();
+        let states = ipc::thread_states(process);
+        let num_asked = ipc::ask_for_stacks(process);
+        let deadline = Instant::now() + patience;
+        let mut lines = self.lines.lock().unwrap();
+        while lines.stacks.len() < num_asked && !lines.has_ended {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            lines = self.grown.wait_timeout(lines, left).unwrap().0;
+        }
+        format!("{states}{}", lines.stacks.join("\n"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_lines_are_kept_and_long_ones_are_cut() {
+        let said = Said::default();
+        let long = "x".repeat(20_000);
+        let text: String = (0..100).map(|n| format!("line {n}\n")).chain([long]).collect();
+        said.listen(0, text.as_bytes());
+        let kept = said.last(Duration::ZERO);
+        assert_eq!((kept.len(), kept[0].as_str()), (NUM_KEPT, "line 62"));
+        assert_eq!(kept[NUM_KEPT - 1].len() + kept[NUM_KEPT - 2].len(), 20_000);
+    }
+}
