@@ -1,86 +1,188 @@
-//! Where the tokenizer of a tokenizing model lies.
+//! Where the checkpoint of a model lies, and the tokenizer of a tokenizing one.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use repository::{ModelSource, Repository};
+use repository::{ModelConfig, ModelSource, Repository};
 use serving::{InferError, LoadRequest};
 use text::Tokenizer;
 
-/// Parameters of an LLM that may name its checkpoint.
-const CHECKPOINT_PARAMETERS: [&str; 4] = ["tokenizer_dir", "gpt_model_path", "engine_dir", "model_dir"];
+/// Parameters that name a checkpoint, the most particular first.
+const CHECKPOINT_PARAMETERS: [&str; 3] = ["gpt_model_path", "engine_dir", "model_dir"];
 
-/// The tokenizer for a model: where parameter `tokenizer_dir` points, seen from the model's directory or from the
-/// repository; else beside the model itself; else the one of the LLM in the same repository.
-pub(crate) fn tokenizer(model: &LoadRequest) -> Result<Arc<Tokenizer>, InferError> {
-    let dir = tokenizer_dir(model)?;
-    let loaded = Tokenizer::from_dir(&dir);
-    loaded.map(Arc::new).map_err(|error| InferError::invalid(format!("model `{}`: {error}", model.config.name)))
+/// The same, but they may also hold the name of a model on a hub, which is none of our business.
+const HUB_PARAMETERS: [&str; 2] = ["huggingface_model", "model_path"];
+
+/// What a directory holds, as far as its files tell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Holds {
+    Checkpoint,
+    TensorRtEngine,
+    TensorRtWeights,
+    TurboMindWeights,
+    Nothing,
 }
 
-fn tokenizer_dir(model: &LoadRequest) -> Result<PathBuf, InferError> {
-    let name = &model.config.name;
-    if let Some(path) = model.config.parameter("tokenizer_dir") {
-        let mut places = vec![model.model_dir.join(path)];
-        places.extend(model.model_dir.parent().map(|repository| repository.join(path)));
-        return places.iter().find(|dir| dir.is_dir()).cloned().ok_or_else(|| {
-            let places: Vec<String> = places.iter().map(|dir| dir.display().to_string()).collect();
-            let places = places.join(" nor ");
-            InferError::invalid(format!("model `{name}`: `tokenizer_dir` is `{path}`, but neither {places} is there"))
-        });
+impl Holds {
+    fn of(dir: &Path) -> Self {
+        let names = || std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.file_name());
+        let ends = |end: &str| names().any(|name| name.to_string_lossy().ends_with(end));
+        let config = std::fs::read_to_string(dir.join("config.json")).unwrap_or_default();
+        if ends(".engine") || config.contains("\"builder_config\"") || config.contains("\"build_config\"") {
+            return Holds::TensorRtEngine;
+        }
+        if config.contains("\"mapping\"") && config.contains("\"architecture\"") {
+            return Holds::TensorRtWeights;
+        }
+        if dir.join("config.json").is_file() {
+            return Holds::Checkpoint;
+        }
+        let is_turbomind = dir.join("triton_models").is_dir() || ends(".weight") || dir.join("config.ini").is_file();
+        if is_turbomind { Holds::TurboMindWeights } else { Holds::Nothing }
     }
-    if has_tokenizer(&model.version_dir) {
-        return Ok(model.version_dir.clone());
-    }
-    let mut found = beside(model);
-    match (found.pop(), found.is_empty()) {
-        (Some((_, dir)), true) => Ok(dir),
-        (None, _) => Err(InferError::invalid(format!(
-            "model `{name}`: no model of its repository has a `tokenizer.json`; set parameter `tokenizer_dir` to the \
-             checkpoint's directory"
-        ))),
-        (Some(last), false) => {
-            let models: Vec<String> = found.iter().chain([&last]).map(|(model, _)| format!("`{model}`")).collect();
-            Err(InferError::invalid(format!(
-                "model `{name}`: {} each have a tokenizer; set parameter `tokenizer_dir` to the one to use",
-                models.join(" and ")
-            )))
+
+    /// What to do about a directory that is no checkpoint.
+    fn advice(self, dir: &Path) -> String {
+        let dir = dir.display();
+        match self {
+            Holds::Checkpoint => format!("{dir} holds a checkpoint"),
+            Holds::TensorRtEngine => format!(
+                "{dir} holds a TensorRT engine, which only TensorRT-LLM can run; point `gpt_model_path` at the Hugging Face \
+                 checkpoint that it was built from"
+            ),
+            Holds::TensorRtWeights => format!(
+                "{dir} holds weights converted for TensorRT-LLM; point `gpt_model_path` at the Hugging Face checkpoint that \
+                 they were converted from"
+            ),
+            Holds::TurboMindWeights => format!(
+                "{dir} holds weights converted for TurboMind; put the Hugging Face checkpoint that they were converted from \
+                 in their place, or name it in parameter `gpt_model_path`"
+            ),
+            Holds::Nothing => format!("{dir} has no config.json; point it at a Hugging Face checkpoint"),
         }
     }
 }
 
-fn has_tokenizer(dir: &Path) -> bool {
-    dir.join("tokenizer.json").is_file()
+/// The directory of a model's checkpoint: where a parameter points, else its version directory or `weights/` in it.
+///
+/// # Errors
+/// When there is none, with what lies there instead and what to do.
+pub(crate) fn find(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> Result<PathBuf, String> {
+    for key in CHECKPOINT_PARAMETERS {
+        let Some(path) = config.parameter(key) else { continue };
+        let dirs = [model_dir.join(path), version_dir.join(path)];
+        let found = dirs.iter().find(|dir| Holds::of(dir) == Holds::Checkpoint);
+        return found.cloned().ok_or_else(|| {
+            let dir = if dirs[1].is_dir() && !dirs[0].is_dir() { &dirs[1] } else { &dirs[0] };
+            format!("`{key}` is `{path}`, but {}", Holds::of(dir).advice(dir))
+        });
+    }
+    let hub = HUB_PARAMETERS.iter().filter_map(|key| config.parameter(key)).map(|path| model_dir.join(path));
+    let own = [version_dir.to_owned(), version_dir.join("weights")];
+    let mut candidates = hub.chain(own.clone());
+    if let Some(dir) = candidates.find(|dir| Holds::of(dir) == Holds::Checkpoint) {
+        return Ok(dir);
+    }
+    match own.iter().find(|dir| Holds::of(dir) != Holds::Nothing) {
+        Some(dir) => Err(Holds::of(dir).advice(dir)),
+        None => Err(format!(
+            "no checkpoint: neither {} nor {} has a config.json; copy a Hugging Face checkpoint there or set parameter \
+             `gpt_model_path`",
+            own[0].display(),
+            own[1].display()
+        )),
+    }
+}
+
+/// The tokenizer for a model: where parameter `tokenizer_dir` points, seen from the model's directory or from the
+/// repository, or `tokenizer_path`, seen from the version directory; else beside the model itself; else the one of the
+/// LLM in the same repository.
+pub(crate) fn tokenizer(model: &LoadRequest) -> Result<Arc<Tokenizer>, InferError> {
+    let name = &model.config.name;
+    let wrong = |words: String| InferError::invalid(format!("model `{name}`: {words}"));
+    let dir = tokenizer_dir(&model.config, &model.model_dir, &model.version_dir).map_err(wrong)?;
+    Tokenizer::from_dir(&dir).map(Arc::new).map_err(|error| wrong(error.to_string()))
+}
+
+/// Where [`tokenizer`] looks.
+///
+/// # Errors
+/// When there is none, or more than one to choose from.
+fn tokenizer_dir(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> Result<PathBuf, String> {
+    if let Some(path) = config.parameter("tokenizer_dir") {
+        let mut places = vec![model_dir.join(path)];
+        places.extend(model_dir.parent().map(|repository| repository.join(path)));
+        return places.iter().find(|dir| dir.is_dir()).cloned().ok_or_else(|| {
+            let places: Vec<String> = places.iter().map(|dir| dir.display().to_string()).collect();
+            format!("`tokenizer_dir` is `{path}`, but neither {} is there", places.join(" nor "))
+        });
+    }
+    let beside_path =
+        config.parameter("tokenizer_path").and_then(|path| Some(version_dir.join(path).parent()?.to_owned()));
+    if let Some(dir) = beside_path.filter(|dir| has_tokenizer(dir)) {
+        return Ok(dir);
+    }
+    if has_tokenizer(version_dir) {
+        return Ok(version_dir.to_owned());
+    }
+    let mut found = beside(&config.name, model_dir);
+    match (found.pop(), found.is_empty()) {
+        (Some((_, dir)), true) => Ok(dir),
+        (None, _) => Err("no model of its repository has a `tokenizer.json`; set parameter `tokenizer_dir` to the \
+                          checkpoint's directory"
+            .to_owned()),
+        (Some(last), false) => {
+            let models: Vec<String> = found.iter().chain([&last]).map(|(model, _)| format!("`{model}`")).collect();
+            Err(format!(
+                "{} each have a tokenizer; set parameter `tokenizer_dir` to the one to use",
+                models.join(" and ")
+            ))
+        }
+    }
+}
+
+/// Whether a directory holds the files of some tokenizer.
+pub(crate) fn has_tokenizer(dir: &Path) -> bool {
+    let has = |file: &str| dir.join(file).is_file();
+    has("tokenizer.json") || has("tokenizer.model") || has("spiece.model") || has("vocab.json") && has("merges.txt")
 }
 
 /// Other models of the repository that hold a tokenizer, by name. Where some of several share an ensemble
 /// with this model, only those.
-fn beside(model: &LoadRequest) -> Vec<(String, PathBuf)> {
-    let Some(root) = model.model_dir.parent() else { return Vec::new() };
+fn beside(name: &str, model_dir: &Path) -> Vec<(String, PathBuf)> {
+    let Some(root) = model_dir.parent() else { return Vec::new() };
     let Ok(repository) = Repository::open(&[root.to_owned()]) else { return Vec::new() };
     let names = repository.model_names().unwrap_or_default();
     let others: Vec<ModelSource> = names.iter().filter_map(|name| repository.model(name).ok()).collect();
     let mut found: Vec<(String, PathBuf)> =
-        others.iter().filter_map(|other| Some((other.name.clone(), checkpoint(other)?))).collect();
+        others.iter().filter_map(|other| Some((other.name.clone(), with_tokenizer(other)?))).collect();
     if found.len() > 1 {
         let steps = |other: &ModelSource| other.config.ensemble().map(|ensemble| ensemble.step.clone());
         let ensembles: Vec<Vec<String>> = others
             .iter()
             .filter_map(steps)
             .map(|steps| steps.into_iter().map(|step| step.model_name).collect())
-            .filter(|models: &Vec<String>| models.contains(&model.config.name))
+            .filter(|models: &Vec<String>| models.iter().any(|model| model == name))
             .collect();
         let shares = |name: &String| ensembles.iter().any(|models| models.contains(name));
         if found.iter().any(|(name, _)| shares(name)) {
             found.retain(|(name, _)| shares(name));
         }
     }
+    // Several models that name one directory leave nothing to choose.
+    let mut seen = Vec::new();
+    found.retain(|(_, dir)| {
+        let dir = dir.canonicalize().unwrap_or_else(|_| dir.clone());
+        let is_new = !seen.contains(&dir);
+        seen.push(dir);
+        is_new
+    });
     found
 }
 
 /// The directory of a model's checkpoint that holds a tokenizer.
-fn checkpoint(model: &ModelSource) -> Option<PathBuf> {
-    let named = CHECKPOINT_PARAMETERS.iter().filter_map(|key| model.config.parameter(key));
+fn with_tokenizer(model: &ModelSource) -> Option<PathBuf> {
+    let named = ["tokenizer_dir"].iter().chain(&CHECKPOINT_PARAMETERS).filter_map(|key| model.config.parameter(key));
     let version_dir = model.dir.join(model.versions.last()?.to_string());
     let places = named.map(|path| model.dir.join(path)).chain([version_dir.clone(), version_dir.join("weights")]);
     let mut places = places.filter(|dir| has_tokenizer(dir));

@@ -43,6 +43,9 @@ type Texts = BTreeMap<(i32, usize), Detokenizer>;
 impl Backend for Detokenize {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
         let tokens = Tokens::new(&request, self.is_batched)?;
+        if let Some(told) = request.input("sequence_length") {
+            return self.behind(&request, &tokens, &token_ids(told)?).map(ResponseStream::ready);
+        }
         let pieces = match &request.step {
             Some(step) => step.with_state(Texts::new, |texts| self.push(texts, &tokens, step.is_last)),
             None => self.push(&mut Texts::new(), &tokens, true),
@@ -57,6 +60,24 @@ impl Backend for Detokenize {
 }
 
 impl Detokenize {
+    /// LMDeploy's form: the client sends all tokens of a sequence and how many of them it has the text of.
+    fn behind(&self, request: &InferRequest, tokens: &Tokens, told: &[u32]) -> Result<InferResponse, InferError> {
+        let skip = request.input("skip_special_tokens").map(token_ids).transpose()?;
+        let skip = skip.and_then(|skip| skip.first().copied()).map_or(self.skip_special_tokens, |skip| skip != 0);
+        let text = |(row, ids): (usize, &[u32])| {
+            let told = told.get(row).or(told.first()).map_or(0, |&told| (told as usize).min(ids.len()));
+            let mut text = Detokenizer::new(self.tokenizer.clone(), skip);
+            ids[..told].iter().for_each(|&id| text.push_into(id, &mut String::new()));
+            let mut behind = String::new();
+            ids[told..].iter().for_each(|&id| text.push_into(id, &mut behind));
+            text.finish_into(&mut behind);
+            behind
+        };
+        let texts: Vec<String> = tokens.rows().enumerate().map(text).collect();
+        let outputs = vec![Tensor::from_byte_strings("OUTPUT", &[texts.len() as i64], &texts)];
+        Ok(InferResponse { outputs, ..InferResponse::default() })
+    }
+
     /// The text that each row's new tokens complete, with what was held back if these are the last.
     fn push(&self, texts: &mut Texts, tokens: &Tokens, is_last: bool) -> Vec<String> {
         let piece = |(row, ids): (usize, &[u32])| {

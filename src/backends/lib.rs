@@ -1,13 +1,14 @@
 //! What answers requests: the LLM engine, tokenizer and detokenizer around it, and an echo to measure against.
 //!
 //! [`builtin`] lists the backends that need nothing but their configuration; [`llm::LlmFactory`] needs the workers of a
-//! world and is made by who has them. Each implements `serving::BackendFactory` under the name that `config.pbtxt` gives
+//! world and is made by who has them; [`layouts::Layouts`] serves repositories made for other servers. Each implements `serving::BackendFactory` under the name that `config.pbtxt` gives
 //! as `backend`.
 #![forbid(unsafe_code)]
 
 mod checkpoint;
 mod detokenize;
 mod identity;
+pub mod layouts;
 pub mod llm;
 mod parameters;
 pub mod python;

@@ -5,8 +5,11 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use repository::ModelConfig;
+use repository::proto::{self, ModelOutput};
 use serving::{
-    Backend, BackendFactory, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Tensor,
+    Backend, BackendFactory, DataType, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream,
+    Tensor,
 };
 use text::Tokenizer;
 
@@ -38,12 +41,18 @@ impl BackendFactory for TokenizeFactory {
                 add_special_tokens: parameters::flag(&model.config, "add_special_tokens")?.unwrap_or(true),
                 is_batched: model.config.max_batch_size > 0,
                 outputs: model.config.output.iter().map(|output| output.name.clone()).collect(),
+                unsigned: unsigned(&model.config),
             };
             Ok(Arc::new(Tokenize(Arc::new(encoder))) as Arc<dyn Backend>)
         };
         async { tokio::task::spawn_blocking(load).await.map_err(|error| InferError::internal(error.to_string()))? }
             .boxed()
     }
+}
+
+fn unsigned(config: &ModelConfig) -> Vec<String> {
+    let is_unsigned = |output: &&ModelOutput| output.data_type() == proto::DataType::TypeUint32;
+    config.output.iter().filter(is_unsigned).map(|output| output.name.clone()).collect()
 }
 
 struct Tokenize(Arc<Encoder>);
@@ -54,6 +63,8 @@ struct Encoder {
     is_batched: bool,
     /// Outputs that the configuration declares.
     outputs: Vec<String>,
+    /// Those of them that are UINT32.
+    unsigned: Vec<String>,
 }
 
 impl Backend for Tokenize {
@@ -89,6 +100,10 @@ impl Encoder {
             outputs.extend(request.input(input).map(|tensor| Tensor { name: output.to_owned(), ..tensor.clone() }));
         }
         outputs.retain(|tensor| self.outputs.contains(&tensor.name));
+        // The same bits: LMDeploy's models and clients count token ids without a sign.
+        let is_unsigned =
+            |tensor: &&mut Tensor| tensor.datatype == DataType::Int32 && self.unsigned.contains(&tensor.name);
+        outputs.iter_mut().filter(is_unsigned).for_each(|tensor| tensor.datatype = DataType::Uint32);
         Ok(InferResponse { outputs, is_final: true, ..InferResponse::default() })
     }
 

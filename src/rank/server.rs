@@ -7,6 +7,7 @@ use std::sync::mpsc::Receiver;
 use std::thread;
 use std::time::Duration;
 
+use backends::layouts::Layouts;
 use backends::llm::{LlmDefaults, LlmFactory};
 use backends::python::{PythonConfig, PythonFactory};
 use comm::World;
@@ -19,9 +20,6 @@ use worker::{Agent, Agents, FromAgent, ToAgent};
 use crate::args::{self, RankArgs};
 use crate::metrics::{LlmMetrics, PythonMetrics};
 use crate::{RankError, devices, relay};
-
-/// Names under which users' configurations ask for the LLM engine.
-const LLM_BACKENDS: [&str; 3] = ["trireme", "tensorrtllm", "turbomind"];
 
 /// What in-flight requests still get after a second SIGTERM.
 const HURRY: Duration = Duration::from_millis(200);
@@ -134,12 +132,11 @@ async fn serve(
 ) -> Result<ExitCode, RankError> {
     let mut signals = Signals::new().map_err(RankError::Runtime)?;
     let mut factories: HashMap<String, Arc<dyn BackendFactory>> = backends::builtin();
-    factories.insert("python".to_owned(), Arc::clone(&python) as Arc<dyn BackendFactory>);
-    for name in LLM_BACKENDS {
-        factories.insert(name.to_owned(), Arc::clone(&llm) as Arc<dyn BackendFactory>);
-    }
+    let layouts = Layouts::new(Arc::clone(&llm) as _, Arc::clone(&python) as _);
+    factories.extend(layouts.factories());
     let server = Server::new(server_config(args), factories).map_err(|error| RankError::Server(error.to_string()))?;
     python.attach(&server);
+    layouts.attach(&server);
     let metrics: Vec<Arc<dyn front::MetricsSource>> = vec![Arc::new(LlmMetrics(llm)), Arc::new(PythonMetrics(python))];
     let front_config = front_config(args, prefix).map_err(RankError::Server)?;
     let front = front::start(front_config, Arc::clone(&server), metrics);

@@ -8,6 +8,9 @@ use prost_reflect::{DynamicMessage, Value};
 use crate::proto::{self, DataType, ModelConfig};
 use crate::syntax::{self, SyntaxError};
 
+/// What `max_batch_size: ${…}` means. Whoever writes a variable there has clients that send a batch dimension.
+const DEFAULT_MAX_BATCH_SIZE: i32 = 64;
+
 /// A configuration, and the names of the template variables in it that were never filled in.
 pub(crate) struct Parsed {
     pub config: ModelConfig,
@@ -26,6 +29,10 @@ pub(crate) fn parse(text: &str) -> Result<Parsed, SyntaxError> {
     let mut config: ModelConfig = message.transcode_to().expect("the descriptor and the type come from one proto");
     if !prepared.unfilled.is_empty() {
         default_data_types(&mut config);
+        default_backend(&mut config);
+    }
+    if prepared.max_batch_size_is_unset {
+        config.max_batch_size = DEFAULT_MAX_BATCH_SIZE;
     }
     Ok(Parsed { config, unfilled: prepared.unfilled })
 }
@@ -35,13 +42,15 @@ struct Prepared {
     text: String,
     inserted: Vec<usize>,
     unfilled: Vec<String>,
+    max_batch_size_is_unset: bool,
 }
 
 fn prepare(text: &str) -> Prepared {
     let mut scanner = Scanner { text, at: 0, out: Vec::with_capacity(text.len() + 16), ..Scanner::default() };
     scanner.run();
     let out = String::from_utf8(scanner.out).expect("only whole ASCII characters are replaced");
-    Prepared { text: out, inserted: scanner.inserted, unfilled: scanner.unfilled }
+    let Scanner { inserted, unfilled, max_batch_size_is_unset, .. } = scanner;
+    Prepared { text: out, inserted, unfilled, max_batch_size_is_unset }
 }
 
 /// What the last token was, blanks and comments aside.
@@ -65,6 +74,7 @@ struct Scanner<'a> {
     out: Vec<u8>,
     inserted: Vec<usize>,
     unfilled: Vec<String>,
+    max_batch_size_is_unset: bool,
     last: Last,
     /// A blanked value stood before this place: the separator after it goes too.
     drop_separator: bool,
@@ -171,7 +181,10 @@ impl Scanner<'_> {
         self.out.resize(self.out.len() + variable.len(), b' ');
         self.at = end;
         match self.last {
-            Last::Name(start) | Last::Colon(start) => blank(&mut self.out[start..]),
+            Last::Name(start) | Last::Colon(start) => {
+                self.max_batch_size_is_unset |= self.out[start..].starts_with(b"max_batch_size");
+                blank(&mut self.out[start..]);
+            }
             Last::Comma(at) => self.out[at] = b' ',
             Last::Opening | Last::Other => {}
         }
@@ -223,6 +236,15 @@ fn default_data_types(config: &mut ModelConfig) {
     let outputs = config.output.iter_mut().map(|output| &mut output.data_type);
     for data_type in inputs.chain(outputs).filter(|data_type| **data_type == DataType::TypeInvalid as i32) {
         *data_type = DataType::TypeFp32 as i32;
+    }
+}
+
+/// `backend: "${triton_backend}"` stands in TensorRT-LLM's templates for the engine.
+fn default_backend(config: &mut ModelConfig) {
+    let takes_ids = config.input.iter().any(|input| input.name == "input_ids");
+    let gives_ids = config.output.iter().any(|output| output.name == "output_ids");
+    if config.backend.is_empty() && config.platform.is_empty() && takes_ids && gives_ids {
+        "tensorrtllm".clone_into(&mut config.backend);
     }
 }
 

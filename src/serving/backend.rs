@@ -68,6 +68,12 @@ pub trait BackendFactory: Send + Sync {
         false
     }
 
+    /// Who loads this model in this factory's place, for example because its files are known to be a layout that is
+    /// served without them; `None` for this factory itself.
+    fn stand_in(&self, _model: &LoadRequest) -> Option<Arc<dyn BackendFactory>> {
+        None
+    }
+
     /// Completes a configuration, for example with the inputs and outputs it leaves out.
     fn complete(&self, _config: &mut ModelConfig) {}
 

@@ -172,10 +172,9 @@ impl Lifecycle {
         if config.is_ensemble() {
             return ensemble::link(config, &self.registry).map_err(InferError::invalid);
         }
-        let factory = self.factory(config)?.clone();
+        let factory = self.factory(config, source)?;
         factory.complete(config);
-        let latest = source.versions.last().expect("a model has a version");
-        let request = load_request(source, *latest, &Arc::new(config.clone()));
+        let request = load_request(source, latest(source), &Arc::new(config.clone()));
         if let Some(completed) = factory.auto_complete(request).await? {
             *config = repository::recheck(completed).map_err(InferError::invalid)?;
         }
@@ -199,8 +198,8 @@ impl Lifecycle {
         Ok(())
     }
 
-    fn factory(&self, config: &ModelConfig) -> Result<&Arc<dyn BackendFactory>, InferError> {
-        self.factories.get(&config.backend).ok_or_else(|| {
+    fn factory(&self, config: &ModelConfig, source: &ModelSource) -> Result<Arc<dyn BackendFactory>, InferError> {
+        let named = self.factories.get(&config.backend).ok_or_else(|| {
             let mut known: Vec<&str> = self.factories.keys().map(String::as_str).collect();
             known.sort_unstable();
             InferError::invalid(format!(
@@ -209,13 +208,15 @@ impl Lifecycle {
                 config.backend,
                 known.join(", ")
             ))
-        })
+        })?;
+        let request = load_request(source, latest(source), &Arc::new(config.clone()));
+        Ok(named.stand_in(&request).unwrap_or_else(|| named.clone()))
     }
 
     async fn load_versions(self: &Arc<Self>, found: Found, config: Arc<ModelConfig>) -> Result<(), InferError> {
         let Found { source, modified, files } = found;
         let name = &source.name;
-        if !config.is_ensemble() && self.factory(&config)?.is_exclusive() {
+        if !config.is_ensemble() && self.factory(&config, &source)?.is_exclusive() {
             self.retire(name, |_| true).await;
         }
         let labels = labels::read(&config, &source.dir).map_err(|reason| {
@@ -257,7 +258,7 @@ impl Lifecycle {
             return Ok(Arc::new(Ensemble::new(config, &self.registry)));
         }
         let request = load_request(source, version, config);
-        let factory = self.factory(config)?.clone();
+        let factory = self.factory(config, source)?;
         let load = AssertUnwindSafe(async move {
             let backend = factory.load(request).await?;
             warmup::run(config, &source.dir, &*backend).await?;
@@ -367,6 +368,10 @@ impl Lifecycle {
             });
         }
     }
+}
+
+fn latest(source: &ModelSource) -> i64 {
+    *source.versions.last().expect("a model has a version")
 }
 
 fn load_request(source: &ModelSource, version: i64, config: &Arc<ModelConfig>) -> LoadRequest {

@@ -65,7 +65,7 @@ impl LlmConfig {
             name: config.name.clone(),
             checkpoint,
             device: defaults.device,
-            tp_size: defaults.world_size,
+            tp_size: parameter(config, "tp")?.unwrap_or(defaults.world_size),
             kv_memory: kv_memory(config, defaults)?,
             engine,
             decoupled: config.model_transaction_policy.as_ref().is_some_and(|policy| policy.decoupled),

@@ -81,7 +81,7 @@ fn unfilled_template_variables_mean_unset() {
     let text = config("tensorrt_llm").replace("${triton_backend}", "tensorrtllm");
     let (_root, repository) = repository(&[("tensorrt_llm", &text, &["1"])]);
     let config = repository.model("tensorrt_llm").unwrap().config;
-    assert_eq!(config.max_batch_size, 0);
+    assert_eq!(config.max_batch_size, 64, "clients of a template send a batch dimension");
     assert!(!config.is_decoupled());
     assert!(config.batching().unwrap().preferred_batch_size.is_empty());
     assert_eq!(config.input[1].data_type(), DataType::TypeFp32);
@@ -94,9 +94,11 @@ fn unfilled_template_variables_mean_unset() {
 }
 
 #[test]
-fn an_unfilled_backend_is_no_backend() {
-    let error = error_of("tensorrt_llm", &config("tensorrt_llm"));
-    assert_eq!(error, "tensorrt_llm/config.pbtxt: neither `backend` nor `platform` is set; write `backend: \"…\"`");
+fn an_unfilled_backend_of_a_model_of_token_ids_is_the_engine() {
+    let (_root, repository) = repository(&[("tensorrt_llm", &config("tensorrt_llm"), &["1"])]);
+    assert_eq!(repository.model("tensorrt_llm").unwrap().config.backend, "tensorrtllm");
+    let error = error_of("echo", "backend: \"${backend}\"");
+    assert!(error.contains("neither `backend` nor `platform` is set"), "{error}");
 }
 
 #[test]

@@ -1,0 +1,303 @@
+//! TensorRT-LLM's `tensorrt_llm_bls`: text to text by asking the models `preprocessing`, `tensorrt_llm` and
+//! `postprocessing` of the same repository.
+
+use std::sync::{Arc, OnceLock, Weak};
+
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use repository::ModelConfig;
+use serving::{
+    Backend, BackendFactory, EnsembleStep, InferError, InferRequest, InferResponse, LoadRequest, ResponseSender,
+    ResponseStream, Server, Tensor,
+};
+
+use super::keys::Use;
+use crate::parameters;
+
+/// Responses that wait unread, as many as the engine's own.
+const UNREAD_RESPONSES: usize = 64;
+
+const PREPROCESSING: &str = "preprocessing";
+const POSTPROCESSING: &str = "postprocessing";
+
+/// Inputs and the names that `preprocessing` has for them.
+const TO_PREPROCESSING: [(&str, &str); 9] = [
+    ("text_input", "QUERY"),
+    ("decoder_text_input", "DECODER_QUERY"),
+    ("max_tokens", "REQUEST_OUTPUT_LEN"),
+    ("bad_words", "BAD_WORDS_DICT"),
+    ("stop_words", "STOP_WORDS_DICT"),
+    ("embedding_bias_words", "EMBEDDING_BIAS_WORDS"),
+    ("embedding_bias_weights", "EMBEDDING_BIAS_WEIGHTS"),
+    ("end_id", "END_ID"),
+    ("pad_id", "PAD_ID"),
+];
+
+/// Outputs of `preprocessing` and the names that the language model has for them.
+const FROM_PREPROCESSING: [(&str, &str); 10] = [
+    ("INPUT_ID", "input_ids"),
+    ("REQUEST_INPUT_LEN", "input_lengths"),
+    ("DECODER_INPUT_ID", "decoder_input_ids"),
+    ("REQUEST_DECODER_INPUT_LEN", "decoder_input_lengths"),
+    ("REQUEST_OUTPUT_LEN", "request_output_len"),
+    ("BAD_WORDS_IDS", "bad_words_list"),
+    ("STOP_WORDS_IDS", "stop_words_list"),
+    ("EMBEDDING_BIAS", "embedding_bias"),
+    ("OUT_END_ID", "end_id"),
+    ("OUT_PAD_ID", "pad_id"),
+];
+
+/// Inputs that go straight to the language model, where its name for them is another one.
+const RENAMED: [(&str, &str); 4] = [
+    ("top_k", "runtime_top_k"),
+    ("top_p", "runtime_top_p"),
+    ("length_penalty", "len_penalty"),
+    ("stream", "streaming"),
+];
+
+/// Inputs of several names that the language model may have: earlier releases and later ones.
+const EITHER: [(&str, &str); 3] =
+    [("min_length", "min_tokens"), ("random_seed", "seed"), ("return_kv_cache_reuse_stats", "return_perf_metrics")];
+
+const IMAGES: [&str; 4] = ["image_input", "image_bytes_input", "image_url_input", "video_bytes_input"];
+const DRAFT: [&str; 2] = ["num_draft_tokens", "use_draft_logits"];
+
+/// What becomes of an input; `None` for an unknown one.
+pub(super) fn input(name: &str) -> Option<Use> {
+    if IMAGES.contains(&name) {
+        return Some(Use::Refused("models read text only"));
+    }
+    if DRAFT.contains(&name) {
+        return Some(Use::Ignored("there is no draft model; answers are the same without one"));
+    }
+    if TO_PREPROCESSING.iter().any(|(input, _)| *input == name) {
+        return Some(Use::Used("handed to `preprocessing`"));
+    }
+    let renamed = RENAMED.iter().find(|(input, _)| *input == name).map_or(name, |(_, engine)| engine);
+    super::keys::find(super::keys::LLM_INPUTS, renamed).or(match name {
+        "prompt_table_extra_id" => Some(Use::Ignored("it belongs to `prompt_embedding_table`")),
+        _ => None,
+    })
+}
+
+/// The server whose models are asked; set once it stands.
+#[derive(Default)]
+pub(super) struct ServerLink(OnceLock<Weak<Server>>);
+
+impl ServerLink {
+    pub(super) fn attach(&self, server: &Arc<Server>) {
+        let _ = self.0.set(Arc::downgrade(server));
+    }
+
+    fn server(&self) -> Result<Arc<Server>, InferError> {
+        self.0.get().and_then(Weak::upgrade).ok_or_else(|| InferError::unavailable("the server has stopped"))
+    }
+}
+
+/// Loads `tensorrt_llm_bls`.
+pub(super) struct BlsFactory {
+    pub(super) server: Arc<ServerLink>,
+}
+
+impl BackendFactory for BlsFactory {
+    fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        let config = &model.config;
+        let bls = parameters::flag(config, "accumulate_tokens").map(|accumulate| Bls {
+            link: self.server.clone(),
+            language_model: config.parameter("tensorrt_llm_model_name").unwrap_or("tensorrt_llm").to_owned(),
+            accumulate: accumulate.unwrap_or(false),
+            outputs: config.output.iter().map(|output| output.name.clone()).collect(),
+        });
+        std::future::ready(bls.map(|bls| Arc::new(bls) as Arc<dyn Backend>)).boxed()
+    }
+}
+
+#[derive(Clone)]
+struct Bls {
+    link: Arc<ServerLink>,
+    language_model: String,
+    accumulate: bool,
+    outputs: Vec<String>,
+}
+
+impl Backend for Bls {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        for name in IMAGES {
+            if request.input(name).is_some() {
+                return Err(InferError::invalid(format!(
+                    "input `{name}` is not supported: models read text only; leave it out"
+                )));
+            }
+        }
+        let models = Models::find(&self.link, &self.language_model)?;
+        let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
+        let bls = self.clone();
+        tokio::spawn(async move {
+            if let Err(error) = bls.run(&request, &models, &sender).await {
+                sender.send(Err(error)).await;
+            }
+        });
+        Ok(stream)
+    }
+
+    fn is_ready(&self) -> bool {
+        let names = [PREPROCESSING, self.language_model.as_str(), POSTPROCESSING];
+        self.link.server().is_ok_and(|server| names.iter().all(|name| server.model_is_ready(name, "") == Ok(true)))
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        std::future::ready(()).boxed()
+    }
+}
+
+/// The models that are asked, as they are configured now.
+struct Models {
+    server: Arc<Server>,
+    preprocessing: Arc<ModelConfig>,
+    language: Arc<ModelConfig>,
+    postprocessing: Arc<ModelConfig>,
+}
+
+impl Models {
+    fn find(link: &ServerLink, language_model: &str) -> Result<Self, InferError> {
+        let server = link.server()?;
+        let config = |name: &str| server.model_config(name, "");
+        Ok(Self {
+            preprocessing: config(PREPROCESSING)?,
+            language: config(language_model)?,
+            postprocessing: config(POSTPROCESSING)?,
+            server,
+        })
+    }
+
+    /// Asks a model; inputs that it does not declare are left out.
+    fn ask(
+        &self,
+        config: &ModelConfig,
+        from: &InferRequest,
+        inputs: Vec<Tensor>,
+        step: Option<EnsembleStep>,
+    ) -> Result<ResponseStream, InferError> {
+        let declared = |name: &str| config.input.iter().any(|input| input.name == name);
+        let inputs = inputs.into_iter().filter(|tensor| declared(&tensor.name)).collect();
+        self.server.infer_for_model(InferRequest {
+            model_name: config.name.clone(),
+            model_version: String::new(),
+            inputs,
+            requested_outputs: Vec::new(),
+            step,
+            ..from.clone()
+        })
+    }
+}
+
+impl Bls {
+    async fn run(&self, request: &InferRequest, models: &Models, sender: &ResponseSender) -> Result<(), InferError> {
+        let to_preprocessing =
+            TO_PREPROCESSING.iter().filter_map(|(from, to)| named(&request.inputs, from, to)).collect();
+        let mut stream = models.ask(&models.preprocessing, request, to_preprocessing, None)?;
+        let prompt =
+            stream.next_response().await.ok_or_else(|| InferError::internal("`preprocessing` gave no answer"))??;
+        let mut generated = models.ask(&models.language, request, language_inputs(request, &prompt, models), None)?;
+        sender.mark_scheduled();
+        let mut text = TextSoFar::default();
+        loop {
+            let item = tokio::select! {
+                item = generated.next_response() => item,
+                () = sender.cancelled() => return Ok(()),
+            };
+            let Some(response) = item.transpose()? else { return Ok(()) };
+            let is_final = response.is_final;
+            if response.outputs.is_empty() {
+                sender.send(Ok(InferResponse { is_final, ..InferResponse::default() })).await;
+            } else {
+                let told = self.postprocess(request, models, response, &mut text).await?;
+                if !sender.send(Ok(told)).await {
+                    return Ok(());
+                }
+            }
+            if is_final {
+                return Ok(());
+            }
+        }
+    }
+
+    async fn postprocess(
+        &self,
+        request: &InferRequest,
+        models: &Models,
+        mut response: InferResponse,
+        text: &mut TextSoFar,
+    ) -> Result<InferResponse, InferError> {
+        let is_final = response.is_final;
+        let wires = [
+            ("output_ids", "TOKENS_BATCH"),
+            ("sequence_length", "SEQUENCE_LENGTH"),
+            ("sequence_index", "SEQUENCE_INDEX"),
+            ("sequence_end", "SEQUENCE_END"),
+        ];
+        let inputs = wires.iter().filter_map(|(from, to)| named(&response.outputs, from, to)).collect();
+        let mut step = text.step.clone();
+        step.is_last = is_final;
+        let mut stream = models.ask(&models.postprocessing, request, inputs, Some(step))?;
+        let made =
+            stream.next_response().await.ok_or_else(|| InferError::internal("`postprocessing` gave no answer"))??;
+        response.outputs.extend(named(&made.outputs, "OUTPUT", "text_output").map(|output| match self.accumulate {
+            true => text.whole(&output),
+            false => output,
+        }));
+        let asked = |name: &String| request.requested_outputs.is_empty() || request.requested_outputs.contains(name);
+        response.outputs.retain(|tensor| self.outputs.contains(&tensor.name) && asked(&tensor.name));
+        Ok(InferResponse { outputs: response.outputs, is_final, id: request.id.clone(), ..InferResponse::default() })
+    }
+}
+
+/// What `postprocessing` keeps over one run, and with `accumulate_tokens` all text so far.
+#[derive(Default)]
+struct TextSoFar {
+    step: EnsembleStep,
+    texts: Vec<Vec<u8>>,
+}
+
+impl TextSoFar {
+    fn whole(&mut self, output: &Tensor) -> Tensor {
+        for (row, piece) in output.to_byte_strings().unwrap_or_default().iter().enumerate() {
+            if self.texts.len() <= row {
+                self.texts.push(Vec::new());
+            }
+            self.texts[row].extend_from_slice(piece);
+        }
+        Tensor::from_byte_strings(&output.name, &output.shape, &self.texts)
+    }
+}
+
+fn language_inputs(request: &InferRequest, prompt: &InferResponse, models: &Models) -> Vec<Tensor> {
+    let mut inputs: Vec<Tensor> =
+        FROM_PREPROCESSING.iter().filter_map(|(from, to)| named(&prompt.outputs, from, to)).collect();
+    let declared = |name: &str| models.language.input.iter().any(|input| input.name == name);
+    for tensor in &request.inputs {
+        let name = tensor.name.as_str();
+        if TO_PREPROCESSING.iter().any(|(input, _)| *input == name) {
+            continue;
+        }
+        let renamed = RENAMED.iter().find(|(input, _)| *input == name).map_or(name, |(_, engine)| engine);
+        let both = EITHER.iter().find(|(earlier, later)| [*earlier, *later].contains(&renamed));
+        let renamed = match both {
+            Some((earlier, later)) => {
+                if declared(later) {
+                    later
+                } else {
+                    earlier
+                }
+            }
+            None => renamed,
+        };
+        inputs.push(Tensor { name: renamed.to_owned(), ..tensor.clone() });
+    }
+    inputs
+}
+
+fn named(tensors: &[Tensor], from: &str, to: &str) -> Option<Tensor> {
+    let tensor = tensors.iter().find(|tensor| tensor.name == from)?;
+    Some(Tensor { name: to.to_owned(), ..tensor.clone() })
+}

@@ -1,0 +1,191 @@
+//! TensorRT-LLM's `tensorrt_llm` models on our engine: any batch size, in flight or one batch after another.
+
+use std::sync::Arc;
+
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use repository::ModelConfig;
+use repository::proto::{DataType, ModelOutput, ModelParameter};
+use serving::{
+    Backend, BackendFactory, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, ResponseSender,
+    ResponseStream, Tensor,
+};
+
+use super::Layout;
+use super::keys::{self, LLM_INPUTS, Use};
+use super::rows::Rows;
+use super::static_batch::StaticBatch;
+use crate::checkpoint;
+
+/// Loads `tensorrt_llm` of the in-flight and of the Python `gpt` repository.
+pub(super) struct EngineFactory {
+    pub(super) llm: Arc<dyn BackendFactory>,
+    pub(super) layout: Layout,
+}
+
+impl BackendFactory for EngineFactory {
+    fn is_exclusive(&self) -> bool {
+        true
+    }
+
+    fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        let (llm, layout) = (self.llm.clone(), self.layout);
+        async move {
+            let config = model.config.clone();
+            let inner = llm.load(with_checkpoint(&model, |inner| fit(inner, layout))?).await?;
+            let inner: Arc<dyn Backend> = Arc::new(Checked(inner));
+            let rows: Arc<dyn Backend> = Arc::new(Rows::new(inner, &config));
+            let rows = if layout == Layout::FixedBatch { Arc::new(FixedNames(rows)) } else { rows };
+            let is_v1 = config.parameter("gpt_model_type").is_some_and(|kind| kind.eq_ignore_ascii_case("v1"));
+            Ok(match is_v1 || layout == Layout::FixedBatch {
+                true => Arc::new(StaticBatch::new(rows, config.num_instances())),
+                false => rows,
+            })
+        }
+        .boxed()
+    }
+}
+
+/// The request to load the engine itself: its checkpoint named, its configuration changed by `change`.
+///
+/// # Errors
+/// When there is no checkpoint.
+pub(super) fn with_checkpoint(
+    model: &LoadRequest,
+    change: impl FnOnce(&mut ModelConfig),
+) -> Result<LoadRequest, InferError> {
+    let dir = checkpoint::find(&model.config, &model.model_dir, &model.version_dir)
+        .map_err(|words| InferError::invalid(format!("model `{}`: {words}", model.config.name)))?;
+    let mut config = ModelConfig::clone(&model.config);
+    let dir = ModelParameter { string_value: dir.display().to_string() };
+    config.parameters.insert("gpt_model_path".to_owned(), dir);
+    change(&mut config);
+    Ok(LoadRequest { config: Arc::new(config), ..model.clone() })
+}
+
+/// An output that the engine is to make for the layout around it.
+pub(super) fn engine_output(name: &str, data_type: DataType) -> ModelOutput {
+    let mut output = ModelOutput { name: name.to_owned(), dims: vec![-1], ..ModelOutput::default() };
+    output.set_data_type(data_type);
+    output
+}
+
+fn fit(config: &mut ModelConfig, layout: Layout) {
+    if layout == Layout::FixedBatch {
+        config.output.push(engine_output("output_log_probs", DataType::TypeFp32));
+    }
+}
+
+/// Refuses inputs that would change the answer if they were ignored.
+struct Checked(Arc<dyn Backend>);
+
+impl Backend for Checked {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        for tensor in &request.inputs {
+            if let Some(Use::Refused(reason)) = keys::find(LLM_INPUTS, &tensor.name) {
+                let words = format!("input `{}` is not supported: {reason}; leave it out", tensor.name);
+                return Err(InferError::new(ErrorKind::Unsupported, words));
+            }
+        }
+        self.0.infer(request)
+    }
+
+    fn is_ready(&self) -> bool {
+        self.0.is_ready()
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        self.0.drain()
+    }
+}
+
+/// The `gpt` repository's names for what the in-flight one calls otherwise.
+struct FixedNames(Arc<dyn Backend>);
+
+impl Backend for FixedNames {
+    fn infer(&self, mut request: InferRequest) -> Result<ResponseStream, InferError> {
+        rename(&mut request.inputs, "output_log_probs", "return_log_probs");
+        rename_one(&mut request.requested_outputs, "log_probs", "output_log_probs");
+        let stream = self.0.infer(request)?;
+        Ok(mapped(stream, |mut response| {
+            rename(&mut response.outputs, "output_log_probs", "log_probs");
+            response.outputs.iter_mut().filter(|tensor| tensor.name == "log_probs").for_each(beams_last);
+            response
+        }))
+    }
+
+    fn is_ready(&self) -> bool {
+        self.0.is_ready()
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        self.0.drain()
+    }
+}
+
+fn rename(tensors: &mut [Tensor], from: &str, to: &str) {
+    tensors.iter_mut().filter(|tensor| tensor.name == from).for_each(|tensor| to.clone_into(&mut tensor.name));
+}
+
+fn rename_one(names: &mut [String], from: &str, to: &str) {
+    names.iter_mut().filter(|name| *name == from).for_each(|name| to.clone_into(name));
+}
+
+/// `[batch, beams, length]` to `[batch, length, beams]`.
+fn beams_last(tensor: &mut Tensor) {
+    let (Some(values), &[batch, beams, length]) = (tensor.to_f32(), tensor.shape.as_slice()) else { return };
+    let size = |size: i64| usize::try_from(size).unwrap_or(0);
+    let (num_beams, width) = (size(beams), size(length));
+    let at = |row: usize, place: usize, beam: usize| values[(row * num_beams + beam) * width + place];
+    let rows = 0..size(batch);
+    let turned =
+        rows.flat_map(|row| (0..width).flat_map(move |place| (0..num_beams).map(move |beam| (row, place, beam))));
+    let turned: Vec<f32> = turned.map(|(row, place, beam)| at(row, place, beam)).collect();
+    *tensor = Tensor::from_f32(&tensor.name, &[batch, length, beams], &turned);
+}
+
+/// Responses that wait unread, as many as the engine's own.
+const UNREAD_RESPONSES: usize = 64;
+
+/// A stream of the responses of another one, each changed by `change`.
+pub(super) fn mapped(
+    stream: ResponseStream,
+    change: impl Fn(InferResponse) -> InferResponse + Send + 'static,
+) -> ResponseStream {
+    let (sender, mapped) = ResponseStream::channel(UNREAD_RESPONSES);
+    tokio::spawn(async move { forward(stream, &sender, change).await });
+    mapped
+}
+
+/// Sends on what a stream gives, until it ends or the client leaves.
+pub(super) async fn forward(
+    mut stream: ResponseStream,
+    sender: &ResponseSender,
+    mut change: impl FnMut(InferResponse) -> InferResponse,
+) {
+    loop {
+        let item = tokio::select! {
+            item = stream.next_response() => item,
+            () = sender.cancelled() => return,
+        };
+        let Some(item) = item else { return };
+        sender.mark_scheduled();
+        let ends = item.as_ref().map_or(true, |response| response.is_final);
+        if !sender.send(item.map(&mut change)).await || ends {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn log_probs_of_the_gpt_repository_have_their_beams_last() {
+        let mut tensor = Tensor::from_f32("log_probs", &[1, 2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+        beams_last(&mut tensor);
+        assert_eq!(tensor.shape, [1, 3, 2]);
+        assert_eq!(tensor.to_f32().unwrap(), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+    }
+}

@@ -1,0 +1,51 @@
+//! One batch after another: what `gpt_model_type: V1` and the Python `gpt` repository ask for.
+
+use std::sync::Arc;
+
+use futures::FutureExt as _;
+use futures::future::{BoxFuture, join_all};
+use serving::{Backend, BatchedRequest, InferError, InferRequest, ResponseStream};
+
+use super::engine::forward;
+
+/// Gives a backend one batch at a time, grouped as the model's `dynamic_batching` says. The next one starts when every
+/// request of the last one has ended.
+pub(super) struct StaticBatch {
+    inner: Arc<dyn Backend>,
+    num_instances: usize,
+}
+
+impl StaticBatch {
+    /// As many batches at once as the configuration has instances.
+    pub(super) fn new(inner: Arc<dyn Backend>, num_instances: usize) -> Self {
+        Self { inner, num_instances }
+    }
+}
+
+impl Backend for StaticBatch {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        self.inner.infer(request)
+    }
+
+    fn num_instances(&self) -> usize {
+        self.num_instances
+    }
+
+    fn execute(&self, _instance: usize, batch: Vec<BatchedRequest>) -> BoxFuture<'_, ()> {
+        let answer = |BatchedRequest { request, responses }| async move {
+            match self.inner.infer(request) {
+                Ok(stream) => forward(stream, &responses, |response| response).await,
+                Err(error) => drop(responses.send(Err(error)).await),
+            }
+        };
+        join_all(batch.into_iter().map(answer)).map(drop).boxed()
+    }
+
+    fn is_ready(&self) -> bool {
+        self.inner.is_ready()
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        self.inner.drain()
+    }
+}

@@ -1,0 +1,485 @@
+//! Text in, text out, from a checkpoint: LMDeploy's and SGLang's Python models, TensorRT-LLM's `llmapi`, and models that
+//! run a Hugging Face checkpoint themselves.
+//!
+//! They differ in what they call things, so a request is read by the names in [`NAMES`] and handed to the engine under its
+//! own. No chat template is applied: the prompt is what the client sends.
+
+use std::sync::Arc;
+
+use futures::FutureExt as _;
+use futures::future::{BoxFuture, join_all};
+use repository::ModelConfig;
+use repository::proto::{DataType as ConfigType, ModelInput, ModelOutput, ModelParameter};
+use serving::{
+    Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseSender, ResponseStream,
+    Tensor,
+};
+use text::{Detokenizer, Tokenizer};
+
+use super::engine::{engine_output, with_checkpoint};
+use super::keys::Use;
+use crate::words::WordList;
+use crate::{checkpoint, parameters};
+
+/// Names of the prompt.
+pub(super) const PROMPT: [&str; 8] =
+    ["prompt", "text_input", "PROMPT", "INPUT_TEXT", "input_text", "text", "query", "QUERY"];
+
+/// Names of whether to stream.
+const STREAM: [&str; 3] = ["stream", "streaming", "STREAM"];
+
+/// Names of words that end the text, and of words that are never generated.
+const STOP_WORDS: [&str; 3] = ["stop_words", "stop", "sampling_param_stop"];
+const BAD_WORDS: [&str; 1] = ["bad_words"];
+
+/// Names of whether the prompt is left out of the answer.
+const EXCLUDE_INPUT: [&str; 2] = ["exclude_input_in_output", "sampling_param_exclude_input_from_output"];
+
+/// Numbers that are handed to the engine as they come: its name, then the names that models use.
+const NAMES: &[(&str, &[&str])] = &[
+    (
+        "request_output_len",
+        &["max_tokens", "max_new_tokens", "request_output_len", "output_len", "sampling_param_max_tokens"],
+    ),
+    ("temperature", &["temperature", "TEMPERATURE", "sampling_param_temperature"]),
+    ("runtime_top_k", &["top_k", "runtime_top_k", "TOP_K", "sampling_param_top_k"]),
+    ("runtime_top_p", &["top_p", "runtime_top_p", "TOP_P", "sampling_param_top_p"]),
+    ("repetition_penalty", &["repetition_penalty"]),
+    ("presence_penalty", &["presence_penalty", "sampling_param_presence_penalty"]),
+    ("frequency_penalty", &["frequency_penalty", "sampling_param_frequency_penalty"]),
+    ("seed", &["seed", "random_seed", "sampling_param_seed"]),
+    ("min_tokens", &["min_tokens", "min_length", "min_new_tokens"]),
+    ("beam_width", &["beam_width", "num_beams"]),
+    ("len_penalty", &["length_penalty", "len_penalty"]),
+    ("end_id", &["end_id"]),
+    ("return_log_probs", &["return_log_probs", "return_cumulative_logprob"]),
+];
+
+const OTHERS: &[(&str, Use)] = &[
+    ("ignore_eos", Use::Used("generates on behind the token that ends a sequence")),
+    ("skip_special_tokens", Use::Used("whether special tokens are left out of the text; yes when not sent")),
+    ("return_finish_reason", Use::Used("gives `finish_reason`")),
+    ("return_stop_reason", Use::Ignored("which stop word it was is not told")),
+    ("pad_id", Use::Ignored("each row is answered by itself")),
+    ("sampling_param_best_of", Use::Ignored("one sequence is generated")),
+    ("sampling_param_return_perf_metrics", Use::Ignored("figures are read from /metrics")),
+    ("image_url", Use::Refused("models read text only")),
+    ("lora_id", Use::Refused("adapters are not supported; merge them into the checkpoint")),
+    ("lora_name", Use::Refused("adapters are not supported; merge them into the checkpoint")),
+    ("lora_path", Use::Refused("adapters are not supported; merge them into the checkpoint")),
+    ("lora_ckpt_source", Use::Ignored("adapters are not supported")),
+];
+
+/// Parameters that say how many tokens to generate when a request does not.
+const DEFAULT_LENGTH: [&str; 3] = ["max_output_length", "max_output_tokens", "max_new_tokens"];
+
+/// Tokens to generate when nobody says: what LMDeploy takes.
+const DEFAULT_MAX_TOKENS: i32 = 512;
+
+/// Sequences that run at once where the configuration has no batches: what LMDeploy's engine takes.
+const MAX_ROWS: i32 = 128;
+
+/// Responses that wait unread, as many as the engine's own.
+const UNREAD_RESPONSES: usize = 64;
+
+/// What becomes of an input; `None` for an unknown one.
+pub(super) fn input(name: &str) -> Option<Use> {
+    let lists = [
+        (&PROMPT[..], "the prompt"),
+        (&STREAM[..], "a response for each step"),
+        (&STOP_WORDS[..], "ends the text"),
+        (&BAD_WORDS[..], "never generated"),
+        (&EXCLUDE_INPUT[..], "whether the prompt is left out of the answer"),
+    ];
+    let listed = lists.into_iter().find(|(names, _)| names.contains(&name)).map(|(_, effect)| Use::Used(effect));
+    let number = || NAMES.iter().any(|(_, names)| names.contains(&name)).then_some(Use::Used("of generation"));
+    let other = || OTHERS.iter().find(|(other, _)| *other == name).map(|&(_, use_)| use_);
+    listed.or_else(number).or_else(other)
+}
+
+/// Loads text models.
+pub(super) struct TextModelFactory {
+    pub(super) llm: Arc<dyn BackendFactory>,
+}
+
+impl BackendFactory for TextModelFactory {
+    fn is_exclusive(&self) -> bool {
+        true
+    }
+
+    /// A checkpoint without a configuration takes and gives what LMDeploy's model does.
+    fn complete(&self, config: &mut ModelConfig) {
+        if config.input.is_empty() && config.output.is_empty() {
+            config.input = default_inputs();
+            config.output = vec![text_output("text_output")];
+            config.model_transaction_policy.get_or_insert_default().decoupled = true;
+        }
+    }
+
+    fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        let llm = self.llm.clone();
+        async move {
+            let request = with_checkpoint(&model, fit)?;
+            let text_model = TextModel::new(&model, &request)?;
+            let llm = llm.load(request).await?;
+            Ok(Arc::new(TextModel { llm: Some(llm), ..text_model }) as Arc<dyn Backend>)
+        }
+        .boxed()
+    }
+}
+
+/// The engine streams whatever the model around it does.
+fn fit(config: &mut ModelConfig) {
+    config.max_batch_size = config.max_batch_size.max(MAX_ROWS);
+    config.model_transaction_policy.get_or_insert_default().decoupled = true;
+    let outputs = [
+        ("output_ids", ConfigType::TypeInt32),
+        ("sequence_length", ConfigType::TypeInt32),
+        ("cum_log_probs", ConfigType::TypeFp32),
+    ];
+    config.output = outputs.map(|(name, data_type)| engine_output(name, data_type)).to_vec();
+    config.parameters.insert("exclude_input_in_output".to_owned(), ModelParameter { string_value: "true".to_owned() });
+}
+
+fn default_inputs() -> Vec<ModelInput> {
+    let input = |name: &str, data_type: ConfigType, optional: bool, dim: i64| {
+        let mut input = ModelInput { name: name.to_owned(), dims: vec![dim], optional, ..ModelInput::default() };
+        input.set_data_type(data_type);
+        input
+    };
+    let optional = |name: &str, data_type| input(name, data_type, true, 1);
+    let words = |name: &str| input(name, ConfigType::TypeString, true, -1);
+    vec![
+        input("text_input", ConfigType::TypeString, false, 1),
+        optional("max_tokens", ConfigType::TypeInt32),
+        optional("stream", ConfigType::TypeBool),
+        optional("temperature", ConfigType::TypeFp32),
+        optional("top_k", ConfigType::TypeInt32),
+        optional("top_p", ConfigType::TypeFp32),
+        optional("repetition_penalty", ConfigType::TypeFp32),
+        optional("presence_penalty", ConfigType::TypeFp32),
+        optional("frequency_penalty", ConfigType::TypeFp32),
+        optional("seed", ConfigType::TypeUint64),
+        optional("min_tokens", ConfigType::TypeInt32),
+        optional("ignore_eos", ConfigType::TypeBool),
+        words("stop_words"),
+        words("bad_words"),
+    ]
+}
+
+fn text_output(name: &str) -> ModelOutput {
+    engine_output(name, ConfigType::TypeString)
+}
+
+/// A loaded text model. Clones share the engine.
+#[derive(Clone)]
+struct TextModel {
+    /// Set once the engine is loaded.
+    llm: Option<Arc<dyn Backend>>,
+    tokenizer: Arc<Tokenizer>,
+    max_tokens: i32,
+    is_batched: bool,
+    is_decoupled: bool,
+    add_special_tokens: bool,
+    text_output: String,
+    outputs: Vec<String>,
+}
+
+impl TextModel {
+    fn new(model: &LoadRequest, engine: &LoadRequest) -> Result<Self, InferError> {
+        let config = &model.config;
+        let wrong = |words: String| InferError::invalid(format!("model `{}`: {words}", config.name));
+        let dir = engine.config.parameter("gpt_model_path").unwrap_or_default();
+        let tokenizer = match checkpoint::has_tokenizer(dir.as_ref()) {
+            true => Arc::new(Tokenizer::from_dir(dir.as_ref()).map_err(|error| wrong(error.to_string()))?),
+            false => checkpoint::tokenizer(model)?,
+        };
+        let mut max_tokens = DEFAULT_MAX_TOKENS;
+        for key in DEFAULT_LENGTH {
+            max_tokens = parameters::number(config, key)?.unwrap_or(max_tokens);
+        }
+        let is_text = |output: &&ModelOutput| output.data_type() == ConfigType::TypeString;
+        let text = config.output.iter().find(|output| output.name == "response" || output.name == "text_output");
+        let text = text.or_else(|| config.output.iter().find(is_text));
+        let text = text.ok_or_else(|| wrong("no output is TYPE_STRING; declare `text_output`".to_owned()))?;
+        Ok(Self {
+            llm: None,
+            tokenizer,
+            max_tokens,
+            is_batched: config.max_batch_size > 0,
+            is_decoupled: config.is_decoupled(),
+            add_special_tokens: parameters::flag(config, "add_special_tokens")?.unwrap_or(true),
+            text_output: text.name.clone(),
+            outputs: config.output.iter().map(|output| output.name.clone()).collect(),
+        })
+    }
+
+    fn llm(&self) -> &Arc<dyn Backend> {
+        self.llm.as_ref().expect("the engine was loaded before the model serves")
+    }
+
+    /// The engine's request for one prompt.
+    fn engine_request(
+        &self,
+        request: &InferRequest,
+        prompt: &str,
+        row: Row,
+        streaming: bool,
+    ) -> Result<InferRequest, InferError> {
+        let encode = self.tokenizer.encode(prompt, self.add_special_tokens);
+        let ids = encode.map_err(|error| InferError::invalid(format!("cannot encode the prompt: {error}")))?;
+        let ids: Vec<i32> = ids.into_iter().map(u32::cast_signed).collect();
+        let mut inputs = vec![
+            Tensor::from_i32("input_ids", &[1, ids.len() as i64], &ids),
+            Tensor::from_bool("streaming", &[1, 1], &[streaming]),
+        ];
+        for (name, aliases) in NAMES {
+            let Some(tensor) = find(request, aliases) else { continue };
+            inputs.push(row.of(tensor, name)?);
+        }
+        if !inputs.iter().any(|tensor| tensor.name == "request_output_len") {
+            inputs.push(Tensor::from_i32("request_output_len", &[1, 1], &[self.max_tokens]));
+        }
+        if flag(request, &["ignore_eos"])?.unwrap_or(false) {
+            inputs.retain(|tensor| tensor.name != "end_id");
+            inputs.push(Tensor::from_i32("end_id", &[1, 1], &[-1]));
+        }
+        inputs.extend(self.words(request, &STOP_WORDS, "stop_words_list")?);
+        inputs.extend(self.words(request, &BAD_WORDS, "bad_words_list")?);
+        Ok(InferRequest { inputs, requested_outputs: Vec::new(), ..request.clone() })
+    }
+
+    fn words(&self, request: &InferRequest, names: &[&str], output: &str) -> Result<Option<Tensor>, InferError> {
+        let tensor = names.iter().filter_map(|name| request.input(name)).find_map(|tensor| tensor.to_byte_strings());
+        let Some(words) = tensor else { return Ok(None) };
+        let words: Vec<String> = words.iter().map(|word| String::from_utf8_lossy(word).into_owned()).collect();
+        let list = WordList::encode(&self.tokenizer, words.iter().map(String::as_str))?;
+        let mut values = Vec::new();
+        list.write(list.width(), &mut values);
+        Ok(Some(Tensor::from_i32(output, &[1, 2, list.width() as i64], &values)))
+    }
+
+    /// The running text of one prompt's answer.
+    fn text(&self, request: &InferRequest, prompt: &str) -> Result<RunningText, InferError> {
+        let skip = flag(request, &["skip_special_tokens"])?.unwrap_or(true);
+        let leading = match flag(request, &EXCLUDE_INPUT)?.unwrap_or(true) {
+            true => String::new(),
+            false => prompt.to_owned(),
+        };
+        let max_tokens = find(request, NAMES[0].1).and_then(|tensor| tensor.to_i32()?.first().copied());
+        Ok(RunningText {
+            detokenizer: Detokenizer::new(self.tokenizer.clone(), skip),
+            leading,
+            num_tokens: 0,
+            max_tokens: usize::try_from(max_tokens.unwrap_or(self.max_tokens)).unwrap_or(0),
+        })
+    }
+
+    fn response(&self, request: &InferRequest, rows: &[(String, &'static str)], is_final: bool) -> InferResponse {
+        let shape = if self.is_batched { vec![rows.len() as i64, 1] } else { vec![rows.len() as i64] };
+        let asked =
+            |name: &str| request.requested_outputs.is_empty() || request.requested_outputs.iter().any(|it| it == name);
+        let texts: Vec<&str> = rows.iter().map(|(text, _)| text.as_str()).collect();
+        let mut outputs = vec![Tensor::from_byte_strings(&self.text_output, &shape, &texts)];
+        if is_final && self.outputs.iter().any(|output| output == "finish_reason") {
+            let reasons: Vec<&str> = rows.iter().map(|(_, reason)| *reason).collect();
+            outputs.push(Tensor::from_byte_strings("finish_reason", &shape, &reasons));
+        }
+        outputs.retain(|output| asked(&output.name));
+        InferResponse { outputs, is_final, id: request.id.clone(), ..InferResponse::default() }
+    }
+}
+
+/// One row of a request whose numbers may be one for all, or one for each.
+#[derive(Clone, Copy)]
+struct Row {
+    index: usize,
+    count: usize,
+}
+
+impl Row {
+    /// This row's number of `tensor`, under the engine's name for it.
+    fn of(self, tensor: &Tensor, name: &str) -> Result<Tensor, InferError> {
+        let size = tensor.datatype.size().unwrap_or(1);
+        let count = tensor.data.len() / size;
+        if count != 1 && count != self.count {
+            let words =
+                format!("input `{}` has {count} values for {} prompts; send one, or one each", tensor.name, self.count);
+            return Err(InferError::invalid(words));
+        }
+        let at = if count == 1 { 0 } else { self.index } * size;
+        Ok(Tensor {
+            name: name.to_owned(),
+            shape: vec![1, 1],
+            data: tensor.data.slice(at..at + size),
+            ..tensor.clone()
+        })
+    }
+}
+
+/// A text in the making.
+struct RunningText {
+    detokenizer: Detokenizer,
+    leading: String,
+    num_tokens: usize,
+    max_tokens: usize,
+}
+
+impl RunningText {
+    /// The text that the engine's response completes.
+    fn push(&mut self, response: &InferResponse) -> String {
+        let mut piece = std::mem::take(&mut self.leading);
+        let ids = response.outputs.iter().find(|tensor| tensor.name == "output_ids").and_then(Tensor::to_i32);
+        for id in ids.unwrap_or_default() {
+            self.num_tokens += 1;
+            self.detokenizer.push_into(id.cast_unsigned(), &mut piece);
+        }
+        if response.is_final {
+            self.detokenizer.finish_into(&mut piece);
+        }
+        piece
+    }
+
+    fn finish_reason(&self) -> &'static str {
+        if self.num_tokens >= self.max_tokens { "length" } else { "stop" }
+    }
+}
+
+impl Backend for TextModel {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        if let Some((tensor, reason)) = request.inputs.iter().find_map(|tensor| match input(&tensor.name) {
+            Some(Use::Refused(reason)) => Some((tensor, reason)),
+            _ => None,
+        }) {
+            return Err(InferError::invalid(format!(
+                "input `{}` is not supported: {reason}; leave it out",
+                tensor.name
+            )));
+        }
+        if let Some(stop) =
+            request.input("stop").filter(|stop| stop.to_bool().is_some_and(|stop| stop.first() == Some(&true)))
+        {
+            let inputs = vec![stop.clone()];
+            return self.llm().infer(InferRequest { inputs, requested_outputs: Vec::new(), ..request.clone() });
+        }
+        let prompts = prompts(&request)?;
+        let streaming = flag(&request, &STREAM)?.unwrap_or(false);
+        if streaming && !self.is_decoupled {
+            return Err(InferError::invalid(
+                "the request asks for a stream, but this model is not decoupled; set `model_transaction_policy { decoupled: \
+                 true }`, or do not ask for one",
+            ));
+        }
+        if streaming && prompts.len() != 1 {
+            return Err(InferError::invalid(format!(
+                "{} prompts in one stream; send a request for each",
+                prompts.len()
+            )));
+        }
+        let mut runs = Vec::with_capacity(prompts.len());
+        for (index, prompt) in prompts.iter().enumerate() {
+            let row = Row { index, count: prompts.len() };
+            let engine_request = self.engine_request(&request, prompt, row, streaming)?;
+            let text = self.text(&request, prompt)?;
+            runs.push((self.llm().infer(engine_request)?, text));
+        }
+        let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
+        let model = self.clone();
+        tokio::spawn(async move {
+            match (streaming, runs.pop()) {
+                (true, Some((engine, text))) => model.stream(request, engine, text, sender).await,
+                (_, last) => model.answer(request, runs.into_iter().chain(last).collect(), sender).await,
+            }
+        });
+        Ok(stream)
+    }
+
+    fn is_ready(&self) -> bool {
+        self.llm().is_ready()
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        self.llm().drain()
+    }
+}
+
+impl TextModel {
+    /// A response for each piece of text, the last of them final.
+    async fn stream(
+        self,
+        request: InferRequest,
+        mut engine: ResponseStream,
+        mut text: RunningText,
+        sender: ResponseSender,
+    ) {
+        loop {
+            let item = tokio::select! {
+                item = engine.next_response() => item,
+                () = sender.cancelled() => return,
+            };
+            sender.mark_scheduled();
+            let response = match item {
+                None => return,
+                Some(Err(error)) => {
+                    sender.send(Err(error)).await;
+                    return;
+                }
+                Some(Ok(response)) => response,
+            };
+            let piece = text.push(&response);
+            if piece.is_empty() && !response.is_final {
+                continue;
+            }
+            let told = self.response(&request, &[(piece, text.finish_reason())], response.is_final);
+            if !sender.send(Ok(told)).await || response.is_final {
+                return;
+            }
+        }
+    }
+
+    /// One response with the whole text of every prompt.
+    async fn answer(self, request: InferRequest, runs: Vec<(ResponseStream, RunningText)>, sender: ResponseSender) {
+        let whole = |(mut engine, mut text): (ResponseStream, RunningText)| async move {
+            let mut whole = String::new();
+            while let Some(item) = engine.next_response().await {
+                whole.push_str(&text.push(&item?));
+            }
+            Ok((whole, text.finish_reason()))
+        };
+        let texts: Vec<Result<(String, &'static str), InferError>> = tokio::select! {
+            texts = join_all(runs.into_iter().map(whole)) => texts,
+            () = sender.cancelled() => return,
+        };
+        sender.mark_scheduled();
+        let rows: Result<Vec<_>, InferError> = texts.into_iter().collect();
+        sender.send(rows.map(|rows| self.response(&request, &rows, true))).await;
+    }
+}
+
+fn prompts(request: &InferRequest) -> Result<Vec<String>, InferError> {
+    let missing = || InferError::invalid("the prompt is missing: send it as the model's text input");
+    let tensor = find(request, &PROMPT).ok_or_else(missing)?;
+    let texts = tensor.to_byte_strings().ok_or_else(missing)?;
+    if texts.is_empty() {
+        return Err(missing());
+    }
+    let text = |text: &bytes::Bytes| {
+        let words = |error: std::str::Utf8Error| {
+            let at = error.valid_up_to();
+            InferError::invalid(format!("input `{}` is not UTF-8: byte {at} is wrong; send UTF-8 text", tensor.name))
+        };
+        std::str::from_utf8(text).map(str::to_owned).map_err(words)
+    };
+    texts.iter().map(text).collect()
+}
+
+fn find<'a>(request: &'a InferRequest, names: &[&str]) -> Option<&'a Tensor> {
+    names.iter().find_map(|name| request.input(name))
+}
+
+/// The first value of a BOOL input; one that is no BOOL is someone else's.
+fn flag(request: &InferRequest, names: &[&str]) -> Result<Option<bool>, InferError> {
+    let Some(tensor) = find(request, names) else { return Ok(None) };
+    let wrong = || InferError::invalid(format!("input `{}` is {}, expected BOOL", tensor.name, tensor.datatype.name()));
+    Ok(tensor.to_bool().ok_or_else(wrong)?.first().copied())
+}
