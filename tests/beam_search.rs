@@ -1,0 +1,78 @@
+//! Beam searches give the tokens of transformers' `generate(num_beams=…)` in fp32 (`scripts/goldens/make_beam_goldens.py`).
+
+mod support;
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+use support::{Options, TestWorld, copied_repository, eventually};
+
+fn goldens() -> Vec<Value> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/beam_search.json");
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+/// Makes every tensor of a bf16 safetensors file f32, with the same values.
+fn widen(path: &Path) {
+    let bytes = std::fs::read(path).unwrap();
+    let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut header: Value = serde_json::from_slice(&bytes[8..8 + header_len]).unwrap();
+    for (name, tensor) in header.as_object_mut().unwrap() {
+        if name == "__metadata__" {
+            continue;
+        }
+        assert_eq!(tensor["dtype"], "BF16", "{name}");
+        tensor["dtype"] = "F32".into();
+        let offsets = tensor["data_offsets"].as_array_mut().unwrap();
+        offsets.iter_mut().for_each(|offset| *offset = (2 * offset.as_u64().unwrap()).into());
+    }
+    let header = header.to_string();
+    let mut widened = (header.len() as u64).to_le_bytes().to_vec();
+    widened.extend_from_slice(header.as_bytes());
+    widened.extend(bytes[8 + header_len..].chunks_exact(2).flat_map(|bf16| [0, 0, bf16[0], bf16[1]]));
+    std::fs::write(path, widened).unwrap();
+}
+
+/// The search of a golden: each beam's tokens and log-probability.
+fn search(world: &TestWorld, golden: &Value) -> Vec<(Vec<i64>, f64)> {
+    let mut body = json!({"input_ids": golden["prompt"], "input_lengths": golden["prompt"].as_array().unwrap().len(),
+        "request_output_len": golden["max_tokens"], "return_log_probs": true, "beam_width": golden["beam_width"],
+        "len_penalty": golden["len_penalty"], "early_stopping": golden["early_stopping"]});
+    if let Some(penalty) = golden.get("repetition_penalty") {
+        body["repetition_penalty"] = penalty.clone();
+    }
+    let (status, text) = world.post("/v2/models/tensorrt_llm/generate", &body);
+    assert_eq!(status, 200, "{text}");
+    let answer: Value = serde_json::from_str(&text).unwrap();
+    let numbers = |name: &str| -> Vec<f64> {
+        let values = &answer[name];
+        values.as_array().unwrap_or_else(|| panic!("{name}: {answer}")).iter().map(|x| x.as_f64().unwrap()).collect()
+    };
+    let (ids, lengths, log_probs) = (numbers("output_ids"), numbers("sequence_length"), numbers("cum_log_probs"));
+    let width = ids.len() / lengths.len();
+    let beam = |(ids, (length, log_prob)): (&[f64], (&f64, &f64))| {
+        (ids[..*length as usize].iter().map(|id| *id as i64).collect(), *log_prob)
+    };
+    ids.chunks(width).zip(lengths.iter().zip(&log_probs)).map(beam).collect()
+}
+
+#[test]
+fn beams_are_those_of_transformers_for_world_sizes_1_and_2() {
+    let repository = copied_repository();
+    widen(&repository.path().join("tensorrt_llm/1/model.safetensors"));
+    for world_size in [1, 2] {
+        let mut world =
+            TestWorld::start(Options { world_size, repository: repository.path().to_owned(), ..Options::default() });
+        for golden in goldens() {
+            let beams = search(&world, &golden);
+            let expected = golden["beams"].as_array().unwrap();
+            assert_eq!(beams.len(), expected.len());
+            for (index, ((tokens, log_prob), expected)) in beams.iter().zip(expected).enumerate() {
+                assert_eq!(json!(tokens), expected["tokens"], "beam {index} of {golden}, world size {world_size}");
+                let expected = expected["log_prob"].as_f64().unwrap();
+                assert!((log_prob - expected).abs() < 1e-3, "beam {index} of {golden}: {log_prob}");
+            }
+        }
+        eventually("blocks are free", || world.metric("trireme_llm_kv_blocks_used") == 0.0);
+    }
+}
