@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use crate::forward::HeaderPattern;
 use crate::restricted::Restrictions;
+use crate::settings::{LogControl, TraceOptions};
 use crate::tls::Tls;
 
 /// A host (name or address) and a port; port 0 lets the system choose.
@@ -85,6 +86,10 @@ pub struct Config {
     pub http_header_timeout: Duration,
     /// Longest silence of a client in the middle of a request's body.
     pub http_body_timeout: Duration,
+    /// What is logged, and who follows its changes.
+    pub log: LogControl,
+    /// What is traced at the start, and where traces go.
+    pub trace: TraceOptions,
     /// Whether clients may register system shared memory.
     pub allow_client_shm: bool,
     /// Shared-memory names with these beginnings are the server's own and never a client's.
@@ -115,6 +120,8 @@ impl Default for Config {
             grpc_keepalive_timeout: Duration::from_secs(20),
             http_header_timeout: Duration::from_secs(30),
             http_body_timeout: Duration::from_secs(30),
+            log: LogControl::default(),
+            trace: TraceOptions::default(),
             allow_client_shm: true,
             reserved_shm_prefixes: Vec::new(),
         }

@@ -35,6 +35,9 @@ impl KserveGrpc {
         if let Some(Forwarded(headers)) = forwarded {
             forward(&mut request, &headers);
         }
+        let trace = self.state.sample_trace(&request.model_name);
+        trace.iter().for_each(|trace| trace.mark("GRPC_WAITREAD_END"));
+        request.trace = trace.clone();
         if self.state.server.is_decoupled(&request.model_name, &request.model_version)? {
             return Err(InferError::new(
                 ErrorKind::Unsupported,
@@ -43,6 +46,7 @@ impl KserveGrpc {
         }
         let model = request.model_name.clone();
         let response = single_response(&model, self.state.server.infer(request)?).await?;
+        trace.iter().for_each(|trace| trace.mark("GRPC_SEND_START"));
         let response = self.state.deliver(&asked.outputs, response)?;
         Ok(InferReply { response, final_response: None })
     }

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
-use serving::{ErrorKind, InferError};
+use serving::{ErrorKind, InferError, Trace};
 
 use crate::body::{ReplyBody, read_all};
 use crate::coding::Coding;
@@ -95,7 +95,10 @@ fn model_ready(state: &State, model: ModelPath<'_>) -> Reply {
 
 async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: Incoming) -> Result<Reply, InferError> {
     let accepted = header(headers, &ACCEPT_ENCODING).map_or(Ok(None), Coding::accepted)?;
+    let trace = state.sample_trace(model.name);
+    mark(&trace, "HTTP_RECV_START");
     let body = read_body(state, headers, body).await?;
+    mark(&trace, "HTTP_RECV_END");
     if body.is_empty() {
         return Err(InferError::invalid("the request has no body, expected a JSON infer request"));
     }
@@ -105,6 +108,7 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     };
     asked.request.model_name = model.name.to_owned();
     asked.request.model_version = model.version.to_owned();
+    asked.request.trace = trace.clone();
     forward(&mut asked.request, &state.config.http_forward.pick(headers)?);
     let Asked { request, outputs, is_binary } = asked;
     if state.server.is_decoupled(model.name, model.version)? {
@@ -114,7 +118,9 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
         ));
     }
     let response = single_response(model.name, state.server.infer(request)?).await?;
+    mark(&trace, "HTTP_SEND_START");
     let answer = http_infer::write(state.deliver(&outputs, response)?, &outputs, is_binary)?;
+    mark(&trace, "HTTP_SEND_END");
     let mut reply = reply(StatusCode::OK, if answer.head_len.is_some() { BINARY } else { JSON }, answer.body);
     if let Some(head_len) = answer.head_len {
         reply.headers_mut().insert(HEAD_LENGTH, HeaderValue::from(head_len));
@@ -160,11 +166,15 @@ async fn start_generate(
     headers: &HeaderMap,
     body: Incoming,
 ) -> Result<serving::ResponseStream, InferError> {
+    let trace = state.sample_trace(model.name);
+    mark(&trace, "HTTP_RECV_START");
     let body = read_body(state, headers, body).await?;
+    mark(&trace, "HTTP_RECV_END");
     let config = state.server.model_config(model.name, model.version)?;
     let mut request = generate::read(&body, &config)?;
     request.model_name = model.name.to_owned();
     request.model_version = model.version.to_owned();
+    request.trace = trace;
     forward(&mut request, &state.config.http_forward.pick(headers)?);
     state.server.infer(request)
 }
@@ -178,6 +188,10 @@ async fn read_body(state: &State, headers: &HeaderMap, body: Incoming) -> Result
         Some(coding) => coding.decode(&body, limit),
         None => Ok(body),
     }
+}
+
+fn mark(trace: &Option<Trace>, name: &'static str) {
+    trace.iter().for_each(|trace| trace.mark(name));
 }
 
 fn compress(reply: Reply, coding: Coding) -> Result<Reply, InferError> {

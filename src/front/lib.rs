@@ -49,6 +49,7 @@ mod state;
 mod status;
 mod stream_infer;
 mod tls;
+mod trace_file;
 
 pub use config::{Address, Compression, Config, ConfigError};
 pub use forward::HeaderPattern;
@@ -56,5 +57,6 @@ pub use listener::StartError;
 pub use metrics::{Family, FamilyKind, MetricsSource, Sample};
 pub use restricted::{Api, Restrictions};
 pub use running::{Addresses, Running, start};
+pub use settings::{LogControl, LogFormat, LogOptions, TraceOptions};
 pub use status::{grpc_code, http_status};
 pub use tls::{Tls, TlsError};

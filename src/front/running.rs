@@ -59,7 +59,7 @@ pub async fn start(
     let grpc = listen("gRPC service", config.grpc.as_ref(), config.reuse_grpc_port).await?;
     let http = listen("HTTP service", config.http.as_ref(), config.reuse_http_port).await?;
     let metrics = listen("metrics service", config.metrics.as_ref(), false).await?;
-    let state = Arc::new(State::new(config, server, sources));
+    let state = Arc::new(State::new(config, server, sources)?);
     let mut running = Running { addresses: Addresses::default(), state: state.clone(), ports: Vec::new() };
     if let Some(listener) = grpc {
         running.addresses.grpc = Some(running.add(serve_grpc(listener, acceptor, state.clone()), "gRPC service")?);

@@ -1,9 +1,13 @@
 //! Trace and log settings that clients read and change.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use serving::{ErrorKind, InferError};
+use serving::{ErrorKind, InferError, Trace};
+
+use crate::trace_file::TraceFile;
 
 /// Names of the trace settings, in the order in which they are listed.
 pub const TRACE_KEYS: [&str; 6] =
@@ -20,13 +24,51 @@ pub type TraceChanges = Vec<(String, Option<Vec<String>>)>;
 /// Models with settings of their own that are remembered.
 const MAX_MODELS: usize = 4096;
 
+/// What is traced at the start, and where traces go. `None` for a file writes none, whatever clients set.
+#[derive(Debug, Clone, Default)]
+pub struct TraceOptions {
+    /// The file; with a frequency, the beginning of files' names.
+    pub file: Option<PathBuf>,
+    /// Settings that differ from the defaults, by the names of [`TRACE_KEYS`].
+    pub settings: Vec<(String, Vec<String>)>,
+}
+
 /// Trace settings of the server and, where they differ, of models.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct TraceSettings {
+    defaults: TraceValues,
     changed: Mutex<BTreeMap<String, TraceValues>>,
+    /// Requests seen, and traces made, by who owns the settings.
+    counts: Mutex<BTreeMap<String, (u64, u64)>>,
+    /// Whether any request may be traced: what every request looks at.
+    is_on: AtomicBool,
+    file: Option<Arc<TraceFile>>,
 }
 
 impl TraceSettings {
+    /// Settings that begin as `options` say.
+    ///
+    /// # Errors
+    /// Names the setting that cannot be.
+    pub fn new(options: &TraceOptions) -> Result<Self, String> {
+        let mut defaults = default_trace();
+        for (key, values) in &options.settings {
+            let key =
+                TRACE_KEYS.into_iter().find(|known| known == key).ok_or(format!("`{key}` is no trace setting"))?;
+            let checked = check_trace(key, values.clone()).map_err(|error| error.message)?;
+            let checked = checked.ok_or_else(|| format!("`{}` is no value of `{key}`", values.join(",")))?;
+            defaults.insert(key, checked);
+        }
+        if let Some(file) = &options.file {
+            defaults.insert("trace_file", vec![file.display().to_string()]);
+        }
+        let file = options.file.clone().map(TraceFile::new).map(Arc::new);
+        let (changed, counts, is_on) = Default::default();
+        let settings = Self { defaults, changed, counts, is_on, file };
+        settings.follow();
+        Ok(settings)
+    }
+
     fn changed(&self) -> MutexGuard<'_, BTreeMap<String, TraceValues>> {
         self.changed.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -34,11 +76,32 @@ impl TraceSettings {
     /// The settings of a model, or the server's when `model` is empty.
     pub fn get(&self, model: &str) -> TraceValues {
         let changed = self.changed();
-        let mut values = default_trace();
+        let mut values = self.defaults.clone();
         for owner in ["", model] {
             values.extend(changed.get(owner).into_iter().flatten().map(|(key, value)| (*key, value.clone())));
         }
         values
+    }
+
+    /// A trace for this request to `model`, when it is one of those to be traced.
+    pub fn sample(&self, model: &str) -> Option<Trace> {
+        let file = self.file.as_ref().filter(|_| self.is_on.load(Relaxed))?;
+        let values = self.get(model);
+        let has = |level: &str| values["trace_level"].iter().any(|known| known == level);
+        let number = |key: &str| values[key][0].parse::<i64>().unwrap_or(0);
+        if !has("TIMESTAMPS") && !has("TENSORS") {
+            return None;
+        }
+        let owner = if self.changed().contains_key(model) { model } else { "" };
+        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        let (seen, traced) = counts.entry(owner.to_owned()).or_default();
+        *seen += 1;
+        let (rate, count) = (number("trace_rate"), number("trace_count"));
+        if rate == 0 || !(*seen).is_multiple_of(rate as u64) || (count >= 0 && *traced >= count as u64) {
+            return None;
+        }
+        *traced += 1;
+        Some(Trace::new(file.clone(), has("TIMESTAMPS"), has("TENSORS")))
     }
 
     /// Changes settings of a model, or the server's when `model` is empty. Unknown names and levels are ignored.
@@ -67,8 +130,28 @@ impl TraceSettings {
                 None => drop(own.remove(key)),
             }
         }
+        if own.is_empty() {
+            changed.remove(model);
+        }
         drop(changed);
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner).remove(model);
+        self.follow();
         Ok(self.get(model))
+    }
+
+    /// Has the fast way and the file follow the settings.
+    fn follow(&self) {
+        let is_level = |values: &TraceValues| {
+            values.get("trace_level").is_some_and(|levels| levels.iter().any(|level| level != "OFF"))
+        };
+        let is_on = is_level(&self.get("")) || self.changed().values().any(is_level);
+        if is_on && self.file.is_none() {
+            tracing::warn!("traces are asked for but not written: start with --trace-config=triton,file=PATH");
+        }
+        self.is_on.store(is_on, Relaxed);
+        if let Some(file) = &self.file {
+            file.set_frequency(self.get("")["log_frequency"][0].parse().unwrap_or(0));
+        }
     }
 }
 
@@ -110,69 +193,131 @@ pub enum LogValue {
     String(String),
 }
 
-/// What is logged.
-#[derive(Debug)]
-pub struct LogSettings {
-    values: Mutex<BTreeMap<&'static str, LogValue>>,
+/// How log lines are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(u8)]
+pub enum LogFormat {
+    /// As Triton writes them.
+    #[default]
+    Default,
+    /// The same with a date of ISO 8601.
+    Iso8601,
+    /// One JSON object a line.
+    Json,
 }
 
-impl Default for LogSettings {
-    fn default() -> Self {
-        let values = [
-            ("log_file", LogValue::String(String::new())),
-            ("log_info", LogValue::Bool(true)),
-            ("log_warning", LogValue::Bool(true)),
-            ("log_error", LogValue::Bool(true)),
-            ("log_verbose_level", LogValue::Uint(0)),
-            ("log_format", LogValue::String("default".into())),
-        ];
-        Self { values: Mutex::new(values.into()) }
+const LOG_FORMATS: [(&str, LogFormat); 3] =
+    [("default", LogFormat::Default), ("ISO8601", LogFormat::Iso8601), ("JSON", LogFormat::Json)];
+
+impl std::str::FromStr for LogFormat {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let format = LOG_FORMATS.iter().find(|(known, _)| *known == name).map(|(_, format)| *format);
+        format.ok_or_else(|| format!("invalid value '{name}' for 'log_format', expected default, ISO8601 or JSON"))
     }
+}
+
+/// What is logged.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LogOptions {
+    /// The log file; empty for standard error. It never changes while the server runs.
+    pub file: String,
+    /// Whether information is written.
+    pub info: bool,
+    /// Whether warnings are written.
+    pub warning: bool,
+    /// Whether errors are written.
+    pub error: bool,
+    /// 0 is quiet; each level says more.
+    pub verbose_level: u32,
+    /// How lines are written.
+    pub format: LogFormat,
+}
+
+impl Default for LogOptions {
+    fn default() -> Self {
+        let format = LogFormat::Default;
+        Self { file: String::new(), info: true, warning: true, error: true, verbose_level: 0, format }
+    }
+}
+
+/// The log options, and who follows their changes.
+#[derive(Clone, Default)]
+pub struct LogControl {
+    /// What is logged at the start.
+    pub options: LogOptions,
+    /// Told of every change.
+    pub follower: Option<Arc<dyn Fn(&LogOptions) + Send + Sync>>,
+}
+
+impl std::fmt::Debug for LogControl {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("LogControl").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+/// What is logged, as clients read and change it.
+#[derive(Debug)]
+pub struct LogSettings {
+    now: Mutex<LogOptions>,
+    control: LogControl,
 }
 
 impl LogSettings {
-    fn values(&self) -> MutexGuard<'_, BTreeMap<&'static str, LogValue>> {
-        self.values.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Settings that begin as `control` says.
+    pub fn new(control: LogControl) -> Self {
+        Self { now: Mutex::new(control.options.clone()), control }
     }
 
-    /// Changes settings; unknown names are ignored.
+    /// Changes settings; unknown names are ignored. Answers all of them.
     ///
     /// # Errors
     /// When a value cannot be, or the setting cannot change; then nothing is changed.
     pub fn update(&self, changes: Vec<(String, LogValue)>) -> Result<BTreeMap<&'static str, LogValue>, InferError> {
-        let mut values = self.values();
-        let mut accepted = Vec::new();
-        for (key, value) in changes {
-            let Some((known, now)) = values.get_key_value(key.as_str()) else { continue };
-            check_log(known, now, &value)?;
-            accepted.push((*known, value));
+        let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = now.clone();
+        changes.iter().try_for_each(|(key, value)| change_log(&mut next, key, value))?;
+        if next != *now {
+            *now = next;
+            self.control.follower.iter().for_each(|follow| follow(&now));
         }
-        values.extend(accepted);
-        Ok(values.clone())
+        Ok(log_values(&now))
     }
 }
 
-fn check_log(key: &str, now: &LogValue, value: &LogValue) -> Result<(), InferError> {
-    let expected = match (now, value) {
-        (LogValue::Bool(_), LogValue::Bool(_)) | (LogValue::Uint(_), LogValue::Uint(_)) => return Ok(()),
-        (LogValue::String(_), LogValue::String(_)) if key == "log_file" => {
+fn log_values(options: &LogOptions) -> BTreeMap<&'static str, LogValue> {
+    let format = LOG_FORMATS.iter().find(|(_, format)| *format == options.format).map_or("", |(name, _)| name);
+    BTreeMap::from([
+        ("log_file", LogValue::String(options.file.clone())),
+        ("log_info", LogValue::Bool(options.info)),
+        ("log_warning", LogValue::Bool(options.warning)),
+        ("log_error", LogValue::Bool(options.error)),
+        ("log_verbose_level", LogValue::Uint(options.verbose_level)),
+        ("log_format", LogValue::String(format.to_owned())),
+    ])
+}
+
+fn change_log(options: &mut LogOptions, key: &str, value: &LogValue) -> Result<(), InferError> {
+    let expect = |kind: &str| Err(InferError::invalid(format!("expect {kind} for '{key}'")));
+    match (key, value) {
+        ("log_info", LogValue::Bool(value)) => options.info = *value,
+        ("log_warning", LogValue::Bool(value)) => options.warning = *value,
+        ("log_error", LogValue::Bool(value)) => options.error = *value,
+        ("log_info" | "log_warning" | "log_error", _) => return expect("boolean"),
+        ("log_verbose_level", LogValue::Uint(value)) => options.verbose_level = *value,
+        ("log_verbose_level", _) => return expect("unsigned int"),
+        ("log_format", LogValue::String(name)) => options.format = name.parse().map_err(InferError::invalid)?,
+        ("log_file", LogValue::String(_)) => {
             return Err(InferError::new(
                 ErrorKind::Unsupported,
                 "log file location can not be updated through network protocol",
             ));
         }
-        (LogValue::String(_), LogValue::String(format)) => {
-            return if format == "default" || format == "ISO8601" {
-                Ok(())
-            } else {
-                Err(InferError::invalid(format!("invalid value '{format}' for '{key}', expected default or ISO8601")))
-            };
-        }
-        (LogValue::Bool(_), _) => "boolean",
-        (LogValue::Uint(_), _) => "unsigned int",
-        (LogValue::String(_), _) => "string",
-    };
-    Err(InferError::invalid(format!("expect {expected} for '{key}'")))
+        ("log_format" | "log_file", _) => return expect("string"),
+        _ => {}
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -185,7 +330,7 @@ mod tests {
 
     #[test]
     fn a_models_trace_settings_cover_the_servers() {
-        let settings = TraceSettings::default();
+        let settings = TraceSettings::new(&TraceOptions::default()).unwrap();
         settings.update("", change("trace_rate", "800")).unwrap();
         assert_eq!(settings.get("m")["trace_rate"], ["800"]);
         settings.update("m", change("trace_rate", "5")).unwrap();
@@ -199,19 +344,45 @@ mod tests {
 
     #[test]
     fn unknown_levels_are_ignored_and_bad_rates_refused() {
-        let settings = TraceSettings::default();
+        let settings = TraceSettings::new(&TraceOptions::default()).unwrap();
         assert_eq!(settings.update("", change("trace_level", "FOO")).unwrap(), default_trace());
         assert!(settings.update("", change("trace_rate", "x")).unwrap_err().message.contains("Unable to parse"));
         assert_eq!(settings.update("", change("trace_file", "/x")).unwrap_err().kind, ErrorKind::Unsupported);
     }
 
     #[test]
+    fn every_nth_request_is_traced_until_there_are_enough() {
+        let folder = tempfile::tempdir().unwrap();
+        let setting = |key: &str, value: &str| (key.to_owned(), vec![value.to_owned()]);
+        let settings = TraceSettings::new(&TraceOptions {
+            file: Some(folder.path().join("t.json")),
+            settings: vec![setting("trace_rate", "3"), setting("trace_count", "2")],
+        })
+        .unwrap();
+        assert!((0..9).all(|_| settings.sample("m").is_none()), "off until someone asks");
+        settings.update("", change("trace_level", "TIMESTAMPS")).unwrap();
+        let traced: Vec<bool> = (0..12).map(|_| settings.sample("m").is_some()).collect();
+        assert_eq!(traced.iter().filter(|traced| **traced).count(), 2);
+        assert!(traced[2] && traced[5]);
+        settings.update("m", change("trace_level", "OFF")).unwrap();
+        assert!((0..9).all(|_| settings.sample("m").is_none()));
+    }
+
+    #[test]
     fn log_settings_keep_their_types() {
-        let settings = LogSettings::default();
+        let heard = Arc::new(Mutex::new(0));
+        let follower: Arc<dyn Fn(&LogOptions) + Send + Sync> = {
+            let heard = heard.clone();
+            Arc::new(move |options: &LogOptions| *heard.lock().unwrap() = options.verbose_level)
+        };
+        let control = LogControl { follower: Some(follower), ..LogControl::default() };
+        let settings = LogSettings::new(control);
         let wrong = vec![("log_info".to_owned(), LogValue::String("yes".into()))];
         assert_eq!(settings.update(wrong).unwrap_err().message, "expect boolean for 'log_info'");
         let values = settings.update(vec![("log_verbose_level".into(), LogValue::Uint(3))]).unwrap();
-        assert_eq!(values["log_verbose_level"], LogValue::Uint(3));
+        assert_eq!((&values["log_verbose_level"], *heard.lock().unwrap()), (&LogValue::Uint(3), 3));
+        let iso = vec![("log_format".into(), LogValue::String("ISO8601".into()))];
+        assert_eq!(settings.update(iso).unwrap()["log_format"], LogValue::String("ISO8601".into()));
         assert!(settings.update(vec![("log_format".into(), LogValue::String("x".into()))]).is_err());
     }
 }

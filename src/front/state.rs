@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use serving::{InferError, InferResponse, Server};
+use serving::{InferError, InferResponse, Server, Trace};
 
-use crate::Config;
 use crate::ask::OutputAsk;
 use crate::classification::classify;
 use crate::metrics::MetricsSource;
 use crate::settings::{LogSettings, TraceChanges, TraceSettings, TraceValues};
 use crate::shared_memory::SharedMemory;
+use crate::{Config, ConfigError};
 
 /// The models and the front's own state.
 pub struct State {
@@ -30,10 +30,14 @@ pub struct State {
 
 impl State {
     /// Fresh state over `server`.
-    pub fn new(config: Config, server: Arc<Server>, sources: Vec<Arc<dyn MetricsSource>>) -> Self {
+    ///
+    /// # Errors
+    /// When the trace settings cannot be.
+    pub fn new(config: Config, server: Arc<Server>, sources: Vec<Arc<dyn MetricsSource>>) -> Result<Self, ConfigError> {
         let memory = SharedMemory::new(config.allow_client_shm, config.reserved_shm_prefixes.clone());
-        let (log, trace) = Default::default();
-        Self { config, server, memory, log, sources, trace, is_draining: AtomicBool::new(false) }
+        let log = LogSettings::new(config.log.clone());
+        let trace = TraceSettings::new(&config.trace).map_err(|reason| ConfigError { field: "trace", reason })?;
+        Ok(Self { config, server, memory, log, sources, trace, is_draining: AtomicBool::new(false) })
     }
 
     /// Answers "not ready" from now on.
@@ -49,6 +53,11 @@ impl State {
     /// Whether requests are welcome.
     pub fn is_ready(&self) -> bool {
         !self.is_draining() && self.server.is_ready()
+    }
+
+    /// A trace for a request to `model`, when it is one of those to be traced.
+    pub fn sample_trace(&self, model: &str) -> Option<Trace> {
+        self.trace.sample(model)
     }
 
     /// Changes trace settings of a model, or the server's when `model` is empty, and tells them all.

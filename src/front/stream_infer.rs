@@ -161,6 +161,8 @@ impl ActiveRequest {
         if let Some(Forwarded(headers)) = forwarded {
             forward(&mut request, headers);
         }
+        request.trace = state.sample_trace(&request.model_name);
+        request.trace.iter().for_each(|trace| trace.mark("GRPC_WAITREAD_END"));
         let responses = state.server.infer(request)?;
         Ok(Self { state, asked, is_decoupled, has_failed: false, responses: Some(responses) })
     }

@@ -5,7 +5,10 @@ use std::path::PathBuf;
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueEnum};
 
+use front::{LogFormat, LogOptions};
+
 use crate::front_args::FrontArgs;
+use crate::log::RequestLines;
 
 /// What `--device` asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -110,6 +113,21 @@ pub struct RankArgs {
     /// 0 is quiet; each level says more
     #[arg(long, default_value_t = 0)]
     pub log_verbose: u32,
+    /// Write information
+    #[arg(long, default_value = "true", value_parser = boolean, action = ArgAction::Set)]
+    pub log_info: bool,
+    /// Write warnings
+    #[arg(long, default_value = "true", value_parser = boolean, action = ArgAction::Set)]
+    pub log_warning: bool,
+    /// Write errors
+    #[arg(long, default_value = "true", value_parser = boolean, action = ArgAction::Set)]
+    pub log_error: bool,
+    /// How lines are written: default, ISO8601 or JSON
+    #[arg(long, default_value = "default")]
+    pub log_format: LogFormat,
+    /// Which requests get a line that says where their time went
+    #[arg(long, value_enum, default_value = "auto")]
+    pub log_requests: RequestLines,
     /// Log file; standard error when not given
     #[arg(long)]
     pub log_file: Option<PathBuf>,
@@ -143,16 +161,6 @@ const WITHOUT_EFFECT: &[(&str, bool)] = &[
     ("allow-cpu-metrics", true),
     ("metrics-interval-ms", true),
     ("metrics-config", true),
-    ("log-info", true),
-    ("log-warning", true),
-    ("log-error", true),
-    ("log-format", true),
-    ("trace-config", true),
-    ("trace-file", true),
-    ("trace-level", true),
-    ("trace-rate", true),
-    ("trace-count", true),
-    ("trace-log-frequency", true),
     ("backend-directory", true),
     ("cache-directory", true),
     ("repoagent-directory", true),
@@ -229,6 +237,18 @@ impl RankArgs {
         let from_env = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|dir| dir.is_absolute());
         let default = || from_env("XDG_CACHE_HOME").or_else(|| from_env("HOME").map(|home| home.join(".cache")));
         self.cache_dir.clone().or_else(|| default().map(|dir| dir.join("trireme")))
+    }
+
+    /// What is logged at the start.
+    pub fn log_options(&self) -> LogOptions {
+        LogOptions {
+            file: self.log_file.as_ref().map(|file| file.display().to_string()).unwrap_or_default(),
+            info: self.log_info,
+            warning: self.log_warning,
+            error: self.log_error,
+            verbose_level: self.log_verbose,
+            format: self.log_format,
+        }
     }
 
     /// The prefix of this rank's shared memory: the last `shm-region-prefix-name` given to the Python backend.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgAction, Args};
-use front::{Compression, HeaderPattern, Restrictions, Tls};
+use front::{Compression, HeaderPattern, Restrictions, Tls, TraceOptions};
 
 use crate::args::boolean;
 
@@ -68,6 +68,24 @@ pub struct FrontArgs {
     /// Clients may register system shared memory: names under /dev/shm, this server's own excepted
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub allow_client_shm: bool,
+    /// Traces: `triton,file=PATH`, `level=TIMESTAMPS`, `level=TENSORS`, `rate=N`, `count=N`, `triton,log-frequency=N`
+    #[arg(long, value_name = "SETTING=VALUE")]
+    pub trace_config: Vec<String>,
+    /// The same settings, as tritonserver once took them
+    #[arg(long, hide = true)]
+    pub trace_file: Option<PathBuf>,
+    /// See --trace-config
+    #[arg(long, hide = true)]
+    pub trace_level: Vec<String>,
+    /// See --trace-config
+    #[arg(long, hide = true)]
+    pub trace_rate: Option<String>,
+    /// See --trace-config
+    #[arg(long, hide = true)]
+    pub trace_count: Option<String>,
+    /// See --trace-config
+    #[arg(long, hide = true)]
+    pub trace_log_frequency: Option<String>,
 }
 
 impl FrontArgs {
@@ -93,7 +111,39 @@ impl FrontArgs {
         config.grpc_max_connection_age = self.grpc_max_connection_age.map(Duration::from_millis);
         config.grpc_max_connection_age_grace = self.grpc_max_connection_age_grace.map(Duration::from_millis);
         config.allow_client_shm = self.allow_client_shm;
+        config.log = crate::log::control();
+        config.trace = self.traces()?;
         Ok(())
+    }
+
+    fn traces(&self) -> Result<TraceOptions, String> {
+        let mut options = TraceOptions { file: self.trace_file.clone(), settings: Vec::new() };
+        let mut levels = self.trace_level.clone();
+        let old = [
+            ("trace_rate", &self.trace_rate),
+            ("trace_count", &self.trace_count),
+            ("log_frequency", &self.trace_log_frequency),
+        ];
+        let set = |(key, value): (&str, &Option<String>)| Some((key.to_owned(), vec![value.clone()?]));
+        options.settings.extend(old.into_iter().filter_map(set));
+        for setting in &self.trace_config {
+            let words = |why: &str| format!("--trace-config={setting}: {why}");
+            let (key, value) = setting.split_once('=').ok_or_else(|| words("expected SETTING=VALUE"))?;
+            match key.strip_prefix("triton,").unwrap_or(key) {
+                "mode" if value == "triton" => {}
+                "mode" => return Err(words("`triton` is the mode there is")),
+                "level" => levels.push(value.to_owned()),
+                "rate" => options.settings.push(("trace_rate".into(), vec![value.into()])),
+                "count" => options.settings.push(("trace_count".into(), vec![value.into()])),
+                "log-frequency" => options.settings.push(("log_frequency".into(), vec![value.into()])),
+                "file" => options.file = Some(value.into()),
+                _ => return Err(words("expected file, level, rate, count, log-frequency or mode")),
+            }
+        }
+        if !levels.is_empty() {
+            options.settings.push(("trace_level".into(), levels));
+        }
+        Ok(options)
     }
 
     /// `--grpc-use-ssl-mutual` goes before `--grpc-use-ssl`.

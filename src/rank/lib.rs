@@ -55,7 +55,7 @@ pub enum RankError {
 /// # Errors
 /// When the rank cannot come to serve. A rank that served ends with an exit code.
 pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
-    log::start(args.log_verbose, args.log_file.as_deref())
+    log::Log::start(&args.log_options(), args.log_requests)
         .map_err(|source| RankError::Log { path: args.log_file.clone().unwrap_or_default(), source })?;
     let world = Arc::new(World::start(comm::Config::from_env())?);
     // The title only helps `ps`.

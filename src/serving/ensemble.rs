@@ -14,8 +14,8 @@ use repository::ModelConfig;
 use crate::model::ServedModel;
 use crate::registry::Registry;
 use crate::{
-    Backend, CorrelationId, EnsembleStep, InferError, InferRequest, InferResponse, Parameter, ResponseSender,
-    ResponseStream, Tensor,
+    Backend, CorrelationId, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Parameter,
+    ResponseSender, ResponseStream, Tensor, Trace,
 };
 
 /// Responses that may wait for a slow reader before the steps wait too.
@@ -180,7 +180,8 @@ impl Run {
                         running.push(only_response(step, stream));
                     }
                 }
-                let Some((step, response)) = running.next().await else { break };
+                let Some((step, response, generation)) = running.next().await else { break };
+                self.report(generation);
                 self.store(step, response.map_err(|error| self.graph.within(error))?);
                 unfinished.retain(|&other| other != step);
             }
@@ -203,6 +204,7 @@ impl Run {
         is_last: bool,
     ) -> Result<(), InferError> {
         while let Some(response) = stream.next_response().await {
+            self.report(stream.generation());
             let response = match response {
                 Ok(response) => response,
                 Err(error) => {
@@ -225,6 +227,11 @@ impl Run {
         Ok(())
     }
 
+    /// What a step tells of its text is told of the ensemble.
+    fn report(&self, generation: Option<Generation>) {
+        generation.into_iter().for_each(|generation| self.sender.report(generation));
+    }
+
     fn start(&self, step: usize, is_last: bool) -> Result<ResponseStream, InferError> {
         let Step { inputs, outputs, .. } = &self.graph.steps[step];
         let tensor = |wire: &Wire| Some(Tensor { name: wire.name.clone(), ..self.tensors[wire.slot].clone()? });
@@ -241,6 +248,7 @@ impl Run {
             sequence_start: self.request.sequence_start,
             sequence_end: self.request.sequence_end,
             step: Some(self.places[step].next(is_last)),
+            trace: self.request.trace.as_ref().map(Trace::child),
         };
         self.models[step].infer(request).map_err(|error| self.graph.within(error))
     }
@@ -287,23 +295,31 @@ impl Run {
 }
 
 /// The one response of a model that is not decoupled.
-async fn only_response(step: usize, mut stream: ResponseStream) -> (usize, Result<InferResponse, InferError>) {
+async fn only_response(
+    step: usize,
+    mut stream: ResponseStream,
+) -> (usize, Result<InferResponse, InferError>, Option<Generation>) {
+    let response = only(&mut stream).await;
+    (step, response, stream.generation())
+}
+
+async fn only(stream: &mut ResponseStream) -> Result<InferResponse, InferError> {
     let mut kept: Option<InferResponse> = None;
     while let Some(response) = stream.next_response().await {
         match response {
-            Err(error) => return (step, Err(error)),
+            Err(error) => return Err(error),
             Ok(response) if kept.is_none() => kept = Some(response),
             Ok(response) if response.outputs.is_empty() => {}
             Ok(response) => {
                 let words = format!("model '{}' is not decoupled, but sent a second response", response.model_name);
-                return (step, Err(InferError::internal(words)));
+                return Err(InferError::internal(words));
             }
         }
         if kept.as_ref().is_some_and(|response| response.is_final) {
             break;
         }
     }
-    (step, kept.ok_or_else(|| InferError::internal("a step ended without a response")))
+    kept.ok_or_else(|| InferError::internal("a step ended without a response"))
 }
 
 /// Fits an ensemble's configuration to the models it is made of: it is decoupled where one of them is.

@@ -59,6 +59,7 @@ mod cache;
 mod check;
 mod ensemble;
 mod error;
+mod generation;
 mod labels;
 mod lifecycle;
 mod model;
@@ -69,11 +70,13 @@ mod server;
 mod statistics;
 mod step;
 mod tensor;
+mod trace;
 mod warmup;
 mod watch;
 
 pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest};
 pub use error::{ErrorKind, InferError};
+pub use generation::Generation;
 pub use lifecycle::{LoadFailure, LoadOverrides};
 pub use registry::{ModelIndexEntry, ModelState};
 pub use request::{CorrelationId, InferRequest, InferResponse, Parameter, ResponseSender, ResponseStream};
@@ -84,3 +87,4 @@ pub use statistics::{
 };
 pub use step::EnsembleStep;
 pub use tensor::{DataType, Tensor};
+pub use trace::{Trace, TraceRecord, TraceSink};

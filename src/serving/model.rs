@@ -71,6 +71,12 @@ impl ServedModel {
             .signature
             .check(&mut request)
             .inspect_err(|_| self.statistics.failed(Failure::Other, started.elapsed()))?;
+        if let Some(trace) = &request.trace {
+            trace.name(&self.config.name, self.version, &request.id);
+            trace.mark_at("REQUEST_START", started);
+            trace.mark("QUEUE_START");
+            trace.tensors("TENSOR_QUEUE_INPUT", &request.inputs);
+        }
         let (cached, answer) = self.look_up(&request);
         let watch = Watch::new(self.clone(), &request, batch_size, started, cached);
         if let Some(response) = answer {

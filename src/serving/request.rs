@@ -5,18 +5,19 @@ use std::fmt;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Instant;
 
 use futures::Stream;
 use futures::future::{BoxFuture, FutureExt as _};
 use tokio::sync::mpsc;
 
+use crate::generation::{Generation, Progress};
 use crate::scheduler::Turn;
 use crate::statistics::Execution;
 use crate::step::EnsembleStep;
 use crate::watch::Watch;
-use crate::{InferError, Tensor};
+use crate::{InferError, Tensor, Trace};
 
 /// A free-form request or response parameter.
 #[derive(Debug, Clone, PartialEq)]
@@ -70,6 +71,8 @@ pub struct InferRequest {
     pub sequence_end: bool,
     /// Set where the request is one step of an ensemble: state that lives as long as the ensemble's run.
     pub step: Option<EnsembleStep>,
+    /// Set where what happens to the request is written down.
+    pub trace: Option<Trace>,
 }
 
 impl InferRequest {
@@ -103,7 +106,7 @@ type Item = Result<InferResponse, InferError>;
 /// Dropping it cancels the request: the sender sees [`ResponseSender::is_cancelled`].
 pub struct ResponseStream {
     receiver: mpsc::Receiver<Item>,
-    scheduled: Arc<OnceLock<Scheduled>>,
+    progress: Arc<Progress>,
     watch: Option<Box<Watch>>,
     /// Until it resolves, requests before this one are not answered yet.
     turn: Option<BoxFuture<'static, ()>>,
@@ -120,7 +123,7 @@ pub(crate) struct Scheduled {
 #[derive(Debug, Clone)]
 pub struct ResponseSender {
     sender: mpsc::Sender<Item>,
-    scheduled: Arc<OnceLock<Scheduled>>,
+    progress: Arc<Progress>,
     /// Requests behind this one are answered after the last sender is gone.
     _turn: Option<Arc<Turn>>,
 }
@@ -129,9 +132,9 @@ impl ResponseStream {
     /// A stream that holds at most `capacity` responses that nobody has read.
     pub fn channel(capacity: usize) -> (ResponseSender, ResponseStream) {
         let (sender, receiver) = mpsc::channel(capacity);
-        let scheduled = Arc::new(OnceLock::new());
-        let sender = ResponseSender { sender, scheduled: scheduled.clone(), _turn: None };
-        (sender, ResponseStream { receiver, scheduled, watch: None, turn: None })
+        let progress = Arc::new(Progress::default());
+        let sender = ResponseSender { sender, progress: progress.clone(), _turn: None };
+        (sender, ResponseStream { receiver, progress, watch: None, turn: None })
     }
 
     /// A stream that holds its only response already.
@@ -146,9 +149,14 @@ impl ResponseStream {
         std::future::poll_fn(|context| self.poll_response(context)).await
     }
 
+    /// What the model has told of the text it generated.
+    pub fn generation(&self) -> Option<Generation> {
+        self.progress.generation()
+    }
+
     /// Has `watch` see, complete and count every response from here on.
     pub(crate) fn watched(mut self, watch: Watch) -> Self {
-        self.watch = Some(Box::new(watch));
+        self.watch = Some(Box::new(watch.follow(self.progress.clone())));
         self
     }
 
@@ -165,7 +173,7 @@ impl ResponseStream {
         }
         let item = std::task::ready!(self.receiver.poll_recv(context));
         Poll::Ready(match &mut self.watch {
-            Some(watch) => watch.see(item, &self.scheduled),
+            Some(watch) => watch.see(item),
             None => item,
         })
     }
@@ -212,12 +220,17 @@ impl ResponseSender {
     /// Says that the request left its queue: the time until now counts as queueing, the rest as computing.
     /// Without it all of a request's time counts as computing.
     pub fn mark_scheduled(&self) {
-        let _ = self.scheduled.set(Scheduled { at: Instant::now(), execution: None });
+        let _ = self.progress.scheduled.set(Scheduled { at: Instant::now(), execution: None });
     }
 
     /// As [`ResponseSender::mark_scheduled`], for a request that is part of `execution`.
     pub(crate) fn begin_execution(&self, execution: &Arc<Execution>) {
-        let _ = self.scheduled.set(Scheduled { at: execution.started, execution: Some(execution.clone()) });
+        let _ = self.progress.scheduled.set(Scheduled { at: execution.started, execution: Some(execution.clone()) });
+    }
+
+    /// Says where the time of a request that generates text went, so far; before its final response, to count.
+    pub fn report(&self, generation: Generation) {
+        self.progress.report(generation);
     }
 
     /// Ends a request that nothing was sent for yet.

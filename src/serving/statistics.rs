@@ -158,6 +158,18 @@ pub(crate) enum Failure {
     Other,
 }
 
+impl Failure {
+    /// In a line of the log.
+    pub fn name(self) -> &'static str {
+        match self {
+            Failure::Rejected => "rejected",
+            Failure::Canceled => "cancelled",
+            Failure::Backend => "failed",
+            Failure::Other => "invalid",
+        }
+    }
+}
+
 /// How one response of a decoupled request came out.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum ResponseOutcome {

@@ -1,13 +1,13 @@
 //! What serving does with each response on its way out: complete it, count it, and know when the request has ended.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::cache::CacheKey;
+use crate::generation::{Generation, Progress};
 use crate::model::ServedModel;
-use crate::request::Scheduled;
 use crate::statistics::{CacheUse, Failure, Outcome, ResponseOutcome};
-use crate::{ErrorKind, InferError, InferRequest, InferResponse};
+use crate::{ErrorKind, InferError, InferRequest, InferResponse, Trace};
 
 /// One request in flight. The model counts it as such until this is dropped.
 #[derive(Debug)]
@@ -21,6 +21,10 @@ pub(crate) struct Watch {
     num_responses: usize,
     ended: bool,
     cached: Cached,
+    progress: Arc<Progress>,
+    /// One step of an ensemble, whose own line tells of it.
+    is_step: bool,
+    trace: Option<Trace>,
 }
 
 /// What the response cache has to do with a request.
@@ -55,8 +59,17 @@ impl Watch {
             num_responses: 0,
             ended: false,
             cached,
+            progress: Arc::default(),
+            is_step: request.step.is_some(),
+            trace: request.trace.clone(),
             model,
         }
+    }
+
+    /// The same, told by the model through `progress`.
+    pub fn follow(mut self, progress: Arc<Progress>) -> Self {
+        self.progress = progress;
+        self
     }
 
     /// The model did not take the request.
@@ -65,17 +78,17 @@ impl Watch {
     }
 
     /// Completes and counts one item of the stream. A stream that ends without a final response gets an error.
-    pub fn see(&mut self, item: Option<Item>, scheduled: &OnceLock<Scheduled>) -> Option<Item> {
+    pub fn see(&mut self, item: Option<Item>) -> Option<Item> {
         match item {
             Some(Ok(mut response)) => {
                 let cache = self.keep(&response);
                 self.complete(&mut response);
-                self.count(&response, scheduled, cache);
+                self.count(&response, cache);
                 Some(Ok(response))
             }
             Some(Err(error)) => {
                 // Words of a queue come before anything was scheduled or answered.
-                let is_refused = self.num_responses == 0 && scheduled.get().is_none();
+                let is_refused = self.num_responses == 0 && self.progress.scheduled.get().is_none();
                 self.count_response(ResponseOutcome::Fail);
                 self.fail(if is_refused { refusal_of(&error) } else { failure_of(&error) });
                 Some(Err(error))
@@ -120,7 +133,7 @@ impl Watch {
         self.model.signature.restore_shapes(response);
     }
 
-    fn count(&mut self, response: &InferResponse, scheduled: &OnceLock<Scheduled>, cache: Option<CacheUse>) {
+    fn count(&mut self, response: &InferResponse, cache: Option<CacheUse>) {
         let is_empty = response.outputs.is_empty();
         if self.num_responses == 0 && !is_empty {
             self.model.statistics.first_response(self.started.elapsed());
@@ -128,12 +141,15 @@ impl Watch {
         self.count_response(if is_empty { ResponseOutcome::Empty } else { ResponseOutcome::Success });
         if response.is_final && !self.ended {
             self.ended = true;
-            let scheduled = scheduled.get();
+            let progress = self.progress.clone();
+            let scheduled = progress.scheduled.get();
             let queued = scheduled.map_or(Duration::ZERO, |queue| queue.at.saturating_duration_since(self.started));
             let execution = scheduled.and_then(|queue| queue.execution.as_ref());
             let executed = execution.map_or(Some(self.batch_size), |execution| execution.count());
             let total = self.started.elapsed();
             self.model.statistics.succeeded(Outcome { total, queued, batch_size: self.batch_size, executed, cache });
+            self.trace_end(scheduled.map(|queue| queue.at), response);
+            self.tell("ok", queued);
         }
     }
 
@@ -151,8 +167,50 @@ impl Watch {
         if !self.ended {
             self.ended = true;
             self.model.statistics.failed(failure, self.started.elapsed());
+            self.trace_end(None, &InferResponse::default());
+            self.tell(failure.name(), Duration::ZERO);
         }
     }
+
+    /// Writes the request's line into the log: where its time went.
+    fn tell(&self, outcome: &str, queued: Duration) {
+        if self.is_step {
+            return; // The ensemble's line tells it.
+        }
+        let (model, version, id, responses) =
+            (self.model.config.name.as_str(), self.model.version, self.id.as_str(), self.num_responses);
+        let total = self.started.elapsed();
+        let total_ms = milliseconds(total);
+        let Some(told) = self.progress.generation() else {
+            let queue_ms = milliseconds(queued);
+            tracing::debug!(target: "request", id, model, version, outcome, total_ms, queue_ms, responses, "request");
+            return;
+        };
+        let Generation { queue, prefill, decode, prompt_tokens, cached_tokens, output_tokens, preempted } = told;
+        let stream_ms = milliseconds(total.saturating_sub(queue + prefill + decode));
+        let (queue_ms, prefill_ms, decode_ms) = (milliseconds(queue), milliseconds(prefill), milliseconds(decode));
+        tracing::info!(
+            target: "request", id, model, version, outcome, total_ms, queue_ms, prefill_ms, decode_ms, stream_ms,
+            prompt_tokens, cached_tokens, output_tokens, preempted, responses, "request"
+        );
+    }
+
+    /// Writes the rest of the trace: what came of the request, and when.
+    fn trace_end(&mut self, scheduled: Option<Instant>, response: &InferResponse) {
+        let Some(trace) = self.trace.take() else { return };
+        let computed_from = scheduled.unwrap_or(self.started);
+        trace.mark_at("COMPUTE_START", computed_from);
+        trace.mark_at("COMPUTE_INPUT_END", computed_from);
+        trace.mark("COMPUTE_OUTPUT_START");
+        trace.mark("COMPUTE_END");
+        trace.mark("INFER_RESPONSE_COMPLETE");
+        trace.tensors("TENSOR_BACKEND_OUTPUT", &response.outputs);
+        trace.mark("REQUEST_END");
+    }
+}
+
+fn milliseconds(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
 }
 
 impl Drop for Watch {

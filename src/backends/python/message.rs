@@ -275,6 +275,7 @@ pub(super) fn read_request(
         sequence_start: flags & START != 0,
         sequence_end: flags & END != 0,
         step: None,
+        trace: None,
     };
     Ok((request, decoupled.bool()?))
 }
