@@ -1,0 +1,144 @@
+//! Models of published layouts, served natively around an engine that gives its prompt back.
+
+use std::fs;
+use std::sync::Arc;
+
+use backends::layouts::{Layout, Layouts, recognise};
+use futures::future::{BoxFuture, FutureExt as _};
+use serving::{
+    Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Server,
+    ServerConfig, Tensor,
+};
+use tempfile::TempDir;
+
+const TOKENIZER: &str = r#"{"version":"1.0","added_tokens":[],
+    "model":{"type":"WordLevel","vocab":{"hello":0,"world":1},"unk_token":"hello"},"pre_tokenizer":{"type":"Whitespace"}}"#;
+
+const LMDEPLOY: &str = r#"backend: "python" max_batch_size: 0 model_transaction_policy { decoupled: True }
+input [ { name: "prompt" data_type: TYPE_STRING dims: [ -1 ] }, { name: "max_tokens" data_type: TYPE_INT32 dims: [ 1 ] },
+        { name: "ignore_eos" data_type: TYPE_BOOL dims: [ 1 ] }, { name: "stream" data_type: TYPE_BOOL dims: [ 1 ] },
+        { name: "temperature" data_type: TYPE_FP64 dims: [ 1 ] optional: true } ]
+output [ { name: "response" data_type: TYPE_STRING dims: [ -1 ] } ]
+parameters { key: "tp" value: { string_value: "1" } }
+"#;
+
+const INTERACTIVE: &str = r#"backend: "turbomind" max_batch_size: 1 model_transaction_policy { decoupled: True }
+input [ { name: "input_ids" data_type: TYPE_UINT32 dims: [ -1 ] },
+        { name: "request_output_len" data_type: TYPE_UINT32 dims: [ -1 ] },
+        { name: "START" data_type: TYPE_INT32 dims: [ 1 ] reshape: { shape: [ ] } optional: true },
+        { name: "END" data_type: TYPE_INT32 dims: [ 1 ] reshape: { shape: [ ] } optional: true },
+        { name: "CORRID" data_type: TYPE_UINT64 dims: [ 1 ] reshape: { shape: [ ] } optional: true } ]
+output [ { name: "output_ids" data_type: TYPE_UINT32 dims: [ -1, -1 ] },
+         { name: "sequence_length" data_type: TYPE_UINT32 dims: [ -1 ] } ]
+"#;
+
+/// An engine that answers with its prompt, at once.
+struct Parrot;
+
+impl Backend for Parrot {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        let ids = request.input("input_ids").expect("the layout names the prompt so");
+        let outputs = vec![Tensor { name: "output_ids".into(), datatype: serving::DataType::Int32, ..ids.clone() }];
+        Ok(ResponseStream::ready(InferResponse { outputs, ..InferResponse::default() }))
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        std::future::ready(()).boxed()
+    }
+}
+
+impl BackendFactory for Parrot {
+    fn load(&self, _: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        std::future::ready(Ok(Arc::new(Parrot) as Arc<dyn Backend>)).boxed()
+    }
+}
+
+/// A repository of one model, and the server over it.
+struct World {
+    _root: TempDir,
+    server: Arc<Server>,
+    loaded: Result<(), Vec<serving::LoadFailure>>,
+}
+
+async fn world(name: &str, config: &str, checkpoint_files: &[(&str, &str)]) -> World {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join(name);
+    fs::create_dir_all(dir.join("1/weights")).unwrap();
+    fs::write(dir.join("config.pbtxt"), config).unwrap();
+    for (file, text) in checkpoint_files {
+        fs::write(dir.join("1/weights").join(file), text).unwrap();
+    }
+    let layouts = Layouts::new(Arc::new(Parrot), Arc::new(Parrot));
+    let settings = ServerConfig { repositories: vec![root.path().to_owned()], ..ServerConfig::default() };
+    let server = Server::new(settings, layouts.factories()).unwrap();
+    layouts.attach(&server);
+    let loaded = server.load_all().await;
+    World { _root: root, server, loaded }
+}
+
+const CHECKPOINT: [(&str, &str); 2] = [("config.json", "{}"), ("tokenizer.json", TOKENIZER)];
+
+async fn ask(world: &World, model: &str, inputs: Vec<Tensor>) -> Result<InferResponse, InferError> {
+    let request = InferRequest { model_name: model.into(), inputs, ..InferRequest::default() };
+    world.server.infer(request)?.next_response().await.expect("a response")
+}
+
+#[tokio::test]
+async fn lmdeploys_python_model_answers_text_with_text() {
+    let world = world("lmdeploy_model", LMDEPLOY, &CHECKPOINT).await;
+    assert_eq!(world.loaded, Ok(()));
+    let inputs = vec![
+        Tensor::from_byte_strings("prompt", &[1], &["hello world"]),
+        Tensor::from_i32("max_tokens", &[1], &[4]),
+        Tensor::from_bool("ignore_eos", &[1], &[false]),
+        Tensor::from_bool("stream", &[1], &[true]),
+        Tensor::from_f64("temperature", &[1], &[1.0]),
+    ];
+    let response = ask(&world, "lmdeploy_model", inputs).await.unwrap();
+    assert_eq!(response.outputs[0].name, "response");
+    assert_eq!(response.outputs[0].to_byte_strings().unwrap(), ["hello world"]);
+}
+
+#[tokio::test]
+async fn a_session_remembers_its_tokens_until_it_ends() {
+    let world = world("turbomind", INTERACTIVE, &CHECKPOINT).await;
+    assert_eq!(world.loaded, Ok(()));
+    let inputs = |ids: &[u32], start: i32, end: i32| {
+        vec![
+            Tensor::from_u32("input_ids", &[1, ids.len() as i64], ids),
+            Tensor::from_u32("request_output_len", &[1, 1], &[2]),
+            Tensor::from_i32("START", &[1, 1], &[start]),
+            Tensor::from_i32("END", &[1, 1], &[end]),
+            Tensor::from_u64("CORRID", &[1, 1], &[7]),
+        ]
+    };
+    let ids = |response: InferResponse| response.outputs[0].to_u32().unwrap();
+    let first = ids(ask(&world, "turbomind", inputs(&[5], 1, 0)).await.unwrap());
+    assert_eq!(first, [5, 5], "the prompt, and what the engine made of it");
+    let second = ids(ask(&world, "turbomind", inputs(&[6], 0, 1)).await.unwrap());
+    assert_eq!(second, [5, 5, 6, 5, 5, 6]);
+    let error = ask(&world, "turbomind", inputs(&[6], 0, 0)).await.unwrap_err();
+    assert!(error.message.contains("session 7 is not known"), "{}", error.message);
+}
+
+#[tokio::test]
+async fn a_tensorrt_engine_in_the_place_of_a_checkpoint_is_named_as_such() {
+    let world =
+        world("lmdeploy_model", LMDEPLOY, &[("rank0.engine", ""), ("config.json", r#"{"build_config": {}}"#)]).await;
+    let failures = world.loaded.unwrap_err();
+    assert!(failures[0].reason.contains("holds a TensorRT engine"), "{}", failures[0].reason);
+}
+
+#[test]
+fn a_model_that_says_native_false_is_left_to_its_own_backend() {
+    let dir = tempfile::tempdir().unwrap();
+    let parse = |text: &str| {
+        let model = dir.path().join("lmdeploy_model");
+        fs::create_dir_all(model.join("1")).unwrap();
+        fs::write(model.join("config.pbtxt"), text).unwrap();
+        repository::Repository::open(&[dir.path().to_owned()]).unwrap().model("lmdeploy_model").unwrap().config
+    };
+    assert_eq!(recognise(&parse(LMDEPLOY), dir.path(), dir.path()), Some(Layout::Text));
+    let own = format!("{LMDEPLOY} parameters {{ key: \"native\" value: {{ string_value: \"false\" }} }}");
+    assert_eq!(recognise(&parse(&own), dir.path(), dir.path()), None);
+}
