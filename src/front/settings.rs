@@ -242,13 +242,16 @@ impl Default for LogOptions {
     }
 }
 
+/// Takes up changed log options.
+pub type LogFollower = Arc<dyn Fn(&LogOptions) + Send + Sync>;
+
 /// The log options, and who follows their changes.
 #[derive(Clone, Default)]
 pub struct LogControl {
     /// What is logged at the start.
     pub options: LogOptions,
     /// Told of every change.
-    pub follower: Option<Arc<dyn Fn(&LogOptions) + Send + Sync>>,
+    pub follower: Option<LogFollower>,
 }
 
 impl std::fmt::Debug for LogControl {

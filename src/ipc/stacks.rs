@@ -46,7 +46,8 @@ pub fn ask_for_stacks(pid: u32) -> usize {
 pub fn with_names(line: &str) -> String {
     let Some((head, frames)) = line.split_once(": ") else { return line.to_owned() };
     let base = program_base();
-    let name = |frame: &str| match frame.strip_prefix("trireme+0x").and_then(|hex| usize::from_str_radix(hex, 16).ok()) {
+    let name = |frame: &str| match frame.strip_prefix("trireme+0x").and_then(|hex| usize::from_str_radix(hex, 16).ok())
+    {
         // The address is where the call returns to; the byte before belongs to the call.
         Some(offset) => format!("    {} ({frame})", name_of(base + offset - 1)),
         None => format!("    {frame}"),

@@ -100,7 +100,8 @@ fn llm_defaults(args: &RankArgs, world: &World) -> Result<LlmDefaults, RankError
         device,
         world_size: world.size(),
         block_size: if is_cpu { 16 } else { 64 },
-        kv_free_fraction: 0.9,
+        // A CPU device shares its memory with everything else that runs there.
+        kv_free_fraction: if is_cpu { 0.25 } else { 0.9 },
         max_step_tokens: if is_cpu { CPU_STEP_TOKENS } else { CUDA_STEP_TOKENS },
         step_timeout: Duration::from_secs(10),
         library_dirs: args.library_dir.clone(),

@@ -235,7 +235,10 @@ fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
     }
 }
 
-/// Twice the largest plan, so that one can be written while another is read. Outputs are far smaller.
+/// Candidates that a row of a beam search returns at most, and the bytes of one.
+const MAX_CANDIDATES_BYTES: usize = 256 * 16;
+
+/// Twice the largest plan or output, so that one can be written while another is read.
 fn ring_bytes(config: &EngineConfig) -> usize {
-    2 * config.max_plan_bytes()
+    2 * config.max_plan_bytes().max(config.max_rows * MAX_CANDIDATES_BYTES)
 }

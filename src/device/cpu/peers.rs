@@ -1,8 +1,7 @@
 //! Workers of one model on several nodes: who connects to whom, and the TCP streams between them.
 //!
 //! Streams rather than MPI through the ranks: a part then goes from a worker's memory to the other node's shared memory
-//! with one thread woken on the way, where ranks would add two rings and two polled MPI queues (`docs/many_nodes.md` has
-//! the times). A stream carries bytes one way, so no two writers can wait for each other.
+//! with one thread woken on the way, where ranks would add two rings and two polled MPI queues. A stream carries bytes one way, so no two writers can wait for each other.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io::{Read, Write};
@@ -196,7 +195,7 @@ fn call(stream: Stream, card: &Card, own: &[IpAddr], token: u64, deadline: Insta
             let tried = if reasons.is_empty() { "it has no address".to_owned() } else { reasons.join("; ") };
             return Err(DeviceError::Call {
                 call: format!("connecting worker {} to worker {} on another node", stream.from, stream.to),
-                reason: format!("{tried}; name the network that joins the nodes with --network"),
+                reason: format!("{tried}; nodes need a network between them without a firewall"),
             });
         }
         thread::sleep(Duration::from_millis(100));

@@ -9,7 +9,7 @@ use support::{Guesser, Random, VOCAB_SIZE, World};
 
 #[derive(Debug, Clone)]
 enum Call {
-    Submit(Request),
+    Submit(Box<Request>),
     Cancel(prop::sample::Index),
     Finish(prop::sample::Index),
     Plan,
@@ -52,7 +52,7 @@ fn beams() -> impl Strategy<Value = Option<BeamParams>> {
 
 fn call() -> impl Strategy<Value = Call> {
     prop_oneof![
-        8 => request().prop_map(Call::Submit),
+        8 => request().prop_map(|request| Call::Submit(Box::new(request))),
         2 => any::<prop::sample::Index>().prop_map(Call::Cancel),
         1 => any::<prop::sample::Index>().prop_map(Call::Finish),
         20 => Just(Call::Plan),
@@ -98,7 +98,7 @@ proptest! {
         let mut submitted: Vec<SequenceId> = Vec::new();
         for call in calls {
             match call {
-                Call::Submit(request) => submitted.extend(world.submit(request)),
+                Call::Submit(request) => submitted.extend(world.submit(*request)),
                 Call::Cancel(index) if !submitted.is_empty() => world.cancel(*index.get(&submitted)),
                 Call::Finish(index) if !submitted.is_empty() => world.finish(*index.get(&submitted)),
                 Call::Cancel(_) | Call::Finish(_) => {}

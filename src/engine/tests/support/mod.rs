@@ -199,13 +199,10 @@ impl Device {
     fn check(&self, row: RowId, end: usize, step: u64, when: &str) {
         let row = self.row(row);
         let digests = row.all_digests();
-        for position in 0..end {
+        assert!(end <= digests.len(), "row of sequence {} holds fewer tokens than {end}", row.sequence.0);
+        for (position, digest) in digests.into_iter().enumerate().take(end) {
             let found = self.kv[self.slot(row, position)];
-            assert_eq!(
-                found, digests[position],
-                "KV of position {position} of sequence {} {when} step {step}",
-                row.sequence.0
-            );
+            assert_eq!(found, digest, "KV of position {position} of sequence {} {when} step {step}", row.sequence.0);
         }
     }
 
@@ -296,7 +293,7 @@ fn alone_in_beams(request: &Request, max_sequence_len: usize) -> Vec<Vec<TokenId
         finished.sort_by(|a, b| score(b).total_cmp(&score(a)));
         finished.truncate(width);
         running = all.into_iter().map(|(_, beam)| beam).filter(|beam| !ends(beam)).take(width).collect();
-        let best = running.iter().map(|beam| score(beam)).fold(f32::NEG_INFINITY, f32::max);
+        let best = running.iter().map(score).fold(f32::NEG_INFINITY, f32::max);
         let is_full = finished.len() == width;
         if running.is_empty() || is_full && (params.early_stopping || best <= score(&finished[width - 1])) {
             break;
