@@ -63,6 +63,11 @@ impl Holds {
     }
 }
 
+/// Whether a parameter says where the checkpoint is.
+pub(crate) fn is_named(config: &ModelConfig) -> bool {
+    CHECKPOINT_PARAMETERS.iter().any(|key| config.parameter(key).is_some())
+}
+
 /// The directory of a model's checkpoint: where a parameter points, else its version directory or `weights/` in it.
 ///
 /// # Errors

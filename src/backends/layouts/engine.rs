@@ -56,6 +56,8 @@ pub(super) fn with_checkpoint(
 ) -> Result<LoadRequest, InferError> {
     let dir = checkpoint::find(&model.config, &model.model_dir, &model.version_dir)
         .map_err(|words| InferError::invalid(format!("model `{}`: {words}", model.config.name)))?;
+    // Read once more from the model's own directory.
+    let dir = std::path::absolute(&dir).unwrap_or(dir);
     let mut config = ModelConfig::clone(&model.config);
     let dir = ModelParameter { string_value: dir.display().to_string() };
     config.parameters.insert("gpt_model_path".to_owned(), dir);

@@ -92,6 +92,11 @@ pub fn recognise(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> 
         return Some(Layout::Postprocessing);
     }
     if takes("input_ids") && gives("output_ids") {
+        // A `model.py` with weights of its own, in a form that only it knows.
+        let has_code = is_python && version_dir.join("model.py").is_file();
+        if has_code && !checkpoint::is_named(config) && checkpoint::find(config, model_dir, version_dir).is_err() {
+            return None;
+        }
         let has_sessions = takes("CORRID") && takes("START");
         return Some(match (has_sessions, gives("log_probs")) {
             (true, _) => Layout::Sessions,

@@ -142,3 +142,20 @@ fn a_model_that_says_native_false_is_left_to_its_own_backend() {
     let own = format!("{LMDEPLOY} parameters {{ key: \"native\" value: {{ string_value: \"false\" }} }}");
     assert_eq!(recognise(&parse(&own), dir.path(), dir.path()), None);
 }
+
+#[test]
+fn a_model_py_with_weights_that_only_it_can_read_is_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("gpt");
+    fs::create_dir_all(model.join("1")).unwrap();
+    let text = r#"backend: "python"
+        input [ { name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ] } ]
+        output [ { name: "output_ids" data_type: TYPE_INT32 dims: [ -1 ] } ]"#;
+    fs::write(model.join("config.pbtxt"), text).unwrap();
+    let config = repository::Repository::open(&[dir.path().to_owned()]).unwrap().model("gpt").unwrap().config;
+    assert_eq!(recognise(&config, &model, &model.join("1")), Some(Layout::Engine));
+    fs::write(model.join("1/model.py"), "").unwrap();
+    assert_eq!(recognise(&config, &model, &model.join("1")), None);
+    fs::write(model.join("1/config.json"), "{}").unwrap();
+    assert_eq!(recognise(&config, &model, &model.join("1")), Some(Layout::Engine));
+}
