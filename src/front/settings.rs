@@ -29,7 +29,7 @@ const MAX_MODELS: usize = 4096;
 pub struct TraceOptions {
     /// The file; with a frequency, the beginning of files' names.
     pub file: Option<PathBuf>,
-    /// Settings that differ from the defaults, by the names of [`TRACE_KEYS`].
+    /// Settings that differ from the defaults, by the names of Triton.
     pub settings: Vec<(String, Vec<String>)>,
 }
 
