@@ -14,6 +14,8 @@ pub enum TextError {
     Decoder { path: PathBuf, decoder: String, expected: &'static str },
     #[error("`{}` gives the token id {id}, expected at most {max}; copy the file from the checkpoint again", .path.display())]
     TokenId { path: PathBuf, id: u32, max: u32 },
+    #[error("the chat template of `{}`: {reason}", .path.display())]
+    ChatTemplate { path: PathBuf, reason: String },
     #[error("the text of {num_bytes} bytes cannot be encoded: {reason}")]
     Encode { num_bytes: usize, reason: String },
 }

@@ -1,7 +1,7 @@
 //! Text in, token ids out, and back again one token at a time.
 //!
 //! [`Tokenizer`] reads a checkpoint's `tokenizer.json`; [`Detokenizer`] turns one sequence's tokens into text as they
-//! arrive; [`StopText`] cuts that text before a stop string. Ids are plain `u32`: this room knows no other.
+//! arrive; [`StopText`] cuts that text before a stop string; [`ChatTemplate`] makes the prompt of a conversation. Ids are plain `u32`: this room knows no other.
 //! Sampling, end ids and scheduling are left to `engine`.
 //!
 //! ```
@@ -27,12 +27,17 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod chat;
+mod date;
 mod detokenizer;
 mod error;
+#[allow(dead_code)]
+mod files;
 mod spelling;
 mod stop;
 mod tokenizer;
 
+pub use chat::ChatTemplate;
 pub use detokenizer::Detokenizer;
 pub use error::TextError;
 pub use stop::StopText;
