@@ -113,6 +113,12 @@ pub trait Device: Sized {
         }
     }
 
+    /// Does one short piece of work that would otherwise delay a later step, while no step is queued; true if more is left.
+    /// `forward` as in [`Device::run_step`]. Nothing in it waits for another worker.
+    fn prepare(&mut self, _forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>) -> Result<bool, DeviceError> {
+        Ok(false)
+    }
+
     /// Raw logits `[V]` of each of [`StepInputs::logits`] of the step that [`Device::collect`] returned last, in that order.
     fn take_logits(&mut self) -> Vec<Vec<f32>> {
         Vec::new()

@@ -3,9 +3,9 @@
 use std::io::Read;
 use std::sync::Arc;
 
-use device::StepLimits;
 use device::cpu::{CpuConfig, CpuDevice, GroupConfig};
 use device::cuda::{CudaConfig, CudaDevice, Exchange};
+use device::{DeviceError, StepLimits};
 use ipc::set_process_title;
 use nix::sys::signal::{SigSet, Signal};
 
@@ -83,11 +83,18 @@ fn cuda_config(spec: &WorkerSpec, ordinal: usize, limits: StepLimits) -> Result<
         1 => None,
         _ => Some(Arc::new(ShmExchange::open(&spec.group_region, place, spec.collective_timeout)?)),
     };
+    let trials = std::env::var("TRIREME_CUDA_TRIALS").unwrap_or_default();
+    let trials = trials.parse().map_err(|reason| DeviceError::Unsupported {
+        what: "TRIREME_CUDA_TRIALS".to_owned(),
+        found: format!("`{trials}`"),
+        expected: reason,
+    })?;
     Ok(CudaConfig {
         tensor_parallel: place,
         exchange,
         library_dirs: spec.library_dirs.clone(),
         cache_dir: spec.cache_dir.clone(),
+        trials,
         ..CudaConfig::new(ordinal, limits)
     })
 }

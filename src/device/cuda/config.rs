@@ -32,13 +32,21 @@ pub struct CudaConfig {
     pub trials: Trials,
 }
 
-/// Kernels on trial; all off by default. Parsed from names with commas between: `rope-attention`, `peer-candidates`, or `all`.
+/// Kernels on trial; all off by default. Parsed from names with commas between, or `all`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Trials {
     /// `rope-attention`: decode attention rotates q and k and writes the KV blocks itself.
     pub rope_in_attention: bool,
     /// `peer-candidates`: a group gathers greedy candidates through peer memory rather than NCCL.
     pub peer_candidates: bool,
+    /// `fused-norm`: products of decodes add to the residual and norm it, where one GPU holds the model.
+    pub fused_norm: bool,
+    /// `idle-graphs`: a device without work measures products and records graphs before a step needs them.
+    pub idle_graphs: bool,
+}
+
+impl Trials {
+    const ALL: Self = Self { rope_in_attention: true, peer_candidates: true, fused_norm: true, idle_graphs: true };
 }
 
 impl FromStr for Trials {
@@ -50,10 +58,13 @@ impl FromStr for Trials {
             match name {
                 "rope-attention" => trials.rope_in_attention = true,
                 "peer-candidates" => trials.peer_candidates = true,
-                "all" => trials = Self { rope_in_attention: true, peer_candidates: true },
+                "fused-norm" => trials.fused_norm = true,
+                "idle-graphs" => trials.idle_graphs = true,
+                "all" => trials = Self::ALL,
                 other => {
                     return Err(format!(
-                        "no kernel on trial is `{other}`; use `rope-attention`, `peer-candidates` or `all`"
+                        "nothing on trial is named `{other}`; there are `rope-attention`, `peer-candidates`, `fused-norm`, \
+                         `idle-graphs` and `all`"
                     ));
                 }
             }
@@ -87,8 +98,9 @@ mod tests {
     #[test]
     fn trials_are_named_one_by_one_or_all() {
         assert_eq!("".parse(), Ok(Trials::default()));
-        assert_eq!("rope-attention".parse(), Ok(Trials { rope_in_attention: true, peer_candidates: false }));
-        assert_eq!("rope-attention,peer-candidates".parse::<Trials>(), "all".parse());
+        assert_eq!("rope-attention".parse(), Ok(Trials { rope_in_attention: true, ..Trials::default() }));
+        assert_eq!("rope-attention,peer-candidates,fused-norm,idle-graphs".parse(), Ok(Trials::ALL));
+        assert_eq!("all".parse(), Ok(Trials::ALL));
         assert!("rope".parse::<Trials>().unwrap_err().contains("`rope`"));
     }
 }

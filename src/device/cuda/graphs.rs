@@ -1,6 +1,6 @@
 //! Decode steps recorded as CUDA graphs.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 use kernels::cuda::Graph;
 
@@ -8,6 +8,8 @@ use super::step::StepShape;
 use super::{CudaDevice, device_error};
 use crate::{DeviceError, StepInputs};
 
+/// Tokens of the smallest step whose products are measured ahead; below, own kernels take most of them.
+const MIN_MEASURED: usize = 128;
 /// Largest number of rows that is recorded.
 const MAX_BUCKET: usize = 256;
 
@@ -15,17 +17,39 @@ const MAX_BUCKET: usize = 256;
 pub(crate) struct Graphs {
     buckets: Vec<usize>,
     recorded: HashMap<(usize, bool), Graph>,
+    /// What is still to be done while no step waits.
+    ahead: VecDeque<Ahead>,
+}
+
+/// A piece of work that a step would otherwise wait for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ahead {
+    /// Choose algorithms for the products of a step of so many tokens.
+    Measure { tokens: usize },
+    /// Record decodes of a bucket.
+    Record { bucket: usize, is_greedy: bool },
 }
 
 impl Graphs {
     pub(crate) fn new(enabled: bool, max_rows: usize) -> Self {
         let buckets = if enabled { buckets(max_rows) } else { Vec::new() };
-        Self { buckets, recorded: HashMap::new() }
+        Self { buckets, recorded: HashMap::new(), ahead: VecDeque::new() }
     }
 
     /// Rows of the largest bucket; 0 without any.
     pub(crate) fn largest_bucket(&self) -> usize {
         self.buckets.last().copied().unwrap_or(0)
+    }
+
+    /// Lists what may be done before a step needs it: recordings of greedy decodes, largest first, then products of chunks, then
+    /// recordings of other decodes.
+    pub(crate) fn plan_ahead(&mut self, max_tokens: usize) {
+        let record = |is_greedy| move |&bucket| Ahead::Record { bucket, is_greedy };
+        let sizes = std::iter::successors(Some(max_tokens.next_power_of_two()), |tokens| Some(tokens / 2));
+        let chunks = sizes.take_while(|&tokens| tokens >= MIN_MEASURED).map(|tokens| tokens.min(max_tokens));
+        let greedy = self.buckets.iter().rev().map(record(true));
+        let others = self.buckets.iter().rev().map(record(false));
+        self.ahead = greedy.chain(chunks.map(|tokens| Ahead::Measure { tokens })).chain(others).collect();
     }
 
     /// The bucket of a step of decodes that all sample; other steps are not recorded.
@@ -69,10 +93,51 @@ impl CudaDevice {
             return Ok(slot);
         }
         forward(self)?;
-        let queue = self.queue.clone();
-        let graph = queue.capture(|| forward(self).map_err(Recorded::from));
-        self.graphs.recorded.insert(key, graph.map_err(|Recorded(error)| error)?);
+        self.record(bucket, forward)?;
         Ok(slot)
+    }
+
+    /// Records the current step, which is one of decodes, without running it.
+    fn record(
+        &mut self,
+        bucket: usize,
+        forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        let queue = self.queue.clone();
+        let graph = queue.capture(|| forward(self).map_err(Recorded::from)).map_err(|Recorded(error)| error)?;
+        self.graphs.recorded.insert((bucket, self.current().is_greedy), graph);
+        Ok(())
+    }
+
+    /// Does the next piece of what [`Graphs::plan_ahead`] listed.
+    pub(crate) fn prepare_next(
+        &mut self,
+        forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
+    ) -> Result<bool, DeviceError> {
+        match self.graphs.ahead.pop_front() {
+            Some(Ahead::Measure { tokens }) => {
+                let chunk = StepShape { tokens, rows: 1, prefill_rows: 1, max_chunk: tokens, samples: 1 };
+                self.measure_products(chunk, forward)?;
+            }
+            Some(Ahead::Record { bucket, is_greedy }) if !self.graphs.recorded.contains_key(&(bucket, is_greedy)) => {
+                // Measuring waits for the GPU, which a recording may not.
+                self.measure_products(StepShape::decode(bucket), forward)?;
+                self.current = Some(self.step_at(StepShape::decode(bucket), is_greedy));
+                self.record(bucket, forward)?;
+            }
+            Some(Ahead::Record { .. }) | None => {}
+        }
+        Ok(!self.graphs.ahead.is_empty())
+    }
+
+    /// Queues the products of a step of this shape alone, on whatever the buffers hold.
+    fn measure_products(
+        &mut self,
+        shape: StepShape,
+        forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        self.current = Some(super::Current { only_products: true, ..self.step_at(shape, true) });
+        forward(self)
     }
 }
 
@@ -100,5 +165,17 @@ mod tests {
         assert_eq!(buckets(1), [1]);
         assert_eq!(buckets(10), [1, 2, 4, 8, 16]);
         assert_eq!(buckets(1000).last(), Some(&256));
+    }
+
+    #[test]
+    fn recordings_come_largest_first_and_greedy_ones_before_all_else() {
+        let mut graphs = Graphs::new(true, 10);
+        graphs.plan_ahead(300);
+        let record = |bucket, is_greedy| Ahead::Record { bucket, is_greedy };
+        let measure = |tokens| Ahead::Measure { tokens };
+        let greedy = [16, 8, 4, 2, 1].map(|bucket| record(bucket, true));
+        let others = [16, 8, 4, 2, 1].map(|bucket| record(bucket, false));
+        let chunks = [measure(300), measure(256), measure(128)];
+        assert_eq!(graphs.ahead, [greedy.as_slice(), &chunks, &others].concat());
     }
 }

@@ -9,6 +9,7 @@ use kernels::cuda::rope_cache::{HeadShape, LayerCache};
 use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
 
+use super::fusion::{Fusion, squares_bytes};
 use super::rows::{MAX_TOP, Rows};
 use super::step::{Layout, StepBounds};
 use super::{CudaDevice, MAX_IN_FLIGHT, device_error};
@@ -202,7 +203,9 @@ impl CudaDevice {
         let sizes = Workspace::sizes(&self.config.limits, self.hidden, self.group.size());
         let rope = (spec.rope.cos.len() + spec.rope.sin.len()) * 4;
         let decode = DecodeWorkspace::bytes(max_samples(&self.config.limits), head_shape(spec));
-        sizes.iter().sum::<usize>() + self.step_words(spec) * 4 + rope + decode + self.group.peer_bytes(self.hidden)
+        let squares = if self.can_fuse_norms() { squares_bytes(self.hidden) } else { 0 };
+        let peers = self.group.peer_bytes(self.hidden);
+        sizes.iter().sum::<usize>() + self.step_words(spec) * 4 + rope + decode + peers + squares
     }
 
     pub(crate) fn plan_memory(&self, spec: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
@@ -239,6 +242,9 @@ impl CudaDevice {
         self.pinned_inputs =
             (0..MAX_IN_FLIGHT).map(|_| PinnedBuffer::new(&self.gpu, words * 4)).collect::<Result<_, _>>()?;
         self.workspace = Some(Workspace::new(&self.gpu, &self.config.limits, self.hidden, self.group.size())?);
+        if self.can_fuse_norms() {
+            self.fusion = Fusion::new(&self.gpu, self.hidden)?;
+        }
         self.cache = Some(Cache::new(&self.gpu, spec, num_blocks, max_samples(&self.config.limits))?);
         Ok(())
     }

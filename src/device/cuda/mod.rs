@@ -6,6 +6,7 @@
 
 mod config;
 mod exchange;
+mod fusion;
 mod graphs;
 mod group;
 mod load;
@@ -29,6 +30,7 @@ use crate::{
 };
 pub use config::{CudaConfig, Trials};
 pub use exchange::{Exchange, FileExchange};
+use fusion::Fusion;
 use graphs::Graphs;
 use group::Group;
 use load::{Loader, Part, RowOrder};
@@ -55,6 +57,8 @@ pub struct CudaWeight {
     first_token: u32,
     /// Of gate/up: columns of gate and up that come in turn.
     group: usize,
+    /// Whether products by it are partial sums, which a norm takes.
+    is_partial: bool,
 }
 
 /// An activation buffer `[max_tokens, cols]` bf16.
@@ -75,6 +79,9 @@ pub struct CudaDevice {
     current: Option<Current>,
     group: Group,
     gemm: LibraryGemm,
+    fusion: Fusion,
+    /// Whether the kernel for few rows takes every matrix loaded so far.
+    all_skinny: bool,
     step_block: DeviceBuffer,
     pinned_inputs: Vec<PinnedBuffer>,
     next_slot: usize,
@@ -96,6 +103,8 @@ struct Current {
     spans: StepSpans,
     /// Whether every sample is the plain argmax, and nothing else is reported.
     is_greedy: bool,
+    /// Whether only the library's products are queued, for their algorithms.
+    only_products: bool,
 }
 
 /// A step that was queued and not yet collected.
@@ -143,6 +152,8 @@ impl CudaDevice {
             current: None,
             group,
             gemm,
+            fusion: Fusion::default(),
+            all_skinny: true,
             step_block: DeviceBuffer::new(&gpu, 0).map_err(device_error)?,
             pinned_inputs: Vec::new(),
             next_slot: 0,
@@ -250,7 +261,8 @@ impl CudaDevice {
     fn step_at(&self, shape: StepShape, is_greedy: bool) -> Current {
         let stride = self.cache.as_ref().map_or(0, |cache| cache.table_stride(&self.config.limits));
         let layout = Layout::new(shape, stride);
-        Current { shape, spans: StepSpans::new(self.step_block.span(), &layout, shape, stride), is_greedy }
+        let spans = StepSpans::new(self.step_block.span(), &layout, shape, stride);
+        Current { shape, spans, is_greedy, only_products: false }
     }
 
     fn read_outputs(&self, step: &InFlight) -> Vec<SampledToken> {
@@ -289,23 +301,26 @@ impl Device for CudaDevice {
         let (order, group) = gate_order(role, parts);
         let (values, rows, cols) = self.load_matrix(parts, order)?;
         let bias = self.load_row(bias, order)?;
-        Ok(CudaWeight { values, bias, rows, cols, first_token: 0, group })
+        let is_partial = matches!(role, LinearRole::Out | LinearRole::Down);
+        self.all_skinny &= rows.is_multiple_of(8) && (role != LinearRole::GateUp || group == GATE_GROUP);
+        Ok(CudaWeight { values, bias, rows, cols, first_token: 0, group, is_partial })
     }
 
     fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<CudaWeight, DeviceError> {
         let (values, rows, cols) = self.load_matrix(&[table], RowOrder::Stacked)?;
         self.hidden = cols;
-        Ok(CudaWeight { values, bias: Span::NULL, rows, cols, first_token, group: 0 })
+        Ok(CudaWeight { values, bias: Span::NULL, rows, cols, first_token, group: 0, is_partial: false })
     }
 
     fn tie_head(&mut self, embedding: &CudaWeight) -> Result<CudaWeight, DeviceError> {
+        self.all_skinny &= embedding.rows.is_multiple_of(8);
         Ok(*embedding)
     }
 
     fn load_vector(&mut self, vector: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
         let cols = vector.cols.len();
         let values = self.load_row(&[vector], RowOrder::Stacked)?;
-        Ok(CudaWeight { values, bias: Span::NULL, rows: 1, cols, first_token: 0, group: 0 })
+        Ok(CudaWeight { values, bias: Span::NULL, rows: 1, cols, first_token: 0, group: 0, is_partial: false })
     }
 
     fn tensor(&mut self, cols: usize) -> Result<CudaTensor, DeviceError> {
@@ -323,7 +338,11 @@ impl Device for CudaDevice {
 
     fn allocate_cache(&mut self, attention: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError> {
         self.loader.get_mut().finish()?;
-        self.take_memory(attention, num_blocks)
+        self.take_memory(attention, num_blocks)?;
+        if self.config.trials.idle_graphs {
+            self.graphs.plan_ahead(self.config.limits.max_tokens);
+        }
+        Ok(())
     }
 
     fn join_row(
@@ -371,6 +390,10 @@ impl Device for CudaDevice {
         let samples = inputs.samples.iter().map(|s| (s.row, self.rows.host(s.row.0 as usize).num_logprobs)).collect();
         self.in_flight.push_back(InFlight { slot, done, samples });
         Ok(())
+    }
+
+    fn prepare(&mut self, forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>) -> Result<bool, DeviceError> {
+        self.prepare_next(forward)
     }
 
     fn collect(&mut self, wait: bool) -> Result<Option<Vec<SampledToken>>, DeviceError> {

@@ -44,6 +44,9 @@ impl Nccl {
         // NVLink multicast can put a host's GPUs out of service when a process dies in it, so it stays off.
         // SAFETY: called while the worker starts, before it has threads that read the environment.
         unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
+        // Connections stand from the start, so that recording a collective waits for nobody.
+        // SAFETY: as above.
+        unsafe { std::env::set_var("NCCL_RUNTIME_CONNECT", "0") };
         let library = library::load("libnccl.so.2", folders).map_err(super::device_error)?;
         // SAFETY: signatures are those of nccl.h 2.28; the library is never unloaded.
         unsafe {

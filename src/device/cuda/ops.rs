@@ -20,7 +20,7 @@ use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 use crate::{Activation, DeviceError};
 
 impl CudaWeight {
-    fn linear(&self) -> LinearWeight {
+    pub(crate) fn linear(&self) -> LinearWeight {
         LinearWeight { weight: self.values, bias: self.bias, n: self.rows, k: self.cols }
     }
 }
@@ -39,6 +39,9 @@ impl CudaDevice {
     }
 
     pub(crate) fn op_embed(&mut self, out: CudaTensor, table: &CudaWeight) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
         let spans = self.current().spans;
         let tokens = TokenSource {
             token_ids: spans.token_ids,
@@ -58,11 +61,18 @@ impl CudaDevice {
         eps: f32,
     ) -> Result<(), DeviceError> {
         let rows = self.num_tokens();
+        self.fusion.reset();
+        if self.current().only_products {
+            return Ok(());
+        }
         rms_norm::rms_norm(&self.queue, out.values, x.values, weight.values, rows, weight.cols, eps)
             .map_err(device_error)
     }
 
     pub(crate) fn op_linear(&mut self, out: Span, x: Span, weight: &CudaWeight) -> Result<(), DeviceError> {
+        if self.defer(out, x, weight) {
+            return Ok(());
+        }
         self.product(out, x, weight, self.num_tokens(), weight.rows, Epilogue::Store)
     }
 
@@ -77,8 +87,17 @@ impl CudaDevice {
         epilogue: Epilogue,
     ) -> Result<(), DeviceError> {
         if stride == weight.rows && self.is_skinny(m, weight) {
-            return skinny_gemm::skinny_gemm(&self.queue, out, x, &weight.linear(), m, epilogue).map_err(device_error);
+            if self.current().only_products {
+                return Ok(());
+            }
+            let (queue, linear) = (&self.queue, weight.linear());
+            let queued = match self.fusion.scale_of(x) {
+                Some(scale) => skinny_gemm::scaled(queue, out, x, &linear, m, epilogue, scale),
+                None => skinny_gemm::skinny_gemm(queue, out, x, &linear, m, epilogue),
+            };
+            return queued.map_err(device_error);
         }
+        assert!(self.fusion.scale_of(x).is_none(), "rows without their scale reach only the kernel that applies it");
         let to_f32 = epilogue == Epilogue::StoreF32;
         let shape = GemmShape { m, n: weight.rows, k: weight.cols, stride, to_f32 };
         let buffers = GemmBuffers { y: out, x, w: weight.values, bias: weight.bias };
@@ -107,6 +126,9 @@ impl CudaDevice {
             return self.product(out.values, x.values, weight, rows, weight.rows, Epilogue::Gated(activation));
         }
         self.op_linear(scratch.values, x.values, weight)?;
+        if self.current().only_products {
+            return Ok(());
+        }
         gated_activation::gated_activation(
             &self.queue,
             out.values,
@@ -120,6 +142,9 @@ impl CudaDevice {
     }
 
     pub(crate) fn op_rope_and_cache(&mut self, qkv: CudaTensor, layer: usize) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
         let (cache, spans) = (self.cache(), self.current().spans);
         let inputs =
             RopeInputs { cos: cache.cos.span(), sin: cache.sin.span(), positions: spans.positions, slots: spans.slots };
@@ -139,6 +164,9 @@ impl CudaDevice {
     }
 
     pub(crate) fn op_attention(&mut self, out: CudaTensor, qkv: CudaTensor, layer: usize) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
         let shape = self.current().shape;
         let decode_rows = shape.rows - shape.prefill_rows;
         let prefill_tokens = shape.tokens - decode_rows;
@@ -249,6 +277,9 @@ impl CudaDevice {
         weight: &CudaWeight,
         eps: f32,
     ) -> Result<(), DeviceError> {
+        if self.current().only_products {
+            return Ok(());
+        }
         let operands = ReduceAddNorm {
             out: out.values,
             residual: residual.values,
@@ -258,6 +289,9 @@ impl CudaDevice {
             cols: weight.cols,
             eps,
         };
+        if self.finish_deferred(operands)? {
+            return Ok(());
+        }
         self.group.reduce_add_norm(&self.queue, operands)
     }
 
@@ -268,7 +302,7 @@ impl CudaDevice {
             return Ok(());
         }
         let mut chosen = x.values;
-        if count != shape.tokens {
+        if count != shape.tokens && !self.current().only_products {
             chosen = self.workspace().gathered.span();
             let index = self.current().spans.sample_tokens;
             gather_rows::gather_rows(&self.queue, chosen, x.values, index, count, x.cols).map_err(device_error)?;
@@ -277,6 +311,9 @@ impl CudaDevice {
         let all = self.workspace().logits.span().elements::<f32>(0, self.group.size() * count * share);
         let own = all.elements::<f32>(self.group.rank() * count * share, count * share);
         self.product(own, chosen, head, count, share, Epilogue::StoreF32)?;
+        if self.current().only_products {
+            return Ok(());
+        }
         if self.current().is_greedy { self.sample_greedy(own, head, count) } else { self.sample_any(all, count) }
     }
 
