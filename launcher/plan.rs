@@ -291,7 +291,8 @@ mod tests {
         assert!(refusal(job_7("pmi2"), "--backend=srun").contains("by pmi2, and Open MPI needs pmix"));
         assert!(refusal(None, "--backend=local --world_size=2").contains("--backend=local starts one rank"));
         let two_nodes = job_7("pmix").map(|job| Allocation { num_nodes: 2, ..job });
-        assert!(refusal(two_nodes, "--world_size=2").contains("has 2 nodes, and a world cannot span nodes yet"));
+        let spans = "srun --mpi=pmix --job-name=trireme-8000 --nodes=2 --ntasks=2 ";
+        starts_with(two_nodes, "--world_size=2", spans);
     }
 
     #[test]

@@ -85,17 +85,10 @@ pub(crate) fn step_name(http_port: u16) -> String {
 /// One step of as many tasks as ranks. A task knows its rank from Slurm alone, so a shell puts it in: `per_rank` are
 /// arguments, quoted already, that name the rank as `$SLURM_PROCID`.
 pub(crate) fn command(step: &Step, common: CommandLine, per_rank: &[String]) -> Result<CommandLine> {
-    if step.allocation.num_nodes > 1 && step.num_ranks > 1 {
-        bail!(
-            "job {} has {} nodes, and a world cannot span nodes yet; submit with `--nodes=1`, or as a job array of worlds",
-            step.allocation.job,
-            step.allocation.num_nodes
-        );
-    }
     let mut args = vec![
         format!("--mpi={}", step.allocation.mpi_type()?),
         format!("--job-name={}", step.name),
-        "--nodes=1".to_owned(),
+        format!("--nodes={}", step.allocation.num_nodes.min(step.num_ranks)),
         format!("--ntasks={}", step.num_ranks),
         "--kill-on-bad-exit=1".to_owned(),
         "--cpu-bind=none".to_owned(),

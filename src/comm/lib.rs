@@ -145,6 +145,12 @@ impl World {
         self.queue(&[to], bytes.into())
     }
 
+    /// As [`World::send`], the same to each of `ranks`, none of them this one. When one cannot be queued, none is.
+    pub fn send_to(&self, ranks: &[u32], bytes: Vec<u8>) -> Result<(), CommError> {
+        ranks.iter().try_for_each(|&rank| self.check(rank, bytes.len()))?;
+        self.queue(ranks, bytes.into())
+    }
+
     /// As [`World::send`], to every other rank. When one cannot be queued, none is.
     pub fn broadcast(&self, bytes: Vec<u8>) -> Result<(), CommError> {
         self.check(self.rank, bytes.len())?;

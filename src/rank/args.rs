@@ -140,6 +140,9 @@ pub struct RankArgs {
     /// Directory for measurements kept between starts [default: $XDG_CACHE_HOME/trireme or ~/.cache/trireme]
     #[arg(long, env = "TRIREME_CACHE_DIR", value_name = "DIR")]
     pub cache_dir: Option<PathBuf>,
+    /// The network that joins the nodes of a world: an interface (`eth0`) or a subnet (`10.0.0.0/16`) [default: any]
+    #[arg(long, value_name = "NETWORK")]
+    pub network: Option<String>,
     /// CPU threads of a worker; the node's cores shared out when not given
     #[arg(long)]
     pub threads: Option<usize>,

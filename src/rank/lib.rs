@@ -43,11 +43,6 @@ pub enum RankError {
     Server(String),
     #[error("device `{device}` is not usable: {reason}")]
     Device { device: String, reason: String },
-    #[error(
-        "rank 0 runs on node `{here}` and rank {stranger} on node `{there}`, but a world cannot span nodes yet; start \
-         it on one node (Slurm: `--nodes=1`, mpirun: one host), and a world of its own on each further node"
-    )]
-    ManyNodes { here: String, there: String, stranger: u32 },
 }
 
 /// The whole life of a rank process. `ignored` are options that were given and have no effect.

@@ -24,7 +24,7 @@ pub(crate) fn run(world: &Arc<World>, agent: &Agent, heard: Receiver<FromAgent>)
     let sender = Arc::clone(world);
     thread::spawn(move || {
         for news in heard {
-            send(&sender, 0, &news);
+            send(&sender, &[0], &news);
         }
     });
     let incoming = world.incoming().expect("nobody else reads this rank's messages");
@@ -58,7 +58,7 @@ fn leave_signals_to_rank_0(world: &Arc<World>, answers: Receiver<()>) -> std::io
         runtime.block_on(signals.next());
         tracing::info!("this rank ends when rank 0 does, which drains if it was asked too");
         loop {
-            send_bytes(&world, 0, ARE_YOU_THERE.to_vec());
+            send_bytes(&world, &[0], ARE_YOU_THERE.to_vec());
             match answers.recv_timeout(ANSWER_TIMEOUT) {
                 Ok(()) => thread::sleep(ANSWER_TIMEOUT),
                 Err(RecvTimeoutError::Disconnected) => return,
@@ -69,16 +69,16 @@ fn leave_signals_to_rank_0(world: &Arc<World>, answers: Receiver<()>) -> std::io
     Ok(())
 }
 
-/// To another rank. What cannot be sent ends the world: rank 0 would wait for an answer that never comes.
-pub(crate) fn send<T: serde::Serialize>(world: &World, to: u32, message: &T) {
+/// To other ranks. What cannot be sent ends the world: rank 0 would wait for an answer that never comes.
+pub(crate) fn send<T: serde::Serialize>(world: &World, to: &[u32], message: &T) {
     let bytes = postcard::to_stdvec(message).expect("messages hold nothing that cannot be serialized");
     send_bytes(world, to, bytes);
 }
 
 /// As [`send`], for bytes.
-pub(crate) fn send_bytes(world: &World, to: u32, bytes: Vec<u8>) {
-    match world.send(to, bytes) {
+pub(crate) fn send_bytes(world: &World, to: &[u32], bytes: Vec<u8>) {
+    match world.send_to(to, bytes) {
         Ok(()) | Err(comm::CommError::Left) => {}
-        Err(error) => world.abort(1, &format!("cannot send to rank {to}: {error}")),
+        Err(error) => world.abort(1, &format!("cannot send to rank {to:?}: {error}")),
     }
 }

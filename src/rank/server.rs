@@ -15,7 +15,7 @@ use front::{Address, Running};
 use ipc::Prefix;
 use serving::{BackendFactory, ControlMode, Server, ServerConfig};
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use worker::{Agent, Agents, FromAgent, ToAgent};
+use worker::{Agent, Agents, FromAgent, Nodes, ToAgent};
 
 use crate::args::{self, RankArgs};
 use crate::metrics::{LlmMetrics, PythonMetrics};
@@ -38,7 +38,7 @@ pub(crate) fn run(
 ) -> Result<ExitCode, RankError> {
     let agents = connect(world, agent, heard);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;
-    let result = check_one_node(world).and_then(|()| llm_defaults(&args, world)).and_then(|defaults| {
+    let result = llm_defaults(&args, world, agents.nodes()).and_then(|defaults| {
         let python = Arc::new(PythonFactory::new(python_config(&args, &prefix, world)?).map_err(RankError::Runtime)?);
         let llm = Arc::new(LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone()));
         runtime.block_on(serve(&args, &prefix, llm, python))
@@ -54,9 +54,9 @@ pub(crate) fn run(
 /// Joins agents of all ranks, this one's included, into one door.
 fn connect(world: &Arc<World>, agent: &Arc<Agent>, heard: Receiver<FromAgent>) -> Arc<Agents> {
     let (sender, own) = (Arc::clone(world), Arc::clone(agent));
-    let agents = Arc::new(Agents::new(world.size(), move |rank, message| match rank {
-        0 => own.handle(message),
-        _ => relay::send(&sender, rank, &message),
+    let agents = Arc::new(Agents::new(world.size(), nodes(world), move |ranks, message| match ranks {
+        [0] => own.handle(message),
+        ranks => relay::send(&sender, ranks, &message),
     }));
     let (local, remote) = (Arc::clone(&agents), Arc::clone(&agents));
     let asked = Arc::clone(world);
@@ -65,7 +65,7 @@ fn connect(world: &Arc<World>, agent: &Arc<Agent>, heard: Receiver<FromAgent>) -
     thread::spawn(move || {
         for (from, bytes) in incoming {
             if bytes == relay::ARE_YOU_THERE {
-                relay::send_bytes(&asked, from, bytes);
+                relay::send_bytes(&asked, &[from], bytes);
                 continue;
             }
             match postcard::from_bytes(&bytes) {
@@ -79,26 +79,21 @@ fn connect(world: &Arc<World>, agent: &Arc<Agent>, heard: Receiver<FromAgent>) -
     agents
 }
 
-/// Plans reach workers through shared memory alone.
-fn check_one_node(world: &World) -> Result<(), RankError> {
-    let here = world.node_ranks(0);
-    match (0..world.size()).find(|rank| !here.contains(rank)) {
-        None => Ok(()),
-        Some(stranger) => {
-            let (here, there) = (world.hostname(0).to_owned(), world.hostname(stranger).to_owned());
-            Err(RankError::ManyNodes { here, there, stranger })
-        }
-    }
+/// Which ranks share shared memory.
+fn nodes(world: &World) -> Nodes {
+    let is_first = |&rank: &u32| world.node_ranks(rank)[0] == rank;
+    Nodes::new((0..world.size()).filter(is_first).map(|rank| (world.hostname(rank).to_owned(), world.node_ranks(rank))))
 }
 
-fn llm_defaults(args: &RankArgs, world: &World) -> Result<LlmDefaults, RankError> {
-    let num_workers = world.node_ranks(0).len();
+fn llm_defaults(args: &RankArgs, world: &World, nodes: &Nodes) -> Result<LlmDefaults, RankError> {
+    let num_workers = nodes.max_ranks();
     let (device, why) = devices::choose(args.device, args.threads, num_workers)?;
     tracing::info!("workers compute on {why}");
     let is_cpu = matches!(device, worker::DeviceChoice::Cpu { .. });
     Ok(LlmDefaults {
         device,
         world_size: world.size(),
+        network: args.network.clone(),
         block_size: if is_cpu { 16 } else { 64 },
         // A CPU device shares its memory with everything else that runs there.
         kv_free_fraction: if is_cpu { 0.25 } else { 0.9 },

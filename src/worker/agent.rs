@@ -11,6 +11,7 @@ use std::time::Duration;
 use ipc::{Prefix, ProcessWatch, Ring, bind_to_parent, describe_exit, sweep_stale};
 use serde::{Deserialize, Serialize};
 
+use crate::node_relay::{NodeRelay, RelayedWorker};
 use crate::protocol::{ShmName, WorkerSpec};
 use crate::said::Said;
 
@@ -28,7 +29,7 @@ const STACKS_PATIENCE: Duration = Duration::from_secs(1);
 pub struct WorkerId {
     /// Counts every start of every model on rank 0.
     pub instance: u64,
-    /// Place in the tensor-parallel group.
+    /// Place among the workers of the model: in its tensor-parallel group, and groups in the order of stages.
     pub tp_rank: u32,
 }
 
@@ -41,6 +42,15 @@ pub enum ToAgent {
     Stop(WorkerId),
     /// End a worker at once; it hangs or its group is lost.
     Kill(WorkerId),
+    /// Carry messages to and from these workers of one start, all on this rank's node; rank 0's has no need of it.
+    Relay(Vec<RelayedWorker>),
+    /// A message to every worker of this start on this rank's node, as its rings carry it.
+    ToWorkers {
+        /// Which start.
+        instance: u64,
+        /// An encoded [`crate::ToWorker`].
+        bytes: Vec<u8>,
+    },
     /// Tell where the threads of a worker are: it hangs.
     Stacks(WorkerId),
     /// End the rank.
@@ -64,6 +74,13 @@ pub enum FromAgent {
         plan_ring: ShmName,
         /// Where its messages come from.
         output_ring: ShmName,
+    },
+    /// A relayed worker's message.
+    Said {
+        /// Which.
+        worker: WorkerId,
+        /// An encoded [`crate::FromWorker`].
+        bytes: Vec<u8>,
     },
     /// The worker ended, or could not be started.
     Ended {
@@ -99,6 +116,8 @@ pub struct Agent {
     program: PathBuf,
     events: mpsc::Sender<FromAgent>,
     workers: Arc<Mutex<Workers>>,
+    /// By instance.
+    relays: Mutex<HashMap<u64, NodeRelay>>,
 }
 
 /// A worker that runs, or one that ended and whose last words rank 0 may still read.
@@ -116,20 +135,39 @@ struct Held {
 impl Agent {
     /// An agent that starts workers as `program worker` and makes their rings under `prefix`.
     pub fn new(prefix: Prefix, program: PathBuf, events: mpsc::Sender<FromAgent>) -> Self {
-        Self { prefix, program, events, workers: Arc::default() }
+        Self { prefix, program, events, workers: Arc::default(), relays: Mutex::default() }
     }
 
     /// Carries out one message of rank 0. [`ToAgent::Shutdown`] ends every worker.
     pub fn handle(&self, message: ToAgent) {
         match message {
             ToAgent::Start(worker, spec) => self.start(worker, *spec),
+            ToAgent::Relay(workers) => self.relay(&workers),
+            ToAgent::ToWorkers { instance, bytes } => {
+                if let Some(relay) = self.relays.lock().unwrap().get(&instance) {
+                    relay.send(bytes);
+                }
+            }
             ToAgent::Stop(worker) => self.end(worker, TERMINATE_GRACE),
             ToAgent::Kill(worker) => {
+                self.relays.lock().unwrap().remove(&worker.instance);
                 self.end(worker, Duration::ZERO);
                 release(&mut self.workers.lock().unwrap(), worker);
             }
             ToAgent::Stacks(worker) => self.tell_stacks(worker),
             ToAgent::Shutdown => self.end_all(),
+        }
+    }
+
+    fn relay(&self, workers: &[RelayedWorker]) {
+        let Some(first) = workers.first().map(|relayed| relayed.worker) else { return };
+        match NodeRelay::start(workers, &self.events) {
+            Ok(relay) => drop(self.relays.lock().unwrap().insert(first.instance, relay)),
+            Err(error) => {
+                let reason = format!("its rings cannot be opened: {error}");
+                let ended = FromAgent::Ended { worker: first, reason, by_signal: false, last_lines: Vec::new() };
+                let _ = self.events.send(ended);
+            }
         }
     }
 
@@ -152,6 +190,7 @@ impl Agent {
 
     /// Ends every worker and waits until they are gone.
     pub fn end_all(&self) {
+        self.relays.lock().unwrap().clear();
         let workers: Vec<_> = self.workers.lock().unwrap().keys().copied().collect();
         for worker in workers {
             self.end(worker, TERMINATE_GRACE);
@@ -290,6 +329,11 @@ mod tests {
             device: DeviceChoice::Cpu { threads: 1 },
             tp_rank: 0,
             tp_size: 1,
+            stage: 0,
+            num_stages: 1,
+            nodes: vec![0],
+            node_names: Vec::new(),
+            network: None,
             group_region: ShmName::default(),
             plan_ring: ShmName::default(),
             output_ring: ShmName::default(),

@@ -11,11 +11,64 @@ use ipc::ProcessWatch;
 use crate::agent::{FromAgent, ToAgent};
 
 type Listener = Box<dyn Fn(FromAgent) + Send>;
+/// Carries a message to the agents of some ranks.
+type Carrier = Box<dyn Fn(&[u32], ToAgent) + Send + Sync>;
+
+/// Which node each rank is on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Nodes {
+    /// `[ranks]` node of each, counted from 0 in the order of the ranks.
+    of_rank: Vec<u32>,
+    /// `[nodes]` host name of each.
+    names: Vec<String>,
+}
+
+impl Nodes {
+    /// All of `world_size` ranks on this node.
+    pub fn one(world_size: u32) -> Self {
+        Self { of_rank: vec![0; world_size as usize], names: vec![String::new()] }
+    }
+
+    /// From the ranks of each node and its name; every rank is on one.
+    pub fn new(nodes: impl IntoIterator<Item = (String, Vec<u32>)>) -> Self {
+        let (mut of_rank, mut names) = (Vec::new(), Vec::new());
+        for (node, (name, ranks)) in nodes.into_iter().enumerate() {
+            names.push(name);
+            for rank in ranks {
+                of_rank.resize(of_rank.len().max(rank as usize + 1), 0);
+                of_rank[rank as usize] = node as u32;
+            }
+        }
+        Self { of_rank, names }
+    }
+
+    /// The node of `rank`.
+    pub fn of(&self, rank: u32) -> u32 {
+        self.of_rank[rank as usize]
+    }
+
+    /// Host names, by node.
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// The place of `rank` among those of its node.
+    pub fn local_rank(&self, rank: u32) -> u32 {
+        (0..rank).filter(|&other| self.of(other) == self.of(rank)).count() as u32
+    }
+
+    /// Most ranks on one node.
+    pub fn max_ranks(&self) -> usize {
+        let count = |node: usize| self.of_rank.iter().filter(|&&its| its as usize == node).count();
+        (0..self.names.len()).map(count).max().unwrap_or(0)
+    }
+}
 
 /// Sends messages to any rank's agent and hands what agents say to whoever started the worker it is about.
 pub struct Agents {
     world_size: u32,
-    send: Box<dyn Fn(u32, ToAgent) + Send + Sync>,
+    nodes: Nodes,
+    send: Carrier,
     listeners: Mutex<HashMap<u64, Listener>>,
     next_instance: AtomicU64,
     /// Processes of ranks whose end is waited for.
@@ -23,15 +76,21 @@ pub struct Agents {
 }
 
 impl Agents {
-    /// Agents of `world_size` ranks; `send` carries a message to the agent of a rank.
-    pub fn new(world_size: u32, send: impl Fn(u32, ToAgent) + Send + Sync + 'static) -> Self {
+    /// Agents of `world_size` ranks on `nodes`; `send` carries a message to the agents of some ranks.
+    pub fn new(world_size: u32, nodes: Nodes, send: impl Fn(&[u32], ToAgent) + Send + Sync + 'static) -> Self {
         Self {
             world_size,
+            nodes,
             send: Box::new(send),
             listeners: Mutex::default(),
             next_instance: AtomicU64::new(1),
             watched: Mutex::default(),
         }
+    }
+
+    /// Where ranks are.
+    pub fn nodes(&self) -> &Nodes {
+        &self.nodes
     }
 
     /// Ranks in the world.
@@ -53,16 +112,22 @@ impl Agents {
 
     /// Sends to the agent of `rank`.
     pub fn send(&self, rank: u32, message: ToAgent) {
-        (self.send)(rank, message);
+        (self.send)(&[rank], message);
+    }
+
+    /// Sends the same to the agents of `ranks`.
+    pub fn send_to(&self, ranks: &[u32], message: ToAgent) {
+        (self.send)(ranks, message);
     }
 
     /// Hands on what an agent said; the end of a rank concerns everyone.
     pub fn deliver(&self, message: FromAgent) {
         let listeners = self.listeners.lock().unwrap();
         let worker = match &message {
-            FromAgent::Started { worker, .. } | FromAgent::Ended { worker, .. } | FromAgent::Stacks { worker, .. } => {
-                worker
-            }
+            FromAgent::Started { worker, .. }
+            | FromAgent::Said { worker, .. }
+            | FromAgent::Ended { worker, .. }
+            | FromAgent::Stacks { worker, .. } => worker,
             FromAgent::RankEnded { .. } => return listeners.values().for_each(|listener| listener(message.clone())),
         };
         if let Some(listener) = listeners.get(&worker.instance) {
@@ -85,5 +150,18 @@ impl Agents {
                 agents.deliver(FromAgent::RankEnded { rank, pid });
             }
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_counted_on_their_node() {
+        let nodes = Nodes::new([("a".to_owned(), vec![0, 1, 4]), ("b".to_owned(), vec![2, 3])]);
+        assert_eq!((0..5).map(|rank| nodes.of(rank)).collect::<Vec<_>>(), [0, 0, 1, 1, 0]);
+        assert_eq!((0..5).map(|rank| nodes.local_rank(rank)).collect::<Vec<_>>(), [0, 1, 0, 1, 2]);
+        assert_eq!((nodes.max_ranks(), nodes.names()), (3, &["a".to_owned(), "b".to_owned()][..]));
     }
 }

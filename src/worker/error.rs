@@ -1,5 +1,7 @@
 //! Why a worker ends.
 
+use std::path::PathBuf;
+
 use crate::rows::PlanMismatch;
 
 /// Why a worker ends; its rank starts another.
@@ -22,6 +24,17 @@ pub enum WorkerError {
     Device(#[from] device::DeviceError),
     #[error(transparent)]
     Model(#[from] models::ModelError),
+    #[error("network `{network}` cannot be used: {reason}; name the one that joins the nodes with --network")]
+    Network { network: String, reason: String },
+    #[error("cannot read checkpoint {} on node `{node}`; every node needs it, at the same path", .dir.display())]
+    ReadCheckpoint { dir: PathBuf, node: String, source: std::io::Error },
+    #[error(
+        "checkpoint {} differs between nodes `{here}` and `{first}`: {how}; copy the same one to every node",
+        .dir.display()
+    )]
+    Checkpoint { dir: PathBuf, here: String, first: String, how: String },
+    #[error("`pp` is {num_stages}, and stages need --device=cpu so far; set `tp` alone")]
+    Pipeline { num_stages: u32 },
     #[error("rank 0 sent `{found}` where `{expected}` was due")]
     Protocol { expected: &'static str, found: &'static str },
 }

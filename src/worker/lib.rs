@@ -9,8 +9,11 @@
 
 mod agent;
 mod agents;
+mod checkpoint;
 mod error;
 mod exchange;
+mod network;
+mod node_relay;
 mod protocol;
 mod rows;
 mod run;
@@ -18,8 +21,9 @@ mod said;
 mod start;
 
 pub use agent::{Agent, FromAgent, ToAgent, WorkerId};
-pub use agents::Agents;
+pub use agents::{Agents, Nodes};
 pub use error::{SpecError, WorkerError};
+pub use node_relay::RelayedWorker;
 pub use protocol::{DeviceChoice, FromWorker, KvMemory, ShmName, ToWorker, WorkerSpec};
 pub use rows::{PlanMismatch, RowTable};
 pub use start::main;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! rank 0 ── ToWorker ──► plan ring of every worker
-//! rank 0 ◄─ FromWorker ─ output ring of every worker   (tokens from the first worker of the group only)
+//! rank 0 ◄─ FromWorker ─ output ring of every worker   (tokens from the first worker of the last stage only)
 //! ```
 
 use std::path::PathBuf;
@@ -59,6 +59,16 @@ pub struct WorkerSpec {
     pub tp_rank: u32,
     /// Workers in the group.
     pub tp_size: u32,
+    /// This worker's pipeline stage: which share of the layers it holds.
+    pub stage: u32,
+    /// Pipeline stages, each of one group.
+    pub num_stages: u32,
+    /// `[num_stages * tp_size]` node of each worker of the model, stage by stage.
+    pub nodes: Vec<u32>,
+    /// Host names of nodes, for messages.
+    pub node_names: Vec<String>,
+    /// The network that joins the nodes: an interface, or an address with its prefix's length. Any when not given.
+    pub network: Option<String>,
     /// Shared-memory region through which the group meets; unused by a worker alone.
     pub group_region: ShmName,
     /// Ring of [`ToWorker`] messages, made by this worker's rank.
@@ -92,6 +102,21 @@ impl WorkerSpec {
     pub fn tensor_parallel(&self) -> TensorParallel {
         TensorParallel { rank: self.tp_rank, size: self.tp_size }
     }
+
+    /// This worker's place among all workers of the model.
+    pub fn index(&self) -> usize {
+        (self.stage * self.tp_size + self.tp_rank) as usize
+    }
+
+    /// Whether the model's workers are on more than one node.
+    pub fn spans_nodes(&self) -> bool {
+        self.nodes.iter().any(|&node| node != self.nodes[0])
+    }
+
+    /// Whether this worker tells rank 0 the tokens: the first of the last stage does.
+    pub fn reports(&self) -> bool {
+        self.tp_rank == 0 && self.stage + 1 == self.num_stages
+    }
 }
 
 /// How much memory KV blocks may take.
@@ -111,6 +136,11 @@ pub enum ToWorker {
         /// Blocks, in all layers.
         num_blocks: usize,
     },
+    /// What every worker gave in a [`FromWorker::Exchange`], in their order.
+    Exchanged {
+        /// `[workers]`.
+        all: Vec<Vec<u8>>,
+    },
     /// Run a step.
     Step(StepPlan),
     /// End, exit code 0.
@@ -120,6 +150,11 @@ pub enum ToWorker {
 /// A worker to rank 0.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum FromWorker {
+    /// Something that the other workers of the model need to know; answered once all have said theirs.
+    Exchange {
+        /// Theirs alone to understand.
+        bytes: Vec<u8>,
+    },
     /// Weights and workspace stand.
     Loaded {
         /// Bytes of weights.
@@ -135,7 +170,7 @@ pub enum FromWorker {
     },
     /// KV blocks stand: a step can run now.
     Ready,
-    /// The tokens of a step; from the first worker of the group only.
+    /// The tokens of a step; from the first worker of the last stage only.
     Output(StepOutput),
     /// The worker ends; its last words.
     Failed {

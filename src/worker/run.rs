@@ -1,6 +1,7 @@
 //! The life of a worker process: load, take KV blocks, then one step after the other.
 
 use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use device::{AttentionSpec, Device, StepInputs};
@@ -18,8 +19,11 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a worker waits for a message before it looks around; nothing depends on it.
 const IDLE_WAIT: Duration = Duration::from_secs(3600);
 
-/// Both rings of this worker.
-pub(crate) struct Rings {
+/// Both rings of this worker. Clones share them; one thread uses them.
+#[derive(Clone)]
+pub(crate) struct Rings(Arc<Mutex<Ends>>);
+
+struct Ends {
     plans: RingReceiver,
     outputs: RingSender,
     bytes: Vec<u8>,
@@ -28,26 +32,33 @@ pub(crate) struct Rings {
 impl Rings {
     pub(crate) fn open(spec: &WorkerSpec) -> Result<Self, WorkerError> {
         let prefix = |name: &ShmName| name.prefix.parse::<Prefix>();
-        Ok(Self {
+        Ok(Self(Arc::new(Mutex::new(Ends {
             plans: RingReceiver::open(&prefix(&spec.plan_ring)?, &spec.plan_ring.name)?,
             outputs: RingSender::open(&prefix(&spec.output_ring)?, &spec.output_ring.name)?,
             bytes: Vec::new(),
-        })
+        }))))
     }
 
-    pub(crate) fn send(&mut self, message: &FromWorker) -> Result<(), WorkerError> {
-        plan::encode(message, &mut self.bytes);
-        Ok(self.outputs.send(&self.bytes, SEND_TIMEOUT)?)
+    fn ends(&self) -> MutexGuard<'_, Ends> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn receive(&mut self) -> Result<ToWorker, WorkerError> {
-        while self.plans.recv(&mut self.bytes, IDLE_WAIT)? != Received::Message {}
-        Ok(plan::decode(&self.bytes)?)
+    pub(crate) fn send(&self, message: &FromWorker) -> Result<(), WorkerError> {
+        let Ends { outputs, bytes, .. } = &mut *self.ends();
+        plan::encode(message, bytes);
+        Ok(outputs.send(bytes, SEND_TIMEOUT)?)
     }
 
-    fn try_receive(&mut self) -> Result<Option<ToWorker>, WorkerError> {
-        match self.plans.try_recv(&mut self.bytes)? {
-            true => Ok(Some(plan::decode(&self.bytes)?)),
+    pub(crate) fn receive(&self) -> Result<ToWorker, WorkerError> {
+        let Ends { plans, bytes, .. } = &mut *self.ends();
+        while plans.recv(bytes, IDLE_WAIT)? != Received::Message {}
+        Ok(plan::decode(bytes)?)
+    }
+
+    fn try_receive(&self) -> Result<Option<ToWorker>, WorkerError> {
+        let Ends { plans, bytes, .. } = &mut *self.ends();
+        match plans.try_recv(bytes)? {
+            true => Ok(Some(plan::decode(bytes)?)),
             false => Ok(None),
         }
     }
@@ -69,13 +80,16 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
     }
 
     /// Serves until told to stop.
-    pub(crate) fn serve(mut self, rings: &mut Rings) -> Result<(), WorkerError> {
+    pub(crate) fn serve(mut self, rings: &Rings) -> Result<(), WorkerError> {
         let attention = self.model.attention_spec(self.spec.block_size);
         self.report_memory(&attention, rings)?;
         let num_blocks = match rings.receive()? {
             ToWorker::Configure { num_blocks } => num_blocks,
             ToWorker::Stop => return Ok(()),
             ToWorker::Step(_) => return Err(WorkerError::Protocol { expected: "Configure", found: "Step" }),
+            ToWorker::Exchanged { .. } => {
+                return Err(WorkerError::Protocol { expected: "Configure", found: "Exchanged" });
+            }
         };
         self.device.allocate_cache(&attention, num_blocks)?;
         rings.send(&FromWorker::Ready)?;
@@ -84,7 +98,7 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
         Steps { worker: self, rows, inputs: StepInputs::default(), queued: VecDeque::new() }.run(rings)
     }
 
-    fn report_memory(&mut self, attention: &AttentionSpec, rings: &mut Rings) -> Result<(), WorkerError> {
+    fn report_memory(&mut self, attention: &AttentionSpec, rings: &Rings) -> Result<(), WorkerError> {
         let memory = self.device.memory_plan(attention)?;
         let max_blocks = match self.spec.kv_memory {
             KvMemory::FreeFraction(fraction) => (memory.max_blocks as f64 * fraction) as usize,
@@ -119,12 +133,15 @@ struct Queued {
 }
 
 impl<D: Device + 'static> Steps<'_, D> {
-    fn run(mut self, rings: &mut Rings) -> Result<(), WorkerError> {
+    fn run(mut self, rings: &Rings) -> Result<(), WorkerError> {
         loop {
             let message = if self.queued.is_empty() { Some(rings.receive()?) } else { rings.try_receive()? };
             match message {
                 Some(ToWorker::Step(plan)) => self.step(&plan)?,
                 Some(ToWorker::Stop) => return Ok(()),
+                Some(ToWorker::Exchanged { .. }) => {
+                    return Err(WorkerError::Protocol { expected: "Step", found: "Exchanged" });
+                }
                 Some(ToWorker::Configure { .. }) => {
                     return Err(WorkerError::Protocol { expected: "Step", found: "Configure" });
                 }
@@ -150,7 +167,7 @@ impl<D: Device + 'static> Steps<'_, D> {
     }
 
     /// Sends the oldest step's tokens if it is done; true when there was one.
-    fn collect(&mut self, rings: &mut Rings) -> Result<bool, WorkerError> {
+    fn collect(&mut self, rings: &Rings) -> Result<bool, WorkerError> {
         let Some(&Queued { step, on_device }) = self.queued.front() else {
             return Ok(false);
         };
@@ -162,7 +179,7 @@ impl<D: Device + 'static> Steps<'_, D> {
             return Ok(false);
         };
         self.queued.pop_front();
-        if self.worker.spec.tp_rank == 0 {
+        if self.worker.spec.reports() {
             rings.send(&FromWorker::Output(StepOutput { step, tokens }))?;
         }
         Ok(true)

@@ -3,14 +3,16 @@
 use std::io::Read;
 use std::sync::Arc;
 
-use device::cpu::{CpuConfig, CpuDevice, GroupConfig};
+use device::cpu::{CpuConfig, CpuDevice, GroupConfig, Peers};
 use device::cuda::{CudaConfig, CudaDevice, Exchange};
 use device::{DeviceError, StepLimits};
 use ipc::set_process_title;
 use nix::sys::signal::{SigSet, Signal};
 
+use crate::checkpoint;
 use crate::error::{SpecError, WorkerError};
-use crate::exchange::ShmExchange;
+use crate::exchange::RankExchange;
+use crate::network;
 use crate::protocol::{DeviceChoice, FromWorker, WorkerSpec};
 use crate::run::{Rings, Worker};
 
@@ -27,8 +29,8 @@ pub fn main() -> Result<(), WorkerError> {
     let spec = read_spec().map_err(WorkerError::Spec)?;
     // The title only helps `ps`; a worker serves without it.
     let _ = set_process_title(&format!("trireme: worker {} {}", spec.tp_rank, spec.model));
-    let mut rings = Rings::open(&spec)?;
-    let result = run(&spec, &mut rings);
+    let rings = Rings::open(&spec)?;
+    let result = run(&spec, &rings);
     if let Err(error) = &result {
         // Rank 0 may be gone; then the exit code has to do.
         let _ = rings.send(&FromWorker::Failed { message: error.to_string() });
@@ -42,7 +44,10 @@ fn read_spec() -> Result<WorkerSpec, SpecError> {
     Ok(serde_json::from_slice(&json)?)
 }
 
-fn run(spec: &WorkerSpec, rings: &mut Rings) -> Result<(), WorkerError> {
+fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
+    if spec.spans_nodes() {
+        check_checkpoint(spec, rings)?;
+    }
     let config = models::Config::from_dir(&spec.checkpoint)?;
     let limits = StepLimits {
         max_tokens: spec.max_step_tokens,
@@ -53,11 +58,18 @@ fn run(spec: &WorkerSpec, rings: &mut Rings) -> Result<(), WorkerError> {
     match spec.device {
         DeviceChoice::Cpu { threads } => {
             let group = cpu_group(spec, threads)?;
-            let device = CpuDevice::new(CpuConfig { threads, limits, kv_memory_bytes: None, group })?;
+            let device_config = CpuConfig { threads, limits, kv_memory_bytes: None, group };
+            let device = match spec.spans_nodes() || spec.num_stages > 1 {
+                true => CpuDevice::among(device_config, &peers(spec, rings)?, config.hidden_size)?,
+                false => CpuDevice::new(device_config)?,
+            };
             Worker::load(spec, &config, device)?.serve(rings)
         }
         DeviceChoice::Cuda { ordinal } => {
-            let device = CudaDevice::new(cuda_config(spec, ordinal, limits)?)?;
+            if spec.num_stages > 1 {
+                return Err(WorkerError::Pipeline { num_stages: spec.num_stages });
+            }
+            let device = CudaDevice::new(cuda_config(spec, ordinal, limits, rings)?)?;
             Worker::load(spec, &config, device)?.serve(rings)
         }
     }
@@ -73,15 +85,55 @@ fn cpu_group(spec: &WorkerSpec, threads: usize) -> Result<Option<GroupConfig>, W
         name: spec.group_region.name.clone(),
         tensor_parallel: spec.tensor_parallel(),
         timeout: spec.collective_timeout,
-        spin: threads * spec.tp_size as usize <= num_cores,
+        spin: threads * spec.nodes.iter().filter(|&&node| node == spec.nodes[spec.index()]).count() <= num_cores,
     }))
 }
 
-fn cuda_config(spec: &WorkerSpec, ordinal: usize, limits: StepLimits) -> Result<CudaConfig, WorkerError> {
+/// The workers of this model on other nodes and in other stages.
+fn peers(spec: &WorkerSpec, rings: &Rings) -> Result<Peers, WorkerError> {
+    let addresses = match spec.spans_nodes() {
+        true => network::addresses(spec.network.as_deref())?,
+        false => Vec::new(),
+    };
+    Ok(Peers {
+        me: spec.index() as u32,
+        num_stages: spec.num_stages,
+        nodes: spec.nodes.clone(),
+        addresses,
+        exchange: Arc::new(RankExchange::new(rings, 0..spec.nodes.len())),
+        prefix: spec.group_region.prefix.parse()?,
+        name: spec.group_region.name.clone(),
+        timeout: spec.collective_timeout,
+    })
+}
+
+/// Errs on the nodes whose checkpoint is not that of the first worker's.
+fn check_checkpoint(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
+    let node_of = |worker: usize| spec.node_names.get(spec.nodes[worker] as usize).cloned().unwrap_or_default();
+    let (dir, here) = (spec.checkpoint.clone(), node_of(spec.index()));
+    let mine = checkpoint::fingerprint(&spec.checkpoint).map_err(|source| WorkerError::ReadCheckpoint {
+        dir: dir.clone(),
+        node: here.clone(),
+        source,
+    })?;
+    let all = RankExchange::new(rings, 0..spec.nodes.len()).gather(&mine)?;
+    match checkpoint::difference(&mine, &all[0]) {
+        Some(how) => Err(WorkerError::Checkpoint { dir, here, first: node_of(0), how }),
+        None => Ok(()),
+    }
+}
+
+fn cuda_config(
+    spec: &WorkerSpec,
+    ordinal: usize,
+    limits: StepLimits,
+    rings: &Rings,
+) -> Result<CudaConfig, WorkerError> {
     let place = spec.tensor_parallel();
+    let group = spec.index() - place.rank as usize..spec.index() - place.rank as usize + place.size as usize;
     let exchange: Option<Arc<dyn Exchange>> = match place.size {
         1 => None,
-        _ => Some(Arc::new(ShmExchange::open(&spec.group_region, place, spec.collective_timeout)?)),
+        _ => Some(Arc::new(RankExchange::new(rings, group))),
     };
     let trials = std::env::var("TRIREME_CUDA_TRIALS").unwrap_or_default();
     let trials = trials.parse().map_err(|reason| DeviceError::Unsupported {

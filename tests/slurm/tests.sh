@@ -128,11 +128,23 @@ a_job_near_its_time_limit_drains_and_goes_back_to_the_queue() {
     scancel "$job"
 }
 
-a_world_that_spans_nodes_is_refused_with_both_names() {
-    submit --nodes=2 --ntasks-per-node=1 slurm/trireme.sub "$repository" --device=cpu || return 1
-    await 40 'the job ends' is_over "$job" || { scancel "$job"; return 1; }
-    cat logs/"${job}"_*.out
-    grep -q 'rank 0 runs on node `n1` and rank 1 on node `n2`, but a world cannot span nodes yet' "logs/${job}_0.out" || return 1
+a_world_over_two_nodes_says_what_one_node_says_and_leaves_nothing() {
+    local alone
+    submit slurm/trireme.sub "$repository" --device=cpu || return 1
+    await_ready || return 1
+    alone=$(ask 48) && [[ -n $alone ]] || return 1
+    scancel "$job"
+    await 30 'the job ends' is_over "$job" || return 1
+
+    # Rank 0 is on the first node.
+    submit --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 slurm/trireme.sub "$repository" --device=cpu || return 1
+    await 10 "job $job runs" has_state "$job" RUNNING || return 1
+    at=1
+    await 40 "job $job is ready" is_ready "$at" || return 1
+    [[ -n $(process_of_node 1 'trireme: worker 0 ') && -n $(process_of_node 2 'trireme: worker 1 ') ]] || return 1
+    [[ $(ask 48) == "$alone" ]] || return 1
+    scancel "$job"
+    await 30 'the job ends' is_over "$job" || return 1
     leaves_nothing "$job" 1 && leaves_nothing "$job" 2
 }
 

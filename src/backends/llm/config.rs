@@ -17,6 +17,8 @@ pub struct LlmDefaults {
     pub device: DeviceChoice,
     /// Ranks of the world, each with one worker per model.
     pub world_size: u32,
+    /// The network that joins the nodes, for workers that talk to each other between them.
+    pub network: Option<String>,
     /// Positions in a KV block.
     pub block_size: usize,
     /// Share of free memory that KV blocks take when the model does not say.
@@ -37,7 +39,13 @@ pub(crate) struct LlmConfig {
     pub(crate) name: String,
     pub(crate) checkpoint: PathBuf,
     pub(crate) device: DeviceChoice,
+    /// Workers of a stage.
     pub(crate) tp_size: u32,
+    /// Pipeline stages.
+    pub(crate) pp_size: u32,
+    /// The rank of the first worker.
+    pub(crate) first_rank: u32,
+    pub(crate) network: Option<String>,
     pub(crate) kv_memory: KvMemory,
     /// `num_blocks` is filled in once the workers have said how many fit.
     pub(crate) engine: EngineConfig,
@@ -66,6 +74,9 @@ impl LlmConfig {
             checkpoint,
             device: defaults.device,
             tp_size: parameter(config, "tp")?.unwrap_or(defaults.world_size),
+            pp_size: 1,
+            first_rank: 0,
+            network: defaults.network.clone(),
             kv_memory: kv_memory(config, defaults)?,
             engine,
             decoupled: config.model_transaction_policy.as_ref().is_some_and(|policy| policy.decoupled),

@@ -1,11 +1,12 @@
 //! The workers of one model: started together, lost together.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
 use engine::{EngineConfig, StepPlan, plan};
 use ipc::{Doorbell, Prefix, Received, RecvError, RingReceiver, RingSender};
-use worker::{Agents, FromAgent, FromWorker, ShmName, ToAgent, ToWorker, WorkerId, WorkerSpec};
+use worker::{Agents, FromAgent, FromWorker, Nodes, RelayedWorker, ShmName, ToAgent, ToWorker, WorkerId, WorkerSpec};
 
 use super::config::LlmConfig;
 
@@ -41,19 +42,30 @@ impl Lost {
 pub(crate) struct Group {
     agents: Arc<Agents>,
     instance: u64,
+    /// The rank of worker 0; the others follow.
+    first_rank: u32,
+    /// Stage by stage.
     links: Vec<Option<Link>>,
+    /// The first rank of each node but rank 0's, for the workers there: relayed once they all run.
+    leaders: Vec<u32>,
+    /// The worker that tells tokens.
+    reporter: usize,
+    exchange: Vec<Option<Vec<u8>>>,
     /// Where the threads of each worker are, once they were asked.
     stacks: Vec<Option<String>>,
     bytes: Vec<u8>,
 }
 
-struct Link {
-    plans: RingSender,
-    outputs: RingReceiver,
+/// The way to a worker.
+enum Link {
+    /// On rank 0's node: its rings.
+    Rings { plans: RingSender, outputs: RingReceiver },
+    /// On another: its rings there, and what came of its messages.
+    Relayed { rings: RelayedWorker, heard: VecDeque<Vec<u8>> },
 }
 
 impl Group {
-    /// Tells the agents of ranks `0..tp_size` to start a worker each; `listener` hears how it goes.
+    /// Tells the agents of the model's ranks to start a worker each; `listener` hears how it goes.
     pub(crate) fn start(
         config: &LlmConfig,
         agents: &Arc<Agents>,
@@ -64,14 +76,27 @@ impl Group {
         let instance = agents.new_instance(listener);
         let name = format!("{}_{instance}_group", std::process::id());
         let group_region = ShmName { prefix: prefix.to_string(), name };
-        let spec = WorkerSpec { group_region, ..spec(config, next_step) };
-        let links = (0..config.tp_size).map(|_| None).collect();
-        let stacks = vec![None; config.tp_size as usize];
-        let group = Self { agents: Arc::clone(agents), instance, links, stacks, bytes: Vec::new() };
-        for tp_rank in 0..config.tp_size {
-            let worker = WorkerId { instance, tp_rank };
-            let device = config.device.of_local_rank(tp_rank);
-            agents.send(tp_rank, ToAgent::Start(worker, Box::new(WorkerSpec { tp_rank, device, ..spec.clone() })));
+        let num_workers = config.tp_size * config.pp_size;
+        let nodes: Vec<u32> = (0..num_workers).map(|index| agents.nodes().of(config.first_rank + index)).collect();
+        let node_names = agents.nodes().names().to_vec();
+        let spec = WorkerSpec { group_region, nodes, node_names, ..spec(config, next_step) };
+        let group = Self {
+            agents: Arc::clone(agents),
+            instance,
+            first_rank: config.first_rank,
+            links: (0..num_workers).map(|_| None).collect(),
+            leaders: leaders(agents.nodes(), config.first_rank, num_workers),
+            reporter: (num_workers - config.tp_size) as usize,
+            exchange: vec![None; num_workers as usize],
+            stacks: vec![None; num_workers as usize],
+            bytes: Vec::new(),
+        };
+        for index in 0..num_workers {
+            let rank = config.first_rank + index;
+            let device = config.device.of_local_rank(agents.nodes().local_rank(rank));
+            let (stage, tp_rank) = (index / config.tp_size, index % config.tp_size);
+            let spec = WorkerSpec { stage, tp_rank, device, ..spec.clone() };
+            agents.send(rank, ToAgent::Start(WorkerId { instance, tp_rank: index }, Box::new(spec)));
         }
         group
     }
@@ -79,23 +104,34 @@ impl Group {
     /// Takes an agent's news: opens the rings of a started worker, or tells why one ended.
     pub(crate) fn hear(&mut self, news: FromAgent) -> Result<(), Lost> {
         match news {
-            FromAgent::Started { worker, .. } | FromAgent::Ended { worker, .. } | FromAgent::Stacks { worker, .. }
+            FromAgent::Started { worker, .. }
+            | FromAgent::Said { worker, .. }
+            | FromAgent::Ended { worker, .. }
+            | FromAgent::Stacks { worker, .. }
                 if worker.instance != self.instance =>
             {
                 Ok(())
             }
-            FromAgent::Started { worker, plan_ring, output_ring, rank_pid, node, .. } => {
-                if rank_pid != std::process::id() && node == this_node() {
-                    self.agents.watch_rank(worker.tp_rank, rank_pid);
+            FromAgent::Started { worker, plan_ring, output_ring, rank_pid, .. } => {
+                let rank = self.first_rank + worker.tp_rank;
+                if rank_pid != std::process::id() && self.agents.nodes().of(rank) == self.agents.nodes().of(0) {
+                    self.agents.watch_rank(rank, rank_pid);
                 }
-                let link = Link::open(&plan_ring, &output_ring).map_err(|error| Lost::new(error.to_string()))?;
-                self.links[worker.tp_rank as usize] = Some(link);
+                let rings = RelayedWorker { worker, plan_ring, output_ring };
+                self.links[worker.tp_rank as usize] = Some(self.link(rings)?);
+                self.relay_node(worker);
+                Ok(())
+            }
+            FromAgent::Said { worker, bytes } => {
+                if let Some(Some(Link::Relayed { heard, .. })) = self.links.get_mut(worker.tp_rank as usize) {
+                    heard.push_back(bytes);
+                }
                 Ok(())
             }
             FromAgent::Ended { worker, reason, by_signal, .. } => {
                 let words = self.last_words(worker.tp_rank as usize);
                 let kind = if by_signal { LostKind::BySignal } else { LostKind::Failed };
-                let reason = format!("worker {} ended: {reason}", worker.tp_rank);
+                let reason = format!("{} ended: {reason}", self.name_of(worker.tp_rank as usize));
                 Err(words.unwrap_or(Lost { reason, kind }))
             }
             FromAgent::Stacks { worker, text } => {
@@ -109,10 +145,47 @@ impl Group {
         }
     }
 
+    fn node_of(&self, index: usize) -> u32 {
+        self.agents.nodes().of(self.first_rank + index as u32)
+    }
+
+    /// For messages; the node matters where there are several.
+    fn name_of(&self, index: usize) -> String {
+        let names = self.agents.nodes().names();
+        match names.len() {
+            1 => format!("worker {index}"),
+            _ => format!("worker {index} on node `{}`", names[self.node_of(index) as usize]),
+        }
+    }
+
+    fn link(&self, rings: RelayedWorker) -> Result<Link, Lost> {
+        if self.node_of(rings.worker.tp_rank as usize) != self.agents.nodes().of(0) {
+            return Ok(Link::Relayed { rings, heard: VecDeque::new() });
+        }
+        let RelayedWorker { plan_ring, output_ring, .. } = &rings;
+        Link::open(plan_ring, output_ring).map_err(|error| Lost::new(error.to_string()))
+    }
+
+    /// Once all workers on the node of `worker` run: asks the first rank there to carry messages to and from them.
+    fn relay_node(&self, worker: WorkerId) {
+        let node = self.node_of(worker.tp_rank as usize);
+        let links = self.links.iter().enumerate().filter(|&(index, _)| self.node_of(index) == node);
+        let relayed = |(_, link): (usize, &Option<Link>)| match link {
+            Some(Link::Relayed { rings, .. }) => Some(rings.clone()),
+            _ => None,
+        };
+        if let Some(workers) = links.map(relayed).collect::<Option<Vec<_>>>()
+            && let Some(&leader) = self.leaders.iter().find(|&&rank| self.agents.nodes().of(rank) == node)
+        {
+            self.agents.send(leader, ToAgent::Relay(workers));
+        }
+    }
+
     /// Asks every worker where its threads are; answers come as news.
     pub(crate) fn ask_for_stacks(&self) {
         for tp_rank in 0..self.links.len() as u32 {
-            self.agents.send(tp_rank, ToAgent::Stacks(WorkerId { instance: self.instance, tp_rank }));
+            let worker = WorkerId { instance: self.instance, tp_rank };
+            self.agents.send(self.first_rank + tp_rank, ToAgent::Stacks(worker));
         }
     }
 
@@ -130,18 +203,41 @@ impl Group {
         self.links.len()
     }
 
-    /// Rung to make [`Group::receive`] return early.
-    pub(crate) fn doorbell(&self) -> Doorbell {
-        self.links[0].as_ref().expect("a doorbell is asked for once workers are linked").outputs.doorbell()
+    /// Rung to make [`Group::next_report`] return early; `None` when tokens come through the inbox anyway.
+    pub(crate) fn doorbell(&self) -> Option<Doorbell> {
+        match &self.links[self.reporter] {
+            Some(Link::Rings { outputs, .. }) => Some(outputs.doorbell()),
+            _ => None,
+        }
+    }
+
+    /// The next message of the worker that tells tokens, as [`Group::receive`].
+    pub(crate) fn next_report(&mut self, timeout: Duration) -> Result<Option<FromWorker>, Lost> {
+        self.receive(self.reporter, timeout)
+    }
+
+    /// What one worker has for all others, which hear it once each has said its own.
+    pub(crate) fn exchange(&mut self, index: usize, bytes: Vec<u8>) -> Result<(), Lost> {
+        self.exchange[index] = Some(bytes);
+        if self.exchange.iter().any(Option::is_none) {
+            return Ok(());
+        }
+        let all = self.exchange.iter_mut().filter_map(Option::take).collect();
+        self.broadcast(&ToWorker::Exchanged { all })
     }
 
     /// The same bytes to every worker.
     pub(crate) fn broadcast(&mut self, message: &ToWorker) -> Result<(), Lost> {
         plan::encode(message, &mut self.bytes);
-        for (tp_rank, link) in self.links.iter_mut().enumerate() {
-            let link = link.as_mut().expect("plans are sent once workers are linked");
-            let sent = link.plans.send(&self.bytes, SEND_TIMEOUT);
-            sent.map_err(|error| Lost::new(format!("worker {tp_rank} takes no plans: {error}")))?;
+        for index in 0..self.links.len() {
+            let link = self.links[index].as_mut().expect("plans are sent once workers are linked");
+            let Link::Rings { plans, .. } = link else { continue };
+            let sent = plans.send(&self.bytes, SEND_TIMEOUT);
+            sent.map_err(|error| Lost::new(format!("{} takes no plans: {error}", self.name_of(index))))?;
+        }
+        if !self.leaders.is_empty() {
+            let message = ToAgent::ToWorkers { instance: self.instance, bytes: self.bytes.clone() };
+            self.agents.send_to(&self.leaders, message);
         }
         Ok(())
     }
@@ -150,25 +246,30 @@ impl Group {
         self.broadcast(&ToWorker::Step(plan))
     }
 
-    /// A message of one worker, if there is one within `timeout` and nobody rings before.
-    pub(crate) fn receive(&mut self, tp_rank: usize, timeout: Duration) -> Result<Option<FromWorker>, Lost> {
-        let Some(link) = &mut self.links[tp_rank] else {
-            return Ok(None);
-        };
-        match link.outputs.recv(&mut self.bytes, timeout) {
-            Ok(Received::Message) => {}
-            Ok(_) => return Ok(None),
-            // Its agent will say why; until then there is nothing to hear.
-            Err(RecvError::PeerGone { .. }) => {
-                std::thread::sleep(Duration::from_millis(1));
-                return Ok(None);
-            }
-            Err(error) => return Err(Lost::new(format!("worker {tp_rank} cannot be heard: {error}"))),
+    /// A message of one worker, if there is one within `timeout` and nobody rings before. One on another node is not
+    /// waited for: its messages come through the inbox.
+    pub(crate) fn receive(&mut self, index: usize, timeout: Duration) -> Result<Option<FromWorker>, Lost> {
+        match &mut self.links[index] {
+            None => return Ok(None),
+            Some(Link::Relayed { heard, .. }) => match heard.pop_front() {
+                Some(bytes) => self.bytes = bytes,
+                None => return Ok(None),
+            },
+            Some(Link::Rings { outputs, .. }) => match outputs.recv(&mut self.bytes, timeout) {
+                Ok(Received::Message) => {}
+                Ok(_) => return Ok(None),
+                // Its agent will say why; until then there is nothing to hear.
+                Err(RecvError::PeerGone { .. }) => {
+                    std::thread::sleep(Duration::from_millis(1));
+                    return Ok(None);
+                }
+                Err(error) => return Err(Lost::new(format!("worker {index} cannot be heard: {error}"))),
+            },
         }
         match plan::decode(&self.bytes) {
-            Ok(FromWorker::Failed { message }) => Err(Lost::new(format!("worker {tp_rank}: {message}"))),
+            Ok(FromWorker::Failed { message }) => Err(Lost::new(format!("{}: {message}", self.name_of(index)))),
             Ok(message) => Ok(Some(message)),
-            Err(error) => Err(Lost::new(format!("worker {tp_rank} cannot be understood: {error}"))),
+            Err(error) => Err(Lost::new(format!("{} cannot be understood: {error}", self.name_of(index)))),
         }
     }
 
@@ -187,13 +288,10 @@ impl Group {
     pub(crate) fn end(&self, kindly: bool) {
         for tp_rank in 0..self.links.len() as u32 {
             let worker = WorkerId { instance: self.instance, tp_rank };
-            self.agents.send(tp_rank, if kindly { ToAgent::Stop(worker) } else { ToAgent::Kill(worker) });
+            self.agents
+                .send(self.first_rank + tp_rank, if kindly { ToAgent::Stop(worker) } else { ToAgent::Kill(worker) });
         }
     }
-}
-
-fn this_node() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 impl Drop for Group {
@@ -205,11 +303,23 @@ impl Drop for Group {
 
 impl Link {
     fn open(plan_ring: &ShmName, output_ring: &ShmName) -> Result<Self, ipc::IpcError> {
-        Ok(Self {
+        Ok(Self::Rings {
             plans: RingSender::open(&plan_ring.prefix.parse()?, &plan_ring.name)?,
             outputs: RingReceiver::open(&output_ring.prefix.parse()?, &output_ring.name)?,
         })
     }
+}
+
+/// The first of these ranks on each node other than rank 0's.
+fn leaders(nodes: &Nodes, first_rank: u32, num_workers: u32) -> Vec<u32> {
+    let mut leaders: Vec<u32> = Vec::new();
+    for rank in first_rank..first_rank + num_workers {
+        let node = nodes.of(rank);
+        if node != nodes.of(0) && leaders.iter().all(|&leader| nodes.of(leader) != node) {
+            leaders.push(rank);
+        }
+    }
+    leaders
 }
 
 fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
@@ -219,6 +329,11 @@ fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         device: config.device,
         tp_rank: 0,
         tp_size: config.tp_size,
+        stage: 0,
+        num_stages: config.pp_size,
+        nodes: Vec::new(),
+        node_names: Vec::new(),
+        network: config.network.clone(),
         group_region: ShmName::default(),
         plan_ring: ShmName::default(),
         output_ring: ShmName::default(),

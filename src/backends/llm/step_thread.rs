@@ -180,8 +180,12 @@ impl Running {
         let mut answers: Vec<Option<T>> = (0..group.num_workers()).map(|_| None).collect();
         while answers.iter().any(Option::is_none) {
             self.take_messages(group, Duration::from_millis(1))?;
-            for (tp_rank, answer) in answers.iter_mut().enumerate().filter(|(_, answer)| answer.is_none()) {
-                *answer = group.receive(tp_rank, Duration::ZERO)?.and_then(&mut pick);
+            for (index, answer) in answers.iter_mut().enumerate().filter(|(_, answer)| answer.is_none()) {
+                match group.receive(index, Duration::ZERO)? {
+                    Some(FromWorker::Exchange { bytes }) => group.exchange(index, bytes)?,
+                    Some(message) => *answer = pick(message),
+                    None => {}
+                }
             }
             if Instant::now() > deadline {
                 return Err(Lost::new(format!("workers were not loaded within {LOAD_TIMEOUT:?}")).into());
@@ -193,7 +197,7 @@ impl Running {
     /// Steps until a worker is lost or the model is stopped.
     fn serve(&mut self, mut group: Group) -> End {
         debug_assert!(group.is_linked());
-        self.thread.inbox.set_doorbell(Some(group.doorbell()));
+        self.thread.inbox.set_doorbell(group.doorbell());
         self.thread.shared.ready.store(true, Ordering::Release);
         let end = loop {
             if let Err(end) = self.turn(&mut group) {
@@ -255,8 +259,11 @@ impl Running {
         if was_idle {
             self.last_progress = Instant::now();
         }
+        if group.doorbell().is_none() {
+            self.take_messages(group, LOOK_AROUND)?;
+        }
         let engine = self.engine.as_mut().expect("as above");
-        match group.receive(0, LOOK_AROUND)? {
+        match group.next_report(LOOK_AROUND)? {
             Some(FromWorker::Output(output)) => {
                 let settled = engine.settle(output, &mut self.events);
                 settled.map_err(|error| Lost::new(format!("worker 0 answered out of turn: {error}")))?;

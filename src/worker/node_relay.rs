@@ -1,0 +1,100 @@
+//! Rank 0's reach to the workers of another node: a plan comes once, and goes into the ring of each.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender, SyncSender};
+use std::thread;
+use std::time::Duration;
+
+use engine::plan;
+use ipc::{Doorbell, IpcError, Received, RingReceiver, RingSender};
+use serde::{Deserialize, Serialize};
+
+use crate::agent::{FromAgent, WorkerId};
+use crate::protocol::{FromWorker, ShmName};
+
+/// Messages to workers that may wait here; rank 0 has far fewer on the way.
+const MAX_WAITING: usize = 64;
+/// How long a worker may leave its ring full.
+const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+/// A wait that only a message or the doorbell ends.
+const IDLE_WAIT: Duration = Duration::from_secs(3600);
+
+/// Both rings of a worker on this node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RelayedWorker {
+    /// Which.
+    pub worker: WorkerId,
+    /// Where plans go.
+    pub plan_ring: ShmName,
+    /// Where its messages come from.
+    pub output_ring: ShmName,
+}
+
+/// Carries messages between rank 0 and the workers of one start of a model on this node. Ends when dropped.
+#[derive(Debug)]
+pub(crate) struct NodeRelay {
+    plans: SyncSender<Vec<u8>>,
+    doorbells: Vec<Doorbell>,
+    has_ended: Arc<AtomicBool>,
+}
+
+impl NodeRelay {
+    pub(crate) fn start(workers: &[RelayedWorker], events: &Sender<FromAgent>) -> Result<Self, IpcError> {
+        let has_ended = Arc::new(AtomicBool::new(false));
+        let (mut senders, mut doorbells) = (Vec::new(), Vec::new());
+        for RelayedWorker { worker, plan_ring, output_ring } in workers {
+            senders.push((*worker, RingSender::open(&plan_ring.prefix.parse()?, &plan_ring.name)?));
+            let outputs = RingReceiver::open(&output_ring.prefix.parse()?, &output_ring.name)?;
+            doorbells.push(outputs.doorbell());
+            let (worker, events, has_ended) = (*worker, events.clone(), Arc::clone(&has_ended));
+            thread::spawn(move || tell_outputs(worker, outputs, &events, &has_ended));
+        }
+        let (plans, waiting) = mpsc::sync_channel(MAX_WAITING);
+        let events = events.clone();
+        thread::spawn(move || hand_out(waiting, senders, &events));
+        Ok(Self { plans, doorbells, has_ended })
+    }
+
+    /// Hands a message to every worker. One too many means that they hang, which rank 0 will notice.
+    pub(crate) fn send(&self, bytes: Vec<u8>) {
+        if self.plans.try_send(bytes).is_err() {
+            tracing::error!("workers of this node do not take their plans");
+        }
+    }
+}
+
+impl Drop for NodeRelay {
+    fn drop(&mut self) {
+        self.has_ended.store(true, Ordering::Release);
+        self.doorbells.iter().for_each(Doorbell::ring);
+    }
+}
+
+/// Until rank 0's messages end, or a worker takes none.
+fn hand_out(waiting: Receiver<Vec<u8>>, mut senders: Vec<(WorkerId, RingSender)>, events: &Sender<FromAgent>) {
+    for bytes in waiting {
+        for (worker, sender) in &mut senders {
+            if let Err(error) = sender.send(&bytes, SEND_TIMEOUT) {
+                let mut words = Vec::new();
+                plan::encode(&FromWorker::Failed { message: format!("takes no plans: {error}") }, &mut words);
+                let _ = events.send(FromAgent::Said { worker: *worker, bytes: words });
+                return;
+            }
+        }
+    }
+}
+
+/// What one worker says, until it is gone or nobody wants to hear it.
+fn tell_outputs(worker: WorkerId, mut outputs: RingReceiver, events: &Sender<FromAgent>, has_ended: &AtomicBool) {
+    let mut bytes = Vec::new();
+    while !has_ended.load(Ordering::Acquire) {
+        match outputs.recv(&mut bytes, IDLE_WAIT) {
+            Ok(Received::Message) => {
+                let _ = events.send(FromAgent::Said { worker, bytes: std::mem::take(&mut bytes) });
+            }
+            Ok(Received::Woken | Received::TimedOut) => {}
+            Err(_) => return, // Its agent says why.
+        }
+    }
+}
