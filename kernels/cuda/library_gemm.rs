@@ -12,8 +12,6 @@ use half::bf16;
 use super::error::ensure;
 use super::{CudaError, DeviceBuffer, Event, Gpu, Queue, Span, library};
 
-/// Scratch that algorithms may use.
-const WORKSPACE_BYTES: usize = 64 << 20;
 /// Algorithms measured for a shape.
 const CANDIDATES: usize = 16;
 /// Timed runs of each.
@@ -93,6 +91,9 @@ fn check(status: sys::cublasStatus_t, call: &str) -> Result<(), CudaError> {
 }
 
 impl LibraryGemm {
+    /// Device memory that it holds, as scratch for algorithms.
+    pub const WORKSPACE_BYTES: usize = 64 << 20;
+
     /// Loads cuBLASLt; `folders` as in [`library::load`]. Choices are read from and added to a file in `cache_dir`.
     pub fn new(gpu: &Arc<Gpu>, folders: &[PathBuf], cache_dir: Option<&PathBuf>) -> Result<Self, CudaError> {
         std::mem::forget(library::load("libcublasLt.so.13", folders)?);
@@ -105,13 +106,8 @@ impl LibraryGemm {
         let file = cache_dir.map(|folder| folder.join(name));
         let choices =
             file.as_ref().and_then(|path| std::fs::read_to_string(path).ok()).map_or_else(HashMap::new, |t| parse(&t));
-        let workspace = DeviceBuffer::new(gpu, WORKSPACE_BYTES)?;
+        let workspace = DeviceBuffer::new(gpu, LibraryGemm::WORKSPACE_BYTES)?;
         Ok(Self { handle, workspace, plans: HashMap::new(), choices, file })
-    }
-
-    /// Bytes of device memory that it holds.
-    pub fn workspace_bytes(&self) -> usize {
-        WORKSPACE_BYTES
     }
 
     /// Queues the product. The first use of a shape measures algorithms and waits, so it may not be captured into a graph.
@@ -253,7 +249,7 @@ impl Plan {
         let mut results = [const { MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed() }; CANDIDATES];
         let mut count = 0;
         let attribute = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
-        let bytes = WORKSPACE_BYTES;
+        let bytes = LibraryGemm::WORKSPACE_BYTES;
         // SAFETY: live descriptors, room for CANDIDATES results, of which the first `count` are written.
         unsafe {
             check(sys::cublasLtMatmulPreferenceCreate(&mut preference), "cublasLtMatmulPreferenceCreate")?;
@@ -294,7 +290,7 @@ impl Plan {
                 result.as_mut_ptr(),
             );
             status == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS
-                && result.assume_init().workspaceSize <= WORKSPACE_BYTES
+                && result.assume_init().workspaceSize <= LibraryGemm::WORKSPACE_BYTES
         }
     }
 
@@ -343,7 +339,7 @@ impl Plan {
                 self.y,
                 &self.algorithm,
                 workspace.span().address() as *mut _,
-                WORKSPACE_BYTES,
+                LibraryGemm::WORKSPACE_BYTES,
                 q.raw().cast(),
             )
         };

@@ -10,11 +10,13 @@
 pub mod cpu;
 pub mod cuda;
 mod error;
+mod estimate;
 mod inputs;
 mod mapping;
 mod spec;
 
 pub use error::DeviceError;
+pub use estimate::{EstimatedWeight, Estimator, MemoryEstimate, Target};
 pub use inputs::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 pub use mapping::map_file;
 pub use spec::{

@@ -5,6 +5,7 @@
 //! Steps run to their end inside [`Device::run_step`].
 
 mod choose;
+mod estimate;
 mod group;
 mod peers;
 mod pipeline;
@@ -22,6 +23,7 @@ use crate::{
     Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, SampleInput,
     StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel, WeightSlice,
 };
+pub(crate) use estimate::CpuEstimate;
 use group::Group;
 pub use group::GroupConfig;
 pub use peers::Peers;
@@ -91,6 +93,12 @@ impl CpuTensor {
 }
 
 impl CpuDevice {
+    /// Ops of some architectures that this device has.
+    pub(crate) const FEATURES: &[Feature] = {
+        use Feature::{Alibi, HeadNorm, LayerNorm, LearnedPositions, PlainMlp};
+        &[LayerNorm, LearnedPositions, PlainMlp, HeadNorm, Alibi]
+    };
+
     /// Starts the threads and joins the group.
     ///
     /// # Errors
@@ -255,6 +263,11 @@ impl CpuDevice {
     }
 }
 
+/// Bytes of the input of a linear layer as its kernels take it.
+fn packed_bytes(limits: &StepLimits, widest_input: usize) -> usize {
+    limits.max_tokens * widest_input * (size_of::<f32>() + size_of::<u16>())
+}
+
 fn gate(activation: Activation) -> k::Gate {
     match activation {
         Activation::Silu => k::Gate::Silu,
@@ -279,8 +292,7 @@ impl Device for CpuDevice {
     }
 
     fn features(&self) -> &'static [Feature] {
-        use Feature::{Alibi, HeadNorm, LayerNorm, LearnedPositions, PlainMlp};
-        &[LayerNorm, LearnedPositions, PlainMlp, HeadNorm, Alibi]
+        Self::FEATURES
     }
 
     fn load_linear(
@@ -336,11 +348,10 @@ impl Device for CpuDevice {
     }
 
     fn memory_plan(&self, attention: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
-        let position_bytes = 2 * attention.num_kv_heads * attention.head_dim * self.kv_type().size();
-        let block_bytes = (attention.num_layers * attention.block_size * position_bytes) as u64;
+        let block_bytes = estimate::block_bytes(attention, self.kv_type()) as u64;
         let workers = u64::from(self.tensor_parallel().size);
         let kv_bytes = self.config.kv_memory_bytes.unwrap_or_else(|| weights::available_memory() / 2 / workers);
-        let packed = self.config.limits.max_tokens * self.widest_input * (size_of::<f32>() + size_of::<u16>());
+        let packed = packed_bytes(&self.config.limits, self.widest_input);
         Ok(MemoryPlan {
             weights_bytes: self.weights_bytes,
             workspace_bytes: self.workspace_bytes + packed as u64,

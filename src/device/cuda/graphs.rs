@@ -66,6 +66,11 @@ impl Graphs {
     }
 }
 
+/// Rows of the largest bucket of a device with graphs.
+pub(crate) fn largest_bucket(max_rows: usize) -> usize {
+    buckets(max_rows).last().copied().unwrap_or(0)
+}
+
 /// 1, 2, 4, then by 8, up to the least that holds `max_rows`.
 fn buckets(max_rows: usize) -> Vec<usize> {
     let mut buckets = Vec::new();

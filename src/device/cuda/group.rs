@@ -67,11 +67,7 @@ impl Group {
 
     /// Bytes that [`Group::open_peers`] takes.
     pub(crate) fn peer_bytes(&self, cols: usize) -> usize {
-        if self.size() > 1 && self.uses_peers {
-            PeerBuffer::bytes(self.size(), MAX_PEER_ROWS, peer_cols(cols))
-        } else {
-            0
-        }
+        if self.size() > 1 && self.uses_peers { peer_bytes(self.size(), cols) } else { 0 }
     }
 
     /// Maps the workers' memory into each other, for sums of `cols` columns. Where one of them cannot, NCCL does it all.
@@ -142,6 +138,11 @@ impl Group {
             })
         })
     }
+}
+
+/// Bytes of the memory that workers map into each other, for sums of `cols` columns.
+pub(crate) fn peer_bytes(group: usize, cols: usize) -> usize {
+    PeerBuffer::bytes(group, MAX_PEER_ROWS, peer_cols(cols))
 }
 
 /// Columns of the exchange buffer for sums of `cols` columns: candidates fit, too.

@@ -4,12 +4,15 @@ use std::sync::Arc;
 
 use engine::{RowId, SampledToken, TokenId};
 use kernels::cuda::decode_attention::DecodeWorkspace;
+use kernels::cuda::library_gemm::LibraryGemm;
 use kernels::cuda::prefill_attention::PrefillWorkspace;
 use kernels::cuda::rope_cache::{HeadShape, LayerCache};
 use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
 
 use super::fusion::{Fusion, squares_bytes};
+use super::graphs::largest_bucket;
+use super::group::peer_bytes;
 use super::rows::{MAX_TOP, Rows};
 use super::step::{Layout, StepBounds};
 use super::{CudaDevice, MAX_IN_FLIGHT, device_error};
@@ -17,6 +20,8 @@ use crate::{AttentionSpec, DeviceError, MemoryPlan, StepLimits};
 
 /// Left free for graphs and the driver.
 const RESERVE_BYTES: usize = 512 << 20;
+/// What NCCL takes for a group on one node, in estimates.
+const NCCL_BYTES: usize = 384 << 20;
 
 /// KV blocks of all layers and the rotation table.
 pub(crate) struct Cache {
@@ -183,38 +188,83 @@ impl Output<'_> {
     }
 }
 
-impl CudaDevice {
-    fn step_words(&self, spec: &AttentionSpec) -> usize {
-        let limits = &self.config.limits;
-        let rows = max_samples(limits);
-        Layout::max_words(&StepBounds {
-            max_tokens: limits.max_tokens.max(rows),
-            max_rows: rows,
-            num_blocks: 0,
-            block_size: spec.block_size,
-            table_stride: table_stride(limits, spec.block_size),
-            max_positions: 0,
-            vocab_size: 0,
-        })
-    }
+/// Words of the step's inputs on the device.
+fn step_words(limits: &StepLimits, spec: &AttentionSpec) -> usize {
+    let rows = max_samples(limits);
+    Layout::max_words(&StepBounds {
+        max_tokens: limits.max_tokens.max(rows),
+        max_rows: rows,
+        num_blocks: 0,
+        block_size: spec.block_size,
+        table_stride: table_stride(limits, spec.block_size),
+        max_positions: 0,
+        vocab_size: 0,
+    })
+}
 
-    /// Bytes that [`CudaDevice::take_memory`] takes beside KV blocks.
+/// Bytes that [`CudaDevice::take_memory`] takes beside KV blocks, but for what groups share and trials need.
+fn pending_bytes(limits: &StepLimits, hidden: usize, group: usize, spec: &AttentionSpec) -> usize {
+    let sizes = Workspace::sizes(limits, hidden, group);
+    let rope = (spec.rope.cos.len() + spec.rope.sin.len()) * 4;
+    let decode = DecodeWorkspace::bytes(max_samples(limits), head_shape(spec));
+    sizes.iter().sum::<usize>() + step_words(limits, spec) * 4 + rope + decode
+}
+
+fn block_bytes(spec: &AttentionSpec) -> usize {
+    2 * 2 * spec.num_layers * head_shape(spec).block_elements()
+}
+
+/// What a worker will hold beside its weights, told without a GPU.
+pub(crate) struct Estimate {
+    /// Activations and scratch.
+    pub(crate) workspace_bytes: usize,
+    /// Buffers of the group.
+    pub(crate) communicator_bytes: usize,
+    /// Of a KV block in all layers.
+    pub(crate) block_bytes: usize,
+    /// Left to graphs and the driver.
+    pub(crate) reserve_bytes: usize,
+}
+
+impl Estimate {
+    /// For activations of `tensor_cols` columns in all.
+    pub(crate) fn new(
+        limits: &StepLimits,
+        hidden: usize,
+        tensor_cols: usize,
+        group: usize,
+        spec: &AttentionSpec,
+    ) -> Self {
+        let tensors = tensor_rows(limits, largest_bucket(limits.max_rows)) * tensor_cols * 2;
+        let pending = pending_bytes(limits, hidden, group, spec);
+        Self {
+            workspace_bytes: tensors + Rows::bytes(limits) + LibraryGemm::WORKSPACE_BYTES + pending,
+            communicator_bytes: if group > 1 { peer_bytes(group, hidden) + NCCL_BYTES } else { 0 },
+            block_bytes: block_bytes(spec),
+            reserve_bytes: RESERVE_BYTES,
+        }
+    }
+}
+
+/// Rows of every activation buffer.
+pub(crate) fn tensor_rows(limits: &StepLimits, largest_bucket: usize) -> usize {
+    limits.max_tokens.max(largest_bucket)
+}
+
+impl CudaDevice {
     fn pending_bytes(&self, spec: &AttentionSpec) -> usize {
-        let sizes = Workspace::sizes(&self.config.limits, self.hidden, self.group.size());
-        let rope = (spec.rope.cos.len() + spec.rope.sin.len()) * 4;
-        let decode = DecodeWorkspace::bytes(max_samples(&self.config.limits), head_shape(spec));
         let squares = if self.can_fuse_norms() { squares_bytes(self.hidden) } else { 0 };
         let peers = self.group.peer_bytes(self.hidden);
-        sizes.iter().sum::<usize>() + self.step_words(spec) * 4 + rope + decode + peers + squares
+        pending_bytes(&self.config.limits, self.hidden, self.group.size(), spec) + peers + squares
     }
 
     pub(crate) fn plan_memory(&self, spec: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
         let (free, _) = self.gpu.memory().map_err(device_error)?;
         let pending = self.pending_bytes(spec);
-        let block_bytes = 2 * 2 * spec.num_layers * head_shape(spec).block_elements();
+        let block_bytes = block_bytes(spec);
         let room = free.saturating_sub(pending + RESERVE_BYTES) as f64 * self.config.kv_memory_fraction;
         let held = |buffers: &[DeviceBuffer]| buffers.iter().map(|b| b.span().bytes()).sum::<usize>();
-        let workspace = held(&self.tensors) + Rows::bytes(&self.config.limits) + self.gemm.workspace_bytes() + pending;
+        let workspace = held(&self.tensors) + Rows::bytes(&self.config.limits) + LibraryGemm::WORKSPACE_BYTES + pending;
         Ok(MemoryPlan {
             weights_bytes: held(&self.weights) as u64,
             workspace_bytes: workspace as u64,
@@ -237,7 +287,7 @@ impl CudaDevice {
     }
 
     fn take(&mut self, spec: &AttentionSpec, num_blocks: usize) -> Result<(), CudaError> {
-        let words = self.step_words(spec);
+        let words = step_words(&self.config.limits, spec);
         self.step_block = DeviceBuffer::with_count::<u32>(&self.gpu, words)?;
         self.pinned_inputs =
             (0..MAX_IN_FLIGHT).map(|_| PinnedBuffer::new(&self.gpu, words * 4)).collect::<Result<_, _>>()?;

@@ -34,6 +34,7 @@ use fusion::Fusion;
 use graphs::Graphs;
 use group::Group;
 use load::{Loader, Part, RowOrder};
+pub(crate) use memory::Estimate;
 use memory::{Cache, Workspace};
 use rows::Rows;
 use step::{Layout, StepBounds, StepShape, StepSpans};
@@ -132,6 +133,9 @@ fn device_error(error: CudaError) -> DeviceError {
 }
 
 impl CudaDevice {
+    /// Ops of some architectures that this device has.
+    pub(crate) const FEATURES: &[crate::Feature] = &[];
+
     /// Opens the GPU and joins the group. The calling thread is the one that uses the device from now on.
     ///
     /// # Errors
@@ -292,6 +296,10 @@ impl Device for CudaDevice {
         self.config.tensor_parallel
     }
 
+    fn features(&self) -> &'static [crate::Feature] {
+        Self::FEATURES
+    }
+
     fn load_linear(
         &mut self,
         role: LinearRole,
@@ -324,7 +332,7 @@ impl Device for CudaDevice {
     }
 
     fn tensor(&mut self, cols: usize) -> Result<CudaTensor, DeviceError> {
-        let rows = self.config.limits.max_tokens.max(self.graphs.largest_bucket());
+        let rows = memory::tensor_rows(&self.config.limits, self.graphs.largest_bucket());
         let buffer = DeviceBuffer::new(&self.gpu, rows * cols * 2).map_err(device_error)?;
         let values = buffer.span();
         self.tensors.push(buffer);

@@ -1,0 +1,34 @@
+//! What a worker on the CPU will hold beside its weights, told from shapes.
+
+use super::{KvType, packed_bytes};
+use crate::{AttentionSpec, StepLimits};
+
+pub(crate) struct CpuEstimate {
+    pub(crate) workspace_bytes: usize,
+    /// Of a KV block in all layers.
+    pub(crate) block_bytes: usize,
+}
+
+impl CpuEstimate {
+    /// For activations of `tensor_cols` columns in all, and linear layers of up to `widest_input` inputs.
+    pub(crate) fn new(
+        limits: &StepLimits,
+        tensor_cols: usize,
+        widest_input: usize,
+        has_wide_weights: bool,
+        spec: &AttentionSpec,
+    ) -> Self {
+        let logits = limits.max_rows * limits.vocab_size;
+        let activations = limits.max_tokens * tensor_cols;
+        let kv_type = if has_wide_weights { KvType::F32 } else { KvType::Bf16 };
+        Self {
+            workspace_bytes: (logits + activations) * size_of::<f32>() + packed_bytes(limits, widest_input),
+            block_bytes: block_bytes(spec, kv_type),
+        }
+    }
+}
+
+/// Bytes of a KV block in all layers.
+pub(crate) fn block_bytes(spec: &AttentionSpec, kv_type: KvType) -> usize {
+    spec.num_layers * spec.block_size * 2 * spec.num_kv_heads * spec.head_dim * kv_type.size()
+}

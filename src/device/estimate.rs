@@ -1,0 +1,278 @@
+//! What a worker will hold, told before anything loads: a device that counts instead of computing.
+
+use engine::{RowId, SampledToken, SamplingParams, TokenId};
+
+use crate::cpu::{CpuDevice, CpuEstimate};
+use crate::cuda::{CudaDevice, Estimate};
+use crate::{
+    Activation, AttentionSpec, DType, Device, DeviceError, Feature, LinearRole, MemoryPlan, StepInputs, StepLimits,
+    TensorParallel, WeightSlice,
+};
+
+/// What is estimated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Target {
+    /// A [`CpuDevice`].
+    Cpu,
+    /// A [`CudaDevice`].
+    Cuda,
+}
+
+/// Counts what a [`CpuDevice`] or [`CudaDevice`] takes for a model, from the shapes of its weights alone.
+#[derive(Debug)]
+pub struct Estimator {
+    target: Target,
+    tp: TensorParallel,
+    limits: StepLimits,
+    hidden: usize,
+    weights_bytes: usize,
+    /// Columns of all activation buffers.
+    tensor_cols: usize,
+    widest_input: usize,
+    has_wide_weights: bool,
+}
+
+/// What an [`Estimator`] knows of a weight.
+#[derive(Debug, Clone, Copy)]
+pub struct EstimatedWeight {
+    cols: usize,
+}
+
+/// What a worker will hold; see [`MemoryPlan`] for what it finds when it has loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryEstimate {
+    /// Bytes of weights. On a CPU they stay in the page cache, which workers share.
+    pub weights_bytes: u64,
+    /// Bytes of activations and scratch.
+    pub workspace_bytes: u64,
+    /// Bytes of what a group's workers talk through.
+    pub communicator_bytes: u64,
+    /// Bytes left to graphs and the driver.
+    pub reserve_bytes: u64,
+    /// Bytes of one KV block in all layers.
+    pub block_bytes: u64,
+}
+
+impl MemoryEstimate {
+    /// Bytes that must be free before the first KV block.
+    pub fn fixed_bytes(&self) -> u64 {
+        self.weights_bytes + self.workspace_bytes + self.communicator_bytes + self.reserve_bytes
+    }
+}
+
+impl Estimator {
+    /// For the worker at place `tp` of its group.
+    pub fn new(target: Target, tp: TensorParallel, limits: StepLimits) -> Self {
+        Self {
+            target,
+            tp,
+            limits,
+            hidden: 0,
+            weights_bytes: 0,
+            tensor_cols: 0,
+            widest_input: 0,
+            has_wide_weights: false,
+        }
+    }
+
+    /// What was counted, for the attention of the model that was loaded.
+    pub fn estimate(&self, attention: &AttentionSpec) -> MemoryEstimate {
+        let (limits, group) = (&self.limits, self.tp.size as usize);
+        let weights_bytes = self.weights_bytes as u64;
+        match self.target {
+            Target::Cpu => {
+                let cpu =
+                    CpuEstimate::new(limits, self.tensor_cols, self.widest_input, self.has_wide_weights, attention);
+                MemoryEstimate {
+                    weights_bytes,
+                    workspace_bytes: cpu.workspace_bytes as u64,
+                    communicator_bytes: 0,
+                    reserve_bytes: 0,
+                    block_bytes: cpu.block_bytes as u64,
+                }
+            }
+            Target::Cuda => {
+                let cuda = Estimate::new(limits, self.hidden, self.tensor_cols, group, attention);
+                MemoryEstimate {
+                    weights_bytes,
+                    workspace_bytes: cuda.workspace_bytes as u64,
+                    communicator_bytes: cuda.communicator_bytes as u64,
+                    reserve_bytes: cuda.reserve_bytes as u64,
+                    block_bytes: cuda.block_bytes as u64,
+                }
+            }
+        }
+    }
+
+    fn count_matrix(&mut self, parts: &[WeightSlice<'_>]) -> EstimatedWeight {
+        let elements: usize = parts.iter().map(|part| part.rows.len() * part.cols.len()).sum();
+        let dtype = parts.first().map_or(DType::Bf16, |part| part.dtype);
+        let bytes = match self.target {
+            Target::Cpu => elements * dtype.size(),
+            Target::Cuda => elements * 2,
+        };
+        self.weights_bytes += bytes;
+        self.has_wide_weights |= dtype != DType::Bf16;
+        EstimatedWeight { cols: parts.first().map_or(0, |part| part.cols.len()) }
+    }
+
+    fn count_vectors(&mut self, vectors: &[WeightSlice<'_>]) -> EstimatedWeight {
+        let elements: usize = vectors.iter().map(|vector| vector.cols.len()).sum();
+        let bytes = match self.target {
+            Target::Cpu => elements * 4,
+            Target::Cuda => elements * 2,
+        };
+        self.weights_bytes += bytes;
+        EstimatedWeight { cols: elements }
+    }
+}
+
+/// An estimator computes nothing.
+fn computes_nothing() -> DeviceError {
+    DeviceError::Unsupported {
+        what: "an estimate".to_owned(),
+        found: "a step".to_owned(),
+        expected: "loading alone".to_owned(),
+    }
+}
+
+impl Device for Estimator {
+    type Weight = EstimatedWeight;
+    type Tensor = ();
+
+    fn tensor_parallel(&self) -> TensorParallel {
+        self.tp
+    }
+
+    fn features(&self) -> &'static [Feature] {
+        match self.target {
+            Target::Cpu => CpuDevice::FEATURES,
+            Target::Cuda => CudaDevice::FEATURES,
+        }
+    }
+
+    fn load_linear(
+        &mut self,
+        _role: LinearRole,
+        parts: &[WeightSlice<'_>],
+        bias: &[WeightSlice<'_>],
+    ) -> Result<EstimatedWeight, DeviceError> {
+        self.count_vectors(bias);
+        let weight = self.count_matrix(parts);
+        self.widest_input = self.widest_input.max(weight.cols);
+        Ok(weight)
+    }
+
+    fn load_embedding(&mut self, table: WeightSlice<'_>, _first_token: u32) -> Result<EstimatedWeight, DeviceError> {
+        self.hidden = table.cols.len();
+        Ok(self.count_matrix(&[table]))
+    }
+
+    fn tie_head(&mut self, embedding: &EstimatedWeight) -> Result<EstimatedWeight, DeviceError> {
+        self.widest_input = self.widest_input.max(embedding.cols);
+        Ok(*embedding)
+    }
+
+    fn load_vector(&mut self, vector: WeightSlice<'_>) -> Result<EstimatedWeight, DeviceError> {
+        Ok(self.count_vectors(&[vector]))
+    }
+
+    fn load_layer_norm(
+        &mut self,
+        weight: WeightSlice<'_>,
+        bias: WeightSlice<'_>,
+    ) -> Result<EstimatedWeight, DeviceError> {
+        Ok(self.count_vectors(&[weight, bias]))
+    }
+
+    fn load_positions(&mut self, table: WeightSlice<'_>) -> Result<EstimatedWeight, DeviceError> {
+        Ok(self.count_matrix(&[table]))
+    }
+
+    fn tensor(&mut self, cols: usize) -> Result<(), DeviceError> {
+        self.tensor_cols += cols;
+        Ok(())
+    }
+
+    fn memory_plan(&self, attention: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
+        let estimate = self.estimate(attention);
+        Ok(MemoryPlan {
+            weights_bytes: estimate.weights_bytes,
+            workspace_bytes: estimate.workspace_bytes,
+            block_bytes: estimate.block_bytes,
+            max_blocks: 0,
+        })
+    }
+
+    fn allocate_cache(&mut self, _attention: &AttentionSpec, _num_blocks: usize) -> Result<(), DeviceError> {
+        Err(computes_nothing())
+    }
+
+    fn join_row(
+        &mut self,
+        _row: RowId,
+        _tokens: &[TokenId],
+        _num_prompt_tokens: u32,
+        _sampling: &SamplingParams,
+    ) -> Result<(), DeviceError> {
+        Err(computes_nothing())
+    }
+
+    fn run_step(
+        &mut self,
+        _inputs: &StepInputs,
+        _forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        Err(computes_nothing())
+    }
+
+    fn collect(&mut self, _wait: bool) -> Result<Option<Vec<SampledToken>>, DeviceError> {
+        Err(computes_nothing())
+    }
+
+    fn embed(&mut self, _out: &mut (), _table: &EstimatedWeight) -> Result<(), DeviceError> {
+        Err(computes_nothing())
+    }
+
+    fn rms_norm(&mut self, _out: &mut (), _x: &(), _weight: &EstimatedWeight, _eps: f32) -> Result<(), DeviceError> {
+        Err(computes_nothing())
+    }
+
+    fn linear(&mut self, _out: &mut (), _x: &(), _weight: &EstimatedWeight) -> Result<(), DeviceError> {
+        Err(computes_nothing())
+    }
+
+    fn gated_linear(
+        &mut self,
+        _out: &mut (),
+        _scratch: &mut (),
+        _x: &(),
+        _weight: &EstimatedWeight,
+        _activation: Activation,
+    ) -> Result<(), DeviceError> {
+        Err(computes_nothing())
+    }
+
+    fn rope_and_cache(&mut self, _qkv: &mut (), _layer: usize) -> Result<(), DeviceError> {
+        Err(computes_nothing())
+    }
+
+    fn attention(&mut self, _out: &mut (), _qkv: &(), _layer: usize) -> Result<(), DeviceError> {
+        Err(computes_nothing())
+    }
+
+    fn reduce_add_norm(
+        &mut self,
+        _out: &mut (),
+        _residual: &mut (),
+        _partial: &(),
+        _weight: &EstimatedWeight,
+        _eps: f32,
+    ) -> Result<(), DeviceError> {
+        Err(computes_nothing())
+    }
+
+    fn sample(&mut self, _x: &(), _head: &EstimatedWeight) -> Result<(), DeviceError> {
+        Err(computes_nothing())
+    }
+}
