@@ -101,6 +101,12 @@ pub struct RankArgs {
     /// Seconds that requests in flight may take after SIGTERM
     #[arg(long, default_value_t = 30)]
     pub exit_timeout_secs: u64,
+    /// Seconds that a step may take beyond the longest of the recent ones, before its workers are started again
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..), value_name = "SECONDS")]
+    pub step_timeout: u64,
+    /// Seconds that another rank may be silent before the world ends; 0: for ever
+    #[arg(long, default_value_t = 15, value_name = "SECONDS")]
+    pub heartbeat_timeout: u64,
     /// `NAME,KEY=VALUE`; `python,shm-region-prefix-name=P` names this rank's shared memory
     #[arg(long, value_name = "NAME,KEY=VALUE")]
     pub backend_config: Vec<String>,

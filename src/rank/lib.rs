@@ -6,6 +6,7 @@
 mod args;
 mod devices;
 mod front_args;
+mod heartbeat;
 mod log;
 mod metrics;
 mod relay;

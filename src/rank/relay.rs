@@ -9,6 +9,7 @@ use comm::World;
 use worker::{Agent, FromAgent, ToAgent};
 
 use crate::RankError;
+use crate::heartbeat;
 use crate::server::Signals;
 
 /// The question to rank 0 whether it lives, and its answer. No other message is empty.
@@ -32,6 +33,11 @@ pub(crate) fn run(world: &Arc<World>, agent: &Agent, heard: Receiver<FromAgent>)
         if bytes == ARE_YOU_THERE {
             // Full when nobody waits for it any more.
             let _ = answer.try_send(());
+            continue;
+        }
+        if bytes == heartbeat::BEAT {
+            // When there is no room for it, the next one will do.
+            let _ = world.send(from, bytes);
             continue;
         }
         match postcard::from_bytes(&bytes) {

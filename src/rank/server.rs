@@ -18,6 +18,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use worker::{Agent, Agents, FromAgent, Nodes, ToAgent};
 
 use crate::args::{self, RankArgs};
+use crate::heartbeat::{self, Heartbeat};
 use crate::metrics::{LlmMetrics, PythonMetrics};
 use crate::{RankError, devices, relay};
 
@@ -36,7 +37,8 @@ pub(crate) fn run(
     heard: Receiver<FromAgent>,
     prefix: Prefix,
 ) -> Result<ExitCode, RankError> {
-    let agents = connect(world, agent, heard);
+    let heartbeat = Heartbeat::start(world, Duration::from_secs(args.heartbeat_timeout));
+    let agents = connect(world, agent, heard, heartbeat);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;
     let result = llm_defaults(&args, world, agents.nodes()).and_then(|defaults| {
         let python = Arc::new(PythonFactory::new(python_config(&args, &prefix, world)?).map_err(RankError::Runtime)?);
@@ -52,7 +54,12 @@ pub(crate) fn run(
 }
 
 /// Joins agents of all ranks, this one's included, into one door.
-fn connect(world: &Arc<World>, agent: &Arc<Agent>, heard: Receiver<FromAgent>) -> Arc<Agents> {
+fn connect(
+    world: &Arc<World>,
+    agent: &Arc<Agent>,
+    heard: Receiver<FromAgent>,
+    heartbeat: Arc<Heartbeat>,
+) -> Arc<Agents> {
     let (sender, own) = (Arc::clone(world), Arc::clone(agent));
     let agents = Arc::new(Agents::new(world.size(), nodes(world), move |ranks, message| match ranks {
         [0] => own.handle(message),
@@ -64,6 +71,10 @@ fn connect(world: &Arc<World>, agent: &Arc<Agent>, heard: Receiver<FromAgent>) -
     let incoming = world.incoming().expect("nobody else reads this rank's messages");
     thread::spawn(move || {
         for (from, bytes) in incoming {
+            heartbeat.heard(from);
+            if bytes == heartbeat::BEAT {
+                continue;
+            }
             if bytes == relay::ARE_YOU_THERE {
                 relay::send_bytes(&asked, &[from], bytes);
                 continue;
@@ -98,7 +109,7 @@ fn llm_defaults(args: &RankArgs, world: &World, nodes: &Nodes) -> Result<LlmDefa
         // A CPU device shares its memory with everything else that runs there.
         kv_free_fraction: if is_cpu { 0.25 } else { 0.9 },
         max_step_tokens: if is_cpu { CPU_STEP_TOKENS } else { CUDA_STEP_TOKENS },
-        step_timeout: Duration::from_secs(10),
+        step_timeout: Duration::from_secs(args.step_timeout),
         library_dirs: args.library_dir.clone(),
         cache_dir: args.cache_dir(),
     })
