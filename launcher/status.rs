@@ -161,13 +161,13 @@ pub fn models(before: &Metrics, now: &Metrics, time: Duration) -> Vec<ModelStatu
         ModelStatus {
             name: name.to_owned(),
             is_ready: value("trireme_llm_ready") > 0.0,
-            steps_per_s: rate("trireme_llm_steps"),
-            tokens_per_s: rate("trireme_llm_output_tokens"),
+            steps_per_s: rate("trireme_llm_steps_total"),
+            tokens_per_s: rate("trireme_llm_output_tokens_total"),
             num_running: value("trireme_llm_requests_running") as u64,
             num_waiting: value("trireme_llm_requests_waiting") as u64,
             kv_blocks_used: value("trireme_llm_kv_blocks_used") as u64,
             kv_blocks: value("trireme_llm_kv_blocks") as u64,
-            num_restarts: value("trireme_llm_worker_restarts") as u64,
+            num_restarts: value("trireme_llm_worker_restarts_total") as u64,
         }
     };
     now.all("trireme_llm_ready").map(|sample| status(sample.label("model"))).collect()
@@ -307,7 +307,7 @@ mod tests {
     fn rates_are_what_counters_grew_by() {
         let text = |steps| {
             format!(
-                "trireme_llm_ready{{model=\"m\"}} 1\ntrireme_llm_steps{{model=\"m\"}} {steps}\ntrireme_llm_kv_blocks{{model=\"m\"}} 7\n"
+                "trireme_llm_ready{{model=\"m\"}} 1\ntrireme_llm_steps_total{{model=\"m\"}} {steps}\ntrireme_llm_kv_blocks{{model=\"m\"}} 7\n"
             )
         };
         let (before, now) = (Metrics::parse(&text(100)), Metrics::parse(&text(150)));

@@ -16,7 +16,7 @@ fn a_client_that_leaves_mid_stream_frees_its_kv_blocks_before_its_text_would_hav
 
     drop(stream);
     eventually("blocks are free", || world.metric("trireme_llm_kv_blocks_used") == 0.0);
-    let generated = world.metric("trireme_llm_output_tokens");
+    let generated = world.metric("trireme_llm_output_tokens_total");
     assert!(generated < f64::from(max_tokens), "all {generated} tokens were generated for nobody");
     assert_eq!(world.metric("trireme_llm_requests_running"), 0.0);
     assert!(!world.generate("The captain", 8).is_empty(), "the next request is served");

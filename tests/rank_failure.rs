@@ -20,7 +20,7 @@ fn a_killed_worker_comes_back_and_its_stream_ends_with_the_undisturbed_text() {
     let mut world = TestWorld::of(1);
     let undisturbed = world.generate("Once upon a time", MAX_TOKENS);
     assert_eq!(text_with_a_worker_killed(&mut world, 0), undisturbed);
-    assert_eq!(world.metric("trireme_llm_worker_restarts"), 1.0);
+    assert_eq!(world.metric("trireme_llm_worker_restarts_total"), 1.0);
     assert!(world.stop().success());
 }
 

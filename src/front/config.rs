@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::forward::HeaderPattern;
+use crate::metrics::MetricsOptions;
 use crate::restricted::Restrictions;
 use crate::settings::{LogControl, TraceOptions};
 use crate::tls::Tls;
@@ -50,6 +51,8 @@ pub struct Config {
     pub http: Option<Address>,
     /// Prometheus metrics; `None` is off.
     pub metrics: Option<Address>,
+    /// Which durations of models they show.
+    pub metrics_options: MetricsOptions,
     /// Largest gRPC message, either way.
     pub max_grpc_message_bytes: usize,
     /// Largest HTTP request body, before and after decompression.
@@ -114,6 +117,7 @@ impl Default for Config {
             http_restrictions: Restrictions::default(),
             grpc_forward: HeaderPattern::default(),
             http_forward: HeaderPattern::default(),
+            metrics_options: MetricsOptions::default(),
             grpc_max_connection_age: None,
             grpc_max_connection_age_grace: None,
             grpc_keepalive_time: Duration::from_secs(7200),

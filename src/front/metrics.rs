@@ -1,15 +1,15 @@
-//! Prometheus metrics: Triton's `nv_*` families from the models' statistics, and what others register.
+//! `GET /metrics`: Triton's `nv_*` families from the models' statistics, and what others register.
 
 use std::convert::Infallible;
-use std::fmt::Write;
 use std::sync::Arc;
 
 use http::header::{CONTENT_TYPE, HeaderValue};
 use http::{Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
-use serving::{FIRST_RESPONSE_BUCKETS_MS, ModelStatistics, StatisticDuration};
+use serving::{CacheStatistics, ModelStatistics, RecentDurations, StatisticDuration};
 
 use crate::body::ReplyBody;
+use crate::exposition::{Family, FamilyKind, Labels, Sample, write_family};
 use crate::state::State;
 
 /// Where further metrics come from, such as an LLM backend's. Read at each scrape.
@@ -23,43 +23,21 @@ pub trait MetricsSource: Send + Sync {
     }
 }
 
-/// One metric and its samples.
+/// Which durations of models are shown, and how: tritonserver's `--metrics-config`.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Family {
-    /// The metric's name.
-    pub name: &'static str,
-    /// One line on what it counts.
-    pub help: &'static str,
-    /// How it behaves.
-    pub kind: FamilyKind,
-    /// Its values by labels.
-    pub samples: Vec<Sample>,
+pub struct MetricsOptions {
+    /// Sums, as counters.
+    pub counter_latencies: bool,
+    /// Histograms.
+    pub histogram_latencies: bool,
+    /// Summaries of the last minute, with these quantiles from 0 to 1. Needs
+    /// [`ServerConfig::keeps_recent_durations`](serving::ServerConfig).
+    pub summary_quantiles: Option<Vec<f64>>,
 }
 
-/// How a metric behaves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)] // Prometheus' own names.
-pub enum FamilyKind {
-    Counter,
-    Gauge,
-    Histogram,
-}
-
-/// One value of a metric.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Sample {
-    /// What follows the family's name: empty, or `_bucket`, `_sum`, `_count` of a histogram.
-    pub suffix: &'static str,
-    /// Names and values.
-    pub labels: Vec<(&'static str, String)>,
-    /// The value.
-    pub value: f64,
-}
-
-impl Sample {
-    /// A plain sample.
-    pub fn new(labels: Vec<(&'static str, String)>, value: f64) -> Self {
-        Self { suffix: "", labels, value }
+impl Default for MetricsOptions {
+    fn default() -> Self {
+        Self { counter_latencies: true, histogram_latencies: false, summary_quantiles: None }
     }
 }
 
@@ -79,8 +57,8 @@ pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Res
 
 fn scrape(state: &State) -> String {
     let statistics = state.server.model_statistics("", "").unwrap_or_default();
-    let mut families = model_families(&statistics);
-    families.extend(process_families());
+    let mut families = model_families(&statistics, &state.config.metrics_options);
+    families.extend(state.server.cache_statistics().iter().flat_map(cache_families));
     families.extend(state.sources.iter().flat_map(|source| source.families()));
     let mut text = String::with_capacity(256 * families.len());
     families.iter().for_each(|family| write_family(&mut text, family));
@@ -88,63 +66,139 @@ fn scrape(state: &State) -> String {
     text
 }
 
-/// Families with one sample for each model version.
-type PerModel = (&'static str, &'static str, FamilyKind, fn(&ModelStatistics) -> f64);
+/// A family with one sample for each model version that has the value: name, help, kind, value.
+type PerModel = (&'static str, &'static str, FamilyKind, fn(&ModelStatistics) -> Option<f64>);
 
-const PER_MODEL: [PerModel; 9] = [
+const COUNTS: [PerModel; 3] = [
     (
         "nv_inference_request_success",
         "Number of successful inference requests, all batch sizes",
         FamilyKind::Counter,
-        |m| m.inference.success.count as f64,
+        |m| Some(m.inference.success.count as f64),
     ),
     (
         "nv_inference_count",
         "Number of inferences performed (does not include cached requests)",
         FamilyKind::Counter,
-        |m| m.inference_count as f64,
+        |m| Some(m.inference_count as f64),
     ),
     (
         "nv_inference_exec_count",
         "Number of model executions performed (does not include cached requests)",
         FamilyKind::Counter,
-        |m| m.execution_count as f64,
+        |m| Some(m.execution_count as f64),
     ),
+];
+
+const DURATIONS: [PerModel; 7] = [
     (
         "nv_inference_request_duration_us",
         "Cumulative inference request duration in microseconds (includes cached requests)",
         FamilyKind::Counter,
-        |m| microseconds(m.inference.success),
+        |m| Some(microseconds(m.inference.success)),
     ),
     (
         "nv_inference_queue_duration_us",
-        "Cumulative inference queuing duration in microseconds",
+        "Cumulative inference queuing duration in microseconds (includes cached requests)",
         FamilyKind::Counter,
-        |m| microseconds(m.inference.queue),
+        |m| Some(microseconds(m.inference.queue)),
     ),
     (
         "nv_inference_compute_input_duration_us",
-        "Cumulative compute input duration in microseconds",
+        "Cumulative compute input duration in microseconds (does not include cached requests)",
         FamilyKind::Counter,
-        |m| microseconds(m.inference.compute_input),
+        |m| Some(microseconds(m.inference.compute_input)),
     ),
     (
         "nv_inference_compute_infer_duration_us",
-        "Cumulative compute inference duration in microseconds",
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
         FamilyKind::Counter,
-        |m| microseconds(m.inference.compute_infer),
+        |m| Some(microseconds(m.inference.compute_infer)),
     ),
     (
         "nv_inference_compute_output_duration_us",
-        "Cumulative inference compute output duration in microseconds",
+        "Cumulative inference compute output duration in microseconds (does not include cached requests)",
         FamilyKind::Counter,
-        |m| microseconds(m.inference.compute_output),
+        |m| Some(microseconds(m.inference.compute_output)),
     ),
     (
+        "nv_cache_hit_duration_per_model",
+        "Total cache hit duration per model, in microseconds",
+        FamilyKind::Counter,
+        |m| m.is_cached.then_some(microseconds(m.inference.cache_hit)),
+    ),
+    (
+        "nv_cache_miss_duration_per_model",
+        "Total cache miss (insert+lookup) duration per model, in microseconds",
+        FamilyKind::Counter,
+        |m| m.is_cached.then_some(microseconds(m.inference.cache_miss)),
+    ),
+];
+
+const FURTHER: [PerModel; 4] = [
+    ("nv_cache_num_hits_per_model", "Number of cache hits per model", FamilyKind::Counter, |m| {
+        m.is_cached.then_some(m.inference.cache_hit.count as f64)
+    }),
+    ("nv_cache_num_misses_per_model", "Number of cache misses per model", FamilyKind::Counter, |m| {
+        m.is_cached.then_some(m.inference.cache_miss.count as f64)
+    }),
+    (
         "nv_inference_pending_request_count",
-        "Instantaneous number of pending requests awaiting execution per-model",
+        "Instantaneous number of pending requests awaiting execution per-model.",
         FamilyKind::Gauge,
-        |m| m.pending as f64,
+        |m| Some(m.pending as f64),
+    ),
+    ("nv_model_load_duration_secs", "Model load time in seconds", FamilyKind::Gauge, |m| {
+        Some(m.load_time.as_secs_f64())
+    }),
+];
+
+/// A summary: name, help, all durations together, those of the last minute.
+type SummaryOf =
+    (&'static str, &'static str, fn(&ModelStatistics) -> Option<StatisticDuration>, fn(&RecentDurations) -> &Vec<u64>);
+
+const SUMMARIES: [SummaryOf; 7] = [
+    (
+        "nv_inference_request_summary_us",
+        "Summary of inference request duration in microseconds (includes cached requests)",
+        |m| Some(m.inference.success),
+        |recent| &recent.request,
+    ),
+    (
+        "nv_inference_queue_summary_us",
+        "Summary of inference queuing duration in microseconds (includes cached requests)",
+        |m| Some(m.inference.queue),
+        |recent| &recent.queue,
+    ),
+    (
+        "nv_inference_compute_input_summary_us",
+        "Cumulative compute input duration in microseconds (does not include cached requests)",
+        |m| Some(m.inference.compute_input),
+        |recent| &recent.compute_input,
+    ),
+    (
+        "nv_inference_compute_infer_summary_us",
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        |m| Some(m.inference.compute_infer),
+        |recent| &recent.compute_infer,
+    ),
+    (
+        "nv_inference_compute_output_summary_us",
+        "Cumulative inference compute output duration in microseconds (does not include cached requests)",
+        |m| Some(m.inference.compute_output),
+        |recent| &recent.compute_output,
+    ),
+    (
+        "nv_cache_hit_summary_per_model",
+        "Summary of cache hit counts/durations per model, in microseconds.",
+        |m| m.is_cached.then_some(m.inference.cache_hit),
+        |recent| &recent.cache_hit,
+    ),
+    (
+        "nv_cache_miss_summary_per_model",
+        "Summary of cache miss counts/durations per model, in microseconds.",
+        |m| m.is_cached.then_some(m.inference.cache_miss),
+        |recent| &recent.cache_miss,
     ),
 ];
 
@@ -152,21 +206,38 @@ fn microseconds(duration: StatisticDuration) -> f64 {
     (duration.ns / 1000) as f64
 }
 
-fn labels(model: &ModelStatistics) -> Vec<(&'static str, String)> {
-    vec![("model", model.name.clone()), ("version", model.version.clone())]
+/// Tags of the configuration first, as Triton names them.
+fn labels(model: &ModelStatistics) -> Labels {
+    let tags = model.tags.iter().map(|(key, value)| (format!("_{key}").into(), value.clone()));
+    tags.chain([("model".into(), model.name.clone()), ("version".into(), model.version.clone())]).collect()
 }
 
-fn model_families(models: &[ModelStatistics]) -> Vec<Family> {
-    let mut families: Vec<Family> = PER_MODEL
-        .into_iter()
-        .map(|(name, help, kind, value)| {
-            let samples = models.iter().map(|model| Sample::new(labels(model), value(model))).collect();
-            Family { name, help, kind, samples }
-        })
-        .collect();
+fn labels_with(model: &ModelStatistics, name: &'static str, value: String) -> Labels {
+    labels(model).into_iter().chain([(name.into(), value)]).collect()
+}
+
+fn model_families(models: &[ModelStatistics], options: &MetricsOptions) -> Vec<Family> {
+    let mut families = per_model(models, &COUNTS);
     families.push(failure_family(models));
-    families.push(first_response_family(models));
+    if options.counter_latencies {
+        families.extend(per_model(models, &DURATIONS));
+    }
+    families.extend(per_model(models, &FURTHER));
+    if options.histogram_latencies {
+        families.push(first_response_family(models));
+    }
+    if let Some(quantiles) = &options.summary_quantiles {
+        families.extend(SUMMARIES.iter().map(|summary| summary_family(models, summary, quantiles)));
+    }
     families
+}
+
+fn per_model(models: &[ModelStatistics], families: &[PerModel]) -> Vec<Family> {
+    let family = |&(name, help, kind, value): &PerModel| {
+        let sample = |model: &ModelStatistics| Some(Sample::new(labels(model), value(model)?));
+        Family { name, help, kind, samples: models.iter().filter_map(sample).collect() }
+    };
+    families.iter().map(family).collect()
 }
 
 fn failure_family(models: &[ModelStatistics]) -> Family {
@@ -178,11 +249,7 @@ fn failure_family(models: &[ModelStatistics]) -> Family {
             ("BACKEND", counts.backend),
             ("OTHER", counts.other),
         ];
-        reasons.map(|(reason, count)| {
-            let mut labels = labels(model);
-            labels.push(("reason", reason.to_owned()));
-            Sample::new(labels, count as f64)
-        })
+        reasons.map(|(reason, count)| Sample::new(labels_with(model, "reason", reason.to_owned()), count as f64))
     });
     Family {
         name: "nv_inference_request_failure",
@@ -192,110 +259,105 @@ fn failure_family(models: &[ModelStatistics]) -> Family {
     }
 }
 
+/// Of decoupled models: with one response to a request there is nothing to it but the request's duration.
 fn first_response_family(models: &[ModelStatistics]) -> Family {
-    let samples = models.iter().flat_map(|model| {
-        let first = &model.first_response;
-        let mut so_far = 0;
-        let bounds = FIRST_RESPONSE_BUCKETS_MS.iter().map(u64::to_string);
-        let mut samples: Vec<Sample> = bounds
-            .zip(first.buckets)
-            .map(|(bound, count)| {
-                so_far += count;
-                bucket(model, bound, so_far)
-            })
-            .collect();
-        samples.push(bucket(model, "+Inf".to_owned(), first.total.count));
-        samples.push(Sample { suffix: "_sum", labels: labels(model), value: first.total.ns as f64 / 1e6 });
-        samples.push(Sample { suffix: "_count", labels: labels(model), value: first.total.count as f64 });
-        samples
-    });
+    let decoupled = models.iter().filter(|model| model.is_decoupled);
     Family {
         name: "nv_inference_first_response_histogram_ms",
         help: "Duration from request to first response in milliseconds",
         kind: FamilyKind::Histogram,
-        samples: samples.collect(),
+        samples: decoupled.flat_map(|model| Sample::of_histogram(&labels(model), &model.first_response)).collect(),
     }
 }
 
-fn bucket(model: &ModelStatistics, bound: String, count: u64) -> Sample {
-    let mut labels = labels(model);
-    labels.push(("le", bound));
-    Sample { suffix: "_bucket", labels, value: count as f64 }
+fn summary_family(models: &[ModelStatistics], summary: &SummaryOf, quantiles: &[f64]) -> Family {
+    let &(name, help, total, recent) = summary;
+    let samples = models.iter().flat_map(|model| {
+        let Some((total, kept)) = total(model).zip(model.recent.as_ref()) else { return Vec::new() };
+        let sorted = recent(kept);
+        let quantile =
+            |&share: &f64| Sample::new(labels_with(model, "quantile", share.to_string()), quantile_us(sorted, share));
+        let sum = Sample { suffix: "_sum", labels: labels(model), value: microseconds(total) };
+        let count = Sample { suffix: "_count", labels: labels(model), value: total.count as f64 };
+        quantiles.iter().map(quantile).chain([sum, count]).collect()
+    });
+    Family { name, help, kind: FamilyKind::Summary, samples: samples.collect() }
 }
 
-/// Memory of the machine, as /proc tells it; nothing where it does not.
-fn process_families() -> Vec<Family> {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let kibibytes = |key: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(key))?;
-        line.trim().strip_suffix(" kB")?.parse::<f64>().ok()
-    };
-    let (Some(total), Some(available)) = (kibibytes("MemTotal:"), kibibytes("MemAvailable:")) else {
-        return Vec::new();
-    };
+/// Of durations in nanoseconds, ascending; not a number where there are none.
+fn quantile_us(sorted: &[u64], share: f64) -> f64 {
+    let rank = (share * sorted.len() as f64).ceil() as usize;
+    sorted.get(rank.clamp(1, sorted.len().max(1)) - 1).map_or(f64::NAN, |&ns| (ns / 1000) as f64)
+}
+
+/// The whole response cache.
+fn cache_families(cache: &CacheStatistics) -> Vec<Family> {
     let gauge = |name, help, value| Family {
         name,
         help,
         kind: FamilyKind::Gauge,
         samples: vec![Sample::new(Vec::new(), value)],
     };
+    let lookups = cache.num_hits + cache.num_misses;
+    let (lookup_us, insertion_us) = (cache.lookup.as_micros() as f64, cache.insertion.as_micros() as f64);
     vec![
-        gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total * 1024.0),
-        gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", (total - available) * 1024.0),
+        gauge("nv_cache_util", "Cache utilization [0.0 - 1.0]", cache.utilization),
+        gauge("nv_cache_num_entries", "Number of responses stored in response cache", cache.num_entries as f64),
+        gauge("nv_cache_num_hits", "Number of cache hits in response cache", cache.num_hits as f64),
+        gauge("nv_cache_num_misses", "Number of cache misses in response cache", cache.num_misses as f64),
+        gauge("nv_cache_num_lookups", "Number of cache lookups in response cache", lookups as f64),
+        gauge("nv_cache_num_evictions", "Number of cache evictions in response cache", cache.num_evictions as f64),
+        gauge("nv_cache_lookup_duration", "Total cache lookup duration (hit and miss), in microseconds", lookup_us),
+        gauge("nv_cache_insertion_duration", "Total cache insertion duration, in microseconds", insertion_us),
     ]
-}
-
-/// The text exposition format (https://prometheus.io/docs/instrumenting/exposition_formats/).
-fn write_family(text: &mut String, family: &Family) {
-    if family.samples.is_empty() {
-        return;
-    }
-    let kind = match family.kind {
-        FamilyKind::Counter => "counter",
-        FamilyKind::Gauge => "gauge",
-        FamilyKind::Histogram => "histogram",
-    };
-    let (name, help) = (family.name, family.help);
-    let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}"); // A String takes every write.
-    for sample in &family.samples {
-        let _ = write!(text, "{name}{}", sample.suffix);
-        for (index, (key, value)) in sample.labels.iter().enumerate() {
-            let open = if index == 0 { '{' } else { ',' };
-            let _ = write!(text, "{open}{key}=\"{}\"", escape(value));
-        }
-        let close = if sample.labels.is_empty() { "" } else { "}" };
-        let _ = writeln!(text, "{close} {}", sample.value);
-    }
-}
-
-fn escape(value: &str) -> String {
-    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_family_is_written_as_prometheus_reads_it() {
-        let mut text = String::new();
-        let samples = vec![
-            Sample { suffix: "_bucket", labels: vec![("model", "a\"b".into()), ("le", "+Inf".into())], value: 3.0 },
-            Sample::new(Vec::new(), 0.5),
-        ];
-        write_family(&mut text, &Family { name: "x", help: "Some help", kind: FamilyKind::Histogram, samples });
-        assert_eq!(text, "# HELP x Some help\n# TYPE x histogram\nx_bucket{model=\"a\\\"b\",le=\"+Inf\"} 3\nx 0.5\n");
+    fn model() -> ModelStatistics {
+        ModelStatistics { name: "m".into(), version: "1".into(), ..Default::default() }
+    }
+
+    fn names(models: &[ModelStatistics], options: &MetricsOptions) -> Vec<&'static str> {
+        let families = model_families(models, options).into_iter();
+        families.filter(|family| !family.samples.is_empty()).map(|family| family.name).collect()
     }
 
     #[test]
-    fn buckets_add_up() {
-        let mut model = ModelStatistics { name: "m".into(), version: "1".into(), ..Default::default() };
-        model.first_response.buckets[0] = 2;
-        model.first_response.buckets[3] = 1;
-        model.first_response.total = StatisticDuration { count: 4, ns: 8_000_000 };
-        let family = first_response_family(&[model]);
-        let values: Vec<f64> = family.samples.iter().map(|sample| sample.value).collect();
-        assert_eq!(values[..5], [2.0, 2.0, 2.0, 3.0, 3.0]);
-        assert_eq!(values[values.len() - 3..], [4.0, 8.0, 4.0]);
+    fn quantiles_are_values_that_were_there() {
+        let sorted: Vec<u64> = (1..=100).map(|us| us * 1000).collect();
+        assert_eq!(
+            [0.0, 0.5, 0.9, 0.999, 1.0].map(|share| quantile_us(&sorted, share)),
+            [1.0, 50.0, 90.0, 100.0, 100.0]
+        );
+        assert!(quantile_us(&[], 0.5).is_nan());
+    }
+
+    #[test]
+    fn tags_of_the_configuration_become_labels() {
+        let tagged = ModelStatistics { tags: vec![("team".into(), "a".into())], ..model() };
+        let text: Vec<String> = labels(&tagged).iter().map(|(name, value)| format!("{name}={value}")).collect();
+        assert_eq!(text, ["_team=a", "model=m", "version=1"]);
+    }
+
+    #[test]
+    fn latencies_are_shown_as_asked() {
+        let decoupled = ModelStatistics { is_decoupled: true, recent: Some(RecentDurations::default()), ..model() };
+        let without = MetricsOptions { counter_latencies: false, ..MetricsOptions::default() };
+        assert!(!names(&[decoupled.clone()], &without).contains(&"nv_inference_request_duration_us"));
+        let usual = names(&[decoupled.clone()], &MetricsOptions::default());
+        assert!(usual.contains(&"nv_inference_request_duration_us") && usual.contains(&"nv_inference_request_success"));
+        assert!(usual.iter().all(|name| !name.contains("summary") && !name.contains("histogram")));
+        let all = MetricsOptions {
+            histogram_latencies: true,
+            summary_quantiles: Some(vec![0.5]),
+            ..MetricsOptions::default()
+        };
+        let shown = names(&[decoupled, model()], &all);
+        assert!(shown.contains(&"nv_inference_request_summary_us"));
+        assert!(shown.contains(&"nv_inference_first_response_histogram_ms"));
+        assert!(!shown.contains(&"nv_cache_hit_summary_per_model"), "no model has a cache");
     }
 }

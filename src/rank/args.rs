@@ -9,6 +9,7 @@ use front::{LogFormat, LogOptions};
 
 use crate::front_args::FrontArgs;
 use crate::log::RequestLines;
+use crate::metrics_args::MetricsArgs;
 
 /// What `--device` asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -95,6 +96,9 @@ pub struct RankArgs {
     #[command(flatten)]
     #[allow(missing_docs)] // Said at the type.
     pub front: FrontArgs,
+    #[command(flatten)]
+    #[allow(missing_docs)] // Said at the type.
+    pub metrics: MetricsArgs,
     /// Name of this server in metadata
     #[arg(long, default_value = "triton")]
     pub id: String,
@@ -166,10 +170,6 @@ const WITHOUT_EFFECT: &[(&str, bool)] = &[
     ("grpc-http2-max-pings-without-data", true),
     ("grpc-http2-min-recv-ping-interval-without-data", true),
     ("grpc-http2-max-ping-strikes", true),
-    ("allow-gpu-metrics", true),
-    ("allow-cpu-metrics", true),
-    ("metrics-interval-ms", true),
-    ("metrics-config", true),
     ("backend-directory", true),
     ("cache-directory", true),
     ("repoagent-directory", true),

@@ -6,9 +6,13 @@
 mod args;
 mod devices;
 mod front_args;
+mod gpus;
 mod heartbeat;
+mod host_metrics;
 mod log;
 mod metrics;
+mod plan;
+mod metrics_args;
 mod relay;
 mod server;
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use backends::llm::{LlmFactory, LlmStatus};
 use backends::python::PythonFactory;
-use front::{Family, FamilyKind, MetricsSource, Sample};
+use front::{Family, FamilyKind, Labels, MetricsSource, Sample};
 
 /// Reads every loaded LLM at each scrape.
 pub(crate) struct LlmMetrics(pub(crate) Arc<LlmFactory>);
@@ -55,7 +55,7 @@ const PLAIN: &[Plain] = &[
         value: |model| f64::from(u8::from(model.is_ready)),
     },
     Plain {
-        name: "trireme_llm_worker_restarts",
+        name: "trireme_llm_worker_restarts_total",
         help: "Times the workers of the model were lost and started again",
         kind: FamilyKind::Counter,
         value: |model| model.num_restarts as f64,
@@ -85,31 +85,31 @@ const PLAIN: &[Plain] = &[
         value: |model| model.engine.num_blocks as f64,
     },
     Plain {
-        name: "trireme_llm_preemptions",
+        name: "trireme_llm_preemptions_total",
         help: "Sequences that gave their KV blocks up and were computed again",
         kind: FamilyKind::Counter,
         value: |model| model.engine.total_preempted as f64,
     },
     Plain {
-        name: "trireme_llm_steps",
+        name: "trireme_llm_steps_total",
         help: "Steps planned",
         kind: FamilyKind::Counter,
         value: |model| model.engine.total_steps as f64,
     },
     Plain {
-        name: "trireme_llm_prompt_tokens",
+        name: "trireme_llm_prompt_tokens_total",
         help: "Prompt tokens of accepted requests",
         kind: FamilyKind::Counter,
         value: |model| model.engine.total_prompt_tokens as f64,
     },
     Plain {
-        name: "trireme_llm_output_tokens",
+        name: "trireme_llm_output_tokens_total",
         help: "Tokens generated",
         kind: FamilyKind::Counter,
         value: |model| model.engine.total_output_tokens as f64,
     },
     Plain {
-        name: "trireme_llm_prefix_cache_reused_blocks",
+        name: "trireme_llm_prefix_cache_reused_blocks_total",
         help: "KV blocks found in the prefix cache",
         kind: FamilyKind::Counter,
         value: |model| model.engine.total_reused_blocks as f64,
@@ -185,7 +185,7 @@ impl Labelled {
     }
 }
 
-fn labels(model: &LlmStatus, further: Option<(&'static str, &'static str)>) -> Vec<(&'static str, String)> {
+fn labels(model: &LlmStatus, further: Option<(&'static str, &'static str)>) -> Labels {
     let own = [("model", model.name.as_str()), ("version", model.version.as_str())];
-    own.into_iter().chain(further).map(|(name, value)| (name, value.to_owned())).collect()
+    own.into_iter().chain(further).map(|(name, value)| (name.into(), value.to_owned())).collect()
 }

@@ -19,6 +19,7 @@ use worker::{Agent, Agents, FromAgent, Nodes, ToAgent};
 
 use crate::args::{self, RankArgs};
 use crate::heartbeat::{self, Heartbeat};
+use crate::host_metrics::HostMetrics;
 use crate::metrics::{LlmMetrics, PythonMetrics};
 use crate::{RankError, devices, relay};
 
@@ -144,7 +145,10 @@ async fn serve(
     let server = Server::new(server_config(args), factories).map_err(|error| RankError::Server(error.to_string()))?;
     python.attach(&server);
     layouts.attach(&server);
-    let metrics: Vec<Arc<dyn front::MetricsSource>> = vec![Arc::new(LlmMetrics(llm)), Arc::new(PythonMetrics(python))];
+    let host =
+        HostMetrics::new(args.metrics.interval(), args.metrics.allow_cpu_metrics, args.metrics.allow_gpu_metrics);
+    let metrics: Vec<Arc<dyn front::MetricsSource>> =
+        vec![Arc::new(host), Arc::new(LlmMetrics(llm)), Arc::new(PythonMetrics(python))];
     let front_config = front_config(args, prefix).map_err(RankError::Server)?;
     let front = front::start(front_config, Arc::clone(&server), metrics);
     let front = front.await.map_err(|error| RankError::Server(error.to_string()))?;
@@ -220,6 +224,8 @@ fn server_config(args: &RankArgs) -> ServerConfig {
         load_parallelism: args.model_load_thread_count as usize,
         load_retries: args.model_load_retry_count,
         response_cache_bytes: args.cache_config.max(args.response_cache_byte_size),
+        // What is wrong with the options, the front's configuration tells.
+        keeps_recent_durations: args.metrics.options().is_ok_and(|options| options.summary_quantiles.is_some()),
         ..ServerConfig::default()
     }
 }
@@ -235,6 +241,7 @@ fn front_config(args: &RankArgs, prefix: &Prefix) -> Result<front::Config, Strin
         ..front::Config::default()
     };
     args.front.apply(&mut config)?;
+    config.metrics_options = args.metrics.options()?;
     Ok(config)
 }
 

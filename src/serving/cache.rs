@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher as _, Hash, Hasher, RandomState};
 use std::mem::size_of;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
@@ -20,6 +21,25 @@ pub(crate) struct ResponseCache {
     entries: Mutex<Entries>,
 }
 
+/// What a response cache holds and has done.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct CacheStatistics {
+    /// Share of its bytes that is taken, 0 to 1.
+    pub utilization: f64,
+    /// Responses in it.
+    pub num_entries: u64,
+    /// Requests answered from it.
+    pub num_hits: u64,
+    /// Requests that were looked for in vain.
+    pub num_misses: u64,
+    /// Responses that made room for others.
+    pub num_evictions: u64,
+    /// Time that looking took.
+    pub lookup: Duration,
+    /// Time that putting in took.
+    pub insertion: Duration,
+}
+
 /// A request, in short.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct CacheKey([u64; 2]);
@@ -31,6 +51,8 @@ struct Entries {
     by_use: BTreeMap<u64, CacheKey>,
     clock: u64,
     num_bytes: usize,
+    /// Counts alone; the rest is known from the entries.
+    done: CacheStatistics,
 }
 
 struct Entry {
@@ -57,11 +79,28 @@ impl ResponseCache {
 
     /// The response to a request like this one.
     pub fn get(&self, key: CacheKey) -> Option<InferResponse> {
-        self.entries().touch(key)
+        let started = Instant::now();
+        let mut entries = self.entries();
+        let found = entries.touch(key);
+        let counted = if found.is_some() { &mut entries.done.num_hits } else { &mut entries.done.num_misses };
+        *counted += 1;
+        entries.done.lookup += started.elapsed();
+        found
+    }
+
+    /// As of now.
+    pub fn statistics(&self) -> CacheStatistics {
+        let entries = self.entries();
+        CacheStatistics {
+            utilization: entries.num_bytes as f64 / self.max_bytes as f64,
+            num_entries: entries.by_key.len() as u64,
+            ..entries.done
+        }
     }
 
     /// Keeps a response, unless it is larger than the whole cache.
     pub fn put(&self, key: CacheKey, response: &InferResponse) {
+        let started = Instant::now();
         let num_bytes = size_of_response(response);
         if num_bytes > self.max_bytes {
             return;
@@ -75,8 +114,10 @@ impl ResponseCache {
         while entries.num_bytes + num_bytes > self.max_bytes {
             let Some((_, &oldest)) = entries.by_use.first_key_value() else { break };
             entries.remove(oldest);
+            entries.done.num_evictions += 1;
         }
         entries.insert(key, response, num_bytes);
+        entries.done.insertion += started.elapsed();
     }
 
     fn entries(&self) -> MutexGuard<'_, Entries> {
@@ -165,6 +206,8 @@ mod tests {
         cache.put(key(4), &response(1000));
         let kept = (1..=4).filter(|&number| cache.get(key(number)).is_some()).collect::<Vec<_>>();
         assert_eq!(kept, [1, 3, 4]);
+        let CacheStatistics { num_entries, num_hits, num_misses, num_evictions, utilization, .. } = cache.statistics();
+        assert_eq!((num_entries, num_hits, num_misses, num_evictions, utilization), (3, 4, 1, 1, 1.0));
         cache.put(key(5), &response(10_000));
         assert!(cache.get(key(5)).is_none() && cache.get(key(4)).is_some(), "too large a response changes nothing");
         cache.put(key(4), &response(10));

@@ -1,9 +1,11 @@
 //! Where the time of a request that generates text went.
 
-use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
-
 use std::sync::OnceLock;
+use std::sync::atomic::{
+    AtomicBool, AtomicU64,
+    Ordering::{Acquire, Relaxed, Release},
+};
+use std::time::Duration;
 
 use crate::request::Scheduled;
 
@@ -30,15 +32,30 @@ pub struct Generation {
 #[derive(Debug, Default)]
 pub(crate) struct Progress {
     pub scheduled: OnceLock<Scheduled>,
-    generation: Mutex<Option<Generation>>,
+    is_told: AtomicBool,
+    /// The fields of a [`Generation`]; without a lock, as a model may tell of each token.
+    told: [AtomicU64; 7],
 }
 
 impl Progress {
     pub fn report(&self, generation: Generation) {
-        *self.generation.lock().unwrap_or_else(PoisonError::into_inner) = Some(generation);
+        let Generation { queue, prefill, decode, prompt_tokens, cached_tokens, output_tokens, preempted } = generation;
+        let times = [queue, prefill, decode].map(|time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+        let counts = [prompt_tokens, cached_tokens, output_tokens, preempted];
+        for (field, value) in self.told.iter().zip(times.into_iter().chain(counts)) {
+            field.store(value, Relaxed);
+        }
+        self.is_told.store(true, Release);
     }
 
+    /// The last that was told; while the model tells more, some fields may be of before.
     pub fn generation(&self) -> Option<Generation> {
-        *self.generation.lock().unwrap_or_else(PoisonError::into_inner)
+        if !self.is_told.load(Acquire) {
+            return None;
+        }
+        let [queue, prefill, decode, prompt_tokens, cached_tokens, output_tokens, preempted] =
+            self.told.each_ref().map(|field| field.load(Relaxed));
+        let [queue, prefill, decode] = [queue, prefill, decode].map(Duration::from_nanos);
+        Some(Generation { queue, prefill, decode, prompt_tokens, cached_tokens, output_tokens, preempted })
     }
 }

@@ -60,6 +60,7 @@ mod check;
 mod ensemble;
 mod error;
 mod generation;
+mod histogram;
 mod labels;
 mod lifecycle;
 mod model;
@@ -75,15 +76,17 @@ mod warmup;
 mod watch;
 
 pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest};
+pub use cache::CacheStatistics;
 pub use error::{ErrorKind, InferError};
 pub use generation::Generation;
+pub use histogram::{Histogram, HistogramValues};
 pub use lifecycle::{LoadFailure, LoadOverrides};
 pub use registry::{ModelIndexEntry, ModelState};
 pub use request::{CorrelationId, InferRequest, InferResponse, Parameter, ResponseSender, ResponseStream};
 pub use server::{ControlMode, ModelMetadata, Server, ServerConfig, ServerMetadata, TensorMetadata};
 pub use statistics::{
-    BatchStatistics, FIRST_RESPONSE_BUCKETS_MS, FailureCounts, FirstResponse, InferStatistics, ModelStatistics,
-    ResponseStatistics, StatisticDuration,
+    BatchStatistics, FailureCounts, InferStatistics, ModelStatistics, RecentDurations, ResponseStatistics,
+    StatisticDuration,
 };
 pub use step::EnsembleStep;
 pub use tensor::{DataType, Tensor};

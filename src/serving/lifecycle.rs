@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::panic::AssertUnwindSafe;
 use std::path::{Component, Path};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt as _};
@@ -42,7 +42,8 @@ pub(crate) struct Lifecycle {
     pub factories: HashMap<String, Arc<dyn BackendFactory>>,
     /// How long an unload waits for requests in flight before it goes on in the background.
     pub unload_patience: Duration,
-    cache: Option<Arc<ResponseCache>>,
+    pub cache: Option<Arc<ResponseCache>>,
+    keeps_recent_durations: bool,
     loaded: Mutex<BTreeMap<String, Loaded>>,
     gates: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<()>>>>,
 }
@@ -68,9 +69,19 @@ impl Lifecycle {
         factories: HashMap<String, Arc<dyn BackendFactory>>,
         unload_patience: Duration,
         cache: Option<Arc<ResponseCache>>,
+        keeps_recent_durations: bool,
     ) -> Arc<Self> {
         let (registry, loaded, gates) = Default::default();
-        Arc::new(Self { repository, registry, factories, unload_patience, cache, loaded, gates })
+        Arc::new(Self {
+            repository,
+            registry,
+            factories,
+            unload_patience,
+            cache,
+            keeps_recent_durations,
+            loaded,
+            gates,
+        })
     }
 
     /// Loads a model, and first the models it is made of if it is an ensemble.
@@ -226,10 +237,13 @@ impl Lifecycle {
         let mut failed = Vec::new();
         for &version in &source.versions {
             self.mark_loading(name, version);
+            let started = Instant::now();
             match self.load_version(&source, version, &config).await {
                 Ok(backend) => {
-                    let model = ServedModel::new(config.clone(), version, backend, self.cache.clone());
-                    self.put(name, model.with_labels(labels.clone()));
+                    let model = ServedModel::new(config.clone(), version, backend, self.cache.clone())
+                        .with_labels(labels.clone())
+                        .loaded_in(started.elapsed(), self.keeps_recent_durations);
+                    self.put(name, model);
                 }
                 Err(error) => {
                     self.note_reason(name, version, &error);

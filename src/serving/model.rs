@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use repository::ModelConfig;
 use tokio::sync::Notify;
@@ -28,6 +28,7 @@ pub(crate) struct ServedModel {
     /// Responses of this model, and others, where its configuration asks for it.
     pub cache: Option<Arc<ResponseCache>>,
     pub labels: Labels,
+    load_time: Duration,
     /// Tells this load from earlier ones of the same version.
     load: u64,
     backend: Arc<dyn Backend>,
@@ -48,7 +49,8 @@ impl ServedModel {
             is_decoupled: config.is_decoupled(),
             version,
             version_text: version.to_string(),
-            statistics: Statistics::default(),
+            statistics: Statistics::new(&config, false),
+            load_time: Duration::ZERO,
             in_flight: InFlight::default(),
             cache: cache.filter(|_| config.response_cache.is_some_and(|cache| cache.enable)),
             labels: Labels::new(),
@@ -62,6 +64,11 @@ impl ServedModel {
     /// The same model with names for the classes of its outputs.
     pub fn with_labels(self, labels: Labels) -> Self {
         Self { labels, ..self }
+    }
+
+    /// The same model, which took so long to load; with what quantiles need when they are wanted.
+    pub fn loaded_in(self, load_time: Duration, keeps_recent_durations: bool) -> Self {
+        Self { load_time, statistics: Statistics::new(&self.config, keeps_recent_durations), ..self }
     }
 
     /// Checks the request, hands it to the backend, and counts what comes of it.
@@ -121,7 +128,13 @@ impl ServedModel {
             Some(scheduler) => scheduler.num_waiting() as u64,
             None => self.in_flight.count(),
         };
-        self.statistics.snapshot(&self.config.name, &self.version_text, pending)
+        ModelStatistics {
+            is_decoupled: self.is_decoupled,
+            is_cached: self.cache.is_some(),
+            load_time: self.load_time,
+            tags: self.config.metric_tags.clone().into_iter().collect(),
+            ..self.statistics.snapshot(&self.config.name, &self.version_text, pending)
+        }
     }
 }
 

@@ -228,7 +228,8 @@ impl ResponseSender {
         let _ = self.progress.scheduled.set(Scheduled { at: execution.started, execution: Some(execution.clone()) });
     }
 
-    /// Says where the time of a request that generates text went, so far; before its final response, to count.
+    /// Says where the time of a request that generates text went, so far; before its final response, to count. Cheap
+    /// enough for each token.
     pub fn report(&self, generation: Generation) {
         self.progress.report(generation);
     }

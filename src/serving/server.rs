@@ -10,7 +10,7 @@ use futures::stream::{self, StreamExt as _};
 use repository::{ModelConfig, Repository, RepositoryError};
 use tokio::time::Instant;
 
-use crate::cache::ResponseCache;
+use crate::cache::{CacheStatistics, ResponseCache};
 use crate::lifecycle::{Lifecycle, LoadFailure, LoadOverrides};
 use crate::model::ServedModel;
 use crate::registry::{ModelIndexEntry, ModelState, Registry, parse_version};
@@ -57,6 +57,8 @@ pub struct ServerConfig {
     pub unload_patience: Duration,
     /// Bytes that cached responses may take (`--cache-config=local,size=N`), for models with `response_cache`. 0: no cache.
     pub response_cache_bytes: usize,
+    /// Whether models keep the durations of the last minute, from which quantiles are taken.
+    pub keeps_recent_durations: bool,
 }
 
 impl Default for ServerConfig {
@@ -87,6 +89,7 @@ impl Default for ServerConfig {
             load_retries: 0,
             unload_patience: Duration::from_secs(30),
             response_cache_bytes: 0,
+            keeps_recent_durations: false,
         }
     }
 }
@@ -147,7 +150,13 @@ impl Server {
         let cache =
             (config.response_cache_bytes > 0).then(|| Arc::new(ResponseCache::new(config.response_cache_bytes)));
         Ok(Arc::new(Self {
-            lifecycle: Lifecycle::new(repository, factories, config.unload_patience, cache),
+            lifecycle: Lifecycle::new(
+                repository,
+                factories,
+                config.unload_patience,
+                cache,
+                config.keeps_recent_durations,
+            ),
             config,
             is_loaded: AtomicBool::new(false),
             is_draining: AtomicBool::new(false),
@@ -347,6 +356,11 @@ impl Server {
             return Err(InferError::invalid(format!("requested model '{name}' is not available")));
         }
         Ok(models.iter().map(|model| model.statistics()).collect())
+    }
+
+    /// What the response cache holds and has done; `None` without one.
+    pub fn cache_statistics(&self) -> Option<CacheStatistics> {
+        self.lifecycle.cache.as_ref().map(|cache| cache.statistics())
     }
 
     /// Every model of the repository with its versions and their states, by name; only those that serve if `ready_only`.

@@ -1,15 +1,26 @@
 //! Counters of one model version, and the snapshots others read.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use repository::ModelConfig;
+
+use crate::histogram::{Histogram, HistogramValues};
+
 /// Responses of a decoupled request are counted one by one up to this index; those behind it count together.
 const MAX_RESPONSE_INDEX: usize = 4096;
 
-/// Upper bounds of the first-response histogram, in milliseconds.
-pub const FIRST_RESPONSE_BUCKETS_MS: [u64; 10] = [5, 10, 25, 50, 100, 250, 500, 1000, 2000, 5000];
+/// Upper bounds of the first-response histogram in milliseconds, where `model_metrics` does not name others.
+const FIRST_RESPONSE_BUCKETS_MS: [f64; 4] = [100.0, 500.0, 2000.0, 5000.0];
+
+/// How `model_metrics` names that histogram.
+const FIRST_RESPONSE_FAMILY: &str = "nv_inference_first_response_histogram_ms";
+
+/// Quantiles are of durations no older than this, and of at most so many.
+const RECENT: Duration = Duration::from_secs(60);
+const MAX_RECENT: usize = 4096;
 
 /// How often, and how long together.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -75,17 +86,21 @@ pub struct FailureCounts {
     pub other: u64,
 }
 
-/// Time from request to first response.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct FirstResponse {
-    /// All of them together.
-    pub total: StatisticDuration,
-    /// How many took at most so long as [`FIRST_RESPONSE_BUCKETS_MS`] says; not cumulative.
-    pub buckets: [u64; FIRST_RESPONSE_BUCKETS_MS.len()],
+/// Durations of the last minute in nanoseconds, ascending, of requests that succeeded. Quantiles are taken from them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[allow(missing_docs)] // As in `InferStatistics`.
+pub struct RecentDurations {
+    pub request: Vec<u64>,
+    pub queue: Vec<u64>,
+    pub compute_input: Vec<u64>,
+    pub compute_infer: Vec<u64>,
+    pub compute_output: Vec<u64>,
+    pub cache_hit: Vec<u64>,
+    pub cache_miss: Vec<u64>,
 }
 
 /// One model version's statistics at one moment.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct ModelStatistics {
     /// Model name.
     pub name: String,
@@ -103,8 +118,18 @@ pub struct ModelStatistics {
     pub batches: Vec<BatchStatistics>,
     /// By response index, from 0; empty for models that are not decoupled.
     pub responses: Vec<ResponseStatistics>,
-    /// Time to first response.
-    pub first_response: FirstResponse,
+    /// Time to first response in milliseconds.
+    pub first_response: HistogramValues,
+    /// What quantiles are taken from, where [`ServerConfig::keeps_recent_durations`](crate::ServerConfig) says so.
+    pub recent: Option<RecentDurations>,
+    /// Whether a request may have any number of responses.
+    pub is_decoupled: bool,
+    /// Whether answers may come from the response cache.
+    pub is_cached: bool,
+    /// How long it took to load.
+    pub load_time: Duration,
+    /// `metric_tags` of its configuration.
+    pub tags: Vec<(String, String)>,
     /// Failed requests.
     pub failures: FailureCounts,
     /// Requests that wait for an execution; for a model that queues them itself, all that have not ended.
@@ -196,8 +221,70 @@ impl Counter {
     }
 }
 
-/// The live counters of one model version.
+/// Durations no older than [`RECENT`].
 #[derive(Debug, Default)]
+struct Recent(Mutex<VecDeque<(Instant, u64)>>);
+
+impl Recent {
+    fn add(&self, duration: Duration) {
+        let now = Instant::now();
+        let mut durations = lock(&self.0);
+        while durations.len() >= MAX_RECENT || durations.front().is_some_and(|(at, _)| now - *at > RECENT) {
+            durations.pop_front();
+        }
+        durations.push_back((now, nanoseconds(duration)));
+    }
+
+    fn read(&self) -> Vec<u64> {
+        let now = Instant::now();
+        let durations = lock(&self.0);
+        let recent = durations.iter().filter(|(at, _)| now - *at <= RECENT);
+        let mut sorted: Vec<u64> = recent.map(|&(_, ns)| ns).collect();
+        sorted.sort_unstable();
+        sorted
+    }
+}
+
+/// What summaries are made of.
+#[derive(Debug, Default)]
+struct Summaries {
+    request: Recent,
+    queue: Recent,
+    compute: Recent,
+    cache_hit: Recent,
+    cache_miss: Recent,
+}
+
+impl Summaries {
+    fn add(&self, outcome: &Outcome, computed: Duration) {
+        self.request.add(outcome.total);
+        match outcome.cache {
+            Some(CacheUse::Hit(took)) => return self.cache_hit.add(took),
+            Some(CacheUse::Miss(took)) => self.cache_miss.add(took),
+            None => {}
+        }
+        self.queue.add(outcome.queued);
+        self.compute.add(computed);
+    }
+
+    fn read(&self) -> RecentDurations {
+        let compute_infer = self.compute.read();
+        // Counted as none: what a backend takes to read its inputs is part of its computing.
+        let nothing = vec![0; compute_infer.len()];
+        RecentDurations {
+            request: self.request.read(),
+            queue: self.queue.read(),
+            compute_input: nothing.clone(),
+            compute_infer,
+            compute_output: nothing,
+            cache_hit: self.cache_hit.read(),
+            cache_miss: self.cache_miss.read(),
+        }
+    }
+}
+
+/// The live counters of one model version.
+#[derive(Debug)]
 pub(crate) struct Statistics {
     last_inference_ms: AtomicU64,
     inference_count: AtomicU64,
@@ -208,16 +295,57 @@ pub(crate) struct Statistics {
     compute: Counter,
     cache_hit: Counter,
     cache_miss: Counter,
-    first_response: Counter,
-    first_response_buckets: [AtomicU64; FIRST_RESPONSE_BUCKETS_MS.len()],
+    first_response: Histogram,
     failures: [AtomicU64; 4],
+    summaries: Option<Summaries>,
     batches: Mutex<BTreeMap<u64, StatisticDuration>>,
     responses: Mutex<Vec<ResponseStatistics>>,
 }
 
+/// Bounds that `model_metrics` of the configuration names for the first response; else the usual ones.
+fn first_response_bounds(config: &ModelConfig) -> Vec<f64> {
+    use repository::proto::model_metrics::metric_control::MetricOptions;
+    let controls = config.model_metrics.iter().flat_map(|metrics| &metrics.metric_control);
+    let own = controls.filter(|control| {
+        control.metric_identifier.as_ref().is_some_and(|metric| metric.family == FIRST_RESPONSE_FAMILY)
+    });
+    let named = own.filter_map(|control| match &control.metric_options {
+        Some(MetricOptions::HistogramOptions(options)) if !options.buckets.is_empty() => Some(options.buckets.clone()),
+        _ => None,
+    });
+    let mut bounds = named.last().unwrap_or_else(|| FIRST_RESPONSE_BUCKETS_MS.to_vec());
+    bounds.retain(|bound| bound.is_finite());
+    bounds.sort_by(f64::total_cmp);
+    bounds.dedup();
+    bounds
+}
+
 impl Statistics {
+    /// No request yet. `keeps_recent` durations, for quantiles.
+    pub fn new(config: &ModelConfig, keeps_recent: bool) -> Self {
+        Self {
+            first_response: Histogram::of_times(&first_response_bounds(config)),
+            summaries: keeps_recent.then(Summaries::default),
+            last_inference_ms: AtomicU64::default(),
+            inference_count: AtomicU64::default(),
+            execution_count: AtomicU64::default(),
+            success: Counter::default(),
+            fail: Counter::default(),
+            queue: Counter::default(),
+            compute: Counter::default(),
+            cache_hit: Counter::default(),
+            cache_miss: Counter::default(),
+            failures: Default::default(),
+            batches: Mutex::default(),
+            responses: Mutex::default(),
+        }
+    }
+
     pub fn succeeded(&self, outcome: Outcome) {
         let computed = outcome.total.saturating_sub(outcome.queued);
+        if let Some(summaries) = &self.summaries {
+            summaries.add(&outcome, computed);
+        }
         self.success.add(outcome.total);
         self.last_inference_ms.store(now_ms(), Relaxed);
         match outcome.cache {
@@ -241,11 +369,7 @@ impl Statistics {
     }
 
     pub fn first_response(&self, after: Duration) {
-        self.first_response.add(after);
-        let after_ms = u64::try_from(after.as_micros().div_ceil(1000)).unwrap_or(u64::MAX);
-        if let Some(bucket) = FIRST_RESPONSE_BUCKETS_MS.iter().position(|&bound| after_ms <= bound) {
-            self.first_response_buckets[bucket].fetch_add(1, Relaxed);
-        }
+        self.first_response.observe(after.as_secs_f64() * 1e3);
     }
 
     /// Counts response `index` of a decoupled request, which came `after` the one before.
@@ -298,12 +422,11 @@ impl Statistics {
                 })
                 .collect(),
             responses: lock(&self.responses).clone(),
-            first_response: FirstResponse {
-                total: self.first_response.read(),
-                buckets: self.first_response_buckets.each_ref().map(|count| count.load(Relaxed)),
-            },
+            first_response: self.first_response.read(),
+            recent: self.summaries.as_ref().map(Summaries::read),
             failures: FailureCounts { rejected, canceled, backend, other },
             pending,
+            ..ModelStatistics::default()
         }
     }
 }

@@ -168,7 +168,7 @@ async fn responses_of_a_decoupled_model_are_counted_by_index() {
     let counts: Vec<_> =
         pieces.responses.iter().map(|r| (r.success.count, r.empty_response.count, r.cancel.count)).collect();
     assert_eq!(counts, [(2, 0, 0), (1, 0, 1), (1, 0, 0), (0, 1, 0)]);
-    assert_eq!(pieces.first_response.total.count, 2);
+    assert_eq!(pieces.first_response.count, 2);
     assert_eq!(pieces.failures.canceled, 1);
 }
 

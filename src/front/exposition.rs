@@ -1,0 +1,118 @@
+//! Metrics as Prometheus reads them (<https://prometheus.io/docs/instrumenting/exposition_formats/>).
+
+use std::borrow::Cow;
+use std::fmt::Write;
+
+use serving::HistogramValues;
+
+/// Names and values that tell samples of one metric apart.
+pub type Labels = Vec<(Cow<'static, str>, String)>;
+
+/// One metric and its samples.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Family {
+    /// The metric's name.
+    pub name: &'static str,
+    /// One line on what it counts.
+    pub help: &'static str,
+    /// How it behaves.
+    pub kind: FamilyKind,
+    /// Its values by labels.
+    pub samples: Vec<Sample>,
+}
+
+/// How a metric behaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)] // Prometheus' own names.
+pub enum FamilyKind {
+    Counter,
+    Gauge,
+    Histogram,
+    Summary,
+}
+
+/// One value of a metric.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sample {
+    /// What follows the family's name: empty, or `_bucket`, `_sum`, `_count` of a histogram or summary.
+    pub suffix: &'static str,
+    /// Names and values.
+    pub labels: Labels,
+    /// The value.
+    pub value: f64,
+}
+
+impl Sample {
+    /// A plain sample.
+    pub fn new(labels: Labels, value: f64) -> Self {
+        Self { suffix: "", labels, value }
+    }
+
+    /// All samples of a histogram with these labels.
+    pub fn of_histogram(labels: &Labels, values: &HistogramValues) -> Vec<Self> {
+        let bounds = values.bounds.iter().map(f64::to_string).chain(["+Inf".to_owned()]);
+        let counts = values.counts.iter().chain([&values.count]);
+        let bucket = |(bound, &count): (String, &u64)| {
+            let labels = labels.iter().cloned().chain([("le".into(), bound)]).collect();
+            Self { suffix: "_bucket", labels, value: count as f64 }
+        };
+        let mut samples: Vec<Self> = bounds.zip(counts).map(bucket).collect();
+        samples.push(Self { suffix: "_sum", labels: labels.clone(), value: values.sum });
+        samples.push(Self { suffix: "_count", labels: labels.clone(), value: values.count as f64 });
+        samples
+    }
+}
+
+/// Appends a family in the text format; nothing for one without samples.
+pub(crate) fn write_family(text: &mut String, family: &Family) {
+    if family.samples.is_empty() {
+        return;
+    }
+    let kind = match family.kind {
+        FamilyKind::Counter => "counter",
+        FamilyKind::Gauge => "gauge",
+        FamilyKind::Histogram => "histogram",
+        FamilyKind::Summary => "summary",
+    };
+    let (name, help) = (family.name, family.help);
+    let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}"); // A String takes every write.
+    for sample in &family.samples {
+        let _ = write!(text, "{name}{}", sample.suffix);
+        for (index, (key, value)) in sample.labels.iter().enumerate() {
+            let open = if index == 0 { '{' } else { ',' };
+            let _ = write!(text, "{open}{key}=\"{}\"", escape(value));
+        }
+        let close = if sample.labels.is_empty() { "" } else { "}" };
+        let _ = writeln!(text, "{close} {}", sample.value);
+    }
+}
+
+fn escape(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_family_is_written_as_prometheus_reads_it() {
+        let mut text = String::new();
+        let labels: Labels = vec![("model".into(), "a\"b".into())];
+        let values = HistogramValues { bounds: vec![0.5, 2.0], counts: vec![1, 3], count: 4, sum: 7.25 };
+        let mut samples = Sample::of_histogram(&labels, &values);
+        samples.push(Sample::new(Vec::new(), 0.5));
+        write_family(&mut text, &Family { name: "x", help: "Some help", kind: FamilyKind::Histogram, samples });
+        let wanted = [
+            "# HELP x Some help",
+            "# TYPE x histogram",
+            r#"x_bucket{model="a\"b",le="0.5"} 1"#,
+            r#"x_bucket{model="a\"b",le="2"} 3"#,
+            r#"x_bucket{model="a\"b",le="+Inf"} 4"#,
+            r#"x_sum{model="a\"b"} 7.25"#,
+            r#"x_count{model="a\"b"} 4"#,
+            "x 0.5",
+        ];
+        assert_eq!(text.lines().collect::<Vec<_>>(), wanted);
+    }
+}

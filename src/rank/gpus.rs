@@ -1,0 +1,62 @@
+//! The GPUs of this node, as NVIDIA's management library tells of them. It holds no device context.
+
+use front::{Family, FamilyKind, Sample};
+use nvml_wrapper::{Device, Nvml};
+
+/// The library, found on this machine.
+pub(crate) struct Gpus(Nvml);
+
+/// One figure of a GPU: name, help, kind, value where the GPU has it.
+type Figure = (&'static str, &'static str, FamilyKind, fn(&Device<'_>) -> Option<f64>);
+
+const FIGURES: [Figure; 6] = [
+    ("nv_gpu_utilization", "GPU utilization rate [0.0 - 1.0)", FamilyKind::Gauge, |gpu| {
+        Some(f64::from(gpu.utilization_rates().ok()?.gpu) / 100.0)
+    }),
+    ("nv_gpu_memory_total_bytes", "GPU total memory, in bytes", FamilyKind::Gauge, |gpu| {
+        Some(gpu.memory_info().ok()?.total as f64)
+    }),
+    ("nv_gpu_memory_used_bytes", "GPU used memory, in bytes", FamilyKind::Gauge, |gpu| {
+        Some(gpu.memory_info().ok()?.used as f64)
+    }),
+    ("nv_gpu_power_usage", "GPU power usage in watts", FamilyKind::Gauge, |gpu| {
+        Some(f64::from(gpu.power_usage().ok()?) / 1e3)
+    }),
+    ("nv_gpu_power_limit", "GPU power management limit in watts", FamilyKind::Gauge, |gpu| {
+        Some(f64::from(gpu.enforced_power_limit().ok()?) / 1e3)
+    }),
+    (
+        "nv_energy_consumption",
+        "GPU energy consumption in joules since the driver was loaded",
+        FamilyKind::Counter,
+        |gpu| Some(gpu.total_energy_consumption().ok()? as f64 / 1e3),
+    ),
+];
+
+impl Gpus {
+    /// `None` where there is no library, or no driver.
+    pub(crate) fn find() -> Option<Self> {
+        match Nvml::init() {
+            Ok(library) => Some(Self(library)),
+            Err(error) => {
+                tracing::debug!("no metrics of GPUs: {error}");
+                None
+            }
+        }
+    }
+
+    /// As of now; a figure that a GPU does not have is left out.
+    pub(crate) fn families(&self) -> Vec<Family> {
+        let devices: Vec<(String, Device<'_>)> = (0..self.0.device_count().unwrap_or(0))
+            .filter_map(|index| self.0.device_by_index(index).ok())
+            .filter_map(|gpu| Some((gpu.uuid().ok()?, gpu)))
+            .collect();
+        let family = |&(name, help, kind, value): &Figure| {
+            let sample = |(uuid, gpu): &(String, Device<'_>)| {
+                Some(Sample::new(vec![("gpu_uuid".into(), uuid.clone())], value(gpu)?))
+            };
+            Family { name, help, kind, samples: devices.iter().filter_map(sample).collect() }
+        };
+        FIGURES.iter().map(family).collect()
+    }
+}
