@@ -1,4 +1,4 @@
-"""What bench_gpu and bench_cpu share: a world of its own on free ports, measured with `trireme bench serve`."""
+"""What bench_gpu and bench_cpu share: a world of its own on free ports, measured with `trireme bench core`."""
 import json, os, pathlib, random, re, signal, subprocess, threading, time
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent / "model_repository"
@@ -43,9 +43,10 @@ class Bench:
     def serve(self, name, workload, concurrency):
         file, out = self.scratch / f"{name}.jsonl", self.scratch / f"{name}.json"
         file.write_text(workload)
-        command = [self.bin / "trireme", "bench", "serve", "--workload", file, "-u", f"localhost:{self.port + 1}",
+        command = [self.bin / "trireme", "bench", "core", "-u", f"localhost:{self.port + 1}",
                    "--json", out]
-        run(command + (["--concurrency", str(concurrency)] if concurrency else []), 240)
+        pace = ["--concurrency", str(concurrency)] if concurrency else []
+        run(command + pace + ["file", file], 240)
         return json.loads(out.read_text())
 
     def kill_a_worker(self):

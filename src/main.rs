@@ -3,13 +3,16 @@
 
 use std::process::ExitCode;
 
+use bench::BenchArgs;
 use clap::{Args, Command, FromArgMatches};
-use client::{BenchArgs, ClientArgs};
+use client::ClientArgs;
 
 fn main() -> ExitCode {
     let mut args: Vec<_> = std::env::args_os().collect();
     if args.get(1).is_some_and(|command| command == "rank") {
         args = rank::with_dashes(args);
+    } else if args.get(1).is_some_and(|command| command == "bench") {
+        args = bench::with_dashes(args);
     }
     let matches = command().get_matches_from(args);
     let result = match matches.subcommand() {
@@ -50,6 +53,6 @@ fn run_client(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 }
 
 fn run_bench(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
-    client::run_bench(BenchArgs::from_arg_matches(matches)?)?;
+    bench::run(BenchArgs::from_arg_matches(matches)?)?;
     Ok(ExitCode::SUCCESS)
 }

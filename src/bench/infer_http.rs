@@ -5,8 +5,8 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use crate::ClientError;
-use crate::proto::ModelInferRequest;
+use client::ClientError;
+use client::proto::ModelInferRequest;
 
 /// The connection and its request, ready to write.
 pub struct HttpConnection {

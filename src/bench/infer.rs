@@ -8,16 +8,16 @@ use clap::{Args, ValueEnum};
 use futures::future::join_all;
 use serde::Serialize;
 
-use crate::ClientError;
-use crate::bench_serve::write_json;
-use crate::grpc::{Connection, frame};
-use crate::http_load::HttpConnection;
-use crate::proto::ModelInferRequest;
-use crate::proto::model_metadata_response::TensorMetadata;
-use crate::report::Percentiles;
-use crate::tensor::{Model, push};
+use crate::infer_http::HttpConnection;
+use crate::percentiles::Percentiles;
+use crate::{say, write_json};
+use client::ClientError;
+use client::grpc::{Connection, frame};
+use client::proto::ModelInferRequest;
+use client::proto::model_metadata_response::TensorMetadata;
+use client::tensor::{Model, push};
 
-/// `trireme bench infer`
+/// Requests per second and latencies of any model
 #[derive(Debug, Clone, Args)]
 pub struct InferArgs {
     /// Model to ask
@@ -89,7 +89,7 @@ pub(crate) async fn run(args: InferArgs) -> Result<(), ClientError> {
     let mut all = Vec::new();
     for &concurrency in &args.concurrency {
         let figures = measure(&args, &request, concurrency).await?;
-        println!(
+        let line = format!(
             "{:<5} {:>7} B  concurrency {:>4}  {:>9.0} requests/s   {}",
             format!("{:?}", figures.protocol).to_lowercase(),
             figures.bytes,
@@ -97,6 +97,7 @@ pub(crate) async fn run(args: InferArgs) -> Result<(), ClientError> {
             figures.requests_per_second,
             figures.latency_ms
         );
+        say(args.json.as_ref(), &line);
         all.push(figures);
     }
     match &args.json {

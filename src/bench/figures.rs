@@ -1,0 +1,223 @@
+//! The figures of a run.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use text::Tokenizer;
+
+use crate::percentiles::{Histogram, Percentiles};
+use crate::target::Outcome;
+
+/// The figures of a run. Failed requests count in no latency.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Figures {
+    /// What was spoken.
+    pub protocol: String,
+    /// The model that was asked.
+    pub model: String,
+    /// Requests in flight at most; `None` for all at once.
+    pub concurrency: Option<usize>,
+    /// Requests a second that were sent; `None` for as fast as answers came.
+    pub request_rate: Option<f64>,
+    /// Whether answers came in pieces.
+    pub is_streaming: bool,
+    /// Requests sent.
+    pub requests: usize,
+    /// Those that failed.
+    pub errors: usize,
+    /// Answers with fewer tokens than asked for.
+    pub short_answers: usize,
+    /// From the first request to the last answer.
+    pub seconds: f64,
+    /// Tokens of the prompts.
+    pub prompt_tokens: usize,
+    /// Tokens generated.
+    pub output_tokens: usize,
+    /// Generated tokens a second.
+    pub output_tokens_per_second: f64,
+    /// Tokens a second, those of prompts among them.
+    pub total_tokens_per_second: f64,
+    /// Answers a second.
+    pub requests_per_second: f64,
+    /// From a request to its first token.
+    pub time_to_first_token_ms: Percentiles,
+    /// From a token to the next one.
+    pub inter_token_latency_ms: Percentiles,
+    /// Mean time for each token after the first, one figure a request.
+    pub time_per_output_token_ms: Percentiles,
+    /// From a request to the end of its answer.
+    pub request_latency_ms: Percentiles,
+    /// Of `time_to_first_token_ms`.
+    pub time_to_first_token_histogram: Histogram,
+    /// Of `inter_token_latency_ms`.
+    pub inter_token_latency_histogram: Histogram,
+    /// Of `request_latency_ms`.
+    pub request_latency_histogram: Histogram,
+    /// What the first failed request said.
+    pub first_error: Option<String>,
+}
+
+impl Figures {
+    /// Sums up a run. Tokens are counted by the server, else by the tokenizer from the text, else by pieces.
+    pub(crate) fn of(outcomes: &mut [Outcome], elapsed: Duration, tokenizer: Option<&Tokenizer>) -> Self {
+        for outcome in outcomes.iter_mut().filter(|outcome| outcome.num_tokens.is_none()) {
+            let encoded = tokenizer.and_then(|tokenizer| tokenizer.encode(&outcome.text, false).ok());
+            outcome.num_tokens = Some(encoded.map_or(outcome.num_pieces, |ids| ids.len()));
+        }
+        let tokens = |outcome: &Outcome| outcome.num_tokens.unwrap_or(0);
+        let good = || outcomes.iter().filter(|outcome| outcome.error.is_none());
+        let first_error = outcomes.iter().find_map(|outcome| outcome.error.clone());
+        let (seconds, answers) = (elapsed.as_secs_f64(), good().count());
+        let prompt_tokens = good().map(|outcome| outcome.prompt_tokens).sum();
+        let output_tokens = outcomes.iter().map(tokens).sum();
+        let mut to_first: Vec<Duration> = good().filter_map(|outcome| outcome.to_first).collect();
+        let mut between: Vec<Duration> = good().flat_map(|outcome| outcome.between.iter().copied()).collect();
+        let mut whole: Vec<Duration> = good().map(|outcome| outcome.whole).collect();
+        let per_token = |outcome: &Outcome| {
+            let after = u32::try_from(tokens(outcome).checked_sub(1)?).ok().filter(|&after| after > 0)?;
+            Some((outcome.whole - outcome.to_first?) / after)
+        };
+        let mut per_token: Vec<Duration> =
+            good().filter(|outcome| outcome.num_pieces > 1).filter_map(per_token).collect();
+        Self {
+            requests: outcomes.len(),
+            errors: outcomes.len() - answers,
+            short_answers: good().filter(|outcome| tokens(outcome) < outcome.asked_tokens).count(),
+            seconds,
+            prompt_tokens,
+            output_tokens,
+            output_tokens_per_second: output_tokens as f64 / seconds,
+            total_tokens_per_second: (prompt_tokens + output_tokens) as f64 / seconds,
+            requests_per_second: answers as f64 / seconds,
+            time_to_first_token_histogram: Histogram::of(&to_first),
+            inter_token_latency_histogram: Histogram::of(&between),
+            request_latency_histogram: Histogram::of(&whole),
+            time_to_first_token_ms: Percentiles::of(&mut to_first),
+            inter_token_latency_ms: Percentiles::of(&mut between),
+            time_per_output_token_ms: Percentiles::of(&mut per_token),
+            request_latency_ms: Percentiles::of(&mut whole),
+            first_error,
+            ..Self::default()
+        }
+    }
+
+    /// Answers a minute.
+    pub(crate) fn requests_per_minute(&self) -> f64 {
+        self.requests_per_second * 60.0
+    }
+
+    /// The lines that LMDeploy's profile scripts print, and ours behind them.
+    pub(crate) fn text(&self) -> String {
+        let rule = "-".repeat(50);
+        let first = &self.time_to_first_token_ms;
+        let mut text = format!("\n{rule}\nconcurrency: {}\nelapsed_time: {:.3}s\n\n", self.pace(), self.seconds);
+        if self.is_streaming {
+            text += &format!(
+                "first_token latency(min, max, ave): {:.3}s, {:.3}s, {:.3}s\n\n",
+                first.min / 1e3,
+                first.max / 1e3,
+                first.mean / 1e3
+            );
+        }
+        text += &format!(
+            "number of prompt tokens: {}\nnumber of completion tokens: {}\n",
+            self.prompt_tokens, self.output_tokens
+        );
+        text += &format!("token throughput (completion token): {:.3} token/s\n", self.output_tokens_per_second);
+        text += &format!("token throughput (prompt + completion token): {:.3} token/s\n", self.total_tokens_per_second);
+        text += &format!("RPS (request per second): {:.3} req/s\n", self.requests_per_second);
+        text += &format!("RPM (request per minute): {:.3} req/min\n{rule}\n", self.requests_per_minute());
+        if self.is_streaming {
+            text += &format!("time to first token    {first}\n");
+            text += &format!("inter-token latency    {}\n", self.inter_token_latency_ms);
+            text += &format!("time per output token  {}\n", self.time_per_output_token_ms);
+        }
+        text += &format!("request latency        {}", self.request_latency_ms);
+        text + &self.troubles()
+    }
+
+    /// What did not go as asked, in lines of their own.
+    pub(crate) fn troubles(&self) -> String {
+        let mut text = String::new();
+        if self.short_answers > 0 {
+            text += &format!("\n{} of {} answers are shorter than asked for", self.short_answers, self.requests);
+        }
+        if let Some(error) = &self.first_error {
+            text += &format!("\n{} of {} requests failed, one of them with: {error}", self.errors, self.requests);
+        }
+        text
+    }
+
+    /// Requests in flight, in words.
+    pub(crate) fn pace(&self) -> String {
+        match (self.request_rate, self.concurrency) {
+            (Some(rate), _) => format!("{rate} req/s"),
+            (None, Some(concurrency)) => concurrency.to_string(),
+            (None, None) => "all".to_owned(),
+        }
+    }
+
+    /// The columns of LMDeploy's CSV.
+    pub(crate) const CSV_HEAD: &str =
+        "batch,num_prompts,RPS,RPM,FTL(ave)(s),FTL(min)(s),FTL(max)(s),throughput(out tok/s),throughput(total tok/s)\n";
+
+    /// A line of LMDeploy's CSV.
+    pub(crate) fn csv_line(&self) -> String {
+        let first = &self.time_to_first_token_ms;
+        let seconds = |ms: f64| if self.is_streaming { format!("{:.3}", ms / 1e3) } else { "-".to_owned() };
+        format!(
+            "{},{},{:.3},{:.3},{},{},{},{:.3},{:.3}\n",
+            self.concurrency.unwrap_or(self.requests),
+            self.requests,
+            self.requests_per_second,
+            self.requests_per_minute(),
+            seconds(first.mean),
+            seconds(first.min),
+            seconds(first.max),
+            self.output_tokens_per_second,
+            self.total_tokens_per_second
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dataset::Prompt;
+
+    fn outcome(num_tokens: Option<usize>, error: Option<&str>) -> Outcome {
+        let prompt = Prompt { text: "a".into(), ids: vec![1, 2], max_tokens: 5 };
+        Outcome {
+            to_first: Some(Duration::from_millis(10)),
+            between: vec![Duration::from_millis(2); 3],
+            num_pieces: 4,
+            num_tokens,
+            whole: Duration::from_millis(16),
+            error: error.map(str::to_owned),
+            ..Outcome::begin(&prompt, Duration::ZERO)
+        }
+    }
+
+    #[test]
+    fn failed_requests_are_left_out_of_latencies() {
+        let mut outcomes = [outcome(Some(4), None), outcome(Some(0), Some("x"))];
+        let figures = Figures::of(&mut outcomes, Duration::from_secs(2), None);
+        assert_eq!((figures.requests, figures.errors, figures.short_answers), (2, 1, 1));
+        assert_eq!((figures.prompt_tokens, figures.output_tokens), (2, 4));
+        assert_eq!(figures.output_tokens_per_second, 2.0);
+        assert_eq!(figures.requests_per_minute(), 30.0);
+        assert_eq!(figures.time_to_first_token_ms.p99, 10.0);
+        assert_eq!(figures.inter_token_latency_ms.p50, 2.0);
+        assert_eq!(figures.time_per_output_token_ms.p50, 2.0);
+    }
+
+    #[test]
+    fn the_csv_has_a_value_for_each_column() {
+        let figures =
+            Figures { is_streaming: true, ..Figures::of(&mut [outcome(None, None)], Duration::from_secs(1), None) };
+        let (line, head) = (figures.csv_line(), Figures::CSV_HEAD);
+        assert_eq!(line.split(',').count(), head.split(',').count());
+        assert_eq!(line, "1,1,1.000,60.000,0.010,0.010,0.010,4.000,6.000\n");
+    }
+}

@@ -1,0 +1,159 @@
+//! HTTP/1.1 with kept connections and answers read as they come.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use client::ClientError;
+use http::{Request, Response, StatusCode};
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper::client::conn::http1::{SendRequest, handshake};
+use hyper_util::rt::TokioIo;
+use serde_json::Value;
+use tokio::net::TcpStream;
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A server; clones share its idle connections.
+#[derive(Clone)]
+pub(crate) struct HttpClient {
+    /// `HOST:PORT`
+    address: Arc<str>,
+    idle: Arc<Mutex<Vec<SendRequest<Full<Bytes>>>>>,
+}
+
+impl HttpClient {
+    /// A client of `HOST:PORT` or `http://HOST:PORT`; connects when first used.
+    ///
+    /// # Errors
+    /// For an address with another scheme.
+    pub(crate) fn new(address: &str) -> Result<Self, ClientError> {
+        if address.starts_with("https://") {
+            return Err(ClientError::Usage(format!(
+                "`{address}`: servers are measured without TLS; give an http:// address"
+            )));
+        }
+        let address = address.trim_start_matches("http://").trim_end_matches('/');
+        Ok(Self { address: address.into(), idle: Arc::default() })
+    }
+
+    /// The JSON that `GET path` gives.
+    ///
+    /// # Errors
+    /// When nothing answers, or not with JSON.
+    pub(crate) async fn get(&self, path: &str) -> Result<Value, ClientError> {
+        self.send("GET", path, String::new()).await?.json().await
+    }
+
+    /// Sends JSON and waits for the head of the answer, which is 200.
+    ///
+    /// # Errors
+    /// When nothing answers, or the server refuses.
+    pub(crate) async fn post(&self, path: &str, body: &Value) -> Result<Answer, ClientError> {
+        self.send("POST", path, body.to_string()).await
+    }
+
+    async fn send(&self, method: &str, path: &str, body: String) -> Result<Answer, ClientError> {
+        let body = Bytes::from(body);
+        let idle = self.idle.lock().unwrap().pop().filter(|sender| !sender.is_closed());
+        let is_fresh = idle.is_none();
+        let mut sender = match idle {
+            Some(sender) => sender,
+            None => self.connect().await?,
+        };
+        let response = match sender.send_request(self.request(method, path, body.clone())?).await {
+            // A kept connection may have ended meanwhile.
+            Err(_) if !is_fresh => {
+                sender = self.connect().await?;
+                sender.send_request(self.request(method, path, body)?).await
+            }
+            response => response,
+        };
+        let response = response.map_err(|error| self.broken(&error))?;
+        let answer = Answer { client: self.clone(), sender: Some(sender), response, buffer: BytesMut::new() };
+        if answer.response.status() == StatusCode::OK { Ok(answer) } else { Err(answer.refusal(path).await) }
+    }
+
+    fn request(&self, method: &str, path: &str, body: Bytes) -> Result<Request<Full<Bytes>>, ClientError> {
+        let head = Request::builder().method(method).uri(path).header("host", &*self.address);
+        let head = head.header("content-type", "application/json").header("user-agent", "trireme-bench");
+        head.body(Full::new(body)).map_err(|error| ClientError::Usage(format!("`{path}` is no path: {error}")))
+    }
+
+    async fn connect(&self) -> Result<SendRequest<Full<Bytes>>, ClientError> {
+        let url = || self.address.to_string();
+        let connect = tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(&*self.address));
+        let stream = connect
+            .await
+            .unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into()))
+            .map_err(|source| ClientError::Unreachable { url: url(), source })?;
+        let _ = stream.set_nodelay(true); // Only costs latency where it fails.
+        let (sender, connection) = handshake(TokioIo::new(stream)).await.map_err(|error| self.broken(&error))?;
+        tokio::spawn(connection);
+        Ok(sender)
+    }
+
+    fn broken(&self, error: &hyper::Error) -> ClientError {
+        let source = std::io::Error::other(error.to_string());
+        ClientError::Io { what: format!("talking HTTP with `{}`", self.address), source }
+    }
+}
+
+/// An answer whose body is still to be read.
+pub(crate) struct Answer {
+    client: HttpClient,
+    sender: Option<SendRequest<Full<Bytes>>>,
+    response: Response<Incoming>,
+    buffer: BytesMut,
+}
+
+impl Answer {
+    /// The whole body as JSON.
+    pub(crate) async fn json(mut self) -> Result<Value, ClientError> {
+        while self.more().await? {}
+        serde_json::from_slice(&self.buffer).map_err(|error| {
+            let start = String::from_utf8_lossy(&self.buffer[..self.buffer.len().min(80)]).into_owned();
+            ClientError::Protocol(format!("`{start}` is not JSON: {error}"))
+        })
+    }
+
+    /// The data of the next server-sent event; `None` at the end.
+    pub(crate) async fn event(&mut self) -> Result<Option<String>, ClientError> {
+        loop {
+            while let Some(end) = self.buffer.iter().position(|&byte| byte == b'\n') {
+                let line = self.buffer.split_to(end + 1);
+                let line = String::from_utf8_lossy(&line);
+                if let Some(data) = line.strip_prefix("data:") {
+                    return Ok(Some(data.trim().to_owned()));
+                }
+            }
+            if !self.more().await? {
+                return Ok(None);
+            }
+        }
+    }
+
+    async fn more(&mut self) -> Result<bool, ClientError> {
+        match self.response.body_mut().frame().await {
+            Some(Ok(frame)) => {
+                if let Some(data) = frame.data_ref() {
+                    self.buffer.extend_from_slice(data);
+                }
+                Ok(true)
+            }
+            Some(Err(error)) => Err(self.client.broken(&error)),
+            None => {
+                self.client.idle.lock().unwrap().extend(self.sender.take());
+                Ok(false)
+            }
+        }
+    }
+
+    async fn refusal(mut self, path: &str) -> ClientError {
+        let status = self.response.status();
+        while let Ok(true) = self.more().await {}
+        let body = String::from_utf8_lossy(&self.buffer).into_owned();
+        ClientError::Protocol(format!("`{path}` answered {status}: {}", body.trim()))
+    }
+}

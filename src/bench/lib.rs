@@ -1,0 +1,150 @@
+//! `trireme bench`: one tool to measure any server that speaks Triton's or OpenAI's protocol.
+//!
+//! [`BenchArgs`] is the command line, [`run`] carries it out. A [`Prompt`] is sent to a [`Target`], what comes back is
+//! summed up in [`Figures`]. Servers are only ever reached as any client reaches them, so that Triton, vLLM, SGLang and
+//! Trireme are measured alike.
+//!
+//! ```
+//! use bench::Percentiles;
+//! use std::time::Duration;
+//!
+//! let latencies = [1, 2, 3].map(Duration::from_millis);
+//! assert_eq!(Percentiles::of(&mut latencies.to_vec()).p50, 2.0);
+//! ```
+#![forbid(unsafe_code)]
+
+mod compare;
+mod core_model;
+mod core_table;
+mod dataset;
+mod figures;
+mod http;
+mod identity;
+mod infer;
+mod infer_http;
+mod load;
+mod percentiles;
+mod progress;
+mod random;
+mod report;
+mod report_chart;
+mod serving;
+mod target;
+mod target_grpc;
+mod target_http;
+
+use clap::{Args, Subcommand};
+use client::ClientError;
+
+pub use dataset::Prompt;
+pub use figures::Figures;
+pub use percentiles::Percentiles;
+pub use target::Target;
+
+/// `trireme bench`
+#[derive(Debug, Clone, Args)]
+pub struct BenchArgs {
+    /// What to measure.
+    #[command(subcommand)]
+    pub command: BenchCommand,
+}
+
+/// What to measure.
+#[derive(Debug, Clone, Subcommand)]
+#[allow(missing_docs)] // Each says what it does in its own help.
+pub enum BenchCommand {
+    Serving(serving::ServingArgs),
+    Core(core_model::CoreArgs),
+    Identity(identity::IdentityArgs),
+    Infer(infer::InferArgs),
+    Compare(compare::CompareArgs),
+    Report(report::ReportArgs),
+}
+
+/// Runs a benchmark and prints its figures.
+///
+/// # Errors
+/// When the server cannot be asked, or a file cannot be read or written.
+pub fn run(args: BenchArgs) -> Result<(), ClientError> {
+    // One thread is enough for a client, and leaves the other cores to the server.
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|source| ClientError::Io { what: "starting the client's runtime".into(), source })?;
+    match args.command {
+        BenchCommand::Serving(args) => runtime.block_on(serving::run(args)),
+        BenchCommand::Core(args) => runtime.block_on(core_model::run(args)),
+        BenchCommand::Identity(args) => runtime.block_on(identity::run(args)),
+        BenchCommand::Infer(args) => runtime.block_on(infer::run(args)),
+        BenchCommand::Compare(args) => runtime.block_on(compare::run(args)),
+        BenchCommand::Report(args) => report::run(&args),
+    }
+}
+
+/// Options as older tools spell them: `--num_prompts` for `--num-prompts`, `-topk` for `--topk`.
+pub fn with_dashes(args: Vec<std::ffi::OsString>) -> Vec<std::ffi::OsString> {
+    let convert = |arg: std::ffi::OsString| {
+        let Some(text) = arg.to_str() else { return arg };
+        match text {
+            "-beam" | "-topk" | "-topp" => format!("-{text}").into(),
+            _ if text.starts_with("--") => {
+                let (name, value) = text.split_once('=').map_or((text, None), |(name, value)| (name, Some(value)));
+                let name = name.replace('_', "-");
+                value.map_or(name.clone(), |value| format!("{name}={value}")).into()
+            }
+            _ => arg,
+        }
+    };
+    args.into_iter().map(convert).collect()
+}
+
+/// A yes or no, in the spellings of other tools.
+pub(crate) fn boolean(text: &str) -> Result<bool, String> {
+    match text.to_ascii_lowercase().as_str() {
+        "true" | "1" | "yes" => Ok(true),
+        "false" | "0" | "no" => Ok(false),
+        _ => Err(format!("`{text}` is neither true nor false")),
+    }
+}
+
+/// Reads a file, naming it when that fails.
+pub(crate) fn read(path: &std::path::Path) -> Result<String, ClientError> {
+    std::fs::read_to_string(path)
+        .map_err(|source| ClientError::Io { what: format!("reading `{}`", path.display()), source })
+}
+
+/// Writes a file, naming it when that fails.
+pub(crate) fn write(path: &std::path::Path, text: &str) -> Result<(), ClientError> {
+    std::fs::write(path, text)
+        .map_err(|source| ClientError::Io { what: format!("writing `{}`", path.display()), source })
+}
+
+/// Writes figures for scripts; to standard output where the path is `-`.
+pub(crate) fn write_json(path: &std::path::Path, figures: &impl serde::Serialize) -> Result<(), ClientError> {
+    let text = serde_json::to_string_pretty(figures).expect("figures are numbers under names") + "\n";
+    if path.as_os_str() == "-" {
+        print!("{text}");
+        return Ok(());
+    }
+    write(path, &text)
+}
+
+/// Prints what people read: to standard error where standard output holds JSON.
+pub(crate) fn say(json: Option<&std::path::PathBuf>, text: &str) {
+    match json.is_some_and(|path| path.as_os_str() == "-") {
+        true => eprintln!("{text}"),
+        false => println!("{text}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_of_older_tools_are_understood() {
+        let args = ["trireme", "bench", "--num_prompts=5", "-topk", "a_b"].map(Into::into).to_vec();
+        let expected = ["trireme", "bench", "--num-prompts=5", "--topk", "a_b"];
+        assert_eq!(with_dashes(args), expected);
+    }
+}

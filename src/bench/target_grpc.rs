@@ -1,0 +1,158 @@
+//! KServe over gRPC: text models, and models of token ids.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use client::ClientError;
+use client::grpc::{Connection, frame};
+use client::proto::{
+    ModelInferRequest, ModelInferResponse, ModelStreamInferResponse, RepositoryIndexRequest, RepositoryIndexResponse,
+};
+use client::tensor::{Model, Values, texts};
+
+use crate::dataset::Prompt;
+use crate::target::{Outcome, Sampling};
+
+/// Names that models give to their inputs; the first that a model has counts.
+const PROMPT: [&str; 6] = ["text_input", "prompt", "INPUT_TEXT", "PROMPT", "text", "QUERY"];
+const LENGTH: [&str; 5] =
+    ["max_tokens", "request_output_len", "max_new_tokens", "sampling_param_max_tokens", "REQUEST_OUTPUT_LEN"];
+const STREAM: [&str; 2] = ["stream", "streaming"];
+const TOP_K: [&str; 3] = ["top_k", "runtime_top_k", "sampling_param_top_k"];
+const TOP_P: [&str; 3] = ["top_p", "runtime_top_p", "sampling_param_top_p"];
+const TEMPERATURE: [&str; 2] = ["temperature", "sampling_param_temperature"];
+/// No end id, so that every answer has its full length.
+const NO_END_ID: i64 = -1;
+/// Requests that share a connection.
+const CONNECTIONS: usize = 4;
+/// Models that are asked where none is named, the first that is ready.
+const USUAL: [&str; 5] = ["ensemble", "lmdeploy_model", "sglang_model", "tensorrt_llm_bls", "llama-python"];
+
+/// A model behind some connections.
+#[derive(Clone)]
+pub(crate) struct GrpcTarget {
+    connections: Arc<[Connection]>,
+    next: Arc<AtomicUsize>,
+    model: Arc<Model>,
+}
+
+impl GrpcTarget {
+    pub(crate) async fn open(address: &str, model: Option<&str>) -> Result<Self, ClientError> {
+        let mut connections = Vec::with_capacity(CONNECTIONS);
+        for _ in 0..CONNECTIONS {
+            connections.push(Connection::open(address).await?);
+        }
+        let name = match model {
+            Some(name) => name.to_owned(),
+            None => usual_model(&connections[0]).await?,
+        };
+        let model = Arc::new(Model::find(&connections[0], &name).await?);
+        Ok(Self { connections: connections.into(), next: Arc::default(), model })
+    }
+
+    pub(crate) fn model(&self) -> &str {
+        &self.model.metadata.name
+    }
+
+    /// A connection, each in turn.
+    pub(crate) fn connection(&self) -> &Connection {
+        &self.connections[self.next.fetch_add(1, Ordering::Relaxed) % self.connections.len()]
+    }
+
+    pub(crate) async fn ask(
+        &self,
+        prompt: &Prompt,
+        sampling: &Sampling,
+        outcome: &mut Outcome,
+    ) -> Result<(), ClientError> {
+        let request = self.request(prompt, sampling)?;
+        let dropped = if self.gives_prompt_back() { prompt.ids.len() } else { 0 };
+        let mut replies = self.connection().call("ModelStreamInfer", frame(&request)).await?;
+        while let Some(reply) = replies.next::<ModelStreamInferResponse>().await? {
+            if !reply.error_message.is_empty() {
+                return Err(ClientError::Refused { code: "from the model", message: reply.error_message });
+            }
+            let Some(response) = reply.infer_response else { continue };
+            if let Some((count, text)) = piece(&response) {
+                outcome.piece(count.map(|count| count.saturating_sub(dropped)), &text);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether answers of token ids begin with the prompt: only in one piece, where the request cannot say otherwise.
+    fn gives_prompt_back(&self) -> bool {
+        self.model.input("input_ids").is_some()
+            && self.model.input("exclude_input_in_output").is_none()
+            && self.model.input("streaming").is_none()
+    }
+
+    fn request(&self, prompt: &Prompt, sampling: &Sampling) -> Result<ModelInferRequest, ClientError> {
+        let model = &*self.model;
+        let mut request = model.request();
+        if model.input("input_ids").is_some() {
+            let ids: Vec<i64> = prompt.ids.iter().copied().map(i64::from).collect();
+            model.add(&mut request, "input_ids", Values::Integers(&ids))?;
+            self.offer(&mut request, &["input_lengths"], Values::Integers(&[ids.len() as i64]))?;
+            self.offer(&mut request, &["exclude_input_in_output"], Values::Bool(true))?;
+        } else {
+            let text = [prompt.text.clone()];
+            if !self.offer(&mut request, &PROMPT, Values::Texts(&text))? {
+                model.add(&mut request, PROMPT[0], Values::Texts(&text))?; // Says what inputs there are.
+            }
+            self.offer(&mut request, &["skip_special_tokens"], Values::Bool(false))?;
+            self.offer(&mut request, &["return_num_output_tokens"], Values::Bool(true))?;
+        }
+        self.offer(&mut request, &LENGTH, Values::Integers(&[prompt.max_tokens as i64]))?;
+        self.offer(&mut request, &STREAM, Values::Bool(sampling.stream_output))?;
+        self.offer(&mut request, &TOP_K, Values::Integers(&[i64::from(sampling.top_k)]))?;
+        self.offer(&mut request, &TEMPERATURE, Values::Float(sampling.temperature))?;
+        if sampling.top_p > 0.0 {
+            self.offer(&mut request, &TOP_P, Values::Float(sampling.top_p))?;
+        }
+        if !self.offer(&mut request, &["ignore_eos"], Values::Bool(sampling.ignore_eos))? && sampling.ignore_eos {
+            self.offer(&mut request, &["end_id"], Values::Integers(&[NO_END_ID]))?;
+        }
+        Ok(request)
+    }
+
+    /// Adds an input under the first name that the model knows; whether it knows one.
+    fn offer(&self, request: &mut ModelInferRequest, names: &[&str], values: Values<'_>) -> Result<bool, ClientError> {
+        match names.iter().find(|name| self.model.input(name).is_some()) {
+            Some(name) => self.model.add(request, name, values).map(|()| true),
+            None => Ok(false),
+        }
+    }
+}
+
+/// Tokens of a response where it tells, and its text; `None` for one without an answer.
+fn piece(response: &ModelInferResponse) -> Option<(Option<usize>, String)> {
+    let outputs = || response.outputs.iter().zip(&response.raw_output_contents);
+    if let Some((_, ids)) = outputs().find(|(output, _)| output.name == "output_ids") {
+        let count = ids.len() / size_of::<i32>();
+        return (count > 0).then_some((Some(count), String::new()));
+    }
+    let (_, data) = outputs().find(|(output, _)| output.datatype == "BYTES")?;
+    let text: Vec<u8> = texts(data).flatten().copied().collect();
+    let counted = outputs().find(|(output, _)| output.name == "num_output_tokens").and_then(|(_, data)| {
+        let sum: i64 =
+            data.chunks_exact(4).map(|count| i64::from(i32::from_le_bytes(count.try_into().unwrap_or_default()))).sum();
+        usize::try_from(sum).ok()
+    });
+    Some((counted, String::from_utf8_lossy(&text).into_owned()))
+}
+
+async fn usual_model(connection: &Connection) -> Result<String, ClientError> {
+    let index: RepositoryIndexResponse =
+        connection.unary("RepositoryIndex", &RepositoryIndexRequest { ready: true, ..Default::default() }).await?;
+    let has = |name: &&str| index.models.iter().any(|model| model.name == *name);
+    let usual = USUAL.iter().find(|name| has(name)).map(|name| (*name).to_owned());
+    let only = || match &index.models[..] {
+        [model] => Some(model.name.clone()),
+        _ => None,
+    };
+    usual.or_else(only).ok_or_else(|| {
+        let names: Vec<&str> = index.models.iter().map(|model| model.name.as_str()).collect();
+        ClientError::Usage(format!("name the model to ask with `--model`: ready are {}", names.join(", ")))
+    })
+}
