@@ -20,20 +20,26 @@ const STOP_GRACE: Duration = Duration::from_secs(20);
 /// Errs when something uses the ports, with its pid.
 pub(crate) fn check_ports(flags: &WorldFlags, run_dir: &RunDir) -> Result<()> {
     for (flag, port) in [("http", flags.http_port), ("grpc", flags.grpc_port), ("metrics", flags.metrics_port)] {
-        let uses_port = |world: &&WorldState| [world.http_port, world.grpc_port, world.metrics_port].contains(&port);
-        if let Some(world) = run_dir.worlds().iter().find(uses_port) {
-            let WorldState { launcher_pid, http_port, .. } = world;
-            bail!(
-                "a world already serves on port {port}: its launcher is process {launcher_pid}; \
-                 end it with `launch stop --http_port={http_port}`, or give another --{flag}_port"
-            );
-        }
-        if let Some(pid) = processes::listener(port) {
-            let user = pid.map_or("a process of another user".to_owned(), |pid| format!("process {pid}"));
-            bail!("port {port} is in use by {user}; end it, give another --{flag}_port, or start anyway with --force");
+        if let Some(words) = port_in_use(flag, port, run_dir) {
+            bail!(words);
         }
     }
     Ok(())
+}
+
+/// What uses a port, and what to do about it; None when it is free.
+pub(crate) fn port_in_use(flag: &str, port: u16, run_dir: &RunDir) -> Option<String> {
+    let uses_port = |world: &&WorldState| [world.http_port, world.grpc_port, world.metrics_port].contains(&port);
+    if let Some(world) = run_dir.worlds().iter().find(uses_port) {
+        let WorldState { launcher_pid, http_port, .. } = world;
+        return Some(format!(
+            "a world already serves on port {port}: its launcher is process {launcher_pid}; \
+             end it with `launch stop --http_port={http_port}`, or give another --{flag}_port"
+        ));
+    }
+    let pid = processes::listener(port)?;
+    let user = pid.map_or("a process of another user".to_owned(), |pid| format!("process {pid}"));
+    Some(format!("port {port} is in use by {user}; end it, give another --{flag}_port, or start anyway with --force"))
 }
 
 /// The one world on `http_port`; without a port, the only one.

@@ -85,9 +85,41 @@ pub enum Action {
         #[arg(long, default_value_t = 8000, requires = "job")]
         http_port: u16,
     },
+    /// Look whether a world would run here, say what is wrong and what to do; 1 when something must be mended first.
+    #[command(infer_long_args = true)]
+    Doctor(DoctorFlags),
     /// Print a batch file for Slurm that starts a world: `launch sbatch --world_size=8 > serve.sbatch`.
     #[command(infer_long_args = true)]
     Sbatch(Box<BatchFlags>),
+}
+
+/// The world that is to be started.
+#[derive(Debug, Clone, Args)]
+pub struct DoctorFlags {
+    /// Number of ranks.
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub world_size: u32,
+    /// The model repository to serve.
+    #[arg(long, alias = "model-repository", default_value = "model_repository", value_name = "DIR")]
+    pub model_repo: PathBuf,
+    /// Port of the gRPC protocol.
+    #[arg(long, default_value_t = 8001, value_name = "PORT")]
+    pub grpc_port: u16,
+    /// Port of the HTTP protocol.
+    #[arg(long, default_value_t = 8000, value_name = "PORT")]
+    pub http_port: u16,
+    /// Port of the metrics.
+    #[arg(long, default_value_t = 8002, value_name = "PORT")]
+    pub metrics_port: u16,
+    /// What computes.
+    #[arg(long, value_enum, default_value_t = Device::Auto)]
+    pub device: Device,
+    /// The server program. [default: `trireme` beside this program]
+    #[arg(long, value_name = "PROGRAM")]
+    pub trireme: Option<PathBuf>,
+    /// As JSON.
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// A batch job, and the world it starts.

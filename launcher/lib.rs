@@ -20,6 +20,7 @@ mod capture;
 mod control;
 mod crash;
 mod detach;
+mod doctor;
 pub mod flags;
 mod health;
 mod local;
@@ -73,6 +74,7 @@ pub fn run(flags: &Flags, arguments: &[OsString]) -> Result<u8> {
         }
         Some(Action::Stop { job: Some(job), .. }) => control::stop_job(*job)?,
         Some(Action::Stop { http_port, all, .. }) => control::stop(&run_dir, *http_port, *all)?,
+        Some(Action::Doctor(flags)) => return doctor::run(flags, &run_dir),
         Some(Action::Sbatch(batch)) => print!("{}", sbatch::file(batch, arguments)?),
         None => return start(&flags.world, arguments, run_dir),
     }

@@ -13,7 +13,7 @@ use crate::plan::{self, Site};
 use crate::signals::{Event, RESTART, RESTART_ROLLING, Signals};
 use crate::state::{Phase, RunDir, WorldState};
 use crate::world::{self, Place, World};
-use crate::{crash, health};
+use crate::{crash, health, processes};
 
 /// How often a world that does not serve yet is asked whether it does.
 const READY_POLL: Duration = Duration::from_millis(100);
@@ -271,6 +271,10 @@ impl Supervisor {
             } else if running.give_up_at.is_some_and(|at| Instant::now() >= at) {
                 running.gave_up = true;
                 self.end(running, "does not serve within the time of --wait-ready");
+            } else if running.may_load() {
+                running.last_answer = Instant::now();
+            } else {
+                self.kill_if_silent(running);
             }
             return;
         }
@@ -278,6 +282,11 @@ impl Supervisor {
         if health::is_live(http_host, *http_port) {
             running.last_answer = Instant::now();
         }
+        self.kill_if_silent(running);
+    }
+
+    /// A world that has not answered for too long is killed, to be started again.
+    fn kill_if_silent(&self, running: &mut Running) {
         let (allowed, silent) = (Duration::from_secs(self.flags.liveness_timeout), running.last_answer.elapsed());
         if !allowed.is_zero() && silent > allowed {
             eprintln!("launch: rank 0 has not answered for {silent:.1?}; what its processes do:");
@@ -348,6 +357,12 @@ impl Supervisor {
 }
 
 impl Running {
+    /// Whether it can come to serve as things are: how long that takes nobody knows, but a stopped rank 0 never does.
+    fn may_load(&mut self) -> bool {
+        let rank_0 = self.world.rank_0();
+        rank_0.and_then(processes::state).is_none_or(|state| state != "stopped")
+    }
+
     /// How long nothing need be looked at.
     fn timeout(&self) -> Option<Duration> {
         match (self.ending, self.serving_since) {

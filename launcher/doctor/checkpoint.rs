@@ -1,0 +1,160 @@
+//! Checkpoints of a model repository: whether they can be read, are whole, and how fast.
+
+use std::fs::{self, File};
+use std::io::Read;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+
+use super::{Finding, size};
+
+/// As much as is read to see how fast that goes.
+const SAMPLE_BYTES: u64 = 256 << 20;
+/// Slower than this, a large model takes minutes to load.
+const SLOW_BYTES_PER_S: f64 = 300e6;
+/// The longest head of a safetensors file that anybody writes.
+const MAX_HEAD_BYTES: u64 = 100 << 20;
+
+/// Every checkpoint below `repository`, and the rate of the disk it lies on.
+pub(super) fn check(repository: &Path) -> Vec<Finding> {
+    let Ok(entries) = fs::read_dir(repository) else {
+        let found = format!("{} cannot be read", repository.display());
+        return vec![Finding::fail("model repository", found, "say where it is with --model_repo=DIR")];
+    };
+    let models: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir()).collect();
+    if models.is_empty() {
+        let found = format!("{} holds no model", repository.display());
+        return vec![Finding::fail("model repository", found, "give the folder that holds one folder per model")];
+    }
+    let mut findings =
+        vec![Finding::ok("model repository", format!("{}, {} models", repository.display(), models.len()))];
+    let files: Vec<PathBuf> = models.iter().flat_map(|model| weights(model)).collect();
+    let broken: Vec<_> = files.iter().filter_map(|file| whole(file).err().map(|why| (file, why))).collect();
+    for (file, why) in &broken {
+        let found = format!("{}: {why}", file.display());
+        findings.push(Finding::fail("checkpoint", found, "fetch the file again, or let this user read it"));
+    }
+    let bytes: u64 = files.iter().filter_map(|file| fs::metadata(file).ok()).map(|meta| meta.len()).sum();
+    if broken.is_empty() && !files.is_empty() {
+        findings.push(Finding::ok("checkpoint", format!("{} files, {}, whole", files.len(), size(bytes))));
+    }
+    let largest = files.iter().max_by_key(|file| fs::metadata(file).map_or(0, |meta| meta.len()));
+    findings.extend(largest.map(|file| rate(file, bytes)));
+    findings
+}
+
+/// Weight files of a model: in its version folders, and where its configuration says.
+fn weights(model: &Path) -> Vec<PathBuf> {
+    let mut folders: Vec<PathBuf> =
+        fs::read_dir(model).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
+    let config = fs::read_to_string(model.join("config.pbtxt")).unwrap_or_default();
+    folders.extend(configured(&config).map(|dir| model.join(dir)));
+    folders.extend(folders.iter().map(|folder| folder.join("weights")).collect::<Vec<_>>());
+    let is_weights = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "safetensors");
+    let inside = |folder: PathBuf| fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut files: Vec<PathBuf> = folders.into_iter().flat_map(inside).filter(is_weights).collect();
+    files.sort();
+    files.dedup();
+    files
+}
+
+/// The folder in parameter `gpt_model_path`, unless it was left unfilled.
+fn configured(config: &str) -> Option<&str> {
+    let (_, rest) = config.split_once("gpt_model_path")?;
+    let (_, rest) = rest.split_once("string_value")?;
+    let value = rest.split('"').nth(1)?;
+    (!value.is_empty() && !value.contains("${")).then_some(value)
+}
+
+/// Errs when a safetensors file cannot be read, or is shorter than its head says.
+fn whole(path: &Path) -> Result<(), String> {
+    let file = File::open(path).map_err(|error| format!("cannot be opened: {error}"))?;
+    let len = file.metadata().map_err(|error| error.to_string())?.len();
+    let mut head_len = [0; 8];
+    file.read_exact_at(&mut head_len, 0).map_err(|_| "is too short to be a safetensors file".to_owned())?;
+    let head_len = u64::from_le_bytes(head_len);
+    if head_len > MAX_HEAD_BYTES.min(len.saturating_sub(8)) {
+        return Err("does not begin as a safetensors file does".to_owned());
+    }
+    let mut head = vec![0; head_len as usize];
+    file.read_exact_at(&mut head, 8).map_err(|error| format!("cannot be read: {error}"))?;
+    let head: serde_json::Value =
+        serde_json::from_slice(&head).map_err(|error| format!("has a broken head: {error}"))?;
+    let tensors = head.as_object().into_iter().flatten().filter_map(|(_, tensor)| tensor["data_offsets"][1].as_u64());
+    let needed = 8 + head_len + tensors.max().unwrap_or(0);
+    match needed > len {
+        true => Err(format!("is cut off: {} of {} are there", size(len), size(needed))),
+        false => Ok(()),
+    }
+}
+
+/// How fast the disk gives what it has not given before; `bytes` are to be loaded in all.
+fn rate(path: &Path, bytes: u64) -> Finding {
+    let begun = Instant::now();
+    let read = match read_uncached(path) {
+        Ok(read) if read > 0 => read,
+        Ok(_) => return Finding::fail("disk", format!("{} is empty", path.display()), "fetch the file again"),
+        Err(error) => return Finding::fail("disk", format!("{}: {error}", path.display()), "see `dmesg` for the disk"),
+    };
+    let rate = read as f64 / begun.elapsed().as_secs_f64().max(1e-6);
+    let found = format!("{:.1} GB/s of {} read; all weights in {:.1} s", rate / 1e9, size(read), bytes as f64 / rate);
+    // A small file tells of latency, not of rate.
+    match rate < SLOW_BYTES_PER_S && read >= SAMPLE_BYTES / 4 {
+        true => Finding::warn("disk", found, "copy the checkpoint to a local disk (NVMe) before starting"),
+        false => Finding::ok("disk", found),
+    }
+}
+
+fn read_uncached(path: &Path) -> std::io::Result<u64> {
+    let mut file = File::open(path)?;
+    // Pages that others have mapped stay; then memory is as fast as it will be for the model too.
+    posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?;
+    let (mut buffer, mut read) = (vec![0; 4 << 20], 0);
+    while read < SAMPLE_BYTES {
+        match file.read(&mut buffer)? {
+            0 => break,
+            got => read += got as u64,
+        }
+    }
+    Ok(read)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn safetensors(data: usize, promised: usize) -> Vec<u8> {
+        let head = format!(r#"{{"w":{{"dtype":"U8","shape":[{promised}],"data_offsets":[0,{promised}]}}}}"#);
+        let mut bytes = (head.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(head.as_bytes());
+        bytes.extend(vec![0; data]);
+        bytes
+    }
+
+    #[test]
+    fn a_file_that_is_cut_off_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let version = dir.path().join("llama/1");
+        fs::create_dir_all(&version).unwrap();
+        fs::write(version.join("a.safetensors"), safetensors(100, 100)).unwrap();
+        let levels = |findings: &[Finding]| findings.iter().map(|finding| finding.level).collect::<Vec<_>>();
+        assert_eq!(levels(&check(dir.path())), [super::super::Level::Ok; 3]);
+
+        fs::write(version.join("b.safetensors"), safetensors(99, 100)).unwrap();
+        fs::write(version.join("c.safetensors"), "hello").unwrap();
+        let findings = check(dir.path());
+        let words: Vec<_> = findings.iter().map(|finding| finding.found.as_str()).collect();
+        assert!(words[1].contains("b.safetensors: is cut off"), "{words:?}");
+        assert!(words[2].contains("c.safetensors: is too short"), "{words:?}");
+    }
+
+    #[test]
+    fn a_checkpoint_elsewhere_is_found_by_its_parameter() {
+        let config = "parameters: { key: \"gpt_model_path\" value: { string_value: \"/models/x\" } }";
+        assert_eq!(configured(config), Some("/models/x"));
+        assert_eq!(configured(&config.replace("/models/x", "${engine_dir}")), None);
+        assert_eq!(configured("name: \"m\""), None);
+    }
+}

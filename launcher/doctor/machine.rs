@@ -1,0 +1,135 @@
+//! The machine: cores, memory, limits, clock, ports.
+
+use std::fs;
+
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
+use nix::sys::statvfs::statvfs;
+
+use super::{Finding, size};
+use crate::control;
+use crate::flags::DoctorFlags;
+use crate::state::RunDir;
+
+/// Shared memory that a rank and its workers take, with room for large models and many rows.
+const SHM_PER_RANK: u64 = 64 << 20;
+/// What Docker gives when it is not asked.
+const DOCKER_SHM: u64 = 64 << 20;
+/// Connections, rings and files of a busy rank 0.
+const MIN_OPEN_FILES: u64 = 4096;
+
+/// How many cores, and what they can compute with.
+pub(super) fn cores(world_size: u32) -> Finding {
+    let num_cores = std::thread::available_parallelism().map_or(1, usize::from);
+    #[cfg(target_arch = "x86_64")]
+    let (is_fast, kind) = match (is_x86_feature_detected!("avx512f"), is_x86_feature_detected!("avx2")) {
+        (true, _) => (true, if is_x86_feature_detected!("avx512bf16") { "AVX-512 BF16" } else { "AVX-512" }),
+        (_, true) => (true, "AVX2"),
+        _ => (false, "no AVX2"),
+    };
+    #[cfg(not(target_arch = "x86_64"))]
+    let (is_fast, kind) = (true, std::env::consts::ARCH);
+    let found = format!("{num_cores} for this process, {kind}");
+    if !is_fast {
+        return Finding::warn("cores", found, "models on the CPU will be slow; use a machine with AVX2, or a GPU");
+    }
+    if num_cores < world_size as usize {
+        let advice = format!("{world_size} ranks take turns: start fewer, or free cores (`taskset`, cgroup)");
+        return Finding::warn("cores", found, advice);
+    }
+    Finding::ok("cores", found)
+}
+
+/// Memory that is free for weights.
+pub(super) fn memory() -> Finding {
+    let Ok(mut system) = sysinfo::System::new() else {
+        return Finding::warn("memory", "not known", "see why /proc/meminfo cannot be read");
+    };
+    system.refresh_memory();
+    let limit = system.cgroup_limits().map_or(u64::MAX, |limits| limits.total_memory);
+    let (total, free) = (system.total_memory().min(limit), system.available_memory());
+    let found = format!("{} free of {}", size(free), size(total));
+    match free {
+        0..0x4000_0000 => Finding::warn("memory", found, "end what else uses memory: weights are mapped into it"),
+        _ => Finding::ok("memory", found),
+    }
+}
+
+/// `/dev/shm`, through which plans and sums of one node go.
+pub(super) fn shared_memory(world_size: u32) -> Finding {
+    let needed = SHM_PER_RANK * u64::from(world_size);
+    let advice = "give it more: `docker run --shm-size=8g`, or `mount -o remount,size=8g /dev/shm`";
+    let Ok(space) = statvfs("/dev/shm") else {
+        return Finding::fail("shared memory", "/dev/shm is not there", "mount a tmpfs at /dev/shm");
+    };
+    let (total, free) = (space.blocks() * space.fragment_size(), space.blocks_available() * space.fragment_size());
+    let found = format!("{} free of {} in /dev/shm", size(free), size(total));
+    if free < needed.min(DOCKER_SHM / 2) {
+        return Finding::fail("shared memory", found, advice);
+    }
+    if free < needed {
+        return Finding::warn(
+            "shared memory",
+            format!("{found}; {world_size} ranks may take {}", size(needed)),
+            advice,
+        );
+    }
+    Finding::ok("shared memory", found)
+}
+
+/// Memory that may be locked: buffers for GPUs and fast networks are.
+pub(super) fn locked_memory(needs_gpus: bool) -> Finding {
+    let soft = getrlimit(Resource::RLIMIT_MEMLOCK).map_or(0, |(soft, _)| soft);
+    let advice =
+        "`ulimit -l unlimited` (Docker: `--ulimit memlock=-1`; Slurm: `PropagateResourceLimitsExcept=MEMLOCK`)";
+    match soft {
+        RLIM_INFINITY => Finding::ok("locked memory", "unlimited"),
+        soft if needs_gpus => Finding::warn("locked memory", format!("at most {}", size(soft)), advice),
+        soft => Finding::ok("locked memory", format!("at most {}; only GPUs and fast networks need more", size(soft))),
+    }
+}
+
+/// Files and connections that a process may hold.
+pub(super) fn open_files() -> Finding {
+    let soft = getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(soft, _)| soft);
+    match soft {
+        soft if soft < MIN_OPEN_FILES => {
+            let advice = format!("`ulimit -n {MIN_OPEN_FILES}` or more: each client connection is one");
+            Finding::warn("open files", format!("at most {soft} of a process"), advice)
+        }
+        soft => Finding::ok("open files", format!("at most {soft} of a process")),
+    }
+}
+
+/// What the kernel reads time from: steps are timed often.
+pub(super) fn clock_source() -> Finding {
+    let path = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
+    let Ok(source) = fs::read_to_string(path) else {
+        return Finding::warn("clock source", "not known", format!("see why {path} cannot be read"));
+    };
+    match source.trim() {
+        slow @ ("hpet" | "acpi_pm" | "jiffies") => Finding::warn(
+            "clock source",
+            format!("{slow}, which takes a microsecond or more to read"),
+            "boot with `clocksource=tsc tsc=reliable` if the processor's counter is stable",
+        ),
+        source => Finding::ok("clock source", source),
+    }
+}
+
+/// Whether the ports are free.
+pub(super) fn ports(flags: &DoctorFlags, run_dir: &RunDir) -> Vec<Finding> {
+    let ports = [("http", flags.http_port), ("grpc", flags.grpc_port), ("metrics", flags.metrics_port)];
+    let taken: Vec<_> = ports
+        .iter()
+        .filter_map(|(flag, port)| control::port_in_use(flag, *port, run_dir))
+        .map(|words| match words.split_once("; ") {
+            Some((found, advice)) => Finding::fail("ports", found, advice),
+            None => Finding::fail("ports", words, "end it, or give another port"),
+        })
+        .collect();
+    if taken.is_empty() {
+        let all: Vec<_> = ports.iter().map(|(flag, port)| format!("{flag} {port}")).collect();
+        return vec![Finding::ok("ports", format!("{} are free", all.join(", ")))];
+    }
+    taken
+}

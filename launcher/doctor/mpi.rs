@@ -1,0 +1,89 @@
+//! The server program, and what starts more than one rank.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Instant;
+
+use super::Finding;
+use crate::flags::DoctorFlags;
+use crate::srun;
+
+/// Where the server program is, and whether it runs here.
+pub(super) fn program(flags: &DoctorFlags) -> Finding {
+    let beside = || std::env::current_exe().map(|launch| launch.with_file_name("trireme")).unwrap_or_default();
+    let path = flags.trireme.clone().unwrap_or_else(beside);
+    let advice = "build it beside `launch` with `cargo build --release`, or name it with --trireme";
+    match output(Command::new(&path).arg("--version")) {
+        Some(version) => Finding::ok("server program", format!("{} ({})", path.display(), version.trim())),
+        None => Finding::fail("server program", format!("{} does not run", path.display()), advice),
+    }
+}
+
+/// MPI's launcher: which one, and whether it starts processes.
+pub(super) fn check(flags: &DoctorFlags) -> Vec<Finding> {
+    if let Some(job) = srun::Allocation::from_env() {
+        return vec![slurm(&job)];
+    }
+    let Some(path) = find("mpirun") else {
+        let advice = "install Open MPI (Debian, Ubuntu: `apt-get install openmpi-bin`)";
+        let found = "`mpirun` is not in PATH";
+        return vec![match flags.world_size {
+            1 => Finding::warn("MPI", format!("{found}; one rank needs none"), format!("for more ranks, {advice}")),
+            _ => Finding::fail("MPI", found, advice),
+        }];
+    };
+    let version = output(Command::new(&path).arg("--version")).unwrap_or_default();
+    let version = version.lines().next().unwrap_or("").to_owned();
+    let found = format!("{} ({version})", path.display());
+    let known = match version.contains("Open MPI") || version.contains("OpenRTE") || version.contains("PRRTE") {
+        true => Finding::ok("MPI", found),
+        false => Finding::warn("MPI", found, "Open MPI is what is tested; put its `mpirun` first in PATH"),
+    };
+    vec![known, start()]
+}
+
+/// Two processes that do nothing.
+fn start() -> Finding {
+    let mut command = Command::new("mpirun");
+    let begun = Instant::now();
+    command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2", "true"]);
+    match command.output() {
+        Ok(output) if output.status.success() => {
+            Finding::ok("MPI start", format!("two processes in {:.2} s", begun.elapsed().as_secs_f64()))
+        }
+        Ok(output) => {
+            let words = String::from_utf8_lossy(&output.stderr);
+            let line = words.lines().find(|line| line.chars().any(char::is_alphanumeric)).unwrap_or("no words");
+            Finding::fail(
+                "MPI start",
+                line.trim(),
+                "run `mpirun -n 2 true` and mend what it says; `hostname` must resolve",
+            )
+        }
+        Err(error) => Finding::fail("MPI start", error.to_string(), "see whether `mpirun` may be executed"),
+    }
+}
+
+fn slurm(job: &srun::Allocation) -> Finding {
+    match job.mpi_type() {
+        Ok(kind) => Finding::ok("MPI", format!("Slurm job {} starts ranks through {kind}", job.job)),
+        Err(error) => {
+            let advice = "ask the site for PMIx (`srun --mpi=list`); until then `launch` uses mpirun on one node";
+            Finding::warn("MPI", format!("{error:#}"), advice)
+        }
+    }
+}
+
+/// A program in PATH.
+pub(super) fn find(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).map(|dir| dir.join(name)).find(|file| file.is_file())
+}
+
+/// What a program prints, when it succeeds.
+pub(super) fn output(command: &mut Command) -> Option<String> {
+    let output = command.output().ok().filter(|output| output.status.success())?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    // Some print their version to standard error.
+    Some(if text.trim().is_empty() { String::from_utf8_lossy(&output.stderr).into_owned() } else { text })
+}

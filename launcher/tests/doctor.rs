@@ -1,0 +1,84 @@
+//! `launch doctor` on this machine as it is, and on one where something is wrong.
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn doctor(dir: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
+    command.arg("doctor").args(args).env("XDG_RUNTIME_DIR", dir).current_dir(dir);
+    // Whether ranks would start is asked of `mpirun` and of the server program alone.
+    command.env_remove("SLURM_JOB_ID");
+    command
+}
+
+/// A repository of one model with a tiny checkpoint.
+fn repository(dir: &Path) -> PathBuf {
+    let version = dir.join("models/llama/1");
+    fs::create_dir_all(&version).unwrap();
+    let head = r#"{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
+    let mut bytes = (head.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(head.as_bytes());
+    bytes.extend([1, 2, 3, 4]);
+    fs::write(version.join("model.safetensors"), bytes).unwrap();
+    version.join("model.safetensors")
+}
+
+fn free_ports() -> [String; 3] {
+    let listeners = [(); 3].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+    let ports = listeners.map(|listener| listener.local_addr().unwrap().port());
+    let [http, grpc, metrics] = ports;
+    [format!("--http_port={http}"), format!("--grpc_port={grpc}"), format!("--metrics_port={metrics}")]
+}
+
+fn finding<'a>(report: &'a Value, check: &str) -> &'a Value {
+    let findings = report.as_array().unwrap();
+    findings.iter().find(|finding| finding["check"] == check).unwrap_or_else(|| panic!("no `{check}` in {report}"))
+}
+
+fn json(output: &Output) -> Value {
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"))
+}
+
+#[test]
+fn a_machine_that_can_serve_is_told_so_and_one_thing_wrong_is_named_with_what_to_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let weights = repository(dir.path());
+    let ports = free_ports();
+    let args =
+        ["--json", "--model_repo=models", "--device=cpu", "--trireme=/bin/true", &ports[0], &ports[1], &ports[2]];
+    let output = doctor(dir.path(), &args).output().unwrap();
+    let report = json(&output);
+    assert_eq!(output.status.code(), Some(0), "{report}");
+    assert_eq!(finding(&report, "checkpoint")["level"], "ok");
+    assert_eq!(finding(&report, "shared memory")["level"], "ok");
+
+    fs::write(&weights, "no weights").unwrap();
+    let http = ports[0].strip_prefix("--http_port=").unwrap();
+    let _taken = TcpListener::bind(format!("0.0.0.0:{http}")).unwrap();
+    let output = doctor(dir.path(), &args).output().unwrap();
+    let report = json(&output);
+    assert_eq!(output.status.code(), Some(1), "{report}");
+    let checkpoint = finding(&report, "checkpoint");
+    assert!(checkpoint["found"].as_str().unwrap().contains("model.safetensors"), "{checkpoint}");
+    let port = finding(&report, "ports");
+    assert!(port["found"].as_str().unwrap().contains(&format!("in use by process {}", std::process::id())), "{port}");
+    assert!(port["advice"].as_str().unwrap().contains("--http_port"), "{port}");
+}
+
+#[test]
+fn without_mpirun_two_ranks_cannot_start_and_one_can() {
+    let dir = tempfile::tempdir().unwrap();
+    repository(dir.path());
+    let ports = free_ports();
+    let level = |world_size: &str| {
+        let args = [world_size, "--json", "--model_repo=models", "--device=cpu", &ports[0], &ports[1], &ports[2]];
+        let output = doctor(dir.path(), &args).env("PATH", "/nowhere").output().unwrap();
+        finding(&json(&output), "MPI")["level"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(level("--world_size=2"), "fail");
+    assert_eq!(level("--world_size=1"), "warn");
+}
