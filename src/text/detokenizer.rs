@@ -8,7 +8,8 @@ use crate::spelling::{Piece, Spelling, Stream};
 /// The pieces, [`finish`](Self::finish) included, joined are exactly the text of the whole sequence. A piece is always
 /// valid UTF-8: bytes of a character still incomplete wait for the next token, and become U+FFFD only at the end or when
 /// the next token shows that they never were a character. With SentencePiece byte fallback a run of byte tokens waits for
-/// the token after it, since one bad byte spoils the whole run. A token costs the copy of its bytes.
+/// the token after it, since one bad byte spoils the whole run in `tokenizer.json`; a SentencePiece model's bytes wait for
+/// their character alone. A token costs the copy of its bytes.
 pub struct Detokenizer {
     spelling: Arc<Spelling>,
     skip_special: bool,
@@ -44,8 +45,17 @@ impl Detokenizer {
     pub fn push_into(&mut self, token: u32, out: &mut String) {
         let spelling = Arc::clone(&self.spelling);
         let Some(piece) = spelling.piece(token, self.at_start, self.skip_special) else { return };
-        self.at_start = false;
+        let no_text = matches!(piece, Piece::Bytes(bytes) if bytes.is_empty());
+        self.at_start &= no_text && matches!(spelling.stream, Stream::Pieces { all_spaces: true });
         match (piece, spelling.stream) {
+            (Piece::Bytes(bytes), Stream::Pieces { .. }) => {
+                self.end_bytes(out);
+                out.push_str(std::str::from_utf8(bytes).expect("pieces are strings"));
+            }
+            (Piece::FallbackByte(byte), Stream::Pieces { .. }) => {
+                self.held.push(byte);
+                self.take_characters(out);
+            }
             (Piece::Bytes(bytes), Stream::Bytes) => self.push_bytes(bytes, out),
             (Piece::Bytes(bytes), Stream::Text { .. }) => {
                 self.end_byte_run(out);
@@ -72,7 +82,31 @@ impl Detokenizer {
                 out.push(char::REPLACEMENT_CHARACTER);
             }
             Stream::Text { .. } => self.end_byte_run(out),
+            Stream::Pieces { .. } => self.end_bytes(out),
         }
+    }
+
+    /// Emits the characters that the held bytes make up, and U+FFFD for each byte that can be part of none.
+    fn take_characters(&mut self, out: &mut String) {
+        while !self.held.is_empty() {
+            let done = match std::str::from_utf8(&self.held) {
+                Ok(text) => {
+                    out.push_str(text);
+                    self.held.len()
+                }
+                Err(error) if error.error_len().is_none() => return,
+                Err(_) => {
+                    out.push(char::REPLACEMENT_CHARACTER);
+                    1
+                }
+            };
+            self.held.drain(..done);
+        }
+    }
+
+    /// Ends a run of bytes: each that still waits was part of no character.
+    fn end_bytes(&mut self, out: &mut String) {
+        out.extend(self.held.drain(..).map(|_| char::REPLACEMENT_CHARACTER));
     }
 
     fn push_bytes(&mut self, bytes: &[u8], out: &mut String) {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // Fields are named by their messages.
 pub enum TextError {
-    #[error("`{}` has no `tokenizer.json`; copy the one of the checkpoint there{hint}", .dir.display())]
+    #[error("`{}` has no `tokenizer.json`, `tokenizer.model`, or `vocab.json` with `merges.txt`; copy the checkpoint's there{hint}", .dir.display())]
     NoTokenizer { dir: PathBuf, hint: &'static str },
     #[error("cannot read `{}`", .path.display())]
     Read { path: PathBuf, source: std::io::Error },
@@ -12,6 +12,8 @@ pub enum TextError {
     Parse { path: PathBuf, reason: String },
     #[error("`{}` has the decoder `{decoder}`, whose text cannot be streamed; expected one of {expected}", .path.display())]
     Decoder { path: PathBuf, decoder: String, expected: &'static str },
+    #[error("`{}` names the class `{class}`, whose `vocab.json` is not known here; expected `{expected}`, or a `tokenizer.json`", .path.display())]
+    Class { path: PathBuf, class: String, expected: String },
     #[error("`{}` gives the token id {id}, expected at most {max}; copy the file from the checkpoint again", .path.display())]
     TokenId { path: PathBuf, id: u32, max: u32 },
     #[error("the chat template of `{}`: {reason}", .path.display())]

@@ -1,6 +1,6 @@
 //! Text in, token ids out, and back again one token at a time.
 //!
-//! [`Tokenizer`] reads a checkpoint's `tokenizer.json`; [`Detokenizer`] turns one sequence's tokens into text as they
+//! [`Tokenizer`] reads a checkpoint's `tokenizer.json`, SentencePiece `tokenizer.model`, or `vocab.json` with `merges.txt`; [`Detokenizer`] turns one sequence's tokens into text as they
 //! arrive; [`StopText`] cuts that text before a stop string; [`ChatTemplate`] makes the prompt of a conversation. Ids are plain `u32`: this room knows no other.
 //! Sampling, end ids and scheduling are left to `engine`.
 //!
@@ -27,18 +27,22 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod added;
 mod chat;
 mod date;
 mod detokenizer;
 mod error;
-#[allow(dead_code)]
 mod files;
+mod gpt2;
+mod sentencepiece;
 mod spelling;
+mod spm;
 mod stop;
 mod tokenizer;
+mod trie;
 
 pub use chat::ChatTemplate;
 pub use detokenizer::Detokenizer;
 pub use error::TextError;
 pub use stop::StopText;
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{Tokenizer, TokenizerType};

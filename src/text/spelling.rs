@@ -4,9 +4,11 @@ use serde_json::Value;
 use tokenizers::{Decoder, DecoderWrapper};
 
 use crate::TextError;
+use crate::sentencepiece::{PieceType, SPACE};
+use crate::spm::SpmTokenizer;
 
 /// Ids beyond this are taken for a damaged file; the largest vocabularies have some 2^18 tokens.
-const MAX_TOKEN_ID: u32 = (1 << 24) - 1;
+pub(crate) const MAX_TOKEN_ID: u32 = (1 << 24) - 1;
 
 const SUPPORTED: &str = "`ByteLevel`, `Metaspace`, `WordPiece`, none, or a `Sequence` of `Replace`, `ByteFallback`, `Fuse` and a leading `Strip`";
 
@@ -27,6 +29,9 @@ pub(crate) enum Stream {
     Bytes,
     /// Whole strings, and runs of single bytes that are UTF-8 together or U+FFFD each; then leading `strip` goes.
     Text { strip: Option<(char, usize)> },
+    /// As SentencePiece decodes: whole strings, and single bytes that are UTF-8 together or U+FFFD each; the first piece
+    /// has its leading space dropped, and with `all_spaces` each as long as there is no text.
+    Pieces { all_spaces: bool },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,6 +41,16 @@ enum Kind {
     Special,
     /// One byte of a character outside the vocabulary, spelled `<0x0A>`.
     Byte,
+}
+
+impl Kind {
+    fn of(piece: PieceType) -> Self {
+        match piece {
+            PieceType::Control | PieceType::Unknown => Kind::Special,
+            PieceType::Byte => Kind::Byte,
+            PieceType::Normal | PieceType::UserDefined | PieceType::Unused => Kind::Plain,
+        }
+    }
 }
 
 /// One token's part of a text.
@@ -67,6 +82,31 @@ impl Spelling {
             spelling.add(tokenizer, &rule, id);
         }
         Ok(spelling)
+    }
+
+    /// The pieces of a SentencePiece model and the tokens added to it.
+    pub(crate) fn of_spm(tokenizer: &SpmTokenizer) -> Self {
+        let model = tokenizer.model();
+        let (drops_first, all_spaces) = model.drops_first_space();
+        let len = tokenizer.added().iter().map(|(id, _)| *id as usize + 1).fold(model.len(), usize::max);
+        let mut tokens: Vec<(Kind, String)> =
+            model.pieces().map(|(piece, kind)| (Kind::of(kind), piece.into())).collect();
+        tokens.resize(len, (Kind::Absent, String::new()));
+        for token in &mut tokens {
+            token.1 = token.1.replace(SPACE, " ");
+        }
+        for (id, token) in tokenizer.added() {
+            let kind = if token.special { Kind::Special } else { Kind::Plain };
+            tokens[*id as usize] = (kind, token.content.clone());
+        }
+        let (mut inner, mut first) = (Pieces::default(), Pieces::default());
+        for (kind, text) in &tokens {
+            inner.push(text.as_bytes());
+            let drops = drops_first && *kind == Kind::Plain;
+            first.push(if drops { text.strip_prefix(' ').unwrap_or(text) } else { text }.as_bytes());
+        }
+        let kinds = tokens.iter().map(|(kind, _)| *kind).collect();
+        Self { stream: Stream::Pieces { all_spaces }, kinds, inner, first: Some(first) }
     }
 
     fn add(&mut self, tokenizer: &tokenizers::Tokenizer, rule: &Rule, id: u32) {
@@ -228,7 +268,7 @@ fn last_of_chain(decoder: &DecoderWrapper, tokens: Vec<String>) -> Vec<u8> {
 }
 
 /// The byte that `<0x0A>` stands for.
-fn fallback_byte(token: &[u8]) -> Option<u8> {
+pub(crate) fn fallback_byte(token: &[u8]) -> Option<u8> {
     let hex = token.strip_prefix(b"<0x")?.strip_suffix(b">")?;
     let hex = std::str::from_utf8(hex).ok().filter(|hex| hex.len() == 2)?;
     u8::from_str_radix(hex, 16).ok()

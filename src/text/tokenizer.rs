@@ -1,43 +1,119 @@
 use std::fs;
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::files::Files;
 use crate::spelling::Spelling;
-use crate::{Detokenizer, TextError};
+use crate::spm::SpmTokenizer;
+use crate::{Detokenizer, TextError, gpt2};
+
+/// Which files of a checkpoint make its tokenizer, and by whose rules: `tokenizer_type` of TensorRT-LLM's preprocessing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum TokenizerType {
+    /// `tokenizer.json`, else `tokenizer.model` or `spiece.model`, else `vocab.json` with `merges.txt`.
+    #[default]
+    Auto,
+    /// `tokenizer.model` first; begins a text with `<s>`.
+    Llama,
+    /// `spiece.model` or `tokenizer.model` first; ends a text with `</s>`.
+    T5,
+}
+
+impl std::str::FromStr for TokenizerType {
+    type Err = String;
+
+    /// # Errors
+    /// With the types that there are.
+    fn from_str(name: &str) -> Result<Self, String> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "llama" => Ok(Self::Llama),
+            "t5" => Ok(Self::T5),
+            other => Err(format!("`tokenizer_type` is `{other}`, expected `auto`, `llama` or `t5`")),
+        }
+    }
+}
 
 /// The tokenizer of one checkpoint. Share it in an [`Arc`]: nothing in it changes after loading.
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    model: Model,
     spelling: Arc<Spelling>,
 }
 
+enum Model {
+    Json(Box<tokenizers::Tokenizer>),
+    Spm(Box<SpmTokenizer>),
+}
+
+/// The file that a tokenizer is read from.
+enum Source {
+    Json(PathBuf),
+    Spm(PathBuf),
+    Gpt2,
+}
+
 impl Tokenizer {
-    /// Reads `tokenizer.json` of a checkpoint directory.
+    /// Reads the tokenizer of a checkpoint directory, as [`TokenizerType::Auto`] does.
     ///
-    /// Truncation and padding that the file may ask for are switched off: a server neither shortens nor pads a prompt.
+    /// # Errors
+    /// When there is none, or its files cannot be read or understood.
     pub fn from_dir(dir: &Path) -> Result<Self, TextError> {
-        let path = dir.join("tokenizer.json");
-        let json = fs::read(&path).map_err(|source| match source.kind() {
-            ErrorKind::NotFound => TextError::NoTokenizer { dir: dir.to_owned(), hint: hint_for(dir) },
-            _ => TextError::Read { path: path.clone(), source },
+        Self::open(dir, TokenizerType::Auto)
+    }
+
+    /// Reads the tokenizer of a checkpoint directory, or the SentencePiece model or `tokenizer.json` that `path` names.
+    ///
+    /// Truncation and padding that `tokenizer.json` may ask for are switched off: a server neither shortens nor pads a
+    /// prompt.
+    ///
+    /// # Errors
+    /// As [`Self::from_dir`].
+    pub fn open(path: &Path, tokenizer_type: TokenizerType) -> Result<Self, TextError> {
+        let (dir, source) = match path.is_file() {
+            true => (path.parent().unwrap_or(Path::new("")), Source::of_file(path)),
+            false => (path, Source::in_dir(path, tokenizer_type)?),
+        };
+        match source {
+            Source::Json(path) => Self::from_json(&path),
+            Source::Spm(path) => {
+                let model = SpmTokenizer::read(&path, &Files::of(dir)?, tokenizer_type)?;
+                let spelling = Arc::new(Spelling::of_spm(&model));
+                Ok(Self { model: Model::Spm(Box::new(model)), spelling })
+            }
+            Source::Gpt2 => Self::from_tokenizers(gpt2::read(dir, &Files::of(dir)?)?, &dir.join("vocab.json")),
+        }
+    }
+
+    fn from_json(path: &Path) -> Result<Self, TextError> {
+        let json = fs::read(path).map_err(|source| match source.kind() {
+            ErrorKind::NotFound => no_tokenizer(path.parent().unwrap_or(path)),
+            _ => TextError::Read { path: path.to_owned(), source },
         })?;
         let parse_error =
-            |reason: tokenizers::Error| TextError::Parse { path: path.clone(), reason: reason.to_string() };
-        let mut inner = tokenizers::Tokenizer::from_bytes(&json).map_err(parse_error)?;
-        inner.with_truncation(None).map_err(parse_error)?;
-        inner.with_padding(None);
-        let spelling = Arc::new(Spelling::of(&inner, &path)?);
-        Ok(Self { inner, spelling })
+            |reason: tokenizers::Error| TextError::Parse { path: path.to_owned(), reason: reason.to_string() };
+        let mut model = tokenizers::Tokenizer::from_bytes(&json).map_err(parse_error)?;
+        model.with_truncation(None).map_err(parse_error)?;
+        model.with_padding(None);
+        Self::from_tokenizers(model, path)
+    }
+
+    fn from_tokenizers(model: tokenizers::Tokenizer, path: &Path) -> Result<Self, TextError> {
+        let spelling = Arc::new(Spelling::of(&model, path)?);
+        Ok(Self { model: Model::Json(Box::new(model)), spelling })
     }
 
     /// The token ids of `text`, with the checkpoint's own begin and end tokens if `add_special` is set.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
-        let encoding = self
-            .inner
-            .encode_fast(text, add_special)
-            .map_err(|reason| TextError::Encode { num_bytes: text.len(), reason: reason.to_string() })?;
-        Ok(encoding.get_ids().to_vec())
+        match &self.model {
+            Model::Json(model) => {
+                let encoding = model
+                    .encode_fast(text, add_special)
+                    .map_err(|reason| TextError::Encode { num_bytes: text.len(), reason: reason.to_string() })?;
+                Ok(encoding.get_ids().to_vec())
+            }
+            Model::Spm(model) => Ok(model.encode(text, add_special)),
+        }
     }
 
     /// The text of a whole sequence: what a [`Detokenizer`] gives in pieces. Ids that name no token give no text.
@@ -56,14 +132,20 @@ impl Tokenizer {
         self.spelling.vocab_size()
     }
 
-    /// The id of a token spelled as in `tokenizer.json`, such as `</s>` or `Ġthe`.
+    /// The id of a token spelled as in the tokenizer's file, such as `</s>` or `Ġthe`.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
-        self.inner.token_to_id(token)
+        match &self.model {
+            Model::Json(model) => model.token_to_id(token),
+            Model::Spm(model) => model.token_to_id(token),
+        }
     }
 
-    /// The spelling of a token as in `tokenizer.json`.
+    /// The spelling of a token as in the tokenizer's file.
     pub fn id_to_token(&self, id: u32) -> Option<String> {
-        self.inner.id_to_token(id)
+        match &self.model {
+            Model::Json(model) => model.id_to_token(id),
+            Model::Spm(model) => model.id_to_token(id).map(str::to_owned),
+        }
     }
 
     /// The ids of all special tokens, ascending.
@@ -76,15 +158,29 @@ impl Tokenizer {
     }
 }
 
-/// What to add to the words about a missing `tokenizer.json`.
-fn hint_for(dir: &Path) -> &'static str {
-    if dir.join("tokenizer.model").exists() {
-        " (a SentencePiece `tokenizer.model` is there: convert it with `AutoTokenizer.from_pretrained(dir).save_pretrained(dir)` of transformers)"
-    } else if !dir.exists() {
-        " (the directory does not exist)"
-    } else {
-        ""
+impl Source {
+    fn of_file(path: &Path) -> Self {
+        match path.extension().is_some_and(|extension| extension == "json") {
+            true => Self::Json(path.to_owned()),
+            false => Self::Spm(path.to_owned()),
+        }
     }
+
+    fn in_dir(dir: &Path, tokenizer_type: TokenizerType) -> Result<Self, TextError> {
+        let file = |name: &str| Some(dir.join(name)).filter(|path| path.is_file());
+        let json = || file("tokenizer.json").map(Self::Json);
+        let spm = || ["tokenizer.model", "spiece.model"].into_iter().find_map(file).map(Self::Spm);
+        let gpt2 = || file("vocab.json").and(file("merges.txt")).map(|_| Self::Gpt2);
+        let found = match tokenizer_type {
+            TokenizerType::Auto => json().or_else(spm).or_else(gpt2),
+            TokenizerType::Llama | TokenizerType::T5 => spm().or_else(json),
+        };
+        found.ok_or_else(|| no_tokenizer(dir))
+    }
+}
+
+fn no_tokenizer(dir: &Path) -> TextError {
+    TextError::NoTokenizer { dir: dir.to_owned(), hint: if dir.exists() { "" } else { " (it does not exist)" } }
 }
 
 #[cfg(test)]
@@ -128,9 +224,15 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let message = Tokenizer::from_dir(dir.path()).err().unwrap().to_string();
         assert!(message.contains("has no `tokenizer.json`"), "{message}");
-        fs::write(dir.path().join("tokenizer.model"), b"").unwrap();
+        fs::write(dir.path().join("tokenizer.model"), b"IQ== 0\n").unwrap();
         let message = Tokenizer::from_dir(dir.path()).err().unwrap().to_string();
-        assert!(message.contains("save_pretrained"), "{message}");
+        assert!(message.contains("tokenizer.model") && message.contains("no SentencePiece model"), "{message}");
+        fs::write(dir.path().join("vocab.json"), b"{}").unwrap();
+        fs::write(dir.path().join("merges.txt"), b"").unwrap();
+        fs::write(dir.path().join("tokenizer_config.json"), br#"{"tokenizer_class":"RobertaTokenizer"}"#).unwrap();
+        fs::remove_file(dir.path().join("tokenizer.model")).unwrap();
+        let message = Tokenizer::from_dir(dir.path()).err().unwrap().to_string();
+        assert!(message.contains("RobertaTokenizer") && message.contains("GPT2Tokenizer"), "{message}");
     }
 
     #[test]

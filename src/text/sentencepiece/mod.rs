@@ -1,0 +1,187 @@
+//! SentencePiece models (Kudo and Richardson 2018) read as they are: normalisation, BPE, unigram, byte fallback.
+
+mod bpe;
+mod charsmap;
+mod normalizer;
+mod proto;
+mod unigram;
+
+use std::collections::HashMap;
+
+use prost::Message as _;
+
+use crate::trie::Trie;
+use normalizer::Normalizer;
+pub(crate) use proto::PieceType;
+use proto::{ModelProto, ModelType};
+
+/// What a space is written as in a piece.
+pub(crate) const SPACE: char = '\u{2581}';
+
+/// A `tokenizer.model`.
+#[derive(Debug)]
+pub(crate) struct SentencePiece {
+    normalizer: Normalizer,
+    pieces: Pieces,
+    is_bpe: bool,
+    unknown: u32,
+    byte_ids: Option<Box<[u32; 256]>>,
+    bos_id: i32,
+    eos_id: i32,
+}
+
+/// The vocabulary.
+#[derive(Debug)]
+struct Pieces {
+    texts: Vec<String>,
+    scores: Vec<f32>,
+    types: Vec<PieceType>,
+    /// Those that a text may be made of.
+    by_text: HashMap<String, u32>,
+    all: Trie,
+    user_defined: Trie,
+    min_score: f32,
+    max_score: f32,
+}
+
+/// A piece of a text; without an id it is unknown.
+struct Found {
+    len: usize,
+    id: Option<u32>,
+}
+
+impl SentencePiece {
+    /// Reads a model.
+    ///
+    /// # Errors
+    /// When the bytes are no such model, or one of a kind that is not supported; the words say which.
+    pub(crate) fn read(bytes: &[u8]) -> Result<Self, String> {
+        let model = ModelProto::decode(bytes).map_err(|error| format!("it is no SentencePiece model ({error})"))?;
+        let trainer = model.trainer_spec.clone().unwrap_or_default();
+        let is_bpe = match trainer.model_type() {
+            ModelType::Bpe => true,
+            ModelType::Unigram => false,
+            other => return Err(format!("its model type is {other:?}, expected Bpe or Unigram")),
+        };
+        if model.denormalizer_spec.as_ref().is_some_and(|spec| !spec.precompiled_charsmap().is_empty()) {
+            return Err("it rewrites decoded text (`denormalizer_spec`), which is not supported".to_owned());
+        }
+        let normalizer = Normalizer::new(&model.normalizer_spec.clone().unwrap_or_default(), &trainer)
+            .ok_or("its `precompiled_charsmap` is damaged")?;
+        let pieces = Pieces::new(&model)?;
+        let unknown = pieces.types.iter().position(|kind| *kind == PieceType::Unknown);
+        let unknown = unknown.ok_or("it has no unknown piece")? as u32;
+        let byte_ids = trainer.byte_fallback().then(|| pieces.byte_ids()).transpose()?;
+        let (bos_id, eos_id) = (trainer.bos_id(), trainer.eos_id());
+        Ok(Self { normalizer, pieces, is_bpe, unknown, byte_ids, bos_id, eos_id })
+    }
+
+    /// The ids of `text` after those in `ids`. `with_prefix` is unset in the midst of a text, where the model's own leading
+    /// space is not added.
+    pub(crate) fn encode_into(&self, text: &str, with_prefix: bool, ids: &mut Vec<u32>) {
+        let text = self.normalizer.normalize(text, &self.pieces.user_defined, with_prefix);
+        let mut found = Vec::with_capacity(text.len() / 3 + 1);
+        match self.is_bpe {
+            true => bpe::encode(&text, &self.pieces, &mut found),
+            false => unigram::encode(&text, &self.pieces, &mut found),
+        }
+        let (mut start, mut after_unknown) = (0, false);
+        for Found { len, id } in found {
+            match (id, &self.byte_ids) {
+                (Some(id), _) => ids.push(id),
+                (None, Some(byte_ids)) => {
+                    ids.extend(text.as_bytes()[start..start + len].iter().map(|&byte| byte_ids[usize::from(byte)]));
+                }
+                // Unknown characters in a row are one unknown piece.
+                (None, None) if after_unknown => {}
+                (None, None) => ids.push(self.unknown),
+            }
+            start += len;
+            after_unknown = id.is_none();
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.pieces.texts.len()
+    }
+
+    /// Spelling and kind of each piece, by id.
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = (&str, PieceType)> {
+        self.pieces.texts.iter().map(String::as_str).zip(self.pieces.types.iter().copied())
+    }
+
+    /// The id of a piece, control pieces included.
+    pub(crate) fn id(&self, piece: &str) -> Option<u32> {
+        let other = || self.pieces.texts.iter().position(|text| text == piece).map(|id| id as u32);
+        self.pieces.by_text.get(piece).copied().or_else(other)
+    }
+
+    /// The spelling of a piece.
+    pub(crate) fn piece(&self, id: u32) -> Option<&str> {
+        self.pieces.texts.get(id as usize).map(String::as_str)
+    }
+
+    /// The pieces that the model itself names as begin and end of a text.
+    pub(crate) fn ends(&self) -> [Option<&str>; 2] {
+        [self.bos_id, self.eos_id].map(|id| self.piece(u32::try_from(id).ok()?))
+    }
+
+    pub(crate) fn is_bpe(&self) -> bool {
+        self.is_bpe
+    }
+
+    /// Whether a text loses leading spaces when it is decoded: one, or each that is a piece of its own.
+    pub(crate) fn drops_first_space(&self) -> (bool, bool) {
+        let all = self.normalizer.remove_extra_whitespaces;
+        (self.normalizer.add_dummy_prefix || all, all)
+    }
+}
+
+impl Pieces {
+    fn new(model: &ModelProto) -> Result<Self, String> {
+        let texts: Vec<String> = model.pieces.iter().map(|piece| piece.piece().to_owned()).collect();
+        let types: Vec<PieceType> = model.pieces.iter().map(proto::Piece::r#type).collect();
+        let scores: Vec<f32> = model.pieces.iter().map(proto::Piece::score).collect();
+        if u32::try_from(texts.len()).is_err() {
+            return Err("it has more than 2^32 pieces".to_owned());
+        }
+        let of = |wanted: fn(PieceType) -> bool| {
+            let ids = types.iter().enumerate().filter(move |(_, kind)| wanted(**kind)).map(|(id, _)| id);
+            ids.map(|id| (texts[id].as_str(), id as u32))
+        };
+        let is_text = |kind| matches!(kind, PieceType::Normal | PieceType::UserDefined | PieceType::Unused);
+        let normal = || of(|kind| kind == PieceType::Normal).map(|(_, id)| scores[id as usize]);
+        Ok(Self {
+            by_text: of(is_text).map(|(text, id)| (text.to_owned(), id)).collect(),
+            all: Trie::new(of(is_text)),
+            user_defined: Trie::new(of(|kind| kind == PieceType::UserDefined)),
+            min_score: normal().fold(f32::MAX, f32::min),
+            max_score: normal().fold(f32::MIN_POSITIVE, f32::max),
+            texts,
+            scores,
+            types,
+        })
+    }
+
+    fn is_unused(&self, id: u32) -> bool {
+        self.types[id as usize] == PieceType::Unused
+    }
+
+    fn is_user_defined(&self, id: u32) -> bool {
+        self.types[id as usize] == PieceType::UserDefined
+    }
+
+    /// The piece of each byte.
+    fn byte_ids(&self) -> Result<Box<[u32; 256]>, String> {
+        let mut ids = Box::new([u32::MAX; 256]);
+        for (id, text) in self.texts.iter().enumerate().filter(|(id, _)| self.types[*id] == PieceType::Byte) {
+            if let Some(byte) = crate::spelling::fallback_byte(text.as_bytes()) {
+                ids[usize::from(byte)] = id as u32;
+            }
+        }
+        match ids.iter().position(|id| *id == u32::MAX) {
+            Some(byte) => Err(format!("it has no piece `<0x{byte:02X}>` although it falls back to bytes")),
+            None => Ok(ids),
+        }
+    }
+}

@@ -1,0 +1,49 @@
+use super::{Found, Pieces};
+
+/// How much worse than the worst piece an unknown character is.
+const UNKNOWN_PENALTY: f32 = 10.0;
+
+/// The best way to reach a place in the text.
+#[derive(Clone, Copy)]
+struct Best {
+    score: f32,
+    start: Option<usize>,
+    id: Option<u32>,
+}
+
+/// The likeliest pieces of a normalised text (Kudo 2018): the best path through all of them, from left to right. Scores are
+/// added in the precision of the published implementation, so that ties fall the same way.
+pub(super) fn encode(text: &str, pieces: &Pieces, found: &mut Vec<Found>) {
+    let mut best = vec![Best { score: 0.0, start: None, id: None }; text.len() + 1];
+    let offer = |best: &mut [Best], start: usize, end: usize, score: f32, id: Option<u32>| {
+        if best[end].start.is_none() || score > best[end].score {
+            best[end] = Best { score, start: Some(start), id };
+        }
+    };
+    for (start, c) in text.char_indices() {
+        let so_far = best[start].score;
+        let mut has_character = false;
+        for (len, id) in pieces.all.prefixes(&text.as_bytes()[start..]) {
+            if pieces.is_unused(id) {
+                continue;
+            }
+            let score = match pieces.is_user_defined(id) {
+                true => (f64::from(len as f32 * pieces.max_score) - 0.1) as f32,
+                false => pieces.scores[id as usize],
+            };
+            offer(&mut best, start, start + len, score + so_far, Some(id));
+            has_character |= len == c.len_utf8();
+        }
+        if !has_character {
+            let score = pieces.min_score - UNKNOWN_PENALTY + so_far;
+            offer(&mut best, start, start + c.len_utf8(), score, None);
+        }
+    }
+    let first = found.len();
+    let mut end = text.len();
+    while let Some(start) = best[end].start {
+        found.push(Found { len: end - start, id: best[end].id });
+        end = start;
+    }
+    found[first..].reverse();
+}
