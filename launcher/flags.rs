@@ -218,6 +218,9 @@ pub struct WorldFlags {
     /// Print the command that would be run, and nothing else.
     #[arg(long)]
     pub dry_run: bool,
+    /// Print the memory that each language model would take of each device, and how many sequences that allows; start nothing.
+    #[arg(long)]
+    pub plan: bool,
     /// Give up, and end the world, when it does not serve within this time. [without a value: 600]
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "600", value_name = "SECONDS")]
     pub wait_ready: Option<u64>,

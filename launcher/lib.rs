@@ -88,6 +88,12 @@ fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<
         println!("{}", plan.command);
         return Ok(0);
     }
+    if flags.plan {
+        let command = plan::memory_command(flags, &site);
+        let status = std::process::Command::new(&command.program).args(&command.args).status();
+        let status = status.with_context(|| format!("cannot start {}", command.program.display()))?;
+        return Ok(u8::try_from(status.code().unwrap_or(1)).unwrap_or(1));
+    }
     check(flags, &site, &plan)?;
     if !flags.detached {
         world::remove_leftovers()?;

@@ -153,6 +153,14 @@ fn any_rank_command(flags: &WorldFlags, site: &Site) -> CommandLine {
     CommandLine { program: flags.trireme.clone().unwrap_or_else(|| site.trireme.clone()), args }
 }
 
+/// What prints the memory that the world would take; flags of its ranks count.
+pub fn memory_command(flags: &WorldFlags, site: &Site) -> CommandLine {
+    let mut command = any_rank_command(flags, site);
+    command.args[0] = "plan".to_owned();
+    command.args.insert(1, format!("--world-size={}", flags.world_size));
+    command
+}
+
 /// What differs between the ranks of a step, for a shell that knows its rank as `$SLURM_PROCID`.
 ///
 /// Ranks other than 0 get no models to load: they take orders from rank 0 alone.

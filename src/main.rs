@@ -4,12 +4,12 @@
 use std::process::ExitCode;
 
 use bench::BenchArgs;
-use clap::{Args, Command, FromArgMatches};
+use clap::{Arg, Args, Command, FromArgMatches};
 use client::ClientArgs;
 
 fn main() -> ExitCode {
     let mut args: Vec<_> = std::env::args_os().collect();
-    if args.get(1).is_some_and(|command| command == "rank") {
+    if args.get(1).is_some_and(|command| command == "rank" || command == "plan") {
         args = rank::with_dashes(args);
     } else if args.get(1).is_some_and(|command| command == "bench") {
         args = bench::with_dashes(args);
@@ -17,6 +17,7 @@ fn main() -> ExitCode {
     let matches = command().get_matches_from(args);
     let result = match matches.subcommand() {
         Some(("rank", matches)) => run_rank(matches),
+        Some(("plan", matches)) => run_plan(matches),
         Some(("worker", _)) => worker::main().map(|()| ExitCode::SUCCESS).map_err(anyhow::Error::from),
         Some(("client", matches)) => run_client(matches),
         Some(("bench", matches)) => run_bench(matches),
@@ -35,11 +36,27 @@ fn command() -> Command {
         .subcommand_required(true)
         .arg_required_else_help(true)
         .subcommand(rank::command())
+        .subcommand(plan_command())
         .subcommand(Command::new("worker").about("A worker of a rank; started by its rank, never by hand").hide(true))
         .subcommand(ClientArgs::augment_args(
             Command::new("client").about("Sends a prompt and prints the answer as it comes"),
         ))
         .subcommand(BenchArgs::augment_args(Command::new("bench").about("Measures a running server")))
+}
+
+/// Takes the flags of a rank.
+fn plan_command() -> Command {
+    let size = Arg::new("world-size").long("world-size").value_name("N").default_value("1");
+    rank::command()
+        .name("plan")
+        .about("Prints the memory that a world's language models would take, and loads nothing")
+        .arg(size.value_parser(clap::value_parser!(u32).range(1..)).help("Ranks of the world, all on this node"))
+}
+
+fn run_plan(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    let (args, _) = rank::parse(matches)?;
+    let world_size = *matches.get_one::<u32>("world-size").expect("it has a default");
+    Ok(rank::plan(&args, world_size)?)
 }
 
 fn run_rank(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {

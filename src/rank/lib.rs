@@ -12,6 +12,7 @@ mod host_metrics;
 mod log;
 mod metrics;
 mod plan;
+mod plan;
 mod metrics_args;
 mod relay;
 mod server;
@@ -26,6 +27,7 @@ use ipc::{Prefix, set_process_title, sweep_stale};
 use worker::Agent;
 
 pub use args::{RankArgs, command, parse, with_dashes};
+pub use plan::plan;
 
 /// How long ranks wait for each other at the end.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(10);

@@ -41,7 +41,7 @@ pub(crate) fn run(
     let heartbeat = Heartbeat::start(world, Duration::from_secs(args.heartbeat_timeout));
     let agents = connect(world, agent, heard, heartbeat);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;
-    let result = llm_defaults(&args, world, agents.nodes()).and_then(|defaults| {
+    let result = llm_defaults(&args, world.size(), agents.nodes().max_ranks()).and_then(|defaults| {
         let python = Arc::new(PythonFactory::new(python_config(&args, &prefix, world)?).map_err(RankError::Runtime)?);
         let llm = Arc::new(LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone()));
         runtime.block_on(serve(&args, &prefix, llm, python))
@@ -97,14 +97,14 @@ fn nodes(world: &World) -> Nodes {
     Nodes::new((0..world.size()).filter(is_first).map(|rank| (world.hostname(rank).to_owned(), world.node_ranks(rank))))
 }
 
-fn llm_defaults(args: &RankArgs, world: &World, nodes: &Nodes) -> Result<LlmDefaults, RankError> {
-    let num_workers = nodes.max_ranks();
+/// `num_workers` share a node.
+pub(crate) fn llm_defaults(args: &RankArgs, world_size: u32, num_workers: usize) -> Result<LlmDefaults, RankError> {
     let (device, why) = devices::choose(args.device, args.threads, num_workers)?;
     tracing::info!("workers compute on {why}");
     let is_cpu = matches!(device, worker::DeviceChoice::Cpu { .. });
     Ok(LlmDefaults {
         device,
-        world_size: world.size(),
+        world_size,
         network: args.network.clone(),
         block_size: if is_cpu { 16 } else { 64 },
         // A CPU device shares its memory with everything else that runs there.
@@ -211,7 +211,7 @@ async fn drain(args: &RankArgs, server: &Server, front: Running, mut signals: Si
     ExitCode::FAILURE
 }
 
-fn server_config(args: &RankArgs) -> ServerConfig {
+pub(crate) fn server_config(args: &RankArgs) -> ServerConfig {
     ServerConfig {
         name: args.id.clone(),
         repositories: args.model_repository.clone(),

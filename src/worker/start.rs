@@ -146,6 +146,8 @@ fn cuda_config(
         exchange,
         library_dirs: spec.library_dirs.clone(),
         cache_dir: spec.cache_dir.clone(),
+        // The share is taken of what the worker reports.
+        kv_memory_fraction: 1.0,
         trials,
         ..CudaConfig::new(ordinal, limits)
     })

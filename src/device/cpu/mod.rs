@@ -30,7 +30,7 @@ pub use peers::Peers;
 use peers::Use;
 use pipeline::Pipeline;
 use rows::Row;
-pub use weights::CpuWeight;
+pub use weights::{CpuWeight, available_memory};
 
 /// How a [`CpuDevice`] is made.
 #[derive(Debug, Clone)]

@@ -82,7 +82,8 @@ pub(crate) fn vector(slice: &WeightSlice<'_>) -> Result<Vec<f32>, DeviceError> {
 }
 
 /// Bytes the system could give without swapping, as `/proc/meminfo` says; 0 where it does not.
-pub(crate) fn available_memory() -> u64 {
+/// Bytes that programs may still take of the system's memory, its page cache included.
+pub fn available_memory() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
     let kilobytes = line.and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok());

@@ -47,6 +47,16 @@ pub fn num_gpus() -> usize {
     if kernels::cuda::NVRTC_VERSION.is_some() { Gpu::count() } else { 0 }
 }
 
+/// Name and free bytes of a GPU that this process has not opened yet. The context that it takes to ask is part of what is gone.
+///
+/// # Errors
+/// Without a driver or that GPU.
+pub fn free_memory(ordinal: usize) -> Result<(String, u64), DeviceError> {
+    let gpu = Gpu::open(ordinal).map_err(device_error)?;
+    let (free, _) = gpu.memory().map_err(device_error)?;
+    Ok((format!("GPU {ordinal} {}", gpu.name()), free as u64))
+}
+
 /// A matrix or vector on the GPU.
 #[derive(Debug, Clone, Copy)]
 pub struct CudaWeight {

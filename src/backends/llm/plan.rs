@@ -1,0 +1,169 @@
+//! What memory LLMs will take, told without loading them.
+
+use std::sync::{Arc, Mutex};
+
+use device::{Estimator, MemoryEstimate, StepLimits, Target, TensorParallel};
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use models::ModelError;
+use serving::{Backend, BackendFactory, InferError, LoadRequest};
+use worker::{DeviceChoice, KvMemory};
+
+use super::LlmDefaults;
+use super::config::LlmConfig;
+
+/// Largest group that is tried for a model that does not fit.
+const MAX_WORKERS: u32 = 1024;
+
+/// One LLM's memory.
+#[derive(Debug, Clone)]
+pub struct ModelPlan {
+    /// Model name.
+    pub name: String,
+    /// What its workers compute on.
+    pub device: DeviceChoice,
+    /// What each worker of the group will hold, in order of their ranks.
+    pub workers: Vec<MemoryEstimate>,
+    /// Positions in a KV block.
+    pub block_size: usize,
+    /// Most sequences that run at once.
+    pub max_rows: usize,
+    /// Positions of the longest sequence.
+    pub max_sequence_len: usize,
+    kv_memory: KvMemory,
+    larger: Vec<(u32, MemoryEstimate)>,
+}
+
+impl ModelPlan {
+    fn new(config: &LlmConfig) -> Result<Self, ModelError> {
+        let model = models::Config::from_dir(&config.checkpoint)?;
+        let limits = StepLimits {
+            max_tokens: config.engine.max_step_tokens,
+            max_rows: config.engine.max_rows,
+            max_sequence_len: config.engine.max_sequence_len,
+            vocab_size: config.vocab_size,
+        };
+        let target = match config.device {
+            DeviceChoice::Cpu { .. } => Target::Cpu,
+            DeviceChoice::Cuda { .. } => Target::Cuda,
+        };
+        let estimate = |rank, size| -> Result<MemoryEstimate, ModelError> {
+            let mut estimator = Estimator::new(target, TensorParallel { rank, size }, limits);
+            let loaded = models::load(&config.checkpoint, &model, &mut estimator)?;
+            Ok(estimator.estimate(&loaded.attention_spec(config.engine.block_size)))
+        };
+        let size = config.tp_size;
+        let workers = (0..size).map(|rank| estimate(rank, size)).collect::<Result<Vec<_>, _>>()?;
+        let sizes =
+            std::iter::successors(Some(size * 2), |size| Some(size * 2)).take_while(|&size| size <= MAX_WORKERS);
+        // A size that does not divide the model is none that could be advised.
+        let larger = sizes.map_while(|size| estimate(0, size).ok().map(|estimate| (size, estimate))).collect();
+        Ok(Self {
+            name: config.name.clone(),
+            device: config.device,
+            workers,
+            block_size: config.engine.block_size,
+            max_rows: config.engine.max_rows,
+            max_sequence_len: config.engine.max_sequence_len,
+            kv_memory: config.kv_memory,
+            larger,
+        })
+    }
+
+    /// KV blocks of every worker when each has `free_bytes` before it loads; 0 if not even the rest fits.
+    pub fn num_blocks(&self, free_bytes: u64) -> u64 {
+        self.workers.iter().map(|worker| self.blocks_of(worker, free_bytes)).min().unwrap_or(0)
+    }
+
+    /// Bytes that are missing for the longest sequence to run, in the worker that misses most; 0 if it fits.
+    pub fn missing_bytes(&self, free_bytes: u64) -> u64 {
+        let missing = |worker: &MemoryEstimate| self.needed(worker).saturating_sub(free_bytes);
+        self.workers.iter().map(missing).max().unwrap_or(0)
+    }
+
+    /// The next larger world in which the longest sequence fits beside the weights, if any.
+    pub fn fitting_world(&self, free_bytes: u64) -> Option<u32> {
+        self.larger.iter().find(|(_, worker)| self.needed(worker) <= free_bytes).map(|(size, _)| *size)
+    }
+
+    /// Bytes that must be free for the longest sequence.
+    fn needed(&self, worker: &MemoryEstimate) -> u64 {
+        let blocks = self.max_sequence_len.div_ceil(self.block_size) as u64;
+        let kv = (blocks * worker.block_bytes) as f64 / self.share();
+        self.held(worker) + kv.ceil() as u64
+    }
+
+    /// Share of what is left that KV blocks may take.
+    fn share(&self) -> f64 {
+        let of_device = match self.device {
+            DeviceChoice::Cpu { .. } => 0.5 / self.workers.len() as f64,
+            DeviceChoice::Cuda { .. } => 1.0,
+        };
+        match self.kv_memory {
+            KvMemory::FreeFraction(fraction) => fraction * of_device,
+            KvMemory::Tokens(_) => of_device,
+        }
+    }
+
+    /// Bytes that are gone before the first KV block. Weights of a CPU are pages of files, which count as available.
+    fn held(&self, worker: &MemoryEstimate) -> u64 {
+        match self.device {
+            DeviceChoice::Cpu { .. } => worker.fixed_bytes() - worker.weights_bytes,
+            DeviceChoice::Cuda { .. } => worker.fixed_bytes(),
+        }
+    }
+
+    fn blocks_of(&self, worker: &MemoryEstimate, free_bytes: u64) -> u64 {
+        let room = free_bytes.saturating_sub(self.held(worker)) as f64 * self.share();
+        let fit = (room / worker.block_bytes.max(1) as f64) as u64;
+        match self.kv_memory {
+            KvMemory::FreeFraction(_) => fit,
+            KvMemory::Tokens(tokens) => fit.min(tokens.div_ceil(self.block_size as u64)),
+        }
+    }
+}
+
+/// In the place of [`super::LlmFactory`]: plans each LLM that a server would load.
+pub struct PlanFactory {
+    defaults: LlmDefaults,
+    plans: Mutex<Vec<ModelPlan>>,
+    failures: Mutex<Vec<String>>,
+}
+
+impl PlanFactory {
+    /// For models that `defaults` would be used for.
+    pub fn new(defaults: LlmDefaults) -> Self {
+        Self { defaults, plans: Mutex::default(), failures: Mutex::default() }
+    }
+
+    /// What was planned so far.
+    pub fn plans(&self) -> Vec<ModelPlan> {
+        self.plans.lock().unwrap().clone()
+    }
+
+    /// Why LLMs could not be planned, a line each.
+    pub fn failures(&self) -> Vec<String> {
+        self.failures.lock().unwrap().clone()
+    }
+}
+
+impl BackendFactory for PlanFactory {
+    /// Never loads: a model that could be planned is among [`PlanFactory::plans`], and the error says so.
+    fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        let planned = LlmConfig::new(&load, &self.defaults).and_then(|config| {
+            let name = config.name.clone();
+            ModelPlan::new(&config).map_err(|error| InferError::invalid(format!("model `{name}`: {error}")))
+        });
+        let error = match planned {
+            Ok(plan) => {
+                self.plans.lock().unwrap().push(plan);
+                InferError::unavailable("planned, not loaded")
+            }
+            Err(error) => {
+                self.failures.lock().unwrap().push(error.to_string());
+                error
+            }
+        };
+        async move { Err(error) }.boxed()
+    }
+}

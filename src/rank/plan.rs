@@ -1,0 +1,162 @@
+//! What memory a world's LLMs would take, printed before anything loads.
+
+use std::collections::HashMap;
+use std::fmt::{self, Write as _};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use backends::layouts::Layouts;
+use backends::llm::{ModelPlan, PlanFactory};
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use serving::{Backend, BackendFactory, InferError, LoadRequest, Server};
+use worker::DeviceChoice;
+
+use crate::RankError;
+use crate::args::RankArgs;
+use crate::server::{llm_defaults, server_config};
+
+/// Prints what each LLM of a world of `world_size` ranks on one node would hold; fails when one would not fit.
+///
+/// # Errors
+/// When repository or device cannot be used.
+pub fn plan(args: &RankArgs, world_size: u32) -> Result<ExitCode, RankError> {
+    let defaults = llm_defaults(args, world_size, world_size as usize)?;
+    let devices =
+        (0..world_size as usize).map(|rank| Free::of(defaults.device, rank)).collect::<Result<Vec<_>, _>>()?;
+    let planner = Arc::new(PlanFactory::new(defaults));
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;
+    runtime.block_on(load(args, &planner))?;
+
+    let (plans, failures) = (planner.plans(), planner.failures());
+    plans.iter().for_each(|plan| print!("{}", Table { plan, devices: &devices }));
+    failures.iter().for_each(|failure| println!("{failure}"));
+    if plans.is_empty() && failures.is_empty() {
+        let places: Vec<_> = args.model_repository.iter().map(|path| path.display().to_string()).collect();
+        println!("no language model is in {}", places.join(", "));
+    }
+    let least = devices.iter().map(|device| device.bytes).min().unwrap_or(0);
+    let all_fit = plans.iter().all(|plan| plan.missing_bytes(least) == 0);
+    Ok(if all_fit && failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Goes through the repository as a server would; models that hold no weights are of no interest.
+async fn load(args: &RankArgs, planner: &Arc<PlanFactory>) -> Result<(), RankError> {
+    let mut factories: HashMap<String, Arc<dyn BackendFactory>> = backends::builtin();
+    let layouts = Layouts::new(Arc::clone(planner) as _, Arc::new(NotPlanned));
+    factories.extend(layouts.factories());
+    let server = Server::new(server_config(args), factories).map_err(|error| RankError::Server(error.to_string()))?;
+    layouts.attach(&server);
+    // That no LLM loads is meant; what cannot be planned is among the planner's failures.
+    let _ = server.load_all().await;
+    Ok(())
+}
+
+/// Python models run in processes of their own, whose memory nobody knows before.
+struct NotPlanned;
+
+impl BackendFactory for NotPlanned {
+    fn load(&self, _load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        async { Err(InferError::unavailable("not planned")) }.boxed()
+    }
+}
+
+/// A device before anything loads.
+struct Free {
+    name: String,
+    bytes: u64,
+}
+
+impl Free {
+    fn of(device: DeviceChoice, rank: usize) -> Result<Self, RankError> {
+        let found = match device {
+            DeviceChoice::Cpu { .. } => Ok(("CPU".to_owned(), device::cpu::available_memory())),
+            DeviceChoice::Cuda { ordinal } => device::cuda::free_memory(ordinal + rank),
+        };
+        let (name, bytes) =
+            found.map_err(|error| RankError::Device { device: "cuda".to_owned(), reason: error.to_string() })?;
+        Ok(Self { name, bytes })
+    }
+}
+
+/// One model's plan.
+struct Table<'a> {
+    plan: &'a ModelPlan,
+    devices: &'a [Free],
+}
+
+impl fmt::Display for Table<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Table { plan, devices } = *self;
+        let least = devices.iter().take(plan.workers.len()).map(|device| device.bytes).min().unwrap_or(0);
+        let blocks = plan.num_blocks(least);
+        writeln!(f, "model `{}`: {} worker(s)", plan.name, plan.workers.len())?;
+        let heads = ["worker", "device", "free", "weights", "workspace", "communicators", "graphs", "KV blocks"];
+        let mut rows = vec![heads.map(str::to_owned)];
+        for (rank, (worker, device)) in plan.workers.iter().zip(devices).enumerate() {
+            rows.push([
+                rank.to_string(),
+                device.name.clone(),
+                size(device.bytes),
+                size(worker.weights_bytes),
+                size(worker.workspace_bytes),
+                size(worker.communicator_bytes),
+                size(worker.reserve_bytes),
+                size(blocks * worker.block_bytes),
+            ]);
+        }
+        write_table(f, &rows)?;
+        self.write_concurrency(f, blocks)?;
+        self.write_advice(f, least)
+    }
+}
+
+impl Table<'_> {
+    fn write_concurrency(&self, f: &mut fmt::Formatter<'_>, blocks: u64) -> fmt::Result {
+        let plan = self.plan;
+        let positions = blocks * plan.block_size as u64;
+        let at_once =
+            |length: usize| (blocks / length.div_ceil(plan.block_size).max(1) as u64).min(plan.max_rows as u64);
+        writeln!(f, "  {blocks} KV blocks of {} positions: {positions} positions", plan.block_size)?;
+        let mut line = format!("  at once, of at most {} sequences:", plan.max_rows);
+        let shorter = [512, 2048].into_iter().filter(|&length| length < plan.max_sequence_len);
+        for length in shorter.chain([plan.max_sequence_len]) {
+            let _ = write!(line, " {} of {length} positions,", at_once(length));
+        }
+        writeln!(f, "{}", line.trim_end_matches(','))
+    }
+
+    fn write_advice(&self, f: &mut fmt::Formatter<'_>, free: u64) -> fmt::Result {
+        let (plan, missing) = (self.plan, self.plan.missing_bytes(free));
+        if missing == 0 {
+            return Ok(());
+        }
+        write!(f, "  does not fit: a sequence of {} positions lacks {}", plan.max_sequence_len, size(missing))?;
+        match plan.fitting_world(free) {
+            Some(world) => writeln!(f, "; a world of {world} would fit, or a smaller `max_sequence_len`"),
+            None => writeln!(
+                f,
+                "; no larger world divides this model and fits: lower `max_sequence_len` or `max_batch_size`"
+            ),
+        }
+    }
+}
+
+/// Columns as wide as their widest word.
+fn write_table<const N: usize>(f: &mut fmt::Formatter<'_>, rows: &[[String; N]]) -> fmt::Result {
+    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
+    let widths: [usize; N] = std::array::from_fn(width);
+    for row in rows {
+        let line: Vec<String> = row.iter().zip(widths).map(|(word, width)| format!("{word:width$}")).collect();
+        writeln!(f, "  {}", line.join("  ").trim_end())?;
+    }
+    Ok(())
+}
+
+fn size(bytes: u64) -> String {
+    match bytes {
+        0 => "-".to_owned(),
+        bytes if bytes < 1 << 30 => format!("{:.1} MiB", bytes as f64 / (1u64 << 20) as f64),
+        bytes => format!("{:.2} GiB", bytes as f64 / (1u64 << 30) as f64),
+    }
+}
