@@ -19,6 +19,9 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a worker waits for a message before it looks around; nothing depends on it.
 const IDLE_WAIT: Duration = Duration::from_secs(3600);
 
+/// Silence after which a worker uses the time for what later steps would wait for.
+const QUIET: Duration = Duration::from_millis(20);
+
 /// Both rings of this worker. Clones share them; one thread uses them.
 #[derive(Clone)]
 pub(crate) struct Rings(Arc<Mutex<Ends>>);
@@ -53,6 +56,15 @@ impl Rings {
         let Ends { plans, bytes, .. } = &mut *self.ends();
         while plans.recv(bytes, IDLE_WAIT)? != Received::Message {}
         Ok(plan::decode(bytes)?)
+    }
+
+    /// The next message, if one comes within `wait`.
+    fn receive_within(&self, wait: Duration) -> Result<Option<ToWorker>, WorkerError> {
+        let Ends { plans, bytes, .. } = &mut *self.ends();
+        match plans.recv(bytes, wait)? {
+            Received::Message => Ok(Some(plan::decode(bytes)?)),
+            _ => Ok(None),
+        }
     }
 
     fn try_receive(&self) -> Result<Option<ToWorker>, WorkerError> {
@@ -95,7 +107,7 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
         rings.send(&FromWorker::Ready)?;
 
         let rows = RowTable::new(self.spec.max_rows, self.spec.block_size, num_blocks, self.spec.next_step);
-        Steps { worker: self, rows, inputs: StepInputs::default(), queued: VecDeque::new() }.run(rings)
+        Steps { worker: self, rows, inputs: StepInputs::default(), is_prepared: false, queued: VecDeque::new() }.run(rings)
     }
 
     fn report_memory(&mut self, attention: &AttentionSpec, rings: &Rings) -> Result<(), WorkerError> {
@@ -122,6 +134,8 @@ struct Steps<'a, D: Device> {
     worker: Worker<'a, D>,
     rows: RowTable,
     inputs: StepInputs,
+    /// Whether nothing is left that could be done before a step needs it.
+    is_prepared: bool,
     /// Steps whose output is still to be sent.
     queued: VecDeque<Queued>,
 }
@@ -135,7 +149,11 @@ struct Queued {
 impl<D: Device + 'static> Steps<'_, D> {
     fn run(mut self, rings: &Rings) -> Result<(), WorkerError> {
         loop {
-            let message = if self.queued.is_empty() { Some(rings.receive()?) } else { rings.try_receive()? };
+            let message = match (self.queued.is_empty(), self.is_prepared) {
+                (false, _) => rings.try_receive()?,
+                (true, false) => rings.receive_within(QUIET)?,
+                (true, true) => Some(rings.receive()?),
+            };
             match message {
                 Some(ToWorker::Step(plan)) => self.step(&plan)?,
                 Some(ToWorker::Stop) => return Ok(()),
@@ -145,10 +163,17 @@ impl<D: Device + 'static> Steps<'_, D> {
                 Some(ToWorker::Configure { .. }) => {
                     return Err(WorkerError::Protocol { expected: "Step", found: "Configure" });
                 }
+                None if self.queued.is_empty() => self.prepare()?,
                 None => std::hint::spin_loop(),
             }
             while self.collect(rings)? {}
         }
+    }
+
+    fn prepare(&mut self) -> Result<(), WorkerError> {
+        let Worker { device, model, .. } = &mut self.worker;
+        self.is_prepared = !device.prepare(&mut |device| model.forward(device))?;
+        Ok(())
     }
 
     fn step(&mut self, plan: &StepPlan) -> Result<(), WorkerError> {
