@@ -33,6 +33,8 @@ pub const EMPTY_FINAL: &str = "triton_enable_empty_final_response";
 pub enum Refusal {
     /// It has another type than this.
     Expected(&'static str),
+    /// It is less than 0.
+    Negative,
     /// The protocol keeps the name to itself.
     Reserved,
 }
@@ -45,14 +47,15 @@ pub fn set_parameter(request: &mut InferRequest, key: &str, value: Parameter) ->
     match (key, value) {
         ("sequence_id", Parameter::Int(id)) => request.correlation_id = CorrelationId::Number(id as u64),
         ("sequence_id", Parameter::String(id)) => request.correlation_id = CorrelationId::Text(id),
-        ("sequence_id", _) => return Err(Refusal::Expected("int64_param or string_param")),
+        ("sequence_id", _) => return Err(Refusal::Expected("int64_param or string_param.")),
         ("sequence_start", Parameter::Bool(is_start)) => request.sequence_start = is_start,
         ("sequence_end", Parameter::Bool(is_end)) => request.sequence_end = is_end,
-        ("sequence_start" | "sequence_end", _) => return Err(Refusal::Expected("bool_param")),
+        ("sequence_start" | "sequence_end", _) => return Err(Refusal::Expected("bool_param.")),
         ("priority", Parameter::Int(level)) if level >= 0 => request.priority = level as u64,
-        ("priority", _) => return Err(Refusal::Expected("a non-negative int64_param or uint64_param")),
-        ("timeout", Parameter::Int(timeout)) if timeout >= 0 => request.timeout_us = timeout as u64,
-        ("timeout", _) => return Err(Refusal::Expected("a non-negative int64_param")),
+        ("priority", Parameter::Int(_)) => return Err(Refusal::Negative),
+        ("priority", _) => return Err(Refusal::Expected("int64_param or uint64_param.")),
+        ("timeout", Parameter::Int(timeout)) => request.timeout_us = timeout.max(0) as u64,
+        ("timeout", _) => return Err(Refusal::Expected("int64_param.")),
         (key, _) if key.starts_with("triton_") => return Err(Refusal::Reserved),
         (key, value) => drop(request.parameters.insert(key.to_owned(), value)),
     }

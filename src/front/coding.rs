@@ -40,7 +40,7 @@ impl Coding {
             "deflate" => Ok(Some(Coding::Deflate)),
             other => Err(InferError::new(
                 ErrorKind::Unsupported,
-                format!("Unsupported Content-Encoding: '{other}', expected gzip or deflate"),
+                format!("Unsupported compression type: '{other}', expected gzip or deflate"),
             )),
         }
     }

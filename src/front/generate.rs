@@ -20,13 +20,20 @@ use crate::shapes::fit_shape;
 pub fn read(body: &[u8], config: &ModelConfig) -> Result<InferRequest, InferError> {
     let root = json::parse(body)?;
     let mut request = InferRequest::default();
-    for (key, value) in root.as_object()? {
+    let Value::Object(members) = &root else {
+        return Err(InferError::internal("attempt to get members for non-object"));
+    };
+    for (key, value) in members {
         match (key.as_ref(), value) {
             ("id", _) if !names_input(config, key) => {
                 request.id = value.as_str().map_err(|error| in_field("id", error))?.to_owned();
             }
-            ("parameters", Value::Object(members)) => {
-                for (key, value) in members {
+            ("parameters", _) if !names_input(config, key) => {
+                let words = |error: InferError| {
+                    let message = format!("Expected JSON object for keyword: 'parameters': {}", error.message);
+                    InferError::new(error.kind, message)
+                };
+                for (key, value) in value.as_object().map_err(words)? {
                     read_member(&mut request, config, key, value)?;
                 }
             }
@@ -51,20 +58,24 @@ fn read_member(
     };
     let datatype = DataType::from_config(input.data_type())
         .ok_or_else(|| InferError::internal(format!("input '{key}' of model '{}' has no type", config.name)))?;
-    let mut data = Vec::new();
     let count = match value {
-        Value::Array(array) => array.flatten(datatype, usize::MAX, &mut data)?,
-        scalar => {
-            json::push_element(scalar, datatype, &mut data)?;
-            1
-        }
+        Value::Array(array) => array.count()?,
+        _ => 1,
     };
     let shape = fit_shape(&input.dims, config.max_batch_size > 0, count);
-    if shape.iter().product::<i64>() != count as i64 {
+    if count > 0 && shape.iter().product::<i64>() != count as i64 {
         return Err(InferError::invalid(format!(
-            "input '{key}' has {count} elements, which do not fill its dims {:?}",
+            "The schema can not convert input '{key}' to tensor with proper shape: {count} elements do not fill its dims {:?}",
             input.dims
         )));
+    }
+    let mut data = Vec::new();
+    let held = match value {
+        Value::Array(array) => array.flatten(datatype, count, &mut data)?,
+        scalar => json::push_element(scalar, datatype, &mut data).map(|()| 1)?,
+    };
+    if held != count {
+        return Err(json::shape_mismatch());
     }
     request.inputs.push(Tensor { name: key.to_owned(), datatype, shape, data: data.into() });
     Ok(())
@@ -95,16 +106,20 @@ pub fn write(response: &InferResponse) -> Result<Vec<u8>, InferError> {
 pub const NOT_ONE_RESPONSE: &str = "generate expects model to produce exactly 1 response, \
                                     use generate stream for model that generates various number of responses";
 
-/// The one response with outputs of a request; `Ok(None)` when there were none or several.
+/// The one response of a request; `Ok(None)` when there were none or several. An empty final one only ends the stream.
 ///
 /// # Errors
 /// The model's own.
-pub async fn only_response(mut responses: ResponseStream) -> Result<Option<InferResponse>, InferError> {
+pub async fn only_response(
+    mut responses: ResponseStream,
+    is_decoupled: bool,
+) -> Result<Option<InferResponse>, InferError> {
     let mut only = None;
     while let Some(response) = responses.next_response().await {
         let response = response?;
         let is_final = response.is_final;
-        if !response.outputs.is_empty() && only.replace(response).is_some() {
+        let is_end = is_final && response.outputs.is_empty() && (is_decoupled || only.is_some());
+        if !is_end && only.replace(response).is_some() {
             return Ok(None);
         }
         if is_final {
@@ -120,14 +135,17 @@ const CHUNK_BYTES: usize = 16 << 10;
 /// Responses as server-sent events.
 pub struct Events {
     responses: Option<ResponseStream>,
+    /// A final response without outputs is no event: the model is decoupled, or there was one before.
+    skips_empty_final: bool,
     ready: Vec<u8>,
 }
 
 impl Events {
     /// Waits for the first response. The error is the request's when that is what came first.
-    pub async fn start(mut responses: ResponseStream) -> (Self, Option<InferError>) {
+    pub async fn start(mut responses: ResponseStream, is_decoupled: bool) -> (Self, Option<InferError>) {
         let first = responses.next_response().await;
-        let mut events = Self { responses: Some(responses), ready: Vec::with_capacity(256) };
+        let mut events =
+            Self { responses: Some(responses), skips_empty_final: is_decoupled, ready: Vec::with_capacity(256) };
         let error = match &first {
             Some(Err(error)) => Some(error.clone()),
             _ => None,
@@ -151,9 +169,10 @@ impl Events {
                 if response.is_final {
                     self.responses = None;
                 }
-                if response.is_final && response.outputs.is_empty() {
+                if response.is_final && response.outputs.is_empty() && self.skips_empty_final {
                     return;
                 }
+                self.skips_empty_final = true;
                 write(&response).map(|text| self.event(&text))
             }
         };

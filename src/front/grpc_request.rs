@@ -61,10 +61,12 @@ fn read_parameters(parameters: Parameters, asked: &mut Asked) -> Result<(), Infe
             Some(ParameterChoice::Uint64Param(value)) if key == "priority" => {
                 Parameter::Int(i64::try_from(value).unwrap_or(i64::MAX))
             }
+            Some(ParameterChoice::Uint64Param(_)) if key == "timeout" => return Err(wrong_type(&key, "int64_param.")),
             _ => return Err(wrong_type(&key, "int64_param, bool_param, or string_param")),
         };
         set_parameter(&mut asked.request, &key, value).map_err(|refusal| match refusal {
             Refusal::Expected(expected) => wrong_type(&key, expected),
+            Refusal::Negative => InferError::invalid(format!("invalid value for '{key}', expected value >= 0.")),
             Refusal::Reserved => InferError::invalid(format!(
                 "parameter keys starting with 'triton_' are reserved for Triton usage. \
                  Only the following keys starting with 'triton_' are allowed: {EMPTY_FINAL}"
@@ -88,10 +90,16 @@ fn read_inputs(
     let mut raw = raw.into_iter();
     let mut tensors = Vec::with_capacity(inputs.len());
     for mut input in inputs {
-        let datatype = DataType::from_name(&input.datatype)
-            .ok_or_else(|| InferError::invalid(format!("invalid datatype for input {}", input.name)))?;
         let contents = input.contents.take();
-        let data = if let Some(slice) = read_region(&input.parameters)? {
+        let unable_to_find = || {
+            InferError::invalid(format!(
+                "unable to find data for input tensor '{}' for model '{model}' in request.",
+                input.name
+            ))
+        };
+        let datatype = DataType::from_name(&input.datatype)
+            .ok_or_else(|| no_datatype(model, &input.name, is_raw, contents.as_ref()).unwrap_or_else(unable_to_find))?;
+        let data = if let Some(slice) = read_region(&input.name, &input.parameters)? {
             memory.read(&slice)?
         } else if is_raw {
             if contents.is_some_and(|contents| contents != InferTensorContents::default()) {
@@ -100,18 +108,34 @@ fn read_inputs(
                     input.name
                 )));
             }
-            raw.next().ok_or_else(|| {
-                InferError::invalid(format!(
-                    "unable to find data for input tensor '{}' for model '{model}' in request.",
-                    input.name
-                ))
-            })?
+            raw.next().ok_or_else(unable_to_find)?
         } else {
-            explicit_data(model, &input.name, datatype, contents.unwrap_or_default())?
+            explicit_data(model, &input.name, datatype, contents.ok_or_else(unable_to_find)?)?
         };
         tensors.push(Tensor { name: input.name, datatype, shape: input.shape, data });
     }
     Ok(tensors)
+}
+
+/// What is said of a tensor whose datatype is none; `None` when it has no data either.
+fn no_datatype(model: &str, name: &str, is_raw: bool, contents: Option<&InferTensorContents>) -> Option<InferError> {
+    if let Some(held) = contents.and_then(|contents| held_types(contents).into_iter().flatten().next()) {
+        return Some(unexpected_contents(model, name, held, "<invalid>"));
+    }
+    is_raw.then(|| {
+        InferError::invalid(format!(
+            "[request id: <id_unknown>] inference input '{name}' data-type is '<invalid>', but model '{model}' expects \
+             another; see the model's metadata"
+        ))
+    })
+}
+
+fn unexpected_contents(model: &str, name: &str, held: DataType, expected: &str) -> InferError {
+    InferError::invalid(format!(
+        "unexpected explicit tensor data for input tensor '{name}' for model '{model}' of type '{}', expected datatype \
+         '{expected}'",
+        held.name()
+    ))
 }
 
 /// Elements given one by one, as raw data.
@@ -123,12 +147,7 @@ fn explicit_data(
 ) -> Result<Bytes, InferError> {
     let held = held_types(&contents);
     if let Some(other) = held.into_iter().flatten().find(|held| *held != field_type(datatype)) {
-        return Err(InferError::invalid(format!(
-            "unexpected explicit tensor data for input tensor '{name}' for model '{model}' of type '{}', \
-             expected datatype '{}'",
-            other.name(),
-            datatype.name()
-        )));
+        return Err(unexpected_contents(model, name, other, datatype.name()));
     }
     let out_of_range = || {
         InferError::invalid(format!(
@@ -194,10 +213,13 @@ fn narrow<Wide: Copy, Narrow: TryFrom<Wide>, const SIZE: usize>(
 fn read_output(output: InferRequestedOutputTensor, asked: &mut Asked) -> Result<(), InferError> {
     let num_classes = match output.parameters.get("classification").map(|parameter| &parameter.parameter_choice) {
         None => 0,
-        Some(Some(ParameterChoice::Int64Param(count))) if *count >= 0 => *count as usize,
+        Some(Some(ParameterChoice::Int64Param(count))) if *count > 0 => *count as usize,
+        Some(Some(ParameterChoice::Int64Param(_))) => {
+            return Err(InferError::invalid("invalid value for 'classification' parameter, expected >= 0"));
+        }
         Some(_) => return Err(wrong_type("classification", "int64_param")),
     };
-    let region = read_region(&output.parameters)?;
+    let region = read_region(&output.name, &output.parameters)?;
     if num_classes > 0 && region.is_some() {
         return Err(InferError::invalid("output can't set both 'shared_memory_region' and 'classification'"));
     }
@@ -208,21 +230,41 @@ fn read_output(output: InferRequestedOutputTensor, asked: &mut Asked) -> Result<
     Ok(())
 }
 
-fn read_region(parameters: &Parameters) -> Result<Option<RegionSlice>, InferError> {
+fn read_region(tensor: &str, parameters: &Parameters) -> Result<Option<RegionSlice>, InferError> {
+    const REGION: &str = "shared_memory_region";
     if parameters.is_empty() {
         return Ok(None);
     }
     let choice = |key: &str| parameters.get(key).map(|parameter| &parameter.parameter_choice);
-    let region = match choice("shared_memory_region") {
-        None => return Ok(None),
-        Some(Some(ParameterChoice::StringParam(region))) => region.clone(),
-        Some(_) => return Err(wrong_type("shared_memory_region", "string_param")),
+    let wrong = |key: &str, expected: &str| {
+        InferError::invalid(format!(
+            "invalid value type for '{key}' parameter for tensor '{tensor}', expected {expected}."
+        ))
     };
+    // A negative number lies outside of every region, as the largest one does.
     let number = |key: &str| match choice(key) {
-        None => Ok(0),
-        Some(Some(ParameterChoice::Int64Param(value))) if *value >= 0 => Ok(*value as u64),
-        Some(_) => Err(wrong_type(key, "int64_param")),
+        None => Ok(None),
+        Some(Some(ParameterChoice::Int64Param(value))) => Ok(Some(u64::try_from(*value).unwrap_or(u64::MAX))),
+        Some(_) => Err(wrong(key, "int64_param")),
     };
     let (offset, byte_size) = (number("shared_memory_offset")?, number("shared_memory_byte_size")?);
-    Ok(Some(RegionSlice { region, offset, byte_size }))
+    let region = match choice(REGION) {
+        None => {
+            let named = [("shared_memory_offset", offset), ("shared_memory_byte_size", byte_size)];
+            return match named.into_iter().find(|(_, value)| value.is_some()) {
+                None => Ok(None),
+                Some((key, _)) => Err(InferError::invalid(format!(
+                    "'{key}' can not be specified without '{REGION}' parameter for tensor '{tensor}'"
+                ))),
+            };
+        }
+        Some(Some(ParameterChoice::StringParam(region))) => region.clone(),
+        Some(_) => return Err(wrong(REGION, "string_param")),
+    };
+    let byte_size = byte_size.ok_or_else(|| {
+        InferError::invalid(format!(
+            "'shared_memory_byte_size' must be specified along with '{REGION}' parameter for tensor '{tensor}'"
+        ))
+    })?;
+    Ok(Some(RegionSlice { region, offset: offset.unwrap_or(0), byte_size }))
 }

@@ -30,14 +30,21 @@ type Answer = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + 
 pub struct GrpcService<R: ServerReflection> {
     state: Arc<State>,
     inference: GrpcInferenceServiceServer<KserveGrpc>,
+    /// The same for calls whose messages are compressed.
+    compressed: GrpcInferenceServiceServer<KserveGrpc>,
     health: HealthServer<Health>,
     reflection: ServerReflectionServer<R>,
 }
 
 impl<R: ServerReflection> Clone for GrpcService<R> {
     fn clone(&self) -> Self {
-        let (inference, health, reflection) = (self.inference.clone(), self.health.clone(), self.reflection.clone());
-        Self { state: self.state.clone(), inference, health, reflection }
+        Self {
+            state: self.state.clone(),
+            inference: self.inference.clone(),
+            compressed: self.compressed.clone(),
+            health: self.health.clone(),
+            reflection: self.reflection.clone(),
+        }
     }
 }
 
@@ -46,23 +53,29 @@ impl<R: ServerReflection> Clone for GrpcService<R> {
 /// # Panics
 /// Never: the descriptors are built with this crate.
 pub fn grpc_service(state: Arc<State>) -> GrpcService<impl ServerReflection> {
-    let limit = state.config.max_grpc_message_bytes;
-    let mut inference = GrpcInferenceServiceServer::new(KserveGrpc::new(state.clone()))
-        .max_decoding_message_size(limit)
-        .max_encoding_message_size(limit)
-        .accept_compressed(CompressionEncoding::Gzip)
-        .accept_compressed(CompressionEncoding::Deflate);
-    inference = match state.config.grpc_response_compression {
-        Compression::None => inference,
-        Compression::Gzip => inference.send_compressed(CompressionEncoding::Gzip),
-        Compression::Deflate => inference.send_compressed(CompressionEncoding::Deflate),
-    };
+    let inference = inference(&state, state.config.max_grpc_message_bytes);
+    // A few bytes can unpack to gigabytes, so what is packed has the smaller bound of HTTP.
+    let compressed = self::inference(&state, state.config.max_grpc_message_bytes.min(state.config.max_http_body_bytes));
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(crate::proto::DESCRIPTORS)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()
         .expect("the descriptors are built with this crate");
-    GrpcService { inference, health: HealthServer::new(Health::new(state.clone())), reflection, state }
+    GrpcService { inference, compressed, health: HealthServer::new(Health::new(state.clone())), reflection, state }
+}
+
+/// The inference service, which takes messages of at most `limit` bytes.
+fn inference(state: &Arc<State>, limit: usize) -> GrpcInferenceServiceServer<KserveGrpc> {
+    let inference = GrpcInferenceServiceServer::new(KserveGrpc::new(state.clone()))
+        .max_decoding_message_size(limit)
+        .max_encoding_message_size(state.config.max_grpc_message_bytes)
+        .accept_compressed(CompressionEncoding::Gzip)
+        .accept_compressed(CompressionEncoding::Deflate);
+    match state.config.grpc_response_compression {
+        Compression::None => inference,
+        Compression::Gzip => inference.send_compressed(CompressionEncoding::Gzip),
+        Compression::Deflate => inference.send_compressed(CompressionEncoding::Deflate),
+    }
 }
 
 /// Headers that the requests of a call take along.
@@ -100,7 +113,8 @@ impl<R: ServerReflection> Service<Request<Incoming>> for GrpcService<R> {
         }
         let path = request.uri().path();
         if path.starts_with("/inference.GRPCInferenceService/") {
-            self.inference.call(request)
+            let is_packed = request.headers().get("grpc-encoding").is_some_and(|coding| coding != "identity");
+            if is_packed { self.compressed.call(request) } else { self.inference.call(request) }
         } else if path.starts_with("/grpc.health.v1.Health/") {
             self.health.call(request)
         } else if path.starts_with("/grpc.reflection.v1.ServerReflection/") {

@@ -28,10 +28,23 @@ pub enum Route<'a> {
     RepositoryIndex,
     LoadModel(&'a str),
     UnloadModel(&'a str),
-    MemoryStatus { kind: MemoryKind, region: &'a str },
-    MemoryRegister { kind: MemoryKind, region: &'a str },
-    MemoryUnregister { kind: MemoryKind, region: &'a str },
-    TraceSetting { model: &'a str },
+    /// Load or unload in a repository of that name: there are no names.
+    NamedRepository,
+    MemoryStatus {
+        kind: MemoryKind,
+        region: &'a str,
+    },
+    MemoryRegister {
+        kind: MemoryKind,
+        region: &'a str,
+    },
+    MemoryUnregister {
+        kind: MemoryKind,
+        region: &'a str,
+    },
+    TraceSetting {
+        model: &'a str,
+    },
     Logging,
 }
 
@@ -62,12 +75,9 @@ impl<'a> Route<'a> {
             ["models", "stats"] => Some(Route::ModelStatistics(ModelPath { name: "", version: "" })),
             ["models", name, rest @ ..] => Self::of_model(name, rest),
             ["repository", "index"] | ["repository", _, "index"] => Some(Route::RepositoryIndex),
-            ["repository", "models", name, "load"] | ["repository", _, "models", name, "load"] => {
-                Some(Route::LoadModel(name))
-            }
-            ["repository", "models", name, "unload"] | ["repository", _, "models", name, "unload"] => {
-                Some(Route::UnloadModel(name))
-            }
+            ["repository", "models", name, "load"] => Some(Route::LoadModel(name)),
+            ["repository", "models", name, "unload"] => Some(Route::UnloadModel(name)),
+            ["repository", _, "models", _, "load" | "unload"] => Some(Route::NamedRepository),
             ["systemsharedmemory", rest @ ..] => Self::of_memory(MemoryKind::System, rest),
             ["cudasharedmemory", rest @ ..] => Self::of_memory(MemoryKind::Cuda, rest),
             ["trace", "setting"] => Some(Route::TraceSetting { model: "" }),
@@ -91,7 +101,7 @@ impl<'a> Route<'a> {
             ["infer"] => Some(Route::Infer(model)),
             ["generate"] => Some(Route::Generate(model)),
             ["generate_stream"] => Some(Route::GenerateStream(model)),
-            ["trace", "setting"] => Some(Route::TraceSetting { model: name }),
+            ["trace", "setting"] if version.is_empty() => Some(Route::TraceSetting { model: name }),
             _ => None,
         }
     }
@@ -99,7 +109,7 @@ impl<'a> Route<'a> {
     fn of_memory(kind: MemoryKind, rest: &[&'a str]) -> Option<Self> {
         let (region, verb) = match rest {
             ["region", region, verb] => (*region, *verb),
-            [verb] if *verb != "register" => ("", *verb),
+            [verb] => ("", *verb),
             _ => return None,
         };
         match verb {
@@ -119,6 +129,7 @@ impl<'a> Route<'a> {
             | Route::RepositoryIndex
             | Route::LoadModel(_)
             | Route::UnloadModel(_)
+            | Route::NamedRepository
             | Route::MemoryRegister { .. }
             | Route::MemoryUnregister { .. } => method == Method::POST,
             Route::TraceSetting { .. } | Route::Logging => method == Method::GET || method == Method::POST,
@@ -162,7 +173,7 @@ mod tests {
             "/v2/models/m/versions",
             "/v2/models/m/versions/abc",
             "/v2/models/m/versions/-1",
-            "/v2/systemsharedmemory/register",
+            "/v2/models/m/versions/1/trace/setting",
             "/v2/a/b/c/d/e/f/g/h/i",
             "/v2/models//infer",
         ] {

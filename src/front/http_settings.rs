@@ -1,14 +1,18 @@
 //! Shared memory, trace and log settings over HTTP.
 
+use bytes::Bytes;
 use serving::InferError;
 
 use crate::base64;
 use crate::http_route::MemoryKind;
-use crate::json::{self, Value, in_field};
+use crate::json::{self, Value};
 use crate::json_writer::JsonWriter;
-use crate::kserve_grpc::cuda_memory_unsupported;
-use crate::settings::{LogValue, TRACE_KEYS, TraceChanges};
+use crate::kserve_grpc::{cuda_memory_unsupported, no_cuda_region};
+use crate::settings::{LogFormat, LogValue, TRACE_KEYS, TraceChanges};
 use crate::state::State;
+
+/// A `cudaIpcMemHandle_t`.
+const CUDA_HANDLE_BYTES: usize = 64;
 
 /// `GET …sharedmemory[/region/N]/status`
 ///
@@ -17,7 +21,8 @@ use crate::state::State;
 pub fn memory_status(state: &State, kind: MemoryKind, region: &str) -> Result<Vec<u8>, InferError> {
     let regions = match kind {
         MemoryKind::System => state.memory.status(region)?,
-        MemoryKind::Cuda => Vec::new(),
+        MemoryKind::Cuda if region.is_empty() => Vec::new(),
+        MemoryKind::Cuda => return Err(no_cuda_region(region)),
     };
     let mut writer = JsonWriter::with_capacity(128);
     writer.begin_array();
@@ -40,6 +45,12 @@ pub fn memory_status(state: &State, kind: MemoryKind, region: &str) -> Result<Ve
 /// # Errors
 /// When a field is missing or wrong, or the memory cannot be had.
 pub fn register_memory(state: &State, kind: MemoryKind, region: &str, body: &[u8]) -> Result<(), InferError> {
+    if region.is_empty() {
+        let memory = if kind == MemoryKind::Cuda { "cuda" } else { "system" };
+        return Err(InferError::invalid(format!(
+            "'region name' is necessary to register {memory} shared memory region"
+        )));
+    }
     let root = json::parse(body)?;
     let required = |field: &str| {
         root.member(field)
@@ -47,7 +58,13 @@ pub fn register_memory(state: &State, kind: MemoryKind, region: &str, body: &[u8
     };
     if kind == MemoryKind::Cuda {
         let handle = required("raw_handle")?.required("b64")?.as_str()?;
-        base64::decode(handle).ok_or_else(|| InferError::invalid("failed to decode raw_handle: not base64"))?;
+        for field in ["device_id", "byte_size"] {
+            let absent = || InferError::internal(format!("attempt to access non-existing object member '{field}'"));
+            root.member(field).ok_or_else(absent)?.as_u64()?;
+        }
+        if base64::decode(handle).is_none_or(|handle| handle.len() != CUDA_HANDLE_BYTES) {
+            return Err(InferError::invalid("'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"));
+        }
         return Err(cuda_memory_unsupported());
     }
     let key = required("key")?.as_str()?;
@@ -55,15 +72,16 @@ pub fn register_memory(state: &State, kind: MemoryKind, region: &str, body: &[u8
     state.memory.register(region, key, offset, required("byte_size")?.as_u64()?)
 }
 
-/// Answers `trace/setting`, after the changes in `body` if there are any.
+/// Answers `trace/setting`, after the changes if there are any.
 ///
 /// # Errors
 /// When the body is wrong, or there is no such model.
-pub fn trace(state: &State, model: &str, body: &[u8]) -> Result<Vec<u8>, InferError> {
+pub fn trace(state: &State, model: &str, body: Option<&Bytes>) -> Result<Vec<u8>, InferError> {
     let mut changes = TraceChanges::new();
-    if !body.is_empty() {
-        let root = json::parse(body)?;
-        for (key, value) in root.as_object()? {
+    if let Some(body) = body
+        && let Value::Object(members) = json::parse(body)?
+    {
+        for (key, value) in members.iter().filter(|(key, _)| TRACE_KEYS.contains(&key.as_ref())) {
             changes.push((key.to_string(), trace_values(key, value)?));
         }
     }
@@ -87,32 +105,31 @@ pub fn trace(state: &State, model: &str, body: &[u8]) -> Result<Vec<u8>, InferEr
 
 /// `None` clears the setting.
 fn trace_values(key: &str, value: &Value<'_>) -> Result<Option<Vec<String>>, InferError> {
-    let named = |error| in_field(key, error);
     match value {
         Value::Null => Ok(None),
-        Value::Array(array) => {
+        value if key == "trace_level" => {
             let mut values = Vec::new();
-            array.for_each(|value| {
-                values.push(value.as_str().map_err(named)?.to_owned());
+            value.as_array()?.for_each(|value| {
+                values.push(value.as_str()?.to_owned());
                 Ok(())
             })?;
             Ok(Some(values))
         }
-        Value::Number(text) => Ok(Some(vec![(*text).to_owned()])),
-        value => Ok(Some(vec![value.as_str().map_err(named)?.to_owned()])),
+        value => Ok(Some(vec![value.as_str()?.to_owned()])),
     }
 }
 
-/// Answers `logging`, after the changes in `body` if there are any.
+/// Answers `logging`, after the changes if there are any.
 ///
 /// # Errors
 /// When the body is wrong, or a setting cannot change.
-pub fn logging(state: &State, body: &[u8]) -> Result<Vec<u8>, InferError> {
+pub fn logging(state: &State, body: Option<&Bytes>) -> Result<Vec<u8>, InferError> {
     let mut changes = Vec::new();
-    if !body.is_empty() {
-        let root = json::parse(body)?;
-        for (key, value) in root.as_object()? {
-            changes.push((key.to_string(), log_value(key, value)?));
+    if let Some(body) = body
+        && let Value::Object(members) = json::parse(body)?
+    {
+        for (key, value) in &members {
+            changes.extend(log_value(key, value)?.map(|value| (key.to_string(), value)));
         }
     }
     let values = state.log.update(changes)?;
@@ -130,14 +147,24 @@ pub fn logging(state: &State, body: &[u8]) -> Result<Vec<u8>, InferError> {
     Ok(writer.finish())
 }
 
-fn log_value(key: &str, value: &Value<'_>) -> Result<LogValue, InferError> {
-    match value {
-        Value::Bool(value) => Ok(LogValue::Bool(*value)),
-        Value::Number(_) => {
+/// The value of a setting; `None` when there is no such setting.
+fn log_value(key: &str, value: &Value<'_>) -> Result<Option<LogValue>, InferError> {
+    Ok(Some(match key {
+        "log_info" | "log_warning" | "log_error" => LogValue::Bool(value.as_bool()?),
+        "log_verbose_level" => {
             let number = value.as_u64()?;
-            let fits = u32::try_from(number).map(LogValue::Uint);
-            fits.map_err(|_| InferError::invalid(format!("'{key}' is {number}, expected at most {}", u32::MAX)))
+            LogValue::Uint(
+                u32::try_from(number)
+                    .map_err(|_| InferError::invalid(format!("'{key}' is {number}, expected at most {}", u32::MAX)))?,
+            )
         }
-        value => Ok(LogValue::String(value.as_str()?.to_owned())),
-    }
+        "log_file" => LogValue::String(String::new()), // Refused whatever it is.
+        "log_format" => {
+            let name = value.as_str()?;
+            let unknown = |_| InferError::unavailable(format!("invalid argument for --log_format, got: {name}"));
+            name.parse::<LogFormat>().map_err(unknown)?;
+            LogValue::String(name.to_owned())
+        }
+        _ => return Ok(None),
+    }))
 }

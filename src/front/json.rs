@@ -9,6 +9,9 @@ use serving::{DataType, InferError};
 /// Deepest nesting that is read.
 pub const MAX_DEPTH: usize = 128;
 
+/// May stand before a text, and says nothing.
+const BYTE_ORDER_MARK: char = '\u{feff}';
+
 type Result<T> = std::result::Result<T, InferError>;
 
 /// One JSON value; a number or an array is still text.
@@ -40,8 +43,11 @@ pub fn parse(body: &[u8]) -> Result<Value<'_>> {
     let text =
         std::str::from_utf8(body).map_err(|error| malformed("Invalid encoding in string.", error.valid_up_to()))?;
     let mut parser = Parser { text, at: 0, depth: 0 };
+    if text.starts_with(BYTE_ORDER_MARK) {
+        parser.at = BYTE_ORDER_MARK.len_utf8();
+    }
     parser.skip_space();
-    if parser.at == text.len() {
+    if matches!(parser.peek(), None | Some(0)) {
         return Err(malformed("The document is empty.", parser.at));
     }
     let value = parser.value()?;
@@ -112,7 +118,7 @@ impl<'a> Value<'a> {
     pub fn as_f64(&self) -> Result<f64> {
         match self {
             Value::Number(text) => Ok(double(text)),
-            _ => Err(wrong_type("number")),
+            _ => Err(InferError::internal("attempt to access JSON non-number as double")),
         }
     }
 
@@ -143,6 +149,19 @@ impl<'a> Array<'a> {
         parser.array(visit)
     }
 
+    /// Elements of the array itself, nested ones not counted.
+    ///
+    /// # Errors
+    /// Never: the text is well-formed.
+    pub fn count(self) -> Result<usize> {
+        let mut count = 0;
+        self.for_each(|_| {
+            count += 1;
+            Ok(())
+        })?;
+        Ok(count)
+    }
+
     /// Appends the elements, nested ones in row-major order, as raw tensor data. Returns how many.
     ///
     /// # Errors
@@ -159,9 +178,7 @@ impl<'a> Array<'a> {
                 return inner.flatten_into(datatype, limit, count, data);
             }
             if *count == limit {
-                return Err(InferError::internal(
-                    "Unable to parse 'data': Shape does not match true shape of 'data' field",
-                ));
+                return Err(shape_mismatch());
             }
             *count += 1;
             push_element(&value, datatype, data)
@@ -169,11 +186,16 @@ impl<'a> Array<'a> {
     }
 }
 
+/// What a client reads whose data has more or fewer elements than its shape.
+pub fn shape_mismatch() -> InferError {
+    InferError::internal("Unable to parse 'data': Shape does not match true shape of 'data' field")
+}
+
 /// Appends one scalar as raw tensor data. An integer that its type cannot hold is refused.
 pub fn push_element(value: &Value<'_>, datatype: DataType, data: &mut Vec<u8>) -> Result<()> {
     let parsed = match datatype {
         DataType::Bytes => return push_string(value, data),
-        DataType::Bool => boolean(value).map(|value| data.push(u8::from(value))),
+        DataType::Bool => value.as_bool().map(|value| data.push(u8::from(value))),
         DataType::Uint8 => unsigned(value, datatype).map(|value: u8| data.push(value)),
         DataType::Uint16 => unsigned(value, datatype).map(|value: u16| data.extend(value.to_le_bytes())),
         DataType::Uint32 => unsigned(value, datatype).map(|value: u32| data.extend(value.to_le_bytes())),
@@ -202,15 +224,6 @@ fn push_string(value: &Value<'_>, data: &mut Vec<u8>) -> Result<()> {
     Ok(())
 }
 
-/// 0 and 1 also stand for booleans.
-fn boolean(value: &Value<'_>) -> Result<bool> {
-    match value {
-        Value::Number("0") => Ok(false),
-        Value::Number("1") => Ok(true),
-        _ => value.as_bool(),
-    }
-}
-
 fn unsigned<T: TryFrom<u64>>(value: &Value<'_>, datatype: DataType) -> Result<T> {
     let wide = value.as_u64()?;
     T::try_from(wide).map_err(|_| out_of_range(wide, datatype))
@@ -230,10 +243,7 @@ fn wrong_type(expected: &str) -> InferError {
 }
 
 fn integer<T: std::str::FromStr>(text: &str, expected: &str) -> Result<T> {
-    text.parse().map_err(|_| {
-        let is_whole = text.bytes().all(|byte| byte.is_ascii_digit());
-        if is_whole { InferError::invalid(format!("{text} does not fit in 64 bits")) } else { wrong_type(expected) }
-    })
+    text.parse().map_err(|_| wrong_type(expected))
 }
 
 fn double(text: &str) -> f64 {
@@ -242,6 +252,15 @@ fn double(text: &str) -> f64 {
 
 fn malformed(what: &str, at: usize) -> InferError {
     InferError::internal(format!("failed to parse the request JSON buffer: {what} at {at}"))
+}
+
+fn unclosed_string(at: usize) -> InferError {
+    malformed("Missing a closing quotation mark in string.", at)
+}
+
+/// A NUL ends a text for Triton's parser.
+fn control_character(byte: u8, at: usize) -> InferError {
+    if byte == 0 { unclosed_string(at) } else { malformed("Invalid escape character in string.", at) }
 }
 
 struct Parser<'a> {
@@ -284,10 +303,12 @@ impl<'a> Parser<'a> {
     }
 
     fn literal(&mut self, word: &str, value: Value<'a>) -> Result<Value<'a>> {
-        if !self.text[self.at..].starts_with(word) {
+        let rest = &self.text.as_bytes()[self.at..];
+        let matching = word.bytes().zip(rest).take_while(|(wanted, found)| wanted == *found).count();
+        self.at += matching;
+        if matching < word.len() {
             return Err(malformed("Invalid value.", self.at));
         }
-        self.at += word.len();
         Ok(value)
     }
 
@@ -365,9 +386,9 @@ impl<'a> Parser<'a> {
             match bytes.get(end) {
                 Some(b'"') => break,
                 Some(b'\\') => return self.escaped_string(start, end).map(Cow::Owned),
-                Some(0..0x20) => return Err(malformed("Invalid encoding in string.", end)),
+                Some(&byte @ 0..0x20) => return Err(control_character(byte, end)),
                 Some(_) => end += 1,
-                None => return Err(malformed("Missing a closing quotation mark in string.", start - 1)),
+                None => return Err(unclosed_string(end)),
             }
         }
         self.at = end + 1;
@@ -381,7 +402,7 @@ impl<'a> Parser<'a> {
         let mut at = at;
         loop {
             let run = bytes[at..].iter().position(|&byte| byte == b'"' || byte == b'\\' || byte < 0x20);
-            let end = at + run.ok_or_else(|| malformed("Missing a closing quotation mark in string.", start - 1))?;
+            let end = at + run.ok_or_else(|| unclosed_string(bytes.len()))?;
             value.push_str(&self.text[at..end]);
             match bytes[end] {
                 b'"' => {
@@ -393,7 +414,7 @@ impl<'a> Parser<'a> {
                     value.push(character);
                     at = next;
                 }
-                _ => return Err(malformed("Invalid encoding in string.", end)),
+                byte => return Err(control_character(byte, end)),
             }
         }
     }
@@ -509,8 +530,8 @@ mod tests {
         assert_eq!(message("{}x"), format!("{head}The document root must not be followed by other values. at 2"));
         assert_eq!(message("[1 2]"), format!("{head}Missing a comma or ] after an array element. at 3"));
         assert_eq!(message(r#"{"a" 1}"#), format!("{head}Missing a colon after a name of object member. at 5"));
-        assert_eq!(message(r#"{"a": tru}"#), format!("{head}Invalid value. at 6"));
-        assert_eq!(message(r#"["a"#), format!("{head}Missing a closing quotation mark in string. at 1"));
+        assert_eq!(message(r#"{"a": tru}"#), format!("{head}Invalid value. at 9"));
+        assert_eq!(message(r#"["a"#), format!("{head}Missing a closing quotation mark in string. at 3"));
         assert_eq!(message(r#"["\ud800"]"#), format!("{head}The surrogate pair in string is invalid. at 2"));
     }
 

@@ -30,6 +30,12 @@ impl KserveGrpc {
     }
 
     async fn infer(&self, message: ModelInferRequest, forwarded: Option<Forwarded>) -> Result<InferReply, InferError> {
+        if self.state.server.is_decoupled(&message.model_name, &message.model_version)? {
+            return Err(InferError::new(
+                ErrorKind::Unsupported,
+                "ModelInfer RPC doesn't support models with decoupled transaction policy",
+            ));
+        }
         let asked = grpc_request::read(message, &self.state.memory)?;
         let mut request = asked.request;
         if let Some(Forwarded(headers)) = forwarded {
@@ -38,12 +44,6 @@ impl KserveGrpc {
         let trace = self.state.sample_trace(&request.model_name);
         trace.iter().for_each(|trace| trace.mark("GRPC_WAITREAD_END"));
         request.trace = trace.clone();
-        if self.state.server.is_decoupled(&request.model_name, &request.model_version)? {
-            return Err(InferError::new(
-                ErrorKind::Unsupported,
-                "ModelInfer RPC doesn't support models with decoupled transaction policy",
-            ));
-        }
         let model = request.model_name.clone();
         let response = single_response(&model, self.state.server.infer(request)?).await?;
         trace.iter().for_each(|trace| trace.mark("GRPC_SEND_START"));
@@ -81,7 +81,7 @@ impl GrpcInferenceService for KserveGrpc {
 
     async fn model_ready(&self, request: Request<ModelReadyRequest>) -> Result<Response<ModelReadyResponse>, Status> {
         let model = request.into_inner();
-        let is_ready = self.state.server.model_is_ready(&model.name, &model.version).unwrap_or(false);
+        let is_ready = self.state.server.model_is_ready(&model.name, &model.version).map_err(grpc_status)?;
         Ok(Response::new(ModelReadyResponse { ready: is_ready && !self.state.is_draining() }))
     }
 
@@ -120,8 +120,12 @@ impl GrpcInferenceService for KserveGrpc {
     /// Always none: see [`cuda_memory_unsupported`].
     async fn cuda_shared_memory_status(
         &self,
-        _: Request<CudaSharedMemoryStatusRequest>,
+        request: Request<CudaSharedMemoryStatusRequest>,
     ) -> Result<Response<CudaSharedMemoryStatusResponse>, Status> {
+        let region = request.into_inner().name;
+        if !region.is_empty() {
+            return Err(grpc_status(no_cuda_region(&region)));
+        }
         Ok(Response::new(CudaSharedMemoryStatusResponse::default()))
     }
 
@@ -159,13 +163,16 @@ impl GrpcInferenceService for KserveGrpc {
     ) -> Result<Response<LogSettingsResponse>, Status> {
         use log_settings_request::setting_value::ParameterChoice as Asked;
         use log_settings_response::{SettingValue, setting_value::ParameterChoice};
-        let settings = request.into_inner().settings.into_iter().filter_map(|(key, setting)| {
-            let value = match setting.parameter_choice? {
-                Asked::BoolParam(value) => LogValue::Bool(value),
-                Asked::Uint32Param(value) => LogValue::Uint(value),
-                Asked::StringParam(value) => LogValue::String(value),
+        let settings = request.into_inner().settings.into_iter().map(|(key, setting)| {
+            let value = match setting.parameter_choice {
+                Some(Asked::BoolParam(value)) => LogValue::Bool(value),
+                Some(Asked::Uint32Param(value)) => LogValue::Uint(value),
+                Some(Asked::StringParam(value)) => LogValue::String(value),
+                // Nothing is of the wrong type for every setting.
+                None if key == "log_format" => LogValue::Bool(false),
+                None => LogValue::String(String::new()),
             };
-            Some((key, value))
+            (key, value)
         });
         let values = self.state.log.update(settings.collect()).map_err(grpc_status)?;
         let settings = values.into_iter().map(|(key, value)| {
@@ -260,6 +267,11 @@ fn no_repository_name(name: &str) -> Result<(), Status> {
     } else {
         Err(Status::unimplemented("'repository_name' specification is not supported"))
     }
+}
+
+/// No region can have that name.
+pub fn no_cuda_region(region: &str) -> InferError {
+    InferError::new(ErrorKind::NotFound, format!("Unable to find cuda shared memory region: '{region}'"))
 }
 
 /// Tensors in a client's device memory need a front process with a device context, which rank 0 has none of.

@@ -43,32 +43,43 @@ pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Rep
         let words = format!("This API is restricted, expecting header '{header}'");
         return Ok(reply(StatusCode::FORBIDDEN, JSON, error_text(&words)));
     }
-    Ok(answer(&state, route, &head.headers, body).await.unwrap_or_else(|error| error_reply(&error)))
+    let changes = head.method == http::Method::POST;
+    Ok(answer(&state, route, changes, &head.headers, body).await.unwrap_or_else(|error| error_reply(&error)))
 }
 
-async fn answer(state: &State, route: Route<'_>, headers: &HeaderMap, body: Incoming) -> Result<Reply, InferError> {
+/// `changes`: whether the request's method may change anything.
+async fn answer(
+    state: &State,
+    route: Route<'_>,
+    changes: bool,
+    headers: &HeaderMap,
+    body: Incoming,
+) -> Result<Reply, InferError> {
     match route {
         Route::Infer(model) => infer(state, model, headers, body).await,
         Route::Generate(model) => generate(state, model, headers, body).await,
         Route::GenerateStream(model) => generate_stream(state, model, headers, body).await,
         Route::Live => Ok(probe(state.server.is_live(), StatusCode::BAD_REQUEST)),
         Route::Ready => Ok(ready(state)),
-        Route::ModelReady(model) => Ok(model_ready(state, model)),
+        Route::ModelReady(model) => model_ready(state, model),
         Route::ServerMetadata => Ok(json_reply(http_models::server_metadata(&state.server))),
         Route::ModelMetadata(model) => http_models::model_metadata(&state.server, model).map(json_reply),
         Route::ModelConfig(model) => http_models::model_config(&state.server, model).map(json_reply),
         Route::ModelStatistics(model) => http_models::statistics(&state.server, model).map(json_reply),
-        other => control(state, other, read_body(state, headers, body).await?).await.map(json_reply),
+        other => control(state, other, changes, read_body(state, headers, body).await?).await.map(json_reply),
     }
 }
 
 /// Requests that change or show the server's own state.
-async fn control(state: &State, route: Route<'_>, body: Bytes) -> Result<Vec<u8>, InferError> {
+async fn control(state: &State, route: Route<'_>, changes: bool, body: Bytes) -> Result<Vec<u8>, InferError> {
     let done = |()| Vec::new();
     match route {
         Route::RepositoryIndex => http_repository::index(&state.server, &body),
         Route::LoadModel(model) => http_repository::load(&state.server, model, &body).await.map(done),
         Route::UnloadModel(model) => http_repository::unload(&state.server, model, &body).await.map(done),
+        Route::NamedRepository => {
+            Err(InferError::new(ErrorKind::Unsupported, "'repository_name' specification is not supported"))
+        }
         Route::MemoryStatus { kind, region } => http_settings::memory_status(state, kind, region),
         Route::MemoryRegister { kind, region } => http_settings::register_memory(state, kind, region, &body).map(done),
         Route::MemoryUnregister { kind, region } => {
@@ -77,8 +88,8 @@ async fn control(state: &State, route: Route<'_>, body: Bytes) -> Result<Vec<u8>
             }
             Ok(Vec::new())
         }
-        Route::TraceSetting { model } => http_settings::trace(state, model, &body),
-        Route::Logging => http_settings::logging(state, &body),
+        Route::TraceSetting { model } => http_settings::trace(state, model, changes.then_some(&body)),
+        Route::Logging => http_settings::logging(state, changes.then_some(&body)),
         _ => unreachable!("the other routes are answered above"),
     }
 }
@@ -88,9 +99,10 @@ fn ready(state: &State) -> Reply {
     probe(state.is_ready(), status)
 }
 
-fn model_ready(state: &State, model: ModelPath<'_>) -> Reply {
-    let is_ready = !state.is_draining() && state.server.model_is_ready(model.name, model.version).unwrap_or(false);
-    if is_ready { probe(true, StatusCode::OK) } else { plain_error(StatusCode::BAD_REQUEST, "Model version not ready") }
+fn model_ready(state: &State, model: ModelPath<'_>) -> Result<Reply, InferError> {
+    let is_ready = state.server.model_is_ready(model.name, model.version)? && !state.is_draining();
+    let not_ready = || plain_error(StatusCode::BAD_REQUEST, "Model version not ready");
+    Ok(if is_ready { probe(true, StatusCode::OK) } else { not_ready() })
 }
 
 async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: Incoming) -> Result<Reply, InferError> {
@@ -99,24 +111,23 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     mark(&trace, "HTTP_RECV_START");
     let body = read_body(state, headers, body).await?;
     mark(&trace, "HTTP_RECV_END");
-    if body.is_empty() {
-        return Err(InferError::invalid("the request has no body, expected a JSON infer request"));
-    }
-    let mut asked = match head_len(headers)? {
-        Some(0) => http_infer::read_raw(body, &*state.server.model_config(model.name, model.version)?)?,
-        head_len => http_infer::read(body, head_len, &state.memory)?,
-    };
-    asked.request.model_name = model.name.to_owned();
-    asked.request.model_version = model.version.to_owned();
-    asked.request.trace = trace.clone();
-    forward(&mut asked.request, &state.config.http_forward.pick(headers)?);
-    let Asked { request, outputs, is_binary } = asked;
     if state.server.is_decoupled(model.name, model.version)? {
         return Err(InferError::new(
             ErrorKind::Unsupported,
             "HTTP end point doesn't support models with decoupled transaction policy",
         ));
     }
+    let head_len = head_len(headers, body.len())?;
+    let mut asked = if body.is_empty() || head_len == Some(0) {
+        http_infer::read_raw(body, &*state.server.model_config(model.name, model.version)?)?
+    } else {
+        http_infer::read(model.name, body, head_len, &state.memory)?
+    };
+    asked.request.model_name = model.name.to_owned();
+    asked.request.model_version = model.version.to_owned();
+    asked.request.trace = trace.clone();
+    forward(&mut asked.request, &state.config.http_forward.pick(headers)?);
+    let Asked { request, outputs, is_binary } = asked;
     let response = single_response(model.name, state.server.infer(request)?).await?;
     mark(&trace, "HTTP_SEND_START");
     let answer = http_infer::write(state.deliver(&outputs, response)?, &outputs, is_binary)?;
@@ -137,8 +148,8 @@ async fn generate(
     headers: &HeaderMap,
     body: Incoming,
 ) -> Result<Reply, InferError> {
-    let responses = start_generate(state, model, headers, body).await?;
-    let response = match generate::only_response(responses).await {
+    let (responses, is_decoupled) = start_generate(state, model, headers, body).await?;
+    let response = match generate::only_response(responses, is_decoupled).await {
         Ok(response) => response,
         Err(error) => return Ok(reply(generate_status(error.kind), JSON, error_text(&error.message))),
     };
@@ -154,18 +165,19 @@ async fn generate_stream(
     headers: &HeaderMap,
     body: Incoming,
 ) -> Result<Reply, InferError> {
-    let responses = start_generate(state, model, headers, body).await?;
-    let (events, error) = Events::start(responses).await;
+    let (responses, is_decoupled) = start_generate(state, model, headers, body).await?;
+    let (events, error) = Events::start(responses, is_decoupled).await;
     let status = error.map_or(StatusCode::OK, |error| generate_status(error.kind));
     Ok(reply(status, EVENTS, ReplyBody::Events(Box::pin(events))))
 }
 
+/// The responses, and whether there may be any number of them.
 async fn start_generate(
     state: &State,
     model: ModelPath<'_>,
     headers: &HeaderMap,
     body: Incoming,
-) -> Result<serving::ResponseStream, InferError> {
+) -> Result<(serving::ResponseStream, bool), InferError> {
     let trace = state.sample_trace(model.name);
     mark(&trace, "HTTP_RECV_START");
     let body = read_body(state, headers, body).await?;
@@ -176,7 +188,8 @@ async fn start_generate(
     request.model_version = model.version.to_owned();
     request.trace = trace;
     forward(&mut request, &state.config.http_forward.pick(headers)?);
-    state.server.infer(request)
+    let is_decoupled = state.server.is_decoupled(model.name, model.version)?;
+    Ok((state.server.infer(request)?, is_decoupled))
 }
 
 /// The body, unpacked.
@@ -205,13 +218,15 @@ fn compress(reply: Reply, coding: Coding) -> Result<Reply, InferError> {
     Ok(Response::from_parts(head, packed.into()))
 }
 
-fn head_len(headers: &HeaderMap) -> Result<Option<usize>, InferError> {
-    let Some(value) = header(headers, &HEAD_LENGTH) else { return Ok(None) };
-    value.trim().parse().map(Some).map_err(|_| {
-        InferError::invalid(format!(
+fn head_len(headers: &HeaderMap, body_len: usize) -> Result<Option<usize>, InferError> {
+    let Some(value) = header(headers, &HEAD_LENGTH).map(str::trim) else { return Ok(None) };
+    let digits = value.strip_prefix(['-', '+']).unwrap_or(value);
+    if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(InferError::invalid(format!(
             "Unable to parse Inference-Header-Content-Length: got '{value}', expected a length"
-        ))
-    })
+        )));
+    }
+    value.parse().map(Some).map_err(|_| http_infer::not_in_body(value, body_len))
 }
 
 fn header<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {

@@ -23,6 +23,8 @@ mod coding;
 mod config;
 mod exposition;
 mod forward;
+#[cfg(feature = "fuzzing")]
+pub mod fuzz;
 mod generate;
 mod grpc_models;
 mod grpc_request;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hyper_util::server::graceful::GracefulConnection;
-use tokio::net::{TcpListener, TcpSocket, lookup_host};
+use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
 use tokio::sync::Semaphore;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
@@ -58,6 +58,9 @@ fn listen(address: SocketAddr, is_shared: bool) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
+/// Longest beginning that is waited for.
+pub const MAX_PREFACE_BYTES: usize = 24;
+
 /// What bounds the connections of a port.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
@@ -67,6 +70,10 @@ pub struct Limits {
     pub max_age: Option<Duration>,
     /// Time that its last requests have from then on; `None` is for ever.
     pub age_grace: Option<Duration>,
+    /// Time in which a client must have begun to speak the port's protocol.
+    pub patience: Duration,
+    /// The bytes of that beginning, where the protocol's own server would wait for them for ever.
+    pub preface_bytes: usize,
 }
 
 /// One port and its connections.
@@ -126,6 +133,32 @@ struct Door<F> {
     connect: F,
 }
 
+/// Pause between two looks at a preface that comes in pieces.
+const PREFACE_PAUSE: Duration = Duration::from_millis(20);
+
+impl<F> Door<F> {
+    /// The socket of a client that has begun to speak.
+    async fn greet(&self, stream: TcpStream) -> io::Result<Socket> {
+        if self.acceptor.is_none() && self.limits.preface_bytes > 0 {
+            let mut preface = [0; MAX_PREFACE_BYTES];
+            let preface = &mut preface[..self.limits.preface_bytes];
+            while let 1.. = self.missing(&stream, preface).await? {
+                tokio::time::sleep(PREFACE_PAUSE).await;
+            }
+        }
+        Socket::accept(stream, self.acceptor.as_ref()).await
+    }
+
+    /// How many bytes of the preface have not come yet. They stay in the socket.
+    async fn missing(&self, stream: &TcpStream, preface: &mut [u8]) -> io::Result<usize> {
+        let wanted = preface.len();
+        match stream.peek(preface).await? {
+            0 => Err(io::ErrorKind::UnexpectedEof.into()),
+            found => Ok(wanted - found),
+        }
+    }
+}
+
 async fn accept<F, C>(listener: TcpListener, permits: Arc<Semaphore>, door: Arc<Door<F>>)
 where
     F: Fn(Socket) -> C + Send + Sync + 'static,
@@ -145,9 +178,11 @@ where
                 let _ = stream.set_nodelay(true); // Only costs latency where it fails.
                 let door = door.clone();
                 tokio::spawn(async move {
-                    match Socket::accept(stream, door.acceptor.as_ref()).await {
-                        Ok(socket) => serve((door.connect)(socket), door.limits, door.stop.clone()).await,
-                        Err(error) => tracing::debug!("no TLS with a client: {error}"),
+                    let greeted = tokio::time::timeout(door.limits.patience, door.greet(stream));
+                    match greeted.await {
+                        Ok(Ok(socket)) => serve((door.connect)(socket), door.limits, door.stop.clone()).await,
+                        Ok(Err(error)) => tracing::debug!("a client did not begin: {error}"),
+                        Err(_) => tracing::debug!("a client did not begin within {:?}", door.limits.patience),
                     }
                     drop(permit);
                 });

@@ -54,7 +54,9 @@ impl Api {
                 Api::SharedMemory
             }
             Route::ModelConfig(_) => Api::ModelConfig,
-            Route::RepositoryIndex | Route::LoadModel(_) | Route::UnloadModel(_) => Api::ModelRepository,
+            Route::RepositoryIndex | Route::LoadModel(_) | Route::UnloadModel(_) | Route::NamedRepository => {
+                Api::ModelRepository
+            }
             Route::ModelStatistics(_) => Api::Statistics,
             Route::TraceSetting { .. } => Api::Trace,
             Route::Logging => Api::Logging,

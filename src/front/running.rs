@@ -16,7 +16,7 @@ use crate::coalesce::Coalesce;
 use crate::config::Config;
 use crate::grpc_service::grpc_service;
 use crate::kserve_http;
-use crate::listener::{Limits, Port, StartError, bind};
+use crate::listener::{Limits, MAX_PREFACE_BYTES, Port, StartError, bind};
 use crate::metrics::{self, MetricsSource};
 use crate::state::State;
 
@@ -100,6 +100,8 @@ fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<S
         max_connections: config.max_connections,
         max_age: config.grpc_max_connection_age,
         age_grace: config.grpc_max_connection_age_grace,
+        patience: config.http_header_timeout,
+        preface_bytes: MAX_PREFACE_BYTES, // "PRI * HTTP/2.0" and what follows (RFC 9113, 3.4).
     };
     Port::open(listener, limits, acceptor, move |stream| {
         let io = Coalesce::new(TokioIo::new(stream));
@@ -126,12 +128,13 @@ fn serve_metrics(listener: TcpListener, state: Arc<State>) -> std::io::Result<Po
 }
 
 fn http_limits(config: &Config) -> Limits {
-    Limits { max_connections: config.max_connections, max_age: None, age_grace: None }
+    let (max_connections, patience) = (config.max_connections, config.http_header_timeout);
+    Limits { max_connections, max_age: None, age_grace: None, patience, preface_bytes: 0 }
 }
 
 fn http1_builder(config: &Config) -> http1::Builder {
     let mut builder = http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(config.http_header_timeout).pipeline_flush(true);
+    builder.timer(TokioTimer::new()).header_read_timeout(config.http_header_timeout);
     builder
 }
 

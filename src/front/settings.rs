@@ -113,9 +113,23 @@ impl TraceSettings {
         for (key, values) in changes {
             let Some(key) = TRACE_KEYS.into_iter().find(|known| *known == key) else { continue };
             match values.filter(|values| !values.is_empty()) {
-                None => accepted.push((key, None)),
+                None => {
+                    if key == "trace_file" {
+                        return Err(trace_file_is_fixed());
+                    }
+                    accepted.push((key, None));
+                }
                 Some(values) => accepted.extend(check_trace(key, values)?.map(|values| (key, Some(values)))),
             }
+        }
+        let is_on = |(key, values): &(&str, Option<Vec<String>>)| {
+            *key == "trace_level" && values.iter().flatten().any(|level| level != "OFF")
+        };
+        if self.file.is_none() && accepted.iter().any(is_on) {
+            return Err(InferError::invalid(
+                "Attempting to set invalid trace setting :trace file name is not given; start with \
+                 --trace-config=triton,file=PATH",
+            ));
         }
         let mut changed = self.changed();
         if !changed.contains_key(model) && changed.len() == MAX_MODELS {
@@ -155,6 +169,11 @@ impl TraceSettings {
     }
 }
 
+fn trace_file_is_fixed() -> InferError {
+    let words = "trace file location can not be updated through network protocol";
+    InferError::new(ErrorKind::Unsupported, words)
+}
+
 fn default_trace() -> TraceValues {
     let defaults = ["OFF", "1000", "-1", "0", "", "triton"];
     TRACE_KEYS.into_iter().zip(defaults.map(|value| vec![value.to_owned()])).collect()
@@ -163,11 +182,11 @@ fn default_trace() -> TraceValues {
 /// The values as they will be kept; `None` when they are to be ignored.
 fn check_trace(key: &'static str, values: Vec<String>) -> Result<Option<Vec<String>>, InferError> {
     match key {
+        "trace_level" if values.len() > 1 && values.iter().any(|level| level == "OFF") => {
+            Err(InferError::invalid("Expect only one trace level 'OFF' is specified"))
+        }
         "trace_level" => Ok(values.iter().all(|level| TRACE_LEVELS.contains(&level.as_str())).then_some(values)),
-        "trace_file" => Err(InferError::new(
-            ErrorKind::Unsupported,
-            "trace file location can not be updated through network protocol",
-        )),
+        "trace_file" => Err(trace_file_is_fixed()),
         "trace_mode" => Ok(None),
         _ => {
             let smallest = if key == "trace_count" { -1 } else { 0 };
@@ -175,10 +194,11 @@ fn check_trace(key: &'static str, values: Vec<String>) -> Result<Option<Vec<Stri
                 return Err(InferError::invalid(format!("expect one value for '{key}', got {}", values.len())));
             };
             match value.parse::<i64>() {
-                Ok(number) if number >= smallest => Ok(Some(values)),
-                _ => Err(InferError::invalid(format!(
-                    "Unable to parse '{key}', got: {value}, expected a number of at least {smallest}"
+                Ok(number) if (smallest..=i64::from(u32::MAX)).contains(&number) => Ok(Some(values)),
+                Ok(_) => Err(InferError::invalid(format!(
+                    "Unable to parse '{key}'. Expecting value >= {smallest}, got: {value}"
                 ))),
+                Err(_) => Err(InferError::invalid(format!("Unable to parse '{key}', got: {value}"))),
             }
         }
     }
@@ -214,7 +234,7 @@ impl std::str::FromStr for LogFormat {
 
     fn from_str(name: &str) -> Result<Self, String> {
         let format = LOG_FORMATS.iter().find(|(known, _)| *known == name).map(|(_, format)| *format);
-        format.ok_or_else(|| format!("invalid value '{name}' for 'log_format', expected default, ISO8601 or JSON"))
+        format.ok_or_else(|| format!("invalid argument for log_format, got: {name}; expected default, ISO8601 or JSON"))
     }
 }
 
@@ -309,15 +329,15 @@ fn change_log(options: &mut LogOptions, key: &str, value: &LogValue) -> Result<(
         ("log_error", LogValue::Bool(value)) => options.error = *value,
         ("log_info" | "log_warning" | "log_error", _) => return expect("boolean"),
         ("log_verbose_level", LogValue::Uint(value)) => options.verbose_level = *value,
-        ("log_verbose_level", _) => return expect("unsigned int"),
+        ("log_verbose_level", _) => return expect("int32"),
         ("log_format", LogValue::String(name)) => options.format = name.parse().map_err(InferError::invalid)?,
-        ("log_file", LogValue::String(_)) => {
+        ("log_file", _) => {
             return Err(InferError::new(
                 ErrorKind::Unsupported,
                 "log file location can not be updated through network protocol",
             ));
         }
-        ("log_format" | "log_file", _) => return expect("string"),
+        ("log_format", _) => return expect("string"),
         _ => {}
     }
     Ok(())

@@ -95,7 +95,9 @@ impl SharedMemory {
     fn open(&self, key: &str) -> Result<File, InferError> {
         let object = key.strip_prefix('/').unwrap_or(key);
         if object.is_empty() || object.contains('/') || object == "." || object == ".." {
-            return Err(InferError::invalid(format!("'{key}' is not the name of a shared memory object")));
+            return Err(InferError::internal(format!(
+                "Unable to open shared memory region: '{key}' is not the name of an object"
+            )));
         }
         if self.reserved_prefixes.iter().any(|prefix| object.starts_with(prefix.as_str())) {
             return Err(InferError::invalid(format!("shared memory object '{key}' belongs to the server")));

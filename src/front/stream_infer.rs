@@ -149,8 +149,8 @@ impl Event {
 
 impl ActiveRequest {
     fn start(state: Arc<State>, message: ModelInferRequest, forwarded: Option<&Forwarded>) -> Result<Self, InferError> {
+        let is_decoupled = state.server.is_decoupled(&message.model_name, &message.model_version)?;
         let mut asked = grpc_request::read(message, &state.memory)?;
-        let is_decoupled = state.server.is_decoupled(&asked.request.model_name, &asked.request.model_version)?;
         let echo = serving::InferRequest {
             model_name: asked.request.model_name.clone(),
             model_version: asked.request.model_version.clone(),

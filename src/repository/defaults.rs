@@ -3,7 +3,6 @@
 use crate::proto::model_config::SchedulingChoice;
 use crate::proto::model_instance_group::Kind;
 use crate::proto::model_optimization_policy::PinnedMemoryBuffer;
-use crate::proto::model_sequence_batching::{StrategyChoice, StrategyDirect};
 use crate::proto::model_version_policy::{Latest, PolicyChoice};
 use crate::proto::{ModelConfig, ModelInstanceGroup, ModelVersionPolicy};
 
@@ -32,7 +31,6 @@ pub(crate) fn fill(config: &mut ModelConfig, name: &str) {
     optimization.input_pinned_memory.get_or_insert(PinnedMemoryBuffer { enable: true });
     optimization.output_pinned_memory.get_or_insert(PinnedMemoryBuffer { enable: true });
     if let Some(SchedulingChoice::SequenceBatching(sequences)) = &mut config.scheduling_choice {
-        sequences.strategy_choice.get_or_insert(StrategyChoice::Direct(StrategyDirect::default()));
         if sequences.max_sequence_idle_microseconds == 0 {
             sequences.max_sequence_idle_microseconds = MAX_SEQUENCE_IDLE_US;
         }

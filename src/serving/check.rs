@@ -103,7 +103,7 @@ impl Signature {
         let unexpected = || given.iter().filter(|tensor| self.input(&tensor.name).is_none());
         if given.len() > self.inputs.len() {
             return Err(within(format!(
-                "expected {} inputs but got {} inputs for model '{model}'. Got input(s) [{}], but the model does not take \
+                "{} but got {} inputs for model '{model}'. Got input(s) [{}], but the model does not take \
                  input(s) [{}].",
                 self.expected_count(),
                 given.len(),
@@ -119,7 +119,7 @@ impl Signature {
         }
         if missing().next().is_some() {
             return Err(within(format!(
-                "expected {} inputs but got {} inputs for model '{model}'. Got input(s) [{}], but missing required \
+                "{} but got {} inputs for model '{model}'. Got input(s) [{}], but missing required \
                  input(s) [{}]. Please provide all required input(s).",
                 self.expected_count(),
                 given.len(),
@@ -132,8 +132,8 @@ impl Signature {
 
     fn expected_count(&self) -> String {
         match (self.inputs.iter().filter(|input| !input.optional).count(), self.inputs.len()) {
-            (required, all) if required == all => all.to_string(),
-            (required, all) => format!("between {required} and {all}"),
+            (required, all) if required == all => format!("expected {all} inputs"),
+            (required, all) => format!("expected number of inputs between {required} and {all}"),
         }
     }
 
@@ -160,9 +160,14 @@ impl Signature {
             }
             shape = rest;
         }
-        let fits = |(&size, &dim): (&i64, &i64)| size >= 0 && (dim == -1 || dim == size);
-        let batch_fits = batch_size.is_none_or(|batch| batch >= 0);
-        if !batch_fits || shape.len() != input.dims.len() || !shape.iter().zip(&input.dims).all(fits) {
+        if tensor.shape.iter().any(|&size| size < 0) {
+            let shape = listed(&tensor.shape);
+            return Err(format!(
+                "All input dimensions should be specified for input '{name}' for model '{model}', got {shape}"
+            ));
+        }
+        let fits = |(&size, &dim): (&i64, &i64)| dim == -1 || dim == size;
+        if shape.len() != input.dims.len() || !shape.iter().zip(&input.dims).all(fits) {
             return Err(self.unexpected_shape(input, tensor));
         }
         Ok(())

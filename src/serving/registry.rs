@@ -187,13 +187,17 @@ fn state_of(version: &Version) -> (ModelState, String) {
 
 /// The number in a version string; `None` for the latest.
 pub(crate) fn parse_version(version: &str) -> Result<Option<i64>, InferError> {
-    match version {
-        "" | "-1" => Ok(None),
-        version => version.parse().map(Some).map_err(|_| {
-            InferError::invalid(format!(
-                "failed to get model version from specified version string '{version}' (details: stol), version should be an \
-                 integral value > 0"
-            ))
-        }),
+    if version.is_empty() {
+        return Ok(None);
+    }
+    match version.parse::<i64>() {
+        Ok(number) if number < 0 => Err(InferError::invalid(format!(
+            "invalid model version specified '{version}' , version should be an integral value > 0"
+        ))),
+        Ok(number) => Ok(Some(number)),
+        Err(_) => Err(InferError::invalid(format!(
+            "failed to get model version from specified version string '{version}' (details: stol), version should be an \
+             integral value > 0"
+        ))),
     }
 }

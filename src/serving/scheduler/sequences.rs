@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use repository::ModelConfig;
 use repository::proto::ModelSequenceBatching;
-use repository::proto::model_sequence_batching::StrategyChoice;
+use repository::proto::model_sequence_batching::{StrategyChoice, StrategyDirect};
 
 use super::control::Controls;
 use super::grouping::{Choice, Grouping};
@@ -63,12 +63,15 @@ impl Sequences {
                 let delay_us = oldest.max_queue_delay_microseconds;
                 (Grouping::new(config, &oldest.preferred_batch_size, delay_us), candidates.max(1))
             }
-            Some(StrategyChoice::Direct(direct)) => {
+            strategy => {
+                let direct = match strategy {
+                    Some(StrategyChoice::Direct(direct)) => *direct,
+                    _ => StrategyDirect::default(),
+                };
                 let slots = (f64::from(direct.minimum_slot_utilization.clamp(0.0, 1.0)) * max_rows as f64).ceil();
                 let grouping = Grouping::new(config, &[], direct.max_queue_delay_microseconds);
                 (grouping.enough_at((slots as u64).max(1)), max_rows)
             }
-            None => (Grouping::new(config, &[], 0), max_rows),
         };
         Self {
             model: config.name.clone(),

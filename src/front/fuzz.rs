@@ -1,0 +1,119 @@
+//! What clients' bytes go through before a model sees them, for the fuzz targets in `fuzz/`. Feature `fuzzing` alone.
+
+use bytes::Bytes;
+use prost::Message;
+use repository::ModelConfig;
+use serving::{InferError, InferRequest, InferResponse};
+
+use crate::ask::{OutputAsk, RegionSlice};
+use crate::coding::Coding;
+use crate::reply::InferReply;
+use crate::shared_memory::SharedMemory;
+use crate::{generate, grpc_request, http_infer, http_route, json};
+
+/// Largest body that is unpacked.
+const LIMIT: usize = 1 << 20;
+
+/// An infer request over HTTP: the length of its JSON head, if it has one, and its body.
+///
+/// # Errors
+/// When it is none.
+pub fn http_infer(body: &[u8], head_len: Option<usize>) -> Result<InferRequest, InferError> {
+    let memory = SharedMemory::new(false, Vec::new());
+    http_infer::read("m", Bytes::copy_from_slice(body), head_len, &memory).map(|asked| asked.request)
+}
+
+/// A body that is the only input's data.
+///
+/// # Errors
+/// When the model cannot take it.
+pub fn http_raw(body: &[u8], config: &ModelConfig) -> Result<InferRequest, InferError> {
+    http_infer::read_raw(Bytes::copy_from_slice(body), config).map(|asked| asked.request)
+}
+
+/// A `generate` request.
+///
+/// # Errors
+/// When it is none.
+pub fn generate(body: &[u8], config: &ModelConfig) -> Result<InferRequest, InferError> {
+    generate::read(body, config)
+}
+
+/// A `ModelInferRequest`.
+///
+/// # Errors
+/// When it is none.
+pub fn grpc(message: &[u8]) -> Result<InferRequest, InferError> {
+    let memory = SharedMemory::new(false, Vec::new());
+    let message =
+        crate::proto::ModelInferRequest::decode(message).map_err(|error| InferError::internal(error.to_string()))?;
+    grpc_request::read(message, &memory).map(|asked| asked.request)
+}
+
+/// A path; a body in a content coding.
+pub fn http_head(path: &str, body: &[u8]) {
+    let _ = http_route::Route::of(path);
+    for coding in [Coding::Gzip, Coding::Deflate] {
+        if let Ok(unpacked) = coding.decode(body, LIMIT) {
+            assert!(unpacked.len() <= LIMIT);
+        }
+    }
+    let _ = Coding::accepted(path);
+}
+
+/// Writes a response in every form. What is written as JSON must read as JSON.
+pub fn write(response: InferResponse) {
+    let reply = InferReply { response: response.clone(), final_response: Some(true) };
+    let bytes = reply.encode_to_vec();
+    assert_eq!(bytes.len(), reply.encoded_len());
+    if let Ok(text) = generate::write(&response) {
+        json::parse(&text).expect("a generate answer is JSON");
+    }
+    for is_binary in [false, true] {
+        let _ = http_infer::write(response.clone(), &[], is_binary);
+    }
+    for (num_classes, output) in response.outputs.iter().enumerate() {
+        let ask = OutputAsk { name: output.name.clone(), num_classes, ..OutputAsk::default() };
+        let _ = crate::classification::classify(output, ask.num_classes.max(1), false, None);
+    }
+}
+
+/// Regions of one object, by what clients ask of them.
+pub struct Regions(SharedMemory);
+
+impl Default for Regions {
+    fn default() -> Self {
+        Self(SharedMemory::new(true, vec!["reserved_".into()]))
+    }
+}
+
+impl Regions {
+    /// Registers a region.
+    ///
+    /// # Errors
+    /// When it cannot be.
+    pub fn register(&self, name: &str, key: &str, offset: u64, byte_size: u64) -> Result<(), InferError> {
+        self.0.register(name, key, offset, byte_size)
+    }
+
+    /// Forgets a region, or all.
+    pub fn unregister(&self, name: &str) {
+        self.0.unregister(name);
+    }
+
+    /// Reads a slice of a region.
+    ///
+    /// # Errors
+    /// When it is not inside.
+    pub fn read(&self, region: &str, offset: u64, byte_size: u64) -> Result<Bytes, InferError> {
+        self.0.read(&RegionSlice { region: region.to_owned(), offset, byte_size })
+    }
+
+    /// Writes a slice of a region.
+    ///
+    /// # Errors
+    /// When it is not inside.
+    pub fn write(&self, region: &str, offset: u64, byte_size: u64, data: &[u8]) -> Result<(), InferError> {
+        self.0.write(&RegionSlice { region: region.to_owned(), offset, byte_size }, "out", data)
+    }
+}
