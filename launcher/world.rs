@@ -52,6 +52,9 @@ impl World {
         command.env("TRIREME_HAND_OVER", &place.hand_over).env("TRIREME_CRASH_DIR", &place.crash_dir);
         // The launcher alone speaks to systemd.
         command.env_remove("NOTIFY_SOCKET").env_remove("WATCHDOG_USEC").env_remove("TRIREME_TAKE_OVER");
+        // When a rank has died, `mpirun` is to end the others at once: it would wait a second before SIGTERM, which
+        // they leave to rank 0, and another after it. Worlds end in good order by rank 0.
+        command.env("OMPI_MCA_odls_base_sigkill_timeout", "0");
         if let Some(socket) = &place.take_over {
             command.env("TRIREME_TAKE_OVER", socket);
         }

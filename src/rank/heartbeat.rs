@@ -7,6 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use comm::World;
+use worker::{Agents, FromAgent};
 
 /// The question to a rank, and its answer. No other message between ranks is these bytes: none decodes from them.
 pub(crate) const BEAT: &[u8] = &[0xff];
@@ -18,6 +19,9 @@ const MAX_MISSED: u32 = 3;
 /// it has not served yet.
 const EXIT_CODE: u8 = 128 + 9;
 
+/// For the words to clients about a lost rank, before the world ends.
+const LAST_WORDS: Duration = Duration::from_millis(200);
+
 /// What rank 0 knows of the others. Counted in questions, not in time: a rank 0 that was itself stopped for a while
 /// must not take that for the silence of others.
 pub(crate) struct Heartbeat {
@@ -26,14 +30,17 @@ pub(crate) struct Heartbeat {
 }
 
 impl Heartbeat {
+    /// Nobody is asked yet.
+    pub(crate) fn new(world: &World) -> Arc<Self> {
+        Arc::new(Self { missed: (0..world.size()).map(|_| AtomicU32::new(0)).collect() })
+    }
+
     /// Begins to ask every rank three times in `timeout`; never, when that is zero or there is nobody else.
-    pub(crate) fn start(world: &Arc<World>, timeout: Duration) -> Arc<Self> {
-        let heartbeat = Arc::new(Self { missed: (0..world.size()).map(|_| AtomicU32::new(0)).collect() });
+    pub(crate) fn start(self: Arc<Self>, world: &Arc<World>, agents: &Arc<Agents>, timeout: Duration) {
         if world.size() > 1 && !timeout.is_zero() {
-            let (own, world) = (Arc::clone(&heartbeat), Arc::clone(world));
-            thread::spawn(move || own.ask(&world, timeout / MAX_MISSED));
+            let (world, agents) = (Arc::clone(world), Arc::clone(agents));
+            thread::spawn(move || self.ask(&world, &agents, timeout / MAX_MISSED));
         }
-        heartbeat
     }
 
     /// `rank` has answered.
@@ -41,7 +48,7 @@ impl Heartbeat {
         self.missed[rank as usize].store(0, Ordering::Relaxed);
     }
 
-    fn ask(&self, world: &World, interval: Duration) {
+    fn ask(&self, world: &World, agents: &Agents, interval: Duration) {
         loop {
             // When this rank has left the world, nobody needs to be asked any more.
             if matches!(world.broadcast(BEAT.to_vec()), Err(comm::CommError::Left)) {
@@ -50,17 +57,17 @@ impl Heartbeat {
             thread::sleep(interval);
             for rank in 1..world.size() {
                 if self.missed[rank as usize].fetch_add(1, Ordering::Relaxed) + 1 >= MAX_MISSED {
-                    end(world, rank, interval * MAX_MISSED);
+                    end(world, agents, rank, interval * MAX_MISSED);
                 }
             }
         }
     }
 }
 
-fn end(world: &World, rank: u32, silence: Duration) -> ! {
-    let node = world.hostname(rank);
-    world.abort(
-        EXIT_CODE,
-        &format!("rank {rank} on node {node} has not answered for {silence:.1?}: it is stopped or hangs"),
-    )
+/// Tells the clients, then ends the world.
+fn end(world: &World, agents: &Agents, rank: u32, silence: Duration) -> ! {
+    let reason = format!("rank {rank} on node {} has not answered for {silence:.1?}", world.hostname(rank));
+    agents.deliver(FromAgent::RankLost { reason: reason.clone() });
+    thread::sleep(LAST_WORDS);
+    world.abort(EXIT_CODE, &format!("{reason}: it is stopped or hangs"))
 }

@@ -11,9 +11,8 @@ mod heartbeat;
 mod host_metrics;
 mod log;
 mod metrics;
-mod plan;
-mod plan;
 mod metrics_args;
+mod plan;
 mod relay;
 mod server;
 

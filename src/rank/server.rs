@@ -38,8 +38,9 @@ pub(crate) fn run(
     heard: Receiver<FromAgent>,
     prefix: Prefix,
 ) -> Result<ExitCode, RankError> {
-    let heartbeat = Heartbeat::start(world, Duration::from_secs(args.heartbeat_timeout));
-    let agents = connect(world, agent, heard, heartbeat);
+    let heartbeat = Heartbeat::new(world);
+    let agents = connect(world, agent, heard, Arc::clone(&heartbeat));
+    heartbeat.start(world, &agents, Duration::from_secs(args.heartbeat_timeout));
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;
     let result = llm_defaults(&args, world.size(), agents.nodes().max_ranks()).and_then(|defaults| {
         let python = Arc::new(PythonFactory::new(python_config(&args, &prefix, world)?).map_err(RankError::Runtime)?);

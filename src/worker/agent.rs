@@ -100,12 +100,10 @@ pub enum FromAgent {
         /// As the kernel tells it, and as they tell themselves.
         text: String,
     },
-    /// A rank of rank 0's node has ended, and its workers with it; the world ends.
-    RankEnded {
-        /// Which.
-        rank: u32,
-        /// Its process.
-        pid: u32,
+    /// A rank has ended or hangs, and the world ends.
+    RankLost {
+        /// Which, and how that is known.
+        reason: String,
     },
 }
 

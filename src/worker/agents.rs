@@ -120,7 +120,7 @@ impl Agents {
         (self.send)(ranks, message);
     }
 
-    /// Hands on what an agent said; the end of a rank concerns everyone.
+    /// Hands on what an agent said; the loss of a rank concerns everyone.
     pub fn deliver(&self, message: FromAgent) {
         let listeners = self.listeners.lock().unwrap();
         let worker = match &message {
@@ -128,7 +128,7 @@ impl Agents {
             | FromAgent::Said { worker, .. }
             | FromAgent::Ended { worker, .. }
             | FromAgent::Stacks { worker, .. } => worker,
-            FromAgent::RankEnded { .. } => return listeners.values().for_each(|listener| listener(message.clone())),
+            FromAgent::RankLost { .. } => return listeners.values().for_each(|listener| listener(message.clone())),
         };
         if let Some(listener) = listeners.get(&worker.instance) {
             listener(message);
@@ -147,7 +147,7 @@ impl Agents {
                 watch.wait(Duration::MAX);
             }
             if let Some(agents) = agents.upgrade() {
-                agents.deliver(FromAgent::RankEnded { rank, pid });
+                agents.deliver(FromAgent::RankLost { reason: format!("rank {rank} (process {pid}) has ended") });
             }
         });
     }

@@ -107,7 +107,8 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
         rings.send(&FromWorker::Ready)?;
 
         let rows = RowTable::new(self.spec.max_rows, self.spec.block_size, num_blocks, self.spec.next_step);
-        Steps { worker: self, rows, inputs: StepInputs::default(), is_prepared: false, queued: VecDeque::new() }.run(rings)
+        Steps { worker: self, rows, inputs: StepInputs::default(), is_prepared: false, queued: VecDeque::new() }
+            .run(rings)
     }
 
     fn report_memory(&mut self, attention: &AttentionSpec, rings: &Rings) -> Result<(), WorkerError> {

@@ -28,8 +28,8 @@ pub(crate) enum LostKind {
     Failed,
     /// A signal ended it: the same may go well the next time, even its first load.
     BySignal,
-    /// Its rank has ended: only a new world helps.
-    RankEnded,
+    /// A rank is lost: only a new world helps.
+    RankLost,
 }
 
 impl Lost {
@@ -138,9 +138,9 @@ impl Group {
                 self.stacks[worker.tp_rank as usize] = Some(text);
                 Ok(())
             }
-            FromAgent::RankEnded { rank, pid } => {
-                let reason = format!("rank {rank} (process {pid}) has ended, and the world with it; try again later");
-                Err(Lost { reason, kind: LostKind::RankEnded })
+            FromAgent::RankLost { reason } => {
+                let reason = format!("{reason}, and the world ends with it; try again later");
+                Err(Lost { reason, kind: LostKind::RankLost })
             }
         }
     }

@@ -357,7 +357,7 @@ impl Running {
         if let Some(engine) = &mut self.engine {
             engine.recover();
         }
-        if lost.kind == LostKind::RankEnded {
+        if lost.kind == LostKind::RankLost {
             tracing::error!(model = %name, "{reason}");
             return self.give_up(reason.clone());
         }
