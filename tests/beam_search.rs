@@ -5,32 +5,11 @@ mod support;
 use std::path::Path;
 
 use serde_json::{Value, json};
-use support::{Options, TestWorld, copied_repository, eventually};
+use support::{Options, TestWorld, copied_repository, eventually, widen};
 
 fn goldens() -> Vec<Value> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/beam_search.json");
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
-}
-
-/// Makes every tensor of a bf16 safetensors file f32, with the same values.
-fn widen(path: &Path) {
-    let bytes = std::fs::read(path).unwrap();
-    let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    let mut header: Value = serde_json::from_slice(&bytes[8..8 + header_len]).unwrap();
-    for (name, tensor) in header.as_object_mut().unwrap() {
-        if name == "__metadata__" {
-            continue;
-        }
-        assert_eq!(tensor["dtype"], "BF16", "{name}");
-        tensor["dtype"] = "F32".into();
-        let offsets = tensor["data_offsets"].as_array_mut().unwrap();
-        offsets.iter_mut().for_each(|offset| *offset = (2 * offset.as_u64().unwrap()).into());
-    }
-    let header = header.to_string();
-    let mut widened = (header.len() as u64).to_le_bytes().to_vec();
-    widened.extend_from_slice(header.as_bytes());
-    widened.extend(bytes[8 + header_len..].chunks_exact(2).flat_map(|bf16| [0, 0, bf16[0], bf16[1]]));
-    std::fs::write(path, widened).unwrap();
 }
 
 /// The search of a golden: each beam's tokens and log-probability.

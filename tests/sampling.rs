@@ -160,7 +160,10 @@ fn settings_that_cannot_be_honoured_are_refused_with_words() {
         (json!({"beam_width": 0}), "`beam_width` is 0, expected at least 1"),
         (json!({"num_return_sequences": 0}), "`num_return_sequences` is 0, expected 1 to 64"),
         (json!({"num_return_sequences": 65}), "`num_return_sequences` is 65, expected 1 to 64"),
-        (json!({"return_context_logits": true}), "`return_context_logits` is not supported"),
+        (
+            json!({"return_generation_logits": true, "beam_width": 2, "stream": false}),
+            "`return_generation_logits` is true, but a beam search reports log-probabilities only",
+        ),
         (json!({"temperature": -1.0}), "`temperature` is -1"),
         (json!({"top_p": 1.5}), "`runtime_top_p` is 1.5"),
         (json!({"repetition_penalty": 0.0}), "`repetition_penalty` is 0"),

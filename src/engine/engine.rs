@@ -152,6 +152,22 @@ impl Engine {
         self.end_early(sequence, FinishReason::StopWord)
     }
 
+    /// Whether the sequence waits for its first step.
+    pub fn is_new(&self, sequence: SequenceId) -> bool {
+        self.sequences.find(sequence).is_some_and(|slot| !self.sequences[slot].started)
+    }
+
+    /// Lets all others of its priority be served before a sequence that waits for its first step. False when it does not.
+    pub fn delay(&mut self, sequence: SequenceId) -> bool {
+        let Some(slot) = self.sequences.find(sequence).filter(|&slot| !self.sequences[slot].started) else {
+            return false;
+        };
+        self.queue.remove(&self.sequences[slot]);
+        self.sequences[slot].is_delayed = true;
+        self.queue.insert(&self.sequences[slot], slot);
+        true
+    }
+
     /// Appends the events that no output brings: those of [`cancel`](Self::cancel) and [`finish`](Self::finish).
     /// [`settle`](Self::settle) does so first.
     pub fn drain_events(&mut self, events: &mut Vec<TokenEvent>) {
@@ -172,8 +188,7 @@ impl Engine {
         for (_, slot) in self.sequences.in_order() {
             let sequence = &mut self.sequences[slot];
             sequence.num_in_flight = 0;
-            sequence.drafts.clear();
-            sequence.verified.clear();
+            sequence.drafting = None;
             if sequence.place != Place::Queued {
                 sequence.reset_row();
                 sequence.place = Place::Queued;
@@ -253,7 +268,7 @@ impl Engine {
         if reason == FinishReason::StopWord {
             tokens.clear();
         }
-        let event = TokenEvent { tokens, ..self.sequences[slot].event(Some(reason)) };
+        let event = self.sequences[slot].event(tokens, Some(reason));
         self.end(slot);
         self.events.push(event);
         true

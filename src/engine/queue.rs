@@ -7,11 +7,11 @@ use crate::SequenceId;
 use crate::sequence::Sequence;
 use crate::sequences::Slot;
 
-/// The order of service: higher priority first, then arrival.
-pub(crate) type Turn = (Reverse<u32>, SequenceId);
+/// The order of service: higher priority first, then those that are not delayed, then arrival.
+pub(crate) type Turn = (Reverse<u32>, bool, SequenceId);
 
 pub(crate) fn turn(sequence: &Sequence) -> Turn {
-    (Reverse(sequence.priority), sequence.id)
+    (Reverse(sequence.priority), sequence.is_delayed, sequence.id)
 }
 
 /// Sequences that ran before come first: somebody reads their streams already.

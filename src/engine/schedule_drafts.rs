@@ -4,6 +4,7 @@ use crate::TokenId;
 use crate::engine::{Engine, Sample};
 use crate::plan::{RevisedRow, RowWork};
 use crate::schedule::{Draft, running_row};
+use crate::sequence::Drafting;
 use crate::sequences::Slot;
 
 impl Engine {
@@ -33,7 +34,7 @@ impl Engine {
         draft.verifies.push(work);
         draft.verify_samples.extend(std::iter::repeat_n(sample, num_tokens));
         draft.drafts.push((row, drafts.clone()));
-        sequence.drafts = drafts;
+        sequence.drafting = Some(Box::new(Drafting { drafts, verified: Vec::new() }));
     }
 
     /// As many guesses as budget, length and blocks allow.

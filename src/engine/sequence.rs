@@ -21,48 +21,71 @@ pub(crate) enum Place {
     Draining,
 }
 
+/// Steps touch every running sequence, thousands of them: what they need fills the first two or three cache lines, and the
+/// rest comes after it or lies behind boxes.
 #[derive(Debug)]
+#[repr(C, align(64))]
 pub(crate) struct Sequence {
+    // What making a plan reads:
     pub(crate) id: SequenceId,
-    pub(crate) priority: u32,
-    /// The prompt and the settled output.
-    pub(crate) tokens: Vec<TokenId>,
-    pub(crate) num_prompt_tokens: usize,
-    /// Length of `tokens` at which the output is complete.
-    pub(crate) max_len: usize,
-    pub(crate) sampling: SamplingParams,
-    stop_words: StopWords,
-    /// Settled tokens that may still become a stop word.
-    held: Vec<SampledToken>,
     pub(crate) place: Place,
-    /// Whether it was ever admitted.
-    pub(crate) started: bool,
-    /// Plans in flight that sample a token of it.
-    pub(crate) num_in_flight: usize,
-    pub(crate) usage: BlockUsage,
-    /// Set for a beam search; `tokens` stays the prompt then.
-    pub(crate) beams: Option<Box<Beams>>,
-    /// Most tokens to guess in a step; 0 when it is not to be done.
-    pub(crate) max_drafts: usize,
-    /// Guesses in flight, and what was settled of their step so far.
-    pub(crate) drafts: Vec<TokenId>,
-    pub(crate) verified: Vec<SampledToken>,
-    pub(crate) draft_usage: DraftUsage,
-
-    // While it runs:
-    /// With a beam search, those of the prompt's part that all beams share.
-    pub(crate) blocks: Vec<BlockId>,
     /// Positions computed by the plans made so far.
     pub(crate) num_computed: usize,
     /// Tokens it joined with: prefill ends there.
     pub(crate) join_len: usize,
-    /// Tokens that workers were told, not only their devices.
+    /// Plans in flight that sample a token of it.
+    pub(crate) num_in_flight: usize,
+    /// Length of `tokens` at which the output is complete.
+    pub(crate) max_len: usize,
+    /// Most tokens to guess in a step; 0 when it is not to be done.
+    pub(crate) max_drafts: usize,
+    /// Set for a beam search; `tokens` stays the prompt then.
+    pub(crate) beams: Option<Box<Beams>>,
+    /// While it runs. With a beam search, those of the prompt's part that all beams share.
+    pub(crate) blocks: Vec<BlockId>,
+    /// The prompt and the settled output.
+    pub(crate) tokens: Vec<TokenId>,
+
+    // What settling an output reads beside it:
+    /// Set where there are stop words.
+    stopping: Option<Box<Stopping>>,
+    /// Set while guesses are in flight.
+    pub(crate) drafting: Option<Box<Drafting>>,
+    /// Those of `sampling`.
+    end_ids: SmallVec<[TokenId; 4]>,
+    pub(crate) usage: BlockUsage,
+    pub(crate) draft_usage: DraftUsage,
+
+    // The rest:
+    pub(crate) sampling: Box<SamplingParams>,
+    pub(crate) num_prompt_tokens: usize,
+    pub(crate) priority: u32,
+    /// Whether others of its priority are served before it.
+    pub(crate) is_delayed: bool,
+    /// Whether it was ever admitted.
+    pub(crate) started: bool,
+    /// While it runs: tokens that workers were told, not only their devices.
     pub(crate) num_told: usize,
     /// `blocks[..num_named]` are named in the pool; `last_content` is the last one's name.
     pub(crate) num_named: usize,
     /// `blocks[..num_ready]` are filled by the plans made so far.
     pub(crate) num_ready: usize,
     pub(crate) last_content: ContentId,
+}
+
+/// The search for stop words.
+#[derive(Debug)]
+struct Stopping {
+    words: StopWords,
+    /// Settled tokens that may still become a stop word.
+    held: Vec<SampledToken>,
+}
+
+/// Guesses in flight, and what was settled of their step so far.
+#[derive(Debug)]
+pub(crate) struct Drafting {
+    pub(crate) drafts: Vec<TokenId>,
+    pub(crate) verified: Vec<SampledToken>,
 }
 
 impl Sequence {
@@ -82,20 +105,20 @@ impl Sequence {
         Self {
             id,
             priority: request.priority,
+            is_delayed: false,
             num_prompt_tokens: request.prompt.len(),
             tokens: request.prompt,
             max_len,
-            sampling: request.sampling,
-            stop_words,
-            held: Vec::new(),
+            end_ids: SmallVec::from_slice(&request.sampling.end_ids),
+            sampling: Box::new(request.sampling),
+            stopping: (!stop_words.is_empty()).then(|| Box::new(Stopping { words: stop_words, held: Vec::new() })),
             place: Place::Queued,
             started: false,
             num_in_flight: 0,
             usage: BlockUsage::default(),
             max_drafts: if plain && beams.is_none() { max_drafts.min(request.max_drafts as usize) } else { 0 },
             beams,
-            drafts: Vec::new(),
-            verified: Vec::new(),
+            drafting: None,
             draft_usage: DraftUsage::default(),
             blocks: Vec::new(),
             num_computed: 0,
@@ -131,11 +154,11 @@ impl Sequence {
         self.blocks.len() + self.beams.as_ref().map_or(0, |beams| beams.num_tail_blocks())
     }
 
-    /// An event without tokens.
-    pub(crate) fn event(&self, finished: Option<FinishReason>) -> TokenEvent {
+    /// News of it.
+    pub(crate) fn event(&self, tokens: SmallVec<[SampledToken; 1]>, finished: Option<FinishReason>) -> TokenEvent {
         TokenEvent {
             sequence: self.id,
-            tokens: SmallVec::new(),
+            tokens,
             finished,
             blocks: self.usage,
             drafts: self.draft_usage,
@@ -169,33 +192,29 @@ impl Sequence {
         released: &mut SmallVec<[SampledToken; 1]>,
     ) -> Option<FinishReason> {
         let token = sampled.token;
-        if self.sampling.end_ids.contains(&token) {
-            released.extend(self.held.drain(..));
+        if self.end_ids.contains(&token) {
+            released.extend(self.take_held());
             return Some(FinishReason::EndId);
         }
         self.tokens.push(token);
-        if self.stop_words.is_empty() {
-            released.push(sampled);
-        } else {
-            self.held.push(sampled);
-            match self.stop_words.push(token) {
-                Tail::Stop(len) => {
-                    self.held.truncate(self.held.len() - len);
-                    released.extend(self.held.drain(..));
+        match &mut self.stopping {
+            None => released.push(sampled),
+            Some(stopping) => {
+                if stopping.push(sampled, released) {
                     return Some(FinishReason::StopWord);
                 }
-                Tail::Open(len) => released.extend(self.held.drain(..self.held.len() - len)),
             }
         }
         if self.tokens.len() < self.max_len {
             return None;
         }
-        released.extend(self.held.drain(..));
+        released.extend(self.take_held());
         Some(FinishReason::Length)
     }
 
+    /// Tokens that were held back because they might have become a stop word.
     pub(crate) fn take_held(&mut self) -> SmallVec<[SampledToken; 1]> {
-        self.held.drain(..).collect()
+        self.stopping.iter_mut().flat_map(|stopping| stopping.held.drain(..)).collect()
     }
 
     /// Forgets all that concerns a row; the blocks are released already or were lost.
@@ -206,6 +225,21 @@ impl Sequence {
             beams.restart();
         }
         (self.num_named, self.num_ready, self.last_content) = (0, 0, ContentId::ROOT);
+    }
+}
+
+impl Stopping {
+    /// Takes the next token and releases what cannot become a stop word any more. True when one is complete; it is dropped.
+    fn push(&mut self, sampled: SampledToken, released: &mut SmallVec<[SampledToken; 1]>) -> bool {
+        let tail = self.words.push(sampled.token);
+        self.held.push(sampled);
+        let (Tail::Open(len) | Tail::Stop(len)) = tail;
+        released.extend(self.held.drain(..self.held.len() - len));
+        let is_complete = matches!(tail, Tail::Stop(_));
+        if is_complete {
+            self.held.clear();
+        }
+        is_complete
     }
 }
 

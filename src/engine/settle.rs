@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use crate::engine::{Engine, Sample};
 use crate::plan::{SampledToken, StepOutput};
-use crate::sequence::Place;
+use crate::sequence::{Drafting, Place};
 use crate::{FinishReason, RowId, TokenEvent};
 
 /// Why an output is not that of the oldest plan in flight. Workers and engine disagree: they must be restarted.
@@ -33,6 +33,7 @@ impl Engine {
     pub fn settle(&mut self, output: StepOutput, events: &mut Vec<TokenEvent>) -> Result<(), SettleError> {
         self.check_output(&output)?;
         self.drain_events(events);
+        events.reserve(output.tokens.len());
         let mut settled = self.in_flight.pop_front().expect("a checked output has its plan");
         for (sample, token) in settled.samples.drain(..).zip(output.tokens) {
             self.settle_token(sample, token, events);
@@ -69,24 +70,14 @@ impl Engine {
         if sequence.beams.is_some() {
             return self.settle_beam(sample, token, events);
         }
-        if !sequence.drafts.is_empty() {
+        if sequence.drafting.is_some() {
             return self.settle_draft(sample, token, events);
         }
         let mut tokens = SmallVec::new();
         let finished = sequence.accept(token, &mut tokens);
         self.totals.output_tokens += 1;
-        self.tell(sample, tokens, finished, events);
-    }
-
-    fn tell(
-        &mut self,
-        sample: Sample,
-        tokens: SmallVec<[SampledToken; 1]>,
-        finished: Option<FinishReason>,
-        events: &mut Vec<TokenEvent>,
-    ) {
         if !tokens.is_empty() || finished.is_some() {
-            events.push(TokenEvent { tokens, ..self.sequences[sample.slot].event(finished) });
+            events.push(sequence.event(tokens, finished));
         }
         if finished.is_some() {
             self.end(sample.slot);
@@ -106,7 +97,7 @@ impl Engine {
             return;
         }
         if let Some((outputs, reason)) = beams.advance() {
-            events.push(TokenEvent { beams: outputs, ..sequence.event(Some(reason)) });
+            events.push(TokenEvent { beams: outputs, ..sequence.event(SmallVec::new(), Some(reason)) });
             self.end(sample.slot);
         }
     }
@@ -114,11 +105,12 @@ impl Engine {
     /// Once the whole step is there: tokens up to the first that was guessed wrong, which is right itself.
     fn settle_draft(&mut self, sample: Sample, token: SampledToken, events: &mut Vec<TokenEvent>) {
         let sequence = &mut self.sequences[sample.slot];
-        sequence.verified.push(token);
-        if sequence.verified.len() <= sequence.drafts.len() {
+        let drafting = sequence.drafting.as_mut().expect("a guess that is settled is in flight");
+        drafting.verified.push(token);
+        if drafting.verified.len() <= drafting.drafts.len() {
             return;
         }
-        let (drafts, verified) = (std::mem::take(&mut sequence.drafts), std::mem::take(&mut sequence.verified));
+        let Drafting { drafts, verified } = *sequence.drafting.take().expect("as above");
         let (mut tokens, mut finished, mut num_accepted) = (SmallVec::new(), None, 0);
         for (index, sampled) in verified.into_iter().enumerate() {
             let is_guessed = drafts.get(index) == Some(&sampled.token);
@@ -134,6 +126,11 @@ impl Engine {
         if let Place::Running(_) = sequence.place {
             sequence.num_computed = sequence.tokens.len() - 1;
         }
-        self.tell(sample, tokens, finished, events);
+        if !tokens.is_empty() || finished.is_some() {
+            events.push(sequence.event(tokens, finished));
+        }
+        if finished.is_some() {
+            self.end(sample.slot);
+        }
     }
 }

@@ -24,6 +24,8 @@ pub use agent::{Agent, FromAgent, ToAgent, WorkerId};
 pub use agents::{Agents, Nodes};
 pub use error::{SpecError, WorkerError};
 pub use node_relay::RelayedWorker;
-pub use protocol::{DeviceChoice, FromWorker, KvMemory, ShmName, ToWorker, WorkerSpec};
+pub use protocol::{
+    DeviceChoice, FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WorkerSpec,
+};
 pub use rows::{PlanMismatch, RowTable};
 pub use start::main;

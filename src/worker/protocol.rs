@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use device::TensorParallel;
-use engine::{StepOutput, StepPlan};
+use engine::{SequenceId, StepOutput, StepPlan};
 use serde::{Deserialize, Serialize};
 
 /// Which device a worker computes on.
@@ -147,6 +147,32 @@ pub enum ToWorker {
     Stop,
 }
 
+/// Most logits in a [`LogitsPiece`]: a ring need not hold a whole row of a large vocabulary.
+pub const MAX_LOGITS_PIECE: usize = 16 * 1024;
+
+/// Part of the raw logits `[V]` at one position of a sequence.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LogitsPiece {
+    /// Whose.
+    pub sequence: SequenceId,
+    /// Where in the sequence.
+    pub place: LogitsPlace,
+    /// The token whose logit is `values[0]`; 0 begins a row, and the pieces of a row come in order.
+    pub first_token: u32,
+    /// At most [`MAX_LOGITS_PIECE`].
+    pub values: Vec<f32>,
+}
+
+/// What logits are of. A position that is computed again, after a preemption or a wrong guess, is told again; what was told
+/// last counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LogitsPlace {
+    /// The prompt's token at this position.
+    Context(u32),
+    /// The choice of this token of the output.
+    Generation(u32),
+}
+
 /// A worker to rank 0.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum FromWorker {
@@ -172,6 +198,8 @@ pub enum FromWorker {
     Ready,
     /// The tokens of a step; from the first worker of the last stage only.
     Output(StepOutput),
+    /// Raw logits that a request asked for, before the [`FromWorker::Output`] of the step that computed them.
+    Logits(LogitsPiece),
     /// The worker ends; its last words.
     Failed {
         /// What, where, and what to do.

@@ -3,6 +3,8 @@
 use device::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 use engine::{BlockId, CopiedBlock, RevisedRow, RowId, RowWork, SequenceId, StepPlan, TokenId};
 
+use crate::protocol::LogitsPlace;
+
 /// Why a plan does not fit the rows of this worker: rank 0 and this worker no longer agree, and the worker must end.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // Fields are named by their messages.
@@ -45,6 +47,10 @@ struct Row {
     blocks: Vec<BlockId>,
     /// What it samples counts for nothing until rank 0 has chosen.
     is_beam: bool,
+    /// Whether its request asked for the logits of the prompt.
+    reports_context: bool,
+    /// Whether its request asked for the logits of the output.
+    reports_generation: bool,
 }
 
 /// Every row of a worker, and the number of the last plan.
@@ -54,12 +60,20 @@ pub struct RowTable {
     block_size: usize,
     num_blocks: usize,
     next_step: u64,
+    /// What each of [`StepInputs::logits`] of the last plan is of.
+    reported: Vec<(SequenceId, LogitsPlace)>,
 }
 
 impl RowTable {
     /// An empty table of `max_rows` rows over `num_blocks` KV blocks; the first plan is number `next_step`.
     pub fn new(max_rows: usize, block_size: usize, num_blocks: usize, next_step: u64) -> Self {
-        Self { rows: (0..max_rows).map(|_| None).collect(), block_size, num_blocks, next_step }
+        let rows = (0..max_rows).map(|_| None).collect();
+        Self { rows, block_size, num_blocks, next_step, reported: Vec::new() }
+    }
+
+    /// What each of [`StepInputs::logits`] of the plan that was applied last is of. Leaves none.
+    pub fn take_reported(&mut self) -> Vec<(SequenceId, LogitsPlace)> {
+        std::mem::take(&mut self.reported)
     }
 
     /// Applies the plan's delta and packs its work into `inputs`.
@@ -101,6 +115,8 @@ impl RowTable {
                 num_sampled: 0,
                 blocks: joined.blocks.clone(),
                 is_beam: joined.sampling.beam_candidates > 0,
+                reports_context: joined.sampling.context_logits,
+                reports_generation: joined.sampling.generation_logits,
             });
         }
         Ok(())
@@ -143,6 +159,8 @@ impl RowTable {
 
     fn pack(&mut self, plan: &StepPlan, inputs: &mut StepInputs) -> Result<(), PlanMismatch> {
         inputs.clear(plan.step);
+        let mut reported = self.take_reported();
+        reported.clear();
         let mut drafts = plan.drafts.iter().peekable();
         for work in &plan.work {
             let block_size = self.block_size as u32;
@@ -165,13 +183,15 @@ impl RowTable {
                 inputs.num_prefill_rows = inputs.rows.len();
             }
             row.num_computed = end;
+            row.report_context(work, inputs, &mut reported);
             if work.samples {
-                row.sample(plan.step, work, drafted, inputs)?;
+                row.sample(plan.step, work, drafted, inputs, &mut reported)?;
             }
         }
         if let Some((row, _)) = drafts.next() {
             return Err(PlanMismatch::Work { step: plan.step, row: row.0 });
         }
+        self.reported = reported;
         self.pack_block_tables(inputs);
         Ok(())
     }
@@ -211,6 +231,19 @@ impl Row {
         self.tokens.len() as u32 + self.num_sampled
     }
 
+    /// Wants the logits of the prompt's positions that this step computes, if they were asked for.
+    fn report_context(&self, work: &RowWork, inputs: &mut StepInputs, reported: &mut Vec<(SequenceId, LogitsPlace)>) {
+        if !self.reports_context {
+            return;
+        }
+        let first = inputs.token_ids.len() as u32 - work.num_tokens;
+        let end = (work.start + work.num_tokens).min(self.num_prompt_tokens);
+        for position in work.start..end {
+            inputs.logits.push(first + position - work.start);
+            reported.push((self.sequence, LogitsPlace::Context(position)));
+        }
+    }
+
     /// One token for the last position, and one for each draft before it.
     fn sample(
         &mut self,
@@ -218,6 +251,7 @@ impl Row {
         work: &RowWork,
         drafted: &[TokenId],
         inputs: &mut StepInputs,
+        reported: &mut Vec<(SequenceId, LogitsPlace)>,
     ) -> Result<(), PlanMismatch> {
         let (num_known, num_drafts) = (self.num_tokens(), drafted.len() as u32);
         if work.start + work.num_tokens != num_known + num_drafts {
@@ -229,6 +263,11 @@ impl Row {
             token_index: first + index,
             num_generated: num_known - self.num_prompt_tokens + index,
         }));
+        if self.reports_generation {
+            let samples = inputs.samples.iter().rev().take(1 + drafted.len()).rev();
+            inputs.logits.extend(samples.clone().map(|sample| sample.token_index));
+            reported.extend(samples.map(|sample| (self.sequence, LogitsPlace::Generation(sample.num_generated))));
+        }
         if drafted.is_empty() && !self.is_beam {
             self.num_sampled += 1;
         }
@@ -355,6 +394,30 @@ mod tests {
         let wrong = CopiedBlock { row: RowId(0), from: BlockId(5), to: BlockId(7) };
         let plan = StepPlan { step: 3, copied: vec![wrong], ..StepPlan::default() };
         assert!(matches!(table.apply(&plan, &mut inputs), Err(PlanMismatch::Copied { last: Some(6), .. })));
+    }
+
+    #[test]
+    fn logits_that_were_asked_for_are_named_by_position_or_output_token() {
+        let (mut table, mut inputs) = (RowTable::new(4, 4, 8, 1), StepInputs::default());
+        let mut asks = joined(1, &[10, 11, 12, 13], &[5]);
+        // Of a sequence that was preempted: 13 is its output.
+        (asks.num_prompt_tokens, asks.sampling.context_logits, asks.sampling.generation_logits) = (3, true, true);
+        let (silent, sequence) = (joined(0, &[9, 9], &[3]), asks.sequence);
+        let work = vec![work(0, 0, 2, true), work(1, 0, 4, true)];
+        let plan = StepPlan { step: 1, joined: vec![silent, asks], work, ..StepPlan::default() };
+        table.apply(&plan, &mut inputs).unwrap();
+        assert_eq!(inputs.logits, [2, 3, 4, 5]);
+        let context = (0..3).map(LogitsPlace::Context);
+        let expected: Vec<_> = context.chain([LogitsPlace::Generation(1)]).map(|place| (sequence, place)).collect();
+        assert_eq!(table.take_reported(), expected);
+        let decode = RowWork { row: RowId(1), start: 4, num_tokens: 1, samples: true };
+        let grown = vec![(RowId(1), BlockId(6))];
+        let next = StepPlan { step: 2, grown, work: vec![decode], ..StepPlan::default() };
+        table.apply(&next, &mut inputs).unwrap();
+        assert_eq!(
+            (inputs.logits.as_slice(), table.take_reported()),
+            (&[0][..], vec![(sequence, LogitsPlace::Generation(2))])
+        );
     }
 
     #[test]

@@ -5,12 +5,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use device::{AttentionSpec, Device, StepInputs};
-use engine::{StepOutput, StepPlan, plan};
+use engine::{SequenceId, StepOutput, StepPlan, plan};
 use ipc::{Prefix, Received, RingReceiver, RingSender};
 use models::Model;
 
 use crate::error::WorkerError;
-use crate::protocol::{FromWorker, KvMemory, ShmName, ToWorker, WorkerSpec};
+use crate::protocol::{
+    FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WorkerSpec,
+};
 use crate::rows::RowTable;
 
 /// How long rank 0 may leave an output unread before this worker gives up on it.
@@ -145,6 +147,8 @@ struct Queued {
     step: u64,
     /// False for a plan that only moves rows: nothing was run.
     on_device: bool,
+    /// What the logits that it reports are of.
+    reported: Vec<(SequenceId, LogitsPlace)>,
 }
 
 impl<D: Device + 'static> Steps<'_, D> {
@@ -188,13 +192,13 @@ impl<D: Device + 'static> Steps<'_, D> {
         if on_device {
             device.run_step(&self.inputs, &mut |device| model.forward(device))?;
         }
-        self.queued.push_back(Queued { step: plan.step, on_device });
+        self.queued.push_back(Queued { step: plan.step, on_device, reported: self.rows.take_reported() });
         Ok(())
     }
 
     /// Sends the oldest step's tokens if it is done; true when there was one.
     fn collect(&mut self, rings: &Rings) -> Result<bool, WorkerError> {
-        let Some(&Queued { step, on_device }) = self.queued.front() else {
+        let Some(&Queued { step, on_device, .. }) = self.queued.front() else {
             return Ok(false);
         };
         let tokens = match on_device {
@@ -204,10 +208,23 @@ impl<D: Device + 'static> Steps<'_, D> {
         let Some(tokens) = tokens else {
             return Ok(false);
         };
-        self.queued.pop_front();
+        let queued = self.queued.pop_front().expect("there is a front");
+        let logits = if queued.reported.is_empty() { Vec::new() } else { self.worker.device.take_logits() };
         if self.worker.spec.reports() {
+            send_logits(&queued.reported, &logits, rings)?;
             rings.send(&FromWorker::Output(StepOutput { step, tokens }))?;
         }
         Ok(true)
     }
+}
+
+/// Sends each row of logits, in pieces that fit a ring.
+fn send_logits(reported: &[(SequenceId, LogitsPlace)], logits: &[Vec<f32>], rings: &Rings) -> Result<(), WorkerError> {
+    for (&(sequence, place), row) in reported.iter().zip(logits) {
+        for (index, values) in row.chunks(MAX_LOGITS_PIECE).enumerate() {
+            let first_token = (index * MAX_LOGITS_PIECE) as u32;
+            rings.send(&FromWorker::Logits(LogitsPiece { sequence, place, first_token, values: values.to_vec() }))?;
+        }
+    }
+    Ok(())
 }

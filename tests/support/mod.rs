@@ -260,6 +260,27 @@ pub fn copied_repository() -> tempfile::TempDir {
     scratch
 }
 
+/// Makes every tensor of a bf16 safetensors file f32, with the same values.
+pub fn widen(path: &Path) {
+    let bytes = std::fs::read(path).unwrap();
+    let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut header: Value = serde_json::from_slice(&bytes[8..8 + header_len]).unwrap();
+    for (name, tensor) in header.as_object_mut().unwrap() {
+        if name == "__metadata__" {
+            continue;
+        }
+        assert_eq!(tensor["dtype"], "BF16", "{name}");
+        tensor["dtype"] = "F32".into();
+        let offsets = tensor["data_offsets"].as_array_mut().unwrap();
+        offsets.iter_mut().for_each(|offset| *offset = (2 * offset.as_u64().unwrap()).into());
+    }
+    let header = header.to_string();
+    let mut widened = (header.len() as u64).to_le_bytes().to_vec();
+    widened.extend_from_slice(header.as_bytes());
+    widened.extend(bytes[8 + header_len..].chunks_exact(2).flat_map(|bf16| [0, 0, bf16[0], bf16[1]]));
+    std::fs::write(path, widened).unwrap();
+}
+
 fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap().flatten() {

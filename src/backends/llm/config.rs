@@ -4,11 +4,17 @@ use std::path::{Path, PathBuf};
 
 use engine::{EngineConfig, Policy, TokenId};
 use repository::ModelConfig;
-use serving::{InferError, LoadRequest};
+use serving::{DataType, InferError, LoadRequest};
 use worker::{DeviceChoice, KvMemory};
+
+use super::queue_rules::QueueRules;
 
 /// Most tokens guessed in one step: more are seldom right.
 const MAX_DRAFTS: usize = 64;
+
+/// Prefill tokens in a step that also decodes when the model does not say: enough to keep a device busy, and few enough for
+/// streams to go on without a gap that is felt.
+const MIXED_PREFILL_TOKENS: usize = 512;
 
 /// What the launcher chose for every LLM of this world.
 #[derive(Debug, Clone)]
@@ -49,12 +55,16 @@ pub(crate) struct LlmConfig {
     pub(crate) kv_memory: KvMemory,
     /// `num_blocks` is filled in once the workers have said how many fit.
     pub(crate) engine: EngineConfig,
+    /// How requests wait.
+    pub(crate) queue: QueueRules,
     /// Whether a request may have many responses.
     pub(crate) decoupled: bool,
     /// Drop the prompt from `output_ids` when the request does not say.
     pub(crate) exclude_input: bool,
     /// Outputs declared in `config.pbtxt`.
     pub(crate) outputs: Vec<String>,
+    /// The type in which logits are returned: FP32, FP16 or BF16.
+    pub(crate) logits_type: DataType,
     pub(crate) vocab_size: usize,
     /// Tokens that end a sequence when the request names none.
     pub(crate) end_ids: Vec<TokenId>,
@@ -68,7 +78,8 @@ impl LlmConfig {
         let config = &load.config;
         let checkpoint = find_checkpoint(load)?;
         let model = models::Config::from_dir(&checkpoint).map_err(|error| invalid(config, error.to_string()))?;
-        let engine = engine_config(config, &model, defaults)?;
+        let queue = QueueRules::new(config);
+        let engine = engine_config(config, &model, defaults, queue.max_queue())?;
         Ok(Self {
             name: config.name.clone(),
             checkpoint,
@@ -79,9 +90,11 @@ impl LlmConfig {
             network: defaults.network.clone(),
             kv_memory: kv_memory(config, defaults)?,
             engine,
+            queue,
             decoupled: config.model_transaction_policy.as_ref().is_some_and(|policy| policy.decoupled),
             exclude_input: parameter(config, "exclude_input_in_output")?.unwrap_or(false),
             outputs: config.output.iter().map(|output| output.name.clone()).collect(),
+            logits_type: logits_type(config)?,
             vocab_size: model.vocab_size,
             end_ids: model.eos_ids.iter().copied().map(TokenId).collect(),
             step_timeout: defaults.step_timeout,
@@ -95,18 +108,9 @@ fn engine_config(
     config: &ModelConfig,
     model: &models::Config,
     defaults: &LlmDefaults,
+    max_queue: usize,
 ) -> Result<EngineConfig, InferError> {
     let max_rows = usize::try_from(config.max_batch_size).unwrap_or(0).max(1);
-    let max_queue = config
-        .scheduling_choice
-        .as_ref()
-        .and_then(|choice| match choice {
-            repository::proto::model_config::SchedulingChoice::DynamicBatching(batching) => {
-                batching.default_queue_policy.as_ref()
-            }
-            _ => None,
-        })
-        .map_or(0, |policy| policy.max_queue_size as usize);
     let policy = match text_parameter(config, "batch_scheduler_policy") {
         None | Some("max_utilization") => Policy::MaxUtilization,
         Some("guaranteed_no_evict") => Policy::GuaranteedNoEvict,
@@ -122,6 +126,7 @@ fn engine_config(
         max_step_tokens: parameter(config, "max_num_tokens")?.unwrap_or(defaults.max_step_tokens).max(max_rows),
         max_sequence_len,
         block_size: parameter(config, "tokens_per_block")?.unwrap_or(defaults.block_size),
+        max_mixed_prefill_tokens: max_mixed_prefill_tokens(config)?,
         max_queue: if max_queue == 0 { EngineConfig::default().max_queue } else { max_queue },
         policy,
         max_joined_tokens: max_sequence_len.max(EngineConfig::default().max_joined_tokens),
@@ -129,6 +134,35 @@ fn engine_config(
         max_drafts: max_drafts(config, defaults)?,
         ..EngineConfig::default()
     })
+}
+
+/// Bounds the gap between a stream's tokens while a long prompt arrives.
+fn max_mixed_prefill_tokens(config: &ModelConfig) -> Result<usize, InferError> {
+    let found = parameter(config, "max_mixed_prefill_tokens")?.unwrap_or(MIXED_PREFILL_TOKENS);
+    match found {
+        0 => Err(invalid(config, "`max_mixed_prefill_tokens` is 0, expected at least 1".to_owned())),
+        found => Ok(found),
+    }
+}
+
+/// As the outputs of logits are declared.
+fn logits_type(config: &ModelConfig) -> Result<DataType, InferError> {
+    let is_logits = |name: &str| matches!(name, "context_logits" | "generation_logits");
+    let mut found = None;
+    for output in config.output.iter().filter(|output| is_logits(&output.name)) {
+        let datatype = match DataType::from_config(output.data_type()) {
+            Some(datatype @ (DataType::Fp32 | DataType::Fp16 | DataType::Bf16)) => datatype,
+            _ => {
+                let words = format!("output `{}` is {:?}", output.name, output.data_type());
+                return Err(invalid(config, format!("{words}, expected TYPE_FP32, TYPE_FP16 or TYPE_BF16")));
+            }
+        };
+        if found.is_some_and(|found| found != datatype) {
+            return Err(invalid(config, "`context_logits` and `generation_logits` are declared with two types".into()));
+        }
+        found = Some(datatype);
+    }
+    Ok(found.unwrap_or(DataType::Fp32))
 }
 
 /// Tokens that prompt look-up guesses for a greedy sequence in one step.

@@ -353,7 +353,10 @@ fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
 /// Candidates that a row of a beam search returns at most, and the bytes of one.
 const MAX_CANDIDATES_BYTES: usize = 256 * 16;
 
+/// A piece of logits and the numbers before them.
+const LOGITS_PIECE_BYTES: usize = worker::MAX_LOGITS_PIECE * size_of::<f32>() + 64;
+
 /// Twice the largest plan or output, so that one can be written while another is read.
 fn ring_bytes(config: &EngineConfig) -> usize {
-    2 * config.max_plan_bytes().max(config.max_rows * MAX_CANDIDATES_BYTES)
+    2 * config.max_plan_bytes().max(config.max_rows * MAX_CANDIDATES_BYTES).max(LOGITS_PIECE_BYTES)
 }

@@ -1,17 +1,23 @@
 //! How other threads hand work to the step thread, which may be waiting for its workers.
 
 use std::sync::{Arc, Mutex, mpsc};
+use std::time::Instant;
 
 use engine::{Request, SequenceId, TokenEvent};
 use ipc::Doorbell;
 use serving::InferError;
 use tokio::sync::{mpsc as async_mpsc, oneshot};
-use worker::FromAgent;
+use worker::{FromAgent, LogitsPiece};
 
 /// What the step thread is told.
 pub(crate) enum Message {
-    /// The sequences of a request, all taken or none, and where their events go.
-    Submit { sequences: Vec<Request>, events: async_mpsc::UnboundedSender<RequestEvent> },
+    /// The sequences of a request, all taken or none, and where their events go. At `timeout` they are refused if none has
+    /// had a step by then, or, when the flag is false, others are served before them.
+    Submit {
+        sequences: Vec<Request>,
+        timeout: Option<(Instant, bool)>,
+        events: async_mpsc::UnboundedSender<RequestEvent>,
+    },
     /// The client left.
     Cancel(SequenceId),
     /// A stop word was found in its text.
@@ -27,6 +33,8 @@ pub(crate) enum Message {
 pub(crate) enum RequestEvent {
     /// Its sequences are queued under these ids.
     Accepted(Vec<SequenceId>),
+    /// Logits of a sequence, before the tokens chosen from them.
+    Logits(LogitsPiece),
     /// Tokens of a sequence, or its end.
     Tokens(TokenEvent),
     /// It ends with this error.

@@ -5,9 +5,13 @@ use serving::{DataType, InferError, InferRequest, Parameter, Tensor};
 use worker::DeviceChoice;
 
 use super::config::LlmConfig;
+use super::queue_rules::Timeout;
 
 /// Most stop or bad words of one request.
 const MAX_WORDS: usize = 1024;
+
+/// Most bytes of logits that a request may have rank 0 keep: as much as one gRPC message could carry.
+const MAX_LOGITS_BYTES: usize = i32::MAX as usize;
 
 /// Temperatures below this are greedy: their inverse is beyond what logits can be scaled by.
 const LEAST_TEMPERATURE: f32 = 1e-6;
@@ -21,6 +25,8 @@ pub(crate) struct LlmRequest {
     pub(crate) num_sequences: usize,
     /// One response per event, or one for all.
     pub(crate) streaming: bool,
+    /// How long it may wait for its first step.
+    pub(crate) timeout: Option<Timeout>,
     pub(crate) exclude_input: bool,
     pub(crate) return_log_probs: bool,
     pub(crate) return_perf_metrics: bool,
@@ -29,11 +35,13 @@ pub(crate) struct LlmRequest {
 }
 
 impl LlmRequest {
-    /// The engine's requests: sequence `i` is what a request of its own with `seed + i` would be.
+    /// The engine's requests: sequence `i` is what a request of its own with `seed + i` would be. The prompt's logits are the
+    /// same for all.
     pub(crate) fn sequences(self) -> Vec<Request> {
         let seeded = |index: u64| {
             let mut request = self.request.clone();
             request.sampling.seed = request.sampling.seed.wrapping_add(index);
+            request.sampling.context_logits = false;
             request
         };
         let num_requests = if self.request.beams.is_some() { 1 } else { self.num_sequences };
@@ -46,6 +54,8 @@ impl LlmRequest {
         match output {
             "cum_log_probs" | "output_log_probs" => self.return_log_probs,
             "sequence_end" => self.num_sequences > 1,
+            "context_logits" => self.request.sampling.context_logits,
+            "generation_logits" => self.request.sampling.generation_logits,
             "num_input_tokens" => self.return_num_input_tokens,
             "num_output_tokens" => self.return_num_output_tokens,
             "acceptance_rate" | "total_draft_tokens" | "total_accepted_draft_tokens" => self.return_perf_metrics,
@@ -87,25 +97,76 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Wanted
     let flag = |names: &[&str]| scalar::<bool>(request, names).map(|flag| flag.unwrap_or(false));
     let return_log_probs = flag(&["return_log_probs"])?;
     let exclude_input = scalar::<bool>(request, &["exclude_input_in_output"])?.unwrap_or(config.exclude_input);
+    let num_sequences = num_sequences(config, request, beams.as_ref())?;
+    let mut sampling = sampling(config, request, return_log_probs)?;
+    sampling.context_logits = wants_logits(config, request, "context_logits")?;
+    sampling.generation_logits = wants_logits(config, request, "generation_logits")?;
+    check_logits(config, &sampling, prompt.len(), max_tokens as usize, num_sequences, beams.is_some())?;
     let engine_request = Request {
         prompt,
         max_tokens,
-        sampling: sampling(config, request, return_log_probs)?,
+        sampling,
         stop_words: words(config, request, "stop_words_list")?,
-        priority: u32::try_from(request.priority).unwrap_or(u32::MAX),
+        priority: config.queue.priority(request.priority),
         beams,
         max_drafts: max_drafts(config, request)?,
     };
     Ok(Wanted::Generate(Box::new(LlmRequest {
         request: engine_request,
-        num_sequences: num_sequences(config, request, beams.as_ref())?,
+        num_sequences,
         streaming,
+        timeout: config.queue.timeout(request.priority, request.timeout_us),
         exclude_input,
         return_log_probs,
         return_perf_metrics: flag(&["return_perf_metrics", "return_kv_cache_reuse_stats"])?,
         return_num_input_tokens: flag(&["return_num_input_tokens"])?,
         return_num_output_tokens: flag(&["return_num_output_tokens"])?,
     })))
+}
+
+/// Whether the request wants this output of logits, and it can be had.
+fn wants_logits(config: &LlmConfig, request: &InferRequest, output: &str) -> Result<bool, InferError> {
+    let flag = format!("return_{output}");
+    let outputs = &request.requested_outputs;
+    let is_asked = outputs.is_empty() || outputs.iter().any(|name| name == output);
+    if !scalar::<bool>(request, &[&flag])?.unwrap_or(false) || !is_asked {
+        return Ok(false);
+    }
+    if is_cuda(config) {
+        return Err(InferError::invalid(format!("`{flag}` is true, but CUDA devices report no logits; leave it out")));
+    }
+    if !config.outputs.iter().any(|name| name == output) {
+        let words = format!(
+            "`{flag}` is true, but config.pbtxt declares no output `{output}`; declare it, or leave `{flag}` out"
+        );
+        return Err(InferError::invalid(words));
+    }
+    Ok(true)
+}
+
+/// Refuses logits that rank 0 has no room for, and those of beams, which are chosen among many.
+fn check_logits(
+    config: &LlmConfig,
+    sampling: &SamplingParams,
+    prompt_len: usize,
+    max_tokens: usize,
+    num_sequences: usize,
+    has_beams: bool,
+) -> Result<(), InferError> {
+    if has_beams && sampling.generation_logits {
+        let words = "`return_generation_logits` is true, but a beam search reports log-probabilities only; set `beam_width` to 1 or leave it out";
+        return Err(InferError::invalid(words));
+    }
+    let context = if sampling.context_logits { prompt_len } else { 0 };
+    let generation = if sampling.generation_logits { max_tokens.min(config.engine.max_sequence_len) } else { 0 };
+    let bytes = (context + generation * num_sequences) * config.vocab_size * size_of::<f32>();
+    if bytes > MAX_LOGITS_BYTES {
+        let words = format!(
+            "logits of {context} prompt tokens and {num_sequences} × {generation} output tokens take {bytes} bytes, at most {MAX_LOGITS_BYTES} are kept; lower `request_output_len` or shorten the prompt"
+        );
+        return Err(InferError::invalid(words));
+    }
+    Ok(())
 }
 
 fn num_sequences(config: &LlmConfig, request: &InferRequest, beams: Option<&BeamParams>) -> Result<usize, InferError> {
@@ -273,11 +334,6 @@ fn refuse_unsupported(config: &LlmConfig, request: &InferRequest) -> Result<(), 
             "`runtime_top_p_decay` is {decay}, but top-p does not decay on CUDA devices; leave it out, or set it to 1"
         );
         return Err(InferError::invalid(words));
-    }
-    for name in ["return_context_logits", "return_generation_logits"] {
-        if scalar::<bool>(request, &[name])?.unwrap_or(false) {
-            return Err(InferError::invalid(format!("`{name}` is not supported; leave it out")));
-        }
     }
     let unsupported =
         ["draft_input_ids", "prompt_embedding_table", "lora_weights", "lora_task_id", "guided_decoding_guide"];

@@ -6,14 +6,17 @@ mod config;
 mod group;
 mod inbox;
 mod inputs;
+mod logits;
 mod outputs;
 mod plan;
+mod queue_rules;
 mod request;
 mod step_thread;
 mod text_stop;
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
+use std::time::Instant;
 
 use engine::{EngineStats, Request};
 use futures::FutureExt;
@@ -244,10 +247,11 @@ impl Backend for Llm {
         }
         let responses = Responses::new(&self.config, &self.version, &request, &parsed);
         let num_sequences = parsed.num_sequences;
+        let timeout = parsed.timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
         let sequences = parsed.sequences();
         let text_stops = self.text_stops(&sequences);
         let (events, receiver) = mpsc::unbounded_channel();
-        if !self.inbox.send(Message::Submit { sequences, events }) {
+        if !self.inbox.send(Message::Submit { sequences, timeout, events }) {
             return Err(InferError::unavailable(format!("model `{}` is being unloaded", self.config.name)));
         }
         let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);

@@ -4,9 +4,11 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use engine::{BlockUsage, DraftUsage, SampledToken, TokenId};
 use serving::{InferRequest, InferResponse, Tensor};
+use worker::LogitsPiece;
 
 use super::config::LlmConfig;
 use super::inputs::LlmRequest;
+use super::logits::{Logits, LogitsForm};
 
 /// Fills the places behind shorter sequences where several share a response and the model has no end id.
 const PADDING: TokenId = TokenId(0);
@@ -23,6 +25,7 @@ pub(crate) struct Responses {
     prompt: Vec<TokenId>,
     num_input_tokens: usize,
     padding: TokenId,
+    logits_form: LogitsForm,
     sequences: Vec<Output>,
     num_open: usize,
     arrived: (Instant, SystemTime),
@@ -48,6 +51,7 @@ struct Output {
     cumulative_log_prob: f64,
     blocks: BlockUsage,
     drafts: DraftUsage,
+    logits: Logits,
     first_token: Option<Instant>,
     last_token: Option<Instant>,
     ended: bool,
@@ -85,10 +89,16 @@ impl Responses {
             prompt: if exclude_input { Vec::new() } else { parsed.request.prompt.clone() },
             num_input_tokens: parsed.request.prompt.len(),
             padding: parsed.request.sampling.end_ids.first().copied().unwrap_or(PADDING),
+            logits_form: LogitsForm { datatype: config.logits_type, vocab_size: config.vocab_size },
             sequences: vec![Output::default(); parsed.num_sequences],
             num_open: parsed.num_sequences,
             arrived: (Instant::now(), SystemTime::now()),
         }
+    }
+
+    /// Takes logits of sequence `index` in; they leave with the tokens chosen from them.
+    pub(crate) fn keep_logits(&mut self, index: usize, piece: &LogitsPiece) {
+        self.sequences[index].logits.keep(self.logits_form, piece);
     }
 
     /// The response that this news completes. It is final when no sequence is left.
@@ -108,7 +118,14 @@ impl Responses {
             return None;
         }
         let indices = if self.mode == Mode::Once { 0..self.sequences.len() } else { news.index..news.index + 1 };
-        let outputs = self.wanted.iter().filter_map(|name| self.output(name, indices.clone())).collect();
+        let wanted = std::mem::take(&mut self.wanted);
+        let output = |name: &String| match name.as_str() {
+            "context_logits" => self.sequences[indices.start].logits.take_context(name, self.logits_form),
+            "generation_logits" => Some(self.generation_logits(name, indices.clone())),
+            _ => self.output(name, indices.clone()),
+        };
+        let outputs = wanted.iter().filter_map(output).collect();
+        self.wanted = wanted;
         self.sequences[indices].iter_mut().for_each(|output| output.pending.clear());
         Some(InferResponse {
             model_name: self.model_name.clone(),
@@ -164,6 +181,19 @@ impl Responses {
             "last_token_time_ns" => time(sequences.iter().filter_map(|output| output.last_token).max()),
             _ => return None,
         })
+    }
+
+    /// `[1, sequences, tokens, V]` of the tokens that this response tells.
+    fn generation_logits(&mut self, name: &str, indices: std::ops::Range<usize>) -> Tensor {
+        let form = self.logits_form;
+        let sequences = &mut self.sequences[indices];
+        let (width, mut data) = (longest(sequences), Vec::new());
+        for output in sequences.iter_mut() {
+            let count = output.pending.len();
+            output.logits.take_generation(form, output.num_tokens - count, count, width, &mut data);
+        }
+        let shape = vec![1, sequences.len() as i64, width as i64, form.vocab_size as i64];
+        Tensor { name: name.to_owned(), datatype: form.datatype, shape, data: data.into() }
     }
 
     fn output_ids(&self, name: &str, sequences: &[Output]) -> Tensor {
@@ -256,6 +286,7 @@ mod tests {
             prompt: prompt.iter().map(|&id| TokenId(id)).collect(),
             num_input_tokens: 2,
             padding: TokenId(9),
+            logits_form: LogitsForm { datatype: serving::DataType::Fp32, vocab_size: 1 },
             sequences: vec![Output::default(); num_sequences],
             num_open: num_sequences,
             arrived: (Instant::now(), SystemTime::now()),

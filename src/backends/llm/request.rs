@@ -46,6 +46,12 @@ impl RequestTask {
                     self.accepted(sequences);
                     continue;
                 }
+                Some(RequestEvent::Logits(piece)) => {
+                    if let Some(index) = self.sequences.iter().position(|&known| known == piece.sequence) {
+                        self.responses.keep_logits(index, &piece);
+                    }
+                    continue;
+                }
                 Some(RequestEvent::Tokens(event)) => {
                     sender.mark_scheduled();
                     self.hear(event).map(Ok)

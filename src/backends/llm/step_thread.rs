@@ -5,7 +5,7 @@
 //!     └── too many losses without a step between ──► failed             (requests get an error)
 //! ```
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
@@ -67,6 +67,8 @@ struct Running {
     /// `None` until the workers have said how many KV blocks fit.
     engine: Option<Engine>,
     requests: HashMap<SequenceId, async_mpsc::UnboundedSender<RequestEvent>>,
+    /// Requests that may not wait for ever, by when they may no longer; some had their first step since.
+    timeouts: BTreeMap<(Instant, SequenceId), Waiting>,
     events: Vec<TokenEvent>,
     /// Starts and losses since the last settled step.
     losses: u32,
@@ -74,6 +76,13 @@ struct Running {
     longest_step: Duration,
     /// When a step was last settled, or sent to idle workers.
     last_progress: Instant,
+}
+
+/// A request that may not wait for ever.
+struct Waiting {
+    sequences: Vec<SequenceId>,
+    /// It is refused when it has waited too long; else others are served before it.
+    rejects: bool,
 }
 
 /// How stepping, or starting, came to an end.
@@ -95,6 +104,7 @@ impl StepThread {
             thread: self,
             engine: None,
             requests: HashMap::new(),
+            timeouts: BTreeMap::new(),
             events: Vec::new(),
             losses: 0,
             longest_step: Duration::ZERO,
@@ -273,6 +283,13 @@ impl Running {
                 self.last_progress = Instant::now();
                 *self.thread.shared.stats.lock().unwrap() = engine.stats();
             }
+            Some(FromWorker::Logits(piece)) => {
+                self.last_progress = Instant::now();
+                // A sequence that has ended hears no more.
+                if let Some(request) = self.requests.get(&piece.sequence) {
+                    let _ = request.send(RequestEvent::Logits(piece));
+                }
+            }
             Some(_) => return Err(Lost::new("worker 0 sent something other than a step's output".to_owned()).into()),
             // Rung by a message, or time to look around.
             None => self.check_watchdog()?,
@@ -312,7 +329,7 @@ impl Running {
         while let Some(message) = next {
             match message {
                 Message::Agent(news) => group.hear(news)?,
-                Message::Submit { sequences, events } => self.submit(sequences, events),
+                Message::Submit { sequences, timeout, events } => self.submit(sequences, timeout, events),
                 Message::Cancel(sequence) => {
                     self.engine.as_mut().map(|engine| engine.cancel(sequence));
                 }
@@ -323,10 +340,37 @@ impl Running {
             }
             next = self.thread.messages.try_recv().ok();
         }
+        self.expire();
         Ok(())
     }
 
-    fn submit(&mut self, requests: Vec<Request>, events: async_mpsc::UnboundedSender<RequestEvent>) {
+    /// Refuses requests that have waited for as long as they may, or has others served before them.
+    fn expire(&mut self) {
+        let Some(engine) = &mut self.engine else { return };
+        while let Some(late) = self.timeouts.first_entry().filter(|first| first.key().0 <= Instant::now()) {
+            let Waiting { sequences, rejects } = late.remove();
+            if !sequences.iter().all(|&sequence| engine.is_new(sequence)) {
+                continue;
+            }
+            for &sequence in &sequences {
+                if !rejects {
+                    engine.delay(sequence);
+                    continue;
+                }
+                engine.cancel(sequence);
+                if let Some(request) = self.requests.remove(&sequence) {
+                    let _ = request.send(RequestEvent::Failed(InferError::unavailable("Request timeout expired")));
+                }
+            }
+        }
+    }
+
+    fn submit(
+        &mut self,
+        requests: Vec<Request>,
+        timeout: Option<(Instant, bool)>,
+        events: async_mpsc::UnboundedSender<RequestEvent>,
+    ) {
         let Some(engine) = &mut self.engine else {
             let _ = events.send(RequestEvent::Failed(InferError::unavailable("the model's workers still load")));
             return;
@@ -345,6 +389,9 @@ impl Running {
             }
         }
         self.requests.extend(sequences.iter().map(|&sequence| (sequence, events.clone())));
+        if let (Some((at, rejects)), Some(&first)) = (timeout, sequences.first()) {
+            self.timeouts.insert((at, first), Waiting { sequences: sequences.clone(), rejects });
+        }
         // A request whose client has left already is cancelled by its own task.
         let _ = events.send(RequestEvent::Accepted(sequences));
     }

@@ -1,18 +1,19 @@
-//! Rank 0's own cost of a step: plan, encode and settle, with 1, 256 and 2048 rows.
+//! Rank 0's own cost of a step, in CPU time of its thread, with 1, 256 and 2048 rows: the plan is made and encoded into the
+//! bytes that workers get, and the bytes that they return are decoded and settled.
 //!
 //! `cargo bench -p engine`
 //!
 //! - `decode`: every row decodes in every step; KV blocks are appended as they fill.
-//! - `decode_encode`: the same, and the plan is turned into the bytes that workers get.
-//! - `serve_encode`: rows end after 128 tokens and others join with prompts of 512, prefix cache on.
+//! - `serve`: rows end after 128 tokens and others join with prompts of 512, prefix cache on.
 
 use std::hint::black_box;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use engine::{
     Engine, EngineConfig, Policy, Request, SampledToken, SamplingParams, StepOutput, StepPlan, TokenId, plan,
 };
+use rustix::time::{ClockId, clock_gettime};
 
 const ROWS: [usize; 3] = [1, 256, 2048];
 /// Steps before an engine of the `decode` cases is made anew.
@@ -24,6 +25,7 @@ struct Bench {
     num_submitted: u32,
     events: Vec<engine::TokenEvent>,
     bytes: Vec<u8>,
+    output: Vec<u8>,
     total_bytes: usize,
     total_rows: usize,
 }
@@ -48,7 +50,16 @@ impl Bench {
             ..Request::default()
         };
         let engine = Engine::new(config).expect("the bench's config is valid");
-        Self { engine, request, num_submitted: 0, events: vec![], bytes: vec![], total_bytes: 0, total_rows: 0 }
+        Self {
+            engine,
+            request,
+            num_submitted: 0,
+            events: vec![],
+            bytes: vec![],
+            output: vec![],
+            total_bytes: 0,
+            total_rows: 0,
+        }
     }
 
     /// Prompts differ from their first token on, so that each is computed.
@@ -63,72 +74,81 @@ impl Bench {
         let mut bench = Self::new(max_rows, 32, OUTPUT_LEN);
         (0..max_rows).for_each(|_| bench.submit());
         while bench.engine.stats().num_waiting > 0 || bench.engine.stats().num_prefilling > 0 {
-            bench.step(true);
+            bench.step();
         }
         bench
     }
 
-    /// One step and its own time.
-    fn step(&mut self, encode: bool) -> Duration {
-        let start = Instant::now();
+    /// One step and rank 0's CPU time of it.
+    fn step(&mut self) -> Duration {
+        let start = cpu_time();
         let plan = self.engine.plan().expect("there is work");
-        if encode {
-            plan::encode(black_box(&plan), &mut self.bytes);
-        }
-        let planned = start.elapsed();
+        plan::encode(black_box(&plan), &mut self.bytes);
+        let planned = cpu_time() - start;
         self.total_bytes += self.bytes.len();
         self.total_rows += plan.work.len();
-        let output = output(&plan);
-        let start = Instant::now();
+        encode_output(&plan, &mut self.output);
+        let start = cpu_time();
+        let output = plan::decode(&self.output).expect("the output survives its way");
         self.engine.settle(output, &mut self.events).expect("the output is the plan's");
         black_box(&self.events);
         self.events.clear();
-        planned + start.elapsed()
+        planned + (cpu_time() - start)
+    }
+
+    fn bytes_per_row(&self) -> f64 {
+        self.total_bytes as f64 / self.total_rows as f64
     }
 }
 
-fn output(plan: &StepPlan) -> StepOutput {
-    let sampling = plan.work.iter().filter(|work| work.samples);
-    let tokens = sampling.map(|work| SampledToken { row: work.row, token: TokenId(7), logprob: None, top: vec![] });
-    StepOutput { step: plan.step, tokens: tokens.collect() }
+/// CPU time of this thread: what other processes take of the machine does not count.
+fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-fn decode(c: &mut Criterion, name: &str, encode: bool) {
-    let mut group = c.benchmark_group(name);
+fn encode_output(plan: &StepPlan, bytes: &mut Vec<u8>) {
+    let sampling = plan.work.iter().filter(|work| work.samples);
+    let tokens = sampling.map(|work| SampledToken { row: work.row, token: TokenId(7_000), logprob: None, top: vec![] });
+    plan::encode(&StepOutput { step: plan.step, tokens: tokens.collect() }, bytes);
+}
+
+fn decode(c: &mut Criterion) {
+    let mut group = c.benchmark_group("decode");
     for rows in ROWS {
-        let (mut total_bytes, mut total_rows) = (0, 0);
+        let mut bench = Bench::decoding(rows);
+        let mut num_left = OUTPUT_LEN / 2;
         group.throughput(Throughput::Elements(rows as u64));
         group.bench_function(BenchmarkId::from_parameter(rows), |bencher| {
             bencher.iter_custom(|num_steps| {
                 let mut elapsed = Duration::ZERO;
-                let mut done = 0;
-                while done < num_steps {
-                    let mut bench = Bench::decoding(rows);
-                    (bench.total_bytes, bench.total_rows) = (0, 0);
-                    let batch = (num_steps - done).min(u64::from(OUTPUT_LEN) / 2);
-                    elapsed += (0..batch).map(|_| bench.step(encode)).sum::<Duration>();
-                    done += batch;
-                    total_bytes += bench.total_bytes;
-                    total_rows += bench.total_rows;
+                for _ in 0..num_steps {
+                    if num_left == 0 {
+                        (bench, num_left) = (Bench::decoding(rows), OUTPUT_LEN / 2);
+                    }
+                    num_left -= 1;
+                    elapsed += bench.step();
                 }
                 elapsed
             });
         });
-        if encode && total_rows > 0 {
-            println!("{name}/{rows}: {:.2} plan bytes a row", total_bytes as f64 / total_rows as f64);
+        (bench.total_bytes, bench.total_rows) = (0, 0);
+        for _ in 0..num_left.max(100) {
+            bench.step();
         }
+        println!("decode/{rows}: {:.2} plan bytes a row", bench.bytes_per_row());
     }
 }
 
 fn serve(c: &mut Criterion) {
-    let mut group = c.benchmark_group("serve_encode");
+    let mut group = c.benchmark_group("serve");
     for rows in ROWS {
         let mut bench = Bench::new(rows, 512, 128);
         let step = |bench: &mut Bench| {
-            while bench.engine.stats().num_waiting < rows {
+            while bench.engine.stats().num_waiting < rows.min(64) {
                 bench.submit();
             }
-            bench.step(true)
+            bench.step()
         };
         for _ in 0..1000 {
             step(&mut bench);
@@ -137,13 +157,12 @@ fn serve(c: &mut Criterion) {
         group.bench_function(BenchmarkId::from_parameter(rows), |bencher| {
             bencher.iter_custom(|num_steps| (0..num_steps).map(|_| step(&mut bench)).sum());
         });
-        println!("serve_encode/{rows}: {:.2} plan bytes a row", bench.total_bytes as f64 / bench.total_rows as f64);
+        println!("serve/{rows}: {:.2} plan bytes a row", bench.bytes_per_row());
     }
 }
 
 fn step(c: &mut Criterion) {
-    decode(c, "decode", false);
-    decode(c, "decode_encode", true);
+    decode(c);
     serve(c);
 }
 

@@ -1,0 +1,138 @@
+//! Raw logits of one sequence: they come in pieces, before the tokens chosen from them, and leave as tensors.
+
+use std::collections::BTreeMap;
+
+use half::{bf16, f16};
+use serving::{DataType, Tensor};
+use worker::{LogitsPiece, LogitsPlace};
+
+/// How logits are returned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LogitsForm {
+    /// FP32, FP16 or BF16.
+    pub(crate) datatype: DataType,
+    /// `V`.
+    pub(crate) vocab_size: usize,
+}
+
+/// What has come and no response has carried yet, already in the type that is returned.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Logits {
+    /// `[prompt, V]`, as far as it has come.
+    context: Vec<u8>,
+    /// `[V]` of each token of the output.
+    generation: BTreeMap<u32, Vec<u8>>,
+}
+
+impl LogitsForm {
+    fn row_bytes(self) -> usize {
+        self.vocab_size * self.datatype.size().expect("logits have a type of fixed size")
+    }
+
+    fn append(self, values: &[f32], out: &mut Vec<u8>) {
+        match self.datatype {
+            DataType::Fp16 => out.extend(values.iter().flat_map(|&value| f16::from_f32(value).to_le_bytes())),
+            DataType::Bf16 => out.extend(values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes())),
+            _ => out.extend(values.iter().flat_map(|value| value.to_le_bytes())),
+        }
+    }
+}
+
+impl Logits {
+    /// What is told again, after a preemption or a wrong guess, takes the place of what was told before.
+    pub(crate) fn keep(&mut self, form: LogitsForm, piece: &LogitsPiece) {
+        let element = form.row_bytes() / form.vocab_size;
+        let start = piece.first_token as usize * element;
+        let row = match piece.place {
+            LogitsPlace::Generation(token) => self.generation.entry(token).or_default(),
+            LogitsPlace::Context(_) => &mut self.context,
+        };
+        let start = match piece.place {
+            LogitsPlace::Generation(_) => start,
+            LogitsPlace::Context(position) => position as usize * form.row_bytes() + start,
+        };
+        if start <= row.len() {
+            row.truncate(start);
+            form.append(&piece.values, row);
+        }
+    }
+
+    /// `[1, prompt, V]`, once; `None` where there is none, or it was taken.
+    pub(crate) fn take_context(&mut self, name: &str, form: LogitsForm) -> Option<Tensor> {
+        let data = std::mem::take(&mut self.context);
+        if data.is_empty() {
+            return None;
+        }
+        let shape = vec![1, (data.len() / form.row_bytes()) as i64, form.vocab_size as i64];
+        Some(Tensor { name: name.to_owned(), datatype: form.datatype, shape, data: data.into() })
+    }
+
+    /// Moves the rows of tokens `first..first + count` of the output to `out`, and forgets those before them. `width` rows
+    /// are written, the last of them zeros.
+    pub(crate) fn take_generation(
+        &mut self,
+        form: LogitsForm,
+        first: usize,
+        count: usize,
+        width: usize,
+        out: &mut Vec<u8>,
+    ) {
+        let start = out.len();
+        self.generation = self.generation.split_off(&(first as u32));
+        for token in first..first + count {
+            let end = out.len() + form.row_bytes();
+            out.extend(self.generation.remove(&(token as u32)).unwrap_or_default());
+            out.resize(end, 0);
+        }
+        out.resize(start + width * form.row_bytes(), 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use engine::SequenceId;
+
+    use super::*;
+
+    fn piece(place: LogitsPlace, first_token: u32, values: &[f32]) -> LogitsPiece {
+        LogitsPiece { sequence: SequenceId(1), place, first_token, values: values.to_vec() }
+    }
+
+    #[test]
+    fn pieces_become_rows_and_what_is_told_last_counts() {
+        use LogitsPlace::{Context, Generation};
+        let form = LogitsForm { datatype: DataType::Fp32, vocab_size: 3 };
+        let mut logits = Logits::default();
+        let pieces = [
+            piece(Context(0), 0, &[1.0, 2.0]),
+            piece(Context(0), 2, &[3.0]),
+            piece(Context(0), 0, &[4.0, 5.0]), // Preempted: from the start again.
+            piece(Context(0), 2, &[6.0]),
+            piece(Context(1), 0, &[7.0, 8.0, 9.0]),
+            piece(Generation(0), 0, &[1.0, 1.0, 1.0]),
+            piece(Generation(1), 0, &[2.0, 2.0, 2.0]), // After a wrong guess.
+            piece(Generation(1), 0, &[3.0, 3.0, 3.0]),
+        ];
+        pieces.iter().for_each(|piece| logits.keep(form, piece));
+        let context = logits.take_context("context_logits", form).unwrap();
+        assert_eq!(context.shape, [1, 2, 3]);
+        assert_eq!(context.to_f32().unwrap(), [4.0, 5.0, 6.0, 7.0, 8.0, 9.0]);
+        assert!(logits.take_context("context_logits", form).is_none());
+        let mut out = Vec::new();
+        logits.take_generation(form, 1, 1, 2, &mut out);
+        let tensor = Tensor { name: String::new(), datatype: DataType::Fp32, shape: vec![2, 3], data: out.into() };
+        assert_eq!(tensor.to_f32().unwrap(), [3.0, 3.0, 3.0, 0.0, 0.0, 0.0]);
+        assert!(logits.generation.is_empty());
+    }
+
+    #[test]
+    fn halves_are_rounded_to_nearest() {
+        for (datatype, expected) in [(DataType::Fp16, 0x3c01u16), (DataType::Bf16, 0x3f80)] {
+            let form = LogitsForm { datatype, vocab_size: 1 };
+            let mut logits = Logits::default();
+            logits.keep(form, &piece(LogitsPlace::Context(0), 0, &[1.001]));
+            let tensor = logits.take_context("context_logits", form).unwrap();
+            assert_eq!((tensor.datatype, &tensor.data[..]), (datatype, &expected.to_le_bytes()[..]));
+        }
+    }
+}
