@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use repository::{ModelConfig, ModelSource, Repository};
 use serving::{InferError, LoadRequest};
-use text::Tokenizer;
+use text::{Tokenizer, TokenizerType};
 
 /// Parameters that name a checkpoint, the most particular first.
 const CHECKPOINT_PARAMETERS: [&str; 3] = ["gpt_model_path", "engine_dir", "model_dir"];
@@ -101,12 +101,13 @@ pub(crate) fn find(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -
 
 /// The tokenizer for a model: where parameter `tokenizer_dir` points, seen from the model's directory or from the
 /// repository, or `tokenizer_path`, seen from the version directory; else beside the model itself; else the one of the
-/// LLM in the same repository.
+/// LLM in the same repository. Parameter `tokenizer_type` says by whose rules it is read.
 pub(crate) fn tokenizer(model: &LoadRequest) -> Result<Arc<Tokenizer>, InferError> {
     let name = &model.config.name;
     let wrong = |words: String| InferError::invalid(format!("model `{name}`: {words}"));
     let dir = tokenizer_dir(&model.config, &model.model_dir, &model.version_dir).map_err(wrong)?;
-    Tokenizer::from_dir(&dir).map(Arc::new).map_err(|error| wrong(error.to_string()))
+    let named = model.config.parameter("tokenizer_type").map_or(Ok(TokenizerType::Auto), str::parse).map_err(wrong)?;
+    Tokenizer::open(&dir, named).map(Arc::new).map_err(|error| wrong(error.to_string()))
 }
 
 /// Where [`tokenizer`] looks.
@@ -117,7 +118,7 @@ fn tokenizer_dir(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> 
     if let Some(path) = config.parameter("tokenizer_dir") {
         let mut places = vec![model_dir.join(path)];
         places.extend(model_dir.parent().map(|repository| repository.join(path)));
-        return places.iter().find(|dir| dir.is_dir()).cloned().ok_or_else(|| {
+        return places.iter().find(|dir| dir.exists()).cloned().ok_or_else(|| {
             let places: Vec<String> = places.iter().map(|dir| dir.display().to_string()).collect();
             format!("`tokenizer_dir` is `{path}`, but neither {} is there", places.join(" nor "))
         });

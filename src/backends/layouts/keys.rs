@@ -190,7 +190,7 @@ pub const LLM_INPUTS: &[Key] = &[
 pub const TEXT_PARAMETERS: &[Key] = &[
     ("tokenizer_dir", Used("directory of the tokenizer; the language model's when not set")),
     ("tokenizer_path", Used("file of the tokenizer, seen from the version directory")),
-    ("tokenizer_type", Ignored("the tokenizer's own files tell its kind")),
+    ("tokenizer_type", Used("`auto`, `llama` or `t5`: which files make the tokenizer, and by whose rules")),
     ("add_special_tokens", Used("whether prompts get the begin token; yes when not set")),
     ("skip_special_tokens", Used("whether special tokens are left out of the text; yes when not set")),
     ("native", Used("`false` runs the model.py that lies there instead of standing in for it")),

@@ -153,7 +153,7 @@ impl BackendFactory for LlmFactory {
 /// The checkpoint's tokenizer, which finds stop words in the text; a checkpoint need not have one.
 async fn tokenizer(config: &LlmConfig) -> Option<Arc<Tokenizer>> {
     let dir = config.checkpoint.clone();
-    if !dir.join("tokenizer.json").is_file() {
+    if !crate::checkpoint::has_tokenizer(&dir) {
         return None;
     }
     match tokio::task::spawn_blocking(move || Tokenizer::from_dir(&dir)).await {

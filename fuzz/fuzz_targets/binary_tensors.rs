@@ -1,0 +1,18 @@
+//! Binary tensors behind a JSON head: two bytes of the head's length, then the body.
+#![no_main]
+
+use std::sync::LazyLock;
+
+use fuzz::Target;
+use libfuzzer_sys::fuzz_target;
+
+thread_local!(static TARGET: LazyLock<Target> = LazyLock::new(Target::default));
+
+fuzz_target!(|data: &[u8]| {
+    let Some((head_len, body)) = data.split_first_chunk::<2>() else { return };
+    let head_len = usize::from(u16::from_le_bytes(*head_len));
+    TARGET.with(|target| {
+        target.answer(front::fuzz::http_infer(body, Some(head_len)));
+        target.answer(front::fuzz::http_raw(body, &target.config));
+    });
+});

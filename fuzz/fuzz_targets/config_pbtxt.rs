@@ -1,0 +1,23 @@
+//! `config.pbtxt`: read, completed and checked; one that is taken must survive a trip through JSON.
+#![no_main]
+
+use std::path::PathBuf;
+use std::sync::LazyLock;
+
+use libfuzzer_sys::fuzz_target;
+use repository::Repository;
+
+static ROOT: LazyLock<PathBuf> = LazyLock::new(|| {
+    let root = fuzz::scratch("config");
+    std::fs::create_dir_all(root.join("m/1")).expect("/dev/shm can be written");
+    root
+});
+
+fuzz_target!(|text: &[u8]| {
+    std::fs::write(ROOT.join("m/config.pbtxt"), text).expect("/dev/shm can be written");
+    let repository = Repository::open(&[ROOT.clone()]).expect("the folder is there");
+    if let Ok(model) = repository.model("m") {
+        let json = repository::to_json(&model.config);
+        repository::from_json("m", &json).expect("its own JSON is taken");
+    }
+});

@@ -1,0 +1,25 @@
+//! Headers of `*.safetensors`: a checkpoint that opens must also give or refuse its tensors.
+#![no_main]
+
+use std::path::PathBuf;
+use std::sync::LazyLock;
+
+use libfuzzer_sys::fuzz_target;
+use models::Checkpoint;
+
+static FOLDER: LazyLock<PathBuf> = LazyLock::new(|| {
+    let folder = fuzz::scratch("checkpoint");
+    std::fs::write(folder.join("config.json"), "{}").expect("/dev/shm can be written");
+    folder
+});
+
+fuzz_target!(|file: &[u8]| {
+    let path = FOLDER.join("model.safetensors");
+    let _ = std::fs::remove_file(&path); // One that was opened may still be mapped.
+    std::fs::write(&path, file).expect("/dev/shm can be written");
+    if let Ok(checkpoint) = Checkpoint::open(&FOLDER) {
+        let _ = checkpoint.contains("a");
+        let _ = checkpoint.vector("a", 4, 0..4).map(drop);
+        let _ = checkpoint.vector("a", 4, 1..3).map(drop);
+    }
+});
