@@ -169,6 +169,17 @@ pub enum Device {
     Cuda,
 }
 
+/// What each rank may run on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Bind {
+    /// Every core of its node.
+    None,
+    /// The cores of one NUMA domain, and so its memory.
+    Numa,
+    /// An equal share of its node's cores, alone.
+    Core,
+}
+
 /// The world to start.
 #[derive(Debug, Clone, Args)]
 pub struct WorldFlags {
@@ -190,6 +201,21 @@ pub struct WorldFlags {
     /// What computes.
     #[arg(long, value_enum, default_value_t = Device::Auto)]
     pub device: Device,
+    /// The hosts to run on, and the ranks of each: `a:4,b:4`; without numbers an equal share. [default: this one]
+    #[arg(long, value_name = "HOST[:RANKS],...", conflicts_with = "hostfile")]
+    pub hosts: Option<String>,
+    /// The hosts to run on, one a line: `a slots=4`.
+    #[arg(long, value_name = "FILE")]
+    pub hostfile: Option<PathBuf>,
+    /// Ranks of a host for which no number is given: its GPUs.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub ranks_per_node: Option<u32>,
+    /// The network that joins the hosts: an interface (`eth0`) or a subnet (`10.0.0.0/16`). [default: any]
+    #[arg(long, value_name = "NETWORK")]
+    pub network: Option<String>,
+    /// What each rank may run on.
+    #[arg(long, value_enum, default_value_t = Bind::None)]
+    pub bind: Bind,
     /// The models that ranks other than the first load, separated by commas.
     #[arg(long, default_value = "tensorrt_llm", value_name = "NAMES", value_delimiter = ',')]
     pub tensorrt_llm_model_name: Vec<String>,

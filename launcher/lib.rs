@@ -9,7 +9,7 @@
 //! use launcher::plan::{Site, plan};
 //!
 //! let flags = Flags::parse_from_line(["launch", "--model_repo=/models"].map(Into::into))?;
-//! let site = Site { trireme: "/opt/trireme".into(), num_cores: 8, shm_prefix: "prefix".into(), allocation: None };
+//! let site = Site { trireme: "/opt/trireme".into(), num_cores: 8, shm_prefix: "prefix".into(), ..Site::default() };
 //! let command = plan(&flags.world, &site)?.command.to_string();
 //! assert!(command.starts_with("/opt/trireme rank --model-repository=/models "));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -23,6 +23,7 @@ mod detach;
 mod doctor;
 pub mod flags;
 mod health;
+pub mod hosts;
 mod local;
 mod logs;
 mod mpirun;
@@ -82,9 +83,10 @@ pub fn run(flags: &Flags, arguments: &[OsString]) -> Result<u8> {
 }
 
 fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<u8> {
-    let site = site(&run_dir, flags.http_port)?;
+    let site = site(&run_dir, flags)?;
     let plan = plan::plan(flags, &site)?;
     if flags.dry_run {
+        plan.placement.iter().for_each(|placement| println!("# {placement}"));
         println!("{}", plan.command);
         return Ok(0);
     }
@@ -95,6 +97,7 @@ fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<
         return Ok(u8::try_from(status.code().unwrap_or(1)).unwrap_or(1));
     }
     check(flags, &site, &plan)?;
+    plan.placement.iter().for_each(|placement| eprintln!("launch: {placement}"));
     if !flags.detached {
         world::remove_leftovers()?;
     }
@@ -158,7 +161,8 @@ fn supervise(flags: &WorldFlags, site: Site, run_dir: RunDir) -> Result<u8> {
     supervisor.run()
 }
 
-fn site(run_dir: &RunDir, http_port: u16) -> Result<Site> {
+fn site(run_dir: &RunDir, flags: &WorldFlags) -> Result<Site> {
+    let http_port = flags.http_port;
     let launch = std::env::current_exe().context("cannot find this program")?;
     let cores = sysinfo::System::physical_core_count().map_or(1, |cores| cores as u32);
     let allocation = srun::Allocation::from_env();
@@ -169,7 +173,10 @@ fn site(run_dir: &RunDir, http_port: u16) -> Result<Site> {
         None if run_dir.worlds().is_empty() => "prefix".to_owned(),
         None => format!("prefix{http_port}_"),
     };
-    Ok(Site { trireme: launch.with_file_name("trireme"), num_cores: cores, shm_prefix, allocation })
+    let trireme = launch.with_file_name("trireme");
+    let environment = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
+    let hosts = hosts::of_flags(flags)?;
+    Ok(Site { trireme, num_cores: cores, shm_prefix, allocation, hosts, environment })
 }
 
 /// Errs when the world cannot start for want of something on this machine.
@@ -186,6 +193,7 @@ fn check(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
     }
     if plan.starter == Starter::Mpirun {
         mpirun::check_installed()?;
+        hosts::check(&plan.placed, trireme, &flags.model_repo)?;
     }
     Ok(())
 }

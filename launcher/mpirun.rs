@@ -6,19 +6,79 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 
+use crate::flags::Bind;
 use crate::plan::CommandLine;
 use crate::processes;
 
-/// One application context per rank.
-pub(crate) fn command(ranks: &[CommandLine], oversubscribe: bool) -> CommandLine {
-    // Unbound: a rank's workers inherit its cores, and by default each rank would get one.
-    let mut args = ["--allow-run-as-root", "--bind-to", "none"].map(str::to_owned).to_vec();
-    if oversubscribe {
-        args.extend(["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"].map(str::to_owned));
+/// What `mpirun` is told about one world.
+pub(crate) struct Step<'a> {
+    pub(crate) oversubscribe: bool,
+    /// Hosts and their numbers of ranks; empty for this one alone.
+    pub(crate) hosts: &'a [(String, u32)],
+    pub(crate) bind: Bind,
+    /// A rank's share of its host's cores.
+    pub(crate) cores_per_rank: u32,
+    pub(crate) network: Option<&'a str>,
+    /// Names of the variables of this environment.
+    pub(crate) environment: &'a [String],
+}
+
+/// Variables with these beginnings go to every host; `mpirun` by itself hands on only its own.
+const HANDED_ON: [&str; 6] = ["CUDA_", "NCCL_", "UCX_", "TRIREME_", "RUST_LOG", "LD_LIBRARY_PATH"];
+
+impl Step<'_> {
+    fn options(&self) -> Vec<String> {
+        let mut args = vec!["--allow-run-as-root".to_owned()];
+        args.extend(match self.bind {
+            // A rank's workers inherit its cores, and by default each rank would get one.
+            Bind::None => vec!["--bind-to".to_owned(), "none".to_owned()],
+            Bind::Numa => ["--map-by", "numa", "--bind-to", "numa"].map(str::to_owned).to_vec(),
+            Bind::Core => ["--map-by", &format!("slot:PE={}", self.cores_per_rank), "--bind-to", "core"]
+                .map(str::to_owned)
+                .to_vec(),
+        });
+        if self.oversubscribe {
+            args.extend(["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"].map(str::to_owned));
+        }
+        if let Some(network) = self.network {
+            args.extend(
+                ["--mca", "btl_tcp_if_include", network, "--mca", "oob_tcp_if_include", network].map(str::to_owned),
+            );
+            args.extend(nccl_network(network).into_iter().flat_map(|setting| ["-x".to_owned(), setting]));
+        }
+        if self.hosts.len() > 1 {
+            let is_needed = |name: &&String| HANDED_ON.iter().any(|start| name.starts_with(start));
+            let is_set = |name: &&String| self.network.is_some() && *name == "NCCL_SOCKET_IFNAME";
+            let names = self.environment.iter().filter(is_needed).filter(|name| !is_set(name));
+            args.extend(names.flat_map(|name| ["-x".to_owned(), name.clone()]));
+        }
+        args
     }
+
+    /// The host of a rank, as an option of its application.
+    fn host_of(&self, rank: usize) -> Option<String> {
+        let mut end = 0;
+        self.hosts.iter().find_map(|(name, count)| {
+            end += *count as usize;
+            (rank < end).then(|| format!("{name}:{count}"))
+        })
+    }
+}
+
+/// NCCL takes interfaces, and no subnets: it then finds the network by itself.
+pub(crate) fn nccl_network(network: &str) -> Option<String> {
+    (!network.contains('/')).then(|| format!("NCCL_SOCKET_IFNAME={network}"))
+}
+
+/// One application context per rank.
+pub(crate) fn command(ranks: &[CommandLine], step: &Step) -> CommandLine {
+    let mut args = step.options();
     for (rank, command) in ranks.iter().enumerate() {
         if rank > 0 {
             args.push(":".to_owned());
+        }
+        if let Some(host) = step.host_of(rank) {
+            args.extend(["--host".to_owned(), host]);
         }
         args.extend(["-n".to_owned(), "1".to_owned(), command.program.display().to_string()]);
         args.extend(command.args.iter().cloned());

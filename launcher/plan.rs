@@ -5,12 +5,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 
-use crate::flags::{Backend, Device, WorldFlags};
+use crate::flags::{Backend, Bind, Device, WorldFlags};
+use crate::hosts::{self, Host};
 use crate::srun::{self, Allocation};
 use crate::{local, mpirun};
 
 /// What the plan must know of the place it is made in.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct Site {
     /// The server program, unless the flags name one.
     pub trireme: PathBuf,
@@ -20,6 +21,10 @@ pub struct Site {
     pub shm_prefix: String,
     /// The Slurm allocation it is made in, if any.
     pub allocation: Option<Allocation>,
+    /// The hosts that the flags name; empty for this one alone.
+    pub hosts: Vec<Host>,
+    /// Names of the variables of this environment: those that ranks need are handed on to other hosts.
+    pub environment: Vec<String>,
 }
 
 /// A program and its arguments.
@@ -38,6 +43,10 @@ pub struct Plan {
     pub command: CommandLine,
     /// What that is.
     pub starter: Starter,
+    /// Hosts and their numbers of ranks, in the order of ranks; empty where the one host, or Slurm's choice, is not known.
+    pub placed: Vec<(String, u32)>,
+    /// The same in words, with what is bound to what; `None` for one host.
+    pub placement: Option<String>,
 }
 
 /// What starts the ranks of a world.
@@ -68,18 +77,59 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
     if flags.tensorrt_llm_model_name.iter().any(String::is_empty) {
         bail!("--tensorrt_llm_model_name has an empty name: give names separated by single commas");
     }
-    let oversubscribe = flags.oversubscribe || flags.world_size > site.num_cores;
     let starter = starter(flags, site)?;
-    let ranks = || (0..flags.world_size).map(|rank| rank_command(rank, flags, site)).collect();
+    let placed = placed(flags, site, &starter)?;
+    let most = placed.iter().map(|&(_, count)| count).max().unwrap_or(flags.world_size);
+    let oversubscribe = flags.oversubscribe || most > site.num_cores;
+    if oversubscribe && flags.bind != Bind::None {
+        bail!("{most} ranks on {} cores take turns, and cannot be bound to cores; leave --bind out", site.num_cores);
+    }
+    let ranks = || (0..flags.world_size).map(|rank| rank_command(rank, most, flags, site)).collect();
     let command = match (&starter, &site.allocation) {
         (Starter::Srun { step, .. }, Some(allocation)) => {
-            let step = srun::Step { allocation, name: step.clone(), num_ranks: flags.world_size, oversubscribe };
-            srun::command(&step, any_rank_command(flags, site), &srun_arguments(flags, site))?
+            let step = srun::Step {
+                allocation,
+                name: step.clone(),
+                num_ranks: flags.world_size,
+                oversubscribe,
+                hosts: &placed,
+                bind: flags.bind,
+                network: flags.network.as_deref(),
+            };
+            srun::command(&step, any_rank_command(most, flags, site), &srun_arguments(flags, site))?
         }
         (Starter::Local, _) => local::command(ranks()),
-        _ => mpirun::command(&ranks(), oversubscribe),
+        _ => {
+            let step = mpirun::Step {
+                oversubscribe,
+                hosts: &placed,
+                bind: flags.bind,
+                cores_per_rank: (site.num_cores / most).max(1),
+                network: flags.network.as_deref(),
+                environment: &site.environment,
+            };
+            mpirun::command(&ranks(), &step)
+        }
     };
-    Ok(Plan { command, starter })
+    let placement = (placed.len() > 1).then(|| format!("placement: {}", hosts::describe(&placed)));
+    Ok(Plan { command, starter, placed, placement })
+}
+
+/// The ranks of each host, where hosts are named or Slurm has given more than one.
+fn placed(flags: &WorldFlags, site: &Site, starter: &Starter) -> Result<Vec<(String, u32)>> {
+    let of_slurm = match (starter, &site.allocation) {
+        (Starter::Srun { .. }, Some(allocation)) => allocation.nodes.iter().take(flags.world_size as usize),
+        _ => [].iter().take(0),
+    };
+    let of_slurm: Vec<Host> = of_slurm.map(|name| Host { name: name.clone(), slots: None }).collect();
+    let hosts = if site.hosts.is_empty() { &of_slurm } else { &site.hosts };
+    if hosts.is_empty() {
+        return Ok(Vec::new());
+    }
+    if *starter == Starter::Local && hosts.len() > 1 {
+        bail!("one rank runs on one host, and {} are named; raise --world_size", hosts.len());
+    }
+    hosts::place(hosts, flags.world_size, flags.ranks_per_node)
 }
 
 fn starter(flags: &WorldFlags, site: &Site) -> Result<Starter> {
@@ -98,14 +148,14 @@ fn starter(flags: &WorldFlags, site: &Site) -> Result<Starter> {
         }
         (Backend::Srun, Some(allocation)) => by_srun(allocation),
         (Backend::Local, _) => Starter::Local,
-        (Backend::Auto, _) if is_one => Starter::Local,
+        (Backend::Auto, _) if is_one && site.hosts.is_empty() => Starter::Local,
         (Backend::Auto, Some(allocation)) if allocation.mpi_type().is_ok() => by_srun(allocation),
         (Backend::Auto | Backend::Mpirun, _) => Starter::Mpirun,
     })
 }
 
-fn rank_command(rank: u32, flags: &WorldFlags, site: &Site) -> CommandLine {
-    let mut command = any_rank_command(flags, site);
+fn rank_command(rank: u32, ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> CommandLine {
+    let mut command = any_rank_command(ranks_per_node, flags, site);
     let args = &mut command.args;
     let own = args.len() - flags.rank_flags.len();
     let mut rest = args.split_off(own);
@@ -128,7 +178,7 @@ fn rank_command(rank: u32, flags: &WorldFlags, site: &Site) -> CommandLine {
 const NUM_PLACES: usize = 6;
 
 /// What is the same for every rank; the ranks' own flags come last.
-fn any_rank_command(flags: &WorldFlags, site: &Site) -> CommandLine {
+fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> CommandLine {
     let device = match flags.device {
         Device::Auto => "auto",
         Device::Cpu => "cpu",
@@ -148,6 +198,13 @@ fn any_rank_command(flags: &WorldFlags, site: &Site) -> CommandLine {
     }
     if flags.log {
         args.push("--log-verbose=3".to_owned());
+    }
+    if let Some(network) = &flags.network {
+        args.push(format!("--network={network}"));
+    }
+    if flags.bind != Bind::None && flags.device != Device::Cuda {
+        // Bound ranks would else share out the cores of one of them.
+        args.push(format!("--threads={}", (site.num_cores / ranks_per_node).max(1)));
     }
     args.extend(flags.rank_flags.iter().cloned());
     CommandLine { program: flags.trireme.clone().unwrap_or_else(|| site.trireme.clone()), args }
@@ -222,14 +279,45 @@ mod tests {
 
     /// A job of one node, at a site with PMIx.
     fn job_7(mpi: &str) -> Option<Allocation> {
-        Some(Allocation { job: 7, num_nodes: 1, mpi_types: [mpi.to_owned()].into(), node: None })
+        Some(Allocation { job: 7, nodes: Vec::new(), mpi_types: [mpi.to_owned()].into(), node: None })
     }
 
     fn plan_in(allocation: Option<Allocation>, line: &str) -> Result<String> {
+        Ok(whole_plan_in(allocation, line)?.command.to_string())
+    }
+
+    fn whole_plan_in(allocation: Option<Allocation>, line: &str) -> Result<Plan> {
         let words = std::iter::once("launch").chain(line.split_whitespace());
         let flags = Flags::parse_from_line(words.map(OsString::from))?.world;
-        let site = Site { trireme: "/opt/trireme".into(), num_cores: 4, shm_prefix: "prefix".to_owned(), allocation };
-        Ok(plan(&flags, &site)?.command.to_string())
+        let hosts = hosts::of_flags(&flags)?;
+        let environment = ["NCCL_DEBUG", "HOME"].map(str::to_owned).to_vec();
+        let shm_prefix = "prefix".to_owned();
+        plan(&flags, &Site { trireme: "/opt/trireme".into(), num_cores: 4, shm_prefix, allocation, hosts, environment })
+    }
+
+    #[test]
+    fn ranks_go_to_the_hosts_that_are_named_with_the_environment_they_need() {
+        let plan = whole_plan_in(None, "--world_size=3 --hosts=a:2,b:1 --network=eth1 --device=cuda").unwrap();
+        assert_eq!(plan.placement.unwrap(), "placement: a: ranks 0-1; b: rank 2");
+        let command = plan.command.to_string();
+        let start = "mpirun --allow-run-as-root --bind-to none --mca btl_tcp_if_include eth1 --mca oob_tcp_if_include eth1 \
+             -x NCCL_SOCKET_IFNAME=eth1 -x NCCL_DEBUG --host a:2 -n 1 /opt/trireme rank ";
+        assert!(command.starts_with(start), "{command}");
+        assert!(command.contains(" : --host b:1 -n 1 /opt/trireme rank "), "{command}");
+        assert_eq!(command.matches("--network=eth1").count(), 3, "{command}");
+    }
+
+    #[test]
+    fn bound_ranks_get_their_share_of_cores() {
+        let numa = plan_of("--world_size=2 --bind=numa").unwrap();
+        assert!(numa.starts_with("mpirun --allow-run-as-root --map-by numa --bind-to numa -n 1 "), "{numa}");
+        assert_eq!(numa.matches("--threads=2").count(), 2, "{numa}");
+        let core = plan_of("--world_size=2 --bind=core").unwrap();
+        assert!(core.starts_with("mpirun --allow-run-as-root --map-by slot:PE=2 --bind-to core -n 1 "), "{core}");
+        let error = plan_of("--world_size=5 --bind=core").unwrap_err().to_string();
+        assert!(error.contains("5 ranks on 4 cores take turns"), "{error}");
+        let step = plan_in(job_7("pmix"), "--world_size=2 --bind=numa").unwrap();
+        assert!(step.contains(" --cpu-bind=ldoms "), "{step}");
     }
 
     #[test]
@@ -298,9 +386,15 @@ mod tests {
         assert!(refusal(None, "--backend=srun").contains("needs a Slurm allocation"));
         assert!(refusal(job_7("pmi2"), "--backend=srun").contains("by pmi2, and Open MPI needs pmix"));
         assert!(refusal(None, "--backend=local --world_size=2").contains("--backend=local starts one rank"));
-        let two_nodes = job_7("pmix").map(|job| Allocation { num_nodes: 2, ..job });
-        let spans = "srun --mpi=pmix --job-name=trireme-8000 --nodes=2 --ntasks=2 ";
-        starts_with(two_nodes, "--world_size=2", spans);
+        let two_nodes = || job_7("pmix").map(|job| Allocation { nodes: vec!["n1".into(), "n2".into()], ..job });
+        let spans =
+            "srun --mpi=pmix --job-name=trireme-8000 --nodes=2 --ntasks=4 --ntasks-per-node=2 --distribution=block ";
+        starts_with(two_nodes(), "--world_size=4", spans);
+        let placement = whole_plan_in(two_nodes(), "--world_size=4").unwrap().placement.unwrap();
+        assert_eq!(placement, "placement: n1: ranks 0-1; n2: ranks 2-3");
+        let named = "srun --mpi=pmix --job-name=trireme-8000 --nodes=1 --ntasks=2 --ntasks-per-node=2 \
+             --distribution=block --nodelist=n2 ";
+        starts_with(two_nodes(), "--world_size=2 --hosts=n2", named);
     }
 
     #[test]

@@ -6,6 +6,8 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
+use crate::flags::Bind;
+use crate::mpirun::nccl_network;
 use crate::plan::{CommandLine, quoted};
 
 /// The allocation this process runs in, as Slurm's environment tells it.
@@ -13,8 +15,8 @@ use crate::plan::{CommandLine, quoted};
 pub struct Allocation {
     /// Number of the job.
     pub job: u32,
-    /// Nodes of the job.
-    pub num_nodes: u32,
+    /// Nodes of the job, in Slurm's order, when it has more than one.
+    pub nodes: Vec<String>,
     /// How the site's Slurm starts MPI programs: what `srun --mpi=list` names.
     pub mpi_types: BTreeSet<String>,
     /// Its node, when it has one alone and this process does not run there.
@@ -36,8 +38,10 @@ impl Allocation {
         let text = list.map_or(Vec::new(), |list| [list.stdout, list.stderr].concat());
         let num_nodes = number("SLURM_JOB_NUM_NODES").unwrap_or(1);
         let is_remote = num_nodes == 1 && std::env::var_os("SLURMD_NODENAME").is_none();
-        let node = std::env::var("SLURM_JOB_NODELIST").ok().filter(|_| is_remote);
-        Some(Self { job, num_nodes, mpi_types: mpi_types(&String::from_utf8_lossy(&text)), node })
+        let list = std::env::var("SLURM_JOB_NODELIST").ok();
+        let nodes = list.as_deref().filter(|_| num_nodes > 1).map_or(Vec::new(), host_names);
+        let node = list.filter(|_| is_remote);
+        Some(Self { job, nodes, mpi_types: mpi_types(&String::from_utf8_lossy(&text)), node })
     }
 
     /// The newest protocol that Open MPI speaks with this Slurm.
@@ -53,6 +57,12 @@ impl Allocation {
             )
         })
     }
+}
+
+/// `n[1-2]` written out, by Slurm itself.
+fn host_names(list: &str) -> Vec<String> {
+    let text = output(Command::new("scontrol").args(["show", "hostnames", list]));
+    text.map_or(Vec::new(), |text| text.lines().map(str::to_owned).collect())
 }
 
 /// The words of `srun --mpi=list` that `--mpi` takes: one a line, indented or behind `srun: `.
@@ -75,6 +85,10 @@ pub(crate) struct Step<'a> {
     pub(crate) name: String,
     pub(crate) num_ranks: u32,
     pub(crate) oversubscribe: bool,
+    /// Nodes and their numbers of ranks; empty for the one of the job.
+    pub(crate) hosts: &'a [(String, u32)],
+    pub(crate) bind: Bind,
+    pub(crate) network: Option<&'a str>,
 }
 
 /// The name of the step that serves on `http_port`; by it [`signal`] finds the step again.
@@ -88,14 +102,28 @@ pub(crate) fn command(step: &Step, common: CommandLine, per_rank: &[String]) -> 
     let mut args = vec![
         format!("--mpi={}", step.allocation.mpi_type()?),
         format!("--job-name={}", step.name),
-        format!("--nodes={}", step.allocation.num_nodes.min(step.num_ranks)),
+        format!("--nodes={}", step.hosts.len().max(1)),
         format!("--ntasks={}", step.num_ranks),
-        "--kill-on-bad-exit=1".to_owned(),
-        "--cpu-bind=none".to_owned(),
-        "--unbuffered".to_owned(),
     ];
+    if let Some(most) = step.hosts.iter().map(|&(_, count)| count).max() {
+        args.extend([format!("--ntasks-per-node={most}"), "--distribution=block".to_owned()]);
+    }
+    // Those of the job that the user chose.
+    if step.hosts.iter().map(|(name, _)| name).ne(&step.allocation.nodes) && !step.hosts.is_empty() {
+        let names: Vec<_> = step.hosts.iter().map(|(name, _)| name.as_str()).collect();
+        args.push(format!("--nodelist={}", names.join(",")));
+    }
+    let bind = match step.bind {
+        Bind::None => "none",
+        Bind::Numa => "ldoms",
+        Bind::Core => "cores",
+    };
+    args.extend(["--kill-on-bad-exit=1".to_owned(), format!("--cpu-bind={bind}"), "--unbuffered".to_owned()]);
     if step.oversubscribe {
-        args.extend(["--overcommit".to_owned(), "--export=ALL,OMPI_MCA_mpi_yield_when_idle=1".to_owned()]);
+        args.push("--overcommit".to_owned());
+    }
+    if let Some(set) = environment(step) {
+        args.push(format!("--export=ALL,{set}"));
     }
     let mut common_args = common.args.into_iter();
     let sub_command = common_args.next().unwrap_or_default();
@@ -106,6 +134,19 @@ pub(crate) fn command(step: &Step, common: CommandLine, per_rank: &[String]) -> 
     args.extend(["sh".to_owned(), "-c".to_owned(), script, common.program.display().to_string()]);
     args.extend(common_args);
     Ok(CommandLine { program: PathBuf::from("srun"), args })
+}
+
+/// What ranks need in their environment beyond that of this process.
+fn environment(step: &Step) -> Option<String> {
+    let mut set = Vec::new();
+    if step.oversubscribe {
+        set.push("OMPI_MCA_mpi_yield_when_idle=1".to_owned());
+    }
+    if let Some(network) = step.network {
+        set.push(format!("OMPI_MCA_btl_tcp_if_include={network}"));
+        set.extend(nccl_network(network));
+    }
+    (!set.is_empty()).then(|| set.join(","))
 }
 
 /// Sends `signal` to every rank of the step `name` of `job`. `srun` itself would take SIGTERM for: kill them.
@@ -142,7 +183,7 @@ mod tests {
     use super::*;
 
     fn allocation(list: &str) -> Allocation {
-        Allocation { job: 1, num_nodes: 1, mpi_types: mpi_types(list), node: None }
+        Allocation { job: 1, nodes: Vec::new(), mpi_types: mpi_types(list), node: None }
     }
 
     #[test]
