@@ -13,6 +13,11 @@ pub enum CommError {
     Load { source: Box<dyn std::error::Error + Send + Sync> },
     #[error("MPI did not start within {waited:?}: another rank did not come up, or cannot be reached")]
     StartTimeout { waited: Duration },
+    #[error(
+        "rank {rank} on node `{node}` runs another build of this program than rank 0 on node `{first}`; \
+         copy the same one to every node"
+    )]
+    Builds { rank: usize, node: String, first: String },
     #[error("there is no rank {to} in a world of {size}")]
     NoSuchRank { to: u32, size: u32 },
     #[error("{queued} messages to other ranks wait already: they do not take them as fast as they come")]

@@ -21,6 +21,7 @@
 
 #[allow(dead_code)] // Half of it is the plugin's.
 mod abi;
+mod build_id;
 mod error;
 mod mpi;
 mod node;
@@ -219,6 +220,21 @@ impl World {
     }
 }
 
+/// Errs on every rank when the program of one differs from rank 0's. On one node all start the same file.
+fn check_builds(mpi: &Mpi, nodes: &[Node]) -> Result<(), CommError> {
+    if nodes.iter().all(|node| *node == nodes[0]) {
+        return Ok(());
+    }
+    let builds = mpi.allgather(&build_id::current());
+    match builds.iter().position(|build| *build != builds[0]) {
+        None => Ok(()),
+        Some(rank) => {
+            let (node, first) = (nodes[rank].hostname.clone(), nodes[0].hostname.clone());
+            Err(CommError::Builds { rank, node, first })
+        }
+    }
+}
+
 /// Starts MPI on a new thread and learns who is where.
 fn start_mpi(
     config: &Config,
@@ -232,7 +248,11 @@ fn start_mpi(
             Ok(mpi) => mpi,
             Err(error) => return drop(report.send(Err(error))),
         };
-        let nodes = mpi.allgather(&Node::current().to_bytes()).iter().map(|bytes| Node::from_bytes(bytes)).collect();
+        let nodes = mpi.allgather(&Node::current().to_bytes());
+        let nodes: Vec<Node> = nodes.iter().map(|bytes| Node::from_bytes(bytes)).collect();
+        if let Err(error) = check_builds(&mpi, &nodes) {
+            return drop(report.send(Err(error)));
+        }
         // When nobody waits any more, the sender of `queued` is gone too, and the pump leaves at once.
         let _ = report.send(Ok((mpi.rank(), nodes)));
         Pump::new(mpi, queued, deliver, orders).run();

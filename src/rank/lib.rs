@@ -22,7 +22,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use comm::World;
-use ipc::{Prefix, set_process_title, sweep_stale};
+use ipc::{Prefix, set_process_title, sweep_all_stale, sweep_stale};
 use worker::Agent;
 
 pub use args::{RankArgs, command, parse, with_dashes};
@@ -62,7 +62,11 @@ pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
     // The title only helps `ps`.
     let _ = set_process_title(&format!("trireme: rank {}", world.rank()));
     let prefix = shm_prefix(&args, &world)?;
-    let swept = sweep_stale(&prefix)?;
+    let mut swept = sweep_stale(&prefix)?;
+    if world.node_ranks(0)[0] != world.node_ranks(world.rank())[0] {
+        // What a world that was cut off left on this node has other names, and its launcher is on rank 0's.
+        swept.extend(sweep_all_stale()?);
+    }
     if !swept.is_empty() {
         tracing::info!(?swept, "removed shared memory of processes that are gone");
     }
@@ -75,7 +79,7 @@ pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
         }
         server::run(args, &world, &agent, heard, prefix)
     } else {
-        relay::run(&world, &agent, heard).map(|()| ExitCode::SUCCESS)
+        relay::run(&world, &agent, heard, Duration::from_secs(args.heartbeat_timeout)).map(|()| ExitCode::SUCCESS)
     };
     agent.end_all();
     // After an error too: what was said to other ranks must still reach them.

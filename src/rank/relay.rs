@@ -15,11 +15,22 @@ use crate::server::Signals;
 /// The question to rank 0 whether it lives, and its answer. No other message is empty.
 pub(crate) const ARE_YOU_THERE: &[u8] = &[];
 
+/// A wait that only a message ends.
+const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
+
 /// How long rank 0 may take for that answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Runs until rank 0 says that the world ends.
-pub(crate) fn run(world: &Arc<World>, agent: &Agent, heard: Receiver<FromAgent>) -> Result<(), RankError> {
+///
+/// Rank 0 asks all the time whether this one lives; when it does not for twice `silence`, this node is cut off from it, and
+/// nobody else ends what runs here. Zero: for ever.
+pub(crate) fn run(
+    world: &Arc<World>,
+    agent: &Agent,
+    heard: Receiver<FromAgent>,
+    silence: Duration,
+) -> Result<(), RankError> {
     let (answer, answers) = mpsc::sync_channel(1);
     leave_signals_to_rank_0(world, answers).map_err(RankError::Runtime)?;
     let sender = Arc::clone(world);
@@ -29,7 +40,23 @@ pub(crate) fn run(world: &Arc<World>, agent: &Agent, heard: Receiver<FromAgent>)
         }
     });
     let incoming = world.incoming().expect("nobody else reads this rank's messages");
-    for (from, bytes) in incoming {
+    let silence = if silence.is_zero() { FOREVER } else { silence };
+    let mut num_silences = 0;
+    loop {
+        let (from, bytes) = match incoming.recv_timeout(silence) {
+            Ok(message) => message,
+            Err(RecvTimeoutError::Disconnected) => break,
+            // A rank that was stopped itself finds the question after its first wait.
+            Err(RecvTimeoutError::Timeout) if num_silences == 0 => {
+                num_silences += 1;
+                continue;
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                agent.handle(ToAgent::Shutdown);
+                world.abort(1, &format!("rank 0 on node {} was not heard for {:?}", world.hostname(0), 2 * silence))
+            }
+        };
+        num_silences = 0;
         if bytes == ARE_YOU_THERE {
             // Full when nobody waits for it any more.
             let _ = answer.try_send(());

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use ipc::{Prefix, ProcessWatch, Ring, bind_to_parent, describe_exit, sweep_stale};
+use ipc::{Prefix, ProcessWatch, Ring, bind_to_parent, describe_exit, sweep_all_stale};
 use serde::{Deserialize, Serialize};
 
 use crate::node_relay::{NodeRelay, RelayedWorker};
@@ -213,8 +213,8 @@ impl Agent {
                     drop(spawned);
                     let _ = events.send(announcement);
                     let status = child.wait();
-                    // A worker that was killed could not remove what it had made.
-                    let _ = sweep_stale(&prefix);
+                    // A worker that was killed could not remove what it had made: its rank's, or its group's on this node.
+                    let _ = sweep_all_stale();
                     // Last, for the rank ends when it has no worker left.
                     note_end(&mut workers.lock().unwrap(), worker);
                     let by_signal = status.as_ref().is_ok_and(|status| status.code().is_none());
