@@ -1,0 +1,78 @@
+# Hosts for tests: network namespaces of this machine, each with a host name and an address of its own, joined by a
+# bridge. Sourced by scripts/test_multi_node. Everything lies in $place, a scratch directory.
+
+# Names of namespaces and links are this machine's, so they carry this process's id; 15 letters at most.
+readonly bridge=tmb$$
+readonly network=10.78.0.0/24
+
+# make_hosts N: hosts n1 to nN.
+make_hosts() {
+    local i
+    ip link add "$bridge" type bridge
+    ip addr add 10.78.0.1/24 dev "$bridge"
+    ip link set "$bridge" up
+    for ((i = 1; i <= $1; i++)); do
+        ip netns add "tmn$i-$$"
+        ip link add "tmv$i-$$" type veth peer name eth0 netns "tmn$i-$$"
+        ip link set "tmv$i-$$" master "$bridge" up
+        ip -n "tmn$i-$$" addr add "10.78.0.1$i/24" dev eth0
+        ip -n "tmn$i-$$" link set eth0 up
+        ip -n "tmn$i-$$" link set lo up
+        mkdir "$place/shm-n$i"
+        mount -t tmpfs "trireme-n$i" "$place/shm-n$i"
+    done
+    # What stands for ssh: a host sees this machine's files, but for its own /dev/shm and those
+    # of the list `instead-HOST`.
+    cat >"$place/remote" <<AGENT
+#!/bin/bash
+while [[ \$1 == -* ]]; do [[ \$1 == -o ]] && shift; shift; done
+host=\$1
+shift
+if [[ ! -e /run/netns/tm\$host-$$ ]]; then
+    echo "could not resolve hostname \$host" >&2
+    exit 255
+fi
+exec nsenter --net=/run/netns/tm\$host-$$ unshare --uts --mount bash -c '
+    hostname "\$0"
+    mount --bind "$place/shm-\$0" /dev/shm
+    [[ ! -e $place/instead-\$0 ]] || while read -r other file; do mount --bind "\$other" "\$file"; done <$place/instead-\$0
+    exec bash -c "\$1"' "\$host" "\$*"
+AGENT
+    chmod +x "$place/remote"
+}
+
+# on N COMMAND...: runs it on host N.
+on() {
+    local host=$1
+    shift
+    "$place/remote" "n$host" "exec $(printf '%q ' "$@")"
+}
+
+# Ends all that runs on hosts, and takes them away. Safe to call twice.
+remove_hosts() {
+    local i
+    for i in 1 2; do
+        kill_all_on "$i"
+        ip netns del "tmn$i-$$" 2>/dev/null || true
+        umount "$place/shm-n$i" 2>/dev/null || true
+    done
+    ip link del "$bridge" 2>/dev/null || true
+}
+
+kill_all_on() {
+    local pid
+    for pid in $(ip netns pids "tmn$1-$$" 2>/dev/null); do kill -KILL "$pid" 2>/dev/null || true; done
+}
+
+# await SECONDS WHAT COMMAND...: until the command returns 0; 1 with a line about it when it never does.
+await() {
+    local deadline=$((SECONDS + $1)) what=$2
+    shift 2
+    until "$@"; do
+        if ((SECONDS >= deadline)); then
+            echo "not in time: $what" >&2
+            return 1
+        fi
+        sleep 0.1
+    done
+}

@@ -1,0 +1,137 @@
+# What users of several hosts are promised, as functions that return 0 when the promise holds. Sourced by
+# scripts/test_multi_node, run with hosts n1 and n2 up. A function that returns 77 could not be tried.
+
+readonly story='Once upon a time'
+
+# start ARGUMENT...: `launch` on host n1; its words go to world.log.
+start() {
+    : >world.log
+    local words=("$LAUNCH" --model_repo="$repository" --device=cpu --network="$network" "$@")
+    # The launcher itself, for signals to it.
+    XDG_RUNTIME_DIR=$place/run OMPI_MCA_plm_rsh_agent=$place/remote "$place/remote" n1 "exec ${words[*]@Q}" >world.log 2>&1 &
+    launch=$!
+    disown "$launch"
+}
+
+ready_times() { grep -c 'launch: serving' world.log || true; }
+has_served() { [[ $(ready_times) -ge $1 ]]; }
+
+# serve ARGUMENT...: as start, until it serves.
+serve() {
+    start "$@"
+    await 60 'the world serves' has_served 1 || { cat world.log; return 1; }
+}
+
+# ask TOKENS: greedy text.
+ask() { timeout 60 "$TRIREME" client --quiet --url 10.78.0.11:8001 --max-tokens "$1" "$story"; }
+
+num_processes() { for host in 1 2; do ip netns pids "tmn$host-$$"; done | wc -l; }
+nothing_runs() { [[ $(num_processes) == 0 ]]; }
+shared_memory() { ls "$place"/shm-n1 "$place"/shm-n2 | grep --invert-match --extended-regexp '^$|:$' || true; }
+
+# The world ends well and leaves no process and no shared memory on any host.
+stop() {
+    kill -TERM "$launch"
+    await 30 'the launcher ends' eval '! kill -0 "$launch" 2>/dev/null' || return 1
+    await 15 'all processes are gone' nothing_runs || { for host in 1 2; do ip netns pids "tmn$host-$$"; done | xargs --no-run-if-empty ps -o pid,args; return 1; }
+    [[ -z $(shared_memory) ]] || { echo 'left in /dev/shm:'; shared_memory; return 1; }
+}
+
+workers_on() {
+    local pid
+    for pid in $(ip netns pids "tmn$1-$$"); do tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null && echo; done | grep -c '^trireme: worker' || true
+}
+
+two_hosts_say_what_one_says() {
+    local alone
+    serve --world_size=1 || return 1
+    alone=$(ask 48) && [[ -n $alone ]] || return 1
+    stop || return 1
+    serve --world_size=2 --hosts=n1:1,n2:1 || return 1
+    grep -q 'placement: n1: rank 0; n2: rank 1' world.log || { cat world.log; return 1; }
+    [[ $(workers_on 1) == 1 && $(workers_on 2) == 1 ]] || return 1
+    [[ $(ask 48) == "$alone" ]] || { ask 48; return 1; }
+    stop || return 1
+    # More ranks than cores on the first host, and hosts from a file.
+    printf 'n1 slots=3\nn2 slots=1 # the small one\n' >hosts
+    serve --world_size=4 --hostfile=hosts || return 1
+    [[ $(workers_on 1) == 3 && $(ask 48) == "$alone" ]] || return 1
+    stop
+}
+
+twenty_ms_between_hosts_change_no_token() {
+    serve --world_size=2 --hosts=n1,n2 || return 1
+    local near far
+    near=$(ask 24) || return 1
+    if ! tc qdisc add dev "tmv2-$$" root netem delay 20ms 2>/dev/null; then
+        stop
+        echo 'skipped: this kernel has no netem'
+        return 77
+    fi
+    far=$(ask 24)
+    tc qdisc del dev "tmv2-$$" root
+    [[ $near == "$far" ]] || return 1
+    stop
+}
+
+a_link_cut_mid_stream_gives_one_error_and_the_world_starts_again() {
+    serve --world_size=2 --hosts=n1,n2 -- --heartbeat-timeout=3 || return 1
+    ask 1000 >answer.txt 2>error.txt &
+    local asking=$! begun=$SECONDS
+    await 10 'the stream begins' test -s answer.txt || return 1
+    ip link set "tmv2-$$" down
+    ! wait "$asking" || { echo 'the stream went on without its link'; return 1; }
+    ((SECONDS - begun < 20)) || { echo "the error took $((SECONDS - begun)) s"; return 1; }
+    [[ $(wc --lines <error.txt) == 1 ]] || { cat error.txt; return 1; }
+    await 20 'the reason is in the log' grep -q 'on node n2 has not answered' world.log || { cat world.log; return 1; }
+    ip link set "tmv2-$$" up
+    await 60 'it serves again' has_served 2 || { cat world.log; return 1; }
+    [[ -n $(ask 16) ]] || return 1
+    stop
+}
+
+# refused WORDS ARGUMENT...: the launcher ends by itself with an error that has these words.
+refused() {
+    local words=$1
+    shift
+    start "$@"
+    await 60 'the launcher gives up' eval '! kill -0 "$launch" 2>/dev/null' || { cat world.log; return 1; }
+    grep -qF "$words" world.log || { echo "expected: $words"; cat world.log; return 1; }
+    await 15 'all processes are gone' nothing_runs
+}
+
+a_host_that_cannot_take_its_ranks_is_named_with_what_to_do() {
+    refused 'host `n9` cannot be reached: could not resolve hostname n9; check its name' --world_size=2 --hosts=n1,n9 || return 1
+    refused 'world_size is 4, but the hosts have room for 2' --world_size=4 --hosts=n1:1,n2:1 || return 1
+
+    cp "$TRIREME" other_build && printf x >>other_build
+    echo "$PWD/other_build $TRIREME" >"$place/instead-n2"
+    refused 'host `n2` has another build of' --world_size=2 --hosts=n1,n2 || return 1
+    mkdir -p empty
+    echo "$PWD/empty $(dirname "$TRIREME")" >"$place/instead-n2"
+    refused 'host `n2` has no ' --world_size=2 --hosts=n1,n2 || return 1
+    echo "$PWD/empty $(dirname "$repository")" >"$place/instead-n2"
+    refused 'host `n2` has no model repository at' --world_size=2 --hosts=n1,n2 || return 1
+    rm "$place/instead-n2"
+
+    on 1 env XDG_RUNTIME_DIR="$place/run" PATH="$place/no_ssh" "$LAUNCH" --model_repo="$repository" --world_size=2 --hosts=n1,n2 >world.log 2>&1 || true
+    grep -q '`ssh` is not on this machine, and host `n2` is reached by it' world.log || { cat world.log; return 1; }
+}
+
+a_checkpoint_that_differs_between_hosts_is_named() {
+    local file=tensorrt_llm/1/model.safetensors
+    cp "$repository/$file" other_checkpoint
+    printf '\1' | dd of=other_checkpoint bs=1 seek=$(($(stat --format=%s other_checkpoint) - 1)) conv=notrunc 2>/dev/null
+    echo "$PWD/other_checkpoint $repository/$file" >"$place/instead-n2"
+    refused 'differs between nodes `n2` and `n1`: `model.safetensors` has other bytes' --world_size=2 --hosts=n1,n2 || return 1
+    rm "$place/instead-n2"
+}
+
+a_build_that_differs_is_noticed_by_the_ranks_too() {
+    cp "$TRIREME" other_build && printf x >>other_build
+    echo "$PWD/other_build $TRIREME" >"$place/instead-n2"
+    on 1 mpirun --allow-run-as-root --mca plm_rsh_agent "$place/remote" --mca oob_tcp_if_include "$network" --mca btl_tcp_if_include "$network" \
+        --host n1:1,n2:1 -n 2 "$TRIREME" rank --model-repository="$repository" >world.log 2>&1
+    rm "$place/instead-n2"
+    grep -q 'rank 1 on node `n2` runs another build of this program than rank 0 on node `n1`' world.log || { cat world.log; return 1; }
+}
