@@ -212,7 +212,7 @@ fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> Com
 
 /// What prints the memory that the world would take; flags of its ranks count.
 pub fn memory_command(flags: &WorldFlags, site: &Site) -> CommandLine {
-    let mut command = any_rank_command(flags, site);
+    let mut command = any_rank_command(flags.world_size, flags, site);
     command.args[0] = "plan".to_owned();
     command.args.insert(1, format!("--world-size={}", flags.world_size));
     command
