@@ -14,7 +14,12 @@ fn main() -> ExitCode {
     } else if args.get(1).is_some_and(|command| command == "bench") {
         args = bench::with_dashes(args);
     }
-    let matches = command().get_matches_from(args);
+    let is_rank = args.get(1).is_some_and(|command| command == "rank");
+    let matches = match command().try_get_matches_from(args) {
+        Ok(matches) => matches,
+        Err(error) if is_rank => return rank::usage_error(&error),
+        Err(error) => error.exit(),
+    };
     let result = match matches.subcommand() {
         Some(("rank", matches)) => run_rank(matches),
         Some(("plan", matches)) => run_plan(matches),

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
 pub use receiver::{Doorbell, Received, RingReceiver};
-pub use sender::RingSender;
+pub use sender::{Backlog, RingSender};
 
 use crate::{IpcError, Prefix, ProcessId, Region, futex};
 
@@ -162,8 +162,16 @@ struct Control {
 }
 const _: () = assert!(size_of::<Control>() <= CONTROL_BYTES, "the control block outgrew its room");
 
+/// A position, and how many messages lie before it; only one end writes both.
 #[repr(C, align(64))]
-struct Line(AtomicU64);
+struct Line(AtomicU64, AtomicU64);
+
+impl Line {
+    /// Counts a message. Nothing is read by it, so it need not come with the position.
+    fn count(&self) {
+        self.1.store(self.1.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+}
 
 /// A mapped ring.
 #[derive(Debug)]

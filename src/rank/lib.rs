@@ -16,6 +16,9 @@ mod plan;
 mod relay;
 mod server;
 
+mod startup;
+mod tables;
+mod usage;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, mpsc};
@@ -28,6 +31,7 @@ use worker::Agent;
 pub use args::{RankArgs, command, parse, with_dashes};
 pub use plan::plan;
 
+pub use usage::usage_error;
 /// How long ranks wait for each other at the end.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -59,7 +63,9 @@ pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
     log::Log::start(&args.log_options(), args.log_requests)
         .map_err(|source| RankError::Log { path: args.log_file.clone().unwrap_or_default(), source })?;
     let world = Arc::new(World::start(comm::Config::from_env())?);
+    let startup = startup::Startup::begin();
     // The title only helps `ps`.
+    startup.reached("world");
     let _ = set_process_title(&format!("trireme: rank {}", world.rank()));
     let prefix = shm_prefix(&args, &world)?;
     let mut swept = sweep_stale(&prefix)?;
@@ -77,7 +83,7 @@ pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
         for option in ignored {
             tracing::warn!("option --{option} is accepted and has no effect");
         }
-        server::run(args, &world, &agent, heard, prefix)
+        server::run(args, &world, &agent, heard, prefix, startup)
     } else {
         relay::run(&world, &agent, heard, Duration::from_secs(args.heartbeat_timeout)).map(|()| ExitCode::SUCCESS)
     };

@@ -194,7 +194,11 @@ impl Line {
     }
 
     fn write_rest(&self, mut out: Writer<'_>) -> fmt::Result {
-        write!(out, "{} {}:{}] \"{}", std::process::id(), self.file, self.number, self.text.message)?;
+        write!(out, "{} {}:{}] ", std::process::id(), self.file, self.number)?;
+        if self.text.message.starts_with('\n') {
+            return writeln!(out, "{}", self.text.message); // A table.
+        }
+        write!(out, "\"{}", self.text.message)?;
         self.text.fields.iter().try_for_each(|(name, value)| write!(out, " {name}={value}"))?;
         writeln!(out, "\"")
     }

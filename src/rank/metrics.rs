@@ -1,10 +1,14 @@
 //! What backends tell Prometheus. LLMs: TensorRT-LLM's own names, and a set worth alerting on. Python models: what they made.
 
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use backends::llm::{LlmFactory, LlmStatus};
+use backends::llm::{ENDS, LlmFactory, LlmStatus, STEP_KINDS, STEP_PHASES};
 use backends::python::PythonFactory;
 use front::{Family, FamilyKind, Labels, MetricsSource, Sample};
+use serving::HistogramValues;
+
+use crate::startup::Startup;
 
 /// Reads every loaded LLM at each scrape.
 pub(crate) struct LlmMetrics(pub(crate) Arc<LlmFactory>);
@@ -14,6 +18,9 @@ impl MetricsSource for LlmMetrics {
         let models = self.0.status();
         let mut families: Vec<Family> = PLAIN.iter().map(|plain| plain.family(&models)).collect();
         families.extend(LABELLED.iter().map(|labelled| labelled.family(&models)));
+        families.extend(HISTOGRAMS.iter().map(|histogram| histogram.family(&models)));
+        families.extend(worker_families(&models));
+        families.push(startup_family(&models));
         families
     }
 }
@@ -31,6 +38,21 @@ impl MetricsSource for PythonMetrics {
     }
 }
 
+/// How long this server took to serve.
+pub(crate) struct StartupMetrics(pub(crate) Arc<Startup>);
+
+impl MetricsSource for StartupMetrics {
+    fn families(&self) -> Vec<Family> {
+        let sample = |(phase, time): (&'static str, f64)| Sample::new(vec![("phase".into(), phase.to_owned())], time);
+        vec![Family {
+            name: "trireme_startup_seconds",
+            help: "Time from the start of rank 0's process until the world had met, models were loaded, requests were taken",
+            kind: FamilyKind::Gauge,
+            samples: self.0.read().into_iter().map(sample).collect(),
+        }]
+    }
+}
+
 /// One value a model.
 struct Plain {
     name: &'static str,
@@ -39,87 +61,107 @@ struct Plain {
     value: fn(&LlmStatus) -> f64,
 }
 
-/// Several values a model, told apart by one label, as TensorRT-LLM's backend reports them.
+/// Several values a model, told apart by one label.
 struct Labelled {
     name: &'static str,
     help: &'static str,
+    kind: FamilyKind,
     label: &'static str,
     values: fn(&LlmStatus) -> Vec<(&'static str, f64)>,
 }
 
+/// Histograms of a model, told apart by a label, if it is not empty.
+struct Histograms {
+    name: &'static str,
+    help: &'static str,
+    label: &'static str,
+    values: fn(&LlmStatus) -> Vec<(&'static str, &HistogramValues)>,
+}
+
+const fn gauge(name: &'static str, help: &'static str, value: fn(&LlmStatus) -> f64) -> Plain {
+    Plain { name, help, kind: FamilyKind::Gauge, value }
+}
+
+const fn counter(name: &'static str, help: &'static str, value: fn(&LlmStatus) -> f64) -> Plain {
+    Plain { name, help, kind: FamilyKind::Counter, value }
+}
+
 const PLAIN: &[Plain] = &[
-    Plain {
-        name: "trireme_llm_ready",
-        help: "1 when a step can run now",
-        kind: FamilyKind::Gauge,
-        value: |model| f64::from(u8::from(model.is_ready)),
-    },
-    Plain {
-        name: "trireme_llm_worker_restarts_total",
-        help: "Times the workers of the model were lost and started again",
-        kind: FamilyKind::Counter,
-        value: |model| model.num_restarts as f64,
-    },
-    Plain {
-        name: "trireme_llm_requests_running",
-        help: "Sequences in the current steps",
-        kind: FamilyKind::Gauge,
-        value: |model| model.engine.num_running as f64,
-    },
-    Plain {
-        name: "trireme_llm_requests_waiting",
-        help: "Sequences in the queue, preempted ones included",
-        kind: FamilyKind::Gauge,
-        value: |model| model.engine.num_waiting as f64,
-    },
-    Plain {
-        name: "trireme_llm_kv_blocks_used",
-        help: "KV blocks that running sequences use",
-        kind: FamilyKind::Gauge,
-        value: |model| model.engine.num_blocks_used as f64,
-    },
-    Plain {
-        name: "trireme_llm_kv_blocks",
-        help: "KV blocks in all",
-        kind: FamilyKind::Gauge,
-        value: |model| model.engine.num_blocks as f64,
-    },
-    Plain {
-        name: "trireme_llm_preemptions_total",
-        help: "Sequences that gave their KV blocks up and were computed again",
-        kind: FamilyKind::Counter,
-        value: |model| model.engine.total_preempted as f64,
-    },
-    Plain {
-        name: "trireme_llm_steps_total",
-        help: "Steps planned",
-        kind: FamilyKind::Counter,
-        value: |model| model.engine.total_steps as f64,
-    },
-    Plain {
-        name: "trireme_llm_prompt_tokens_total",
-        help: "Prompt tokens of accepted requests",
-        kind: FamilyKind::Counter,
-        value: |model| model.engine.total_prompt_tokens as f64,
-    },
-    Plain {
-        name: "trireme_llm_output_tokens_total",
-        help: "Tokens generated",
-        kind: FamilyKind::Counter,
-        value: |model| model.engine.total_output_tokens as f64,
-    },
-    Plain {
-        name: "trireme_llm_prefix_cache_reused_blocks_total",
-        help: "KV blocks found in the prefix cache",
-        kind: FamilyKind::Counter,
-        value: |model| model.engine.total_reused_blocks as f64,
-    },
+    gauge("trireme_llm_ready", "1 when a step can run now", |model| f64::from(u8::from(model.is_ready))),
+    gauge("trireme_llm_requests_running", "Sequences in the current steps", |model| model.engine.num_running as f64),
+    gauge("trireme_llm_requests_waiting", "Sequences in the queue, preempted ones included", |model| {
+        model.engine.num_waiting as f64
+    }),
+    gauge("trireme_llm_requests_max", "Most sequences that run at once", |model| model.max_rows as f64),
+    gauge("trireme_llm_kv_blocks", "KV blocks in all", |model| model.engine.num_blocks as f64),
+    gauge("trireme_llm_kv_blocks_used", "KV blocks that running sequences use", |model| {
+        model.engine.num_blocks_used as f64
+    }),
+    gauge("trireme_llm_kv_blocks_free", "KV blocks that no sequence uses, cached ones included", |model| {
+        (model.engine.num_blocks - model.engine.num_blocks_used) as f64
+    }),
+    gauge("trireme_llm_kv_blocks_cached", "KV blocks that no sequence uses and whose content can be reused", |model| {
+        model.engine.num_blocks_cached as f64
+    }),
+    gauge("trireme_llm_kv_block_tokens", "Positions in a KV block", |model| model.block_size as f64),
+    gauge("trireme_llm_steps_in_flight", "Steps planned and not settled", |model| model.engine.num_in_flight as f64),
+    counter(
+        "trireme_llm_worker_restarts_total",
+        "Times the workers of the model were lost and started again",
+        |model| model.num_restarts as f64,
+    ),
+    counter(
+        "trireme_llm_preemptions_total",
+        "Sequences that gave their KV blocks up and were computed again",
+        |model| model.engine.total_preempted as f64,
+    ),
+    counter("trireme_llm_recoveries_total", "Sequences that went on after their workers were lost", |model| {
+        model.engine.total_recovered as f64
+    }),
+    counter("trireme_llm_steps_total", "Steps planned", |model| model.engine.total_steps as f64),
+    counter("trireme_llm_prompt_tokens_total", "Prompt tokens of accepted requests", |model| {
+        model.engine.total_prompt_tokens as f64
+    }),
+    counter("trireme_llm_output_tokens_total", "Tokens generated", |model| model.engine.total_output_tokens as f64),
+    counter("trireme_llm_discarded_tokens_total", "Tokens computed for sequences that had ended", |model| {
+        model.engine.total_discarded_tokens as f64
+    }),
+    counter("trireme_llm_drafted_tokens_total", "Tokens guessed ahead", |model| {
+        model.engine.total_drafted_tokens as f64
+    }),
+    counter("trireme_llm_accepted_draft_tokens_total", "Tokens guessed ahead and right", |model| {
+        model.engine.total_accepted_tokens as f64
+    }),
+    counter(
+        "trireme_llm_prefix_cache_lookups_total",
+        "Sequences whose prompt was looked for in the prefix cache",
+        |model| model.figures.prefix_lookups as f64,
+    ),
+    counter(
+        "trireme_llm_prefix_cache_hits_total",
+        "Sequences that found part of their prompt in the prefix cache",
+        |model| model.figures.prefix_hits as f64,
+    ),
+    counter("trireme_llm_prefix_cache_reused_blocks_total", "KV blocks found in the prefix cache", |model| {
+        model.engine.total_reused_blocks as f64
+    }),
+    counter("trireme_llm_kv_blocks_allocated_total", "KV blocks allocated", |model| {
+        model.engine.total_allocated_blocks as f64
+    }),
 ];
 
 const LABELLED: &[Labelled] = &[
     Labelled {
+        name: "trireme_llm_sequences_ended_total",
+        help: "Sequences by the reason of their end",
+        kind: FamilyKind::Counter,
+        label: "reason",
+        values: |model| ENDS.into_iter().zip(model.figures.ends.map(|count| count as f64)).collect(),
+    },
+    Labelled {
         name: "nv_trt_llm_request_metrics",
         help: "TRT LLM request metrics",
+        kind: FamilyKind::Gauge,
         label: "request_type",
         values: |model| {
             let engine = &model.engine;
@@ -133,8 +175,22 @@ const LABELLED: &[Labelled] = &[
         },
     },
     Labelled {
+        name: "nv_trt_llm_runtime_memory_metrics",
+        help: "TRT LLM runtime memory metrics",
+        kind: FamilyKind::Gauge,
+        label: "memory_type",
+        values: |model| {
+            let start = &model.figures.start;
+            let on_gpu = start.workers.iter().any(|worker| worker.device.starts_with("cuda"));
+            let bytes = start.memory_bytes as f64;
+            let (cpu, gpu) = if on_gpu { (0.0, bytes) } else { (bytes, 0.0) };
+            vec![("cpu", cpu), ("gpu", gpu), ("pinned", 0.0)]
+        },
+    },
+    Labelled {
         name: "nv_trt_llm_kv_cache_block_metrics",
         help: "TRT LLM KV cache block metrics",
+        kind: FamilyKind::Gauge,
         label: "kv_cache_block_type",
         values: |model| {
             let engine = &model.engine;
@@ -151,11 +207,16 @@ const LABELLED: &[Labelled] = &[
     Labelled {
         name: "nv_trt_llm_inflight_batcher_metrics",
         help: "TRT LLM inflight_batcher-specific metrics",
+        kind: FamilyKind::Gauge,
         label: "inflight_batcher_specific_metric",
         values: |model| {
             let engine = &model.engine;
+            // Of the last step; between steps nothing is computed.
+            let context_tokens = if engine.num_in_flight > 0 { model.figures.context_tokens } else { 0 };
             vec![
+                ("total_context_tokens", context_tokens as f64),
                 ("generation_requests", (engine.num_running - engine.num_prefilling) as f64),
+                ("micro_batch_id", (engine.total_steps % 2) as f64),
                 ("paused_requests", engine.total_preempted as f64),
             ]
         },
@@ -163,8 +224,63 @@ const LABELLED: &[Labelled] = &[
     Labelled {
         name: "nv_trt_llm_general_metrics",
         help: "General TRT LLM metrics",
+        kind: FamilyKind::Gauge,
         label: "general_type",
-        values: |model| vec![("iteration_counter", model.engine.total_steps as f64)],
+        values: |model| {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            vec![("timestamp", now.as_micros() as f64), ("iteration_counter", model.engine.total_steps as f64)]
+        },
+    },
+];
+
+const HISTOGRAMS: &[Histograms] = &[
+    Histograms {
+        name: "trireme_llm_time_to_first_token_seconds",
+        help: "Time from a request's arrival to its first token",
+        label: "",
+        values: |model| vec![("", &model.figures.first_token)],
+    },
+    Histograms {
+        name: "trireme_llm_inter_token_latency_seconds",
+        help: "Time between two tokens of a sequence",
+        label: "",
+        values: |model| vec![("", &model.figures.inter_token)],
+    },
+    Histograms {
+        name: "trireme_llm_queue_time_seconds",
+        help: "Time from a request's arrival until a step had room for it",
+        label: "",
+        values: |model| vec![("", &model.figures.queue)],
+    },
+    Histograms {
+        name: "trireme_llm_request_seconds",
+        help: "Time from a request's arrival to its end, however it ended",
+        label: "",
+        values: |model| vec![("", &model.figures.request)],
+    },
+    Histograms {
+        name: "trireme_llm_step_seconds",
+        help: "Time of a step by what it computed: from the step before it, or from its sending to idle workers",
+        label: "kind",
+        values: |model| STEP_KINDS.into_iter().zip(&model.figures.steps).collect(),
+    },
+    Histograms {
+        name: "trireme_llm_step_phase_seconds",
+        help: "Time of rank 0 in each phase of a step; wait is for the workers",
+        label: "phase",
+        values: |model| STEP_PHASES.into_iter().zip(&model.figures.phases).collect(),
+    },
+    Histograms {
+        name: "nv_llm_input_token_len",
+        help: "Number of input tokens of requests",
+        label: "response_metric_type",
+        values: |model| vec![("total_input_tokens", &model.figures.input_tokens)],
+    },
+    Histograms {
+        name: "nv_llm_output_token_len",
+        help: "Number of output tokens of requests",
+        label: "response_metric_type",
+        values: |model| vec![("total_output_tokens", &model.figures.output_tokens)],
     },
 ];
 
@@ -181,11 +297,69 @@ impl Labelled {
             let sample = |(value, number)| Sample::new(labels(model, Some((self.label, value))), number);
             (self.values)(model).into_iter().map(sample).collect::<Vec<_>>()
         });
-        Family { name: self.name, help: self.help, kind: FamilyKind::Gauge, samples: samples.collect() }
+        Family { name: self.name, help: self.help, kind: self.kind, samples: samples.collect() }
     }
 }
 
-fn labels(model: &LlmStatus, further: Option<(&'static str, &'static str)>) -> Labels {
+impl Histograms {
+    fn family(&self, models: &[LlmStatus]) -> Family {
+        let samples = models.iter().flat_map(|model| {
+            let of_one = |(value, histogram)| {
+                let further = (!self.label.is_empty()).then_some((self.label, value));
+                Sample::of_histogram(&labels(model, further), histogram)
+            };
+            (self.values)(model).into_iter().flat_map(of_one).collect::<Vec<_>>()
+        });
+        Family { name: self.name, help: self.help, kind: FamilyKind::Histogram, samples: samples.collect() }
+    }
+}
+
+/// One sample a worker: whether it is ready, and how far it is behind.
+fn worker_families(models: &[LlmStatus]) -> Vec<Family> {
+    let (mut ready, mut lag) = (Vec::new(), Vec::new());
+    for model in models {
+        for worker in &model.figures.start.workers {
+            let index = worker.index.to_string();
+            let mut all = labels(model, Some(("worker", &index)));
+            lag.extend(worker.backlog.as_ref().map(|steps| Sample::new(all.clone(), steps.num_messages() as f64)));
+            all.push(("pid".into(), worker.pid.to_string()));
+            all.push(("node".into(), worker.node.clone()));
+            all.push(("device".into(), worker.device.clone()));
+            ready.push(Sample::new(all, f64::from(u8::from(model.is_ready))));
+        }
+    }
+    vec![
+        Family {
+            name: "trireme_llm_worker_ready",
+            help: "1 for a worker that can run a step now, 0 for one that loads",
+            kind: FamilyKind::Gauge,
+            samples: ready,
+        },
+        Family {
+            name: "trireme_llm_worker_step_lag",
+            help: "Steps sent to a worker of rank 0's node that it has not taken yet",
+            kind: FamilyKind::Gauge,
+            samples: lag,
+        },
+    ]
+}
+
+fn startup_family(models: &[LlmStatus]) -> Family {
+    let samples = models.iter().flat_map(|model| {
+        let sample = |(phase, time): &(String, std::time::Duration)| {
+            Sample::new(labels(model, Some(("phase", phase))), time.as_secs_f64())
+        };
+        model.figures.start.phases.iter().map(sample).collect::<Vec<_>>()
+    });
+    Family {
+        name: "trireme_llm_startup_seconds",
+        help: "Time of the last start of the model's workers by phase: weights, load (which holds weights), kv_blocks, total",
+        kind: FamilyKind::Gauge,
+        samples: samples.collect(),
+    }
+}
+
+fn labels(model: &LlmStatus, further: Option<(&'static str, &str)>) -> Labels {
     let own = [("model", model.name.as_str()), ("version", model.version.as_str())];
     own.into_iter().chain(further).map(|(name, value)| (name.into(), value.to_owned())).collect()
 }

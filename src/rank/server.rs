@@ -20,8 +20,9 @@ use worker::{Agent, Agents, FromAgent, Nodes, ToAgent};
 use crate::args::{self, RankArgs};
 use crate::heartbeat::{self, Heartbeat};
 use crate::host_metrics::HostMetrics;
-use crate::metrics::{LlmMetrics, PythonMetrics};
-use crate::{RankError, devices, relay};
+use crate::metrics::{LlmMetrics, PythonMetrics, StartupMetrics};
+use crate::startup::Startup;
+use crate::{RankError, devices, relay, tables};
 
 /// What in-flight requests still get after a second SIGTERM.
 const HURRY: Duration = Duration::from_millis(200);
@@ -38,6 +39,7 @@ pub(crate) fn run(
     heard: Receiver<FromAgent>,
     prefix: Prefix,
 ) -> Result<ExitCode, RankError> {
+    startup: Startup,
     let heartbeat = Heartbeat::new(world);
     let agents = connect(world, agent, heard, Arc::clone(&heartbeat));
     heartbeat.start(world, &agents, Duration::from_secs(args.heartbeat_timeout));
@@ -45,7 +47,7 @@ pub(crate) fn run(
     let result = llm_defaults(&args, world.size(), agents.nodes().max_ranks()).and_then(|defaults| {
         let python = Arc::new(PythonFactory::new(python_config(&args, &prefix, world)?).map_err(RankError::Runtime)?);
         let llm = Arc::new(LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone()));
-        runtime.block_on(serve(&args, &prefix, llm, python))
+        runtime.block_on(serve(&args, &prefix, llm, python, Arc::new(startup)))
     });
     // Whatever a request still holds ends with the runtime, before ranks are told to go.
     runtime.shutdown_timeout(HURRY);
@@ -139,26 +141,39 @@ async fn serve(
     llm: Arc<LlmFactory>,
     python: Arc<PythonFactory>,
 ) -> Result<ExitCode, RankError> {
+    startup: Arc<Startup>,
     let mut signals = Signals::new().map_err(RankError::Runtime)?;
     let mut factories: HashMap<String, Arc<dyn BackendFactory>> = backends::builtin();
     let layouts = Layouts::new(Arc::clone(&llm) as _, Arc::clone(&python) as _);
     factories.extend(layouts.factories());
-    let server = Server::new(server_config(args), factories).map_err(|error| RankError::Server(error.to_string()))?;
+    let config = server_config(args);
+    let server = Server::new(config.clone(), factories).map_err(|error| RankError::Server(error.to_string()))?;
     python.attach(&server);
     layouts.attach(&server);
     let host =
         HostMetrics::new(args.metrics.interval(), args.metrics.allow_cpu_metrics, args.metrics.allow_gpu_metrics);
-    let metrics: Vec<Arc<dyn front::MetricsSource>> =
-        vec![Arc::new(host), Arc::new(LlmMetrics(llm)), Arc::new(PythonMetrics(python))];
-    let front_config = front_config(args, prefix).map_err(RankError::Server)?;
+    let metrics: Vec<Arc<dyn front::MetricsSource>> = vec![
+        Arc::new(host),
+        Arc::new(LlmMetrics(Arc::clone(&llm))),
+        Arc::new(PythonMetrics(python)),
+        Arc::new(StartupMetrics(Arc::clone(&startup))),
+    ];
+    let mut front_config = front_config(args, prefix).map_err(RankError::Server)?;
+    front_config.ledger = args.front.debug_endpoints.then(|| crate::ledger::source(Arc::clone(&llm)));
     let front = front::start(front_config, Arc::clone(&server), metrics);
     let front = front.await.map_err(|error| RankError::Server(error.to_string()))?;
     tokio::select! {
-        loaded = server.load_all() => report_loading(args, &loaded.err().unwrap_or_default())?,
+        loaded = server.load_all() => {
+            let failures = loaded.err().unwrap_or_default();
+            tables::write(args, &config, &server);
+            report_loading(args, &failures)?;
+        }
         () = signals.next() => return Ok(ExitCode::SUCCESS),
     }
     report_started(&front);
+    startup.reached("models");
     tokio::spawn({
+    startup.reached("total");
         let server = Arc::clone(&server);
         async move { server.keep_polling().await }
     });

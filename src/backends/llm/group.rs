@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use engine::{EngineConfig, StepPlan, plan};
-use ipc::{Doorbell, Prefix, Received, RecvError, RingReceiver, RingSender};
-use worker::{Agents, FromAgent, FromWorker, Nodes, RelayedWorker, ShmName, ToAgent, ToWorker, WorkerId, WorkerSpec};
+use ipc::{Backlog, Doorbell, Prefix, Received, RecvError, RingReceiver, RingSender};
+use worker::{Agents, DeviceChoice, FromAgent, FromWorker, Nodes, RelayedWorker, ShmName, ToAgent, ToWorker, WorkerId, WorkerSpec};
 
 use super::config::LlmConfig;
+use super::figures::WorkerFigures;
 
 /// How long a plan may wait for a worker to take plans before it; longer means that the worker hangs.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
@@ -53,6 +54,9 @@ pub(crate) struct Group {
     exchange: Vec<Option<Vec<u8>>>,
     /// Where the threads of each worker are, once they were asked.
     stacks: Vec<Option<String>>,
+    /// Those whose process runs.
+    workers: Vec<WorkerFigures>,
+    devices: Vec<String>,
     bytes: Vec<u8>,
 }
 
@@ -89,6 +93,8 @@ impl Group {
             reporter: (num_workers - config.tp_size) as usize,
             exchange: vec![None; num_workers as usize],
             stacks: vec![None; num_workers as usize],
+            workers: Vec::new(),
+            devices: (0..num_workers).map(|index| device_name(config, agents.nodes(), index)).collect(),
             bytes: Vec::new(),
         };
         for index in 0..num_workers {
@@ -112,13 +118,16 @@ impl Group {
             {
                 Ok(())
             }
-            FromAgent::Started { worker, plan_ring, output_ring, rank_pid, .. } => {
+            FromAgent::Started { worker, plan_ring, output_ring, rank_pid, pid, node } => {
                 let rank = self.first_rank + worker.tp_rank;
                 if rank_pid != std::process::id() && self.agents.nodes().of(rank) == self.agents.nodes().of(0) {
                     self.agents.watch_rank(rank, rank_pid);
                 }
                 let rings = RelayedWorker { worker, plan_ring, output_ring };
-                self.links[worker.tp_rank as usize] = Some(self.link(rings)?);
+                let link = self.link(rings)?;
+                let (index, device) = (worker.tp_rank, self.devices[worker.tp_rank as usize].clone());
+                self.workers.push(WorkerFigures { index, pid, node, device, backlog: link.backlog() });
+                self.links[worker.tp_rank as usize] = Some(link);
                 self.relay_node(worker);
                 Ok(())
             }
@@ -192,6 +201,11 @@ impl Group {
     /// Where the threads of each worker are, as far as known.
     pub(crate) fn stacks(&self) -> &[Option<String>] {
         &self.stacks
+    }
+
+    /// What is known of the workers that run.
+    pub(crate) fn workers(&self) -> &[WorkerFigures] {
+        &self.workers
     }
 
     /// Whether every worker runs and its rings are open.
@@ -294,6 +308,13 @@ impl Group {
     }
 }
 
+fn device_name(config: &LlmConfig, nodes: &Nodes, index: u32) -> String {
+    match config.device.of_local_rank(nodes.local_rank(config.first_rank + index)) {
+        DeviceChoice::Cpu { .. } => "cpu".to_owned(),
+        DeviceChoice::Cuda { ordinal } => format!("cuda:{ordinal}"),
+    }
+}
+
 impl Drop for Group {
     fn drop(&mut self) {
         self.end(false);
@@ -302,6 +323,14 @@ impl Drop for Group {
 }
 
 impl Link {
+    /// Plans that wait in the worker's ring, where it lies on this node.
+    fn backlog(&self) -> Option<Backlog> {
+        match self {
+            Link::Rings { plans, .. } => Some(plans.backlog()),
+            Link::Relayed { .. } => None,
+        }
+    }
+
     fn open(plan_ring: &ShmName, output_ring: &ShmName) -> Result<Self, ipc::IpcError> {
         Ok(Self::Rings {
             plans: RingSender::open(&plan_ring.prefix.parse()?, &plan_ring.name)?,

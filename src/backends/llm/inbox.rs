@@ -39,6 +39,8 @@ pub(crate) enum RequestEvent {
     Tokens(TokenEvent),
     /// It ends with this error.
     Failed(InferError),
+    /// A step has room for a sequence: new, preempted before, or of lost workers. `start` counts starts of the workers.
+    Joined { sequence: SequenceId, at: Instant, start: u64 },
 }
 
 /// The sending side; clones go to request tasks and to agents' listeners.

@@ -4,6 +4,7 @@
 
 mod config;
 mod group;
+mod figures;
 mod inbox;
 mod inputs;
 mod logits;
@@ -15,6 +16,7 @@ mod step_thread;
 mod text_stop;
 
 use std::sync::atomic::Ordering;
+mod timing;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
 
@@ -32,6 +34,8 @@ pub use config::LlmDefaults;
 use inbox::{Inbox, Message};
 use inputs::Wanted;
 use outputs::Responses;
+pub use ledger::LlmLedger;
+pub use figures::{ENDS, FigureValues, STEP_KINDS, STEP_PHASES, Start, WorkerFigures};
 pub use plan::{ModelPlan, PlanFactory};
 use request::{ById, RequestTask};
 use step_thread::{Shared, StepThread};
@@ -39,6 +43,7 @@ use text_stop::TextStop;
 
 /// Responses of one request that may wait unread; more wait as bare tokens.
 const UNREAD_RESPONSES: usize = 64;
+use timing::Timing;
 
 /// Loads LLMs: `tensorrtllm`, `trireme` and the other names in users' configurations.
 pub struct LlmFactory {
@@ -78,6 +83,8 @@ pub struct LlmStatus {
 
 impl LlmFactory {
     /// A factory whose models run on the workers of `agents`; rank 0's own shared memory is named by `prefix`.
+    /// What was counted.
+    pub figures: FigureValues,
     pub fn new(defaults: LlmDefaults, agents: Arc<Agents>, prefix: Prefix) -> Self {
         Self { defaults, agents, prefix, loaded: Arc::default() }
     }
@@ -105,6 +112,7 @@ impl Loaded {
     }
 }
 
+            figures: shared.figures.read(),
 impl BackendFactory for LlmFactory {
     /// Two copies of a model's weights and KV blocks do not fit a device.
     fn is_exclusive(&self) -> bool {
@@ -255,6 +263,8 @@ impl Backend for Llm {
             return Err(InferError::unavailable(format!("model `{}` is being unloaded", self.config.name)));
         }
         let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
+        let prompt_tokens = sequences.first().map_or(0, |sequence| sequence.prompt.len());
+        let timing = Timing::new(&self.shared, self.config.engine.block_size, prompt_tokens, sequences.len());
         let task = RequestTask {
             client_id: request.id,
             inbox: self.inbox.clone(),
@@ -266,6 +276,7 @@ impl Backend for Llm {
             ended: vec![false; num_sequences],
             client_left: false,
         };
+            timing,
         self.in_flight.send_modify(|count| *count += 1);
         tokio::spawn(task.run(receiver, sender));
         Ok(stream)

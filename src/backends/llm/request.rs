@@ -3,13 +3,14 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use engine::{BlockUsage, RowId, SampledToken, SequenceId, TokenEvent};
+use engine::{BlockUsage, FinishReason, RowId, SampledToken, SequenceId, TokenEvent};
 use serving::{ErrorKind, InferError, InferResponse, ResponseSender};
 use tokio::sync::{mpsc, watch};
 
 use super::inbox::{Inbox, Message, RequestEvent};
 use super::outputs::{News, Responses};
 use super::text_stop::TextStop;
+use super::timing::Timing;
 
 /// Running sequences by the client's request id.
 pub(crate) type ById = Arc<Mutex<HashMap<String, Vec<SequenceId>>>>;
@@ -21,6 +22,7 @@ pub(crate) struct RequestTask {
     pub(crate) by_id: ById,
     pub(crate) in_flight: Arc<watch::Sender<usize>>,
     pub(crate) responses: Responses,
+    pub(crate) timing: Timing,
     /// One for each sequence, where there are stop words.
     pub(crate) text_stops: Vec<TextStop>,
     /// Known once accepted.
@@ -52,11 +54,23 @@ impl RequestTask {
                     }
                     continue;
                 }
-                Some(RequestEvent::Tokens(event)) => {
+                Some(RequestEvent::Joined { sequence, at, start }) => {
                     sender.mark_scheduled();
+                    if let Some(index) = self.index_of(sequence) {
+                        self.timing.joined(index, at, start);
+                    }
+                    sender.report(self.timing.generation());
+                    continue;
+                }
+                Some(RequestEvent::Tokens(event)) => {
+                    self.time(&event);
+                    sender.report(self.timing.generation());
                     self.hear(event).map(Ok)
                 }
-                Some(RequestEvent::Failed(error)) => Some(Err(error)),
+                Some(RequestEvent::Failed(error)) => {
+                    self.ended.iter().filter(|ended| !**ended).for_each(|_| self.timing.ended(None));
+                    Some(Err(error))
+                }
                 None => {
                     let words = "the model was unloaded while the request ran";
                     Some(Err(InferError::new(ErrorKind::Unavailable, words)))
@@ -72,6 +86,20 @@ impl RequestTask {
             }
             if ends {
                 return;
+            }
+        }
+    }
+
+    fn index_of(&self, sequence: SequenceId) -> Option<usize> {
+        self.sequences.iter().position(|&known| known == sequence)
+    }
+
+    /// Counts news of a sequence, unless its end was told before.
+    fn time(&mut self, event: &TokenEvent) {
+        if let Some(index) = self.index_of(event.sequence).filter(|&index| !self.ended[index]) {
+            self.timing.heard(index, event);
+            if event.finished.is_some() {
+                self.timing.ended(event.finished);
             }
         }
     }
@@ -94,6 +122,7 @@ impl RequestTask {
                 let mut told = Vec::new();
                 if text_stop.push(tokens, ends, &mut told) && !ends {
                     ends = true;
+                    self.timing.ended(Some(FinishReason::StopWord));
                     self.inbox.send(Message::Finish(sequence));
                 }
                 told

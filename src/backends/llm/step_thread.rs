@@ -10,13 +10,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
-use engine::{Engine, EngineStats, Refused, Request, SequenceId, TokenEvent};
+use engine::{Engine, EngineStats, Refused, Request, SequenceId, StepPlan, TokenEvent};
 use ipc::Prefix;
 use serving::{ErrorKind, InferError};
 use tokio::sync::{mpsc as async_mpsc, oneshot};
 use worker::{Agents, FromWorker, ToWorker};
 
 use super::config::LlmConfig;
+use super::figures::{Figures, Phase, StepKinds};
 use super::group::{Group, Lost, LostKind};
 use super::inbox::{Inbox, Message, RequestEvent};
 
@@ -50,6 +51,8 @@ pub(crate) struct Shared {
     /// Why the model was given up.
     pub(crate) failure: Mutex<Option<String>>,
 }
+    /// What is counted for metrics.
+    pub(crate) figures: Figures,
 
 /// What the step thread is made of.
 pub(crate) struct StepThread {
@@ -77,6 +80,7 @@ struct Running {
     /// When a step was last settled, or sent to idle workers.
     last_progress: Instant,
 }
+    step_kinds: StepKinds,
 
 /// A request that may not wait for ever.
 struct Waiting {
@@ -110,6 +114,7 @@ impl StepThread {
             longest_step: Duration::ZERO,
             last_progress: Instant::now(),
         };
+            step_kinds: StepKinds::default(),
         let mut loaded = Some(loaded);
         loop {
             let end = match running.start() {
@@ -149,16 +154,29 @@ impl Running {
         let mut group = Group::start(config, agents, prefix, next_step, move |news| {
             listener.send(Message::Agent(news));
         });
-        let deadline = Instant::now() + LOAD_TIMEOUT;
+        let started = Instant::now();
+        let deadline = started + LOAD_TIMEOUT;
+        let mut report = StartReport::default();
         let loaded = self.await_all(&mut group, deadline, |message| match message {
-            FromWorker::Loaded { max_blocks, .. } => Some(max_blocks),
+            FromWorker::Loaded { max_blocks, weights_bytes, workspace_bytes, block_bytes, phases } => {
+                report.hear(weights_bytes + workspace_bytes, block_bytes, phases);
+                Some(max_blocks)
+            }
             _ => None,
         })?;
         let fitting = loaded.into_iter().min().expect("a group has a worker");
+        report.phases.push(("load".to_owned(), started.elapsed()));
         let num_blocks = self.make_engine(fitting)?;
         group.broadcast(&ToWorker::Configure { num_blocks })?;
+        let loaded = Instant::now();
         self.await_all(&mut group, deadline, |message| matches!(message, FromWorker::Ready).then_some(()))?;
         Ok(group)
+        report.phases.push(("kv_blocks".to_owned(), loaded.elapsed()));
+        report.phases.push(("total".to_owned(), started.elapsed()));
+        self.thread.shared.figures.update_start(|start| {
+            start.phases = report.phases;
+            start.memory_bytes = report.fixed_bytes + report.block_bytes * num_blocks as u64;
+        });
     }
 
     /// The engine keeps its number of blocks over a restart: sequences were admitted by it.
@@ -258,8 +276,15 @@ impl Running {
         let engine = self.engine.as_mut().expect("workers are ready, so the engine stands");
         let was_idle = engine.num_in_flight() == 0;
         while let Some(plan) = engine.plan() {
+        let shared = Arc::clone(&self.thread.shared);
+        let figures = &shared.figures;
+        let mut now = Instant::now();
             group.step(plan)?;
+            now = figures.phase(Phase::Plan, now);
+            self.step_kinds.planned(&plan, figures);
+            tell_joined(&self.requests, &plan, now, shared.restarts.load(Ordering::Relaxed));
         }
+            now = figures.phase(Phase::Send, now);
         engine.drain_events(&mut self.events);
         if engine.num_in_flight() == 0 {
             *self.thread.shared.stats.lock().unwrap() = engine.stats();
@@ -276,13 +301,18 @@ impl Running {
         match group.next_report(LOOK_AROUND)? {
             Some(FromWorker::Output(output)) => {
                 let settled = engine.settle(output, &mut self.events);
+                now = figures.phase(Phase::Wait, now);
+                self.step_kinds.settled(self.last_progress.elapsed(), figures);
                 settled.map_err(|error| Lost::new(format!("worker 0 answered out of turn: {error}")))?;
                 self.losses = 0;
                 // Slowly forgets: the first step after a start may be far longer than any other.
                 self.longest_step = self.last_progress.elapsed().max(self.longest_step.mul_f32(0.99));
-                self.last_progress = Instant::now();
                 *self.thread.shared.stats.lock().unwrap() = engine.stats();
             }
+                self.last_progress = figures.phase(Phase::Settle, now);
+                self.tell_events();
+                figures.phase(Phase::Tell, self.last_progress);
+                return Ok(());
             Some(FromWorker::Logits(piece)) => {
                 self.last_progress = Instant::now();
                 // A sequence that has ended hears no more.
@@ -328,7 +358,10 @@ impl Running {
         };
         while let Some(message) = next {
             match message {
-                Message::Agent(news) => group.hear(news)?,
+                Message::Agent(news) => {
+                    group.hear(news)?;
+                    self.thread.shared.figures.update_start(|start| start.workers = group.workers().to_vec());
+                }
                 Message::Submit { sequences, timeout, events } => self.submit(sequences, timeout, events),
                 Message::Cancel(sequence) => {
                     self.engine.as_mut().map(|engine| engine.cancel(sequence));
@@ -405,6 +438,7 @@ impl Running {
             engine.recover();
         }
         if lost.kind == LostKind::RankLost {
+        self.step_kinds.clear();
             tracing::error!(model = %name, "{reason}");
             return self.give_up(reason.clone());
         }
@@ -447,6 +481,42 @@ fn error_of(refused: &Refused) -> InferError {
     let kind = match refused {
         Refused::QueueFull { .. } => ErrorKind::Unavailable,
         _ => ErrorKind::InvalidArgument,
+/// What workers tell of a start, put together.
+#[derive(Default)]
+struct StartReport {
+    phases: Vec<(String, Duration)>,
+    fixed_bytes: u64,
+    /// Of one KV block, in all workers.
+    block_bytes: u64,
+}
+
+impl StartReport {
+    fn hear(&mut self, fixed_bytes: u64, block_bytes: u64, phases: Vec<(String, Duration)>) {
+        self.fixed_bytes += fixed_bytes;
+        self.block_bytes += block_bytes;
+        for (name, time) in phases {
+            match self.phases.iter_mut().find(|(known, _)| *known == name) {
+                Some((_, longest)) => *longest = time.max(*longest),
+                None => self.phases.push((name, time)),
+            }
+        }
+    }
+}
+
+/// Tells requests that a plan has room for them.
+fn tell_joined(
+    requests: &HashMap<SequenceId, async_mpsc::UnboundedSender<RequestEvent>>,
+    plan: &StepPlan,
+    at: Instant,
+    start: u64,
+) {
+    for joined in &plan.joined {
+        if let Some(request) = requests.get(&joined.sequence) {
+            let _ = request.send(RequestEvent::Joined { sequence: joined.sequence, at, start });
+        }
+    }
+}
+
     };
     InferError::new(kind, refused.to_string())
 }

@@ -63,6 +63,7 @@ impl RingReceiver {
         // SAFETY: `next_len` saw that the message lies between `head` and a `tail` that was acquired.
         unsafe { self.shared.read(self.head + LENGTH_BYTES as u64, len, message) };
         self.head += framed(len);
+        self.shared.control().head.count();
         self.shared.control().head.0.store(self.head, Ordering::Release);
         self.shared.control().sender_bed.wake();
         Ok(true)

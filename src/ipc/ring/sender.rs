@@ -39,6 +39,11 @@ impl RingSender {
         (self.shared.capacity - 8).min(u32::MAX as usize)
     }
 
+    /// Tells, from any thread, how many messages wait in this ring.
+    pub fn backlog(&self) -> Backlog {
+        Backlog { shared: self.shared.clone() }
+    }
+
     /// Sends one message, waiting up to `timeout` for room. On an error nothing was sent.
     ///
     /// A receiver that closed its end is noticed at once, one that was killed when `timeout` has passed.
@@ -57,6 +62,7 @@ impl RingSender {
             self.shared.write(self.tail + LENGTH_BYTES as u64, message);
         }
         self.tail += framed(message.len());
+        self.shared.control().tail.count();
         self.shared.control().tail.0.store(self.tail, Ordering::Release);
         self.shared.control().receiver_bed.wake();
         Ok(())
@@ -94,5 +100,21 @@ impl Drop for RingSender {
     fn drop(&mut self) {
         self.shared.control().sender.close();
         self.shared.control().receiver_bed.wake();
+    }
+}
+
+/// How far the receiver of a ring is behind its sender.
+#[derive(Debug, Clone)]
+pub struct Backlog {
+    shared: Arc<Shared>,
+}
+
+impl Backlog {
+    /// Messages sent and not taken.
+    pub fn num_messages(&self) -> u64 {
+        let control = self.shared.control();
+        // The receiver's first: it never leads, so the difference is not negative.
+        let taken = control.head.1.load(Ordering::Relaxed);
+        control.tail.1.load(Ordering::Relaxed).saturating_sub(taken)
     }
 }

@@ -208,10 +208,13 @@ fn a_full_ring_and_a_message_too_long_are_refused_and_nothing_is_sent() {
     let too_long = sender.send(&[0; 57], LONG).unwrap_err();
     assert!(matches!(too_long, SendError::TooLarge { len: 57, max: 56, .. }), "{too_long:?}");
     sender.send(&[1; 56], LONG).unwrap();
+    let backlog = sender.backlog();
+    assert_eq!(backlog.num_messages(), 1);
     let full = sender.send(&[2; 1], Duration::from_millis(5)).unwrap_err();
     assert!(matches!(full, SendError::Full { .. }), "{full:?}");
     assert!(receiver.try_recv(&mut buffer).unwrap());
     assert_eq!(buffer, [1; 56]);
+    assert_eq!(backlog.num_messages(), 0);
     assert!(!receiver.try_recv(&mut buffer).unwrap());
 
     drop(receiver);

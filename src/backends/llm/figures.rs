@@ -1,0 +1,229 @@
+//! What a model counts for metrics. Steps and tokens only add to atomics; the one lock is taken when workers start.
+
+use std::collections::VecDeque;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use engine::{FinishReason, StepPlan};
+use ipc::Backlog;
+use serving::{Histogram, HistogramValues};
+
+/// Upper bounds in seconds.
+const WAITS: [f64; 15] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0];
+const TOKENS: [f64; 14] = [0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0];
+const REQUESTS: [f64; 13] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0];
+const PHASES: [f64; 12] = [1e-6, 5e-6, 1e-5, 5e-5, 1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.25, 1.0];
+/// Upper bounds in tokens, as TensorRT-LLM's backend has them.
+const LENGTHS: [f64; 5] = [10.0, 50.0, 100.0, 500.0, 1000.0];
+
+/// How a sequence came to its end, as a label. The first four are those of the engine, in the order of `end_of`.
+pub const ENDS: [&str; 5] = ["end_id", "stop_word", "length", "cancelled", "failed"];
+
+/// What a step computed, as a label.
+pub const STEP_KINDS: [&str; 3] = ["prefill", "decode", "mixed"];
+
+/// What rank 0 does in a step, in order, as a label.
+pub const STEP_PHASES: [&str; 5] = ["plan", "send", "wait", "settle", "tell"];
+
+/// Indices of [`STEP_PHASES`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Phase {
+    Plan,
+    Send,
+    Wait,
+    Settle,
+    Tell,
+}
+
+/// The counters of one model.
+#[derive(Debug)]
+pub(crate) struct Figures {
+    pub(crate) first_token: Histogram,
+    pub(crate) inter_token: Histogram,
+    pub(crate) queue: Histogram,
+    pub(crate) request: Histogram,
+    pub(crate) input_tokens: Histogram,
+    pub(crate) output_tokens: Histogram,
+    pub(crate) prefix_lookups: AtomicU64,
+    pub(crate) prefix_hits: AtomicU64,
+    ends: [AtomicU64; ENDS.len()],
+    steps: [Histogram; STEP_KINDS.len()],
+    phases: [Histogram; STEP_PHASES.len()],
+    context_tokens: AtomicU64,
+    start: Mutex<Start>,
+}
+
+/// The last start of the workers.
+#[derive(Debug, Clone, Default)]
+pub struct Start {
+    /// Workers whose process runs.
+    pub workers: Vec<WorkerFigures>,
+    /// What took how long, in order; those of workers are the longest among them.
+    pub phases: Vec<(String, Duration)>,
+    /// What workers hold together, in bytes: weights, workspace, KV blocks.
+    pub memory_bytes: u64,
+}
+
+/// One worker of a model.
+#[derive(Debug, Clone, Default)]
+pub struct WorkerFigures {
+    /// Its place in the model's group.
+    pub index: u32,
+    /// Its process.
+    pub pid: u32,
+    /// Where it runs.
+    pub node: String,
+    /// What it computes on, such as `cpu` or `cuda:0`.
+    pub device: String,
+    /// How many steps were sent to it that it has not taken yet; `None` for one on another node.
+    pub backlog: Option<Backlog>,
+}
+
+/// [`Figures`] at one moment.
+#[derive(Debug, Clone, Default)]
+#[allow(missing_docs)] // As the metrics are documented; labels are those of the constants.
+pub struct FigureValues {
+    pub first_token: HistogramValues,
+    pub inter_token: HistogramValues,
+    pub queue: HistogramValues,
+    pub request: HistogramValues,
+    pub input_tokens: HistogramValues,
+    pub output_tokens: HistogramValues,
+    pub prefix_lookups: u64,
+    pub prefix_hits: u64,
+    pub ends: [u64; ENDS.len()],
+    pub steps: [HistogramValues; STEP_KINDS.len()],
+    pub phases: [HistogramValues; STEP_PHASES.len()],
+    pub context_tokens: u64,
+    pub start: Start,
+}
+
+impl Default for Figures {
+    fn default() -> Self {
+        Self {
+            first_token: Histogram::of_times(&WAITS),
+            inter_token: Histogram::of_times(&TOKENS),
+            queue: Histogram::of_times(&WAITS),
+            request: Histogram::of_times(&REQUESTS),
+            input_tokens: Histogram::of_numbers(&LENGTHS),
+            output_tokens: Histogram::of_numbers(&LENGTHS),
+            prefix_lookups: AtomicU64::default(),
+            prefix_hits: AtomicU64::default(),
+            ends: Default::default(),
+            steps: std::array::from_fn(|_| Histogram::of_times(&TOKENS)),
+            phases: std::array::from_fn(|_| Histogram::of_times(&PHASES)),
+            context_tokens: AtomicU64::default(),
+            start: Mutex::default(),
+        }
+    }
+}
+
+impl Figures {
+    /// A sequence ended; without a reason it failed.
+    pub(crate) fn ended(&self, reason: Option<FinishReason>) {
+        let index = match reason {
+            Some(FinishReason::EndId) => 0,
+            Some(FinishReason::StopWord) => 1,
+            Some(FinishReason::Length) => 2,
+            Some(FinishReason::Cancelled) => 3,
+            None => 4,
+        };
+        self.ends[index].fetch_add(1, Relaxed);
+    }
+
+    /// Counts the time since `started` for `phase`, and says what time it is.
+    pub(crate) fn phase(&self, phase: Phase, started: Instant) -> Instant {
+        let now = Instant::now();
+        self.phases[phase as usize].observe((now - started).as_secs_f64());
+        now
+    }
+
+    /// Changes what is known of the start.
+    pub(crate) fn update_start(&self, change: impl FnOnce(&mut Start)) {
+        change(&mut self.start.lock().unwrap());
+    }
+
+    /// As of now.
+    pub(crate) fn read(&self) -> FigureValues {
+        FigureValues {
+            first_token: self.first_token.read(),
+            inter_token: self.inter_token.read(),
+            queue: self.queue.read(),
+            request: self.request.read(),
+            input_tokens: self.input_tokens.read(),
+            output_tokens: self.output_tokens.read(),
+            prefix_lookups: self.prefix_lookups.load(Relaxed),
+            prefix_hits: self.prefix_hits.load(Relaxed),
+            ends: self.ends.each_ref().map(|count| count.load(Relaxed)),
+            steps: self.steps.each_ref().map(Histogram::read),
+            phases: self.phases.each_ref().map(Histogram::read),
+            context_tokens: self.context_tokens.load(Relaxed),
+            start: self.start.lock().unwrap().clone(),
+        }
+    }
+}
+
+/// Which of [`STEP_KINDS`] the steps in flight are, oldest first.
+#[derive(Debug, Default)]
+pub(crate) struct StepKinds(VecDeque<usize>);
+
+impl StepKinds {
+    /// A plan was made.
+    pub(crate) fn planned(&mut self, plan: &StepPlan, figures: &Figures) {
+        // Prefills come first in a plan. A last chunk of one token looks like a decode, and costs like one.
+        let is_guessed = |row| plan.drafts.iter().any(|(drafted, _)| *drafted == row);
+        let prefills =
+            plan.work.iter().take_while(|work| !work.samples || work.num_tokens > 1 && !is_guessed(work.row));
+        let (num_prefills, tokens) =
+            prefills.fold((0, 0), |(count, sum), work| (count + 1, sum + u64::from(work.num_tokens)));
+        figures.context_tokens.store(tokens, Relaxed);
+        self.0.push_back(match (num_prefills, plan.work.len()) {
+            (0, _) => 1,
+            (prefills, all) if prefills == all => 0,
+            _ => 2,
+        });
+    }
+
+    /// The oldest step was settled, `time` after the one before it or after it was sent to idle workers.
+    pub(crate) fn settled(&mut self, time: Duration, figures: &Figures) {
+        if let Some(kind) = self.0.pop_front() {
+            figures.steps[kind].observe(time.as_secs_f64());
+        }
+    }
+
+    /// Steps in flight are void.
+    pub(crate) fn clear(&mut self) {
+        self.0.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use engine::{RowId, RowWork, TokenId};
+
+    use super::*;
+
+    fn work(row: u32, num_tokens: u32, samples: bool) -> RowWork {
+        RowWork { row: RowId(row), start: 0, num_tokens, samples }
+    }
+
+    #[test]
+    fn a_step_is_of_the_kind_of_its_work() {
+        let figures = Figures::default();
+        let mut kinds = StepKinds::default();
+        let drafts = vec![(RowId(1), vec![TokenId(5), TokenId(6)])];
+        let plans = [
+            (vec![work(0, 8, false), work(1, 4, true)], vec![]),
+            (vec![work(0, 1, true)], vec![]),
+            (vec![work(1, 3, true), work(0, 1, true)], drafts),
+            (vec![work(0, 8, true), work(1, 1, true)], vec![]),
+        ];
+        for (work, drafts) in plans {
+            kinds.planned(&StepPlan { work, drafts, ..StepPlan::default() }, &figures);
+        }
+        assert_eq!(figures.read().context_tokens, 8);
+        (0..4).for_each(|_| kinds.settled(Duration::from_millis(2), &figures));
+        assert_eq!(figures.read().steps.map(|steps| steps.count), [1, 2, 1]);
+    }
+}

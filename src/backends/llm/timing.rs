@@ -1,0 +1,167 @@
+//! Where the time of one request goes: told to its stream as it goes on, and counted for metrics.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use engine::{FinishReason, TokenEvent};
+use serving::Generation;
+
+use super::step_thread::Shared;
+
+/// The clock of one request.
+pub(crate) struct Timing {
+    shared: Arc<Shared>,
+    arrived: Instant,
+    /// When its first sequence joined a step.
+    joined: Option<Instant>,
+    first_token: Option<Instant>,
+    last_token: Option<Instant>,
+    block_size: u64,
+    prompt_tokens: u64,
+    cached_tokens: u64,
+    output_tokens: u64,
+    preempted: u64,
+    sequences: Vec<SequenceTiming>,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct SequenceTiming {
+    /// Which start of the workers it joined last.
+    joined_in: Option<u64>,
+    last_token: Option<Instant>,
+    is_counted: bool,
+}
+
+impl Timing {
+    /// A request that arrives now, with a prompt of so many tokens for each of `num_sequences`.
+    pub(crate) fn new(shared: &Arc<Shared>, block_size: usize, prompt_tokens: usize, num_sequences: usize) -> Self {
+        shared.figures.input_tokens.observe(prompt_tokens as f64);
+        Self {
+            shared: Arc::clone(shared),
+            arrived: Instant::now(),
+            joined: None,
+            first_token: None,
+            last_token: None,
+            block_size: block_size as u64,
+            prompt_tokens: prompt_tokens as u64,
+            cached_tokens: 0,
+            output_tokens: 0,
+            preempted: 0,
+            sequences: vec![SequenceTiming::default(); num_sequences],
+        }
+    }
+
+    /// A step had room for sequence `index`. A second time with the same workers, it was preempted between.
+    pub(crate) fn joined(&mut self, index: usize, at: Instant, start: u64) {
+        let Some(sequence) = self.sequences.get_mut(index) else { return };
+        self.preempted += u64::from(sequence.joined_in.replace(start) == Some(start));
+        if self.joined.is_none() {
+            self.joined = Some(at);
+            self.shared.figures.queue.observe(seconds(at, self.arrived));
+        }
+    }
+
+    /// News of sequence `index`.
+    pub(crate) fn heard(&mut self, index: usize, event: &TokenEvent) {
+        let beam_tokens: usize = event.beams.iter().map(|beam| beam.tokens.len()).sum();
+        let count = (event.tokens.len() + beam_tokens) as u64;
+        if count > 0 {
+            self.tokens(index, count);
+        }
+        let Some(sequence) = self.sequences.get_mut(index) else { return };
+        if !sequence.is_counted {
+            sequence.is_counted = true;
+            self.cached_tokens += u64::from(event.blocks.num_reused) * self.block_size;
+            self.shared.figures.prefix_lookups.fetch_add(1, Relaxed);
+            self.shared.figures.prefix_hits.fetch_add(u64::from(event.blocks.num_reused > 0), Relaxed);
+        }
+    }
+
+    fn tokens(&mut self, index: usize, count: u64) {
+        let (now, figures) = (Instant::now(), &self.shared.figures);
+        if self.first_token.is_none() {
+            self.first_token = Some(now);
+            figures.first_token.observe(seconds(now, self.arrived));
+        }
+        let before = self.sequences.get_mut(index).and_then(|sequence| sequence.last_token.replace(now));
+        if let Some(before) = before {
+            figures.inter_token.observe_many(seconds(now, before) / count as f64, count);
+        }
+        self.last_token = Some(now);
+        self.output_tokens += count;
+    }
+
+    /// A sequence of the request has ended; without a reason it failed.
+    pub(crate) fn ended(&self, reason: Option<FinishReason>) {
+        self.shared.figures.ended(reason);
+    }
+
+    /// So far.
+    pub(crate) fn generation(&self) -> Generation {
+        let between = |from: Option<Instant>, to: Option<Instant>| {
+            from.zip(to).map_or(Duration::ZERO, |(from, to)| to.saturating_duration_since(from))
+        };
+        Generation {
+            // One that never joined has waited all its time.
+            queue: between(Some(self.arrived), self.joined.or_else(|| Some(Instant::now()))),
+            prefill: between(self.joined, self.first_token),
+            decode: between(self.first_token, self.last_token),
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
+            output_tokens: self.output_tokens,
+            preempted: self.preempted,
+        }
+    }
+}
+
+impl Drop for Timing {
+    fn drop(&mut self) {
+        let figures = &self.shared.figures;
+        figures.request.observe(self.arrived.elapsed().as_secs_f64());
+        figures.output_tokens.observe(self.output_tokens as f64);
+    }
+}
+
+fn seconds(later: Instant, earlier: Instant) -> f64 {
+    later.saturating_duration_since(earlier).as_secs_f64()
+}
+
+#[cfg(test)]
+mod tests {
+    use engine::{BlockUsage, DraftUsage, RowId, SampledToken, SequenceId, TokenId};
+
+    use super::*;
+
+    fn event(num_tokens: usize, num_reused: u32) -> TokenEvent {
+        let token = SampledToken { row: RowId(0), token: TokenId(1), logprob: None, top: Vec::new() };
+        TokenEvent {
+            sequence: SequenceId(1),
+            tokens: vec![token; num_tokens].into(),
+            finished: None,
+            blocks: BlockUsage { num_reused, num_allocated: 1 },
+            drafts: DraftUsage::default(),
+            beams: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_request_tells_its_tokens_its_cached_prompt_and_its_preemptions() {
+        let shared = Arc::new(Shared::default());
+        let mut timing = Timing::new(&shared, 16, 40, 1);
+        timing.joined(0, Instant::now(), 0);
+        timing.heard(0, &event(1, 2));
+        timing.joined(0, Instant::now(), 0);
+        timing.heard(0, &event(2, 2));
+        timing.joined(0, Instant::now(), 1);
+        let told = timing.generation();
+        assert_eq!((told.prompt_tokens, told.cached_tokens, told.output_tokens), (40, 32, 3));
+        assert_eq!(told.preempted, 1, "lost workers preempt nobody");
+        timing.ended(Some(FinishReason::Length));
+        drop(timing);
+        let values = shared.figures.read();
+        assert_eq!((values.queue.count, values.first_token.count, values.inter_token.count), (1, 1, 2));
+        assert_eq!((values.prefix_lookups, values.prefix_hits, values.ends), (1, 1, [0, 0, 1, 0, 0]));
+        assert_eq!((values.output_tokens.sum, values.request.count), (3.0, 1));
+    }
+}

@@ -1,0 +1,53 @@
+//! What a wrong command line is answered with: as tritonserver, the usage and exit code 1.
+
+use std::process::ExitCode;
+
+use clap::error::{ContextKind, ErrorKind};
+
+/// Prints what is wrong and how the command is used; help that was asked for is no error.
+pub fn usage_error(error: &clap::Error) -> ExitCode {
+    if !error.use_stderr() {
+        let _ = error.print(); // Nobody may be reading.
+        return ExitCode::SUCCESS;
+    }
+    eprint!("{}", words(error));
+    ExitCode::FAILURE
+}
+
+fn words(error: &clap::Error) -> String {
+    let rendered = error.render().to_string();
+    let first = match (error.kind(), error.get(ContextKind::InvalidArg)) {
+        (ErrorKind::UnknownArgument, Some(option)) => {
+            // clap's own hint, such as a similar name, follows.
+            let hint = rendered.lines().find(|line| line.trim_start().starts_with("tip:"));
+            let hint = hint.map(|line| format!("{}\n", line.trim())).unwrap_or_default();
+            format!("trireme rank: unrecognized option '{option}'\n{hint}")
+        }
+        _ => rendered.split("\nUsage:").next().unwrap_or_default().trim_end().to_owned() + "\n",
+    };
+    let mut command = crate::command();
+    format!("{first}Usage: trireme rank [options]\n{}", command.render_help())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_option_is_named_before_the_usage() {
+        let error =
+            crate::command().try_get_matches_from(["rank", "--model-repository=/m", "--no-such-flag=1"]).unwrap_err();
+        let words = words(&error);
+        assert!(words.starts_with("trireme rank: unrecognized option '--no-such-flag'\n"), "{words}");
+        assert!(words.contains("Usage: trireme rank [options]\n") && words.contains("--model-control-mode"), "{words}");
+    }
+
+    #[test]
+    fn a_wrong_value_is_named_before_the_usage() {
+        let error =
+            crate::command().try_get_matches_from(["rank", "--model-repository=/m", "--http-port=x"]).unwrap_err();
+        let words = words(&error);
+        assert!(words.starts_with("error: invalid value 'x' for '--http-port"), "{words}");
+        assert!(words.contains("Usage: trireme rank [options]\n"), "{words}");
+    }
+}
