@@ -15,10 +15,10 @@ mod metrics_args;
 mod plan;
 mod relay;
 mod server;
-
 mod startup;
 mod tables;
 mod usage;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, mpsc};
@@ -30,8 +30,8 @@ use worker::Agent;
 
 pub use args::{RankArgs, command, parse, with_dashes};
 pub use plan::plan;
-
 pub use usage::usage_error;
+
 /// How long ranks wait for each other at the end.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -62,10 +62,10 @@ pub enum RankError {
 pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
     log::Log::start(&args.log_options(), args.log_requests)
         .map_err(|source| RankError::Log { path: args.log_file.clone().unwrap_or_default(), source })?;
-    let world = Arc::new(World::start(comm::Config::from_env())?);
     let startup = startup::Startup::begin();
-    // The title only helps `ps`.
+    let world = Arc::new(World::start(comm::Config::from_env())?);
     startup.reached("world");
+    // The title only helps `ps`.
     let _ = set_process_title(&format!("trireme: rank {}", world.rank()));
     let prefix = shm_prefix(&args, &world)?;
     let mut swept = sweep_stale(&prefix)?;

@@ -38,8 +38,8 @@ pub(crate) fn run(
     agent: &Arc<Agent>,
     heard: Receiver<FromAgent>,
     prefix: Prefix,
-) -> Result<ExitCode, RankError> {
     startup: Startup,
+) -> Result<ExitCode, RankError> {
     let heartbeat = Heartbeat::new(world);
     let agents = connect(world, agent, heard, Arc::clone(&heartbeat));
     heartbeat.start(world, &agents, Duration::from_secs(args.heartbeat_timeout));
@@ -140,8 +140,8 @@ async fn serve(
     prefix: &Prefix,
     llm: Arc<LlmFactory>,
     python: Arc<PythonFactory>,
-) -> Result<ExitCode, RankError> {
     startup: Arc<Startup>,
+) -> Result<ExitCode, RankError> {
     let mut signals = Signals::new().map_err(RankError::Runtime)?;
     let mut factories: HashMap<String, Arc<dyn BackendFactory>> = backends::builtin();
     let layouts = Layouts::new(Arc::clone(&llm) as _, Arc::clone(&python) as _);
@@ -159,7 +159,6 @@ async fn serve(
         Arc::new(StartupMetrics(Arc::clone(&startup))),
     ];
     let mut front_config = front_config(args, prefix).map_err(RankError::Server)?;
-    front_config.ledger = args.front.debug_endpoints.then(|| crate::ledger::source(Arc::clone(&llm)));
     let front = front::start(front_config, Arc::clone(&server), metrics);
     let front = front.await.map_err(|error| RankError::Server(error.to_string()))?;
     tokio::select! {
@@ -170,10 +169,10 @@ async fn serve(
         }
         () = signals.next() => return Ok(ExitCode::SUCCESS),
     }
-    report_started(&front);
     startup.reached("models");
-    tokio::spawn({
+    report_started(&front);
     startup.reached("total");
+    tokio::spawn({
         let server = Arc::clone(&server);
         async move { server.keep_polling().await }
     });

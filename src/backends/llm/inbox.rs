@@ -35,12 +35,12 @@ pub(crate) enum RequestEvent {
     Accepted(Vec<SequenceId>),
     /// Logits of a sequence, before the tokens chosen from them.
     Logits(LogitsPiece),
+    /// A step has room for a sequence: new, preempted before, or of lost workers. `start` counts starts of the workers.
+    Joined { sequence: SequenceId, at: Instant, start: u64 },
     /// Tokens of a sequence, or its end.
     Tokens(TokenEvent),
     /// It ends with this error.
     Failed(InferError),
-    /// A step has room for a sequence: new, preempted before, or of lost workers. `start` counts starts of the workers.
-    Joined { sequence: SequenceId, at: Instant, start: u64 },
 }
 
 /// The sending side; clones go to request tasks and to agents' listeners.

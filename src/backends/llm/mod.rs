@@ -3,8 +3,8 @@
 //! Each model has one step thread on rank 0 and one worker process per rank of its tensor-parallel group.
 
 mod config;
-mod group;
 mod figures;
+mod group;
 mod inbox;
 mod inputs;
 mod logits;
@@ -14,9 +14,9 @@ mod queue_rules;
 mod request;
 mod step_thread;
 mod text_stop;
+mod timing;
 
 use std::sync::atomic::Ordering;
-mod timing;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
 
@@ -31,19 +31,18 @@ use worker::Agents;
 
 use config::LlmConfig;
 pub use config::LlmDefaults;
+pub use figures::{ENDS, FigureValues, STEP_KINDS, STEP_PHASES, Start, WorkerFigures};
 use inbox::{Inbox, Message};
 use inputs::Wanted;
 use outputs::Responses;
-pub use ledger::LlmLedger;
-pub use figures::{ENDS, FigureValues, STEP_KINDS, STEP_PHASES, Start, WorkerFigures};
 pub use plan::{ModelPlan, PlanFactory};
 use request::{ById, RequestTask};
 use step_thread::{Shared, StepThread};
 use text_stop::TextStop;
+use timing::Timing;
 
 /// Responses of one request that may wait unread; more wait as bare tokens.
 const UNREAD_RESPONSES: usize = 64;
-use timing::Timing;
 
 /// Loads LLMs: `tensorrtllm`, `trireme` and the other names in users' configurations.
 pub struct LlmFactory {
@@ -79,12 +78,12 @@ pub struct LlmStatus {
     pub max_rows: usize,
     /// The engine after its last step.
     pub engine: EngineStats,
+    /// What was counted.
+    pub figures: FigureValues,
 }
 
 impl LlmFactory {
     /// A factory whose models run on the workers of `agents`; rank 0's own shared memory is named by `prefix`.
-    /// What was counted.
-    pub figures: FigureValues,
     pub fn new(defaults: LlmDefaults, agents: Arc<Agents>, prefix: Prefix) -> Self {
         Self { defaults, agents, prefix, loaded: Arc::default() }
     }
@@ -108,11 +107,11 @@ impl Loaded {
             block_size: self.block_size,
             max_rows: self.max_rows,
             engine: *shared.stats.lock().unwrap(),
+            figures: shared.figures.read(),
         })
     }
 }
 
-            figures: shared.figures.read(),
 impl BackendFactory for LlmFactory {
     /// Two copies of a model's weights and KV blocks do not fit a device.
     fn is_exclusive(&self) -> bool {
@@ -258,25 +257,25 @@ impl Backend for Llm {
         let timeout = parsed.timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
         let sequences = parsed.sequences();
         let text_stops = self.text_stops(&sequences);
+        let prompt_tokens = sequences.first().map_or(0, |sequence| sequence.prompt.len());
+        let timing = Timing::new(&self.shared, self.config.engine.block_size, prompt_tokens, sequences.len());
         let (events, receiver) = mpsc::unbounded_channel();
         if !self.inbox.send(Message::Submit { sequences, timeout, events }) {
             return Err(InferError::unavailable(format!("model `{}` is being unloaded", self.config.name)));
         }
         let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
-        let prompt_tokens = sequences.first().map_or(0, |sequence| sequence.prompt.len());
-        let timing = Timing::new(&self.shared, self.config.engine.block_size, prompt_tokens, sequences.len());
         let task = RequestTask {
             client_id: request.id,
             inbox: self.inbox.clone(),
             by_id: Arc::clone(&self.by_id),
             in_flight: Arc::clone(&self.in_flight),
             responses,
+            timing,
             text_stops,
             sequences: Vec::new(),
             ended: vec![false; num_sequences],
             client_left: false,
         };
-            timing,
         self.in_flight.send_modify(|count| *count += 1);
         tokio::spawn(task.run(receiver, sender));
         Ok(stream)

@@ -50,9 +50,9 @@ pub(crate) struct Shared {
     pub(crate) stats: Mutex<EngineStats>,
     /// Why the model was given up.
     pub(crate) failure: Mutex<Option<String>>,
-}
     /// What is counted for metrics.
     pub(crate) figures: Figures,
+}
 
 /// What the step thread is made of.
 pub(crate) struct StepThread {
@@ -79,8 +79,8 @@ struct Running {
     longest_step: Duration,
     /// When a step was last settled, or sent to idle workers.
     last_progress: Instant,
-}
     step_kinds: StepKinds,
+}
 
 /// A request that may not wait for ever.
 struct Waiting {
@@ -113,8 +113,8 @@ impl StepThread {
             losses: 0,
             longest_step: Duration::ZERO,
             last_progress: Instant::now(),
-        };
             step_kinds: StepKinds::default(),
+        };
         let mut loaded = Some(loaded);
         loop {
             let end = match running.start() {
@@ -164,19 +164,19 @@ impl Running {
             }
             _ => None,
         })?;
-        let fitting = loaded.into_iter().min().expect("a group has a worker");
         report.phases.push(("load".to_owned(), started.elapsed()));
+        let fitting = loaded.into_iter().min().expect("a group has a worker");
         let num_blocks = self.make_engine(fitting)?;
-        group.broadcast(&ToWorker::Configure { num_blocks })?;
         let loaded = Instant::now();
+        group.broadcast(&ToWorker::Configure { num_blocks })?;
         self.await_all(&mut group, deadline, |message| matches!(message, FromWorker::Ready).then_some(()))?;
-        Ok(group)
         report.phases.push(("kv_blocks".to_owned(), loaded.elapsed()));
         report.phases.push(("total".to_owned(), started.elapsed()));
         self.thread.shared.figures.update_start(|start| {
             start.phases = report.phases;
             start.memory_bytes = report.fixed_bytes + report.block_bytes * num_blocks as u64;
         });
+        Ok(group)
     }
 
     /// The engine keeps its number of blocks over a restart: sequences were admitted by it.
@@ -275,16 +275,16 @@ impl Running {
         self.take_messages(group, Duration::ZERO)?;
         let engine = self.engine.as_mut().expect("workers are ready, so the engine stands");
         let was_idle = engine.num_in_flight() == 0;
-        while let Some(plan) = engine.plan() {
         let shared = Arc::clone(&self.thread.shared);
         let figures = &shared.figures;
         let mut now = Instant::now();
-            group.step(plan)?;
+        while let Some(plan) = engine.plan() {
             now = figures.phase(Phase::Plan, now);
             self.step_kinds.planned(&plan, figures);
             tell_joined(&self.requests, &plan, now, shared.restarts.load(Ordering::Relaxed));
-        }
+            group.step(plan)?;
             now = figures.phase(Phase::Send, now);
+        }
         engine.drain_events(&mut self.events);
         if engine.num_in_flight() == 0 {
             *self.thread.shared.stats.lock().unwrap() = engine.stats();
@@ -300,19 +300,19 @@ impl Running {
         let engine = self.engine.as_mut().expect("as above");
         match group.next_report(LOOK_AROUND)? {
             Some(FromWorker::Output(output)) => {
-                let settled = engine.settle(output, &mut self.events);
                 now = figures.phase(Phase::Wait, now);
                 self.step_kinds.settled(self.last_progress.elapsed(), figures);
+                let settled = engine.settle(output, &mut self.events);
                 settled.map_err(|error| Lost::new(format!("worker 0 answered out of turn: {error}")))?;
                 self.losses = 0;
                 // Slowly forgets: the first step after a start may be far longer than any other.
                 self.longest_step = self.last_progress.elapsed().max(self.longest_step.mul_f32(0.99));
                 *self.thread.shared.stats.lock().unwrap() = engine.stats();
-            }
                 self.last_progress = figures.phase(Phase::Settle, now);
                 self.tell_events();
                 figures.phase(Phase::Tell, self.last_progress);
                 return Ok(());
+            }
             Some(FromWorker::Logits(piece)) => {
                 self.last_progress = Instant::now();
                 // A sequence that has ended hears no more.
@@ -434,11 +434,11 @@ impl Running {
     fn recover(&mut self, lost: &Lost) -> Option<oneshot::Sender<()>> {
         self.losses += 1;
         let (name, reason) = (&self.thread.config.name, &lost.reason);
+        self.step_kinds.clear();
         if let Some(engine) = &mut self.engine {
             engine.recover();
         }
         if lost.kind == LostKind::RankLost {
-        self.step_kinds.clear();
             tracing::error!(model = %name, "{reason}");
             return self.give_up(reason.clone());
         }
@@ -477,10 +477,6 @@ impl Running {
     }
 }
 
-fn error_of(refused: &Refused) -> InferError {
-    let kind = match refused {
-        Refused::QueueFull { .. } => ErrorKind::Unavailable,
-        _ => ErrorKind::InvalidArgument,
 /// What workers tell of a start, put together.
 #[derive(Default)]
 struct StartReport {
@@ -517,6 +513,10 @@ fn tell_joined(
     }
 }
 
+fn error_of(refused: &Refused) -> InferError {
+    let kind = match refused {
+        Refused::QueueFull { .. } => ErrorKind::Unavailable,
+        _ => ErrorKind::InvalidArgument,
     };
     InferError::new(kind, refused.to_string())
 }
