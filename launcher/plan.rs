@@ -165,6 +165,9 @@ fn rank_command(rank: u32, ranks_per_node: u32, flags: &WorldFlags, site: &Site)
     if let (0, Some(bytes)) = (rank, flags.multimodal_gpu0_cuda_mem_pool_bytes) {
         args.push(format!("--cuda-memory-pool-byte-size=0:{bytes}"));
     }
+    if rank == 0 && flags.world_size > 1 && flags.tensorrt_llm_model_name != ["tensorrt_llm"] {
+        args.push(format!("--backend-config=python,mpi-models={}", flags.tensorrt_llm_model_name.join(",")));
+    }
     if rank > 0 {
         args.push("--model-control-mode=explicit".to_owned());
         args.extend(flags.tensorrt_llm_model_name.iter().map(|name| format!("--load-model={name}")));
@@ -340,7 +343,8 @@ mod tests {
         let others = "--model-control-mode=explicit --load-model=llama --load-model=qwen --id=me";
         let expected = format!(
             "mpirun --allow-run-as-root --bind-to none \
-             -n 1 {common} --backend-config=python,shm-region-prefix-name=prefix0_ {rest} --log-file=logs/world.txt --id=me : \
+             -n 1 {common} --backend-config=python,shm-region-prefix-name=prefix0_ {rest} --log-file=logs/world.txt \
+             --backend-config=python,mpi-models=llama,qwen --id=me : \
              -n 1 {common} --backend-config=python,shm-region-prefix-name=prefix1_ {rest} --log-file=logs/world.rank1.txt {others} : \
              -n 1 {common} --backend-config=python,shm-region-prefix-name=prefix2_ {rest} --log-file=logs/world.rank2.txt {others}"
         );

@@ -9,7 +9,7 @@ try:
     import numpy  # noqa: F401
 except ImportError as error:
     words = "%s has no NumPy (%s); install it with `%s -m pip install numpy`" % (sys.executable, error, sys.executable)
-    refusal = marshal.dumps((0, (1, words, ""), None), 2)
+    refusal = marshal.dumps((0, (1, words, ""), None, False), 2)
     os.write(0, struct.pack("<I", len(refusal)) + refusal)
     sys.exit(words)
 

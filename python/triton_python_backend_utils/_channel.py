@@ -12,9 +12,9 @@ import threading
 from collections import deque
 
 # From the server.
-LOAD, EXECUTE, REPLY, CANCEL, FINALIZE, MAP = range(6)
+LOAD, EXECUTE, REPLY, CANCEL, FINALIZE, MAP, OPEN_FILE, CLOSE_FILE, PROBE = range(9)
 # To the server.
-LOADED, DONE, RESPONSE, CALL, LOG, METRIC, MAPPED, DROP, FINALIZED, STARTED = range(10)
+LOADED, DONE, RESPONSE, CALL, LOG, METRIC, MAPPED, DROP, FINALIZED, STARTED, PROBED = range(11)
 
 # Version 2 of the format holds no references, and every Python 3 reads it.
 FORMAT = 2
@@ -55,8 +55,10 @@ class Channel:
         self._calls_lock = threading.Lock()
         self._closed = None
         self.work = Waiter()
+        self.probes = Waiter()
         self.on_cancel = lambda number: None
         self.on_map = lambda number, path, start, size: None
+        self.on_file = lambda number, path: None
 
     def send(self, *message):
         """Sends one message."""
@@ -170,6 +172,12 @@ class Channel:
             self.on_cancel(message[1])
         elif kind == MAP:
             self.on_map(*message[1:])
+        elif kind == OPEN_FILE:
+            self.on_file(message[1], message[2])
+        elif kind == PROBE:
+            self.probes.put(message)
+        elif kind == CLOSE_FILE:
+            self.on_file(message[1], None)
 
 
 def value_of(reply):

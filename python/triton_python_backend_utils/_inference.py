@@ -6,6 +6,7 @@ import threading
 
 from . import _channel
 from ._errors import TritonError, TritonModelException
+from ._memory import ClientBlock
 from ._runtime import channel, runtime
 from ._tensor import Tensor
 
@@ -79,10 +80,14 @@ class InferenceResponse:
         """The parameters as a JSON object."""
         return json.dumps(self._parameters)
 
-    def _wire(self):
+    def _wire(self, places):
         if self._error is not None:
             return (self._error.code(), self._error.message()), (), {}
-        return None, tuple([tensor._wire() for tensor in self._tensors]), self._parameters
+        if places:
+            tensors = [tensor._wire(places.get(tensor._name)) for tensor in self._tensors]
+        else:
+            tensors = [tensor._wire() for tensor in self._tensors]
+        return None, tuple(tensors), self._parameters
 
 
 def _checked_parameters(parameters):
@@ -142,11 +147,13 @@ class InferenceRequest:
         request = cls.__new__(cls)
         (
             request._number, request._id, request._correlation, request._flags, request._priority, request._timeout,
-            request._parameters, request._outputs, inputs,
+            request._parameters, request._outputs, inputs, places,
         ) = wire
         request._inputs = [Tensor._received(tensor) for tensor in inputs]
         request._model, request._version, request._memory, request._trace = "", -1, None, None
         request._sender = ResponseSender(request._number)
+        if places:
+            request._sender._places = {name: ClientBlock(place) for name, place in places}
         request._sender_taken = False
         request._release = TRITONSERVER_REQUEST_RELEASE_ALL
         return request
@@ -245,10 +252,12 @@ def note_cancelled(number):
 class ResponseSender:
     """Sends the responses of one request."""
 
-    __slots__ = ("_number", "_closed", "__weakref__")
+    __slots__ = ("_number", "_closed", "_places", "__weakref__")
 
     def __init__(self, number):
         self._number = number
+        # Where the client wants outputs in its own shared memory, by name.
+        self._places = None
         self._closed = False
 
     def send(self, response=None, flags=0):
@@ -261,7 +270,7 @@ class ResponseSender:
             raise TritonModelException("expected InferenceResponse, found %s" % type(response).__name__)
         if self._closed:
             raise TritonModelException("Unable to send response. Response sender has been closed.")
-        wire = None if response is None else response._wire()
+        wire = None if response is None else response._wire(self._places)
         self._closed = bool(flags)
         channel().send(_channel.RESPONSE, self._number, wire, flags)
         if flags:

@@ -12,6 +12,8 @@ import sys
 import threading
 import traceback
 
+import numpy
+
 from . import _channel
 from ._errors import TritonError, TritonModelException, describe
 from ._inference import (
@@ -20,7 +22,7 @@ from ._inference import (
     InferenceResponse,
     note_cancelled,
 )
-from ._memory import Arena, Region
+from ._memory import Arena, ClientFile, Region
 from ._model_config import ModelConfig
 from ._runtime import runtime
 from ._services import Logger
@@ -39,6 +41,7 @@ def main():
     runtime.outputs = Arena(lambda size: _new_region(channel, size))
     channel.on_cancel = note_cancelled
     channel.on_map = lambda *region: _map(channel, *region)
+    channel.on_file = _open_or_close
     # The server says when to end. Programs that the model starts get the usual handling back.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
@@ -114,22 +117,63 @@ def _map(channel, number, path, start, size):
     channel.send(_channel.MAPPED, True, number)
 
 
+def _open_or_close(number, path):
+    """A client's shared memory was first used, or was unregistered (`path` is None)."""
+    if path is None:
+        runtime.files.pop(number, None)
+    else:
+        runtime.files[number] = ClientFile(path)
+
+
 def _load(channel):
     """The loaded model; None when it failed, which the server has been told, or when that was all."""
     channel.wait(channel.work)
     arguments = channel.work.items.popleft()[1]
     try:
         if arguments["complete"] is not None:
-            channel.send(_channel.LOADED, None, _complete(_module_of(arguments), arguments["complete"]))
+            channel.send(_channel.LOADED, None, _complete(_module_of(arguments), arguments["complete"]), False)
             return None
         model = _made(arguments)
     except _channel.Closed:
         raise
     except BaseException as error:
-        channel.send(_channel.LOADED, (TritonError.INTERNAL, describe(error), traceback.format_exc()), None)
+        channel.send(_channel.LOADED, (TritonError.INTERNAL, describe(error), traceback.format_exc()), None, False)
         return None
-    channel.send(_channel.LOADED, None, None)
+    has_probe = callable(getattr(model, "is_ready", None))
+    if has_probe:
+        threading.Thread(target=_answer_probes, args=(channel, model), name="is_ready", daemon=True).start()
+    channel.send(_channel.LOADED, None, None, has_probe)
     return model
+
+
+def _answer_probes(channel, model):
+    """Calls the model's `is_ready` each time the server asks, beside `execute`."""
+    try:
+        while True:
+            channel.wait(channel.probes)
+            channel.probes.items.popleft()
+            channel.send(_channel.PROBED, _is_ready(channel, model))
+    except _channel.Closed:
+        pass
+
+
+def _is_ready(channel, model):
+    try:
+        answer = model.is_ready()
+        if hasattr(answer, "__await__"):
+            import asyncio
+
+            answer = asyncio.run(_awaited(answer))
+        if not isinstance(answer, (bool, numpy.bool_)):
+            raise TypeError("`is_ready` returned %s; expected bool" % type(answer).__name__)
+        return bool(answer)
+    except Exception:
+        channel.send(_channel.LOG, Logger.ERROR, "is_ready", traceback.format_exc())
+        return False
+
+
+async def _awaited(answer):
+    return await answer
 
 
 def _module_of(arguments):
@@ -268,7 +312,7 @@ def _responses(requests, answer):
             raise TritonModelException("`execute` returned a response that its response sender has sent already")
         else:
             request._sender._closed = True
-            wires.append(response._wire())
+            wires.append(response._wire(request._sender._places))
     return tuple(wires)
 
 

@@ -5,6 +5,7 @@ class _Runtime:
     channel = None
     outputs = None  # Arena that this process fills.
     regions = {}  # Mapped regions that the server fills, by number.
+    files = {}  # Clients' objects of shared memory, by number.
     is_decoupled = False
     log_verbose = False
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from ._datatypes import BF16, BYTES, DTYPES, code_of, deserialize_strings, serialize_strings
 from ._errors import TritonModelException
-from ._memory import Block
+from ._memory import Block, ClientBlock
 from ._runtime import INLINE_BYTES, runtime
 
 _CPU, _CUDA, _CUDA_HOST = 1, 2, 3
@@ -39,9 +39,12 @@ class Tensor:
         tensor._name, tensor._code, tensor._shape, data = wire
         tensor._array = None
         if data.__class__ is tuple:
-            region, offset, size = data
-            # Whoever drops this block last gives it back, so it is claimed here and not when it is first used.
-            data = Block(runtime.regions[region], offset, size)
+            if len(data) == 3:
+                region, offset, size = data
+                # Whoever drops this block last gives it back, so it is claimed here and not when it is first used.
+                data = Block(runtime.regions[region], offset, size)
+            else:
+                data = ClientBlock(data)
         tensor._data = data
         return tensor
 
@@ -72,13 +75,13 @@ class Tensor:
     def _raw_array(self):
         data = self._data
         if self._code == BYTES:
-            array = deserialize_strings(np.asarray(data) if isinstance(data, Block) else data)
+            array = deserialize_strings(data.array() if isinstance(data, Block) else data)
         else:
             dtype = np.dtype(np.uint16) if self._code == BF16 else DTYPES[self._code]
             if data.__class__ is bytes:
                 array = np.frombuffer(bytearray(data), dtype)
             else:
-                array = np.asarray(data).view(dtype)
+                array = (data if data.__class__ is np.ndarray else data.array()).view(dtype)
         return array.reshape(self._shape)
 
     def to_dlpack(self):
@@ -114,15 +117,17 @@ class Tensor:
             made._data, made._array, made._code = np.ascontiguousarray(made._array), None, BF16
         return made
 
-    def _wire(self):
-        """What travels: (name, type, shape, bytes or block)."""
+    def _wire(self, place=None):
+        """What travels: (name, type, shape, and bytes, block or the size of what was written to `place`)."""
         data = self._data
         if data is None or self._array is not None:
             data = serialize_strings(self._array) if self._code == BYTES else self._contiguous()
-        elif isinstance(data, Block):
-            data = np.asarray(data)
+        elif isinstance(data, (Block, ClientBlock)):
+            data = data.array()
         size = len(data) if data.__class__ is bytes else data.nbytes
-        if size > INLINE_BYTES:
+        if place is not None and size and place.write(data):
+            data = size
+        elif size > INLINE_BYTES:
             data = runtime.outputs.put(data)
         return self._name, self._code, self._shape, data
 

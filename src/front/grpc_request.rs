@@ -1,7 +1,7 @@
 //! `ModelInferRequest` to the request that models see.
 
 use bytes::Bytes;
-use serving::{DataType, InferError, InferRequest, Parameter, Tensor};
+use serving::{ClientMemory, DataType, InferError, InferRequest, Parameter, Tensor};
 
 use crate::ask::{EMPTY_FINAL, OutputAsk, Refusal, RegionSlice, set_parameter};
 use crate::proto::infer_parameter::ParameterChoice;
@@ -37,10 +37,13 @@ pub fn read(message: ModelInferRequest, memory: &SharedMemory) -> Result<Asked, 
         ..Asked::default()
     };
     read_parameters(message.parameters, &mut asked)?;
-    asked.request.inputs = read_inputs(&asked.request.model_name, message.inputs, message.raw_input_contents, memory)?;
+    let places = &mut asked.request.client_memory;
+    asked.request.inputs =
+        read_inputs(&asked.request.model_name, message.inputs, message.raw_input_contents, memory, places)?;
     for output in message.outputs {
         read_output(output, &mut asked)?;
     }
+    memory.place_outputs(&asked.outputs, &mut asked.request)?;
     Ok(asked)
 }
 
@@ -85,6 +88,7 @@ fn read_inputs(
     inputs: Vec<InferInputTensor>,
     raw: Vec<Bytes>,
     memory: &SharedMemory,
+    places: &mut ClientMemory,
 ) -> Result<Vec<Tensor>, InferError> {
     let is_raw = !raw.is_empty();
     let mut raw = raw.into_iter();
@@ -100,7 +104,7 @@ fn read_inputs(
         let datatype = DataType::from_name(&input.datatype)
             .ok_or_else(|| no_datatype(model, &input.name, is_raw, contents.as_ref()).unwrap_or_else(unable_to_find))?;
         let data = if let Some(slice) = read_region(&input.name, &input.parameters)? {
-            memory.read(&slice)?
+            memory.input(&slice, &input.name, datatype, places)?
         } else if is_raw {
             if contents.is_some_and(|contents| contents != InferTensorContents::default()) {
                 return Err(InferError::invalid(format!(

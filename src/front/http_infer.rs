@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use repository::ModelConfig;
-use serving::{CorrelationId, DataType, InferError, InferRequest, InferResponse, Parameter, Tensor};
+use serving::{ClientMemory, CorrelationId, DataType, InferError, InferRequest, InferResponse, Parameter, Tensor};
 
 use crate::ask::{OutputAsk, RegionSlice};
 use crate::body::ReplyBody;
@@ -46,7 +46,8 @@ pub fn read(model: &str, body: Bytes, head_len: Option<usize>, memory: &SharedMe
     let mut tail = body.slice(head_len..);
     let inputs = head.required("inputs")?.as_array().map_err(|error| in_field("inputs", error))?;
     inputs.for_each(|input| {
-        asked.request.inputs.push(read_input(&input, model, head_len, &mut tail, memory)?);
+        let tensor = read_input(&input, model, head_len, &mut tail, memory, &mut asked.request.client_memory)?;
+        asked.request.inputs.push(tensor);
         Ok(())
     })?;
     if !tail.is_empty() {
@@ -59,6 +60,7 @@ pub fn read(model: &str, body: Bytes, head_len: Option<usize>, memory: &SharedMe
         let outputs = outputs.as_array().map_err(|error| in_field("outputs", error))?;
         outputs.for_each(|output| read_output(&output, &mut asked, memory))?;
     }
+    memory.place_outputs(&asked.outputs, &mut asked.request)?;
     Ok(asked)
 }
 
@@ -162,6 +164,7 @@ fn read_input(
     room: usize,
     tail: &mut Bytes,
     memory: &SharedMemory,
+    places: &mut ClientMemory,
 ) -> Result<Tensor, InferError> {
     let parameters = input.member("parameters");
     let has = |key: &str| parameters.is_some_and(|parameters| parameters.member(key).is_some());
@@ -179,7 +182,7 @@ fn read_input(
     let data = match (input.member("data"), binary_size, region) {
         (Some(data), ..) => json_data(data, &name, datatype, &shape, room)?,
         (_, Some(size), _) => take_tail(tail, size, &name, model)?,
-        (.., Some(region)) => memory.read(&region)?,
+        (.., Some(region)) => memory.input(&region, &name, datatype, places)?,
         (None, None, None) => return Err(not_one_source(sources)),
     };
     Ok(Tensor { name, datatype, shape, data })

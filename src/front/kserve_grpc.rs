@@ -81,7 +81,7 @@ impl GrpcInferenceService for KserveGrpc {
 
     async fn model_ready(&self, request: Request<ModelReadyRequest>) -> Result<Response<ModelReadyResponse>, Status> {
         let model = request.into_inner();
-        let is_ready = self.state.server.model_is_ready(&model.name, &model.version).map_err(grpc_status)?;
+        let is_ready = self.state.server.probe_model(&model.name, &model.version).await.map_err(grpc_status)?;
         Ok(Response::new(ModelReadyResponse { ready: is_ready && !self.state.is_draining() }))
     }
 

@@ -61,7 +61,7 @@ async fn answer(
         Route::GenerateStream(model) => generate_stream(state, model, headers, body).await,
         Route::Live => Ok(probe(state.server.is_live(), StatusCode::BAD_REQUEST)),
         Route::Ready => Ok(ready(state)),
-        Route::ModelReady(model) => model_ready(state, model),
+        Route::ModelReady(model) => model_ready(state, model).await,
         Route::ServerMetadata => Ok(json_reply(http_models::server_metadata(&state.server))),
         Route::ModelMetadata(model) => http_models::model_metadata(&state.server, model).map(json_reply),
         Route::ModelConfig(model) => http_models::model_config(&state.server, model).map(json_reply),
@@ -99,8 +99,8 @@ fn ready(state: &State) -> Reply {
     probe(state.is_ready(), status)
 }
 
-fn model_ready(state: &State, model: ModelPath<'_>) -> Result<Reply, InferError> {
-    let is_ready = state.server.model_is_ready(model.name, model.version)? && !state.is_draining();
+async fn model_ready(state: &State, model: ModelPath<'_>) -> Result<Reply, InferError> {
+    let is_ready = state.server.probe_model(model.name, model.version).await? && !state.is_draining();
     let not_ready = || plain_error(StatusCode::BAD_REQUEST, "Model version not ready");
     Ok(if is_ready { probe(true, StatusCode::OK) } else { not_ready() })
 }

@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
-use serving::{ErrorKind, InferError};
+use serving::{ClientMemory, ClientSlice, DataType, ErrorKind, InferError, InferRequest};
 
-use crate::ask::RegionSlice;
+use crate::ask::{OutputAsk, RegionSlice};
 
 /// A registered region.
 #[derive(Debug)]
@@ -22,7 +22,8 @@ pub struct Region {
     pub offset: u64,
     /// Its length.
     pub byte_size: u64,
-    file: File,
+    file: Arc<File>,
+    object: (u64, u64),
 }
 
 /// What status answers about a region.
@@ -83,11 +84,12 @@ impl SharedMemory {
             return Err(InferError::unavailable(format!("{MAX_REGIONS} shared memory regions are registered already")));
         }
         let file = self.open(key)?;
-        let length = file.metadata().map_err(|error| cannot_open(key, &error))?.len();
+        let metadata = file.metadata().map_err(|error| cannot_open(key, &error))?;
+        let (length, object) = (metadata.len(), (metadata.dev(), metadata.ino()));
         if byte_size == 0 || offset.checked_add(byte_size).is_none_or(|end| end > length) {
             return Err(InferError::invalid(format!("failed to register shared memory region '{name}': invalid args")));
         }
-        let region = Region { name: name.to_owned(), key: key.to_owned(), offset, byte_size, file };
+        let region = Region { name: name.to_owned(), key: key.to_owned(), offset, byte_size, file: file.into(), object };
         regions.insert(name.to_owned(), region);
         Ok(())
     }
@@ -144,7 +146,7 @@ impl SharedMemory {
     /// # Errors
     /// When it does not, or there is no such region.
     pub fn check(&self, slice: &RegionSlice) -> Result<(), InferError> {
-        self.locate(slice).map(drop)
+        self.slice(slice).map(drop)
     }
 
     /// The bytes of a slice.
@@ -152,10 +154,39 @@ impl SharedMemory {
     /// # Errors
     /// When the slice is not in its region, or the object has shrunk.
     pub fn read(&self, slice: &RegionSlice) -> Result<Bytes, InferError> {
-        let (file, at) = self.locate(slice)?;
-        let mut data = vec![0; slice.byte_size as usize];
-        file.read_exact_at(&mut data, at).map_err(|error| lost(slice, &error))?;
-        Ok(data.into())
+        self.slice(slice)?.read()
+    }
+
+    /// The bytes of an input, or none and a note in `places` where the model may read them. Strings are read, for their
+    /// lengths have to be checked.
+    ///
+    /// # Errors
+    /// As [`SharedMemory::read`].
+    pub fn input(
+        &self,
+        slice: &RegionSlice,
+        name: &str,
+        datatype: DataType,
+        places: &mut ClientMemory,
+    ) -> Result<Bytes, InferError> {
+        if datatype == DataType::Bytes {
+            return self.read(slice);
+        }
+        places.inputs.push((name.to_owned(), self.slice(slice)?));
+        Ok(Bytes::new())
+    }
+
+    /// Tells the model where outputs shall go. Places that are wrong are found when the output is there.
+    ///
+    /// # Errors
+    /// When inputs that are in the way cannot be read.
+    pub fn place_outputs(&self, asks: &[OutputAsk], request: &mut InferRequest) -> Result<(), InferError> {
+        for (ask, region) in asks.iter().filter_map(|ask| Some((ask, ask.region.as_ref()?))) {
+            if let Ok(slice) = self.slice(region) {
+                request.client_memory.outputs.push((ask.name.clone(), slice));
+            }
+        }
+        request.fetch_overwritten_inputs()
     }
 
     /// Writes an output into its slice.
@@ -171,16 +202,17 @@ impl SharedMemory {
                 data.len()
             )));
         }
-        let (file, at) = self.locate(slice)?;
-        let length = file.metadata().map_err(|error| lost(slice, &error))?.len();
+        let place = self.slice(slice)?;
+        let (file, at) = (&place.file, place.offset);
+        let length = file.metadata().map_err(|error| place.lost(&error))?.len();
         if at + data.len() as u64 > length {
             return Err(InferError::invalid(format!("shared memory of region '{}' has shrunk", slice.region)));
         }
-        file.write_all_at(data, at).map_err(|error| lost(slice, &error))
+        file.write_all_at(data, at).map_err(|error| place.lost(&error))
     }
 
-    /// The object's file, and where in it the slice begins.
-    fn locate(&self, slice: &RegionSlice) -> Result<(File, u64), InferError> {
+    /// The part of the object.
+    fn slice(&self, slice: &RegionSlice) -> Result<ClientSlice, InferError> {
         let regions = self.regions();
         let name = &slice.region;
         let region = regions.get(name).ok_or_else(|| {
@@ -193,17 +225,18 @@ impl SharedMemory {
         if !fits || slice.byte_size == 0 {
             return Err(InferError::invalid(format!("Invalid offset + byte size for shared memory region: '{name}'")));
         }
-        let file = region.file.try_clone().map_err(|error| lost(slice, &error))?;
-        Ok((file, region.offset + slice.offset))
+        Ok(ClientSlice {
+            file: region.file.clone(),
+            object: region.object,
+            offset: region.offset + slice.offset,
+            byte_size: slice.byte_size,
+            region: name.clone(),
+        })
     }
 }
 
 fn cannot_open(key: &str, error: &std::io::Error) -> InferError {
     InferError::internal(format!("Unable to open shared memory region: '{key}': {error}"))
-}
-
-fn lost(slice: &RegionSlice, error: &std::io::Error) -> InferError {
-    InferError::internal(format!("shared memory region '{}' cannot be used any more: {error}", slice.region))
 }
 
 #[cfg(test)]

@@ -83,7 +83,8 @@ impl State {
                 let labels = self.server.output_labels(&response.model_name, &response.model_version, &ask.name);
                 *output = classify(output, ask.num_classes, config.max_batch_size > 0, labels.as_deref())?;
             }
-            if let Some(region) = &ask.region {
+            // Without data there is nothing to write, or the model has written it.
+            if let Some(region) = ask.region.as_ref().filter(|_| !output.data.is_empty()) {
                 self.memory.write(region, &output.name, &output.data)?;
                 output.data.clear();
             }

@@ -126,6 +126,7 @@ fn python_config(args: &RankArgs, prefix: &Prefix, world: &World) -> Result<Pyth
         auto_complete: !args.disable_auto_complete_config && !args.strict_model_config,
         stop_timeout: Duration::from_secs(args.exit_timeout_secs),
         hosts: (0..world.size()).map(|rank| world.hostname(rank).to_owned()).collect(),
+        num_gpus: device::cuda::num_gpus,
         ..PythonConfig::new(prefix.clone())
     };
     for setting in args.backend_config.iter().filter_map(|setting| setting.strip_prefix("python,")) {

@@ -40,9 +40,19 @@ pub trait Backend: Send + Sync {
         std::future::ready(()).boxed()
     }
 
+    /// Whether it reads inputs where a request's `client_memory` says. All are in `inputs` otherwise.
+    fn reads_client_memory(&self) -> bool {
+        false
+    }
+
     /// Whether a request would be served now. False while, say, workers restart.
     fn is_ready(&self) -> bool {
         true
+    }
+
+    /// As [`Backend::is_ready`], and what the model says when it is asked itself.
+    fn probe(&self) -> BoxFuture<'_, bool> {
+        std::future::ready(self.is_ready()).boxed()
     }
 
     /// Resolves when no request is in flight. No new one is given to it any more.

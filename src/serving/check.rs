@@ -63,7 +63,8 @@ impl Signature {
         for tensor in &request.inputs {
             let input = self.input(&tensor.name).expect("its name was checked");
             self.check_tensor(input, tensor, &mut batch_size).map_err(&within)?;
-            check_data(tensor, &self.model, self.max_batch_size > 0).map_err(|error| match error {
+            let len = request.client_memory.input(&tensor.name).map_or(tensor.data.len(), |slice| slice.byte_size as usize);
+            check_data(tensor, len, &self.model, self.max_batch_size > 0).map_err(|error| match error {
                 DataError::Core(words) => within(words),
                 DataError::Plain(words) => InferError::invalid(words),
             })?;
@@ -212,8 +213,8 @@ enum DataError {
     Plain(String),
 }
 
-/// Whether the bytes are as many as type and shape say.
-fn check_data(tensor: &Tensor, model: &str, batched: bool) -> Result<(), DataError> {
+/// Whether the bytes, `len` of them, are as many as type and shape say.
+fn check_data(tensor: &Tensor, len: usize, model: &str, batched: bool) -> Result<(), DataError> {
     let name = &tensor.name;
     let overflow = || {
         let shape = listed(&tensor.shape);
@@ -225,22 +226,21 @@ fn check_data(tensor: &Tensor, model: &str, batched: bool) -> Result<(), DataErr
         let one: Option<usize> = Tensor { shape: tensor.shape[1..].to_vec(), ..tensor.clone() }.num_elements();
         let expected =
             one.and_then(|count| count.checked_mul(tensor.datatype.size().unwrap_or(4))).ok_or_else(overflow)?;
-        return Err(size_mismatch(tensor, model, expected.max(1)));
+        return Err(size_mismatch(tensor, len, model, expected.max(1)));
     }
     let count = tensor.num_elements().ok_or_else(overflow)?;
     let Some(size) = tensor.datatype.size() else { return check_strings(tensor, model, count) };
     let expected = count.checked_mul(size).ok_or_else(overflow)?;
-    if expected != tensor.data.len() {
-        return Err(size_mismatch(tensor, model, expected));
+    if expected != len {
+        return Err(size_mismatch(tensor, len, model, expected));
     }
     Ok(())
 }
 
-fn size_mismatch(tensor: &Tensor, model: &str, expected: usize) -> DataError {
+fn size_mismatch(tensor: &Tensor, len: usize, model: &str, expected: usize) -> DataError {
     DataError::Core(format!(
-        "input byte size mismatch for input '{}' for model '{model}'. Expected {expected}, got {}",
-        tensor.name,
-        tensor.data.len()
+        "input byte size mismatch for input '{}' for model '{model}'. Expected {expected}, got {len}",
+        tensor.name
     ))
 }
 

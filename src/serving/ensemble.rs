@@ -247,6 +247,7 @@ impl Run {
             correlation_id: self.request.correlation_id.clone(),
             sequence_start: self.request.sequence_start,
             sequence_end: self.request.sequence_end,
+            client_memory: Default::default(),
             step: Some(self.places[step].next(is_last)),
             trace: self.request.trace.as_ref().map(Trace::child),
         };

@@ -57,6 +57,7 @@
 mod backend;
 mod cache;
 mod check;
+mod client_memory;
 mod ensemble;
 mod error;
 mod generation;
@@ -77,6 +78,7 @@ mod watch;
 
 pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest};
 pub use cache::CacheStatistics;
+pub use client_memory::{ClientMemory, ClientSlice};
 pub use error::{ErrorKind, InferError};
 pub use generation::Generation;
 pub use histogram::{Histogram, HistogramValues};

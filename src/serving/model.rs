@@ -74,6 +74,10 @@ impl ServedModel {
     /// Checks the request, hands it to the backend, and counts what comes of it.
     pub fn infer(self: &Arc<Self>, mut request: InferRequest) -> Result<ResponseStream, InferError> {
         let started = Instant::now();
+        let in_place = self.backend.reads_client_memory() && self.cache.is_none() && request.trace.is_none();
+        if !in_place {
+            request.fetch_client_memory()?;
+        }
         let batch_size = self
             .signature
             .check(&mut request)
@@ -115,6 +119,11 @@ impl ServedModel {
     /// Whether a request would be served now.
     pub fn is_ready(&self) -> bool {
         self.backend.is_ready()
+    }
+
+    /// The same, as the model itself sees it.
+    pub async fn probe(&self) -> bool {
+        self.backend.probe().await
     }
 
     /// Resolves when no request is in flight, here and in the backend.

@@ -17,7 +17,7 @@ use crate::scheduler::Turn;
 use crate::statistics::Execution;
 use crate::step::EnsembleStep;
 use crate::watch::Watch;
-use crate::{InferError, Tensor, Trace};
+use crate::{ClientMemory, InferError, Tensor, Trace};
 
 /// A free-form request or response parameter.
 #[derive(Debug, Clone, PartialEq)]
@@ -69,6 +69,8 @@ pub struct InferRequest {
     pub sequence_start: bool,
     /// Last request of its sequence.
     pub sequence_end: bool,
+    /// Tensors that are in shared memory of the client.
+    pub client_memory: ClientMemory,
     /// Set where the request is one step of an ensemble: state that lives as long as the ensemble's run.
     pub step: Option<EnsembleStep>,
     /// Set where what happens to the request is written down.

@@ -274,6 +274,20 @@ impl Server {
         Ok(is_up && self.registry().resolve_number(name, version).is_ok_and(|model| model.is_ready()))
     }
 
+    /// As [`Server::model_is_ready`], and a model that can tell is asked itself, which may take seconds.
+    ///
+    /// # Errors
+    /// When `version` is not a number.
+    pub async fn probe_model(&self, name: &str, version: &str) -> Result<bool, InferError> {
+        if !self.model_is_ready(name, version)? {
+            return Ok(false);
+        }
+        match self.registry().resolve(name, version) {
+            Ok(model) => Ok(model.probe().await),
+            Err(_) => Ok(false),
+        }
+    }
+
     /// Whether the model may answer a request with any number of responses.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 """What a model sees of a request, and what its response carries."""
 
 import json
+import queue
 import re
 import sys
 import tarfile
@@ -9,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from asking import ask, text
-from conftest import repository_of, start, stop
+from asking import ask, tensors, text
+from conftest import REAL, repository_of, start, stop
 
 
 def test_types_and_shapes_survive_both_ways(grpc):
@@ -94,4 +95,35 @@ def test_a_model_brings_its_own_environment(tmp_path, as_archive):
         ones = np.ones((1, 2), np.float32)
         assert ask(client, "add_sub", {"INPUT0": ones, "INPUT1": ones}).as_numpy("SUM").tolist() == [[2, 2]]
     assert re.search(r"started by \S*/environment\d*/bin/python3" , server.log.read_text())
+    assert stop(server) == 0
+
+
+@pytest.mark.skipif(bool(REAL), reason="newer than the real server at hand")
+def test_a_model_says_itself_whether_it_is_ready(tmp_path):
+    server = start(repository_of(tmp_path, "readiness"), tmp_path)
+    path = tmp_path / "words"
+    path.write_text("yes")
+    ready = "v2/models/readiness/ready"
+    with grpcclient.InferenceServerClient(f"localhost:{server.grpc_port}") as client:
+        assert server.is_ready(ready)
+        ask(client, "readiness", {"NAME": text(str(path))})
+        for words, is_ready in (("no", False), ("yes", True), ("neither", False)):
+            path.write_text(words)
+            assert server.is_ready(ready) is is_ready and client.is_model_ready("readiness") is is_ready
+        assert "`is_ready` returned str; expected bool" in server.log.read_text()
+
+        # It is asked beside a request that takes long.
+        wait = tmp_path / "words.wait"
+        wait.touch()
+        path.write_text("yes")
+        heard = queue.Queue()
+        inputs = tensors(NAME=text(str(path)))
+        client.async_infer("readiness", inputs, callback=lambda result, error: heard.put(error or result))
+        assert server.is_ready(ready)
+        path.write_text("no")
+        assert not server.is_ready(ready)
+        wait.unlink()
+        assert not isinstance(heard.get(timeout=20), Exception)
+        path.unlink()  # It raises.
+        assert not server.is_ready(ready)
     assert stop(server) == 0

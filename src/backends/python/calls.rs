@@ -191,15 +191,18 @@ fn control(connection: &Arc<Connection>, call: i64, method: &str, arguments: Val
         }
         "is_model_ready" => {
             let [name, version] = arguments.parts()?;
-            let message = match server.model_is_ready(&name.text()?, &version.text()?) {
-                Ok(is_ready) => {
-                    let mut answer = reply(call);
-                    answer.bool(is_ready);
-                    answer.finish()
-                }
-                Err(error) => refusal(call, &error),
-            };
-            connection.process.send(&message);
+            let (name, version) = (name.text()?, version.text()?);
+            tokio::spawn(async move {
+                let message = match server.probe_model(&name, &version).await {
+                    Ok(is_ready) => {
+                        let mut answer = reply(call);
+                        answer.bool(is_ready);
+                        answer.finish()
+                    }
+                    Err(error) => refusal(call, &error),
+                };
+                connection.process.send(&message);
+            });
         }
         _ => {
             let error = InferError::new(ErrorKind::Unsupported, format!("the server does not know `{method}`"));

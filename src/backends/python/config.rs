@@ -26,6 +26,8 @@ pub struct PythonConfig {
     pub auto_complete: bool,
     /// The host of each rank of the world, rank 0 first.
     pub hosts: Vec<String>,
+    /// Counts the GPUs of this node, asked only by a model that wants an instance on each.
+    pub num_gpus: fn() -> usize,
     /// Models with a process on every rank, unless their configuration says otherwise.
     pub mpi_models: Vec<String>,
 }
@@ -43,6 +45,7 @@ impl PythonConfig {
             log_verbose: false,
             auto_complete: true,
             hosts: Vec::new(),
+            num_gpus: || 0,
             mpi_models: vec!["tensorrt_llm".to_owned()],
         }
     }

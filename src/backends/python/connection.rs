@@ -1,12 +1,15 @@
 //! A model process with what it shares with the server: memory, metrics, and questions to other models.
 
 use std::collections::HashMap;
+use std::fs::File;
+use std::os::fd::AsRawFd as _;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
 
 use bytes::Bytes;
-use serving::InferError;
-use tokio::sync::{Notify, mpsc};
+use serving::{ClientSlice, InferError};
+use tokio::sync::{Notify, mpsc, watch};
 
 use super::Host;
 use super::calls::Call;
@@ -42,13 +45,119 @@ pub(super) struct Connection {
     pub events: mpsc::Sender<LoadEvent>,
     inputs: Mutex<Arena>,
     outputs: Mutex<Vec<Shared>>,
+    client_files: Mutex<ClientFiles>,
+    probe: Mutex<Probe>,
+}
+
+/// Asking a model whether it is ready.
+#[derive(Debug, Default)]
+struct Probe {
+    /// Whether it has a method that answers.
+    is_there: bool,
+    /// The question that is being answered; who asks meanwhile gets the same answer.
+    asked: Option<watch::Sender<Option<bool>>>,
+}
+
+/// Time for a model to say whether it is ready.
+const PROBE_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Clients' objects of shared memory that the process has open, by number.
+#[derive(Debug, Default)]
+struct ClientFiles {
+    open: Vec<(u64, Weak<File>)>,
+    last: u64,
 }
 
 impl Connection {
     pub fn new(host: Arc<Host>, process: Process, name: String, events: mpsc::Sender<LoadEvent>) -> Self {
         let metrics = Mutex::new(Held::new(host.metrics.clone()));
-        let (calls, busy, is_watched, is_stopped, inputs, outputs) = Default::default();
-        Self { host, process, name, metrics, calls, busy, is_watched, is_stopped, events, inputs, outputs }
+        let (calls, busy, is_watched, is_stopped, inputs, outputs, client_files, probe) = Default::default();
+        Self {
+            host,
+            process,
+            name,
+            metrics,
+            calls,
+            busy,
+            is_watched,
+            is_stopped,
+            events,
+            inputs,
+            outputs,
+            client_files,
+            probe,
+        }
+    }
+
+    /// The model has a method `is_ready`, which [`Connection::probe`] calls from now on.
+    pub fn can_be_probed(&self) {
+        lock(&self.probe).is_there = true;
+    }
+
+    /// What the model says of its readiness; true for one that cannot say, false when it does not in time.
+    pub async fn probe(&self) -> bool {
+        let mut answer = {
+            let mut probe = lock(&self.probe);
+            if !probe.is_there {
+                return true;
+            }
+            match &probe.asked {
+                Some(asked) => asked.subscribe(),
+                None => {
+                    let (asked, answer) = watch::channel(None);
+                    probe.asked = Some(asked);
+                    let mut message = Writer::begin(1);
+                    message.int(ToProcess::Probe as u8);
+                    self.process.send(&message.finish());
+                    answer
+                }
+            }
+        };
+        let answered = tokio::time::timeout(PROBE_PATIENCE, answer.wait_for(Option::is_some)).await;
+        answered.is_ok_and(|answer| answer.is_ok_and(|is_ready| *is_ready == Some(true)))
+    }
+
+    /// The model has answered.
+    pub fn probed(&self, is_ready: bool) {
+        if let Some(asked) = lock(&self.probe).asked.take() {
+            asked.send_replace(Some(is_ready));
+        }
+    }
+
+    /// The number of an object of a client's shared memory; the process opens it when it first hears of it. The caller
+    /// holds the slice until the process has answered.
+    pub fn client_file(&self, slice: &ClientSlice) -> u64 {
+        let mut files = lock(&self.client_files);
+        if let Some((number, _)) = files.open.iter().find(|(_, file)| file.as_ptr() == Arc::as_ptr(&slice.file)) {
+            return *number;
+        }
+        files.last += 1;
+        let number = files.last;
+        files.open.push((number, Arc::downgrade(&slice.file)));
+        // By this process's descriptor: the name may be gone, or another object's.
+        let path = format!("/proc/{}/fd/{}", std::process::id(), slice.file.as_raw_fd());
+        let mut message = Writer::begin(3);
+        message.int(ToProcess::OpenFile as u8);
+        message.int(number);
+        message.text(&path);
+        self.process.send(&message.finish());
+        number
+    }
+
+    /// Has the process close what clients have unregistered. False when it has nothing open.
+    pub fn close_client_files(&self) -> bool {
+        let mut files = lock(&self.client_files);
+        files.open.retain(|(number, file)| {
+            let is_registered = file.strong_count() > 0;
+            if !is_registered {
+                let mut message = Writer::begin(2);
+                message.int(ToProcess::CloseFile as u8);
+                message.int(*number);
+                self.process.send(&message.finish());
+            }
+            is_registered
+        });
+        !files.open.is_empty()
     }
 
     /// Copies the bytes of a tensor into shared memory.

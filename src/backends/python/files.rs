@@ -1,10 +1,15 @@
 //! The Python sources that model processes run, and unpacked environments: a directory that goes with the server.
+//!
+//! It is made for the first Python model. A shell waits for the server to end, so that the directory goes even when the
+//! server is killed.
 
 use std::fs;
 use std::io;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::Mutex;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
 
 use ipc::ProcessId;
 use serving::InferError;
@@ -31,37 +36,49 @@ const SOURCES: [(&str, &str); 12] = sources! {
 
 const NAME: &str = "trireme-python-";
 
-/// The directory, removed when dropped; what a killed server left is removed by the next one.
-#[derive(Debug)]
+/// The program that each model process runs.
+pub(super) const STUB: &str = "stub.py";
+
+/// The directory, once there is one.
+#[derive(Debug, Default)]
 pub(super) struct Files {
+    scratch: Mutex<Option<Scratch>>,
+}
+
+/// The directory, removed when dropped; what was left all the same is removed by the next server.
+#[derive(Debug)]
+struct Scratch {
     dir: TempDir,
-    /// Unpacked environments: archive and directory.
-    environments: Mutex<Vec<(PathBuf, PathBuf)>>,
+    environments: Vec<Environment>,
+    cleaner: Option<Child>,
+}
+
+/// An unpacked archive.
+#[derive(Debug)]
+struct Environment {
+    archive: PathBuf,
+    modified: Option<SystemTime>,
+    dir: PathBuf,
 }
 
 impl Files {
-    /// Writes the sources.
-    pub fn create() -> io::Result<Self> {
-        let root = std::env::temp_dir();
-        sweep(&root);
-        let me = ProcessId::current();
-        let dir = tempfile::Builder::new().prefix(&format!("{NAME}{}-{}-", me.pid, me.start_time)).tempdir_in(root)?;
-        for (path, text) in SOURCES {
-            let path = dir.path().join(path);
-            fs::create_dir_all(path.parent().expect("it is below the directory"))?;
-            fs::write(path, text)?;
+    /// The directory that holds the module, with its sources.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn dir(&self) -> Result<PathBuf, InferError> {
+        Ok(self.scratch()?.as_ref().expect("it was made").dir.path().to_owned())
+    }
+
+    fn scratch(&self) -> Result<MutexGuard<'_, Option<Scratch>>, InferError> {
+        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        if scratch.is_none() {
+            let root = std::env::temp_dir();
+            *scratch = Some(Scratch::create(&root).map_err(|error| {
+                InferError::unavailable(format!("cannot write the Python module to {}: {error}", root.display()))
+            })?);
         }
-        Ok(Self { dir, environments: Mutex::default() })
-    }
-
-    /// The directory that holds the module.
-    pub fn dir(&self) -> &Path {
-        self.dir.path()
-    }
-
-    /// The program that each model process runs.
-    pub fn stub(&self) -> PathBuf {
-        self.dir.path().join("stub.py")
+        Ok(scratch)
     }
 
     /// The interpreter of an environment: a directory, or an archive, unpacked once. Blocks.
@@ -69,30 +86,68 @@ impl Files {
     /// # Errors
     /// When there is none.
     pub fn interpreter(&self, environment: &Path) -> Result<PathBuf, InferError> {
-        let dir = if environment.is_dir() { environment.to_owned() } else { self.unpacked(environment)? };
+        let dir = if environment.is_dir() {
+            environment.to_owned()
+        } else {
+            self.scratch()?.as_mut().expect("it was made").unpacked(environment)?
+        };
         let programs = ["bin/python3", "bin/python"].map(|program| dir.join(program));
         programs.into_iter().find(|program| program.is_file()).ok_or_else(|| {
             InferError::invalid(format!("EXECUTION_ENV_PATH {} holds no `bin/python3`", environment.display()))
         })
     }
+}
 
-    fn unpacked(&self, archive: &Path) -> Result<PathBuf, InferError> {
-        let mut environments = self.environments.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if let Some((_, dir)) = environments.iter().find(|(known, _)| known == archive) {
-            return Ok(dir.clone());
+impl Scratch {
+    fn create(root: &Path) -> io::Result<Self> {
+        sweep(root);
+        let me = ProcessId::current();
+        let dir = tempfile::Builder::new().prefix(&format!("{NAME}{}-{}-", me.pid, me.start_time)).tempdir_in(root)?;
+        for (path, text) in SOURCES {
+            let path = dir.path().join(path);
+            fs::create_dir_all(path.parent().expect("it is below the directory"))?;
+            fs::write(path, text)?;
+        }
+        // Without a shell the next server cleans up.
+        let cleaner = cleaner(dir.path()).ok();
+        Ok(Self { dir, environments: Vec::new(), cleaner })
+    }
+
+    fn unpacked(&mut self, archive: &Path) -> Result<PathBuf, InferError> {
+        let modified = fs::metadata(archive).and_then(|metadata| metadata.modified()).ok();
+        let is_known = |known: &&Environment| known.archive == archive && known.modified == modified;
+        if let Some(known) = self.environments.iter().find(is_known) {
+            return Ok(known.dir.clone());
         }
         let failed =
             |why: String| InferError::invalid(format!("cannot unpack EXECUTION_ENV_PATH {}: {why}", archive.display()));
-        let dir = self.dir.path().join(format!("environment{}", environments.len()));
+        let dir = self.dir.path().join(format!("environment{}", self.environments.len()));
         fs::create_dir_all(&dir).map_err(|error| failed(error.to_string()))?;
         let tar = Command::new("tar").arg("-xf").arg(archive).arg("-C").arg(&dir).output();
         let tar = tar.map_err(|error| failed(format!("cannot run `tar`: {error}")))?;
         if !tar.status.success() {
             return Err(failed(String::from_utf8_lossy(&tar.stderr).trim().to_owned()));
         }
-        environments.push((archive.to_owned(), dir.clone()));
+        self.environments.push(Environment { archive: archive.to_owned(), modified, dir: dir.clone() });
         Ok(dir)
     }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if let Some(mut cleaner) = self.cleaner.take() {
+            // Its input closes, and it removes the directory.
+            drop(cleaner.stdin.take());
+            let _ = cleaner.wait();
+        }
+    }
+}
+
+/// A shell that removes `dir` as soon as this process has ended, however it ends: its input closes then.
+fn cleaner(dir: &Path) -> io::Result<Child> {
+    let mut command = Command::new("sh");
+    command.args(["-c", "trap '' INT TERM HUP; read -r _; rm -rf -- \"$0\""]).arg(dir).process_group(0);
+    command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()
 }
 
 /// Removes directories of servers that have ended.
@@ -116,16 +171,34 @@ mod tests {
 
     #[test]
     fn every_source_is_shipped_and_goes_with_the_server() {
-        let files = Files::create().unwrap();
-        let dir = files.dir().to_owned();
+        let files = Files::default();
+        let dir = files.dir().unwrap();
         let package = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../python/triton_python_backend_utils");
         let sources = fs::read_dir(package).unwrap().flatten().map(|entry| entry.file_name());
         for name in sources.filter(|name| name.to_string_lossy().ends_with(".py")) {
             assert!(dir.join("triton_python_backend_utils").join(&name).is_file(), "{name:?} is not embedded");
         }
-        assert!(files.stub().is_file());
+        assert!(dir.join(STUB).is_file());
         drop(files);
         assert!(!dir.exists());
+    }
+
+    #[test]
+    fn a_changed_archive_is_unpacked_again() {
+        let root = tempfile::tempdir().unwrap();
+        let (bin, archive) = (root.path().join("bin"), root.path().join("environment.tar"));
+        fs::create_dir(&bin).unwrap();
+        let files = Files::default();
+        let pack = |text: &str, age: u64| {
+            fs::write(bin.join("python3"), text).unwrap();
+            let tar = Command::new("tar").arg("-cf").arg(&archive).arg("-C").arg(root.path()).arg("bin").status();
+            assert!(tar.unwrap().success());
+            let time = SystemTime::now() - std::time::Duration::from_secs(age);
+            fs::File::options().write(true).open(&archive).unwrap().set_modified(time).unwrap();
+            fs::read_to_string(files.interpreter(&archive).unwrap()).unwrap()
+        };
+        assert_eq!(pack("one", 9), "one");
+        assert_eq!(pack("two", 5), "two");
     }
 
     #[test]

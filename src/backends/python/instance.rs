@@ -5,17 +5,24 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use serving::{BatchedRequest, ErrorKind, InferError, InferResponse};
+use serving::{BatchedRequest, ClientSlice, ErrorKind, InferError, InferResponse};
 use tokio::sync::oneshot;
 
 use super::connection::Connection;
 use super::memory::Block;
-use super::message::{ToProcess, read_error, read_response, write_request};
+use super::message::{Places, ToProcess, read_error, read_response, write_request};
 use super::running::Running;
 use super::wire::{Value, WireError, Writer};
 
 /// An `execute` shorter than this has the next batch sent ahead, so that the process never waits for it.
 const QUICK: Duration = Duration::from_millis(1);
+
+/// Pauses between restarts of a process that keeps ending: the first, and the longest.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+
+/// A process that served so long did not fail at once.
+const HEALTHY_AFTER: Duration = Duration::from_secs(60);
 
 /// An instance of a model.
 #[derive(Default)]
@@ -35,6 +42,10 @@ struct State {
     last_number: u64,
     /// Why there is no process.
     lost: String,
+    /// When the process began to serve.
+    attached: Option<Instant>,
+    /// Before the last restart.
+    pause: Duration,
 }
 
 struct Batch {
@@ -60,7 +71,18 @@ impl Instance {
     pub fn attach(&self, connection: Arc<Connection>) {
         let mut state = self.lock();
         state.is_quick = false;
+        state.attached = Some(Instant::now());
         state.connection = Some(connection);
+    }
+
+    /// How long to wait before the next process is started: none after one that served long, else twice as long each
+    /// time, whether the last ones failed to load or died after it.
+    pub fn next_pause(&self) -> Duration {
+        let mut state = self.lock();
+        let served = state.attached.take().map_or(Duration::ZERO, |attached| attached.elapsed());
+        let twice = (state.pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+        state.pause = if served < HEALTHY_AFTER { twice } else { Duration::ZERO };
+        state.pause
     }
 
     pub fn connection(&self) -> Option<Arc<Connection>> {
@@ -95,9 +117,8 @@ impl Instance {
         let mut requests = Vec::with_capacity(placed.len());
         for (batched, blocks) in placed {
             state.last_number += 1;
-            let (number, mut blocks) = (state.last_number, blocks.into_iter());
-            let mut next = |_: &[u8]| Ok(blocks.next().expect("each large tensor was placed"));
-            write_request(&mut message, number, &batched.request, &mut next)?;
+            let number = state.last_number;
+            write_request(&mut message, number, &batched.request, &mut Placed::new(&connection, blocks))?;
             state.running.insert(number, Running::new(batched));
             requests.push(number);
         }
@@ -234,17 +255,38 @@ impl State {
         let (Some(connection), Some(running)) = (self.connection.clone(), self.running.remove(&number)) else { return };
         let Some((batched, blocks)) = place(&connection, running.into_request()) else { return };
         self.last_number += 1;
-        let (number, mut blocks) = (self.last_number, blocks.into_iter());
+        let number = self.last_number;
         let mut message = Writer::begin(3);
         message.int(ToProcess::Execute as u8);
         message.int(number);
         message.tuple(1);
-        let mut next = |_: &[u8]| Ok(blocks.next().expect("each large tensor was placed"));
-        if write_request(&mut message, number, &batched.request, &mut next).is_ok() {
+        if write_request(&mut message, number, &batched.request, &mut Placed::new(&connection, blocks)).is_ok() {
             self.running.insert(number, Running::new(batched));
             self.batches.push_back(Batch { number, requests: vec![number], since: Instant::now(), free: None });
             connection.process.send(&message.finish());
         }
+    }
+}
+
+/// Where the tensors of one request are.
+struct Placed<'a> {
+    connection: &'a Connection,
+    blocks: std::vec::IntoIter<Block>,
+}
+
+impl<'a> Placed<'a> {
+    fn new(connection: &'a Connection, blocks: Vec<Block>) -> Self {
+        Self { connection, blocks: blocks.into_iter() }
+    }
+}
+
+impl Places for Placed<'_> {
+    fn place(&mut self, _: &[u8]) -> Result<Block, InferError> {
+        Ok(self.blocks.next().expect("each large tensor was placed"))
+    }
+
+    fn file(&mut self, slice: &ClientSlice) -> u64 {
+        self.connection.client_file(slice)
     }
 }
 
@@ -269,4 +311,24 @@ fn cancel(number: u64) -> Vec<u8> {
     message.int(ToProcess::Cancel as u8);
     message.int(number);
     message.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_keeps_ending_is_started_less_and_less_often() {
+        let instance = Instance::default();
+        let pauses: Vec<u128> = (0..10).map(|_| instance.next_pause().as_millis()).collect();
+        assert_eq!(pauses, [100, 200, 400, 800, 1600, 3200, 6400, 12_800, 25_600, 30_000]);
+
+        // Loaded and died at once: no better than one that did not load.
+        instance.lock().attached = Some(Instant::now());
+        assert_eq!(instance.next_pause(), LONGEST_PAUSE);
+
+        instance.lock().attached = Instant::now().checked_sub(HEALTHY_AFTER);
+        assert_eq!(instance.next_pause(), Duration::ZERO);
+        assert_eq!(instance.next_pause(), FIRST_PAUSE);
+    }
 }

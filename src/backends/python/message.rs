@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use serving::{CorrelationId, DataType, ErrorKind, InferError, InferRequest, InferResponse, Parameter, Tensor};
+use serving::{ClientSlice, CorrelationId, DataType, ErrorKind, InferError, InferRequest, InferResponse, Parameter, Tensor};
 
 use super::memory::Block;
 use super::wire::{Value, WireError, Writer};
@@ -17,6 +17,9 @@ pub(super) enum ToProcess {
     Cancel,
     Finalize,
     Map,
+    OpenFile,
+    CloseFile,
+    Probe,
 }
 
 /// Kinds of messages from the process.
@@ -32,12 +35,13 @@ pub(super) enum FromProcess {
     Drop,
     Finalized,
     Started,
+    Probed,
 }
 
 impl FromProcess {
     pub fn from_number(number: usize) -> Option<Self> {
         use FromProcess::*;
-        [Loaded, Done, Response, Call, Log, Metric, Mapped, Drop, Finalized, Started].get(number).copied()
+        [Loaded, Done, Response, Call, Log, Metric, Mapped, Drop, Finalized, Started, Probed].get(number).copied()
     }
 }
 
@@ -76,6 +80,15 @@ fn datatype(code: u8) -> Option<DataType> {
     DataType::ALL.into_iter().find(|&datatype| self::code(datatype) == code)
 }
 
+/// Where tensors that do not travel inside messages go.
+pub(super) trait Places {
+    /// Puts the bytes of a large tensor into shared memory.
+    fn place(&mut self, bytes: &[u8]) -> Result<Block, InferError>;
+
+    /// The number under which the process knows a client's object of shared memory.
+    fn file(&mut self, slice: &ClientSlice) -> u64;
+}
+
 /// Writes a tensor; `place` puts what is large into shared memory.
 fn write_tensor(
     writer: &mut Writer,
@@ -83,11 +96,7 @@ fn write_tensor(
     place: &mut impl FnMut(&[u8]) -> Result<Block, InferError>,
 ) -> Result<(), InferError> {
     let block = if is_large(&tensor.data) { Some(place(&tensor.data)?) } else { None };
-    writer.tuple(4);
-    writer.text(&tensor.name);
-    writer.int(code(tensor.datatype));
-    writer.tuple(tensor.shape.len());
-    tensor.shape.iter().for_each(|&size| writer.int(size));
+    write_head(writer, tensor);
     match block {
         None => writer.bytes(&tensor.data),
         Some(block) => {
@@ -98,6 +107,15 @@ fn write_tensor(
         }
     }
     Ok(())
+}
+
+/// Begins a tensor; its data follow.
+fn write_head(writer: &mut Writer, tensor: &Tensor) {
+    writer.tuple(4);
+    writer.text(&tensor.name);
+    writer.int(code(tensor.datatype));
+    writer.tuple(tensor.shape.len());
+    tensor.shape.iter().for_each(|&size| writer.int(size));
 }
 
 fn write_parameters<'a>(writer: &mut Writer, parameters: impl Iterator<Item = (&'a String, &'a Parameter)>) {
@@ -114,14 +132,23 @@ fn write_parameters<'a>(writer: &mut Writer, parameters: impl Iterator<Item = (&
     writer.end_dict();
 }
 
+/// Writes where a tensor lies in a client's memory.
+fn write_slice(writer: &mut Writer, slice: &ClientSlice, file: u64) {
+    writer.tuple(4);
+    for number in [file, slice.offset, slice.byte_size] {
+        writer.int(number);
+    }
+    writer.text(&slice.region);
+}
+
 /// Writes one request of an `execute`.
 pub(super) fn write_request(
     writer: &mut Writer,
     number: u64,
     request: &InferRequest,
-    place: &mut impl FnMut(&[u8]) -> Result<Block, InferError>,
+    places: &mut impl Places,
 ) -> Result<(), InferError> {
-    writer.tuple(9);
+    writer.tuple(10);
     writer.int(number);
     writer.text(&request.id);
     match &request.correlation_id {
@@ -135,7 +162,21 @@ pub(super) fn write_request(
     writer.tuple(request.requested_outputs.len());
     request.requested_outputs.iter().for_each(|name| writer.text(name));
     writer.tuple(request.inputs.len());
-    request.inputs.iter().try_for_each(|tensor| write_tensor(writer, tensor, place))
+    for tensor in &request.inputs {
+        let Some(slice) = request.client_memory.input(&tensor.name) else {
+            write_tensor(writer, tensor, &mut |bytes| places.place(bytes))?;
+            continue;
+        };
+        write_head(writer, tensor);
+        write_slice(writer, slice, places.file(slice));
+    }
+    writer.tuple(request.client_memory.outputs.len());
+    for (name, slice) in &request.client_memory.outputs {
+        writer.tuple(2);
+        writer.text(name);
+        write_slice(writer, slice, places.file(slice));
+    }
+    Ok(())
 }
 
 /// Writes the answer to call `call`: another model's response.
@@ -192,19 +233,22 @@ fn read_tensors(
         let (name, code) = (name.text()?, code.int()?);
         let datatype = datatype(code).ok_or_else(|| wrong("a tensor's type", code.to_string()))?;
         let shape = shape.tuple()?.into_iter().map(Value::int).collect::<Result<Vec<i64>, _>>()?;
-        let data = match data {
+        let (data, len) = match data {
+            // In the client's memory already.
+            Value::Int(len) => (Bytes::new(), Value::Int(len).int()?),
             // A slice would keep alive what was read with it.
-            Value::Bytes(bytes) => Bytes::copy_from_slice(&bytes),
+            Value::Bytes(bytes) => (Bytes::copy_from_slice(&bytes), bytes.len()),
             block => {
                 let [region, offset, len] = block.parts()?;
-                take(Block { region: region.int()?, offset: offset.int()?, len: len.int()? })?
+                let block = Block { region: region.int()?, offset: offset.int()?, len: len.int()? };
+                (take(block)?, block.len)
             }
         };
         let tensor = Tensor { name, datatype, shape, data };
         let expected = tensor.num_elements().zip(datatype.size()).map(|(count, size)| count.saturating_mul(size));
         match expected {
-            Some(expected) if expected != tensor.data.len() => {
-                Err(wrong("as many bytes as a tensor's shape says", tensor.data.len().to_string()))
+            Some(expected) if expected != len => {
+                Err(wrong("as many bytes as a tensor's shape says", len.to_string()))
             }
             _ => Ok(tensor),
         }
@@ -274,8 +318,7 @@ pub(super) fn read_request(
         },
         sequence_start: flags & START != 0,
         sequence_end: flags & END != 0,
-        step: None,
-        trace: None,
+        ..InferRequest::default()
     };
     Ok((request, decoupled.bool()?))
 }

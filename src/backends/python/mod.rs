@@ -57,10 +57,10 @@ impl PythonFactory {
     /// A factory whose models run as `config` says.
     ///
     /// # Errors
-    /// When the module's sources cannot be written, or no thread be started.
+    /// When no thread can be started.
     pub fn new(config: PythonConfig) -> std::io::Result<Self> {
-        let (metrics, server, num_regions, num_worlds) = Default::default();
-        let (spawner, files) = (Spawner::start()?, Files::create()?);
+        let (files, metrics, server, num_regions, num_worlds) = Default::default();
+        let spawner = Spawner::start()?;
         let host = Host { config, spawner, files, metrics, server, num_regions, num_worlds };
         Ok(Self { host: Arc::new(host) })
     }
@@ -78,8 +78,8 @@ impl PythonFactory {
 
 impl Host {
     /// The name of a directory for a model's processes on all ranks.
-    fn new_scratch(&self) -> PathBuf {
-        self.files.dir().join(format!("w{}", self.num_worlds.fetch_add(1, Ordering::Relaxed)))
+    fn new_scratch(&self) -> Result<PathBuf, InferError> {
+        Ok(self.files.dir()?.join(format!("w{}", self.num_worlds.fetch_add(1, Ordering::Relaxed))))
     }
 
     /// A region for at least `bytes`, when a process has `held` bytes in regions already.

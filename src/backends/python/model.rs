@@ -13,6 +13,7 @@ use tokio::sync::mpsc;
 use super::Host;
 use super::calls;
 use super::connection::{Connection, LoadEvent};
+use super::files::STUB;
 use super::instance::Instance;
 use super::message::{FromProcess, ToProcess, read_error};
 use super::mpi::Launch;
@@ -29,15 +30,8 @@ const HEALTH_LOOK: Duration = Duration::from_secs(1);
 /// Time for what a process sent last to be read once it has ended.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 
-/// Pauses between restarts of a process that keeps ending: the first, and the longest.
-const FIRST_PAUSE: Duration = Duration::from_millis(100);
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-
 /// How long a request waits for a process that restarts.
 const RESTART_PATIENCE: Duration = Duration::from_secs(2);
-
-/// A process that served so long did not fail at once.
-const HEALTHY_AFTER: Duration = Duration::from_secs(60);
 
 /// A loaded `model.py`.
 pub(super) struct Model {
@@ -100,8 +94,18 @@ impl Backend for Model {
         self.shared.execute(instance, batch).boxed()
     }
 
+    fn reads_client_memory(&self) -> bool {
+        true
+    }
+
     fn is_ready(&self) -> bool {
         self.shared.instances.iter().any(Instance::is_ready)
+    }
+
+    fn probe(&self) -> BoxFuture<'_, bool> {
+        let ready = self.shared.instances.iter().filter(|instance| instance.is_ready());
+        let connections: Vec<_> = ready.filter_map(Instance::connection).collect();
+        async move { join_all(connections.iter().map(|connection| connection.probe())).await.contains(&true) }.boxed()
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {
@@ -172,16 +176,19 @@ impl Shared {
     async fn start(self: Arc<Self>, index: usize, complete: Option<String>) -> Result<Option<String>, InferError> {
         let (settings, config, place) = (&self.settings, &self.host.config, &self.settings.places[index]);
         let load = settings.load_message(place, config.log_verbose, complete.as_deref());
-        let launch = (settings.is_mpi && complete.is_none()).then(|| Launch {
-            hosts: config.hosts.clone(),
-            scratch: self.host.new_scratch(),
-            load: load[LENGTH..].to_vec(),
-        });
+        let module_dir = self.host.files.dir()?;
+        let launch = match settings.is_mpi && complete.is_none() {
+            true => {
+                let (hosts, load) = (config.hosts.clone(), load[LENGTH..].to_vec());
+                Some(Launch { hosts, scratch: self.host.new_scratch()?, load })
+            }
+            false => None,
+        };
         let program = Program {
             interpreter: settings.interpreter.clone(),
-            stub: self.host.files.stub(),
+            stub: module_dir.join(STUB),
             title: place.name.clone(),
-            module_dir: self.host.files.dir().to_owned(),
+            module_dir,
             launch,
             start_timeout: config.start_timeout,
         };
@@ -236,7 +243,6 @@ impl Shared {
 
     /// Reads what a process sends until it ends, and then replaces it.
     async fn listen(self: Arc<Self>, index: usize, connection: Arc<Connection>) {
-        let since = Instant::now();
         let process = &connection.process;
         let read = process.read(|message| self.hear(index, &connection, message));
         tokio::pin!(read);
@@ -254,7 +260,7 @@ impl Shared {
         connection.calls.lock().unwrap_or_else(PoisonError::into_inner).clear();
         let is_current = self.instances[index].connection().is_some_and(|current| Arc::ptr_eq(&current, &connection));
         if is_current {
-            self.replace(index, &how, since.elapsed()).await;
+            self.replace(index, &how).await;
         }
     }
 
@@ -292,9 +298,16 @@ impl Shared {
             }
             FromProcess::Started => drop(connection.events.try_send(LoadEvent::Started)),
             FromProcess::Loaded => {
-                let [error, completed] = parts.parts()?;
+                let [error, completed, has_probe] = parts.parts()?;
+                if has_probe.bool()? {
+                    connection.can_be_probed();
+                }
                 let loaded = self.loaded(connection, error, completed)?;
                 let _ = connection.events.try_send(LoadEvent::Loaded(loaded));
+            }
+            FromProcess::Probed => {
+                let [is_ready] = parts.parts()?;
+                connection.probed(is_ready.bool()?);
             }
             FromProcess::Finalized => connection.process.finalized(),
         }
@@ -329,7 +342,7 @@ impl Shared {
     }
 
     /// Ends what a lost process had, and starts another one, with longer and longer pauses while that fails.
-    async fn replace(self: &Arc<Self>, index: usize, how: &str, served: Duration) {
+    async fn replace(self: &Arc<Self>, index: usize, how: &str) {
         let (instance, name) = (&self.instances[index], &self.settings.places[index].name);
         let is_ending = self.is_ending.load(Ordering::Acquire);
         let retries = self.settings.retries && !is_ending;
@@ -338,8 +351,8 @@ impl Shared {
         if is_ending {
             return;
         }
-        tracing::error!(instance = name, "its Python process ended ({how}); starting another one");
-        let mut pause = if served < HEALTHY_AFTER { FIRST_PAUSE } else { Duration::ZERO };
+        let mut pause = instance.next_pause();
+        tracing::error!(instance = name, "its Python process ended ({how}); starting another one in {pause:?}");
         loop {
             tokio::time::sleep(pause).await;
             if self.is_ending.load(Ordering::Acquire) {
@@ -351,7 +364,7 @@ impl Shared {
                     break;
                 }
                 Err(error) => {
-                    pause = (pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+                    pause = instance.next_pause();
                     tracing::error!(instance = name, "its Python process did not load, next try in {pause:?}: {error}");
                 }
             }
@@ -370,9 +383,11 @@ impl Shared {
         let instance = &self.instances[index];
         let mut next_health = Instant::now() + HEALTH_LOOK;
         loop {
+            let has_files = connection.close_client_files();
             tokio::select! {
                 () = connection.busy.notified() => {}
                 () = connection.process.exited() => return,
+                () = tokio::time::sleep(HEALTH_LOOK), if has_files => continue,
             }
             loop {
                 tokio::time::sleep(LOOK).await;

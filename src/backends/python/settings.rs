@@ -59,7 +59,7 @@ impl Settings {
             is_mpi: host.config.hosts.len() > 1
                 && parameters::flag(config, "mpi_world")?
                     .unwrap_or_else(|| host.config.mpi_models.contains(&config.name)),
-            places: places(config),
+            places: places(config, host.config.num_gpus),
         })
     }
 
@@ -113,8 +113,8 @@ fn interpreter(host: &Host, load: &LoadRequest) -> Result<PathBuf, InferError> {
     host.files.interpreter(&load.model_dir.join(path))
 }
 
-/// The instances of all groups.
-fn places(config: &ModelConfig) -> Vec<Place> {
+/// The instances of all groups. A group on GPUs that names none is on each of those there are.
+fn places(config: &ModelConfig, num_gpus: fn() -> usize) -> Vec<Place> {
     let mut places = Vec::new();
     for group in &config.instance_group {
         let kind = match group.kind() {
@@ -122,12 +122,46 @@ fn places(config: &ModelConfig) -> Vec<Place> {
             Kind::Model => "MODEL",
             Kind::Cpu | Kind::Auto => "CPU",
         };
-        let devices = if group.kind() == Kind::Gpu && !group.gpus.is_empty() { &group.gpus[..] } else { &[0] };
-        for &device in devices {
+        let devices = match group.kind() {
+            Kind::Gpu if group.gpus.is_empty() => all_gpus(config, num_gpus()),
+            Kind::Gpu => group.gpus.clone(),
+            _ => vec![0],
+        };
+        for device in devices {
             for _ in 0..group.count.max(1) {
                 places.push(Place { name: format!("{}_{}", group.name, places.len()), kind, device });
             }
         }
     }
     places
+}
+
+fn all_gpus(config: &ModelConfig, num_gpus: usize) -> Vec<i32> {
+    if num_gpus == 0 {
+        tracing::warn!(model = config.name, "KIND_GPU on a machine without a GPU: one instance, told that it has GPU 0");
+    }
+    (0..num_gpus.max(1)).filter_map(|device| i32::try_from(device).ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn devices(group: &str, num_gpus: fn() -> usize) -> Vec<(&'static str, i32)> {
+        let json = format!(r#"{{"name": "m", "backend": "python", "instance_group": [{{{group}}}]}}"#);
+        let config = repository::from_json("m", &json).unwrap();
+        places(&config, num_gpus).iter().map(|place| (place.kind, place.device)).collect()
+    }
+
+    #[test]
+    fn instances_are_where_their_groups_ask() {
+        let no_question = || unreachable!("nobody asked for all GPUs");
+        assert_eq!(devices(r#""kind": "KIND_CPU", "count": 2"#, no_question), [("CPU", 0), ("CPU", 0)]);
+        assert_eq!(devices(r#""kind": "KIND_MODEL""#, no_question), [("MODEL", 0)]);
+        let two = r#""kind": "KIND_GPU", "gpus": [1, 3]"#;
+        assert_eq!(devices(two, no_question), [("GPU", 1), ("GPU", 3)]);
+        let all = r#""kind": "KIND_GPU", "count": 2"#;
+        assert_eq!(devices(all, || 2), [("GPU", 0), ("GPU", 0), ("GPU", 1), ("GPU", 1)]);
+        assert_eq!(devices(all, || 0), [("GPU", 0), ("GPU", 0)]);
+    }
 }

@@ -1,0 +1,137 @@
+//! Tensors in shared memory of a client, left there for a backend that reads and writes them in place.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use crate::{InferError, InferRequest};
+
+/// A part of an object of shared memory that a client registered.
+///
+/// Holding it keeps the object, also after the client has unregistered or removed it. The client may shrink it at any
+/// time: it is read and written as a file, or mapped where nothing but the mapping process can come to harm.
+#[derive(Debug, Clone)]
+pub struct ClientSlice {
+    /// The object.
+    pub file: Arc<File>,
+    /// What tells the object from others: its device and inode.
+    pub object: (u64, u64),
+    /// Where the part begins in it.
+    pub offset: u64,
+    /// Bytes of the part.
+    pub byte_size: u64,
+    /// The client's name for the region.
+    pub region: String,
+}
+
+impl ClientSlice {
+    /// A copy of the bytes.
+    ///
+    /// # Errors
+    /// When the object has shrunk.
+    pub fn read(&self) -> Result<Bytes, InferError> {
+        let size = usize::try_from(self.byte_size).map_err(|error| InferError::internal(error.to_string()))?;
+        let mut data = vec![0; size];
+        self.file.read_exact_at(&mut data, self.offset).map_err(|error| self.lost(&error))?;
+        Ok(data.into())
+    }
+
+    fn overlaps(&self, other: &Self) -> bool {
+        let ends_before = |one: &Self, two: &Self| one.offset.saturating_add(one.byte_size) <= two.offset;
+        self.object == other.object && !ends_before(self, other) && !ends_before(other, self)
+    }
+
+    /// Why a region that was registered cannot be used.
+    pub fn lost(&self, error: &std::io::Error) -> InferError {
+        InferError::internal(format!("shared memory region '{}' cannot be used any more: {error}", self.region))
+    }
+}
+
+/// The tensors of one request that lie in shared memory of its client, by name.
+#[derive(Debug, Clone, Default)]
+pub struct ClientMemory {
+    /// Inputs whose `data` is left empty. Never BYTES.
+    pub inputs: Vec<(String, ClientSlice)>,
+    /// Where outputs shall go. A backend that has written one there answers it without data; others are written by the
+    /// front.
+    pub outputs: Vec<(String, ClientSlice)>,
+}
+
+impl ClientMemory {
+    /// Where the input called `name` lies; `None` when its tensor has the data.
+    pub fn input(&self, name: &str) -> Option<&ClientSlice> {
+        self.inputs.iter().find(|(input, _)| input == name).map(|(_, slice)| slice)
+    }
+}
+
+impl InferRequest {
+    /// Copies the inputs out of the client's memory, for a model that does not look there.
+    ///
+    /// # Errors
+    /// When the memory has shrunk.
+    pub fn fetch_client_memory(&mut self) -> Result<(), InferError> {
+        self.client_memory.outputs.clear();
+        self.fetch(|_| true)
+    }
+
+    /// Copies those inputs that outputs shall be written over: a model may still read the one after it wrote the other.
+    ///
+    /// # Errors
+    /// When the memory has shrunk.
+    pub fn fetch_overwritten_inputs(&mut self) -> Result<(), InferError> {
+        let outputs = self.client_memory.outputs.clone();
+        self.fetch(|input| outputs.iter().any(|(_, output)| input.overlaps(output)))
+    }
+
+    fn fetch(&mut self, chosen: impl Fn(&ClientSlice) -> bool) -> Result<(), InferError> {
+        for (name, slice) in self.client_memory.inputs.extract_if(.., |(_, slice)| chosen(slice)) {
+            if let Some(tensor) = self.inputs.iter_mut().find(|tensor| tensor.name == name) {
+                tensor.data = slice.read()?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Tensor;
+
+    fn request(output_at: u64) -> InferRequest {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&[1, 2, 3, 4, 5, 6, 7, 8], 0).unwrap();
+        let file = Arc::new(file);
+        let slice = |offset, byte_size| ClientSlice {
+            file: file.clone(),
+            object: (1, 2),
+            offset,
+            byte_size,
+            region: "r".to_owned(),
+        };
+        let mut request = InferRequest { inputs: vec![Tensor::from_i32("IN", &[1], &[])], ..Default::default() };
+        request.client_memory.inputs.push(("IN".to_owned(), slice(2, 4)));
+        request.client_memory.outputs.push(("OUT".to_owned(), slice(output_at, 2)));
+        request
+    }
+
+    #[test]
+    fn only_inputs_that_outputs_go_over_are_copied() {
+        for (output_at, copied) in [(0, false), (1, true), (4, true), (6, false)] {
+            let mut request = request(output_at);
+            request.fetch_overwritten_inputs().unwrap();
+            assert_eq!(request.inputs[0].data.len(), if copied { 4 } else { 0 }, "output at {output_at}");
+            assert_eq!(request.client_memory.input("IN").is_none(), copied);
+        }
+    }
+
+    #[test]
+    fn a_model_that_looks_nowhere_else_gets_all_in_its_inputs() {
+        let mut request = request(0);
+        request.fetch_client_memory().unwrap();
+        assert_eq!(request.inputs[0].data.as_ref(), [3, 4, 5, 6]);
+        assert!(request.client_memory.inputs.is_empty() && request.client_memory.outputs.is_empty());
+    }
+}
