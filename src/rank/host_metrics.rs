@@ -19,6 +19,7 @@ pub(crate) struct HostMetrics {
 struct Seen {
     at: Instant,
     cpu: CpuTime,
+    utilization: Option<f64>,
     families: Vec<Family>,
 }
 
@@ -32,7 +33,10 @@ struct CpuTime {
 impl HostMetrics {
     /// Metrics of what is wanted and there is.
     pub(crate) fn new(interval: Duration, has_cpu: bool, has_gpus: bool) -> Self {
-        let seen = Seen { at: Instant::now(), cpu: CpuTime::now().unwrap_or_default(), families: Vec::new() };
+        let cpu = CpuTime::now().unwrap_or_default();
+        // Until a first interval has passed: since the machine started.
+        let utilization = cpu.utilization_since(CpuTime::default());
+        let seen = Seen { at: Instant::now(), cpu, utilization, families: Vec::new() };
         Self { interval, gpus: has_gpus.then(Gpus::find).flatten(), has_cpu, seen: Mutex::new(seen) }
     }
 
@@ -43,11 +47,12 @@ impl HostMetrics {
         ];
         families.extend(self.gpus.iter().flat_map(Gpus::families));
         if self.has_cpu {
-            let now = CpuTime::now();
-            let used = now.and_then(|now| now.utilization_since(seen.cpu));
-            families.push(gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", used));
+            let now = CpuTime::now().unwrap_or_default();
+            if let Some(used) = now.utilization_since(seen.cpu) {
+                (seen.utilization, seen.cpu) = (Some(used), now);
+            }
+            families.push(gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", seen.utilization));
             families.extend(memory_families());
-            seen.cpu = now.unwrap_or_default();
         }
         (seen.families, seen.at) = (families, Instant::now());
     }

@@ -119,6 +119,8 @@ impl StepThread {
         loop {
             let end = match running.start() {
                 Ok(group) => {
+                    // Before anyone is told that the model is loaded.
+                    running.thread.shared.ready.store(true, Ordering::Release);
                     loaded.take().map(|loaded| loaded.send(Ok(())));
                     running.serve(group)
                 }
@@ -226,7 +228,6 @@ impl Running {
     fn serve(&mut self, mut group: Group) -> End {
         debug_assert!(group.is_linked());
         self.thread.inbox.set_doorbell(group.doorbell());
-        self.thread.shared.ready.store(true, Ordering::Release);
         let end = loop {
             if let Err(end) = self.turn(&mut group) {
                 break end;

@@ -1,0 +1,107 @@
+"""Readiness tells the truth: of the models that serve, of those that do not, and of workers that restart."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+import metrics_page
+from asking import post
+from conftest import BINARIES, ROOT
+from serving import IDENTITY, Rank, rank
+
+BROKEN = IDENTITY.replace('backend: "identity"', 'backend: "no_such_backend"')
+
+
+def status(address: str, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://{address}/v2/{path}", timeout=30) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def await_status(address: str, path: str, wanted: int):
+    deadline = time.monotonic() + 90
+    while (found := status(address, path)) != wanted:
+        assert time.monotonic() < deadline, f"{path} answers {found}"
+        time.sleep(0.02)
+
+
+def test_a_model_that_fails_at_start_makes_no_other_unready(tmp_path):
+    with rank(tmp_path, "--exit-on-error=false", prefix="ready", identity=IDENTITY, broken=BROKEN) as one:
+        assert status(one.http, "models/identity/ready") == 200
+        assert status(one.http, "models/broken/ready") == 400
+        assert status(one.http, "health/live") == 200
+        assert status(one.http, "health/ready") == 400, "strict readiness is of all models"
+        assert "| broken   | 1       | UNAVAILABLE: " in one.log.read_text()
+
+
+def test_without_strict_readiness_it_does_not_count(tmp_path):
+    with rank(tmp_path, "--exit-on-error=false", "--strict-readiness=false", prefix="ready", identity=IDENTITY, broken=BROKEN) as one:
+        assert [status(one.http, path) for path in ("health/ready", "models/identity/ready")] == [200, 200]
+
+
+def test_a_load_that_fails_later_changes_nothing_for_the_others(tmp_path):
+    flags = ["--model-control-mode=explicit", "--load-model=identity"]
+    with rank(tmp_path, *flags, prefix="ready", identity=IDENTITY, broken=BROKEN) as one:
+        assert post(one.http, "/v2/repository/models/broken/load", {})[0] == 400
+        ready = [status(one.http, path) for path in ("health/ready", "models/identity/ready", "models/broken/ready")]
+        assert ready == [200, 200, 400]
+
+
+@pytest.fixture
+def restartable(tmp_path):
+    """The shipped repository, copied, with a model beside it that needs no worker."""
+    models = tmp_path / "models"
+    shutil.copytree(ROOT / "model_repository", models)
+    (models / "identity/1").mkdir(parents=True)
+    (models / "identity/config.pbtxt").write_text(IDENTITY)
+    log = tmp_path / "rank.log"
+    command = [BINARIES / "trireme", "rank", f"--model-repository={models}", f"--log-file={log}", "--device=cpu"]
+    command += ["--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+    command += [f"--backend-config=python,shm-region-prefix-name=restart{tmp_path.name[-10:]}_"]
+    command += ["--model-control-mode=explicit", "--load-model=*"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        yield Rank(process, log), models
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def test_a_model_is_not_ready_while_its_workers_restart(restartable):
+    one, models = restartable
+    weights = models / "tensorrt_llm/1/model.safetensors"
+    assert status(one.http, "health/ready") == 200
+    found = metrics_page.families(metrics_page.page(one.metrics))
+    assert found["trireme_llm_worker_ready"].value() == 1
+    worker = int(found["trireme_llm_worker_ready"].samples[0][1]["pid"])
+
+    # Without its weights the next worker cannot load, so the restart lasts as long as this test wants.
+    hidden = weights.with_suffix(".hidden")
+    weights.rename(hidden)
+    os.kill(worker, signal.SIGKILL)
+    await_status(one.http, "models/tensorrt_llm/ready", 400)
+    assert status(one.http, "models/ensemble/ready") == 400, "a step of it cannot run"
+    assert status(one.http, "health/ready") == 400
+    assert [status(one.http, f"models/{name}/ready") for name in ("identity", "preprocessing")] == [200, 200]
+    found = metrics_page.families(metrics_page.page(one.metrics))
+    assert found["trireme_llm_ready"].value() == 0
+    assert found["trireme_llm_worker_restarts_total"].value() >= 1
+
+    # It comes back by itself, or on request once it was given up.
+    hidden.rename(weights)
+    deadline = time.monotonic() + 60
+    while status(one.http, "models/tensorrt_llm/ready") != 200:
+        post(one.http, "/v2/repository/models/tensorrt_llm/load", {})
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    await_status(one.http, "health/ready", 200)
+    code, _, body = post(one.http, "/v2/models/ensemble/generate", {"text_input": "Once", "max_tokens": 4})
+    assert code == 200, body
