@@ -14,11 +14,15 @@ mod matrix;
 mod norm;
 mod packed;
 mod pool;
+mod quantized;
+mod quantized_linear;
 mod rope;
 mod rows;
 mod shared;
 #[cfg(target_arch = "x86_64")]
 mod x86;
+#[cfg(target_arch = "x86_64")]
+mod x86_quantized;
 
 pub use activation::{Gate, activate, gate};
 pub use attention::{Attention, AttentionRow, KvCache, KvType};
@@ -30,5 +34,7 @@ pub use matrix::{Matrix, WeightType, read_weights};
 pub use norm::{Norm, add_norm, head_norm, norm};
 pub use packed::PackedInput;
 pub use pool::Pool;
+pub use quantized::{QuantInput, QuantMatrix, QuantType};
+pub use quantized_linear::quantized_linear;
 pub use rope::rotate;
 pub use rows::map_rows;

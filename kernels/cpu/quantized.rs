@@ -1,0 +1,220 @@
+//! Weight matrices in 8 or 4 bits, quantised from a checkpoint's in groups along `K`, and inputs quantised beside them.
+//!
+//! A group of 64 weights of one output shares a scale in f16: 8.25 or 4.25 bits a weight. Weights lie in panels of 16
+//! outputs, four neighbours in `K` of each output beside each other, as byte dot products take them; a 4-bit byte holds
+//! neighbours of the group's first half below and of its second half above. They are stored unsigned, shifted by
+//! [`QuantType::shift`]; inputs carry what the shift adds to each group's sum.
+
+use half::f16;
+
+use crate::cpu::shared::SharedOut;
+use crate::cpu::{Buffer, Matrix, Pool};
+
+/// Weights that share a scale.
+pub(crate) const GROUP_K: usize = 64;
+/// Outputs of a panel.
+pub(crate) const PANEL: usize = 16;
+/// Neighbours in `K` that one lane multiplies.
+const QUAD: usize = 4;
+
+/// How weights are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QuantType {
+    /// 8 bits: the largest of a group is 127 steps.
+    Int8,
+    /// 4 bits: the largest of a group is -8 steps.
+    Int4,
+}
+
+impl QuantType {
+    /// What is added to a weight's steps to store them unsigned.
+    pub(crate) fn shift(self) -> i32 {
+        match self {
+            QuantType::Int8 => 128,
+            QuantType::Int4 => 8,
+        }
+    }
+
+    /// Bytes of a panel's group.
+    pub(crate) fn block_bytes(self) -> usize {
+        match self {
+            QuantType::Int8 => PANEL * GROUP_K,
+            QuantType::Int4 => PANEL * GROUP_K / 2,
+        }
+    }
+}
+
+/// A quantised matrix `[N, K]`.
+pub struct QuantMatrix {
+    pub(super) quant_type: QuantType,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) data: Buffer<u8>,    // [panels, groups, block_bytes]
+    pub(super) scales: Buffer<u16>, // [panels, groups, PANEL] f16
+    pub(super) bias: Option<Vec<f32>>,
+}
+
+impl QuantMatrix {
+    /// Quantises a checkpoint's matrix; its bias stays as it is.
+    pub fn new(pool: &mut Pool, matrix: &Matrix, quant_type: QuantType) -> Self {
+        let (rows, cols) = (matrix.rows(), matrix.cols());
+        let (panels, groups) = (rows.div_ceil(PANEL), cols.div_ceil(GROUP_K));
+        let mut data = Buffer::new(panels * groups * quant_type.block_bytes());
+        let mut scales = Buffer::new(panels * groups * PANEL);
+        let (shared_data, shared_scales) = (SharedOut::new(&mut data), SharedOut::new(&mut scales));
+        pool.each(panels, 1, |range| {
+            let mut row = vec![0.0; groups * GROUP_K];
+            for panel in range {
+                let len = groups * quant_type.block_bytes();
+                // SAFETY: each panel is one thread's.
+                let data: &mut [u8] = unsafe { shared_data.slice(panel * len, len) };
+                // SAFETY: as above.
+                let scales: &mut [u16] = unsafe { shared_scales.slice(panel * groups * PANEL, groups * PANEL) };
+                // Outputs beyond the last are weights of 0.
+                data.fill(if quant_type == QuantType::Int8 { 128 } else { 0x88 });
+                for lane in 0..PANEL.min(rows - panel * PANEL) {
+                    matrix.read_row(panel * PANEL + lane, &mut row[..cols]);
+                    for (group, weights) in row.chunks_exact(GROUP_K).enumerate() {
+                        let block = &mut data[group * quant_type.block_bytes()..][..quant_type.block_bytes()];
+                        scales[group * PANEL + lane] = quantize(quant_type, weights, block, lane);
+                    }
+                }
+            }
+        });
+        Self { quant_type, rows, cols, data, scales, bias: matrix.bias.clone() }
+    }
+
+    /// `N`.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// `K`.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// How weights are stored.
+    pub fn quant_type(&self) -> QuantType {
+        self.quant_type
+    }
+
+    /// Bytes that one product reads.
+    pub fn bytes(&self) -> usize {
+        self.data.len() + size_of_val(&*self.scales)
+    }
+
+    pub(crate) fn groups(&self) -> usize {
+        self.cols.div_ceil(GROUP_K)
+    }
+
+    /// The weight of output `row` at `col` as it is stored, for tests.
+    ///
+    /// # Panics
+    /// When there is none.
+    pub fn weight(&self, row: usize, col: usize) -> f32 {
+        assert!(row < self.rows && col < self.cols, "the weight is in the matrix");
+        let block = row / PANEL * self.groups() + col / GROUP_K;
+        let bytes = &self.data[block * self.quant_type.block_bytes()..];
+        let (at, is_high) = place(self.quant_type, row % PANEL, col % GROUP_K);
+        let steps = match self.quant_type {
+            QuantType::Int8 => bytes[at],
+            QuantType::Int4 => bytes[at] >> if is_high { 4 } else { 0 } & 15,
+        };
+        let scale = f16::from_bits(self.scales[block * PANEL + row % PANEL]).to_f32();
+        (i32::from(steps) - self.quant_type.shift()) as f32 * scale
+    }
+}
+
+/// The byte of a panel's group that holds a weight, and whether in its upper half.
+fn place(quant_type: QuantType, lane: usize, k: usize) -> (usize, bool) {
+    let half = GROUP_K / 2;
+    let (k, is_high) = if quant_type == QuantType::Int4 && k >= half { (k - half, true) } else { (k, false) };
+    (k / QUAD * PANEL * QUAD + lane * QUAD + k % QUAD, is_high)
+}
+
+/// Stores one output's group and returns its scale.
+fn quantize(quant_type: QuantType, weights: &[f32], block: &mut [u8], lane: usize) -> u16 {
+    let largest = weights.iter().fold(0.0f32, |largest, w| if w.abs() > largest.abs() { *w } else { largest });
+    let scale = match quant_type {
+        QuantType::Int8 => f16::from_f32(largest.abs() / 127.0),
+        QuantType::Int4 => f16::from_f32(largest / -8.0),
+    };
+    let inverse = if scale.to_f32() == 0.0 { 0.0 } else { 1.0 / scale.to_f32() };
+    for (k, weight) in weights.iter().enumerate() {
+        let (at, is_high) = place(quant_type, lane, k);
+        let steps = (weight * inverse).round_ties_even();
+        match quant_type {
+            QuantType::Int8 => block[at] = (steps.clamp(-127.0, 127.0) as i32 + 128) as u8,
+            QuantType::Int4 => {
+                let nibble = (steps.clamp(-8.0, 7.0) as i32 + 8) as u8;
+                block[at] = if is_high { block[at] & 0x0f | nibble << 4 } else { block[at] & 0xf0 | nibble };
+            }
+        }
+    }
+    scale.to_bits()
+}
+
+/// Inputs of a quantised layer: each group of a row in steps of its own scale.
+pub struct QuantInput {
+    pub(super) steps: Buffer<i8>,    // [rows, groups, GROUP_K]
+    pub(super) scales: Buffer<f32>,  // [rows, groups]
+    pub(super) offsets: Buffer<i32>, // [rows, groups]: what takes the shift of the weights back
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+}
+
+impl QuantInput {
+    /// Room for `max_rows` rows of `max_cols`.
+    pub fn new(max_rows: usize, max_cols: usize) -> Self {
+        let groups = max_rows * max_cols.div_ceil(GROUP_K);
+        let (steps, scales, offsets) = (Buffer::new(groups * GROUP_K), Buffer::new(groups), Buffer::new(groups));
+        Self { steps, scales, offsets, rows: 0, cols: 0 }
+    }
+
+    /// Quantises `x [rows, cols]` to 127 steps either way for each group.
+    ///
+    /// # Panics
+    /// When `x` is shorter, or larger than the room.
+    pub fn pack(&mut self, pool: &mut Pool, x: &[f32], rows: usize, cols: usize, quant_type: QuantType) {
+        let groups = cols.div_ceil(GROUP_K);
+        assert!(x.len() >= rows * cols, "inputs are [rows, cols]");
+        assert!(rows * groups <= self.scales.len(), "quantised inputs fit");
+        (self.rows, self.cols) = (rows, cols);
+        let (steps, scales) = (SharedOut::new(&mut self.steps), SharedOut::new(&mut self.scales));
+        let offsets = SharedOut::new(&mut self.offsets);
+        let chunk = if rows * cols < 1 << 15 { rows.max(1) } else { 1 };
+        pool.each(rows, chunk, |range| {
+            for row in range {
+                // SAFETY: each row is one thread's, here and below.
+                let steps: &mut [i8] = unsafe { steps.slice(row * groups * GROUP_K, groups * GROUP_K) };
+                // SAFETY: as above.
+                let scales: &mut [f32] = unsafe { scales.slice(row * groups, groups) };
+                // SAFETY: as above.
+                let offsets: &mut [i32] = unsafe { offsets.slice(row * groups, groups) };
+                let x = &x[row * cols..][..cols];
+                for (group, (x, steps)) in x.chunks(GROUP_K).zip(steps.chunks_exact_mut(GROUP_K)).enumerate() {
+                    let sum;
+                    (scales[group], sum) = pack_group(x, steps);
+                    offsets[group] = -quant_type.shift() * sum;
+                }
+            }
+        });
+    }
+}
+
+/// Quantises one group; returns its scale and the sum of its steps.
+fn pack_group(x: &[f32], steps: &mut [i8]) -> (f32, i32) {
+    let largest = x.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
+    let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
+    // Adding and taking away 1.5 * 2^23 rounds to an integer, ties to even.
+    const ROUND: f32 = 12_582_912.0;
+    let mut sum = 0;
+    for (steps, x) in steps.iter_mut().zip(x) {
+        let rounded = ((x * inverse + ROUND).to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
+        *steps = rounded as i8;
+        sum += i32::from(*steps);
+    }
+    steps[x.len()..].fill(0);
+    (largest / 127.0, sum)
+}
