@@ -49,8 +49,8 @@ pub enum Action {
         /// The world that serves HTTP on this port; may be left out when there is only one.
         #[arg(long)]
         http_port: Option<u16>,
-        /// Not possible yet.
-        #[arg(long, hide = true)]
+        /// Load a second world beside the first, which serves until the second takes its ports over.
+        #[arg(long)]
         rolling: bool,
         /// How long the world may take to serve again.
         #[arg(long, default_value_t = 600, value_name = "SECONDS")]

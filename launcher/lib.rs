@@ -64,9 +64,6 @@ pub fn run(flags: &Flags, arguments: &[OsString]) -> Result<u8> {
         Some(Action::Status { job: Some(job), http_port, .. }) => control::job_status(*job, *http_port)?,
         Some(Action::Status { json, .. }) => status::print(&run_dir, *json)?,
         Some(Action::Restart { http_port, rolling, wait_ready }) => {
-            if *rolling {
-                bail!("ranks cannot hand over their ports yet; leave --rolling out");
-            }
             control::restart(&run_dir, *http_port, *rolling, Duration::from_secs(*wait_ready))?;
         }
         Some(Action::Logs { http_port, follow, rank, lines }) => {

@@ -3,7 +3,7 @@
 mod support;
 
 use nix::sys::signal::Signal;
-use support::{TestWorld, signal};
+use support::{Options, TestWorld, copied_repository, eventually, signal};
 
 const MAX_TOKENS: u32 = 160;
 
@@ -67,4 +67,38 @@ fn clients_hear_at_once_that_a_rank_has_died() {
     let error = std::iter::from_fn(|| stream.next_event()).find_map(|event| event["error"].as_str().map(str::to_owned));
     let error = error.expect("the stream ends with an error");
     assert!(error.contains("rank 1 (process ") && error.contains("has ended"), "{error}");
+}
+
+#[test]
+fn a_rank_that_is_stopped_is_named_to_clients_and_ends_the_world() {
+    let args = vec!["--heartbeat-timeout=3".to_owned()];
+    let mut world = TestWorld::start(Options { world_size: 2, args, ..Options::default() });
+    let body = serde_json::json!({"text_input": "Once", "max_tokens": 1900, "stream": true, "end_id": -1});
+    let mut stream = world.stream_request(&body);
+    stream.next_event().expect("a first piece");
+    // The worker too, else the stream might end first.
+    signal(world.workers()[1], Signal::SIGSTOP);
+    signal(world.rank(1), Signal::SIGSTOP);
+    let error = std::iter::from_fn(|| stream.next_event()).find_map(|event| event["error"].as_str().map(str::to_owned));
+    let error = error.expect("the stream ends with an error");
+    assert!(error.contains("rank 1 on node ") && error.contains("has not answered for"), "{error}");
+    assert!(!world.wait_for_end().success());
+}
+
+#[test]
+fn a_model_whose_checkpoint_was_away_comes_back_with_it() {
+    let repository = copied_repository();
+    let mut world = TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() });
+    let undisturbed = world.generate("Once upon a time", 8);
+    let (version, away) = (repository.path().join("tensorrt_llm/1"), repository.path().join("tensorrt_llm/away"));
+    std::fs::rename(&version, &away).unwrap();
+    signal(world.workers()[0], Signal::SIGKILL);
+    let body = serde_json::json!({"text_input": "Once upon a time", "max_tokens": 8});
+    let (status, text) = world.post("/v2/models/ensemble/generate", &body);
+    assert!(status == 503 && text.contains("were lost"), "{status} {text}");
+
+    std::fs::rename(&away, &version).unwrap();
+    eventually("the model serves again", || world.post("/v2/models/ensemble/generate", &body).0 == 200);
+    assert_eq!(world.generate("Once upon a time", 8), undisturbed);
+    assert!(world.stop().success());
 }

@@ -60,7 +60,7 @@ pub use forward::HeaderPattern;
 pub use listener::StartError;
 pub use metrics::{MetricsOptions, MetricsSource};
 pub use restricted::{Api, Restrictions};
-pub use running::{Addresses, Running, start};
+pub use running::{Addresses, Listeners, Running, start, start_on};
 pub use settings::{LogControl, LogFormat, LogOptions, TraceOptions};
 pub use status::{grpc_code, http_status};
 pub use tls::{Tls, TlsError};

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use hyper_util::server::graceful::GracefulConnection;
 use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
@@ -80,6 +80,10 @@ pub struct Limits {
 pub struct Port {
     local_address: SocketAddr,
     stop: CancellationToken,
+    /// Set once another process accepts: how long clients may then use a connection they hold idle.
+    leave: watch::Sender<Option<Duration>>,
+    /// The socket, for another process to accept on.
+    socket: std::net::TcpListener,
     accepting: tokio::task::JoinHandle<()>,
     limits: Limits,
     /// One for each connection that may still come.
@@ -105,11 +109,14 @@ impl Port {
         C: GracefulConnection<Error: std::fmt::Display> + Send + 'static,
     {
         let local_address = listener.local_addr()?;
+        let socket = listener.into_std()?;
+        let listener = TcpListener::from_std(socket.try_clone()?)?;
         let stop = CancellationToken::new();
+        let leave = watch::Sender::new(None);
         let permits = Arc::new(Semaphore::new(limits.max_connections as usize));
-        let door = Arc::new(Door { limits, stop: stop.clone(), acceptor, connect });
+        let door = Arc::new(Door { limits, stop: stop.clone(), leave: leave.subscribe(), acceptor, connect });
         let accepting = tokio::spawn(accept(listener, permits.clone(), door));
-        Ok(Self { local_address, stop, accepting, limits, permits })
+        Ok(Self { local_address, stop, leave, socket, accepting, limits, permits })
     }
 
     /// Where it listens.
@@ -117,8 +124,24 @@ impl Port {
         self.local_address
     }
 
+    /// The socket, to be accepted on by another process too.
+    ///
+    /// # Errors
+    /// When this process may not open any more files.
+    pub fn socket(&self) -> io::Result<std::net::TcpListener> {
+        self.socket.try_clone()
+    }
+
+    /// Takes no new connection: another process does. Connections go on and end with their last request, idle ones
+    /// after `linger`, so that a request that is on its way meets no closed connection. Resolves when all have ended.
+    pub async fn leave(&self, linger: Duration) {
+        self.leave.send_replace(Some(linger));
+        let _ = self.permits.acquire_many(self.limits.max_connections).await;
+    }
+
     /// Takes no new connection, lets each finish the requests it has begun, and resolves when all have ended.
     pub async fn close(self) {
+        drop(self.socket); // Clients are refused from now on, not kept waiting.
         self.stop.cancel();
         let _ = self.accepting.await; // It only ends.
         let _ = self.permits.acquire_many(self.limits.max_connections).await; // All are back: no connection is left.
@@ -129,6 +152,7 @@ impl Port {
 struct Door<F> {
     limits: Limits,
     stop: CancellationToken,
+    leave: watch::Receiver<Option<Duration>>,
     acceptor: Option<TlsAcceptor>,
     connect: F,
 }
@@ -164,10 +188,12 @@ where
     F: Fn(Socket) -> C + Send + Sync + 'static,
     C: GracefulConnection<Error: std::fmt::Display> + Send + 'static,
 {
+    let mut leave = door.leave.clone();
     loop {
         let accepted = tokio::select! {
             biased;
             () = door.stop.cancelled() => return,
+            _ = leave.wait_for(Option::is_some) => return,
             accepted = async {
                 let permit = permits.clone().acquire_owned().await;
                 listener.accept().await.map(|(stream, _)| (stream, permit))
@@ -180,7 +206,9 @@ where
                 tokio::spawn(async move {
                     let greeted = tokio::time::timeout(door.limits.patience, door.greet(stream));
                     match greeted.await {
-                        Ok(Ok(socket)) => serve((door.connect)(socket), door.limits, door.stop.clone()).await,
+                        Ok(Ok(socket)) => {
+                            serve((door.connect)(socket), door.limits, door.stop.clone(), door.leave.clone()).await
+                        }
                         Ok(Err(error)) => tracing::debug!("a client did not begin: {error}"),
                         Err(_) => tracing::debug!("a client did not begin within {:?}", door.limits.patience),
                     }
@@ -200,6 +228,7 @@ async fn serve<C: GracefulConnection<Error: std::fmt::Display>>(
     connection: C,
     limits: Limits,
     stop: CancellationToken,
+    leave: watch::Receiver<Option<Duration>>,
 ) {
     let mut connection = std::pin::pin!(connection);
     let grows_old = async {
@@ -211,6 +240,7 @@ async fn serve<C: GracefulConnection<Error: std::fmt::Display>>(
     let grace = tokio::select! {
         result = &mut connection => return report(result),
         () = stop.cancelled() => None,
+        () = lingers(leave) => None,
         () = grows_old => limits.age_grace,
     };
     connection.as_mut().graceful_shutdown();
@@ -220,6 +250,16 @@ async fn serve<C: GracefulConnection<Error: std::fmt::Display>>(
             Err(_) => tracing::debug!("a connection outlived its age and its grace of {grace:?}"),
         },
         None => report(connection.await),
+    }
+}
+
+/// Resolves when another process accepts and idle connections have had their time.
+async fn lingers(mut leave: watch::Receiver<Option<Duration>>) {
+    let linger = leave.wait_for(Option::is_some).await.ok().and_then(|linger| *linger);
+    match linger {
+        Some(linger) => tokio::time::sleep(linger).await,
+        // The port is gone, and `stop` says so.
+        None => std::future::pending().await,
     }
 }
 

@@ -4,6 +4,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use http::StatusCode;
+use http::header::{CONNECTION, HeaderValue, RETRY_AFTER};
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -19,6 +21,7 @@ use crate::kserve_http;
 use crate::listener::{Limits, MAX_PREFACE_BYTES, Port, StartError, bind};
 use crate::metrics::{self, MetricsSource};
 use crate::state::State;
+use crate::status::RETRY_AFTER_SECS;
 
 /// Where the services listen, ports chosen by the system included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -29,6 +32,17 @@ pub struct Addresses {
     pub http: Option<SocketAddr>,
     /// Metrics.
     pub metrics: Option<SocketAddr>,
+}
+
+/// Sockets that listen already, as another process bound them.
+#[derive(Debug, Default)]
+pub struct Listeners {
+    /// For KServe gRPC.
+    pub grpc: Option<std::net::TcpListener>,
+    /// For KServe HTTP.
+    pub http: Option<std::net::TcpListener>,
+    /// For metrics.
+    pub metrics: Option<std::net::TcpListener>,
 }
 
 /// The front while it serves. Dropping it leaves it serving; [`Running::shutdown`] ends it.
@@ -44,6 +58,9 @@ const MAX_FRAME_BYTES: u32 = 1 << 20;
 const MAX_STREAMS: u32 = 4096;
 /// Least time that connections have to send what they hold.
 const CLOSE_GRACE: Duration = Duration::from_secs(1);
+/// Time in which clients may use an HTTP connection that they hold idle while another world takes over; its next
+/// answer tells them to open a new one.
+const LINGER: Duration = Duration::from_secs(5);
 
 /// Binds every configured port, or none, and begins to serve on the current runtime.
 ///
@@ -54,11 +71,24 @@ pub async fn start(
     server: Arc<Server>,
     sources: Vec<Arc<dyn MetricsSource>>,
 ) -> Result<Running, StartError> {
+    start_on(Listeners::default(), config, server, sources).await
+}
+
+/// As [`start`], on sockets that listen already where they are given.
+///
+/// # Errors
+/// As [`start`].
+pub async fn start_on(
+    listeners: Listeners,
+    config: Config,
+    server: Arc<Server>,
+    sources: Vec<Arc<dyn MetricsSource>>,
+) -> Result<Running, StartError> {
     config.validate()?;
     let acceptor = config.grpc_tls.as_ref().map(crate::Tls::acceptor).transpose()?;
-    let grpc = listen("gRPC service", config.grpc.as_ref(), config.reuse_grpc_port).await?;
-    let http = listen("HTTP service", config.http.as_ref(), config.reuse_http_port).await?;
-    let metrics = listen("metrics service", config.metrics.as_ref(), false).await?;
+    let grpc = listen("gRPC service", listeners.grpc, config.grpc.as_ref(), config.reuse_grpc_port).await?;
+    let http = listen("HTTP service", listeners.http, config.http.as_ref(), config.reuse_http_port).await?;
+    let metrics = listen("metrics service", listeners.metrics, config.metrics.as_ref(), false).await?;
     let state = Arc::new(State::new(config, server, sources)?);
     let mut running = Running { addresses: Addresses::default(), state: state.clone(), ports: Vec::new() };
     if let Some(listener) = grpc {
@@ -75,12 +105,17 @@ pub async fn start(
 
 async fn listen(
     service: &'static str,
+    bound: Option<std::net::TcpListener>,
     address: Option<&crate::Address>,
     is_shared: bool,
 ) -> Result<Option<TcpListener>, StartError> {
-    match address {
-        Some(address) => bind(service, address, is_shared).await.map(Some),
-        None => Ok(None),
+    match (address, bound) {
+        (Some(address), Some(socket)) => {
+            let taken = socket.set_nonblocking(true).and_then(|()| TcpListener::from_std(socket));
+            taken.map(Some).map_err(|source| StartError::Listen { service, address: address.clone(), source })
+        }
+        (Some(address), None) => bind(service, address, is_shared).await.map(Some),
+        (None, _) => Ok(None),
     }
 }
 
@@ -113,9 +148,23 @@ fn serve_http(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port>
     let builder = http1_builder(&state.config);
     Port::open(listener, http_limits(&state.config), None, move |stream| {
         let state = state.clone();
-        let service = service_fn(move |request| kserve_http::handle(state.clone(), request));
+        let service = service_fn(move |request| {
+            let state = state.clone();
+            async move { kserve_http::handle(state.clone(), request).await.map(|reply| advised(&state, reply)) }
+        });
         builder.serve_connection(TokioIo::new(stream), service)
     })
+}
+
+/// Adds what clients should do next: come again later, or over a new connection.
+fn advised(state: &State, mut reply: kserve_http::Reply) -> kserve_http::Reply {
+    if reply.status() == StatusCode::SERVICE_UNAVAILABLE {
+        reply.headers_mut().insert(RETRY_AFTER, RETRY_AFTER_SECS.into());
+    }
+    if state.is_leaving() {
+        reply.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    }
+    reply
 }
 
 fn serve_metrics(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port> {
@@ -155,6 +204,29 @@ impl Running {
     /// Readiness answers "no" from now on, on ports that stay open.
     pub fn begin_drain(&self) {
         self.state.begin_drain();
+    }
+
+    /// The sockets, for another process to accept on beside this one.
+    ///
+    /// # Errors
+    /// When this process may not open any more files.
+    pub fn listeners(&self) -> std::io::Result<Listeners> {
+        let socket = |address: Option<SocketAddr>| -> std::io::Result<Option<std::net::TcpListener>> {
+            let port = self.ports.iter().find(|port| Some(port.local_address()) == address);
+            port.map(Port::socket).transpose()
+        };
+        let Addresses { grpc, http, metrics } = self.addresses;
+        Ok(Listeners { grpc: socket(grpc)?, http: socket(http)?, metrics: socket(metrics)? })
+    }
+
+    /// Takes no new connections, which another process does from now on; requests on those that are open are
+    /// answered. Resolves when all have ended, at the latest after `patience`.
+    pub async fn leave(&self, patience: Duration) {
+        self.state.begin_leaving();
+        let linger =
+            |port: &Port| if Some(port.local_address()) == self.addresses.grpc { Duration::ZERO } else { LINGER };
+        let all = futures::future::join_all(self.ports.iter().map(|port| port.leave(linger(port))));
+        let _ = tokio::time::timeout(patience, all).await;
     }
 
     /// Ends in good order: readiness answers "no" and new requests are refused while those in flight finish,

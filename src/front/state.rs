@@ -26,6 +26,7 @@ pub struct State {
     pub sources: Vec<Arc<dyn MetricsSource>>,
     trace: TraceSettings,
     is_draining: AtomicBool,
+    is_leaving: AtomicBool,
 }
 
 impl State {
@@ -37,7 +38,16 @@ impl State {
         let memory = SharedMemory::new(config.allow_client_shm, config.reserved_shm_prefixes.clone());
         let log = LogSettings::new(config.log.clone());
         let trace = TraceSettings::new(&config.trace).map_err(|reason| ConfigError { field: "trace", reason })?;
-        Ok(Self { config, server, memory, log, sources, trace, is_draining: AtomicBool::new(false) })
+        Ok(Self {
+            config,
+            server,
+            memory,
+            log,
+            sources,
+            trace,
+            is_draining: AtomicBool::new(false),
+            is_leaving: AtomicBool::new(false),
+        })
     }
 
     /// Answers "not ready" from now on.
@@ -48,6 +58,16 @@ impl State {
     /// Whether the server is about to end.
     pub fn is_draining(&self) -> bool {
         self.is_draining.load(Ordering::Acquire)
+    }
+
+    /// Connections end with their next request from now on, for another world takes new ones.
+    pub fn begin_leaving(&self) {
+        self.is_leaving.store(true, Ordering::Release);
+    }
+
+    /// Whether another world takes new connections.
+    pub fn is_leaving(&self) -> bool {
+        self.is_leaving.load(Ordering::Acquire)
     }
 
     /// Whether requests are welcome.

@@ -35,7 +35,14 @@ pub fn generate_status(kind: ErrorKind) -> StatusCode {
     }
 }
 
-/// The gRPC status of an error, with its words.
+/// When a client that was told "unavailable" should come again: workers that are lost are back within a second.
+pub const RETRY_AFTER_SECS: u64 = 1;
+
+/// The gRPC status of an error, with its words; what is unavailable also says when to come again, as HTTP does.
 pub fn grpc_status(error: InferError) -> Status {
-    Status::new(grpc_code(error.kind), error.message)
+    let mut status = Status::new(grpc_code(error.kind), error.message);
+    if error.kind == ErrorKind::Unavailable {
+        status.metadata_mut().insert("retry-after", RETRY_AFTER_SECS.into());
+    }
+    status
 }

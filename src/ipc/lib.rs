@@ -5,6 +5,7 @@
 //! - [`Ring`], [`RingSender`], [`RingReceiver`]: a queue of byte messages in a region, one sender, one receiver.
 //!   Waiting is a short spin, then a futex, so an idle receiver uses no CPU.
 //! - [`ProcessWatch`]: notices the end of any process at once, over a pidfd.
+//! - [`send_files`], [`receive_files`]: listening sockets that one world hands to the next.
 //!
 //! What the bytes mean is left to others. A region trusts every process that may open it (mode 0600, one user).
 //!
@@ -25,6 +26,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod descriptors;
 mod error;
 pub mod futex;
 mod prefix;
@@ -36,6 +38,7 @@ mod sweep;
 mod threads;
 mod title;
 
+pub use descriptors::{MAX_FILES, receive_files, send_files};
 pub use error::{IpcError, RecvError, SendError};
 pub use prefix::Prefix;
 pub use process::{ProcessId, ProcessWatch, bind_to_parent, describe_exit, die_with_parent};

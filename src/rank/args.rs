@@ -111,6 +111,12 @@ pub struct RankArgs {
     /// Seconds that another rank may be silent before the world ends; 0: for ever
     #[arg(long, default_value_t = 15, value_name = "SECONDS")]
     pub heartbeat_timeout: u64,
+    /// Where another world may ask for this one's ports; set by the launcher
+    #[arg(long, env = "TRIREME_HAND_OVER", hide = true, hide_env = true, value_name = "SOCKET")]
+    pub hand_over: Option<PathBuf>,
+    /// Where this world gets its ports from once it has loaded; set by the launcher
+    #[arg(long, env = "TRIREME_TAKE_OVER", hide = true, hide_env = true, value_name = "SOCKET")]
+    pub take_over: Option<PathBuf>,
     /// `NAME,KEY=VALUE`; `python,shm-region-prefix-name=P` names this rank's shared memory
     #[arg(long, value_name = "NAME,KEY=VALUE")]
     pub backend_config: Vec<String>,

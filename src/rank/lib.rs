@@ -7,6 +7,7 @@ mod args;
 mod devices;
 mod front_args;
 mod gpus;
+mod hand_over;
 mod heartbeat;
 mod host_metrics;
 mod log;

@@ -1,6 +1,7 @@
 //! Rank 0: loads the models, answers clients, drains when told to end.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
@@ -11,13 +12,14 @@ use backends::layouts::Layouts;
 use backends::llm::{LlmDefaults, LlmFactory};
 use backends::python::{PythonConfig, PythonFactory};
 use comm::World;
-use front::{Address, Running};
+use front::{Address, Listeners, Running};
 use ipc::Prefix;
 use serving::{BackendFactory, ControlMode, Server, ServerConfig};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use worker::{Agent, Agents, FromAgent, Nodes, ToAgent};
 
 use crate::args::{self, RankArgs};
+use crate::hand_over::{self, Taken};
 use crate::heartbeat::{self, Heartbeat};
 use crate::host_metrics::HostMetrics;
 use crate::metrics::{LlmMetrics, PythonMetrics, StartupMetrics};
@@ -160,25 +162,81 @@ async fn serve(
         Arc::new(StartupMetrics(Arc::clone(&startup))),
     ];
     let mut front_config = front_config(args, prefix).map_err(RankError::Server)?;
-    let front = front::start(front_config, Arc::clone(&server), metrics);
+    // One that takes over serves once it has loaded, others answer while they load.
+    let (listeners, taken) = match &args.take_over {
+        None => (Listeners::default(), None),
+        Some(socket) => match load(args, &config, &server, &mut signals).await? {
+            Loaded::All => take_over(socket),
+            Loaded::ToldToEnd => return Ok(ExitCode::SUCCESS),
+        },
+    };
+    let front = front::start_on(listeners, front_config, Arc::clone(&server), metrics);
     let front = front.await.map_err(|error| RankError::Server(error.to_string()))?;
-    tokio::select! {
-        loaded = server.load_all() => {
-            let failures = loaded.err().unwrap_or_default();
-            tables::write(args, &config, &server);
-            report_loading(args, &failures)?;
-        }
-        () = signals.next() => return Ok(ExitCode::SUCCESS),
+    if args.take_over.is_none() && load(args, &config, &server, &mut signals).await? == Loaded::ToldToEnd {
+        return Ok(ExitCode::SUCCESS);
     }
     startup.reached("models");
     report_started(&front);
     startup.reached("total");
+    if let Some(taken) = taken {
+        taken.confirm();
+        tracing::info!("took the ports over from the world that served before");
+    }
     tokio::spawn({
         let server = Arc::clone(&server);
         async move { server.keep_polling().await }
     });
-    signals.next().await;
-    Ok(drain(args, &server, front, signals).await)
+    tokio::select! {
+        () = signals.next() => Ok(drain(args, &server, front, signals).await),
+        () = handed_over(args, &front) => {
+            tracing::info!("another world has the ports: this one ends with the requests that it has");
+            front.leave(Duration::from_secs(args.exit_timeout_secs)).await;
+            Ok(drain(args, &server, front, signals).await)
+        }
+    }
+}
+
+#[derive(PartialEq)]
+enum Loaded {
+    All,
+    ToldToEnd,
+}
+
+async fn load(
+    args: &RankArgs,
+    config: &ServerConfig,
+    server: &Arc<Server>,
+    signals: &mut Signals,
+) -> Result<Loaded, RankError> {
+    tokio::select! {
+        loaded = server.load_all() => {
+            let failures = loaded.err().unwrap_or_default();
+            tables::write(args, config, server);
+            report_loading(args, &failures).map(|()| Loaded::All)
+        }
+        () = signals.next() => Ok(Loaded::ToldToEnd),
+    }
+}
+
+/// The sockets of the world that serves; none when it has gone meanwhile, and its ports with it.
+fn take_over(socket: &Path) -> (Listeners, Option<Taken>) {
+    match hand_over::take(socket) {
+        Ok((listeners, taken)) => (listeners, Some(taken)),
+        Err(error) => {
+            tracing::warn!("the world that served before hands nothing over ({error}); binds the ports itself");
+            (Listeners::default(), None)
+        }
+    }
+}
+
+/// Resolves when another world serves on this one's ports.
+async fn handed_over(args: &RankArgs, front: &Running) {
+    let (Some(path), Ok(listeners)) = (&args.hand_over, front.listeners()) else {
+        return std::future::pending().await;
+    };
+    if hand_over::offer(path.clone(), listeners).await.is_err() {
+        std::future::pending().await
+    }
 }
 
 fn report_loading(args: &RankArgs, failures: &[serving::LoadFailure]) -> Result<(), RankError> {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! starting ──workers ready──► stepping ──a worker is lost──► starting   (running sequences are prefilled again)
-//!     └── too many losses without a step between ──► failed             (requests get an error)
+//!     └── too many losses without a step between ──► failed ──later──► starting   (requests get an error meanwhile)
 //! ```
 
 use std::collections::{BTreeMap, HashMap};
@@ -23,6 +23,10 @@ use super::inbox::{Inbox, Message, RequestEvent};
 
 /// Losses in a row, without a settled step between them, after which the model is given up.
 const MAX_LOSSES: u32 = 5;
+
+/// A model that was given up is tried again after this time, doubled each time up to the longest.
+const FIRST_RETRY: Duration = Duration::from_secs(5);
+const LONGEST_RETRY: Duration = Duration::from_secs(60);
 
 /// Longest wait between looks at the watchdog.
 const LOOK_AROUND: Duration = Duration::from_millis(100);
@@ -119,6 +123,7 @@ impl StepThread {
         loop {
             let end = match running.start() {
                 Ok(group) => {
+                    *running.thread.shared.failure.lock().unwrap() = None;
                     // Before anyone is told that the model is loaded.
                     running.thread.shared.ready.store(true, Ordering::Release);
                     loaded.take().map(|loaded| loaded.send(Ok(())));
@@ -330,7 +335,9 @@ impl Running {
     }
 
     fn check_watchdog(&self) -> Result<(), Lost> {
-        let (waited, allowed) = (self.last_progress.elapsed(), self.thread.config.step_timeout + self.longest_step);
+        // A machine that is only slow gets longer each time, lest the same step be lost again and again.
+        let patience = self.thread.config.step_timeout * (1 << self.losses.min(MAX_LOSSES));
+        let (waited, allowed) = (self.last_progress.elapsed(), patience + self.longest_step);
         match waited > allowed {
             true => Err(Lost::new(format!("a step was not done after {waited:.1?}, {allowed:.1?} are allowed"))),
             false => Ok(()),
@@ -451,7 +458,7 @@ impl Running {
         }
         let words =
             format!("workers of model `{name}` were lost {} times without a step between: {reason}", self.losses);
-        tracing::error!(model = %name, "{words}; giving the model up, load it again to retry");
+        tracing::error!(model = %name, "{words}; requests are refused until a further start succeeds");
         self.give_up(words)
     }
 
@@ -462,17 +469,21 @@ impl Running {
         for (_, request) in self.requests.drain() {
             let _ = request.send(RequestEvent::Failed(error.clone()));
         }
-        self.refuse_until_stopped(&error)
+        self.refuse_for_a_while(&error)
     }
 
-    fn refuse_until_stopped(&mut self, error: &InferError) -> Option<oneshot::Sender<()>> {
+    /// Until told to stop, or until it is time to try again. Requests meanwhile hear why.
+    fn refuse_for_a_while(&mut self, error: &InferError) -> Option<oneshot::Sender<()>> {
+        let doublings = self.losses.saturating_sub(MAX_LOSSES).min(8);
+        let end = Instant::now() + (FIRST_RETRY * (1 << doublings)).min(LONGEST_RETRY);
         loop {
-            match self.thread.messages.recv() {
+            match self.thread.messages.recv_timeout(end.saturating_duration_since(Instant::now())) {
                 Ok(Message::Submit { events, .. }) => drop(events.send(RequestEvent::Failed(error.clone()))),
                 Ok(Message::Stop { done }) => return Some(done),
                 Ok(Message::Cancel(_) | Message::Finish(_) | Message::Agent(_)) => {}
+                Err(mpsc::RecvTimeoutError::Timeout) => return None,
                 // Nobody is left who could ask for anything.
-                Err(_) => return Some(oneshot::channel().0),
+                Err(mpsc::RecvTimeoutError::Disconnected) => return Some(oneshot::channel().0),
             }
         }
     }

@@ -1,0 +1,64 @@
+//! More than a model takes: what fits waits, even while workers are started again, and the rest hears when to come again.
+
+mod support;
+
+use std::fs;
+use std::io::Read;
+use std::thread;
+
+use nix::sys::signal::Signal;
+use serde_json::json;
+use support::{Options, PATIENCE, TestWorld, copied_repository, signal};
+
+const MAX_TOKENS: u32 = 40;
+
+/// Status, `Retry-After` and body of a request that waits for its whole answer.
+fn ask(url: &str) -> (u16, Option<String>, String) {
+    let config = ureq::Agent::config_builder().http_status_as_error(false).timeout_global(Some(PATIENCE));
+    let agent: ureq::Agent = config.build().into();
+    let body = json!({"text_input": "Once upon a time", "max_tokens": MAX_TOKENS, "stream": false});
+    let mut response = agent.post(url).send(body.to_string()).expect("the server answers");
+    let header = response.headers().get("retry-after").map(|value| value.to_str().unwrap().to_owned());
+    let mut text = String::new();
+    response.body_mut().as_reader().read_to_string(&mut text).expect("a whole body");
+    (response.status().as_u16(), header, text)
+}
+
+#[test]
+fn requests_queue_while_workers_are_replaced_and_those_beyond_the_bound_are_told_when_to_come_again() {
+    let repository = copied_repository();
+    let path = repository.path().join("tensorrt_llm/config.pbtxt");
+    let config = fs::read_to_string(&path).unwrap();
+    let config = config.replace("max_batch_size: 64", "max_batch_size: 1").replace("max_queue_size: 1024", "max_queue_size: 2");
+    fs::write(&path, config).unwrap();
+    let args = vec!["--step-timeout=3".to_owned()];
+    let mut world = TestWorld::start(Options { repository: repository.path().to_owned(), args, ..Options::default() });
+    let undisturbed = world.generate("Once upon a time", MAX_TOKENS);
+
+    let mut running = world.stream("Once upon a time", MAX_TOKENS);
+    let first = running.next().expect("a first piece");
+    // Until the watchdog replaces it, nothing moves.
+    signal(world.workers()[0], Signal::SIGSTOP);
+    let url = world.url("/v2/models/ensemble/generate");
+    let askers: Vec<_> = (0..8)
+        .map(|_| {
+            let url = url.clone();
+            thread::spawn(move || ask(&url))
+        })
+        .collect();
+    let answers: Vec<_> = askers.into_iter().map(|asker| asker.join().unwrap()).collect();
+    assert_eq!(first + &running.collect::<String>(), undisturbed);
+
+    let (taken, refused): (Vec<_>, Vec<_>) = answers.iter().partition(|(status, ..)| *status == 200);
+    assert!(taken.len() >= 2 && !refused.is_empty(), "{answers:?}");
+    for (_, _, text) in taken {
+        let answer: serde_json::Value = serde_json::from_str(text).unwrap();
+        assert_eq!(answer["text_output"], undisturbed.as_str());
+    }
+    for (status, retry_after, text) in refused {
+        assert_eq!((*status, retry_after.as_deref()), (503, Some("1")), "{text}");
+        assert!(text.contains("try again later") || text.contains("queue"), "{text}");
+    }
+    assert_eq!(world.metric("trireme_llm_worker_restarts"), 1.0);
+    assert!(world.stop().success());
+}
