@@ -6,9 +6,9 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use futures::{Stream, StreamExt};
 use repository::ModelConfig;
-use serving::{DataType, InferError, InferRequest, InferResponse, ResponseStream, Tensor};
+use serving::{DataType, InferError, InferRequest, InferResponse, Parameter, ResponseStream, Tensor};
 
-use crate::http_infer::set_parameter;
+use crate::http_infer::{model_parameter, set_parameter};
 use crate::json::{self, Value, in_field};
 use crate::json_writer::JsonWriter;
 use crate::shapes::fit_shape;
@@ -27,6 +27,7 @@ pub fn read(body: &[u8], config: &ModelConfig) -> Result<InferRequest, InferErro
         match (key.as_ref(), value) {
             ("id", _) if !names_input(config, key) => {
                 request.id = value.as_str().map_err(|error| in_field("id", error))?.to_owned();
+                request.parameters.insert("id".into(), Parameter::String(request.id.clone()));
             }
             ("parameters", _) if !names_input(config, key) => {
                 let words = |error: InferError| {
@@ -54,7 +55,10 @@ fn read_member(
     value: &Value<'_>,
 ) -> Result<(), InferError> {
     let Some(input) = config.input.iter().find(|input| input.name == key) else {
-        return set_parameter(request, key, value);
+        // Reserved names mean what they mean elsewhere where they can, and the model sees them too.
+        let _ = set_parameter(request, key, value);
+        request.parameters.insert(key.to_owned(), model_parameter(key, value)?);
+        return Ok(());
     };
     let datatype = DataType::from_config(input.data_type())
         .ok_or_else(|| InferError::internal(format!("input '{key}' of model '{}' has no type", config.name)))?;

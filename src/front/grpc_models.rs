@@ -7,8 +7,8 @@ use serving::{InferError, LoadOverrides};
 use crate::proto::model_metadata_response::TensorMetadata;
 use crate::proto::model_repository_parameter::ParameterChoice;
 use crate::proto::{
-    InferBatchStatistics, InferResponseStatistics, InferStatistics, ModelMetadataResponse, ModelRepositoryParameter,
-    ModelStatistics, StatisticDuration,
+    InferBatchStatistics, InferResponseStatistics, InferStatistics, MemoryUsage, ModelMetadataResponse,
+    ModelRepositoryParameter, ModelStatistics, StatisticDuration,
 };
 
 type Parameters = BTreeMap<String, ModelRepositoryParameter>;
@@ -68,11 +68,15 @@ pub fn statistics(model: serving::ModelStatistics) -> ModelStatistics {
         execution_count: model.execution_count,
         inference_stats: Some(inference_stats),
         batch_stats: batch_stats.collect(),
-        memory_usage: Vec::new(),
+        memory_usage: model.memory.iter().map(memory_usage).collect(),
         response_stats: response_stats.collect(),
         name: model.name,
         version: model.version,
     }
+}
+
+fn memory_usage(memory: &serving::MemoryUsage) -> MemoryUsage {
+    MemoryUsage { r#type: memory.kind.to_owned(), id: memory.id, byte_size: memory.num_bytes }
 }
 
 fn duration(duration: serving::StatisticDuration) -> Option<StatisticDuration> {
@@ -109,7 +113,7 @@ pub fn unload_dependents(parameters: Parameters) -> Result<bool, InferError> {
         match parameter.parameter_choice {
             Some(ParameterChoice::BoolParam(value)) if key == "unload_dependents" => wanted = value,
             _ if key == "unload_dependents" => return Err(wrong_type(&key, "bool_param")),
-            _ => return Err(InferError::invalid(format!("unrecognized unload parameter '{key}'"))),
+            _ => {} // As over HTTP, others are ignored.
         }
     }
     Ok(wanted)

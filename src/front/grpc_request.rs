@@ -41,7 +41,7 @@ pub fn read(message: ModelInferRequest, memory: &SharedMemory) -> Result<Asked, 
     asked.request.inputs =
         read_inputs(&asked.request.model_name, message.inputs, message.raw_input_contents, memory, places)?;
     for output in message.outputs {
-        read_output(output, &mut asked)?;
+        read_output(output, &mut asked, memory)?;
     }
     memory.place_outputs(&asked.outputs, &mut asked.request)?;
     Ok(asked)
@@ -214,7 +214,7 @@ fn narrow<Wide: Copy, Narrow: TryFrom<Wide>, const SIZE: usize>(
     Some(())
 }
 
-fn read_output(output: InferRequestedOutputTensor, asked: &mut Asked) -> Result<(), InferError> {
+fn read_output(output: InferRequestedOutputTensor, asked: &mut Asked, memory: &SharedMemory) -> Result<(), InferError> {
     let num_classes = match output.parameters.get("classification").map(|parameter| &parameter.parameter_choice) {
         None => 0,
         Some(Some(ParameterChoice::Int64Param(count))) if *count > 0 => *count as usize,
@@ -227,6 +227,7 @@ fn read_output(output: InferRequestedOutputTensor, asked: &mut Asked) -> Result<
     if num_classes > 0 && region.is_some() {
         return Err(InferError::invalid("output can't set both 'shared_memory_region' and 'classification'"));
     }
+    region.iter().try_for_each(|region| memory.check(region))?;
     asked.request.requested_outputs.push(output.name.clone());
     if num_classes > 0 || region.is_some() {
         asked.outputs.push(OutputAsk { name: output.name, num_classes, region, is_binary: None });

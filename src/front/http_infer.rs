@@ -145,7 +145,11 @@ pub fn set_parameter(request: &mut InferRequest, key: &str, value: &Value<'_>) -
     Ok(())
 }
 
-fn model_parameter(key: &str, value: &Value<'_>) -> Result<Parameter, InferError> {
+/// A parameter that models see.
+///
+/// # Errors
+/// When it is neither a number, a boolean nor a string.
+pub fn model_parameter(key: &str, value: &Value<'_>) -> Result<Parameter, InferError> {
     match value {
         Value::Bool(value) => Ok(Parameter::Bool(*value)),
         Value::String(value) => Ok(Parameter::String(value.to_string())),

@@ -43,7 +43,10 @@ pub async fn load(server: &Server, model: &str, body: &[u8]) -> Result<(), Infer
                 overrides.files.insert(file.to_owned(), bytes.into());
             }
             None if key == "config" => overrides.config = Some(value.as_str()?.to_owned()),
-            None => return Err(InferError::internal("unexpected error on creating Triton parameter")),
+            None => {
+                value.as_str()?;
+                return Err(InferError::internal("unexpected error on creating Triton parameter"));
+            }
         }
         Ok(())
     })?;

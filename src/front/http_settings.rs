@@ -78,6 +78,7 @@ pub fn register_memory(state: &State, kind: MemoryKind, region: &str, body: &[u8
 /// When the body is wrong, or there is no such model.
 pub fn trace(state: &State, model: &str, body: Option<&Bytes>) -> Result<Vec<u8>, InferError> {
     let mut changes = TraceChanges::new();
+    state.update_trace(model, TraceChanges::new())?; // An unknown model is said before a wrong body.
     if let Some(body) = body
         && let Value::Object(members) = json::parse(body)?
     {

@@ -27,11 +27,12 @@ fn codes(kind: ErrorKind) -> (Code, StatusCode) {
     }
 }
 
-/// The HTTP status of a model's failure in `generate`, where Triton's clients know the model's own faults as 400.
+/// The HTTP status of a model's failure in `generate`, which Triton's clients know as 400 whatever its kind. A model that
+/// cannot answer now says so, for those who would ask another server.
 pub fn generate_status(kind: ErrorKind) -> StatusCode {
     match kind {
-        ErrorKind::Internal => StatusCode::BAD_REQUEST,
-        kind => http_status(kind),
+        ErrorKind::Unavailable => http_status(kind),
+        _ => StatusCode::BAD_REQUEST,
     }
 }
 
