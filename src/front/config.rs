@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::forward::HeaderPattern;
+use crate::ledger::LedgerSource;
 use crate::metrics::MetricsOptions;
 use crate::restricted::Restrictions;
 use crate::settings::{LogControl, TraceOptions};
@@ -93,6 +94,8 @@ pub struct Config {
     pub log: LogControl,
     /// What is traced at the start, and where traces go.
     pub trace: TraceOptions,
+    /// What `GET /debug/ledger` of the metrics port answers; `None` hides it.
+    pub ledger: Option<LedgerSource>,
     /// Whether clients may register system shared memory.
     pub allow_client_shm: bool,
     /// Shared-memory names with these beginnings are the server's own and never a client's.
@@ -126,6 +129,7 @@ impl Default for Config {
             http_body_timeout: Duration::from_secs(30),
             log: LogControl::default(),
             trace: TraceOptions::default(),
+            ledger: None,
             allow_client_shm: true,
             reserved_shm_prefixes: Vec::new(),
         }

@@ -41,8 +41,15 @@ impl Default for MetricsOptions {
     }
 }
 
-/// Answers `GET /metrics`.
+/// Answers `GET /metrics`, and `GET /debug/ledger` where it is shown.
 pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Response<ReplyBody>, Infallible> {
+    if let ("/debug/ledger", &Method::GET, Some(ledger)) =
+        (request.uri().path(), request.method(), &state.config.ledger)
+    {
+        let mut response = Response::new(ledger.read().await.into_bytes().into());
+        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        return Ok(response);
+    }
     let status = match (request.uri().path(), request.method()) {
         ("/metrics", &Method::GET) => StatusCode::OK,
         ("/metrics", _) => StatusCode::METHOD_NOT_ALLOWED,

@@ -68,6 +68,10 @@ pub struct FrontArgs {
     /// Clients may register system shared memory: names under /dev/shm, this server's own excepted
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub allow_client_shm: bool,
+    /// Serve GET /debug/ledger on the metrics port: who holds which queue slots, rows and KV blocks
+    #[arg(long, default_value = "false", num_args = 0..=1, default_missing_value = "true", require_equals = true,
+          value_parser = boolean, action = ArgAction::Set)]
+    pub debug_endpoints: bool,
     /// Traces: `triton,file=PATH`, `level=TIMESTAMPS`, `level=TENSORS`, `rate=N`, `count=N`, `triton,log-frequency=N`
     #[arg(long, value_name = "SETTING=VALUE")]
     pub trace_config: Vec<String>,

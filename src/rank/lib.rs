@@ -10,6 +10,7 @@ mod gpus;
 mod hand_over;
 mod heartbeat;
 mod host_metrics;
+mod ledger;
 mod log;
 mod metrics;
 mod metrics_args;

@@ -162,6 +162,7 @@ async fn serve(
         Arc::new(StartupMetrics(Arc::clone(&startup))),
     ];
     let mut front_config = front_config(args, prefix).map_err(RankError::Server)?;
+    front_config.ledger = args.front.debug_endpoints.then(|| crate::ledger::source(Arc::clone(&llm)));
     // One that takes over serves once it has loaded, others answer while they load.
     let (listeners, taken) = match &args.take_over {
         None => (Listeners::default(), None),

@@ -260,6 +260,11 @@ pub fn copied_repository() -> tempfile::TempDir {
     scratch
 }
 
+/// `POST url` with a JSON body, for threads that have no world.
+pub fn post_to(url: &str, body: &Value) -> (u16, String) {
+    answer(agent().post(url).send(body.to_string()))
+}
+
 /// Makes every tensor of a bf16 safetensors file f32, with the same values.
 pub fn widen(path: &Path) {
     let bytes = std::fs::read(path).unwrap();

@@ -21,7 +21,6 @@ const NO_ENCODER: Use = Refused("models have a decoder only");
 const NO_IMAGES: Use = Refused("models read text only");
 const NO_LORA: Use = Refused("adapters are not supported; merge them into the checkpoint");
 const NO_GUIDE: Use = Refused("guided decoding is not supported");
-const NO_LOGITS: Use = Refused("logits stay on the device; ask for log probabilities");
 const NO_DRAFT: Use = Ignored("there is no draft model; answers are the same without one");
 const SCHEDULED_HERE: Use = Ignored("the scheduler decides this from step to step");
 const NO_LORA_CACHE: Use = Ignored("there are no adapters to cache");
@@ -45,6 +44,7 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ("enable_kv_cache_reuse", Used("whether equal beginnings of prompts share KV blocks; yes when not set")),
     ("exclude_input_in_output", Used("whether `output_ids` leave the prompt out when the request does not say")),
     ("max_num_tokens", Used("most tokens of a step")),
+    ("max_mixed_prefill_tokens", Used("most prompt tokens of a step that also decodes: bounds the gap between tokens")),
     ("max_sequence_len", Used("longest sequence; the checkpoint's when not set")),
     ("tokens_per_block", Used("tokens of a KV block")),
     ("tokenizer_dir", Used("directory of the tokenizer; the checkpoint's when not set")),
@@ -136,8 +136,8 @@ pub const LLM_INPUTS: &[Key] = &[
     ("return_log_probs", Used("gives `cum_log_probs` and `output_log_probs`")),
     ("output_log_probs", Used("gives `log_probs`")),
     ("is_return_log_probs", Used("gives `cum_log_probs` and `output_log_probs`")),
-    ("return_context_logits", NO_LOGITS),
-    ("return_generation_logits", NO_LOGITS),
+    ("return_context_logits", Used("gives `context_logits`")),
+    ("return_generation_logits", Used("gives `generation_logits`")),
     ("return_perf_metrics", Used("gives times and KV block counts")),
     ("return_kv_cache_reuse_stats", Used("the same under its earlier name")),
     ("return_num_input_tokens", Used("gives `num_input_tokens`")),

@@ -9,6 +9,8 @@ use serving::InferError;
 use tokio::sync::{mpsc as async_mpsc, oneshot};
 use worker::{FromAgent, LogitsPiece};
 
+use super::ledger::Report;
+
 /// What the step thread is told.
 pub(crate) enum Message {
     /// The sequences of a request, all taken or none, and where their events go. At `timeout` they are refused if none has
@@ -24,6 +26,8 @@ pub(crate) enum Message {
     Finish(SequenceId),
     /// News of a worker.
     Agent(FromAgent),
+    /// Tell who holds what.
+    Ledger(oneshot::Sender<Report>),
     /// End the workers, then this thread.
     Stop { done: oneshot::Sender<()> },
 }

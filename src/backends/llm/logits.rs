@@ -57,14 +57,11 @@ impl Logits {
         }
     }
 
-    /// `[1, prompt, V]`, once; `None` where there is none, or it was taken.
-    pub(crate) fn take_context(&mut self, name: &str, form: LogitsForm) -> Option<Tensor> {
+    /// `[1, prompt, V]`; `[1, 0, V]` where it was taken before.
+    pub(crate) fn take_context(&mut self, name: &str, form: LogitsForm) -> Tensor {
         let data = std::mem::take(&mut self.context);
-        if data.is_empty() {
-            return None;
-        }
         let shape = vec![1, (data.len() / form.row_bytes()) as i64, form.vocab_size as i64];
-        Some(Tensor { name: name.to_owned(), datatype: form.datatype, shape, data: data.into() })
+        Tensor { name: name.to_owned(), datatype: form.datatype, shape, data: data.into() }
     }
 
     /// Moves the rows of tokens `first..first + count` of the output to `out`, and forgets those before them. `width` rows
@@ -114,10 +111,10 @@ mod tests {
             piece(Generation(1), 0, &[3.0, 3.0, 3.0]),
         ];
         pieces.iter().for_each(|piece| logits.keep(form, piece));
-        let context = logits.take_context("context_logits", form).unwrap();
+        let context = logits.take_context("context_logits", form);
         assert_eq!(context.shape, [1, 2, 3]);
         assert_eq!(context.to_f32().unwrap(), [4.0, 5.0, 6.0, 7.0, 8.0, 9.0]);
-        assert!(logits.take_context("context_logits", form).is_none());
+        assert_eq!(logits.take_context("context_logits", form).shape, [1, 0, 3]);
         let mut out = Vec::new();
         logits.take_generation(form, 1, 1, 2, &mut out);
         let tensor = Tensor { name: String::new(), datatype: DataType::Fp32, shape: vec![2, 3], data: out.into() };
@@ -131,7 +128,7 @@ mod tests {
             let form = LogitsForm { datatype, vocab_size: 1 };
             let mut logits = Logits::default();
             logits.keep(form, &piece(LogitsPlace::Context(0), 0, &[1.001]));
-            let tensor = logits.take_context("context_logits", form).unwrap();
+            let tensor = logits.take_context("context_logits", form);
             assert_eq!((tensor.datatype, &tensor.data[..]), (datatype, &expected.to_le_bytes()[..]));
         }
     }

@@ -7,6 +7,7 @@ mod figures;
 mod group;
 mod inbox;
 mod inputs;
+mod ledger;
 mod logits;
 mod outputs;
 mod plan;
@@ -34,6 +35,7 @@ pub use config::LlmDefaults;
 pub use figures::{ENDS, FigureValues, STEP_KINDS, STEP_PHASES, Start, WorkerFigures};
 use inbox::{Inbox, Message};
 use inputs::Wanted;
+pub use ledger::LlmLedger;
 use outputs::Responses;
 pub use plan::{ModelPlan, PlanFactory};
 use request::{ById, RequestTask};
@@ -59,6 +61,7 @@ struct Loaded {
     block_size: usize,
     max_rows: usize,
     shared: Weak<Shared>,
+    inbox: Inbox,
 }
 
 /// What an LLM is doing, for metrics.
@@ -146,6 +149,7 @@ impl BackendFactory for LlmFactory {
                         block_size: config.engine.block_size,
                         max_rows: config.engine.max_rows,
                         shared: Arc::downgrade(&shared),
+                        inbox: inbox.clone(),
                     });
                     Ok(Arc::new(Llm::new(config, load.version, tokenizer, inbox, shared)) as Arc<dyn Backend>)
                 }

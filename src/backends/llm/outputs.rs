@@ -120,7 +120,7 @@ impl Responses {
         let indices = if self.mode == Mode::Once { 0..self.sequences.len() } else { news.index..news.index + 1 };
         let wanted = std::mem::take(&mut self.wanted);
         let output = |name: &String| match name.as_str() {
-            "context_logits" => self.sequences[indices.start].logits.take_context(name, self.logits_form),
+            "context_logits" => Some(self.sequences[indices.start].logits.take_context(name, self.logits_form)),
             "generation_logits" => Some(self.generation_logits(name, indices.clone())),
             _ => self.output(name, indices.clone()),
         };
@@ -273,7 +273,7 @@ mod tests {
         "sequence_end",
         "num_output_tokens",
         "kv_cache_reused_blocks",
-        "context_logits",
+        "context_phase_params",
     ];
 
     fn responses(mode: Mode, num_sequences: usize, prompt: &[u32]) -> Responses {
@@ -342,7 +342,7 @@ mod tests {
         assert_eq!(output(&second, "sequence_length").to_i32().unwrap(), [4]);
         assert_eq!(output(&second, "num_output_tokens").to_i32().unwrap(), [2]);
         assert_eq!(output(&second, "kv_cache_reused_blocks").to_i32().unwrap(), [2]);
-        assert!(second.outputs.iter().all(|tensor| tensor.name != "context_logits"));
+        assert!(second.outputs.iter().all(|tensor| tensor.name != "context_phase_params"));
     }
 
     #[test]

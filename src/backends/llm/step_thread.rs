@@ -20,6 +20,7 @@ use super::config::LlmConfig;
 use super::figures::{Figures, Phase, StepKinds};
 use super::group::{Group, Lost, LostKind};
 use super::inbox::{Inbox, Message, RequestEvent};
+use super::ledger::Report;
 
 /// Losses in a row, without a settled step between them, after which the model is given up.
 const MAX_LOSSES: u32 = 5;
@@ -377,6 +378,9 @@ impl Running {
                 Message::Finish(sequence) => {
                     self.engine.as_mut().map(|engine| engine.finish(sequence));
                 }
+                Message::Ledger(reply) => {
+                    let _ = reply.send(Report::new(self.engine.as_ref(), self.requests.len()));
+                }
                 Message::Stop { done } => return Err(End::Stopped(done)),
             }
             next = self.thread.messages.try_recv().ok();
@@ -480,7 +484,7 @@ impl Running {
             match self.thread.messages.recv_timeout(end.saturating_duration_since(Instant::now())) {
                 Ok(Message::Submit { events, .. }) => drop(events.send(RequestEvent::Failed(error.clone()))),
                 Ok(Message::Stop { done }) => return Some(done),
-                Ok(Message::Cancel(_) | Message::Finish(_) | Message::Agent(_)) => {}
+                Ok(Message::Cancel(_) | Message::Finish(_) | Message::Agent(_) | Message::Ledger(_)) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => return None,
                 // Nobody is left who could ask for anything.
                 Err(mpsc::RecvTimeoutError::Disconnected) => return Some(oneshot::channel().0),

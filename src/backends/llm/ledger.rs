@@ -1,0 +1,57 @@
+//! Who holds what of each model, as of one moment: for operators, and for proving that nothing leaks.
+
+use engine::{Engine, Ledger};
+use futures::FutureExt as _;
+use futures::future::{BoxFuture, join_all};
+use tokio::sync::oneshot;
+
+use super::LlmFactory;
+use super::inbox::Message;
+
+/// What one model's scheduler holds. All is zero, and the books balance, when no request runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LlmLedger {
+    /// Model name.
+    pub name: String,
+    /// Its version.
+    pub version: String,
+    /// What sequences hold; `None` while its workers start for the first time, or after it was given up.
+    pub scheduler: Option<Ledger>,
+    /// Sequences whose events somebody waits for.
+    pub num_listening: usize,
+    /// What is wrong when everything is counted again.
+    pub wrong: Option<String>,
+}
+
+/// The step thread's part of a [`LlmLedger`].
+#[derive(Debug, Default)]
+pub(crate) struct Report {
+    scheduler: Option<Ledger>,
+    num_listening: usize,
+    wrong: Option<String>,
+}
+
+impl Report {
+    pub(crate) fn new(engine: Option<&Engine>, num_listening: usize) -> Self {
+        let scheduler = engine.map(Engine::ledger);
+        Self { scheduler, num_listening, wrong: engine.and_then(|engine| engine.audit().err()) }
+    }
+}
+
+impl LlmFactory {
+    /// The ledger of every loaded LLM, each taken between two of its steps.
+    pub fn ledgers(&self) -> BoxFuture<'static, Vec<LlmLedger>> {
+        let mut loaded = self.loaded.lock().unwrap();
+        loaded.retain(|model| model.shared.strong_count() > 0);
+        let ledger = |model: &super::Loaded| {
+            let (name, version, inbox) = (model.name.clone(), model.version.clone(), model.inbox.clone());
+            async move {
+                let (reply, report) = oneshot::channel();
+                inbox.send(Message::Ledger(reply));
+                let Report { scheduler, num_listening, wrong } = report.await.unwrap_or_default();
+                LlmLedger { name, version, scheduler, num_listening, wrong }
+            }
+        };
+        join_all(loaded.iter().map(ledger).collect::<Vec<_>>()).boxed()
+    }
+}
