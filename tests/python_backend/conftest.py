@@ -62,7 +62,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def start(repository: Path, directory: Path, *flags: str, is_ready: bool = True) -> Server:
+def start(repository: Path, directory: Path, *flags: str, is_ready: bool = True, wrapper: list[str] = []) -> Server:
     """Starts a server of `repository`, and waits until it is ready or, for one that cannot be, until it is live."""
     http, grpc, metrics = free_ports(3)
     prefix = f"pytest{http}_"
@@ -75,7 +75,7 @@ def start(repository: Path, directory: Path, *flags: str, is_ready: bool = True)
         command += [f"--backend-config=python,interpreter={sys.executable}", "--device=cpu"]
     log = directory / f"server{http}.log"
     with open(log, "w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([*wrapper, *command], stdout=output, stderr=subprocess.STDOUT)
     server = Server(process, http, grpc, metrics, prefix, log)
     deadline = time.monotonic() + 60
     while not server.is_ready("v2/health/ready" if is_ready else "v2/health/live"):

@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Loads and unloads a Python model again and again, and counts what stays behind.
+
+    tests/python_backend/cycles.py [--cycles 1000]
+
+Each cycle loads the model, sends it a request of 64 KiB and unloads it; every tenth one kills its process instead of
+asking it, and every seventh one loads a model whose file cannot be imported. Before the first cycle and after the last:
+processes below the server, its threads and open files, entries in /dev/shm and folders in the temporary directory must be
+as many. Runs beside the tests of this folder, with their environment variables.
+"""
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+from asking import ask
+from conftest import repository_of, start, stop
+
+
+def left_behind(server):
+    """What a server holds now: numbers by name."""
+    proc = Path(f"/proc/{server.process.pid}")
+    children = [pid for task in proc.glob("task/*/children") for pid in task.read_text().split()]
+    scratch = Path(tempfile.gettempdir()).glob(f"trireme-python-{server.process.pid}-*")
+    return {
+        "processes": len(children),
+        "files": len(os.listdir(proc / "fd")),
+        "threads": len(os.listdir(proc / "task")),
+        "shared memory": len(server.shared_memory()),
+        "folders": sum(len(os.listdir(folder)) for folder in scratch),
+    }
+
+
+def settle(server, before, patience=20):
+    """What is more than before, once nothing changes for the better any more."""
+    deadline = time.monotonic() + patience
+    while True:
+        now = left_behind(server)
+        # The runtime starts threads as it needs them; each costs nothing and none is a model's.
+        more = {name: now[name] - count for name, count in before.items() if now[name] > count + 4 * (name == "threads")}
+        if not more or time.monotonic() > deadline:
+            return more
+        time.sleep(0.05)
+
+
+def run(directory, cycles):
+    """What stayed behind after that many cycles: empty when nothing did."""
+    repository = repository_of(directory, "phases", "add_sub")
+    (repository / "add_sub/1/model.py").write_text("import no_such_module\n")
+    server = start(repository, directory, "--model-control-mode=explicit")
+    values = np.arange(1 << 16, dtype=np.uint32).astype(np.uint8)
+    with grpcclient.InferenceServerClient(f"localhost:{server.grpc_port}") as client:
+        for cycle in range(-2, cycles):
+            if cycle == 0:
+                # What is made once is made.
+                before = left_behind(server)
+            client.load_model("phases")
+            if cycle % 10 == 5:
+                os.kill(server.model_pids("phases_0_0")[0], signal.SIGKILL)
+            else:
+                assert (ask(client, "phases", {"INPUT": values}).as_numpy("OUTPUT") == values).all()
+            if cycle % 7 == 3:
+                try:
+                    client.load_model("add_sub")
+                    raise AssertionError("a model that cannot be imported was loaded")
+                except grpcclient.InferenceServerException as error:
+                    assert "no_such_module" in str(error), error
+            client.unload_model("phases")
+        more = settle(server, before)
+    assert stop(server) == 0
+    return {**more, **({"after the end": server.shared_memory()} if server.shared_memory() else {})}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cycles", type=int, default=1000)
+    args = parser.parse_args()
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        more = run(Path(directory), args.cycles)
+    print(f"{args.cycles} cycles in {time.monotonic() - begun:.0f} s; left behind: {more or 'nothing'}")
+    sys.exit(bool(more))
+
+
+if __name__ == "__main__":
+    main()
