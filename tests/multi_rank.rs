@@ -2,7 +2,7 @@
 
 mod support;
 
-use support::TestWorld;
+use support::{Options, TestWorld};
 
 const PROMPTS: [&str; 4] =
     ["Once upon a time", "Q: What colour is the sky?", "The captain of the ship", "One morning a"];
@@ -18,6 +18,27 @@ fn one_two_and_four_ranks_give_the_same_greedy_text() {
     assert!(alone.iter().all(|text| !text.is_empty()), "{alone:?}");
     assert_eq!(texts(2), alone);
     assert_eq!(texts(4), alone);
+}
+
+#[test]
+fn stages_of_a_pipeline_give_the_same_greedy_text_alone_and_with_many_requests_in_flight() {
+    let alone = TestWorld::of(1);
+    let texts = PROMPTS.map(|prompt| alone.generate(prompt, 48));
+    for (world_size, parameters) in [(2, &[("pp", "2")][..]), (4, &[("tp", "2"), ("pp", "2")])] {
+        let repository = support::copied_repository();
+        support::set_parameters(&repository, "tensorrt_llm", parameters);
+        let repository_path = repository.path().to_owned();
+        let world = TestWorld::start(Options { world_size, repository: repository_path, ..Options::default() });
+        assert_eq!(world.workers().len(), world_size as usize, "one worker a rank");
+        assert_eq!(PROMPTS.map(|prompt| world.generate(prompt, 48)), texts, "{parameters:?}");
+        let world = &world;
+        std::thread::scope(|scope| {
+            let asked = (0..12).map(|i| (i % 4, scope.spawn(move || world.generate(PROMPTS[i % 4], 48))));
+            for (prompt, answer) in asked.collect::<Vec<_>>() {
+                assert_eq!(answer.join().unwrap(), texts[prompt], "{parameters:?}");
+            }
+        });
+    }
 }
 
 #[test]

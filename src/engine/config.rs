@@ -29,6 +29,9 @@ pub struct EngineConfig {
     pub prefix_cache: bool,
     /// Most tokens guessed for a sequence in one step, whatever its request says; 0 is off.
     pub max_drafts: usize,
+    /// Pipeline stages that a step passes. More than one: running sequences are parted into as many micro-batches, so that
+    /// each stage has one to work on, and rank 0 tells each row its last token, which only the last stage knows.
+    pub num_stages: usize,
 }
 
 /// What admission promises to a sequence, under TensorRT-LLM's names.
@@ -69,6 +72,7 @@ impl Default for EngineConfig {
             policy: Policy::default(),
             prefix_cache: true,
             max_drafts: 0,
+            num_stages: 1,
         }
     }
 }

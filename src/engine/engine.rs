@@ -135,7 +135,9 @@ impl Engine {
         let id = SequenceId(self.next_sequence);
         self.next_sequence += 1;
         self.totals.prompt_tokens += request.prompt.len() as u64;
-        let slot = self.sequences.insert(Sequence::new(id, request, max_len, self.config.max_drafts));
+        let mut sequence = Sequence::new(id, request, max_len, self.config.max_drafts);
+        sequence.is_told = self.config.num_stages > 1;
+        let slot = self.sequences.insert(sequence);
         self.queue.insert(&self.sequences[slot], slot);
         Ok(id)
     }

@@ -66,7 +66,9 @@ impl Engine {
 
     fn plan_decodes(&mut self, draft: &mut Draft) {
         let mut index = 0;
-        while let Some(&(_, slot)) = self.running.get(index) {
+        // Those in flight are in the other micro-batches.
+        let most = self.running.len().div_ceil(self.config.num_stages);
+        while let Some(&(_, slot)) = self.running.get(index).filter(|_| draft.decodes.len() < most) {
             let sequence = &self.sequences[slot];
             if sequence.is_prefilling() || (sequence.waits_for_settle() && sequence.num_in_flight > 0) {
                 index += 1;
@@ -80,7 +82,7 @@ impl Engine {
                 continue; // It was the last, and preempted.
             }
             index += 1;
-            if self.sequences[slot].max_drafts > 0 {
+            if self.sequences[slot].waits_for_settle() {
                 self.plan_drafts(slot, draft);
                 continue;
             }

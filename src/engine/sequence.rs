@@ -39,6 +39,8 @@ pub(crate) struct Sequence {
     pub(crate) max_len: usize,
     /// Most tokens to guess in a step; 0 when it is not to be done.
     pub(crate) max_drafts: usize,
+    /// Whether each of its tokens is told to the workers before the next is planned.
+    pub(crate) is_told: bool,
     /// Set for a beam search; `tokens` stays the prompt then.
     pub(crate) beams: Option<Box<Beams>>,
     /// While it runs. With a beam search, those of the prompt's part that all beams share.
@@ -116,6 +118,7 @@ impl Sequence {
             started: false,
             num_in_flight: 0,
             usage: BlockUsage::default(),
+            is_told: false,
             max_drafts: if plain && beams.is_none() { max_drafts.min(request.max_drafts as usize) } else { 0 },
             beams,
             drafting: None,
@@ -141,7 +144,7 @@ impl Sequence {
 
     /// Whether its next step depends on what the last one brought: never two are in flight.
     pub(crate) fn waits_for_settle(&self) -> bool {
-        self.beams.is_some() || self.max_drafts > 0
+        self.beams.is_some() || self.max_drafts > 0 || self.is_told
     }
 
     /// Rows that it takes while it runs.

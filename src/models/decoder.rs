@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use device::{AttentionSpec, Device, DeviceError, RopeTable};
+use device::{AttentionSpec, Device, DeviceError, PipelineStage, RopeTable};
 
 use crate::config::{Mlp, NormKind, Positions};
 use crate::layers::{Loader, Names};
@@ -10,16 +10,24 @@ use crate::registry::Model;
 use crate::shard::Shard;
 use crate::{Checkpoint, Config, ModelError, alibi};
 
-/// A decoder on device `D`.
+/// A decoder on device `D`, or one stage of it.
 pub(crate) struct Decoder<D: Device> {
     config: Config,
     shard: Shard,
-    embedding: D::Weight,
+    stage: PipelineStage,
+    /// Of the first stage, and of the last where the head is tied to it.
+    embedding: Option<D::Weight>,
     positions: Option<D::Weight>,
     layers: Vec<Layer<D>>,
-    final_norm: D::Weight,
-    head: D::Weight,
+    /// Of the last stage.
+    end: Option<End<D>>,
     buffers: Buffers<D>,
+}
+
+/// What follows the last layer.
+struct End<D: Device> {
+    norm: D::Weight,
+    head: D::Weight,
 }
 
 /// One decoder layer.
@@ -54,18 +62,26 @@ impl<D: Device> Decoder<D> {
         device: &mut D,
     ) -> Result<Self, ModelError> {
         let mut loader = Loader::new(dir, checkpoint, config, names, &shard, device);
-        let embedding = loader.embedding()?;
+        let stage = loader.device.pipeline_stage();
+        let needs_embedding = stage.is_first() || (stage.is_last() && config.tie_word_embeddings);
+        let embedding = if needs_embedding { Some(loader.embedding()?) } else { None };
         let positions = match config.positions {
-            Positions::Learned { num_positions } => Some(loader.positions(num_positions)?),
-            Positions::Rotary(_) | Positions::Alibi => None,
+            Positions::Learned { num_positions } if stage.is_first() => Some(loader.positions(num_positions)?),
+            _ => None,
         };
-        let layers =
-            (0..config.num_layers).map(|index| Layer::load(&mut loader, index)).collect::<Result<Vec<_>, _>>()?;
-        let final_norm = loader.norm(&format!("{}{}", loader.prefix, names.final_norm))?;
-        let head = loader.head(&embedding)?;
+        let layers = stage.layers(config.num_layers).map(|index| Layer::load(&mut loader, index));
+        let layers = layers.collect::<Result<Vec<_>, _>>()?;
+        let end = if stage.is_last() { Some(End::load(&mut loader, embedding.as_ref())?) } else { None };
         let buffers = Buffers::allocate(config, &shard, loader.device);
         let buffers = loader.or_device_error(buffers)?;
-        Ok(Self { config: config.clone(), shard, embedding, positions, layers, final_norm, head, buffers })
+        Ok(Self { config: config.clone(), shard, stage, embedding, positions, layers, end, buffers })
+    }
+}
+
+impl<D: Device> End<D> {
+    fn load(loader: &mut Loader<'_, D>, embedding: Option<&D::Weight>) -> Result<Self, ModelError> {
+        let norm = loader.norm(&format!("{}{}", loader.prefix, loader.names.final_norm))?;
+        Ok(Self { norm, head: loader.head(embedding)? })
     }
 }
 
@@ -103,14 +119,19 @@ impl<D: Device> Buffers<D> {
 }
 
 impl<D: Device> Decoder<D> {
-    /// Embeds the step's tokens and norms them for the first layer.
-    fn embed(&mut self, device: &mut D) -> Result<(), DeviceError> {
+    /// Embeds the step's tokens, or takes over what the stage before made of them, and norms that for the first layer.
+    fn begin(&mut self, device: &mut D) -> Result<(), DeviceError> {
         let b = &mut self.buffers;
-        device.embed(&mut b.residual, &self.embedding)?;
+        match &self.embedding {
+            Some(embedding) if self.stage.is_first() => device.embed(&mut b.residual, embedding)?,
+            _ => device.take_over(&mut b.residual)?,
+        }
         if let Some(positions) = &self.positions {
             device.add_positions(&mut b.residual, positions)?;
         }
-        let first_norm = self.layers.first().map_or(&self.final_norm, |layer| &layer.attention_norm);
+        let end = || self.end.as_ref().map(|end| &end.norm);
+        let first_norm = self.layers.first().map(|layer| &layer.attention_norm).or_else(end);
+        let first_norm = first_norm.expect("a stage has a layer or the model's end");
         match self.config.norm {
             NormKind::Rms => device.rms_norm(&mut b.normed, &b.residual, first_norm, self.config.norm_eps),
             NormKind::Layer => device.layer_norm(&mut b.normed, &b.residual, first_norm, self.config.norm_eps),
@@ -126,7 +147,7 @@ impl<D: Device> Model<D> for Decoder<D> {
             Positions::Rotary(_) | Positions::Learned { .. } => Vec::new(),
         };
         AttentionSpec {
-            num_layers: config.num_layers,
+            num_layers: self.stage.layers(config.num_layers).len(),
             num_heads: self.shard.heads.len(),
             num_kv_heads: self.shard.kv_heads.len(),
             head_dim: config.head_dim,
@@ -144,7 +165,7 @@ impl<D: Device> Model<D> for Decoder<D> {
     }
 
     fn forward(&mut self, device: &mut D) -> Result<(), DeviceError> {
-        self.embed(device)?;
+        self.begin(device)?;
         let (eps, activation) = (self.config.norm_eps, self.config.activation);
         let b = &mut self.buffers;
         for (index, layer) in self.layers.iter().enumerate() {
@@ -161,9 +182,14 @@ impl<D: Device> Model<D> for Decoder<D> {
                 None => device.activated_linear(&mut b.inner, &b.normed, &layer.up, activation)?,
             }
             device.linear(&mut b.partial, &b.inner, &layer.down)?;
-            let next_norm = self.layers.get(index + 1).map_or(&self.final_norm, |next| &next.attention_norm);
+            let next = self.layers.get(index + 1).map(|next| &next.attention_norm);
+            // Before the next stage any norm will do: that stage norms the sum by its own.
+            let next_norm = next.or(self.end.as_ref().map(|end| &end.norm)).unwrap_or(&layer.mlp_norm);
             device.reduce_add_norm(&mut b.normed, &mut b.residual, &b.partial, next_norm, eps)?;
         }
-        device.sample(&b.normed, &self.head)
+        match &self.end {
+            Some(end) => device.sample(&b.normed, &end.head),
+            None => device.hand_on(&b.residual),
+        }
     }
 }

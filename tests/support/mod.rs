@@ -286,6 +286,16 @@ pub fn widen(path: &Path) {
     std::fs::write(path, widened).unwrap();
 }
 
+/// Gives a model of a copied repository more parameters.
+pub fn set_parameters(repository: &tempfile::TempDir, model: &str, parameters: &[(&str, &str)]) {
+    let file = repository.path().join(model).join("config.pbtxt");
+    let mut text = fs::read_to_string(&file).expect("the model has a configuration");
+    for (key, value) in parameters {
+        text += &format!("parameters {{ key: \"{key}\" value: {{ string_value: \"{value}\" }} }}\n");
+    }
+    fs::write(&file, text).expect("a copy can be written");
+}
+
 fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap().flatten() {

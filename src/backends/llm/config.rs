@@ -80,12 +80,16 @@ impl LlmConfig {
         let model = models::Config::from_dir(&checkpoint).map_err(|error| invalid(config, error.to_string()))?;
         let queue = QueueRules::new(config);
         let engine = engine_config(config, &model, defaults, queue.max_queue())?;
+        let (tp_size, pp_size) = parallelism(config, &model, defaults)?;
+        let stages = pp_size as usize;
+        // One more than stages: planned while all of them run.
+        let engine = EngineConfig { num_stages: stages, max_in_flight: engine.max_in_flight.max(stages + 1), ..engine };
         Ok(Self {
             name: config.name.clone(),
             checkpoint,
             device: defaults.device,
-            tp_size: parameter(config, "tp")?.unwrap_or(defaults.world_size),
-            pp_size: 1,
+            tp_size,
+            pp_size,
             first_rank: 0,
             network: defaults.network.clone(),
             kv_memory: kv_memory(config, defaults)?,
@@ -102,6 +106,28 @@ impl LlmConfig {
             cache_dir: defaults.cache_dir.clone(),
         })
     }
+}
+
+/// Workers of a stage and stages: `tp` and `pp`, or what is left of the world when one is not given.
+fn parallelism(config: &ModelConfig, model: &models::Config, defaults: &LlmDefaults) -> Result<(u32, u32), InferError> {
+    let (world_size, num_layers) = (defaults.world_size, model.num_layers);
+    let pp = match parameter::<u32>(config, "pp")? {
+        None => parameter(config, "pipeline_parallelism")?.unwrap_or(1),
+        Some(pp) => pp,
+    };
+    let tp = parameter(config, "tp")?.unwrap_or(world_size / pp.max(1));
+    if pp == 0 || pp as usize > num_layers {
+        return Err(invalid(config, format!("`pp` is {pp}, expected 1 to {num_layers}, the layers of the model")));
+    }
+    if tp == 0 || tp * pp > world_size {
+        let words = format!("`tp` {tp} x `pp` {pp} workers need as many ranks, and world_size is {world_size}");
+        return Err(invalid(config, format!("{words}; start with `-n {}`", tp.max(1) * pp)));
+    }
+    if pp > 1 && matches!(defaults.device, DeviceChoice::Cuda { .. }) {
+        let words = format!("`pp` is {pp}, and CUDA devices have no pipeline stages so far");
+        return Err(invalid(config, format!("{words}; leave `pp` out, or start with --device=cpu")));
+    }
+    Ok((tp, pp))
 }
 
 fn engine_config(

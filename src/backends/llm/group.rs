@@ -97,6 +97,7 @@ impl Group {
             devices: (0..num_workers).map(|index| device_name(config, agents.nodes(), index)).collect(),
             bytes: Vec::new(),
         };
+        group.log_placement(config);
         for index in 0..num_workers {
             let rank = config.first_rank + index;
             let device = config.device.of_local_rank(agents.nodes().local_rank(rank));
@@ -151,6 +152,23 @@ impl Group {
                 let reason = format!("{reason}, and the world ends with it; try again later");
                 Err(Lost { reason, kind: LostKind::RankLost })
             }
+        }
+    }
+
+    /// Where each stage runs, said once before it loads; of no interest for one stage on one node.
+    fn log_placement(&self, config: &LlmConfig) {
+        let names = self.agents.nodes().names();
+        if config.pp_size == 1 && names.len() == 1 {
+            return;
+        }
+        for stage in 0..config.pp_size {
+            let first = (stage * config.tp_size) as usize;
+            let workers = (first..first + config.tp_size as usize)
+                .map(|index| format!("{index} on `{}`", names[self.node_of(index) as usize]))
+                .collect::<Vec<_>>()
+                .join(", ");
+            let layers = format!("stage {} of {}", stage + 1, config.pp_size);
+            tracing::info!(model = %config.name, "placement: {layers}: workers {workers}");
         }
     }
 

@@ -206,6 +206,7 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         "policy",
         "cache",
         "drafts",
+        "stages",
     ];
     assert!(settings.keys().all(|key| known.contains(key)), "unknown setting in {settings:?}");
     EngineConfig {
@@ -225,6 +226,7 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         },
         prefix_cache: settings.get("cache") == Some(&"on"),
         max_drafts: number("drafts", 0),
+        num_stages: number("stages", 1),
     }
 }
 

@@ -87,8 +87,8 @@ impl<'a, D: Device> Loader<'a, D> {
     }
 
     /// The head: the embedding, or this worker's rows of one of its own.
-    pub(crate) fn head(&mut self, embedding: &D::Weight) -> Result<D::Weight, ModelError> {
-        if self.config.tie_word_embeddings {
+    pub(crate) fn head(&mut self, embedding: Option<&D::Weight>) -> Result<D::Weight, ModelError> {
+        if let Some(embedding) = embedding.filter(|_| self.config.tie_word_embeddings) {
             let tied = self.device.tie_head(embedding);
             return self.or_device_error(tied);
         }
