@@ -140,6 +140,16 @@ fn model_statistics(writer: &mut JsonWriter, model: &ModelStatistics) {
     writer.end_array();
     writer.key("memory_usage");
     writer.begin_array();
+    for memory in &model.memory {
+        writer.begin_object();
+        writer.key("type");
+        writer.string(memory.kind.as_bytes());
+        writer.key("id");
+        writer.integer(memory.id);
+        writer.key("byte_size");
+        writer.integer(memory.num_bytes);
+        writer.end_object();
+    }
     writer.end_array();
     writer.end_object();
 }

@@ -60,3 +60,24 @@ impl Gpus {
         FIGURES.iter().map(family).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_gpu_of_this_machine_tells_its_memory() {
+        let Some(gpus) = Gpus::find() else {
+            println!("skipped: no CUDA device");
+            return;
+        };
+        let families = gpus.families();
+        let of = |name: &str| &families.iter().find(|family| family.name == name).unwrap().samples;
+        let (total, used) = (of("nv_gpu_memory_total_bytes"), of("nv_gpu_memory_used_bytes"));
+        assert!(!total.is_empty() && total.len() == used.len());
+        for (total, used) in total.iter().zip(used) {
+            assert!(total.labels[0].1.starts_with("GPU-"), "{total:?}");
+            assert!(used.value > 0.0 && used.value <= total.value, "{used:?} of {total:?}");
+        }
+    }
+}

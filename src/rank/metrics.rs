@@ -180,11 +180,12 @@ const LABELLED: &[Labelled] = &[
         kind: FamilyKind::Gauge,
         label: "memory_type",
         values: |model| {
-            let start = &model.figures.start;
-            let on_gpu = start.workers.iter().any(|worker| worker.device.starts_with("cuda"));
-            let bytes = start.memory_bytes as f64;
-            let (cpu, gpu) = if on_gpu { (0.0, bytes) } else { (bytes, 0.0) };
-            vec![("cpu", cpu), ("gpu", gpu), ("pinned", 0.0)]
+            let bytes = |on_gpu: bool| {
+                let workers = model.figures.start.workers.iter();
+                let its = workers.filter(|worker| worker.device.starts_with("cuda") == on_gpu);
+                its.map(|worker| worker.memory_bytes).sum::<u64>() as f64
+            };
+            vec![("cpu", bytes(false)), ("gpu", bytes(true)), ("pinned", 0.0)]
         },
     },
     Labelled {
@@ -316,12 +317,13 @@ impl Histograms {
 
 /// One sample a worker: whether it is ready, and how far it is behind.
 fn worker_families(models: &[LlmStatus]) -> Vec<Family> {
-    let (mut ready, mut lag) = (Vec::new(), Vec::new());
+    let (mut ready, mut lag, mut memory) = (Vec::new(), Vec::new(), Vec::new());
     for model in models {
         for worker in &model.figures.start.workers {
             let index = worker.index.to_string();
             let mut all = labels(model, Some(("worker", &index)));
             lag.extend(worker.backlog.as_ref().map(|steps| Sample::new(all.clone(), steps.num_messages() as f64)));
+            memory.push(Sample::new(all.clone(), worker.memory_bytes as f64));
             all.push(("pid".into(), worker.pid.to_string()));
             all.push(("node".into(), worker.node.clone()));
             all.push(("device".into(), worker.device.clone()));
@@ -340,6 +342,12 @@ fn worker_families(models: &[LlmStatus]) -> Vec<Family> {
             help: "Steps sent to a worker of rank 0's node that it has not taken yet",
             kind: FamilyKind::Gauge,
             samples: lag,
+        },
+        Family {
+            name: "trireme_llm_worker_memory_bytes",
+            help: "Memory of a worker's device that weights, workspace and KV blocks take",
+            kind: FamilyKind::Gauge,
+            samples: memory,
         },
     ]
 }

@@ -55,8 +55,24 @@ pub trait Backend: Send + Sync {
         std::future::ready(self.is_ready()).boxed()
     }
 
+    /// What the model holds of which memory, as far as it knows.
+    fn memory_usage(&self) -> Vec<MemoryUsage> {
+        Vec::new()
+    }
+
     /// Resolves when no request is in flight. No new one is given to it any more.
     fn drain(&self) -> BoxFuture<'_, ()>;
+}
+
+/// Memory that a model holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryUsage {
+    /// `CPU` or `GPU`, as the statistics name them.
+    pub kind: &'static str,
+    /// Of a GPU, its number on its node.
+    pub id: i64,
+    /// Bytes.
+    pub num_bytes: u64,
 }
 
 /// One request of a batch, and where its responses go.

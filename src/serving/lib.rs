@@ -76,7 +76,7 @@ mod trace;
 mod warmup;
 mod watch;
 
-pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest};
+pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest, MemoryUsage};
 pub use cache::CacheStatistics;
 pub use client_memory::{ClientMemory, ClientSlice};
 pub use error::{ErrorKind, InferError};

@@ -141,6 +141,7 @@ impl ServedModel {
             is_decoupled: self.is_decoupled,
             is_cached: self.cache.is_some(),
             load_time: self.load_time,
+            memory: self.backend.memory_usage(),
             tags: self.config.metric_tags.clone().into_iter().collect(),
             ..self.statistics.snapshot(&self.config.name, &self.version_text, pending)
         }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use repository::ModelConfig;
 
+use crate::MemoryUsage;
 use crate::histogram::{Histogram, HistogramValues};
 
 /// Responses of a decoupled request are counted one by one up to this index; those behind it count together.
@@ -128,6 +129,8 @@ pub struct ModelStatistics {
     pub is_cached: bool,
     /// How long it took to load.
     pub load_time: Duration,
+    /// What it holds of which memory, as far as it knows.
+    pub memory: Vec<MemoryUsage>,
     /// `metric_tags` of its configuration.
     pub tags: Vec<(String, String)>,
     /// Failed requests.

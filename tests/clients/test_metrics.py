@@ -137,6 +137,19 @@ def test_language_models_count_what_clients_got(served):
     assert found["trireme_llm_startup_seconds"].value(phase="total") >= found["trireme_llm_startup_seconds"].value(phase="weights") > 0
 
 
+def test_statistics_tell_the_memory_that_workers_hold(world):
+    with grpcclient.InferenceServerClient(world.grpc) as client:
+        [model] = client.get_inference_statistics("tensorrt_llm").model_stats
+    with httpclient.InferenceServerClient(world.http) as client:
+        [same] = client.get_inference_statistics("tensorrt_llm")["model_stats"]
+    assert [(memory.type, memory.id) for memory in model.memory_usage] == [("CPU", 0), ("CPU", 0)], "one for each worker"
+    assert all(memory.byte_size > 1 << 20 for memory in model.memory_usage)
+    assert same["memory_usage"] == [{"type": "CPU", "id": 0, "byte_size": memory.byte_size} for memory in model.memory_usage]
+    found = metrics_page.families(metrics_page.page(f"localhost:{world.metrics_port}"))
+    of_workers = found["trireme_llm_worker_memory_bytes"].value()
+    assert of_workers == found["nv_trt_llm_runtime_memory_metrics"].value(memory_type="cpu") == sum(memory.byte_size for memory in model.memory_usage)
+
+
 def test_the_documentation_names_every_family_with_its_type_and_labels(served, cached):
     documented = metrics_page.documented()
     found = {**metrics_page.families(cached), **metrics_page.families(served)}
@@ -159,6 +172,21 @@ def test_dashboard_and_alerts_name_metrics_that_there_are(served, cached):
     for expression in expressions:
         for name in re.findall(r"\b(?:nv|trireme)_[a-z0-9_]+", expression):
             assert name in known or re.sub("_(bucket|sum|count)$", "", name) in known, f"{name} in {expression}"
+
+
+@needs_promtool
+def test_every_panel_of_the_dashboard_asks_what_prometheus_understands(tmp_path):
+    dashboard = json.loads((ROOT / "monitoring/trireme.dashboard.json").read_text())
+    rules = []
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", []):
+            expression = target["expr"].replace("$__rate_interval", "5m").replace("$instance", ".*").replace("$model", ".*")
+            assert "$" not in expression
+            rules.append({"record": f"panel:{panel['id']}_{target['refId']}", "expr": expression})
+    file = tmp_path / "panels.yml"
+    file.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))  # JSON is YAML.
+    run = subprocess.run([PROMTOOL, "check", "rules", file], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and f"{len(rules)} rules found" in run.stdout, run.stdout + run.stderr
 
 
 @needs_promtool

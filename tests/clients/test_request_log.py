@@ -1,16 +1,20 @@
 """One line of the log a request says where its time went; before the first, tables say what serves."""
 
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
+import metrics_page
 from asking import STORY, stream, text_inputs
 from conftest import BINARIES, ROOT
 from serving import Rank
@@ -21,10 +25,10 @@ TIMES = ["total_ms", "queue_ms", "prefill_ms", "decode_ms", "stream_ms"]
 
 
 @contextmanager
-def shipped(folder, *flags):
-    """A rank that serves the shipped repository."""
+def shipped(folder, *flags, repository="model_repository"):
+    """A rank that serves the shipped repository, or a changed one."""
     log = folder / "rank.log"
-    command = [BINARIES / "trireme", "rank", "--model-repository=model_repository", f"--log-file={log}", "--device=cpu"]
+    command = [BINARIES / "trireme", "rank", f"--model-repository={repository}", f"--log-file={log}", "--device=cpu"]
     command += ["--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
     command += [f"--backend-config=python,shm-region-prefix-name=log{folder.name[-12:]}_", *flags]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
@@ -89,6 +93,55 @@ def test_a_client_that_leaves_has_a_line_too(tmp_path):
         line = next(json.loads(line) for line in one.log.read_text().splitlines() if '"id":"left"' in line)
         assert line["outcome"] == "cancelled"
         assert 3 <= line["output_tokens"] < 400 and line["decode_ms"] > 0
+
+
+def lines_of(one, count: int) -> list[dict]:
+    """The first lines of requests, once there are so many."""
+    one.await_log(rf'(?s)(?:"message":"request".*){{{count}}}')
+    lines = [json.loads(line) for line in one.log.read_text().splitlines()]
+    return [line for line in lines if line["message"] == "request"]
+
+
+def test_preemptions_are_told_and_restarts_are_none(tmp_path):
+    repository = tmp_path / "models"
+    shutil.copytree(ROOT / "model_repository", repository)
+    # Twelve blocks of 16: four requests of 90 tokens each do not fit at once.
+    limits = {"max_tokens_in_paged_kv_cache": "192", "batch_scheduler_policy": "max_utilization", "enable_kv_cache_reuse": "false"}
+    with open(repository / "tensorrt_llm/config.pbtxt", "a") as config:
+        for key, value in limits.items():
+            config.write(f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n')
+    with shipped(tmp_path, "--log-format=JSON", repository=repository) as one:
+        def ask_for(index: int):
+            with grpcclient.InferenceServerClient(one.grpc) as client:
+                return stream(client, text_inputs(STORY, 84, True, **ENDLESS), request_id=str(index))
+
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(ask_for, range(4)))
+        assert all(error is None for _, error in answers) and len({"".join(pieces) for pieces, _ in answers}) == 1
+        found = metrics_page.families(metrics_page.page(one.metrics))
+        preempted = found["trireme_llm_preemptions_total"].value()
+        assert preempted > 0
+        lines = lines_of(one, 4)
+        assert sum(line["preempted"] for line in lines) == preempted
+
+        # A worker is lost in the middle: the stream goes on, and nobody was preempted.
+        worker = int(found["trireme_llm_worker_ready"].samples[0][1]["pid"])
+        with grpcclient.InferenceServerClient(one.grpc) as client:
+            texts = []
+
+            def kill_once(result, error):
+                texts.append((result, error))
+                if len(texts) == 3:
+                    os.kill(worker, signal.SIGKILL)
+
+            client.start_stream(kill_once)
+            client.async_stream_infer("ensemble", text_inputs(STORY, 84, True, **ENDLESS), request_id="lost")
+            one.await_log('"id":"lost"')
+            client.stop_stream()
+        line = lines_of(one, 5)[4]
+        assert (line["id"], line["outcome"], line["output_tokens"], line["preempted"]) == ("lost", "ok", 84, 0)
+        found = metrics_page.families(metrics_page.page(one.metrics))
+        assert found["trireme_llm_recoveries_total"].value() == found["trireme_llm_worker_restarts_total"].value() == 1
 
 
 def test_tables_come_before_the_lines_that_scripts_wait_for(tmp_path):

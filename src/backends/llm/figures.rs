@@ -61,8 +61,6 @@ pub struct Start {
     pub workers: Vec<WorkerFigures>,
     /// What took how long, in order; those of workers are the longest among them.
     pub phases: Vec<(String, Duration)>,
-    /// What workers hold together, in bytes: weights, workspace, KV blocks.
-    pub memory_bytes: u64,
 }
 
 /// One worker of a model.
@@ -76,6 +74,8 @@ pub struct WorkerFigures {
     pub node: String,
     /// What it computes on, such as `cpu` or `cuda:0`.
     pub device: String,
+    /// Weights, workspace and KV blocks that it holds, once they stand.
+    pub memory_bytes: u64,
     /// How many steps were sent to it that it has not taken yet; `None` for one on another node.
     pub backlog: Option<Backlog>,
 }
@@ -144,6 +144,11 @@ impl Figures {
         change(&mut self.start.lock().unwrap());
     }
 
+    /// The last start of the workers.
+    pub(crate) fn start(&self) -> Start {
+        self.start.lock().unwrap().clone()
+    }
+
     /// As of now.
     pub(crate) fn read(&self) -> FigureValues {
         FigureValues {
@@ -159,7 +164,7 @@ impl Figures {
             steps: self.steps.each_ref().map(Histogram::read),
             phases: self.phases.each_ref().map(Histogram::read),
             context_tokens: self.context_tokens.load(Relaxed),
-            start: self.start.lock().unwrap().clone(),
+            start: self.start(),
         }
     }
 }

@@ -127,7 +127,7 @@ impl Group {
                 let rings = RelayedWorker { worker, plan_ring, output_ring };
                 let link = self.link(rings)?;
                 let (index, device) = (worker.tp_rank, self.devices[worker.tp_rank as usize].clone());
-                self.workers.push(WorkerFigures { index, pid, node, device, backlog: link.backlog() });
+                self.workers.push(WorkerFigures { index, pid, node, device, memory_bytes: 0, backlog: link.backlog() });
                 self.links[worker.tp_rank as usize] = Some(link);
                 self.relay_node(worker);
                 Ok(())
@@ -219,6 +219,13 @@ impl Group {
     /// Where the threads of each worker are, as far as known.
     pub(crate) fn stacks(&self) -> &[Option<String>] {
         &self.stacks
+    }
+
+    /// Worker `index` holds so much memory.
+    pub(crate) fn note_memory(&mut self, index: usize, bytes: u64) {
+        for worker in self.workers.iter_mut().filter(|worker| worker.index as usize == index) {
+            worker.memory_bytes = bytes;
+        }
     }
 
     /// What is known of the workers that run.

@@ -25,7 +25,7 @@ use engine::{EngineStats, Request};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use ipc::Prefix;
-use serving::{Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream};
+use serving::{Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, ResponseStream};
 use text::Tokenizer;
 use tokio::sync::{mpsc, oneshot, watch};
 use worker::Agents;
@@ -289,12 +289,22 @@ impl Backend for Llm {
         self.shared.ready.load(Ordering::Acquire)
     }
 
+    fn memory_usage(&self) -> Vec<MemoryUsage> {
+        self.shared.figures.start().workers.iter().map(memory_usage).collect()
+    }
+
     fn drain(&self) -> BoxFuture<'_, ()> {
         async {
             let _ = self.in_flight.subscribe().wait_for(|&count| count == 0).await;
         }
         .boxed()
     }
+}
+
+fn memory_usage(worker: &WorkerFigures) -> MemoryUsage {
+    let ordinal = worker.device.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok());
+    let kind = if ordinal.is_some() { "GPU" } else { "CPU" };
+    MemoryUsage { kind, id: ordinal.unwrap_or(0), num_bytes: worker.memory_bytes }
 }
 
 impl Drop for Llm {

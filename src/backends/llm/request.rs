@@ -69,6 +69,7 @@ impl RequestTask {
                 }
                 Some(RequestEvent::Failed(error)) => {
                     self.ended.iter().filter(|ended| !**ended).for_each(|_| self.timing.ended(None));
+                    sender.report(self.timing.generation());
                     Some(Err(error))
                 }
                 None => {

@@ -17,7 +17,7 @@ use tokio::sync::{mpsc as async_mpsc, oneshot};
 use worker::{Agents, FromWorker, ToWorker};
 
 use super::config::LlmConfig;
-use super::figures::{Figures, Phase, StepKinds};
+use super::figures::{Figures, Phase, Start, StepKinds};
 use super::group::{Group, Lost, LostKind};
 use super::inbox::{Inbox, Message, RequestEvent};
 use super::ledger::Report;
@@ -164,26 +164,26 @@ impl Running {
         });
         let started = Instant::now();
         let deadline = started + LOAD_TIMEOUT;
-        let mut report = StartReport::default();
-        let loaded = self.await_all(&mut group, deadline, |message| match message {
+        let workers = self.await_all(&mut group, deadline, |message| match message {
             FromWorker::Loaded { max_blocks, weights_bytes, workspace_bytes, block_bytes, phases } => {
-                report.hear(weights_bytes + workspace_bytes, block_bytes, phases);
-                Some(max_blocks)
+                Some(LoadedWorker { max_blocks, fixed_bytes: weights_bytes + workspace_bytes, block_bytes, phases })
             }
             _ => None,
         })?;
-        report.phases.push(("load".to_owned(), started.elapsed()));
-        let fitting = loaded.into_iter().min().expect("a group has a worker");
-        let num_blocks = self.make_engine(fitting)?;
         let loaded = Instant::now();
+        let fitting = workers.iter().map(|worker| worker.max_blocks).min().expect("a group has a worker");
+        let num_blocks = self.make_engine(fitting)?;
         group.broadcast(&ToWorker::Configure { num_blocks })?;
         self.await_all(&mut group, deadline, |message| matches!(message, FromWorker::Ready).then_some(()))?;
-        report.phases.push(("kv_blocks".to_owned(), loaded.elapsed()));
-        report.phases.push(("total".to_owned(), started.elapsed()));
-        self.thread.shared.figures.update_start(|start| {
-            start.phases = report.phases;
-            start.memory_bytes = report.fixed_bytes + report.block_bytes * num_blocks as u64;
-        });
+        let mut phases = slowest_phases(&workers);
+        phases.push(("load".to_owned(), loaded - started));
+        phases.push(("kv_blocks".to_owned(), loaded.elapsed()));
+        phases.push(("total".to_owned(), started.elapsed()));
+        for (index, worker) in workers.iter().enumerate() {
+            group.note_memory(index, worker.fixed_bytes + worker.block_bytes * num_blocks as u64);
+        }
+        let workers = group.workers().to_vec();
+        self.thread.shared.figures.update_start(|start| *start = Start { workers, phases });
         Ok(group)
     }
 
@@ -493,26 +493,25 @@ impl Running {
     }
 }
 
-/// What workers tell of a start, put together.
-#[derive(Default)]
-struct StartReport {
-    phases: Vec<(String, Duration)>,
+/// What a worker tells once its weights stand.
+struct LoadedWorker {
+    max_blocks: usize,
+    /// Weights and workspace.
     fixed_bytes: u64,
-    /// Of one KV block, in all workers.
     block_bytes: u64,
+    phases: Vec<(String, Duration)>,
 }
 
-impl StartReport {
-    fn hear(&mut self, fixed_bytes: u64, block_bytes: u64, phases: Vec<(String, Duration)>) {
-        self.fixed_bytes += fixed_bytes;
-        self.block_bytes += block_bytes;
-        for (name, time) in phases {
-            match self.phases.iter_mut().find(|(known, _)| *known == name) {
-                Some((_, longest)) => *longest = time.max(*longest),
-                None => self.phases.push((name, time)),
-            }
+/// What took how long in the slowest worker, phase by phase.
+fn slowest_phases(workers: &[LoadedWorker]) -> Vec<(String, Duration)> {
+    let mut slowest: Vec<(String, Duration)> = Vec::new();
+    for (name, time) in workers.iter().flat_map(|worker| &worker.phases) {
+        match slowest.iter_mut().find(|(known, _)| known == name) {
+            Some((_, longest)) => *longest = (*longest).max(*time),
+            None => slowest.push((name.clone(), *time)),
         }
     }
+    slowest
 }
 
 /// Tells requests that a plan has room for them.
