@@ -29,7 +29,8 @@ fn requests_queue_while_workers_are_replaced_and_those_beyond_the_bound_are_told
     let repository = copied_repository();
     let path = repository.path().join("tensorrt_llm/config.pbtxt");
     let config = fs::read_to_string(&path).unwrap();
-    let config = config.replace("max_batch_size: 64", "max_batch_size: 1").replace("max_queue_size: 1024", "max_queue_size: 2");
+    let config =
+        config.replace("max_batch_size: 64", "max_batch_size: 1").replace("max_queue_size: 1024", "max_queue_size: 2");
     fs::write(&path, config).unwrap();
     let args = vec!["--step-timeout=3".to_owned()];
     let mut world = TestWorld::start(Options { repository: repository.path().to_owned(), args, ..Options::default() });
@@ -59,6 +60,6 @@ fn requests_queue_while_workers_are_replaced_and_those_beyond_the_bound_are_told
         assert_eq!((*status, retry_after.as_deref()), (503, Some("1")), "{text}");
         assert!(text.contains("try again later") || text.contains("queue"), "{text}");
     }
-    assert_eq!(world.metric("trireme_llm_worker_restarts"), 1.0);
+    assert_eq!(world.metric("trireme_llm_worker_restarts_total"), 1.0);
     assert!(world.stop().success());
 }

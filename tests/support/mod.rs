@@ -18,6 +18,9 @@ use serde_json::{Value, json};
 /// Longest that any step of a test may take on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(90);
 
+/// How long processes may take to go after the first of their world.
+const LINGER: Duration = Duration::from_secs(10);
+
 /// A served repository; dropped, it is killed.
 pub struct TestWorld {
     child: Child,
@@ -198,9 +201,13 @@ impl TestWorld {
             assert!(Instant::now() < deadline, "the world did not end:\n{}", self.log_text());
             thread::sleep(Duration::from_millis(10));
         };
-        thread::sleep(Duration::from_millis(100));
-        let left: Vec<_> = before.into_iter().filter(|pid| Path::new(&format!("/proc/{pid}")).exists()).collect();
-        assert_eq!(left, Vec::<u32>::new(), "processes left behind");
+        // A busy machine takes a while to end what was killed.
+        let deadline = Instant::now() + LINGER;
+        let left = || before.iter().filter(|pid| Path::new(&format!("/proc/{pid}")).exists()).collect::<Vec<_>>();
+        while !left().is_empty() && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(10));
+        }
+        assert_eq!(left(), Vec::<&u32>::new(), "processes left behind");
         status
     }
 
