@@ -1,0 +1,144 @@
+"""Disturbs worlds under load and writes down what came of it. See `scripts/chaos`."""
+
+import argparse
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import cases
+import faults
+from world import BINARIES, ROOT
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
+    parser.add_argument("--short", action="store_true", help="one fault of each kind, in about a minute")
+    parser.add_argument("--only", default="", metavar="WORDS", help="only cases whose name holds all of these words")
+    parser.add_argument("--rounds", type=int, default=1, help="times that every case is run")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table there, in Markdown")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    return parser.parse_args()
+
+
+def all_cases(short: bool):
+    if short:
+        processes = cases.SHORT
+    else:
+        processes = [(t, f, p) for p in cases.PHASES for f in faults.ON_PROCESSES for t in cases.TARGETS]
+    for target, fault, phase in processes:
+        yield f"{fault} · {target} · {phase}", lambda chaos, t=target, f=fault, p=phase: cases.on_process(chaos, t, f, p)
+    for name, case in cases.OTHERS.items():
+        if not short or name in ("corrupted plan", "rolling restart"):
+            yield name, case
+
+
+def why_not(name: str) -> str | None:
+    """Why a case cannot be run on this machine."""
+    if name in ("full /dev/shm", "full disk") and os.environ.get("CHAOS_NO_MOUNTS"):
+        return "this user may not mount file systems"
+    if name == "clock jump" and not faults.faketime():
+        return "libfaketime is not installed"
+    return None
+
+
+def run_case(chaos: cases.Chaos, name: str, case) -> cases.Result:
+    try:
+        result = case(chaos)
+    except (TimeoutError, AssertionError, OSError, subprocess.TimeoutExpired) as error:
+        result = cases.Result(name, faults=(f"{type(error).__name__}: {error}",))
+    if not result.is_survived and chaos.world:
+        show_log(chaos.world)
+        with contextlib.suppress(Exception):
+            chaos.world.kill()
+        chaos.world = None
+    return result
+
+
+def show_log(world) -> None:
+    lines = world.log.read_text(errors="replace").splitlines() if world.log.exists() else []
+    print("\n".join("   | " + line[:240] for line in lines[-40:]))
+
+
+def seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def row(result: cases.Result) -> str:
+    cells = [result.name, result.requests, result.same, result.errors, result.lost, seconds(result.pause)]
+    cells += [seconds(result.ended), seconds(result.service), result.left, "yes" if result.is_survived else "NO"]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+HEAD = """| fault · process · phase | requests | same tokens | one error | lost | pause, s | old world ended, s | served again, s | left | survived |
+|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def percentile(values: list[float], share: int) -> str:
+    if len(values) < 2:
+        return seconds(values[0] if values else None)
+    return f"{statistics.quantiles(values, n=100, method='inclusive')[share - 1]:.2f}"
+
+
+def summary(results: list[cases.Result]) -> str:
+    def line(words: str, values: list[float]) -> str:
+        return f"{words}: p50 {percentile(values, 50)} s, p99 {percentile(values, 99)} s (n = {len(values)})"
+
+    at_once = [r for r in results if r.name.startswith(("SIGKILL", "SIGSEGV"))]
+    pauses = [r.pause for r in at_once if r.pause is not None]
+    services = [r.service for r in at_once if r.service is not None and ("rank" in r.name or "mpirun" in r.name)]
+    stopped = [r.pause for r in results if r.name.startswith("SIGSTOP") and r.pause is not None]
+    ends = [r.ended for r in at_once if r.ended is not None and "launch" not in r.name]
+    survived, requests = sum(r.is_survived for r in results), sum(r.requests for r in results)
+    same, errors, lost = (sum(getattr(r, key) for r in results) for key in ("same", "errors", "lost"))
+    return "\n".join(
+        [
+            f"faults injected: {len(results)}, survived: {survived}, left behind: {sum(r.left for r in results)}",
+            f"requests in flight: {requests}, ended with the undisturbed tokens: {same}, with one clear error: {errors}, lost: {lost}",
+            line("pause of streams, worker killed", pauses),
+            line("pause of streams, worker stopped (with --step-timeout=3)", stopped),
+            line("old world ended after a rank or mpirun was killed", ends),
+            line("served again after a rank or mpirun was killed", services),
+        ]
+    )
+
+
+def main() -> int:
+    asked = arguments()
+    chosen = [(name, case) for name, case in all_cases(asked.short) if all(word in name for word in asked.only.split())]
+    if asked.list:
+        print("\n".join(name for name, _ in chosen))
+        return 0
+    if not (BINARIES / "launch").is_file():
+        print(f"error: there is no `launch` in {BINARIES}; build it first", file=sys.stderr)
+        return 2
+    results, skipped = [], 0
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+        chaos = cases.Chaos(Path(scratch))
+        chaos.learn()
+        print(HEAD, flush=True)
+        for name, case in chosen * asked.rounds:
+            if reason := why_not(name):
+                print(f"skipped: {name}: {reason}", flush=True)
+                skipped += 1
+                continue
+            results.append(run_case(chaos, name, case))
+            print(row(results[-1]), flush=True)
+            for words in results[-1].faults:
+                print(f"   ! {words}", flush=True)
+        left = chaos.end_world()
+    text = summary(results)
+    print(f"\n{text}")
+    if asked.table:
+        asked.table.write_text(f"{HEAD}\n" + "\n".join(map(row, results)) + f"\n\n{text}\n")
+    bad = sum(not result.is_survived for result in results) + bool(left)
+    print(f"\n{len(results) - bad} passed, {bad} failed, {skipped} skipped")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

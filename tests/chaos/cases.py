@@ -1,0 +1,374 @@
+"""Which fault meets which process in which phase, and what came of it."""
+
+import contextlib
+import shutil
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import faults
+import load
+import rolling
+from world import ROOT, World, is_alive, until
+
+TARGETS = ["launch", "mpirun", "rank 0", "rank n", "worker 0", "worker n"]
+PHASES = ["load", "idle", "prefill", "decode", "drain"]
+REPOSITORY = ROOT / "model_repository"
+# How long a world may take to end when one of its processes has died, and what is left of it to go, in seconds.
+END = 2.0
+# On a machine that is busy with other work; what it took stands in the table.
+TOO_SLOW = 10.0
+
+
+@dataclass
+class Result:
+    """What came of one fault."""
+
+    name: str
+    requests: int = 0
+    same: int = 0
+    errors: int = 0
+    lost: int = 0
+    pause: float | None = None
+    service: float | None = None
+    ended: float | None = None
+    left: int = 0
+    faults: tuple[str, ...] = ()
+
+    @property
+    def is_survived(self) -> bool:
+        return not self.faults
+
+
+class Chaos:
+    """One world after the other, and the texts that undisturbed requests get."""
+
+    def __init__(self, scratch: Path):
+        self.scratch = scratch
+        self.world: World | None = None
+        self.texts: dict[str, str] = {}
+
+    def fresh_world(self, repository: Path = REPOSITORY, variables: dict[str, str] | None = None) -> World:
+        """A world that is not ready yet."""
+        self.end_world()
+        self.world = World(Path(tempfile.mkdtemp(dir=self.scratch)), repository, variables)
+        return self.world
+
+    def whole_world(self) -> World:
+        """A world that is ready: that of the last case, if it got over it."""
+        if self.world is None or not self.world.find("launch"):
+            self.fresh_world().start_ready()
+        until("the world is whole", self.world.is_whole)
+        return self.world
+
+    def end_world(self) -> list[str]:
+        if self.world is None:
+            return []
+        world, self.world = self.world, None
+        try:
+            world.terminate()
+            return until_nothing_is_left(world)
+        finally:
+            world.kill()
+            shutil.rmtree(world.scratch, ignore_errors=True)
+
+    def learn(self) -> None:
+        """What undisturbed requests get, one at a time."""
+        world = self.whole_world()
+        for prompt in load.SHORT + load.LONG:
+            (outcome,) = load.wait(load.send(world, [prompt]))
+            assert outcome.error is None and outcome.pieces, f"an undisturbed request fails: {outcome.error}"
+            self.texts[prompt] = outcome.text
+
+    def judge(self, result: Result, outcomes: list[load.Outcome], may_fail: bool) -> list[str]:
+        """Counts how requests went; what should not be."""
+        wrong = []
+        for outcome in outcomes:
+            result.requests += 1
+            if not outcome.has_ended:
+                wrong.append(f"a request over {outcome.protocol} hangs after {len(outcome.pieces)} pieces")
+            elif outcome.error is not None:
+                result.errors += 1
+                if not may_fail:
+                    wrong.append(f"a request over {outcome.protocol} failed: {outcome.error[:200]}")
+                continue
+            elif outcome.text == self.texts[outcome.prompt]:
+                result.same += 1
+                continue
+            else:
+                wrong.append(f"a stream over {outcome.protocol} differs after {len(outcome.pieces)} pieces")
+            result.lost += 1
+        return wrong
+
+
+def until_nothing_is_left(world: World) -> list[str]:
+    """What is left of a world two seconds after its launcher has ended."""
+    end = time.monotonic() + END
+    while (left := world.leftovers()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return left
+
+
+def answers(world: World, texts: dict[str, str]) -> bool:
+    """Whether a new, short request gets what it should."""
+    (outcome,) = load.wait(load.send(world, [load.SHORT[0]], num_tokens=8), 20)
+    return outcome.error is None and bool(outcome.pieces) and texts[outcome.prompt].startswith(outcome.text)
+
+
+class Probe(threading.Thread):
+    """From now on asks until it is answered; whoever starts the launcher starts it again."""
+
+    def __init__(self, chaos: Chaos, world: World, start: float):
+        super().__init__(daemon=True)
+        self.chaos, self.world, self.begun = chaos, world, start
+        self.service: float | None = None
+        self.start()
+
+    def run(self) -> None:
+        end = time.monotonic() + load.PATIENCE
+        while time.monotonic() < end:
+            if not self.world.find("launch"):
+                self.world.start()
+            if answers(self.world, self.chaos.texts):
+                self.service = time.monotonic() - self.begun
+                return
+            time.sleep(0.05)
+
+    def faults(self, result: Result) -> list[str]:
+        self.join()
+        result.service = self.service
+        return [] if self.service is not None else ["does not serve again"]
+
+
+def begin(chaos: Chaos, world: World, phase: str) -> list[load.Request]:
+    """Brings a whole world into a phase; the requests in flight."""
+    if phase == "idle":
+        return []
+    requests = load.send(world, load.LONG if phase == "prefill" else load.SHORT)
+    if phase == "prefill":
+        time.sleep(0.015)
+        return requests
+    for request in requests:
+        request.first_pieces.wait(load.PATIENCE)
+    if phase == "drain":
+        world.launcher.terminate()
+        time.sleep(0.02)
+    return requests
+
+
+def on_process(chaos: Chaos, target: str, fault: str, phase: str) -> Result:
+    """One fault on one process."""
+    result = Result(f"{fault} · {target} · {phase}")
+    if phase == "load":
+        world = chaos.fresh_world()
+        world.start()
+        victim = until(f"{target} runs", lambda: world.find(target), look=0.002)
+        requests = []
+    else:
+        world = chaos.whole_world()
+        victim = world.find(target)
+        requests = begin(chaos, world, phase)
+        # Drained already: nothing can be disturbed any more.
+        victim = victim if is_alive(victim) else None
+    others = [pid for pid in world.processes() if pid not in (victim, world.launcher.pid)]
+    start = time.monotonic()
+    if victim is not None:
+        faults.ON_PROCESSES[fault](victim)
+    if fault == "SIGSTOP" and target.startswith("rank") and victim is not None and phase != "drain":
+        # Until it is found out, its worker computes on.
+        with contextlib.suppress(TimeoutError):
+            until(f"the stopped {target} is found out", lambda: not is_alive(victim), 20)
+    probe = Probe(chaos, world, start) if phase != "drain" else None
+    wrong = after(chaos, world, result, target, fault, phase, victim, requests, others, start, probe)
+    result.faults = tuple(wrong)
+    return result
+
+
+def after(chaos, world, result, target, fault, phase, victim, requests, others, start, probe) -> list[str]:
+    wrong: list[str] = []
+    is_worker = target.startswith("worker")
+    ends_world = fault in ("SIGKILL", "SIGSEGV") and not is_worker
+    if fault == "SIGSTOP" and target in ("launch", "mpirun"):
+        # They are not needed to serve, and go on when they may.
+        time.sleep(1.0)
+        load.wait(requests)
+        if phase not in ("load", "drain"):
+            wrong += [f"{words} while {target} is stopped" for words in probe.faults(result)]
+        faults.proceed(victim)
+    if ends_world and victim is not None and not (target == "launch" and phase == "drain"):
+        try:
+            until("the old world has ended", lambda: not any(map(is_alive, others)), 20)
+            result.ended = time.monotonic() - start
+        except TimeoutError:
+            wrong.append("the old world does not end")
+    outcomes = load.wait(requests)
+    wrong += chaos.judge(result, outcomes, may_fail=not is_worker and target != "mpirun" or ends_world or fault == "memory")
+    if is_worker and outcomes:
+        result.pause = max(outcome.longest_pause() for outcome in outcomes)
+    if phase == "drain":
+        world.launcher.wait(load.PATIENCE)
+    else:
+        wrong += probe.faults(result)
+    # A limit stays with the process, and a dead launcher with nobody.
+    if fault == "memory" or phase in ("drain", "load") or not world.find("launch"):
+        left = chaos.end_world()
+        result.left = len(left)
+        wrong += [f"left behind: {left[:5]}"] if left else []
+    if result.ended is not None and result.ended > TOO_SLOW:
+        wrong.append(f"the world took {result.ended:.1f} s to end")
+    return wrong
+
+
+def full_shared_memory(chaos: Chaos) -> Result:
+    """A worker dies while no shared memory is left for the next one."""
+    result = Result("full /dev/shm · worker 0 killed · decode")
+    world = chaos.whole_world()
+    requests = begin(chaos, world, "decode")
+    start = time.monotonic()
+    filler = faults.fill(faults.SHM)
+    faults.kill(world.find("worker 0"))
+    time.sleep(1.0)
+    filler.unlink()
+    return finish(chaos, result, requests, start, may_fail=False)
+
+
+def full_disk(chaos: Chaos) -> Result:
+    """Nothing more can be logged, and a worker dies."""
+    result = Result("full disk for logs · worker n killed · decode")
+    chaos.end_world()
+    folder = Path(tempfile.mkdtemp(dir=chaos.scratch))
+    disk = faults.SmallFileSystem(folder, "4m")
+    try:
+        chaos.world = world = World(folder, REPOSITORY)
+        world.start_ready()
+        filler = faults.fill(folder)
+        requests = begin(chaos, world, "decode")
+        start = time.monotonic()
+        faults.kill(world.find("worker n"))
+        result = finish(chaos, result, requests, start, may_fail=False)
+        faults.kill(world.find("rank n"))
+        result.faults += tuple(Probe(chaos, world, time.monotonic()).faults(Result("")))
+        filler.unlink()
+        left = chaos.end_world()
+        result.left, result.faults = len(left), result.faults + tuple(left)
+    finally:
+        disk.close()
+    return result
+
+
+def corrupted_plan(chaos: Chaos) -> Result:
+    """Bits flip in the plans on their way to a worker."""
+    result = Result("corrupted plans · worker 0 · decode")
+    world = chaos.whole_world()
+    before = world.find("worker 0")
+    requests = begin(chaos, world, "decode")
+    start = time.monotonic()
+    scribbler = faults.Scribbler(faults.newest_ring(world, "plan"))
+    try:
+        until("the worker has noticed", lambda: not is_alive(before), 20)
+    finally:
+        scribbler.done.set()
+    return finish(chaos, result, requests, start, may_fail=False)
+
+
+def lost_checkpoint(chaos: Chaos) -> Result:
+    """The checkpoint is pulled away, a worker dies, and later it is there again."""
+    result = Result("checkpoint pulled away · worker 0 killed · decode")
+    repository = Path(shutil.copytree(REPOSITORY, Path(tempfile.mkdtemp(dir=chaos.scratch)) / "repository"))
+    world = chaos.fresh_world(repository)
+    world.start_ready()
+    version = repository / "tensorrt_llm" / "1"
+    requests = begin(chaos, world, "decode")
+    start = time.monotonic()
+    version.rename(version.with_name("away"))
+    faults.kill(world.find("worker 0"))
+    load.wait(requests)
+    version.with_name("away").rename(version)
+    result = finish(chaos, result, requests, start, may_fail=True)
+    left = chaos.end_world()
+    result.left, result.faults = len(left), result.faults + tuple(left)
+    return result
+
+
+def clock_jumps(chaos: Chaos) -> Result:
+    """The wall clock is set forward by a day, and back by two."""
+    result = Result("clock jumps · whole world · decode")
+    clock = faults.Clock(chaos.scratch / "clock")
+    world = chaos.fresh_world(variables=clock.variables())
+    world.start_ready()
+    requests = begin(chaos, world, "decode")
+    start = time.monotonic()
+    for offset in ("+1d", "-1d"):
+        clock.jump(offset)
+        time.sleep(0.2)
+    result = finish(chaos, result, requests, start, may_fail=False)
+    # Longer than every deadline of the world.
+    time.sleep(4.0)
+    if not answers(world, chaos.texts):
+        result.faults += ("does not serve on after the jumps",)
+    result.pause = None
+    left = chaos.end_world()
+    result.left, result.faults = len(left), result.faults + tuple(left)
+    return result
+
+
+def rolling_restart(chaos: Chaos) -> Result:
+    """A second world takes over from the first while clients ask without end."""
+    result = Result("rolling restart · whole world · under load")
+    world = chaos.whole_world()
+    ways = ["http", "kept http", "grpc"]
+    askers = [rolling.Asker(world, prompt, chaos.texts[prompt], way) for way, prompt in zip(ways, load.SHORT)]
+    knocker = rolling.Knocker([world.http_port, world.grpc_port, world.metrics_port])
+    streams = load.send(world, load.SHORT)
+    before = world.find("rank 0")
+    start = time.monotonic()
+    restarted = world.launch("restart", "--rolling", f"--http_port={world.http_port}", "--wait-ready=60")
+    result.service = time.monotonic() - start
+    time.sleep(1.0)
+    for thread in (knocker, *askers):
+        thread.done.set()
+        thread.join()
+    wrong = chaos.judge(result, load.wait(streams), may_fail=False)
+    result.requests += sum(asker.answered + len(asker.wrong) for asker in askers)
+    result.same += sum(asker.answered for asker in askers)
+    result.lost += sum(len(asker.wrong) for asker in askers) + knocker.refused
+    result.pause = max(asker.longest for asker in askers)
+    wrong += [words for asker in askers for words in asker.wrong[:3]]
+    wrong += [f"{knocker.refused} of {knocker.opened} connections were refused"] if knocker.refused else []
+    if restarted.returncode != 0 or world.find("rank 0") == before:
+        wrong.append(f"did not restart: {restarted.stdout}{restarted.stderr}")
+    result.faults = tuple(wrong)
+    return result
+
+
+def finish(chaos: Chaos, result: Result, requests, start: float, may_fail: bool) -> Result:
+    probe = Probe(chaos, chaos.world, start)
+    outcomes = load.wait(requests)
+    wrong = chaos.judge(result, outcomes, may_fail)
+    result.pause = max(outcome.longest_pause() for outcome in outcomes)
+    result.faults += tuple(wrong + probe.faults(result))
+    return result
+
+
+OTHERS = {
+    "full /dev/shm": full_shared_memory,
+    "full disk": full_disk,
+    "corrupted plan": corrupted_plan,
+    "lost checkpoint": lost_checkpoint,
+    "clock jump": clock_jumps,
+    "rolling restart": rolling_restart,
+}
+# Of each kind one, for a short run.
+SHORT = [
+    ("worker 0", "SIGKILL", "decode"),
+    ("worker n", "SIGSEGV", "prefill"),
+    ("worker n", "SIGSTOP", "decode"),
+    ("rank n", "SIGKILL", "decode"),
+    ("rank 0", "SIGKILL", "idle"),
+    ("rank n", "SIGSTOP", "idle"),
+    ("mpirun", "SIGKILL", "decode"),
+    ("worker 0", "SIGKILL", "drain"),
+    ("launch", "SIGKILL", "load"),
+]

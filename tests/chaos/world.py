@@ -1,0 +1,166 @@
+"""A launched world to disturb, and the question what it has left behind."""
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BINARIES = Path(os.environ.get("TRIREME_BINARIES", ROOT / "target/release"))
+WORLD_SIZE = 2
+# Short, so that a stopped process is found out in a test's time; the defaults are longer.
+TIMEOUTS = ["--liveness-timeout=3", "--exit-timeout=5"]
+RANK_TIMEOUTS = ["--step-timeout=3", "--heartbeat-timeout=4"]
+PATIENCE = 60.0
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for listener in sockets:
+        listener.bind(("127.0.0.1", 0))
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
+    return ports
+
+
+def until(what: str, condition, patience: float = PATIENCE, look: float = 0.01):
+    """What `condition` returns once it is true."""
+    end = time.monotonic() + patience
+    while True:
+        if value := condition():
+            return value
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {patience:.0f} s: {what}")
+        time.sleep(look)
+
+
+def environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] not in "ZX"
+    except OSError:
+        return False
+
+
+class World:
+    """Processes below one launcher, in a run directory of their own."""
+
+    def __init__(self, scratch: Path, repository: Path, variables: dict[str, str] | None = None):
+        self.scratch, self.repository = scratch, repository
+        self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
+        self.variables = variables or {}
+        self.mark = f"chaos-{os.getpid()}-{self.http_port}"
+        self.launcher: subprocess.Popen | None = None
+        self.log = scratch / "launch.log"
+
+    def environment(self) -> dict[str, str]:
+        folders = dict.fromkeys(("XDG_RUNTIME_DIR", "TMPDIR", "HOME"), str(self.scratch))
+        return {**os.environ, **self.variables, **folders, "TRIREME_CHAOS": self.mark}
+
+    def launch(self, *arguments: str) -> subprocess.CompletedProcess:
+        """`launch` with other things to do than to start a world."""
+        command = [BINARIES / "launch", *arguments]
+        return subprocess.run(command, env=self.environment(), capture_output=True, text=True, timeout=2 * PATIENCE)
+
+    def start(self) -> None:
+        """Starts the launcher, and does not wait for anything."""
+        ports = [f"--http_port={self.http_port}", f"--grpc_port={self.grpc_port}", f"--metrics_port={self.metrics_port}"]
+        command = [BINARIES / "launch", f"--world_size={WORLD_SIZE}", "--device=cpu", "--oversubscribe", *TIMEOUTS]
+        command += [f"--model_repo={self.repository}", *ports, "--", "--threads=1", *RANK_TIMEOUTS]
+        with self.log.open("ab") as log:
+            self.launcher = subprocess.Popen(command, cwd=ROOT, env=self.environment(), stdout=log, stderr=log)
+
+    def start_ready(self) -> None:
+        self.start()
+        self.await_ready()
+
+    def await_ready(self) -> None:
+        until("the world is ready", self.is_whole)
+
+    def is_ready(self) -> bool:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=1)
+            connection.request("GET", "/v2/health/ready")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+
+    def is_whole(self) -> bool:
+        """Ready, with all of its processes."""
+        return self.is_ready() and all(self.find(name) for name in ("rank 0", "rank n", "worker 0", "worker n"))
+
+    def processes(self) -> list[int]:
+        """Every process of this world, the launcher included."""
+        marked = f"TRIREME_CHAOS={self.mark}".encode()
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        return [pid for pid in pids if is_alive(pid) and marked in environment(pid).split(b"\0")]
+
+    def find(self, name: str) -> int | None:
+        """The process that is called so: `launch`, `mpirun`, `rank 0`, `rank n`, `worker 0`, `worker n`."""
+        if name == "launch":
+            return self.launcher.pid if self.launcher and self.launcher.poll() is None else None
+        start = "mpirun " if name == "mpirun" else f"trireme: {name.replace('n', '1') if name.endswith(' n') else name}"
+        if name.endswith(" n"):
+            start = f"trireme: {name[:-2]} {WORLD_SIZE - 1}"
+        found = [pid for pid in self.processes() if title(pid).startswith(start)]
+        return max(found) if found else None
+
+    def terminate(self) -> int:
+        """Ends the world as a user would; the launcher's exit code."""
+        assert self.launcher is not None
+        if self.launcher.poll() is None:
+            self.launcher.send_signal(signal.SIGTERM)
+        return self.launcher.wait(PATIENCE)
+
+    def kill(self) -> None:
+        """Ends what is left of a world that went wrong, so that the next case begins anew."""
+        while pids := self.processes():
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            time.sleep(0.05)
+        if self.launcher:
+            self.launcher.wait(PATIENCE)
+
+    def leftovers(self) -> list[str]:
+        """Processes, shared memory, sockets and session directories that should not be there any more."""
+        left = [f"process {pid} ({title(pid)})" for pid in self.processes()]
+        left += [f"/dev/shm/{name}" for name in shared_memory()]
+        left += [str(path) for path in self.scratch.rglob("*") if path.is_socket()]
+        left += [str(path) for path in self.scratch.glob("ompi.*/pid.*")]
+        left += [str(path) for path in self.scratch.glob("trireme/*.json")]
+        for port in (self.http_port, self.grpc_port, self.metrics_port):
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(("0.0.0.0", port))
+                except OSError:
+                    left.append(f"a listener on port {port}")
+        return left
+
+
+BEFORE = set(os.listdir("/dev/shm"))
+
+
+def shared_memory() -> list[str]:
+    """What lies in /dev/shm since this program began."""
+    return sorted(set(os.listdir("/dev/shm")) - BEFORE)
