@@ -129,7 +129,7 @@ def main() -> int:
             results.append(run_case(chaos, name, case))
             print(row(results[-1]), flush=True)
             for words in results[-1].faults:
-                print(f"   ! {words}", flush=True)
+                print(f"FAIL {name}: {words}", flush=True)
         left = chaos.end_world()
     text = summary(results)
     print(f"\n{text}")
