@@ -14,6 +14,7 @@ use serving::Server;
 use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
 
+use self::slow_heads::{Requests, SlowHeads};
 use crate::coalesce::Coalesce;
 use crate::config::Config;
 use crate::grpc_service::grpc_service;
@@ -22,6 +23,8 @@ use crate::listener::{Limits, MAX_PREFACE_BYTES, Port, StartError, bind};
 use crate::metrics::{self, MetricsSource};
 use crate::state::State;
 use crate::status::RETRY_AFTER_SECS;
+
+mod slow_heads;
 
 /// Where the services listen, ports chosen by the system included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -145,14 +148,18 @@ fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<S
 }
 
 fn serve_http(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port> {
-    let builder = http1_builder(&state.config);
+    let builder = http1_builder();
     Port::open(listener, http_limits(&state.config), None, move |stream| {
-        let state = state.clone();
+        let (state, requests) = (state.clone(), Arc::new(Requests::default()));
+        let io = SlowHeads::new(TokioIo::new(stream), requests.clone(), state.config.http_header_timeout);
         let service = service_fn(move |request| {
-            let state = state.clone();
-            async move { kserve_http::handle(state.clone(), request).await.map(|reply| advised(&state, reply)) }
+            let (state, requests) = (state.clone(), requests.clone());
+            async move {
+                let reply = requests.count(kserve_http::handle(state.clone(), request)).await;
+                reply.map(|reply| advised(&state, reply))
+            }
         });
-        builder.serve_connection(TokioIo::new(stream), service)
+        builder.serve_connection(io, service)
     })
 }
 
@@ -168,11 +175,15 @@ fn advised(state: &State, mut reply: kserve_http::Reply) -> kserve_http::Reply {
 }
 
 fn serve_metrics(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port> {
-    let builder = http1_builder(&state.config);
+    let builder = http1_builder();
     Port::open(listener, http_limits(&state.config), None, move |stream| {
-        let state = state.clone();
-        let service = service_fn(move |request| metrics::handle(state.clone(), request));
-        builder.serve_connection(TokioIo::new(stream), service)
+        let (state, requests) = (state.clone(), Arc::new(Requests::default()));
+        let io = SlowHeads::new(TokioIo::new(stream), requests.clone(), state.config.http_header_timeout);
+        let service = service_fn(move |request| {
+            let (state, requests) = (state.clone(), requests.clone());
+            async move { requests.count(metrics::handle(state, request)).await }
+        });
+        builder.serve_connection(io, service)
     })
 }
 
@@ -181,9 +192,10 @@ fn http_limits(config: &Config) -> Limits {
     Limits { max_connections, max_age: None, age_grace: None, patience, preface_bytes: 0 }
 }
 
-fn http1_builder(config: &Config) -> http1::Builder {
+/// Without hyper's own patience, which would also end idle connections and sets a timer for each request.
+fn http1_builder() -> http1::Builder {
     let mut builder = http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(config.http_header_timeout);
+    builder.timer(TokioTimer::new()).header_read_timeout(None);
     builder
 }
 
