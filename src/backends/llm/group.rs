@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use engine::{EngineConfig, StepPlan, plan};
 use ipc::{Backlog, Doorbell, Prefix, Received, RecvError, RingReceiver, RingSender};
-use worker::{Agents, DeviceChoice, FromAgent, FromWorker, Nodes, RelayedWorker, ShmName, ToAgent, ToWorker, WorkerId, WorkerSpec};
+use worker::{
+    Agents, DeviceChoice, FromAgent, FromWorker, Nodes, RelayedWorker, ShmName, ToAgent, ToWorker, WorkerId, WorkerSpec,
+};
 
 use super::config::LlmConfig;
 use super::figures::WorkerFigures;

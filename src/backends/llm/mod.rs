@@ -25,7 +25,9 @@ use engine::{EngineStats, Request};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use ipc::Prefix;
-use serving::{Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, ResponseStream};
+use serving::{
+    Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, ResponseStream,
+};
 use text::Tokenizer;
 use tokio::sync::{mpsc, oneshot, watch};
 use worker::Agents;
