@@ -207,7 +207,8 @@ fn read_shape(shape: &Value<'_>) -> Result<Vec<i64>, InferError> {
     let mut sizes = Vec::new();
     let read = shape.as_array().and_then(|shape| {
         shape.for_each(|size| {
-            let size = size.as_u64()?;
+            let too_large = || InferError::invalid("a size does not fit in 64 bits");
+            let size = size.as_u64().map_err(|error| if size.is_whole() { too_large() } else { error })?;
             sizes.push(i64::try_from(size).map_err(|_| InferError::invalid(format!("{size} is too large")))?);
             Ok(())
         })
@@ -414,7 +415,7 @@ mod tests {
 
     #[test]
     fn shapes_that_lie_are_refused_before_anything_is_reserved() {
-        for shape in ["[1,1000000000]", "[1,1000000000000]", "[4,4611686018427387904]"] {
+        for shape in ["[1,1000000000]", "[1,1000000000000]", "[4,4611686018427387904]", "[1,1180591620717411303424]"] {
             let error = with_input(&format!(r#""datatype":"FP32","shape":{shape},"data":[1,2,3,4]"#)).unwrap_err();
             assert_eq!(error.kind, ErrorKind::InvalidArgument, "{shape}");
         }

@@ -98,6 +98,11 @@ impl<'a> Value<'a> {
         }
     }
 
+    /// Whether it is a number of digits alone, however many.
+    pub fn is_whole(&self) -> bool {
+        matches!(self, Value::Number(text) if text.bytes().all(|byte| byte.is_ascii_digit()))
+    }
+
     /// The number as an unsigned integer.
     pub fn as_u64(&self) -> Result<u64> {
         match self {
