@@ -3,7 +3,7 @@
 //! A plan is a delta against the rows every worker keeps. It names no token that a device sampled:
 //! those never visit the host between steps, so plan `n + 1` can be sent while step `n` runs.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::{BlockId, RowId, SamplingParams, SequenceId, TokenId};
 
@@ -88,7 +88,11 @@ pub struct RowWork {
 }
 
 /// What a step produced, in the order of the plan's sampling rows.
+///
+/// On the wire rows and tokens are arrays of their own, which one copy reads, and log-probabilities follow for those that
+/// have them.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(into = "Columns", try_from = "Columns")]
 pub struct StepOutput {
     /// The plan's number.
     pub step: u64,
@@ -107,6 +111,64 @@ pub struct SampledToken {
     pub logprob: Option<f32>,
     /// The likeliest tokens and their log-probabilities, best first, when asked for.
     pub top: Vec<(TokenId, f32)>,
+}
+
+/// A [`StepOutput`] as it travels.
+#[derive(Serialize, Deserialize)]
+struct Columns {
+    step: u64,
+    rows: Words,
+    tokens: Words,
+    details: Vec<(u32, Option<f32>, Vec<(TokenId, f32)>)>,
+}
+
+/// Numbers as their bytes, little-endian.
+struct Words(Vec<u32>);
+
+impl Serialize for Words {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(bytemuck::cast_slice(&self.0))
+    }
+}
+
+impl<'de> Deserialize<'de> for Words {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let bytes = <&[u8]>::deserialize(deserializer)?;
+        Ok(Self(bytes.as_chunks::<4>().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect()))
+    }
+}
+
+impl From<StepOutput> for Columns {
+    fn from(StepOutput { step, tokens }: StepOutput) -> Self {
+        let (mut rows, mut ids) = (Vec::with_capacity(tokens.len()), Vec::with_capacity(tokens.len()));
+        let mut details = Vec::new();
+        for (index, SampledToken { row, token, logprob, top }) in tokens.into_iter().enumerate() {
+            rows.push(row.0);
+            ids.push(token.0);
+            if logprob.is_some() || !top.is_empty() {
+                details.push((index as u32, logprob, top));
+            }
+        }
+        Self { step, rows: Words(rows), tokens: Words(ids), details }
+    }
+}
+
+impl TryFrom<Columns> for StepOutput {
+    type Error = &'static str;
+
+    fn try_from(Columns { step, rows, tokens, details }: Columns) -> Result<Self, Self::Error> {
+        if rows.0.len() != tokens.0.len() {
+            return Err("rows and tokens differ in number");
+        }
+        let sampled =
+            |(&row, &token)| SampledToken { row: RowId(row), token: TokenId(token), logprob: None, top: vec![] };
+        let mut tokens: Vec<SampledToken> = rows.0.iter().zip(&tokens.0).map(sampled).collect();
+        for (index, logprob, top) in details {
+            let token = tokens.get_mut(index as usize).ok_or("details of a token that is not there")?;
+            (token.logprob, token.top) = (logprob, top);
+        }
+        Ok(Self { step, tokens })
+    }
 }
 
 /// Why bytes are not the plan or output that was sent.
@@ -172,6 +234,29 @@ mod tests {
         let mut bytes = vec![1, 2, 3];
         encode(&plan(), &mut bytes);
         assert_eq!(decode::<StepPlan>(&bytes).unwrap(), plan());
+    }
+
+    #[test]
+    fn an_output_survives_the_wire() {
+        let token = |row, token, logprob, top: &[(u32, f32)]| SampledToken {
+            row: RowId(row),
+            token: TokenId(token),
+            logprob,
+            top: top.iter().map(|&(token, logprob)| (TokenId(token), logprob)).collect(),
+        };
+        let tokens = vec![
+            token(3, 7, None, &[]),
+            token(0, u32::MAX, Some(-0.5), &[]),
+            token(2, 9, None, &[(9, -0.25), (1, -3.0)]),
+            token(2, 1, Some(-1.0), &[(1, -1.0)]),
+        ];
+        let output = StepOutput { step: u64::MAX, tokens };
+        let mut bytes = Vec::new();
+        encode(&output, &mut bytes);
+        assert_eq!(decode::<StepOutput>(&bytes).unwrap(), output);
+        let odd = Columns { step: 1, rows: Words(vec![1]), tokens: Words(vec![]), details: vec![] };
+        encode(&odd, &mut bytes);
+        assert!(decode::<StepOutput>(&bytes).is_err());
     }
 
     #[test]

@@ -294,6 +294,7 @@ impl Engine {
     }
 }
 
+#[inline]
 pub(crate) fn running_row(sequence: &Sequence) -> RowId {
     match sequence.place {
         Place::Running(row) => row,

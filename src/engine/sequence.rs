@@ -133,16 +133,19 @@ impl Sequence {
         }
     }
 
+    #[inline]
     pub(crate) fn is_prefilling(&self) -> bool {
         self.num_computed < self.join_len
     }
 
     /// Whether every token of the output is settled or in flight.
+    #[inline]
     pub(crate) fn is_fully_planned(&self) -> bool {
         !self.waits_for_settle() && self.tokens.len() + self.num_in_flight >= self.max_len
     }
 
     /// Whether its next step depends on what the last one brought: never two are in flight.
+    #[inline]
     pub(crate) fn waits_for_settle(&self) -> bool {
         self.beams.is_some() || self.max_drafts > 0 || self.is_told
     }
@@ -158,6 +161,7 @@ impl Sequence {
     }
 
     /// News of it.
+    #[inline]
     pub(crate) fn event(&self, tokens: SmallVec<[SampledToken; 1]>, finished: Option<FinishReason>) -> TokenEvent {
         TokenEvent {
             sequence: self.id,
@@ -170,6 +174,7 @@ impl Sequence {
     }
 
     /// Whether the next position lies beyond the block table.
+    #[inline]
     pub(crate) fn needs_block(&self, block_size: usize) -> bool {
         self.num_computed == self.blocks.len() * block_size
     }
@@ -189,6 +194,7 @@ impl Sequence {
     }
 
     /// Takes the next token of the output: appends what may be told to `released`, and says whether this ends it.
+    #[inline]
     pub(crate) fn accept(
         &mut self,
         sampled: SampledToken,

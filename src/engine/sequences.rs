@@ -44,6 +44,7 @@ impl Sequences {
     }
 
     /// The sequence `id` if it still is in `slot`.
+    #[inline]
     pub(crate) fn get_mut(&mut self, slot: Slot, id: SequenceId) -> Option<&mut Sequence> {
         self.slots[slot.0 as usize].as_mut().filter(|sequence| sequence.id == id)
     }
@@ -59,12 +60,14 @@ impl Sequences {
 impl Index<Slot> for Sequences {
     type Output = Sequence;
 
+    #[inline]
     fn index(&self, slot: Slot) -> &Sequence {
         self.slots[slot.0 as usize].as_ref().expect("a slot in use holds a sequence")
     }
 }
 
 impl IndexMut<Slot> for Sequences {
+    #[inline]
     fn index_mut(&mut self, slot: Slot) -> &mut Sequence {
         self.slots[slot.0 as usize].as_mut().expect("a slot in use holds a sequence")
     }

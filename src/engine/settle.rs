@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 use crate::engine::{Engine, Sample};
 use crate::plan::{SampledToken, StepOutput};
 use crate::sequence::{Drafting, Place};
-use crate::{FinishReason, RowId, TokenEvent};
+use crate::{RowId, TokenEvent};
 
 /// Why an output is not that of the oldest plan in flight. Workers and engine disagree: they must be restarted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -12,9 +12,9 @@ use super::queue_rules::QueueRules;
 /// Most tokens guessed in one step: more are seldom right.
 const MAX_DRAFTS: usize = 64;
 
-/// Prefill tokens in a step that also decodes when the model does not say: enough to keep a device busy, and few enough for
-/// streams to go on without a gap that is felt.
-const MIXED_PREFILL_TOKENS: usize = 512;
+/// Prefill tokens in a step that also decodes when the model does not say, on CPUs and on CUDA devices: enough to keep them
+/// busy, and few enough for streams to go on without a gap that is felt.
+const MIXED_PREFILL_TOKENS: [usize; 2] = [128, 512];
 
 /// What the launcher chose for every LLM of this world.
 #[derive(Debug, Clone)]
@@ -152,7 +152,7 @@ fn engine_config(
         max_step_tokens: parameter(config, "max_num_tokens")?.unwrap_or(defaults.max_step_tokens).max(max_rows),
         max_sequence_len,
         block_size: parameter(config, "tokens_per_block")?.unwrap_or(defaults.block_size),
-        max_mixed_prefill_tokens: max_mixed_prefill_tokens(config)?,
+        max_mixed_prefill_tokens: max_mixed_prefill_tokens(config, defaults.device)?,
         max_queue: if max_queue == 0 { EngineConfig::default().max_queue } else { max_queue },
         policy,
         max_joined_tokens: max_sequence_len.max(EngineConfig::default().max_joined_tokens),
@@ -163,9 +163,9 @@ fn engine_config(
 }
 
 /// Bounds the gap between a stream's tokens while a long prompt arrives.
-fn max_mixed_prefill_tokens(config: &ModelConfig) -> Result<usize, InferError> {
-    let found = parameter(config, "max_mixed_prefill_tokens")?.unwrap_or(MIXED_PREFILL_TOKENS);
-    match found {
+fn max_mixed_prefill_tokens(config: &ModelConfig, device: DeviceChoice) -> Result<usize, InferError> {
+    let default = MIXED_PREFILL_TOKENS[usize::from(matches!(device, DeviceChoice::Cuda { .. }))];
+    match parameter(config, "max_mixed_prefill_tokens")?.unwrap_or(default) {
         0 => Err(invalid(config, "`max_mixed_prefill_tokens` is 0, expected at least 1".to_owned())),
         found => Ok(found),
     }

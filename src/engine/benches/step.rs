@@ -28,6 +28,8 @@ struct Bench {
     output: Vec<u8>,
     total_bytes: usize,
     total_rows: usize,
+    /// Of each step.
+    times: Vec<Duration>,
 }
 
 impl Bench {
@@ -59,6 +61,7 @@ impl Bench {
             output: vec![],
             total_bytes: 0,
             total_rows: 0,
+            times: vec![],
         }
     }
 
@@ -93,11 +96,23 @@ impl Bench {
         self.engine.settle(output, &mut self.events).expect("the output is the plan's");
         black_box(&self.events);
         self.events.clear();
-        planned + (cpu_time() - start)
+        let time = planned + (cpu_time() - start);
+        self.times.push(time);
+        time
     }
 
-    fn bytes_per_row(&self) -> f64 {
-        self.total_bytes as f64 / self.total_rows as f64
+    /// Forgets what was counted so far.
+    fn restart_counts(&mut self) {
+        (self.total_bytes, self.total_rows) = (0, 0);
+        self.times.clear();
+    }
+
+    /// The median is what a step takes where nobody else uses the caches in between.
+    fn report(&mut self, name: &str, rows: usize) {
+        self.times.sort_unstable();
+        let at = |share: f64| self.times[(self.times.len() as f64 * share) as usize];
+        let bytes = self.total_bytes as f64 / self.total_rows as f64;
+        println!("{name}/{rows}: 10% {:?}, median {:?}, {bytes:.2} plan bytes a row", at(0.1), at(0.5));
     }
 }
 
@@ -132,11 +147,12 @@ fn decode(c: &mut Criterion) {
                 elapsed
             });
         });
-        (bench.total_bytes, bench.total_rows) = (0, 0);
-        for _ in 0..num_left.max(100) {
+        let mut bench = Bench::decoding(rows);
+        bench.restart_counts();
+        for _ in 0..OUTPUT_LEN / 2 {
             bench.step();
         }
-        println!("decode/{rows}: {:.2} plan bytes a row", bench.bytes_per_row());
+        bench.report("decode", rows);
     }
 }
 
@@ -157,7 +173,11 @@ fn serve(c: &mut Criterion) {
         group.bench_function(BenchmarkId::from_parameter(rows), |bencher| {
             bencher.iter_custom(|num_steps| (0..num_steps).map(|_| step(&mut bench)).sum());
         });
-        println!("serve/{rows}: {:.2} plan bytes a row", bench.bytes_per_row());
+        bench.restart_counts();
+        for _ in 0..1000 {
+            step(&mut bench);
+        }
+        bench.report("serve", rows);
     }
 }
 

@@ -1,4 +1,4 @@
-//! A long life: 100 000 requests of random size, priority and patience, with workers lost now and then.
+//! A long life of one engine: 100 000 requests of random size, priority and patience, with workers lost now and then.
 //!
 //! `cargo test --release -p engine --test soak -- --ignored --nocapture`
 
@@ -27,7 +27,8 @@ fn request(random: &mut Random) -> Request {
     }
 }
 
-/// Keeps the queue full, cancels one request in twenty, and loses all workers every 5000 steps.
+/// Keeps the queue full, cancels one request in twenty, has the deadline of another pass, and loses all workers every 5000
+/// steps.
 fn soak(policy: Policy) {
     let config = EngineConfig {
         max_rows: 64,
@@ -54,6 +55,9 @@ fn soak(policy: Policy) {
             }
             if random.one_in(20) {
                 world.cancel(submitted[random.below(submitted.len() as u32) as usize]);
+            }
+            if random.one_in(20) {
+                world.expire(submitted[random.below(submitted.len() as u32) as usize]);
             }
         }
         world.plan();

@@ -375,6 +375,20 @@ impl World {
         self.audit();
     }
 
+    /// A deadline has passed: a sequence that has had no step yet is refused, any other goes on.
+    pub fn expire(&mut self, id: SequenceId) {
+        if self.engine.is_new(id) {
+            self.cancel(id);
+        }
+    }
+
+    /// A deadline has passed: others are served before a sequence that has had no step yet.
+    pub fn delay(&mut self, id: SequenceId) {
+        let waits = self.engine.is_new(id);
+        assert_eq!(self.engine.delay(id), waits);
+        self.audit();
+    }
+
     /// False when there was nothing to plan.
     pub fn plan(&mut self) -> bool {
         let Some(plan) = self.engine.plan() else { return false };

@@ -1,0 +1,179 @@
+//! Promises of the scheduler, counted on its plans: bounded gaps, prefixes computed once, order of service.
+
+mod support;
+
+use std::collections::{BTreeMap, HashSet};
+
+use engine::{Engine, EngineConfig, Policy, Request, RowId, SequenceId, StepPlan, TokenEvent, TokenId};
+use support::{Device, VOCAB_SIZE, World};
+
+/// An engine, its device, and the last plan's events: one step at a time.
+struct Steps {
+    engine: Engine,
+    device: Device,
+    events: Vec<TokenEvent>,
+    /// Whose row is whose.
+    rows: BTreeMap<RowId, SequenceId>,
+}
+
+impl Steps {
+    fn new(config: EngineConfig) -> Self {
+        let device = Device::new(&config);
+        Self { engine: Engine::new(config).unwrap(), device, events: Vec::new(), rows: BTreeMap::new() }
+    }
+
+    fn submit(&mut self, request: Request) -> SequenceId {
+        self.engine.submit(request).unwrap()
+    }
+
+    /// Plans, runs and settles one step; `None` when there is nothing to do.
+    fn step(&mut self) -> Option<StepPlan> {
+        let plan = self.engine.plan()?;
+        for row in &plan.left {
+            self.rows.remove(row);
+        }
+        self.rows.extend(plan.joined.iter().map(|joined| (joined.row, joined.sequence)));
+        let output = self.device.run(&plan);
+        self.events.clear();
+        self.engine.settle(output, &mut self.events).unwrap();
+        Some(plan)
+    }
+
+    /// Tokens that the plan computes for a sequence.
+    fn num_tokens(&self, plan: &StepPlan, sequence: SequenceId) -> u32 {
+        let own = plan.work.iter().filter(|work| self.rows[&work.row] == sequence);
+        own.map(|work| work.num_tokens).sum()
+    }
+}
+
+/// Random tokens that no two seeds have in common from the start.
+fn prompt(seed: u32, len: usize) -> Vec<TokenId> {
+    let mut random = support::Random(u64::from(seed));
+    (0..len).map(|_| TokenId(random.below(VOCAB_SIZE))).collect()
+}
+
+fn request(seed: u32, len: usize, max_tokens: u32) -> Request {
+    Request { prompt: prompt(seed, len), max_tokens, ..Request::default() }
+}
+
+#[test]
+fn streams_get_a_token_in_every_step_and_none_is_long_while_a_prompt_of_4096_arrives() {
+    const MIXED: u32 = 256;
+    for policy in [Policy::GuaranteedNoEvict, Policy::MaxUtilization] {
+        let mut steps = Steps::new(EngineConfig {
+            max_rows: 32,
+            max_step_tokens: 2048,
+            max_mixed_prefill_tokens: MIXED as usize,
+            max_sequence_len: 8192,
+            policy,
+            ..EngineConfig::default()
+        });
+        let streams: Vec<SequenceId> = (0..16).map(|seed| steps.submit(request(seed, 8, 400))).collect();
+        (0..4).for_each(|_| drop(steps.step().unwrap()));
+        let long = steps.submit(request(99, 4096, 8));
+        let mut num_steps = 0;
+        while !steps.events.iter().any(|event| event.sequence == long) {
+            let plan = steps.step().unwrap();
+            num_steps += 1;
+            let told: HashSet<SequenceId> = steps.events.iter().map(|event| event.sequence).collect();
+            assert!(streams.iter().all(|stream| told.contains(stream)), "a stream waits in step {num_steps}");
+            let num_tokens: u32 = plan.work.iter().map(|work| work.num_tokens).sum();
+            assert!(num_tokens <= 16 + MIXED, "step {num_steps} computes {num_tokens} tokens");
+            // And the prompt does not starve: it gets all of the budget that is its own.
+            assert_eq!(steps.num_tokens(&plan, long), MIXED, "step {num_steps}");
+        }
+        assert_eq!(num_steps, 4096 / MIXED);
+    }
+}
+
+#[test]
+fn a_prompt_that_arrives_alone_takes_whole_steps() {
+    let mut steps = Steps::new(EngineConfig {
+        max_step_tokens: 2048,
+        max_mixed_prefill_tokens: 64,
+        max_sequence_len: 8192,
+        ..EngineConfig::default()
+    });
+    let long = steps.submit(request(1, 4096, 2));
+    let plans: Vec<StepPlan> = (0..2).map(|_| steps.step().unwrap()).collect();
+    assert!(plans.iter().all(|plan| steps.num_tokens(plan, long) == 2048), "{plans:?}");
+}
+
+#[test]
+fn requests_with_a_common_prefix_compute_it_once_even_when_they_arrive_at_once() {
+    let config = EngineConfig { block_size: 16, max_step_tokens: 128, max_rows: 16, ..EngineConfig::default() };
+    let (prefix, tail, num_requests) = (prompt(7, 320), 5, 8);
+    let mut computed = Vec::new();
+    for prefix_cache in [true, false] {
+        let mut steps = Steps::new(EngineConfig { prefix_cache, ..config.clone() });
+        for seed in 0..num_requests {
+            // The first token behind the prefix tells them apart.
+            let own = [vec![TokenId(seed)], prompt(seed, tail - 1)].concat();
+            steps.submit(Request { prompt: [prefix.clone(), own].concat(), max_tokens: 1, ..Request::default() });
+        }
+        let mut num_tokens = 0;
+        while let Some(plan) = steps.step() {
+            num_tokens += plan.work.iter().map(|work| work.num_tokens as usize).sum::<usize>();
+        }
+        assert!(steps.engine.is_idle() && steps.engine.ledger().is_zero());
+        computed.push(num_tokens);
+    }
+    let num_requests = num_requests as usize;
+    assert_eq!(computed, [prefix.len() + num_requests * tail, num_requests * (prefix.len() + tail)]);
+}
+
+/// Every stream of a [`World`] is compared with what its request gets alone.
+#[test]
+fn cache_hits_change_no_token_and_are_told() {
+    let mut world = World::new(EngineConfig { num_blocks: 64, ..EngineConfig::default() }, 1);
+    for _ in 0..3 {
+        for seed in 0..6 {
+            world.submit(Request {
+                prompt: [prompt(1, 64), prompt(seed, 9)].concat(),
+                max_tokens: 40,
+                ..Request::default()
+            });
+        }
+        world.run_to_idle();
+    }
+    let stats = world.engine.stats();
+    assert_eq!(stats.total_reused_blocks, 17 * 4, "each but the first finds the 4 blocks of the prefix");
+}
+
+#[test]
+fn a_preempted_stream_goes_on_with_the_tokens_that_would_have_come() {
+    let config = EngineConfig {
+        max_rows: 8,
+        num_blocks: 24,
+        policy: Policy::MaxUtilization,
+        max_sequence_len: 200,
+        ..EngineConfig::default()
+    };
+    let mut world = World::new(config, 1);
+    for seed in 0..8 {
+        world.submit(request(seed, 20, 120)).unwrap();
+    }
+    world.run_to_idle();
+    assert!(world.engine.stats().total_preempted > 0);
+    assert_eq!(world.num_finished, 8);
+}
+
+/// The order in which sequences join.
+fn order_of_service(steps: &mut Steps) -> Vec<SequenceId> {
+    let mut order = Vec::new();
+    while let Some(plan) = steps.step() {
+        order.extend(plan.joined.iter().map(|joined| joined.sequence));
+    }
+    order
+}
+
+#[test]
+fn higher_priority_is_served_first_then_arrival_and_delayed_ones_last_of_theirs() {
+    let mut steps = Steps::new(EngineConfig { max_rows: 1, ..EngineConfig::default() });
+    let mut submit = |seed, priority| steps.submit(Request { priority, ..request(seed, 4, 3) });
+    let [running, late, low, high, middle] = [submit(0, 0), submit(1, 0), submit(2, 0), submit(3, 9), submit(4, 5)];
+    // All wait still: nothing was planned.
+    assert!(steps.engine.is_new(late) && steps.engine.delay(late));
+    assert_eq!(order_of_service(&mut steps), [high, middle, running, low, late]);
+    assert!(!steps.engine.is_new(late) && !steps.engine.delay(late));
+}
