@@ -111,12 +111,28 @@ fn ends_with(tokens: &[u32], end: &[TokenId]) -> bool {
 
 fn draw(row: &Row, num_generated: u32, logits: &[f32], scratch: &mut Scratch) -> u32 {
     let params = &row.sampling;
-    let Scratch { candidates, values, .. } = scratch;
     let best = argmax(logits);
     let max = logits[best as usize];
     if params.is_greedy() || !max.is_finite() {
         return best;
     }
+    keep(row, logits, max, scratch);
+    let candidates = &scratch.candidates;
+    let total: f64 = candidates.iter().map(|candidate| f64::from(candidate.weight)).sum();
+    let mut left = uniform(params.seed, num_generated) * total;
+    for candidate in candidates {
+        left -= f64::from(candidate.weight);
+        if left < 0.0 {
+            return candidate.token;
+        }
+    }
+    candidates.last().map_or(best, |candidate| candidate.token)
+}
+
+/// The tokens that may be drawn, with their weights: that of the likeliest, whose logit is `max`, is 1.
+fn keep(row: &Row, logits: &[f32], max: f32, scratch: &mut Scratch) {
+    let params = &row.sampling;
+    let Scratch { candidates, values, .. } = scratch;
     let inverse = 1.0 / params.temperature;
     let weigh = |(token, logit): (usize, &f32)| Candidate { token: token as u32, weight: exp((logit - max) * inverse) };
     candidates.clear();
@@ -128,17 +144,8 @@ fn draw(row: &Row, num_generated: u32, logits: &[f32], scratch: &mut Scratch) ->
         keep_top_p(candidates, row.top_p(), values);
     }
     if params.min_p > 0.0 {
-        candidates.retain(|candidate| candidate.weight >= params.min_p); // The likeliest weighs 1.
+        candidates.retain(|candidate| candidate.weight >= params.min_p);
     }
-    let total: f64 = candidates.iter().map(|candidate| f64::from(candidate.weight)).sum();
-    let mut left = uniform(params.seed, num_generated) * total;
-    for candidate in candidates.iter() {
-        left -= f64::from(candidate.weight);
-        if left < 0.0 {
-            return candidate.token;
-        }
-    }
-    candidates.last().map_or(best, |candidate| candidate.token)
 }
 
 /// Keeps the `top_k` highest logits and what equals the last of them. By logit, not by weight: distinct logits may
