@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use bench::BenchArgs;
 use clap::{Arg, Args, Command, FromArgMatches};
 use client::ClientArgs;
+use lint::{InitArgs, LintArgs};
 
 fn main() -> ExitCode {
     let mut args: Vec<_> = std::env::args_os().collect();
@@ -26,6 +27,8 @@ fn main() -> ExitCode {
         Some(("worker", _)) => worker::main().map(|()| ExitCode::SUCCESS).map_err(anyhow::Error::from),
         Some(("client", matches)) => run_client(matches),
         Some(("bench", matches)) => run_bench(matches),
+        Some(("lint", matches)) => run_lint(matches),
+        Some(("init", matches)) => run_init(matches),
         _ => unreachable!("clap knows the sub-commands"),
     };
     result.unwrap_or_else(|error| {
@@ -47,6 +50,12 @@ fn command() -> Command {
             Command::new("client").about("Sends a prompt and prints the answer as it comes"),
         ))
         .subcommand(BenchArgs::augment_args(Command::new("bench").about("Measures a running server")))
+        .subcommand(LintArgs::augment_args(
+            Command::new("lint").about("Explains every file and key of a model repository, and what is wrong with it"),
+        ))
+        .subcommand(InitArgs::augment_args(
+            Command::new("init").about("Makes a model repository of a published layout around a checkpoint"),
+        ))
 }
 
 /// Takes the flags of a rank.
@@ -76,5 +85,14 @@ fn run_client(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 
 fn run_bench(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     bench::run(BenchArgs::from_arg_matches(matches)?)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn run_lint(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    Ok(lint::lint(&LintArgs::from_arg_matches(matches)?)?)
+}
+
+fn run_init(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    lint::init(&InitArgs::from_arg_matches(matches)?)?;
     Ok(ExitCode::SUCCESS)
 }

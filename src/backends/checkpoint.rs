@@ -114,7 +114,7 @@ pub(crate) fn tokenizer(model: &LoadRequest) -> Result<Arc<Tokenizer>, InferErro
 ///
 /// # Errors
 /// When there is none, or more than one to choose from.
-fn tokenizer_dir(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> Result<PathBuf, String> {
+pub(crate) fn tokenizer_dir(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> Result<PathBuf, String> {
     if let Some(path) = config.parameter("tokenizer_dir") {
         let mut places = vec![model_dir.join(path)];
         places.extend(model_dir.parent().map(|repository| repository.join(path)));

@@ -5,6 +5,7 @@
 //! as `backend`.
 #![forbid(unsafe_code)]
 
+pub mod chat;
 mod checkpoint;
 mod detokenize;
 mod identity;

@@ -8,8 +8,8 @@ use futures::future::BoxFuture;
 use repository::ModelConfig;
 use repository::proto::{self, ModelOutput};
 use serving::{
-    Backend, BackendFactory, DataType, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream,
-    Tensor,
+    Backend, BackendFactory, DataType, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, Parameter,
+    ResponseStream, Tensor,
 };
 use text::Tokenizer;
 
@@ -142,7 +142,8 @@ impl Encoder {
                     "input `{input}` is empty; send a prompt of at least one character"
                 )));
             }
-            let encoded = self.tokenizer.encode(utf8(input, text)?, self.add_special_tokens);
+            let encoded =
+                self.tokenizer.encode(utf8(input, text)?, add_special_tokens(request, self.add_special_tokens));
             rows.push(encoded.map_err(|error| InferError::invalid(format!("input `{input}`: {error}")))?);
         }
         let width = rows.iter().map(Vec::len).max().unwrap_or(0);
@@ -207,6 +208,14 @@ impl Encoder {
             }
         }
         Ok(Some(Tensor::from_f32("EMBEDDING_BIAS", &self.shape(num_rows, &[vocab_size]), &biases)))
+    }
+}
+
+/// What the request's parameter `add_special_tokens` says, else `configured`: prompts of chat templates hold them already.
+pub(crate) fn add_special_tokens(request: &InferRequest, configured: bool) -> bool {
+    match request.parameters.get("add_special_tokens") {
+        Some(Parameter::Bool(add)) => *add,
+        _ => configured,
     }
 }
 

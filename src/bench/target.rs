@@ -65,6 +65,8 @@ pub(crate) struct Outcome {
     pub num_pieces: usize,
     /// Tokens that the server itself counted.
     pub num_tokens: Option<usize>,
+    /// The count that the last piece told.
+    pub told: usize,
     pub text: String,
     pub prompt_tokens: usize,
     pub asked_tokens: usize,
@@ -84,12 +86,21 @@ impl Outcome {
             between: Vec::new(),
             num_pieces: 0,
             num_tokens: None,
+            told: 0,
             text: String::new(),
             prompt_tokens: prompt.ids.len(),
             asked_tokens: prompt.max_tokens,
             whole: Duration::ZERO,
             error: None,
         }
+    }
+
+    /// A piece came with the server's count of tokens: some servers count those of the piece, others all so far.
+    pub(crate) fn told_piece(&mut self, told: Option<usize>, text: &str) {
+        let Some(told) = told else { return self.piece(None, text) };
+        let new = if told > self.told { told - self.told } else { told };
+        self.told = told;
+        self.piece(Some(new), text);
     }
 
     /// A piece of the answer came, of `count` tokens where that is known.
@@ -159,5 +170,23 @@ impl Target {
             Target::OpenAi(target) => target.ask(prompt, sampling, outcome).await,
         };
         outcome.end(result);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outcome() -> Outcome {
+        Outcome::begin(&Prompt { text: String::new(), ids: vec![1], max_tokens: 4 }, Duration::ZERO)
+    }
+
+    #[test]
+    fn counts_so_far_and_counts_of_each_piece_come_to_the_same() {
+        let (mut all, mut each) = (outcome(), outcome());
+        [1, 2, 4].into_iter().for_each(|told| all.told_piece(Some(told), "x"));
+        [1, 1, 1].into_iter().for_each(|told| each.told_piece(Some(told), "x"));
+        assert_eq!((all.num_tokens, all.between.len(), &all.text[..]), (Some(4), 3, "xxx"));
+        assert_eq!((each.num_tokens, each.between.len()), (Some(3), 2));
     }
 }

@@ -73,8 +73,10 @@ impl GrpcTarget {
                 return Err(ClientError::Refused { code: "from the model", message: reply.error_message });
             }
             let Some(response) = reply.infer_response else { continue };
-            if let Some((count, text)) = piece(&response) {
-                outcome.piece(count.map(|count| count.saturating_sub(dropped)), &text);
+            match piece(&response) {
+                None => {}
+                Some(Piece::Ids(count)) => outcome.piece(Some(count.saturating_sub(dropped)), ""),
+                Some(Piece::Text(text, told)) => outcome.told_piece(told, &text),
             }
         }
         Ok(())
@@ -125,21 +127,27 @@ impl GrpcTarget {
     }
 }
 
-/// Tokens of a response where it tells, and its text; `None` for one without an answer.
-fn piece(response: &ModelInferResponse) -> Option<(Option<usize>, String)> {
+/// What a response holds of the answer.
+enum Piece {
+    /// So many token ids.
+    Ids(usize),
+    /// Text, and the server's count of tokens.
+    Text(String, Option<usize>),
+}
+
+/// `None` for a response without an answer.
+fn piece(response: &ModelInferResponse) -> Option<Piece> {
     let outputs = || response.outputs.iter().zip(&response.raw_output_contents);
     if let Some((_, ids)) = outputs().find(|(output, _)| output.name == "output_ids") {
         let count = ids.len() / size_of::<i32>();
-        return (count > 0).then_some((Some(count), String::new()));
+        return (count > 0).then_some(Piece::Ids(count));
     }
     let (_, data) = outputs().find(|(output, _)| output.datatype == "BYTES")?;
     let text: Vec<u8> = texts(data).flatten().copied().collect();
-    let counted = outputs().find(|(output, _)| output.name == "num_output_tokens").and_then(|(_, data)| {
-        let sum: i64 =
-            data.chunks_exact(4).map(|count| i64::from(i32::from_le_bytes(count.try_into().unwrap_or_default()))).sum();
-        usize::try_from(sum).ok()
-    });
-    Some((counted, String::from_utf8_lossy(&text).into_owned()))
+    let (_, told) = outputs().find(|(output, _)| output.name == "num_output_tokens").unzip();
+    let told =
+        told.and_then(|data| data.first_chunk()).and_then(|count| usize::try_from(i32::from_le_bytes(*count)).ok());
+    Some(Piece::Text(String::from_utf8_lossy(&text).into_owned(), told))
 }
 
 async fn usual_model(connection: &Connection) -> Result<String, ClientError> {

@@ -65,7 +65,7 @@ impl HttpTarget {
         }
         let counted = answer["num_output_tokens"].as_u64().map(|count| count as usize);
         if let Some(text) = answer[&self.output].as_str() {
-            outcome.piece(counted, text);
+            outcome.told_piece(counted, text);
         }
         Ok(())
     }

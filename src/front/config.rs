@@ -5,6 +5,7 @@ use std::time::Duration;
 use crate::forward::HeaderPattern;
 use crate::ledger::LedgerSource;
 use crate::metrics::MetricsOptions;
+use crate::openai::Chat;
 use crate::restricted::Restrictions;
 use crate::settings::{LogControl, TraceOptions};
 use crate::tls::Tls;
@@ -96,6 +97,8 @@ pub struct Config {
     pub trace: TraceOptions,
     /// What `GET /debug/ledger` of the metrics port answers; `None` hides it.
     pub ledger: Option<LedgerSource>,
+    /// Where prompts of conversations come from, for OpenAI's protocol.
+    pub chat: Chat,
     /// Whether clients may register system shared memory.
     pub allow_client_shm: bool,
     /// Shared-memory names with these beginnings are the server's own and never a client's.
@@ -130,6 +133,7 @@ impl Default for Config {
             log: LogControl::default(),
             trace: TraceOptions::default(),
             ledger: None,
+            chat: Chat::default(),
             allow_client_shm: true,
             reserved_shm_prefixes: Vec::new(),
         }

@@ -19,20 +19,23 @@ use crate::restricted::Api;
 use crate::state::State;
 use crate::status::{generate_status, http_status};
 use crate::stream_infer::single_response;
-use crate::{http_models, http_repository, http_settings};
+use crate::{http_models, http_repository, http_settings, openai};
 
 /// A response of ours.
 pub type Reply = Response<ReplyBody>;
 
 const HEAD_LENGTH: HeaderName = HeaderName::from_static("inference-header-content-length");
-const JSON: HeaderValue = HeaderValue::from_static("application/json");
+pub(crate) const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const TEXT: HeaderValue = HeaderValue::from_static("text/plain");
 const BINARY: HeaderValue = HeaderValue::from_static("application/octet-stream");
-const EVENTS: HeaderValue = HeaderValue::from_static("text/event-stream; charset=utf-8");
+pub(crate) const EVENTS: HeaderValue = HeaderValue::from_static("text/event-stream; charset=utf-8");
 
 /// Answers one request; what goes wrong is an answer too.
 pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Reply, Infallible> {
     let (head, body) = request.into_parts();
+    if openai::is_path(head.uri.path()) {
+        return Ok(openai::handle(&state, &head, body).await);
+    }
     let Some(route) = Route::of(head.uri.path()) else {
         return Ok(plain_error(StatusCode::NOT_FOUND, "Not Found"));
     };
@@ -193,7 +196,7 @@ async fn start_generate(
 }
 
 /// The body, unpacked.
-async fn read_body(state: &State, headers: &HeaderMap, body: Incoming) -> Result<Bytes, InferError> {
+pub(crate) async fn read_body(state: &State, headers: &HeaderMap, body: Incoming) -> Result<Bytes, InferError> {
     let limit = state.config.max_http_body_bytes;
     let coding = header(headers, &CONTENT_ENCODING).map_or(Ok(None), Coding::of_content)?;
     let body = read_all(body, limit, state.config.http_body_timeout).await?;
@@ -249,7 +252,7 @@ fn json_reply(text: Vec<u8>) -> Reply {
     reply(StatusCode::OK, JSON, text)
 }
 
-fn reply(status: StatusCode, content_type: HeaderValue, body: impl Into<ReplyBody>) -> Reply {
+pub(crate) fn reply(status: StatusCode, content_type: HeaderValue, body: impl Into<ReplyBody>) -> Reply {
     let mut reply = Response::new(body.into());
     *reply.status_mut() = status;
     reply.headers_mut().insert(CONTENT_TYPE, content_type);

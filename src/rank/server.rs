@@ -8,6 +8,7 @@ use std::sync::mpsc::Receiver;
 use std::thread;
 use std::time::Duration;
 
+use backends::chat::ChatTemplates;
 use backends::layouts::Layouts;
 use backends::llm::{LlmDefaults, LlmFactory};
 use backends::python::{PythonConfig, PythonFactory};
@@ -316,8 +317,18 @@ fn front_config(args: &RankArgs, prefix: &Prefix) -> Result<front::Config, Strin
         ..front::Config::default()
     };
     args.front.apply(&mut config)?;
+    config.chat = front::Chat(Some(Arc::new(Templates(ChatTemplates::new(args.model_repository.clone())))));
     config.metrics_options = args.metrics.options()?;
     Ok(config)
+}
+
+/// Chat templates of the models here, for the front.
+struct Templates(ChatTemplates);
+
+impl front::ChatPrompts for Templates {
+    fn prompt(&self, model: &str, messages: &[serde_json::Value]) -> Result<String, serving::InferError> {
+        self.0.prompt(model, messages)
+    }
 }
 
 /// SIGTERM and SIGINT, alike.

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::error::RepositoryError;
 use crate::proto::ModelConfig;
 use crate::proto::model_version_policy::PolicyChoice;
+use crate::text_format::Parsed;
 use crate::{defaults, json, text_format, validate};
 
 /// One or more directories with a folder for each model.
@@ -26,6 +27,15 @@ pub struct ModelSource {
     pub config: ModelConfig,
     /// Versions that the version policy serves, ascending; never empty.
     pub versions: Vec<i64>,
+    /// Template variables of the configuration that nobody filled in, in the order of the file.
+    pub unfilled: Vec<String>,
+}
+
+impl ModelSource {
+    /// What is said of [`ModelSource::unfilled`]; `None` where all are filled in.
+    pub fn unfilled_words(&self) -> Option<String> {
+        (!self.unfilled.is_empty()).then(|| format!("template variables taken as unset: {}", self.unfilled.join(", ")))
+    }
 }
 
 impl Repository {
@@ -69,12 +79,19 @@ impl Repository {
     pub fn model(&self, name: &str) -> Result<ModelSource, RepositoryError> {
         let dir = self.model_dir(name)?;
         let path = dir.join("config.pbtxt");
-        let config = match fs::read(&path) {
-            Ok(bytes) => read_config(name, &path, &bytes)?,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => guess_config(name, &dir)?,
+        let parsed = match fs::read(&path) {
+            Ok(bytes) => read_config(&path, &bytes)?,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                Parsed { config: guess_config(name, &dir)?, unfilled: Vec::new() }
+            }
             Err(source) => return Err(RepositoryError::Read { path, source }),
         };
-        finish(name, dir, &path, config)
+        let source = finish(name, dir, &path, parsed.config)?;
+        let source = ModelSource { unfilled: parsed.unfilled, ..source };
+        if let Some(words) = source.unfilled_words() {
+            tracing::warn!(model = name, "{words}");
+        }
+        Ok(source)
     }
 
     /// The model with a configuration given as JSON in place of its own file.
@@ -126,20 +143,16 @@ fn directories(dir: &Path) -> Result<BTreeMap<String, PathBuf>, RepositoryError>
     Ok(found)
 }
 
-fn read_config(name: &str, path: &Path, bytes: &[u8]) -> Result<ModelConfig, RepositoryError> {
+fn read_config(path: &Path, bytes: &[u8]) -> Result<Parsed, RepositoryError> {
     let invalid = |message: String| RepositoryError::Invalid { path: path.to_owned(), message };
     let text = std::str::from_utf8(bytes)
         .map_err(|error| invalid(format!("byte {} is not UTF-8; save the file as UTF-8", error.valid_up_to())))?;
-    let parsed = text_format::parse(text).map_err(|error| RepositoryError::Syntax {
+    text_format::parse(text).map_err(|error| RepositoryError::Syntax {
         path: path.to_owned(),
         line: error.line,
         column: error.column,
         message: error.message,
-    })?;
-    if !parsed.unfilled.is_empty() {
-        tracing::warn!(model = name, "template variables taken as unset: {}", parsed.unfilled.join(", "));
-    }
-    Ok(parsed.config)
+    })
 }
 
 /// The configuration of a directory that has none, where its first version's files tell the backend.
@@ -168,7 +181,7 @@ fn finish(name: &str, dir: PathBuf, path: &Path, mut config: ModelConfig) -> Res
     if versions.is_empty() {
         return Err(RepositoryError::NoVersion { name: name.to_owned() });
     }
-    Ok(ModelSource { name: name.to_owned(), dir, config, versions })
+    Ok(ModelSource { name: name.to_owned(), dir, config, versions, unfilled: Vec::new() })
 }
 
 /// Version directories by number: plain decimal names from 1 up.

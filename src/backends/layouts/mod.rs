@@ -10,6 +10,8 @@ pub mod keys;
 mod rows;
 mod static_batch;
 mod text_model;
+mod text_names;
+mod text_values;
 mod turbomind;
 
 use std::collections::{BTreeSet, HashMap};
@@ -64,7 +66,7 @@ impl Layout {
         match self {
             Layout::Preprocessing | Layout::Postprocessing => keys::find(keys::TEXT_INPUTS, name),
             Layout::Bls => bls::input(name),
-            Layout::Text => text_model::input(name),
+            Layout::Text => text_names::input(name),
             _ => keys::find(keys::LLM_INPUTS, name),
         }
     }
@@ -113,7 +115,7 @@ pub fn recognise(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> 
         return Some(Layout::Bls);
     }
     let is_lmdeploy = takes("prompt") && takes("ignore_eos") && gives("response");
-    let is_known = is_text && config.input.iter().all(|input| text_model::input(&input.name).is_some());
+    let is_known = is_text && config.input.iter().all(|input| text_names::input(&input.name).is_some());
     if is_known && (is_llm || is_lmdeploy || checkpoint::find(config, model_dir, version_dir).is_ok()) {
         return Some(Layout::Text);
     }
@@ -121,7 +123,7 @@ pub fn recognise(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> 
 }
 
 fn takes_text(config: &ModelConfig) -> bool {
-    let is_prompt = |name: &str| text_model::PROMPT.contains(&name);
+    let is_prompt = |name: &str| text_names::PROMPT.contains(&name);
     config.input.iter().any(|input| input.data_type() == DataType::TypeString && is_prompt(&input.name))
 }
 

@@ -1,7 +1,7 @@
 //! Text in, text out, from a checkpoint: LMDeploy's and SGLang's Python models, TensorRT-LLM's `llmapi`, and models that
 //! run a Hugging Face checkpoint themselves.
 //!
-//! They differ in what they call things, so a request is read by the names in [`NAMES`] and handed to the engine under its
+//! They differ in what they call things, so a request is read by the names in `text_names` and handed to the engine under its
 //! own. No chat template is applied: the prompt is what the client sends.
 
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use futures::FutureExt as _;
 use futures::future::{BoxFuture, join_all};
 use repository::ModelConfig;
-use repository::proto::{DataType as ConfigType, ModelInput, ModelOutput, ModelParameter};
+use repository::proto::{DataType as ConfigType, ModelOutput, ModelParameter};
 use serving::{
     Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseSender, ResponseStream,
     Tensor,
@@ -18,57 +18,11 @@ use text::{Detokenizer, Tokenizer};
 
 use super::engine::{engine_output, with_checkpoint};
 use super::keys::Use;
+use super::text_names::{BAD_WORDS, EXCLUDE_INPUT, NAMES, STOP_WORDS, STREAM, default_inputs, input, text_output};
+use super::text_values::{Row, RunningText, find, flag, prompts};
+use crate::tokenize::add_special_tokens;
 use crate::words::WordList;
 use crate::{checkpoint, parameters};
-
-/// Names of the prompt.
-pub(super) const PROMPT: [&str; 8] =
-    ["prompt", "text_input", "PROMPT", "INPUT_TEXT", "input_text", "text", "query", "QUERY"];
-
-/// Names of whether to stream.
-const STREAM: [&str; 3] = ["stream", "streaming", "STREAM"];
-
-/// Names of words that end the text, and of words that are never generated.
-const STOP_WORDS: [&str; 3] = ["stop_words", "stop", "sampling_param_stop"];
-const BAD_WORDS: [&str; 1] = ["bad_words"];
-
-/// Names of whether the prompt is left out of the answer.
-const EXCLUDE_INPUT: [&str; 2] = ["exclude_input_in_output", "sampling_param_exclude_input_from_output"];
-
-/// Numbers that are handed to the engine as they come: its name, then the names that models use.
-const NAMES: &[(&str, &[&str])] = &[
-    (
-        "request_output_len",
-        &["max_tokens", "max_new_tokens", "request_output_len", "output_len", "sampling_param_max_tokens"],
-    ),
-    ("temperature", &["temperature", "TEMPERATURE", "sampling_param_temperature"]),
-    ("runtime_top_k", &["top_k", "runtime_top_k", "TOP_K", "sampling_param_top_k"]),
-    ("runtime_top_p", &["top_p", "runtime_top_p", "TOP_P", "sampling_param_top_p"]),
-    ("repetition_penalty", &["repetition_penalty"]),
-    ("presence_penalty", &["presence_penalty", "sampling_param_presence_penalty"]),
-    ("frequency_penalty", &["frequency_penalty", "sampling_param_frequency_penalty"]),
-    ("seed", &["seed", "random_seed", "sampling_param_seed"]),
-    ("min_tokens", &["min_tokens", "min_length", "min_new_tokens"]),
-    ("beam_width", &["beam_width", "num_beams"]),
-    ("len_penalty", &["length_penalty", "len_penalty"]),
-    ("end_id", &["end_id"]),
-    ("return_log_probs", &["return_log_probs", "return_cumulative_logprob"]),
-];
-
-const OTHERS: &[(&str, Use)] = &[
-    ("ignore_eos", Use::Used("generates on behind the token that ends a sequence")),
-    ("skip_special_tokens", Use::Used("whether special tokens are left out of the text; yes when not sent")),
-    ("return_finish_reason", Use::Used("gives `finish_reason`")),
-    ("return_stop_reason", Use::Ignored("which stop word it was is not told")),
-    ("pad_id", Use::Ignored("each row is answered by itself")),
-    ("sampling_param_best_of", Use::Ignored("one sequence is generated")),
-    ("sampling_param_return_perf_metrics", Use::Ignored("figures are read from /metrics")),
-    ("image_url", Use::Refused("models read text only")),
-    ("lora_id", Use::Refused("adapters are not supported; merge them into the checkpoint")),
-    ("lora_name", Use::Refused("adapters are not supported; merge them into the checkpoint")),
-    ("lora_path", Use::Refused("adapters are not supported; merge them into the checkpoint")),
-    ("lora_ckpt_source", Use::Ignored("adapters are not supported")),
-];
 
 /// Parameters that say how many tokens to generate when a request does not.
 const DEFAULT_LENGTH: [&str; 3] = ["max_output_length", "max_output_tokens", "max_new_tokens"];
@@ -81,21 +35,6 @@ const MAX_ROWS: i32 = 128;
 
 /// Responses that wait unread, as many as the engine's own.
 const UNREAD_RESPONSES: usize = 64;
-
-/// What becomes of an input; `None` for an unknown one.
-pub(super) fn input(name: &str) -> Option<Use> {
-    let lists = [
-        (&PROMPT[..], "the prompt"),
-        (&STREAM[..], "a response for each step"),
-        (&STOP_WORDS[..], "ends the text"),
-        (&BAD_WORDS[..], "never generated"),
-        (&EXCLUDE_INPUT[..], "whether the prompt is left out of the answer"),
-    ];
-    let listed = lists.into_iter().find(|(names, _)| names.contains(&name)).map(|(_, effect)| Use::Used(effect));
-    let number = || NAMES.iter().any(|(_, names)| names.contains(&name)).then_some(Use::Used("of generation"));
-    let other = || OTHERS.iter().find(|(other, _)| *other == name).map(|&(_, use_)| use_);
-    listed.or_else(number).or_else(other)
-}
 
 /// Loads text models.
 pub(super) struct TextModelFactory {
@@ -139,36 +78,6 @@ fn fit(config: &mut ModelConfig) {
     ];
     config.output = outputs.map(|(name, data_type)| engine_output(name, data_type)).to_vec();
     config.parameters.insert("exclude_input_in_output".to_owned(), ModelParameter { string_value: "true".to_owned() });
-}
-
-fn default_inputs() -> Vec<ModelInput> {
-    let input = |name: &str, data_type: ConfigType, optional: bool, dim: i64| {
-        let mut input = ModelInput { name: name.to_owned(), dims: vec![dim], optional, ..ModelInput::default() };
-        input.set_data_type(data_type);
-        input
-    };
-    let optional = |name: &str, data_type| input(name, data_type, true, 1);
-    let words = |name: &str| input(name, ConfigType::TypeString, true, -1);
-    vec![
-        input("text_input", ConfigType::TypeString, false, 1),
-        optional("max_tokens", ConfigType::TypeInt32),
-        optional("stream", ConfigType::TypeBool),
-        optional("temperature", ConfigType::TypeFp32),
-        optional("top_k", ConfigType::TypeInt32),
-        optional("top_p", ConfigType::TypeFp32),
-        optional("repetition_penalty", ConfigType::TypeFp32),
-        optional("presence_penalty", ConfigType::TypeFp32),
-        optional("frequency_penalty", ConfigType::TypeFp32),
-        optional("seed", ConfigType::TypeUint64),
-        optional("min_tokens", ConfigType::TypeInt32),
-        optional("ignore_eos", ConfigType::TypeBool),
-        words("stop_words"),
-        words("bad_words"),
-    ]
-}
-
-fn text_output(name: &str) -> ModelOutput {
-    engine_output(name, ConfigType::TypeString)
 }
 
 /// A loaded text model. Clones share the engine.
@@ -226,7 +135,7 @@ impl TextModel {
         row: Row,
         streaming: bool,
     ) -> Result<InferRequest, InferError> {
-        let encode = self.tokenizer.encode(prompt, self.add_special_tokens);
+        let encode = self.tokenizer.encode(prompt, add_special_tokens(request, self.add_special_tokens));
         let ids = encode.map_err(|error| InferError::invalid(format!("cannot encode the prompt: {error}")))?;
         let ids: Vec<i32> = ids.into_iter().map(u32::cast_signed).collect();
         let mut inputs = vec![
@@ -287,61 +196,6 @@ impl TextModel {
         }
         outputs.retain(|output| asked(&output.name));
         InferResponse { outputs, is_final, id: request.id.clone(), ..InferResponse::default() }
-    }
-}
-
-/// One row of a request whose numbers may be one for all, or one for each.
-#[derive(Clone, Copy)]
-struct Row {
-    index: usize,
-    count: usize,
-}
-
-impl Row {
-    /// This row's number of `tensor`, under the engine's name for it.
-    fn of(self, tensor: &Tensor, name: &str) -> Result<Tensor, InferError> {
-        let size = tensor.datatype.size().unwrap_or(1);
-        let count = tensor.data.len() / size;
-        if count != 1 && count != self.count {
-            let words =
-                format!("input `{}` has {count} values for {} prompts; send one, or one each", tensor.name, self.count);
-            return Err(InferError::invalid(words));
-        }
-        let at = if count == 1 { 0 } else { self.index } * size;
-        Ok(Tensor {
-            name: name.to_owned(),
-            shape: vec![1, 1],
-            data: tensor.data.slice(at..at + size),
-            ..tensor.clone()
-        })
-    }
-}
-
-/// A text in the making.
-struct RunningText {
-    detokenizer: Detokenizer,
-    leading: String,
-    num_tokens: usize,
-    max_tokens: usize,
-}
-
-impl RunningText {
-    /// The text that the engine's response completes.
-    fn push(&mut self, response: &InferResponse) -> String {
-        let mut piece = std::mem::take(&mut self.leading);
-        let ids = response.outputs.iter().find(|tensor| tensor.name == "output_ids").and_then(Tensor::to_i32);
-        for id in ids.unwrap_or_default() {
-            self.num_tokens += 1;
-            self.detokenizer.push_into(id.cast_unsigned(), &mut piece);
-        }
-        if response.is_final {
-            self.detokenizer.finish_into(&mut piece);
-        }
-        piece
-    }
-
-    fn finish_reason(&self) -> &'static str {
-        if self.num_tokens >= self.max_tokens { "length" } else { "stop" }
     }
 }
 
@@ -418,6 +272,7 @@ impl TextModel {
                 () = sender.cancelled() => return,
             };
             sender.mark_scheduled();
+            engine.generation().into_iter().for_each(|told| sender.report(told));
             let response = match item {
                 None => return,
                 Some(Err(error)) => {
@@ -439,11 +294,13 @@ impl TextModel {
 
     /// One response with the whole text of every prompt.
     async fn answer(self, request: InferRequest, runs: Vec<(ResponseStream, RunningText)>, sender: ResponseSender) {
+        let report = |engine: &ResponseStream| engine.generation().into_iter().for_each(|told| sender.report(told));
         let whole = |(mut engine, mut text): (ResponseStream, RunningText)| async move {
             let mut whole = String::new();
             while let Some(item) = engine.next_response().await {
                 whole.push_str(&text.push(&item?));
             }
+            report(&engine);
             Ok((whole, text.finish_reason()))
         };
         let texts: Vec<Result<(String, &'static str), InferError>> = tokio::select! {
@@ -454,32 +311,4 @@ impl TextModel {
         let rows: Result<Vec<_>, InferError> = texts.into_iter().collect();
         sender.send(rows.map(|rows| self.response(&request, &rows, true))).await;
     }
-}
-
-fn prompts(request: &InferRequest) -> Result<Vec<String>, InferError> {
-    let missing = || InferError::invalid("the prompt is missing: send it as the model's text input");
-    let tensor = find(request, &PROMPT).ok_or_else(missing)?;
-    let texts = tensor.to_byte_strings().ok_or_else(missing)?;
-    if texts.is_empty() {
-        return Err(missing());
-    }
-    let text = |text: &bytes::Bytes| {
-        let words = |error: std::str::Utf8Error| {
-            let at = error.valid_up_to();
-            InferError::invalid(format!("input `{}` is not UTF-8: byte {at} is wrong; send UTF-8 text", tensor.name))
-        };
-        std::str::from_utf8(text).map(str::to_owned).map_err(words)
-    };
-    texts.iter().map(text).collect()
-}
-
-fn find<'a>(request: &'a InferRequest, names: &[&str]) -> Option<&'a Tensor> {
-    names.iter().find_map(|name| request.input(name))
-}
-
-/// The first value of a BOOL input; one that is no BOOL is someone else's.
-fn flag(request: &InferRequest, names: &[&str]) -> Result<Option<bool>, InferError> {
-    let Some(tensor) = find(request, names) else { return Ok(None) };
-    let wrong = || InferError::invalid(format!("input `{}` is {}, expected BOOL", tensor.name, tensor.datatype.name()));
-    Ok(tensor.to_bool().ok_or_else(wrong)?.first().copied())
 }

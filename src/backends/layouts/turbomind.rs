@@ -66,6 +66,10 @@ fn fit(config: &mut ModelConfig) {
     ];
     config.output = outputs.map(|(name, data_type)| engine_output(name, data_type)).to_vec();
     config.parameters.insert("exclude_input_in_output".to_owned(), ModelParameter { string_value: "true".to_owned() });
+    // TurboMind's name for `tp`.
+    if let Some(size) = config.parameter("tensor_para_size").map(str::to_owned) {
+        config.parameters.entry("tp".to_owned()).or_insert(ModelParameter { string_value: size });
+    }
 }
 
 struct Sessions {

@@ -81,6 +81,7 @@ impl LlmConfig {
         let queue = QueueRules::new(config);
         let engine = engine_config(config, &model, defaults, queue.max_queue())?;
         let (tp_size, pp_size) = parallelism(config, &model, defaults)?;
+        super::check::group(config, &model, tp_size)?;
         let stages = pp_size as usize;
         // One more than stages: planned while all of them run.
         let engine = EngineConfig { num_stages: stages, max_in_flight: engine.max_in_flight.max(stages + 1), ..engine };

@@ -2,6 +2,7 @@
 //!
 //! Each model has one step thread on rank 0 and one worker process per rank of its tensor-parallel group.
 
+mod check;
 mod config;
 mod figures;
 mod group;
@@ -32,6 +33,7 @@ use text::Tokenizer;
 use tokio::sync::{mpsc, oneshot, watch};
 use worker::Agents;
 
+pub use check::CheckFactory;
 use config::LlmConfig;
 pub use config::LlmDefaults;
 pub use figures::{ENDS, FigureValues, STEP_KINDS, STEP_PHASES, Start, WorkerFigures};

@@ -1,0 +1,73 @@
+//! Prompts of conversations, by the chat template beside a model's tokenizer.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::SystemTime;
+
+use repository::{ModelSource, Repository};
+use serving::InferError;
+use text::ChatTemplate;
+
+use crate::checkpoint;
+
+/// A template, and when the files it was read from last changed.
+type Cached = (Option<SystemTime>, Option<Arc<ChatTemplate>>);
+
+/// The chat templates of a repository's models, read when first asked for and again when they change.
+pub struct ChatTemplates {
+    roots: Vec<PathBuf>,
+    cached: Mutex<HashMap<PathBuf, Cached>>,
+}
+
+impl ChatTemplates {
+    /// Of the models in these directories.
+    pub fn new(roots: Vec<PathBuf>) -> Self {
+        Self { roots, cached: Mutex::default() }
+    }
+
+    /// The prompt that a conversation is for `model`; an ensemble has the template of the models it is made of.
+    ///
+    /// # Errors
+    /// When there is no template, or it refuses the conversation.
+    pub fn prompt<M: serde::Serialize>(&self, model: &str, messages: &[M]) -> Result<String, InferError> {
+        let repository = Repository::open(&self.roots).map_err(|error| InferError::internal(error.to_string()))?;
+        for dir in places(&repository, model) {
+            if let Some(template) = self.template(&dir)? {
+                let prompt = template.render(messages, true);
+                return prompt.map_err(|error| InferError::invalid(format!("model `{model}`: {error}")));
+            }
+        }
+        Err(InferError::invalid(format!(
+            "model `{model}` has no chat template: put `chat_template.jinja` or a `tokenizer_config.json` with one beside its \
+             tokenizer, or send the prompt to /v1/completions"
+        )))
+    }
+
+    fn template(&self, dir: &Path) -> Result<Option<Arc<ChatTemplate>>, InferError> {
+        let changed = |file: &str| std::fs::metadata(dir.join(file)).and_then(|file| file.modified()).ok();
+        let modified = changed("chat_template.jinja").max(changed("tokenizer_config.json"));
+        let cached = self.cached.lock().unwrap().get(dir).filter(|(at, _)| *at == modified).cloned();
+        if let Some((_, template)) = cached {
+            return Ok(template);
+        }
+        let template =
+            ChatTemplate::from_dir(dir).map_err(|error| InferError::invalid(error.to_string()))?.map(Arc::new);
+        self.cached.lock().unwrap().insert(dir.to_owned(), (modified, template.clone()));
+        Ok(template)
+    }
+}
+
+/// Directories of tokenizers that a model's prompts may pass, the model's own first.
+fn places(repository: &Repository, model: &str) -> Vec<PathBuf> {
+    let Ok(source) = repository.model(model) else { return Vec::new() };
+    let steps = source.config.ensemble().map(|ensemble| ensemble.step.clone()).unwrap_or_default();
+    let models = steps.iter().filter_map(|step| repository.model(&step.model_name).ok()).chain([source.clone()]);
+    let dirs = models.flat_map(|source: ModelSource| {
+        let version_dir = source.dir.join(source.versions.last().copied().unwrap_or(1).to_string());
+        let checkpoint = checkpoint::find(&source.config, &source.dir, &version_dir);
+        let tokenizer = checkpoint::tokenizer_dir(&source.config, &source.dir, &version_dir);
+        checkpoint.into_iter().chain(tokenizer)
+    });
+    dirs.collect()
+}

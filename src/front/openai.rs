@@ -1,0 +1,274 @@
+//! OpenAI's protocol over the same models: `/v1/models`, `/v1/completions` and `/v1/chat/completions`.
+//!
+//! Any model that answers text with text is offered under its own name. A request becomes one request of that model for
+//! each choice; stop strings are cut here, so that an answer never holds a part of one.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::stream::{self, SelectAll, StreamExt};
+use http::{HeaderMap, Method, StatusCode};
+use hyper::body::Incoming;
+use repository::ModelConfig;
+use repository::proto::DataType as ConfigType;
+use serde_json::{Value, json};
+use serving::{ErrorKind, InferError, InferRequest, Parameter};
+
+use crate::body::ReplyBody;
+use crate::kserve_http::{EVENTS, JSON, Reply, read_body, reply};
+use crate::openai_answer::{Choices, Head, Piece};
+use crate::openai_request::{Asked, Prompts};
+use crate::restricted::Api;
+use crate::state::State;
+use crate::{forward, generate};
+
+/// Turns conversations into prompts: whoever starts the front knows where chat templates are.
+pub trait ChatPrompts: Send + Sync {
+    /// The prompt of a conversation for `model`, special tokens spelled out.
+    ///
+    /// # Errors
+    /// When the model has no chat template, or it refuses the conversation.
+    fn prompt(&self, model: &str, messages: &[Value]) -> Result<String, InferError>;
+}
+
+/// A place for [`ChatPrompts`] among plain settings.
+#[derive(Clone, Default)]
+pub struct Chat(pub Option<Arc<dyn ChatPrompts>>);
+
+impl std::fmt::Debug for Chat {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_tuple("Chat").field(&self.0.is_some()).finish()
+    }
+}
+
+/// What goes wrong, in OpenAI's form.
+#[derive(Debug)]
+pub(crate) struct ApiError {
+    status: StatusCode,
+    code: Option<&'static str>,
+    param: Option<&'static str>,
+    message: String,
+}
+
+impl ApiError {
+    /// A request that cannot be, for a field of it.
+    pub(crate) fn of_field(param: &'static str, message: impl Into<String>) -> Self {
+        Self { status: StatusCode::BAD_REQUEST, code: None, param: Some(param), message: message.into() }
+    }
+
+    fn no_model(model: &str) -> Self {
+        let message =
+            format!("The model `{model}` does not exist or answers no text; `GET /v1/models` lists those that do.");
+        Self { status: StatusCode::NOT_FOUND, code: Some("model_not_found"), param: Some("model"), message }
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        let kind = if self.status.is_server_error() { "server_error" } else { "invalid_request_error" };
+        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
+    }
+}
+
+impl From<InferError> for ApiError {
+    fn from(error: InferError) -> Self {
+        let status = match error.kind {
+            ErrorKind::Unsupported => StatusCode::BAD_REQUEST,
+            kind => crate::status::http_status(kind),
+        };
+        Self { status, code: None, param: None, message: error.message }
+    }
+}
+
+/// Whether a path is OpenAI's.
+pub(crate) fn is_path(path: &str) -> bool {
+    path == "/v1" || path.starts_with("/v1/")
+}
+
+/// Answers one request; what goes wrong is an answer too.
+pub(crate) async fn handle(state: &Arc<State>, head: &http::request::Parts, body: Incoming) -> Reply {
+    let result = answer(state, head, body).await;
+    result.unwrap_or_else(|error| reply(error.status, JSON, error.json().to_string().into_bytes()))
+}
+
+async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming) -> Result<Reply, ApiError> {
+    let path = head.uri.path().trim_end_matches('/');
+    let (is_post, is_get) = (head.method == Method::POST, head.method == Method::GET);
+    let api = if is_post { Api::Inference } else { Api::Metadata };
+    if let Err(header) = state.config.http_restrictions.check(api, &head.headers) {
+        let message = format!("This API is restricted, expecting header '{header}'");
+        return Err(ApiError { status: StatusCode::UNAUTHORIZED, code: None, param: None, message });
+    }
+    match path {
+        "/v1/models" if is_get => Ok(json_reply(&models(state))),
+        "/v1/completions" if is_post => complete(state, &head.headers, body, false).await,
+        "/v1/chat/completions" if is_post => complete(state, &head.headers, body, true).await,
+        "/v1/completions" | "/v1/chat/completions" | "/v1/models" => {
+            let message = format!("Method {} is not allowed for {path}.", head.method);
+            Err(ApiError { status: StatusCode::METHOD_NOT_ALLOWED, code: None, param: None, message })
+        }
+        _ => match path.strip_prefix("/v1/models/").filter(|_| is_get) {
+            Some(name) if text_model(state, name).is_some() => Ok(json_reply(&model_entry(name))),
+            Some(name) => Err(ApiError::no_model(name)),
+            None => {
+                let message =
+                    format!("Unknown path {path}: there are /v1/models, /v1/completions and /v1/chat/completions.");
+                Err(ApiError { status: StatusCode::NOT_FOUND, code: None, param: None, message })
+            }
+        },
+    }
+}
+
+fn json_reply(value: &Value) -> Reply {
+    reply(StatusCode::OK, JSON, value.to_string().into_bytes())
+}
+
+/// Every ready model that answers text with text.
+fn models(state: &State) -> Value {
+    let mut names: Vec<String> = state.server.repository_index(true).into_iter().map(|entry| entry.name).collect();
+    names.dedup();
+    let entries = names.iter().filter(|name| text_model(state, name).is_some()).map(|name| model_entry(name));
+    json!({"object": "list", "data": entries.collect::<Vec<_>>()})
+}
+
+fn model_entry(name: &str) -> Value {
+    json!({"id": name, "object": "model", "created": 0, "owned_by": "trireme"})
+}
+
+/// Names of the prompt, of the most tokens to generate and of the answer.
+const PROMPT: [&str; 5] = ["text_input", "prompt", "PROMPT", "INPUT_TEXT", "text"];
+const LENGTH: [&str; 4] = ["max_tokens", "request_output_len", "max_new_tokens", "sampling_param_max_tokens"];
+pub(crate) const ANSWER: [&str; 3] = ["text_output", "response", "OUTPUT_TEXT"];
+
+/// The configuration of a ready model that answers text with text.
+fn text_model(state: &State, name: &str) -> Option<Arc<ModelConfig>> {
+    let config = state.server.model_config(name, "").ok()?;
+    let is_text = |data_type: ConfigType| data_type == ConfigType::TypeString;
+    let takes = config.input.iter().any(|input| PROMPT.contains(&input.name.as_str()) && is_text(input.data_type()));
+    let gives =
+        config.output.iter().any(|output| ANSWER.contains(&output.name.as_str()) && is_text(output.data_type()));
+    let is_ready = state.server.model_is_ready(name, "").unwrap_or(false);
+    (takes && gives && is_ready).then_some(config)
+}
+
+async fn complete(state: &Arc<State>, headers: &HeaderMap, body: Incoming, is_chat: bool) -> Result<Reply, ApiError> {
+    let body = read_body(state, headers, body).await?;
+    let asked = Asked::read(&body, is_chat)?;
+    let config = text_model(state, &asked.model).ok_or_else(|| ApiError::no_model(&asked.model))?;
+    let prompts = prompts(state, &asked).await?;
+    let mut choices = SelectAll::new();
+    for (index, prompt) in prompts.iter().flat_map(|prompt| (0..asked.n).map(move |_| prompt)).enumerate() {
+        let mut request = request(&config, &asked, prompt, index as u64)?;
+        forward::forward(&mut request, &state.config.http_forward.pick(headers)?);
+        let echoed = if asked.echo { prompt.as_str() } else { "" };
+        choices.push(crate::openai_answer::choice(index, state.server.infer(request)?, &asked, echoed));
+    }
+    let count = prompts.len() * asked.n;
+    let head = Head::new(&asked, is_chat);
+    match asked.stream {
+        true => stream_reply(choices, head, count).await,
+        false => whole(choices, &head, count).await,
+    }
+}
+
+async fn prompts(state: &Arc<State>, asked: &Asked) -> Result<Vec<String>, ApiError> {
+    let messages = match &asked.prompts {
+        Prompts::Texts(texts) => return Ok(texts.clone()),
+        Prompts::Messages(messages) => messages.clone(),
+    };
+    let none =
+        || ApiError::of_field("messages", "This server has no chat templates; send the prompt to /v1/completions.");
+    let chat = state.config.chat.0.clone().ok_or_else(none)?;
+    let model = asked.model.clone();
+    let rendered = tokio::task::spawn_blocking(move || chat.prompt(&model, &messages)).await;
+    Ok(vec![rendered.map_err(|error| InferError::internal(error.to_string()))??])
+}
+
+/// The model's own request: what it has an input for, under its own names.
+fn request(config: &ModelConfig, asked: &Asked, prompt: &str, index: u64) -> Result<InferRequest, ApiError> {
+    let mut body = serde_json::Map::new();
+    let mut offer = |names: &[&str], value: Value| {
+        let name = names.iter().find(|name| config.input.iter().any(|input| input.name == **name));
+        name.map(|name| body.insert((*name).to_owned(), value)).is_some()
+    };
+    offer(&PROMPT, json!(prompt));
+    offer(&LENGTH, json!(asked.max_tokens));
+    offer(&["stream", "streaming"], json!(config.is_decoupled()));
+    // Temperature 0 is greedy, which other servers spell as one candidate.
+    let (temperature, top_k) = if asked.temperature == 0.0 { (1.0, Some(1)) } else { (asked.temperature, asked.top_k) };
+    offer(&["temperature", "sampling_param_temperature"], json!(temperature));
+    // Without a number of candidates some models are greedy; 0 takes all of them.
+    offer(&["top_k", "runtime_top_k", "sampling_param_top_k"], json!(top_k.unwrap_or(0)));
+    offer(&["top_p", "runtime_top_p", "sampling_param_top_p"], json!(asked.top_p));
+    let mut optional = |names: &[&str], value: Option<Value>| value.is_some_and(|value| offer(names, value));
+    optional(&["presence_penalty", "sampling_param_presence_penalty"], asked.presence_penalty.map(|it| json!(it)));
+    optional(&["frequency_penalty", "sampling_param_frequency_penalty"], asked.frequency_penalty.map(|it| json!(it)));
+    optional(&["repetition_penalty"], asked.repetition_penalty.map(|it| json!(it)));
+    optional(&["min_tokens", "min_length"], asked.min_tokens.map(|it| json!(it)));
+    // Each choice is another draw; a seed makes all of them repeatable.
+    let seed = asked.seed.unwrap_or(asked.drawn_seed).wrapping_add(index);
+    optional(&["seed", "random_seed", "sampling_param_seed"], Some(json!(seed)));
+    optional(&["return_log_probs"], asked.logprobs.then(|| json!(true)));
+    optional(&["return_num_input_tokens"], Some(json!(true)));
+    optional(&["return_num_output_tokens"], Some(json!(true)));
+    optional(&["exclude_input_in_output"], Some(json!(true)));
+    if !optional(&["ignore_eos"], Some(json!(asked.ignore_eos))) && asked.ignore_eos {
+        optional(&["end_id"], Some(json!(-1)));
+    }
+    if !asked.stop.is_empty() {
+        optional(&["stop_words"], Some(json!(asked.stop)));
+    }
+    let mut request = generate::read(&serde_json::to_vec(&body).expect("a map of values"), config)?;
+    request.model_name.clone_from(&asked.model);
+    if matches!(asked.prompts, Prompts::Messages(_)) {
+        // The template has spelled them out.
+        request.parameters.insert("add_special_tokens".to_owned(), Parameter::Bool(false));
+    }
+    Ok(request)
+}
+
+/// One response with every choice.
+async fn whole(mut choices: Choices, head: &Head, count: usize) -> Result<Reply, ApiError> {
+    let mut whole: Vec<Piece> = (0..count).map(Piece::empty).collect();
+    while let Some(piece) = choices.next().await {
+        let piece = piece?;
+        whole[piece.index].join(piece);
+    }
+    Ok(json_reply(&head.whole(&whole)))
+}
+
+/// Server-sent events, the first of which decides the status.
+async fn stream_reply(mut choices: Choices, head: Head, count: usize) -> Result<Reply, ApiError> {
+    let first = match choices.next().await {
+        Some(Err(error)) => return Err(error.into()),
+        first => first,
+    };
+    let opening: Vec<Bytes> = (0..count).filter_map(|index| head.opening(index)).map(|value| event(&value)).collect();
+    let mut totals: Vec<Piece> = (0..count).map(Piece::empty).collect();
+    let shared = Arc::new(head);
+    let of_piece = Arc::clone(&shared);
+    let pieces = stream::iter(first).chain(choices).map(move |piece| match piece {
+        Ok(piece) => {
+            let chunk = event(&of_piece.chunk(&piece));
+            totals[piece.index].count(&piece);
+            (chunk, of_piece.usage_chunk(&totals))
+        }
+        Err(error) => (event(&ApiError::from(error).json()), None),
+    });
+    // Only the last piece knows the whole usage.
+    let usage = Arc::new(std::sync::Mutex::new(None));
+    let last = Arc::clone(&usage);
+    let body = pieces.map(move |(chunk, usage)| {
+        *last.lock().unwrap() = usage;
+        chunk
+    });
+    let end = stream::once(async move {
+        let mut end = usage.lock().unwrap().take().map(|usage| event(&usage).to_vec()).unwrap_or_default();
+        end.extend_from_slice(b"data: [DONE]\n\n");
+        Bytes::from(end)
+    });
+    let body = stream::iter(opening).chain(body).chain(end);
+    Ok(reply(StatusCode::OK, EVENTS, ReplyBody::Events(Box::pin(body))))
+}
+
+fn event(value: &Value) -> Bytes {
+    format!("data: {value}\n\n").into()
+}

@@ -1,0 +1,89 @@
+//! The repository, loaded as a server loads it but for workers and model processes.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use backends::layouts::Layouts;
+use backends::llm::{CheckFactory, LlmDefaults};
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use serving::{
+    Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadFailure, LoadRequest, ResponseStream, Server,
+    ServerConfig,
+};
+use worker::DeviceChoice;
+
+use crate::LintError;
+
+/// Models that a server would not load, with the reasons it would give.
+///
+/// # Errors
+/// When the repository cannot be read.
+pub(crate) fn failures(roots: &[PathBuf], world_size: u32) -> Result<Vec<LoadFailure>, LintError> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|source| LintError::Io { what: "starting a runtime".to_owned(), source })?;
+    runtime.block_on(async {
+        let llm = Arc::new(CheckFactory::new(defaults(world_size)));
+        let layouts = Layouts::new(llm, Arc::new(CheckPython));
+        let mut factories: HashMap<String, Arc<dyn BackendFactory>> = backends::builtin();
+        factories.extend(layouts.factories());
+        let config =
+            ServerConfig { repositories: roots.to_vec(), response_cache_bytes: 1 << 20, ..ServerConfig::default() };
+        let server = Server::new(config, factories).map_err(|error| LintError::Usage(error.to_string()))?;
+        layouts.attach(&server);
+        Ok(server.load_all().await.err().unwrap_or_default())
+    })
+}
+
+fn defaults(world_size: u32) -> LlmDefaults {
+    LlmDefaults {
+        device: DeviceChoice::Cpu { threads: 1 },
+        world_size,
+        network: None,
+        block_size: 16,
+        kv_free_fraction: 0.25,
+        max_step_tokens: 512,
+        step_timeout: Duration::from_secs(10),
+        library_dirs: Vec::new(),
+        cache_dir: None,
+    }
+}
+
+/// In the place of model processes: looks whether there is something to run.
+struct CheckPython;
+
+impl BackendFactory for CheckPython {
+    fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
+        let file = match model.config.default_model_filename.as_str() {
+            "" => "model.py",
+            name => name,
+        };
+        let path = model.version_dir.join(file);
+        let checked = match path.is_file() {
+            true => Ok(Arc::new(Sound) as Arc<dyn Backend>),
+            false => Err(InferError::invalid(format!(
+                "model `{}` has no {}; put the model's code there",
+                model.config.name,
+                path.display()
+            ))),
+        };
+        async move { checked }.boxed()
+    }
+}
+
+/// A model with which nothing is wrong.
+struct Sound;
+
+impl Backend for Sound {
+    fn infer(&self, _request: InferRequest) -> Result<ResponseStream, InferError> {
+        Ok(ResponseStream::ready(InferResponse::default()))
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        std::future::ready(()).boxed()
+    }
+}

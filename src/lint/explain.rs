@@ -1,0 +1,144 @@
+//! One model, key by key.
+
+use std::path::{Path, PathBuf};
+
+use backends::layouts::keys::Use;
+use backends::layouts::{Layout, keys, recognise};
+use repository::{ModelConfig, ModelSource, Repository, RepositoryError};
+
+use crate::fields::{self, Kind};
+use crate::files::{self, Owner};
+use crate::places::{Place, places, variables};
+use crate::{Finding, LintError, Verdict};
+
+/// All that can be said of a model; `failure` is why a server would not load it.
+///
+/// # Errors
+/// When its files cannot be read.
+pub(crate) fn model(repository: &Repository, name: &str, failure: Option<&str>) -> Result<Vec<Finding>, LintError> {
+    let roots = repository.roots().iter().map(|root| root.join(name));
+    let dir = roots.into_iter().find(|dir| dir.is_dir()).unwrap_or_default();
+    let path = dir.join("config.pbtxt");
+    let source = match repository.model(name) {
+        Ok(source) => source,
+        Err(error) => return Ok(vec![unreadable(name, path, &error)]),
+    };
+    let text = if path.is_file() { read(&path)? } else { String::new() };
+    let (places, version) = (places(&text), source.versions.last().copied().unwrap_or(1));
+    let layout = recognise(&source.config, &dir, &dir.join(version.to_string()));
+    let kind = Kind::of(&source.config, layout);
+    let mut findings = Vec::new();
+    if let Some(reason) = failure {
+        findings.push(wrong(&source, &path, &places, reason));
+    }
+    match text.is_empty() {
+        true => {
+            findings.push(Finding::file(Verdict::Used, name, &dir, "no config.pbtxt: the files tell what the model is"))
+        }
+        false => findings.push(Finding::file(Verdict::Used, name, &path, what_it_is(layout, kind))),
+    }
+    findings.extend(unset(&source, &path, &text));
+    findings.extend(places.iter().filter_map(|place| key(&source, layout, kind, &path, place)));
+    let labels =
+        source.config.output.iter().map(|output| output.label_filename.clone()).filter(|file| !file.is_empty());
+    let is_native = layout.is_some();
+    let owner = Owner { model: name, kind, is_native, versions: &source.versions, labels: labels.collect() };
+    findings.extend(files::of_model(&dir, &owner)?);
+    Ok(findings)
+}
+
+fn read(path: &Path) -> Result<String, LintError> {
+    let failed = |source| LintError::Io { what: format!("reading {}", path.display()), source };
+    std::fs::read_to_string(path).map_err(failed)
+}
+
+/// A model whose configuration does not make sense by itself.
+fn unreadable(model: &str, path: PathBuf, error: &RepositoryError) -> Finding {
+    let (file, line, why) = match error {
+        RepositoryError::Syntax { path, line, message, .. } => (path.clone(), Some(*line), message.clone()),
+        RepositoryError::Invalid { path, message } => {
+            let text = std::fs::read_to_string(path).unwrap_or_default();
+            (path.clone(), line_of(&places(&text), message), message.clone())
+        }
+        error => (path, None, error.to_string()),
+    };
+    Finding { verdict: Verdict::Wrong, model: model.to_owned(), file, line, key: String::new(), why }
+}
+
+fn wrong(source: &ModelSource, path: &Path, places: &[Place], reason: &str) -> Finding {
+    let line = line_of(places, reason);
+    let (model, file) = (source.name.clone(), path.to_owned());
+    Finding { verdict: Verdict::Wrong, model, file, line, key: String::new(), why: reason.to_owned() }
+}
+
+/// The line of the first key that words quote.
+fn line_of(places: &[Place], words: &str) -> Option<usize> {
+    let quoted = words.split('`').skip(1).step_by(2);
+    let is_meant = |place: &&Place, word: &str| place.entry.as_deref().unwrap_or(&place.field) == word;
+    quoted.filter_map(|word| places.iter().find(|place| is_meant(place, word))).map(|place| place.line).next()
+}
+
+fn what_it_is(layout: Option<Layout>, kind: Kind) -> &'static str {
+    match (layout, kind) {
+        (_, Kind::Ensemble) => "an ensemble: models one after another",
+        (Some(Layout::Preprocessing), _) => "text to token ids (`preprocessing`), served natively",
+        (Some(Layout::Postprocessing), _) => "token ids to text (`postprocessing`), served natively",
+        (Some(Layout::Engine), _) => "a language model of token ids, batched in flight",
+        (Some(Layout::FixedBatch), _) => "a language model of token ids in fixed batches (TensorRT-LLM's Python `gpt`)",
+        (Some(Layout::Bls), _) => "text to text through the other models (`tensorrt_llm_bls`), served natively",
+        (Some(Layout::Text), _) => "text to text from a checkpoint, served natively",
+        (Some(Layout::Sessions), _) => "a language model in sessions (TurboMind's `interactive`), served natively",
+        (None, Kind::Python) => "a model of your own code, run in processes of its own",
+        (None, _) => "a built-in model",
+    }
+}
+
+fn unset(source: &ModelSource, path: &Path, text: &str) -> Vec<Finding> {
+    if source.unfilled.is_empty() {
+        return Vec::new();
+    }
+    let all = source.unfilled_words().unwrap_or_default();
+    let of_variable = |(name, line): (String, usize)| Finding {
+        verdict: Verdict::Unset,
+        model: source.name.clone(),
+        file: path.to_owned(),
+        line: Some(line),
+        key: format!("${{{name}}}"),
+        why: "not filled in, taken as unset; `trireme init --template` fills it, or leave it so for the default"
+            .to_owned(),
+    };
+    let whole = Finding::file(Verdict::Unset, &source.name, path, all);
+    std::iter::once(whole).chain(variables(text).into_iter().map(of_variable)).collect()
+}
+
+/// What becomes of a key; `None` for a field whose entries are told one by one, or a parameter without a value.
+fn key(source: &ModelSource, layout: Option<Layout>, kind: Kind, path: &Path, place: &Place) -> Option<Finding> {
+    let (name, use_) = match &place.entry {
+        None if matches!(place.field.as_str(), "parameters" | "input" | "output") => return None,
+        None => (place.field.clone(), fields::use_of(&place.field, kind)),
+        Some(entry) => {
+            (format!("{}.{entry}", place.field), entry_use(&source.config, layout, kind, &place.field, entry)?)
+        }
+    };
+    let (verdict, why) = match use_ {
+        Use::Used(why) => (Verdict::Used, why),
+        Use::Ignored(why) => (Verdict::Ignored, why),
+        Use::Refused(why) => (Verdict::Refused, why),
+    };
+    let (model, file) = (source.name.clone(), path.to_owned());
+    Some(Finding { verdict, model, file, line: Some(place.line), key: name, why: why.to_owned() })
+}
+
+fn entry_use(config: &ModelConfig, layout: Option<Layout>, kind: Kind, field: &str, entry: &str) -> Option<Use> {
+    const UNKNOWN: Use = Use::Ignored("no model of this layout has it");
+    match (field, layout) {
+        ("parameters", _) if config.parameter(entry).is_none() => None, // Told as unset, or empty.
+        ("parameters", Some(layout)) => Some(keys::find(layout.parameters(), entry).unwrap_or(UNKNOWN)),
+        ("parameters", None) if kind == Kind::Python => Some(Use::Used("handed to the model's code")),
+        ("parameters", None) => Some(keys::find(keys::TEXT_PARAMETERS, entry).unwrap_or(UNKNOWN)),
+        ("input", Some(layout)) => Some(layout.input(entry).unwrap_or(UNKNOWN)),
+        ("input", None) => Some(Use::Used("what requests may hold")),
+        ("output", _) => Some(Use::Used("given where the request asks for it, or for all")),
+        _ => None,
+    }
+}

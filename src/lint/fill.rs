@@ -1,0 +1,54 @@
+//! `KEY:VALUE,KEY:VALUE` into `${KEY}`.
+
+use std::collections::BTreeMap;
+
+/// Values of template variables, by name.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Values(BTreeMap<String, String>);
+
+impl Values {
+    /// As TensorRT-LLM's `fill_template.py` takes them.
+    ///
+    /// # Errors
+    /// When a pair has no colon.
+    pub(crate) fn parse(text: &str) -> Result<Self, String> {
+        let pairs = text.split(',').filter(|pair| !pair.trim().is_empty());
+        let pair = |pair: &str| match pair.split_once(':') {
+            Some((key, value)) if !key.trim().is_empty() => Ok((key.trim().to_owned(), value.trim().to_owned())),
+            _ => Err(format!("`{pair}` is not KEY:VALUE")),
+        };
+        pairs.map(pair).collect::<Result<_, _>>().map(Self)
+    }
+
+    /// These, and those of `defaults` that are not among them.
+    pub(crate) fn or(mut self, defaults: &[(&str, String)]) -> Self {
+        for (key, value) in defaults {
+            self.0.entry((*key).to_owned()).or_insert_with(|| value.clone());
+        }
+        self
+    }
+
+    /// The text with every variable filled that has a value.
+    pub(crate) fn fill(&self, text: &str) -> String {
+        self.0.iter().fold(text.to_owned(), |text, (key, value)| text.replace(&format!("${{{key}}}"), value))
+    }
+
+    /// Names that no text of `texts` has.
+    pub(crate) fn unknown<'a>(&'a self, texts: &[String]) -> Vec<&'a str> {
+        let is_known = |key: &str| texts.iter().any(|text| text.contains(&format!("${{{key}}}")));
+        self.0.keys().map(String::as_str).filter(|key| !is_known(key)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_fill_their_variables_and_leave_others() {
+        let values = Values::parse("a:1,path:/x:y, b : two ").unwrap();
+        assert_eq!(values.fill("${a} \"${path}\" ${b} ${c}"), "1 \"/x:y\" two ${c}");
+        assert_eq!(values.unknown(&["${a} ${b}".to_owned()]), ["path"]);
+        assert!(Values::parse("a").is_err());
+    }
+}

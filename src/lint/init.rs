@@ -1,0 +1,237 @@
+//! `trireme init`: a repository around a checkpoint, or a template filled in.
+
+use std::path::{Path, PathBuf};
+
+use clap::{Args, ValueEnum};
+
+use crate::LintError;
+use crate::fill::Values;
+
+/// `trireme init`
+#[derive(Debug, Clone, Args)]
+pub struct InitArgs {
+    /// Directory of a Hugging Face checkpoint
+    #[arg(required_unless_present = "template")]
+    checkpoint: Option<PathBuf>,
+    /// Whose clients the repository is for
+    #[arg(long, value_enum, default_value = "tensorrt-llm")]
+    layout: LintLayout,
+    /// Where the repository goes
+    #[arg(short, long, default_value = "model_repository", value_name = "DIR")]
+    output: PathBuf,
+    /// Values of the layout's template variables, as TensorRT-LLM's fill_template.py takes them
+    #[arg(long, value_parser = Values::parse, default_value = "", hide_default_value = true, value_name = "KEY:VALUE,..")]
+    fill: Values,
+    /// Fill in this file, or every config.pbtxt below this directory, instead of making a repository
+    #[arg(long, alias = "in-place", value_name = "PATH", conflicts_with_all = ["checkpoint", "layout", "output"])]
+    template: Option<PathBuf>,
+}
+
+/// A published layout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[allow(missing_docs)] // Their own names.
+pub enum LintLayout {
+    /// TensorRT-LLM's inflight_batcher_llm: preprocessing, tensorrt_llm, postprocessing, ensemble, tensorrt_llm_bls
+    #[value(alias = "tensorrt_llm", alias = "inflight_batcher_llm", alias = "tensorrtllm")]
+    TensorrtLlm,
+    /// TensorRT-LLM's Python gpt: fixed batches, beam search
+    Gpt,
+    /// LMDeploy's lmdeploy_model: text in, text out
+    Lmdeploy,
+    /// TurboMind's triton_models: sessions
+    Turbomind,
+    /// SGLang's sglang_model: as LMDeploy's
+    Sglang,
+    /// One model `llama-python`: text in, text out
+    #[value(alias = "text", alias = "llama_python")]
+    LlamaPython,
+}
+
+/// A model of a layout, and its template.
+type Template = (&'static str, &'static str);
+
+macro_rules! templates {
+    ($layout:literal: $($model:literal)*) => {
+        &[$(($model, include_str!(concat!("layouts/", $layout, "/", $model, "/config.pbtxt")))),*]
+    };
+}
+
+impl LintLayout {
+    fn templates(self) -> &'static [Template] {
+        match self {
+            LintLayout::TensorrtLlm => {
+                templates!("tensorrt_llm": "preprocessing" "tensorrt_llm" "postprocessing" "ensemble" "tensorrt_llm_bls")
+            }
+            LintLayout::Gpt => templates!("gpt": "preprocessing" "tensorrt_llm" "postprocessing" "ensemble"),
+            LintLayout::Lmdeploy => templates!("lmdeploy": "lmdeploy_model"),
+            LintLayout::Turbomind => templates!("turbomind": "preprocessing" "interactive" "postprocessing"),
+            LintLayout::Sglang => templates!("sglang": "sglang_model"),
+            LintLayout::LlamaPython => templates!("llama-python": "llama-python"),
+        }
+    }
+
+    /// The model that expects the checkpoint in `1/weights`.
+    fn has_weights(self) -> bool {
+        matches!(self, LintLayout::Lmdeploy | LintLayout::Sglang | LintLayout::LlamaPython)
+    }
+}
+
+/// Makes the repository and says what to do with it.
+///
+/// # Errors
+/// When there is no checkpoint, something is in the way, or a value has no variable.
+pub fn init(args: &InitArgs) -> Result<(), LintError> {
+    if let Some(template) = &args.template {
+        return fill_in_place(template, &args.fill);
+    }
+    let checkpoint = args.checkpoint.as_deref().unwrap_or(Path::new("."));
+    if !checkpoint.join("config.json").is_file() {
+        let words =
+            format!("{} has no config.json; name the directory of a Hugging Face checkpoint", checkpoint.display());
+        return Err(LintError::Usage(words));
+    }
+    let checkpoint = std::path::absolute(checkpoint).map_err(failed("finding", checkpoint))?;
+    let templates = args.layout.templates();
+    let in_the_way = templates.iter().map(|(model, _)| args.output.join(model)).find(|dir| dir.exists());
+    if let Some(dir) = in_the_way {
+        return Err(LintError::Usage(format!(
+            "{} is there already; name another place with `--output`",
+            dir.display()
+        )));
+    }
+    check_values(&args.fill, templates.iter().map(|(_, text)| (*text).to_owned()).collect())?;
+    let values = args.fill.clone().or(&defaults(&checkpoint));
+    for (model, template) in templates {
+        let version = args.output.join(model).join("1");
+        std::fs::create_dir_all(&version).map_err(failed("making", &version))?;
+        let config = args.output.join(model).join("config.pbtxt");
+        std::fs::write(&config, without_unset(&values.fill(template))).map_err(failed("writing", &config))?;
+        if args.layout.has_weights() {
+            let link = version.join("weights");
+            std::os::unix::fs::symlink(&checkpoint, &link).map_err(failed("linking", &link))?;
+        }
+    }
+    let names: Vec<&str> = templates.iter().map(|(model, _)| *model).collect();
+    println!("made {} with {}", args.output.display(), names.join(", "));
+    println!("look at it:  trireme lint {}", args.output.display());
+    println!("serve it:    launch --world_size=1 --model_repo={}", args.output.display());
+    Ok(())
+}
+
+/// What variables mean where nobody says.
+fn defaults(checkpoint: &Path) -> Vec<(&'static str, String)> {
+    let dir = checkpoint.display().to_string();
+    let name = checkpoint.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    vec![
+        ("tokenizer_dir", dir.clone()),
+        ("tokenizer_path", checkpoint.join("tokenizer.json").display().to_string()),
+        ("engine_dir", dir),
+        ("model_name", name),
+        ("triton_backend", "tensorrtllm".to_owned()),
+        ("triton_max_batch_size", "64".to_owned()),
+        ("decoupled_mode", "true".to_owned()),
+        ("batching_strategy", "inflight_fused_batching".to_owned()),
+        ("max_queue_delay_microseconds", "0".to_owned()),
+        ("max_queue_size", "1024".to_owned()),
+        ("exclude_input_in_output", "true".to_owned()),
+        ("preprocessing_instance_count", "1".to_owned()),
+        ("postprocessing_instance_count", "1".to_owned()),
+        ("instance_count", "48".to_owned()),
+        ("tensorrt_llm_model_name", "tensorrt_llm".to_owned()),
+        ("accumulate_tokens", "false".to_owned()),
+        ("tokenizer_type", "auto".to_owned()),
+    ]
+}
+
+/// The lines of parameters that nobody gave a value leave the new file.
+fn without_unset(text: &str) -> String {
+    let lines = text.lines().filter(|line| !(line.starts_with("parameters") && line.contains("${")));
+    lines.map(|line| format!("{line}\n")).collect()
+}
+
+fn fill_in_place(path: &Path, values: &Values) -> Result<(), LintError> {
+    let mut files = Vec::new();
+    match path.is_dir() {
+        true => find_configs(path, &mut files)?,
+        false => files.push(path.to_owned()),
+    }
+    let read = |path: &PathBuf| std::fs::read_to_string(path).map_err(failed("reading", path));
+    let texts: Vec<String> = files.iter().map(read).collect::<Result<_, _>>()?;
+    check_values(values, texts.clone())?;
+    for (path, text) in files.iter().zip(&texts) {
+        let filled = values.fill(text);
+        if filled != *text {
+            std::fs::write(path, &filled).map_err(failed("writing", path))?;
+            println!("filled {}", path.display());
+        }
+    }
+    Ok(())
+}
+
+fn check_values(values: &Values, texts: Vec<String>) -> Result<(), LintError> {
+    match values.unknown(&texts)[..] {
+        [] => Ok(()),
+        ref unknown => {
+            let names: Vec<String> = unknown.iter().map(|name| format!("`${{{name}}}`")).collect();
+            Err(LintError::Usage(format!(
+                "no config.pbtxt has {}; check the names given to `--fill`",
+                names.join(", ")
+            )))
+        }
+    }
+}
+
+fn find_configs(dir: &Path, found: &mut Vec<PathBuf>) -> Result<(), LintError> {
+    for entry in std::fs::read_dir(dir).map_err(failed("reading", dir))? {
+        let path = entry.map_err(failed("reading", dir))?.path();
+        if path.is_dir() && !path.is_symlink() {
+            find_configs(&path, found)?;
+        } else if path.file_name().is_some_and(|name| name == "config.pbtxt") {
+            found.push(path);
+        }
+    }
+    Ok(())
+}
+
+fn failed(what: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> LintError {
+    let what = format!("{what} {}", path.display());
+    move |source| LintError::Io { what, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args(checkpoint: &Path, layout: LintLayout, output: PathBuf, fill: &str) -> InitArgs {
+        let (checkpoint, fill) = (Some(checkpoint.to_owned()), Values::parse(fill).unwrap());
+        InitArgs { checkpoint, layout, output, fill, template: None }
+    }
+
+    #[test]
+    fn every_layout_leaves_nothing_unfilled() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), "{}").unwrap();
+        for layout in LintLayout::value_variants() {
+            let output = dir.path().join(format!("{layout:?}"));
+            init(&args(dir.path(), *layout, output.clone(), "")).unwrap();
+            let repository = repository::Repository::open(&[output]).unwrap();
+            for name in repository.model_names().unwrap() {
+                assert_eq!(repository.model(&name).unwrap().unfilled, Vec::<String>::new(), "{layout:?} {name}");
+            }
+        }
+    }
+
+    #[test]
+    fn values_are_filled_in_and_unknown_ones_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), "{}").unwrap();
+        let output = dir.path().join("r");
+        init(&args(dir.path(), LintLayout::TensorrtLlm, output.clone(), "triton_max_batch_size:7,tp:2")).unwrap();
+        let source = repository::Repository::open(&[output.clone()]).unwrap().model("tensorrt_llm").unwrap();
+        assert_eq!((source.config.max_batch_size, source.config.parameter("tp")), (7, Some("2")));
+        let error = init(&args(dir.path(), LintLayout::Gpt, dir.path().join("g"), "nothing:7")).unwrap_err();
+        assert!(error.to_string().contains("no config.pbtxt has `${nothing}`"), "{error}");
+        let error = init(&args(dir.path(), LintLayout::TensorrtLlm, output, "")).unwrap_err();
+        assert!(error.to_string().contains("is there already"), "{error}");
+    }
+}

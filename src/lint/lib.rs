@@ -1,0 +1,104 @@
+//! `trireme lint` and `trireme init`: what a server would make of a model repository, and a new one in one line.
+//!
+//! [`lint`] goes through a repository exactly as a server that starts would, but with a loader that starts no worker
+//! ([`backends::llm::CheckFactory`]); what is wrong is said with the same words. Around that it explains every file and key.
+//! [`init`] writes a repository of a published layout around a checkpoint.
+//!
+//! ```
+//! let root = std::env::temp_dir().join(format!("lint-example-{}", std::process::id()));
+//! std::fs::create_dir_all(root.join("echo/1"))?;
+//! std::fs::write(root.join("echo/config.pbtxt"), "backend: \"identity\"\nmax_batch: 4\n")?;
+//!
+//! let report = lint::check(&[root.clone()], 1)?;
+//! let wrong = report.findings.iter().find(|finding| finding.verdict == lint::Verdict::Wrong).unwrap();
+//! assert_eq!(wrong.line, Some(2));
+//! assert!(wrong.why.contains("did you mean `max_batch_size`?"));
+//! # std::fs::remove_dir_all(root)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod dry_load;
+mod explain;
+mod fields;
+mod files;
+mod fill;
+mod finding;
+mod init;
+mod keys;
+mod places;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+
+pub use finding::{Finding, Report, Verdict};
+pub use init::{InitArgs, LintLayout, init};
+
+/// What a command can run into.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // Fields are named by their messages.
+pub enum LintError {
+    #[error("{0}")]
+    Repository(#[from] repository::RepositoryError),
+    #[error("{what}: {source}")]
+    Io { what: String, source: std::io::Error },
+    #[error("{0}")]
+    Usage(String),
+}
+
+/// `trireme lint`
+#[derive(Debug, Clone, Args)]
+pub struct LintArgs {
+    /// Directories of models
+    #[arg(value_name = "REPOSITORY", required_unless_present = "keys")]
+    repositories: Vec<PathBuf>,
+    /// Ranks of the world that would serve it
+    #[arg(long, alias = "world_size", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    world_size: u32,
+    /// Print the findings as JSON
+    #[arg(long)]
+    json: bool,
+    /// Print only what is wrong
+    #[arg(short, long)]
+    quiet: bool,
+    /// Print what becomes of every key that any layout has, as Markdown, and look at no repository
+    #[arg(long)]
+    keys: bool,
+}
+
+/// Explains a repository; fails when something in it is wrong.
+///
+/// # Errors
+/// When the repository cannot be read at all.
+pub fn lint(args: &LintArgs) -> Result<ExitCode, LintError> {
+    if args.keys {
+        print!("{}", keys::markdown());
+        return Ok(ExitCode::SUCCESS);
+    }
+    let report = check(&args.repositories, args.world_size)?;
+    match args.json {
+        true => println!("{}", serde_json::to_string_pretty(&report).expect("a report is plain data")),
+        false => print!("{}", report.text(args.quiet)),
+    }
+    Ok(if report.wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// What a world of `world_size` ranks would make of a repository.
+///
+/// # Errors
+/// When a directory cannot be read.
+pub fn check(roots: &[PathBuf], world_size: u32) -> Result<Report, LintError> {
+    let repository = repository::Repository::open(roots)?;
+    let failures = dry_load::failures(roots, world_size)?;
+    let mut findings = Vec::new();
+    for root in roots {
+        findings.extend(files::strays(root)?);
+    }
+    for name in repository.model_names()? {
+        let failure = failures.iter().find(|failure| failure.model == name).map(|failure| failure.reason.as_str());
+        findings.extend(explain::model(&repository, &name, failure)?);
+    }
+    Ok(Report::of(findings))
+}
