@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 
 use crate::detach::last_lines;
 use crate::flags::WorldFlags;
-use crate::signals::{RESTART, RESTART_ROLLING};
+use crate::signals::{RESTART, RESTART_AFTER, RESTART_ROLLING};
 use crate::state::{Phase, RunDir, WorldState};
 use crate::{health, processes, srun, world};
 
@@ -59,14 +59,40 @@ fn no_world(port: u16) -> anyhow::Error {
     anyhow!("no world serves HTTP on port {port}")
 }
 
+/// How one world follows another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Restart {
+    /// Clients are refused between the two.
+    Plain,
+    /// The second loads beside the first.
+    Beside,
+    /// The second loads once the first has ended; connections wait.
+    After,
+}
+
+impl Restart {
+    pub(crate) fn of(rolling: bool, after: bool) -> Self {
+        match (rolling, after) {
+            (false, _) => Self::Plain,
+            (true, false) => Self::Beside,
+            (true, true) => Self::After,
+        }
+    }
+}
+
 /// `launch restart`: returns once the world serves again.
-pub(crate) fn restart(run_dir: &RunDir, http_port: Option<u16>, rolling: bool, patience: Duration) -> Result<()> {
+pub(crate) fn restart(run_dir: &RunDir, http_port: Option<u16>, how: Restart, patience: Duration) -> Result<()> {
     let old = choose(run_dir, http_port)?;
     let launcher = ProcessWatch::new(old.launcher_pid)?;
+    let rolling = how != Restart::Plain;
     if rolling && old.phase != Phase::Serving {
         bail!("the world on http port {} does not serve yet, so there is nothing to take over", old.http_port);
     }
-    let signal = if rolling { RESTART_ROLLING } else { RESTART };
+    let signal = match how {
+        Restart::Plain => RESTART,
+        Restart::Beside => RESTART_ROLLING,
+        Restart::After => RESTART_AFTER,
+    };
     // The watch holds on to whatever has the pid now, so look whether that is still the launcher.
     if !old.launcher().is_alive() {
         return Err(no_world(old.http_port));

@@ -52,6 +52,10 @@ pub enum Action {
         /// Load a second world beside the first, which serves until the second takes its ports over.
         #[arg(long)]
         rolling: bool,
+        /// With --rolling, where memory does not allow two worlds: end the first before the second loads; connections
+        /// wait meanwhile, and none is refused.
+        #[arg(long, requires = "rolling")]
+        after: bool,
         /// How long the world may take to serve again.
         #[arg(long, default_value_t = 600, value_name = "SECONDS")]
         wait_ready: u64,

@@ -23,6 +23,7 @@ mod detach;
 mod doctor;
 pub mod flags;
 mod health;
+mod hold;
 pub mod hosts;
 mod local;
 mod logs;
@@ -63,8 +64,9 @@ pub fn run(flags: &Flags, arguments: &[OsString]) -> Result<u8> {
     match &flags.action {
         Some(Action::Status { job: Some(job), http_port, .. }) => control::job_status(*job, *http_port)?,
         Some(Action::Status { json, .. }) => status::print(&run_dir, *json)?,
-        Some(Action::Restart { http_port, rolling, wait_ready }) => {
-            control::restart(&run_dir, *http_port, *rolling, Duration::from_secs(*wait_ready))?;
+        Some(Action::Restart { http_port, rolling, after, wait_ready }) => {
+            let how = control::Restart::of(*rolling, *after);
+            control::restart(&run_dir, *http_port, how, Duration::from_secs(*wait_ready))?;
         }
         Some(Action::Logs { http_port, follow, rank, lines }) => {
             let wanted = logs::Wanted { follow: *follow, rank: *rank, last: *lines };
@@ -97,6 +99,7 @@ fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<
     plan.placement.iter().for_each(|placement| eprintln!("launch: {placement}"));
     if !flags.detached {
         world::remove_leftovers()?;
+        run_dir.remove_dead_sockets();
     }
     if !flags.force {
         control::check_ports(flags, &run_dir)?;
@@ -154,6 +157,7 @@ fn supervise(flags: &WorldFlags, site: Site, run_dir: RunDir) -> Result<u8> {
         wait_ready: flags.wait_ready.filter(|_| !flags.detached).map(Duration::from_secs),
         max_restarts: if flags.exit_on_failure { 0 } else { flags.max_restarts },
         num_starts: 0,
+        held: None,
     };
     supervisor.run()
 }

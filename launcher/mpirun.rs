@@ -107,13 +107,19 @@ pub(crate) fn find_rank_0(mpirun: u32) -> Option<u32> {
     })
 }
 
-/// Removes what an `mpirun` that was killed leaves on this node: its session directory, and the shared-memory
+/// Removes what `mpirun`, or others that were killed, left on this node: session directories, and the shared-memory
 /// segments of Open MPI that no process maps any more.
 pub(crate) fn remove_leftovers(mpirun: u32) {
     let uid = nix::unistd::getuid().as_raw();
     let host = nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned();
-    // Gone already, as when mpirun ended in good order, is as good.
-    let _ = fs::remove_dir_all(std::env::temp_dir().join(format!("ompi.{host}.{uid}/pid.{mpirun}")));
+    let sessions = std::env::temp_dir().join(format!("ompi.{host}.{uid}"));
+    for session in fs::read_dir(sessions).into_iter().flatten().flatten() {
+        let owner = || -> Option<u32> { session.file_name().to_str()?.strip_prefix("pid.")?.parse().ok() };
+        if owner().is_some_and(|pid| pid == mpirun || ipc::ProcessId::of(pid).is_none()) {
+            // Gone already, as when mpirun ended in good order, is as good.
+            let _ = fs::remove_dir_all(session.path());
+        }
+    }
 
     let names = ["vader", "sm"].map(|transport| format!("{transport}_segment.{host}.{uid}."));
     let is_segment = |path: &PathBuf| {

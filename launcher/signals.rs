@@ -26,11 +26,20 @@ pub(crate) enum Event {
 pub(crate) const RESTART: Signal = Signal::SIGUSR1;
 /// Asks a launcher to start a second world, which takes over from the first.
 pub(crate) const RESTART_ROLLING: Signal = Signal::SIGUSR2;
+/// Asks a launcher to end its world and start it again while connections wait.
+pub(crate) const RESTART_AFTER: Signal = Signal::SIGURG;
 
 impl Signals {
     /// Catches the signals from now on. Programs started through `ipc::bind_to_parent` are not affected.
     pub(crate) fn catch() -> Result<Self> {
-        let mask = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, RESTART, RESTART_ROLLING]);
+        let mask = SigSet::from_iter([
+            Signal::SIGINT,
+            Signal::SIGTERM,
+            Signal::SIGHUP,
+            RESTART,
+            RESTART_ROLLING,
+            RESTART_AFTER,
+        ]);
         mask.thread_block().context("cannot block signals")?;
         let fd = SignalFd::with_flags(&mask, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK);
         Ok(Self(fd.context("cannot wait for signals")?))

@@ -102,6 +102,20 @@ impl RunDir {
         self.0.join(format!("world-{pid}-{start}.sock"))
     }
 
+    /// Removes sockets of launchers that are gone.
+    pub(crate) fn remove_dead_sockets(&self) {
+        for path in fs::read_dir(&self.0).into_iter().flatten().flatten().map(|entry| entry.path()) {
+            let owner = || -> Option<u32> {
+                let name = path.file_name()?.to_str()?.strip_prefix("world-")?.strip_suffix(".sock")?;
+                name.split('-').next()?.parse().ok()
+            };
+            if owner().is_some_and(|pid| ProcessId::of(pid).is_none()) {
+                // Gone already is as good.
+                let _ = fs::remove_file(path);
+            }
+        }
+    }
+
     fn state_file(&self, http_port: u16) -> PathBuf {
         self.0.join(format!("world-{http_port}.json"))
     }
@@ -185,6 +199,13 @@ mod tests {
         run_dir.write(&state).unwrap();
         fs::write(dir.path().join("world-5.json"), "not a state").unwrap();
         assert_eq!(run_dir.worlds().len(), 1);
+
+        let (mine, dead) = (run_dir.hand_over_socket(me.pid, 1), run_dir.hand_over_socket(u32::MAX, 1));
+        fs::write(&mine, "").unwrap();
+        fs::write(&dead, "").unwrap();
+        run_dir.remove_dead_sockets();
+        assert!(mine.exists() && !dead.exists());
+        fs::remove_file(mine).unwrap();
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
         run_dir.remove(2);
         assert_eq!(run_dir.worlds(), []);

@@ -1,5 +1,6 @@
 //! Keeps a world running: passes signals on, says when it serves, starts it again when it died by itself or was told to.
 
+use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
@@ -8,9 +9,10 @@ use nix::sys::signal::Signal;
 
 use crate::capture::Capture;
 use crate::flags::WorldFlags;
+use crate::hold::Held;
 use crate::notify::Systemd;
 use crate::plan::{self, Site};
-use crate::signals::{Event, RESTART, RESTART_ROLLING, Signals};
+use crate::signals::{Event, RESTART, RESTART_AFTER, RESTART_ROLLING, Signals};
 use crate::state::{Phase, RunDir, WorldState};
 use crate::world::{self, Place, World};
 use crate::{crash, health, processes};
@@ -44,6 +46,8 @@ pub(crate) struct Supervisor {
     pub(crate) max_restarts: u32,
     /// Counts worlds started.
     pub(crate) num_starts: u32,
+    /// Where the next world gets the ports of one that has ended; connections wait on them.
+    pub(crate) held: Option<PathBuf>,
 }
 
 /// How far the end of a world has come; each stage has a deadline, and a further signal skips the wait for it.
@@ -121,7 +125,7 @@ impl Supervisor {
             self.state.phase = Phase::Waiting;
             self.write_state();
             match self.signals.wait(&[], Some(pause))? {
-                Event::Signal(signal) if !matches!(signal, RESTART | RESTART_ROLLING) => {
+                Event::Signal(signal) if !matches!(signal, RESTART | RESTART_ROLLING | RESTART_AFTER) => {
                     eprintln!("launch: {signal}: not started again");
                     return Ok(code);
                 }
@@ -155,7 +159,7 @@ impl Supervisor {
         let place = Place {
             start: self.num_starts,
             hand_over: self.run_dir.hand_over_socket(self.state.launcher_pid, self.num_starts),
-            take_over: take_over.map(|world| world.hand_over().clone()),
+            take_over: take_over.map(|world| world.hand_over().clone()).or_else(|| self.held.clone()),
             crash_dir: self.state.crash_dir.clone(),
         };
         World::start(&plan, place)
@@ -209,9 +213,12 @@ impl Supervisor {
             RESTART_ROLLING if running.ending == Ending::No && running.serving_since.is_some() => {
                 self.start_rolling(running)?;
             }
+            RESTART_AFTER if running.ending == Ending::No && running.serving_since.is_some() => {
+                self.hold_ports(running)
+            }
             // While it loads or ends, the other way comes to the same.
-            RESTART | RESTART_ROLLING if running.ending != Ending::No => {}
-            RESTART | RESTART_ROLLING => {
+            RESTART | RESTART_ROLLING | RESTART_AFTER if running.ending != Ending::No => {}
+            RESTART | RESTART_ROLLING | RESTART_AFTER => {
                 running.again = true;
                 self.end(running, "a restart is asked for");
             }
@@ -234,6 +241,25 @@ impl Supervisor {
         Ok(())
     }
 
+    /// Takes the ports of the world that serves, which then drains and ends; the next one gets them.
+    fn hold_ports(&mut self, running: &mut Running) {
+        self.state.rolling_failure = None;
+        let path = self.run_dir.hand_over_socket(self.state.launcher_pid, 0);
+        let held = Held::take(running.world.hand_over()).and_then(|held| held.offer(path.clone()));
+        if let Err(error) = held {
+            eprintln!("launch: {error:#}; the world goes on");
+            self.state.rolling_failure = Some(format!("{error:#}; the world goes on: use `launch restart`"));
+            self.write_state();
+            return;
+        }
+        eprintln!("launch: holds the ports while the world ends and is started again; connections wait");
+        self.held = Some(path);
+        running.again = true;
+        running.ending = Ending::Asked(Instant::now() + Duration::from_secs(self.state.exit_timeout_secs) + EXIT_GRACE);
+        self.state.phase = Phase::Ending;
+        self.write_state();
+    }
+
     /// The old world has ended, which it does when the new one has its ports; or it died meanwhile.
     fn hand_over(&mut self, running: &mut Running, next: World) -> Result<()> {
         let old = std::mem::replace(&mut running.world, next);
@@ -252,7 +278,7 @@ impl Supervisor {
         let how = ipc::describe_exit(next.finish(Some(running.world.pid()))?);
         let words = format!(
             "the new world ended before it could take over ({how}), and the old one goes on; see the log, and where \
-             memory does not allow two worlds use `launch restart`"
+             memory does not allow two worlds use `launch restart --rolling --after`"
         );
         eprintln!("launch: {words}");
         self.state.rolling_failure = Some(words);
@@ -299,6 +325,7 @@ impl Supervisor {
     }
 
     fn report_ready(&mut self, running: &mut Running) {
+        self.held = None;
         self.state.rank_0_pid = running.world.rank_0();
         self.state.times_served += 1;
         self.state.phase = Phase::Serving;

@@ -180,6 +180,8 @@ pub(crate) fn remove_leftovers() -> Result<()> {
         }
         thread::sleep(Duration::from_millis(50));
     }
+    // Not of any `mpirun` that runs: no process has this number.
+    mpirun::remove_leftovers(0);
     sweep_shared_memory()
 }
 

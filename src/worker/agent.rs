@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ipc::{Prefix, ProcessWatch, Ring, bind_to_parent, describe_exit, sweep_all_stale};
 use serde::{Deserialize, Serialize};
@@ -204,11 +204,14 @@ impl Agent {
         let (prefix, program) = (self.prefix.clone(), self.program.clone());
         let (events, workers) = (self.events.clone(), Arc::clone(&self.workers));
         let (spawned, wait_spawned) = mpsc::channel::<()>();
+        // The step watchdog comes first, with stacks; but it only looks while steps run.
+        let patience = spec.collective_timeout.mul_f32(1.5);
         let run = move || {
             let ended = match spawn(&prefix, &program, worker, spec) {
                 Ok(Started { mut child, watch, announcement, rings, said }) => {
                     let held =
                         Held { watch, said: Arc::clone(&said), _rings: rings, has_ended: false, is_released: false };
+                    end_if_stopped(Arc::clone(&held.watch), patience);
                     workers.lock().unwrap().insert(worker, held);
                     drop(spawned);
                     let _ = events.send(announcement);
@@ -245,6 +248,27 @@ impl Agent {
             }
         });
     }
+}
+
+/// Kills a worker that does not run for `patience` because somebody stopped it: it neither loads nor ends.
+fn end_if_stopped(watch: Arc<ProcessWatch>, patience: Duration) {
+    const LOOK: Duration = Duration::from_secs(1);
+    thread::spawn(move || {
+        let mut since = None;
+        while !watch.wait(LOOK) {
+            if !is_stopped(watch.pid()) {
+                since = None;
+            } else if since.get_or_insert_with(Instant::now).elapsed() >= patience {
+                tracing::warn!(pid = watch.pid(), "kills a worker that was stopped and did not go on for {patience:?}");
+                let _ = watch.signal(libc::SIGKILL);
+            }
+        }
+    });
+}
+
+fn is_stopped(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
 }
 
 type Workers = HashMap<WorkerId, Held>;
