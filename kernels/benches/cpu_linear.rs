@@ -6,7 +6,9 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use kernels::cpu::{Buffer, Isa, Matrix, PackedInput, Pool, WeightType, linear};
+use kernels::cpu::{
+    Buffer, Isa, Matrix, PackedInput, Pool, QuantInput, QuantMatrix, QuantType, WeightType, linear, quantized_linear,
+};
 
 /// `N`, `K`, name.
 const SHAPES: [(usize, usize, &str); 4] =
@@ -29,6 +31,9 @@ fn main() {
             let bandwidth = read_bandwidth(&mut pool, data); // Again: other load on the machine changes it.
             for rows in [1, 4, 8, 32, 128] {
                 measure(&mut pool, data, (n, k, name), rows, bandwidth);
+                for quant_type in [QuantType::Int8, QuantType::Int4] {
+                    measure_quantized(&mut pool, data, (n, k, name), rows, bandwidth, quant_type);
+                }
             }
         }
     }
@@ -57,6 +62,38 @@ fn measure(pool: &mut Pool, data: &'static [u8], (n, k, name): (usize, usize, &s
     let (gbs, gflops) = (bytes as f64 / seconds / 1e9, 2e-9 * (rows * n * k) as f64 / seconds);
     println!(
         "{name:>8} {n:>6}x{k:<5} {rows:>6} {:>9.0} us {gbs:>7.1} GB/s {:>4.0} % {gflops:>8.1} GFLOP/s",
+        seconds * 1e6,
+        100.0 * gbs / bandwidth
+    );
+}
+
+/// As [`measure`], with weights quantised; their bytes are those that are read.
+fn measure_quantized(
+    pool: &mut Pool,
+    data: &'static [u8],
+    (n, k, name): (usize, usize, &str),
+    rows: usize,
+    bandwidth: f64,
+    quant_type: QuantType,
+) {
+    let mut plain = Matrix::new(WeightType::Bf16, k);
+    plain.stack(data, n, k * 2);
+    // Together larger than the last cache.
+    let matrices: Vec<QuantMatrix> =
+        (0..(128 << 20) / (n * k) + 1).map(|_| QuantMatrix::new(pool, &plain, quant_type)).collect();
+    let x: Vec<f32> = (0..rows * k).map(|i| (i % 17) as f32 * 0.1 - 0.8).collect();
+    let mut packed = QuantInput::new(rows, k);
+    let mut out = Buffer::<f32>::new(rows * n);
+    let mut next = 0;
+    let seconds = median(pool.threads(), || {
+        packed.pack(pool, &x, rows, k, quant_type);
+        quantized_linear(pool, Isa::detect(), &mut out, &packed, &matrices[next % matrices.len()]);
+        next += 1;
+    });
+    black_box(&out);
+    let (gbs, gops) = (matrices[0].bytes() as f64 / seconds / 1e9, 2e-9 * (rows * n * k) as f64 / seconds);
+    println!(
+        "{name:>8} {n:>6}x{k:<5} {rows:>6} {:>9.0} us {gbs:>7.1} GB/s {:>4.0} % {gops:>8.1} GOP/s {quant_type:?}",
         seconds * 1e6,
         100.0 * gbs / bandwidth
     );

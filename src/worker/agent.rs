@@ -365,6 +365,7 @@ mod tests {
             max_sequence_len: 1,
             block_size: 1,
             kv_memory: KvMemory::Tokens(1),
+            weight_precision: Default::default(),
             next_step: 0,
             collective_timeout: Duration::from_secs(1),
             library_dirs: Vec::new(),

@@ -25,7 +25,8 @@ pub use agents::{Agents, Nodes};
 pub use error::{SpecError, WorkerError};
 pub use node_relay::RelayedWorker;
 pub use protocol::{
-    DeviceChoice, FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WorkerSpec,
+    DeviceChoice, FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WeightPrecision,
+    WorkerSpec,
 };
 pub use rows::{PlanMismatch, RowTable};
 pub use start::main;

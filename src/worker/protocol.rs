@@ -87,6 +87,8 @@ pub struct WorkerSpec {
     pub block_size: usize,
     /// Memory for KV blocks.
     pub kv_memory: KvMemory,
+    /// How weights of linear layers are held; a CPU's choice, others hold them as the checkpoint has them.
+    pub weight_precision: WeightPrecision,
     /// The number of the first plan to come.
     pub next_step: u64,
     /// How long a worker waits for its group in a collective.
@@ -116,6 +118,33 @@ impl WorkerSpec {
     /// Whether this worker tells rank 0 the tokens: the first of the last stage does.
     pub fn reports(&self) -> bool {
         self.tp_rank == 0 && self.stage + 1 == self.num_stages
+    }
+}
+
+/// How weights of linear layers are held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub enum WeightPrecision {
+    /// As the checkpoint has them.
+    #[default]
+    Checkpoint,
+    /// 8 bits and a scale for each 64 weights.
+    Int8,
+    /// 4 bits and a scale for each 64 weights; the head has 8 bits.
+    Int4,
+}
+
+impl std::str::FromStr for WeightPrecision {
+    type Err = String;
+
+    /// # Errors
+    /// With the names that there are.
+    fn from_str(name: &str) -> Result<Self, String> {
+        match name {
+            "auto" => Ok(Self::Checkpoint),
+            "int8" => Ok(Self::Int8),
+            "int4" => Ok(Self::Int4),
+            other => Err(format!("`weight_only_precision` is `{other}`, expected `auto`, `int8` or `int4`")),
+        }
     }
 }
 

@@ -13,7 +13,7 @@ use crate::checkpoint;
 use crate::error::{SpecError, WorkerError};
 use crate::exchange::RankExchange;
 use crate::network;
-use crate::protocol::{DeviceChoice, FromWorker, WorkerSpec};
+use crate::protocol::{DeviceChoice, FromWorker, WeightPrecision, WorkerSpec};
 use crate::run::{Rings, Worker};
 
 /// The whole life of a worker process. Its last words, if it fails, go to rank 0 and to the caller.
@@ -59,10 +59,15 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
         DeviceChoice::Cpu { threads } => {
             let group = cpu_group(spec, threads)?;
             let device_config = CpuConfig { threads, limits, kv_memory_bytes: None, group };
-            let device = match spec.spans_nodes() || spec.num_stages > 1 {
+            let mut device = match spec.spans_nodes() || spec.num_stages > 1 {
                 true => CpuDevice::among(device_config, &peers(spec, rings)?, config.hidden_size)?,
                 false => CpuDevice::new(device_config)?,
             };
+            device.set_weight_precision(match spec.weight_precision {
+                WeightPrecision::Checkpoint => device::cpu::WeightPrecision::Checkpoint,
+                WeightPrecision::Int8 => device::cpu::WeightPrecision::Int8,
+                WeightPrecision::Int4 => device::cpu::WeightPrecision::Int4,
+            });
             Worker::load(spec, &config, device)?.serve(rings)
         }
         DeviceChoice::Cuda { ordinal } => {

@@ -399,6 +399,7 @@ fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         max_sequence_len: config.engine.max_sequence_len,
         block_size: config.engine.block_size,
         kv_memory: config.kv_memory,
+        weight_precision: config.weight_precision,
         next_step,
         collective_timeout: config.step_timeout,
         library_dirs: config.library_dirs.clone(),

@@ -1,14 +1,14 @@
 //! From the last activations to tokens: logits, the choice for each row, and rows that go on from what rank 0 chose.
 
 use engine::{CopiedBlock, RevisedRow, SampledToken};
-use kernels::cpu::{self as k, Buffer, Matrix};
+use kernels::cpu::{self as k, Buffer};
 
-use super::{CpuDevice, CpuTensor, beyond, sampler};
+use super::{CpuDevice, CpuTensor, Linear, beyond, sampler};
 use crate::{DeviceError, SampleInput};
 
 impl CpuDevice {
     /// The choice of each sampling position.
-    pub(super) fn choose_tokens(&mut self, x: &CpuTensor, head: &Matrix) -> Result<Vec<SampledToken>, DeviceError> {
+    pub(super) fn choose_tokens(&mut self, x: &CpuTensor, head: &Linear) -> Result<Vec<SampledToken>, DeviceError> {
         let samples = std::mem::take(&mut self.inputs.samples);
         let vocab = self.config.limits.vocab_size;
         let mut tokens = Vec::with_capacity(samples.len());
@@ -43,7 +43,7 @@ impl CpuDevice {
     }
 
     /// Keeps the raw logits that this step reports.
-    pub(super) fn report_logits(&mut self, x: &CpuTensor, head: &Matrix) -> Result<(), DeviceError> {
+    pub(super) fn report_logits(&mut self, x: &CpuTensor, head: &Linear) -> Result<(), DeviceError> {
         let positions = std::mem::take(&mut self.inputs.logits);
         let vocab = self.config.limits.vocab_size;
         for chunk in positions.chunks(self.config.limits.max_rows) {
@@ -58,7 +58,7 @@ impl CpuDevice {
     fn compute_logits(
         &mut self,
         x: &CpuTensor,
-        head: &Matrix,
+        head: &Linear,
         tokens: impl ExactSizeIterator<Item = u32>,
     ) -> Result<(), DeviceError> {
         let (width, len) = (x.cols, tokens.len());
@@ -69,13 +69,12 @@ impl CpuDevice {
         for (out, token) in self.sampled.chunks_exact_mut(width).zip(tokens) {
             out.copy_from_slice(&x.data[token as usize * width..][..width]);
         }
-        self.packed.pack(&mut self.pool, &self.sampled, len, width, head.weight_type());
         let (vocab, local) = (self.config.limits.vocab_size, head.rows());
         let Some(group) = &mut self.group else {
-            k::linear(&mut self.pool, self.isa, &mut self.logits, &self.packed, head);
+            self.projection.project(&mut self.pool, self.isa, &mut self.logits, &self.sampled, len, head);
             return Ok(());
         };
-        k::linear(&mut self.pool, self.isa, &mut self.local_logits, &self.packed, head);
+        self.projection.project(&mut self.pool, self.isa, &mut self.local_logits, &self.sampled, len, head);
         for index in 0..len {
             let mine = &self.local_logits[index * local..][..local];
             let out = &mut self.logits[index * vocab..][..vocab];

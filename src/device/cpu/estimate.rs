@@ -1,6 +1,7 @@
 //! What a worker on the CPU will hold beside its weights, told from shapes.
 
-use super::{KvType, packed_bytes};
+use super::KvType;
+use super::linear::packed_bytes;
 use crate::{AttentionSpec, StepLimits};
 
 pub(crate) struct CpuEstimate {
@@ -22,7 +23,7 @@ impl CpuEstimate {
         let activations = limits.max_tokens * tensor_cols;
         let kv_type = if has_wide_weights { KvType::F32 } else { KvType::Bf16 };
         Self {
-            workspace_bytes: (logits + activations) * size_of::<f32>() + packed_bytes(limits, widest_input),
+            workspace_bytes: (logits + activations) * size_of::<f32>() + packed_bytes(limits.max_tokens, widest_input),
             block_bytes: block_bytes(spec, kv_type),
         }
     }

@@ -7,6 +7,7 @@
 mod choose;
 mod estimate;
 mod group;
+mod linear;
 mod peers;
 mod pipeline;
 mod rows;
@@ -17,7 +18,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use engine::{CopiedBlock, RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
-use kernels::cpu::{self as k, Buffer, Isa, KvCache, KvType, PackedInput, Pool};
+use kernels::cpu::{self as k, Buffer, Isa, KvCache, KvType, Pool};
 
 use crate::{
     Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, SampleInput,
@@ -26,6 +27,8 @@ use crate::{
 pub(crate) use estimate::CpuEstimate;
 use group::Group;
 pub use group::GroupConfig;
+use linear::Inputs;
+pub use linear::{Linear, WeightPrecision};
 pub use peers::Peers;
 use peers::Use;
 use pipeline::Pipeline;
@@ -55,9 +58,9 @@ pub struct CpuDevice {
     rows: Vec<Row>,
     cache: Option<Cache>,
     inputs: StepInputs,
-    token_ids: Vec<u32>,       // [T] of the current step, none left on the device
-    packed: PackedInput,       // inputs of the linear layer at work
-    widest_input: usize,       // `K` of the widest linear layer
+    token_ids: Vec<u32>, // [T] of the current step, none left on the device
+    projection: Inputs,  // of the linear layer at work
+    precision: WeightPrecision,
     sampled: Buffer<f32>,      // [S, E]
     local_logits: Buffer<f32>, // [S, V of this worker], where the vocabulary is split
     logits: Buffer<f32>,       // [S, V], or as many as there may be rows
@@ -142,8 +145,8 @@ impl CpuDevice {
             cache: None,
             inputs: StepInputs::default(),
             token_ids: Vec::with_capacity(limits.max_tokens),
-            packed: PackedInput::new(0, 0),
-            widest_input: 0,
+            projection: Inputs::new(limits.max_tokens),
+            precision: WeightPrecision::default(),
             sampled: Buffer::new(0),
             local_logits: Buffer::new(0),
             workspace_bytes: size_of_val(&*logits) as u64,
@@ -160,6 +163,11 @@ impl CpuDevice {
     /// Uses lesser instructions than the processor has, to compare them.
     pub fn set_isa(&mut self, isa: Isa) {
         self.isa = isa.min(Isa::detect());
+    }
+
+    /// Holds the weights of linear layers that are loaded from now on in fewer bits than the checkpoint has them.
+    pub fn set_weight_precision(&mut self, precision: WeightPrecision) {
+        self.precision = precision;
     }
 
     fn num_tokens(&self) -> usize {
@@ -246,26 +254,16 @@ impl CpuDevice {
         Ok(())
     }
 
-    fn count_linear(&mut self, matrix: &k::Matrix) {
-        let tokens = self.config.limits.max_tokens;
-        self.weights_bytes += matrix.bytes() as u64;
-        self.widest_input = self.widest_input.max(matrix.cols());
-        self.packed = PackedInput::new(0, 0);
-        self.packed = PackedInput::new(tokens, self.widest_input);
+    /// Takes a layer's weights into account, in the precision they are to have.
+    fn hold_linear(&mut self, matrix: k::Matrix, is_head: bool) -> Linear {
         if matrix.weight_type() != k::WeightType::Bf16 {
             self.widest_weight = Some(KvType::F32);
         }
+        let linear = Linear::new(&mut self.pool, matrix, self.precision.of(is_head));
+        self.weights_bytes += linear.bytes() as u64;
+        self.projection.fit(&linear);
+        linear
     }
-
-    fn project(&mut self, out: &mut [f32], x: &[f32], rows: usize, matrix: &k::Matrix) {
-        self.packed.pack(&mut self.pool, x, rows, matrix.cols(), matrix.weight_type());
-        k::linear(&mut self.pool, self.isa, out, &self.packed, matrix);
-    }
-}
-
-/// Bytes of the input of a linear layer as its kernels take it.
-fn packed_bytes(limits: &StepLimits, widest_input: usize) -> usize {
-    limits.max_tokens * widest_input * (size_of::<f32>() + size_of::<u16>())
 }
 
 fn gate(activation: Activation) -> k::Gate {
@@ -302,11 +300,11 @@ impl Device for CpuDevice {
         bias: &[WeightSlice<'_>],
     ) -> Result<CpuWeight, DeviceError> {
         let matrix = weights::matrix(parts, bias)?;
-        self.count_linear(&matrix);
+        let linear = self.hold_linear(matrix, role == LinearRole::Head);
         if role == LinearRole::Head {
             self.learn_vocabulary(parts[0].rows.clone())?;
         }
-        Ok(CpuWeight::Matrix { matrix, first_row: parts[0].rows.start })
+        Ok(CpuWeight::Linear(linear))
     }
 
     fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<CpuWeight, DeviceError> {
@@ -317,10 +315,12 @@ impl Device for CpuDevice {
 
     fn tie_head(&mut self, embedding: &CpuWeight) -> Result<CpuWeight, DeviceError> {
         let (matrix, first_row) = embedding.matrix();
-        self.weights_bytes -= matrix.bytes() as u64; // Counted once for both.
-        self.count_linear(matrix);
+        let linear = self.hold_linear(matrix.clone(), true);
+        if let Linear::Plain(matrix) = &linear {
+            self.weights_bytes -= matrix.bytes() as u64; // Counted once for both.
+        }
         self.learn_vocabulary(first_row..first_row + matrix.rows())?;
-        Ok(CpuWeight::Matrix { matrix: matrix.clone(), first_row })
+        Ok(CpuWeight::Linear(linear))
     }
 
     fn load_vector(&mut self, vector: WeightSlice<'_>) -> Result<CpuWeight, DeviceError> {
@@ -351,10 +351,9 @@ impl Device for CpuDevice {
         let block_bytes = estimate::block_bytes(attention, self.kv_type()) as u64;
         let workers = u64::from(self.tensor_parallel().size);
         let kv_bytes = self.config.kv_memory_bytes.unwrap_or_else(|| weights::available_memory() / 2 / workers);
-        let packed = packed_bytes(&self.config.limits, self.widest_input);
         Ok(MemoryPlan {
             weights_bytes: self.weights_bytes,
-            workspace_bytes: self.workspace_bytes + packed as u64,
+            workspace_bytes: self.workspace_bytes + self.projection.bytes() as u64,
             block_bytes,
             max_blocks: (kv_bytes / block_bytes) as usize,
         })
@@ -478,7 +477,8 @@ impl Device for CpuDevice {
 
     fn linear(&mut self, out: &mut CpuTensor, x: &CpuTensor, weight: &CpuWeight) -> Result<(), DeviceError> {
         let tokens = self.num_tokens();
-        self.project(out.rows_mut(tokens), x.rows(tokens), tokens, weight.matrix().0);
+        let (out, x) = (out.rows_mut(tokens), x.rows(tokens));
+        self.projection.project(&mut self.pool, self.isa, out, x, tokens, weight.linear());
         Ok(())
     }
 
@@ -581,8 +581,8 @@ impl Device for CpuDevice {
     }
 
     fn sample(&mut self, x: &CpuTensor, head: &CpuWeight) -> Result<(), DeviceError> {
-        self.report_logits(x, head.matrix().0)?;
-        let tokens = self.choose_tokens(x, head.matrix().0)?;
+        self.report_logits(x, head.linear())?;
+        let tokens = self.choose_tokens(x, head.linear())?;
         self.append(&tokens);
         self.results.push_back(tokens);
         Ok(())

@@ -2,11 +2,14 @@
 
 use kernels::cpu::{Matrix, Norm, WeightType, read_weights};
 
+use super::Linear;
 use crate::{DType, DeviceError, WeightSlice};
 
 /// A weight of the model.
 pub enum CpuWeight {
-    /// A linear layer, an embedding table or a head; `first_row` is the first row's place in the whole.
+    /// A linear layer or a head.
+    Linear(Linear),
+    /// An embedding table; `first_row` is the first row's place in the whole.
     #[allow(missing_docs)] // Fields are named by the line above.
     Matrix { matrix: Matrix, first_row: usize },
     /// An RMS norm's weight.
@@ -20,7 +23,14 @@ impl CpuWeight {
     pub(crate) fn matrix(&self) -> (&Matrix, usize) {
         match self {
             CpuWeight::Matrix { matrix, first_row } => (matrix, *first_row),
-            _ => panic!("a norm's weight is no matrix"),
+            _ => panic!("the weight is no table"),
+        }
+    }
+
+    pub(crate) fn linear(&self) -> &Linear {
+        match self {
+            CpuWeight::Linear(linear) => linear,
+            _ => panic!("the weight is no linear layer's"),
         }
     }
 
@@ -28,7 +38,7 @@ impl CpuWeight {
         match self {
             CpuWeight::Vector(weight) => Norm::Rms { weight },
             CpuWeight::LayerNorm { weight, bias } => Norm::Layer { weight, bias },
-            CpuWeight::Matrix { .. } => panic!("a matrix is no norm's weight"),
+            CpuWeight::Linear(_) | CpuWeight::Matrix { .. } => panic!("a matrix is no norm's weight"),
         }
     }
 

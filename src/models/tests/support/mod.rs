@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use device::cpu::{CpuConfig, CpuDevice, GroupConfig};
+use device::cpu::{CpuConfig, CpuDevice, GroupConfig, WeightPrecision};
 use device::{Device, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel};
 use engine::{RowId, SampledToken, SamplingParams, TokenId};
 use models::{Config, Model};
@@ -43,8 +43,11 @@ pub fn golden_dir(case: &str) -> PathBuf {
 
 impl Runner {
     pub fn new(case: &str, threads: usize, group: Option<GroupConfig>) -> Self {
-        let dir = golden_dir(case);
-        let config = Config::from_dir(&dir).unwrap();
+        Self::of(&golden_dir(case), threads, group, WeightPrecision::Checkpoint)
+    }
+
+    pub fn of(dir: &Path, threads: usize, group: Option<GroupConfig>, precision: WeightPrecision) -> Self {
+        let config = Config::from_dir(dir).unwrap();
         let limits = StepLimits {
             max_tokens: 256,
             max_rows: MAX_ROWS,
@@ -52,7 +55,8 @@ impl Runner {
             vocab_size: config.vocab_size,
         };
         let mut device = CpuDevice::new(CpuConfig { threads, limits, kv_memory_bytes: None, group }).unwrap();
-        let model = models::load(&dir, &config, &mut device).unwrap();
+        device.set_weight_precision(precision);
+        let model = models::load(dir, &config, &mut device).unwrap();
         device.allocate_cache(&model.attention_spec(BLOCK_SIZE), MAX_ROWS * MAX_BLOCKS).unwrap();
         Self { device, model, step: 0 }
     }

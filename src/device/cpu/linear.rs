@@ -1,0 +1,114 @@
+//! Linear layers in the checkpoint's type or quantised at load, and their inputs.
+
+use kernels::cpu::{self as k, Isa, Matrix, PackedInput, Pool, QuantInput, QuantMatrix, QuantType};
+
+/// How weights of linear layers are held; embeddings, norms and biases stay in the checkpoint's type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum WeightPrecision {
+    /// As the checkpoint has them.
+    #[default]
+    Checkpoint,
+    /// 8 bits and a scale for each 64 weights.
+    Int8,
+    /// 4 bits and a scale for each 64 weights; the head has 8 bits.
+    Int4,
+}
+
+impl WeightPrecision {
+    pub(super) fn of(self, is_head: bool) -> Option<QuantType> {
+        match (self, is_head) {
+            (Self::Checkpoint, _) => None,
+            (Self::Int4, false) => Some(QuantType::Int4),
+            (Self::Int8, _) | (Self::Int4, true) => Some(QuantType::Int8),
+        }
+    }
+}
+
+/// The weights of a linear layer.
+pub enum Linear {
+    /// Where they lie in the mapped checkpoint.
+    Plain(Matrix),
+    /// Held by this device.
+    Quantized(QuantMatrix),
+}
+
+impl Linear {
+    pub(super) fn new(pool: &mut Pool, matrix: Matrix, quant_type: Option<QuantType>) -> Self {
+        match quant_type {
+            Some(quant_type) => Self::Quantized(QuantMatrix::new(pool, &matrix, quant_type)),
+            None => Self::Plain(matrix),
+        }
+    }
+
+    pub(super) fn rows(&self) -> usize {
+        match self {
+            Self::Plain(matrix) => matrix.rows(),
+            Self::Quantized(matrix) => matrix.rows(),
+        }
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Self::Plain(matrix) => matrix.bytes(),
+            Self::Quantized(matrix) => matrix.bytes(),
+        }
+    }
+}
+
+/// Room for the inputs of the layer at work, as its kernels take them.
+pub(super) struct Inputs {
+    plain: PackedInput,
+    quantized: QuantInput,
+    max_rows: usize,
+    widest: usize, // `K` of the widest layer
+    widest_quantized: usize,
+}
+
+impl Inputs {
+    pub(super) fn new(max_rows: usize) -> Self {
+        let (plain, quantized) = (PackedInput::new(0, 0), QuantInput::new(0, 0));
+        Self { plain, quantized, max_rows, widest: 0, widest_quantized: 0 }
+    }
+
+    /// Makes room for a layer's inputs.
+    pub(super) fn fit(&mut self, linear: &Linear) {
+        match linear {
+            Linear::Plain(matrix) if matrix.cols() > self.widest => {
+                self.widest = matrix.cols();
+                self.plain = PackedInput::new(0, 0);
+                self.plain = PackedInput::new(self.max_rows, self.widest);
+            }
+            Linear::Quantized(matrix) if matrix.cols() > self.widest_quantized => {
+                self.widest_quantized = matrix.cols();
+                self.quantized = QuantInput::new(0, 0);
+                self.quantized = QuantInput::new(self.max_rows, self.widest_quantized);
+            }
+            _ => {}
+        }
+    }
+
+    /// Bytes of both.
+    pub(super) fn bytes(&self) -> usize {
+        // A scale and an offset for each 64 steps.
+        packed_bytes(self.max_rows, self.widest) + self.max_rows * self.widest_quantized * 72 / 64
+    }
+
+    /// `out [rows, N]` = `x [rows, K]` times the layer's weights, plus its bias.
+    pub(super) fn project(&mut self, pool: &mut Pool, isa: Isa, out: &mut [f32], x: &[f32], rows: usize, by: &Linear) {
+        match by {
+            Linear::Plain(matrix) => {
+                self.plain.pack(pool, x, rows, matrix.cols(), matrix.weight_type());
+                k::linear(pool, isa, out, &self.plain, matrix);
+            }
+            Linear::Quantized(matrix) => {
+                self.quantized.pack(pool, x, rows, matrix.cols(), matrix.quant_type());
+                k::quantized_linear(pool, isa, out, &self.quantized, matrix);
+            }
+        }
+    }
+}
+
+/// Bytes of the input of a linear layer whose weights are the checkpoint's.
+pub(super) fn packed_bytes(max_rows: usize, widest_input: usize) -> usize {
+    max_rows * widest_input * (size_of::<f32>() + size_of::<u16>())
+}
