@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use engine::{EngineConfig, Policy, TokenId};
 use repository::ModelConfig;
 use serving::{DataType, InferError, LoadRequest};
-use worker::{DeviceChoice, KvMemory};
+use worker::{DeviceChoice, KvMemory, WeightPrecision};
 
 use super::queue_rules::QueueRules;
 
@@ -53,6 +53,7 @@ pub(crate) struct LlmConfig {
     pub(crate) first_rank: u32,
     pub(crate) network: Option<String>,
     pub(crate) kv_memory: KvMemory,
+    pub(crate) weight_precision: WeightPrecision,
     /// `num_blocks` is filled in once the workers have said how many fit.
     pub(crate) engine: EngineConfig,
     /// How requests wait.
@@ -94,6 +95,7 @@ impl LlmConfig {
             first_rank: 0,
             network: defaults.network.clone(),
             kv_memory: kv_memory(config, defaults)?,
+            weight_precision: weight_precision(config, defaults)?,
             engine,
             queue,
             decoupled: config.model_transaction_policy.as_ref().is_some_and(|policy| policy.decoupled),
@@ -204,6 +206,16 @@ fn max_drafts(config: &ModelConfig, defaults: &LlmDefaults) -> Result<usize, Inf
         return Ok(0);
     }
     Ok(max)
+}
+
+/// How a CPU holds the weights of linear layers.
+fn weight_precision(config: &ModelConfig, defaults: &LlmDefaults) -> Result<WeightPrecision, InferError> {
+    let precision = text_parameter(config, "weight_only_precision").map_or(Ok(WeightPrecision::Checkpoint), str::parse);
+    let precision = precision.map_err(|words| invalid(config, words))?;
+    if precision != WeightPrecision::Checkpoint && matches!(defaults.device, DeviceChoice::Cuda { .. }) {
+        tracing::warn!(model = %config.name, "`weight_only_precision` has no effect: CUDA devices hold the checkpoint's");
+    }
+    Ok(precision)
 }
 
 fn kv_memory(config: &ModelConfig, defaults: &LlmDefaults) -> Result<KvMemory, InferError> {
