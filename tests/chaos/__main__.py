@@ -26,15 +26,12 @@ def arguments() -> argparse.Namespace:
 
 
 def all_cases(short: bool):
-    if short:
-        processes = cases.SHORT
-    else:
-        processes = [(t, f, p) for p in cases.PHASES for f in faults.ON_PROCESSES for t in cases.TARGETS]
-    for target, fault, phase in processes:
-        yield f"{fault} · {target} · {phase}", lambda chaos, t=target, f=fault, p=phase: cases.on_process(chaos, t, f, p)
     for name, case in cases.OTHERS.items():
         if not short or name in ("corrupted plan", "rolling restart"):
             yield name, case
+    processes = [(t, f, p) for p in cases.PHASES for f in faults.ON_PROCESSES for t in cases.TARGETS]
+    for target, fault, phase in cases.SHORT if short else processes:
+        yield f"{fault} · {target} · {phase}", lambda chaos, t=target, f=fault, p=phase: cases.on_process(chaos, t, f, p)
 
 
 def why_not(name: str) -> str | None:

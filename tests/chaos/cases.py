@@ -50,10 +50,10 @@ class Chaos:
         self.world: World | None = None
         self.texts: dict[str, str] = {}
 
-    def fresh_world(self, repository: Path = REPOSITORY, variables: dict[str, str] | None = None) -> World:
+    def fresh_world(self, repository: Path = REPOSITORY, **options) -> World:
         """A world that is not ready yet."""
         self.end_world()
-        self.world = World(Path(tempfile.mkdtemp(dir=self.scratch)), repository, variables)
+        self.world = World(Path(tempfile.mkdtemp(dir=self.scratch)), repository, **options)
         return self.world
 
     def whole_world(self) -> World:
@@ -180,16 +180,23 @@ def on_process(chaos: Chaos, target: str, fault: str, phase: str) -> Result:
         # Until it is found out, its worker computes on.
         with contextlib.suppress(TimeoutError):
             until(f"the stopped {target} is found out", lambda: not is_alive(victim), 20)
-    probe = Probe(chaos, world, start) if phase != "drain" else None
-    wrong = after(chaos, world, result, target, fault, phase, victim, requests, others, start, probe)
+    wrong = after(chaos, world, result, target, fault, phase, victim, requests, others, start)
     result.faults = tuple(wrong)
     return result
 
 
-def after(chaos, world, result, target, fault, phase, victim, requests, others, start, probe) -> list[str]:
+def after(chaos, world, result, target, fault, phase, victim, requests, others, start) -> list[str]:
     wrong: list[str] = []
     is_worker = target.startswith("worker")
     ends_world = fault in ("SIGKILL", "SIGSEGV") and not is_worker
+    if ends_world and victim is not None and not (target == "launch" and phase == "drain"):
+        try:
+            until("the old world has ended", lambda: not any(map(is_alive, others)), 20)
+            result.ended = time.monotonic() - start
+        except TimeoutError:
+            wrong.append("the old world does not end")
+    # Not before, for the old world may answer while it ends.
+    probe = Probe(chaos, world, start) if phase != "drain" else None
     if fault == "SIGSTOP" and target in ("launch", "mpirun"):
         # They are not needed to serve, and go on when they may.
         time.sleep(1.0)
@@ -197,12 +204,6 @@ def after(chaos, world, result, target, fault, phase, victim, requests, others, 
         if phase not in ("load", "drain"):
             wrong += [f"{words} while {target} is stopped" for words in probe.faults(result)]
         faults.proceed(victim)
-    if ends_world and victim is not None and not (target == "launch" and phase == "drain"):
-        try:
-            until("the old world has ended", lambda: not any(map(is_alive, others)), 20)
-            result.ended = time.monotonic() - start
-        except TimeoutError:
-            wrong.append("the old world does not end")
     outcomes = load.wait(requests)
     wrong += chaos.judge(result, outcomes, may_fail=not is_worker and target != "mpirun" or ends_world or fault == "memory")
     if is_worker and outcomes:
@@ -239,9 +240,11 @@ def full_disk(chaos: Chaos) -> Result:
     result = Result("full disk for logs · worker n killed · decode")
     chaos.end_world()
     folder = Path(tempfile.mkdtemp(dir=chaos.scratch))
-    disk = faults.SmallFileSystem(folder, "4m")
+    disk = faults.SmallFileSystem(folder, "8m")
     try:
-        chaos.world = world = World(folder, REPOSITORY)
+        # What mpirun keeps lies elsewhere: it starts nothing without a place for that.
+        variables = {"TMPDIR": tempfile.mkdtemp(dir=chaos.scratch)}
+        chaos.world = world = World(folder, REPOSITORY, variables)
         world.start_ready()
         filler = faults.fill(folder)
         requests = begin(chaos, world, "decode")
@@ -314,17 +317,19 @@ def clock_jumps(chaos: Chaos) -> Result:
     return result
 
 
-def rolling_restart(chaos: Chaos) -> Result:
+def rolling_restart(chaos: Chaos, *flags: str) -> Result:
     """A second world takes over from the first while clients ask without end."""
-    result = Result("rolling restart · whole world · under load")
-    world = chaos.whole_world()
+    result = Result(" ".join(["rolling restart", *flags]) + " · whole world · under load")
+    # Streams in flight are to run to their end, however slow the machine.
+    world = chaos.fresh_world(exit_timeout=60)
+    world.start_ready()
     ways = ["http", "kept http", "grpc"]
     askers = [rolling.Asker(world, prompt, chaos.texts[prompt], way) for way, prompt in zip(ways, load.SHORT)]
     knocker = rolling.Knocker([world.http_port, world.grpc_port, world.metrics_port])
     streams = load.send(world, load.SHORT)
     before = world.find("rank 0")
     start = time.monotonic()
-    restarted = world.launch("restart", "--rolling", f"--http_port={world.http_port}", "--wait-ready=60")
+    restarted = world.launch("restart", "--rolling", *flags, f"--http_port={world.http_port}", "--wait-ready=60")
     result.service = time.monotonic() - start
     time.sleep(1.0)
     for thread in (knocker, *askers):
@@ -339,7 +344,8 @@ def rolling_restart(chaos: Chaos) -> Result:
     wrong += [f"{knocker.refused} of {knocker.opened} connections were refused"] if knocker.refused else []
     if restarted.returncode != 0 or world.find("rank 0") == before:
         wrong.append(f"did not restart: {restarted.stdout}{restarted.stderr}")
-    result.faults = tuple(wrong)
+    left = chaos.end_world()
+    result.left, result.faults = len(left), tuple(wrong + left)
     return result
 
 
@@ -359,6 +365,7 @@ OTHERS = {
     "lost checkpoint": lost_checkpoint,
     "clock jump": clock_jumps,
     "rolling restart": rolling_restart,
+    "rolling restart --after": lambda chaos: rolling_restart(chaos, "--after"),
 }
 # Of each kind one, for a short run.
 SHORT = [

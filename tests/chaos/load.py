@@ -13,9 +13,9 @@ from tritonclient.utils import InferenceServerException
 
 PATIENCE = 60.0
 MODEL = "ensemble"
-NUM_TOKENS = 400
+NUM_TOKENS = 200
 SHORT = ["Once upon a time", "The captain", "A little dog", "Q: What is 7 plus 8?\nA:"]
-LONG = [" ".join([prompt] + ["and then they went to the big red house"] * 150) for prompt in SHORT]
+LONG = [" ".join([prompt] + ["and then they went to the big red house"] * 40) for prompt in SHORT]
 
 
 @dataclass

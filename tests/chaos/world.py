@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BINARIES = Path(os.environ.get("TRIREME_BINARIES", ROOT / "target/release"))
 WORLD_SIZE = 2
 # Short, so that a stopped process is found out in a test's time; the defaults are longer.
-TIMEOUTS = ["--liveness-timeout=3", "--exit-timeout=5"]
+LIVENESS, EXIT_TIMEOUT = "--liveness-timeout=3", 5
 RANK_TIMEOUTS = ["--step-timeout=3", "--heartbeat-timeout=4"]
 PATIENCE = 60.0
 
@@ -62,17 +62,17 @@ def is_alive(pid: int) -> bool:
 class World:
     """Processes below one launcher, in a run directory of their own."""
 
-    def __init__(self, scratch: Path, repository: Path, variables: dict[str, str] | None = None):
+    def __init__(self, scratch: Path, repository: Path, variables: dict[str, str] | None = None, exit_timeout: int = EXIT_TIMEOUT):
         self.scratch, self.repository = scratch, repository
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
-        self.variables = variables or {}
+        self.variables, self.exit_timeout = variables or {}, exit_timeout
         self.mark = f"chaos-{os.getpid()}-{self.http_port}"
         self.launcher: subprocess.Popen | None = None
         self.log = scratch / "launch.log"
 
     def environment(self) -> dict[str, str]:
         folders = dict.fromkeys(("XDG_RUNTIME_DIR", "TMPDIR", "HOME"), str(self.scratch))
-        return {**os.environ, **self.variables, **folders, "TRIREME_CHAOS": self.mark}
+        return {**os.environ, **folders, **self.variables, "TRIREME_CHAOS": self.mark}
 
     def launch(self, *arguments: str) -> subprocess.CompletedProcess:
         """`launch` with other things to do than to start a world."""
@@ -82,8 +82,8 @@ class World:
     def start(self) -> None:
         """Starts the launcher, and does not wait for anything."""
         ports = [f"--http_port={self.http_port}", f"--grpc_port={self.grpc_port}", f"--metrics_port={self.metrics_port}"]
-        command = [BINARIES / "launch", f"--world_size={WORLD_SIZE}", "--device=cpu", "--oversubscribe", *TIMEOUTS]
-        command += [f"--model_repo={self.repository}", *ports, "--", "--threads=1", *RANK_TIMEOUTS]
+        command = [BINARIES / "launch", f"--world_size={WORLD_SIZE}", "--device=cpu", "--oversubscribe", LIVENESS]
+        command += [f"--exit-timeout={self.exit_timeout}", f"--model_repo={self.repository}", *ports, "--", "--threads=1", *RANK_TIMEOUTS]
         with self.log.open("ab") as log:
             self.launcher = subprocess.Popen(command, cwd=ROOT, env=self.environment(), stdout=log, stderr=log)
 
