@@ -35,7 +35,11 @@ impl Backend for Echo {
             tensor.name.clone_from(&self.0.output[index].name);
             response.outputs.push(tensor);
         }
-        Ok(ResponseStream::once(response))
+        Ok(ResponseStream::ready(response))
+    }
+
+    fn drain(&self) -> BoxFuture<'_, ()> {
+        std::future::ready(()).boxed()
     }
 }
 
@@ -60,7 +64,8 @@ impl Default for Target {
         let repository = scratch("echo");
         std::fs::create_dir_all(repository.join("m/1")).expect("/dev/shm can be written");
         std::fs::write(repository.join("m/config.pbtxt"), echo_config()).expect("/dev/shm can be written");
-        let factories: HashMap<String, Arc<dyn BackendFactory>> = HashMap::from([("echo".into(), Arc::new(EchoFactory) as _)]);
+        let factories: HashMap<String, Arc<dyn BackendFactory>> =
+            HashMap::from([("echo".into(), Arc::new(EchoFactory) as _)]);
         let config = ServerConfig { repositories: vec![repository], ..ServerConfig::default() };
         let server = Server::new(config, factories).expect("the repository is there");
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime starts");
