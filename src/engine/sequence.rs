@@ -193,6 +193,12 @@ impl Sequence {
         &self.tokens[index * block_size..(index + 1) * block_size]
     }
 
+    /// Whether the next token is told as it comes and ends nothing.
+    #[inline]
+    pub(crate) fn goes_on_with(&self, token: TokenId) -> bool {
+        self.stopping.is_none() && self.tokens.len() + 1 < self.max_len && !self.end_ids.contains(&token)
+    }
+
     /// Takes the next token of the output: appends what may be told to `released`, and says whether this ends it.
     #[inline]
     pub(crate) fn accept(

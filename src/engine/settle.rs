@@ -73,9 +73,15 @@ impl Engine {
         if sequence.drafting.is_some() {
             return self.settle_draft(sample, token, events);
         }
+        self.totals.output_tokens += 1;
+        if sequence.goes_on_with(token.token) {
+            // The way of nearly every token: nothing is held back or ends.
+            sequence.tokens.push(token.token);
+            events.push(sequence.event(SmallVec::from_buf([token]), None));
+            return;
+        }
         let mut tokens = SmallVec::new();
         let finished = sequence.accept(token, &mut tokens);
-        self.totals.output_tokens += 1;
         if !tokens.is_empty() || finished.is_some() {
             events.push(sequence.event(tokens, finished));
         }
