@@ -191,8 +191,12 @@ const WITHOUT_EFFECT: &[(&str, bool)] = &[
     ("model-load-gpu-limit", true),
     ("allow-sagemaker", true),
     ("sagemaker-port", true),
+    ("sagemaker-safe-port-range", true),
+    ("sagemaker-thread-count", true),
     ("allow-vertex-ai", true),
     ("vertex-ai-port", true),
+    ("vertex-ai-thread-count", true),
+    ("vertex-ai-default-model", true),
 ];
 
 /// The sub-command `rank` with every option.
@@ -315,6 +319,36 @@ mod tests {
     fn an_unknown_option_and_a_missing_repository_are_refused() {
         assert!(rank_args("rank --model-repository=/m --no-such-option=1").is_err());
         assert!(rank_args("rank").is_err());
+    }
+
+    /// What `tritonserver --help` of 24.10 lists.
+    const TRITONS: &str = "allow-cpu-metrics allow-gpu-metrics allow-grpc allow-http allow-metrics allow-sagemaker allow-vertex-ai \
+        backend-config backend-directory buffer-manager-thread-count cache-config cache-directory \
+        cuda-memory-pool-byte-size cuda-virtual-address-size disable-auto-complete-config enable-peer-access \
+        exit-on-error exit-timeout-secs grpc-address grpc-header-forward-pattern grpc-http2-max-ping-strikes \
+        grpc-http2-max-pings-without-data grpc-http2-min-recv-ping-interval-without-data \
+        grpc-infer-allocation-pool-size grpc-infer-response-compression-level grpc-keepalive-permit-without-calls \
+        grpc-keepalive-time grpc-keepalive-timeout grpc-max-connection-age grpc-max-connection-age-grace grpc-port \
+        grpc-restricted-protocol grpc-root-cert grpc-server-cert grpc-server-key grpc-use-ssl grpc-use-ssl-mutual \
+        host-policy http-address http-header-forward-pattern http-port http-restricted-api http-thread-count id \
+        load-model log-error log-file log-format log-info log-verbose log-warning metrics-address metrics-config \
+        metrics-interval-ms metrics-port min-supported-compute-capability model-config-name model-control-mode \
+        model-load-gpu-limit model-load-retry-count model-load-thread-count model-namespacing model-repository \
+        model-store pinned-memory-pool-byte-size rate-limit rate-limit-resource repoagent-directory \
+        repository-poll-secs response-cache-byte-size reuse-grpc-port reuse-http-port sagemaker-port \
+        sagemaker-safe-port-range sagemaker-thread-count strict-model-config strict-readiness trace-config trace-count \
+        trace-file trace-level trace-log-frequency trace-rate vertex-ai-default-model vertex-ai-port \
+        vertex-ai-thread-count";
+
+    #[test]
+    fn every_option_of_tritonserver_is_known() {
+        let command = command();
+        let known: Vec<&str> = command
+            .get_arguments()
+            .flat_map(|arg| arg.get_long().into_iter().chain(arg.get_all_aliases().into_iter().flatten()))
+            .collect();
+        let missing: Vec<&str> = TRITONS.split_whitespace().filter(|name| !known.contains(name)).collect();
+        assert!(missing.is_empty(), "{missing:?}");
     }
 
     #[test]
