@@ -7,8 +7,8 @@ use futures::future::BoxFuture;
 use repository::ModelConfig;
 use repository::proto::{DataType, ModelOutput, ModelParameter};
 use serving::{
-    Backend, BackendFactory, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, ResponseSender,
-    ResponseStream, Tensor,
+    Backend, BackendFactory, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage,
+    ResponseSender, ResponseStream, Tensor,
 };
 
 use super::Layout;
@@ -96,6 +96,10 @@ impl Backend for Checked {
         self.0.is_ready()
     }
 
+    fn memory_usage(&self) -> Vec<MemoryUsage> {
+        self.0.memory_usage()
+    }
+
     fn drain(&self) -> BoxFuture<'_, ()> {
         self.0.drain()
     }
@@ -118,6 +122,10 @@ impl Backend for FixedNames {
 
     fn is_ready(&self) -> bool {
         self.0.is_ready()
+    }
+
+    fn memory_usage(&self) -> Vec<MemoryUsage> {
+        self.0.memory_usage()
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {
@@ -172,6 +180,7 @@ pub(super) async fn forward(
         };
         let Some(item) = item else { return };
         sender.mark_scheduled();
+        stream.generation().into_iter().for_each(|generation| sender.report(generation));
         let ends = item.as_ref().map_or(true, |response| response.is_final);
         if !sender.send(item.map(&mut change)).await || ends {
             return;

@@ -6,7 +6,9 @@ use bytes::{Bytes, BytesMut};
 use futures::future::{BoxFuture, join_all};
 use futures::stream::{SelectAll, StreamExt as _};
 use repository::ModelConfig;
-use serving::{Backend, DataType, InferError, InferRequest, InferResponse, ResponseSender, ResponseStream, Tensor};
+use serving::{
+    Backend, DataType, InferError, InferRequest, InferResponse, MemoryUsage, ResponseSender, ResponseStream, Tensor,
+};
 
 /// Responses that wait unread, as many as the engine's own.
 const UNREAD_RESPONSES: usize = 64;
@@ -44,6 +46,10 @@ impl Backend for Rows {
 
     fn is_ready(&self) -> bool {
         self.inner.is_ready()
+    }
+
+    fn memory_usage(&self) -> Vec<MemoryUsage> {
+        self.inner.memory_usage()
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {

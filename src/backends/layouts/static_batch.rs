@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use futures::FutureExt as _;
 use futures::future::{BoxFuture, join_all};
-use serving::{Backend, BatchedRequest, InferError, InferRequest, ResponseStream};
+use serving::{Backend, BatchedRequest, InferError, InferRequest, MemoryUsage, ResponseStream};
 
 use super::engine::forward;
 
@@ -43,6 +43,10 @@ impl Backend for StaticBatch {
 
     fn is_ready(&self) -> bool {
         self.inner.is_ready()
+    }
+
+    fn memory_usage(&self) -> Vec<MemoryUsage> {
+        self.inner.memory_usage()
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {

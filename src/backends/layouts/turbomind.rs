@@ -264,6 +264,7 @@ impl Run {
                 () = sender.cancelled() => return,
             };
             sender.mark_scheduled();
+            engine.generation().into_iter().for_each(|told| sender.report(told));
             match item {
                 None => return,
                 Some(Err(error)) => {
