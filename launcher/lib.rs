@@ -16,6 +16,22 @@
 //! ```
 #![forbid(unsafe_code)]
 
+/// As the standard one, which panics when the disk of the log is full: that is no reason to end a world.
+macro_rules! eprintln {
+    ($($words:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stderr(), $($words)*);
+    }};
+}
+
+/// As above.
+macro_rules! eprint {
+    ($($words:tt)*) => {{
+        use std::io::Write as _;
+        let _ = write!(std::io::stderr(), $($words)*);
+    }};
+}
+
 mod capture;
 mod control;
 mod crash;

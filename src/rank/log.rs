@@ -71,6 +71,8 @@ impl Log {
         log.0.requests.store(requests as u8, Relaxed);
         log.store(options);
         let layer = tracing_subscriber::fmt::layer().event_format(TritonFormat(log.0.clone()));
+        // It would report a disk that is full to standard error, and panic when that is on the same disk.
+        let layer = layer.log_internal_errors(false);
         let layer = match options.file.as_str() {
             "" => layer.with_writer(std::io::stderr).with_filter(log.clone()).boxed(),
             path => {
