@@ -7,7 +7,7 @@
 //! ```
 //! let root = std::env::temp_dir().join(format!("lint-example-{}", std::process::id()));
 //! std::fs::create_dir_all(root.join("echo/1"))?;
-//! std::fs::write(root.join("echo/config.pbtxt"), "backend: \"identity\"\nmax_batch: 4\n")?;
+//! std::fs::write(root.join("echo/config.pbtxt"), "backend: \"identity\"\nmax_batch_sise: 4\n")?;
 //!
 //! let report = lint::check(&[root.clone()], 1)?;
 //! let wrong = report.findings.iter().find(|finding| finding.verdict == lint::Verdict::Wrong).unwrap();

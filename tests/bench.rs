@@ -1,0 +1,119 @@
+//! `trireme bench` measures a real world, and counts what the server counts.
+
+mod support;
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+use support::{TestWorld, shipped_repository};
+
+fn bench(args: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_trireme")).arg("bench").args(args).output().expect("trireme runs");
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{args:?}: {stdout}{stderr}");
+    stdout.into_owned()
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
+}
+
+fn grpc(world: &mut TestWorld) -> String {
+    let line = world.await_log("Started GRPCInferenceService at ");
+    format!("127.0.0.1:{}", line.trim_end_matches('"').rsplit(':').next().unwrap())
+}
+
+const SHARE_GPT: &str = r#"[
+    {"conversations": [{"from": "human", "value": "Tell me a story about a brave cat."}, {"from": "gpt", "value": "Once there was a cat who sailed."}]},
+    {"conversations": [{"from": "human", "value": "What is seven plus eight, my friend?"}, {"from": "gpt", "value": "It is fifteen, as far as I know."}]},
+    {"conversations": [{"from": "human", "value": "Where do the captain and the crew go?"}, {"from": "gpt", "value": "They go to the harbour at night."}]}
+]"#;
+
+#[test]
+fn serving_counts_the_tokens_that_the_server_generates_over_every_protocol() {
+    let mut world = TestWorld::of(1);
+    let (grpc, http) = (grpc(&mut world), world.url(""));
+    let scratch = tempfile::tempdir().unwrap();
+    let (dataset, figures, csv) =
+        (scratch.path().join("share.json"), scratch.path().join("figures.json"), scratch.path().join("out.csv"));
+    fs::write(&dataset, SHARE_GPT).unwrap();
+    let tokenizer = shipped_repository().join("tensorrt_llm/1");
+    let (tokenizer, dataset, figures_path) =
+        (tokenizer.to_str().unwrap(), dataset.to_str().unwrap(), figures.to_str().unwrap());
+    let common = ["--num_prompts=3", "--json", figures_path, "--csv", csv.to_str().unwrap()];
+    for (protocol, address) in [("grpc", &grpc), ("http", &http), ("openai", &http)] {
+        let before = world.metric("trireme_llm_output_tokens_total");
+        let mut args = vec!["serving", address, tokenizer, dataset, "--protocol", protocol, "--concurrency=1,2"];
+        args.extend(common);
+        let text = bench(&args);
+        assert!(
+            text.contains("first_token latency(min, max, ave): ") && text.contains("RPM (request per minute): "),
+            "{text}"
+        );
+        let runs = json(&figures)["runs"].clone();
+        let counted: f64 = runs.as_array().unwrap().iter().map(|run| run["output_tokens"].as_f64().unwrap()).sum();
+        assert_eq!(world.metric("trireme_llm_output_tokens_total") - before, counted, "{protocol}");
+        for run in runs.as_array().unwrap() {
+            assert_eq!(
+                (&run["requests"], &run["errors"], &run["short_answers"]),
+                (&3.into(), &0.into(), &0.into()),
+                "{run}"
+            );
+            assert!(run["inter_token_latency_ms"]["p50"].as_f64() > Some(0.0), "{run}");
+        }
+    }
+    let lines = fs::read_to_string(&csv).unwrap();
+    assert_eq!(lines.lines().count(), 3);
+    assert!(lines.starts_with("batch,num_prompts,RPS,RPM,FTL(ave)(s)"), "{lines}");
+    assert!(lines.lines().nth(2).unwrap().starts_with("2,3,"), "{lines}");
+
+    let page = scratch.path().join("report.html");
+    bench(&["report", figures_path, "--baseline", figures_path, "-o", page.to_str().unwrap()]);
+    assert!(fs::read_to_string(page).unwrap().contains("<svg"));
+
+    let summary = bench(&[
+        "compare",
+        &grpc,
+        &format!("{grpc}/ensemble"),
+        tokenizer,
+        "generated:12:4",
+        "--num-prompts=4",
+        "--rounds=2",
+        "--concurrency=2",
+    ]);
+    assert!(summary.contains("output tokens/s") && summary.contains("95 % confidence"), "{summary}");
+}
+
+#[test]
+fn core_and_identity_print_what_tensorrt_llms_tools_print() {
+    let mut world = TestWorld::of(1);
+    let grpc = grpc(&mut world);
+    let scratch = tempfile::tempdir().unwrap();
+    let (workload, figures) = (scratch.path().join("work.jsonl"), scratch.path().join("figures.json"));
+    let line = "{\"prompt_token_ids\": [20, 21, 22, 23], \"max_tokens\": 5}\n";
+    fs::write(&workload, line.repeat(4)).unwrap();
+    let figures_path = figures.to_str().unwrap();
+    let text =
+        bench(&["core", "-u", &grpc, "--json", figures_path, "--concurrency", "2", "file", workload.to_str().unwrap()]);
+    assert!(text.contains("[INFO] Total Latency: ") && text.contains("| Avg. OP tokens per request |"), "{text}");
+    let run = json(&figures);
+    assert_eq!((&run["output_tokens"], &run["prompt_tokens"], &run["errors"]), (&20.into(), &16.into(), &0.into()));
+    let text = bench(&[
+        "core",
+        "-u",
+        &grpc,
+        "--num-requests=3",
+        "--streaming=false",
+        "token-norm-dist",
+        "--input-mean=8",
+        "--input-stdev=0",
+        "--output-mean=3",
+        "--output-stdev=0",
+    ]);
+    assert!(text.contains("Start benchmarking on 3 prompts."), "{text}");
+    let text = bench(&["identity", "-u", &grpc, "-b", "2", "-s", "6", "-o", "4", "-n", "2", "-topk", "1"]);
+    assert!(text.contains("[INFO] Batch size: 2, Start len: 6, Output len: 4"), "{text}");
+    assert!(text.contains(" sentences / sec"), "{text}");
+}

@@ -1,0 +1,123 @@
+//! Repositories of each published layout, made by `trireme init`, load with no edit and give the same text.
+
+mod support;
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::{Value, json};
+use support::{Options, TestWorld, shipped_repository};
+
+const PROMPT: &str = "Q: What is 7 plus 8?\nA:";
+const MAX_TOKENS: u32 = 8;
+
+fn trireme(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_trireme")).args(args).output().expect("trireme runs")
+}
+
+fn init(layout: &str, repository: &Path) {
+    let checkpoint = shipped_repository().join("tensorrt_llm/1");
+    let (checkpoint, output) = (checkpoint.to_str().unwrap(), repository.to_str().unwrap());
+    let fill = match layout {
+        "turbomind" => "instance_count:4",
+        "gpt" => "triton_max_batch_size:8",
+        _ => "tp:1",
+    };
+    let made = trireme(&["init", checkpoint, "--layout", layout, "--output", output, "--fill", fill]);
+    assert!(made.status.success(), "{layout}: {}", String::from_utf8_lossy(&made.stderr));
+}
+
+/// Lints and serves a repository of these layouts.
+fn served(layouts: &[&str]) -> (tempfile::TempDir, TestWorld) {
+    let scratch = tempfile::tempdir().unwrap();
+    let repository = scratch.path().join("models");
+    layouts.iter().for_each(|layout| init(layout, &repository));
+    let linted = trireme(&["lint", repository.to_str().unwrap()]);
+    assert!(linted.status.success(), "{}", String::from_utf8_lossy(&linted.stdout));
+    let world = TestWorld::start(Options { repository, ..Options::default() });
+    (scratch, world)
+}
+
+fn ask(world: &TestWorld, model: &str, body: &Value, output: &str) -> Value {
+    let (status, text) = world.post(&format!("/v2/models/{model}/generate"), body);
+    assert_eq!(status, 200, "{model}: {text}");
+    serde_json::from_str::<Value>(&text).unwrap()[output].clone()
+}
+
+/// The tokens in the last event of a session's turn.
+fn last_ids(world: &TestWorld, body: &Value) -> Vec<Value> {
+    let (status, text) = world.post("/v2/models/interactive/generate_stream", body);
+    assert_eq!(status, 200, "{text}");
+    let events = text.lines().filter_map(|line| line.strip_prefix("data: "));
+    let ids = events.filter_map(|event| serde_json::from_str::<Value>(event).ok()?["output_ids"].as_array().cloned());
+    ids.last().unwrap_or_else(|| panic!("no tokens in {text}"))
+}
+
+/// What the shipped repository answers.
+fn answer() -> String {
+    TestWorld::of(1).generate(PROMPT, MAX_TOKENS)
+}
+
+#[test]
+fn text_models_of_lmdeploy_sglang_and_hugging_face_answer_like_the_ensemble() {
+    let (_scratch, world) = served(&["lmdeploy", "sglang", "llama-python"]);
+    let answer = answer();
+    for model in ["lmdeploy_model", "sglang_model"] {
+        let body = json!({"prompt": PROMPT, "max_tokens": MAX_TOKENS, "ignore_eos": false, "stream": false});
+        assert_eq!(ask(&world, model, &body, "response"), answer, "{model}");
+    }
+    let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "top_k": 1});
+    assert_eq!(ask(&world, "llama-python", &body, "text_output"), answer);
+}
+
+#[test]
+fn sessions_of_turbomind_remember_what_was_said() {
+    let (_scratch, world) = served(&["turbomind"]);
+    let ids = ask(&world, "preprocessing", &json!({"QUERY": PROMPT}), "INPUT_ID");
+    let length = ids.as_array().unwrap().len();
+    let turn = |ids: &Value, start: i32, end: i32| {
+        let length = ids.as_array().unwrap().len();
+        let body = json!({"input_ids": ids, "input_lengths": length, "request_output_len": MAX_TOKENS, "runtime_top_k": 1,
+                          "START": start, "END": end, "CORRID": 7});
+        last_ids(&world, &body)
+    };
+    let first = turn(&ids, 1, 0);
+    assert!(first.len() > length, "the prompt and what came behind it: {first:?}");
+    let second = turn(&json!(ids.as_array().unwrap()[1..]), 0, 1);
+    assert_eq!(second[..first.len()], first[..], "the second turn holds the first");
+    assert!(second.len() > first.len() + length - 1);
+}
+
+#[test]
+fn tensorrt_llms_models_in_flight_and_bls_answer_like_the_ensemble() {
+    let (_scratch, world) = served(&["tensorrt-llm"]);
+    let answer = answer();
+    let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS});
+    for model in ["ensemble", "tensorrt_llm_bls"] {
+        assert_eq!(ask(&world, model, &body, "text_output"), answer, "{model}");
+    }
+}
+
+#[test]
+fn the_python_gpt_repository_answers_with_its_prompt_in_front() {
+    let (_scratch, world) = served(&["gpt"]);
+    let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "end_id": 2, "pad_id": 2, "top_k": 1});
+    let text = ask(&world, "ensemble", &body, "text_output");
+    let answer = answer();
+    assert!(text.as_str().unwrap().ends_with(answer.trim_end()), "expected `{answer}` at the end of {text}");
+    let beams = json!({"text_input": PROMPT, "max_tokens": 4, "end_id": 2, "pad_id": 2, "beam_width": 2});
+    assert_eq!(ask(&world, "ensemble", &beams, "text_output").as_array().map(Vec::len), Some(2));
+}
+
+#[test]
+fn a_template_is_filled_in_place() {
+    let scratch = tempfile::tempdir().unwrap();
+    let config = scratch.path().join("config.pbtxt");
+    std::fs::write(&config, "max_batch_size: ${triton_max_batch_size}\n# ${other}\n").unwrap();
+    let path = config.to_str().unwrap();
+    let filled = trireme(&["init", "--template", path, "--fill=triton_max_batch_size:8"]);
+    assert!(filled.status.success(), "{}", String::from_utf8_lossy(&filled.stderr));
+    assert_eq!(std::fs::read_to_string(&config).unwrap(), "max_batch_size: 8\n# ${other}\n");
+    let unknown = trireme(&["init", "--template", path, "--fill=nothing:8"]);
+    assert!(!unknown.status.success());
+}

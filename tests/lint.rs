@@ -1,0 +1,159 @@
+//! What is wrong with a repository is said in the same words before a launch and by it.
+
+mod support;
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::{Value, json};
+use support::{Options, TestWorld, copied_repository, shipped_repository};
+
+fn lint(repository: &Path, args: &[&str]) -> (bool, Value) {
+    let repository = repository.to_str().unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_trireme"))
+        .args(["lint", repository, "--json"])
+        .args(args)
+        .output()
+        .expect("trireme runs");
+    let report = serde_json::from_slice(&output.stdout)
+        .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)));
+    (output.status.success(), report)
+}
+
+fn findings<'a>(report: &'a Value, model: &str, verdict: &str) -> Vec<&'a Value> {
+    let all = report["findings"].as_array().expect("a list");
+    all.iter().filter(|finding| finding["model"] == model && finding["verdict"] == verdict).collect()
+}
+
+fn llm(repository: &Path, name: &str, parameters: &[(&str, &str)], files: &[(&str, &str)]) {
+    let dir = repository.join(name).join("1");
+    fs::create_dir_all(&dir).unwrap();
+    let parameter = |(key, value): &(&str, &str)| {
+        format!("parameters {{ key: \"{key}\" value: {{ string_value: \"{value}\" }} }}\n")
+    };
+    let parameters: String = parameters.iter().map(parameter).collect();
+    let tensors = "input [ { name: \"input_ids\" data_type: TYPE_INT32 dims: [ -1 ] } ]\n\
+                   output [ { name: \"output_ids\" data_type: TYPE_INT32 dims: [ -1, -1 ] } ]\n";
+    fs::write(dir.parent().unwrap().join("config.pbtxt"), format!("backend: \"tensorrtllm\"\n{tensors}{parameters}"))
+        .unwrap();
+    for (file, text) in files {
+        fs::write(dir.join(file), text).unwrap();
+    }
+}
+
+#[test]
+fn the_shipped_repository_is_sound_and_every_key_explained() {
+    let (sound, report) = lint(&shipped_repository(), &[]);
+    assert!(sound, "{report}");
+    assert_eq!(report["wrong"], 0);
+    let used = findings(&report, "tensorrt_llm", "used");
+    let parameter = used.iter().find(|finding| finding["key"] == "parameters.max_tokens_in_paged_kv_cache");
+    assert!(parameter.expect("the parameter is explained")["line"].as_u64() > Some(10));
+    assert!(used.iter().any(|finding| finding["file"].as_str().unwrap().ends_with("model.safetensors")));
+}
+
+#[test]
+fn lint_and_launch_say_the_same_of_wrong_models() {
+    let repository = copied_repository();
+    let root = repository.path();
+    let checkpoint = shipped_repository().join("tensorrt_llm/1");
+    let checkpoint = checkpoint.to_str().unwrap();
+    llm(root, "engine", &[], &[("rank0.engine", ""), ("config.json", "{\"build_config\": {}}")]);
+    llm(root, "too_wide", &[("gpt_model_path", checkpoint), ("tp", "2")], &[]);
+    llm(root, "no_checkpoint", &[("gpt_model_path", "/nowhere")], &[]);
+    llm(root, "no_number", &[("gpt_model_path", checkpoint), ("max_num_tokens", "many")], &[]);
+    let preprocessing = fs::read_to_string(root.join("preprocessing/config.pbtxt")).unwrap();
+    let no_tokenizer = preprocessing.replace("name: \"preprocessing\"", "name: \"no_tokenizer\"")
+        + "parameters { key: \"tokenizer_dir\" value: { string_value: \"/nowhere\" } }\n";
+    fs::create_dir_all(root.join("no_tokenizer/1")).unwrap();
+    fs::write(root.join("no_tokenizer/config.pbtxt"), no_tokenizer).unwrap();
+    // An ensemble of one release around a model of another: `seed` was `random_seed` there.
+    let ensemble = fs::read_to_string(root.join("ensemble/config.pbtxt")).unwrap();
+    let mixed =
+        ensemble.replace("name: \"ensemble\"", "name: \"mixed\"").replace("key: \"seed\"", "key: \"random_seed\"");
+    fs::create_dir_all(root.join("mixed/1")).unwrap();
+    fs::write(root.join("mixed/config.pbtxt"), mixed).unwrap();
+    fs::create_dir_all(root.join("syntax/1")).unwrap();
+    fs::write(root.join("syntax/config.pbtxt"), "backend: \"identity\"\nmax_batch_sise: 4\n").unwrap();
+
+    let (sound, report) = lint(root, &[]);
+    assert!(!sound);
+    let args = vec!["--exit-on-error=false".to_owned(), "--strict-readiness=false".to_owned()];
+    let world = TestWorld::start(Options { repository: root.to_owned(), args, ..Options::default() });
+    let (_, index) = world.post("/v2/repository/index", &json!({}));
+    let index: Vec<Value> = serde_json::from_str(&index).unwrap();
+    for (model, words) in [
+        ("engine", "holds a TensorRT engine"),
+        ("too_wide", "workers need as many ranks, and world_size is 1"),
+        ("no_checkpoint", "`gpt_model_path` is `/nowhere`"),
+        ("no_number", "max_num_tokens"),
+        ("no_tokenizer", "`tokenizer_dir` is `/nowhere`"),
+        ("mixed", "random_seed"),
+        ("syntax", "did you mean `max_batch_size`?"),
+    ] {
+        let wrong = findings(&report, model, "wrong");
+        let why = wrong.first().unwrap_or_else(|| panic!("`{model}` is wrong:\n{report:#}"))["why"].as_str().unwrap();
+        assert!(why.contains(words), "{model}: {why}");
+        let reason = index
+            .iter()
+            .find(|entry| entry["name"] == model)
+            .map_or("", |entry| entry["reason"].as_str().unwrap_or(""));
+        let log = world.log_text();
+        assert!(
+            reason.contains(words) || log.contains(words),
+            "launch says the same of `{model}`: `{why}`, not `{reason}`"
+        );
+    }
+    let line = |model: &str| findings(&report, model, "wrong")[0]["line"].clone();
+    assert_eq!((line("syntax"), line("too_wide")), (json!(2), json!(5)));
+    assert_eq!(findings(&report, "tensorrt_llm", "wrong").len(), 0, "other models are sound");
+}
+
+#[test]
+fn a_size_that_does_not_divide_the_model_is_named_with_those_that_do() {
+    let (sound, report) = lint(&shipped_repository(), &["--world-size=3"]);
+    assert!(!sound);
+    let wrong = findings(&report, "tensorrt_llm", "wrong");
+    assert!(wrong[0]["why"].as_str().unwrap().contains("1, 2, 4"), "{wrong:?}");
+}
+
+#[test]
+fn unfilled_variables_are_named_with_their_lines_and_served_as_unset() {
+    let repository = copied_repository();
+    let config = repository.path().join("tensorrt_llm/config.pbtxt");
+    let text = fs::read_to_string(&config).unwrap();
+    let text =
+        text.replace("max_batch_size: 64", "max_batch_size: ${batch}").replace("\"max_utilization\"", "\"${policy}\"");
+    fs::write(&config, &text).unwrap();
+    let (sound, report) = lint(repository.path(), &[]);
+    assert!(sound, "{report:#}");
+    let unset = findings(&report, "tensorrt_llm", "unset");
+    let words = unset[0]["why"].as_str().unwrap();
+    assert_eq!(words, "template variables taken as unset: batch, policy");
+    let line = 1 + text.lines().position(|line| line.contains("${batch}")).unwrap();
+    assert!(unset.iter().any(|finding| finding["key"] == "${batch}" && finding["line"] == line));
+    let world = TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() });
+    assert!(world.log_text().contains(words), "{}", world.log_text());
+}
+
+fn help(args: &[&str]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_trireme")).args(args).output().expect("trireme runs");
+    String::from_utf8(output.stdout).expect("help is text")
+}
+
+#[test]
+fn the_documentation_holds_every_key_and_every_flag() {
+    let documentation = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/configuration.md");
+    let documentation = fs::read_to_string(documentation).unwrap();
+    let keys = help(&["lint", "--keys"]);
+    assert!(documentation.contains(&keys), "run scripts/configuration_doc");
+    let flags = help(&["rank", "--help"]);
+    let names = flags.lines().filter_map(|line| line.trim_start().strip_prefix("--"));
+    for name in names.map(|rest| rest.split([' ', '=', '[']).next().unwrap_or(rest)) {
+        assert!(
+            documentation.contains(&format!("`--{name}`")),
+            "docs/configuration.md lacks `--{name}`: run scripts/configuration_doc"
+        );
+    }
+}
