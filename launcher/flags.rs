@@ -138,7 +138,10 @@ pub struct BatchFlags {
     /// Time limit, as Slurm writes it.
     #[arg(long, default_value = "24:00:00")]
     pub time: String,
-    /// GPUs of the job. [default: one per rank, none with --device=cpu]
+    /// Nodes of the job; the ranks are shared out among them.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub nodes: u32,
+    /// GPUs of each node. [default: one per rank, none with --device=cpu]
     #[arg(long)]
     pub gpus_per_node: Option<u32>,
     /// Seconds before the time limit at which the job drains and goes back to the queue.

@@ -9,7 +9,7 @@ use crate::flags::{BatchFlags, Device};
 use crate::plan::quoted;
 
 /// Flags of the job rather than of the world, by the start of their names: abbreviations are allowed.
-const JOB_FLAGS: [&str; 5] = ["partition", "account", "time", "gpus-per-node", "drain-before"];
+const JOB_FLAGS: [&str; 6] = ["partition", "account", "time", "nodes", "gpus-per-node", "drain-before"];
 
 /// The batch file; `arguments` are those of this process: those of the world are handed on as they were typed.
 pub(crate) fn file(batch: &BatchFlags, arguments: &[OsString]) -> Result<String> {
@@ -17,13 +17,22 @@ pub(crate) fn file(batch: &BatchFlags, arguments: &[OsString]) -> Result<String>
     if world.detach || world.dry_run {
         bail!("a batch job ends with its script: leave out --detach and --dry-run");
     }
-    let gpus = batch.gpus_per_node.unwrap_or(if world.device == Device::Cpu { 0 } else { world.world_size });
-    let mut text = format!("#!/bin/bash\n# Serves {} on one node.\n", world.model_repo.display());
+    if !world.world_size.is_multiple_of(batch.nodes) {
+        bail!(
+            "{} ranks cannot be shared out among {} nodes; change --world_size or --nodes",
+            world.world_size,
+            batch.nodes
+        );
+    }
+    let ranks_per_node = world.world_size / batch.nodes;
+    let gpus = batch.gpus_per_node.unwrap_or(if world.device == Device::Cpu { 0 } else { ranks_per_node });
+    let place = if batch.nodes == 1 { "one node".to_owned() } else { format!("{} nodes", batch.nodes) };
+    let mut text = format!("#!/bin/bash\n# Serves {} on {place}.\n", world.model_repo.display());
     let mut option =
         |name: &str, value: &str| writeln!(text, "#SBATCH --{name}={value}").expect("text takes more text");
     option("job-name", "trireme");
-    option("nodes", "1");
-    option("ntasks-per-node", &world.world_size.to_string());
+    option("nodes", &batch.nodes.to_string());
+    option("ntasks-per-node", &ranks_per_node.to_string());
     if gpus > 0 {
         option("gpus-per-node", &gpus.to_string());
     }
@@ -111,5 +120,11 @@ mod tests {
             "\"${LAUNCH:-target/release/launch}\" --world_size 2 --device=cpu --model_repo=/m -- --time=x &\n";
         assert!(text.contains(started), "{text}");
         assert!(file_of("sbatch --detach").is_err());
+        let many = file_of("sbatch --world_size=16 --nodes=2 --network=ib0").unwrap();
+        for option in ["nodes=2", "ntasks-per-node=8", "gpus-per-node=8"] {
+            assert!(many.contains(&format!("#SBATCH --{option}\n")), "{option}: {many}");
+        }
+        assert!(many.contains("--world_size=16 --network=ib0 &\n"), "{many}");
+        assert!(file_of("sbatch --world_size=3 --nodes=2").is_err());
     }
 }

@@ -148,6 +148,31 @@ a_world_over_two_nodes_says_what_one_node_says_and_leaves_nothing() {
     leaves_nothing "$job" 1 && leaves_nothing "$job" 2
 }
 
+a_world_outlives_a_killed_slurmd_and_ends_with_a_reason_when_a_node_dies() {
+    submit --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 slurm/trireme.sub "$repository" --device=cpu --heartbeat-timeout=6 || return 1
+    await 10 "job $job runs" has_state "$job" RUNNING || return 1
+    at=1
+    await 40 "job $job is ready" is_ready "$at" || return 1
+    local before daemon
+    before=$(ask 24) && [[ -n $before ]] || return 1
+    daemon=$(process_of_node 2 'slurmd -D') && kill -KILL $daemon || return 1
+    [[ $(ask 24) == "$before" ]] || { echo 'it does not serve without the slurmd of a node'; return 1; }
+
+    # The node with all that runs there.
+    kill -KILL $(ip netns pids "trn2-$$") || return 1
+    says_why() { grep -qE 'on node n2 has not answered|on node n2.*(exited|lost|killed|failed)|Node failure on n2' "logs/${job}_0.out" "trireme_$job.out"; }
+    local ended=1
+    await 60 'rank 0 ends' nothing_of_trireme 1 || ended=0
+    start_slurmd 2
+    await 30 'the job ends' is_over "$job" || { scancel "$job"; await 30 'the job is cancelled' is_over "$job"; }
+    await 30 'both nodes are back' all_idle || return 1
+    ((ended)) || return 1
+    says_why || { cat "logs/${job}_0.out" "trireme_$job.out"; return 1; }
+    leaves_nothing "$job" 1
+}
+
+nothing_of_trireme() { ! processes_of_node "$1" | grep -q trireme; }
+
 replicas_of_a_job_array_share_a_node_and_answer() {
     local array http pid
     array=$(sbatch --parsable --array=0-1 --nodelist=n1 slurm/replicas.sub "$repository" --device=cpu) || return 1
