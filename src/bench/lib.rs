@@ -59,6 +59,7 @@ pub enum BenchCommand {
     Infer(infer::InferArgs),
     Compare(compare::CompareArgs),
     Report(report::ReportArgs),
+    Simulate(simulate::SimulateArgs),
 }
 
 /// Runs a benchmark and prints its figures.
@@ -78,6 +79,7 @@ pub fn run(args: BenchArgs) -> Result<(), ClientError> {
         BenchCommand::Infer(args) => runtime.block_on(infer::run(args)),
         BenchCommand::Compare(args) => runtime.block_on(compare::run(args)),
         BenchCommand::Report(args) => report::run(&args),
+        BenchCommand::Simulate(args) => simulate::run(&args).map_err(|error| ClientError::Usage(error.to_string())),
     }
 }
 

@@ -1,0 +1,107 @@
+//! What a step, a message and a token cost.
+
+use engine::StepPlan;
+
+use crate::SimulateArgs;
+
+/// What is wrong with measured steps.
+#[derive(Debug, thiserror::Error)]
+#[error("--step-ms has `{found}`, expected ROWS:MS with rows that grow, such as 1:2.3,128:4.1")]
+pub struct CostsError {
+    found: String,
+}
+
+/// Seconds of everything that takes time; between measured steps a straight line.
+#[derive(Debug, Clone)]
+pub struct Costs {
+    /// Rows of a decode step and its seconds, by rows.
+    steps: Vec<(f64, f64)>,
+    prefill_token: f64,
+    /// A core of rank 0 for each token.
+    pub(crate) token: f64,
+    /// The MPI thread of rank 0 for each message.
+    pub(crate) message: f64,
+    latency: f64,
+    byte: f64,
+}
+
+impl Costs {
+    /// From the flags.
+    ///
+    /// # Errors
+    /// When measured steps cannot be read.
+    pub fn new(args: &SimulateArgs) -> Result<Self, CostsError> {
+        let mut steps: Vec<(f64, f64)> = Vec::new();
+        for word in args.step_ms.split(',') {
+            let wrong = || CostsError { found: word.to_owned() };
+            let (rows, ms) = word.split_once(':').ok_or_else(wrong)?;
+            let (rows, ms) = (rows.trim().parse::<f64>(), ms.trim().parse::<f64>());
+            let (Ok(rows), Ok(ms)) = (rows, ms) else { return Err(wrong()) };
+            if !(ms > 0.0 && rows > steps.last().map_or(0.0, |step| step.0)) {
+                return Err(wrong());
+            }
+            steps.push((rows, ms * 1e-3));
+        }
+        Ok(Self {
+            steps,
+            prefill_token: 1.0 / args.prefill_per_s,
+            token: args.token_us * 1e-6,
+            message: args.message_us * 1e-6,
+            latency: args.latency_us * 1e-6,
+            byte: 8.0 / (args.gbit * 1e9),
+        })
+    }
+
+    /// Seconds that a group computes a plan.
+    pub(crate) fn step(&self, plan: &StepPlan) -> f64 {
+        let decodes = plan.work.iter().filter(|work| work.num_tokens == 1).count();
+        let prefilled: u32 = plan.work.iter().filter(|work| work.num_tokens > 1).map(|work| work.num_tokens).sum();
+        let decode = if decodes > 0 || prefilled == 0 { self.decode(decodes as f64) } else { 0.0 };
+        decode + f64::from(prefilled) * self.prefill_token
+    }
+
+    fn decode(&self, rows: f64) -> f64 {
+        let after = self.steps.iter().position(|&(measured, _)| measured >= rows);
+        let (from, to) = match (after, self.steps.as_slice()) {
+            (_, [only]) => return only.1,
+            (Some(0), steps) => return steps[0].1,
+            (Some(at), steps) => (steps[at - 1], steps[at]),
+            // Beyond the last, as steep as before it.
+            (None, steps) => (steps[steps.len() - 2], steps[steps.len() - 1]),
+        };
+        from.1 + (to.1 - from.1) * (rows - from.0) / (to.0 - from.0)
+    }
+
+    /// Seconds that `bytes` are on their way to another node.
+    pub(crate) fn flight(&self, bytes: usize) -> f64 {
+        self.latency + bytes as f64 * self.byte
+    }
+
+    /// Seconds until the last of `others` nodes has a plan of `bytes`, which rank 0 sends to one after the other.
+    pub(crate) fn broadcast(&self, bytes: f64, others: u32) -> f64 {
+        match others {
+            0 => 0.0,
+            _ => f64::from(others) * (self.message + bytes * self.byte) + self.latency,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn between_measured_steps_runs_a_line() {
+        let costs = Costs::new(&SimulateArgs { step_ms: "1:2,9:4,19:9".into(), ..SimulateArgs::default() }).unwrap();
+        for (rows, ms) in [(1.0, 2.0), (5.0, 3.0), (9.0, 4.0), (14.0, 6.5), (21.0, 10.0)] {
+            assert!((costs.decode(rows) - ms * 1e-3).abs() < 1e-9, "{rows}");
+        }
+    }
+
+    #[test]
+    fn steps_that_cannot_be_read_are_named() {
+        for words in ["1", "1:x", "8:2,1:3", "1:0"] {
+            assert!(Costs::new(&SimulateArgs { step_ms: words.into(), ..SimulateArgs::default() }).is_err(), "{words}");
+        }
+    }
+}
