@@ -39,6 +39,15 @@ class PreferredMemory:
 class InferenceTrace:
     """Stands for the trace of a request, to be passed on to requests that it causes."""
 
+    __slots__ = ("_number",)
+
+    def __init__(self, number=None):
+        self._number = number
+
+    def get_context(self):
+        """The OpenTelemetry context: always None, for traces go to files."""
+        return None
+
 
 class InferenceResponse:
     """Output tensors, or an error in their place."""
@@ -204,7 +213,7 @@ class InferenceRequest:
 
     def trace(self):
         """Its trace, to hand to requests it causes."""
-        return self._trace or InferenceTrace()
+        return self._trace or InferenceTrace(self._number)
 
     def set_release_flags(self, flags):
         """TRITONSERVER_REQUEST_RELEASE_RESCHEDULE sends the request to this model again once `execute` returns."""
@@ -233,10 +242,11 @@ class InferenceRequest:
     def _wire_for_call(self, decoupled):
         if not self._model:
             raise TritonModelException("the request has no `model_name`")
+        cause = None if self._trace is None else self._trace._number
         return (
             self._model, self._version, self._id, self._correlation, self._flags, self._priority, self._timeout,
             self._parameters, self._outputs, tuple([tensor._wire() for tensor in self._inputs]), decoupled,
-        )
+        ), cause
 
 
 _cancelled = set()

@@ -89,7 +89,8 @@ impl SharedMemory {
         if byte_size == 0 || offset.checked_add(byte_size).is_none_or(|end| end > length) {
             return Err(InferError::invalid(format!("failed to register shared memory region '{name}': invalid args")));
         }
-        let region = Region { name: name.to_owned(), key: key.to_owned(), offset, byte_size, file: file.into(), object };
+        let region =
+            Region { name: name.to_owned(), key: key.to_owned(), offset, byte_size, file: file.into(), object };
         regions.insert(name.to_owned(), region);
         Ok(())
     }

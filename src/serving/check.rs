@@ -63,7 +63,8 @@ impl Signature {
         for tensor in &request.inputs {
             let input = self.input(&tensor.name).expect("its name was checked");
             self.check_tensor(input, tensor, &mut batch_size).map_err(&within)?;
-            let len = request.client_memory.input(&tensor.name).map_or(tensor.data.len(), |slice| slice.byte_size as usize);
+            let len =
+                request.client_memory.input(&tensor.name).map_or(tensor.data.len(), |slice| slice.byte_size as usize);
             check_data(tensor, len, &self.model, self.max_batch_size > 0).map_err(|error| match error {
                 DataError::Core(words) => within(words),
                 DataError::Plain(words) => InferError::invalid(words),

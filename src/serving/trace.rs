@@ -29,7 +29,7 @@ struct Open {
 pub struct TraceRecord {
     /// Its number, from 1.
     pub id: u64,
-    /// The trace of the ensemble that this request is a step of.
+    /// The trace of the ensemble that this request is a step of, or of the request that caused it.
     pub parent_id: Option<u64>,
     /// The model.
     pub model: String,
@@ -50,8 +50,8 @@ impl Trace {
         Self(Arc::new(Open { record: Mutex::new(record), with_times, with_tensors, sink }))
     }
 
-    /// The trace of a step of this request.
-    pub(crate) fn child(&self) -> Self {
+    /// The trace of a step of this request, or of a request that it causes.
+    pub fn child(&self) -> Self {
         let parent_id = Some(self.change(|record| record.id));
         let Open { with_times, with_tensors, sink, .. } = &*self.0;
         let record = TraceRecord { id: next_id(), parent_id, version: -1, ..TraceRecord::default() };

@@ -127,3 +127,32 @@ def test_a_model_says_itself_whether_it_is_ready(tmp_path):
         path.unlink()  # It raises.
         assert not server.is_ready(ready)
     assert stop(server) == 0
+
+
+def test_requests_of_a_model_are_traced_as_its_own_requests(tmp_path):
+    file = tmp_path / "trace.json"
+    flags = [f"--trace-config=triton,file={file}", "--trace-config=rate=1", "--trace-config=level=TIMESTAMPS"]
+    server = start(repository_of(tmp_path, "add_sub", "bls"), tmp_path, *flags)
+    with grpcclient.InferenceServerClient(f"localhost:{server.grpc_port}") as client:
+        ones = np.ones((1, 2), np.float32)
+        ask(client, "bls", {"INPUT0": ones, "INPUT1": ones})
+    assert stop(server) == 0
+    traces = {trace["model_name"]: trace for trace in json.loads(file.read_text()) if "model_name" in trace}
+    assert traces["add_sub"]["parent_id"] == traces["bls"]["id"]
+    assert "parent_id" not in traces["bls"]
+
+
+def test_an_activation_script_names_its_environment(tmp_path):
+    repository = repository_of(tmp_path, "add_sub")
+    scripts = tmp_path / "env/lib/site-packages/conda_pack/scripts/posix"
+    for folder in (scripts, tmp_path / "env/bin"):
+        folder.mkdir(parents=True)
+    (scripts / "activate").touch()
+    python = tmp_path / "env/bin/python3"
+    python.write_text(f'#!/bin/sh\necho started by "$0"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    with open(repository / "add_sub/config.pbtxt", "a") as config:
+        config.write('parameters { key: "EXECUTION_ENV_PATH" value: { string_value: "%s" } }\n' % (scripts / "activate"))
+    server = start(repository, tmp_path)
+    assert f"started by {python}" in server.log.read_text()
+    assert stop(server) == 0

@@ -8,6 +8,7 @@ use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
 
 use super::connection::Connection;
+use super::instance::Instance;
 use super::message::{read_request, refusal, reply, response_reply};
 use super::metrics::Kind;
 use super::wire::{Value, WireError};
@@ -31,13 +32,14 @@ impl Drop for Call {
 /// Answers a question, now or in a task of its own.
 pub(super) fn answer(
     connection: &Arc<Connection>,
+    instance: &Instance,
     call: i64,
     method: &str,
     arguments: Vec<Value>,
 ) -> Result<(), WireError> {
     let arguments = Value::Tuple(arguments);
     match method {
-        "infer" => infer(connection, call, arguments)?,
+        "infer" => infer(connection, instance, call, arguments)?,
         "taken" => {
             let [taken] = arguments.parts()?;
             if let Some(call) = calls(connection).get(&taken.int::<i64>()?) {
@@ -88,8 +90,12 @@ fn server(connection: &Connection) -> Result<Arc<Server>, InferError> {
     server.ok_or_else(|| InferError::unavailable("the server has no other models for this one yet, or is ending"))
 }
 
-fn infer(connection: &Arc<Connection>, call: i64, arguments: Value) -> Result<(), WireError> {
-    let (request, decoupled) = read_request(arguments, &mut |block| connection.take(block))?;
+fn infer(connection: &Arc<Connection>, instance: &Instance, call: i64, arguments: Value) -> Result<(), WireError> {
+    let [request, cause] = arguments.parts()?;
+    let (mut request, decoupled) = read_request(request, &mut |block| connection.take(block))?;
+    if let Some(cause) = cause.optional() {
+        request.trace = instance.trace_of(cause.int()?);
+    }
     let stream = match server(connection).and_then(|server| start(&server, request, decoupled)) {
         Ok(stream) => stream,
         Err(error) => {

@@ -81,13 +81,15 @@ impl Files {
         Ok(scratch)
     }
 
-    /// The interpreter of an environment: a directory, or an archive, unpacked once. Blocks.
+    /// The interpreter of an environment: a directory, one of its activation scripts, or an archive, unpacked once. Blocks.
     ///
     /// # Errors
     /// When there is none.
     pub fn interpreter(&self, environment: &Path) -> Result<PathBuf, InferError> {
         let dir = if environment.is_dir() {
             environment.to_owned()
+        } else if environment.file_name().is_some_and(|name| name == "activate") {
+            root_of(environment)
         } else {
             self.scratch()?.as_mut().expect("it was made").unpacked(environment)?
         };
@@ -141,6 +143,12 @@ impl Drop for Scratch {
             let _ = cleaner.wait();
         }
     }
+}
+
+/// The environment that an activation script is in: the first folder above it with an interpreter.
+fn root_of(script: &Path) -> PathBuf {
+    let has_interpreter = |dir: &&Path| dir.join("bin/python3").is_file() || dir.join("bin/python").is_file();
+    script.ancestors().skip(1).find(has_interpreter).unwrap_or(script).to_owned()
 }
 
 /// A shell that removes `dir` as soon as this process has ended, however it ends: its input closes then.

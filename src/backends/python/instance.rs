@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use serving::{BatchedRequest, ClientSlice, ErrorKind, InferError, InferResponse};
+use serving::{BatchedRequest, ClientSlice, ErrorKind, InferError, InferResponse, Trace};
 use tokio::sync::oneshot;
 
 use super::connection::Connection;
@@ -216,6 +216,11 @@ impl Instance {
             connection.is_watched.store(false, Ordering::Release);
         }
         !state.running.is_empty()
+    }
+
+    /// A trace for a request that the process makes because of one it has; `None` where that is not traced or has ended.
+    pub fn trace_of(&self, number: u64) -> Option<Trace> {
+        Some(self.lock().running.get(&number)?.request.trace.as_ref()?.child())
     }
 
     /// Since when the process has been in one `execute`.

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use serving::{ClientSlice, CorrelationId, DataType, ErrorKind, InferError, InferRequest, InferResponse, Parameter, Tensor};
+use serving::{
+    ClientSlice, CorrelationId, DataType, ErrorKind, InferError, InferRequest, InferResponse, Parameter, Tensor,
+};
 
 use super::memory::Block;
 use super::wire::{Value, WireError, Writer};
@@ -247,9 +249,7 @@ fn read_tensors(
         let tensor = Tensor { name, datatype, shape, data };
         let expected = tensor.num_elements().zip(datatype.size()).map(|(count, size)| count.saturating_mul(size));
         match expected {
-            Some(expected) if expected != len => {
-                Err(wrong("as many bytes as a tensor's shape says", len.to_string()))
-            }
+            Some(expected) if expected != len => Err(wrong("as many bytes as a tensor's shape says", len.to_string())),
             _ => Ok(tensor),
         }
     };

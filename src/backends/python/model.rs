@@ -277,7 +277,7 @@ impl Shared {
             FromProcess::Response => instance.respond(connection, self.settings.is_decoupled, parts.parts()?)?,
             FromProcess::Call => {
                 let [call, method, arguments] = parts.parts()?;
-                calls::answer(connection, call.int()?, &method.text()?, arguments.tuple()?)?;
+                calls::answer(connection, instance, call.int()?, &method.text()?, arguments.tuple()?)?;
             }
             FromProcess::Drop => {
                 let [call] = parts.parts()?;

@@ -138,7 +138,10 @@ fn places(config: &ModelConfig, num_gpus: fn() -> usize) -> Vec<Place> {
 
 fn all_gpus(config: &ModelConfig, num_gpus: usize) -> Vec<i32> {
     if num_gpus == 0 {
-        tracing::warn!(model = config.name, "KIND_GPU on a machine without a GPU: one instance, told that it has GPU 0");
+        tracing::warn!(
+            model = config.name,
+            "KIND_GPU on a machine without a GPU: one instance, told that it has GPU 0"
+        );
     }
     (0..num_gpus.max(1)).filter_map(|device| i32::try_from(device).ok()).collect()
 }

@@ -9,6 +9,7 @@ class TritonPythonModel:
                 model_name=json_parameter(request, "model", "add_sub"),
                 requested_output_names=["SUM", "DIFFERENCE"],
                 inputs=request.inputs(),
+                trace=request.trace(),
             )
             answer = inner.exec()
             if answer.has_error():
