@@ -97,6 +97,14 @@ pub fn run(flags: &Flags, arguments: &[OsString]) -> Result<u8> {
     Ok(0)
 }
 
+/// The worlds that this user runs on this machine.
+///
+/// # Errors
+/// When the run directory cannot be used.
+pub fn worlds() -> Result<Vec<status::WorldStatus>> {
+    Ok(status::collect(&RunDir::open()?))
+}
+
 fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<u8> {
     let site = site(&run_dir, flags)?;
     let plan = plan::plan(flags, &site)?;

@@ -7,6 +7,7 @@ use bench::BenchArgs;
 use clap::{Arg, Args, Command, FromArgMatches};
 use client::ClientArgs;
 use lint::{InitArgs, LintArgs};
+use top::TopArgs;
 
 fn main() -> ExitCode {
     let mut args: Vec<_> = std::env::args_os().collect();
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
         Some(("bench", matches)) => run_bench(matches),
         Some(("lint", matches)) => run_lint(matches),
         Some(("init", matches)) => run_init(matches),
+        Some(("top", matches)) => run_top(matches),
         _ => unreachable!("clap knows the sub-commands"),
     };
     result.unwrap_or_else(|error| {
@@ -56,6 +58,7 @@ fn command() -> Command {
         .subcommand(InitArgs::augment_args(
             Command::new("init").about("Makes a model repository of a published layout around a checkpoint"),
         ))
+        .subcommand(TopArgs::augment_args(Command::new("top").about("Shows what a world does now, in a terminal")))
 }
 
 /// Takes the flags of a rank.
@@ -94,5 +97,10 @@ fn run_lint(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 
 fn run_init(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
     lint::init(&InitArgs::from_arg_matches(matches)?)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn run_top(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    top::run(&TopArgs::from_arg_matches(matches)?)?;
     Ok(ExitCode::SUCCESS)
 }

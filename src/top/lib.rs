@@ -1,0 +1,144 @@
+//! `trireme top`: what a world does now, in a terminal, from what rank 0 publishes and `/proc` tells.
+//!
+//! [`TopArgs`] is the command line, [`run`] carries it out. A [`Look`] is what one glance finds, a [`View`] what two
+//! glances together say (rates, step times), and drawing turns a view into text. Processes are known for worlds that
+//! `launch` started on this machine; of a server elsewhere only its metrics are.
+//!
+//! ```
+//! use launcher::scrape::Metrics;
+//! use std::time::{Duration, Instant};
+//! use top::{Look, View};
+//!
+//! let look = |steps, at| Look {
+//!     at,
+//!     server: "localhost:8002".into(),
+//!     world: None,
+//!     metrics: Ok(Metrics::parse(&format!("trireme_llm_ready{{model=\"m\"}} 1\ntrireme_llm_steps_total{{model=\"m\"}} {steps}\n"))),
+//! };
+//! let then = Instant::now();
+//! let view = View::of(&look(10, then), &look(30, then + Duration::from_secs(2)));
+//! assert_eq!(view.models[0].steps_per_s, 10.0);
+//! ```
+#![forbid(unsafe_code)]
+
+mod draw;
+mod look;
+mod view;
+
+use std::io::{self, IsTerminal as _};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail};
+use clap::Args;
+use ratatui::backend::TestBackend;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use ratatui::{DefaultTerminal, Terminal};
+
+pub use look::{Look, Source};
+pub use view::{ModelView, ProcessView, View};
+
+/// Shortest time between two looks.
+const MIN_INTERVAL: f64 = 0.1;
+
+/// Lines of a frame that is printed, and its least and greatest width.
+const PRINTED_HEIGHT: u16 = 200;
+const PRINTED_WIDTH: u16 = 120;
+
+/// `trireme top`
+#[derive(Debug, Clone, Args)]
+pub struct TopArgs {
+    /// Host of rank 0; a world that was started here is found by itself
+    #[arg(short, long, value_name = "HOST")]
+    pub url: Option<String>,
+    /// Port of the metrics [default: that of the world found, else 8002]
+    #[arg(short, long, value_name = "PORT")]
+    pub metrics_port: Option<u16>,
+    /// Which of several worlds that were started here, by its HTTP port
+    #[arg(long, value_name = "PORT")]
+    pub http_port: Option<u16>,
+    /// Seconds between two looks
+    #[arg(short, long, default_value_t = 1.0)]
+    pub interval: f64,
+    /// Print one frame and exit: 0 when the server answers
+    #[arg(long)]
+    pub once: bool,
+}
+
+/// Shows a world until `q`, Esc or Ctrl-C; or prints one frame.
+///
+/// # Errors
+/// When flags cannot be, the terminal cannot be used, or, with `--once`, no server answers.
+pub fn run(args: &TopArgs) -> Result<()> {
+    if !args.interval.is_finite() || args.interval < MIN_INTERVAL {
+        bail!("--interval={} is too short: {MIN_INTERVAL} s is the least", args.interval);
+    }
+    let interval = Duration::from_secs_f64(args.interval);
+    let source = Source { host: args.url.clone(), metrics_port: args.metrics_port, http_port: args.http_port };
+    if args.once {
+        return once(&source, interval);
+    }
+    if !io::stdout().is_terminal() {
+        bail!("standard output is no terminal; print one frame with --once");
+    }
+    let mut terminal = ratatui::try_init().context("cannot use the terminal")?;
+    let result = live(&mut terminal, source, interval);
+    ratatui::restore();
+    result
+}
+
+fn once(source: &Source, interval: Duration) -> Result<()> {
+    let before = source.look()?;
+    thread::sleep(interval);
+    let view = View::of(&before, &source.look()?);
+    print!("{}", frame(&view)?);
+    match view.trouble {
+        Some(trouble) => bail!("{trouble}"),
+        None => Ok(()),
+    }
+}
+
+/// A view as lines of text.
+fn frame(view: &View) -> Result<String> {
+    let mut terminal = Terminal::new(TestBackend::new(PRINTED_WIDTH, PRINTED_HEIGHT))?;
+    terminal.draw(|frame| draw::draw(frame, view, false))?;
+    let buffer = terminal.backend().buffer();
+    let line = |row| (0..PRINTED_WIDTH).map(|column| buffer[(column, row)].symbol()).collect::<String>();
+    let lines: Vec<String> = (0..PRINTED_HEIGHT).map(|row| line(row).trim_end().to_owned()).collect();
+    let num_lines = lines.iter().rposition(|line| !line.is_empty()).map_or(0, |last| last + 1);
+    Ok(lines[..num_lines].iter().map(|line| format!("{line}\n")).collect())
+}
+
+/// Draws whenever there is something new. Looks are taken in a thread, so that a server that hangs leaves keys alive.
+fn live(terminal: &mut DefaultTerminal, source: Source, interval: Duration) -> Result<()> {
+    let (sender, looks) = mpsc::sync_channel(1);
+    thread::Builder::new().name("look".into()).spawn(move || {
+        while sender.send(source.look()).is_ok() {
+            thread::sleep(interval);
+        }
+    })?;
+    let mut last: Option<Look> = None;
+    let mut view = View::default();
+    loop {
+        terminal.draw(|frame| draw::draw(frame, &view, true))?;
+        if is_asked_to_end(Duration::from_millis(100))? {
+            return Ok(());
+        }
+        while let Ok(look) = looks.try_recv() {
+            let look = look?;
+            view = View::of(last.as_ref().unwrap_or(&look), &look);
+            last = Some(look);
+        }
+    }
+}
+
+/// Waits a moment for a key.
+fn is_asked_to_end(patience: Duration) -> Result<bool> {
+    if !event::poll(patience)? {
+        return Ok(false);
+    }
+    let Event::Key(key) = event::read()? else { return Ok(false) };
+    let is_control_c = key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL);
+    Ok(key.kind == KeyEventKind::Press && (is_control_c || matches!(key.code, KeyCode::Char('q') | KeyCode::Esc)))
+}
