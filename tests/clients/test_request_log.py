@@ -174,9 +174,9 @@ def test_a_wrong_command_line_is_answered_with_the_usage_and_exit_code_1(argumen
 
 
 def test_a_repository_that_is_not_there_and_a_port_that_is_taken_end_with_exit_code_1(tmp_path):
-    nowhere = subprocess.run(
-        [BINARIES / "trireme", "rank", "--model-repository=/nowhere", "--device=cpu"], capture_output=True, text=True, timeout=60
-    )
+    command = [BINARIES / "trireme", "rank", "--model-repository=/nowhere", "--device=cpu"]
+    command.append("--backend-config=python,shm-region-prefix-name=lognowhere_")
+    nowhere = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (nowhere.returncode, "/nowhere" in nowhere.stderr) == (1, True), nowhere.stderr
     with shipped(tmp_path) as one:
         port = one.http.rsplit(":", 1)[1]
