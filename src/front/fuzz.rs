@@ -67,7 +67,8 @@ pub fn write(response: InferResponse) {
     let bytes = reply.encode_to_vec();
     assert_eq!(bytes.len(), reply.encoded_len());
     if let Ok(text) = generate::write(&response) {
-        json::parse(&text).expect("a generate answer is JSON");
+        // Elements of BYTES go out as they are, as from Triton: what is not UTF-8 makes the text none either.
+        json::parse(String::from_utf8_lossy(&text).as_bytes()).expect("a generate answer is JSON");
     }
     for is_binary in [false, true] {
         let _ = http_infer::write(response.clone(), &[], is_binary);
