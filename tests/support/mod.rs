@@ -101,6 +101,12 @@ impl TestWorld {
         answer(agent().get(self.url(path)).call())
     }
 
+    /// `GET path` of the metrics port, the status whatever it is.
+    pub fn get_metrics(&mut self, path: &str) -> (u16, String) {
+        let port = port_of(&self.await_log("Started Metrics Service at "));
+        answer(agent().get(format!("http://127.0.0.1:{port}{path}")).call())
+    }
+
     /// `POST path` with a JSON body.
     pub fn post(&self, path: &str, body: &Value) -> (u16, String) {
         answer(agent().post(self.url(path)).send(body.to_string()))
@@ -265,6 +271,24 @@ pub fn copied_repository() -> tempfile::TempDir {
     let scratch = tempfile::tempdir().expect("a scratch directory");
     copy(&shipped_repository(), scratch.path());
     scratch
+}
+
+/// A copy of the shipped repository whose language model has this queue, and more parameters, in place of its own.
+pub fn repository_with_queue(max_batch_size: u32, batching: &str, parameters: &[(&str, u32)]) -> tempfile::TempDir {
+    let repository = copied_repository();
+    let path = repository.path().join("tensorrt_llm/config.pbtxt");
+    let config = fs::read_to_string(&path).unwrap();
+    let (before, rest) = config.split_once("dynamic_batching {").expect("the shipped model has a queue");
+    let (_, after) = rest.split_once("\n}\n").expect("its queue ends");
+    let mut config = format!("{before}dynamic_batching {{ {batching} }}\n{after}")
+        .replace("max_batch_size: 64", &format!("max_batch_size: {max_batch_size}"));
+    for (key, value) in parameters {
+        let others: Vec<&str> = config.lines().filter(|line| !line.contains(&format!("\"{key}\""))).collect();
+        let parameter = format!("parameters {{ key: \"{key}\" value: {{ string_value: \"{value}\" }} }}");
+        config = others.join("\n") + "\n" + &parameter + "\n";
+    }
+    fs::write(&path, config).unwrap();
+    repository
 }
 
 /// `POST url` with a JSON body, for threads that have no world.

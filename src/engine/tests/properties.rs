@@ -117,8 +117,12 @@ fn play(config: EngineConfig, calls: Vec<Call>) -> usize {
             Call::Expire(index) if !submitted.is_empty() => world.expire(*index.get(&submitted)),
             Call::Delay(index) if !submitted.is_empty() => world.delay(*index.get(&submitted)),
             Call::Cancel(_) | Call::Finish(_) | Call::Expire(_) | Call::Delay(_) => {}
-            Call::Plan => drop(world.plan()),
-            Call::Settle => drop(world.settle()),
+            Call::Plan => {
+                world.plan();
+            }
+            Call::Settle => {
+                world.settle();
+            }
             Call::Recover => world.recover(),
         }
     }

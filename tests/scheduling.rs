@@ -1,0 +1,112 @@
+//! How requests wait for each other, as clients see it: priorities, timeouts, bounds, preemption.
+
+mod support;
+
+use std::sync::Mutex;
+use std::thread;
+
+use serde_json::{Value, json};
+use support::{Options, TestWorld, TextStream, eventually, repository_with_queue};
+
+/// A world whose language model has this queue, and more parameters, in place of its own.
+fn world(max_batch_size: u32, batching: &str, parameters: &[(&str, u32)]) -> TestWorld {
+    // Loaded models need their configuration no more; workers that start again would need the checkpoint.
+    let repository = repository_with_queue(max_batch_size, batching, parameters);
+    TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() })
+}
+
+/// A request of 4 tokens behind a prompt that only `seed` has.
+fn request(seed: i32, more: Value) -> Value {
+    let mut body =
+        json!({"input_ids": [300 + seed, 301, 302], "input_lengths": 3, "request_output_len": 4, "end_id": -1});
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
+
+fn ask(world: &TestWorld, body: &Value) -> (u16, String) {
+    world.post("/v2/models/tensorrt_llm/generate", body)
+}
+
+/// A stream that holds the only row until it is dropped.
+fn occupy(world: &TestWorld) -> TextStream {
+    let mut stream =
+        world.stream_request(&json!({"text_input": "Once", "max_tokens": 1900, "stream": true, "end_id": 3071}));
+    stream.next().expect("it runs");
+    stream
+}
+
+/// Nobody may wait in the frontend: one row, and requests that the model itself keeps waiting.
+fn num_waiting(world: &Mutex<TestWorld>) -> f64 {
+    world.lock().unwrap().metric("trireme_llm_requests_waiting")
+}
+
+#[test]
+fn who_waits_too_long_is_refused_and_a_full_queue_refuses_at_once() {
+    let world = world(1, "default_queue_policy { max_queue_size: 2 allow_timeout_override: true }", &[]);
+    let stream = occupy(&world);
+    let (status, text) = ask(&world, &request(0, json!({"timeout": 50_000})));
+    assert!(status == 503 && text.contains("Request timeout expired"), "{status} {text}");
+    let url = world.url("/v2/models/tensorrt_llm/generate");
+    let world = Mutex::new(world);
+    thread::scope(|scope| {
+        let waiting = [1, 2].map(|seed| {
+            scope.spawn({
+                let url = &url;
+                move || support::post_to(url, &request(seed, json!({})))
+            })
+        });
+        eventually("both wait", || num_waiting(&world) == 2.0);
+        let (status, text) = support::post_to(&url, &request(3, json!({})));
+        assert!(status == 503 && text.contains("try again later"), "{status} {text}");
+        drop(stream);
+        for task in waiting {
+            let (status, text) = task.join().unwrap();
+            assert_eq!(status, 200, "{text}");
+        }
+    });
+    eventually("blocks are free", || world.lock().unwrap().metric("trireme_llm_kv_blocks_used") == 0.0);
+}
+
+#[test]
+fn the_first_priority_level_is_served_before_what_came_earlier() {
+    let world = world(1, "priority_levels: 3 default_priority_level: 2", &[]);
+    let stream = occupy(&world);
+    let url = world.url("/v2/models/tensorrt_llm/generate");
+    let (world, order) = (Mutex::new(world), Mutex::new(Vec::new()));
+    thread::scope(|scope| {
+        for (index, level) in [3, 0, 1].into_iter().enumerate() {
+            let (url, order) = (&url, &order);
+            scope.spawn(move || {
+                let (status, text) =
+                    support::post_to(url, &request(level, json!({"priority": level, "request_output_len": 300})));
+                assert_eq!(status, 200, "{text}");
+                order.lock().unwrap().push(level);
+            });
+            eventually("it waits", || num_waiting(&world) == (index + 1) as f64);
+        }
+        drop(stream);
+    });
+    // 0 names no level: it gets the default, 2.
+    assert_eq!(*order.lock().unwrap(), [1, 0, 3]);
+}
+
+/// Six sequences of 200 tokens do not fit 40 blocks: some give theirs up, and nobody notices.
+#[test]
+fn preempted_streams_go_on_with_the_same_text() {
+    let parameters = [("max_tokens_in_paged_kv_cache", 640)];
+    let mut world = world(16, "default_queue_policy { max_queue_size: 64 }", &parameters);
+    let stream = |seed: i32| {
+        let body =
+            json!({"text_input": format!("Story {seed}. Once"), "max_tokens": 190, "stream": true, "end_id": 3071});
+        world.stream_request(&body).collect::<String>()
+    };
+    let alone: Vec<String> = (0..6).map(stream).collect();
+    let together = thread::scope(|scope| {
+        let tasks: Vec<_> = (0..6).map(|seed| scope.spawn(move || stream(seed))).collect();
+        tasks.into_iter().map(|task| task.join().unwrap()).collect::<Vec<_>>()
+    });
+    assert_eq!(together, alone);
+    assert!(world.metric("trireme_llm_preemptions_total") > 0.0);
+    assert!(world.metric("trireme_llm_prefix_cache_reused_blocks_total") > 0.0);
+    eventually("blocks are free", || world.metric("trireme_llm_kv_blocks_used") == 0.0);
+}
