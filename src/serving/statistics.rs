@@ -312,11 +312,11 @@ fn first_response_bounds(config: &ModelConfig) -> Vec<f64> {
     let own = controls.filter(|control| {
         control.metric_identifier.as_ref().is_some_and(|metric| metric.family == FIRST_RESPONSE_FAMILY)
     });
-    let named = own.filter_map(|control| match &control.metric_options {
+    let mut named = own.filter_map(|control| match &control.metric_options {
         Some(MetricOptions::HistogramOptions(options)) if !options.buckets.is_empty() => Some(options.buckets.clone()),
         _ => None,
     });
-    let mut bounds = named.last().unwrap_or_else(|| FIRST_RESPONSE_BUCKETS_MS.to_vec());
+    let mut bounds = named.next_back().unwrap_or_else(|| FIRST_RESPONSE_BUCKETS_MS.to_vec());
     bounds.retain(|bound| bound.is_finite());
     bounds.sort_by(f64::total_cmp);
     bounds.dedup();
