@@ -22,9 +22,10 @@ impl BackendFactory for DetokenizeFactory {
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let load = move || {
             let skip_special_tokens = parameters::flag(&model.config, "skip_special_tokens")?.unwrap_or(true);
-            let is_batched = model.config.max_batch_size > 0;
+            let has_beams = model.config.output.iter().any(|output| output.name == "OUTPUT" && output.dims.len() > 1);
+            let is_nested = has_beams && model.config.max_batch_size > 0;
             let tokenizer = checkpoint::tokenizer(&model)?;
-            Ok(Arc::new(Detokenize { tokenizer, skip_special_tokens, is_batched }) as Arc<dyn Backend>)
+            Ok(Arc::new(Detokenize { tokenizer, skip_special_tokens, is_nested }) as Arc<dyn Backend>)
         };
         async { tokio::task::spawn_blocking(load).await.map_err(|error| InferError::internal(error.to_string()))? }
             .boxed()
@@ -34,7 +35,9 @@ impl BackendFactory for DetokenizeFactory {
 struct Detokenize {
     tokenizer: Arc<Tokenizer>,
     skip_special_tokens: bool,
-    is_batched: bool,
+    /// Whether texts lie in rows of beams; else, as TensorRT-LLM's own model answers, in one list: its clients read
+    /// `text_output[0]`.
+    is_nested: bool,
 }
 
 /// The texts in the making of one run: by sequence index, then by row and beam.
@@ -42,7 +45,7 @@ type Texts = BTreeMap<(i32, usize), Detokenizer>;
 
 impl Backend for Detokenize {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
-        let tokens = Tokens::new(&request, self.is_batched)?;
+        let tokens = Tokens::new(&request, self.is_nested)?;
         if let Some(told) = request.input("sequence_length") {
             return self.behind(&request, &tokens, &token_ids(told)?).map(ResponseStream::ready);
         }
@@ -107,7 +110,7 @@ struct Tokens {
 }
 
 impl Tokens {
-    fn new(request: &InferRequest, is_batched: bool) -> Result<Self, InferError> {
+    fn new(request: &InferRequest, is_nested: bool) -> Result<Self, InferError> {
         let missing = || InferError::invalid("input `TOKENS_BATCH` is missing: it holds the token ids");
         let tensor = request.input("TOKENS_BATCH").ok_or_else(missing)?;
         let ids = token_ids(tensor)?;
@@ -126,7 +129,7 @@ impl Tokens {
                 )));
             }
         };
-        let output_shape = if is_batched { rows.to_vec() } else { vec![num_rows as i64] };
+        let output_shape = if is_nested { rows.to_vec() } else { vec![num_rows as i64] };
         let sequence_index = request.input("SEQUENCE_INDEX").and_then(|index| index.to_i32()?.first().copied());
         let sequence_index = sequence_index.unwrap_or(0);
         let sequence_end = request.input("SEQUENCE_END").and_then(|end| end.to_bool()?.first().copied());

@@ -30,10 +30,10 @@ pub(crate) fn fill(config: &mut ModelConfig, name: &str) {
     let optimization = config.optimization.get_or_insert_default();
     optimization.input_pinned_memory.get_or_insert(PinnedMemoryBuffer { enable: true });
     optimization.output_pinned_memory.get_or_insert(PinnedMemoryBuffer { enable: true });
-    if let Some(SchedulingChoice::SequenceBatching(sequences)) = &mut config.scheduling_choice {
-        if sequences.max_sequence_idle_microseconds == 0 {
-            sequences.max_sequence_idle_microseconds = MAX_SEQUENCE_IDLE_US;
-        }
+    if let Some(SchedulingChoice::SequenceBatching(sequences)) = &mut config.scheduling_choice
+        && sequences.max_sequence_idle_microseconds == 0
+    {
+        sequences.max_sequence_idle_microseconds = MAX_SEQUENCE_IDLE_US;
     }
     instance_groups(config);
 }

@@ -212,7 +212,7 @@ async fn streamed_pieces_join_to_the_text_whole_characters_and_all_blanks() {
     let pieces: Vec<String> = responses.iter().map(|response| text(output(response, "text_output"))).collect();
     assert_eq!(pieces.concat(), prompt);
     assert_eq!(pieces[0], "", "a special token is no text");
-    assert_eq!(output(&responses[1], "text_output").shape, [1, 1]);
+    assert_eq!(output(&responses[1], "text_output").shape, [1]);
     assert!(responses.last().unwrap().is_final);
 }
 
