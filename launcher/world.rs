@@ -147,7 +147,9 @@ impl World {
             for pid in processes::ended_children().into_iter().filter(|pid| Some(*pid) != beside) {
                 let _ = waitpid(Pid::from_raw(pid as i32), Some(WaitPidFlag::WNOHANG));
             }
-            let left = self.processes();
+            let mut left = self.processes();
+            // One that is ending shows no environment any more, and still holds its shared memory.
+            left.extend(orphans(beside));
             if left.is_empty() {
                 return;
             }
@@ -157,6 +159,13 @@ impl World {
             thread::sleep(Duration::from_millis(10));
         }
     }
+}
+
+/// What is below this process and is not of the world whose first process is `beside`.
+fn orphans(beside: Option<u32>) -> Vec<u32> {
+    let others = beside.map(processes::descendants).unwrap_or_default();
+    let is_orphan = |pid: &u32| Some(*pid) != beside && !others.contains(pid);
+    processes::descendants(std::process::id()).into_iter().filter(is_orphan).collect()
 }
 
 /// The exit code a shell would give.
