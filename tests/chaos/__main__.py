@@ -97,7 +97,7 @@ def summary(results: list[cases.Result]) -> str:
             f"faults injected: {len(results)}, survived: {survived}, left behind: {sum(r.left for r in results)}",
             f"requests in flight: {requests}, ended with the undisturbed tokens: {same}, with one clear error: {errors}, lost: {lost}",
             line("pause of streams, worker killed", pauses),
-            line("pause of streams, worker stopped (with --step-timeout=3)", stopped),
+            line("pause of streams, worker stopped (with --step-timeout=5)", stopped),
             line("old world ended after a rank or mpirun was killed", ends),
             line("served again after a rank or mpirun was killed", services),
         ]

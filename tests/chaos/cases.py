@@ -212,6 +212,9 @@ def after(chaos, world, result, target, fault, phase, victim, requests, others, 
         world.launcher.wait(load.PATIENCE)
     else:
         wrong += probe.faults(result)
+    if phase == "drain" and ends_world and target == "launch":
+        # What a launcher that was killed leaves, the next one ends.
+        world.start_ready()
     # A limit stays with the process, and a dead launcher with nobody.
     if fault == "memory" or phase in ("drain", "load") or not world.find("launch"):
         left = chaos.end_world()

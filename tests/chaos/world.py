@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BINARIES = Path(os.environ.get("TRIREME_BINARIES", ROOT / "target/release"))
 WORLD_SIZE = 2
 # Short, so that a stopped process is found out in a test's time; the defaults are longer.
-LIVENESS, EXIT_TIMEOUT = "--liveness-timeout=3", 5
-RANK_TIMEOUTS = ["--step-timeout=3", "--heartbeat-timeout=4"]
+LIVENESS, EXIT_TIMEOUT = "--liveness-timeout=6", 20
+RANK_TIMEOUTS = ["--step-timeout=5", "--heartbeat-timeout=8"]
 PATIENCE = 60.0
 
 
