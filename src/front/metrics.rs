@@ -353,8 +353,8 @@ mod tests {
     fn latencies_are_shown_as_asked() {
         let decoupled = ModelStatistics { is_decoupled: true, recent: Some(RecentDurations::default()), ..model() };
         let without = MetricsOptions { counter_latencies: false, ..MetricsOptions::default() };
-        assert!(!names(&[decoupled.clone()], &without).contains(&"nv_inference_request_duration_us"));
-        let usual = names(&[decoupled.clone()], &MetricsOptions::default());
+        assert!(!names(std::slice::from_ref(&decoupled), &without).contains(&"nv_inference_request_duration_us"));
+        let usual = names(std::slice::from_ref(&decoupled), &MetricsOptions::default());
         assert!(usual.contains(&"nv_inference_request_duration_us") && usual.contains(&"nv_inference_request_success"));
         assert!(usual.iter().all(|name| !name.contains("summary") && !name.contains("histogram")));
         let all = MetricsOptions {
