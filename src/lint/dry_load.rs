@@ -47,6 +47,7 @@ fn defaults(world_size: u32) -> LlmDefaults {
         block_size: 16,
         kv_free_fraction: 0.25,
         max_step_tokens: 512,
+        weight_precision: Default::default(),
         step_timeout: Duration::from_secs(10),
         library_dirs: Vec::new(),
         cache_dir: None,

@@ -116,6 +116,7 @@ pub(crate) fn llm_defaults(args: &RankArgs, world_size: u32, num_workers: usize)
         // A CPU device shares its memory with everything else that runs there.
         kv_free_fraction: if is_cpu { 0.25 } else { 0.9 },
         max_step_tokens: if is_cpu { CPU_STEP_TOKENS } else { CUDA_STEP_TOKENS },
+        weight_precision: args.weight_only_precision,
         step_timeout: Duration::from_secs(args.step_timeout),
         library_dirs: args.library_dir.clone(),
         cache_dir: args.cache_dir(),

@@ -31,6 +31,8 @@ pub struct LlmDefaults {
     pub kv_free_fraction: f64,
     /// Most tokens in a step when the model does not say.
     pub max_step_tokens: usize,
+    /// How a CPU holds the weights of linear layers when the model does not say.
+    pub weight_precision: WeightPrecision,
     /// Silence of a running step after which its workers count as hung.
     pub step_timeout: std::time::Duration,
     /// Where workers look for NVIDIA's libraries first.
@@ -210,7 +212,7 @@ fn max_drafts(config: &ModelConfig, defaults: &LlmDefaults) -> Result<usize, Inf
 
 /// How a CPU holds the weights of linear layers.
 fn weight_precision(config: &ModelConfig, defaults: &LlmDefaults) -> Result<WeightPrecision, InferError> {
-    let precision = text_parameter(config, "weight_only_precision").map_or(Ok(WeightPrecision::Checkpoint), str::parse);
+    let precision = text_parameter(config, "weight_only_precision").map_or(Ok(defaults.weight_precision), str::parse);
     let precision = precision.map_err(|words| invalid(config, words))?;
     if precision != WeightPrecision::Checkpoint && matches!(defaults.device, DeviceChoice::Cuda { .. }) {
         tracing::warn!(model = %config.name, "`weight_only_precision` has no effect: CUDA devices hold the checkpoint's");
