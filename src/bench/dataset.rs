@@ -46,7 +46,7 @@ impl Length {
     fn parse(text: &str) -> Option<Self> {
         let (mean, deviation) = text.split_once('~').unwrap_or((text, "0"));
         let (mean, deviation): (f64, f64) = (mean.parse().ok()?, deviation.parse().ok()?);
-        (mean >= 1.0 && mean <= 1e7 && (0.0..=1e7).contains(&deviation)).then_some(Self { mean, deviation })
+        ((1.0..=1e7).contains(&mean) && (0.0..=1e7).contains(&deviation)).then_some(Self { mean, deviation })
     }
 
     /// At least 1.

@@ -106,7 +106,7 @@ fn page(args: &ReportArgs, runs: &[Runs], baseline: Option<&Runs>, roof: Option<
             + &lines(tokens, "inter-token latency, p50 ms", &curve(|run| run.inter_token_latency_ms.p50))
             + &lines(tokens, "request latency, p99 ms", &curve(|run| run.request_latency_ms.p99))),
     );
-    let histograms: [(&str, fn(&Figures) -> &Histogram); 3] = [
+    let histograms: [Reading; 3] = [
         ("time to first token", |run| &run.time_to_first_token_histogram),
         ("inter-token latency", |run| &run.inter_token_latency_histogram),
         ("request latency", |run| &run.request_latency_histogram),
@@ -119,6 +119,9 @@ fn page(args: &ReportArgs, runs: &[Runs], baseline: Option<&Runs>, roof: Option<
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>{title}</title><style>{STYLE}</style></head>\n<body>\n{body}</body></html>\n"
     )
 }
+
+/// A histogram's name, and how it is read from a run.
+type Reading = (&'static str, fn(&Figures) -> &Histogram);
 
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#1c2733;background:#fff}\
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.3rem .7rem;border-bottom:1px solid #d7dee5;text-align:right}\

@@ -206,7 +206,7 @@ fn request(config: &ModelConfig, asked: &Asked, prompt: &str, index: u64) -> Res
     // Each choice is another draw; a seed makes all of them repeatable.
     let seed = asked.seed.unwrap_or(asked.drawn_seed).wrapping_add(index);
     optional(&["seed", "random_seed", "sampling_param_seed"], Some(json!(seed)));
-    optional(&["return_log_probs"], asked.logprobs.then(|| json!(true)));
+    optional(&["return_log_probs"], asked.logprobs.then_some(Value::Bool(true)));
     optional(&["return_num_input_tokens"], Some(json!(true)));
     optional(&["return_num_output_tokens"], Some(json!(true)));
     optional(&["exclude_input_in_output"], Some(json!(true)));

@@ -227,7 +227,8 @@ mod tests {
         std::fs::write(dir.path().join("config.json"), "{}").unwrap();
         let output = dir.path().join("r");
         init(&args(dir.path(), LintLayout::TensorrtLlm, output.clone(), "triton_max_batch_size:7,tp:2")).unwrap();
-        let source = repository::Repository::open(&[output.clone()]).unwrap().model("tensorrt_llm").unwrap();
+        let source =
+            repository::Repository::open(std::slice::from_ref(&output)).unwrap().model("tensorrt_llm").unwrap();
         assert_eq!((source.config.max_batch_size, source.config.parameter("tp")), (7, Some("2")));
         let error = init(&args(dir.path(), LintLayout::Gpt, dir.path().join("g"), "nothing:7")).unwrap_err();
         assert!(error.to_string().contains("no config.pbtxt has `${nothing}`"), "{error}");

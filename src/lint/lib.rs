@@ -1,8 +1,8 @@
 //! `trireme lint` and `trireme init`: what a server would make of a model repository, and a new one in one line.
 //!
-//! [`lint`] goes through a repository exactly as a server that starts would, but with a loader that starts no worker
+//! [`lint()`] goes through a repository exactly as a server that starts would, but with a loader that starts no worker
 //! ([`backends::llm::CheckFactory`]); what is wrong is said with the same words. Around that it explains every file and key.
-//! [`init`] writes a repository of a published layout around a checkpoint.
+//! [`init()`] writes a repository of a published layout around a checkpoint.
 //!
 //! ```
 //! let root = std::env::temp_dir().join(format!("lint-example-{}", std::process::id()));
