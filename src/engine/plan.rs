@@ -119,8 +119,11 @@ struct Columns {
     step: u64,
     rows: Words,
     tokens: Words,
-    details: Vec<(u32, Option<f32>, Vec<(TokenId, f32)>)>,
+    details: Vec<Detail>,
 }
+
+/// Which token of the output, its log-probability, and the likeliest tokens with theirs.
+type Detail = (u32, Option<f32>, Vec<(TokenId, f32)>);
 
 /// Numbers as their bytes, little-endian.
 struct Words(Vec<u32>);
