@@ -42,7 +42,10 @@ fn one_frame_tells_of_the_model_and_its_workers_at_work() {
     let workers: Vec<_> = frame.lines().filter(|line| line.starts_with("worker")).collect();
     assert_eq!(workers.len(), 2, "{frame}");
     for pid in world.workers() {
-        assert!(workers.iter().any(|line| line.split_ascii_whitespace().any(|cell| cell == pid.to_string())), "{frame}");
+        assert!(
+            workers.iter().any(|line| line.split_ascii_whitespace().any(|cell| cell == pid.to_string())),
+            "{frame}"
+        );
     }
 }
 
