@@ -49,8 +49,9 @@ fn last_ids(world: &TestWorld, body: &Value) -> Vec<Value> {
     let (status, text) = world.post("/v2/models/interactive/generate_stream", body);
     assert_eq!(status, 200, "{text}");
     let events = text.lines().filter_map(|line| line.strip_prefix("data: "));
-    let ids = events.filter_map(|event| serde_json::from_str::<Value>(event).ok()?["output_ids"].as_array().cloned());
-    ids.last().unwrap_or_else(|| panic!("no tokens in {text}"))
+    let mut ids =
+        events.filter_map(|event| serde_json::from_str::<Value>(event).ok()?["output_ids"].as_array().cloned());
+    ids.next_back().unwrap_or_else(|| panic!("no tokens in {text}"))
 }
 
 /// What the shipped repository answers.

@@ -80,7 +80,7 @@ pub struct WorkerFigures {
     pub backlog: Option<Backlog>,
 }
 
-/// [`Figures`] at one moment.
+/// The figures of a model at one moment.
 #[derive(Debug, Clone, Default)]
 #[allow(missing_docs)] // As the metrics are documented; labels are those of the constants.
 pub struct FigureValues {
