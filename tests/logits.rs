@@ -21,7 +21,7 @@ fn numbers(value: &Value) -> Vec<f64> {
 /// Rows of logits against what the golden keeps of each.
 fn check(what: &str, rows: &[f64], golden: &Value) {
     let golden = golden.as_array().unwrap();
-    assert!(rows.len() % golden.len() == 0 && !rows.is_empty(), "{what}: {} logits", rows.len());
+    assert!(rows.len().is_multiple_of(golden.len()) && !rows.is_empty(), "{what}: {} logits", rows.len());
     for (index, (row, golden)) in rows.chunks(rows.len() / golden.len()).zip(golden).enumerate() {
         let some: Vec<f64> = row.iter().step_by(64).copied().collect();
         let expected = numbers(&golden["some"]);
