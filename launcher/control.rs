@@ -82,12 +82,18 @@ impl Restart {
 
 /// `launch restart`: returns once the world serves again.
 pub(crate) fn restart(run_dir: &RunDir, http_port: Option<u16>, how: Restart, patience: Duration) -> Result<()> {
-    let old = choose(run_dir, http_port)?;
-    let launcher = ProcessWatch::new(old.launcher_pid)?;
+    let start = Instant::now();
+    let mut old = choose(run_dir, http_port)?;
     let rolling = how != Restart::Plain;
-    if rolling && old.phase != Phase::Serving {
-        bail!("the world on http port {} does not serve yet, so there is nothing to take over", old.http_port);
+    // Only from a world that serves can another take over; one that loads will.
+    while rolling && old.phase != Phase::Serving {
+        if start.elapsed() > patience {
+            bail!("the world on http port {} does not serve, so there is nothing to take over", old.http_port);
+        }
+        thread::sleep(Duration::from_millis(50));
+        old = choose(run_dir, Some(old.http_port))?;
     }
+    let launcher = ProcessWatch::new(old.launcher_pid)?;
     let signal = match how {
         Restart::Plain => RESTART,
         Restart::Beside => RESTART_ROLLING,
@@ -98,7 +104,6 @@ pub(crate) fn restart(run_dir: &RunDir, http_port: Option<u16>, how: Restart, pa
         return Err(no_world(old.http_port));
     }
     launcher.signal(signal as i32)?;
-    let start = Instant::now();
     let mut was_asked = false;
     loop {
         thread::sleep(Duration::from_millis(50));
