@@ -134,7 +134,7 @@ pub(crate) fn tokenizer_dir(config: &ModelConfig, model_dir: &Path, version_dir:
     let mut found = beside(&config.name, model_dir);
     match (found.pop(), found.is_empty()) {
         (Some((_, dir)), true) => Ok(dir),
-        (None, _) => Err("no model of its repository has a `tokenizer.json`; set parameter `tokenizer_dir` to the \
+        (None, _) => Err("no model of its repository has a tokenizer; set parameter `tokenizer_dir` to the \
                           checkpoint's directory"
             .to_owned()),
         (Some(last), false) => {

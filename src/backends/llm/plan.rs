@@ -156,11 +156,16 @@ impl BackendFactory for PlanFactory {
         });
         let error = match planned {
             Ok(plan) => {
-                self.plans.lock().unwrap().push(plan);
+                let mut plans = self.plans.lock().unwrap();
+                plans.retain(|known| known.name != plan.name); // A server may try again what did not load.
+                plans.push(plan);
                 InferError::unavailable("planned, not loaded")
             }
             Err(error) => {
-                self.failures.lock().unwrap().push(error.to_string());
+                let (mut failures, words) = (self.failures.lock().unwrap(), error.to_string());
+                if !failures.contains(&words) {
+                    failures.push(words);
+                }
                 error
             }
         };

@@ -335,7 +335,7 @@ async fn the_tokenizer_is_found_where_the_configuration_points() {
         assert!(failures.iter().all(|failure| failure.model != "preprocessing"), "{dir}: {failures:?}");
     }
     for (config, words) in [
-        (PREPROCESSING.to_owned(), "no model of its repository has a `tokenizer.json`; set parameter `tokenizer_dir`"),
+        (PREPROCESSING.to_owned(), "no model of its repository has a tokenizer; set parameter `tokenizer_dir`"),
         (at("nowhere"), "`tokenizer_dir` is `nowhere`, but neither "),
     ] {
         let failures = World::new(&[("preprocessing", &config)]).server().load_all().await.unwrap_err();

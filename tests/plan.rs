@@ -1,0 +1,54 @@
+//! `trireme plan`, which `launch --plan` runs, tells before loading what workers hold when they have loaded.
+
+mod support;
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use support::{TestWorld, copied_repository, set_parameters, shipped_repository};
+
+fn plan(repository: &Path, world_size: u32) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_trireme"));
+    command.args(["plan", "--device=cpu", &format!("--world-size={world_size}")]);
+    command.arg("--model-repository").arg(repository).output().expect("the program runs")
+}
+
+/// Bytes in each `MiB` cell of a worker's line.
+fn sizes(text: &str, worker: u32) -> Vec<f64> {
+    let is_worker = |line: &&str| line.split_ascii_whitespace().take(2).eq([worker.to_string().as_str(), "CPU"]);
+    let words: Vec<_> = text.lines().find(is_worker).unwrap_or_default().split_ascii_whitespace().collect();
+    let sized = words.windows(2).filter(|pair| pair[1] == "MiB");
+    sized.map(|pair| pair[0].parse::<f64>().expect("a number") * f64::from(1 << 20)).collect()
+}
+
+#[test]
+fn a_plan_tells_within_two_percent_what_workers_hold() {
+    let output = plan(&shipped_repository(), 2);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+
+    let mut world = TestWorld::of(2);
+    world.generate("Once upon a time", 1);
+    let (_, metrics) = world.get_metrics("/metrics");
+    for worker in 0..2 {
+        let told: f64 = sizes(&text, worker).iter().sum();
+        let is_worker = |line: &&str| {
+            line.starts_with("trireme_llm_worker_memory_bytes") && line.contains(&format!("worker=\"{worker}\""))
+        };
+        let line =
+            metrics.lines().find(is_worker).unwrap_or_else(|| panic!("no memory of worker {worker}:\n{metrics}"));
+        let held: f64 = line.rsplit(' ').next().unwrap().parse().unwrap();
+        assert!((told - held).abs() <= 0.02 * held, "worker {worker} holds {held} bytes, told {told}:\n{text}");
+    }
+}
+
+#[test]
+fn a_model_that_does_not_fit_is_told_with_what_lacks() {
+    let repository = copied_repository();
+    let none = [("max_tokens_in_paged_kv_cache", ""), ("kv_cache_free_gpu_mem_fraction", "0.0000001")];
+    set_parameters(&repository, "tensorrt_llm", &none);
+    let output = plan(repository.path(), 1);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(!output.status.success(), "{text}");
+    assert!(text.contains("does not fit: a sequence of") && text.contains("lacks"), "{text}");
+}
