@@ -115,11 +115,14 @@ def test_bodies_that_never_end(server):
         connection.close()
 
 
-def test_a_client_that_stops_sending_is_still_answered(server):
+def test_a_client_that_stops_sending_is_answered_or_let_go(server):
+    """An end of what it sends counts as leaving, which ends its request, unless the answer was there before."""
     body = json.dumps(GOOD).encode()
-    with server.open(sent=head(len(body)) + body) as connection:
-        connection.shutdown(socket.SHUT_WR)
-        assert status_of(connection) == 200
+    for _ in range(200):
+        with server.open(sent=head(len(body)) + body) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            assert status_of(connection) in (200, None)
+    server.still_serves(64 * MIB)
 
 
 def test_connections_that_are_reset(server):
