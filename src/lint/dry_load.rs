@@ -6,13 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use backends::layouts::Layouts;
-use backends::llm::{CheckFactory, LlmDefaults};
+use backends::llm::{CheckFactory, LlmDefaults, Sound};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
-use serving::{
-    Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadFailure, LoadRequest, ResponseStream, Server,
-    ServerConfig,
-};
+use serving::{Backend, BackendFactory, InferError, LoadFailure, LoadRequest, Server, ServerConfig};
 use worker::DeviceChoice;
 
 use crate::LintError;
@@ -73,18 +70,5 @@ impl BackendFactory for CheckPython {
             ))),
         };
         async move { checked }.boxed()
-    }
-}
-
-/// A model with which nothing is wrong.
-struct Sound;
-
-impl Backend for Sound {
-    fn infer(&self, _request: InferRequest) -> Result<ResponseStream, InferError> {
-        Ok(ResponseStream::ready(InferResponse::default()))
-    }
-
-    fn drain(&self) -> BoxFuture<'_, ()> {
-        std::future::ready(()).boxed()
     }
 }

@@ -57,7 +57,7 @@ impl BackendFactory for CheckFactory {
 }
 
 /// A model with which nothing is wrong. It answers warm-up requests, and nobody else asks it.
-struct Sound;
+pub struct Sound;
 
 impl Backend for Sound {
     fn infer(&self, _request: InferRequest) -> Result<ResponseStream, InferError> {

@@ -33,7 +33,7 @@ use text::Tokenizer;
 use tokio::sync::{mpsc, oneshot, watch};
 use worker::Agents;
 
-pub use check::CheckFactory;
+pub use check::{CheckFactory, Sound};
 use config::LlmConfig;
 pub use config::LlmDefaults;
 pub use figures::{ENDS, FigureValues, STEP_KINDS, STEP_PHASES, Start, WorkerFigures};
