@@ -16,6 +16,8 @@ const OP: &str = "all_reduce";
 pub const MAX_RANKS: usize = 8;
 /// Most columns of a row.
 pub const MAX_COLS: usize = 16_384;
+/// Columns that share an epoch where columns, not rows, are counted.
+const COLS_OF_EPOCH: usize = 16;
 /// A driver hands out larger allocations whole, so that one has a handle of its own.
 const MIN_BYTES: usize = 2 << 20;
 
@@ -83,7 +85,8 @@ impl Drop for Mapped {
     }
 }
 
-/// A group whose ranks have mapped each other's exchange buffers.
+/// A group whose ranks have mapped each other's exchange buffers. It serves either this module's calls or
+/// [`super::skinny_gemm::peer_add_norm`], which count differently.
 #[derive(Debug)]
 pub struct PeerGroup {
     own: PeerBuffer,
@@ -133,7 +136,7 @@ impl PeerGroup {
         );
         let map = |(r, handle): (usize, &PeerHandle)| (r != rank).then(|| Mapped::open(handle)).transpose();
         let peers = handles.iter().enumerate().map(map).collect::<Result<_, _>>()?;
-        let epochs = DeviceBuffer::from_slice(gpu, &vec![0u32; own.max_rows])?;
+        let epochs = DeviceBuffer::from_slice(gpu, &vec![0u32; own.max_rows.max(own.max_cols.div_ceil(COLS_OF_EPOCH))])?;
         let status = PinnedBuffer::new(gpu, 256)?;
         Ok(Self { own, peers, epochs, status, rank, patience_ns })
     }
@@ -199,7 +202,13 @@ impl PeerGroup {
     }
 
     /// The kernel's `AllReduce`: eight peers, epochs, status, patience, six words.
-    fn argument(&self, buffers: &[Span], rows: usize, cols: usize, shots: Shots) -> Result<[u8; 112], CudaError> {
+    pub(super) fn argument(
+        &self,
+        buffers: &[Span],
+        rows: usize,
+        cols: usize,
+        shots: Shots,
+    ) -> Result<[u8; 112], CudaError> {
         let PeerBuffer { ranks, max_rows, max_cols, .. } = self.own;
         ensure!(OP, (1..=max_rows).contains(&rows), "{rows} rows; expected 1 to {max_rows}");
         ensure!(

@@ -4,6 +4,7 @@
 use bytemuck::{Pod, Zeroable};
 use half::bf16;
 
+use super::all_reduce::{PeerGroup, Shots};
 use super::error::ensure;
 use super::gated_activation::GateActivation;
 use super::tensor_map::TensorMap;
@@ -45,7 +46,8 @@ pub enum Epilogue {
 }
 
 impl Epilogue {
-    fn code(self) -> u32 {
+    /// The kernels' number.
+    pub(super) fn code(self) -> u32 {
         match self {
             Epilogue::Store => 0,
             Epilogue::StoreF32 => 1,
@@ -163,22 +165,48 @@ pub fn add_norm(
     add: AddNorm,
 ) -> Result<(), CudaError> {
     let LinearWeight { n, k, .. } = *linear;
-    let slices = norm_slices(n, k, rows);
-    let AddNorm { residual, gain, squares } = add;
-    let fits = residual.count::<bf16>() >= rows * n && gain.count::<bf16>() >= n;
-    ensure!(OP, fits, "the residual or the norm's weight is too short for {rows} rows of {n}");
-    ensure!(OP, squares.count::<f32>() >= rows * slices, "{} squares of {rows} x {slices}", squares.count::<f32>());
-    ensure!(OP, residual.is_aligned(8) && gain.is_aligned(8), "a buffer is not 8-byte aligned");
-    ensure!(OP, y.address() != residual.address(), "y and residual are one buffer");
-    let norm = NormArgument {
-        residual: residual.address(),
-        gain: gain.address(),
-        squares_out: squares.address(),
-        slices_out: slices as u32,
-        ..NormArgument::default()
-    };
+    let norm = add.argument(y, linear, rows)?;
     check(y, x, linear, rows, Epilogue::Store)?;
-    launch(q, y, x, linear, rows, ADD_NORM, Split::for_shape(n, k, rows), Some(norm))
+    launch(q, y, x, linear, rows, ADD_NORM, Split::for_shape(n, k, rows), Some(norm), None)
+}
+
+/// [`add_norm`] of a product whose other parts lie with the other ranks of `group`, each rounded to bf16. All ranks call it alike, and
+/// use the group for nothing else. On Hopper ([`has_norm_kernel`]).
+pub fn peer_add_norm(
+    q: &Queue,
+    y: Span,
+    x: Span,
+    linear: &LinearWeight,
+    rows: usize,
+    add: AddNorm,
+    group: &PeerGroup,
+) -> Result<(), CudaError> {
+    let LinearWeight { n, k, .. } = *linear;
+    let norm = add.argument(y, linear, rows)?;
+    check(y, x, linear, rows, Epilogue::Store)?;
+    let peers = group.argument(&[y, add.residual], rows, n, Shots::One)?;
+    launch(q, y, x, linear, rows, ADD_NORM, Split::for_shape(n, k, rows), Some(norm), Some(&peers))
+}
+
+impl AddNorm {
+    /// The kernel's `Norm`, after checking that the operands hold `rows` rows.
+    fn argument(&self, y: Span, linear: &LinearWeight, rows: usize) -> Result<NormArgument, CudaError> {
+        let LinearWeight { n, k, .. } = *linear;
+        let slices = norm_slices(n, k, rows);
+        let AddNorm { residual, gain, squares } = *self;
+        let fits = residual.count::<bf16>() >= rows * n && gain.count::<bf16>() >= n;
+        ensure!(OP, fits, "the residual or the norm's weight is too short for {rows} rows of {n}");
+        ensure!(OP, squares.count::<f32>() >= rows * slices, "{} squares of {rows} x {slices}", squares.count::<f32>());
+        ensure!(OP, residual.is_aligned(8) && gain.is_aligned(8), "a buffer is not 8-byte aligned");
+        ensure!(OP, y.address() != residual.address(), "y and residual are one buffer");
+        Ok(NormArgument {
+            residual: residual.address(),
+            gain: gain.address(),
+            squares_out: squares.address(),
+            slices_out: slices as u32,
+            ..NormArgument::default()
+        })
+    }
 }
 
 /// [`skinny_gemm`] of an `x` that [`add_norm`] made. On Hopper ([`has_norm_kernel`]).
@@ -202,7 +230,7 @@ pub fn scaled(
         ..NormArgument::default()
     };
     check(y, x, linear, rows, epilogue)?;
-    launch(q, y, x, linear, rows, epilogue.code(), Split::for_shape(linear.n, linear.k, rows), Some(norm))
+    launch(q, y, x, linear, rows, epilogue.code(), Split::for_shape(linear.n, linear.k, rows), Some(norm), None)
 }
 
 /// Whether this GPU and this build have [`add_norm`] and [`scaled`].
@@ -238,10 +266,10 @@ pub fn skinny_gemm_split(
     split: Split,
 ) -> Result<(), CudaError> {
     check(y, x, linear, rows, epilogue)?;
-    launch(q, y, x, linear, rows, epilogue.code(), split, None)
+    launch(q, y, x, linear, rows, epilogue.code(), split, None, None)
 }
 
-/// The Hopper kernel, with a norm or without; operands are checked.
+/// The Hopper kernel, with a norm or without, and with the arguments of a group for the former; operands are checked.
 #[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
 fn launch(
     q: &Queue,
@@ -252,6 +280,7 @@ fn launch(
     epilogue: u32,
     split: Split,
     norm: Option<NormArgument>,
+    peers: Option<&[u8]>,
 ) -> Result<(), CudaError> {
     let Split { parts, groups, ring_bytes } = split;
     ensure!(OP, matches!(parts, 1 | 2 | 4), "K in {parts} parts; expected 1, 2 or 4");
@@ -279,13 +308,18 @@ fn launch(
         (stages as u32).into(),
         (parts as u32).into(),
         Arg::Bytes(norm_bytes.unwrap_or_default()),
+        Arg::Bytes(peers.unwrap_or_default()),
     ];
-    let (kind, warps) = if norm.is_some() { ("norm_", 2) } else { ("", 1) };
+    let (kind, warps) = match (norm.is_some(), peers.is_some()) {
+        (true, true) => ("peer_norm_", 2),
+        (true, false) => ("norm_", 2),
+        (false, _) => ("", 1),
+    };
     let launch = Launch::new(0, (groups * 128 + warps * 32) as u32)
         .grid(parts as u32, linear.n.div_ceil(TILE) as u32, 1)
         .shared(shared_bytes as u32)
         .cluster(parts as u32);
-    let num_args = args.len() - usize::from(norm.is_none());
+    let num_args = args.len() - usize::from(norm.is_none()) - usize::from(peers.is_none());
     q.launch(&format!("sm90_skinny_gemm_{kind}bf16_m{width}_g{groups}"), launch, &args[..num_args])
 }
 
@@ -319,22 +353,34 @@ fn width_for(rows: usize) -> usize {
 }
 
 fn check(y: Span, x: Span, linear: &LinearWeight, rows: usize, epilogue: Epilogue) -> Result<(), CudaError> {
-    let LinearWeight { weight, bias, n, k } = *linear;
     ensure!(OP, (1..=MAX_ROWS).contains(&rows), "{rows} rows; expected 1 to {MAX_ROWS}");
-    ensure!(OP, k > 0 && k.is_multiple_of(8), "{k} inputs are not a multiple of 8");
+    check_operands(OP, y, x, linear, rows, epilogue)
+}
+
+/// What every kernel of linear layers needs of its operands.
+pub(super) fn check_operands(
+    op: &'static str,
+    y: Span,
+    x: Span,
+    linear: &LinearWeight,
+    rows: usize,
+    epilogue: Epilogue,
+) -> Result<(), CudaError> {
+    let LinearWeight { weight, bias, n, k } = *linear;
+    ensure!(op, k > 0 && k.is_multiple_of(8), "{k} inputs are not a multiple of 8");
     let group = if matches!(epilogue, Epilogue::Gated(_)) { 2 * GATE_GROUP } else { 8 };
-    ensure!(OP, n > 0 && n.is_multiple_of(group), "{n} outputs are not a multiple of {group}");
-    ensure!(OP, x.count::<bf16>() >= rows * k, "x is shorter than {rows} x {k}");
-    ensure!(OP, weight.count::<bf16>() >= n * k, "the weight is shorter than {n} x {k}");
-    ensure!(OP, bias.is_null() || bias.count::<bf16>() >= n, "the bias is shorter than {n}");
-    ensure!(OP, y.bytes() >= epilogue.output_bytes(rows, n), "y is too short for {rows} rows of {n} outputs");
+    ensure!(op, n > 0 && n.is_multiple_of(group), "{n} outputs are not a multiple of {group}");
+    ensure!(op, x.count::<bf16>() >= rows * k, "x is shorter than {rows} x {k}");
+    ensure!(op, weight.count::<bf16>() >= n * k, "the weight is shorter than {n} x {k}");
+    ensure!(op, bias.is_null() || bias.count::<bf16>() >= n, "the bias is shorter than {n}");
+    ensure!(op, y.bytes() >= epilogue.output_bytes(rows, n), "y is too short for {rows} rows of {n} outputs");
     let aligned = [y, x, weight].iter().all(|span| span.is_aligned(16)) && (bias.is_null() || bias.is_aligned(8));
-    ensure!(OP, aligned, "a buffer is not 16-byte aligned");
+    ensure!(op, aligned, "a buffer is not 16-byte aligned");
     Ok(())
 }
 
-/// `Output` of the kernel: y, bias, m, n, epilogue, padding.
-fn output_argument(y: Span, linear: &LinearWeight, rows: usize, epilogue: u32) -> [u8; 32] {
+/// `Output` of the kernels: y, bias, m, n, epilogue, padding.
+pub(super) fn output_argument(y: Span, linear: &LinearWeight, rows: usize, epilogue: u32) -> [u8; 32] {
     let words: [u64; 4] =
         [y.address(), linear.bias.address(), rows as u64 | (linear.n as u64) << 32, u64::from(epilogue)];
     bytemuck::cast(words)

@@ -10,13 +10,17 @@ use std::time::{Duration, Instant};
 use gpu::{Random, assert_close, floats, poisoned};
 use half::bf16;
 use kernels::cuda::all_reduce::{PeerBuffer, PeerGroup, PeerHandle, Shots};
-use kernels::cuda::{DeviceBuffer, Event, Gpu, Queue};
+use kernels::cuda::skinny_gemm::{self, AddNorm, LinearWeight};
+use kernels::cuda::{DeviceBuffer, Event, Gpu, Queue, Span};
+use kernels::reference;
 
 const FOLDER: &str = "ALL_REDUCE_TEST_FOLDER";
 const RANK: &str = "ALL_REDUCE_TEST_RANK";
 const RANKS: &str = "ALL_REDUCE_TEST_RANKS";
 const MAX_ROWS: usize = 128;
 const MAX_COLS: usize = 8192;
+const FUSED_ROWS: usize = 16;
+const FUSED_COLS: usize = 4096;
 const PATIENCE_NS: u64 = 5_000_000_000;
 
 #[test]
@@ -60,6 +64,13 @@ fn a_worker_of_the_group() {
             }
         }
     }
+    if skinny_gemm::has_norm_kernel(&worker.gpu) {
+        let fused = worker.open("fused", FUSED_ROWS, FUSED_COLS);
+        for (rows, n, k) in [(1, 4096, 1024), (3, 4096, 2752), (16, 64, 64), (7, 208, 136), (16, 4096, 1024), (1, 64, 1032)] {
+            (0..3).for_each(|round| worker.check_fused(&fused, rows, n, k, round));
+        }
+        assert_eq!(fused.missing_rank(), None);
+    }
     assert_eq!(worker.group.missing_rank(), None);
     worker.time();
     worker.meet("end");
@@ -78,14 +89,17 @@ impl Worker {
     fn new(folder: PathBuf, rank: usize, ranks: usize) -> Self {
         let gpu = Gpu::open(rank).expect("a GPU for each rank");
         let queue = Queue::new(&gpu).expect("a queue");
-        let own = PeerBuffer::new(&gpu, ranks, MAX_ROWS, MAX_COLS).expect("a buffer");
-        publish(&folder, "handle", rank, &own.handle().expect("a handle"));
-        let handles: Vec<PeerHandle> =
-            (0..ranks).map(|r| await_bytes(&folder, "handle", r).try_into().expect("a handle has 64 bytes")).collect();
-        let group = PeerGroup::new(&gpu, own, rank, &handles, PATIENCE_NS).expect("peers can be mapped");
+        let group = open(&gpu, &folder, "handle", rank, ranks, [MAX_ROWS, MAX_COLS]);
         let worker = Self { folder, rank, ranks, gpu, queue, group };
         worker.meet("start");
         worker
+    }
+
+    /// One more exchange buffer of every rank.
+    fn open(&self, name: &str, rows: usize, cols: usize) -> PeerGroup {
+        let group = open(&self.gpu, &self.folder, name, self.rank, self.ranks, [rows, cols]);
+        self.meet(&format!("{name} open"));
+        group
     }
 
     fn meet(&self, name: &str) {
@@ -125,6 +139,46 @@ impl Worker {
         assert_close(&what("residual"), &read(&r), &kept, 0.0, 0.0);
         let normed: Vec<f32> = joined.chunks(cols).flat_map(|row| norm(row, &weight)).collect();
         assert_close(&what("norm"), &read(&y), &normed, 1.0 / 128.0, 1e-6);
+    }
+
+    /// A product whose K lies with all ranks, added to the residual, times the norm's weight; and the squares that the norm needs.
+    fn check_fused(&self, group: &PeerGroup, rows: usize, n: usize, k: usize, round: u64) {
+        let seed = (rows * 13 + n + k) as u64 * 7 + round;
+        let of_rank = |r: usize| {
+            let mut random = Random::new(seed * 100 + r as u64);
+            (random.bf16s(rows * k, 1.0), random.bf16s(n * k, 0.05))
+        };
+        let mut random = Random::new(seed * 100 + 99);
+        let (residual, gain) = (random.bf16s(rows * n, 1.0), random.bf16s(n, 1.0));
+        let upload = |values: &[bf16]| DeviceBuffer::from_slice(&self.gpu, values).expect("memory");
+        let (x, weight) = of_rank(self.rank);
+        let (x, weight, r, g) = (upload(&x), upload(&weight), upload(&residual), upload(&gain));
+        let y = poisoned::<bf16>(&self.gpu, &self.queue, rows * n);
+        let slices = skinny_gemm::norm_slices(n, k, rows);
+        let squares = poisoned::<f32>(&self.gpu, &self.queue, rows * slices);
+        self.queue.wait().expect("fills");
+        let linear = LinearWeight { weight: weight.span(), bias: Span::NULL, n, k };
+        let add = AddNorm { residual: r.span(), gain: g.span(), squares: squares.span() };
+        skinny_gemm::peer_add_norm(&self.queue, y.span(), x.span(), &linear, rows, add, group).expect("a launch");
+        self.queue.wait().expect("the kernel runs");
+
+        let mut sums: Vec<f32> = residual.iter().map(|x| x.to_f32()).collect();
+        for r in 0..self.ranks {
+            let (x, weight) = of_rank(r);
+            let part = reference::linear(&floats(&x), &floats(&weight), None, k);
+            sums.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
+        }
+        let what = |part: &str| format!("{part}, rank {} of {}, {rows} x {n} x {k}", self.rank, self.ranks);
+        // Each rank's part is rounded to bf16: 2^-9 of at most about 4 sqrt(K) 0.05 / sqrt 3, at random signs.
+        let slack = 2.0f32.powi(-8) * (k as f32).sqrt() * 0.06 * (self.ranks as f32).sqrt();
+        let kept = floats(&r.span().read::<bf16>(rows * n).expect("a copy"));
+        assert_close(&what("residual"), &kept, &sums, 2.0f32.powi(-8), slack);
+        let gained: Vec<f32> = sums.iter().enumerate().map(|(i, sum)| sum * gain[i % n].to_f32()).collect();
+        assert_close(&what("y"), &floats(&y.span().read::<bf16>(rows * n).expect("a copy")), &gained, 1.0 / 128.0, slack);
+        let found = squares.span().read::<f32>(rows * slices).expect("a copy");
+        let found: Vec<f32> = found.chunks(slices).map(|row| row.iter().sum()).collect();
+        let expected: Vec<f32> = sums.chunks(n).map(|row| row.iter().map(|x| x * x).sum()).collect();
+        assert_close(&what("squares"), &found, &expected, 1.0 / 128.0, slack);
     }
 
     /// Every rank ends with every rank's part, bit for bit.
@@ -193,6 +247,15 @@ impl Worker {
             }
         }
     }
+}
+
+/// This rank's exchange buffer, and those of the others mapped; their handles pass through files of `name`.
+fn open(gpu: &Arc<Gpu>, folder: &Path, name: &str, rank: usize, ranks: usize, [rows, cols]: [usize; 2]) -> PeerGroup {
+    let own = PeerBuffer::new(gpu, ranks, rows, cols).expect("a buffer");
+    publish(folder, name, rank, &own.handle().expect("a handle"));
+    let handles: Vec<PeerHandle> =
+        (0..ranks).map(|r| await_bytes(folder, name, r).try_into().expect("a handle has 64 bytes")).collect();
+    PeerGroup::new(gpu, own, rank, &handles, PATIENCE_NS).expect("peers can be mapped")
 }
 
 fn norm(row: &[f32], weight: &[bf16]) -> Vec<f32> {

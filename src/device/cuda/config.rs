@@ -39,14 +39,22 @@ pub struct Trials {
     pub rope_in_attention: bool,
     /// `peer-candidates`: a group gathers greedy candidates through peer memory rather than NCCL.
     pub peer_candidates: bool,
-    /// `fused-norm`: products of decodes add to the residual and norm it, where one GPU holds the model.
+    /// `fused-norm`: products of decodes sum over the group, add to the residual and norm it.
     pub fused_norm: bool,
+    /// `wide-gemm`: the own kernel takes products of 65 to 128 rows, not the library.
+    pub wide_gemm: bool,
     /// `idle-graphs`: a device without work measures products and records graphs before a step needs them.
     pub idle_graphs: bool,
 }
 
 impl Trials {
-    const ALL: Self = Self { rope_in_attention: true, peer_candidates: true, fused_norm: true, idle_graphs: true };
+    const ALL: Self = Self {
+        rope_in_attention: true,
+        peer_candidates: true,
+        fused_norm: true,
+        wide_gemm: true,
+        idle_graphs: true,
+    };
 }
 
 impl FromStr for Trials {
@@ -59,12 +67,13 @@ impl FromStr for Trials {
                 "rope-attention" => trials.rope_in_attention = true,
                 "peer-candidates" => trials.peer_candidates = true,
                 "fused-norm" => trials.fused_norm = true,
+                "wide-gemm" => trials.wide_gemm = true,
                 "idle-graphs" => trials.idle_graphs = true,
                 "all" => trials = Self::ALL,
                 other => {
                     return Err(format!(
                         "nothing on trial is named `{other}`; there are `rope-attention`, `peer-candidates`, `fused-norm`, \
-                         `idle-graphs` and `all`"
+                         `wide-gemm`, `idle-graphs` and `all`"
                     ));
                 }
             }
@@ -99,7 +108,7 @@ mod tests {
     fn trials_are_named_one_by_one_or_all() {
         assert_eq!("".parse(), Ok(Trials::default()));
         assert_eq!("rope-attention".parse(), Ok(Trials { rope_in_attention: true, ..Trials::default() }));
-        assert_eq!("rope-attention,peer-candidates,fused-norm,idle-graphs".parse(), Ok(Trials::ALL));
+        assert_eq!("rope-attention,peer-candidates,fused-norm,wide-gemm,idle-graphs".parse(), Ok(Trials::ALL));
         assert_eq!("all".parse(), Ok(Trials::ALL));
         assert!("rope".parse::<Trials>().unwrap_err().contains("`rope`"));
     }

@@ -1,4 +1,4 @@
-//! Residual add and RMSNorm inside the products around them, on trial as `fused-norm`.
+//! Residual add, RMSNorm and a group's sum inside the products around them, on trial as `fused-norm`.
 //!
 //! A partial product waits until the norm that follows it is known; then one kernel multiplies, adds to the residual and stores
 //! rows that lack their scale, which every product that takes them applies.
@@ -56,12 +56,11 @@ pub(crate) fn squares_bytes(cols: usize) -> usize {
 }
 
 impl CudaDevice {
-    /// Whether products and norms of this model may be joined: alone on its GPU, with every matrix in the kernel's reach.
+    /// Whether products and norms of this model may be joined: every matrix is in the kernel's reach.
     pub(crate) fn can_fuse_norms(&self) -> bool {
         let CudaDevice { config, gpu, .. } = self;
         config.trials.fused_norm
             && config.use_fast_kernels
-            && self.group.size() == 1
             && self.all_skinny
             && skinny_gemm::has_norm_kernel(gpu)
     }
@@ -70,7 +69,8 @@ impl CudaDevice {
     pub(crate) fn defer(&mut self, out: Span, x: Span, weight: &CudaWeight) -> bool {
         let StepShape { tokens, prefill_rows, samples, .. } = self.current().shape;
         // Positions that sample are not gathered from such a step: scales are by token.
-        let joins = weight.is_partial && tokens <= skinny_gemm::MAX_ROWS && prefill_rows == 0 && samples == tokens;
+        let few = self.group.fused_rows().is_some_and(|rows| tokens <= rows);
+        let joins = weight.is_partial && few && prefill_rows == 0 && samples == tokens;
         if joins && !self.current().only_products && self.fusion.squares.is_some() {
             self.fusion.deferred = Some(Deferred { out, x, weight: *weight });
             return true;
@@ -89,7 +89,11 @@ impl CudaDevice {
         let linear = weight.linear();
         let squares = squares.span();
         let add = AddNorm { residual: norm.residual, gain: norm.weight, squares };
-        skinny_gemm::add_norm(&self.queue, norm.out, x, &linear, norm.rows, add).map_err(device_error)?;
+        let queued = match self.group.fused() {
+            Some(group) => skinny_gemm::peer_add_norm(&self.queue, norm.out, x, &linear, norm.rows, add, group),
+            None => skinny_gemm::add_norm(&self.queue, norm.out, x, &linear, norm.rows, add),
+        };
+        queued.map_err(device_error)?;
         let slices = skinny_gemm::norm_slices(linear.n, linear.k, norm.rows);
         self.fusion.unscaled = Some((norm.out, RowScale { squares, slices, cols: norm.cols, eps: norm.eps }));
         Ok(true)

@@ -6,7 +6,7 @@ use half::bf16;
 use kernels::cuda::all_reduce::{PeerBuffer, PeerGroup, Shots};
 use kernels::cuda::rms_norm::add_rms_norm;
 use kernels::cuda::sample::ARGMAX_CHUNKS;
-use kernels::cuda::{CudaError, Gpu, Queue, Span};
+use kernels::cuda::{CudaError, Gpu, Queue, Span, skinny_gemm};
 
 use super::nccl::Nccl;
 use super::{CudaConfig, Exchange, device_error};
@@ -23,6 +23,8 @@ const PATIENCE_NS: u64 = 10_000_000_000;
 pub(crate) struct Group {
     nccl: Option<Nccl>,
     peers: Option<PeerGroup>,
+    /// For sums inside the products that they are of.
+    fused: Option<PeerGroup>,
     exchange: Option<Arc<dyn Exchange>>,
     tp: TensorParallel,
     uses_peers: bool,
@@ -47,14 +49,14 @@ impl Group {
         let uses_peers = config.use_fast_kernels;
         let gathers_by_peers = config.trials.peer_candidates;
         if tp.size == 1 {
-            return Ok(Self { nccl: None, peers: None, exchange: None, tp, uses_peers, gathers_by_peers });
+            return Ok(Self { nccl: None, peers: None, fused: None, exchange: None, tp, uses_peers, gathers_by_peers });
         }
         let exchange = config.exchange.clone().ok_or_else(|| DeviceError::Unavailable {
             device: "cuda".into(),
             reason: format!("a group of {} workers needs a way to exchange NCCL's id", tp.size),
         })?;
         let nccl = Nccl::new(tp, exchange.as_ref(), &config.library_dirs)?;
-        Ok(Self { nccl: Some(nccl), peers: None, exchange: Some(exchange), tp, uses_peers, gathers_by_peers })
+        Ok(Self { nccl: Some(nccl), peers: None, fused: None, exchange: Some(exchange), tp, uses_peers, gathers_by_peers })
     }
 
     pub(crate) fn size(&self) -> usize {
@@ -70,10 +72,37 @@ impl Group {
         if self.size() > 1 && self.uses_peers { peer_bytes(self.size(), cols) } else { 0 }
     }
 
-    /// Maps the workers' memory into each other, for sums of `cols` columns. Where one of them cannot, NCCL does it all.
-    pub(crate) fn open_peers(&mut self, gpu: &Arc<Gpu>, cols: usize) -> Result<(), DeviceError> {
+    /// Most rows of a sum inside its product; `None` where that is not done.
+    pub(crate) fn fused_rows(&self) -> Option<usize> {
+        if self.size() == 1 { Some(skinny_gemm::MAX_ROWS) } else { self.fused.as_ref().map(PeerGroup::max_rows) }
+    }
+
+    /// Of [`skinny_gemm::peer_add_norm`].
+    pub(crate) fn fused(&self) -> Option<&PeerGroup> {
+        self.fused.as_ref()
+    }
+
+    /// Maps the workers' memory into each other, for sums of `cols` columns. Where one of them cannot, NCCL does it all. `fuses`:
+    /// whether this worker can sum inside products, which is done where all can.
+    pub(crate) fn open_peers(&mut self, gpu: &Arc<Gpu>, cols: usize, fuses: bool) -> Result<(), DeviceError> {
         let Some(exchange) = self.exchange.clone().filter(|_| self.uses_peers) else { return Ok(()) };
-        let buffer = PeerBuffer::new(gpu, self.size(), MAX_PEER_ROWS, peer_cols(cols));
+        self.peers = self.peer_group(gpu, exchange.as_ref(), MAX_PEER_ROWS, peer_cols(cols))?;
+        let all_fuse = exchange.gather(&[u8::from(fuses && self.peers.is_some())])?.iter().all(|flag| flag == &[1]);
+        if all_fuse {
+            self.fused = self.peer_group(gpu, exchange.as_ref(), max_fused_rows(self.size(), cols), cols)?;
+        }
+        Ok(())
+    }
+
+    /// A buffer of every worker, mapped by all; `None` where one of them cannot.
+    fn peer_group(
+        &self,
+        gpu: &Arc<Gpu>,
+        exchange: &dyn Exchange,
+        rows: usize,
+        cols: usize,
+    ) -> Result<Option<PeerGroup>, DeviceError> {
+        let buffer = PeerBuffer::new(gpu, self.size(), rows, cols);
         let own = buffer.and_then(|buffer| buffer.handle().map(|handle| (buffer, handle))).ok();
         let handle = own.as_ref().map_or(Vec::new(), |(_, handle)| handle.to_vec());
         let handles = exchange.gather(&handle)?;
@@ -82,8 +111,7 @@ impl Group {
             PeerGroup::new(gpu, buffer, self.tp.rank as usize, &handles, PATIENCE_NS).ok()
         });
         let all_have = exchange.gather(&[u8::from(peers.is_some())])?.iter().all(|flag| flag == &[1]);
-        self.peers = peers.filter(|_| all_have);
-        Ok(())
+        Ok(peers.filter(|_| all_have))
     }
 
     /// Sums bf16 `buffer [rows, cols]` over the group, in place.
@@ -130,7 +158,8 @@ impl Group {
 
     /// Whether every sum so far had all workers; cheap enough for every step.
     pub(crate) fn check(&self) -> Result<(), DeviceError> {
-        self.peers.as_ref().and_then(PeerGroup::missing_rank).map_or(Ok(()), |rank| {
+        let groups = self.peers.iter().chain(&self.fused);
+        groups.filter_map(PeerGroup::missing_rank).next().map_or(Ok(()), |rank| {
             Err(DeviceError::GroupTimeout {
                 tp_rank: self.tp.rank,
                 waited_ms: PATIENCE_NS / 1_000_000,
@@ -143,6 +172,12 @@ impl Group {
 /// Bytes of the memory that workers map into each other, for sums of `cols` columns.
 pub(crate) fn peer_bytes(group: usize, cols: usize) -> usize {
     PeerBuffer::bytes(group, MAX_PEER_ROWS, peer_cols(cols))
+        + PeerBuffer::bytes(group, max_fused_rows(group, cols), cols)
+}
+
+/// Most rows of a sum inside its product: as long as one shot is quicker than two.
+fn max_fused_rows(group: usize, cols: usize) -> usize {
+    (1..=skinny_gemm::MAX_ROWS).rev().find(|rows| Shots::for_message(2 * rows * cols, group) == Shots::One).unwrap_or(1)
 }
 
 /// Columns of the exchange buffer for sums of `cols` columns: candidates fit, too.

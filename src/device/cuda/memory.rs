@@ -282,7 +282,7 @@ impl CudaDevice {
                 expected: "head_dim a multiple of 16 up to 256, block_size a power of two".into(),
             });
         }
-        self.group.open_peers(&self.gpu, self.hidden)?;
+        self.group.open_peers(&self.gpu, self.hidden, self.can_fuse_norms())?;
         self.take(spec, num_blocks).map_err(device_error)
     }
 
@@ -292,7 +292,7 @@ impl CudaDevice {
         self.pinned_inputs =
             (0..MAX_IN_FLIGHT).map(|_| PinnedBuffer::new(&self.gpu, words * 4)).collect::<Result<_, _>>()?;
         self.workspace = Some(Workspace::new(&self.gpu, &self.config.limits, self.hidden, self.group.size())?);
-        if self.can_fuse_norms() {
+        if self.can_fuse_norms() && self.group.fused_rows().is_some() {
             self.fusion = Fusion::new(&self.gpu, self.hidden)?;
         }
         self.cache = Some(Cache::new(&self.gpu, spec, num_blocks, max_samples(&self.config.limits))?);

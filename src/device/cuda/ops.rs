@@ -12,7 +12,7 @@ use kernels::cuda::prefill_attention::{PrefillRows, prefill_attention};
 use kernels::cuda::rope_cache::RopeInputs;
 use kernels::cuda::sample::{self, ARGMAX_CHUNKS, Logits, Samples};
 use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight};
-use kernels::cuda::{Span, embed, gated_activation, gather_rows, paged_attention, rms_norm, rope_cache};
+use kernels::cuda::{Span, embed, gated_activation, gather_rows, paged_attention, rms_norm, rope_cache, wide_gemm};
 
 use super::group::ReduceAddNorm;
 use super::memory::{Cache, Workspace};
@@ -97,6 +97,12 @@ impl CudaDevice {
             };
             return queued.map_err(device_error);
         }
+        if stride == weight.rows && self.is_wide(m, weight) {
+            if self.current().only_products {
+                return Ok(());
+            }
+            return wide_gemm::wide_gemm(&self.queue, out, x, &weight.linear(), m, epilogue).map_err(device_error);
+        }
         assert!(self.fusion.scale_of(x).is_none(), "rows without their scale reach only the kernel that applies it");
         let to_f32 = epilogue == Epilogue::StoreF32;
         let shape = GemmShape { m, n: weight.rows, k: weight.cols, stride, to_f32 };
@@ -107,6 +113,15 @@ impl CudaDevice {
     /// Whether the kernel for few rows takes this product.
     fn is_skinny(&self, m: usize, weight: &CudaWeight) -> bool {
         self.config.use_fast_kernels && m <= skinny_gemm::MAX_ROWS && weight.rows.is_multiple_of(8)
+    }
+
+    /// Whether the kernel for up to 128 rows takes this product, which is too large for the other.
+    fn is_wide(&self, m: usize, weight: &CudaWeight) -> bool {
+        self.config.trials.wide_gemm
+            && self.config.use_fast_kernels
+            && (skinny_gemm::MAX_ROWS + 1..=wide_gemm::MAX_ROWS).contains(&m)
+            && weight.rows.is_multiple_of(8)
+            && wide_gemm::is_available(&self.gpu)
     }
 
     pub(crate) fn op_gated_linear(
@@ -122,7 +137,7 @@ impl CudaDevice {
             Activation::GeluTanh => GateActivation::GeluTanh,
         };
         let (rows, cols) = (self.num_tokens(), weight.rows / 2);
-        if weight.group == skinny_gemm::GATE_GROUP && self.is_skinny(rows, weight) {
+        if weight.group == skinny_gemm::GATE_GROUP && (self.is_skinny(rows, weight) || self.is_wide(rows, weight)) {
             return self.product(out.values, x.values, weight, rows, weight.rows, Epilogue::Gated(activation));
         }
         self.op_linear(scratch.values, x.values, weight)?;

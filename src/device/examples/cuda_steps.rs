@@ -3,7 +3,7 @@
 //! `cargo run --release -p device --example cuda_steps -- [--layers N] [--simple] [--no-graphs] [--context N] [--prefill N]
 //! [--batch N] [--trials NAMES] [--tp-size N --rank R --exchange DIR]`
 //!
-//! Prints milliseconds a decode step for several batch sizes, with two steps in flight, and prefill tokens a second.
+//! Prints milliseconds a decode step for several batch sizes and a mixed step, with two steps in flight, and prefill tokens a second.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -169,6 +169,37 @@ fn step(number: u64, rows: usize, start: usize, count: usize, blocks_per_row: us
     inputs
 }
 
+/// A decode step of `rows` rows at `start`, with a chunk of `chunk` new tokens in one more row.
+fn mixed_step(number: u64, rows: usize, start: usize, chunk: usize, blocks_per_row: usize) -> StepInputs {
+    let decode = step(number, rows, start, 1, blocks_per_row);
+    let mut inputs = StepInputs { max_blocks: blocks_per_row, ..StepInputs::default() };
+    inputs.clear(number);
+    inputs.max_blocks = blocks_per_row;
+    inputs.num_prefill_rows = 1;
+    let first_block = rows * blocks_per_row;
+    inputs.rows.push(RowId(rows as u32));
+    for position in 0..chunk {
+        inputs.token_ids.push(position as u32 * 7 % VOCAB as u32);
+        inputs.positions.push(position as u32);
+        inputs.slots.push((first_block * BLOCK + position) as u32);
+    }
+    inputs.row_starts.extend([0, chunk as u32]);
+    inputs.context_lens.push(chunk as u32);
+    inputs.block_tables.extend((first_block..first_block + blocks_per_row).map(|block| block as u32));
+    inputs.rows.extend(&decode.rows);
+    inputs.token_ids.extend(&decode.token_ids);
+    inputs.positions.extend(&decode.positions);
+    inputs.slots.extend(&decode.slots);
+    inputs.row_starts.extend(decode.row_starts[1..].iter().map(|start| start + chunk as u32));
+    inputs.context_lens.extend(&decode.context_lens);
+    inputs.block_tables.extend(&decode.block_tables);
+    inputs.samples.push(SampleInput { row: inputs.rows[0], token_index: chunk as u32 - 1, num_generated: 0 });
+    for sample in decode.samples {
+        inputs.samples.push(SampleInput { token_index: sample.token_index + chunk as u32, ..sample });
+    }
+    inputs
+}
+
 struct Options {
     layers: usize,
     context: usize,
@@ -199,13 +230,11 @@ fn options() -> Options {
     }
 }
 
-/// Milliseconds a step, two in flight.
-fn time_decode(
+/// Milliseconds a step of `inputs(number)`, two in flight.
+fn time_steps(
     device: &mut CudaDevice,
     model: &mut Model,
-    rows: usize,
-    context: usize,
-    blocks: usize,
+    inputs: impl Fn(usize) -> StepInputs,
 ) -> Result<f64, DeviceError> {
     let (warm_up, steps) = (4, 40);
     let mut start = Instant::now();
@@ -214,8 +243,7 @@ fn time_decode(
             while device.collect(true)?.is_some() {}
             start = Instant::now();
         }
-        let inputs = step(number as u64, rows, context + number, 1, blocks);
-        device.run_step(&inputs, &mut |device| model.forward(device))?;
+        device.run_step(&inputs(number), &mut |device| model.forward(device))?;
         if number > 0 && number != warm_up {
             device.collect(true)?;
         }
@@ -279,7 +307,7 @@ fn main() -> Result<(), DeviceError> {
     mark("weights loaded");
     say(format!("{}: {plan:?}", device.describe()));
     let decode_blocks = (options.context + 64) / BLOCK + 1;
-    let num_blocks = (MAX_ROWS * decode_blocks).max(8 * 2048 / BLOCK);
+    let num_blocks = (MAX_ROWS * decode_blocks.max(512 / BLOCK)).max(8 * 2048 / BLOCK);
     device.allocate_cache(&spec, num_blocks)?;
     for row in 0..MAX_ROWS as u32 {
         device.join_row(RowId(row), &[TokenId(1)], 1, &SamplingParams::default())?;
@@ -287,8 +315,16 @@ fn main() -> Result<(), DeviceError> {
     mark("ready");
     let batches = [1, 2, 4, 8, 16, 32, 64, 128, 256].into_iter().filter(|&b| options.batch == 0 || options.batch == b);
     for batch in batches {
-        let ms = time_decode(&mut device, &mut model, batch, options.context, decode_blocks)?;
+        let inputs = |number: usize| step(number as u64, batch, options.context + number, 1, decode_blocks);
+        let ms = time_steps(&mut device, &mut model, inputs)?;
         say(format!("decode batch {batch:>4} context {}: {ms:.3} ms a step", options.context));
+    }
+    for chunk in [64, 256, 512].into_iter().filter(|&chunk| chunk <= options.prefill && options.batch == 0) {
+        let inputs = |number: usize| {
+            mixed_step(number as u64, MAX_ROWS - 1, options.context + number, chunk, decode_blocks.max(512 / BLOCK))
+        };
+        let ms = time_steps(&mut device, &mut model, inputs)?;
+        say(format!("mixed {} + {chunk} context {}: {ms:.3} ms a step", MAX_ROWS - 1, options.context));
     }
     let prefills = [(1, 128), (1, 512), (1, 2048), (8, 2048)];
     for (rows, tokens) in prefills.into_iter().filter(|(rows, tokens)| rows * tokens <= options.prefill) {
