@@ -29,7 +29,9 @@ fn main() {
             let epilogue = if name == "gate_up" { Epilogue::Gated(GateActivation::Silu) } else { Epilogue::Store };
             let linear = |i: usize| LinearWeight { weight: weights[i % copies].span(), bias: Span::NULL, n, k };
             let skinny = (rows <= skinny_gemm::MAX_ROWS).then(|| {
-                microseconds(&queue, 2 * copies, |i| skinny_gemm(&queue, y.span(), x.span(), &linear(i), rows, epilogue))
+                microseconds(&queue, 2 * copies, |i| {
+                    skinny_gemm(&queue, y.span(), x.span(), &linear(i), rows, epilogue)
+                })
             });
             let wide = wide_gemm::is_available(&gpu).then(|| {
                 microseconds(&queue, 2 * copies, |i| wide_gemm(&queue, y.span(), x.span(), &linear(i), rows, epilogue))

@@ -9,7 +9,7 @@ use cudarc::driver::sys;
 use half::bf16;
 
 use super::error::{check, ensure};
-use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, PinnedBuffer, Queue, Span};
+use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, PinnedBuffer, Queue, Span, owner_norm};
 
 const OP: &str = "all_reduce";
 /// Most ranks of a group.
@@ -39,7 +39,19 @@ impl PeerBuffer {
         ensure!(OP, (2..=MAX_RANKS).contains(&ranks), "{ranks} ranks; expected 2 to {MAX_RANKS}");
         let fits = max_rows > 0 && (8..=MAX_COLS).contains(&max_cols) && max_cols.is_multiple_of(8);
         ensure!(OP, fits, "{max_rows} rows of {max_cols} columns; a multiple of 8 to {MAX_COLS}");
-        let bytes = Self::bytes(ranks, max_rows, max_cols);
+        Self::zeroed(gpu, Self::bytes(ranks, max_rows, max_cols), [ranks, max_rows, max_cols])
+    }
+
+    /// Flags for [`super::owner_norm`], which moves rows without packets.
+    pub fn for_flags(gpu: &Arc<Gpu>, ranks: usize, max_rows: usize, max_cols: usize) -> Result<Self, CudaError> {
+        ensure!(OP, (2..=MAX_RANKS).contains(&ranks), "{ranks} ranks; expected 2 to {MAX_RANKS}");
+        Self::zeroed(gpu, Self::FLAG_BYTES, [ranks, max_rows, max_cols.min(MAX_COLS)])
+    }
+
+    /// Bytes that [`PeerBuffer::for_flags`] takes.
+    pub const FLAG_BYTES: usize = MIN_BYTES;
+
+    fn zeroed(gpu: &Arc<Gpu>, bytes: usize, [ranks, max_rows, max_cols]: [usize; 3]) -> Result<Self, CudaError> {
         let buffer = DeviceBuffer::new(gpu, bytes)?;
         // SAFETY: the span is live, and the call returns when the stream has done it.
         let code = unsafe { sys::cuMemsetD8_v2(buffer.span().address(), 0, bytes) };
@@ -56,23 +68,32 @@ impl PeerBuffer {
 
     /// For the other processes of the group.
     pub fn handle(&self) -> Result<PeerHandle, CudaError> {
-        let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
-        // SAFETY: `handle` is writable and the buffer is a live allocation of this process.
-        check(unsafe { sys::cuIpcGetMemHandle(&mut handle, self.buffer.span().address()) }, "cuIpcGetMemHandle")?;
-        Ok(handle.reserved.map(|byte| byte as u8))
+        handle_of(self.buffer.span())
     }
+}
+
+/// For other processes: names the allocation that starts at `span`.
+pub(super) fn handle_of(span: Span) -> Result<PeerHandle, CudaError> {
+    let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+    // SAFETY: `handle` is writable and the span is a live allocation of this process.
+    check(unsafe { sys::cuIpcGetMemHandle(&mut handle, span.address()) }, "cuIpcGetMemHandle")?;
+    Ok(handle.reserved.map(|byte| byte as u8))
 }
 
 /// Another process's memory, mapped into this one.
 #[derive(Debug)]
-struct Mapped(u64);
+pub(super) struct Mapped(u64);
 
 impl Mapped {
-    fn open(handle: &PeerHandle) -> Result<Self, CudaError> {
+    pub(super) fn address(&self) -> u64 {
+        self.0
+    }
+
+    pub(super) fn open(handle: &PeerHandle) -> Result<Self, CudaError> {
         let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte as _) };
         let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut address = 0;
-        // SAFETY: `address` is writable; the handle came from `PeerBuffer::handle` of another process.
+        // SAFETY: `address` is writable; the handle came from `handle_of` in another process.
         check(unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, flags) }, "cuIpcOpenMemHandle")?;
         Ok(Self(address))
     }
@@ -85,8 +106,8 @@ impl Drop for Mapped {
     }
 }
 
-/// A group whose ranks have mapped each other's exchange buffers. It serves either this module's calls or
-/// [`super::skinny_gemm::peer_add_norm`], which count differently.
+/// A group whose ranks have mapped each other's exchange buffers. It serves this module's calls, or
+/// [`super::skinny_gemm::peer_add_norm`], or [`super::owner_norm`], which count differently.
 #[derive(Debug)]
 pub struct PeerGroup {
     own: PeerBuffer,
@@ -136,9 +157,20 @@ impl PeerGroup {
         );
         let map = |(r, handle): (usize, &PeerHandle)| (r != rank).then(|| Mapped::open(handle)).transpose();
         let peers = handles.iter().enumerate().map(map).collect::<Result<_, _>>()?;
-        let epochs = DeviceBuffer::from_slice(gpu, &vec![0u32; own.max_rows.max(own.max_cols.div_ceil(COLS_OF_EPOCH))])?;
+        let num_epochs = own.max_rows.max(own.max_cols.div_ceil(COLS_OF_EPOCH)).max(owner_norm::MAX_BLOCKS);
+        let epochs = DeviceBuffer::from_slice(gpu, &vec![0u32; num_epochs])?;
         let status = PinnedBuffer::new(gpu, 256)?;
         Ok(Self { own, peers, epochs, status, rank, patience_ns })
+    }
+
+    /// Ranks of the group.
+    pub fn ranks(&self) -> usize {
+        self.own.ranks
+    }
+
+    /// This process's place in it.
+    pub fn rank(&self) -> usize {
+        self.rank
     }
 
     /// Most rows of a sum.

@@ -47,7 +47,7 @@ pub struct GemmBuffers {
     pub bias: Span,
 }
 
-/// What an algorithm was measured for: the shape with `m` rounded up to a power of two.
+/// What an algorithm was measured for: the shape with `m` rounded up as by [`measured_rows`].
 type ChoiceKey = (usize, usize, usize, bool, bool);
 
 /// cuBLASLt with its scratch and what it learned.
@@ -61,6 +61,12 @@ pub struct LibraryGemm {
 
 // SAFETY: the handle may be used from any thread, one at a time, which `&mut self` sees to.
 unsafe impl Send for LibraryGemm {}
+
+/// The number of rows whose algorithm `m` rows are computed with: a multiple of a quarter of the power of two below, and of 64.
+pub fn measured_rows(m: usize) -> usize {
+    let step = (m.next_power_of_two() / 8).max(64);
+    if m <= 64 { m.next_power_of_two() } else { m.next_multiple_of(step) }
+}
 
 /// Descriptors of one shape.
 struct Plan {
@@ -136,7 +142,7 @@ impl LibraryGemm {
         let has_bias = !buffers.bias.is_null();
         let mut plan = Plan::new(shape, has_bias)?;
         plan.set_bias(buffers.bias)?;
-        let choice_key = (shape.m.next_power_of_two(), shape.n, shape.k, shape.to_f32, has_bias);
+        let choice_key = (measured_rows(shape.m), shape.n, shape.k, shape.to_f32, has_bias);
         if let Some(choice) = self.choices.get(&choice_key) {
             plan.algorithm.data = *choice;
             if plan.is_usable(self.handle) {
@@ -352,5 +358,22 @@ impl Drop for LibraryGemm {
         self.plans.clear();
         // SAFETY: created in `new`, destroyed once.
         unsafe { sys::cublasLtDestroy(self.handle) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::measured_rows;
+
+    #[test]
+    fn rows_are_measured_at_a_few_sizes_of_each_power_of_two() {
+        let sizes = |rows: std::ops::Range<usize>| {
+            let mut sizes: Vec<usize> = rows.map(measured_rows).collect();
+            sizes.dedup();
+            sizes
+        };
+        assert_eq!(sizes(1..65), [1, 2, 4, 8, 16, 32, 64]);
+        assert_eq!(sizes(65..1025), [128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024]);
+        assert_eq!(sizes(8193..16385), [10240, 12288, 14336, 16384]);
     }
 }

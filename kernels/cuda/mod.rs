@@ -48,6 +48,7 @@ mod images;
 pub mod library;
 pub mod library_gemm;
 mod memory;
+pub mod owner_norm;
 pub mod paged_attention;
 pub mod prefill_attention;
 mod queue;

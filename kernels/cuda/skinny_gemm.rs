@@ -13,6 +13,9 @@ use super::{Arg, CudaError, Gpu, Launch, Queue, Span};
 /// Most rows of `x`.
 pub const MAX_ROWS: usize = 64;
 
+/// Most rows of [`peer_add_norm`] and [`scaled`]: with more, every block that takes the result adds up too many squares.
+pub const MAX_NORM_ROWS: usize = 8;
+
 /// Rows of gate that are followed by as many rows of up in a packed gate/up weight.
 pub const GATE_GROUP: usize = 8;
 
@@ -120,7 +123,7 @@ pub fn has_hopper_kernel(gpu: &Gpu) -> bool {
     gpu.capability().0 == 9 && gpu.has_kernel("sm90_skinny_gemm_bf16_m8_g1")
 }
 
-/// Rows of `x` that an [`add_norm`] left unscaled: each is to be multiplied by `rsqrt(mean of its squares + eps)`.
+/// Rows of `x` that an [`peer_add_norm`] left unscaled: each is to be multiplied by `rsqrt(mean of its squares + eps)`.
 #[derive(Debug, Clone, Copy)]
 pub struct RowScale {
     /// `[rows, slices]` f32, sums of squares.
@@ -133,7 +136,7 @@ pub struct RowScale {
     pub eps: f32,
 }
 
-/// What [`add_norm`] does with the product.
+/// What [`peer_add_norm`] does with the product.
 #[derive(Debug, Clone, Copy)]
 pub struct AddNorm {
     /// `[rows, n]` bf16, to which the product is added.
@@ -144,7 +147,7 @@ pub struct AddNorm {
     pub squares: Span,
 }
 
-/// Sums of squares that [`add_norm`] leaves of each row.
+/// Sums of squares that [`peer_add_norm`] leaves of each row.
 pub fn norm_slices(n: usize, k: usize, rows: usize) -> usize {
     n.div_ceil(TILE) * Split::for_shape(n, k, rows).parts
 }
@@ -154,24 +157,10 @@ pub fn max_norm_slices(n: usize) -> usize {
     n.div_ceil(TILE) * 4
 }
 
-/// `residual += x @ weight^T`, `y = residual * gain`, both `[rows, n]` bf16, and the squares of `residual` before it is rounded: an
-/// RMSNorm but for its scale, which the product that takes `y` applies ([`scaled`]). On Hopper ([`has_norm_kernel`]).
-pub fn add_norm(
-    q: &Queue,
-    y: Span,
-    x: Span,
-    linear: &LinearWeight,
-    rows: usize,
-    add: AddNorm,
-) -> Result<(), CudaError> {
-    let LinearWeight { n, k, .. } = *linear;
-    let norm = add.argument(y, linear, rows)?;
-    check(y, x, linear, rows, Epilogue::Store)?;
-    launch(q, y, x, linear, rows, ADD_NORM, Split::for_shape(n, k, rows), Some(norm), None)
-}
-
-/// [`add_norm`] of a product whose other parts lie with the other ranks of `group`, each rounded to bf16. All ranks call it alike, and
-/// use the group for nothing else. On Hopper ([`has_norm_kernel`]).
+/// `residual += the group's sum of x @ weight^T`, each rank's part rounded to bf16, then `y = residual * gain`, both `[rows, n]` bf16,
+/// and the squares of `residual` before it is rounded: an RMSNorm but for its scale, which the product that takes `y` applies
+/// ([`scaled`]). `rows` at most [`MAX_NORM_ROWS`]. All ranks call it alike, and use the group for nothing else. On Hopper
+/// ([`has_norm_kernel`]).
 pub fn peer_add_norm(
     q: &Queue,
     y: Span,
@@ -183,9 +172,10 @@ pub fn peer_add_norm(
 ) -> Result<(), CudaError> {
     let LinearWeight { n, k, .. } = *linear;
     let norm = add.argument(y, linear, rows)?;
+    ensure!(OP, rows <= MAX_NORM_ROWS, "{rows} rows; expected at most {MAX_NORM_ROWS}");
     check(y, x, linear, rows, Epilogue::Store)?;
     let peers = group.argument(&[y, add.residual], rows, n, Shots::One)?;
-    launch(q, y, x, linear, rows, ADD_NORM, Split::for_shape(n, k, rows), Some(norm), Some(&peers))
+    launch(q, y, x, linear, rows, Epilogue::Store.code(), Split::for_shape(n, k, rows), Some(norm), Some(&peers))
 }
 
 impl AddNorm {
@@ -209,7 +199,7 @@ impl AddNorm {
     }
 }
 
-/// [`skinny_gemm`] of an `x` that [`add_norm`] made. On Hopper ([`has_norm_kernel`]).
+/// [`skinny_gemm`] of an `x` that [`peer_add_norm`] made. On Hopper ([`has_norm_kernel`]).
 pub fn scaled(
     q: &Queue,
     y: Span,
@@ -221,6 +211,7 @@ pub fn scaled(
 ) -> Result<(), CudaError> {
     let RowScale { squares, slices, cols, eps } = scale;
     let found = squares.count::<f32>();
+    ensure!(OP, rows <= MAX_NORM_ROWS, "{rows} rows; expected at most {MAX_NORM_ROWS}");
     ensure!(OP, slices > 0 && cols > 0 && found >= rows * slices, "{found} squares of {rows} x {slices}");
     let norm = NormArgument {
         squares_in: squares.address(),
@@ -233,13 +224,10 @@ pub fn scaled(
     launch(q, y, x, linear, rows, epilogue.code(), Split::for_shape(linear.n, linear.k, rows), Some(norm), None)
 }
 
-/// Whether this GPU and this build have [`add_norm`] and [`scaled`].
+/// Whether this GPU and this build have [`peer_add_norm`] and [`scaled`].
 pub fn has_norm_kernel(gpu: &Gpu) -> bool {
     has_hopper_kernel(gpu) && gpu.has_kernel("sm90_skinny_gemm_norm_bf16_m8_g1")
 }
-
-/// The epilogue of [`add_norm`].
-const ADD_NORM: u32 = 4;
 
 /// The kernel's `Norm`.
 #[derive(Clone, Copy, Default, Pod, Zeroable)]

@@ -45,7 +45,7 @@ __device__ __forceinline__ void produce(const R& ring, const TensorMap* w_map, c
     }
 }
 
-enum Epilogue : i32 { STORE = 0, STORE_F32 = 1, SILU = 2, GELU = 3, ADD_NORM = 4 };
+enum Epilogue : i32 { STORE = 0, STORE_F32 = 1, SILU = 2, GELU = 3 };
 
 struct Output {
     void* y;
@@ -56,9 +56,9 @@ struct Output {
 
 struct Norm {
     const float* squares_in;  // [M, slices_in], or null: x is as it should be
-    bf16* residual;           // [M, N], of ADD_NORM
-    const bf16* gain;         // [N], of ADD_NORM
-    float* squares_out;       // [M, slices_out], of ADD_NORM
+    bf16* residual;           // [M, N], with peers
+    const bf16* gain;         // [N], with peers
+    float* squares_out;       // [M, slices_out], with peers
     i32 slices_in, slices_out;
     float inverse_cols, eps;
 };
@@ -161,24 +161,8 @@ struct Quads {
     }
 };
 
-// Rows first .. first + count of the tile onto the residual; `slice` is this block's place in the sums of squares.
-template <class Parts>
-__device__ __forceinline__ void store_add_norm(const Parts& parts, const Output& out, const Norm& norm, i32 n0, i32 first,
-                                               i32 count, i32 slice) {
-    const int lane = threadIdx.x % 32;
-    for (int warp_first = threadIdx.x - lane; warp_first < out.m * count / 4; warp_first += blockDim.x) {
-        const Quads at(warp_first + lane, n0, first, count);
-        float squares = 0.0f;
-        if (at.is_inside(out)) {
-            float4 v = parts.sum(at.m, at.r);
-            add_bias(v, out.bias, at.n);
-            squares = add_to_residual(out, norm, at.m, at.n, v);
-        }
-        at.store_squares(out, norm, squares, slice);
-    }
-}
-
-// The same after adding the other ranks' parts: all are sent before any is awaited.
+// Rows first .. first + count of the tile and the other ranks' parts of it onto the residual; `slice` is this block's place in the
+// sums of squares. All parts are sent before any is awaited.
 template <int ITEMS, class Parts>
 __device__ __forceinline__ void store_peer_norm(const Parts& parts, const Output& out, const Norm& norm, const AllReduce& peers,
                                                 i32 n0, i32 first, i32 count, i32 slice) {

@@ -1,9 +1,8 @@
 // sm90_skinny_gemm_bf16: y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]), for few rows: M <= 64
-// sm90_skinny_gemm_norm_bf16: the same with half an RMSNorm at either end. Before: x comes unscaled, sums are multiplied by
-//          rsqrt(mean of the row's squares + eps). After, epilogue ADD_NORM: residual[m, n] += sum, y[m, n] = residual[m, n] * gain[n]
-//          unscaled, and each block leaves its columns' squares for the product that takes y
-// sm90_skinny_gemm_peer_norm_bf16: ADD_NORM of a product whose other parts of K lie with the other ranks of a group: each block
-//          sends its columns to the same block of every rank and adds what comes (`peers.cuh`, one shot)
+// sm90_skinny_gemm_norm_bf16: the same of an x that comes unscaled: sums are multiplied by rsqrt(mean of the row's squares + eps)
+// sm90_skinny_gemm_peer_norm_bf16: of a product whose other parts of K lie with the other ranks of a group. Each block sends its columns
+//          to the same block of every rank and adds what comes (`peers.cuh`, one shot). residual[m, n] += sum over the group,
+//          y[m, n] = residual[m, n] * gain[n], unscaled, and each block leaves its columns' squares for the product that takes y
 // archs: 90a
 //
 // x        [M, K]  bf16 through tensor map `x_map`, box [NT rows, 64]; rows past M arrive as zero
@@ -12,9 +11,9 @@
 // squares  [M, slices] f32; a slice is what one block stores: S of them for each 64 columns
 // peers    as in all_reduce.cu, of a buffer of its own, with a pitch of N; epochs [N / 16] u32, how often 16 columns have been summed.
 //          All ranks launch the same grid, so that each finds its like at work sooner or later
-// maths    fp32 in the tensor cores, K in S equal parts, summed in order of the parts: no result depends on M. ADD_NORM takes squares
-//          and y from the fp32 sum, as add_rms_norm does, and rounds y once; the scale meets the fp32 sum of the next product.
-//          With peers each rank's part is rounded to bf16 and summed in fp32 in order of ranks: all have the same bits
+// maths    fp32 in the tensor cores, K in S equal parts, summed in order of the parts: no result depends on M. Each rank's part is
+//          rounded to bf16 and summed in fp32 in order of ranks: all have the same bits. Squares and y are taken from the fp32 sum, as
+//          add_rms_norm does, and y is rounded once; the scale meets the fp32 sum of the next product
 // stages   of the ring, a multiple of GROUPS
 // launch   grid (S, ceil(N / 64)), cluster (S, 1), 128 GROUPS + 32 threads, 32 more with norm, dynamic shared memory from the wrapper
 //          Weights are the 64-row side of wgmma, x the narrow side. One warp keeps a ring of 64-wide slices of w and x full
@@ -131,8 +130,6 @@ __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const Tensor
     if constexpr (PEERS) {
         constexpr int THREADS = PRODUCER + 32, ITEMS = (NT * TILE / 4 + THREADS - 1) / THREADS;
         store_peer_norm<ITEMS>(reducer, out, norm, peers, n0, part * rows, rows, (i32)blockIdx.y * parts + part);
-    } else if (NORM && out.epilogue == ADD_NORM) {
-        store_add_norm(reducer, out, norm, n0, part * rows, rows, (i32)blockIdx.y * parts + part);
     } else if (out.epilogue < SILU) {
         store_tile(reducer, out, n0, part * rows, rows);
     } else {
@@ -147,7 +144,19 @@ __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const Tensor
                                                 const __grid_constant__ TensorMap x_map, const Output out, i32 k,      \
                                                 i32 stages, i32 parts) {                                               \
         skinny_gemm<NT, GROUPS, false, false>(&w_map, &x_map, out, k, stages, parts, Norm{}, AllReduce{});             \
-    }                                                                                                                  \
+    }
+
+#define SKINNY_GEMM_GROUPS(NT) \
+    SKINNY_GEMM(NT, 1)         \
+    SKINNY_GEMM(NT, 2)         \
+    SKINNY_GEMM(NT, 4)
+
+SKINNY_GEMM_GROUPS(8)
+SKINNY_GEMM_GROUPS(16)
+SKINNY_GEMM_GROUPS(32)
+SKINNY_GEMM_GROUPS(64)
+
+#define SKINNY_GEMM_NORM(NT, GROUPS)                                                                                   \
     extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 64)                                                    \
         sm90_skinny_gemm_norm_bf16_m##NT##_g##GROUPS(const __grid_constant__ TensorMap w_map,                          \
                                                      const __grid_constant__ TensorMap x_map, const Output out, i32 k, \
@@ -163,12 +172,6 @@ __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const Tensor
         skinny_gemm<NT, GROUPS, true, true>(&w_map, &x_map, out, k, stages, parts, norm, peers);                       \
     }
 
-#define SKINNY_GEMM_GROUPS(NT) \
-    SKINNY_GEMM(NT, 1)         \
-    SKINNY_GEMM(NT, 2)         \
-    SKINNY_GEMM(NT, 4)
-
-SKINNY_GEMM_GROUPS(8)
-SKINNY_GEMM_GROUPS(16)
-SKINNY_GEMM_GROUPS(32)
-SKINNY_GEMM_GROUPS(64)
+SKINNY_GEMM_NORM(8, 1)
+SKINNY_GEMM_NORM(8, 2)
+SKINNY_GEMM_NORM(8, 4)

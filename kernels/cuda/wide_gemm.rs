@@ -104,7 +104,9 @@ mod tests {
 
     #[test]
     fn a_wave_takes_each_matrix_of_the_7b_shape() {
-        for (n, k) in [(12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (32000, 4096), (3072, 4096), (5504, 4096)] {
+        for (n, k) in
+            [(12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (32000, 4096), (3072, 4096), (5504, 4096)]
+        {
             let Division { width, parts } = Division::for_shape(n, k, 132);
             let blocks = n.div_ceil(width) * parts;
             assert!((96..=132).contains(&blocks), "{n} x {k}: {width} rows in {parts} parts are {blocks} blocks");

@@ -10,6 +10,9 @@ pub struct EngineConfig {
     /// Most prefill tokens in a step that also decodes: bounds the gap between a stream's tokens while a long
     /// prompt arrives. `max_step_tokens` is no bound beyond that one.
     pub max_mixed_prefill_tokens: usize,
+    /// Tokens that the device computes at once, so that a step of one more takes as long as one of so many more; 1 where that is
+    /// not so. A step with as many decodes as that leaves the last few prompt tokens to the next one rather than begin another such lot.
+    pub token_tile: usize,
     /// Longest sequence, prompt and output together.
     pub max_sequence_len: usize,
     /// Positions in one KV block.
@@ -63,6 +66,7 @@ impl Default for EngineConfig {
             max_rows: 64,
             max_step_tokens: 2048,
             max_mixed_prefill_tokens: 2048,
+            token_tile: 1,
             max_sequence_len: 4096,
             block_size: 16,
             num_blocks: 4096,
@@ -87,6 +91,7 @@ impl EngineConfig {
             ("max_rows", self.max_rows, 1, "a sequence needs a row"),
             ("max_step_tokens", self.max_step_tokens, self.max_rows, "`max_rows`: a decode takes a token of each"),
             ("max_mixed_prefill_tokens", self.max_mixed_prefill_tokens, 1, "prefill must advance beside decodes"),
+            ("token_tile", self.token_tile, 1, "a token is computed at a time"),
             ("max_sequence_len", self.max_sequence_len, 2, "a prompt token and an output token"),
             ("block_size", self.block_size, 1, "a block holds a position"),
             ("num_blocks", self.num_blocks, 1, "a sequence needs a block"),

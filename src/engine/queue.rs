@@ -32,7 +32,12 @@ impl Queue {
     }
 
     pub(crate) fn first(&self) -> Option<Slot> {
-        self.resumed.values().chain(self.new.values()).next().copied()
+        self.slots().next()
+    }
+
+    /// Those that wait, in the order in which they are served.
+    pub(crate) fn slots(&self) -> impl Iterator<Item = Slot> {
+        self.resumed.values().chain(self.new.values()).copied()
     }
 
     pub(crate) fn insert(&mut self, sequence: &Sequence, slot: Slot) {

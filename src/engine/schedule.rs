@@ -59,9 +59,29 @@ impl Engine {
         if num_decode_tokens > 0 {
             draft.prefill_budget = draft.prefill_budget.min(self.config.max_mixed_prefill_tokens);
         }
+        if num_decode_tokens >= self.config.token_tile && self.config.token_tile > 1 {
+            draft.prefill_budget = self.whole_tiles(num_decode_tokens, draft.prefill_budget);
+        }
         self.plan_chunks(&mut draft);
         self.admit(&mut draft);
         self.seal(draft)
+    }
+
+    /// A prefill budget with which a step of `num_decode_tokens` has no part of a tile, if prompts are there for it; at most `budget`.
+    fn whole_tiles(&self, num_decode_tokens: usize, budget: usize) -> usize {
+        let remaining = |sequence: &Sequence| sequence.tokens.len().saturating_sub(sequence.num_computed);
+        let running = self.running.iter().map(|&(_, slot)| &self.sequences[slot]).filter(|s| s.is_prefilling());
+        let queued = self.queue.slots().take(self.free_rows.len()).map(|slot| &self.sequences[slot]);
+        let mut waiting = 0;
+        for sequence in running.chain(queued) {
+            waiting += remaining(sequence);
+            if waiting >= budget {
+                break;
+            }
+        }
+        let prefill = waiting.min(budget);
+        let part = (num_decode_tokens + prefill) % self.config.token_tile;
+        if part < prefill { prefill - part } else { budget }
     }
 
     fn plan_decodes(&mut self, draft: &mut Draft) {

@@ -12,6 +12,9 @@ use super::queue_rules::QueueRules;
 /// Most tokens guessed in one step: more are seldom right.
 const MAX_DRAFTS: usize = 64;
 
+/// Rows of a tile of the matrix products on GPUs.
+const GPU_TOKEN_TILE: usize = 128;
+
 /// Prefill tokens in a step that also decodes when the model does not say, on CPUs and on CUDA devices: enough to keep them
 /// busy, and few enough for streams to go on without a gap that is felt.
 const MIXED_PREFILL_TOKENS: [usize; 2] = [128, 512];
@@ -158,6 +161,7 @@ fn engine_config(
         max_sequence_len,
         block_size: parameter(config, "tokens_per_block")?.unwrap_or(defaults.block_size),
         max_mixed_prefill_tokens: max_mixed_prefill_tokens(config, defaults.device)?,
+        token_tile: if matches!(defaults.device, DeviceChoice::Cuda { .. }) { GPU_TOKEN_TILE } else { 1 },
         max_queue: if max_queue == 0 { EngineConfig::default().max_queue } else { max_queue },
         policy,
         max_joined_tokens: max_sequence_len.max(EngineConfig::default().max_joined_tokens),

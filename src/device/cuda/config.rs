@@ -35,26 +35,8 @@ pub struct CudaConfig {
 /// Kernels on trial; all off by default. Parsed from names with commas between, or `all`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Trials {
-    /// `rope-attention`: decode attention rotates q and k and writes the KV blocks itself.
-    pub rope_in_attention: bool,
-    /// `peer-candidates`: a group gathers greedy candidates through peer memory rather than NCCL.
-    pub peer_candidates: bool,
-    /// `fused-norm`: products of decodes sum over the group, add to the residual and norm it.
-    pub fused_norm: bool,
     /// `wide-gemm`: the own kernel takes products of 65 to 128 rows, not the library.
     pub wide_gemm: bool,
-    /// `idle-graphs`: a device without work measures products and records graphs before a step needs them.
-    pub idle_graphs: bool,
-}
-
-impl Trials {
-    const ALL: Self = Self {
-        rope_in_attention: true,
-        peer_candidates: true,
-        fused_norm: true,
-        wide_gemm: true,
-        idle_graphs: true,
-    };
 }
 
 impl FromStr for Trials {
@@ -64,18 +46,8 @@ impl FromStr for Trials {
         let mut trials = Self::default();
         for name in names.split(',').filter(|name| !name.is_empty()) {
             match name {
-                "rope-attention" => trials.rope_in_attention = true,
-                "peer-candidates" => trials.peer_candidates = true,
-                "fused-norm" => trials.fused_norm = true,
-                "wide-gemm" => trials.wide_gemm = true,
-                "idle-graphs" => trials.idle_graphs = true,
-                "all" => trials = Self::ALL,
-                other => {
-                    return Err(format!(
-                        "nothing on trial is named `{other}`; there are `rope-attention`, `peer-candidates`, `fused-norm`, \
-                         `wide-gemm`, `idle-graphs` and `all`"
-                    ));
-                }
+                "wide-gemm" | "all" => trials.wide_gemm = true,
+                other => return Err(format!("nothing on trial is named `{other}`; there are `wide-gemm` and `all`")),
             }
         }
         Ok(trials)
@@ -107,9 +79,8 @@ mod tests {
     #[test]
     fn trials_are_named_one_by_one_or_all() {
         assert_eq!("".parse(), Ok(Trials::default()));
-        assert_eq!("rope-attention".parse(), Ok(Trials { rope_in_attention: true, ..Trials::default() }));
-        assert_eq!("rope-attention,peer-candidates,fused-norm,wide-gemm,idle-graphs".parse(), Ok(Trials::ALL));
-        assert_eq!("all".parse(), Ok(Trials::ALL));
+        assert_eq!("wide-gemm".parse(), Ok(Trials { wide_gemm: true }));
+        assert_eq!("all".parse(), Ok(Trials { wide_gemm: true }));
         assert!("rope".parse::<Trials>().unwrap_err().contains("`rope`"));
     }
 }

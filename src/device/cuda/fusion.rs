@@ -1,11 +1,11 @@
-//! Residual add, RMSNorm and a group's sum inside the products around them, on trial as `fused-norm`.
+//! A group's sum, residual add and RMSNorm inside the products around them, in decodes of few rows.
 //!
 //! A partial product waits until the norm that follows it is known; then one kernel multiplies, adds to the residual and stores
 //! rows that lack their scale, which every product that takes them applies.
 
 use std::sync::Arc;
 
-use kernels::cuda::skinny_gemm::{self, AddNorm, RowScale};
+use kernels::cuda::skinny_gemm::{self, AddNorm, MAX_NORM_ROWS, RowScale};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Span};
 
 use super::group::ReduceAddNorm;
@@ -52,26 +52,22 @@ impl Fusion {
 
 /// Bytes that [`Fusion::new`] takes.
 pub(crate) fn squares_bytes(cols: usize) -> usize {
-    skinny_gemm::MAX_ROWS * skinny_gemm::max_norm_slices(cols) * 4
+    MAX_NORM_ROWS * skinny_gemm::max_norm_slices(cols) * 4
 }
 
 impl CudaDevice {
-    /// Whether products and norms of this model may be joined: every matrix is in the kernel's reach.
+    /// Whether products, a group's sums and norms of this model may be joined: every matrix is in the kernel's reach.
     pub(crate) fn can_fuse_norms(&self) -> bool {
         let CudaDevice { config, gpu, .. } = self;
-        config.trials.fused_norm
-            && config.use_fast_kernels
-            && self.all_skinny
-            && skinny_gemm::has_norm_kernel(gpu)
+        self.group.size() > 1 && config.use_fast_kernels && self.all_skinny && skinny_gemm::has_norm_kernel(gpu)
     }
 
     /// Takes the partial product of a step of decodes for [`CudaDevice::finish_deferred`]; false if it is to run at once.
     pub(crate) fn defer(&mut self, out: Span, x: Span, weight: &CudaWeight) -> bool {
         let StepShape { tokens, prefill_rows, samples, .. } = self.current().shape;
         // Positions that sample are not gathered from such a step: scales are by token.
-        let few = self.group.fused_rows().is_some_and(|rows| tokens <= rows);
-        let joins = weight.is_partial && few && prefill_rows == 0 && samples == tokens;
-        if joins && !self.current().only_products && self.fusion.squares.is_some() {
+        let joins = weight.is_partial && tokens <= MAX_NORM_ROWS && prefill_rows == 0 && samples == tokens;
+        if joins && !self.current().only_products && self.group.fused().is_some() {
             self.fusion.deferred = Some(Deferred { out, x, weight: *weight });
             return true;
         }
@@ -89,11 +85,8 @@ impl CudaDevice {
         let linear = weight.linear();
         let squares = squares.span();
         let add = AddNorm { residual: norm.residual, gain: norm.weight, squares };
-        let queued = match self.group.fused() {
-            Some(group) => skinny_gemm::peer_add_norm(&self.queue, norm.out, x, &linear, norm.rows, add, group),
-            None => skinny_gemm::add_norm(&self.queue, norm.out, x, &linear, norm.rows, add),
-        };
-        queued.map_err(device_error)?;
+        let group = self.group.fused().expect("a product is deferred where the group sums inside products");
+        skinny_gemm::peer_add_norm(&self.queue, norm.out, x, &linear, norm.rows, add, group).map_err(device_error)?;
         let slices = skinny_gemm::norm_slices(linear.n, linear.k, norm.rows);
         self.fusion.unscaled = Some((norm.out, RowScale { squares, slices, cols: norm.cols, eps: norm.eps }));
         Ok(true)

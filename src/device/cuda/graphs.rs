@@ -3,6 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 
 use kernels::cuda::Graph;
+use kernels::cuda::library_gemm::measured_rows;
 
 use super::step::StepShape;
 use super::{CudaDevice, device_error};
@@ -41,12 +42,12 @@ impl Graphs {
         self.buckets.last().copied().unwrap_or(0)
     }
 
-    /// Lists what may be done before a step needs it: recordings of greedy decodes, largest first, then products of chunks, then
-    /// recordings of other decodes.
+    /// Lists what may be done before a step needs it: recordings of greedy decodes, largest first, then products of chunks, smallest
+    /// first, then recordings of other decodes.
     pub(crate) fn plan_ahead(&mut self, max_tokens: usize) {
         let record = |is_greedy| move |&bucket| Ahead::Record { bucket, is_greedy };
-        let sizes = std::iter::successors(Some(max_tokens.next_power_of_two()), |tokens| Some(tokens / 2));
-        let chunks = sizes.take_while(|&tokens| tokens >= MIN_MEASURED).map(|tokens| tokens.min(max_tokens));
+        let next = |&tokens: &usize| (tokens < max_tokens).then(|| measured_rows(tokens + 1).min(max_tokens));
+        let chunks = std::iter::successors(Some(MIN_MEASURED.min(max_tokens)), next);
         let greedy = self.buckets.iter().rev().map(record(true));
         let others = self.buckets.iter().rev().map(record(false));
         self.ahead = greedy.chain(chunks.map(|tokens| Ahead::Measure { tokens })).chain(others).collect();
@@ -180,7 +181,7 @@ mod tests {
         let measure = |tokens| Ahead::Measure { tokens };
         let greedy = [16, 8, 4, 2, 1].map(|bucket| record(bucket, true));
         let others = [16, 8, 4, 2, 1].map(|bucket| record(bucket, false));
-        let chunks = [measure(300), measure(256), measure(128)];
+        let chunks = [measure(128), measure(192), measure(256), measure(300)];
         assert_eq!(graphs.ahead, [greedy.as_slice(), &chunks, &others].concat());
     }
 }

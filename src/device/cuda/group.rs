@@ -4,9 +4,11 @@ use std::sync::Arc;
 
 use half::bf16;
 use kernels::cuda::all_reduce::{PeerBuffer, PeerGroup, Shots};
+use kernels::cuda::owner_norm::{OwnerNorm, SharedBuffer, owner_norm};
 use kernels::cuda::rms_norm::add_rms_norm;
 use kernels::cuda::sample::ARGMAX_CHUNKS;
-use kernels::cuda::{CudaError, Gpu, Queue, Span, skinny_gemm};
+use kernels::cuda::skinny_gemm::MAX_NORM_ROWS;
+use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
 
 use super::nccl::Nccl;
 use super::{CudaConfig, Exchange, device_error};
@@ -25,10 +27,23 @@ pub(crate) struct Group {
     peers: Option<PeerGroup>,
     /// For sums inside the products that they are of.
     fused: Option<PeerGroup>,
+    /// For sums of many rows, and the activations that they are of.
+    owners: Option<Owners>,
     exchange: Option<Arc<dyn Exchange>>,
     tp: TensorParallel,
     uses_peers: bool,
-    gathers_by_peers: bool,
+}
+
+/// What [`owner_norm`] needs: its flags, and buffers that every worker has mapped.
+struct Owners {
+    flags: PeerGroup,
+    buffers: Vec<SharedBuffer>,
+}
+
+impl Owners {
+    fn buffer(&self, span: Span) -> Option<&SharedBuffer> {
+        self.buffers.iter().find(|buffer| buffer.own().address() == span.address())
+    }
 }
 
 /// Operands of [`Group::reduce_add_norm`].
@@ -47,16 +62,15 @@ impl Group {
     pub(crate) fn new(config: &CudaConfig) -> Result<Self, DeviceError> {
         let tp = config.tensor_parallel;
         let uses_peers = config.use_fast_kernels;
-        let gathers_by_peers = config.trials.peer_candidates;
         if tp.size == 1 {
-            return Ok(Self { nccl: None, peers: None, fused: None, exchange: None, tp, uses_peers, gathers_by_peers });
+            return Ok(Self { nccl: None, peers: None, fused: None, owners: None, exchange: None, tp, uses_peers });
         }
         let exchange = config.exchange.clone().ok_or_else(|| DeviceError::Unavailable {
             device: "cuda".into(),
             reason: format!("a group of {} workers needs a way to exchange NCCL's id", tp.size),
         })?;
         let nccl = Nccl::new(tp, exchange.as_ref(), &config.library_dirs)?;
-        Ok(Self { nccl: Some(nccl), peers: None, fused: None, exchange: Some(exchange), tp, uses_peers, gathers_by_peers })
+        Ok(Self { nccl: Some(nccl), peers: None, fused: None, owners: None, exchange: Some(exchange), tp, uses_peers })
     }
 
     pub(crate) fn size(&self) -> usize {
@@ -72,12 +86,7 @@ impl Group {
         if self.size() > 1 && self.uses_peers { peer_bytes(self.size(), cols) } else { 0 }
     }
 
-    /// Most rows of a sum inside its product; `None` where that is not done.
-    pub(crate) fn fused_rows(&self) -> Option<usize> {
-        if self.size() == 1 { Some(skinny_gemm::MAX_ROWS) } else { self.fused.as_ref().map(PeerGroup::max_rows) }
-    }
-
-    /// Of [`skinny_gemm::peer_add_norm`].
+    /// Of [`kernels::cuda::skinny_gemm::peer_add_norm`].
     pub(crate) fn fused(&self) -> Option<&PeerGroup> {
         self.fused.as_ref()
     }
@@ -86,11 +95,40 @@ impl Group {
     /// whether this worker can sum inside products, which is done where all can.
     pub(crate) fn open_peers(&mut self, gpu: &Arc<Gpu>, cols: usize, fuses: bool) -> Result<(), DeviceError> {
         let Some(exchange) = self.exchange.clone().filter(|_| self.uses_peers) else { return Ok(()) };
-        self.peers = self.peer_group(gpu, exchange.as_ref(), MAX_PEER_ROWS, peer_cols(cols))?;
+        let buffer = PeerBuffer::new(gpu, self.size(), MAX_PEER_ROWS, peer_cols(cols));
+        self.peers = self.peer_group(gpu, exchange.as_ref(), buffer)?;
         let all_fuse = exchange.gather(&[u8::from(fuses && self.peers.is_some())])?.iter().all(|flag| flag == &[1]);
         if all_fuse {
-            self.fused = self.peer_group(gpu, exchange.as_ref(), max_fused_rows(self.size(), cols), cols)?;
+            let buffer = PeerBuffer::new(gpu, self.size(), MAX_NORM_ROWS, cols);
+            self.fused = self.peer_group(gpu, exchange.as_ref(), buffer)?;
         }
+        Ok(())
+    }
+
+    /// Maps the activations `[max_tokens, cols]` that are summed, which are the same on every worker, into all of them.
+    pub(crate) fn share(
+        &mut self,
+        gpu: &Arc<Gpu>,
+        activations: &[&DeviceBuffer],
+        max_tokens: usize,
+        cols: usize,
+    ) -> Result<(), DeviceError> {
+        let Some(exchange) = self.exchange.clone().filter(|_| self.peers.is_some() && self.size().is_power_of_two())
+        else {
+            return Ok(());
+        };
+        let flags = PeerBuffer::for_flags(gpu, self.size(), max_tokens, cols);
+        let Some(flags) = self.peer_group(gpu, exchange.as_ref(), flags)? else { return Ok(()) };
+        let mut buffers = Vec::new();
+        for buffer in activations {
+            let handle = SharedBuffer::handle(buffer).map_or(Vec::new(), |handle| handle.to_vec());
+            let handles = exchange.gather(&handle)?;
+            let handles: Option<Vec<[u8; 64]>> = handles.into_iter().map(|handle| handle.try_into().ok()).collect();
+            let shared = handles.and_then(|handles| SharedBuffer::new(buffer, self.rank(), &handles).ok());
+            let all_have = exchange.gather(&[u8::from(shared.is_some())])?.iter().all(|flag| flag == &[1]);
+            buffers.extend(shared.filter(|_| all_have));
+        }
+        self.owners = Some(Owners { flags, buffers });
         Ok(())
     }
 
@@ -99,10 +137,8 @@ impl Group {
         &self,
         gpu: &Arc<Gpu>,
         exchange: &dyn Exchange,
-        rows: usize,
-        cols: usize,
+        buffer: Result<PeerBuffer, CudaError>,
     ) -> Result<Option<PeerGroup>, DeviceError> {
-        let buffer = PeerBuffer::new(gpu, self.size(), rows, cols);
         let own = buffer.and_then(|buffer| buffer.handle().map(|handle| (buffer, handle))).ok();
         let handle = own.as_ref().map_or(Vec::new(), |(_, handle)| handle.to_vec());
         let handles = exchange.gather(&handle)?;
@@ -126,9 +162,16 @@ impl Group {
         }
     }
 
-    /// `residual += sum over the group of partial; out = rms_norm(residual)`.
+    /// `residual += sum over the group of partial; out = rms_norm(residual)`. Of many rows, a worker keeps the residual of some only,
+    /// always the same ones.
     pub(crate) fn reduce_add_norm(&self, q: &Queue, x: ReduceAddNorm) -> Result<(), DeviceError> {
         let ReduceAddNorm { out, residual, partial, weight, rows, cols, eps } = x;
+        if let Some(owners) = self.owners.as_ref().filter(|_| 2 * rows * cols > max_packet_bytes(self.size()))
+            && let (Some(y), Some(partial)) = (owners.buffer(out), owners.buffer(partial))
+        {
+            let operands = OwnerNorm { y, partial, residual, weight, eps };
+            return owner_norm(q, &owners.flags, operands, rows, cols).map_err(device_error);
+        }
         let peers = self.peers.as_ref().filter(|_| rows <= MAX_PEER_ROWS);
         let done: Result<(), CudaError> = match peers {
             Some(peers) => {
@@ -150,7 +193,7 @@ impl Group {
 
     /// Fills `pairs [group, count, ARGMAX_CHUNKS]`, the best tokens of each worker's share, from each worker's own part.
     pub(crate) fn gather_candidates(&self, q: &Queue, pairs: Span, count: usize) -> Result<(), DeviceError> {
-        match self.peers.as_ref().filter(|_| self.gathers_by_peers && count <= MAX_PEER_ROWS) {
+        match self.peers.as_ref().filter(|_| count <= MAX_PEER_ROWS) {
             Some(peers) => peers.all_gather(q, pairs, count, CANDIDATE_BYTES).map_err(device_error),
             None => self.all_gather(q, pairs),
         }
@@ -158,7 +201,7 @@ impl Group {
 
     /// Whether every sum so far had all workers; cheap enough for every step.
     pub(crate) fn check(&self) -> Result<(), DeviceError> {
-        let groups = self.peers.iter().chain(&self.fused);
+        let groups = self.peers.iter().chain(&self.fused).chain(self.owners.as_ref().map(|owners| &owners.flags));
         groups.filter_map(PeerGroup::missing_rank).next().map_or(Ok(()), |rank| {
             Err(DeviceError::GroupTimeout {
                 tp_rank: self.tp.rank,
@@ -172,12 +215,13 @@ impl Group {
 /// Bytes of the memory that workers map into each other, for sums of `cols` columns.
 pub(crate) fn peer_bytes(group: usize, cols: usize) -> usize {
     PeerBuffer::bytes(group, MAX_PEER_ROWS, peer_cols(cols))
-        + PeerBuffer::bytes(group, max_fused_rows(group, cols), cols)
+        + PeerBuffer::bytes(group, MAX_NORM_ROWS, cols)
+        + PeerBuffer::FLAG_BYTES
 }
 
-/// Most rows of a sum inside its product: as long as one shot is quicker than two.
-fn max_fused_rows(group: usize, cols: usize) -> usize {
-    (1..=skinny_gemm::MAX_ROWS).rev().find(|rows| Shots::for_message(2 * rows * cols, group) == Shots::One).unwrap_or(1)
+/// Largest message whose packets are quicker than its owners' reads and writes, by measurement (kernels/README.md).
+fn max_packet_bytes(group: usize) -> usize {
+    if group <= 2 { 512 << 10 } else { 256 << 10 }
 }
 
 /// Columns of the exchange buffer for sums of `cols` columns: candidates fit, too.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use engine::{RowId, SampledToken, TokenId};
 use kernels::cuda::decode_attention::DecodeWorkspace;
 use kernels::cuda::library_gemm::LibraryGemm;
+use kernels::cuda::owner_norm::MIN_SHARED_BYTES;
 use kernels::cuda::prefill_attention::PrefillWorkspace;
 use kernels::cuda::rope_cache::{HeadShape, LayerCache};
 use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs};
@@ -283,7 +284,17 @@ impl CudaDevice {
             });
         }
         self.group.open_peers(&self.gpu, self.hidden, self.can_fuse_norms())?;
+        // Activations as wide as the residual: what is summed and normed is among them.
+        let bytes = self.tensor_bytes(self.hidden);
+        let summed: Vec<_> = self.tensors.iter().filter(|tensor| tensor.span().bytes() == bytes).collect();
+        self.group.share(&self.gpu, &summed, self.config.limits.max_tokens, self.hidden)?;
         self.take(spec, num_blocks).map_err(device_error)
+    }
+
+    /// Bytes of an activation buffer of `cols` columns; in a group, large enough to be mapped into other workers.
+    pub(crate) fn tensor_bytes(&self, cols: usize) -> usize {
+        let least = if self.group.size() > 1 { MIN_SHARED_BYTES } else { 0 };
+        (tensor_rows(&self.config.limits, self.graphs.largest_bucket()) * cols * 2).max(least)
     }
 
     fn take(&mut self, spec: &AttentionSpec, num_blocks: usize) -> Result<(), CudaError> {
@@ -292,7 +303,7 @@ impl CudaDevice {
         self.pinned_inputs =
             (0..MAX_IN_FLIGHT).map(|_| PinnedBuffer::new(&self.gpu, words * 4)).collect::<Result<_, _>>()?;
         self.workspace = Some(Workspace::new(&self.gpu, &self.config.limits, self.hidden, self.group.size())?);
-        if self.can_fuse_norms() && self.group.fused_rows().is_some() {
+        if self.group.fused().is_some() {
             self.fusion = Fusion::new(&self.gpu, self.hidden)?;
         }
         self.cache = Some(Cache::new(&self.gpu, spec, num_blocks, max_samples(&self.config.limits))?);

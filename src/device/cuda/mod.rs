@@ -342,8 +342,7 @@ impl Device for CudaDevice {
     }
 
     fn tensor(&mut self, cols: usize) -> Result<CudaTensor, DeviceError> {
-        let rows = memory::tensor_rows(&self.config.limits, self.graphs.largest_bucket());
-        let buffer = DeviceBuffer::new(&self.gpu, rows * cols * 2).map_err(device_error)?;
+        let buffer = DeviceBuffer::new(&self.gpu, self.tensor_bytes(cols)).map_err(device_error)?;
         let values = buffer.span();
         self.tensors.push(buffer);
         Ok(CudaTensor { values, cols })
@@ -357,9 +356,7 @@ impl Device for CudaDevice {
     fn allocate_cache(&mut self, attention: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError> {
         self.loader.get_mut().finish()?;
         self.take_memory(attention, num_blocks)?;
-        if self.config.trials.idle_graphs {
-            self.graphs.plan_ahead(self.config.limits.max_tokens);
-        }
+        self.graphs.plan_ahead(self.config.limits.max_tokens);
         Ok(())
     }
 

@@ -19,6 +19,9 @@ use super::memory::{Cache, Workspace};
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 use crate::{Activation, DeviceError};
 
+/// KV heads of all rows up to which it is quicker that decode attention rotates: with more, it is bound by memory (kernels/README.md).
+const MAX_ROTATED_HEADS: usize = 512;
+
 impl CudaWeight {
     pub(crate) fn linear(&self) -> LinearWeight {
         LinearWeight { weight: self.values, bias: self.bias, n: self.rows, k: self.cols }
@@ -175,7 +178,9 @@ impl CudaDevice {
 
     /// Whether decode attention rotates and caches its rows' tokens itself, so that only chunks are left to `rope_cache`.
     fn attention_rotates(&self) -> bool {
-        self.config.trials.rope_in_attention && self.config.use_fast_kernels && rotates(self.cache().shape)
+        let (shape, heads) = (self.current().shape, self.cache().shape);
+        let few = (shape.rows - shape.prefill_rows) * heads.num_kv_heads <= MAX_ROTATED_HEADS;
+        few && self.config.use_fast_kernels && rotates(heads)
     }
 
     pub(crate) fn op_attention(&mut self, out: CudaTensor, qkv: CudaTensor, layer: usize) -> Result<(), DeviceError> {

@@ -183,7 +183,7 @@ fn mixed_step(number: u64, rows: usize, start: usize, chunk: usize, blocks_per_r
         inputs.positions.push(position as u32);
         inputs.slots.push((first_block * BLOCK + position) as u32);
     }
-    inputs.row_starts.extend([0, chunk as u32]);
+    inputs.row_starts.push(chunk as u32);
     inputs.context_lens.push(chunk as u32);
     inputs.block_tables.extend((first_block..first_block + blocks_per_row).map(|block| block as u32));
     inputs.rows.extend(&decode.rows);

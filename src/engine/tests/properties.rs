@@ -75,18 +75,20 @@ fn call() -> impl Strategy<Value = Call> {
 
 fn config() -> impl Strategy<Value = EngineConfig> {
     let sizes = (1usize..6, 1usize..20, 1usize..12, 1usize..6, 1usize..24, 1usize..4);
-    (sizes, any::<bool>(), any::<bool>(), 0usize..6, 1usize..4).prop_map(
+    (sizes, any::<bool>(), any::<bool>(), 0usize..6, 1usize..4, 1usize..6).prop_map(
         |(
             (max_rows, spare_tokens, max_mixed_prefill_tokens, block_size, num_blocks, max_in_flight),
             evict,
             cache,
             max_drafts,
             num_stages,
+            token_tile,
         )| {
             EngineConfig {
                 max_rows,
                 max_step_tokens: max_rows + spare_tokens,
                 max_mixed_prefill_tokens,
+                token_tile,
                 max_sequence_len: 48,
                 block_size,
                 num_blocks,

@@ -87,6 +87,23 @@ fn streams_get_a_token_in_every_step_and_none_is_long_while_a_prompt_of_4096_arr
 }
 
 #[test]
+fn prompts_beside_many_decodes_fill_whole_tiles_of_the_device_and_are_all_computed() {
+    const TILE: u32 = 16;
+    let mut steps = Steps::new(EngineConfig { max_rows: 64, token_tile: TILE as usize, ..EngineConfig::default() });
+    let streams: Vec<SequenceId> = (0..20).map(|seed| steps.submit(request(seed, 8, 100))).collect();
+    (0..4).for_each(|_| drop(steps.step().unwrap()));
+    let prompts: Vec<SequenceId> = (0..4).map(|seed| steps.submit(request(50 + seed, 37, 50))).collect();
+    let mut sizes = Vec::new();
+    while !prompts.iter().all(|prompt| steps.events.iter().any(|event| event.sequence == *prompt)) {
+        let plan = steps.step().unwrap();
+        sizes.push(plan.work.iter().map(|work| work.num_tokens).sum::<u32>());
+        assert!(streams.iter().all(|stream| steps.num_tokens(&plan, *stream) == 1), "a stream waits");
+    }
+    // 20 decodes and 148 prompt tokens: what is over ten tiles waits for the next step, where it is too little to fill one.
+    assert_eq!(sizes[..2], [10 * TILE, 20 + 3 + 8], "{sizes:?}");
+}
+
+#[test]
 fn a_prompt_that_arrives_alone_takes_whole_steps() {
     let mut steps = Steps::new(EngineConfig {
         max_step_tokens: 2048,
