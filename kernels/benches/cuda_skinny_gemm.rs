@@ -9,7 +9,7 @@ use gpu::{ROTATED_BYTES, microseconds, random};
 use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight, skinny_gemm};
-use kernels::cuda::wide_gemm::{self, wide_gemm};
+use kernels::cuda::wide_gemm::{self, Division, wide_gemm_divided};
 use kernels::cuda::{DeviceBuffer, Span};
 
 /// Name, `N`, `K`.
@@ -20,7 +20,10 @@ const ROWS: [usize; 8] = [1, 4, 8, 16, 32, 64, 96, 128];
 fn main() {
     let Some((gpu, queue)) = gpu::open() else { return };
     let read = std::env::args().find_map(|arg| arg.parse::<f64>().ok()).unwrap_or(4.47);
-    println!("{:>8} {:>5} {:>9} {:>7} {:>7} {:>10}", "op", "rows", "us", "TB/s", "% read", "wide us");
+    println!(
+        "{:>8} {:>5} {:>9} {:>7} {:>7} {:>10} {:>10}",
+        "op", "rows", "us", "TB/s", "% read", "pairs us", "fours us"
+    );
     for (name, n, k) in SHAPES {
         let copies = (ROTATED_BYTES / (n * k * 2)).max(2);
         let weights: Vec<DeviceBuffer> = (0..copies).map(|_| random(&gpu, n * k)).collect();
@@ -33,12 +36,18 @@ fn main() {
                     skinny_gemm(&queue, y.span(), x.span(), &linear(i), rows, epilogue)
                 })
             });
-            let wide = wide_gemm::is_available(&gpu).then(|| {
-                microseconds(&queue, 2 * copies, |i| wide_gemm(&queue, y.span(), x.span(), &linear(i), rows, epilogue))
-            });
-            let (skinny, wide) = (skinny.unwrap_or(f64::NAN), wide.unwrap_or(f64::NAN));
+            let wide = |blocks: usize| {
+                let division = Division { blocks, ..Division::for_shape(n, gpu.num_multiprocessors() as usize) };
+                let call =
+                    |i: usize| wide_gemm_divided(&queue, y.span(), x.span(), &linear(i), rows, epilogue, division);
+                if wide_gemm::is_available(&gpu) { microseconds(&queue, 2 * copies, call) } else { f64::NAN }
+            };
+            let (skinny, wide, wide_4) = (skinny.unwrap_or(f64::NAN), wide(2), wide(4));
             let rate = (n * k * 2) as f64 / skinny.min(wide) / 1e6;
-            println!("{name:>8} {rows:>5} {skinny:>9.1} {rate:>7.2} {:>7.0} {wide:>10.1}", 100.0 * rate / read);
+            println!(
+                "{name:>8} {rows:>5} {skinny:>9.1} {rate:>7.2} {:>7.0} {wide:>10.1} {wide_4:>10.1}",
+                100.0 * rate / read
+            );
         }
     }
 }

@@ -60,6 +60,15 @@ __device__ __forceinline__ void tensor_load(u32 dst, const TensorMap* map, i32 x
         : "memory");
 }
 
+// The same into every block of the cluster that `mask` names, at one place in their shared memory, telling the barrier at one place.
+__device__ __forceinline__ void tensor_load_all(u32 dst, const TensorMap* map, i32 x, i32 y, u32 barrier, u64 policy, u32 mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+        " [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(dst),
+        "l"(map), "r"(x), "r"(y), "r"(barrier), "h"((u16)mask), "l"(policy)
+        : "memory");
+}
+
 // Clusters.
 
 __device__ __forceinline__ u32 cluster_rank() {
@@ -77,6 +86,11 @@ __device__ __forceinline__ u32 cluster_map(u32 address, u32 rank) {
     u32 r;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
     return r;
+}
+
+// At a barrier of any block of the cluster, by an address of `cluster_map`.
+__device__ __forceinline__ void cluster_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ float4 cluster_load(u32 address) {

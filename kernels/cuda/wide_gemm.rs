@@ -1,4 +1,4 @@
-//! Linear layers for up to 128 rows on Hopper, at the rate of memory where K and N are large. Kernel: `sm90_wide_gemm.cu`.
+//! Linear layers for up to 128 rows on Hopper. Kernel: `sm90_wide_gemm.cu`.
 
 use super::error::ensure;
 use super::skinny_gemm::{Epilogue, LinearWeight, check_operands, output_argument};
@@ -11,40 +11,36 @@ pub const MAX_ROWS: usize = 128;
 const OP: &str = "wide_gemm";
 /// Columns of a slice that the copy engine brings: 128 bytes.
 const SLICE: usize = 64;
-/// Rows of a weight that a cluster takes, those that there are kernels of.
-const WIDTHS: [usize; 7] = [32, 64, 96, 128, 176, 192, 256];
+/// Rows of a weight that a block takes, those that there are kernels of.
+const WIDTHS: [usize; 5] = [64, 96, 128, 176, 256];
 /// Shared memory of a block that the ring of slices and the sums may take.
 const RING_BYTES: usize = 200 << 10;
 
 /// How the kernel divides the work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Division {
-    /// Rows of the weight that a cluster takes.
+    /// Rows of the weight that a block takes.
     pub width: usize,
-    /// Parts of K, the blocks of a cluster: 1, 2 or 4.
-    pub parts: usize,
+    /// Blocks of a cluster, which bring x to each other: 1, 2 or 4.
+    pub blocks: usize,
 }
 
 impl Division {
-    /// The division that brings the least through the busiest multiprocessor, of `multiprocessors`.
-    pub fn for_shape(n: usize, k: usize, multiprocessors: usize) -> Self {
-        let parts = [1, 2, 4].into_iter().filter(|parts| *parts == 1 || k / parts >= 256);
-        let all = parts.flat_map(|parts| WIDTHS.map(|width| Self { width, parts }));
-        let whole = all.filter(|division| division.width / division.parts % 16 == 0);
-        whole.min_by_key(|division| division.cost(n, k, multiprocessors)).expect("K in one part always fits")
+    /// The narrowest tiles of which a wave over `multiprocessors` takes all of `n`.
+    pub fn for_shape(n: usize, multiprocessors: usize) -> Self {
+        let fits = |&width: &usize| n.div_ceil(width).next_multiple_of(2) <= multiprocessors;
+        Self { width: WIDTHS.into_iter().find(fits).unwrap_or(WIDTHS[WIDTHS.len() - 1]), blocks: 2 }
     }
+}
 
-    /// Bytes of a wave's weights, x at two thirds since it comes from the L2 cache, and the sums of the cluster's other blocks.
-    fn cost(self, n: usize, k: usize, multiprocessors: usize) -> usize {
-        let Self { width, parts } = self;
-        let waves = (n.div_ceil(width) * parts).div_ceil(multiprocessors);
-        waves * ((2 * width + MAX_ROWS * 4 / 3) * k.div_ceil(parts) + MAX_ROWS * width * 4 * (parts - 1) / parts)
-    }
+/// Whether the kernel is quicker than the library, by measurement on an H200 (kernels/README.md): outputs are many beside inputs.
+pub fn suits(n: usize, k: usize) -> bool {
+    n >= 2 * k
 }
 
 /// Whether this GPU and this build have the kernel.
 pub fn is_available(gpu: &Gpu) -> bool {
-    gpu.capability().0 == 9 && gpu.has_kernel("sm90_wide_gemm_bf16_n32")
+    gpu.capability().0 == 9 && gpu.has_kernel("sm90_wide_gemm_bf16_n64")
 }
 
 /// `y = x @ weight^T + bias` for `x [rows, k]`, `rows` at most [`MAX_ROWS`]; a row's result does not depend on the others.
@@ -56,7 +52,7 @@ pub fn wide_gemm(
     rows: usize,
     epilogue: Epilogue,
 ) -> Result<(), CudaError> {
-    let division = Division::for_shape(linear.n, linear.k, q.gpu().num_multiprocessors() as usize);
+    let division = Division::for_shape(linear.n, q.gpu().num_multiprocessors() as usize);
     wide_gemm_divided(q, y, x, linear, rows, epilogue, division)
 }
 
@@ -70,10 +66,9 @@ pub fn wide_gemm_divided(
     epilogue: Epilogue,
     division: Division,
 ) -> Result<(), CudaError> {
-    let Division { width, parts } = division;
+    let Division { width, blocks } = division;
     ensure!(OP, (1..=MAX_ROWS).contains(&rows), "{rows} rows; expected 1 to {MAX_ROWS}");
-    let known = WIDTHS.contains(&width) && matches!(parts, 1 | 2 | 4) && (width / parts).is_multiple_of(16);
-    ensure!(OP, known, "{width} rows of the weight in {parts} parts");
+    ensure!(OP, WIDTHS.contains(&width) && matches!(blocks, 1 | 2 | 4), "tiles of {width}, clusters of {blocks}");
     check_operands(OP, y, x, linear, rows, epilogue)?;
     let stage_bytes = (MAX_ROWS + width) * SLICE * 2;
     let stages = RING_BYTES / stage_bytes;
@@ -81,7 +76,7 @@ pub fn wide_gemm_divided(
     let shared_bytes = (stages * stage_bytes).max(sums_bytes) + 1024;
 
     let weight_map = TensorMap::matrix(linear.weight, linear.n, linear.k, width, SLICE)?;
-    let x_map = TensorMap::matrix(x, rows, linear.k, MAX_ROWS, SLICE)?;
+    let x_map = TensorMap::matrix(x, rows, linear.k, MAX_ROWS / blocks, SLICE)?;
     let output = output_argument(y, linear, rows, epilogue.code());
     let args = [
         Arg::Bytes(weight_map.bytes()),
@@ -89,12 +84,12 @@ pub fn wide_gemm_divided(
         Arg::Bytes(&output),
         (linear.k as u32).into(),
         (stages as u32).into(),
-        (parts as u32).into(),
+        (blocks as u32).into(),
     ];
     let launch = Launch::new(0, 288)
-        .grid(parts as u32, linear.n.div_ceil(width) as u32, 1)
+        .grid(blocks as u32, linear.n.div_ceil(width * blocks) as u32, 1)
         .shared(shared_bytes as u32)
-        .cluster(parts as u32);
+        .cluster(blocks as u32);
     q.launch(&format!("sm90_wide_gemm_bf16_n{width}"), launch, &args)
 }
 
@@ -104,12 +99,10 @@ mod tests {
 
     #[test]
     fn a_wave_takes_each_matrix_of_the_7b_shape() {
-        for (n, k) in
-            [(12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (32000, 4096), (3072, 4096), (5504, 4096)]
-        {
-            let Division { width, parts } = Division::for_shape(n, k, 132);
-            let blocks = n.div_ceil(width) * parts;
-            assert!((96..=132).contains(&blocks), "{n} x {k}: {width} rows in {parts} parts are {blocks} blocks");
+        for (n, width) in [(12288, 96), (22016, 176), (32000, 256), (6144, 64), (11008, 96)] {
+            let division = Division::for_shape(n, 132);
+            assert_eq!(division, Division { width, blocks: 2 }, "{n}");
+            assert!((84..=132).contains(&n.div_ceil(width)), "{n} in tiles of {width}");
         }
     }
 }

@@ -160,8 +160,8 @@ fn up_to_128_rows_through_a_linear_layer_agree_with_the_formula() {
                 case.check("chosen", epilogue, &expected, &|q, y, x, linear| {
                     wide_gemm(q, y, x, linear, rows, epilogue).expect("a launch");
                 });
-                for (width, parts) in [(32, 1), (32, 2), (64, 4), (96, 2), (128, 1), (176, 1), (192, 4), (256, 2)] {
-                    let division = Division { width, parts };
+                for (width, blocks) in [(64, 1), (64, 4), (96, 2), (128, 1), (176, 2), (176, 4), (256, 2)] {
+                    let division = Division { width, blocks };
                     case.check(&format!("{division:?}"), epilogue, &expected, &|q, y, x, linear| {
                         wide_gemm_divided(q, y, x, linear, rows, epilogue, division).expect("a launch");
                     });

@@ -124,6 +124,7 @@ impl CudaDevice {
             && self.config.use_fast_kernels
             && (skinny_gemm::MAX_ROWS + 1..=wide_gemm::MAX_ROWS).contains(&m)
             && weight.rows.is_multiple_of(8)
+            && wide_gemm::suits(weight.rows, weight.cols)
             && wide_gemm::is_available(&self.gpu)
     }
 
