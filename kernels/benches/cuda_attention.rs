@@ -1,4 +1,4 @@
-//! Attention on the first GPU: decode beside what its memory can read, prefill in TFLOP/s.
+//! Attention on the first GPU: decode beside what its memory can read, prefill in TFLOP/s, both with ALiBi, too.
 //!
 //! `cargo bench -p kernels --bench cuda_attention [-- READ_TB_S]`; the read rate is 4.47 TB/s, an H200's, where none is given.
 
@@ -8,8 +8,10 @@ use std::sync::Arc;
 
 use gpu::{ROTATED_BYTES, microseconds, random};
 use half::bf16;
-use kernels::cuda::decode_attention::{DecodeRows, DecodeWorkspace, decode_attention};
-use kernels::cuda::prefill_attention::{PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple};
+use kernels::cuda::decode_attention::{DecodeRows, DecodeWorkspace, Splits, alibi_decode_attention, decode_attention};
+use kernels::cuda::prefill_attention::{
+    PrefillRows, PrefillWorkspace, alibi_prefill_attention, prefill_attention, prefill_attention_simple,
+};
 use kernels::cuda::rope_cache::{HeadShape, LayerCache};
 use kernels::cuda::{DeviceBuffer, Gpu, Queue};
 
@@ -55,14 +57,20 @@ impl Rows {
 fn main() {
     let Some((gpu, queue)) = gpu::open() else { return };
     let read = std::env::args().find_map(|arg| arg.parse::<f64>().ok()).unwrap_or(4.47);
-    println!("{:>12} {:>5} {:>6} {:>9} {:>7} {:>7}", "decode H/K/D", "rows", "len", "us", "TB/s", "% read");
+    println!(
+        "{:>12} {:>5} {:>6} {:>9} {:>7} {:>7} {:>9}",
+        "decode H/K/D", "rows", "len", "us", "TB/s", "% read", "ALiBi us"
+    );
     for (num_heads, num_kv_heads, head_dim) in HEADS {
         let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE };
         for (rows, len) in DECODES {
             decode(&gpu, &queue, shape, rows, len, read);
         }
     }
-    println!("{:>12} {:>5} {:>6} {:>9} {:>8} {:>10}", "prefill", "rows", "len", "us", "TFLOP/s", "simple us");
+    println!(
+        "{:>12} {:>5} {:>6} {:>9} {:>8} {:>10} {:>9}",
+        "prefill", "rows", "len", "us", "TFLOP/s", "simple us", "ALiBi us"
+    );
     for (num_heads, num_kv_heads, head_dim) in HEADS {
         let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE };
         for (rows, len) in PREFILLS {
@@ -75,6 +83,11 @@ fn title(shape: HeadShape) -> String {
     format!("{}/{}/{}", shape.num_heads, shape.num_kv_heads, shape.head_dim)
 }
 
+fn slopes(gpu: &Arc<Gpu>, shape: HeadShape) -> DeviceBuffer {
+    let slopes: Vec<f32> = (0..shape.num_heads).map(|head| 0.8f32.powi(head as i32 + 1)).collect();
+    DeviceBuffer::from_slice(gpu, &slopes).expect("memory")
+}
+
 fn decode(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: usize, read: f64) {
     let bytes = rows * len * shape.num_kv_heads * shape.head_dim * 4;
     let copies = (ROTATED_BYTES / bytes).clamp(1, 12);
@@ -83,18 +96,25 @@ fn decode(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: usi
     let out = DeviceBuffer::with_count::<bf16>(gpu, rows * shape.num_heads * shape.head_dim).expect("memory");
     let workspace = DecodeWorkspace::new(gpu, rows, shape).expect("memory");
     let scale = (shape.head_dim as f32).powf(-0.5);
+    let (o, q, slopes) = (out.span(), qkv.span(), slopes(gpu, shape));
+    let decode_rows = |set: &Rows| DecodeRows {
+        block_tables: set.tables.span(),
+        max_blocks: set.max_blocks,
+        context_lens: set.lens.span(),
+        num_rows: rows,
+    };
     let us = microseconds(queue, 2 * copies, |i| {
         let set = &sets[i % copies];
-        let decode_rows = DecodeRows {
-            block_tables: set.tables.span(),
-            max_blocks: set.max_blocks,
-            context_lens: set.lens.span(),
-            num_rows: rows,
-        };
-        decode_attention(queue, out.span(), qkv.span(), set.cache(), decode_rows, shape, scale, 0, &workspace)
+        decode_attention(queue, o, q, set.cache(), decode_rows(set), shape, scale, 0, &workspace)
+    });
+    let alibi = microseconds(queue, 2 * copies, |i| {
+        let (set, splits) = (&sets[i % copies], Splits::for_rows(rows, shape));
+        let (cache, rows, slopes) = (set.cache(), decode_rows(set), slopes.span());
+        alibi_decode_attention(queue, o, q, cache, slopes, rows, shape, scale, 0, &workspace, splits)
     });
     let rate = bytes as f64 / us / 1e6;
-    println!("{:>12} {rows:>5} {len:>6} {us:>9.1} {rate:>7.2} {:>7.0}", title(shape), 100.0 * rate / read);
+    let share = 100.0 * rate / read;
+    println!("{:>12} {rows:>5} {len:>6} {us:>9.1} {rate:>7.2} {share:>7.0} {alibi:>9.1}", title(shape));
 }
 
 fn prefill(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: usize) {
@@ -116,6 +136,10 @@ fn prefill(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: us
         microseconds(queue, 4, |_| prefill_attention(queue, o, q, cache, prefill_rows, shape, scale, 0, &workspace));
     let simple =
         microseconds(queue, 2, |_| prefill_attention_simple(queue, o, q, cache, prefill_rows, shape, scale, 0));
+    let slopes = slopes(gpu, shape);
+    let alibi = microseconds(queue, 4, |_| {
+        alibi_prefill_attention(queue, o, q, cache, slopes.span(), prefill_rows, shape, scale, 0, &workspace)
+    });
     let flops = 2.0 * (rows * shape.num_heads * shape.head_dim) as f64 * len as f64 * (len + 1) as f64;
-    println!("{:>12} {rows:>5} {len:>6} {us:>9.1} {:>8.0} {simple:>10.1}", title(shape), flops / us / 1e6);
+    println!("{:>12} {rows:>5} {len:>6} {us:>9.1} {:>8.0} {simple:>10.1} {alibi:>9.1}", title(shape), flops / us / 1e6);
 }

@@ -1,10 +1,12 @@
 // decode_attention_bf16: o[r, h, :] = softmax(scale * q[r, h, :] . k[r, j, :]) v[r, j, :] over positions j of row r
 // rope_decode_attention_bf16: the same, after rotating q and k of the row's newest position and writing its k and v to the blocks
+// alibi_decode_attention_bf16: the first with slopes[h] * (j - newest position) added to the score of position j  (Press et al. 2022)
 // archs: 80 90a 100a ptx
 //
 // q             [R, H, D] bf16, rows `q_stride` elements apart (the q part of qkv)
 // k, v blocks   [block][K][B][D] bf16, one layer; query heads h G .. h G + G share KV head h, G = H / K
 // block_tables  [R, max_blocks] u32; context_lens [R] u32, 0 marks a padded row, whose output is zero
+// slopes        [H] f32
 // o             [R, H, D] bf16
 // workspace     partial sums [R][H][splits][D] f32, their maximum and denominator [R][H][splits][2] f32, and counters
 //               [R][K * groups] u32, zero before the first launch and after each
@@ -51,6 +53,23 @@ struct Rope {
     const float* sin;
     bf16* k_blocks;
     bf16* v_blocks;
+};
+
+// What is added to scaled scores, in powers of two, of this thread's heads 2t and 2t + 1: nothing, or ALiBi's penalty of distance.
+struct NoBias {
+    __device__ float add(float score, int, u32) const { return score; }
+};
+
+struct Alibi {
+    float slope[2];
+    u32 newest;
+
+    __device__ Alibi(const float* slopes, int heads, int t, u32 len) : newest(len - 1) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) slope[h] = 2 * t + h < heads ? slopes[2 * t + h] * LOG2E : 0.0f;
+    }
+
+    __device__ float add(float score, int h, u32 position) const { return score + slope[h] * (float)(i32)(position - newest); }
 };
 
 // The positions one block works on.
@@ -168,9 +187,9 @@ struct Softmax {
 };
 
 // Attends over chunk c, warp by warp.
-template <int D>
+template <int D, class Bias>
 __device__ __forceinline__ void attend(Softmax<D>& state, const DecodeAttention& a, const Chunk& c, u32 row, u32 kv_head,
-                                       const u32 (&q)[D / 16][2]) {
+                                       const u32 (&q)[D / 16][2], const Bias& bias) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const u32* table = a.block_tables + (u64)row * a.max_blocks;
     const u64 block_elements = (u64)a.kv_heads * D << a.block_shift;
@@ -208,7 +227,7 @@ __device__ __forceinline__ void attend(Softmax<D>& state, const DecodeAttention&
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const u32 position = p + g + e / 2 * 8;
-            s[e] = position < c.end && position >= c.first_valid ? s[e] * scale : -INFINITY_F;
+            s[e] = position < c.end && position >= c.first_valid ? bias.add(s[e] * scale, e % 2, position) : -INFINITY_F;
         }
         u32 b0, b1;
         state.step(s, b0, b1);
@@ -373,8 +392,8 @@ __device__ __forceinline__ void write_newest(const DecodeAttention& a, const Rop
     __syncthreads();  // what was written is read from memory by other threads of this block
 }
 
-template <int D, bool ROPE>
-__device__ __forceinline__ void decode_attention(const DecodeAttention& a, const Rope& rope) {
+template <int D, bool ROPE, bool ALIBI>
+__device__ __forceinline__ void decode_attention(const DecodeAttention& a, const Rope& rope, const float* slopes) {
     extern __shared__ float4 dynamic[];
     pdl_launch();
     if (!ROPE) pdl_wait();
@@ -411,7 +430,11 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
         load_q<D>(q, q_row, g < heads);
     }
     Softmax<D> state;
-    attend<D>(state, a, c, row, kv_head, q);
+    if constexpr (ALIBI) {
+        attend<D>(state, a, c, row, kv_head, q, Alibi(slopes + first_head, heads, t, len));
+    } else {
+        attend<D>(state, a, c, row, kv_head, q, NoBias());
+    }
 
     Merged<D>* merged = reinterpret_cast<Merged<D>*>(dynamic);
     publish<D>(merged, state, heads);
@@ -437,13 +460,19 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
 
 #define DECODE_ATTENTION(D)                                                                                            \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_attention_bf16_d##D(const DecodeAttention a) {     \
-        decode_attention<D, false>(a, Rope{});                                                                         \
+        decode_attention<D, false, false>(a, Rope{}, nullptr);                                                         \
+    }
+
+#define ALIBI_DECODE_ATTENTION(D)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                           \
+        alibi_decode_attention_bf16_d##D(const DecodeAttention a, const float* slopes) {                               \
+        decode_attention<D, false, true>(a, Rope{}, slopes);                                                           \
     }
 
 #define ROPE_DECODE_ATTENTION(D)                                                                                       \
     extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                           \
         rope_decode_attention_bf16_d##D(const DecodeAttention a, const Rope rope) {                                    \
-        decode_attention<D, true>(a, rope);                                                                            \
+        decode_attention<D, true, false>(a, rope, nullptr);                                                            \
     }
 
 DECODE_ATTENTION(64)
@@ -453,3 +482,6 @@ DECODE_ATTENTION(256)
 ROPE_DECODE_ATTENTION(64)
 ROPE_DECODE_ATTENTION(128)
 ROPE_DECODE_ATTENTION(256)
+ALIBI_DECODE_ATTENTION(64)
+ALIBI_DECODE_ATTENTION(96)
+ALIBI_DECODE_ATTENTION(128)

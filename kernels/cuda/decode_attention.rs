@@ -12,6 +12,8 @@ const OP: &str = "decode_attention";
 const GROUP: usize = 8;
 /// Head dims there is code for.
 pub const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
+/// Head dims there is code for with ALiBi.
+pub const ALIBI_HEAD_DIMS: [usize; 3] = [64, 96, 128];
 
 /// The rows of a step that decode, and where they find their keys and values.
 #[derive(Debug, Clone, Copy)]
@@ -122,6 +124,31 @@ pub fn decode_attention_split(
     let argument = argument(out, qkv, cache, rows, shape, scale, window, workspace, splits)?;
     let name = format!("decode_attention_bf16_d{}", shape.head_dim);
     q.launch(&name, launch(rows, shape, splits), &[Arg::Bytes(&argument)])
+}
+
+/// [`decode_attention`] with `slopes[h]` times the distance to the row's newest position, 0 or below, added to each score.
+/// `slopes` `[H]` f32.
+#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+pub fn alibi_decode_attention(
+    q: &Queue,
+    out: Span,
+    qkv: Span,
+    cache: LayerCache,
+    slopes: Span,
+    rows: DecodeRows,
+    shape: HeadShape,
+    scale: f32,
+    window: u32,
+    workspace: &DecodeWorkspace,
+    splits: Splits,
+) -> Result<(), CudaError> {
+    check(out, qkv, cache, rows, shape)?;
+    let HeadShape { num_heads, head_dim, .. } = shape;
+    ensure!(OP, ALIBI_HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {ALIBI_HEAD_DIMS:?}");
+    ensure!(OP, slopes.count::<f32>() >= num_heads, "{} slopes for {num_heads} heads", slopes.count::<f32>());
+    let argument = argument(out, qkv, cache, rows, shape, scale, window, workspace, splits)?;
+    let name = format!("alibi_decode_attention_bf16_d{head_dim}");
+    q.launch(&name, launch(rows, shape, splits), &[Arg::Bytes(&argument), slopes.into()])
 }
 
 /// cos and sin of every position, each `[max_positions, D / 2]` f32.

@@ -37,14 +37,19 @@
 //! of the kernel's name: it checks shapes, alignment and sizes of its [`Span`]s, computes the geometry and calls
 //! [`Queue::launch`]. Nothing here needs a driver until [`Gpu::open`] is called.
 
+pub mod activation;
+pub mod add_positions;
 pub mod all_reduce;
+pub mod copy_blocks;
 pub mod decode_attention;
 pub mod embed;
 mod error;
 pub mod gated_activation;
 pub mod gather_rows;
 mod gpu;
+pub mod head_norm;
 mod images;
+pub mod layer_norm;
 pub mod library;
 pub mod library_gemm;
 mod memory;

@@ -1,4 +1,5 @@
 // paged_attention_bf16: out[t, h, :] = softmax(scale q[t, h] . k[0 ..= position]) v, one warp a query head; the simple version
+// alibi_paged_attention_bf16: the same with slopes[h] * (p - position) added to the score of position p
 //
 // out           [T, H D] bf16
 // qkv           [T, (H + 2K) D] bf16; only q is read, rotated already
@@ -8,6 +9,7 @@
 // token_tables  [T] u32: which row of block_tables a token uses
 // positions     [T] u32; a token sees positions p <= its own, and p > own - window where window is not 0
 // slots         [T] u32; u32::MAX marks a padded token, whose output is zeros
+// slopes        [H] f32, ALiBi's                                                          (Press et al. 2022)
 // maths         fp32, online softmax
 // launch        grid (T, H), block 32
 // needs         D <= 256
@@ -18,10 +20,11 @@
 
 constexpr int MAX_D = 256;
 
-extern "C" __global__ void __launch_bounds__(32)
-paged_attention_bf16(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf16* v_blocks, const u32* block_tables,
-                     const u32* token_tables, const u32* positions, const u32* slots, u32 max_blocks, u32 heads,
-                     u32 kv_heads, u32 dim, u32 log2_block, float scale, u32 window) {
+template <bool ALIBI>
+__device__ __forceinline__ void attend(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf16* v_blocks,
+                                       const u32* block_tables, const u32* token_tables, const u32* positions,
+                                       const u32* slots, u32 max_blocks, u32 heads, u32 kv_heads, u32 dim, u32 log2_block,
+                                       float scale, u32 window, const float* slopes) {
     const u32 t = blockIdx.x, head = blockIdx.y, lane = threadIdx.x;
     const u32 kv_head = head / (heads / kv_heads);
     float q[MAX_D / 32], sum[MAX_D / 32];
@@ -37,6 +40,7 @@ paged_attention_bf16(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf1
     float most = -INFINITY_F, mass = 0.0f;
     const u32 end = slots[t] == 0xffffffffu ? 0 : positions[t] + 1;
     const u32 begin = window != 0 && end > window ? end - window : 0;
+    const float slope = ALIBI ? slopes[head] : 0.0f;
     for (u32 p = begin; p < end; ++p) {
         const u64 block = table[p >> log2_block];
         const u64 at = (((block * kv_heads + kv_head) << log2_block) + (p & ((1u << log2_block) - 1))) * dim;
@@ -45,6 +49,7 @@ paged_attention_bf16(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf1
         for (int j = 0; j < MAX_D / 32; ++j)
             if (j * 32 + lane < dim) score += q[j] * to_f32(k_blocks[at + j * 32 + lane]);
         score = warp_sum(score);
+        if (ALIBI) score += slope * (float)(i32)(p + 1 - end);
         const float next = fmaxf(most, score), old = __expf(most - next), weight = __expf(score - next);
         mass = mass * old + weight;
 #pragma unroll
@@ -56,4 +61,20 @@ paged_attention_bf16(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf1
 #pragma unroll
     for (int j = 0; j < MAX_D / 32; ++j)
         if (j * 32 + lane < dim) to[j * 32 + lane] = to_bf16(mass > 0.0f ? sum[j] / mass : 0.0f);
+}
+
+extern "C" __global__ void __launch_bounds__(32)
+paged_attention_bf16(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf16* v_blocks, const u32* block_tables,
+                     const u32* token_tables, const u32* positions, const u32* slots, u32 max_blocks, u32 heads,
+                     u32 kv_heads, u32 dim, u32 log2_block, float scale, u32 window) {
+    attend<false>(out, qkv, k_blocks, v_blocks, block_tables, token_tables, positions, slots, max_blocks, heads, kv_heads, dim,
+                  log2_block, scale, window, nullptr);
+}
+
+extern "C" __global__ void __launch_bounds__(32)
+alibi_paged_attention_bf16(bf16* out, const bf16* qkv, const bf16* k_blocks, const bf16* v_blocks, const u32* block_tables,
+                           const u32* token_tables, const u32* positions, const u32* slots, u32 max_blocks, u32 heads,
+                           u32 kv_heads, u32 dim, u32 log2_block, float scale, u32 window, const float* slopes) {
+    attend<true>(out, qkv, k_blocks, v_blocks, block_tables, token_tables, positions, slots, max_blocks, heads, kv_heads, dim,
+                 log2_block, scale, window, slopes);
 }

@@ -23,7 +23,7 @@ pub struct TokenTables {
 
 /// Causal attention of each token's query heads over its row's KV blocks; `window` 0 sees all positions.
 ///
-/// `out` `[T, H D]`, `qkv` `[T, (H + 2K) D]`.
+/// `out` `[T, H D]`, `qkv` `[T, (H + 2K) D]`; `slopes` `[H]` f32 of ALiBi, or none.
 #[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
 pub fn paged_attention(
     q: &Queue,
@@ -34,6 +34,7 @@ pub fn paged_attention(
     shape: HeadShape,
     scale: f32,
     window: u32,
+    slopes: Option<Span>,
     num_tokens: usize,
 ) -> Result<(), CudaError> {
     let op = "paged_attention";
@@ -48,7 +49,7 @@ pub fn paged_attention(
     ensure!(op, num_tokens > 0, "no tokens");
     ensure!(op, out.count::<bf16>() >= num_tokens * num_heads * head_dim, "out is too short for {num_tokens} tokens");
     ensure!(op, qkv.count::<bf16>() >= num_tokens * shape.qkv_cols(), "qkv is too short for {num_tokens} tokens");
-    let args = [
+    let mut args = vec![
         out.into(),
         qkv.into(),
         cache.k.into(),
@@ -65,5 +66,11 @@ pub fn paged_attention(
         scale.into(),
         window.into(),
     ];
-    q.launch("paged_attention_bf16", Launch::new(0, 32).grid(num_tokens as u32, num_heads as u32, 1), &args)
+    let mut name = "paged_attention_bf16";
+    if let Some(slopes) = slopes {
+        ensure!(op, slopes.count::<f32>() >= num_heads, "{} slopes for {num_heads} heads", slopes.count::<f32>());
+        args.push(slopes.into());
+        name = "alibi_paged_attention_bf16";
+    }
+    q.launch(name, Launch::new(0, 32).grid(num_tokens as u32, num_heads as u32, 1), &args)
 }

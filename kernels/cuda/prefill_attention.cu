@@ -1,4 +1,5 @@
 // prefill_attention_bf16: o[t, h, :] = softmax(scale * q[t, h, :] . k[j, :]) v[j, :] over the positions j <= p of t's row
+// alibi_prefill_attention_bf16: the same with slopes[h] * (j - p) added to the score of position j    (Press et al. 2022)
 // archs: 80 90a 100a ptx
 //
 // q, o          [T, H, D] bf16; the queries of row r are row_starts[r] .. row_starts[r + 1], the last of its context_lens[r] positions
@@ -127,8 +128,8 @@ struct Attention {
     }
 };
 
-template <int D>
-__device__ __forceinline__ void prefill_attention(const PrefillAttention& a) {
+template <int D, bool ALIBI>
+__device__ __forceinline__ void prefill_attention(const PrefillAttention& a, const float* slopes) {
     extern __shared__ uint4 dynamic[];
     pdl_launch();
     pdl_wait();
@@ -141,7 +142,7 @@ __device__ __forceinline__ void prefill_attention(const PrefillAttention& a) {
     auto k = [&](u32 stage) { return Rows<D>{base + Rows<D>::bytes(QUERIES + 2 * stage * KEYS)}; };
     auto v = [&](u32 stage) { return Rows<D>{base + Rows<D>::bytes(QUERIES + (2 * stage + 1) * KEYS)}; };
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const float scale = a.scale * LOG2E;
+    const float scale = a.scale * LOG2E, slope = ALIBI ? slopes[head] * LOG2E : 0.0f;
 
     const u32 begin = tile.begin / KEYS * KEYS;
     load_queries<D>(q, a, tile, head);
@@ -162,8 +163,11 @@ __device__ __forceinline__ void prefill_attention(const PrefillAttention& a) {
         for (int j = 0; j < KEYS / 8; ++j) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const bool seen = whole || sees(a, position + e / 2 * 8, first + 8 * j + lane % 4 * 2 + e % 2);
-                s[j][e] = seen ? s[j][e] * scale : -INFINITY_F;
+                const u32 query = position + e / 2 * 8, key = first + 8 * j + lane % 4 * 2 + e % 2;
+                const bool seen = whole || sees(a, query, key);
+                float score = s[j][e] * scale;
+                if (ALIBI) score += slope * (float)(i32)(key - query);
+                s[j][e] = seen ? score : -INFINITY_F;
             }
         }
         state.softmax(s);
@@ -176,10 +180,19 @@ __device__ __forceinline__ void prefill_attention(const PrefillAttention& a) {
 
 #define PREFILL_ATTENTION(D)                                                                                           \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) prefill_attention_bf16_d##D(const PrefillAttention a) {   \
-        prefill_attention<D>(a);                                                                                       \
+        prefill_attention<D, false>(a, nullptr);                                                                       \
+    }
+
+#define ALIBI_PREFILL_ATTENTION(D)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32)                                                           \
+        alibi_prefill_attention_bf16_d##D(const PrefillAttention a, const float* slopes) {                             \
+        prefill_attention<D, true>(a, slopes);                                                                         \
     }
 
 PREFILL_ATTENTION(64)
 PREFILL_ATTENTION(96)
 PREFILL_ATTENTION(128)
 PREFILL_ATTENTION(256)
+ALIBI_PREFILL_ATTENTION(64)
+ALIBI_PREFILL_ATTENTION(96)
+ALIBI_PREFILL_ATTENTION(128)

@@ -15,6 +15,8 @@ const QUERIES: usize = 128;
 const KEYS: usize = 64;
 /// Head dims there is code for.
 pub const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
+/// Head dims there is code for with ALiBi.
+pub const ALIBI_HEAD_DIMS: [usize; 3] = [64, 96, 128];
 
 /// The rows of a step that prefill, and where they find their keys and values.
 #[derive(Debug, Clone, Copy)]
@@ -62,9 +64,31 @@ pub fn prefill_attention(
     workspace: &PrefillWorkspace,
 ) -> Result<(), CudaError> {
     if has_hopper_kernel(q.gpu(), shape) {
-        prefill_attention_hopper(q, out, qkv, cache, rows, shape, scale, window, workspace)
+        prefill_attention_hopper(q, out, qkv, cache, None, rows, shape, scale, window, workspace)
     } else {
         prefill_attention_simple(q, out, qkv, cache, rows, shape, scale, window)
+    }
+}
+
+/// [`prefill_attention`] with `slopes[h]` times the distance to the query's position, 0 or below, added to each score.
+/// `slopes` `[H]` f32.
+#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+pub fn alibi_prefill_attention(
+    q: &Queue,
+    out: Span,
+    qkv: Span,
+    cache: LayerCache,
+    slopes: Span,
+    rows: PrefillRows,
+    shape: HeadShape,
+    scale: f32,
+    window: u32,
+    workspace: &PrefillWorkspace,
+) -> Result<(), CudaError> {
+    if has_hopper_kernel(q.gpu(), shape) {
+        prefill_attention_hopper(q, out, qkv, cache, Some(slopes), rows, shape, scale, window, workspace)
+    } else {
+        alibi_prefill_attention_simple(q, out, qkv, cache, slopes, rows, shape, scale, window)
     }
 }
 
@@ -75,13 +99,14 @@ pub fn has_hopper_kernel(gpu: &Gpu, shape: HeadShape) -> bool {
         && gpu.has_kernel(&format!("sm90_prefill_attention_bf16_d{}", shape.head_dim))
 }
 
-/// [`prefill_attention`] on Hopper.
+/// [`prefill_attention`] on Hopper, with ALiBi's slopes or without.
 #[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
 fn prefill_attention_hopper(
     q: &Queue,
     out: Span,
     qkv: Span,
     cache: LayerCache,
+    slopes: Option<Span>,
     rows: PrefillRows,
     shape: HeadShape,
     scale: f32,
@@ -97,7 +122,7 @@ fn prefill_attention_hopper(
     let tiles = rows.max_chunk.div_ceil(QUERIES);
     let works = (tiles * num_heads * rows.num_rows) as u32;
     let argument = argument(out, qkv, cache, rows, shape, scale, window);
-    let args = [
+    let mut args = vec![
         Arg::Bytes(q_map.bytes()),
         Arg::Bytes(k_map.bytes()),
         Arg::Bytes(v_map.bytes()),
@@ -106,10 +131,16 @@ fn prefill_attention_hopper(
         (tiles as u32).into(),
         works.into(),
     ];
+    let mut name = format!("sm90_prefill_attention_bf16_d{head_dim}");
+    if let Some(slopes) = slopes {
+        check_slopes(slopes, shape)?;
+        args.push(slopes.into());
+        name = format!("sm90_alibi_prefill_attention_bf16_d{head_dim}");
+    }
     // Queries, and two stages of 128 keys and values; 1024 to align them.
     let shared_bytes = 5 * 128 * head_dim * 2 + 1024;
     let launch = Launch::new(works.min(q.gpu().num_multiprocessors()), 384).shared(shared_bytes as u32);
-    q.launch(&format!("sm90_prefill_attention_bf16_d{head_dim}"), launch, &args)
+    q.launch(&name, launch, &args)
 }
 
 /// [`prefill_attention`] by the version that runs on any GPU.
@@ -125,12 +156,42 @@ pub fn prefill_attention_simple(
     window: u32,
 ) -> Result<(), CudaError> {
     check(out, qkv, cache, rows, shape)?;
-    let HeadShape { num_heads, head_dim, .. } = shape;
-    let launch = Launch::new(0, 256)
-        .grid(rows.max_chunk.div_ceil(QUERIES) as u32, num_heads as u32, rows.num_rows as u32)
-        .shared(((QUERIES + 4 * KEYS) * (2 * head_dim + 16)) as u32);
     let argument = argument(out, qkv, cache, rows, shape, scale, window);
-    q.launch(&format!("prefill_attention_bf16_d{head_dim}"), launch, &[Arg::Bytes(&argument)])
+    let name = format!("prefill_attention_bf16_d{}", shape.head_dim);
+    q.launch(&name, simple_launch(rows, shape), &[Arg::Bytes(&argument)])
+}
+
+/// [`alibi_prefill_attention`] by the version that runs on any GPU.
+#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+pub fn alibi_prefill_attention_simple(
+    q: &Queue,
+    out: Span,
+    qkv: Span,
+    cache: LayerCache,
+    slopes: Span,
+    rows: PrefillRows,
+    shape: HeadShape,
+    scale: f32,
+    window: u32,
+) -> Result<(), CudaError> {
+    check(out, qkv, cache, rows, shape)?;
+    check_slopes(slopes, shape)?;
+    let argument = argument(out, qkv, cache, rows, shape, scale, window);
+    let name = format!("alibi_prefill_attention_bf16_d{}", shape.head_dim);
+    q.launch(&name, simple_launch(rows, shape), &[Arg::Bytes(&argument), slopes.into()])
+}
+
+fn simple_launch(rows: PrefillRows, shape: HeadShape) -> Launch {
+    Launch::new(0, 256)
+        .grid(rows.max_chunk.div_ceil(QUERIES) as u32, shape.num_heads as u32, rows.num_rows as u32)
+        .shared(((QUERIES + 4 * KEYS) * (2 * shape.head_dim + 16)) as u32)
+}
+
+fn check_slopes(slopes: Span, shape: HeadShape) -> Result<(), CudaError> {
+    let HeadShape { num_heads, head_dim, .. } = shape;
+    ensure!(OP, ALIBI_HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {ALIBI_HEAD_DIMS:?}");
+    ensure!(OP, slopes.count::<f32>() >= num_heads, "{} slopes for {num_heads} heads", slopes.count::<f32>());
+    Ok(())
 }
 
 /// The kernels' `PrefillAttention`: seven pointers, seven words, padding.

@@ -7,8 +7,10 @@
 // work         [S, V] f32, scratch
 // params       [rows] RowParams; last_tokens [rows] u32; history [rows, max_len] u32; counts [rows, V] u32:
 //              bit 31 for a token of the prompt, below it how often the token was generated
-// rows         [S] u32; num_generated [S] u32
+// rows         [S] u32, with VERIFIES where rank 0 decides what is appended; num_generated [S] u32
 // outputs      slots of [max_samples] tokens, log-probabilities and top lists, in host memory; `slot` says which
+// beams        rows with candidates draw nothing: their likeliest tokens are reported with log-probabilities to which penalties, bias
+//              and bans were applied, and nothing is appended to them
 // order        repetition, presence and frequency penalty; bias; bad words; end ids before min_tokens; temperature;
 //              top-k; top-p; min-p, as engine::SamplingParams documents; ties at a threshold are kept
 // draw         the token whose exponential variate over its probability is least: one pass, no normalisation
@@ -21,7 +23,8 @@
 // archs: 80 90a 100a ptx
 #include "common.cuh"
 
-constexpr u32 GREEDY = 1, PENALTIES = 2, LISTS = 4;
+constexpr u32 GREEDY = 1, PENALTIES = 2, LISTS = 4, DECAYS = 8;
+constexpr u32 VERIFIES = 0x80000000u;  // beside a row: nothing is appended to it
 constexpr u32 PROMPT_BIT = 0x80000000u;
 constexpr int PIVOTS = 15;
 
@@ -33,13 +36,17 @@ struct alignas(16) RowParams {
     u32 min_tokens, num_prompt;
     u32 num_end, num_bias, num_bad, num_logprobs; // num_logprobs: 0 for none, else 1 + how many likeliest
     const u32* lists; // end ids; bias ids; bias values (f32); then each bad word: its length, its tokens
-    u64 reserved;
+    u32 num_candidates;  // above 0: a beam, and how many of its likeliest tokens are reported
+    u32 top_p_reset;     // the token after which top_p is top_p_first again, or u32::MAX
+    float top_p_first, top_p_decay, top_p_min;
+    u32 reserved;
 };
+static_assert(sizeof(RowParams) == 96, "RowParams: sample.rs declares the same");
 
 struct SampleArgs {
     const float* logits;
     float* work;
-    const RowParams* params;
+    RowParams* params;
     u32* last_tokens;
     u32* history;
     u32* counts;
@@ -48,6 +55,8 @@ struct SampleArgs {
     const u32* slot;
     u8* outputs;
     u32 num_samples, vocab, share, max_len, max_samples, max_top;
+    u32 first_output;  // where in the slot sample 0 is reported
+    u32 reserved;
 };
 
 struct Output {
@@ -61,6 +70,7 @@ __device__ __forceinline__ Output output_of(const SampleArgs& a, u32 s) {
     const u64 slot_words = (u64)a.max_samples * (2 + 2 * a.max_top);
     u32* base = reinterpret_cast<u32*>(a.outputs) + *a.slot * slot_words;
     u32* tops = base + 2 * a.max_samples;
+    s += a.first_output;
     return {base + s, reinterpret_cast<float*>(base + a.max_samples + s), tops + (u64)s * a.max_top,
             reinterpret_cast<float*>(tops + (u64)(a.max_samples + s) * a.max_top)};
 }
@@ -103,13 +113,20 @@ __device__ __forceinline__ u64 mix(u64 x) {
     return x ^ (x >> 31);
 }
 
+__device__ __forceinline__ u32 row_of(const SampleArgs& a, u32 s) { return a.rows[s] & ~VERIFIES; }
+
 __device__ __forceinline__ void append(const SampleArgs& a, u32 s, u32 token) {
-    const u32 row = a.rows[s];
-    const RowParams& p = a.params[row];
+    const u32 row = row_of(a, s);
+    RowParams& p = a.params[row];
+    if (a.rows[s] & VERIFIES) return;
     const u64 length = p.num_prompt + a.num_generated[s];
     a.last_tokens[row] = token;
     if (p.flags & LISTS && length < a.max_len) a.history[(u64)row * a.max_len + length] = token;
     if (p.flags & PENALTIES) a.counts[(u64)row * a.vocab + token] += 1;
+    if (p.flags & DECAYS) {
+        const float decayed = fmaxf(p.top_p * p.top_p_decay, fminf(p.top_p_min, p.top_p_first));
+        p.top_p = token == p.top_p_reset ? p.top_p_first : decayed;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -150,11 +167,12 @@ struct Raw {
     }
 };
 
-// Copies the row to `work`, changed as the penalties and lists say.
-__device__ void adjust(const SampleArgs& a, const RowParams& p, const Raw& raw, float* work, u32 row, u32 num_generated) {
+// Copies the row to `work`, less `shift`, then changed as the penalties and lists say.
+__device__ void adjust(const SampleArgs& a, const RowParams& p, const Raw& raw, float shift, float* work, u32 row,
+                       u32 num_generated) {
     const u32* counts = a.counts + (u64)row * a.vocab;
     for (u32 v = threadIdx.x; v < a.vocab; v += blockDim.x) {
-        float x = raw[v];
+        float x = raw[v] - shift;
         if (p.flags & PENALTIES) {
             const u32 count = counts[v], generated = count & ~PROMPT_BIT;
             if (count != 0) x = x > 0.0f ? x / p.repetition : x * p.repetition;
@@ -233,30 +251,42 @@ __device__ float mass_above(const float* z, u32 vocab, u32 low, float scale, flo
     return block_sum(sum, scratch);
 }
 
-// Log-probabilities under the raw logits: of the chosen token, and of the likeliest, best first.
-__device__ void log_probabilities(const SampleArgs& a, const RowParams& p, const Raw& raw, const Output& out, u32 token,
-                                  u64* pairs, float* floats) {
-    const u32 wanted = p.num_logprobs - 1 < a.max_top ? p.num_logprobs - 1 : a.max_top;
+// The logarithm of the sum of the exponentials of the raw logits, in every thread.
+__device__ float log_total(const SampleArgs& a, const Raw& raw, float* floats) {
     float most = -INFINITY_F;
     for (u32 v = threadIdx.x; v < a.vocab; v += blockDim.x) most = fmaxf(most, raw[v]);
     most = block_max(most, floats);
     float mass = 0.0f;
     for (u32 v = threadIdx.x; v < a.vocab; v += blockDim.x) mass += __expf(raw[v] - most);
-    const float log_total = most + logf(block_sum(mass, floats));
-    if (threadIdx.x == 0) *out.logprob = raw[token] - log_total;
+    return most + logf(block_sum(mass, floats));
+}
+
+// Reports the `wanted` highest of `values` less `shift`, best first, and with `is_choice` the best as the chosen token.
+template <class Values>
+__device__ void report_likeliest(const SampleArgs& a, const Values& values, float shift, u32 wanted, bool is_choice, const Output& out,
+                                 u64* pairs) {
     u64 last = ~0ull;
-    for (u32 n = 0; n < wanted; ++n) {
+    for (u32 n = 0; n < min(wanted, a.max_top); ++n) {
         u64 next = 0;
         for (u32 v = threadIdx.x; v < a.vocab; v += blockDim.x) {
-            const u64 pair = pair_of(raw[v], v);
+            const u64 pair = pair_of(values[v], v);
             if (pair < last) next = max_u64(next, pair);
         }
         last = block_max_u64(next, pairs);
         if (threadIdx.x == 0) {
+            if (n == 0 && is_choice) *out.token = token_of(last);
             out.top_tokens[n] = token_of(last);
-            out.top_logprobs[n] = value_of(last >> 32) - log_total;
+            out.top_logprobs[n] = value_of(last >> 32) - shift;
         }
     }
+}
+
+// Log-probabilities under the raw logits: of the chosen token, and of the likeliest, best first.
+__device__ void log_probabilities(const SampleArgs& a, const RowParams& p, const Raw& raw, const Output& out, u32 token,
+                                  u64* pairs, float* floats) {
+    const float total = log_total(a, raw, floats);
+    if (threadIdx.x == 0) *out.logprob = raw[token] - total;
+    report_likeliest(a, raw, total, p.num_logprobs - 1, false, out, pairs);
 }
 
 extern "C" __global__ void __launch_bounds__(1024) sample_f32(SampleArgs a) {
@@ -266,11 +296,16 @@ extern "C" __global__ void __launch_bounds__(1024) sample_f32(SampleArgs a) {
     const u32 s = blockIdx.x;
     pdl_launch();
     pdl_wait();
-    const u32 row = a.rows[s], num_generated = a.num_generated[s];
+    const u32 row = row_of(a, s), num_generated = a.num_generated[s];
     const RowParams p = a.params[row];
     const Raw raw = {a.logits, s, a.num_samples, a.share};
     float* work = a.work + (u64)s * a.vocab;
-    adjust(a, p, raw, work, row, num_generated);
+    const bool is_beam = p.num_candidates != 0;
+    adjust(a, p, raw, is_beam ? log_total(a, raw, floats) : 0.0f, work, row, num_generated);
+    if (is_beam) {
+        report_likeliest(a, work, 0.0f, p.num_candidates, true, output_of(a, s), pairs);
+        return;
+    }
 
     const bool greedy = p.flags & GREEDY;
     const float scale = greedy ? 1.0f : 1.0f / p.temperature;

@@ -13,6 +13,11 @@ pub const PENALTIES: u32 = 2;
 /// [`RowParams::flags`]: bias, bad words or end ids change logits, so history is kept.
 pub const LISTS: u32 = 4;
 
+/// [`RowParams::flags`]: top-p changes with each token.
+pub const DECAYS: u32 = 8;
+/// Beside a row in [`Samples::rows`]: nothing is appended to it, for the host decides which of its samples count.
+pub const VERIFIES: u32 = 1 << 31;
+
 /// Chunks that a worker's share of a row is searched in by [`argmax`].
 pub const ARGMAX_CHUNKS: usize = 32;
 
@@ -39,8 +44,15 @@ pub struct RowParams {
     pub num_logprobs: u32,
     /// Device address of u32: end ids; bias ids; bias values (f32 bits); then for each bad word its length and tokens.
     pub lists: u64,
+    /// Above 0 the row is a beam: nothing is drawn or appended, so many of its likeliest tokens are reported.
+    pub num_candidates: u32,
+    /// The token after which `top_p` is `top_p_first` again; `u32::MAX` for none.
+    pub top_p_reset: u32,
+    pub top_p_first: f32,
+    pub top_p_decay: f32,
+    pub top_p_min: f32,
     /// Zero.
-    pub reserved: u64,
+    pub reserved: u32,
 }
 
 /// State of all rows, on the device.
@@ -61,7 +73,7 @@ pub struct RowState {
 /// Rows that sample in this step.
 #[derive(Debug, Clone, Copy)]
 pub struct Samples {
-    /// `[S]` u32, below the rows of [`RowState`]: asserted where the step is packed.
+    /// `[S]` u32, below the rows of [`RowState`], perhaps with [`VERIFIES`]: asserted where the step is packed.
     pub rows: Span,
     /// `[S]` u32.
     pub num_generated: Span,
@@ -80,6 +92,8 @@ pub struct Outputs {
     pub max_samples: usize,
     /// Likeliest tokens a sample has room for.
     pub max_top: usize,
+    /// Where in the slot the first sample goes.
+    pub first: usize,
 }
 
 impl Outputs {
@@ -119,6 +133,8 @@ struct Args {
     max_len: u32,
     max_samples: u32,
     max_top: u32,
+    first_output: u32,
+    reserved: u32,
 }
 
 fn arguments(
@@ -130,7 +146,8 @@ fn arguments(
 ) -> Result<Args, CudaError> {
     let op = "sample";
     let count = samples.count;
-    ensure!(op, count > 0 && count <= outputs.max_samples, "{count} samples of at most {}", outputs.max_samples);
+    let fits = count > 0 && outputs.first + count <= outputs.max_samples;
+    ensure!(op, fits, "{count} samples from {} on, of at most {}", outputs.first, outputs.max_samples);
     ensure!(op, outputs.slot.count::<u32>() >= 1, "no slot number");
     for (name, span) in [("rows", samples.rows), ("num_generated", samples.num_generated)] {
         ensure!(op, span.count::<u32>() >= count, "{name} is shorter than {count}");
@@ -152,6 +169,8 @@ fn arguments(
         max_len: state.max_len as u32,
         max_samples: outputs.max_samples as u32,
         max_top: outputs.max_top as u32,
+        first_output: outputs.first as u32,
+        reserved: 0,
     })
 }
 

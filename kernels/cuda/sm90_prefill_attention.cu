@@ -1,4 +1,5 @@
 // sm90_prefill_attention_bf16: as prefill_attention_bf16, for Hopper's warpgroups                  (after Shah et al. 2024)
+// sm90_alibi_prefill_attention_bf16: the same with slopes[h] * (j - p) added to the score of position j  (Press et al. 2022)
 // archs: 90a
 //
 // q             through tensor map `q_map` of qkv [T, (H + 2K) D], box [128, 64]
@@ -215,6 +216,13 @@ struct Attention {
         }
     }
 
+    // Adds ALiBi's penalty of distance to scores that are not scaled yet: `slope` is divided by the scale.
+    __device__ static void penalize(float (&s)[64], float slope, u32 position, u32 first) {
+        const float nearest = slope * (float)(i32)(first + threadIdx.x % 4 * 2 - position);
+#pragma unroll
+        for (int i = 0; i < 64; ++i) s[i] += nearest + slope * (float)(i / 4 * 8 + i % 2 - i / 2 % 2 * 8);
+    }
+
     // Scores become probabilities relative to the running maximum; `correction` is what earlier sums are to be multiplied by.
     __device__ void softmax(float (&s)[64], float (&correction)[2], float scale) {
 #pragma unroll
@@ -285,8 +293,9 @@ __device__ __forceinline__ void clear_tail(u32 v, u32 valid, u32 group) {
     if (group == 1) asm volatile("bar.sync 2, 128;" ::: "memory");
 }
 
-template <int D>
-__device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAttention& a, const Queue& queue, volatile u32* current) {
+template <int D, bool ALIBI>
+__device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAttention& a, const Queue& queue, volatile u32* current,
+                                        const float* slopes) {
     const u32 group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4;
     const u32 first_query = group * 64 + warp * 16;  // of the warp
     const u32 q = smem.q() + group * 64 * 128;
@@ -302,6 +311,7 @@ __device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAtte
         // Whether some key of the slice is out of some query's sight.
         auto partial = [&](u32 first) { return first + KEYS > lowest + 1 || (a.window && first + a.window <= highest); };
         const u32 position = lowest + threadIdx.x % 32 / 4;
+        const float slope = ALIBI ? slopes[w.head] / a.scale : 0.0f;
 
         Attention<D> state;
         state.clear();
@@ -311,6 +321,7 @@ __device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAtte
         wgmma_wait<0>();
         release(smem.k_empty(k.stage));
         k.next();
+        if (ALIBI) state.penalize(s, slope, position, w.begin);
         if (partial(w.begin)) state.mask(s, a, position, w.begin);
         state.softmax(s, correction, scale);
         state.pack(s);
@@ -323,6 +334,7 @@ __device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAtte
             wgmma_wait<1>();
             release(smem.k_empty(k.stage));
             k.next();
+            if (ALIBI) state.penalize(s, slope, position, first);
             if (partial(first)) state.mask(s, a, position, first);
             state.softmax(s, correction, scale);
             wgmma_wait<0>();
@@ -343,8 +355,9 @@ __device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAtte
     }
 }
 
-template <int D>
-__device__ __forceinline__ void prefill_attention(const Maps& maps, const PrefillAttention& a, const Queue& queue) {
+template <int D, bool ALIBI>
+__device__ __forceinline__ void prefill_attention(const Maps& maps, const PrefillAttention& a, const Queue& queue,
+                                                  const float* slopes) {
     extern __shared__ u8 dynamic[];
     __shared__ u32 current;  // the tile at work
     __shared__ alignas(8) u64 barriers[10];
@@ -358,7 +371,7 @@ __device__ __forceinline__ void prefill_attention(const Maps& maps, const Prefil
         if (threadIdx.x == 0) produce<D>(smem, maps, a, queue, &current);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        consume<D>(smem, a, queue, &current);
+        consume<D, ALIBI>(smem, a, queue, &current, slopes);
     }
 }
 
@@ -367,7 +380,13 @@ __device__ __forceinline__ void prefill_attention(const Maps& maps, const Prefil
         sm90_prefill_attention_bf16_d##D(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, \
                                          const __grid_constant__ TensorMap v_map, const PrefillAttention a,            \
                                          u32* next_tile, u32 tiles, u32 works) {                                       \
-        prefill_attention<D>(Maps{&q_map, &k_map, &v_map}, a, Queue{next_tile, tiles, works});                         \
+        prefill_attention<D, false>(Maps{&q_map, &k_map, &v_map}, a, Queue{next_tile, tiles, works}, nullptr);         \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(384, 1) sm90_alibi_prefill_attention_bf16_d##D(                       \
+        const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,                              \
+        const __grid_constant__ TensorMap v_map, const PrefillAttention a, u32* next_tile, u32 tiles, u32 works,       \
+        const float* slopes) {                                                                                         \
+        prefill_attention<D, true>(Maps{&q_map, &k_map, &v_map}, a, Queue{next_tile, tiles, works}, slopes);           \
     }
 
 PREFILL_ATTENTION(64)

@@ -8,7 +8,8 @@ use gpu::{Random, floats, poisoned};
 use half::bf16;
 use kernels::cuda::DeviceBuffer;
 use kernels::cuda::decode_attention::{
-    DecodeRows, DecodeWorkspace, RopeTables, Splits, decode_attention_split, rope_decode_attention, rotates,
+    ALIBI_HEAD_DIMS, DecodeRows, DecodeWorkspace, RopeTables, Splits, alibi_decode_attention, decode_attention_split,
+    rope_decode_attention, rotates,
 };
 use kernels::cuda::rope_cache::{HeadShape, RopeInputs, rope_cache};
 use rows::CachedRows;
@@ -73,7 +74,53 @@ fn rows_of_any_length_attend_as_the_formula_says() {
                     }
                     let what = format!("{shape:?}, {lens:?}, {splits:?}, window {window}");
                     let q = &qkv[row * shape.qkv_cols()..];
-                    cached.check(&what, found, q, row, len - 1, window as usize);
+                    cached.check(&what, found, q, row, len - 1, window as usize, &[]);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn alibi_penalizes_distance_as_the_formula_says() {
+    let Some((gpu, queue)) = gpu::open() else { return };
+    let mut random = Random::new(5);
+    for [num_heads, num_kv_heads, head_dim, block_size] in SHAPES {
+        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size };
+        if !ALIBI_HEAD_DIMS.contains(&head_dim) {
+            continue;
+        }
+        for lens in [&[1][..], &[5, 0, 17, 256], &[1000, 3, 2049]] {
+            let cached = CachedRows::new(&gpu, &mut random, shape, lens);
+            let workspace = DecodeWorkspace::new(&gpu, 64, shape).expect("memory");
+            let (slopes, slope_buffer) = cached.slopes(&gpu);
+            let cols = num_heads * head_dim;
+            let qkv = random.bf16s(lens.len() * shape.qkv_cols(), 1.0);
+            let qkv_buffer = DeviceBuffer::from_slice(&gpu, &qkv).expect("memory");
+            let rows = DecodeRows {
+                block_tables: cached.table_buffer.span(),
+                max_blocks: cached.max_blocks,
+                context_lens: cached.len_buffer.span(),
+                num_rows: lens.len(),
+            };
+            let (cache, scale) = (cached.cache(), (head_dim as f32).powf(-0.5));
+            let fine = Splits { splits: 16, min_chunk: 64 };
+            for (splits, window) in [(Splits::for_rows(lens.len(), shape), 0), (fine, 0), (fine, 100)] {
+                let out = poisoned::<bf16>(&gpu, &queue, lens.len() * cols);
+                let (o, q, s) = (out.span(), qkv_buffer.span(), slope_buffer.span());
+                alibi_decode_attention(&queue, o, q, cache, s, rows, shape, scale, window, &workspace, splits)
+                    .expect("a launch");
+                queue.wait().expect("the kernel runs");
+                let found = floats(&out.span().read::<bf16>(lens.len() * cols).expect("a copy"));
+                for (row, &len) in lens.iter().enumerate() {
+                    let found = &found[row * cols..(row + 1) * cols];
+                    if len == 0 {
+                        assert!(found.iter().all(|&x| x == 0.0), "a padded row gives zeros");
+                        continue;
+                    }
+                    let what = format!("{shape:?}, {lens:?}, {splits:?}, window {window}");
+                    let q = &qkv[row * shape.qkv_cols()..];
+                    cached.check(&what, found, q, row, len - 1, window as usize, &slopes);
                 }
             }
         }

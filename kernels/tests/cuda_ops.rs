@@ -218,30 +218,44 @@ fn paged_attention_agrees_with_fp64() {
             slots: ds.span(),
         };
         let cache = LayerCache { k: dk.span(), v: dv.span() };
-        paged_attention(&q, out.span(), dq.span(), cache, token_tables, shape, scale, window, tokens).unwrap();
-        q.wait().unwrap();
-        let mut expected = vec![0.0f32; tokens * heads * dim];
-        for (t, h) in (0..tokens).flat_map(|t| (0..heads).map(move |h| (t, h))).filter(|&(t, _)| slots[t] != u32::MAX) {
-            let end = positions[t] as usize + 1;
-            let begin = if window > 0 { end.saturating_sub(window as usize) } else { 0 };
-            let at = |p: usize| {
-                let b = tables[rows[t] as usize * max_blocks + p / block] as usize;
-                ((b * kv_heads + h / (heads / kv_heads)) * block + p % block) * dim
-            };
-            let query = &qkv[t * cols + h * dim..][..dim];
-            let score = |p: usize| -> f64 {
-                (0..dim).map(|d| query[d].to_f64() * k[at(p) + d].to_f64()).sum::<f64>() * f64::from(scale)
-            };
-            let scores: Vec<f64> = (begin..end).map(score).collect();
-            let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let mass: f64 = scores.iter().map(|s| (s - most).exp()).sum();
-            for d in 0..dim {
-                let sum: f64 = (begin..end).zip(&scores).map(|(p, s)| (s - most).exp() * v[at(p) + d].to_f64()).sum();
-                expected[(t * heads + h) * dim + d] = (sum / mass) as f32;
+        let slopes: Vec<f32> = (0..heads).map(|head| 0.6f32.powi(head as i32 + 1)).collect();
+        let slope_buffer = DeviceBuffer::from_slice(&gpu, &slopes).unwrap();
+        let attend = |slopes: Option<Span>| {
+            q.fill(out.span(), 0xff).unwrap();
+            paged_attention(&q, out.span(), dq.span(), cache, token_tables, shape, scale, window, slopes, tokens)
+                .unwrap();
+            q.wait().unwrap();
+            floats(&out.span().read(tokens * heads * dim).unwrap())
+        };
+        for alibi in [false, true] {
+            let mut expected = vec![0.0f32; tokens * heads * dim];
+            for (t, h) in
+                (0..tokens).flat_map(|t| (0..heads).map(move |h| (t, h))).filter(|&(t, _)| slots[t] != u32::MAX)
+            {
+                let end = positions[t] as usize + 1;
+                let begin = if window > 0 { end.saturating_sub(window as usize) } else { 0 };
+                let at = |p: usize| {
+                    let b = tables[rows[t] as usize * max_blocks + p / block] as usize;
+                    ((b * kv_heads + h / (heads / kv_heads)) * block + p % block) * dim
+                };
+                let query = &qkv[t * cols + h * dim..][..dim];
+                let slope = if alibi { f64::from(slopes[h]) } else { 0.0 };
+                let score = |p: usize| -> f64 {
+                    let dot: f64 = (0..dim).map(|d| query[d].to_f64() * k[at(p) + d].to_f64()).sum();
+                    dot * f64::from(scale) - slope * (end - 1 - p) as f64
+                };
+                let scores: Vec<f64> = (begin..end).map(score).collect();
+                let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let mass: f64 = scores.iter().map(|s| (s - most).exp()).sum();
+                for d in 0..dim {
+                    let sum: f64 =
+                        (begin..end).zip(&scores).map(|(p, s)| (s - most).exp() * v[at(p) + d].to_f64()).sum();
+                    expected[(t * heads + h) * dim + d] = (sum / mass) as f32;
+                }
             }
+            let found = attend(alibi.then(|| slope_buffer.span()));
+            assert_close(&format!("{shape:?}, alibi {alibi}"), &found, &expected, ULP, 1e-4);
         }
-        let found = floats(&out.span().read(tokens * heads * dim).unwrap());
-        assert_close(&format!("{shape:?}"), &found, &expected, ULP, 1e-4);
     }
 }
 

@@ -7,7 +7,10 @@ mod rows;
 use gpu::{Random, floats, poisoned};
 use half::bf16;
 use kernels::cuda::DeviceBuffer;
-use kernels::cuda::prefill_attention::{PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple};
+use kernels::cuda::prefill_attention::{
+    ALIBI_HEAD_DIMS, PrefillRows, PrefillWorkspace, alibi_prefill_attention, alibi_prefill_attention_simple,
+    prefill_attention, prefill_attention_simple,
+};
 use kernels::cuda::rope_cache::HeadShape;
 use rows::CachedRows;
 
@@ -44,18 +47,29 @@ fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
                 num_tokens,
                 max_chunk: chunks.iter().map(|c| c.0).max().unwrap_or(0),
             };
-            for (window, simple) in [(0, false), (0, true), (75, false), (75, true)] {
+            let (slopes, slope_buffer) = cached.slopes(&gpu);
+            let has_alibi = ALIBI_HEAD_DIMS.contains(&head_dim);
+            let kinds = [(0, false), (0, true), (75, false), (75, true)];
+            let plain = kinds.iter().map(|&(window, simple)| (window, simple, false));
+            let alibi = kinds.iter().filter(|_| has_alibi).map(|&(window, simple)| (window, simple, true));
+            for (window, simple, alibi) in plain.chain(alibi) {
                 let out = poisoned::<bf16>(&gpu, &queue, num_tokens * cols);
                 let (cache, scale) = (cached.cache(), (head_dim as f32).powf(-0.5));
                 let (o, q) = (out.span(), qkv_buffer.span());
-                if simple {
-                    prefill_attention_simple(&queue, o, q, cache, rows, shape, scale, window).expect("a launch");
-                } else {
-                    prefill_attention(&queue, o, q, cache, rows, shape, scale, window, &workspace).expect("a launch");
-                }
+                let s = slope_buffer.span();
+                let launched = match (simple, alibi) {
+                    (true, false) => prefill_attention_simple(&queue, o, q, cache, rows, shape, scale, window),
+                    (false, false) => prefill_attention(&queue, o, q, cache, rows, shape, scale, window, &workspace),
+                    (true, true) => alibi_prefill_attention_simple(&queue, o, q, cache, s, rows, shape, scale, window),
+                    (false, true) => {
+                        alibi_prefill_attention(&queue, o, q, cache, s, rows, shape, scale, window, &workspace)
+                    }
+                };
+                launched.expect("a launch");
                 queue.wait().expect("the kernel runs");
                 let found = floats(&out.span().read::<bf16>(num_tokens * cols).expect("a copy"));
-                let what = format!("{shape:?}, {chunks:?}, window {window}, simple {simple}");
+                let what = format!("{shape:?}, {chunks:?}, window {window}, simple {simple}, alibi {alibi}");
+                let slopes = if alibi { slopes.as_slice() } else { &[] };
                 for (row, &(count, len)) in chunks.iter().enumerate() {
                     for i in 0..count {
                         let token = starts[row] as usize + i;
@@ -63,7 +77,7 @@ fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
                         assert!(found.iter().all(|x| x.is_finite()), "{what}: token {token} is finite");
                         // The formula is slow: every element is checked at ends and at a sample between.
                         if i % 37 == 0 || i + 1 == count || i % 128 == 127 {
-                            cached.check(&what, found, q, row, len - count + i, window as usize);
+                            cached.check(&what, found, q, row, len - count + i, window as usize, slopes);
                         }
                     }
                 }

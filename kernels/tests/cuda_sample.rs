@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use gpu::{Random, open, poisoned};
 use kernels::cuda::sample::{
-    self, ARGMAX_CHUNKS, GREEDY, LISTS, Logits, Outputs, PENALTIES, RowParams, RowState, Samples,
+    self, ARGMAX_CHUNKS, DECAYS, GREEDY, LISTS, Logits, Outputs, PENALTIES, RowParams, RowState, Samples, VERIFIES,
 };
 use kernels::cuda::{DeviceBuffer, Gpu, PinnedBuffer, Queue};
 
@@ -66,11 +66,20 @@ impl Bench {
 
     /// `logits` `[groups, S, share]` for rows `0..S`.
     fn draw(&mut self, logits: &[f32], share: usize, num_generated: &[u32]) -> Drawn {
-        let (rows, gpu) = (self.params.len(), self.gpu.clone());
+        let rows: Vec<u32> = (0..self.params.len() as u32).collect();
+        let drawn = self.draw_rows(logits, share, &rows, num_generated);
+        let last = self.last.span().read::<u32>(rows.len()).unwrap();
+        assert_eq!(last, drawn.tokens, "each row's last token is the one reported");
+        drawn
+    }
+
+    /// `logits` `[groups, S, share]` for the rows named, whose settings are then what the device left.
+    fn draw_rows(&mut self, logits: &[f32], share: usize, row_ids: &[u32], num_generated: &[u32]) -> Drawn {
+        let (rows, gpu) = (row_ids.len(), self.gpu.clone());
         let params = DeviceBuffer::from_slice(&gpu, &self.params).unwrap();
         let values = DeviceBuffer::from_slice(&gpu, logits).unwrap();
         let work = poisoned::<f32>(&gpu, &self.q, rows * self.vocab);
-        let row_ids = DeviceBuffer::from_slice(&gpu, &(0..rows as u32).collect::<Vec<_>>()).unwrap();
+        let row_ids = DeviceBuffer::from_slice(&gpu, row_ids).unwrap();
         let generated = DeviceBuffer::from_slice(&gpu, num_generated).unwrap();
         let slot = DeviceBuffer::from_slice(&gpu, &[1u32]).unwrap();
         let state = RowState {
@@ -81,26 +90,22 @@ impl Bench {
             max_len: MAX_LEN,
         };
         let samples = Samples { rows: row_ids.span(), num_generated: generated.span(), count: rows };
-        let outputs = Outputs { base: self.outputs.span(), slot: slot.span(), max_samples: rows, max_top: MAX_TOP };
+        let outputs =
+            Outputs { base: self.outputs.span(), slot: slot.span(), max_samples: rows, max_top: MAX_TOP, first: 0 };
         let all = Logits { values: values.span(), share, vocab: self.vocab };
         sample::sample(&self.q, all, work.span(), state, samples, outputs).unwrap();
         self.q.wait().unwrap();
+        self.params = params.span().read(self.params.len()).unwrap();
         let bytes = Outputs::slot_bytes(rows, MAX_TOP);
         let words: &[u32] = bytemuck::cast_slice(&self.outputs[bytes..]);
         let float = |word: &u32| f32::from_bits(*word);
         let tops = |from: usize| words[from..from + rows * MAX_TOP].chunks(MAX_TOP);
-        let drawn = Drawn {
+        Drawn {
             tokens: words[..rows].to_vec(),
             logprobs: words[rows..2 * rows].iter().map(float).collect(),
             top_tokens: tops(2 * rows).map(|c| c.to_vec()).collect(),
             top_logprobs: tops((2 + MAX_TOP) * rows).map(|c| c.iter().map(float).collect()).collect(),
-        };
-        assert_eq!(
-            self.last.span().read::<u32>(rows).unwrap(),
-            drawn.tokens,
-            "each row's last token is the one reported"
-        );
-        drawn
+        }
     }
 }
 
@@ -150,7 +155,7 @@ fn greedy_is_the_lowest_of_the_likeliest_over_all_workers() {
             max_len: 0,
         };
         let samples = Samples { rows: ids.span(), num_generated: generated.span(), count: rows };
-        let out = Outputs { base: outputs.span(), slot: slot.span(), max_samples: rows, max_top: 1 };
+        let out = Outputs { base: outputs.span(), slot: slot.span(), max_samples: rows, max_top: 1, first: 0 };
         sample::greedy(&q, pairs.span(), groups, vocab, state, samples, out).unwrap();
         q.wait().unwrap();
         let found: &[u32] = &bytemuck::cast_slice(&outputs)[..rows];
@@ -313,6 +318,108 @@ fn penalties_lists_and_log_probabilities_agree_with_fp64() {
         let count = counts[vocab + chosen[1] as usize] & 0x7fff_ffff;
         let joined = if chosen[1] == top1[0] { 3 } else { 0 };
         assert_eq!(count, joined + 1, "row 1's choice was counted");
+    }
+    drop(q);
+}
+
+/// The logarithm of the sum of exponentials.
+fn log_total(row: &[f32]) -> f64 {
+    let most = f64::from(row.iter().copied().fold(f32::MIN, f32::max));
+    most + row.iter().map(|&x| (f64::from(x) - most).exp()).sum::<f64>().ln()
+}
+
+#[test]
+fn beams_report_their_candidates_after_penalties_of_log_probabilities_and_append_nothing() {
+    let Some((gpu, q)) = open() else { return };
+    let mut random = Random::new(4);
+    for (groups, vocab, share) in [(1usize, 900usize, 900usize), (2, 1990, 1000)] {
+        let beam = |num_candidates| RowParams { num_candidates, flags: GREEDY, num_prompt: 2, ..plain() };
+        let settings = vec![
+            beam(1),
+            beam(MAX_TOP as u32),
+            RowParams { flags: GREEDY | PENALTIES, repetition: 1.3, frequency: 0.5, ..beam(5) },
+            RowParams { flags: GREEDY | LISTS, num_end: 1, min_tokens: 9, ..beam(4) },
+        ];
+        let (rows, wanted) = (settings.len(), [1, MAX_TOP, 5, 4]);
+        let full: Vec<Vec<f32>> = (0..rows).map(|_| random_logits(&mut random, vocab)).collect();
+        let mut bench = Bench::new(gpu.clone(), Queue::new(&gpu).unwrap(), vocab, settings);
+        let mut expected: Vec<Vec<f64>> =
+            full.iter().map(|row| row.iter().map(|&x| f64::from(x) - log_total(row)).collect()).collect();
+        let (prompt, generated) = (argmax(&full[2]), (argmax(&full[2]) + 1) % vocab as u32);
+        bench.join(2, &[prompt, prompt, generated, generated], 2);
+        for token in [prompt, generated] {
+            // Log-probabilities are at most 0, so the penalty multiplies.
+            expected[2][token as usize] *= f64::from(1.3f32);
+        }
+        expected[2][generated as usize] -= 2.0 * 0.5;
+        bench.set_lists(3, &[argmax(&full[3])]);
+        expected[3][argmax(&full[3]) as usize] = f64::NEG_INFINITY;
+        let counts = bench.counts.span().read::<u32>(rows * vocab).unwrap();
+
+        let mut logits = vec![f32::NAN; groups * rows * share];
+        for (s, v) in (0..rows).flat_map(|s| (0..vocab).map(move |v| (s, v))) {
+            logits[(v / share * rows + s) * share + v % share] = full[s][v];
+        }
+        let ids: Vec<u32> = (0..rows as u32).collect();
+        let drawn = bench.draw_rows(&logits, share, &ids, &vec![2; rows]);
+        for s in 0..rows {
+            let mut order: Vec<usize> = (0..vocab).collect();
+            order.sort_by(|&a, &b| expected[s][b].total_cmp(&expected[s][a]));
+            let best: Vec<u32> = order[..wanted[s]].iter().map(|&token| token as u32).collect();
+            assert_eq!(drawn.top_tokens[s][..wanted[s]], best, "row {s} of {groups} workers");
+            assert_eq!(drawn.tokens[s], best[0]);
+            for (found, &token) in drawn.top_logprobs[s].iter().zip(&order[..wanted[s]]) {
+                assert!((f64::from(*found) - expected[s][token]).abs() < 1e-4, "row {s}, token {token}: {found}");
+            }
+        }
+        assert!(bench.last.span().read::<u32>(rows).unwrap().iter().all(|&token| token == u32::MAX), "no last token");
+        assert!(bench.counts.span().read::<u32>(rows * vocab).unwrap() == counts, "nothing was counted");
+    }
+    drop(q);
+}
+
+#[test]
+fn rows_that_verify_report_every_sample_and_append_none() {
+    let Some((gpu, q)) = open() else { return };
+    let mut random = Random::new(5);
+    let vocab = 500;
+    let params = vec![RowParams { flags: GREEDY | PENALTIES, repetition: 1.0, num_logprobs: 1, ..plain() }; 3];
+    let mut bench = Bench::new(gpu.clone(), Queue::new(&gpu).unwrap(), vocab, params);
+    (0..3).for_each(|row| bench.join(row, &[7, 8], 2));
+    // Row 1 three times, row 2 once.
+    let ids = [1 | VERIFIES, 1 | VERIFIES, 1 | VERIFIES, 2];
+    let rows: Vec<Vec<f32>> = ids.iter().map(|_| random_logits(&mut random, vocab)).collect();
+    // Outputs are by sample, of which there are more than rows.
+    bench.outputs = PinnedBuffer::new(&gpu, 2 * Outputs::slot_bytes(ids.len(), MAX_TOP)).unwrap();
+    let drawn = bench.draw_rows(&rows.concat(), vocab, &ids, &[0, 1, 2, 0]);
+    let expected: Vec<u32> = rows.iter().map(|row| argmax(row)).collect();
+    assert_eq!(drawn.tokens, expected);
+    assert_eq!(bench.last.span().read::<u32>(3).unwrap(), [u32::MAX, u32::MAX, expected[3]]);
+    let counts: Vec<u32> = bench.counts.span().read(3 * vocab).unwrap();
+    let generated = |row: usize| counts[row * vocab..(row + 1) * vocab].iter().map(|c| c & 0x7fff_ffff).sum::<u32>();
+    assert_eq!([generated(0), generated(1), generated(2)], [0, 0, 1], "only row 2's choice was counted");
+    drop(q);
+}
+
+#[test]
+fn top_p_decays_with_each_token_until_the_one_that_resets_it() {
+    let Some((gpu, q)) = open() else { return };
+    let vocab = 64;
+    let settings = RowParams {
+        flags: DECAYS,
+        top_p: 0.8,
+        top_p_first: 0.8,
+        top_p_decay: 0.5,
+        top_p_min: 0.3,
+        top_p_reset: 9,
+        ..plain()
+    };
+    let mut bench = Bench::new(gpu.clone(), Queue::new(&gpu).unwrap(), vocab, vec![settings]);
+    let certain = |token: usize| (0..vocab).map(|v| if v == token { 50.0 } else { 0.0 }).collect::<Vec<f32>>();
+    for (step, (token, left)) in [(3, 0.4), (4, 0.3), (5, 0.3), (9, 0.8), (3, 0.4)].into_iter().enumerate() {
+        let drawn = bench.draw(&certain(token), vocab, &[step as u32]);
+        assert_eq!(drawn.tokens, [token as u32]);
+        assert!((bench.params[0].top_p - left).abs() < 1e-6, "after step {step}: {}", bench.params[0].top_p);
     }
     drop(q);
 }

@@ -5,8 +5,8 @@ use engine::{RowId, SampledToken, SamplingParams, TokenId};
 use crate::cpu::{CpuDevice, CpuEstimate};
 use crate::cuda::{CudaDevice, Estimate};
 use crate::{
-    Activation, AttentionSpec, DType, Device, DeviceError, Feature, LinearRole, MemoryPlan, StepInputs, StepLimits,
-    TensorParallel, WeightSlice,
+    Activation, AttentionSpec, DType, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
+    StepLimits, TensorParallel, WeightSlice,
 };
 
 /// What is estimated.
@@ -23,6 +23,7 @@ pub enum Target {
 pub struct Estimator {
     target: Target,
     tp: TensorParallel,
+    stage: PipelineStage,
     limits: StepLimits,
     hidden: usize,
     weights_bytes: usize,
@@ -66,6 +67,7 @@ impl Estimator {
         Self {
             target,
             tp,
+            stage: PipelineStage::WHOLE,
             limits,
             hidden: 0,
             weights_bytes: 0,
@@ -73,6 +75,11 @@ impl Estimator {
             widest_input: 0,
             has_wide_weights: false,
         }
+    }
+
+    /// For one stage of a pipeline.
+    pub fn in_stage(self, stage: PipelineStage) -> Self {
+        Self { stage, ..self }
     }
 
     /// What was counted, for the attention of the model that was loaded.
@@ -92,7 +99,7 @@ impl Estimator {
                 }
             }
             Target::Cuda => {
-                let cuda = Estimate::new(limits, self.hidden, self.tensor_cols, group, attention);
+                let cuda = Estimate::new(limits, self.hidden, self.tensor_cols, group, self.stage, attention);
                 MemoryEstimate {
                     weights_bytes,
                     workspace_bytes: cuda.workspace_bytes as u64,
@@ -144,6 +151,10 @@ impl Device for Estimator {
         self.tp
     }
 
+    fn pipeline_stage(&self) -> PipelineStage {
+        self.stage
+    }
+
     fn features(&self) -> &'static [Feature] {
         match self.target {
             Target::Cpu => CpuDevice::FEATURES,
@@ -153,12 +164,15 @@ impl Device for Estimator {
 
     fn load_linear(
         &mut self,
-        _role: LinearRole,
+        role: LinearRole,
         parts: &[WeightSlice<'_>],
         bias: &[WeightSlice<'_>],
     ) -> Result<EstimatedWeight, DeviceError> {
         self.count_vectors(bias);
         let weight = self.count_matrix(parts);
+        if matches!(role, LinearRole::Out | LinearRole::Down) {
+            self.hidden = parts.iter().map(|part| part.rows.len()).sum();
+        }
         self.widest_input = self.widest_input.max(weight.cols);
         Ok(weight)
     }

@@ -74,6 +74,13 @@ impl StepInputs {
         self.rows.len()
     }
 
+    /// Whether sample `index` is one of several of its row: rank 0 then decides which of them count.
+    pub fn verifies(&self, index: usize) -> bool {
+        let row = |index: usize| self.samples.get(index).map(|sample| sample.row);
+        let own = row(index);
+        own.is_some() && (row(index + 1) == own || index.checked_sub(1).and_then(row) == own)
+    }
+
     /// The block table of row `index` of this step.
     pub fn block_table(&self, index: usize) -> &[u32] {
         &self.block_tables[index * self.max_blocks..(index + 1) * self.max_blocks]

@@ -73,6 +73,13 @@ impl CachedRows {
         })
     }
 
+    /// Slopes of ALiBi, from steep to nearly flat, and their buffer.
+    pub fn slopes(&self, gpu: &Arc<Gpu>) -> (Vec<f32>, DeviceBuffer) {
+        let slopes: Vec<f32> = (0..self.shape.num_heads).map(|head| 0.7f32.powi(head as i32 + 1)).collect();
+        let buffer = DeviceBuffer::from_slice(gpu, &slopes).expect("memory");
+        (slopes, buffer)
+    }
+
     /// Positions `range` of a KV head's keys or values of a row.
     fn gather(&self, from: &[bf16], row: usize, kv_head: usize, range: std::ops::Range<usize>) -> Vec<f32> {
         let HeadShape { num_kv_heads, head_dim, block_size, .. } = self.shape;
@@ -86,7 +93,19 @@ impl CachedRows {
 
     /// Asserts that `found [H D]` is the attention of the q part of `qkv` at `position` of `row`, each element within the rounding of
     /// the probabilities (2^-8 of the weighted magnitudes, at most the largest value) and of the store.
-    pub fn check(&self, what: &str, found: &[f32], qkv: &[bf16], row: usize, position: usize, window: usize) {
+    ///
+    /// `slopes [H]` are ALiBi's; none without.
+    #[allow(clippy::too_many_arguments)] // What was found, and all that it depends on.
+    pub fn check(
+        &self,
+        what: &str,
+        found: &[f32],
+        qkv: &[bf16],
+        row: usize,
+        position: usize,
+        window: usize,
+        slopes: &[f32],
+    ) {
         let HeadShape { num_heads, num_kv_heads, head_dim, .. } = self.shape;
         let first = if window > 0 { (position + 1).saturating_sub(window) } else { 0 };
         let scale = (head_dim as f32).powf(-0.5);
@@ -96,9 +115,10 @@ impl CachedRows {
             let sizes: Vec<f32> = values.iter().map(|v| v.abs()).collect();
             let group = num_heads / num_kv_heads;
             for head in kv_head * group..(kv_head + 1) * group {
+                let slope = slopes.get(head).copied().unwrap_or_default();
                 let query = floats(&qkv[head * head_dim..(head + 1) * head_dim]);
-                let expected = reference::attention(&query, &keys, &values, scale);
-                let weighted = reference::attention(&query, &keys, &sizes, scale);
+                let expected = reference::alibi_attention(&query, &keys, &values, scale, slope);
+                let weighted = reference::alibi_attention(&query, &keys, &sizes, scale, slope);
                 for d in 0..head_dim {
                     let (found, expected) = (found[head * head_dim + d], expected[d]);
                     let tolerance = (expected.abs() + weighted[d]) * 2.0f32.powi(-8) + 1e-5;

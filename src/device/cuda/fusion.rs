@@ -59,14 +59,21 @@ impl CudaDevice {
     /// Whether products, a group's sums and norms of this model may be joined: every matrix is in the kernel's reach.
     pub(crate) fn can_fuse_norms(&self) -> bool {
         let CudaDevice { config, gpu, .. } = self;
-        self.group.size() > 1 && config.use_fast_kernels && self.all_skinny && skinny_gemm::has_norm_kernel(gpu)
+        // Stages meet in the same exchanges, and not all of them may be able to.
+        self.group.size() > 1
+            && self.pipeline.stage.count == 1
+            && config.use_fast_kernels
+            && self.all_skinny
+            && !self.has_layer_norms
+            && skinny_gemm::has_norm_kernel(gpu)
     }
 
     /// Takes the partial product of a step of decodes for [`CudaDevice::finish_deferred`]; false if it is to run at once.
     pub(crate) fn defer(&mut self, out: Span, x: Span, weight: &CudaWeight) -> bool {
         let StepShape { tokens, prefill_rows, samples, .. } = self.current().shape;
         // Positions that sample are not gathered from such a step: scales are by token.
-        let joins = weight.is_partial && tokens <= MAX_NORM_ROWS && prefill_rows == 0 && samples == tokens;
+        let decodes = prefill_rows == 0 && samples == tokens && self.reports.positions.is_empty();
+        let joins = weight.is_partial && tokens <= MAX_NORM_ROWS && decodes;
         if joins && !self.current().only_products && self.group.fused().is_some() {
             self.fusion.deferred = Some(Deferred { out, x, weight: *weight });
             return true;

@@ -14,10 +14,21 @@ const MIN_MEASURED: usize = 128;
 /// Largest number of rows that is recorded.
 const MAX_BUCKET: usize = 256;
 
-/// Recordings by number of rows, and whether sampling is plain greedy.
+/// What a recording is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Key {
+    /// Rows.
+    bucket: usize,
+    /// Whether sampling is plain greedy.
+    is_greedy: bool,
+    /// Whether rows read what others of them write.
+    is_parted: bool,
+}
+
+/// Recordings, by what they are of.
 pub(crate) struct Graphs {
     buckets: Vec<usize>,
-    recorded: HashMap<(usize, bool), Graph>,
+    recorded: HashMap<Key, Graph>,
     /// What is still to be done while no step waits.
     ahead: VecDeque<Ahead>,
 }
@@ -53,12 +64,17 @@ impl Graphs {
         self.ahead = greedy.chain(chunks.map(|tokens| Ahead::Measure { tokens })).chain(others).collect();
     }
 
+    fn has_decode(&self, bucket: usize, is_greedy: bool) -> bool {
+        self.recorded.contains_key(&Key { bucket, is_greedy, is_parted: false })
+    }
+
     /// The bucket of a step of decodes that all sample; other steps are not recorded.
     pub(crate) fn bucket(&self, inputs: &StepInputs) -> Option<usize> {
         let rows = inputs.num_rows();
         let in_order = |(index, sample): (usize, &crate::SampleInput)| sample.token_index as usize == index;
         if inputs.num_prefill_rows != 0
             || inputs.samples.len() != rows
+            || !inputs.logits.is_empty()
             || !inputs.samples.iter().enumerate().all(in_order)
         {
             return None;
@@ -93,14 +109,17 @@ impl CudaDevice {
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<usize, DeviceError> {
         let slot = self.begin_step(inputs, StepShape::decode(bucket))?;
-        let key = (bucket, self.current().is_greedy);
-        if let Some(graph) = self.graphs.recorded.get(&key) {
+        if let Some(graph) = self.graphs.recorded.get(&self.key(bucket)) {
             self.queue.replay(graph).map_err(device_error)?;
             return Ok(slot);
         }
         forward(self)?;
         self.record(bucket, forward)?;
         Ok(slot)
+    }
+
+    fn key(&self, bucket: usize) -> Key {
+        Key { bucket, is_greedy: self.current().is_greedy, is_parted: self.is_parted }
     }
 
     /// Records the current step, which is one of decodes, without running it.
@@ -111,7 +130,7 @@ impl CudaDevice {
     ) -> Result<(), DeviceError> {
         let queue = self.queue.clone();
         let graph = queue.capture(|| forward(self).map_err(Recorded::from)).map_err(|Recorded(error)| error)?;
-        self.graphs.recorded.insert((bucket, self.current().is_greedy), graph);
+        self.graphs.recorded.insert(self.key(bucket), graph);
         Ok(())
     }
 
@@ -120,12 +139,13 @@ impl CudaDevice {
         &mut self,
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<bool, DeviceError> {
+        self.is_parted = false;
         match self.graphs.ahead.pop_front() {
             Some(Ahead::Measure { tokens }) => {
                 let chunk = StepShape { tokens, rows: 1, prefill_rows: 1, max_chunk: tokens, samples: 1 };
                 self.measure_products(chunk, forward)?;
             }
-            Some(Ahead::Record { bucket, is_greedy }) if !self.graphs.recorded.contains_key(&(bucket, is_greedy)) => {
+            Some(Ahead::Record { bucket, is_greedy }) if !self.graphs.has_decode(bucket, is_greedy) => {
                 // Measuring waits for the GPU, which a recording may not.
                 self.measure_products(StepShape::decode(bucket), forward)?;
                 self.current = Some(self.step_at(StepShape::decode(bucket), is_greedy));

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use half::bf16;
 use kernels::cuda::all_reduce::{PeerBuffer, PeerGroup, Shots};
+use kernels::cuda::layer_norm::{LayerNormWeight, add_layer_norm};
 use kernels::cuda::owner_norm::{OwnerNorm, SharedBuffer, owner_norm};
 use kernels::cuda::rms_norm::add_rms_norm;
 use kernels::cuda::sample::ARGMAX_CHUNKS;
@@ -53,6 +54,8 @@ pub(crate) struct ReduceAddNorm {
     pub(crate) residual: Span,
     pub(crate) partial: Span,
     pub(crate) weight: Span,
+    /// In place of `weight`, where the norm has mean and bias.
+    pub(crate) layer_norm: Option<LayerNormWeight>,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) eps: f32,
@@ -69,7 +72,7 @@ impl Group {
             device: "cuda".into(),
             reason: format!("a group of {} workers needs a way to exchange NCCL's id", tp.size),
         })?;
-        let nccl = Nccl::new(tp, exchange.as_ref(), &config.library_dirs)?;
+        let nccl = Nccl::new(tp.rank, tp.size, exchange.as_ref(), &config.library_dirs)?;
         Ok(Self { nccl: Some(nccl), peers: None, fused: None, owners: None, exchange: Some(exchange), tp, uses_peers })
     }
 
@@ -162,10 +165,14 @@ impl Group {
         }
     }
 
-    /// `residual += sum over the group of partial; out = rms_norm(residual)`. Of many rows, a worker keeps the residual of some only,
+    /// `residual += sum over the group of partial; out = norm(residual)`. Of many rows, a worker keeps the residual of some only,
     /// always the same ones.
     pub(crate) fn reduce_add_norm(&self, q: &Queue, x: ReduceAddNorm) -> Result<(), DeviceError> {
-        let ReduceAddNorm { out, residual, partial, weight, rows, cols, eps } = x;
+        let ReduceAddNorm { out, residual, partial, weight, layer_norm, rows, cols, eps } = x;
+        if let Some(norm) = layer_norm {
+            self.all_reduce(q, partial, rows, cols)?;
+            return add_layer_norm(q, out, residual, partial, norm, rows, cols, eps).map_err(device_error);
+        }
         if let Some(owners) = self.owners.as_ref().filter(|_| 2 * rows * cols > max_packet_bytes(self.size()))
             && let (Some(y), Some(partial)) = (owners.buffer(out), owners.buffer(partial))
         {

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use engine::{RowId, SampledToken, TokenId};
-use kernels::cuda::decode_attention::DecodeWorkspace;
+use kernels::cuda::copy_blocks::AllBlocks;
+use kernels::cuda::decode_attention::{self, ALIBI_HEAD_DIMS, DecodeWorkspace, HEAD_DIMS};
 use kernels::cuda::library_gemm::LibraryGemm;
 use kernels::cuda::owner_norm::MIN_SHARED_BYTES;
 use kernels::cuda::prefill_attention::PrefillWorkspace;
@@ -14,10 +15,10 @@ use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
 use super::fusion::{Fusion, squares_bytes};
 use super::graphs::largest_bucket;
 use super::group::peer_bytes;
-use super::rows::{MAX_TOP, Rows};
+use super::rows::{MAX_TOP, Reported, Rows};
 use super::step::{Layout, StepBounds};
-use super::{CudaDevice, MAX_IN_FLIGHT, device_error};
-use crate::{AttentionSpec, DeviceError, MemoryPlan, StepLimits};
+use super::{CudaConfig, CudaDevice, device_error};
+use crate::{AttentionSpec, DeviceError, MemoryPlan, PipelineStage, StepLimits};
 
 /// Left free for graphs and the driver.
 const RESERVE_BYTES: usize = 512 << 20;
@@ -32,6 +33,7 @@ pub(crate) struct Cache {
     pub(crate) sin: DeviceBuffer,
     pub(crate) decode: DecodeWorkspace,
     pub(crate) prefill: PrefillWorkspace,
+    slopes: Option<DeviceBuffer>,
     pub(crate) shape: HeadShape,
     pub(crate) scale: f32,
     /// 0 for none.
@@ -51,6 +53,10 @@ impl Cache {
             sin: DeviceBuffer::from_slice(gpu, &spec.rope.sin)?,
             decode: DecodeWorkspace::new(gpu, max_rows, shape)?,
             prefill: PrefillWorkspace::new(gpu)?,
+            slopes: match spec.alibi_slopes.as_slice() {
+                [] => None,
+                slopes => Some(DeviceBuffer::from_slice(gpu, slopes)?),
+            },
             shape,
             scale: spec.scale,
             window: spec.sliding_window.unwrap_or(0) as u32,
@@ -65,6 +71,29 @@ impl Cache {
         LayerCache { k: self.k.span().part(layer * bytes, bytes), v: self.v.span().part(layer * bytes, bytes) }
     }
 
+    /// Keys and values of all layers.
+    pub(crate) fn all_blocks(&self) -> AllBlocks {
+        let block_bytes = self.shape.block_elements() * 2;
+        let num_layers = self.k.span().bytes() / (self.num_blocks * block_bytes).max(1);
+        AllBlocks { k: self.k.span(), v: self.v.span(), num_layers, num_blocks: self.num_blocks, block_bytes }
+    }
+
+    /// `[H]` f32 of ALiBi, where the model has it.
+    pub(crate) fn slopes(&self) -> Option<Span> {
+        self.slopes.as_ref().map(DeviceBuffer::span)
+    }
+
+    /// Whether there are kernels for this attention beside the simple one.
+    pub(crate) fn has_fast_attention(&self) -> bool {
+        let head_dim = &self.shape.head_dim;
+        if self.slopes.is_some() { ALIBI_HEAD_DIMS.contains(head_dim) } else { HEAD_DIMS.contains(head_dim) }
+    }
+
+    /// Whether decode attention can rotate by itself.
+    pub(crate) fn rotates(&self) -> bool {
+        self.slopes.is_none() && decode_attention::rotates(self.shape)
+    }
+
     /// Row length of the block tables.
     pub(crate) fn table_stride(&self, limits: &StepLimits) -> usize {
         table_stride(limits, self.shape.block_size)
@@ -74,6 +103,7 @@ impl Cache {
         StepBounds {
             max_tokens: limits.max_tokens,
             max_rows: limits.max_rows,
+            max_samples: limits.max_rows,
             num_blocks: self.num_blocks,
             block_size: self.shape.block_size,
             table_stride: self.table_stride(limits),
@@ -107,6 +137,8 @@ pub(crate) struct Workspace {
     /// `[group, S, ARGMAX_CHUNKS]` u64.
     pub(crate) pairs: DeviceBuffer,
     outputs: PinnedBuffer,
+    /// Rows of each of these buffers: a step's samples are taken so many at a time.
+    pub(crate) max_rows: usize,
     max_samples: usize,
     /// Tokens of a worker's share of the vocabulary.
     pub(crate) share: usize,
@@ -119,8 +151,7 @@ fn vocabulary_share(vocab: usize, group: usize) -> usize {
 
 impl Workspace {
     fn sizes(limits: &StepLimits, hidden: usize, group: usize) -> [usize; 4] {
-        // One sample more than rows: a graph's padding.
-        let samples = max_samples(limits);
+        let samples = padded_rows(limits);
         let share = vocabulary_share(limits.vocab_size, group);
         [
             samples * hidden * 2,
@@ -130,23 +161,26 @@ impl Workspace {
         ]
     }
 
-    fn new(gpu: &Arc<Gpu>, limits: &StepLimits, hidden: usize, group: usize) -> Result<Self, CudaError> {
+    fn new(gpu: &Arc<Gpu>, config: &CudaConfig, hidden: usize, group: usize) -> Result<Self, CudaError> {
+        let limits = &config.limits;
         let [gathered, logits, scratch, pairs] = Self::sizes(limits, hidden, group);
-        let max_samples = max_samples(limits);
+        let max_rows = padded_rows(limits);
+        let max_samples = config.max_samples().max(max_rows);
         Ok(Self {
             gathered: DeviceBuffer::new(gpu, gathered)?,
             logits: DeviceBuffer::new(gpu, logits)?,
             scratch: DeviceBuffer::new(gpu, scratch)?,
             pairs: DeviceBuffer::new(gpu, pairs)?,
-            outputs: PinnedBuffer::new(gpu, MAX_IN_FLIGHT * Outputs::slot_bytes(max_samples, MAX_TOP))?,
+            outputs: PinnedBuffer::new(gpu, config.max_in_flight() * Outputs::slot_bytes(max_samples, MAX_TOP))?,
+            max_rows,
             max_samples,
             share: vocabulary_share(limits.vocab_size, group),
         })
     }
 
-    /// As the sampling kernels take it; `slot` is where the step says which slot is its own.
-    pub(crate) fn outputs(&self, slot: Span) -> Outputs {
-        Outputs { base: self.outputs.span(), slot, max_samples: self.max_samples, max_top: MAX_TOP }
+    /// As the sampling kernels take it, for samples from `first` on; `slot` is where the step says which slot is its own.
+    pub(crate) fn outputs(&self, slot: Span, first: usize) -> Outputs {
+        Outputs { base: self.outputs.span(), slot, max_samples: self.max_samples, max_top: MAX_TOP, first }
     }
 
     /// What sample `index` of the step in `slot` gave, once the step has run.
@@ -163,8 +197,8 @@ impl Workspace {
     }
 }
 
-/// Samples that a step may have, a graph's padding included.
-fn max_samples(limits: &StepLimits) -> usize {
+/// Rows that a step may have, a graph's padding included.
+fn padded_rows(limits: &StepLimits) -> usize {
     limits.max_rows.next_multiple_of(8)
 }
 
@@ -177,13 +211,12 @@ pub(crate) struct Output<'a> {
 }
 
 impl Output<'_> {
-    pub(crate) fn token(&self, row: RowId, num_logprobs: Option<u32>) -> SampledToken {
-        let count = num_logprobs.map_or(0, |n| (n as usize).min(MAX_TOP));
-        let top = self.top_tokens.iter().zip(self.top_logprobs).take(count);
+    pub(crate) fn token(&self, row: RowId, reported: Reported) -> SampledToken {
+        let top = self.top_tokens.iter().zip(self.top_logprobs).take(reported.num_top);
         SampledToken {
             row,
             token: TokenId(self.token),
-            logprob: num_logprobs.map(|_| f32::from_bits(self.logprob)),
+            logprob: reported.has_logprob.then(|| f32::from_bits(self.logprob)),
             top: top.map(|(&token, &bits)| (TokenId(token), f32::from_bits(bits))).collect(),
         }
     }
@@ -191,10 +224,11 @@ impl Output<'_> {
 
 /// Words of the step's inputs on the device.
 fn step_words(limits: &StepLimits, spec: &AttentionSpec) -> usize {
-    let rows = max_samples(limits);
+    let rows = padded_rows(limits);
     Layout::max_words(&StepBounds {
         max_tokens: limits.max_tokens.max(rows),
         max_rows: rows,
+        max_samples: rows,
         num_blocks: 0,
         block_size: spec.block_size,
         table_stride: table_stride(limits, spec.block_size),
@@ -206,8 +240,8 @@ fn step_words(limits: &StepLimits, spec: &AttentionSpec) -> usize {
 /// Bytes that [`CudaDevice::take_memory`] takes beside KV blocks, but for what groups share and trials need.
 fn pending_bytes(limits: &StepLimits, hidden: usize, group: usize, spec: &AttentionSpec) -> usize {
     let sizes = Workspace::sizes(limits, hidden, group);
-    let rope = (spec.rope.cos.len() + spec.rope.sin.len()) * 4;
-    let decode = DecodeWorkspace::bytes(max_samples(limits), head_shape(spec));
+    let rope = (spec.rope.cos.len() + spec.rope.sin.len() + spec.alibi_slopes.len()) * 4;
+    let decode = DecodeWorkspace::bytes(padded_rows(limits), head_shape(spec));
     sizes.iter().sum::<usize>() + step_words(limits, spec) * 4 + rope + decode
 }
 
@@ -234,13 +268,16 @@ impl Estimate {
         hidden: usize,
         tensor_cols: usize,
         group: usize,
+        stage: PipelineStage,
         spec: &AttentionSpec,
     ) -> Self {
         let tensors = tensor_rows(limits, largest_bucket(limits.max_rows)) * tensor_cols * 2;
         let pending = pending_bytes(limits, hidden, group, spec);
+        let peers = if group > 1 { peer_bytes(group, hidden) } else { 0 };
+        let communicators = usize::from(group > 1) + usize::from(stage.count > 1);
         Self {
             workspace_bytes: tensors + Rows::bytes(limits) + LibraryGemm::WORKSPACE_BYTES + pending,
-            communicator_bytes: if group > 1 { peer_bytes(group, hidden) + NCCL_BYTES } else { 0 },
+            communicator_bytes: peers + communicators * NCCL_BYTES,
             block_bytes: block_bytes(spec),
             reserve_bytes: RESERVE_BYTES,
         }
@@ -287,7 +324,10 @@ impl CudaDevice {
         // Activations as wide as the residual: what is summed and normed is among them.
         let bytes = self.tensor_bytes(self.hidden);
         let summed: Vec<_> = self.tensors.iter().filter(|tensor| tensor.span().bytes() == bytes).collect();
-        self.group.share(&self.gpu, &summed, self.config.limits.max_tokens, self.hidden)?;
+        // Between stages every worker hands on all of the residual.
+        if self.pipeline.stage.count == 1 {
+            self.group.share(&self.gpu, &summed, self.config.limits.max_tokens, self.hidden)?;
+        }
         self.take(spec, num_blocks).map_err(device_error)
     }
 
@@ -300,13 +340,14 @@ impl CudaDevice {
     fn take(&mut self, spec: &AttentionSpec, num_blocks: usize) -> Result<(), CudaError> {
         let words = step_words(&self.config.limits, spec);
         self.step_block = DeviceBuffer::with_count::<u32>(&self.gpu, words)?;
-        self.pinned_inputs =
-            (0..MAX_IN_FLIGHT).map(|_| PinnedBuffer::new(&self.gpu, words * 4)).collect::<Result<_, _>>()?;
-        self.workspace = Some(Workspace::new(&self.gpu, &self.config.limits, self.hidden, self.group.size())?);
+        self.pinned_inputs = (0..self.config.max_in_flight())
+            .map(|_| PinnedBuffer::new(&self.gpu, words * 4))
+            .collect::<Result<_, _>>()?;
+        self.workspace = Some(Workspace::new(&self.gpu, &self.config, self.hidden, self.group.size())?);
         if self.group.fused().is_some() {
             self.fusion = Fusion::new(&self.gpu, self.hidden)?;
         }
-        self.cache = Some(Cache::new(&self.gpu, spec, num_blocks, max_samples(&self.config.limits))?);
+        self.cache = Some(Cache::new(&self.gpu, spec, num_blocks, padded_rows(&self.config.limits))?);
         Ok(())
     }
 }

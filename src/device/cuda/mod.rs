@@ -5,28 +5,34 @@
 //! as CUDA graphs, one for each number of rows in a list of buckets.
 
 mod config;
+mod decoder_ops;
 mod exchange;
 mod fusion;
 mod graphs;
 mod group;
 mod load;
+mod logits;
 mod memory;
 mod nccl;
 mod ops;
+mod pipeline;
 mod rows;
 mod step;
+mod verify;
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use engine::{RowId, SampledToken, SamplingParams, TokenId};
+use engine::{CopiedBlock, RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
+use kernels::cuda::copy_blocks::copy_blocks;
 use kernels::cuda::library_gemm::LibraryGemm;
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Span};
 
 use crate::{
-    Activation, AttentionSpec, Device, DeviceError, LinearRole, MemoryPlan, StepInputs, TensorParallel, WeightSlice,
+    Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
+    TensorParallel, WeightSlice,
 };
 pub use config::{CudaConfig, Trials};
 pub use exchange::{Exchange, FileExchange};
@@ -34,13 +40,12 @@ use fusion::Fusion;
 use graphs::Graphs;
 use group::Group;
 use load::{Loader, Part, RowOrder};
+use logits::Reports;
 pub(crate) use memory::Estimate;
 use memory::{Cache, Workspace};
-use rows::Rows;
+use pipeline::Pipeline;
+use rows::{Reported, Rows};
 use step::{Layout, StepBounds, StepShape, StepSpans};
-
-/// Steps that may be queued and not yet collected.
-const MAX_IN_FLIGHT: usize = 4;
 
 /// GPUs that the driver shows to this process; 0 without a driver, or in a build without CUDA kernels.
 pub fn num_gpus() -> usize {
@@ -89,16 +94,26 @@ pub struct CudaDevice {
     spare_events: Vec<Event>,
     current: Option<Current>,
     group: Group,
+    pipeline: Pipeline,
     gemm: LibraryGemm,
     fusion: Fusion,
     /// Whether the kernel for few rows takes every matrix loaded so far.
     all_skinny: bool,
+    /// Whether the current step is one of [`verify::part_rows`], whose rows read what others of them write.
+    is_parted: bool,
+    /// Whether a norm with mean and bias was loaded.
+    has_layer_norms: bool,
+    /// Rows of the table of learned positions; the largest number without one.
+    num_positions: usize,
     step_block: DeviceBuffer,
     pinned_inputs: Vec<PinnedBuffer>,
     next_slot: usize,
     cache: Option<Cache>,
     workspace: Option<Workspace>,
     rows: Rows,
+    reports: Reports,
+    /// Logits of the step that was collected last.
+    taken_logits: Vec<Vec<f32>>,
     hidden: usize,
     weights: Vec<DeviceBuffer>,
     tensors: Vec<DeviceBuffer>,
@@ -122,8 +137,10 @@ struct Current {
 struct InFlight {
     slot: usize,
     done: Event,
-    /// Row of each sample, and how many likeliest tokens it reports.
-    samples: Vec<(RowId, Option<u32>)>,
+    /// Row of each sample, and what it reports.
+    samples: Vec<(RowId, Reported)>,
+    /// Logits that it reports.
+    logits: Vec<Vec<f32>>,
 }
 
 /// As this room reports what the kernels' crate reports.
@@ -144,7 +161,10 @@ fn device_error(error: CudaError) -> DeviceError {
 
 impl CudaDevice {
     /// Ops of some architectures that this device has.
-    pub(crate) const FEATURES: &[crate::Feature] = &[];
+    pub(crate) const FEATURES: &[Feature] = {
+        use Feature::{Alibi, HeadNorm, LayerNorm, LearnedPositions, PlainMlp};
+        &[LayerNorm, LearnedPositions, PlainMlp, HeadNorm, Alibi]
+    };
 
     /// Opens the GPU and joins the group. The calling thread is the one that uses the device from now on.
     ///
@@ -156,6 +176,7 @@ impl CudaDevice {
         let gemm = LibraryGemm::new(&gpu, &config.library_dirs, config.cache_dir.as_ref()).map_err(device_error)?;
         // Before the first thread: the group sets what NCCL reads from the environment.
         let group = Group::new(&config)?;
+        let pipeline = Pipeline::new(&config, &gpu, &queue)?;
         let loader = Loader::new(&gpu).map_err(device_error)?;
         let rows = Rows::new(&gpu, config.limits).map_err(device_error)?;
         Ok(Self {
@@ -165,15 +186,21 @@ impl CudaDevice {
             spare_events: Vec::new(),
             current: None,
             group,
+            pipeline,
             gemm,
             fusion: Fusion::default(),
             all_skinny: true,
+            is_parted: false,
+            has_layer_norms: false,
+            num_positions: usize::MAX,
             step_block: DeviceBuffer::new(&gpu, 0).map_err(device_error)?,
             pinned_inputs: Vec::new(),
             next_slot: 0,
             cache: None,
             workspace: None,
             rows,
+            reports: Reports::default(),
+            taken_logits: Vec::new(),
             hidden: 0,
             weights: Vec::new(),
             tensors: Vec::new(),
@@ -245,6 +272,16 @@ impl CudaDevice {
         Ok(())
     }
 
+    fn check_row(&self, call: &str, row: RowId) -> Result<(), DeviceError> {
+        match row.0 as usize {
+            index if index < self.config.limits.max_rows => Ok(()),
+            index => Err(DeviceError::Call {
+                call: call.into(),
+                reason: format!("row {index} of {}", self.config.limits.max_rows),
+            }),
+        }
+    }
+
     fn current(&self) -> &Current {
         self.current.as_ref().expect("ops run inside a step")
     }
@@ -254,14 +291,19 @@ impl CudaDevice {
             call: "run_step".into(),
             reason: "the cache is allocated before the first step".into(),
         })?;
-        Ok(cache.bounds(&self.config.limits))
+        let bounds = cache.bounds(&self.config.limits);
+        Ok(StepBounds {
+            max_positions: bounds.max_positions.min(self.num_positions),
+            max_samples: self.config.max_samples(),
+            ..bounds
+        })
     }
 
     /// Checks, packs and uploads the step; makes it current.
     fn begin_step(&mut self, inputs: &StepInputs, shape: StepShape) -> Result<usize, DeviceError> {
         let bounds = self.bounds()?;
         let slot = self.next_slot;
-        self.next_slot = (slot + 1) % MAX_IN_FLIGHT;
+        self.next_slot = (slot + 1) % self.pinned_inputs.len();
         let words: &mut [u32] = bytemuck::cast_slice_mut(&mut self.pinned_inputs[slot]);
         let layout = step::pack(inputs, &bounds, shape, slot as u32, words);
         // SAFETY: the slot's last step was collected, so its copy has run; it is not written before this one is.
@@ -282,7 +324,7 @@ impl CudaDevice {
     fn read_outputs(&self, step: &InFlight) -> Vec<SampledToken> {
         let workspace = self.workspace.as_ref().expect("a step ran");
         let output = |index: usize| workspace.output(step.slot, index);
-        step.samples.iter().enumerate().map(|(index, &(row, logprobs))| output(index).token(row, logprobs)).collect()
+        step.samples.iter().enumerate().map(|(index, &(row, reported))| output(index).token(row, reported)).collect()
     }
 }
 
@@ -306,7 +348,11 @@ impl Device for CudaDevice {
         self.config.tensor_parallel
     }
 
-    fn features(&self) -> &'static [crate::Feature] {
+    fn pipeline_stage(&self) -> PipelineStage {
+        self.pipeline.stage
+    }
+
+    fn features(&self) -> &'static [Feature] {
         Self::FEATURES
     }
 
@@ -320,6 +366,9 @@ impl Device for CudaDevice {
         let (values, rows, cols) = self.load_matrix(parts, order)?;
         let bias = self.load_row(bias, order)?;
         let is_partial = matches!(role, LinearRole::Out | LinearRole::Down);
+        if is_partial {
+            self.hidden = rows;
+        }
         self.all_skinny &= rows.is_multiple_of(8) && (role != LinearRole::GateUp || group == GATE_GROUP);
         Ok(CudaWeight { values, bias, rows, cols, first_token: 0, group, is_partial })
     }
@@ -339,6 +388,18 @@ impl Device for CudaDevice {
         let cols = vector.cols.len();
         let values = self.load_row(&[vector], RowOrder::Stacked)?;
         Ok(CudaWeight { values, bias: Span::NULL, rows: 1, cols, first_token: 0, group: 0, is_partial: false })
+    }
+
+    fn load_layer_norm(&mut self, weight: WeightSlice<'_>, bias: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
+        self.has_layer_norms = true;
+        let bias = self.load_row(&[bias], RowOrder::Stacked)?;
+        Ok(CudaWeight { bias, ..self.load_vector(weight)? })
+    }
+
+    fn load_positions(&mut self, table: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
+        let (values, rows, cols) = self.load_matrix(&[table], RowOrder::Stacked)?;
+        self.num_positions = rows;
+        Ok(CudaWeight { values, bias: Span::NULL, rows, cols, first_token: 0, group: 0, is_partial: false })
     }
 
     fn tensor(&mut self, cols: usize) -> Result<CudaTensor, DeviceError> {
@@ -367,13 +428,24 @@ impl Device for CudaDevice {
         num_prompt_tokens: u32,
         sampling: &SamplingParams,
     ) -> Result<(), DeviceError> {
-        if row.0 as usize >= self.config.limits.max_rows {
-            return Err(DeviceError::Call {
-                call: "join_row".into(),
-                reason: format!("row {} of {}", row.0, self.config.limits.max_rows),
-            });
-        }
+        self.check_row("join_row", row)?;
         self.rows.join(&self.queue, row.0 as usize, tokens, num_prompt_tokens, sampling).map_err(device_error)
+    }
+
+    fn revise(&mut self, revised: &[RevisedRow], copied: &[CopiedBlock]) -> Result<(), DeviceError> {
+        for row in revised.iter().flat_map(|revision| [revision.row, revision.parent]) {
+            self.check_row("revise", row)?;
+        }
+        self.rows.revise(&self.queue, revised).map_err(device_error)?;
+        if copied.is_empty() {
+            return Ok(());
+        }
+        let pairs: Vec<_> = copied.iter().map(|copied| (copied.from.0, copied.to.0)).collect();
+        copy_blocks(&self.queue, self.cache().all_blocks(), &pairs).map_err(device_error)
+    }
+
+    fn take_logits(&mut self) -> Vec<Vec<f32>> {
+        std::mem::take(&mut self.taken_logits)
     }
 
     fn run_step(
@@ -383,12 +455,16 @@ impl Device for CudaDevice {
     ) -> Result<(), DeviceError> {
         step::check(inputs, &self.bounds()?)?;
         self.check_newest(inputs)?;
-        if self.in_flight.len() == MAX_IN_FLIGHT {
+        if self.in_flight.len() == self.pinned_inputs.len() {
             return Err(DeviceError::Call {
                 call: format!("step {}", inputs.step),
-                reason: format!("{MAX_IN_FLIGHT} steps are queued and not collected"),
+                reason: format!("{} steps are queued and not collected", self.in_flight.len()),
             });
         }
+        self.reports.positions.clone_from(&inputs.logits);
+        let parted = verify::part_rows(inputs, self.config.limits.max_rows);
+        self.is_parted = parted.is_some();
+        let inputs = parted.as_ref().unwrap_or(inputs);
         let slot = match self.graphs.bucket(inputs) {
             Some(bucket) => self.run_recorded(inputs, bucket, forward)?,
             None => {
@@ -402,8 +478,10 @@ impl Device for CudaDevice {
             None => Event::new(false).map_err(device_error)?,
         };
         done.record(&self.queue).map_err(device_error)?;
-        let samples = inputs.samples.iter().map(|s| (s.row, self.rows.host(s.row.0 as usize).num_logprobs)).collect();
-        self.in_flight.push_back(InFlight { slot, done, samples });
+        // Tokens are chosen in the last stage.
+        let samples = inputs.samples.iter().filter(|_| self.pipeline.stage.is_last());
+        let samples = samples.map(|s| (s.row, self.rows.host(s.row.0 as usize).reported)).collect();
+        self.in_flight.push_back(InFlight { slot, done, samples, logits: std::mem::take(&mut self.reports.rows) });
         Ok(())
     }
 
@@ -421,6 +499,7 @@ impl Device for CudaDevice {
         self.group.check()?;
         let step = self.in_flight.pop_front().expect("there is an oldest step");
         let tokens = self.read_outputs(&step);
+        self.taken_logits = step.logits;
         self.spare_events.push(step.done);
         Ok(Some(tokens))
     }
@@ -439,6 +518,20 @@ impl Device for CudaDevice {
         self.op_rms_norm(*out, *x, weight, eps)
     }
 
+    fn add_positions(&mut self, out: &mut CudaTensor, table: &CudaWeight) -> Result<(), DeviceError> {
+        self.op_add_positions(*out, table)
+    }
+
+    fn layer_norm(
+        &mut self,
+        out: &mut CudaTensor,
+        x: &CudaTensor,
+        weight: &CudaWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.op_layer_norm(*out, *x, weight, eps)
+    }
+
     fn linear(&mut self, out: &mut CudaTensor, x: &CudaTensor, weight: &CudaWeight) -> Result<(), DeviceError> {
         self.op_linear(out.values, x.values, weight)
     }
@@ -452,6 +545,26 @@ impl Device for CudaDevice {
         activation: Activation,
     ) -> Result<(), DeviceError> {
         self.op_gated_linear(*out, *scratch, *x, weight, activation)
+    }
+
+    fn activated_linear(
+        &mut self,
+        out: &mut CudaTensor,
+        x: &CudaTensor,
+        weight: &CudaWeight,
+        activation: Activation,
+    ) -> Result<(), DeviceError> {
+        self.op_activated_linear(*out, *x, weight, activation)
+    }
+
+    fn head_norm(
+        &mut self,
+        qkv: &mut CudaTensor,
+        q_norm: &CudaWeight,
+        k_norm: &CudaWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.op_head_norm(*qkv, q_norm, k_norm, eps)
     }
 
     fn rope_and_cache(&mut self, qkv: &mut CudaTensor, layer: usize) -> Result<(), DeviceError> {
@@ -475,5 +588,13 @@ impl Device for CudaDevice {
 
     fn sample(&mut self, x: &CudaTensor, head: &CudaWeight) -> Result<(), DeviceError> {
         self.op_sample(*x, head)
+    }
+
+    fn take_over(&mut self, out: &mut CudaTensor) -> Result<(), DeviceError> {
+        self.op_take_over(*out)
+    }
+
+    fn hand_on(&mut self, x: &CudaTensor) -> Result<(), DeviceError> {
+        self.op_hand_on(*x)
     }
 }

@@ -2,11 +2,12 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::PathBuf;
+use std::sync::Once;
 
 use kernels::cuda::{Queue, Span, library};
 
 use super::exchange::Exchange;
-use crate::{DeviceError, TensorParallel};
+use crate::DeviceError;
 
 type Communicator = *mut c_void;
 type Code = c_int;
@@ -23,13 +24,20 @@ struct UniqueId([c_char; 128]);
 
 type AllReduce =
     unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Communicator, *mut c_void) -> Code;
+type SendTo = unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Communicator, *mut c_void) -> Code;
+type ReceiveFrom = unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Communicator, *mut c_void) -> Code;
 type AllGather = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Communicator, *mut c_void) -> Code;
 
-/// A communicator over the GPUs of a group.
+/// What NCCL reads from the environment is set before the first communicator.
+static ENVIRONMENT: Once = Once::new();
+
+/// A communicator over the GPUs of a group, or of stages.
 pub(crate) struct Nccl {
     communicator: Communicator,
     all_reduce: AllReduce,
     all_gather: AllGather,
+    send: SendTo,
+    receive: ReceiveFrom,
     abort: unsafe extern "C" fn(Communicator) -> Code,
     error: unsafe extern "C" fn(Code) -> *const c_char,
     rank: usize,
@@ -39,14 +47,16 @@ pub(crate) struct Nccl {
 unsafe impl Send for Nccl {}
 
 impl Nccl {
-    /// Joins the group; returns when all workers have. The calling thread's context is the GPU's.
-    pub(crate) fn new(tp: TensorParallel, exchange: &dyn Exchange, folders: &[PathBuf]) -> Result<Self, DeviceError> {
-        // NVLink multicast can put a host's GPUs out of service when a process dies in it, so it stays off.
-        // SAFETY: called while the worker starts, before it has threads that read the environment.
-        unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
-        // Connections stand from the start, so that recording a collective waits for nobody.
-        // SAFETY: as above.
-        unsafe { std::env::set_var("NCCL_RUNTIME_CONNECT", "0") };
+    /// Joins as number `rank` of `size`; returns when all workers have. The calling thread's context is the GPU's.
+    pub(crate) fn new(rank: u32, size: u32, exchange: &dyn Exchange, folders: &[PathBuf]) -> Result<Self, DeviceError> {
+        ENVIRONMENT.call_once(|| {
+            // NVLink multicast can put a host's GPUs out of service when a process dies in it, so it stays off.
+            // SAFETY: called while the worker starts, before it has threads that read the environment.
+            unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
+            // Connections stand from the start, so that recording a collective waits for nobody.
+            // SAFETY: as above.
+            unsafe { std::env::set_var("NCCL_RUNTIME_CONNECT", "0") };
+        });
         let library = library::load("libnccl.so.2", folders).map_err(super::device_error)?;
         // SAFETY: signatures are those of nccl.h 2.28; the library is never unloaded.
         unsafe {
@@ -66,13 +76,15 @@ impl Nccl {
                 communicator: std::ptr::null_mut(),
                 all_reduce: symbol!(b"ncclAllReduce", AllReduce),
                 all_gather: symbol!(b"ncclAllGather", AllGather),
+                send: symbol!(b"ncclSend", SendTo),
+                receive: symbol!(b"ncclRecv", ReceiveFrom),
                 abort: symbol!(b"ncclCommAbort", unsafe extern "C" fn(Communicator) -> Code),
                 error: symbol!(b"ncclGetErrorString", unsafe extern "C" fn(Code) -> *const c_char),
-                rank: tp.rank as usize,
+                rank: rank as usize,
             };
             std::mem::forget(library);
             let mut id = UniqueId([0; 128]);
-            if tp.rank == 0 {
+            if rank == 0 {
                 nccl.check(get_id(&mut id), "ncclGetUniqueId")?;
             }
             let bytes: Vec<u8> = id.0.iter().map(|&c| c as u8).collect();
@@ -80,7 +92,7 @@ impl Nccl {
             for (to, from) in id.0.iter_mut().zip(&ids[0]) {
                 *to = *from as c_char;
             }
-            let code = init(&mut nccl.communicator, tp.size as c_int, id, tp.rank as c_int);
+            let code = init(&mut nccl.communicator, size as c_int, id, rank as c_int);
             nccl.check(code, "ncclCommInitRank")?;
             Ok(nccl)
         }
@@ -111,6 +123,22 @@ impl Nccl {
             )
         };
         self.check(code, "ncclAllGather")
+    }
+
+    /// Sends bf16 `values` to worker `to`, which receives as many.
+    pub(crate) fn send(&self, q: &Queue, values: Span, to: u32) -> Result<(), DeviceError> {
+        let (pointer, count) = (values.address() as *const c_void, values.bytes() / 2);
+        // SAFETY: the span is live device memory; the stream is the GPU's.
+        let code = unsafe { (self.send)(pointer, count, BF16, to as c_int, self.communicator, q.raw().cast()) };
+        self.check(code, "ncclSend")
+    }
+
+    /// Receives bf16 `values` from worker `from`, which sends as many.
+    pub(crate) fn receive(&self, q: &Queue, values: Span, from: u32) -> Result<(), DeviceError> {
+        let (pointer, count) = (values.address() as *mut c_void, values.bytes() / 2);
+        // SAFETY: as above.
+        let code = unsafe { (self.receive)(pointer, count, BF16, from as c_int, self.communicator, q.raw().cast()) };
+        self.check(code, "ncclRecv")
     }
 
     fn check(&self, code: Code, call: &str) -> Result<(), DeviceError> {

@@ -1,14 +1,15 @@
 //! The ops of a forward pass, each queued for the tokens of the current step.
 
+use std::ops::Range;
+
 use half::bf16;
 use kernels::cuda::decode_attention::{
-    DecodeRows, HEAD_DIMS, RopeTables, Splits, decode_attention, rope_decode_attention, rotates,
+    DecodeRows, RopeTables, Splits, alibi_decode_attention, decode_attention, rope_decode_attention,
 };
 use kernels::cuda::embed::TokenSource;
-use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::library_gemm::{GemmBuffers, GemmShape};
 use kernels::cuda::paged_attention::TokenTables;
-use kernels::cuda::prefill_attention::{PrefillRows, prefill_attention};
+use kernels::cuda::prefill_attention::{PrefillRows, alibi_prefill_attention, prefill_attention};
 use kernels::cuda::rope_cache::RopeInputs;
 use kernels::cuda::sample::{self, ARGMAX_CHUNKS, Logits, Samples};
 use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight};
@@ -33,11 +34,11 @@ impl CudaDevice {
         self.current().shape.tokens
     }
 
-    fn cache(&self) -> &Cache {
+    pub(crate) fn cache(&self) -> &Cache {
         self.cache.as_ref().expect("a step runs after the cache is allocated")
     }
 
-    fn workspace(&self) -> &Workspace {
+    pub(crate) fn workspace(&self) -> &Workspace {
         self.workspace.as_ref().expect("a step runs after the workspace is allocated")
     }
 
@@ -136,10 +137,7 @@ impl CudaDevice {
         weight: &CudaWeight,
         activation: Activation,
     ) -> Result<(), DeviceError> {
-        let activation = match activation {
-            Activation::Silu => GateActivation::Silu,
-            Activation::GeluTanh => GateActivation::GeluTanh,
-        };
+        let activation = activation.into();
         let (rows, cols) = (self.num_tokens(), weight.rows / 2);
         if weight.group == skinny_gemm::GATE_GROUP && (self.is_skinny(rows, weight) || self.is_wide(rows, weight)) {
             return self.product(out.values, x.values, weight, rows, weight.rows, Epilogue::Gated(activation));
@@ -181,7 +179,7 @@ impl CudaDevice {
     fn attention_rotates(&self) -> bool {
         let (shape, heads) = (self.current().shape, self.cache().shape);
         let few = (shape.rows - shape.prefill_rows) * heads.num_kv_heads <= MAX_ROTATED_HEADS;
-        few && self.config.use_fast_kernels && rotates(heads)
+        few && !self.is_parted && self.config.use_fast_kernels && self.cache().rotates()
     }
 
     pub(crate) fn op_attention(&mut self, out: CudaTensor, qkv: CudaTensor, layer: usize) -> Result<(), DeviceError> {
@@ -191,7 +189,7 @@ impl CudaDevice {
         let shape = self.current().shape;
         let decode_rows = shape.rows - shape.prefill_rows;
         let prefill_tokens = shape.tokens - decode_rows;
-        if !self.config.use_fast_kernels || !HEAD_DIMS.contains(&self.cache().shape.head_dim) {
+        if !self.config.use_fast_kernels || !self.cache().has_fast_attention() {
             return self.attend_simply(out, qkv, layer, shape.tokens);
         }
         if prefill_tokens > 0 {
@@ -223,6 +221,11 @@ impl CudaDevice {
         };
         let layer = cache.layer(layer);
         let (scale, window, scratch) = (cache.scale, cache.window, &cache.prefill);
+        if let Some(slopes) = cache.slopes() {
+            let (out, qkv, shape) = (out.values, qkv.values, cache.shape);
+            return alibi_prefill_attention(&self.queue, out, qkv, layer, slopes, rows, shape, scale, window, scratch)
+                .map_err(device_error);
+        }
         prefill_attention(&self.queue, out.values, qkv.values, layer, rows, cache.shape, scale, window, scratch)
             .map_err(device_error)
     }
@@ -248,6 +251,7 @@ impl CudaDevice {
             shape,
             scale,
             window,
+            cache.slopes(),
             count,
         )
         .map_err(device_error)
@@ -286,6 +290,24 @@ impl CudaDevice {
             )
             .map_err(device_error);
         }
+        if let Some(slopes) = cache.slopes() {
+            let (out, qkv, shape) = (from(out), from(qkv), cache.shape);
+            let splits = Splits::for_rows(num_rows, shape);
+            return alibi_decode_attention(
+                &self.queue,
+                out,
+                qkv,
+                layer,
+                slopes,
+                rows,
+                shape,
+                scale,
+                window,
+                scratch,
+                splits,
+            )
+            .map_err(device_error);
+        }
         decode_attention(&self.queue, from(out), from(qkv), layer, rows, cache.shape, scale, window, scratch)
             .map_err(device_error)
     }
@@ -306,6 +328,7 @@ impl CudaDevice {
             residual: residual.values,
             partial: partial.values,
             weight: weight.values,
+            layer_norm: weight.layer_norm(),
             rows: self.num_tokens(),
             cols: weight.cols,
             eps,
@@ -317,56 +340,73 @@ impl CudaDevice {
     }
 
     pub(crate) fn op_sample(&mut self, x: CudaTensor, head: &CudaWeight) -> Result<(), DeviceError> {
-        let shape = self.current().shape;
-        let count = shape.samples;
-        if count == 0 {
-            return Ok(());
+        self.report_logits(x, head)?;
+        let (count, most) = (self.current().shape.samples, self.workspace().max_rows);
+        for first in (0..count).step_by(most) {
+            self.sample_part(x, head, first..count.min(first + most))?;
         }
+        Ok(())
+    }
+
+    /// Some of the step's samples: as many as there may be rows.
+    fn sample_part(&mut self, x: CudaTensor, head: &CudaWeight, part: Range<usize>) -> Result<(), DeviceError> {
+        let (shape, count) = (self.current().shape, part.len());
         let mut chosen = x.values;
         if count != shape.tokens && !self.current().only_products {
             chosen = self.workspace().gathered.span();
-            let index = self.current().spans.sample_tokens;
+            let index = self.current().spans.sample_tokens.elements::<u32>(part.start, count);
             gather_rows::gather_rows(&self.queue, chosen, x.values, index, count, x.cols).map_err(device_error)?;
         }
-        let share = self.workspace().share;
-        let all = self.workspace().logits.span().elements::<f32>(0, self.group.size() * count * share);
-        let own = all.elements::<f32>(self.group.rank() * count * share, count * share);
-        self.product(own, chosen, head, count, share, Epilogue::StoreF32)?;
+        let all = self.all_logits(chosen, head, count)?;
         if self.current().only_products {
             return Ok(());
         }
-        if self.current().is_greedy { self.sample_greedy(own, head, count) } else { self.sample_any(all, count) }
+        if self.current().is_greedy { self.sample_greedy(all, head, part) } else { self.sample_any(all, part) }
+    }
+
+    /// Logits `[group, count, share]` f32 of `count` rows at `x`, of which only this worker's part is written.
+    pub(crate) fn all_logits(&mut self, x: Span, head: &CudaWeight, count: usize) -> Result<Span, DeviceError> {
+        let share = self.workspace().share;
+        let all = self.workspace().logits.span().elements::<f32>(0, self.group.size() * count * share);
+        self.product(self.own_part(all), x, head, count, share, Epilogue::StoreF32)?;
+        Ok(all)
+    }
+
+    /// This worker's part of what a group gathers.
+    fn own_part(&self, all: Span) -> Span {
+        let bytes = all.bytes() / self.group.size();
+        all.part(self.group.rank() * bytes, bytes)
     }
 
     /// The likeliest token: each worker finds its share's, and pairs of value and token are gathered.
-    fn sample_greedy(&mut self, own: Span, head: &CudaWeight, count: usize) -> Result<(), DeviceError> {
-        let (workspace, group) = (self.workspace(), self.group.size());
+    fn sample_greedy(&mut self, all: Span, head: &CudaWeight, part: Range<usize>) -> Result<(), DeviceError> {
+        let (workspace, group, count) = (self.workspace(), self.group.size(), part.len());
         let pairs = workspace.pairs.span().elements::<u64>(0, group * count * ARGMAX_CHUNKS);
-        let own_pairs = pairs.elements::<u64>(self.group.rank() * count * ARGMAX_CHUNKS, count * ARGMAX_CHUNKS);
+        let (own, own_pairs) = (self.own_part(all), self.own_part(pairs));
         let first_token = (self.group.rank() * workspace.share) as u32;
         sample::argmax(&self.queue, own_pairs, own, count, head.rows, workspace.share, first_token)
             .map_err(device_error)?;
         self.group.gather_candidates(&self.queue, pairs, count)?;
-        let spans = self.current().spans;
-        let outputs = workspace.outputs(spans.slot);
+        let outputs = workspace.outputs(self.current().spans.slot, part.start);
         let vocab = self.config.limits.vocab_size;
-        sample::greedy(&self.queue, pairs, group, vocab, self.rows.state(), self.samples(count), outputs)
+        sample::greedy(&self.queue, pairs, group, vocab, self.rows.state(), self.samples(part), outputs)
             .map_err(device_error)
     }
 
     /// Any mix of settings: every worker gathers all logits and draws the same tokens.
-    fn sample_any(&mut self, all: Span, count: usize) -> Result<(), DeviceError> {
+    fn sample_any(&mut self, all: Span, part: Range<usize>) -> Result<(), DeviceError> {
         self.group.all_gather(&self.queue, all)?;
         let workspace = self.workspace();
         let logits = Logits { values: all, share: workspace.share, vocab: self.config.limits.vocab_size };
-        let outputs = workspace.outputs(self.current().spans.slot);
+        let outputs = workspace.outputs(self.current().spans.slot, part.start);
         let scratch = workspace.scratch.span();
-        sample::sample(&self.queue, logits, scratch, self.rows.state(), self.samples(count), outputs)
+        sample::sample(&self.queue, logits, scratch, self.rows.state(), self.samples(part), outputs)
             .map_err(device_error)
     }
 
-    fn samples(&self, count: usize) -> Samples {
-        let spans = self.current().spans;
-        Samples { rows: spans.sample_rows, num_generated: spans.num_generated, count }
+    fn samples(&self, part: Range<usize>) -> Samples {
+        let (spans, count) = (self.current().spans, part.len());
+        let some = |span: Span| span.elements::<u32>(part.start, count);
+        Samples { rows: some(spans.sample_rows), num_generated: some(spans.num_generated), count }
     }
 }

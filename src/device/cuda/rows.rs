@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use engine::{SamplingParams, TokenId};
-use kernels::cuda::sample::{GREEDY, LISTS, PENALTIES, RowParams, RowState};
+use engine::{MAX_BEAM_CANDIDATES, RevisedRow, SamplingParams, TokenId};
+use kernels::cuda::sample::{DECAYS, GREEDY, LISTS, PENALTIES, RowParams, RowState};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, sample};
 
 use crate::StepLimits;
@@ -11,7 +11,7 @@ use crate::StepLimits;
 /// Words of a row's lists (end ids, bias, bad words) that are taken in advance; longer ones get a buffer of their own.
 const LIST_WORDS: usize = 256;
 /// Likeliest tokens that can be reported for one sample.
-pub(crate) const MAX_TOP: usize = 32;
+pub(crate) const MAX_TOP: usize = MAX_BEAM_CANDIDATES;
 
 /// State of all rows, on the device, and what the host must know of it.
 pub(crate) struct Rows {
@@ -23,6 +23,7 @@ pub(crate) struct Rows {
     long_lists: Vec<Option<DeviceBuffer>>,
     limits: StepLimits,
     host: Vec<HostRow>,
+    known: Vec<Known>,
 }
 
 /// What decides on the host how a row's step is queued and read.
@@ -30,8 +31,38 @@ pub(crate) struct Rows {
 pub(crate) struct HostRow {
     /// Whether the row's next token is the plain argmax and nothing else is reported.
     pub(crate) is_plain_greedy: bool,
-    /// As in [`SamplingParams::num_logprobs`].
-    pub(crate) num_logprobs: Option<u32>,
+    pub(crate) reported: Reported,
+}
+
+/// What a sample reports beside its token.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Reported {
+    /// Whether the token's log-probability is.
+    pub(crate) has_logprob: bool,
+    /// How many likeliest tokens are.
+    pub(crate) num_top: usize,
+}
+
+/// What a row's state on the device was made from: what it takes to continue it in another row, or from other tokens.
+#[derive(Debug, Clone, Default)]
+struct Known {
+    /// Without those that were sampled since.
+    tokens: Vec<TokenId>,
+    num_prompt: u32,
+    sampling: SamplingParams,
+}
+
+impl Known {
+    fn go_on(&mut self, revision: &RevisedRow) {
+        self.tokens.truncate(revision.num_kept as usize);
+        self.tokens.extend_from_slice(&revision.tokens);
+    }
+
+    /// Whether the device's state is the same for other tokens.
+    fn is_free_of_tokens(&self) -> bool {
+        row_params(&self.sampling, self.num_prompt, &[]).flags & (PENALTIES | DECAYS) == 0
+            && self.sampling.bad_words.is_empty()
+    }
 }
 
 impl Rows {
@@ -54,6 +85,7 @@ impl Rows {
             long_lists: (0..rows).map(|_| None).collect(),
             limits,
             host: vec![HostRow::default(); rows],
+            known: vec![Known::default(); rows],
         };
         let unset = RowParams { flags: GREEDY, ..RowParams::default() };
         state.params.span().write(&vec![unset; rows])?;
@@ -84,11 +116,52 @@ impl Rows {
         num_prompt: u32,
         sampling: &SamplingParams,
     ) -> Result<(), CudaError> {
-        let mut params = row_params(sampling, num_prompt);
-        self.host[row] = HostRow {
-            is_plain_greedy: sampling.is_greedy() && sampling.leaves_logits_alone() && sampling.num_logprobs.is_none(),
-            num_logprobs: sampling.num_logprobs,
-        };
+        self.known[row] = Known { tokens: tokens.to_vec(), num_prompt, sampling: sampling.clone() };
+        self.host[row] = HostRow::new(sampling, self.limits.vocab_size);
+        self.make_state(q, row)
+    }
+
+    /// Rows go on from chosen tokens, each from its parent as it was before any of them.
+    pub(crate) fn revise(&mut self, q: &Queue, revised: &[RevisedRow]) -> Result<(), CudaError> {
+        let index = |row: engine::RowId| row.0 as usize;
+        let is_moved = |revision: &&RevisedRow| revision.row != revision.parent;
+        let moved: Vec<_> = revised.iter().filter(is_moved).map(|r| self.known[index(r.parent)].clone()).collect();
+        let mut moved = moved.into_iter();
+        for revision in revised {
+            let row = index(revision.row);
+            let parent = if is_moved(&revision) { moved.next() } else { None };
+            let mut is_same = true;
+            if let Some(parent) = parent {
+                let own = &self.known[row];
+                is_same = own.sampling == parent.sampling && own.num_prompt == parent.num_prompt;
+                self.host[row] = HostRow::new(&parent.sampling, self.limits.vocab_size);
+                self.known[row] = parent;
+            }
+            self.known[row].go_on(revision);
+            if !is_same || !self.known[row].is_free_of_tokens() {
+                self.make_state(q, row)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the row's state on the device from what is known of it.
+    fn make_state(&mut self, q: &Queue, row: usize) -> Result<(), CudaError> {
+        let Known { tokens, num_prompt, sampling } = std::mem::take(&mut self.known[row]);
+        let made = self.upload_state(q, row, &tokens, num_prompt, &sampling);
+        self.known[row] = Known { tokens, num_prompt, sampling };
+        made
+    }
+
+    fn upload_state(
+        &mut self,
+        q: &Queue,
+        row: usize,
+        tokens: &[TokenId],
+        num_prompt: u32,
+        sampling: &SamplingParams,
+    ) -> Result<(), CudaError> {
+        let mut params = row_params(sampling, num_prompt, tokens);
         let lists = lists(sampling, &mut params);
         if !lists.is_empty() {
             let span = self.list_span(q, row, lists.len())?;
@@ -124,7 +197,32 @@ impl Rows {
     }
 }
 
-fn row_params(sampling: &SamplingParams, num_prompt: u32) -> RowParams {
+impl HostRow {
+    fn new(sampling: &SamplingParams, vocab_size: usize) -> Self {
+        let is_beam = sampling.beam_candidates > 0;
+        let has_logprob = sampling.num_logprobs.is_some() && !is_beam;
+        let num_top = if is_beam { Some(sampling.beam_candidates) } else { sampling.num_logprobs };
+        Self {
+            is_plain_greedy: sampling.is_greedy() && sampling.leaves_logits_alone() && !has_logprob && !is_beam,
+            reported: Reported {
+                has_logprob,
+                num_top: num_top.map_or(0, |count| (count as usize).min(MAX_TOP).min(vocab_size)),
+            },
+        }
+    }
+}
+
+/// What `top_p` has become after the tokens generated so far.
+fn decayed_top_p(sampling: &SamplingParams, generated: &[TokenId]) -> f32 {
+    let least = sampling.top_p_min.min(sampling.top_p);
+    generated.iter().fold(sampling.top_p, |top_p, token| match sampling.top_p_reset {
+        Some(reset) if reset == *token => sampling.top_p,
+        _ => (top_p * sampling.top_p_decay).max(least),
+    })
+}
+
+/// Settings of a row with these tokens, of which the first `num_prompt` are the prompt.
+fn row_params(sampling: &SamplingParams, num_prompt: u32, tokens: &[TokenId]) -> RowParams {
     let penalties =
         sampling.repetition_penalty != 1.0 || sampling.presence_penalty != 0.0 || sampling.frequency_penalty != 0.0;
     let mut flags = 0;
@@ -134,9 +232,16 @@ fn row_params(sampling: &SamplingParams, num_prompt: u32) -> RowParams {
     if penalties {
         flags |= PENALTIES;
     }
+    if sampling.top_p_decay != 1.0 {
+        flags |= DECAYS;
+    }
     RowParams {
         temperature: sampling.temperature,
-        top_p: sampling.top_p,
+        top_p: decayed_top_p(sampling, tokens.get(num_prompt as usize..).unwrap_or_default()),
+        top_p_first: sampling.top_p,
+        top_p_decay: sampling.top_p_decay,
+        top_p_min: sampling.top_p_min,
+        top_p_reset: sampling.top_p_reset.map_or(u32::MAX, |token| token.0),
         min_p: sampling.min_p,
         repetition: sampling.repetition_penalty,
         presence: sampling.presence_penalty,
@@ -147,6 +252,7 @@ fn row_params(sampling: &SamplingParams, num_prompt: u32) -> RowParams {
         min_tokens: sampling.min_tokens,
         num_prompt,
         num_logprobs: sampling.num_logprobs.map_or(0, |n| n.min(MAX_TOP as u32) + 1),
+        num_candidates: sampling.beam_candidates,
         ..RowParams::default()
     }
 }
@@ -184,7 +290,7 @@ mod tests {
             bad_words: vec![vec![], vec![TokenId(8), TokenId(9)]],
             ..SamplingParams::default()
         };
-        let mut params = row_params(&sampling, 3);
+        let mut params = row_params(&sampling, 3, &[]);
         assert_eq!(lists(&sampling, &mut params), [2, 7, 1.5f32.to_bits(), 2, 8, 9]);
         assert_eq!((params.num_end, params.num_bias, params.num_bad), (1, 1, 1));
         assert_eq!(params.flags, GREEDY | LISTS);
@@ -193,8 +299,34 @@ mod tests {
     #[test]
     fn end_ids_do_not_matter_without_min_tokens() {
         let sampling = SamplingParams { end_ids: vec![TokenId(2)], ..SamplingParams::default() };
-        let mut params = row_params(&sampling, 3);
+        let mut params = row_params(&sampling, 3, &[]);
         assert!(lists(&sampling, &mut params).is_empty());
         assert_eq!(params.flags, GREEDY);
+    }
+
+    #[test]
+    fn top_p_decays_with_what_was_generated_before_the_row_joined() {
+        let sampling = SamplingParams {
+            top_p: 0.8,
+            top_p_decay: 0.5,
+            top_p_min: 0.3,
+            top_p_reset: Some(TokenId(9)),
+            ..SamplingParams::default()
+        };
+        let of = |tokens: &[u32]| {
+            let tokens: Vec<_> = tokens.iter().map(|&token| TokenId(token)).collect();
+            row_params(&sampling, 2, &tokens).top_p
+        };
+        assert_eq!([of(&[1, 2]), of(&[9, 9, 5]), of(&[1, 2, 5, 5]), of(&[1, 2, 5, 5, 9])], [0.8, 0.4, 0.3, 0.8]);
+    }
+
+    #[test]
+    fn a_beam_reports_candidates_and_is_never_a_bare_argmax() {
+        let sampling = SamplingParams { beam_candidates: 300, num_logprobs: Some(2), ..SamplingParams::default() };
+        let row = HostRow::new(&sampling, 50);
+        assert!(!row.is_plain_greedy && !row.reported.has_logprob);
+        assert_eq!(row.reported.num_top, 50);
+        let plain = HostRow::new(&SamplingParams::default(), 50);
+        assert!(plain.is_plain_greedy && plain.reported.num_top == 0);
     }
 }

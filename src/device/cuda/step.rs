@@ -1,6 +1,7 @@
 //! One step's inputs as they travel to the GPU: checked, packed into one block of u32, copied with one call.
 
 use kernels::cuda::Span;
+use kernels::cuda::sample::VERIFIES;
 
 use crate::{DeviceError, StepInputs};
 
@@ -15,6 +16,7 @@ pub(crate) struct StepBounds {
     pub(crate) max_tokens: usize,
     /// Rows of the row table; one more, unused by sequences, takes what padding writes.
     pub(crate) max_rows: usize,
+    pub(crate) max_samples: usize,
     pub(crate) num_blocks: usize,
     pub(crate) block_size: usize,
     /// Row length of the packed block tables.
@@ -101,9 +103,8 @@ impl Layout {
 
     /// Words that any step within the bounds fits into.
     pub(crate) fn max_words(bounds: &StepBounds) -> usize {
-        let rows = bounds.max_rows;
-        let shape =
-            StepShape { tokens: bounds.max_tokens.max(rows), rows, prefill_rows: 0, max_chunk: 0, samples: rows };
+        let (rows, tokens) = (bounds.max_rows, bounds.max_tokens.max(bounds.max_rows));
+        let shape = StepShape { tokens, rows, prefill_rows: 0, max_chunk: 0, samples: tokens };
         Self::new(shape, bounds.table_stride).words
     }
 }
@@ -163,6 +164,8 @@ pub(crate) fn pack(inputs: &StepInputs, bounds: &StepBounds, shape: StepShape, s
     };
     let row_of_token = || (0..rows).flat_map(|r| (inputs.row_starts[r]..inputs.row_starts[r + 1]).map(move |_| r));
     let spare_row = bounds.max_rows as u32;
+    let verifies = |index: usize| if inputs.verifies(index) { VERIFIES } else { 0 };
+    let mut sample_rows = inputs.samples.iter().enumerate().map(|(index, s)| s.row.0 | verifies(index));
     put(layout.slot, 1, &mut std::iter::once(slot), 0);
     put(layout.token_ids, shape.tokens, &mut inputs.token_ids.iter().copied(), 0);
     put(layout.token_rows, shape.tokens, &mut row_of_token().map(|r| inputs.rows[r].0), spare_row);
@@ -171,7 +174,7 @@ pub(crate) fn pack(inputs: &StepInputs, bounds: &StepBounds, shape: StepShape, s
     put(layout.slots, shape.tokens, &mut inputs.slots.iter().copied(), PADDING);
     put(layout.row_starts, shape.rows + 1, &mut inputs.row_starts.iter().copied(), tokens as u32);
     put(layout.context_lens, shape.rows, &mut inputs.context_lens.iter().copied(), 0);
-    put(layout.sample_rows, shape.samples, &mut inputs.samples.iter().map(|s| s.row.0), spare_row);
+    put(layout.sample_rows, shape.samples, &mut sample_rows, spare_row);
     put(layout.sample_tokens, shape.samples, &mut inputs.samples.iter().map(|s| s.token_index), 0);
     put(layout.num_generated, shape.samples, &mut inputs.samples.iter().map(|s| s.num_generated), 0);
     for row in 0..rows {
@@ -194,8 +197,12 @@ pub(crate) fn check(inputs: &StepInputs, bounds: &StepBounds) -> Result<(), Devi
             reason: format!("inputs are inconsistent: {reason}"),
         })
     };
-    if tokens == 0 || tokens > bounds.max_tokens || rows > bounds.max_rows || inputs.samples.len() > bounds.max_rows {
-        return refuse(format!("{tokens} tokens of {}, {rows} rows of {}", bounds.max_tokens, bounds.max_rows));
+    let samples = inputs.samples.len();
+    if tokens == 0 || tokens > bounds.max_tokens || rows > bounds.max_rows || samples > bounds.max_samples {
+        return refuse(format!(
+            "{tokens} tokens of {}, {rows} rows of {}, {samples} samples of {}",
+            bounds.max_tokens, bounds.max_rows, bounds.max_samples
+        ));
     }
     let lengths = [inputs.positions.len(), inputs.slots.len()];
     if lengths != [tokens; 2] || inputs.row_starts.len() != rows + 1 || inputs.context_lens.len() != rows {
@@ -218,8 +225,9 @@ pub(crate) fn check(inputs: &StepInputs, bounds: &StepBounds) -> Result<(), Devi
     {
         return refuse(format!("row {} of {}", row.0, bounds.max_rows));
     }
-    if let Some(sample) = inputs.samples.iter().find(|s| s.token_index as usize >= tokens) {
-        return refuse(format!("sample of token {} of {tokens}", sample.token_index));
+    let positions = inputs.samples.iter().map(|s| s.token_index).chain(inputs.logits.iter().copied());
+    if let Some(token) = positions.into_iter().find(|&token| token as usize >= tokens) {
+        return refuse(format!("sample of token {token} of {tokens}"));
     }
     if let Some(token) =
         inputs.token_ids.iter().find(|&&t| t as usize >= bounds.vocab_size && t != crate::TOKEN_ON_DEVICE)
@@ -255,6 +263,7 @@ mod tests {
         StepBounds {
             max_tokens: 8,
             max_rows: 4,
+            max_samples: 6,
             num_blocks: 10,
             block_size: 4,
             table_stride: 3,
@@ -295,6 +304,17 @@ mod tests {
         assert_eq!(words[layout.context_lens..][..3], [3, 7, 0]);
         assert_eq!(words[layout.block_tables..][..9], [9, 0, 0, 3, 1, 0, 0, 0, 0]);
         assert_eq!(words[layout.sample_rows..][..2], [0, 4]);
+    }
+
+    #[test]
+    fn samples_of_a_row_that_verifies_drafts_are_marked() {
+        let (mut inputs, bounds) = (inputs(), bounds());
+        let sample = |row, token_index| SampleInput { row: RowId(row), token_index, num_generated: token_index };
+        inputs.samples = vec![sample(2, 0), sample(2, 1), sample(2, 2), sample(0, 3)];
+        assert!(check(&inputs, &bounds).is_ok());
+        let mut words = vec![0; Layout::max_words(&bounds)];
+        let layout = pack(&inputs, &bounds, StepShape::of(&inputs), 0, &mut words);
+        assert_eq!(words[layout.sample_rows..][..4], [2 | VERIFIES, 2 | VERIFIES, 2 | VERIFIES, 0]);
     }
 
     #[test]

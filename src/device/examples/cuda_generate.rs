@@ -1,32 +1,43 @@
-//! Generates greedily from fixed prompts of a checkpoint on one GPU or a group, and writes tokens and log-probabilities as JSON
-//! for `scripts/check_gpu_model.py` to compare with transformers.
+//! Generates greedily from fixed prompts of a checkpoint on one GPU, a group, or pipeline stages, and writes tokens and
+//! log-probabilities as JSON for `scripts/check_gpu_model.py` to compare with transformers.
 //!
-//! `cuda_generate CHECKPOINT OUT.json [--tp-size N --rank R --exchange DIR] [--tokens N] [--simple] [--no-graphs]
-//! [--trials NAMES]`
+//! `cuda_generate CHECKPOINT OUT.json [--tp-size N --rank R] [--stages N --stage I] [--exchange DIR] [--tokens N] [--simple]
+//! [--no-graphs] [--trials NAMES] [--logits] [--drafts PLAIN.json]`
 //!
 //! Prompts join two at a time while earlier ones decode, in chunks of at most 96 tokens, so that every kind of step runs:
-//! prefill with and without a cached prefix, mixed steps, recorded decodes.
+//! prefill with and without a cached prefix, mixed steps, recorded decodes. With `--logits` log-probabilities are taken from the raw
+//! logits that steps report. With `--drafts` rows verify guesses, right and wrong ones: the tokens of an earlier run, some changed.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::cuda::{CudaConfig, CudaDevice, FileExchange, Trials};
-use device::{Device, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel};
-use engine::{RowId, SampledToken, SamplingParams, TokenId};
+use device::cuda::{CudaConfig, CudaDevice, Exchange, FileExchange, Trials};
+use device::{Device, PipelineStage, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel};
+use engine::{RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
 use serde_json::json;
 
 const PROMPT_LENS: [usize; 10] = [1, 3, 17, 64, 130, 300, 500, 97, 33, 2];
 const CHUNK: usize = 96;
 const BLOCK: usize = 16;
 const MAX_LEN: usize = 640;
+const MAX_BLOCKS: usize = MAX_LEN / BLOCK;
+const MAX_DRAFTS: usize = 4;
 const TOP: u32 = 20;
 
 struct Row {
-    prompt: Vec<u32>,
+    /// Prompt, and the output where the host is to know it.
+    tokens: Vec<u32>,
+    num_prompt: usize,
+    /// Positions in the KV blocks.
     computed: usize,
+    /// Tokens whose choice was queued.
     queued: usize,
+    /// What an earlier run generated, to guess from.
+    earlier: Vec<u32>,
+    /// Guesses of the step in flight.
+    guesses: Vec<u32>,
     outputs: Vec<SampledToken>,
 }
 
@@ -34,11 +45,21 @@ struct Options {
     checkpoint: PathBuf,
     out: PathBuf,
     tp: TensorParallel,
+    stage: PipelineStage,
     exchange: PathBuf,
     tokens: usize,
     simple: bool,
     graphs: bool,
+    logits: bool,
+    drafts: Option<PathBuf>,
     trials: Trials,
+}
+
+impl Options {
+    /// Whether every step waits for the tokens of the last, which the host tells.
+    fn tells(&self) -> bool {
+        self.drafts.is_some() || self.stage.count > 1
+    }
 }
 
 fn options() -> Options {
@@ -50,10 +71,13 @@ fn options() -> Options {
         checkpoint: arguments[1].clone().into(),
         out: arguments[2].clone().into(),
         tp: TensorParallel { rank: number("--rank", 0) as u32, size: number("--tp-size", 1) as u32 },
+        stage: PipelineStage { index: number("--stage", 0) as u32, count: number("--stages", 1) as u32 },
         exchange: value("--exchange").unwrap_or_default().into(),
         tokens: number("--tokens", 24),
         simple: arguments.iter().any(|a| a == "--simple"),
         graphs: !arguments.iter().any(|a| a == "--no-graphs"),
+        logits: arguments.iter().any(|a| a == "--logits"),
+        drafts: value("--drafts").map(PathBuf::from),
         trials: value("--trials").unwrap_or_default().parse().expect("names of kernels on trial"),
     }
 }
@@ -67,46 +91,147 @@ fn prompt(index: usize, length: usize, vocab: usize) -> Vec<u32> {
     (0..length).map(|_| next()).collect()
 }
 
-/// The next step over all rows that have joined: chunks of prompts first, then one token of each decoding row.
-fn plan(step: u64, rows: &mut [Row], tokens: usize) -> (StepInputs, Vec<usize>) {
-    let max_blocks = MAX_LEN / BLOCK;
+impl Row {
+    fn new(index: usize, length: usize, vocab: usize, earlier: Vec<u32>) -> Self {
+        let tokens = prompt(index, length, vocab);
+        Self { tokens, num_prompt: length, computed: 0, queued: 0, earlier, guesses: Vec::new(), outputs: Vec::new() }
+    }
+
+    fn is_prefilling(&self) -> bool {
+        self.computed < self.num_prompt
+    }
+
+    /// Guesses at what follows the newest token, every third time with a wrong one among them.
+    fn guess(&mut self, max_output: usize) {
+        let known = self.outputs.len();
+        let count = (known % (MAX_DRAFTS + 1)).min(max_output.saturating_sub(known + 1));
+        self.guesses = self.earlier.iter().skip(known).take(count).copied().collect();
+        if known.is_multiple_of(3)
+            && let Some(guess) = self.guesses.last_mut()
+        {
+            *guess = guess.saturating_sub(1);
+        }
+    }
+
+    /// Takes a step's choices: one, or those of guesses up to the first that was wrong.
+    fn settle(&mut self, row: u32, sampled: Vec<SampledToken>, tells: bool) -> Option<RevisedRow> {
+        let num_kept = self.tokens.len() as u32;
+        let guesses = std::mem::take(&mut self.guesses);
+        let num_right = guesses.iter().zip(&sampled).take_while(|(guess, found)| **guess == found.token.0).count();
+        let accepted = sampled.into_iter().take(1 + num_right);
+        let tokens: Vec<TokenId> =
+            accepted.inspect(|found| self.outputs.push(found.clone())).map(|f| f.token).collect();
+        if !tells {
+            return None;
+        }
+        self.tokens.extend(tokens.iter().map(|token| token.0));
+        (self.computed, self.queued) = (self.tokens.len() - 1, self.outputs.len());
+        Some(RevisedRow { row: RowId(row), parent: RowId(row), num_kept, tokens })
+    }
+}
+
+/// What a row does in a step, by the order that steps have: chunks, rows that verify, decodes.
+fn kind(row: &Row) -> usize {
+    match (row.is_prefilling(), row.guesses.is_empty()) {
+        (true, _) => 0,
+        (false, false) => 1,
+        (false, true) => 2,
+    }
+}
+
+/// The next step over all rows that have joined, and how many tokens of which rows it chooses.
+fn plan(step: u64, rows: &mut [Row], options: &Options) -> (StepInputs, Vec<(usize, usize)>) {
     let mut inputs = StepInputs::default();
     inputs.clear(step);
-    inputs.max_blocks = max_blocks;
+    inputs.max_blocks = MAX_BLOCKS;
     let mut sampling = Vec::new();
-    let was_decoding: Vec<bool> = rows.iter().map(|row| row.computed >= row.prompt.len()).collect();
-    for decoding in [false, true] {
+    if options.drafts.is_some() {
+        rows.iter_mut().filter(|row| !row.is_prefilling()).for_each(|row| row.guess(options.tokens));
+    }
+    let kinds: Vec<usize> = rows.iter().map(kind).collect();
+    for wanted in 0..3 {
         for (index, row) in rows.iter_mut().enumerate() {
-            if was_decoding[index] != decoding || row.queued == tokens {
-                continue;
-            }
-            let count = if decoding { 1 } else { CHUNK.min(row.prompt.len() - row.computed) };
-            for position in row.computed..row.computed + count {
-                inputs.token_ids.push(row.prompt.get(position).copied().unwrap_or(TOKEN_ON_DEVICE));
-                inputs.positions.push(position as u32);
-                // Blocks in an order that is not the sequence's.
-                let block = index * max_blocks + (position / BLOCK * 7) % max_blocks;
-                inputs.slots.push((block * BLOCK + position % BLOCK) as u32);
-            }
-            row.computed += count;
-            inputs.rows.push(RowId(index as u32));
-            inputs.num_prefill_rows += usize::from(!decoding);
-            inputs.row_starts.push(inputs.token_ids.len() as u32);
-            inputs.context_lens.push(row.computed as u32);
-            inputs.block_tables.extend((0..max_blocks).map(|b| (index * max_blocks + b * 7 % max_blocks) as u32));
-            if row.computed >= row.prompt.len() {
-                let token_index = inputs.token_ids.len() as u32 - 1;
-                inputs.samples.push(SampleInput {
-                    row: RowId(index as u32),
-                    token_index,
-                    num_generated: row.queued as u32,
-                });
-                row.queued += 1;
-                sampling.push(index);
+            if kinds[index] == wanted && row.queued < options.tokens {
+                add_row(&mut inputs, index, row, wanted, &mut sampling);
             }
         }
     }
+    if options.logits {
+        inputs.logits = inputs.samples.iter().map(|sample| sample.token_index).collect();
+    }
     (inputs, sampling)
+}
+
+fn add_row(inputs: &mut StepInputs, index: usize, row: &mut Row, kind: usize, sampling: &mut Vec<(usize, usize)>) {
+    let count = if kind == 0 { CHUNK.min(row.num_prompt - row.computed) } else { 1 + row.guesses.len() };
+    let first_guess = row.computed + count - row.guesses.len();
+    for position in row.computed..row.computed + count {
+        let guess = position.checked_sub(first_guess).map(|at| row.guesses[at]);
+        let known = row.tokens.get(position).copied();
+        inputs.token_ids.push(guess.or(known).unwrap_or(TOKEN_ON_DEVICE));
+        inputs.positions.push(position as u32);
+        // Blocks in an order that is not the sequence's.
+        let block = index * MAX_BLOCKS + (position / BLOCK * 7) % MAX_BLOCKS;
+        inputs.slots.push((block * BLOCK + position % BLOCK) as u32);
+    }
+    row.computed += count;
+    inputs.rows.push(RowId(index as u32));
+    inputs.num_prefill_rows += usize::from(kind < 2);
+    inputs.row_starts.push(inputs.token_ids.len() as u32);
+    inputs.context_lens.push(row.computed as u32);
+    inputs.block_tables.extend((0..MAX_BLOCKS).map(|b| (index * MAX_BLOCKS + b * 7 % MAX_BLOCKS) as u32));
+    if row.is_prefilling() {
+        return;
+    }
+    let num_samples = 1 + row.guesses.len();
+    for sample in 0..num_samples {
+        inputs.samples.push(SampleInput {
+            row: RowId(index as u32),
+            token_index: (inputs.token_ids.len() - num_samples + sample) as u32,
+            num_generated: (row.queued + sample) as u32,
+        });
+    }
+    row.queued += num_samples;
+    sampling.push((index, num_samples));
+}
+
+/// The likeliest tokens under raw logits, as the device reports them.
+fn likeliest(logits: &[f32]) -> Vec<(TokenId, f32)> {
+    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let total = logits.iter().map(|&x| f64::from(x - most).exp()).sum::<f64>().ln() + f64::from(most);
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
+    order.truncate(TOP as usize);
+    order.into_iter().map(|token| (TokenId(token as u32), (f64::from(logits[token]) - total) as f32)).collect()
+}
+
+/// Tokens of the last stage, for all stages.
+fn share(exchange: &FileExchange, tokens: Vec<SampledToken>, rows: &[(usize, usize)]) -> Vec<SampledToken> {
+    let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.token.0.to_le_bytes()).collect();
+    let all = exchange.gather(&bytes).expect("the other stages take part");
+    let told = all.last().expect("there is a stage").chunks_exact(4);
+    if !tokens.is_empty() {
+        return tokens;
+    }
+    let rows = rows.iter().flat_map(|&(row, count)| std::iter::repeat_n(RowId(row as u32), count));
+    let token = |bytes: &[u8]| TokenId(u32::from_le_bytes(bytes.try_into().expect("four bytes")));
+    rows.zip(told).map(|(row, t)| SampledToken { row, token: token(t), logprob: None, top: Vec::new() }).collect()
+}
+
+fn exchange(folder: PathBuf, place: TensorParallel) -> Result<Arc<FileExchange>, Box<dyn std::error::Error>> {
+    if place.size > 1 {
+        std::fs::create_dir_all(&folder)?;
+    }
+    Ok(Arc::new(FileExchange::new(folder, place, Duration::from_secs(60))))
+}
+
+/// What an earlier run generated for each prompt.
+fn earlier(path: Option<&PathBuf>) -> Result<Vec<Vec<u32>>, Box<dyn std::error::Error>> {
+    let Some(path) = path else { return Ok(vec![Vec::new(); PROMPT_LENS.len()]) };
+    let json: serde_json::Value = serde_json::from_slice(&std::fs::read(path)?)?;
+    let tokens = |sequence: &serde_json::Value| serde_json::from_value(sequence["tokens"].clone());
+    let sequences = json["sequences"].as_array().ok_or("the earlier run has no sequences")?;
+    Ok(sequences.iter().map(tokens).collect::<Result<_, _>>()?)
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -120,44 +245,64 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let library_dirs =
         std::env::var_os("TRIREME_CUDA_LIBS").map(|d| std::env::split_paths(&d).collect()).unwrap_or_default();
+    let (tp, stage) = (options.tp, options.stage);
+    let across = TensorParallel { rank: stage.index, size: stage.count };
+    let stage_exchange = exchange(options.exchange.join(format!("place{}", tp.rank)), across)?;
     let mut device = CudaDevice::new(CudaConfig {
-        tensor_parallel: options.tp,
-        exchange: Some(Arc::new(FileExchange::new(options.exchange.clone(), options.tp, Duration::from_secs(60)))),
+        tensor_parallel: tp,
+        exchange: Some(exchange(options.exchange.join(format!("stage{}", stage.index)), tp)?),
+        stage,
+        stage_exchange: Some(stage_exchange.clone()),
         library_dirs,
         use_fast_kernels: !options.simple,
         use_graphs: options.graphs,
         trials: options.trials,
-        ..CudaConfig::new(options.tp.rank as usize, limits)
+        max_drafts: MAX_DRAFTS,
+        ..CudaConfig::new((stage.index * tp.size + tp.rank) as usize, limits)
     })?;
     let mut model = models::load(&options.checkpoint, &config, &mut device)?;
     let spec = model.attention_spec(BLOCK);
-    let needed = PROMPT_LENS.len() * MAX_LEN / BLOCK;
+    let needed = PROMPT_LENS.len() * MAX_BLOCKS;
     assert!(device.memory_plan(&spec)?.max_blocks >= needed, "too little memory");
     device.allocate_cache(&spec, needed)?;
 
-    let mut rows: Vec<Row> = Vec::new();
+    let (mut rows, earlier) = (Vec::<Row>::new(), earlier(options.drafts.as_ref())?);
     let mut waiting: VecDeque<usize> = PROMPT_LENS.into();
-    let mut in_flight: VecDeque<Vec<usize>> = VecDeque::new();
+    let mut in_flight: VecDeque<Vec<(usize, usize)>> = VecDeque::new();
     let sampling = SamplingParams { num_logprobs: Some(TOP), ..SamplingParams::default() };
+    let max_in_flight = if options.tells() { 0 } else { 1 };
     for step in 0.. {
         for length in waiting.drain(..waiting.len().min(2)) {
-            let prompt = prompt(rows.len(), length, config.vocab_size);
-            let tokens: Vec<TokenId> = prompt.iter().map(|&t| TokenId(t)).collect();
+            let row = Row::new(rows.len(), length, config.vocab_size, earlier[rows.len()].clone());
+            let tokens: Vec<TokenId> = row.tokens.iter().map(|&t| TokenId(t)).collect();
             device.join_row(RowId(rows.len() as u32), &tokens, length as u32, &sampling)?;
-            rows.push(Row { prompt, computed: 0, queued: 0, outputs: Vec::new() });
+            rows.push(row);
         }
-        let (inputs, sampled) = plan(step, &mut rows, options.tokens);
+        let (inputs, sampled) = plan(step, &mut rows, &options);
         let is_done = inputs.rows.is_empty();
         if !is_done {
             device.run_step(&inputs, &mut |device| model.forward(device))?;
             in_flight.push_back(sampled);
         }
-        if in_flight.len() > 1 || is_done {
-            let Some(sampled) = in_flight.pop_front() else { break };
-            let outputs = device.collect(true)?.ok_or("a queued step gives its tokens")?;
-            for (index, output) in sampled.into_iter().zip(outputs) {
-                rows[index].outputs.push(output);
+        while in_flight.len() > max_in_flight || (is_done && !in_flight.is_empty()) {
+            let sampled = in_flight.pop_front().ok_or("a step is in flight")?;
+            let mut outputs = device.collect(true)?.ok_or("a queued step gives its tokens")?;
+            for (output, logits) in outputs.iter_mut().zip(device.take_logits()) {
+                output.top = likeliest(&logits);
             }
+            if stage.count > 1 {
+                outputs = share(&stage_exchange, outputs, &sampled);
+            }
+            let mut outputs = outputs.into_iter();
+            for (index, count) in sampled {
+                let choices = outputs.by_ref().take(count).collect();
+                if let Some(revised) = rows[index].settle(index as u32, choices, options.tells()) {
+                    device.revise(&[revised], &[])?;
+                }
+            }
+        }
+        if is_done {
+            break;
         }
     }
     let sequences: Vec<_> = rows
@@ -166,7 +311,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let tokens: Vec<u32> = row.outputs.iter().map(|o| o.token.0).collect();
             let top: Vec<Vec<(u32, f32)>> =
                 row.outputs.iter().map(|o| o.top.iter().map(|(t, p)| (t.0, *p)).collect()).collect();
-            json!({ "prompt": row.prompt, "tokens": tokens, "top": top })
+            json!({ "prompt": row.tokens[..row.num_prompt], "tokens": tokens, "top": top })
         })
         .collect();
     std::fs::write(&options.out, serde_json::to_vec(&json!({ "sequences": sequences }))?)?;

@@ -1,0 +1,27 @@
+// silu_bf16, gelu_tanh_bf16: x[i] = act(x[i]), in place
+//
+// x       [n] bf16, n % 8 == 0
+// act     silu: x / (1 + exp(-x)); gelu, tanh form                                        (Hendrycks & Gimpel 2016)
+// maths   fp32, one rounding on store
+// launch  grid ceil(n / 8 / 256), block 256; 16-byte loads
+// needs   pointer 16-byte aligned: checked in activation.rs before launch
+// bound   memory, 4*n bytes
+// test    tests/cuda_decoder_ops.rs: within one bf16 ulp of fp32, beside 1e-6 for the fast exponential
+// archs: 80 90a 100a ptx
+#include "activation.cuh"
+
+template <float (*ACT)(float)>
+__device__ __forceinline__ void activate(bf16* x, u64 eighths) {
+    const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    pdl_launch();
+    pdl_wait();
+    if (i >= eighths) return;
+    bf16x8 v = load8(x + i * 8);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v.v[j] = to_bf16(ACT(to_f32(v.v[j])));
+    store8(x + i * 8, v);
+}
+
+extern "C" __global__ void __launch_bounds__(256) silu_bf16(bf16* x, u64 eighths) { activate<silu>(x, eighths); }
+
+extern "C" __global__ void __launch_bounds__(256) gelu_tanh_bf16(bf16* x, u64 eighths) { activate<gelu_tanh>(x, eighths); }

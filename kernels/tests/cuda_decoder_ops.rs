@@ -1,0 +1,122 @@
+//! Ops that only some decoders need (layer norm, learned positions, plain activations, norms of heads) against plain formulas, over
+//! odd shapes, outputs poisoned first.
+
+mod gpu;
+
+use gpu::{Random, assert_close, floats, open, poisoned};
+use half::bf16;
+use kernels::cuda::DeviceBuffer;
+use kernels::cuda::activation::activate;
+use kernels::cuda::add_positions::add_positions;
+use kernels::cuda::gated_activation::GateActivation;
+use kernels::cuda::head_norm::{HeadNormWeights, head_norm};
+use kernels::cuda::layer_norm::{LayerNormWeight, add_layer_norm, layer_norm};
+use kernels::cuda::rope_cache::HeadShape;
+use kernels::reference;
+
+/// One bf16 rounding.
+const ULP: f32 = 1.0 / 128.0;
+
+#[test]
+fn layer_norm_and_its_sum_agree_with_fp64() {
+    let Some((gpu, q)) = open() else { return };
+    let mut random = Random::new(21);
+    for (rows, cols) in [(1, 8), (3, 40), (2, 768), (1, 4096), (7, 4104), (2, 8192), (5, 16384), (1, 32768), (257, 64)]
+    {
+        // A mean beside which the differences are small.
+        let shifted = |random: &mut Random, count| -> Vec<bf16> {
+            random.bf16s(count, 2.0).iter().map(|x| bf16::from_f32(x.to_f32() + 5.0)).collect()
+        };
+        let (x, p) = (shifted(&mut random, rows * cols), random.bf16s(rows * cols, 1.0));
+        let (w, b) = (random.bf16s(cols, 1.0), random.bf16s(cols, 1.0));
+        let on_device = |values: &[bf16]| DeviceBuffer::from_slice(&gpu, values).unwrap();
+        let (dx, dp, dw, db) = (on_device(&x), on_device(&p), on_device(&w), on_device(&b));
+        let y = poisoned::<bf16>(&gpu, &q, rows * cols);
+        let norm = LayerNormWeight { weight: dw.span(), bias: db.span() };
+        let normed = |x: &[f32]| reference::layer_norm(x, &floats(&w), &floats(&b), 1e-5);
+        layer_norm(&q, y.span(), dx.span(), norm, rows, cols, 1e-5).unwrap();
+        q.wait().unwrap();
+        let found = floats(&y.span().read(rows * cols).unwrap());
+        // Product and bias may cancel: their fp32 roundings stay.
+        assert_close(&format!("layer_norm {rows} x {cols}"), &found, &normed(&floats(&x)), ULP, 1e-5);
+
+        q.fill(y.span(), 0xff).unwrap();
+        add_layer_norm(&q, y.span(), dx.span(), dp.span(), norm, rows, cols, 1e-5).unwrap();
+        q.wait().unwrap();
+        let sum: Vec<f32> = x.iter().zip(&p).map(|(x, p)| x.to_f32() + p.to_f32()).collect();
+        let found = floats(&y.span().read(rows * cols).unwrap());
+        assert_close(&format!("add_layer_norm {rows} x {cols}"), &found, &normed(&sum), ULP, 1e-5);
+        let residual: Vec<bf16> = dx.span().read(rows * cols).unwrap();
+        let rounded: Vec<bf16> = sum.iter().map(|&v| bf16::from_f32(v)).collect();
+        assert!(residual == rounded, "the residual is the rounded sum, {rows} x {cols}");
+    }
+}
+
+#[test]
+fn plain_activations_agree_with_fp64_and_touch_nothing_behind() {
+    let Some((gpu, q)) = open() else { return };
+    let mut random = Random::new(22);
+    for count in [8, 3072, 3 * 2056, 2048 + 8] {
+        let x = random.bf16s(count, 4.0);
+        for activation in [GateActivation::Silu, GateActivation::GeluTanh] {
+            let y = poisoned::<bf16>(&gpu, &q, count + 8);
+            y.span().write(&x).unwrap();
+            activate(&q, y.span(), activation, count).unwrap();
+            q.wait().unwrap();
+            let formula = match activation {
+                GateActivation::Silu => reference::silu,
+                GateActivation::GeluTanh => reference::gelu_tanh,
+            };
+            let expected: Vec<f32> = x.iter().map(|x| formula(x.to_f32())).collect();
+            let found = floats(&y.span().read(count + 8).unwrap());
+            assert_close(&format!("{activation:?} of {count}"), &found[..count], &expected, ULP, 1e-6);
+            assert!(found[count..].iter().all(|x| x.is_nan()), "{activation:?} writes {count} elements and no more");
+        }
+    }
+}
+
+#[test]
+fn positions_are_added_to_each_token() {
+    let Some((gpu, q)) = open() else { return };
+    let mut random = Random::new(23);
+    for (table_rows, cols, tokens) in [(1, 8, 1), (50, 264, 33), (1024, 768, 7), (9, 4104, 5)] {
+        let (table, x) = (random.bf16s(table_rows * cols, 1.0), random.bf16s(tokens * cols, 1.0));
+        let positions: Vec<u32> = (0..tokens).map(|_| random.below(table_rows) as u32).collect();
+        let (dt, dp) =
+            (DeviceBuffer::from_slice(&gpu, &table).unwrap(), DeviceBuffer::from_slice(&gpu, &positions).unwrap());
+        let dx = DeviceBuffer::from_slice(&gpu, &x).unwrap();
+        add_positions(&q, dx.span(), dt.span(), dp.span(), tokens, cols).unwrap();
+        q.wait().unwrap();
+        let expected: Vec<bf16> = (0..tokens * cols)
+            .map(|i| bf16::from_f32(x[i].to_f32() + table[positions[i / cols] as usize * cols + i % cols].to_f32()))
+            .collect();
+        assert!(dx.span().read::<bf16>(tokens * cols).unwrap() == expected, "{tokens} tokens of {cols}");
+    }
+}
+
+#[test]
+fn heads_of_q_and_k_are_normed_and_those_of_v_left_alone() {
+    let Some((gpu, q)) = open() else { return };
+    let mut random = Random::new(24);
+    for (heads, kv_heads, dim, tokens) in
+        [(4, 2, 64, 5), (32, 8, 128, 3), (6, 1, 96, 19), (3, 3, 256, 40), (2, 1, 16, 3)]
+    {
+        let shape = HeadShape { num_heads: heads, num_kv_heads: kv_heads, head_dim: dim, block_size: 16 };
+        let (cols, rotated) = (shape.qkv_cols(), (heads + kv_heads) * dim);
+        let (qkv, wq, wk) = (random.bf16s(tokens * cols, 2.0), random.bf16s(dim, 1.0), random.bf16s(dim, 1.0));
+        let on_device = |values: &[bf16]| DeviceBuffer::from_slice(&gpu, values).unwrap();
+        let (dx, dq, dk) = (on_device(&qkv), on_device(&wq), on_device(&wk));
+        let weights = HeadNormWeights { q: dq.span(), k: dk.span() };
+        head_norm(&q, dx.span(), weights, shape, tokens, 1e-6).unwrap();
+        q.wait().unwrap();
+        let found: Vec<bf16> = dx.span().read(tokens * cols).unwrap();
+        for t in 0..tokens {
+            let (found, x) = (&found[t * cols..(t + 1) * cols], &qkv[t * cols..(t + 1) * cols]);
+            let of_q = reference::rms_norm(&floats(&x[..heads * dim]), &floats(&wq), 1e-6);
+            let of_k = reference::rms_norm(&floats(&x[heads * dim..rotated]), &floats(&wk), 1e-6);
+            let expected = [of_q, of_k].concat();
+            assert_close(&format!("{shape:?}, token {t}"), &floats(&found[..rotated]), &expected, ULP, 1e-6);
+            assert!(found[rotated..] == x[rotated..], "{shape:?}, token {t}: v is as it was");
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! Pipeline stages on GPUs: activations go from each worker to its like in the next stage through NCCL, on one node and between.
+
+use std::sync::Arc;
+
+use half::bf16;
+use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
+
+use super::nccl::Nccl;
+use super::{CudaConfig, CudaDevice, CudaTensor, device_error};
+use crate::{DeviceError, PipelineStage};
+
+/// A worker's way to the stages beside its own; a model in one piece has none.
+pub(crate) struct Pipeline {
+    pub(crate) stage: PipelineStage,
+    /// Over the workers of all stages at this worker's place of their groups, in order of stages.
+    nccl: Option<Nccl>,
+}
+
+impl Pipeline {
+    /// Joins the stages; returns when all workers have, and those beside each other have met.
+    pub(crate) fn new(config: &CudaConfig, gpu: &Arc<Gpu>, q: &Queue) -> Result<Self, DeviceError> {
+        let stage = config.stage;
+        if stage.count == 1 {
+            return Ok(Self { stage, nccl: None });
+        }
+        let exchange = config.stage_exchange.as_ref().ok_or_else(|| DeviceError::Unavailable {
+            device: "cuda".into(),
+            reason: format!("{} pipeline stages need a way to exchange NCCL's id", stage.count),
+        })?;
+        let nccl = Nccl::new(stage.index, stage.count, exchange.as_ref(), &config.library_dirs)?;
+        let pipeline = Self { stage, nccl: Some(nccl) };
+        pipeline.meet(gpu, q)?;
+        Ok(pipeline)
+    }
+
+    /// Sends a few bytes from each stage to the next, so that recording a step finds connections that stand.
+    fn meet(&self, gpu: &Arc<Gpu>, q: &Queue) -> Result<(), DeviceError> {
+        let buffer = DeviceBuffer::from_slice(gpu, &[0u32; 128]).map_err(device_error)?;
+        if !self.stage.is_first() {
+            self.receive(q, buffer.span())?;
+        }
+        if !self.stage.is_last() {
+            self.send(q, buffer.span())?;
+        }
+        q.wait().map_err(device_error)
+    }
+
+    fn send(&self, q: &Queue, values: Span) -> Result<(), DeviceError> {
+        self.nccl().send(q, values, self.stage.index + 1)
+    }
+
+    fn receive(&self, q: &Queue, values: Span) -> Result<(), DeviceError> {
+        self.nccl().receive(q, values, self.stage.index - 1)
+    }
+
+    fn nccl(&self) -> &Nccl {
+        self.nccl.as_ref().expect("only a stage of a pipeline hands on or takes over")
+    }
+}
+
+impl CudaDevice {
+    pub(crate) fn op_take_over(&mut self, out: CudaTensor) -> Result<(), DeviceError> {
+        match self.current().only_products {
+            true => Ok(()),
+            false => self.pipeline.receive(&self.queue, self.activations(out)),
+        }
+    }
+
+    pub(crate) fn op_hand_on(&mut self, x: CudaTensor) -> Result<(), DeviceError> {
+        match self.current().only_products {
+            true => Ok(()),
+            false => self.pipeline.send(&self.queue, self.activations(x)),
+        }
+    }
+
+    /// Those of the step's tokens, padding included: every stage pads alike.
+    fn activations(&self, tensor: CudaTensor) -> Span {
+        tensor.values.elements::<bf16>(0, self.current().shape.tokens * tensor.cols)
+    }
+}
