@@ -5,7 +5,7 @@ mod support;
 use std::path::Path;
 use std::process::{Command, Output};
 
-use support::{TestWorld, copied_repository, set_parameters, shipped_repository};
+use support::{Options, TestWorld, copied_repository, set_parameters, shipped_repository};
 
 fn plan(repository: &Path, world_size: u32) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trireme"));
@@ -23,11 +23,20 @@ fn sizes(text: &str, worker: u32) -> Vec<f64> {
 
 #[test]
 fn a_plan_tells_within_two_percent_what_workers_hold() {
-    let output = plan(&shipped_repository(), 2);
+    compare(&shipped_repository());
+    let stages = copied_repository();
+    set_parameters(&stages, "tensorrt_llm", &[("pp", "2")]);
+    compare(stages.path());
+}
+
+/// The plan for two workers beside what they report.
+fn compare(repository: &Path) {
+    let output = plan(repository, 2);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
 
-    let mut world = TestWorld::of(2);
+    let options = Options { world_size: 2, repository: repository.to_owned(), ..Options::default() };
+    let mut world = TestWorld::start(options);
     world.generate("Once upon a time", 1);
     let (_, metrics) = world.get_metrics("/metrics");
     for worker in 0..2 {

@@ -362,6 +362,7 @@ mod tests {
             ring_bytes: 4096,
             max_step_tokens: 1,
             max_rows: 1,
+            max_drafts: 0,
             max_sequence_len: 1,
             block_size: 1,
             kv_memory: KvMemory::Tokens(1),

@@ -33,8 +33,6 @@ pub enum WorkerError {
         .dir.display()
     )]
     Checkpoint { dir: PathBuf, here: String, first: String, how: String },
-    #[error("`pp` is {num_stages}, and stages need --device=cpu so far; set `tp` alone")]
-    Pipeline { num_stages: u32 },
     #[error("rank 0 sent `{found}` where `{expected}` was due")]
     Protocol { expected: &'static str, found: &'static str },
 }

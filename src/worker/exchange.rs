@@ -1,8 +1,6 @@
 //! How the workers of a model tell each other what they need before their first collective: through rank 0, which hears
 //! all of them on whatever node they are.
 
-use std::ops::Range;
-
 use device::DeviceError;
 use device::cuda::Exchange;
 
@@ -13,13 +11,13 @@ use crate::run::Rings;
 pub(crate) struct RankExchange {
     rings: Rings,
     /// Whose bytes `gather` returns.
-    heard: Range<usize>,
+    heard: Vec<usize>,
 }
 
 impl RankExchange {
     /// Every worker of the model takes part in each round, whichever it wants to hear.
-    pub(crate) fn new(rings: &Rings, heard: Range<usize>) -> Self {
-        Self { rings: rings.clone(), heard }
+    pub(crate) fn new(rings: &Rings, heard: impl IntoIterator<Item = usize>) -> Self {
+        Self { rings: rings.clone(), heard: heard.into_iter().collect() }
     }
 }
 
@@ -29,8 +27,8 @@ impl Exchange for RankExchange {
         let asked = self.rings.send(&FromWorker::Exchange { bytes: bytes.to_vec() });
         asked.map_err(|error| failed(error.to_string()))?;
         match self.rings.receive().map_err(|error| failed(error.to_string()))? {
-            ToWorker::Exchanged { mut all } if all.len() >= self.heard.end => {
-                Ok(all.drain(self.heard.clone()).collect())
+            ToWorker::Exchanged { mut all } if self.heard.iter().all(|&worker| worker < all.len()) => {
+                Ok(self.heard.iter().map(|&worker| std::mem::take(&mut all[worker])).collect())
             }
             _ => Err(failed("rank 0 answered something else: this start was given up".to_owned())),
         }

@@ -81,6 +81,8 @@ pub struct WorkerSpec {
     pub max_step_tokens: usize,
     /// Most rows in a step.
     pub max_rows: usize,
+    /// Most drafts that a row verifies in a step.
+    pub max_drafts: usize,
     /// Longest sequence.
     pub max_sequence_len: usize,
     /// Positions in a KV block.

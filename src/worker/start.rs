@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use device::cpu::{CpuConfig, CpuDevice, GroupConfig, Peers};
 use device::cuda::{CudaConfig, CudaDevice, Exchange};
-use device::{DeviceError, StepLimits};
+use device::{DeviceError, PipelineStage, StepLimits};
 use ipc::set_process_title;
 use nix::sys::signal::{SigSet, Signal};
 
@@ -71,9 +71,6 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
             Worker::load(spec, &config, device)?.serve(rings)
         }
         DeviceChoice::Cuda { ordinal } => {
-            if spec.num_stages > 1 {
-                return Err(WorkerError::Pipeline { num_stages: spec.num_stages });
-            }
             let device = CudaDevice::new(cuda_config(spec, ordinal, limits, rings)?)?;
             Worker::load(spec, &config, device)?.serve(rings)
         }
@@ -136,9 +133,10 @@ fn cuda_config(
 ) -> Result<CudaConfig, WorkerError> {
     let place = spec.tensor_parallel();
     let group = spec.index() - place.rank as usize..spec.index() - place.rank as usize + place.size as usize;
-    let exchange: Option<Arc<dyn Exchange>> = match place.size {
+    let stages = (place.rank as usize..spec.nodes.len()).step_by(place.size as usize);
+    let exchange = |workers: Vec<usize>| match workers.len() {
         1 => None,
-        _ => Some(Arc::new(RankExchange::new(rings, group))),
+        _ => Some(Arc::new(RankExchange::new(rings, workers)) as Arc<dyn Exchange>),
     };
     let trials = std::env::var("TRIREME_CUDA_TRIALS").unwrap_or_default();
     let trials = trials.parse().map_err(|reason| DeviceError::Unsupported {
@@ -148,12 +146,15 @@ fn cuda_config(
     })?;
     Ok(CudaConfig {
         tensor_parallel: place,
-        exchange,
+        exchange: exchange(group.collect()),
+        stage: PipelineStage { index: spec.stage, count: spec.num_stages },
+        stage_exchange: exchange(stages.collect()),
         library_dirs: spec.library_dirs.clone(),
         cache_dir: spec.cache_dir.clone(),
         // The share is taken of what the worker reports.
         kv_memory_fraction: 1.0,
         trials,
+        max_drafts: spec.max_drafts,
         ..CudaConfig::new(ordinal, limits)
     })
 }

@@ -37,7 +37,7 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ("model_dir", Used("the same, as the turbomind backend calls it")),
     ("gpt_model_type", Used("`V1` serves one batch after another; anything else batches in flight")),
     ("tp", Used("ranks that share the model; all ranks of the world when not set")),
-    ("pp", Used("pipeline stages, on a CPU; one when not set")),
+    ("pp", Used("pipeline stages; one when not set")),
     ("pipeline_parallelism", Used("the same under another name")),
     ("tensor_para_size", Used("the same, as TurboMind calls it")),
     ("max_tokens_in_paged_kv_cache", Used("tokens that KV blocks hold")),

@@ -131,10 +131,6 @@ fn parallelism(config: &ModelConfig, model: &models::Config, defaults: &LlmDefau
         let words = format!("`tp` {tp} x `pp` {pp} workers need as many ranks, and world_size is {world_size}");
         return Err(invalid(config, format!("{words}; start with `-n {}`", tp.max(1) * pp)));
     }
-    if pp > 1 && matches!(defaults.device, DeviceChoice::Cuda { .. }) {
-        let words = format!("`pp` is {pp}, and CUDA devices have no pipeline stages so far");
-        return Err(invalid(config, format!("{words}; leave `pp` out, or start with --device=cpu")));
-    }
     Ok((tp, pp))
 }
 
@@ -166,7 +162,7 @@ fn engine_config(
         policy,
         max_joined_tokens: max_sequence_len.max(EngineConfig::default().max_joined_tokens),
         prefix_cache: parameter(config, "enable_kv_cache_reuse")?.unwrap_or(true),
-        max_drafts: max_drafts(config, defaults)?,
+        max_drafts: max_drafts(config)?,
         ..EngineConfig::default()
     })
 }
@@ -201,15 +197,11 @@ fn logits_type(config: &ModelConfig) -> Result<DataType, InferError> {
 }
 
 /// Tokens that prompt look-up guesses for a greedy sequence in one step.
-fn max_drafts(config: &ModelConfig, defaults: &LlmDefaults) -> Result<usize, InferError> {
+fn max_drafts(config: &ModelConfig) -> Result<usize, InferError> {
     let max = parameter(config, "prompt_lookup_num_tokens")?.unwrap_or(0);
     if max > MAX_DRAFTS {
         let words = format!("`prompt_lookup_num_tokens` is {max}, expected 0 to {MAX_DRAFTS}");
         return Err(invalid(config, words));
-    }
-    if max > 0 && matches!(defaults.device, DeviceChoice::Cuda { .. }) {
-        tracing::warn!(model = %config.name, "`prompt_lookup_num_tokens` has no effect: CUDA devices verify no guesses");
-        return Ok(0);
     }
     Ok(max)
 }

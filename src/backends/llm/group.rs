@@ -396,6 +396,7 @@ fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         ring_bytes: ring_bytes(&config.engine),
         max_step_tokens: config.engine.max_step_tokens,
         max_rows: config.engine.max_rows,
+        max_drafts: config.engine.max_drafts,
         max_sequence_len: config.engine.max_sequence_len,
         block_size: config.engine.block_size,
         kv_memory: config.kv_memory,

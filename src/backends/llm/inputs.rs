@@ -2,7 +2,6 @@
 
 use engine::{BeamParams, Request, SamplingParams, TokenId};
 use serving::{DataType, InferError, InferRequest, Parameter, Tensor};
-use worker::DeviceChoice;
 
 use super::config::LlmConfig;
 use super::queue_rules::Timeout;
@@ -76,7 +75,7 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Wanted
     if scalar::<bool>(request, &["stop"])?.unwrap_or(false) {
         return Ok(Wanted::Stop);
     }
-    refuse_unsupported(config, request)?;
+    refuse_unsupported(request)?;
     let prompt = prompt(config, request)?;
     let max_tokens = scalar::<i64>(request, &["request_output_len"])?.ok_or_else(|| {
         InferError::invalid("input `request_output_len` is missing: it says how many tokens to generate")
@@ -89,7 +88,7 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Wanted
         let words = "`streaming` is true, but this model is not decoupled; set `model_transaction_policy { decoupled: true }` or leave `streaming` out";
         return Err(InferError::invalid(words));
     }
-    let beams = beams(config, request)?;
+    let beams = beams(request)?;
     if streaming && beams.is_some() {
         let words = "`streaming` is true, but beams are known only when their search has ended; set `beam_width` to 1 or leave `streaming` out";
         return Err(InferError::invalid(words));
@@ -131,9 +130,6 @@ fn wants_logits(config: &LlmConfig, request: &InferRequest, output: &str) -> Res
     let is_asked = outputs.is_empty() || outputs.iter().any(|name| name == output);
     if !scalar::<bool>(request, &[&flag])?.unwrap_or(false) || !is_asked {
         return Ok(false);
-    }
-    if is_cuda(config) {
-        return Err(InferError::invalid(format!("`{flag}` is true, but CUDA devices report no logits; leave it out")));
     }
     if !config.outputs.iter().any(|name| name == output) {
         let words = format!(
@@ -182,7 +178,7 @@ fn num_sequences(config: &LlmConfig, request: &InferRequest, beams: Option<&Beam
 }
 
 /// TensorRT-LLM's settings of a beam search, with its defaults.
-fn beams(config: &LlmConfig, request: &InferRequest) -> Result<Option<BeamParams>, InferError> {
+fn beams(request: &InferRequest) -> Result<Option<BeamParams>, InferError> {
     let width = scalar::<i64>(request, &["beam_width"])?.unwrap_or(1);
     let finite = f32::MIN..=f32::MAX;
     let params = BeamParams {
@@ -194,10 +190,6 @@ fn beams(config: &LlmConfig, request: &InferRequest) -> Result<Option<BeamParams
         early_stopping: scalar::<bool>(request, &["early_stopping"])?.unwrap_or(true),
         diversity_rate: float(request, &["beam_search_diversity_rate"], finite)?.unwrap_or(0.0),
     };
-    if width > 1 && is_cuda(config) {
-        let words = format!("`beam_width` is {width}, but CUDA devices have no beam search; set it to 1");
-        return Err(InferError::invalid(words));
-    }
     Ok((width > 1).then_some(params))
 }
 
@@ -211,10 +203,6 @@ fn max_drafts(config: &LlmConfig, request: &InferRequest) -> Result<u32, InferEr
             "parameter `prompt_lookup_num_tokens` is {other:?}, expected 0 to {max}, as many as the model's parameter allows"
         ))),
     }
-}
-
-fn is_cuda(config: &LlmConfig) -> bool {
-    matches!(config.device, DeviceChoice::Cuda { .. })
 }
 
 fn prompt(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, InferError> {
@@ -326,15 +314,7 @@ fn words(config: &LlmConfig, request: &InferRequest, name: &str) -> Result<Vec<V
 }
 
 /// Refuses what would change the answer if it were ignored.
-fn refuse_unsupported(config: &LlmConfig, request: &InferRequest) -> Result<(), InferError> {
-    let decay = scalar::<f32>(request, &["runtime_top_p_decay"])?;
-    if let Some(decay) = decay.filter(|&decay| decay != 1.0 && is_cuda(config)) {
-        // Without decay neither `runtime_top_p_min` nor `runtime_top_p_reset_ids` changes anything.
-        let words = format!(
-            "`runtime_top_p_decay` is {decay}, but top-p does not decay on CUDA devices; leave it out, or set it to 1"
-        );
-        return Err(InferError::invalid(words));
-    }
+fn refuse_unsupported(request: &InferRequest) -> Result<(), InferError> {
     let unsupported =
         ["draft_input_ids", "prompt_embedding_table", "lora_weights", "lora_task_id", "guided_decoding_guide"];
     match unsupported.into_iter().find(|name| request.input(name).is_some()) {

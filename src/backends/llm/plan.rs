@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use device::{Estimator, MemoryEstimate, StepLimits, Target, TensorParallel};
+use device::{Estimator, MemoryEstimate, PipelineStage, StepLimits, Target, TensorParallel};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use models::ModelError;
@@ -22,7 +22,7 @@ pub struct ModelPlan {
     pub name: String,
     /// What its workers compute on.
     pub device: DeviceChoice,
-    /// What each worker of the group will hold, in order of their ranks.
+    /// What each worker will hold, in order of their ranks: stage by stage.
     pub workers: Vec<MemoryEstimate>,
     /// Positions in a KV block.
     pub block_size: usize,
@@ -31,6 +31,8 @@ pub struct ModelPlan {
     /// Positions of the longest sequence.
     pub max_sequence_len: usize,
     kv_memory: KvMemory,
+    /// Workers that share a CPU's memory.
+    tp_size: u32,
     larger: Vec<(u32, MemoryEstimate)>,
 }
 
@@ -47,17 +49,21 @@ impl ModelPlan {
             DeviceChoice::Cpu { .. } => Target::Cpu,
             DeviceChoice::Cuda { .. } => Target::Cuda,
         };
-        let estimate = |rank, size| -> Result<MemoryEstimate, ModelError> {
-            let mut estimator = Estimator::new(target, TensorParallel { rank, size }, limits);
+        let count = config.pp_size;
+        let estimate = |index, rank, size| -> Result<MemoryEstimate, ModelError> {
+            let stage = PipelineStage { index, count };
+            let mut estimator = Estimator::new(target, TensorParallel { rank, size }, limits).in_stage(stage);
             let loaded = models::load(&config.checkpoint, &model, &mut estimator)?;
             Ok(estimator.estimate(&loaded.attention_spec(config.engine.block_size)))
         };
         let size = config.tp_size;
-        let workers = (0..size).map(|rank| estimate(rank, size)).collect::<Result<Vec<_>, _>>()?;
+        let places = (0..count).flat_map(|stage| (0..size).map(move |rank| (stage, rank)));
+        let workers = places.map(|(stage, rank)| estimate(stage, rank, size)).collect::<Result<Vec<_>, _>>()?;
         let sizes =
             std::iter::successors(Some(size * 2), |size| Some(size * 2)).take_while(|&size| size <= MAX_WORKERS);
         // A size that does not divide the model is none that could be advised.
-        let larger = sizes.map_while(|size| estimate(0, size).ok().map(|estimate| (size, estimate))).collect();
+        let first = |size| estimate(0, 0, size).ok().map(|estimate| (size * count, estimate));
+        let larger = sizes.map_while(first).collect();
         Ok(Self {
             name: config.name.clone(),
             device: config.device,
@@ -66,6 +72,7 @@ impl ModelPlan {
             max_rows: config.engine.max_rows,
             max_sequence_len: config.engine.max_sequence_len,
             kv_memory: config.kv_memory,
+            tp_size: size,
             larger,
         })
     }
@@ -96,7 +103,7 @@ impl ModelPlan {
     /// Share of what is left that KV blocks may take.
     fn share(&self) -> f64 {
         let of_device = match self.device {
-            DeviceChoice::Cpu { .. } => 0.5 / self.workers.len() as f64,
+            DeviceChoice::Cpu { .. } => 0.5 / f64::from(self.tp_size),
             DeviceChoice::Cuda { .. } => 1.0,
         };
         match self.kv_memory {
