@@ -9,15 +9,53 @@ its, the worst at most 2 of its worst; and each of our tokens the likeliest in f
 Exits 1 where that does not hold. Needs torch and transformers.
 """
 import json
+import pathlib
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "goldens"))
+from published import slopes
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load(checkpoint, dtype):
+    config = json.loads((pathlib.Path(checkpoint) / "config.json").read_text())
+    if config["model_type"] == "baichuan":
+        return alibi_llama(checkpoint, config).to(dtype).to(DEVICE).eval()
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(DEVICE).eval()
+
+
+def alibi_llama(checkpoint, fields):
+    """transformers' Llama with Baichuan's weights, which turns nothing and takes ALiBi as its mask."""
+    kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "rms_norm_eps")
+    config = LlamaConfig(tie_word_embeddings=False, **{key: fields[key] for key in kept})
+    config._attn_implementation = "eager"  # adds a mask of fp32 in fp32
+    tensors = load_file(pathlib.Path(checkpoint) / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("W_pack.weight")]:
+        for part, rows in zip("qkv", tensors.pop(name).chunk(3)):
+            tensors[name.replace("W_pack", f"{part}_proj")] = rows
+    tensors["lm_head.weight"] = functional.normalize(tensors["lm_head.weight"].float()).to(tensors["lm_head.weight"].dtype)
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(tensors)
+    model.model.rotary_emb.register_forward_hook(lambda _m, _i, turn: (torch.ones_like(turn[0]), torch.zeros_like(turn[1])))
+    model.alibi = slopes(config.num_attention_heads)
+    return model
 
 
 def log_probs(model, ids):
+    mask = None
+    if hasattr(model, "alibi"):
+        positions = torch.arange(len(ids))
+        distance = positions[None, :] - positions[:, None]
+        mask = model.alibi[:, None, None] * distance + torch.where(distance > 0, float("-inf"), 0.0)
+        mask = mask[None].to(DEVICE)
     with torch.no_grad():
-        return model(torch.tensor([ids], device="cuda")).logits[0].float().log_softmax(-1).cpu()
+        return model(torch.tensor([ids], device=DEVICE), attention_mask=mask).logits[0].float().log_softmax(-1).cpu()
 
 
 def errors(sequences, exact, rounded):
@@ -42,7 +80,7 @@ def main():
     outputs = {path: json.load(open(path))["sequences"] for path in sys.argv[2:]}
     logits = {}
     for dtype in (torch.float32, torch.bfloat16):
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).cuda().eval()
+        model = load(checkpoint, dtype)
         for path, sequences in outputs.items():
             logits[path, dtype] = [log_probs(model, (s["prompt"] + s["tokens"])[:-1]) for s in sequences]
         del model

@@ -1,33 +1,82 @@
 #!/usr/bin/env python3
-"""Write a checkpoint of a Llama shape with random bf16 weights, for tests on a GPU.
+"""Write a checkpoint of a real layer's shape with random bf16 weights, for tests on a GPU.
 
-    make_checkpoint.py SHAPE OUT_DIR [--layers N]        SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer)
+    make_checkpoint.py SHAPE OUT_DIR [--layers N]
+    SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), qwen2, qwen3 (norms of heads), gpt2, baichuan (ALiBi)
 
 Needs torch and transformers.
 """
 import argparse
+import json
+import pathlib
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 SHAPES = {  # hidden, inner, heads, KV heads, vocabulary, rope theta
     "small": (256, 704, 8, 4, 32000, 1e4),
     "mha": (4096, 11008, 32, 32, 32000, 1e4),
     "gqa": (4096, 14336, 32, 8, 128256, 5e5),
+    "qwen2": (896, 4864, 14, 2, 151936, 1e6),
+    "qwen3": (1024, 3072, 16, 8, 151936, 1e6),
+    "gpt2": (768, 3072, 12, 12, 50257, None),
+    "baichuan": (1536, 4096, 12, 12, 125696, 1e4),
 }
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("shape", choices=SHAPES)
-parser.add_argument("out")
-parser.add_argument("--layers", type=int, default=4)
-arguments = parser.parse_args()
-hidden, inner, heads, kv_heads, vocab, theta = SHAPES[arguments.shape]
-torch.manual_seed(0)
-torch.set_default_dtype(torch.bfloat16)
-with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-    model = LlamaForCausalLM(LlamaConfig(
+
+def config_and_model(shape, layers):
+    hidden, inner, heads, kv_heads, vocab, theta = SHAPES[shape]
+    if shape == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(n_embd=hidden, n_inner=inner, n_head=heads, n_layer=layers, vocab_size=vocab))
+    classes = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+    config, model = classes.get(shape, (LlamaConfig, LlamaForCausalLM))
+    return model(config(
         hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        vocab_size=vocab, rope_theta=theta, num_hidden_layers=arguments.layers, max_position_embeddings=4096,
-        tie_word_embeddings=False))
-model.save_pretrained(arguments.out)
-print(f"{arguments.out}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} million parameters")
+        vocab_size=vocab, rope_theta=theta, num_hidden_layers=layers, max_position_embeddings=4096, tie_word_embeddings=False,
+        **({"head_dim": 128} if shape == "qwen3" else {})))
+
+
+@torch.no_grad()
+def shake(model):
+    """Biases and norms are zeros and ones at first, which would hide that one is left out."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name or ".ln_" in name or name.endswith("bias"):
+            parameter.add_(0.2 * torch.randn_like(parameter))
+
+
+def publish_as_baichuan(folder):
+    """The same weights under Baichuan 13B's names; its head is stored as trained, its length not as a number of positions."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.self_attn."
+        tensors[prefix + "W_pack.weight"] = torch.cat([tensors.pop(f"{prefix}{part}_proj.weight") for part in "qkv"])
+    config |= {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan", "z_loss_weight": 0,
+               "model_max_length": config.pop("max_position_embeddings")}
+    for key in ("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "rope_scaling"):
+        config.pop(key, None)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--layers", type=int, default=4)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = config_and_model(arguments.shape, arguments.layers)
+        if arguments.shape not in ("small", "mha", "gqa"):
+            shake(model)
+    model.save_pretrained(arguments.out, max_shard_size="100GB")
+    if arguments.shape == "baichuan":
+        publish_as_baichuan(arguments.out)
+    print(f"{arguments.out}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} million parameters")
+
+
+main()
