@@ -11,7 +11,7 @@ use kernels::cuda::sample::ARGMAX_CHUNKS;
 use kernels::cuda::skinny_gemm::MAX_NORM_ROWS;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
 
-use super::nccl::Nccl;
+use super::nccl::Joining;
 use super::{CudaConfig, Exchange, device_error};
 use crate::{DeviceError, TensorParallel};
 
@@ -24,7 +24,7 @@ const PATIENCE_NS: u64 = 10_000_000_000;
 
 /// A worker's reach to its group; a group of one has nobody to reach.
 pub(crate) struct Group {
-    nccl: Option<Nccl>,
+    nccl: Option<Joining>,
     peers: Option<PeerGroup>,
     /// For sums inside the products that they are of.
     fused: Option<PeerGroup>,
@@ -62,7 +62,7 @@ pub(crate) struct ReduceAddNorm {
 }
 
 impl Group {
-    pub(crate) fn new(config: &CudaConfig) -> Result<Self, DeviceError> {
+    pub(crate) fn new(config: &CudaConfig, gpu: &Arc<Gpu>) -> Result<Self, DeviceError> {
         let tp = config.tensor_parallel;
         let uses_peers = config.use_fast_kernels;
         if tp.size == 1 {
@@ -72,7 +72,7 @@ impl Group {
             device: "cuda".into(),
             reason: format!("a group of {} workers needs a way to exchange NCCL's id", tp.size),
         })?;
-        let nccl = Nccl::new(tp.rank, tp.size, exchange.as_ref(), &config.library_dirs)?;
+        let nccl = Joining::start(gpu, tp, exchange.as_ref(), &config.library_dirs)?;
         Ok(Self { nccl: Some(nccl), peers: None, fused: None, owners: None, exchange: Some(exchange), tp, uses_peers })
     }
 
@@ -82,6 +82,11 @@ impl Group {
 
     pub(crate) fn rank(&self) -> usize {
         self.tp.rank as usize
+    }
+
+    /// Waits until NCCL stands, and so has taken its memory.
+    pub(crate) fn join(&self) -> Result<(), DeviceError> {
+        self.nccl.as_ref().map_or(Ok(()), |nccl| nccl.wait().map(drop))
     }
 
     /// Bytes that [`Group::open_peers`] takes.
@@ -161,7 +166,7 @@ impl Group {
                 let shots = Shots::for_message(2 * rows * cols, self.size());
                 peers.all_reduce(q, buffer, buffer, rows, cols, shots).map_err(device_error)
             }
-            None => nccl.all_reduce(q, buffer.elements::<bf16>(0, rows * cols)),
+            None => nccl.wait()?.all_reduce(q, buffer.elements::<bf16>(0, rows * cols)),
         }
     }
 
@@ -195,7 +200,7 @@ impl Group {
 
     /// Fills `buffer`, one part of each worker in rank order, from each worker's own part.
     pub(crate) fn all_gather(&self, q: &Queue, buffer: Span) -> Result<(), DeviceError> {
-        self.nccl.as_ref().map_or(Ok(()), |nccl| nccl.all_gather(q, buffer, self.size()))
+        self.nccl.as_ref().map_or(Ok(()), |nccl| nccl.wait()?.all_gather(q, buffer, self.size()))
     }
 
     /// Fills `pairs [group, count, ARGMAX_CHUNKS]`, the best tokens of each worker's share, from each worker's own part.

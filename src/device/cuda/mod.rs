@@ -175,7 +175,7 @@ impl CudaDevice {
         let queue = Arc::new(Queue::new(&gpu).map_err(device_error)?);
         let gemm = LibraryGemm::new(&gpu, &config.library_dirs, config.cache_dir.as_ref()).map_err(device_error)?;
         // Before the first thread: the group sets what NCCL reads from the environment.
-        let group = Group::new(&config)?;
+        let group = Group::new(&config, &gpu)?;
         let pipeline = Pipeline::new(&config, &gpu, &queue)?;
         let loader = Loader::new(&gpu).map_err(device_error)?;
         let rows = Rows::new(&gpu, config.limits).map_err(device_error)?;
@@ -411,6 +411,7 @@ impl Device for CudaDevice {
 
     fn memory_plan(&self, attention: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
         self.loader.borrow_mut().finish()?;
+        self.group.join()?;
         self.plan_memory(attention)
     }
 

@@ -1,13 +1,15 @@
 //! The few functions of NCCL that a group uses, loaded at run time.
 
+use std::cell::{OnceCell, RefCell};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::PathBuf;
-use std::sync::Once;
+use std::sync::{Arc, Once};
+use std::thread::JoinHandle;
 
-use kernels::cuda::{Queue, Span, library};
+use kernels::cuda::{Gpu, Queue, Span, library};
 
 use super::exchange::Exchange;
-use crate::DeviceError;
+use crate::{DeviceError, TensorParallel};
 
 type Communicator = *mut c_void;
 type Code = c_int;
@@ -26,6 +28,7 @@ type AllReduce =
     unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Communicator, *mut c_void) -> Code;
 type SendTo = unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Communicator, *mut c_void) -> Code;
 type ReceiveFrom = unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Communicator, *mut c_void) -> Code;
+type InitRank = unsafe extern "C" fn(*mut Communicator, c_int, UniqueId, c_int) -> Code;
 type AllGather = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Communicator, *mut c_void) -> Code;
 
 /// What NCCL reads from the environment is set before the first communicator.
@@ -46,9 +49,69 @@ pub(crate) struct Nccl {
 // SAFETY: a communicator may be used from any thread, one at a time, which the device's `&mut self` sees to.
 unsafe impl Send for Nccl {}
 
+/// A communicator whose workers have met, and which none of them has joined.
+struct Meeting {
+    nccl: Nccl,
+    init: InitRank,
+    id: UniqueId,
+    size: u32,
+}
+
+impl Meeting {
+    /// Returns when all workers have called it. The calling thread's context is the GPU's.
+    fn connect(mut self) -> Result<Nccl, DeviceError> {
+        let rank = self.nccl.rank as c_int;
+        // SAFETY: the communicator is writable; the id is that of the group's first worker.
+        let code = unsafe { (self.init)(&mut self.nccl.communicator, self.size as c_int, self.id, rank) };
+        self.nccl.check(code, "ncclCommInitRank")?;
+        Ok(self.nccl)
+    }
+}
+
+/// A communicator that is joined while the worker does other things: to join takes a second or more.
+pub(crate) struct Joining {
+    thread: RefCell<Option<JoinHandle<Result<Nccl, DeviceError>>>>,
+    joined: OnceCell<Nccl>,
+}
+
+impl Joining {
+    /// As [`Nccl::new`], with a thread of its own from the point where the workers have met.
+    pub(crate) fn start(
+        gpu: &Arc<Gpu>,
+        tp: TensorParallel,
+        exchange: &dyn Exchange,
+        folders: &[PathBuf],
+    ) -> Result<Self, DeviceError> {
+        let meeting = Nccl::meet(tp.rank, tp.size, exchange, folders)?;
+        let gpu = gpu.clone();
+        let connect = move || gpu.bind().map_err(super::device_error).and_then(|()| meeting.connect());
+        let thread =
+            std::thread::Builder::new().name("nccl".into()).spawn(connect).map_err(|error| not_joined(&error))?;
+        Ok(Self { thread: RefCell::new(Some(thread)), joined: OnceCell::new() })
+    }
+
+    /// The communicator, once all workers have joined.
+    pub(crate) fn wait(&self) -> Result<&Nccl, DeviceError> {
+        if let Some(thread) = self.thread.borrow_mut().take() {
+            let nccl = thread.join().map_err(|_| not_joined(&"the thread panicked"))??;
+            return Ok(self.joined.get_or_init(|| nccl));
+        }
+        self.joined.get().ok_or_else(|| not_joined(&"it failed before"))
+    }
+}
+
+fn not_joined(reason: &dyn std::fmt::Display) -> DeviceError {
+    DeviceError::Call { call: "ncclCommInitRank".into(), reason: reason.to_string() }
+}
+
 impl Nccl {
     /// Joins as number `rank` of `size`; returns when all workers have. The calling thread's context is the GPU's.
     pub(crate) fn new(rank: u32, size: u32, exchange: &dyn Exchange, folders: &[PathBuf]) -> Result<Self, DeviceError> {
+        Self::meet(rank, size, exchange, folders)?.connect()
+    }
+
+    /// Loads NCCL, and agrees with the other workers on the communicator to come.
+    fn meet(rank: u32, size: u32, exchange: &dyn Exchange, folders: &[PathBuf]) -> Result<Meeting, DeviceError> {
         ENVIRONMENT.call_once(|| {
             // NVLink multicast can put a host's GPUs out of service when a process dies in it, so it stays off.
             // SAFETY: called while the worker starts, before it has threads that read the environment.
@@ -70,9 +133,8 @@ impl Nccl {
                 };
             }
             let get_id = symbol!(b"ncclGetUniqueId", unsafe extern "C" fn(*mut UniqueId) -> Code);
-            let init =
-                symbol!(b"ncclCommInitRank", unsafe extern "C" fn(*mut Communicator, c_int, UniqueId, c_int) -> Code);
-            let mut nccl = Self {
+            let init = symbol!(b"ncclCommInitRank", InitRank);
+            let nccl = Self {
                 communicator: std::ptr::null_mut(),
                 all_reduce: symbol!(b"ncclAllReduce", AllReduce),
                 all_gather: symbol!(b"ncclAllGather", AllGather),
@@ -92,9 +154,7 @@ impl Nccl {
             for (to, from) in id.0.iter_mut().zip(&ids[0]) {
                 *to = *from as c_char;
             }
-            let code = init(&mut nccl.communicator, size as c_int, id, rank as c_int);
-            nccl.check(code, "ncclCommInitRank")?;
-            Ok(nccl)
+            Ok(Meeting { nccl, init, id, size })
         }
     }
 
