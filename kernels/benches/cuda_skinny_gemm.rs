@@ -8,22 +8,18 @@ mod gpu;
 use gpu::{ROTATED_BYTES, microseconds, random};
 use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
-use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight, skinny_gemm};
-use kernels::cuda::wide_gemm::{self, Division, wide_gemm_divided};
+use kernels::cuda::skinny_gemm::{Epilogue, LinearWeight, skinny_gemm, skinny_gemm_simple};
 use kernels::cuda::{DeviceBuffer, Span};
 
 /// Name, `N`, `K`.
 const SHAPES: [(&str, usize, usize); 5] =
     [("qkv", 12288, 4096), ("o", 4096, 4096), ("gate_up", 22016, 4096), ("down", 4096, 11008), ("head", 32000, 4096)];
-const ROWS: [usize; 8] = [1, 4, 8, 16, 32, 64, 96, 128];
+const ROWS: [usize; 7] = [1, 2, 4, 8, 16, 32, 64];
 
 fn main() {
     let Some((gpu, queue)) = gpu::open() else { return };
     let read = std::env::args().find_map(|arg| arg.parse::<f64>().ok()).unwrap_or(4.47);
-    println!(
-        "{:>8} {:>5} {:>9} {:>7} {:>7} {:>10} {:>10}",
-        "op", "rows", "us", "TB/s", "% read", "pairs us", "fours us"
-    );
+    println!("{:>8} {:>5} {:>9} {:>7} {:>7} {:>10}", "op", "rows", "us", "TB/s", "% read", "simple us");
     for (name, n, k) in SHAPES {
         let copies = (ROTATED_BYTES / (n * k * 2)).max(2);
         let weights: Vec<DeviceBuffer> = (0..copies).map(|_| random(&gpu, n * k)).collect();
@@ -31,23 +27,14 @@ fn main() {
             let (x, y) = (random(&gpu, rows * k), DeviceBuffer::with_count::<bf16>(&gpu, rows * n).expect("memory"));
             let epilogue = if name == "gate_up" { Epilogue::Gated(GateActivation::Silu) } else { Epilogue::Store };
             let linear = |i: usize| LinearWeight { weight: weights[i % copies].span(), bias: Span::NULL, n, k };
-            let skinny = (rows <= skinny_gemm::MAX_ROWS).then(|| {
-                microseconds(&queue, 2 * copies, |i| {
-                    skinny_gemm(&queue, y.span(), x.span(), &linear(i), rows, epilogue)
-                })
+            let us = microseconds(&queue, 2 * copies, |i| {
+                skinny_gemm(&queue, y.span(), x.span(), &linear(i), rows, epilogue)
             });
-            let wide = |blocks: usize| {
-                let division = Division { blocks, ..Division::for_shape(n, gpu.num_multiprocessors() as usize) };
-                let call =
-                    |i: usize| wide_gemm_divided(&queue, y.span(), x.span(), &linear(i), rows, epilogue, division);
-                if wide_gemm::is_available(&gpu) { microseconds(&queue, 2 * copies, call) } else { f64::NAN }
-            };
-            let (skinny, wide, wide_4) = (skinny.unwrap_or(f64::NAN), wide(2), wide(4));
-            let rate = (n * k * 2) as f64 / skinny.min(wide) / 1e6;
-            println!(
-                "{name:>8} {rows:>5} {skinny:>9.1} {rate:>7.2} {:>7.0} {wide:>10.1} {wide_4:>10.1}",
-                100.0 * rate / read
-            );
+            let simple = microseconds(&queue, 2 * copies, |i| {
+                skinny_gemm_simple(&queue, y.span(), x.span(), &linear(i), rows, epilogue)
+            });
+            let rate = (n * k * 2) as f64 / us / 1e6;
+            println!("{name:>8} {rows:>5} {us:>9.1} {rate:>7.2} {:>7.0} {simple:>10.1}", 100.0 * rate / read);
         }
     }
 }

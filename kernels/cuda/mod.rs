@@ -62,7 +62,6 @@ pub mod rope_cache;
 pub mod sample;
 pub mod skinny_gemm;
 mod tensor_map;
-pub mod wide_gemm;
 
 pub use error::CudaError;
 pub use gpu::{Gpu, driver_is_present};

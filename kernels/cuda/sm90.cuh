@@ -60,15 +60,6 @@ __device__ __forceinline__ void tensor_load(u32 dst, const TensorMap* map, i32 x
         : "memory");
 }
 
-// The same into every block of the cluster that `mask` names, at one place in their shared memory, telling the barrier at one place.
-__device__ __forceinline__ void tensor_load_all(u32 dst, const TensorMap* map, i32 x, i32 y, u32 barrier, u64 policy, u32 mask) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
-        " [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(dst),
-        "l"(map), "r"(x), "r"(y), "r"(barrier), "h"((u16)mask), "l"(policy)
-        : "memory");
-}
-
 // Clusters.
 
 __device__ __forceinline__ u32 cluster_rank() {
@@ -86,11 +77,6 @@ __device__ __forceinline__ u32 cluster_map(u32 address, u32 rank) {
     u32 r;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
     return r;
-}
-
-// At a barrier of any block of the cluster, by an address of `cluster_map`.
-__device__ __forceinline__ void cluster_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ float4 cluster_load(u32 address) {
@@ -164,71 +150,15 @@ __device__ __forceinline__ void wgmma_n128(float* d, u64 a, u64 b) {
         : "l"(a), "l"(b));
 }
 
-__device__ __forceinline__ void wgmma_n96(float* d, u64 a, u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, %48, %49, 1, 1, 1, 0, 0;"
-        : F16(0), F16(16), F16(32)
-        : "l"(a), "l"(b));
-}
-
-__device__ __forceinline__ void wgmma_n176(float* d, u64 a, u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n176k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87}, %88, %89, 1, 1, 1, 0, 0;"
-        : F16(0), F16(16), F16(32), F16(48), F16(64), F4(80), F4(84)
-        : "l"(a), "l"(b));
-}
-
-__device__ __forceinline__ void wgmma_n192(float* d, u64 a, u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, %96, %97, 1, 1, 1, 0, 0;"
-        : F16(0), F16(16), F16(32), F16(48), F16(64), F16(80)
-        : "l"(a), "l"(b));
-}
-
-__device__ __forceinline__ void wgmma_n256(float* d, u64 a, u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, %128, %129, 1, 1, 1, 0, 0;"
-        : F16(0), F16(16), F16(32), F16(48), F16(64), F16(80), F16(96), F16(112)
-        : "l"(a), "l"(b));
-}
-
 #undef F4
 #undef F16
 
 template <int N>
 __device__ __forceinline__ void wgmma(float* d, u64 a, u64 b) {
-    static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 96 || N == 128 || N == 176 || N == 192 || N == 256,
-                  "wgmma: a width this file has");
+    static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 128, "wgmma: a width this file has");
     if constexpr (N == 8) wgmma_n8(d, a, b);
     if constexpr (N == 16) wgmma_n16(d, a, b);
     if constexpr (N == 32) wgmma_n32(d, a, b);
     if constexpr (N == 64) wgmma_n64(d, a, b);
-    if constexpr (N == 96) wgmma_n96(d, a, b);
     if constexpr (N == 128) wgmma_n128(d, a, b);
-    if constexpr (N == 176) wgmma_n176(d, a, b);
-    if constexpr (N == 192) wgmma_n192(d, a, b);
-    if constexpr (N == 256) wgmma_n256(d, a, b);
 }

@@ -70,13 +70,12 @@ struct Reducer {
     u32 partial;  // shared address; the other blocks' lie at the same place
     i32 parts, pitch;
     const float* scales;  // [MT] of rows, with norm
-    u32 first = 0;        // block of the cluster that has the first part
 
     __device__ float4 sum(int m, int r) const {
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
         const u32 offset = (u32)(m * pitch + r) * 4;
         for (int p = 0; p < parts; ++p) {
-            const u32 there = cluster_map(partial + offset, first + p);
+            const u32 there = cluster_map(partial + offset, p);
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g) {
                 const float4 v = cluster_load(there + g * MT * pitch * 4);

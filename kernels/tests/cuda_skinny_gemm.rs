@@ -11,7 +11,6 @@ use kernels::cuda::skinny_gemm::{
     Epilogue, LinearWeight, RowScale, Split, has_hopper_kernel, has_norm_kernel, scaled, skinny_gemm,
     skinny_gemm_simple, skinny_gemm_split,
 };
-use kernels::cuda::wide_gemm::{self, Division, wide_gemm, wide_gemm_divided};
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
 use kernels::reference;
 
@@ -136,34 +135,6 @@ fn few_rows_through_a_linear_layer_agree_with_the_formula() {
                     let split = Split { parts, groups, ring_bytes: 64 << 10 };
                     case.check(&format!("{split:?}"), epilogue, &expected, &|q, y, x, linear| {
                         skinny_gemm_split(q, y, x, linear, rows, epilogue, split).expect("a launch");
-                    });
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn up_to_128_rows_through_a_linear_layer_agree_with_the_formula() {
-    let Some((gpu, _)) = gpu::open() else { return };
-    if !wide_gemm::is_available(&gpu) {
-        println!("skipped: no kernel for this GPU");
-        return;
-    }
-    let mut random = Random::new(4);
-    for [n, k] in [[64, 64], [1008, 520], [96, 2752], [48, 8], [272, 1032]] {
-        for rows in [1, 63, 65, 100, 128] {
-            let queue = Queue::new(&gpu).expect("a queue");
-            let case = Case::new(&gpu, queue, &mut random, [rows, n, k], (rows + n / 16) % 2 == 0);
-            for epilogue in EPILOGUES {
-                let expected = case.expected(epilogue);
-                case.check("chosen", epilogue, &expected, &|q, y, x, linear| {
-                    wide_gemm(q, y, x, linear, rows, epilogue).expect("a launch");
-                });
-                for (width, blocks) in [(64, 1), (64, 4), (96, 2), (128, 1), (176, 2), (176, 4), (256, 2)] {
-                    let division = Division { width, blocks };
-                    case.check(&format!("{division:?}"), epilogue, &expected, &|q, y, x, linear| {
-                        wide_gemm_divided(q, y, x, linear, rows, epilogue, division).expect("a launch");
                     });
                 }
             }

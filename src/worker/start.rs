@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use device::cpu::{CpuConfig, CpuDevice, GroupConfig, Peers};
 use device::cuda::{CudaConfig, CudaDevice, Exchange};
-use device::{DeviceError, PipelineStage, StepLimits};
+use device::{PipelineStage, StepLimits};
 use ipc::set_process_title;
 use nix::sys::signal::{SigSet, Signal};
 
@@ -138,12 +138,6 @@ fn cuda_config(
         1 => None,
         _ => Some(Arc::new(RankExchange::new(rings, workers)) as Arc<dyn Exchange>),
     };
-    let trials = std::env::var("TRIREME_CUDA_TRIALS").unwrap_or_default();
-    let trials = trials.parse().map_err(|reason| DeviceError::Unsupported {
-        what: "TRIREME_CUDA_TRIALS".to_owned(),
-        found: format!("`{trials}`"),
-        expected: reason,
-    })?;
     Ok(CudaConfig {
         tensor_parallel: place,
         exchange: exchange(group.collect()),
@@ -153,7 +147,6 @@ fn cuda_config(
         cache_dir: spec.cache_dir.clone(),
         // The share is taken of what the worker reports.
         kv_memory_fraction: 1.0,
-        trials,
         max_drafts: spec.max_drafts,
         ..CudaConfig::new(ordinal, limits)
     })

@@ -1,7 +1,6 @@
 //! What a CUDA device needs to know.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::sync::Arc;
 
 use super::exchange::Exchange;
@@ -38,30 +37,6 @@ pub struct CudaConfig {
     pub use_graphs: bool,
     /// Whether own kernels replace library ones and simple ones where they are faster.
     pub use_fast_kernels: bool,
-    /// Kernels that are not the default because no GPU has measured them faster yet (kernels/README.md).
-    pub trials: Trials,
-}
-
-/// Kernels on trial; all off by default. Parsed from names with commas between, or `all`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Trials {
-    /// `wide-gemm`: the own kernel takes products of 65 to 128 rows, not the library.
-    pub wide_gemm: bool,
-}
-
-impl FromStr for Trials {
-    type Err = String;
-
-    fn from_str(names: &str) -> Result<Self, String> {
-        let mut trials = Self::default();
-        for name in names.split(',').filter(|name| !name.is_empty()) {
-            match name {
-                "wide-gemm" | "all" => trials.wide_gemm = true,
-                other => return Err(format!("nothing on trial is named `{other}`; there are `wide-gemm` and `all`")),
-            }
-        }
-        Ok(trials)
-    }
 }
 
 impl CudaConfig {
@@ -91,20 +66,6 @@ impl CudaConfig {
             cache_dir: None,
             use_graphs: true,
             use_fast_kernels: true,
-            trials: Trials::default(),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn trials_are_named_one_by_one_or_all() {
-        assert_eq!("".parse(), Ok(Trials::default()));
-        assert_eq!("wide-gemm".parse(), Ok(Trials { wide_gemm: true }));
-        assert_eq!("all".parse(), Ok(Trials { wide_gemm: true }));
-        assert!("rope".parse::<Trials>().unwrap_err().contains("`rope`"));
     }
 }

@@ -11,7 +11,7 @@ use kernels::cuda::sample::ARGMAX_CHUNKS;
 use kernels::cuda::skinny_gemm::MAX_NORM_ROWS;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
 
-use super::nccl::Joining;
+use super::nccl::{Joining, unlink_shared_memory};
 use super::{CudaConfig, Exchange, device_error};
 use crate::{DeviceError, TensorParallel};
 
@@ -102,6 +102,11 @@ impl Group {
     /// Maps the workers' memory into each other, for sums of `cols` columns. Where one of them cannot, NCCL does it all. `fuses`:
     /// whether this worker can sum inside products, which is done where all can.
     pub(crate) fn open_peers(&mut self, gpu: &Arc<Gpu>, cols: usize, fuses: bool) -> Result<(), DeviceError> {
+        if let Some(exchange) = &self.exchange {
+            self.join()?;
+            exchange.gather(&[])?;
+            unlink_shared_memory();
+        }
         let Some(exchange) = self.exchange.clone().filter(|_| self.uses_peers) else { return Ok(()) };
         let buffer = PeerBuffer::new(gpu, self.size(), MAX_PEER_ROWS, peer_cols(cols));
         self.peers = self.peer_group(gpu, exchange.as_ref(), buffer)?;

@@ -34,7 +34,7 @@ use crate::{
     Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
     TensorParallel, WeightSlice,
 };
-pub use config::{CudaConfig, Trials};
+pub use config::CudaConfig;
 pub use exchange::{Exchange, FileExchange};
 use fusion::Fusion;
 use graphs::Graphs;

@@ -100,6 +100,17 @@ impl Joining {
     }
 }
 
+/// Takes the names of NCCL's shared memory from `/dev/shm`, where they would outlive a worker that is killed; who has it mapped keeps
+/// it. Called once all workers of the group have joined, when nobody opens it any more.
+pub(crate) fn unlink_shared_memory() {
+    let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else { return };
+    let paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
+    for path in paths.filter(|path| path.starts_with("/dev/shm/nccl-")) {
+        // Another mapping of the same file came first, or another worker.
+        let _ = std::fs::remove_file(path);
+    }
+}
+
 fn not_joined(reason: &dyn std::fmt::Display) -> DeviceError {
     DeviceError::Call { call: "ncclCommInitRank".into(), reason: reason.to_string() }
 }

@@ -13,7 +13,7 @@ use kernels::cuda::prefill_attention::{PrefillRows, alibi_prefill_attention, pre
 use kernels::cuda::rope_cache::RopeInputs;
 use kernels::cuda::sample::{self, ARGMAX_CHUNKS, Logits, Samples};
 use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight};
-use kernels::cuda::{Span, embed, gated_activation, gather_rows, paged_attention, rms_norm, rope_cache, wide_gemm};
+use kernels::cuda::{Span, embed, gated_activation, gather_rows, paged_attention, rms_norm, rope_cache};
 
 use super::group::ReduceAddNorm;
 use super::memory::{Cache, Workspace};
@@ -101,12 +101,6 @@ impl CudaDevice {
             };
             return queued.map_err(device_error);
         }
-        if stride == weight.rows && self.is_wide(m, weight) {
-            if self.current().only_products {
-                return Ok(());
-            }
-            return wide_gemm::wide_gemm(&self.queue, out, x, &weight.linear(), m, epilogue).map_err(device_error);
-        }
         assert!(self.fusion.scale_of(x).is_none(), "rows without their scale reach only the kernel that applies it");
         let to_f32 = epilogue == Epilogue::StoreF32;
         let shape = GemmShape { m, n: weight.rows, k: weight.cols, stride, to_f32 };
@@ -119,16 +113,6 @@ impl CudaDevice {
         self.config.use_fast_kernels && m <= skinny_gemm::MAX_ROWS && weight.rows.is_multiple_of(8)
     }
 
-    /// Whether the kernel for up to 128 rows takes this product, which is too large for the other.
-    fn is_wide(&self, m: usize, weight: &CudaWeight) -> bool {
-        self.config.trials.wide_gemm
-            && self.config.use_fast_kernels
-            && (skinny_gemm::MAX_ROWS + 1..=wide_gemm::MAX_ROWS).contains(&m)
-            && weight.rows.is_multiple_of(8)
-            && wide_gemm::suits(weight.rows, weight.cols)
-            && wide_gemm::is_available(&self.gpu)
-    }
-
     pub(crate) fn op_gated_linear(
         &mut self,
         out: CudaTensor,
@@ -139,7 +123,7 @@ impl CudaDevice {
     ) -> Result<(), DeviceError> {
         let activation = activation.into();
         let (rows, cols) = (self.num_tokens(), weight.rows / 2);
-        if weight.group == skinny_gemm::GATE_GROUP && (self.is_skinny(rows, weight) || self.is_wide(rows, weight)) {
+        if weight.group == skinny_gemm::GATE_GROUP && self.is_skinny(rows, weight) {
             return self.product(out.values, x.values, weight, rows, weight.rows, Epilogue::Gated(activation));
         }
         self.op_linear(scratch.values, x.values, weight)?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use half::bf16;
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
 
-use super::nccl::Nccl;
+use super::nccl::{Nccl, unlink_shared_memory};
 use super::{CudaConfig, CudaDevice, CudaTensor, device_error};
 use crate::{DeviceError, PipelineStage};
 
@@ -30,6 +30,8 @@ impl Pipeline {
         let nccl = Nccl::new(stage.index, stage.count, exchange.as_ref(), &config.library_dirs)?;
         let pipeline = Self { stage, nccl: Some(nccl) };
         pipeline.meet(gpu, q)?;
+        exchange.gather(&[])?;
+        unlink_shared_memory();
         Ok(pipeline)
     }
 

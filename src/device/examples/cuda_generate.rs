@@ -2,7 +2,7 @@
 //! log-probabilities as JSON for `scripts/check_gpu_model.py` to compare with transformers.
 //!
 //! `cuda_generate CHECKPOINT OUT.json [--tp-size N --rank R] [--stages N --stage I] [--exchange DIR] [--tokens N] [--simple]
-//! [--no-graphs] [--trials NAMES] [--logits] [--drafts PLAIN.json]`
+//! [--no-graphs] [--logits] [--drafts PLAIN.json]`
 //!
 //! Prompts join two at a time while earlier ones decode, in chunks of at most 96 tokens, so that every kind of step runs:
 //! prefill with and without a cached prefix, mixed steps, recorded decodes. With `--logits` log-probabilities are taken from the raw
@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::cuda::{CudaConfig, CudaDevice, Exchange, FileExchange, Trials};
+use device::cuda::{CudaConfig, CudaDevice, Exchange, FileExchange};
 use device::{Device, PipelineStage, SampleInput, StepInputs, StepLimits, TOKEN_ON_DEVICE, TensorParallel};
 use engine::{RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
 use serde_json::json;
@@ -52,7 +52,6 @@ struct Options {
     graphs: bool,
     logits: bool,
     drafts: Option<PathBuf>,
-    trials: Trials,
 }
 
 impl Options {
@@ -78,7 +77,6 @@ fn options() -> Options {
         graphs: !arguments.iter().any(|a| a == "--no-graphs"),
         logits: arguments.iter().any(|a| a == "--logits"),
         drafts: value("--drafts").map(PathBuf::from),
-        trials: value("--trials").unwrap_or_default().parse().expect("names of kernels on trial"),
     }
 }
 
@@ -256,7 +254,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         library_dirs,
         use_fast_kernels: !options.simple,
         use_graphs: options.graphs,
-        trials: options.trials,
         max_drafts: MAX_DRAFTS,
         ..CudaConfig::new((stage.index * tp.size + tp.rank) as usize, limits)
     })?;

@@ -1,7 +1,7 @@
 //! Times decode and prefill steps of a Llama shape on one GPU, with random weights and no checkpoint.
 //!
 //! `cargo run --release -p device --example cuda_steps -- [--layers N] [--simple] [--no-graphs] [--context N] [--prefill N]
-//! [--batch N] [--trials NAMES] [--tp-size N --rank R --exchange DIR]`
+//! [--batch N] [--tp-size N --rank R --exchange DIR]`
 //!
 //! Prints milliseconds a decode step for several batch sizes and a mixed step, with two steps in flight, and prefill tokens a second.
 
@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use device::cuda::{CudaConfig, CudaDevice, CudaTensor, CudaWeight, FileExchange, Trials};
+use device::cuda::{CudaConfig, CudaDevice, CudaTensor, CudaWeight, FileExchange};
 use device::{
     Activation, AttentionSpec, DType, Device, DeviceError, LinearRole, RopeTable, SampleInput, StepInputs, StepLimits,
     TOKEN_ON_DEVICE, TensorParallel, WeightSlice,
@@ -207,7 +207,6 @@ struct Options {
     batch: usize,
     fast: bool,
     graphs: bool,
-    trials: Trials,
     tp: TensorParallel,
     exchange: PathBuf,
 }
@@ -224,7 +223,6 @@ fn options() -> Options {
         batch: number("--batch", 0),
         fast: !has("--simple"),
         graphs: !has("--no-graphs"),
-        trials: value("--trials").unwrap_or_default().parse().expect("names of kernels on trial"),
         tp: TensorParallel { rank: number("--rank", 0) as u32, size: number("--tp-size", 1) as u32 },
         exchange: value("--exchange").unwrap_or_default().into(),
     }
@@ -279,7 +277,6 @@ fn config(options: &Options) -> CudaConfig {
         tensor_parallel: options.tp,
         exchange: Some(Arc::new(FileExchange::new(options.exchange.clone(), options.tp, Duration::from_secs(60)))),
         use_graphs: options.graphs,
-        trials: options.trials,
         use_fast_kernels: options.fast,
         ..CudaConfig::new(options.tp.rank as usize, limits)
     }
