@@ -164,13 +164,16 @@ pub fn models(before: &Metrics, now: &Metrics, time: Duration) -> Vec<ModelStatu
             steps_per_s: rate("trireme_llm_steps_total"),
             tokens_per_s: rate("trireme_llm_output_tokens_total"),
             num_running: value("trireme_llm_requests_running") as u64,
-            num_waiting: value("trireme_llm_requests_waiting") as u64,
+            num_waiting: (value("trireme_llm_requests_waiting") + value("trireme_llm_requests_queued")) as u64,
             kv_blocks_used: value("trireme_llm_kv_blocks_used") as u64,
             kv_blocks: value("trireme_llm_kv_blocks") as u64,
             num_restarts: value("trireme_llm_worker_restarts_total") as u64,
         }
     };
-    now.all("trireme_llm_ready").map(|sample| status(sample.label("model"))).collect()
+    // One sample for each replica.
+    let mut names: Vec<&str> = now.all("trireme_llm_ready").map(|sample| sample.label("model")).collect();
+    names.dedup();
+    names.into_iter().map(status).collect()
 }
 
 fn process_statuses(world: &WorldState, metrics: &Metrics) -> Vec<ProcessStatus> {

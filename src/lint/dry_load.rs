@@ -40,6 +40,7 @@ fn defaults(world_size: u32) -> LlmDefaults {
     LlmDefaults {
         device: DeviceChoice::Cpu { threads: 1 },
         world_size,
+        ranks_per_node: world_size,
         network: None,
         block_size: 16,
         kv_free_fraction: 0.25,

@@ -21,6 +21,7 @@ impl MetricsSource for LlmMetrics {
         families.extend(HISTOGRAMS.iter().map(|histogram| histogram.family(&models)));
         families.extend(worker_families(&models));
         families.push(startup_family(&models));
+        families.push(queue_family(&models));
         families
     }
 }
@@ -367,7 +368,25 @@ fn startup_family(models: &[LlmStatus]) -> Family {
     }
 }
 
+/// The queue before the replicas of a model; one alone has its own, and this one is empty.
+fn queue_family(models: &[LlmStatus]) -> Family {
+    let first = models.iter().filter(|model| model.replica.unwrap_or(0) == 0);
+    let sample = |model: &LlmStatus| {
+        let own = [("model", model.name.as_str()), ("version", model.version.as_str())];
+        let labels = own.into_iter().map(|(name, value)| (name.into(), value.to_owned())).collect();
+        Sample::new(labels, model.num_queued as f64)
+    };
+    Family {
+        name: "trireme_llm_requests_queued",
+        help: "Sequences in the one queue before the replicas of a model",
+        kind: FamilyKind::Gauge,
+        samples: first.map(sample).collect(),
+    }
+}
+
 fn labels(model: &LlmStatus, further: Option<(&'static str, &str)>) -> Labels {
+    let replica = model.replica.map(|replica| replica.to_string());
     let own = [("model", model.name.as_str()), ("version", model.version.as_str())];
-    own.into_iter().chain(further).map(|(name, value)| (name.into(), value.to_owned())).collect()
+    let own = own.into_iter().chain(replica.as_deref().map(|replica| ("replica", replica)));
+    own.chain(further).map(|(name, value)| (name.into(), value.to_owned())).collect()
 }

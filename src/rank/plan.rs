@@ -88,12 +88,13 @@ struct Table<'a> {
 impl fmt::Display for Table<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Table { plan, devices } = *self;
-        let least = devices.iter().take(plan.workers.len()).map(|device| device.bytes).min().unwrap_or(0);
+        let num_workers = plan.num_replicas * plan.workers.len();
+        let least = devices.iter().take(num_workers).map(|device| device.bytes).min().unwrap_or(0);
         let blocks = plan.num_blocks(least);
-        writeln!(f, "model `{}`: {} worker(s)", plan.name, plan.workers.len())?;
+        writeln!(f, "model `{}`: {}", plan.name, shape(plan))?;
         let heads = ["worker", "device", "free", "weights", "workspace", "communicators", "graphs", "KV blocks"];
         let mut rows = vec![heads.map(str::to_owned)];
-        for (rank, (worker, device)) in plan.workers.iter().zip(devices).enumerate() {
+        for (rank, (worker, device)) in plan.workers.iter().cycle().take(num_workers).zip(devices).enumerate() {
             rows.push([
                 rank.to_string(),
                 device.name.clone(),
@@ -108,6 +109,19 @@ impl fmt::Display for Table<'_> {
         write_table(f, &rows)?;
         self.write_concurrency(f, blocks)?;
         self.write_advice(f, least)
+    }
+}
+
+/// How the model is spread.
+fn shape(plan: &ModelPlan) -> String {
+    let num_workers = plan.workers.len();
+    let stages = match num_workers / plan.tp_size as usize {
+        1 => String::new(),
+        count => format!(" in {count} stages"),
+    };
+    match plan.num_replicas {
+        1 => format!("{num_workers} worker(s){stages}"),
+        count => format!("{count} replicas of {num_workers} worker(s){stages}, each with:"),
     }
 }
 
@@ -133,6 +147,9 @@ impl Table<'_> {
         }
         write!(f, "  does not fit: a sequence of {} positions lacks {}", plan.max_sequence_len, size(missing))?;
         match plan.fitting_world(free) {
+            Some(size) if plan.num_replicas > 1 => {
+                writeln!(f, "; replicas of {size} workers would fit, or a smaller `max_sequence_len`")
+            }
             Some(world) => writeln!(f, "; a world of {world} would fit, or a smaller `max_sequence_len`"),
             None => writeln!(
                 f,

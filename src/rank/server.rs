@@ -111,6 +111,7 @@ pub(crate) fn llm_defaults(args: &RankArgs, world_size: u32, num_workers: usize)
     Ok(LlmDefaults {
         device,
         world_size,
+        ranks_per_node: num_workers as u32,
         network: args.network.clone(),
         block_size: if is_cpu { 16 } else { 64 },
         // A CPU device shares its memory with everything else that runs there.

@@ -20,8 +20,11 @@ struct Print {
     checksum: u32,
 }
 
-/// What `dir` holds, for [`difference`] on another node.
-pub(crate) fn fingerprint(dir: &Path) -> std::io::Result<Vec<u8>> {
+/// What the checkpoint in `dir` is, for workers on other nodes to compare with theirs.
+///
+/// # Errors
+/// When a file there cannot be read.
+pub fn fingerprint(dir: &Path) -> std::io::Result<Vec<u8>> {
     let mut prints = Vec::new();
     for entry in fs::read_dir(dir)? {
         let entry = entry?;

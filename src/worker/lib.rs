@@ -22,6 +22,7 @@ mod start;
 
 pub use agent::{Agent, FromAgent, ToAgent, WorkerId};
 pub use agents::{Agents, Nodes};
+pub use checkpoint::fingerprint;
 pub use error::{SpecError, WorkerError};
 pub use node_relay::RelayedWorker;
 pub use protocol::{

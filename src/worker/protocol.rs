@@ -55,6 +55,10 @@ pub struct WorkerSpec {
     pub checkpoint: PathBuf,
     /// What to compute on.
     pub device: DeviceChoice,
+    /// The rank that starts it: its number among the workers of the model.
+    pub rank: u32,
+    /// Workers of the model on this node, those of other replicas included.
+    pub num_local_workers: usize,
     /// This worker's place in its tensor-parallel group.
     pub tp_rank: u32,
     /// Workers in the group.
@@ -67,6 +71,8 @@ pub struct WorkerSpec {
     pub nodes: Vec<u32>,
     /// Host names of nodes, for messages.
     pub node_names: Vec<String>,
+    /// What the checkpoint is on rank 0's node, where there are others: [`crate::fingerprint`].
+    pub checkpoint_print: Option<Vec<u8>>,
     /// The network that joins the nodes: an interface, or an address with its prefix's length. Any when not given.
     pub network: Option<String>,
     /// Shared-memory region through which the group meets; unused by a worker alone.

@@ -28,7 +28,7 @@ pub fn main() -> Result<(), WorkerError> {
     let _ = ipc::write_stacks_on_faults();
     let spec = read_spec().map_err(WorkerError::Spec)?;
     // The title only helps `ps`; a worker serves without it.
-    let _ = set_process_title(&format!("trireme: worker {} {}", spec.tp_rank, spec.model));
+    let _ = set_process_title(&format!("trireme: worker {} {}", spec.rank, spec.model));
     let rings = Rings::open(&spec)?;
     let result = run(&spec, &rings);
     if let Err(error) = &result {
@@ -45,8 +45,8 @@ fn read_spec() -> Result<WorkerSpec, SpecError> {
 }
 
 fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
-    if spec.spans_nodes() {
-        check_checkpoint(spec, rings)?;
+    if let Some(print) = &spec.checkpoint_print {
+        check_checkpoint(spec, print)?;
     }
     let config = models::Config::from_dir(&spec.checkpoint)?;
     let limits = StepLimits {
@@ -87,7 +87,7 @@ fn cpu_group(spec: &WorkerSpec, threads: usize) -> Result<Option<GroupConfig>, W
         name: spec.group_region.name.clone(),
         tensor_parallel: spec.tensor_parallel(),
         timeout: spec.collective_timeout,
-        spin: threads * spec.nodes.iter().filter(|&&node| node == spec.nodes[spec.index()]).count() <= num_cores,
+        spin: threads * spec.num_local_workers <= num_cores,
     }))
 }
 
@@ -109,18 +109,17 @@ fn peers(spec: &WorkerSpec, rings: &Rings) -> Result<Peers, WorkerError> {
     })
 }
 
-/// Errs on the nodes whose checkpoint is not that of the first worker's.
-fn check_checkpoint(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
-    let node_of = |worker: usize| spec.node_names.get(spec.nodes[worker] as usize).cloned().unwrap_or_default();
-    let (dir, here) = (spec.checkpoint.clone(), node_of(spec.index()));
+/// Errs on the nodes whose checkpoint is not that of rank 0's.
+fn check_checkpoint(spec: &WorkerSpec, of_rank_0: &[u8]) -> Result<(), WorkerError> {
+    let name = |node: u32| spec.node_names.get(node as usize).cloned().unwrap_or_default();
+    let (dir, here) = (spec.checkpoint.clone(), name(spec.nodes[spec.index()]));
     let mine = checkpoint::fingerprint(&spec.checkpoint).map_err(|source| WorkerError::ReadCheckpoint {
         dir: dir.clone(),
         node: here.clone(),
         source,
     })?;
-    let all = RankExchange::new(rings, 0..spec.nodes.len()).gather(&mine)?;
-    match checkpoint::difference(&mine, &all[0]) {
-        Some(how) => Err(WorkerError::Checkpoint { dir, here, first: node_of(0), how }),
+    match checkpoint::difference(&mine, of_rank_0) {
+        Some(how) => Err(WorkerError::Checkpoint { dir, here, first: name(0), how }),
         None => Ok(()),
     }
 }

@@ -36,7 +36,13 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ("engine_dir", Used("the same, as the Python repositories call it")),
     ("model_dir", Used("the same, as the turbomind backend calls it")),
     ("gpt_model_type", Used("`V1` serves one batch after another; anything else batches in flight")),
-    ("tp", Used("ranks that share the model; all ranks of the world when not set")),
+    ("tp", Used("ranks that share a replica of the model; all ranks of the world when not set")),
+    (
+        "replicas",
+        Used(
+            "copies of the model, each on `tp` x `pp` ranks, behind one queue; as many as the world has ranks for when not set",
+        ),
+    ),
     ("pp", Used("pipeline stages; one when not set")),
     ("pipeline_parallelism", Used("the same under another name")),
     ("tensor_para_size", Used("the same, as TurboMind calls it")),

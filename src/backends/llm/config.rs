@@ -26,6 +26,8 @@ pub struct LlmDefaults {
     pub device: DeviceChoice,
     /// Ranks of the world, each with one worker per model.
     pub world_size: u32,
+    /// Most ranks on one node.
+    pub ranks_per_node: u32,
     /// The network that joins the nodes, for workers that talk to each other between them.
     pub network: Option<String>,
     /// Positions in a KV block.
@@ -49,13 +51,15 @@ pub struct LlmDefaults {
 pub(crate) struct LlmConfig {
     pub(crate) name: String,
     pub(crate) checkpoint: PathBuf,
+    /// What the checkpoint is, for workers on other nodes to compare with theirs; filled in where there are some.
+    pub(crate) checkpoint_print: Option<Vec<u8>>,
     pub(crate) device: DeviceChoice,
     /// Workers of a stage.
     pub(crate) tp_size: u32,
     /// Pipeline stages.
     pub(crate) pp_size: u32,
-    /// The rank of the first worker.
-    pub(crate) first_rank: u32,
+    /// Copies of the model, each on `tp_size` x `pp_size` ranks of its own, from rank 0 on.
+    pub(crate) num_replicas: u32,
     pub(crate) network: Option<String>,
     pub(crate) kv_memory: KvMemory,
     pub(crate) weight_precision: WeightPrecision,
@@ -86,20 +90,22 @@ impl LlmConfig {
         let model = models::Config::from_dir(&checkpoint).map_err(|error| invalid(config, error.to_string()))?;
         let queue = QueueRules::new(config);
         let engine = engine_config(config, &model, defaults, queue.max_queue())?;
-        let (tp_size, pp_size) = parallelism(config, &model, defaults)?;
+        let Parallelism { tp_size, pp_size, num_replicas } = Parallelism::new(config, &model, defaults)?;
         super::check::group(config, &model, tp_size)?;
+        let groups_per_node = defaults.ranks_per_node.div_ceil(tp_size * pp_size).min(num_replicas);
         let stages = pp_size as usize;
         // One more than stages: planned while all of them run.
         let engine = EngineConfig { num_stages: stages, max_in_flight: engine.max_in_flight.max(stages + 1), ..engine };
         Ok(Self {
             name: config.name.clone(),
             checkpoint,
+            checkpoint_print: None,
             device: defaults.device,
             tp_size,
             pp_size,
-            first_rank: 0,
+            num_replicas,
             network: defaults.network.clone(),
-            kv_memory: kv_memory(config, defaults)?,
+            kv_memory: kv_memory(config, defaults, groups_per_node)?,
             weight_precision: weight_precision(config, defaults)?,
             engine,
             queue,
@@ -114,24 +120,55 @@ impl LlmConfig {
             cache_dir: defaults.cache_dir.clone(),
         })
     }
+
+    /// Workers of one replica.
+    pub(crate) fn group_size(&self) -> u32 {
+        self.tp_size * self.pp_size
+    }
+
+    /// The rank of the first worker of `replica`; the others follow.
+    pub(crate) fn first_rank(&self, replica: u32) -> u32 {
+        replica * self.group_size()
+    }
 }
 
-/// Workers of a stage and stages: `tp` and `pp`, or what is left of the world when one is not given.
-fn parallelism(config: &ModelConfig, model: &models::Config, defaults: &LlmDefaults) -> Result<(u32, u32), InferError> {
-    let (world_size, num_layers) = (defaults.world_size, model.num_layers);
-    let pp = match parameter::<u32>(config, "pp")? {
-        None => parameter(config, "pipeline_parallelism")?.unwrap_or(1),
-        Some(pp) => pp,
-    };
-    let tp = parameter(config, "tp")?.unwrap_or(world_size / pp.max(1));
-    if pp == 0 || pp as usize > num_layers {
-        return Err(invalid(config, format!("`pp` is {pp}, expected 1 to {num_layers}, the layers of the model")));
+/// How a model is spread over the ranks of a world.
+struct Parallelism {
+    tp_size: u32,
+    pp_size: u32,
+    num_replicas: u32,
+}
+
+impl Parallelism {
+    /// `tp`, `pp` and `replicas` of the model. Without `tp` its workers are all ranks of the world; without `replicas`, as
+    /// many copies as the world has ranks for.
+    fn new(config: &ModelConfig, model: &models::Config, defaults: &LlmDefaults) -> Result<Self, InferError> {
+        let (world_size, num_layers) = (defaults.world_size, model.num_layers);
+        let pp_size = match parameter::<u32>(config, "pp")? {
+            None => parameter(config, "pipeline_parallelism")?.unwrap_or(1),
+            Some(pp) => pp,
+        };
+        let replicas: Option<u32> = parameter(config, "replicas")?;
+        let left = world_size / pp_size.max(1) / replicas.unwrap_or(1).max(1);
+        let tp_size = parameter(config, "tp")?.unwrap_or(left);
+        if pp_size == 0 || pp_size as usize > num_layers {
+            let words = format!("`pp` is {pp_size}, expected 1 to {num_layers}, the layers of the model");
+            return Err(invalid(config, words));
+        }
+        let wanted = replicas.unwrap_or(1);
+        let needed = tp_size.max(1).saturating_mul(pp_size).saturating_mul(wanted.max(1));
+        if tp_size == 0 || wanted == 0 || needed > world_size {
+            let copies = replicas.map_or_else(String::new, |count| format!(" x `replicas` {count}"));
+            let words = format!("`tp` {tp_size} x `pp` {pp_size}{copies} workers need as many ranks");
+            return Err(invalid(config, format!("{words}, and world_size is {world_size}; start with `-n {needed}`")));
+        }
+        let num_replicas = replicas.unwrap_or(world_size / (tp_size * pp_size));
+        let num_idle = world_size - num_replicas * tp_size * pp_size;
+        if num_idle > 0 {
+            tracing::warn!(model = %config.name, "{num_idle} of {world_size} ranks have no worker of this model");
+        }
+        Ok(Self { tp_size, pp_size, num_replicas })
     }
-    if tp == 0 || tp * pp > world_size {
-        let words = format!("`tp` {tp} x `pp` {pp} workers need as many ranks, and world_size is {world_size}");
-        return Err(invalid(config, format!("{words}; start with `-n {}`", tp.max(1) * pp)));
-    }
-    Ok((tp, pp))
 }
 
 fn engine_config(
@@ -216,7 +253,8 @@ fn weight_precision(config: &ModelConfig, defaults: &LlmDefaults) -> Result<Weig
     Ok(precision)
 }
 
-fn kv_memory(config: &ModelConfig, defaults: &LlmDefaults) -> Result<KvMemory, InferError> {
+/// Replicas that share the memory of a CPU share its part for KV blocks too.
+fn kv_memory(config: &ModelConfig, defaults: &LlmDefaults, groups_per_node: u32) -> Result<KvMemory, InferError> {
     if let Some(tokens) = parameter(config, "max_tokens_in_paged_kv_cache")? {
         return Ok(KvMemory::Tokens(tokens));
     }
@@ -230,7 +268,8 @@ fn kv_memory(config: &ModelConfig, defaults: &LlmDefaults) -> Result<KvMemory, I
             fraction = value;
         }
     }
-    Ok(KvMemory::FreeFraction(fraction))
+    let sharing = if matches!(defaults.device, DeviceChoice::Cpu { .. }) { groups_per_node } else { 1 };
+    Ok(KvMemory::FreeFraction(fraction / f64::from(sharing)))
 }
 
 /// The checkpoint: where a parameter points, else the version directory or its `weights/`.

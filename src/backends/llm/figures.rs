@@ -66,7 +66,7 @@ pub struct Start {
 /// One worker of a model.
 #[derive(Debug, Clone, Default)]
 pub struct WorkerFigures {
-    /// Its place in the model's group.
+    /// Its place among the workers of the model, which is its rank.
     pub index: u32,
     /// Its process.
     pub pid: u32,

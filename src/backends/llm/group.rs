@@ -74,6 +74,7 @@ impl Group {
     /// Tells the agents of the model's ranks to start a worker each; `listener` hears how it goes.
     pub(crate) fn start(
         config: &LlmConfig,
+        replica: u32,
         agents: &Arc<Agents>,
         prefix: &Prefix,
         next_step: u64,
@@ -82,29 +83,32 @@ impl Group {
         let instance = agents.new_instance(listener);
         let name = format!("{}_{instance}_group", std::process::id());
         let group_region = ShmName { prefix: prefix.to_string(), name };
-        let num_workers = config.tp_size * config.pp_size;
-        let nodes: Vec<u32> = (0..num_workers).map(|index| agents.nodes().of(config.first_rank + index)).collect();
+        let (first_rank, num_workers) = (config.first_rank(replica), config.group_size());
+        let nodes: Vec<u32> = (0..num_workers).map(|index| agents.nodes().of(first_rank + index)).collect();
         let node_names = agents.nodes().names().to_vec();
         let spec = WorkerSpec { group_region, nodes, node_names, ..spec(config, next_step) };
         let group = Self {
             agents: Arc::clone(agents),
             instance,
-            first_rank: config.first_rank,
+            first_rank,
             links: (0..num_workers).map(|_| None).collect(),
-            leaders: leaders(agents.nodes(), config.first_rank, num_workers),
+            leaders: leaders(agents.nodes(), first_rank, num_workers),
             reporter: (num_workers - config.tp_size) as usize,
             exchange: vec![None; num_workers as usize],
             stacks: vec![None; num_workers as usize],
             workers: Vec::new(),
-            devices: (0..num_workers).map(|index| device_name(config, agents.nodes(), index)).collect(),
+            devices: (0..num_workers).map(|index| device_name(config, agents.nodes(), first_rank + index)).collect(),
             bytes: Vec::new(),
         };
-        group.log_placement(config);
+        group.log_placement(config, replica);
+        let num_ranks = config.num_replicas * num_workers;
         for index in 0..num_workers {
-            let rank = config.first_rank + index;
+            let rank = first_rank + index;
             let device = config.device.of_local_rank(agents.nodes().local_rank(rank));
             let (stage, tp_rank) = (index / config.tp_size, index % config.tp_size);
-            let spec = WorkerSpec { stage, tp_rank, device, ..spec.clone() };
+            let on_its_node = |&other: &u32| agents.nodes().of(other) == agents.nodes().of(rank);
+            let num_local_workers = (0..num_ranks).filter(on_its_node).count();
+            let spec = WorkerSpec { rank, stage, tp_rank, device, num_local_workers, ..spec.clone() };
             agents.send(rank, ToAgent::Start(WorkerId { instance, tp_rank: index }, Box::new(spec)));
         }
         group
@@ -128,8 +132,15 @@ impl Group {
                 }
                 let rings = RelayedWorker { worker, plan_ring, output_ring };
                 let link = self.link(rings)?;
-                let (index, device) = (worker.tp_rank, self.devices[worker.tp_rank as usize].clone());
-                self.workers.push(WorkerFigures { index, pid, node, device, memory_bytes: 0, backlog: link.backlog() });
+                let device = self.devices[worker.tp_rank as usize].clone();
+                self.workers.push(WorkerFigures {
+                    index: rank,
+                    pid,
+                    node,
+                    device,
+                    memory_bytes: 0,
+                    backlog: link.backlog(),
+                });
                 self.links[worker.tp_rank as usize] = Some(link);
                 self.relay_node(worker);
                 Ok(())
@@ -157,20 +168,24 @@ impl Group {
         }
     }
 
-    /// Where each stage runs, said once before it loads; of no interest for one stage on one node.
-    fn log_placement(&self, config: &LlmConfig) {
+    /// Where each stage runs, said once before it loads; of no interest for one stage of one replica on one node.
+    fn log_placement(&self, config: &LlmConfig, replica: u32) {
         let names = self.agents.nodes().names();
-        if config.pp_size == 1 && names.len() == 1 {
+        if config.pp_size == 1 && config.num_replicas == 1 && names.len() == 1 {
             return;
         }
+        let of_replica = match config.num_replicas {
+            1 => String::new(),
+            count => format!("replica {} of {count}, ", replica + 1),
+        };
         for stage in 0..config.pp_size {
             let first = (stage * config.tp_size) as usize;
             let workers = (first..first + config.tp_size as usize)
-                .map(|index| format!("{index} on `{}`", names[self.node_of(index) as usize]))
+                .map(|index| format!("{} on `{}`", self.rank_of(index), names[self.node_of(index) as usize]))
                 .collect::<Vec<_>>()
                 .join(", ");
             let layers = format!("stage {} of {}", stage + 1, config.pp_size);
-            tracing::info!(model = %config.name, "placement: {layers}: workers {workers}");
+            tracing::info!(model = %config.name, "placement: {of_replica}{layers}: workers {workers}");
         }
     }
 
@@ -178,12 +193,17 @@ impl Group {
         self.agents.nodes().of(self.first_rank + index as u32)
     }
 
+    /// The rank of worker `index`, by which it is known outside.
+    pub(crate) fn rank_of(&self, index: usize) -> u32 {
+        self.first_rank + index as u32
+    }
+
     /// For messages; the node matters where there are several.
     fn name_of(&self, index: usize) -> String {
-        let names = self.agents.nodes().names();
+        let (names, rank) = (self.agents.nodes().names(), self.rank_of(index));
         match names.len() {
-            1 => format!("worker {index}"),
-            _ => format!("worker {index} on node `{}`", names[self.node_of(index) as usize]),
+            1 => format!("worker {rank}"),
+            _ => format!("worker {rank} on node `{}`", names[self.node_of(index) as usize]),
         }
     }
 
@@ -225,7 +245,8 @@ impl Group {
 
     /// Worker `index` holds so much memory.
     pub(crate) fn note_memory(&mut self, index: usize, bytes: u64) {
-        for worker in self.workers.iter_mut().filter(|worker| worker.index as usize == index) {
+        let rank = self.rank_of(index);
+        for worker in self.workers.iter_mut().filter(|worker| worker.index == rank) {
             worker.memory_bytes = bytes;
         }
     }
@@ -304,7 +325,7 @@ impl Group {
                     std::thread::sleep(Duration::from_millis(1));
                     return Ok(None);
                 }
-                Err(error) => return Err(Lost::new(format!("worker {index} cannot be heard: {error}"))),
+                Err(error) => return Err(Lost::new(format!("{} cannot be heard: {error}", self.name_of(index)))),
             },
         }
         match plan::decode(&self.bytes) {
@@ -335,8 +356,8 @@ impl Group {
     }
 }
 
-fn device_name(config: &LlmConfig, nodes: &Nodes, index: u32) -> String {
-    match config.device.of_local_rank(nodes.local_rank(config.first_rank + index)) {
+fn device_name(config: &LlmConfig, nodes: &Nodes, rank: u32) -> String {
+    match config.device.of_local_rank(nodes.local_rank(rank)) {
         DeviceChoice::Cpu { .. } => "cpu".to_owned(),
         DeviceChoice::Cuda { ordinal } => format!("cuda:{ordinal}"),
     }
@@ -383,12 +404,15 @@ fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         model: config.name.clone(),
         checkpoint: config.checkpoint.clone(),
         device: config.device,
+        rank: 0,
+        num_local_workers: 1,
         tp_rank: 0,
         tp_size: config.tp_size,
         stage: 0,
         num_stages: config.pp_size,
         nodes: Vec::new(),
         node_names: Vec::new(),
+        checkpoint_print: config.checkpoint_print.clone(),
         network: config.network.clone(),
         group_region: ShmName::default(),
         plan_ring: ShmName::default(),

@@ -6,15 +6,17 @@ use futures::future::{BoxFuture, join_all};
 use tokio::sync::oneshot;
 
 use super::LlmFactory;
-use super::inbox::Message;
+use super::inbox::{Inbox, Message};
 
-/// What one model's scheduler holds. All is zero, and the books balance, when no request runs.
+/// What the scheduler of one replica of a model holds. All is zero, and the books balance, when no request runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LlmLedger {
     /// Model name.
     pub name: String,
     /// Its version.
     pub version: String,
+    /// Which replica; 0 for a model that has one.
+    pub replica: u32,
     /// What sequences hold; `None` while its workers start for the first time, or after it was given up.
     pub scheduler: Option<Ledger>,
     /// Sequences whose events somebody waits for.
@@ -39,19 +41,25 @@ impl Report {
 }
 
 impl LlmFactory {
-    /// The ledger of every loaded LLM, each taken between two of its steps.
+    /// The ledger of every replica of every loaded LLM, each taken between two of its steps.
     pub fn ledgers(&self) -> BoxFuture<'static, Vec<LlmLedger>> {
         let mut loaded = self.loaded.lock().unwrap();
-        loaded.retain(|model| model.shared.strong_count() > 0);
-        let ledger = |model: &super::Loaded| {
-            let (name, version, inbox) = (model.name.clone(), model.version.clone(), model.inbox.clone());
+        loaded.retain(|model| model.router.strong_count() > 0);
+        let ledger = |model: &super::Loaded, replica: u32, inbox: Inbox| {
+            let (name, version) = (model.name.clone(), model.version.clone());
             async move {
                 let (reply, report) = oneshot::channel();
                 inbox.send(Message::Ledger(reply));
                 let Report { scheduler, num_listening, wrong } = report.await.unwrap_or_default();
-                LlmLedger { name, version, scheduler, num_listening, wrong }
+                LlmLedger { name, version, replica, scheduler, num_listening, wrong }
             }
         };
-        join_all(loaded.iter().map(ledger).collect::<Vec<_>>()).boxed()
+        let ledgers = loaded.iter().flat_map(|model| {
+            let router = model.router.upgrade();
+            let inboxes: Vec<Inbox> =
+                router.iter().flat_map(|router| router.replicas()).map(|replica| replica.inbox.clone()).collect();
+            (0..).zip(inboxes).map(move |(replica, inbox)| ledger(model, replica, inbox))
+        });
+        join_all(ledgers.collect::<Vec<_>>()).boxed()
     }
 }

@@ -1,6 +1,7 @@
 //! The LLM engine as a backend: tensors to engine requests, token events back to tensors.
 //!
-//! Each model has one step thread on rank 0 and one worker process per rank of its tensor-parallel group.
+//! A model has one or more replicas behind one queue. Each has a step thread on rank 0, and a worker process per rank that
+//! it is spread over.
 
 mod check;
 mod config;
@@ -12,8 +13,10 @@ mod ledger;
 mod logits;
 mod outputs;
 mod plan;
+mod prefixes;
 mod queue_rules;
 mod request;
+mod router;
 mod step_thread;
 mod text_stop;
 mod timing;
@@ -22,15 +25,16 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
 
-use engine::{EngineStats, Request};
-use futures::FutureExt;
+use engine::{EngineConfig, EngineStats, Refused, Request};
 use futures::future::BoxFuture;
+use futures::stream::FuturesUnordered;
+use futures::{FutureExt, StreamExt};
 use ipc::Prefix;
 use serving::{
     Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, ResponseStream,
 };
 use text::Tokenizer;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 use worker::Agents;
 
 pub use check::{CheckFactory, Sound};
@@ -42,8 +46,9 @@ use inputs::Wanted;
 pub use ledger::LlmLedger;
 use outputs::Responses;
 pub use plan::{ModelPlan, PlanFactory};
-use request::{ById, RequestTask};
-use step_thread::{Shared, StepThread};
+use request::{ById, Pending, RequestTask};
+use router::{Admission, Replica, Router};
+use step_thread::{StepThread, error_of};
 use text_stop::TextStop;
 use timing::Timing;
 
@@ -64,17 +69,20 @@ struct Loaded {
     version: String,
     block_size: usize,
     max_rows: usize,
-    shared: Weak<Shared>,
-    inbox: Inbox,
+    router: Weak<Router>,
 }
 
-/// What an LLM is doing, for metrics.
+/// What a replica of an LLM is doing, for metrics.
 #[derive(Debug, Clone)]
 pub struct LlmStatus {
     /// Model name.
     pub name: String,
     /// Its version.
     pub version: String,
+    /// Which replica it is; `None` for a model that has one.
+    pub replica: Option<u32>,
+    /// Sequences that wait for a replica, told with the first.
+    pub num_queued: usize,
     /// Whether a step can run now.
     pub is_ready: bool,
     /// Starts of its workers after the first.
@@ -95,27 +103,32 @@ impl LlmFactory {
         Self { defaults, agents, prefix, loaded: Arc::default() }
     }
 
-    /// Every loaded LLM.
+    /// Every replica of every loaded LLM.
     pub fn status(&self) -> Vec<LlmStatus> {
         let mut loaded = self.loaded.lock().unwrap();
-        loaded.retain(|model| model.shared.strong_count() > 0);
-        loaded.iter().filter_map(Loaded::status).collect()
+        loaded.retain(|model| model.router.strong_count() > 0);
+        loaded.iter().flat_map(Loaded::status).collect()
     }
 }
 
 impl Loaded {
-    fn status(&self) -> Option<LlmStatus> {
-        let shared = self.shared.upgrade()?;
-        Some(LlmStatus {
+    fn status(&self) -> Vec<LlmStatus> {
+        let Some(router) = self.router.upgrade() else { return Vec::new() };
+        let has_many = router.replicas().len() > 1;
+        let num_queued = router.num_waiting();
+        let status = |(replica, Replica { shared, .. }): (u32, &Replica)| LlmStatus {
             name: self.name.clone(),
             version: self.version.clone(),
-            is_ready: shared.ready.load(Ordering::Acquire),
+            replica: has_many.then_some(replica),
+            num_queued: if replica == 0 { num_queued } else { 0 },
+            is_ready: shared.is_ready(),
             num_restarts: shared.restarts.load(Ordering::Relaxed),
             block_size: self.block_size,
             max_rows: self.max_rows,
             engine: *shared.stats.lock().unwrap(),
             figures: shared.figures.read(),
-        })
+        };
+        (0..).zip(router.replicas()).map(status).collect()
     }
 }
 
@@ -129,40 +142,85 @@ impl BackendFactory for LlmFactory {
         let (defaults, agents, prefix) = (self.defaults.clone(), Arc::clone(&self.agents), self.prefix.clone());
         let all_loaded = Arc::clone(&self.loaded);
         async move {
-            let config = LlmConfig::new(&load, &defaults)?;
-            let (inbox, messages) = Inbox::new();
-            let shared = Arc::new(Shared::default());
-            let thread = StepThread {
-                config: config.clone(),
-                agents,
-                prefix,
-                inbox: inbox.clone(),
-                messages,
-                shared: Arc::clone(&shared),
-            };
-            let (loaded, is_loaded) = oneshot::channel();
-            let name = format!("steps-{}", config.name);
-            let spawned = std::thread::Builder::new().name(name).spawn(move || thread.run(loaded));
-            spawned.map_err(|error| InferError::internal(format!("cannot start a thread: {error}")))?;
-            let tokenizer = tokenizer(&config).await;
-            match is_loaded.await {
-                Ok(Ok(())) => {
-                    all_loaded.lock().unwrap().push(Loaded {
-                        name: config.name.clone(),
-                        version: load.version.to_string(),
-                        block_size: config.engine.block_size,
-                        max_rows: config.engine.max_rows,
-                        shared: Arc::downgrade(&shared),
-                        inbox: inbox.clone(),
-                    });
-                    Ok(Arc::new(Llm::new(config, load.version, tokenizer, inbox, shared)) as Arc<dyn Backend>)
-                }
-                Ok(Err(reason)) => Err(InferError::internal(format!("model `{}`: {reason}", config.name))),
-                Err(_) => Err(InferError::internal(format!("model `{}`: its step thread ended", config.name))),
+            let mut config = LlmConfig::new(&load, &defaults)?;
+            if agents.nodes().names().len() > 1 {
+                config.checkpoint_print = Some(checkpoint_print(&config).await?);
             }
+            let (router, loads) = start_replicas(&config, &agents, &prefix)?;
+            let tokenizer = tokenizer(&config).await;
+            let mut loads: FuturesUnordered<_> = loads.into_iter().collect();
+            while let Some(is_loaded) = loads.next().await {
+                if let Err(reason) = is_loaded.unwrap_or_else(|_| Err("its step thread ended".to_owned())) {
+                    stop_all(&router);
+                    return Err(InferError::internal(format!("model `{}`: {reason}", config.name)));
+                }
+            }
+            all_loaded.lock().unwrap().push(Loaded {
+                name: config.name.clone(),
+                version: load.version.to_string(),
+                block_size: config.engine.block_size,
+                max_rows: config.engine.max_rows,
+                router: Arc::downgrade(&router),
+            });
+            Ok(Arc::new(Llm::new(config, load.version, tokenizer, router)) as Arc<dyn Backend>)
         }
         .boxed()
     }
+}
+
+/// Whether a replica's first start succeeded.
+type IsLoaded = oneshot::Receiver<Result<(), String>>;
+
+/// Starts the step thread of each replica.
+fn start_replicas(
+    config: &LlmConfig,
+    agents: &Arc<Agents>,
+    prefix: &Prefix,
+) -> Result<(Arc<Router>, Vec<IsLoaded>), InferError> {
+    let inboxes: Vec<_> = (0..config.num_replicas).map(|_| Inbox::new()).collect();
+    let replicas = inboxes.iter().map(|(inbox, _)| Replica { inbox: inbox.clone(), shared: Arc::default() });
+    let EngineConfig { max_rows, max_queue, block_size, .. } = config.engine;
+    let router = Arc::new(Router::new(replicas.collect(), max_rows, max_queue, block_size));
+    let mut loads = Vec::new();
+    for (replica, (inbox, messages)) in (0..).zip(inboxes) {
+        let thread = StepThread {
+            config: config.clone(),
+            replica,
+            router: Arc::clone(&router),
+            agents: Arc::clone(agents),
+            prefix: prefix.clone(),
+            inbox,
+            messages,
+            shared: Arc::clone(&router.replicas()[replica as usize].shared),
+        };
+        let (loaded, is_loaded) = oneshot::channel();
+        let name = format!("steps-{}", config.name);
+        let spawned = std::thread::Builder::new().name(name).spawn(move || thread.run(loaded));
+        if let Err(error) = spawned {
+            stop_all(&router);
+            return Err(InferError::internal(format!("cannot start a thread: {error}")));
+        }
+        loads.push(is_loaded);
+    }
+    Ok((router, loads))
+}
+
+/// Tells every step thread to end its workers, then itself. Memory comes back as they end.
+fn stop_all(router: &Router) {
+    for replica in router.replicas() {
+        let (done, _) = oneshot::channel();
+        replica.inbox.send(Message::Stop { done });
+    }
+}
+
+async fn checkpoint_print(config: &LlmConfig) -> Result<Vec<u8>, InferError> {
+    let dir = config.checkpoint.clone();
+    let print = tokio::task::spawn_blocking(move || worker::fingerprint(&dir)).await;
+    let print = print.map_err(|_| std::io::Error::other("its reader ended")).flatten();
+    print.map_err(|error| {
+        let dir = config.checkpoint.display();
+        InferError::internal(format!("model `{}`: cannot read checkpoint {dir}: {error}", config.name))
+    })
 }
 
 /// The checkpoint's tokenizer, which finds stop words in the text; a checkpoint need not have one.
@@ -186,8 +244,7 @@ struct Llm {
     config: Arc<LlmConfig>,
     version: String,
     tokenizer: Option<Arc<Tokenizer>>,
-    inbox: Inbox,
-    shared: Arc<Shared>,
+    router: Arc<Router>,
     /// For `stop`.
     by_id: ById,
     /// Requests in flight, for drain.
@@ -195,19 +252,12 @@ struct Llm {
 }
 
 impl Llm {
-    fn new(
-        config: LlmConfig,
-        version: i64,
-        tokenizer: Option<Arc<Tokenizer>>,
-        inbox: Inbox,
-        shared: Arc<Shared>,
-    ) -> Self {
+    fn new(config: LlmConfig, version: i64, tokenizer: Option<Arc<Tokenizer>>, router: Arc<Router>) -> Self {
         Self {
             config: Arc::new(config),
             version: version.to_string(),
             tokenizer,
-            inbox,
-            shared,
+            router,
             by_id: Arc::default(),
             in_flight: Arc::new(watch::Sender::new(0)),
         }
@@ -215,9 +265,8 @@ impl Llm {
 
     /// Ends the running request of the same id; answers with one empty final response.
     fn stop(&self, request: &InferRequest) -> ResponseStream {
-        let sequences = self.by_id.lock().unwrap().get(&request.id).cloned();
-        for sequence in sequences.into_iter().flatten() {
-            self.inbox.send(Message::Cancel(sequence));
+        if let Some(stop) = self.by_id.lock().unwrap().get(&request.id) {
+            stop.notify_one();
         }
         let (sender, stream) = ResponseStream::channel(1);
         let response = InferResponse {
@@ -250,10 +299,11 @@ impl Backend for Llm {
             Wanted::Stop => return Ok(self.stop(&request)),
             Wanted::Generate(parsed) => *parsed,
         };
-        if let Some(reason) = &*self.shared.failure.lock().unwrap() {
-            return Err(InferError::unavailable(reason.clone()));
+        if let Some(reason) = self.router.failure() {
+            return Err(InferError::unavailable(reason));
         }
-        let limit = self.config.engine.max_queue + self.config.engine.max_rows;
+        let EngineConfig { max_queue, max_rows, block_size, .. } = self.config.engine;
+        let limit = max_queue + max_rows * self.router.replicas().len();
         if *self.in_flight.borrow() >= limit {
             return Err(InferError::unavailable(format!(
                 "model `{}` has {limit} requests waiting or running; try again later",
@@ -265,17 +315,31 @@ impl Backend for Llm {
         let timeout = parsed.timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
         let sequences = parsed.sequences();
         let text_stops = self.text_stops(&sequences);
-        let prompt_tokens = sequences.first().map_or(0, |sequence| sequence.prompt.len());
-        let timing = Timing::new(&self.shared, self.config.engine.block_size, prompt_tokens, sequences.len());
+        let first = sequences.first().expect("a request has a sequence");
+        let num_rows = first.beams.map_or(sequences.len(), |beams| beams.width as usize);
+        let admission = self.router.admit(&first.prompt, num_rows, first.priority);
+        let admission = admission.map_err(|full| error_of(&Refused::QueueFull { max: full.max }))?;
+        let shared = match &admission {
+            Admission::Placed(place) => &place.replica().shared,
+            Admission::Queued(_) => &self.router.replicas()[0].shared,
+        };
+        let timing = Timing::new(shared, block_size, first.prompt.len(), sequences.len());
         let (events, receiver) = mpsc::unbounded_channel();
-        if !self.inbox.send(Message::Submit { sequences, timeout, events }) {
+        let submit = Some(Message::Submit { sequences, timeout, events });
+        let mut pending = Pending { admission, submit, timeout };
+        if !pending.submit_if_placed() {
             return Err(InferError::unavailable(format!("model `{}` is being unloaded", self.config.name)));
+        }
+        let stop = Arc::new(Notify::new());
+        if !request.id.is_empty() {
+            self.by_id.lock().unwrap().insert(request.id.clone(), Arc::clone(&stop));
         }
         let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
         let task = RequestTask {
             client_id: request.id,
-            inbox: self.inbox.clone(),
+            pending,
             by_id: Arc::clone(&self.by_id),
+            stop,
             in_flight: Arc::clone(&self.in_flight),
             responses,
             timing,
@@ -283,6 +347,7 @@ impl Backend for Llm {
             sequences: Vec::new(),
             ended: vec![false; num_sequences],
             client_left: false,
+            is_stopped: false,
         };
         self.in_flight.send_modify(|count| *count += 1);
         tokio::spawn(task.run(receiver, sender));
@@ -290,11 +355,12 @@ impl Backend for Llm {
     }
 
     fn is_ready(&self) -> bool {
-        self.shared.ready.load(Ordering::Acquire)
+        self.router.is_ready()
     }
 
     fn memory_usage(&self) -> Vec<MemoryUsage> {
-        self.shared.figures.start().workers.iter().map(memory_usage).collect()
+        let workers = self.router.replicas().iter().flat_map(|replica| replica.shared.figures.start().workers);
+        workers.map(|worker| memory_usage(&worker)).collect()
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {
@@ -313,10 +379,6 @@ fn memory_usage(worker: &WorkerFigures) -> MemoryUsage {
 
 impl Drop for Llm {
     fn drop(&mut self) {
-        let (done, is_done) = oneshot::channel();
-        if self.inbox.send(Message::Stop { done }) {
-            // Unloading is done once the workers are told; memory comes back as they end.
-            drop(is_done);
-        }
+        stop_all(&self.router);
     }
 }

@@ -58,6 +58,7 @@ struct Output {
 }
 
 /// News of one sequence, as it is told.
+#[derive(Default)]
 pub(crate) struct News {
     /// Which of the request's sequences.
     pub(crate) index: usize,

@@ -22,8 +22,12 @@ pub struct ModelPlan {
     pub name: String,
     /// What its workers compute on.
     pub device: DeviceChoice,
-    /// What each worker will hold, in order of their ranks: stage by stage.
+    /// What each worker of a replica will hold, in order of their ranks: stage by stage.
     pub workers: Vec<MemoryEstimate>,
+    /// Copies of the model, each with as many workers, on ranks that follow each other.
+    pub num_replicas: usize,
+    /// Workers of a stage, which share a CPU's memory.
+    pub tp_size: u32,
     /// Positions in a KV block.
     pub block_size: usize,
     /// Most sequences that run at once.
@@ -31,8 +35,6 @@ pub struct ModelPlan {
     /// Positions of the longest sequence.
     pub max_sequence_len: usize,
     kv_memory: KvMemory,
-    /// Workers that share a CPU's memory.
-    tp_size: u32,
     larger: Vec<(u32, MemoryEstimate)>,
 }
 
@@ -68,11 +70,12 @@ impl ModelPlan {
             name: config.name.clone(),
             device: config.device,
             workers,
+            num_replicas: config.num_replicas as usize,
+            tp_size: config.tp_size,
             block_size: config.engine.block_size,
             max_rows: config.engine.max_rows,
             max_sequence_len: config.engine.max_sequence_len,
             kv_memory: config.kv_memory,
-            tp_size: size,
             larger,
         })
     }
@@ -88,7 +91,7 @@ impl ModelPlan {
         self.workers.iter().map(missing).max().unwrap_or(0)
     }
 
-    /// The next larger world in which the longest sequence fits beside the weights, if any.
+    /// The next larger number of workers with which the longest sequence fits beside the weights, if any.
     pub fn fitting_world(&self, free_bytes: u64) -> Option<u32> {
         self.larger.iter().find(|(_, worker)| self.needed(worker) <= free_bytes).map(|(size, _)| *size)
     }

@@ -2,24 +2,71 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use engine::{BlockUsage, FinishReason, RowId, SampledToken, SequenceId, TokenEvent};
 use serving::{ErrorKind, InferError, InferResponse, ResponseSender};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Notify, mpsc, watch};
 
-use super::inbox::{Inbox, Message, RequestEvent};
+use super::inbox::{Message, RequestEvent};
 use super::outputs::{News, Responses};
+use super::router::Admission;
 use super::text_stop::TextStop;
 use super::timing::Timing;
 
-/// Running sequences by the client's request id.
-pub(crate) type ById = Arc<Mutex<HashMap<String, Vec<SequenceId>>>>;
+/// What a client hears of a model that goes.
+const UNLOADED: &str = "the model was unloaded while the request ran";
+
+/// What to tell requests that are to end, by the client's request id.
+pub(crate) type ById = Arc<Mutex<HashMap<String, Arc<Notify>>>>;
+
+/// A request on its way to a replica.
+pub(crate) struct Pending {
+    pub(crate) admission: Admission,
+    /// What a replica is to be told, until it is.
+    pub(crate) submit: Option<Message>,
+    /// Until when it may wait; when the flag is false, others are then served before it.
+    pub(crate) timeout: Option<(Instant, bool)>,
+}
+
+impl Pending {
+    /// Tells the replica that takes the request, if one does. False when the model is being unloaded.
+    pub(crate) fn submit_if_placed(&mut self) -> bool {
+        match (&self.admission, self.submit.take()) {
+            (Admission::Placed(place), Some(submit)) => place.replica().inbox.send(submit),
+            (_, submit) => {
+                self.submit = submit;
+                true
+            }
+        }
+    }
+
+    /// Tells the replica that has the request something of one of its sequences.
+    fn send(&self, message: Message) {
+        if let Admission::Placed(place) = &self.admission {
+            place.replica().inbox.send(message);
+        }
+    }
+}
+
+/// What came of the wait for a replica.
+enum Waited {
+    /// One has the request now.
+    Placed,
+    /// The client left.
+    Left,
+    /// The client asked to end it.
+    Stopped,
+    Failed(InferError),
+}
 
 /// What the task of a request is made of.
 pub(crate) struct RequestTask {
     pub(crate) client_id: String,
-    pub(crate) inbox: Inbox,
+    pub(crate) pending: Pending,
     pub(crate) by_id: ById,
+    /// The client asks to end it.
+    pub(crate) stop: Arc<Notify>,
     pub(crate) in_flight: Arc<watch::Sender<usize>>,
     pub(crate) responses: Responses,
     pub(crate) timing: Timing,
@@ -30,16 +77,78 @@ pub(crate) struct RequestTask {
     /// Which sequences have told their last.
     pub(crate) ended: Vec<bool>,
     pub(crate) client_left: bool,
+    pub(crate) is_stopped: bool,
 }
 
 impl RequestTask {
-    pub(crate) async fn run(mut self, mut events: mpsc::UnboundedReceiver<RequestEvent>, sender: ResponseSender) {
+    pub(crate) async fn run(mut self, events: mpsc::UnboundedReceiver<RequestEvent>, sender: ResponseSender) {
+        match self.wait_for_replica(&sender).await {
+            Waited::Placed => self.follow(events, sender).await,
+            Waited::Left => self.end_unplaced(Some(FinishReason::Cancelled), &sender),
+            Waited::Stopped => {
+                self.end_unplaced(Some(FinishReason::Cancelled), &sender);
+                for index in 0..self.ended.len() {
+                    if let Some(response) = self.responses.push(News { index, ends: true, ..News::default() }) {
+                        sender.send(Ok(response)).await;
+                    }
+                }
+            }
+            Waited::Failed(error) => {
+                self.end_unplaced(None, &sender);
+                sender.send(Err(error)).await;
+            }
+        }
+    }
+
+    async fn wait_for_replica(&mut self, sender: &ResponseSender) -> Waited {
+        loop {
+            let Pending { admission, timeout, .. } = &mut self.pending;
+            let ticket = match admission {
+                Admission::Queued(ticket) => ticket,
+                Admission::Placed(place) => {
+                    self.timing.taken_by(&place.replica().shared);
+                    return Waited::Placed;
+                }
+            };
+            tokio::select! {
+                place = ticket.place() => {
+                    *admission = Admission::Placed(place);
+                    if !self.pending.submit_if_placed() {
+                        return Waited::Failed(InferError::new(ErrorKind::Unavailable, UNLOADED));
+                    }
+                }
+                () = sender.cancelled() => return Waited::Left,
+                () = self.stop.notified() => return Waited::Stopped,
+                rejects = expired(*timeout) => match rejects {
+                    true => return Waited::Failed(InferError::unavailable("Request timeout expired")),
+                    false => {
+                        ticket.delay();
+                        *timeout = None;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Counts the end of what no replica has seen.
+    fn end_unplaced(&self, reason: Option<FinishReason>, sender: &ResponseSender) {
+        self.ended.iter().for_each(|_| self.timing.ended(reason));
+        sender.report(self.timing.generation());
+    }
+
+    async fn follow(&mut self, mut events: mpsc::UnboundedReceiver<RequestEvent>, sender: ResponseSender) {
         loop {
             let event = tokio::select! {
                 biased;
                 event = events.recv() => event,
                 () = sender.cancelled(), if !self.client_left => {
-                    self.leave();
+                    self.client_left = true;
+                    self.cancel();
+                    continue;
+                }
+                () = self.stop.notified() => {
+                    self.is_stopped = true;
+                    self.cancel();
                     continue;
                 }
             };
@@ -72,10 +181,7 @@ impl RequestTask {
                     sender.report(self.timing.generation());
                     Some(Err(error))
                 }
-                None => {
-                    let words = "the model was unloaded while the request ran";
-                    Some(Err(InferError::new(ErrorKind::Unavailable, words)))
-                }
+                None => Some(Err(InferError::new(ErrorKind::Unavailable, UNLOADED))),
             };
             let ends = matches!(response, Some(Err(_))) || self.ended.iter().all(|&ended| ended);
             if let Some(response) = response
@@ -83,7 +189,8 @@ impl RequestTask {
                 && !sender.send(response).await
                 && !ends
             {
-                self.leave();
+                self.client_left = true;
+                self.cancel();
             }
             if ends {
                 return;
@@ -124,7 +231,7 @@ impl RequestTask {
                 if text_stop.push(tokens, ends, &mut told) && !ends {
                     ends = true;
                     self.timing.ended(Some(FinishReason::StopWord));
-                    self.inbox.send(Message::Finish(sequence));
+                    self.pending.send(Message::Finish(sequence));
                 }
                 told
             }
@@ -155,17 +262,14 @@ impl RequestTask {
 
     fn accepted(&mut self, sequences: Vec<SequenceId>) {
         self.sequences = sequences;
-        if self.client_left {
-            self.leave();
-        } else if !self.client_id.is_empty() {
-            self.by_id.lock().unwrap().insert(self.client_id.clone(), self.sequences.clone());
+        if self.client_left || self.is_stopped {
+            self.cancel();
         }
     }
 
-    fn leave(&mut self) {
-        self.client_left = true;
+    fn cancel(&self) {
         for (&sequence, _) in self.sequences.iter().zip(&self.ended).filter(|(_, ended)| !**ended) {
-            self.inbox.send(Message::Cancel(sequence));
+            self.pending.send(Message::Cancel(sequence));
         }
     }
 }
@@ -173,10 +277,21 @@ impl RequestTask {
 impl Drop for RequestTask {
     fn drop(&mut self) {
         let mut by_id = self.by_id.lock().unwrap();
-        if !self.sequences.is_empty() && by_id.get(&self.client_id) == Some(&self.sequences) {
+        if by_id.get(&self.client_id).is_some_and(|stop| Arc::ptr_eq(stop, &self.stop)) {
             by_id.remove(&self.client_id);
         }
         drop(by_id);
         self.in_flight.send_modify(|count| *count -= 1);
+    }
+}
+
+/// Whether the request is refused, once it has waited for as long as it may.
+async fn expired(timeout: Option<(Instant, bool)>) -> bool {
+    match timeout {
+        Some((at, rejects)) => {
+            tokio::time::sleep_until(at.into()).await;
+            rejects
+        }
+        None => std::future::pending().await,
     }
 }

@@ -1,4 +1,4 @@
-//! One thread per model on rank 0: owns the engine, keeps the workers rowing, tells requests their tokens.
+//! One thread per replica of a model on rank 0: owns the engine, keeps the workers rowing, tells requests their tokens.
 //!
 //! ```text
 //! starting ──workers ready──► stepping ──a worker is lost──► starting   (running sequences are prefilled again)
@@ -21,6 +21,7 @@ use super::figures::{Figures, Phase, Start, StepKinds};
 use super::group::{Group, Lost, LostKind};
 use super::inbox::{Inbox, Message, RequestEvent};
 use super::ledger::Report;
+use super::router::Router;
 
 /// Losses in a row, without a settled step between them, after which the model is given up.
 const MAX_LOSSES: u32 = 5;
@@ -59,9 +60,30 @@ pub(crate) struct Shared {
     pub(crate) figures: Figures,
 }
 
+impl Shared {
+    /// Whether a step can run now.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.ready.load(Ordering::Acquire)
+    }
+
+    /// Why it was given up, if it was.
+    pub(crate) fn failure(&self) -> Option<String> {
+        self.failure.lock().unwrap().clone()
+    }
+
+    /// More is better: 0 when given up, 1 while workers load, 2 when a step can run.
+    pub(crate) fn health(&self) -> u8 {
+        if self.is_ready() { 2 } else { u8::from(self.failure.lock().unwrap().is_none()) }
+    }
+}
+
 /// What the step thread is made of.
 pub(crate) struct StepThread {
     pub(crate) config: LlmConfig,
+    /// Which replica of the model it is.
+    pub(crate) replica: u32,
+    /// Told when this replica can serve.
+    pub(crate) router: Arc<Router>,
     pub(crate) agents: Arc<Agents>,
     pub(crate) prefix: Prefix,
     pub(crate) inbox: Inbox,
@@ -127,6 +149,7 @@ impl StepThread {
                     *running.thread.shared.failure.lock().unwrap() = None;
                     // Before anyone is told that the model is loaded.
                     running.thread.shared.ready.store(true, Ordering::Release);
+                    running.thread.router.dispatch();
                     loaded.take().map(|loaded| loaded.send(Ok(())));
                     running.serve(group)
                 }
@@ -156,10 +179,10 @@ impl StepThread {
 impl Running {
     /// Starts the workers and waits until each holds its weights and KV blocks. Requests queue meanwhile.
     fn start(&mut self) -> Result<Group, End> {
-        let StepThread { config, agents, prefix, inbox, .. } = &self.thread;
+        let StepThread { config, replica, agents, prefix, inbox, .. } = &self.thread;
         let listener = inbox.clone();
         let next_step = self.engine.as_ref().map_or(0, Engine::next_step);
-        let mut group = Group::start(config, agents, prefix, next_step, move |news| {
+        let mut group = Group::start(config, *replica, agents, prefix, next_step, move |news| {
             listener.send(Message::Agent(news));
         });
         let started = Instant::now();
@@ -271,9 +294,9 @@ impl Running {
         for message in others {
             self.thread.inbox.send(message);
         }
-        for (tp_rank, stacks) in group.stacks().iter().enumerate() {
+        for (index, stacks) in group.stacks().iter().enumerate() {
             let text = stacks.as_deref().unwrap_or("does not run any more, or its rank does not answer");
-            tracing::warn!(model = %self.thread.config.name, "worker {tp_rank} hangs at: {text}");
+            tracing::warn!(model = %self.thread.config.name, "worker {} hangs at: {text}", group.rank_of(index));
         }
     }
 
@@ -528,7 +551,8 @@ fn tell_joined(
     }
 }
 
-fn error_of(refused: &Refused) -> InferError {
+/// What a client hears.
+pub(crate) fn error_of(refused: &Refused) -> InferError {
     let kind = match refused {
         Refused::QueueFull { .. } => ErrorKind::Unavailable,
         _ => ErrorKind::InvalidArgument,

@@ -34,9 +34,9 @@ struct SequenceTiming {
 }
 
 impl Timing {
-    /// A request that arrives now, with a prompt of so many tokens for each of `num_sequences`.
+    /// A request that arrives now, with a prompt of so many tokens for each of `num_sequences`. Until a replica takes it, it
+    /// counts for that of `shared`.
     pub(crate) fn new(shared: &Arc<Shared>, block_size: usize, prompt_tokens: usize, num_sequences: usize) -> Self {
-        shared.figures.input_tokens.observe(prompt_tokens as f64);
         Self {
             shared: Arc::clone(shared),
             arrived: Instant::now(),
@@ -50,6 +50,12 @@ impl Timing {
             preempted: 0,
             sequences: vec![SequenceTiming::default(); num_sequences],
         }
+    }
+
+    /// A replica takes the request, and counts it from now on.
+    pub(crate) fn taken_by(&mut self, shared: &Arc<Shared>) {
+        self.shared = Arc::clone(shared);
+        shared.figures.input_tokens.observe(self.prompt_tokens as f64);
     }
 
     /// A step had room for sequence `index`. A second time with the same workers, it was preempted between.
