@@ -21,6 +21,19 @@ fn one_two_and_four_ranks_give_the_same_greedy_text() {
 }
 
 #[test]
+fn ranks_of_mpich_give_the_same_greedy_text() {
+    if std::process::Command::new("mpirun.mpich").arg("--version").output().is_err() {
+        println!("skipped: no mpirun.mpich on this machine");
+        return;
+    }
+    let alone = TestWorld::of(1).generate(PROMPTS[0], 48);
+    let mut world = TestWorld::start(Options { world_size: 2, mpirun: "mpirun.mpich", ..Options::default() });
+    assert_eq!(world.workers().len(), 2, "one worker a rank");
+    assert_eq!(world.generate(PROMPTS[0], 48), alone);
+    assert!(world.stop().success());
+}
+
+#[test]
 fn stages_of_a_pipeline_give_the_same_greedy_text_alone_and_with_many_requests_in_flight() {
     let alone = TestWorld::of(1);
     let texts = PROMPTS.map(|prompt| alone.generate(prompt, 48));

@@ -5,12 +5,12 @@ use std::time::Duration;
 #[allow(missing_docs)] // Fields are named by their messages.
 pub enum CommError {
     #[error(
-        "started by an MPI launcher, but this build has no MPI; build it where `mpicc` and libclang are installed, \
-         or start one rank without a launcher"
+        "started by the launcher of {kind}, but this build was made without it; build where its `mpicc` and libclang are \
+         installed, or start one rank without a launcher"
     )]
-    NotBuilt,
-    #[error("cannot use MPI on this machine; install the MPI whose launcher started this rank (Open MPI 4.1 or later)")]
-    Load { source: Box<dyn std::error::Error + Send + Sync> },
+    NotBuilt { kind: &'static str },
+    #[error("cannot use {kind} on this machine; install the MPI whose launcher started this rank")]
+    Load { kind: &'static str, source: Box<dyn std::error::Error + Send + Sync> },
     #[error("MPI did not start within {waited:?}: another rank did not come up, or cannot be reached")]
     StartTimeout { waited: Duration },
     #[error(

@@ -1,7 +1,7 @@
 //! The world of ranks: who is in it, and byte messages between them, over MPI.
 //!
-//! [`World`] is the one type to know. Under `mpirun` or `srun` it loads the embedded MPI plugin and gives MPI a
-//! thread of its own; without a launcher it is a world of one rank that needs no MPI on the machine.
+//! [`World`] is the one type to know. Under `mpirun` or `srun` it loads the embedded plugin of the MPI that started it, and
+//! gives MPI a thread of its own; without a launcher it is a world of one rank that needs no MPI on the machine.
 //! Ranks of one node should talk through `ipc`: a message here costs up to 18 ms after a pause, because MPI cannot
 //! wait without burning a core and is polled instead.
 //!
@@ -11,7 +11,7 @@
 //! use comm::{Config, World};
 //! use std::time::Duration;
 //!
-//! let world = World::start(Config { under_mpi: false, ..Config::default() })?;
+//! let world = World::start(Config::default())?;
 //! let incoming = world.incoming().expect("the first call");
 //! world.send(world.rank(), b"plan".to_vec())?;
 //! assert_eq!(incoming.recv_timeout(Duration::from_secs(1))?, (0, b"plan".to_vec()));
@@ -35,6 +35,7 @@ use std::time::{Duration, Instant};
 
 pub use error::CommError;
 use mpi::Mpi;
+pub use mpi::MpiKind;
 use node::Node;
 use pump::{Orders, Outgoing, Pump};
 
@@ -44,8 +45,8 @@ pub const MAX_MESSAGE_BYTES: usize = i32::MAX as usize;
 /// How to join the world.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Whether an MPI launcher started this process; [`Config::from_env`] finds out.
-    pub under_mpi: bool,
+    /// The MPI whose launcher started this process, if one did; [`Config::from_env`] finds out.
+    pub mpi: Option<MpiKind>,
     /// Messages that may wait, each way. More to send is [`CommError::Overloaded`]; more to receive waits at the
     /// sender.
     pub max_queued: usize,
@@ -55,23 +56,15 @@ pub struct Config {
 
 impl Default for Config {
     fn default() -> Self {
-        Self { under_mpi: false, max_queued: 1024, start_timeout: Duration::from_secs(60) }
+        Self { mpi: None, max_queued: 1024, start_timeout: Duration::from_secs(60) }
     }
 }
 
 impl Config {
-    /// The default, with `under_mpi` as the environment tells it: for `main`, once.
-    ///
-    /// `SLURM_PROCID` says nothing: it is also set in a plain batch script.
+    /// The default, with `mpi` as the environment tells it: for `main`, once.
     pub fn from_env() -> Self {
-        let names = ["OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK"];
-        Self { under_mpi: names.iter().any(|name| std::env::var_os(name).is_some()), ..Self::default() }
+        Self { mpi: MpiKind::from_env(), ..Self::default() }
     }
-}
-
-/// Whether this build carries MPI. If not, a world has one rank.
-pub fn has_mpi() -> bool {
-    mpi::is_built_in()
 }
 
 /// Messages to this rank and who sent them, in each sender's order.
@@ -101,11 +94,12 @@ impl World {
     pub fn start(config: Config) -> Result<Self, CommError> {
         let (deliver, incoming) = mpsc::sync_channel(config.max_queued);
         let orders = Arc::new(Orders::default());
-        let (rank, nodes, link) = if config.under_mpi {
-            let (rank, nodes, link) = start_mpi(&config, deliver.clone(), orders.clone())?;
-            (rank, nodes, Some(link))
-        } else {
-            (0, vec![Node::current()], None)
+        let (rank, nodes, link) = match config.mpi {
+            Some(kind) => {
+                let (rank, nodes, link) = start_mpi(kind, &config, deliver.clone(), orders.clone())?;
+                (rank, nodes, Some(link))
+            }
+            None => (0, vec![Node::current()], None),
         };
         let (incoming, link) = (Mutex::new(Some(incoming)), Mutex::new(link));
         Ok(Self { rank, nodes, incoming, loopback: deliver, orders, link, max_queued: config.max_queued })
@@ -237,6 +231,7 @@ fn check_builds(mpi: &Mpi, nodes: &[Node]) -> Result<(), CommError> {
 
 /// Starts MPI on a new thread and learns who is where.
 fn start_mpi(
+    kind: MpiKind,
     config: &Config,
     deliver: SyncSender<(u32, Vec<u8>)>,
     orders: Arc<Orders>,
@@ -244,7 +239,7 @@ fn start_mpi(
     let (outgoing, queued) = mpsc::sync_channel(config.max_queued);
     let (report, started) = mpsc::sync_channel(1);
     let run = move || {
-        let mpi = match Mpi::start() {
+        let mpi = match Mpi::start(kind) {
             Ok(mpi) => mpi,
             Err(error) => return drop(report.send(Err(error))),
         };

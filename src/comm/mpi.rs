@@ -13,7 +13,50 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use crate::CommError;
 use crate::abi::{self, Table};
 
-static PLUGIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/plugin.so"));
+/// The plugin for each MPI, in the order of [`MpiKind`]; empty where the build had none.
+static PLUGINS: [&[u8]; 2] = [
+    include_bytes!(concat!(env!("OUT_DIR"), "/plugin_openmpi.so")),
+    include_bytes!(concat!(env!("OUT_DIR"), "/plugin_mpich.so")),
+];
+
+/// MPICH's library as Debian names it, and as all others with MPICH's binary interface do.
+const MPICH_NAMES: [&[u8]; 2] = [b"libmpich.so.12\0", b"libmpi.so.12\0\0\0"];
+
+/// A binary interface of MPI.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MpiKind {
+    /// Open MPI 4 and 5.
+    OpenMpi,
+    /// MPICH, and what has its binary interface: Intel MPI, MVAPICH.
+    Mpich,
+}
+
+impl MpiKind {
+    /// That of the launcher which started this process, as its environment tells; `None` when none did.
+    ///
+    /// `SLURM_PROCID` says nothing: it is also set in a plain batch script.
+    pub fn from_env() -> Option<Self> {
+        let is_set = |names: &[&str]| names.iter().any(|name| std::env::var_os(name).is_some());
+        match (is_set(&["OMPI_COMM_WORLD_SIZE", "PMIX_RANK"]), is_set(&["PMI_RANK"])) {
+            (true, _) => Some(Self::OpenMpi),
+            (false, true) => Some(Self::Mpich),
+            (false, false) => None,
+        }
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::OpenMpi => "Open MPI",
+            Self::Mpich => "MPICH",
+        }
+    }
+
+    /// Whether this build carries it.
+    pub fn is_built_in(self) -> bool {
+        !PLUGINS[self as usize].is_empty()
+    }
+}
 
 /// MPI, started on the thread that made this value and kept there.
 pub(crate) struct Mpi {
@@ -29,19 +72,14 @@ pub(crate) struct Pending<B> {
     bytes: ManuallyDrop<B>,
 }
 
-/// Whether this build carries the plugin.
-pub(crate) fn is_built_in() -> bool {
-    !PLUGIN.is_empty()
-}
-
 impl Mpi {
     /// Loads the plugin and starts MPI. Once in a process.
-    pub(crate) fn start() -> Result<Self, CommError> {
-        if !is_built_in() {
-            return Err(CommError::NotBuilt);
+    pub(crate) fn start(kind: MpiKind) -> Result<Self, CommError> {
+        if !kind.is_built_in() {
+            return Err(CommError::NotBuilt { kind: kind.name() });
         }
-        let load = |source: Box<dyn std::error::Error + Send + Sync>| CommError::Load { source };
-        let library = open_plugin().map_err(load)?;
+        let load = |source: Box<dyn std::error::Error + Send + Sync>| CommError::Load { kind: kind.name(), source };
+        let library = open_plugin(kind).map_err(load)?;
         let mut table = std::mem::MaybeUninit::<Table>::uninit();
         // SAFETY: the symbol has this type in the plugin, which was built from the same `abi.rs`; it gets room for
         // a table and sets it when it returns 0.
@@ -126,11 +164,36 @@ fn length(bytes: &[u8]) -> c_int {
     c_int::try_from(bytes.len()).expect("the length was checked at the door")
 }
 
-/// Loads the embedded plugin from memory: it needs no file, and no place where files may be executed.
-fn open_plugin() -> Result<Library, Box<dyn std::error::Error + Send + Sync>> {
+fn open_plugin(kind: MpiKind) -> Result<Library, Box<dyn std::error::Error + Send + Sync>> {
+    let plugin = PLUGINS[kind as usize];
+    open(plugin).or_else(|error| match kind {
+        MpiKind::OpenMpi => Err(error),
+        // The library may have the interface's other name.
+        MpiKind::Mpich => MPICH_NAMES.iter().find_map(|name| open(&naming(plugin, name)?).ok()).ok_or(error),
+    })
+}
+
+/// The plugin of MPICH, asking for its library by this name of [`MPICH_NAMES`]; `None` when it names none.
+fn naming(plugin: &[u8], name: &[u8]) -> Option<Vec<u8>> {
+    let mut plugin = plugin.to_vec();
+    for known in MPICH_NAMES {
+        // What follows the shorter name may be other text, and is not touched.
+        let known = &known[..known.iter().position(|byte| *byte == 0).expect("a name ends") + 1];
+        if let Some(at) = plugin.windows(known.len()).position(|window| window == known) {
+            let room = known.len();
+            let len = name.iter().position(|byte| *byte == 0).expect("a name ends") + 1;
+            plugin.get_mut(at..at + len).filter(|_| len <= room)?.copy_from_slice(&name[..len]);
+            return Some(plugin);
+        }
+    }
+    None
+}
+
+/// Loads a plugin from memory: it needs no file, and no place where files may be executed.
+fn open(plugin: &[u8]) -> Result<Library, Box<dyn std::error::Error + Send + Sync>> {
     let fd = memfd_create("trireme-mpi", MemfdFlags::CLOEXEC)?;
     let mut file = std::fs::File::from(fd);
-    file.write_all(PLUGIN)?;
+    file.write_all(plugin)?;
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     // Global, so that what MPI itself loads finds MPI's symbols.
     // SAFETY: the plugin runs no code of ours when loaded; libmpi's is as trusted as any library of the machine.

@@ -40,11 +40,13 @@ pub struct Options {
     pub world_size: u32,
     pub repository: PathBuf,
     pub args: Vec<String>,
+    /// What starts more than one rank.
+    pub mpirun: &'static str,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { world_size: 1, repository: shipped_repository(), args: Vec::new() }
+        Self { world_size: 1, repository: shipped_repository(), args: Vec::new(), mpirun: "mpirun" }
     }
 }
 
@@ -356,8 +358,10 @@ fn command(options: &Options, prefix: &str, scratch: &Path) -> Command {
     let mut command = match options.world_size {
         1 => Command::new(trireme),
         _ => {
-            let mut mpirun = Command::new("mpirun");
-            mpirun.args(["--allow-run-as-root", "--oversubscribe"]).env("OMPI_MCA_mpi_yield_when_idle", "1");
+            let mut mpirun = Command::new(options.mpirun);
+            if options.mpirun == "mpirun" {
+                mpirun.args(["--allow-run-as-root", "--oversubscribe"]).env("OMPI_MCA_mpi_yield_when_idle", "1");
+            }
             mpirun
         }
     };

@@ -1,40 +1,63 @@
 //! Real ranks under a real `mpirun`: each test starts this binary again as the ranks of a world.
 
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use comm::{CommError, Config, World};
+use comm::{CommError, Config, MpiKind, World};
 
 const LONG: Duration = Duration::from_secs(30);
 
-/// Runs `role` on `num_ranks` ranks; None where there is no MPI to run it with.
-fn run(role: &str, num_ranks: u32) -> Option<Output> {
-    if !comm::has_mpi() || Command::new("mpirun").arg("--version").output().is_err() {
-        println!("skipped: no MPI on this machine");
-        return None;
+/// The launchers of each MPI here that this build carries, as Debian names them where there are two.
+fn launchers() -> Vec<(MpiKind, String)> {
+    let names = [(MpiKind::OpenMpi, "mpirun.openmpi"), (MpiKind::Mpich, "mpirun.mpich")];
+    let version = |program: &str| Command::new(program).arg("--version").output().ok();
+    let mut found: Vec<_> = names.map(|(kind, name)| (kind, name.to_owned())).into();
+    found.retain(|(kind, name)| kind.is_built_in() && version(name).is_some());
+    if found.is_empty()
+        && let Some(version) = version("mpirun")
+    {
+        let is_open_mpi = String::from_utf8_lossy(&version.stdout).contains("Open MPI");
+        found.push((if is_open_mpi { MpiKind::OpenMpi } else { MpiKind::Mpich }, "mpirun".to_owned()));
+        found.retain(|(kind, _)| kind.is_built_in());
     }
+    if found.is_empty() {
+        println!("skipped: no MPI on this machine");
+    }
+    found
+}
+
+/// Runs `role` on `num_ranks` ranks.
+fn run((kind, mpirun): &(MpiKind, String), role: &str, num_ranks: u32) -> Output {
     // Two of Open MPI's launchers that start and end at once can fail over the folder they would share.
     let scratch = std::env::temp_dir().join(format!("comm-{}-{role}-{num_ranks}", std::process::id()));
     std::fs::create_dir_all(&scratch).unwrap();
-    let output = Command::new("mpirun")
-        .args(["--allow-run-as-root", "--oversubscribe", "-n", &num_ranks.to_string()])
+    let options: &[&str] = match kind {
+        MpiKind::OpenMpi => &["--allow-run-as-root", "--oversubscribe"],
+        MpiKind::Mpich => &[],
+    };
+    let output = Command::new(mpirun)
+        .args(options)
+        .args(["-n", &num_ranks.to_string()])
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", "a_rank", "--nocapture"])
         .env("COMM_TEST_ROLE", role)
         .env("TMPDIR", &scratch)
         .env("OMPI_MCA_mpi_yield_when_idle", "1")
+        .stdin(Stdio::null())
         .output()
         .unwrap();
     let _ = std::fs::remove_dir_all(&scratch);
-    Some(output)
+    output
 }
 
 fn run_well(role: &str, num_ranks: u32) {
-    let Some(output) = run(role, num_ranks) else { return };
-    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "`{role}` on {num_ranks} ranks: {}\n{text}", output.status);
-    let num_done = text.matches(&format!("{role}: done")).count();
-    assert_eq!(num_done, num_ranks as usize, "{text}");
+    for launcher in launchers() {
+        let output = run(&launcher, role, num_ranks);
+        let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "{launcher:?}: `{role}` on {num_ranks} ranks: {}\n{text}", output.status);
+        let num_done = text.matches(&format!("{role}: done")).count();
+        assert_eq!(num_done, num_ranks as usize, "{launcher:?}\n{text}");
+    }
 }
 
 /// Not a test by itself: what each rank started by `run` does.
@@ -140,10 +163,12 @@ fn cpu_time() -> Duration {
 fn the_plugin_is_embedded_where_it_can_be_built() {
     let found = |program: &str| Command::new(program).arg("--version").output().is_ok();
     let libclang = Command::new("sh").args(["-c", "ls /usr/lib/llvm-*/lib/libclang*.so*"]).output().unwrap();
-    if found("mpicc") && libclang.status.success() {
-        assert!(comm::has_mpi(), "mpicc and libclang are here, but this build carries no MPI");
-    } else {
-        println!("skipped: no mpicc or no libclang");
+    for (kind, compiler) in [(MpiKind::OpenMpi, "mpicc.openmpi"), (MpiKind::Mpich, "mpicc.mpich")] {
+        if found(compiler) && libclang.status.success() {
+            assert!(kind.is_built_in(), "{compiler} and libclang are here, but this build does not carry {kind:?}");
+        } else {
+            println!("skipped: no {compiler} or no libclang");
+        }
     }
 }
 
@@ -182,17 +207,23 @@ fn an_idle_world_uses_next_to_no_cpu() {
 
 #[test]
 fn an_abort_ends_all_ranks_with_its_code() {
-    let start = Instant::now();
-    let Some(output) = run("abort", 3) else { return };
-    assert_eq!(output.status.code(), Some(42), "{}", String::from_utf8_lossy(&output.stderr));
-    assert!(start.elapsed() < LONG / 2);
+    for launcher in launchers() {
+        let start = Instant::now();
+        let output = run(&launcher, "abort", 3);
+        assert_eq!(output.status.code(), Some(42), "{}", String::from_utf8_lossy(&output.stderr));
+        assert!(start.elapsed() < LONG / 2);
+    }
 }
 
 #[test]
 fn finalize_gives_up_on_a_rank_that_does_not_come() {
-    let start = Instant::now();
-    let Some(output) = run("late", 2) else { return };
-    assert!(String::from_utf8_lossy(&output.stdout).contains("gave up"), "{output:?}");
-    assert_eq!(output.status.code(), Some(3));
-    assert!(start.elapsed() < LONG / 2);
+    for launcher in launchers() {
+        let start = Instant::now();
+        let output = run(&launcher, "late", 2);
+        assert!(String::from_utf8_lossy(&output.stdout).contains("gave up"), "{output:?}");
+        // MPICH's launcher kills the other rank, and tells of that.
+        let expected: &[i32] = if launcher.0 == MpiKind::OpenMpi { &[3] } else { &[3, 9] };
+        assert!(output.status.code().is_some_and(|code| expected.contains(&code)), "{output:?}");
+        assert!(start.elapsed() < LONG / 2);
+    }
 }
