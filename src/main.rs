@@ -1,6 +1,7 @@
 //! `trireme`: sub-commands become typed settings, settings become the right process.
 #![forbid(unsafe_code)]
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use bench::BenchArgs;
@@ -26,6 +27,7 @@ fn main() -> ExitCode {
         Some(("rank", matches)) => run_rank(matches),
         Some(("plan", matches)) => run_plan(matches),
         Some(("worker", _)) => worker::main().map(|()| ExitCode::SUCCESS).map_err(anyhow::Error::from),
+        Some(("nccl-check", matches)) => run_nccl_check(matches),
         Some(("client", matches)) => run_client(matches),
         Some(("bench", matches)) => run_bench(matches),
         Some(("lint", matches)) => run_lint(matches),
@@ -48,6 +50,7 @@ fn command() -> Command {
         .subcommand(rank::command())
         .subcommand(plan_command())
         .subcommand(Command::new("worker").about("A worker of a rank; started by its rank, never by hand").hide(true))
+        .subcommand(nccl_check_command())
         .subcommand(ClientArgs::augment_args(
             Command::new("client").about("Sends a prompt and prints the answer as it comes"),
         ))
@@ -68,6 +71,27 @@ fn plan_command() -> Command {
         .name("plan")
         .about("Prints the memory that a world's language models would take, and loads nothing")
         .arg(size.value_parser(clap::value_parser!(u32).range(1..)).help("Ranks of the world, all on this node"))
+}
+
+fn nccl_check_command() -> Command {
+    let number = |name: &'static str| Arg::new(name).long(name).required(true).value_parser(clap::value_parser!(u32));
+    let path = |name: &'static str| Arg::new(name).long(name).value_parser(clap::value_parser!(PathBuf));
+    Command::new("nccl-check")
+        .about("One process of a measurement of NCCL; started by `launch doctor`")
+        .hide(true)
+        .args([number("rank"), number("size"), path("folder").required(true), path("library-dir")])
+}
+
+fn run_nccl_check(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
+    let number = |name: &str| *matches.get_one::<u32>(name).expect("it is required");
+    let check = worker::NcclCheck {
+        rank: number("rank"),
+        size: number("size"),
+        folder: matches.get_one::<PathBuf>("folder").expect("it is required").clone(),
+        library_dirs: matches.get_one::<PathBuf>("library-dir").into_iter().cloned().collect(),
+    };
+    println!("{}", check.run()?);
+    Ok(ExitCode::SUCCESS)
 }
 
 fn run_plan(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {

@@ -4,8 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::Finding;
 use super::mpi::{find, output};
+use super::{Finding, nccl_rate};
 use crate::flags::{Device, DoctorFlags};
 
 /// Where NCCL lies on most machines.
@@ -33,7 +33,8 @@ pub(super) fn check(flags: &DoctorFlags) -> Vec<Finding> {
         return vec![Finding::ok("GPUs", "not asked for")];
     }
     if !are_wanted(flags) {
-        return vec![Finding::ok("GPUs", "none; models run on the CPU")];
+        let none = Finding::ok("GPUs", "none; models run on the CPU");
+        return vec![none, Finding::ok("NCCL rate", "not measured: no GPU")];
     }
     let query = ["--query-gpu=name,memory.total", "--format=csv,noheader"];
     let Some(list) = find("nvidia-smi").and_then(|path| output(Command::new(path).args(query))) else {
@@ -46,7 +47,12 @@ pub(super) fn check(flags: &DoctorFlags) -> Vec<Finding> {
     let mut findings = vec![visible(flags, &list)];
     if flags.world_size > 1 {
         findings.push(peers());
-        findings.push(nccl());
+        let (found, library) = nccl();
+        findings.push(found);
+        if library.is_some() {
+            let size = flags.world_size.min(list.lines().filter(|line| !line.trim().is_empty()).count() as u32);
+            findings.push(nccl_rate::measure(flags, size, library.as_deref().and_then(Path::parent)));
+        }
     }
     findings
 }
@@ -89,19 +95,20 @@ fn pairs_without(matrix: &str) -> usize {
     cells.filter(|cell| cell != "X" && cell != "OK").count() / 2
 }
 
-fn nccl() -> Finding {
+fn nccl() -> (Finding, Option<PathBuf>) {
     let given = std::env::var_os("TRIREME_LIBRARY_DIR").map(PathBuf::from);
     let given = given.iter().flat_map(|dir| [dir.clone(), dir.join("lib"), dir.join("nvidia/nccl/lib")]);
     let found =
         given.chain(LIBRARY_DIRS.map(PathBuf::from)).map(|dir| dir.join("libnccl.so.2")).find(|path| path.exists());
-    match found {
+    let finding = match &found {
         Some(path) => Finding::ok("NCCL", path.display().to_string()),
         None => Finding::warn(
             "NCCL",
             "libnccl.so.2 is not in the usual places",
             "install it (`pip install nvidia-nccl-cu13`), and name its folder with `-- --library-dir=DIR`",
         ),
-    }
+    };
+    (finding, found)
 }
 
 fn num_device_files() -> usize {

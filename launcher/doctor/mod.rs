@@ -7,6 +7,7 @@ mod checkpoint;
 mod gpu;
 mod machine;
 mod mpi;
+mod nccl_rate;
 
 use std::fmt::Write as _;
 

@@ -12,6 +12,7 @@ mod agents;
 mod checkpoint;
 mod error;
 mod exchange;
+mod nccl_check;
 mod network;
 mod node_relay;
 mod protocol;
@@ -24,6 +25,7 @@ pub use agent::{Agent, FromAgent, ToAgent, WorkerId};
 pub use agents::{Agents, Nodes};
 pub use checkpoint::fingerprint;
 pub use error::{SpecError, WorkerError};
+pub use nccl_check::NcclCheck;
 pub use node_relay::RelayedWorker;
 pub use protocol::{
     DeviceChoice, FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WeightPrecision,
