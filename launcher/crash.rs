@@ -57,7 +57,38 @@ fn end_of(log: &Path) -> String {
         .map_or_else(|error| format!("(cannot be read: {error})"), |bytes| String::from_utf8_lossy(&bytes).into_owned())
 }
 
+/// Why the last world ended, where a rank or `mpirun` has said so in the log.
+pub(crate) fn cause(log: &Path) -> Option<String> {
+    cause_in(&end_of(log))
+}
+
+fn cause_in(text: &str) -> Option<String> {
+    let words = ["ends the world: ", "mpirun noticed that "];
+    let cause = |line: &str| words.iter().find_map(|word| line.split_once(word)).map(|(_, cause)| cause.to_owned());
+    // What was said before it served is of worlds before.
+    let (_, since) = text.rsplit_once("launch: serving after ").unwrap_or(("", text));
+    let cause = since.lines().rev().find_map(cause)?;
+    Some(cause.trim_end_matches(['.', '"', '}']).to_owned())
+}
+
 /// Where each thread of these processes waits, as the kernel tells it.
 pub(crate) fn stacks(pids: &[u32]) -> String {
     pids.iter().map(|pid| ipc::thread_states(*pid)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cause_is_what_a_rank_or_mpirun_said_last() {
+        let text =
+            "serving\nE1121 17:03 7 comm: ends the world: rank 1 on node n2 has not answered for 15s rank=0 code=1\n";
+        assert_eq!(cause_in(text).unwrap(), "rank 1 on node n2 has not answered for 15s rank=0 code=1");
+        let text = format!(
+            "{text}mpirun noticed that process rank 0 with PID 7 on node a exited on signal 9 (Killed).\n---\n"
+        );
+        assert_eq!(cause_in(&text).unwrap(), "process rank 0 with PID 7 on node a exited on signal 9 (Killed)");
+        assert_eq!(cause_in(&(text + "launch: serving after 1.0 s: http 1\n")), None);
+    }
 }

@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::io::{self, Read, Write};
+use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -15,6 +16,8 @@ use anyhow::{Context, Result, bail};
 const PATIENCE: Duration = Duration::from_secs(30);
 /// What the one that takes sockets says once it has them.
 const TAKEN: u8 = b'!';
+/// What it says when it only wants them too.
+pub(crate) const COPIED: u8 = b'=';
 
 /// Sockets and what they are for, as rank 0 named them.
 #[derive(Debug)]
@@ -26,6 +29,15 @@ pub(crate) struct Held {
 impl Held {
     /// Takes the sockets of the world that offers them at `path`, which from then on accepts nothing and drains.
     pub(crate) fn take(path: &Path) -> Result<Self> {
+        Self::get(path, TAKEN)
+    }
+
+    /// Copies the sockets of the world that offers them at `path`, which serves on.
+    pub(crate) fn copy(path: &Path) -> Result<Self> {
+        Self::get(path, COPIED)
+    }
+
+    fn get(path: &Path, answer: u8) -> Result<Self> {
         let cannot = || format!("rank 0 hands nothing over at {}", path.display());
         let mut stream = UnixStream::connect(path).with_context(cannot)?;
         stream.set_read_timeout(Some(PATIENCE))?;
@@ -34,7 +46,7 @@ impl Held {
         if len == 0 || len != sockets.len() {
             bail!("{}", cannot());
         }
-        stream.write_all(&[TAKEN]).with_context(cannot)?;
+        stream.write_all(&[answer]).with_context(cannot)?;
         Ok(Self { names: names[..len].to_vec(), sockets })
     }
 
@@ -55,7 +67,13 @@ impl Held {
         Ok(())
     }
 
-    fn give(&self, mut stream: UnixStream) -> io::Result<()> {
+    /// The sockets, to be accepted from beside others who do.
+    pub(crate) fn listeners(&self) -> io::Result<Vec<TcpListener>> {
+        self.sockets.iter().map(|socket| socket.try_clone().map(TcpListener::from)).collect()
+    }
+
+    /// Sends the sockets; returns once the other side serves on them.
+    pub(crate) fn give(&self, mut stream: UnixStream) -> io::Result<()> {
         stream.set_read_timeout(Some(PATIENCE))?;
         let sockets: Vec<_> = self.sockets.iter().map(AsFd::as_fd).collect();
         ipc::send_files(&stream, &self.names, &sockets)?;
@@ -67,7 +85,7 @@ impl Held {
 
 #[cfg(test)]
 mod tests {
-    use std::net::{TcpListener, TcpStream};
+    use std::net::TcpStream;
 
     use super::*;
 

@@ -37,6 +37,7 @@ mod control;
 mod crash;
 mod detach;
 mod doctor;
+mod doorman;
 pub mod flags;
 mod health;
 mod hold;
@@ -47,6 +48,7 @@ mod mpirun;
 mod notify;
 pub mod plan;
 mod processes;
+mod refusal;
 mod sbatch;
 pub mod scrape;
 mod signals;
@@ -182,6 +184,7 @@ fn supervise(flags: &WorldFlags, site: Site, run_dir: RunDir) -> Result<u8> {
         max_restarts: if flags.exit_on_failure { 0 } else { flags.max_restarts },
         num_starts: 0,
         held: None,
+        doorman: None,
     };
     supervisor.run()
 }

@@ -8,6 +8,7 @@ use anyhow::Result;
 use nix::sys::signal::Signal;
 
 use crate::capture::Capture;
+use crate::doorman::Doorman;
 use crate::flags::WorldFlags;
 use crate::hold::Held;
 use crate::notify::Systemd;
@@ -48,6 +49,8 @@ pub(crate) struct Supervisor {
     pub(crate) num_starts: u32,
     /// Where the next world gets the ports of one that has ended; connections wait on them.
     pub(crate) held: Option<PathBuf>,
+    /// Answers clients while no world serves, once one has.
+    pub(crate) doorman: Option<Doorman>,
 }
 
 /// How far the end of a world has come; each stage has a deadline, and a further signal skips the wait for it.
@@ -111,6 +114,10 @@ impl Supervisor {
                 eprintln!("launch: the world has ended ({})", ipc::describe_exit(run.status));
                 return Ok(code);
             }
+            if run.served.is_none() {
+                // Should it be the ports that it cannot take over, the next one binds them.
+                self.doorman = None;
+            }
             failures = if run.served.is_some_and(|time| time >= HEALTHY_AFTER) { 1 } else { failures + 1 };
             self.note_failure(run.status);
             // One that ends with an error of its own before it ever served would do so again.
@@ -159,7 +166,10 @@ impl Supervisor {
         let place = Place {
             start: self.num_starts,
             hand_over: self.run_dir.hand_over_socket(self.state.launcher_pid, self.num_starts),
-            take_over: take_over.map(|world| world.hand_over().clone()).or_else(|| self.held.clone()),
+            take_over: take_over
+                .map(|world| world.hand_over().clone())
+                .or_else(|| self.held.clone().filter(|path| path.exists()))
+                .or_else(|| self.doorman.as_ref().map(|doorman| doorman.path().to_owned())),
             crash_dir: self.state.crash_dir.clone(),
         };
         World::start(&plan, place)
@@ -200,12 +210,31 @@ impl Supervisor {
                 self.look_after(&mut running);
             }
         }
-        let Running { world, serving_since, ending, again, gave_up, hung, .. } = running;
+        let Running { mut world, serving_since, ending, again, gave_up, hung, .. } = running;
+        let by_itself = ending == Ending::No || hung;
+        self.refuse_clients(world.status(), by_itself);
         let status = world.finish(None)?;
+        // By now all that was said of it is in the log.
+        self.refuse_clients(Some(status), by_itself);
         self.state.world_pid = None;
         self.write_state();
         let (was_asked, served) = (ending != Ending::No && !hung, serving_since.map(|since| since.elapsed()));
         Ok(Run { status, was_asked, again: again && was_asked, served, gave_up })
+    }
+
+    /// Clients hear from now on that the world has ended, how, and that another one comes.
+    fn refuse_clients(&self, status: Option<ExitStatus>, by_itself: bool) {
+        // Where ports are held for the next world, connections wait instead.
+        let Some(doorman) = self.doorman.as_ref().filter(|_| self.held.is_none()) else { return };
+        let reason = match (by_itself, status) {
+            (false, _) => "the server is being restarted; try again later".to_owned(),
+            (true, None) => "the server died and is started again; try again later".to_owned(),
+            (true, Some(status)) => {
+                let how = crash::cause(&self.state.log).unwrap_or_else(|| ipc::describe_exit(status));
+                format!("the server died ({how}) and is started again; try again later")
+            }
+        };
+        doorman.refuse(reason);
     }
 
     fn obey(&mut self, running: &mut Running, signal: Signal) -> Result<()> {
@@ -326,6 +355,7 @@ impl Supervisor {
 
     fn report_ready(&mut self, running: &mut Running) {
         self.held = None;
+        self.keep_doors(&running.world);
         self.state.rank_0_pid = running.world.rank_0();
         self.state.times_served += 1;
         self.state.phase = Phase::Serving;
@@ -339,6 +369,18 @@ impl Supervisor {
         self.systemd.ready(&words);
     }
 
+    /// Copies the ports of the first world that serves, and leaves them to each later one.
+    fn keep_doors(&mut self, world: &World) {
+        match &self.doorman {
+            Some(doorman) => doorman.step_aside(),
+            None => {
+                let path = self.run_dir.hand_over_socket(self.state.launcher_pid, u32::MAX);
+                // A rank 0 on another node has no ports here: its clients find them closed when it dies.
+                self.doorman = Doorman::new(world.hand_over(), path).ok();
+            }
+        }
+    }
+
     /// Takes the world's end one stage further.
     fn end(&mut self, running: &mut Running, why: &str) {
         let exit_timeout = Duration::from_secs(self.state.exit_timeout_secs);
@@ -347,6 +389,10 @@ impl Supervisor {
                 eprintln!("launch: {why}: asks the world to end, and gives it {exit_timeout:?} for requests in flight");
                 self.state.phase = Phase::Ending;
                 self.write_state();
+                if !running.again {
+                    // Who comes from now on finds the ports closed, as the world closes them.
+                    self.doorman = None;
+                }
                 if let Some(next) = running.next.take() {
                     next.kill();
                     // Its end is of no interest; what it leaves is.

@@ -72,6 +72,11 @@ impl World {
         &self.watch
     }
 
+    /// How its first process has ended, if it has.
+    pub(crate) fn status(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().ok().flatten()
+    }
+
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }

@@ -22,6 +22,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What the new world says once it serves.
 const SERVING: u8 = b'!';
+/// What the launcher says that only wants the sockets too, for the time after this world.
+const COPIED: u8 = b'=';
 
 /// Offers the ports at `path`; resolves once another world serves on them.
 pub(crate) fn offer(path: PathBuf, listeners: Listeners) -> oneshot::Receiver<()> {
@@ -44,7 +46,8 @@ fn wait_for_taker(path: &Path, listeners: &Listeners) -> io::Result<()> {
     loop {
         let (stream, _) = door.accept()?;
         match give(stream, listeners) {
-            Ok(()) => break,
+            Ok(true) => break,
+            Ok(false) => {}
             Err(error) => tracing::warn!("another world asked for the ports and did not take them: {error}"),
         }
     }
@@ -53,8 +56,8 @@ fn wait_for_taker(path: &Path, listeners: &Listeners) -> io::Result<()> {
     Ok(())
 }
 
-/// Sends the sockets, and returns once the other side serves on them.
-fn give(mut stream: UnixStream, listeners: &Listeners) -> io::Result<()> {
+/// Sends the sockets, and returns once the other side serves on them; false when it does not want to.
+fn give(mut stream: UnixStream, listeners: &Listeners) -> io::Result<bool> {
     stream.set_read_timeout(Some(PATIENCE))?;
     let all = [(b'g', &listeners.grpc), (b'h', &listeners.http), (b'm', &listeners.metrics)];
     let given: Vec<_> = all.iter().filter_map(|(name, socket)| Some((*name, socket.as_ref()?))).collect();
@@ -64,7 +67,8 @@ fn give(mut stream: UnixStream, listeners: &Listeners) -> io::Result<()> {
     let mut answer = [0];
     stream.read_exact(&mut answer)?;
     match answer[0] {
-        SERVING => Ok(()),
+        SERVING => Ok(true),
+        COPIED => Ok(false),
         _ => Err(io::ErrorKind::InvalidData.into()),
     }
 }

@@ -1,0 +1,184 @@
+//! What a client hears while no world serves: that it may come again, and why, in the protocol in which it asks.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::time::{Duration, Instant};
+
+/// When a client may come again, in seconds.
+const RETRY_AFTER_SECS: u32 = 1;
+/// For a client's next words, and for it to hear ours.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// For all of one connection.
+const LONGEST: Duration = Duration::from_secs(5);
+/// Of an HTTP request's head, and of what follows it and is read so that the answer is not lost.
+const MAX_READ: usize = 1 << 20;
+/// How a connection of HTTP/2, and so gRPC, begins.
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+/// Answers what comes on `stream` with the refusal that is due in its protocol, and ends it. One that speaks TLS is
+/// only ended: the launcher has no certificate.
+///
+/// # Errors
+/// When the client goes away, or says nothing.
+pub(crate) fn refuse(stream: TcpStream, reason: &str) -> io::Result<()> {
+    stream.set_nonblocking(false)?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let deadline = Instant::now() + LONGEST;
+    let mut head = Vec::new();
+    while !head.starts_with(PREFACE) {
+        let is_http2 = PREFACE.starts_with(&head[..head.len().min(PREFACE.len())]);
+        if !is_http2 && (head.windows(4).any(|end| end == b"\r\n\r\n") || head.first() == Some(&0x16)) {
+            break;
+        }
+        // No further than the preface, whose frames are read one by one.
+        let wanted = if is_http2 { PREFACE.len() - head.len() } else { 4096 };
+        let mut bytes = [0; 4096];
+        let count = (&stream).read(&mut bytes[..wanted])?;
+        head.extend_from_slice(&bytes[..count]);
+        if count == 0 || head.len() > MAX_READ || Instant::now() > deadline {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+    }
+    match head.first() {
+        Some(0x16) => return Ok(()),
+        _ if head.starts_with(PREFACE) => refuse_grpc(&stream, reason, deadline)?,
+        _ => (&stream).write_all(&http_answer(reason))?,
+    }
+    end(&stream, deadline)
+}
+
+fn http_answer(reason: &str) -> Vec<u8> {
+    let body = serde_json::json!({ "error": reason }).to_string();
+    let head = format!(
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: {RETRY_AFTER_SECS}\r\n\
+         Content-Length: {}\r\nConnection: close\r\n\r\n",
+        body.len()
+    );
+    (head + &body).into_bytes()
+}
+
+/// Ends the connection so that what was said is heard: one that is closed with words unread takes the answer with it.
+fn end(stream: &TcpStream, deadline: Instant) -> io::Result<()> {
+    stream.shutdown(Shutdown::Write)?;
+    let (mut bytes, mut num_read) = ([0; 4096], 0);
+    while Instant::now() < deadline && num_read < MAX_READ {
+        match (&*stream).read(&mut bytes)? {
+            0 => break,
+            count => num_read += count,
+        }
+    }
+    Ok(())
+}
+
+/// Frames of HTTP/2 (RFC 9113, section 6).
+mod frame {
+    pub(super) const HEADERS: u8 = 1;
+    pub(super) const RST_STREAM: u8 = 3;
+    pub(super) const SETTINGS: u8 = 4;
+    pub(super) const PING: u8 = 6;
+    pub(super) const GOAWAY: u8 = 7;
+    pub(super) const ACK: u8 = 1;
+    pub(super) const END_STREAM_AND_HEADERS: u8 = 1 | 4;
+}
+
+/// Every call gets UNAVAILABLE; when no more come, the client is asked to go, and connects anew.
+fn refuse_grpc(mut stream: &TcpStream, reason: &str, deadline: Instant) -> io::Result<()> {
+    write_frame(stream, frame::SETTINGS, 0, 0, &[])?;
+    let answer = grpc_answer(reason);
+    let mut last_stream = 0;
+    while Instant::now() < deadline {
+        let mut head = [0; 9];
+        if stream.read_exact(&mut head).is_err() {
+            break;
+        }
+        let len = usize::from(head[0]) << 16 | usize::from(head[1]) << 8 | usize::from(head[2]);
+        let (kind, flags) = (head[3], head[4]);
+        let id = u32::from_be_bytes([head[5], head[6], head[7], head[8]]) & (u32::MAX >> 1);
+        // The largest that may come before we allow more.
+        if len > 1 << 14 {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        let mut payload = vec![0; len];
+        stream.read_exact(&mut payload)?;
+        match kind {
+            frame::SETTINGS if flags & frame::ACK == 0 => write_frame(stream, frame::SETTINGS, frame::ACK, 0, &[])?,
+            frame::PING if flags & frame::ACK == 0 => write_frame(stream, frame::PING, frame::ACK, 0, &payload)?,
+            frame::HEADERS if id > last_stream => {
+                last_stream = id;
+                write_frame(stream, frame::HEADERS, frame::END_STREAM_AND_HEADERS, id, &answer)?;
+                // No error: what the client may still want to send is of no use.
+                write_frame(stream, frame::RST_STREAM, 0, id, &[0; 4])?;
+                stream.set_read_timeout(Some(PATIENCE / 10))?;
+            }
+            frame::GOAWAY => break,
+            _ => {}
+        }
+    }
+    let goes = [last_stream.to_be_bytes(), [0; 4]].concat();
+    write_frame(stream, frame::GOAWAY, 0, 0, &goes)
+}
+
+fn write_frame(mut stream: &TcpStream, kind: u8, flags: u8, id: u32, payload: &[u8]) -> io::Result<()> {
+    let len = (payload.len() as u32).to_be_bytes();
+    let mut bytes = vec![len[1], len[2], len[3], kind, flags];
+    bytes.extend(id.to_be_bytes());
+    bytes.extend(payload);
+    stream.write_all(&bytes)
+}
+
+/// Headers that end a call, none of them entered into the connection's table (RFC 7541, section 6.2.2).
+fn grpc_answer(reason: &str) -> Vec<u8> {
+    // Entry 8 of the static table: `:status: 200`.
+    let mut block = vec![0x88];
+    let percent = |byte: u8| match byte {
+        b' '..=b'~' if byte != b'%' => (byte as char).to_string(),
+        _ => format!("%{byte:02X}"),
+    };
+    let message: String = reason.bytes().map(percent).collect();
+    let retry_after = RETRY_AFTER_SECS.to_string();
+    let headers = [
+        ("content-type", "application/grpc"),
+        ("grpc-status", "14"),
+        ("grpc-message", &message),
+        ("retry-after", &retry_after),
+    ];
+    for (name, value) in headers {
+        block.push(0);
+        for text in [name, value] {
+            push_length(&mut block, text.len());
+            block.extend(text.as_bytes());
+        }
+    }
+    block
+}
+
+/// A number with a prefix of 7 bits (RFC 7541, section 5.1).
+fn push_length(block: &mut Vec<u8>, mut len: usize) {
+    if len < 127 {
+        return block.push(len as u8);
+    }
+    block.push(127);
+    len -= 127;
+    while len >= 128 {
+        block.push(len as u8 | 128);
+        len >>= 7;
+    }
+    block.push(len as u8);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lengths_are_as_in_the_examples_of_the_standard() {
+        let length = |len| {
+            let mut block = Vec::new();
+            push_length(&mut block, len);
+            block
+        };
+        assert_eq!([length(10), length(126), length(127)], [vec![10], vec![126], vec![127, 0]]);
+        assert_eq!(length(127 + 1337 - 31), [127, 0b1001_1010, 0b0000_1010]);
+    }
+}
