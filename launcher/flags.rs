@@ -118,6 +118,9 @@ pub struct DoctorFlags {
     /// What computes.
     #[arg(long, value_enum, default_value_t = Device::Auto)]
     pub device: Device,
+    /// The `mpirun` that starts ranks. [default: that in PATH]
+    #[arg(long, value_name = "PROGRAM")]
+    pub mpirun: Option<PathBuf>,
     /// The server program. [default: `trireme` beside this program]
     #[arg(long, value_name = "PROGRAM")]
     pub trireme: Option<PathBuf>,
@@ -155,14 +158,23 @@ pub struct BatchFlags {
 /// What starts the processes of a world.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Backend {
-    /// One rank by itself; more by `srun` in a Slurm allocation whose Slurm speaks PMIx, else by `mpirun`.
+    /// One rank by itself; more by `srun` in a Slurm allocation whose Slurm speaks to the MPI (PMIx, or PMI for MPICH), else by `mpirun`.
     Auto,
-    /// Open MPI's `mpirun`.
+    /// `mpirun`: Open MPI's or MPICH's.
     Mpirun,
     /// Slurm's `srun`, in an allocation.
     Srun,
     /// Nothing: the one rank itself.
     Local,
+}
+
+/// What starts container images.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ContainerRuntime {
+    /// NVIDIA's plugin of Slurm, in `srun`.
+    Pyxis,
+    /// Apptainer, once Singularity, as a program in front of each rank.
+    Apptainer,
 }
 
 /// Which kind of device the workers use.
@@ -245,6 +257,9 @@ pub struct WorldFlags {
     /// What starts the ranks.
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     pub backend: Backend,
+    /// The `mpirun` of Open MPI or MPICH that starts ranks. [default: that in PATH]
+    #[arg(long, value_name = "PROGRAM")]
+    pub mpirun: Option<PathBuf>,
     /// As --backend=local: start without mpirun; only for one rank.
     #[arg(long)]
     pub no_mpi: bool,
@@ -272,6 +287,16 @@ pub struct WorldFlags {
     /// The server program. [default: `trireme` beside this program]
     #[arg(long, alias = "tritonserver", value_name = "PROGRAM")]
     pub trireme: Option<PathBuf>,
+    /// Run ranks in this image: as pyxis takes it (`registry#name:tag`, a `.sqsh` file), or Apptainer (a `.sif` file, a
+    /// folder). `--trireme` is then the program's path inside. [default there: `trireme` in PATH]
+    #[arg(long, value_name = "IMAGE")]
+    pub container_image: Option<String>,
+    /// What starts the image.
+    #[arg(long, value_enum, default_value_t = ContainerRuntime::Pyxis)]
+    pub container_runtime: ContainerRuntime,
+    /// What else ranks see inside, beside the model repository, the working directory and the launcher's run directory.
+    #[arg(long, value_name = "PATH[:PATH],...", value_delimiter = ',')]
+    pub container_mounts: Vec<String>,
     /// Bytes of rank 0's CUDA memory pool.
     #[arg(long, hide = true, value_name = "BYTES")]
     pub multimodal_gpu0_cuda_mem_pool_bytes: Option<u64>,

@@ -132,9 +132,9 @@ pub(crate) fn describe(placed: &[(String, u32)]) -> String {
     text
 }
 
-/// What starts a command on another host: Open MPI's own setting, else `ssh`.
+/// What starts a command on another host: the setting of one of the launchers, else `ssh`.
 fn remote_shell() -> Vec<String> {
-    let names = ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"];
+    let names = ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent", "HYDRA_LAUNCHER_EXEC"];
     let agent = names.iter().find_map(|name| std::env::var(name).ok()).filter(|agent| !agent.trim().is_empty());
     match agent {
         Some(agent) => agent.split_whitespace().map(str::to_owned).collect(),

@@ -33,6 +33,7 @@ macro_rules! eprint {
 }
 
 mod capture;
+mod container;
 mod control;
 mod crash;
 mod detach;
@@ -44,6 +45,7 @@ mod hold;
 pub mod hosts;
 mod local;
 mod logs;
+pub mod mpi;
 mod mpirun;
 mod notify;
 pub mod plan;
@@ -59,6 +61,7 @@ mod supervise;
 mod world;
 
 use std::ffi::OsString;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -66,6 +69,7 @@ use ipc::ProcessId;
 
 use capture::Capture;
 use flags::{Action, Flags, WorldFlags};
+use mpi::Mpirun;
 use notify::Systemd;
 use plan::{Plan, Site, Starter};
 use signals::Signals;
@@ -204,7 +208,19 @@ fn site(run_dir: &RunDir, flags: &WorldFlags) -> Result<Site> {
     let trireme = launch.with_file_name("trireme");
     let environment = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
     let hosts = hosts::of_flags(flags)?;
-    Ok(Site { trireme, num_cores: cores, shm_prefix, allocation, hosts, environment })
+    let mpirun = mpi_of(flags.mpirun.as_deref(), flags.world_size > 1 || !hosts.is_empty());
+    let work_dir = std::env::current_dir().context("cannot tell the working directory")?;
+    let run_dir = run_dir.path().to_owned();
+    Ok(Site { trireme, num_cores: cores, shm_prefix, mpirun, allocation, hosts, environment, work_dir, run_dir })
+}
+
+/// The `mpirun` that was named or is in PATH; asked what it is where one is needed.
+fn mpi_of(named: Option<&Path>, is_needed: bool) -> Mpirun {
+    match named {
+        Some(program) => Mpirun::of(program),
+        None if is_needed => Mpirun::of(Path::new("mpirun")),
+        None => Mpirun::default(),
+    }
 }
 
 /// Errs when the world cannot start for want of something on this machine.
@@ -213,15 +229,19 @@ fn check(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
         bail!("there is no model repository at {}; say where it is with --model_repo=DIR", flags.model_repo.display());
     }
     let trireme = flags.trireme.as_ref().unwrap_or(&site.trireme);
-    if !trireme.is_file() {
+    let in_image = flags.container_image.is_some();
+    if !in_image && !trireme.is_file() {
         bail!(
             "there is no server program at {}; build it beside `launch`, or name it with --trireme",
             trireme.display()
         );
     }
     if plan.starter == Starter::Mpirun {
-        mpirun::check_installed()?;
-        hosts::check(&plan.placed, trireme, &flags.model_repo)?;
+        site.mpirun.check_installed()?;
+        // What is in an image cannot be asked from outside; ranks compare their builds themselves.
+        if !in_image {
+            hosts::check(&plan.placed, trireme, &flags.model_repo)?;
+        }
     }
     Ok(())
 }

@@ -1,17 +1,17 @@
-//! Worlds that Open MPI's `mpirun` starts.
+//! Worlds that `mpirun` starts: Open MPI's, or Hydra, which is MPICH's.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
-
 use crate::flags::Bind;
+use crate::mpi::{MpiKind, Mpirun};
 use crate::plan::CommandLine;
 use crate::processes;
 
 /// What `mpirun` is told about one world.
 pub(crate) struct Step<'a> {
+    pub(crate) mpirun: &'a Mpirun,
     pub(crate) oversubscribe: bool,
     /// Hosts and their numbers of ranks; empty for this one alone.
     pub(crate) hosts: &'a [(String, u32)],
@@ -27,6 +27,24 @@ pub(crate) struct Step<'a> {
 const HANDED_ON: [&str; 6] = ["CUDA_", "NCCL_", "UCX_", "TRIREME_", "RUST_LOG", "LD_LIBRARY_PATH"];
 
 impl Step<'_> {
+    /// Hydra hands on the whole environment, and lets ranks take turns without being told.
+    fn options_of_hydra(&self) -> Vec<String> {
+        let mut args = match self.bind {
+            Bind::None => Vec::new(),
+            Bind::Numa => vec!["-bind-to".to_owned(), "numa".to_owned()],
+            Bind::Core => vec!["-bind-to".to_owned(), format!("core:{}", self.cores_per_rank)],
+        };
+        if let Some(network) = self.network {
+            args.extend(["-iface".to_owned(), network.to_owned()]);
+            args.extend(["-genv", "NCCL_SOCKET_IFNAME", network].map(str::to_owned));
+        }
+        if !self.hosts.is_empty() {
+            let hosts: Vec<String> = self.hosts.iter().map(|(name, count)| format!("{name}:{count}")).collect();
+            args.extend(["-hosts".to_owned(), hosts.join(",")]);
+        }
+        args
+    }
+
     fn options(&self) -> Vec<String> {
         let mut args = vec!["--allow-run-as-root".to_owned()];
         args.extend(match self.bind {
@@ -41,9 +59,11 @@ impl Step<'_> {
             args.extend(["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"].map(str::to_owned));
         }
         if let Some(network) = self.network {
-            args.extend(
-                ["--mca", "btl_tcp_if_include", network, "--mca", "oob_tcp_if_include", network].map(str::to_owned),
-            );
+            let own = match self.mpirun.kind {
+                MpiKind::OpenMpi5 => ["--prtemca", "prte_if_include"],
+                _ => ["--mca", "oob_tcp_if_include"],
+            };
+            args.extend(["--mca", "btl_tcp_if_include", network, own[0], own[1], network].map(str::to_owned));
             args.extend(nccl_network(network).into_iter().flat_map(|setting| ["-x".to_owned(), setting]));
         }
         if self.hosts.len() > 1 {
@@ -72,30 +92,19 @@ pub(crate) fn nccl_network(network: &str) -> Option<String> {
 
 /// One application context per rank.
 pub(crate) fn command(ranks: &[CommandLine], step: &Step) -> CommandLine {
-    let mut args = step.options();
+    let is_hydra = step.mpirun.kind == MpiKind::Mpich;
+    let mut args = if is_hydra { step.options_of_hydra() } else { step.options() };
     for (rank, command) in ranks.iter().enumerate() {
         if rank > 0 {
             args.push(":".to_owned());
         }
-        if let Some(host) = step.host_of(rank) {
+        if let Some(host) = step.host_of(rank).filter(|_| !is_hydra) {
             args.extend(["--host".to_owned(), host]);
         }
         args.extend(["-n".to_owned(), "1".to_owned(), command.program.display().to_string()]);
         args.extend(command.args.iter().cloned());
     }
-    CommandLine { program: PathBuf::from("mpirun"), args }
-}
-
-/// Errs when `mpirun` is not on the machine.
-pub(crate) fn check_installed() -> Result<()> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    if !std::env::split_paths(&path).any(|dir| dir.join("mpirun").is_file()) {
-        bail!(
-            "`mpirun` is not in PATH, and a world of more than one rank needs it; \
-             install Open MPI (Debian, Ubuntu: `apt-get install openmpi-bin`), or use --world_size=1"
-        );
-    }
-    Ok(())
+    CommandLine { program: step.mpirun.program.clone(), args }
 }
 
 /// The pid of rank 0 below `mpirun`; None when it is not there (yet), or on another node.
@@ -103,7 +112,8 @@ pub(crate) fn find_rank_0(mpirun: u32) -> Option<u32> {
     // Nearest first: a worker inherits its rank's environment, and stands below it.
     processes::descendants(mpirun).into_iter().find(|pid| {
         let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        environment.split(|byte| *byte == 0).any(|entry| entry == b"OMPI_COMM_WORLD_RANK=0" || entry == b"PMIX_RANK=0")
+        let names: [&[u8]; 3] = [b"OMPI_COMM_WORLD_RANK=0", b"PMIX_RANK=0", b"PMI_RANK=0"];
+        environment.split(|byte| *byte == 0).any(|entry| names.contains(&entry))
     })
 }
 

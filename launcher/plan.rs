@@ -5,8 +5,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 
+use crate::container::Container;
 use crate::flags::{Backend, Bind, Device, WorldFlags};
 use crate::hosts::{self, Host};
+use crate::mpi::{MpiKind, Mpirun};
 use crate::srun::{self, Allocation};
 use crate::{local, mpirun};
 
@@ -19,12 +21,18 @@ pub struct Site {
     pub num_cores: u32,
     /// What shared-memory names begin with, before the rank. Not the default when another world runs here.
     pub shm_prefix: String,
+    /// What starts ranks where Slurm does not.
+    pub mpirun: Mpirun,
     /// The Slurm allocation it is made in, if any.
     pub allocation: Option<Allocation>,
     /// The hosts that the flags name; empty for this one alone.
     pub hosts: Vec<Host>,
     /// Names of the variables of this environment: those that ranks need are handed on to other hosts.
     pub environment: Vec<String>,
+    /// Where this process runs; what containers see of the machine is told from there.
+    pub work_dir: PathBuf,
+    /// Where ranks and launcher meet.
+    pub run_dir: PathBuf,
 }
 
 /// A program and its arguments.
@@ -84,23 +92,31 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
     if oversubscribe && flags.bind != Bind::None {
         bail!("{most} ranks on {} cores take turns, and cannot be bound to cores; leave --bind out", site.num_cores);
     }
-    let ranks = || (0..flags.world_size).map(|rank| rank_command(rank, most, flags, site)).collect();
+    let container = Container::of(flags, &starter, &site.work_dir, &site.run_dir)?;
+    let wrap = |command| container.iter().fold(command, |command, container| container.wrap(command));
+    let ranks = || (0..flags.world_size).map(|rank| wrap(rank_command(rank, most, flags, site))).collect();
     let command = match (&starter, &site.allocation) {
         (Starter::Srun { step, .. }, Some(allocation)) => {
             let step = srun::Step {
                 allocation,
+                mpi: site.mpirun.kind,
                 name: step.clone(),
                 num_ranks: flags.world_size,
                 oversubscribe,
                 hosts: &placed,
                 bind: flags.bind,
                 network: flags.network.as_deref(),
+                container: container.as_ref(),
             };
             srun::command(&step, any_rank_command(most, flags, site), &srun_arguments(flags, site))?
         }
         (Starter::Local, _) => local::command(ranks()),
         _ => {
+            if site.mpirun.kind == MpiKind::Mpich && flags.network.as_deref().is_some_and(|name| name.contains('/')) {
+                bail!("MPICH's launcher takes the name of an interface for --network, such as `eth0`, and no subnet");
+            }
             let step = mpirun::Step {
+                mpirun: &site.mpirun,
                 oversubscribe,
                 hosts: &placed,
                 bind: flags.bind,
@@ -149,7 +165,7 @@ fn starter(flags: &WorldFlags, site: &Site) -> Result<Starter> {
         (Backend::Srun, Some(allocation)) => by_srun(allocation),
         (Backend::Local, _) => Starter::Local,
         (Backend::Auto, _) if is_one && site.hosts.is_empty() => Starter::Local,
-        (Backend::Auto, Some(allocation)) if allocation.mpi_type().is_ok() => by_srun(allocation),
+        (Backend::Auto, Some(allocation)) if allocation.mpi_type(site.mpirun.kind).is_ok() => by_srun(allocation),
         (Backend::Auto | Backend::Mpirun, _) => Starter::Mpirun,
     })
 }
@@ -210,12 +226,17 @@ fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> Com
         args.push(format!("--threads={}", (site.num_cores / ranks_per_node).max(1)));
     }
     args.extend(flags.rank_flags.iter().cloned());
-    CommandLine { program: flags.trireme.clone().unwrap_or_else(|| site.trireme.clone()), args }
+    let in_image = flags.container_image.as_ref().map(|_| PathBuf::from("trireme"));
+    let program = flags.trireme.clone().or(in_image).unwrap_or_else(|| site.trireme.clone());
+    CommandLine { program, args }
 }
 
 /// What prints the memory that the world would take; flags of its ranks count.
 pub fn memory_command(flags: &WorldFlags, site: &Site) -> CommandLine {
     let mut command = any_rank_command(flags.world_size, flags, site);
+    if flags.container_image.is_some() {
+        command.program = site.trireme.clone();
+    }
     command.args[0] = "plan".to_owned();
     command.args.insert(1, format!("--world-size={}", flags.world_size));
     command
@@ -295,7 +316,16 @@ mod tests {
         let hosts = hosts::of_flags(&flags)?;
         let environment = ["NCCL_DEBUG", "HOME"].map(str::to_owned).to_vec();
         let shm_prefix = "prefix".to_owned();
-        plan(&flags, &Site { trireme: "/opt/trireme".into(), num_cores: 4, shm_prefix, allocation, hosts, environment })
+        let mpirun = match &flags.mpirun {
+            // By its name alone, for tests: the program is not there.
+            Some(name) if name.ends_with("mpirun.mpich") => Mpirun { program: name.clone(), kind: MpiKind::Mpich },
+            Some(name) => Mpirun { program: name.clone(), kind: MpiKind::OpenMpi5 },
+            None => Mpirun::default(),
+        };
+        let trireme = "/opt/trireme".into();
+        let site =
+            Site { trireme, num_cores: 4, shm_prefix, mpirun, allocation, hosts, environment, ..Site::default() };
+        plan(&flags, &Site { work_dir: "/work".into(), run_dir: "/run/me".into(), ..site })
     }
 
     #[test]
@@ -308,6 +338,54 @@ mod tests {
         assert!(command.starts_with(start), "{command}");
         assert!(command.contains(" : --host b:1 -n 1 /opt/trireme rank "), "{command}");
         assert_eq!(command.matches("--network=eth1").count(), 3, "{command}");
+    }
+
+    #[test]
+    fn ranks_run_in_a_container_that_sees_what_they_need() {
+        let line = "--world_size=2 --model_repo=models --container-image=site#trireme:1 --container-mounts=/data,/a:/b";
+        let pyxis = plan_in(job_7("pmix"), line).unwrap();
+        let step = "srun --mpi=pmix --job-name=trireme-8000 --nodes=1 --ntasks=2 --kill-on-bad-exit=1 --cpu-bind=none \
+             --unbuffered '--container-image=site#trireme:1' \
+             --container-mounts=/work/models:/work/models,/work:/work,/run/me:/run/me,/data:/data,/a:/b \
+             --container-workdir=/work sh -c 'exec \"$0\" rank \
+             --backend-config=python,shm-region-prefix-name=prefix${SLURM_PROCID}_ \"$@\"' trireme --model-repository=models ";
+        assert!(pyxis.starts_with(step), "{pyxis}");
+        let refusal = plan_of(line).unwrap_err().to_string();
+        assert!(refusal.contains("pyxis is a part of Slurm's srun"), "{refusal}");
+        assert!(plan_of("--container-mounts=/data").unwrap_err().to_string().contains("needs --container-image"));
+
+        let line = "--world_size=2 --model_repo=/m --device=cuda --container-image=t.sif --container-runtime=apptainer";
+        let inside = "apptainer exec --nv --bind=/m,/work,/run/me --pwd=/work t.sif trireme";
+        let local = plan_of(line).unwrap();
+        let start = format!("mpirun --allow-run-as-root --bind-to none -n 1 {inside} rank --model-repository=/m ");
+        assert!(local.starts_with(&start) && local.contains(&format!(" : -n 1 {inside} rank ")), "{local}");
+        let step = plan_in(job_7("pmix"), line).unwrap();
+        let script = "sh -c 'exec apptainer exec --nv --bind=/m,/work,/run/me --pwd=/work t.sif \"$0\" rank ";
+        assert!(step.contains(script) && step.contains("' trireme --model-repository=/m "), "{step}");
+        let one =
+            plan_of("--container-image=t.sif --container-runtime=apptainer --device=cpu --trireme=/opt/t").unwrap();
+        assert!(
+            one.starts_with(
+                "apptainer exec --bind=/work/model_repository,/work,/run/me --pwd=/work t.sif /opt/t rank "
+            ),
+            "{one}"
+        );
+    }
+
+    #[test]
+    fn launchers_of_other_mpis_get_their_own_options() {
+        let hydra = plan_of("--mpirun=mpirun.mpich --world_size=3 --hosts=a:2,b:1 --network=eth1 --bind=core").unwrap();
+        let start = "mpirun.mpich -bind-to core:2 -iface eth1 -genv NCCL_SOCKET_IFNAME eth1 -hosts a:2,b:1 -n 1 /opt/trireme rank ";
+        assert!(hydra.starts_with(start), "{hydra}");
+        assert!(hydra.contains(" : -n 1 /opt/trireme rank ") && !hydra.contains("--host"), "{hydra}");
+        assert!(plan_of("--mpirun=mpirun.mpich --world_size=9").unwrap().starts_with("mpirun.mpich -n 1 "));
+        let error = plan_of("--mpirun=mpirun.mpich --world_size=2 --hosts=a,b --network=10.0.0.0/8").unwrap_err();
+        assert!(error.to_string().contains("takes the name of an interface"), "{error}");
+        let open_mpi_5 = plan_of("--mpirun=/opt/mpirun --world_size=2 --hosts=a,b --network=eth1").unwrap();
+        let start = "/opt/mpirun --allow-run-as-root --bind-to none --mca btl_tcp_if_include eth1 --prtemca prte_if_include eth1 ";
+        assert!(open_mpi_5.starts_with(start), "{open_mpi_5}");
+        let by_pmi = plan_in(job_7("pmi2"), "--mpirun=mpirun.mpich --world_size=2").unwrap();
+        assert!(by_pmi.starts_with("srun --mpi=pmi2 "), "{by_pmi}");
     }
 
     #[test]

@@ -108,6 +108,13 @@ mod tests {
     }
 
     #[test]
+    fn the_shipped_batch_file_with_a_container_is_what_the_launcher_writes() {
+        let shipped = include_str!("../slurm/container.sbatch");
+        let line = "sbatch --world_size=8 --model_repo=model_repository --container-image=registry.example.com#team/trireme:1.0";
+        assert_eq!(file_of(line).unwrap(), shipped);
+    }
+
+    #[test]
     fn flags_of_the_site_become_options_and_flags_of_the_world_are_handed_on() {
         let line = "sbatch --world_size 2 --part=gpu --account a1 --time=1:00:00 --device=cpu --drain_before=30 \
                     --model_repo=/m -- --time=x";

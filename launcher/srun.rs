@@ -6,7 +6,9 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
+use crate::container::Container;
 use crate::flags::Bind;
+use crate::mpi::MpiKind;
 use crate::mpirun::nccl_network;
 use crate::plan::{CommandLine, quoted};
 
@@ -44,15 +46,19 @@ impl Allocation {
         Some(Self { job, nodes, mpi_types: mpi_types(&String::from_utf8_lossy(&text)), node })
     }
 
-    /// The newest protocol that Open MPI speaks with this Slurm.
-    pub(crate) fn mpi_type(&self) -> Result<&str> {
+    /// What this Slurm and the site's MPI both speak: PMIx with Open MPI, PMI with MPICH.
+    pub(crate) fn mpi_type(&self, mpi: MpiKind) -> Result<&str> {
+        let (name, wanted) = match mpi {
+            MpiKind::OpenMpi | MpiKind::OpenMpi5 => ("Open MPI", "pmix"),
+            MpiKind::Mpich => ("MPICH", "pmi2"),
+        };
         // `pmix` is the site's own choice of version; a number is taken only where that is missing.
-        let newest = self.mpi_types.iter().rev().find(|name| name.starts_with("pmix"));
-        let found = self.mpi_types.get("pmix").or(newest);
+        let newest = self.mpi_types.iter().rev().find(|name| name.starts_with(wanted));
+        let found = self.mpi_types.get(wanted).or(newest);
         found.map(String::as_str).with_context(|| {
             let there: Vec<_> = self.mpi_types.iter().map(String::as_str).collect();
             format!(
-                "this Slurm starts MPI programs by {}, and Open MPI needs pmix; use --backend=mpirun",
+                "this Slurm starts MPI programs by {}, and {name} needs {wanted}; use --backend=mpirun",
                 if there.is_empty() { "no means".to_owned() } else { there.join(", ") }
             )
         })
@@ -82,6 +88,7 @@ fn mpi_types(text: &str) -> BTreeSet<String> {
 /// What `srun` is told about one world.
 pub(crate) struct Step<'a> {
     pub(crate) allocation: &'a Allocation,
+    pub(crate) mpi: MpiKind,
     pub(crate) name: String,
     pub(crate) num_ranks: u32,
     pub(crate) oversubscribe: bool,
@@ -89,6 +96,7 @@ pub(crate) struct Step<'a> {
     pub(crate) hosts: &'a [(String, u32)],
     pub(crate) bind: Bind,
     pub(crate) network: Option<&'a str>,
+    pub(crate) container: Option<&'a Container>,
 }
 
 /// The name of the step that serves on `http_port`; by it [`signal`] finds the step again.
@@ -100,7 +108,7 @@ pub(crate) fn step_name(http_port: u16) -> String {
 /// arguments, quoted already, that name the rank as `$SLURM_PROCID`.
 pub(crate) fn command(step: &Step, common: CommandLine, per_rank: &[String]) -> Result<CommandLine> {
     let mut args = vec![
-        format!("--mpi={}", step.allocation.mpi_type()?),
+        format!("--mpi={}", step.allocation.mpi_type(step.mpi)?),
         format!("--job-name={}", step.name),
         format!("--nodes={}", step.hosts.len().max(1)),
         format!("--ntasks={}", step.num_ranks),
@@ -125,10 +133,16 @@ pub(crate) fn command(step: &Step, common: CommandLine, per_rank: &[String]) -> 
     if let Some(set) = environment(step) {
         args.push(format!("--export=ALL,{set}"));
     }
+    args.extend(step.container.map(Container::srun_options).unwrap_or_default());
     let mut common_args = common.args.into_iter();
     let sub_command = common_args.next().unwrap_or_default();
+    // What starts the container stands in front of the program.
+    let program = CommandLine { program: "$0".into(), args: Vec::new() };
+    let program = step.container.map_or(program.clone(), |container| container.wrap(program));
+    let words = std::iter::once(program.program.display().to_string()).chain(program.args);
+    let words: Vec<String> = words.map(|word| if word == "$0" { "\"$0\"".to_owned() } else { quoted(&word) }).collect();
     // `rank` is empty for rank 0, whose log file bears no number.
-    let script = format!("exec \"$0\" {} {} \"$@\"", quoted(&sub_command), per_rank.join(" "));
+    let script = format!("exec {} {} {} \"$@\"", words.join(" "), quoted(&sub_command), per_rank.join(" "));
     let names_rank = per_rank.iter().any(|argument| argument.contains("$rank"));
     let script = if names_rank { format!("rank=${{SLURM_PROCID#0}}; {script}") } else { script };
     args.extend(["sh".to_owned(), "-c".to_owned(), script, common.program.display().to_string()]);
@@ -189,10 +203,11 @@ mod tests {
     #[test]
     fn the_sites_mpi_is_found_in_what_srun_lists() {
         let new = "MPI plugin types are...\n\tpmix\n\tnone\n\tcray_shasta\n\tpmi2\nspecific pmix plugin versions available: pmix_v4\n";
-        assert_eq!(allocation(new).mpi_type().unwrap(), "pmix");
+        assert_eq!(allocation(new).mpi_type(MpiKind::OpenMpi).unwrap(), "pmix");
         let old = "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: pmix_v2\nsrun: pmix_v3\n";
-        assert_eq!(allocation(old).mpi_type().unwrap(), "pmix_v3");
-        let error = allocation("MPI plugin types are...\n\tnone\n\tpmi2\n").mpi_type().unwrap_err();
+        assert_eq!(allocation(old).mpi_type(MpiKind::OpenMpi5).unwrap(), "pmix_v3");
+        assert_eq!(allocation(new).mpi_type(MpiKind::Mpich).unwrap(), "pmi2");
+        let error = allocation("MPI plugin types are...\n\tnone\n\tpmi2\n").mpi_type(MpiKind::OpenMpi).unwrap_err();
         assert!(error.to_string().contains("none, pmi2, and Open MPI needs pmix; use --backend=mpirun"), "{error}");
     }
 }

@@ -85,6 +85,11 @@ impl RunDir {
         Ok(Self(dir))
     }
 
+    /// The directory itself.
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
     /// Where the launcher of this HTTP port logs when detached.
     pub(crate) fn log_file(&self, http_port: u16) -> PathBuf {
         self.0.join(format!("world-{http_port}.log"))

@@ -1,11 +1,12 @@
 //! The server program, and what starts more than one rank.
 
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use super::Finding;
 use crate::flags::DoctorFlags;
+use crate::mpi::{self, MpiKind, Mpirun};
 use crate::srun;
 
 /// Where the server program is, and whether it runs here.
@@ -21,33 +22,42 @@ pub(super) fn program(flags: &DoctorFlags) -> Finding {
 
 /// MPI's launcher: which one, and whether it starts processes.
 pub(super) fn check(flags: &DoctorFlags) -> Vec<Finding> {
+    let mpirun = crate::mpi_of(flags.mpirun.as_deref(), true);
     if let Some(job) = srun::Allocation::from_env() {
-        return vec![slurm(&job)];
+        return vec![slurm(&job, mpirun.kind)];
     }
-    let Some(path) = find("mpirun") else {
-        let advice = "install Open MPI (Debian, Ubuntu: `apt-get install openmpi-bin`)";
-        let found = "`mpirun` is not in PATH";
+    let named = flags.mpirun.clone().filter(|path| path.components().count() > 1);
+    let Some(path) = named.or_else(|| find(&mpirun.program.to_string_lossy())) else {
+        let advice = "install Open MPI (Debian, Ubuntu: `apt-get install openmpi-bin`) or MPICH (`mpich`)";
+        let found = format!("`{}` is not in PATH", mpirun.program.display());
         return vec![match flags.world_size {
             1 => Finding::warn("MPI", format!("{found}; one rank needs none"), format!("for more ranks, {advice}")),
             _ => Finding::fail("MPI", found, advice),
         }];
     };
-    let version = output(Command::new(&path).arg("--version")).unwrap_or_default();
-    let version = version.lines().next().unwrap_or("").to_owned();
-    let found = format!("{} ({version})", path.display());
-    let known = match version.contains("Open MPI") || version.contains("OpenRTE") || version.contains("PRRTE") {
-        true => Finding::ok("MPI", found),
-        false => Finding::warn("MPI", found, "Open MPI is what is tested; put its `mpirun` first in PATH"),
-    };
-    vec![known, start()]
+    let version = mpi::version(&path).unwrap_or_default();
+    // Hydra's first line has no number.
+    let numbered = version.lines().find(|line| line.bytes().any(|byte| byte.is_ascii_digit())).unwrap_or("");
+    let numbered = numbered.split_whitespace().collect::<Vec<_>>().join(" ");
+    let found = format!("{} ({}: {numbered})", path.display(), name_of(mpirun.kind));
+    vec![Finding::ok("MPI", found), start(&mpirun)]
+}
+
+fn name_of(kind: MpiKind) -> &'static str {
+    match kind {
+        MpiKind::OpenMpi | MpiKind::OpenMpi5 => "Open MPI",
+        MpiKind::Mpich => "MPICH",
+    }
 }
 
 /// Two processes that do nothing.
-fn start() -> Finding {
-    let mut command = Command::new("mpirun");
+fn start(mpirun: &Mpirun) -> Finding {
+    let mut command = Command::new(&mpirun.program);
     let begun = Instant::now();
-    command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2", "true"]);
-    match command.output() {
+    if mpirun.kind != MpiKind::Mpich {
+        command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
+    }
+    match command.args(["-n", "2", "true"]).stdin(Stdio::null()).output() {
         Ok(output) if output.status.success() => {
             Finding::ok("MPI start", format!("two processes in {:.2} s", begun.elapsed().as_secs_f64()))
         }
@@ -64,8 +74,8 @@ fn start() -> Finding {
     }
 }
 
-fn slurm(job: &srun::Allocation) -> Finding {
-    match job.mpi_type() {
+fn slurm(job: &srun::Allocation, mpi: MpiKind) -> Finding {
+    match job.mpi_type(mpi) {
         Ok(kind) => Finding::ok("MPI", format!("Slurm job {} starts ranks through {kind}", job.job)),
         Err(error) => {
             let advice = "ask the site for PMIx (`srun --mpi=list`); until then `launch` uses mpirun on one node";

@@ -13,7 +13,8 @@ use nix::sys::signal::{SigSet, Signal};
 
 fn main() {
     let args: Vec<String> = std::env::args().collect();
-    let rank = std::env::var("OMPI_COMM_WORLD_RANK").unwrap_or("0".to_owned());
+    let rank = ["OMPI_COMM_WORLD_RANK", "PMI_RANK"].into_iter().find_map(|name| std::env::var(name).ok());
+    let rank = rank.unwrap_or("0".to_owned());
     note(&format!("rank {rank} starts as {}: {}", std::process::id(), args[1..].join(" ")));
     if std::env::var("FAKE_FAIL").is_ok_and(|how| how == "load") {
         eprintln!("model `llama` has no weights");

@@ -1,0 +1,77 @@
+//! Ranks inside of a container image, started from outside: by Slurm's plugin pyxis, or by Apptainer.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+
+use crate::flags::{ContainerRuntime, Device, WorldFlags};
+use crate::plan::{CommandLine, Starter};
+
+/// An image and what it sees of this machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Container {
+    runtime: ContainerRuntime,
+    image: String,
+    /// `FROM:TO`, or one path that is the same inside.
+    mounts: Vec<String>,
+    work_dir: PathBuf,
+    needs_gpus: bool,
+}
+
+impl Container {
+    /// That of the flags, if they name an image. Ranks need the model repository, the working directory with its logs, and
+    /// `run_dir`, where they meet the launcher; what else is mounted the flags say.
+    ///
+    /// # Errors
+    /// When `starter` cannot start ranks in it.
+    pub(crate) fn of(flags: &WorldFlags, starter: &Starter, work_dir: &Path, run_dir: &Path) -> Result<Option<Self>> {
+        let Some(image) = &flags.container_image else {
+            if !flags.container_mounts.is_empty() {
+                bail!("--container-mounts needs --container-image");
+            }
+            return Ok(None);
+        };
+        let runtime = flags.container_runtime;
+        if runtime == ContainerRuntime::Pyxis && !matches!(starter, Starter::Srun { .. }) {
+            bail!(
+                "pyxis is a part of Slurm's srun, which does not start this world; start it in a batch job (`launch \
+                 sbatch`), or with --container-runtime=apptainer"
+            );
+        }
+        let own = [work_dir.join(&flags.model_repo), work_dir.to_owned(), run_dir.to_owned()];
+        let mut mounts: Vec<String> = own.map(|path| path.display().to_string()).into();
+        mounts.extend(flags.container_mounts.iter().cloned());
+        mounts.dedup();
+        let needs_gpus = flags.device != Device::Cpu;
+        Ok(Some(Self { runtime, image: image.clone(), mounts, work_dir: work_dir.to_owned(), needs_gpus }))
+    }
+
+    /// What `srun` is told, where its plugin starts the container.
+    pub(crate) fn srun_options(&self) -> Vec<String> {
+        if self.runtime != ContainerRuntime::Pyxis {
+            return Vec::new();
+        }
+        let mount = |mount: &String| if mount.contains(':') { mount.clone() } else { format!("{mount}:{mount}") };
+        vec![
+            format!("--container-image={}", self.image),
+            format!("--container-mounts={}", self.mounts.iter().map(mount).collect::<Vec<_>>().join(",")),
+            format!("--container-workdir={}", self.work_dir.display()),
+        ]
+    }
+
+    /// `command` as it is run outside, where the container is started as a program.
+    pub(crate) fn wrap(&self, command: CommandLine) -> CommandLine {
+        if self.runtime != ContainerRuntime::Apptainer {
+            return command;
+        }
+        let mut args = vec!["exec".to_owned()];
+        if self.needs_gpus {
+            args.push("--nv".to_owned());
+        }
+        args.push(format!("--bind={}", self.mounts.join(",")));
+        args.push(format!("--pwd={}", self.work_dir.display()));
+        args.extend([self.image.clone(), command.program.display().to_string()]);
+        args.extend(command.args);
+        CommandLine { program: "apptainer".into(), args }
+    }
+}

@@ -1,0 +1,107 @@
+//! Which MPI starts ranks: found out from its `mpirun`.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Result, bail};
+
+/// The families of launchers, which take different options.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MpiKind {
+    /// Open MPI up to 4.
+    OpenMpi,
+    /// Open MPI from 5 on, whose launcher is PRRTE.
+    OpenMpi5,
+    /// Hydra, the launcher of MPICH, Intel MPI and MVAPICH.
+    Mpich,
+}
+
+/// An `mpirun`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mpirun {
+    /// The program.
+    pub program: PathBuf,
+    /// What it is.
+    pub kind: MpiKind,
+}
+
+impl Default for Mpirun {
+    /// Open MPI's, in PATH.
+    fn default() -> Self {
+        Self { program: "mpirun".into(), kind: MpiKind::OpenMpi }
+    }
+}
+
+impl Mpirun {
+    /// Asks `program` what it is. One that does not answer counts as Open MPI's.
+    pub fn of(program: &Path) -> Self {
+        let kind = version(program).as_deref().map_or(MpiKind::OpenMpi, kind_of);
+        Self { program: program.to_owned(), kind }
+    }
+
+    /// Errs when it is not on the machine.
+    pub(crate) fn check_installed(&self) -> Result<()> {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let is_named = self.program.components().count() > 1;
+        if is_named && self.program.is_file()
+            || std::env::split_paths(&path).any(|dir| dir.join(&self.program).is_file())
+        {
+            return Ok(());
+        }
+        let name = self.program.display();
+        let place = if is_named { "not there" } else { "not in PATH" };
+        bail!(
+            "`{name}` is {place}, and a world of more than one rank needs it; install Open MPI (Debian, Ubuntu: \
+             `apt-get install openmpi-bin`) or MPICH (`mpich`), name it with --mpirun, or use --world_size=1"
+        )
+    }
+}
+
+/// What it says of its version.
+pub(crate) fn version(program: &Path) -> Option<String> {
+    let output = Command::new(program).arg("--version").stdin(Stdio::null()).output().ok()?;
+    Some(String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned())
+}
+
+fn kind_of(version: &str) -> MpiKind {
+    if ["HYDRA", "Intel(R) MPI", "MPICH"].iter().any(|name| version.contains(name)) {
+        return MpiKind::Mpich;
+    }
+    let number = version.split_once("Open MPI)").and_then(|(_, rest)| rest.trim().split('.').next()?.parse().ok());
+    match number {
+        Some(5u32..) => MpiKind::OpenMpi5,
+        None if version.contains("PRRTE") || version.contains("prterun") => MpiKind::OpenMpi5,
+        _ => MpiKind::OpenMpi,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn launchers_are_known_by_what_they_say_of_their_version() {
+        let said = [
+            ("mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n", MpiKind::OpenMpi),
+            (
+                "mpirun (Open MPI) 5.0.10\n\nReport bugs to https://www.open-mpi.org/community/help/\n",
+                MpiKind::OpenMpi5,
+            ),
+            ("prterun (PRRTE) 3.0.7\n", MpiKind::OpenMpi5),
+            ("HYDRA build details:\n    Version:                                 4.0.2\n", MpiKind::Mpich),
+            ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307\n", MpiKind::Mpich),
+            ("", MpiKind::OpenMpi),
+        ];
+        for (text, kind) in said {
+            assert_eq!(kind_of(text), kind, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_launcher_that_is_not_there_is_named_with_what_to_install() {
+        let error = Mpirun { program: "/nowhere/mpirun".into(), kind: MpiKind::OpenMpi }.check_installed();
+        assert!(error.unwrap_err().to_string().contains("`/nowhere/mpirun` is not there"));
+        let error = Mpirun { program: "no-such-mpirun".into(), kind: MpiKind::OpenMpi }.check_installed();
+        assert!(error.unwrap_err().to_string().contains("`no-such-mpirun` is not in PATH"));
+    }
+}
