@@ -48,6 +48,28 @@ on() {
     "$place/remote" "n$host" "exec $(printf '%q ' "$@")"
 }
 
+# slow_link N MILLISECONDS: from now on all that host N sends and gets takes so much longer. Where the kernel has netem it
+# would do the same; not every kernel has.
+slow_link() {
+    ip link add "tmx-$$" type veth peer name "tmy-$$"
+    ip link set "tmx-$$" master "$bridge" up
+    ip link set "tmy-$$" up
+    ip link set "tmv$1-$$" nomaster
+    python3 "$top/tests/multi_node/slow_link.py" "$2" "tmy-$$" "tmv$1-$$" >"$place/slow_link.log" 2>&1 &
+    echo $! >"$place/slow_link.pid"
+    disown
+    await 10 'the slow link is there' grep -q joined "$place/slow_link.log" || { cat "$place/slow_link.log"; return 1; }
+}
+
+# fast_link N: as before. Safe where the link is not slow.
+fast_link() {
+    [[ -e $place/slow_link.pid ]] || return 0
+    kill "$(<"$place/slow_link.pid")" 2>/dev/null || true
+    rm "$place/slow_link.pid"
+    ip link del "tmx-$$"
+    ip link set "tmv$1-$$" master "$bridge"
+}
+
 # Ends all that runs on hosts, and takes them away. Safe to call twice.
 remove_hosts() {
     local i
@@ -56,6 +78,7 @@ remove_hosts() {
         ip netns del "tmn$i-$$" 2>/dev/null || true
         umount "$place/shm-n$i" 2>/dev/null || true
     done
+    fast_link 2
     ip link del "$bridge" 2>/dev/null || true
 }
 

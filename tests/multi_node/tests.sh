@@ -6,7 +6,8 @@ readonly story='Once upon a time'
 # start ARGUMENT...: `launch` on host n1; its words go to world.log.
 start() {
     : >world.log
-    local words=("$LAUNCH" --model_repo="$repository" --device=cpu --network="$network" "$@")
+    local words=("$LAUNCH" --model_repo="$repository" --device=cpu "$@")
+    [[ " $* " == *' --network='* ]] || words+=(--network="$network")
     # The launcher itself, for signals to it.
     XDG_RUNTIME_DIR=$place/run OMPI_MCA_plm_rsh_agent=$place/remote "$place/remote" n1 "exec ${words[*]@Q}" >world.log 2>&1 &
     launch=$!
@@ -59,18 +60,93 @@ two_hosts_say_what_one_says() {
     stop
 }
 
+# round_trip_ms: of one byte and back between the hosts, by TCP.
+round_trip_ms() {
+    on 2 python3 "$top/tests/multi_node/round_trip.py" serve 10.78.0.12 >round_trip.log 2>&1 &
+    local serving=$!
+    await 10 'it listens' grep -q listening round_trip.log || return 1
+    on 1 python3 "$top/tests/multi_node/round_trip.py" ask 10.78.0.12
+    wait "$serving"
+}
+
 twenty_ms_between_hosts_change_no_token() {
+    local near far begun
     serve --world_size=2 --hosts=n1,n2 || return 1
-    local near far
     near=$(ask 24) || return 1
-    if ! tc qdisc add dev "tmv2-$$" root netem delay 20ms 2>/dev/null; then
-        stop
-        echo 'skipped: this kernel has no netem'
+    slow_link 2 20 || return 1
+    local measured
+    measured=$(round_trip_ms) || return 1
+    echo "20 ms later each way: $measured ms for a round trip"
+    ((measured >= 40)) || return 1
+    begun=$SECONDS
+    far=$(ask 24)
+    echo "24 tokens in $((SECONDS - begun)) s"
+    [[ $near == "$far" ]] || { echo "$far"; return 1; }
+    stop || return 1
+    # A world that starts over such a link, in stages.
+    with_parameters pp=2 || return 1
+    serve --world_size=2 --hosts=n1,n2 || return 1
+    begun=$SECONDS
+    far=$(ask 24)
+    echo "24 tokens in two stages in $((SECONDS - begun)) s"
+    [[ $near == "$far" ]] || { echo "$far"; return 1; }
+    fast_link 2
+    stop
+}
+
+# with_parameters KEY=VALUE...: the language model has these from now on, and no other that a test gave it.
+with_parameters() {
+    local word file=$repository/tensorrt_llm/config.pbtxt
+    cp "$top/model_repository/tensorrt_llm/config.pbtxt" "$file"
+    for word; do
+        echo "parameters { key: \"${word%%=*}\" value: { string_value: \"${word#*=}\" } }" >>"$file"
+    done
+}
+
+stages_and_replicas_on_two_hosts_say_what_one_rank_says() {
+    local alone i
+    serve --world_size=1 || return 1
+    alone=$(ask 48) && [[ -n $alone ]] || return 1
+    stop || return 1
+    with_parameters pp=2
+    serve --world_size=2 --hosts=n1,n2 || return 1
+    grep -q 'placement: stage 2 of 2: workers 1 on `n2`' world.log || { cat world.log; return 1; }
+    [[ $(ask 48) == "$alone" ]] || { ask 48; return 1; }
+    # More requests than stages, so that micro-batches are in flight.
+    local asking=()
+    for i in 1 2 3 4; do
+        ask 48 >"answer$i.txt" &
+        asking+=($!)
+    done
+    wait "${asking[@]}"
+    for i in 1 2 3 4; do [[ $(cat "answer$i.txt") == "$alone" ]] || { cat "answer$i.txt"; return 1; }; done
+    stop || return 1
+    with_parameters tp=2 pp=2
+    serve --world_size=4 --hosts=n1:2,n2:2 || return 1
+    [[ $(workers_on 1) == 2 && $(ask 48) == "$alone" ]] || return 1
+    stop || return 1
+    with_parameters tp=1
+    serve --world_size=2 --hosts=n1,n2 || return 1
+    grep -q 'placement: replica 2 of 2, stage 1 of 1: workers 1 on `n2`' world.log || { cat world.log; return 1; }
+    for i in 1 2 3 4; do [[ $(ask 48) == "$alone" ]] || return 1; done
+    curl --silent --fail "http://10.78.0.11:8002/metrics" >metrics.txt || return 1
+    for i in 0 1; do
+        grep "trireme_llm_output_tokens_total{.*replica=\"$i\"" metrics.txt | grep -qv ' 0$' || { cat metrics.txt; return 1; }
+    done
+    stop
+}
+
+an_mpich_world_on_two_hosts_says_what_one_rank_says() {
+    if ! command -v mpirun.mpich >/dev/null; then
+        echo 'skipped: no mpirun.mpich'
         return 77
     fi
-    far=$(ask 24)
-    tc qdisc del dev "tmv2-$$" root
-    [[ $near == "$far" ]] || return 1
+    local alone
+    serve --world_size=1 || return 1
+    alone=$(ask 48) && [[ -n $alone ]] || return 1
+    stop || return 1
+    HYDRA_LAUNCHER_EXEC=$place/remote serve --mpirun=mpirun.mpich --network=eth0 --world_size=2 --hosts=n1,n2 || return 1
+    [[ $(workers_on 1) == 1 && $(workers_on 2) == 1 && $(ask 48) == "$alone" ]] || return 1
     stop
 }
 

@@ -148,6 +148,35 @@ a_world_over_two_nodes_says_what_one_node_says_and_leaves_nothing() {
     leaves_nothing "$job" 1 && leaves_nothing "$job" 2
 }
 
+launch_serves_over_two_nodes_and_ends_from_the_login_node() {
+    "$LAUNCH" sbatch --nodes=2 --world_size=2 --gpus-per-node=0 --model_repo="$repository" --device=cpu >serve.sbatch || return 1
+    job=$(sbatch --parsable serve.sbatch) || return 1
+    await 10 "job $job runs" has_state "$job" RUNNING || return 1
+    at=1
+    await 40 "job $job is ready" is_ready "$at" || return 1
+    grep -q 'launch: placement: n1: rank 0; n2: rank 1' "trireme_$job.out" || { cat "trireme_$job.out"; return 1; }
+    [[ -n $(process_of_node 1 'trireme: worker 0 ') && -n $(process_of_node 2 'trireme: worker 1 ') ]] || return 1
+    [[ -n $(ask 16) ]] || return 1
+    "$LAUNCH" stop --job="$job" || return 1
+    ended_well || return 1
+    leaves_nothing "$job" 1 && leaves_nothing "$job" 2
+}
+
+launch_starts_ranks_of_mpich_by_slurms_pmi() {
+    if ! command -v mpirun.mpich >/dev/null; then
+        echo 'skipped: no mpirun.mpich'
+        return 77
+    fi
+    "$LAUNCH" sbatch --nodes=2 --world_size=2 --gpus-per-node=0 --mpirun=mpirun.mpich --model_repo="$repository" --device=cpu >serve.sbatch || return 1
+    job=$(sbatch --parsable serve.sbatch) || return 1
+    await 10 "job $job runs" has_state "$job" RUNNING || return 1
+    at=1
+    await 40 "job $job is ready" is_ready "$at" || { cat "trireme_$job.out"; return 1; }
+    [[ -n $(process_of_node 2 'trireme: worker 1 ') && -n $(ask 16) ]] || return 1
+    "$LAUNCH" stop --job="$job" || return 1
+    leaves_nothing "$job" 1 && leaves_nothing "$job" 2
+}
+
 a_world_outlives_a_killed_slurmd_and_ends_with_a_reason_when_a_node_dies() {
     submit --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 slurm/trireme.sub "$repository" --device=cpu --heartbeat-timeout=6 || return 1
     await 10 "job $job runs" has_state "$job" RUNNING || return 1
