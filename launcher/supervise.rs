@@ -389,9 +389,10 @@ impl Supervisor {
                 eprintln!("launch: {why}: asks the world to end, and gives it {exit_timeout:?} for requests in flight");
                 self.state.phase = Phase::Ending;
                 self.write_state();
-                if !running.again {
+                match running.again {
+                    true => self.refuse_clients(None, false),
                     // Who comes from now on finds the ports closed, as the world closes them.
-                    self.doorman = None;
+                    false => self.doorman = None,
                 }
                 if let Some(next) = running.next.take() {
                     next.kill();
