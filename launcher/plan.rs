@@ -112,23 +112,28 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
         }
         (Starter::Local, _) => local::command(ranks()),
         _ => {
-            if site.mpirun.kind == MpiKind::Mpich && flags.network.as_deref().is_some_and(|name| name.contains('/')) {
-                bail!("MPICH's launcher takes the name of an interface for --network, such as `eth0`, and no subnet");
-            }
-            let step = mpirun::Step {
-                mpirun: &site.mpirun,
-                oversubscribe,
-                hosts: &placed,
-                bind: flags.bind,
-                cores_per_rank: (site.num_cores / most).max(1),
-                network: flags.network.as_deref(),
-                environment: &site.environment,
-            };
+            let cores_per_rank = (site.num_cores / most).max(1);
+            let step = mpirun_step(flags, site, &placed, oversubscribe, cores_per_rank)?;
             mpirun::command(&ranks(), &step)
         }
     };
     let placement = (placed.len() > 1).then(|| format!("placement: {}", hosts::describe(&placed)));
     Ok(Plan { command, starter, placed, placement })
+}
+
+fn mpirun_step<'a>(
+    flags: &'a WorldFlags,
+    site: &'a Site,
+    hosts: &'a [(String, u32)],
+    oversubscribe: bool,
+    cores_per_rank: u32,
+) -> Result<mpirun::Step<'a>> {
+    let network = flags.network.as_deref();
+    if site.mpirun.kind == MpiKind::Mpich && network.is_some_and(|name| name.contains('/')) {
+        bail!("MPICH's launcher takes the name of an interface for --network, such as `eth0`, and no subnet");
+    }
+    let (mpirun, bind, environment) = (&site.mpirun, flags.bind, &site.environment[..]);
+    Ok(mpirun::Step { mpirun, oversubscribe, hosts, bind, cores_per_rank, network, environment })
 }
 
 /// The ranks of each host, where hosts are named or Slurm has given more than one.

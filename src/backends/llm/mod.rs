@@ -15,6 +15,7 @@ mod outputs;
 mod plan;
 mod prefixes;
 mod queue_rules;
+mod replicas;
 mod request;
 mod router;
 mod step_thread;
@@ -34,21 +35,22 @@ use serving::{
     Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, ResponseStream,
 };
 use text::Tokenizer;
-use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use worker::Agents;
 
 pub use check::{CheckFactory, Sound};
 use config::LlmConfig;
 pub use config::LlmDefaults;
 pub use figures::{ENDS, FigureValues, STEP_KINDS, STEP_PHASES, Start, WorkerFigures};
-use inbox::{Inbox, Message};
+use inbox::Message;
 use inputs::Wanted;
 pub use ledger::LlmLedger;
 use outputs::Responses;
 pub use plan::{ModelPlan, PlanFactory};
+use replicas::{checkpoint_print, start_replicas, stop_all};
 use request::{ById, Pending, RequestTask};
 use router::{Admission, Replica, Router};
-use step_thread::{StepThread, error_of};
+use step_thread::error_of;
 use text_stop::TextStop;
 use timing::Timing;
 
@@ -168,61 +170,6 @@ impl BackendFactory for LlmFactory {
     }
 }
 
-/// Whether a replica's first start succeeded.
-type IsLoaded = oneshot::Receiver<Result<(), String>>;
-
-/// Starts the step thread of each replica.
-fn start_replicas(
-    config: &LlmConfig,
-    agents: &Arc<Agents>,
-    prefix: &Prefix,
-) -> Result<(Arc<Router>, Vec<IsLoaded>), InferError> {
-    let inboxes: Vec<_> = (0..config.num_replicas).map(|_| Inbox::new()).collect();
-    let replicas = inboxes.iter().map(|(inbox, _)| Replica { inbox: inbox.clone(), shared: Arc::default() });
-    let EngineConfig { max_rows, max_queue, block_size, .. } = config.engine;
-    let router = Arc::new(Router::new(replicas.collect(), max_rows, max_queue, block_size));
-    let mut loads = Vec::new();
-    for (replica, (inbox, messages)) in (0..).zip(inboxes) {
-        let thread = StepThread {
-            config: config.clone(),
-            replica,
-            router: Arc::clone(&router),
-            agents: Arc::clone(agents),
-            prefix: prefix.clone(),
-            inbox,
-            messages,
-            shared: Arc::clone(&router.replicas()[replica as usize].shared),
-        };
-        let (loaded, is_loaded) = oneshot::channel();
-        let name = format!("steps-{}", config.name);
-        let spawned = std::thread::Builder::new().name(name).spawn(move || thread.run(loaded));
-        if let Err(error) = spawned {
-            stop_all(&router);
-            return Err(InferError::internal(format!("cannot start a thread: {error}")));
-        }
-        loads.push(is_loaded);
-    }
-    Ok((router, loads))
-}
-
-/// Tells every step thread to end its workers, then itself. Memory comes back as they end.
-fn stop_all(router: &Router) {
-    for replica in router.replicas() {
-        let (done, _) = oneshot::channel();
-        replica.inbox.send(Message::Stop { done });
-    }
-}
-
-async fn checkpoint_print(config: &LlmConfig) -> Result<Vec<u8>, InferError> {
-    let dir = config.checkpoint.clone();
-    let print = tokio::task::spawn_blocking(move || worker::fingerprint(&dir)).await;
-    let print = print.map_err(|_| std::io::Error::other("its reader ended")).flatten();
-    print.map_err(|error| {
-        let dir = config.checkpoint.display();
-        InferError::internal(format!("model `{}`: cannot read checkpoint {dir}: {error}", config.name))
-    })
-}
-
 /// The checkpoint's tokenizer, which finds stop words in the text; a checkpoint need not have one.
 async fn tokenizer(config: &LlmConfig) -> Option<Arc<Tokenizer>> {
     let dir = config.checkpoint.clone();
@@ -282,6 +229,25 @@ impl Llm {
 }
 
 impl Llm {
+    /// A replica for these sequences of one request, or a place in the queue.
+    fn admit(&self, sequences: &[Request]) -> Result<Admission, InferError> {
+        if let Some(reason) = self.router.failure() {
+            return Err(InferError::unavailable(reason));
+        }
+        let EngineConfig { max_queue, max_rows, .. } = self.config.engine;
+        let limit = max_queue + max_rows * self.router.replicas().len();
+        if *self.in_flight.borrow() >= limit {
+            return Err(InferError::unavailable(format!(
+                "model `{}` has {limit} requests waiting or running; try again later",
+                self.config.name
+            )));
+        }
+        let first = sequences.first().expect("a request has a sequence");
+        let num_rows = first.beams.map_or(sequences.len(), |beams| beams.width as usize);
+        let admission = self.router.admit(&first.prompt, num_rows, first.priority);
+        admission.map_err(|full| error_of(&Refused::QueueFull { max: full.max }))
+    }
+
     /// A search of the text for each sequence, where there are stop words to search for.
     fn text_stops(&self, sequences: &[Request]) -> Vec<TextStop> {
         let Some(tokenizer) = &self.tokenizer else { return Vec::new() };
@@ -299,31 +265,18 @@ impl Backend for Llm {
             Wanted::Stop => return Ok(self.stop(&request)),
             Wanted::Generate(parsed) => *parsed,
         };
-        if let Some(reason) = self.router.failure() {
-            return Err(InferError::unavailable(reason));
-        }
-        let EngineConfig { max_queue, max_rows, block_size, .. } = self.config.engine;
-        let limit = max_queue + max_rows * self.router.replicas().len();
-        if *self.in_flight.borrow() >= limit {
-            return Err(InferError::unavailable(format!(
-                "model `{}` has {limit} requests waiting or running; try again later",
-                self.config.name
-            )));
-        }
         let responses = Responses::new(&self.config, &self.version, &request, &parsed);
         let num_sequences = parsed.num_sequences;
         let timeout = parsed.timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
         let sequences = parsed.sequences();
         let text_stops = self.text_stops(&sequences);
-        let first = sequences.first().expect("a request has a sequence");
-        let num_rows = first.beams.map_or(sequences.len(), |beams| beams.width as usize);
-        let admission = self.router.admit(&first.prompt, num_rows, first.priority);
-        let admission = admission.map_err(|full| error_of(&Refused::QueueFull { max: full.max }))?;
+        let admission = self.admit(&sequences)?;
+        let prompt_len = sequences.first().map_or(0, |first| first.prompt.len());
         let shared = match &admission {
             Admission::Placed(place) => &place.replica().shared,
             Admission::Queued(_) => &self.router.replicas()[0].shared,
         };
-        let timing = Timing::new(shared, block_size, first.prompt.len(), sequences.len());
+        let timing = Timing::new(shared, self.config.engine.block_size, prompt_len, sequences.len());
         let (events, receiver) = mpsc::unbounded_channel();
         let submit = Some(Message::Submit { sequences, timeout, events });
         let mut pending = Pending { admission, submit, timeout };

@@ -1,0 +1,70 @@
+//! The copies of one model: started together, stopped together.
+
+use std::sync::Arc;
+
+use engine::EngineConfig;
+use ipc::Prefix;
+use serving::InferError;
+use tokio::sync::oneshot;
+use worker::Agents;
+
+use super::config::LlmConfig;
+use super::inbox::{Inbox, Message};
+use super::router::{Replica, Router};
+use super::step_thread::StepThread;
+
+/// Whether a replica's first start succeeded.
+pub(crate) type IsLoaded = oneshot::Receiver<Result<(), String>>;
+
+/// Starts the step thread of each replica.
+pub(crate) fn start_replicas(
+    config: &LlmConfig,
+    agents: &Arc<Agents>,
+    prefix: &Prefix,
+) -> Result<(Arc<Router>, Vec<IsLoaded>), InferError> {
+    let inboxes: Vec<_> = (0..config.num_replicas).map(|_| Inbox::new()).collect();
+    let replicas = inboxes.iter().map(|(inbox, _)| Replica { inbox: inbox.clone(), shared: Arc::default() });
+    let EngineConfig { max_rows, max_queue, block_size, .. } = config.engine;
+    let router = Arc::new(Router::new(replicas.collect(), max_rows, max_queue, block_size));
+    let mut loads = Vec::new();
+    for (replica, (inbox, messages)) in (0..).zip(inboxes) {
+        let thread = StepThread {
+            config: config.clone(),
+            replica,
+            router: Arc::clone(&router),
+            agents: Arc::clone(agents),
+            prefix: prefix.clone(),
+            inbox,
+            messages,
+            shared: Arc::clone(&router.replicas()[replica as usize].shared),
+        };
+        let (loaded, is_loaded) = oneshot::channel();
+        let name = format!("steps-{}", config.name);
+        let spawned = std::thread::Builder::new().name(name).spawn(move || thread.run(loaded));
+        if let Err(error) = spawned {
+            stop_all(&router);
+            return Err(InferError::internal(format!("cannot start a thread: {error}")));
+        }
+        loads.push(is_loaded);
+    }
+    Ok((router, loads))
+}
+
+/// Tells every step thread to end its workers, then itself. Memory comes back as they end.
+pub(crate) fn stop_all(router: &Router) {
+    for replica in router.replicas() {
+        let (done, _) = oneshot::channel();
+        replica.inbox.send(Message::Stop { done });
+    }
+}
+
+/// What workers on other nodes compare their checkpoint with.
+pub(crate) async fn checkpoint_print(config: &LlmConfig) -> Result<Vec<u8>, InferError> {
+    let dir = config.checkpoint.clone();
+    let print = tokio::task::spawn_blocking(move || worker::fingerprint(&dir)).await;
+    let print = print.map_err(|_| std::io::Error::other("its reader ended")).flatten();
+    print.map_err(|error| {
+        let dir = config.checkpoint.display();
+        InferError::internal(format!("model `{}`: cannot read checkpoint {dir}: {error}", config.name))
+    })
+}
