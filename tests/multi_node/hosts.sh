@@ -55,6 +55,7 @@ slow_link() {
     ip link set "tmx-$$" master "$bridge" up
     ip link set "tmy-$$" up
     ip link set "tmv$1-$$" nomaster
+    : >"$place/slow_link.log"
     python3 "$top/tests/multi_node/slow_link.py" "$2" "tmy-$$" "tmv$1-$$" >"$place/slow_link.log" 2>&1 &
     echo $! >"$place/slow_link.pid"
     disown

@@ -62,6 +62,7 @@ two_hosts_say_what_one_says() {
 
 # round_trip_ms: of one byte and back between the hosts, by TCP.
 round_trip_ms() {
+    : >round_trip.log
     on 2 python3 "$top/tests/multi_node/round_trip.py" serve 10.78.0.12 >round_trip.log 2>&1 &
     local serving=$!
     await 10 'it listens' grep -q listening round_trip.log || return 1
