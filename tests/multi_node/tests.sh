@@ -201,6 +201,9 @@ a_checkpoint_that_differs_between_hosts_is_named() {
     printf '\1' | dd of=other_checkpoint bs=1 seek=$(($(stat --format=%s other_checkpoint) - 1)) conv=notrunc 2>/dev/null
     echo "$PWD/other_checkpoint $repository/$file" >"$place/instead-n2"
     refused 'differs between nodes `n2` and `n1`: `model.safetensors` has other bytes' --world_size=2 --hosts=n1,n2 || return 1
+    # A replica of its own would answer otherwise than the first.
+    with_parameters tp=1
+    refused 'differs between nodes `n2` and `n1`: `model.safetensors` has other bytes' --world_size=2 --hosts=n1,n2 || return 1
     rm "$place/instead-n2"
 }
 
