@@ -15,8 +15,8 @@ const MAX_DRAFTS: usize = 64;
 /// Rows of a tile of the matrix products on GPUs.
 const GPU_TOKEN_TILE: usize = 128;
 
-/// Prefill tokens in a step that also decodes when the model does not say, on CPUs and on CUDA devices: enough to keep them
-/// busy, and few enough for streams to go on without a gap that is felt.
+/// Prefill tokens in a step that also decodes when the model does not say, on CPUs and for each CUDA device of a group: enough to keep
+/// them busy, and few enough for streams to go on without a gap that is felt.
 const MIXED_PREFILL_TOKENS: [usize; 2] = [128, 512];
 
 /// What the launcher chose for every LLM of this world.
@@ -89,9 +89,9 @@ impl LlmConfig {
         let checkpoint = find_checkpoint(load)?;
         let model = models::Config::from_dir(&checkpoint).map_err(|error| invalid(config, error.to_string()))?;
         let queue = QueueRules::new(config);
-        let engine = engine_config(config, &model, defaults, queue.max_queue())?;
         let Parallelism { tp_size, pp_size, num_replicas } = Parallelism::new(config, &model, defaults)?;
         super::check::group(config, &model, tp_size)?;
+        let engine = engine_config(config, &model, defaults, queue.max_queue(), tp_size)?;
         let groups_per_node = defaults.ranks_per_node.div_ceil(tp_size * pp_size).min(num_replicas);
         let stages = pp_size as usize;
         // One more than stages: planned while all of them run.
@@ -176,6 +176,7 @@ fn engine_config(
     model: &models::Config,
     defaults: &LlmDefaults,
     max_queue: usize,
+    tp_size: u32,
 ) -> Result<EngineConfig, InferError> {
     let max_rows = usize::try_from(config.max_batch_size).unwrap_or(0).max(1);
     let policy = match text_parameter(config, "batch_scheduler_policy") {
@@ -193,7 +194,7 @@ fn engine_config(
         max_step_tokens: parameter(config, "max_num_tokens")?.unwrap_or(defaults.max_step_tokens).max(max_rows),
         max_sequence_len,
         block_size: parameter(config, "tokens_per_block")?.unwrap_or(defaults.block_size),
-        max_mixed_prefill_tokens: max_mixed_prefill_tokens(config, defaults.device)?,
+        max_mixed_prefill_tokens: max_mixed_prefill_tokens(config, defaults.device, tp_size)?,
         token_tile: if matches!(defaults.device, DeviceChoice::Cuda { .. }) { GPU_TOKEN_TILE } else { 1 },
         max_queue: if max_queue == 0 { EngineConfig::default().max_queue } else { max_queue },
         policy,
@@ -205,8 +206,11 @@ fn engine_config(
 }
 
 /// Bounds the gap between a stream's tokens while a long prompt arrives.
-fn max_mixed_prefill_tokens(config: &ModelConfig, device: DeviceChoice) -> Result<usize, InferError> {
-    let default = MIXED_PREFILL_TOKENS[usize::from(matches!(device, DeviceChoice::Cuda { .. }))];
+fn max_mixed_prefill_tokens(config: &ModelConfig, device: DeviceChoice, tp_size: u32) -> Result<usize, InferError> {
+    let default = match device {
+        DeviceChoice::Cpu { .. } => MIXED_PREFILL_TOKENS[0],
+        DeviceChoice::Cuda { .. } => MIXED_PREFILL_TOKENS[1] * tp_size as usize,
+    };
     match parameter(config, "max_mixed_prefill_tokens")?.unwrap_or(default) {
         0 => Err(invalid(config, "`max_mixed_prefill_tokens` is 0, expected at least 1".to_owned())),
         found => Ok(found),
