@@ -68,6 +68,29 @@ fn who_waits_too_long_is_refused_and_a_full_queue_refuses_at_once() {
 }
 
 #[test]
+fn a_full_priority_level_refuses_and_others_have_room() {
+    let own = "priority_queue_policy { key: 2 value { max_queue_size: 1 } }";
+    let world = world(1, &format!("priority_levels: 2 default_priority_level: 1 {own}"), &[]);
+    let stream = occupy(&world);
+    let url = world.url("/v2/models/tensorrt_llm/generate");
+    let world = Mutex::new(world);
+    let post = |seed: i32, level: u32| support::post_to(&url, &request(seed, json!({"priority": level})));
+    thread::scope(|scope| {
+        let second = scope.spawn(|| post(1, 2));
+        eventually("one of the second level waits", || num_waiting(&world) == 1.0);
+        let (status, text) = post(2, 2);
+        assert!(status == 503 && text.contains("1 requests of this priority wait"), "{status} {text}");
+        let first = [3, 4].map(|seed| scope.spawn(move || post(seed, 1)));
+        eventually("those of the first level wait, too", || num_waiting(&world) == 3.0);
+        drop(stream);
+        for task in first.into_iter().chain([second]) {
+            let (status, text) = task.join().unwrap();
+            assert_eq!(status, 200, "{text}");
+        }
+    });
+}
+
+#[test]
 fn the_first_priority_level_is_served_before_what_came_earlier() {
     let world = world(1, "priority_levels: 3 default_priority_level: 2", &[]);
     let stream = occupy(&world);

@@ -1,5 +1,10 @@
 //! The engine's bounds, all known before the first request.
 
+use std::collections::BTreeMap;
+
+/// Why a queue has room for one.
+const QUEUED: &str = "a request is queued before it runs";
+
 /// Bounds and policies of one engine; every worker's buffers are sized by the same numbers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineConfig {
@@ -21,6 +26,10 @@ pub struct EngineConfig {
     pub num_blocks: usize,
     /// Most requests that wait for their first step.
     pub max_queue: usize,
+    /// Most of them of one priority, unless [`max_queue_of`](Self::max_queue_of) has another bound for it.
+    pub max_queue_each: usize,
+    /// Bounds of single priorities.
+    pub max_queue_of: BTreeMap<u32, usize>,
     /// Most steps planned and not yet settled; 2 lets a step be planned while another runs.
     pub max_in_flight: usize,
     /// Most tokens that joining rows carry in one plan, unless it is one long row alone; entries of sampling lists
@@ -71,6 +80,8 @@ impl Default for EngineConfig {
             block_size: 16,
             num_blocks: 4096,
             max_queue: 1024,
+            max_queue_each: i32::MAX as usize,
+            max_queue_of: BTreeMap::new(),
             max_in_flight: 2,
             max_joined_tokens: 16_384,
             policy: Policy::default(),
@@ -95,7 +106,9 @@ impl EngineConfig {
             ("max_sequence_len", self.max_sequence_len, 2, "a prompt token and an output token"),
             ("block_size", self.block_size, 1, "a block holds a position"),
             ("num_blocks", self.num_blocks, 1, "a sequence needs a block"),
-            ("max_queue", self.max_queue, 1, "a request is queued before it runs"),
+            ("max_queue", self.max_queue, 1, QUEUED),
+            ("max_queue_each", self.max_queue_each, 1, QUEUED),
+            ("max_queue_of", self.max_queue_of.values().copied().min().unwrap_or(1), 1, QUEUED),
             ("max_in_flight", self.max_in_flight, 1, "a step must be in flight to be settled"),
             ("max_joined_tokens", self.max_joined_tokens, 1, "rows join with a token at least"),
         ];

@@ -248,6 +248,10 @@ impl Engine {
         if self.queue.num_new() >= max_queue {
             return Err(Refused::QueueFull { max: max_queue });
         }
+        let max = *self.config.max_queue_of.get(&request.priority).unwrap_or(&self.config.max_queue_each);
+        if self.queue.num_new_of(request.priority) >= max {
+            return Err(Refused::LevelFull { max });
+        }
         Ok(max_len)
     }
 

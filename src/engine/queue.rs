@@ -19,6 +19,8 @@ pub(crate) fn turn(sequence: &Sequence) -> Turn {
 pub(crate) struct Queue {
     resumed: BTreeMap<Turn, Slot>,
     new: BTreeMap<Turn, Slot>,
+    /// How many of `new` there are of each priority that has any.
+    new_of: BTreeMap<u32, usize>,
 }
 
 impl Queue {
@@ -31,6 +33,16 @@ impl Queue {
         self.new.len()
     }
 
+    /// Those of one priority that never ran.
+    pub(crate) fn num_new_of(&self, priority: u32) -> usize {
+        self.new_of.get(&priority).copied().unwrap_or(0)
+    }
+
+    /// How many never ran of each priority that has any.
+    pub(crate) fn new_of(&self) -> &BTreeMap<u32, usize> {
+        &self.new_of
+    }
+
     pub(crate) fn first(&self) -> Option<Slot> {
         self.slots().next()
     }
@@ -41,11 +53,20 @@ impl Queue {
     }
 
     pub(crate) fn insert(&mut self, sequence: &Sequence, slot: Slot) {
-        self.part(sequence).insert(turn(sequence), slot);
+        let added = self.part(sequence).insert(turn(sequence), slot).is_none();
+        if added && !sequence.started {
+            *self.new_of.entry(sequence.priority).or_default() += 1;
+        }
     }
 
     pub(crate) fn remove(&mut self, sequence: &Sequence) {
-        self.part(sequence).remove(&turn(sequence));
+        let removed = self.part(sequence).remove(&turn(sequence)).is_some();
+        if let Some(count) = self.new_of.get_mut(&sequence.priority).filter(|_| removed && !sequence.started) {
+            *count -= 1;
+            if *count == 0 {
+                self.new_of.remove(&sequence.priority);
+            }
+        }
     }
 
     fn part(&mut self, sequence: &Sequence) -> &mut BTreeMap<Turn, Slot> {

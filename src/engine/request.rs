@@ -130,4 +130,7 @@ pub enum Refused {
     /// Too many requests wait already.
     #[error("queue is full: {max} requests wait; try again later")]
     QueueFull { max: usize },
+    /// Too many requests of its priority wait already.
+    #[error("queue is full: {max} requests of this priority wait; try again later")]
+    LevelFull { max: usize },
 }

@@ -1,5 +1,7 @@
 //! What the engine holds and has done, for metrics and for proving that nothing leaks.
 
+use std::collections::BTreeMap;
+
 use crate::engine::Engine;
 use crate::sequence::Place;
 use crate::{Policy, RowId, SequenceId};
@@ -166,6 +168,16 @@ impl Engine {
         }
         equal("blocks used", users.iter().filter(|&&count| count > 0).count(), ledger.num_blocks)?;
         equal("sequences queued", ledger.holdings.iter().filter(|holding| holding.queued).count(), ledger.num_queued)?;
+        let mut new_of = BTreeMap::new();
+        for (_, slot) in self.sequences.in_order() {
+            let sequence = &self.sequences[slot];
+            if sequence.place == Place::Queued && !sequence.started {
+                *new_of.entry(sequence.priority).or_insert(0) += 1;
+            }
+        }
+        if new_of != *self.queue.new_of() {
+            return Err(format!("new ones by priority: counted {new_of:?}, the books say {:?}", self.queue.new_of()));
+        }
         equal("rows taken", ledger.holdings.iter().map(|holding| holding.num_rows).sum(), ledger.num_rows)?;
         let num_running = ledger.holdings.iter().filter(|holding| holding.row.is_some()).count();
         equal("sequences running", self.running.len(), num_running)?;

@@ -91,7 +91,7 @@ impl LlmConfig {
         let queue = QueueRules::new(config);
         let Parallelism { tp_size, pp_size, num_replicas } = Parallelism::new(config, &model, defaults)?;
         super::check::group(config, &model, tp_size)?;
-        let engine = engine_config(config, &model, defaults, queue.max_queue(), tp_size)?;
+        let engine = engine_config(config, &model, defaults, &queue, tp_size)?;
         let groups_per_node = defaults.ranks_per_node.div_ceil(tp_size * pp_size).min(num_replicas);
         let stages = pp_size as usize;
         // One more than stages: planned while all of them run.
@@ -175,10 +175,11 @@ fn engine_config(
     config: &ModelConfig,
     model: &models::Config,
     defaults: &LlmDefaults,
-    max_queue: usize,
+    queue: &QueueRules,
     tp_size: u32,
 ) -> Result<EngineConfig, InferError> {
     let max_rows = usize::try_from(config.max_batch_size).unwrap_or(0).max(1);
+    let queue = queue.bounds(EngineConfig::default().max_queue);
     let policy = match text_parameter(config, "batch_scheduler_policy") {
         None | Some("max_utilization") => Policy::MaxUtilization,
         Some("guaranteed_no_evict") => Policy::GuaranteedNoEvict,
@@ -196,7 +197,9 @@ fn engine_config(
         block_size: parameter(config, "tokens_per_block")?.unwrap_or(defaults.block_size),
         max_mixed_prefill_tokens: max_mixed_prefill_tokens(config, defaults.device, tp_size)?,
         token_tile: if matches!(defaults.device, DeviceChoice::Cuda { .. }) { GPU_TOKEN_TILE } else { 1 },
-        max_queue: if max_queue == 0 { EngineConfig::default().max_queue } else { max_queue },
+        max_queue: queue.total,
+        max_queue_each: queue.each,
+        max_queue_of: queue.of,
         policy,
         max_joined_tokens: max_sequence_len.max(EngineConfig::default().max_joined_tokens),
         prefix_cache: parameter(config, "enable_kv_cache_reuse")?.unwrap_or(true),

@@ -26,14 +26,20 @@ pub(crate) struct Timeout {
     pub(crate) rejects: bool,
 }
 
+/// How many requests may wait for their first step.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct QueueBounds {
+    pub(crate) total: usize,
+    pub(crate) each: usize,
+    /// By the engine's priority.
+    pub(crate) of: BTreeMap<u32, usize>,
+}
+
 impl QueueRules {
     pub(crate) fn new(config: &ModelConfig) -> Self {
         let Some(SchedulingChoice::DynamicBatching(batching)) = &config.scheduling_choice else {
             return Self::default();
         };
-        if batching.priority_queue_policy.values().any(|policy| policy.max_queue_size > 0) {
-            tracing::warn!(model = %config.name, "`max_queue_size` of a priority level has no effect: that of `default_queue_policy` counts requests of all levels");
-        }
         let num_levels = batching.priority_levels;
         Self {
             num_levels,
@@ -43,9 +49,19 @@ impl QueueRules {
         }
     }
 
-    /// Most requests that wait; 0 where the configuration does not say.
-    pub(crate) fn max_queue(&self) -> usize {
-        self.default_policy.max_queue_size as usize
+    /// How many requests may wait: in all, of each priority, and of those with a bound of their own. As in Triton each level
+    /// has its own queue; where the configuration does not bound it, `default` does.
+    pub(crate) fn bounds(&self, default: usize) -> QueueBounds {
+        let bound = |policy: &ModelQueuePolicy| match policy.max_queue_size as usize {
+            0 => default,
+            size => size,
+        };
+        let each = bound(&self.default_policy);
+        let own = self.policies.iter().filter(|(level, _)| (1..=self.num_levels).contains(level));
+        let of: BTreeMap<u32, usize> = own.map(|(&level, policy)| (self.priority(level), bound(policy))).collect();
+        let num_others = usize::try_from(self.num_levels.max(1)).unwrap_or(usize::MAX) - of.len();
+        let total = of.values().fold(each.saturating_mul(num_others), |sum, bound| sum.saturating_add(*bound));
+        QueueBounds { total: total.min(i32::MAX as usize), each, of }
     }
 
     /// The engine's priority, higher is earlier, of a request that names this level; 0 and unknown ones get the default.
@@ -92,6 +108,20 @@ mod tests {
         assert_eq!([1, 2, 3].map(|level| rules().priority(level)), [2, 1, 0]);
         assert_eq!([0, 4, u64::MAX].map(|level| rules().priority(level)), [1, 1, 1]);
         assert_eq!([0, 1, 9].map(|level| QueueRules::default().priority(level)), [0, 0, 0]);
+    }
+
+    #[test]
+    fn each_level_has_a_queue_of_its_own() {
+        let bounds = |total, each, of: &[(u32, usize)]| QueueBounds { total, each, of: of.iter().copied().collect() };
+        assert_eq!(rules().bounds(100), bounds(21, 7, &[(0, 7)]));
+        assert_eq!(QueueRules::default().bounds(100), bounds(100, 100, &[]));
+        let mut rules = rules();
+        rules.default_policy.max_queue_size = 0;
+        rules.policies.insert(1, ModelQueuePolicy { max_queue_size: 2, ..ModelQueuePolicy::default() });
+        rules.policies.insert(9, ModelQueuePolicy { max_queue_size: 1, ..ModelQueuePolicy::default() });
+        assert_eq!(rules.bounds(100), bounds(109, 100, &[(2, 2), (0, 7)]));
+        rules.num_levels = u64::MAX;
+        assert_eq!(rules.bounds(100).total, i32::MAX as usize);
     }
 
     #[test]

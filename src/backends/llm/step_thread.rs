@@ -554,7 +554,7 @@ fn tell_joined(
 /// What a client hears.
 pub(crate) fn error_of(refused: &Refused) -> InferError {
     let kind = match refused {
-        Refused::QueueFull { .. } => ErrorKind::Unavailable,
+        Refused::QueueFull { .. } | Refused::LevelFull { .. } => ErrorKind::Unavailable,
         _ => ErrorKind::InvalidArgument,
     };
     InferError::new(kind, refused.to_string())

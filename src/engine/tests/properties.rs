@@ -93,6 +93,8 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 block_size,
                 num_blocks,
                 max_queue: 64,
+                max_queue_each: 56,
+                max_queue_of: [(1, 48)].into(),
                 max_in_flight,
                 max_joined_tokens: 20,
                 policy: if evict { Policy::MaxUtilization } else { Policy::GuaranteedNoEvict },

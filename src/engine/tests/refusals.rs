@@ -55,6 +55,30 @@ fn a_refused_request_hears_why_and_leaves_nothing_behind() {
 }
 
 #[test]
+fn a_full_priority_refuses_while_others_have_room() {
+    let bounds =
+        EngineConfig { max_queue: 3, max_queue_each: 2, max_queue_of: [(7, 1)].into(), ..EngineConfig::default() };
+    let mut engine = Engine::new(bounds).unwrap();
+    let of = |priority| Request { priority, ..request(4, 4) };
+    let first = engine.submit(of(7)).unwrap();
+    let refused = engine.submit(of(7)).unwrap_err().to_string();
+    assert!(refused.contains("queue is full: 1 requests of this priority wait"), "{refused}");
+    let second = engine.submit(of(0)).unwrap();
+    // Delayed ones still count.
+    assert!(engine.delay(second));
+    engine.submit(of(0)).unwrap();
+    let refused = engine.submit(of(0)).unwrap_err().to_string();
+    assert!(refused.contains("queue is full: 3 requests wait"), "{refused}");
+    engine.cancel(first);
+    let refused = engine.submit(of(0)).unwrap_err().to_string();
+    assert!(refused.contains("2 requests of this priority wait"), "{refused}");
+    engine.cancel(second);
+    engine.submit(of(0)).unwrap();
+    let error = Engine::new(EngineConfig { max_queue_of: [(1, 0)].into(), ..EngineConfig::default() }).unwrap_err();
+    assert!(error.to_string().contains("`max_queue_of` is 0"), "{error}");
+}
+
+#[test]
 fn a_full_queue_refuses_until_there_is_room() {
     let mut engine = Engine::new(EngineConfig { max_queue: 2, ..EngineConfig::default() }).unwrap();
     let first = engine.submit(request(4, 4)).unwrap();

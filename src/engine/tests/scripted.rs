@@ -219,6 +219,8 @@ fn config(settings: &BTreeMap<&str, &str>) -> EngineConfig {
         block_size: number("block", 4),
         num_blocks: number("blocks", 16),
         max_queue: number("queue", 8),
+        max_queue_each: i32::MAX as usize,
+        max_queue_of: [].into(),
         max_in_flight: number("in_flight", 2),
         max_joined_tokens: number("joined", 64),
         policy: match settings.get("policy") {
