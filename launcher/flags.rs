@@ -188,6 +188,17 @@ pub enum Device {
     Cuda,
 }
 
+/// How CPUs hold the weights of linear layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Precision {
+    /// As the checkpoint has them.
+    Auto,
+    /// 8 bits.
+    Int8,
+    /// 4 bits.
+    Int4,
+}
+
 /// What each rank may run on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Bind {
@@ -220,6 +231,9 @@ pub struct WorldFlags {
     /// What computes.
     #[arg(long, value_enum, default_value_t = Device::Auto)]
     pub device: Device,
+    /// How CPUs hold the weights of linear layers; a model's parameter `weight_only_precision` comes first. [default: auto]
+    #[arg(long, value_enum, value_name = "PRECISION")]
+    pub weight_only_precision: Option<Precision>,
     /// The hosts to run on, and the ranks of each: `a:4,b:4`; without numbers an equal share. [default: this one]
     #[arg(long, value_name = "HOST[:RANKS],...", conflicts_with = "hostfile")]
     pub hosts: Option<String>,

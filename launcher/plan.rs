@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail};
 
 use crate::container::Container;
-use crate::flags::{Backend, Bind, Device, WorldFlags};
+use crate::flags::{Backend, Bind, Device, Precision, WorldFlags};
 use crate::hosts::{self, Host};
 use crate::mpi::{MpiKind, Mpirun};
 use crate::srun::{self, Allocation};
@@ -223,6 +223,14 @@ fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> Com
     if flags.log {
         args.push("--log-verbose=3".to_owned());
     }
+    if let Some(precision) = flags.weight_only_precision {
+        let precision = match precision {
+            Precision::Auto => "auto",
+            Precision::Int8 => "int8",
+            Precision::Int4 => "int4",
+        };
+        args.push(format!("--weight-only-precision={precision}"));
+    }
     if let Some(network) = &flags.network {
         args.push(format!("--network={network}"));
     }
@@ -432,6 +440,18 @@ mod tests {
              -n 1 {common} --backend-config=python,shm-region-prefix-name=prefix2_ {rest} --log-file=logs/world.rank2.txt {others}"
         );
         assert_eq!(command.unwrap(), expected);
+    }
+
+    #[test]
+    fn the_precision_of_weights_is_told_to_every_rank_and_to_the_plan_of_memory() {
+        let command = plan_of("--world_size=2 --weight_only_precision=int8").unwrap();
+        assert_eq!(command.matches("--weight-only-precision=int8").count(), 2, "{command}");
+        assert!(!plan_of("--world_size=2").unwrap().contains("precision"));
+        let words = ["launch", "--weight-only-precision=int4"].map(OsString::from);
+        let flags = Flags::parse_from_line(words).unwrap().world;
+        let command = memory_command(&flags, &Site::default()).to_string();
+        assert!(command.contains("--weight-only-precision=int4"), "{command}");
+        assert!(plan_of("--weight_only_precision=int2").is_err());
     }
 
     #[test]
