@@ -1,0 +1,34 @@
+//! What the documentation says of the program, held to what the program says of itself.
+
+use std::process::Command;
+
+fn flags(action: Option<&str>) -> Vec<String> {
+    let output = Command::new(env!("CARGO_BIN_EXE_launch")).args(action).arg("--help").output().expect("launch runs");
+    let help = String::from_utf8(output.stdout).expect("help is text");
+    let names = help.lines().filter_map(|line| {
+        let line = line.trim_start();
+        let long = if line.starts_with("--") { line } else { line.strip_prefix('-')?.split_once(", ")?.1 };
+        Some(long.strip_prefix("--")?.split([' ', '=', '[']).next()?.to_owned())
+    });
+    names.filter(|name| !["help", "version"].contains(&name.as_str())).collect()
+}
+
+#[test]
+fn the_documentation_holds_every_flag_of_every_action() {
+    let documentation = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/configuration.md");
+    let documentation = std::fs::read_to_string(documentation).unwrap();
+    let (_, ours) = documentation.split_once("## Flags of `launch`").expect("it has a part of our own");
+    let world = flags(None);
+    assert!(world.iter().any(|flag| flag == "world-size") && world.iter().any(|flag| flag == "force"), "{world:?}");
+    for action in [None, Some("stop"), Some("restart"), Some("logs"), Some("status"), Some("doctor"), Some("sbatch")] {
+        for flag in flags(action) {
+            let row = match action {
+                None => format!("| `--{flag}` |"),
+                // It starts the same world, and has flags of its own.
+                Some("sbatch") if world.contains(&flag) => continue,
+                Some(action) => format!("| `{action} --{flag}` |"),
+            };
+            assert!(ours.contains(&row), "docs/configuration.md lacks {row}: run scripts/configuration_doc");
+        }
+    }
+}
