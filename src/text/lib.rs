@@ -45,4 +45,4 @@ pub use chat::ChatTemplate;
 pub use detokenizer::Detokenizer;
 pub use error::TextError;
 pub use stop::StopText;
-pub use tokenizer::{Tokenizer, TokenizerType};
+pub use tokenizer::{Roles, Tokenizer, TokenizerType};

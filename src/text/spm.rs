@@ -50,6 +50,11 @@ impl SpmTokenizer {
         ids
     }
 
+    /// The ids of the pieces that the model itself names as begin and end of a text.
+    pub(crate) fn own_ends(&self) -> [Option<u32>; 2] {
+        self.model.ends().map(|piece| self.token_to_id(piece?))
+    }
+
     pub(crate) fn model(&self) -> &SentencePiece {
         &self.model
     }

@@ -39,6 +39,18 @@ impl std::str::FromStr for TokenizerType {
 pub struct Tokenizer {
     model: Model,
     spelling: Arc<Spelling>,
+    roles: Roles,
+}
+
+/// The ids of tokens that the checkpoint's files give a role.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Roles {
+    /// Begins a text.
+    pub bos: Option<u32>,
+    /// Ends a text.
+    pub eos: Option<u32>,
+    /// Fills rows that are shorter than others.
+    pub pad: Option<u32>,
 }
 
 enum Model {
@@ -74,15 +86,29 @@ impl Tokenizer {
             true => (path.parent().unwrap_or(Path::new("")), Source::of_file(path)),
             false => (path, Source::in_dir(path, tokenizer_type)?),
         };
-        match source {
-            Source::Json(path) => Self::from_json(&path),
+        let mut tokenizer = match source {
+            Source::Json(path) => Self::from_json(&path)?,
             Source::Spm(path) => {
                 let model = SpmTokenizer::read(&path, &Files::of(dir)?, tokenizer_type)?;
                 let spelling = Arc::new(Spelling::of_spm(&model));
-                Ok(Self { model: Model::Spm(Box::new(model)), spelling })
+                Self { model: Model::Spm(Box::new(model)), spelling, roles: Roles::default() }
             }
-            Source::Gpt2 => Self::from_tokenizers(gpt2::read(dir, &Files::of(dir)?)?, &dir.join("vocab.json")),
-        }
+            Source::Gpt2 => Self::from_tokenizers(gpt2::read(dir, &Files::of(dir)?)?, &dir.join("vocab.json"))?,
+        };
+        tokenizer.roles = tokenizer.find_roles(dir);
+        Ok(tokenizer)
+    }
+
+    /// What the files beside the tokenizer say, else a SentencePiece model itself; files that `tokenizer.json` does not
+    /// need may be broken.
+    fn find_roles(&self, dir: &Path) -> Roles {
+        let files = Files::of(dir).ok();
+        let named = |role: &str| self.token_to_id(&files.as_ref()?.role(role)?);
+        let [bos, eos] = match &self.model {
+            Model::Json(_) => [None; 2],
+            Model::Spm(model) => model.own_ends(),
+        };
+        Roles { bos: named("bos_token").or(bos), eos: named("eos_token").or(eos), pad: named("pad_token") }
     }
 
     fn from_json(path: &Path) -> Result<Self, TextError> {
@@ -100,7 +126,7 @@ impl Tokenizer {
 
     fn from_tokenizers(model: tokenizers::Tokenizer, path: &Path) -> Result<Self, TextError> {
         let spelling = Arc::new(Spelling::of(&model, path)?);
-        Ok(Self { model: Model::Json(Box::new(model)), spelling })
+        Ok(Self { model: Model::Json(Box::new(model)), spelling, roles: Roles::default() })
     }
 
     /// The token ids of `text`, with the checkpoint's own begin and end tokens if `add_special` is set.
@@ -146,6 +172,11 @@ impl Tokenizer {
             Model::Json(model) => model.id_to_token(id),
             Model::Spm(model) => model.id_to_token(id).map(str::to_owned),
         }
+    }
+
+    /// The tokens that begin, end and pad a text, as far as the checkpoint says.
+    pub fn roles(&self) -> Roles {
+        self.roles
     }
 
     /// The ids of all special tokens, ascending.
@@ -217,6 +248,19 @@ mod tests {
         assert_eq!(tokenizer.decode(&[2, 0, 1], true), "a b");
         assert_eq!(tokenizer.decode(&[2, 0, 1], false), "<s> a b");
         assert_eq!(tokenizer.decode(&[0, 77, 1], false), "a b");
+    }
+
+    #[test]
+    fn roles_are_those_that_the_files_give() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("tokenizer.json"), WORDS).unwrap();
+        assert_eq!(Tokenizer::from_dir(dir.path()).unwrap().roles(), Roles::default());
+        fs::write(dir.path().join("tokenizer_config.json"), br#"{"bos_token":{"content":"<s>"},"eos_token":"b"}"#)
+            .unwrap();
+        let roles = Tokenizer::from_dir(dir.path()).unwrap().roles();
+        assert_eq!(roles, Roles { bos: Some(2), eos: Some(1), pad: None });
+        fs::write(dir.path().join("tokenizer_config.json"), b"{").unwrap();
+        assert_eq!(Tokenizer::from_dir(dir.path()).unwrap().roles(), Roles::default());
     }
 
     #[test]
