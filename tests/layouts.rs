@@ -46,7 +46,7 @@ fn ask(world: &TestWorld, model: &str, body: &Value, output: &str) -> Value {
 
 /// The tokens in the last event of a session's turn.
 fn last_ids(world: &TestWorld, body: &Value) -> Vec<Value> {
-    let (status, text) = world.post("/v2/models/interactive/generate_stream", body);
+    let (status, text) = world.post("/v2/models/turbomind/generate_stream", body);
     assert_eq!(status, 200, "{text}");
     let events = text.lines().filter_map(|line| line.strip_prefix("data: "));
     let mut ids =
@@ -108,6 +108,50 @@ fn the_python_gpt_repository_answers_with_its_prompt_in_front() {
     assert!(text.as_str().unwrap().ends_with(answer.trim_end()), "expected `{answer}` at the end of {text}");
     let beams = json!({"text_input": PROMPT, "max_tokens": 4, "end_id": 2, "pad_id": 2, "beam_width": 2});
     assert_eq!(ask(&world, "ensemble", &beams, "text_output").as_array().map(Vec::len), Some(2));
+}
+
+/// Copies the models of `from`, each with an empty version, and fills in where their checkpoint is, and no more.
+fn hardly_filled(from: &Path, repository: &Path) {
+    for model in std::fs::read_dir(from).unwrap() {
+        let (model, name) = (model.as_ref().unwrap().path(), model.as_ref().unwrap().file_name());
+        std::fs::create_dir_all(repository.join(&name).join("1")).unwrap();
+        std::fs::copy(model.join("config.pbtxt"), repository.join(&name).join("config.pbtxt")).unwrap();
+    }
+    let checkpoint = shipped_repository().join("tensorrt_llm/1").display().to_string();
+    let fill = format!("--fill=tokenizer_dir:{checkpoint},engine_dir:{checkpoint}");
+    let filled = trireme(&["init", "--template", repository.to_str().unwrap(), &fill]);
+    assert!(filled.status.success(), "{}", String::from_utf8_lossy(&filled.stderr));
+}
+
+/// What is said of variables that nobody filled in, by `lint` and by the log.
+fn unset_words(text: &str) -> Vec<String> {
+    let words = text.split("template variables taken as unset: ").skip(1);
+    let mut all: Vec<String> =
+        words.map(|rest| rest.split(['"', '\n', ';']).next().unwrap().trim().to_owned()).collect();
+    all.sort();
+    all.dedup();
+    all
+}
+
+#[test]
+fn templates_of_the_first_release_and_of_the_last_are_served_hardly_filled() {
+    let answer = answer();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    for from in ["tests/layouts/release_0_5", "src/lint/layouts/tensorrt_llm"] {
+        let scratch = tempfile::tempdir().unwrap();
+        let repository = scratch.path().join("models");
+        hardly_filled(&root.join(from), &repository);
+        let linted = trireme(&["lint", repository.to_str().unwrap()]);
+        let linted_text = String::from_utf8_lossy(&linted.stdout);
+        assert!(linted.status.success(), "{from}: {linted_text}");
+        let world = TestWorld::start(Options { repository, ..Options::default() });
+        let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "bad_words": "", "stop_words": ""});
+        let text = ask(&world, "ensemble", &body, "text_output");
+        // Without `decoupled_mode` the answer comes whole, and nobody asked to leave the prompt out.
+        assert_eq!(text, format!("{PROMPT}{answer}"), "{from}");
+        let said = unset_words(&linted_text);
+        assert!(!said.is_empty() && said == unset_words(&world.log_text()), "{from}: {said:?}\n{}", world.log_text());
+    }
 }
 
 #[test]

@@ -27,6 +27,10 @@ const PASSED_ON: [(&str, &str); 4] = [
     ("PROMPT_TABLE_EXTRA_ID", "OUT_PROMPT_TABLE_EXTRA_IDS"),
 ];
 
+/// Texts that LMDeploy's clients send for the ids of the begin and end tokens.
+const BEGIN: &[u8] = b"<BOS>";
+const END: &[u8] = b"<EOS>";
+
 /// Inputs for models that read more than text.
 const UNSUPPORTED: [&str; 3] = ["IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES"];
 
@@ -99,6 +103,9 @@ impl Encoder {
         for (input, output) in PASSED_ON {
             outputs.extend(request.input(input).map(|tensor| Tensor { name: output.to_owned(), ..tensor.clone() }));
         }
+        if request.step.is_none() {
+            self.add_defaults(request, &mut outputs);
+        }
         outputs.retain(|tensor| self.outputs.contains(&tensor.name));
         // The same bits: LMDeploy's models and clients count token ids without a sign.
         let is_unsigned =
@@ -137,14 +144,13 @@ impl Encoder {
         }
         let mut rows = Vec::with_capacity(num_rows);
         for text in &texts {
-            if text.is_empty() {
+            // LMDeploy's clients end a session by a request without text.
+            if text.is_empty() && self.unsigned.is_empty() {
                 return Err(InferError::invalid(format!(
                     "input `{input}` is empty; send a prompt of at least one character"
                 )));
             }
-            let encoded =
-                self.tokenizer.encode(utf8(input, text)?, add_special_tokens(request, self.add_special_tokens));
-            rows.push(encoded.map_err(|error| InferError::invalid(format!("input `{input}`: {error}")))?);
+            rows.push(self.encode_text(request, input, text)?);
         }
         let width = rows.iter().map(Vec::len).max().unwrap_or(0);
         let pad = request.input("PAD_ID").and_then(|tensor| tensor.to_i32()?.first().copied()).unwrap_or(0);
@@ -157,6 +163,38 @@ impl Encoder {
         outputs.push(Tensor::from_i32(ids_output, &self.shape(num_rows, &[width]), &ids));
         outputs.push(Tensor::from_i32(length_output, &self.shape(num_rows, &[1]), &lengths));
         Ok(())
+    }
+
+    fn encode_text(&self, request: &InferRequest, input: &str, text: &Bytes) -> Result<Vec<u32>, InferError> {
+        let roles = self.tokenizer.roles();
+        // LMDeploy's model, which counts without a sign; what the tokenizer lacks is -1 there.
+        match (self.unsigned.is_empty(), text.as_ref()) {
+            (false, BEGIN) => return Ok(vec![roles.bos.unwrap_or(u32::MAX)]),
+            (false, END) => return Ok(vec![roles.eos.unwrap_or(u32::MAX)]),
+            _ => {}
+        }
+        let encoded = self.tokenizer.encode(utf8(input, text)?, add_special_tokens(request, self.add_special_tokens));
+        encoded.map_err(|error| InferError::invalid(format!("input `{input}`: {error}")))
+    }
+
+    /// What a client that asks this model alone gets for inputs it did not send, as from TensorRT-LLM's model: the
+    /// tokenizer's end and padding tokens, and a decoder prompt of padding. Steps of an ensemble go without: the language
+    /// model knows all end tokens of its checkpoint.
+    fn add_defaults(&self, request: &InferRequest, outputs: &mut Vec<Tensor>) {
+        let num_rows = request.input("QUERY").map_or(1, |tensor| self.num_rows(tensor));
+        let roles = self.tokenizer.roles();
+        let pad = roles.pad.or(roles.eos);
+        let defaults = [
+            ("OUT_END_ID", roles.eos),
+            ("OUT_PAD_ID", pad),
+            ("DECODER_INPUT_ID", pad),
+            ("REQUEST_DECODER_INPUT_LEN", pad.and(Some(1))),
+        ];
+        for (name, value) in defaults {
+            let Some(value) = value.filter(|_| outputs.iter().all(|tensor| tensor.name != name)) else { continue };
+            let values = vec![value.cast_signed(); num_rows];
+            outputs.push(Tensor::from_i32(name, &self.shape(num_rows, &[1]), &values));
+        }
     }
 
     fn encode_words(

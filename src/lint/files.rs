@@ -77,7 +77,8 @@ pub(crate) fn of_model(dir: &Path, owner: &Owner<'_>) -> Result<Vec<Finding>, Li
 fn of_version(dir: &Path, owner: &Owner<'_>) -> Result<Vec<Finding>, LintError> {
     let mut findings = Vec::new();
     for path in entries(dir)? {
-        if path.is_dir() && file_name(&path) == "weights" {
+        // LMDeploy's names for a checkpoint, and for its tokenizer alone.
+        if path.is_dir() && ["weights", "tokenizer"].contains(&file_name(&path).as_str()) {
             findings.extend(of_version(&path, owner)?);
             continue;
         }

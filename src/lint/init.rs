@@ -64,7 +64,7 @@ impl LintLayout {
             }
             LintLayout::Gpt => templates!("gpt": "preprocessing" "tensorrt_llm" "postprocessing" "ensemble"),
             LintLayout::Lmdeploy => templates!("lmdeploy": "lmdeploy_model"),
-            LintLayout::Turbomind => templates!("turbomind": "preprocessing" "interactive" "postprocessing"),
+            LintLayout::Turbomind => templates!("turbomind": "preprocessing" "turbomind" "postprocessing"),
             LintLayout::Sglang => templates!("sglang": "sglang_model"),
             LintLayout::LlamaPython => templates!("llama-python": "llama-python"),
         }

@@ -195,12 +195,12 @@ impl Bls {
     async fn run(&self, request: &InferRequest, models: &Models, sender: &ResponseSender) -> Result<(), InferError> {
         let to_preprocessing =
             TO_PREPROCESSING.iter().filter_map(|(from, to)| named(&request.inputs, from, to)).collect();
-        let mut stream = models.ask(&models.preprocessing, request, to_preprocessing, None)?;
+        let mut text = TextSoFar::default();
+        let mut stream = models.ask(&models.preprocessing, request, to_preprocessing, Some(text.step.clone()))?;
         let prompt =
             stream.next_response().await.ok_or_else(|| InferError::internal("`preprocessing` gave no answer"))??;
         let mut generated = models.ask(&models.language, request, language_inputs(request, &prompt, models), None)?;
         sender.mark_scheduled();
-        let mut text = TextSoFar::default();
         loop {
             let item = tokio::select! {
                 item = generated.next_response() => item,

@@ -18,6 +18,7 @@ pub enum Use {
 pub type Key = (&'static str, Use);
 
 const NO_ENCODER: Use = Refused("models have a decoder only");
+const NO_DECODER_PROMPT: Use = Ignored("it is for models with an encoder; the prompt is `input_ids`");
 const NO_IMAGES: Use = Refused("models read text only");
 const NO_LORA: Use = Refused("adapters are not supported; merge them into the checkpoint");
 const NO_GUIDE: Use = Refused("guided decoding is not supported");
@@ -52,6 +53,10 @@ pub const LLM_PARAMETERS: &[Key] = &[
     ("batch_scheduler_policy", Used("`max_utilization` or `guaranteed_no_evict`")),
     ("enable_kv_cache_reuse", Used("whether equal beginnings of prompts share KV blocks; yes when not set")),
     ("exclude_input_in_output", Used("whether `output_ids` leave the prompt out when the request does not say")),
+    (
+        "check_input_ids",
+        Used("`true` refuses prompts with ids beyond the vocabulary; else they are taken modulo its size"),
+    ),
     ("max_num_tokens", Used("most tokens of a step")),
     ("max_mixed_prefill_tokens", Used("most prompt tokens of a step that also decodes: bounds the gap between tokens")),
     ("max_sequence_len", Used("longest sequence; the checkpoint's when not set")),
@@ -180,8 +185,8 @@ pub const LLM_INPUTS: &[Key] = &[
     ("input_embedding_ranges", NO_IMAGES),
     ("encoder_input_features", NO_ENCODER),
     ("encoder_output_lengths", NO_ENCODER),
-    ("decoder_input_ids", NO_ENCODER),
-    ("decoder_input_lengths", NO_ENCODER),
+    ("decoder_input_ids", NO_DECODER_PROMPT),
+    ("decoder_input_lengths", NO_DECODER_PROMPT),
     ("cross_attention_mask", NO_ENCODER),
     ("skip_cross_attn_blocks", NO_ENCODER),
     ("mrope_rotary_cos_sin", NO_IMAGES),

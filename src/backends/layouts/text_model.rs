@@ -87,7 +87,9 @@ struct TextModel {
     llm: Option<Arc<dyn Backend>>,
     tokenizer: Arc<Tokenizer>,
     max_tokens: i32,
-    is_batched: bool,
+    /// Whether each text lies in a row of its own; else, where the output is a list of any length, all in one: clients of
+    /// TensorRT-LLM's text models read `text_output[0]`.
+    is_nested: bool,
     is_decoupled: bool,
     add_special_tokens: bool,
     text_output: String,
@@ -115,7 +117,7 @@ impl TextModel {
             llm: None,
             tokenizer,
             max_tokens,
-            is_batched: config.max_batch_size > 0,
+            is_nested: config.max_batch_size > 0 && text.dims != [-1],
             is_decoupled: config.is_decoupled(),
             add_special_tokens: parameters::flag(config, "add_special_tokens")?.unwrap_or(true),
             text_output: text.name.clone(),
@@ -169,9 +171,10 @@ impl TextModel {
     }
 
     /// The running text of one prompt's answer.
-    fn text(&self, request: &InferRequest, prompt: &str) -> Result<RunningText, InferError> {
+    fn text(&self, request: &InferRequest, prompt: &str, streaming: bool) -> Result<RunningText, InferError> {
         let skip = flag(request, &["skip_special_tokens"])?.unwrap_or(true);
-        let leading = match flag(request, &EXCLUDE_INPUT)?.unwrap_or(true) {
+        // As in TensorRT-LLM: a stream never repeats its prompt.
+        let leading = match streaming || flag(request, &EXCLUDE_INPUT)?.unwrap_or(true) {
             true => String::new(),
             false => prompt.to_owned(),
         };
@@ -185,7 +188,7 @@ impl TextModel {
     }
 
     fn response(&self, request: &InferRequest, rows: &[(String, &'static str)], is_final: bool) -> InferResponse {
-        let shape = if self.is_batched { vec![rows.len() as i64, 1] } else { vec![rows.len() as i64] };
+        let shape = if self.is_nested { vec![rows.len() as i64, 1] } else { vec![rows.len() as i64] };
         let asked =
             |name: &str| request.requested_outputs.is_empty() || request.requested_outputs.iter().any(|it| it == name);
         let texts: Vec<&str> = rows.iter().map(|(text, _)| text.as_str()).collect();
@@ -234,7 +237,7 @@ impl Backend for TextModel {
         for (index, prompt) in prompts.iter().enumerate() {
             let row = Row { index, count: prompts.len() };
             let engine_request = self.engine_request(&request, prompt, row, streaming)?;
-            let text = self.text(&request, prompt)?;
+            let text = self.text(&request, prompt, streaming)?;
             runs.push((self.llm().infer(engine_request)?, text));
         }
         let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);

@@ -1,6 +1,8 @@
 //! What `config.pbtxt` and the checkpoint say of an LLM, as typed values.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use engine::{EngineConfig, Policy, TokenId};
 use repository::ModelConfig;
@@ -76,6 +78,10 @@ pub(crate) struct LlmConfig {
     /// The type in which logits are returned: FP32, FP16 or BF16.
     pub(crate) logits_type: DataType,
     pub(crate) vocab_size: usize,
+    /// Refuse prompts that hold ids beyond the vocabulary.
+    pub(crate) check_input_ids: bool,
+    /// Whether such an id was taken for another, and the log said so.
+    pub(crate) has_wrapped_ids: Arc<AtomicBool>,
     /// Tokens that end a sequence when the request names none.
     pub(crate) end_ids: Vec<TokenId>,
     pub(crate) step_timeout: std::time::Duration,
@@ -114,6 +120,8 @@ impl LlmConfig {
             outputs: config.output.iter().map(|output| output.name.clone()).collect(),
             logits_type: logits_type(config)?,
             vocab_size: model.vocab_size,
+            check_input_ids: parameter(config, "check_input_ids")?.unwrap_or(false),
+            has_wrapped_ids: Arc::default(),
             end_ids: model.eos_ids.iter().copied().map(TokenId).collect(),
             step_timeout: defaults.step_timeout,
             library_dirs: defaults.library_dirs.clone(),

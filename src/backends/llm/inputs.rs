@@ -1,5 +1,7 @@
 //! A request's tensors, by the names TensorRT-LLM gives them, as an engine request.
 
+use std::sync::atomic::Ordering;
+
 use engine::{BeamParams, Request, SamplingParams, TokenId};
 use serving::{DataType, InferError, InferRequest, Parameter, Tensor};
 
@@ -223,7 +225,24 @@ fn prompt(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, In
             InferError::invalid(format!("`input_lengths` is {length}, but `input_ids` has {} tokens", ids.len()))
         })?,
     };
-    ids[..length].iter().map(|&id| token(config, "input_ids", id)).collect()
+    ids[..length].iter().map(|&id| prompt_token(config, id)).collect()
+}
+
+/// A token of the prompt. TensorRT-LLM computes something for ids beyond the vocabulary, too, and its benchmarks draw them at
+/// random up to 2³¹: unless the model's configuration says otherwise, they stand for ids of the vocabulary, as different
+/// from each other as they were.
+fn prompt_token(config: &LlmConfig, id: i64) -> Result<TokenId, InferError> {
+    let beyond = u64::try_from(id).ok().filter(|&id| id >= config.vocab_size as u64 && !config.check_input_ids);
+    let Some(beyond) = beyond else { return token(config, "input_ids", id) };
+    if !config.has_wrapped_ids.swap(true, Ordering::Relaxed) {
+        tracing::warn!(
+            model = %config.name,
+            "`input_ids` holds token {id}, but the vocabulary is 0..{size}: such ids are taken modulo {size}, which is said \
+             once; is the client's tokenizer another model's? parameter `check_input_ids` set to `true` refuses them",
+            size = config.vocab_size
+        );
+    }
+    Ok(TokenId((beyond % config.vocab_size as u64) as u32))
 }
 
 fn sampling(config: &LlmConfig, request: &InferRequest, log_probs: bool) -> Result<SamplingParams, InferError> {
