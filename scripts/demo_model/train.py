@@ -131,6 +131,9 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None
                                    clean_up_tokenization_spaces=False)
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory, save_jinja_files=False)
+    # A class that every version of transformers knows.
+    config = directory / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
     tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
 
 
