@@ -106,7 +106,7 @@ impl GrpcTarget {
             self.offer(&mut request, &["return_num_output_tokens"], Values::Bool(true))?;
         }
         self.offer(&mut request, &LENGTH, Values::Integers(&[prompt.max_tokens as i64]))?;
-        self.offer(&mut request, &STREAM, Values::Bool(sampling.stream_output))?;
+        self.offer(&mut request, &STREAM, Values::Bool(sampling.stream_output && model.streams))?;
         self.offer(&mut request, &TOP_K, Values::Integers(&[i64::from(sampling.top_k)]))?;
         self.offer(&mut request, &TEMPERATURE, Values::Float(sampling.temperature))?;
         if sampling.top_p > 0.0 {

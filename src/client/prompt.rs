@@ -123,7 +123,7 @@ fn request(args: &ClientArgs, model: &Model, prompt: String) -> Result<ModelInfe
         model.add(&mut request, "stop_words", Values::Texts(&args.stop_words))?;
     }
     if model.input("stream").is_some() {
-        model.add(&mut request, "stream", Values::Bool(true))?;
+        model.add(&mut request, "stream", Values::Bool(model.streams))?;
     }
     Ok(request)
 }

@@ -6,8 +6,9 @@ use crate::ClientError;
 use crate::grpc::Connection;
 use crate::proto::model_infer_request::InferInputTensor;
 use crate::proto::model_metadata_response::TensorMetadata;
+use crate::proto::model_config::SchedulingChoice;
 use crate::proto::{
-    ModelInferRequest, ModelMetadataRequest, ModelMetadataResponse, ModelReadyRequest, ModelReadyResponse,
+    ModelConfig, ModelConfigRequest, ModelConfigResponse, ModelInferRequest, ModelMetadataRequest, ModelMetadataResponse, ModelReadyRequest, ModelReadyResponse,
     RepositoryIndexRequest, RepositoryIndexResponse,
 };
 
@@ -15,6 +16,8 @@ use crate::proto::{
 pub struct Model {
     /// Its description.
     pub metadata: ModelMetadataResponse,
+    /// Whether an answer may come in pieces: the model is decoupled, or a step of the ensemble is.
+    pub streams: bool,
 }
 
 impl Model {
@@ -30,7 +33,8 @@ impl Model {
             return Err(ClientError::NotReady { model, url, known: known_models(connection, name).await? });
         }
         let request = ModelMetadataRequest { name: name.to_owned(), version: String::new() };
-        Ok(Self { metadata: connection.unary("ModelMetadata", &request).await? })
+        let metadata = connection.unary("ModelMetadata", &request).await?;
+        Ok(Self { metadata, streams: streams(connection, name).await })
     }
 
     /// The declared input called `name`.
@@ -63,6 +67,30 @@ impl Model {
         push(request, input, shape, data);
         Ok(())
     }
+}
+
+/// Whether a model answers in pieces; taken for granted of a server that does not show its configuration.
+async fn streams(connection: &Connection, name: &str) -> bool {
+    let Some(config) = config(connection, name).await else { return true };
+    if is_decoupled(&config) {
+        return true;
+    }
+    let Some(SchedulingChoice::EnsembleScheduling(ensemble)) = &config.scheduling_choice else { return false };
+    for step in &ensemble.step {
+        if self::config(connection, &step.model_name).await.is_none_or(|config| is_decoupled(&config)) {
+            return true;
+        }
+    }
+    false
+}
+
+async fn config(connection: &Connection, name: &str) -> Option<ModelConfig> {
+    let request = ModelConfigRequest { name: name.to_owned(), version: String::new() };
+    connection.unary::<ModelConfigResponse>("ModelConfig", &request).await.ok()?.config
+}
+
+fn is_decoupled(config: &ModelConfig) -> bool {
+    config.model_transaction_policy.is_some_and(|policy| policy.decoupled)
 }
 
 /// A connection that breaks at its first call never was what it should be.

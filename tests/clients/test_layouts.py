@@ -131,6 +131,18 @@ def test_an_ensemble_made_by_hand_answers_like_the_server_s(in_flight):
     assert ensemble.as_numpy("text_output")[0].decode() == QUESTION + ANSWER
 
 
+def test_our_own_client_and_benchmark_take_a_model_that_does_not_stream_as_it_is(in_flight):
+    def run(*words):
+        done = subprocess.run([BINARIES / "trireme", *words], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert run("client", QUESTION, "--url", in_flight.grpc, "--quiet") == QUESTION + ANSWER + "\n"
+    lengths = ["--input-mean=8", "--input-stdev=1", "--output-mean=6", "--output-stdev=1"]
+    report = run("bench", "core", "--url", in_flight.grpc, "--num-requests=4", "token-norm-dist", *lengths)
+    assert "Total requests" in report and "failed" not in report
+
+
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_the_benchmark_of_fixed_batches_gets_all_rows_of_a_batch(fixed, protocol):
     """`identity_test.py` and `benchmark_core_model.py` of `tools/gpt`: ids of GPT-2's vocabulary whatever the model's."""
