@@ -126,8 +126,9 @@ fn hardly_filled(from: &Path, repository: &Path) {
 /// What is said of variables that nobody filled in, by `lint` and by the log.
 fn unset_words(text: &str) -> Vec<String> {
     let words = text.split("template variables taken as unset: ").skip(1);
-    let mut all: Vec<String> =
-        words.map(|rest| rest.split(['"', '\n', ';']).next().unwrap().trim().to_owned()).collect();
+    // Behind the names the log says of which model, and lint begins the next line.
+    let names = |rest: &str| rest.split(" model=").next().unwrap().lines().next().unwrap().trim().to_owned();
+    let mut all: Vec<String> = words.map(names).collect();
     all.sort();
     all.dedup();
     all

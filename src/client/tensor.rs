@@ -4,12 +4,12 @@ use bytes::Bytes;
 
 use crate::ClientError;
 use crate::grpc::Connection;
+use crate::proto::model_config::SchedulingChoice;
 use crate::proto::model_infer_request::InferInputTensor;
 use crate::proto::model_metadata_response::TensorMetadata;
-use crate::proto::model_config::SchedulingChoice;
 use crate::proto::{
-    ModelConfig, ModelConfigRequest, ModelConfigResponse, ModelInferRequest, ModelMetadataRequest, ModelMetadataResponse, ModelReadyRequest, ModelReadyResponse,
-    RepositoryIndexRequest, RepositoryIndexResponse,
+    ModelConfig, ModelConfigRequest, ModelConfigResponse, ModelInferRequest, ModelMetadataRequest,
+    ModelMetadataResponse, ModelReadyRequest, ModelReadyResponse, RepositoryIndexRequest, RepositoryIndexResponse,
 };
 
 /// What a model takes and gives, as the server describes it.
