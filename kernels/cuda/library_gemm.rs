@@ -56,6 +56,9 @@ pub struct LibraryGemm {
     workspace: DeviceBuffer,
     plans: HashMap<(GemmShape, bool), Plan>,
     choices: HashMap<ChoiceKey, [u64; 8]>,
+    /// What the library thinks best, where nothing was measured.
+    guesses: HashMap<ChoiceKey, [u64; 8]>,
+    measures: bool,
     file: Option<PathBuf>,
 }
 
@@ -66,6 +69,10 @@ unsafe impl Send for LibraryGemm {}
 pub fn measured_rows(m: usize) -> usize {
     let step = (m.next_power_of_two() / 8).max(64);
     if m <= 64 { m.next_power_of_two() } else { m.next_multiple_of(step) }
+}
+
+fn choice_key(shape: GemmShape, has_bias: bool) -> ChoiceKey {
+    (measured_rows(shape.m), shape.n, shape.k, shape.to_f32, has_bias)
 }
 
 /// Descriptors of one shape.
@@ -113,10 +120,16 @@ impl LibraryGemm {
         let choices =
             file.as_ref().and_then(|path| std::fs::read_to_string(path).ok()).map_or_else(HashMap::new, |t| parse(&t));
         let workspace = DeviceBuffer::new(gpu, LibraryGemm::WORKSPACE_BYTES)?;
-        Ok(Self { handle, workspace, plans: HashMap::new(), choices, file })
+        Ok(Self { handle, workspace, plans: HashMap::new(), choices, guesses: HashMap::new(), measures: true, file })
     }
 
-    /// Queues the product. The first use of a shape measures algorithms and waits, so it may not be captured into a graph.
+    /// Whether the first use of a shape measures algorithms, which takes tens of runs of the product, or takes the one that the library
+    /// thinks best until it is measured. It does at first.
+    pub fn set_measuring(&mut self, measures: bool) {
+        self.measures = measures;
+    }
+
+    /// Queues the product. Where the first use of a shape measures, it waits, so that it may not be captured into a graph.
     pub fn run(&mut self, q: &Queue, shape: GemmShape, buffers: GemmBuffers) -> Result<(), CudaError> {
         let GemmBuffers { y, x, w, bias } = buffers;
         let GemmShape { m, n, k, stride, to_f32 } = shape;
@@ -128,7 +141,8 @@ impl LibraryGemm {
         ensure!(op, y.bytes() >= ((m - 1) * stride + n) * element, "y is shorter than {m} x {stride}");
         ensure!(op, bias.is_null() || bias.count::<bf16>() >= n, "bias is shorter than {n}");
         let key = (shape, !bias.is_null());
-        if !self.plans.contains_key(&key) {
+        let is_guess = self.measures && self.guesses.contains_key(&choice_key(shape, key.1));
+        if is_guess || !self.plans.contains_key(&key) {
             let plan = self.plan(q, shape, buffers)?;
             if self.plans.len() >= MAX_PLANS {
                 self.plans.clear();
@@ -142,18 +156,23 @@ impl LibraryGemm {
         let has_bias = !buffers.bias.is_null();
         let mut plan = Plan::new(shape, has_bias)?;
         plan.set_bias(buffers.bias)?;
-        let choice_key = (measured_rows(shape.m), shape.n, shape.k, shape.to_f32, has_bias);
-        if let Some(choice) = self.choices.get(&choice_key) {
+        let choice_key = choice_key(shape, has_bias);
+        let guess = self.guesses.get(&choice_key).filter(|_| !self.measures);
+        if let Some(choice) = self.choices.get(&choice_key).or(guess) {
             plan.algorithm.data = *choice;
             if plan.is_usable(self.handle) {
                 return Ok(plan);
             }
         }
-        let candidates = plan.candidates(self.handle)?;
+        let mut candidates = plan.candidates(self.handle)?;
+        if !self.measures {
+            candidates.truncate(1);
+        }
         let mut best: Option<(f32, sys::cublasLtMatmulAlgo_t)> = None;
         for candidate in candidates {
             plan.algorithm = candidate;
-            let Ok(ms) = plan.measure(self.handle, q, buffers, &self.workspace) else { continue };
+            let ms = if self.measures { plan.measure(self.handle, q, buffers, &self.workspace) } else { Ok(0.0) };
+            let Ok(ms) = ms else { continue };
             if best.is_none_or(|(least, _)| ms < least) {
                 best = Some((ms, candidate));
             }
@@ -161,7 +180,14 @@ impl LibraryGemm {
         let none =
             || CudaError::Library { call: "cublasLtMatmul".into(), reason: format!("no algorithm for {shape:?}") };
         plan.algorithm = best.ok_or_else(none)?.1;
+        if !self.measures {
+            self.guesses.insert(choice_key, plan.algorithm.data);
+            return Ok(plan);
+        }
         self.choices.insert(choice_key, plan.algorithm.data);
+        if self.guesses.remove(&choice_key).is_some() {
+            self.plans.retain(|(shape, has_bias), _| self::choice_key(*shape, *has_bias) != choice_key);
+        }
         self.save();
         Ok(plan)
     }

@@ -113,7 +113,11 @@ impl CudaDevice {
             self.queue.replay(graph).map_err(device_error)?;
             return Ok(slot);
         }
-        forward(self)?;
+        // What is recorded stays: its products are worth measuring at once. They are small.
+        self.gemm.set_measuring(true);
+        let run = forward(self);
+        self.gemm.set_measuring(false);
+        run?;
         self.record(bucket, forward)?;
         Ok(slot)
     }
@@ -163,7 +167,10 @@ impl CudaDevice {
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         self.current = Some(super::Current { only_products: true, ..self.step_at(shape, true) });
-        forward(self)
+        self.gemm.set_measuring(true);
+        let measured = forward(self);
+        self.gemm.set_measuring(false);
+        measured
     }
 }
 

@@ -175,7 +175,9 @@ impl CudaDevice {
     pub fn new(config: CudaConfig) -> Result<Self, DeviceError> {
         let gpu = Gpu::open(config.ordinal).map_err(device_error)?;
         let queue = Arc::new(Queue::new(&gpu).map_err(device_error)?);
-        let gemm = LibraryGemm::new(&gpu, &config.library_dirs, config.cache_dir.as_ref()).map_err(device_error)?;
+        let mut gemm = LibraryGemm::new(&gpu, &config.library_dirs, config.cache_dir.as_ref()).map_err(device_error)?;
+        // A request waits for no measurement: products are measured while none is there, and when a graph is recorded.
+        gemm.set_measuring(false);
         // Before the first thread: the group sets what NCCL reads from the environment.
         let group = Group::new(&config, &gpu)?;
         let pipeline = Pipeline::new(&config, &gpu, &queue)?;

@@ -310,6 +310,8 @@ fn main() -> Result<(), DeviceError> {
         device.join_row(RowId(row), &[TokenId(1)], 1, &SamplingParams::default())?;
     }
     mark("ready");
+    while device.prepare(&mut |device| model.forward(device))? {}
+    mark("prepared");
     let batches = [1, 2, 4, 8, 16, 32, 64, 128, 256].into_iter().filter(|&b| options.batch == 0 || options.batch == b);
     for batch in batches {
         let inputs = |number: usize| step(number as u64, batch, options.context + number, 1, decode_blocks);
