@@ -180,7 +180,7 @@ impl CudaDevice {
         gemm.set_measuring(false);
         // Before the first thread: the group sets what NCCL reads from the environment.
         let group = Group::new(&config, &gpu)?;
-        let pipeline = Pipeline::new(&config, &gpu, &queue)?;
+        let pipeline = Pipeline::new(&config, &group, &gpu, &queue)?;
         let loader = Loader::new(&gpu).map_err(device_error)?;
         let rows = Rows::new(&gpu, config.limits).map_err(device_error)?;
         Ok(Self {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use half::bf16;
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
 
+use super::group::Group;
 use super::nccl::{Nccl, unlink_shared_memory};
 use super::{CudaConfig, CudaDevice, CudaTensor, device_error};
 use crate::{DeviceError, PipelineStage};
@@ -18,11 +19,14 @@ pub(crate) struct Pipeline {
 
 impl Pipeline {
     /// Joins the stages; returns when all workers have, and those beside each other have met.
-    pub(crate) fn new(config: &CudaConfig, gpu: &Arc<Gpu>, q: &Queue) -> Result<Self, DeviceError> {
+    ///
+    /// Waits for the group's communicator first: in every worker the two are made one after the other.
+    pub(crate) fn new(config: &CudaConfig, group: &Group, gpu: &Arc<Gpu>, q: &Queue) -> Result<Self, DeviceError> {
         let stage = config.stage;
         if stage.count == 1 {
             return Ok(Self { stage, nccl: None });
         }
+        group.join()?;
         let exchange = config.stage_exchange.as_ref().ok_or_else(|| DeviceError::Unavailable {
             device: "cuda".into(),
             reason: format!("{} pipeline stages need a way to exchange NCCL's id", stage.count),
