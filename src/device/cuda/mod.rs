@@ -17,9 +17,11 @@ mod nccl;
 mod nccl_rate;
 mod ops;
 mod pipeline;
+mod queued;
 mod rows;
 mod step;
 mod verify;
+mod weights;
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -40,14 +42,16 @@ pub use exchange::{Exchange, FileExchange};
 use fusion::Fusion;
 use graphs::Graphs;
 use group::Group;
-use load::{Loader, Part, RowOrder};
+use load::{Loader, RowOrder};
 use logits::Reports;
 pub(crate) use memory::Estimate;
 use memory::{Cache, Workspace};
 pub use nccl_rate::{NcclRate, nccl_rate};
 use pipeline::Pipeline;
-use rows::{Reported, Rows};
-use step::{Layout, StepBounds, StepShape, StepSpans};
+use queued::{Current, InFlight};
+use rows::Rows;
+use step::StepShape;
+use weights::gate_order;
 
 /// GPUs that the driver shows to this process; 0 without a driver, or in a build without CUDA kernels.
 pub fn num_gpus() -> usize {
@@ -122,27 +126,6 @@ pub struct CudaDevice {
     config: CudaConfig,
     queue: Arc<Queue>,
     gpu: Arc<Gpu>,
-}
-
-/// The step whose ops are being queued.
-#[derive(Debug, Clone, Copy)]
-struct Current {
-    shape: StepShape,
-    spans: StepSpans,
-    /// Whether every sample is the plain argmax, and nothing else is reported.
-    is_greedy: bool,
-    /// Whether only the library's products are queued, for their algorithms.
-    only_products: bool,
-}
-
-/// A step that was queued and not yet collected.
-struct InFlight {
-    slot: usize,
-    done: Event,
-    /// Row of each sample, and what it reports.
-    samples: Vec<(RowId, Reported)>,
-    /// Logits that it reports.
-    logits: Vec<Vec<f32>>,
 }
 
 /// As this room reports what the kernels' crate reports.
@@ -220,62 +203,6 @@ impl CudaDevice {
         format!("{} (compute capability {major}.{minor})", self.gpu.name())
     }
 
-    /// Takes memory for a matrix and queues its loading.
-    fn load_matrix(&mut self, parts: &[WeightSlice<'_>], order: RowOrder) -> Result<(Span, usize, usize), DeviceError> {
-        let cols = parts.first().map_or(0, |part| part.cols.len());
-        let rows: usize = parts.iter().map(|part| part.rows.len()).sum();
-        if let Some(part) = parts.iter().find(|part| part.cols.len() != cols || cols == 0 || !cols.is_multiple_of(8)) {
-            return Err(DeviceError::Unsupported {
-                what: format!("weight `{}`", part.name),
-                found: format!("{} columns beside {cols}", part.cols.len()),
-                expected: "equal columns in all parts, a multiple of 8".into(),
-            });
-        }
-        let buffer = DeviceBuffer::new(&self.gpu, rows * cols * 2).map_err(device_error)?;
-        let span = buffer.span();
-        self.weights.push(buffer);
-        let parts = parts.iter().map(Part::new).collect::<Result<Vec<_>, _>>()?;
-        self.loader.get_mut().load(parts, order, span)?;
-        Ok((span, rows, cols))
-    }
-
-    /// Takes memory for a bias or norm and queues its loading.
-    fn load_row(&mut self, parts: &[WeightSlice<'_>], order: RowOrder) -> Result<Span, DeviceError> {
-        if parts.is_empty() {
-            return Ok(Span::NULL);
-        }
-        // As a column, so that parts stack along it.
-        let columns = parts.iter().map(Part::column).collect::<Result<Vec<_>, _>>()?;
-        let length: usize = columns.iter().map(Part::rows).sum();
-        let buffer = DeviceBuffer::new(&self.gpu, length * 2).map_err(device_error)?;
-        let span = buffer.span();
-        self.weights.push(buffer);
-        self.loader.get_mut().load(columns, order, span)?;
-        Ok(span)
-    }
-
-    /// Refuses decodes whose token is not the last of its context: attention that rotates takes the position from there.
-    fn check_newest(&self, inputs: &StepInputs) -> Result<(), DeviceError> {
-        let block_size = self.bounds()?.block_size as u32;
-        for row in inputs.num_prefill_rows..inputs.num_rows() {
-            let token = inputs.row_starts[row] as usize;
-            let (position, slot) = (inputs.positions[token], inputs.slots[token]);
-            let block = inputs.block_table(row).get((position / block_size) as usize).copied();
-            let expected =
-                block.and_then(|block| block.checked_mul(block_size)).map(|first| first + position % block_size);
-            if position + 1 != inputs.context_lens[row] || expected != Some(slot) {
-                return Err(DeviceError::Call {
-                    call: format!("step {}", inputs.step),
-                    reason: format!(
-                        "row {} decodes position {position} into slot {slot}, with a context of {} and block {block:?}",
-                        inputs.rows[row].0, inputs.context_lens[row]
-                    ),
-                });
-            }
-        }
-        Ok(())
-    }
-
     fn check_row(&self, call: &str, row: RowId) -> Result<(), DeviceError> {
         match row.0 as usize {
             index if index < self.config.limits.max_rows => Ok(()),
@@ -288,59 +215,6 @@ impl CudaDevice {
 
     fn current(&self) -> &Current {
         self.current.as_ref().expect("ops run inside a step")
-    }
-
-    fn bounds(&self) -> Result<StepBounds, DeviceError> {
-        let cache = self.cache.as_ref().ok_or_else(|| DeviceError::Call {
-            call: "run_step".into(),
-            reason: "the cache is allocated before the first step".into(),
-        })?;
-        let bounds = cache.bounds(&self.config.limits);
-        Ok(StepBounds {
-            max_positions: bounds.max_positions.min(self.num_positions),
-            max_samples: self.config.max_samples(),
-            ..bounds
-        })
-    }
-
-    /// Checks, packs and uploads the step; makes it current.
-    fn begin_step(&mut self, inputs: &StepInputs, shape: StepShape) -> Result<usize, DeviceError> {
-        let bounds = self.bounds()?;
-        let slot = self.next_slot;
-        self.next_slot = (slot + 1) % self.pinned_inputs.len();
-        let words: &mut [u32] = bytemuck::cast_slice_mut(&mut self.pinned_inputs[slot]);
-        let layout = step::pack(inputs, &bounds, shape, slot as u32, words);
-        // SAFETY: the slot's last step was collected, so its copy has run; it is not written before this one is.
-        let copied = unsafe { self.queue.upload(self.step_block.span(), words.as_ptr().cast(), layout.words * 4) };
-        copied.map_err(device_error)?;
-        let host_rows = || inputs.samples.iter().map(|sample| self.rows.host(sample.row.0 as usize));
-        self.current = Some(self.step_at(shape, host_rows().all(|row| row.is_plain_greedy)));
-        Ok(slot)
-    }
-
-    fn step_at(&self, shape: StepShape, is_greedy: bool) -> Current {
-        let stride = self.cache.as_ref().map_or(0, |cache| cache.table_stride(&self.config.limits));
-        let layout = Layout::new(shape, stride);
-        let spans = StepSpans::new(self.step_block.span(), &layout, shape, stride);
-        Current { shape, spans, is_greedy, only_products: false }
-    }
-
-    fn read_outputs(&self, step: &InFlight) -> Vec<SampledToken> {
-        let workspace = self.workspace.as_ref().expect("a step ran");
-        let output = |index: usize| workspace.output(step.slot, index);
-        step.samples.iter().enumerate().map(|(index, &(row, reported))| output(index).token(row, reported)).collect()
-    }
-}
-
-/// How gate and up lie in one matrix, and how many columns of each come in turn: in the groups that the fused kernel
-/// takes where they fit. Other matrices are stacked.
-fn gate_order(role: LinearRole, parts: &[WeightSlice<'_>]) -> (RowOrder, usize) {
-    match (role, parts) {
-        (LinearRole::GateUp, [gate, up]) if gate.rows.len() == up.rows.len() => match gate.rows.len() {
-            rows if rows.is_multiple_of(GATE_GROUP) => (RowOrder::Interleaved(GATE_GROUP), GATE_GROUP),
-            rows => (RowOrder::Stacked, rows),
-        },
-        _ => (RowOrder::Stacked, 0),
     }
 }
 

@@ -1,0 +1,95 @@
+//! The step whose ops are being queued, and those that wait to be collected.
+
+use engine::{RowId, SampledToken};
+use kernels::cuda::Event;
+
+use super::rows::Reported;
+use super::step::{self, Layout, StepBounds, StepShape, StepSpans};
+use super::{CudaDevice, device_error};
+use crate::{DeviceError, StepInputs};
+
+/// The step whose ops are being queued.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Current {
+    pub(super) shape: StepShape,
+    pub(super) spans: StepSpans,
+    /// Whether every sample is the plain argmax, and nothing else is reported.
+    pub(super) is_greedy: bool,
+    /// Whether only the library's products are queued, for their algorithms.
+    pub(super) only_products: bool,
+}
+
+/// A step that was queued and not yet collected.
+pub(super) struct InFlight {
+    pub(super) slot: usize,
+    pub(super) done: Event,
+    /// Row of each sample, and what it reports.
+    pub(super) samples: Vec<(RowId, Reported)>,
+    /// Logits that it reports.
+    pub(super) logits: Vec<Vec<f32>>,
+}
+
+impl CudaDevice {
+    /// Refuses decodes whose token is not the last of its context: attention that rotates takes the position from there.
+    pub(super) fn check_newest(&self, inputs: &StepInputs) -> Result<(), DeviceError> {
+        let block_size = self.bounds()?.block_size as u32;
+        for row in inputs.num_prefill_rows..inputs.num_rows() {
+            let token = inputs.row_starts[row] as usize;
+            let (position, slot) = (inputs.positions[token], inputs.slots[token]);
+            let block = inputs.block_table(row).get((position / block_size) as usize).copied();
+            let expected =
+                block.and_then(|block| block.checked_mul(block_size)).map(|first| first + position % block_size);
+            if position + 1 != inputs.context_lens[row] || expected != Some(slot) {
+                return Err(DeviceError::Call {
+                    call: format!("step {}", inputs.step),
+                    reason: format!(
+                        "row {} decodes position {position} into slot {slot}, with a context of {} and block {block:?}",
+                        inputs.rows[row].0, inputs.context_lens[row]
+                    ),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn bounds(&self) -> Result<StepBounds, DeviceError> {
+        let cache = self.cache.as_ref().ok_or_else(|| DeviceError::Call {
+            call: "run_step".into(),
+            reason: "the cache is allocated before the first step".into(),
+        })?;
+        let bounds = cache.bounds(&self.config.limits);
+        Ok(StepBounds {
+            max_positions: bounds.max_positions.min(self.num_positions),
+            max_samples: self.config.max_samples(),
+            ..bounds
+        })
+    }
+
+    /// Checks, packs and uploads the step; makes it current.
+    pub(super) fn begin_step(&mut self, inputs: &StepInputs, shape: StepShape) -> Result<usize, DeviceError> {
+        let bounds = self.bounds()?;
+        let slot = self.next_slot;
+        self.next_slot = (slot + 1) % self.pinned_inputs.len();
+        let words: &mut [u32] = bytemuck::cast_slice_mut(&mut self.pinned_inputs[slot]);
+        let layout = step::pack(inputs, &bounds, shape, slot as u32, words);
+        // SAFETY: the slot's last step was collected, so its copy has run; it is not written before this one is.
+        let copied = unsafe { self.queue.upload(self.step_block.span(), words.as_ptr().cast(), layout.words * 4) };
+        copied.map_err(device_error)?;
+        let host_rows = || inputs.samples.iter().map(|sample| self.rows.host(sample.row.0 as usize));
+        self.current = Some(self.step_at(shape, host_rows().all(|row| row.is_plain_greedy)));
+        Ok(slot)
+    }
+
+    pub(super) fn step_at(&self, shape: StepShape, is_greedy: bool) -> Current {
+        let stride = self.cache.as_ref().map_or(0, |cache| cache.table_stride(&self.config.limits));
+        let layout = Layout::new(shape, stride);
+        let spans = StepSpans::new(self.step_block.span(), &layout, shape, stride);
+        Current { shape, spans, is_greedy, only_products: false }
+    }
+
+    pub(super) fn read_outputs(&self, step: &InFlight) -> Vec<SampledToken> {
+        let workspace = self.workspace.as_ref().expect("a step ran");
+        let output = |index: usize| workspace.output(step.slot, index);
+        step.samples.iter().enumerate().map(|(index, &(row, reported))| output(index).token(row, reported)).collect()
+    }
+}
