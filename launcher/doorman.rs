@@ -45,7 +45,9 @@ impl Doorman {
         let (wake, woken) = UnixStream::pair()?;
         let orders = Arc::<Mutex<Orders>>::default();
         let listeners = sockets.listeners()?;
-        let watch = Watch { sockets, listeners, door, woken, orders: Arc::clone(&orders), num_clients: Arc::default() };
+        let (orders_there, wake_there) = (Arc::clone(&orders), wake.try_clone()?);
+        let num_clients = Arc::default();
+        let watch = Watch { sockets, listeners, door, woken, wake: wake_there, orders: orders_there, num_clients };
         thread::Builder::new().name("doorman".to_owned()).spawn(move || watch.run())?;
         Ok(Self { path, orders, wake })
     }
@@ -85,6 +87,8 @@ struct Watch {
     listeners: Vec<TcpListener>,
     door: UnixListener,
     woken: UnixStream,
+    /// The other end of `woken`.
+    wake: UnixStream,
     orders: Arc<Mutex<Orders>>,
     num_clients: Arc<AtomicUsize>,
 }
@@ -106,9 +110,8 @@ impl Watch {
             if ready[1]
                 && let Ok((stream, _)) = self.door.accept()
             {
-                // Returns when that world serves, or has died.
-                let sockets = Arc::clone(&self.sockets);
-                thread::spawn(move || sockets.give(stream));
+                self.lend(stream);
+                continue;
             }
             let Some(reason) = reason else { continue };
             for (listener, _) in self.listeners.iter().zip(&ready[2..]).filter(|(_, is_ready)| **is_ready) {
@@ -121,6 +124,20 @@ impl Watch {
                 }
             }
         }
+    }
+
+    /// Gives the sockets to a world that has loaded. Clients wait from now on, for it takes them in a moment; should it die
+    /// before it does, they are refused again.
+    fn lend(&self, stream: UnixStream) {
+        let (sockets, orders, wake) = (Arc::clone(&self.sockets), Arc::clone(&self.orders), self.wake.try_clone());
+        let reason = orders.lock().unwrap().reason.take();
+        thread::spawn(move || {
+            if sockets.give(stream).is_err() {
+                let mut orders = orders.lock().unwrap();
+                orders.reason = orders.reason.take().or(reason);
+                let _ = wake.and_then(|mut wake| wake.write_all(&[1]));
+            }
+        });
     }
 
     /// Which of `woken`, `door` and, if they are of interest, the listeners can be read.
@@ -196,10 +213,10 @@ mod tests {
             "{answer}"
         );
 
-        // More than one world may ask: the first may die before it serves.
+        // More than one world may ask: the first may die before it serves. The launcher need not notice at once.
         for _ in 0..2 {
+            doorman.refuse("again".to_owned());
             let next = Held::take(&lent).unwrap();
-            doorman.step_aside();
             let mut client = TcpStream::connect(address).unwrap();
             let listener = next.listeners().unwrap().remove(0);
             listener.set_nonblocking(false).unwrap();
