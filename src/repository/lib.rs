@@ -25,6 +25,7 @@
 mod config;
 mod defaults;
 mod error;
+mod guess;
 mod json;
 pub mod proto;
 mod scan;

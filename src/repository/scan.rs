@@ -8,7 +8,7 @@ use crate::error::RepositoryError;
 use crate::proto::ModelConfig;
 use crate::proto::model_version_policy::PolicyChoice;
 use crate::text_format::Parsed;
-use crate::{defaults, json, text_format, validate};
+use crate::{defaults, guess, json, text_format, validate};
 
 /// One or more directories with a folder for each model.
 #[derive(Debug, Clone)]
@@ -82,7 +82,12 @@ impl Repository {
         let parsed = match fs::read(&path) {
             Ok(bytes) => read_config(&path, &bytes)?,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                Parsed { config: guess_config(name, &dir)?, unfilled: Vec::new() }
+                let mut config = ModelConfig::default();
+                guess::fill(&mut config, name, first_version(&dir)?.as_deref());
+                if config.backend.is_empty() {
+                    return Err(RepositoryError::NoConfig { name: name.to_owned(), dir });
+                }
+                Parsed { config, unfilled: Vec::new() }
             }
             Err(source) => return Err(RepositoryError::Read { path, source }),
         };
@@ -155,21 +160,8 @@ fn read_config(path: &Path, bytes: &[u8]) -> Result<Parsed, RepositoryError> {
     })
 }
 
-/// The configuration of a directory that has none, where its first version's files tell the backend.
-fn guess_config(name: &str, dir: &Path) -> Result<ModelConfig, RepositoryError> {
-    let versions = versions(dir)?;
-    let has = |file: &str| versions.values().any(|version| version.join(file).exists());
-    let backend = if has("model.py") {
-        "python"
-    } else if has("config.json") || has("weights") {
-        "trireme"
-    } else {
-        return Err(RepositoryError::NoConfig { name: name.to_owned(), dir: dir.to_owned() });
-    };
-    Ok(ModelConfig { backend: backend.to_owned(), ..Default::default() })
-}
-
 fn finish(name: &str, dir: PathBuf, path: &Path, mut config: ModelConfig) -> Result<ModelSource, RepositoryError> {
+    guess::fill(&mut config, name, first_version(&dir)?.as_deref());
     defaults::fill(&mut config, name);
     validate::validate(&config, name).map_err(|message| RepositoryError::Invalid { path: path.to_owned(), message })?;
     let mut found: Vec<i64> = versions(&dir)?.into_keys().collect();
@@ -191,6 +183,11 @@ fn versions(dir: &Path) -> Result<BTreeMap<i64, PathBuf>, RepositoryError> {
         plain.then(|| name.parse().ok()).flatten().map(|number| (number, path))
     };
     Ok(directories(dir)?.into_iter().filter_map(numbered).collect())
+}
+
+/// The directory of the first version.
+fn first_version(dir: &Path) -> Result<Option<PathBuf>, RepositoryError> {
+    Ok(versions(dir)?.into_values().next())
 }
 
 /// Those of the versions `found`, ascending, that the policy serves.

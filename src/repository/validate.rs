@@ -42,7 +42,7 @@ pub(crate) fn validate(config: &ModelConfig, directory: &str) -> Result<(), Stri
             Err("`platform: \"ensemble\"` needs `ensemble_scheduling { step [ … ] }`".to_owned())
         }
         _ if config.backend.is_empty() => {
-            Err("neither `backend` nor `platform` is set; write `backend: \"…\"`".to_owned())
+            Err("neither `backend` nor `platform` is set, and no file tells it; write `backend: \"…\"`".to_owned())
         }
         Some(SchedulingChoice::DynamicBatching(batching)) => {
             preferred_batch_sizes(config, &batching.preferred_batch_size)?;
@@ -74,8 +74,10 @@ fn sequence_batching(config: &ModelConfig, sequences: &ModelSequenceBatching) ->
     if let Some(StrategyChoice::Oldest(oldest)) = &sequences.strategy_choice {
         preferred_batch_sizes(config, &oldest.preferred_batch_size)?;
     }
-    if sequences.iterative_sequence {
-        return Err("`iterative_sequence` is not supported; answer such requests from a decoupled model".to_owned());
+    if sequences.iterative_sequence && !sequences.state.is_empty() {
+        return Err(
+            "`iterative_sequence` with `state` is not supported; keep the state in the model, by its id".to_owned()
+        );
     }
     Ok(())
 }

@@ -218,6 +218,13 @@ fn a_directory_without_configuration_is_known_by_its_files() {
     assert_eq!(repository.model("llama").unwrap().config.backend, "trireme");
     assert_eq!(repository.model("script").unwrap().config.default_model_filename, "model.py");
     assert!(repository.model("empty").unwrap_err().to_string().contains("write a config.pbtxt with `backend:`"));
+    // The same where there is a configuration that does not say.
+    fs::write(root.path().join("script/config.pbtxt"), "max_batch_size: 2").unwrap();
+    let config = repository.model("script").unwrap().config;
+    assert_eq!((config.backend.as_str(), config.max_batch_size), ("python", 2));
+    assert_eq!(repository.model_with_config("script", "{}").unwrap().config.backend, "python");
+    let error = repository.model_with_config("empty", "{}").unwrap_err().to_string();
+    assert!(error.contains("neither `backend` nor `platform` is set, and no file tells it"), "{error}");
 }
 
 #[test]
