@@ -2,14 +2,16 @@
 //!
 //! Each step is a request to a model of the same server. Steps run as soon as their tensors are there, side by side where
 //! the graph allows. A decoupled step makes the steps behind it run once per response, in order; an error there stands for
-//! that response, and the next ones follow. Tensors are never copied.
+//! that response, and the next ones follow. Decoupled steps side by side answer in rounds: the first response of each
+//! belongs to the first of the others. Tensors are never copied.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
-use futures::future::{BoxFuture, FutureExt as _};
+use futures::future::{BoxFuture, FutureExt as _, join_all};
 use futures::stream::{FuturesUnordered, StreamExt as _};
 use repository::ModelConfig;
+use smallvec::{SmallVec, smallvec};
 
 use crate::model::ServedModel;
 use crate::registry::Registry;
@@ -80,8 +82,7 @@ impl Backend for Ensemble {
         }
         let places = self.graph.steps.iter().map(|_| EnsembleStep::default()).collect();
         let run = Run { graph: self.graph.clone(), models, request, tensors, places, sender };
-        tokio::spawn(run.finish());
-        Ok(stream)
+        Ok(stream.driven_by(run.finish()))
     }
 
     fn is_ready(&self) -> bool {
@@ -128,6 +129,22 @@ impl Graph {
         InferError::new(error.kind, format!("in ensemble '{}', {}", self.name, error.message))
     }
 
+    /// The steps that the outputs `asked` need, all of them if none is named. A step that no output of the ensemble needs is
+    /// run for what else it does.
+    fn needed(&self, asked: &[String]) -> Vec<usize> {
+        let makes = |step: usize, wire: &Wire| self.steps[step].outputs.iter().any(|made| made.slot == wire.slot);
+        let serves = |step: usize, wire: &Wire| {
+            let is_behind = |maker: usize| maker == step || self.is_behind(maker, step);
+            (0..self.steps.len()).any(|maker| makes(maker, wire) && is_behind(maker))
+        };
+        let is_asked = |wire: &&Wire| asked.is_empty() || asked.contains(&wire.name);
+        let is_needed = |&step: &usize| {
+            self.outputs.iter().filter(is_asked).any(|wire| serves(step, wire))
+                || !self.outputs.iter().any(|wire| serves(step, wire))
+        };
+        (0..self.steps.len()).filter(|step| asked.is_empty() || is_needed(step)).collect()
+    }
+
     /// Whether `step` needs what `source` makes, directly or through others.
     fn is_behind(&self, step: usize, source: usize) -> bool {
         self.steps[step].sources.iter().any(|&before| before == source || self.is_behind(before, source))
@@ -145,86 +162,139 @@ struct Run {
     sender: ResponseSender,
 }
 
+/// One way through some steps.
+#[derive(Debug, Clone, Copy)]
+struct Pass {
+    /// Nothing follows it.
+    is_last: bool,
+    /// What comes out of it is sent.
+    answers: bool,
+}
+
 impl Run {
     async fn finish(mut self) {
-        let sender = self.sender.clone();
-        let all = (0..self.graph.steps.len()).collect();
-        tokio::select! {
-            biased;
-            () = sender.cancelled() => {}
-            result = self.pass(all, true) => {
-                if let Err(error) = result {
-                    sender.send(Err(error)).await;
-                }
-            }
+        let needed = self.graph.needed(&self.request.requested_outputs);
+        if let Err(error) = self.pass(needed, Pass { is_last: true, answers: true }).await {
+            self.send_error(error).await;
         }
     }
 
-    /// Runs the steps `waiting`, then sends what came out of them; `is_last` says that nothing follows this pass.
-    /// Behind a decoupled step each of its responses is a pass of its own.
-    fn pass(&mut self, mut waiting: Vec<usize>, is_last: bool) -> BoxFuture<'_, Result<(), InferError>> {
+    /// Runs the steps `waiting`, then sends what came out of them. Behind a decoupled step each of its responses is a pass of
+    /// its own.
+    fn pass(&mut self, mut waiting: Vec<usize>, pass: Pass) -> BoxFuture<'_, Result<(), InferError>> {
         async move {
-            let mut running = FuturesUnordered::new();
-            let mut unfinished = waiting.clone();
-            let mut decoupled = None;
+            let (mut decoupled, mut open) = (Vec::new(), Vec::new());
+            let mut running: Option<FuturesUnordered<_>> = None;
             loop {
-                let is_ready =
-                    |step: &usize| self.graph.steps[*step].sources.iter().all(|source| !unfinished.contains(source));
-                let (ready, later): (Vec<_>, Vec<_>) = waiting.into_iter().partition(is_ready);
-                waiting = later;
-                for step in ready {
-                    let stream = self.start(step, is_last)?;
+                if let Some(at) = waiting.iter().position(|step| self.is_ready(*step, &waiting, &open)) {
+                    let step = waiting.remove(at);
+                    let mut stream = self.start(step, pass.is_last)?;
                     if self.models[step].is_decoupled {
-                        decoupled = Some((step, stream));
+                        open.push(step);
+                        decoupled.push((step, stream));
+                    } else if let Some(response) = stream.take_ready() {
+                        self.finished(step, response)?;
                     } else {
-                        running.push(only_response(step, stream));
+                        open.push(step);
+                        running.get_or_insert_default().push(only_response(step, stream));
                     }
+                    continue;
                 }
-                let Some((step, response, generation)) = running.next().await else { break };
+                let ended = match &mut running {
+                    Some(running) => running.next().await,
+                    None => None,
+                };
+                let Some((step, response, generation)) = ended else { break };
                 self.report(generation);
-                self.store(step, response.map_err(|error| self.graph.within(error))?);
-                unfinished.retain(|&other| other != step);
+                self.finished(step, response)?;
+                open.retain(|&other| other != step);
             }
-            match decoupled {
-                Some((step, stream)) => self.passes_behind(step, stream, waiting, is_last).await,
-                None => {
-                    self.respond(is_last).await;
-                    Ok(())
-                }
+            if !decoupled.is_empty() {
+                return self.rounds(decoupled, waiting, pass).await;
             }
+            if pass.answers {
+                self.respond(pass.is_last).await;
+            } else if pass.is_last {
+                self.send(Vec::new(), true).await;
+            }
+            Ok(())
         }
         .boxed()
     }
 
-    async fn passes_behind(
+    /// Whether all that makes the inputs of `step` has ended.
+    fn is_ready(&self, step: usize, waiting: &[usize], open: &[usize]) -> bool {
+        let is_to_come = |source: &usize| waiting.contains(source) || open.contains(source);
+        !self.graph.steps[step].sources.iter().any(is_to_come)
+    }
+
+    fn finished(&mut self, step: usize, response: Result<InferResponse, InferError>) -> Result<(), InferError> {
+        self.store(step, response.map_err(|error| self.graph.within(error))?);
+        Ok(())
+    }
+
+    /// Has the steps `behind` run with the first response of each stream, then with the second of each, and so on. A
+    /// stream that ends before the others leaves what is behind it out of further rounds.
+    async fn rounds(
         &mut self,
-        step: usize,
-        mut stream: ResponseStream,
+        mut streams: Vec<(usize, ResponseStream)>,
         behind: Vec<usize>,
-        is_last: bool,
+        pass: Pass,
     ) -> Result<(), InferError> {
-        while let Some(response) = stream.next_response().await {
-            self.report(stream.generation());
-            let response = match response {
-                Ok(response) => response,
-                Err(error) => {
-                    self.send_error(self.graph.within(error)).await;
+        let makers: Vec<usize> = streams.iter().map(|(step, _)| *step).collect();
+        while !streams.is_empty() {
+            let items = next_of_each(&mut streams).await;
+            self.forget(&makers);
+            self.forget(&behind);
+            let (mut absent, mut error, mut is_told) = (makers.clone(), None, false);
+            for (index, item) in items.into_iter().enumerate().rev() {
+                self.report(streams[index].1.generation());
+                let step = streams[index].0;
+                let Some(item) = item else {
+                    streams.remove(index);
                     continue;
+                };
+                let response = match item {
+                    Ok(response) => response,
+                    Err(failed) => {
+                        error = Some(self.graph.within(failed));
+                        continue;
+                    }
+                };
+                if response.is_final {
+                    is_told = true;
+                    streams.remove(index);
                 }
-            };
-            let is_last = is_last && response.is_final;
-            if !response.outputs.is_empty() {
-                self.forget(&behind);
-                self.store(step, response);
+                if !response.outputs.is_empty() {
+                    absent.retain(|&other| other != step);
+                    self.store(step, response);
+                }
+            }
+            let is_last = pass.is_last && streams.is_empty();
+            if let Some(error) = error {
+                self.send_error(error).await;
+            } else if absent.len() < makers.len() {
                 // What is behind may fail one response and answer the next.
-                if let Err(error) = self.pass(behind.clone(), is_last).await {
+                let answers = pass.answers && !self.awaits(&absent);
+                let fed = |step: &&usize| !absent.iter().any(|&maker| self.graph.is_behind(**step, maker));
+                let fed = behind.iter().filter(fed).copied().collect();
+                if let Err(error) = self.pass(fed, Pass { is_last, answers }).await {
                     self.send_error(error).await;
                 }
-            } else if is_last {
+            } else if is_last && is_told {
                 self.send(Vec::new(), true).await;
             }
         }
         Ok(())
+    }
+
+    /// Whether an output that is asked for is made by one of `steps`, or behind it.
+    fn awaits(&self, steps: &[usize]) -> bool {
+        let makes =
+            |maker: usize, wire: &Wire| self.graph.steps[maker].outputs.iter().any(|made| made.slot == wire.slot);
+        let is_behind = |maker: usize| steps.iter().any(|&step| step == maker || self.graph.is_behind(maker, step));
+        let late = |wire: &Wire| (0..self.graph.steps.len()).any(|maker| makes(maker, wire) && is_behind(maker));
+        !steps.is_empty() && self.graph.outputs.iter().filter(|wire| self.is_asked(wire)).any(late)
     }
 
     /// What a step tells of its text is told of the ensemble.
@@ -269,10 +339,13 @@ impl Run {
         }
     }
 
+    fn is_asked(&self, output: &Wire) -> bool {
+        let asked = &self.request.requested_outputs;
+        asked.is_empty() || asked.contains(&output.name)
+    }
+
     async fn respond(&self, is_final: bool) {
-        let asked =
-            |name: &String| self.request.requested_outputs.is_empty() || self.request.requested_outputs.contains(name);
-        let outputs = self.graph.outputs.iter().filter(|wire| asked(&wire.name));
+        let outputs = self.graph.outputs.iter().filter(|wire| self.is_asked(wire));
         let tensor = |wire: &Wire| Some(Tensor { name: wire.name.clone(), ..self.tensors[wire.slot].clone()? });
         self.send(outputs.filter_map(tensor).collect(), is_final).await;
     }
@@ -292,6 +365,16 @@ impl Run {
             ("sequence_end".to_owned(), Parameter::Bool(self.request.sequence_end)),
         ];
         self.sender.send(Ok(InferResponse { parameters, outputs, is_final, ..InferResponse::default() })).await;
+    }
+}
+
+/// The next response of each stream, once all have one or have ended.
+async fn next_of_each(
+    streams: &mut [(usize, ResponseStream)],
+) -> SmallVec<[Option<Result<InferResponse, InferError>>; 1]> {
+    match streams {
+        [(_, stream)] => smallvec![stream.next_response().await],
+        several => join_all(several.iter_mut().map(|(_, stream)| stream.next_response())).await.into(),
     }
 }
 
@@ -333,8 +416,8 @@ pub(crate) fn link(config: &mut ModelConfig, registry: &Registry) -> Result<(), 
     for input in &config.input {
         types.insert(slot_of(&graph.inputs, &input.name), (input.data_type, format!("input `{}`", input.name)));
     }
-    let mut decoupled = Vec::new();
-    for (index, step) in graph.steps.iter().enumerate() {
+    let mut is_decoupled = false;
+    for step in &graph.steps {
         let model = registry.resolve_number(&step.model, step.version).map_err(|error| {
             format!(
                 "ensemble '{}' depends on '{}' which has no loaded version: {}",
@@ -342,9 +425,7 @@ pub(crate) fn link(config: &mut ModelConfig, registry: &Registry) -> Result<(), 
             )
         })?;
         check_step(step, &model.config, &mut types)?;
-        if model.is_decoupled {
-            decoupled.push(index);
-        }
+        is_decoupled |= model.is_decoupled;
     }
     for output in &config.output {
         same_type(
@@ -354,13 +435,7 @@ pub(crate) fn link(config: &mut ModelConfig, registry: &Registry) -> Result<(), 
             format!("output `{}`", output.name),
         )?;
     }
-    for (&first, &second) in decoupled.iter().flat_map(|first| decoupled.iter().map(move |second| (first, second))) {
-        if first < second && !graph.is_behind(first, second) && !graph.is_behind(second, first) {
-            let [first, second] = [first, second].map(|step| graph.steps[step].model.as_str());
-            return Err(format!("`{first}` and `{second}` are decoupled and side by side; put one behind the other"));
-        }
-    }
-    config.model_transaction_policy.get_or_insert_default().decoupled = !decoupled.is_empty();
+    config.model_transaction_policy.get_or_insert_default().decoupled = is_decoupled;
     Ok(())
 }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{
     AtomicBool, AtomicU64,
     Ordering::{Acquire, Relaxed, Release},
 };
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::request::Scheduled;
 
@@ -29,15 +29,54 @@ pub struct Generation {
 }
 
 /// How far a request has come: written by the model, read by who counts.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Progress {
     pub scheduled: OnceLock<Scheduled>,
+    /// Nanoseconds that it took to bring the inputs to the model.
+    input_ns: AtomicU64,
+    /// When the model had computed its last response: nanoseconds since `created`, 0 where nobody said.
+    computed_ns: AtomicU64,
+    created: Instant,
     is_told: AtomicBool,
     /// The fields of a [`Generation`]; without a lock, as a model may tell of each token.
     told: [AtomicU64; 7],
 }
 
+impl Default for Progress {
+    fn default() -> Self {
+        Self {
+            scheduled: OnceLock::new(),
+            input_ns: AtomicU64::new(0),
+            computed_ns: AtomicU64::new(0),
+            created: Instant::now(),
+            is_told: AtomicBool::new(false),
+            told: Default::default(),
+        }
+    }
+}
+
 impl Progress {
+    pub fn took_input(&self, time: Duration) {
+        self.input_ns.fetch_add(time.as_nanos() as u64, Relaxed);
+    }
+
+    /// What bringing the inputs to the model took so far.
+    pub fn input(&self) -> Duration {
+        Duration::from_nanos(self.input_ns.load(Relaxed))
+    }
+
+    pub fn computed_at(&self, at: Instant) {
+        self.computed_ns.store(at.saturating_duration_since(self.created).as_nanos().max(1) as u64, Relaxed);
+    }
+
+    /// The time from when a response was computed until `now`, asked once for each.
+    pub fn take_output(&self, now: Instant) -> Duration {
+        match self.computed_ns.swap(0, Relaxed) {
+            0 => Duration::ZERO,
+            at => now.saturating_duration_since(self.created + Duration::from_nanos(at)),
+        }
+    }
+
     pub fn report(&self, generation: Generation) {
         let Generation { queue, prefill, decode, prompt_tokens, cached_tokens, output_tokens, preempted } = generation;
         let times = [queue, prefill, decode].map(|time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));

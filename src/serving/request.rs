@@ -6,14 +6,15 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures::Stream;
 use futures::future::{BoxFuture, FutureExt as _};
+use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 
 use crate::generation::{Generation, Progress};
-use crate::scheduler::Turn;
+use crate::scheduler::{Again, Turn};
 use crate::statistics::Execution;
 use crate::step::EnsembleStep;
 use crate::watch::Watch;
@@ -107,11 +108,36 @@ type Item = Result<InferResponse, InferError>;
 ///
 /// Dropping it cancels the request: the sender sees [`ResponseSender::is_cancelled`].
 pub struct ResponseStream {
-    receiver: mpsc::Receiver<Item>,
-    progress: Arc<Progress>,
+    source: Source,
+    /// `None` where the only response was there from the start.
+    progress: Option<Arc<Progress>>,
     watch: Option<Box<Watch>>,
     /// Until it resolves, requests before this one are not answered yet.
     turn: Option<BoxFuture<'static, ()>>,
+}
+
+/// Where the responses come from.
+enum Source {
+    /// The only one, until it is taken.
+    Ready(Option<Item>),
+    /// A sender; `driver` is the work that uses it, where reading the stream is what carries that on. In this order, so that
+    /// the sender is told that the client has left before its work goes on elsewhere.
+    Channel { receiver: mpsc::Receiver<Item>, driver: Option<Driver> },
+}
+
+/// The work that makes a stream's responses.
+struct Driver {
+    work: Option<BoxFuture<'static, ()>>,
+    /// Where it goes on when the stream is dropped; `None` when it ends with it.
+    afterwards: Option<Handle>,
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        if let (Some(work), Some(runtime)) = (self.work.take(), self.afterwards.take()) {
+            runtime.spawn(work);
+        }
+    }
 }
 
 /// When a request left its queue, and with which others.
@@ -128,6 +154,8 @@ pub struct ResponseSender {
     progress: Arc<Progress>,
     /// Requests behind this one are answered after the last sender is gone.
     _turn: Option<Arc<Turn>>,
+    /// Who takes the request back for another execution, where its model may ask for one.
+    again: Option<Again>,
 }
 
 impl ResponseStream {
@@ -135,15 +163,37 @@ impl ResponseStream {
     pub fn channel(capacity: usize) -> (ResponseSender, ResponseStream) {
         let (sender, receiver) = mpsc::channel(capacity);
         let progress = Arc::new(Progress::default());
-        let sender = ResponseSender { sender, progress: progress.clone(), _turn: None };
-        (sender, ResponseStream { receiver, progress, watch: None, turn: None })
+        let sender = ResponseSender { sender, progress: progress.clone(), _turn: None, again: None };
+        let source = Source::Channel { receiver, driver: None };
+        (sender, ResponseStream { source, progress: Some(progress), watch: None, turn: None })
     }
 
     /// A stream that holds its only response already.
     pub fn ready(response: InferResponse) -> ResponseStream {
-        let (sender, stream) = Self::channel(1);
-        sender.sender.try_send(Ok(InferResponse { is_final: true, ..response })).expect("the stream has room for one");
-        stream
+        let source = Source::Ready(Some(Ok(InferResponse { is_final: true, ..response })));
+        ResponseStream { source, progress: None, watch: None, turn: None }
+    }
+
+    /// Has `work`, which sends this stream's responses, go on whenever the stream is read: no task of its own, and none to
+    /// wake for a response. It ends with the stream.
+    pub fn driven_by(self, work: impl Future<Output = ()> + Send + 'static) -> Self {
+        self.with_driver(Driver { work: Some(work.boxed()), afterwards: None })
+    }
+
+    /// As [`ResponseStream::driven_by`], but when the stream is dropped before its end, `work` goes on as a task. It is polled
+    /// then, and [`ResponseSender::is_cancelled`] tells it.
+    ///
+    /// # Panics
+    /// Outside of a runtime.
+    pub fn driven_to_its_end_by(self, work: impl Future<Output = ()> + Send + 'static) -> Self {
+        self.with_driver(Driver { work: Some(work.boxed()), afterwards: Some(Handle::current()) })
+    }
+
+    fn with_driver(mut self, work: Driver) -> Self {
+        if let Source::Channel { driver, .. } = &mut self.source {
+            *driver = Some(work);
+        }
+        self
     }
 
     /// The next response; `None` after the final one.
@@ -151,9 +201,19 @@ impl ResponseStream {
         std::future::poll_fn(|context| self.poll_response(context)).await
     }
 
+    /// The only response, where it was there from the start.
+    pub(crate) fn take_ready(&mut self) -> Option<Item> {
+        let Source::Ready(item) = &mut self.source else { return None };
+        let item = item.take();
+        match &mut self.watch {
+            Some(watch) => watch.see(item),
+            None => item,
+        }
+    }
+
     /// What the model has told of the text it generated.
     pub fn generation(&self) -> Option<Generation> {
-        self.progress.generation()
+        self.progress.as_ref()?.generation()
     }
 
     /// Has `watch` see, complete and count every response from here on.
@@ -173,11 +233,30 @@ impl ResponseStream {
             std::task::ready!(turn.as_mut().poll(context));
             self.turn = None;
         }
-        let item = std::task::ready!(self.receiver.poll_recv(context));
+        let item = std::task::ready!(self.source.poll(context));
         Poll::Ready(match &mut self.watch {
             Some(watch) => watch.see(item),
             None => item,
         })
+    }
+}
+
+impl Source {
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Item>> {
+        let (receiver, driver) = match self {
+            Source::Ready(item) => return Poll::Ready(item.take()),
+            Source::Channel { receiver, driver } => (receiver, driver),
+        };
+        if let Some(Driver { work: slot @ Some(_), .. }) = driver {
+            if let Ok(item) = receiver.try_recv() {
+                return Poll::Ready(Some(item));
+            }
+            let work = slot.as_mut().expect("matched above");
+            if work.as_mut().poll(context).is_ready() {
+                *slot = None;
+            }
+        }
+        receiver.poll_recv(context)
     }
 }
 
@@ -230,10 +309,37 @@ impl ResponseSender {
         let _ = self.progress.scheduled.set(Scheduled { at: execution.started, execution: Some(execution.clone()) });
     }
 
+    /// Says how long it took to bring inputs to where the model reads them, which counts as `compute_input`.
+    pub fn took_input(&self, time: Duration) {
+        self.progress.took_input(time);
+    }
+
+    /// Says when the model had computed the response that is sent next; what follows until it is read counts as
+    /// `compute_output`. Cheap enough for each token.
+    pub fn computed_at(&self, at: Instant) {
+        self.progress.computed_at(at);
+    }
+
     /// Says where the time of a request that generates text went, so far; before its final response, to count. Cheap
     /// enough for each token.
     pub fn report(&self, generation: Generation) {
         self.progress.report(generation);
+    }
+
+    /// Gives a request that is to be executed again back to the queue it came from, if that takes it. The model sees it as
+    /// one in the middle of its sequence.
+    ///
+    /// # Errors
+    /// With both, where the model's queue takes no request back.
+    pub fn reschedule(mut self, request: InferRequest) -> Result<(), Box<(InferRequest, Self)>> {
+        match self.again.take() {
+            Some(again) => again.take_back(request, self),
+            None => Err(Box::new((request, self))),
+        }
+    }
+
+    pub(crate) fn coming_back_through(self, again: Again) -> Self {
+        Self { again: Some(again), ..self }
     }
 
     /// Ends a request that nothing was sent for yet.

@@ -144,6 +144,9 @@ pub struct ModelStatistics {
 pub(crate) struct Outcome {
     pub total: Duration,
     pub queued: Duration,
+    /// Of the rest, what it took to bring the inputs to the model, and its outputs back.
+    pub input: Duration,
+    pub output: Duration,
     pub batch_size: u64,
     /// Rows of the execution it was part of, for the first of its requests to succeed.
     pub executed: Option<u64>,
@@ -253,7 +256,9 @@ impl Recent {
 struct Summaries {
     request: Recent,
     queue: Recent,
+    input: Recent,
     compute: Recent,
+    output: Recent,
     cache_hit: Recent,
     cache_miss: Recent,
 }
@@ -267,19 +272,18 @@ impl Summaries {
             None => {}
         }
         self.queue.add(outcome.queued);
+        self.input.add(outcome.input);
         self.compute.add(computed);
+        self.output.add(outcome.output);
     }
 
     fn read(&self) -> RecentDurations {
-        let compute_infer = self.compute.read();
-        // Counted as none: what a backend takes to read its inputs is part of its computing.
-        let nothing = vec![0; compute_infer.len()];
         RecentDurations {
             request: self.request.read(),
             queue: self.queue.read(),
-            compute_input: nothing.clone(),
-            compute_infer,
-            compute_output: nothing,
+            compute_input: self.input.read(),
+            compute_infer: self.compute.read(),
+            compute_output: self.output.read(),
             cache_hit: self.cache_hit.read(),
             cache_miss: self.cache_miss.read(),
         }
@@ -295,13 +299,15 @@ pub(crate) struct Statistics {
     success: Counter,
     fail: Counter,
     queue: Counter,
+    input: Counter,
     compute: Counter,
+    output: Counter,
     cache_hit: Counter,
     cache_miss: Counter,
     first_response: Histogram,
     failures: [AtomicU64; 4],
     summaries: Option<Summaries>,
-    batches: Mutex<BTreeMap<u64, StatisticDuration>>,
+    batches: Mutex<BTreeMap<u64, BatchStatistics>>,
     responses: Mutex<Vec<ResponseStatistics>>,
 }
 
@@ -335,7 +341,9 @@ impl Statistics {
             success: Counter::default(),
             fail: Counter::default(),
             queue: Counter::default(),
+            input: Counter::default(),
             compute: Counter::default(),
+            output: Counter::default(),
             cache_hit: Counter::default(),
             cache_miss: Counter::default(),
             failures: Default::default(),
@@ -345,7 +353,7 @@ impl Statistics {
     }
 
     pub fn succeeded(&self, outcome: Outcome) {
-        let computed = outcome.total.saturating_sub(outcome.queued);
+        let computed = outcome.total.saturating_sub(outcome.queued + outcome.input + outcome.output);
         if let Some(summaries) = &self.summaries {
             summaries.add(&outcome, computed);
         }
@@ -358,11 +366,18 @@ impl Statistics {
             None => {}
         }
         self.queue.add(outcome.queued);
+        self.input.add(outcome.input);
         self.compute.add(computed);
+        self.output.add(outcome.output);
         self.inference_count.fetch_add(outcome.batch_size, Relaxed);
         if let Some(num_rows) = outcome.executed {
             self.execution_count.fetch_add(1, Relaxed);
-            lock(&self.batches).entry(num_rows).or_default().add(computed);
+            let mut batches = lock(&self.batches);
+            let batch = batches.entry(num_rows).or_default();
+            batch.batch_size = num_rows;
+            batch.compute_input.add(outcome.input);
+            batch.compute_infer.add(computed);
+            batch.compute_output.add(outcome.output);
         }
     }
 
@@ -375,8 +390,9 @@ impl Statistics {
         self.first_response.observe(after.as_secs_f64() * 1e3);
     }
 
-    /// Counts response `index` of a decoupled request, which came `after` the one before.
-    pub fn response(&self, index: usize, outcome: ResponseOutcome, after: Duration) {
+    /// Counts response `index` of a decoupled request, which came `after` the one before; `output` of that time passed
+    /// after it was computed.
+    pub fn response(&self, index: usize, outcome: ResponseOutcome, after: Duration, output: Duration) {
         let mut responses = lock(&self.responses);
         let index = index.min(MAX_RESPONSE_INDEX);
         if responses.len() <= index {
@@ -385,8 +401,8 @@ impl Statistics {
         let counted = &mut responses[index];
         match outcome {
             ResponseOutcome::Success => {
-                counted.compute_infer.add(after);
-                counted.compute_output.add(Duration::ZERO);
+                counted.compute_infer.add(after.saturating_sub(output));
+                counted.compute_output.add(output);
                 counted.success.add(after);
             }
             ResponseOutcome::Empty => counted.empty_response.add(after),
@@ -396,9 +412,7 @@ impl Statistics {
     }
 
     pub fn snapshot(&self, name: &str, version: &str, pending: u64) -> ModelStatistics {
-        let without_time = |counter: &Counter| StatisticDuration { count: counter.read().count, ns: 0 };
         let [rejected, canceled, backend, other] = self.failures.each_ref().map(|count| count.load(Relaxed));
-        let executed = |count| StatisticDuration { count, ns: 0 };
         ModelStatistics {
             name: name.to_owned(),
             version: version.to_owned(),
@@ -409,21 +423,13 @@ impl Statistics {
                 success: self.success.read(),
                 fail: self.fail.read(),
                 queue: self.queue.read(),
-                compute_input: without_time(&self.compute),
+                compute_input: self.input.read(),
                 compute_infer: self.compute.read(),
-                compute_output: without_time(&self.compute),
+                compute_output: self.output.read(),
                 cache_hit: self.cache_hit.read(),
                 cache_miss: self.cache_miss.read(),
             },
-            batches: lock(&self.batches)
-                .iter()
-                .map(|(&batch_size, &compute_infer)| BatchStatistics {
-                    batch_size,
-                    compute_input: executed(compute_infer.count),
-                    compute_infer,
-                    compute_output: executed(compute_infer.count),
-                })
-                .collect(),
+            batches: lock(&self.batches).values().copied().collect(),
             responses: lock(&self.responses).clone(),
             first_response: self.first_response.read(),
             recent: self.summaries.as_ref().map(Summaries::read),

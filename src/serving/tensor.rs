@@ -119,7 +119,9 @@ macro_rules! typed {
     ($make:ident, $read:ident, $type:ty, $datatype:ident) => {
         #[doc = concat!("A ", stringify!($datatype), " tensor of `values`.")]
         pub fn $make(name: &str, shape: &[i64], values: &[$type]) -> Self {
-            let data = values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+            // Of exactly this size, or it would be copied when it becomes shared.
+            let mut data = Vec::with_capacity(size_of_val(values));
+            values.iter().for_each(|value| data.extend_from_slice(&value.to_le_bytes()));
             Self { name: name.to_owned(), datatype: DataType::$datatype, shape: shape.to_vec(), data: data.into() }
         }
 

@@ -69,7 +69,7 @@ fn request(config: &ModelConfig, warmup: &ModelWarmup, model_dir: &Path) -> Resu
     };
     Signature::new(config).check(&mut request)?;
     if let Some(sequences) = config.sequences() {
-        Controls::new(config, sequences).write(&mut request);
+        Controls::new(config, sequences).write(&mut request, true);
         request.inputs.extend(crate::scheduler::initial_states(config));
     }
     Ok(request)

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use crate::cache::CacheKey;
 use crate::generation::{Generation, Progress};
 use crate::model::ServedModel;
+use crate::request::Scheduled;
 use crate::statistics::{CacheUse, Failure, Outcome, ResponseOutcome};
 use crate::{ErrorKind, InferError, InferRequest, InferResponse, Trace};
 
@@ -17,11 +18,13 @@ pub(crate) struct Watch {
     requested_outputs: Vec<String>,
     batch_size: u64,
     started: Instant,
+    /// What checking the inputs took.
+    checked: Duration,
     last: Instant,
     num_responses: usize,
     ended: bool,
     cached: Cached,
-    progress: Arc<Progress>,
+    progress: Option<Arc<Progress>>,
     /// One step of an ensemble, whose own line tells of it.
     is_step: bool,
     trace: Option<Trace>,
@@ -55,11 +58,12 @@ impl Watch {
             requested_outputs: request.requested_outputs.clone(),
             batch_size,
             started,
+            checked: started.elapsed(),
             last: started,
             num_responses: 0,
             ended: false,
             cached,
-            progress: Arc::default(),
+            progress: None,
             is_step: request.step.is_some(),
             trace: request.trace.clone(),
             model,
@@ -67,7 +71,7 @@ impl Watch {
     }
 
     /// The same, told by the model through `progress`.
-    pub fn follow(mut self, progress: Arc<Progress>) -> Self {
+    pub fn follow(mut self, progress: Option<Arc<Progress>>) -> Self {
         self.progress = progress;
         self
     }
@@ -88,8 +92,8 @@ impl Watch {
             }
             Some(Err(error)) => {
                 // Words of a queue come before anything was scheduled or answered.
-                let is_refused = self.num_responses == 0 && self.progress.scheduled.get().is_none();
-                self.count_response(ResponseOutcome::Fail);
+                let is_refused = self.num_responses == 0 && self.scheduled().is_none();
+                self.count_response(ResponseOutcome::Fail, Instant::now(), Duration::ZERO);
                 self.fail(if is_refused { refusal_of(&error) } else { failure_of(&error) });
                 Some(Err(error))
             }
@@ -100,6 +104,10 @@ impl Watch {
                 Some(Err(InferError::internal(format!("model '{model}' stopped answering before its final response"))))
             }
         }
+    }
+
+    fn scheduled(&self) -> Option<&Scheduled> {
+        self.progress.as_ref()?.scheduled.get()
     }
 
     /// Has the cache keep the model's only response as it is.
@@ -134,30 +142,36 @@ impl Watch {
     }
 
     fn count(&mut self, response: &InferResponse, cache: Option<CacheUse>) {
-        let is_empty = response.outputs.is_empty();
+        let (now, is_empty) = (Instant::now(), response.outputs.is_empty());
+        let output = self.progress.as_ref().map_or(Duration::ZERO, |progress| progress.take_output(now));
         if self.num_responses == 0 && !is_empty {
-            self.model.statistics.first_response(self.started.elapsed());
+            self.model.statistics.first_response(now - self.started);
         }
-        self.count_response(if is_empty { ResponseOutcome::Empty } else { ResponseOutcome::Success });
+        self.count_response(if is_empty { ResponseOutcome::Empty } else { ResponseOutcome::Success }, now, output);
         if response.is_final && !self.ended {
             self.ended = true;
-            let progress = self.progress.clone();
-            let scheduled = progress.scheduled.get();
-            let queued = scheduled.map_or(Duration::ZERO, |queue| queue.at.saturating_duration_since(self.started));
-            let execution = scheduled.and_then(|queue| queue.execution.as_ref());
-            let executed = execution.map_or(Some(self.batch_size), |execution| execution.count());
-            let total = self.started.elapsed();
-            self.model.statistics.succeeded(Outcome { total, queued, batch_size: self.batch_size, executed, cache });
-            self.trace_end(scheduled.map(|queue| queue.at), response);
-            self.tell("ok", queued);
+            self.succeed(response, cache, now, output);
         }
     }
 
+    fn succeed(&mut self, response: &InferResponse, cache: Option<CacheUse>, now: Instant, output: Duration) {
+        let progress = self.progress.clone();
+        let scheduled = progress.as_ref().and_then(|progress| progress.scheduled.get());
+        let ready = self.started + self.checked;
+        let queued = scheduled.map_or(Duration::ZERO, |queue| queue.at.saturating_duration_since(ready));
+        let execution = scheduled.and_then(|queue| queue.execution.as_ref());
+        let executed = execution.map_or(Some(self.batch_size), |execution| execution.count());
+        let (total, batch_size) = (now - self.started, self.batch_size);
+        let input = self.checked + progress.as_ref().map_or(Duration::ZERO, |progress| progress.input());
+        self.model.statistics.succeeded(Outcome { total, queued, input, output, batch_size, executed, cache });
+        self.trace_end(scheduled.map(|queue| queue.at), response);
+        self.tell("ok", queued);
+    }
+
     /// Responses are counted one by one where a request may have many of them.
-    fn count_response(&mut self, outcome: ResponseOutcome) {
+    fn count_response(&mut self, outcome: ResponseOutcome, now: Instant, output: Duration) {
         if self.model.is_decoupled {
-            let now = Instant::now();
-            self.model.statistics.response(self.num_responses, outcome, now - self.last);
+            self.model.statistics.response(self.num_responses, outcome, now - self.last, output);
             self.last = now;
         }
         self.num_responses += 1;
@@ -181,7 +195,7 @@ impl Watch {
             (self.model.config.name.as_str(), self.model.version, self.id.as_str(), self.num_responses);
         let total = self.started.elapsed();
         let total_ms = milliseconds(total);
-        let Some(told) = self.progress.generation() else {
+        let Some(told) = self.progress.as_ref().and_then(|progress| progress.generation()) else {
             let queue_ms = milliseconds(queued);
             tracing::debug!(target: "request", id, model, version, outcome, total_ms, queue_ms, responses, "request");
             return;
@@ -216,7 +230,7 @@ fn milliseconds(duration: Duration) -> f64 {
 impl Drop for Watch {
     fn drop(&mut self) {
         if !self.ended {
-            self.count_response(ResponseOutcome::Cancel);
+            self.count_response(ResponseOutcome::Cancel, Instant::now(), Duration::ZERO);
             self.fail(Failure::Canceled);
         }
         self.model.in_flight.leave();

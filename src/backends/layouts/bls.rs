@@ -132,12 +132,11 @@ impl Backend for Bls {
         let models = Models::find(&self.link, &self.language_model)?;
         let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
         let bls = self.clone();
-        tokio::spawn(async move {
+        Ok(stream.driven_by(async move {
             if let Err(error) = bls.run(&request, &models, &sender).await {
                 sender.send(Err(error)).await;
             }
-        });
-        Ok(stream)
+        }))
     }
 
     fn is_ready(&self) -> bool {
@@ -202,11 +201,7 @@ impl Bls {
         let mut generated = models.ask(&models.language, request, language_inputs(request, &prompt, models), None)?;
         sender.mark_scheduled();
         loop {
-            let item = tokio::select! {
-                item = generated.next_response() => item,
-                () = sender.cancelled() => return Ok(()),
-            };
-            let Some(response) = item.transpose()? else { return Ok(()) };
+            let Some(response) = generated.next_response().await.transpose()? else { return Ok(()) };
             let is_final = response.is_final;
             if response.outputs.is_empty() {
                 sender.send(Ok(InferResponse { is_final, ..InferResponse::default() })).await;

@@ -163,8 +163,7 @@ pub(super) fn mapped(
     change: impl Fn(InferResponse) -> InferResponse + Send + 'static,
 ) -> ResponseStream {
     let (sender, mapped) = ResponseStream::channel(UNREAD_RESPONSES);
-    tokio::spawn(async move { forward(stream, &sender, change).await });
-    mapped
+    mapped.driven_by(async move { forward(stream, &sender, change).await })
 }
 
 /// Sends on what a stream gives, until it ends or the client leaves.

@@ -37,11 +37,10 @@ impl Backend for Rows {
         let streams: Result<Vec<ResponseStream>, InferError> =
             split(request, num_rows)?.into_iter().map(|row| self.inner.infer(row)).collect();
         let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
-        match self.is_decoupled {
-            true => drop(tokio::spawn(each_row(streams?, sender))),
-            false => drop(tokio::spawn(all_rows(streams?, sender, padding))),
-        }
-        Ok(stream)
+        Ok(match self.is_decoupled {
+            true => stream.driven_by(each_row(streams?, sender)),
+            false => stream.driven_by(all_rows(streams?, sender, padding)),
+        })
     }
 
     fn is_ready(&self) -> bool {
@@ -101,11 +100,7 @@ async fn each_row(streams: Vec<ResponseStream>, sender: ResponseSender) {
     let mut open = streams.len();
     let mut all: SelectAll<_> = streams.into_iter().enumerate().map(numbered).collect();
     loop {
-        let item = tokio::select! {
-            item = all.next() => item,
-            () = sender.cancelled() => return,
-        };
-        let Some((row, item)) = item else { return };
+        let Some((row, item)) = all.next().await else { return };
         sender.mark_scheduled();
         let item = item.map(|mut response| {
             open -= usize::from(response.is_final);
@@ -127,10 +122,7 @@ async fn all_rows(streams: Vec<ResponseStream>, sender: ResponseSender, padding:
     let answers = join_all(streams.into_iter().map(|mut stream| async move {
         stream.next_response().await.unwrap_or_else(|| Err(InferError::internal("a row was not answered")))
     }));
-    let answers: Vec<Result<InferResponse, InferError>> = tokio::select! {
-        answers = answers => answers,
-        () = sender.cancelled() => return,
-    };
+    let answers: Vec<Result<InferResponse, InferError>> = answers.await;
     sender.mark_scheduled();
     let joined = answers.into_iter().collect::<Result<Vec<_>, _>>().map(|rows| join(&rows, padding));
     sender.send(joined).await;

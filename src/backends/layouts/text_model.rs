@@ -242,13 +242,12 @@ impl Backend for TextModel {
         }
         let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
         let model = self.clone();
-        tokio::spawn(async move {
+        Ok(stream.driven_by(async move {
             match (streaming, runs.pop()) {
                 (true, Some((engine, text))) => model.stream(request, engine, text, sender).await,
                 (_, last) => model.answer(request, runs.into_iter().chain(last).collect(), sender).await,
             }
-        });
-        Ok(stream)
+        }))
     }
 
     fn is_ready(&self) -> bool {
@@ -270,10 +269,7 @@ impl TextModel {
         sender: ResponseSender,
     ) {
         loop {
-            let item = tokio::select! {
-                item = engine.next_response() => item,
-                () = sender.cancelled() => return,
-            };
+            let item = engine.next_response().await;
             sender.mark_scheduled();
             engine.generation().into_iter().for_each(|told| sender.report(told));
             let response = match item {
@@ -306,10 +302,7 @@ impl TextModel {
             report(&engine);
             Ok((whole, text.finish_reason()))
         };
-        let texts: Vec<Result<(String, &'static str), InferError>> = tokio::select! {
-            texts = join_all(runs.into_iter().map(whole)) => texts,
-            () = sender.cancelled() => return,
-        };
+        let texts: Vec<Result<(String, &'static str), InferError>> = join_all(runs.into_iter().map(whole)).await;
         sender.mark_scheduled();
         let rows: Result<Vec<_>, InferError> = texts.into_iter().collect();
         sender.send(rows.map(|rows| self.response(&request, &rows, true))).await;

@@ -137,8 +137,7 @@ impl Backend for Sessions {
         let engine = self.llm.infer(engine_request(&request, &prompt)).inspect_err(|_| self.forget_run(&wanted.id))?;
         let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
         let run = Run { sessions: self.sessions.clone(), outputs: self.outputs.clone(), wanted, tokens: prompt };
-        tokio::spawn(run.answer(engine, sender, stopped));
-        Ok(stream)
+        Ok(stream.driven_by(run.answer(engine, sender, stopped)))
     }
 
     fn is_ready(&self) -> bool {
@@ -261,7 +260,6 @@ impl Run {
                     sender.send(Ok(response)).await;
                     return;
                 }
-                () = sender.cancelled() => return,
             };
             sender.mark_scheduled();
             engine.generation().into_iter().for_each(|told| sender.report(told));

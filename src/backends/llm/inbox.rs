@@ -41,8 +41,8 @@ pub(crate) enum RequestEvent {
     Logits(LogitsPiece),
     /// A step has room for a sequence: new, preempted before, or of lost workers. `start` counts starts of the workers.
     Joined { sequence: SequenceId, at: Instant, start: u64 },
-    /// Tokens of a sequence, or its end.
-    Tokens(TokenEvent),
+    /// Tokens of a sequence, or its end, as told at that time.
+    Tokens(TokenEvent, Instant),
     /// It ends with this error.
     Failed(InferError),
 }

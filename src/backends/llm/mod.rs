@@ -54,8 +54,8 @@ use step_thread::error_of;
 use text_stop::TextStop;
 use timing::Timing;
 
-/// Responses of one request that may wait unread; more wait as bare tokens.
-const UNREAD_RESPONSES: usize = 64;
+/// Responses of one request that may wait unread; what nobody reads waits as bare tokens.
+const UNREAD_RESPONSES: usize = 1;
 
 /// Loads LLMs: `tensorrtllm`, `trireme` and the other names in users' configurations.
 pub struct LlmFactory {
@@ -261,6 +261,7 @@ impl Llm {
 
 impl Backend for Llm {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        let begun = Instant::now();
         let parsed = match inputs::parse(&self.config, &request)? {
             Wanted::Stop => return Ok(self.stop(&request)),
             Wanted::Generate(parsed) => *parsed,
@@ -288,6 +289,7 @@ impl Backend for Llm {
             self.by_id.lock().unwrap().insert(request.id.clone(), Arc::clone(&stop));
         }
         let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
+        sender.took_input(begun.elapsed());
         let task = RequestTask {
             client_id: request.id,
             pending,
@@ -303,8 +305,7 @@ impl Backend for Llm {
             is_stopped: false,
         };
         self.in_flight.send_modify(|count| *count += 1);
-        tokio::spawn(task.run(receiver, sender));
-        Ok(stream)
+        Ok(stream.driven_to_its_end_by(task.run(receiver, sender)))
     }
 
     fn is_ready(&self) -> bool {

@@ -58,17 +58,26 @@ struct Output {
 }
 
 /// News of one sequence, as it is told.
-#[derive(Default)]
 pub(crate) struct News {
     /// Which of the request's sequences.
     pub(crate) index: usize,
     pub(crate) tokens: Vec<SampledToken>,
+    /// When they came.
+    pub(crate) at: Instant,
     /// Nothing follows for this sequence.
     pub(crate) ends: bool,
     pub(crate) blocks: BlockUsage,
     pub(crate) drafts: DraftUsage,
     /// Of a beam: counts a token that is not told, too.
     pub(crate) cum_log_prob: Option<f32>,
+}
+
+impl News {
+    /// A sequence ends that never ran.
+    pub(crate) fn end(index: usize) -> Self {
+        let (blocks, drafts) = (BlockUsage::default(), DraftUsage::default());
+        Self { index, tokens: Vec::new(), at: Instant::now(), ends: true, blocks, drafts, cum_log_prob: None }
+    }
 }
 
 impl Responses {
@@ -105,7 +114,7 @@ impl Responses {
     /// The response that this news completes. It is final when no sequence is left.
     pub(crate) fn push(&mut self, news: News) -> Option<InferResponse> {
         let output = &mut self.sequences[news.index];
-        output.take(news.tokens, news.blocks);
+        output.take(news.tokens, news.at, news.blocks);
         output.drafts = news.drafts;
         output.cumulative_log_prob = news.cum_log_prob.map_or(output.cumulative_log_prob, f64::from);
         output.ended = news.ends;
@@ -227,14 +236,13 @@ impl Responses {
 }
 
 impl Output {
-    fn take(&mut self, tokens: Vec<SampledToken>, blocks: BlockUsage) {
+    fn take(&mut self, tokens: Vec<SampledToken>, at: Instant, blocks: BlockUsage) {
         self.blocks = blocks;
         if tokens.is_empty() {
             return;
         }
-        let now = Instant::now();
-        self.first_token.get_or_insert(now);
-        self.last_token = Some(now);
+        self.first_token.get_or_insert(at);
+        self.last_token = Some(at);
         self.num_tokens += tokens.len();
         self.cumulative_log_prob += tokens.iter().filter_map(|token| token.logprob.map(f64::from)).sum::<f64>();
         if self.pending.is_empty() {
@@ -303,7 +311,8 @@ mod tests {
         };
         let blocks = BlockUsage { num_reused: 2, num_allocated: 1 };
         let (drafts, cum_log_prob) = (DraftUsage::default(), None);
-        News { index, tokens: tokens.iter().map(token).collect(), ends, blocks, drafts, cum_log_prob }
+        let (tokens, at) = (tokens.iter().map(token).collect(), Instant::now());
+        News { index, tokens, at, ends, blocks, drafts, cum_log_prob }
     }
 
     fn output<'a>(response: &'a InferResponse, name: &str) -> &'a Tensor {

@@ -1,6 +1,8 @@
 //! One request in flight: turns its sequences' events into responses, and its client's leaving into cancels.
 
 use std::collections::HashMap;
+use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -88,7 +90,7 @@ impl RequestTask {
             Waited::Stopped => {
                 self.end_unplaced(Some(FinishReason::Cancelled), &sender);
                 for index in 0..self.ended.len() {
-                    if let Some(response) = self.responses.push(News { index, ends: true, ..News::default() }) {
+                    if let Some(response) = self.responses.push(News::end(index)) {
                         sender.send(Ok(response)).await;
                     }
                 }
@@ -137,21 +139,22 @@ impl RequestTask {
     }
 
     async fn follow(&mut self, mut events: mpsc::UnboundedReceiver<RequestEvent>, sender: ResponseSender) {
+        let stop = Arc::clone(&self.stop);
+        let mut stopped = pin!(stop.notified());
         loop {
-            let event = tokio::select! {
-                biased;
-                event = events.recv() => event,
-                () = sender.cancelled(), if !self.client_left => {
+            let event = poll_fn(|context| {
+                // Whoever reads the stream polls this, and so does its end.
+                if sender.is_cancelled() && !self.client_left {
                     self.client_left = true;
                     self.cancel();
-                    continue;
                 }
-                () = self.stop.notified() => {
+                if !self.is_stopped && stopped.as_mut().poll(context).is_ready() {
                     self.is_stopped = true;
                     self.cancel();
-                    continue;
                 }
-            };
+                events.poll_recv(context)
+            })
+            .await;
             let response = match event {
                 Some(RequestEvent::Accepted(sequences)) => {
                     self.accepted(sequences);
@@ -171,10 +174,11 @@ impl RequestTask {
                     sender.report(self.timing.generation());
                     continue;
                 }
-                Some(RequestEvent::Tokens(event)) => {
-                    self.time(&event);
+                Some(RequestEvent::Tokens(event, at)) => {
+                    self.time(&event, at);
                     sender.report(self.timing.generation());
-                    self.hear(event).map(Ok)
+                    sender.computed_at(at);
+                    self.hear(event, at).map(Ok)
                 }
                 Some(RequestEvent::Failed(error)) => {
                     self.ended.iter().filter(|ended| !**ended).for_each(|_| self.timing.ended(None));
@@ -203,9 +207,9 @@ impl RequestTask {
     }
 
     /// Counts news of a sequence, unless its end was told before.
-    fn time(&mut self, event: &TokenEvent) {
+    fn time(&mut self, event: &TokenEvent, at: Instant) {
         if let Some(index) = self.index_of(event.sequence).filter(|&index| !self.ended[index]) {
-            self.timing.heard(index, event);
+            self.timing.heard(index, event, at);
             if event.finished.is_some() {
                 self.timing.ended(event.finished);
             }
@@ -213,9 +217,9 @@ impl RequestTask {
     }
 
     /// The response that news of a sequence complete.
-    fn hear(&mut self, event: TokenEvent) -> Option<InferResponse> {
+    fn hear(&mut self, event: TokenEvent, at: Instant) -> Option<InferResponse> {
         if !event.beams.is_empty() || self.ended.len() > self.sequences.len() {
-            return self.hear_beams(event);
+            return self.hear_beams(event, at);
         }
         let TokenEvent { sequence, tokens, finished, blocks, drafts, .. } = event;
         let index = self.sequences.iter().position(|&known| known == sequence)?;
@@ -237,11 +241,11 @@ impl RequestTask {
             }
         };
         self.ended[index] = ends;
-        self.responses.push(News { index, tokens, ends, blocks, drafts, cum_log_prob: None })
+        self.responses.push(News { index, tokens, at, ends, blocks, drafts, cum_log_prob: None })
     }
 
     /// All beams at once, when their search has ended; empty ones when it was cancelled.
-    fn hear_beams(&mut self, event: TokenEvent) -> Option<InferResponse> {
+    fn hear_beams(&mut self, event: TokenEvent, at: Instant) -> Option<InferResponse> {
         event.finished?;
         let mut beams = event.beams.into_iter();
         let mut response = None;
@@ -254,7 +258,7 @@ impl RequestTask {
             // Blocks are the search's, so they count once.
             let blocks = if index == 0 { event.blocks } else { BlockUsage::default() };
             self.ended[index] = true;
-            let news = News { index, tokens, ends: true, blocks, drafts: event.drafts, cum_log_prob };
+            let news = News { index, tokens, at, ends: true, blocks, drafts: event.drafts, cum_log_prob };
             response = self.responses.push(news);
         }
         response

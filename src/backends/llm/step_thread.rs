@@ -369,12 +369,13 @@ impl Running {
     }
 
     fn tell_events(&mut self) {
+        let now = Instant::now();
         for event in self.events.drain(..) {
             let sequence = event.sequence;
             let ended = event.finished.is_some();
             let Some(request) = self.requests.get(&sequence) else { continue };
             // A request that no longer listens is cancelled by its own task.
-            let _ = request.send(RequestEvent::Tokens(event));
+            let _ = request.send(RequestEvent::Tokens(event, now));
             if ended {
                 self.requests.remove(&sequence);
             }

@@ -68,12 +68,12 @@ impl Timing {
         }
     }
 
-    /// News of sequence `index`.
-    pub(crate) fn heard(&mut self, index: usize, event: &TokenEvent) {
+    /// News of sequence `index`, told at `at`.
+    pub(crate) fn heard(&mut self, index: usize, event: &TokenEvent, at: Instant) {
         let beam_tokens: usize = event.beams.iter().map(|beam| beam.tokens.len()).sum();
         let count = (event.tokens.len() + beam_tokens) as u64;
         if count > 0 {
-            self.tokens(index, count);
+            self.tokens(index, count, at);
         }
         let Some(sequence) = self.sequences.get_mut(index) else { return };
         if !sequence.is_counted {
@@ -84,8 +84,8 @@ impl Timing {
         }
     }
 
-    fn tokens(&mut self, index: usize, count: u64) {
-        let (now, figures) = (Instant::now(), &self.shared.figures);
+    fn tokens(&mut self, index: usize, count: u64, now: Instant) {
+        let figures = &self.shared.figures;
         if self.first_token.is_none() {
             self.first_token = Some(now);
             figures.first_token.observe(seconds(now, self.arrived));
@@ -156,9 +156,9 @@ mod tests {
         let shared = Arc::new(Shared::default());
         let mut timing = Timing::new(&shared, 16, 40, 1);
         timing.joined(0, Instant::now(), 0);
-        timing.heard(0, &event(1, 2));
+        timing.heard(0, &event(1, 2), Instant::now());
         timing.joined(0, Instant::now(), 0);
-        timing.heard(0, &event(2, 2));
+        timing.heard(0, &event(2, 2), Instant::now());
         timing.joined(0, Instant::now(), 1);
         let told = timing.generation();
         assert_eq!((told.prompt_tokens, told.cached_tokens, told.output_tokens), (40, 32, 3));

@@ -104,6 +104,7 @@ impl Instance {
         let Some(connection) = state.connection.clone() else {
             return Err(InferError::unavailable(state.lost.clone()));
         };
+        let begun = Instant::now();
         let placed: Vec<(BatchedRequest, Vec<Block>)> =
             batch.into_iter().filter_map(|request| place(&connection, request)).collect();
         if placed.is_empty() {
@@ -126,8 +127,12 @@ impl Instance {
         let (free, wait) = oneshot::channel();
         // One batch may wait in the process while it works on another, if that is a matter of moments.
         let (free, wait) = if state.is_quick && !is_ahead { (None, None) } else { (Some(free), Some(wait)) };
-        state.batches.push_back(Batch { number, requests, since: Instant::now(), free });
         connection.process.send(&message.finish());
+        let since = Instant::now();
+        for running in requests.iter().filter_map(|number| state.running.get(number)) {
+            running.took_input(since - begun);
+        }
+        state.batches.push_back(Batch { number, requests, since, free });
         drop(state);
         connection.watch();
         Ok(wait)
@@ -167,6 +172,7 @@ impl Instance {
                 Value::None => {}
                 Value::Bool(_) => state.reschedule(number),
                 response => {
+                    state.running.get(&number).iter().for_each(|running| running.computed_at(now));
                     let response = read_response(response, &mut |block| connection.take(block))?;
                     state.finish(number, response);
                 }
@@ -179,6 +185,7 @@ impl Instance {
     pub fn respond(&self, connection: &Connection, is_decoupled: bool, parts: [Value; 3]) -> Result<(), WireError> {
         let [number, response, flags] = parts;
         let (number, is_final) = (number.int::<u64>()?, flags.int::<u8>()? != 0);
+        let heard = Instant::now();
         let response = match response.optional() {
             Some(response) => Some(read_response(response, &mut |block| connection.take(block))?),
             None => None,
@@ -186,6 +193,7 @@ impl Instance {
         let mut state = self.lock();
         // It may have been given up for a client that never reads.
         let Some(running) = state.running.get_mut(&number) else { return Ok(()) };
+        running.computed_at(heard);
         if is_final || !is_decoupled {
             let none = || match running.num_responses {
                 0 if !is_decoupled => Err(InferError::internal("the model ended the request without a response")),
@@ -255,10 +263,15 @@ impl State {
         }
     }
 
-    /// Sends a request to the process again, behind what it has.
+    /// Gives a request back to its queue, or to the process again, behind what it has.
     fn reschedule(&mut self, number: u64) {
         let (Some(connection), Some(running)) = (self.connection.clone(), self.running.remove(&number)) else { return };
-        let Some((batched, blocks)) = place(&connection, running.into_request()) else { return };
+        let BatchedRequest { request, responses } = running.into_request();
+        let batched = match responses.reschedule(request) {
+            Ok(()) => return,
+            Err(back) => BatchedRequest { request: back.0, responses: back.1 },
+        };
+        let Some((batched, blocks)) = place(&connection, batched) else { return };
         self.last_number += 1;
         let number = self.last_number;
         let mut message = Writer::begin(3);

@@ -1,5 +1,7 @@
 //! Requests that a process has, and their responses on the way to a client that may be slow.
 
+use std::time::{Duration, Instant};
+
 use serving::{BatchedRequest, InferError, InferRequest, InferResponse, ResponseSender};
 use tokio::sync::mpsc;
 
@@ -28,6 +30,16 @@ impl Running {
     /// Whether the client has left.
     pub fn is_abandoned(&self) -> bool {
         self.sender.is_cancelled()
+    }
+
+    /// It took so long to hand the inputs to the process.
+    pub fn took_input(&self, time: Duration) {
+        self.sender.took_input(time);
+    }
+
+    /// The process sent the next response at that time.
+    pub fn computed_at(&self, at: Instant) {
+        self.sender.computed_at(at);
     }
 
     /// Sends a response without waiting. False when the client reads so slowly that no more can be kept for it.

@@ -38,8 +38,13 @@ impl Controls {
         Self { controls: controls.collect(), shape: shape.clone() }
     }
 
-    /// Adds the control inputs to a request.
-    pub fn write(&self, request: &mut InferRequest) {
+    /// Whether `input` is one of them.
+    pub fn has(&self, input: &str) -> bool {
+        self.controls.iter().any(|control| control.input == input)
+    }
+
+    /// Adds the control inputs to a request; `is_ready` is false for one that only fills a slot.
+    pub fn write(&self, request: &mut InferRequest, is_ready: bool) {
         for control in &self.controls {
             let tensor = match &control.signal {
                 Signal::Id(datatype) => id_tensor(&control.input, *datatype, &self.shape, &request.correlation_id),
@@ -47,7 +52,7 @@ impl Controls {
                     let is_set = match kind {
                         Kind::ControlSequenceStart => request.sequence_start,
                         Kind::ControlSequenceEnd => request.sequence_end,
-                        _ => true,
+                        _ => is_ready,
                     };
                     if is_set { is_true.clone() } else { is_false.clone() }
                 }

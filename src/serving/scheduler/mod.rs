@@ -10,9 +10,10 @@ mod priorities;
 mod sequences;
 mod state;
 
+use std::fmt;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
 use futures::future::FutureExt as _;
@@ -49,6 +50,21 @@ pub(crate) struct Waiting {
     pub deadline: Option<Instant>,
     /// Set by the queue where the sequence keeps a state for the model.
     pub stateful: Option<SequenceId>,
+    /// Where the answers of a request go that only fills a slot: nobody reads them.
+    unread: Option<ResponseStream>,
+}
+
+impl Waiting {
+    fn new(request: InferRequest, responses: ResponseSender, num_rows: u64) -> Self {
+        let since = Instant::now();
+        Self { request, responses, num_rows, since, deadline: None, stateful: None, unread: None }
+    }
+
+    /// A request that only fills a slot of a batch.
+    fn null(request: InferRequest) -> Self {
+        let (responses, unread) = ResponseStream::channel(STREAM_CAPACITY);
+        Self { unread: Some(unread), ..Self::new(request, responses, 0) }
+    }
 }
 
 /// What an instance that is free does next.
@@ -73,6 +89,9 @@ trait Queue: Send {
     /// The last batch of this instance has run.
     fn done(&mut self, _instance: usize, _now: Instant) {}
 
+    /// Lets a request wait again that was executed.
+    fn take_back(&mut self, _waiting: Waiting) {}
+
     /// Keeps what a model gave back as the state of a sequence.
     fn keep_state(&mut self, _sequence: &SequenceId, _state: Vec<Tensor>) {}
 
@@ -89,13 +108,36 @@ trait Queue: Send {
     fn expire(&mut self, now: Instant) -> Vec<Waiting>;
 }
 
+/// Where requests go that a model wants to execute again.
+#[derive(Clone)]
+pub(crate) struct Again(Weak<Shared>);
+
+impl Again {
+    pub fn take_back(
+        self,
+        request: InferRequest,
+        responses: ResponseSender,
+    ) -> Result<(), Box<(InferRequest, ResponseSender)>> {
+        let Some(shared) = self.0.upgrade() else { return Err(Box::new((request, responses))) };
+        shared.queue().take_back(Waiting::new(request, responses, 1));
+        shared.wake();
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Again {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("Again")
+    }
+}
+
 /// The queue of one model and the tasks that serve it. They end when this is dropped.
 pub(crate) struct Scheduler {
     shared: Arc<Shared>,
     order: Option<Order>,
 }
 
-struct Shared {
+pub(crate) struct Shared {
     queue: Mutex<Box<dyn Queue>>,
     /// Something changed for who looks for a batch.
     arrived: Notify,
@@ -105,6 +147,8 @@ struct Shared {
     /// What instance serves a request is settled before it runs.
     is_bound: bool,
     states: Vec<StateSpec>,
+    /// Whether a model may have requests executed again.
+    is_iterative: bool,
     is_closed: AtomicBool,
     backend: Arc<dyn Backend>,
 }
@@ -124,6 +168,7 @@ impl Scheduler {
             has_timeouts: queue.has_timeouts(),
             is_bound: config.sequences().is_some(),
             states: state::specs(config),
+            is_iterative: config.sequences().is_some_and(|sequences| sequences.iterative_sequence),
             queue: Mutex::new(queue),
             arrived: Notify::new(),
             timed: Notify::new(),
@@ -147,15 +192,7 @@ impl Scheduler {
         if let Some(order) = &self.order {
             (responses, stream) = stream.in_turn(responses, order.turn());
         }
-        let waiting = Waiting {
-            request,
-            responses,
-            num_rows: num_rows.max(1),
-            since: Instant::now(),
-            deadline: None,
-            stateful: None,
-        };
-        queue.push(waiting)?;
+        queue.push(Waiting::new(request, responses, num_rows.max(1)))?;
         drop(queue);
         self.shared.wake();
         if self.shared.has_timeouts {
@@ -218,12 +255,16 @@ impl Shared {
         take
     }
 
-    async fn execute(&self, instance: usize, batch: Vec<Waiting>) {
+    async fn execute(self: &Arc<Self>, instance: usize, batch: Vec<Waiting>) {
         let execution = Arc::new(Execution::new(batch.iter().map(|waiting| waiting.num_rows).sum()));
-        let mut keepers = Vec::new();
+        let (mut keepers, mut unread) = (Vec::new(), Vec::new());
         let begin = |waiting: Waiting| {
             waiting.responses.begin_execution(&execution);
-            let Waiting { request, mut responses, stateful, .. } = waiting;
+            let Waiting { request, mut responses, stateful, unread: ignored, .. } = waiting;
+            unread.extend(ignored);
+            if self.is_iterative {
+                responses = responses.coming_back_through(Again(Arc::downgrade(self)));
+            }
             if let Some(sequence) = stateful {
                 let (inner, stream) = ResponseStream::channel(STREAM_CAPACITY);
                 keepers.push(self.keep_state(sequence, stream, std::mem::replace(&mut responses, inner)));
@@ -233,6 +274,7 @@ impl Shared {
         let batch = batch.into_iter().map(begin).collect();
         let run = AssertUnwindSafe(self.backend.execute(instance, batch)).catch_unwind();
         let (result, _) = futures::join!(run, futures::future::join_all(keepers));
+        drop(unread);
         if result.is_err() {
             tracing::error!("an execution on instance {instance} broke off; its requests get an error");
         }

@@ -11,7 +11,7 @@ use super::control::Controls;
 use super::grouping::{Choice, Grouping};
 use super::state::{self, StateSpec};
 use super::{Queue, Take, Waiting};
-use crate::{CorrelationId, InferError, Tensor};
+use crate::{CorrelationId, DataType, InferError, InferRequest, Tensor};
 
 pub(crate) type SequenceId = CorrelationId;
 
@@ -29,6 +29,12 @@ pub(crate) struct Sequences {
     max_idle: Duration,
     /// Sequences an instance can hold at once.
     max_held: usize,
+    /// Whether a request without a sequence is one of its own, which ends when the model does not ask for it again.
+    is_iterative: bool,
+    /// The last id that was given to one.
+    last_id: u64,
+    /// Whether a sequence keeps its place in the batches of its instance.
+    has_slots: bool,
     sequences: HashMap<SequenceId, Sequence>,
     instances: Vec<Instance>,
     /// Sequences without an instance, in the order they came.
@@ -51,12 +57,15 @@ struct Sequence {
 struct Instance {
     /// Sequences bound to it, in the order they came.
     held: Vec<SequenceId>,
+    /// The same by their places in a batch, where they keep them.
+    slots: Vec<Option<SequenceId>>,
     running: Vec<SequenceId>,
 }
 
 impl Sequences {
     pub fn new(config: &ModelConfig, sequences: &ModelSequenceBatching, num_instances: usize) -> Self {
         let max_rows = usize::try_from(config.max_batch_size).unwrap_or(0).max(1);
+        let has_slots = !matches!(sequences.strategy_choice, Some(StrategyChoice::Oldest(_)));
         let (grouping, max_held) = match &sequences.strategy_choice {
             Some(StrategyChoice::Oldest(oldest)) => {
                 let candidates = usize::try_from(oldest.max_candidate_sequences).unwrap_or(0);
@@ -80,6 +89,9 @@ impl Sequences {
             states: state::specs(config),
             max_idle: Duration::from_micros(sequences.max_sequence_idle_microseconds),
             max_held,
+            is_iterative: sequences.iterative_sequence,
+            last_id: 0,
+            has_slots,
             sequences: HashMap::new(),
             instances: (0..num_instances).map(|_| Instance::default()).collect(),
             backlog: VecDeque::new(),
@@ -127,7 +139,7 @@ impl Sequences {
             let Some(id) = self.backlog.pop_front() else { return };
             if let Some(sequence) = self.sequences.get_mut(&id) {
                 sequence.instance = Some(index);
-                instance.held.push(id);
+                instance.bind(id, self.has_slots);
             }
         }
     }
@@ -143,7 +155,7 @@ impl Sequences {
 
     fn remove(&mut self, id: &SequenceId) {
         if let Some(instance) = self.sequences.remove(id).and_then(|sequence| sequence.instance) {
-            self.instances[instance].held.retain(|held| held != id);
+            self.instances[instance].release(id);
         }
     }
 
@@ -172,21 +184,17 @@ impl Sequences {
         if waiting.request.sequence_start {
             sequence.state = state::initial(&self.states);
         }
-        self.controls.write(&mut waiting.request);
+        self.controls.write(&mut waiting.request, true);
         waiting.request.inputs.extend(sequence.state.iter().cloned());
         waiting.stateful = (!self.states.is_empty()).then(|| id.clone());
         Some(waiting)
     }
 }
 
-impl Queue for Sequences {
-    fn push(&mut self, waiting: Waiting) -> Result<(), InferError> {
-        let id = waiting.request.correlation_id.clone();
-        let now = waiting.since;
-        if self.is_idle(&id, now) {
-            self.remove(&id);
-        }
-        self.check(&waiting)?;
+impl Sequences {
+    /// Puts a request behind those of its sequence, which is a new one if it is not known.
+    fn let_wait(&mut self, waiting: Waiting) {
+        let (id, now) = (waiting.request.correlation_id.clone(), waiting.since);
         let is_new = !self.sequences.contains_key(&id);
         let sequence = self.sequences.entry(id.clone()).or_insert_with(|| Sequence {
             waiting: VecDeque::new(),
@@ -205,7 +213,100 @@ impl Queue for Sequences {
             self.forget_idle(now);
             self.bind();
         }
+    }
+
+    /// The batch with each request in its sequence's slot. A request that asks for nothing stands in the slots between that
+    /// have none, so that a model may keep what belongs to a sequence by its place.
+    fn in_slots(&self, instance: usize, begun: Vec<Waiting>) -> Vec<Waiting> {
+        let Some(null) = begun.first().map(|waiting| self.null_request(&waiting.request)) else { return begun };
+        let slots = &self.instances[instance].slots;
+        let mut batch = Vec::with_capacity(slots.len());
+        let mut begun: HashMap<SequenceId, Waiting> =
+            begun.into_iter().map(|waiting| (waiting.request.correlation_id.clone(), waiting)).collect();
+        for slot in slots {
+            let real = slot.as_ref().and_then(|id| begun.remove(id));
+            batch.push(real.unwrap_or_else(|| Waiting::null(null.clone())));
+        }
+        batch
+    }
+
+    /// A request shaped like `request`, all zeros, that is not READY.
+    fn null_request(&self, request: &InferRequest) -> InferRequest {
+        let is_own = |tensor: &&Tensor| {
+            !self.controls.has(&tensor.name) && !self.states.iter().any(|state| state.has_input(&tensor.name))
+        };
+        let inputs = request.inputs.iter().filter(is_own).map(|tensor| zeros(request, tensor)).collect();
+        let mut null = InferRequest {
+            model_name: request.model_name.clone(),
+            model_version: request.model_version.clone(),
+            inputs,
+            requested_outputs: request.requested_outputs.clone(),
+            ..InferRequest::default()
+        };
+        self.controls.write(&mut null, false);
+        null.inputs.extend(state::initial(&self.states));
+        null
+    }
+}
+
+impl Instance {
+    fn bind(&mut self, id: SequenceId, has_slots: bool) {
+        if has_slots {
+            match self.slots.iter_mut().find(|slot| slot.is_none()) {
+                Some(free) => *free = Some(id.clone()),
+                None => self.slots.push(Some(id.clone())),
+            }
+        }
+        self.held.push(id);
+    }
+
+    fn release(&mut self, id: &SequenceId) {
+        self.held.retain(|held| held != id);
+        self.slots.iter_mut().filter(|slot| slot.as_ref() == Some(id)).for_each(|slot| *slot = None);
+        while self.slots.pop_if(|slot| slot.is_none()).is_some() {}
+    }
+}
+
+fn has_id(request: &InferRequest) -> bool {
+    match &request.correlation_id {
+        CorrelationId::Number(number) => *number != 0,
+        CorrelationId::Text(text) => !text.is_empty(),
+    }
+}
+
+/// An input like `tensor` that holds nothing: zeros, or empty texts.
+fn zeros(request: &InferRequest, tensor: &Tensor) -> Tensor {
+    let length = match request.client_memory.input(&tensor.name) {
+        Some(slice) => usize::try_from(slice.byte_size).unwrap_or(0),
+        None if tensor.datatype == DataType::Bytes => tensor.num_elements().unwrap_or(0) * 4,
+        None => tensor.data.len(),
+    };
+    Tensor { data: vec![0; length].into(), ..tensor.clone() }
+}
+
+impl Queue for Sequences {
+    fn push(&mut self, mut waiting: Waiting) -> Result<(), InferError> {
+        if self.is_iterative && !has_id(&waiting.request) {
+            self.last_id += 1;
+            waiting.request.correlation_id = CorrelationId::Number(self.last_id);
+            waiting.request.sequence_start = true;
+        }
+        let id = waiting.request.correlation_id.clone();
+        let now = waiting.since;
+        if self.is_idle(&id, now) {
+            self.remove(&id);
+        }
+        self.check(&waiting)?;
+        self.let_wait(waiting);
         Ok(())
+    }
+
+    fn take_back(&mut self, mut waiting: Waiting) {
+        let request = &mut waiting.request;
+        // What it got for the last execution it gets again.
+        request.inputs.retain(|tensor| !self.controls.has(&tensor.name));
+        (request.sequence_start, request.sequence_end) = (false, false);
+        self.let_wait(waiting);
     }
 
     fn take(&mut self, instance: usize, now: Instant) -> Take {
@@ -216,7 +317,8 @@ impl Queue for Sequences {
             Choice::Run(length) => {
                 let ids = candidates[..length].iter().map(|waiting| waiting.request.correlation_id.clone());
                 let ids: Vec<SequenceId> = ids.collect();
-                let batch = ids.iter().filter_map(|id| self.begin(id)).collect();
+                let begun: Vec<Waiting> = ids.iter().filter_map(|id| self.begin(id)).collect();
+                let batch = if self.has_slots { self.in_slots(instance, begun) } else { begun };
                 self.instances[instance].running = ids;
                 Take::Batch(batch)
             }
@@ -227,7 +329,7 @@ impl Queue for Sequences {
         for id in std::mem::take(&mut self.instances[instance].running) {
             let Some(sequence) = self.sequences.get_mut(&id) else { continue };
             (sequence.is_running, sequence.last_used) = (false, now);
-            if sequence.is_ended && sequence.waiting.is_empty() {
+            if (sequence.is_ended || self.is_iterative) && sequence.waiting.is_empty() {
                 self.remove(&id);
             }
         }

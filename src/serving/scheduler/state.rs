@@ -14,6 +14,13 @@ pub(crate) struct StateSpec {
     is_output: bool,
 }
 
+impl StateSpec {
+    /// Whether the model reads it from `input`.
+    pub fn has_input(&self, input: &str) -> bool {
+        self.initial.name == input
+    }
+}
+
 /// The states a configuration declares.
 pub(crate) fn specs(config: &ModelConfig) -> Vec<StateSpec> {
     let states = config.sequences().map(|sequences| sequences.state.as_slice()).unwrap_or_default();

@@ -81,6 +81,22 @@ async fn what_waits_together_runs_together_up_to_the_largest_batch() {
 }
 
 #[tokio::test]
+async fn the_time_of_a_request_is_told_by_its_parts() {
+    let rows_model = Rows::start(&batching("")).await;
+    rows_model.world.script.gate.add_permits(2);
+    for id in ["timed", "plain"] {
+        one(rows_model.ask(rows(id, 1))).await;
+    }
+    let statistics = rows_model.server.model_statistics("rows", "").unwrap().remove(0);
+    let (all, batch) = (statistics.inference, statistics.batches[0]);
+    assert!(all.compute_input.ns >= 3_000_000 && all.compute_output.ns >= 2_000_000, "{all:?}");
+    let parts = all.queue.ns + all.compute_input.ns + all.compute_infer.ns + all.compute_output.ns;
+    assert_eq!(parts, all.success.ns);
+    let batch_parts = [batch.compute_input, batch.compute_infer, batch.compute_output];
+    assert_eq!(batch_parts, [all.compute_input, all.compute_infer, all.compute_output]);
+}
+
+#[tokio::test]
 async fn without_batching_each_request_runs_alone_in_turn() {
     let rows_model = Rows::start(ROWS).await;
     let streams = ["a", "b", "c"].map(|id| rows_model.ask(rows(id, 1)));

@@ -2,7 +2,7 @@
 
 mod support;
 
-use serving::{InferResponse, Parameter, Tensor};
+use serving::{InferRequest, InferResponse, Parameter, Tensor};
 use support::{PIECES, World, eventually, one, request, responses, text, text_of};
 
 const JOIN: &str = r#"backend: "join"
@@ -59,11 +59,11 @@ async fn steps_that_do_not_need_each_other_run_at_the_same_time() {
     let steps = ["gate: a=x -> a=left", "gate: a=x -> a=right", "join: a=left b=right -> joined=y"];
     let world = World::new(&[("join", JOIN), ("gate", &gate), ("ens", &ensemble(&steps))]);
     let server = world.started().await;
-    let stream = server.infer(request("ens", vec![text("x", "q")])).unwrap();
+    let response = tokio::spawn(one(server.infer(request("ens", vec![text("x", "q")])).unwrap()));
     let pending = || server.model_statistics("gate", "").unwrap()[0].pending;
     eventually("both wait at the gate", || pending() == 2).await;
     world.script.gate.add_permits(2);
-    assert_eq!(text_of(&one(stream).await.outputs[0]), "q+q:1!");
+    assert_eq!(text_of(&response.await.unwrap().outputs[0]), "q+q:1!");
 }
 
 #[tokio::test]
@@ -90,21 +90,65 @@ async fn the_last_piece_is_known_as_the_last_where_the_model_says_so() {
 }
 
 #[tokio::test]
-async fn decoupled_steps_may_stand_behind_each_other_but_not_side_by_side() {
+async fn decoupled_steps_may_stand_behind_each_other() {
     let steps = ["pieces: text=x n=n -> piece=one", "pieces: text=one n=n -> piece=y"];
     let server = World::new(&[("pieces", PIECES), ("ens", &ensemble(&steps))]).started().await;
     let two = Tensor::from_i32("n", &[1], &[2]);
     let all = responses(server.infer(request("ens", vec![text("x", "q"), two])).unwrap()).await;
     assert_eq!(texts(all), ["q#0#0", "q#0#1", "q#1#0", "q#1#1", " (final)"]);
+}
 
-    let steps = ["pieces: text=x -> piece=one", "pieces: text=x -> piece=two", "join: a=one b=two -> joined=y"];
-    let world = World::new(&[("join", JOIN), ("pieces", PIECES), ("ens", &ensemble(&steps))]);
-    let failures = world.server(serving::ControlMode::None).load_all().await.unwrap_err();
-    assert!(
-        failures[0].reason.contains("`pieces` and `pieces` are decoupled and side by side"),
-        "{}",
-        failures[0].reason
-    );
+#[tokio::test]
+async fn responses_of_decoupled_steps_side_by_side_belong_together_in_their_order() {
+    let branches = ["pieces: text=x -> piece=one", "pieces: text=x n=n -> piece=two"];
+    let both = [branches[0], branches[1], "join: a=one b=two -> joined=y"];
+    let ending = format!("{PIECES} parameters {{ key: \"final\" value {{ string_value: \"1\" }} }}");
+    for (n, pieces, expected) in [
+        (3, PIECES, vec!["q#0+q#0:1", "q#1+q#1:2", "q#2+q#2:3", " (final)"]),
+        (3, ending.as_str(), vec!["q#0+q#0:1", "q#1+q#1:2", "q#2+q#2:3! (final)"]),
+        // Where one has less to say, nothing stands beside the rest of the other.
+        (1, PIECES, vec!["q#0+q#0:1", " (final)"]),
+        (5, ending.as_str(), vec!["q#0+q#0:1", "q#1+q#1:2", "q#2+q#2:3", " (final)"]),
+        (0, PIECES, vec![" (final)"]),
+    ] {
+        let world = World::new(&[("join", JOIN), ("pieces", pieces), ("ens", &ensemble(&both))]);
+        let server = world.started().await;
+        let inputs = vec![text("x", "q"), Tensor::from_i32("n", &[1], &[n])];
+        let all = responses(server.infer(request("ens", inputs)).unwrap()).await;
+        assert_eq!(texts(all), expected, "{n} of the second");
+    }
+    // What is behind one of them alone goes on without the other.
+    let steps = [branches[0], "pieces: text=x n=n -> piece=two", "join: a=one -> joined=y"];
+    let server = World::new(&[("join", JOIN), ("pieces", PIECES), ("ens", &ensemble(&steps))]).started().await;
+    let inputs = vec![text("x", "q"), Tensor::from_i32("n", &[1], &[1])];
+    let all = responses(server.infer(request("ens", inputs)).unwrap()).await;
+    assert_eq!(texts(all), ["q#0:1", "q#1:2", "q#2:3", " (final)"]);
+}
+
+#[tokio::test]
+async fn what_a_later_response_lacks_is_not_repeated() {
+    let output = "output [ { name: \"note\" data_type: TYPE_STRING dims: [ 1 ] } ]";
+    let steps = ["pieces: text=x n=n -> piece=y note=z"];
+    let ens = ensemble(&steps).replace("output [ {", "output [ { name: \"z\" data_type: TYPE_STRING dims: [ 1 ] }, {");
+    let server = World::new(&[("pieces", &format!("{PIECES} {output}")), ("ens", &ens)]).started().await;
+    let all = responses(server.infer(request("ens", vec![text("x", "q")])).unwrap()).await;
+    let names =
+        |response: &InferResponse| response.outputs.iter().map(|output| output.name.clone()).collect::<Vec<_>>();
+    let names: Vec<_> = all.iter().map(|response| names(response.as_ref().unwrap()).join(" ")).collect();
+    assert_eq!(names, ["z y", "y", "y", ""]);
+}
+
+#[tokio::test]
+async fn steps_that_no_wanted_output_needs_do_not_run() {
+    let steps = ["join: a=x -> joined=y", "pieces: text=x -> piece=mid", "join: a=mid -> joined=z"];
+    let ens = ensemble(&steps).replace("output [ {", "output [ { name: \"z\" data_type: TYPE_STRING dims: [ 1 ] }, {");
+    let server = World::new(&[("join", JOIN), ("pieces", PIECES), ("ens", &ens)]).started().await;
+    let asked = InferRequest { requested_outputs: vec!["y".to_owned()], ..request("ens", vec![text("x", "q")]) };
+    assert_eq!(texts(responses(server.infer(asked).unwrap()).await), ["q:1! (final)"]);
+    let counts = ["join", "pieces"].map(|model| server.model_statistics(model, "").unwrap()[0].inference_count);
+    assert_eq!(counts, [1, 0]);
+    let all = responses(server.infer(request("ens", vec![text("x", "q")])).unwrap()).await;
+    assert_eq!(texts(all), ["q#0:1", "q#1:2", "q#2:3", " (final)"]);
 }
 
 #[tokio::test]

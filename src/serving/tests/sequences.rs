@@ -82,6 +82,43 @@ async fn the_model_is_told_where_in_its_sequence_a_request_stands() {
 }
 
 #[tokio::test]
+async fn a_sequence_keeps_its_place_in_the_batches_of_its_instance() {
+    let rows = Rows::start(&sequences(CONTROLS).replace("max_batch_size: 2", "max_batch_size: 3")).await;
+    rows.open_gate();
+    let null = "[START=0 END=0 READY=false ID=0]";
+    for (id, sequence, place, batch) in [
+        ("a", 1, "start", "0: a[START=1 END=0 READY=true ID=1]".to_owned()),
+        ("b", 2, "start", format!("0: {null} b[START=1 END=0 READY=true ID=2]")),
+        ("c", 3, "start", format!("0: {null} {null} c[START=1 END=0 READY=true ID=3]")),
+        ("b", 2, "middle", format!("0: {null} b[START=0 END=0 READY=true ID=2] {null}")),
+        ("a", 1, "end", format!("0: a[START=0 END=1 READY=true ID=1] {null} {null}")),
+        // The first place is free, and the next sequence gets it.
+        ("d", 4, "start", format!("0: d[START=1 END=0 READY=true ID=4] {null} {null}")),
+        ("c", 3, "end", format!("0: {null} {null} c[START=0 END=1 READY=true ID=3]")),
+        ("b", 2, "end", format!("0: {null} b[START=0 END=1 READY=true ID=2]")),
+    ] {
+        one(rows.ask(part(id, sequence, place))).await;
+        assert_eq!(rows.batches().pop().unwrap(), batch);
+        eventually("the instance is free", || rows.server.num_in_flight() == 0).await;
+    }
+    let statistics = &rows.server.model_statistics("rows", "").unwrap()[0];
+    assert_eq!((statistics.inference_count, statistics.batches.len()), (8, 1), "{:?}", statistics.batches);
+}
+
+#[tokio::test]
+async fn a_request_that_its_model_wants_again_is_a_sequence_of_its_own() {
+    for strategy in ["direct { }", "oldest { max_candidate_sequences: 4 }"] {
+        let rows = Rows::start(&sequences(&format!("iterative_sequence: true {strategy} {CONTROLS}"))).await;
+        rows.open_gate();
+        for (id, batches) in [(1, ["START=1", "START=0"]), (2, ["START=1", "START=0"])] {
+            one(rows.ask(InferRequest { sequence_start: false, ..part("again", 0, "middle") })).await;
+            let expected = batches.map(|start| format!("0: again[{start} END=0 READY=true ID={id}]"));
+            assert_eq!(rows.batches()[2 * (id - 1)..], expected, "{strategy}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_request_outside_a_sequence_is_refused_in_the_words_clients_know() {
     let rows = Rows::start(&sequences("max_sequence_idle_microseconds: 50000")).await;
     rows.open_gate();
@@ -214,7 +251,10 @@ fn configurations_that_cannot_work_say_why() {
             "state [ { input_name: \"I\" output_name: \"O\" data_type: TYPE_FP32 dims: [ 99999999999 ] } ]",
             "use smaller `dims`",
         ),
-        ("iterative_sequence: true", "`iterative_sequence` is not supported"),
+        (
+            "iterative_sequence: true state [ { input_name: \"I\" output_name: \"O\" data_type: TYPE_FP32 dims: [ 1 ] } ]",
+            "`iterative_sequence` with `state` is not supported",
+        ),
     ] {
         let world = World::new(&[("rows", &sequences(fields))]);
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();

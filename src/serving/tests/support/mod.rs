@@ -6,6 +6,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use futures::future::{BoxFuture, FutureExt as _};
 use serving::{
@@ -21,6 +22,7 @@ output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
 "#;
 
 /// Sends "<text>#<i>" for i below n; `final` says whether the last one is the final response or an empty one follows.
+/// With an output `note`, the first has it too.
 pub const PIECES: &str = r#"backend: "pieces"
 model_transaction_policy { decoupled: true }
 input [ { name: "text" data_type: TYPE_STRING dims: [ 1 ] },
@@ -175,6 +177,18 @@ impl Backend for Scripted {
                 if request.id == "panic" {
                     panic!("on purpose");
                 }
+                if request.id == "timed" {
+                    let begun = Instant::now();
+                    tokio::time::sleep(Duration::from_millis(3)).await;
+                    responses.took_input(begun.elapsed());
+                    let computed = Instant::now();
+                    tokio::time::sleep(Duration::from_millis(2)).await;
+                    responses.computed_at(computed);
+                }
+                if request.id == "again" && request.sequence_start {
+                    assert!(responses.reschedule(request).is_ok(), "the queue takes it back");
+                    continue;
+                }
                 let outputs = echoed(&request);
                 responses.send(Ok(InferResponse { outputs, is_final: true, ..InferResponse::default() })).await;
             }
@@ -244,6 +258,7 @@ impl Scripted {
         let text = text_of(request.input("text").unwrap());
         let n = request.input("n").map_or(3, |tensor| tensor.to_i32().unwrap()[0]);
         let data_is_final = self.model.config.parameter("final").is_some();
+        let has_note = self.model.config.output.iter().any(|output| output.name == "note");
         let fail_at = self.model.config.parameter("fail_at").map(|at| at.parse::<i32>().unwrap());
         let stumble_at = self.model.config.parameter("stumble_at").map(|at| at.parse::<i32>().unwrap());
         let (sender, stream) = ResponseStream::channel(1);
@@ -258,7 +273,10 @@ impl Scripted {
                     sender.send(Err(InferError::unavailable(format!("piece {i} failed")))).await;
                     return;
                 }
-                let outputs = vec![Tensor::from_byte_strings("piece", &[1], &[format!("{text}#{i}")])];
+                let mut outputs = vec![Tensor::from_byte_strings("piece", &[1], &[format!("{text}#{i}")])];
+                if has_note && i == 0 {
+                    outputs.push(Tensor::from_byte_strings("note", &[1], &["once"]));
+                }
                 let is_final = data_is_final && i == n - 1;
                 let response = InferResponse { outputs, is_final, ..InferResponse::default() };
                 if !sender.send(Ok(response)).await {
