@@ -12,6 +12,8 @@ use http_body_util::BodyExt;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use serving::InferError;
 
+use crate::budget::Charge;
+
 /// A response's body: known parts, or events as they come.
 pub enum ReplyBody {
     /// All of it, in pieces that are not copied together.
@@ -64,11 +66,16 @@ impl Body for ReplyBody {
     }
 }
 
-/// Reads a request's body.
+/// Reads a request's body, paid from `charge`.
 ///
 /// # Errors
-/// When it is larger than `limit`, or the client breaks off or is silent for longer than `patience`.
-pub async fn read_all(mut body: Incoming, limit: usize, patience: Duration) -> Result<Bytes, InferError> {
+/// When it is larger than `limit`, there is no room for it, or the client breaks off or is silent for longer than `patience`.
+pub async fn read_all(
+    mut body: Incoming,
+    limit: usize,
+    patience: Duration,
+    charge: &Charge,
+) -> Result<Bytes, InferError> {
     let too_large = || InferError::invalid(format!("request body is larger than the limit of {limit} bytes"));
     let expected = body.size_hint().lower();
     if expected > limit as u64 {
@@ -83,6 +90,7 @@ pub async fn read_all(mut body: Incoming, limit: usize, patience: Duration) -> R
         let Some(frame) = frame else { break };
         let frame = frame.map_err(|error| InferError::invalid(format!("request body broke off: {error}")))?;
         let Ok(data) = frame.into_data() else { continue };
+        charge.add(data.len())?;
         if first.is_empty() {
             first = data; // Most bodies arrive whole and are not copied.
         } else {

@@ -1,9 +1,9 @@
 //! Gathers what many streams of one connection write at about the same time into one system call.
 //!
-//! Each stream is a task of its own, and each wakes its connection as soon as it has a frame. A connection that flushed at
-//! once would make one system call for each token of each stream. It lets the other ready tasks run first.
+//! A connection that flushed what it has as soon as it has a frame would make one system call for each token of each
+//! stream. It lets its other streams have their turn first, until they add nothing more.
 
-use std::io;
+use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -13,17 +13,21 @@ use hyper::rt::{Read, ReadBufCursor, Write};
 /// Bytes gathered before they are written without waiting for others.
 const FULL_BYTES: usize = 64 << 10;
 
-/// A connection's bytes, gathered until the tasks that are ready now have had their turn.
+/// Larger pieces are not copied.
+const LARGE_BYTES: usize = 16 << 10;
+
+/// A connection's bytes, gathered until the streams that are ready now have had their turn.
 pub struct Coalesce<T> {
     inner: T,
     gathered: BytesMut,
-    has_yielded: bool,
+    /// How much was gathered when the streams were last given a turn.
+    yielded_at: usize,
 }
 
 impl<T: Write + Unpin> Coalesce<T> {
     /// Gathers writes to `inner`.
     pub fn new(inner: T) -> Self {
-        Self { inner, gathered: BytesMut::new(), has_yielded: false }
+        Self { inner, gathered: BytesMut::new(), yielded_at: 0 }
     }
 
     fn poll_write_gathered(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -34,26 +38,45 @@ impl<T: Write + Unpin> Coalesce<T> {
             }
             self.gathered.advance(count);
         }
-        self.has_yielded = false;
+        self.yielded_at = 0;
         Poll::Ready(Ok(()))
+    }
+
+    /// What was gathered and a large piece behind it, in one system call where the connection can: a client that is woken
+    /// by a head alone has to come again. How much of the piece was taken.
+    fn poll_write_large(&mut self, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        while !self.gathered.is_empty() {
+            let both = [IoSlice::new(&self.gathered), IoSlice::new(bytes)];
+            let count = ready!(Pin::new(&mut self.inner).poll_write_vectored(context, &both))?;
+            if count == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            let gathered = self.gathered.len().min(count);
+            self.gathered.advance(gathered);
+            if count > gathered {
+                return Poll::Ready(Ok(count - gathered));
+            }
+        }
+        Pin::new(&mut self.inner).poll_write(context, bytes)
     }
 }
 
 impl<T: Write + Unpin> Write for Coalesce<T> {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        if bytes.len() > LARGE_BYTES {
+            return self.poll_write_large(context, bytes);
+        }
         if self.gathered.len() + bytes.len() > FULL_BYTES {
             ready!(self.poll_write_gathered(context))?;
-            if bytes.len() > FULL_BYTES / 4 {
-                return Pin::new(&mut self.inner).poll_write(context, bytes); // Large pieces are not copied.
-            }
         }
         self.gathered.extend_from_slice(bytes);
         Poll::Ready(Ok(bytes.len()))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if !self.gathered.is_empty() && !self.has_yielded {
-            self.has_yielded = true;
+        // As long as each turn brings more, up to what is full.
+        if self.gathered.len() != self.yielded_at {
+            self.yielded_at = self.gathered.len();
             context.waker().wake_by_ref();
             return Poll::Pending;
         }
@@ -95,6 +118,19 @@ mod tests {
             Poll::Ready(Ok(count))
         }
 
+        fn is_write_vectored(&self) -> bool {
+            true
+        }
+
+        fn poll_write_vectored(
+            self: Pin<&mut Self>,
+            context: &mut Context<'_>,
+            pieces: &[IoSlice<'_>],
+        ) -> Poll<io::Result<usize>> {
+            let all: Vec<u8> = pieces.iter().flat_map(|piece| piece.iter().copied()).collect();
+            self.poll_write(context, &all)
+        }
+
         fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
             Poll::Ready(Ok(()))
         }
@@ -105,14 +141,26 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_before_the_second_flush_goes_out_together() {
+    fn what_is_written_before_a_flush_that_finds_nothing_new_goes_out_together() {
         let mut context = Context::from_waker(noop_waker_ref());
         let mut connection = Coalesce::new(Log { writes: Vec::new(), most: usize::MAX });
         let _ = Pin::new(&mut connection).poll_write(&mut context, b"one ");
         assert!(Pin::new(&mut connection).poll_flush(&mut context).is_pending());
         let _ = Pin::new(&mut connection).poll_write(&mut context, b"two");
+        assert!(Pin::new(&mut connection).poll_flush(&mut context).is_pending());
         assert!(Pin::new(&mut connection).poll_flush(&mut context).is_ready());
         assert_eq!(connection.inner.writes, [b"one two"]);
+    }
+
+    #[test]
+    fn a_large_piece_goes_out_with_what_is_before_it() {
+        let mut context = Context::from_waker(noop_waker_ref());
+        let mut connection = Coalesce::new(Log { writes: Vec::new(), most: usize::MAX });
+        let _ = Pin::new(&mut connection).poll_write(&mut context, b"head");
+        let body = vec![3; LARGE_BYTES + 1];
+        let taken = Pin::new(&mut connection).poll_write(&mut context, &body);
+        assert!(matches!(taken, Poll::Ready(Ok(count)) if count == body.len()), "{taken:?}");
+        assert_eq!(connection.inner.writes, [[b"head".as_slice(), &body].concat()]);
     }
 
     #[test]

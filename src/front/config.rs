@@ -59,6 +59,8 @@ pub struct Config {
     pub max_grpc_message_bytes: usize,
     /// Largest HTTP request body, before and after decompression.
     pub max_http_body_bytes: usize,
+    /// Bytes that the bodies of all requests in flight may have together; more are refused.
+    pub max_bytes_in_flight: usize,
     /// Requests of one gRPC stream that may be in flight; more wait in the client's window.
     pub max_requests_per_stream: usize,
     /// Connections of one port; more wait to be accepted.
@@ -113,6 +115,7 @@ impl Default for Config {
             metrics: Some(Address::new("0.0.0.0", 8002)),
             max_grpc_message_bytes: i32::MAX as usize,
             max_http_body_bytes: 64 << 20,
+            max_bytes_in_flight: 4 << 30,
             max_requests_per_stream: 4096,
             max_connections: 16_384,
             grpc_response_compression: Compression::None,
@@ -159,6 +162,7 @@ impl Config {
         let bounds = [
             ("max_grpc_message_bytes", self.max_grpc_message_bytes),
             ("max_http_body_bytes", self.max_http_body_bytes),
+            ("max_bytes_in_flight", self.max_bytes_in_flight),
             ("max_requests_per_stream", self.max_requests_per_stream),
             ("max_connections", self.max_connections as usize),
         ];

@@ -15,6 +15,7 @@ use tonic_reflection::server::v1::{ServerReflection, ServerReflectionServer};
 use tower_service::Service;
 
 use crate::Config;
+use crate::budget::Counted;
 use crate::config::Compression;
 use crate::health::Health;
 use crate::kserve_grpc::KserveGrpc;
@@ -114,6 +115,9 @@ impl<R: ServerReflection> Service<Request<Incoming>> for GrpcService<R> {
         let path = request.uri().path();
         if path.starts_with("/inference.GRPCInferenceService/") {
             let is_packed = request.headers().get("grpc-encoding").is_some_and(|coding| coding != "identity");
+            let charge = Arc::new(self.state.budget.charge());
+            request.extensions_mut().insert(charge.clone());
+            let request = request.map(|body| Counted::new(body, charge));
             if is_packed { self.compressed.call(request) } else { self.inference.call(request) }
         } else if path.starts_with("/grpc.health.v1.Health/") {
             self.health.call(request)

@@ -6,6 +6,7 @@ use repository::ModelConfig;
 use serving::{ErrorKind, InferError};
 use tonic::{Request, Response, Status, Streaming};
 
+use crate::budget::Charge;
 use crate::forward::forward;
 use crate::grpc_models;
 use crate::grpc_request;
@@ -63,6 +64,8 @@ impl GrpcInferenceService for KserveGrpc {
     }
 
     async fn model_infer(&self, request: Request<ModelInferRequest>) -> Result<Response<InferReply>, Status> {
+        // Held until the request is answered.
+        let _charge: Option<Arc<Charge>> = request.extensions().get().cloned();
         let forwarded = request.extensions().get().cloned();
         self.infer(request.into_inner(), forwarded).await.map(Response::new).map_err(grpc_status)
     }
@@ -75,8 +78,9 @@ impl GrpcInferenceService for KserveGrpc {
     ) -> Result<Response<InferStream>, Status> {
         let ends_on_error = request.metadata().get("triton_grpc_error").is_some_and(|value| value == "true");
         let forwarded = request.extensions().get().cloned();
+        let charge = request.extensions().get().cloned();
         let requests = request.into_inner();
-        Ok(Response::new(InferStream::new(self.state.clone(), requests, ends_on_error, forwarded)))
+        Ok(Response::new(InferStream::new(self.state.clone(), requests, ends_on_error, forwarded, charge)))
     }
 
     async fn model_ready(&self, request: Request<ModelReadyRequest>) -> Result<Response<ModelReadyResponse>, Status> {

@@ -10,6 +10,7 @@ use hyper::body::Incoming;
 use serving::{ErrorKind, InferError, Trace};
 
 use crate::body::{ReplyBody, read_all};
+use crate::budget::Charge;
 use crate::coding::Coding;
 use crate::forward::forward;
 use crate::generate::{self, Events, NOT_ONE_RESPONSE, error_text};
@@ -69,7 +70,7 @@ async fn answer(
         Route::ModelMetadata(model) => http_models::model_metadata(&state.server, model).map(json_reply),
         Route::ModelConfig(model) => http_models::model_config(&state.server, model).map(json_reply),
         Route::ModelStatistics(model) => http_models::statistics(&state.server, model).map(json_reply),
-        other => control(state, other, changes, read_body(state, headers, body).await?).await.map(json_reply),
+        other => control(state, other, changes, read_body(state, headers, body).await?.bytes).await.map(json_reply),
     }
 }
 
@@ -112,7 +113,7 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     let accepted = header(headers, &ACCEPT_ENCODING).map_or(Ok(None), Coding::accepted)?;
     let trace = state.sample_trace(model.name);
     mark(&trace, "HTTP_RECV_START");
-    let body = read_body(state, headers, body).await?;
+    let Held { bytes: body, charge: _charge } = read_body(state, headers, body).await?;
     mark(&trace, "HTTP_RECV_END");
     if state.server.is_decoupled(model.name, model.version)? {
         return Err(InferError::new(
@@ -183,7 +184,7 @@ async fn start_generate(
 ) -> Result<(serving::ResponseStream, bool), InferError> {
     let trace = state.sample_trace(model.name);
     mark(&trace, "HTTP_RECV_START");
-    let body = read_body(state, headers, body).await?;
+    let Held { bytes: body, charge: _charge } = read_body(state, headers, body).await?;
     mark(&trace, "HTTP_RECV_END");
     let config = state.server.model_config(model.name, model.version)?;
     let mut request = generate::read(&body, &config)?;
@@ -195,15 +196,23 @@ async fn start_generate(
     Ok((state.server.infer(request)?, is_decoupled))
 }
 
+/// A request's body, and what it holds of the budget for as long as the request is not answered.
+pub(crate) struct Held {
+    pub(crate) bytes: Bytes,
+    pub(crate) charge: Charge,
+}
+
 /// The body, unpacked.
-pub(crate) async fn read_body(state: &State, headers: &HeaderMap, body: Incoming) -> Result<Bytes, InferError> {
+pub(crate) async fn read_body(state: &State, headers: &HeaderMap, body: Incoming) -> Result<Held, InferError> {
     let limit = state.config.max_http_body_bytes;
     let coding = header(headers, &CONTENT_ENCODING).map_or(Ok(None), Coding::of_content)?;
-    let body = read_all(body, limit, state.config.http_body_timeout).await?;
-    match coding {
-        Some(coding) => coding.decode(&body, limit),
-        None => Ok(body),
+    let charge = state.budget.charge();
+    let mut bytes = read_all(body, limit, state.config.http_body_timeout, &charge).await?;
+    if let Some(coding) = coding {
+        bytes = coding.decode(&bytes, limit)?;
+        charge.add(bytes.len())?;
     }
+    Ok(Held { bytes, charge })
 }
 
 fn mark(trace: &Option<Trace>, name: &'static str) {

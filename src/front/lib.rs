@@ -17,6 +17,7 @@
 mod ask;
 mod base64;
 mod body;
+mod budget;
 mod classification;
 mod coalesce;
 mod coding;
@@ -56,6 +57,7 @@ mod state;
 mod status;
 mod stream_infer;
 mod tls;
+mod together;
 mod trace_file;
 
 pub use config::{Address, Compression, Config, ConfigError};

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -76,6 +77,41 @@ pub struct Limits {
     pub preface_bytes: usize,
 }
 
+/// A connection that is served, as a future that ends with it.
+pub trait Connection: Future<Output = Result<(), Self::Error>> {
+    /// Why it broke off.
+    type Error;
+
+    /// Takes no further request, and ends with the last of those that it has.
+    fn graceful_shutdown(self: Pin<&mut Self>);
+}
+
+/// hyper's over HTTP/1.
+impl<I, S> Connection for hyper::server::conn::http1::Connection<I, S>
+where
+    Self: GracefulConnection<Error = hyper::Error> + Future<Output = Result<(), hyper::Error>>,
+    S: hyper::service::HttpService<hyper::body::Incoming>,
+{
+    type Error = hyper::Error;
+
+    fn graceful_shutdown(self: Pin<&mut Self>) {
+        GracefulConnection::graceful_shutdown(self);
+    }
+}
+
+/// hyper's over HTTP/2.
+impl<I, S, E> Connection for hyper::server::conn::http2::Connection<I, S, E>
+where
+    Self: GracefulConnection<Error = hyper::Error> + Future<Output = Result<(), hyper::Error>>,
+    S: hyper::service::HttpService<hyper::body::Incoming>,
+{
+    type Error = hyper::Error;
+
+    fn graceful_shutdown(self: Pin<&mut Self>) {
+        GracefulConnection::graceful_shutdown(self);
+    }
+}
+
 /// One port and its connections.
 pub struct Port {
     local_address: SocketAddr,
@@ -106,7 +142,7 @@ impl Port {
     ) -> io::Result<Self>
     where
         F: Fn(Socket) -> C + Send + Sync + 'static,
-        C: GracefulConnection<Error: std::fmt::Display> + Send + 'static,
+        C: Connection<Error: std::fmt::Display> + Send + 'static,
     {
         let local_address = listener.local_addr()?;
         let socket = listener.into_std()?;
@@ -186,7 +222,7 @@ impl<F> Door<F> {
 async fn accept<F, C>(listener: TcpListener, permits: Arc<Semaphore>, door: Arc<Door<F>>)
 where
     F: Fn(Socket) -> C + Send + Sync + 'static,
-    C: GracefulConnection<Error: std::fmt::Display> + Send + 'static,
+    C: Connection<Error: std::fmt::Display> + Send + 'static,
 {
     let mut leave = door.leave.clone();
     loop {
@@ -224,7 +260,7 @@ where
 }
 
 /// Serves a connection until its client leaves, or, told to stop or too old, until its last request has ended.
-async fn serve<C: GracefulConnection<Error: std::fmt::Display>>(
+async fn serve<C: Connection<Error: std::fmt::Display>>(
     connection: C,
     limits: Limits,
     stop: CancellationToken,

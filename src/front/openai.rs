@@ -150,7 +150,7 @@ fn text_model(state: &State, name: &str) -> Option<Arc<ModelConfig>> {
 }
 
 async fn complete(state: &Arc<State>, headers: &HeaderMap, body: Incoming, is_chat: bool) -> Result<Reply, ApiError> {
-    let body = read_body(state, headers, body).await?;
+    let body = read_body(state, headers, body).await?.bytes;
     let asked = Asked::read(&body, is_chat)?;
     let config = text_model(state, &asked.model).ok_or_else(|| ApiError::no_model(&asked.model))?;
     let prompts = prompts(state, &asked).await?;

@@ -8,7 +8,7 @@ use http::StatusCode;
 use http::header::{CONNECTION, HeaderValue, RETRY_AFTER};
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use serving::Server;
 use tokio::net::TcpListener;
@@ -23,6 +23,7 @@ use crate::listener::{Limits, MAX_PREFACE_BYTES, Port, StartError, bind};
 use crate::metrics::{self, MetricsSource};
 use crate::state::State;
 use crate::status::RETRY_AFTER_SECS;
+use crate::together::{Streams, Together};
 
 mod slow_heads;
 
@@ -125,15 +126,6 @@ async fn listen(
 fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<State>) -> std::io::Result<Port> {
     let config = state.config.clone();
     let service = grpc_service(state);
-    let mut builder = http2::Builder::new(TokioExecutor::new());
-    builder
-        .timer(TokioTimer::new())
-        .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(WINDOW_BYTES)
-        .max_frame_size(MAX_FRAME_BYTES)
-        .max_concurrent_streams(MAX_STREAMS)
-        .keep_alive_interval(Some(config.grpc_keepalive_time))
-        .keep_alive_timeout(config.grpc_keepalive_timeout);
     let limits = Limits {
         max_connections: config.max_connections,
         max_age: config.grpc_max_connection_age,
@@ -142,9 +134,25 @@ fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<S
         preface_bytes: MAX_PREFACE_BYTES, // "PRI * HTTP/2.0" and what follows (RFC 9113, 3.4).
     };
     Port::open(listener, limits, acceptor, move |stream| {
+        let streams = Streams::default();
         let io = Coalesce::new(TokioIo::new(stream));
-        builder.serve_connection(io, TowerToHyperService::new(service.clone()))
+        let service = TowerToHyperService::new(service.clone());
+        let connection = http2_builder(&config, streams.clone()).serve_connection(io, service);
+        Together::new(connection, streams)
     })
+}
+
+fn http2_builder(config: &Config, streams: Streams) -> http2::Builder<Streams> {
+    let mut builder = http2::Builder::new(streams);
+    builder
+        .timer(TokioTimer::new())
+        .initial_stream_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(WINDOW_BYTES)
+        .max_frame_size(MAX_FRAME_BYTES)
+        .max_concurrent_streams(MAX_STREAMS)
+        .keep_alive_interval(Some(config.grpc_keepalive_time))
+        .keep_alive_timeout(config.grpc_keepalive_timeout);
+    builder
 }
 
 fn serve_http(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port> {

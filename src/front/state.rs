@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use serving::{InferError, InferResponse, Server, Trace};
 
 use crate::ask::OutputAsk;
+use crate::budget::Budget;
 use crate::classification::classify;
 use crate::metrics::MetricsSource;
 use crate::settings::{LogSettings, TraceChanges, TraceSettings, TraceValues};
@@ -24,6 +25,8 @@ pub struct State {
     pub log: LogSettings,
     /// Metrics beside the models' own.
     pub sources: Vec<Arc<dyn MetricsSource>>,
+    /// What requests hold of memory.
+    pub budget: Arc<Budget>,
     trace: TraceSettings,
     is_draining: AtomicBool,
     is_leaving: AtomicBool,
@@ -39,6 +42,7 @@ impl State {
         let log = LogSettings::new(config.log.clone());
         let trace = TraceSettings::new(&config.trace).map_err(|reason| ConfigError { field: "trace", reason })?;
         Ok(Self {
+            budget: Budget::new(config.max_bytes_in_flight),
             config,
             server,
             memory,

@@ -12,6 +12,7 @@ use futures::{Stream, StreamExt};
 use serving::{InferError, InferResponse, ResponseStream};
 use tonic::{Status, Streaming};
 
+use crate::budget::Charge;
 use crate::forward::forward;
 use crate::grpc_request::{self, Asked};
 use crate::grpc_service::Forwarded;
@@ -27,6 +28,8 @@ pub struct InferStream {
     active: SelectAll<ActiveRequest>,
     /// Headers of the call that every request takes along.
     forwarded: Option<Forwarded>,
+    /// Pays for what has arrived of requests that have not begun.
+    charge: Option<Arc<Charge>>,
     /// Whether the first error ends the RPC with its code (`triton_grpc_error: true`).
     ends_on_error: bool,
     is_over: bool,
@@ -40,6 +43,8 @@ struct ActiveRequest {
     /// An error was sent.
     has_failed: bool,
     responses: Option<ResponseStream>,
+    /// What the request holds until it is answered.
+    _charge: Option<Charge>,
 }
 
 /// A reply, or the error that ends one request.
@@ -60,8 +65,10 @@ impl InferStream {
         requests: Streaming<ModelInferRequest>,
         ends_on_error: bool,
         forwarded: Option<Forwarded>,
+        charge: Option<Arc<Charge>>,
     ) -> Self {
-        Self { state, requests: Some(requests), active: SelectAll::new(), forwarded, ends_on_error, is_over: false }
+        let active = SelectAll::new();
+        Self { state, requests: Some(requests), active, forwarded, charge, ends_on_error, is_over: false }
     }
 
     /// Takes on requests until none is waiting or the stream is full. Returns a request that could not be accepted.
@@ -74,7 +81,9 @@ impl InferStream {
             match ready!(requests.poll_next_unpin(context)) {
                 Some(Ok(message)) => {
                     let id = message.id.clone();
-                    match ActiveRequest::start(self.state.clone(), message, self.forwarded.as_ref()) {
+                    // What came of the next one with it is given back with it: a message's length, at most.
+                    let charge = self.charge.as_ref().map(|charge| charge.split());
+                    match ActiveRequest::start(self.state.clone(), message, self.forwarded.as_ref(), charge) {
                         Ok(request) => self.active.push(request),
                         Err(error) => return Poll::Ready(Some(Ok(Event::refused(id, error)))),
                     }
@@ -148,7 +157,12 @@ impl Event {
 }
 
 impl ActiveRequest {
-    fn start(state: Arc<State>, message: ModelInferRequest, forwarded: Option<&Forwarded>) -> Result<Self, InferError> {
+    fn start(
+        state: Arc<State>,
+        message: ModelInferRequest,
+        forwarded: Option<&Forwarded>,
+        charge: Option<Charge>,
+    ) -> Result<Self, InferError> {
         let is_decoupled = state.server.is_decoupled(&message.model_name, &message.model_version)?;
         let mut asked = grpc_request::read(message, &state.memory)?;
         let echo = serving::InferRequest {
@@ -164,7 +178,7 @@ impl ActiveRequest {
         request.trace = state.sample_trace(&request.model_name);
         request.trace.iter().for_each(|trace| trace.mark("GRPC_WAITREAD_END"));
         let responses = state.server.infer(request)?;
-        Ok(Self { state, asked, is_decoupled, has_failed: false, responses: Some(responses) })
+        Ok(Self { state, asked, is_decoupled, has_failed: false, responses: Some(responses), _charge: charge })
     }
 
     /// The response as a reply; `None` for an empty final one that the client did not ask for.

@@ -44,6 +44,9 @@ pub struct FrontArgs {
     /// Largest body of an HTTP request in bytes, before and after unpacking
     #[arg(long, default_value_t = 64 << 20, value_name = "BYTES")]
     pub http_max_input_size: usize,
+    /// Bytes that the bodies of all requests in flight may have together; 0 is a quarter of this machine's memory
+    #[arg(long, default_value_t = 0, value_name = "BYTES")]
+    pub max_bytes_in_flight: usize,
     /// Other servers that say so too may have the HTTP port
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub reuse_http_port: bool,
@@ -105,6 +108,10 @@ impl FrontArgs {
         config.grpc_forward = pattern("grpc-header-forward-pattern", &self.grpc_header_forward_pattern)?;
         config.http_forward = pattern("http-header-forward-pattern", &self.http_header_forward_pattern)?;
         config.max_http_body_bytes = self.http_max_input_size;
+        config.max_bytes_in_flight = match self.max_bytes_in_flight {
+            0 => crate::host_metrics::memory_bytes() / 4,
+            bytes => bytes,
+        };
         (config.reuse_http_port, config.reuse_grpc_port) = (self.reuse_http_port, self.reuse_grpc_port);
         config.grpc_response_compression = match self.grpc_infer_response_compression_level.as_str() {
             "none" => Compression::None,

@@ -96,17 +96,25 @@ fn gauge(name: &'static str, help: &'static str, value: Option<f64>) -> Family {
 
 /// Memory of the machine, as /proc tells it; nothing where it does not.
 fn memory_families() -> Vec<Family> {
-    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let kibibytes = |key: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(key))?;
-        line.trim().strip_suffix(" kB")?.parse::<f64>().ok()
-    };
-    let (total, available) = (kibibytes("MemTotal:"), kibibytes("MemAvailable:"));
-    let used = total.zip(available).map(|(total, available)| (total - available) * 1024.0);
+    let (total, available) = (meminfo("MemTotal:"), meminfo("MemAvailable:"));
+    let used = total.zip(available).map(|(total, available)| total.saturating_sub(available));
+    let gauge = |name, help, value: Option<u64>| gauge(name, help, value.map(|bytes| bytes as f64));
     vec![
-        gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total.map(|total| total * 1024.0)),
+        gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total),
         gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used),
     ]
+}
+
+/// All memory of the machine in bytes; 16 GiB where nothing tells it.
+pub(crate) fn memory_bytes() -> usize {
+    meminfo("MemTotal:").and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(16 << 30)
+}
+
+/// A line of `/proc/meminfo`, in bytes.
+fn meminfo(key: &str) -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(key))?;
+    Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? * 1024)
 }
 
 #[cfg(test)]

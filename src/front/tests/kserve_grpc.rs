@@ -171,3 +171,24 @@ async fn models_describe_themselves() {
     let index: RepositoryIndexResponse = connection.unary("RepositoryIndex", &ask).await.unwrap();
     assert!(index.models.iter().all(|model| model.state == "READY"));
 }
+
+#[tokio::test]
+async fn a_request_that_was_answered_holds_nothing() {
+    let front = TestFront::start_with(|config| config.max_bytes_in_flight = 20_000).await;
+    let connection = front.grpc().await;
+    let ask = async |count: usize| {
+        let mut request = ModelInferRequest { model_name: "identity_fp32".into(), ..Default::default() };
+        add_input(&mut request, "INPUT0", "FP32", &[1, count as i64], &vec![0; 4 * count]);
+        connection.unary::<ModelInferResponse>("ModelInfer", &request).await
+    };
+    for _ in 0..5 {
+        ask(4000).await.unwrap();
+    }
+    let refused = ask(6000).await.unwrap_err().to_string();
+    assert!(refused.contains("all together may hold 20000; try again later"), "{refused}");
+    let mut replies = stream(&front, &(0..20).map(|_| stream_text("s", 1, 0)).collect::<Vec<_>>()).await;
+    for _ in 0..20 {
+        assert_eq!(replies.next::<ModelStreamInferResponse>().await.unwrap().unwrap().error_message, "");
+    }
+    ask(4000).await.unwrap();
+}

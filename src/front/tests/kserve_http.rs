@@ -175,3 +175,26 @@ async fn a_port_that_is_taken_is_named() {
         format!("failed to start HTTP service: Socket '127.0.0.1:{}' already in use", taken.port())
     );
 }
+
+#[tokio::test]
+async fn requests_in_flight_hold_no_more_together_than_they_may() {
+    let front = TestFront::start_with(|config| config.max_bytes_in_flight = 20_000).await;
+    let path = "/v2/models/identity_fp32/infer";
+    let mut half = tokio::net::TcpStream::connect(front.http_address()).await.unwrap();
+    let head = format!("POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 16000\r\n\r\n");
+    half.write_all(&[head.as_bytes(), &[b' '; 15_000]].concat()).await.unwrap();
+    let large = [INFER.as_bytes(), &[b' '; 10_000]].concat();
+    let until = async |status: u16| loop {
+        let answer = http(&front, "POST", path, &large).await;
+        if answer.status == status {
+            return answer;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    };
+    let patience = Duration::from_secs(60);
+    let refused = tokio::time::timeout(patience, until(503)).await.expect("a body that has not ended is held");
+    assert!(refused.text().contains("all together may hold 20000; try again later"), "{}", refused.text());
+    assert_eq!(http(&front, "POST", path, INFER.as_bytes()).await.status, 200, "small ones find room");
+    drop(half);
+    tokio::time::timeout(patience, until(200)).await.expect("a client that left gives its room back");
+}
