@@ -184,8 +184,8 @@ class InferenceRequest:
         return self._model
 
     def requested_output_names(self):
-        """Names of the outputs asked for; none asks for all."""
-        return list(self._outputs)
+        """Names of the outputs asked for, as a set."""
+        return set(self._outputs)
 
     def flags(self):
         """TRITONSERVER_REQUEST_FLAG_SEQUENCE_… bits."""

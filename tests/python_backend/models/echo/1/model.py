@@ -4,6 +4,13 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 
+def response(outputs):
+    try:
+        return pb_utils.InferenceResponse(output_tensors=outputs, parameters={"kept": True, "n": 3})
+    except TypeError:  # Not in every Triton.
+        return pb_utils.InferenceResponse(output_tensors=outputs)
+
+
 class TritonPythonModel:
     def execute(self, requests):
         responses = []
@@ -18,12 +25,13 @@ class TritonPythonModel:
                 "id": request.request_id(),
                 "correlation_id": request.correlation_id(),
                 "flags": request.flags(),
-                "priority": request.priority(),
+                # Not in every Triton.
+                "priority": request.priority() if hasattr(request, "priority") else None,
                 "timeout": request.timeout(),
                 "parameters": json.loads(request.parameters()),
-                "outputs": request.requested_output_names(),
+                "outputs": sorted(request.requested_output_names()),
                 "cancelled": request.is_cancelled(),
             }
             outputs.append(pb_utils.Tensor("REQUEST", np.array([json.dumps(known)], dtype=object)))
-            responses.append(pb_utils.InferenceResponse(output_tensors=outputs, parameters={"kept": True, "n": 3}))
+            responses.append(response(outputs))
         return responses
