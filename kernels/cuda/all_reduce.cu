@@ -25,15 +25,6 @@
 
 constexpr int MAX_CHUNKS = 2;  // 8 elements a thread each
 
-__device__ __forceinline__ void add_words(float (&sum)[8], const Words& x) {
-    sum[0] += unpack_lo(x.x), sum[1] += unpack_hi(x.x), sum[2] += unpack_lo(x.y), sum[3] += unpack_hi(x.y);
-    sum[4] += unpack_lo(x.z), sum[5] += unpack_hi(x.z), sum[6] += unpack_lo(x.w), sum[7] += unpack_hi(x.w);
-}
-
-__device__ __forceinline__ Words pack_words(const float (&x)[8]) {
-    return make_uint4(pack_bf16x2(x[0], x[1]), pack_bf16x2(x[2], x[3]), pack_bf16x2(x[4], x[5]), pack_bf16x2(x[6], x[7]));
-}
-
 // The sum over all ranks of elements 8 index .. 8 index + 8 of row t, all of which have been sent; own is this rank's share.
 __device__ __forceinline__ void sum_ranks(float (&sum)[8], const AllReduce& a, u32 t, u32 index, u32 epoch, const Words& own) {
 #pragma unroll

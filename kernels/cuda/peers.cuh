@@ -77,3 +77,12 @@ __device__ __forceinline__ uint2 receive_half(const AllReduce& a, const u8* p, u
         if (spins % 1024 == 0 && give_up(a, start, from)) return make_uint2(0, 0);
     }
 }
+
+__device__ __forceinline__ void add_words(float (&sum)[8], const Words& x) {
+    sum[0] += unpack_lo(x.x), sum[1] += unpack_hi(x.x), sum[2] += unpack_lo(x.y), sum[3] += unpack_hi(x.y);
+    sum[4] += unpack_lo(x.z), sum[5] += unpack_hi(x.z), sum[6] += unpack_lo(x.w), sum[7] += unpack_hi(x.w);
+}
+
+__device__ __forceinline__ Words pack_words(const float (&x)[8]) {
+    return make_uint4(pack_bf16x2(x[0], x[1]), pack_bf16x2(x[2], x[3]), pack_bf16x2(x[4], x[5]), pack_bf16x2(x[6], x[7]));
+}
