@@ -16,7 +16,7 @@ use crate::DeviceError;
 /// What is between two products of the current step.
 #[derive(Default)]
 pub(crate) struct Fusion {
-    /// `[MAX_ROWS, slices]` f32; none where products and norms stay apart.
+    /// `[MAX_NORM_ROWS, slices]` f32; none where products and norms stay apart.
     squares: Option<DeviceBuffer>,
     /// A partial product that no kernel has been launched for.
     deferred: Option<Deferred>,

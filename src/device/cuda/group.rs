@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use half::bf16;
-use kernels::cuda::all_reduce::{PeerBuffer, PeerGroup, Shots};
+use kernels::cuda::all_reduce::{PeerBuffer, PeerGroup, PeerHandle, Shots};
 use kernels::cuda::layer_norm::{LayerNormWeight, add_layer_norm};
 use kernels::cuda::owner_norm::{OwnerNorm, SharedBuffer, owner_norm};
 use kernels::cuda::rms_norm::add_rms_norm;
@@ -110,8 +110,7 @@ impl Group {
         let Some(exchange) = self.exchange.clone().filter(|_| self.uses_peers) else { return Ok(()) };
         let buffer = PeerBuffer::new(gpu, self.size(), MAX_PEER_ROWS, peer_cols(cols));
         self.peers = self.peer_group(gpu, exchange.as_ref(), buffer)?;
-        let all_fuse = exchange.gather(&[u8::from(fuses && self.peers.is_some())])?.iter().all(|flag| flag == &[1]);
-        if all_fuse {
+        if all_have(exchange.as_ref(), fuses && self.peers.is_some())? {
             let buffer = PeerBuffer::new(gpu, self.size(), MAX_NORM_ROWS, cols);
             self.fused = self.peer_group(gpu, exchange.as_ref(), buffer)?;
         }
@@ -134,12 +133,10 @@ impl Group {
         let Some(flags) = self.peer_group(gpu, exchange.as_ref(), flags)? else { return Ok(()) };
         let mut buffers = Vec::new();
         for buffer in activations {
-            let handle = SharedBuffer::handle(buffer).map_or(Vec::new(), |handle| handle.to_vec());
-            let handles = exchange.gather(&handle)?;
-            let handles: Option<Vec<[u8; 64]>> = handles.into_iter().map(|handle| handle.try_into().ok()).collect();
+            let handles = all_handles(exchange.as_ref(), SharedBuffer::handle(buffer).ok())?;
             let shared = handles.and_then(|handles| SharedBuffer::new(buffer, self.rank(), &handles).ok());
-            let all_have = exchange.gather(&[u8::from(shared.is_some())])?.iter().all(|flag| flag == &[1]);
-            buffers.extend(shared.filter(|_| all_have));
+            let all_mapped = all_have(exchange.as_ref(), shared.is_some())?;
+            buffers.extend(shared.filter(|_| all_mapped));
         }
         self.owners = Some(Owners { flags, buffers });
         Ok(())
@@ -153,14 +150,12 @@ impl Group {
         buffer: Result<PeerBuffer, CudaError>,
     ) -> Result<Option<PeerGroup>, DeviceError> {
         let own = buffer.and_then(|buffer| buffer.handle().map(|handle| (buffer, handle))).ok();
-        let handle = own.as_ref().map_or(Vec::new(), |(_, handle)| handle.to_vec());
-        let handles = exchange.gather(&handle)?;
-        let handles: Option<Vec<[u8; 64]>> = handles.into_iter().map(|handle| handle.try_into().ok()).collect();
+        let handles = all_handles(exchange, own.as_ref().map(|(_, handle)| *handle))?;
         let peers = own.zip(handles).and_then(|((buffer, _), handles)| {
             PeerGroup::new(gpu, buffer, self.tp.rank as usize, &handles, PATIENCE_NS).ok()
         });
-        let all_have = exchange.gather(&[u8::from(peers.is_some())])?.iter().all(|flag| flag == &[1]);
-        Ok(peers.filter(|_| all_have))
+        let all_mapped = all_have(exchange, peers.is_some())?;
+        Ok(peers.filter(|_| all_mapped))
     }
 
     /// Sums bf16 `buffer [rows, cols]` over the group, in place.
@@ -227,6 +222,17 @@ impl Group {
             })
         })
     }
+}
+
+/// The handles of all workers, in order; `None` where one of them has none.
+fn all_handles(exchange: &dyn Exchange, own: Option<PeerHandle>) -> Result<Option<Vec<PeerHandle>>, DeviceError> {
+    let handles = exchange.gather(own.as_ref().map_or(&[], |handle| handle.as_slice()))?;
+    Ok(handles.into_iter().map(|handle| handle.try_into().ok()).collect())
+}
+
+/// Whether every worker has what this one says it has.
+fn all_have(exchange: &dyn Exchange, own: bool) -> Result<bool, DeviceError> {
+    Ok(exchange.gather(&[u8::from(own)])?.iter().all(|flag| flag == &[1]))
 }
 
 /// Bytes of the memory that workers map into each other, for sums of `cols` columns.

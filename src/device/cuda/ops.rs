@@ -253,47 +253,18 @@ impl CudaDevice {
             num_rows,
         };
         let from = |tensor: CudaTensor| tensor.values.elements::<bf16>(first * tensor.cols, num_rows * tensor.cols);
-        let layer = cache.layer(layer);
-        let (scale, window, scratch) = (cache.scale, cache.window, &cache.decode);
-        if self.attention_rotates() {
-            let (tables, splits) =
-                (RopeTables { cos: cache.cos.span(), sin: cache.sin.span() }, Splits::for_rows(num_rows, cache.shape));
-            let (out, qkv, shape) = (from(out), from(qkv), cache.shape);
-            return rope_decode_attention(
-                &self.queue,
-                out,
-                qkv,
-                layer,
-                tables,
-                rows,
-                shape,
-                scale,
-                window,
-                scratch,
-                splits,
-            )
-            .map_err(device_error);
-        }
-        if let Some(slopes) = cache.slopes() {
-            let (out, qkv, shape) = (from(out), from(qkv), cache.shape);
-            let splits = Splits::for_rows(num_rows, shape);
-            return alibi_decode_attention(
-                &self.queue,
-                out,
-                qkv,
-                layer,
-                slopes,
-                rows,
-                shape,
-                scale,
-                window,
-                scratch,
-                splits,
-            )
-            .map_err(device_error);
-        }
-        decode_attention(&self.queue, from(out), from(qkv), layer, rows, cache.shape, scale, window, scratch)
-            .map_err(device_error)
+        let (out, qkv, layer) = (from(out), from(qkv), cache.layer(layer));
+        let (shape, scale, window, scratch) = (cache.shape, cache.scale, cache.window, &cache.decode);
+        let (q, splits) = (&self.queue, Splits::for_rows(num_rows, shape));
+        let queued = if self.attention_rotates() {
+            let tables = RopeTables { cos: cache.cos.span(), sin: cache.sin.span() };
+            rope_decode_attention(q, out, qkv, layer, tables, rows, shape, scale, window, scratch, splits)
+        } else if let Some(slopes) = cache.slopes() {
+            alibi_decode_attention(q, out, qkv, layer, slopes, rows, shape, scale, window, scratch, splits)
+        } else {
+            decode_attention(q, out, qkv, layer, rows, shape, scale, window, scratch)
+        };
+        queued.map_err(device_error)
     }
 
     pub(crate) fn op_reduce_add_norm(
