@@ -236,7 +236,7 @@ fn check(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
             trireme.display()
         );
     }
-    if plan.starter == Starter::Mpirun {
+    if matches!(plan.starter, Starter::Mpirun(_)) {
         site.mpirun.check_installed()?;
         // What is in an image cannot be asked from outside; ranks compare their builds themselves.
         if !in_image {

@@ -62,8 +62,8 @@ pub struct Plan {
 pub enum Starter {
     /// Nothing: there is one rank.
     Local,
-    /// `mpirun`.
-    Mpirun,
+    /// `mpirun`, of this family.
+    Mpirun(MpiKind),
     /// `srun`, with a step of this name in this job.
     Srun {
         /// Number of the job.
@@ -171,7 +171,7 @@ fn starter(flags: &WorldFlags, site: &Site) -> Result<Starter> {
         (Backend::Local, _) => Starter::Local,
         (Backend::Auto, _) if is_one && site.hosts.is_empty() => Starter::Local,
         (Backend::Auto, Some(allocation)) if allocation.mpi_type(site.mpirun.kind).is_ok() => by_srun(allocation),
-        (Backend::Auto | Backend::Mpirun, _) => Starter::Mpirun,
+        (Backend::Auto | Backend::Mpirun, _) => Starter::Mpirun(site.mpirun.kind),
     })
 }
 

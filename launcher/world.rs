@@ -12,6 +12,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
 
+use crate::mpi::MpiKind;
 use crate::plan::{Plan, Starter};
 use crate::{mpirun, processes, srun};
 
@@ -74,7 +75,16 @@ impl World {
 
     /// How its first process has ended, if it has.
     pub(crate) fn status(&mut self) -> Option<ExitStatus> {
-        self.child.try_wait().ok().flatten()
+        let status = self.child.try_wait().ok().flatten()?;
+        Some(self.meant(status))
+    }
+
+    /// How its ranks ended, as its first process tells it.
+    fn meant(&self, status: ExitStatus) -> ExitStatus {
+        match self.starter {
+            Starter::Mpirun(MpiKind::Mpich) => of_hydra(status),
+            _ => status,
+        }
     }
 
     pub(crate) fn pid(&self) -> u32 {
@@ -92,7 +102,7 @@ impl World {
             Starter::Local => return Some(self.pid()),
             // Slurm's daemon is the parent of ranks.
             Starter::Srun { .. } => return None,
-            Starter::Mpirun => {}
+            Starter::Mpirun(_) => {}
         }
         if self.rank_0.is_none() {
             self.rank_0 = mpirun::find_rank_0(self.pid()).and_then(|pid| ProcessWatch::new(pid).ok());
@@ -136,13 +146,13 @@ impl World {
     pub(crate) fn finish(mut self, beside: Option<u32>) -> Result<ExitStatus> {
         let status = self.child.wait().context("cannot wait for the world")?;
         self.wait_for_orphans(beside);
-        if self.starter == Starter::Mpirun {
+        if matches!(self.starter, Starter::Mpirun(_)) {
             mpirun::remove_leftovers(self.child.id());
         }
         // Gone already is as good.
         let _ = std::fs::remove_file(&self.place.hand_over);
         sweep_shared_memory()?;
-        Ok(status)
+        Ok(self.meant(status))
     }
 
     /// Waits for processes that outlive the first; those whose parent has ended come to this process, their subreaper.
@@ -171,6 +181,15 @@ fn orphans(beside: Option<u32>) -> Vec<u32> {
     let others = beside.map(processes::descendants).unwrap_or_default();
     let is_orphan = |pid: &u32| Some(*pid) != beside && !others.contains(pid);
     processes::descendants(std::process::id()).into_iter().filter(is_orphan).collect()
+}
+
+/// Hydra gives the number of the signal that ended a rank as its exit code, where others add 128. No rank ends with such a
+/// code by itself: its own are 1, 2 and 137.
+fn of_hydra(status: ExitStatus) -> ExitStatus {
+    match status.code() {
+        Some(signal @ 3..=31) => ExitStatus::from_raw(signal),
+        _ => status,
+    }
 }
 
 /// The exit code a shell would give.

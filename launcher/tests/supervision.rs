@@ -219,6 +219,32 @@ fn loses_a_rank(flags: &str) {
 }
 
 #[test]
+fn a_world_that_loses_a_rank_while_it_loads_is_started_again() {
+    if has_mpirun() {
+        loses_a_rank_while_it_loads("");
+    }
+    if Command::new("mpirun.mpich").arg("--version").output().is_ok() {
+        loses_a_rank_while_it_loads("--mpirun=mpirun.mpich");
+    }
+}
+
+/// What kills a rank, such as a want of memory, may be over the next time; an error of its own would not be.
+fn loses_a_rank_while_it_loads(flags: &str) {
+    let place = Place::new();
+    let flags = format!("--world_size=2 --oversubscribe {flags}");
+    let launch = place.start(&flags).env("FAKE_SLOW_MS", "1500").spawn().unwrap();
+    eventually("a start", || place.starts(1).len() == 1);
+    signal(place.starts(1)[0], Signal::SIGKILL);
+    eventually("a second start", || place.starts(0).len() == 2 && place.starts(1).len() == 2);
+    eventually("serving", || place.is_serving());
+    signal(launch.id() as i32, Signal::SIGTERM);
+    let output = output(launch);
+    assert_eq!(code(output.status), 0, "{}", text(&output));
+    assert!(text(&output).contains("the world died by itself"), "{}", text(&output));
+    place.assert_nothing_is_left();
+}
+
+#[test]
 fn a_world_that_dies_is_not_started_again_with_exit_on_failure() {
     let place = Place::new();
     let launch = place.start("--exit_on_failure").spawn().unwrap();
