@@ -85,9 +85,9 @@ pub enum Action {
         /// The world of this Slurm job instead, wherever it runs.
         #[arg(long, value_name = "ID")]
         job: Option<u32>,
-        /// Where the job answers HTTP.
-        #[arg(long, default_value_t = 8000, requires = "job")]
-        http_port: u16,
+        /// The world that serves HTTP on this port alone; with --job, where the job does. [default: all; of a job, 8000]
+        #[arg(long)]
+        http_port: Option<u16>,
     },
     /// Look whether a world would run here, say what is wrong and what to do; 1 when something must be mended first.
     #[command(infer_long_args = true)]

@@ -84,8 +84,8 @@ const DEFAULT_EXIT_TIMEOUT_SECS: u64 = 30;
 pub fn run(flags: &Flags, arguments: &[OsString]) -> Result<u8> {
     let run_dir = RunDir::open()?;
     match &flags.action {
-        Some(Action::Status { job: Some(job), http_port, .. }) => control::job_status(*job, *http_port)?,
-        Some(Action::Status { json, .. }) => status::print(&run_dir, *json)?,
+        Some(Action::Status { job: Some(job), http_port, .. }) => control::job_status(*job, http_port.unwrap_or(8000))?,
+        Some(Action::Status { json, http_port, .. }) => status::print(&run_dir, *http_port, *json)?,
         Some(Action::Restart { http_port, rolling, after, wait_ready }) => {
             let how = control::Restart::of(*rolling, *after);
             control::restart(&run_dir, *http_port, how, Duration::from_secs(*wait_ready))?;

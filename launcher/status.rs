@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use serde::Serialize;
 
 use crate::health;
@@ -92,9 +92,15 @@ pub struct ModelStatus {
     pub num_restarts: u64,
 }
 
-/// `launch status`.
-pub(crate) fn print(run_dir: &RunDir, json: bool) -> Result<()> {
-    let worlds = collect(run_dir);
+/// `launch status`, of all worlds or the one on `http_port`.
+pub(crate) fn print(run_dir: &RunDir, http_port: Option<u16>, json: bool) -> Result<()> {
+    let mut worlds = collect(run_dir);
+    if let Some(port) = http_port {
+        worlds.retain(|world| world.http_port == port);
+        if worlds.is_empty() {
+            bail!("no world of this user serves HTTP on port {port}; `launch status` lists those there are");
+        }
+    }
     if json {
         println!("{}", serde_json::to_string_pretty(&worlds)?);
     } else {

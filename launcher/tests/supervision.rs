@@ -278,6 +278,11 @@ fn a_detached_world_can_be_listed_and_stopped_and_its_ports_are_taken() {
     let port = place.ports[0];
     assert!(status.contains(&format!("http {port} ")) && status.contains(": ready, 1 rank(s)"), "{status}");
 
+    let alone = place.launch(&format!("status --http_port={port}")).output().unwrap();
+    assert!(text(&alone).contains(&format!("http {port} ")), "{}", text(&alone));
+    let nobody = place.launch("status --http_port=1").output().unwrap();
+    assert!(code(nobody.status) == 1 && text(&nobody).contains("serves HTTP on port 1;"), "{}", text(&nobody));
+
     let second = place.start("").output().unwrap();
     assert_eq!(code(second.status), 1);
     let refusal = text(&second);
