@@ -69,6 +69,13 @@ fn text_models_of_lmdeploy_sglang_and_hugging_face_answer_like_the_ensemble() {
     }
     let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "top_k": 1});
     assert_eq!(ask(&world, "llama-python", &body, "text_output"), answer);
+    // A temperature alone asks these to draw.
+    let drawn = |seed: u64| {
+        let body = json!({"text_input": "Once", "max_tokens": MAX_TOKENS, "temperature": 2.0, "seed": seed});
+        ask(&world, "llama-python", &body, "text_output")
+    };
+    let first = drawn(0);
+    assert!((1..8).any(|seed| drawn(seed) != first), "eight seeds gave {first}");
 }
 
 #[test]
@@ -97,6 +104,15 @@ fn tensorrt_llms_models_in_flight_and_bls_answer_like_the_ensemble() {
     for model in ["ensemble", "tensorrt_llm_bls"] {
         assert_eq!(ask(&world, model, &body, "text_output"), answer, "{model}");
     }
+    // Without top-k and top-p TensorRT-LLM is greedy at any temperature; a top-p of 1 draws.
+    let text = |temperature: f64, top_p: f64, seed: u64| {
+        let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "temperature": temperature, "top_p": top_p,
+                          "seed": seed});
+        ask(&world, "ensemble", &body, "text_output")
+    };
+    assert_eq!(text(5.0, 0.0, 1), answer);
+    assert!(world.log_text().contains("neither `runtime_top_k` nor `runtime_top_p`"), "{}", world.log_text());
+    assert!((0..8).any(|seed| text(5.0, 1.0, seed) != answer), "eight seeds gave {answer}");
 }
 
 #[test]

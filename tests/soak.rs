@@ -34,7 +34,7 @@ fn ledger(world: &mut TestWorld) -> Value {
 fn one(world: &TestWorld, random: &mut Random) -> bool {
     let words = "there was a little dog ".repeat(random.below(30) as usize);
     let mut body = json!({"text_input": format!("Story {}. {words}", random.below(6)), "max_tokens": 1 + random.below(60),
-        "stream": true, "seed": random.below(1000), "temperature": random.below(2) as f64, "priority": random.below(4),
+        "stream": true, "seed": random.below(1000), "temperature": random.below(2) as f64, "top_p": 1.0, "priority": random.below(4),
         "end_id": if random.below(2) == 0 { 3071 } else { 2 }});
     if random.below(4) == 0 {
         body["timeout"] = 20_000.into();

@@ -112,8 +112,10 @@ fn request(args: &ClientArgs, model: &Model, prompt: String) -> Result<ModelInfe
             model.add(&mut request, name, Values::Integers(&[value]))?;
         }
     }
-    let floats =
-        [("temperature", args.temperature), ("top_p", args.top_p), ("repetition_penalty", args.repetition_penalty)];
+    // A temperature alone is greedy with TensorRT-LLM's models.
+    let draws = args.temperature.is_some_and(|temperature| temperature > 0.0) && args.top_k.is_none();
+    let top_p = args.top_p.or(draws.then_some(1.0));
+    let floats = [("temperature", args.temperature), ("top_p", top_p), ("repetition_penalty", args.repetition_penalty)];
     for (name, value) in floats {
         if let Some(value) = value {
             model.add(&mut request, name, Values::Float(value))?;

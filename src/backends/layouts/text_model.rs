@@ -80,6 +80,14 @@ fn fit(config: &mut ModelConfig) {
     config.parameters.insert("exclude_input_in_output".to_owned(), ModelParameter { string_value: "true".to_owned() });
 }
 
+/// What draws from all tokens where a temperature or a top-k of 0 stands alone: text models take that for sampling, where the
+/// engine under them, as TensorRT-LLM, is greedy.
+fn all_tokens(inputs: &[Tensor]) -> Option<Tensor> {
+    let find = |name: &str| inputs.iter().find(|tensor| tensor.name == name);
+    let asks = find("temperature").is_some() || find("runtime_top_k").is_some();
+    (asks && find("runtime_top_p").is_none()).then(|| Tensor::from_f32("runtime_top_p", &[1, 1], &[1.0]))
+}
+
 /// A loaded text model. Clones share the engine.
 #[derive(Clone)]
 struct TextModel {
@@ -151,6 +159,7 @@ impl TextModel {
         if !inputs.iter().any(|tensor| tensor.name == "request_output_len") {
             inputs.push(Tensor::from_i32("request_output_len", &[1, 1], &[self.max_tokens]));
         }
+        inputs.extend(all_tokens(&inputs));
         if flag(request, &["ignore_eos"])?.unwrap_or(false) {
             inputs.retain(|tensor| tensor.name != "end_id");
             inputs.push(Tensor::from_i32("end_id", &[1, 1], &[-1]));

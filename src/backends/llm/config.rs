@@ -82,6 +82,8 @@ pub(crate) struct LlmConfig {
     pub(crate) check_input_ids: bool,
     /// Whether such an id was taken for another, and the log said so.
     pub(crate) has_wrapped_ids: Arc<AtomicBool>,
+    /// Whether a temperature had no effect, and the log said so.
+    pub(crate) has_told_of_greedy: Arc<AtomicBool>,
     /// Tokens that end a sequence when the request names none.
     pub(crate) end_ids: Vec<TokenId>,
     pub(crate) step_timeout: std::time::Duration,
@@ -122,6 +124,7 @@ impl LlmConfig {
             vocab_size: model.vocab_size,
             check_input_ids: parameter(config, "check_input_ids")?.unwrap_or(false),
             has_wrapped_ids: Arc::default(),
+            has_told_of_greedy: Arc::default(),
             end_ids: model.eos_ids.iter().copied().map(TokenId).collect(),
             step_timeout: defaults.step_timeout,
             library_dirs: defaults.library_dirs.clone(),

@@ -247,18 +247,16 @@ fn prompt_token(config: &LlmConfig, id: i64) -> Result<TokenId, InferError> {
 
 fn sampling(config: &LlmConfig, request: &InferRequest, log_probs: bool) -> Result<SamplingParams, InferError> {
     let defaults = SamplingParams::default();
-    let top_k = scalar::<i64>(request, &["runtime_top_k", "top_k"])?;
-    let top_p = float(request, &["runtime_top_p", "top_p"], 0.0..=1.0)?;
-    // TensorRT-LLM decodes greedily unless top-k or top-p asks for more; temperature alone asks too.
+    let top_k = at_least_zero("runtime_top_k", scalar::<i64>(request, &["runtime_top_k", "top_k"])?)?.unwrap_or(0);
+    let top_p = float(request, &["runtime_top_p", "top_p"], 0.0..=1.0)?.unwrap_or(0.0);
     let temperature = float(request, &["temperature"], 0.0..=f32::MAX)?;
-    let samples = top_k.is_some_and(|k| k != 1) || top_p.is_some_and(|p| p > 0.0 && p < 1.0);
-    let temperature = temperature.unwrap_or(if samples { 1.0 } else { 0.0 });
-    let temperature = if temperature < LEAST_TEMPERATURE { 0.0 } else { temperature };
+    if temperature.is_some_and(|it| it != 1.0 && it >= LEAST_TEMPERATURE) && top_k == 0 && top_p == 0.0 {
+        tell_of_greedy(config);
+    }
     Ok(SamplingParams {
-        temperature: if top_k.is_none() && top_p == Some(0.0) { 0.0 } else { temperature },
-        top_k: at_least_zero("runtime_top_k", top_k)?.unwrap_or(defaults.top_k),
-        // 0 is TensorRT-LLM's "off".
-        top_p: top_p.filter(|&p| p > 0.0).unwrap_or(defaults.top_p),
+        temperature: effective_temperature(temperature, top_k, top_p),
+        top_k,
+        top_p: if top_p > 0.0 { top_p } else { defaults.top_p },
         top_p_decay: float(request, &["runtime_top_p_decay"], f32::MIN_POSITIVE..=1.0)?.unwrap_or(defaults.top_p_decay),
         top_p_min: float(request, &["runtime_top_p_min"], f32::MIN_POSITIVE..=1.0)?.unwrap_or(defaults.top_p_min),
         top_p_reset: top_p_reset(config, request)?,
@@ -275,6 +273,25 @@ fn sampling(config: &LlmConfig, request: &InferRequest, log_probs: bool) -> Resu
         num_logprobs: log_probs.then_some(0),
         ..defaults
     })
+}
+
+/// TensorRT-LLM's rule (`regularizeTopKTopP` in its `samplingTopKKernels.h`): what is not sent is 0, and a top-k of 0 with a
+/// top-p of 0 is greedy, whatever the temperature; a top-p of 1 draws from all tokens. 0 is greedy here.
+fn effective_temperature(temperature: Option<f32>, top_k: u32, top_p: f32) -> f32 {
+    let is_greedy = top_k == 1 || (top_k == 0 && top_p == 0.0);
+    let temperature = temperature.unwrap_or(1.0);
+    if is_greedy || temperature < LEAST_TEMPERATURE { 0.0 } else { temperature }
+}
+
+/// Says once for a model that a temperature had no effect.
+fn tell_of_greedy(config: &LlmConfig) {
+    if !config.has_told_of_greedy.swap(true, Ordering::Relaxed) {
+        tracing::warn!(
+            model = %config.name,
+            "a request has a `temperature`, but neither `runtime_top_k` nor `runtime_top_p`, and so is greedy as with \
+             TensorRT-LLM, which is said once; send a top-p of 1 to draw from all tokens"
+        );
+    }
 }
 
 /// A negative id means none.
@@ -442,4 +459,29 @@ fn integers(tensor: &Tensor) -> Result<Vec<i64>, InferError> {
 
 fn wrong_type(tensor: &Tensor, expected: &str) -> InferError {
     InferError::invalid(format!("`{}` is {}, expected {expected}", tensor.name, tensor.datatype.name()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn greedy_and_sampled_are_told_apart_as_by_tensorrt_llm() {
+        // Temperature, top-k, top-p; what their decoder makes of it, 0 where it is greedy.
+        for (temperature, top_k, top_p, expected) in [
+            (None, 0, 0.0, 0.0),
+            (Some(0.7), 0, 0.0, 0.0),
+            (Some(0.7), 1, 0.0, 0.0),
+            (Some(0.7), 1, 0.9, 0.0),
+            (None, 0, 0.9, 1.0),
+            (None, 0, 1.0, 1.0),
+            (None, 50, 0.0, 1.0),
+            (Some(0.7), 50, 0.0, 0.7),
+            (Some(0.7), 0, 1.0, 0.7),
+            (Some(0.0), 50, 0.9, 0.0),
+        ] {
+            let found = effective_temperature(temperature, top_k, top_p);
+            assert_eq!(found, expected, "temperature {temperature:?}, top-k {top_k}, top-p {top_p}");
+        }
+    }
 }
