@@ -139,5 +139,5 @@ fn the_plan_tells_of_replicas_and_stages_before_anything_loads() {
     assert!(fits && text.contains(": 2 worker(s)\n") && num_lines(&text) == 2, "{text}");
     let (fits, text) = plan(3, &[("tp", "2"), ("replicas", "2")]);
     assert!(!fits && text.contains("`tp` 2 x `pp` 1 x `replicas` 2 workers need as many ranks"), "{text}");
-    assert!(text.contains("and world_size is 3; start with `-n 4`"), "{text}");
+    assert!(text.contains("and world_size is 3; start with `--world_size=4`"), "{text}");
 }

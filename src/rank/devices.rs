@@ -27,7 +27,7 @@ pub(crate) fn choose(
         }
         (DeviceArg::Cuda, found) => {
             let reason = match found {
-                Ok(found) => format!("{found} devices for {num_workers} workers; start with `-n {found}`"),
+                Ok(found) => format!("{found} devices for {num_workers} workers; start with `--world_size={found}`"),
                 Err(reason) => reason,
             };
             Err(RankError::Device { device: "cuda".to_owned(), reason })

@@ -171,7 +171,10 @@ impl Parallelism {
         if tp_size == 0 || wanted == 0 || needed > world_size {
             let copies = replicas.map_or_else(String::new, |count| format!(" x `replicas` {count}"));
             let words = format!("`tp` {tp_size} x `pp` {pp_size}{copies} workers need as many ranks");
-            return Err(invalid(config, format!("{words}, and world_size is {world_size}; start with `-n {needed}`")));
+            return Err(invalid(
+                config,
+                format!("{words}, and world_size is {world_size}; start with `--world_size={needed}`"),
+            ));
         }
         let num_replicas = replicas.unwrap_or(world_size / (tp_size * pp_size));
         let num_idle = world_size - num_replicas * tp_size * pp_size;
