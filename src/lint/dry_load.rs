@@ -6,10 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use backends::layouts::Layouts;
-use backends::llm::{CheckFactory, LlmDefaults, Sound};
-use futures::FutureExt as _;
-use futures::future::BoxFuture;
-use serving::{Backend, BackendFactory, InferError, LoadFailure, LoadRequest, Server, ServerConfig};
+use backends::llm::{CheckFactory, LlmDefaults};
+use backends::python::CheckPythonFactory;
+use serving::{BackendFactory, LoadFailure, Server, ServerConfig};
 use worker::DeviceChoice;
 
 use crate::LintError;
@@ -25,7 +24,7 @@ pub(crate) fn failures(roots: &[PathBuf], world_size: u32) -> Result<Vec<LoadFai
         .map_err(|source| LintError::Io { what: "starting a runtime".to_owned(), source })?;
     runtime.block_on(async {
         let llm = Arc::new(CheckFactory::new(defaults(world_size)));
-        let layouts = Layouts::new(llm, Arc::new(CheckPython));
+        let layouts = Layouts::new(llm, Arc::new(CheckPythonFactory));
         let mut factories: HashMap<String, Arc<dyn BackendFactory>> = backends::builtin();
         factories.extend(layouts.factories());
         let config =
@@ -49,27 +48,5 @@ fn defaults(world_size: u32) -> LlmDefaults {
         step_timeout: Duration::from_secs(10),
         library_dirs: Vec::new(),
         cache_dir: None,
-    }
-}
-
-/// In the place of model processes: looks whether there is something to run.
-struct CheckPython;
-
-impl BackendFactory for CheckPython {
-    fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
-        let file = match model.config.default_model_filename.as_str() {
-            "" => "model.py",
-            name => name,
-        };
-        let path = model.version_dir.join(file);
-        let checked = match path.is_file() {
-            true => Ok(Arc::new(Sound) as Arc<dyn Backend>),
-            false => Err(InferError::invalid(format!(
-                "model `{}` has no {}; put the model's code there",
-                model.config.name,
-                path.display()
-            ))),
-        };
-        async move { checked }.boxed()
     }
 }

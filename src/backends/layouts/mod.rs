@@ -25,7 +25,7 @@ use serving::{Backend, BackendFactory, InferError, LoadRequest, Server};
 
 use crate::detokenize::DetokenizeFactory;
 use crate::tokenize::TokenizeFactory;
-use crate::{checkpoint, parameters};
+use crate::{checkpoint, parameters, python};
 
 use keys::{Key, Use};
 
@@ -93,9 +93,9 @@ pub fn recognise(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> 
     if takes("TOKENS_BATCH") && gives("OUTPUT") {
         return Some(Layout::Postprocessing);
     }
+    let has_code = is_python && version_dir.join(python::file_name(config)).is_file();
     if takes("input_ids") && gives("output_ids") {
         // A `model.py` with weights of its own, in a form that only it knows.
-        let has_code = is_python && version_dir.join("model.py").is_file();
         if has_code && !checkpoint::is_named(config) && checkpoint::find(config, model_dir, version_dir).is_err() {
             return None;
         }
@@ -116,7 +116,7 @@ pub fn recognise(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> 
     }
     let is_lmdeploy = takes("prompt") && takes("ignore_eos") && gives("response");
     let is_known = is_text && config.input.iter().all(|input| text_names::input(&input.name).is_some());
-    if is_known && (is_llm || is_lmdeploy || checkpoint::find(config, model_dir, version_dir).is_ok()) {
+    if is_known && (!has_code || is_lmdeploy || checkpoint::find(config, model_dir, version_dir).is_ok()) {
         return Some(Layout::Text);
     }
     is_llm.then_some(Layout::Engine)
@@ -175,7 +175,7 @@ impl Layouts {
         if !self.told.lock().unwrap().insert(name.clone()) {
             return;
         }
-        if model.config.backend == "python" && model.version_dir.join("model.py").is_file() {
+        if model.config.backend == "python" && model.version_dir.join(python::file_name(&model.config)).is_file() {
             tracing::info!(
                 "model `{name}` is served natively in the place of its model.py; parameter `native` set to `false` runs that"
             );

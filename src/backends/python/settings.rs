@@ -48,10 +48,7 @@ impl Settings {
             version: load.version,
             model_dir: absolute(&load.model_dir),
             version_dir: absolute(&load.version_dir),
-            file: match config.default_model_filename.as_str() {
-                "" => "model.py".to_owned(),
-                file => file.to_owned(),
-            },
+            file: code(load)?,
             is_decoupled: config.is_decoupled(),
             retries: parameters::flag(config, "retry_lost_requests")?.unwrap_or(false),
             execute_timeout: parameters::number(config, "execute_timeout_seconds")?.map(Duration::from_secs),
@@ -102,6 +99,31 @@ impl Settings {
         message.end_dict();
         message.end_dict();
         message.finish()
+    }
+}
+
+/// The name of the file that holds a model's code.
+///
+/// # Errors
+/// When it is not there.
+pub(crate) fn code(load: &LoadRequest) -> Result<String, InferError> {
+    let file = file_name(&load.config);
+    let path = load.version_dir.join(file);
+    match path.is_file() {
+        true => Ok(file.to_owned()),
+        false => Err(InferError::invalid(format!(
+            "model `{}` has no {}; put the model's code there",
+            load.config.name,
+            path.display()
+        ))),
+    }
+}
+
+/// What a model's code is called in its version directory.
+pub(crate) fn file_name(config: &ModelConfig) -> &str {
+    match config.default_model_filename.as_str() {
+        "" => "model.py",
+        file => file,
     }
 }
 
