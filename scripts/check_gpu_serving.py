@@ -144,9 +144,7 @@ def main():
         tp, pp = map(int, layout.split("x"))
         with tempfile.TemporaryDirectory() as scratch:
             bench = Bench(args.checkpoint, args.device, pathlib.Path(scratch), args.bin, args.port, rows=16)
-            with (bench.repository / "tensorrt_llm" / "config.pbtxt").open("a") as config:
-                for key, value in {"tp": tp, "pp": pp, "prompt_lookup_num_tokens": 4, "max_num_tokens": 1024}.items():
-                    config.write('parameters { key: "%s" value: { string_value: "%s" } }\n' % (key, value))
+            bench.set_parameters(tp=tp, pp=pp, prompt_lookup_num_tokens=4, max_num_tokens=1024)
             check = Check(reference, args.port, f"tp {tp} pp {pp}")
             bench.start(tp * pp)
             try:

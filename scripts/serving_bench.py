@@ -22,8 +22,14 @@ class Bench:
         text = (REPOSITORY / "tensorrt_llm" / "config.pbtxt").read_text()
         text = text.replace("max_batch_size: 64", f"max_batch_size: {rows}")
         text = re.sub(r'parameters \{\s*key: "max_tokens_in_paged_kv_cache".*?\}\s*\}', "", text, flags=re.S)
-        text += 'parameters { key: "gpt_model_path" value: { string_value: "%s" } }\n' % self.checkpoint
         (model / "config.pbtxt").write_text(text)
+        self.set_parameters(gpt_model_path=self.checkpoint)
+
+    def set_parameters(self, **values):
+        """Adds parameters to the model's configuration; call it before `start`."""
+        with (self.repository / "tensorrt_llm" / "config.pbtxt").open("a") as config:
+            for key, value in values.items():
+                config.write('parameters { key: "%s" value: { string_value: "%s" } }\n' % (key, value))
 
     def requests(self, count, tokens_in, tokens_out):
         line = lambda: {"prompt_token_ids": [self.random.randrange(10, self.vocab) for _ in range(tokens_in)],
