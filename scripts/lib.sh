@@ -14,6 +14,19 @@ die() {
     exit 1
 }
 
+# await SECONDS WHAT COMMAND...: until the command returns 0; 1 with a line about it when it never does.
+await() {
+    local deadline=$((SECONDS + $1)) what=$2
+    shift 2
+    until "$@"; do
+        if ((SECONDS >= deadline)); then
+            echo "not in time: $what" >&2
+            return 1
+        fi
+        sleep 0.1
+    done
+}
+
 as_root() {
     if [[ $(id -u) == 0 ]]; then "$@"; else sudo "$@"; fi
 }

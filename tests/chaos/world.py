@@ -5,26 +5,21 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests/support"))
+
+from ports import free_ports  # noqa: E402 (its folder is known from here on)
+
 BINARIES = Path(os.environ.get("TRIREME_BINARIES", ROOT / "target/release"))
 WORLD_SIZE = 2
 # Short, so that a stopped process is found out in a test's time; the defaults are longer.
 LIVENESS, EXIT_TIMEOUT = "--liveness-timeout=6", 20
 RANK_TIMEOUTS = ["--step-timeout=5", "--heartbeat-timeout=8"]
 PATIENCE = 60.0
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for listener in sockets:
-        listener.bind(("127.0.0.1", 0))
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports
 
 
 def until(what: str, condition, patience: float = PATIENCE, look: float = 0.01):

@@ -1,8 +1,8 @@
 """A world of two ranks on the CPU, launched as a user would, for clients that know nothing of this project."""
 
 import os
-import socket
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,10 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests/support"))
+
+from ports import free_ports  # noqa: E402 (its folder is known from here on)
+
 BINARIES = Path(os.environ.get("TRIREME_BINARIES", ROOT / "target/debug"))
 
 
@@ -29,16 +33,6 @@ class World:
     @property
     def grpc(self) -> str:
         return f"localhost:{self.grpc_port}"
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for listener in sockets:
-        listener.bind(("127.0.0.1", 0))
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports
 
 
 def launch(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess:

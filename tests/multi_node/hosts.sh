@@ -88,15 +88,3 @@ kill_all_on() {
     for pid in $(ip netns pids "tmn$1-$$" 2>/dev/null); do kill -KILL "$pid" 2>/dev/null || true; done
 }
 
-# await SECONDS WHAT COMMAND...: until the command returns 0; 1 with a line about it when it never does.
-await() {
-    local deadline=$((SECONDS + $1)) what=$2
-    shift 2
-    until "$@"; do
-        if ((SECONDS >= deadline)); then
-            echo "not in time: $what" >&2
-            return 1
-        fi
-        sleep 0.1
-    done
-}

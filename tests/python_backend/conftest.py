@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,10 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "support"))
+
+from ports import free_ports  # noqa: E402 (its folder is known from here on)
+
 BINARIES = Path(os.environ.get("TRIREME_BINARIES", HERE.parents[1] / "target/debug"))
 REAL = os.environ.get("TRITONSERVER")
 
@@ -50,16 +53,6 @@ class Server:
 
     def shared_memory(self) -> list[str]:
         return [name for name in os.listdir("/dev/shm") if name.startswith(self.prefix)]
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for listener in sockets:
-        listener.bind(("127.0.0.1", 0))
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports
 
 
 def start(repository: Path, directory: Path, *flags: str, is_ready: bool = True, wrapper: list[str] = []) -> Server:

@@ -132,15 +132,3 @@ stop_cluster() {
     rm -f /dev/shm/prefix"${first_job%??}"??_* /dev/shm/vader_segment.n[12].*
 }
 
-# await SECONDS WHAT COMMAND...: until the command returns 0; 1 with a line about it when it never does.
-await() {
-    local deadline=$((SECONDS + $1)) what=$2
-    shift 2
-    until "$@"; do
-        if ((SECONDS >= deadline)); then
-            echo "not in time: $what" >&2
-            return 1
-        fi
-        sleep 0.1
-    done
-}
