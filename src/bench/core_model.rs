@@ -137,7 +137,7 @@ pub(crate) async fn run(args: CoreArgs) -> Result<(), ClientError> {
         model: args.model.clone(),
         concurrency: args.concurrency,
         request_rate: rate,
-        is_streaming: args.streaming,
+        is_streaming: args.streaming && outcomes.iter().any(|outcome| outcome.num_pieces > 1),
         ..Figures::of(&mut outcomes, elapsed, None)
     };
     say(&text(&figures, &outcomes, elapsed));
