@@ -198,15 +198,16 @@ fn request(config: &ModelConfig, asked: &Asked, prompt: &str, index: u64) -> Res
     // Without a number of candidates some models are greedy; 0 takes all of them.
     offer(&["top_k", "runtime_top_k", "sampling_param_top_k"], json!(top_k.unwrap_or(0)));
     offer(&["top_p", "runtime_top_p", "sampling_param_top_p"], json!(asked.top_p));
+    for (field, names, value) in wishes(asked) {
+        if !offer(names, value) {
+            let words = format!("`{field}` is not supported by model `{}`, which has no input for it.", asked.model);
+            return Err(ApiError::of_field(field, words));
+        }
+    }
     let mut optional = |names: &[&str], value: Option<Value>| value.is_some_and(|value| offer(names, value));
-    optional(&["presence_penalty", "sampling_param_presence_penalty"], asked.presence_penalty.map(|it| json!(it)));
-    optional(&["frequency_penalty", "sampling_param_frequency_penalty"], asked.frequency_penalty.map(|it| json!(it)));
-    optional(&["repetition_penalty"], asked.repetition_penalty.map(|it| json!(it)));
-    optional(&["min_tokens", "min_length"], asked.min_tokens.map(|it| json!(it)));
     // Each choice is another draw; a seed makes all of them repeatable.
     let seed = asked.seed.unwrap_or(asked.drawn_seed).wrapping_add(index);
     optional(&["seed", "random_seed", "sampling_param_seed"], Some(json!(seed)));
-    optional(&["return_log_probs"], asked.logprobs.then_some(Value::Bool(true)));
     optional(&["return_num_input_tokens"], Some(json!(true)));
     optional(&["return_num_output_tokens"], Some(json!(true)));
     optional(&["exclude_input_in_output"], Some(json!(true)));
@@ -223,6 +224,21 @@ fn request(config: &ModelConfig, asked: &Asked, prompt: &str, index: u64) -> Res
         request.parameters.insert("add_special_tokens".to_owned(), Parameter::Bool(false));
     }
     Ok(request)
+}
+
+/// What the answer would not be without: the field, the inputs that models have for it, and its value where it is no default.
+fn wishes(asked: &Asked) -> impl Iterator<Item = (&'static str, &'static [&'static str], Value)> {
+    let other_than = |value: Option<f64>, default: f64| value.filter(|it| *it != default).map(|it| json!(it));
+    let (presence, frequency) = (other_than(asked.presence_penalty, 0.0), other_than(asked.frequency_penalty, 0.0));
+    let min_tokens = asked.min_tokens.filter(|it| *it > 0).map(|it| json!(it));
+    let wishes: [(_, &[&str], _); 5] = [
+        ("presence_penalty", &["presence_penalty", "sampling_param_presence_penalty"], presence),
+        ("frequency_penalty", &["frequency_penalty", "sampling_param_frequency_penalty"], frequency),
+        ("repetition_penalty", &["repetition_penalty"], other_than(asked.repetition_penalty, 1.0)),
+        ("min_tokens", &["min_tokens", "min_length"], min_tokens),
+        ("logprobs", &["return_log_probs"], asked.logprobs.then_some(Value::Bool(true))),
+    ];
+    wishes.into_iter().filter_map(|(field, names, value)| Some((field, names, value?)))
 }
 
 /// One response with every choice.
@@ -271,4 +287,28 @@ async fn stream_reply(mut choices: Choices, head: Head, count: usize) -> Result<
 
 fn event(value: &Value) -> Bytes {
     format!("data: {value}\n\n").into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use repository::proto::ModelInput;
+
+    #[test]
+    fn what_a_model_has_no_input_for_is_refused_where_it_would_change_the_answer() {
+        let mut prompt = ModelInput { name: "prompt".to_owned(), dims: vec![1], ..ModelInput::default() };
+        prompt.set_data_type(ConfigType::TypeString);
+        let config = ModelConfig { name: "m".to_owned(), input: vec![prompt], ..ModelConfig::default() };
+        let ask = |more: &str| {
+            let body = format!(r#"{{"model": "m", "prompt": "a"{more}}}"#);
+            request(&config, &Asked::read(body.as_bytes(), false).unwrap(), "a", 0).map_err(|error| error.message)
+        };
+        for more in ["", r#", "seed": 3, "presence_penalty": 0, "repetition_penalty": 1, "min_tokens": 0"#] {
+            assert_eq!(ask(more).unwrap().inputs.len(), 1, "{more}");
+        }
+        for (field, value) in [("presence_penalty", "0.5"), ("min_tokens", "2"), ("logprobs", "1")] {
+            let refusal = ask(&format!(r#", "{field}": {value}"#)).unwrap_err();
+            assert_eq!(refusal, format!("`{field}` is not supported by model `m`, which has no input for it."));
+        }
+    }
 }
