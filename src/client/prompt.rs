@@ -102,9 +102,13 @@ fn request(args: &ClientArgs, model: &Model, prompt: String) -> Result<ModelInfe
     let mut request = model.request();
     let prompt_name = PROMPT_NAMES.into_iter().find(|name| model.input(name).is_some()).unwrap_or(PROMPT_NAMES[0]);
     model.add(&mut request, prompt_name, Values::Texts(&[prompt]))?;
+    // A temperature alone is greedy with the models of TensorRT-LLM and of LMDeploy.
+    let draws = args.temperature.is_some_and(|temperature| temperature > 0.0) && args.top_k.is_none();
+    let also = |name: &str| draws && model.input(name).is_some();
+    let (top_k, top_p) = (args.top_k.or(also("top_k").then_some(0)), args.top_p.or(also("top_p").then_some(1.0)));
     let integers = [
         ("max_tokens", Some(i64::from(args.max_tokens))),
-        ("top_k", args.top_k.map(i64::from)),
+        ("top_k", top_k.map(i64::from)),
         ("seed", args.seed.map(|seed| i64::try_from(seed).unwrap_or(i64::MAX))),
     ];
     for (name, value) in integers {
@@ -112,9 +116,6 @@ fn request(args: &ClientArgs, model: &Model, prompt: String) -> Result<ModelInfe
             model.add(&mut request, name, Values::Integers(&[value]))?;
         }
     }
-    // A temperature alone is greedy with TensorRT-LLM's models.
-    let draws = args.temperature.is_some_and(|temperature| temperature > 0.0) && args.top_k.is_none();
-    let top_p = args.top_p.or(draws.then_some(1.0));
     let floats = [("temperature", args.temperature), ("top_p", top_p), ("repetition_penalty", args.repetition_penalty)];
     for (name, value) in floats {
         if let Some(value) = value {
@@ -124,8 +125,11 @@ fn request(args: &ClientArgs, model: &Model, prompt: String) -> Result<ModelInfe
     if !args.stop_words.is_empty() {
         model.add(&mut request, "stop_words", Values::Texts(&args.stop_words))?;
     }
-    if model.input("stream").is_some() {
-        model.add(&mut request, "stream", Values::Bool(model.streams))?;
+    // LMDeploy's model demands both.
+    for (name, value) in [("stream", model.streams), ("ignore_eos", false)] {
+        if model.input(name).is_some() {
+            model.add(&mut request, name, Values::Bool(value))?;
+        }
     }
     Ok(request)
 }
