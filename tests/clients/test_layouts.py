@@ -1,7 +1,9 @@
 """The requests of published clients and benchmarks, against repositories of the layouts they were written for."""
 
+import json
 import queue
 import subprocess
+import urllib.request
 from contextlib import contextmanager
 
 import numpy as np
@@ -58,6 +60,39 @@ def sessions(tmp_path_factory):
 def texts(tmp_path_factory):
     with served(tmp_path_factory.mktemp("texts") / "models", "lmdeploy", "sglang", "llama-python") as world:
         yield world
+
+
+def completion(world, **fields) -> dict:
+    """What OpenAI's interface answers."""
+    request = urllib.request.Request(f"http://{world.http}/v1/completions", json.dumps(fields).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.loads(reply.read())
+
+
+@pytest.mark.parametrize("model", ["lmdeploy_model", "sglang_model", "llama-python"])
+def test_text_models_take_what_openais_clients_ask_though_they_do_not_declare_it(texts, model):
+    asked = {"model": model, "prompt": "Once", "max_tokens": 12, "n": 4, "seed": 7, "temperature": 1.5, "logprobs": 1}
+    choices = completion(texts, **asked)["choices"]
+    drawn = [choice["text"] for choice in choices]
+    assert len(set(drawn)) > 1, "each choice is a draw of its own"
+    assert drawn == [choice["text"] for choice in completion(texts, **asked)["choices"]], "a seed draws the same"
+    for choice in choices:
+        values = choice["logprobs"]["token_logprobs"]
+        assert len(values) >= 1 and all(value <= 0 for value in values), choice
+    likeliest = completion(texts, **{**asked, "n": 1, "temperature": 0})["choices"][0]
+    other = completion(texts, **{**asked, "n": 1, "temperature": 0, "presence_penalty": 2.0, "frequency_penalty": 2.0, "max_tokens": 64})
+    plain = completion(texts, **{**asked, "n": 1, "temperature": 0, "max_tokens": 64})
+    assert plain["choices"][0]["text"].startswith(likeliest["text"])
+    assert other["choices"][0]["text"] != plain["choices"][0]["text"], "penalties change a long text"
+
+
+@pytest.mark.parametrize("model", ["lmdeploy_model", "sglang_model", "llama-python"])
+def test_trireme_client_asks_text_models_of_every_layout(texts, model):
+    command = [BINARIES / "trireme", "client", "-u", texts.grpc, "-m", model, "-n", "32", "--quiet", QUESTION]
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert asked.returncode == 0 and asked.stdout.strip() == ANSWER.strip(), asked
+    drawn = {subprocess.run([*command, "-t", "5", "--seed", str(seed)], capture_output=True, text=True).stdout for seed in range(3)}
+    assert len(drawn) > 1, drawn
 
 
 def connected(world, protocol: str):

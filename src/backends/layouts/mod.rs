@@ -114,12 +114,18 @@ pub fn recognise(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -> 
     if is_text && takes("text_input") && (asks_others || config.name.ends_with("_bls")) {
         return Some(Layout::Bls);
     }
-    let is_lmdeploy = takes("prompt") && takes("ignore_eos") && gives("response");
+    let is_lmdeploy = is_lmdeploys(config);
     let is_known = is_text && config.input.iter().all(|input| text_names::input(&input.name).is_some());
     if is_known && (!has_code || is_lmdeploy || checkpoint::find(config, model_dir, version_dir).is_ok()) {
         return Some(Layout::Text);
     }
     is_llm.then_some(Layout::Engine)
+}
+
+/// Whether it has the tensors of LMDeploy's Python model.
+fn is_lmdeploys(config: &ModelConfig) -> bool {
+    let takes = |name: &str| config.input.iter().any(|input| input.name == name);
+    takes("prompt") && takes("ignore_eos") && config.output.iter().any(|output| output.name == "response")
 }
 
 fn takes_text(config: &ModelConfig) -> bool {

@@ -18,8 +18,10 @@ use text::{Detokenizer, Tokenizer};
 
 use super::engine::{engine_output, with_checkpoint};
 use super::keys::Use;
-use super::text_names::{BAD_WORDS, EXCLUDE_INPUT, NAMES, STOP_WORDS, STREAM, default_inputs, input, text_output};
-use super::text_values::{Row, RunningText, find, flag, prompts};
+use super::text_names::{
+    BAD_WORDS, EXCLUDE_INPUT, NAMES, STOP_WORDS, STREAM, default_inputs, input, missing_inputs, text_output,
+};
+use super::text_values::{Answer, Row, RunningText, find, flag, prompts};
 use crate::tokenize::add_special_tokens;
 use crate::words::WordList;
 use crate::{checkpoint, parameters};
@@ -29,6 +31,9 @@ const DEFAULT_LENGTH: [&str; 3] = ["max_output_length", "max_output_tokens", "ma
 
 /// Tokens to generate when nobody says: what LMDeploy takes.
 const DEFAULT_MAX_TOKENS: i32 = 512;
+
+/// The output of natural logarithms, one for each token; with `return_log_probs`.
+const LOG_PROBS: &str = "output_log_probs";
 
 /// Sequences that run at once where the configuration has no batches: what LMDeploy's engine takes.
 const MAX_ROWS: i32 = 128;
@@ -53,6 +58,10 @@ impl BackendFactory for TextModelFactory {
             config.output = vec![text_output("text_output")];
             config.model_transaction_policy.get_or_insert_default().decoupled = true;
         }
+        config.input.extend(missing_inputs(config));
+        if !config.output.iter().any(|output| output.name == LOG_PROBS) {
+            config.output.push(engine_output(LOG_PROBS, ConfigType::TypeFp32));
+        }
     }
 
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
@@ -74,7 +83,7 @@ fn fit(config: &mut ModelConfig) {
     let outputs = [
         ("output_ids", ConfigType::TypeInt32),
         ("sequence_length", ConfigType::TypeInt32),
-        ("cum_log_probs", ConfigType::TypeFp32),
+        (LOG_PROBS, ConfigType::TypeFp32),
     ];
     config.output = outputs.map(|(name, data_type)| engine_output(name, data_type)).to_vec();
     config.parameters.insert("exclude_input_in_output".to_owned(), ModelParameter { string_value: "true".to_owned() });
@@ -88,6 +97,17 @@ fn all_tokens(inputs: &[Tensor]) -> Option<Tensor> {
     (asks && find("runtime_top_p").is_none()).then(|| Tensor::from_f32("runtime_top_p", &[1, 1], &[1.0]))
 }
 
+/// What LMDeploy takes where a request does not say (`GenerationConfig` of 0.4): greedy without a top-k.
+fn lmdeploys_defaults(inputs: &[Tensor]) -> Vec<Tensor> {
+    let mut defaults = vec![
+        Tensor::from_i32("runtime_top_k", &[1, 1], &[1]),
+        Tensor::from_f32("runtime_top_p", &[1, 1], &[1.0]),
+        Tensor::from_f32("temperature", &[1, 1], &[0.8]),
+    ];
+    defaults.retain(|default| inputs.iter().all(|input| input.name != default.name));
+    defaults
+}
+
 /// A loaded text model. Clones share the engine.
 #[derive(Clone)]
 struct TextModel {
@@ -99,6 +119,7 @@ struct TextModel {
     /// TensorRT-LLM's text models read `text_output[0]`.
     is_nested: bool,
     is_decoupled: bool,
+    has_lmdeploys_defaults: bool,
     add_special_tokens: bool,
     text_output: String,
     outputs: Vec<String>,
@@ -127,6 +148,8 @@ impl TextModel {
             max_tokens,
             is_nested: config.max_batch_size > 0 && text.dims != [-1],
             is_decoupled: config.is_decoupled(),
+            // SGLang's model has the same tensors, and draws at any temperature.
+            has_lmdeploys_defaults: super::is_lmdeploys(config) && !config.name.contains("sglang"),
             add_special_tokens: parameters::flag(config, "add_special_tokens")?.unwrap_or(true),
             text_output: text.name.clone(),
             outputs: config.output.iter().map(|output| output.name.clone()).collect(),
@@ -159,7 +182,10 @@ impl TextModel {
         if !inputs.iter().any(|tensor| tensor.name == "request_output_len") {
             inputs.push(Tensor::from_i32("request_output_len", &[1, 1], &[self.max_tokens]));
         }
-        inputs.extend(all_tokens(&inputs));
+        match self.has_lmdeploys_defaults {
+            true => inputs.extend(lmdeploys_defaults(&inputs)),
+            false => inputs.extend(all_tokens(&inputs)),
+        }
         if flag(request, &["ignore_eos"])?.unwrap_or(false) {
             inputs.retain(|tensor| tensor.name != "end_id");
             inputs.push(Tensor::from_i32("end_id", &[1, 1], &[-1]));
@@ -190,21 +216,38 @@ impl TextModel {
         let max_tokens = find(request, NAMES[0].1).and_then(|tensor| tensor.to_i32()?.first().copied());
         Ok(RunningText {
             detokenizer: Detokenizer::new(self.tokenizer.clone(), skip),
-            leading,
+            piece: leading,
+            log_probs: Vec::new(),
+            cumulative: 0.0,
             num_tokens: 0,
             max_tokens: usize::try_from(max_tokens.unwrap_or(self.max_tokens)).unwrap_or(0),
         })
     }
 
-    fn response(&self, request: &InferRequest, rows: &[(String, &'static str)], is_final: bool) -> InferResponse {
+    fn response(&self, request: &InferRequest, rows: &[Answer], is_final: bool) -> InferResponse {
         let shape = if self.is_nested { vec![rows.len() as i64, 1] } else { vec![rows.len() as i64] };
         let asked =
             |name: &str| request.requested_outputs.is_empty() || request.requested_outputs.iter().any(|it| it == name);
-        let texts: Vec<&str> = rows.iter().map(|(text, _)| text.as_str()).collect();
+        let declared = |name: &str| self.outputs.iter().any(|output| output == name);
+        let texts: Vec<&str> = rows.iter().map(|row| row.text.as_str()).collect();
         let mut outputs = vec![Tensor::from_byte_strings(&self.text_output, &shape, &texts)];
-        if is_final && self.outputs.iter().any(|output| output == "finish_reason") {
-            let reasons: Vec<&str> = rows.iter().map(|(_, reason)| *reason).collect();
+        if is_final && declared("finish_reason") {
+            let reasons: Vec<&str> = rows.iter().map(|row| row.finish_reason).collect();
             outputs.push(Tensor::from_byte_strings("finish_reason", &shape, &reasons));
+        }
+        let longest = rows.iter().map(|row| row.log_probs.len()).max().unwrap_or(0);
+        if longest > 0 {
+            // Rows that are shorter end in zeros.
+            let mut values = Vec::with_capacity(rows.len() * longest);
+            for row in rows {
+                values.extend(&row.log_probs);
+                values.resize(values.len() + longest - row.log_probs.len(), 0.0);
+            }
+            outputs.push(Tensor::from_f32(LOG_PROBS, &[rows.len() as i64, longest as i64], &values));
+            if declared("cumulative_logprob") {
+                let sums: Vec<f32> = rows.iter().map(|row| row.cumulative).collect();
+                outputs.push(Tensor::from_f32("cumulative_logprob", &shape, &sums));
+            }
         }
         outputs.retain(|output| asked(&output.name));
         InferResponse { outputs, is_final, id: request.id.clone(), ..InferResponse::default() }
@@ -289,11 +332,11 @@ impl TextModel {
                 }
                 Some(Ok(response)) => response,
             };
-            let piece = text.push(&response);
-            if piece.is_empty() && !response.is_final {
+            text.push(&response);
+            if text.piece.is_empty() && !response.is_final {
                 continue;
             }
-            let told = self.response(&request, &[(piece, text.finish_reason())], response.is_final);
+            let told = self.response(&request, &[text.take()], response.is_final);
             if !sender.send(Ok(told)).await || response.is_final {
                 return;
             }
@@ -304,14 +347,13 @@ impl TextModel {
     async fn answer(self, request: InferRequest, runs: Vec<(ResponseStream, RunningText)>, sender: ResponseSender) {
         let report = |engine: &ResponseStream| engine.generation().into_iter().for_each(|told| sender.report(told));
         let whole = |(mut engine, mut text): (ResponseStream, RunningText)| async move {
-            let mut whole = String::new();
             while let Some(item) = engine.next_response().await {
-                whole.push_str(&text.push(&item?));
+                text.push(&item?);
             }
             report(&engine);
-            Ok((whole, text.finish_reason()))
+            Ok(text.take())
         };
-        let texts: Vec<Result<(String, &'static str), InferError>> = join_all(runs.into_iter().map(whole)).await;
+        let texts: Vec<Result<Answer, InferError>> = join_all(runs.into_iter().map(whole)).await;
         sender.mark_scheduled();
         let rows: Result<Vec<_>, InferError> = texts.into_iter().collect();
         sender.send(rows.map(|rows| self.response(&request, &rows, true))).await;

@@ -1,5 +1,6 @@
 //! The names that text models have for what they take, and what becomes of each.
 
+use repository::ModelConfig;
 use repository::proto::{DataType as ConfigType, ModelInput, ModelOutput};
 
 use super::engine::engine_output;
@@ -69,27 +70,40 @@ pub(super) fn input(name: &str) -> Option<Use> {
     listed.or_else(number).or_else(other)
 }
 
+/// What every text model takes, whether its configuration declares it or not: what clients of OpenAI's interface may ask.
+const ALWAYS: [(&str, ConfigType); 6] = [
+    ("repetition_penalty", ConfigType::TypeFp32),
+    ("presence_penalty", ConfigType::TypeFp32),
+    ("frequency_penalty", ConfigType::TypeFp32),
+    ("seed", ConfigType::TypeUint64),
+    ("min_tokens", ConfigType::TypeInt32),
+    ("return_log_probs", ConfigType::TypeBool),
+];
+
+/// Those of them that a configuration has under no name.
+pub(super) fn missing_inputs(config: &ModelConfig) -> Vec<ModelInput> {
+    let is_declared = |names: &[&str]| config.input.iter().any(|input| names.contains(&input.name.as_str()));
+    let has = |name: &str| NAMES.iter().any(|(_, names)| names.contains(&name) && is_declared(names));
+    ALWAYS.iter().filter(|(name, _)| !has(name)).map(|&(name, data_type)| declared(name, data_type, true, 1)).collect()
+}
+
+fn declared(name: &str, data_type: ConfigType, optional: bool, dim: i64) -> ModelInput {
+    let mut input = ModelInput { name: name.to_owned(), dims: vec![dim], optional, ..ModelInput::default() };
+    input.set_data_type(data_type);
+    input
+}
+
 /// What a checkpoint without a configuration takes.
 pub(super) fn default_inputs() -> Vec<ModelInput> {
-    let input = |name: &str, data_type: ConfigType, optional: bool, dim: i64| {
-        let mut input = ModelInput { name: name.to_owned(), dims: vec![dim], optional, ..ModelInput::default() };
-        input.set_data_type(data_type);
-        input
-    };
-    let optional = |name: &str, data_type| input(name, data_type, true, 1);
-    let words = |name: &str| input(name, ConfigType::TypeString, true, -1);
+    let optional = |name: &str, data_type| declared(name, data_type, true, 1);
+    let words = |name: &str| declared(name, ConfigType::TypeString, true, -1);
     vec![
-        input("text_input", ConfigType::TypeString, false, 1),
+        declared("text_input", ConfigType::TypeString, false, 1),
         optional("max_tokens", ConfigType::TypeInt32),
         optional("stream", ConfigType::TypeBool),
         optional("temperature", ConfigType::TypeFp32),
         optional("top_k", ConfigType::TypeInt32),
         optional("top_p", ConfigType::TypeFp32),
-        optional("repetition_penalty", ConfigType::TypeFp32),
-        optional("presence_penalty", ConfigType::TypeFp32),
-        optional("frequency_penalty", ConfigType::TypeFp32),
-        optional("seed", ConfigType::TypeUint64),
-        optional("min_tokens", ConfigType::TypeInt32),
         optional("beam_width", ConfigType::TypeInt32),
         optional("end_id", ConfigType::TypeInt32),
         optional("pad_id", ConfigType::TypeInt32),

@@ -68,28 +68,46 @@ impl Row {
 /// A text in the making.
 pub(super) struct RunningText {
     pub detokenizer: Detokenizer,
-    pub leading: String,
+    /// Text that was not taken yet; at first what stands before the generated text.
+    pub piece: String,
+    /// Natural logarithms of tokens that were not taken yet, where they are asked for.
+    pub log_probs: Vec<f32>,
+    /// The sum of all of them.
+    pub cumulative: f32,
     pub num_tokens: usize,
     pub max_tokens: usize,
 }
 
+/// A text, or the next piece of one.
+pub(super) struct Answer {
+    pub text: String,
+    pub log_probs: Vec<f32>,
+    /// Their sum, those of pieces before among them.
+    pub cumulative: f32,
+    /// Why it ended, if it did.
+    pub finish_reason: &'static str,
+}
+
 impl RunningText {
-    /// The text that the engine's response completes.
-    pub fn push(&mut self, response: &InferResponse) -> String {
-        let mut piece = std::mem::take(&mut self.leading);
-        let ids = response.outputs.iter().find(|tensor| tensor.name == "output_ids").and_then(Tensor::to_i32);
-        for id in ids.unwrap_or_default() {
+    /// Adds what the engine's response brings.
+    pub fn push(&mut self, response: &InferResponse) {
+        let output = |name: &str| response.outputs.iter().find(|tensor| tensor.name == name);
+        for id in output("output_ids").and_then(Tensor::to_i32).unwrap_or_default() {
             self.num_tokens += 1;
-            self.detokenizer.push_into(id.cast_unsigned(), &mut piece);
+            self.detokenizer.push_into(id.cast_unsigned(), &mut self.piece);
         }
+        let log_probs = output("output_log_probs").and_then(Tensor::to_f32).unwrap_or_default();
+        self.cumulative += log_probs.iter().sum::<f32>();
+        self.log_probs.extend(log_probs);
         if response.is_final {
-            self.detokenizer.finish_into(&mut piece);
+            self.detokenizer.finish_into(&mut self.piece);
         }
-        piece
     }
 
-    /// Why the text ended.
-    pub fn finish_reason(&self) -> &'static str {
-        if self.num_tokens >= self.max_tokens { "length" } else { "stop" }
+    /// What came since it was last taken.
+    pub fn take(&mut self) -> Answer {
+        let finish_reason = if self.num_tokens >= self.max_tokens { "length" } else { "stop" };
+        let (text, log_probs) = (std::mem::take(&mut self.piece), std::mem::take(&mut self.log_probs));
+        Answer { text, log_probs, cumulative: self.cumulative, finish_reason }
     }
 }
