@@ -107,7 +107,7 @@ impl Drop for Mapped {
 }
 
 /// A group whose ranks have mapped each other's exchange buffers. It serves this module's calls, or
-/// [`super::skinny_gemm::peer_add_norm`], or [`super::owner_norm`], which count differently.
+/// [`super::linear_chain`], or [`super::owner_norm`], which count differently.
 #[derive(Debug)]
 pub struct PeerGroup {
     own: PeerBuffer,

@@ -52,6 +52,9 @@ __device__ __forceinline__ uint4 load_stream(const void* p) {
     return r;
 }
 
+// Asks for the line at p to be in the L2 cache.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int d = 16; d > 0; d >>= 1) x += __shfl_xor_sync(FULL_WARP, x, d);

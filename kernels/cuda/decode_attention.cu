@@ -14,18 +14,22 @@
 // launch        grid (splits, K * groups, R), 4 warps; up to 8 query heads of a KV head form a group, so K and V are
 //               read once for all of them. A warp takes 16 positions at a time: K and V go from memory straight into the
 //               registers of mma.sync, as K q^T and V^T p^T, the next tile on its way while this one is used. A row uses only as
-//               many splits as its length deserves; the block that ends last adds them up in their order.
-//               With rotation, a block rotates its own q, and the one that has the newest position writes k and v before it reads
-//               them back; where several groups share a KV head, each writes the same bits and reads its own.
+//               many splits as its length deserves; they are added up in their order, through shared memory where they are one
+//               cluster (of blocks side by side in x), else by the block that ends last.
+//               With rotation, a block rotates its own q, and the one that has the newest position takes its k and v from qkv and
+//               writes them; where several groups share a KV head, each writes the same bits. All other positions are of earlier
+//               steps, so the first of them are read before the kernel before this one has ended.
 // needs         B % 16 == 0, a power of two; pointers 16-byte aligned; checked in decode_attention.rs
 // bound         memory, 4 K D bytes a position: R = 32, 1024 positions, K = 32, D = 128: 537 MB, 120 us at 4.47 TB/s (H200)
 // test          tests/cuda_decode_attention.rs, reference::attention in fp32, each element within 2^-7 of the largest |v|
+#include "cluster.cuh"
 #include "mma.cuh"
 #include "rope.cuh"
 
 constexpr int WARPS = 4;
 constexpr int TILE = 16;         // positions a warp takes at a time
 constexpr int GROUP = 8;         // query heads a block serves
+constexpr u32 MAX_CLUSTER = 8;   // blocks of a cluster
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct DecodeAttention {
@@ -186,48 +190,62 @@ struct Softmax {
     }
 };
 
-// Attends over chunk c, warp by warp.
-template <int D, class Bias>
-__device__ __forceinline__ void attend(Softmax<D>& state, const DecodeAttention& a, const Chunk& c, u32 row, u32 kv_head,
-                                       const u32 (&q)[D / 16][2], const Bias& bias) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const u32* table = a.block_tables + (u64)row * a.max_blocks;
-    const u64 block_elements = (u64)a.kv_heads * D << a.block_shift;
-    const u64 head_offset = (u64)kv_head * D << a.block_shift;
-    const u32 in_block = (1u << a.block_shift) - 1;
-    const float scale = a.scale * LOG2E;
-    u32 entries = 0;  // lane i has the block of the warp's tile i, 32 tiles at a time
+// The tiles of one warp: every WARPS-th run of 16 positions from begin to end, of one row's KV head.
+template <int D>
+struct Walk {
+    const DecodeAttention& a;
+    const u32* table;
+    u32 begin, end, kv_head;
+    u32 entries;  // lane i has the block of the warp's tile i, 32 tiles at a time
 
-    auto tile_start = [&](u32 i) { return c.begin + (i * WARPS + warp) * TILE; };
-    auto rows_of = [&](u32 i) {
+    __device__ Walk(const DecodeAttention& attention, u32 first, u32 last, u32 row, u32 head)
+        : a(attention), table(a.block_tables + (u64)row * a.max_blocks), begin(first), end(last), kv_head(head), entries(0) {}
+
+    __device__ u32 start(u32 i) const { return begin + (i * WARPS + threadIdx.x / 32) * TILE; }
+    __device__ bool has(u32 i) const { return start(i) < end; }
+    __device__ u32 last(u32 i) const { return min(end - start(i), (u32)TILE) - 1; }
+
+    // Where the first position of tile i lies in the blocks; tiles are asked for in order, by all lanes.
+    __device__ u64 rows(u32 i) {
         if (i % 32 == 0) {
-            const u32 p = tile_start(i + lane);
-            entries = p < c.end ? table[p >> a.block_shift] : 0;
+            const u32 p = start(i + threadIdx.x % 32);
+            entries = p < end ? table[p >> a.block_shift] : 0;
         }
-        const u32 p = tile_start(i);
-        return (u64)__shfl_sync(FULL_WARP, entries, i % 32) * block_elements + head_offset + (u64)(p & in_block) * D;
-    };
-    if (tile_start(0) >= c.end) return;
+        return at(i);
+    }
 
-    Tile<D> tile;
-    u64 rows = rows_of(0);
-    u32 last = min(c.end - tile_start(0), TILE) - 1;
-    tile.load_k(a.k_blocks + rows, last, g, t);
-    tile.load_v(a.v_blocks + rows, last, g, t);
+    // The same of a tile among those whose blocks are known.
+    __device__ u64 at(u32 i) const {
+        const u32 p = start(i), in_block = (1u << a.block_shift) - 1;
+        const u64 block = __shfl_sync(FULL_WARP, entries, i % 32);
+        return (((block * a.kv_heads + kv_head) << a.block_shift) + (p & in_block)) * D;
+    }
+};
+
+// Attends over the walk's tiles, the first of which is in `tile` already, if there is one.
+template <int D, class Bias>
+__device__ __forceinline__ void attend(Softmax<D>& state, Walk<D>& walk, Tile<D>& tile, u32 first_valid,
+                                       const u32 (&q)[D / 16][2], const Bias& bias) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const DecodeAttention& a = walk.a;
+    const float scale = a.scale * LOG2E;
+    if (!walk.has(0)) return;
     for (u32 i = 0;; ++i) {
-        const u32 p = tile_start(i), next = tile_start(i + 1);
-        const bool more = next < c.end;
+        const u32 p = walk.start(i);
+        const bool more = walk.has(i + 1);
         float s[4];
         tile.scores(s, q);
+        u64 rows = 0;
+        u32 last = 0;
         if (more) {
-            rows = rows_of(i + 1);
-            last = min(c.end - next, TILE) - 1;
+            rows = walk.rows(i + 1);
+            last = walk.last(i + 1);
             tile.load_k(a.k_blocks + rows, last, g, t);
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const u32 position = p + g + e / 2 * 8;
-            s[e] = position < c.end && position >= c.first_valid ? bias.add(s[e] * scale, e % 2, position) : -INFINITY_F;
+            s[e] = position < walk.end && position >= first_valid ? bias.add(s[e] * scale, e % 2, position) : -INFINITY_F;
         }
         u32 b0, b1;
         state.step(s, b0, b1);
@@ -237,12 +255,30 @@ __device__ __forceinline__ void attend(Softmax<D>& state, const DecodeAttention&
     }
 }
 
+// Brings the walk's first tile, and asks for some that follow.
+template <int D>
+__device__ __forceinline__ void begin_walk(Walk<D>& walk, Tile<D>& tile) {
+    constexpr u32 AHEAD = 4;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if (!walk.has(0)) return;
+    const u64 rows = walk.rows(0);
+    tile.load_k(walk.a.k_blocks + rows, walk.last(0), g, t);
+    tile.load_v(walk.a.v_blocks + rows, walk.last(0), g, t);
+    for (u32 i = 1; i < AHEAD && walk.has(i); ++i) {
+        const u64 ahead = walk.at(i);
+        for (u32 line = lane * 64; line < TILE * D; line += 32 * 64) {
+            prefetch(walk.a.k_blocks + ahead + line);
+            prefetch(walk.a.v_blocks + ahead + line);
+        }
+    }
+}
+
 // The heads' maxima, denominators and sums of all warps, in shared memory.
 template <int D>
 struct Merged {
     float top[WARPS][GROUP];
     float denominator[WARPS][GROUP];
-    float sum[1];  // [WARPS][heads][D]
+    float sum[1];  // [warps][heads][D]
 };
 
 // Writes this warp's share relative to the block's maximum, which `top` receives for heads 2t, 2t + 1.
@@ -260,7 +296,6 @@ __device__ __forceinline__ void publish(Merged<D>* merged, Softmax<D>& state, in
     for (int h = 0; h < 2; ++h) {
         const int head = 2 * t + h;
         float top = merged->top[0][head];
-#pragma unroll
         for (int w = 1; w < WARPS; ++w) top = fmaxf(top, merged->top[w][head]);
         const float weight = exp2_fast(state.top[h] - top);
         if (g == 0) merged->denominator[warp][head] = state.denominator[h] * weight;
@@ -317,7 +352,7 @@ __device__ __forceinline__ void combine(bf16* out, const float* partial, const f
         for (u32 s = lane; s < active; s += 32) weights[head * splits + s] /= denominator;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < heads * (D / 4); i += WARPS * 32) {
+    for (int i = threadIdx.x; i < heads * (D / 4); i += blockDim.x) {
         const int head = i / (D / 4), e = i % (D / 4) * 4;
         const float* p = partial + (u64)head * splits * D + e;
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -329,6 +364,38 @@ __device__ __forceinline__ void combine(bf16* out, const float* partial, const f
         }
         *reinterpret_cast<uint2*>(out + head * D + e) = make_uint2(pack_bf16x2(sum.x, sum.y), pack_bf16x2(sum.z, sum.w));
     }
+}
+
+// Adds up the splits of a row that lie in one cluster, in their order, through its shared memory; `active` blocks come here.
+template <int D>
+__device__ __forceinline__ void combine_in_cluster(bf16* out, Merged<D>* merged, int heads, u32 split, u32 active) {
+    __shared__ float2 stats[GROUP];  // maximum, denominator
+    if (threadIdx.x < heads) stats[threadIdx.x] = make_float2(merged_top<D>(merged, threadIdx.x), merged_denominator<D>(merged, threadIdx.x));
+    for (int i = threadIdx.x; i < heads * D; i += blockDim.x) merged->sum[i] = merged_sum<D>(merged, heads, i);
+    cluster_sync();
+    const u32 stat = shared_address(stats), sums = shared_address(merged->sum);
+    for (int i = split * blockDim.x + threadIdx.x; i < heads * D; i += active * blockDim.x) {
+        const u32 head = i / D;
+        float tops[MAX_CLUSTER], parts[MAX_CLUSTER], denominators[MAX_CLUSTER], top = -INFINITY_F;
+#pragma unroll
+        for (u32 s = 0; s < MAX_CLUSTER; ++s) {
+            if (s >= active) break;
+            tops[s] = cluster_load_f32(cluster_map(stat + head * 8, s));
+            denominators[s] = cluster_load_f32(cluster_map(stat + head * 8 + 4, s));
+            parts[s] = cluster_load_f32(cluster_map(sums + i * 4, s));
+            top = fmaxf(top, tops[s]);
+        }
+        float sum = 0.0f, denominator = 0.0f;
+#pragma unroll
+        for (u32 s = 0; s < MAX_CLUSTER; ++s) {
+            if (s >= active) break;
+            const float weight = exp2_fast(tops[s] - top);
+            sum += weight * parts[s];
+            denominator += weight * denominators[s];
+        }
+        out[i] = to_bf16(sum / denominator);
+    }
+    cluster_sync();  // no block leaves while another reads its sums
 }
 
 // True in the block that is the last of `active` to come here; what the others wrote before is visible to it then.
@@ -370,27 +437,63 @@ __device__ __forceinline__ void load_rotated_q(u32 (&q)[D / 16][2], const bf16* 
     }
 }
 
-// Writes the newest position's rotated k, and its v, of one KV head. All threads of the block come here.
+// The newest position's k and v of one KV head, from qkv.
 template <int D>
-__device__ __forceinline__ void write_newest(const DecodeAttention& a, const Rope& rope, u32 row, u32 kv_head, u32 position) {
-    static_assert(D / 16 <= 32 && D / 8 <= (WARPS - 1) * 32, "write_newest: k is one warp's work, v the others'");
-    const u64 block = a.block_tables[(u64)row * a.max_blocks + (position >> a.block_shift)];
-    const u32 offset = position & ((1u << a.block_shift) - 1);
-    const u64 at = (((block * a.kv_heads + kv_head) << a.block_shift) + offset) * D;
-    const bf16* k = a.q + (u64)row * a.q_stride + (u64)(a.heads + kv_head) * D;
-    const bf16* v = k + (u64)a.kv_heads * D;
-    const u32 i = threadIdx.x;
-    if (i < D / 16) {
-        const u64 angle = (u64)position * (D / 2) + 8 * i;
-        uint4 lo = load_once(k + 8 * i), hi = load_once(k + D / 2 + 8 * i);
-        rotate8(lo, hi, load_angles(rope.cos + angle, rope.sin + angle));
-        *reinterpret_cast<uint4*>(rope.k_blocks + at + 8 * i) = lo;
-        *reinterpret_cast<uint4*>(rope.k_blocks + at + D / 2 + 8 * i) = hi;
-    } else if (i >= 32 && i < 32 + D / 8) {
-        *reinterpret_cast<uint4*>(rope.v_blocks + at + 8 * (i - 32)) = load_once(v + 8 * (i - 32));
+struct Newest {
+    const bf16* k;
+    const bf16* v;
+
+    __device__ Newest(const DecodeAttention& a, u32 row, u32 kv_head)
+        : k(a.q + (u64)row * a.q_stride + (u64)(a.heads + kv_head) * D), v(k + (u64)a.kv_heads * D) {}
+
+    // Writes k, rotated, and v to the blocks. All threads of the block come here.
+    __device__ void write(const DecodeAttention& a, const Rope& rope, u32 row, u32 kv_head, u32 position) const {
+        const u64 block = a.block_tables[(u64)row * a.max_blocks + (position >> a.block_shift)];
+        const u32 offset = position & ((1u << a.block_shift) - 1);
+        const u64 at = (((block * a.kv_heads + kv_head) << a.block_shift) + offset) * D;
+        for (u32 i = threadIdx.x; i < D / 16 + D / 8; i += blockDim.x) {
+            if (i < D / 16) {
+                const u64 angle = (u64)position * (D / 2) + 8 * i;
+                uint4 lo = load_once(k + 8 * i), hi = load_once(k + D / 2 + 8 * i);
+                rotate8(lo, hi, load_angles(rope.cos + angle, rope.sin + angle));
+                *reinterpret_cast<uint4*>(rope.k_blocks + at + 8 * i) = lo;
+                *reinterpret_cast<uint4*>(rope.k_blocks + at + D / 2 + 8 * i) = hi;
+            } else {
+                const u32 e = 8 * (i - D / 16);
+                *reinterpret_cast<uint4*>(rope.v_blocks + at + e) = load_once(v + e);
+            }
+        }
     }
-    __syncthreads();  // what was written is read from memory by other threads of this block
-}
+
+    // One warp attends over it: a tile whose row 0 it is.
+    __device__ void attend(Softmax<D>& state, const u32 (&q)[D / 16][2], const Angles (&angles)[D / 64], float scale) const {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        u32 rotated[D / 16][2];
+        load_rotated_q<D>(rotated, k + 8 * t, g == 0, angles);
+        Tile<D> tile;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int c = 0; c < Tile<D>::RUNS; ++c) {
+                uint4 x = make_uint4(0, 0, 0, 0);
+                if (i == 0 && t == 0) x = load_once(v + 64 * c + 8 * g);
+                tile.v[i][c][0] = x.x, tile.v[i][c][1] = x.y, tile.v[i][c][2] = x.z, tile.v[i][c][3] = x.w;
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < D / 32; ++c) {
+            tile.k[0][c] = make_uint4(rotated[2 * c][0], rotated[2 * c][1], rotated[2 * c + 1][0], rotated[2 * c + 1][1]);
+            tile.k[1][c] = make_uint4(0, 0, 0, 0);
+        }
+        float s[4];
+        tile.scores(s, q);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[e] = g == 0 && e < 2 ? s[e] * scale : -INFINITY_F;
+        u32 b0, b1;
+        state.step(s, b0, b1);
+        tile.accumulate(state.sum, b0, b1);
+    }
+};
 
 template <int D, bool ROPE, bool ALIBI>
 __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const Rope& rope, const float* slopes) {
@@ -416,6 +519,9 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
     if (split >= c.active) return;
 
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    Walk<D> walk(a, c.begin, ROPE ? min(c.end, len - 1) : c.end, row, kv_head);
+    Tile<D> tile;
+    Softmax<D> state;
     u32 q[D / 16][2];
     const bf16* q_row = a.q + (u64)row * a.q_stride + (u64)(first_head + g) * D + 8 * t;
     if constexpr (ROPE) {
@@ -423,17 +529,23 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
         const u64 angle = (u64)(len - 1) * (D / 2) + 8 * t;
 #pragma unroll
         for (int i = 0; i < D / 64; ++i) angles[i] = load_angles(rope.cos + angle + 32 * i, rope.sin + angle + 32 * i);
+        // Positions before the newest are of earlier steps: their k and v come while the kernel before this one runs.
+        begin_walk(walk, tile);
         pdl_wait();
         load_rotated_q<D>(q, q_row, g < heads, angles);
-        if (c.end == len) write_newest<D>(a, rope, row, kv_head, len - 1);
+        if (c.end == len) {
+            const Newest<D> newest(a, row, kv_head);
+            if (threadIdx.x / 32 == (walk.end - walk.begin) / TILE % WARPS) newest.attend(state, q, angles, a.scale * LOG2E);
+            newest.write(a, rope, row, kv_head, len - 1);
+        }
     } else {
         load_q<D>(q, q_row, g < heads);
+        begin_walk(walk, tile);
     }
-    Softmax<D> state;
     if constexpr (ALIBI) {
-        attend<D>(state, a, c, row, kv_head, q, Alibi(slopes + first_head, heads, t, len));
+        attend(state, walk, tile, c.first_valid, q, Alibi(slopes + first_head, heads, t, len));
     } else {
-        attend<D>(state, a, c, row, kv_head, q, NoBias());
+        attend(state, walk, tile, c.first_valid, q, NoBias());
     }
 
     Merged<D>* merged = reinterpret_cast<Merged<D>*>(dynamic);
@@ -444,6 +556,7 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
         }
         return;
     }
+    if (c.active <= cluster_blocks()) return combine_in_cluster<D>(out, merged, heads, split, c.active);
     const u64 first = ((u64)row * a.heads + first_head) * splits;
     float* partial = a.partial + first * D;
     for (int i = threadIdx.x; i < heads * D; i += blockDim.x) {

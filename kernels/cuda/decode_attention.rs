@@ -15,6 +15,9 @@ pub const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
 /// Head dims there is code for with ALiBi.
 pub const ALIBI_HEAD_DIMS: [usize; 3] = [64, 96, 128];
 
+/// Most blocks of a cluster.
+pub const MAX_CLUSTER: usize = 8;
+
 /// The rows of a step that decode, and where they find their keys and values.
 #[derive(Debug, Clone, Copy)]
 pub struct DecodeRows {
@@ -35,6 +38,9 @@ pub struct Splits {
     pub splits: usize,
     /// Positions a part has at least, a multiple of 16.
     pub min_chunk: usize,
+    /// Parts whose blocks share a cluster, on Hopper and later: a power of two up to [`MAX_CLUSTER`] that divides `splits`. A row
+    /// of no more parts is put together at once.
+    pub cluster: usize,
 }
 
 impl Splits {
@@ -42,12 +48,12 @@ impl Splits {
     pub fn for_rows(num_rows: usize, shape: HeadShape) -> Self {
         let blocks = num_rows * shape.num_kv_heads * groups(shape);
         let splits = (256 / blocks.max(1)).next_power_of_two().clamp(4, 64);
-        let min_chunk = match blocks {
-            0..48 => 128,
-            48..192 => 256,
-            _ => 1024,
+        let (min_chunk, cluster) = match blocks {
+            0..48 => (64, splits.min(MAX_CLUSTER)),
+            48..192 => (256, 1),
+            _ => (1024, 1),
         };
-        Self { splits, min_chunk }
+        Self { splits, min_chunk, cluster }
     }
 }
 
@@ -123,7 +129,7 @@ pub fn decode_attention_split(
     check(out, qkv, cache, rows, shape)?;
     let argument = argument(out, qkv, cache, rows, shape, scale, window, workspace, splits)?;
     let name = format!("decode_attention_bf16_d{}", shape.head_dim);
-    q.launch(&name, launch(rows, shape, splits), &[Arg::Bytes(&argument)])
+    q.launch(&name, launch(q.gpu(), rows, shape, splits), &[Arg::Bytes(&argument)])
 }
 
 /// [`decode_attention`] with `slopes[h]` times the distance to the row's newest position, 0 or below, added to each score.
@@ -148,7 +154,7 @@ pub fn alibi_decode_attention(
     ensure!(OP, slopes.count::<f32>() >= num_heads, "{} slopes for {num_heads} heads", slopes.count::<f32>());
     let argument = argument(out, qkv, cache, rows, shape, scale, window, workspace, splits)?;
     let name = format!("alibi_decode_attention_bf16_d{head_dim}");
-    q.launch(&name, launch(rows, shape, splits), &[Arg::Bytes(&argument), slopes.into()])
+    q.launch(&name, launch(q.gpu(), rows, shape, splits), &[Arg::Bytes(&argument), slopes.into()])
 }
 
 /// cos and sin of every position, each `[max_positions, D / 2]` f32.
@@ -189,7 +195,7 @@ pub fn rope_decode_attention(
         bytes.copy_from_slice(&span.address().to_ne_bytes());
     }
     let name = format!("rope_decode_attention_bf16_d{}", shape.head_dim);
-    q.launch(&name, launch(rows, shape, splits), &[Arg::Bytes(&argument), Arg::Bytes(&rope)])
+    q.launch(&name, launch(q.gpu(), rows, shape, splits), &[Arg::Bytes(&argument), Arg::Bytes(&rope)])
 }
 
 /// Whether [`rope_decode_attention`] has code for the shape.
@@ -211,12 +217,14 @@ fn argument(
     splits: Splits,
 ) -> Result<[u8; 104], CudaError> {
     let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
-    let Splits { splits, min_chunk } = splits;
+    let Splits { splits, min_chunk, cluster } = splits;
     ensure!(
         OP,
         (1..=64).contains(&splits) && min_chunk > 0 && min_chunk.is_multiple_of(16),
         "{splits} splits of at least {min_chunk}"
     );
+    let fits = (1..=MAX_CLUSTER).contains(&cluster) && splits.is_multiple_of(cluster);
+    ensure!(OP, fits, "clusters of {cluster} for {splits} splits");
     let parts = rows.num_rows * splits * num_heads;
     let counters = counter_count(rows.num_rows, shape);
     let (partial_span, counter_span) = (workspace.partial.span(), workspace.counters.span());
@@ -245,12 +253,14 @@ fn argument(
     Ok(argument)
 }
 
-fn launch(rows: DecodeRows, shape: HeadShape, splits: Splits) -> Launch {
+fn launch(gpu: &Gpu, rows: DecodeRows, shape: HeadShape, splits: Splits) -> Launch {
     let HeadShape { num_heads, num_kv_heads, head_dim, .. } = shape;
     let heads = (num_heads / num_kv_heads).min(GROUP);
+    let cluster = if gpu.capability().0 >= 9 { splits.cluster } else { 1 };
     Launch::new(0, 128)
         .grid(splits.splits as u32, (num_kv_heads * groups(shape)) as u32, rows.num_rows as u32)
         .shared((256 + 4 * heads * head_dim * 4) as u32)
+        .cluster(cluster as u32)
 }
 
 fn check(out: Span, qkv: Span, cache: LayerCache, rows: DecodeRows, shape: HeadShape) -> Result<(), CudaError> {

@@ -52,6 +52,7 @@ mod images;
 pub mod layer_norm;
 pub mod library;
 pub mod library_gemm;
+pub mod linear_chain;
 mod memory;
 pub mod owner_norm;
 pub mod paged_attention;

@@ -1,13 +1,11 @@
 // What only Hopper has: the tensor copy engine, its barriers, clusters, and warpgroup matrix products.
 #pragma once
-#include "common.cuh"
+#include "cluster.cuh"
 
 // A `CUtensorMap`, made on the host and passed as a `__grid_constant__` parameter.
 struct alignas(64) TensorMap {
     u64 opaque[16];
 };
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // Barriers in shared memory (PTX ISA, mbarrier).
 
@@ -58,34 +56,6 @@ __device__ __forceinline__ void tensor_load(u32 dst, const TensorMap* map, i32 x
         " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(dst),
         "l"(map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
         : "memory");
-}
-
-// Clusters.
-
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 r;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-    return r;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// The address of `address` in the shared memory of block `rank` of the cluster.
-__device__ __forceinline__ u32 cluster_map(u32 address, u32 rank) {
-    u32 r;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
-    return r;
-}
-
-__device__ __forceinline__ float4 cluster_load(u32 address) {
-    float4 r;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w)
-                 : "r"(address)
-                 : "memory");
-    return r;
 }
 
 // Warpgroup products: 64 rows of A by columns of B, both K-major in shared memory under the 128-byte swizzle.

@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 use gpu::{Random, assert_close, floats, poisoned};
 use half::bf16;
 use kernels::cuda::all_reduce::{PeerBuffer, PeerGroup, PeerHandle, Shots};
+use kernels::cuda::linear_chain::{self, AddNorm, ChainScratch, Link, LinkEnd, linear_chain};
 use kernels::cuda::owner_norm::{OwnerNorm, SharedBuffer, owner_norm};
-use kernels::cuda::skinny_gemm::{self, AddNorm, LinearWeight};
+use kernels::cuda::skinny_gemm::LinearWeight;
 use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, Queue, Span};
 use kernels::reference;
 
@@ -22,7 +23,7 @@ const MAX_ROWS: usize = 128;
 const MAX_COLS: usize = 8192;
 /// Of sums by owners.
 const MANY_ROWS: usize = 16384;
-const FUSED_ROWS: usize = 8;
+const FUSED_ROWS: usize = linear_chain::MAX_ROWS;
 const FUSED_COLS: usize = 4096;
 const PATIENCE_NS: u64 = 5_000_000_000;
 
@@ -67,12 +68,19 @@ fn a_worker_of_the_group() {
             }
         }
     }
-    if skinny_gemm::has_norm_kernel(&worker.gpu) {
+    if linear_chain::has_kernel(&worker.gpu) {
+        let scratch = ChainScratch::new(&worker.gpu).expect("memory");
         let fused = worker.open("fused", FUSED_ROWS, FUSED_COLS);
-        for (rows, n, k) in
-            [(1, 4096, 1024), (3, 4096, 2752), (8, 64, 64), (7, 208, 136), (8, 4096, 1024), (1, 64, 1032)]
-        {
-            (0..3).for_each(|round| worker.check_fused(&fused, rows, n, k, round));
+        for (rows, n, k) in [
+            (1, 4096, 1024),
+            (3, 4096, 2752),
+            (8, 64, 64),
+            (7, 208, 136),
+            (9, 4096, 1024),
+            (1, 64, 1032),
+            (16, 520, 1024),
+        ] {
+            (0..3).for_each(|round| worker.check_chain(&fused, &scratch, rows, n, k, round));
         }
         assert_eq!(fused.missing_rank(), None);
     }
@@ -169,7 +177,7 @@ impl Worker {
     }
 
     /// A product whose K lies with all ranks, added to the residual, times the norm's weight; and the squares that the norm needs.
-    fn check_fused(&self, group: &PeerGroup, rows: usize, n: usize, k: usize, round: u64) {
+    fn check_chain(&self, group: &PeerGroup, scratch: &ChainScratch, rows: usize, n: usize, k: usize, round: u64) {
         let seed = (rows * 13 + n + k) as u64 * 7 + round;
         let of_rank = |r: usize| {
             let mut random = Random::new(seed * 100 + r as u64);
@@ -181,12 +189,13 @@ impl Worker {
         let (x, weight) = of_rank(self.rank);
         let (x, weight, r, g) = (upload(&x), upload(&weight), upload(&residual), upload(&gain));
         let y = poisoned::<bf16>(&self.gpu, &self.queue, rows * n);
-        let slices = skinny_gemm::norm_slices(n, k, rows);
+        let slices = linear_chain::norm_slices(n);
         let squares = poisoned::<f32>(&self.gpu, &self.queue, rows * slices);
         self.queue.wait().expect("fills");
         let linear = LinearWeight { weight: weight.span(), bias: Span::NULL, n, k };
         let add = AddNorm { residual: r.span(), gain: g.span(), squares: squares.span() };
-        skinny_gemm::peer_add_norm(&self.queue, y.span(), x.span(), &linear, rows, add, group).expect("a launch");
+        let link = Link { y: y.span(), pitch: n, x: x.span(), linear, end: LinkEnd::AddNorm(add), scale: None };
+        linear_chain(&self.queue, &[link], rows, scratch, Some(group)).expect("a launch");
         self.queue.wait().expect("the kernel runs");
 
         let mut sums: Vec<f32> = residual.iter().map(|x| x.to_f32()).collect();

@@ -4,7 +4,7 @@ mod gpu;
 #[path = "gpu/attention.rs"]
 mod rows;
 
-use gpu::{Random, floats, poisoned};
+use gpu::{Random, assert_close, floats, poisoned};
 use half::bf16;
 use kernels::cuda::DeviceBuffer;
 use kernels::cuda::decode_attention::{
@@ -44,8 +44,9 @@ fn rows_of_any_length_attend_as_the_formula_says() {
                 num_rows: lens.len(),
             };
             let default = Splits::for_rows(lens.len(), shape);
-            let fine = Splits { splits: 16, min_chunk: 64 };
-            for (splits, window) in [(default, 0), (fine, 0), (default, 100), (fine, 100)] {
+            let fine = Splits { splits: 16, min_chunk: 64, cluster: 1 };
+            let joined = Splits { cluster: 8, ..fine };
+            for (splits, window) in [(default, 0), (fine, 0), (joined, 0), (default, 100), (fine, 100), (joined, 100)] {
                 let out = poisoned::<bf16>(&gpu, &queue, lens.len() * cols);
                 let (cache, scale) = (cached.cache(), (head_dim as f32).powf(-0.5));
                 // Twice: the second finds the counters that the first set back.
@@ -104,8 +105,9 @@ fn alibi_penalizes_distance_as_the_formula_says() {
                 num_rows: lens.len(),
             };
             let (cache, scale) = (cached.cache(), (head_dim as f32).powf(-0.5));
-            let fine = Splits { splits: 16, min_chunk: 64 };
-            for (splits, window) in [(Splits::for_rows(lens.len(), shape), 0), (fine, 0), (fine, 100)] {
+            let fine = Splits { splits: 16, min_chunk: 64, cluster: 1 };
+            let joined = Splits { cluster: 8, ..fine };
+            for (splits, window) in [(Splits::for_rows(lens.len(), shape), 0), (fine, 0), (joined, 0), (fine, 100)] {
                 let out = poisoned::<bf16>(&gpu, &queue, lens.len() * cols);
                 let (o, q, s) = (out.span(), qkv_buffer.span(), slope_buffer.span());
                 alibi_decode_attention(&queue, o, q, cache, s, rows, shape, scale, window, &workspace, splits)
@@ -128,7 +130,7 @@ fn alibi_penalizes_distance_as_the_formula_says() {
 }
 
 #[test]
-fn rotation_inside_attention_gives_the_bits_of_rotation_before_it() {
+fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_alike() {
     let Some((gpu, queue)) = gpu::open() else { return };
     const MAX_POSITIONS: usize = 2100;
     for [num_heads, num_kv_heads, head_dim, block_size] in SHAPES {
@@ -146,8 +148,9 @@ fn rotation_inside_attention_gives_the_bits_of_rotation_before_it() {
         for lens in [&[1][..], &[5, 0, 17, 16], &[255, 256, 257], &[1000, 3, 2049, 700]] {
             let workspace = DecodeWorkspace::new(&gpu, 64, shape).expect("memory");
             let scale = (head_dim as f32).powf(-0.5);
-            let fine = Splits { splits: 16, min_chunk: 64 };
-            for (splits, window) in [(Splits::for_rows(lens.len(), shape), 0), (fine, 0), (fine, 100)] {
+            let fine = Splits { splits: 16, min_chunk: 64, cluster: 1 };
+            let joined = Splits { cluster: 8, ..fine };
+            for (splits, window) in [(Splits::for_rows(lens.len(), shape), 0), (fine, 0), (joined, 0), (fine, 100)] {
                 let run = |fused: bool| {
                     let mut random = Random::new(11);
                     let cached = CachedRows::new(&gpu, &mut random, shape, lens);
@@ -192,10 +195,14 @@ fn rotation_inside_attention_gives_the_bits_of_rotation_before_it() {
                     [bits(out_span), bits(cache.k), bits(cache.v)]
                 };
                 let (fused, apart) = (run(true), run(false));
-                for (what, index) in [("attention", 0), ("keys", 1), ("values", 2)] {
+                let what = |what: &str| format!("{what} of {shape:?}, {lens:?}, {splits:?}, window {window}");
+                for (name, index) in [("keys", 1), ("values", 2)] {
                     let differ = fused[index].iter().zip(&apart[index]).position(|(a, b)| a != b);
-                    assert_eq!(differ, None, "{what} of {shape:?}, {lens:?}, {splits:?}, window {window}");
+                    assert_eq!(differ, None, "{}", what(name));
                 }
+                // The newest position is summed up first here, and last there.
+                let values = |bits: &[u16]| bits.iter().map(|&b| bf16::from_bits(b).to_f32()).collect::<Vec<f32>>();
+                assert_close(&what("attention"), &values(&fused[0]), &values(&apart[0]), 1.0 / 128.0, 1.0 / 64.0);
             }
         }
     }

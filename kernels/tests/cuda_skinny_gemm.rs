@@ -8,8 +8,7 @@ use gpu::{Random, floats, poisoned};
 use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::skinny_gemm::{
-    Epilogue, LinearWeight, RowScale, Split, has_hopper_kernel, has_norm_kernel, scaled, skinny_gemm,
-    skinny_gemm_simple, skinny_gemm_split,
+    Epilogue, LinearWeight, Split, has_hopper_kernel, skinny_gemm, skinny_gemm_simple, skinny_gemm_split,
 };
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
 use kernels::reference;
@@ -138,40 +137,6 @@ fn few_rows_through_a_linear_layer_agree_with_the_formula() {
                     });
                 }
             }
-        }
-    }
-}
-
-/// A product of rows that lack the scale of their norm, as a group's sum inside a product leaves them.
-#[test]
-fn rows_that_come_unscaled_are_scaled_by_their_squares() {
-    let Some((gpu, queue)) = gpu::open() else { return };
-    if !has_norm_kernel(&gpu) {
-        println!("skipped: no kernel for this GPU");
-        return;
-    }
-    let mut random = Random::new(5);
-    for [k, n] in [[64, 48], [136, 64], [1008, 96], [4096, 32], [2304, 128]] {
-        for rows in [1, 2, 7, 8] {
-            let upload = |values: &[bf16]| DeviceBuffer::from_slice(&gpu, values).expect("memory");
-            let (x, weight) = (random.bf16s(rows * k, 1.0), random.bf16s(n * k, 0.05));
-            let (x_buffer, weight_buffer) = (upload(&x), upload(&weight));
-            let (slices, eps) = (7, 1e-5);
-            let part =
-                |row: &[bf16], s: usize| row.iter().skip(s).step_by(slices).map(|x| x.to_f32().powi(2)).sum::<f32>();
-            let squares: Vec<f32> = (0..rows * slices).map(|i| part(&x[i / slices * k..][..k], i % slices)).collect();
-            let squares = DeviceBuffer::from_slice(&gpu, &squares).expect("memory");
-            let y = poisoned::<f32>(&gpu, &queue, rows * n);
-            let linear = LinearWeight { weight: weight_buffer.span(), bias: Span::NULL, n, k };
-            let scale = RowScale { squares: squares.span(), slices, cols: k, eps };
-            scaled(&queue, y.span(), x_buffer.span(), &linear, rows, Epilogue::StoreF32, scale).expect("a launch");
-            queue.wait().expect("the kernel runs");
-
-            let ones = vec![1.0; k];
-            let normed = reference::rms_norm(&floats(&x), &ones, eps);
-            let expected = reference::linear(&normed, &floats(&weight), None, k);
-            let found = y.span().read::<f32>(rows * n).expect("a copy");
-            gpu::assert_close(&format!("{rows} x {n} x {k}"), &found, &expected, 1e-4, 1e-4);
         }
     }
 }

@@ -59,6 +59,7 @@ impl CudaDevice {
         if self.current().only_products {
             return Ok(());
         }
+        self.flush()?;
         let count = self.current().shape.tokens * weight.rows;
         activate(&self.queue, out.values, activation.into(), count).map_err(device_error)
     }
@@ -73,6 +74,7 @@ impl CudaDevice {
         if self.current().only_products {
             return Ok(());
         }
+        self.flush()?;
         let weights = HeadNormWeights { q: q_norm.values, k: k_norm.values };
         let (shape, count) = (self.cache().shape, self.current().shape.tokens);
         head_norm(&self.queue, qkv.values, weights, shape, count, eps).map_err(device_error)

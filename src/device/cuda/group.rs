@@ -5,10 +5,10 @@ use std::sync::Arc;
 use half::bf16;
 use kernels::cuda::all_reduce::{PeerBuffer, PeerGroup, PeerHandle, Shots};
 use kernels::cuda::layer_norm::{LayerNormWeight, add_layer_norm};
+use kernels::cuda::linear_chain;
 use kernels::cuda::owner_norm::{OwnerNorm, SharedBuffer, owner_norm};
 use kernels::cuda::rms_norm::add_rms_norm;
 use kernels::cuda::sample::ARGMAX_CHUNKS;
-use kernels::cuda::skinny_gemm::MAX_NORM_ROWS;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
 
 use super::nccl::{Joining, unlink_shared_memory};
@@ -94,7 +94,7 @@ impl Group {
         if self.size() > 1 && self.uses_peers { peer_bytes(self.size(), cols) } else { 0 }
     }
 
-    /// Of [`kernels::cuda::skinny_gemm::peer_add_norm`].
+    /// Of [`kernels::cuda::linear_chain`].
     pub(crate) fn fused(&self) -> Option<&PeerGroup> {
         self.fused.as_ref()
     }
@@ -111,7 +111,7 @@ impl Group {
         let buffer = PeerBuffer::new(gpu, self.size(), MAX_PEER_ROWS, peer_cols(cols));
         self.peers = self.peer_group(gpu, exchange.as_ref(), buffer)?;
         if all_have(exchange.as_ref(), fuses && self.peers.is_some())? {
-            let buffer = PeerBuffer::new(gpu, self.size(), MAX_NORM_ROWS, cols);
+            let buffer = PeerBuffer::new(gpu, self.size(), linear_chain::MAX_ROWS, cols);
             self.fused = self.peer_group(gpu, exchange.as_ref(), buffer)?;
         }
         Ok(())
@@ -238,7 +238,7 @@ fn all_have(exchange: &dyn Exchange, own: bool) -> Result<bool, DeviceError> {
 /// Bytes of the memory that workers map into each other, for sums of `cols` columns.
 pub(crate) fn peer_bytes(group: usize, cols: usize) -> usize {
     PeerBuffer::bytes(group, MAX_PEER_ROWS, peer_cols(cols))
-        + PeerBuffer::bytes(group, MAX_NORM_ROWS, cols)
+        + PeerBuffer::bytes(group, linear_chain::MAX_ROWS, cols)
         + PeerBuffer::FLAG_BYTES
 }
 

@@ -12,7 +12,7 @@ use kernels::cuda::rope_cache::{HeadShape, LayerCache};
 use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
 
-use super::fusion::{Fusion, squares_bytes};
+use super::chain::{self, Chain};
 use super::graphs::largest_bucket;
 use super::group::peer_bytes;
 use super::rows::{MAX_TOP, Reported, Rows};
@@ -291,9 +291,10 @@ pub(crate) fn tensor_rows(limits: &StepLimits, largest_bucket: usize) -> usize {
 
 impl CudaDevice {
     fn pending_bytes(&self, spec: &AttentionSpec) -> usize {
-        let squares = if self.can_fuse_norms() { squares_bytes(self.hidden) } else { 0 };
+        let multiprocessors = self.gpu.num_multiprocessors() as usize;
+        let chains = if self.can_chain() { chain::bytes(self.hidden, multiprocessors) } else { 0 };
         let peers = self.group.peer_bytes(self.hidden);
-        pending_bytes(&self.config.limits, self.hidden, self.group.size(), spec) + peers + squares
+        pending_bytes(&self.config.limits, self.hidden, self.group.size(), spec) + peers + chains
     }
 
     pub(crate) fn plan_memory(&self, spec: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
@@ -320,7 +321,7 @@ impl CudaDevice {
                 expected: "head_dim a multiple of 16 up to 256, block_size a power of two".into(),
             });
         }
-        self.group.open_peers(&self.gpu, self.hidden, self.can_fuse_norms())?;
+        self.group.open_peers(&self.gpu, self.hidden, self.can_chain())?;
         // Activations as wide as the residual: what is summed and normed is among them.
         let bytes = self.tensor_bytes(self.hidden);
         let summed: Vec<_> = self.tensors.iter().filter(|tensor| tensor.span().bytes() == bytes).collect();
@@ -344,8 +345,8 @@ impl CudaDevice {
             .map(|_| PinnedBuffer::new(&self.gpu, words * 4))
             .collect::<Result<_, _>>()?;
         self.workspace = Some(Workspace::new(&self.gpu, &self.config, self.hidden, self.group.size())?);
-        if self.group.fused().is_some() {
-            self.fusion = Fusion::new(&self.gpu, self.hidden)?;
+        if self.can_chain() {
+            self.chain = Chain::new(&self.gpu, self.hidden)?;
         }
         self.cache = Some(Cache::new(&self.gpu, spec, num_blocks, padded_rows(&self.config.limits))?);
         Ok(())

@@ -4,10 +4,10 @@
 //! stay on the GPU, results are read from pinned memory when their step's event has passed. Decode steps are recorded
 //! as CUDA graphs, one for each number of rows in a list of buckets.
 
+mod chain;
 mod config;
 mod decoder_ops;
 mod exchange;
-mod fusion;
 mod graphs;
 mod group;
 mod load;
@@ -37,9 +37,9 @@ use crate::{
     Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
     TensorParallel, WeightSlice,
 };
+use chain::Chain;
 pub use config::CudaConfig;
 pub use exchange::{Exchange, FileExchange};
-use fusion::Fusion;
 use graphs::Graphs;
 use group::Group;
 use load::{Loader, RowOrder};
@@ -102,7 +102,7 @@ pub struct CudaDevice {
     group: Group,
     pipeline: Pipeline,
     gemm: LibraryGemm,
-    fusion: Fusion,
+    chain: Chain,
     /// Whether the kernel for few rows takes every matrix loaded so far.
     all_skinny: bool,
     /// Whether the current step is one of [`verify::part_rows`], whose rows read what others of them write.
@@ -175,7 +175,7 @@ impl CudaDevice {
             group,
             pipeline,
             gemm,
-            fusion: Fusion::default(),
+            chain: Chain::default(),
             all_skinny: true,
             is_parted: false,
             has_layer_norms: false,

@@ -21,7 +21,7 @@ use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 use crate::{Activation, DeviceError};
 
 /// KV heads of all rows up to which it is quicker that decode attention rotates: with more, it is bound by memory (kernels/README.md).
-const MAX_ROTATED_HEADS: usize = 512;
+const MAX_ROTATED_HEADS: usize = 2048;
 
 impl CudaWeight {
     pub(crate) fn linear(&self) -> LinearWeight {
@@ -43,6 +43,7 @@ impl CudaDevice {
     }
 
     pub(crate) fn op_embed(&mut self, out: CudaTensor, table: &CudaWeight) -> Result<(), DeviceError> {
+        self.chain.reset();
         if self.current().only_products {
             return Ok(());
         }
@@ -65,7 +66,7 @@ impl CudaDevice {
         eps: f32,
     ) -> Result<(), DeviceError> {
         let rows = self.num_tokens();
-        self.fusion.reset();
+        self.flush()?;
         if self.current().only_products {
             return Ok(());
         }
@@ -90,18 +91,17 @@ impl CudaDevice {
         stride: usize,
         epilogue: Epilogue,
     ) -> Result<(), DeviceError> {
+        if !self.current().only_products && self.link(out, x, weight, stride, epilogue)? {
+            return Ok(());
+        }
         if stride == weight.rows && self.is_skinny(m, weight) {
             if self.current().only_products {
                 return Ok(());
             }
-            let (queue, linear) = (&self.queue, weight.linear());
-            let queued = match self.fusion.scale_of(x) {
-                Some(scale) => skinny_gemm::scaled(queue, out, x, &linear, m, epilogue, scale),
-                None => skinny_gemm::skinny_gemm(queue, out, x, &linear, m, epilogue),
-            };
-            return queued.map_err(device_error);
+            self.flush()?;
+            return skinny_gemm::skinny_gemm(&self.queue, out, x, &weight.linear(), m, epilogue).map_err(device_error);
         }
-        assert!(self.fusion.scale_of(x).is_none(), "rows without their scale reach only the kernel that applies it");
+        self.flush()?;
         let to_f32 = epilogue == Epilogue::StoreF32;
         let shape = GemmShape { m, n: weight.rows, k: weight.cols, stride, to_f32 };
         let buffers = GemmBuffers { y: out, x, w: weight.values, bias: weight.bias };
@@ -130,6 +130,7 @@ impl CudaDevice {
         if self.current().only_products {
             return Ok(());
         }
+        self.flush()?;
         gated_activation::gated_activation(
             &self.queue,
             out.values,
@@ -146,6 +147,7 @@ impl CudaDevice {
         if self.current().only_products {
             return Ok(());
         }
+        self.flush()?;
         let (cache, spans) = (self.cache(), self.current().spans);
         let inputs =
             RopeInputs { cos: cache.cos.span(), sin: cache.sin.span(), positions: spans.positions, slots: spans.slots };
@@ -291,6 +293,7 @@ impl CudaDevice {
         if self.finish_deferred(operands)? {
             return Ok(());
         }
+        self.flush()?;
         self.group.reduce_add_norm(&self.queue, operands)
     }
 
@@ -324,6 +327,7 @@ impl CudaDevice {
         let share = self.workspace().share;
         let all = self.workspace().logits.span().elements::<f32>(0, self.group.size() * count * share);
         self.product(self.own_part(all), x, head, count, share, Epilogue::StoreF32)?;
+        self.flush()?;
         Ok(all)
     }
 

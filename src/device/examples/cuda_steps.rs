@@ -269,7 +269,12 @@ fn time_prefill(
 }
 
 fn config(options: &Options) -> CudaConfig {
-    let limits = StepLimits { max_tokens: 16384, max_rows: MAX_ROWS, max_sequence_len: MAX_LEN, vocab_size: VOCAB };
+    let limits = StepLimits {
+        max_tokens: options.prefill.max(MAX_ROWS),
+        max_rows: MAX_ROWS,
+        max_sequence_len: MAX_LEN,
+        vocab_size: VOCAB,
+    };
     let library_dirs =
         std::env::var_os("TRIREME_CUDA_LIBS").map(|dirs| std::env::split_paths(&dirs).collect()).unwrap_or_default();
     CudaConfig {

@@ -1,0 +1,267 @@
+//! Linear layers for few rows that follow each other, in one kernel whose weights stream through the ends of layers.
+//! Kernel: `sm90_linear_chain.cu`.
+
+use std::sync::Arc;
+
+use bytemuck::{Pod, Zeroable};
+use half::bf16;
+
+use super::all_reduce::{PeerGroup, Shots};
+use super::error::ensure;
+use super::skinny_gemm::{self, Epilogue, LinearWeight};
+use super::tensor_map::TensorMap;
+use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
+
+/// Most rows of `x`: with more, blocks read `x` more often than they can beside their weights (kernels/README.md).
+pub const MAX_ROWS: usize = 16;
+
+/// Most links of a chain.
+pub const MAX_LINKS: usize = 4;
+
+const OP: &str = "linear_chain";
+/// Rows of a weight that are a tile, and columns of a slice that the copy engine brings: 128 bytes.
+const TILE: usize = 64;
+const SLICE: usize = 64;
+/// Warpgroups of a block that multiply slices of K in turn, and all of its threads.
+const GROUPS: usize = 4;
+const THREADS: usize = GROUPS * 128 + 96;
+/// Most stages of the ring, which there are barriers for.
+const MAX_STAGES: usize = 32;
+/// Bytes that a block leaves to kernels beside it, and to its own barriers and scales.
+const SPARE_BYTES: usize = 6 << 10;
+/// Of a block's packets: a tile of f32 sums, and a tag beside each.
+const PACKET_BYTES: usize = MAX_ROWS * TILE * 8;
+/// Of the kernel's `epilogue`, beside those of [`Epilogue`].
+const ADD_NORM: u32 = 4;
+/// Words of the counters before the blocks' epochs.
+const FIRST_EPOCH: usize = 64;
+
+/// One product of a chain: `y = end(x @ weight^T + bias)` for `x [rows, k]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Link {
+    /// As `end` says.
+    pub y: Span,
+    /// Elements from one row of `y` to the next, at least `linear.n`, where a product is stored without a gate; else not looked at.
+    pub pitch: usize,
+    /// `[rows, k]` bf16, what the link before gave or what was there before.
+    pub x: Span,
+    /// Weight and bias.
+    pub linear: LinearWeight,
+    /// What becomes of the product.
+    pub end: LinkEnd,
+    /// If [`LinkEnd::AddNorm`] made `x`, what its rows lack.
+    pub scale: Option<RowScale>,
+}
+
+/// What becomes of a product.
+#[derive(Debug, Clone, Copy)]
+pub enum LinkEnd {
+    /// Stored.
+    Store(Epilogue),
+    /// Added to a residual, and normed but for the rows' scales.
+    AddNorm(AddNorm),
+}
+
+/// `residual += the product, summed over the group`, each rank's part rounded to bf16, then `y = residual * gain`, both `[rows, n]` bf16,
+/// and the squares of `residual` before it is rounded: an RMSNorm but for its scale, which the product that takes `y` applies.
+#[derive(Debug, Clone, Copy)]
+pub struct AddNorm {
+    /// `[rows, n]` bf16.
+    pub residual: Span,
+    /// `[n]` bf16, the norm's weight.
+    pub gain: Span,
+    /// `[rows, norm_slices(n)]` f32; every element is written.
+    pub squares: Span,
+}
+
+/// Rows are to be multiplied by `rsqrt(mean of their squares + eps)`.
+#[derive(Debug, Clone, Copy)]
+pub struct RowScale {
+    /// `[rows, norm_slices(cols)]` f32, sums of squares.
+    pub squares: Span,
+    /// Columns of a row.
+    pub cols: usize,
+    /// Of the norm.
+    pub eps: f32,
+}
+
+/// Sums of squares that [`AddNorm`] leaves of a row of `n`.
+pub fn norm_slices(n: usize) -> usize {
+    n.div_ceil(TILE)
+}
+
+/// Whether this GPU and this build have the kernel.
+pub fn has_kernel(gpu: &Gpu) -> bool {
+    gpu.capability().0 == 9 && gpu.has_kernel("sm90_linear_chain_bf16_m8")
+}
+
+/// What blocks of a chain tell each other through. Chains that share it run one after the other.
+#[derive(Debug)]
+pub struct ChainScratch {
+    packets: DeviceBuffer,
+    /// Blocks that arrived, then each block's epoch.
+    counters: DeviceBuffer,
+}
+
+impl ChainScratch {
+    /// For chains on this GPU.
+    pub fn new(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
+        let blocks = gpu.num_multiprocessors() as usize;
+        let packets = DeviceBuffer::from_slice(gpu, &vec![0u8; blocks * PACKET_BYTES])?;
+        let counters = DeviceBuffer::from_slice(gpu, &vec![0u32; FIRST_EPOCH + blocks])?;
+        Ok(Self { packets, counters })
+    }
+
+    /// Bytes that [`ChainScratch::new`] takes on a GPU of `multiprocessors`.
+    pub fn bytes(multiprocessors: usize) -> usize {
+        multiprocessors * PACKET_BYTES + 4 * (FIRST_EPOCH + multiprocessors)
+    }
+}
+
+/// Runs the links in order, each for the same number of rows, at most [`MAX_ROWS`]. With a group, all ranks call it alike and use the
+/// group for nothing else. On Hopper ([`has_kernel`]).
+pub fn linear_chain(
+    q: &Queue,
+    links: &[Link],
+    rows: usize,
+    scratch: &ChainScratch,
+    group: Option<&PeerGroup>,
+) -> Result<(), CudaError> {
+    ensure!(OP, (1..=MAX_LINKS).contains(&links.len()), "{} links; expected 1 to {MAX_LINKS}", links.len());
+    let gpu = q.gpu();
+    let width = rows.next_power_of_two().max(8);
+    let (stage_bytes, partial_bytes) = ((TILE + width) * SLICE * 2, GROUPS * width * (TILE + 4) * 4);
+    // A stage belongs to one group: its barrier is waited for in order.
+    let room = (gpu.max_shared_bytes() as usize).saturating_sub(SPARE_BYTES + 1024 + partial_bytes);
+    let stages = (room / stage_bytes).min(MAX_STAGES) / GROUPS * GROUPS;
+    ensure!(OP, stages > 0, "shared memory of {} bytes is too small", gpu.max_shared_bytes());
+
+    let mut chain = ChainArgument {
+        packets: scratch.packets.span().address(),
+        arrivals: scratch.counters.span().address(),
+        epochs: scratch.counters.span().part(FIRST_EPOCH * 4, 4).address(),
+        count: links.len() as u32,
+        stages: stages as u32,
+        ..ChainArgument::zeroed()
+    };
+    for (argument, link) in chain.links.iter_mut().zip(links) {
+        let slices = link.linear.n.div_ceil(TILE) * link.linear.k.div_ceil(SLICE);
+        let fits = slices < u32::MAX as usize / (gpu.num_multiprocessors() as usize + 1);
+        ensure!(OP, fits, "a weight of {} x {} is too large", link.linear.n, link.linear.k);
+        *argument = link.argument(rows, width)?;
+    }
+    let summed = links.iter().find(|link| matches!(link.end, LinkEnd::AddNorm(_)));
+    if let (Some(group), Some(link)) = (group, summed) {
+        let peers = group.argument(&[link.y], rows, link.linear.n, Shots::One)?;
+        chain.peers = bytemuck::pod_read_unaligned(&peers);
+    }
+    let launch = Launch::new(gpu.num_multiprocessors(), THREADS as u32)
+        .shared((stages * stage_bytes + partial_bytes + 1024) as u32);
+    let kind = if group.is_some() { "peer_" } else { "" };
+    q.launch(&format!("sm90_{kind}linear_chain_bf16_m{width}"), launch, &[Arg::Bytes(bytemuck::bytes_of(&chain))])
+}
+
+impl Link {
+    /// The kernel's `Link`, after checking that the operands hold `rows` rows.
+    fn argument(&self, rows: usize, width: usize) -> Result<LinkArgument, CudaError> {
+        let Self { y, pitch, x, linear, end, scale } = *self;
+        let LinearWeight { weight, bias, n, k } = linear;
+        let epilogue = match end {
+            LinkEnd::Store(epilogue) => epilogue,
+            LinkEnd::AddNorm(_) => Epilogue::Store,
+        };
+        skinny_gemm::check(y, x, &linear, rows, epilogue)?;
+        if let LinkEnd::Store(Epilogue::Store | Epilogue::StoreF32) = end {
+            let bytes = if epilogue == Epilogue::StoreF32 { 4 } else { 2 };
+            let fits = pitch >= n && pitch.is_multiple_of(8) && y.bytes() >= ((rows - 1) * pitch + n) * bytes;
+            ensure!(OP, fits, "y does not hold {rows} rows of {n} outputs, {pitch} apart");
+        }
+        let mut argument = LinkArgument {
+            weight: map_words(&TensorMap::matrix(weight, n, k, TILE, SLICE)?),
+            x: map_words(&TensorMap::matrix(x, rows, k, width, SLICE)?),
+            y: y.address(),
+            bias: bias.address(),
+            m: rows as u32,
+            n: n as u32,
+            epilogue: epilogue.code(),
+            pitch: pitch as u32,
+            k: k as u32,
+            ..LinkArgument::zeroed()
+        };
+        if let LinkEnd::AddNorm(add) = end {
+            add.fill(&mut argument, y, rows, n)?;
+        }
+        if let Some(RowScale { squares, cols, eps }) = scale {
+            let found = squares.count::<f32>();
+            let fits = cols == k && found >= rows * norm_slices(cols);
+            ensure!(OP, fits, "{found} squares of {rows} rows of {cols} columns, for {k} inputs");
+            argument.squares_in = squares.address();
+            argument.slices_in = norm_slices(cols) as u32;
+            argument.inverse_cols = 1.0 / cols as f32;
+            argument.eps = eps;
+        }
+        Ok(argument)
+    }
+}
+
+impl AddNorm {
+    fn fill(&self, argument: &mut LinkArgument, y: Span, rows: usize, n: usize) -> Result<(), CudaError> {
+        let Self { residual, gain, squares } = *self;
+        let fits = residual.count::<bf16>() >= rows * n && gain.count::<bf16>() >= n;
+        ensure!(OP, fits, "the residual or the norm's weight is too short for {rows} rows of {n}");
+        let found = squares.count::<f32>();
+        ensure!(OP, found >= rows * norm_slices(n), "{found} squares of {rows} x {}", norm_slices(n));
+        ensure!(OP, residual.is_aligned(8) && gain.is_aligned(8), "a buffer is not 8-byte aligned");
+        ensure!(OP, y.address() != residual.address(), "y and residual are one buffer");
+        argument.epilogue = ADD_NORM;
+        argument.residual = residual.address();
+        argument.gain = gain.address();
+        argument.squares_out = squares.address();
+        argument.slices_out = norm_slices(n) as u32;
+        Ok(())
+    }
+}
+
+fn map_words(map: &TensorMap) -> [u64; 16] {
+    bytemuck::pod_read_unaligned(map.bytes())
+}
+
+/// The kernel's `Link`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct LinkArgument {
+    weight: [u64; 16],
+    x: [u64; 16],
+    y: u64,
+    bias: u64,
+    m: u32,
+    n: u32,
+    epilogue: u32,
+    pitch: u32,
+    squares_in: u64,
+    residual: u64,
+    gain: u64,
+    squares_out: u64,
+    slices_in: u32,
+    slices_out: u32,
+    inverse_cols: f32,
+    eps: f32,
+    k: u32,
+    padding_after: [u32; 11],
+}
+
+/// The kernel's `Chain`.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct ChainArgument {
+    links: [LinkArgument; MAX_LINKS],
+    peers: [u64; 14],
+    packets: u64,
+    arrivals: u64,
+    epochs: u64,
+    count: u32,
+    stages: u32,
+    padding: [u32; 12],
+}
+
+const _: () = assert!(size_of::<LinkArgument>() == 384 && size_of::<ChainArgument>() == 4 * 384 + 192);

@@ -1,0 +1,438 @@
+// sm90_linear_chain_bf16: products of few rows that follow each other, in one kernel: link l takes what link l - 1 gave
+// sm90_peer_linear_chain_bf16: the same for the ranks of a group, whose ADD_NORM links have their parts of K with each rank
+// archs: 90a
+//
+// A link is y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]) of M <= 16 rows, and one of
+// STORE, STORE_F32, SILU, GELU  as in sm90_gemm.cuh
+// ADD_NORM  residual[m, n] += the sum (over the group), y[m, n] = residual[m, n] * gain[n], unscaled, and the squares of each tile's
+//           columns for the link that takes y: with `squares_in`, sums are multiplied by rsqrt(mean of the row's squares + eps)
+//
+// x        [M, K]  bf16 through a tensor map of [NT rows, 64]; rows past M arrive as zero
+// w        [N, K]  bf16 through a tensor map of [TILE, 64]; read once
+// squares  [M, ceil(N / TILE)] f32
+// packets  [blocks][NT TILE / 4] of 32 bytes: partial sums of a tile that several blocks share, four floats and four tags
+// arrivals u32, blocks that have ended a link, of all launches; epochs [blocks] u32, links of all launches: one for each block
+//          so that no block sees another's end. Both zero before the first launch
+// peers    as in sm90_gemm.cuh; all ranks launch the same chain
+// launch   one block a multiprocessor, 128 GROUPS + 96 threads, dynamic shared memory and `stages` from the wrapper, a multiple of GROUPS
+//          A link's tiles of TILE rows of w, cut into slices of 64 columns, are shared out evenly, slice by slice. One warp keeps a ring
+//          full of weights, this link's and then the next one's, whose x does not exist yet; a second one brings x as soon as
+//          all blocks have arrived; a third one adds up squares; GROUPS warpgroups multiply, each every GROUPS-th slice. So weights
+//          stream without a pause, through the ends of links, and at the start while the kernel before this one runs.
+//          A block that has a tile's first slices adds up what the others send, in order of K: it multiplies them last of all.
+// maths    fp32 in the tensor cores, K in parts that follow from N, K and the number of blocks: no result depends on M. Squares and y
+//          are taken from the fp32 sum; with peers each rank's part is rounded to bf16 first
+// needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up), all blocks resident at once: checked in linear_chain.rs
+// bound    memory, 2 N K bytes a link
+// test     tests/cuda_linear_chain.rs, against reference::linear and reference::rms_norm
+#include "peers.cuh"
+#include "sm90_gemm.cuh"
+
+constexpr i32 TILE = 64;         // rows of a weight that are a tile
+constexpr i32 PITCH = TILE + 4;  // floats of a row of partial sums; PITCH % 16 == 4 keeps their stores free of bank conflicts
+constexpr i32 ADD_NORM = 4;
+constexpr int GROUPS = 4;        // warpgroups that multiply
+constexpr int CONSUMERS = GROUPS * 128;
+constexpr int MAX_LINKS = 4;
+constexpr u32 WRITTEN = 1u << 31;  // of every tag: memory that nobody wrote has none
+
+struct Norm {
+    const float* squares_in;  // [M, slices_in], or null: x is as it should be
+    bf16* residual;           // [M, N], ADD_NORM
+    const bf16* gain;         // [N], ADD_NORM
+    float* squares_out;       // [M, slices_out], ADD_NORM
+    i32 slices_in, slices_out;
+    float inverse_cols, eps;
+};
+
+struct Link {
+    TensorMap w, x;
+    Output out;
+    Norm norm;
+    i32 k;
+};
+
+struct Chain {
+    Link links[MAX_LINKS];
+    AllReduce peers;
+    u8* packets;
+    u32* arrivals;
+    u32* epochs;
+    i32 count, stages;
+};
+
+// Slices that a block takes of a link, counted tile after tile.
+struct Share {
+    u32 slices;  // of a tile
+    u32 total, first, end;
+
+    __device__ u32 first_of(u32 block) const { return total * block / gridDim.x; }
+    __device__ u32 block_of(u32 slice) const { return ((slice + 1) * gridDim.x - 1) / total; }
+};
+
+__device__ __forceinline__ Share share_of(const Link& link) {
+    Share s;
+    s.slices = (link.k + BK - 1) / BK;
+    s.total = (link.out.n + TILE - 1) / TILE * s.slices;
+    s.first = s.first_of(blockIdx.x);
+    s.end = s.first_of(blockIdx.x + 1);
+    return s;
+}
+
+// A place in the ring.
+struct Cursor {
+    i32 stage;
+    u32 parity;
+
+    __device__ void advance(i32 by, i32 stages) {
+        stage += by;
+        if (stage >= stages) stage -= stages, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ u32 load_acquire(const u32* p) {
+    u32 r;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+    return r;
+}
+
+__device__ __forceinline__ void arrive_release(u32* p) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory");
+}
+
+// Between what a thread has seen of others' writes and reads of the copy engine.
+__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// Waits until all blocks have ended so many links.
+__device__ __forceinline__ void wait_for_links(const Chain& c, u32 links) {
+    const u32 target = links * gridDim.x;
+    while ((i32)(load_acquire(c.arrivals) - target) < 0) {}
+}
+
+// All threads that multiply.
+__device__ __forceinline__ void team_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+
+// One thread: weights of all links.
+template <class R>
+__device__ __forceinline__ void bring_weights(const R& ring, const Chain& c) {
+    Cursor at{0, 1};
+    for (i32 l = 0; l < c.count; ++l) {
+        const Link& link = c.links[l];
+        const Share share = share_of(link);
+        i32 tile = share.first / share.slices, slice = share.first % share.slices;
+        for (u32 i = share.first; i < share.end; ++i) {
+            barrier_wait(ring.empty + 8 * at.stage, at.parity);
+            barrier_arrive_expect(ring.full + 8 * at.stage, R::W_BYTES);
+            tensor_load(ring.w(at.stage), &link.w, slice * BK, tile * TILE, ring.full + 8 * at.stage, EVICT_FIRST);
+            if (++slice == (i32)share.slices) slice = 0, ++tile;
+            at.advance(1, ring.stages);
+        }
+    }
+}
+
+// One thread: x of each link, once it is there.
+template <class R>
+__device__ __forceinline__ void bring_rows(const R& ring, const Chain& c, u32 epoch) {
+    Cursor at{0, 1};
+    for (i32 l = 0; l < c.count; ++l) {
+        const Link& link = c.links[l];
+        const Share share = share_of(link);
+        if (l > 0) {
+            wait_for_links(c, epoch + l);
+            proxy_fence();
+        }
+        i32 slice = share.first % share.slices;
+        for (u32 i = share.first; i < share.end; ++i) {
+            barrier_wait(ring.empty + 8 * at.stage, at.parity);
+            barrier_arrive_expect(ring.full + 8 * at.stage, R::X_BYTES);
+            tensor_load(ring.x(at.stage), &link.x, slice * BK, 0, ring.full + 8 * at.stage, EVICT_LAST);
+            if (++slice == (i32)share.slices) slice = 0;
+            at.advance(1, ring.stages);
+        }
+    }
+}
+
+// One warp: what each row of x is still to be multiplied by, for each link that asks; and before that, asks for what the tiles' ends read.
+__device__ __forceinline__ void bring_scales(float* scales, u32 ready, const Chain& c, u32 epoch) {
+    constexpr int ROWS = 8;  // at a time, so that loads do not wait for each other
+    const int lane = threadIdx.x % 32;
+    for (i32 l = 0; l < c.count; ++l) {
+        const Norm& norm = c.links[l].norm;
+        const Output& out = c.links[l].out;
+        const Share share = share_of(c.links[l]);
+        // A line has 64 columns.
+        for (i32 n = share.first / share.slices * TILE + lane * 64; n < out.n && n < (i32)((share.end + share.slices - 1) / share.slices * TILE); n += 32 * 64) {
+            if (out.bias) prefetch(out.bias + n);
+            if (out.epilogue == ADD_NORM) prefetch(norm.gain + n);
+        }
+        if (!norm.squares_in) continue;
+        if (l > 0) wait_for_links(c, epoch + l);
+        for (i32 first = 0; first < out.m; first += ROWS) {
+            float sums[ROWS] = {};
+#pragma unroll 2
+            for (i32 i = lane; i < norm.slices_in; i += 32) {
+#pragma unroll
+                for (int j = 0; j < ROWS; ++j) {
+                    if (first + j < out.m) sums[j] += __ldcg(norm.squares_in + (i64)(first + j) * norm.slices_in + i);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < ROWS; ++j) {
+                const float sum = warp_sum(sums[j]);
+                if (lane == 0 && first + j < out.m) scales[first + j] = rsqrtf(sum * norm.inverse_cols + norm.eps);
+            }
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(ready);
+    }
+}
+
+// A tile's sums: the groups' in shared memory, and those that blocks first .. last sent.
+template <int NT>
+struct Sums {
+    const float* partial;  // [GROUPS][NT][PITCH]
+    const float* scales;   // [NT] or null
+    u8* packets;
+    Share share;
+    u32 tag, first, last;
+
+    __device__ u8* packet(u32 block, int m, int r) const {
+        return packets + ((u64)block * (NT * TILE / 4) + m * (TILE / 4) + r / 4) * 32;
+    }
+
+    __device__ float4 own(int m, int r) const {
+        float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+            const float4 v = *reinterpret_cast<const float4*>(partial + (g * NT + m) * PITCH + r);
+            total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+        }
+        return total;
+    }
+
+    __device__ void send(u32 block, int m, int r) const {
+        const float4 v = own(m, r);
+        u8* p = packet(block, m, r);
+        send_half(p, make_uint2(__float_as_uint(v.x), __float_as_uint(v.y)), tag);
+        send_half(p + 16, make_uint2(__float_as_uint(v.z), __float_as_uint(v.w)), tag);
+    }
+
+    __device__ float4 sum(int m, int r) const {
+        float4 total = own(m, r);
+        for (u32 block = first; block <= last; ++block) {
+            if (share.first_of(block) == share.first_of(block + 1)) continue;  // a block without a slice sends nothing
+            const u8* p = packet(block, m, r);
+            for (;;) {
+                const uint4 a = load_volatile(p), b = load_volatile(p + 16);
+                if (a.y != tag || a.w != tag || b.y != tag || b.w != tag) continue;
+                total.x += __uint_as_float(a.x), total.y += __uint_as_float(a.z);
+                total.z += __uint_as_float(b.x), total.w += __uint_as_float(b.z);
+                break;
+            }
+        }
+        if (scales) {
+            const float scale = scales[m];
+            total.x *= scale, total.y *= scale, total.z *= scale, total.w *= scale;
+        }
+        return total;
+    }
+};
+
+// This group's slices up to `end`, counted over all links, onto `acc`.
+template <int NT>
+__device__ __forceinline__ void consume(const Ring<TILE, NT>& ring, Cursor& at, u32& next, u32 end, float* acc) {
+    for (; next < end; next += GROUPS) {
+        barrier_wait(ring.full + 8 * at.stage, at.parity);
+        multiply_slice<NT>(acc, ring.w(at.stage), ring.x(at.stage));
+        if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * at.stage);
+        at.advance(GROUPS, ring.stages);
+    }
+}
+
+// Four columns of a row onto what the residual has there; gives the sum of the results' squares.
+__device__ __forceinline__ float add_to_residual(const Output& out, const Norm& norm, i32 m, i32 n, float4 v, uint2 old, uint2 gain) {
+    uint2* residual = reinterpret_cast<uint2*>(norm.residual + (i64)m * out.n + n);
+    v.x += unpack_lo(old.x), v.y += unpack_hi(old.x), v.z += unpack_lo(old.y), v.w += unpack_hi(old.y);
+    *residual = pack4(v);
+    const float squares = v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    v.x *= unpack_lo(gain.x), v.y *= unpack_hi(gain.x), v.z *= unpack_lo(gain.y), v.w *= unpack_hi(gain.y);
+    *reinterpret_cast<uint2*>((bf16*)out.y + (i64)m * out.n + n) = pack4(v);
+    return squares;
+}
+
+// Items of a tile, four columns of a row each, and how a block's threads share them: rows lie side by side in a warp, whose threads
+// all take part in every round.
+struct Quads {
+    int quads, m, r, n;
+
+    __device__ Quads(int item, i32 n0, i32 first, i32 count)
+        : quads(count / 4), m(item / quads), r(first + item % quads * 4), n(n0 + r) {}
+
+    __device__ bool is_inside(const Output& out) const { return m < out.m && n < out.n; }
+
+    __device__ void store_squares(const Output& out, const Norm& norm, float squares, i32 slice) const {
+        for (int d = quads / 2; d > 0; d /= 2) squares += __shfl_xor_sync(FULL_WARP, squares, d);
+        if (threadIdx.x % quads == 0 && m < out.m) norm.squares_out[(i64)m * norm.slices_out + slice] = squares;
+    }
+};
+
+// ADD_NORM of a tile whose row 0 is n0.
+template <int NT, bool PEERS>
+__device__ __forceinline__ void add_norm(const Sums<NT>& sums, const Link& link, const AllReduce& peers, i32 n0) {
+    constexpr int ITEMS = (NT * TILE / 4 + CONSUMERS - 1) / CONSUMERS;
+    const Output& out = link.out;
+    const int lane = threadIdx.x % 32, begin = threadIdx.x - lane, end = out.m * TILE / 4;
+    const i32 columns = n0 / 16;
+    const u32 epoch = PEERS ? __ldcg(peers.epochs + columns) + 1 : 0;  // another block's work in the link before, perhaps
+    uint2 own[PEERS ? ITEMS : 1], old[ITEMS], gain[ITEMS];
+#pragma unroll
+    for (int j = 0; j < ITEMS; ++j) {
+        const Quads at(begin + j * CONSUMERS + lane, n0, 0, TILE);
+        if (!at.is_inside(out)) continue;
+        old[j] = __ldcg(reinterpret_cast<const uint2*>(link.norm.residual + (i64)at.m * out.n + at.n));
+        gain[j] = *reinterpret_cast<const uint2*>(link.norm.gain + at.n);
+    }
+    if constexpr (PEERS) {
+#pragma unroll
+        for (int j = 0; j < ITEMS; ++j) {
+            const Quads at(begin + j * CONSUMERS + lane, n0, 0, TILE);
+            if (!at.is_inside(out)) continue;
+            float4 v = sums.sum(at.m, at.r);
+            add_bias(v, out.bias, at.n);
+            own[j] = pack4(v);
+            for (u32 i = 1; i < peers.ranks; ++i) {
+                const u32 r = (peers.rank + i) % peers.ranks;
+                send_half(peers.row(r, epoch & 1, peers.rank, at.m) + (u64)at.n * 4, own[j], epoch);
+            }
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < ITEMS; ++j) {
+        if (begin + j * CONSUMERS >= end) break;
+        const Quads at(begin + j * CONSUMERS + lane, n0, 0, TILE);
+        float squares = 0.0f;
+        if (at.is_inside(out)) {
+            float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+            if constexpr (PEERS) {
+                for (u32 r = 0; r < peers.ranks; ++r) {
+                    const u8* from = peers.row(peers.rank, epoch & 1, r, at.m) + (u64)at.n * 4;
+                    const uint2 x = r == peers.rank ? own[j] : receive_half(peers, from, epoch, r);
+                    v.x += unpack_lo(x.x), v.y += unpack_hi(x.x), v.z += unpack_lo(x.y), v.w += unpack_hi(x.y);
+                }
+            } else {
+                v = sums.sum(at.m, at.r);
+                add_bias(v, out.bias, at.n);
+            }
+            squares = add_to_residual(out, link.norm, at.m, at.n, v, old[j], gain[j]);
+        }
+        at.store_squares(out, link.norm, squares, n0 / TILE);
+    }
+    if constexpr (PEERS) {
+        team_sync();  // all threads have read the epoch
+        const i32 c = threadIdx.x;
+        if (c < TILE / 16 && (columns + c) * 16 < out.n) peers.epochs[columns + c] = epoch;
+    }
+}
+
+// The products of all links.
+template <int NT, bool PEERS>
+__device__ __forceinline__ void multiply(const Ring<TILE, NT>& ring, const Chain& c, float* partial, const float* scales,
+                                         u32 scaled, u32 epoch) {
+    const i32 group = threadIdx.x / 128;
+    Cursor at{group, 0};
+    u32 next = group, run = 0, scaled_parity = 0;
+    for (i32 l = 0; l < c.count; ++l) {
+        const Link& link = c.links[l];
+        const Share share = share_of(link);
+        const bool is_scaled = link.norm.squares_in != nullptr;
+        bool waits = is_scaled;
+        for (u32 i = share.first; i < share.end;) {
+            const u32 tile = i / share.slices, begin = tile * share.slices, until = min(begin + share.slices, share.end);
+            float acc[NT / 2] = {};
+            run += until - i;
+            consume<NT>(ring, at, next, run, acc);
+            store_partial<NT>(partial + group * NT * PITCH, PITCH, acc);
+            if (waits) barrier_wait(scaled, scaled_parity), scaled_parity ^= 1, waits = false;
+            team_sync();
+            const u32 last = share.block_of(begin + share.slices - 1);
+            const Sums<NT> sums{partial,           is_scaled ? scales : nullptr, c.packets, share, (epoch + l + 1) | WRITTEN,
+                                              blockIdx.x + 1, last};
+            if (i > begin) {
+                for (int item = threadIdx.x; item < link.out.m * (TILE / 4); item += CONSUMERS) {
+                    sums.send(blockIdx.x, item / (TILE / 4), item % (TILE / 4) * 4);
+                }
+            } else if (link.out.epilogue == ADD_NORM) {
+                add_norm<NT, PEERS>(sums, link, c.peers, tile * TILE);
+            } else if (link.out.epilogue < SILU) {
+                store_tile(sums, link.out, tile * TILE, 0, TILE, CONSUMERS);
+            } else {
+                store_gated(sums, link.out, tile * TILE, 0, TILE, CONSUMERS);
+            }
+            i = until;
+            team_sync();  // the partial sums have been read
+        }
+        if (share.first == share.end) {
+            if (waits) barrier_wait(scaled, scaled_parity), scaled_parity ^= 1;
+            team_sync();
+        }
+        if (threadIdx.x == 0) {
+            if (share.first == share.end && l > 0) wait_for_links(c, epoch + l);  // nothing else has held this block back
+            __threadfence();
+            arrive_release(c.arrivals);
+        }
+    }
+    if (threadIdx.x == 0) c.epochs[blockIdx.x] = epoch + c.count;
+}
+
+template <int NT, bool PEERS>
+__device__ __forceinline__ void linear_chain(const Chain& c) {
+    using R = Ring<TILE, NT>;
+    extern __shared__ u8 dynamic[];
+    __shared__ alignas(8) u64 barriers[65];
+    __shared__ float scales[NT];
+    pdl_launch();
+
+    const u32 raw = shared_address(dynamic), aligned = (raw + 1023) & ~1023u;
+    const R ring{aligned, shared_address(barriers), shared_address(barriers + 32), c.stages};
+    const u32 scaled = shared_address(barriers + 64);
+    float* partial = reinterpret_cast<float*>(dynamic + (aligned - raw) + c.stages * R::STAGE_BYTES);
+    if (threadIdx.x == 0) {
+        for (i32 s = 0; s < c.stages; ++s) {
+            barrier_init(ring.full + 8 * s, 2);
+            barrier_init(ring.empty + 8 * s, 4);
+        }
+        barrier_init(scaled, 1);
+        barrier_init_fence();
+    }
+    __syncthreads();
+
+    const u32 warp = threadIdx.x / 32;
+    if (warp == CONSUMERS / 32) {
+        if (threadIdx.x == CONSUMERS) bring_weights(ring, c);
+        __syncwarp();
+        return;
+    }
+    pdl_wait();
+    const u32 epoch = __ldcg(c.epochs + blockIdx.x);
+    asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS + 64) : "memory");  // all have read the epoch
+    if (warp == CONSUMERS / 32 + 1) {
+        if (threadIdx.x % 32 == 0) bring_rows(ring, c, epoch);
+    } else if (warp == CONSUMERS / 32 + 2) {
+        bring_scales(scales, scaled, c, epoch);
+    } else {
+        multiply<NT, PEERS>(ring, c, partial, scales, scaled, epoch);
+    }
+}
+
+#define LINEAR_CHAIN(NT)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 96, 1)                                                 \
+        sm90_linear_chain_bf16_m##NT(const __grid_constant__ Chain c) {                                                \
+        linear_chain<NT, false>(c);                                                                            \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 96, 1)                                                 \
+        sm90_peer_linear_chain_bf16_m##NT(const __grid_constant__ Chain c) {                                           \
+        linear_chain<NT, true>(c);                                                                             \
+    }
+
+LINEAR_CHAIN(8)
+LINEAR_CHAIN(16)

@@ -1,0 +1,214 @@
+//! Chains of products against the plain formulas, link by link, over odd shapes.
+
+mod gpu;
+
+use std::sync::Arc;
+
+use gpu::{Random, floats, poisoned};
+use half::bf16;
+use kernels::cuda::gated_activation::GateActivation;
+use kernels::cuda::linear_chain::{
+    AddNorm, ChainScratch, Link, LinkEnd, RowScale, has_kernel, linear_chain, norm_slices,
+};
+use kernels::cuda::skinny_gemm::{Epilogue, LinearWeight};
+use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
+use kernels::reference;
+
+const EPS: f32 = 1e-5;
+
+/// What a decoder has between two attentions: out, gate and up, down, and the next layer's qkv; `attended` inputs of the first.
+struct Shape {
+    attended: usize,
+    hidden: usize,
+    inner: usize,
+    qkv: usize,
+}
+
+struct Weight {
+    values: Vec<bf16>,
+    bias: Option<Vec<bf16>>,
+    n: usize,
+    k: usize,
+    on_gpu: DeviceBuffer,
+    bias_on_gpu: Option<DeviceBuffer>,
+}
+
+impl Weight {
+    fn new(gpu: &Arc<Gpu>, random: &mut Random, n: usize, k: usize, with_bias: bool) -> Self {
+        let values = random.bf16s(n * k, 2.0 / (k as f32).sqrt());
+        let bias = with_bias.then(|| random.bf16s(n, 0.5));
+        let upload = |values: &[bf16]| DeviceBuffer::from_slice(gpu, values).expect("memory");
+        Self { on_gpu: upload(&values), bias_on_gpu: bias.as_deref().map(upload), values, bias, n, k }
+    }
+
+    fn linear(&self) -> LinearWeight {
+        let bias = self.bias_on_gpu.as_ref().map_or(Span::NULL, DeviceBuffer::span);
+        LinearWeight { weight: self.on_gpu.span(), bias, n: self.n, k: self.k }
+    }
+
+    /// Products of `x [rows, k]` with rows multiplied by `scales`, and how far off sums in another order may be.
+    fn multiply(&self, x: &[bf16], scales: &[f32]) -> (Vec<f32>, Vec<f32>) {
+        let x: Vec<f32> =
+            floats(x).chunks(self.k).zip(scales).flat_map(|(row, s)| row.iter().map(move |v| v * s)).collect();
+        let weight = floats(&self.values);
+        let bias = self.bias.as_deref().map(floats);
+        let magnitudes = |values: &[f32]| values.iter().map(|v| v.abs()).collect::<Vec<f32>>();
+        let sums = reference::linear(&x, &weight, bias.as_deref(), self.k);
+        let sizes = reference::linear(&magnitudes(&x), &magnitudes(&weight), None, self.k);
+        let slack =
+            |(sum, size): (&f32, &f32)| size * self.k as f32 * 2.0f32.powi(-24) + sum.abs() * 2.0f32.powi(-20) + 1e-6;
+        let slacks = sums.iter().zip(&sizes).map(slack).collect();
+        (sums, slacks)
+    }
+}
+
+fn check(what: &str, found: &[f32], expected: &[f32], tolerances: &[f32]) {
+    for (i, ((&found, &expected), &tolerance)) in found.iter().zip(expected).zip(tolerances).enumerate() {
+        assert!(
+            (found - expected).abs() <= tolerance,
+            "{what}: element {i} is {found}, {expected} was expected within {tolerance}"
+        );
+    }
+}
+
+struct Case {
+    queue: Queue,
+    scratch: ChainScratch,
+    weights: [Weight; 4],
+    gains: [Vec<bf16>; 2],
+    gains_on_gpu: [DeviceBuffer; 2],
+}
+
+impl Case {
+    fn new(gpu: &Arc<Gpu>, random: &mut Random, shape: &Shape, with_bias: bool) -> Self {
+        let Shape { attended, hidden, inner, qkv } = *shape;
+        let mut weight = |n, k| Weight::new(gpu, random, n, k, with_bias);
+        let weights = [weight(hidden, attended), weight(2 * inner, hidden), weight(hidden, inner), weight(qkv, hidden)];
+        let gains = [random.bf16s(hidden, 1.0), random.bf16s(hidden, 1.0)];
+        let gains_on_gpu = gains.each_ref().map(|gain| DeviceBuffer::from_slice(gpu, gain).expect("memory"));
+        let (queue, scratch) = (Queue::new(gpu).expect("a queue"), ChainScratch::new(gpu).expect("memory"));
+        Self { queue, scratch, weights, gains, gains_on_gpu }
+    }
+
+    /// Residual and its norm without scale after a product, with tolerances; then each row's scale.
+    fn normed(
+        &self,
+        link: usize,
+        residual: &[f32],
+        sums: &[f32],
+        slacks: &[f32],
+    ) -> (Vec<f32>, Vec<f32>, Vec<f32>, Vec<f32>) {
+        let hidden = self.weights[link].n;
+        let gain = floats(&self.gains[link / 2]);
+        let total: Vec<f32> = residual.iter().zip(sums).map(|(r, s)| r + s).collect();
+        let y: Vec<f32> = total.iter().enumerate().map(|(i, v)| v * gain[i % hidden]).collect();
+        // The residual was rounded before this, perhaps the other way, and y is now.
+        let off = |i: usize| {
+            (slacks[i] + (residual[i].abs() + total[i].abs()) * 2.0f32.powi(-7)) * gain[i % hidden].abs() + 1e-6
+        };
+        let tolerances = (0..y.len()).map(off).collect();
+        let scale = |row: &[f32]| (row.iter().map(|v| v * v).sum::<f32>() / hidden as f32 + EPS).sqrt().recip();
+        let scales = total.chunks(hidden).map(scale).collect();
+        (total, y, tolerances, scales)
+    }
+
+    fn run(&self, gpu: &Arc<Gpu>, random: &mut Random, rows: usize) {
+        let [out, gate_up, down, qkv] = &self.weights;
+        let (hidden, inner) = (out.n, down.k);
+        let (x, residual) = (random.bf16s(rows * out.k, 1.0), random.bf16s(rows * hidden, 1.0));
+        let upload = |values: &[bf16]| DeviceBuffer::from_slice(gpu, values).expect("memory");
+        let (x_on_gpu, residual_on_gpu) = (upload(&x), upload(&residual));
+        let output = |count: usize| poisoned::<bf16>(gpu, &self.queue, count);
+        let pitch = qkv.n + 8;
+        let ys = [
+            output(rows * hidden),
+            output(rows * inner),
+            output(rows * hidden),
+            poisoned::<f32>(gpu, &self.queue, rows * pitch),
+        ];
+        let squares = poisoned::<f32>(gpu, &self.queue, rows * norm_slices(hidden));
+        let add = |i: usize| {
+            LinkEnd::AddNorm(AddNorm {
+                residual: residual_on_gpu.span(),
+                gain: self.gains_on_gpu[i].span(),
+                squares: squares.span(),
+            })
+        };
+        let scale = Some(RowScale { squares: squares.span(), cols: hidden, eps: EPS });
+        let link = |i: usize, x: Span, end: LinkEnd, scale: Option<RowScale>| Link {
+            y: ys[i].span(),
+            pitch,
+            x,
+            linear: self.weights[i].linear(),
+            end,
+            scale,
+        };
+        let links = [
+            link(0, x_on_gpu.span(), add(0), None),
+            link(1, ys[0].span(), LinkEnd::Store(Epilogue::Gated(GateActivation::Silu)), scale),
+            link(2, ys[1].span(), add(1), None),
+            link(3, ys[2].span(), LinkEnd::Store(Epilogue::StoreF32), scale),
+        ];
+        linear_chain(&self.queue, &links, rows, &self.scratch, None).expect("a launch");
+        self.queue.wait().expect("the kernel runs");
+
+        let what = |link: &str| format!("{rows} rows, {} -> {hidden} -> {inner} -> {}, {link}", out.k, qkv.n);
+        let read = |i: usize, count: usize| ys[i].span().read::<bf16>(count).expect("a copy");
+        let ones = vec![1.0; rows];
+        let (sums, slacks) = out.multiply(&x, &ones);
+        let (total, y, tolerances, scales) = self.normed(0, &floats(&residual), &sums, &slacks);
+        let normed = read(0, rows * hidden);
+        check(&what("out"), &floats(&normed), &y, &tolerances);
+
+        let (sums, slacks) = gate_up.multiply(&normed, &scales);
+        let pair = |o: usize| {
+            let (row, column) = (o / inner, o % inner);
+            let gate = row * 2 * inner + column / 8 * 16 + column % 8;
+            let (g, u) = (reference::silu(sums[gate]), sums[gate + 8]);
+            let slack = 1.2 * slacks[gate] * u.abs() + slacks[gate + 8] * g.abs();
+            (g * u, (g * u).abs() * 2.0f32.powi(-8) * 1.05 + slack * 2.0 + 1e-6)
+        };
+        let (y, tolerances): (Vec<f32>, Vec<f32>) = (0..rows * inner).map(pair).unzip();
+        let gated = read(1, rows * inner);
+        check(&what("gate and up"), &floats(&gated), &y, &tolerances);
+
+        let rounded: Vec<f32> = total.iter().map(|&v| bf16::from_f32(v).to_f32()).collect();
+        let (sums, slacks) = down.multiply(&gated, &ones);
+        let (total, y, tolerances, scales) = self.normed(2, &rounded, &sums, &slacks);
+        let normed = read(2, rows * hidden);
+        check(&what("down"), &floats(&normed), &y, &tolerances);
+        let after = floats(&residual_on_gpu.span().read::<bf16>(rows * hidden).expect("a copy"));
+        let tolerances: Vec<f32> =
+            total.iter().zip(&rounded).map(|(t, r)| (t.abs() + r.abs()) * 2.0f32.powi(-7) + 1e-4).collect();
+        check(&what("residual"), &after, &total, &tolerances);
+
+        let (sums, slacks) = qkv.multiply(&normed, &scales);
+        let tolerances: Vec<f32> =
+            sums.iter().zip(&slacks).map(|(s, slack)| 2.0 * slack + s.abs() * 2.0f32.powi(-9)).collect();
+        let stored = ys[3].span().read::<f32>(rows * pitch).expect("a copy");
+        let found: Vec<f32> = stored.chunks(pitch).flat_map(|row| &row[..qkv.n]).copied().collect();
+        check(&what("qkv"), &found, &sums, &tolerances);
+    }
+}
+
+#[test]
+fn every_link_of_a_chain_agrees_with_its_formula() {
+    let Some((gpu, _)) = gpu::open() else { return };
+    if !has_kernel(&gpu) {
+        println!("skipped: no kernel for this GPU");
+        return;
+    }
+    let mut random = Random::new(7);
+    let shapes = [
+        Shape { attended: 64, hidden: 64, inner: 64, qkv: 96 },
+        Shape { attended: 264, hidden: 520, inner: 1032, qkv: 776 },
+        Shape { attended: 1024, hidden: 1000, inner: 136, qkv: 2048 },
+        Shape { attended: 4096, hidden: 2048, inner: 2752, qkv: 6144 },
+    ];
+    for (index, shape) in shapes.iter().enumerate() {
+        let case = Case::new(&gpu, &mut random, shape, index % 2 == 1);
+        for rows in [1, 2, 7, 8, 9, 16, 3, 1] {
+            case.run(&gpu, &mut random, rows);
+        }
+    }
+}
