@@ -1,13 +1,14 @@
 //! Linear layers on this CPU: weights streamed for few rows, products for many, beside what the memory can read.
 //!
-//! `cargo bench -p kernels --bench cpu_linear [-- THREADS]`. Shapes are the 1.04-billion-parameter Llama's: hidden 2048,
+//! `cargo bench -p kernels --bench cpu_linear [-- THREADS... NAMES...]`, with `read` for what the memory can do alone. Shapes are the 1.04-billion-parameter Llama's: hidden 2048,
 //! 32 heads, 8 KV heads, gated width 8192. Weights are larger than the caches and read in turn.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use kernels::cpu::{
-    Buffer, Isa, Matrix, PackedInput, Pool, QuantInput, QuantMatrix, QuantType, WeightType, linear, quantized_linear,
+    Buffer, Isa, Matrix, PackedInput, PanelInput, PanelMatrix, Pool, QuantInput, QuantMatrix, QuantType, WeightType,
+    linear, quantized_linear,
 };
 
 /// `N`, `K`, name.
@@ -16,24 +17,32 @@ const SHAPES: [(usize, usize, &str); 4] =
 /// More than the last cache holds.
 const WEIGHT_BYTES: usize = 256 << 20;
 const BUDGET: Duration = Duration::from_millis(200);
+const ROWS: [usize; 5] = [1, 4, 8, 32, 128];
 
 fn main() {
     let threads: Vec<usize> = std::env::args().filter_map(|arg| arg.parse().ok()).collect();
+    let named: Vec<_> = SHAPES.into_iter().filter(|shape| std::env::args().any(|arg| arg == shape.2)).collect();
+    let only_read = std::env::args().any(|arg| arg == "read");
+    let shapes = if named.is_empty() && !only_read { SHAPES.to_vec() } else { named };
     let threads = if threads.is_empty() { vec![1, 2] } else { threads };
-    let data: &'static [u8] = Box::leak(random_bf16(WEIGHT_BYTES).into_boxed_slice());
+    let data: &'static [u8] = bytemuck::cast_slice(Box::leak(Box::new(random_bf16(WEIGHT_BYTES))));
     println!("{:?}, {} threads seen", Isa::detect(), std::thread::available_parallelism().map_or(0, |n| n.get()));
     for threads in threads {
         let mut pool = Pool::new(threads);
         let bandwidth = read_bandwidth(&mut pool, data);
         println!("threads {threads}: memory read {bandwidth:.1} GB/s");
         println!("{:>8} {:>6} {:>5} {:>9} {:>8} {:>8} {:>9}", "op", "N x K", "", "rows", "us", "GB/s", "% read");
-        for (n, k, name) in SHAPES {
+        for &(n, k, name) in &shapes {
             let bandwidth = read_bandwidth(&mut pool, data); // Again: other load on the machine changes it.
-            for rows in [1, 4, 8, 32, 128] {
+            for rows in ROWS {
                 measure(&mut pool, data, (n, k, name), rows, bandwidth);
-                for quant_type in [QuantType::Int8, QuantType::Int4] {
-                    measure_quantized(&mut pool, data, (n, k, name), rows, bandwidth, quant_type);
-                }
+            }
+            #[cfg(target_arch = "x86_64")]
+            if PanelMatrix::is_supported(Isa::detect()) {
+                measure_panels(&mut pool, data, (n, k, name), bandwidth);
+            }
+            for quant_type in [QuantType::Int8, QuantType::Int4] {
+                measure_quantized(&mut pool, data, (n, k, name), bandwidth, quant_type);
             }
         }
     }
@@ -49,7 +58,7 @@ fn measure(pool: &mut Pool, data: &'static [u8], (n, k, name): (usize, usize, &s
             matrix
         })
         .collect();
-    let x: Vec<f32> = (0..rows * k).map(|i| (i % 17) as f32 * 0.1 - 0.8).collect();
+    let x = inputs(rows * k);
     let mut packed = PackedInput::new(rows, k);
     let mut out = Buffer::<f32>::new(rows * n);
     let mut next = 0;
@@ -59,12 +68,33 @@ fn measure(pool: &mut Pool, data: &'static [u8], (n, k, name): (usize, usize, &s
         next += 1;
     });
     black_box(&out);
-    let (gbs, gflops) = (bytes as f64 / seconds / 1e9, 2e-9 * (rows * n * k) as f64 / seconds);
-    println!(
-        "{name:>8} {n:>6}x{k:<5} {rows:>6} {:>9.0} us {gbs:>7.1} GB/s {:>4.0} % {gflops:>8.1} GFLOP/s",
-        seconds * 1e6,
-        100.0 * gbs / bandwidth
-    );
+    print_line((n, k, name), rows, bytes, seconds, bandwidth, "rows");
+}
+
+/// As [`measure`], with weights in panels.
+#[cfg(target_arch = "x86_64")]
+fn measure_panels(pool: &mut Pool, data: &'static [u8], (n, k, name): (usize, usize, &str), bandwidth: f64) {
+    let matrices: Vec<PanelMatrix> = data
+        .chunks_exact(n * k * 2)
+        .map(|data| {
+            let mut matrix = Matrix::new(WeightType::Bf16, k);
+            matrix.stack(data, n, k * 2);
+            PanelMatrix::new(pool, &matrix)
+        })
+        .collect();
+    for rows in ROWS {
+        let x = inputs(rows * k);
+        let mut packed = PanelInput::new(rows, k);
+        let mut out = Buffer::<f32>::new(rows * n);
+        let mut next = 0;
+        let seconds = median(pool.threads(), || {
+            packed.pack(pool, &x, rows, k);
+            kernels::cpu::panel_linear(pool, &mut out, &packed, &matrices[next % matrices.len()]);
+            next += 1;
+        });
+        black_box(&out);
+        print_line((n, k, name), rows, matrices[0].bytes(), seconds, bandwidth, "panels");
+    }
 }
 
 /// As [`measure`], with weights quantised; their bytes are those that are read.
@@ -72,7 +102,6 @@ fn measure_quantized(
     pool: &mut Pool,
     data: &'static [u8],
     (n, k, name): (usize, usize, &str),
-    rows: usize,
     bandwidth: f64,
     quant_type: QuantType,
 ) {
@@ -81,19 +110,29 @@ fn measure_quantized(
     // Together larger than the last cache.
     let matrices: Vec<QuantMatrix> =
         (0..(128 << 20) / (n * k) + 1).map(|_| QuantMatrix::new(pool, &plain, quant_type)).collect();
-    let x: Vec<f32> = (0..rows * k).map(|i| (i % 17) as f32 * 0.1 - 0.8).collect();
-    let mut packed = QuantInput::new(rows, k);
-    let mut out = Buffer::<f32>::new(rows * n);
-    let mut next = 0;
-    let seconds = median(pool.threads(), || {
-        packed.pack(pool, &x, rows, k, quant_type);
-        quantized_linear(pool, Isa::detect(), &mut out, &packed, &matrices[next % matrices.len()]);
-        next += 1;
-    });
-    black_box(&out);
-    let (gbs, gops) = (matrices[0].bytes() as f64 / seconds / 1e9, 2e-9 * (rows * n * k) as f64 / seconds);
+    for rows in ROWS {
+        let x = inputs(rows * k);
+        let mut packed = QuantInput::new(rows, k);
+        let mut out = Buffer::<f32>::new(rows * n);
+        let mut next = 0;
+        let seconds = median(pool.threads(), || {
+            packed.pack(pool, &x, rows, k, quant_type);
+            quantized_linear(pool, Isa::detect(), &mut out, &packed, &matrices[next % matrices.len()]);
+            next += 1;
+        });
+        black_box(&out);
+        print_line((n, k, name), rows, matrices[0].bytes(), seconds, bandwidth, &format!("{quant_type:?}"));
+    }
+}
+
+fn inputs(len: usize) -> Vec<f32> {
+    (0..len).map(|i| (i % 17) as f32 * 0.1 - 0.8).collect()
+}
+
+fn print_line((n, k, name): (usize, usize, &str), rows: usize, bytes: usize, seconds: f64, bandwidth: f64, how: &str) {
+    let (gbs, gops) = (bytes as f64 / seconds / 1e9, 2e-9 * (rows * n * k) as f64 / seconds);
     println!(
-        "{name:>8} {n:>6}x{k:<5} {rows:>6} {:>9.0} us {gbs:>7.1} GB/s {:>4.0} % {gops:>8.1} GOP/s {quant_type:?}",
+        "{name:>8} {n:>6}x{k:<5} {rows:>6} {:>9.0} us {gbs:>7.1} GB/s {:>4.0} % {gops:>8.1} GOP/s {how}",
         seconds * 1e6,
         100.0 * gbs / bandwidth
     );
@@ -137,12 +176,12 @@ fn cpu_seconds() -> f64 {
 }
 
 /// bf16 numbers of either sign below 0.02.
-fn random_bf16(bytes: usize) -> Vec<u8> {
+fn random_bf16(bytes: usize) -> Buffer<u16> {
     let mut state = 1u64;
-    let mut words = vec![0u16; bytes / 2];
-    for word in &mut words {
+    let mut words = Buffer::new(bytes / 2);
+    for word in words.iter_mut() {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         *word = 0x3c00 | (state >> 48) as u16 & 0x807f;
     }
-    bytemuck::cast_slice(&words).to_vec()
+    words
 }

@@ -36,8 +36,8 @@ pub fn gate(pool: &mut Pool, out: &mut [f32], x: &[f32], width: usize, gate: Gat
             let out = unsafe { shared.slice(row * width + start, len) };
             let (gates, ups) = (&x[start..start + len], &x[width + start..width + start + len]);
             match gate {
-                Gate::Silu => stretch(out, gates, ups, |x| x / (1.0 + exp(-x))),
-                Gate::GeluTanh => stretch(out, gates, ups, gelu_tanh),
+                Gate::Silu => silu_times(out, gates, ups),
+                Gate::GeluTanh => gelu_times(out, gates, ups),
             }
         }
     });
@@ -52,17 +52,38 @@ pub fn activate(pool: &mut Pool, x: &mut [f32], gate: Gate) {
         // SAFETY: each stretch has one thread.
         let x = unsafe { shared.slice(range.start, range.len()) };
         match gate {
-            Gate::Silu => x.iter_mut().for_each(|x| *x /= 1.0 + exp(-*x)),
-            Gate::GeluTanh => x.iter_mut().for_each(|x| *x = gelu_tanh(*x)),
+            Gate::Silu => silu_all(x),
+            Gate::GeluTanh => gelu_all(x),
         }
     });
 }
 
-#[inline(always)]
-fn stretch(out: &mut [f32], gates: &[f32], ups: &[f32], activation: impl Fn(f32) -> f32) {
-    for ((out, gate), up) in out.iter_mut().zip(gates).zip(ups) {
-        *out = activation(*gate) * up;
+for_each_isa! {
+    fn silu_times(out: &mut [f32], gates: &[f32], ups: &[f32]) {
+        for ((out, gate), up) in out.iter_mut().zip(gates).zip(ups) {
+            *out = silu(*gate) * up;
+        }
     }
+    fn gelu_times(out: &mut [f32], gates: &[f32], ups: &[f32]) {
+        for ((out, gate), up) in out.iter_mut().zip(gates).zip(ups) {
+            *out = gelu_tanh(*gate) * up;
+        }
+    }
+    fn silu_all(x: &mut [f32]) {
+        for x in x {
+            *x = silu(*x);
+        }
+    }
+    fn gelu_all(x: &mut [f32]) {
+        for x in x {
+            *x = gelu_tanh(*x);
+        }
+    }
+}
+
+#[inline(always)]
+fn silu(x: f32) -> f32 {
+    x / (1.0 + exp(-x))
 }
 
 #[inline(always)]

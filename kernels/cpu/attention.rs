@@ -6,177 +6,17 @@
 //! maths     online softmax (Milakov & Gimelshein 2018) over chunks of 16 positions aligned at 0, in order; f32 sums;
 //!           q is rounded to bf16 beside bf16 blocks
 //! threads   share out tiles of (row, KV head, queries); up to 16 queries of one KV head read its blocks once
-//! needs     D even and at most 256, B a multiple of 16
 //! bound     memory: 4 * K * D bytes a position for decode, multiply-add for prefill
 //! test      tests/cpu_attention.rs against reference::attention
 
 use std::ops::Range;
 
-use bytemuck::Pod;
-
-use crate::cpu::packed::bf16_bits;
+use crate::cpu::kv_cache::{CHUNK, KvData, KvElement, KvShape, MAX_HEAD_DIM};
 use crate::cpu::shared::SharedOut;
-use crate::cpu::{Buffer, Isa, Pool, exp};
+use crate::cpu::{Isa, KvCache, Pool, exp};
 
-/// Positions per step of the online softmax.
-const CHUNK: usize = 16;
 /// Queries that share one reading of K and V.
 const TILE: usize = 16;
-/// Largest head.
-const MAX_HEAD_DIM: usize = 256;
-
-/// Element type of KV blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KvType {
-    /// bfloat16: half the memory to hold and read, and as exact as bf16 weights are.
-    Bf16,
-    /// IEEE single.
-    F32,
-}
-
-impl KvType {
-    /// Bytes of one element.
-    pub fn size(self) -> usize {
-        match self {
-            KvType::Bf16 => 2,
-            KvType::F32 => 4,
-        }
-    }
-}
-
-/// K and V of all layers in blocks of `B` positions.
-///
-/// K is `[layers, blocks, K, D / 2, B, 2]`, so that 16 positions are computed in lanes; V is `[layers, blocks, K, B, D]`.
-pub struct KvCache {
-    shape: KvShape,
-    data: KvData,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct KvShape {
-    num_blocks: usize,
-    num_kv_heads: usize,
-    block_size: usize,
-    head_dim: usize,
-}
-
-enum KvData {
-    Bf16 { k: Buffer<u16>, v: Buffer<u16> },
-    F32 { k: Buffer<f32>, v: Buffer<f32> },
-}
-
-impl KvCache {
-    /// Reserves blocks; the system gives memory to a block when it is first written.
-    ///
-    /// # Panics
-    /// When `D` is odd or above 256, or `B` is no multiple of 16.
-    pub fn new(
-        kv_type: KvType,
-        num_layers: usize,
-        num_blocks: usize,
-        num_kv_heads: usize,
-        block_size: usize,
-        head_dim: usize,
-    ) -> Self {
-        assert!(head_dim.is_multiple_of(2) && head_dim <= MAX_HEAD_DIM, "head dim is even and at most 256");
-        assert!(block_size.is_multiple_of(CHUNK), "block size is a multiple of 16");
-        let len = num_layers * num_blocks * num_kv_heads * block_size * head_dim;
-        let data = match kv_type {
-            KvType::Bf16 => KvData::Bf16 { k: Buffer::new(len), v: Buffer::new(len) },
-            KvType::F32 => KvData::F32 { k: Buffer::new(len), v: Buffer::new(len) },
-        };
-        Self { shape: KvShape { num_blocks, num_kv_heads, block_size, head_dim }, data }
-    }
-
-    /// Writes `k` and `v [K, D]` of one token at `slot = block * B + offset`.
-    ///
-    /// # Panics
-    /// When the slot or a length does not fit.
-    pub fn write(&mut self, layer: usize, slot: usize, k: &[f32], v: &[f32]) {
-        let KvShape { num_blocks, num_kv_heads, block_size, head_dim } = self.shape;
-        let (block, offset) = (slot / block_size, slot % block_size);
-        assert!(block < num_blocks, "slot {slot} lies in a block of the cache");
-        assert!(k.len() == num_kv_heads * head_dim && v.len() == k.len(), "k and v are [K, D]");
-        for head in 0..num_kv_heads {
-            let start = self.shape.start(layer, block, head);
-            let own = head * head_dim..(head + 1) * head_dim;
-            let (key, value) = (&k[own.clone()], &v[own]);
-            match &mut self.data {
-                KvData::Bf16 { k, v } => self.shape.write_head(&mut k[start..], &mut v[start..], offset, key, value),
-                KvData::F32 { k, v } => self.shape.write_head(&mut k[start..], &mut v[start..], offset, key, value),
-            }
-        }
-    }
-}
-
-impl KvCache {
-    /// Copies a block's content in all layers.
-    ///
-    /// # Panics
-    /// When a block does not exist.
-    pub fn copy_block(&mut self, from: usize, to: usize) {
-        let KvShape { num_blocks, num_kv_heads, block_size, head_dim } = self.shape;
-        assert!(from < num_blocks && to < num_blocks, "blocks {from} and {to} are two of the cache");
-        let len = num_kv_heads * block_size * head_dim;
-        match &mut self.data {
-            KvData::Bf16 { k, v } => [k, v].into_iter().for_each(|data| copy_block(data, num_blocks, len, from, to)),
-            KvData::F32 { k, v } => [k, v].into_iter().for_each(|data| copy_block(data, num_blocks, len, from, to)),
-        }
-    }
-}
-
-fn copy_block<T: Copy>(data: &mut [T], num_blocks: usize, len: usize, from: usize, to: usize) {
-    for layer in data.chunks_exact_mut(num_blocks * len) {
-        layer.copy_within(from * len..(from + 1) * len, to * len);
-    }
-}
-
-impl KvShape {
-    #[inline(always)]
-    fn start(&self, layer: usize, block: usize, head: usize) -> usize {
-        ((layer * self.num_blocks + block) * self.num_kv_heads + head) * self.block_size * self.head_dim
-    }
-
-    fn write_head<T: KvElement>(&self, k: &mut [T], v: &mut [T], offset: usize, key: &[f32], value: &[f32]) {
-        for (pair, key) in key.chunks_exact(2).enumerate() {
-            let at = (pair * self.block_size + offset) * 2;
-            (k[at], k[at + 1]) = (T::from_f32(key[0]), T::from_f32(key[1]));
-        }
-        for (v, value) in v[offset * self.head_dim..].iter_mut().zip(value) {
-            *v = T::from_f32(*value);
-        }
-    }
-}
-
-trait KvElement: Pod + Sync {
-    fn from_f32(x: f32) -> Self;
-    fn to_f32(self) -> f32;
-}
-
-impl KvElement for u16 {
-    #[inline(always)]
-    fn from_f32(x: f32) -> u16 {
-        bf16_bits(x)
-    }
-
-    #[inline(always)]
-    fn to_f32(self) -> f32 {
-        f32::from_bits(u32::from(self) << 16)
-    }
-}
-
-impl KvElement for f32 {
-    #[inline(always)]
-    fn from_f32(x: f32) -> f32 {
-        x
-    }
-
-    #[inline(always)]
-    fn to_f32(self) -> f32 {
-        self
-    }
-}
-
 /// The tokens of one row in this step: consecutive tokens at consecutive positions.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionRow<'a> {
@@ -274,10 +114,10 @@ struct Tile<'a> {
 
 /// The running softmax of one query.
 #[derive(Clone, Copy)]
-struct State {
+struct State<const DIM: usize> {
     max: f32,
     sum: [f32; CHUNK],
-    out: [f32; MAX_HEAD_DIM],
+    out: [f32; DIM],
 }
 
 impl Tile<'_> {
@@ -294,11 +134,29 @@ impl Tile<'_> {
         }
     }
 
+    /// With as much room as these queries and this head need.
     #[inline(always)]
     fn compute<T: KvElement>(&self, out: &SharedOut<f32>, q: &[f32], k: &[T], v: &[T]) {
+        match (self.queries.len() <= 4, self.shape.head_dim) {
+            (true, ..=64) => self.compute_in::<T, 4, 64>(out, q, k, v),
+            (false, ..=64) => self.compute_in::<T, TILE, 64>(out, q, k, v),
+            (true, ..=128) => self.compute_in::<T, 4, 128>(out, q, k, v),
+            (false, ..=128) => self.compute_in::<T, TILE, 128>(out, q, k, v),
+            _ => self.compute_in::<T, TILE, MAX_HEAD_DIM>(out, q, k, v),
+        }
+    }
+
+    #[inline(always)]
+    fn compute_in<T: KvElement, const QUERIES: usize, const DIM: usize>(
+        &self,
+        out: &SharedOut<f32>,
+        q: &[f32],
+        k: &[T],
+        v: &[T],
+    ) {
         let dim = self.shape.head_dim;
-        let mut scaled = [[0.0f32; MAX_HEAD_DIM]; TILE];
-        let mut states = [State { max: f32::NEG_INFINITY, sum: [0.0; CHUNK], out: [0.0; MAX_HEAD_DIM] }; TILE];
+        let mut scaled = [[0.0f32; DIM]; QUERIES];
+        let mut states = [State { max: f32::NEG_INFINITY, sum: [0.0; CHUNK], out: [0.0; DIM] }; QUERIES];
         for (scaled, query) in scaled.iter_mut().zip(self.queries.clone()) {
             let (token, head) = self.token_and_head(query);
             let q = &q[token * self.attention.q_stride + head * dim..][..dim];
@@ -306,7 +164,7 @@ impl Tile<'_> {
                 *scaled = T::from_f32(*q).to_f32();
             }
         }
-        let mut values = [[0.0f32; MAX_HEAD_DIM]; CHUNK];
+        let mut values = [[0.0f32; DIM]; CHUNK];
         let first_seen = self.seen(self.queries.start).start;
         let end = self.seen(self.queries.end - 1).end;
         for chunk in (first_seen / CHUNK * CHUNK..end).step_by(CHUNK) {
@@ -409,9 +267,9 @@ fn mask(scores: &mut [f32; CHUNK], first: usize, seen: &Range<usize>) {
     }
 }
 
-impl State {
+impl<const DIM: usize> State<DIM> {
     #[inline(always)]
-    fn add(&mut self, scores: &[f32; CHUNK], values: &[[f32; MAX_HEAD_DIM]; CHUNK], dim: usize) {
+    fn add(&mut self, scores: &[f32; CHUNK], values: &[[f32; DIM]; CHUNK], dim: usize) {
         let max = scores.iter().fold(self.max, |max, score| max.max(*score));
         let old = exp(self.max - max);
         self.max = max;

@@ -47,3 +47,33 @@ fn detect() -> Isa {
 fn detect() -> Isa {
     Isa::Portable
 }
+
+/// Compiles functions for wider registers too; a call takes the widest that the processor has. Operations and their
+/// order are the same, so results are.
+macro_rules! for_each_isa {
+    ($($(#[$attribute:meta])* $visible:vis fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
+        $(
+            $(#[$attribute])*
+            #[inline]
+            $visible fn $name($($argument: $type),*) {
+                #[inline(always)]
+                fn body($($argument: $type),*) $body
+                #[cfg(target_arch = "x86_64")]
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+                fn avx512($($argument: $type),*) { body($($argument),*) }
+                #[cfg(target_arch = "x86_64")]
+                #[target_feature(enable = "avx2")]
+                fn avx2($($argument: $type),*) { body($($argument),*) }
+                match $crate::cpu::Isa::detect() {
+                    // SAFETY: the processor has the instructions.
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::cpu::Isa::Avx512Bf16 | $crate::cpu::Isa::Avx512 => unsafe { avx512($($argument),*) },
+                    // SAFETY: as above.
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::cpu::Isa::Avx2 => unsafe { avx2($($argument),*) },
+                    _ => body($($argument),*),
+                }
+            }
+        )*
+    };
+}

@@ -112,11 +112,17 @@ impl Matrix {
     /// When there is no such row, or `out` is not `[K]`.
     pub fn read_row(&self, index: usize, out: &mut [f32]) {
         assert_eq!(out.len(), self.cols, "a row has K elements");
+        read_weights(self.weight_type, self.row_bytes(index), out);
+    }
+
+    /// Row `index` as it lies in the checkpoint.
+    ///
+    /// # Panics
+    /// When there is no such row.
+    pub(crate) fn row_bytes(&self, index: usize) -> &'static [u8] {
         let part = self.parts.iter().find(|part| (part.first_row..part.first_row + part.rows).contains(&index));
         let part = part.expect("the row is in the matrix");
-        let size = self.weight_type.size();
-        let bytes = &part.data[(index - part.first_row) * part.row_bytes..][..self.cols * size];
-        read_weights(self.weight_type, bytes, out);
+        &part.data[(index - part.first_row) * part.row_bytes..][..self.cols * self.weight_type.size()]
     }
 
     pub(crate) fn num_groups(&self) -> usize {

@@ -3,16 +3,22 @@
 //! Every result has one summation order, whatever else is in the step: an output is a sum along `K` in lanes,
 //! lanes are added at the end, and threads share out outputs, never sums. So a row's bits depend on that row alone.
 
+#[macro_use]
+mod isa;
+
 mod activation;
 mod attention;
 mod buffer;
 mod dot;
 mod exp;
-mod isa;
+mod kv_cache;
 mod linear;
 mod matrix;
 mod norm;
 mod packed;
+#[cfg(target_arch = "x86_64")]
+mod panel_linear;
+mod panels;
 mod pool;
 mod quantized;
 mod quantized_linear;
@@ -25,14 +31,18 @@ mod x86;
 mod x86_quantized;
 
 pub use activation::{Gate, activate, gate};
-pub use attention::{Attention, AttentionRow, KvCache, KvType};
+pub use attention::{Attention, AttentionRow};
 pub use buffer::Buffer;
 pub use exp::exp;
 pub use isa::Isa;
+pub use kv_cache::{KvCache, KvType, Rotation};
 pub use linear::linear;
 pub use matrix::{Matrix, WeightType, read_weights};
 pub use norm::{Norm, add_norm, head_norm, norm};
 pub use packed::PackedInput;
+#[cfg(target_arch = "x86_64")]
+pub use panel_linear::panel_linear;
+pub use panels::{PanelInput, PanelMatrix};
 pub use pool::Pool;
 pub use quantized::{QuantInput, QuantMatrix, QuantType};
 pub use quantized_linear::quantized_linear;

@@ -111,19 +111,21 @@ fn each_row(pool: &mut Pool, len: usize, width: usize, job: impl Fn(usize) + Syn
     pool.each(rows, chunk.max(1), |range| range.for_each(&job));
 }
 
-fn normalize(x: &mut [f32], norm: Norm<'_>, eps: f32) {
-    match norm {
-        Norm::Rms { weight } => {
-            let scale = 1.0 / (mean(x, |x| x * x) + eps).sqrt();
-            for (x, weight) in x.iter_mut().zip(weight) {
-                *x = *x * scale * weight;
+for_each_isa! {
+    fn normalize(x: &mut [f32], norm: Norm<'_>, eps: f32) {
+        match norm {
+            Norm::Rms { weight } => {
+                let scale = 1.0 / (mean(x, |x| x * x) + eps).sqrt();
+                for (x, weight) in x.iter_mut().zip(weight) {
+                    *x = *x * scale * weight;
+                }
             }
-        }
-        Norm::Layer { weight, bias } => {
-            let centre = mean(x, |x| x);
-            let scale = 1.0 / (mean(x, |x| (x - centre) * (x - centre)) + eps).sqrt();
-            for ((x, weight), bias) in x.iter_mut().zip(weight).zip(bias) {
-                *x = (*x - centre) * scale * weight + bias;
+            Norm::Layer { weight, bias } => {
+                let centre = mean(x, |x| x);
+                let scale = 1.0 / (mean(x, |x| (x - centre) * (x - centre)) + eps).sqrt();
+                for ((x, weight), bias) in x.iter_mut().zip(weight).zip(bias) {
+                    *x = (*x - centre) * scale * weight + bias;
+                }
             }
         }
     }

@@ -2,8 +2,9 @@
 //!
 //! A group of 64 weights of one output shares a scale in f16: 8.25 or 4.25 bits a weight. Weights lie in panels of 16
 //! outputs, four neighbours in `K` of each output beside each other, as byte dot products take them; a 4-bit byte holds
-//! neighbours of the group's first half below and of its second half above. They are stored unsigned, shifted by
-//! [`QuantType::shift`]; inputs carry what the shift adds to each group's sum.
+//! neighbours of the group's first half below and of its second half above. Two panels take turns, four by four, and each
+//! group's scales come behind it, so that a matrix is read from its first byte to its last. Weights are stored unsigned, shifted
+//! by [`QuantType::shift`]; inputs carry what the shift adds to each group's sum.
 
 use half::f16;
 
@@ -14,8 +15,15 @@ use crate::cpu::{Buffer, Matrix, Pool};
 pub(crate) const GROUP_K: usize = 64;
 /// Outputs of a panel.
 pub(crate) const PANEL: usize = 16;
+/// Panels that lie together.
+pub(crate) const PAIR: usize = 2;
 /// Neighbours in `K` that one lane multiplies.
-const QUAD: usize = 4;
+pub(crate) const QUAD: usize = 4;
+/// Bytes from one four of neighbours to the next.
+pub(crate) const QUAD_BYTES: usize = PAIR * PANEL * QUAD;
+
+/// Bytes of the scales of a panel's group.
+pub(crate) const SCALE_BYTES: usize = PANEL * size_of::<u16>();
 
 /// How weights are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,6 +50,11 @@ impl QuantType {
             QuantType::Int4 => PANEL * GROUP_K / 2,
         }
     }
+
+    /// Bytes of a group of two panels with their scales.
+    pub(crate) fn pair_bytes(self) -> usize {
+        PAIR * (self.block_bytes() + SCALE_BYTES)
+    }
 }
 
 /// A quantised matrix `[N, K]`.
@@ -49,8 +62,7 @@ pub struct QuantMatrix {
     pub(super) quant_type: QuantType,
     pub(super) rows: usize,
     pub(super) cols: usize,
-    pub(super) data: Buffer<u8>,    // [panels, groups, block_bytes]
-    pub(super) scales: Buffer<u16>, // [panels, groups, PANEL] f16
+    pub(super) data: Buffer<u8>, // [pairs of panels, groups, {[quads, PAIR, PANEL, QUAD], [PAIR, PANEL] f16}]
     pub(super) bias: Option<Vec<f32>>,
 }
 
@@ -58,30 +70,27 @@ impl QuantMatrix {
     /// Quantises a checkpoint's matrix; its bias stays as it is.
     pub fn new(pool: &mut Pool, matrix: &Matrix, quant_type: QuantType) -> Self {
         let (rows, cols) = (matrix.rows(), matrix.cols());
-        let (panels, groups) = (rows.div_ceil(PANEL), cols.div_ceil(GROUP_K));
-        let mut data = Buffer::new(panels * groups * quant_type.block_bytes());
-        let mut scales = Buffer::new(panels * groups * PANEL);
-        let (shared_data, shared_scales) = (SharedOut::new(&mut data), SharedOut::new(&mut scales));
-        pool.each(panels, 1, |range| {
+        let (pairs, groups) = (rows.div_ceil(PAIR * PANEL), cols.div_ceil(GROUP_K));
+        let pair_len = groups * quant_type.pair_bytes();
+        let mut data = Buffer::new(pairs * pair_len);
+        let shared = SharedOut::new(&mut data);
+        pool.each(pairs, 1, |range| {
             let mut row = vec![0.0; groups * GROUP_K];
-            for panel in range {
-                let len = groups * quant_type.block_bytes();
-                // SAFETY: each panel is one thread's.
-                let data: &mut [u8] = unsafe { shared_data.slice(panel * len, len) };
-                // SAFETY: as above.
-                let scales: &mut [u16] = unsafe { shared_scales.slice(panel * groups * PANEL, groups * PANEL) };
-                // Outputs beyond the last are weights of 0.
-                data.fill(if quant_type == QuantType::Int8 { 128 } else { 0x88 });
-                for lane in 0..PANEL.min(rows - panel * PANEL) {
-                    matrix.read_row(panel * PANEL + lane, &mut row[..cols]);
-                    for (group, weights) in row.chunks_exact(GROUP_K).enumerate() {
-                        let block = &mut data[group * quant_type.block_bytes()..][..quant_type.block_bytes()];
-                        scales[group * PANEL + lane] = quantize(quant_type, weights, block, lane);
+            for pair in range {
+                // SAFETY: each pair is one thread's.
+                let data: &mut [u8] = unsafe { shared.slice(pair * pair_len, pair_len) };
+                let first = pair * PAIR * PANEL;
+                // Outputs beyond the last keep scales of 0.
+                for output in first..rows.min(first + PAIR * PANEL) {
+                    matrix.read_row(output, &mut row[..cols]);
+                    let groups = row.chunks_exact(GROUP_K).zip(data.chunks_exact_mut(quant_type.pair_bytes()));
+                    for (weights, group) in groups {
+                        quantize(quant_type, weights, group, output - first);
                     }
                 }
             }
         });
-        Self { quant_type, rows, cols, data, scales, bias: matrix.bias.clone() }
+        Self { quant_type, rows, cols, data, bias: matrix.bias.clone() }
     }
 
     /// `N`.
@@ -101,7 +110,7 @@ impl QuantMatrix {
 
     /// Bytes that one product reads.
     pub fn bytes(&self) -> usize {
-        self.data.len() + size_of_val(&*self.scales)
+        self.data.len()
     }
 
     pub(crate) fn groups(&self) -> usize {
@@ -114,27 +123,33 @@ impl QuantMatrix {
     /// When there is none.
     pub fn weight(&self, row: usize, col: usize) -> f32 {
         assert!(row < self.rows && col < self.cols, "the weight is in the matrix");
-        let block = row / PANEL * self.groups() + col / GROUP_K;
-        let bytes = &self.data[block * self.quant_type.block_bytes()..];
-        let (at, is_high) = place(self.quant_type, row % PANEL, col % GROUP_K);
+        let pair_bytes = self.quant_type.pair_bytes();
+        let group = &self.data[(row / (PAIR * PANEL) * self.groups() + col / GROUP_K) * pair_bytes..][..pair_bytes];
+        let (at, is_high) = place(self.quant_type, row % (PAIR * PANEL), col % GROUP_K);
         let steps = match self.quant_type {
-            QuantType::Int8 => bytes[at],
-            QuantType::Int4 => bytes[at] >> if is_high { 4 } else { 0 } & 15,
+            QuantType::Int8 => group[at],
+            QuantType::Int4 => group[at] >> if is_high { 4 } else { 0 } & 15,
         };
-        let scale = f16::from_bits(self.scales[block * PANEL + row % PANEL]).to_f32();
+        let scale = scale_place(self.quant_type, row % (PAIR * PANEL));
+        let scale = f16::from_le_bytes([group[scale], group[scale + 1]]).to_f32();
         (i32::from(steps) - self.quant_type.shift()) as f32 * scale
     }
 }
 
-/// The byte of a panel's group that holds a weight, and whether in its upper half.
-fn place(quant_type: QuantType, lane: usize, k: usize) -> (usize, bool) {
+/// The byte of a pair's group that holds a weight of one of its outputs, and whether in its upper half.
+fn place(quant_type: QuantType, output: usize, k: usize) -> (usize, bool) {
     let half = GROUP_K / 2;
     let (k, is_high) = if quant_type == QuantType::Int4 && k >= half { (k - half, true) } else { (k, false) };
-    (k / QUAD * PANEL * QUAD + lane * QUAD + k % QUAD, is_high)
+    (k / QUAD * QUAD_BYTES + output * QUAD + k % QUAD, is_high)
 }
 
-/// Stores one output's group and returns its scale.
-fn quantize(quant_type: QuantType, weights: &[f32], block: &mut [u8], lane: usize) -> u16 {
+/// The first byte of a pair's group that holds an output's scale.
+fn scale_place(quant_type: QuantType, output: usize) -> usize {
+    PAIR * quant_type.block_bytes() + output * size_of::<u16>()
+}
+
+/// Stores one output's part of a pair's group.
+fn quantize(quant_type: QuantType, weights: &[f32], group: &mut [u8], output: usize) {
     let largest = weights.iter().fold(0.0f32, |largest, w| if w.abs() > largest.abs() { *w } else { largest });
     let scale = match quant_type {
         QuantType::Int8 => f16::from_f32(largest.abs() / 127.0),
@@ -142,17 +157,17 @@ fn quantize(quant_type: QuantType, weights: &[f32], block: &mut [u8], lane: usiz
     };
     let inverse = if scale.to_f32() == 0.0 { 0.0 } else { 1.0 / scale.to_f32() };
     for (k, weight) in weights.iter().enumerate() {
-        let (at, is_high) = place(quant_type, lane, k);
+        let (at, is_high) = place(quant_type, output, k);
         let steps = (weight * inverse).round_ties_even();
         match quant_type {
-            QuantType::Int8 => block[at] = (steps.clamp(-127.0, 127.0) as i32 + 128) as u8,
+            QuantType::Int8 => group[at] = (steps.clamp(-127.0, 127.0) as i32 + 128) as u8,
             QuantType::Int4 => {
                 let nibble = (steps.clamp(-8.0, 7.0) as i32 + 8) as u8;
-                block[at] = if is_high { block[at] & 0x0f | nibble << 4 } else { block[at] & 0xf0 | nibble };
+                group[at] = if is_high { group[at] & 0x0f | nibble << 4 } else { group[at] & 0xf0 | nibble };
             }
         }
     }
-    scale.to_bits()
+    group[scale_place(quant_type, output)..][..size_of::<u16>()].copy_from_slice(&scale.to_le_bytes());
 }
 
 /// Inputs of a quantised layer: each group of a row in steps of its own scale.
@@ -192,20 +207,34 @@ impl QuantInput {
                 let scales: &mut [f32] = unsafe { scales.slice(row * groups, groups) };
                 // SAFETY: as above.
                 let offsets: &mut [i32] = unsafe { offsets.slice(row * groups, groups) };
-                let x = &x[row * cols..][..cols];
-                for (group, (x, steps)) in x.chunks(GROUP_K).zip(steps.chunks_exact_mut(GROUP_K)).enumerate() {
-                    let sum;
-                    (scales[group], sum) = pack_group(x, steps);
-                    offsets[group] = -quant_type.shift() * sum;
-                }
+                pack_row(&x[row * cols..][..cols], steps, scales, offsets, quant_type.shift());
             }
         });
     }
 }
 
+for_each_isa! {
+    fn pack_row(x: &[f32], steps: &mut [i8], scales: &mut [f32], offsets: &mut [i32], shift: i32) {
+        for (group, (x, steps)) in x.chunks(GROUP_K).zip(steps.chunks_exact_mut(GROUP_K)).enumerate() {
+            let mut padded = [0.0; GROUP_K];
+            padded[..x.len()].copy_from_slice(x);
+            let sum;
+            (scales[group], sum) = pack_group(&padded, steps.try_into().expect("a group has 64 steps"));
+            offsets[group] = -shift * sum;
+        }
+    }
+}
+
 /// Quantises one group; returns its scale and the sum of its steps.
-fn pack_group(x: &[f32], steps: &mut [i8]) -> (f32, i32) {
-    let largest = x.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
+#[inline(always)]
+fn pack_group(x: &[f32; GROUP_K], steps: &mut [i8; GROUP_K]) -> (f32, i32) {
+    let mut lanes = [0.0f32; 16];
+    for x in x.chunks_exact(16) {
+        for (lane, x) in lanes.iter_mut().zip(x) {
+            *lane = if x.abs() > *lane { x.abs() } else { *lane };
+        }
+    }
+    let largest = lanes.iter().fold(0.0f32, |largest, x| largest.max(*x));
     let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
     // Adding and taking away 1.5 * 2^23 rounds to an integer, ties to even.
     const ROUND: f32 = 12_582_912.0;
@@ -215,6 +244,5 @@ fn pack_group(x: &[f32], steps: &mut [i8]) -> (f32, i32) {
         *steps = rounded as i8;
         sum += i32::from(*steps);
     }
-    steps[x.len()..].fill(0);
     (largest / 127.0, sum)
 }

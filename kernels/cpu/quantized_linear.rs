@@ -2,13 +2,13 @@
 //!
 //! x, w    `QuantInput` and `QuantMatrix`: 8-bit steps by 8- or 4-bit steps, groups of 64 along `K`
 //! maths   sums of a group exact in i32, groups added in f32 in order
-//! threads share out panels of 16 columns; each is read once for all rows, from memory or the second cache
+//! threads share out pairs of panels of 16 columns; each is read once for all rows, from memory or the second cache
 //! bound   memory for few rows, then byte dot products
 //! test    tests/cpu_quantized.rs against the stored steps in f64
 
 use std::ops::Range;
 
-use crate::cpu::quantized::{GROUP_K, PANEL};
+use crate::cpu::quantized::{GROUP_K, PAIR, PANEL, QUAD, QUAD_BYTES, SCALE_BYTES};
 use crate::cpu::shared::SharedOut;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::x86_quantized as x86;
@@ -16,6 +16,8 @@ use crate::cpu::{Isa, Pool, QuantInput, QuantMatrix, QuantType};
 
 /// Rows whose sums stay in registers beside two panels.
 const TILE_ROWS: usize = 6;
+/// Weights that a thread takes at a time.
+const CHUNK_BYTES: usize = 256 << 10;
 
 /// `out [rows, N]` = the quantised inputs times the matrix, plus bias.
 ///
@@ -26,10 +28,10 @@ pub fn quantized_linear(pool: &mut Pool, isa: Isa, out: &mut [f32], x: &QuantInp
     assert!(out.len() >= x.rows * matrix.rows, "outputs are [rows, N]");
     let job = Job { out: SharedOut::new(out), x, matrix };
     let run = kernel(isa, matrix.quant_type);
-    let panels = matrix.rows.div_ceil(PANEL);
-    // An even number of panels, enough chunks to share evenly.
-    let chunk = (panels / (8 * pool.threads())).clamp(2, 16) & !1;
-    pool.each(panels, chunk, |range| {
+    let pairs = matrix.rows.div_ceil(PAIR * PANEL);
+    // Long enough to stream, short enough that threads end together.
+    let chunk = (CHUNK_BYTES / (matrix.groups() * matrix.quant_type.pair_bytes()).max(1)).clamp(1, 16);
+    pool.each(pairs, chunk, |range| {
         // SAFETY: `kernel` chose code this processor has, and chunks of panels are disjoint columns.
         unsafe { run(&job, range) }
     });
@@ -119,78 +121,63 @@ pub(crate) struct Group<const P: usize> {
     pub(crate) scale_stride: usize,
 }
 
-/// All rows of the columns of some panels, two panels at a time.
+/// All rows of the columns of some pairs of panels.
 ///
 /// # Safety
 /// The processor has `D`'s instructions, and no other thread computes these columns.
 #[inline(always)]
 unsafe fn panels<D: GroupDot>(job: &Job<'_>, range: Range<usize>) {
-    for panel in range.clone().step_by(2) {
-        for row in (0..job.x.rows).step_by(TILE_ROWS) {
+    // Tiles as even as can be: one of a row or two leaves units idle.
+    let (rows, tiles) = (job.x.rows, job.x.rows.div_ceil(TILE_ROWS));
+    for pair in range {
+        for tile in 0..tiles {
+            let rows = tile * rows / tiles..(tile + 1) * rows / tiles;
             // SAFETY: passed on.
             unsafe {
-                match panel + 1 < range.end {
-                    true => tile_rows::<D, 2>(job, panel, row),
-                    false => tile_rows::<D, 1>(job, panel, row),
+                match rows.len() {
+                    1 => tile_rows::<D, 1>(job, pair, rows.start),
+                    2 => tile_rows::<D, 2>(job, pair, rows.start),
+                    3 => tile_rows::<D, 3>(job, pair, rows.start),
+                    4 => tile_rows::<D, 4>(job, pair, rows.start),
+                    5 => tile_rows::<D, 5>(job, pair, rows.start),
+                    _ => tile_rows::<D, TILE_ROWS>(job, pair, rows.start),
                 }
             }
         }
     }
 }
 
+/// `R` rows of a pair of panels.
+///
 /// # Safety
-/// As [`panels`].
+/// As [`panels`]; there are `R` rows from `row`.
 #[inline(always)]
-unsafe fn tile_rows<D: GroupDot, const P: usize>(job: &Job<'_>, panel: usize, row: usize) {
-    // SAFETY: passed on.
-    unsafe {
-        match job.x.rows - row {
-            1 => tile::<D, 1, P>(job, panel, row),
-            2 => tile::<D, 2, P>(job, panel, row),
-            3 => tile::<D, 3, P>(job, panel, row),
-            4 => tile::<D, 4, P>(job, panel, row),
-            5 => tile::<D, 5, P>(job, panel, row),
-            _ => tile::<D, TILE_ROWS, P>(job, panel, row),
-        }
-    }
-}
-
-/// # Safety
-/// As [`panels`]; there are `R` rows from `row` and `P` panels from `panel`.
-#[inline(always)]
-unsafe fn tile<D: GroupDot, const R: usize, const P: usize>(job: &Job<'_>, panel: usize, row: usize) {
-    let groups = job.matrix.groups();
-    let block = job.matrix.quant_type.block_bytes();
+unsafe fn tile_rows<D: GroupDot, const R: usize>(job: &Job<'_>, pair: usize, row: usize) {
+    let (groups, quant_type) = (job.matrix.groups(), job.matrix.quant_type);
+    let (block, pair_bytes) = (quant_type.block_bytes(), quant_type.pair_bytes());
     // SAFETY: the buffers hold all groups of these rows and panels; the rest is passed on.
     unsafe {
-        let mut sums = [[D::zero(); P]; R];
-        let mut weights = [std::ptr::null(); P];
-        let mut weight_scales = [std::ptr::null(); P];
-        for p in 0..P {
-            weights[p] = job.matrix.data.as_ptr().add((panel + p) * groups * block);
-            weight_scales[p] = job.matrix.scales.as_ptr().add((panel + p) * groups * PANEL);
-        }
+        let mut sums = [[D::zero(); PAIR]; R];
+        let weights = job.matrix.data.as_ptr().add(pair * groups * pair_bytes);
         let x = job.x.steps.as_ptr().add(row * groups * GROUP_K);
         let (x_scales, offsets) = (job.x.scales.as_ptr().add(row * groups), job.x.offsets.as_ptr().add(row * groups));
         for group in 0..groups {
-            let mut at = Group {
-                weights,
-                weight_scales,
+            let weights = weights.add(group * pair_bytes);
+            let scales = weights.add(PAIR * block);
+            let at = Group {
+                weights: [weights, weights.add(PANEL * QUAD)],
+                weight_scales: [scales.cast(), scales.add(SCALE_BYTES).cast()],
                 x: x.add(group * GROUP_K),
                 x_stride: groups * GROUP_K,
                 x_scales: x_scales.add(group),
                 offsets: offsets.add(group),
                 scale_stride: groups,
             };
-            for p in 0..P {
-                at.weights[p] = weights[p].add(group * block);
-                at.weight_scales[p] = weight_scales[p].add(group * PANEL);
-            }
             D::add(&mut sums, at);
         }
         for (r, sums) in sums.iter().enumerate() {
             for (p, sums) in sums.iter().enumerate() {
-                put(job, row + r, (panel + p) * PANEL, D::get(*sums));
+                put(job, row + r, (pair * PAIR + p) * PANEL, D::get(*sums));
             }
         }
     }
@@ -202,7 +189,10 @@ unsafe fn tile<D: GroupDot, const R: usize, const P: usize>(job: &Job<'_>, panel
 /// Nobody else writes these outputs.
 #[inline(always)]
 unsafe fn put(job: &Job<'_>, row: usize, col: usize, sums: [f32; PANEL]) {
-    let valid = (job.matrix.rows - col).min(PANEL);
+    let valid = job.matrix.rows.saturating_sub(col).min(PANEL);
+    if valid == 0 {
+        return; // A panel that only fills up its pair.
+    }
     // SAFETY: passed on.
     let out = unsafe { job.out.slice(row * job.matrix.rows + col, valid) };
     out.copy_from_slice(&sums[..valid]);
@@ -235,7 +225,10 @@ impl<const BITS: usize> GroupDot for Portable<BITS> {
             for (p, sums) in sums.iter_mut().enumerate() {
                 // SAFETY: as above.
                 let (weights, scales) = unsafe {
-                    let weights = std::slice::from_raw_parts(at.weights[p], PANEL * GROUP_K * BITS / 8);
+                    let weights = std::slice::from_raw_parts(
+                        at.weights[p],
+                        GROUP_K * BITS / 8 / QUAD * QUAD_BYTES - PANEL * QUAD,
+                    );
                     (weights, std::slice::from_raw_parts(at.weight_scales[p], PANEL))
                 };
                 for (lane, sum) in sums.iter_mut().enumerate() {
@@ -257,7 +250,7 @@ fn dot<const BITS: usize>(weights: &[u8], x: &[i8], lane: usize) -> i32 {
     let stored = GROUP_K * BITS / 8;
     let mut sum = 0;
     for k in 0..stored {
-        let byte = weights[k / 4 * PANEL * 4 + lane * 4 + k % 4];
+        let byte = weights[k / QUAD * QUAD_BYTES + lane * QUAD + k % QUAD];
         match BITS {
             8 => sum += i32::from(byte) * i32::from(x[k]),
             _ => sum += i32::from(byte & 15) * i32::from(x[k]) + i32::from(byte >> 4) * i32::from(x[k + stored]),

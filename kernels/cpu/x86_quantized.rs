@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use crate::cpu::quantized::PANEL;
+use crate::cpu::quantized::{PANEL, QUAD_BYTES};
 use crate::cpu::quantized_linear::{Group, GroupDot};
 
 /// Quads of a group whose weights are stored one a byte; of 4-bit weights twice as many lie in as many bytes.
@@ -32,7 +32,7 @@ impl<const BITS: usize> GroupDot for Vnni<BITS> {
                 for quad in 0..QUADS {
                     let mut weights = [_mm512_setzero_si512(); P];
                     for (weights, from) in weights.iter_mut().zip(at.weights) {
-                        *weights = _mm512_load_si512(from.add(quad * 64).cast());
+                        *weights = _mm512_load_si512(from.add(quad * QUAD_BYTES).cast());
                     }
                     add_quad(&mut acc, &at, quad, weights);
                 }
@@ -42,7 +42,7 @@ impl<const BITS: usize> GroupDot for Vnni<BITS> {
                     let mut low = [_mm512_setzero_si512(); P];
                     let mut high = low;
                     for p in 0..P {
-                        let both = _mm512_load_si512(at.weights[p].add(quad * 64).cast());
+                        let both = _mm512_load_si512(at.weights[p].add(quad * QUAD_BYTES).cast());
                         low[p] = _mm512_and_si512(both, mask);
                         high[p] = _mm512_and_si512(_mm512_srli_epi16::<4>(both), mask);
                     }
@@ -139,7 +139,7 @@ unsafe fn signed_bytes(weights: *const u8, x: *const i8) -> __m256i {
         let mut total = _mm256_setzero_si256();
         for quad in 0..QUADS {
             let x = _mm256_set1_epi32(x.add(quad * 4).cast::<i32>().read_unaligned());
-            let weights = _mm256_xor_si256(_mm256_loadu_si256(weights.add(quad * 64).cast()), shift);
+            let weights = _mm256_xor_si256(_mm256_loadu_si256(weights.add(quad * QUAD_BYTES).cast()), shift);
             let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
             total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, ones));
         }
@@ -157,7 +157,7 @@ unsafe fn nibbles(weights: *const u8, x: *const i8, offset: i32) -> __m256i {
         for quad in 0..QUADS / 2 {
             let low_x = _mm256_set1_epi32(x.add(quad * 4).cast::<i32>().read_unaligned());
             let high_x = _mm256_set1_epi32(x.add((quad + QUADS / 2) * 4).cast::<i32>().read_unaligned());
-            let both = _mm256_loadu_si256(weights.add(quad * 64).cast());
+            let both = _mm256_loadu_si256(weights.add(quad * QUAD_BYTES).cast());
             let (low, high) = (_mm256_and_si256(both, mask), _mm256_and_si256(_mm256_srli_epi16::<4>(both), mask));
             low_pairs = _mm256_add_epi16(low_pairs, _mm256_maddubs_epi16(low, low_x));
             high_pairs = _mm256_add_epi16(high_pairs, _mm256_maddubs_epi16(high, high_x));

@@ -27,6 +27,8 @@ pub struct Estimator {
     limits: StepLimits,
     hidden: usize,
     weights_bytes: usize,
+    /// Of these, what a CPU uses where it lies in the checkpoint.
+    mapped_bytes: usize,
     /// Columns of all activation buffers.
     tensor_cols: usize,
     widest_input: usize,
@@ -37,13 +39,17 @@ pub struct Estimator {
 #[derive(Debug, Clone, Copy)]
 pub struct EstimatedWeight {
     cols: usize,
+    bytes: usize,
+    is_bf16: bool,
 }
 
 /// What a worker will hold; see [`MemoryPlan`] for what it finds when it has loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryEstimate {
-    /// Bytes of weights. On a CPU they stay in the page cache, which workers share.
+    /// Bytes of weights.
     pub weights_bytes: u64,
+    /// Of these, what stays in the page cache, which workers share.
+    pub mapped_bytes: u64,
     /// Bytes of activations and scratch.
     pub workspace_bytes: u64,
     /// Bytes of what a group's workers talk through.
@@ -71,6 +77,7 @@ impl Estimator {
             limits,
             hidden: 0,
             weights_bytes: 0,
+            mapped_bytes: 0,
             tensor_cols: 0,
             widest_input: 0,
             has_wide_weights: false,
@@ -92,6 +99,7 @@ impl Estimator {
                     CpuEstimate::new(limits, self.tensor_cols, self.widest_input, self.has_wide_weights, attention);
                 MemoryEstimate {
                     weights_bytes,
+                    mapped_bytes: self.mapped_bytes as u64,
                     workspace_bytes: cpu.workspace_bytes as u64,
                     communicator_bytes: 0,
                     reserve_bytes: 0,
@@ -102,6 +110,7 @@ impl Estimator {
                 let cuda = Estimate::new(limits, self.hidden, self.tensor_cols, group, self.stage, attention);
                 MemoryEstimate {
                     weights_bytes,
+                    mapped_bytes: 0,
                     workspace_bytes: cuda.workspace_bytes as u64,
                     communicator_bytes: cuda.communicator_bytes as u64,
                     reserve_bytes: cuda.reserve_bytes as u64,
@@ -119,8 +128,18 @@ impl Estimator {
             Target::Cuda => elements * 2,
         };
         self.weights_bytes += bytes;
-        self.has_wide_weights |= dtype != DType::Bf16;
-        EstimatedWeight { cols: parts.first().map_or(0, |part| part.cols.len()) }
+        let is_bf16 = dtype == DType::Bf16;
+        self.has_wide_weights |= !is_bf16;
+        EstimatedWeight { cols: parts.first().map_or(0, |part| part.cols.len()), bytes, is_bf16 }
+    }
+
+    /// Whether a CPU copies the weights of such a layer.
+    fn is_copied(&self, weight: &EstimatedWeight) -> bool {
+        self.target == Target::Cpu && weight.is_bf16 && CpuEstimate::copies_bf16()
+    }
+
+    fn fit_linear(&mut self, weight: &EstimatedWeight) {
+        self.widest_input = self.widest_input.max(weight.cols);
     }
 
     fn count_vectors(&mut self, vectors: &[WeightSlice<'_>]) -> EstimatedWeight {
@@ -130,7 +149,7 @@ impl Estimator {
             Target::Cuda => elements * 2,
         };
         self.weights_bytes += bytes;
-        EstimatedWeight { cols: elements }
+        EstimatedWeight { cols: elements, bytes, is_bf16: false }
     }
 }
 
@@ -173,17 +192,23 @@ impl Device for Estimator {
         if matches!(role, LinearRole::Out | LinearRole::Down) {
             self.hidden = parts.iter().map(|part| part.rows.len()).sum();
         }
-        self.widest_input = self.widest_input.max(weight.cols);
+        self.fit_linear(&weight);
+        if !self.is_copied(&weight) {
+            self.mapped_bytes += weight.bytes;
+        }
         Ok(weight)
     }
 
     fn load_embedding(&mut self, table: WeightSlice<'_>, _first_token: u32) -> Result<EstimatedWeight, DeviceError> {
         self.hidden = table.cols.len();
-        Ok(self.count_matrix(&[table]))
+        self.load_positions(table)
     }
 
     fn tie_head(&mut self, embedding: &EstimatedWeight) -> Result<EstimatedWeight, DeviceError> {
-        self.widest_input = self.widest_input.max(embedding.cols);
+        self.fit_linear(embedding);
+        if self.is_copied(embedding) {
+            self.weights_bytes += embedding.bytes;
+        }
         Ok(*embedding)
     }
 
@@ -200,7 +225,9 @@ impl Device for Estimator {
     }
 
     fn load_positions(&mut self, table: WeightSlice<'_>) -> Result<EstimatedWeight, DeviceError> {
-        Ok(self.count_matrix(&[table]))
+        let weight = self.count_matrix(&[table]);
+        self.mapped_bytes += weight.bytes;
+        Ok(weight)
     }
 
     fn tensor(&mut self, cols: usize) -> Result<(), DeviceError> {

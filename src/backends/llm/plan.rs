@@ -115,12 +115,9 @@ impl ModelPlan {
         }
     }
 
-    /// Bytes that are gone before the first KV block. Weights of a CPU are pages of files, which count as available.
+    /// Bytes that are gone before the first KV block. What a CPU maps are pages of files, which count as available.
     fn held(&self, worker: &MemoryEstimate) -> u64 {
-        match self.device {
-            DeviceChoice::Cpu { .. } => worker.fixed_bytes() - worker.weights_bytes,
-            DeviceChoice::Cuda { .. } => worker.fixed_bytes(),
-        }
+        worker.fixed_bytes() - worker.mapped_bytes
     }
 
     fn blocks_of(&self, worker: &MemoryEstimate, free_bytes: u64) -> u64 {

@@ -1,7 +1,9 @@
 //! What a worker on the CPU will hold beside its weights, told from shapes.
 
 use super::KvType;
-use super::linear::packed_bytes;
+use kernels::cpu::{Isa, WeightType};
+
+use super::linear::{in_panels, input_bytes};
 use crate::{AttentionSpec, StepLimits};
 
 pub(crate) struct CpuEstimate {
@@ -11,6 +13,11 @@ pub(crate) struct CpuEstimate {
 }
 
 impl CpuEstimate {
+    /// Whether linear layers of bf16 weights are copied on this processor.
+    pub(crate) fn copies_bf16() -> bool {
+        in_panels(Isa::detect(), WeightType::Bf16)
+    }
+
     /// For activations of `tensor_cols` columns in all, and linear layers of up to `widest_input` inputs.
     pub(crate) fn new(
         limits: &StepLimits,
@@ -23,7 +30,8 @@ impl CpuEstimate {
         let activations = limits.max_tokens * tensor_cols;
         let kv_type = if has_wide_weights { KvType::F32 } else { KvType::Bf16 };
         Self {
-            workspace_bytes: (logits + activations) * size_of::<f32>() + packed_bytes(limits.max_tokens, widest_input),
+            workspace_bytes: (logits + activations) * size_of::<f32>()
+                + input_bytes(limits.max_tokens, widest_input, !has_wide_weights && Self::copies_bf16()),
             block_bytes: block_bytes(spec, kv_type),
         }
     }

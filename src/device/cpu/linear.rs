@@ -1,6 +1,8 @@
-//! Linear layers in the checkpoint's type or quantised at load, and their inputs.
+//! Linear layers in the checkpoint's type, in panels or quantised at load, and their inputs.
 
-use kernels::cpu::{self as k, Isa, Matrix, PackedInput, Pool, QuantInput, QuantMatrix, QuantType};
+use kernels::cpu::{
+    self as k, Isa, Matrix, PackedInput, PanelInput, PanelMatrix, Pool, QuantInput, QuantMatrix, QuantType, WeightType,
+};
 
 /// How weights of linear layers are held; embeddings, norms and biases stay in the checkpoint's type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -28,55 +30,73 @@ impl WeightPrecision {
 pub enum Linear {
     /// Where they lie in the mapped checkpoint.
     Plain(Matrix),
+    /// Copied in the order in which this processor multiplies them fastest, from where they lie.
+    Panels(PanelMatrix, Matrix),
     /// Held by this device.
     Quantized(QuantMatrix),
 }
 
 impl Linear {
-    pub(super) fn new(pool: &mut Pool, matrix: Matrix, quant_type: Option<QuantType>) -> Self {
+    pub(super) fn new(pool: &mut Pool, isa: Isa, matrix: Matrix, quant_type: Option<QuantType>) -> Self {
         match quant_type {
             Some(quant_type) => Self::Quantized(QuantMatrix::new(pool, &matrix, quant_type)),
+            None if in_panels(isa, matrix.weight_type()) => Self::Panels(PanelMatrix::new(pool, &matrix), matrix),
             None => Self::Plain(matrix),
         }
     }
 
     pub(super) fn rows(&self) -> usize {
         match self {
-            Self::Plain(matrix) => matrix.rows(),
+            Self::Plain(matrix) | Self::Panels(_, matrix) => matrix.rows(),
             Self::Quantized(matrix) => matrix.rows(),
         }
     }
 
     pub(super) fn bytes(&self) -> usize {
         match self {
-            Self::Plain(matrix) => matrix.bytes(),
+            Self::Plain(matrix) | Self::Panels(_, matrix) => matrix.bytes(),
             Self::Quantized(matrix) => matrix.bytes(),
         }
     }
 }
 
+/// Whether weights of a type are copied into panels.
+pub(super) fn in_panels(isa: Isa, weight_type: WeightType) -> bool {
+    weight_type == WeightType::Bf16 && PanelMatrix::is_supported(isa)
+}
+
 /// Room for the inputs of the layer at work, as its kernels take them.
 pub(super) struct Inputs {
     plain: PackedInput,
+    panels: PanelInput,
     quantized: QuantInput,
     max_rows: usize,
     widest: usize, // `K` of the widest layer
+    widest_panels: usize,
     widest_quantized: usize,
 }
 
 impl Inputs {
     pub(super) fn new(max_rows: usize) -> Self {
-        let (plain, quantized) = (PackedInput::new(0, 0), QuantInput::new(0, 0));
-        Self { plain, quantized, max_rows, widest: 0, widest_quantized: 0 }
+        Self {
+            plain: PackedInput::new(0, 0),
+            panels: PanelInput::new(0, 0),
+            quantized: QuantInput::new(0, 0),
+            max_rows,
+            widest: 0,
+            widest_panels: 0,
+            widest_quantized: 0,
+        }
     }
 
     /// Makes room for a layer's inputs.
     pub(super) fn fit(&mut self, linear: &Linear) {
         match linear {
-            Linear::Plain(matrix) if matrix.cols() > self.widest => {
-                self.widest = matrix.cols();
-                self.plain = PackedInput::new(0, 0);
-                self.plain = PackedInput::new(self.max_rows, self.widest);
+            Linear::Plain(matrix) => self.fit_plain(matrix.cols()),
+            Linear::Panels(matrix, _) if matrix.cols() > self.widest_panels => {
+                self.widest_panels = matrix.cols();
+                self.panels = PanelInput::new(0, 0);
+                self.panels = PanelInput::new(self.max_rows, self.widest_panels);
             }
             Linear::Quantized(matrix) if matrix.cols() > self.widest_quantized => {
                 self.widest_quantized = matrix.cols();
@@ -87,16 +107,32 @@ impl Inputs {
         }
     }
 
-    /// Bytes of both.
+    fn fit_plain(&mut self, cols: usize) {
+        if cols > self.widest {
+            self.widest = cols;
+            self.plain = PackedInput::new(0, 0);
+            self.plain = PackedInput::new(self.max_rows, self.widest);
+        }
+    }
+
+    /// Bytes of all.
     pub(super) fn bytes(&self) -> usize {
         // A scale and an offset for each 64 steps.
-        packed_bytes(self.max_rows, self.widest) + self.max_rows * self.widest_quantized * 72 / 64
+        input_bytes(self.max_rows, self.widest, false)
+            + input_bytes(self.max_rows, self.widest_panels, true)
+            + self.max_rows * self.widest_quantized * 72 / 64
     }
 
     /// `out [rows, N]` = `x [rows, K]` times the layer's weights, plus its bias.
     pub(super) fn project(&mut self, pool: &mut Pool, isa: Isa, out: &mut [f32], x: &[f32], rows: usize, by: &Linear) {
         match by {
-            Linear::Plain(matrix) => {
+            #[cfg(target_arch = "x86_64")]
+            Linear::Panels(panels, _) if PanelMatrix::is_supported(isa) => {
+                self.panels.pack(pool, x, rows, panels.cols());
+                k::panel_linear(pool, out, &self.panels, panels);
+            }
+            Linear::Plain(matrix) | Linear::Panels(_, matrix) => {
+                self.fit_plain(matrix.cols());
                 self.plain.pack(pool, x, rows, matrix.cols(), matrix.weight_type());
                 k::linear(pool, isa, out, &self.plain, matrix);
             }
@@ -108,7 +144,10 @@ impl Inputs {
     }
 }
 
-/// Bytes of the input of a linear layer whose weights are the checkpoint's.
-pub(super) fn packed_bytes(max_rows: usize, widest_input: usize) -> usize {
-    max_rows * widest_input * (size_of::<f32>() + size_of::<u16>())
+/// Bytes of the input of a linear layer whose weights are the checkpoint's, in panels or where they lie.
+pub(super) fn input_bytes(max_rows: usize, widest_input: usize, in_panels: bool) -> usize {
+    match in_panels {
+        true => PanelInput::bytes(max_rows, widest_input),
+        false => max_rows * widest_input * (size_of::<f32>() + size_of::<u16>()),
+    }
 }

@@ -1,4 +1,5 @@
-//! The CPU device: bf16, f16 or f32 weights straight from the mapped checkpoint, f32 activations, threads of one pool.
+//! The CPU device: bf16, f16 or f32 weights straight from the mapped checkpoint, copied where that is faster, or quantised;
+//! f32 activations, threads of one pool.
 //!
 //! A row's tokens depend on that row alone, bit for bit: kernels have one summation order whatever else is in the
 //! step (`kernels::cpu`), the group adds parts in rank order, and draws are functions of seed and position.
@@ -259,7 +260,7 @@ impl CpuDevice {
         if matrix.weight_type() != k::WeightType::Bf16 {
             self.widest_weight = Some(KvType::F32);
         }
-        let linear = Linear::new(&mut self.pool, matrix, self.precision.of(is_head));
+        let linear = Linear::new(&mut self.pool, self.isa, matrix, self.precision.of(is_head));
         self.weights_bytes += linear.bytes() as u64;
         self.projection.fit(&linear);
         linear
@@ -525,16 +526,15 @@ impl Device for CpuDevice {
 
     fn rope_and_cache(&mut self, qkv: &mut CpuTensor, layer: usize) -> Result<(), DeviceError> {
         let Cache { kv, spec, .. } = self.cache.as_mut().expect("`allocate_cache` is called before the first step");
-        let half = spec.head_dim / 2;
-        let (q, kv_width) = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim);
-        let width = qkv.cols;
-        let tokens = qkv.data.chunks_exact_mut(width).zip(&self.inputs.positions).zip(&self.inputs.slots);
-        for ((token, position), slot) in tokens {
-            let angles = *position as usize * half..(*position as usize + 1) * half;
-            k::rotate(&mut token[..q + kv_width], &spec.rope.cos[angles.clone()], &spec.rope.sin[angles]);
-            let (key, value) = token[q..].split_at(kv_width);
-            kv.write(layer, *slot as usize, key, value);
-        }
+        let tokens = k::Rotation {
+            stride: qkv.cols,
+            num_heads: spec.num_heads,
+            positions: &self.inputs.positions,
+            slots: &self.inputs.slots,
+            cos: &spec.rope.cos,
+            sin: &spec.rope.sin,
+        };
+        kv.rotate_and_write(&mut self.pool, layer, &mut qkv.data, &tokens);
         Ok(())
     }
 

@@ -1,0 +1,245 @@
+//! K and V of the tokens so far, in blocks.
+
+use bytemuck::Pod;
+
+use crate::cpu::packed::bf16_bits;
+use crate::cpu::shared::SharedOut;
+use crate::cpu::{Buffer, Pool, rotate};
+
+/// Positions per step of attention's online softmax.
+pub(super) const CHUNK: usize = 16;
+/// Largest head.
+pub(super) const MAX_HEAD_DIM: usize = 256;
+
+/// Element type of KV blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvType {
+    /// bfloat16: half the memory to hold and read, and as exact as bf16 weights are.
+    Bf16,
+    /// IEEE single.
+    F32,
+}
+
+impl KvType {
+    /// Bytes of one element.
+    pub fn size(self) -> usize {
+        match self {
+            KvType::Bf16 => 2,
+            KvType::F32 => 4,
+        }
+    }
+}
+
+/// K and V of all layers in blocks of `B` positions.
+///
+/// K is `[layers, blocks, K, D / 2, B, 2]`, so that 16 positions are computed in lanes; V is `[layers, blocks, K, B, D]`.
+pub struct KvCache {
+    pub(super) shape: KvShape,
+    pub(super) data: KvData,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct KvShape {
+    pub(super) num_blocks: usize,
+    pub(super) num_kv_heads: usize,
+    pub(super) block_size: usize,
+    pub(super) head_dim: usize,
+}
+
+pub(super) enum KvData {
+    Bf16 { k: Buffer<u16>, v: Buffer<u16> },
+    F32 { k: Buffer<f32>, v: Buffer<f32> },
+}
+
+impl KvCache {
+    /// Reserves blocks; the system gives memory to a block when it is first written.
+    ///
+    /// # Panics
+    /// When `D` is odd or above 256, or `B` is no multiple of 16.
+    pub fn new(
+        kv_type: KvType,
+        num_layers: usize,
+        num_blocks: usize,
+        num_kv_heads: usize,
+        block_size: usize,
+        head_dim: usize,
+    ) -> Self {
+        assert!(head_dim.is_multiple_of(2) && head_dim <= MAX_HEAD_DIM, "head dim is even and at most 256");
+        assert!(block_size.is_multiple_of(CHUNK), "block size is a multiple of 16");
+        let len = num_layers * num_blocks * num_kv_heads * block_size * head_dim;
+        let data = match kv_type {
+            KvType::Bf16 => KvData::Bf16 { k: Buffer::new(len), v: Buffer::new(len) },
+            KvType::F32 => KvData::F32 { k: Buffer::new(len), v: Buffer::new(len) },
+        };
+        Self { shape: KvShape { num_blocks, num_kv_heads, block_size, head_dim }, data }
+    }
+
+    /// Writes `k` and `v [K, D]` of one token at `slot = block * B + offset`.
+    ///
+    /// # Panics
+    /// When the slot or a length does not fit.
+    pub fn write(&mut self, layer: usize, slot: usize, k: &[f32], v: &[f32]) {
+        let KvShape { num_blocks, num_kv_heads, block_size, head_dim } = self.shape;
+        let (block, offset) = (slot / block_size, slot % block_size);
+        assert!(block < num_blocks, "slot {slot} lies in a block of the cache");
+        assert!(k.len() == num_kv_heads * head_dim && v.len() == k.len(), "k and v are [K, D]");
+        for head in 0..num_kv_heads {
+            let start = self.shape.start(layer, block, head);
+            let own = head * head_dim..(head + 1) * head_dim;
+            let (key, value) = (&k[own.clone()], &v[own]);
+            match &mut self.data {
+                KvData::Bf16 { k, v } => self.shape.write_head(&mut k[start..], &mut v[start..], offset, key, value),
+                KvData::F32 { k, v } => self.shape.write_head(&mut k[start..], &mut v[start..], offset, key, value),
+            }
+        }
+    }
+
+    /// Turns Q and K of each token's row of `qkv [T, stride]` to its position and writes K and V at its slot. Rows are
+    /// `[H D | K D | K D]`; position `p` has its angles at `p * D / 2` of `cos` and `sin`.
+    ///
+    /// # Panics
+    /// When a slot, a position or a length does not fit.
+    pub fn rotate_and_write(&mut self, pool: &mut Pool, layer: usize, qkv: &mut [f32], tokens: &Rotation<'_>) {
+        let KvShape { num_blocks, num_kv_heads, block_size, head_dim } = self.shape;
+        let Rotation { stride, num_heads, positions, slots, cos, sin } = *tokens;
+        assert!(stride >= (num_heads + 2 * num_kv_heads) * head_dim, "a row holds Q, K and V");
+        assert!(
+            slots.iter().all(|slot| (*slot as usize) < num_blocks * block_size),
+            "slots lie in blocks of the cache"
+        );
+        assert_eq!(positions.len(), slots.len(), "each token has a position and a slot");
+        let (shape, group, half) = (self.shape, num_heads / num_kv_heads, head_dim / 2);
+        let qkv = SharedOut::new(qkv);
+        let head = |kv_head: usize, write: &mut WriteHead<'_>| {
+            for (token, (position, slot)) in positions.iter().zip(slots).enumerate() {
+                let (angles, slot) = (*position as usize * half..(*position as usize + 1) * half, *slot as usize);
+                let (cos, sin) = (&cos[angles.clone()], &sin[angles]);
+                let at = |head: usize| token * stride + head * head_dim;
+                // SAFETY: each KV head with its queries is one thread's, and these parts of a row do not overlap.
+                let (q, k, v) = unsafe {
+                    (
+                        qkv.slice(at(kv_head * group), group * head_dim),
+                        qkv.slice(at(num_heads + kv_head), head_dim),
+                        qkv.slice(at(num_heads + num_kv_heads + kv_head), head_dim),
+                    )
+                };
+                rotate(q, cos, sin);
+                rotate(k, cos, sin);
+                write(shape.start(layer, slot / block_size, kv_head), slot % block_size, k, v);
+            }
+        };
+        // One call for little work.
+        let chunk = if positions.len() * stride < 1 << 14 { num_kv_heads } else { 1 };
+        match &mut self.data {
+            KvData::Bf16 { k, v } => shape.write_heads(pool, chunk, k, v, head),
+            KvData::F32 { k, v } => shape.write_heads(pool, chunk, k, v, head),
+        }
+    }
+
+    /// Copies a block's content in all layers.
+    ///
+    /// # Panics
+    /// When a block does not exist.
+    pub fn copy_block(&mut self, from: usize, to: usize) {
+        let KvShape { num_blocks, num_kv_heads, block_size, head_dim } = self.shape;
+        assert!(from < num_blocks && to < num_blocks, "blocks {from} and {to} are two of the cache");
+        let len = num_kv_heads * block_size * head_dim;
+        match &mut self.data {
+            KvData::Bf16 { k, v } => [k, v].into_iter().for_each(|data| copy_block(data, num_blocks, len, from, to)),
+            KvData::F32 { k, v } => [k, v].into_iter().for_each(|data| copy_block(data, num_blocks, len, from, to)),
+        }
+    }
+}
+
+fn copy_block<T: Copy>(data: &mut [T], num_blocks: usize, len: usize, from: usize, to: usize) {
+    for layer in data.chunks_exact_mut(num_blocks * len) {
+        layer.copy_within(from * len..(from + 1) * len, to * len);
+    }
+}
+
+impl KvShape {
+    #[inline(always)]
+    pub(super) fn start(&self, layer: usize, block: usize, head: usize) -> usize {
+        ((layer * self.num_blocks + block) * self.num_kv_heads + head) * self.block_size * self.head_dim
+    }
+
+    /// Calls `head` for each KV head, with what writes K and V of a token at a block's start and an offset in it.
+    fn write_heads<T: KvElement>(
+        &self,
+        pool: &mut Pool,
+        chunk: usize,
+        k: &mut [T],
+        v: &mut [T],
+        head: impl Fn(usize, &mut WriteHead<'_>) + Sync,
+    ) {
+        let (len, keys, values) = (self.block_size * self.head_dim, SharedOut::new(k), SharedOut::new(v));
+        pool.each(self.num_kv_heads, chunk, |heads| {
+            for kv_head in heads {
+                head(kv_head, &mut |start, offset, key, value| {
+                    // SAFETY: a block's part of one KV head is that head's thread's.
+                    let (k, v) = unsafe { (keys.slice(start, len), values.slice(start, len)) };
+                    self.write_head(k, v, offset, key, value);
+                });
+            }
+        });
+    }
+
+    fn write_head<T: KvElement>(&self, k: &mut [T], v: &mut [T], offset: usize, key: &[f32], value: &[f32]) {
+        for (pair, key) in key.chunks_exact(2).enumerate() {
+            let at = (pair * self.block_size + offset) * 2;
+            (k[at], k[at + 1]) = (T::from_f32(key[0]), T::from_f32(key[1]));
+        }
+        for (v, value) in v[offset * self.head_dim..].iter_mut().zip(value) {
+            *v = T::from_f32(*value);
+        }
+    }
+}
+
+/// Writes K and V of one token and KV head: where the block's part of the head starts, offset in it, K, V.
+type WriteHead<'a> = dyn FnMut(usize, usize, &[f32], &[f32]) + 'a;
+
+pub(super) trait KvElement: Pod + Send + Sync {
+    fn from_f32(x: f32) -> Self;
+    fn to_f32(self) -> f32;
+}
+
+impl KvElement for u16 {
+    #[inline(always)]
+    fn from_f32(x: f32) -> u16 {
+        bf16_bits(x)
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f32::from_bits(u32::from(self) << 16)
+    }
+}
+
+impl KvElement for f32 {
+    #[inline(always)]
+    fn from_f32(x: f32) -> f32 {
+        x
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+}
+
+/// The tokens of a step, for [`KvCache::rotate_and_write`].
+#[derive(Debug, Clone, Copy)]
+pub struct Rotation<'a> {
+    /// Elements from one token's row to the next.
+    pub stride: usize,
+    /// `H`.
+    pub num_heads: usize,
+    /// `[T]`.
+    pub positions: &'a [u32],
+    /// `[T]`, `block * B + offset`.
+    pub slots: &'a [u32],
+    /// Cosines of all positions, `[positions, D / 2]`.
+    pub cos: &'a [f32],
+    /// Sines likewise.
+    pub sin: &'a [f32],
+}

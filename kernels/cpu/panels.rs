@@ -1,0 +1,162 @@
+//! bf16 weight matrices copied into panels, and inputs laid out beside them.
+//!
+//! A panel holds 32 outputs: for each pair of neighbours in `K`, the pairs of all its outputs, as
+//! products of bf16 pairs take them. So a matrix is read from its first byte to its last, and the sums of 32 outputs
+//! grow in the lanes of two registers.
+
+use crate::cpu::packed::bf16_bits;
+use crate::cpu::shared::SharedOut;
+use crate::cpu::{Buffer, Isa, Matrix, Pool, WeightType};
+
+/// Outputs of a panel.
+pub(crate) const PANEL: usize = 32;
+/// Pairs of one row that lie beside each other.
+pub(crate) const RUN: usize = 16;
+/// Rows of a tile: with two registers of sums each they leave room for weights and an input.
+pub(crate) const TILE_ROWS: usize = 12;
+
+/// A bf16 matrix `[N, K]` in panels.
+pub struct PanelMatrix {
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) data: Buffer<u32>, // [panels, pairs, PANEL], zero beyond N and K
+    pub(super) bias: Option<Vec<f32>>,
+}
+
+impl PanelMatrix {
+    /// Whether this processor multiplies panels faster than rows.
+    pub fn is_supported(isa: Isa) -> bool {
+        isa == Isa::Avx512Bf16
+    }
+
+    /// Copies a checkpoint's matrix.
+    ///
+    /// # Panics
+    /// When its weights are not bf16.
+    pub fn new(pool: &mut Pool, matrix: &Matrix) -> Self {
+        assert_eq!(matrix.weight_type, WeightType::Bf16, "panels hold bf16 weights");
+        let (rows, cols, pairs) = (matrix.rows, matrix.cols, matrix.cols.div_ceil(2));
+        let panels = rows.div_ceil(PANEL);
+        let mut data = Buffer::new(panels * pairs * PANEL);
+        let shared = SharedOut::new(&mut data);
+        pool.each(panels, 1, |range| {
+            for panel in range {
+                // SAFETY: each panel is one thread's.
+                let out = unsafe { shared.slice(panel * pairs * PANEL, pairs * PANEL) };
+                copy_panel(matrix, panel * PANEL, out);
+            }
+        });
+        Self { rows, cols, data, bias: matrix.bias.clone() }
+    }
+
+    /// `N`.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// `K`.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Bytes that one product reads.
+    pub fn bytes(&self) -> usize {
+        size_of_val(&*self.data)
+    }
+
+    pub(super) fn pairs(&self) -> usize {
+        self.cols.div_ceil(2)
+    }
+}
+
+/// Copies up to 32 rows of `matrix` from `first`; what they leave of the panel is zero.
+fn copy_panel(matrix: &Matrix, first: usize, out: &mut [u32]) {
+    // As many pairs at a time as stay in the first cache.
+    const PAIRS: usize = 128;
+    let lanes = PANEL.min(matrix.rows - first);
+    for (block, out) in out.chunks_mut(PAIRS * PANEL).enumerate() {
+        for lane in 0..lanes {
+            let bytes = &matrix.row_bytes(first + lane)[block * PAIRS * 4..];
+            for (pair, bytes) in bytes.chunks(4).take(PAIRS).enumerate() {
+                out[pair * PANEL + lane] = match *bytes {
+                    [a, b, c, d] => u32::from_le_bytes([a, b, c, d]),
+                    [a, b] => u32::from_le_bytes([a, b, 0, 0]),
+                    _ => unreachable!("a row is whole bf16 numbers"),
+                };
+            }
+        }
+    }
+}
+
+/// Inputs of a [`PanelMatrix`]: for each tile of 12 rows and each run of 16 pairs along `K`, the pairs of its rows.
+pub struct PanelInput {
+    pub(super) data: Buffer<u32>,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+}
+
+impl PanelInput {
+    /// Room for `max_rows` rows of `max_cols`.
+    pub fn new(max_rows: usize, max_cols: usize) -> Self {
+        Self { data: Buffer::new(Self::bytes(max_rows, max_cols) / size_of::<u32>()), rows: 0, cols: 0 }
+    }
+
+    /// Bytes of room for `max_rows` rows of `max_cols`.
+    pub fn bytes(max_rows: usize, max_cols: usize) -> usize {
+        max_rows * padded_pairs(max_cols) * size_of::<u32>()
+    }
+
+    /// Rounds `x [rows, cols]` to bf16 and lays it out.
+    ///
+    /// # Panics
+    /// When `x` is shorter, or larger than the room.
+    pub fn pack(&mut self, pool: &mut Pool, x: &[f32], rows: usize, cols: usize) {
+        let pairs = padded_pairs(cols);
+        assert!(x.len() >= rows * cols, "inputs are [rows, cols]");
+        assert!(rows * pairs <= self.data.len(), "packed inputs fit");
+        (self.rows, self.cols) = (rows, cols);
+        let out = SharedOut::new(&mut self.data);
+        let tiles = rows.div_ceil(TILE_ROWS);
+        let chunk = if rows * cols < 1 << 15 { tiles } else { 1 };
+        pool.each(tiles, chunk.max(1), |range| {
+            for tile in range {
+                let first = tile * TILE_ROWS;
+                let tile_rows = (rows - first).min(TILE_ROWS);
+                // SAFETY: each tile is one thread's.
+                let out = unsafe { out.slice(first * pairs, tile_rows * pairs) };
+                for row in 0..tile_rows {
+                    pack_row(&x[(first + row) * cols..][..cols], &mut out[row * RUN..], tile_rows * RUN);
+                }
+            }
+        });
+    }
+
+    /// Pairs of a row, its last run filled up.
+    pub(super) fn pairs(&self) -> usize {
+        padded_pairs(self.cols)
+    }
+}
+
+fn padded_pairs(cols: usize) -> usize {
+    cols.div_ceil(2).next_multiple_of(RUN)
+}
+
+for_each_isa! {
+    /// Writes one row's runs, `stride` pairs apart.
+    fn pack_row(x: &[f32], out: &mut [u32], stride: usize) {
+        for (x, out) in x.chunks(2 * RUN).zip(out.chunks_mut(stride)) {
+            let mut padded = [0.0; 2 * RUN];
+            let full: &[f32; 2 * RUN] = match x.try_into() {
+                Ok(full) => full,
+                Err(_) => {
+                    padded[..x.len()].copy_from_slice(x);
+                    &padded
+                }
+            };
+            for (pair, out) in out[..RUN].iter_mut().enumerate() {
+                let (low, high) = (bf16_bits(full[2 * pair]), bf16_bits(full[2 * pair + 1]));
+                *out = u32::from(low) | u32::from(high) << 16;
+            }
+        }
+    }
+}
