@@ -1,10 +1,13 @@
-//! A short soak on the real CPU device: random requests, priorities, timeouts, sizes and clients that leave; afterwards
-//! nobody holds anything, and every book balances.
+//! A soak on the real CPU device: random requests, priorities, timeouts, sizes and clients that leave; meanwhile every
+//! book balances, and afterwards nobody holds anything. A short one in every run, and by hand one of as many minutes as wanted:
+//!
+//! `SOAK_MINUTES=30 cargo test --release --test soak -- --ignored --nocapture`
 
 mod support;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use support::{Options, TestWorld, eventually};
@@ -30,8 +33,16 @@ fn ledger(world: &mut TestWorld) -> Value {
     ledger["models"].as_array().unwrap().iter().find(|model| model["name"] == "tensorrt_llm").unwrap().clone()
 }
 
-/// One request; true when it was read to its end.
-fn one(world: &TestWorld, random: &mut Random) -> bool {
+/// How requests ended.
+#[derive(Default)]
+struct Counts {
+    whole: AtomicUsize,
+    left: AtomicUsize,
+    refused: AtomicUsize,
+}
+
+/// One request, from its start to one of the ends that are counted.
+fn one(world: &TestWorld, random: &mut Random, counts: &Counts) {
     let words = "there was a little dog ".repeat(random.below(30) as usize);
     let mut body = json!({"text_input": format!("Story {}. {words}", random.below(6)), "max_tokens": 1 + random.below(60),
         "stream": true, "seed": random.below(1000), "temperature": random.below(2) as f64, "top_p": 1.0, "priority": random.below(4),
@@ -41,44 +52,92 @@ fn one(world: &TestWorld, random: &mut Random) -> bool {
         let (status, text) = world.post("/v2/models/ensemble/generate_stream", &body);
         let refused = status == 503 && text.contains("Request timeout expired");
         assert!(refused || status == 200, "{status} {text}");
-        return !refused;
+        let count = if refused { &counts.refused } else { &counts.whole };
+        count.fetch_add(1, Ordering::Relaxed);
+        return;
     }
     let leaves_after = if random.below(4) == 0 { random.below(10) as usize } else { usize::MAX };
     let mut stream = world.stream_request(&body);
     let events: Vec<Value> = std::iter::from_fn(|| stream.next_event()).take(leaves_after).collect();
     assert!(events.iter().all(|event| event.get("error").is_none()), "a stream breaks off: {events:?}");
-    leaves_after == usize::MAX
+    let count = if leaves_after == usize::MAX { &counts.whole } else { &counts.left };
+    count.fetch_add(1, Ordering::Relaxed);
 }
 
-#[test]
-fn nothing_is_held_after_random_requests_with_deadlines_and_clients_that_leave() {
+/// A world of few rows and blocks, so that requests wait and are preempted.
+fn narrow_world() -> (TestWorld, tempfile::TempDir) {
     let queue = "priority_levels: 3 default_priority_level: 2 \
                  default_queue_policy { max_queue_size: 200 allow_timeout_override: true }";
     let repository = support::repository_with_queue(6, queue, &[("max_tokens_in_paged_kv_cache", 512)]);
     let args = vec!["--debug-endpoints=true".to_owned()];
-    let mut world = TestWorld::start(Options { repository: repository.path().to_owned(), args, ..Options::default() });
-    let num_whole = AtomicUsize::new(0);
+    let options = Options { repository: repository.path().to_owned(), args, ..Options::default() };
+    (TestWorld::start(options), repository)
+}
+
+/// Clients that each send requests for as long as `goes_on` says of their number.
+fn soak(world: &TestWorld, goes_on: impl Fn(u64) -> bool + Sync) -> Counts {
+    let counts = Counts::default();
     thread::scope(|scope| {
         for client in 0..NUM_CLIENTS {
-            let (world, num_whole) = (&world, &num_whole);
+            let (counts, goes_on) = (&counts, &goes_on);
             scope.spawn(move || {
                 let mut random = Random(client);
-                let whole = (0..REQUESTS_EACH).filter(|_| one(world, &mut random)).count();
-                num_whole.fetch_add(whole, Ordering::Relaxed);
+                (0..).take_while(|number| goes_on(*number)).for_each(|_| one(world, &mut random, counts));
             });
         }
     });
-    assert!(num_whole.into_inner() > 0);
+    counts
+}
+
+/// Every book is at zero, and blocks had been short on the way.
+fn check_idle(world: &mut TestWorld, counts: &Counts) {
+    assert!(counts.whole.load(Ordering::Relaxed) > 0);
     eventually("nothing is held", || {
-        let ledger = ledger(&mut world);
+        let ledger = ledger(world);
         assert_eq!(ledger["wrong"], Value::Null, "{ledger}");
         ledger["idle"] == true
     });
-    let idle = ledger(&mut world);
+    let idle = ledger(world);
     for book in ["queue_slots", "rows", "kv_blocks", "kv_blocks_reserved", "steps_in_flight", "sequences_listening"] {
         assert_eq!(idle[book], 0, "{idle}");
     }
     assert!(world.metric("trireme_llm_preemptions_total") > 0.0, "blocks were never short");
+}
+
+#[test]
+fn nothing_is_held_after_random_requests_with_deadlines_and_clients_that_leave() {
+    let (mut world, _repository) = narrow_world();
+    let counts = soak(&world, |number| number < REQUESTS_EACH);
+    check_idle(&mut world, &counts);
+}
+
+#[test]
+#[ignore = "takes the minutes that SOAK_MINUTES says, 30 by default"]
+fn nothing_is_held_after_minutes_of_random_requests() {
+    let minutes = std::env::var("SOAK_MINUTES").map_or(30, |text| text.parse().expect("SOAK_MINUTES is a number"));
+    let (mut world, _repository) = narrow_world();
+    let (start, mut rounds) = (Instant::now(), 0);
+    let total = Counts::default();
+    // Between rounds all is quiet: what one leaves behind shows in the next.
+    while start.elapsed() < Duration::from_secs(60 * minutes) {
+        let until = Instant::now() + Duration::from_secs(20);
+        let counts = soak(&world, |_| Instant::now() < until);
+        check_idle(&mut world, &counts);
+        for (total, count) in
+            [(&total.whole, counts.whole), (&total.left, counts.left), (&total.refused, counts.refused)]
+        {
+            total.fetch_add(count.into_inner(), Ordering::Relaxed);
+        }
+        rounds += 1;
+    }
+    println!(
+        "{:.1?}, {rounds} rounds: {} requests whole, {} left by their client, {} past their deadline, {} preemptions",
+        start.elapsed(),
+        total.whole.into_inner(),
+        total.left.into_inner(),
+        total.refused.into_inner(),
+        world.metric("trireme_llm_preemptions_total"),
+    );
 }
 
 #[test]
