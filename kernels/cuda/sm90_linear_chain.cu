@@ -152,16 +152,18 @@ __device__ __forceinline__ void bring_rows(const R& ring, const Chain& c, u32 ep
     }
 }
 
-// One warp: what each row of x is still to be multiplied by, for each link that asks; and before that, asks for what the tiles' ends read.
+// One warp: what each row of x is still to be multiplied by, for each link that asks. Before that, it has what the ends of the
+// block's tiles read brought nearer.
 __device__ __forceinline__ void bring_scales(float* scales, u32 ready, const Chain& c, u32 epoch) {
     constexpr int ROWS = 8;  // at a time, so that loads do not wait for each other
+    constexpr int LINE = 64;  // columns of a line of the cache
     const int lane = threadIdx.x % 32;
     for (i32 l = 0; l < c.count; ++l) {
         const Norm& norm = c.links[l].norm;
         const Output& out = c.links[l].out;
         const Share share = share_of(c.links[l]);
-        // A line has 64 columns.
-        for (i32 n = share.first / share.slices * TILE + lane * 64; n < out.n && n < (i32)((share.end + share.slices - 1) / share.slices * TILE); n += 32 * 64) {
+        const i32 begin = share.first / share.slices * TILE, end = (share.end + share.slices - 1) / share.slices * TILE;
+        for (i32 n = begin + lane * LINE; n < min(end, out.n); n += 32 * LINE) {
             if (out.bias) prefetch(out.bias + n);
             if (out.epilogue == ADD_NORM) prefetch(norm.gain + n);
         }
