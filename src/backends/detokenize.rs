@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use repository::ModelConfig;
 use serving::{
     Backend, BackendFactory, DataType, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Tensor,
 };
@@ -15,17 +16,28 @@ use text::{Detokenizer, Tokenizer};
 
 use crate::{checkpoint, parameters};
 
+/// Inputs that TensorRT-LLM's releases up to 0.13 have their postprocessing give back, as `OUT_` and their name.
+const HANDED_ON: [&str; 5] =
+    ["CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS", "BATCH_INDEX"];
+
 /// Loads `backend: "detokenize"`.
 pub(crate) struct DetokenizeFactory;
 
 impl BackendFactory for DetokenizeFactory {
+    /// Releases before 0.9 demand log probabilities, which only requests that ask for them have here.
+    fn complete(&self, config: &mut ModelConfig) {
+        let handed_on = config.input.iter_mut().filter(|input| HANDED_ON.contains(&input.name.as_str()));
+        handed_on.for_each(|input| input.optional = true);
+    }
+
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let load = move || {
             let skip_special_tokens = parameters::flag(&model.config, "skip_special_tokens")?.unwrap_or(true);
             let has_beams = model.config.output.iter().any(|output| output.name == "OUTPUT" && output.dims.len() > 1);
             let is_nested = has_beams && model.config.max_batch_size > 0;
             let tokenizer = checkpoint::tokenizer(&model)?;
-            Ok(Arc::new(Detokenize { tokenizer, skip_special_tokens, is_nested }) as Arc<dyn Backend>)
+            let outputs = model.config.output.iter().map(|output| output.name.clone()).collect();
+            Ok(Arc::new(Detokenize { tokenizer, skip_special_tokens, is_nested, outputs }) as Arc<dyn Backend>)
         };
         async { tokio::task::spawn_blocking(load).await.map_err(|error| InferError::internal(error.to_string()))? }
             .boxed()
@@ -38,6 +50,8 @@ struct Detokenize {
     /// Whether texts lie in rows of beams; else, as TensorRT-LLM's own model answers, in one list: its clients read
     /// `text_output[0]`.
     is_nested: bool,
+    /// Names of all outputs that the configuration declares.
+    outputs: Vec<String>,
 }
 
 /// The texts in the making of one run: by sequence index, then by row and beam.
@@ -53,7 +67,8 @@ impl Backend for Detokenize {
             Some(step) => step.with_state(Texts::new, |texts| self.push(texts, &tokens, step.is_last)),
             None => self.push(&mut Texts::new(), &tokens, true),
         };
-        let outputs = vec![Tensor::from_byte_strings("OUTPUT", &tokens.output_shape, &pieces)];
+        let mut outputs = vec![Tensor::from_byte_strings("OUTPUT", &tokens.output_shape, &pieces)];
+        outputs.extend(self.handed_on(&request));
         Ok(ResponseStream::ready(InferResponse { outputs, ..InferResponse::default() }))
     }
 
@@ -63,6 +78,14 @@ impl Backend for Detokenize {
 }
 
 impl Detokenize {
+    fn handed_on(&self, request: &InferRequest) -> impl Iterator<Item = Tensor> {
+        HANDED_ON.into_iter().filter_map(|name| {
+            let output = format!("OUT_{name}");
+            let tensor = request.input(name).filter(|_| self.outputs.contains(&output))?;
+            Some(Tensor { name: output, ..tensor.clone() })
+        })
+    }
+
     /// LMDeploy's form: the client sends all tokens of a sequence and how many of them it has the text of.
     fn behind(&self, request: &InferRequest, tokens: &Tokens, told: &[u32]) -> Result<InferResponse, InferError> {
         let skip = request.input("skip_special_tokens").map(token_ids).transpose()?;

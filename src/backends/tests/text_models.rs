@@ -216,6 +216,53 @@ async fn streamed_pieces_join_to_the_text_whole_characters_and_all_blanks() {
     assert!(responses.last().unwrap().is_final);
 }
 
+/// As in releases 0.6 to 0.8 of TensorRT-LLM's repository, where both inputs are required.
+#[tokio::test]
+async fn log_probabilities_pass_through_postprocessing_and_need_not_be_there() {
+    let inputs = r#"input [ { name: "CUM_LOG_PROBS" data_type: TYPE_FP32 dims: [ -1 ] },
+                            { name: "OUTPUT_LOG_PROBS" data_type: TYPE_FP32 dims: [ -1, -1 ] } ]"#;
+    let outputs = r#"output [ { name: "OUT_CUM_LOG_PROBS" data_type: TYPE_FP32 dims: [ -1 ] },
+                              { name: "OUT_OUTPUT_LOG_PROBS" data_type: TYPE_FP32 dims: [ -1, -1 ] } ]"#;
+    let given = r#"output [ { name: "cum_log_probs" data_type: TYPE_FP32 dims: [ -1 ] },
+                            { name: "output_log_probs" data_type: TYPE_FP32 dims: [ -1, -1 ] } ]"#;
+    let wires = [("cum_log_probs", "CUM_LOG_PROBS"), ("output_log_probs", "OUTPUT_LOG_PROBS")];
+    let wire = |map: &str, key: &str, value: &str| format!(r#"{map} {{ key: "{key}" value: "{value}" }} "#);
+    let gives: String = wires.iter().map(|(name, _)| wire("output_map", name, &format!("_{name}"))).collect();
+    let takes: String = wires
+        .iter()
+        .map(|(name, input)| {
+            wire("input_map", input, &format!("_{name}")) + &wire("output_map", &format!("OUT_{input}"), name)
+        })
+        .collect();
+    let ensemble = ENSEMBLE
+        .replace(r#"output_map { key: "output_ids""#, &format!(r#"{gives} output_map {{ key: "output_ids""#))
+        .replace(r#"output_map { key: "OUTPUT""#, &format!(r#"{takes} output_map {{ key: "OUTPUT""#));
+    let world = World::new(&[
+        ("preprocessing", PREPROCESSING),
+        ("tensorrt_llm", &format!("{PARROT}{given}")),
+        ("postprocessing", &format!("{POSTPROCESSING}{inputs}{outputs}")),
+        ("ensemble", &format!("{ensemble}{given}")),
+    ]);
+    world.put("tensorrt_llm/1/tokenizer.json", &tokenizer_json());
+    let server = world.started().await;
+
+    let asked =
+        vec![Tensor::from_byte_strings("text_input", &[1, 1], &["ab"]), Tensor::from_i32("max_tokens", &[1, 1], &[9])];
+    let responses = all(server.infer(request("ensemble", asked)).unwrap()).await;
+    let pieces: String = responses.iter().map(|response| text(output(response, "text_output"))).collect();
+    assert_eq!(pieces, "ab", "the language model gives no log probabilities");
+
+    let log_probs = Tensor::from_f32("CUM_LOG_PROBS", &[1, 1], &[-0.5]);
+    let tokens = vec![
+        Tensor::from_i32("TOKENS_BATCH", &[1, 1, 1], &ids("a")),
+        Tensor::from_i32("SEQUENCE_LENGTH", &[1, 1], &[1]),
+        log_probs.clone(),
+    ];
+    let response = all(server.infer(request("postprocessing", tokens)).unwrap()).await.remove(0);
+    assert_eq!(output(&response, "OUT_CUM_LOG_PROBS").data, log_probs.data);
+    assert_eq!(response.outputs.len(), 2, "{:?}", response.outputs);
+}
+
 #[tokio::test]
 async fn a_character_cut_short_by_the_end_is_shown_as_such() {
     let server = World::llm().started().await;
