@@ -7,17 +7,20 @@ use std::collections::BTreeMap;
 pub struct Values(BTreeMap<String, String>);
 
 impl Values {
-    /// As TensorRT-LLM's `fill_template.py` takes them.
+    /// As TensorRT-LLM's `fill_template.py` takes them, with its escapes: `\,` is a comma of a value.
     ///
     /// # Errors
     /// When a pair has no colon.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
-        let pairs = text.split(',').filter(|pair| !pair.trim().is_empty());
-        let pair = |pair: &str| match pair.split_once(':') {
-            Some((key, value)) if !key.trim().is_empty() => Ok((key.trim().to_owned(), value.trim().to_owned())),
+        let pair = |pair: &String| match pair.split_once(':') {
+            // What follows the first colon may hold more of them, escaped (twice, for that script) or not.
+            Some((key, value)) if !key.trim().is_empty() => {
+                Ok((key.trim().to_owned(), value.trim().replace("\\:", ":")))
+            }
             _ => Err(format!("`{pair}` is not KEY:VALUE")),
         };
-        pairs.map(pair).collect::<Result<_, _>>().map(Self)
+        let pairs = split_at_commas(text);
+        pairs.iter().filter(|pair| !pair.trim().is_empty()).map(pair).collect::<Result<_, _>>().map(Self)
     }
 
     /// These, and those of `defaults` that are not among them.
@@ -33,11 +36,31 @@ impl Values {
         self.0.iter().fold(text.to_owned(), |text, (key, value)| text.replace(&format!("${{{key}}}"), value))
     }
 
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     /// Names that no text of `texts` has.
     pub(crate) fn unknown<'a>(&'a self, texts: &[String]) -> Vec<&'a str> {
         let is_known = |key: &str| texts.iter().any(|text| text.contains(&format!("${{{key}}}")));
         self.0.keys().map(String::as_str).filter(|key| !is_known(key)).collect()
     }
+}
+
+/// The parts between commas; a backslash takes the next character as it is.
+fn split_at_commas(text: &str) -> Vec<String> {
+    let (mut parts, mut characters) = (vec![String::new()], text.chars());
+    while let Some(character) = characters.next() {
+        match character {
+            ',' => parts.push(String::new()),
+            _ => parts.last_mut().expect("there is one").push(match character {
+                '\\' => characters.next().unwrap_or('\\'),
+                character => character,
+            }),
+        }
+    }
+    parts
 }
 
 #[cfg(test)]
@@ -50,5 +73,7 @@ mod tests {
         assert_eq!(values.fill("${a} \"${path}\" ${b} ${c}"), "1 \"/x:y\" two ${c}");
         assert_eq!(values.unknown(&["${a} ${b}".to_owned()]), ["path"]);
         assert!(Values::parse("a").is_err());
+        let escaped = Values::parse(r"list:1\,2,path:C\\:x,").unwrap();
+        assert_eq!(escaped.fill("${list} ${path}"), "1,2 C:x");
     }
 }
