@@ -64,11 +64,18 @@ pub(crate) fn cause(log: &Path) -> Option<String> {
 
 fn cause_in(text: &str) -> Option<String> {
     let words = ["ends the world: ", "mpirun noticed that "];
-    let cause = |line: &str| words.iter().find_map(|word| line.split_once(word)).map(|(_, cause)| cause.to_owned());
+    let told = |line: &str| words.iter().find_map(|word| line.split_once(word)).map(|(_, cause)| cause.to_owned());
+    let cause = |line: &str| told(line).or_else(|| told_by_hydra(line));
     // What was said before it served is of worlds before.
     let (_, since) = text.rsplit_once("launch: serving after ").unwrap_or(("", text));
     let cause = since.lines().rev().find_map(cause)?;
     Some(cause.trim_end_matches(['.', '"', '}']).to_owned())
+}
+
+/// MPICH's launcher frames what it says: `=   PID 7 RUNNING AT a`.
+fn told_by_hydra(line: &str) -> Option<String> {
+    let (pid, node) = line.split_once("=   PID ")?.1.split_once(" RUNNING AT ")?;
+    Some(format!("process with PID {pid} on node {node} died"))
 }
 
 /// Where each thread of these processes waits, as the kernel tells it.
@@ -89,6 +96,9 @@ mod tests {
             "{text}mpirun noticed that process rank 0 with PID 7 on node a exited on signal 9 (Killed).\n---\n"
         );
         assert_eq!(cause_in(&text).unwrap(), "process rank 0 with PID 7 on node a exited on signal 9 (Killed)");
+        let hydra =
+            "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   PID 8 RUNNING AT b\n=   EXIT CODE: 9\n";
+        assert_eq!(cause_in(&format!("{text}{hydra}")).unwrap(), "process with PID 8 on node b died");
         assert_eq!(cause_in(&(text + "launch: serving after 1.0 s: http 1\n")), None);
     }
 }
