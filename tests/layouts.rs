@@ -122,6 +122,10 @@ fn the_python_gpt_repository_answers_with_its_prompt_in_front() {
     let text = ask(&world, "ensemble", &body, "text_output");
     let answer = answer();
     assert!(text.as_str().unwrap().ends_with(answer.trim_end()), "expected `{answer}` at the end of {text}");
+    // Its Python runtime is greedy without a top-k, whatever else is sent.
+    let warm = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "end_id": 2, "pad_id": 2, "top_p": 0.99,
+                      "temperature": 5.0, "random_seed": 1});
+    assert_eq!(ask(&world, "ensemble", &warm, "text_output"), text);
     let beams = json!({"text_input": PROMPT, "max_tokens": 4, "end_id": 2, "pad_id": 2, "beam_width": 2});
     assert_eq!(ask(&world, "ensemble", &beams, "text_output").as_array().map(Vec::len), Some(2));
 }

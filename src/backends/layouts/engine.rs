@@ -33,7 +33,7 @@ impl BackendFactory for EngineFactory {
         async move {
             let config = model.config.clone();
             let inner = llm.load(with_checkpoint(&model, |inner| fit(inner, layout))?).await?;
-            let inner: Arc<dyn Backend> = Arc::new(Checked(inner));
+            let inner: Arc<dyn Backend> = Arc::new(Checked { inner, layout });
             let rows: Arc<dyn Backend> = Arc::new(Rows::new(inner, &config));
             let rows = if layout == Layout::FixedBatch { Arc::new(FixedNames(rows)) } else { rows };
             let is_v1 = config.parameter("gpt_model_type").is_some_and(|kind| kind.eq_ignore_ascii_case("v1"));
@@ -78,30 +78,51 @@ fn fit(config: &mut ModelConfig, layout: Layout) {
     }
 }
 
-/// Refuses inputs that would change the answer if they were ignored.
-struct Checked(Arc<dyn Backend>);
+/// Refuses inputs that would change the answer if they were ignored, and adds what a layout takes where nothing is sent.
+struct Checked {
+    inner: Arc<dyn Backend>,
+    layout: Layout,
+}
 
 impl Backend for Checked {
-    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+    fn infer(&self, mut request: InferRequest) -> Result<ResponseStream, InferError> {
         for tensor in &request.inputs {
             if let Some(Use::Refused(reason)) = keys::find(LLM_INPUTS, &tensor.name) {
                 let words = format!("input `{}` is not supported: {reason}; leave it out", tensor.name);
                 return Err(InferError::new(ErrorKind::Unsupported, words));
             }
         }
-        self.0.infer(request)
+        if self.layout == Layout::FixedBatch {
+            add_missing(&mut request.inputs, python_runtimes_defaults());
+        }
+        self.inner.infer(request)
     }
 
     fn is_ready(&self) -> bool {
-        self.0.is_ready()
+        self.inner.is_ready()
     }
 
     fn memory_usage(&self) -> Vec<MemoryUsage> {
-        self.0.memory_usage()
+        self.inner.memory_usage()
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {
-        self.0.drain()
+        self.inner.drain()
+    }
+}
+
+/// Where TensorRT-LLM's Python runtime, which the `gpt` repository runs, differs from its other one (`SamplingConfig` of
+/// `tensorrt_llm.runtime`): greedy without a top-k, and beams are compared by their mean.
+fn python_runtimes_defaults() -> [Tensor; 2] {
+    [Tensor::from_i32("runtime_top_k", &[1, 1], &[1]), Tensor::from_f32("len_penalty", &[1, 1], &[1.0])]
+}
+
+/// Adds those tensors whose names are not there.
+pub(super) fn add_missing(inputs: &mut Vec<Tensor>, defaults: impl IntoIterator<Item = Tensor>) {
+    for default in defaults {
+        if inputs.iter().all(|input| input.name != default.name) {
+            inputs.push(default);
+        }
     }
 }
 

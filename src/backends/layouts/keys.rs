@@ -133,7 +133,7 @@ pub const LLM_INPUTS: &[Key] = &[
     ("bad_words_list", Used("never generated")),
     ("embedding_bias", Used("added to the logits")),
     ("beam_width", Used("beams of the search")),
-    ("temperature", Used("of sampling")),
+    ("temperature", Used("of sampling, where top-k or top-p asks for it")),
     ("runtime_top_k", Used("of sampling")),
     ("runtime_top_p", Used("of sampling")),
     ("runtime_top_p_min", Used("of sampling")),

@@ -16,7 +16,7 @@ use serving::{
 };
 use text::{Detokenizer, Tokenizer};
 
-use super::engine::{engine_output, with_checkpoint};
+use super::engine::{add_missing, engine_output, with_checkpoint};
 use super::keys::Use;
 use super::text_names::{
     BAD_WORDS, EXCLUDE_INPUT, NAMES, STOP_WORDS, STREAM, default_inputs, input, missing_inputs, text_output,
@@ -98,14 +98,12 @@ fn all_tokens(inputs: &[Tensor]) -> Option<Tensor> {
 }
 
 /// What LMDeploy takes where a request does not say (`GenerationConfig` of 0.4): greedy without a top-k.
-fn lmdeploys_defaults(inputs: &[Tensor]) -> Vec<Tensor> {
-    let mut defaults = vec![
+fn lmdeploys_defaults() -> [Tensor; 3] {
+    [
         Tensor::from_i32("runtime_top_k", &[1, 1], &[1]),
         Tensor::from_f32("runtime_top_p", &[1, 1], &[1.0]),
         Tensor::from_f32("temperature", &[1, 1], &[0.8]),
-    ];
-    defaults.retain(|default| inputs.iter().all(|input| input.name != default.name));
-    defaults
+    ]
 }
 
 /// A loaded text model. Clones share the engine.
@@ -183,7 +181,7 @@ impl TextModel {
             inputs.push(Tensor::from_i32("request_output_len", &[1, 1], &[self.max_tokens]));
         }
         match self.has_lmdeploys_defaults {
-            true => inputs.extend(lmdeploys_defaults(&inputs)),
+            true => add_missing(&mut inputs, lmdeploys_defaults()),
             false => inputs.extend(all_tokens(&inputs)),
         }
         if flag(request, &["ignore_eos"])?.unwrap_or(false) {
