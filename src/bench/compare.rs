@@ -9,6 +9,7 @@ use serde::Serialize;
 use crate::figures::Figures;
 use crate::serving::{self, WorkloadArgs};
 use crate::target::{Protocol, Target};
+use crate::target_grpc::CONNECTIONS;
 use crate::{say, write_json};
 
 /// Two servers or two models in turn, on the same requests: each figure as a ratio with its 95 % confidence interval
@@ -101,7 +102,7 @@ pub(crate) async fn run(args: CompareArgs) -> Result<(), ClientError> {
 
 async fn open(text: &str) -> Result<(Protocol, Target), ClientError> {
     let (protocol, address, model) = parse(text)?;
-    Ok((protocol, Target::open(protocol, address, model).await?))
+    Ok((protocol, Target::open(protocol, address, model, CONNECTIONS).await?))
 }
 
 fn parse(text: &str) -> Result<(Protocol, &str, Option<&str>), ClientError> {

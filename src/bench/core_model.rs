@@ -13,6 +13,7 @@ use crate::figures::Figures;
 use crate::load::{self, Pace};
 use crate::random::{Arrivals, Random};
 use crate::target::{Outcome, Protocol, Sampling, Target};
+use crate::target_grpc::CONNECTIONS;
 use crate::{core_table, progress, say, serving, write_json};
 
 /// A language model without tokenizers around it, as TensorRT-LLM's benchmark_core_model measures it
@@ -117,7 +118,7 @@ pub(crate) async fn run(args: CoreArgs) -> Result<(), ClientError> {
         return Err(ClientError::Usage("--concurrency must be at least 1".into()));
     }
     let prompts = prompts(&args)?;
-    let target = Target::open(Protocol::Grpc, &args.url, Some(&args.model)).await?;
+    let target = Target::open(Protocol::Grpc, &args.url, Some(&args.model), CONNECTIONS).await?;
     let sampling = Sampling { top_k: 1, top_p: 0.0, temperature: 1.0, stream_output: args.streaming, ignore_eos: true };
     let say = |text: &str| say(args.json.as_ref(), text);
     if args.warmup > 0 {

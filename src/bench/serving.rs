@@ -12,6 +12,7 @@ use crate::figures::Figures;
 use crate::load::{self, Pace};
 use crate::random::Arrivals;
 use crate::target::{Protocol, Sampling, Target};
+use crate::target_grpc::CONNECTIONS;
 use crate::{progress, say, write_json};
 
 /// Throughput and latencies of a language model over a dataset
@@ -34,6 +35,9 @@ pub struct ServingArgs {
     /// What the server speaks
     #[arg(long, value_enum, default_value = "grpc")]
     protocol: Protocol,
+    /// gRPC connections that requests share; over HTTP each has its own
+    #[arg(long, default_value_t = CONNECTIONS)]
+    connections: usize,
     /// Model to ask; the first usual one when absent
     #[arg(short, long)]
     model: Option<String>,
@@ -129,12 +133,15 @@ pub(crate) fn tokenizer(path: &str) -> Result<Option<Tokenizer>, ClientError> {
 
 /// Runs every pace and prints its figures.
 pub(crate) async fn run(args: ServingArgs) -> Result<(), ClientError> {
+    if args.connections == 0 {
+        return Err(ClientError::Usage("--connections must be more than 0".into()));
+    }
     if args.concurrency.contains(&0) || args.request_rate.iter().any(|rate| !rate.is_finite() || *rate <= 0.0) {
         return Err(ClientError::Usage("--concurrency and --request-rate must be more than 0".into()));
     }
     let tokenizer = tokenizer(&args.tokenizer_path)?;
     let prompts = args.workload.prompts(tokenizer.as_ref())?;
-    let target = Target::open(args.protocol, &args.server_addr, args.model.as_deref()).await?;
+    let target = Target::open(args.protocol, &args.server_addr, args.model.as_deref(), args.connections).await?;
     let paces: Vec<(Option<usize>, Option<f64>)> = match args.request_rate.is_empty() {
         true => args.concurrency.iter().map(|&concurrency| (Some(concurrency), None)).collect(),
         false => args.request_rate.iter().map(|&rate| (None, Some(rate))).collect(),

@@ -140,13 +140,19 @@ pub enum Target {
 }
 
 impl Target {
-    /// Connects to `address` and finds `model`, or the first one that answers text with text.
+    /// Connects to `address` and finds `model`, or the first one that answers text with text. Over gRPC the requests share
+    /// so many connections, at least 1; over HTTP each has its own.
     ///
     /// # Errors
     /// When nothing answers, or it has no such model.
-    pub(crate) async fn open(protocol: Protocol, address: &str, model: Option<&str>) -> Result<Self, ClientError> {
+    pub(crate) async fn open(
+        protocol: Protocol,
+        address: &str,
+        model: Option<&str>,
+        num_connections: usize,
+    ) -> Result<Self, ClientError> {
         Ok(match protocol {
-            Protocol::Grpc => Target::Grpc(GrpcTarget::open(address, model).await?),
+            Protocol::Grpc => Target::Grpc(GrpcTarget::open(address, model, num_connections).await?),
             Protocol::Http => Target::Http(HttpTarget::open(address, model).await?),
             Protocol::Openai => Target::OpenAi(OpenAiTarget::open(address, model, false).await?),
             Protocol::OpenaiChat => Target::OpenAi(OpenAiTarget::open(address, model, true).await?),

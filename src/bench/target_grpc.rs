@@ -23,8 +23,8 @@ const TOP_P: [&str; 3] = ["top_p", "runtime_top_p", "sampling_param_top_p"];
 const TEMPERATURE: [&str; 2] = ["temperature", "sampling_param_temperature"];
 /// No end id, so that every answer has its full length.
 const NO_END_ID: i64 = -1;
-/// Requests that share a connection.
-const CONNECTIONS: usize = 4;
+/// Connections that requests share, where the caller does not say.
+pub(crate) const CONNECTIONS: usize = 4;
 /// Models that are asked where none is named, the first that is ready.
 const USUAL: [&str; 5] = ["ensemble", "lmdeploy_model", "sglang_model", "tensorrt_llm_bls", "llama-python"];
 
@@ -37,9 +37,9 @@ pub(crate) struct GrpcTarget {
 }
 
 impl GrpcTarget {
-    pub(crate) async fn open(address: &str, model: Option<&str>) -> Result<Self, ClientError> {
-        let mut connections = Vec::with_capacity(CONNECTIONS);
-        for _ in 0..CONNECTIONS {
+    pub(crate) async fn open(address: &str, model: Option<&str>, num_connections: usize) -> Result<Self, ClientError> {
+        let mut connections = Vec::with_capacity(num_connections);
+        for _ in 0..num_connections {
             connections.push(Connection::open(address).await?);
         }
         let name = match model {
