@@ -40,6 +40,7 @@
 pub mod activation;
 pub mod add_positions;
 pub mod all_reduce;
+pub mod client_memory;
 pub mod copy_blocks;
 pub mod decode_attention;
 pub mod embed;

@@ -1,5 +1,6 @@
 //! Where the front listens and what it bounds.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::forward::HeaderPattern;
@@ -8,6 +9,7 @@ use crate::metrics::MetricsOptions;
 use crate::openai::Chat;
 use crate::restricted::Restrictions;
 use crate::settings::{LogControl, TraceOptions};
+use crate::shared_memory::ClientDevices;
 use crate::tls::Tls;
 
 /// A host (name or address) and a port; port 0 lets the system choose.
@@ -101,8 +103,10 @@ pub struct Config {
     pub ledger: Option<LedgerSource>,
     /// Where prompts of conversations come from, for OpenAI's protocol.
     pub chat: Chat,
-    /// Whether clients may register system shared memory.
+    /// Whether clients may register shared memory.
     pub allow_client_shm: bool,
+    /// Who opens device memory of clients; `None` where there is none.
+    pub client_devices: Option<Arc<dyn ClientDevices>>,
     /// Shared-memory names with these beginnings are the server's own and never a client's.
     pub reserved_shm_prefixes: Vec<String>,
 }
@@ -138,6 +142,7 @@ impl Default for Config {
             ledger: None,
             chat: Chat::default(),
             allow_client_shm: true,
+            client_devices: None,
             reserved_shm_prefixes: Vec::new(),
         }
     }

@@ -3,12 +3,12 @@
 use bytes::Bytes;
 use prost::Message;
 use repository::ModelConfig;
-use serving::{InferError, InferRequest, InferResponse};
+use serving::{ClientMemory, DataType, InferError, InferRequest, InferResponse};
 
 use crate::ask::{OutputAsk, RegionSlice};
 use crate::coding::Coding;
 use crate::reply::InferReply;
-use crate::shared_memory::SharedMemory;
+use crate::shared_memory::{MemoryKind, SharedMemory};
 use crate::{generate, grpc_request, http_infer, http_route, json};
 
 /// Largest body that is unpacked.
@@ -99,7 +99,7 @@ impl Regions {
 
     /// Forgets a region, or all.
     pub fn unregister(&self, name: &str) {
-        self.0.unregister(name);
+        self.0.unregister(MemoryKind::System, name);
     }
 
     /// Reads a slice of a region.
@@ -107,7 +107,9 @@ impl Regions {
     /// # Errors
     /// When it is not inside.
     pub fn read(&self, region: &str, offset: u64, byte_size: u64) -> Result<Bytes, InferError> {
-        self.0.read(&RegionSlice { region: region.to_owned(), offset, byte_size })
+        // Strings are read at once.
+        let slice = RegionSlice { region: region.to_owned(), offset, byte_size };
+        self.0.input(&slice, "in", DataType::Bytes, &mut ClientMemory::default())
     }
 
     /// Writes a slice of a region.

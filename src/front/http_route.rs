@@ -2,6 +2,8 @@
 
 use http::Method;
 
+use crate::shared_memory::MemoryKind;
+
 /// A model as a path names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelPath<'a> {
@@ -46,14 +48,6 @@ pub enum Route<'a> {
         model: &'a str,
     },
     Logging,
-}
-
-/// Whose memory clients share.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)] // The protocol's own two.
-pub enum MemoryKind {
-    System,
-    Cuda,
 }
 
 impl<'a> Route<'a> {

@@ -1,14 +1,16 @@
 //! Shared memory, trace and log settings over HTTP.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use serving::InferError;
 
 use crate::base64;
-use crate::http_route::MemoryKind;
 use crate::json::{self, Value};
 use crate::json_writer::JsonWriter;
-use crate::kserve_grpc::{cuda_memory_unsupported, no_cuda_region};
+use crate::kserve_grpc::ask_driver;
 use crate::settings::{LogFormat, LogValue, TRACE_KEYS, TraceChanges};
+use crate::shared_memory::MemoryKind;
 use crate::state::State;
 
 /// A `cudaIpcMemHandle_t`.
@@ -19,22 +21,32 @@ const CUDA_HANDLE_BYTES: usize = 64;
 /// # Errors
 /// When there is no such region.
 pub fn memory_status(state: &State, kind: MemoryKind, region: &str) -> Result<Vec<u8>, InferError> {
-    let regions = match kind {
-        MemoryKind::System => state.memory.status(region)?,
-        MemoryKind::Cuda if region.is_empty() => Vec::new(),
-        MemoryKind::Cuda => return Err(no_cuda_region(region)),
-    };
     let mut writer = JsonWriter::with_capacity(128);
     writer.begin_array();
-    for region in regions {
-        writer.begin_object();
-        writer.member("name", region.name.as_bytes());
-        writer.member("key", region.key.as_bytes());
-        writer.key("offset");
-        writer.integer(region.offset);
-        writer.key("byte_size");
-        writer.integer(region.byte_size);
-        writer.end_object();
+    match kind {
+        MemoryKind::System => {
+            for region in state.memory.status(region)? {
+                writer.begin_object();
+                writer.member("name", region.name.as_bytes());
+                writer.member("key", region.key.as_bytes());
+                writer.key("offset");
+                writer.integer(region.offset);
+                writer.key("byte_size");
+                writer.integer(region.byte_size);
+                writer.end_object();
+            }
+        }
+        MemoryKind::Cuda => {
+            for region in state.memory.cuda_status(region)? {
+                writer.begin_object();
+                writer.member("name", region.name.as_bytes());
+                writer.key("device_id");
+                writer.integer(region.device);
+                writer.key("byte_size");
+                writer.integer(region.byte_size);
+                writer.end_object();
+            }
+        }
     }
     writer.end_array();
     Ok(writer.finish())
@@ -44,7 +56,12 @@ pub fn memory_status(state: &State, kind: MemoryKind, region: &str) -> Result<Ve
 ///
 /// # Errors
 /// When a field is missing or wrong, or the memory cannot be had.
-pub fn register_memory(state: &State, kind: MemoryKind, region: &str, body: &[u8]) -> Result<(), InferError> {
+pub async fn register_memory(
+    state: &Arc<State>,
+    kind: MemoryKind,
+    region: &str,
+    body: &[u8],
+) -> Result<(), InferError> {
     if region.is_empty() {
         let memory = if kind == MemoryKind::Cuda { "cuda" } else { "system" };
         return Err(InferError::invalid(format!(
@@ -58,14 +75,17 @@ pub fn register_memory(state: &State, kind: MemoryKind, region: &str, body: &[u8
     };
     if kind == MemoryKind::Cuda {
         let handle = required("raw_handle")?.required("b64")?.as_str()?;
-        for field in ["device_id", "byte_size"] {
+        let number = |field: &str| {
             let absent = || InferError::internal(format!("attempt to access non-existing object member '{field}'"));
-            root.member(field).ok_or_else(absent)?.as_u64()?;
-        }
-        if base64::decode(handle).is_none_or(|handle| handle.len() != CUDA_HANDLE_BYTES) {
-            return Err(InferError::invalid("'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"));
-        }
-        return Err(cuda_memory_unsupported());
+            root.member(field).ok_or_else(absent)?.as_u64()
+        };
+        let (device, byte_size) = (number("device_id")?, number("byte_size")?);
+        let handle = base64::decode(handle)
+            .filter(|handle| handle.len() == CUDA_HANDLE_BYTES)
+            .ok_or_else(|| InferError::invalid("'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"))?;
+        let (state, region) = (Arc::clone(state), region.to_owned());
+        let device = i64::try_from(device).unwrap_or(-1);
+        return ask_driver(move || state.memory.register_cuda(&region, &handle, device, byte_size)).await;
     }
     let key = required("key")?.as_str()?;
     let offset = root.member("offset").map_or(Ok(0), Value::as_u64)?;

@@ -15,6 +15,7 @@ use crate::proto::grpc_inference_service_server::GrpcInferenceService;
 use crate::proto::*;
 use crate::reply::InferReply;
 use crate::settings::LogValue;
+use crate::shared_memory::MemoryKind;
 use crate::state::State;
 use crate::status::grpc_status;
 use crate::stream_infer::{InferStream, single_response};
@@ -117,34 +118,44 @@ impl GrpcInferenceService for KserveGrpc {
         &self,
         request: Request<SystemSharedMemoryUnregisterRequest>,
     ) -> Result<Response<SystemSharedMemoryUnregisterResponse>, Status> {
-        self.state.memory.unregister(&request.into_inner().name);
+        self.state.memory.unregister(MemoryKind::System, &request.into_inner().name);
         Ok(Response::new(SystemSharedMemoryUnregisterResponse {}))
     }
 
-    /// Always none: see [`cuda_memory_unsupported`].
     async fn cuda_shared_memory_status(
         &self,
         request: Request<CudaSharedMemoryStatusRequest>,
     ) -> Result<Response<CudaSharedMemoryStatusResponse>, Status> {
-        let region = request.into_inner().name;
-        if !region.is_empty() {
-            return Err(grpc_status(no_cuda_region(&region)));
-        }
-        Ok(Response::new(CudaSharedMemoryStatusResponse::default()))
+        let regions = self.state.memory.cuda_status(&request.into_inner().name).map_err(grpc_status)?;
+        let regions = regions.into_iter().map(|region| {
+            let (name, device_id, byte_size) = (region.name, region.device, region.byte_size);
+            (name.clone(), cuda_shared_memory_status_response::RegionStatus { name, device_id, byte_size })
+        });
+        Ok(Response::new(CudaSharedMemoryStatusResponse { regions: regions.collect() }))
     }
 
     async fn cuda_shared_memory_register(
         &self,
-        _: Request<CudaSharedMemoryRegisterRequest>,
+        request: Request<CudaSharedMemoryRegisterRequest>,
     ) -> Result<Response<CudaSharedMemoryRegisterResponse>, Status> {
-        Err(grpc_status(cuda_memory_unsupported()))
+        let CudaSharedMemoryRegisterRequest { name, raw_handle, device_id, byte_size } = request.into_inner();
+        let state = self.state.clone();
+        ask_driver(move || state.memory.register_cuda(&name, &raw_handle, device_id, byte_size))
+            .await
+            .map(|()| Response::new(CudaSharedMemoryRegisterResponse {}))
+            .map_err(grpc_status)
     }
 
     async fn cuda_shared_memory_unregister(
         &self,
-        _: Request<CudaSharedMemoryUnregisterRequest>,
+        request: Request<CudaSharedMemoryUnregisterRequest>,
     ) -> Result<Response<CudaSharedMemoryUnregisterResponse>, Status> {
-        Ok(Response::new(CudaSharedMemoryUnregisterResponse {}))
+        let (state, name) = (self.state.clone(), request.into_inner().name);
+        let unregister = move || {
+            state.memory.unregister(MemoryKind::Cuda, &name);
+            Ok(())
+        };
+        ask_driver(unregister).await.map(|()| Response::new(CudaSharedMemoryUnregisterResponse {})).map_err(grpc_status)
     }
 
     async fn trace_setting(
@@ -273,14 +284,10 @@ fn no_repository_name(name: &str) -> Result<(), Status> {
     }
 }
 
-/// No region can have that name.
-pub fn no_cuda_region(region: &str) -> InferError {
-    InferError::new(ErrorKind::NotFound, format!("Unable to find cuda shared memory region: '{region}'"))
-}
-
-/// Tensors in a client's device memory need a front process with a device context, which rank 0 has none of.
-pub fn cuda_memory_unsupported() -> InferError {
-    InferError::invalid(
-        "failed to register shared memory region: the front holds no CUDA device; send tensors or use system shared memory",
-    )
+/// Runs what makes or ends a device context, which takes a driver a second, where no client waits for it.
+///
+/// # Errors
+/// The work's own.
+pub async fn ask_driver(work: impl FnOnce() -> Result<(), InferError> + Send + 'static) -> Result<(), InferError> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(InferError::internal(error.to_string())))
 }

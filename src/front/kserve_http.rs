@@ -15,7 +15,8 @@ use crate::coding::Coding;
 use crate::forward::forward;
 use crate::generate::{self, Events, NOT_ONE_RESPONSE, error_text};
 use crate::http_infer::{self, Asked};
-use crate::http_route::{MemoryKind, ModelPath, Route};
+use crate::http_route::{ModelPath, Route};
+use crate::kserve_grpc::ask_driver;
 use crate::restricted::Api;
 use crate::state::State;
 use crate::status::{generate_status, http_status};
@@ -53,7 +54,7 @@ pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Rep
 
 /// `changes`: whether the request's method may change anything.
 async fn answer(
-    state: &State,
+    state: &Arc<State>,
     route: Route<'_>,
     changes: bool,
     headers: &HeaderMap,
@@ -75,7 +76,7 @@ async fn answer(
 }
 
 /// Requests that change or show the server's own state.
-async fn control(state: &State, route: Route<'_>, changes: bool, body: Bytes) -> Result<Vec<u8>, InferError> {
+async fn control(state: &Arc<State>, route: Route<'_>, changes: bool, body: Bytes) -> Result<Vec<u8>, InferError> {
     let done = |()| Vec::new();
     match route {
         Route::RepositoryIndex => http_repository::index(&state.server, &body),
@@ -85,12 +86,16 @@ async fn control(state: &State, route: Route<'_>, changes: bool, body: Bytes) ->
             Err(InferError::new(ErrorKind::Unsupported, "'repository_name' specification is not supported"))
         }
         Route::MemoryStatus { kind, region } => http_settings::memory_status(state, kind, region),
-        Route::MemoryRegister { kind, region } => http_settings::register_memory(state, kind, region, &body).map(done),
+        Route::MemoryRegister { kind, region } => {
+            http_settings::register_memory(state, kind, region, &body).await.map(done)
+        }
         Route::MemoryUnregister { kind, region } => {
-            if kind == MemoryKind::System {
-                state.memory.unregister(region);
-            }
-            Ok(Vec::new())
+            let (server, region) = (Arc::clone(state), region.to_owned());
+            let unregister = move || {
+                server.memory.unregister(kind, &region);
+                Ok(())
+            };
+            ask_driver(unregister).await.map(done)
         }
         Route::TraceSetting { model } => http_settings::trace(state, model, changes.then_some(&body)),
         Route::Logging => http_settings::logging(state, changes.then_some(&body)),

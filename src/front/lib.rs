@@ -70,5 +70,6 @@ pub use openai::{Chat, ChatPrompts};
 pub use restricted::{Api, Restrictions};
 pub use running::{Addresses, Listeners, Running, start, start_on};
 pub use settings::{LogControl, LogFormat, LogOptions, TraceOptions};
+pub use shared_memory::{ClientDevices, DeviceMemory};
 pub use status::{grpc_code, http_status};
 pub use tls::{Tls, TlsError};

@@ -1,4 +1,4 @@
-//! Named parts of POSIX shared memory that clients register, to pass tensors without sending them.
+//! Named parts of POSIX shared memory, or of a GPU's memory, that clients register to pass tensors without sending them.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -11,22 +11,47 @@ use serving::{ClientMemory, ClientSlice, DataType, ErrorKind, InferError, InferR
 
 use crate::ask::{OutputAsk, RegionSlice};
 
-/// A registered region.
-#[derive(Debug)]
-pub struct Region {
-    /// The client's name for it.
-    pub name: String,
-    /// The name of the shared-memory object.
-    pub key: String,
-    /// Where the region begins in the object.
-    pub offset: u64,
-    /// Its length.
-    pub byte_size: u64,
-    file: Arc<File>,
-    object: (u64, u64),
+/// Opens device memory of clients.
+pub trait ClientDevices: std::fmt::Debug + Send + Sync {
+    /// The first `byte_size` bytes of what `handle`, a `cudaIpcMemHandle_t`, names on GPU `device`.
+    ///
+    /// # Errors
+    /// In words, when they cannot be had.
+    fn open(&self, handle: &[u8; 64], device: u64, byte_size: u64) -> Result<Arc<dyn DeviceMemory>, String>;
 }
 
-/// What status answers about a region.
+/// A region of device memory of a client. It is closed when dropped.
+pub trait DeviceMemory: std::fmt::Debug + Send + Sync {
+    /// Copies bytes from `offset` on.
+    ///
+    /// # Errors
+    /// In words, when they are not there any more.
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), String>;
+
+    /// Copies `data` to the bytes from `offset` on.
+    ///
+    /// # Errors
+    /// As [`DeviceMemory::read`].
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), String>;
+}
+
+/// A registered region.
+#[derive(Debug)]
+struct Region {
+    byte_size: u64,
+    place: Place,
+}
+
+/// Where a region lies.
+#[derive(Debug)]
+enum Place {
+    /// In the object `key`, from `offset` on.
+    System { key: String, offset: u64, file: Arc<File>, object: (u64, u64) },
+    /// On a GPU.
+    Cuda { device: u64, memory: Arc<dyn DeviceMemory> },
+}
+
+/// What status answers about a region of system memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RegionStatus {
     /// The client's name for it.
@@ -39,6 +64,26 @@ pub struct RegionStatus {
     pub byte_size: u64,
 }
 
+/// What status answers about a region of device memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CudaRegionStatus {
+    /// The client's name for it.
+    pub name: String,
+    /// The GPU.
+    pub device: u64,
+    /// Its length.
+    pub byte_size: u64,
+}
+
+/// Which regions are meant. Their names are one name space.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MemoryKind {
+    /// POSIX shared memory.
+    System,
+    /// Device memory.
+    Cuda,
+}
+
 /// The regions of all clients.
 ///
 /// An object is read and written as the file it is on Linux, so a client that truncates it gets an error and harms nobody.
@@ -46,6 +91,7 @@ pub struct RegionStatus {
 pub struct SharedMemory {
     is_allowed: bool,
     reserved_prefixes: Vec<String>,
+    devices: Option<Arc<dyn ClientDevices>>,
     regions: Mutex<BTreeMap<String, Region>>,
 }
 
@@ -55,7 +101,12 @@ const MAX_REGIONS: usize = 4096;
 impl SharedMemory {
     /// No regions. `reserved_prefixes` begin names that are not a client's.
     pub fn new(is_allowed: bool, reserved_prefixes: Vec<String>) -> Self {
-        Self { is_allowed, reserved_prefixes, regions: Mutex::default() }
+        Self { is_allowed, reserved_prefixes, devices: None, regions: Mutex::default() }
+    }
+
+    /// The same, with device memory through `devices`.
+    pub fn with_devices(self, devices: Option<Arc<dyn ClientDevices>>) -> Self {
+        Self { devices, ..self }
     }
 
     fn regions(&self) -> MutexGuard<'_, BTreeMap<String, Region>> {
@@ -67,32 +118,58 @@ impl SharedMemory {
     /// # Errors
     /// When the name is taken, or the object cannot be opened or is too small.
     pub fn register(&self, name: &str, key: &str, offset: u64, byte_size: u64) -> Result<(), InferError> {
-        if !self.is_allowed {
-            return Err(InferError::new(
-                ErrorKind::Unsupported,
-                "client shared memory is off; start the server with --allow-client-shm=true",
-            ));
-        }
-        let mut regions = self.regions();
-        if regions.contains_key(name) {
-            return Err(InferError::new(
-                ErrorKind::AlreadyExists,
-                format!("shared memory region '{name}' already in manager"),
-            ));
-        }
-        if regions.len() == MAX_REGIONS {
-            return Err(InferError::unavailable(format!("{MAX_REGIONS} shared memory regions are registered already")));
-        }
+        let mut regions = self.room_for(name)?;
         let file = self.open(key)?;
         let metadata = file.metadata().map_err(|error| cannot_open(key, &error))?;
         let (length, object) = (metadata.len(), (metadata.dev(), metadata.ino()));
         if byte_size == 0 || offset.checked_add(byte_size).is_none_or(|end| end > length) {
             return Err(InferError::invalid(format!("failed to register shared memory region '{name}': invalid args")));
         }
-        let region =
-            Region { name: name.to_owned(), key: key.to_owned(), offset, byte_size, file: file.into(), object };
-        regions.insert(name.to_owned(), region);
+        let place = Place::System { key: key.to_owned(), offset, file: file.into(), object };
+        regions.insert(name.to_owned(), Region { byte_size, place });
         Ok(())
+    }
+
+    /// Registers device memory that `handle` names.
+    ///
+    /// # Errors
+    /// When the name is taken, or the memory cannot be opened or is too small.
+    pub fn register_cuda(&self, name: &str, handle: &[u8], device: i64, byte_size: u64) -> Result<(), InferError> {
+        drop(self.room_for(name)?);
+        let refused = |why: &str| {
+            InferError::invalid(format!(
+                "failed to register shared memory region: invalid args: region '{name}': {why}"
+            ))
+        };
+        let handle = handle.try_into().map_err(|_| refused("a cudaIpcMemHandle_t has 64 bytes"))?;
+        let device = u64::try_from(device).map_err(|_| refused("a device's number is not negative"))?;
+        if byte_size == 0 {
+            return Err(refused("it has no bytes"));
+        }
+        let devices = self.devices.as_ref().ok_or_else(|| refused("this server opens no device memory"))?;
+        // A driver takes its time: nobody else waits for it.
+        let memory = devices.open(handle, device, byte_size).map_err(|why| refused(&why))?;
+        self.room_for(name)?.insert(name.to_owned(), Region { byte_size, place: Place::Cuda { device, memory } });
+        Ok(())
+    }
+
+    /// The regions, to which one may be added under that name.
+    fn room_for(&self, name: &str) -> Result<MutexGuard<'_, BTreeMap<String, Region>>, InferError> {
+        if !self.is_allowed {
+            return Err(InferError::new(
+                ErrorKind::Unsupported,
+                "client shared memory is off; start the server with --allow-client-shm=true",
+            ));
+        }
+        let regions = self.regions();
+        if regions.contains_key(name) {
+            let words = format!("shared memory region '{name}' already in manager");
+            return Err(InferError::new(ErrorKind::AlreadyExists, words));
+        }
+        if regions.len() == MAX_REGIONS {
+            return Err(InferError::unavailable(format!("{MAX_REGIONS} shared memory regions are registered already")));
+        }
+        Ok(regions)
     }
 
     fn open(&self, key: &str) -> Result<File, InferError> {
@@ -109,37 +186,59 @@ impl SharedMemory {
         OpenOptions::new().read(true).write(true).open(path).map_err(|error| cannot_open(key, &error))
     }
 
-    /// Forgets a region; an unknown one is no error. An empty name forgets all.
-    pub fn unregister(&self, name: &str) {
-        let mut regions = self.regions();
-        if name.is_empty() {
-            regions.clear();
-        } else {
-            regions.remove(name);
-        }
+    /// Forgets a region of that kind; an unknown one is no error. An empty name forgets all of them.
+    pub fn unregister(&self, kind: MemoryKind, name: &str) {
+        let is_meant =
+            |known: &String, region: &mut Region| region.place.kind() == kind && (name.is_empty() || known == name);
+        let gone: Vec<(String, Region)> = self.regions().extract_if(.., is_meant).collect();
+        drop(gone); // Not while others wait: it may end a device's context.
     }
 
-    /// One region, or all when `name` is empty.
+    /// One region of system memory, or all when `name` is empty.
     ///
     /// # Errors
     /// When there is no such region.
     pub fn status(&self, name: &str) -> Result<Vec<RegionStatus>, InferError> {
-        let regions = self.regions();
-        if !name.is_empty() && !regions.contains_key(name) {
-            return Err(InferError::new(
-                ErrorKind::NotFound,
-                format!("Unable to find system shared memory region: '{name}'"),
-            ));
-        }
-        let chosen = regions.values().filter(|region| name.is_empty() || region.name == name);
-        Ok(chosen
-            .map(|region| RegionStatus {
-                name: region.name.clone(),
-                key: region.key.clone(),
-                offset: region.offset,
+        let status = |known: &String, region: &Region| match &region.place {
+            Place::System { key, offset, .. } => Some(RegionStatus {
+                name: known.clone(),
+                key: key.clone(),
+                offset: *offset,
                 byte_size: region.byte_size,
-            })
-            .collect())
+            }),
+            Place::Cuda { .. } => None,
+        };
+        self.statuses(name, "system", status)
+    }
+
+    /// One region of device memory, or all when `name` is empty.
+    ///
+    /// # Errors
+    /// When there is no such region.
+    pub fn cuda_status(&self, name: &str) -> Result<Vec<CudaRegionStatus>, InferError> {
+        let status = |known: &String, region: &Region| match region.place {
+            Place::Cuda { device, .. } => {
+                Some(CudaRegionStatus { name: known.clone(), device, byte_size: region.byte_size })
+            }
+            Place::System { .. } => None,
+        };
+        self.statuses(name, "cuda", status)
+    }
+
+    fn statuses<S>(
+        &self,
+        name: &str,
+        kind: &str,
+        status: impl Fn(&String, &Region) -> Option<S>,
+    ) -> Result<Vec<S>, InferError> {
+        let regions = self.regions();
+        let chosen = regions.iter().filter(|(known, _)| name.is_empty() || *known == name);
+        let found: Vec<S> = chosen.filter_map(|(known, region)| status(known, region)).collect();
+        if found.is_empty() && !name.is_empty() {
+            let words = format!("Unable to find {kind} shared memory region: '{name}'");
+            return Err(InferError::new(ErrorKind::NotFound, words));
+        }
+        Ok(found)
     }
 
     /// Checks that a slice lies inside its region.
@@ -150,19 +249,11 @@ impl SharedMemory {
         self.slice(slice).map(drop)
     }
 
-    /// The bytes of a slice.
+    /// The bytes of an input, or none and a note in `places` where the model may read them. Strings are read, for their
+    /// lengths have to be checked, and so is device memory, which no model maps.
     ///
     /// # Errors
     /// When the slice is not in its region, or the object has shrunk.
-    pub fn read(&self, slice: &RegionSlice) -> Result<Bytes, InferError> {
-        self.slice(slice)?.read()
-    }
-
-    /// The bytes of an input, or none and a note in `places` where the model may read them. Strings are read, for their
-    /// lengths have to be checked.
-    ///
-    /// # Errors
-    /// As [`SharedMemory::read`].
     pub fn input(
         &self,
         slice: &RegionSlice,
@@ -170,11 +261,13 @@ impl SharedMemory {
         datatype: DataType,
         places: &mut ClientMemory,
     ) -> Result<Bytes, InferError> {
-        if datatype == DataType::Bytes {
-            return self.read(slice);
+        match self.slice(slice)? {
+            Slice::System(place) if datatype != DataType::Bytes => {
+                places.inputs.push((name.to_owned(), place));
+                Ok(Bytes::new())
+            }
+            place => place.read(),
         }
-        places.inputs.push((name.to_owned(), self.slice(slice)?));
-        Ok(Bytes::new())
     }
 
     /// Tells the model where outputs shall go. Places that are wrong are found when the output is there.
@@ -183,7 +276,7 @@ impl SharedMemory {
     /// When inputs that are in the way cannot be read.
     pub fn place_outputs(&self, asks: &[OutputAsk], request: &mut InferRequest) -> Result<(), InferError> {
         for (ask, region) in asks.iter().filter_map(|ask| Some((ask, ask.region.as_ref()?))) {
-            if let Ok(slice) = self.slice(region) {
+            if let Ok(Slice::System(slice)) = self.slice(region) {
                 request.client_memory.outputs.push((ask.name.clone(), slice));
             }
         }
@@ -203,7 +296,12 @@ impl SharedMemory {
                 data.len()
             )));
         }
-        let place = self.slice(slice)?;
+        let place = match self.slice(slice)? {
+            Slice::System(place) => place,
+            Slice::Cuda { memory, offset, .. } => {
+                return memory.write(offset, data).map_err(|why| unusable(&slice.region, &why));
+            }
+        };
         let (file, at) = (&place.file, place.offset);
         let length = file.metadata().map_err(|error| place.lost(&error))?.len();
         if at + data.len() as u64 > length {
@@ -212,8 +310,8 @@ impl SharedMemory {
         file.write_all_at(data, at).map_err(|error| place.lost(&error))
     }
 
-    /// The part of the object.
-    fn slice(&self, slice: &RegionSlice) -> Result<ClientSlice, InferError> {
+    /// The part of the region.
+    fn slice(&self, slice: &RegionSlice) -> Result<Slice, InferError> {
         let regions = self.regions();
         let name = &slice.region;
         let region = regions.get(name).ok_or_else(|| {
@@ -226,14 +324,53 @@ impl SharedMemory {
         if !fits || slice.byte_size == 0 {
             return Err(InferError::invalid(format!("Invalid offset + byte size for shared memory region: '{name}'")));
         }
-        Ok(ClientSlice {
-            file: region.file.clone(),
-            object: region.object,
-            offset: region.offset + slice.offset,
-            byte_size: slice.byte_size,
-            region: name.clone(),
+        let byte_size = slice.byte_size;
+        Ok(match &region.place {
+            Place::System { offset, file, object, .. } => Slice::System(ClientSlice {
+                file: file.clone(),
+                object: *object,
+                offset: offset + slice.offset,
+                byte_size,
+                region: name.clone(),
+            }),
+            Place::Cuda { memory, .. } => {
+                Slice::Cuda { memory: memory.clone(), offset: slice.offset, byte_size, region: name.clone() }
+            }
         })
     }
+}
+
+/// A part of a region. Holding it keeps the memory.
+enum Slice {
+    System(ClientSlice),
+    Cuda { memory: Arc<dyn DeviceMemory>, offset: u64, byte_size: u64, region: String },
+}
+
+impl Slice {
+    fn read(&self) -> Result<Bytes, InferError> {
+        match self {
+            Slice::System(slice) => slice.read(),
+            Slice::Cuda { memory, offset, byte_size, region } => {
+                let size = usize::try_from(*byte_size).map_err(|error| InferError::internal(error.to_string()))?;
+                let mut data = vec![0; size];
+                memory.read(*offset, &mut data).map_err(|why| unusable(region, &why))?;
+                Ok(data.into())
+            }
+        }
+    }
+}
+
+impl Place {
+    fn kind(&self) -> MemoryKind {
+        match self {
+            Place::System { .. } => MemoryKind::System,
+            Place::Cuda { .. } => MemoryKind::Cuda,
+        }
+    }
+}
+
+fn unusable(region: &str, why: &str) -> InferError {
+    InferError::internal(format!("shared memory region '{region}' cannot be used any more: {why}"))
 }
 
 fn cannot_open(key: &str, error: &std::io::Error) -> InferError {
@@ -260,6 +397,10 @@ mod tests {
         }
     }
 
+    fn read(memory: &SharedMemory, slice: &RegionSlice) -> Result<Bytes, InferError> {
+        memory.slice(slice)?.read()
+    }
+
     fn slice(offset: u64, byte_size: u64) -> RegionSlice {
         RegionSlice { region: "r".into(), offset, byte_size }
     }
@@ -269,14 +410,66 @@ mod tests {
         let object = Object::new("bounds", &[0, 1, 2, 3, 4, 5, 6, 7]);
         let memory = SharedMemory::new(true, Vec::new());
         memory.register("r", &format!("/{}", object.0), 2, 4).unwrap();
-        assert_eq!(memory.read(&slice(1, 3)).unwrap(), Bytes::from_static(&[3, 4, 5]));
+        assert_eq!(read(&memory, &slice(1, 3)).unwrap(), Bytes::from_static(&[3, 4, 5]));
         memory.write(&slice(0, 2), "out", &[9]).unwrap();
-        assert_eq!(memory.read(&slice(0, 1)).unwrap(), Bytes::from_static(&[9]));
-        assert!(memory.read(&slice(1, 4)).unwrap_err().message.starts_with("Invalid offset + byte size"));
-        assert!(memory.read(&slice(u64::MAX, 4)).unwrap_err().message.starts_with("Invalid offset for"));
+        assert_eq!(read(&memory, &slice(0, 1)).unwrap(), Bytes::from_static(&[9]));
+        assert!(read(&memory, &slice(1, 4)).unwrap_err().message.starts_with("Invalid offset + byte size"));
+        assert!(read(&memory, &slice(u64::MAX, 4)).unwrap_err().message.starts_with("Invalid offset for"));
         assert!(memory.write(&slice(0, 1), "out", &[1, 2]).is_err());
-        memory.unregister("r");
-        assert_eq!(memory.read(&slice(0, 1)).unwrap_err().kind, ErrorKind::NotFound);
+        memory.unregister(MemoryKind::System, "r");
+        assert_eq!(read(&memory, &slice(0, 1)).unwrap_err().kind, ErrorKind::NotFound);
+    }
+
+    /// A GPU whose memory is this process's own.
+    #[derive(Debug)]
+    struct Fake(Mutex<Vec<u8>>);
+
+    impl ClientDevices for Arc<Fake> {
+        fn open(&self, handle: &[u8; 64], device: u64, byte_size: u64) -> Result<Arc<dyn DeviceMemory>, String> {
+            let fits = byte_size <= self.0.lock().unwrap().len() as u64;
+            if handle[0] == b'h' && device == 0 && fits { Ok(self.clone()) } else { Err("cuIpcOpenMemHandle".into()) }
+        }
+    }
+
+    impl DeviceMemory for Fake {
+        fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), String> {
+            into.copy_from_slice(&self.0.lock().unwrap()[offset as usize..][..into.len()]);
+            Ok(())
+        }
+
+        fn write(&self, offset: u64, data: &[u8]) -> Result<(), String> {
+            self.0.lock().unwrap()[offset as usize..][..data.len()].copy_from_slice(data);
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn device_memory_is_read_and_written_inside_its_bounds_and_let_go() {
+        let gpu = Arc::new(Fake(Mutex::new(vec![0, 1, 2, 3, 4, 5, 6, 7])));
+        let memory = SharedMemory::new(true, Vec::new()).with_devices(Some(Arc::new(gpu.clone())));
+        assert!(memory.register_cuda("r", &[b'h'; 63], 0, 8).is_err());
+        assert!(memory.register_cuda("r", &[b'h'; 64], -1, 8).is_err());
+        assert!(memory.register_cuda("r", &[b'h'; 64], 0, 0).is_err());
+        let refused = memory.register_cuda("r", &[b'x'; 64], 0, 8).unwrap_err();
+        assert!(refused.message.starts_with("failed to register shared memory region: invalid args"), "{refused}");
+        memory.register_cuda("r", &[b'h'; 64], 0, 6).unwrap();
+        assert_eq!(memory.register("r", "/x", 0, 1).unwrap_err().kind, ErrorKind::AlreadyExists);
+        assert_eq!(read(&memory, &slice(1, 3)).unwrap(), Bytes::from_static(&[1, 2, 3]));
+        let mut places = ClientMemory::default();
+        assert_eq!(memory.input(&slice(4, 2), "IN", DataType::Uint8, &mut places).unwrap()[..], [4, 5]);
+        assert!(places.inputs.is_empty(), "no model maps device memory");
+        memory.write(&slice(4, 2), "out", &[9, 9]).unwrap();
+        assert_eq!(gpu.0.lock().unwrap()[..], [0, 1, 2, 3, 9, 9, 6, 7]);
+        assert!(memory.write(&slice(0, 1), "out", &[1, 2]).is_err());
+        assert!(read(&memory, &slice(5, 2)).unwrap_err().message.starts_with("Invalid offset + byte size"));
+        assert!(memory.status("").unwrap().is_empty() && memory.status("r").is_err());
+        let status = CudaRegionStatus { name: "r".into(), device: 0, byte_size: 6 };
+        assert_eq!(memory.cuda_status("r").unwrap(), [status]);
+        memory.unregister(MemoryKind::System, "");
+        assert_eq!(memory.cuda_status("").unwrap().len(), 1);
+        memory.unregister(MemoryKind::Cuda, "r");
+        assert_eq!(memory.cuda_status("r").unwrap_err().kind, ErrorKind::NotFound);
+        assert_eq!(Arc::strong_count(&gpu), 2, "what was opened is let go");
     }
 
     #[test]
@@ -285,7 +478,7 @@ mod tests {
         let memory = SharedMemory::new(true, Vec::new());
         memory.register("r", &object.0, 0, 8).unwrap();
         std::fs::write(format!("/dev/shm/{}", object.0), [0; 2]).unwrap();
-        assert!(memory.read(&slice(0, 8)).is_err());
+        assert!(read(&memory, &slice(0, 8)).is_err());
         assert!(memory.write(&slice(0, 8), "out", &[0; 8]).is_err());
     }
 

@@ -68,7 +68,7 @@ pub struct FrontArgs {
     /// Milliseconds that its calls have from then on
     #[arg(long, value_name = "MS", requires = "grpc_max_connection_age")]
     pub grpc_max_connection_age_grace: Option<u64>,
-    /// Clients may register system shared memory: names under /dev/shm, this server's own excepted
+    /// Clients may register shared memory: names under /dev/shm, this server's own excepted, and memory of GPUs
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub allow_client_shm: bool,
     /// Serve GET /debug/ledger on the metrics port: who holds which queue slots, rows and KV blocks

@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod client_memory;
 mod devices;
 mod front_args;
 mod gpus;

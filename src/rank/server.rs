@@ -25,7 +25,7 @@ use crate::heartbeat::{self, Heartbeat};
 use crate::host_metrics::HostMetrics;
 use crate::metrics::{LlmMetrics, PythonMetrics, StartupMetrics};
 use crate::startup::Startup;
-use crate::{RankError, devices, relay, tables};
+use crate::{RankError, client_memory, devices, relay, tables};
 
 /// What in-flight requests still get after a second SIGTERM.
 const HURRY: Duration = Duration::from_millis(200);
@@ -321,6 +321,7 @@ fn front_config(args: &RankArgs, prefix: &Prefix) -> Result<front::Config, Strin
     args.front.apply(&mut config)?;
     config.chat = front::Chat(Some(Arc::new(Templates(ChatTemplates::new(args.model_repository.clone())))));
     config.metrics_options = args.metrics.options()?;
+    config.client_devices = Some(Arc::new(client_memory::Gpus));
     Ok(config)
 }
 

@@ -53,6 +53,8 @@ use rows::Rows;
 use step::StepShape;
 use weights::gate_order;
 
+pub use kernels::cuda::client_memory::ClientMemory;
+
 /// GPUs that the driver shows to this process; 0 without a driver, or in a build without CUDA kernels.
 pub fn num_gpus() -> usize {
     if kernels::cuda::NVRTC_VERSION.is_some() { Gpu::count() } else { 0 }
