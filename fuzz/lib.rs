@@ -29,10 +29,10 @@ struct Echo(Arc<ModelConfig>);
 impl Backend for Echo {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
         let mut response = InferResponse { id: request.id, is_final: true, ..InferResponse::default() };
-        response.parameters = request.parameters.into_iter().collect();
+        response.parameters = request.parameters.into_iter().map(|(name, value)| (name.into(), value)).collect();
         for mut tensor in request.inputs {
             let index = self.0.input.iter().position(|input| input.name == tensor.name).expect("inputs are checked");
-            tensor.name.clone_from(&self.0.output[index].name);
+            tensor.name = self.0.output[index].name.as_str().into();
             response.outputs.push(tensor);
         }
         Ok(ResponseStream::ready(response))
@@ -80,7 +80,7 @@ impl Target {
     pub fn answer(&self, request: Result<InferRequest, InferError>) {
         let Ok(mut request) = request else { return };
         request.model_name = "m".into();
-        request.model_version.clear();
+        request.model_version = Default::default();
         let Ok(mut responses) = self.server.infer(request) else { return };
         if let Some(Ok(response)) = self.runtime.block_on(responses.next_response()) {
             front::fuzz::write(response);

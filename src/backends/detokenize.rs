@@ -80,9 +80,9 @@ impl Backend for Detokenize {
 impl Detokenize {
     fn handed_on(&self, request: &InferRequest) -> impl Iterator<Item = Tensor> {
         HANDED_ON.into_iter().filter_map(|name| {
+            let tensor = request.input(name)?;
             let output = format!("OUT_{name}");
-            let tensor = request.input(name).filter(|_| self.outputs.contains(&output))?;
-            Some(Tensor { name: output, ..tensor.clone() })
+            self.outputs.contains(&output).then(|| Tensor { name: output.into(), ..tensor.clone() })
         })
     }
 
@@ -153,9 +153,11 @@ impl Tokens {
             }
         };
         let output_shape = if is_nested { rows.to_vec() } else { vec![num_rows as i64] };
-        let sequence_index = request.input("SEQUENCE_INDEX").and_then(|index| index.to_i32()?.first().copied());
-        let sequence_index = sequence_index.unwrap_or(0);
-        let sequence_end = request.input("SEQUENCE_END").and_then(|end| end.to_bool()?.first().copied());
+        let first = |tensor: &Tensor| Some(i32::from_le_bytes(*tensor.data.first_chunk()?));
+        let sequence_index = request.input("SEQUENCE_INDEX").filter(|index| index.datatype == DataType::Int32);
+        let sequence_index = sequence_index.and_then(first).unwrap_or(0);
+        let sequence_end = request.input("SEQUENCE_END").filter(|end| end.datatype == DataType::Bool);
+        let sequence_end = sequence_end.and_then(|end| end.data.first().map(|&end| end != 0));
         Ok(Self { ids, width, lengths, output_shape, sequence_index, sequence_end })
     }
 

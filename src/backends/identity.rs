@@ -9,8 +9,8 @@ use std::time::Duration;
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use serving::{
-    Backend, BackendFactory, BatchedRequest, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream,
-    Tensor,
+    Backend, BackendFactory, BatchedRequest, InferError, InferRequest, InferResponse, LoadRequest, Name,
+    ResponseStream, Tensor,
 };
 
 use crate::parameters;
@@ -60,7 +60,7 @@ impl Identity {
     fn echo(&self, request: InferRequest) -> InferResponse {
         let rename = |tensor: Tensor| {
             let (_, output) = self.pairs.iter().find(|(input, _)| *input == tensor.name)?;
-            Some(Tensor { name: output.clone(), ..tensor })
+            Some(Tensor { name: Name::from(output), ..tensor })
         };
         let outputs = request.inputs.into_iter().filter_map(rename).collect();
         InferResponse { outputs, is_final: true, ..InferResponse::default() }

@@ -8,8 +8,8 @@ use futures::future::BoxFuture;
 use repository::ModelConfig;
 use repository::proto::{self, ModelOutput};
 use serving::{
-    Backend, BackendFactory, DataType, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, Parameter,
-    ResponseStream, Tensor,
+    Backend, BackendFactory, DataType, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, Name,
+    Parameter, ResponseStream, Tensor,
 };
 use text::Tokenizer;
 
@@ -44,7 +44,7 @@ impl BackendFactory for TokenizeFactory {
                 tokenizer: checkpoint::tokenizer(&model)?,
                 add_special_tokens: parameters::flag(&model.config, "add_special_tokens")?.unwrap_or(true),
                 is_batched: model.config.max_batch_size > 0,
-                outputs: model.config.output.iter().map(|output| output.name.clone()).collect(),
+                outputs: model.config.output.iter().map(|output| Name::from(&output.name)).collect(),
                 unsigned: unsigned(&model.config),
             };
             Ok(Arc::new(Tokenize(Arc::new(encoder))) as Arc<dyn Backend>)
@@ -54,9 +54,9 @@ impl BackendFactory for TokenizeFactory {
     }
 }
 
-fn unsigned(config: &ModelConfig) -> Vec<String> {
+fn unsigned(config: &ModelConfig) -> Vec<Name> {
     let is_unsigned = |output: &&ModelOutput| output.data_type() == proto::DataType::TypeUint32;
-    config.output.iter().filter(is_unsigned).map(|output| output.name.clone()).collect()
+    config.output.iter().filter(is_unsigned).map(|output| Name::from(&output.name)).collect()
 }
 
 struct Tokenize(Arc<Encoder>);
@@ -66,9 +66,9 @@ struct Encoder {
     add_special_tokens: bool,
     is_batched: bool,
     /// Outputs that the configuration declares.
-    outputs: Vec<String>,
+    outputs: Vec<Name>,
     /// Those of them that are UINT32.
-    unsigned: Vec<String>,
+    unsigned: Vec<Name>,
 }
 
 impl Backend for Tokenize {
@@ -101,7 +101,7 @@ impl Encoder {
         self.encode_words(request, "BAD_WORDS_DICT", "BAD_WORDS_IDS", &mut outputs)?;
         outputs.extend(self.embedding_bias(request)?);
         for (input, output) in PASSED_ON {
-            outputs.extend(request.input(input).map(|tensor| Tensor { name: output.to_owned(), ..tensor.clone() }));
+            outputs.extend(request.input(input).map(|tensor| Tensor { name: output.into(), ..tensor.clone() }));
         }
         if request.step.is_none() {
             self.add_defaults(request, &mut outputs);

@@ -25,7 +25,7 @@ pub fn classify(
         classes.extend(order[..kept].iter().map(|&index| describe(row[index], index, labels)));
     }
     let shape = if is_batched { vec![num_rows as i64, kept as i64] } else { vec![kept as i64] };
-    Ok(Tensor::from_byte_strings(&output.name, &shape, &classes))
+    Ok(Tensor::from_byte_strings(output.name.clone(), &shape, &classes))
 }
 
 fn describe(value: Value, index: usize, labels: Option<&[String]>) -> String {
@@ -97,7 +97,7 @@ mod tests {
         let output = Tensor::from_f32("OUT", &[1, 4], &[0.1, 0.7, 0.05, 0.15]);
         let labels = ["ant", "bee", "cat", ""].map(str::to_owned);
         let classes = classify(&output, 2, true, Some(&labels)).unwrap();
-        assert_eq!(classes.shape, [1, 2]);
+        assert_eq!(classes.shape[..], [1, 2]);
         assert_eq!(classes.to_byte_strings().unwrap(), ["0.700000:1:bee", "0.150000:3"]);
     }
 
@@ -105,13 +105,13 @@ mod tests {
     fn each_row_of_a_batch_is_ranked_on_its_own() {
         let output = Tensor::from_i32("OUT", &[2, 2], &[1, 2, 4, 3]);
         let classes = classify(&output, 9, true, None).unwrap();
-        assert_eq!(classes.shape, [2, 2]);
+        assert_eq!(classes.shape[..], [2, 2]);
         assert_eq!(classes.to_byte_strings().unwrap(), ["2:1", "1:0", "4:0", "3:1"]);
     }
 
     #[test]
     fn an_empty_output_has_no_classes() {
-        assert_eq!(classify(&Tensor::from_i32("OUT", &[0], &[]), 3, true, None).unwrap().shape, [0, 0]);
+        assert_eq!(classify(&Tensor::from_i32("OUT", &[0], &[]), 3, true, None).unwrap().shape[..], [0, 0]);
     }
 
     #[test]

@@ -26,8 +26,8 @@ pub fn read(body: &[u8], config: &ModelConfig) -> Result<InferRequest, InferErro
     for (key, value) in members {
         match (key.as_ref(), value) {
             ("id", _) if !names_input(config, key) => {
-                request.id = value.as_str().map_err(|error| in_field("id", error))?.to_owned();
-                request.parameters.insert("id".into(), Parameter::String(request.id.clone()));
+                request.id = value.as_str().map_err(|error| in_field("id", error))?.into();
+                request.parameters.insert("id".into(), Parameter::String(request.id.to_string()));
             }
             ("parameters", _) if !names_input(config, key) => {
                 let words = |error: InferError| {
@@ -81,7 +81,7 @@ fn read_member(
     if held != count {
         return Err(json::shape_mismatch());
     }
-    request.inputs.push(Tensor { name: key.to_owned(), datatype, shape, data: data.into() });
+    request.inputs.push(Tensor { name: key.into(), datatype, shape: shape.into(), data: data.into() });
     Ok(())
 }
 

@@ -1,7 +1,7 @@
 //! `ModelInferRequest` to the request that models see.
 
 use bytes::Bytes;
-use serving::{ClientMemory, DataType, InferError, InferRequest, Parameter, Tensor};
+use serving::{ClientMemory, DataType, InferError, InferRequest, Name, Parameter, Shape, Tensor};
 
 use crate::ask::{EMPTY_FINAL, OutputAsk, Refusal, RegionSlice, set_parameter};
 use crate::proto::infer_parameter::ParameterChoice;
@@ -29,9 +29,9 @@ pub struct Asked {
 pub fn read(message: ModelInferRequest, memory: &SharedMemory) -> Result<Asked, InferError> {
     let mut asked = Asked {
         request: InferRequest {
-            model_name: message.model_name,
-            model_version: message.model_version,
-            id: message.id,
+            model_name: message.model_name.into(),
+            model_version: message.model_version.into(),
+            id: message.id.into(),
             ..InferRequest::default()
         },
         ..Asked::default()
@@ -116,7 +116,7 @@ fn read_inputs(
         } else {
             explicit_data(model, &input.name, datatype, contents.ok_or_else(unable_to_find)?)?
         };
-        tensors.push(Tensor { name: input.name, datatype, shape: input.shape, data });
+        tensors.push(Tensor { name: input.name.into(), datatype, shape: Shape::from_slice(&input.shape), data });
     }
     Ok(tensors)
 }
@@ -228,7 +228,7 @@ fn read_output(output: InferRequestedOutputTensor, asked: &mut Asked, memory: &S
         return Err(InferError::invalid("output can't set both 'shared_memory_region' and 'classification'"));
     }
     region.iter().try_for_each(|region| memory.check(region))?;
-    asked.request.requested_outputs.push(output.name.clone());
+    asked.request.requested_outputs.push(Name::from(&output.name));
     if num_classes > 0 || region.is_some() {
         asked.outputs.push(OutputAsk { name: output.name, num_classes, region, is_binary: None });
     }

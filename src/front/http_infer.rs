@@ -2,7 +2,9 @@
 
 use bytes::Bytes;
 use repository::ModelConfig;
-use serving::{ClientMemory, CorrelationId, DataType, InferError, InferRequest, InferResponse, Parameter, Tensor};
+use serving::{
+    ClientMemory, CorrelationId, DataType, InferError, InferRequest, InferResponse, Name, Parameter, Tensor,
+};
 
 use crate::ask::{OutputAsk, RegionSlice};
 use crate::body::ReplyBody;
@@ -34,7 +36,7 @@ pub fn read(model: &str, body: Bytes, head_len: Option<usize>, memory: &SharedMe
     let head = json::parse(&body[..head_len])?;
     let mut asked = Asked::default();
     if let Some(id) = head.member("id") {
-        asked.request.id = id.as_str().map_err(|error| in_field("id", error))?.to_owned();
+        asked.request.id = id.as_str().map_err(|error| in_field("id", error))?.into();
     }
     if let Some(parameters) = head.member("parameters") {
         let not_object =
@@ -95,7 +97,7 @@ pub fn read_raw(body: Bytes, config: &ModelConfig) -> Result<Asked, InferError> 
         None => (Tensor::from_byte_strings("", &[], &[&body]).data, 1),
     };
     let tensor = Tensor {
-        name: input.name.clone(),
+        name: Name::from(&input.name),
         datatype: datatype.unwrap_or(DataType::Bytes),
         shape: is_batched.then_some(1).into_iter().chain(fit_shape(&input.dims, false, count)).collect(),
         data,
@@ -189,7 +191,7 @@ fn read_input(
         (.., Some(region)) => memory.input(&region, &name, datatype, places)?,
         (None, None, None) => return Err(not_one_source(sources)),
     };
-    Ok(Tensor { name, datatype, shape, data })
+    Ok(Tensor { name: name.into(), datatype, shape: shape.into(), data })
 }
 
 /// `sources`: whether there are data, a size in the tail, and a region.
@@ -280,7 +282,7 @@ fn read_region(parameters: Option<&Value<'_>>) -> Result<Option<RegionSlice>, In
 
 fn read_output(output: &Value<'_>, asked: &mut Asked, memory: &SharedMemory) -> Result<(), InferError> {
     let name = output.required("name")?.as_str().map_err(|error| in_field("name", error))?.to_owned();
-    asked.request.requested_outputs.push(name.clone());
+    asked.request.requested_outputs.push(Name::from(&name));
     let parameters = output.member("parameters");
     let is_binary = parameters
         .and_then(|parameters| parameters.member("binary_data"))

@@ -132,8 +132,8 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     } else {
         http_infer::read(model.name, body, head_len, &state.memory)?
     };
-    asked.request.model_name = model.name.to_owned();
-    asked.request.model_version = model.version.to_owned();
+    asked.request.model_name = model.name.into();
+    asked.request.model_version = model.version.into();
     asked.request.trace = trace.clone();
     forward(&mut asked.request, &state.config.http_forward.pick(headers)?);
     let Asked { request, outputs, is_binary } = asked;
@@ -193,8 +193,8 @@ async fn start_generate(
     mark(&trace, "HTTP_RECV_END");
     let config = state.server.model_config(model.name, model.version)?;
     let mut request = generate::read(&body, &config)?;
-    request.model_name = model.name.to_owned();
-    request.model_version = model.version.to_owned();
+    request.model_name = model.name.into();
+    request.model_version = model.version.into();
     request.trace = trace;
     forward(&mut request, &state.config.http_forward.pick(headers)?);
     let is_decoupled = state.server.is_decoupled(model.name, model.version)?;

@@ -12,7 +12,7 @@ use hyper::body::Incoming;
 use repository::ModelConfig;
 use repository::proto::DataType as ConfigType;
 use serde_json::{Value, json};
-use serving::{ErrorKind, InferError, InferRequest, Parameter};
+use serving::{ErrorKind, InferError, InferRequest, Name, Parameter};
 
 use crate::body::ReplyBody;
 use crate::kserve_http::{EVENTS, JSON, Reply, read_body, reply};
@@ -218,7 +218,7 @@ fn request(config: &ModelConfig, asked: &Asked, prompt: &str, index: u64) -> Res
         optional(&["stop_words"], Some(json!(asked.stop)));
     }
     let mut request = generate::read(&serde_json::to_vec(&body).expect("a map of values"), config)?;
-    request.model_name.clone_from(&asked.model);
+    request.model_name = Name::from(&asked.model);
     if matches!(asked.prompts, Prompts::Messages(_)) {
         // The template has spelled them out.
         request.parameters.insert("add_special_tokens".to_owned(), Parameter::Bool(false));

@@ -196,7 +196,7 @@ mod tests {
         serde_json::to_value(DynamicMessage::decode(descriptor, bytes).unwrap()).unwrap()
     }
 
-    fn every_kind_of_parameter() -> Vec<(String, Parameter)> {
+    fn every_kind_of_parameter() -> Vec<(serving::Name, Parameter)> {
         vec![
             ("b".into(), Parameter::Bool(false)),
             ("i".into(), Parameter::Int(-7)),
@@ -213,7 +213,7 @@ mod tests {
                 response: InferResponse {
                     model_name: "m".into(),
                     model_version: "3".into(),
-                    id: "r".repeat(200),
+                    id: "r".repeat(200).into(),
                     parameters: every_kind_of_parameter(),
                     outputs: vec![
                         Tensor::from_i32("OUT", &[1, 300], &[5; 300]),

@@ -25,7 +25,7 @@ use crate::status::grpc_status;
 pub struct InferStream {
     state: Arc<State>,
     requests: Option<Streaming<ModelInferRequest>>,
-    active: SelectAll<ActiveRequest>,
+    active: Active,
     /// Headers of the call that every request takes along.
     forwarded: Option<Forwarded>,
     /// Pays for what has arrived of requests that have not begun.
@@ -33,6 +33,15 @@ pub struct InferStream {
     /// Whether the first error ends the RPC with its code (`triton_grpc_error: true`).
     ends_on_error: bool,
     is_over: bool,
+}
+
+/// The requests of a stream. Most streams have one at a time, which is asked without a queue of who was woken.
+#[derive(Default)]
+struct Active {
+    first: Option<ActiveRequest>,
+    others: SelectAll<ActiveRequest>,
+    /// Whose turn it is, when both have something.
+    others_next: bool,
 }
 
 /// One accepted request: its responses, and what they echo.
@@ -67,7 +76,7 @@ impl InferStream {
         forwarded: Option<Forwarded>,
         charge: Option<Arc<Charge>>,
     ) -> Self {
-        let active = SelectAll::new();
+        let active = Active::default();
         Self { state, requests: Some(requests), active, forwarded, charge, ends_on_error, is_over: false }
     }
 
@@ -117,7 +126,7 @@ impl InferStream {
     fn end(&mut self) {
         self.is_over = true;
         self.requests = None;
-        self.active.clear();
+        self.active = Active::default();
     }
 }
 
@@ -133,7 +142,7 @@ impl Stream for InferStream {
                 return Poll::Ready(Some(self.settle(event)));
             }
             let was_full = self.is_full();
-            match self.active.poll_next_unpin(context) {
+            match self.active.poll_next(context) {
                 Poll::Ready(Some(event)) => return Poll::Ready(Some(self.settle(Ok(event)))),
                 _ if was_full && !self.is_full() => {} // There is room for waiting requests again.
                 Poll::Ready(None) if self.requests.is_none() => return Poll::Ready(None),
@@ -146,7 +155,7 @@ impl Stream for InferStream {
 impl Event {
     /// A request that no model took: only its id is echoed.
     fn refused(id: String, error: InferError) -> Self {
-        let response = InferResponse { id, ..InferResponse::default() };
+        let response = InferResponse { id: id.into(), ..InferResponse::default() };
         Event::failed(error, InferReply { response, final_response: None })
     }
 
@@ -208,6 +217,43 @@ impl ActiveRequest {
     fn echo(&self) -> InferResponse {
         let request = &self.asked.request;
         InferResponse { model_name: request.model_name.clone(), id: request.id.clone(), ..InferResponse::default() }
+    }
+}
+
+impl Active {
+    fn len(&self) -> usize {
+        usize::from(self.first.is_some()) + self.others.len()
+    }
+
+    fn push(&mut self, request: ActiveRequest) {
+        match &self.first {
+            None => self.first = Some(request),
+            Some(_) => self.others.push(request),
+        }
+    }
+
+    fn poll_first(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        let Some(first) = &mut self.first else { return Poll::Ready(None) };
+        let event = ready!(first.poll_next_unpin(context));
+        if event.is_none() {
+            self.first = None;
+        }
+        Poll::Ready(event)
+    }
+
+    /// The next event of any; `None` when there is no request.
+    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        if self.others.is_empty() {
+            return self.poll_first(context);
+        }
+        self.others_next = !self.others_next;
+        for others in [self.others_next, !self.others_next] {
+            let event = if others { self.others.poll_next_unpin(context) } else { self.poll_first(context) };
+            if let Poll::Ready(Some(event)) = event {
+                return Poll::Ready(Some(event));
+            }
+        }
+        if self.len() == 0 { Poll::Ready(None) } else { Poll::Pending }
     }
 }
 

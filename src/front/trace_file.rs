@@ -140,7 +140,8 @@ fn elements(tensor: &Tensor) -> String {
     if let Some(size) = size {
         first.data.truncate(MAX_ELEMENTS * size);
     }
-    first.shape = vec![size.map_or(tensor.shape.iter().product(), |size| (first.data.len() / size) as i64)];
+    first.shape =
+        [size.map_or(tensor.shape.iter().product(), |size| (first.data.len() / size) as i64)].as_slice().into();
     let mut writer = JsonWriter::with_capacity(256);
     if writer.tensor(&first).is_err() {
         return String::new(); // FP16 and BF16 have no form in JSON.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use crate::{InferRequest, InferResponse, Parameter, Tensor};
+use crate::{InferRequest, InferResponse, Name, Parameter, Tensor};
 
 /// What an entry takes beside its tensors' bytes.
 const ENTRY_BYTES: usize = 256;
@@ -175,7 +175,7 @@ fn size_of_response(response: &InferResponse) -> usize {
     let tensor = |tensor: &Tensor| {
         size_of::<Tensor>() + tensor.name.len() + tensor.shape.len() * size_of::<i64>() + tensor.data.len()
     };
-    let parameter = |(name, value): &(String, Parameter)| {
+    let parameter = |(name, value): &(Name, Parameter)| {
         let text = if let Parameter::String(text) = value { text.len() } else { 0 };
         size_of::<(String, Parameter)>() + name.len() + text
     };
@@ -187,10 +187,11 @@ fn size_of_response(response: &InferResponse) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Shape;
 
     fn response(size: usize) -> InferResponse {
         let data = vec![1; size].into();
-        let tensor = Tensor { name: "y".into(), datatype: crate::DataType::Uint8, shape: vec![], data };
+        let tensor = Tensor { name: "y".into(), datatype: crate::DataType::Uint8, shape: Shape::new(), data };
         InferResponse { outputs: vec![tensor], ..InferResponse::default() }
     }
 
@@ -219,7 +220,7 @@ mod tests {
         let cache = ResponseCache::new(1);
         let ask = |name: &str, values: &[i32], outputs: &[&str], parameter: i64| InferRequest {
             inputs: vec![Tensor::from_i32(name, &[i64::try_from(values.len()).unwrap()], values)],
-            requested_outputs: outputs.iter().map(|&name| name.to_owned()).collect(),
+            requested_outputs: outputs.iter().map(|&name| name.into()).collect(),
             parameters: BTreeMap::from([("p".to_owned(), Parameter::Int(parameter))]),
             ..InferRequest::default()
         };

@@ -3,7 +3,7 @@
 use repository::ModelConfig;
 use repository::proto::{ModelInput, ModelTensorReshape};
 
-use crate::{DataType, InferError, InferRequest, InferResponse, Tensor};
+use crate::{DataType, InferError, InferRequest, InferResponse, Name, Shape, Tensor};
 
 /// What a model takes and gives, made once from its configuration.
 #[derive(Debug)]
@@ -11,7 +11,7 @@ pub(crate) struct Signature {
     model: String,
     max_batch_size: i64,
     inputs: Vec<Input>,
-    outputs: Vec<String>,
+    outputs: Vec<Name>,
     reshaped_outputs: Vec<ReshapedOutput>,
 }
 
@@ -25,7 +25,7 @@ struct ReshapedOutput {
 
 #[derive(Debug)]
 struct Input {
-    name: String,
+    name: Name,
     datatype: DataType,
     dims: Vec<i64>,
     reshape: Option<Vec<i64>>,
@@ -43,7 +43,7 @@ impl Signature {
             model: config.name.clone(),
             max_batch_size: i64::from(config.max_batch_size),
             inputs: config.input.iter().map(Input::new).collect(),
-            outputs: config.output.iter().map(|output| output.name.clone()).collect(),
+            outputs: config.output.iter().map(|output| Name::from(&output.name)).collect(),
             reshaped_outputs: reshaped.collect(),
         }
     }
@@ -199,7 +199,7 @@ impl Input {
     fn new(input: &ModelInput) -> Self {
         let reshape = |reshape: &ModelTensorReshape| reshape.shape.clone();
         Self {
-            name: input.name.clone(),
+            name: Name::from(&input.name),
             datatype: DataType::from_config(input.data_type()).expect("validated: each input has a type"),
             dims: input.dims.clone(),
             reshape: input.reshape.as_ref().map(reshape),
@@ -224,7 +224,7 @@ fn check_data(tensor: &Tensor, len: usize, model: &str, batched: bool) -> Result
         ))
     };
     if batched && tensor.shape.first() == Some(&0) {
-        let one: Option<usize> = Tensor { shape: tensor.shape[1..].to_vec(), ..tensor.clone() }.num_elements();
+        let one: Option<usize> = Tensor { shape: tensor.shape[1..].into(), ..tensor.clone() }.num_elements();
         let expected =
             one.and_then(|count| count.checked_mul(tensor.datatype.size().unwrap_or(4))).ok_or_else(overflow)?;
         return Err(size_mismatch(tensor, len, model, expected.max(1)));
@@ -276,10 +276,10 @@ fn check_strings(tensor: &Tensor, model: &str, expected: usize) -> Result<(), Da
 }
 
 /// `shape`, which follows `from`, as `to` has it: each -1 in `to` takes the size that stood for a -1 in `from`.
-fn reshaped(shape: &[i64], from: &[i64], to: &[i64], batched: bool) -> Vec<i64> {
+fn reshaped(shape: &[i64], from: &[i64], to: &[i64], batched: bool) -> Shape {
     let (batch, sizes) = shape.split_at(usize::from(batched && !shape.is_empty()));
     if sizes.len() != from.len() {
-        return shape.to_vec();
+        return shape.into();
     }
     let mut variable = sizes.iter().zip(from).filter(|&(_, &dim)| dim == -1).map(|(&size, _)| size);
     let sizes = to.iter().map(|&dim| if dim == -1 { variable.next().unwrap_or(1) } else { dim });
@@ -290,7 +290,7 @@ fn shown_id(request: &InferRequest) -> &str {
     if request.id.is_empty() { "<id_unknown>" } else { &request.id }
 }
 
-fn quoted<'a>(names: impl Iterator<Item = &'a String>) -> String {
+fn quoted<'a>(names: impl Iterator<Item = &'a Name>) -> String {
     names.map(|name| format!("'{name}'")).collect::<Vec<_>>().join(",")
 }
 

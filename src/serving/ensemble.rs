@@ -16,7 +16,7 @@ use smallvec::{SmallVec, smallvec};
 use crate::model::ServedModel;
 use crate::registry::Registry;
 use crate::{
-    Backend, CorrelationId, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Parameter,
+    Backend, CorrelationId, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Name, Parameter,
     ResponseSender, ResponseStream, Tensor, Trace,
 };
 
@@ -42,13 +42,13 @@ struct Graph {
 /// A tensor of a model, and the slot that stands for it in the ensemble.
 #[derive(Debug)]
 struct Wire {
-    name: String,
+    name: Name,
     slot: usize,
 }
 
 #[derive(Debug)]
 struct Step {
-    model: String,
+    model: Name,
     version: Option<i64>,
     inputs: Vec<Wire>,
     outputs: Vec<Wire>,
@@ -101,14 +101,14 @@ impl Graph {
         let mut slots = BTreeMap::new();
         let mut wire = |name: &String, tensor: &String| {
             let next = slots.len();
-            Wire { name: name.clone(), slot: *slots.entry(tensor.clone()).or_insert(next) }
+            Wire { name: name.into(), slot: *slots.entry(tensor.clone()).or_insert(next) }
         };
         let inputs = config.input.iter().map(|input| wire(&input.name, &input.name)).collect();
         let outputs: Vec<Wire> = config.output.iter().map(|output| wire(&output.name, &output.name)).collect();
         let mut steps: Vec<Step> = steps
             .iter()
             .map(|step| Step {
-                model: step.model_name.clone(),
+                model: step.model_name.as_str().into(),
                 version: (step.model_version > 0).then_some(step.model_version),
                 inputs: step.input_map.iter().map(|(name, tensor)| wire(name, tensor)).collect(),
                 outputs: step.output_map.iter().map(|(name, tensor)| wire(name, tensor)).collect(),
@@ -131,7 +131,7 @@ impl Graph {
 
     /// The steps that the outputs `asked` need, all of them if none is named. A step that no output of the ensemble needs is
     /// run for what else it does.
-    fn needed(&self, asked: &[String]) -> Vec<usize> {
+    fn needed(&self, asked: &[Name]) -> Steps {
         let makes = |step: usize, wire: &Wire| self.steps[step].outputs.iter().any(|made| made.slot == wire.slot);
         let serves = |step: usize, wire: &Wire| {
             let is_behind = |maker: usize| maker == step || self.is_behind(maker, step);
@@ -162,6 +162,23 @@ struct Run {
     sender: ResponseSender,
 }
 
+/// Some steps, by their places in the graph.
+type Steps = SmallVec<[usize; 8]>;
+
+/// What of a pass has begun and not ended.
+#[derive(Default)]
+struct Begun {
+    /// All of it.
+    open: Steps,
+    decoupled: Vec<(usize, ResponseStream)>,
+    running: Option<FuturesUnordered<BoxFuture<'static, Ended>>>,
+}
+
+type Item = Result<InferResponse, InferError>;
+
+/// A step, what it answered, and what it told of its text.
+type Ended = (usize, Item, Option<Generation>);
+
 /// One way through some steps.
 #[derive(Debug, Clone, Copy)]
 struct Pass {
@@ -180,46 +197,61 @@ impl Run {
     }
 
     /// Runs the steps `waiting`, then sends what came out of them. Behind a decoupled step each of its responses is a pass of
-    /// its own.
-    fn pass(&mut self, mut waiting: Vec<usize>, pass: Pass) -> BoxFuture<'_, Result<(), InferError>> {
+    /// its own; one whose steps answer at once waits for nothing and takes no memory of its own.
+    async fn pass(&mut self, mut waiting: Steps, pass: Pass) -> Result<(), InferError> {
+        let mut begun = Begun::default();
+        self.begin(&mut waiting, &mut begun, pass)?;
+        if !begun.open.is_empty() {
+            return self.go_on(waiting, begun, pass).await;
+        }
+        self.answer(pass).await;
+        Ok(())
+    }
+
+    /// Begins every step of `waiting` that has its inputs, and takes what answers at once.
+    fn begin(&mut self, waiting: &mut Steps, begun: &mut Begun, pass: Pass) -> Result<(), InferError> {
+        while let Some(at) = waiting.iter().position(|step| self.is_ready(*step, waiting, &begun.open)) {
+            let step = waiting.remove(at);
+            let mut stream = self.start(step, pass.is_last)?;
+            if self.models[step].is_decoupled {
+                begun.open.push(step);
+                begun.decoupled.push((step, stream));
+            } else if let Some(response) = stream.take_ready() {
+                self.finished(step, response)?;
+            } else {
+                begun.open.push(step);
+                begun.running.get_or_insert_default().push(only_response(step, stream).boxed());
+            }
+        }
+        Ok(())
+    }
+
+    /// Sees a pass through that has to wait. Boxed, for a pass may come of it.
+    fn go_on(&mut self, mut waiting: Steps, mut begun: Begun, pass: Pass) -> BoxFuture<'_, Result<(), InferError>> {
         async move {
-            let (mut decoupled, mut open) = (Vec::new(), Vec::new());
-            let mut running: Option<FuturesUnordered<_>> = None;
-            loop {
-                if let Some(at) = waiting.iter().position(|step| self.is_ready(*step, &waiting, &open)) {
-                    let step = waiting.remove(at);
-                    let mut stream = self.start(step, pass.is_last)?;
-                    if self.models[step].is_decoupled {
-                        open.push(step);
-                        decoupled.push((step, stream));
-                    } else if let Some(response) = stream.take_ready() {
-                        self.finished(step, response)?;
-                    } else {
-                        open.push(step);
-                        running.get_or_insert_default().push(only_response(step, stream));
-                    }
-                    continue;
-                }
-                let ended = match &mut running {
-                    Some(running) => running.next().await,
-                    None => None,
-                };
-                let Some((step, response, generation)) = ended else { break };
+            while let Some(running) = &mut begun.running {
+                let Some((step, response, generation)) = running.next().await else { break };
                 self.report(generation);
                 self.finished(step, response)?;
-                open.retain(|&other| other != step);
+                begun.open.retain(|other| *other != step);
+                self.begin(&mut waiting, &mut begun, pass)?;
             }
-            if !decoupled.is_empty() {
-                return self.rounds(decoupled, waiting, pass).await;
+            if !begun.decoupled.is_empty() {
+                return self.rounds(begun.decoupled, waiting, pass).await;
             }
-            if pass.answers {
-                self.respond(pass.is_last).await;
-            } else if pass.is_last {
-                self.send(Vec::new(), true).await;
-            }
+            self.answer(pass).await;
             Ok(())
         }
         .boxed()
+    }
+
+    /// Sends what a pass has come to.
+    async fn answer(&self, pass: Pass) {
+        if pass.answers {
+            self.respond(pass.is_last).await;
+        } else if pass.is_last {
+            self.send(Vec::new(), true).await;
+        }
     }
 
     /// Whether all that makes the inputs of `step` has ended.
@@ -238,10 +270,10 @@ impl Run {
     async fn rounds(
         &mut self,
         mut streams: Vec<(usize, ResponseStream)>,
-        behind: Vec<usize>,
+        behind: Steps,
         pass: Pass,
     ) -> Result<(), InferError> {
-        let makers: Vec<usize> = streams.iter().map(|(step, _)| *step).collect();
+        let makers: Steps = streams.iter().map(|(step, _)| *step).collect();
         while !streams.is_empty() {
             let items = next_of_each(&mut streams).await;
             self.forget(&makers);
@@ -266,7 +298,7 @@ impl Run {
                     streams.remove(index);
                 }
                 if !response.outputs.is_empty() {
-                    absent.retain(|&other| other != step);
+                    absent.retain(|other| *other != step);
                     self.store(step, response);
                 }
             }
@@ -304,7 +336,10 @@ impl Run {
 
     fn start(&self, step: usize, is_last: bool) -> Result<ResponseStream, InferError> {
         let Step { inputs, outputs, .. } = &self.graph.steps[step];
-        let tensor = |wire: &Wire| Some(Tensor { name: wire.name.clone(), ..self.tensors[wire.slot].clone()? });
+        let tensor = |wire: &Wire| {
+            let tensor = self.tensors[wire.slot].as_ref()?;
+            Some(Tensor { name: wire.name.clone(), ..tensor.clone() })
+        };
         let request = InferRequest {
             model_name: self.graph.steps[step].model.clone(),
             model_version: self.models[step].version_text.clone(),
@@ -345,9 +380,13 @@ impl Run {
     }
 
     async fn respond(&self, is_final: bool) {
-        let outputs = self.graph.outputs.iter().filter(|wire| self.is_asked(wire));
-        let tensor = |wire: &Wire| Some(Tensor { name: wire.name.clone(), ..self.tensors[wire.slot].clone()? });
-        self.send(outputs.filter_map(tensor).collect(), is_final).await;
+        let has_tensor = |wire: &&Wire| self.tensors[wire.slot].is_some();
+        let mut outputs = Vec::with_capacity(self.graph.outputs.iter().filter(has_tensor).count());
+        for wire in self.graph.outputs.iter().filter(|wire| self.is_asked(wire)) {
+            let Some(tensor) = &self.tensors[wire.slot] else { continue };
+            outputs.push(Tensor { name: wire.name.clone(), ..tensor.clone() });
+        }
+        self.send(outputs, is_final).await;
     }
 
     async fn send_error(&self, error: InferError) {
@@ -360,9 +399,9 @@ impl Run {
             CorrelationId::Text(text) => Parameter::String(text.clone()),
         };
         let parameters = vec![
-            ("sequence_id".to_owned(), sequence_id),
-            ("sequence_start".to_owned(), Parameter::Bool(self.request.sequence_start)),
-            ("sequence_end".to_owned(), Parameter::Bool(self.request.sequence_end)),
+            (Name::new_static("sequence_id"), sequence_id),
+            (Name::new_static("sequence_start"), Parameter::Bool(self.request.sequence_start)),
+            (Name::new_static("sequence_end"), Parameter::Bool(self.request.sequence_end)),
         ];
         self.sender.send(Ok(InferResponse { parameters, outputs, is_final, ..InferResponse::default() })).await;
     }
@@ -379,10 +418,7 @@ async fn next_of_each(
 }
 
 /// The one response of a model that is not decoupled.
-async fn only_response(
-    step: usize,
-    mut stream: ResponseStream,
-) -> (usize, Result<InferResponse, InferError>, Option<Generation>) {
+async fn only_response(step: usize, mut stream: ResponseStream) -> Ended {
     let response = only(&mut stream).await;
     (step, response, stream.generation())
 }

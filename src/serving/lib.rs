@@ -91,5 +91,5 @@ pub use statistics::{
     StatisticDuration,
 };
 pub use step::EnsembleStep;
-pub use tensor::{DataType, Tensor};
+pub use tensor::{DataType, Name, Shape, Tensor};
 pub use trace::{Trace, TraceRecord, TraceSink};

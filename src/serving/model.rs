@@ -14,13 +14,14 @@ use crate::labels::Labels;
 use crate::scheduler::Scheduler;
 use crate::statistics::{Failure, ModelStatistics, Statistics};
 use crate::watch::{Cached, Watch};
-use crate::{Backend, InferError, InferRequest, InferResponse, ResponseStream};
+use crate::{Backend, InferError, InferRequest, InferResponse, Name, ResponseStream};
 
 /// One version of a model that answers requests.
 pub(crate) struct ServedModel {
     pub config: Arc<ModelConfig>,
+    pub name: Name,
     pub version: i64,
-    pub version_text: String,
+    pub version_text: Name,
     pub is_decoupled: bool,
     pub signature: Signature,
     pub statistics: Statistics,
@@ -48,7 +49,7 @@ impl ServedModel {
             signature: Signature::new(&config),
             is_decoupled: config.is_decoupled(),
             version,
-            version_text: version.to_string(),
+            version_text: Name::from(version.to_string()),
             statistics: Statistics::new(&config, false),
             load_time: Duration::ZERO,
             in_flight: InFlight::default(),
@@ -56,6 +57,7 @@ impl ServedModel {
             labels: Labels::new(),
             load: NUM_LOADS.fetch_add(1, SeqCst),
             scheduler: Scheduler::new(&config, &backend),
+            name: Name::from(config.name.as_str()),
             config,
             backend,
         }

@@ -18,7 +18,7 @@ use crate::scheduler::{Again, Turn};
 use crate::statistics::Execution;
 use crate::step::EnsembleStep;
 use crate::watch::Watch;
-use crate::{ClientMemory, InferError, Tensor, Trace};
+use crate::{ClientMemory, InferError, Name, Tensor, Trace};
 
 /// A free-form request or response parameter.
 #[derive(Debug, Clone, PartialEq)]
@@ -49,17 +49,17 @@ impl Default for CorrelationId {
 #[derive(Debug, Clone, Default)]
 pub struct InferRequest {
     /// Model name.
-    pub model_name: String,
+    pub model_name: Name,
     /// Version, empty for the latest that the version policy serves.
-    pub model_version: String,
+    pub model_version: Name,
     /// The client's id, echoed in every response; may be empty.
-    pub id: String,
+    pub id: Name,
     /// Parameters that are not reserved by the protocol.
     pub parameters: BTreeMap<String, Parameter>,
     /// Input tensors.
     pub inputs: Vec<Tensor>,
     /// Names of the outputs asked for; empty asks for all.
-    pub requested_outputs: Vec<String>,
+    pub requested_outputs: Vec<Name>,
     /// Priority level, 0 for the model's default.
     pub priority: u64,
     /// Time the request may wait in a queue, 0 for the model's default.
@@ -89,13 +89,13 @@ impl InferRequest {
 #[derive(Debug, Clone, Default)]
 pub struct InferResponse {
     /// Model name.
-    pub model_name: String,
+    pub model_name: Name,
     /// The version that answered.
-    pub model_version: String,
+    pub model_version: Name,
     /// The request's id.
-    pub id: String,
+    pub id: Name,
     /// Parameters, in the order they are sent.
-    pub parameters: Vec<(String, Parameter)>,
+    pub parameters: Vec<(Name, Parameter)>,
     /// Output tensors; none in an empty final response.
     pub outputs: Vec<Tensor>,
     /// No response follows this one.

@@ -309,8 +309,8 @@ impl Server {
     pub fn model_metadata(&self, name: &str, version: &str) -> Result<ModelMetadata, InferError> {
         let model = self.registry().resolve(name, version)?;
         let versions = match version {
-            "" => self.registry().ready_versions(name).iter().map(|model| model.version_text.clone()).collect(),
-            _ => vec![model.version_text.clone()],
+            "" => self.registry().ready_versions(name).iter().map(|model| model.version.to_string()).collect(),
+            _ => vec![model.version_text.to_string()],
         };
         let config = &model.config;
         let batched = config.max_batch_size > 0;

@@ -1,6 +1,13 @@
 //! Tensors as they travel between front, models and ensemble steps: shared bytes, never copied on the way.
 
 use bytes::Bytes;
+use smallvec::SmallVec;
+
+/// A name or an id: cheap to copy, as every response and every step of an ensemble does it.
+pub type Name = smol_str::SmolStr;
+
+/// Sizes of a tensor, outermost first; few of them take no memory of their own.
+pub type Shape = SmallVec<[i64; 4]>;
 
 /// Element type, with the protocol's names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -106,11 +113,11 @@ impl DataType {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tensor {
     /// The model's name for it.
-    pub name: String,
+    pub name: Name,
     /// Element type.
     pub datatype: DataType,
     /// Sizes, outermost first, batch dimension included.
-    pub shape: Vec<i64>,
+    pub shape: Shape,
     /// The elements.
     pub data: Bytes,
 }
@@ -118,11 +125,17 @@ pub struct Tensor {
 macro_rules! typed {
     ($make:ident, $read:ident, $type:ty, $datatype:ident) => {
         #[doc = concat!("A ", stringify!($datatype), " tensor of `values`.")]
-        pub fn $make(name: &str, shape: &[i64], values: &[$type]) -> Self {
-            // Of exactly this size, or it would be copied when it becomes shared.
-            let mut data = Vec::with_capacity(size_of_val(values));
-            values.iter().for_each(|value| data.extend_from_slice(&value.to_le_bytes()));
-            Self { name: name.to_owned(), datatype: DataType::$datatype, shape: shape.to_vec(), data: data.into() }
+        pub fn $make(name: impl Into<Name>, shape: &[i64], values: &[$type]) -> Self {
+            let data = match values {
+                [value] => lone(&value.to_le_bytes()),
+                // Of exactly this size, or it would be copied when it becomes shared.
+                values => {
+                    let mut data = Vec::with_capacity(size_of_val(values));
+                    values.iter().for_each(|value| data.extend_from_slice(&value.to_le_bytes()));
+                    data.into()
+                }
+            };
+            Self { name: name.into(), datatype: DataType::$datatype, shape: shape.into(), data }
         }
 
         #[doc = concat!("The elements of a ", stringify!($datatype), " tensor; `None` for another type.")]
@@ -143,9 +156,12 @@ impl Tensor {
     typed!(from_f64, to_f64, f64, Fp64);
 
     /// A BOOL tensor of `values`.
-    pub fn from_bool(name: &str, shape: &[i64], values: &[bool]) -> Self {
-        let data = values.iter().map(|&value| u8::from(value)).collect::<Vec<u8>>();
-        Self { name: name.to_owned(), datatype: DataType::Bool, shape: shape.to_vec(), data: data.into() }
+    pub fn from_bool(name: impl Into<Name>, shape: &[i64], values: &[bool]) -> Self {
+        let data = match values {
+            &[value] => lone(&[u8::from(value)]),
+            values => values.iter().map(|&value| u8::from(value)).collect::<Vec<u8>>().into(),
+        };
+        Self { name: name.into(), datatype: DataType::Bool, shape: shape.into(), data }
     }
 
     /// The elements of a BOOL tensor; `None` for another type.
@@ -154,14 +170,14 @@ impl Tensor {
     }
 
     /// A BYTES tensor of `values`.
-    pub fn from_byte_strings<V: AsRef<[u8]>>(name: &str, shape: &[i64], values: &[V]) -> Self {
+    pub fn from_byte_strings<V: AsRef<[u8]>>(name: impl Into<Name>, shape: &[i64], values: &[V]) -> Self {
         let mut data = Vec::with_capacity(values.iter().map(|value| 4 + value.as_ref().len()).sum());
         for value in values {
             let value = value.as_ref();
             data.extend_from_slice(&u32::try_from(value.len()).expect("an element is under 4 GiB").to_le_bytes());
             data.extend_from_slice(value);
         }
-        Self { name: name.to_owned(), datatype: DataType::Bytes, shape: shape.to_vec(), data: data.into() }
+        Self { name: name.into(), datatype: DataType::Bytes, shape: shape.into(), data: data.into() }
     }
 
     /// The elements of a BYTES tensor, sharing its memory; `None` for another type or broken lengths.
@@ -185,9 +201,42 @@ impl Tensor {
     }
 }
 
+/// The bytes of one element. Those of a small number lie ready: most tensors of a streamed token are such.
+fn lone(bytes: &[u8]) -> Bytes {
+    match bytes {
+        [first, rest @ ..] if bytes.len() <= 8 && rest.iter().all(|&byte| byte == 0) => {
+            Bytes::from_static(&SMALL[usize::from(*first)][..bytes.len()])
+        }
+        // One piece of memory for bytes and count, where a `Vec` takes a second one to become shared.
+        _ => Bytes::from_owner(SmallVec::<[u8; 8]>::from_slice(bytes)),
+    }
+}
+
+/// The numbers from 0 to 255, little-endian.
+static SMALL: [[u8; 8]; 256] = {
+    let mut numbers = [[0; 8]; 256];
+    let mut number = 0;
+    while number < 256 {
+        numbers[number][0] = number as u8;
+        number += 1;
+    }
+    numbers
+};
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_lone_element_reads_back_whatever_its_size() {
+        for value in [0, 1, 255, 256, -1, i32::MIN] {
+            assert_eq!(Tensor::from_i32("x", &[1], &[value]).data, value.to_le_bytes()[..], "{value}");
+            assert_eq!(Tensor::from_i64("x", &[], &[value.into()]).to_i64().unwrap(), [i64::from(value)]);
+        }
+        assert_eq!(Tensor::from_f64("x", &[1], &[0.0]).data, [0; 8][..]);
+        assert_eq!(Tensor::from_f32("x", &[1], &[-0.0]).data, (-0.0f32).to_le_bytes()[..]);
+        assert_eq!(Tensor::from_bool("x", &[1], &[true]).to_bool().unwrap(), [true]);
+    }
 
     #[test]
     fn byte_strings_keep_their_lengths() {
@@ -206,7 +255,7 @@ mod tests {
 
     #[test]
     fn a_shape_that_overflows_has_no_element_count() {
-        let tensor = Tensor { shape: vec![4, 1 << 62], ..Tensor::from_i32("x", &[], &[]) };
+        let tensor = Tensor { shape: Shape::from_slice(&[4, 1 << 62]), ..Tensor::from_i32("x", &[], &[]) };
         assert_eq!(tensor.num_elements(), None);
     }
 }

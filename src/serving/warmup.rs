@@ -9,7 +9,9 @@ use repository::proto::model_warmup::{Input, input::InputDataType};
 
 use crate::check::Signature;
 use crate::scheduler::Controls;
-use crate::{Backend, BatchedRequest, CorrelationId, DataType, InferError, InferRequest, ResponseStream, Tensor};
+use crate::{
+    Backend, BatchedRequest, CorrelationId, DataType, InferError, InferRequest, ResponseStream, Shape, Tensor,
+};
 
 /// Elements of the largest input made up for a warm-up.
 const MAX_ELEMENTS: usize = 1 << 28;
@@ -60,7 +62,7 @@ fn request(config: &ModelConfig, warmup: &ModelWarmup, model_dir: &Path) -> Resu
         data(name, input, shape, model_dir)
     };
     let mut request = InferRequest {
-        model_name: config.name.clone(),
+        model_name: config.name.as_str().into(),
         inputs: warmup.inputs.iter().map(tensor).collect::<Result<_, _>>()?,
         correlation_id: CorrelationId::Number(1),
         sequence_start: true,
@@ -75,10 +77,10 @@ fn request(config: &ModelConfig, warmup: &ModelWarmup, model_dir: &Path) -> Resu
     Ok(request)
 }
 
-fn data(name: &str, input: &Input, shape: Vec<i64>, model_dir: &Path) -> Result<Tensor, InferError> {
+fn data(name: &str, input: &Input, shape: Shape, model_dir: &Path) -> Result<Tensor, InferError> {
     let datatype = DataType::from_config(input.data_type())
         .ok_or_else(|| InferError::invalid(format!("input `{name}` has no `data_type`")))?;
-    let mut tensor = Tensor { name: name.to_owned(), datatype, shape, data: Bytes::new() };
+    let mut tensor = Tensor { name: name.into(), datatype, shape, data: Bytes::new() };
     let count = tensor.num_elements().filter(|&count| count <= MAX_ELEMENTS).ok_or_else(|| {
         InferError::invalid(format!("input `{name}` has shape {:?}; each size must be given", tensor.shape))
     })?;
@@ -135,14 +137,18 @@ mod tests {
     fn random_data_fits_its_type() {
         for datatype in DataType::ALL {
             let data = random(datatype, 100);
-            let tensor = Tensor { name: "x".into(), datatype, shape: vec![100], data };
+            let tensor = Tensor { name: "x".into(), datatype, shape: Shape::from_slice(&[100]), data };
             match datatype.size() {
                 Some(size) => assert_eq!(tensor.data.len(), 100 * size),
                 None => assert_eq!(tensor.to_byte_strings().unwrap().len(), 100),
             }
         }
-        let floats =
-            Tensor { name: "x".into(), datatype: DataType::Fp32, shape: vec![100], data: random(DataType::Fp32, 100) };
+        let floats = Tensor {
+            name: "x".into(),
+            datatype: DataType::Fp32,
+            shape: Shape::from_slice(&[100]),
+            data: random(DataType::Fp32, 100),
+        };
         assert!(floats.to_f32().unwrap().iter().all(|value| (0.0..=1.0).contains(value)));
     }
 }

@@ -8,14 +8,14 @@ use crate::generation::{Generation, Progress};
 use crate::model::ServedModel;
 use crate::request::Scheduled;
 use crate::statistics::{CacheUse, Failure, Outcome, ResponseOutcome};
-use crate::{ErrorKind, InferError, InferRequest, InferResponse, Trace};
+use crate::{ErrorKind, InferError, InferRequest, InferResponse, Name, Trace};
 
 /// One request in flight. The model counts it as such until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Watch {
     model: Arc<ServedModel>,
-    id: String,
-    requested_outputs: Vec<String>,
+    id: Name,
+    requested_outputs: Vec<Name>,
     batch_size: u64,
     started: Instant,
     /// What checking the inputs took.
@@ -127,7 +127,7 @@ impl Watch {
 
     fn complete(&self, response: &mut InferResponse) {
         if response.model_name.is_empty() {
-            response.model_name.clone_from(&self.model.config.name);
+            response.model_name = self.model.name.clone();
         }
         if response.model_version.is_empty() {
             response.model_version.clone_from(&self.model.version_text);

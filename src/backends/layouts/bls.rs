@@ -7,7 +7,7 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use repository::ModelConfig;
 use serving::{
-    Backend, BackendFactory, EnsembleStep, InferError, InferRequest, InferResponse, LoadRequest, ResponseSender,
+    Backend, BackendFactory, EnsembleStep, InferError, InferRequest, InferResponse, LoadRequest, Name, ResponseSender,
     ResponseStream, Server, Tensor,
 };
 
@@ -106,7 +106,7 @@ impl BackendFactory for BlsFactory {
             link: self.server.clone(),
             language_model: config.parameter("tensorrt_llm_model_name").unwrap_or("tensorrt_llm").to_owned(),
             accumulate: accumulate.unwrap_or(false),
-            outputs: config.output.iter().map(|output| output.name.clone()).collect(),
+            outputs: config.output.iter().map(|output| Name::from(&output.name)).collect(),
         });
         std::future::ready(bls.map(|bls| Arc::new(bls) as Arc<dyn Backend>)).boxed()
     }
@@ -117,7 +117,7 @@ struct Bls {
     link: Arc<ServerLink>,
     language_model: String,
     accumulate: bool,
-    outputs: Vec<String>,
+    outputs: Vec<Name>,
 }
 
 impl Backend for Bls {
@@ -180,8 +180,8 @@ impl Models {
         let declared = |name: &str| config.input.iter().any(|input| input.name == name);
         let inputs = inputs.into_iter().filter(|tensor| declared(&tensor.name)).collect();
         self.server.infer_for_model(InferRequest {
-            model_name: config.name.clone(),
-            model_version: String::new(),
+            model_name: Name::from(&config.name),
+            model_version: Name::default(),
             inputs,
             requested_outputs: Vec::new(),
             step,
@@ -241,7 +241,7 @@ impl Bls {
             true => text.whole(&output),
             false => output,
         }));
-        let asked = |name: &String| request.requested_outputs.is_empty() || request.requested_outputs.contains(name);
+        let asked = |name: &Name| request.requested_outputs.is_empty() || request.requested_outputs.contains(name);
         response.outputs.retain(|tensor| self.outputs.contains(&tensor.name) && asked(&tensor.name));
         Ok(InferResponse { outputs: response.outputs, is_final, id: request.id.clone(), ..InferResponse::default() })
     }
@@ -262,7 +262,7 @@ impl TextSoFar {
             }
             self.texts[row].extend_from_slice(piece);
         }
-        Tensor::from_byte_strings(&output.name, &output.shape, &self.texts)
+        Tensor::from_byte_strings(output.name.clone(), &output.shape, &self.texts)
     }
 }
 
@@ -287,12 +287,12 @@ fn language_inputs(request: &InferRequest, prompt: &InferResponse, models: &Mode
             }
             None => renamed,
         };
-        inputs.push(Tensor { name: renamed.to_owned(), ..tensor.clone() });
+        inputs.push(Tensor { name: renamed.into(), ..tensor.clone() });
     }
     inputs
 }
 
 fn named(tensors: &[Tensor], from: &str, to: &str) -> Option<Tensor> {
     let tensor = tensors.iter().find(|tensor| tensor.name == from)?;
-    Some(Tensor { name: to.to_owned(), ..tensor.clone() })
+    Some(Tensor { name: to.into(), ..tensor.clone() })
 }

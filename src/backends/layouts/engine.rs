@@ -7,7 +7,7 @@ use futures::future::BoxFuture;
 use repository::ModelConfig;
 use repository::proto::{DataType, ModelOutput, ModelParameter};
 use serving::{
-    Backend, BackendFactory, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage,
+    Backend, BackendFactory, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, Name,
     ResponseSender, ResponseStream, Tensor,
 };
 
@@ -155,11 +155,11 @@ impl Backend for FixedNames {
 }
 
 fn rename(tensors: &mut [Tensor], from: &str, to: &str) {
-    tensors.iter_mut().filter(|tensor| tensor.name == from).for_each(|tensor| to.clone_into(&mut tensor.name));
+    tensors.iter_mut().filter(|tensor| tensor.name == from).for_each(|tensor| tensor.name = to.into());
 }
 
-fn rename_one(names: &mut [String], from: &str, to: &str) {
-    names.iter_mut().filter(|name| *name == from).for_each(|name| to.clone_into(name));
+fn rename_one(names: &mut [Name], from: &str, to: &str) {
+    names.iter_mut().filter(|name| *name == from).for_each(|name| *name = to.into());
 }
 
 /// `[batch, beams, length]` to `[batch, length, beams]`.
@@ -172,7 +172,7 @@ fn beams_last(tensor: &mut Tensor) {
     let turned =
         rows.flat_map(|row| (0..width).flat_map(move |place| (0..num_beams).map(move |beam| (row, place, beam))));
     let turned: Vec<f32> = turned.map(|(row, place, beam)| at(row, place, beam)).collect();
-    *tensor = Tensor::from_f32(&tensor.name, &[batch, length, beams], &turned);
+    *tensor = Tensor::from_f32(tensor.name.clone(), &[batch, length, beams], &turned);
 }
 
 /// Responses that wait unread, as many as the engine's own.
@@ -216,7 +216,7 @@ mod tests {
     fn log_probs_of_the_gpt_repository_have_their_beams_last() {
         let mut tensor = Tensor::from_f32("log_probs", &[1, 2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         beams_last(&mut tensor);
-        assert_eq!(tensor.shape, [1, 3, 2]);
+        assert_eq!(tensor.shape[..], [1, 3, 2]);
         assert_eq!(tensor.to_f32().unwrap(), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
     }
 }

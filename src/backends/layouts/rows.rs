@@ -7,7 +7,8 @@ use futures::future::{BoxFuture, join_all};
 use futures::stream::{SelectAll, StreamExt as _};
 use repository::ModelConfig;
 use serving::{
-    Backend, DataType, InferError, InferRequest, InferResponse, MemoryUsage, ResponseSender, ResponseStream, Tensor,
+    Backend, DataType, InferError, InferRequest, InferResponse, MemoryUsage, ResponseSender, ResponseStream, Shape,
+    Tensor,
 };
 
 /// Responses that wait unread, as many as the engine's own.
@@ -86,8 +87,9 @@ fn tensor_rows(tensor: &Tensor, num_rows: i64) -> Result<Vec<Tensor>, InferError
     if tensor.datatype == DataType::Bytes {
         let texts = tensor.to_byte_strings().ok_or_else(wrong)?;
         let per_row = texts.len() / count;
-        let row =
-            |row: usize| Tensor::from_byte_strings(&tensor.name, &shape, &texts[row * per_row..(row + 1) * per_row]);
+        let row = |row: usize| {
+            Tensor::from_byte_strings(tensor.name.clone(), &shape, &texts[row * per_row..(row + 1) * per_row])
+        };
         return Ok((0..count).map(row).collect());
     }
     let per_row = tensor.data.len() / count;
@@ -143,7 +145,7 @@ fn join(rows: &[InferResponse], padding: i32) -> InferResponse {
 fn stack(parts: &[&Tensor], fill: i32) -> Tensor {
     let num_rows = parts.len() as i64;
     let sizes = |at: usize| parts.iter().map(|part| part.shape[at]).max().unwrap_or(0);
-    let shape: Vec<i64> = std::iter::once(num_rows).chain((1..parts[0].shape.len()).map(sizes)).collect();
+    let shape: Shape = std::iter::once(num_rows).chain((1..parts[0].shape.len()).map(sizes)).collect();
     let size = parts[0].datatype.size().unwrap_or(0);
     let mut data = BytesMut::new();
     for part in parts {
@@ -179,7 +181,7 @@ mod tests {
         let one = Tensor::from_i32("output_ids", &[1, 2, 1], &[1, 2]);
         let two = Tensor::from_i32("output_ids", &[1, 1, 3], &[3, 4, 5]);
         let all = stack(&[&one, &two], 9);
-        assert_eq!(all.shape, [2, 2, 3]);
+        assert_eq!(all.shape[..], [2, 2, 3]);
         assert_eq!(all.to_i32().unwrap(), [1, 9, 9, 2, 9, 9, 3, 4, 5, 9, 9, 9]);
     }
 

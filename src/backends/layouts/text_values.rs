@@ -1,6 +1,6 @@
 //! Values of a text model's request, and the text of its answer.
 
-use serving::{InferError, InferRequest, InferResponse, Tensor};
+use serving::{InferError, InferRequest, InferResponse, Shape, Tensor};
 use text::Detokenizer;
 
 use super::text_names::PROMPT;
@@ -57,8 +57,8 @@ impl Row {
         }
         let at = if count == 1 { 0 } else { self.index } * size;
         Ok(Tensor {
-            name: name.to_owned(),
-            shape: vec![1, 1],
+            name: name.into(),
+            shape: Shape::from_slice(&[1, 1]),
             data: tensor.data.slice(at..at + size),
             ..tensor.clone()
         })

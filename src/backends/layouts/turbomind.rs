@@ -13,7 +13,7 @@ use futures::future::BoxFuture;
 use repository::ModelConfig;
 use repository::proto::{DataType as ConfigType, ModelParameter};
 use serving::{
-    Backend, BackendFactory, CorrelationId, DataType, InferError, InferRequest, InferResponse, LoadRequest,
+    Backend, BackendFactory, CorrelationId, DataType, InferError, InferRequest, InferResponse, LoadRequest, Name,
     ResponseSender, ResponseStream, Tensor,
 };
 use tokio::sync::watch;
@@ -44,7 +44,7 @@ impl BackendFactory for SessionsFactory {
         async move {
             let request = with_checkpoint(&model, fit)?;
             let sessions = Sessions {
-                outputs: model.config.output.iter().map(|output| output.name.clone()).collect(),
+                outputs: model.config.output.iter().map(|output| Name::from(&output.name)).collect(),
                 sessions: Arc::default(),
                 llm: llm.load(request).await?,
             };
@@ -74,7 +74,7 @@ fn fit(config: &mut ModelConfig) {
 
 struct Sessions {
     llm: Arc<dyn Backend>,
-    outputs: Vec<String>,
+    outputs: Vec<Name>,
     sessions: Arc<Mutex<HashMap<CorrelationId, Session>>>,
 }
 
@@ -243,7 +243,7 @@ fn drop_oldest(sessions: &mut HashMap<CorrelationId, Session>) {
 /// One request of a session in flight.
 struct Run {
     sessions: Arc<Mutex<HashMap<CorrelationId, Session>>>,
-    outputs: Vec<String>,
+    outputs: Vec<Name>,
     wanted: Wanted,
     /// The whole session's, grown with each response.
     tokens: Vec<u32>,
@@ -333,7 +333,7 @@ fn engine_request(request: &InferRequest, prompt: &[u32]) -> InferRequest {
             "top_p_reset_ids" => "runtime_top_p_reset_ids",
             name => name,
         };
-        name.to_owned().clone_into(&mut tensor.name);
+        tensor.name = Name::from(name);
     }
     inputs.push(Tensor::from_u32("input_ids", &[1, prompt.len() as i64], prompt));
     inputs.push(Tensor::from_bool("streaming", &[1, 1], &[true]));

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use half::{bf16, f16};
-use serving::{DataType, Tensor};
+use serving::{DataType, Name, Shape, Tensor};
 use worker::{LogitsPiece, LogitsPlace};
 
 /// How logits are returned.
@@ -58,10 +58,10 @@ impl Logits {
     }
 
     /// `[1, prompt, V]`; `[1, 0, V]` where it was taken before.
-    pub(crate) fn take_context(&mut self, name: &str, form: LogitsForm) -> Tensor {
+    pub(crate) fn take_context(&mut self, name: &Name, form: LogitsForm) -> Tensor {
         let data = std::mem::take(&mut self.context);
-        let shape = vec![1, (data.len() / form.row_bytes()) as i64, form.vocab_size as i64];
-        Tensor { name: name.to_owned(), datatype: form.datatype, shape, data: data.into() }
+        let shape = Shape::from_slice(&[1, (data.len() / form.row_bytes()) as i64, form.vocab_size as i64]);
+        Tensor { name: name.clone(), datatype: form.datatype, shape, data: data.into() }
     }
 
     /// Moves the rows of tokens `first..first + count` of the output to `out`, and forgets those before them. `width` rows
@@ -111,13 +111,18 @@ mod tests {
             piece(Generation(1), 0, &[3.0, 3.0, 3.0]),
         ];
         pieces.iter().for_each(|piece| logits.keep(form, piece));
-        let context = logits.take_context("context_logits", form);
-        assert_eq!(context.shape, [1, 2, 3]);
+        let context = logits.take_context(&"context_logits".into(), form);
+        assert_eq!(context.shape[..], [1, 2, 3]);
         assert_eq!(context.to_f32().unwrap(), [4.0, 5.0, 6.0, 7.0, 8.0, 9.0]);
-        assert_eq!(logits.take_context("context_logits", form).shape, [1, 0, 3]);
+        assert_eq!(logits.take_context(&"context_logits".into(), form).shape[..], [1, 0, 3]);
         let mut out = Vec::new();
         logits.take_generation(form, 1, 1, 2, &mut out);
-        let tensor = Tensor { name: String::new(), datatype: DataType::Fp32, shape: vec![2, 3], data: out.into() };
+        let tensor = Tensor {
+            name: Name::default(),
+            datatype: DataType::Fp32,
+            shape: Shape::from_slice(&[2, 3]),
+            data: out.into(),
+        };
         assert_eq!(tensor.to_f32().unwrap(), [3.0, 3.0, 3.0, 0.0, 0.0, 0.0]);
         assert!(logits.generation.is_empty());
     }
@@ -128,7 +133,7 @@ mod tests {
             let form = LogitsForm { datatype, vocab_size: 1 };
             let mut logits = Logits::default();
             logits.keep(form, &piece(LogitsPlace::Context(0), 0, &[1.001]));
-            let tensor = logits.take_context("context_logits", form);
+            let tensor = logits.take_context(&"context_logits".into(), form);
             assert_eq!((tensor.datatype, &tensor.data[..]), (datatype, &expected.to_le_bytes()[..]));
         }
     }

@@ -32,7 +32,7 @@ use futures::stream::FuturesUnordered;
 use futures::{FutureExt, StreamExt};
 use ipc::Prefix;
 use serving::{
-    Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, ResponseStream,
+    Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, Name, ResponseStream,
 };
 use text::Tokenizer;
 use tokio::sync::{Notify, mpsc, watch};
@@ -217,8 +217,8 @@ impl Llm {
         }
         let (sender, stream) = ResponseStream::channel(1);
         let response = InferResponse {
-            model_name: self.config.name.clone(),
-            model_version: self.version.clone(),
+            model_name: Name::from(&self.config.name),
+            model_version: Name::from(&self.version),
             id: request.id.clone(),
             is_final: true,
             ..InferResponse::default()

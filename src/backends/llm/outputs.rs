@@ -3,7 +3,8 @@
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use engine::{BlockUsage, DraftUsage, SampledToken, TokenId};
-use serving::{InferRequest, InferResponse, Tensor};
+use serving::{InferRequest, InferResponse, Name, Shape, Tensor};
+use smallvec::SmallVec;
 use worker::LogitsPiece;
 
 use super::config::LlmConfig;
@@ -15,11 +16,11 @@ const PADDING: TokenId = TokenId(0);
 
 /// Builds the responses of one request.
 pub(crate) struct Responses {
-    id: String,
-    model_name: String,
-    model_version: String,
+    id: Name,
+    model_name: Name,
+    model_version: Name,
     /// Outputs that are declared and asked for, and that we have something for.
-    wanted: Vec<String>,
+    wanted: Vec<(Name, Kind)>,
     mode: Mode,
     /// Put before the output; empty when it is left out.
     prompt: Vec<TokenId>,
@@ -29,6 +30,60 @@ pub(crate) struct Responses {
     sequences: Vec<Output>,
     num_open: usize,
     arrived: (Instant, SystemTime),
+}
+
+/// What an output tells.
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    OutputIds,
+    SequenceLength,
+    CumLogProbs,
+    OutputLogProbs,
+    ContextLogits,
+    GenerationLogits,
+    BatchIndex,
+    SequenceIndex,
+    SequenceEnd,
+    NumInputTokens,
+    NumOutputTokens,
+    ReusedBlocks,
+    NewBlocks,
+    TotalBlocks,
+    DraftTokens,
+    AcceptedDraftTokens,
+    AcceptanceRate,
+    ArrivalTime,
+    FirstTokenTime,
+    LastTokenTime,
+}
+
+impl Kind {
+    /// By its name in `config.pbtxt`; `None` for one we have nothing for.
+    fn of(name: &str) -> Option<Self> {
+        Some(match name {
+            "output_ids" => Kind::OutputIds,
+            "sequence_length" => Kind::SequenceLength,
+            "cum_log_probs" => Kind::CumLogProbs,
+            "output_log_probs" => Kind::OutputLogProbs,
+            "context_logits" => Kind::ContextLogits,
+            "generation_logits" => Kind::GenerationLogits,
+            "batch_index" => Kind::BatchIndex,
+            "sequence_index" => Kind::SequenceIndex,
+            "sequence_end" => Kind::SequenceEnd,
+            "num_input_tokens" => Kind::NumInputTokens,
+            "num_output_tokens" => Kind::NumOutputTokens,
+            "kv_cache_reused_blocks" => Kind::ReusedBlocks,
+            "kv_cache_alloc_new_blocks" => Kind::NewBlocks,
+            "kv_cache_alloc_total_blocks" => Kind::TotalBlocks,
+            "total_draft_tokens" => Kind::DraftTokens,
+            "total_accepted_draft_tokens" => Kind::AcceptedDraftTokens,
+            "acceptance_rate" => Kind::AcceptanceRate,
+            "arrival_time_ns" => Kind::ArrivalTime,
+            "first_token_time_ns" => Kind::FirstTokenTime,
+            "last_token_time_ns" => Kind::LastTokenTime,
+            _ => return None,
+        })
+    }
 }
 
 /// When a response is due.
@@ -82,7 +137,9 @@ impl News {
 
 impl Responses {
     pub(crate) fn new(config: &LlmConfig, version: &str, request: &InferRequest, parsed: &LlmRequest) -> Self {
-        let asked = |name: &&String| request.requested_outputs.is_empty() || request.requested_outputs.contains(name);
+        let asked = &request.requested_outputs;
+        let is_asked = |name: &&String| asked.is_empty() || asked.iter().any(|asked| asked == *name);
+        let wanted = config.outputs.iter().filter(is_asked).filter(|name| parsed.wants(name));
         let exclude_input = parsed.exclude_input || parsed.streaming;
         let mode = match (parsed.streaming, config.decoupled) {
             _ if parsed.request.beams.is_some() => Mode::Once,
@@ -92,9 +149,9 @@ impl Responses {
         };
         Self {
             id: request.id.clone(),
-            model_name: config.name.clone(),
-            model_version: version.to_owned(),
-            wanted: config.outputs.iter().filter(asked).filter(|name| parsed.wants(name)).cloned().collect(),
+            model_name: Name::from(&config.name),
+            model_version: version.into(),
+            wanted: wanted.filter_map(|name| Some((Name::from(name), Kind::of(name)?))).collect(),
             mode,
             prompt: if exclude_input { Vec::new() } else { parsed.request.prompt.clone() },
             num_input_tokens: parsed.request.prompt.len(),
@@ -129,12 +186,12 @@ impl Responses {
         }
         let indices = if self.mode == Mode::Once { 0..self.sequences.len() } else { news.index..news.index + 1 };
         let wanted = std::mem::take(&mut self.wanted);
-        let output = |name: &String| match name.as_str() {
-            "context_logits" => Some(self.sequences[indices.start].logits.take_context(name, self.logits_form)),
-            "generation_logits" => Some(self.generation_logits(name, indices.clone())),
-            _ => self.output(name, indices.clone()),
+        let output = |(name, kind): &(Name, Kind)| match kind {
+            Kind::ContextLogits => self.sequences[indices.start].logits.take_context(name, self.logits_form),
+            Kind::GenerationLogits => self.generation_logits(name, indices.clone()),
+            _ => self.output(name, *kind, indices.clone()),
         };
-        let outputs = wanted.iter().filter_map(output).collect();
+        let outputs = wanted.iter().map(output).collect();
         self.wanted = wanted;
         self.sequences[indices].iter_mut().for_each(|output| output.pending.clear());
         Some(InferResponse {
@@ -147,54 +204,52 @@ impl Responses {
         })
     }
 
-    /// One output of some sequences by its name in `config.pbtxt`; `None` for one we have nothing for.
-    /// In front is a batch of 1; sequences take the dimension of beams.
-    fn output(&self, name: &str, indices: std::ops::Range<usize>) -> Option<Tensor> {
+    /// One output of some sequences, but for logits. In front is a batch of 1; sequences take the dimension of beams.
+    fn output(&self, name: &Name, kind: Kind, indices: std::ops::Range<usize>) -> Tensor {
         let first = indices.start;
         let sequences = &self.sequences[indices];
-        let each = |value: &dyn Fn(&Output) -> i32| {
-            Tensor::from_i32(name, &[1, sequences.len() as i64], &sequences.iter().map(value).collect::<Vec<_>>())
-        };
-        let time = |at: Option<Instant>| Tensor::from_i64(name, &[1, 1], &[self.unix_ns(at)]);
-        Some(match name {
-            "output_ids" => self.output_ids(name, sequences),
-            "sequence_length" => each(&|output| (self.prompt.len() + output.pending.len()) as i32),
-            "cum_log_probs" => {
-                let values: Vec<f32> = sequences.iter().map(|output| output.cumulative_log_prob as f32).collect();
-                Tensor::from_f32(name, &[1, sequences.len() as i64], &values)
+        let name = name.clone();
+        let row = [1, sequences.len() as i64];
+        let number = |name, value: usize| Tensor::from_i32(name, &[1, 1], &[value as i32]);
+        let time = |name, at: Option<Instant>| Tensor::from_i64(name, &[1, 1], &[self.unix_ns(at)]);
+        let blocks = |count: fn(&BlockUsage) -> u32| sequences.iter().map(|of| count(&of.blocks)).sum::<u32>();
+        let drafts = |count: fn(&DraftUsage) -> u32| sequences.iter().map(|of| count(&of.drafts)).sum::<u32>();
+        match kind {
+            Kind::OutputIds => self.output_ids(name, sequences),
+            Kind::SequenceLength => {
+                let length = |output: &Output| (self.prompt.len() + output.pending.len()) as i32;
+                Tensor::from_i32(name, &row, &sequences.iter().map(length).collect::<SmallVec<[i32; 4]>>())
             }
-            "output_log_probs" => output_log_probs(name, sequences),
-            "batch_index" => Tensor::from_i32(name, &[1, 1], &[0]),
-            "sequence_index" => Tensor::from_i32(name, &[1, 1], &[first as i32]),
+            Kind::CumLogProbs => {
+                let sum = |output: &Output| output.cumulative_log_prob as f32;
+                Tensor::from_f32(name, &row, &sequences.iter().map(sum).collect::<SmallVec<[f32; 4]>>())
+            }
+            Kind::OutputLogProbs => output_log_probs(name, sequences),
+            Kind::BatchIndex => number(name, 0),
+            Kind::SequenceIndex => number(name, first),
             // Lets a detokenizer let go of what it holds back, before the stream has ended.
-            "sequence_end" => Tensor::from_bool(name, &[1, 1], &[sequences.iter().all(|output| output.ended)]),
-            "num_input_tokens" => Tensor::from_i32(name, &[1, 1], &[self.num_input_tokens as i32]),
-            "num_output_tokens" => {
-                let count: usize = sequences.iter().map(|output| output.num_tokens).sum();
-                Tensor::from_i32(name, &[1, 1], &[count as i32])
-            }
-            "kv_cache_reused_blocks" => self.blocks(name, sequences, |blocks| blocks.num_reused),
-            "kv_cache_alloc_new_blocks" => self.blocks(name, sequences, |blocks| blocks.num_allocated),
-            "kv_cache_alloc_total_blocks" => {
-                self.blocks(name, sequences, |blocks| blocks.num_reused + blocks.num_allocated)
-            }
-            "total_draft_tokens" => self.drafts(name, sequences, |drafts| drafts.num_drafted),
-            "total_accepted_draft_tokens" => self.drafts(name, sequences, |drafts| drafts.num_accepted),
-            "acceptance_rate" => {
-                let sum =
-                    |count: fn(&DraftUsage) -> u32| sequences.iter().map(|o| count(&o.drafts)).sum::<u32>() as f32;
-                let rate = sum(|drafts| drafts.num_accepted) / sum(|drafts| drafts.num_drafted).max(1.0);
+            Kind::SequenceEnd => Tensor::from_bool(name, &[1, 1], &[sequences.iter().all(|output| output.ended)]),
+            Kind::NumInputTokens => number(name, self.num_input_tokens),
+            Kind::NumOutputTokens => number(name, sequences.iter().map(|output| output.num_tokens).sum()),
+            Kind::ReusedBlocks => number(name, blocks(|blocks| blocks.num_reused) as usize),
+            Kind::NewBlocks => number(name, blocks(|blocks| blocks.num_allocated) as usize),
+            Kind::TotalBlocks => number(name, blocks(|blocks| blocks.num_reused + blocks.num_allocated) as usize),
+            Kind::DraftTokens => number(name, drafts(|drafts| drafts.num_drafted) as usize),
+            Kind::AcceptedDraftTokens => number(name, drafts(|drafts| drafts.num_accepted) as usize),
+            Kind::AcceptanceRate => {
+                let rate =
+                    drafts(|drafts| drafts.num_accepted) as f32 / (drafts(|drafts| drafts.num_drafted) as f32).max(1.0);
                 Tensor::from_f32(name, &[1, 1], &[rate])
             }
-            "arrival_time_ns" => time(Some(self.arrived.0)),
-            "first_token_time_ns" => time(sequences.iter().filter_map(|output| output.first_token).min()),
-            "last_token_time_ns" => time(sequences.iter().filter_map(|output| output.last_token).max()),
-            _ => return None,
-        })
+            Kind::ArrivalTime => time(name, Some(self.arrived.0)),
+            Kind::FirstTokenTime => time(name, sequences.iter().filter_map(|output| output.first_token).min()),
+            Kind::LastTokenTime => time(name, sequences.iter().filter_map(|output| output.last_token).max()),
+            Kind::ContextLogits | Kind::GenerationLogits => unreachable!("taken where they are kept"),
+        }
     }
 
     /// `[1, sequences, tokens, V]` of the tokens that this response tells.
-    fn generation_logits(&mut self, name: &str, indices: std::ops::Range<usize>) -> Tensor {
+    fn generation_logits(&mut self, name: &Name, indices: std::ops::Range<usize>) -> Tensor {
         let form = self.logits_form;
         let sequences = &mut self.sequences[indices];
         let (width, mut data) = (longest(sequences), Vec::new());
@@ -202,29 +257,19 @@ impl Responses {
             let count = output.pending.len();
             output.logits.take_generation(form, output.num_tokens - count, count, width, &mut data);
         }
-        let shape = vec![1, sequences.len() as i64, width as i64, form.vocab_size as i64];
-        Tensor { name: name.to_owned(), datatype: form.datatype, shape, data: data.into() }
+        let shape = Shape::from([1, sequences.len() as i64, width as i64, form.vocab_size as i64]);
+        Tensor { name: name.clone(), datatype: form.datatype, shape, data: data.into() }
     }
 
-    fn output_ids(&self, name: &str, sequences: &[Output]) -> Tensor {
+    fn output_ids(&self, name: Name, sequences: &[Output]) -> Tensor {
         let width = self.prompt.len() + longest(sequences);
-        let mut ids = Vec::with_capacity(sequences.len() * width);
+        let mut ids = SmallVec::<[i32; 8]>::with_capacity(sequences.len() * width);
         for (row, output) in sequences.iter().enumerate() {
             ids.extend(self.prompt.iter().map(|id| id.0 as i32));
             ids.extend(output.pending.iter().map(|token| token.token.0 as i32));
             ids.resize((row + 1) * width, self.padding.0 as i32);
         }
         Tensor::from_i32(name, &[1, sequences.len() as i64, width as i64], &ids)
-    }
-
-    fn blocks(&self, name: &str, sequences: &[Output], count: impl Fn(&BlockUsage) -> u32) -> Tensor {
-        let sum: u32 = sequences.iter().map(|output| count(&output.blocks)).sum();
-        Tensor::from_i32(name, &[1, 1], &[sum as i32])
-    }
-
-    fn drafts(&self, name: &str, sequences: &[Output], count: impl Fn(&DraftUsage) -> u32) -> Tensor {
-        let sum: u32 = sequences.iter().map(|output| count(&output.drafts)).sum();
-        Tensor::from_i32(name, &[1, 1], &[sum as i32])
     }
 
     /// Nanoseconds since 1970; 0 for never.
@@ -253,7 +298,7 @@ impl Output {
     }
 }
 
-fn output_log_probs(name: &str, sequences: &[Output]) -> Tensor {
+fn output_log_probs(name: Name, sequences: &[Output]) -> Tensor {
     let width = longest(sequences);
     let mut values = Vec::with_capacity(sequences.len() * width);
     for (row, output) in sequences.iter().enumerate() {
@@ -287,10 +332,10 @@ mod tests {
 
     fn responses(mode: Mode, num_sequences: usize, prompt: &[u32]) -> Responses {
         Responses {
-            id: "a".to_owned(),
-            model_name: "llm".to_owned(),
-            model_version: "1".to_owned(),
-            wanted: OUTPUTS.map(str::to_owned).to_vec(),
+            id: "a".into(),
+            model_name: "llm".into(),
+            model_version: "1".into(),
+            wanted: OUTPUTS.iter().filter_map(|name| Some(((*name).into(), Kind::of(name)?))).collect(),
             mode,
             prompt: prompt.iter().map(|&id| TokenId(id)).collect(),
             num_input_tokens: 2,
@@ -338,7 +383,7 @@ mod tests {
         assert_eq!(output(&second, "output_log_probs").to_f32().unwrap(), [-0.25, -1.0]);
         let last = responses.push(news(0, &[], true)).unwrap();
         assert_eq!((ids(&last), last.is_final), (vec![], true));
-        assert_eq!(output(&last, "output_ids").shape, [1, 1, 0]);
+        assert_eq!(output(&last, "output_ids").shape[..], [1, 1, 0]);
     }
 
     #[test]
@@ -361,7 +406,7 @@ mod tests {
         assert!(responses.push(news(1, &[(5, -0.5)], true)).is_none());
         let all = responses.push(news(0, &[(6, -0.5), (7, -0.25)], true)).unwrap();
         assert!(all.is_final);
-        assert_eq!(output(&all, "output_ids").shape, [1, 2, 3]);
+        assert_eq!(output(&all, "output_ids").shape[..], [1, 2, 3]);
         assert_eq!(ids(&all), [3, 6, 7, 3, 5, 9]);
         assert_eq!(output(&all, "sequence_length").to_i32().unwrap(), [3, 2]);
         assert_eq!(output(&all, "cum_log_probs").to_f32().unwrap(), [-0.75, -0.5]);

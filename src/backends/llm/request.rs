@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use engine::{BlockUsage, FinishReason, RowId, SampledToken, SequenceId, TokenEvent};
-use serving::{ErrorKind, InferError, InferResponse, ResponseSender};
+use serving::{ErrorKind, InferError, InferResponse, Name, ResponseSender};
 use tokio::sync::{Notify, mpsc, watch};
 
 use super::inbox::{Message, RequestEvent};
@@ -20,7 +20,7 @@ use super::timing::Timing;
 const UNLOADED: &str = "the model was unloaded while the request ran";
 
 /// What to tell requests that are to end, by the client's request id.
-pub(crate) type ById = Arc<Mutex<HashMap<String, Arc<Notify>>>>;
+pub(crate) type ById = Arc<Mutex<HashMap<Name, Arc<Notify>>>>;
 
 /// A request on its way to a replica.
 pub(crate) struct Pending {
@@ -64,7 +64,7 @@ enum Waited {
 
 /// What the task of a request is made of.
 pub(crate) struct RequestTask {
-    pub(crate) client_id: String,
+    pub(crate) client_id: Name,
     pub(crate) pending: Pending,
     pub(crate) by_id: ById,
     /// The client asks to end it.

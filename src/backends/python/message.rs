@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use serving::{
-    ClientSlice, CorrelationId, DataType, ErrorKind, InferError, InferRequest, InferResponse, Parameter, Tensor,
+    ClientSlice, CorrelationId, DataType, ErrorKind, InferError, InferRequest, InferResponse, Name, Parameter, Tensor,
 };
 
 use super::memory::Block;
@@ -120,7 +120,7 @@ fn write_head(writer: &mut Writer, tensor: &Tensor) {
     tensor.shape.iter().for_each(|&size| writer.int(size));
 }
 
-fn write_parameters<'a>(writer: &mut Writer, parameters: impl Iterator<Item = (&'a String, &'a Parameter)>) {
+fn write_parameters<'a>(writer: &mut Writer, parameters: impl Iterator<Item = (&'a str, &'a Parameter)>) {
     writer.begin_dict();
     for (name, value) in parameters {
         writer.text(name);
@@ -160,7 +160,7 @@ pub(super) fn write_request(
     writer.int((START * u8::from(request.sequence_start)) | (END * u8::from(request.sequence_end)));
     writer.int(request.priority);
     writer.int(request.timeout_us);
-    write_parameters(writer, request.parameters.iter());
+    write_parameters(writer, request.parameters.iter().map(|(name, value)| (name.as_str(), value)));
     writer.tuple(request.requested_outputs.len());
     request.requested_outputs.iter().for_each(|name| writer.text(name));
     writer.tuple(request.inputs.len());
@@ -198,7 +198,7 @@ pub(super) fn response_reply(
     if let Err(error) = response.outputs.iter().try_for_each(|tensor| write_tensor(&mut writer, tensor, place)) {
         return refusal(call, &error);
     }
-    write_parameters(&mut writer, response.parameters.iter().map(|(name, value)| (name, value)));
+    write_parameters(&mut writer, response.parameters.iter().map(|(name, value)| (name.as_str(), value)));
     writer.bool(response.is_final);
     writer.finish()
 }
@@ -246,7 +246,7 @@ fn read_tensors(
                 (take(block)?, block.len)
             }
         };
-        let tensor = Tensor { name, datatype, shape, data };
+        let tensor = Tensor { name: name.into(), datatype, shape: shape.into(), data };
         let expected = tensor.num_elements().zip(datatype.size()).map(|(count, size)| count.saturating_mul(size));
         match expected {
             Some(expected) if expected != len => Err(wrong("as many bytes as a tensor's shape says", len.to_string())),
@@ -291,7 +291,8 @@ pub(super) fn read_response(
         return read_error(error).map(Err);
     }
     let outputs = read_tensors(outputs, take)?;
-    Ok(Ok(InferResponse { outputs, parameters: read_parameters(parameters)?, ..InferResponse::default() }))
+    let parameters = read_parameters(parameters)?.into_iter().map(|(name, value)| (name.into(), value)).collect();
+    Ok(Ok(InferResponse { outputs, parameters, ..InferResponse::default() }))
 }
 
 /// A request to another model, and whether it may have many responses.
@@ -304,12 +305,16 @@ pub(super) fn read_request(
     let version: i64 = version.int()?;
     let flags: u8 = flags.int()?;
     let request = InferRequest {
-        model_name: model.text()?,
-        model_version: if version < 0 { String::new() } else { version.to_string() },
-        id: id.text()?,
+        model_name: model.text()?.into(),
+        model_version: if version < 0 { Name::default() } else { version.to_string().into() },
+        id: id.text()?.into(),
         parameters: read_parameters(parameters)?.into_iter().collect::<BTreeMap<_, _>>(),
         inputs: read_tensors(inputs, take)?,
-        requested_outputs: outputs.tuple()?.into_iter().map(Value::text).collect::<Result<_, _>>()?,
+        requested_outputs: outputs
+            .tuple()?
+            .into_iter()
+            .map(|name| name.text().map(Name::from))
+            .collect::<Result<_, _>>()?,
         priority: priority.int()?,
         timeout_us: timeout.int()?,
         correlation_id: match correlation {

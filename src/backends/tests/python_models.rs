@@ -49,7 +49,7 @@ impl World {
     }
 
     async fn ask(&self, model: &str, inputs: Vec<Tensor>) -> InferResponse {
-        let request = InferRequest { model_name: model.to_owned(), inputs, ..InferRequest::default() };
+        let request = InferRequest { model_name: model.into(), inputs, ..InferRequest::default() };
         self.server.infer(request).unwrap().next_response().await.unwrap().unwrap()
     }
 }

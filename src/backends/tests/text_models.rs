@@ -172,7 +172,7 @@ impl Backend for Parrot {
 }
 
 fn request(model: &str, inputs: Vec<Tensor>) -> InferRequest {
-    InferRequest { model_name: model.to_owned(), inputs, ..InferRequest::default() }
+    InferRequest { model_name: model.into(), inputs, ..InferRequest::default() }
 }
 
 fn query(texts: &[&str]) -> Vec<Tensor> {
@@ -212,7 +212,7 @@ async fn streamed_pieces_join_to_the_text_whole_characters_and_all_blanks() {
     let pieces: Vec<String> = responses.iter().map(|response| text(output(response, "text_output"))).collect();
     assert_eq!(pieces.concat(), prompt);
     assert_eq!(pieces[0], "", "a special token is no text");
-    assert_eq!(output(&responses[1], "text_output").shape, [1]);
+    assert_eq!(output(&responses[1], "text_output").shape[..], [1]);
     assert!(responses.last().unwrap().is_final);
 }
 
@@ -326,7 +326,7 @@ async fn a_bias_falls_on_every_token_of_its_word() {
     inputs.push(Tensor::from_f32("EMBEDDING_BIAS_WEIGHTS", &[1, 2], &[1.5, -1.0]));
     let response = all(server.infer(request("preprocessing", inputs)).unwrap()).await.remove(0);
     let bias = output(&response, "EMBEDDING_BIAS");
-    assert_eq!(bias.shape, [1, 257]);
+    assert_eq!(bias.shape[..], [1, 257]);
     let set: Vec<(usize, f32)> =
         bias.to_f32().unwrap().into_iter().enumerate().filter(|&(_, bias)| bias != 0.0).collect();
     assert_eq!(set, [(97, 1.5), (98, 0.5)]);
@@ -418,7 +418,7 @@ async fn identity_gives_every_input_back_under_its_outputs_name() {
     let started = std::time::Instant::now();
     for model in ["echo", "delayed"] {
         let response = all(server.infer(request(model, vec![sent.clone()])).unwrap()).await.remove(0);
-        assert_eq!(response.outputs, [Tensor { name: "c".to_owned(), ..sent.clone() }]);
+        assert_eq!(response.outputs, [Tensor { name: "c".into(), ..sent.clone() }]);
     }
     assert!(started.elapsed().as_millis() >= 30);
 

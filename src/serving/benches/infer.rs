@@ -26,7 +26,7 @@ struct Echo {
 }
 
 fn echo(request: InferRequest) -> InferResponse {
-    let outputs = request.inputs.into_iter().map(|tensor| Tensor { name: "OUTPUT0".to_owned(), ..tensor }).collect();
+    let outputs = request.inputs.into_iter().map(|tensor| Tensor { name: "OUTPUT0".into(), ..tensor }).collect();
     InferResponse { outputs, ..InferResponse::default() }
 }
 
@@ -101,9 +101,15 @@ fn server(runtime: &Runtime) -> Arc<Server> {
 
 fn request(model: &str) -> InferRequest {
     let data = vec![0; 16].into();
-    let tensor = Tensor { name: "INPUT0".to_owned(), datatype: serving::DataType::Uint8, shape: vec![16], data };
-    let tensor = if model == "batched" { Tensor { shape: vec![1, 16], ..tensor } } else { tensor };
-    InferRequest { model_name: model.to_owned(), inputs: vec![tensor], ..InferRequest::default() }
+    let tensor = Tensor {
+        name: "INPUT0".into(),
+        datatype: serving::DataType::Uint8,
+        shape: serving::Shape::from_slice(&[16]),
+        data,
+    };
+    let tensor =
+        if model == "batched" { Tensor { shape: serving::Shape::from_slice(&[1, 16]), ..tensor } } else { tensor };
+    InferRequest { model_name: model.into(), inputs: vec![tensor], ..InferRequest::default() }
 }
 
 async fn read_all(server: &Server, request: InferRequest) -> usize {

@@ -24,7 +24,7 @@ struct Control {
 #[derive(Debug)]
 enum Signal {
     /// Tensors for false and true.
-    Flag { kind: Kind, is_false: Tensor, is_true: Tensor },
+    Flag { kind: Kind, values: Box<[Tensor; 2]> },
     /// The sequence's id.
     Id(DataType),
 }
@@ -48,13 +48,13 @@ impl Controls {
         for control in &self.controls {
             let tensor = match &control.signal {
                 Signal::Id(datatype) => id_tensor(&control.input, *datatype, &self.shape, &request.correlation_id),
-                Signal::Flag { kind, is_false, is_true } => {
+                Signal::Flag { kind, values } => {
                     let is_set = match kind {
                         Kind::ControlSequenceStart => request.sequence_start,
                         Kind::ControlSequenceEnd => request.sequence_end,
                         _ => is_ready,
                     };
-                    if is_set { is_true.clone() } else { is_false.clone() }
+                    values[usize::from(is_set)].clone()
                 }
             };
             request.inputs.push(tensor);
@@ -79,7 +79,7 @@ impl Signal {
             }
             _ => Tensor::from_i32(input, shape, &[i32::from(index == 1)]),
         };
-        Signal::Flag { kind: control.kind(), is_false: make(0), is_true: make(1) }
+        Signal::Flag { kind: control.kind(), values: Box::new([make(0), make(1)]) }
     }
 }
 
@@ -97,7 +97,7 @@ fn id_tensor(input: &str, datatype: DataType, shape: &[i64], id: &CorrelationId)
     };
     let size = datatype.size().unwrap_or(8).min(8);
     let data = number.to_le_bytes()[..size].to_vec().into();
-    Tensor { name: input.to_owned(), datatype, shape: shape.to_vec(), data }
+    Tensor { name: input.into(), datatype, shape: shape.into(), data }
 }
 
 /// A number for a text id, the same in every process (FNV-1a).

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use repository::ModelConfig;
 
 use super::Waiting;
-use crate::InferRequest;
+use crate::{InferRequest, Name};
 
 /// How a model wants its batches.
 #[derive(Debug, Clone)]
@@ -19,7 +19,7 @@ pub(crate) struct Grouping {
     /// How long the oldest request may wait for others.
     delay: Duration,
     /// Inputs that may differ in shape within a batch.
-    ragged: Vec<String>,
+    ragged: Vec<Name>,
 }
 
 /// What to do with the requests that wait.
@@ -38,7 +38,7 @@ impl Grouping {
     pub fn new(config: &ModelConfig, preferred: &[i32], delay_us: u64) -> Self {
         let max_rows = u64::try_from(config.max_batch_size).unwrap_or(0).max(1);
         let preferred: Vec<u64> = preferred.iter().filter_map(|&size| u64::try_from(size).ok()).collect();
-        let ragged = config.input.iter().filter(|input| input.allow_ragged_batch).map(|input| input.name.clone());
+        let ragged = config.input.iter().filter(|input| input.allow_ragged_batch).map(|input| Name::from(&input.name));
         Self {
             max_rows,
             enough: preferred.iter().copied().max().unwrap_or(max_rows),

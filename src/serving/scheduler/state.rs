@@ -2,7 +2,7 @@
 
 use repository::ModelConfig;
 
-use crate::{DataType, Tensor};
+use crate::{DataType, Shape, Tensor};
 
 /// One state of a model.
 #[derive(Debug, Clone)]
@@ -27,7 +27,7 @@ pub(crate) fn specs(config: &ModelConfig) -> Vec<StateSpec> {
     let spec = |state: &repository::proto::model_sequence_batching::State| {
         let dims = state.initial_state.first().map_or(&state.dims, |initial| &initial.dims);
         let batch = (config.max_batch_size > 0).then_some(1);
-        let shape: Vec<i64> = batch.into_iter().chain(dims.iter().map(|&dim| dim.max(1))).collect();
+        let shape: Shape = batch.into_iter().chain(dims.iter().map(|&dim| dim.max(1))).collect();
         Some(StateSpec {
             output: state.output_name.clone(),
             initial: zeros(&state.input_name, DataType::from_config(state.data_type())?, shape),
@@ -54,8 +54,8 @@ pub(crate) fn split(specs: &[StateSpec], outputs: &mut Vec<Tensor>) -> Vec<Tenso
 }
 
 /// A tensor of zeros, or of empty strings.
-pub(crate) fn zeros(name: &str, datatype: DataType, shape: Vec<i64>) -> Tensor {
+pub(crate) fn zeros(name: &str, datatype: DataType, shape: Shape) -> Tensor {
     let count: usize = shape.iter().filter_map(|&size| usize::try_from(size).ok()).product();
     let data = vec![0; count * datatype.size().unwrap_or(4)].into();
-    Tensor { name: name.to_owned(), datatype, shape, data }
+    Tensor { name: name.into(), datatype, shape, data }
 }

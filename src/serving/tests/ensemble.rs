@@ -49,7 +49,7 @@ async fn steps_run_in_the_order_of_their_tensors_whatever_order_they_are_written
     let response = one(server.infer(request("ens", vec![text("x", "q")])).unwrap()).await;
     assert_eq!(text_of(&response.outputs[0]), "q:1!+q+q:1!:1!:1!");
     assert_eq!((response.model_name.as_str(), response.model_version.as_str()), ("ens", "1"));
-    assert_eq!(response.parameters[0], ("sequence_id".to_owned(), Parameter::Int(0)));
+    assert_eq!(response.parameters[0], ("sequence_id".into(), Parameter::Int(0)));
     assert!(!server.is_decoupled("ens", "").unwrap());
 }
 
@@ -143,7 +143,7 @@ async fn steps_that_no_wanted_output_needs_do_not_run() {
     let steps = ["join: a=x -> joined=y", "pieces: text=x -> piece=mid", "join: a=mid -> joined=z"];
     let ens = ensemble(&steps).replace("output [ {", "output [ { name: \"z\" data_type: TYPE_STRING dims: [ 1 ] }, {");
     let server = World::new(&[("join", JOIN), ("pieces", PIECES), ("ens", &ens)]).started().await;
-    let asked = InferRequest { requested_outputs: vec!["y".to_owned()], ..request("ens", vec![text("x", "q")]) };
+    let asked = InferRequest { requested_outputs: vec!["y".into()], ..request("ens", vec![text("x", "q")]) };
     assert_eq!(texts(responses(server.infer(asked).unwrap()).await), ["q:1! (final)"]);
     let counts = ["join", "pieces"].map(|model| server.model_statistics(model, "").unwrap()[0].inference_count);
     assert_eq!(counts, [1, 0]);
@@ -207,7 +207,7 @@ async fn tensors_are_shared_not_copied() {
     let sent = Tensor {
         name: "x".into(),
         datatype: serving::DataType::Uint8,
-        shape: vec![1 << 20],
+        shape: serving::Shape::from_slice(&[1 << 20]),
         data: vec![7u8; 1 << 20].into(),
     };
     let place = sent.data.as_ptr();

@@ -85,8 +85,10 @@ impl Backend for Fixture {
 
 impl Fixture {
     fn echo(&self, request: InferRequest) -> InferResponse {
-        let outputs =
-            request.inputs.into_iter().map(|input| Tensor { name: input.name.replace("INPUT", "OUTPUT"), ..input });
+        let outputs = request
+            .inputs
+            .into_iter()
+            .map(|input| Tensor { name: input.name.replace("INPUT", "OUTPUT").into(), ..input });
         let asked = request.requested_outputs;
         let outputs = outputs.filter(|output| asked.is_empty() || asked.contains(&output.name));
         InferResponse { outputs: outputs.collect(), ..InferResponse::default() }

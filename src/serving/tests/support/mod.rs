@@ -206,7 +206,7 @@ impl Backend for Scripted {
 }
 
 fn echoed(request: &InferRequest) -> Vec<Tensor> {
-    let rename = |tensor: &Tensor| Tensor { name: tensor.name.replace("INPUT", "OUTPUT"), ..tensor.clone() };
+    let rename = |tensor: &Tensor| Tensor { name: tensor.name.replace("INPUT", "OUTPUT").into(), ..tensor.clone() };
     request.inputs.iter().map(rename).collect()
 }
 
@@ -246,7 +246,7 @@ fn shown(request: &InferRequest) -> String {
     };
     let extra = request.inputs.iter().filter(|tensor| tensor.name != "INPUT0");
     let extra: Vec<String> = extra.map(|tensor| format!("{}={}", tensor.name, number(tensor))).collect();
-    if extra.is_empty() { request.id.clone() } else { format!("{}[{}]", request.id, extra.join(" ")) }
+    if extra.is_empty() { request.id.to_string() } else { format!("{}[{}]", request.id, extra.join(" ")) }
 }
 
 pub fn text_of(tensor: &Tensor) -> String {
@@ -309,7 +309,7 @@ impl Scripted {
 }
 
 pub fn request(model: &str, inputs: Vec<Tensor>) -> InferRequest {
-    InferRequest { model_name: model.to_owned(), inputs, ..InferRequest::default() }
+    InferRequest { model_name: model.into(), inputs, ..InferRequest::default() }
 }
 
 pub fn floats(name: &str, values: &[f32]) -> Tensor {
