@@ -74,11 +74,6 @@ fn sequence_batching(config: &ModelConfig, sequences: &ModelSequenceBatching) ->
     if let Some(StrategyChoice::Oldest(oldest)) = &sequences.strategy_choice {
         preferred_batch_sizes(config, &oldest.preferred_batch_size)?;
     }
-    if sequences.iterative_sequence && !sequences.state.is_empty() {
-        return Err(
-            "`iterative_sequence` with `state` is not supported; keep the state in the model, by its id".to_owned()
-        );
-    }
     Ok(())
 }
 

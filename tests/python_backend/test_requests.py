@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from asking import ask, tensors, text
+from asking import ask, stream, tensors, text
 from conftest import REAL, repository_of, start, stop
 
 
@@ -64,6 +64,26 @@ def test_a_model_knows_the_request(grpc):
 def test_a_request_can_be_sent_back_to_its_model(grpc):
     answer = ask(grpc, "again", {"TIMES": np.array([4], np.int32)}, request_id="r")
     assert answer.as_numpy("SEEN").tolist() == [5]
+
+
+@pytest.mark.skipif(bool(REAL), reason="the real server's Python backend keeps no states")
+def test_a_request_that_is_sent_back_finds_its_state(grpc):
+    # Each of them alone, and three at once, whose states are their own.
+    for _ in range(2):
+        told = stream(grpc, "again_state", {"STEP": np.array([[1]], np.int32), "LIMIT": np.array([[7]], np.int32)})
+        assert [answer.as_numpy("SUM").item() for answer in told] == [2, 4, 6, 7]
+    heard = queue.Queue()
+    grpc.start_stream(lambda result, error: heard.put(error or result))
+    for step in (1, 2, 3):
+        inputs = tensors(STEP=np.array([[step]], np.int32), LIMIT=np.array([[12]], np.int32))
+        grpc.async_stream_infer("again_state", inputs, request_id=str(step))
+    sums = {"1": [], "2": [], "3": []}
+    while any(told[-1:] != [12] for told in sums.values()):
+        answer = heard.get(timeout=20)
+        assert not isinstance(answer, Exception), answer
+        sums[answer.get_response().id].append(answer.as_numpy("SUM").item())
+    grpc.stop_stream()
+    assert sums == {"1": [2, 4, 6, 8, 10, 12], "2": [2, 4, 6, 8, 10, 12], "3": [6, 12]}
 
 
 def test_a_model_loads_and_unloads_others(tmp_path):

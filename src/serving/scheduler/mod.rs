@@ -110,7 +110,11 @@ trait Queue: Send {
 
 /// Where requests go that a model wants to execute again.
 #[derive(Clone)]
-pub(crate) struct Again(Weak<Shared>);
+pub(crate) struct Again {
+    queue: Weak<Shared>,
+    /// Who hears the model's answers, where the model itself talks to one that keeps the state in them.
+    client: Option<Box<ResponseSender>>,
+}
 
 impl Again {
     pub fn take_back(
@@ -118,7 +122,9 @@ impl Again {
         request: InferRequest,
         responses: ResponseSender,
     ) -> Result<(), Box<(InferRequest, ResponseSender)>> {
-        let Some(shared) = self.0.upgrade() else { return Err(Box::new((request, responses))) };
+        let Some(shared) = self.queue.upgrade() else { return Err(Box::new((request, responses))) };
+        // Dropping the model's sender ends who listens to it, when all of its answers have been passed on.
+        let responses = self.client.map_or(responses, |client| *client);
         shared.queue().take_back(Waiting::new(request, responses, 1));
         shared.wake();
         Ok(())
@@ -262,12 +268,15 @@ impl Shared {
             waiting.responses.begin_execution(&execution);
             let Waiting { request, mut responses, stateful, unread: ignored, .. } = waiting;
             unread.extend(ignored);
-            if self.is_iterative {
-                responses = responses.coming_back_through(Again(Arc::downgrade(self)));
-            }
+            let mut client = None;
             if let Some(sequence) = stateful {
                 let (inner, stream) = ResponseStream::channel(STREAM_CAPACITY);
-                keepers.push(self.keep_state(sequence, stream, std::mem::replace(&mut responses, inner)));
+                let outer = std::mem::replace(&mut responses, inner);
+                client = self.is_iterative.then(|| Box::new(outer.clone()));
+                keepers.push(self.keep_state(sequence, stream, outer));
+            }
+            if self.is_iterative {
+                responses = responses.coming_back_through(Again { queue: Arc::downgrade(self), client });
             }
             BatchedRequest { request, responses }
         };
@@ -296,7 +305,11 @@ impl Shared {
             let Some(mut item) = item else { return };
             if let Ok(response) = &mut item {
                 let state = state::split(&self.states, &mut response.outputs);
+                let tells_more = state.is_empty() || !response.outputs.is_empty() || response.is_final;
                 self.queue().keep_state(&sequence, state);
+                if !tells_more {
+                    continue; // It is for the next execution alone.
+                }
             }
             if !client.send(item).await {
                 return;

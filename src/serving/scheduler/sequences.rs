@@ -304,7 +304,8 @@ impl Queue for Sequences {
     fn take_back(&mut self, mut waiting: Waiting) {
         let request = &mut waiting.request;
         // What it got for the last execution it gets again.
-        request.inputs.retain(|tensor| !self.controls.has(&tensor.name));
+        let is_state = |tensor: &Tensor| self.states.iter().any(|state| state.has_input(&tensor.name));
+        request.inputs.retain(|tensor| !self.controls.has(&tensor.name) && !is_state(tensor));
         (request.sequence_start, request.sequence_end) = (false, false);
         self.let_wait(waiting);
     }

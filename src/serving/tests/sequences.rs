@@ -5,8 +5,8 @@ mod support;
 use std::sync::Arc;
 use std::time::Duration;
 
-use serving::{CorrelationId, ErrorKind, InferRequest, ResponseStream, Server, Tensor};
-use support::{World, eventually, one, request};
+use serving::{CorrelationId, ErrorKind, InferError, InferRequest, InferResponse, ResponseStream, Server, Tensor};
+use support::{World, eventually, one, request, responses};
 
 const ROWS: &str = r#"backend: "rows" max_batch_size: 2
 input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 1 ] } ]
@@ -236,6 +236,30 @@ async fn a_state_comes_back_with_the_next_request_and_the_client_does_not_see_it
     }
 }
 
+#[tokio::test]
+async fn a_state_comes_back_with_a_request_that_its_model_wants_again() {
+    for strategy in ["direct { }", "oldest { max_candidate_sequences: 4 }"] {
+        let state =
+            r#"state [ { input_name: "INPUT_SUM" output_name: "OUTPUT_SUM" data_type: TYPE_FP32 dims: [ 1 ] } ]"#;
+        let rows = Rows::start(
+            &sequences(&format!("iterative_sequence: true {strategy} {state}")).replace("\"rows\"", "\"sum\""),
+        )
+        .await;
+        let told = |item: &Result<InferResponse, InferError>| {
+            let response = item.as_ref().unwrap();
+            assert!(response.outputs.iter().all(|output| output.name == "OUTPUT0"), "{response:?}");
+            response.outputs[0].to_f32().unwrap()[0]
+        };
+        // Twice, for nothing may be left of the first; at once, for each has its own.
+        for _ in 0..2 {
+            let ask = |id| rows.ask(InferRequest { sequence_start: false, ..part(id, 0, "middle") });
+            let (loud, quiet) = tokio::join!(responses(ask("to three")), responses(ask("silently to three")));
+            assert_eq!(loud.iter().map(told).collect::<Vec<_>>(), [1.0, 2.0, 3.0], "{strategy}");
+            assert_eq!(quiet.iter().map(told).collect::<Vec<_>>(), [3.0], "{strategy}");
+        }
+    }
+}
+
 #[test]
 fn configurations_that_cannot_work_say_why() {
     for (fields, words) in [
@@ -250,10 +274,6 @@ fn configurations_that_cannot_work_say_why() {
         (
             "state [ { input_name: \"I\" output_name: \"O\" data_type: TYPE_FP32 dims: [ 99999999999 ] } ]",
             "use smaller `dims`",
-        ),
-        (
-            "iterative_sequence: true state [ { input_name: \"I\" output_name: \"O\" data_type: TYPE_FP32 dims: [ 1 ] } ]",
-            "`iterative_sequence` with `state` is not supported",
         ),
     ] {
         let world = World::new(&[("rows", &sequences(fields))]);

@@ -166,7 +166,15 @@ impl Backend for Scripted {
         if self.kind == "sum" {
             return async move {
                 for BatchedRequest { request, responses } in batch {
-                    responses.send(Ok(InferResponse { is_final: true, ..summed(&request) })).await;
+                    let mut response = summed(&request);
+                    let goes_on = request.id.ends_with("to three") && response.outputs[0].to_f32().unwrap()[0] < 3.0;
+                    if goes_on && request.id.starts_with("silently") {
+                        response.outputs.remove(0);
+                    }
+                    responses.send(Ok(InferResponse { is_final: !goes_on, ..response })).await;
+                    if goes_on {
+                        assert!(responses.reschedule(request).is_ok(), "the queue takes it back");
+                    }
                 }
             }
             .boxed();
