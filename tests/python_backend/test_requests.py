@@ -66,7 +66,7 @@ def test_a_request_can_be_sent_back_to_its_model(grpc):
     assert answer.as_numpy("SEEN").tolist() == [5]
 
 
-@pytest.mark.skipif(bool(REAL), reason="the real server's Python backend keeps no states")
+@pytest.mark.skipif(bool(REAL), reason="the real server gives Python models the initial state in every execution")
 def test_a_request_that_is_sent_back_finds_its_state(grpc):
     # Each of them alone, and three at once, whose states are their own.
     for _ in range(2):
