@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::proto::model_config::SchedulingChoice;
 use crate::proto::model_ensembling::Step;
 use crate::proto::model_sequence_batching::control::Kind;
-use crate::proto::model_sequence_batching::initial_state::StateData;
 use crate::proto::model_sequence_batching::{Control, StrategyChoice};
 use crate::proto::{DataType, ModelConfig, ModelDynamicBatching, ModelSequenceBatching, ModelTensorReshape};
 
@@ -66,9 +65,6 @@ fn sequence_batching(config: &ModelConfig, sequences: &ModelSequenceBatching) ->
         let initial = state.initial_state.iter().map(|initial| &initial.dims);
         if initial.chain([&state.dims]).any(|dims| num_elements(dims).is_none()) {
             return Err(format!("state `{name}` holds more than {MAX_STATE_ELEMENTS} elements; use smaller `dims`"));
-        }
-        if state.initial_state.iter().any(|initial| matches!(initial.state_data, Some(StateData::DataFile(_)))) {
-            return Err(format!("state `{name}` starts from a `data_file`, which is not supported; use `zero_data`"));
         }
     }
     if let Some(StrategyChoice::Oldest(oldest)) = &sequences.strategy_choice {

@@ -15,6 +15,7 @@ use crate::cache::ResponseCache;
 use crate::ensemble::{self, Ensemble};
 use crate::model::ServedModel;
 use crate::registry::{Registry, Version};
+use crate::scheduler::{self, StateSpec};
 use crate::{Backend, BackendFactory, InferError, LoadRequest, labels, warmup};
 
 /// What a load request gives in place of the repository's own files.
@@ -230,17 +231,19 @@ impl Lifecycle {
         if !config.is_ensemble() && self.factory(&config, &source)?.is_exclusive() {
             self.retire(name, |_| true).await;
         }
-        let labels = labels::read(&config, &source.dir).map_err(|reason| {
+        let cannot_load = |reason: InferError| {
             source.versions.iter().for_each(|&version| self.note_reason(name, version, &reason));
             load_failed(name, &reason_lines(&source.versions, &reason))
-        })?;
+        };
+        let labels = labels::read(&config, &source.dir).map_err(cannot_load)?;
+        let states = scheduler::read_states(&config, &source.dir).map_err(cannot_load)?;
         let mut failed = Vec::new();
         for &version in &source.versions {
             self.mark_loading(name, version);
             let started = Instant::now();
-            match self.load_version(&source, version, &config).await {
+            match self.load_version(&source, version, &config, &states).await {
                 Ok(backend) => {
-                    let model = ServedModel::new(config.clone(), version, backend, self.cache.clone())
+                    let model = ServedModel::new(config.clone(), version, backend, self.cache.clone(), states.clone())
                         .with_labels(labels.clone())
                         .loaded_in(started.elapsed(), self.keeps_recent_durations);
                     self.put(name, model);
@@ -267,6 +270,7 @@ impl Lifecycle {
         source: &ModelSource,
         version: i64,
         config: &Arc<ModelConfig>,
+        states: &[StateSpec],
     ) -> Result<Arc<dyn Backend>, InferError> {
         if config.is_ensemble() {
             return Ok(Arc::new(Ensemble::new(config, &self.registry)));
@@ -275,7 +279,7 @@ impl Lifecycle {
         let factory = self.factory(config, source)?;
         let load = AssertUnwindSafe(async move {
             let backend = factory.load(request).await?;
-            warmup::run(config, &source.dir, &*backend).await?;
+            warmup::run(config, states, &source.dir, &*backend).await?;
             Ok(backend)
         });
         load.catch_unwind().await.unwrap_or_else(|panic| {

@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 use crate::cache::ResponseCache;
 use crate::check::Signature;
 use crate::labels::Labels;
-use crate::scheduler::Scheduler;
+use crate::scheduler::{Scheduler, StateSpec};
 use crate::statistics::{Failure, ModelStatistics, Statistics};
 use crate::watch::{Cached, Watch};
 use crate::{Backend, InferError, InferRequest, InferResponse, Name, ResponseStream};
@@ -43,6 +43,7 @@ impl ServedModel {
         version: i64,
         backend: Arc<dyn Backend>,
         cache: Option<Arc<ResponseCache>>,
+        states: Vec<StateSpec>,
     ) -> Self {
         static NUM_LOADS: AtomicU64 = AtomicU64::new(0);
         Self {
@@ -56,7 +57,7 @@ impl ServedModel {
             cache: cache.filter(|_| config.response_cache.is_some_and(|cache| cache.enable)),
             labels: Labels::new(),
             load: NUM_LOADS.fetch_add(1, SeqCst),
-            scheduler: Scheduler::new(&config, &backend),
+            scheduler: Scheduler::new(&config, &backend, states),
             name: Name::from(config.name.as_str()),
             config,
             backend,

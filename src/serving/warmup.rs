@@ -8,7 +8,7 @@ use repository::proto::ModelWarmup;
 use repository::proto::model_warmup::{Input, input::InputDataType};
 
 use crate::check::Signature;
-use crate::scheduler::Controls;
+use crate::scheduler::{self, Controls, StateSpec};
 use crate::{
     Backend, BatchedRequest, CorrelationId, DataType, InferError, InferRequest, ResponseStream, Shape, Tensor,
 };
@@ -20,12 +20,17 @@ const MAX_ELEMENTS: usize = 1 << 28;
 ///
 /// # Errors
 /// When a request cannot be made, or the model fails it.
-pub(crate) async fn run(config: &ModelConfig, model_dir: &Path, backend: &dyn Backend) -> Result<(), InferError> {
+pub(crate) async fn run(
+    config: &ModelConfig,
+    states: &[StateSpec],
+    model_dir: &Path,
+    backend: &dyn Backend,
+) -> Result<(), InferError> {
     for warmup in &config.model_warmup {
         let explain = |error: InferError| {
             InferError::new(error.kind, format!("`model_warmup` `{}`: {}", warmup.name, error.message))
         };
-        let request = request(config, warmup, model_dir).map_err(explain)?;
+        let request = request(config, states, warmup, model_dir).map_err(explain)?;
         for _ in 0..warmup.count.max(1) {
             answer(backend, &request).await.map_err(explain)?;
         }
@@ -55,7 +60,12 @@ async fn read(mut stream: ResponseStream) -> Result<(), InferError> {
     Err(InferError::internal("the model stopped answering before its final response"))
 }
 
-fn request(config: &ModelConfig, warmup: &ModelWarmup, model_dir: &Path) -> Result<InferRequest, InferError> {
+fn request(
+    config: &ModelConfig,
+    states: &[StateSpec],
+    warmup: &ModelWarmup,
+    model_dir: &Path,
+) -> Result<InferRequest, InferError> {
     let batch = (config.max_batch_size > 0).then_some(i64::from(warmup.batch_size.max(1)));
     let tensor = |(name, input): (&String, &Input)| {
         let shape = batch.into_iter().chain(input.dims.iter().copied()).collect();
@@ -72,7 +82,7 @@ fn request(config: &ModelConfig, warmup: &ModelWarmup, model_dir: &Path) -> Resu
     Signature::new(config).check(&mut request)?;
     if let Some(sequences) = config.sequences() {
         Controls::new(config, sequences).write(&mut request, true);
-        request.inputs.extend(crate::scheduler::initial_states(config));
+        request.inputs.extend(scheduler::initial(states));
     }
     Ok(request)
 }

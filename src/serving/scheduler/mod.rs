@@ -28,12 +28,7 @@ use crate::{Backend, BatchedRequest, InferError, InferRequest, ResponseSender, R
 use order::Order;
 use priorities::Priorities;
 use sequences::{SequenceId, Sequences};
-use state::StateSpec;
-
-/// The inputs that a sequence's first request gets of its state.
-pub(crate) fn initial_states(config: &ModelConfig) -> Vec<Tensor> {
-    state::initial(&state::specs(config))
-}
+pub(crate) use state::{StateSpec, initial, read as read_states};
 
 /// Responses of one request that may wait for a slow reader before the model waits too.
 const STREAM_CAPACITY: usize = 64;
@@ -161,19 +156,19 @@ pub(crate) struct Shared {
 
 impl Scheduler {
     /// A scheduler for `backend`, if it wants one.
-    pub fn new(config: &ModelConfig, backend: &Arc<dyn Backend>) -> Option<Self> {
+    pub fn new(config: &ModelConfig, backend: &Arc<dyn Backend>, states: Vec<StateSpec>) -> Option<Self> {
         let num_instances = backend.num_instances();
         if num_instances == 0 {
             return None;
         }
         let queue: Box<dyn Queue> = match config.sequences() {
-            Some(sequences) => Box::new(Sequences::new(config, sequences, num_instances)),
+            Some(sequences) => Box::new(Sequences::new(config, sequences, num_instances, states.clone())),
             None => Box::new(Priorities::new(config)),
         };
         let shared = Arc::new(Shared {
             has_timeouts: queue.has_timeouts(),
             is_bound: config.sequences().is_some(),
-            states: state::specs(config),
+            states,
             is_iterative: config.sequences().is_some_and(|sequences| sequences.iterative_sequence),
             queue: Mutex::new(queue),
             arrived: Notify::new(),

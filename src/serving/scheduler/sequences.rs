@@ -63,7 +63,12 @@ struct Instance {
 }
 
 impl Sequences {
-    pub fn new(config: &ModelConfig, sequences: &ModelSequenceBatching, num_instances: usize) -> Self {
+    pub fn new(
+        config: &ModelConfig,
+        sequences: &ModelSequenceBatching,
+        num_instances: usize,
+        states: Vec<StateSpec>,
+    ) -> Self {
         let max_rows = usize::try_from(config.max_batch_size).unwrap_or(0).max(1);
         let has_slots = !matches!(sequences.strategy_choice, Some(StrategyChoice::Oldest(_)));
         let (grouping, max_held) = match &sequences.strategy_choice {
@@ -86,7 +91,7 @@ impl Sequences {
             model: config.name.clone(),
             grouping: grouping.enough_at(max_held as u64),
             controls: Controls::new(config, sequences),
-            states: state::specs(config),
+            states,
             max_idle: Duration::from_micros(sequences.max_sequence_idle_microseconds),
             max_held,
             is_iterative: sequences.iterative_sequence,

@@ -237,6 +237,42 @@ async fn a_state_comes_back_with_the_next_request_and_the_client_does_not_see_it
 }
 
 #[tokio::test]
+async fn a_state_starts_from_its_file() {
+    let state = |file| {
+        let initial =
+            format!(r#"initial_state {{ data_type: TYPE_FP32 dims: [ 1 ] data_file: "{file}" name: "ten" }}"#);
+        let state = r#"state [ { input_name: "INPUT_SUM" output_name: "OUTPUT_SUM" data_type: TYPE_FP32 dims: [ 1 ] "#;
+        sequences(&format!("{state} {initial} }} ]")).replace("\"rows\"", "\"sum\"")
+    };
+    for (file, bytes, words) in [
+        ("ten", &10f32.to_le_bytes()[..], ""),
+        ("short", &[0; 3], "does not hold the 1 elements of state `INPUT_SUM`"),
+        ("nosuch", &[], "cannot read"),
+        ("../ten", &[], "is not a name below `initial_state/`"),
+    ] {
+        let world = World::new(&[("rows", &state(file))]);
+        let folder = world.root.path().join("rows/initial_state");
+        std::fs::create_dir(&folder).unwrap();
+        if !bytes.is_empty() {
+            std::fs::write(folder.join(file), bytes).unwrap();
+        }
+        let server = world.server(serving::ControlMode::None);
+        match server.load_all().await {
+            Ok(()) => {
+                for expected in [11.0, 11.0] {
+                    let response = one(server.infer(part("a", 1, "only")).unwrap()).await;
+                    assert_eq!(response.outputs, [Tensor::from_f32("OUTPUT0", &[1, 1], &[expected])]);
+                }
+                assert_eq!(words, "");
+            }
+            Err(failures) => {
+                assert!(!words.is_empty() && failures[0].reason.contains(words), "{}", failures[0].reason)
+            }
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_state_comes_back_with_a_request_that_its_model_wants_again() {
     for strategy in ["direct { }", "oldest { max_candidate_sequences: 4 }"] {
         let state =
