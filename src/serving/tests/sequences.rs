@@ -246,9 +246,9 @@ async fn a_state_starts_from_its_file() {
     };
     for (file, bytes, words) in [
         ("ten", &10f32.to_le_bytes()[..], ""),
-        ("short", &[0; 3], "does not hold the 1 elements of state `INPUT_SUM`"),
-        ("nosuch", &[], "cannot read"),
-        ("../ten", &[], "is not a name below `initial_state/`"),
+        ("short", &[0u8; 3][..], "does not hold the 1 elements of state `INPUT_SUM`"),
+        ("nosuch", &[][..], "cannot read"),
+        ("../ten", &[][..], "is not a name below `initial_state/`"),
     ] {
         let world = World::new(&[("rows", &state(file))]);
         let folder = world.root.path().join("rows/initial_state");
