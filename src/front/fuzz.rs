@@ -74,7 +74,7 @@ pub fn write(response: InferResponse) {
         let _ = http_infer::write(response.clone(), &[], is_binary);
     }
     for (num_classes, output) in response.outputs.iter().enumerate() {
-        let ask = OutputAsk { name: output.name.clone(), num_classes, ..OutputAsk::default() };
+        let ask = OutputAsk { name: output.name.to_string(), num_classes, ..OutputAsk::default() };
         let _ = crate::classification::classify(output, ask.num_classes.max(1), false, None);
     }
 }
