@@ -100,9 +100,12 @@ fn sessions_of_turbomind_remember_what_was_said() {
 fn tensorrt_llms_models_in_flight_and_bls_answer_like_the_ensemble() {
     let (_scratch, world) = served(&["tensorrt-llm"]);
     let answer = answer();
-    let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS});
+    let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "return_log_probs": true});
     for model in ["ensemble", "tensorrt_llm_bls"] {
         assert_eq!(ask(&world, model, &body, "text_output"), answer, "{model}");
+        // In NVIDIA's configuration of the second this input has a `reshape`.
+        let log_probs = ask(&world, model, &body, "output_log_probs");
+        assert_eq!(log_probs.as_array().map(Vec::len), Some(MAX_TOKENS as usize), "{model}: {log_probs}");
     }
     // Without top-k and top-p TensorRT-LLM is greedy at any temperature; a top-p of 1 draws.
     let text = |temperature: f64, top_p: f64, seed: u64| {

@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use repository::ModelConfig;
+use repository::proto::ModelInput;
 use serving::{
     Backend, BackendFactory, EnsembleStep, InferError, InferRequest, InferResponse, LoadRequest, Name, ResponseSender,
     ResponseStream, Server, Tensor,
@@ -106,6 +107,8 @@ impl BackendFactory for BlsFactory {
             link: self.server.clone(),
             language_model: config.parameter("tensorrt_llm_model_name").unwrap_or("tensorrt_llm").to_owned(),
             accumulate: accumulate.unwrap_or(false),
+            is_batched: config.max_batch_size > 0,
+            reshaped: reshaped_inputs(config),
             outputs: config.output.iter().map(|output| Name::from(&output.name)).collect(),
         });
         std::future::ready(bls.map(|bls| Arc::new(bls) as Arc<dyn Backend>)).boxed()
@@ -118,10 +121,32 @@ struct Bls {
     language_model: String,
     accumulate: bool,
     outputs: Vec<Name>,
+    is_batched: bool,
+    /// Shapes that clients send, without the batch, of inputs that come with another one.
+    reshaped: Vec<(Name, Vec<i64>)>,
+}
+
+/// Inputs with a `reshape` whose shape for clients is fixed.
+fn reshaped_inputs(config: &ModelConfig) -> Vec<(Name, Vec<i64>)> {
+    let is_fixed = |input: &&ModelInput| input.reshape.is_some() && input.dims.iter().all(|dim| *dim >= 0);
+    config.input.iter().filter(is_fixed).map(|input| (Name::from(&input.name), input.dims.clone())).collect()
+}
+
+impl Bls {
+    /// Inputs as the client sent them: the models that they go to have a `reshape` of their own.
+    fn undo_reshapes(&self, inputs: &mut [Tensor]) {
+        for tensor in inputs {
+            let reshaped = self.reshaped.iter().find(|(name, _)| *name == tensor.name);
+            let Some((_, dims)) = reshaped else { continue };
+            tensor.shape.truncate(usize::from(self.is_batched));
+            tensor.shape.extend_from_slice(dims);
+        }
+    }
 }
 
 impl Backend for Bls {
-    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+    fn infer(&self, mut request: InferRequest) -> Result<ResponseStream, InferError> {
+        self.undo_reshapes(&mut request.inputs);
         for name in IMAGES {
             if request.input(name).is_some() {
                 return Err(InferError::invalid(format!(
