@@ -27,6 +27,8 @@ def load(checkpoint, dtype):
     config = json.loads((pathlib.Path(checkpoint) / "config.json").read_text())
     if config["model_type"] == "baichuan":
         return alibi_llama(checkpoint, config).to(dtype).to(DEVICE).eval()
+    if config["model_type"].startswith("internlm"):
+        checkpoint = pathlib.Path(checkpoint) / "reference"
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(DEVICE).eval()
 
 

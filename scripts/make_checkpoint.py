@@ -2,18 +2,23 @@
 """Write a checkpoint of a real layer's shape with random bf16 weights, for tests on a GPU.
 
     make_checkpoint.py SHAPE OUT_DIR [--layers N]
-    SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), qwen2, qwen3 (norms of heads), gpt2, baichuan (ALiBi)
+    SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
+           baichuan (ALiBi), internlm (biases), internlm2 (q, k and v of a group together)
 
 Needs torch and transformers.
 """
 import argparse
 import json
 import pathlib
+import sys
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "goldens"))
+from published import as_published, internlm2
 
 SHAPES = {  # hidden, inner, heads, KV heads, vocabulary, rope theta
     "small": (256, 704, 8, 4, 32000, 1e4),
@@ -23,19 +28,24 @@ SHAPES = {  # hidden, inner, heads, KV heads, vocabulary, rope theta
     "qwen3": (1024, 3072, 16, 8, 151936, 1e6),
     "gpt2": (768, 3072, 12, 12, 50257, None),
     "baichuan": (1536, 4096, 12, 12, 125696, 1e4),
+    "mistral": (1024, 3584, 16, 4, 32000, 1e4),
+    "internlm": (1024, 2752, 8, 8, 103168, 1e4),
+    "internlm2": (1024, 3584, 8, 2, 92544, 1e6),
 }
+OWN_FIELDS = {"qwen3": {"head_dim": 128}, "mistral": {"sliding_window": 128}, "internlm": {"attention_bias": True}}
 
 
 def config_and_model(shape, layers):
     hidden, inner, heads, kv_heads, vocab, theta = SHAPES[shape]
     if shape == "gpt2":
         return GPT2LMHeadModel(GPT2Config(n_embd=hidden, n_inner=inner, n_head=heads, n_layer=layers, vocab_size=vocab))
-    classes = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+    classes = {"mistral": (MistralConfig, MistralForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+               "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
     config, model = classes.get(shape, (LlamaConfig, LlamaForCausalLM))
     return model(config(
         hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=kv_heads,
         vocab_size=vocab, rope_theta=theta, num_hidden_layers=layers, max_position_embeddings=4096, tie_word_embeddings=False,
-        **({"head_dim": 128} if shape == "qwen3" else {})))
+        **OWN_FIELDS.get(shape, {})))
 
 
 @torch.no_grad()
@@ -61,6 +71,19 @@ def publish_as_baichuan(folder):
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def publish_as_internlm(folder, shape, config):
+    """The same weights as InternLM has them; what transformers can read stays in `reference`."""
+    reference = folder / "reference"
+    tensors = load_file(reference / "model.safetensors")
+    if shape == "internlm2":
+        fields = as_published(config, "InternLM2ForCausalLM", "internlm2", bias=False, rope_theta=SHAPES[shape][-1])
+        tensors = internlm2(config, tensors)
+    else:
+        fields = as_published(config, "InternLMForCausalLM", "internlm", bias=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
@@ -73,9 +96,12 @@ def main():
         model = config_and_model(arguments.shape, arguments.layers)
         if arguments.shape not in ("small", "mha", "gqa"):
             shake(model)
-    model.save_pretrained(arguments.out, max_shard_size="100GB")
+    is_internlm = arguments.shape.startswith("internlm")
+    model.save_pretrained(arguments.out / "reference" if is_internlm else arguments.out, max_shard_size="100GB")
     if arguments.shape == "baichuan":
         publish_as_baichuan(arguments.out)
+    if is_internlm:
+        publish_as_internlm(arguments.out, arguments.shape, model.config)
     print(f"{arguments.out}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} million parameters")
 
 
