@@ -128,6 +128,7 @@ pub fn linear_chain(
     group: Option<&PeerGroup>,
 ) -> Result<(), CudaError> {
     ensure!(OP, (1..=MAX_LINKS).contains(&links.len()), "{} links; expected 1 to {MAX_LINKS}", links.len());
+    ensure!(OP, (1..=MAX_ROWS).contains(&rows), "{rows} rows; expected 1 to {MAX_ROWS}");
     let gpu = q.gpu();
     let width = rows.next_power_of_two().max(8);
     let (stage_bytes, partial_bytes) = ((TILE + width) * SLICE * 2, GROUPS * width * (TILE + 4) * 4);
