@@ -29,7 +29,8 @@
 //! earlier kernel reads, and `pdl_launch()` as early as it likes: launches carry the programmatic-dependent-launch
 //! attribute, so a kernel may start while its predecessor still runs. `pdl_wait()` waits for the whole predecessor
 //! grid and its memory, hence by induction for everything before it, as long as *every* kernel of the stream calls it in
-//! every thread block that does not exit at once. Weights may be read before it.
+//! every thread block that does not exit at once. Weights, the step's inputs and what earlier steps wrote to KV blocks may be read
+//! before it: a step begins with a copy, which waits for all of the step before.
 //!
 //! # From Rust
 //!
