@@ -153,11 +153,15 @@ mod tests {
 
     #[test]
     fn a_listening_process_is_found_by_its_port() {
-        let listener_socket = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = listener_socket.local_addr().unwrap().port();
-        assert_eq!(listener(port), Some(Some(std::process::id())));
-        drop(listener_socket);
-        assert_eq!(listener(port), None);
+        let is_found_while_open = || {
+            let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+            let port = socket.local_addr().unwrap().port();
+            assert_eq!(listener(port), Some(Some(std::process::id())));
+            drop(socket);
+            listener(port).is_none()
+        };
+        // Another program may be given a port that has just become free.
+        assert!((0..10).any(|_| is_found_while_open()));
     }
 
     #[test]

@@ -233,7 +233,7 @@ fn loses_a_rank_while_it_loads(flags: &str) {
     let place = Place::new();
     let flags = format!("--world_size=2 --oversubscribe {flags}");
     let launch = place.start(&flags).env("FAKE_SLOW_MS", "1500").spawn().unwrap();
-    eventually("a start", || place.starts(1).len() == 1);
+    eventually("a start of both", || place.starts(0).len() == 1 && place.starts(1).len() == 1);
     signal(place.starts(1)[0], Signal::SIGKILL);
     eventually("a second start", || place.starts(0).len() == 2 && place.starts(1).len() == 2);
     eventually("serving", || place.is_serving());
