@@ -278,7 +278,7 @@ template <int D>
 struct Merged {
     float top[WARPS][GROUP];
     float denominator[WARPS][GROUP];
-    float sum[1];  // [warps][heads][D]
+    float sum[1];  // [WARPS][heads][D]
 };
 
 // Writes this warp's share relative to the block's maximum, which `top` receives for heads 2t, 2t + 1.
@@ -296,6 +296,7 @@ __device__ __forceinline__ void publish(Merged<D>* merged, Softmax<D>& state, in
     for (int h = 0; h < 2; ++h) {
         const int head = 2 * t + h;
         float top = merged->top[0][head];
+#pragma unroll
         for (int w = 1; w < WARPS; ++w) top = fmaxf(top, merged->top[w][head]);
         const float weight = exp2_fast(state.top[h] - top);
         if (g == 0) merged->denominator[warp][head] = state.denominator[h] * weight;

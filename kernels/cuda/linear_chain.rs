@@ -130,7 +130,7 @@ pub fn linear_chain(
     ensure!(OP, (1..=MAX_LINKS).contains(&links.len()), "{} links; expected 1 to {MAX_LINKS}", links.len());
     ensure!(OP, (1..=MAX_ROWS).contains(&rows), "{rows} rows; expected 1 to {MAX_ROWS}");
     let gpu = q.gpu();
-    let width = rows.next_power_of_two().max(8);
+    let width = skinny_gemm::width_for(rows);
     let (stage_bytes, partial_bytes) = ((TILE + width) * SLICE * 2, GROUPS * width * (TILE + 4) * 4);
     // A stage belongs to one group: its barrier is waited for in order.
     let room = (gpu.max_shared_bytes() as usize).saturating_sub(SPARE_BYTES + 1024 + partial_bytes);

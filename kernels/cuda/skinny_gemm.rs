@@ -185,7 +185,8 @@ pub fn skinny_gemm_simple(
     q.launch(&format!("skinny_gemm_bf16_m{width}"), launch, &args)
 }
 
-fn width_for(rows: usize) -> usize {
+/// Rows of `x` that a kernel multiplies for `rows`.
+pub(super) fn width_for(rows: usize) -> usize {
     rows.next_power_of_two().max(8)
 }
 

@@ -6,7 +6,9 @@
 #include "sm90.cuh"
 #include "activation.cuh"
 
-constexpr i32 BK = 64;  // columns of a slice of K
+constexpr i32 BK = 64;           // columns of a slice of K
+constexpr i32 TILE = 64;         // rows of w that are a tile
+constexpr i32 PITCH = TILE + 4;  // floats of a row of partial sums; PITCH % 16 == 4 keeps their stores free of bank conflicts
 
 // Slices of W_ROWS rows of w and X_ROWS of x, which the copy engine fills in turn.
 template <int W_ROWS, int X_ROWS>
@@ -31,17 +33,17 @@ __device__ __forceinline__ void multiply_slice(float* acc, u32 w_address, u32 x_
     wgmma_wait<0>();
 }
 
-// Leaves a warpgroup's sums as [NT][pitch] f32.
+// Leaves a warpgroup's sums as [NT][PITCH] f32.
 template <int NT>
-__device__ __forceinline__ void store_partial(float* partial, i32 pitch, const float* acc) {
+__device__ __forceinline__ void store_partial(float* partial, const float* acc) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, column = lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < NT / 8; ++j) {
-        float* p = partial + (8 * j + column) * pitch + row;
+        float* p = partial + (8 * j + column) * PITCH + row;
         p[0] = acc[4 * j];
-        p[pitch] = acc[4 * j + 1];
+        p[PITCH] = acc[4 * j + 1];
         p[8] = acc[4 * j + 2];
-        p[pitch + 8] = acc[4 * j + 3];
+        p[PITCH + 8] = acc[4 * j + 3];
     }
 }
 

@@ -28,8 +28,6 @@
 #include "peers.cuh"
 #include "sm90_gemm.cuh"
 
-constexpr i32 TILE = 64;         // rows of a weight that are a tile
-constexpr i32 PITCH = TILE + 4;  // floats of a row of partial sums; PITCH % 16 == 4 keeps their stores free of bank conflicts
 constexpr i32 ADD_NORM = 4;
 constexpr int GROUPS = 4;        // warpgroups that multiply
 constexpr int CONSUMERS = GROUPS * 128;
@@ -353,7 +351,7 @@ __device__ __forceinline__ void multiply(const Ring<TILE, NT>& ring, const Chain
             float acc[NT / 2] = {};
             run += until - i;
             consume<NT>(ring, at, next, run, acc);
-            store_partial<NT>(partial + group * NT * PITCH, PITCH, acc);
+            store_partial<NT>(partial + group * NT * PITCH, acc);
             if (waits) barrier_wait(scaled, scaled_parity), scaled_parity ^= 1, waits = false;
             team_sync();
             const u32 last = share.block_of(begin + share.slices - 1);

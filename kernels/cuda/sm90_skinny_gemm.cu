@@ -17,9 +17,6 @@
 //          K 2^-24 of the sum of magnitudes
 #include "sm90_gemm.cuh"
 
-constexpr i32 TILE = 64;          // rows of w that a cluster takes
-constexpr i32 PITCH = TILE + 4;  // floats of a row of partial sums; PITCH % 16 == 4 keeps their stores free of bank conflicts
-
 // Keeps the ring full with slices first .. first + count of K, of rows n0 .. of w and of all rows of x. Weights stream while the
 // kernel before this one runs.
 template <class R>
@@ -43,21 +40,21 @@ __device__ __forceinline__ void produce(const R& ring, const TensorMap* w_map, c
     }
 }
 
-// Sums of a tile over the cluster's blocks and their groups. A block leaves its own as [GROUPS][MT][pitch] f32, where a row is one of
+// Sums of a tile over the cluster's blocks and their groups. A block leaves its own as [GROUPS][MT][PITCH] f32, where a row is one of
 // x and MT of them fit.
 template <int MT, int GROUPS>
 struct Reducer {
     u32 partial;  // shared address; the other blocks' lie at the same place
-    i32 parts, pitch;
+    i32 parts;
 
     __device__ float4 sum(int m, int r) const {
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-        const u32 offset = (u32)(m * pitch + r) * 4;
+        const u32 offset = (u32)(m * PITCH + r) * 4;
         for (int p = 0; p < parts; ++p) {
             const u32 there = cluster_map(partial + offset, p);
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g) {
-                const float4 v = cluster_load(there + g * MT * pitch * 4);
+                const float4 v = cluster_load(there + g * MT * PITCH * 4);
                 total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
             }
         }
@@ -110,9 +107,9 @@ __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const Tensor
     }
 
     __syncthreads();  // every slice is used: the ring becomes the place of the partial sums
-    const Reducer<NT, GROUPS> reducer{aligned, parts, PITCH};
+    const Reducer<NT, GROUPS> reducer{aligned, parts};
     float* partial = reinterpret_cast<float*>(dynamic + (aligned - raw)) + group * NT * PITCH;
-    if (threadIdx.x < CONSUMERS) store_partial<NT>(partial, PITCH, acc);
+    if (threadIdx.x < CONSUMERS) store_partial<NT>(partial, acc);
     cluster_sync();
     const i32 rows = TILE / parts;
     if (out.epilogue < SILU) {
