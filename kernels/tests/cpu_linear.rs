@@ -3,18 +3,11 @@
 //! Inputs and weights are exact in the type they are rounded to, so only f32 sums differ: an error of `K` additions of
 //! terms of size `s` stays within `K * s * 2^-24` of the whole; sums in lanes do better.
 
+mod cpu;
+
+use cpu::random;
 use kernels::cpu::{Isa, Matrix, PackedInput, Pool, WeightType, linear, read_weights};
 use kernels::reference;
-
-fn random(seed: u64, len: usize) -> Vec<f32> {
-    let mut state = seed;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        // Multiples of 1 / 64 below 2: exact in bf16 and f16.
-        ((state >> 57) as f32 - 64.0) / 64.0
-    };
-    (0..len).map(|_| next()).collect()
-}
 
 fn encode(weights: &[f32], weight_type: WeightType) -> Vec<u8> {
     let bytes = |w: &f32| match weight_type {

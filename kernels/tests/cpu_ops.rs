@@ -1,18 +1,12 @@
 //! The CPU's small ops and attention against the reference. Tolerances are counts of f32 roundings, beside each.
 
+mod cpu;
+
+use cpu::random;
 use kernels::cpu::{
     Attention, AttentionRow, Gate, KvCache, KvType, Norm, Pool, activate, add_norm, gate, head_norm, norm, rotate,
 };
 use kernels::reference;
-
-fn random(seed: u64, len: usize) -> Vec<f32> {
-    let mut state = seed;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((state >> 57) as f32 - 64.0) / 64.0 // exact in bf16
-    };
-    (0..len).map(|_| next()).collect()
-}
 
 fn assert_near(found: &[f32], expected: &[f32], allowed: f32, what: &str) {
     assert_eq!(found.len(), expected.len());

@@ -1,18 +1,11 @@
 //! Products of bf16 panels against the reference, as `cpu_linear.rs` holds those of rows.
 #![cfg(target_arch = "x86_64")]
 
+mod cpu;
+
+use cpu::random;
 use kernels::cpu::{Isa, Matrix, PanelInput, PanelMatrix, Pool, WeightType, panel_linear};
 use kernels::reference;
-
-fn random(seed: u64, len: usize) -> Vec<f32> {
-    let mut state = seed;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        // Multiples of 1 / 64 below 2: exact in bf16.
-        ((state >> 57) as f32 - 64.0) / 64.0
-    };
-    (0..len).map(|_| next()).collect()
-}
 
 /// Two parts at an odd address with a stride, poison around them, and a bias.
 fn matrix(weights: &[f32], bias: &[f32], (n, k): (usize, usize)) -> Matrix {
