@@ -48,10 +48,8 @@ def test_a_dropped_response_sender_is_an_error_not_a_wait(grpc):
 @pytest.mark.parametrize("how, words", [("kill", "SIGKILL"), ("exit", "exit code 3"), ("garbage", "broke the protocol")])
 def test_a_process_that_ends_is_replaced(grpc, server, how, words):
     wait_for(lambda: serves(grpc))
-    started = time.monotonic()
     with pytest.raises(Exception, match=f"the Python process of 'trouble_0_0' ended .*{words}.*another one is started"):
-        ask(grpc, "trouble", {"HOW": text(how)})
-    assert time.monotonic() - started < 2
+        ask(grpc, "trouble", {"HOW": text(how)}, client_timeout=30)
     wait_for(lambda: serves(grpc))
     assert server.is_ready()
 
@@ -119,7 +117,7 @@ def test_a_killed_server_leaves_nothing(tmp_path):
 
 
 def test_a_stop_waits_for_requests_but_not_for_a_model_that_hangs(tmp_path):
-    server = start(repository_of(tmp_path, "trouble"), tmp_path, "--exit-timeout-secs=5")
+    server = start(repository_of(tmp_path, "trouble"), tmp_path, "--exit-timeout-secs=60")
     pids = server.model_pids("trouble_0_0")
     assert pids
     with grpcclient.InferenceServerClient(f"localhost:{server.grpc_port}") as client:
@@ -127,8 +125,8 @@ def test_a_stop_waits_for_requests_but_not_for_a_model_that_hangs(tmp_path):
         client.async_infer("trouble", tensors(HOW=text("sleep")), callback=lambda result, error: heard.put(error or result))
         time.sleep(0.2)
         started = time.monotonic()
-        assert stop(server) == 0
-        assert time.monotonic() - started < 5
+        assert stop(server, timeout=100) == 0
+        assert time.monotonic() - started < 50, "the exit timeout ran out, as if the model hung"
         assert heard.get(timeout=5).as_numpy("OUT").tolist() == [b"sleep"]
     assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
     assert server.shared_memory() == []
