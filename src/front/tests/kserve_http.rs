@@ -152,12 +152,13 @@ async fn metrics_count_what_was_answered() {
 async fn a_drain_finishes_what_is_in_flight_and_refuses_the_rest() {
     let mut front = TestFront::start().await;
     let address = front.http_address();
-    let slow = br#"{"inputs":[{"name":"sleep_ms","datatype":"INT32","shape":[1,1],"data":[600]}]}"#;
+    let slow = br#"{"inputs":[{"name":"sleep_ms","datatype":"INT32","shape":[1,1],"data":[3000]}]}"#;
     let in_flight = tokio::spawn(support::http_to(address, "POST", "/v2/models/slow/infer", "", slow.to_vec()));
-    tokio::time::sleep(Duration::from_millis(150)).await;
+    tokio::time::sleep(Duration::from_millis(500)).await;
     let ending = tokio::spawn(front.running.take().unwrap().shutdown(Duration::from_secs(10)));
-    tokio::time::sleep(Duration::from_millis(150)).await;
-    assert_eq!(http(&front, "GET", "/v2/health/ready", b"").await.status, 503);
+    while http(&front, "GET", "/v2/health/ready", b"").await.status != 503 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
     assert_eq!(http(&front, "POST", "/v2/models/identity_fp32/infer", INFER.as_bytes()).await.status, 503);
     let answer = in_flight.await.unwrap();
     assert_eq!(answer.status, 200, "{}", answer.text());
