@@ -130,7 +130,9 @@ async fn requests_of_different_shapes_run_apart_unless_they_may_be_ragged() {
 
 #[tokio::test]
 async fn a_batch_of_preferred_size_goes_at_once_and_others_when_the_delay_is_over() {
-    let delay = |microseconds: u64| batching(&format!("preferred_batch_size: [ 2 ] max_queue_delay_microseconds: {microseconds}"));
+    let delay = |microseconds: u64| {
+        batching(&format!("preferred_batch_size: [ 2 ] max_queue_delay_microseconds: {microseconds}"))
+    };
     let rows_model = Rows::start(&delay(3_600_000_000)).await;
     let first = rows_model.ask(rows("a", 1));
     tokio::time::sleep(Duration::from_millis(20)).await;
