@@ -8,9 +8,9 @@ use std::sync::Arc;
 
 use gpu::{ROTATED_BYTES, microseconds, random};
 use half::bf16;
-use kernels::cuda::decode_attention::{DecodeRows, DecodeWorkspace, Splits, alibi_decode_attention, decode_attention};
+use kernels::cuda::decode_attention::{DecodeAttention, DecodeRows, DecodeWorkspace, Positions, decode_attention};
 use kernels::cuda::prefill_attention::{
-    PrefillRows, PrefillWorkspace, alibi_prefill_attention, prefill_attention, prefill_attention_simple,
+    PrefillAttention, PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple,
 };
 use kernels::cuda::rope_cache::{HeadShape, LayerCache};
 use kernels::cuda::{DeviceBuffer, Gpu, Queue};
@@ -95,23 +95,30 @@ fn decode(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: usi
     let qkv = random(gpu, rows * shape.qkv_cols());
     let out = DeviceBuffer::with_count::<bf16>(gpu, rows * shape.num_heads * shape.head_dim).expect("memory");
     let workspace = DecodeWorkspace::new(gpu, rows, shape).expect("memory");
-    let scale = (shape.head_dim as f32).powf(-0.5);
-    let (o, q, slopes) = (out.span(), qkv.span(), slopes(gpu, shape));
-    let decode_rows = |set: &Rows| DecodeRows {
-        block_tables: set.tables.span(),
-        max_blocks: set.max_blocks,
-        context_lens: set.lens.span(),
-        num_rows: rows,
+    let slopes = slopes(gpu, shape);
+    let us_of = |positions: Positions| {
+        microseconds(queue, 2 * copies, |i| {
+            let set = &sets[i % copies];
+            let attention = DecodeAttention {
+                out: out.span(),
+                qkv: qkv.span(),
+                cache: set.cache(),
+                positions,
+                rows: DecodeRows {
+                    block_tables: set.tables.span(),
+                    max_blocks: set.max_blocks,
+                    context_lens: set.lens.span(),
+                    num_rows: rows,
+                },
+                shape,
+                scale: (shape.head_dim as f32).powf(-0.5),
+                window: 0,
+                workspace: &workspace,
+            };
+            decode_attention(queue, &attention)
+        })
     };
-    let us = microseconds(queue, 2 * copies, |i| {
-        let set = &sets[i % copies];
-        decode_attention(queue, o, q, set.cache(), decode_rows(set), shape, scale, 0, &workspace)
-    });
-    let alibi = microseconds(queue, 2 * copies, |i| {
-        let (set, splits) = (&sets[i % copies], Splits::for_rows(rows, shape));
-        let (cache, rows, slopes) = (set.cache(), decode_rows(set), slopes.span());
-        alibi_decode_attention(queue, o, q, cache, slopes, rows, shape, scale, 0, &workspace, splits)
-    });
+    let (us, alibi) = (us_of(Positions::Known), us_of(Positions::Alibi(slopes.span())));
     let rate = bytes as f64 / us / 1e6;
     let share = 100.0 * rate / read;
     println!("{:>12} {rows:>5} {len:>6} {us:>9.1} {rate:>7.2} {share:>7.0} {alibi:>9.1}", title(shape));
@@ -131,15 +138,22 @@ fn prefill(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: us
         num_tokens: rows * len,
         max_chunk: len,
     };
-    let (o, q, cache, scale) = (out.span(), qkv.span(), set.cache(), (shape.head_dim as f32).powf(-0.5));
-    let us =
-        microseconds(queue, 4, |_| prefill_attention(queue, o, q, cache, prefill_rows, shape, scale, 0, &workspace));
-    let simple =
-        microseconds(queue, 2, |_| prefill_attention_simple(queue, o, q, cache, prefill_rows, shape, scale, 0));
+    let plain = PrefillAttention {
+        out: out.span(),
+        qkv: qkv.span(),
+        cache: set.cache(),
+        slopes: None,
+        rows: prefill_rows,
+        shape,
+        scale: (shape.head_dim as f32).powf(-0.5),
+        window: 0,
+        workspace: &workspace,
+    };
+    let us = microseconds(queue, 4, |_| prefill_attention(queue, &plain));
+    let simple = microseconds(queue, 2, |_| prefill_attention_simple(queue, &plain));
     let slopes = slopes(gpu, shape);
-    let alibi = microseconds(queue, 4, |_| {
-        alibi_prefill_attention(queue, o, q, cache, slopes.span(), prefill_rows, shape, scale, 0, &workspace)
-    });
+    let with_slopes = PrefillAttention { slopes: Some(slopes.span()), ..plain };
+    let alibi = microseconds(queue, 4, |_| prefill_attention(queue, &with_slopes));
     let flops = 2.0 * (rows * shape.num_heads * shape.head_dim) as f64 * len as f64 * (len + 1) as f64;
     println!("{:>12} {rows:>5} {len:>6} {us:>9.1} {:>8.0} {simple:>10.1} {alibi:>9.1}", title(shape), flops / us / 1e6);
 }

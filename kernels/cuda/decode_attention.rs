@@ -93,70 +93,6 @@ fn partial_bytes(max_rows: usize, shape: HeadShape) -> usize {
     most * shape.num_heads * (shape.head_dim + 2) * 4
 }
 
-/// `out[r, h, :]` = attention of `q[r, h, :]` over the positions of row `r`; `window` 0 sees all positions.
-///
-/// `out` `[R, H D]`, `qkv` `[R, (H + 2K) D]`, of which the q part is read.
-#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
-pub fn decode_attention(
-    q: &Queue,
-    out: Span,
-    qkv: Span,
-    cache: LayerCache,
-    rows: DecodeRows,
-    shape: HeadShape,
-    scale: f32,
-    window: u32,
-    workspace: &DecodeWorkspace,
-) -> Result<(), CudaError> {
-    let splits = Splits::for_rows(rows.num_rows, shape);
-    decode_attention_split(q, out, qkv, cache, rows, shape, scale, window, workspace, splits)
-}
-
-/// [`decode_attention`] with a division of one's own, for which the workspace must suffice.
-#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
-pub fn decode_attention_split(
-    q: &Queue,
-    out: Span,
-    qkv: Span,
-    cache: LayerCache,
-    rows: DecodeRows,
-    shape: HeadShape,
-    scale: f32,
-    window: u32,
-    workspace: &DecodeWorkspace,
-    splits: Splits,
-) -> Result<(), CudaError> {
-    check(out, qkv, cache, rows, shape)?;
-    let argument = argument(out, qkv, cache, rows, shape, scale, window, workspace, splits)?;
-    let name = format!("decode_attention_bf16_d{}", shape.head_dim);
-    q.launch(&name, launch(q.gpu(), rows, shape, splits), &[Arg::Bytes(&argument)])
-}
-
-/// [`decode_attention`] with `slopes[h]` times the distance to the row's newest position, 0 or below, added to each score.
-/// `slopes` `[H]` f32.
-#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
-pub fn alibi_decode_attention(
-    q: &Queue,
-    out: Span,
-    qkv: Span,
-    cache: LayerCache,
-    slopes: Span,
-    rows: DecodeRows,
-    shape: HeadShape,
-    scale: f32,
-    window: u32,
-    workspace: &DecodeWorkspace,
-    splits: Splits,
-) -> Result<(), CudaError> {
-    check(out, qkv, cache, rows, shape)?;
-    let HeadShape { num_heads, head_dim, .. } = shape;
-    ensure!(OP, ALIBI_HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {ALIBI_HEAD_DIMS:?}");
-    ensure!(OP, slopes.count::<f32>() >= num_heads, "{} slopes for {num_heads} heads", slopes.count::<f32>());
-    let argument = argument(out, qkv, cache, rows, shape, scale, window, workspace, splits)?;
-    let name = format!("alibi_decode_attention_bf16_d{head_dim}");
-    q.launch(&name, launch(q.gpu(), rows, shape, splits), &[Arg::Bytes(&argument), slopes.into()])
-}
-
 /// cos and sin of every position, each `[max_positions, D / 2]` f32.
 #[derive(Debug, Clone, Copy)]
 pub struct RopeTables {
@@ -166,91 +102,156 @@ pub struct RopeTables {
     pub sin: Span,
 }
 
-/// [`decode_attention`] of `qkv` that [`super::rope_cache`] has not seen: rotates q and k of each row's newest position,
-/// `context_lens[r] - 1`, and writes its k and v into the blocks. `qkv` stays as it is.
-///
-/// That no context is longer than the tables is asserted where the step is packed.
-#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
-pub fn rope_decode_attention(
-    q: &Queue,
-    out: Span,
-    qkv: Span,
-    cache: LayerCache,
-    tables: RopeTables,
-    rows: DecodeRows,
-    shape: HeadShape,
-    scale: f32,
-    window: u32,
-    workspace: &DecodeWorkspace,
-    splits: Splits,
-) -> Result<(), CudaError> {
-    check(out, qkv, cache, rows, shape)?;
-    ensure!(OP, rotates(shape), "head_dim {}; a multiple of 64 is rotated here", shape.head_dim);
-    let RopeTables { cos, sin } = tables;
-    let fits = cos.bytes() == sin.bytes() && cos.count::<f32>() >= shape.head_dim / 2;
-    ensure!(OP, fits && cos.is_aligned(16) && sin.is_aligned(16), "the rotation's tables are empty or unaligned");
-    let argument = argument(out, qkv, cache, rows, shape, scale, window, workspace, splits)?;
-    let mut rope = [0u8; 32];
-    for (bytes, span) in rope.chunks_exact_mut(8).zip([cos, sin, cache.k, cache.v]) {
-        bytes.copy_from_slice(&span.address().to_ne_bytes());
-    }
-    let name = format!("rope_decode_attention_bf16_d{}", shape.head_dim);
-    q.launch(&name, launch(q.gpu(), rows, shape, splits), &[Arg::Bytes(&argument), Arg::Bytes(&rope)])
+/// How positions enter.
+#[derive(Debug, Clone, Copy)]
+pub enum Positions {
+    /// Not here: q and k are as they should be, and all keys and values are in the blocks.
+    Known,
+    /// As [`Positions::Known`], and `slopes[h]` times the distance to the row's newest position, 0 or below, is added to each score.
+    /// `slopes` `[H]` f32.
+    Alibi(Span),
+    /// [`super::rope_cache`] has not seen `qkv`: q and k of each row's newest position, `context_lens[r] - 1`, are rotated, and its
+    /// k and v written into the blocks. `qkv` stays as it is. That no context is longer than the tables is asserted where the
+    /// step is packed.
+    Rope(RopeTables),
 }
 
-/// Whether [`rope_decode_attention`] has code for the shape.
+/// `out[r, h, :]` = attention of `q[r, h, :]` over the positions of row `r`.
+#[derive(Debug, Clone, Copy)]
+pub struct DecodeAttention<'a> {
+    /// `[R, H D]`.
+    pub out: Span,
+    /// `[R, (H + 2K) D]`, of which the q part is read.
+    pub qkv: Span,
+    /// The layer's blocks.
+    pub cache: LayerCache,
+    /// How positions enter.
+    pub positions: Positions,
+    /// The rows.
+    pub rows: DecodeRows,
+    /// Heads.
+    pub shape: HeadShape,
+    /// Of the scores.
+    pub scale: f32,
+    /// Newest positions that a row sees; 0: all.
+    pub window: u32,
+    /// Scratch.
+    pub workspace: &'a DecodeWorkspace,
+}
+
+/// Queues it, with the division for its rows.
+pub fn decode_attention(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
+    decode_attention_split(q, attention, Splits::for_rows(attention.rows.num_rows, attention.shape))
+}
+
+/// [`decode_attention`] with a division of one's own, for which the workspace must suffice.
+pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits: Splits) -> Result<(), CudaError> {
+    attention.check()?;
+    let argument = attention.argument(splits)?;
+    let HeadShape { num_heads, head_dim, .. } = attention.shape;
+    let launch = launch(q.gpu(), attention.rows, attention.shape, splits);
+    match attention.positions {
+        Positions::Known => q.launch(&format!("decode_attention_bf16_d{head_dim}"), launch, &[Arg::Bytes(&argument)]),
+        Positions::Alibi(slopes) => {
+            ensure!(
+                OP,
+                ALIBI_HEAD_DIMS.contains(&head_dim),
+                "head_dim {head_dim}; expected one of {ALIBI_HEAD_DIMS:?}"
+            );
+            let found = slopes.count::<f32>();
+            ensure!(OP, found >= num_heads, "{found} slopes for {num_heads} heads");
+            let name = format!("alibi_decode_attention_bf16_d{head_dim}");
+            q.launch(&name, launch, &[Arg::Bytes(&argument), slopes.into()])
+        }
+        Positions::Rope(RopeTables { cos, sin }) => {
+            ensure!(OP, rotates(attention.shape), "head_dim {head_dim}; a multiple of 64 is rotated here");
+            let fits = cos.bytes() == sin.bytes() && cos.count::<f32>() >= head_dim / 2;
+            ensure!(
+                OP,
+                fits && cos.is_aligned(16) && sin.is_aligned(16),
+                "the rotation's tables are empty or unaligned"
+            );
+            let mut rope = [0u8; 32];
+            for (bytes, span) in rope.chunks_exact_mut(8).zip([cos, sin, attention.cache.k, attention.cache.v]) {
+                bytes.copy_from_slice(&span.address().to_ne_bytes());
+            }
+            let name = format!("rope_decode_attention_bf16_d{head_dim}");
+            q.launch(&name, launch, &[Arg::Bytes(&argument), Arg::Bytes(&rope)])
+        }
+    }
+}
+
+/// Whether there is code that rotates ([`Positions::Rope`]) for the shape.
 pub fn rotates(shape: HeadShape) -> bool {
     HEAD_DIMS.contains(&shape.head_dim) && shape.head_dim.is_multiple_of(64)
 }
 
-/// The kernel's `DecodeAttention`: nine pointers, eight words.
-#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
-fn argument(
-    out: Span,
-    qkv: Span,
-    cache: LayerCache,
-    rows: DecodeRows,
-    shape: HeadShape,
-    scale: f32,
-    window: u32,
-    workspace: &DecodeWorkspace,
-    splits: Splits,
-) -> Result<[u8; 104], CudaError> {
-    let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
-    let Splits { splits, min_chunk, cluster } = splits;
-    ensure!(
-        OP,
-        (1..=64).contains(&splits) && min_chunk > 0 && min_chunk.is_multiple_of(16),
-        "{splits} splits of at least {min_chunk}"
-    );
-    let fits = (1..=MAX_CLUSTER).contains(&cluster) && splits.is_multiple_of(cluster);
-    ensure!(OP, fits, "clusters of {cluster} for {splits} splits");
-    let parts = rows.num_rows * splits * num_heads;
-    let counters = counter_count(rows.num_rows, shape);
-    let (partial_span, counter_span) = (workspace.partial.span(), workspace.counters.span());
-    let fits = partial_span.count::<f32>() >= parts * (head_dim + 2) && counter_span.count::<u32>() >= counters;
-    ensure!(OP, fits, "the workspace is too small");
-    let sums = partial_span.elements::<f32>(0, parts * head_dim);
-    let stats = partial_span.elements::<f32>(parts * head_dim, parts * 2);
-    let pointers = [qkv, cache.k, cache.v, rows.block_tables, rows.context_lens, out, sums, stats, counter_span];
-    let mut argument = [0u8; 104];
-    for (bytes, span) in argument.chunks_exact_mut(8).zip(pointers) {
-        bytes.copy_from_slice(&span.address().to_ne_bytes());
+impl DecodeAttention<'_> {
+    /// The kernel's `DecodeAttention`: nine pointers, eight words.
+    fn argument(&self, splits: Splits) -> Result<[u8; 104], CudaError> {
+        let Self { out, qkv, cache, rows, shape, scale, window, workspace, .. } = *self;
+        let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
+        let Splits { splits, min_chunk, cluster } = splits;
+        ensure!(
+            OP,
+            (1..=64).contains(&splits) && min_chunk > 0 && min_chunk.is_multiple_of(16),
+            "{splits} splits of at least {min_chunk}"
+        );
+        let fits = (1..=MAX_CLUSTER).contains(&cluster) && splits.is_multiple_of(cluster);
+        ensure!(OP, fits, "clusters of {cluster} for {splits} splits");
+        let parts = rows.num_rows * splits * num_heads;
+        let counters = counter_count(rows.num_rows, shape);
+        let (partial_span, counter_span) = (workspace.partial.span(), workspace.counters.span());
+        let fits = partial_span.count::<f32>() >= parts * (head_dim + 2) && counter_span.count::<u32>() >= counters;
+        ensure!(OP, fits, "the workspace is too small");
+        let sums = partial_span.elements::<f32>(0, parts * head_dim);
+        let stats = partial_span.elements::<f32>(parts * head_dim, parts * 2);
+        let pointers = [qkv, cache.k, cache.v, rows.block_tables, rows.context_lens, out, sums, stats, counter_span];
+        let mut argument = [0u8; 104];
+        for (bytes, span) in argument.chunks_exact_mut(8).zip(pointers) {
+            bytes.copy_from_slice(&span.address().to_ne_bytes());
+        }
+        let words = [
+            shape.qkv_cols() as u32,
+            rows.max_blocks as u32,
+            num_heads as u32,
+            num_kv_heads as u32,
+            block_size.trailing_zeros(),
+            window,
+            min_chunk as u32,
+            scale.to_bits(),
+        ];
+        for (bytes, word) in argument[72..].chunks_exact_mut(4).zip(words) {
+            bytes.copy_from_slice(&word.to_ne_bytes());
+        }
+        Ok(argument)
     }
-    let words = [
-        shape.qkv_cols() as u32,
-        rows.max_blocks as u32,
-        num_heads as u32,
-        num_kv_heads as u32,
-        block_size.trailing_zeros(),
-        window,
-        min_chunk as u32,
-        scale.to_bits(),
-    ];
-    for (bytes, word) in argument[72..].chunks_exact_mut(4).zip(words) {
-        bytes.copy_from_slice(&word.to_ne_bytes());
+
+    fn check(&self) -> Result<(), CudaError> {
+        let Self { out, qkv, cache, rows, shape, .. } = *self;
+        let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
+        ensure!(OP, HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {HEAD_DIMS:?}");
+        ensure!(
+            OP,
+            num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads),
+            "{num_heads} heads for {num_kv_heads} KV heads"
+        );
+        ensure!(
+            OP,
+            block_size >= 16 && block_size.is_power_of_two(),
+            "block_size {block_size}; a power of two from 16"
+        );
+        ensure!(OP, (1..=65535).contains(&rows.num_rows), "{} rows", rows.num_rows);
+        let num_rows = rows.num_rows;
+        ensure!(OP, out.count::<bf16>() >= num_rows * num_heads * head_dim, "out is too short for {num_rows} rows");
+        ensure!(OP, qkv.count::<bf16>() >= num_rows * shape.qkv_cols(), "qkv is too short for {num_rows} rows");
+        ensure!(OP, rows.context_lens.count::<u32>() >= num_rows, "context_lens is too short for {num_rows} rows");
+        let tables = rows.block_tables.count::<u32>();
+        ensure!(OP, tables >= num_rows * rows.max_blocks, "block_tables is too short for {num_rows} rows");
+        let aligned = [out, qkv, cache.k, cache.v].iter().all(|span| span.is_aligned(16));
+        ensure!(OP, aligned, "a buffer is not 16-byte aligned");
+        Ok(())
     }
-    Ok(argument)
 }
 
 fn launch(gpu: &Gpu, rows: DecodeRows, shape: HeadShape, splits: Splits) -> Launch {
@@ -261,25 +262,4 @@ fn launch(gpu: &Gpu, rows: DecodeRows, shape: HeadShape, splits: Splits) -> Laun
         .grid(splits.splits as u32, (num_kv_heads * groups(shape)) as u32, rows.num_rows as u32)
         .shared((256 + 4 * heads * head_dim * 4) as u32)
         .cluster(cluster as u32)
-}
-
-fn check(out: Span, qkv: Span, cache: LayerCache, rows: DecodeRows, shape: HeadShape) -> Result<(), CudaError> {
-    let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
-    ensure!(OP, HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {HEAD_DIMS:?}");
-    ensure!(
-        OP,
-        num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads),
-        "{num_heads} heads for {num_kv_heads} KV heads"
-    );
-    ensure!(OP, block_size >= 16 && block_size.is_power_of_two(), "block_size {block_size}; a power of two from 16");
-    ensure!(OP, (1..=65535).contains(&rows.num_rows), "{} rows", rows.num_rows);
-    let num_rows = rows.num_rows;
-    ensure!(OP, out.count::<bf16>() >= num_rows * num_heads * head_dim, "out is too short for {num_rows} rows");
-    ensure!(OP, qkv.count::<bf16>() >= num_rows * shape.qkv_cols(), "qkv is too short for {num_rows} rows");
-    ensure!(OP, rows.context_lens.count::<u32>() >= num_rows, "context_lens is too short for {num_rows} rows");
-    let tables = rows.block_tables.count::<u32>();
-    ensure!(OP, tables >= num_rows * rows.max_blocks, "block_tables is too short for {num_rows} rows");
-    let aligned = [out, qkv, cache.k, cache.v].iter().all(|span| span.is_aligned(16));
-    ensure!(OP, aligned, "a buffer is not 16-byte aligned");
-    Ok(())
 }

@@ -48,47 +48,35 @@ impl PrefillWorkspace {
     }
 }
 
-/// `out[t, h, :]` = attention of `q[t, h, :]` over the positions of its row up to its own; `window` 0 sees all of them.
-///
-/// `out` `[T, H D]`, `qkv` `[T, (H + 2K) D]`, of which the q part is read: k and v are in the blocks already.
-#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
-pub fn prefill_attention(
-    q: &Queue,
-    out: Span,
-    qkv: Span,
-    cache: LayerCache,
-    rows: PrefillRows,
-    shape: HeadShape,
-    scale: f32,
-    window: u32,
-    workspace: &PrefillWorkspace,
-) -> Result<(), CudaError> {
-    if has_hopper_kernel(q.gpu(), shape) {
-        prefill_attention_hopper(q, out, qkv, cache, None, rows, shape, scale, window, workspace)
-    } else {
-        prefill_attention_simple(q, out, qkv, cache, rows, shape, scale, window)
-    }
+/// `out[t, h, :]` = attention of `q[t, h, :]` over the positions of its row up to its own.
+#[derive(Debug, Clone, Copy)]
+pub struct PrefillAttention<'a> {
+    /// `[T, H D]`.
+    pub out: Span,
+    /// `[T, (H + 2K) D]`, of which the q part is read: k and v are in the blocks already.
+    pub qkv: Span,
+    /// The layer's blocks.
+    pub cache: LayerCache,
+    /// ALiBi's, `[H]` f32: `slopes[h]` times the distance to the query's position, 0 or below, is added to each score.
+    pub slopes: Option<Span>,
+    /// The rows.
+    pub rows: PrefillRows,
+    /// Heads.
+    pub shape: HeadShape,
+    /// Of the scores.
+    pub scale: f32,
+    /// Newest positions that a query sees; 0: all.
+    pub window: u32,
+    /// Scratch.
+    pub workspace: &'a PrefillWorkspace,
 }
 
-/// [`prefill_attention`] with `slopes[h]` times the distance to the query's position, 0 or below, added to each score.
-/// `slopes` `[H]` f32.
-#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
-pub fn alibi_prefill_attention(
-    q: &Queue,
-    out: Span,
-    qkv: Span,
-    cache: LayerCache,
-    slopes: Span,
-    rows: PrefillRows,
-    shape: HeadShape,
-    scale: f32,
-    window: u32,
-    workspace: &PrefillWorkspace,
-) -> Result<(), CudaError> {
-    if has_hopper_kernel(q.gpu(), shape) {
-        prefill_attention_hopper(q, out, qkv, cache, Some(slopes), rows, shape, scale, window, workspace)
+/// Queues it.
+pub fn prefill_attention(q: &Queue, attention: &PrefillAttention<'_>) -> Result<(), CudaError> {
+    if has_hopper_kernel(q.gpu(), attention.shape) {
+        prefill_attention_hopper(q, attention)
     } else {
-        alibi_prefill_attention_simple(q, out, qkv, cache, slopes, rows, shape, scale, window)
+        prefill_attention_simple(q, attention)
     }
 }
 
@@ -99,21 +87,10 @@ pub fn has_hopper_kernel(gpu: &Gpu, shape: HeadShape) -> bool {
         && gpu.has_kernel(&format!("sm90_prefill_attention_bf16_d{}", shape.head_dim))
 }
 
-/// [`prefill_attention`] on Hopper, with ALiBi's slopes or without.
-#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
-fn prefill_attention_hopper(
-    q: &Queue,
-    out: Span,
-    qkv: Span,
-    cache: LayerCache,
-    slopes: Option<Span>,
-    rows: PrefillRows,
-    shape: HeadShape,
-    scale: f32,
-    window: u32,
-    workspace: &PrefillWorkspace,
-) -> Result<(), CudaError> {
-    check(out, qkv, cache, rows, shape)?;
+/// [`prefill_attention`] on Hopper.
+fn prefill_attention_hopper(q: &Queue, attention: &PrefillAttention<'_>) -> Result<(), CudaError> {
+    attention.check()?;
+    let PrefillAttention { qkv, cache, rows, shape, workspace, .. } = *attention;
     let HeadShape { num_heads, head_dim, block_size, .. } = shape;
     let cache_rows = |span: Span| span.count::<bf16>() / head_dim;
     let q_map = TensorMap::matrix(qkv, rows.num_tokens, shape.qkv_cols(), QUERIES, 64)?;
@@ -121,7 +98,7 @@ fn prefill_attention_hopper(
     let v_map = TensorMap::matrix(cache.v, cache_rows(cache.v), head_dim, block_size, 64)?;
     let tiles = rows.max_chunk.div_ceil(QUERIES);
     let works = (tiles * num_heads * rows.num_rows) as u32;
-    let argument = argument(out, qkv, cache, rows, shape, scale, window);
+    let argument = attention.argument();
     let mut args = vec![
         Arg::Bytes(q_map.bytes()),
         Arg::Bytes(k_map.bytes()),
@@ -131,118 +108,95 @@ fn prefill_attention_hopper(
         (tiles as u32).into(),
         works.into(),
     ];
-    let mut name = format!("sm90_prefill_attention_bf16_d{head_dim}");
-    if let Some(slopes) = slopes {
-        check_slopes(slopes, shape)?;
-        args.push(slopes.into());
-        name = format!("sm90_alibi_prefill_attention_bf16_d{head_dim}");
-    }
+    args.extend(attention.slopes.map(Arg::from));
     // Queries, and two stages of 128 keys and values; 1024 to align them.
     let shared_bytes = 5 * 128 * head_dim * 2 + 1024;
     let launch = Launch::new(works.min(q.gpu().num_multiprocessors()), 384).shared(shared_bytes as u32);
-    q.launch(&name, launch, &args)
+    q.launch(&format!("sm90_{}", attention.kernel()), launch, &args)
 }
 
 /// [`prefill_attention`] by the version that runs on any GPU.
-#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
-pub fn prefill_attention_simple(
-    q: &Queue,
-    out: Span,
-    qkv: Span,
-    cache: LayerCache,
-    rows: PrefillRows,
-    shape: HeadShape,
-    scale: f32,
-    window: u32,
-) -> Result<(), CudaError> {
-    check(out, qkv, cache, rows, shape)?;
-    let argument = argument(out, qkv, cache, rows, shape, scale, window);
-    let name = format!("prefill_attention_bf16_d{}", shape.head_dim);
-    q.launch(&name, simple_launch(rows, shape), &[Arg::Bytes(&argument)])
+pub fn prefill_attention_simple(q: &Queue, attention: &PrefillAttention<'_>) -> Result<(), CudaError> {
+    attention.check()?;
+    let argument = attention.argument();
+    let mut args = vec![Arg::Bytes(&argument)];
+    args.extend(attention.slopes.map(Arg::from));
+    q.launch(&attention.kernel(), simple_launch(attention.rows, attention.shape), &args)
 }
 
-/// [`alibi_prefill_attention`] by the version that runs on any GPU.
-#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
-pub fn alibi_prefill_attention_simple(
-    q: &Queue,
-    out: Span,
-    qkv: Span,
-    cache: LayerCache,
-    slopes: Span,
-    rows: PrefillRows,
-    shape: HeadShape,
-    scale: f32,
-    window: u32,
-) -> Result<(), CudaError> {
-    check(out, qkv, cache, rows, shape)?;
-    check_slopes(slopes, shape)?;
-    let argument = argument(out, qkv, cache, rows, shape, scale, window);
-    let name = format!("alibi_prefill_attention_bf16_d{}", shape.head_dim);
-    q.launch(&name, simple_launch(rows, shape), &[Arg::Bytes(&argument), slopes.into()])
+impl PrefillAttention<'_> {
+    /// The simple kernel's name.
+    fn kernel(&self) -> String {
+        let kind = if self.slopes.is_some() { "alibi_" } else { "" };
+        format!("{kind}prefill_attention_bf16_d{}", self.shape.head_dim)
+    }
+
+    /// The kernels' `PrefillAttention`: seven pointers, seven words, padding.
+    fn argument(&self) -> [u8; 88] {
+        let Self { out, qkv, cache, rows, shape, scale, window, .. } = *self;
+        let mut argument = [0u8; 88];
+        let pointers = [qkv, cache.k, cache.v, rows.block_tables, rows.context_lens, rows.row_starts, out];
+        for (bytes, span) in argument.chunks_exact_mut(8).zip(pointers) {
+            bytes.copy_from_slice(&span.address().to_ne_bytes());
+        }
+        let words = [
+            shape.qkv_cols() as u32,
+            rows.max_blocks as u32,
+            shape.num_heads as u32,
+            shape.num_kv_heads as u32,
+            shape.block_size.trailing_zeros(),
+            window,
+            scale.to_bits(),
+        ];
+        for (bytes, word) in argument[56..].chunks_exact_mut(4).zip(words) {
+            bytes.copy_from_slice(&word.to_ne_bytes());
+        }
+        argument
+    }
+
+    fn check(&self) -> Result<(), CudaError> {
+        let Self { out, qkv, cache, slopes, rows, shape, .. } = *self;
+        let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
+        ensure!(OP, HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {HEAD_DIMS:?}");
+        ensure!(
+            OP,
+            num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads),
+            "{num_heads} heads for {num_kv_heads} KV heads"
+        );
+        ensure!(
+            OP,
+            block_size >= 16 && block_size.is_power_of_two(),
+            "block_size {block_size}; a power of two from 16"
+        );
+        let PrefillRows { num_rows, num_tokens, max_chunk, .. } = rows;
+        ensure!(OP, (1..=65535).contains(&num_rows), "{num_rows} rows");
+        ensure!(OP, (1..=num_tokens).contains(&max_chunk), "a longest chunk of {max_chunk} of {num_tokens} tokens");
+        ensure!(
+            OP,
+            out.count::<bf16>() >= num_tokens * num_heads * head_dim,
+            "out is too short for {num_tokens} tokens"
+        );
+        ensure!(OP, qkv.count::<bf16>() >= num_tokens * shape.qkv_cols(), "qkv is too short for {num_tokens} tokens");
+        ensure!(OP, rows.context_lens.count::<u32>() >= num_rows, "context_lens is too short for {num_rows} rows");
+        ensure!(OP, rows.row_starts.count::<u32>() > num_rows, "row_starts is too short for {num_rows} rows");
+        let tables = rows.block_tables.count::<u32>();
+        ensure!(OP, tables >= num_rows * rows.max_blocks, "block_tables is too short for {num_rows} rows");
+        let aligned = [out, qkv, cache.k, cache.v].iter().all(|span| span.is_aligned(16));
+        ensure!(OP, aligned, "a buffer is not 16-byte aligned");
+        if let Some(slopes) = slopes {
+            ensure!(
+                OP,
+                ALIBI_HEAD_DIMS.contains(&head_dim),
+                "head_dim {head_dim}; expected one of {ALIBI_HEAD_DIMS:?}"
+            );
+            ensure!(OP, slopes.count::<f32>() >= num_heads, "{} slopes for {num_heads} heads", slopes.count::<f32>());
+        }
+        Ok(())
+    }
 }
 
 fn simple_launch(rows: PrefillRows, shape: HeadShape) -> Launch {
     Launch::new(0, 256)
         .grid(rows.max_chunk.div_ceil(QUERIES) as u32, shape.num_heads as u32, rows.num_rows as u32)
         .shared(((QUERIES + 4 * KEYS) * (2 * shape.head_dim + 16)) as u32)
-}
-
-fn check_slopes(slopes: Span, shape: HeadShape) -> Result<(), CudaError> {
-    let HeadShape { num_heads, head_dim, .. } = shape;
-    ensure!(OP, ALIBI_HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {ALIBI_HEAD_DIMS:?}");
-    ensure!(OP, slopes.count::<f32>() >= num_heads, "{} slopes for {num_heads} heads", slopes.count::<f32>());
-    Ok(())
-}
-
-/// The kernels' `PrefillAttention`: seven pointers, seven words, padding.
-fn argument(
-    out: Span,
-    qkv: Span,
-    cache: LayerCache,
-    rows: PrefillRows,
-    shape: HeadShape,
-    scale: f32,
-    window: u32,
-) -> [u8; 88] {
-    let mut argument = [0u8; 88];
-    let pointers = [qkv, cache.k, cache.v, rows.block_tables, rows.context_lens, rows.row_starts, out];
-    for (bytes, span) in argument.chunks_exact_mut(8).zip(pointers) {
-        bytes.copy_from_slice(&span.address().to_ne_bytes());
-    }
-    let words = [
-        shape.qkv_cols() as u32,
-        rows.max_blocks as u32,
-        shape.num_heads as u32,
-        shape.num_kv_heads as u32,
-        shape.block_size.trailing_zeros(),
-        window,
-        scale.to_bits(),
-    ];
-    for (bytes, word) in argument[56..].chunks_exact_mut(4).zip(words) {
-        bytes.copy_from_slice(&word.to_ne_bytes());
-    }
-    argument
-}
-
-fn check(out: Span, qkv: Span, cache: LayerCache, rows: PrefillRows, shape: HeadShape) -> Result<(), CudaError> {
-    let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
-    ensure!(OP, HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {HEAD_DIMS:?}");
-    ensure!(
-        OP,
-        num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads),
-        "{num_heads} heads for {num_kv_heads} KV heads"
-    );
-    ensure!(OP, block_size >= 16 && block_size.is_power_of_two(), "block_size {block_size}; a power of two from 16");
-    let PrefillRows { num_rows, num_tokens, max_chunk, .. } = rows;
-    ensure!(OP, (1..=65535).contains(&num_rows), "{num_rows} rows");
-    ensure!(OP, (1..=num_tokens).contains(&max_chunk), "a longest chunk of {max_chunk} of {num_tokens} tokens");
-    ensure!(OP, out.count::<bf16>() >= num_tokens * num_heads * head_dim, "out is too short for {num_tokens} tokens");
-    ensure!(OP, qkv.count::<bf16>() >= num_tokens * shape.qkv_cols(), "qkv is too short for {num_tokens} tokens");
-    ensure!(OP, rows.context_lens.count::<u32>() >= num_rows, "context_lens is too short for {num_rows} rows");
-    ensure!(OP, rows.row_starts.count::<u32>() > num_rows, "row_starts is too short for {num_rows} rows");
-    let tables = rows.block_tables.count::<u32>();
-    ensure!(OP, tables >= num_rows * rows.max_blocks, "block_tables is too short for {num_rows} rows");
-    let aligned = [out, qkv, cache.k, cache.v].iter().all(|span| span.is_aligned(16));
-    ensure!(OP, aligned, "a buffer is not 16-byte aligned");
-    Ok(())
 }

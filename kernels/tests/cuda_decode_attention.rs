@@ -8,8 +8,8 @@ use gpu::{Random, assert_close, floats, poisoned};
 use half::bf16;
 use kernels::cuda::DeviceBuffer;
 use kernels::cuda::decode_attention::{
-    ALIBI_HEAD_DIMS, DecodeRows, DecodeWorkspace, RopeTables, Splits, alibi_decode_attention, decode_attention_split,
-    rope_decode_attention, rotates,
+    ALIBI_HEAD_DIMS, DecodeAttention, DecodeRows, DecodeWorkspace, Positions, RopeTables, Splits,
+    decode_attention_split, rotates,
 };
 use kernels::cuda::rope_cache::{HeadShape, RopeInputs, rope_cache};
 use rows::CachedRows;
@@ -25,93 +25,62 @@ const SHAPES: [[usize; 4]; 8] = [
     [3, 3, 64, 64],
 ];
 
-#[test]
-fn rows_of_any_length_attend_as_the_formula_says() {
-    let Some((gpu, queue)) = gpu::open() else { return };
-    let mut random = Random::new(3);
-    for [num_heads, num_kv_heads, head_dim, block_size] in SHAPES {
-        let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size };
-        for lens in [&[1][..], &[5, 0, 17, 16], &[255, 256, 257], &[1000, 3, 2049, 700]] {
-            let cached = CachedRows::new(&gpu, &mut random, shape, lens);
-            let workspace = DecodeWorkspace::new(&gpu, 64, shape).expect("memory");
-            let cols = num_heads * head_dim;
-            let qkv = random.bf16s(lens.len() * shape.qkv_cols(), 1.0);
-            let qkv_buffer = DeviceBuffer::from_slice(&gpu, &qkv).expect("memory");
-            let decode_rows = DecodeRows {
-                block_tables: cached.table_buffer.span(),
-                max_blocks: cached.max_blocks,
-                context_lens: cached.len_buffer.span(),
-                num_rows: lens.len(),
-            };
-            let default = Splits::for_rows(lens.len(), shape);
-            let fine = Splits { splits: 16, min_chunk: 64, cluster: 1 };
-            let joined = Splits { cluster: 8, ..fine };
-            for (splits, window) in [(default, 0), (fine, 0), (joined, 0), (default, 100), (fine, 100), (joined, 100)] {
-                let out = poisoned::<bf16>(&gpu, &queue, lens.len() * cols);
-                let (cache, scale) = (cached.cache(), (head_dim as f32).powf(-0.5));
-                // Twice: the second finds the counters that the first set back.
-                for _ in 0..2 {
-                    decode_attention_split(
-                        &queue,
-                        out.span(),
-                        qkv_buffer.span(),
-                        cache,
-                        decode_rows,
-                        shape,
-                        scale,
-                        window,
-                        &workspace,
-                        splits,
-                    )
-                    .expect("a launch");
-                }
-                queue.wait().expect("the kernel runs");
-                let found = floats(&out.span().read::<bf16>(lens.len() * cols).expect("a copy"));
-                for (row, &len) in lens.iter().enumerate() {
-                    let found = &found[row * cols..(row + 1) * cols];
-                    if len == 0 {
-                        assert!(found.iter().all(|&x| x == 0.0), "a padded row gives zeros");
-                        continue;
-                    }
-                    let what = format!("{shape:?}, {lens:?}, {splits:?}, window {window}");
-                    let q = &qkv[row * shape.qkv_cols()..];
-                    cached.check(&what, found, q, row, len - 1, window as usize, &[]);
-                }
-            }
-        }
+const FINE: Splits = Splits { splits: 16, min_chunk: 64, cluster: 1 };
+const JOINED: Splits = Splits { cluster: 8, ..FINE };
+
+fn decode_rows(cached: &CachedRows, num_rows: usize) -> DecodeRows {
+    DecodeRows {
+        block_tables: cached.table_buffer.span(),
+        max_blocks: cached.max_blocks,
+        context_lens: cached.len_buffer.span(),
+        num_rows,
     }
 }
 
 #[test]
+fn rows_of_any_length_attend_as_the_formula_says() {
+    attends_as_the_formula_says(3, false);
+}
+
+#[test]
 fn alibi_penalizes_distance_as_the_formula_says() {
+    attends_as_the_formula_says(5, true);
+}
+
+fn attends_as_the_formula_says(seed: u64, alibi: bool) {
     let Some((gpu, queue)) = gpu::open() else { return };
-    let mut random = Random::new(5);
+    let mut random = Random::new(seed);
     for [num_heads, num_kv_heads, head_dim, block_size] in SHAPES {
         let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size };
-        if !ALIBI_HEAD_DIMS.contains(&head_dim) {
+        if alibi && !ALIBI_HEAD_DIMS.contains(&head_dim) {
             continue;
         }
-        for lens in [&[1][..], &[5, 0, 17, 256], &[1000, 3, 2049]] {
+        for lens in [&[1][..], &[5, 0, 17, 16], &[255, 256, 257], &[1000, 3, 2049, 700]] {
             let cached = CachedRows::new(&gpu, &mut random, shape, lens);
             let workspace = DecodeWorkspace::new(&gpu, 64, shape).expect("memory");
             let (slopes, slope_buffer) = cached.slopes(&gpu);
+            let slopes = if alibi { slopes.as_slice() } else { &[] };
             let cols = num_heads * head_dim;
             let qkv = random.bf16s(lens.len() * shape.qkv_cols(), 1.0);
             let qkv_buffer = DeviceBuffer::from_slice(&gpu, &qkv).expect("memory");
-            let rows = DecodeRows {
-                block_tables: cached.table_buffer.span(),
-                max_blocks: cached.max_blocks,
-                context_lens: cached.len_buffer.span(),
-                num_rows: lens.len(),
-            };
-            let (cache, scale) = (cached.cache(), (head_dim as f32).powf(-0.5));
-            let fine = Splits { splits: 16, min_chunk: 64, cluster: 1 };
-            let joined = Splits { cluster: 8, ..fine };
-            for (splits, window) in [(Splits::for_rows(lens.len(), shape), 0), (fine, 0), (joined, 0), (fine, 100)] {
+            let default = Splits::for_rows(lens.len(), shape);
+            for (splits, window) in [(default, 0), (FINE, 0), (JOINED, 0), (default, 100), (FINE, 100), (JOINED, 100)] {
                 let out = poisoned::<bf16>(&gpu, &queue, lens.len() * cols);
-                let (o, q, s) = (out.span(), qkv_buffer.span(), slope_buffer.span());
-                alibi_decode_attention(&queue, o, q, cache, s, rows, shape, scale, window, &workspace, splits)
-                    .expect("a launch");
+                let attention = DecodeAttention {
+                    out: out.span(),
+                    qkv: qkv_buffer.span(),
+                    cache: cached.cache(),
+                    positions: if alibi { Positions::Alibi(slope_buffer.span()) } else { Positions::Known },
+                    rows: decode_rows(&cached, lens.len()),
+                    shape,
+                    scale: (head_dim as f32).powf(-0.5),
+                    window,
+                    workspace: &workspace,
+                };
+                // Twice: the second finds the counters that the first set back.
+                for _ in 0..2 {
+                    decode_attention_split(&queue, &attention, splits).expect("a launch");
+                }
                 queue.wait().expect("the kernel runs");
                 let found = floats(&out.span().read::<bf16>(lens.len() * cols).expect("a copy"));
                 for (row, &len) in lens.iter().enumerate() {
@@ -122,7 +91,7 @@ fn alibi_penalizes_distance_as_the_formula_says() {
                     }
                     let what = format!("{shape:?}, {lens:?}, {splits:?}, window {window}");
                     let q = &qkv[row * shape.qkv_cols()..];
-                    cached.check(&what, found, q, row, len - 1, window as usize, &slopes);
+                    cached.check(&what, found, q, row, len - 1, window as usize, slopes);
                 }
             }
         }
@@ -148,9 +117,7 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
         for lens in [&[1][..], &[5, 0, 17, 16], &[255, 256, 257], &[1000, 3, 2049, 700]] {
             let workspace = DecodeWorkspace::new(&gpu, 64, shape).expect("memory");
             let scale = (head_dim as f32).powf(-0.5);
-            let fine = Splits { splits: 16, min_chunk: 64, cluster: 1 };
-            let joined = Splits { cluster: 8, ..fine };
-            for (splits, window) in [(Splits::for_rows(lens.len(), shape), 0), (fine, 0), (joined, 0), (fine, 100)] {
+            for (splits, window) in [(Splits::for_rows(lens.len(), shape), 0), (FINE, 0), (JOINED, 0), (FINE, 100)] {
                 let run = |fused: bool| {
                     let mut random = Random::new(11);
                     let cached = CachedRows::new(&gpu, &mut random, shape, lens);
@@ -158,19 +125,20 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
                     let qkv = DeviceBuffer::from_slice(&gpu, &qkv).expect("memory");
                     let count = lens.len() * num_heads * head_dim;
                     let out = poisoned::<bf16>(&gpu, &queue, count);
-                    let rows = DecodeRows {
-                        block_tables: cached.table_buffer.span(),
-                        max_blocks: cached.max_blocks,
-                        context_lens: cached.len_buffer.span(),
-                        num_rows: lens.len(),
+                    let attention = DecodeAttention {
+                        out: out.span(),
+                        qkv: qkv.span(),
+                        cache: cached.cache(),
+                        positions: Positions::Rope(RopeTables { cos: cos.span(), sin: sin.span() }),
+                        rows: decode_rows(&cached, lens.len()),
+                        shape,
+                        scale,
+                        window,
+                        workspace: &workspace,
                     };
-                    let (out_span, qkv_span, cache) = (out.span(), qkv.span(), cached.cache());
+                    let cache = attention.cache;
                     if fused {
-                        let tables = RopeTables { cos: cos.span(), sin: sin.span() };
-                        rope_decode_attention(
-                            &queue, out_span, qkv_span, cache, tables, rows, shape, scale, window, &workspace, splits,
-                        )
-                        .expect("a launch");
+                        decode_attention_split(&queue, &attention, splits).expect("a launch");
                     } else {
                         let positions: Vec<u32> = lens.iter().map(|&len| len.saturating_sub(1) as u32).collect();
                         let slots: Vec<u32> =
@@ -183,16 +151,14 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
                             positions: positions.span(),
                             slots: slots.span(),
                         };
-                        rope_cache(&queue, qkv_span, cache, inputs, shape, lens.len()).expect("a launch");
-                        decode_attention_split(
-                            &queue, out_span, qkv_span, cache, rows, shape, scale, window, &workspace, splits,
-                        )
-                        .expect("a launch");
+                        rope_cache(&queue, qkv.span(), cache, inputs, shape, lens.len()).expect("a launch");
+                        let attention = DecodeAttention { positions: Positions::Known, ..attention };
+                        decode_attention_split(&queue, &attention, splits).expect("a launch");
                         queue.wait().expect("the kernels run");
                     }
                     queue.wait().expect("the kernels run");
                     let bits = |span: kernels::cuda::Span| span.read::<u16>(span.count::<u16>()).expect("a copy");
-                    [bits(out_span), bits(cache.k), bits(cache.v)]
+                    [bits(out.span()), bits(cache.k), bits(cache.v)]
                 };
                 let (fused, apart) = (run(true), run(false));
                 let what = |what: &str| format!("{what} of {shape:?}, {lens:?}, {splits:?}, window {window}");

@@ -8,8 +8,7 @@ use gpu::{Random, floats, poisoned};
 use half::bf16;
 use kernels::cuda::DeviceBuffer;
 use kernels::cuda::prefill_attention::{
-    ALIBI_HEAD_DIMS, PrefillRows, PrefillWorkspace, alibi_prefill_attention, alibi_prefill_attention_simple,
-    prefill_attention, prefill_attention_simple,
+    ALIBI_HEAD_DIMS, PrefillAttention, PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple,
 };
 use kernels::cuda::rope_cache::HeadShape;
 use rows::CachedRows;
@@ -54,16 +53,21 @@ fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
             let alibi = kinds.iter().filter(|_| has_alibi).map(|&(window, simple)| (window, simple, true));
             for (window, simple, alibi) in plain.chain(alibi) {
                 let out = poisoned::<bf16>(&gpu, &queue, num_tokens * cols);
-                let (cache, scale) = (cached.cache(), (head_dim as f32).powf(-0.5));
-                let (o, q) = (out.span(), qkv_buffer.span());
-                let s = slope_buffer.span();
-                let launched = match (simple, alibi) {
-                    (true, false) => prefill_attention_simple(&queue, o, q, cache, rows, shape, scale, window),
-                    (false, false) => prefill_attention(&queue, o, q, cache, rows, shape, scale, window, &workspace),
-                    (true, true) => alibi_prefill_attention_simple(&queue, o, q, cache, s, rows, shape, scale, window),
-                    (false, true) => {
-                        alibi_prefill_attention(&queue, o, q, cache, s, rows, shape, scale, window, &workspace)
-                    }
+                let attention = PrefillAttention {
+                    out: out.span(),
+                    qkv: qkv_buffer.span(),
+                    cache: cached.cache(),
+                    slopes: alibi.then(|| slope_buffer.span()),
+                    rows,
+                    shape,
+                    scale: (head_dim as f32).powf(-0.5),
+                    window,
+                    workspace: &workspace,
+                };
+                let launched = if simple {
+                    prefill_attention_simple(&queue, &attention)
+                } else {
+                    prefill_attention(&queue, &attention)
                 };
                 launched.expect("a launch");
                 queue.wait().expect("the kernel runs");

@@ -3,13 +3,11 @@
 use std::ops::Range;
 
 use half::bf16;
-use kernels::cuda::decode_attention::{
-    DecodeRows, RopeTables, Splits, alibi_decode_attention, decode_attention, rope_decode_attention,
-};
+use kernels::cuda::decode_attention::{DecodeAttention, DecodeRows, Positions, RopeTables, decode_attention};
 use kernels::cuda::embed::TokenSource;
 use kernels::cuda::library_gemm::{GemmBuffers, GemmShape};
 use kernels::cuda::paged_attention::TokenTables;
-use kernels::cuda::prefill_attention::{PrefillRows, alibi_prefill_attention, prefill_attention};
+use kernels::cuda::prefill_attention::{PrefillAttention, PrefillRows, prefill_attention};
 use kernels::cuda::rope_cache::RopeInputs;
 use kernels::cuda::sample::{self, ARGMAX_CHUNKS, Logits, Samples};
 use kernels::cuda::skinny_gemm::{self, Epilogue, LinearWeight};
@@ -205,15 +203,18 @@ impl CudaDevice {
             num_tokens,
             max_chunk: shape.max_chunk,
         };
-        let layer = cache.layer(layer);
-        let (scale, window, scratch) = (cache.scale, cache.window, &cache.prefill);
-        if let Some(slopes) = cache.slopes() {
-            let (out, qkv, shape) = (out.values, qkv.values, cache.shape);
-            return alibi_prefill_attention(&self.queue, out, qkv, layer, slopes, rows, shape, scale, window, scratch)
-                .map_err(device_error);
-        }
-        prefill_attention(&self.queue, out.values, qkv.values, layer, rows, cache.shape, scale, window, scratch)
-            .map_err(device_error)
+        let attention = PrefillAttention {
+            out: out.values,
+            qkv: qkv.values,
+            cache: cache.layer(layer),
+            slopes: cache.slopes(),
+            rows,
+            shape: cache.shape,
+            scale: cache.scale,
+            window: cache.window,
+            workspace: &cache.prefill,
+        };
+        prefill_attention(&self.queue, &attention).map_err(device_error)
     }
 
     /// Tokens `0..count`, one by one.
@@ -255,18 +256,23 @@ impl CudaDevice {
             num_rows,
         };
         let from = |tensor: CudaTensor| tensor.values.elements::<bf16>(first * tensor.cols, num_rows * tensor.cols);
-        let (out, qkv, layer) = (from(out), from(qkv), cache.layer(layer));
-        let (shape, scale, window, scratch) = (cache.shape, cache.scale, cache.window, &cache.decode);
-        let (q, splits) = (&self.queue, Splits::for_rows(num_rows, shape));
-        let queued = if self.attention_rotates() {
-            let tables = RopeTables { cos: cache.cos.span(), sin: cache.sin.span() };
-            rope_decode_attention(q, out, qkv, layer, tables, rows, shape, scale, window, scratch, splits)
-        } else if let Some(slopes) = cache.slopes() {
-            alibi_decode_attention(q, out, qkv, layer, slopes, rows, shape, scale, window, scratch, splits)
+        let positions = if self.attention_rotates() {
+            Positions::Rope(RopeTables { cos: cache.cos.span(), sin: cache.sin.span() })
         } else {
-            decode_attention(q, out, qkv, layer, rows, shape, scale, window, scratch)
+            cache.slopes().map_or(Positions::Known, Positions::Alibi)
         };
-        queued.map_err(device_error)
+        let attention = DecodeAttention {
+            out: from(out),
+            qkv: from(qkv),
+            cache: cache.layer(layer),
+            positions,
+            rows,
+            shape: cache.shape,
+            scale: cache.scale,
+            window: cache.window,
+            workspace: &cache.decode,
+        };
+        decode_attention(&self.queue, &attention).map_err(device_error)
     }
 
     pub(crate) fn op_reduce_add_norm(
