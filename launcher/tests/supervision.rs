@@ -78,6 +78,12 @@ impl Place {
         std::net::TcpStream::connect(("127.0.0.1", self.ports[0])).is_ok()
     }
 
+    /// Whether the launcher, which asks from time to time, has seen it serve.
+    fn is_known_to_serve(&self) -> bool {
+        let state = self.dir.path().join(format!("trireme/world-{}.json", self.ports[0]));
+        fs::read_to_string(state).unwrap_or_default().contains("\"phase\": \"serving\"")
+    }
+
     /// No rank, no state file, nothing listening.
     fn assert_nothing_is_left(&self) {
         for pid in [0, 1].iter().flat_map(|rank| self.starts(*rank)) {
@@ -205,9 +211,7 @@ fn a_world_of_mpich_that_loses_a_rank_is_started_again() {
 fn loses_a_rank(flags: &str) {
     let place = Place::new();
     let launch = place.start(&format!("--world_size=2 --oversubscribe {flags}")).spawn().unwrap();
-    eventually("serving", || place.is_serving());
-    // Served, as far as the launcher knows; it asks every 100 ms.
-    std::thread::sleep(Duration::from_millis(500));
+    eventually("serving, as the launcher knows", || place.is_known_to_serve());
     signal(place.starts(1)[0], Signal::SIGKILL);
     eventually("a second start", || place.starts(0).len() == 2 && place.starts(1).len() == 2);
     eventually("serving again", || place.is_serving());
@@ -249,8 +253,7 @@ fn loses_a_rank_while_it_loads(flags: &str) {
 fn a_world_that_dies_is_not_started_again_with_exit_on_failure() {
     let place = Place::new();
     let launch = place.start("--exit_on_failure").spawn().unwrap();
-    eventually("serving", || place.is_serving());
-    std::thread::sleep(Duration::from_millis(500));
+    eventually("serving, as the launcher knows", || place.is_known_to_serve());
     signal(place.starts(0)[0], Signal::SIGKILL);
     let output = output(launch);
     assert_eq!(code(output.status), 128 + 9, "{}", text(&output));
@@ -360,11 +363,7 @@ fn a_restart_keeps_the_launcher_and_its_flags() {
     let place = Place::new();
     let port = place.ports[0];
     let launch = place.start("-- --id=me").spawn().unwrap();
-    let has_phase = |phase: &str| {
-        let state = fs::read_to_string(place.dir.path().join(format!("trireme/world-{port}.json"))).unwrap_or_default();
-        state.contains(&format!("\"phase\": \"{phase}\""))
-    };
-    eventually("serving, as the launcher knows", || has_phase("serving"));
+    eventually("serving, as the launcher knows", || place.is_known_to_serve());
     let restarted = place.launch("restart").output().unwrap();
     assert_eq!(code(restarted.status), 0, "{}", text(&restarted));
     let starts = place.starts(0);
