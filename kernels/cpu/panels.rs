@@ -12,7 +12,7 @@ use crate::cpu::{Buffer, Isa, Matrix, Pool, WeightType};
 pub(crate) const PANEL: usize = 32;
 /// Pairs of one row that lie beside each other.
 pub(crate) const RUN: usize = 16;
-/// Rows of a tile: with two registers of sums each they leave room for weights and an input.
+/// Most rows of a tile: with two registers of sums each they leave room for weights and an input.
 pub(crate) const TILE_ROWS: usize = 12;
 
 /// A bf16 matrix `[N, K]` in panels.
@@ -88,7 +88,7 @@ fn copy_panel(matrix: &Matrix, first: usize, out: &mut [u32]) {
     }
 }
 
-/// Inputs of a [`PanelMatrix`]: for each tile of 12 rows and each run of 16 pairs along `K`, the pairs of its rows.
+/// Inputs of a [`PanelMatrix`]: for each tile of rows and each run of 16 pairs along `K`, the pairs of its rows.
 pub struct PanelInput {
     pub(super) data: Buffer<u32>,
     pub(super) rows: usize,
@@ -115,20 +115,20 @@ impl PanelInput {
         assert!(x.len() >= rows * cols, "inputs are [rows, cols]");
         assert!(rows * pairs <= self.data.len(), "packed inputs fit");
         (self.rows, self.cols) = (rows, cols);
-        let out = SharedOut::new(&mut self.data);
-        let tiles = rows.div_ceil(TILE_ROWS);
-        let chunk = if rows * cols < 1 << 15 { tiles } else { 1 };
-        pool.each(tiles, chunk.max(1), |range| {
-            for tile in range {
-                let first = tile * TILE_ROWS;
-                let tile_rows = (rows - first).min(TILE_ROWS);
-                // SAFETY: each tile is one thread's.
-                let out = unsafe { out.slice(first * pairs, tile_rows * pairs) };
-                for row in 0..tile_rows {
-                    pack_row(&x[(first + row) * cols..][..cols], &mut out[row * RUN..], tile_rows * RUN);
-                }
+        let (out, tile_rows) = (SharedOut::new(&mut self.data), self.tile_rows());
+        let chunk = if rows * cols < 1 << 15 { rows } else { rows.div_ceil(4 * pool.threads()) };
+        pool.each(rows, chunk.max(1), |range| {
+            for row in range {
+                let tile = row - row % tile_rows;
+                let stride = (rows - tile).min(tile_rows) * RUN;
+                pack_row(&x[row * cols..][..cols], &out, tile * pairs + (row - tile) * RUN, stride);
             }
         });
+    }
+
+    /// Rows of a tile but for the last: at most 12, and the last has about as many.
+    pub(super) fn tile_rows(&self) -> usize {
+        self.rows.div_ceil(self.rows.div_ceil(TILE_ROWS).max(1)).max(1)
     }
 
     /// Pairs of a row, its last run filled up.
@@ -141,22 +141,38 @@ fn padded_pairs(cols: usize) -> usize {
     cols.div_ceil(2).next_multiple_of(RUN)
 }
 
-for_each_isa! {
-    /// Writes one row's runs, `stride` pairs apart.
-    fn pack_row(x: &[f32], out: &mut [u32], stride: usize) {
-        for (x, out) in x.chunks(2 * RUN).zip(out.chunks_mut(stride)) {
-            let mut padded = [0.0; 2 * RUN];
-            let full: &[f32; 2 * RUN] = match x.try_into() {
-                Ok(full) => full,
-                Err(_) => {
-                    padded[..x.len()].copy_from_slice(x);
-                    &padded
-                }
-            };
-            for (pair, out) in out[..RUN].iter_mut().enumerate() {
-                let (low, high) = (bf16_bits(full[2 * pair]), bf16_bits(full[2 * pair + 1]));
-                *out = u32::from(low) | u32::from(high) << 16;
-            }
+/// Writes one row's runs, `stride` pairs apart; nobody else accesses them.
+fn pack_row(x: &[f32], out: &SharedOut<u32>, start: usize, stride: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if PanelMatrix::is_supported(Isa::detect()) {
+        // SAFETY: the processor has the instructions.
+        return unsafe { pack_row_avx512(x, out, start, stride) };
+    }
+    for (run, x) in x.chunks(2 * RUN).enumerate() {
+        // SAFETY: each row has one thread, and its runs are its own.
+        let out = unsafe { out.slice(start + run * stride, RUN) };
+        let mut padded = [0.0; 2 * RUN];
+        padded[..x.len()].copy_from_slice(x);
+        for (out, x) in out.iter_mut().zip(padded.chunks_exact(2)) {
+            *out = u32::from(bf16_bits(x[0])) | u32::from(bf16_bits(x[1])) << 16;
+        }
+    }
+}
+
+/// As [`pack_row`]; denormals become zero, as they do in products.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+unsafe fn pack_row_avx512(x: &[f32], out: &SharedOut<u32>, start: usize, stride: usize) {
+    use std::arch::x86_64::*;
+    for (run, x) in x.chunks(2 * RUN).enumerate() {
+        let valid = (1u64 << x.len()) - 1;
+        // SAFETY: as in `pack_row`; elements beyond `x` are masked out.
+        unsafe {
+            let out = out.slice(start + run * stride, RUN);
+            let low = _mm512_maskz_loadu_ps(valid as u16, x.as_ptr());
+            let high = _mm512_maskz_loadu_ps((valid >> 16) as u16, x.as_ptr().wrapping_add(16));
+            let pairs: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
+            _mm512_storeu_si512(out.as_mut_ptr().cast(), pairs);
         }
     }
 }

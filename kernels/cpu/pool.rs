@@ -3,7 +3,7 @@
 use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,7 @@ fn nothing(_: usize) {}
 pub struct Pool {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
+    stretches: Arc<[Stretch]>, // one a thread
 }
 
 struct Shared {
@@ -52,7 +53,11 @@ impl Pool {
             let body = move || shared.work(index);
             std::thread::Builder::new().name(format!("cpu{index}")).spawn(body).expect("a thread can be started")
         };
-        Self { threads: (1..threads).map(start).collect(), shared: Arc::clone(&shared) }
+        Self {
+            threads: (1..threads).map(start).collect(),
+            shared: Arc::clone(&shared),
+            stretches: (0..threads).map(|_| Stretch::default()).collect(),
+        }
     }
 
     /// Threads in the team.
@@ -96,6 +101,32 @@ impl Pool {
                     return;
                 }
                 job(start..(start + chunk).min(count));
+            }
+        });
+    }
+
+    /// As [`Pool::each`], but each thread walks along a stretch of its own, as memory likes it. Who is at its end takes
+    /// chunks from the end of another's.
+    ///
+    /// # Panics
+    /// When `chunk` is 0, or `count` does not fit into 32 bits.
+    pub fn stretches(&mut self, count: usize, chunk: usize, job: impl Fn(Range<usize>) + Sync) {
+        if self.threads.is_empty() || count <= chunk {
+            return self.each(count, chunk, job);
+        }
+        let threads = self.threads();
+        for (index, stretch) in self.stretches.iter().enumerate() {
+            stretch.set(count * index / threads..count * (index + 1) / threads);
+        }
+        let stretches = Arc::clone(&self.stretches);
+        self.run(&|own| {
+            while let Some(range) = stretches[own].take(chunk, false) {
+                job(range);
+            }
+            for other in (own + 1..threads).chain(0..own) {
+                while let Some(range) = stretches[other].take(chunk, true) {
+                    job(range);
+                }
             }
         });
     }
@@ -155,6 +186,37 @@ impl Shared {
     }
 }
 
+/// What is left of a thread's share of the items, on a line of memory of its own.
+#[derive(Default)]
+#[repr(align(128))]
+struct Stretch(AtomicU64); // start and end, 32 bits each
+
+impl Stretch {
+    fn set(&self, range: Range<usize>) {
+        assert!(range.end <= u32::MAX as usize, "items are counted in 32 bits");
+        self.0.store(pack(&range), Ordering::Relaxed); // `Pool::run` makes it known.
+    }
+
+    /// Up to `chunk` items from the start, or from the end.
+    fn take(&self, chunk: usize, from_end: bool) -> Option<Range<usize>> {
+        let mut taken = 0..0;
+        let take = |word: u64| {
+            let (start, end) = ((word >> 32) as usize, word as u32 as usize);
+            let len = chunk.min(end - start);
+            let split = if from_end { end - len } else { start + len };
+            let left = if from_end { start..split } else { split..end };
+            taken = if from_end { split..end } else { start..split };
+            (len > 0).then_some(pack(&left))
+        };
+        self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).ok()?;
+        Some(taken)
+    }
+}
+
+fn pack(range: &Range<usize>) -> u64 {
+    (range.start as u64) << 32 | range.end as u64
+}
+
 /// Spins, then sleeps until a thread that finishes a job wakes this one.
 fn wait_until(done: impl Fn() -> bool) {
     if !spin(&done) {
@@ -207,6 +269,33 @@ mod tests {
                 assert!(done.iter().all(|count| count.load(Ordering::Relaxed) == 1));
             }
         }
+    }
+
+    #[test]
+    fn every_item_of_a_stretch_is_done_once_by_any_number_of_threads() {
+        for threads in [1, 2, 3, 7] {
+            let mut pool = Pool::new(threads);
+            for round in 0..200 {
+                let done: Vec<AtomicU32> = (0..round).map(|_| AtomicU32::new(0)).collect();
+                pool.stretches(round, 1 + round % 3, |range| {
+                    for item in range {
+                        done[item].fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+                assert!(done.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn a_thread_that_is_held_up_leaves_its_stretch_to_others() {
+        let mut pool = Pool::new(2);
+        let others = AtomicU32::new(0);
+        pool.stretches(100, 1, |range| match range.start {
+            0 => while others.load(Ordering::Relaxed) < 99 {},
+            _ => drop(others.fetch_add(1, Ordering::Relaxed)),
+        });
+        assert_eq!(others.into_inner(), 99);
     }
 
     #[test]
