@@ -4,19 +4,23 @@
 //! q         [T, q_stride] f32, heads first in each token's row
 //! k, v      KV blocks; position `s` of a row is offset `s % B` of block `table[s / B]`
 //! maths     online softmax (Milakov & Gimelshein 2018) over chunks of 16 positions aligned at 0, in order; f32 sums;
-//!           q is rounded to bf16 beside bf16 blocks
+//!           q is rounded to bf16 beside bf16 blocks; one order of operations here, another in `x86_attention`, which
+//!           computes over bf16 blocks with AVX-512 BF16
 //! threads   share out tiles of (row, KV head, queries); up to 16 queries of one KV head read its blocks once
 //! bound     memory: 4 * K * D bytes a position for decode, multiply-add for prefill
-//! test      tests/cpu_attention.rs against reference::attention
+//! test      tests/cpu_ops.rs against reference::attention
 
 use std::ops::Range;
 
 use crate::cpu::kv_cache::{CHUNK, KvData, KvElement, KvShape, MAX_HEAD_DIM};
 use crate::cpu::shared::SharedOut;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::x86_attention;
 use crate::cpu::{Isa, KvCache, Pool, exp};
 
 /// Queries that share one reading of K and V.
-const TILE: usize = 16;
+pub(super) const TILE: usize = 16;
+
 /// The tokens of one row in this step: consecutive tokens at consecutive positions.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionRow<'a> {
@@ -43,13 +47,15 @@ pub struct Attention<'a> {
     pub q_stride: usize,
     /// `[H]` slopes of a bias that falls with distance, or empty.
     pub alibi_slopes: &'a [f32],
+    /// Instructions to compute with.
+    pub isa: Isa,
 }
 
 impl Attention<'_> {
     /// Causal attention of every row's tokens over its blocks of `layer`, into `out [T, H D]`.
     ///
     /// # Panics
-    /// When a block table is too short or leaves the cache, or `out` or `q` is.
+    /// When a block table is too short or leaves the cache, `out` or `q` is, or the processor lacks the instructions.
     pub fn run(
         &self,
         pool: &mut Pool,
@@ -59,28 +65,37 @@ impl Attention<'_> {
         cache: &KvCache,
         layer: usize,
     ) {
+        assert!(self.isa <= Isa::detect(), "the processor has the instructions");
+        let out = SharedOut::new(out);
         match &cache.data {
-            KvData::Bf16 { k, v } => self.run_typed(pool, out, q, rows, &cache.shape, k, v, layer),
-            KvData::F32 { k, v } => self.run_typed(pool, out, q, rows, &cache.shape, k, v, layer),
+            #[cfg(target_arch = "x86_64")]
+            KvData::Bf16 { k, v } if self.isa == Isa::Avx512Bf16 => {
+                // SAFETY: the processor has the instructions, and each tile has one thread.
+                self.each_tile(pool, rows, &cache.shape, layer, |tile| unsafe {
+                    x86_attention::run(tile, &out, q, k, v);
+                });
+            }
+            KvData::Bf16 { k, v } => {
+                self.each_tile(pool, rows, &cache.shape, layer, |tile| tile.run(self.isa, &out, q, k, v));
+            }
+            KvData::F32 { k, v } => {
+                self.each_tile(pool, rows, &cache.shape, layer, |tile| tile.run(self.isa, &out, q, k, v));
+            }
         }
     }
 
-    #[allow(clippy::too_many_arguments)] // The parts of one call, borrowed apart.
-    fn run_typed<T: KvElement>(
+    /// Shares tiles out.
+    fn each_tile(
         &self,
         pool: &mut Pool,
-        out: &mut [f32],
-        q: &[f32],
         rows: &[AttentionRow<'_>],
         shape: &KvShape,
-        k: &[T],
-        v: &[T],
         layer: usize,
+        run: impl Fn(&Tile<'_>) + Sync,
     ) {
         let group = self.num_heads / shape.num_kv_heads;
         let tiles_of = |row: &AttentionRow<'_>| (row.num_tokens * group).div_ceil(TILE) * shape.num_kv_heads;
         let total: usize = rows.iter().map(tiles_of).sum();
-        let (out, isa) = (SharedOut::new(out), Isa::detect());
         pool.each(total, 1, |range| {
             for mut index in range {
                 // Late tokens see the most: their tiles first, so that threads end together.
@@ -95,21 +110,21 @@ impl Attention<'_> {
                 let last_tile = (row.num_tokens * group).div_ceil(TILE) - 1;
                 let first = (last_tile - tile) * TILE;
                 let queries = first..(first + TILE).min(row.num_tokens * group);
-                Tile { attention: self, row, shape, layer, kv_head, group, queries }.run(isa, &out, q, k, v);
+                run(&Tile { attention: self, row, shape, layer, kv_head, group, queries });
             }
         });
     }
 }
 
 /// Up to 16 queries (token, head) of one row that share a KV head.
-struct Tile<'a> {
-    attention: &'a Attention<'a>,
+pub(super) struct Tile<'a> {
+    pub(super) attention: &'a Attention<'a>,
     row: &'a AttentionRow<'a>,
-    shape: &'a KvShape,
+    pub(super) shape: &'a KvShape,
     layer: usize,
     kv_head: usize,
     group: usize,
-    queries: Range<usize>, // token * group + head in group
+    pub(super) queries: Range<usize>, // token * group + head in group
 }
 
 /// The running softmax of one query.
@@ -121,7 +136,7 @@ struct State<const DIM: usize> {
 }
 
 impl Tile<'_> {
-    /// The same operations in the same order on every processor; wider registers where there are.
+    /// The same operations in the same order with any instructions; wider registers where there are.
     fn run<T: KvElement>(&self, isa: Isa, out: &SharedOut<f32>, q: &[f32], k: &[T], v: &[T]) {
         match isa {
             // SAFETY: `isa` says that the processor has the instructions.
@@ -187,24 +202,30 @@ impl Tile<'_> {
             }
         }
         for (query, state) in self.queries.clone().zip(&states) {
-            let (token, head) = self.token_and_head(query);
-            let stride = self.attention.num_heads * dim;
-            // SAFETY: each query is in one tile, and each tile has one thread.
-            let out = unsafe { out.slice(token * stride + head * dim, dim) };
-            let scale = 1.0 / state.sum.iter().sum::<f32>();
-            for (out, sum) in out.iter_mut().zip(&state.out) {
-                *out = sum * scale;
-            }
+            self.write(out, query, &state.sum, &state.out);
         }
     }
 
-    fn token_and_head(&self, query: usize) -> (usize, usize) {
+    /// Writes a query's output: its weighed values divided by the sum of weights.
+    #[inline(always)]
+    pub(super) fn write(&self, out: &SharedOut<f32>, query: usize, weights: &[f32; CHUNK], values: &[f32]) {
+        let (token, head) = self.token_and_head(query);
+        let (dim, heads) = (self.shape.head_dim, self.attention.num_heads);
+        // SAFETY: each query is in one tile, and each tile has one thread.
+        let out = unsafe { out.slice((token * heads + head) * dim, dim) };
+        let scale = 1.0 / weights.iter().sum::<f32>();
+        for (out, value) in out.iter_mut().zip(values) {
+            *out = value * scale;
+        }
+    }
+
+    pub(super) fn token_and_head(&self, query: usize) -> (usize, usize) {
         (self.row.first_token + query / self.group, self.kv_head * self.group + query % self.group)
     }
 
     /// Adds the bias of a query's distance to each of 16 positions.
     #[inline(always)]
-    fn add_alibi(&self, scores: &mut [f32; CHUNK], first: usize, query: usize) {
+    pub(super) fn add_alibi(&self, scores: &mut [f32; CHUNK], first: usize, query: usize) {
         let (_, head) = self.token_and_head(query);
         let slope = self.attention.alibi_slopes[head];
         let position = self.row.first_position + query / self.group;
@@ -214,13 +235,13 @@ impl Tile<'_> {
     }
 
     /// Positions that a query sees.
-    fn seen(&self, query: usize) -> Range<usize> {
+    pub(super) fn seen(&self, query: usize) -> Range<usize> {
         let end = self.row.first_position + query / self.group + 1;
         end - self.attention.window.map_or(end, |window| window.min(end))..end
     }
 
     /// 16 positions: K from its first pair on, V `[16, D]`.
-    fn chunk<'k, T: KvElement>(&self, k: &'k [T], v: &'k [T], position: usize) -> (&'k [T], &'k [T]) {
+    pub(super) fn chunk<'k, T: KvElement>(&self, k: &'k [T], v: &'k [T], position: usize) -> (&'k [T], &'k [T]) {
         let (block_size, dim) = (self.shape.block_size, self.shape.head_dim);
         let block = self.row.block_table[position / block_size] as usize;
         assert!(block < self.shape.num_blocks, "block {block} is in the cache");

@@ -28,6 +28,8 @@ mod shared;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 #[cfg(target_arch = "x86_64")]
+mod x86_attention;
+#[cfg(target_arch = "x86_64")]
 mod x86_quantized;
 
 pub use activation::{Gate, activate, gate};

@@ -4,7 +4,7 @@ mod cpu;
 
 use cpu::random;
 use kernels::cpu::{
-    Attention, AttentionRow, Gate, KvCache, KvType, Norm, Pool, activate, add_norm, gate, head_norm, norm, rotate,
+    Attention, AttentionRow, Gate, Isa, KvCache, KvType, Norm, Pool, activate, add_norm, gate, head_norm, norm, rotate,
 };
 use kernels::reference;
 
@@ -154,7 +154,7 @@ impl Case {
     }
 
     /// Tokens `first..first + count` of the row, attended in one step.
-    fn run(&self, cache: &KvCache, first: usize, count: usize, threads: usize) -> Vec<f32> {
+    fn run(&self, isa: Isa, cache: &KvCache, first: usize, count: usize, threads: usize) -> Vec<f32> {
         let q = random(13, self.len * self.heads * self.dim);
         let width = self.heads * self.dim;
         let mut out = vec![f32::NAN; count * width];
@@ -164,6 +164,7 @@ impl Case {
             window: self.window,
             q_stride: width,
             alibi_slopes: &self.slopes,
+            isa,
         };
         let table = self.table();
         let row = AttentionRow { first_token: 0, num_tokens: count, first_position: first, block_table: &table };
@@ -206,11 +207,14 @@ fn cases() -> Vec<Case> {
 fn attention_agrees_with_the_reference_and_sees_nothing_beyond_its_row() {
     for case in cases() {
         for kv_type in [KvType::Bf16, KvType::F32] {
-            let found = case.run(&case.cache(kv_type), 0, case.len, 2);
             let expected: Vec<f32> = (0..case.len).flat_map(|token| case.expected(token)).collect();
-            // A score of up to D terms below 1, the exponential of its rounding error, and as many sums of values.
-            let allowed = (case.dim as f32 + case.len as f32) * 2f32.powi(-24) * 2.0;
-            assert_near(&found, &expected, allowed, "attention");
+            let cache = case.cache(kv_type);
+            for isa in Isa::available() {
+                let found = case.run(isa, &cache, 0, case.len, 2);
+                // A score of up to D terms below 1, the exponential of its rounding error, and as many sums of values.
+                let allowed = (case.dim as f32 + case.len as f32) * 2f32.powi(-24) * 2.0;
+                assert_near(&found, &expected, allowed, "attention");
+            }
         }
     }
 }
@@ -219,12 +223,13 @@ fn attention_agrees_with_the_reference_and_sees_nothing_beyond_its_row() {
 fn a_token_attends_with_the_same_bits_in_any_chunk() {
     for case in cases() {
         let cache = case.cache(KvType::Bf16);
-        let whole = case.run(&cache, 0, case.len, 3);
+        let isa = Isa::detect();
+        let whole = case.run(isa, &cache, 0, case.len, 3);
         let width = case.heads * case.dim;
         for chunk in [1, 3, 17] {
             for first in (0..case.len).step_by(chunk) {
                 let count = chunk.min(case.len - first);
-                assert!(case.run(&cache, first, count, 1) == whole[first * width..(first + count) * width]);
+                assert!(case.run(isa, &cache, first, count, 1) == whole[first * width..(first + count) * width]);
             }
         }
     }

@@ -554,6 +554,7 @@ impl Device for CpuDevice {
             window: spec.sliding_window,
             q_stride: qkv.cols,
             alibi_slopes: &spec.alibi_slopes,
+            isa: self.isa,
         };
         attention.run(&mut self.pool, &mut out.data, &qkv.data, &rows, kv, layer);
         Ok(())
