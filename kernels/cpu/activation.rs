@@ -81,6 +81,15 @@ for_each_isa! {
     }
 }
 
+/// The non-linearity alone.
+#[inline(always)]
+pub(super) fn activation(gate: Gate, x: f32) -> f32 {
+    match gate {
+        Gate::Silu => silu(x),
+        Gate::GeluTanh => gelu_tanh(x),
+    }
+}
+
 #[inline(always)]
 fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))

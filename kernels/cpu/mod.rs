@@ -43,7 +43,7 @@ pub use matrix::{Matrix, WeightType, read_weights};
 pub use norm::{Norm, add_norm, head_norm, norm};
 pub use packed::PackedInput;
 #[cfg(target_arch = "x86_64")]
-pub use panel_linear::panel_linear;
+pub use panel_linear::{panel_gated_linear, panel_linear};
 pub use panels::{PanelInput, PanelMatrix};
 pub use pool::Pool;
 pub use quantized::{QuantInput, QuantMatrix, QuantType};

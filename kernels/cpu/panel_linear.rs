@@ -1,4 +1,5 @@
-//! panel_linear: out[t, n] = sum over k of x[t, k] * w[n, k] + bias[n]
+//! panel_linear:       out[t, n] = sum over k of x[t, k] * w[n, k] + bias[n]
+//! panel_gated_linear: out[t, i] = activation(y[t, i]) * y[t, I + i], where y is what `panel_linear` computes
 //!
 //! x       [T, K] rounded to bf16, `PanelInput`
 //! w       [N, K] bf16, `PanelMatrix`
@@ -11,9 +12,10 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
+use crate::cpu::activation::activation;
 use crate::cpu::panels::{PANEL, RUN, TILE_ROWS};
 use crate::cpu::shared::SharedOut;
-use crate::cpu::{Isa, PanelInput, PanelMatrix, Pool};
+use crate::cpu::{Gate, Isa, PanelInput, PanelMatrix, Pool};
 
 /// Most rows for which the processor's own reading ahead of weights keeps up with the products.
 const STREAM_ROWS: usize = 8;
@@ -25,11 +27,25 @@ const LINE: usize = 16;
 /// # Panics
 /// When the inputs were packed for another `K`, `out` is too short, or the processor lacks the instructions.
 pub fn panel_linear(pool: &mut Pool, out: &mut [f32], x: &PanelInput, matrix: &PanelMatrix) {
-    assert_eq!(x.cols, matrix.cols, "inputs have K columns");
     assert!(out.len() >= x.rows * matrix.rows, "outputs are [rows, N]");
+    run(pool, Job { out: SharedOut::new(out), width: matrix.rows, x, matrix, gate: None });
+}
+
+/// `out [rows, N / 2]` = activation(gate) * up, where the product with its bias is `[gate | up]`.
+///
+/// # Panics
+/// As [`panel_linear`]; and when gates are not whole panels ([`PanelMatrix::can_gate`]).
+pub fn panel_gated_linear(pool: &mut Pool, out: &mut [f32], x: &PanelInput, matrix: &PanelMatrix, gate: Gate) {
+    let width = matrix.rows / 2;
+    assert!(matrix.can_gate(), "gates are whole panels");
+    assert!(out.len() >= x.rows * width, "outputs are [rows, N / 2]");
+    run(pool, Job { out: SharedOut::new(out), width, x, matrix, gate: Some(gate) });
+}
+
+fn run(pool: &mut Pool, job: Job<'_>) {
+    assert_eq!(job.x.cols, job.matrix.cols, "inputs have K columns");
     assert!(PanelMatrix::is_supported(Isa::detect()), "panels are multiplied with AVX-512 BF16");
-    let job = Job { out: SharedOut::new(out), x, matrix };
-    pool.stretches(matrix.rows.div_ceil(PANEL), 1, |range| {
+    pool.stretches(job.width.div_ceil(PANEL), 1, |range| {
         // SAFETY: the processor has the instructions, and panels are disjoint columns.
         unsafe { job.panels(range) }
     });
@@ -37,8 +53,10 @@ pub fn panel_linear(pool: &mut Pool, out: &mut [f32], x: &PanelInput, matrix: &P
 
 struct Job<'a> {
     out: SharedOut<f32>,
+    width: usize, // of `out`
     x: &'a PanelInput,
     matrix: &'a PanelMatrix,
+    gate: Option<Gate>, // of the first half of the columns, for the second
 }
 
 impl Job<'_> {
@@ -51,26 +69,73 @@ impl Job<'_> {
         let (rows, tile_rows) = (self.x.rows, self.x.tile_rows());
         for panel in range {
             for row in (0..rows).step_by(tile_rows) {
-                let tile_rows = (rows - row).min(tile_rows);
-                let tile = self.tile_at(panel, row, tile_rows);
-                // SAFETY: passed on; `tile_at` checks that inputs and weights hold the tile.
+                // SAFETY: passed on.
                 unsafe {
-                    match tile_rows {
-                        1 => self.tile::<1>(tile),
-                        2 => self.tile::<2>(tile),
-                        3 => self.tile::<3>(tile),
-                        4 => self.tile::<4>(tile),
-                        5 => self.tile::<5>(tile),
-                        6 => self.tile::<6>(tile),
-                        7 => self.tile::<7>(tile),
-                        8 => self.tile::<8>(tile),
-                        9 => self.tile::<9>(tile),
-                        10 => self.tile::<10>(tile),
-                        11 => self.tile::<11>(tile),
-                        _ => self.tile::<TILE_ROWS>(tile),
+                    match (rows - row).min(tile_rows) {
+                        1 => self.tile::<1>(panel, row),
+                        2 => self.tile::<2>(panel, row),
+                        3 => self.tile::<3>(panel, row),
+                        4 => self.tile::<4>(panel, row),
+                        5 => self.tile::<5>(panel, row),
+                        6 => self.tile::<6>(panel, row),
+                        7 => self.tile::<7>(panel, row),
+                        8 => self.tile::<8>(panel, row),
+                        9 => self.tile::<9>(panel, row),
+                        10 => self.tile::<10>(panel, row),
+                        11 => self.tile::<11>(panel, row),
+                        _ => self.tile::<TILE_ROWS>(panel, row),
                     }
                 }
             }
+        }
+    }
+
+    /// `R` rows of the outputs of one panel.
+    ///
+    /// # Safety
+    /// As [`Job::panels`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+    unsafe fn tile<const R: usize>(&self, panel: usize, row: usize) {
+        let col = panel * PANEL;
+        let valid = (self.width - col).min(PANEL);
+        let masks = masks(valid);
+        // SAFETY: passed on; lanes beyond the last column are masked out.
+        unsafe {
+            let mut sums = self.sums::<R>(panel, row);
+            if let Some(gate) = self.gate {
+                multiply_gated(&mut sums, &self.sums::<R>(panel + self.width / PANEL, row), gate);
+            }
+            for (r, sums) in sums.iter().enumerate() {
+                let out = self.out.slice((row + r) * self.width + col, valid).as_mut_ptr();
+                _mm512_mask_storeu_ps(out, masks[0], sums[0]);
+                _mm512_mask_storeu_ps(out.wrapping_add(16), masks[1], sums[1]);
+            }
+        }
+    }
+
+    /// Products of `R` rows and one panel, with the bias.
+    ///
+    /// # Safety
+    /// The processor has the instructions.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+    unsafe fn sums<const R: usize>(&self, panel: usize, row: usize) -> [[__m512; 2]; R] {
+        let tile = self.tile_at(panel, row, R);
+        // SAFETY: passed on; `tile_at` checked that inputs and weights hold the tile.
+        unsafe {
+            let mut sums = [[_mm512_setzero_ps(); 2]; R];
+            for first in (0..tile.pairs).step_by(RUN) {
+                add_run::<R>(&mut sums, &tile, first, (tile.pairs - first).min(RUN));
+            }
+            if let Some(bias) = &self.matrix.bias {
+                let bias = &bias[panel * PANEL..];
+                let masks = masks(bias.len().min(PANEL));
+                let low = _mm512_maskz_loadu_ps(masks[0], bias.as_ptr());
+                let high = _mm512_maskz_loadu_ps(masks[1], bias.as_ptr().wrapping_add(16));
+                for sums in &mut sums {
+                    *sums = [_mm512_add_ps(sums[0], low), _mm512_add_ps(sums[1], high)];
+                }
+            }
+            sums
         }
     }
 
@@ -88,53 +153,38 @@ impl Job<'_> {
             half @ (0 | 1) => [halves[half], weights],
             _ => [weights; 2],
         };
-        Tile { row, panel, x, weights, ahead, pairs }
-    }
-
-    /// `R` rows by one panel.
-    ///
-    /// # Safety
-    /// As [`Job::panels`]; `tile` points to `R` rows and the panel.
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
-    unsafe fn tile<const R: usize>(&self, tile: Tile) {
-        let col = tile.panel * PANEL;
-        let valid = (self.matrix.rows - col).min(PANEL);
-        let masks = [mask(valid), mask(valid.saturating_sub(16))];
-        // SAFETY: passed on; lanes beyond the last column are masked out.
-        unsafe {
-            let mut sums = [[_mm512_setzero_ps(); 2]; R];
-            for first in (0..tile.pairs).step_by(RUN) {
-                add_run::<R>(&mut sums, &tile, first, (tile.pairs - first).min(RUN));
-            }
-            if let Some(bias) = &self.matrix.bias {
-                let bias = bias[col..][..valid].as_ptr();
-                let low = _mm512_maskz_loadu_ps(masks[0], bias);
-                let high = _mm512_maskz_loadu_ps(masks[1], bias.wrapping_add(16));
-                for sums in &mut sums {
-                    *sums = [_mm512_add_ps(sums[0], low), _mm512_add_ps(sums[1], high)];
-                }
-            }
-            for (r, sums) in sums.iter().enumerate() {
-                let out = self.out.slice((tile.row + r) * self.matrix.rows + col, valid).as_mut_ptr();
-                _mm512_mask_storeu_ps(out, masks[0], sums[0]);
-                _mm512_mask_storeu_ps(out.wrapping_add(16), masks[1], sums[1]);
-            }
-        }
+        Tile { x, weights, ahead, pairs }
     }
 }
 
-/// Where a tile and what it is computed of lie.
+/// Where the inputs and weights of a tile lie.
 struct Tile {
-    row: usize,
-    panel: usize,
     pairs: usize,
     x: *const u32,          // [pairs / RUN, R, RUN]
     weights: *const u32,    // [pairs, PANEL]
     ahead: [*const u32; 2], // from here on memory is asked for a line with each pair; weights at hand cost nothing
 }
 
-fn mask(lanes: usize) -> u16 {
-    ((1u32 << lanes.min(16)) - 1) as u16
+/// Which lanes of a panel's two registers are columns.
+fn masks(valid: usize) -> [u16; 2] {
+    let mask = (1u64 << valid) - 1;
+    [mask as u16, (mask >> 16) as u16]
+}
+
+/// `gates = activation(gates) * ups`.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn multiply_gated<const R: usize>(gates: &mut [[__m512; 2]; R], ups: &[[__m512; 2]; R], gate: Gate) {
+    for (gates, ups) in gates.as_flattened_mut().iter_mut().zip(ups.as_flattened()) {
+        // SAFETY: both types are 64 plain bytes.
+        let (mut lanes, ups) = unsafe {
+            (std::mem::transmute::<__m512, [f32; 16]>(*gates), std::mem::transmute::<__m512, [f32; 16]>(*ups))
+        };
+        for (lane, up) in lanes.iter_mut().zip(&ups) {
+            *lane = activation(gate, *lane) * up;
+        }
+        // SAFETY: as above.
+        *gates = unsafe { std::mem::transmute::<[f32; 16], __m512>(lanes) };
+    }
 }
 
 /// Adds the products of a run of pairs.

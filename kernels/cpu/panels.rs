@@ -64,6 +64,11 @@ impl PanelMatrix {
         size_of_val(&*self.data)
     }
 
+    /// Whether the halves of the outputs, gate and up, are whole panels.
+    pub fn can_gate(&self) -> bool {
+        self.rows.is_multiple_of(2 * PANEL)
+    }
+
     pub(super) fn pairs(&self) -> usize {
         self.cols.div_ceil(2)
     }

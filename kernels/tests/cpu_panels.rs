@@ -4,7 +4,9 @@
 mod cpu;
 
 use cpu::random;
-use kernels::cpu::{Isa, Matrix, PanelInput, PanelMatrix, Pool, WeightType, panel_linear};
+use kernels::cpu::{
+    Gate, Isa, Matrix, PanelInput, PanelMatrix, Pool, WeightType, gate, panel_gated_linear, panel_linear,
+};
 use kernels::reference;
 
 /// Two parts at an odd address with a stride, poison around them, and a bias.
@@ -75,6 +77,25 @@ fn a_row_has_the_same_bits_alone_and_among_others_on_any_number_of_threads() {
         let all = run(3, &x, 200, &panels);
         for rows in [1, 2, 5, 12, 13, 31] {
             assert!(run(1, &x, rows, &panels) == all[..rows * n], "{rows}x{n}x{k}");
+        }
+    }
+}
+
+#[test]
+fn a_gated_product_has_the_bits_of_a_product_and_a_gate() {
+    if !is_supported() {
+        return;
+    }
+    for (n, k) in [(64, 33), (192, 100)] {
+        let panels = PanelMatrix::new(&mut Pool::new(2), &matrix(&random(7, n * k), &random(8, n), (n, k)));
+        for (rows, kind) in [(1, Gate::Silu), (13, Gate::GeluTanh), (40, Gate::Silu)] {
+            let x = random(9, rows * k);
+            let (mut pool, mut packed) = (Pool::new(2), PanelInput::new(rows, k));
+            let (mut expected, mut found) = (vec![f32::NAN; rows * n / 2], vec![f32::NAN; rows * n / 2]);
+            gate(&mut pool, &mut expected, &run(2, &x, rows, &panels), n / 2, kind);
+            packed.pack(&mut pool, &x, rows, k);
+            panel_gated_linear(&mut pool, &mut found, &packed, &panels, kind);
+            assert!(found == expected, "{rows}x{n}x{k}");
         }
     }
 }

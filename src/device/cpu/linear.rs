@@ -142,6 +142,29 @@ impl Inputs {
             }
         }
     }
+
+    /// `out [rows, N / 2]` = activation(gate) * up of the product `[gate | up]`, which is kept in `scratch` where it cannot be
+    /// gated at once.
+    pub(super) fn project_gated(
+        &mut self,
+        pool: &mut Pool,
+        isa: Isa,
+        [out, scratch]: [&mut [f32]; 2],
+        x: &[f32],
+        rows: usize,
+        (by, gate): (&Linear, k::Gate),
+    ) {
+        #[cfg(target_arch = "x86_64")]
+        if let Linear::Panels(panels, _) = by
+            && PanelMatrix::is_supported(isa)
+            && panels.can_gate()
+        {
+            self.panels.pack(pool, x, rows, panels.cols());
+            return k::panel_gated_linear(pool, out, &self.panels, panels, gate);
+        }
+        self.project(pool, isa, scratch, x, rows, by);
+        k::gate(pool, out, scratch, by.rows() / 2, gate);
+    }
 }
 
 /// Bytes of the input of a linear layer whose weights are the checkpoint's, in panels or where they lie.

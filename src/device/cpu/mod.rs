@@ -491,9 +491,10 @@ impl Device for CpuDevice {
         weight: &CpuWeight,
         activation: Activation,
     ) -> Result<(), DeviceError> {
-        self.linear(scratch, x, weight)?;
-        let (tokens, width) = (self.num_tokens(), out.cols);
-        k::gate(&mut self.pool, out.rows_mut(tokens), scratch.rows(tokens), width, gate(activation));
+        let tokens = self.num_tokens();
+        let outs = [out.rows_mut(tokens), scratch.rows_mut(tokens)];
+        let by = (weight.linear(), gate(activation));
+        self.projection.project_gated(&mut self.pool, self.isa, outs, x.rows(tokens), tokens, by);
         Ok(())
     }
 
