@@ -55,6 +55,26 @@ fn stages_of_a_pipeline_give_the_same_greedy_text_alone_and_with_many_requests_i
 }
 
 #[test]
+fn pinned_threads_of_two_workers_are_on_cores_of_their_own() {
+    if device::cpu::allowed_cores().len() < 2 {
+        println!("skipped: one core");
+        return;
+    }
+    let args = ["--pin-threads=true", "--threads=1"].map(str::to_owned).to_vec();
+    let world = TestWorld::start(Options { world_size: 2, args, ..Options::default() });
+    let cores: Vec<String> = world.workers().into_iter().map(allowed_cores).collect();
+    assert!(cores.iter().all(|core| core.parse::<u32>().is_ok()), "one core each: {cores:?}");
+    assert_ne!(cores[0], cores[1]);
+}
+
+/// Cores that a process's first thread may run on, as the system lists them.
+fn allowed_cores(pid: u32) -> String {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the worker runs");
+    let line = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+    line.expect("the system lists cores").trim().to_owned()
+}
+
+#[test]
 fn an_idle_world_uses_under_one_percent_of_a_core() {
     let mut world = TestWorld::of(2);
     world.generate("Once upon a time", 8);

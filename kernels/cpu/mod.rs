@@ -7,6 +7,7 @@
 mod isa;
 
 mod activation;
+mod affinity;
 mod attention;
 mod buffer;
 mod dot;
@@ -33,6 +34,7 @@ mod x86_attention;
 mod x86_quantized;
 
 pub use activation::{Gate, activate, gate};
+pub use affinity::allowed_cores;
 pub use attention::{Attention, AttentionRow};
 pub use buffer::Buffer;
 pub use exp::exp;

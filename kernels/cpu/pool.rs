@@ -2,8 +2,8 @@
 
 use std::cell::UnsafeCell;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
@@ -86,6 +86,13 @@ impl Pool {
         job(0);
         std::mem::forget(guard);
         wait_until(|| shared.remaining.load(Ordering::Acquire) == 0);
+    }
+
+    /// What `job(i)` gives on each thread `i`.
+    pub(super) fn map_threads<T: Send + Sync>(&mut self, job: impl Fn(usize) -> T + Sync) -> Vec<T> {
+        let results: Vec<OnceLock<T>> = (0..self.threads()).map(|_| OnceLock::new()).collect();
+        self.run(&|thread| drop(results[thread].set(job(thread)))); // Each is set once.
+        results.into_iter().map(|result| result.into_inner().expect("every thread gave a result")).collect()
     }
 
     /// Shares `0..count` out in chunks of `chunk`, first come first served.

@@ -37,7 +37,7 @@ pub(crate) fn failures(roots: &[PathBuf], world_size: u32) -> Result<Vec<LoadFai
 
 fn defaults(world_size: u32) -> LlmDefaults {
     LlmDefaults {
-        device: DeviceChoice::Cpu { threads: 1 },
+        device: DeviceChoice::Cpu { threads: 1, first_core: None },
         world_size,
         ranks_per_node: world_size,
         network: None,

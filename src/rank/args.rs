@@ -166,6 +166,9 @@ pub struct RankArgs {
     /// CPU threads of a worker; the node's cores shared out when not given
     #[arg(long)]
     pub threads: Option<usize>,
+    /// Keep each CPU thread of a worker on a core of its own, where there are enough for all workers of the node
+    #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
+    pub pin_threads: bool,
 }
 
 /// tritonserver's other options: name, and whether a value follows.

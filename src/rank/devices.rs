@@ -5,17 +5,26 @@ use worker::DeviceChoice;
 use crate::RankError;
 use crate::args::DeviceArg;
 
-/// The device of the first worker of a node with `num_workers` workers, and why, in words for the log.
+/// The device of the first worker of a node with `num_workers` workers, and why, in words for the log. `pin`: CPU threads are
+/// to have cores of their own, as far as there are enough and no quota says that others use them too.
 pub(crate) fn choose(
     device: DeviceArg,
     threads: Option<usize>,
+    pin: bool,
     num_workers: usize,
 ) -> Result<(DeviceChoice, String), RankError> {
     let num_cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = threads.unwrap_or(num_cores / num_workers).max(1);
-    let cpu = DeviceChoice::Cpu { threads };
+    let enough = threads * num_workers <= num_cores && device::cpu::allowed_cores().len() == num_cores;
+    let cpu = DeviceChoice::Cpu { threads, first_core: (pin && enough).then_some(0) };
+    let pinned = match (pin, enough) {
+        (true, true) => ", each on a core of its own",
+        (true, false) => ", not pinned since rank 0 may not use a whole core for each of the node's",
+        (false, _) => "",
+    };
+    let cpu_words = format!("CPU with {threads} threads a worker{pinned}");
     let cuda = match device {
-        DeviceArg::Cpu => return Ok((cpu, format!("CPU with {threads} threads a worker: asked for"))),
+        DeviceArg::Cpu => return Ok((cpu, format!("{cpu_words}: asked for"))),
         DeviceArg::Auto | DeviceArg::Cuda => match device::cuda::num_gpus() {
             0 => Err("no CUDA driver or device found".to_owned()),
             found => Ok(found),
@@ -34,8 +43,8 @@ pub(crate) fn choose(
         }
         (_, Ok(found)) => {
             let why = format!("only {found} CUDA devices for {num_workers} workers");
-            Ok((cpu, format!("CPU with {threads} threads a worker: {why}")))
+            Ok((cpu, format!("{cpu_words}: {why}")))
         }
-        (_, Err(reason)) => Ok((cpu, format!("CPU with {threads} threads a worker: {reason}"))),
+        (_, Err(reason)) => Ok((cpu, format!("{cpu_words}: {reason}"))),
     }
 }

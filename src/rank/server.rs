@@ -105,7 +105,7 @@ fn nodes(world: &World) -> Nodes {
 
 /// `num_workers` share a node.
 pub(crate) fn llm_defaults(args: &RankArgs, world_size: u32, num_workers: usize) -> Result<LlmDefaults, RankError> {
-    let (device, why) = devices::choose(args.device, args.threads, num_workers)?;
+    let (device, why) = devices::choose(args.device, args.threads, args.pin_threads, num_workers)?;
     tracing::info!("workers compute on {why}");
     let is_cpu = matches!(device, worker::DeviceChoice::Cpu { .. });
     Ok(LlmDefaults {

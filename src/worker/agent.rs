@@ -348,7 +348,7 @@ mod tests {
         WorkerSpec {
             model: "m".into(),
             checkpoint: "/nowhere".into(),
-            device: DeviceChoice::Cpu { threads: 1 },
+            device: DeviceChoice::Cpu { threads: 1, first_core: None },
             rank: 0,
             num_local_workers: 1,
             tp_rank: 0,

@@ -19,6 +19,8 @@ pub enum DeviceChoice {
     Cpu {
         /// Threads of this worker.
         threads: usize,
+        /// Which of the cores that this process may use is the first thread's own, others following; none has one when not given.
+        first_core: Option<usize>,
     },
     /// A CUDA device.
     Cuda {
@@ -31,7 +33,9 @@ impl DeviceChoice {
     /// The device of the node's worker number `local_rank`, when this is that of worker 0.
     pub fn of_local_rank(self, local_rank: u32) -> Self {
         match self {
-            DeviceChoice::Cpu { .. } => self,
+            DeviceChoice::Cpu { threads, first_core } => {
+                DeviceChoice::Cpu { threads, first_core: first_core.map(|first| first + local_rank as usize * threads) }
+            }
             DeviceChoice::Cuda { ordinal } => DeviceChoice::Cuda { ordinal: ordinal + local_rank as usize },
         }
     }

@@ -56,13 +56,18 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
         vocab_size: config.vocab_size,
     };
     match spec.device {
-        DeviceChoice::Cpu { threads } => {
+        DeviceChoice::Cpu { threads, first_core } => {
             let group = cpu_group(spec, threads)?;
             let device_config = CpuConfig { threads, limits, kv_memory_bytes: None, group };
             let mut device = match spec.spans_nodes() || spec.num_stages > 1 {
                 true => CpuDevice::among(device_config, &peers(spec, rings)?, config.hidden_size)?,
                 false => CpuDevice::new(device_config)?,
             };
+            if let Some(first) = first_core
+                && let Err(error) = device.pin_threads(first)
+            {
+                eprintln!("{error}"); // Rank 0 logs it; the worker serves as well.
+            }
             device.set_weight_precision(match spec.weight_precision {
                 WeightPrecision::Checkpoint => device::cpu::WeightPrecision::Checkpoint,
                 WeightPrecision::Int8 => device::cpu::WeightPrecision::Int8,

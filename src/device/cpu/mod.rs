@@ -28,6 +28,7 @@ use crate::{
 pub(crate) use estimate::CpuEstimate;
 use group::Group;
 pub use group::GroupConfig;
+pub use kernels::cpu::allowed_cores;
 use linear::Inputs;
 pub use linear::{Linear, WeightPrecision};
 pub use peers::Peers;
@@ -159,6 +160,20 @@ impl CpuDevice {
             widest_weight: None,
             config,
         }
+    }
+
+    /// Keeps each thread on a core of its own: those that this process may use, from the `first` on. The caller is one of the
+    /// threads, and threads that it starts later inherit its core.
+    ///
+    /// # Errors
+    /// When there are fewer cores, or the system refuses.
+    pub fn pin_threads(&mut self, first: usize) -> Result<(), DeviceError> {
+        let (cores, threads) = (k::allowed_cores(), self.pool.threads());
+        let call = |reason: String| DeviceError::Call { call: format!("keeping {threads} threads on cores"), reason };
+        let own = cores.get(first..first + threads);
+        let own =
+            own.ok_or_else(|| call(format!("cores {first} and on are wanted of {} that may be used", cores.len())))?;
+        self.pool.pin(own).map_err(|error| call(error.to_string()))
     }
 
     /// Uses lesser instructions than the processor has, to compare them.
