@@ -1,6 +1,9 @@
 //! A configuration as JSON: as `/config` shows it, and as a load request gives it.
 
-use prost_reflect::{DeserializeOptions, DynamicMessage, SerializeOptions};
+use prost_reflect::{
+    DeserializeOptions, DynamicMessage, FieldDescriptor, MessageDescriptor, ReflectMessage, SerializeOptions,
+};
+use serde_json::Value;
 
 use crate::error::RepositoryError;
 use crate::proto::{self, ModelConfig};
@@ -12,10 +15,55 @@ pub fn to_json(config: &ModelConfig) -> String {
         .expect("the descriptor and the type come from one proto");
     let options =
         SerializeOptions::new().skip_default_fields(false).use_proto_field_name(true).stringify_64_bit_integers(false);
-    let mut bytes = Vec::new();
-    let mut serializer = serde_json::Serializer::new(&mut bytes);
-    message.serialize_with_options(&mut serializer, &options).expect("a configuration is valid JSON");
-    String::from_utf8(bytes).expect("JSON is UTF-8")
+    let value =
+        message.serialize_with_options(serde_json::value::Serializer, &options).expect("a configuration is valid JSON");
+    let mut text = String::new();
+    write_in_order(&message.descriptor(), &value, &mut text);
+    text
+}
+
+/// Writes a message, or several, with members in the order of the proto file, as Triton does.
+fn write_in_order(message: &MessageDescriptor, value: &Value, text: &mut String) {
+    match value {
+        Value::Array(items) => write_all('[', ']', items, text, |item, text| write_in_order(message, item, text)),
+        Value::Object(members) => {
+            let declared =
+                message.descriptor_proto().field.iter().filter_map(|field| members.get_key_value(field.name()));
+            write_all('{', '}', declared, text, |(name, value), text| {
+                text.push_str(&format!("\"{name}\":"));
+                let field = message.get_field_by_name(name).expect("the message declares it");
+                write_field(&field, value, text);
+            });
+        }
+        scalar => text.push_str(&scalar.to_string()),
+    }
+}
+
+fn write_field(field: &FieldDescriptor, value: &Value, text: &mut String) {
+    let kind = field.kind();
+    let Some(message) = kind.as_message() else { return text.push_str(&value.to_string()) };
+    let (true, Value::Object(entries)) = (field.is_map(), value) else { return write_in_order(message, value, text) };
+    write_all('{', '}', entries, text, |(key, value), text| {
+        text.push_str(&format!("{}:", Value::from(key.as_str())));
+        write_field(&message.map_entry_value_field(), value, text);
+    });
+}
+
+fn write_all<T>(
+    open: char,
+    close: char,
+    items: impl IntoIterator<Item = T>,
+    text: &mut String,
+    mut write: impl FnMut(T, &mut String),
+) {
+    text.push(open);
+    for (index, item) in items.into_iter().enumerate() {
+        if index > 0 {
+            text.push(',');
+        }
+        write(item, text);
+    }
+    text.push(close);
 }
 
 /// A configuration given as JSON for model `name`.
