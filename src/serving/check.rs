@@ -179,14 +179,14 @@ impl Signature {
         let batched = self.max_batch_size > 0;
         let expected: Vec<i64> = batched.then_some(-1).into_iter().chain(input.dims.iter().copied()).collect();
         let note = if batched {
-            " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each \
+            "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each \
              input shape. If you want to specify the full shape including the batch dim in your input dims config, try setting \
              max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
         } else {
             ""
         };
         format!(
-            "unexpected shape for input '{}' for model '{}'. Expected {}, got {}.{note}",
+            "unexpected shape for input '{}' for model '{}'. Expected {}, got {}. {note}",
             input.name,
             self.model,
             listed(&expected),
@@ -214,63 +214,66 @@ enum DataError {
     Plain(String),
 }
 
+impl From<String> for DataError {
+    fn from(words: String) -> Self {
+        Self::Core(words)
+    }
+}
+
 /// Whether the bytes, `len` of them, are as many as type and shape say.
 fn check_data(tensor: &Tensor, len: usize, model: &str, batched: bool) -> Result<(), DataError> {
     let name = &tensor.name;
     let overflow = || {
         let shape = listed(&tensor.shape);
-        DataError::Core(format!(
-            "input '{name}' for model '{model}' has shape {shape}, more elements than memory can hold"
-        ))
+        format!("input '{name}' for model '{model}' has shape {shape}, more elements than memory can hold")
     };
     if batched && tensor.shape.first() == Some(&0) {
         let one: Option<usize> = Tensor { shape: tensor.shape[1..].into(), ..tensor.clone() }.num_elements();
         let expected =
             one.and_then(|count| count.checked_mul(tensor.datatype.size().unwrap_or(4))).ok_or_else(overflow)?;
-        return Err(size_mismatch(tensor, len, model, expected.max(1)));
+        return Err(size_mismatch(tensor, len, model, expected.max(1)).into());
     }
     let count = tensor.num_elements().ok_or_else(overflow)?;
     let Some(size) = tensor.datatype.size() else { return check_strings(tensor, model, count) };
     let expected = count.checked_mul(size).ok_or_else(overflow)?;
     if expected != len {
-        return Err(size_mismatch(tensor, len, model, expected));
+        return Err(size_mismatch(tensor, len, model, expected).into());
     }
     Ok(())
 }
 
-fn size_mismatch(tensor: &Tensor, len: usize, model: &str, expected: usize) -> DataError {
-    DataError::Core(format!(
-        "input byte size mismatch for input '{}' for model '{model}'. Expected {expected}, got {len}",
-        tensor.name
-    ))
+fn size_mismatch(tensor: &Tensor, len: usize, model: &str, expected: usize) -> String {
+    format!("input byte size mismatch for input '{}' for model '{model}'. Expected {expected}, got {len}", tensor.name)
 }
 
 fn check_strings(tensor: &Tensor, model: &str, expected: usize) -> Result<(), DataError> {
-    let name = &tensor.name;
+    let of_input = format!("inference input '{}' for model '{model}'", tensor.name);
     let (mut rest, mut found) = (tensor.data.as_ref(), 0usize);
     while !rest.is_empty() {
-        let Some((length, tail)) = rest.split_first_chunk::<4>() else {
-            return Err(DataError::Plain(format!(
-                "incomplete string length indicator for inference input '{name}', expecting 4 bytes but only {} bytes \
-                 available",
+        let (length, tail) = rest.split_first_chunk::<4>().ok_or_else(|| {
+            format!(
+                "incomplete string length indicator for {of_input}, expecting 4 bytes but only {} bytes available. Please \
+                 make sure the string length indicator is in one buffer.",
                 rest.len()
-            )));
-        };
+            )
+        })?;
+        found += 1;
+        if found > expected {
+            let words = format!("unexpected number of string elements {found} for {of_input}, expecting {expected}");
+            return Err(words.into());
+        }
         let length = u32::from_le_bytes(*length) as usize;
         rest = tail.get(length..).ok_or_else(|| {
             DataError::Plain(format!(
-                "incomplete string data for inference input '{name}', expecting string of length {length} but only {} bytes \
+                "incomplete string data for inference input '{}', expecting string of length {length} but only {} bytes \
                  available",
+                tensor.name,
                 tail.len()
             ))
         })?;
-        found += 1;
     }
-    if found != expected {
-        return Err(DataError::Core(format!(
-            "unexpected number of string elements {found} for inference input '{name}' for model '{model}', expecting \
-             {expected}"
-        )));
+    if found < expected {
+        return Err(format!("expected {expected} string elements for {of_input}, got {found}").into());
     }
     Ok(())
 }

@@ -12,7 +12,7 @@ use crate::cache::ResponseCache;
 use crate::check::Signature;
 use crate::labels::Labels;
 use crate::scheduler::{Scheduler, StateSpec};
-use crate::statistics::{Failure, ModelStatistics, Statistics};
+use crate::statistics::{ModelStatistics, Statistics};
 use crate::watch::{Cached, Watch};
 use crate::{Backend, InferError, InferRequest, InferResponse, Name, ResponseStream};
 
@@ -81,10 +81,8 @@ impl ServedModel {
         if !in_place {
             request.fetch_client_memory()?;
         }
-        let batch_size = self
-            .signature
-            .check(&mut request)
-            .inspect_err(|_| self.statistics.failed(Failure::Other, started.elapsed()))?;
+        // Nothing is counted of a request that is no request to this model, as in Triton.
+        let batch_size = self.signature.check(&mut request)?;
         if let Some(trace) = &request.trace {
             trace.name(&self.config.name, self.version, &request.id);
             trace.mark_at("REQUEST_START", started);

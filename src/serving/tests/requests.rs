@@ -71,10 +71,10 @@ async fn wrong_requests_are_refused_in_the_words_clients_know() {
             format!("{unknown}input 'INPUT1' batch size does not match other inputs for 'fixed'"),
         ),
         ("fixed", vec![], format!("{unknown}expected number of inputs between 1 and 2 but got 0 inputs for model 'fixed'.")),
-        ("flat", vec![of_shape(&[1, 4], &four)], format!("{unknown}unexpected shape for input 'INPUT0' for model 'flat'. Expected [-1], got [1,4].")),
+        ("flat", vec![of_shape(&[1, 4], &four)], format!("{unknown}unexpected shape for input 'INPUT0' for model 'flat'. Expected [-1], got [1,4]. ")),
         ("pieces", vec![Tensor { shape: serving::Shape::from_slice(&[1]), ..Tensor::from_byte_strings("text", &[2], &["a", "b"]) }], format!("{unknown}unexpected number of string elements 2 for inference input 'text' for model 'pieces', expecting 1")),
         ("pieces", vec![string(&[255, 0, 0, 0, 97, 98])], "incomplete string data for inference input 'text', expecting string of length 255 but only 2 bytes available".into()),
-        ("pieces", vec![string(&[1, 0])], "incomplete string length indicator for inference input 'text', expecting 4 bytes but only 2 bytes available".into()),
+        ("pieces", vec![string(&[1, 0])], format!("{unknown}incomplete string length indicator for inference input 'text' for model 'pieces', expecting 4 bytes but only 2 bytes available.")),
     ];
     for (model, inputs, expected) in cases {
         let error = server.infer(request(model, inputs)).expect_err(&expected);
