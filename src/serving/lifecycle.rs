@@ -327,12 +327,14 @@ impl Lifecycle {
         });
     }
 
-    /// Takes a model out of service. Requests in flight end; this waits for them as long as patience lasts.
+    /// Takes a model out of service, and `with_parts` the models an ensemble is made of, but for those that were asked for by
+    /// themselves. Requests in flight end; this waits for them as long as patience lasts.
     pub async fn unload(self: &Arc<Self>, name: &str, with_parts: bool) {
         let parts: Vec<String> = match self.registry.ready_versions(name).last() {
             Some(model) if with_parts => {
                 let steps = model.config.ensemble().map(|ensemble| ensemble.step.as_slice()).unwrap_or_default();
-                steps.iter().map(|step| step.model_name.clone()).collect()
+                let parts = steps.iter().map(|step| step.model_name.clone());
+                parts.filter(|part| !self.registry.is_required(part)).collect()
             }
             _ => Vec::new(),
         };

@@ -62,7 +62,7 @@ pub(crate) struct Entry {
     pub versions: BTreeMap<i64, Version>,
     /// Why it could not even be tried.
     pub failure: Option<String>,
-    /// The server is not ready without it.
+    /// It was asked for by itself, so the server is not ready without it.
     pub is_required: bool,
 }
 
@@ -129,6 +129,11 @@ impl Registry {
     /// Names of all models with an entry.
     pub fn names(&self) -> Vec<String> {
         self.read().keys().cloned().collect()
+    }
+
+    /// Whether the model was asked for by itself, and not for an ensemble alone.
+    pub fn is_required(&self, name: &str) -> bool {
+        self.read().get(name).is_some_and(|entry| entry.is_required)
     }
 
     /// Whether a model was ever loaded, or tried.

@@ -399,8 +399,8 @@ impl Server {
         Ok(())
     }
 
-    /// Takes a model out of service, with the models an ensemble is made of if `unload_dependents`.
-    /// Requests in flight end. A model that is not loaded is no error.
+    /// Takes a model out of service, with the models an ensemble is made of if `unload_dependents`; those that were asked for
+    /// by themselves stay. Requests in flight end. A model that is not loaded is no error.
     ///
     /// # Errors
     /// When the control mode does not allow it.

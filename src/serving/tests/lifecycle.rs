@@ -178,6 +178,11 @@ async fn loading_an_ensemble_loads_what_it_is_made_of() {
     server.load_model("echo", LoadOverrides::default()).await.unwrap();
     assert!(server.model_is_ready("ens", "").unwrap());
     server.unload_model("ens", true).await.unwrap();
+    assert!(server.model_is_ready("echo", "").unwrap(), "it was asked for by itself");
+
+    server.unload_model("echo", false).await.unwrap();
+    server.load_model("ens", LoadOverrides::default()).await.unwrap();
+    server.unload_model("ens", true).await.unwrap();
     assert_eq!(index(&server), ["echo 1 UNAVAILABLE unloaded", "ens 1 UNAVAILABLE unloaded"]);
 }
 
