@@ -101,8 +101,10 @@ fn run_plan(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
 }
 
 fn run_rank(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {
-    let (args, ignored) = rank::parse(matches)?;
-    Ok(rank::main(args, &ignored)?)
+    match rank::parse(matches) {
+        Ok((args, ignored)) => Ok(rank::main(args, &ignored)?),
+        Err(error) => Ok(rank::usage_error(&error)),
+    }
 }
 
 fn run_client(matches: &clap::ArgMatches) -> anyhow::Result<ExitCode> {

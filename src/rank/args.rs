@@ -118,7 +118,7 @@ pub struct RankArgs {
     #[arg(long, env = "TRIREME_TAKE_OVER", hide = true, hide_env = true, value_name = "SOCKET")]
     pub take_over: Option<PathBuf>,
     /// `NAME,KEY=VALUE`; `python,shm-region-prefix-name=P` names this rank's shared memory
-    #[arg(long, value_name = "NAME,KEY=VALUE")]
+    #[arg(long, value_name = "NAME,KEY=VALUE", value_parser = backend_setting)]
     pub backend_config: Vec<String>,
     /// Bytes of the response cache, for models that ask for one: `local,size=BYTES`
     #[arg(long, value_name = "local,size=BYTES", value_parser = cache_bytes, default_value = "local,size=0", hide_default_value = true)]
@@ -222,11 +222,16 @@ pub fn command() -> Command {
 /// The typed options, and the names of those given that have no effect.
 ///
 /// # Errors
-/// Never for matches of [`command`]; clap's error otherwise.
+/// When options contradict each other, and for matches that are not of [`command`].
 pub fn parse(matches: &ArgMatches) -> Result<(RankArgs, Vec<&'static str>), clap::Error> {
     let given = |name: &str| matches.value_source(name) == Some(clap::parser::ValueSource::CommandLine);
     let ignored = WITHOUT_EFFECT.iter().map(|&(name, _)| name).filter(|name| given(name)).collect();
-    Ok((RankArgs::from_arg_matches(matches)?, ignored))
+    let args = RankArgs::from_arg_matches(matches)?;
+    if !args.load_model.is_empty() && args.model_control_mode != ControlMode::Explicit {
+        let words = "use of '--load-model' requires setting '--model-control-mode=explicit' as well";
+        return Err(command().error(clap::error::ErrorKind::ArgumentConflict, words));
+    }
+    Ok((args, ignored))
 }
 
 /// `--grpc_port` is `--grpc-port`: `_` becomes `-` in the names of long options, never in values.
@@ -240,6 +245,14 @@ pub fn with_dashes(args: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
         _ => arg,
     };
     args.into_iter().map(convert).collect()
+}
+
+/// A setting of a backend.
+fn backend_setting(text: &str) -> Result<String, String> {
+    match text.split_once(',') {
+        Some(_) => Ok(text.to_owned()),
+        None => Err("expected `NAME,KEY=VALUE`".to_owned()),
+    }
 }
 
 /// The size of the one cache there is.

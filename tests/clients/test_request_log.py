@@ -164,6 +164,8 @@ def test_tables_come_before_the_lines_that_scripts_wait_for(tmp_path):
     [
         (["--model-repository=model_repository", "--no-such-option=1"], "unrecognized option '--no-such-option'"),
         (["--model-repository=model_repository", "--http-port=many"], "invalid value 'many'"),
+        (["--model-repository=model_repository", "--load-model=ensemble"], "requires setting '--model-control-mode=explicit'"),
+        (["--model-repository=model_repository", "--backend-config=python"], "expected `NAME,KEY=VALUE`"),
         ([], "--model-repository"),
     ],
 )
