@@ -39,6 +39,18 @@ pub enum Refusal {
     Reserved,
 }
 
+/// What is said of a parameter without a value, or with one that is unsigned.
+pub fn no_such_choice(key: &str) -> Refusal {
+    match key {
+        "sequence_id" => Refusal::Expected("int64_param or string_param."),
+        "sequence_start" | "sequence_end" => Refusal::Expected("bool_param."),
+        "priority" => Refusal::Expected("int64_param or uint64_param."),
+        "timeout" => Refusal::Expected("int64_param."),
+        key if key.starts_with("triton_") => Refusal::Reserved,
+        _ => Refusal::Expected("int64_param, bool_param, or string_param."),
+    }
+}
+
 /// Puts a parameter where it belongs: a field of the request, or a parameter that models see.
 ///
 /// # Errors
@@ -47,15 +59,14 @@ pub fn set_parameter(request: &mut InferRequest, key: &str, value: Parameter) ->
     match (key, value) {
         ("sequence_id", Parameter::Int(id)) => request.correlation_id = CorrelationId::Number(id as u64),
         ("sequence_id", Parameter::String(id)) => request.correlation_id = CorrelationId::Text(id),
-        ("sequence_id", _) => return Err(Refusal::Expected("int64_param or string_param.")),
         ("sequence_start", Parameter::Bool(is_start)) => request.sequence_start = is_start,
         ("sequence_end", Parameter::Bool(is_end)) => request.sequence_end = is_end,
-        ("sequence_start" | "sequence_end", _) => return Err(Refusal::Expected("bool_param.")),
         ("priority", Parameter::Int(level)) if level >= 0 => request.priority = level as u64,
         ("priority", Parameter::Int(_)) => return Err(Refusal::Negative),
-        ("priority", _) => return Err(Refusal::Expected("int64_param or uint64_param.")),
         ("timeout", Parameter::Int(timeout)) => request.timeout_us = timeout.max(0) as u64,
-        ("timeout", _) => return Err(Refusal::Expected("int64_param.")),
+        ("sequence_id" | "sequence_start" | "sequence_end" | "priority" | "timeout", _) => {
+            return Err(no_such_choice(key));
+        }
         (key, _) if key.starts_with("triton_") => return Err(Refusal::Reserved),
         (key, value) => drop(request.parameters.insert(key.to_owned(), value)),
     }

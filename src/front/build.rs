@@ -17,7 +17,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let out_dir = PathBuf::from(std::env::var("OUT_DIR")?);
     write_descriptors(&descriptors, &out_dir.join("descriptors.bin"))?;
 
-    let mut config = tonic_prost_build::configure().build_client(false).bytes(".").btree_map(".");
+    let mut config = tonic_prost_build::configure()
+        .build_client(false)
+        .bytes(".")
+        .btree_map(".")
+        .codec_path("crate::codec::MessageCodec");
     for (message, path) in HAND_WRITTEN {
         config = config.extern_path(message, path);
     }

@@ -68,7 +68,7 @@ fn numbers(output: &Tensor) -> Result<Vec<Value>, InferError> {
     }
     let integer = |value: i128| Value::Integer(value);
     Ok(match output.datatype {
-        DataType::Uint8 | DataType::Bool => read!(u8, |value| integer(i128::from(value))),
+        DataType::Uint8 => read!(u8, |value| integer(i128::from(value))),
         DataType::Uint16 => read!(u16, |value| integer(i128::from(value))),
         DataType::Uint32 => read!(u32, |value| integer(i128::from(value))),
         DataType::Uint64 => read!(u64, |value| integer(i128::from(value))),
@@ -78,11 +78,11 @@ fn numbers(output: &Tensor) -> Result<Vec<Value>, InferError> {
         DataType::Int64 => read!(i64, |value| integer(i128::from(value))),
         DataType::Fp32 => read!(f32, |value| Value::Float(f64::from(value))),
         DataType::Fp64 => read!(f64, Value::Float),
-        DataType::Bytes | DataType::Fp16 | DataType::Bf16 => {
+        DataType::Bool | DataType::Bytes | DataType::Fp16 | DataType::Bf16 => {
             return Err(InferError::invalid(format!(
-                "class result not available for output '{}' due to unsupported type '{}'",
-                output.name,
-                output.datatype.name()
+                "class result not available for output due to unsupported type '{}' of '{}'",
+                output.datatype.name(),
+                output.name
             )));
         }
     })

@@ -45,7 +45,7 @@ impl Coding {
         }
     }
 
-    /// The first coding of ours that an `Accept-Encoding` welcomes.
+    /// The coding of ours that an `Accept-Encoding` likes best; of equals, the first.
     ///
     /// # Errors
     /// When it lists more than any client needs.
@@ -53,16 +53,20 @@ impl Coding {
         if header.split(',').count() > MAX_ENTRIES {
             return Err(InferError::invalid(format!("Accept-Encoding lists more than {MAX_ENTRIES} codings")));
         }
-        Ok(header.split(',').find_map(|entry| {
+        let mut best = (0.0, None);
+        for entry in header.split(',') {
             let (name, parameters) = entry.split_once(';').unwrap_or((entry, ""));
-            let quality = parameters.trim().strip_prefix("q=").map_or(Ok(1.0), str::parse::<f32>);
-            let is_welcome = quality.is_ok_and(|quality| quality > 0.0);
-            match name.trim().to_ascii_lowercase().as_str() {
-                "gzip" if is_welcome => Some(Coding::Gzip),
-                "deflate" if is_welcome => Some(Coding::Deflate),
-                _ => None,
+            let quality = parameters.trim().strip_prefix("q=").map_or(Ok(1.0), str::parse::<f32>).unwrap_or(0.0);
+            let coding = match name.trim().to_ascii_lowercase().as_str() {
+                "gzip" => Coding::Gzip,
+                "deflate" => Coding::Deflate,
+                _ => continue,
+            };
+            if quality > best.0 {
+                best = (quality, Some(coding));
             }
-        }))
+        }
+        Ok(best.1)
     }
 
     /// The bytes that `data` stands for.
@@ -122,8 +126,10 @@ mod tests {
     }
 
     #[test]
-    fn the_first_welcome_coding_is_taken() {
+    fn the_most_welcome_coding_is_taken() {
         assert_eq!(Coding::accepted("br, deflate;q=0, gzip;q=0.5"), Ok(Some(Coding::Gzip)));
+        assert_eq!(Coding::accepted("gzip;q=0.5, deflate;q=0.8"), Ok(Some(Coding::Deflate)));
+        assert_eq!(Coding::accepted("deflate, gzip"), Ok(Some(Coding::Deflate)));
         assert_eq!(Coding::accepted("br"), Ok(None));
         assert!(Coding::accepted(&"gzip,".repeat(1000)).is_err());
     }

@@ -47,7 +47,7 @@ pub fn grpc(message: &[u8]) -> Result<InferRequest, InferError> {
     let memory = SharedMemory::new(false, Vec::new());
     let message =
         crate::proto::ModelInferRequest::decode(message).map_err(|error| InferError::internal(error.to_string()))?;
-    grpc_request::read(message, &memory).map(|asked| asked.request)
+    grpc_request::read(message, &memory, &|_, _, _| None).map(|asked| asked.request)
 }
 
 /// A path; a body in a content coding.

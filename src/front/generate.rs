@@ -35,7 +35,10 @@ pub fn read(body: &[u8], config: &ModelConfig) -> Result<InferRequest, InferErro
                     InferError::new(error.kind, message)
                 };
                 for (key, value) in value.as_object().map_err(words)? {
-                    read_member(&mut request, config, key, value)?;
+                    let words = |error: InferError| {
+                        InferError::new(error.kind, format!("Converting keyword: 'parameters': {}", error.message))
+                    };
+                    read_member(&mut request, config, key, value).map_err(words)?;
                 }
             }
             _ => read_member(&mut request, config, key, value)?,
@@ -85,25 +88,38 @@ fn read_member(
     Ok(())
 }
 
-/// A response as flat JSON.
+/// A response as flat JSON, its members by name.
 ///
 /// # Errors
 /// When an output has no JSON form.
 pub fn write(response: &InferResponse) -> Result<Vec<u8>, InferError> {
+    let id = Some(("id", Member::Text(&response.id))).filter(|_| !response.id.is_empty());
+    let model =
+        [("model_name", Member::Text(&response.model_name)), ("model_version", Member::Text(&response.model_version))];
+    let parameters = response.parameters.iter().map(|(key, value)| (key.as_str(), Member::Parameter(value)));
+    let outputs = response.outputs.iter().map(|output| (&*output.name, Member::Tensor(output)));
+    let mut members: Vec<(&str, Member<'_>)> = id.into_iter().chain(model).chain(parameters).chain(outputs).collect();
+    members.sort_by_key(|(key, _)| *key);
     let mut writer = JsonWriter::with_capacity(256);
     writer.begin_object();
-    if !response.id.is_empty() {
-        writer.member("id", response.id.as_bytes());
-    }
-    writer.member("model_name", response.model_name.as_bytes());
-    writer.member("model_version", response.model_version.as_bytes());
-    response.parameters.iter().for_each(|(key, value)| writer.parameter(key, value));
-    for output in &response.outputs {
-        writer.key(&output.name);
-        writer.tensor_or_scalar(output)?;
+    for (key, member) in members {
+        match member {
+            Member::Text(text) => writer.member(key, text.as_bytes()),
+            Member::Parameter(value) => writer.parameter(key, value),
+            Member::Tensor(tensor) => {
+                writer.key(key);
+                writer.tensor_or_scalar(tensor)?;
+            }
+        }
     }
     writer.end_object();
     Ok(writer.finish())
+}
+
+enum Member<'a> {
+    Text(&'a str),
+    Parameter(&'a Parameter),
+    Tensor(&'a Tensor),
 }
 
 /// What `generate` says of a model that answered no or many times.

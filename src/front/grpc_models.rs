@@ -92,12 +92,12 @@ pub fn load_overrides(parameters: Parameters) -> Result<LoadOverrides, InferErro
     for (key, parameter) in parameters {
         match (key.strip_prefix("file:"), parameter.parameter_choice) {
             (None, Some(ParameterChoice::StringParam(config))) if key == "config" => overrides.config = Some(config),
-            (None, _) if key == "config" => return Err(wrong_type(&key, "string_param")),
+            (None, _) if key == "config" => return Err(wrong_load_type(&key, "string_param")),
             (Some(file), Some(ParameterChoice::BytesParam(bytes))) => {
                 overrides.files.insert(file.to_owned(), bytes);
             }
-            (Some(_), _) => return Err(wrong_type(&key, "bytes_param")),
-            (None, _) => return Err(InferError::invalid(format!("unrecognized load parameter '{key}'"))),
+            (Some(_), _) => return Err(wrong_load_type(&key, "bytes_param")),
+            (None, _) => return Err(InferError::invalid(format!("unrecognized load parameter '{key}'."))),
         }
     }
     Ok(overrides)
@@ -112,13 +112,17 @@ pub fn unload_dependents(parameters: Parameters) -> Result<bool, InferError> {
     for (key, parameter) in parameters {
         match parameter.parameter_choice {
             Some(ParameterChoice::BoolParam(value)) if key == "unload_dependents" => wanted = value,
-            _ if key == "unload_dependents" => return Err(wrong_type(&key, "bool_param")),
+            _ if key == "unload_dependents" => {
+                return Err(InferError::invalid(format!(
+                    "invalid value type for '{key}' parameter, expected bool_param."
+                )));
+            }
             _ => {} // As over HTTP, others are ignored.
         }
     }
     Ok(wanted)
 }
 
-fn wrong_type(key: &str, expected: &str) -> InferError {
-    InferError::invalid(format!("invalid value type for '{key}' parameter, expected {expected}"))
+fn wrong_load_type(key: &str, expected: &str) -> InferError {
+    InferError::invalid(format!("invalid value type for load parameter '{key}', expected {expected}."))
 }

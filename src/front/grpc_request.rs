@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use serving::{ClientMemory, DataType, InferError, InferRequest, Name, Parameter, Shape, Tensor};
 
-use crate::ask::{EMPTY_FINAL, OutputAsk, Refusal, RegionSlice, set_parameter};
+use crate::ask::{EMPTY_FINAL, OutputAsk, Refusal, RegionSlice, no_such_choice, set_parameter};
 use crate::proto::infer_parameter::ParameterChoice;
 use crate::proto::model_infer_request::{InferInputTensor, InferRequestedOutputTensor};
 use crate::proto::{InferParameter, InferTensorContents, ModelInferRequest};
@@ -22,11 +22,14 @@ pub struct Asked {
     pub wants_empty_final: bool,
 }
 
-/// Reads a request.
+/// The type that a model, of that name and version, declares for an input.
+pub type Declared<'a> = &'a dyn Fn(&str, &str, &str) -> Option<DataType>;
+
+/// Reads a request. `declared` is asked where an input has a type that is none.
 ///
 /// # Errors
 /// When a parameter or a tensor's contents cannot be.
-pub fn read(message: ModelInferRequest, memory: &SharedMemory) -> Result<Asked, InferError> {
+pub fn read(message: ModelInferRequest, memory: &SharedMemory, declared: Declared<'_>) -> Result<Asked, InferError> {
     let mut asked = Asked {
         request: InferRequest {
             model_name: message.model_name.into(),
@@ -37,9 +40,10 @@ pub fn read(message: ModelInferRequest, memory: &SharedMemory) -> Result<Asked, 
         ..Asked::default()
     };
     read_parameters(message.parameters, &mut asked)?;
-    let places = &mut asked.request.client_memory;
+    let InferRequest { model_name, model_version, client_memory, .. } = &mut asked.request;
+    let declared = |input: &str| declared(model_name, model_version, input);
     asked.request.inputs =
-        read_inputs(&asked.request.model_name, message.inputs, message.raw_input_contents, memory, places)?;
+        read_inputs(model_name, message.inputs, message.raw_input_contents, memory, client_memory, &declared)?;
     for output in message.outputs {
         read_output(output, &mut asked, memory)?;
     }
@@ -51,7 +55,7 @@ fn read_parameters(parameters: Parameters, asked: &mut Asked) -> Result<(), Infe
     for (key, parameter) in parameters {
         if key == EMPTY_FINAL {
             let Some(ParameterChoice::BoolParam(wanted)) = parameter.parameter_choice else {
-                return Err(wrong_type(&key, "bool_param"));
+                return Err(wrong_type(&key, "bool_param."));
             };
             asked.wants_empty_final = wanted;
             continue;
@@ -64,19 +68,22 @@ fn read_parameters(parameters: Parameters, asked: &mut Asked) -> Result<(), Infe
             Some(ParameterChoice::Uint64Param(value)) if key == "priority" => {
                 Parameter::Int(i64::try_from(value).unwrap_or(i64::MAX))
             }
-            Some(ParameterChoice::Uint64Param(_)) if key == "timeout" => return Err(wrong_type(&key, "int64_param.")),
-            _ => return Err(wrong_type(&key, "int64_param, bool_param, or string_param")),
+            _ => return Err(refused(&key, no_such_choice(&key))),
         };
-        set_parameter(&mut asked.request, &key, value).map_err(|refusal| match refusal {
-            Refusal::Expected(expected) => wrong_type(&key, expected),
-            Refusal::Negative => InferError::invalid(format!("invalid value for '{key}', expected value >= 0.")),
-            Refusal::Reserved => InferError::invalid(format!(
-                "parameter keys starting with 'triton_' are reserved for Triton usage. \
-                 Only the following keys starting with 'triton_' are allowed: {EMPTY_FINAL}"
-            )),
-        })?;
+        set_parameter(&mut asked.request, &key, value).map_err(|refusal| refused(&key, refusal))?;
     }
     Ok(())
+}
+
+fn refused(key: &str, refusal: Refusal) -> InferError {
+    match refusal {
+        Refusal::Expected(expected) => wrong_type(key, expected),
+        Refusal::Negative => InferError::invalid(format!("invalid value for '{key}', expected value >= 0.")),
+        Refusal::Reserved => InferError::invalid(format!(
+            "parameter keys starting with 'triton_' are reserved for Triton usage. \
+             Only the following keys starting with 'triton_' are allowed: {EMPTY_FINAL}"
+        )),
+    }
 }
 
 fn wrong_type(key: &str, expected: &str) -> InferError {
@@ -89,6 +96,7 @@ fn read_inputs(
     raw: Vec<Bytes>,
     memory: &SharedMemory,
     places: &mut ClientMemory,
+    declared: &dyn Fn(&str) -> Option<DataType>,
 ) -> Result<Vec<Tensor>, InferError> {
     let is_raw = !raw.is_empty();
     let mut raw = raw.into_iter();
@@ -101,9 +109,16 @@ fn read_inputs(
                 input.name
             ))
         };
-        let datatype = DataType::from_name(&input.datatype)
-            .ok_or_else(|| no_datatype(model, &input.name, is_raw, contents.as_ref()).unwrap_or_else(unable_to_find))?;
+        let datatype = DataType::from_name(&input.datatype).ok_or_else(|| {
+            no_datatype(model, &input.name, is_raw, contents.as_ref(), declared).unwrap_or_else(unable_to_find)
+        })?;
         let data = if let Some(slice) = read_region(&input.name, &input.parameters)? {
+            if contents.is_some() {
+                return Err(InferError::invalid(format!(
+                    "unexpected 'content' provided when using shared memory for input tensor '{}' for model '{model}'",
+                    input.name
+                )));
+            }
             memory.input(&slice, &input.name, datatype, places)?
         } else if is_raw {
             if contents.is_some_and(|contents| contents != InferTensorContents::default()) {
@@ -122,16 +137,24 @@ fn read_inputs(
 }
 
 /// What is said of a tensor whose datatype is none; `None` when it has no data either.
-fn no_datatype(model: &str, name: &str, is_raw: bool, contents: Option<&InferTensorContents>) -> Option<InferError> {
+fn no_datatype(
+    model: &str,
+    name: &str,
+    is_raw: bool,
+    contents: Option<&InferTensorContents>,
+    declared: &dyn Fn(&str) -> Option<DataType>,
+) -> Option<InferError> {
     if let Some(held) = contents.and_then(|contents| held_types(contents).into_iter().flatten().next()) {
         return Some(unexpected_contents(model, name, held, "<invalid>"));
     }
-    is_raw.then(|| {
-        InferError::invalid(format!(
-            "[request id: <id_unknown>] inference input '{name}' data-type is '<invalid>', but model '{model}' expects \
-             another; see the model's metadata"
-        ))
-    })
+    let words = || match declared(name) {
+        Some(expected) => format!(
+            "[request id: <id_unknown>] inference input '{name}' data-type is '<invalid>', but model '{model}' expects '{}'",
+            expected.name()
+        ),
+        None => format!("unexpected inference input '{name}' for model '{model}'"),
+    };
+    is_raw.then(|| InferError::invalid(words()))
 }
 
 fn unexpected_contents(model: &str, name: &str, held: DataType, expected: &str) -> InferError {

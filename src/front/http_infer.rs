@@ -61,6 +61,9 @@ pub fn read(model: &str, body: Bytes, head_len: Option<usize>, memory: &SharedMe
     if let Some(outputs) = head.member("outputs") {
         let outputs = outputs.as_array().map_err(|error| in_field("outputs", error))?;
         outputs.for_each(|output| read_output(&output, &mut asked, memory))?;
+        if !asked.request.requested_outputs.is_empty() {
+            asked.is_binary = false; // Outputs that are asked for by name say it themselves.
+        }
     }
     memory.place_outputs(&asked.outputs, &mut asked.request)?;
     Ok(asked)
@@ -219,6 +222,9 @@ fn read_shape(shape: &Value<'_>) -> Result<Vec<i64>, InferError> {
     Ok(sizes)
 }
 
+/// A shape of more elements than these and bytes of text lies.
+const MANY_ELEMENTS: usize = 1 << 26;
+
 /// The elements of `data`. A text of `room` bytes cannot hold more elements than that.
 fn json_data(
     data: &Value<'_>,
@@ -227,30 +233,29 @@ fn json_data(
     shape: &[i64],
     room: usize,
 ) -> Result<Bytes, InferError> {
+    let expected =
+        shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size as usize)).ok_or_else(|| {
+            InferError::invalid(format!("shape {shape:?} of input '{name}' has more elements than can be counted"))
+        })?;
+    // A shape without elements has none, whatever stands there; one without sizes is judged by the model's configuration.
+    if expected == 0 || shape.is_empty() {
+        return Ok(Bytes::new());
+    }
     if matches!(datatype, DataType::Fp16 | DataType::Bf16) {
         return Err(InferError::invalid(format!(
             "receiving {} data via JSON is not supported. Please use the binary data format for input {name}",
             datatype.name()
         )));
     }
-    let expected =
-        shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size as usize)).ok_or_else(|| {
-            InferError::invalid(format!("shape {shape:?} of input '{name}' has more elements than can be counted"))
-        })?;
     let array = data.as_array().map_err(|error| in_field("data", error))?;
     let mut bytes = Vec::new();
-    if expected == 0 {
-        return Ok(bytes.into()); // A shape without elements has none, whatever stands there.
-    }
-    if expected > room {
+    if expected > room.max(MANY_ELEMENTS) {
         return Err(InferError::invalid(format!(
             "Unable to parse 'data': shape {shape:?} of input '{name}' has {expected} elements, more than the request can hold"
         )));
     }
-    // A shape without sizes is judged by the model's configuration, which may want a batch dimension.
-    let limit = if shape.is_empty() { usize::MAX } else { expected };
-    let count = array.flatten(datatype, limit, &mut bytes)?;
-    if count < expected && !shape.is_empty() {
+    // Strings are counted again where the request is checked against the model.
+    if array.flatten(datatype, expected, &mut bytes)? < expected && datatype != DataType::Bytes {
         return Err(json::shape_mismatch());
     }
     Ok(bytes.into())
@@ -282,6 +287,7 @@ fn read_region(parameters: Option<&Value<'_>>) -> Result<Option<RegionSlice>, In
 
 fn read_output(output: &Value<'_>, asked: &mut Asked, memory: &SharedMemory) -> Result<(), InferError> {
     let name = output.required("name")?.as_str().map_err(|error| in_field("name", error))?.to_owned();
+    let is_again = asked.request.requested_outputs.iter().any(|other| *other == name);
     asked.request.requested_outputs.push(Name::from(&name));
     let parameters = output.member("parameters");
     let is_binary = parameters
@@ -304,7 +310,8 @@ fn read_output(output: &Value<'_>, asked: &mut Asked, memory: &SharedMemory) -> 
         }
         memory.check(region)?;
     }
-    if num_classes > 0 || region.is_some() || is_binary.is_some() {
+    // Of several entries for one output the first counts.
+    if !is_again && (num_classes > 0 || region.is_some() || is_binary.is_some()) {
         asked.outputs.push(OutputAsk { name, num_classes, region, is_binary });
     }
     Ok(())

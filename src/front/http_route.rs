@@ -114,6 +114,11 @@ impl<'a> Route<'a> {
         }
     }
 
+    /// Whether what it says, a wrong method included, is `application/json` rather than `text/plain`.
+    pub fn answers_in_json(&self) -> bool {
+        !matches!(self, Route::Live | Route::Ready | Route::ModelReady(_) | Route::Infer(_))
+    }
+
     /// Whether the route answers to `method`.
     pub fn allows(&self, method: &Method) -> bool {
         match self {

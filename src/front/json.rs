@@ -3,6 +3,7 @@
 //! Error words and offsets are those that Triton's clients know. `NaN` and `Infinity` are read as numbers.
 
 use std::borrow::Cow;
+use std::ffi::CStr;
 
 use serving::{DataType, InferError};
 
@@ -40,6 +41,8 @@ pub struct Array<'a>(&'a str);
 /// # Errors
 /// When it is not JSON, with what is missing and where.
 pub fn parse(body: &[u8]) -> Result<Value<'_>> {
+    // A NUL ends a text for Triton's parser: tensors may follow it where a client has forgotten to say how long the text is.
+    let body = CStr::from_bytes_until_nul(body).map_or(body, CStr::to_bytes);
     let text =
         std::str::from_utf8(body).map_err(|error| malformed("Invalid encoding in string.", error.valid_up_to()))?;
     let mut parser = Parser { text, at: 0, depth: 0 };
@@ -47,13 +50,12 @@ pub fn parse(body: &[u8]) -> Result<Value<'_>> {
         parser.at = BYTE_ORDER_MARK.len_utf8();
     }
     parser.skip_space();
-    if matches!(parser.peek(), None | Some(0)) {
+    if parser.peek().is_none() {
         return Err(malformed("The document is empty.", parser.at));
     }
     let value = parser.value()?;
     parser.skip_space();
-    let is_over = parser.peek().is_none_or(|byte| byte == 0); // A NUL ends a text for Triton's parser.
-    if !is_over {
+    if parser.peek().is_some() {
         return Err(malformed("The document root must not be followed by other values.", parser.at));
     }
     Ok(value)
@@ -263,9 +265,8 @@ fn unclosed_string(at: usize) -> InferError {
     malformed("Missing a closing quotation mark in string.", at)
 }
 
-/// A NUL ends a text for Triton's parser.
-fn control_character(byte: u8, at: usize) -> InferError {
-    if byte == 0 { unclosed_string(at) } else { malformed("Invalid escape character in string.", at) }
+fn control_character(at: usize) -> InferError {
+    malformed("Invalid escape character in string.", at)
 }
 
 struct Parser<'a> {
@@ -361,7 +362,7 @@ impl<'a> Parser<'a> {
                     break;
                 }
                 if !self.take(b',') {
-                    return Err(malformed("Missing a comma or } after an object member.", self.at));
+                    return Err(malformed("Missing a comma or '}' after an object member.", self.at));
                 }
                 self.skip_space();
             }
@@ -391,7 +392,7 @@ impl<'a> Parser<'a> {
             match bytes.get(end) {
                 Some(b'"') => break,
                 Some(b'\\') => return self.escaped_string(start, end).map(Cow::Owned),
-                Some(&byte @ 0..0x20) => return Err(control_character(byte, end)),
+                Some(0..0x20) => return Err(control_character(end)),
                 Some(_) => end += 1,
                 None => return Err(unclosed_string(end)),
             }
@@ -419,7 +420,7 @@ impl<'a> Parser<'a> {
                     value.push(character);
                     at = next;
                 }
-                byte => return Err(control_character(byte, end)),
+                _ => return Err(control_character(end)),
             }
         }
     }
@@ -485,7 +486,12 @@ impl<'a> Parser<'a> {
                 return Err(malformed("Miss exponent in number.", self.at));
             }
         }
-        Ok(&self.text[start..self.at])
+        let text = &self.text[start..self.at];
+        let may_be_large = text.len() > f64::MAX_10_EXP as usize || text.contains(['e', 'E']);
+        if may_be_large && double(text).is_infinite() {
+            return Err(malformed("Number too big to be stored in double.", start));
+        }
+        Ok(text)
     }
 
     fn digits(&mut self) -> usize {

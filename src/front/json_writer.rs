@@ -104,6 +104,9 @@ impl JsonWriter {
             value if value.is_nan() => self.text.extend(b"NaN"),
             f64::INFINITY => self.text.extend(b"Infinity"),
             f64::NEG_INFINITY => self.text.extend(b"-Infinity"),
+            // Where `{:?}` has an exponent already, and Triton none.
+            value if (1e16..1e21).contains(&value.abs()) => self.display(format_args!("{value}.0")),
+            value if (1e-6..1e-4).contains(&value.abs()) => self.display(format_args!("{value}")),
             value => self.display(format_args!("{value:?}")),
         }
     }
@@ -230,11 +233,14 @@ mod tests {
 
     #[test]
     fn floats_read_back_as_they_were() {
-        let tensor = Tensor::from_f32("x", &[4], &[0.1, 1e30, f32::NAN, f32::NEG_INFINITY]);
+        let tensor = Tensor::from_f32("x", &[6], &[0.1, 1e30, 1e18, 2f32.powi(-16), f32::NAN, f32::NEG_INFINITY]);
         let mut writer = JsonWriter::with_capacity(0);
         writer.tensor(&tensor).unwrap();
         let text = String::from_utf8(writer.finish()).unwrap();
-        assert_eq!(text, "[0.10000000149011612,1.0000000150474662e30,NaN,-Infinity]");
+        assert_eq!(
+            text,
+            "[0.10000000149011612,1.0000000150474662e30,999999984306749400.0,0.0000152587890625,NaN,-Infinity]"
+        );
     }
 
     #[test]

@@ -38,7 +38,7 @@ impl KserveGrpc {
                 "ModelInfer RPC doesn't support models with decoupled transaction policy",
             ));
         }
-        let asked = grpc_request::read(message, &self.state.memory)?;
+        let asked = grpc_request::read(message, &self.state.memory, &self.state.declared_datatype())?;
         let mut request = asked.request;
         if let Some(Forwarded(headers)) = forwarded {
             forward(&mut request, &headers);

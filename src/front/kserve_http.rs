@@ -42,7 +42,8 @@ pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Rep
         return Ok(plain_error(StatusCode::NOT_FOUND, "Not Found"));
     };
     if !route.allows(&head.method) {
-        return Ok(plain_error(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed"));
+        let kind = if route.answers_in_json() { JSON } else { TEXT };
+        return Ok(reply(StatusCode::METHOD_NOT_ALLOWED, kind, error_text("Method Not Allowed")));
     }
     if let Err(header) = state.config.http_restrictions.check(Api::of_route(&route), &head.headers) {
         let words = format!("This API is restricted, expecting header '{header}'");
@@ -120,13 +121,13 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     mark(&trace, "HTTP_RECV_START");
     let Held { bytes: body, charge: _charge } = read_body(state, headers, body).await?;
     mark(&trace, "HTTP_RECV_END");
-    if state.server.is_decoupled(model.name, model.version)? {
-        return Err(InferError::new(
-            ErrorKind::Unsupported,
-            "HTTP end point doesn't support models with decoupled transaction policy",
-        ));
+    if let Err(error) = check_model(state, model) {
+        return Ok(model_error(&error));
     }
-    let head_len = head_len(headers, body.len())?;
+    let head_len = match head_len(headers, body.len()) {
+        Ok(head_len) => head_len,
+        Err(error) => return Ok(model_error(&error)),
+    };
     let mut asked = if body.is_empty() || head_len == Some(0) {
         http_infer::read_raw(body, &*state.server.model_config(model.name, model.version)?)?
     } else {
@@ -137,9 +138,13 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     asked.request.trace = trace.clone();
     forward(&mut asked.request, &state.config.http_forward.pick(headers)?);
     let Asked { request, outputs, is_binary } = asked;
-    let response = single_response(model.name, state.server.infer(request)?).await?;
+    let response = single_response(model.name, state.server.infer(request)?).await;
     mark(&trace, "HTTP_SEND_START");
-    let answer = http_infer::write(state.deliver(&outputs, response)?, &outputs, is_binary)?;
+    let delivered = response.and_then(|response| state.deliver(&outputs, response));
+    let answer = match delivered.and_then(|response| http_infer::write(response, &outputs, is_binary)) {
+        Ok(answer) => answer,
+        Err(error) => return Ok(model_error(&error)),
+    };
     mark(&trace, "HTTP_SEND_END");
     let mut reply = reply(StatusCode::OK, if answer.head_len.is_some() { BINARY } else { JSON }, answer.body);
     if let Some(head_len) = answer.head_len {
@@ -149,6 +154,17 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
         Some(coding) => compress(reply, coding),
         None => Ok(reply),
     }
+}
+
+/// Whether the model is there, and answers each request once.
+fn check_model(state: &State, model: ModelPath<'_>) -> Result<(), InferError> {
+    if state.server.is_decoupled(model.name, model.version)? {
+        return Err(InferError::new(
+            ErrorKind::Unsupported,
+            "HTTP end point doesn't support models with decoupled transaction policy",
+        ));
+    }
+    Ok(())
 }
 
 async fn generate(
@@ -256,6 +272,11 @@ fn probe(is_fine: bool, otherwise: StatusCode) -> Reply {
 
 fn plain_error(status: StatusCode, message: &str) -> Reply {
     reply(status, TEXT, error_text(message))
+}
+
+/// What the model says, or is said before the request is read, where `infer` was asked; Triton's type for it.
+fn model_error(error: &InferError) -> Reply {
+    plain_error(http_status(error.kind), &error.message)
 }
 
 fn error_reply(error: &InferError) -> Reply {

@@ -20,6 +20,7 @@ mod body;
 mod budget;
 mod classification;
 mod coalesce;
+mod codec;
 mod coding;
 mod config;
 mod exposition;

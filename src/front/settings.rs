@@ -189,12 +189,16 @@ fn check_trace(key: &'static str, values: Vec<String>) -> Result<Option<Vec<Stri
         "trace_file" => Err(trace_file_is_fixed()),
         "trace_mode" => Ok(None),
         _ => {
-            let smallest = if key == "trace_count" { -1 } else { 0 };
+            let (smallest, largest) =
+                if key == "trace_count" { (-1, i64::from(i32::MAX)) } else { (0, i64::from(u32::MAX)) };
             let [value] = values.as_slice() else {
-                return Err(InferError::invalid(format!("expect one value for '{key}', got {}", values.len())));
+                return Err(InferError::invalid(format!("expect only 1 value for '{key}', got {}", values.len())));
             };
             match value.parse::<i64>() {
-                Ok(number) if (smallest..=i64::from(u32::MAX)).contains(&number) => Ok(Some(values)),
+                Ok(number) if number > largest => Err(InferError::invalid(format!(
+                    "Unable to parse '{key}', value is out of range [ {smallest}, {largest} ], got: {value}"
+                ))),
+                Ok(number) if number >= smallest => Ok(Some(values)),
                 Ok(_) => Err(InferError::invalid(format!(
                     "Unable to parse '{key}'. Expecting value >= {smallest}, got: {value}"
                 ))),
@@ -293,11 +297,11 @@ impl LogSettings {
         Self { now: Mutex::new(control.options.clone()), control }
     }
 
-    /// Changes settings; unknown names are ignored. Answers all of them.
+    /// Changes settings; unknown names are ignored. Answers all of them, in the order in which they are listed.
     ///
     /// # Errors
     /// When a value cannot be, or the setting cannot change; then nothing is changed.
-    pub fn update(&self, changes: Vec<(String, LogValue)>) -> Result<BTreeMap<&'static str, LogValue>, InferError> {
+    pub fn update(&self, changes: Vec<(String, LogValue)>) -> Result<[(&'static str, LogValue); 6], InferError> {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         let mut next = now.clone();
         changes.iter().try_for_each(|(key, value)| change_log(&mut next, key, value))?;
@@ -309,16 +313,16 @@ impl LogSettings {
     }
 }
 
-fn log_values(options: &LogOptions) -> BTreeMap<&'static str, LogValue> {
+fn log_values(options: &LogOptions) -> [(&'static str, LogValue); 6] {
     let format = LOG_FORMATS.iter().find(|(_, format)| *format == options.format).map_or("", |(name, _)| name);
-    BTreeMap::from([
+    [
         ("log_file", LogValue::String(options.file.clone())),
         ("log_info", LogValue::Bool(options.info)),
         ("log_warning", LogValue::Bool(options.warning)),
         ("log_error", LogValue::Bool(options.error)),
         ("log_verbose_level", LogValue::Uint(options.verbose_level)),
         ("log_format", LogValue::String(format.to_owned())),
-    ])
+    ]
 }
 
 fn change_log(options: &mut LogOptions, key: &str, value: &LogValue) -> Result<(), InferError> {

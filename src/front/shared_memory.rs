@@ -235,7 +235,15 @@ impl SharedMemory {
         let chosen = regions.iter().filter(|(known, _)| name.is_empty() || *known == name);
         let found: Vec<S> = chosen.filter_map(|(known, region)| status(known, region)).collect();
         if found.is_empty() && !name.is_empty() {
-            let words = format!("Unable to find {kind} shared memory region: '{name}'");
+            let words = match regions.get(name).map(|region| region.place.kind()) {
+                None => format!("Unable to find {kind} shared memory region: '{name}'"),
+                Some(MemoryKind::System) => {
+                    format!("The region named '{name}' is registered as system shared memory, not CUDA shared memory")
+                }
+                Some(MemoryKind::Cuda) => {
+                    format!("The region named '{name}' is registered as CUDA shared memory, not system shared memory")
+                }
+            };
             return Err(InferError::new(ErrorKind::NotFound, words));
         }
         Ok(found)

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use serving::{InferError, InferResponse, Server, Trace};
+use serving::{DataType, InferError, InferResponse, Server, Trace};
 
 use crate::ask::OutputAsk;
 use crate::budget::Budget;
@@ -94,6 +94,15 @@ impl State {
             return Err(InferError::invalid(format!("Request for unknown model : {model}")));
         }
         if changes.is_empty() { Ok(self.trace.get(model)) } else { self.trace.update(model, changes) }
+    }
+
+    /// What tells the type that a model of that name and version declares for an input.
+    pub fn declared_datatype(&self) -> impl Fn(&str, &str, &str) -> Option<DataType> {
+        |model, version, name| {
+            let config = self.server.model_config(model, version).ok()?;
+            let input = config.input.iter().find(|input| input.name == name)?;
+            DataType::from_config(input.data_type())
+        }
     }
 
     /// Brings the outputs into the form that the client asked for.

@@ -173,7 +173,7 @@ impl ActiveRequest {
         charge: Option<Charge>,
     ) -> Result<Self, InferError> {
         let is_decoupled = state.server.is_decoupled(&message.model_name, &message.model_version)?;
-        let mut asked = grpc_request::read(message, &state.memory)?;
+        let mut asked = grpc_request::read(message, &state.memory, &state.declared_datatype())?;
         let echo = serving::InferRequest {
             model_name: asked.request.model_name.clone(),
             model_version: asked.request.model_version.clone(),
