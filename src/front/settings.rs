@@ -192,7 +192,7 @@ fn check_trace(key: &'static str, values: Vec<String>) -> Result<Option<Vec<Stri
             let (smallest, largest) =
                 if key == "trace_count" { (-1, i64::from(i32::MAX)) } else { (0, i64::from(u32::MAX)) };
             let [value] = values.as_slice() else {
-                return Err(InferError::invalid(format!("expect only 1 value for '{key}', got {}", values.len())));
+                return Err(InferError::invalid(format!("expect only 1 value for '{key}'")));
             };
             match value.parse::<i64>() {
                 Ok(number) if number > largest => Err(InferError::invalid(format!(

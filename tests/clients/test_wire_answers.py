@@ -81,7 +81,7 @@ INFERS = {
     "no shape where there are batches": ("echo", tensor("INPUT0", "FP32", "[]", "[1]"), 400, JSON, error(f"{UNKNOWN} input 'INPUT0' has no shape but model requires batch dimension for 'echo'")),
     "no shape where there are none": ("kinds", tensor("INPUT_BOOL", "BOOL", "[]", "[1]"), 400, JSON, error(f"{UNKNOWN} {SHAPE} []. ")),
     "a dimension too many": ("kinds", tensor("INPUT_BOOL", "BOOL", "[1,2]", "[true,false]"), 400, JSON, error(f"{UNKNOWN} {SHAPE} [1,2]. ")),
-    "numbers at the ends of plain notation": ("echo", tensor("INPUT0", "FP32", "[1,4]", "[1e16,1e21,0.00001,0.0000001]"), 200, JSON, ECHOED + '"shape":[1,4],"data":[10000000272564224.0,1.0000000200408774e21,0.000009999999747378752,1.0000000116860974e-7]}]}'),
+    "numbers at the ends of plain notation": ("kinds", tensor("INPUT_FP64", "FP64", "[6]", "[1e15,1e16,-1e20,1e21,0.00001,0.0000001]"), 200, JSON, '{"model_name":"kinds","model_version":"1","outputs":[{"name":"OUTPUT_FP64","datatype":"FP64","shape":[6],"data":[1000000000000000.0,10000000000000000.0,-100000000000000000000.0,1e21,0.00001,1e-7]}]}'),
     "an output twice, first as JSON": ("echo", ASKED + '"outputs":[{"name":"OUTPUT0"},{"name":"OUTPUT0","parameters":{"binary_data":true}}]}', 200, JSON, ECHOED + '"shape":[1,2],"data":[1.0,2.0]}]}'),
     "binary outputs, but named ones": ("echo", ASKED + '"outputs":[{"name":"OUTPUT0"}],"parameters":{"binary_data_output":true}}', 200, JSON, ECHOED + '"shape":[1,2],"data":[1.0,2.0]}]}'),
     "FP16 out as JSON": ("kinds", tensor("INPUT_FP16", "FP16", "[0]", "[]"), 400, TEXT, error("sending FP16 data via JSON is not supported. Please use the binary data format for output")),
