@@ -41,13 +41,13 @@ pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Rep
     let Some(route) = Route::of(head.uri.path()) else {
         return Ok(plain_error(StatusCode::NOT_FOUND, "Not Found"));
     };
+    if let Err(header) = state.config.http_restrictions.check(Api::of_route(&route), &head.headers) {
+        let words = format!("This API is restricted, expecting header '{header}'");
+        return Ok(plain_error(StatusCode::FORBIDDEN, &words));
+    }
     if !route.allows(&head.method) {
         let kind = if route.answers_in_json() { JSON } else { TEXT };
         return Ok(reply(StatusCode::METHOD_NOT_ALLOWED, kind, error_text("Method Not Allowed")));
-    }
-    if let Err(header) = state.config.http_restrictions.check(Api::of_route(&route), &head.headers) {
-        let words = format!("This API is restricted, expecting header '{header}'");
-        return Ok(reply(StatusCode::FORBIDDEN, JSON, error_text(&words)));
     }
     let changes = head.method == http::Method::POST;
     Ok(answer(&state, route, changes, &head.headers, body).await.unwrap_or_else(|error| error_reply(&error)))
@@ -270,7 +270,7 @@ fn probe(is_fine: bool, otherwise: StatusCode) -> Reply {
     reply(if is_fine { StatusCode::OK } else { otherwise }, TEXT, ReplyBody::empty())
 }
 
-fn plain_error(status: StatusCode, message: &str) -> Reply {
+pub(crate) fn plain_error(status: StatusCode, message: &str) -> Reply {
     reply(status, TEXT, error_text(message))
 }
 

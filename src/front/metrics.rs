@@ -10,6 +10,7 @@ use serving::{CacheStatistics, ModelStatistics, RecentDurations, StatisticDurati
 
 use crate::body::ReplyBody;
 use crate::exposition::{Family, FamilyKind, Labels, Sample, write_family};
+use crate::kserve_http::plain_error;
 use crate::state::State;
 
 /// Where further metrics come from, such as an LLM backend's. Read at each scrape.
@@ -41,7 +42,7 @@ impl Default for MetricsOptions {
     }
 }
 
-/// Answers `GET /metrics`, and `GET /debug/ledger` where it is shown.
+/// Answers `GET /metrics`, with a slash behind or not, and `GET /debug/ledger` where it is shown.
 pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Response<ReplyBody>, Infallible> {
     if let ("/debug/ledger", &Method::GET, Some(ledger)) =
         (request.uri().path(), request.method(), &state.config.ledger)
@@ -50,14 +51,14 @@ pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Res
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         return Ok(response);
     }
-    let status = match (request.uri().path(), request.method()) {
-        ("/metrics", &Method::GET) => StatusCode::OK,
-        ("/metrics", _) => StatusCode::METHOD_NOT_ALLOWED,
-        _ => StatusCode::NOT_FOUND,
-    };
-    let text = if status == StatusCode::OK { scrape(&state) } else { String::new() };
-    let mut response = Response::new(text.into_bytes().into());
-    *response.status_mut() = status;
+    match (request.uri().path(), request.method()) {
+        ("/metrics" | "/metrics/", &Method::GET) => {}
+        ("/metrics" | "/metrics/", _) => {
+            return Ok(plain_error(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed"));
+        }
+        _ => return Ok(plain_error(StatusCode::NOT_FOUND, "Not Found")),
+    }
+    let mut response = Response::new(scrape(&state).into_bytes().into());
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
     Ok(response)
 }

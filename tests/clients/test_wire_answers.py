@@ -36,9 +36,9 @@ def server(tmp_path_factory):
         yield serving
 
 
-def ask(server, method, path, body=b"", **headers):
+def ask(server, method, path, body=b"", address=None, **headers):
     """Status, content type and body."""
-    connection = http.client.HTTPConnection(server.http, timeout=60)
+    connection = http.client.HTTPConnection(address or server.http, timeout=60)
     try:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, body.encode() if isinstance(body, str) else body, names)
@@ -68,6 +68,12 @@ def error(words):
 )
 def test_a_wrong_method_is_refused_in_the_type_of_its_path(server, method, path, kind):
     assert ask(server, method, path) == (405, kind, NOT_ALLOWED)
+
+
+@pytest.mark.parametrize("method, path, status", [("GET", "/metrics", 200), ("GET", "/metrics/", 200), ("POST", "/metrics", 405), ("GET", "/elsewhere", 404)])
+def test_the_metrics_port(server, method, path, status):
+    found, kind, text = ask(server, method, path, address=server.metrics)
+    assert found == status and (status == 200 or (kind, text) == (TEXT, NOT_ALLOWED if status == 405 else error("Not Found")))
 
 
 SHAPE = "unexpected shape for input 'INPUT_BOOL' for model 'kinds'. Expected [-1], got"
