@@ -1,4 +1,6 @@
 //! `grpc.health.v1.Health`: asked of the models at every call, never of a flag that someone forgot to set.
+//!
+//! Every service has the server's status, whatever name a probe gives it, as in Triton.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -34,27 +36,15 @@ fn response(status: ServingStatus) -> HealthCheckResponse {
     HealthCheckResponse { status: status.into() }
 }
 
-fn is_ours(service: &str) -> bool {
-    service.is_empty() || service == "inference.GRPCInferenceService"
-}
-
 #[tonic::async_trait]
 impl health_server::Health for Health {
-    async fn check(&self, request: Request<HealthCheckRequest>) -> Result<Response<HealthCheckResponse>, Status> {
-        let service = request.into_inner().service;
-        if !is_ours(&service) {
-            return Err(Status::not_found(format!("unknown service '{service}'")));
-        }
+    async fn check(&self, _: Request<HealthCheckRequest>) -> Result<Response<HealthCheckResponse>, Status> {
         Ok(Response::new(response(status(&self.state))))
     }
 
     type WatchStream = Pin<Box<dyn Stream<Item = Result<HealthCheckResponse, Status>> + Send>>;
 
-    async fn watch(&self, request: Request<HealthCheckRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        if !is_ours(&request.get_ref().service) {
-            let unknown = stream::iter([Ok(response(ServingStatus::ServiceUnknown))]);
-            return Ok(Response::new(Box::pin(unknown)));
-        }
+    async fn watch(&self, _: Request<HealthCheckRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let changes = stream::unfold((self.state.clone(), None), |(state, last)| async move {
             loop {
                 let now = status(&state);

@@ -197,6 +197,14 @@ def test_words_over_grpc(server, case):
     assert (refused.value.code(), refused.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, words)
 
 
+@pytest.mark.parametrize("service", [b"", b"inference.GRPCInferenceService", b"any"])
+def test_health_is_that_of_the_server_whatever_service_is_named(server, service):
+    request = b"\x0a" + bytes([len(service)]) + service  # HealthCheckRequest { service = 1 }
+    with grpc.insecure_channel(server.grpc) as channel:
+        answer = channel.unary_unary("/grpc.health.v1.Health/Check")(request, timeout=60)
+    assert answer == b"\x08\x01"  # HealthCheckResponse { status = 1: SERVING }
+
+
 def test_bytes_that_are_no_message(server):
     with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError) as refused:
         channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(b"\xff\xff\xff", timeout=60)
