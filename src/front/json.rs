@@ -543,6 +543,7 @@ mod tests {
         assert_eq!(message(r#"{"a" 1}"#), format!("{head}Missing a colon after a name of object member. at 5"));
         assert_eq!(message(r#"{"a": tru}"#), format!("{head}Invalid value. at 9"));
         assert_eq!(message(r#"["a"#), format!("{head}Missing a closing quotation mark in string. at 3"));
+        assert_eq!(message("[1e400]"), format!("{head}Number too big to be stored in double. at 1"));
         assert_eq!(message(r#"["\ud800"]"#), format!("{head}The surrogate pair in string is invalid. at 2"));
     }
 

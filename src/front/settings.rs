@@ -407,9 +407,9 @@ mod tests {
         let wrong = vec![("log_info".to_owned(), LogValue::String("yes".into()))];
         assert_eq!(settings.update(wrong).unwrap_err().message, "expect boolean for 'log_info'");
         let values = settings.update(vec![("log_verbose_level".into(), LogValue::Uint(3))]).unwrap();
-        assert_eq!((&values["log_verbose_level"], *heard.lock().unwrap()), (&LogValue::Uint(3), 3));
+        assert_eq!((&values[4], *heard.lock().unwrap()), (&("log_verbose_level", LogValue::Uint(3)), 3));
         let iso = vec![("log_format".into(), LogValue::String("ISO8601".into()))];
-        assert_eq!(settings.update(iso).unwrap()["log_format"], LogValue::String("ISO8601".into()));
+        assert_eq!(settings.update(iso).unwrap()[5], ("log_format", LogValue::String("ISO8601".into())));
         assert!(settings.update(vec![("log_format".into(), LogValue::String("x".into()))]).is_err());
     }
 }

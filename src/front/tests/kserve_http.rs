@@ -95,7 +95,7 @@ async fn generate_answers_flat_json() {
     let front = TestFront::start().await;
     let body = br#"{"text_input":"tok","n":1,"id":"9"}"#;
     let answer = http(&front, "POST", "/v2/models/stream_text/generate", body).await;
-    let expected = r#"{"id":"9","model_name":"stream_text","model_version":"1","text_output":"tok#0","index":0}"#;
+    let expected = r#"{"id":"9","index":0,"model_name":"stream_text","model_version":"1","text_output":"tok#0"}"#;
     assert_eq!((answer.status, answer.text().as_str()), (200, expected));
     let answer = http(&front, "POST", "/v2/models/stream_text/generate", br#"{"text_input":"tok","n":2}"#).await;
     assert!(answer.text().contains("exactly 1 response"));
