@@ -4,14 +4,17 @@
 //! ensemble, so that the pieces joined are the text of the whole.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use repository::ModelConfig;
 use serving::{
-    Backend, BackendFactory, DataType, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Tensor,
+    Backend, BackendFactory, DataType, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Shape,
+    Tensor,
 };
+use smallvec::SmallVec;
 use text::{Detokenizer, Tokenizer};
 
 use crate::{checkpoint, parameters};
@@ -54,22 +57,36 @@ struct Detokenize {
     outputs: Vec<String>,
 }
 
-/// The texts in the making of one run: by sequence index, then by row and beam.
-type Texts = BTreeMap<(i32, usize), Detokenizer>;
+/// The texts in the making of one run.
+#[derive(Default)]
+struct Texts {
+    /// By sequence index, then by row and beam.
+    of_rows: BTreeMap<(i32, usize), Detokenizer>,
+    /// What one request adds to all of them, row after row.
+    pieces: String,
+}
 
 impl Backend for Detokenize {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
-        let tokens = Tokens::new(&request, self.is_nested)?;
+        self.answer(&request).map(ResponseStream::ready)
+    }
+
+    fn answers_at_once(&self) -> bool {
+        true
+    }
+
+    fn answer(&self, request: &InferRequest) -> Result<InferResponse, InferError> {
+        let tokens = Tokens::new(request, self.is_nested)?;
         if let Some(told) = request.input("sequence_length") {
-            return self.behind(&request, &tokens, &token_ids(told)?).map(ResponseStream::ready);
+            return self.behind(request, &tokens, &token_ids(told)?);
         }
-        let pieces = match &request.step {
-            Some(step) => step.with_state(Texts::new, |texts| self.push(texts, &tokens, step.is_last)),
-            None => self.push(&mut Texts::new(), &tokens, true),
+        let texts = match &request.step {
+            Some(step) => step.with_state(Texts::default, |texts| self.push(texts, &tokens, step.is_last)),
+            None => self.push(&mut Texts::default(), &tokens, true),
         };
-        let mut outputs = vec![Tensor::from_byte_strings("OUTPUT", &tokens.output_shape, &pieces)];
-        outputs.extend(self.handed_on(&request));
-        Ok(ResponseStream::ready(InferResponse { outputs, ..InferResponse::default() }))
+        let mut outputs = vec![texts];
+        outputs.extend(self.handed_on(request));
+        Ok(InferResponse { outputs, ..InferResponse::default() })
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {
@@ -105,28 +122,32 @@ impl Detokenize {
     }
 
     /// The text that each row's new tokens complete, with what was held back if these are the last.
-    fn push(&self, texts: &mut Texts, tokens: &Tokens, is_last: bool) -> Vec<String> {
+    fn push(&self, texts: &mut Texts, tokens: &Tokens, is_last: bool) -> Tensor {
+        let Texts { of_rows, pieces } = texts;
+        pieces.clear();
         let piece = |(row, ids): (usize, &[u32])| {
-            let text = texts
+            let text = of_rows
                 .entry((tokens.sequence_index, row))
                 .or_insert_with(|| Detokenizer::new(self.tokenizer.clone(), self.skip_special_tokens));
-            let mut piece = String::new();
-            ids.iter().for_each(|&id| text.push_into(id, &mut piece));
+            let begin = pieces.len();
+            ids.iter().for_each(|&id| text.push_into(id, pieces));
             if tokens.sequence_end.unwrap_or(is_last) {
-                text.finish_into(&mut piece);
+                text.finish_into(pieces);
             }
-            piece
+            begin..pieces.len()
         };
-        tokens.rows().enumerate().map(piece).collect()
+        let ranges: SmallVec<[Range<usize>; 4]> = tokens.rows().enumerate().map(piece).collect();
+        let pieces: SmallVec<[&str; 4]> = ranges.into_iter().map(|range| &pieces[range]).collect();
+        Tensor::from_byte_strings("OUTPUT", &tokens.output_shape, &pieces)
     }
 }
 
 /// The new tokens of each row and beam.
 struct Tokens {
-    ids: Vec<u32>,
+    ids: Ids,
     width: usize,
-    lengths: Vec<usize>,
-    output_shape: Vec<i64>,
+    lengths: SmallVec<[usize; 8]>,
+    output_shape: Shape,
     sequence_index: i32,
     /// Whether these are the last of their sequence; where nobody says so, the run's last are.
     sequence_end: Option<bool>,
@@ -141,7 +162,7 @@ impl Tokens {
         let num_rows = rows.iter().product::<i64>().try_into().unwrap_or(0usize);
         let width = usize::try_from(width).unwrap_or(0);
         let lengths = match request.input("SEQUENCE_LENGTH").map(token_ids).transpose()? {
-            None => vec![width; num_rows],
+            None => SmallVec::from_elem(width, num_rows),
             Some(lengths) if lengths.len() == num_rows => {
                 lengths.iter().map(|&len| (len as usize).min(width)).collect()
             }
@@ -152,7 +173,8 @@ impl Tokens {
                 )));
             }
         };
-        let output_shape = if is_nested { rows.to_vec() } else { vec![num_rows as i64] };
+        let one_list = [num_rows as i64];
+        let output_shape = Shape::from_slice(if is_nested { rows } else { &one_list });
         let first = |tensor: &Tensor| Some(i32::from_le_bytes(*tensor.data.first_chunk()?));
         let sequence_index = request.input("SEQUENCE_INDEX").filter(|index| index.datatype == DataType::Int32);
         let sequence_index = sequence_index.and_then(first).unwrap_or(0);
@@ -166,14 +188,21 @@ impl Tokens {
     }
 }
 
+/// Token ids, or lengths: behind a decoupled model nearly always one.
+type Ids = SmallVec<[u32; 8]>;
+
 /// Non-negative integers of either sign's type.
-fn token_ids(tensor: &Tensor) -> Result<Vec<u32>, InferError> {
+fn token_ids(tensor: &Tensor) -> Result<Ids, InferError> {
     let name = &tensor.name;
-    let wrong = || InferError::invalid(format!("input `{name}` is {}, expected INT32", tensor.datatype.name()));
-    if tensor.datatype == DataType::Uint32 {
-        return tensor.to_u32().ok_or_else(wrong);
+    if !matches!(tensor.datatype, DataType::Int32 | DataType::Uint32) {
+        let found = tensor.datatype.name();
+        return Err(InferError::invalid(format!("input `{name}` is {found}, expected INT32")));
     }
-    let values = tensor.to_i32().ok_or_else(wrong)?;
-    let negative = |value| InferError::invalid(format!("input `{name}` holds {value}, expected 0 or more"));
-    values.into_iter().map(|value| u32::try_from(value).map_err(|_| negative(value))).collect()
+    let ids: Ids = tensor.data.as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect();
+    if tensor.datatype == DataType::Int32
+        && let Some(negative) = ids.iter().map(|id| id.cast_signed()).find(|id| *id < 0)
+    {
+        return Err(InferError::invalid(format!("input `{name}` holds {negative}, expected 0 or more")));
+    }
+    Ok(ids)
 }

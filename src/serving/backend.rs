@@ -6,7 +6,7 @@ use std::sync::Arc;
 use futures::future::{BoxFuture, FutureExt as _};
 use repository::ModelConfig;
 
-use crate::{InferError, InferRequest, ResponseSender, ResponseStream};
+use crate::{InferError, InferRequest, InferResponse, ResponseSender, ResponseStream};
 
 /// One loaded model version: `serving` calls it, `backends` implement it.
 ///
@@ -23,6 +23,20 @@ pub trait Backend: Send + Sync {
     /// # Errors
     /// When the request cannot be accepted: wrong values, a full queue.
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError>;
+
+    /// Whether [`Backend::answer`] answers every request: a step of an ensemble is then a call.
+    fn answers_at_once(&self) -> bool {
+        false
+    }
+
+    /// The one answer to a request, as [`Backend::infer`] would give it, where that waits for nothing. Asked where
+    /// [`Backend::answers_at_once`] says so.
+    ///
+    /// # Errors
+    /// As [`Backend::infer`].
+    fn answer(&self, _request: &InferRequest) -> Result<InferResponse, InferError> {
+        Err(InferError::internal("this backend does not answer at once"))
+    }
 
     /// How many executions run side by side, for a backend that leaves queues and batches to `serving`.
     fn num_instances(&self) -> usize {

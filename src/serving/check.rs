@@ -2,6 +2,7 @@
 
 use repository::ModelConfig;
 use repository::proto::{ModelInput, ModelTensorReshape};
+use smallvec::SmallVec;
 
 use crate::{DataType, InferError, InferRequest, InferResponse, Name, Shape, Tensor};
 
@@ -58,20 +59,20 @@ impl Signature {
             let model = &self.model;
             return Err(InferError::invalid(format!("unexpected inference output '{output}' for model '{model}'")));
         }
-        self.check_names(request)?;
+        let Some(places) = self.places(&request.inputs) else { return Err(self.wrong_names(request)) };
         let mut batch_size = None;
-        for tensor in &request.inputs {
-            let input = self.input(&tensor.name).expect("its name was checked");
+        for (tensor, &place) in request.inputs.iter().zip(&places) {
+            let input = &self.inputs[place];
             self.check_tensor(input, tensor, &mut batch_size).map_err(&within)?;
-            let len =
-                request.client_memory.input(&tensor.name).map_or(tensor.data.len(), |slice| slice.byte_size as usize);
+            let elsewhere = request.client_memory.input(&tensor.name);
+            let len = elsewhere.map_or(tensor.data.len(), |slice| slice.byte_size as usize);
             check_data(tensor, len, &self.model, self.max_batch_size > 0).map_err(|error| match error {
                 DataError::Core(words) => within(words),
                 DataError::Plain(words) => InferError::invalid(words),
             })?;
         }
-        for tensor in &mut request.inputs {
-            let input = self.input(&tensor.name).expect("its name was checked");
+        for (tensor, &place) in request.inputs.iter_mut().zip(&places) {
+            let input = &self.inputs[place];
             if let Some(reshape) = &input.reshape {
                 tensor.shape = reshaped(&tensor.shape, &input.dims, reshape, self.max_batch_size > 0);
             }
@@ -92,44 +93,51 @@ impl Signature {
         self.inputs.iter().find(|input| input.name == name)
     }
 
-    fn check_names(&self, request: &InferRequest) -> Result<(), InferError> {
+    /// Which input each of `given` is; `None` where one is unknown, is there twice, or is missing.
+    fn places(&self, given: &[Tensor]) -> Option<SmallVec<[usize; 8]>> {
+        let mut is_given: SmallVec<[bool; 32]> = SmallVec::from_elem(false, self.inputs.len());
+        let place_of = |tensor: &Tensor| {
+            let place = self.inputs.iter().position(|input| input.name == tensor.name)?;
+            (!std::mem::replace(&mut is_given[place], true)).then_some(place)
+        };
+        let places = given.iter().map(place_of).collect::<Option<_>>()?;
+        let has_all = self.inputs.iter().zip(&is_given).all(|(input, is_given)| *is_given || input.optional);
+        has_all.then_some(places)
+    }
+
+    /// What [`Signature::places`] found wrong.
+    fn wrong_names(&self, request: &InferRequest) -> InferError {
         let within = |message: String| InferError::invalid(format!("[request id: {}] {message}", shown_id(request)));
         let model = &self.model;
         let given = &request.inputs;
         for (index, tensor) in given.iter().enumerate() {
             if given[..index].iter().any(|other| other.name == tensor.name) {
-                return Err(within(format!("input '{}' already exists in request", tensor.name)));
+                return within(format!("input '{}' already exists in request", tensor.name));
             }
         }
         let missing = || self.inputs.iter().filter(|input| !input.optional && request.input(&input.name).is_none());
         let unexpected = || given.iter().filter(|tensor| self.input(&tensor.name).is_none());
         if given.len() > self.inputs.len() {
-            return Err(within(format!(
+            return within(format!(
                 "{} but got {} inputs for model '{model}'. Got input(s) [{}], but the model does not take \
                  input(s) [{}].",
                 self.expected_count(),
                 given.len(),
                 quoted(given.iter().map(|tensor| &tensor.name)),
                 quoted(unexpected().map(|tensor| &tensor.name)),
-            )));
+            ));
         }
         if let Some(tensor) = unexpected().next() {
-            return Err(InferError::invalid(format!(
-                "unexpected inference input '{}' for model '{model}'",
-                tensor.name
-            )));
+            return InferError::invalid(format!("unexpected inference input '{}' for model '{model}'", tensor.name));
         }
-        if missing().next().is_some() {
-            return Err(within(format!(
-                "{} but got {} inputs for model '{model}'. Got input(s) [{}], but missing required \
-                 input(s) [{}]. Please provide all required input(s).",
-                self.expected_count(),
-                given.len(),
-                quoted(given.iter().map(|tensor| &tensor.name)),
-                quoted(missing().map(|input| &input.name)),
-            )));
-        }
-        Ok(())
+        within(format!(
+            "{} but got {} inputs for model '{model}'. Got input(s) [{}], but missing required \
+             input(s) [{}]. Please provide all required input(s).",
+            self.expected_count(),
+            given.len(),
+            quoted(given.iter().map(|tensor| &tensor.name)),
+            quoted(missing().map(|input| &input.name)),
+        ))
     }
 
     fn expected_count(&self) -> String {

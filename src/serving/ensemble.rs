@@ -13,6 +13,7 @@ use futures::stream::{FuturesUnordered, StreamExt as _};
 use repository::ModelConfig;
 use smallvec::{SmallVec, smallvec};
 
+use crate::finder::Finder;
 use crate::model::ServedModel;
 use crate::registry::Registry;
 use crate::{
@@ -20,8 +21,9 @@ use crate::{
     ResponseSender, ResponseStream, Tensor, Trace,
 };
 
-/// Responses that may wait for a slow reader before the steps wait too.
-const STREAM_CAPACITY: usize = 64;
+mod tensors;
+
+use tensors::Tensors;
 
 /// A loaded ensemble.
 pub(crate) struct Ensemble {
@@ -73,16 +75,14 @@ impl Ensemble {
 impl Backend for Ensemble {
     fn infer(&self, mut request: InferRequest) -> Result<ResponseStream, InferError> {
         let models = self.models()?;
-        let (sender, stream) = ResponseStream::channel(STREAM_CAPACITY);
-        let mut tensors = vec![None; self.graph.num_tensors];
-        for tensor in std::mem::take(&mut request.inputs) {
-            if let Some(wire) = self.graph.inputs.iter().find(|wire| wire.name == tensor.name) {
-                tensors[wire.slot] = Some(tensor);
-            }
-        }
-        let places = self.graph.steps.iter().map(|_| EnsembleStep::default()).collect();
-        let run = Run { graph: self.graph.clone(), models, request, tensors, places, sender };
-        Ok(stream.driven_by(run.finish()))
+        let mut tensors = Tensors::new(self.graph.num_tensors);
+        tensors.put_all(&self.graph.inputs, std::mem::take(&mut request.inputs), &mut Finder::default());
+        let parameters = response_parameters(&request);
+        let places = self.graph.steps.iter().map(|_| Place::default()).collect();
+        let graph = self.graph.clone();
+        Ok(ResponseStream::driven_by(|sender| {
+            Run { graph, models, request, parameters, tensors, places, sender }.finish()
+        }))
     }
 
     fn is_ready(&self) -> bool {
@@ -157,9 +157,21 @@ struct Run {
     models: Vec<Arc<ServedModel>>,
     /// The ensemble's request, without its inputs.
     request: InferRequest,
-    tensors: Vec<Option<Tensor>>,
-    places: Vec<EnsembleStep>,
+    /// Of each response.
+    parameters: Vec<(Name, Parameter)>,
+    tensors: Tensors,
+    places: Vec<Place>,
     sender: ResponseSender,
+}
+
+/// What a run keeps of a step.
+#[derive(Default)]
+struct Place {
+    state: EnsembleStep,
+    /// The last request to a model that answers at once, for the next one.
+    request: Option<Box<InferRequest>>,
+    /// Which wire each tensor of a response takes.
+    finder: Finder,
 }
 
 /// Some steps, by their places in the graph.
@@ -212,6 +224,11 @@ impl Run {
     fn begin(&mut self, waiting: &mut Steps, begun: &mut Begun, pass: Pass) -> Result<(), InferError> {
         while let Some(at) = waiting.iter().position(|step| self.is_ready(*step, waiting, &begun.open)) {
             let step = waiting.remove(at);
+            if self.models[step].answers_at_once() {
+                let response = self.call(step, pass.is_last);
+                self.finished(step, response)?;
+                continue;
+            }
             let mut stream = self.start(step, pass.is_last)?;
             if self.models[step].is_decoupled {
                 begun.open.push(step);
@@ -308,8 +325,8 @@ impl Run {
             } else if absent.len() < makers.len() {
                 // What is behind may fail one response and answer the next.
                 let answers = pass.answers && !self.awaits(&absent);
-                let fed = |step: &&usize| !absent.iter().any(|&maker| self.graph.is_behind(**step, maker));
-                let fed = behind.iter().filter(fed).copied().collect();
+                let mut fed = behind.clone();
+                fed.retain(|step| !absent.iter().any(|&maker| self.graph.is_behind(*step, maker)));
                 if let Err(error) = self.pass(fed, Pass { is_last, answers }).await {
                     self.send_error(error).await;
                 }
@@ -335,42 +352,60 @@ impl Run {
     }
 
     fn start(&self, step: usize, is_last: bool) -> Result<ResponseStream, InferError> {
-        let Step { inputs, outputs, .. } = &self.graph.steps[step];
-        let tensor = |wire: &Wire| {
-            let tensor = self.tensors[wire.slot].as_ref()?;
-            Some(Tensor { name: wire.name.clone(), ..tensor.clone() })
-        };
-        let request = InferRequest {
+        let mut request = self.step_request(step);
+        self.fill(&mut request, step, is_last);
+        self.models[step].infer(request).map_err(|error| self.graph.within(error))
+    }
+
+    /// Asks a model that answers at once.
+    fn call(&mut self, step: usize, is_last: bool) -> Item {
+        let kept = self.places[step].request.take();
+        let mut request = kept.unwrap_or_else(|| Box::new(self.step_request(step)));
+        self.fill(&mut request, step, is_last);
+        let response = self.models[step].answer(&mut request);
+        request.inputs.clear();
+        request.trace = None; // Complete, so it is written now.
+        self.places[step].request = Some(request);
+        response
+    }
+
+    /// What differs from one request to a step to the next.
+    fn fill(&self, request: &mut InferRequest, step: usize, is_last: bool) {
+        request.inputs.extend(self.graph.steps[step].inputs.iter().filter_map(|wire| self.tensors.of(wire)));
+        request.trace = self.request.trace.as_ref().map(Trace::child);
+        if let Some(place) = &mut request.step {
+            place.is_last = is_last;
+        }
+    }
+
+    /// A request to a step, without its inputs.
+    fn step_request(&self, step: usize) -> InferRequest {
+        InferRequest {
             model_name: self.graph.steps[step].model.clone(),
             model_version: self.models[step].version_text.clone(),
             id: self.request.id.clone(),
             parameters: self.request.parameters.clone(),
-            inputs: inputs.iter().filter_map(tensor).collect(),
-            requested_outputs: outputs.iter().map(|wire| wire.name.clone()).collect(),
+            inputs: Vec::with_capacity(self.graph.steps[step].inputs.len()),
+            requested_outputs: self.graph.steps[step].outputs.iter().map(|wire| wire.name.clone()).collect(),
             priority: self.request.priority,
             timeout_us: self.request.timeout_us,
             correlation_id: self.request.correlation_id.clone(),
             sequence_start: self.request.sequence_start,
             sequence_end: self.request.sequence_end,
             client_memory: Default::default(),
-            step: Some(self.places[step].next(is_last)),
-            trace: self.request.trace.as_ref().map(Trace::child),
-        };
-        self.models[step].infer(request).map_err(|error| self.graph.within(error))
+            step: Some(self.places[step].state.clone()),
+            trace: None,
+        }
     }
 
     fn store(&mut self, step: usize, response: InferResponse) {
-        for tensor in response.outputs {
-            if let Some(wire) = self.graph.steps[step].outputs.iter().find(|wire| wire.name == tensor.name) {
-                self.tensors[wire.slot] = Some(tensor);
-            }
-        }
+        self.tensors.put_all(&self.graph.steps[step].outputs, response.outputs, &mut self.places[step].finder);
     }
 
     /// Drops what an earlier pass left of these steps.
     fn forget(&mut self, steps: &[usize]) {
         for wire in steps.iter().flat_map(|&step| &self.graph.steps[step].outputs) {
-            self.tensors[wire.slot] = None;
+            self.tensors.remove(wire.slot);
         }
     }
 
@@ -380,12 +415,10 @@ impl Run {
     }
 
     async fn respond(&self, is_final: bool) {
-        let has_tensor = |wire: &&Wire| self.tensors[wire.slot].is_some();
+        let has_tensor = |wire: &&Wire| self.tensors.has(wire.slot);
         let mut outputs = Vec::with_capacity(self.graph.outputs.iter().filter(has_tensor).count());
-        for wire in self.graph.outputs.iter().filter(|wire| self.is_asked(wire)) {
-            let Some(tensor) = &self.tensors[wire.slot] else { continue };
-            outputs.push(Tensor { name: wire.name.clone(), ..tensor.clone() });
-        }
+        let told = self.graph.outputs.iter().filter(has_tensor).filter(|wire| self.is_asked(wire));
+        outputs.extend(told.filter_map(|wire| self.tensors.of(wire)));
         self.send(outputs, is_final).await;
     }
 
@@ -394,17 +427,22 @@ impl Run {
     }
 
     async fn send(&self, outputs: Vec<Tensor>, is_final: bool) {
-        let sequence_id = match &self.request.correlation_id {
-            CorrelationId::Number(number) => Parameter::Int(number.cast_signed()),
-            CorrelationId::Text(text) => Parameter::String(text.clone()),
-        };
-        let parameters = vec![
-            (Name::new_static("sequence_id"), sequence_id),
-            (Name::new_static("sequence_start"), Parameter::Bool(self.request.sequence_start)),
-            (Name::new_static("sequence_end"), Parameter::Bool(self.request.sequence_end)),
-        ];
+        let parameters = self.parameters.clone();
         self.sender.send(Ok(InferResponse { parameters, outputs, is_final, ..InferResponse::default() })).await;
     }
+}
+
+/// What each response of an ensemble tells of its request.
+fn response_parameters(request: &InferRequest) -> Vec<(Name, Parameter)> {
+    let sequence_id = match &request.correlation_id {
+        CorrelationId::Number(number) => Parameter::Int(number.cast_signed()),
+        CorrelationId::Text(text) => Parameter::String(text.clone()),
+    };
+    vec![
+        (Name::new_static("sequence_id"), sequence_id),
+        (Name::new_static("sequence_start"), Parameter::Bool(request.sequence_start)),
+        (Name::new_static("sequence_end"), Parameter::Bool(request.sequence_end)),
+    ]
 }
 
 /// The next response of each stream, once all have one or have ended.

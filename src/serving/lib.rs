@@ -55,11 +55,13 @@
 #![forbid(unsafe_code)]
 
 mod backend;
+mod bell;
 mod cache;
 mod check;
 mod client_memory;
 mod ensemble;
 mod error;
+mod finder;
 mod generation;
 mod histogram;
 mod labels;
@@ -69,6 +71,7 @@ mod registry;
 mod request;
 mod scheduler;
 mod server;
+mod slot;
 mod statistics;
 mod step;
 mod tensor;
@@ -77,6 +80,7 @@ mod warmup;
 mod watch;
 
 pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest, MemoryUsage};
+pub use bell::Bell;
 pub use cache::CacheStatistics;
 pub use client_memory::{ClientMemory, ClientSlice};
 pub use error::{ErrorKind, InferError};

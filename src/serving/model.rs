@@ -77,20 +77,10 @@ impl ServedModel {
     /// Checks the request, hands it to the backend, and counts what comes of it.
     pub fn infer(self: &Arc<Self>, mut request: InferRequest) -> Result<ResponseStream, InferError> {
         let started = Instant::now();
-        let in_place = self.backend.reads_client_memory() && self.cache.is_none() && request.trace.is_none();
-        if !in_place {
-            request.fetch_client_memory()?;
-        }
-        // Nothing is counted of a request that is no request to this model, as in Triton.
-        let batch_size = self.signature.check(&mut request)?;
-        if let Some(trace) = &request.trace {
-            trace.name(&self.config.name, self.version, &request.id);
-            trace.mark_at("REQUEST_START", started);
-            trace.mark("QUEUE_START");
-            trace.tensors("TENSOR_QUEUE_INPUT", &request.inputs);
-        }
+        let batch_size = self.admit(&mut request, started)?;
         let (cached, answer) = self.look_up(&request);
-        let watch = Watch::new(self.clone(), &request, batch_size, started, cached);
+        let mut watch = Watch::new(self.clone(), &request, batch_size, started, cached);
+        watch.keep_only(request.requested_outputs.clone());
         if let Some(response) = answer {
             return Ok(ResponseStream::ready(response).watched(watch));
         }
@@ -105,6 +95,46 @@ impl ServedModel {
                 Err(error)
             }
         }
+    }
+
+    /// Whether [`ServedModel::answer`] may be asked.
+    pub fn answers_at_once(&self) -> bool {
+        self.cache.is_none() && self.backend.answers_at_once()
+    }
+
+    /// As [`ServedModel::infer`], of a model that answers at once. The request may be asked again with other inputs.
+    pub fn answer(self: &Arc<Self>, request: &mut InferRequest) -> Result<InferResponse, InferError> {
+        let started = Instant::now();
+        let batch_size = self.admit(request, started)?;
+        let mut watch = Watch::new(self.clone(), request, batch_size, started, Cached::Never);
+        let response = match self.backend.answer(request) {
+            Ok(response) => InferResponse { is_final: true, ..response },
+            Err(error) => {
+                watch.refused(&error);
+                return Err(error);
+            }
+        };
+        watch.keep_only(std::mem::take(&mut request.requested_outputs));
+        let response = watch.see(Some(Ok(response))).expect("what is seen comes back");
+        request.requested_outputs = watch.take_requested_outputs();
+        response
+    }
+
+    /// Checks a request and begins its trace. Returns its batch size.
+    fn admit(&self, request: &mut InferRequest, started: Instant) -> Result<u64, InferError> {
+        let in_place = self.backend.reads_client_memory() && self.cache.is_none() && request.trace.is_none();
+        if !in_place {
+            request.fetch_client_memory()?;
+        }
+        // Nothing is counted of a request that is no request to this model, as in Triton.
+        let batch_size = self.signature.check(request)?;
+        if let Some(trace) = &request.trace {
+            trace.name(&self.config.name, self.version, &request.id);
+            trace.mark_at("REQUEST_START", started);
+            trace.mark("QUEUE_START");
+            trace.tensors("TENSOR_QUEUE_INPUT", &request.inputs);
+        }
+        Ok(batch_size)
     }
 
     fn look_up(&self, request: &InferRequest) -> (Cached, Option<InferResponse>) {

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
@@ -13,8 +14,10 @@ use futures::future::{BoxFuture, FutureExt as _};
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 
+use crate::bell::Bell;
 use crate::generation::{Generation, Progress};
 use crate::scheduler::{Again, Turn};
+use crate::slot::Slot;
 use crate::statistics::Execution;
 use crate::step::EnsembleStep;
 use crate::watch::Watch;
@@ -120,13 +123,17 @@ pub struct ResponseStream {
 enum Source {
     /// The only one, until it is taken.
     Ready(Option<Item>),
-    /// A sender; `driver` is the work that uses it, where reading the stream is what carries that on. In this order, so that
-    /// the sender is told that the client has left before its work goes on elsewhere.
-    Channel { receiver: mpsc::Receiver<Item>, driver: Option<Driver> },
+    /// A sender, wherever it is.
+    Channel(mpsc::Receiver<Item>),
+    /// Work that reading the stream carries on.
+    Driven(Driver),
 }
 
 /// The work that makes a stream's responses.
 struct Driver {
+    slot: Arc<Slot>,
+    /// Rings when the work can go on.
+    bell: Bell,
     work: Option<BoxFuture<'static, ()>>,
     /// Where it goes on when the stream is dropped; `None` when it ends with it.
     afterwards: Option<Handle>,
@@ -134,6 +141,8 @@ struct Driver {
 
 impl Drop for Driver {
     fn drop(&mut self) {
+        // The sender is told that the client has left before its work goes on elsewhere.
+        self.slot.close();
         if let (Some(work), Some(runtime)) = (self.work.take(), self.afterwards.take()) {
             runtime.spawn(work);
         }
@@ -147,10 +156,18 @@ pub(crate) struct Scheduled {
     pub execution: Option<Arc<Execution>>,
 }
 
+/// How responses get to their stream.
+#[derive(Debug, Clone)]
+enum Way {
+    Channel(mpsc::Sender<Item>),
+    /// To who carries the work on that sends them.
+    Slot(Arc<Slot>),
+}
+
 /// The model's end of a [`ResponseStream`].
 #[derive(Debug, Clone)]
 pub struct ResponseSender {
-    sender: mpsc::Sender<Item>,
+    way: Way,
     progress: Arc<Progress>,
     /// Requests behind this one are answered after the last sender is gone.
     _turn: Option<Arc<Turn>>,
@@ -162,9 +179,12 @@ impl ResponseStream {
     /// A stream that holds at most `capacity` responses that nobody has read.
     pub fn channel(capacity: usize) -> (ResponseSender, ResponseStream) {
         let (sender, receiver) = mpsc::channel(capacity);
+        Self::of(Way::Channel(sender), Source::Channel(receiver))
+    }
+
+    fn of(way: Way, source: Source) -> (ResponseSender, ResponseStream) {
         let progress = Arc::new(Progress::default());
-        let sender = ResponseSender { sender, progress: progress.clone(), _turn: None, again: None };
-        let source = Source::Channel { receiver, driver: None };
+        let sender = ResponseSender { way, progress: progress.clone(), _turn: None, again: None };
         (sender, ResponseStream { source, progress: Some(progress), watch: None, turn: None })
     }
 
@@ -174,31 +194,41 @@ impl ResponseStream {
         ResponseStream { source, progress: None, watch: None, turn: None }
     }
 
-    /// Has `work`, which sends this stream's responses, go on whenever the stream is read: no task of its own, and none to
-    /// wake for a response. It ends with the stream.
-    pub fn driven_by(self, work: impl Future<Output = ()> + Send + 'static) -> Self {
-        self.with_driver(Driver { work: Some(work.boxed()), afterwards: None })
+    /// A stream of what the work that `make` makes sends, which goes on whenever the stream is read: no task of its own, and
+    /// none to wake for a response. It holds one response that nobody has read. Work and stream end with each other; the work
+    /// keeps its sender to itself.
+    pub fn driven_by<W: Future<Output = ()> + Send + 'static>(make: impl FnOnce(ResponseSender) -> W) -> Self {
+        Self::driven(None, make)
     }
 
-    /// As [`ResponseStream::driven_by`], but when the stream is dropped before its end, `work` goes on as a task. It is polled
-    /// then, and [`ResponseSender::is_cancelled`] tells it.
+    /// As [`ResponseStream::driven_by`], but when the stream is dropped before its end, the work goes on as a task. It is
+    /// polled then, and [`ResponseSender::is_cancelled`] tells it.
     ///
     /// # Panics
     /// Outside of a runtime.
-    pub fn driven_to_its_end_by(self, work: impl Future<Output = ()> + Send + 'static) -> Self {
-        self.with_driver(Driver { work: Some(work.boxed()), afterwards: Some(Handle::current()) })
+    pub fn driven_to_its_end_by<W: Future<Output = ()> + Send + 'static>(
+        make: impl FnOnce(ResponseSender) -> W,
+    ) -> Self {
+        Self::driven(Some(Handle::current()), make)
     }
 
-    fn with_driver(mut self, work: Driver) -> Self {
-        if let Source::Channel { driver, .. } = &mut self.source {
-            *driver = Some(work);
+    fn driven<W: Future<Output = ()> + Send + 'static>(
+        afterwards: Option<Handle>,
+        make: impl FnOnce(ResponseSender) -> W,
+    ) -> Self {
+        let slot = Arc::new(Slot::default());
+        let driver = Driver { slot: slot.clone(), bell: Bell::default(), work: None, afterwards };
+        let (sender, mut stream) = Self::of(Way::Slot(slot), Source::Driven(driver));
+        let work = make(sender).boxed();
+        if let Source::Driven(driver) = &mut stream.source {
+            driver.work = Some(work);
         }
-        self
+        stream
     }
 
     /// The next response; `None` after the final one.
     pub async fn next_response(&mut self) -> Option<Item> {
-        std::future::poll_fn(|context| self.poll_response(context)).await
+        poll_fn(|context| self.poll_response(context)).await
     }
 
     /// The only response, where it was there from the start.
@@ -243,20 +273,27 @@ impl ResponseStream {
 
 impl Source {
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Item>> {
-        let (receiver, driver) = match self {
-            Source::Ready(item) => return Poll::Ready(item.take()),
-            Source::Channel { receiver, driver } => (receiver, driver),
-        };
-        if let Some(Driver { work: slot @ Some(_), .. }) = driver {
-            if let Ok(item) = receiver.try_recv() {
-                return Poll::Ready(Some(item));
-            }
-            let work = slot.as_mut().expect("matched above");
-            if work.as_mut().poll(context).is_ready() {
-                *slot = None;
-            }
+        match self {
+            Source::Ready(item) => Poll::Ready(item.take()),
+            Source::Channel(receiver) => receiver.poll_recv(context),
+            Source::Driven(driver) => driver.poll(context),
         }
-        receiver.poll_recv(context)
+    }
+}
+
+impl Driver {
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Item>> {
+        if let Some(item) = self.slot.take() {
+            return Poll::Ready(Some(item));
+        }
+        let Some(work) = &mut self.work else { return Poll::Ready(None) };
+        if self.bell.poll(context, |context| work.as_mut().poll(context)).is_ready() {
+            self.work = None;
+        }
+        match self.slot.take() {
+            None if self.work.is_some() => Poll::Pending,
+            item => Poll::Ready(item),
+        }
     }
 }
 
@@ -278,7 +315,16 @@ impl ResponseSender {
     /// Sends one response or the ending error, waiting while the stream is full.
     /// False when the client has left.
     pub async fn send(&self, response: Result<InferResponse, InferError>) -> bool {
-        self.sender.send(response).await.is_ok()
+        match &self.way {
+            Way::Channel(sender) => sender.send(response).await.is_ok(),
+            Way::Slot(slot) => {
+                let mut response = slot.try_put(response);
+                if response.is_some() {
+                    poll_fn(|context| slot.poll_put(&mut response, context)).await;
+                }
+                !slot.is_closed()
+            }
+        }
     }
 
     /// As [`ResponseSender::send`], without waiting.
@@ -286,16 +332,19 @@ impl ResponseSender {
     /// # Errors
     /// With the response, when the stream is full.
     pub fn try_send(&self, response: Item) -> Result<bool, Box<Item>> {
-        match self.sender.try_send(response) {
-            Ok(()) => Ok(true),
-            Err(mpsc::error::TrySendError::Closed(_)) => Ok(false),
-            Err(mpsc::error::TrySendError::Full(response)) => Err(Box::new(response)),
+        match &self.way {
+            Way::Channel(sender) => match sender.try_send(response) {
+                Ok(()) => Ok(true),
+                Err(mpsc::error::TrySendError::Closed(_)) => Ok(false),
+                Err(mpsc::error::TrySendError::Full(response)) => Err(Box::new(response)),
+            },
+            Way::Slot(slot) => slot.try_put(response).map_or(Ok(!slot.is_closed()), |full| Err(Box::new(full))),
         }
     }
 
     /// As [`ResponseSender::send`] for threads outside the async runtime.
     pub fn blocking_send(&self, response: Result<InferResponse, InferError>) -> bool {
-        self.sender.blocking_send(response).is_ok()
+        futures::executor::block_on(self.send(response))
     }
 
     /// Says that the request left its queue: the time until now counts as queueing, the rest as computing.
@@ -345,16 +394,23 @@ impl ResponseSender {
     /// Ends a request that nothing was sent for yet.
     pub(crate) fn refuse(self, error: InferError) {
         // The stream has room for it; it is gone if the client has left.
-        let _ = self.sender.try_send(Err(error));
+        let _ = self.try_send(Err(error));
     }
 
     /// Whether the client has left.
     pub fn is_cancelled(&self) -> bool {
-        self.sender.is_closed()
+        match &self.way {
+            Way::Channel(sender) => sender.is_closed(),
+            Way::Slot(slot) => slot.is_closed(),
+        }
     }
 
     /// Resolves when the client leaves.
     pub async fn cancelled(&self) {
-        self.sender.closed().await;
+        match &self.way {
+            Way::Channel(sender) => sender.closed().await,
+            // Work that outlives its reader is polled when that leaves.
+            Way::Slot(slot) => poll_fn(|_| if slot.is_closed() { Poll::Ready(()) } else { Poll::Pending }).await,
+        }
     }
 }

@@ -16,11 +16,6 @@ pub struct EnsembleStep {
 }
 
 impl EnsembleStep {
-    /// The same step's next request.
-    pub(crate) fn next(&self, is_last: bool) -> Self {
-        Self { state: self.state.clone(), is_last }
-    }
-
     /// Calls `work` with this step's state of this run, made by `make` when there is none of its type yet.
     pub fn with_state<S: Send + 'static, R>(&self, make: impl FnOnce() -> S, work: impl FnOnce(&mut S) -> R) -> R {
         let mut slot = self.state.lock().unwrap_or_else(PoisonError::into_inner);

@@ -107,10 +107,13 @@ impl DataType {
     }
 }
 
+/// Elements of text up to this size lie beside their count: a token's text does.
+const FEW_BYTES: usize = 32;
+
 /// A named tensor. `data` is raw and little-endian, row-major; each BYTES element is a 4-byte length and its bytes.
 ///
 /// Whoever makes a tensor sees to it that `data` matches `datatype` and `shape`.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, PartialEq)]
 pub struct Tensor {
     /// The model's name for it.
     pub name: Name,
@@ -120,6 +123,14 @@ pub struct Tensor {
     pub shape: Shape,
     /// The elements.
     pub data: Bytes,
+}
+
+impl Clone for Tensor {
+    fn clone(&self) -> Self {
+        // A `SmallVec` clones its elements one by one.
+        let shape = Shape::from_slice(&self.shape);
+        Self { name: self.name.clone(), datatype: self.datatype, shape, data: self.data.clone() }
+    }
 }
 
 macro_rules! typed {
@@ -135,7 +146,7 @@ macro_rules! typed {
                     data.into()
                 }
             };
-            Self { name: name.into(), datatype: DataType::$datatype, shape: shape.into(), data }
+            Self { name: name.into(), datatype: DataType::$datatype, shape: Shape::from_slice(shape), data }
         }
 
         #[doc = concat!("The elements of a ", stringify!($datatype), " tensor; `None` for another type.")]
@@ -161,7 +172,7 @@ impl Tensor {
             &[value] => lone(&[u8::from(value)]),
             values => values.iter().map(|&value| u8::from(value)).collect::<Vec<u8>>().into(),
         };
-        Self { name: name.into(), datatype: DataType::Bool, shape: shape.into(), data }
+        Self { name: name.into(), datatype: DataType::Bool, shape: Shape::from_slice(shape), data }
     }
 
     /// The elements of a BOOL tensor; `None` for another type.
@@ -171,13 +182,16 @@ impl Tensor {
 
     /// A BYTES tensor of `values`.
     pub fn from_byte_strings<V: AsRef<[u8]>>(name: impl Into<Name>, shape: &[i64], values: &[V]) -> Self {
-        let mut data = Vec::with_capacity(values.iter().map(|value| 4 + value.as_ref().len()).sum());
+        let mut data = SmallVec::<[u8; FEW_BYTES]>::new();
+        data.reserve_exact(values.iter().map(|value| 4 + value.as_ref().len()).sum());
         for value in values {
             let value = value.as_ref();
             data.extend_from_slice(&u32::try_from(value.len()).expect("an element is under 4 GiB").to_le_bytes());
             data.extend_from_slice(value);
         }
-        Self { name: name.into(), datatype: DataType::Bytes, shape: shape.into(), data: data.into() }
+        // One piece of memory for few bytes and their count, where a `Vec` takes a second one to become shared.
+        let data = if data.spilled() { data.into_vec().into() } else { Bytes::from_owner(data) };
+        Self { name: name.into(), datatype: DataType::Bytes, shape: Shape::from_slice(shape), data }
     }
 
     /// The elements of a BYTES tensor, sharing its memory; `None` for another type or broken lengths.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::cache::CacheKey;
+use crate::finder::Finder;
 use crate::generation::{Generation, Progress};
 use crate::model::ServedModel;
 use crate::request::Scheduled;
@@ -16,6 +17,7 @@ pub(crate) struct Watch {
     model: Arc<ServedModel>,
     id: Name,
     requested_outputs: Vec<Name>,
+    finder: Finder,
     batch_size: u64,
     started: Instant,
     /// What checking the inputs took.
@@ -55,7 +57,8 @@ impl Watch {
         model.in_flight.enter();
         Self {
             id: request.id.clone(),
-            requested_outputs: request.requested_outputs.clone(),
+            requested_outputs: Vec::new(),
+            finder: Finder::default(),
             batch_size,
             started,
             checked: started.elapsed(),
@@ -68,6 +71,16 @@ impl Watch {
             trace: request.trace.clone(),
             model,
         }
+    }
+
+    /// Responses keep only these outputs from here on; all of them if none is named.
+    pub fn keep_only(&mut self, requested_outputs: Vec<Name>) {
+        self.requested_outputs = requested_outputs;
+    }
+
+    /// As it was given by [`Watch::keep_only`].
+    pub fn take_requested_outputs(&mut self) -> Vec<Name> {
+        std::mem::take(&mut self.requested_outputs)
     }
 
     /// The same, told by the model through `progress`.
@@ -125,7 +138,7 @@ impl Watch {
         }
     }
 
-    fn complete(&self, response: &mut InferResponse) {
+    fn complete(&mut self, response: &mut InferResponse) {
         if response.model_name.is_empty() {
             response.model_name = self.model.name.clone();
         }
@@ -136,7 +149,12 @@ impl Watch {
             response.id.clone_from(&self.id);
         }
         if !self.requested_outputs.is_empty() {
-            response.outputs.retain(|output| self.requested_outputs.contains(&output.name));
+            let Self { requested_outputs, finder, .. } = self;
+            let mut index = 0;
+            response.outputs.retain(|output| {
+                index += 1;
+                finder.find(index - 1, requested_outputs, |name| *name == output.name).is_some()
+            });
         }
         self.model.signature.restore_shapes(response);
     }

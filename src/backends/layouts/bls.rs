@@ -15,9 +15,6 @@ use serving::{
 use super::keys::Use;
 use crate::parameters;
 
-/// Responses that wait unread, as many as the engine's own.
-const UNREAD_RESPONSES: usize = 64;
-
 const PREPROCESSING: &str = "preprocessing";
 const POSTPROCESSING: &str = "postprocessing";
 
@@ -155,9 +152,8 @@ impl Backend for Bls {
             }
         }
         let models = Models::find(&self.link, &self.language_model)?;
-        let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
         let bls = self.clone();
-        Ok(stream.driven_by(async move {
+        Ok(ResponseStream::driven_by(|sender| async move {
             if let Err(error) = bls.run(&request, &models, &sender).await {
                 sender.send(Err(error)).await;
             }

@@ -175,16 +175,12 @@ fn beams_last(tensor: &mut Tensor) {
     *tensor = Tensor::from_f32(tensor.name.clone(), &[batch, length, beams], &turned);
 }
 
-/// Responses that wait unread, as many as the engine's own.
-const UNREAD_RESPONSES: usize = 64;
-
 /// A stream of the responses of another one, each changed by `change`.
 pub(super) fn mapped(
     stream: ResponseStream,
     change: impl Fn(InferResponse) -> InferResponse + Send + 'static,
 ) -> ResponseStream {
-    let (sender, mapped) = ResponseStream::channel(UNREAD_RESPONSES);
-    mapped.driven_by(async move { forward(stream, &sender, change).await })
+    ResponseStream::driven_by(|sender| async move { forward(stream, &sender, change).await })
 }
 
 /// Sends on what a stream gives, until it ends or the client leaves.

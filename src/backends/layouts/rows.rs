@@ -11,9 +11,6 @@ use serving::{
     Tensor,
 };
 
-/// Responses that wait unread, as many as the engine's own.
-const UNREAD_RESPONSES: usize = 64;
-
 /// Splits a request into its rows and joins their answers: a decoupled model answers for each row as it comes, told apart
 /// by `batch_index`, any other once for all.
 pub(super) struct Rows {
@@ -37,10 +34,10 @@ impl Backend for Rows {
         let padding = padding(&request);
         let streams: Result<Vec<ResponseStream>, InferError> =
             split(request, num_rows)?.into_iter().map(|row| self.inner.infer(row)).collect();
-        let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
+        let streams = streams?;
         Ok(match self.is_decoupled {
-            true => stream.driven_by(each_row(streams?, sender)),
-            false => stream.driven_by(all_rows(streams?, sender, padding)),
+            true => ResponseStream::driven_by(|sender| each_row(streams, sender)),
+            false => ResponseStream::driven_by(|sender| all_rows(streams, sender, padding)),
         })
     }
 

@@ -38,9 +38,6 @@ const LOG_PROBS: &str = "output_log_probs";
 /// Sequences that run at once where the configuration has no batches: what LMDeploy's engine takes.
 const MAX_ROWS: i32 = 128;
 
-/// Responses that wait unread, as many as the engine's own.
-const UNREAD_RESPONSES: usize = 64;
-
 /// Loads text models.
 pub(super) struct TextModelFactory {
     pub(super) llm: Arc<dyn BackendFactory>,
@@ -290,9 +287,8 @@ impl Backend for TextModel {
             let text = self.text(&request, prompt, streaming)?;
             runs.push((self.llm().infer(engine_request)?, text));
         }
-        let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
         let model = self.clone();
-        Ok(stream.driven_by(async move {
+        Ok(ResponseStream::driven_by(|sender| async move {
             match (streaming, runs.pop()) {
                 (true, Some((engine, text))) => model.stream(request, engine, text, sender).await,
                 (_, last) => model.answer(request, runs.into_iter().chain(last).collect(), sender).await,

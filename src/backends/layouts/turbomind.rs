@@ -20,9 +20,6 @@ use tokio::sync::watch;
 
 use super::engine::{engine_output, with_checkpoint};
 
-/// Responses that wait unread, as many as the engine's own.
-const UNREAD_RESPONSES: usize = 64;
-
 /// Sessions that are remembered at once; beyond them the one longest idle is forgotten.
 const MAX_SESSIONS: usize = 4096;
 
@@ -135,9 +132,8 @@ impl Backend for Sessions {
         }
         let (prompt, stopped) = self.begin(&wanted, &new_tokens(&request)?, max_tokens)?;
         let engine = self.llm.infer(engine_request(&request, &prompt)).inspect_err(|_| self.forget_run(&wanted.id))?;
-        let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
         let run = Run { sessions: self.sessions.clone(), outputs: self.outputs.clone(), wanted, tokens: prompt };
-        Ok(stream.driven_by(run.answer(engine, sender, stopped)))
+        Ok(ResponseStream::driven_by(|sender| run.answer(engine, sender, stopped)))
     }
 
     fn is_ready(&self) -> bool {

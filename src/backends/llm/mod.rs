@@ -54,9 +54,6 @@ use step_thread::error_of;
 use text_stop::TextStop;
 use timing::Timing;
 
-/// Responses of one request that may wait unread; what nobody reads waits as bare tokens.
-const UNREAD_RESPONSES: usize = 1;
-
 /// Loads LLMs: `tensorrtllm`, `trireme` and the other names in users' configurations.
 pub struct LlmFactory {
     defaults: LlmDefaults,
@@ -288,8 +285,6 @@ impl Backend for Llm {
         if !request.id.is_empty() {
             self.by_id.lock().unwrap().insert(request.id.clone(), Arc::clone(&stop));
         }
-        let (sender, stream) = ResponseStream::channel(UNREAD_RESPONSES);
-        sender.took_input(begun.elapsed());
         let task = RequestTask {
             client_id: request.id,
             pending,
@@ -305,7 +300,10 @@ impl Backend for Llm {
             is_stopped: false,
         };
         self.in_flight.send_modify(|count| *count += 1);
-        Ok(stream.driven_to_its_end_by(task.run(receiver, sender)))
+        Ok(ResponseStream::driven_to_its_end_by(|sender| {
+            sender.took_input(begun.elapsed());
+            task.run(receiver, sender)
+        }))
     }
 
     fn is_ready(&self) -> bool {

@@ -101,7 +101,7 @@ enum Mode {
 #[derive(Debug, Clone, Default)]
 struct Output {
     /// Tokens that no response has carried yet.
-    pending: Vec<SampledToken>,
+    pending: Tokens,
     num_tokens: usize,
     cumulative_log_prob: f64,
     blocks: BlockUsage,
@@ -112,11 +112,14 @@ struct Output {
     ended: bool,
 }
 
+/// Tokens of one event, nearly always one.
+pub(crate) type Tokens = SmallVec<[SampledToken; 1]>;
+
 /// News of one sequence, as it is told.
 pub(crate) struct News {
     /// Which of the request's sequences.
     pub(crate) index: usize,
-    pub(crate) tokens: Vec<SampledToken>,
+    pub(crate) tokens: Tokens,
     /// When they came.
     pub(crate) at: Instant,
     /// Nothing follows for this sequence.
@@ -131,7 +134,7 @@ impl News {
     /// A sequence ends that never ran.
     pub(crate) fn end(index: usize) -> Self {
         let (blocks, drafts) = (BlockUsage::default(), DraftUsage::default());
-        Self { index, tokens: Vec::new(), at: Instant::now(), ends: true, blocks, drafts, cum_log_prob: None }
+        Self { index, tokens: Tokens::new(), at: Instant::now(), ends: true, blocks, drafts, cum_log_prob: None }
     }
 }
 
@@ -281,7 +284,7 @@ impl Responses {
 }
 
 impl Output {
-    fn take(&mut self, tokens: Vec<SampledToken>, at: Instant, blocks: BlockUsage) {
+    fn take(&mut self, tokens: Tokens, at: Instant, blocks: BlockUsage) {
         self.blocks = blocks;
         if tokens.is_empty() {
             return;

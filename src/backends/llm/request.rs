@@ -11,7 +11,7 @@ use serving::{ErrorKind, InferError, InferResponse, Name, ResponseSender};
 use tokio::sync::{Notify, mpsc, watch};
 
 use super::inbox::{Message, RequestEvent};
-use super::outputs::{News, Responses};
+use super::outputs::{News, Responses, Tokens};
 use super::router::Admission;
 use super::text_stop::TextStop;
 use super::timing::Timing;
@@ -148,11 +148,12 @@ impl RequestTask {
                     self.client_left = true;
                     self.cancel();
                 }
-                if !self.is_stopped && stopped.as_mut().poll(context).is_ready() {
+                let event = events.poll_recv(context);
+                if event.is_pending() && !self.is_stopped && stopped.as_mut().poll(context).is_ready() {
                     self.is_stopped = true;
                     self.cancel();
                 }
-                events.poll_recv(context)
+                event
             })
             .await;
             let response = match event {
@@ -229,9 +230,9 @@ impl RequestTask {
         }
         let mut ends = finished.is_some();
         let tokens = match self.text_stops.get_mut(index) {
-            None => tokens.into_vec(),
+            None => tokens,
             Some(text_stop) => {
-                let mut told = Vec::new();
+                let mut told = Tokens::new();
                 if text_stop.push(tokens, ends, &mut told) && !ends {
                     ends = true;
                     self.timing.ended(Some(FinishReason::StopWord));

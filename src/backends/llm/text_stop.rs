@@ -9,6 +9,8 @@ use std::sync::Arc;
 use engine::{RowId, SampledToken, TokenId};
 use text::{Detokenizer, StopText, Tokenizer};
 
+use super::outputs::Tokens;
+
 /// Searches the text of one sequence.
 pub(crate) struct TextStop {
     tokenizer: Arc<Tokenizer>,
@@ -52,7 +54,7 @@ impl TextStop {
         &mut self,
         tokens: impl IntoIterator<Item = SampledToken>,
         ends: bool,
-        told: &mut Vec<SampledToken>,
+        told: &mut Tokens,
     ) -> bool {
         let mut piece = String::new();
         for token in tokens {
@@ -74,7 +76,7 @@ impl TextStop {
         false
     }
 
-    fn search(&mut self, piece: &str, told: &mut Vec<SampledToken>) -> bool {
+    fn search(&mut self, piece: &str, told: &mut Tokens) -> bool {
         if piece.is_empty() {
             return false;
         }
@@ -158,7 +160,7 @@ mod tests {
         let mut stop = TextStop::new(&tokenizer, &words, before).unwrap();
         let mut texts = Vec::new();
         for (index, token) in ids(tokens).into_iter().enumerate() {
-            let mut told = Vec::new();
+            let mut told = Tokens::new();
             let sampled = SampledToken { row: RowId(0), token, logprob: None, top: Vec::new() };
             let found = stop.push([sampled], index + 1 == tokens.len(), &mut told);
             let told: Vec<TokenId> = told.iter().map(|token| token.token).collect();

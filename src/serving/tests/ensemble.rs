@@ -184,6 +184,28 @@ async fn an_error_in_the_middle_of_a_stream_stands_for_one_response() {
 }
 
 #[tokio::test]
+async fn a_step_that_answers_at_once_is_answered_and_counted_as_any_other() {
+    let fails = format!("{JOIN} parameters {{ key: \"fail_on\" value {{ string_value: \"q:1!#1\" }} }}");
+    let steps =
+        ["join: a=x -> joined=clean", "pieces: text=clean n=n -> piece=piece", "join: a=piece b=clean -> joined=y"];
+    let mut seen = Vec::new();
+    for backend in ["\"join\"", "\"call\""] {
+        let join = fails.replacen("\"join\"", backend, 1);
+        let world = World::new(&[("join", &join), ("pieces", PIECES), ("ens", &ensemble(&steps))]);
+        let server = world.started().await;
+        let all = responses(server.infer(request("ens", vec![text("x", "q")])).unwrap()).await;
+        let join = &server.model_statistics("join", "").unwrap()[0];
+        let counts = (join.inference.success.count, join.inference.fail.count, join.execution_count, join.failures);
+        let ens = &server.model_statistics("ens", "").unwrap()[0];
+        let of_responses: Vec<_> = ens.responses.iter().map(|of| (of.success.count, of.fail.count)).collect();
+        seen.push((texts(all), counts, of_responses, server.num_in_flight()));
+    }
+    assert_eq!(seen[0], seen[1]);
+    let told = ["q:1!#0+q:1!:1", "in ensemble 'ens', no q:1!#1", "q:1!#2+q:1!:2", " (final)"];
+    assert_eq!(seen[1].0, told);
+}
+
+#[tokio::test]
 async fn leaving_an_ensemble_cancels_its_steps() {
     let steps = ["pieces: text=x n=n -> piece=y"];
     let world = World::new(&[("pieces", PIECES), ("ens", &ensemble(&steps))]);

@@ -86,7 +86,7 @@ impl World {
 
     pub fn server(&self, control_mode: ControlMode) -> Arc<Server> {
         let factory: Arc<dyn BackendFactory> = Arc::new(ScriptedFactory(self.script.clone()));
-        let names = ["echo", "pieces", "gate", "join", "rows", "sum"];
+        let names = ["echo", "pieces", "gate", "join", "call", "rows", "sum"];
         let factories: HashMap<_, _> = names.map(|name| (name.to_owned(), factory.clone())).into();
         let repositories = vec![PathBuf::from(self.root.path())];
         let response_cache_bytes = 1 << 20;
@@ -148,12 +148,17 @@ impl Backend for Scripted {
             }
             "pieces" => Ok(self.pieces(&request)),
             "gate" => Ok(self.gated(request)),
-            "join" => match self.model.config.parameter("fail_on") {
-                Some(text) if text_of(&request.inputs[0]) == text => Err(InferError::internal(format!("no {text}"))),
-                _ => Ok(joined(&request)),
-            },
+            "join" | "call" => self.join(&request).map(ResponseStream::ready),
             kind => Err(InferError::new(ErrorKind::Unsupported, format!("no `{kind}`"))),
         }
+    }
+
+    fn answers_at_once(&self) -> bool {
+        self.kind == "call"
+    }
+
+    fn answer(&self, request: &InferRequest) -> Result<InferResponse, InferError> {
+        self.join(request)
     }
 
     fn num_instances(&self) -> usize {
@@ -213,13 +218,22 @@ impl Backend for Scripted {
     }
 }
 
+impl Scripted {
+    fn join(&self, request: &InferRequest) -> Result<InferResponse, InferError> {
+        match self.model.config.parameter("fail_on") {
+            Some(text) if text_of(&request.inputs[0]) == text => Err(InferError::internal(format!("no {text}"))),
+            _ => Ok(joined(request)),
+        }
+    }
+}
+
 fn echoed(request: &InferRequest) -> Vec<Tensor> {
     let rename = |tensor: &Tensor| Tensor { name: tensor.name.replace("INPUT", "OUTPUT").into(), ..tensor.clone() };
     request.inputs.iter().map(rename).collect()
 }
 
 /// Counts the requests of its run, and joins all its inputs with that count: "a+b:2", and "!" on the last.
-fn joined(request: &InferRequest) -> ResponseStream {
+fn joined(request: &InferRequest) -> InferResponse {
     let texts: Vec<String> = request.inputs.iter().map(text_of).collect();
     let place = request.step.clone().unwrap_or_default();
     let count = place.with_state(
@@ -232,7 +246,7 @@ fn joined(request: &InferRequest) -> ResponseStream {
     let end = if place.is_last { "!" } else { "" };
     let text = format!("{}:{count}{end}", texts.join("+"));
     let outputs = vec![Tensor::from_byte_strings("joined", &[1], &[text])];
-    ResponseStream::ready(InferResponse { outputs, ..InferResponse::default() })
+    InferResponse { outputs, ..InferResponse::default() }
 }
 
 /// Adds its input to the sequence's state, and gives the sum back twice.
