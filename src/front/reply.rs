@@ -3,10 +3,13 @@
 //! The generated types would copy every name and shape of every token into maps and vectors first.
 //! Wire layout: `proto/grpc_service.proto`, `ModelInferResponse` and `ModelStreamInferResponse`.
 
-use bytes::{Buf, BufMut};
+use bytes::{Buf, BufMut, Bytes};
 use prost::encoding::{DecodeContext, WireType, encode_key, encode_varint, encoded_len_varint, key_len, skip_field};
 use prost::{DecodeError, Message};
 use serving::{InferResponse, Parameter, Tensor};
+
+/// Which parameter says whether a response of a stream is its last.
+const FINAL_RESPONSE: &str = "triton_final_response";
 
 /// `ModelInferResponse`. Every output has one entry in `raw_output_contents`.
 #[derive(Debug, Default)]
@@ -21,51 +24,114 @@ pub struct InferReply {
 #[derive(Debug, Default)]
 pub struct StreamReply {
     /// Why the request failed; empty when it did not.
-    pub error_message: String,
-    /// The response, or what an error echoes of its request.
-    pub reply: InferReply,
+    error_message: String,
+    /// The response but for its tensors' elements, encoded.
+    head: Bytes,
+    /// The tensors, whose elements follow.
+    outputs: Vec<Tensor>,
+}
+
+impl StreamReply {
+    /// A response, or, with the words why it failed, what an error echoes of its request.
+    pub fn new(error_message: String, reply: InferReply) -> Self {
+        let head = encode_head(&reply.response, reply.final_response);
+        Self { error_message, head, outputs: reply.response.outputs }
+    }
+}
+
+/// The head of the last reply of a request: nearly always that of the next one too, as they differ in their elements alone.
+#[derive(Debug, Default)]
+pub struct LastHead {
+    response: InferResponse,
+    final_response: Option<bool>,
+    encoded: Bytes,
+}
+
+impl LastHead {
+    /// The reply of a response that goes well.
+    pub fn reply(&mut self, response: InferResponse, final_response: Option<bool>) -> StreamReply {
+        if self.encoded.is_empty() || !self.fits(&response, final_response) {
+            self.encoded = encode_head(&response, final_response);
+            self.final_response = final_response;
+            let without_data = |tensor: &Tensor| Tensor { data: Bytes::new(), ..tensor.clone() };
+            let outputs = response.outputs.iter().map(without_data).collect();
+            self.response = InferResponse { outputs, ..response.clone() };
+        }
+        StreamReply { error_message: String::new(), head: self.encoded.clone(), outputs: response.outputs }
+    }
+
+    fn fits(&self, response: &InferResponse, final_response: Option<bool>) -> bool {
+        let is_alike = |(known, new): (&Tensor, &Tensor)| {
+            known.name == new.name && known.datatype == new.datatype && known.shape == new.shape
+        };
+        let known = &self.response;
+        self.final_response == final_response
+            && known.model_name == response.model_name
+            && known.model_version == response.model_version
+            && known.id == response.id
+            && known.parameters == response.parameters
+            && known.outputs.len() == response.outputs.len()
+            && known.outputs.iter().zip(&response.outputs).all(is_alike)
+    }
+}
+
+/// All of a `ModelInferResponse` that is before `raw_output_contents`.
+fn encode_head(response: &InferResponse, final_response: Option<bool>) -> Bytes {
+    let mut head = Vec::with_capacity(head_len(response, final_response));
+    put_head(response, final_response, &mut head);
+    head.into()
+}
+
+fn put_head(response: &InferResponse, final_response: Option<bool>, buffer: &mut impl BufMut) {
+    put_string(1, &response.model_name, buffer);
+    put_string(2, &response.model_version, buffer);
+    put_string(3, &response.id, buffer);
+    for (key, value) in &response.parameters {
+        put_parameter(4, key, value, buffer);
+    }
+    if let Some(is_final) = final_response {
+        put_parameter(4, FINAL_RESPONSE, &Parameter::Bool(is_final), buffer);
+    }
+    for output in &response.outputs {
+        put_header(5, output_len(output), buffer);
+        put_string(1, &output.name, buffer);
+        put_string(2, output.datatype.name(), buffer);
+        put_shape(3, &output.shape, buffer);
+    }
+}
+
+fn head_len(response: &InferResponse, final_response: Option<bool>) -> usize {
+    let parameters = response.parameters.iter().map(|(key, value)| delimited_len(4, entry_len(key, value)));
+    let is_final =
+        final_response.map_or(0, |is_final| delimited_len(4, entry_len(FINAL_RESPONSE, &Parameter::Bool(is_final))));
+    let outputs = response.outputs.iter().map(|output| delimited_len(5, output_len(output)));
+    string_len(1, &response.model_name)
+        + string_len(2, &response.model_version)
+        + string_len(3, &response.id)
+        + parameters.sum::<usize>()
+        + is_final
+        + outputs.sum::<usize>()
+}
+
+fn put_contents(outputs: &[Tensor], buffer: &mut impl BufMut) {
+    for output in outputs {
+        put_header(6, output.data.len(), buffer);
+        buffer.put_slice(&output.data);
+    }
+}
+
+fn contents_len(outputs: &[Tensor]) -> usize {
+    outputs.iter().map(|output| delimited_len(6, output.data.len())).sum()
 }
 
 impl Message for InferReply {
     fn encode_raw(&self, buffer: &mut impl BufMut) {
-        let response = &self.response;
-        put_string(1, &response.model_name, buffer);
-        put_string(2, &response.model_version, buffer);
-        put_string(3, &response.id, buffer);
-        for (key, value) in &response.parameters {
-            put_parameter(4, key, value, buffer);
-        }
-        if let Some(is_final) = self.final_response {
-            put_parameter(4, "triton_final_response", &Parameter::Bool(is_final), buffer);
-        }
-        for output in &response.outputs {
-            put_header(5, output_len(output), buffer);
-            put_string(1, &output.name, buffer);
-            put_string(2, output.datatype.name(), buffer);
-            put_shape(3, &output.shape, buffer);
-        }
-        for output in &response.outputs {
-            put_header(6, output.data.len(), buffer);
-            buffer.put_slice(&output.data);
-        }
+        put_head(&self.response, self.final_response, buffer);
+        put_contents(&self.response.outputs, buffer);
     }
 
     fn encoded_len(&self) -> usize {
-        let response = &self.response;
-        let parameters = response.parameters.iter().map(|(key, value)| delimited_len(4, entry_len(key, value)));
-        let is_final = self
-            .final_response
-            .map_or(0, |is_final| delimited_len(4, entry_len("triton_final_response", &Parameter::Bool(is_final))));
-        let outputs = response
-            .outputs
-            .iter()
-            .map(|output| delimited_len(5, output_len(output)) + delimited_len(6, output.data.len()));
-        string_len(1, &response.model_name)
-            + string_len(2, &response.model_version)
-            + string_len(3, &response.id)
-            + parameters.sum::<usize>()
-            + is_final
-            + outputs.sum::<usize>()
+        head_len(&self.response, self.final_response) + contents_len(&self.response.outputs)
     }
 
     fn merge_field(
@@ -86,12 +152,13 @@ impl Message for InferReply {
 impl Message for StreamReply {
     fn encode_raw(&self, buffer: &mut impl BufMut) {
         put_string(1, &self.error_message, buffer);
-        put_header(2, self.reply.encoded_len(), buffer);
-        self.reply.encode_raw(buffer);
+        put_header(2, self.head.len() + contents_len(&self.outputs), buffer);
+        buffer.put_slice(&self.head);
+        put_contents(&self.outputs, buffer);
     }
 
     fn encoded_len(&self) -> usize {
-        string_len(1, &self.error_message) + delimited_len(2, self.reply.encoded_len())
+        string_len(1, &self.error_message) + delimited_len(2, self.head.len() + contents_len(&self.outputs))
     }
 
     fn merge_field(
@@ -111,8 +178,13 @@ impl Message for StreamReply {
 
 /// Key and length of a length-delimited field.
 fn put_header(tag: u32, length: usize, buffer: &mut impl BufMut) {
-    encode_key(tag, WireType::LengthDelimited, buffer);
-    encode_varint(length as u64, buffer);
+    // Byte by byte on the stack: each call of what a message goes into is dear.
+    let mut header = [0; 16];
+    let mut rest = &mut header[..];
+    encode_key(tag, WireType::LengthDelimited, &mut rest);
+    encode_varint(length as u64, &mut rest);
+    let spare = rest.len();
+    buffer.put_slice(&header[..16 - spare]);
 }
 
 fn delimited_len(tag: u32, length: usize) -> usize {
@@ -207,9 +279,9 @@ mod tests {
 
     #[test]
     fn a_reply_reads_back_as_the_protocol_describes_it() {
-        let reply = StreamReply {
-            error_message: String::new(),
-            reply: InferReply {
+        let reply = StreamReply::new(
+            String::new(),
+            InferReply {
                 response: InferResponse {
                     model_name: "m".into(),
                     model_version: "3".into(),
@@ -224,7 +296,7 @@ mod tests {
                 },
                 final_response: Some(false),
             },
-        };
+        );
         let bytes = reply.encode_to_vec();
         assert_eq!(bytes.len(), reply.encoded_len());
         let read = decode("inference.ModelStreamInferResponse", &bytes);
@@ -242,14 +314,38 @@ mod tests {
     }
 
     #[test]
-    fn an_error_in_a_stream_echoes_the_request() {
-        let reply = StreamReply {
-            error_message: "no".into(),
-            reply: InferReply {
-                response: InferResponse { id: "7".into(), ..Default::default() },
-                final_response: None,
-            },
+    fn replies_of_a_request_read_back_whatever_differs_from_the_one_before() {
+        let response = |id: &str, output: Tensor| InferResponse {
+            id: id.into(),
+            parameters: every_kind_of_parameter(),
+            outputs: vec![output],
+            ..InferResponse::default()
         };
+        let ids = |shape: &[i64], values: &[i32]| Tensor::from_i32("ids", shape, values);
+        let all = [
+            (response("a", ids(&[1], &[1])), Some(false)),
+            (response("a", ids(&[1], &[2])), Some(false)),
+            (response("a", ids(&[2], &[3, 4])), Some(false)),
+            (response("a", Tensor::from_byte_strings("ids", &[2], &["x", "yz"])), Some(false)),
+            (response("a", Tensor::from_byte_strings("text", &[2], &["x", "yz"])), Some(false)),
+            (response("b", Tensor::from_byte_strings("text", &[2], &["x", "yz"])), Some(false)),
+            (InferResponse { parameters: Vec::new(), ..response("b", ids(&[1], &[5])) }, Some(false)),
+            (InferResponse { model_version: "2".into(), ..response("b", ids(&[1], &[5])) }, Some(false)),
+            (InferResponse { outputs: Vec::new(), ..response("b", ids(&[1], &[5])) }, Some(false)),
+            (InferResponse { outputs: Vec::new(), ..response("b", ids(&[1], &[5])) }, Some(true)),
+            (InferResponse { outputs: Vec::new(), ..response("b", ids(&[1], &[5])) }, None),
+        ];
+        let mut last = LastHead::default();
+        for (response, final_response) in all {
+            let alone = StreamReply::new(String::new(), InferReply { response: response.clone(), final_response });
+            assert_eq!(last.reply(response, final_response).encode_to_vec(), alone.encode_to_vec());
+        }
+    }
+
+    #[test]
+    fn an_error_in_a_stream_echoes_the_request() {
+        let response = InferResponse { id: "7".into(), ..Default::default() };
+        let reply = StreamReply::new("no".into(), InferReply { response, final_response: None });
         let read = decode("inference.ModelStreamInferResponse", &reply.encode_to_vec());
         assert_eq!(read, serde_json::json!({"errorMessage": "no", "inferResponse": {"id": "7"}}));
     }

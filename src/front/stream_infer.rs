@@ -9,7 +9,7 @@ use std::task::{Context, Poll, ready};
 
 use futures::stream::SelectAll;
 use futures::{Stream, StreamExt};
-use serving::{InferError, InferResponse, ResponseStream};
+use serving::{Bell, InferError, InferResponse, ResponseStream};
 use tonic::{Status, Streaming};
 
 use crate::budget::Charge;
@@ -17,7 +17,7 @@ use crate::forward::forward;
 use crate::grpc_request::{self, Asked};
 use crate::grpc_service::Forwarded;
 use crate::proto::ModelInferRequest;
-use crate::reply::{InferReply, StreamReply};
+use crate::reply::{InferReply, LastHead, StreamReply};
 use crate::state::State;
 use crate::status::grpc_status;
 
@@ -25,6 +25,8 @@ use crate::status::grpc_status;
 pub struct InferStream {
     state: Arc<State>,
     requests: Option<Streaming<ModelInferRequest>>,
+    /// Rings when there may be another one.
+    requests_bell: Bell,
     active: Active,
     /// Headers of the call that every request takes along.
     forwarded: Option<Forwarded>,
@@ -48,6 +50,7 @@ struct Active {
 struct ActiveRequest {
     state: Arc<State>,
     asked: Asked,
+    last_head: LastHead,
     is_decoupled: bool,
     /// An error was sent.
     has_failed: bool,
@@ -58,7 +61,7 @@ struct ActiveRequest {
 
 /// A reply, or the error that ends one request.
 enum Event {
-    Reply(Box<StreamReply>),
+    Reply(StreamReply),
     Failure(Box<Failure>),
 }
 
@@ -76,8 +79,17 @@ impl InferStream {
         forwarded: Option<Forwarded>,
         charge: Option<Arc<Charge>>,
     ) -> Self {
-        let active = Active::default();
-        Self { state, requests: Some(requests), active, forwarded, charge, ends_on_error, is_over: false }
+        let (active, requests_bell) = Default::default();
+        Self {
+            state,
+            requests: Some(requests),
+            requests_bell,
+            active,
+            forwarded,
+            charge,
+            ends_on_error,
+            is_over: false,
+        }
     }
 
     /// Takes on requests until none is waiting or the stream is full. Returns a request that could not be accepted.
@@ -87,7 +99,7 @@ impl InferStream {
                 return Poll::Pending; // The end of a request wakes this again.
             }
             let Some(requests) = &mut self.requests else { return Poll::Ready(None) };
-            match ready!(requests.poll_next_unpin(context)) {
+            match ready!(self.requests_bell.poll(context, |context| requests.poll_next_unpin(context))) {
                 Some(Ok(message)) => {
                     let id = message.id.clone();
                     // What came of the next one with it is given back with it: a message's length, at most.
@@ -109,7 +121,7 @@ impl InferStream {
 
     fn settle(&mut self, event: Result<Event, Status>) -> Result<StreamReply, Status> {
         match event {
-            Ok(Event::Reply(reply)) => Ok(*reply),
+            Ok(Event::Reply(reply)) => Ok(reply),
             Ok(Event::Failure(failure)) if self.ends_on_error => {
                 self.end();
                 Err(grpc_status(failure.error))
@@ -160,7 +172,7 @@ impl Event {
     }
 
     fn failed(error: InferError, reply: InferReply) -> Self {
-        let reply = StreamReply { error_message: error.message.clone(), reply };
+        let reply = StreamReply::new(error.message.clone(), reply);
         Event::Failure(Box::new(Failure { error, reply }))
     }
 }
@@ -187,27 +199,33 @@ impl ActiveRequest {
         request.trace = state.sample_trace(&request.model_name);
         request.trace.iter().for_each(|trace| trace.mark("GRPC_WAITREAD_END"));
         let responses = state.server.infer(request)?;
-        Ok(Self { state, asked, is_decoupled, has_failed: false, responses: Some(responses), _charge: charge })
+        let last_head = LastHead::default();
+        Ok(Self {
+            state,
+            asked,
+            last_head,
+            is_decoupled,
+            has_failed: false,
+            responses: Some(responses),
+            _charge: charge,
+        })
     }
 
     /// The response as a reply; `None` for an empty final one that the client did not ask for.
-    fn reply(&self, response: InferResponse) -> Option<Event> {
+    fn reply(&mut self, response: InferResponse) -> Option<Event> {
         let is_final = response.is_final || !self.is_decoupled;
         if self.is_decoupled && response.is_final && response.outputs.is_empty() {
             return self.asked.wants_empty_final.then(|| self.empty_final());
         }
         match self.state.deliver(&self.asked.outputs, response) {
-            Ok(response) => {
-                let reply = InferReply { response, final_response: Some(is_final) };
-                Some(Event::Reply(Box::new(StreamReply { error_message: String::new(), reply })))
-            }
+            Ok(response) => Some(Event::Reply(self.last_head.reply(response, Some(is_final)))),
             Err(error) => Some(self.failure(error, is_final)),
         }
     }
 
     fn empty_final(&self) -> Event {
         let reply = InferReply { response: self.echo(), final_response: Some(true) };
-        Event::Reply(Box::new(StreamReply { error_message: String::new(), reply }))
+        Event::Reply(StreamReply::new(String::new(), reply))
     }
 
     fn failure(&self, error: InferError, is_final: bool) -> Event {
