@@ -182,10 +182,10 @@ impl Running {
         let StepThread { config, replica, agents, prefix, inbox, .. } = &self.thread;
         let listener = inbox.clone();
         let next_step = self.engine.as_ref().map_or(0, Engine::next_step);
+        let started = Instant::now();
         let mut group = Group::start(config, *replica, agents, prefix, next_step, move |news| {
             listener.send(Message::Agent(news));
         });
-        let started = Instant::now();
         let deadline = started + LOAD_TIMEOUT;
         let workers = self.await_all(&mut group, deadline, |message| match message {
             FromWorker::Loaded { max_blocks, weights_bytes, workspace_bytes, block_bytes, phases } => {
