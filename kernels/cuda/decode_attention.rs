@@ -148,18 +148,12 @@ pub fn decode_attention(q: &Queue, attention: &DecodeAttention<'_>) -> Result<()
 pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits: Splits) -> Result<(), CudaError> {
     attention.check()?;
     let argument = attention.argument(splits)?;
-    let HeadShape { num_heads, head_dim, .. } = attention.shape;
+    let head_dim = attention.shape.head_dim;
     let launch = launch(q.gpu(), attention.rows, attention.shape, splits);
     match attention.positions {
         Positions::Known => q.launch(&format!("decode_attention_bf16_d{head_dim}"), launch, &[Arg::Bytes(&argument)]),
         Positions::Alibi(slopes) => {
-            ensure!(
-                OP,
-                ALIBI_HEAD_DIMS.contains(&head_dim),
-                "head_dim {head_dim}; expected one of {ALIBI_HEAD_DIMS:?}"
-            );
-            let found = slopes.count::<f32>();
-            ensure!(OP, found >= num_heads, "{found} slopes for {num_heads} heads");
+            check_slopes(OP, slopes, attention.shape)?;
             let name = format!("alibi_decode_attention_bf16_d{head_dim}");
             q.launch(&name, launch, &[Arg::Bytes(&argument), slopes.into()])
         }
@@ -229,18 +223,8 @@ impl DecodeAttention<'_> {
 
     fn check(&self) -> Result<(), CudaError> {
         let Self { out, qkv, cache, rows, shape, .. } = *self;
-        let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
-        ensure!(OP, HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {HEAD_DIMS:?}");
-        ensure!(
-            OP,
-            num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads),
-            "{num_heads} heads for {num_kv_heads} KV heads"
-        );
-        ensure!(
-            OP,
-            block_size >= 16 && block_size.is_power_of_two(),
-            "block_size {block_size}; a power of two from 16"
-        );
+        let HeadShape { num_heads, head_dim, .. } = shape;
+        check_heads(OP, shape)?;
         ensure!(OP, (1..=65535).contains(&rows.num_rows), "{} rows", rows.num_rows);
         let num_rows = rows.num_rows;
         ensure!(OP, out.count::<bf16>() >= num_rows * num_heads * head_dim, "out is too short for {num_rows} rows");
@@ -262,4 +246,25 @@ fn launch(gpu: &Gpu, rows: DecodeRows, shape: HeadShape, splits: Splits) -> Laun
         .grid(splits.splits as u32, (num_kv_heads * groups(shape)) as u32, rows.num_rows as u32)
         .shared((256 + 4 * heads * head_dim * 4) as u32)
         .cluster(cluster as u32)
+}
+
+/// That there is code for these heads.
+pub(super) fn check_heads(op: &'static str, shape: HeadShape) -> Result<(), CudaError> {
+    let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
+    ensure!(op, HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {HEAD_DIMS:?}");
+    ensure!(
+        op,
+        num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads),
+        "{num_heads} heads for {num_kv_heads} KV heads"
+    );
+    ensure!(op, block_size >= 16 && block_size.is_power_of_two(), "block_size {block_size}; a power of two from 16");
+    Ok(())
+}
+
+/// That there is code for these heads with ALiBi, and a slope for each.
+pub(super) fn check_slopes(op: &'static str, slopes: Span, shape: HeadShape) -> Result<(), CudaError> {
+    let HeadShape { num_heads, head_dim, .. } = shape;
+    ensure!(op, ALIBI_HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {ALIBI_HEAD_DIMS:?}");
+    ensure!(op, slopes.count::<f32>() >= num_heads, "{} slopes for {num_heads} heads", slopes.count::<f32>());
+    Ok(())
 }

@@ -3,6 +3,8 @@
 
 use half::bf16;
 
+pub use super::decode_attention::{ALIBI_HEAD_DIMS, HEAD_DIMS};
+use super::decode_attention::{check_heads, check_slopes};
 use super::error::ensure;
 use super::rope_cache::{HeadShape, LayerCache};
 use super::tensor_map::TensorMap;
@@ -13,10 +15,6 @@ const OP: &str = "prefill_attention";
 /// Queries that one thread block takes, and keys it takes at a time.
 const QUERIES: usize = 128;
 const KEYS: usize = 64;
-/// Head dims there is code for.
-pub const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
-/// Head dims there is code for with ALiBi.
-pub const ALIBI_HEAD_DIMS: [usize; 3] = [64, 96, 128];
 
 /// The rows of a step that prefill, and where they find their keys and values.
 #[derive(Debug, Clone, Copy)]
@@ -156,18 +154,8 @@ impl PrefillAttention<'_> {
 
     fn check(&self) -> Result<(), CudaError> {
         let Self { out, qkv, cache, slopes, rows, shape, .. } = *self;
-        let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
-        ensure!(OP, HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {HEAD_DIMS:?}");
-        ensure!(
-            OP,
-            num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads),
-            "{num_heads} heads for {num_kv_heads} KV heads"
-        );
-        ensure!(
-            OP,
-            block_size >= 16 && block_size.is_power_of_two(),
-            "block_size {block_size}; a power of two from 16"
-        );
+        let HeadShape { num_heads, head_dim, .. } = shape;
+        check_heads(OP, shape)?;
         let PrefillRows { num_rows, num_tokens, max_chunk, .. } = rows;
         ensure!(OP, (1..=65535).contains(&num_rows), "{num_rows} rows");
         ensure!(OP, (1..=num_tokens).contains(&max_chunk), "a longest chunk of {max_chunk} of {num_tokens} tokens");
@@ -183,15 +171,7 @@ impl PrefillAttention<'_> {
         ensure!(OP, tables >= num_rows * rows.max_blocks, "block_tables is too short for {num_rows} rows");
         let aligned = [out, qkv, cache.k, cache.v].iter().all(|span| span.is_aligned(16));
         ensure!(OP, aligned, "a buffer is not 16-byte aligned");
-        if let Some(slopes) = slopes {
-            ensure!(
-                OP,
-                ALIBI_HEAD_DIMS.contains(&head_dim),
-                "head_dim {head_dim}; expected one of {ALIBI_HEAD_DIMS:?}"
-            );
-            ensure!(OP, slopes.count::<f32>() >= num_heads, "{} slopes for {num_heads} heads", slopes.count::<f32>());
-        }
-        Ok(())
+        slopes.map_or(Ok(()), |slopes| check_slopes(OP, slopes, shape))
     }
 }
 
