@@ -172,9 +172,14 @@ fn explicit_data(
     datatype: DataType,
     contents: InferTensorContents,
 ) -> Result<Bytes, InferError> {
-    let held = held_types(&contents);
-    if let Some(other) = held.into_iter().flatten().find(|held| *held != field_type(datatype)) {
+    let mut held = held_types(&contents).into_iter().flatten();
+    if let Some(other) = held.next().filter(|held| *held != field_type(datatype)) {
         return Err(unexpected_contents(model, name, other, datatype.name()));
+    }
+    if held.next().is_some() {
+        return Err(InferError::invalid(format!(
+            "unexpected explicit tensor data for input tensor '{name}' for model '{model}', binary data was already supplied."
+        )));
     }
     let out_of_range = || {
         InferError::invalid(format!(

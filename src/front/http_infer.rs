@@ -87,6 +87,13 @@ pub fn read_raw(body: Bytes, config: &ModelConfig) -> Result<Asked, InferError> 
             config.name
         )));
     };
+    if input.dims.iter().filter(|&&size| size < 0).count() > 1 {
+        return Err(InferError::invalid(format!(
+            "[request id: <id_unknown>] The shape of the raw input '{}' can not be deduced because there are more than one \
+             variable-sized dimension",
+            input.name
+        )));
+    }
     let datatype = DataType::from_config(input.data_type());
     let is_batched = config.max_batch_size > 0;
     let (data, count) = match datatype.and_then(DataType::size) {
@@ -105,6 +112,15 @@ pub fn read_raw(body: Bytes, config: &ModelConfig) -> Result<Asked, InferError> 
         shape: is_batched.then_some(1).into_iter().chain(fit_shape(&input.dims, false, count)).collect(),
         data,
     };
+    let expected = tensor.num_elements().zip(tensor.datatype.size()).and_then(|(count, size)| count.checked_mul(size));
+    if let Some(expected) = expected.filter(|&expected| expected != body.len()) {
+        // The input has its name only once its bytes fit.
+        return Err(InferError::invalid(format!(
+            "[request id: <id_unknown>] input byte size mismatch for input 'raw_input' for model '{}'. Expected {expected}, got {}",
+            config.name,
+            body.len()
+        )));
+    }
     if body.is_empty() && (tensor.datatype == DataType::Bytes || tensor.num_elements() == Some(0)) {
         return Err(InferError::invalid("the request has no body, expected a JSON infer request"));
     }

@@ -72,7 +72,12 @@ async fn answer(
         Route::ModelMetadata(model) => http_models::model_metadata(&state.server, model).map(json_reply),
         Route::ModelConfig(model) => http_models::model_config(&state.server, model).map(json_reply),
         Route::ModelStatistics(model) => http_models::statistics(&state.server, model).map(json_reply),
-        other => control(state, other, changes, read_body(state, headers, body).await?.bytes).await.map(json_reply),
+        other => {
+            // A coding that nobody knows is none here.
+            let coding = content_coding(headers).unwrap_or(None);
+            let body = read_coded(state, coding, body).await?.bytes;
+            control(state, other, changes, body).await.map(json_reply)
+        }
     }
 }
 
@@ -119,10 +124,14 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     let accepted = header(headers, &ACCEPT_ENCODING).map_or(Ok(None), Coding::accepted)?;
     let trace = state.sample_trace(model.name);
     mark(&trace, "HTTP_RECV_START");
-    let Held { bytes: body, charge: _charge } = read_body(state, headers, body).await?;
+    let coding = content_coding(headers);
+    let Held { bytes: body, charge: _charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;
     mark(&trace, "HTTP_RECV_END");
     if let Err(error) = check_model(state, model) {
         return Ok(model_error(&error));
+    }
+    if let Err(error) = coding {
+        return Ok(unknown_coding(&error));
     }
     let head_len = match head_len(headers, body.len()) {
         Ok(head_len) => head_len,
@@ -205,9 +214,12 @@ async fn start_generate(
 ) -> Result<(serving::ResponseStream, bool), InferError> {
     let trace = state.sample_trace(model.name);
     mark(&trace, "HTTP_RECV_START");
-    let Held { bytes: body, charge: _charge } = read_body(state, headers, body).await?;
+    let coding = content_coding(headers);
+    let Held { bytes: body, charge: _charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;
     mark(&trace, "HTTP_RECV_END");
     let config = state.server.model_config(model.name, model.version)?;
+    let unsupported = "Unsupported content-encoding, only 'identity', 'gzip' and 'deflate' are supported.";
+    coding.map_err(|_| InferError::invalid(unsupported))?;
     let mut request = generate::read(&body, &config)?;
     request.model_name = model.name.into();
     request.model_version = model.version.into();
@@ -225,8 +237,15 @@ pub(crate) struct Held {
 
 /// The body, unpacked.
 pub(crate) async fn read_body(state: &State, headers: &HeaderMap, body: Incoming) -> Result<Held, InferError> {
+    read_coded(state, content_coding(headers)?, body).await
+}
+
+fn content_coding(headers: &HeaderMap) -> Result<Option<Coding>, InferError> {
+    header(headers, &CONTENT_ENCODING).map_or(Ok(None), Coding::of_content)
+}
+
+async fn read_coded(state: &State, coding: Option<Coding>, body: Incoming) -> Result<Held, InferError> {
     let limit = state.config.max_http_body_bytes;
-    let coding = header(headers, &CONTENT_ENCODING).map_or(Ok(None), Coding::of_content)?;
     let charge = state.budget.charge();
     let mut bytes = read_all(body, limit, state.config.http_body_timeout, &charge).await?;
     if let Some(coding) = coding {
@@ -277,6 +296,13 @@ pub(crate) fn plain_error(status: StatusCode, message: &str) -> Reply {
 /// What the model says, or is said before the request is read, where `infer` was asked; Triton's type for it.
 fn model_error(error: &InferError) -> Reply {
     plain_error(http_status(error.kind), &error.message)
+}
+
+/// `infer` in a coding that is none of ours, with those that are.
+fn unknown_coding(error: &InferError) -> Reply {
+    let mut reply = model_error(error);
+    reply.headers_mut().insert(ACCEPT_ENCODING, HeaderValue::from_static("gzip, deflate"));
+    reply
 }
 
 fn error_reply(error: &InferError) -> Reply {

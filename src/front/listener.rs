@@ -21,11 +21,11 @@ use crate::tls::{Socket, TlsError};
 pub enum StartError {
     #[error("failed to start {service}: Socket '{address}' already in use")]
     InUse { service: &'static str, address: Address },
-    #[error("failed to start {service}: cannot listen on `{address}`")]
+    #[error("failed to start {service}: cannot listen on `{address}`: {source}")]
     Listen { service: &'static str, address: Address, source: io::Error },
     #[error(transparent)]
     Config(#[from] crate::ConfigError),
-    #[error("failed to start gRPC service with TLS")]
+    #[error("failed to start gRPC service with TLS: {0}")]
     Tls(#[from] TlsError),
 }
 

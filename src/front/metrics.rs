@@ -257,7 +257,11 @@ fn failure_family(models: &[ModelStatistics]) -> Family {
             ("BACKEND", counts.backend),
             ("OTHER", counts.other),
         ];
-        reasons.map(|(reason, count)| Sample::new(labels_with(model, "reason", reason.to_owned()), count as f64))
+        reasons.map(|(reason, count)| {
+            let mut labels = labels_with(model, "reason", reason.to_owned());
+            labels.sort_unstable();
+            Sample::new(labels, count as f64)
+        })
     });
     Family {
         name: "nv_inference_request_failure",

@@ -73,8 +73,24 @@ impl TraceSettings {
         self.changed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The settings of a model, or the server's when `model` is empty.
+    /// The settings of a model, or the server's when `model` is empty, with the traces that are still to be made.
     pub fn get(&self, model: &str) -> TraceValues {
+        let (mut values, owner) = (self.values(model), self.owner(model));
+        let count = values.get_mut("trace_count").expect("every setting has a value");
+        if let Ok(asked) = count[0].parse::<u64>() {
+            let counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+            let (_, traced) = counts.get(owner).copied().unwrap_or_default();
+            *count = vec![asked.saturating_sub(traced).to_string()];
+        }
+        values
+    }
+
+    /// Whose settings count for a model: its own, or the server's.
+    fn owner<'a>(&self, model: &'a str) -> &'a str {
+        if self.changed().contains_key(model) { model } else { "" }
+    }
+
+    fn values(&self, model: &str) -> TraceValues {
         let changed = self.changed();
         let mut values = self.defaults.clone();
         for owner in ["", model] {
@@ -86,13 +102,13 @@ impl TraceSettings {
     /// A trace for this request to `model`, when it is one of those to be traced.
     pub fn sample(&self, model: &str) -> Option<Trace> {
         let file = self.file.as_ref().filter(|_| self.is_on.load(Relaxed))?;
-        let values = self.get(model);
+        let values = self.values(model);
         let has = |level: &str| values["trace_level"].iter().any(|known| known == level);
         let number = |key: &str| values[key][0].parse::<i64>().unwrap_or(0);
         if !has("TIMESTAMPS") && !has("TENSORS") {
             return None;
         }
-        let owner = if self.changed().contains_key(model) { model } else { "" };
+        let owner = self.owner(model);
         let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
         let (seen, traced) = counts.entry(owner.to_owned()).or_default();
         *seen += 1;
@@ -391,6 +407,7 @@ mod tests {
         let traced: Vec<bool> = (0..12).map(|_| settings.sample("m").is_some()).collect();
         assert_eq!(traced.iter().filter(|traced| **traced).count(), 2);
         assert!(traced[2] && traced[5]);
+        assert_eq!(settings.get("")["trace_count"], ["0"], "what is left");
         settings.update("m", change("trace_level", "OFF")).unwrap();
         assert!((0..9).all(|_| settings.sample("m").is_none()));
     }

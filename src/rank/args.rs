@@ -124,7 +124,7 @@ pub struct RankArgs {
     #[arg(long, value_name = "local,size=BYTES", value_parser = cache_bytes, default_value = "local,size=0", hide_default_value = true)]
     pub cache_config: usize,
     /// The same, as tritonserver once took it
-    #[arg(long, value_name = "BYTES", default_value_t = 0, hide = true)]
+    #[arg(long, value_name = "BYTES", default_value_t = 0, hide = true, conflicts_with = "cache_config")]
     pub response_cache_byte_size: usize,
     /// 0 is quiet; each level says more
     #[arg(long, default_value_t = 0)]

@@ -1,6 +1,6 @@
 //! The directories of a model repository: which models are there, and which of their versions are served.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -39,7 +39,7 @@ impl ModelSource {
 }
 
 impl Repository {
-    /// A repository made of these directories.
+    /// A repository made of these directories. One that is given twice counts once.
     ///
     /// # Errors
     /// When one of them is not a directory, or none is given.
@@ -47,10 +47,12 @@ impl Repository {
         if roots.is_empty() {
             return Err(RepositoryError::NoRepository);
         }
-        match roots.iter().find(|root| !root.is_dir()) {
-            Some(root) => Err(RepositoryError::NotADirectory { path: root.clone() }),
-            None => Ok(Self { roots: roots.to_vec() }),
+        if let Some(root) = roots.iter().find(|root| !root.is_dir()) {
+            return Err(RepositoryError::NotADirectory { path: root.clone() });
         }
+        let mut seen = BTreeSet::new();
+        let is_new = |root: &&PathBuf| seen.insert(root.canonicalize().unwrap_or_else(|_| root.to_path_buf()));
+        Ok(Self { roots: roots.iter().filter(is_new).cloned().collect() })
     }
 
     /// The directories it is made of.

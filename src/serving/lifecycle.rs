@@ -16,7 +16,7 @@ use crate::ensemble::{self, Ensemble};
 use crate::model::ServedModel;
 use crate::registry::{Registry, Version};
 use crate::scheduler::{self, StateSpec};
-use crate::{Backend, BackendFactory, InferError, LoadRequest, labels, warmup};
+use crate::{Backend, BackendFactory, ErrorKind, InferError, LoadRequest, labels, warmup};
 
 /// What a load request gives in place of the repository's own files.
 #[derive(Debug, Clone, Default)]
@@ -291,7 +291,7 @@ impl Lifecycle {
     /// An old version goes on serving while its successor loads.
     fn mark_loading(&self, name: &str, version: i64) {
         self.registry.update(name, |entry| {
-            entry.failure = None;
+            (entry.failure, entry.lacks_versions) = (None, false);
             let state = entry.versions.entry(version).or_insert(Version::Loading);
             if !matches!(state, Version::Ready(_)) {
                 *state = Version::Loading;
@@ -311,7 +311,11 @@ impl Lifecycle {
     fn note_failure(&self, name: &str, error: &InferError) {
         tracing::error!("{}", error.message.trim_end());
         if self.repository.model_names().is_ok_and(|names| names.iter().any(|known| known == name)) {
-            self.registry.update(name, |entry| entry.failure = Some(error.message.clone()));
+            // Of all that a directory can lack, only a version is refused as a wrong request.
+            let lacks_versions = error.kind == ErrorKind::InvalidArgument;
+            self.registry.update(name, |entry| {
+                (entry.failure, entry.lacks_versions) = (Some(error.message.clone()), lacks_versions);
+            });
         }
     }
 

@@ -62,6 +62,8 @@ pub(crate) struct Entry {
     pub versions: BTreeMap<i64, Version>,
     /// Why it could not even be tried.
     pub failure: Option<String>,
+    /// Its configuration could be read, and none of its versions is there to be served.
+    pub lacks_versions: bool,
     /// It was asked for by itself, so the server is not ready without it.
     pub is_required: bool,
 }
@@ -104,13 +106,15 @@ impl Registry {
     pub fn resolve_number(&self, name: &str, version: Option<i64>) -> Result<Arc<ServedModel>, InferError> {
         let entries = self.read();
         let unknown = |what: &str| InferError::not_found(format!("Request for unknown model: '{name}' {what}"));
-        let entry =
-            entries.get(name).filter(|entry| !entry.versions.is_empty()).ok_or_else(|| unknown("is not found"))?;
+        let is_known = |entry: &&Entry| entry.lacks_versions || !entry.versions.is_empty();
+        let entry = entries.get(name).filter(is_known).ok_or_else(|| unknown("is not found"))?;
         match version {
             None => entry.ready().next_back().cloned().ok_or_else(|| unknown("has no available versions")),
             Some(number) => match entry.versions.get(&number) {
                 Some(Version::Ready(model)) => Ok(model.clone()),
-                Some(_) => Err(unknown(&format!("version {number} is not at ready state"))),
+                Some(_) => Err(InferError::unavailable(format!(
+                    "Request for unknown model: '{name}' version {number} is not at ready state"
+                ))),
                 None => Err(unknown(&format!("version {number} is not found"))),
             },
         }
@@ -134,6 +138,12 @@ impl Registry {
     /// Whether the model was asked for by itself, and not for an ensemble alone.
     pub fn is_required(&self, name: &str) -> bool {
         self.read().get(name).is_some_and(|entry| entry.is_required)
+    }
+
+    /// Whether a version of the model serves, comes or goes.
+    pub fn is_at_work(&self, name: &str) -> bool {
+        let is_at_work = |version: &Version| !matches!(version, Version::Unavailable(_));
+        self.read().get(name).is_some_and(|entry| entry.versions.values().any(is_at_work))
     }
 
     /// Whether a model was ever loaded, or tried.

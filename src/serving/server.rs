@@ -178,6 +178,13 @@ impl Server {
         for name in &names {
             self.registry().update(name, |entry| entry.is_required = true);
         }
+        let failures = self.load_each(names).await;
+        self.is_loaded.store(true, Ordering::SeqCst);
+        if failures.is_empty() { Ok(()) } else { Err(failures) }
+    }
+
+    /// Loads these models, several at once; those that did not load, by name.
+    async fn load_each(&self, names: Vec<String>) -> Vec<LoadFailure> {
         let parallelism = self.config.load_parallelism.max(1);
         let loads = stream::iter(names).map(|name| async move {
             let mut result = self.lifecycle.load(&name, LoadOverrides::default()).await;
@@ -191,8 +198,7 @@ impl Server {
         let mut failures: Vec<LoadFailure> =
             loads.buffer_unordered(parallelism).filter_map(std::future::ready).collect().await;
         failures.sort_by(|left, right| left.model.cmp(&right.model));
-        self.is_loaded.store(true, Ordering::SeqCst);
-        if failures.is_empty() { Ok(()) } else { Err(failures) }
+        failures
     }
 
     fn start_names(&self) -> Result<Vec<String>, RepositoryError> {
@@ -203,6 +209,7 @@ impl Server {
     }
 
     /// One look at the repository, as mode `poll` takes regularly: loads what is new or changed, unloads what is gone.
+    /// A model that is new counts for the server's readiness from when it has loaded.
     ///
     /// # Errors
     /// The models that did not load.
@@ -215,7 +222,11 @@ impl Server {
                 self.lifecycle.unload(&gone, false).await;
             }
         }
-        self.load_all().await
+        let failures = self.load_each(names.clone()).await;
+        for name in names.iter().filter(|&name| failures.iter().all(|failure| failure.model != *name)) {
+            self.registry().update(name, |entry| entry.is_required = true);
+        }
+        if failures.is_empty() { Ok(()) } else { Err(failures) }
     }
 
     /// In mode `poll`, looks at the repository until the server drains. Returns at once in other modes.
@@ -378,9 +389,13 @@ impl Server {
     }
 
     /// Every model of the repository with its versions and their states, by name; only those that serve if `ready_only`.
+    /// One whose directory is gone is there until it has ended.
     pub fn repository_index(&self, ready_only: bool) -> Vec<ModelIndexEntry> {
         let mut names: BTreeSet<String> = self.registry().names().into_iter().collect();
-        names.extend(self.lifecycle.repository.model_names().unwrap_or_default());
+        if let Ok(present) = self.lifecycle.repository.model_names() {
+            names.retain(|name| present.contains(name) || self.registry().is_at_work(name));
+            names.extend(present);
+        }
         let lines = names.iter().flat_map(|name| self.registry().index(name));
         lines.filter(|line| !ready_only || line.state == ModelState::Ready).collect()
     }

@@ -360,8 +360,11 @@ impl Statistics {
         self.success.add(outcome.total);
         self.last_inference_ms.store(now_ms(), Relaxed);
         match outcome.cache {
-            // Nothing was queued and nothing computed.
-            Some(CacheUse::Hit(took)) => return self.cache_hit.add(took),
+            // It did not wait, and nothing was computed.
+            Some(CacheUse::Hit(took)) => {
+                self.queue.add(Duration::ZERO);
+                return self.cache_hit.add(took);
+            }
             Some(CacheUse::Miss(took)) => self.cache_miss.add(took),
             None => {}
         }

@@ -2,6 +2,8 @@
 
 import http.client
 import struct
+import uuid
+from pathlib import Path
 
 import grpc
 import pytest
@@ -23,6 +25,15 @@ output [ {{ name: "OUTPUT_{kind}" data_type: TYPE_{kind} dims: [ -1 ] }} ]
 """
     for kind in ["BOOL", "UINT8", "INT32", "FP16", "FP64", "STRING"]
 )
+RAW = "".join(
+    f"""
+backend: "identity"
+max_batch_size: 0
+input [ {{ name: "INPUT0" data_type: TYPE_FP32 dims: [ {dims} ] }} ]
+output [ {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ {dims} ] }} ]
+SPLIT"""
+    for dims in ["4", "2, -1", "-1, -1"]
+).split("SPLIT")
 JSON, TEXT = "application/json", "text/plain"
 NOT_ALLOWED = '{"error":"Method Not Allowed"}'
 ECHOED = '{"model_name":"echo","model_version":"1","outputs":[{"name":"OUTPUT0","datatype":"FP32",'
@@ -32,7 +43,9 @@ UNKNOWN = "[request id: <id_unknown>]"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with rank(tmp_path_factory.mktemp("wire"), prefix="wire", echo=ECHO, kinds=KINDS) as serving:
+    four, pairs, open_twice, _ = RAW
+    models = {"echo": ECHO, "kinds": KINDS, "four": four, "pairs": pairs, "open_twice": open_twice}
+    with rank(tmp_path_factory.mktemp("wire"), "--allow-client-shm=true", prefix="wire", **models) as serving:
         yield serving
 
 
@@ -130,6 +143,38 @@ def test_tensors_behind_a_text_whose_length_is_not_told(server):
     assert answer == (400, JSON, error("unexpected size for input 'INPUT0', expecting 8 additional bytes for model 'echo'"))
 
 
+RAWS = {
+    "less than the shape": ("four", 4, "input byte size mismatch for input 'raw_input' for model 'four'. Expected 16, got 4"),
+    "more than the shape": ("four", 32, "input byte size mismatch for input 'raw_input' for model 'four'. Expected 16, got 32"),
+    "half of an element": ("echo", 6, "input byte size mismatch for input 'raw_input' for model 'echo'. Expected 4, got 6"),
+    "half of a pair": ("pairs", 12, "input byte size mismatch for input 'raw_input' for model 'pairs'. Expected 8, got 12"),
+    "a shape that is open twice": ("open_twice", 4, "The shape of the raw input 'INPUT0' can not be deduced because there are more than one variable-sized dimension"),
+    "several inputs": ("kinds", 4, "Raw request must only have 1 input (found 1) to be deduced but got 6 inputs in 'kinds' model configuration"),
+}
+
+
+@pytest.mark.parametrize("case", RAWS)
+def test_a_body_that_is_no_tensor_of_the_model(server, case):
+    model, size, words = RAWS[case]
+    answer = ask(server, "POST", f"/v2/models/{model}/infer", bytes(size), Inference_Header_Content_Length="0")
+    assert answer == (400, JSON, error(f"{UNKNOWN} {words}"))
+
+
+def test_a_coding_that_nobody_knows(server):
+    connection = http.client.HTTPConnection(server.http, timeout=60)
+    connection.request("POST", "/v2/models/echo/infer", ASKED[:-1] + "}", {"Content-Encoding": "br"})
+    response = connection.getresponse()
+    kind, codings, text = response.getheader("Content-Type"), response.getheader("Accept-Encoding"), response.read().decode()
+    connection.close()
+    assert (response.status, kind, codings) == (501, TEXT, "gzip, deflate")
+    assert text.startswith('{"error":"Unsupported compression type')
+    for path in ["generate", "generate_stream"]:
+        status, kind, text = ask(server, "POST", f"/v2/models/kinds/{path}", '{"INPUT_INT32":3}', Content_Encoding="br")
+        assert (status, kind) == (400, JSON) and text.startswith('{"error":"Unsupported content-encoding, only ')
+    assert ask(server, "POST", "/v2/models/nobody/infer", "{}", Content_Encoding="br")[0] == 404
+    assert ask(server, "POST", "/v2/repository/index", "{}", Content_Encoding="br")[0] == 200  # Its body needs none.
+
+
 GENERATES = {
     '{"INPUT_STRING":"x","INPUT_FP64":0.5,"id":"7"}': (200, JSON, '{"OUTPUT_FP64":0.5,"OUTPUT_STRING":"x","id":"7","model_name":"kinds","model_version":"1"}'),
     '{"parameters":{"INPUT_INT32":"x"}}': (500, JSON, error("Converting keyword: 'parameters': Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer")),
@@ -174,7 +219,30 @@ def unsigned(key):
     return infer_request(parameters=[(key, "uint64_param", 5)])
 
 
+def two_contents(first, second):
+    request = pb.ModelInferRequest(model_name="echo")
+    tensor = request.inputs.add(name="INPUT0", datatype="FP32", shape=[1, 1])
+    for field in (first, second):
+        getattr(tensor.contents, field).append(1)
+    return request
+
+
+def beside_region(**contents):
+    request = pb.ModelInferRequest(model_name="echo")
+    tensor = request.inputs.add(name="INPUT0", datatype="FP32", shape=[1, 2])
+    tensor.parameters["shared_memory_region"].string_param = "any"
+    tensor.parameters["shared_memory_byte_size"].int64_param = 8
+    tensor.contents.CopyFrom(pb.InferTensorContents(**contents))
+    return request
+
+
+BESIDE_REGION = "unexpected 'content' provided when using shared memory for input tensor 'INPUT0' for model 'echo'"
+EXPLICIT = "unexpected explicit tensor data for input tensor 'INPUT0' for model 'echo'"
 CALLS = {
+    "contents after those of the type": ("ModelInfer", two_contents("fp32_contents", "fp64_contents"), f"{EXPLICIT}, binary data was already supplied."),
+    "contents before those of the type": ("ModelInfer", two_contents("fp32_contents", "int_contents"), f"{EXPLICIT} of type 'INT32', expected datatype 'FP32'"),
+    "contents beside a region": ("ModelInfer", beside_region(fp32_contents=[1, 2]), BESIDE_REGION),
+    "empty contents beside a region": ("ModelInfer", beside_region(), BESIDE_REGION),
     "a type that is none": ("ModelInfer", infer_request(datatype="fp32"), f"{UNKNOWN} inference input 'INPUT0' data-type is '<invalid>', but model 'echo' expects 'FP32'"),
     "an unknown input of such a type": ("ModelInfer", infer_request(name="X", datatype="fp32"), "unexpected inference input 'X' for model 'echo'"),
     "an unsigned parameter": ("ModelInfer", unsigned("x"), "invalid value type for 'x' parameter, expected int64_param, bool_param, or string_param."),
@@ -216,3 +284,42 @@ def test_requests_that_are_none_of_the_model_s_are_not_counted(server):
     assert ask(server, "POST", "/v2/models/kinds/infer", tensor("INPUT_BOOL", "BOOL", "[1,2]", "[true,false]"))[0] == 400
     _, _, text = ask(server, "GET", "/v2/models/kinds/stats")
     assert '"fail":{"count":0,"ns":0}' in text
+
+
+def status_of(server, kind, region):
+    return ask(server, "GET", f"/v2/{kind}sharedmemory/region/{region}/status")
+
+
+def test_the_words_about_regions(server):
+    key = f"trireme_wire_{uuid.uuid4().hex[:12]}"
+    Path("/dev/shm", key).write_bytes(bytes(16))
+    try:
+        register, region = "/v2/systemsharedmemory/region/x/register", f'{{"name":"x","key":"/{key}","offset":0,"byte_size":16}}'
+        too_large = ask(server, "POST", register, region.replace("16", "17"))
+        assert too_large == (400, JSON, error("failed to register shared memory region 'x': invalid args"))
+        assert ask(server, "POST", register, region) == (200, JSON, "")
+        assert ask(server, "POST", register, region) == (400, JSON, error("shared memory region 'x' already in manager"))
+        assert status_of(server, "system", "x") == (200, JSON, f"[{region}]")
+        assert ask(server, "POST", "/v2/systemsharedmemory/region/x/unregister") == (200, JSON, "")
+    finally:
+        Path("/dev/shm", key).unlink()
+    for kind in ["system", "cuda"]:
+        assert ask(server, "GET", f"/v2/{kind}sharedmemory/status") == (200, JSON, "[]")
+        assert status_of(server, kind, "x") == (404, JSON, error(f"Unable to find {kind} shared memory region: 'x'"))
+        assert ask(server, "POST", f"/v2/{kind}sharedmemory/region/x/unregister") == (200, JSON, "")
+
+
+def test_a_key_is_asked_for_before_the_method_is_looked_at(tmp_path):
+    restricted = (403, TEXT, error("This API is restricted, expecting header 'k'"))
+    models = str(tmp_path / "models")
+    flags = ["--http-restricted-api=inference,logging:k=v", "--grpc-restricted-protocol=logging:k=v", f"--model-repository={models}/."]
+    with rank(tmp_path, *flags, prefix="wkey", echo=ECHO) as server:
+        for method, path, kind in [("GET", "/v2/models/echo/infer", TEXT), ("PUT", "/v2/logging", JSON)]:
+            assert ask(server, method, path) == restricted
+            assert ask(server, method, path, k="v") == (405, kind, NOT_ALLOWED)
+        with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError) as refused:
+            service_pb2_grpc.GRPCInferenceServiceStub(channel).LogSettings(pb.LogSettingsRequest(), timeout=60)
+        words = "This protocol is restricted, expecting header 'triton-grpc-protocol-k'"
+        assert (refused.value.code(), refused.value.details()) == (grpc.StatusCode.UNAVAILABLE, words)
+        # The same repository given twice counts once.
+        assert ask(server, "POST", "/v2/repository/index")[2] == '[{"name":"echo","version":"1","state":"READY"}]'

@@ -239,6 +239,8 @@ fn names_that_leave_the_repository_are_unknown() {
 fn a_model_in_two_directories_is_refused() {
     let (left, _) = repository(&[("echo", ECHO, &["1"]), ("a", ECHO, &["1"])]);
     let (right, _) = repository(&[("echo", ECHO, &["1"])]);
+    let twice = Repository::open(&[left.path().to_owned(), left.path().join(".")]).unwrap();
+    assert!(twice.model("echo").is_ok(), "one directory given twice counts once");
     let both = Repository::open(&[left.path().to_owned(), right.path().to_owned()]).unwrap();
     assert_eq!(both.model_names().unwrap(), ["a", "echo"]);
     assert!(matches!(both.model("echo"), Err(RepositoryError::Ambiguous { .. })));

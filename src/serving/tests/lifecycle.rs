@@ -5,7 +5,7 @@ mod support;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use serving::{ControlMode, ErrorKind, LoadOverrides, ModelState};
+use serving::{ControlMode, ErrorKind, InferRequest, LoadOverrides, ModelState};
 use support::{ECHO, PIECES, World, eventually, floats, one, request, responses, text};
 
 fn with(config: &str, parameter: &str) -> String {
@@ -64,11 +64,18 @@ async fn a_model_that_fails_to_load_leaves_the_others_serving() {
         lines[1..3],
         ["broken 1 UNAVAILABLE Internal: broken on purpose", "echo 1 READY"].map(str::to_owned)[..]
     );
-    let refused = server.infer(request("broken", vec![])).unwrap_err();
-    assert_eq!(
-        (refused.kind, refused.message.as_str()),
-        (ErrorKind::NotFound, "Request for unknown model: 'broken' has no available versions")
-    );
+    for (model, version, kind, words) in [
+        ("broken", "", ErrorKind::NotFound, "has no available versions"),
+        ("broken", "1", ErrorKind::Unavailable, "version 1 is not at ready state"),
+        ("empty", "", ErrorKind::NotFound, "has no available versions"),
+        ("empty", "1", ErrorKind::NotFound, "version 1 is not found"),
+        ("bad", "1", ErrorKind::NotFound, "is not found"),
+    ] {
+        let refused =
+            server.infer(InferRequest { model_version: version.into(), ..request(model, vec![]) }).unwrap_err();
+        let words = format!("Request for unknown model: '{model}' {words}");
+        assert_eq!((refused.kind, refused.message), (kind, words));
+    }
 }
 
 #[tokio::test]
@@ -274,8 +281,17 @@ async fn polling_follows_the_repository() {
     world.add("pieces", PIECES, &["1"]);
     std::fs::remove_dir_all(world.root.path().join("echo")).unwrap();
     server.poll_repository().await.unwrap();
-    assert_eq!(index(&server), ["echo 1 UNAVAILABLE unloaded", "pieces 1 READY"]);
+    assert_eq!(index(&server), ["pieces 1 READY"]);
     assert!(server.is_ready());
+    assert_eq!(
+        server.infer(request("echo", vec![])).unwrap_err().message,
+        "Request for unknown model: 'echo' has no available versions"
+    );
+
+    world.add("broken", &with(ECHO, "broken"), &["1"]);
+    assert_eq!(server.poll_repository().await.unwrap_err()[0].model, "broken");
+    assert!(server.is_ready(), "a model that never served is not missed");
+    std::fs::remove_dir_all(world.root.path().join("broken")).unwrap();
 
     world.add("pieces", &PIECES.replace("TYPE_INT32", "TYPE_INT64"), &["2"]);
     server.poll_repository().await.unwrap();
