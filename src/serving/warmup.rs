@@ -26,9 +26,10 @@ pub(crate) async fn run(
     model_dir: &Path,
     backend: &dyn Backend,
 ) -> Result<(), InferError> {
-    for warmup in &config.model_warmup {
+    // A sample without a batch is one that is switched off.
+    for warmup in config.model_warmup.iter().filter(|warmup| warmup.batch_size > 0) {
         let explain = |error: InferError| {
-            InferError::new(error.kind, format!("`model_warmup` `{}`: {}", warmup.name, error.message))
+            InferError::new(error.kind, format!("failed to run warmup sample '{}': {}", warmup.name, error.message))
         };
         let request = request(config, states, warmup, model_dir).map_err(explain)?;
         for _ in 0..warmup.count.max(1) {
@@ -66,7 +67,7 @@ fn request(
     warmup: &ModelWarmup,
     model_dir: &Path,
 ) -> Result<InferRequest, InferError> {
-    let batch = (config.max_batch_size > 0).then_some(i64::from(warmup.batch_size.max(1)));
+    let batch = (config.max_batch_size > 0).then_some(i64::from(warmup.batch_size));
     let tensor = |(name, input): (&String, &Input)| {
         let shape = batch.into_iter().chain(input.dims.iter().copied()).collect();
         data(name, input, shape, model_dir)
@@ -104,7 +105,11 @@ fn data(name: &str, input: &Input, shape: Shape, model_dir: &Path) -> Result<Ten
             read.map_err(|error| InferError::invalid(format!("cannot read {}: {error}", path.display())))?.into()
         }
         Some(InputDataType::RandomData(true)) => random(datatype, count),
-        _ => vec![0; count * datatype.size().unwrap_or(4)].into(),
+        None => {
+            let words = format!("warmup setting expects input '{name}' to have input_data_type set");
+            return Err(InferError::invalid(words));
+        }
+        Some(_) => vec![0; count * datatype.size().unwrap_or(4)].into(),
     };
     Ok(tensor)
 }

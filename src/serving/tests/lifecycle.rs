@@ -334,7 +334,8 @@ async fn a_load_that_fails_says_so_and_leaves_the_server_ready() {
 
 const WARM: &str = r#"model_warmup [
   { name: "zeros" batch_size: 2 count: 2 inputs { key: "INPUT0" value { data_type: TYPE_FP32 dims: [ 3 ] zero_data: true } } },
-  { name: "some" inputs { key: "INPUT0" value { data_type: TYPE_FP32 dims: [ 2 ] input_data_file: "some.bin" } } }
+  { name: "off" batch_size: 0 inputs { key: "INPUT0" value { data_type: TYPE_FP32 dims: [ 3 ] zero_data: true } } },
+  { name: "some" batch_size: 1 inputs { key: "INPUT0" value { data_type: TYPE_FP32 dims: [ 2 ] input_data_file: "some.bin" } } }
 ]"#;
 
 #[tokio::test]
@@ -368,11 +369,12 @@ async fn a_model_whose_warm_up_fails_does_not_serve() {
         (
             "dims: [ 3 ]",
             "dims: [ -1 ]",
-            "`model_warmup` `zeros`: input `INPUT0` has shape [2, -1]; each size must be given",
+            "failed to run warmup sample 'zeros': input `INPUT0` has shape [2, -1]; each size must be given",
         ),
         ("key: \"INPUT0\"", "key: \"WRONG\"", "unexpected inference input 'WRONG' for model 'echo'"),
         ("some.bin", "missing.bin", "warmup/missing.bin"),
         ("some.bin", "../../secret", "is not a name below `warmup/`"),
+        (" zero_data: true", "", "warmup setting expects input 'INPUT0' to have input_data_type set"),
         ("batch_size: 2", "batch_size: 5", "inference request batch-size must be <= 4 for 'echo'"),
     ] {
         let world = World::new(&[("echo", &config.replacen(from, to, 1))]);
