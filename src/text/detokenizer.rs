@@ -13,6 +13,11 @@ use crate::spelling::{Piece, Spelling, Stream};
 pub struct Detokenizer {
     spelling: Arc<Spelling>,
     skip_special: bool,
+    text: Text,
+}
+
+/// What a text keeps from one token to the next.
+struct Text {
     at_start: bool,
     /// Bytes that are no text yet.
     held: Vec<u8>,
@@ -31,7 +36,7 @@ impl Detokenizer {
             Stream::Text { strip: Some((_, count)) } => count,
             _ => 0,
         };
-        Self { spelling, skip_special, at_start: true, held: Vec::new(), strip_left }
+        Self { spelling, skip_special, text: Text { at_start: true, held: Vec::new(), strip_left } }
     }
 
     /// The text that `token` completes, if any. A token outside the vocabulary adds nothing.
@@ -43,25 +48,9 @@ impl Detokenizer {
 
     /// As [`push`](Self::push), appended to `out`.
     pub fn push_into(&mut self, token: u32, out: &mut String) {
-        let spelling = Arc::clone(&self.spelling);
-        let Some(piece) = spelling.piece(token, self.at_start, self.skip_special) else { return };
-        let no_text = matches!(piece, Piece::Bytes(bytes) if bytes.is_empty());
-        self.at_start &= no_text && matches!(spelling.stream, Stream::Pieces { all_spaces: true });
-        match (piece, spelling.stream) {
-            (Piece::Bytes(bytes), Stream::Pieces { .. }) => {
-                self.end_bytes(out);
-                out.push_str(std::str::from_utf8(bytes).expect("pieces are strings"));
-            }
-            (Piece::FallbackByte(byte), Stream::Pieces { .. }) => {
-                self.held.push(byte);
-                self.take_characters(out);
-            }
-            (Piece::Bytes(bytes), Stream::Bytes) => self.push_bytes(bytes, out),
-            (Piece::Bytes(bytes), Stream::Text { .. }) => {
-                self.end_byte_run(out);
-                self.emit(std::str::from_utf8(bytes).expect("pieces of text are made of strings"), out);
-            }
-            (Piece::FallbackByte(byte), _) => self.held.push(byte),
+        let Self { spelling, skip_special, text } = self;
+        if let Some(piece) = spelling.piece(token, text.at_start, *skip_special) {
+            text.push(piece, spelling.stream, out);
         }
     }
 
@@ -74,14 +63,41 @@ impl Detokenizer {
 
     /// As [`finish`](Self::finish), appended to `out`.
     pub fn finish_into(&mut self, out: &mut String) {
-        match self.spelling.stream {
+        self.text.finish(self.spelling.stream, out);
+    }
+}
+
+impl Text {
+    fn push(&mut self, piece: Piece<'_>, stream: Stream, out: &mut String) {
+        let no_text = matches!(piece, Piece::Bytes(bytes) if bytes.is_empty());
+        self.at_start &= no_text && matches!(stream, Stream::Pieces { all_spaces: true });
+        match (piece, stream) {
+            (Piece::Bytes(bytes), Stream::Pieces { .. }) => {
+                self.end_bytes(out);
+                out.push_str(std::str::from_utf8(bytes).expect("pieces are strings"));
+            }
+            (Piece::FallbackByte(byte), Stream::Pieces { .. }) => {
+                self.held.push(byte);
+                self.take_characters(out);
+            }
+            (Piece::Bytes(bytes), Stream::Bytes) => self.push_bytes(bytes, out),
+            (Piece::Bytes(bytes), Stream::Text { .. }) => {
+                self.end_byte_run(stream, out);
+                self.emit(std::str::from_utf8(bytes).expect("pieces of text are made of strings"), stream, out);
+            }
+            (Piece::FallbackByte(byte), _) => self.held.push(byte),
+        }
+    }
+
+    fn finish(&mut self, stream: Stream, out: &mut String) {
+        match stream {
             Stream::Bytes if self.held.is_empty() => {}
             Stream::Bytes => {
                 // What is held is one character cut short, never two.
                 self.held.clear();
                 out.push(char::REPLACEMENT_CHARACTER);
             }
-            Stream::Text { .. } => self.end_byte_run(out),
+            Stream::Text { .. } => self.end_byte_run(stream, out),
             Stream::Pieces { .. } => self.end_bytes(out),
         }
     }
@@ -122,21 +138,21 @@ impl Detokenizer {
         }
     }
 
-    fn end_byte_run(&mut self, out: &mut String) {
+    fn end_byte_run(&mut self, stream: Stream, out: &mut String) {
         if self.held.is_empty() {
             return;
         }
         let mut held = std::mem::take(&mut self.held);
         match std::str::from_utf8(&held) {
-            Ok(text) => self.emit(text, out),
-            Err(_) => (0..held.len()).for_each(|_| self.emit("\u{FFFD}", out)),
+            Ok(text) => self.emit(text, stream, out),
+            Err(_) => (0..held.len()).for_each(|_| self.emit("\u{FFFD}", stream, out)),
         }
         held.clear();
         self.held = held;
     }
 
-    fn emit(&mut self, mut text: &str, out: &mut String) {
-        if let Stream::Text { strip: Some((stripped, _)) } = self.spelling.stream {
+    fn emit(&mut self, mut text: &str, stream: Stream, out: &mut String) {
+        if let Stream::Text { strip: Some((stripped, _)) } = stream {
             while self.strip_left > 0 && !text.is_empty() {
                 match text.strip_prefix(stripped) {
                     Some(rest) => (text, self.strip_left) = (rest, self.strip_left - 1),
