@@ -4,7 +4,6 @@
 //! ensemble, so that the pieces joined are the text of the whole.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::Arc;
 
 use futures::FutureExt as _;
@@ -39,8 +38,10 @@ impl BackendFactory for DetokenizeFactory {
             let has_beams = model.config.output.iter().any(|output| output.name == "OUTPUT" && output.dims.len() > 1);
             let is_nested = has_beams && model.config.max_batch_size > 0;
             let tokenizer = checkpoint::tokenizer(&model)?;
-            let outputs = model.config.output.iter().map(|output| output.name.clone()).collect();
-            Ok(Arc::new(Detokenize { tokenizer, skip_special_tokens, is_nested, outputs }) as Arc<dyn Backend>)
+            let is_declared = |name: &String| model.config.output.iter().any(|output| output.name == *name);
+            let named = HANDED_ON.map(|name| (name, format!("OUT_{name}")));
+            let handed_on = named.into_iter().filter(|(_, output)| is_declared(output)).collect();
+            Ok(Arc::new(Detokenize { tokenizer, skip_special_tokens, is_nested, handed_on }) as Arc<dyn Backend>)
         };
         async { tokio::task::spawn_blocking(load).await.map_err(|error| InferError::internal(error.to_string()))? }
             .boxed()
@@ -53,8 +54,8 @@ struct Detokenize {
     /// Whether texts lie in rows of beams; else, as TensorRT-LLM's own model answers, in one list: its clients read
     /// `text_output[0]`.
     is_nested: bool,
-    /// Names of all outputs that the configuration declares.
-    outputs: Vec<String>,
+    /// Inputs that it gives back, and as what: those of [`HANDED_ON`] whose outputs the configuration declares.
+    handed_on: Vec<(&'static str, String)>,
 }
 
 /// The texts in the making of one run.
@@ -76,16 +77,19 @@ impl Backend for Detokenize {
     }
 
     fn answer(&self, request: &InferRequest) -> Result<InferResponse, InferError> {
-        let tokens = Tokens::new(request, self.is_nested)?;
-        if let Some(told) = request.input("sequence_length") {
-            return self.behind(request, &tokens, &token_ids(told)?);
+        let inputs = Inputs::of(request);
+        let tokens = Tokens::new(&inputs, self.is_nested)?;
+        if let Some(told) = inputs.told {
+            return self.behind(&inputs, &tokens, &token_ids(told)?);
         }
         let texts = match &request.step {
             Some(step) => step.with_state(Texts::default, |texts| self.push(texts, &tokens, step.is_last)),
             None => self.push(&mut Texts::default(), &tokens, true),
         };
         let mut outputs = vec![texts];
-        outputs.extend(self.handed_on(request));
+        outputs.extend(self.handed_on.iter().filter_map(|(input, output)| {
+            request.input(input).map(|tensor| Tensor { name: output.into(), ..tensor.clone() })
+        }));
         Ok(InferResponse { outputs, ..InferResponse::default() })
     }
 
@@ -95,17 +99,9 @@ impl Backend for Detokenize {
 }
 
 impl Detokenize {
-    fn handed_on(&self, request: &InferRequest) -> impl Iterator<Item = Tensor> {
-        HANDED_ON.into_iter().filter_map(|name| {
-            let tensor = request.input(name)?;
-            let output = format!("OUT_{name}");
-            self.outputs.contains(&output).then(|| Tensor { name: output.into(), ..tensor.clone() })
-        })
-    }
-
     /// LMDeploy's form: the client sends all tokens of a sequence and how many of them it has the text of.
-    fn behind(&self, request: &InferRequest, tokens: &Tokens, told: &[u32]) -> Result<InferResponse, InferError> {
-        let skip = request.input("skip_special_tokens").map(token_ids).transpose()?;
+    fn behind(&self, inputs: &Inputs, tokens: &Tokens, told: &[u32]) -> Result<InferResponse, InferError> {
+        let skip = inputs.skip_special_tokens.map(token_ids).transpose()?;
         let skip = skip.and_then(|skip| skip.first().copied()).map_or(self.skip_special_tokens, |skip| skip != 0);
         let text = |(row, ids): (usize, &[u32])| {
             let told = told.get(row).or(told.first()).map_or(0, |&told| (told as usize).min(ids.len()));
@@ -124,21 +120,56 @@ impl Detokenize {
     /// The text that each row's new tokens complete, with what was held back if these are the last.
     fn push(&self, texts: &mut Texts, tokens: &Tokens, is_last: bool) -> Tensor {
         let Texts { of_rows, pieces } = texts;
+        let mut ends = SmallVec::<[usize; 4]>::new();
         pieces.clear();
-        let piece = |(row, ids): (usize, &[u32])| {
+        for (row, ids) in tokens.rows().enumerate() {
             let text = of_rows
                 .entry((tokens.sequence_index, row))
                 .or_insert_with(|| Detokenizer::new(self.tokenizer.clone(), self.skip_special_tokens));
-            let begin = pieces.len();
             ids.iter().for_each(|&id| text.push_into(id, pieces));
             if tokens.sequence_end.unwrap_or(is_last) {
                 text.finish_into(pieces);
             }
-            begin..pieces.len()
-        };
-        let ranges: SmallVec<[Range<usize>; 4]> = tokens.rows().enumerate().map(piece).collect();
-        let pieces: SmallVec<[&str; 4]> = ranges.into_iter().map(|range| &pieces[range]).collect();
-        Tensor::from_byte_strings("OUTPUT", &tokens.output_shape, &pieces)
+            ends.push(pieces.len());
+        }
+        let (mut each, mut begin) = (SmallVec::<[&str; 4]>::new(), 0);
+        for end in ends {
+            each.push(&pieces[begin..end]);
+            begin = end;
+        }
+        Tensor::from_byte_strings("OUTPUT", &tokens.output_shape, &each)
+    }
+}
+
+/// What a request brings.
+#[derive(Default)]
+struct Inputs<'a> {
+    tokens: Option<&'a Tensor>,
+    lengths: Option<&'a Tensor>,
+    sequence_index: Option<&'a Tensor>,
+    sequence_end: Option<&'a Tensor>,
+    /// How many tokens the client has the text of, in LMDeploy's form.
+    told: Option<&'a Tensor>,
+    skip_special_tokens: Option<&'a Tensor>,
+}
+
+impl<'a> Inputs<'a> {
+    /// Those of `request`, looked at once each: a token passes here.
+    fn of(request: &'a InferRequest) -> Self {
+        let mut inputs = Self::default();
+        for tensor in &request.inputs {
+            let place = match tensor.name.as_str() {
+                "TOKENS_BATCH" => &mut inputs.tokens,
+                "SEQUENCE_LENGTH" => &mut inputs.lengths,
+                "SEQUENCE_INDEX" => &mut inputs.sequence_index,
+                "SEQUENCE_END" => &mut inputs.sequence_end,
+                "sequence_length" => &mut inputs.told,
+                "skip_special_tokens" => &mut inputs.skip_special_tokens,
+                _ => continue,
+            };
+            *place = Some(tensor);
+        }
+        inputs
     }
 }
 
@@ -146,7 +177,8 @@ impl Detokenize {
 struct Tokens {
     ids: Ids,
     width: usize,
-    lengths: SmallVec<[usize; 8]>,
+    /// Of each row; one that is longer than the row stands for all of it.
+    lengths: Ids,
     output_shape: Shape,
     sequence_index: i32,
     /// Whether these are the last of their sequence; where nobody says so, the run's last are.
@@ -154,18 +186,16 @@ struct Tokens {
 }
 
 impl Tokens {
-    fn new(request: &InferRequest, is_nested: bool) -> Result<Self, InferError> {
+    fn new(inputs: &Inputs, is_nested: bool) -> Result<Self, InferError> {
         let missing = || InferError::invalid("input `TOKENS_BATCH` is missing: it holds the token ids");
-        let tensor = request.input("TOKENS_BATCH").ok_or_else(missing)?;
+        let tensor = inputs.tokens.ok_or_else(missing)?;
         let ids = token_ids(tensor)?;
         let (&width, rows) = tensor.shape.split_last().ok_or_else(missing)?;
         let num_rows = rows.iter().product::<i64>().try_into().unwrap_or(0usize);
         let width = usize::try_from(width).unwrap_or(0);
-        let lengths = match request.input("SEQUENCE_LENGTH").map(token_ids).transpose()? {
-            None => SmallVec::from_elem(width, num_rows),
-            Some(lengths) if lengths.len() == num_rows => {
-                lengths.iter().map(|&len| (len as usize).min(width)).collect()
-            }
+        let lengths = match inputs.lengths.map(token_ids).transpose()? {
+            None => SmallVec::from_elem(width as u32, num_rows),
+            Some(lengths) if lengths.len() == num_rows => lengths,
             Some(lengths) => {
                 return Err(InferError::invalid(format!(
                     "`SEQUENCE_LENGTH` holds {} lengths for the {num_rows} rows of `TOKENS_BATCH`; send one each",
@@ -176,15 +206,16 @@ impl Tokens {
         let one_list = [num_rows as i64];
         let output_shape = Shape::from_slice(if is_nested { rows } else { &one_list });
         let first = |tensor: &Tensor| Some(i32::from_le_bytes(*tensor.data.first_chunk()?));
-        let sequence_index = request.input("SEQUENCE_INDEX").filter(|index| index.datatype == DataType::Int32);
+        let sequence_index = inputs.sequence_index.filter(|index| index.datatype == DataType::Int32);
         let sequence_index = sequence_index.and_then(first).unwrap_or(0);
-        let sequence_end = request.input("SEQUENCE_END").filter(|end| end.datatype == DataType::Bool);
+        let sequence_end = inputs.sequence_end.filter(|end| end.datatype == DataType::Bool);
         let sequence_end = sequence_end.and_then(|end| end.data.first().map(|&end| end != 0));
         Ok(Self { ids, width, lengths, output_shape, sequence_index, sequence_end })
     }
 
     fn rows(&self) -> impl Iterator<Item = &[u32]> {
-        self.lengths.iter().enumerate().map(|(row, &length)| &self.ids[row * self.width..][..length])
+        let row_len = |length: u32| (length as usize).min(self.width);
+        self.lengths.iter().enumerate().map(move |(row, &length)| &self.ids[row * self.width..][..row_len(length)])
     }
 }
 
@@ -198,7 +229,10 @@ fn token_ids(tensor: &Tensor) -> Result<Ids, InferError> {
         let found = tensor.datatype.name();
         return Err(InferError::invalid(format!("input `{name}` is {found}, expected INT32")));
     }
-    let ids: Ids = tensor.data.as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect();
+    let mut ids = Ids::new();
+    for bytes in tensor.data.as_chunks().0 {
+        ids.push(u32::from_le_bytes(*bytes));
+    }
     if tensor.datatype == DataType::Int32
         && let Some(negative) = ids.iter().map(|id| id.cast_signed()).find(|id| *id < 0)
     {
