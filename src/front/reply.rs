@@ -3,6 +3,8 @@
 //! The generated types would copy every name and shape of every token into maps and vectors first.
 //! Wire layout: `proto/grpc_service.proto`, `ModelInferResponse` and `ModelStreamInferResponse`.
 
+use std::sync::Arc;
+
 use bytes::{Buf, BufMut, Bytes};
 use prost::encoding::{DecodeContext, WireType, encode_key, encode_varint, encoded_len_varint, key_len, skip_field};
 use prost::{DecodeError, Message};
@@ -69,7 +71,7 @@ impl LastHead {
             && known.model_name == response.model_name
             && known.model_version == response.model_version
             && known.id == response.id
-            && known.parameters == response.parameters
+            && (Arc::ptr_eq(&known.parameters, &response.parameters) || known.parameters == response.parameters)
             && known.outputs.len() == response.outputs.len()
             && known.outputs.iter().zip(&response.outputs).all(is_alike)
     }
@@ -86,7 +88,7 @@ fn put_head(response: &InferResponse, final_response: Option<bool>, buffer: &mut
     put_string(1, &response.model_name, buffer);
     put_string(2, &response.model_version, buffer);
     put_string(3, &response.id, buffer);
-    for (key, value) in &response.parameters {
+    for (key, value) in response.parameters.iter() {
         put_parameter(4, key, value, buffer);
     }
     if let Some(is_final) = final_response {
@@ -268,13 +270,13 @@ mod tests {
         serde_json::to_value(DynamicMessage::decode(descriptor, bytes).unwrap()).unwrap()
     }
 
-    fn every_kind_of_parameter() -> Vec<(serving::Name, Parameter)> {
-        vec![
+    fn every_kind_of_parameter() -> Arc<[(serving::Name, Parameter)]> {
+        Arc::new([
             ("b".into(), Parameter::Bool(false)),
             ("i".into(), Parameter::Int(-7)),
             ("d".into(), Parameter::Double(0.5)),
             ("s".into(), Parameter::String(String::new())),
-        ]
+        ])
     }
 
     #[test]
@@ -329,7 +331,7 @@ mod tests {
             (response("a", Tensor::from_byte_strings("ids", &[2], &["x", "yz"])), Some(false)),
             (response("a", Tensor::from_byte_strings("text", &[2], &["x", "yz"])), Some(false)),
             (response("b", Tensor::from_byte_strings("text", &[2], &["x", "yz"])), Some(false)),
-            (InferResponse { parameters: Vec::new(), ..response("b", ids(&[1], &[5])) }, Some(false)),
+            (InferResponse { parameters: Arc::default(), ..response("b", ids(&[1], &[5])) }, Some(false)),
             (InferResponse { model_version: "2".into(), ..response("b", ids(&[1], &[5])) }, Some(false)),
             (InferResponse { outputs: Vec::new(), ..response("b", ids(&[1], &[5])) }, Some(false)),
             (InferResponse { outputs: Vec::new(), ..response("b", ids(&[1], &[5])) }, Some(true)),

@@ -80,6 +80,11 @@ impl Signature {
         Ok(batch_size.and_then(|size| u64::try_from(size).ok()).unwrap_or(1))
     }
 
+    /// Whether tensors have the same shapes for the client as for the model.
+    pub fn keeps_shapes(&self) -> bool {
+        self.reshaped_outputs.is_empty() && self.inputs.iter().all(|input| input.reshape.is_none())
+    }
+
     /// Gives a response's outputs the shapes the client sees.
     pub fn restore_shapes(&self, response: &mut InferResponse) {
         for output in &self.reshaped_outputs {

@@ -60,6 +60,11 @@ pub struct ClientMemory {
 }
 
 impl ClientMemory {
+    /// Whether no input lies there.
+    pub fn has_no_input(&self) -> bool {
+        self.inputs.is_empty()
+    }
+
     /// Where the input called `name` lies; `None` when its tensor has the data.
     pub fn input(&self, name: &str) -> Option<&ClientSlice> {
         self.inputs.iter().find(|(input, _)| input == name).map(|(_, slice)| slice)

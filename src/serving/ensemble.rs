@@ -13,6 +13,7 @@ use futures::stream::{FuturesUnordered, StreamExt as _};
 use repository::ModelConfig;
 use smallvec::{SmallVec, smallvec};
 
+use crate::caller::Caller;
 use crate::finder::Finder;
 use crate::model::ServedModel;
 use crate::registry::Registry;
@@ -21,8 +22,10 @@ use crate::{
     ResponseSender, ResponseStream, Tensor, Trace,
 };
 
+mod relay;
 mod tensors;
 
+use relay::Relay;
 use tensors::Tensors;
 
 /// A loaded ensemble.
@@ -39,6 +42,8 @@ struct Graph {
     inputs: Vec<Wire>,
     outputs: Vec<Wire>,
     steps: Vec<Step>,
+    /// By slot: the step that makes its tensor, where one other step, or the ensemble's answer, is all that reads it.
+    lone_makers: Vec<Option<usize>>,
 }
 
 /// A tensor of a model, and the slot that stands for it in the ensemble.
@@ -78,10 +83,11 @@ impl Backend for Ensemble {
         let mut tensors = Tensors::new(self.graph.num_tensors);
         tensors.put_all(&self.graph.inputs, std::mem::take(&mut request.inputs), &mut Finder::default());
         let parameters = response_parameters(&request);
-        let places = self.graph.steps.iter().map(|_| Place::default()).collect();
+        let places = models.iter().map(Place::of).collect();
         let graph = self.graph.clone();
+        let makes_anew = graph.makes_anew(&models);
         Ok(ResponseStream::driven_by(|sender| {
-            Run { graph, models, request, parameters, tensors, places, sender }.finish()
+            Run { graph, models, request, parameters, tensors, places, makes_anew, sender }.finish()
         }))
     }
 
@@ -122,7 +128,8 @@ impl Graph {
             let sources = (0..steps.len()).filter(|&source| makes(&steps[source])).collect();
             steps[index].sources = sources;
         }
-        Self { name: config.name.clone(), num_tensors: slots.len(), inputs, outputs, steps }
+        let lone_makers = (0..slots.len()).map(|slot| lone_maker(slot, &steps, &outputs)).collect();
+        Self { name: config.name.clone(), num_tensors: slots.len(), inputs, outputs, steps, lone_makers }
     }
 
     fn within(&self, error: InferError) -> InferError {
@@ -145,10 +152,30 @@ impl Graph {
         (0..self.steps.len()).filter(|step| asked.is_empty() || is_needed(step)).collect()
     }
 
+    /// By step, whether what it makes is read once each time that it is made: only one step answers more than once, and it
+    /// is that or behind it; or none does.
+    fn makes_anew(&self, models: &[Arc<ServedModel>]) -> SmallVec<[bool; 8]> {
+        let mut decoupled = (0..self.steps.len()).filter(|&step| models[step].is_decoupled);
+        match (decoupled.next(), decoupled.next()) {
+            (None, _) => SmallVec::from_elem(true, self.steps.len()),
+            (Some(only), None) => {
+                (0..self.steps.len()).map(|step| step == only || self.is_behind(step, only)).collect()
+            }
+            _ => SmallVec::from_elem(false, self.steps.len()),
+        }
+    }
+
     /// Whether `step` needs what `source` makes, directly or through others.
     fn is_behind(&self, step: usize, source: usize) -> bool {
         self.steps[step].sources.iter().any(|&before| before == source || self.is_behind(before, source))
     }
+}
+
+fn lone_maker(slot: usize, steps: &[Step], outputs: &[Wire]) -> Option<usize> {
+    let is_it = |wire: &&Wire| wire.slot == slot;
+    let readers = steps.iter().flat_map(|step| &step.inputs).chain(outputs).filter(is_it).count();
+    let mut makers = (0..steps.len()).filter(|&step| steps[step].outputs.iter().any(|wire| wire.slot == slot));
+    makers.next().filter(|_| readers == 1 && makers.next().is_none())
 }
 
 /// One request on its way through the graph.
@@ -158,9 +185,11 @@ struct Run {
     /// The ensemble's request, without its inputs.
     request: InferRequest,
     /// Of each response.
-    parameters: Vec<(Name, Parameter)>,
+    parameters: Arc<[(Name, Parameter)]>,
     tensors: Tensors,
     places: Vec<Place>,
+    /// By step: what it makes is read in the pass that it is made in, and made again before the next.
+    makes_anew: SmallVec<[bool; 8]>,
     sender: ResponseSender,
 }
 
@@ -168,10 +197,19 @@ struct Run {
 #[derive(Default)]
 struct Place {
     state: EnsembleStep,
+    /// Calls a model that answers at once.
+    caller: Option<Box<Caller>>,
     /// The last request to a model that answers at once, for the next one.
     request: Option<Box<InferRequest>>,
     /// Which wire each tensor of a response takes.
     finder: Finder,
+}
+
+impl Place {
+    fn of(model: &Arc<ServedModel>) -> Self {
+        let caller = model.answers_at_once().then(|| Box::new(Caller::new(model.clone())));
+        Self { caller, ..Self::default() }
+    }
 }
 
 /// Some steps, by their places in the graph.
@@ -224,13 +262,14 @@ impl Run {
     fn begin(&mut self, waiting: &mut Steps, begun: &mut Begun, pass: Pass) -> Result<(), InferError> {
         while let Some(at) = waiting.iter().position(|step| self.is_ready(*step, waiting, &begun.open)) {
             let step = waiting.remove(at);
-            if self.models[step].answers_at_once() {
+            if self.places[step].caller.is_some() {
                 let response = self.call(step, pass.is_last);
                 self.finished(step, response)?;
                 continue;
             }
             let mut stream = self.start(step, pass.is_last)?;
             if self.models[step].is_decoupled {
+                self.sender.follow(&stream);
                 begun.open.push(step);
                 begun.decoupled.push((step, stream));
             } else if let Some(response) = stream.take_ready() {
@@ -253,6 +292,13 @@ impl Run {
                 begun.open.retain(|other| *other != step);
                 self.begin(&mut waiting, &mut begun, pass)?;
             }
+            if let [(maker, _)] = begun.decoupled[..]
+                && let Some(relay) = Relay::of(self, maker, &waiting, pass)
+                && let Some((_, stream)) = begun.decoupled.pop()
+            {
+                self.relay(relay, stream, pass).await;
+                return Ok(());
+            }
             if !begun.decoupled.is_empty() {
                 return self.rounds(begun.decoupled, waiting, pass).await;
             }
@@ -263,7 +309,7 @@ impl Run {
     }
 
     /// Sends what a pass has come to.
-    async fn answer(&self, pass: Pass) {
+    async fn answer(&mut self, pass: Pass) {
         if pass.answers {
             self.respond(pass.is_last).await;
         } else if pass.is_last {
@@ -297,7 +343,6 @@ impl Run {
             self.forget(&behind);
             let (mut absent, mut error, mut is_told) = (makers.clone(), None, false);
             for (index, item) in items.into_iter().enumerate().rev() {
-                self.report(streams[index].1.generation());
                 let step = streams[index].0;
                 let Some(item) = item else {
                     streams.remove(index);
@@ -314,9 +359,8 @@ impl Run {
                     is_told = true;
                     streams.remove(index);
                 }
-                if !response.outputs.is_empty() {
+                if self.store(step, response) {
                     absent.retain(|other| *other != step);
-                    self.store(step, response);
                 }
             }
             let is_last = pass.is_last && streams.is_empty();
@@ -351,9 +395,10 @@ impl Run {
         generation.into_iter().for_each(|generation| self.sender.report(generation));
     }
 
-    fn start(&self, step: usize, is_last: bool) -> Result<ResponseStream, InferError> {
+    fn start(&mut self, step: usize, is_last: bool) -> Result<ResponseStream, InferError> {
         let mut request = self.step_request(step);
-        self.fill(&mut request, step, is_last);
+        self.fill(&mut request, step);
+        self.mark(&mut request, is_last);
         self.models[step].infer(request).map_err(|error| self.graph.within(error))
     }
 
@@ -361,17 +406,36 @@ impl Run {
     fn call(&mut self, step: usize, is_last: bool) -> Item {
         let kept = self.places[step].request.take();
         let mut request = kept.unwrap_or_else(|| Box::new(self.step_request(step)));
-        self.fill(&mut request, step, is_last);
-        let response = self.models[step].answer(&mut request);
+        self.fill(&mut request, step);
+        self.ask(step, request, is_last)
+    }
+
+    /// The same, with its inputs; the request is kept for the next one.
+    fn ask(&mut self, step: usize, mut request: Box<InferRequest>, is_last: bool) -> Item {
+        self.mark(&mut request, is_last);
+        let place = &mut self.places[step];
+        let caller = place.caller.as_mut().expect("only models that answer at once are asked");
+        let response = caller.call(&mut request);
+        if is_last {
+            caller.settle(); // Before the client can ask for the figures.
+        }
         request.inputs.clear();
         request.trace = None; // Complete, so it is written now.
-        self.places[step].request = Some(request);
+        place.request = Some(request);
         response
     }
 
-    /// What differs from one request to a step to the next.
-    fn fill(&self, request: &mut InferRequest, step: usize, is_last: bool) {
-        request.inputs.extend(self.graph.steps[step].inputs.iter().filter_map(|wire| self.tensors.of(wire)));
+    /// The inputs of a step.
+    fn fill(&mut self, request: &mut InferRequest, step: usize) {
+        let Self { graph, tensors, makes_anew, .. } = self;
+        for wire in &graph.steps[step].inputs {
+            let is_taken = graph.lone_makers[wire.slot].is_some_and(|maker| makes_anew[maker]);
+            request.inputs.extend(if is_taken { tensors.take(wire) } else { tensors.of(wire) });
+        }
+    }
+
+    /// What else differs from one request to a step to the next.
+    fn mark(&self, request: &mut InferRequest, is_last: bool) {
         request.trace = self.request.trace.as_ref().map(Trace::child);
         if let Some(place) = &mut request.step {
             place.is_last = is_last;
@@ -398,8 +462,9 @@ impl Run {
         }
     }
 
-    fn store(&mut self, step: usize, response: InferResponse) {
-        self.tensors.put_all(&self.graph.steps[step].outputs, response.outputs, &mut self.places[step].finder);
+    /// Keeps what the graph has a use for; whether there was anything.
+    fn store(&mut self, step: usize, response: InferResponse) -> bool {
+        self.tensors.put_all(&self.graph.steps[step].outputs, response.outputs, &mut self.places[step].finder)
     }
 
     /// Drops what an earlier pass left of these steps.
@@ -414,12 +479,23 @@ impl Run {
         asked.is_empty() || asked.contains(&output.name)
     }
 
-    async fn respond(&self, is_final: bool) {
-        let has_tensor = |wire: &&Wire| self.tensors.has(wire.slot);
-        let mut outputs = Vec::with_capacity(self.graph.outputs.iter().filter(has_tensor).count());
-        let told = self.graph.outputs.iter().filter(has_tensor).filter(|wire| self.is_asked(wire));
-        outputs.extend(told.filter_map(|wire| self.tensors.of(wire)));
+    async fn respond(&mut self, is_final: bool) {
+        let outputs = self.take_outputs();
         self.send(outputs, is_final).await;
+    }
+
+    /// The outputs that are asked for and there.
+    fn take_outputs(&mut self) -> Vec<Tensor> {
+        let Self { graph, tensors, makes_anew, request, .. } = self;
+        let asked = &request.requested_outputs;
+        let mut outputs = Vec::with_capacity(graph.outputs.iter().filter(|wire| tensors.has(wire.slot)).count());
+        for wire in &graph.outputs {
+            if tensors.has(wire.slot) && (asked.is_empty() || asked.contains(&wire.name)) {
+                let is_taken = graph.lone_makers[wire.slot].is_some_and(|maker| makes_anew[maker]);
+                outputs.extend(if is_taken { tensors.take(wire) } else { tensors.of(wire) });
+            }
+        }
+        outputs
     }
 
     async fn send_error(&self, error: InferError) {
@@ -433,16 +509,16 @@ impl Run {
 }
 
 /// What each response of an ensemble tells of its request.
-fn response_parameters(request: &InferRequest) -> Vec<(Name, Parameter)> {
+fn response_parameters(request: &InferRequest) -> Arc<[(Name, Parameter)]> {
     let sequence_id = match &request.correlation_id {
         CorrelationId::Number(number) => Parameter::Int(number.cast_signed()),
         CorrelationId::Text(text) => Parameter::String(text.clone()),
     };
-    vec![
+    Arc::new([
         (Name::new_static("sequence_id"), sequence_id),
         (Name::new_static("sequence_start"), Parameter::Bool(request.sequence_start)),
         (Name::new_static("sequence_end"), Parameter::Bool(request.sequence_end)),
-    ]
+    ])
 }
 
 /// The next response of each stream, once all have one or have ended.

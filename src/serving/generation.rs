@@ -1,10 +1,10 @@
 //! Where the time of a request that generates text went.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{
     AtomicBool, AtomicU64,
     Ordering::{Acquire, Relaxed, Release},
 };
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::request::Scheduled;
@@ -38,6 +38,8 @@ pub(crate) struct Progress {
     computed_ns: AtomicU64,
     created: Instant,
     is_told: AtomicBool,
+    /// Other requests that this one is answered by; what they tell, it tells.
+    followed: Mutex<Vec<Arc<Progress>>>,
     /// The fields of a [`Generation`]; without a lock, as a model may tell of each token.
     told: [AtomicU64; 7],
 }
@@ -50,6 +52,7 @@ impl Default for Progress {
             computed_ns: AtomicU64::new(0),
             created: Instant::now(),
             is_told: AtomicBool::new(false),
+            followed: Mutex::default(),
             told: Default::default(),
         }
     }
@@ -87,10 +90,16 @@ impl Progress {
         self.is_told.store(true, Release);
     }
 
+    /// From here on this request tells what `other` does, unless it tells something itself.
+    pub fn follow(&self, other: &Arc<Progress>) {
+        self.followed.lock().unwrap_or_else(PoisonError::into_inner).push(other.clone());
+    }
+
     /// The last that was told; while the model tells more, some fields may be of before.
     pub fn generation(&self) -> Option<Generation> {
         if !self.is_told.load(Acquire) {
-            return None;
+            let followed = self.followed.lock().unwrap_or_else(PoisonError::into_inner);
+            return followed.iter().rev().find_map(|other| other.generation());
         }
         let [queue, prefill, decode, prompt_tokens, cached_tokens, output_tokens, preempted] =
             self.told.each_ref().map(|field| field.load(Relaxed));

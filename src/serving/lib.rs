@@ -57,6 +57,7 @@
 mod backend;
 mod bell;
 mod cache;
+mod caller;
 mod check;
 mod client_memory;
 mod ensemble;

@@ -24,6 +24,8 @@ pub(crate) struct ServedModel {
     pub version_text: Name,
     pub is_decoupled: bool,
     pub signature: Signature,
+    /// Whether the signature leaves shapes as they are.
+    keeps_shapes: bool,
     pub statistics: Statistics,
     pub in_flight: InFlight,
     /// Responses of this model, and others, where its configuration asks for it.
@@ -46,8 +48,10 @@ impl ServedModel {
         states: Vec<StateSpec>,
     ) -> Self {
         static NUM_LOADS: AtomicU64 = AtomicU64::new(0);
+        let signature = Signature::new(&config);
         Self {
-            signature: Signature::new(&config),
+            keeps_shapes: signature.keeps_shapes(),
+            signature,
             is_decoupled: config.is_decoupled(),
             version,
             version_text: Name::from(version.to_string()),
@@ -80,7 +84,10 @@ impl ServedModel {
         let batch_size = self.admit(&mut request, started)?;
         let (cached, answer) = self.look_up(&request);
         let mut watch = Watch::new(self.clone(), &request, batch_size, started, cached);
-        watch.keep_only(request.requested_outputs.clone());
+        // An ensemble leaves what it has no use for; a trace tells what was asked for.
+        if request.step.is_none() || request.trace.is_some() {
+            watch.keep_only(request.requested_outputs.clone());
+        }
         if let Some(response) = answer {
             return Ok(ResponseStream::ready(response).watched(watch));
         }
@@ -118,6 +125,18 @@ impl ServedModel {
         let response = watch.see(Some(Ok(response))).expect("what is seen comes back");
         request.requested_outputs = watch.take_requested_outputs();
         response
+    }
+
+    /// Whether nothing has to be done for this request but to check, answer and count it: no trace, no tensors in a
+    /// client's memory, no shapes to change, no responses counted one by one.
+    pub fn answers_plainly(&self, request: &InferRequest) -> bool {
+        self.keeps_shapes && !self.is_decoupled && request.trace.is_none() && request.client_memory.has_no_input()
+    }
+
+    /// What a model that answers at once answers to a request that has passed its checks; neither checked nor counted. It
+    /// is not in flight for others: it is over before they could wait for it.
+    pub fn answer_unseen(&self, request: &InferRequest) -> Result<InferResponse, InferError> {
+        self.backend.answer(request)
     }
 
     /// Checks a request and begins its trace. Returns its batch size.

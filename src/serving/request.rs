@@ -98,7 +98,7 @@ pub struct InferResponse {
     /// The request's id.
     pub id: Name,
     /// Parameters, in the order they are sent.
-    pub parameters: Vec<(Name, Parameter)>,
+    pub parameters: Arc<[(Name, Parameter)]>,
     /// Output tensors; none in an empty final response.
     pub outputs: Vec<Tensor>,
     /// No response follows this one.
@@ -373,6 +373,13 @@ impl ResponseSender {
     /// enough for each token.
     pub fn report(&self, generation: Generation) {
         self.progress.report(generation);
+    }
+
+    /// Says that the time of this request goes where that of `stream` goes, without a word for each token.
+    pub fn follow(&self, stream: &ResponseStream) {
+        if let Some(progress) = &stream.progress {
+            self.progress.follow(progress);
+        }
     }
 
     /// Gives a request that is to be executed again back to the queue it came from, if that takes it. The model sees it as

@@ -140,7 +140,7 @@ pub struct ModelStatistics {
 }
 
 /// How one request ended.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Outcome {
     pub total: Duration,
     pub queued: Duration,
@@ -208,6 +208,16 @@ pub(crate) enum ResponseOutcome {
     Empty,
     Fail,
     Cancel,
+}
+
+/// One response of a decoupled request.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Came {
+    pub outcome: ResponseOutcome,
+    /// Since the one before.
+    pub after: Duration,
+    /// Of that, since it was computed.
+    pub output: Duration,
 }
 
 #[derive(Debug, Default)]
@@ -353,12 +363,21 @@ impl Statistics {
     }
 
     pub fn succeeded(&self, outcome: Outcome) {
+        self.all_succeeded([outcome]);
+    }
+
+    /// Counts several requests that have ended by now.
+    pub fn all_succeeded(&self, outcomes: impl IntoIterator<Item = Outcome>) {
+        outcomes.into_iter().for_each(|outcome| self.add(&outcome));
+        self.last_inference_ms.store(now_ms(), Relaxed);
+    }
+
+    fn add(&self, outcome: &Outcome) {
         let computed = outcome.total.saturating_sub(outcome.queued + outcome.input + outcome.output);
         if let Some(summaries) = &self.summaries {
-            summaries.add(&outcome, computed);
+            summaries.add(outcome, computed);
         }
         self.success.add(outcome.total);
-        self.last_inference_ms.store(now_ms(), Relaxed);
         match outcome.cache {
             // It did not wait, and nothing was computed.
             Some(CacheUse::Hit(took)) => {
@@ -393,24 +412,25 @@ impl Statistics {
         self.first_response.observe(after.as_secs_f64() * 1e3);
     }
 
-    /// Counts response `index` of a decoupled request, which came `after` the one before; `output` of that time passed
-    /// after it was computed.
-    pub fn response(&self, index: usize, outcome: ResponseOutcome, after: Duration, output: Duration) {
+    /// Counts responses of a decoupled request, one behind the other, from number `first` on.
+    pub fn responses(&self, first: usize, came: &[Came]) {
         let mut responses = lock(&self.responses);
-        let index = index.min(MAX_RESPONSE_INDEX);
-        if responses.len() <= index {
-            responses.resize(index + 1, ResponseStatistics::default());
+        let needed = (first + came.len()).min(MAX_RESPONSE_INDEX + 1);
+        if responses.len() < needed {
+            responses.resize(needed, ResponseStatistics::default());
         }
-        let counted = &mut responses[index];
-        match outcome {
-            ResponseOutcome::Success => {
-                counted.compute_infer.add(after.saturating_sub(output));
-                counted.compute_output.add(output);
-                counted.success.add(after);
+        for (place, &Came { outcome, after, output }) in came.iter().enumerate() {
+            let counted = &mut responses[(first + place).min(MAX_RESPONSE_INDEX)];
+            match outcome {
+                ResponseOutcome::Success => {
+                    counted.compute_infer.add(after.saturating_sub(output));
+                    counted.compute_output.add(output);
+                    counted.success.add(after);
+                }
+                ResponseOutcome::Empty => counted.empty_response.add(after),
+                ResponseOutcome::Fail => counted.fail.add(after),
+                ResponseOutcome::Cancel => counted.cancel.add(after),
             }
-            ResponseOutcome::Empty => counted.empty_response.add(after),
-            ResponseOutcome::Fail => counted.fail.add(after),
-            ResponseOutcome::Cancel => counted.cancel.add(after),
         }
     }
 

@@ -3,13 +3,19 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use smallvec::SmallVec;
+
 use crate::cache::CacheKey;
 use crate::finder::Finder;
 use crate::generation::{Generation, Progress};
 use crate::model::ServedModel;
 use crate::request::Scheduled;
-use crate::statistics::{CacheUse, Failure, Outcome, ResponseOutcome};
+use crate::statistics::{CacheUse, Came, Failure, Outcome, ResponseOutcome};
 use crate::{ErrorKind, InferError, InferRequest, InferResponse, Name, Trace};
+
+/// Responses of a request that are counted together, at most: the place is shared by all requests to the model, and dear
+/// to touch from several threads.
+const MAX_UNCOUNTED: usize = 8;
 
 /// One request in flight. The model counts it as such until this is dropped.
 #[derive(Debug)]
@@ -24,6 +30,8 @@ pub(crate) struct Watch {
     checked: Duration,
     last: Instant,
     num_responses: usize,
+    /// The last of them, where they count one by one and have not been counted.
+    uncounted: SmallVec<[Came; MAX_UNCOUNTED]>,
     ended: bool,
     cached: Cached,
     progress: Option<Arc<Progress>>,
@@ -64,6 +72,7 @@ impl Watch {
             checked: started.elapsed(),
             last: started,
             num_responses: 0,
+            uncounted: SmallVec::new(),
             ended: false,
             cached,
             progress: None,
@@ -168,6 +177,7 @@ impl Watch {
         self.count_response(if is_empty { ResponseOutcome::Empty } else { ResponseOutcome::Success }, now, output);
         if response.is_final && !self.ended {
             self.ended = true;
+            self.settle();
             self.succeed(response, cache, now, output);
         }
     }
@@ -189,13 +199,25 @@ impl Watch {
     /// Responses are counted one by one where a request may have many of them.
     fn count_response(&mut self, outcome: ResponseOutcome, now: Instant, output: Duration) {
         if self.model.is_decoupled {
-            self.model.statistics.response(self.num_responses, outcome, now - self.last, output);
+            self.uncounted.push(Came { outcome, after: now - self.last, output });
             self.last = now;
         }
         self.num_responses += 1;
+        if self.uncounted.len() == MAX_UNCOUNTED {
+            self.settle();
+        }
+    }
+
+    /// Counts the responses that have not been.
+    fn settle(&mut self) {
+        if !self.uncounted.is_empty() {
+            self.model.statistics.responses(self.num_responses - self.uncounted.len(), &self.uncounted);
+            self.uncounted.clear();
+        }
     }
 
     fn fail(&mut self, failure: Failure) {
+        self.settle();
         if !self.ended {
             self.ended = true;
             self.model.statistics.failed(failure, self.started.elapsed());
@@ -251,12 +273,13 @@ impl Drop for Watch {
             self.count_response(ResponseOutcome::Cancel, Instant::now(), Duration::ZERO);
             self.fail(Failure::Canceled);
         }
+        self.settle();
         self.model.in_flight.leave();
     }
 }
 
 /// The reason of a request that did not reach the model.
-fn refusal_of(error: &InferError) -> Failure {
+pub(crate) fn refusal_of(error: &InferError) -> Failure {
     match error.kind {
         ErrorKind::Unavailable => Failure::Rejected,
         ErrorKind::InvalidArgument => Failure::Other,

@@ -189,6 +189,7 @@ pub(super) async fn forward(
     sender: &ResponseSender,
     mut change: impl FnMut(InferResponse) -> InferResponse,
 ) {
+    sender.follow(&stream);
     loop {
         let item = tokio::select! {
             item = stream.next_response() => item,
@@ -196,7 +197,6 @@ pub(super) async fn forward(
         };
         let Some(item) = item else { return };
         sender.mark_scheduled();
-        stream.generation().into_iter().for_each(|generation| sender.report(generation));
         let ends = item.as_ref().map_or(true, |response| response.is_final);
         if !sender.send(item.map(&mut change)).await || ends {
             return;

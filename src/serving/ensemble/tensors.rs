@@ -32,15 +32,27 @@ impl Tensors {
         Some(Tensor { name: wire.name.clone(), datatype: tensor.datatype, shape, data: tensor.data.clone() })
     }
 
-    /// Puts those that a wire leads from into its slot.
-    pub(super) fn put_all(&mut self, wires: &[Wire], tensors: Vec<Tensor>, finder: &mut Finder) {
+    /// As [`Tensors::of`], and leaves the slot empty.
+    pub(super) fn take(&mut self, wire: &Wire) -> Option<Tensor> {
+        if !std::mem::take(&mut self.is_there[wire.slot]) {
+            return None;
+        }
+        let tensor = self.slots[wire.slot].take()?;
+        Some(Tensor { name: wire.name.clone(), ..tensor })
+    }
+
+    /// Puts those that a wire leads from into its slot; whether there were any.
+    pub(super) fn put_all(&mut self, wires: &[Wire], tensors: Vec<Tensor>, finder: &mut Finder) -> bool {
+        let mut is_any = false;
         for (index, tensor) in tensors.into_iter().enumerate() {
             if let Some(found) = finder.find(index, wires, |wire| wire.name == tensor.name) {
                 let slot = wires[found].slot;
+                is_any = true;
                 self.is_there[slot] = true;
                 self.slots[slot] = Some(tensor);
             }
         }
+        is_any
     }
 
     /// Drops the tensor of a slot, if it holds one.

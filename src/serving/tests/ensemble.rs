@@ -206,6 +206,33 @@ async fn a_step_that_answers_at_once_is_answered_and_counted_as_any_other() {
 }
 
 #[tokio::test]
+async fn tensors_of_all_steps_come_out_with_each_response_in_the_configured_order() {
+    let steps =
+        ["join: a=x -> joined=clean", "pieces: text=clean n=n -> piece=piece", "join: a=piece b=clean -> joined=y"];
+    let output = |name: &str| format!("{{ name: \"{name}\" data_type: TYPE_STRING dims: [ 1 ] }}, ");
+    let outputs = format!("output [ {}{}{{", output("piece"), output("clean"));
+    let ens = ensemble(&steps).replacen("output [ {", &outputs, 1);
+    for backend in ["\"join\"", "\"call\""] {
+        let join = JOIN.replacen("\"join\"", backend, 1);
+        let server = World::new(&[("join", &join), ("pieces", PIECES), ("ens", &ens)]).started().await;
+        let told = |asked: &[&str]| {
+            let requested_outputs = asked.iter().map(|name| (*name).into()).collect();
+            let request = InferRequest { requested_outputs, ..request("ens", vec![text("x", "q")]) };
+            let stream = server.infer(request).unwrap();
+            async {
+                let show = |output: &Tensor| format!("{}={}", output.name, text_of(output));
+                let show = |response: InferResponse| response.outputs.iter().map(show).collect::<Vec<_>>().join(" ");
+                responses(stream).await.into_iter().map(|response| show(response.unwrap())).collect::<Vec<_>>()
+            }
+        };
+        let all = |place: usize| format!("piece=q:1!#{place} clean=q:1! y=q:1!#{place}+q:1!:{}", place + 1);
+        assert_eq!(told(&[]).await, [all(0), all(1), all(2), String::new()], "{backend}");
+        let some = |place: usize| format!("clean=q:1! y=q:1!#{place}+q:1!:{}", place + 1);
+        assert_eq!(told(&["y", "clean"]).await, [some(0), some(1), some(2), String::new()], "{backend}");
+    }
+}
+
+#[tokio::test]
 async fn leaving_an_ensemble_cancels_its_steps() {
     let steps = ["pieces: text=x n=n -> piece=y"];
     let world = World::new(&[("pieces", PIECES), ("ens", &ensemble(&steps))]);

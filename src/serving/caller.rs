@@ -1,0 +1,167 @@
+//! Calls of a model that answers at once, one after another in one run of an ensemble: behind a decoupled step, one for
+//! each token.
+//!
+//! What is alike from call to call is looked at once, and what is counted is added to the model's statistics for several
+//! calls together: they are shared by all that call the model, and dear to touch from several threads.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+
+use crate::model::ServedModel;
+use crate::statistics::Outcome;
+use crate::watch::refusal_of;
+use crate::{DataType, InferError, InferRequest, InferResponse, Name, Shape, Tensor};
+
+/// Calls that are counted together, at most.
+const MAX_UNCOUNTED: usize = 16;
+
+/// Calls one model. What it has not counted yet counts when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Caller {
+    model: Arc<ServedModel>,
+    accepted: Accepted,
+    uncounted: SmallVec<[Took; MAX_UNCOUNTED]>,
+}
+
+/// How long a call took.
+#[derive(Debug, Clone, Copy)]
+struct Took {
+    /// All of it.
+    total: Duration,
+    /// Checking the inputs.
+    input: Duration,
+}
+
+/// The inputs of the last request that passed its checks.
+#[derive(Debug, Default)]
+struct Accepted {
+    inputs: SmallVec<[Form; 4]>,
+    batch_size: u64,
+}
+
+/// An input but for its elements.
+#[derive(Debug)]
+struct Form {
+    name: Name,
+    datatype: DataType,
+    shape: Shape,
+    num_bytes: usize,
+}
+
+impl Caller {
+    /// Calls `model`, which answers at once.
+    pub fn new(model: Arc<ServedModel>) -> Self {
+        Self { model, accepted: Accepted::default(), uncounted: SmallVec::new() }
+    }
+
+    /// What the model answers. Only its outputs are sure to be there: who answered what, the caller knows.
+    pub fn call(&mut self, request: &mut InferRequest) -> Result<InferResponse, InferError> {
+        if !self.model.answers_plainly(request) {
+            return self.model.answer(request);
+        }
+        let started = Instant::now();
+        if !self.accepted.is_like(request) {
+            self.settle(); // As of the batch size until now.
+            let batch_size = self.model.signature.check(request)?;
+            self.accepted = Accepted::new(request, batch_size);
+        }
+        let input = started.elapsed();
+        let answer = self.model.answer_unseen(request);
+        let total = started.elapsed();
+        match &answer {
+            Ok(response) => {
+                if !response.outputs.is_empty() {
+                    self.model.statistics.first_response(total);
+                }
+                self.count(Took { total, input });
+            }
+            Err(error) => self.model.statistics.failed(refusal_of(error), total),
+        }
+        answer
+    }
+
+    fn count(&mut self, took: Took) {
+        self.uncounted.push(took);
+        if self.uncounted.len() == MAX_UNCOUNTED {
+            self.settle();
+        }
+    }
+
+    /// Counts what has not been.
+    pub fn settle(&mut self) {
+        let batch_size = self.accepted.batch_size;
+        let outcome = |&Took { total, input }: &Took| Outcome {
+            total,
+            input,
+            batch_size,
+            executed: Some(batch_size),
+            ..Outcome::default()
+        };
+        if !self.uncounted.is_empty() {
+            self.model.statistics.all_succeeded(self.uncounted.iter().map(outcome));
+            self.uncounted.clear();
+        }
+    }
+}
+
+impl Drop for Caller {
+    fn drop(&mut self) {
+        self.settle();
+    }
+}
+
+impl Accepted {
+    fn new(request: &InferRequest, batch_size: u64) -> Self {
+        let form = |tensor: &Tensor| Form {
+            name: tensor.name.clone(),
+            datatype: tensor.datatype,
+            shape: tensor.shape.clone(),
+            num_bytes: tensor.data.len(),
+        };
+        // The elements of text have lengths of their own, which are to be looked at.
+        let is_known = request.inputs.iter().all(|tensor| tensor.datatype != DataType::Bytes);
+        let inputs = if is_known { request.inputs.iter().map(form).collect() } else { SmallVec::new() };
+        Self { inputs, batch_size }
+    }
+
+    /// Whether `request` differs in its elements alone.
+    fn is_like(&self, request: &InferRequest) -> bool {
+        let is_alike = |(known, tensor): (&Form, &Tensor)| {
+            known.datatype == tensor.datatype
+                && known.num_bytes == tensor.data.len()
+                && known.shape[..] == tensor.shape[..]
+                && known.name == tensor.name
+        };
+        !self.inputs.is_empty()
+            && self.inputs.len() == request.inputs.len()
+            && self.inputs.iter().zip(&request.inputs).all(is_alike)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_is_checked_again_unless_it_differs_in_its_elements_alone() {
+        let request = |inputs: Vec<Tensor>| InferRequest { inputs, ..InferRequest::default() };
+        let ids = |name: &str, shape: &[i64], ids: &[i32]| Tensor::from_i32(name, shape, ids);
+        let known = Accepted::new(&request(vec![ids("a", &[1, 2], &[1, 2]), ids("b", &[1, 1], &[3])]), 1);
+        let is_like = |a: Tensor, b: Tensor| known.is_like(&request(vec![a, b]));
+        assert!(is_like(ids("a", &[1, 2], &[4, 5]), ids("b", &[1, 1], &[6])));
+        let b = || ids("b", &[1, 1], &[3]);
+        for other in [
+            ids("c", &[1, 2], &[1, 2]),
+            ids("a", &[2, 1], &[1, 2]),
+            ids("a", &[1, 2], &[1]),
+            Tensor::from_u32("a", &[1, 2], &[1, 2]),
+        ] {
+            assert!(!is_like(other, b()));
+        }
+        assert!(!known.is_like(&request(vec![ids("a", &[1, 2], &[1, 2])])));
+        let words = request(vec![Tensor::from_byte_strings("a", &[1], &["x"])]);
+        assert!(!Accepted::new(&words, 1).is_like(&words), "the lengths of text are elements");
+    }
+}
