@@ -5,7 +5,6 @@
 //! that response, and the next ones follow. Decoupled steps side by side answer in rounds: the first response of each
 //! belongs to the first of the others. Tensors are never copied.
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
 use futures::future::{BoxFuture, FutureExt as _, join_all};
@@ -22,9 +21,13 @@ use crate::{
     ResponseSender, ResponseStream, Tensor, Trace,
 };
 
+mod graph;
+mod link;
 mod relay;
 mod tensors;
 
+use graph::{Graph, Step, Steps, Wire};
+pub(crate) use link::link;
 use relay::Relay;
 use tensors::Tensors;
 
@@ -32,35 +35,6 @@ use tensors::Tensors;
 pub(crate) struct Ensemble {
     graph: Arc<Graph>,
     registry: Weak<Registry>,
-}
-
-/// The steps and the slots for tensors between them.
-#[derive(Debug)]
-struct Graph {
-    name: String,
-    num_tensors: usize,
-    inputs: Vec<Wire>,
-    outputs: Vec<Wire>,
-    steps: Vec<Step>,
-    /// By slot: the step that makes its tensor, where one other step, or the ensemble's answer, is all that reads it.
-    lone_makers: Vec<Option<usize>>,
-}
-
-/// A tensor of a model, and the slot that stands for it in the ensemble.
-#[derive(Debug)]
-struct Wire {
-    name: Name,
-    slot: usize,
-}
-
-#[derive(Debug)]
-struct Step {
-    model: Name,
-    version: Option<i64>,
-    inputs: Vec<Wire>,
-    outputs: Vec<Wire>,
-    /// Steps that make this one's inputs.
-    sources: Vec<usize>,
 }
 
 impl Ensemble {
@@ -101,83 +75,6 @@ impl Backend for Ensemble {
     }
 }
 
-impl Graph {
-    fn new(config: &ModelConfig) -> Self {
-        let steps = config.ensemble().map(|ensemble| ensemble.step.as_slice()).unwrap_or_default();
-        let mut slots = BTreeMap::new();
-        let mut wire = |name: &String, tensor: &String| {
-            let next = slots.len();
-            Wire { name: name.into(), slot: *slots.entry(tensor.clone()).or_insert(next) }
-        };
-        let inputs = config.input.iter().map(|input| wire(&input.name, &input.name)).collect();
-        let outputs: Vec<Wire> = config.output.iter().map(|output| wire(&output.name, &output.name)).collect();
-        let mut steps: Vec<Step> = steps
-            .iter()
-            .map(|step| Step {
-                model: step.model_name.as_str().into(),
-                version: (step.model_version > 0).then_some(step.model_version),
-                inputs: step.input_map.iter().map(|(name, tensor)| wire(name, tensor)).collect(),
-                outputs: step.output_map.iter().map(|(name, tensor)| wire(name, tensor)).collect(),
-                sources: Vec::new(),
-            })
-            .collect();
-        for index in 0..steps.len() {
-            let makes = |source: &Step| {
-                source.outputs.iter().any(|made| steps[index].inputs.iter().any(|taken| taken.slot == made.slot))
-            };
-            let sources = (0..steps.len()).filter(|&source| makes(&steps[source])).collect();
-            steps[index].sources = sources;
-        }
-        let lone_makers = (0..slots.len()).map(|slot| lone_maker(slot, &steps, &outputs)).collect();
-        Self { name: config.name.clone(), num_tensors: slots.len(), inputs, outputs, steps, lone_makers }
-    }
-
-    fn within(&self, error: InferError) -> InferError {
-        InferError::new(error.kind, format!("in ensemble '{}', {}", self.name, error.message))
-    }
-
-    /// The steps that the outputs `asked` need, all of them if none is named. A step that no output of the ensemble needs is
-    /// run for what else it does.
-    fn needed(&self, asked: &[Name]) -> Steps {
-        let makes = |step: usize, wire: &Wire| self.steps[step].outputs.iter().any(|made| made.slot == wire.slot);
-        let serves = |step: usize, wire: &Wire| {
-            let is_behind = |maker: usize| maker == step || self.is_behind(maker, step);
-            (0..self.steps.len()).any(|maker| makes(maker, wire) && is_behind(maker))
-        };
-        let is_asked = |wire: &&Wire| asked.is_empty() || asked.contains(&wire.name);
-        let is_needed = |&step: &usize| {
-            self.outputs.iter().filter(is_asked).any(|wire| serves(step, wire))
-                || !self.outputs.iter().any(|wire| serves(step, wire))
-        };
-        (0..self.steps.len()).filter(|step| asked.is_empty() || is_needed(step)).collect()
-    }
-
-    /// By step, whether what it makes is read once each time that it is made: only one step answers more than once, and it
-    /// is that or behind it; or none does.
-    fn makes_anew(&self, models: &[Arc<ServedModel>]) -> SmallVec<[bool; 8]> {
-        let mut decoupled = (0..self.steps.len()).filter(|&step| models[step].is_decoupled);
-        match (decoupled.next(), decoupled.next()) {
-            (None, _) => SmallVec::from_elem(true, self.steps.len()),
-            (Some(only), None) => {
-                (0..self.steps.len()).map(|step| step == only || self.is_behind(step, only)).collect()
-            }
-            _ => SmallVec::from_elem(false, self.steps.len()),
-        }
-    }
-
-    /// Whether `step` needs what `source` makes, directly or through others.
-    fn is_behind(&self, step: usize, source: usize) -> bool {
-        self.steps[step].sources.iter().any(|&before| before == source || self.is_behind(before, source))
-    }
-}
-
-fn lone_maker(slot: usize, steps: &[Step], outputs: &[Wire]) -> Option<usize> {
-    let is_it = |wire: &&Wire| wire.slot == slot;
-    let readers = steps.iter().flat_map(|step| &step.inputs).chain(outputs).filter(is_it).count();
-    let mut makers = (0..steps.len()).filter(|&step| steps[step].outputs.iter().any(|wire| wire.slot == slot));
-    makers.next().filter(|_| readers == 1 && makers.next().is_none())
-}
-
 /// One request on its way through the graph.
 struct Run {
     graph: Arc<Graph>,
@@ -211,9 +108,6 @@ impl Place {
         Self { caller, ..Self::default() }
     }
 }
-
-/// Some steps, by their places in the graph.
-type Steps = SmallVec<[usize; 8]>;
 
 /// What of a pass has begun and not ended.
 #[derive(Default)]
@@ -554,75 +448,4 @@ async fn only(stream: &mut ResponseStream) -> Result<InferResponse, InferError> 
         }
     }
     kept.ok_or_else(|| InferError::internal("a step ended without a response"))
-}
-
-/// Fits an ensemble's configuration to the models it is made of: it is decoupled where one of them is.
-///
-/// # Errors
-/// When a step does not fit its model, with the words for the index.
-pub(crate) fn link(config: &mut ModelConfig, registry: &Registry) -> Result<(), String> {
-    let graph = Graph::new(config);
-    let mut types = BTreeMap::new();
-    for input in &config.input {
-        types.insert(slot_of(&graph.inputs, &input.name), (input.data_type, format!("input `{}`", input.name)));
-    }
-    let mut is_decoupled = false;
-    for step in &graph.steps {
-        let model = registry.resolve_number(&step.model, step.version).map_err(|error| {
-            format!(
-                "ensemble '{}' depends on '{}' which has no loaded version: {}",
-                graph.name, step.model, error.message
-            )
-        })?;
-        check_step(step, &model.config, &mut types)?;
-        is_decoupled |= model.is_decoupled;
-    }
-    for output in &config.output {
-        same_type(
-            &mut types,
-            slot_of(&graph.outputs, &output.name),
-            output.data_type,
-            format!("output `{}`", output.name),
-        )?;
-    }
-    config.model_transaction_policy.get_or_insert_default().decoupled = is_decoupled;
-    Ok(())
-}
-
-fn slot_of(wires: &[Wire], name: &str) -> usize {
-    wires.iter().find(|wire| wire.name == name).map_or(usize::MAX, |wire| wire.slot)
-}
-
-type Types = BTreeMap<usize, (i32, String)>;
-
-fn check_step(step: &Step, config: &ModelConfig, types: &mut Types) -> Result<(), String> {
-    let model = &step.model;
-    for wire in &step.inputs {
-        let input = config.input.iter().find(|input| input.name == wire.name);
-        let input =
-            input.ok_or_else(|| format!("`input_map` names `{}`, which is no input of `{model}`", wire.name))?;
-        same_type(types, wire.slot, input.data_type, format!("input `{}` of `{model}`", wire.name))?;
-    }
-    let mapped = |name: &String| step.inputs.iter().any(|wire| wire.name == *name);
-    if let Some(input) = config.input.iter().find(|input| !input.optional && !mapped(&input.name)) {
-        return Err(format!("the step of `{model}` has no `input_map` for `{}`, which `{model}` requires", input.name));
-    }
-    for wire in &step.outputs {
-        let output = config.output.iter().find(|output| output.name == wire.name);
-        let output =
-            output.ok_or_else(|| format!("`output_map` names `{}`, which is no output of `{model}`", wire.name))?;
-        same_type(types, wire.slot, output.data_type, format!("output `{}` of `{model}`", wire.name))?;
-    }
-    Ok(())
-}
-
-fn same_type(types: &mut Types, slot: usize, data_type: i32, place: String) -> Result<(), String> {
-    let (known, first) = types.entry(slot).or_insert_with(|| (data_type, place.clone()));
-    if *known == data_type {
-        return Ok(());
-    }
-    let name = |data_type: i32| {
-        repository::proto::DataType::try_from(data_type).map_or("TYPE_INVALID", |data_type| data_type.as_str_name())
-    };
-    Err(format!("{place} is {}, but {first}, which is the same tensor, is {}", name(data_type), name(*known)))
 }

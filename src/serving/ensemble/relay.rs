@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::{Graph, Pass, Run, Wire};
+use super::graph::{Graph, Wire};
+use super::{Pass, Run};
 use crate::finder::Finder;
 use crate::{InferError, InferResponse, ResponseStream, Tensor};
 

@@ -1,6 +1,6 @@
 //! What lies between the steps of one run.
 
-use super::Wire;
+use super::graph::Wire;
 use crate::finder::Finder;
 use crate::{Shape, Tensor};
 

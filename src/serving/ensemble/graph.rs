@@ -1,0 +1,119 @@
+//! The graph of an ensemble: steps, and the slots for tensors between them.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use repository::ModelConfig;
+use smallvec::SmallVec;
+
+use crate::model::ServedModel;
+use crate::{InferError, Name};
+
+/// Some steps, by their places in the graph.
+pub(super) type Steps = SmallVec<[usize; 8]>;
+
+/// The steps and the slots for tensors between them.
+#[derive(Debug)]
+pub(super) struct Graph {
+    pub(super) name: String,
+    pub(super) num_tensors: usize,
+    pub(super) inputs: Vec<Wire>,
+    pub(super) outputs: Vec<Wire>,
+    pub(super) steps: Vec<Step>,
+    /// By slot: the step that makes its tensor, where one other step, or the ensemble's answer, is all that reads it.
+    pub(super) lone_makers: Vec<Option<usize>>,
+}
+
+/// A tensor of a model, and the slot that stands for it in the ensemble.
+#[derive(Debug)]
+pub(super) struct Wire {
+    pub(super) name: Name,
+    pub(super) slot: usize,
+}
+
+#[derive(Debug)]
+pub(super) struct Step {
+    pub(super) model: Name,
+    pub(super) version: Option<i64>,
+    pub(super) inputs: Vec<Wire>,
+    pub(super) outputs: Vec<Wire>,
+    /// Steps that make this one's inputs.
+    pub(super) sources: Vec<usize>,
+}
+
+impl Graph {
+    pub(super) fn new(config: &ModelConfig) -> Self {
+        let steps = config.ensemble().map(|ensemble| ensemble.step.as_slice()).unwrap_or_default();
+        let mut slots = BTreeMap::new();
+        let mut wire = |name: &String, tensor: &String| {
+            let next = slots.len();
+            Wire { name: name.into(), slot: *slots.entry(tensor.clone()).or_insert(next) }
+        };
+        let inputs = config.input.iter().map(|input| wire(&input.name, &input.name)).collect();
+        let outputs: Vec<Wire> = config.output.iter().map(|output| wire(&output.name, &output.name)).collect();
+        let mut steps: Vec<Step> = steps
+            .iter()
+            .map(|step| Step {
+                model: step.model_name.as_str().into(),
+                version: (step.model_version > 0).then_some(step.model_version),
+                inputs: step.input_map.iter().map(|(name, tensor)| wire(name, tensor)).collect(),
+                outputs: step.output_map.iter().map(|(name, tensor)| wire(name, tensor)).collect(),
+                sources: Vec::new(),
+            })
+            .collect();
+        for index in 0..steps.len() {
+            let makes = |source: &Step| {
+                source.outputs.iter().any(|made| steps[index].inputs.iter().any(|taken| taken.slot == made.slot))
+            };
+            let sources = (0..steps.len()).filter(|&source| makes(&steps[source])).collect();
+            steps[index].sources = sources;
+        }
+        let lone_makers = (0..slots.len()).map(|slot| lone_maker(slot, &steps, &outputs)).collect();
+        Self { name: config.name.clone(), num_tensors: slots.len(), inputs, outputs, steps, lone_makers }
+    }
+
+    pub(super) fn within(&self, error: InferError) -> InferError {
+        InferError::new(error.kind, format!("in ensemble '{}', {}", self.name, error.message))
+    }
+
+    /// The steps that the outputs `asked` need, all of them if none is named. A step that no output of the ensemble needs is
+    /// run for what else it does.
+    pub(super) fn needed(&self, asked: &[Name]) -> Steps {
+        let makes = |step: usize, wire: &Wire| self.steps[step].outputs.iter().any(|made| made.slot == wire.slot);
+        let serves = |step: usize, wire: &Wire| {
+            let is_behind = |maker: usize| maker == step || self.is_behind(maker, step);
+            (0..self.steps.len()).any(|maker| makes(maker, wire) && is_behind(maker))
+        };
+        let is_asked = |wire: &&Wire| asked.is_empty() || asked.contains(&wire.name);
+        let is_needed = |&step: &usize| {
+            self.outputs.iter().filter(is_asked).any(|wire| serves(step, wire))
+                || !self.outputs.iter().any(|wire| serves(step, wire))
+        };
+        (0..self.steps.len()).filter(|step| asked.is_empty() || is_needed(step)).collect()
+    }
+
+    /// By step, whether what it makes is read once each time that it is made: only one step answers more than once, and it
+    /// is that or behind it; or none does.
+    pub(super) fn makes_anew(&self, models: &[Arc<ServedModel>]) -> SmallVec<[bool; 8]> {
+        let mut decoupled = (0..self.steps.len()).filter(|&step| models[step].is_decoupled);
+        match (decoupled.next(), decoupled.next()) {
+            (None, _) => SmallVec::from_elem(true, self.steps.len()),
+            (Some(only), None) => {
+                (0..self.steps.len()).map(|step| step == only || self.is_behind(step, only)).collect()
+            }
+            _ => SmallVec::from_elem(false, self.steps.len()),
+        }
+    }
+
+    /// Whether `step` needs what `source` makes, directly or through others.
+    pub(super) fn is_behind(&self, step: usize, source: usize) -> bool {
+        self.steps[step].sources.iter().any(|&before| before == source || self.is_behind(before, source))
+    }
+}
+
+fn lone_maker(slot: usize, steps: &[Step], outputs: &[Wire]) -> Option<usize> {
+    let is_it = |wire: &&Wire| wire.slot == slot;
+    let readers = steps.iter().flat_map(|step| &step.inputs).chain(outputs).filter(is_it).count();
+    let mut makers = (0..steps.len()).filter(|&step| steps[step].outputs.iter().any(|wire| wire.slot == slot));
+    makers.next().filter(|_| readers == 1 && makers.next().is_none())
+}

@@ -1,0 +1,79 @@
+//! Whether the steps of an ensemble fit the models they are made of.
+
+use std::collections::BTreeMap;
+
+use repository::ModelConfig;
+
+use super::graph::{Graph, Step, Wire};
+use crate::registry::Registry;
+
+/// Fits an ensemble's configuration to the models it is made of: it is decoupled where one of them is.
+///
+/// # Errors
+/// When a step does not fit its model, with the words for the index.
+pub(crate) fn link(config: &mut ModelConfig, registry: &Registry) -> Result<(), String> {
+    let graph = Graph::new(config);
+    let mut types = BTreeMap::new();
+    for input in &config.input {
+        types.insert(slot_of(&graph.inputs, &input.name), (input.data_type, format!("input `{}`", input.name)));
+    }
+    let mut is_decoupled = false;
+    for step in &graph.steps {
+        let model = registry.resolve_number(&step.model, step.version).map_err(|error| {
+            format!(
+                "ensemble '{}' depends on '{}' which has no loaded version: {}",
+                graph.name, step.model, error.message
+            )
+        })?;
+        check_step(step, &model.config, &mut types)?;
+        is_decoupled |= model.is_decoupled;
+    }
+    for output in &config.output {
+        same_type(
+            &mut types,
+            slot_of(&graph.outputs, &output.name),
+            output.data_type,
+            format!("output `{}`", output.name),
+        )?;
+    }
+    config.model_transaction_policy.get_or_insert_default().decoupled = is_decoupled;
+    Ok(())
+}
+
+fn slot_of(wires: &[Wire], name: &str) -> usize {
+    wires.iter().find(|wire| wire.name == name).map_or(usize::MAX, |wire| wire.slot)
+}
+
+type Types = BTreeMap<usize, (i32, String)>;
+
+fn check_step(step: &Step, config: &ModelConfig, types: &mut Types) -> Result<(), String> {
+    let model = &step.model;
+    for wire in &step.inputs {
+        let input = config.input.iter().find(|input| input.name == wire.name);
+        let input =
+            input.ok_or_else(|| format!("`input_map` names `{}`, which is no input of `{model}`", wire.name))?;
+        same_type(types, wire.slot, input.data_type, format!("input `{}` of `{model}`", wire.name))?;
+    }
+    let mapped = |name: &String| step.inputs.iter().any(|wire| wire.name == *name);
+    if let Some(input) = config.input.iter().find(|input| !input.optional && !mapped(&input.name)) {
+        return Err(format!("the step of `{model}` has no `input_map` for `{}`, which `{model}` requires", input.name));
+    }
+    for wire in &step.outputs {
+        let output = config.output.iter().find(|output| output.name == wire.name);
+        let output =
+            output.ok_or_else(|| format!("`output_map` names `{}`, which is no output of `{model}`", wire.name))?;
+        same_type(types, wire.slot, output.data_type, format!("output `{}` of `{model}`", wire.name))?;
+    }
+    Ok(())
+}
+
+fn same_type(types: &mut Types, slot: usize, data_type: i32, place: String) -> Result<(), String> {
+    let (known, first) = types.entry(slot).or_insert_with(|| (data_type, place.clone()));
+    if *known == data_type {
+        return Ok(());
+    }
+    let name = |data_type: i32| {
+        repository::proto::DataType::try_from(data_type).map_or("TYPE_INVALID", |data_type| data_type.as_str_name())
+    };
+    Err(format!("{place} is {}, but {first}, which is the same tensor, is {}", name(data_type), name(*known)))
+}
