@@ -179,6 +179,30 @@ fn templates_of_the_first_release_and_of_the_last_are_served_hardly_filled() {
 }
 
 #[test]
+fn releases_before_0_14_give_zeros_where_nobody_asked() {
+    let scratch = tempfile::tempdir().unwrap();
+    let repository = scratch.path().join("models");
+    hardly_filled(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/lint/layouts/tensorrt_llm"), &repository);
+    for model in std::fs::read_dir(&repository).unwrap() {
+        let config = model.unwrap().path().join("config.pbtxt");
+        let text = std::fs::read_to_string(&config).unwrap();
+        let text = text.replace("${triton_backend}", "tensorrtllm");
+        // The input that came with 0.14.
+        let kept: String = text.split_inclusive('\n').filter(|line| !line.contains("num_return_sequences")).collect();
+        std::fs::write(&config, kept).unwrap();
+    }
+    let world = TestWorld::start(Options { repository, ..Options::default() });
+    let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "bad_words": "", "stop_words": ""});
+    for output in ["cum_log_probs", "context_logits", "generation_logits"] {
+        assert_eq!(ask(&world, "ensemble", &body, output), 0.0, "{output}");
+    }
+    let log_probs = ask(&world, "ensemble", &body, "output_log_probs");
+    assert!(log_probs.as_array().unwrap().iter().all(|value| *value == 0.0), "{log_probs}");
+    let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "return_log_probs": true});
+    assert_ne!(ask(&world, "ensemble", &body, "cum_log_probs"), 0.0);
+}
+
+#[test]
 fn a_template_is_filled_in_place() {
     let scratch = tempfile::tempdir().unwrap();
     let config = scratch.path().join("config.pbtxt");

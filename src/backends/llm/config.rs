@@ -75,6 +75,8 @@ pub(crate) struct LlmConfig {
     pub(crate) exclude_input: bool,
     /// Outputs declared in `config.pbtxt`.
     pub(crate) outputs: Vec<String>,
+    /// Clients find log probabilities and logits that they did not ask for, as zeros.
+    pub(crate) has_stand_ins: bool,
     /// The type in which logits are returned: FP32, FP16 or BF16.
     pub(crate) logits_type: DataType,
     pub(crate) vocab_size: usize,
@@ -120,6 +122,7 @@ impl LlmConfig {
             decoupled: config.model_transaction_policy.as_ref().is_some_and(|policy| policy.decoupled),
             exclude_input: parameter(config, "exclude_input_in_output")?.unwrap_or(false),
             outputs: config.output.iter().map(|output| output.name.clone()).collect(),
+            has_stand_ins: has_stand_ins(config),
             logits_type: logits_type(config)?,
             vocab_size: model.vocab_size,
             check_input_ids: parameter(config, "check_input_ids")?.unwrap_or(false),
@@ -232,6 +235,12 @@ fn max_mixed_prefill_tokens(config: &ModelConfig, device: DeviceChoice, tp_size:
         0 => Err(invalid(config, "`max_mixed_prefill_tokens` is 0, expected at least 1".to_owned())),
         found => Ok(found),
     }
+}
+
+/// TensorRT-LLM's backend gave them up to release 0.13, the last one without `num_return_sequences`; clients of those
+/// releases read them.
+fn has_stand_ins(config: &ModelConfig) -> bool {
+    config.backend == "tensorrtllm" && config.input.iter().all(|input| input.name != "num_return_sequences")
 }
 
 /// As the outputs of logits are declared.

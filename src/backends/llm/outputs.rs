@@ -3,7 +3,7 @@
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use engine::{BlockUsage, DraftUsage, SampledToken, TokenId};
-use serving::{InferRequest, InferResponse, Name, Shape, Tensor};
+use serving::{DataType, InferRequest, InferResponse, Name, Shape, Tensor};
 use smallvec::SmallVec;
 use worker::LogitsPiece;
 
@@ -21,6 +21,8 @@ pub(crate) struct Responses {
     model_version: Name,
     /// Outputs that are declared and asked for, and that we have something for.
     wanted: Vec<(Name, Kind)>,
+    /// In the place of outputs that are declared and not asked for by their flags.
+    stand_ins: Vec<Tensor>,
     mode: Mode,
     /// Put before the output; empty when it is left out.
     prompt: Vec<TokenId>,
@@ -142,7 +144,11 @@ impl Responses {
     pub(crate) fn new(config: &LlmConfig, version: &str, request: &InferRequest, parsed: &LlmRequest) -> Self {
         let asked = &request.requested_outputs;
         let is_asked = |name: &&String| asked.is_empty() || asked.iter().any(|asked| asked == *name);
-        let wanted = config.outputs.iter().filter(is_asked).filter(|name| parsed.wants(name));
+        let (wanted, unwanted): (Vec<&String>, Vec<&String>) =
+            config.outputs.iter().filter(is_asked).partition(|name| parsed.wants(name));
+        let has_stand_ins = config.has_stand_ins && !parsed.streaming;
+        let num_input_tokens = parsed.request.prompt.len();
+        let stand_in = |name: &String| stand_in(name, config.logits_type, num_input_tokens);
         let exclude_input = parsed.exclude_input || parsed.streaming;
         let mode = match (parsed.streaming, config.decoupled) {
             _ if parsed.request.beams.is_some() => Mode::Once,
@@ -154,10 +160,11 @@ impl Responses {
             id: request.id.clone(),
             model_name: Name::from(&config.name),
             model_version: version.into(),
-            wanted: wanted.filter_map(|name| Some((Name::from(name), Kind::of(name)?))).collect(),
+            wanted: wanted.into_iter().filter_map(|name| Some((Name::from(name), Kind::of(name)?))).collect(),
+            stand_ins: unwanted.into_iter().filter(|_| has_stand_ins).filter_map(stand_in).collect(),
             mode,
             prompt: if exclude_input { Vec::new() } else { parsed.request.prompt.clone() },
-            num_input_tokens: parsed.request.prompt.len(),
+            num_input_tokens,
             padding: parsed.request.sampling.end_ids.first().copied().unwrap_or(PADDING),
             logits_form: LogitsForm { datatype: config.logits_type, vocab_size: config.vocab_size },
             sequences: vec![Output::default(); parsed.num_sequences],
@@ -194,7 +201,8 @@ impl Responses {
             Kind::GenerationLogits => self.generation_logits(name, indices.clone()),
             _ => self.output(name, *kind, indices.clone()),
         };
-        let outputs = wanted.iter().map(output).collect();
+        let mut outputs: Vec<Tensor> = wanted.iter().map(output).collect();
+        outputs.extend(self.stand_ins.iter().cloned());
         self.wanted = wanted;
         self.sequences[indices].iter_mut().for_each(|output| output.pending.clear());
         Some(InferResponse {
@@ -311,6 +319,19 @@ fn output_log_probs(name: Name, sequences: &[Output]) -> Tensor {
     Tensor::from_f32(name, &[1, sequences.len() as i64, width as i64], &values)
 }
 
+/// Zeros of the shape that an output has where nobody asked for it.
+fn stand_in(name: &str, logits_type: DataType, num_input_tokens: usize) -> Option<Tensor> {
+    let (datatype, shape): (DataType, &[i64]) = match name {
+        "cum_log_probs" => (DataType::Fp32, &[1, 1]),
+        "output_log_probs" => (DataType::Fp32, &[1, 1, num_input_tokens as i64]),
+        "context_logits" => (logits_type, &[1, 1, 1]),
+        "generation_logits" => (logits_type, &[1, 1, 1, 1]),
+        _ => return None,
+    };
+    let num_bytes = datatype.size()? * shape.iter().product::<i64>() as usize;
+    Some(Tensor { name: name.into(), datatype, shape: Shape::from_slice(shape), data: vec![0; num_bytes].into() })
+}
+
 fn longest(sequences: &[Output]) -> usize {
     sequences.iter().map(|output| output.pending.len()).max().unwrap_or(0)
 }
@@ -339,6 +360,7 @@ mod tests {
             model_name: "llm".into(),
             model_version: "1".into(),
             wanted: OUTPUTS.iter().filter_map(|name| Some(((*name).into(), Kind::of(name)?))).collect(),
+            stand_ins: Vec::new(),
             mode,
             prompt: prompt.iter().map(|&id| TokenId(id)).collect(),
             num_input_tokens: 2,
