@@ -114,8 +114,13 @@ pub fn init(args: &InitArgs) -> Result<(), LintError> {
     let names: Vec<&str> = templates.iter().map(|(model, _)| *model).collect();
     println!("made {} with {}", args.output.display(), names.join(", "));
     println!("look at it:  trireme lint {}", args.output.display());
-    println!("serve it:    launch --world_size=1 --model_repo={}", args.output.display());
+    println!("serve it:    launch --world_size={} --model_repo={}", num_ranks(&values), args.output.display());
     Ok(())
+}
+
+/// Ranks that the filled model asks for; 1 where it leaves that to the world.
+fn num_ranks(values: &Values) -> u32 {
+    values.fill("${tp}").parse().unwrap_or(1)
 }
 
 /// What variables mean where nobody says.
@@ -229,7 +234,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), "{}").unwrap();
         let output = dir.path().join("r");
-        init(&args(dir.path(), LintLayout::TensorrtLlm, output.clone(), "triton_max_batch_size:7,tp:2")).unwrap();
+        let filled = args(dir.path(), LintLayout::TensorrtLlm, output.clone(), "triton_max_batch_size:7,tp:2");
+        assert_eq!((num_ranks(&filled.fill), num_ranks(&Values::default())), (2, 1));
+        init(&filled).unwrap();
         let source =
             repository::Repository::open(std::slice::from_ref(&output)).unwrap().model("tensorrt_llm").unwrap();
         assert_eq!((source.config.max_batch_size, source.config.parameter("tp")), (7, Some("2")));
