@@ -8,12 +8,14 @@ use std::sync::Arc;
 
 use gpu::{ROTATED_BYTES, microseconds, random};
 use half::bf16;
-use kernels::cuda::decode_attention::{DecodeAttention, DecodeRows, DecodeWorkspace, Positions, decode_attention};
+use kernels::cuda::decode_attention::{
+    DecodeAttention, DecodeRows, DecodeWorkspace, Positions, Splits, decode_attention, decode_attention_split,
+};
 use kernels::cuda::prefill_attention::{
     PrefillAttention, PrefillRows, PrefillWorkspace, prefill_attention, prefill_attention_simple,
 };
 use kernels::cuda::rope_cache::{HeadShape, LayerCache};
-use kernels::cuda::{DeviceBuffer, Gpu, Queue};
+use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue};
 
 /// `H`, `K`, `D`.
 const HEADS: [(usize, usize, usize); 3] = [(32, 32, 128), (32, 8, 128), (16, 2, 128)];
@@ -58,8 +60,8 @@ fn main() {
     let Some((gpu, queue)) = gpu::open() else { return };
     let read = std::env::args().find_map(|arg| arg.parse::<f64>().ok()).unwrap_or(4.47);
     println!(
-        "{:>12} {:>5} {:>6} {:>9} {:>7} {:>7} {:>9}",
-        "decode H/K/D", "rows", "len", "us", "TB/s", "% read", "ALiBi us"
+        "{:>12} {:>5} {:>6} {:>9} {:>7} {:>7} {:>9} {:>9}",
+        "decode H/K/D", "rows", "len", "us", "TB/s", "% read", "ALiBi us", "no ring"
     );
     for (num_heads, num_kv_heads, head_dim) in HEADS {
         let shape = HeadShape { num_heads, num_kv_heads, head_dim, block_size: BLOCK_SIZE };
@@ -79,6 +81,8 @@ fn main() {
     }
 }
 
+type Kernel = fn(&Queue, &DecodeAttention<'_>) -> Result<(), CudaError>;
+
 fn title(shape: HeadShape) -> String {
     format!("{}/{}/{}", shape.num_heads, shape.num_kv_heads, shape.head_dim)
 }
@@ -96,7 +100,7 @@ fn decode(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: usi
     let out = DeviceBuffer::with_count::<bf16>(gpu, rows * shape.num_heads * shape.head_dim).expect("memory");
     let workspace = DecodeWorkspace::new(gpu, rows, shape).expect("memory");
     let slopes = slopes(gpu, shape);
-    let us_of = |positions: Positions| {
+    let us_of = |positions: Positions, kernel: Kernel| {
         microseconds(queue, 2 * copies, |i| {
             let set = &sets[i % copies];
             let attention = DecodeAttention {
@@ -115,13 +119,20 @@ fn decode(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: usi
                 window: 0,
                 workspace: &workspace,
             };
-            decode_attention(queue, &attention)
+            kernel(queue, &attention)
         })
     };
-    let (us, alibi) = (us_of(Positions::Known), us_of(Positions::Alibi(slopes.span())));
+    let us = us_of(Positions::Known, decode_attention);
+    let alibi = us_of(Positions::Alibi(slopes.span()), decode_attention);
+    let split = us_of(Positions::Known, apart);
     let rate = bytes as f64 / us / 1e6;
     let share = 100.0 * rate / read;
-    println!("{:>12} {rows:>5} {len:>6} {us:>9.1} {rate:>7.2} {share:>7.0} {alibi:>9.1}", title(shape));
+    println!("{:>12} {rows:>5} {len:>6} {us:>9.1} {rate:>7.2} {share:>7.0} {alibi:>9.1} {split:>9.1}", title(shape));
+}
+
+/// The kernel without a ring, whatever the number of rows.
+fn apart(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
+    decode_attention_split(q, attention, Splits::for_rows(attention.rows.num_rows, attention.shape))
 }
 
 fn prefill(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: usize) {

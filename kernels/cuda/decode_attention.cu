@@ -23,33 +23,10 @@
 // bound         memory, 4 K D bytes a position: R = 32, 1024 positions, K = 32, D = 128: 537 MB, 120 us at 4.47 TB/s (H200)
 // test          tests/cuda_decode_attention.rs, reference::attention in fp32, each element within 2^-7 of the largest |v|
 #include "cluster.cuh"
-#include "mma.cuh"
+#include "decode_attention.cuh"
 #include "rope.cuh"
 
-constexpr int WARPS = 4;
-constexpr int TILE = 16;         // positions a warp takes at a time
-constexpr int GROUP = 8;         // query heads a block serves
-constexpr u32 MAX_CLUSTER = 8;   // blocks of a cluster
-constexpr float LOG2E = 1.4426950408889634f;
-
-struct DecodeAttention {
-    const bf16* q;
-    const bf16* k_blocks;
-    const bf16* v_blocks;
-    const u32* block_tables;
-    const u32* context_lens;
-    bf16* out;
-    float* partial;  // [R][H][splits][D]
-    float2* stats;   // [R][H][splits]: maximum, denominator
-    u32* counters;   // [R][K * groups]
-    u32 q_stride;    // elements
-    u32 max_blocks;
-    u32 heads, kv_heads;
-    u32 block_shift;  // log2 B
-    u32 window;       // positions that are seen, 0 for all
-    u32 min_chunk;    // positions a split has at least, a multiple of 16
-    float scale;
-};
+constexpr u32 MAX_CLUSTER = 8;  // blocks of a cluster
 
 // For rotation: angles [max_positions, D / 2], and the blocks to write, which are those that are read.
 struct Rope {
@@ -58,41 +35,6 @@ struct Rope {
     bf16* k_blocks;
     bf16* v_blocks;
 };
-
-// What is added to scaled scores, in powers of two, of this thread's heads 2t and 2t + 1: nothing, or ALiBi's penalty of distance.
-struct NoBias {
-    __device__ float add(float score, int, u32) const { return score; }
-};
-
-struct Alibi {
-    float slope[2];
-    u32 newest;
-
-    __device__ Alibi(const float* slopes, int heads, int t, u32 len) : newest(len - 1) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) slope[h] = 2 * t + h < heads ? slopes[2 * t + h] * LOG2E : 0.0f;
-    }
-
-    __device__ float add(float score, int h, u32 position) const { return score + slope[h] * (float)(i32)(position - newest); }
-};
-
-// The positions one block works on.
-struct Chunk {
-    u32 first_valid;  // positions before are outside the window
-    u32 begin, end;
-    u32 active;  // splits that have work
-};
-
-__device__ __forceinline__ Chunk chunk_of(u32 len, u32 window, u32 min_chunk, u32 split, u32 splits) {
-    Chunk c;
-    c.first_valid = window && len > window ? len - window : 0;
-    const u32 start = c.first_valid / TILE * TILE, span = len - start;
-    const u32 size = max(min_chunk, ((span + splits - 1) / splits + 63) / 64 * 64);
-    c.active = (span + size - 1) / size;
-    c.begin = start + split * size;
-    c.end = min(c.begin + size, len);
-    return c;
-}
 
 // One tile of K or V in registers, as fragments.
 template <int D>
@@ -152,41 +94,10 @@ struct Tile {
         }
     }
 
-    // The element of D that sum[i][0], [1] belong to; sum[i][2], [3] belong to the next one.
-    static __device__ int element(int i, int g) { return WIDE ? i / 4 * 64 + 8 * g + i % 4 * 2 : i / 2 * 32 + 4 * g + i % 2 * 2; }
-};
-
-// Running softmax of a warp for heads 2t and 2t + 1.
-template <int D>
-struct Softmax {
-    float top[2] = {-INFINITY_F, -INFINITY_F};
-    float denominator[2] = {0.0f, 0.0f};  // of this thread's positions only
-    float sum[D / 16][4] = {};
-
-    // Takes the scaled scores of a tile, gives the probabilities as the fragment p^T.
-    __device__ void step(float (&s)[4], u32& b0, u32& b1) {
-        float correction[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float m = fmaxf(s[h], s[h + 2]);
-#pragma unroll
-            for (int d = 4; d < 32; d *= 2) m = fmaxf(m, __shfl_xor_sync(FULL_WARP, m, d));
-            m = fmaxf(m, top[h]);
-            correction[h] = exp2_fast(top[h] - m);
-            top[h] = m;
-            s[h] = exp2_fast(s[h] - m);
-            s[h + 2] = exp2_fast(s[h + 2] - m);
-            denominator[h] = denominator[h] * correction[h] + s[h] + s[h + 2];
-        }
-        b0 = transpose_8x8(pack_bf16x2(s[0], s[1]));
-        b1 = transpose_8x8(pack_bf16x2(s[2], s[3]));
-        if (__any_sync(FULL_WARP, correction[0] != 1.0f || correction[1] != 1.0f)) {
-#pragma unroll
-            for (int i = 0; i < D / 16; ++i) {
-                sum[i][0] *= correction[0], sum[i][1] *= correction[1];
-                sum[i][2] *= correction[0], sum[i][3] *= correction[1];
-            }
-        }
+    // Where sum[i] belongs: [0] and [1] to an element of D, [2] and [3] to the next one.
+    static __device__ void store(float* sum, int i, int g, float x, float y) {
+        const int e = WIDE ? i / 4 * 64 + 8 * g + i % 4 * 2 : i / 2 * 32 + 4 * g + i % 2 * 2;
+        *reinterpret_cast<float2*>(sum + e) = make_float2(x, y);
     }
 };
 
@@ -273,100 +184,6 @@ __device__ __forceinline__ void begin_walk(Walk<D>& walk, Tile<D>& tile) {
     }
 }
 
-// The heads' maxima, denominators and sums of all warps, in shared memory.
-template <int D>
-struct Merged {
-    float top[WARPS][GROUP];
-    float denominator[WARPS][GROUP];
-    float sum[1];  // [WARPS][heads][D]
-};
-
-// Writes this warp's share relative to the block's maximum, which `top` receives for heads 2t, 2t + 1.
-template <int D>
-__device__ __forceinline__ void publish(Merged<D>* merged, Softmax<D>& state, int heads) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int d = 4; d < 32; d *= 2) state.denominator[h] += __shfl_xor_sync(FULL_WARP, state.denominator[h], d);
-        if (g == 0) merged->top[warp][2 * t + h] = state.top[h];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const int head = 2 * t + h;
-        float top = merged->top[0][head];
-#pragma unroll
-        for (int w = 1; w < WARPS; ++w) top = fmaxf(top, merged->top[w][head]);
-        const float weight = exp2_fast(state.top[h] - top);
-        if (g == 0) merged->denominator[warp][head] = state.denominator[h] * weight;
-        if (head >= heads) continue;
-        float* sum = merged->sum + (warp * heads + head) * D;
-#pragma unroll
-        for (int i = 0; i < D / 16; ++i) {
-            const int e = Tile<D>::element(i, g);
-            *reinterpret_cast<float2*>(sum + e) = make_float2(state.sum[i][h] * weight, state.sum[i][h + 2] * weight);
-        }
-    }
-    __syncthreads();
-}
-
-template <int D>
-__device__ __forceinline__ float merged_top(const Merged<D>* merged, int head) {
-    float top = merged->top[0][head];
-    for (int w = 1; w < WARPS; ++w) top = fmaxf(top, merged->top[w][head]);
-    return top;
-}
-
-template <int D>
-__device__ __forceinline__ float merged_denominator(const Merged<D>* merged, int head) {
-    float sum = merged->denominator[0][head];
-    for (int w = 1; w < WARPS; ++w) sum += merged->denominator[w][head];
-    return sum;
-}
-
-// Element i of [heads][D], added over the warps.
-template <int D>
-__device__ __forceinline__ float merged_sum(const Merged<D>* merged, int heads, int i) {
-    float sum = merged->sum[i];
-    for (int w = 1; w < WARPS; ++w) sum += merged->sum[w * heads * D + i];
-    return sum;
-}
-
-// Adds the splits of `heads` heads up, in their order; `weights` has [heads][splits] floats.
-template <int D>
-__device__ __forceinline__ void combine(bf16* out, const float* partial, const float2* stats, float* weights, int heads,
-                                        u32 splits, u32 active) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int head = warp; head < heads; head += WARPS) {
-        const float2* stat = stats + head * splits;
-        float top = -INFINITY_F, denominator = 0.0f;
-        for (u32 s = lane; s < active; s += 32) top = fmaxf(top, __ldcg(stat + s).x);
-        top = warp_max(top);
-        for (u32 s = lane; s < active; s += 32) {
-            const float2 x = __ldcg(stat + s);
-            const float weight = exp2_fast(x.x - top);
-            weights[head * splits + s] = weight;
-            denominator += weight * x.y;
-        }
-        denominator = warp_sum(denominator);
-        for (u32 s = lane; s < active; s += 32) weights[head * splits + s] /= denominator;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < heads * (D / 4); i += blockDim.x) {
-        const int head = i / (D / 4), e = i % (D / 4) * 4;
-        const float* p = partial + (u64)head * splits * D + e;
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-        for (u32 s = 0; s < active; ++s) {
-            const float weight = weights[head * splits + s];
-            const float4 x = __ldcg(reinterpret_cast<const float4*>(p + s * D));
-            sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
-        }
-        *reinterpret_cast<uint2*>(out + head * D + e) = make_uint2(pack_bf16x2(sum.x, sum.y), pack_bf16x2(sum.z, sum.w));
-    }
-}
-
 // Adds up the splits of a row that lie in one cluster, in their order, through its shared memory; `active` blocks come here.
 template <int D>
 __device__ __forceinline__ void combine_in_cluster(bf16* out, Merged<D>* merged, int heads, u32 split, u32 active) {
@@ -397,20 +214,6 @@ __device__ __forceinline__ void combine_in_cluster(bf16* out, Merged<D>* merged,
         out[i] = to_bf16(sum / denominator);
     }
     cluster_sync();  // no block leaves while another reads its sums
-}
-
-// True in the block that is the last of `active` to come here; what the others wrote before is visible to it then.
-__device__ __forceinline__ bool is_last(u32* counter, u32 active) {
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        last = atomicAdd(counter, 1) == active - 1;
-        if (last) *counter = 0;
-        __threadfence();
-    }
-    __syncthreads();
-    return last;
 }
 
 // The fragments of this thread's head, elements 32 i + 8 t of it.
@@ -550,26 +353,11 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
     }
 
     Merged<D>* merged = reinterpret_cast<Merged<D>*>(dynamic);
-    publish<D>(merged, state, heads);
-    if (c.active == 1) {
-        for (int i = threadIdx.x; i < heads * D; i += blockDim.x) {
-            out[i] = to_bf16(merged_sum<D>(merged, heads, i) / merged_denominator<D>(merged, i / D));
-        }
-        return;
-    }
+    publish<D, Tile<D>>(merged, state, heads, threadIdx.x / 32);
+    if (c.active == 1) return store_out<D>(out, merged, heads);
     if (c.active <= cluster_blocks()) return combine_in_cluster<D>(out, merged, heads, split, c.active);
-    const u64 first = ((u64)row * a.heads + first_head) * splits;
-    float* partial = a.partial + first * D;
-    for (int i = threadIdx.x; i < heads * D; i += blockDim.x) {
-        partial[((u64)(i / D) * splits + split) * D + i % D] = merged_sum<D>(merged, heads, i);
-    }
-    if (threadIdx.x < heads) {
-        const float2 stat = make_float2(merged_top<D>(merged, threadIdx.x), merged_denominator<D>(merged, threadIdx.x));
-        a.stats[first + threadIdx.x * splits + split] = stat;
-    }
-    if (is_last(a.counters + (u64)row * gridDim.y + blockIdx.y, c.active)) {
-        combine<D>(out, partial, a.stats + first, reinterpret_cast<float*>(dynamic), heads, splits, c.active);
-    }
+    const Part part = {((u64)row * a.heads + first_head) * splits, row * gridDim.y + blockIdx.y, split, splits, c.active};
+    store_part<D>(a, part, out, merged, heads);
 }
 
 #define DECODE_ATTENTION(D)                                                                                            \

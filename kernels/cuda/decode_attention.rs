@@ -1,9 +1,11 @@
-//! Attention of rows that have one new token, over their KV blocks. Kernel: `decode_attention.cu`.
+//! Attention of rows that have one new token, over their KV blocks. Kernels: `decode_attention.cu`, and `sm90_decode_attention.cu`
+//! for many rows and heads on Hopper.
 
 use half::bf16;
 
 use super::error::ensure;
 use super::rope_cache::{HeadShape, LayerCache};
+use super::tensor_map::TensorMap;
 use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
 use std::sync::Arc;
 
@@ -14,6 +16,11 @@ const GROUP: usize = 8;
 pub const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
 /// Head dims there is code for with ALiBi.
 pub const ALIBI_HEAD_DIMS: [usize; 3] = [64, 96, 128];
+
+/// Rows times groups of heads from which on [`decode_attention_ring`] is quicker, by measurement on an H200 (kernels/README.md).
+const RING_FROM: usize = 192;
+/// Positions of a tile of the ring.
+const RING_TILE: usize = 16;
 
 /// Most blocks of a cluster.
 pub const MAX_CLUSTER: usize = 8;
@@ -61,20 +68,22 @@ impl Splits {
 #[derive(Debug)]
 pub struct DecodeWorkspace {
     partial: DeviceBuffer,
+    /// One for each group of heads of a row, then the ring's.
     counters: DeviceBuffer,
+    max_visits: usize,
 }
 
 impl DecodeWorkspace {
     /// Room for up to `max_rows` rows.
     pub fn new(gpu: &Arc<Gpu>, max_rows: usize, shape: HeadShape) -> Result<Self, CudaError> {
-        let counters = DeviceBuffer::with_count::<u32>(gpu, counter_count(max_rows, shape))?;
-        counters.span().write(&vec![0u32; counter_count(max_rows, shape)])?;
-        Ok(Self { partial: DeviceBuffer::new(gpu, partial_bytes(max_rows, shape))?, counters })
+        let max_visits = counter_count(max_rows, shape);
+        let counters = DeviceBuffer::from_slice(gpu, &vec![0u32; max_visits + 1])?;
+        Ok(Self { partial: DeviceBuffer::new(gpu, partial_bytes(max_rows, shape))?, counters, max_visits })
     }
 
     /// Bytes that [`DecodeWorkspace::new`] takes.
     pub fn bytes(max_rows: usize, shape: HeadShape) -> usize {
-        partial_bytes(max_rows, shape) + counter_count(max_rows, shape) * 4
+        partial_bytes(max_rows, shape) + (counter_count(max_rows, shape) + 1) * 4
     }
 }
 
@@ -139,9 +148,61 @@ pub struct DecodeAttention<'a> {
     pub workspace: &'a DecodeWorkspace,
 }
 
-/// Queues it, with the division for its rows.
+/// Queues it, by the kernel and with the division for its rows.
 pub fn decode_attention(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
-    decode_attention_split(q, attention, Splits::for_rows(attention.rows.num_rows, attention.shape))
+    let (num_rows, shape) = (attention.rows.num_rows, attention.shape);
+    let splits = Splits::for_rows(num_rows, shape);
+    if takes_ring(q.gpu(), num_rows, shape) && !matches!(attention.positions, Positions::Rope(_)) {
+        return decode_attention_ring(q, attention, splits);
+    }
+    decode_attention_split(q, attention, splits)
+}
+
+/// Whether [`decode_attention`] of that many rows, rotated and cached before, is by the ring.
+pub fn takes_ring(gpu: &Gpu, num_rows: usize, shape: HeadShape) -> bool {
+    counter_count(num_rows, shape) >= RING_FROM && has_ring(gpu, shape)
+}
+
+/// Whether [`decode_attention_ring`] runs on this GPU for the shape.
+pub fn has_ring(gpu: &Gpu, shape: HeadShape) -> bool {
+    gpu.has_kernel(&format!("sm90_decode_attention_bf16_d{}", shape.head_dim))
+}
+
+/// [`decode_attention`] by blocks that stay on their multiprocessors and read ahead, on Hopper; without [`Positions::Rope`].
+pub fn decode_attention_ring(q: &Queue, attention: &DecodeAttention<'_>, splits: Splits) -> Result<(), CudaError> {
+    attention.check()?;
+    let DecodeAttention { shape, rows, positions, cache, .. } = *attention;
+    let head_dim = shape.head_dim;
+    let argument = attention.argument(splits)?;
+    let whole = |span: Span| TensorMap::panels(span, span.count::<bf16>() / head_dim, head_dim, RING_TILE);
+    let half = |span: Span| TensorMap::matrix(span, span.count::<bf16>() / head_dim, head_dim, RING_TILE / 2, 64);
+    let maps = [whole(cache.k)?, whole(cache.v)?, half(cache.k)?, half(cache.v)?];
+    let visits = counter_count(rows.num_rows, shape);
+    let mut args = vec![Arg::Bytes(&argument)];
+    args.extend(maps.iter().map(|map| Arg::Bytes(map.bytes())));
+    args.push(attention.workspace.counters.span().elements::<u32>(attention.workspace.max_visits, 1).into());
+    args.extend([Arg::U32(rows.num_rows as u32), Arg::U32(splits.splits as u32)]);
+    let name = match positions {
+        Positions::Known => format!("sm90_decode_attention_bf16_d{head_dim}"),
+        Positions::Alibi(slopes) => {
+            check_slopes(OP, slopes, shape)?;
+            args.push(slopes.into());
+            format!("sm90_alibi_decode_attention_bf16_d{head_dim}")
+        }
+        Positions::Rope(_) => return Err(CudaError::argument(OP, "the ring takes keys that are in their blocks")),
+    };
+    let blocks = (2 * q.gpu().num_multiprocessors() as usize).min(visits) as u32;
+    q.launch(&name, Launch::new(blocks, 160).shared((ring_bytes(head_dim) + merged_bytes(shape)) as u32), &args)
+}
+
+/// What a block of the ring takes beside its sums: eight tiles of K and V, four slots of queries, 1 024 lengths, barriers and visits.
+fn ring_bytes(head_dim: usize) -> usize {
+    8 * 2 * RING_TILE * head_dim * 2 + 4 * GROUP * head_dim * 2 + 1024 * 4 + (8 + 4) * 16 + 4 * 16
+}
+
+/// What the sums of a block's warps take.
+fn merged_bytes(shape: HeadShape) -> usize {
+    256 + 4 * (shape.num_heads / shape.num_kv_heads).min(GROUP) * shape.head_dim * 4
 }
 
 /// [`decode_attention`] with a division of one's own, for which the workspace must suffice.
@@ -196,7 +257,7 @@ impl DecodeAttention<'_> {
         let parts = rows.num_rows * splits * num_heads;
         let counters = counter_count(rows.num_rows, shape);
         let (partial_span, counter_span) = (workspace.partial.span(), workspace.counters.span());
-        let fits = partial_span.count::<f32>() >= parts * (head_dim + 2) && counter_span.count::<u32>() >= counters;
+        let fits = partial_span.count::<f32>() >= parts * (head_dim + 2) && workspace.max_visits >= counters;
         ensure!(OP, fits, "the workspace is too small");
         let sums = partial_span.elements::<f32>(0, parts * head_dim);
         let stats = partial_span.elements::<f32>(parts * head_dim, parts * 2);
@@ -239,12 +300,10 @@ impl DecodeAttention<'_> {
 }
 
 fn launch(gpu: &Gpu, rows: DecodeRows, shape: HeadShape, splits: Splits) -> Launch {
-    let HeadShape { num_heads, num_kv_heads, head_dim, .. } = shape;
-    let heads = (num_heads / num_kv_heads).min(GROUP);
     let cluster = if gpu.capability().0 >= 9 { splits.cluster } else { 1 };
     Launch::new(0, 128)
-        .grid(splits.splits as u32, (num_kv_heads * groups(shape)) as u32, rows.num_rows as u32)
-        .shared((256 + 4 * heads * head_dim * 4) as u32)
+        .grid(splits.splits as u32, (shape.num_kv_heads * groups(shape)) as u32, rows.num_rows as u32)
+        .shared(merged_bytes(shape) as u32)
         .cluster(cluster as u32)
 }
 

@@ -58,6 +58,15 @@ __device__ __forceinline__ void tensor_load(u32 dst, const TensorMap* map, i32 x
         : "memory");
 }
 
+// The same of a box in three dimensions.
+__device__ __forceinline__ void tensor_load_3d(u32 dst, const TensorMap* map, i32 x, i32 y, i32 z, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(dst),
+        "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
 // Warpgroup products: 64 rows of A by columns of B, both K-major in shared memory under the 128-byte swizzle.
 
 // Describes a tile whose rows are 128 bytes, eight rows to a swizzle atom of 1024 bytes.

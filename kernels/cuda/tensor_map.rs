@@ -22,22 +22,37 @@ impl TensorMap {
         box_rows: usize,
         box_cols: usize,
     ) -> Result<Self, CudaError> {
-        ensure!(OP, box_cols * 2 <= 128 && (1..=256).contains(&box_rows), "a box of {box_rows} x {box_cols}");
-        ensure!(
-            OP,
-            (cols * 2).is_multiple_of(16) && matrix.is_aligned(16),
-            "rows do not start at multiples of 16 bytes"
-        );
+        Self::encode(matrix, [cols, rows], [cols * 2], [box_cols, box_rows])
+    }
+
+    /// `matrix` `[rows, cols]`, contiguous, as panels of 64 columns; a box has `box_rows` rows of all panels, one panel after the other.
+    pub(crate) fn panels(matrix: Span, rows: usize, cols: usize, box_rows: usize) -> Result<Self, CudaError> {
+        ensure!(OP, cols.is_multiple_of(64), "{cols} columns are not panels of 64");
+        let panels = cols / 64;
+        Self::encode(matrix, [64, rows, panels], [cols * 2, 128], [64, box_rows, panels])
+    }
+
+    /// Sizes of the dimensions and of a box in elements, the innermost first, and strides of all but the innermost in bytes.
+    fn encode<const N: usize, const M: usize>(
+        matrix: Span,
+        dims: [usize; N],
+        strides: [usize; M],
+        boxes: [usize; N],
+    ) -> Result<Self, CudaError> {
+        const { assert!(M + 1 == N, "the innermost dimension has no stride") };
+        ensure!(OP, boxes[0] * 2 <= 128 && boxes.iter().all(|size| (1..=256).contains(size)), "a box of {boxes:?}");
+        let aligned = strides.iter().all(|stride| stride.is_multiple_of(16)) && matrix.is_aligned(16);
+        ensure!(OP, aligned, "rows do not start at multiples of 16 bytes");
         // SAFETY: a map is plain data, written below.
         let mut map: sys::CUtensorMap = unsafe { std::mem::zeroed() };
-        let (dims, strides) = ([cols as u64, rows as u64], [cols as u64 * 2]);
-        let (boxes, steps) = ([box_cols as u32, box_rows as u32], [1u32; 2]);
-        // SAFETY: arrays have the lengths that rank 2 asks for; the driver only encodes, it reads no matrix.
+        let (dims, strides) = (dims.map(|size| size as u64), strides.map(|stride| stride as u64));
+        let (boxes, steps) = (boxes.map(|size| size as u32), [1u32; N]);
+        // SAFETY: arrays have the lengths that rank N asks for; the driver only encodes, it reads no matrix.
         let code = unsafe {
             sys::cuTensorMapEncodeTiled(
                 &mut map,
                 sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                2,
+                N as u32,
                 matrix.address() as *mut c_void,
                 dims.as_ptr(),
                 strides.as_ptr(),

@@ -3,7 +3,9 @@
 use std::ops::Range;
 
 use half::bf16;
-use kernels::cuda::decode_attention::{DecodeAttention, DecodeRows, Positions, RopeTables, decode_attention};
+use kernels::cuda::decode_attention::{
+    DecodeAttention, DecodeRows, Positions, RopeTables, decode_attention, takes_ring,
+};
 use kernels::cuda::embed::TokenSource;
 use kernels::cuda::library_gemm::{GemmBuffers, GemmShape};
 use kernels::cuda::paged_attention::TokenTables;
@@ -162,7 +164,8 @@ impl CudaDevice {
     /// Whether decode attention rotates and caches its rows' tokens itself, so that only chunks are left to `rope_cache`.
     fn attention_rotates(&self) -> bool {
         let (shape, heads) = (self.current().shape, self.cache().shape);
-        let few = (shape.rows - shape.prefill_rows) * heads.num_kv_heads <= MAX_ROTATED_HEADS;
+        let rows = shape.rows - shape.prefill_rows;
+        let few = rows * heads.num_kv_heads <= MAX_ROTATED_HEADS && !takes_ring(self.queue.gpu(), rows, heads);
         few && !self.is_parted && self.config.use_fast_kernels && self.cache().rotates()
     }
 

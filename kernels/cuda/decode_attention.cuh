@@ -1,0 +1,239 @@
+// Decode attention: operands (as decode_attention.cu says), the running softmax of a warp, and how warps and splits are added up.
+#pragma once
+#include "mma.cuh"
+
+constexpr int WARPS = 4;         // that attend
+constexpr int THREADS = WARPS * 32;
+constexpr int TILE = 16;         // positions a warp takes at a time
+constexpr int GROUP = 8;         // query heads a block serves
+constexpr float LOG2E = 1.4426950408889634f;
+
+struct DecodeAttention {
+    const bf16* q;
+    const bf16* k_blocks;
+    const bf16* v_blocks;
+    const u32* block_tables;
+    const u32* context_lens;
+    bf16* out;
+    float* partial;  // [R][H][splits][D]
+    float2* stats;   // [R][H][splits]: maximum, denominator
+    u32* counters;   // [R][K * groups]
+    u32 q_stride;    // elements
+    u32 max_blocks;
+    u32 heads, kv_heads;
+    u32 block_shift;  // log2 B
+    u32 window;       // positions that are seen, 0 for all
+    u32 min_chunk;    // positions a split has at least, a multiple of 16
+    float scale;
+};
+
+// What is added to scaled scores, in powers of two, of this thread's heads 2t and 2t + 1: nothing, or ALiBi's penalty of distance.
+struct NoBias {
+    __device__ float add(float score, int, u32) const { return score; }
+};
+
+struct Alibi {
+    float slope[2];
+    u32 newest;
+
+    __device__ Alibi(const float* slopes, int heads, int t, u32 len) : newest(len - 1) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) slope[h] = 2 * t + h < heads ? slopes[2 * t + h] * LOG2E : 0.0f;
+    }
+
+    __device__ float add(float score, int h, u32 position) const { return score + slope[h] * (float)(i32)(position - newest); }
+};
+
+// The positions one block works on.
+struct Chunk {
+    u32 first_valid;  // positions before are outside the window
+    u32 begin, end;
+    u32 active;  // splits that have work
+};
+
+__device__ __forceinline__ Chunk chunk_of(u32 len, u32 window, u32 min_chunk, u32 split, u32 splits) {
+    Chunk c;
+    c.first_valid = window && len > window ? len - window : 0;
+    const u32 start = c.first_valid / TILE * TILE, span = len - start;
+    const u32 size = max(min_chunk, ((span + splits - 1) / splits + 63) / 64 * 64);
+    c.active = (span + size - 1) / size;
+    c.begin = start + split * size;
+    c.end = min(c.begin + size, len);
+    return c;
+}
+
+// Running softmax of a warp for heads 2t and 2t + 1.
+template <int D>
+struct Softmax {
+    float top[2] = {-INFINITY_F, -INFINITY_F};
+    float denominator[2] = {0.0f, 0.0f};  // of this thread's positions only
+    float sum[D / 16][4] = {};
+
+    // Takes the scaled scores of a tile, gives the probabilities as the fragment p^T.
+    __device__ void step(float (&s)[4], u32& b0, u32& b1) {
+        float correction[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float m = fmaxf(s[h], s[h + 2]);
+#pragma unroll
+            for (int d = 4; d < 32; d *= 2) m = fmaxf(m, __shfl_xor_sync(FULL_WARP, m, d));
+            m = fmaxf(m, top[h]);
+            correction[h] = exp2_fast(top[h] - m);
+            top[h] = m;
+            s[h] = exp2_fast(s[h] - m);
+            s[h + 2] = exp2_fast(s[h + 2] - m);
+            denominator[h] = denominator[h] * correction[h] + s[h] + s[h + 2];
+        }
+        b0 = transpose_8x8(pack_bf16x2(s[0], s[1]));
+        b1 = transpose_8x8(pack_bf16x2(s[2], s[3]));
+        if (__any_sync(FULL_WARP, correction[0] != 1.0f || correction[1] != 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < D / 16; ++i) {
+                sum[i][0] *= correction[0], sum[i][1] *= correction[1];
+                sum[i][2] *= correction[0], sum[i][3] *= correction[1];
+            }
+        }
+    }
+};
+
+// Waits for all threads that attend.
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
+// The heads' maxima, denominators and sums of all warps, in shared memory.
+template <int D>
+struct Merged {
+    float top[WARPS][GROUP];
+    float denominator[WARPS][GROUP];
+    float sum[1];  // [WARPS][heads][D]
+};
+
+// Writes this warp's share, as the `warp`-th, relative to the block's maximum; Places says which elements of D a sum belongs to.
+template <int D, class Places>
+__device__ __forceinline__ void publish(Merged<D>* merged, Softmax<D>& state, int heads, int warp) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) state.denominator[h] += __shfl_xor_sync(FULL_WARP, state.denominator[h], d);
+        if (g == 0) merged->top[warp][2 * t + h] = state.top[h];
+    }
+    meet();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int head = 2 * t + h;
+        float top = merged->top[0][head];
+#pragma unroll
+        for (int w = 1; w < WARPS; ++w) top = fmaxf(top, merged->top[w][head]);
+        const float weight = exp2_fast(state.top[h] - top);
+        if (g == 0) merged->denominator[warp][head] = state.denominator[h] * weight;
+        if (head >= heads) continue;
+        float* sum = merged->sum + (warp * heads + head) * D;
+#pragma unroll
+        for (int i = 0; i < D / 16; ++i) {
+            Places::store(sum, i, g, state.sum[i][h] * weight, state.sum[i][h + 2] * weight);
+        }
+    }
+    meet();
+}
+
+template <int D>
+__device__ __forceinline__ float merged_top(const Merged<D>* merged, int head) {
+    float top = merged->top[0][head];
+    for (int w = 1; w < WARPS; ++w) top = fmaxf(top, merged->top[w][head]);
+    return top;
+}
+
+template <int D>
+__device__ __forceinline__ float merged_denominator(const Merged<D>* merged, int head) {
+    float sum = merged->denominator[0][head];
+    for (int w = 1; w < WARPS; ++w) sum += merged->denominator[w][head];
+    return sum;
+}
+
+// Element i of [heads][D], added over the warps.
+template <int D>
+__device__ __forceinline__ float merged_sum(const Merged<D>* merged, int heads, int i) {
+    float sum = merged->sum[i];
+    for (int w = 1; w < WARPS; ++w) sum += merged->sum[w * heads * D + i];
+    return sum;
+}
+
+// Adds the splits of `heads` heads up, in their order; `weights` has [heads][splits] floats.
+template <int D>
+__device__ __forceinline__ void combine(bf16* out, const float* partial, const float2* stats, float* weights, int heads,
+                                        u32 splits, u32 active) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int head = warp; head < heads; head += WARPS) {
+        const float2* stat = stats + head * splits;
+        float top = -INFINITY_F, denominator = 0.0f;
+        for (u32 s = lane; s < active; s += 32) top = fmaxf(top, __ldcg(stat + s).x);
+        top = warp_max(top);
+        for (u32 s = lane; s < active; s += 32) {
+            const float2 x = __ldcg(stat + s);
+            const float weight = exp2_fast(x.x - top);
+            weights[head * splits + s] = weight;
+            denominator += weight * x.y;
+        }
+        denominator = warp_sum(denominator);
+        for (u32 s = lane; s < active; s += 32) weights[head * splits + s] /= denominator;
+    }
+    meet();
+    for (int i = threadIdx.x; i < heads * (D / 4); i += THREADS) {
+        const int head = i / (D / 4), e = i % (D / 4) * 4;
+        const float* p = partial + (u64)head * splits * D + e;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+        for (u32 s = 0; s < active; ++s) {
+            const float weight = weights[head * splits + s];
+            const float4 x = __ldcg(reinterpret_cast<const float4*>(p + s * D));
+            sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+        }
+        *reinterpret_cast<uint2*>(out + head * D + e) = make_uint2(pack_bf16x2(sum.x, sum.y), pack_bf16x2(sum.z, sum.w));
+    }
+}
+
+// True in the block that is the last of `active` to come here; what the others wrote before is visible to it then.
+__device__ __forceinline__ bool is_last(u32* counter, u32 active) {
+    __shared__ bool last;
+    meet();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(counter, 1) == active - 1;
+        if (last) *counter = 0;
+        __threadfence();
+    }
+    meet();
+    return last;
+}
+
+// Writes the sums of heads that no other block has a part of.
+template <int D>
+__device__ __forceinline__ void store_out(bf16* out, const Merged<D>* merged, int heads) {
+    for (int i = threadIdx.x; i < heads * D; i += THREADS) {
+        out[i] = to_bf16(merged_sum<D>(merged, heads, i) / merged_denominator<D>(merged, i / D));
+    }
+}
+
+// One of `active` parts of some heads of a row.
+struct Part {
+    u64 first;    // of the heads' [splits] partial sums
+    u32 counter;  // that its blocks count themselves by
+    u32 split, splits, active;
+};
+
+// Writes the part; the block that is the last adds all of them up.
+template <int D>
+__device__ __forceinline__ void store_part(const DecodeAttention& a, const Part& p, bf16* out, Merged<D>* merged, int heads) {
+    float* partial = a.partial + p.first * D;
+    float2* stats = a.stats + p.first;
+    for (int i = threadIdx.x; i < heads * D; i += THREADS) {
+        partial[((u64)(i / D) * p.splits + p.split) * D + i % D] = merged_sum<D>(merged, heads, i);
+    }
+    if (threadIdx.x < heads) {
+        stats[threadIdx.x * p.splits + p.split] =
+            make_float2(merged_top<D>(merged, threadIdx.x), merged_denominator<D>(merged, threadIdx.x));
+    }
+    if (is_last(a.counters + p.counter, p.active)) {
+        combine<D>(out, partial, stats, reinterpret_cast<float*>(merged), heads, p.splits, p.active);
+    }
+}

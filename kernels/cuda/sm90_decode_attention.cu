@@ -1,0 +1,418 @@
+// sm90_decode_attention_bf16: as decode_attention_bf16, for many rows and heads on Hopper
+// sm90_alibi_decode_attention_bf16: as alibi_decode_attention_bf16
+// archs: 90a
+//
+// k, v blocks   through tensor maps of one layer's [blocks * K * B, D]: `k_map`, `v_map` seen as [D / 64, blocks * K * B, 64]
+//               with box [D / 64, 16, 64]; `half_k_map`, `half_v_map` with box [8, 64]
+// the rest      as in decode_attention.cu; num_rows is R, splits a parameter rather than the grid's width
+// next_visit    u32, zero before the first launch and after each: blocks take a (row, KV head, group, split) from it as they come
+//               free
+// launch        two blocks a multiprocessor, which stay. A fifth warp has the copy engine bring tiles of 16 positions into a ring
+//               in shared memory, and the heads' queries into slots; the four that attend take tiles in turn. What a block does
+//               next is on its way while this is added up: memory does not wait for a block to start.
+// needs         D 128; B % 16 == 0, a power of two; pointers 16-byte aligned; checked in decode_attention.rs
+// bound         memory, 4 K D bytes a position: R = 128, 160 positions, K = 32, D = 128: 336 MB, 75 us at 4.47 TB/s (H200)
+// test          tests/cuda_decode_attention.rs, reference::attention in fp32, each element within 2^-7 of the largest |v|
+#include "cluster.cuh"
+#include "decode_attention.cuh"
+#include "sm90.cuh"
+
+constexpr u32 SLOTS = 4;      // visits whose queries are here or on their way
+constexpr u32 LENS = 1024;    // rows whose lengths are kept in shared memory
+constexpr u32 NONE = 0xffffffffu;
+
+// What a block works on at a time: some heads of a row's KV head, and a chunk of its positions.
+struct Visit {
+    u32 row;  // NONE after the last
+    u32 in_row;  // KV head and group
+    u32 split, len;
+};
+
+// What follows from a visit.
+struct Heads {
+    u32 kv_head, first;
+    int count;
+
+    __device__ Heads(const DecodeAttention& a, const Visit& v) {
+        const u32 per_kv_head = a.heads / a.kv_heads, groups = (per_kv_head + GROUP - 1) / GROUP, group = v.in_row % groups;
+        kv_head = v.in_row / groups;
+        first = kv_head * per_kv_head + group * GROUP;
+        count = min(per_kv_head - group * GROUP, (u32)GROUP);
+    }
+};
+
+// Shared memory: the ring's tiles of K and V, queries of the slots, lengths, barriers, visits, sums. A tile has D / 64 panels of
+// 16 rows of 128 bytes, as the copy engine swizzles them.
+template <int D>
+struct Shared {
+    static constexpr u32 STAGES = 8, PANEL = TILE * 128, TENSOR = D / 64 * PANEL;
+    static constexpr u32 QUERIES = STAGES * 2 * TENSOR, CONTEXTS = QUERIES + SLOTS * GROUP * D * 2;
+    static constexpr u32 BARRIERS = CONTEXTS + LENS * 4;
+    static_assert(STAGES % WARPS == 0, "a stage always has the same warp, which so is never a round ahead of it");
+    static constexpr u32 VISITS = BARRIERS + (STAGES + SLOTS) * 16, MERGED = VISITS + SLOTS * 16;
+    u8* memory;
+
+    __device__ u32 base() const { return shared_address(memory); }
+    __device__ u32 k(u32 stage) const { return base() + stage * 2 * TENSOR; }
+    __device__ bf16* queries(u32 slot) const { return reinterpret_cast<bf16*>(memory + QUERIES) + slot * GROUP * D; }
+    __device__ u32* lens() const { return reinterpret_cast<u32*>(memory + CONTEXTS); }
+    __device__ Visit* visit(u32 slot) const { return reinterpret_cast<Visit*>(memory + VISITS) + slot; }
+    __device__ Merged<D>* merged() const { return reinterpret_cast<Merged<D>*>(memory + MERGED); }
+    __device__ u32 full(u32 stage) const { return base() + BARRIERS + stage * 16; }
+    __device__ u32 empty(u32 stage) const { return full(stage) + 8; }
+    __device__ u32 slot_full(u32 slot) const { return full(STAGES + slot); }
+    __device__ u32 slot_empty(u32 slot) const { return slot_full(slot) + 8; }
+
+    // Where 16 bytes of a row of a tile lie.
+    static __device__ u32 at(u32 row, u32 piece) { return piece / 8 * PANEL + row * 128 + (piece % 8 ^ row % 8) * 16; }
+
+    __device__ void init() const {
+        for (u32 i = 0; i < STAGES; ++i) barrier_init(full(i), 1), barrier_init(empty(i), 1);
+        for (u32 i = 0; i < SLOTS; ++i) barrier_init(slot_full(i), 33), barrier_init(slot_empty(i), WARPS);
+        barrier_init_fence();
+    }
+};
+
+// Counts uses of a ring of N.
+template <u32 N>
+struct Turn {
+    u32 index = 0, parity = 0;
+
+    __device__ void skip(u32 count) {
+        index += count;
+        while (index >= N) index -= N, parity ^= 1;
+    }
+};
+
+// All visits of the launch: further splits of the rows that have more than one, then the first of every row.
+struct Work {
+    const DecodeAttention& a;
+    const u32* lens;  // of the first LENS rows
+    u32 num_rows, splits, per_row, furthers = 0, count;
+
+    __device__ Work(const DecodeAttention& attention, const u32* known_lens, u32 rows, u32 num_splits)
+        : a(attention), lens(known_lens), num_rows(rows), splits(num_splits) {
+        const u32 per_kv_head = a.heads / a.kv_heads;
+        per_row = a.kv_heads * ((per_kv_head + GROUP - 1) / GROUP);
+        for (u32 row = 0; row < num_rows; row += 32) furthers += __reduce_add_sync(FULL_WARP, further(row + threadIdx.x % 32));
+        furthers *= per_row;
+        count = furthers + num_rows * per_row;
+    }
+
+    __device__ u32 len_of(u32 row) const { return row < LENS ? lens[row] : a.context_lens[row]; }
+
+    // Splits of a row after its first.
+    __device__ u32 further(u32 row) const {
+        const u32 len = row < num_rows ? len_of(row) : 0;
+        return len == 0 ? 0 : chunk_of(len, a.window, a.min_chunk, 0, splits).active - 1;
+    }
+
+    __device__ Visit at(u32 index) const {
+        if (index >= count) return {NONE, 0, 0, 0};
+        if (index >= furthers) {
+            const u32 first = index - furthers;
+            return {first / per_row, first % per_row, 0, len_of(first / per_row)};
+        }
+        u32 left = index / per_row;  // further splits before this one
+        for (u32 row = 0;; row += 32) {
+            const u32 mine = further(row + threadIdx.x % 32), all = __reduce_add_sync(FULL_WARP, mine);
+            if (left >= all) {
+                left -= all;
+                continue;
+            }
+            u32 lane = 0;
+            for (u32 here; (here = __shfl_sync(FULL_WARP, mine, lane)) <= left; ++lane) left -= here;
+            return {row + lane, index % per_row, 1 + left, len_of(row + lane)};
+        }
+    }
+};
+
+// Signals the barrier, for this thread, once all that it asked for has come.
+__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Of K and V, for whole tiles and halves.
+struct Maps {
+    const TensorMap *k, *v, *half_k, *half_v;
+};
+
+// The warp that brings. Lane i of `blocks` has the block of a visit's tile i, 32 tiles at a time.
+template <int D>
+struct Bringer {
+    const DecodeAttention& a;
+    const Shared<D>& smem;
+    Maps maps;
+    u32 splits;
+    Turn<Shared<D>::STAGES> stage;
+    Turn<SLOTS> slot;
+
+    __device__ void bring(const Work& work, u32* next_visit) {
+        Visit v = work.at(blockIdx.x);
+        u32 blocks = look_up(v, 0);
+        // What earlier steps wrote comes while the kernel before this one runs.
+        u32 i = bring_tiles(v, blocks, 0, Shared<D>::STAGES, true);
+        pdl_wait();
+        asm volatile("fence.proxy.async.global;" ::: "memory");  // the copy engine sees the newest position, too
+        u32 index = claim(next_visit, work.count);
+        while (true) {
+            give(v);
+            if (v.row == NONE) return;
+            // What the next visit needs is asked for before this one's tiles, which wait for room.
+            const Visit next = work.at(gridDim.x + __shfl_sync(FULL_WARP, index, 0));
+            const u32 next_blocks = look_up(next, 0);
+            if (next.row != NONE) index = claim(next_visit, work.count);
+            bring_tiles(v, blocks, i, NONE, false);
+            v = next, blocks = next_blocks, i = 0;
+        }
+    }
+
+    // In lane 0, how many visits were taken before this one; the last to ask sets the count back: each block asks once in vain.
+    static __device__ u32 claim(u32* next_visit, u32 count) {
+        u32 index = 0;
+        if (threadIdx.x % 32 == 0) {
+            index = atomicAdd(next_visit, 1);
+            if (index == count - 1) *next_visit = 0;
+        }
+        return index;
+    }
+
+    // The visit and its queries.
+    __device__ void give(const Visit& v) {
+        const u32 lane = threadIdx.x % 32, full = smem.slot_full(slot.index);
+        barrier_wait(smem.slot_empty(slot.index), slot.parity ^ 1);
+        if (v.row != NONE) {
+            const Heads heads(a, v);
+            const bf16* from = a.q + (u64)v.row * a.q_stride + heads.first * D;
+            const u32 to = shared_address(smem.queries(slot.index));
+            for (u32 i = lane; i < heads.count * D / 8; i += 32) copy_async(to + i * 16, from + i * 8, true);
+        }
+        if (lane == 0) {
+            *smem.visit(slot.index) = v;
+            barrier_arrive(full);
+        }
+        arrive_when_copied(full);
+        slot.skip(1);
+    }
+
+    __device__ u32 look_up(const Visit& v, u32 from) const {
+        if (v.row == NONE) return 0;
+        const Chunk c = chunk_of(v.len, a.window, a.min_chunk, v.split, splits);
+        const u32 p = c.begin + (from + threadIdx.x % 32) * TILE;
+        return p < c.end ? a.block_tables[(u64)v.row * a.max_blocks + (p >> a.block_shift)] : 0;
+    }
+
+    // Brings the visit's tiles from `i` on, but not more than `most`, and if `early` not the newest position's; gives the next one.
+    __device__ u32 bring_tiles(const Visit& v, u32 blocks, u32 i, u32 most, bool early) {
+        const Chunk c = chunk_of(v.len, a.window, a.min_chunk, v.split, splits);
+        const u32 kv_head = Heads(a, v).kv_head;
+        for (; i < most && c.begin + i * TILE < c.end; ++i) {
+            const u32 p = c.begin + i * TILE, valid = min(c.end - p, (u32)TILE);
+            if (early && p + valid == v.len) break;
+            if (i % 32 == 0 && i) blocks = look_up(v, i);
+            const u32 block = __shfl_sync(FULL_WARP, blocks, i % 32), in_block = p & ((1u << a.block_shift) - 1);
+            bring_tile(((block * a.kv_heads + kv_head) << a.block_shift) + in_block, valid);
+        }
+        return i;
+    }
+
+    // Brings all of a tile or its first half, so up to seven rows that are not valid.
+    __device__ void bring_tile(u32 row, u32 valid) {
+        if (threadIdx.x % 32 == 0) {
+            barrier_wait(smem.empty(stage.index), stage.parity ^ 1);
+            const u32 full = smem.full(stage.index), k = smem.k(stage.index), v = k + Shared<D>::TENSOR;
+            if (valid > TILE / 2) {
+                barrier_arrive_expect(full, 2 * Shared<D>::TENSOR);
+                tensor_load_3d(k, maps.k, 0, row, 0, full, EVICT_FIRST);
+                tensor_load_3d(v, maps.v, 0, row, 0, full, EVICT_FIRST);
+            } else {
+                barrier_arrive_expect(full, Shared<D>::TENSOR);
+                for (u32 p = 0; p < D / 64; ++p) {
+                    tensor_load(k + p * Shared<D>::PANEL, maps.half_k, p * 64, row, full, EVICT_FIRST);
+                    tensor_load(v + p * Shared<D>::PANEL, maps.half_v, p * 64, row, full, EVICT_FIRST);
+                }
+            }
+        }
+        __syncwarp();
+        stage.skip(1);
+    }
+};
+
+// A tile in shared memory.
+template <int D>
+struct Tile {
+    u32 base;  // of K; V follows
+
+    // scores[16 positions, 8 heads] = K q^T
+    __device__ void scores(float (&s)[4], const u32 (&q)[D / 16][2]) const {
+        const u32 lane = threadIdx.x % 32, row = lane % 16, half = lane / 16;
+        float odd[4] = {};
+        s[0] = s[1] = s[2] = s[3] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < D / 16; ++i) {
+            u32 k[4];
+            load_matrices(k, base + Shared<D>::at(row, 2 * i + half));
+            mma_16x8x16(i % 2 ? odd : s, k[0], k[1], k[2], k[3], q[i][0], q[i][1]);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[e] += odd[e];
+    }
+
+    // sum[D, 8 heads] += V^T p^T; b0, b1 is p^T
+    __device__ void accumulate(float (&sum)[D / 16][4], u32 b0, u32 b1) const {
+        const u32 lane = threadIdx.x % 32, row = lane % 8 + lane / 16 * 8, half = lane / 8 % 2;
+#pragma unroll
+        for (int i = 0; i < D / 16; ++i) {
+            u32 v[4];
+            load_matrices_transposed(v, base + Shared<D>::TENSOR + Shared<D>::at(row, 2 * i + half));
+            mma_16x8x16(sum[i], v[0], v[1], v[2], v[3], b0, b1);
+        }
+    }
+
+    // What no position wrote may be no number; its probability of zero would not hide it.
+    __device__ void clear_values(u32 valid) const {
+        const u32 pieces = D / 8;
+        for (u32 i = threadIdx.x % 32; i < (TILE - valid) * pieces; i += 32) {
+            const u32 to = base + Shared<D>::TENSOR + Shared<D>::at(valid + i / pieces, i % pieces);
+            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before the copy engine writes there again
+        __syncwarp();
+    }
+
+    // Where sum[i] belongs: [0] and [1] to an element of D, [2] and [3] to one eight further on.
+    static __device__ void store(float* sum, int i, int g, float x, float y) {
+        sum[16 * i + g] = x;
+        sum[16 * i + g + 8] = y;
+    }
+};
+
+// The slot's queries as fragments; zeros for heads it does not have.
+template <int D>
+__device__ __forceinline__ void load_queries(u32 (&q)[D / 16][2], const bf16* queries, int heads) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const u32* from = reinterpret_cast<const u32*>(queries + g * D) + t;
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+        q[i][0] = g < heads ? from[8 * i] : 0;
+        q[i][1] = g < heads ? from[8 * i + 4] : 0;
+    }
+}
+
+// One of the warps that attend.
+template <int D>
+struct Attender {
+    const DecodeAttention& a;
+    const Shared<D>& smem;
+    u32 splits;
+    u32 warp;  // its place among the warps for the next tiles: it takes tiles warp, warp + WARPS, ... of a visit
+    Turn<Shared<D>::STAGES> stage;  // of the visit's first tile
+    Turn<SLOTS> slot;
+
+    template <bool ALIBI>
+    __device__ void attend(const float* slopes) {
+        while (true) {
+            barrier_wait(smem.slot_full(slot.index), slot.parity);
+            const Visit v = *smem.visit(slot.index);
+            if (v.row == NONE) return;
+            const Heads heads(a, v);
+            u32 q[D / 16][2];
+            load_queries<D>(q, smem.queries(slot.index), heads.count);
+            release(smem.slot_empty(slot.index));
+            slot.skip(1);
+            const Chunk c = chunk_of(v.len, a.window, a.min_chunk, v.split, splits);
+            Softmax<D> state;
+            if constexpr (ALIBI) {
+                attend_tiles(state, q, c, Alibi(slopes + heads.first, heads.count, threadIdx.x % 4, v.len));
+            } else {
+                attend_tiles(state, q, c, NoBias());
+            }
+            publish<D, Tile<D>>(smem.merged(), state, heads.count, warp);
+            store(v, heads, c);
+            const u32 tiles = (c.end - c.begin + TILE - 1) / TILE;
+            stage.skip(tiles);
+            warp = (warp + WARPS - tiles % WARPS) % WARPS;
+        }
+    }
+
+    template <class Bias>
+    __device__ void attend_tiles(Softmax<D>& state, const u32 (&q)[D / 16][2], const Chunk& c, const Bias& bias) {
+        const int g = threadIdx.x % 32 / 4;
+        const float scale = a.scale * LOG2E;
+        Turn<Shared<D>::STAGES> mine = stage;
+        mine.skip(warp);
+        for (u32 first = c.begin + warp * TILE; first < c.end; first += WARPS * TILE, mine.skip(WARPS)) {
+            barrier_wait(smem.full(mine.index), mine.parity);
+            const Tile<D> tile = {smem.k(mine.index)};
+            if (c.end - first < TILE) tile.clear_values(c.end - first);
+            float s[4];
+            tile.scores(s, q);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const u32 position = first + g + e / 2 * 8;
+                const bool seen = position < c.end && position >= c.first_valid;
+                s[e] = seen ? bias.add(s[e] * scale, e % 2, position) : -INFINITY_F;
+            }
+            u32 b0, b1;
+            state.step(s, b0, b1);
+            tile.accumulate(state.sum, b0, b1);
+            release(smem.empty(mine.index));
+        }
+    }
+
+    __device__ void store(const Visit& v, const Heads& heads, const Chunk& c) {
+        bf16* out = a.out + ((u64)v.row * a.heads + heads.first) * D;
+        if (v.len == 0) {
+            for (int i = threadIdx.x; i < heads.count * D; i += THREADS) out[i] = to_bf16(0.0f);
+        } else if (c.active == 1) {
+            store_out<D>(out, smem.merged(), heads.count);
+        } else {
+            const u32 per_row = a.kv_heads * ((a.heads / a.kv_heads + GROUP - 1) / GROUP);
+            const u64 sums = ((u64)v.row * a.heads + heads.first) * splits;
+            const Part part = {sums, v.row * per_row + v.in_row, v.split, splits, c.active};
+            store_part<D>(a, part, out, smem.merged(), heads.count);
+            meet();  // the next visit writes where some may still read
+        }
+    }
+
+    // Once all lanes have read it.
+    static __device__ void release(u32 barrier) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+    }
+};
+
+template <int D, bool ALIBI>
+__device__ __forceinline__ void decode_attention(const DecodeAttention& a, const Maps& maps, const float* slopes, u32* next_visit,
+                                                 u32 num_rows, u32 splits) {
+    extern __shared__ __align__(1024) u8 dynamic[];
+    pdl_launch();
+    const Shared<D> smem = {dynamic};
+    if (threadIdx.x == 0) smem.init();
+    for (u32 row = threadIdx.x; row < min(num_rows, LENS); row += blockDim.x) smem.lens()[row] = a.context_lens[row];
+    __syncthreads();
+    if (threadIdx.x >= THREADS) {
+        Bringer<D>{a, smem, maps, splits}.bring(Work(a, smem.lens(), num_rows, splits), next_visit);
+        copy_async_wait<0>();
+    } else {
+        Attender<D>{a, smem, splits, threadIdx.x / 32}.template attend<ALIBI>(slopes);
+    }
+}
+
+#define DECODE_ATTENTION(D)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) sm90_decode_attention_bf16_d##D(                     \
+        const DecodeAttention a, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,     \
+        const __grid_constant__ TensorMap half_k_map, const __grid_constant__ TensorMap half_v_map, u32* next_visit,   \
+        u32 num_rows, u32 splits) {                                                                                    \
+        const Maps maps = {&k_map, &v_map, &half_k_map, &half_v_map};                                                  \
+        decode_attention<D, false>(a, maps, nullptr, next_visit, num_rows, splits);                                    \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS + 32, 2) sm90_alibi_decode_attention_bf16_d##D(               \
+        const DecodeAttention a, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,     \
+        const __grid_constant__ TensorMap half_k_map, const __grid_constant__ TensorMap half_v_map, u32* next_visit,   \
+        u32 num_rows, u32 splits, const float* slopes) {                                                               \
+        const Maps maps = {&k_map, &v_map, &half_k_map, &half_v_map};                                                  \
+        decode_attention<D, true>(a, maps, slopes, next_visit, num_rows, splits);                                      \
+    }
+
+DECODE_ATTENTION(128)
