@@ -1,6 +1,6 @@
 //! What a client hears while no world serves: that it may come again, and why, in the protocol in which it asks.
 
-use std::io::{self, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 const RETRY_AFTER_SECS: u32 = 1;
 /// For a client's next words, and for it to hear ours.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// For all of one connection.
+/// For what is said on one connection, and for its end.
 const LONGEST: Duration = Duration::from_secs(5);
 /// Of an HTTP request's head, and of what follows it and is read so that the answer is not lost.
 const MAX_READ: usize = 1 << 20;
@@ -37,7 +37,7 @@ pub(crate) fn refuse(stream: TcpStream, reason: &str) -> io::Result<()> {
         let count = (&stream).read(&mut bytes[..wanted])?;
         head.extend_from_slice(&bytes[..count]);
         if count == 0 || head.len() > MAX_READ || Instant::now() > deadline {
-            return Err(io::ErrorKind::InvalidData.into());
+            return Err(ErrorKind::InvalidData.into());
         }
     }
     match head.first() {
@@ -45,7 +45,7 @@ pub(crate) fn refuse(stream: TcpStream, reason: &str) -> io::Result<()> {
         _ if head.starts_with(PREFACE) => refuse_grpc(&stream, reason, deadline)?,
         _ => (&stream).write_all(&http_answer(reason))?,
     }
-    end(&stream, deadline)
+    end(&stream)
 }
 
 fn http_answer(reason: &str) -> Vec<u8> {
@@ -58,14 +58,18 @@ fn http_answer(reason: &str) -> Vec<u8> {
     (head + &body).into_bytes()
 }
 
-/// Ends the connection so that what was said is heard: one that is closed with words unread takes the answer with it.
-fn end(stream: &TcpStream, deadline: Instant) -> io::Result<()> {
+/// Ends the connection so that what was said is heard: one that is closed with words unread, or to which words come once it
+/// is closed, takes the answer with it. So it is the client that closes, if it does so in time.
+fn end(mut stream: &TcpStream) -> io::Result<()> {
     stream.shutdown(Shutdown::Write)?;
-    let (mut bytes, mut num_read) = ([0; 4096], 0);
+    stream.set_read_timeout(Some(PATIENCE))?;
+    let (deadline, mut bytes, mut num_read) = (Instant::now() + LONGEST, [0; 4096], 0);
     while Instant::now() < deadline && num_read < MAX_READ {
-        match (&*stream).read(&mut bytes)? {
-            0 => break,
-            count => num_read += count,
+        match stream.read(&mut bytes) {
+            Ok(0) => break,
+            Ok(count) => num_read += count,
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+            Err(error) => return Err(error),
         }
     }
     Ok(())
@@ -97,7 +101,7 @@ fn refuse_grpc(mut stream: &TcpStream, reason: &str, deadline: Instant) -> io::R
         let id = u32::from_be_bytes([head[5], head[6], head[7], head[8]]) & (u32::MAX >> 1);
         // The largest that may come before we allow more.
         if len > 1 << 14 {
-            return Err(io::ErrorKind::InvalidData.into());
+            return Err(ErrorKind::InvalidData.into());
         }
         let mut payload = vec![0; len];
         stream.read_exact(&mut payload)?;
