@@ -305,7 +305,7 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
     pdl_launch();
     if (!ROPE) pdl_wait();
     const u32 split = blockIdx.x, splits = gridDim.x, row = blockIdx.z;
-    const u32 per_kv_head = a.heads / a.kv_heads, groups = (per_kv_head + GROUP - 1) / GROUP;
+    const u32 per_kv_head = a.heads / a.kv_heads, groups = groups_of(a);
     const u32 kv_head = blockIdx.y / groups, group = blockIdx.y % groups;
     const int heads = min(per_kv_head - group * GROUP, (u32)GROUP);
     const u32 first_head = kv_head * per_kv_head + group * GROUP;

@@ -27,6 +27,9 @@ struct DecodeAttention {
     float scale;
 };
 
+// Groups that the query heads of a KV head form.
+__device__ __forceinline__ u32 groups_of(const DecodeAttention& a) { return (a.heads / a.kv_heads + GROUP - 1) / GROUP; }
+
 // What is added to scaled scores, in powers of two, of this thread's heads 2t and 2t + 1: nothing, or ALiBi's penalty of distance.
 struct NoBias {
     __device__ float add(float score, int, u32) const { return score; }

@@ -34,7 +34,7 @@ struct Heads {
     int count;
 
     __device__ Heads(const DecodeAttention& a, const Visit& v) {
-        const u32 per_kv_head = a.heads / a.kv_heads, groups = (per_kv_head + GROUP - 1) / GROUP, group = v.in_row % groups;
+        const u32 per_kv_head = a.heads / a.kv_heads, groups = groups_of(a), group = v.in_row % groups;
         kv_head = v.in_row / groups;
         first = kv_head * per_kv_head + group * GROUP;
         count = min(per_kv_head - group * GROUP, (u32)GROUP);
@@ -92,8 +92,7 @@ struct Work {
 
     __device__ Work(const DecodeAttention& attention, const u32* known_lens, u32 rows, u32 num_splits)
         : a(attention), lens(known_lens), num_rows(rows), splits(num_splits) {
-        const u32 per_kv_head = a.heads / a.kv_heads;
-        per_row = a.kv_heads * ((per_kv_head + GROUP - 1) / GROUP);
+        per_row = a.kv_heads * groups_of(a);
         for (u32 row = 0; row < num_rows; row += 32) furthers += __reduce_add_sync(FULL_WARP, further(row + threadIdx.x % 32));
         furthers *= per_row;
         count = furthers + num_rows * per_row;
@@ -367,7 +366,7 @@ struct Attender {
         } else if (c.active == 1) {
             store_out<D>(out, smem.merged(), heads.count);
         } else {
-            const u32 per_row = a.kv_heads * ((a.heads / a.kv_heads + GROUP - 1) / GROUP);
+            const u32 per_row = a.kv_heads * groups_of(a);
             const u64 sums = ((u64)v.row * a.heads + heads.first) * splits;
             const Part part = {sums, v.row * per_row + v.in_row, v.split, splits, c.active};
             store_part<D>(a, part, out, smem.merged(), heads.count);
