@@ -277,10 +277,10 @@ impl Run {
 
     /// Whether an output that is asked for is made by one of `steps`, or behind it.
     fn awaits(&self, steps: &[usize]) -> bool {
-        let makes =
-            |maker: usize, wire: &Wire| self.graph.steps[maker].outputs.iter().any(|made| made.slot == wire.slot);
         let is_behind = |maker: usize| steps.iter().any(|&step| step == maker || self.graph.is_behind(maker, step));
-        let late = |wire: &Wire| (0..self.graph.steps.len()).any(|maker| makes(maker, wire) && is_behind(maker));
+        let late = |wire: &Wire| {
+            (0..self.graph.steps.len()).any(|maker| self.graph.steps[maker].makes(wire) && is_behind(maker))
+        };
         !steps.is_empty() && self.graph.outputs.iter().filter(|wire| self.is_asked(wire)).any(late)
     }
 

@@ -41,6 +41,13 @@ pub(super) struct Step {
     pub(super) sources: Vec<usize>,
 }
 
+impl Step {
+    /// Whether the tensor of the wire's slot is one of its outputs.
+    pub(super) fn makes(&self, wire: &Wire) -> bool {
+        self.outputs.iter().any(|made| made.slot == wire.slot)
+    }
+}
+
 impl Graph {
     pub(super) fn new(config: &ModelConfig) -> Self {
         let steps = config.ensemble().map(|ensemble| ensemble.step.as_slice()).unwrap_or_default();
@@ -62,10 +69,8 @@ impl Graph {
             })
             .collect();
         for index in 0..steps.len() {
-            let makes = |source: &Step| {
-                source.outputs.iter().any(|made| steps[index].inputs.iter().any(|taken| taken.slot == made.slot))
-            };
-            let sources = (0..steps.len()).filter(|&source| makes(&steps[source])).collect();
+            let is_source = |source: &Step| steps[index].inputs.iter().any(|taken| source.makes(taken));
+            let sources = (0..steps.len()).filter(|&source| is_source(&steps[source])).collect();
             steps[index].sources = sources;
         }
         let lone_makers = (0..slots.len()).map(|slot| lone_maker(slot, &steps, &outputs)).collect();
@@ -79,10 +84,9 @@ impl Graph {
     /// The steps that the outputs `asked` need, all of them if none is named. A step that no output of the ensemble needs is
     /// run for what else it does.
     pub(super) fn needed(&self, asked: &[Name]) -> Steps {
-        let makes = |step: usize, wire: &Wire| self.steps[step].outputs.iter().any(|made| made.slot == wire.slot);
         let serves = |step: usize, wire: &Wire| {
             let is_behind = |maker: usize| maker == step || self.is_behind(maker, step);
-            (0..self.steps.len()).any(|maker| makes(maker, wire) && is_behind(maker))
+            (0..self.steps.len()).any(|maker| self.steps[maker].makes(wire) && is_behind(maker))
         };
         let is_asked = |wire: &&Wire| asked.is_empty() || asked.contains(&wire.name);
         let is_needed = |&step: &usize| {

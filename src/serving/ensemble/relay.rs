@@ -64,9 +64,8 @@ impl Relay {
     pub(super) fn of(run: &Run, maker: usize, behind: &[usize], pass: Pass) -> Option<Self> {
         let &[called] = behind else { return None };
         let steps = &run.graph.steps;
-        let makes = |step: usize, wire: &Wire| steps[step].outputs.iter().any(|made| made.slot == wire.slot);
-        let is_made_now = |wire: &Wire| makes(maker, wire) || makes(called, wire);
-        let made_twice = |wire: &Wire| (0..steps.len()).filter(|&step| makes(step, wire)).count() > 1;
+        let is_made_now = |wire: &Wire| steps[maker].makes(wire) || steps[called].makes(wire);
+        let made_twice = |wire: &Wire| steps.iter().filter(|step| step.makes(wire)).count() > 1;
         let mut all_made = steps[maker].outputs.iter().chain(&steps[called].outputs);
         if !pass.answers || run.places[called].caller.is_none() || all_made.any(made_twice) {
             return None;
