@@ -12,6 +12,9 @@ import json
 import pathlib
 import sys
 
+if {"-h", "--help"} & set(sys.argv[1:]):  # Before what may not be installed.
+    sys.exit(print(__doc__))
+
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional

@@ -14,6 +14,9 @@ import tempfile
 import urllib.error
 import urllib.request
 
+if {"-h", "--help"} & set(sys.argv[1:]):  # Before what may not be installed.
+    sys.exit(print(__doc__))
+
 import torch
 from serving_bench import Bench
 from transformers import AutoModelForCausalLM
