@@ -16,7 +16,7 @@ use crate::ensemble::{self, Ensemble};
 use crate::model::ServedModel;
 use crate::registry::{Registry, Version};
 use crate::scheduler::{self, StateSpec};
-use crate::{Backend, BackendFactory, ErrorKind, InferError, LoadRequest, labels, warmup};
+use crate::{Backend, BackendFactory, InferError, LoadRequest, labels, warmup};
 
 /// What a load request gives in place of the repository's own files.
 #[derive(Debug, Clone, Default)]
@@ -62,6 +62,26 @@ struct Found {
     source: ModelSource,
     modified: Option<SystemTime>,
     files: Option<TempDir>,
+}
+
+/// Why a model's directory, or what was given in its place, gives nothing to load.
+#[derive(Debug, thiserror::Error)]
+enum FindError {
+    /// Its configuration could be read, and none of its versions is there to be served.
+    #[error("load failed for model '{name}': {source}\n")]
+    NoVersion { name: String, source: RepositoryError },
+    /// It could not be read, or is not there.
+    #[error("failed to load '{name}', failed to poll from model repository{why}")]
+    Poll { name: String, why: String },
+}
+
+impl From<FindError> for InferError {
+    fn from(error: FindError) -> Self {
+        match error {
+            FindError::NoVersion { .. } => InferError::invalid(error.to_string()),
+            FindError::Poll { .. } => InferError::internal(error.to_string()),
+        }
+    }
 }
 
 impl Lifecycle {
@@ -123,12 +143,10 @@ impl Lifecycle {
     }
 
     /// Reads the model's directory, or what was given in its place.
-    fn find(&self, name: &str, overrides: LoadOverrides) -> Result<Found, InferError> {
-        let poll_failed = |why: String| {
-            InferError::internal(format!("failed to load '{name}', failed to poll from model repository{why}"))
-        };
+    fn find(&self, name: &str, overrides: LoadOverrides) -> Result<Found, FindError> {
+        let poll_failed = |why: String| FindError::Poll { name: name.to_owned(), why };
         let explain = |error: RepositoryError| match error {
-            RepositoryError::NoVersion { .. } => load_failed(name, &error.to_string()),
+            RepositoryError::NoVersion { .. } => FindError::NoVersion { name: name.to_owned(), source: error },
             RepositoryError::UnknownModel { .. } => poll_failed(String::new()),
             error => poll_failed(format!(": {error}")),
         };
@@ -308,13 +326,13 @@ impl Lifecycle {
         }
     }
 
-    fn note_failure(&self, name: &str, error: &InferError) {
-        tracing::error!("{}", error.message.trim_end());
+    fn note_failure(&self, name: &str, error: &FindError) {
+        let message = error.to_string();
+        tracing::error!("{}", message.trim_end());
         if self.repository.model_names().is_ok_and(|names| names.iter().any(|known| known == name)) {
-            // Of all that a directory can lack, only a version is refused as a wrong request.
-            let lacks_versions = error.kind == ErrorKind::InvalidArgument;
+            let lacks_versions = matches!(error, FindError::NoVersion { .. });
             self.registry.update(name, |entry| {
-                (entry.failure, entry.lacks_versions) = (Some(error.message.clone()), lacks_versions);
+                (entry.failure, entry.lacks_versions) = (Some(message), lacks_versions);
             });
         }
     }
