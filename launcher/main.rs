@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use launcher::flags::Flags;
 
 fn main() -> ExitCode {
+    ipc::end_with_the_reader();
     let line: Vec<OsString> = std::env::args_os().collect();
     let flags = Flags::parse_from_line(line.iter().cloned()).unwrap_or_else(|error| error.exit());
     match launcher::run(&flags, &line[1..]) {

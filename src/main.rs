@@ -18,6 +18,9 @@ fn main() -> ExitCode {
         args = bench::with_dashes(args);
     }
     let is_rank = args.get(1).is_some_and(|command| command == "rank");
+    if !is_rank && args.get(1).is_none_or(|command| command != "worker") {
+        ipc::end_with_the_reader();
+    }
     let matches = match command().try_get_matches_from(args) {
         Ok(matches) => matches,
         Err(error) if is_rank => return rank::usage_error(&error),
@@ -36,8 +39,18 @@ fn main() -> ExitCode {
         _ => unreachable!("clap knows the sub-commands"),
     };
     result.unwrap_or_else(|error| {
-        eprintln!("error: {error:#}");
+        eprintln!("error: {}", words(&error));
         ExitCode::FAILURE
+    })
+}
+
+/// An error with its causes, but for those whose words it holds already.
+fn words(error: &anyhow::Error) -> String {
+    error.chain().skip(1).map(ToString::to_string).fold(error.to_string(), |words, cause| {
+        match words.contains(&cause) {
+            true => words,
+            false => words + ": " + &cause,
+        }
     })
 }
 

@@ -29,6 +29,7 @@
 mod descriptors;
 mod error;
 pub mod futex;
+mod output;
 mod prefix;
 mod process;
 mod region;
@@ -40,6 +41,7 @@ mod title;
 
 pub use descriptors::{MAX_FILES, receive_files, send_files};
 pub use error::{IpcError, RecvError, SendError};
+pub use output::end_with_the_reader;
 pub use prefix::Prefix;
 pub use process::{ProcessId, ProcessWatch, bind_to_parent, describe_exit, die_with_parent};
 pub use region::{Plain, Region};
