@@ -87,6 +87,24 @@ fn serving_counts_the_tokens_that_the_server_generates_over_every_protocol() {
 }
 
 #[test]
+fn what_cannot_be_measured_is_said_once_and_with_what_to_do() {
+    let world = TestWorld::of(1);
+    let (http, tokenizer) = (world.url(""), shipped_repository().join("tensorrt_llm/1"));
+    let http = http.trim_start_matches("http://");
+    let error = |args: &[&str]| {
+        let output =
+            Command::new(env!("CARGO_BIN_EXE_trireme")).arg("bench").args(args).output().expect("trireme runs");
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let tokenizer = tokenizer.to_str().unwrap();
+    let wrong_port = error(&["serving", http, tokenizer, "generated:8:4", "--num_prompts=1"]);
+    assert!(wrong_port.contains("does not speak gRPC: give the gRPC port"), "{wrong_port}");
+    let no_file = error(&["serving", http, tokenizer, "/nowhere.json"]);
+    assert_eq!(no_file, "error: reading `/nowhere.json`: No such file or directory (os error 2)\n");
+}
+
+#[test]
 fn core_and_identity_print_what_tensorrt_llms_tools_print() {
     let mut world = TestWorld::of(1);
     let grpc = grpc(&mut world);

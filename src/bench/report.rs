@@ -86,7 +86,7 @@ fn page(args: &ReportArgs, runs: &[Runs], baseline: Option<&Runs>, roof: Option<
     if let Some(roof) = roof {
         body += &format!(
             "<p>Roofline: a decode step reads every weight once, which takes {roof:.3} ms on {} device(s) of {:.0} GB/s. Share of it = that \
-             time over the median inter-token latency.</p>\n",
+             time over the mean request latency divided by the tokens of a request, so prefill and waiting lower it.</p>\n",
             args.devices,
             args.bandwidth.unwrap_or(0.0)
         );
@@ -113,7 +113,7 @@ fn page(args: &ReportArgs, runs: &[Runs], baseline: Option<&Runs>, roof: Option<
     ];
     for run in runs.iter().flat_map(|runs| &runs.runs) {
         let charts = histograms.iter().map(|(name, read)| bars(&format!("{name}, ms"), read(run)));
-        body += &section(&format!("{} in flight", escape(&run.pace())), &charts.collect::<String>());
+        body += &section(&load(run), &charts.collect::<String>());
     }
     format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><title>{title}</title><style>{STYLE}</style></head>\n<body>\n{body}</body></html>\n"
@@ -127,6 +127,19 @@ const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;mar
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.3rem .7rem;border-bottom:1px solid #d7dee5;text-align:right}\
 th:first-child,td:first-child{text-align:left}svg{margin:.5rem 1rem .5rem 0}.better{color:#11734b}.worse{color:#b3261e}";
 
+/// What was sent: so many requests at a time, or a second.
+fn load(run: &Figures) -> String {
+    let pace = escape(&run.pace());
+    if run.request_rate.is_some() { pace } else { format!("{pace} in flight") }
+}
+
+/// `roof`, the shortest time of a decode step in ms, over the time that a stream took for each of its tokens. Not over the gaps
+/// between them: tokens that wait on their way arrive together.
+fn roofline_share(run: &Figures, roof: f64) -> Option<f64> {
+    let tokens = run.output_tokens as f64 / (run.requests - run.errors) as f64;
+    Some(roof * tokens / run.request_latency_ms.mean).filter(|share| share.is_finite())
+}
+
 fn section(title: &str, content: &str) -> String {
     format!("<h2>{title}</h2>\n{content}\n")
 }
@@ -134,7 +147,7 @@ fn section(title: &str, content: &str) -> String {
 fn table(runs: &[Runs], baseline: Option<&Runs>, roof: Option<f64>) -> String {
     let mut heads = vec![
         "server",
-        "in flight",
+        "load",
         "requests",
         "failed",
         "output tokens/s",
@@ -162,13 +175,8 @@ fn table(runs: &[Runs], baseline: Option<&Runs>, roof: Option<f64>) -> String {
 fn row(address: &str, run: &Figures, baseline: Option<&Runs>, roof: Option<f64>) -> String {
     let number = |value: f64| format!("<td>{value:.2}</td>");
     let (first, between, whole) = (&run.time_to_first_token_ms, &run.inter_token_latency_ms, &run.request_latency_ms);
-    let mut cells = format!(
-        "<td>{}</td><td>{}</td><td>{}</td><td>{}</td>",
-        escape(address),
-        escape(&run.pace()),
-        run.requests,
-        run.errors
-    );
+    let mut cells =
+        format!("<td>{}</td><td>{}</td><td>{}</td><td>{}</td>", escape(address), load(run), run.requests, run.errors);
     let values = [
         run.output_tokens_per_second,
         run.requests_per_minute(),
@@ -182,10 +190,9 @@ fn row(address: &str, run: &Figures, baseline: Option<&Runs>, roof: Option<f64>)
     ];
     cells.extend(values.map(number));
     if let Some(roof) = roof {
-        cells += &if between.p50 > 0.0 {
-            format!("<td>{:.0} %</td>", roof / between.p50 * 100.0)
-        } else {
-            "<td>-</td>".into()
+        cells += &match roofline_share(run, roof) {
+            Some(share) => format!("<td>{:.0} %</td>", share * 100.0),
+            None => "<td>-</td>".into(),
         };
     }
     if let Some(baseline) = baseline {
@@ -214,8 +221,10 @@ mod tests {
         std::fs::write(dir.path().join("model.safetensors"), vec![0; 1_000_000]).unwrap();
         let run = Figures {
             concurrency: Some(8),
+            requests: 10,
+            output_tokens: 1000,
             output_tokens_per_second: 200.0,
-            inter_token_latency_ms: Percentiles { p50: 4.0, ..Percentiles::default() },
+            request_latency_ms: Percentiles { mean: 400.0, ..Percentiles::default() },
             ..Figures::default()
         };
         let runs = Runs { address: "a<b".into(), runs: vec![run.clone()] };
@@ -235,8 +244,9 @@ mod tests {
         };
         super::run(&args).unwrap();
         let page = std::fs::read_to_string(output).unwrap();
-        // 1 MB at 1 GB/s is 1 ms, a quarter of 4 ms; twice the tokens of the baseline.
+        // 1 MB at 1 GB/s is 1 ms, a quarter of 400 ms for 100 tokens; twice the tokens of the baseline.
         assert!(page.contains("<td>25 %</td>") && page.contains("<td class=\"better\">2.000</td>"), "{page}");
+        assert!(page.contains("<h2>8 in flight</h2>"), "{page}");
         assert!(page.contains("a&lt;b") && !page.contains("a<b"), "names are escaped");
         assert!(!page.contains("src=") && !page.contains("href="), "nothing is loaded from elsewhere");
     }

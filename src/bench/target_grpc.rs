@@ -151,8 +151,9 @@ fn piece(response: &ModelInferResponse) -> Option<Piece> {
 }
 
 async fn usual_model(connection: &Connection) -> Result<String, ClientError> {
+    let asked = RepositoryIndexRequest { ready: true, ..Default::default() };
     let index: RepositoryIndexResponse =
-        connection.unary("RepositoryIndex", &RepositoryIndexRequest { ready: true, ..Default::default() }).await?;
+        connection.unary("RepositoryIndex", &asked).await.map_err(ClientError::at_first)?;
     let has = |name: &&str| index.models.iter().any(|model| model.name == *name);
     let usual = USUAL.iter().find(|name| has(name)).map(|name| (*name).to_owned());
     let only = || match &index.models[..] {

@@ -25,3 +25,13 @@ pub enum ClientError {
     #[error("cancelled")]
     Cancelled,
 }
+
+impl ClientError {
+    /// The error of a connection's first call: one that breaks there never was what it should be.
+    pub fn at_first(self) -> Self {
+        match self {
+            ClientError::Connection { url, source } => ClientError::NotGrpc { url, source },
+            other => other,
+        }
+    }
+}

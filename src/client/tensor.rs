@@ -27,7 +27,8 @@ impl Model {
     /// When it is not; the message says what the server has instead.
     pub async fn find(connection: &Connection, name: &str) -> Result<Self, ClientError> {
         let request = ModelReadyRequest { name: name.to_owned(), version: String::new() };
-        let ready: ModelReadyResponse = connection.unary("ModelReady", &request).await.map_err(as_first)?;
+        let ready: ModelReadyResponse =
+            connection.unary("ModelReady", &request).await.map_err(ClientError::at_first)?;
         if !ready.ready {
             let (model, url) = (name.to_owned(), connection.url().to_owned());
             return Err(ClientError::NotReady { model, url, known: known_models(connection, name).await? });
@@ -91,14 +92,6 @@ async fn config(connection: &Connection, name: &str) -> Option<ModelConfig> {
 
 fn is_decoupled(config: &ModelConfig) -> bool {
     config.model_transaction_policy.is_some_and(|policy| policy.decoupled)
-}
-
-/// A connection that breaks at its first call never was what it should be.
-fn as_first(error: ClientError) -> ClientError {
-    match error {
-        ClientError::Connection { url, source } => ClientError::NotGrpc { url, source },
-        other => other,
-    }
 }
 
 /// Adds a tensor of raw `data`.
