@@ -163,9 +163,13 @@ impl Fields {
         }
     }
 
-    /// Content in parts becomes text; parts that are not text are refused.
+    /// Content in parts becomes text; parts that are not text are refused. Text alone is what the user says, as LMDeploy's
+    /// clients send it.
     fn messages(&self) -> Result<Prompts, ApiError> {
         let wrong = |words: String| ApiError::of_field("messages", words);
+        if let Some(text) = self["messages"].as_str() {
+            return Ok(Prompts::Messages(vec![serde_json::json!({"role": "user", "content": text})]));
+        }
         let Some(messages) = self.given("messages").and_then(Value::as_array).filter(|messages| !messages.is_empty())
         else {
             return Err(wrong("`messages` must be a list of at least one message.".to_owned()));
@@ -267,6 +271,8 @@ mod tests {
         let body = r#"{"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}"#;
         let Prompts::Messages(messages) = read(body, true).unwrap().prompts else { panic!("messages") };
         assert_eq!(messages[0]["content"], "ab");
+        let whole = read(r#"{"model": "m", "messages": "ab"}"#, true).unwrap().prompts;
+        assert_eq!(whole, Prompts::Messages(vec![serde_json::json!({"role": "user", "content": "ab"})]));
         let image = body.replace(r#"{"type": "text", "text": "b"}"#, r#"{"type": "image_url", "image_url": {}}"#);
         assert!(read(&image, true).unwrap_err().contains("models read text only"));
     }
