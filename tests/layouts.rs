@@ -116,6 +116,10 @@ fn tensorrt_llms_models_in_flight_and_bls_answer_like_the_ensemble() {
     assert_eq!(text(5.0, 0.0, 1), answer);
     assert!(world.log_text().contains("neither `runtime_top_k` nor `runtime_top_p`"), "{}", world.log_text());
     assert!((0..8).any(|seed| text(5.0, 1.0, seed) != answer), "eight seeds gave {answer}");
+    // How benchmarks of vLLM, SGLang and LMDeploy ask TensorRT-LLM's ensemble for a fixed length.
+    let body = json!({"text_input": PROMPT, "max_tokens": 40, "min_length": 40, "end_id": 1_048_576, "top_p": 1.0,
+                      "temperature": 0.000_001, "accumulate_tokens": true, "stream": false, "return_num_output_tokens": true});
+    assert_eq!(ask(&world, "ensemble", &body, "num_output_tokens"), 40);
 }
 
 #[test]

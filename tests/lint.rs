@@ -137,6 +137,52 @@ fn unfilled_variables_are_named_with_their_lines_and_served_as_unset() {
     assert!(world.log_text().contains(words), "{}", world.log_text());
 }
 
+#[test]
+fn a_reader_that_leaves_ends_the_command_in_silence() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let output = Command::new(env!("CARGO_BIN_EXE_trireme"))
+        .args(["lint", shipped_repository().to_str().unwrap()])
+        .stdout(writer)
+        .output()
+        .expect("trireme runs");
+    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr).as_ref()), (Some(141), ""));
+}
+
+#[test]
+fn tensors_without_effect_are_named_with_the_reason_by_lint_and_in_the_log() {
+    let repository = copied_repository();
+    let add = |model: &str, tensors: &str| {
+        let config = repository.path().join(model).join("config.pbtxt");
+        let text = fs::read_to_string(&config).unwrap().replace("\"tokenize\"", "\"python\"");
+        fs::write(&config, text + tensors).unwrap();
+    };
+    let images = "input { name: \"IMAGES\" data_type: TYPE_STRING dims: [ -1 ] optional: true }\n\
+                  output { name: \"PIXEL_VALUES\" data_type: TYPE_FP16 dims: [ -1, -1, -1, -1 ] }\n";
+    add("preprocessing", images);
+    add("tensorrt_llm", "output { name: \"context_phase_params\" data_type: TYPE_UINT8 dims: [ -1 ] }\n");
+    add("tensorrt_llm", "output { name: \"made_up\" data_type: TYPE_INT32 dims: [ 1 ] }\n");
+
+    let (sound, report) = lint(repository.path(), &[]);
+    assert!(sound, "{report:#}");
+    let world = TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() });
+    for (model, key, verdict, said) in [
+        ("preprocessing", "output.PIXEL_VALUES", "ignored", "`PIXEL_VALUES` (models read text only)"),
+        ("preprocessing", "input.IMAGES", "refused", ""),
+        ("tensorrt_llm", "output.context_phase_params", "ignored", "`context_phase_params` (prefill and decode run"),
+        ("tensorrt_llm", "output.made_up", "ignored", "`made_up` (it is not known)"),
+    ] {
+        let found = findings(&report, model, verdict);
+        assert!(found.iter().any(|finding| finding["key"] == key), "{key}: {found:#?}");
+        assert!(world.log_text().contains(said), "{said}: {}", world.log_text());
+    }
+    let inputs = json!([{"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]},
+                        {"name": "REQUEST_OUTPUT_LEN", "datatype": "INT32", "shape": [1, 1], "data": [1]},
+                        {"name": "IMAGES", "datatype": "BYTES", "shape": [1, 1], "data": ["data:"]}]);
+    let (status, text) = world.post("/v2/models/preprocessing/infer", &json!({"inputs": inputs}));
+    assert!(status == 501 && text.contains("`IMAGES` is not supported"), "{status}: {text}");
+}
+
 fn help(args: &[&str]) -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_trireme")).args(args).output().expect("trireme runs");
     String::from_utf8(output.stdout).expect("help is text")

@@ -113,9 +113,9 @@ fn a_response_says_how_many_kv_blocks_were_reused() {
     let total = value(&second, "kv_cache_alloc_total_blocks");
     assert_eq!(total, reused + value(&second, "kv_cache_alloc_new_blocks"));
     assert_eq!(total, value(&first, "kv_cache_alloc_total_blocks"));
-    let [arrived, began, ended] =
-        ["arrival_time_ns", "first_token_time_ns", "last_token_time_ns"].map(|name| value(&second, name));
-    assert!(arrived < began && began <= ended, "{second}");
+    let [arrived, joined, began, ended] =
+        ["arrival", "first_scheduled", "first_token", "last_token"].map(|of| value(&second, &format!("{of}_time_ns")));
+    assert!(arrived <= joined && joined < began && began <= ended, "{second}");
     assert_eq!(second["text_output"], first["text_output"]);
 }
 

@@ -13,6 +13,7 @@ use serving::{
 };
 use text::Tokenizer;
 
+use crate::layouts::keys::{self, TEXT_INPUTS, Use};
 use crate::words::WordList;
 use crate::{checkpoint, parameters};
 
@@ -30,9 +31,6 @@ const PASSED_ON: [(&str, &str); 4] = [
 /// Texts that LMDeploy's clients send for the ids of the begin and end tokens.
 const BEGIN: &[u8] = b"<BOS>";
 const END: &[u8] = b"<EOS>";
-
-/// Inputs for models that read more than text.
-const UNSUPPORTED: [&str; 3] = ["IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES"];
 
 /// Loads `backend: "tokenize"`.
 pub(crate) struct TokenizeFactory;
@@ -89,9 +87,11 @@ impl Backend for Tokenize {
 
 impl Encoder {
     fn encode(&self, request: &InferRequest) -> Result<InferResponse, InferError> {
-        if let Some(name) = UNSUPPORTED.iter().find(|name| request.input(name).is_some()) {
-            let words = format!("input `{name}` is not supported: the model reads text only; leave it out");
-            return Err(InferError::new(ErrorKind::Unsupported, words));
+        for tensor in &request.inputs {
+            if let Some(Use::Refused(reason)) = keys::find(TEXT_INPUTS, &tensor.name) {
+                let words = format!("input `{}` is not supported: {reason}; leave it out", tensor.name);
+                return Err(InferError::new(ErrorKind::Unsupported, words));
+            }
         }
         let mut outputs = Vec::new();
         self.encode_prompts(request, ("QUERY", "INPUT_ID", "REQUEST_INPUT_LEN"), &mut outputs)?;

@@ -131,6 +131,7 @@ fn key(source: &ModelSource, layout: Option<Layout>, kind: Kind, path: &Path, pl
 
 fn entry_use(config: &ModelConfig, layout: Option<Layout>, kind: Kind, field: &str, entry: &str) -> Option<Use> {
     const UNKNOWN: Use = Use::Ignored("no model of this layout has it");
+    const NOT_GIVEN: Use = Use::Ignored("no model of this layout gives it");
     match (field, layout) {
         ("parameters", _) if config.parameter(entry).is_none() => None, // Told as unset, or empty.
         ("parameters", Some(layout)) => Some(keys::find(layout.parameters(), entry).unwrap_or(UNKNOWN)),
@@ -138,7 +139,11 @@ fn entry_use(config: &ModelConfig, layout: Option<Layout>, kind: Kind, field: &s
         ("parameters", None) => Some(keys::find(keys::TEXT_PARAMETERS, entry).unwrap_or(UNKNOWN)),
         ("input", Some(layout)) => Some(layout.input(entry).unwrap_or(UNKNOWN)),
         ("input", None) => Some(Use::Used("what requests may hold")),
-        ("output", _) => Some(Use::Used("given where the request asks for it, or for all")),
+        ("output", Some(layout)) => {
+            let output = config.output.iter().find(|output| output.name == entry);
+            Some(output.and_then(|output| layout.output(output)).unwrap_or(NOT_GIVEN))
+        }
+        ("output", None) => Some(Use::Used("given where the request asks for it, or for all")),
         _ => None,
     }
 }

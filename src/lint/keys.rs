@@ -1,6 +1,8 @@
 //! Every key of every layout, as documentation.
 
-use backends::layouts::keys::{BLS_PARAMETERS, Key, LLM_INPUTS, LLM_PARAMETERS, TEXT_INPUTS, TEXT_PARAMETERS, Use};
+use backends::layouts::keys::{
+    BLS_PARAMETERS, Key, LLM_INPUTS, LLM_OUTPUTS, LLM_PARAMETERS, TEXT_INPUTS, TEXT_OUTPUTS, TEXT_PARAMETERS, Use,
+};
 
 use crate::fields::{EVERYWHERE, Kind, use_of};
 
@@ -27,8 +29,10 @@ pub(crate) fn markdown() -> String {
     text += &(head("Fields whose meaning depends on the model") + &rows + "\n");
     text += &section("Parameters of a language model", LLM_PARAMETERS);
     text += &section("Inputs of a language model that takes token ids", LLM_INPUTS);
+    text += &section("Outputs of a language model that gives token ids", LLM_OUTPUTS);
     text += &section("Parameters of preprocessing and postprocessing", TEXT_PARAMETERS);
     text += &section("Inputs of preprocessing and postprocessing", TEXT_INPUTS);
+    text += &section("Outputs of preprocessing and postprocessing", TEXT_OUTPUTS);
     text + section("Parameters of tensorrt_llm_bls", BLS_PARAMETERS).trim_end() + "\n"
 }
 

@@ -29,6 +29,8 @@ const NO_HOST_CACHE: Use = Ignored("KV blocks stay on the device");
 const NO_MPI_PLACES: Use = Ignored("`--world_size` and the launcher place ranks");
 const EVERY_STEP: Use = Ignored("this is looked at in every step");
 const CLASS_OF_KERNEL: Use = Ignored("kernels are chosen by shape");
+const NO_PROMPT_TUNING: Use = Ignored("prompt tuning is not supported");
+const TEXT_ONLY: Use = Ignored("models read text only");
 const KEEP_ALL: Use = Ignored("the prefix cache drops the least recently used block first");
 
 /// Parameters of a language model.
@@ -127,7 +129,10 @@ pub const LLM_INPUTS: &[Key] = &[
     ("input_lengths", Used("tokens of the prompt, padding aside")),
     ("request_output_len", Used("most tokens to generate")),
     ("num_return_sequences", Used("sequences to generate")),
-    ("end_id", Used("token that ends a sequence; the checkpoint's when not sent, none when negative")),
+    (
+        "end_id",
+        Used("token that ends a sequence; the checkpoint's when not sent, none when the vocabulary does not have it"),
+    ),
     ("pad_id", Used("fills rows that are shorter than others")),
     ("stop_words_list", Used("ends a sequence")),
     ("bad_words_list", Used("never generated")),
@@ -180,7 +185,7 @@ pub const LLM_INPUTS: &[Key] = &[
     ("prompt_vocab_size", Ignored("it belongs to `prompt_embedding_table`")),
     ("prompt_table_extra_ids", Ignored("it belongs to `prompt_embedding_table`")),
     ("prompt_embedding_table", Refused("prompt tuning is not supported")),
-    ("prompt_learning_task_name_ids", Ignored("prompt tuning is not supported")),
+    ("prompt_learning_task_name_ids", NO_PROMPT_TUNING),
     ("input_embeddings", NO_IMAGES),
     ("input_embedding_ranges", NO_IMAGES),
     ("encoder_input_features", NO_ENCODER),
@@ -205,6 +210,33 @@ pub const LLM_INPUTS: &[Key] = &[
     ("guided_decoding_guide", NO_GUIDE),
 ];
 
+/// Outputs of a language model that gives token ids.
+pub const LLM_OUTPUTS: &[Key] = &[
+    ("output_ids", Used("the tokens, behind the prompt unless that is left out")),
+    ("sequence_length", Used("tokens of each row of `output_ids`")),
+    ("cum_log_probs", Used("with `return_log_probs`: their sum")),
+    ("output_log_probs", Used("with `return_log_probs`: one for each token")),
+    ("log_probs", Used("with `output_log_probs`: one for each token")),
+    ("context_logits", Used("with `return_context_logits`")),
+    ("generation_logits", Used("with `return_generation_logits`")),
+    ("batch_index", Used("the row of the request, which is 0")),
+    ("sequence_index", Used("which of the request's sequences it is")),
+    ("sequence_end", Used("whether the sequence ends, where a request has several")),
+    ("num_input_tokens", Used("with `return_num_input_tokens`")),
+    ("num_output_tokens", Used("with `return_num_output_tokens`")),
+    ("kv_cache_alloc_new_blocks", Used("with `return_perf_metrics`")),
+    ("kv_cache_reused_blocks", Used("with `return_perf_metrics`")),
+    ("kv_cache_alloc_total_blocks", Used("with `return_perf_metrics`")),
+    ("arrival_time_ns", Used("with `return_perf_metrics`")),
+    ("first_scheduled_time_ns", Used("with `return_perf_metrics`")),
+    ("first_token_time_ns", Used("with `return_perf_metrics`")),
+    ("last_token_time_ns", Used("with `return_perf_metrics`")),
+    ("acceptance_rate", Used("with `return_perf_metrics`, of prompt look-up")),
+    ("total_accepted_draft_tokens", Used("with `return_perf_metrics`, of prompt look-up")),
+    ("total_draft_tokens", Used("with `return_perf_metrics`, of prompt look-up")),
+    ("context_phase_params", Ignored("prefill and decode run on the same ranks")),
+];
+
 /// Parameters of `preprocessing` and `postprocessing`.
 pub const TEXT_PARAMETERS: &[Key] = &[
     ("tokenizer_dir", Used("directory of the tokenizer; the language model's when not set")),
@@ -215,8 +247,10 @@ pub const TEXT_PARAMETERS: &[Key] = &[
     ("native", Used("`false` runs the model.py that lies there instead of standing in for it")),
     ("gpt_model_path", Ignored("it serves images only")),
     ("engine_dir", Ignored("it serves images only")),
-    ("visual_model_path", Ignored("models read text only")),
-    ("max_num_images", Ignored("models read text only")),
+    ("visual_model_path", TEXT_ONLY),
+    ("multimodal_model_path", TEXT_ONLY),
+    ("hf_model_path", TEXT_ONLY),
+    ("max_num_images", TEXT_ONLY),
 ];
 
 /// Inputs of `preprocessing` and `postprocessing`.
@@ -235,6 +269,7 @@ pub const TEXT_INPUTS: &[Key] = &[
     ("IMAGE", NO_IMAGES),
     ("IMAGE_BYTES", NO_IMAGES),
     ("IMAGE_URL", NO_IMAGES),
+    ("IMAGES", NO_IMAGES),
     ("VIDEO_BYTES", NO_IMAGES),
     ("TOKENS_BATCH", Used("token ids")),
     ("SEQUENCE_LENGTH", Used("tokens of each row")),
@@ -249,13 +284,45 @@ pub const TEXT_INPUTS: &[Key] = &[
     ("BATCH_INDEX", Used("handed on")),
 ];
 
+/// Outputs of `preprocessing` and `postprocessing`.
+pub const TEXT_OUTPUTS: &[Key] = &[
+    ("INPUT_ID", Used("the prompt's tokens")),
+    ("REQUEST_INPUT_LEN", Used("how many they are")),
+    ("DECODER_INPUT_ID", Used("tokens of the text for the decoder")),
+    ("REQUEST_DECODER_INPUT_LEN", Used("how many they are")),
+    ("REQUEST_OUTPUT_LEN", Used("handed on")),
+    ("BAD_WORDS_IDS", Used("tokens of words that are never generated")),
+    ("STOP_WORDS_IDS", Used("tokens of words that end the text")),
+    ("EMBEDDING_BIAS", Used("weights of tokens")),
+    ("OUT_END_ID", Used("the request's, else the tokenizer's")),
+    ("OUT_PAD_ID", Used("the request's, else the tokenizer's")),
+    ("OUT_PROMPT_TABLE_EXTRA_IDS", Used("handed on")),
+    ("OUT_PROMPT_EMBEDDING_TABLE", NO_PROMPT_TUNING),
+    ("PROMPT_LEARNING_TASK_NAME_IDS", NO_PROMPT_TUNING),
+    ("PIXEL_VALUES", TEXT_ONLY),
+    ("ASPECT_RATIO_IDS", TEXT_ONLY),
+    ("ASPECT_RATIO_MASK", TEXT_ONLY),
+    ("CROSS_ATTENTION_MASK", TEXT_ONLY),
+    ("IMAGE_SIZES", TEXT_ONLY),
+    ("IS_VIDEO_INPUT", TEXT_ONLY),
+    ("ATTENTION_MASK", TEXT_ONLY),
+    ("IMAGE_GRID_THW", TEXT_ONLY),
+    ("VISION_INPUT_ID", TEXT_ONLY),
+    ("OUTPUT", Used("the text")),
+    ("OUT_CUM_LOG_PROBS", Used("handed on")),
+    ("OUT_OUTPUT_LOG_PROBS", Used("handed on")),
+    ("OUT_CONTEXT_LOGITS", Used("handed on")),
+    ("OUT_GENERATION_LOGITS", Used("handed on")),
+    ("OUT_BATCH_INDEX", Used("handed on")),
+];
+
 /// Parameters of `tensorrt_llm_bls`.
 pub const BLS_PARAMETERS: &[Key] = &[
     ("accumulate_tokens", Used("each response of a stream holds the whole text so far")),
     ("tensorrt_llm_model_name", Used("the language model to ask; `tensorrt_llm` when not set")),
     ("native", Used("`false` runs the model.py that lies there instead of standing in for it")),
     ("tensorrt_llm_draft_model_name", NO_DRAFT),
-    ("multimodal_encoders_name", Ignored("models read text only")),
+    ("multimodal_encoders_name", TEXT_ONLY),
 ];
 
 /// What a table says of a key; `None` for one that no published layout has.

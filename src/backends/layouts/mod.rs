@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex};
 
 use futures::future::BoxFuture;
 use repository::ModelConfig;
-use repository::proto::DataType;
+use repository::proto::{DataType, ModelOutput};
 use serving::{Backend, BackendFactory, InferError, LoadRequest, Server};
 
 use crate::detokenize::DetokenizeFactory;
@@ -68,6 +68,17 @@ impl Layout {
             Layout::Bls => bls::input(name),
             Layout::Text => text_names::input(name),
             _ => keys::find(keys::LLM_INPUTS, name),
+        }
+    }
+
+    /// What becomes of an output; `None` for one that no published layout has, and that nothing gives.
+    pub fn output(self, output: &ModelOutput) -> Option<Use> {
+        let name = output.name.as_str();
+        match self {
+            Layout::Preprocessing | Layout::Postprocessing => keys::find(keys::TEXT_OUTPUTS, name),
+            Layout::Bls if name == "text_output" => Some(Use::Used("the text")),
+            Layout::Text => text_names::output(output),
+            _ => keys::find(keys::LLM_OUTPUTS, name),
         }
     }
 
@@ -189,15 +200,28 @@ impl Layouts {
         for (key, reason) in ignored_parameters(&model.config, layout) {
             tracing::info!("model `{name}`: parameter `{key}` has no effect: {reason}");
         }
-        let inputs = model.config.input.iter().filter_map(|input| match layout.input(&input.name)? {
-            Use::Ignored(reason) => Some(format!("`{}` ({reason})", input.name)),
-            _ => None,
-        });
-        let inputs: Vec<String> = inputs.collect();
-        if !inputs.is_empty() {
-            tracing::info!("model `{name}`: inputs without effect: {}", inputs.join(", "));
+        let inputs = model.config.input.iter().map(|input| (&input.name, layout.input(&input.name)));
+        if let Some(inputs) = without_effect(inputs) {
+            tracing::info!("model `{name}`: inputs without effect: {inputs}");
+        }
+        let outputs = model.config.output.iter().map(|output| (&output.name, layout.output(output)));
+        if let Some(outputs) = without_effect(outputs) {
+            tracing::info!("model `{name}`: outputs that are never given: {outputs}");
         }
     }
+}
+
+const UNKNOWN: &str = "it is not known";
+
+/// Those of a model's tensors that have no effect, and why.
+fn without_effect<'a>(tensors: impl Iterator<Item = (&'a String, Option<Use>)>) -> Option<String> {
+    let ignored = |(name, use_): (&String, Option<Use>)| match use_ {
+        None => Some(format!("`{name}` ({UNKNOWN})")),
+        Some(Use::Ignored(reason)) => Some(format!("`{name}` ({reason})")),
+        Some(Use::Used(_) | Use::Refused(_)) => None,
+    };
+    let ignored: Vec<String> = tensors.filter_map(ignored).collect();
+    (!ignored.is_empty()).then(|| ignored.join(", "))
 }
 
 /// Parameters that are set and have no effect, and why.
@@ -207,7 +231,7 @@ fn ignored_parameters(config: &ModelConfig, layout: Layout) -> Vec<(&str, &'stat
     let ignored = |key: &String| match keys::find(layout.parameters(), key) {
         Some(Use::Ignored(reason) | Use::Refused(reason)) => Some(reason),
         Some(Use::Used(_)) => None,
-        None => Some("it is not known"),
+        None => Some(UNKNOWN),
     };
     set.into_iter().filter_map(|key| Some((key.as_str(), ignored(key)?))).collect()
 }

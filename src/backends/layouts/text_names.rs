@@ -70,6 +70,35 @@ pub(super) fn input(name: &str) -> Option<Use> {
     listed.or_else(number).or_else(other)
 }
 
+const NOT_TOLD: Use = Use::Ignored("figures are read from /metrics");
+
+/// Outputs beside the text.
+const OUTPUTS: &[(&str, Use)] = &[
+    ("finish_reason", Use::Used("`length` or `stop`, in the last response")),
+    ("output_log_probs", Use::Used("with `return_log_probs`: one for each token")),
+    ("cumulative_logprob", Use::Used("with `return_cumulative_logprob`: their sum")),
+    ("stop_reason", Use::Ignored("which stop word it was is not told")),
+    ("kv_cache_reused_block", NOT_TOLD),
+    ("kv_cache_missed_block", NOT_TOLD),
+    ("kv_cache_hit_rate", NOT_TOLD),
+    ("kv_cache_alloc_new_blocks", NOT_TOLD),
+    ("kv_cache_alloc_total_blocks", NOT_TOLD),
+    ("arrival_time_ns", NOT_TOLD),
+    ("first_scheduled_time_ns", NOT_TOLD),
+    ("first_token_time_ns", NOT_TOLD),
+    ("last_token_time_ns", NOT_TOLD),
+    ("acceptance_rate", NOT_TOLD),
+    ("total_accepted_draft_tokens", NOT_TOLD),
+    ("total_draft_tokens", NOT_TOLD),
+];
+
+/// What becomes of an output; `None` for an unknown one.
+pub(super) fn output(output: &ModelOutput) -> Option<Use> {
+    let listed = OUTPUTS.iter().find(|(name, _)| *name == output.name).map(|&(_, use_)| use_);
+    let text = || (output.data_type() == ConfigType::TypeString).then_some(Use::Used("the text"));
+    listed.or_else(text)
+}
+
 /// What every text model takes, whether its configuration declares it or not: what clients of OpenAI's interface may ask.
 const ALWAYS: [(&str, ConfigType); 6] = [
     ("repetition_penalty", ConfigType::TypeFp32),

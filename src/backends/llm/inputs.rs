@@ -300,13 +300,12 @@ fn top_p_reset(config: &LlmConfig, request: &InferRequest) -> Result<Option<Toke
     id.map(|id| token(config, "runtime_top_p_reset_ids", id)).transpose()
 }
 
-/// `end_id` of the request, else the checkpoint's; a negative one means none.
+/// `end_id` of the request, else the checkpoint's. One that no token has means none: benchmarks of other servers send 1048576
+/// for answers of a fixed length.
 fn end_ids(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, InferError> {
-    match scalar::<i64>(request, &["end_id"])? {
-        None => Ok(config.end_ids.clone()),
-        Some(id) if id < 0 => Ok(Vec::new()),
-        Some(id) => Ok(vec![token(config, "end_id", id)?]),
-    }
+    let asked = scalar::<i64>(request, &["end_id"])?;
+    let of = |id: i64| token(config, "end_id", id).into_iter().collect();
+    Ok(asked.map_or_else(|| config.end_ids.clone(), of))
 }
 
 fn logit_bias(config: &LlmConfig, request: &InferRequest) -> Result<Vec<(TokenId, f32)>, InferError> {

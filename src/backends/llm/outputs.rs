@@ -55,6 +55,7 @@ enum Kind {
     AcceptedDraftTokens,
     AcceptanceRate,
     ArrivalTime,
+    FirstScheduledTime,
     FirstTokenTime,
     LastTokenTime,
 }
@@ -81,6 +82,7 @@ impl Kind {
             "total_accepted_draft_tokens" => Kind::AcceptedDraftTokens,
             "acceptance_rate" => Kind::AcceptanceRate,
             "arrival_time_ns" => Kind::ArrivalTime,
+            "first_scheduled_time_ns" => Kind::FirstScheduledTime,
             "first_token_time_ns" => Kind::FirstTokenTime,
             "last_token_time_ns" => Kind::LastTokenTime,
             _ => return None,
@@ -109,6 +111,7 @@ struct Output {
     blocks: BlockUsage,
     drafts: DraftUsage,
     logits: Logits,
+    first_scheduled: Option<Instant>,
     first_token: Option<Instant>,
     last_token: Option<Instant>,
     ended: bool,
@@ -171,6 +174,11 @@ impl Responses {
             num_open: parsed.num_sequences,
             arrived: (Instant::now(), SystemTime::now()),
         }
+    }
+
+    /// A step had room for sequence `index` at `at`; its first such moment is told.
+    pub(crate) fn joined(&mut self, index: usize, at: Instant) {
+        self.sequences[index].first_scheduled.get_or_insert(at);
     }
 
     /// Takes logits of sequence `index` in; they leave with the tokens chosen from them.
@@ -253,6 +261,7 @@ impl Responses {
                 Tensor::from_f32(name, &[1, 1], &[rate])
             }
             Kind::ArrivalTime => time(name, Some(self.arrived.0)),
+            Kind::FirstScheduledTime => time(name, sequences.iter().filter_map(|output| output.first_scheduled).min()),
             Kind::FirstTokenTime => time(name, sequences.iter().filter_map(|output| output.first_token).min()),
             Kind::LastTokenTime => time(name, sequences.iter().filter_map(|output| output.last_token).max()),
             Kind::ContextLogits | Kind::GenerationLogits => unreachable!("taken where they are kept"),

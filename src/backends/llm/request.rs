@@ -171,6 +171,7 @@ impl RequestTask {
                     sender.mark_scheduled();
                     if let Some(index) = self.index_of(sequence) {
                         self.timing.joined(index, at, start);
+                        self.responses.joined(index, at);
                     }
                     sender.report(self.timing.generation());
                     continue;
