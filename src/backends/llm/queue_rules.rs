@@ -8,13 +8,16 @@ use repository::proto::ModelQueuePolicy;
 use repository::proto::model_config::SchedulingChoice;
 use repository::proto::model_queue_policy::TimeoutAction;
 
+/// What `max_queue_size: 0` of a queue policy means: no bound in Triton, and here one that its benchmarks stay below.
+const MAX_WAITING: usize = 65_536;
+
 /// Priority levels and timeouts of one model.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct QueueRules {
     /// Levels are `1..=num_levels`, the first is served first; 0 when requests have no priority.
     num_levels: u64,
     default_level: u64,
-    default_policy: ModelQueuePolicy,
+    default_policy: Option<ModelQueuePolicy>,
     policies: BTreeMap<u64, ModelQueuePolicy>,
 }
 
@@ -44,19 +47,19 @@ impl QueueRules {
         Self {
             num_levels,
             default_level: if num_levels == 0 { 0 } else { batching.default_priority_level.clamp(1, num_levels) },
-            default_policy: batching.default_queue_policy.unwrap_or_default(),
+            default_policy: batching.default_queue_policy,
             policies: batching.priority_queue_policy.clone(),
         }
     }
 
     /// How many requests may wait: in all, of each priority, and of those with a bound of their own. As in Triton each level
-    /// has its own queue; where the configuration does not bound it, `default` does.
+    /// has its own queue; where the configuration has no policy for it, `default` bounds it.
     pub(crate) fn bounds(&self, default: usize) -> QueueBounds {
         let bound = |policy: &ModelQueuePolicy| match policy.max_queue_size as usize {
-            0 => default,
+            0 => MAX_WAITING,
             size => size,
         };
-        let each = bound(&self.default_policy);
+        let each = self.default_policy.as_ref().map_or(default, bound);
         let own = self.policies.iter().filter(|(level, _)| (1..=self.num_levels).contains(level));
         let of: BTreeMap<u32, usize> = own.map(|(&level, policy)| (self.priority(level), bound(policy))).collect();
         let num_others = usize::try_from(self.num_levels.max(1)).unwrap_or(usize::MAX) - of.len();
@@ -72,7 +75,7 @@ impl QueueRules {
     /// The timeout of a request that names this level and asks for this many microseconds; 0 asks for none. It may ask for
     /// less than the configuration's, and only where that allows it.
     pub(crate) fn timeout(&self, asked_level: u64, asked_us: u64) -> Option<Timeout> {
-        let policy = self.policies.get(&self.level(asked_level)).unwrap_or(&self.default_policy);
+        let policy = self.policies.get(&self.level(asked_level)).or(self.default_policy.as_ref())?;
         let allowed = if policy.allow_timeout_override { asked_us } else { 0 };
         let micros = [policy.default_timeout_microseconds, allowed].into_iter().filter(|&micros| micros > 0).min()?;
         let rejects = policy.timeout_action() == TimeoutAction::Reject;
@@ -98,7 +101,7 @@ mod tests {
         QueueRules {
             num_levels: 3,
             default_level: 2,
-            default_policy: policy(500, true, TimeoutAction::Reject),
+            default_policy: Some(policy(500, true, TimeoutAction::Reject)),
             policies: BTreeMap::from([(3, policy(100, false, TimeoutAction::Delay))]),
         }
     }
@@ -116,10 +119,12 @@ mod tests {
         assert_eq!(rules().bounds(100), bounds(21, 7, &[(0, 7)]));
         assert_eq!(QueueRules::default().bounds(100), bounds(100, 100, &[]));
         let mut rules = rules();
-        rules.default_policy.max_queue_size = 0;
+        rules.default_policy = None;
         rules.policies.insert(1, ModelQueuePolicy { max_queue_size: 2, ..ModelQueuePolicy::default() });
         rules.policies.insert(9, ModelQueuePolicy { max_queue_size: 1, ..ModelQueuePolicy::default() });
         assert_eq!(rules.bounds(100), bounds(109, 100, &[(2, 2), (0, 7)]));
+        rules.default_policy = Some(ModelQueuePolicy::default());
+        assert_eq!(rules.bounds(100).each, MAX_WAITING);
         rules.num_levels = u64::MAX;
         assert_eq!(rules.bounds(100).total, i32::MAX as usize);
     }
