@@ -5,12 +5,13 @@ use std::time::Duration;
 
 use crate::forward::HeaderPattern;
 use crate::ledger::LedgerSource;
+use crate::log_settings::LogControl;
 use crate::metrics::MetricsOptions;
 use crate::openai::Chat;
 use crate::restricted::Restrictions;
-use crate::settings::{LogControl, TraceOptions};
 use crate::shared_memory::ClientDevices;
 use crate::tls::Tls;
+use crate::trace_settings::TraceOptions;
 
 /// A host (name or address) and a port; port 0 lets the system choose.
 #[derive(Debug, Clone, PartialEq, Eq)]

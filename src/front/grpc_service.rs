@@ -8,13 +8,13 @@ use std::task::{Context, Poll};
 
 use http::{Request, Response};
 use hyper::body::Incoming;
+use serving::SpanContext;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codec::CompressionEncoding;
 use tonic_reflection::server::v1::{ServerReflection, ServerReflectionServer};
 use tower_service::Service;
 
-use crate::Config;
 use crate::budget::Counted;
 use crate::config::Compression;
 use crate::health::Health;
@@ -79,21 +79,28 @@ fn inference(state: &Arc<State>, limit: usize) -> GrpcInferenceServiceServer<Kse
     }
 }
 
-/// Headers that the requests of a call take along.
+/// What the requests of a call take along.
 #[derive(Debug, Clone)]
-pub struct Forwarded(pub Arc<[(String, String)]>);
+pub struct Forwarded {
+    /// Headers that models see.
+    pub headers: Arc<[(String, String)]>,
+    /// The client's span that they belong to.
+    pub context: Option<SpanContext>,
+}
 
 /// Checks the key of a restricted API, and picks the headers that models see.
-fn admit(config: &Config, request: &mut Request<Incoming>) -> Result<(), Status> {
+fn admit(state: &State, request: &mut Request<Incoming>) -> Result<(), Status> {
     let Some(api) = Api::of_rpc(request.uri().path()) else { return Ok(()) };
+    let config = &state.config;
     config
         .grpc_restrictions
         .check(api, request.headers())
         .map_err(|header| Status::unavailable(format!("This protocol is restricted, expecting header '{header}'")))?;
     if api == Api::Inference {
-        let picked = config.grpc_forward.pick(request.headers()).map_err(grpc_status)?;
-        if !picked.is_empty() {
-            request.extensions_mut().insert(Forwarded(picked.into()));
+        let headers = state.config.grpc_forward.pick(request.headers()).map_err(grpc_status)?;
+        let context = state.span_context(request.headers());
+        if !headers.is_empty() || context.is_some() {
+            request.extensions_mut().insert(Forwarded { headers: headers.into(), context });
         }
     }
     Ok(())
@@ -109,7 +116,7 @@ impl<R: ServerReflection> Service<Request<Incoming>> for GrpcService<R> {
     }
 
     fn call(&mut self, mut request: Request<Incoming>) -> Answer {
-        if let Err(status) = admit(&self.state.config, &mut request) {
+        if let Err(status) = admit(&self.state, &mut request) {
             return Box::pin(std::future::ready(Ok(status.into_http())));
         }
         let path = request.uri().path();

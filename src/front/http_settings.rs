@@ -9,9 +9,10 @@ use crate::base64;
 use crate::json::{self, Value};
 use crate::json_writer::JsonWriter;
 use crate::kserve_grpc::ask_driver;
-use crate::settings::{LogFormat, LogValue, TRACE_KEYS, TraceChanges};
+use crate::log_settings::{LogFormat, LogValue};
 use crate::shared_memory::MemoryKind;
 use crate::state::State;
+use crate::trace_settings::{TRACE_KEYS, TraceChanges};
 
 /// A `cudaIpcMemHandle_t`.
 const CUDA_HANDLE_BYTES: usize = 64;

@@ -11,10 +11,10 @@ use crate::forward::forward;
 use crate::grpc_models;
 use crate::grpc_request;
 use crate::grpc_service::Forwarded;
+use crate::log_settings::LogValue;
 use crate::proto::grpc_inference_service_server::GrpcInferenceService;
 use crate::proto::*;
 use crate::reply::InferReply;
-use crate::settings::LogValue;
 use crate::shared_memory::MemoryKind;
 use crate::state::State;
 use crate::status::grpc_status;
@@ -40,10 +40,11 @@ impl KserveGrpc {
         }
         let asked = grpc_request::read(message, &self.state.memory, &self.state.declared_datatype())?;
         let mut request = asked.request;
-        if let Some(Forwarded(headers)) = forwarded {
+        let context = forwarded.as_ref().and_then(|forwarded| forwarded.context);
+        if let Some(Forwarded { headers, .. }) = forwarded {
             forward(&mut request, &headers);
         }
-        let trace = self.state.sample_trace(&request.model_name);
+        let trace = self.state.sample_trace(&request.model_name, context);
         trace.iter().for_each(|trace| trace.mark("GRPC_WAITREAD_END"));
         request.trace = trace.clone();
         let model = request.model_name.clone();

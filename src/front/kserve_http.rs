@@ -122,7 +122,7 @@ async fn model_ready(state: &State, model: ModelPath<'_>) -> Result<Reply, Infer
 
 async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: Incoming) -> Result<Reply, InferError> {
     let accepted = header(headers, &ACCEPT_ENCODING).map_or(Ok(None), Coding::accepted)?;
-    let trace = state.sample_trace(model.name);
+    let trace = state.sample_trace(model.name, state.span_context(headers));
     mark(&trace, "HTTP_RECV_START");
     let coding = content_coding(headers);
     let Held { bytes: body, charge: _charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;
@@ -212,7 +212,7 @@ async fn start_generate(
     headers: &HeaderMap,
     body: Incoming,
 ) -> Result<(serving::ResponseStream, bool), InferError> {
-    let trace = state.sample_trace(model.name);
+    let trace = state.sample_trace(model.name, state.span_context(headers));
     mark(&trace, "HTTP_RECV_START");
     let coding = content_coding(headers);
     let Held { bytes: body, charge: _charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;

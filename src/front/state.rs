@@ -3,14 +3,16 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use serving::{DataType, InferError, InferResponse, Server, Trace};
+use http::HeaderMap;
+use serving::{DataType, InferError, InferResponse, Server, SpanContext, Trace};
 
 use crate::ask::OutputAsk;
 use crate::budget::Budget;
 use crate::classification::classify;
+use crate::log_settings::LogSettings;
 use crate::metrics::MetricsSource;
-use crate::settings::{LogSettings, TraceChanges, TraceSettings, TraceValues};
 use crate::shared_memory::SharedMemory;
+use crate::trace_settings::{TraceChanges, TraceSettings, TraceValues};
 use crate::{Config, ConfigError};
 
 /// The models and the front's own state.
@@ -80,9 +82,15 @@ impl State {
         !self.is_draining() && self.server.is_ready()
     }
 
+    /// The span of the client's that a request with these headers belongs to, where anybody wants to know.
+    pub fn span_context(&self, headers: &HeaderMap) -> Option<SpanContext> {
+        let header = || SpanContext::parse(headers.get("traceparent")?.to_str().ok()?);
+        self.trace.takes_context().then(header).flatten()
+    }
+
     /// A trace for a request to `model`, when it is one of those to be traced.
-    pub fn sample_trace(&self, model: &str) -> Option<Trace> {
-        self.trace.sample(model)
+    pub fn sample_trace(&self, model: &str, context: Option<SpanContext>) -> Option<Trace> {
+        self.trace.sample(model, context)
     }
 
     /// Changes trace settings of a model, or the server's when `model` is empty, and tells them all.

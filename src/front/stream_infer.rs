@@ -193,10 +193,10 @@ impl ActiveRequest {
             ..Default::default()
         };
         let mut request = std::mem::replace(&mut asked.request, echo);
-        if let Some(Forwarded(headers)) = forwarded {
+        if let Some(Forwarded { headers, .. }) = forwarded {
             forward(&mut request, headers);
         }
-        request.trace = state.sample_trace(&request.model_name);
+        request.trace = state.sample_trace(&request.model_name, forwarded.and_then(|forwarded| forwarded.context));
         request.trace.iter().for_each(|trace| trace.mark("GRPC_WAITREAD_END"));
         let responses = state.server.infer(request)?;
         let last_head = LastHead::default();

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgAction, Args};
-use front::{Compression, HeaderPattern, Restrictions, Tls, TraceOptions};
+use front::{Collector, Compression, HeaderPattern, Restrictions, Tls, TraceOptions};
 
 use crate::args::boolean;
 
@@ -75,7 +75,9 @@ pub struct FrontArgs {
     #[arg(long, default_value = "false", num_args = 0..=1, default_missing_value = "true", require_equals = true,
           value_parser = boolean, action = ArgAction::Set)]
     pub debug_endpoints: bool,
-    /// Traces: `triton,file=PATH`, `level=TIMESTAMPS`, `level=TENSORS`, `rate=N`, `count=N`, `triton,log-frequency=N`
+    /// Traces: `triton,file=PATH`, `level=TIMESTAMPS`, `level=TENSORS`, `rate=N`, `count=N`, `triton,log-frequency=N`; or spans to
+    /// a collector: `mode=opentelemetry`, `opentelemetry,url=http://HOST:PORT/PATH`, `opentelemetry,resource=NAME=VALUE`,
+    /// `opentelemetry,bsp_max_queue_size=N`, `…bsp_schedule_delay=MS`, `…bsp_max_export_batch_size=N`
     #[arg(long, value_name = "SETTING=VALUE")]
     pub trace_config: Vec<String>,
     /// The same settings, as tritonserver once took them
@@ -128,8 +130,8 @@ impl FrontArgs {
     }
 
     fn traces(&self) -> Result<TraceOptions, String> {
-        let mut options = TraceOptions { file: self.trace_file.clone(), settings: Vec::new() };
-        let mut levels = self.trace_level.clone();
+        let mut options = TraceOptions { file: self.trace_file.clone(), ..TraceOptions::default() };
+        let (mut levels, mut collector, mut sends_spans) = (self.trace_level.clone(), Collector::default(), false);
         let old = [
             ("trace_rate", &self.trace_rate),
             ("trace_count", &self.trace_count),
@@ -140,9 +142,13 @@ impl FrontArgs {
         for setting in &self.trace_config {
             let words = |why: &str| format!("--trace-config={setting}: {why}");
             let (key, value) = setting.split_once('=').ok_or_else(|| words("expected SETTING=VALUE"))?;
+            if let Some(key) = key.strip_prefix("opentelemetry,") {
+                collector.set(key, value).map_err(|why| words(&why))?;
+                continue;
+            }
             match key.strip_prefix("triton,").unwrap_or(key) {
-                "mode" if value == "triton" => {}
-                "mode" => return Err(words("`triton` is the mode there is")),
+                "mode" if value == "triton" || value == "opentelemetry" => sends_spans = value == "opentelemetry",
+                "mode" => return Err(words("the modes are triton and opentelemetry")),
                 "level" => levels.push(value.to_owned()),
                 "rate" => options.settings.push(("trace_rate".into(), vec![value.into()])),
                 "count" => options.settings.push(("trace_count".into(), vec![value.into()])),
@@ -151,6 +157,7 @@ impl FrontArgs {
                 _ => return Err(words("expected file, level, rate, count, log-frequency or mode")),
             }
         }
+        options.collector = sends_spans.then_some(collector);
         if !levels.is_empty() {
             options.settings.push(("trace_level".into(), levels));
         }

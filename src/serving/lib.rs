@@ -97,4 +97,4 @@ pub use statistics::{
 };
 pub use step::EnsembleStep;
 pub use tensor::{DataType, Name, Shape, Tensor};
-pub use trace::{Trace, TraceRecord, TraceSink};
+pub use trace::{SpanContext, Trace, TraceRecord, TraceSink};

@@ -24,6 +24,38 @@ struct Open {
     sink: Arc<dyn TraceSink>,
 }
 
+/// A span that began elsewhere, which a trace goes on from (W3C Trace Context).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SpanContext {
+    /// Of the whole trace.
+    pub trace_id: [u8; 16],
+    /// Of the caller's span.
+    pub span_id: [u8; 8],
+}
+
+impl SpanContext {
+    /// Of a header `traceparent`; `None` for one that is none.
+    pub fn parse(traceparent: &str) -> Option<Self> {
+        let mut parts = traceparent.split('-');
+        let (version, trace, span, flags) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
+        let is_known = version.len() == 2 && version != "ff" && (version != "00" || parts.next().is_none());
+        let (trace_id, span_id) = (from_hex::<16>(trace)?, from_hex::<8>(span)?);
+        let is_valid = is_known && flags.len() == 2 && trace_id != [0; 16] && span_id != [0; 8];
+        is_valid.then_some(Self { trace_id, span_id })
+    }
+}
+
+fn from_hex<const N: usize>(text: &str) -> Option<[u8; N]> {
+    if text.len() != 2 * N || !text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')) {
+        return None;
+    }
+    let mut bytes = [0; N];
+    for (at, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&text[2 * at..2 * at + 2], 16).ok()?;
+    }
+    Some(bytes)
+}
+
 /// A trace as it is written.
 #[derive(Debug, Clone, Default)]
 pub struct TraceRecord {
@@ -31,6 +63,10 @@ pub struct TraceRecord {
     pub id: u64,
     /// The trace of the ensemble that this request is a step of, or of the request that caused it.
     pub parent_id: Option<u64>,
+    /// The trace of the client's request: this one, or the one at the end of the parents.
+    pub root_id: u64,
+    /// The client's own span.
+    pub context: Option<SpanContext>,
     /// The model.
     pub model: String,
     /// Its version; -1 until it is known.
@@ -44,17 +80,19 @@ pub struct TraceRecord {
 }
 
 impl Trace {
-    /// A trace of moments, of tensors, or of both.
-    pub fn new(sink: Arc<dyn TraceSink>, with_times: bool, with_tensors: bool) -> Self {
-        let record = TraceRecord { id: next_id(), version: -1, ..TraceRecord::default() };
+    /// A trace of moments, of tensors, or of both, of a request that may come from a span of the client's.
+    pub fn new(sink: Arc<dyn TraceSink>, with_times: bool, with_tensors: bool, context: Option<SpanContext>) -> Self {
+        let id = next_id();
+        let record = TraceRecord { id, root_id: id, context, version: -1, ..TraceRecord::default() };
         Self(Arc::new(Open { record: Mutex::new(record), with_times, with_tensors, sink }))
     }
 
     /// The trace of a step of this request, or of a request that it causes.
     pub fn child(&self) -> Self {
-        let parent_id = Some(self.change(|record| record.id));
+        let (parent, root_id, context) = self.change(|record| (record.id, record.root_id, record.context));
         let Open { with_times, with_tensors, sink, .. } = &*self.0;
-        let record = TraceRecord { id: next_id(), parent_id, version: -1, ..TraceRecord::default() };
+        let (id, parent_id) = (next_id(), Some(parent));
+        let record = TraceRecord { id, parent_id, root_id, context, version: -1, ..TraceRecord::default() };
         let (with_times, with_tensors, sink) = (*with_times, *with_tensors, sink.clone());
         Self(Arc::new(Open { record: Mutex::new(record), with_times, with_tensors, sink }))
     }
@@ -116,4 +154,28 @@ fn unix_ns(at: Instant) -> u64 {
     let after = at.saturating_duration_since(*base).as_nanos() as u64;
     let before = base.saturating_duration_since(at).as_nanos() as u64;
     base_ns + after - before
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_traceparent_is_read_and_what_is_none_is_not() {
+        let context = SpanContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01").unwrap();
+        assert_eq!((context.trace_id[0], context.trace_id[15], context.span_id[1]), (0x4b, 0x36, 0xf0));
+        for wrong in [
+            "",
+            "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7",
+            "ff-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+            "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01-x",
+            "00-00000000000000000000000000000000-00f067aa0ba902b7-01",
+            "00-4bf92f3577b34da6a3ce929d0e0e4736-0000000000000000-01",
+            "00-4BF92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+            "00-+bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+            "00-äbf92f3577b34da6a3ce929d0e0e473-00f067aa0ba902b7-01",
+        ] {
+            assert_eq!(SpanContext::parse(wrong), None, "{wrong}");
+        }
+    }
 }

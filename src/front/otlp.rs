@@ -1,0 +1,185 @@
+//! Traces as OpenTelemetry's spans, named as Triton names them: a root span `InferRequest`, one of the model's name for
+//! each request to a model, and `compute` in it (Triton's user guide, "OpenTelemetry trace support").
+//!
+//! The messages are the part of OTLP 1 (`opentelemetry/proto/trace/v1/trace.proto`) that they need.
+
+use prost::Message;
+use serving::TraceRecord;
+
+/// `ExportTraceServiceRequest`.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct ExportRequest {
+    #[prost(message, repeated, tag = "1")]
+    pub resource_spans: Vec<ResourceSpans>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct ResourceSpans {
+    #[prost(message, optional, tag = "1")]
+    pub resource: Option<Resource>,
+    #[prost(message, repeated, tag = "2")]
+    pub scope_spans: Vec<ScopeSpans>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct Resource {
+    #[prost(message, repeated, tag = "1")]
+    pub attributes: Vec<KeyValue>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct ScopeSpans {
+    #[prost(message, optional, tag = "1")]
+    pub scope: Option<Scope>,
+    #[prost(message, repeated, tag = "2")]
+    pub spans: Vec<Span>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct Scope {
+    #[prost(string, tag = "1")]
+    pub name: String,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct KeyValue {
+    #[prost(string, tag = "1")]
+    pub key: String,
+    #[prost(message, optional, tag = "2")]
+    pub value: Option<AnyValue>,
+}
+
+/// One of its fields is there.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct AnyValue {
+    #[prost(string, optional, tag = "1")]
+    pub string_value: Option<String>,
+    #[prost(int64, optional, tag = "3")]
+    pub int_value: Option<i64>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct Span {
+    #[prost(bytes = "vec", tag = "1")]
+    pub trace_id: Vec<u8>,
+    #[prost(bytes = "vec", tag = "2")]
+    pub span_id: Vec<u8>,
+    #[prost(bytes = "vec", tag = "4")]
+    pub parent_span_id: Vec<u8>,
+    #[prost(string, tag = "5")]
+    pub name: String,
+    #[prost(int32, tag = "6")]
+    pub kind: i32,
+    #[prost(fixed64, tag = "7")]
+    pub start_time_unix_nano: u64,
+    #[prost(fixed64, tag = "8")]
+    pub end_time_unix_nano: u64,
+    #[prost(message, repeated, tag = "9")]
+    pub attributes: Vec<KeyValue>,
+    #[prost(message, repeated, tag = "11")]
+    pub events: Vec<Event>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct Event {
+    #[prost(fixed64, tag = "1")]
+    pub time_unix_nano: u64,
+    #[prost(string, tag = "2")]
+    pub name: String,
+}
+
+/// `SPAN_KIND_SERVER`.
+const SERVER: i32 = 2;
+
+impl KeyValue {
+    pub(crate) fn text(key: &str, value: &str) -> Self {
+        let value = AnyValue { string_value: Some(value.to_owned()), int_value: None };
+        Self { key: key.to_owned(), value: Some(value) }
+    }
+
+    fn number(key: &str, value: i64) -> Self {
+        Self { key: key.to_owned(), value: Some(AnyValue { string_value: None, int_value: Some(value) }) }
+    }
+}
+
+/// The spans of one trace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Root,
+    Model,
+    Compute,
+}
+
+impl Part {
+    /// The span in which something called `moment` happens.
+    fn of(moment: &str) -> Self {
+        match moment {
+            _ if moment.starts_with("COMPUTE_") => Part::Compute,
+            "REQUEST_START" | "QUEUE_START" | "INFER_RESPONSE_COMPLETE" | "REQUEST_END" => Part::Model,
+            _ => Part::Root,
+        }
+    }
+
+    fn span_id(self, seed: u64, trace: u64) -> Vec<u8> {
+        // Distinct for each trace and part, and never zero: `seed` has bits that a count of traces does not reach.
+        (seed ^ ((trace << 2) | self as u64)).to_be_bytes().to_vec()
+    }
+}
+
+/// The spans of a trace that is complete. `seed` makes ids of this process differ from those of others.
+pub(crate) fn spans(trace: &TraceRecord, seed: u64) -> Vec<Span> {
+    let parts = [Part::Root, Part::Model, Part::Compute];
+    parts.into_iter().filter_map(|part| span(trace, seed, part)).collect()
+}
+
+/// `None` where nothing happened in it, and for the root of a trace that another one caused.
+fn span(trace: &TraceRecord, seed: u64, part: Part) -> Option<Span> {
+    let is_root = part == Part::Root;
+    if is_root && trace.parent_id.is_some() {
+        return None;
+    }
+    let happened = trace.times.iter().filter(|(name, _)| Part::of(name) == part);
+    let events: Vec<Event> = happened.map(|&(name, at)| Event { time_unix_nano: at, name: name.to_owned() }).collect();
+    // The root lasts from the first moment to the last, whatever span they are of.
+    let times = trace.times.iter().filter(|(name, _)| is_root || Part::of(name) == part).map(|&(_, at)| at);
+    let (start, end) = (times.clone().min()?, times.max()?);
+    let trace_id = match &trace.context {
+        Some(context) => context.trace_id.to_vec(),
+        None => [seed.to_be_bytes(), trace.root_id.to_be_bytes()].concat(),
+    };
+    let parent = match (part, trace.parent_id) {
+        (Part::Root, _) => trace.context.map(|context| context.span_id.to_vec()).unwrap_or_default(),
+        (Part::Model, None) => Part::Root.span_id(seed, trace.id),
+        (Part::Model, Some(parent)) => Part::Model.span_id(seed, parent),
+        (Part::Compute, _) => Part::Model.span_id(seed, trace.id),
+    };
+    let (name, attributes) = match part {
+        Part::Root => ("InferRequest".to_owned(), Vec::new()),
+        Part::Model => (trace.model.clone(), attributes(trace)),
+        Part::Compute => ("compute".to_owned(), Vec::new()),
+    };
+    Some(Span {
+        trace_id,
+        span_id: part.span_id(seed, trace.id),
+        parent_span_id: parent,
+        name,
+        kind: SERVER,
+        start_time_unix_nano: start,
+        end_time_unix_nano: end,
+        attributes,
+        events,
+    })
+}
+
+fn attributes(trace: &TraceRecord) -> Vec<KeyValue> {
+    let mut attributes = vec![
+        KeyValue::text("triton.model_name", &trace.model),
+        KeyValue::number("triton.model_version", trace.version),
+        KeyValue::number("triton.trace_id", trace.id.cast_signed()),
+        KeyValue::number("triton.trace_parent_id", trace.parent_id.unwrap_or(0).cast_signed()),
+    ];
+    if !trace.request_id.is_empty() {
+        attributes.push(KeyValue::text("triton.request_id", &trace.request_id));
+    }
+    attributes
+}
