@@ -68,7 +68,7 @@ struct Shared {
 
     __device__ void init() const {
         for (u32 i = 0; i < STAGES; ++i) barrier_init(full(i), 1), barrier_init(empty(i), 1);
-        for (u32 i = 0; i < SLOTS; ++i) barrier_init(slot_full(i), 33), barrier_init(slot_empty(i), WARPS);
+        for (u32 i = 0; i < SLOTS; ++i) barrier_init(slot_full(i), 33), barrier_init(slot_empty(i), THREADS);
         barrier_init_fence();
     }
 };
@@ -317,7 +317,7 @@ struct Attender {
             const Heads heads(a, v);
             u32 q[D / 16][2];
             load_queries<D>(q, smem.queries(slot.index), heads.count);
-            release(smem.slot_empty(slot.index));
+            barrier_arrive(smem.slot_empty(slot.index));
             slot.skip(1);
             const Chunk c = chunk_of(v.len, a.window, a.min_chunk, v.split, splits);
             Softmax<D> state;

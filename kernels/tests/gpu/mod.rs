@@ -62,6 +62,8 @@ impl Random {
 pub fn poisoned<T>(gpu: &Arc<Gpu>, q: &Queue, count: usize) -> DeviceBuffer {
     let buffer = DeviceBuffer::with_count::<T>(gpu, count).expect("memory");
     q.fill(buffer.span(), 0xff).expect("a fill");
+    // What a test writes next goes another way than the queue's.
+    q.wait().expect("a fill");
     buffer
 }
 
