@@ -36,11 +36,20 @@ class Bench:
                         "max_tokens": tokens_out}
         return "".join(json.dumps(line()) + "\n" for _ in range(count))
 
+    def launch(self, size, *flags):
+        ports = [f"--http_port={self.port}", f"--grpc_port={self.port + 1}", f"--metrics_port={self.port + 2}"]
+        return run([self.bin / "launch", f"--world_size={size}", f"--model_repo={self.repository}", f"--device={self.device}",
+                    *ports, *flags], 180)
+
+    def planned_mib(self, size):
+        """What `launch --plan` says that each worker takes of its device: the row's memory but for what is free."""
+        rows = re.findall(r"^ *\d+  .*?[0-9.]+ [KMGT]iB  (.*)$", self.launch(size, "--plan"), re.M)
+        units = {"K": 2 ** -10, "M": 1, "G": 2 ** 10, "T": 2 ** 20}
+        return [round(sum(float(amount) * units[unit] for amount, unit in re.findall(r"([0-9.]+) ([KMGT])iB", row))) for row in rows]
+
     def start(self, size):
-        port = self.port
         started = time.perf_counter()
-        run([self.bin / "launch", f"--world_size={size}", f"--model_repo={self.repository}", f"--device={self.device}",
-             f"--http_port={port}", f"--grpc_port={port + 1}", f"--metrics_port={port + 2}", "--detach"], 180)
+        self.launch(size, "--detach")
         return time.perf_counter() - started
 
     def stop(self):
