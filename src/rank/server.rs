@@ -46,7 +46,9 @@ pub(crate) fn run(
     let heartbeat = Heartbeat::new(world);
     let agents = connect(world, agent, heard, Arc::clone(&heartbeat));
     heartbeat.start(world, &agents, Duration::from_secs(args.heartbeat_timeout));
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RankError::Runtime)?;
+    let threads = num_front_threads(args.front_threads.into());
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
+    let runtime = runtime.map_err(RankError::Runtime)?;
     let result = llm_defaults(&args, world.size(), agents.nodes().max_ranks()).and_then(|defaults| {
         let python = Arc::new(PythonFactory::new(python_config(&args, &prefix, world)?).map_err(RankError::Runtime)?);
         let llm = Arc::new(LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone()));
@@ -58,6 +60,17 @@ pub(crate) fn run(
         agents.send(rank, ToAgent::Shutdown);
     }
     result
+}
+
+/// Threads that serve connections where nobody says: few share the work of a step without waking one another for it.
+const MAX_FRONT_THREADS: usize = 4;
+
+/// As asked for, or, for 0, as many as there are cores and are of use.
+fn num_front_threads(asked: usize) -> usize {
+    match asked {
+        0 => std::thread::available_parallelism().map_or(1, usize::from).min(MAX_FRONT_THREADS),
+        asked => asked,
+    }
 }
 
 /// Joins agents of all ranks, this one's included, into one door.
