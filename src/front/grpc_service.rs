@@ -23,6 +23,7 @@ use crate::proto::grpc_inference_service_server::GrpcInferenceServiceServer;
 use crate::restricted::Api;
 use crate::state::State;
 use crate::status::grpc_status;
+use crate::stream_body;
 use tonic_health::pb::health_server::HealthServer;
 
 type Answer = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
@@ -123,6 +124,11 @@ impl<R: ServerReflection> Service<Request<Incoming>> for GrpcService<R> {
         if path.starts_with("/inference.GRPCInferenceService/") {
             let is_packed = request.headers().get("grpc-encoding").is_some_and(|coding| coding != "identity");
             let charge = Arc::new(self.state.budget.charge());
+            let answers_plainly = matches!(self.state.config.grpc_response_compression, Compression::None);
+            if path == stream_body::PATH && answers_plainly && !is_packed {
+                let response = stream_body::answer(self.state.clone(), request, charge);
+                return Box::pin(std::future::ready(Ok(response)));
+            }
             request.extensions_mut().insert(charge.clone());
             let request = request.map(|body| Counted::new(body, charge));
             if is_packed { self.compressed.call(request) } else { self.inference.call(request) }

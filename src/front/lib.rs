@@ -58,6 +58,7 @@ mod shapes;
 mod shared_memory;
 mod state;
 mod status;
+mod stream_body;
 mod stream_infer;
 mod tls;
 mod together;

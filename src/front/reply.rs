@@ -8,7 +8,9 @@ use std::sync::Arc;
 use bytes::{Buf, BufMut, Bytes};
 use prost::encoding::{DecodeContext, WireType, encode_key, encode_varint, encoded_len_varint, key_len, skip_field};
 use prost::{DecodeError, Message};
-use serving::{InferResponse, Parameter, Tensor};
+use serving::{Changes, Elements, InferResponse, Parameter, Tensor};
+use smallvec::SmallVec;
+use tonic::Status;
 
 /// Which parameter says whether a response of a stream is its last.
 const FINAL_RESPONSE: &str = "triton_final_response";
@@ -22,44 +24,87 @@ pub struct InferReply {
     pub final_response: Option<bool>,
 }
 
-/// `ModelStreamInferResponse`.
-#[derive(Debug, Default)]
-pub struct StreamReply {
-    /// Why the request failed; empty when it did not.
-    error_message: String,
-    /// The response but for its tensors' elements, encoded.
-    head: Bytes,
-    /// The tensors, whose elements follow.
-    outputs: Vec<Tensor>,
-}
+/// `ModelStreamInferResponse`, as it travels: encoded, behind the five bytes of a gRPC message that is not packed.
+#[derive(Debug, Default, Clone)]
+pub struct StreamReply(Bytes);
+
+/// Bytes before a message.
+const PREFIX_BYTES: usize = 5;
 
 impl StreamReply {
     /// A response, or, with the words why it failed, what an error echoes of its request.
-    pub fn new(error_message: String, reply: InferReply) -> Self {
+    pub fn new(error_message: &str, reply: &InferReply) -> Self {
         let head = encode_head(&reply.response, reply.final_response);
-        Self { error_message, head, outputs: reply.response.outputs }
+        Self::encode(error_message, &head, reply.response.outputs.iter().map(|output| &output.data))
+    }
+
+    /// Of the response all but its tensors' elements is encoded in `head`.
+    fn encode<'a>(error_message: &str, head: &[u8], contents: impl Iterator<Item = &'a Bytes> + Clone) -> Self {
+        let response_len = head.len() + contents.clone().map(|data| delimited_len(6, data.len())).sum::<usize>();
+        let len = string_len(1, error_message) + delimited_len(2, response_len);
+        let mut buffer = Vec::with_capacity(PREFIX_BYTES + len);
+        buffer.push(0);
+        // What is larger is refused before it is sent.
+        buffer.extend_from_slice(&(len as u32).to_be_bytes());
+        put_string(1, error_message, &mut buffer);
+        put_header(2, response_len, &mut buffer);
+        buffer.extend_from_slice(head);
+        contents.for_each(|data| put_content(data, &mut buffer));
+        Self(buffer.into())
+    }
+
+    /// With the bytes that go before it.
+    ///
+    /// # Errors
+    /// When it is longer than a gRPC message may be.
+    pub fn framed(self) -> Result<Bytes, Status> {
+        match u32::try_from(self.0.len().saturating_sub(PREFIX_BYTES)) {
+            Ok(_) => Ok(self.0),
+            Err(_) => Err(Status::resource_exhausted("a response is longer than 4 GiB; ask for fewer outputs")),
+        }
+    }
+
+    fn message(&self) -> &[u8] {
+        self.0.get(PREFIX_BYTES..).unwrap_or_default()
     }
 }
 
-/// The head of the last reply of a request: nearly always that of the next one too, as they differ in their elements alone.
+/// What is alike in the replies of one request: they nearly always differ in their elements alone.
 #[derive(Debug, Default)]
-pub struct LastHead {
+pub struct LastReply {
     response: InferResponse,
     final_response: Option<bool>,
-    encoded: Bytes,
+    head: Bytes,
+    /// The elements, by output, of a response that may be repeated.
+    contents: SmallVec<[Bytes; 4]>,
 }
 
-impl LastHead {
+impl LastReply {
     /// The reply of a response that goes well.
     pub fn reply(&mut self, response: InferResponse, final_response: Option<bool>) -> StreamReply {
-        if self.encoded.is_empty() || !self.fits(&response, final_response) {
-            self.encoded = encode_head(&response, final_response);
+        if self.head.is_empty() || !self.fits(&response, final_response) {
+            self.head = encode_head(&response, final_response);
             self.final_response = final_response;
             let without_data = |tensor: &Tensor| Tensor { data: Bytes::new(), ..tensor.clone() };
             let outputs = response.outputs.iter().map(without_data).collect();
             self.response = InferResponse { outputs, ..response.clone() };
         }
-        StreamReply { error_message: String::new(), head: self.encoded.clone(), outputs: response.outputs }
+        self.contents.clear();
+        let reply = StreamReply::encode("", &self.head, response.outputs.iter().map(|output| &output.data));
+        if response.may_be_repeated {
+            self.contents.extend(response.outputs.into_iter().map(|output| output.data));
+        }
+        reply
+    }
+
+    /// The last reply with what is new.
+    pub fn again(&mut self, changes: Changes) -> StreamReply {
+        for Elements { output, data } in changes {
+            if let Some(known) = self.contents.get_mut(output) {
+                *known = data;
+            }
+        }
+        StreamReply::encode("", &self.head, self.contents.iter())
     }
 
     fn fits(&self, response: &InferResponse, final_response: Option<bool>) -> bool {
@@ -115,11 +160,9 @@ fn head_len(response: &InferResponse, final_response: Option<bool>) -> usize {
         + outputs.sum::<usize>()
 }
 
-fn put_contents(outputs: &[Tensor], buffer: &mut impl BufMut) {
-    for output in outputs {
-        put_header(6, output.data.len(), buffer);
-        buffer.put_slice(&output.data);
-    }
+fn put_content(data: &Bytes, buffer: &mut impl BufMut) {
+    put_header(6, data.len(), buffer);
+    buffer.put_slice(data);
 }
 
 fn contents_len(outputs: &[Tensor]) -> usize {
@@ -129,7 +172,7 @@ fn contents_len(outputs: &[Tensor]) -> usize {
 impl Message for InferReply {
     fn encode_raw(&self, buffer: &mut impl BufMut) {
         put_head(&self.response, self.final_response, buffer);
-        put_contents(&self.response.outputs, buffer);
+        self.response.outputs.iter().for_each(|output| put_content(&output.data, buffer));
     }
 
     fn encoded_len(&self) -> usize {
@@ -153,14 +196,11 @@ impl Message for InferReply {
 
 impl Message for StreamReply {
     fn encode_raw(&self, buffer: &mut impl BufMut) {
-        put_string(1, &self.error_message, buffer);
-        put_header(2, self.head.len() + contents_len(&self.outputs), buffer);
-        buffer.put_slice(&self.head);
-        put_contents(&self.outputs, buffer);
+        buffer.put_slice(self.message());
     }
 
     fn encoded_len(&self) -> usize {
-        string_len(1, &self.error_message) + delimited_len(2, self.head.len() + contents_len(&self.outputs))
+        self.message().len()
     }
 
     fn merge_field(
@@ -282,8 +322,8 @@ mod tests {
     #[test]
     fn a_reply_reads_back_as_the_protocol_describes_it() {
         let reply = StreamReply::new(
-            String::new(),
-            InferReply {
+            "",
+            &InferReply {
                 response: InferResponse {
                     model_name: "m".into(),
                     model_version: "3".into(),
@@ -294,7 +334,7 @@ mod tests {
                         Tensor::from_i32("EMPTY", &[0], &[]),
                         Tensor::from_i32("SCALAR", &[], &[1]),
                     ],
-                    is_final: false,
+                    ..InferResponse::default()
                 },
                 final_response: Some(false),
             },
@@ -337,17 +377,37 @@ mod tests {
             (InferResponse { outputs: Vec::new(), ..response("b", ids(&[1], &[5])) }, Some(true)),
             (InferResponse { outputs: Vec::new(), ..response("b", ids(&[1], &[5])) }, None),
         ];
-        let mut last = LastHead::default();
+        let mut last = LastReply::default();
         for (response, final_response) in all {
-            let alone = StreamReply::new(String::new(), InferReply { response: response.clone(), final_response });
+            let alone = StreamReply::new("", &InferReply { response: response.clone(), final_response });
             assert_eq!(last.reply(response, final_response).encode_to_vec(), alone.encode_to_vec());
+        }
+    }
+
+    #[test]
+    fn a_reply_that_is_repeated_differs_from_the_last_in_the_elements_that_are_told() {
+        let response = |text: &str, id: i32| InferResponse {
+            outputs: vec![Tensor::from_i32("ids", &[1], &[id]), Tensor::from_byte_strings("text", &[1], &[text])],
+            may_be_repeated: true,
+            ..InferResponse::default()
+        };
+        let mut last = LastReply::default();
+        let _ = last.reply(response("x", 1), Some(false));
+        for (text, id, output) in [("longer", 1, 1), ("longer", 7, 0), ("", 7, 1)] {
+            let data = response(text, id).outputs[output].data.clone();
+            let again = last.again([Elements { output, data }].into_iter().collect());
+            let reply = InferReply { response: response(text, id), final_response: Some(false) };
+            let alone = StreamReply::new("", &reply);
+            assert_eq!(again.encode_to_vec(), alone.encode_to_vec());
+            let framed = again.framed().unwrap();
+            assert_eq!(framed[..5], [&[0][..], &(framed.len() as u32 - 5).to_be_bytes()].concat());
         }
     }
 
     #[test]
     fn an_error_in_a_stream_echoes_the_request() {
         let response = InferResponse { id: "7".into(), ..Default::default() };
-        let reply = StreamReply::new("no".into(), InferReply { response, final_response: None });
+        let reply = StreamReply::new("no", &InferReply { response, final_response: None });
         let read = decode("inference.ModelStreamInferResponse", &reply.encode_to_vec());
         assert_eq!(read, serde_json::json!({"errorMessage": "no", "inferResponse": {"id": "7"}}));
     }

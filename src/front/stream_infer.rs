@@ -9,7 +9,7 @@ use std::task::{Context, Poll, ready};
 
 use futures::stream::SelectAll;
 use futures::{Stream, StreamExt};
-use serving::{Bell, InferError, InferResponse, ResponseStream};
+use serving::{Bell, InferError, InferResponse, ResponseStream, Update};
 use tonic::{Status, Streaming};
 
 use crate::budget::Charge;
@@ -17,7 +17,7 @@ use crate::forward::forward;
 use crate::grpc_request::{self, Asked};
 use crate::grpc_service::Forwarded;
 use crate::proto::ModelInferRequest;
-use crate::reply::{InferReply, LastHead, StreamReply};
+use crate::reply::{InferReply, LastReply, StreamReply};
 use crate::state::State;
 use crate::status::grpc_status;
 
@@ -50,7 +50,7 @@ struct Active {
 struct ActiveRequest {
     state: Arc<State>,
     asked: Asked,
-    last_head: LastHead,
+    last_reply: LastReply,
     is_decoupled: bool,
     /// An error was sent.
     has_failed: bool,
@@ -172,7 +172,7 @@ impl Event {
     }
 
     fn failed(error: InferError, reply: InferReply) -> Self {
-        let reply = StreamReply::new(error.message.clone(), reply);
+        let reply = StreamReply::new(&error.message, &reply);
         Event::Failure(Box::new(Failure { error, reply }))
     }
 }
@@ -198,12 +198,15 @@ impl ActiveRequest {
         }
         request.trace = state.sample_trace(&request.model_name, forwarded.and_then(|forwarded| forwarded.context));
         request.trace.iter().for_each(|trace| trace.mark("GRPC_WAITREAD_END"));
-        let responses = state.server.infer(request)?;
-        let last_head = LastHead::default();
+        let mut responses = state.server.infer(request)?;
+        if asked.outputs.iter().all(|ask| ask.num_classes == 0 && ask.region.is_none()) {
+            responses.take_updates();
+        }
+        let last_reply = LastReply::default();
         Ok(Self {
             state,
             asked,
-            last_head,
+            last_reply,
             is_decoupled,
             has_failed: false,
             responses: Some(responses),
@@ -218,14 +221,14 @@ impl ActiveRequest {
             return self.asked.wants_empty_final.then(|| self.empty_final());
         }
         match self.state.deliver(&self.asked.outputs, response) {
-            Ok(response) => Some(Event::Reply(self.last_head.reply(response, Some(is_final)))),
+            Ok(response) => Some(Event::Reply(self.last_reply.reply(response, Some(is_final)))),
             Err(error) => Some(self.failure(error, is_final)),
         }
     }
 
     fn empty_final(&self) -> Event {
         let reply = InferReply { response: self.echo(), final_response: Some(true) };
-        Event::Reply(StreamReply::new(String::new(), reply))
+        Event::Reply(StreamReply::new("", &reply))
     }
 
     fn failure(&self, error: InferError, is_final: bool) -> Event {
@@ -280,12 +283,15 @@ impl Stream for ActiveRequest {
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Event>> {
         while let Some(responses) = &mut self.responses {
-            match ready!(responses.poll_next_unpin(context)) {
-                Some(Ok(response)) => {
+            match ready!(responses.poll_update(context)) {
+                Some(Ok(Update::Again(changes))) => {
+                    return Poll::Ready(Some(Event::Reply(self.last_reply.again(changes))));
+                }
+                Some(Ok(Update::Response(response))) => {
                     if response.is_final {
                         self.responses = None;
                     }
-                    if let Some(event) = self.reply(response) {
+                    if let Some(event) = self.reply(*response) {
                         return Poll::Ready(Some(event));
                     }
                 }

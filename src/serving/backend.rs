@@ -29,6 +29,11 @@ pub trait Backend: Send + Sync {
         false
     }
 
+    /// Whether its responses hold no output beside those that a request names.
+    fn keeps_to_requested_outputs(&self) -> bool {
+        false
+    }
+
     /// The one answer to a request, as [`Backend::infer`] would give it, where that waits for nothing. Asked where
     /// [`Backend::answers_at_once`] says so.
     ///

@@ -31,12 +31,25 @@ impl Default for Bell {
 impl Bell {
     /// Polls the part, if it was woken since it last had nothing.
     pub fn poll<T>(&mut self, context: &mut Context<'_>, part: impl FnOnce(&mut Context<'_>) -> Poll<T>) -> Poll<T> {
+        self.poll_until_rest(context, |context| {
+            let polled = part(context);
+            let is_at_rest = polled.is_pending();
+            (polled, is_at_rest)
+        })
+    }
+
+    /// As [`Bell::poll`], for a part that says, too, whether it was at rest after all that it brought.
+    pub fn poll_until_rest<T>(
+        &mut self,
+        context: &mut Context<'_>,
+        part: impl FnOnce(&mut Context<'_>) -> (Poll<T>, bool),
+    ) -> Poll<T> {
         self.clapper.task.register(context.waker());
         if !self.clapper.is_rung.swap(false, AcqRel) {
             return Poll::Pending;
         }
-        let polled = part(&mut Context::from_waker(&self.waker));
-        if polled.is_ready() {
+        let (polled, is_at_rest) = part(&mut Context::from_waker(&self.waker));
+        if !is_at_rest {
             self.ring();
         }
         polled

@@ -30,7 +30,7 @@ pub(crate) struct Caller {
 struct Took {
     /// All of it.
     total: Duration,
-    /// Checking the inputs.
+    /// Checking the inputs, where they were not as before.
     input: Duration,
 }
 
@@ -62,12 +62,13 @@ impl Caller {
             return self.model.answer(request);
         }
         let started = Instant::now();
+        let mut input = Duration::ZERO;
         if !self.accepted.is_like(request) {
             self.settle(); // As of the batch size until now.
             let batch_size = self.model.signature.check(request)?;
             self.accepted = Accepted::new(request, batch_size);
+            input = started.elapsed();
         }
-        let input = started.elapsed();
         let answer = self.model.answer_unseen(request);
         let total = started.elapsed();
         match &answer {

@@ -65,6 +65,10 @@ impl Backend for Ensemble {
         }))
     }
 
+    fn keeps_to_requested_outputs(&self) -> bool {
+        true
+    }
+
     fn is_ready(&self) -> bool {
         self.models().is_ok_and(|models| models.iter().all(|model| model.is_ready()))
     }
@@ -300,11 +304,12 @@ impl Run {
     fn call(&mut self, step: usize, is_last: bool) -> Item {
         let kept = self.places[step].request.take();
         let mut request = kept.unwrap_or_else(|| Box::new(self.step_request(step)));
+        request.inputs.clear();
         self.fill(&mut request, step);
         self.ask(step, request, is_last)
     }
 
-    /// The same, with its inputs; the request is kept for the next one.
+    /// The same, with its inputs; the request is kept with them for the next one.
     fn ask(&mut self, step: usize, mut request: Box<InferRequest>, is_last: bool) -> Item {
         self.mark(&mut request, is_last);
         let place = &mut self.places[step];
@@ -313,7 +318,6 @@ impl Run {
         if is_last {
             caller.settle(); // Before the client can ask for the figures.
         }
-        request.inputs.clear();
         request.trace = None; // Complete, so it is written now.
         place.request = Some(request);
         response
@@ -397,8 +401,12 @@ impl Run {
     }
 
     async fn send(&self, outputs: Vec<Tensor>, is_final: bool) {
+        self.sender.send(Ok(self.response(outputs, is_final))).await;
+    }
+
+    fn response(&self, outputs: Vec<Tensor>, is_final: bool) -> InferResponse {
         let parameters = self.parameters.clone();
-        self.sender.send(Ok(InferResponse { parameters, outputs, is_final, ..InferResponse::default() })).await;
+        InferResponse { parameters, outputs, is_final, ..InferResponse::default() }
     }
 }
 

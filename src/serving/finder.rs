@@ -14,12 +14,17 @@ impl Finder {
         {
             return Some(last as usize);
         }
-        let found = all.iter().position(is_it)?;
+        let found = all.iter().position(is_it);
         if self.0.len() <= index {
-            self.0.resize(index + 1, 0);
+            self.0.resize(index + 1, u32::MAX);
         }
-        self.0[index] = found as u32;
-        Some(found)
+        self.0[index] = found.map_or(u32::MAX, |found| found as u32);
+        found
+    }
+
+    /// Where the `index`th was the last time.
+    pub fn last(&self, index: usize) -> Option<usize> {
+        self.0.get(index).filter(|&&last| last != u32::MAX).map(|&last| last as usize)
     }
 }
 

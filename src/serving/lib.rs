@@ -77,6 +77,7 @@ mod statistics;
 mod step;
 mod tensor;
 mod trace;
+mod update;
 mod warmup;
 mod watch;
 
@@ -98,3 +99,4 @@ pub use statistics::{
 pub use step::EnsembleStep;
 pub use tensor::{DataType, Name, Shape, Tensor};
 pub use trace::{SpanContext, Trace, TraceRecord, TraceSink};
+pub use update::{Changes, Elements, Update};

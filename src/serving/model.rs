@@ -25,7 +25,7 @@ pub(crate) struct ServedModel {
     pub is_decoupled: bool,
     pub signature: Signature,
     /// Whether the signature leaves shapes as they are.
-    keeps_shapes: bool,
+    pub keeps_shapes: bool,
     pub statistics: Statistics,
     pub in_flight: InFlight,
     /// Responses of this model, and others, where its configuration asks for it.
@@ -85,7 +85,8 @@ impl ServedModel {
         let (cached, answer) = self.look_up(&request);
         let mut watch = Watch::new(self.clone(), &request, batch_size, started, cached);
         // An ensemble leaves what it has no use for; a trace tells what was asked for.
-        if request.step.is_none() || request.trace.is_some() {
+        let is_told_what_is_kept = request.step.is_none() || request.trace.is_some();
+        if is_told_what_is_kept && !self.backend.keeps_to_requested_outputs() {
             watch.keep_only(request.requested_outputs.clone());
         }
         if let Some(response) = answer {

@@ -7,6 +7,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use futures::Stream;
@@ -21,7 +22,7 @@ use crate::slot::Slot;
 use crate::statistics::Execution;
 use crate::step::EnsembleStep;
 use crate::watch::Watch;
-use crate::{ClientMemory, InferError, Name, Tensor, Trace};
+use crate::{ClientMemory, InferError, Name, Tensor, Trace, Update};
 
 /// A free-form request or response parameter.
 #[derive(Debug, Clone, PartialEq)]
@@ -103,9 +104,14 @@ pub struct InferResponse {
     pub outputs: Vec<Tensor>,
     /// No response follows this one.
     pub is_final: bool,
+    /// What follows may be [`Update::Again`].
+    pub may_be_repeated: bool,
 }
 
 type Item = Result<InferResponse, InferError>;
+
+/// The same on its way from sender to stream.
+type Sent = Result<Update, InferError>;
 
 /// The responses to one request, ended by a response marked final, or by an error and nothing behind it.
 ///
@@ -124,7 +130,7 @@ enum Source {
     /// The only one, until it is taken.
     Ready(Option<Item>),
     /// A sender, wherever it is.
-    Channel(mpsc::Receiver<Item>),
+    Channel(mpsc::Receiver<Sent>),
     /// Work that reading the stream carries on.
     Driven(Driver),
 }
@@ -159,7 +165,7 @@ pub(crate) struct Scheduled {
 /// How responses get to their stream.
 #[derive(Debug, Clone)]
 enum Way {
-    Channel(mpsc::Sender<Item>),
+    Channel(mpsc::Sender<Sent>),
     /// To who carries the work on that sends them.
     Slot(Arc<Slot>),
 }
@@ -226,9 +232,23 @@ impl ResponseStream {
         stream
     }
 
-    /// The next response; `None` after the final one.
+    /// The next response; `None` after the final one. Not to be asked after [`ResponseStream::take_updates`].
     pub async fn next_response(&mut self) -> Option<Item> {
         poll_fn(|context| self.poll_response(context)).await
+    }
+
+    /// Has responses come as what is new in them, where their sender knows and no output is left out on the way: from
+    /// here on [`ResponseStream::poll_update`] is what to ask for them.
+    pub fn take_updates(&mut self) {
+        let removes_outputs = self.watch.as_ref().is_some_and(|watch| watch.removes_outputs());
+        if let (Source::Driven(driver), false) = (&self.source, removes_outputs) {
+            driver.slot.takes_updates.store(true, Relaxed);
+        }
+    }
+
+    /// As [`ResponseStream::poll_update`].
+    pub async fn next_update(&mut self) -> Option<Result<Update, InferError>> {
+        poll_fn(|context| self.poll_update(context)).await
     }
 
     /// The only response, where it was there from the start.
@@ -259,22 +279,35 @@ impl ResponseStream {
     }
 
     fn poll_response(&mut self, context: &mut Context<'_>) -> Poll<Option<Item>> {
+        self.poll_update(context).map(|update| update.map(|update| update.map(response_of)))
+    }
+
+    /// The next response, or what is new in it; `None` after the final one.
+    pub fn poll_update(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Update, InferError>>> {
         if let Some(turn) = &mut self.turn {
             std::task::ready!(turn.as_mut().poll(context));
             self.turn = None;
         }
         let item = std::task::ready!(self.source.poll(context));
         Poll::Ready(match &mut self.watch {
-            Some(watch) => watch.see(item),
+            Some(watch) => watch.see_update(item),
             None => item,
         })
     }
 }
 
+/// Where nobody asked for updates.
+fn response_of(update: Update) -> InferResponse {
+    match update {
+        Update::Response(response) => *response,
+        Update::Again(_) => unreachable!("sent only to who takes updates, which asks for them"),
+    }
+}
+
 impl Source {
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Item>> {
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Sent>> {
         match self {
-            Source::Ready(item) => Poll::Ready(item.take()),
+            Source::Ready(item) => Poll::Ready(item.take().map(|item| item.map(Update::from))),
             Source::Channel(receiver) => receiver.poll_recv(context),
             Source::Driven(driver) => driver.poll(context),
         }
@@ -282,7 +315,7 @@ impl Source {
 }
 
 impl Driver {
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Item>> {
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Sent>> {
         if let Some(item) = self.slot.take() {
             return Poll::Ready(Some(item));
         }
@@ -315,16 +348,27 @@ impl ResponseSender {
     /// Sends one response or the ending error, waiting while the stream is full.
     /// False when the client has left.
     pub async fn send(&self, response: Result<InferResponse, InferError>) -> bool {
+        self.send_update(response.map(Update::from)).await
+    }
+
+    /// As [`ResponseSender::send`]; [`Update::Again`] only where [`ResponseSender::takes_updates`] says so, behind a
+    /// response that may be repeated.
+    pub async fn send_update(&self, update: Result<Update, InferError>) -> bool {
         match &self.way {
-            Way::Channel(sender) => sender.send(response).await.is_ok(),
+            Way::Channel(sender) => sender.send(update).await.is_ok(),
             Way::Slot(slot) => {
-                let mut response = slot.try_put(response);
-                if response.is_some() {
-                    poll_fn(|context| slot.poll_put(&mut response, context)).await;
+                let mut update = slot.try_put(update);
+                if update.is_some() {
+                    poll_fn(|context| slot.poll_put(&mut update, context)).await;
                 }
                 !slot.is_closed()
             }
         }
+    }
+
+    /// Whether a response may be sent as what is new in it.
+    pub fn takes_updates(&self) -> bool {
+        matches!(&self.way, Way::Slot(slot) if slot.takes_updates.load(Relaxed))
     }
 
     /// As [`ResponseSender::send`], without waiting.
@@ -332,14 +376,19 @@ impl ResponseSender {
     /// # Errors
     /// With the response, when the stream is full.
     pub fn try_send(&self, response: Item) -> Result<bool, Box<Item>> {
-        match &self.way {
+        let response = response.map(Update::from);
+        let full = match &self.way {
             Way::Channel(sender) => match sender.try_send(response) {
-                Ok(()) => Ok(true),
-                Err(mpsc::error::TrySendError::Closed(_)) => Ok(false),
-                Err(mpsc::error::TrySendError::Full(response)) => Err(Box::new(response)),
+                Ok(()) => return Ok(true),
+                Err(mpsc::error::TrySendError::Closed(_)) => return Ok(false),
+                Err(mpsc::error::TrySendError::Full(response)) => response,
             },
-            Way::Slot(slot) => slot.try_put(response).map_or(Ok(!slot.is_closed()), |full| Err(Box::new(full))),
-        }
+            Way::Slot(slot) => match slot.try_put(response) {
+                None => return Ok(!slot.is_closed()),
+                Some(response) => response,
+            },
+        };
+        Err(Box::new(full.map(response_of)))
     }
 
     /// As [`ResponseSender::send`] for threads outside the async runtime.

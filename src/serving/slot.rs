@@ -10,9 +10,9 @@ use std::sync::atomic::{
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use crate::{InferError, InferResponse};
+use crate::{InferError, Update};
 
-type Item = Result<InferResponse, InferError>;
+type Item = Result<Update, InferError>;
 
 /// The place of one response.
 #[derive(Debug, Default)]
@@ -21,6 +21,8 @@ pub(crate) struct Slot {
     /// Whether there is something to take: most looks find nothing.
     is_full: AtomicBool,
     is_closed: AtomicBool,
+    /// Who reads takes responses as what is new in them.
+    pub takes_updates: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -93,9 +95,17 @@ mod tests {
     use futures::task::noop_waker_ref;
 
     use super::*;
+    use crate::InferResponse;
 
     fn response(id: &str) -> Item {
-        Ok(InferResponse { id: id.into(), ..InferResponse::default() })
+        Ok(InferResponse { id: id.into(), ..InferResponse::default() }.into())
+    }
+
+    fn taken(slot: &Slot) -> String {
+        match slot.take() {
+            Some(Ok(Update::Response(response))) => response.id.to_string(),
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]
@@ -107,9 +117,9 @@ mod tests {
         let mut put = std::future::poll_fn(|context| slot.poll_put(&mut second, context));
         let mut context = Context::from_waker(noop_waker_ref());
         assert!(put.poll_unpin(&mut context).is_pending());
-        assert_eq!(slot.take().unwrap().unwrap().id, "a");
+        assert_eq!(taken(&slot), "a");
         assert!(put.poll_unpin(&mut context).is_ready());
-        assert_eq!(slot.take().unwrap().unwrap().id, "b");
+        assert_eq!(taken(&slot), "b");
     }
 
     #[test]

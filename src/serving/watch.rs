@@ -11,7 +11,7 @@ use crate::generation::{Generation, Progress};
 use crate::model::ServedModel;
 use crate::request::Scheduled;
 use crate::statistics::{CacheUse, Came, Failure, Outcome, ResponseOutcome};
-use crate::{ErrorKind, InferError, InferRequest, InferResponse, Name, Trace};
+use crate::{ErrorKind, InferError, InferRequest, InferResponse, Name, Trace, Update};
 
 /// Responses of a request that are counted together, at most: the place is shared by all requests to the model, and dear
 /// to touch from several threads.
@@ -103,29 +103,61 @@ impl Watch {
         self.fail(refusal_of(error));
     }
 
-    /// Completes and counts one item of the stream. A stream that ends without a final response gets an error.
+    /// Completes and counts one item of the stream.
     pub fn see(&mut self, item: Option<Item>) -> Option<Item> {
         match item {
             Some(Ok(mut response)) => {
-                let cache = self.keep(&response);
-                self.complete(&mut response);
-                self.count(&response, cache);
+                self.see_response(&mut response);
                 Some(Ok(response))
             }
-            Some(Err(error)) => {
-                // Words of a queue come before anything was scheduled or answered.
-                let is_refused = self.num_responses == 0 && self.scheduled().is_none();
-                self.count_response(ResponseOutcome::Fail, Instant::now(), Duration::ZERO);
-                self.fail(if is_refused { refusal_of(&error) } else { failure_of(&error) });
-                Some(Err(error))
-            }
-            None if self.ended => None,
-            None => {
-                self.fail(Failure::Backend);
-                let model = &self.model.config.name;
-                Some(Err(InferError::internal(format!("model '{model}' stopped answering before its final response"))))
-            }
+            Some(Err(error)) => Some(Err(self.see_error(error))),
+            None => self.see_end().map(Err),
         }
+    }
+
+    /// As [`Watch::see`], of a stream that may tell what is new in a response.
+    pub fn see_update(&mut self, update: Option<Result<Update, InferError>>) -> Option<Result<Update, InferError>> {
+        match update {
+            Some(Ok(Update::Again(changes))) => {
+                self.count_again();
+                Some(Ok(Update::Again(changes)))
+            }
+            Some(Ok(Update::Response(mut response))) => {
+                self.see_response(&mut response);
+                Some(Ok(Update::Response(response)))
+            }
+            Some(Err(error)) => Some(Err(self.see_error(error))),
+            None => self.see_end().map(Err),
+        }
+    }
+
+    /// Whether responses may leave with fewer outputs than they came with.
+    pub fn removes_outputs(&self) -> bool {
+        !self.requested_outputs.is_empty()
+    }
+
+    fn see_response(&mut self, response: &mut InferResponse) {
+        let cache = self.keep(response);
+        self.complete(response);
+        self.count(response, cache);
+    }
+
+    fn see_error(&mut self, error: InferError) -> InferError {
+        // Words of a queue come before anything was scheduled or answered.
+        let is_refused = self.num_responses == 0 && self.scheduled().is_none();
+        self.count_response(ResponseOutcome::Fail, Instant::now(), Duration::ZERO);
+        self.fail(if is_refused { refusal_of(&error) } else { failure_of(&error) });
+        error
+    }
+
+    /// A stream that ends without a final response gets an error.
+    fn see_end(&mut self) -> Option<InferError> {
+        if self.ended {
+            return None;
+        }
+        self.fail(Failure::Backend);
+        let model = &self.model.config.name;
+        Some(InferError::internal(format!("model '{model}' stopped answering before its final response")))
     }
 
     fn scheduled(&self) -> Option<&Scheduled> {
@@ -180,6 +212,13 @@ impl Watch {
             self.settle();
             self.succeed(response, cache, now, output);
         }
+    }
+
+    /// Counts a response that is the last one again.
+    fn count_again(&mut self) {
+        let now = Instant::now();
+        let output = self.progress.as_ref().map_or(Duration::ZERO, |progress| progress.take_output(now));
+        self.count_response(ResponseOutcome::Success, now, output);
     }
 
     fn succeed(&mut self, response: &InferResponse, cache: Option<CacheUse>, now: Instant, output: Duration) {

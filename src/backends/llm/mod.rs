@@ -306,6 +306,10 @@ impl Backend for Llm {
         }))
     }
 
+    fn keeps_to_requested_outputs(&self) -> bool {
+        true
+    }
+
     fn is_ready(&self) -> bool {
         self.router.is_ready()
     }

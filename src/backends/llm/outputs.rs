@@ -3,7 +3,7 @@
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use engine::{BlockUsage, DraftUsage, SampledToken, TokenId};
-use serving::{DataType, InferRequest, InferResponse, Name, Shape, Tensor};
+use serving::{DataType, Elements, InferRequest, InferResponse, Name, Shape, Tensor, Update};
 use smallvec::SmallVec;
 use worker::LogitsPiece;
 
@@ -32,6 +32,11 @@ pub(crate) struct Responses {
     sequences: Vec<Output>,
     num_open: usize,
     arrived: (Instant, SystemTime),
+    /// The places of the outputs that change while one sequence gets one token a response; `None` where more than that may
+    /// change.
+    changing: Option<SmallVec<[(usize, Kind); 2]>>,
+    /// The last response told one token of this sequence, and that it goes on.
+    repeatable: Option<usize>,
 }
 
 /// What an output tells.
@@ -88,6 +93,23 @@ impl Kind {
             _ => return None,
         })
     }
+}
+
+impl Kind {
+    /// Whether it says the same of each token that is told alone, but for the last.
+    fn is_steady(self) -> bool {
+        matches!(
+            self,
+            Kind::SequenceLength | Kind::BatchIndex | Kind::SequenceIndex | Kind::SequenceEnd | Kind::NumInputTokens
+        )
+    }
+}
+
+/// The outputs that change from token to token, if all keep their types and shapes.
+fn changing(wanted: &[(Name, Kind)]) -> Option<SmallVec<[(usize, Kind); 2]>> {
+    let is_of_logits = |(_, kind): &(Name, Kind)| matches!(kind, Kind::ContextLogits | Kind::GenerationLogits);
+    let places = wanted.iter().enumerate().map(|(place, (_, kind))| (place, *kind));
+    (!wanted.iter().any(is_of_logits)).then(|| places.filter(|(_, kind)| !kind.is_steady()).collect())
 }
 
 /// When a response is due.
@@ -159,11 +181,15 @@ impl Responses {
             (false, true) => Mode::PerSequence,
             (false, false) => Mode::Once,
         };
+        let wanted: Vec<_> = wanted.into_iter().filter_map(|name| Some((Name::from(name), Kind::of(name)?))).collect();
+        let is_told_by_token = mode == Mode::Streaming && !has_stand_ins;
         Self {
+            changing: changing(&wanted).filter(|_| is_told_by_token),
+            repeatable: None,
             id: request.id.clone(),
             model_name: Name::from(&config.name),
             model_version: version.into(),
-            wanted: wanted.into_iter().filter_map(|name| Some((Name::from(name), Kind::of(name)?))).collect(),
+            wanted,
             stand_ins: unwanted.into_iter().filter(|_| has_stand_ins).filter_map(stand_in).collect(),
             mode,
             prompt: if exclude_input { Vec::new() } else { parsed.request.prompt.clone() },
@@ -186,23 +212,49 @@ impl Responses {
         self.sequences[index].logits.keep(self.logits_form, piece);
     }
 
-    /// The response that this news completes. It is final when no sequence is left.
-    pub(crate) fn push(&mut self, news: News) -> Option<InferResponse> {
+    /// As [`Responses::push`], for who takes what is new in a response alone.
+    pub(crate) fn push_update(&mut self, news: News) -> Option<Update> {
+        let is_repeated = self.repeatable == Some(news.index) && !news.ends && news.tokens.len() == 1;
+        if !is_repeated {
+            return self.push(news).map(Update::from);
+        }
+        let changing = self.changing.take()?; // What may be repeated has them.
+        let index = news.index;
+        self.take(news);
+        let elements =
+            |&(output, kind)| Elements { output, data: self.output(&Name::default(), kind, index..index + 1).data };
+        let changes = changing.iter().map(elements).collect();
+        self.sequences[index].pending.clear();
+        self.changing = Some(changing);
+        Some(Update::Again(changes))
+    }
+
+    /// Takes news in.
+    fn take(&mut self, news: News) -> &mut Output {
         let output = &mut self.sequences[news.index];
         output.take(news.tokens, news.at, news.blocks);
         output.drafts = news.drafts;
         output.cumulative_log_prob = news.cum_log_prob.map_or(output.cumulative_log_prob, f64::from);
         output.ended = news.ends;
         self.num_open -= usize::from(news.ends);
+        output
+    }
+
+    /// The response that this news completes. It is final when no sequence is left.
+    pub(crate) fn push(&mut self, news: News) -> Option<InferResponse> {
+        let (index, ends) = (news.index, news.ends);
+        let num_pending = self.take(news).pending.len();
+        let is_one_of_more = num_pending == 1 && !ends;
         let is_due = match self.mode {
-            Mode::Streaming => news.ends || !output.pending.is_empty(),
-            Mode::PerSequence => news.ends,
+            Mode::Streaming => ends || num_pending > 0,
+            Mode::PerSequence => ends,
             Mode::Once => self.num_open == 0,
         };
         if !is_due {
             return None;
         }
-        let indices = if self.mode == Mode::Once { 0..self.sequences.len() } else { news.index..news.index + 1 };
+        self.repeatable = (self.changing.is_some() && is_one_of_more).then_some(index);
+        let indices = if self.mode == Mode::Once { 0..self.sequences.len() } else { index..index + 1 };
         let wanted = std::mem::take(&mut self.wanted);
         let output = |(name, kind): &(Name, Kind)| match kind {
             Kind::ContextLogits => self.sequences[indices.start].logits.take_context(name, self.logits_form),
@@ -219,6 +271,7 @@ impl Responses {
             id: self.id.clone(),
             outputs,
             is_final: self.num_open == 0,
+            may_be_repeated: self.repeatable.is_some(),
             ..InferResponse::default()
         })
     }
@@ -365,6 +418,8 @@ mod tests {
 
     fn responses(mode: Mode, num_sequences: usize, prompt: &[u32]) -> Responses {
         Responses {
+            changing: None,
+            repeatable: None,
             id: "a".into(),
             model_name: "llm".into(),
             model_version: "1".into(),
@@ -418,6 +473,34 @@ mod tests {
         let last = responses.push(news(0, &[], true)).unwrap();
         assert_eq!((ids(&last), last.is_final), (vec![], true));
         assert_eq!(output(&last, "output_ids").shape[..], [1, 1, 0]);
+    }
+
+    #[test]
+    fn what_is_new_in_a_response_comes_to_the_response() {
+        let steady = || {
+            let mut steady = responses(Mode::Streaming, 2, &[]);
+            steady.changing = changing(&steady.wanted);
+            steady
+        };
+        let (mut whole, mut told, mut last) = (steady(), steady(), InferResponse::default());
+        let tokens = [(0, 1, false), (0, 1, false), (0, 1, false), (1, 1, false), (1, 1, false), (0, 2, false)];
+        let (mut num_again, ends) = (0, [(0, 1, false), (0, 1, false), (0, 1, true), (1, 1, false), (1, 0, true)]);
+        for (round, (index, count, ends)) in (10..).zip(tokens.into_iter().chain(ends)) {
+            let news = || news(index, &vec![(round, 0.0); count], ends);
+            let response = whole.push(news()).unwrap();
+            match told.push_update(news()).unwrap() {
+                Update::Response(response) => last = *response,
+                Update::Again(changes) => {
+                    assert!(last.may_be_repeated && !response.is_final);
+                    changes.into_iter().for_each(|new| last.outputs[new.output].data = new.data);
+                    num_again += 1;
+                }
+            }
+            assert_eq!((&last.outputs, last.is_final), (&response.outputs, response.is_final), "{round}");
+        }
+        assert_eq!(num_again, 4);
+        let logits = [("output_ids".into(), Kind::OutputIds), ("generation_logits".into(), Kind::GenerationLogits)];
+        assert!(changing(&logits).is_none(), "they are taken, not made");
     }
 
     #[test]

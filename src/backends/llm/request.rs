@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use engine::{BlockUsage, FinishReason, RowId, SampledToken, SequenceId, TokenEvent};
-use serving::{ErrorKind, InferError, InferResponse, Name, ResponseSender};
+use serving::{ErrorKind, InferError, InferResponse, Name, ResponseSender, Update};
 use tokio::sync::{Notify, mpsc, watch};
 
 use super::inbox::{Message, RequestEvent};
@@ -180,7 +180,7 @@ impl RequestTask {
                     self.time(&event, at);
                     sender.report(self.timing.generation());
                     sender.computed_at(at);
-                    self.hear(event, at).map(Ok)
+                    self.hear(event, at, sender.takes_updates()).map(Ok)
                 }
                 Some(RequestEvent::Failed(error)) => {
                     self.ended.iter().filter(|ended| !**ended).for_each(|_| self.timing.ended(None));
@@ -192,7 +192,7 @@ impl RequestTask {
             let ends = matches!(response, Some(Err(_))) || self.ended.iter().all(|&ended| ended);
             if let Some(response) = response
                 && !self.client_left
-                && !sender.send(response).await
+                && !sender.send_update(response).await
                 && !ends
             {
                 self.client_left = true;
@@ -218,10 +218,10 @@ impl RequestTask {
         }
     }
 
-    /// The response that news of a sequence complete.
-    fn hear(&mut self, event: TokenEvent, at: Instant) -> Option<InferResponse> {
+    /// The response that news of a sequence complete, or what is new in it where that is enough.
+    fn hear(&mut self, event: TokenEvent, at: Instant, takes_updates: bool) -> Option<Update> {
         if !event.beams.is_empty() || self.ended.len() > self.sequences.len() {
-            return self.hear_beams(event, at);
+            return self.hear_beams(event, at).map(Update::from);
         }
         let TokenEvent { sequence, tokens, finished, blocks, drafts, .. } = event;
         let index = self.sequences.iter().position(|&known| known == sequence)?;
@@ -243,7 +243,8 @@ impl RequestTask {
             }
         };
         self.ended[index] = ends;
-        self.responses.push(News { index, tokens, at, ends, blocks, drafts, cum_log_prob: None })
+        let news = News { index, tokens, at, ends, blocks, drafts, cum_log_prob: None };
+        if takes_updates { self.responses.push_update(news) } else { self.responses.push(news).map(Update::from) }
     }
 
     /// All beams at once, when their search has ended; empty ones when it was cancelled.

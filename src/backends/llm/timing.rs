@@ -16,12 +16,9 @@ pub(crate) struct Timing {
     /// When its first sequence joined a step.
     joined: Option<Instant>,
     first_token: Option<Instant>,
-    last_token: Option<Instant>,
     block_size: u64,
-    prompt_tokens: u64,
-    cached_tokens: u64,
-    output_tokens: u64,
-    preempted: u64,
+    /// As far as it has joined a step.
+    told: Generation,
     sequences: Vec<SequenceTiming>,
 }
 
@@ -42,12 +39,8 @@ impl Timing {
             arrived: Instant::now(),
             joined: None,
             first_token: None,
-            last_token: None,
             block_size: block_size as u64,
-            prompt_tokens: prompt_tokens as u64,
-            cached_tokens: 0,
-            output_tokens: 0,
-            preempted: 0,
+            told: Generation { prompt_tokens: prompt_tokens as u64, ..Generation::default() },
             sequences: vec![SequenceTiming::default(); num_sequences],
         }
     }
@@ -55,15 +48,16 @@ impl Timing {
     /// A replica takes the request, and counts it from now on.
     pub(crate) fn taken_by(&mut self, shared: &Arc<Shared>) {
         self.shared = Arc::clone(shared);
-        shared.figures.input_tokens.observe(self.prompt_tokens as f64);
+        shared.figures.input_tokens.observe(self.told.prompt_tokens as f64);
     }
 
     /// A step had room for sequence `index`. A second time with the same workers, it was preempted between.
     pub(crate) fn joined(&mut self, index: usize, at: Instant, start: u64) {
         let Some(sequence) = self.sequences.get_mut(index) else { return };
-        self.preempted += u64::from(sequence.joined_in.replace(start) == Some(start));
+        self.told.preempted += u64::from(sequence.joined_in.replace(start) == Some(start));
         if self.joined.is_none() {
             self.joined = Some(at);
+            self.told.queue = at.saturating_duration_since(self.arrived);
             self.shared.figures.queue.observe(seconds(at, self.arrived));
         }
     }
@@ -78,7 +72,7 @@ impl Timing {
         let Some(sequence) = self.sequences.get_mut(index) else { return };
         if !sequence.is_counted {
             sequence.is_counted = true;
-            self.cached_tokens += u64::from(event.blocks.num_reused) * self.block_size;
+            self.told.cached_tokens += u64::from(event.blocks.num_reused) * self.block_size;
             self.shared.figures.prefix_lookups.fetch_add(1, Relaxed);
             self.shared.figures.prefix_hits.fetch_add(u64::from(event.blocks.num_reused > 0), Relaxed);
         }
@@ -86,16 +80,18 @@ impl Timing {
 
     fn tokens(&mut self, index: usize, count: u64, now: Instant) {
         let figures = &self.shared.figures;
-        if self.first_token.is_none() {
+        if let Some(first) = self.first_token {
+            self.told.decode = now.saturating_duration_since(first);
+        } else {
             self.first_token = Some(now);
+            self.told.prefill = self.joined.map_or(Duration::ZERO, |joined| now.saturating_duration_since(joined));
             figures.first_token.observe(seconds(now, self.arrived));
         }
         let before = self.sequences.get_mut(index).and_then(|sequence| sequence.last_token.replace(now));
         if let Some(before) = before {
             figures.inter_token.observe_many(seconds(now, before) / count as f64, count);
         }
-        self.last_token = Some(now);
-        self.output_tokens += count;
+        self.told.output_tokens += count;
     }
 
     /// A sequence of the request has ended; without a reason it failed.
@@ -105,18 +101,10 @@ impl Timing {
 
     /// So far.
     pub(crate) fn generation(&self) -> Generation {
-        let between = |from: Option<Instant>, to: Option<Instant>| {
-            from.zip(to).map_or(Duration::ZERO, |(from, to)| to.saturating_duration_since(from))
-        };
-        Generation {
+        match self.joined {
+            Some(_) => self.told,
             // One that never joined has waited all its time.
-            queue: between(Some(self.arrived), self.joined.or_else(|| Some(Instant::now()))),
-            prefill: between(self.joined, self.first_token),
-            decode: between(self.first_token, self.last_token),
-            prompt_tokens: self.prompt_tokens,
-            cached_tokens: self.cached_tokens,
-            output_tokens: self.output_tokens,
-            preempted: self.preempted,
+            None => Generation { queue: self.arrived.elapsed(), ..self.told },
         }
     }
 }
@@ -125,7 +113,7 @@ impl Drop for Timing {
     fn drop(&mut self) {
         let figures = &self.shared.figures;
         figures.request.observe(self.arrived.elapsed().as_secs_f64());
-        figures.output_tokens.observe(self.output_tokens as f64);
+        figures.output_tokens.observe(self.told.output_tokens as f64);
     }
 }
 

@@ -2,16 +2,18 @@
 //! its detokenizer.
 //!
 //! Each response of the first is a call of the second and a response of the ensemble. Which tensor goes where is worked
-//! out once, so a token passes no slots.
+//! out once, so a token passes no slots; and where the first step says only what is new in a response, only that is passed
+//! on.
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use smallvec::SmallVec;
 
 use super::graph::{Graph, Wire};
 use super::{Pass, Run};
 use crate::finder::Finder;
-use crate::{InferError, InferResponse, ResponseStream, Tensor};
+use crate::{Changes, Elements, InferError, InferResponse, ResponseStream, Tensor, Update};
 
 /// What goes where between two steps.
 pub(super) struct Relay {
@@ -26,6 +28,20 @@ pub(super) struct Relay {
     standing: SmallVec<[usize; 4]>,
     /// Inputs of the called step that were there before, by their places.
     given: SmallVec<[usize; 4]>,
+    /// The last answer, where the response that it came of may be repeated.
+    last: Last,
+}
+
+/// An answer, and what it came of.
+#[derive(Default)]
+struct Last {
+    answer: Answer,
+    /// The inputs of the kept request to the called step, by their places.
+    inputs: SmallVec<[usize; 8]>,
+    /// How many outputs the called step gave.
+    num_answered: usize,
+    /// The response had something for the graph.
+    is_any: bool,
 }
 
 /// The readers of a step's outputs.
@@ -44,8 +60,16 @@ enum Reader {
     Output(usize),
 }
 
+impl Reader {
+    fn place(self) -> usize {
+        match self {
+            Reader::Input(place) | Reader::Output(place) => place,
+        }
+    }
+}
+
 /// The outputs of one response of the ensemble, in the order of its configuration.
-#[derive(Default)]
+#[derive(Default, Clone)]
 struct Answer {
     places: SmallVec<[usize; 8]>,
     tensors: Vec<Tensor>,
@@ -56,6 +80,26 @@ impl Answer {
         let at = self.places.iter().position(|&other| other > place).unwrap_or(self.places.len());
         self.places.insert(at, place);
         self.tensors.insert(at, tensor);
+    }
+
+    /// Puts other elements there; where they lie. `None` where there is no such tensor.
+    fn put_elements(&mut self, place: usize, data: Bytes) -> Option<usize> {
+        let at = self.places.iter().position(|&other| other == place)?;
+        self.tensors[at].data = data;
+        Some(at)
+    }
+
+    /// Whether the tensor there differs from `other` in its elements alone.
+    fn is_like(&self, place: usize, other: &Tensor) -> bool {
+        let at = self.places.iter().position(|&known| known == place);
+        at.is_some_and(|at| self.tensors[at].datatype == other.datatype && self.tensors[at].shape == other.shape)
+    }
+
+    fn remove(&mut self, place: usize) {
+        if let Some(at) = self.places.iter().position(|&other| other == place) {
+            self.places.remove(at);
+            self.tensors.remove(at);
+        }
     }
 }
 
@@ -75,7 +119,7 @@ impl Relay {
         let inputs = steps[called].inputs.iter().enumerate();
         let given = inputs.filter(|(_, input)| !is_made_now(input)).map(|(place, _)| place).collect();
         let (made, answered) = (Routes::of(run, maker, Some(called)), Routes::of(run, called, None));
-        Some(Self { graph: run.graph.clone(), maker, called, made, answered, standing, given })
+        Some(Self { graph: run.graph.clone(), maker, called, made, answered, standing, given, last: Last::default() })
     }
 }
 
@@ -96,6 +140,11 @@ impl Routes {
         Self { readers: graph.steps[step].outputs.iter().map(readers).collect(), finder: Finder::default() }
     }
 
+    /// The readers of the output at this place of the last response.
+    fn readers_of(&self, output: usize) -> &[Reader] {
+        self.finder.last(output).map_or(&[], |found| &self.readers[found])
+    }
+
     /// Gives each tensor that a wire leads from to its readers; whether there were any.
     fn hand_on(&mut self, wires: &[Wire], tensors: Vec<Tensor>, mut give: impl FnMut(Reader, Tensor)) -> bool {
         let mut is_any = false;
@@ -114,9 +163,20 @@ impl Routes {
 impl Run {
     /// Sends a response for each of `stream`.
     pub(super) async fn relay(&mut self, mut relay: Relay, mut stream: ResponseStream, pass: Pass) {
-        while let Some(item) = stream.next_response().await {
+        // What is asked again is to be as it was; where shapes change, it is not.
+        if self.models[relay.called].keeps_shapes {
+            stream.take_updates();
+        }
+        while let Some(item) = stream.next_update().await {
             let response = match item {
-                Ok(response) => response,
+                Ok(Update::Response(response)) => *response,
+                Ok(Update::Again(changes)) => {
+                    if relay.last.is_any {
+                        let update = self.pass_on_again(&mut relay, changes);
+                        self.sender.send_update(update).await;
+                    }
+                    continue;
+                }
                 Err(error) => {
                     self.send_error(self.graph.within(error)).await;
                     continue;
@@ -124,7 +184,7 @@ impl Run {
             };
             let (is_over, is_last) = (response.is_final, pass.is_last && response.is_final);
             match self.pass_on(&mut relay, response, is_last) {
-                Ok(Some(outputs)) => self.send(outputs, is_last).await,
+                Ok(Some(response)) => drop(self.sender.send(Ok(response)).await),
                 Ok(None) if is_last => self.send(Vec::new(), true).await,
                 Ok(None) => {}
                 Err(error) => self.send_error(error).await,
@@ -141,38 +201,98 @@ impl Run {
         relay: &mut Relay,
         response: InferResponse,
         is_last: bool,
-    ) -> Result<Option<Vec<Tensor>>, InferError> {
-        let Relay { graph, maker, called, made, answered, standing, given } = relay;
-        let (maker, called) = (&graph.steps[*maker], *called);
+    ) -> Result<Option<InferResponse>, InferError> {
+        let Relay { graph, maker, called, made, answered, standing, given, last } = relay;
+        let (maker, called, may_be_repeated) = (&graph.steps[*maker], *called, response.may_be_repeated);
         let mut answer = Answer { tensors: Vec::with_capacity(standing.len() + 4), ..Answer::default() };
         let mut request = self.places[called].request.take().unwrap_or_else(|| Box::new(self.step_request(called)));
+        request.inputs.clear();
+        last.inputs.clear();
         let is_any = made.hand_on(&maker.outputs, response.outputs, |reader, mut tensor| match reader {
             Reader::Input(place) => {
                 tensor.name = graph.steps[called].inputs[place].name.clone();
                 request.inputs.push(tensor);
+                last.inputs.push(place);
             }
             Reader::Output(place) => {
                 tensor.name = graph.outputs[place].name.clone();
                 answer.put(place, tensor);
             }
         });
+        last.is_any = is_any;
         if !is_any {
             self.places[called].request = Some(request);
             return Ok(None);
         }
-        request.inputs.extend(given.iter().filter_map(|&place| self.tensors.of(&graph.steps[called].inputs[place])));
-        let response = self.ask(called, request, is_last).map_err(|error| graph.within(error))?;
-        answered.hand_on(&graph.steps[called].outputs, response.outputs, |reader, mut tensor| {
-            if let Reader::Output(place) = reader {
-                tensor.name = graph.outputs[place].name.clone();
-                answer.put(place, tensor);
+        for &place in given.iter() {
+            if let Some(tensor) = self.tensors.of(&graph.steps[called].inputs[place]) {
+                request.inputs.push(tensor);
+                last.inputs.push(place);
             }
-        });
+        }
+        let response = self.ask(called, request, is_last).map_err(|error| graph.within(error));
         for &place in standing.iter() {
             if let Some(tensor) = self.tensors.of(&graph.outputs[place]) {
                 answer.put(place, tensor);
             }
         }
-        Ok(Some(answer.tensors))
+        // Of an answer that failed, the next one may still be made.
+        let (outputs, error) = response.map_or_else(|error| (Vec::new(), Some(error)), |it| (it.outputs, None));
+        last.num_answered = if error.is_none() { outputs.len() } else { usize::MAX };
+        answered.hand_on(&graph.steps[called].outputs, outputs, |reader, mut tensor| {
+            if let Reader::Output(place) = reader {
+                tensor.name = graph.outputs[place].name.clone();
+                answer.put(place, tensor);
+            }
+        });
+        if may_be_repeated {
+            last.answer = answer.clone();
+        }
+        match error {
+            Some(error) => Err(error),
+            None => Ok(Some(InferResponse { may_be_repeated, ..self.response(answer.tensors, is_last) })),
+        }
+    }
+
+    /// What the last response comes to with what is new.
+    fn pass_on_again(&mut self, relay: &mut Relay, changes: Changes) -> Result<Update, InferError> {
+        let Relay { graph, called, made, answered, last, .. } = relay;
+        let (called, mut changed) = (*called, SmallVec::<[usize; 4]>::new());
+        let mut request = self.places[called].request.take().expect("a response that may be repeated was passed on");
+        for Elements { output, data } in changes {
+            for reader in made.readers_of(output) {
+                let data = data.clone();
+                match reader {
+                    Reader::Input(place) => {
+                        let at = last.inputs.iter().position(|other| other == place);
+                        at.into_iter().for_each(|at| request.inputs[at].data = data.clone());
+                    }
+                    Reader::Output(place) => changed.extend(last.answer.put_elements(*place, data)),
+                }
+            }
+        }
+        let known = std::mem::replace(&mut last.num_answered, usize::MAX); // After an error nothing is known.
+        let outputs = self.ask(called, request, false).map_err(|error| graph.within(error))?.outputs;
+        last.num_answered = outputs.len();
+        let mut is_alike = outputs.len() == known;
+        if !is_alike {
+            answered.readers.iter().flatten().for_each(|reader| last.answer.remove(reader.place()));
+        }
+        answered.hand_on(&graph.steps[called].outputs, outputs, |reader, tensor| {
+            let place = reader.place();
+            if last.answer.is_like(place, &tensor) {
+                changed.extend(last.answer.put_elements(place, tensor.data));
+            } else {
+                is_alike = false;
+                last.answer.remove(place);
+                last.answer.put(place, Tensor { name: graph.outputs[place].name.clone(), ..tensor });
+            }
+        });
+        if !is_alike || !self.sender.takes_updates() {
+            let outputs = last.answer.tensors.clone();
+            return Ok(InferResponse { may_be_repeated: true, ..self.response(outputs, false) }.into());
+        }
+        let elements = |output: usize| Elements { output, data: last.answer.tensors[output].data.clone() };
+        Ok(Update::Again(changed.into_iter().map(elements).collect()))
     }
 }

@@ -2,7 +2,7 @@
 
 mod support;
 
-use serving::{InferRequest, InferResponse, Parameter, Tensor};
+use serving::{InferRequest, InferResponse, Parameter, ResponseStream, Tensor, Update};
 use support::{PIECES, World, eventually, one, request, responses, text, text_of};
 
 const JOIN: &str = r#"backend: "join"
@@ -262,4 +262,64 @@ async fn tensors_are_shared_not_copied() {
     let place = sent.data.as_ptr();
     let response = one(server.infer(request("ens", vec![sent])).unwrap()).await;
     assert_eq!(response.outputs[0].data.as_ptr(), place);
+}
+
+/// What each response shows, where it is told as what is new; and how many were.
+async fn told_as_new(mut stream: ResponseStream) -> (Vec<String>, usize) {
+    let (mut told, mut num_again, mut last) = (Vec::new(), 0, InferResponse::default());
+    stream.take_updates();
+    while let Some(update) = stream.next_update().await {
+        match update {
+            Ok(Update::Response(response)) => last = *response,
+            Ok(Update::Again(changes)) => {
+                assert!(last.may_be_repeated);
+                changes.into_iter().for_each(|new| last.outputs[new.output].data = new.data);
+                num_again += 1;
+            }
+            Err(error) => {
+                told.push(error.message);
+                continue;
+            }
+        }
+        told.push(shown(&last));
+    }
+    (told, num_again)
+}
+
+fn shown(response: &InferResponse) -> String {
+    let outputs = response.outputs.iter().map(|output| format!("{}={}", output.name, text_of(output)));
+    format!("{}, {}", outputs.collect::<Vec<_>>().join(" "), response.is_final)
+}
+
+#[tokio::test]
+async fn what_is_new_in_a_response_passes_the_steps_behind_it_and_comes_to_the_same_responses() {
+    let repeats = PIECES
+        .replace("\"pieces\"", "\"repeats\"")
+        .replace("output [", "output [ { name: \"note\" data_type: TYPE_STRING dims: [ 1 ] },");
+    let also = |names: [&str; 2]| {
+        let outputs = names.map(|name| format!("{{ name: \"{name}\" data_type: TYPE_STRING dims: [ 1 ] }},"));
+        ensemble(&["repeats: text=x n=n -> piece=p note=s", "call: a=p b=s -> joined=y"])
+            .replace("output [", &format!("output [ {}", outputs.concat()))
+    };
+    // Where the piece is an output, too, two outputs are new each time.
+    let one_output = ensemble(&["repeats: text=x n=n -> piece=p note=s", "call: a=p b=s -> joined=y"]);
+    for (ensemble, fail_on, num_again) in
+        [(&one_output, "", 7), (&one_output, "q#3", 5), (&also(["s", "p"]), "", 7), (&also(["s", "p"]), "q#3", 5)]
+    {
+        let fails = format!("parameters {{ key: \"fail_on\" value {{ string_value: \"{fail_on}\" }} }}");
+        let call = JOIN.replace("\"join\"", "\"call\"") + &fails;
+        let server = World::new(&[("repeats", &repeats), ("call", &call), ("ens", ensemble)]).started().await;
+        let ask = || server.infer(request("ens", vec![text("x", "q")])).unwrap();
+        let whole: Vec<String> = responses(ask())
+            .await
+            .into_iter()
+            .map(|it| it.map_or_else(|error| error.message, |it| shown(&it)))
+            .collect();
+        let (told, num_told_again) = told_as_new(ask()).await;
+        assert_eq!(told, whole);
+        assert_eq!((whole.len(), num_told_again), (10, num_again));
+        assert!(whole[4].contains("y=q#4+same:5,") || !fail_on.is_empty() && whole[3].contains("no q#3"), "{whole:?}");
+        let counted = &server.model_statistics("ens", "").unwrap()[0].responses;
+        assert_eq!(counted[4].success.count, 2, "each response counts, however it is told");
+    }
 }

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use futures::future::{BoxFuture, FutureExt as _};
 use serving::{
-    Backend, BackendFactory, BatchedRequest, ControlMode, DataType, ErrorKind, InferError, InferRequest, InferResponse,
-    LoadRequest, ResponseStream, Server, ServerConfig, Tensor,
+    Backend, BackendFactory, BatchedRequest, ControlMode, DataType, Elements, ErrorKind, InferError, InferRequest,
+    InferResponse, LoadRequest, ResponseStream, Server, ServerConfig, Tensor, Update,
 };
 use tempfile::TempDir;
 use tokio::sync::Semaphore;
@@ -86,7 +86,7 @@ impl World {
 
     pub fn server(&self, control_mode: ControlMode) -> Arc<Server> {
         let factory: Arc<dyn BackendFactory> = Arc::new(ScriptedFactory(self.script.clone()));
-        let names = ["echo", "pieces", "gate", "join", "call", "rows", "sum"];
+        let names = ["echo", "pieces", "repeats", "gate", "join", "call", "rows", "sum"];
         let factories: HashMap<_, _> = names.map(|name| (name.to_owned(), factory.clone())).into();
         let repositories = vec![PathBuf::from(self.root.path())];
         let response_cache_bytes = 1 << 20;
@@ -147,6 +147,7 @@ impl Backend for Scripted {
                 Ok(ResponseStream::ready(InferResponse { outputs: echoed(&request), ..InferResponse::default() }))
             }
             "pieces" => Ok(self.pieces(&request)),
+            "repeats" => Ok(repeats(&request)),
             "gate" => Ok(self.gated(request)),
             "join" | "call" => self.join(&request).map(ResponseStream::ready),
             kind => Err(InferError::new(ErrorKind::Unsupported, format!("no `{kind}`"))),
@@ -273,6 +274,24 @@ fn shown(request: &InferRequest) -> String {
 
 pub fn text_of(tensor: &Tensor) -> String {
     String::from_utf8(tensor.to_byte_strings().unwrap()[0].to_vec()).unwrap()
+}
+
+/// Ten pieces beside the same note, told as what is new where that is taken, but for the first, the sixth and the last.
+fn repeats(request: &InferRequest) -> ResponseStream {
+    let text = text_of(request.input("text").unwrap());
+    ResponseStream::driven_by(async move |sender| {
+        for i in 0..10 {
+            let piece = Tensor::from_byte_strings("piece", &[1], &[format!("{text}#{i}")]);
+            let update = if [0, 5, 9].contains(&i) || !sender.takes_updates() {
+                let outputs = vec![piece, Tensor::from_byte_strings("note", &[1], &["same"])];
+                let is_final = i == 9;
+                InferResponse { outputs, is_final, may_be_repeated: !is_final, ..InferResponse::default() }.into()
+            } else {
+                Update::Again([Elements { output: 0, data: piece.data }].into_iter().collect())
+            };
+            sender.send_update(Ok(update)).await;
+        }
+    })
 }
 
 impl Scripted {

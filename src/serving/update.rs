@@ -1,0 +1,36 @@
+//! What a stream brings: a response, or the one before it again with other elements of some outputs.
+//!
+//! Most responses of a model that generates text differ from the one before in a token or its text. Who takes them in this
+//! form neither makes nor looks at the names, types, shapes and other outputs again.
+
+use bytes::Bytes;
+use smallvec::SmallVec;
+
+use crate::InferResponse;
+
+/// News of a stream, for who asked for them with [`crate::ResponseStream::take_updates`].
+#[derive(Debug)]
+pub enum Update {
+    /// A response.
+    Response(Box<InferResponse>),
+    /// The last response as it was told until now, once more, but for what is new. It may be repeated, and is not final.
+    Again(Changes),
+}
+
+/// What is new in a response, each output once.
+pub type Changes = SmallVec<[Elements; 2]>;
+
+/// Other elements of one output.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Elements {
+    /// The output's place in the last response.
+    pub output: usize,
+    /// Its elements, as in [`crate::Tensor::data`]; type and shape are those of before.
+    pub data: Bytes,
+}
+
+impl From<InferResponse> for Update {
+    fn from(response: InferResponse) -> Self {
+        Update::Response(Box::new(response))
+    }
+}
