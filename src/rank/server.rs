@@ -63,7 +63,7 @@ pub(crate) fn run(
 }
 
 /// Threads that serve connections where nobody says: few share the work of a step without waking one another for it.
-const MAX_FRONT_THREADS: usize = 4;
+const MAX_FRONT_THREADS: usize = 2;
 
 /// As asked for, or, for 0, as many as there are cores and are of use.
 fn num_front_threads(asked: usize) -> usize {
