@@ -1,106 +1,10 @@
 //! Traces as OpenTelemetry's spans, named as Triton names them: a root span `InferRequest`, one of the model's name for
 //! each request to a model, and `compute` in it (Triton's user guide, "OpenTelemetry trace support").
-//!
-//! The messages are the part of OTLP 1 (`opentelemetry/proto/trace/v1/trace.proto`) that they need.
 
-use prost::Message;
+use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue, any_value::Value};
+use opentelemetry_proto::tonic::trace::v1::Span;
+use opentelemetry_proto::tonic::trace::v1::span::{Event, SpanKind};
 use serving::TraceRecord;
-
-/// `ExportTraceServiceRequest`.
-#[derive(Clone, PartialEq, Message)]
-pub(crate) struct ExportRequest {
-    #[prost(message, repeated, tag = "1")]
-    pub resource_spans: Vec<ResourceSpans>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(crate) struct ResourceSpans {
-    #[prost(message, optional, tag = "1")]
-    pub resource: Option<Resource>,
-    #[prost(message, repeated, tag = "2")]
-    pub scope_spans: Vec<ScopeSpans>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(crate) struct Resource {
-    #[prost(message, repeated, tag = "1")]
-    pub attributes: Vec<KeyValue>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(crate) struct ScopeSpans {
-    #[prost(message, optional, tag = "1")]
-    pub scope: Option<Scope>,
-    #[prost(message, repeated, tag = "2")]
-    pub spans: Vec<Span>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(crate) struct Scope {
-    #[prost(string, tag = "1")]
-    pub name: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(crate) struct KeyValue {
-    #[prost(string, tag = "1")]
-    pub key: String,
-    #[prost(message, optional, tag = "2")]
-    pub value: Option<AnyValue>,
-}
-
-/// One of its fields is there.
-#[derive(Clone, PartialEq, Message)]
-pub(crate) struct AnyValue {
-    #[prost(string, optional, tag = "1")]
-    pub string_value: Option<String>,
-    #[prost(int64, optional, tag = "3")]
-    pub int_value: Option<i64>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(crate) struct Span {
-    #[prost(bytes = "vec", tag = "1")]
-    pub trace_id: Vec<u8>,
-    #[prost(bytes = "vec", tag = "2")]
-    pub span_id: Vec<u8>,
-    #[prost(bytes = "vec", tag = "4")]
-    pub parent_span_id: Vec<u8>,
-    #[prost(string, tag = "5")]
-    pub name: String,
-    #[prost(int32, tag = "6")]
-    pub kind: i32,
-    #[prost(fixed64, tag = "7")]
-    pub start_time_unix_nano: u64,
-    #[prost(fixed64, tag = "8")]
-    pub end_time_unix_nano: u64,
-    #[prost(message, repeated, tag = "9")]
-    pub attributes: Vec<KeyValue>,
-    #[prost(message, repeated, tag = "11")]
-    pub events: Vec<Event>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(crate) struct Event {
-    #[prost(fixed64, tag = "1")]
-    pub time_unix_nano: u64,
-    #[prost(string, tag = "2")]
-    pub name: String,
-}
-
-/// `SPAN_KIND_SERVER`.
-const SERVER: i32 = 2;
-
-impl KeyValue {
-    pub(crate) fn text(key: &str, value: &str) -> Self {
-        let value = AnyValue { string_value: Some(value.to_owned()), int_value: None };
-        Self { key: key.to_owned(), value: Some(value) }
-    }
-
-    fn number(key: &str, value: i64) -> Self {
-        Self { key: key.to_owned(), value: Some(AnyValue { string_value: None, int_value: Some(value) }) }
-    }
-}
 
 /// The spans of one trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -139,7 +43,8 @@ fn span(trace: &TraceRecord, seed: u64, part: Part) -> Option<Span> {
         return None;
     }
     let happened = trace.times.iter().filter(|(name, _)| Part::of(name) == part);
-    let events: Vec<Event> = happened.map(|&(name, at)| Event { time_unix_nano: at, name: name.to_owned() }).collect();
+    let events: Vec<Event> =
+        happened.map(|&(name, at)| Event { time_unix_nano: at, name: name.to_owned(), ..Event::default() }).collect();
     // The root lasts from the first moment to the last, whatever span they are of.
     let times = trace.times.iter().filter(|(name, _)| is_root || Part::of(name) == part).map(|&(_, at)| at);
     let (start, end) = (times.clone().min()?, times.max()?);
@@ -163,23 +68,37 @@ fn span(trace: &TraceRecord, seed: u64, part: Part) -> Option<Span> {
         span_id: part.span_id(seed, trace.id),
         parent_span_id: parent,
         name,
-        kind: SERVER,
+        kind: SpanKind::Server.into(),
         start_time_unix_nano: start,
         end_time_unix_nano: end,
         attributes,
         events,
+        ..Span::default()
     })
 }
 
 fn attributes(trace: &TraceRecord) -> Vec<KeyValue> {
     let mut attributes = vec![
-        KeyValue::text("triton.model_name", &trace.model),
-        KeyValue::number("triton.model_version", trace.version),
-        KeyValue::number("triton.trace_id", trace.id.cast_signed()),
-        KeyValue::number("triton.trace_parent_id", trace.parent_id.unwrap_or(0).cast_signed()),
+        text("triton.model_name", &trace.model),
+        number("triton.model_version", trace.version),
+        number("triton.trace_id", trace.id.cast_signed()),
+        number("triton.trace_parent_id", trace.parent_id.unwrap_or(0).cast_signed()),
     ];
     if !trace.request_id.is_empty() {
-        attributes.push(KeyValue::text("triton.request_id", &trace.request_id));
+        attributes.push(text("triton.request_id", &trace.request_id));
     }
     attributes
+}
+
+/// An attribute.
+pub(crate) fn text(key: &str, value: &str) -> KeyValue {
+    attribute(key, Value::StringValue(value.to_owned()))
+}
+
+fn number(key: &str, value: i64) -> KeyValue {
+    attribute(key, Value::IntValue(value))
+}
+
+fn attribute(key: &str, value: Value) -> KeyValue {
+    KeyValue { key: key.to_owned(), value: Some(AnyValue { value: Some(value) }), ..KeyValue::default() }
 }

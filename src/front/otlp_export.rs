@@ -1,23 +1,25 @@
 //! Spans on their way to an OpenTelemetry collector: a bounded queue, and a thread that posts batches of it.
 
 use std::hash::{BuildHasher as _, RandomState};
-use std::io::{self, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use http::Uri;
+use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
+use opentelemetry_proto::tonic::common::v1::InstrumentationScope;
+use opentelemetry_proto::tonic::resource::v1::Resource;
+use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans, Span};
 use prost::Message as _;
 use serving::{TraceRecord, TraceSink};
+use ureq::Agent;
 
-use crate::otlp::{ExportRequest, KeyValue, Resource, ResourceSpans, Scope, ScopeSpans, Span, spans};
+use crate::otlp::{spans, text};
 
-/// Longest time for connecting, for a write, and for a read.
+/// Longest time for a post.
 const TIMEOUT: Duration = Duration::from_secs(10);
-
-/// As much of a collector's answer as is read.
-const MAX_ANSWER_BYTES: u64 = 1 << 16;
 
 /// Where spans go, and in what batches. Defaults are Triton's.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -56,7 +58,7 @@ impl Collector {
         match key {
             "url" => {
                 self.url = value.to_owned();
-                self.address()?;
+                self.check_url()?;
             }
             "resource" => {
                 let (name, value) = value.split_once('=').ok_or("expected resource=NAME=VALUE")?;
@@ -71,55 +73,27 @@ impl Collector {
         Ok(())
     }
 
-    /// Host with port, and path.
-    fn address(&self) -> Result<(String, &str), String> {
-        let rest = self.url.strip_prefix("http://").ok_or("expected http://HOST:PORT/PATH")?;
-        let at = rest.find('/').unwrap_or(rest.len());
-        let (host, path) = rest.split_at(at);
-        if host.is_empty() || rest.bytes().any(|byte| byte.is_ascii_control() || byte == b' ') {
-            return Err("expected http://HOST:PORT/PATH".to_owned());
+    fn check_url(&self) -> Result<(), String> {
+        let is_http = |url: &Uri| url.scheme_str() == Some("http") && url.host().is_some_and(|host| !host.is_empty());
+        match self.url.parse::<Uri>() {
+            Ok(url) if is_http(&url) => Ok(()),
+            _ => Err("expected http://HOST:PORT/PATH".to_owned()),
         }
-        let has_port = host.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
-        let host = if has_port { host.to_owned() } else { format!("{host}:80") };
-        Ok((host, if path.is_empty() { "/" } else { path }))
     }
 
-    fn post(&self, spans: Vec<Span>) -> io::Result<()> {
-        let (host, path) = self.address().map_err(io::Error::other)?;
-        let attributes = self.resource.iter().map(|(key, value)| KeyValue::text(key, value)).collect();
-        let scope_spans = vec![ScopeSpans { scope: Some(Scope { name: "triton-server".into() }), spans }];
-        let resource_spans = vec![ResourceSpans { resource: Some(Resource { attributes }), scope_spans }];
-        let body = ExportRequest { resource_spans }.encode_to_vec();
-        let mut stream = connect(&host)?;
-        let head = format!(
-            "POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/x-protobuf\r\nContent-Length: {}\r\n\
-             Connection: close\r\n\r\n",
-            body.len()
-        );
-        stream.write_all(&[head.as_bytes(), &body].concat())?;
-        let mut answer = Vec::new();
-        stream.take(MAX_ANSWER_BYTES).read_to_end(&mut answer)?;
-        let line = String::from_utf8_lossy(&answer).lines().next().unwrap_or_default().to_owned();
-        match line.split(' ').nth(1) {
-            Some(status) if status.len() == 3 && status.starts_with('2') => Ok(()),
-            _ => Err(io::Error::other(format!("it answered `{line}`"))),
-        }
+    fn post(&self, agent: &Agent, spans: Vec<Span>) -> Result<(), ureq::Error> {
+        let attributes = self.resource.iter().map(|(key, value)| text(key, value)).collect();
+        let scope = InstrumentationScope { name: "triton-server".into(), ..InstrumentationScope::default() };
+        let scope_spans = ScopeSpans { scope: Some(scope), spans, ..ScopeSpans::default() };
+        let resource_spans = ResourceSpans {
+            resource: Some(Resource { attributes, ..Resource::default() }),
+            scope_spans: vec![scope_spans],
+            ..ResourceSpans::default()
+        };
+        let body = ExportTraceServiceRequest { resource_spans: vec![resource_spans] }.encode_to_vec();
+        agent.post(&self.url).content_type("application/x-protobuf").send(body)?;
+        Ok(())
     }
-}
-
-fn connect(host: &str) -> io::Result<TcpStream> {
-    let mut failure = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
-    for address in host.to_socket_addrs()? {
-        match TcpStream::connect_timeout(&address, TIMEOUT) {
-            Ok(stream) => {
-                stream.set_read_timeout(Some(TIMEOUT))?;
-                stream.set_write_timeout(Some(TIMEOUT))?;
-                return Ok(stream);
-            }
-            Err(error) => failure = error,
-        }
-    }
-    Err(failure)
 }
 
 /// Takes traces, and posts them from a thread of its own; dropping it posts what waits.
@@ -166,12 +140,13 @@ impl Drop for Exporter {
 }
 
 fn export(collector: &Collector, queue: &Receiver<Span>) {
+    let agent: Agent = Agent::config_builder().timeout_global(Some(TIMEOUT)).max_idle_connections(0).build().into();
     let mut has_failed = false;
     // An idle server waits here for ever.
     while let Ok(first) = queue.recv() {
         let (batch, is_open) = fill(vec![first], collector, queue);
         let count = batch.len();
-        match collector.post(batch) {
+        match collector.post(&agent, batch) {
             Ok(()) => has_failed = false,
             Err(_) if !is_open => return, // Nobody waits for what comes behind it.
             Err(error) => {
