@@ -105,29 +105,41 @@ impl Watch {
 
     /// Completes and counts one item of the stream.
     pub fn see(&mut self, item: Option<Item>) -> Option<Item> {
-        match item {
-            Some(Ok(mut response)) => {
-                self.see_response(&mut response);
-                Some(Ok(response))
-            }
-            Some(Err(error)) => Some(Err(self.see_error(error))),
-            None => self.see_end().map(Err),
-        }
+        self.see_with(item, Self::see_response)
     }
 
     /// As [`Watch::see`], of a stream that may tell what is new in a response.
     pub fn see_update(&mut self, update: Option<Result<Update, InferError>>) -> Option<Result<Update, InferError>> {
-        match update {
-            Some(Ok(Update::Again(changes))) => {
-                self.count_again();
-                Some(Ok(Update::Again(changes)))
+        self.see_with(update, |watch, update| match update {
+            Update::Response(response) => watch.see_response(response),
+            Update::Again(_) => watch.count_again(),
+        })
+    }
+
+    /// Sees what goes well in its own way. A stream that ends without a final response gets an error.
+    fn see_with<T>(
+        &mut self,
+        item: Option<Result<T, InferError>>,
+        see: impl FnOnce(&mut Self, &mut T),
+    ) -> Option<Result<T, InferError>> {
+        match item {
+            Some(Ok(mut good)) => {
+                see(self, &mut good);
+                Some(Ok(good))
             }
-            Some(Ok(Update::Response(mut response))) => {
-                self.see_response(&mut response);
-                Some(Ok(Update::Response(response)))
+            Some(Err(error)) => {
+                // Words of a queue come before anything was scheduled or answered.
+                let is_refused = self.num_responses == 0 && self.scheduled().is_none();
+                self.count_response(ResponseOutcome::Fail, Instant::now(), Duration::ZERO);
+                self.fail(if is_refused { refusal_of(&error) } else { failure_of(&error) });
+                Some(Err(error))
             }
-            Some(Err(error)) => Some(Err(self.see_error(error))),
-            None => self.see_end().map(Err),
+            None if self.ended => None,
+            None => {
+                self.fail(Failure::Backend);
+                let model = &self.model.config.name;
+                Some(Err(InferError::internal(format!("model '{model}' stopped answering before its final response"))))
+            }
         }
     }
 
@@ -140,24 +152,6 @@ impl Watch {
         let cache = self.keep(response);
         self.complete(response);
         self.count(response, cache);
-    }
-
-    fn see_error(&mut self, error: InferError) -> InferError {
-        // Words of a queue come before anything was scheduled or answered.
-        let is_refused = self.num_responses == 0 && self.scheduled().is_none();
-        self.count_response(ResponseOutcome::Fail, Instant::now(), Duration::ZERO);
-        self.fail(if is_refused { refusal_of(&error) } else { failure_of(&error) });
-        error
-    }
-
-    /// A stream that ends without a final response gets an error.
-    fn see_end(&mut self) -> Option<InferError> {
-        if self.ended {
-            return None;
-        }
-        self.fail(Failure::Backend);
-        let model = &self.model.config.name;
-        Some(InferError::internal(format!("model '{model}' stopped answering before its final response")))
     }
 
     fn scheduled(&self) -> Option<&Scheduled> {

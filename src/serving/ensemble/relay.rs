@@ -7,7 +7,6 @@
 
 use std::sync::Arc;
 
-use bytes::Bytes;
 use smallvec::SmallVec;
 
 use super::graph::{Graph, Wire};
@@ -82,21 +81,19 @@ impl Answer {
         self.tensors.insert(at, tensor);
     }
 
-    /// Puts other elements there; where they lie. `None` where there is no such tensor.
-    fn put_elements(&mut self, place: usize, data: Bytes) -> Option<usize> {
-        let at = self.places.iter().position(|&other| other == place)?;
-        self.tensors[at].data = data;
-        Some(at)
+    /// Where the tensor of an output lies.
+    fn at(&self, place: usize) -> Option<usize> {
+        self.places.iter().position(|&other| other == place)
     }
 
-    /// Whether the tensor there differs from `other` in its elements alone.
-    fn is_like(&self, place: usize, other: &Tensor) -> bool {
-        let at = self.places.iter().position(|&known| known == place);
-        at.is_some_and(|at| self.tensors[at].datatype == other.datatype && self.tensors[at].shape == other.shape)
+    /// The same of one that differs from `other` in its elements alone.
+    fn like(&self, place: usize, other: &Tensor) -> Option<usize> {
+        let is_like = |known: &Tensor| known.datatype == other.datatype && known.shape == other.shape;
+        self.at(place).filter(|&at| is_like(&self.tensors[at]))
     }
 
     fn remove(&mut self, place: usize) {
-        if let Some(at) = self.places.iter().position(|&other| other == place) {
+        if let Some(at) = self.at(place) {
             self.places.remove(at);
             self.tensors.remove(at);
         }
@@ -261,13 +258,18 @@ impl Run {
         let mut request = self.places[called].request.take().expect("a response that may be repeated was passed on");
         for Elements { output, data } in changes {
             for reader in made.readers_of(output) {
-                let data = data.clone();
-                match reader {
+                match *reader {
                     Reader::Input(place) => {
-                        let at = last.inputs.iter().position(|other| other == place);
-                        at.into_iter().for_each(|at| request.inputs[at].data = data.clone());
+                        if let Some(at) = last.inputs.iter().position(|&other| other == place) {
+                            request.inputs[at].data = data.clone();
+                        }
                     }
-                    Reader::Output(place) => changed.extend(last.answer.put_elements(*place, data)),
+                    Reader::Output(place) => {
+                        if let Some(at) = last.answer.at(place) {
+                            last.answer.tensors[at].data = data.clone();
+                            changed.push(at);
+                        }
+                    }
                 }
             }
         }
@@ -280,8 +282,9 @@ impl Run {
         }
         answered.hand_on(&graph.steps[called].outputs, outputs, |reader, tensor| {
             let place = reader.place();
-            if last.answer.is_like(place, &tensor) {
-                changed.extend(last.answer.put_elements(place, tensor.data));
+            if let Some(at) = last.answer.like(place, &tensor) {
+                last.answer.tensors[at].data = tensor.data;
+                changed.push(at);
             } else {
                 is_alike = false;
                 last.answer.remove(place);
