@@ -98,7 +98,7 @@ fn admit(state: &State, request: &mut Request<Incoming>) -> Result<(), Status> {
         .check(api, request.headers())
         .map_err(|header| Status::unavailable(format!("This protocol is restricted, expecting header '{header}'")))?;
     if api == Api::Inference {
-        let headers = state.config.grpc_forward.pick(request.headers()).map_err(grpc_status)?;
+        let headers = config.grpc_forward.pick(request.headers()).map_err(grpc_status)?;
         let context = state.span_context(request.headers());
         if !headers.is_empty() || context.is_some() {
             request.extensions_mut().insert(Forwarded { headers: headers.into(), context });
