@@ -11,7 +11,7 @@ use kernels::cuda::rms_norm::add_rms_norm;
 use kernels::cuda::sample::ARGMAX_CHUNKS;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
 
-use super::nccl::{Joining, unlink_shared_memory};
+use super::nccl::{Joining, Use, unlink_shared_memory};
 use super::{CudaConfig, Exchange, device_error};
 use crate::{DeviceError, TensorParallel};
 
@@ -21,10 +21,14 @@ const MAX_PEER_ROWS: usize = 256;
 const CANDIDATE_BYTES: usize = ARGMAX_CHUNKS * 8;
 /// How long a kernel waits for another worker before it gives up.
 const PATIENCE_NS: u64 = 10_000_000_000;
+/// Columns of the buffer that shows whether workers can map each other's memory.
+const PROBE_COLS: usize = 1024;
 
 /// A worker's reach to its group; a group of one has nobody to reach.
 pub(crate) struct Group {
     nccl: Option<Joining>,
+    /// Showed that workers can map each other's memory. Stays, for nobody knows when the others have let go of it.
+    probe: Option<PeerGroup>,
     peers: Option<PeerGroup>,
     /// For sums inside the products that they are of.
     fused: Option<PeerGroup>,
@@ -64,16 +68,35 @@ pub(crate) struct ReduceAddNorm {
 impl Group {
     pub(crate) fn new(config: &CudaConfig, gpu: &Arc<Gpu>) -> Result<Self, DeviceError> {
         let tp = config.tensor_parallel;
-        let uses_peers = config.use_fast_kernels;
+        let mut group = Self {
+            nccl: None,
+            probe: None,
+            peers: None,
+            fused: None,
+            owners: None,
+            exchange: None,
+            tp,
+            uses_peers: config.use_fast_kernels,
+        };
         if tp.size == 1 {
-            return Ok(Self { nccl: None, peers: None, fused: None, owners: None, exchange: None, tp, uses_peers });
+            return Ok(group);
         }
         let exchange = config.exchange.clone().ok_or_else(|| DeviceError::Unavailable {
             device: "cuda".into(),
             reason: format!("a group of {} workers needs a way to exchange NCCL's id", tp.size),
         })?;
-        let nccl = Joining::start(gpu, tp, exchange.as_ref(), &config.library_dirs)?;
-        Ok(Self { nccl: Some(nccl), peers: None, fused: None, owners: None, exchange: Some(exchange), tp, uses_peers })
+        group.exchange = Some(exchange.clone());
+        let purpose = if group.needs_little(config, gpu)? { Use::Rest } else { Use::Bulk };
+        group.nccl = Some(Joining::start(gpu, tp, exchange.as_ref(), &config.library_dirs, purpose)?);
+        Ok(group)
+    }
+
+    /// Whether sums of any size go through peer memory, and nothing goes to other stages. All workers find the same.
+    fn needs_little(&mut self, config: &CudaConfig, gpu: &Arc<Gpu>) -> Result<bool, DeviceError> {
+        let Some(exchange) = self.exchange.clone().filter(|_| self.uses_peers) else { return Ok(false) };
+        let probe = PeerBuffer::for_flags(gpu, self.size(), 1, PROBE_COLS);
+        self.probe = self.peer_group(gpu, exchange.as_ref(), probe)?;
+        Ok(self.probe.is_some() && self.size().is_power_of_two() && config.stage.count == 1)
     }
 
     pub(crate) fn size(&self) -> usize {

@@ -34,6 +34,19 @@ type AllGather = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, 
 /// What NCCL reads from the environment is set before the first communicator.
 static ENVIRONMENT: Once = Once::new();
 
+/// What a communicator is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Use {
+    /// Large messages: as many channels as NCCL thinks right.
+    Bulk,
+    /// What little does not go through peer memory: joined sooner with few channels.
+    Rest,
+}
+
+/// Settings of [`Use::Rest`] that nobody set otherwise. On 4 H200s a group joins in 0.6 s less by the first and in 0.3 s
+/// less by the second, which has buffers mapped as peer memory is.
+const FEW_CHANNELS: [(&str, &str); 2] = [("NCCL_MAX_NCHANNELS", "4"), ("NCCL_CUMEM_ENABLE", "0")];
+
 /// A communicator over the GPUs of a group, or of stages.
 pub(crate) struct Nccl {
     communicator: Communicator,
@@ -81,8 +94,9 @@ impl Joining {
         tp: TensorParallel,
         exchange: &dyn Exchange,
         folders: &[PathBuf],
+        purpose: Use,
     ) -> Result<Self, DeviceError> {
-        let meeting = Nccl::meet(tp.rank, tp.size, exchange, folders)?;
+        let meeting = Nccl::meet(tp.rank, tp.size, exchange, folders, purpose)?;
         let gpu = gpu.clone();
         let connect = move || gpu.bind().map_err(super::device_error).and_then(|()| meeting.connect());
         let thread =
@@ -118,11 +132,17 @@ fn not_joined(reason: &dyn std::fmt::Display) -> DeviceError {
 impl Nccl {
     /// Joins as number `rank` of `size`; returns when all workers have. The calling thread's context is the GPU's.
     pub(crate) fn new(rank: u32, size: u32, exchange: &dyn Exchange, folders: &[PathBuf]) -> Result<Self, DeviceError> {
-        Self::meet(rank, size, exchange, folders)?.connect()
+        Self::meet(rank, size, exchange, folders, Use::Bulk)?.connect()
     }
 
     /// Loads NCCL, and agrees with the other workers on the communicator to come.
-    fn meet(rank: u32, size: u32, exchange: &dyn Exchange, folders: &[PathBuf]) -> Result<Meeting, DeviceError> {
+    fn meet(
+        rank: u32,
+        size: u32,
+        exchange: &dyn Exchange,
+        folders: &[PathBuf],
+        purpose: Use,
+    ) -> Result<Meeting, DeviceError> {
         ENVIRONMENT.call_once(|| {
             // NVLink multicast can put a host's GPUs out of service when a process dies in it, so it stays off.
             // SAFETY: called while the worker starts, before it has threads that read the environment.
@@ -130,6 +150,12 @@ impl Nccl {
             // Connections stand from the start, so that recording a collective waits for nobody.
             // SAFETY: as above.
             unsafe { std::env::set_var("NCCL_RUNTIME_CONNECT", "0") };
+            for (name, value) in FEW_CHANNELS {
+                if purpose == Use::Rest && std::env::var_os(name).is_none() {
+                    // SAFETY: as above.
+                    unsafe { std::env::set_var(name, value) };
+                }
+            }
         });
         let library = library::load("libnccl.so.2", folders).map_err(super::device_error)?;
         // SAFETY: signatures are those of nccl.h 2.28; the library is never unloaded.
