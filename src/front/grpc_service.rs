@@ -24,6 +24,7 @@ use crate::restricted::Api;
 use crate::state::State;
 use crate::status::grpc_status;
 use crate::stream_body;
+use crate::together::Streams;
 use tonic_health::pb::health_server::HealthServer;
 
 type Answer = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
@@ -31,6 +32,8 @@ type Answer = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + 
 /// All gRPC services of the port; cheap to clone.
 pub struct GrpcService<R: ServerReflection> {
     state: Arc<State>,
+    /// Of the connection that it answers.
+    streams: Streams,
     inference: GrpcInferenceServiceServer<KserveGrpc>,
     /// The same for calls whose messages are compressed.
     compressed: GrpcInferenceServiceServer<KserveGrpc>,
@@ -42,6 +45,7 @@ impl<R: ServerReflection> Clone for GrpcService<R> {
     fn clone(&self) -> Self {
         Self {
             state: self.state.clone(),
+            streams: self.streams.clone(),
             inference: self.inference.clone(),
             compressed: self.compressed.clone(),
             health: self.health.clone(),
@@ -50,7 +54,14 @@ impl<R: ServerReflection> Clone for GrpcService<R> {
     }
 }
 
-/// The services over shared state.
+impl<R: ServerReflection> GrpcService<R> {
+    /// The same for a connection whose streams are `streams`.
+    pub fn on(&self, streams: &Streams) -> Self {
+        Self { streams: streams.clone(), ..self.clone() }
+    }
+}
+
+/// The services over shared state, for no connection yet.
 ///
 /// # Panics
 /// Never: the descriptors are built with this crate.
@@ -63,7 +74,8 @@ pub fn grpc_service(state: Arc<State>) -> GrpcService<impl ServerReflection> {
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()
         .expect("the descriptors are built with this crate");
-    GrpcService { inference, compressed, health: HealthServer::new(Health::new(state.clone())), reflection, state }
+    let (health, streams) = (HealthServer::new(Health::new(state.clone())), Streams::default());
+    GrpcService { inference, compressed, health, reflection, state, streams }
 }
 
 /// The inference service, which takes messages of at most `limit` bytes.
@@ -126,7 +138,7 @@ impl<R: ServerReflection> Service<Request<Incoming>> for GrpcService<R> {
             let charge = Arc::new(self.state.budget.charge());
             let answers_plainly = matches!(self.state.config.grpc_response_compression, Compression::None);
             if path == stream_body::PATH && answers_plainly && !is_packed {
-                let response = stream_body::answer(self.state.clone(), request, charge);
+                let response = stream_body::answer(self.state.clone(), request, charge, &self.streams);
                 return Box::pin(std::future::ready(Ok(response)));
             }
             request.extensions_mut().insert(charge.clone());

@@ -136,7 +136,7 @@ fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<S
     Port::open(listener, limits, acceptor, move |stream| {
         let streams = Streams::default();
         let io = Coalesce::new(TokioIo::new(stream));
-        let service = TowerToHyperService::new(service.clone());
+        let service = TowerToHyperService::new(service.on(&streams));
         let connection = http2_builder(&config, streams.clone()).serve_connection(io, service);
         Together::new(connection, streams)
     })

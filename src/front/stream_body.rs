@@ -3,14 +3,13 @@
 //! For calls whose messages are not packed, in either direction; the others go through `tonic`.
 
 use std::pin::Pin;
-use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker, ready};
 
 use bytes::{Bytes, BytesMut};
 use futures::Stream as _;
 use http::{HeaderMap, HeaderValue, Request, Response, header};
 use hyper::body::{Body as HttpBody, Frame, Incoming};
-use serving::Bell;
 use tonic::body::Body;
 use tonic::codec::Codec as _;
 use tonic::{Status, Streaming};
@@ -22,6 +21,7 @@ use crate::proto::ModelInferRequest;
 use crate::reply::StreamReply;
 use crate::state::State;
 use crate::stream_infer::InferStream;
+use crate::together::Streams;
 
 /// The call's path.
 pub const PATH: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
@@ -29,8 +29,8 @@ pub const PATH: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
 /// Replies are gathered up to this size.
 const FULL_BYTES: usize = 16 << 10;
 
-/// Answers the requests of one call; `charge` pays for what has come of them.
-pub fn answer(state: Arc<State>, request: Request<Incoming>, charge: Arc<Charge>) -> Response<Body> {
+/// Answers the requests of one call on the connection of `streams`; `charge` pays for what has come of them.
+pub fn answer(state: Arc<State>, request: Request<Incoming>, charge: Arc<Charge>, streams: &Streams) -> Response<Body> {
     let (parts, body) = request.into_parts();
     let decoder = ProstCodec::<StreamReply, ModelInferRequest>::default().decoder();
     let limit = state.config.max_grpc_message_bytes;
@@ -38,19 +38,152 @@ pub fn answer(state: Arc<State>, request: Request<Incoming>, charge: Arc<Charge>
     let ends_on_error = parts.headers.get("triton_grpc_error").is_some_and(|value| value == "true");
     let forwarded = parts.extensions.get::<Forwarded>().cloned();
     let all = InferStream::new(state, requests, ends_on_error, forwarded, Some(charge));
-    let mut response = Response::new(Body::new(StreamBody {
-        bell: Bell::default(),
-        replies: Replies { all, ending: None, is_over: false },
-    }));
+    let outlet = Outlet::default();
+    let replies = Replies { all, ending: None, is_over: false };
+    streams.make(Maker { replies, made: None, way: Way(outlet.clone()) });
+    let mut response = Response::new(Body::new(StreamBody { outlet, is_over: false }));
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     response
 }
 
+/// A frame, or why there is none.
+type Made = Result<Frame<Bytes>, Status>;
+
+/// One frame on its way from who makes it to the body that it is a part of.
+#[derive(Clone, Default)]
+struct Outlet(Arc<Mutex<Place>>);
+
+#[derive(Default)]
+struct Place {
+    made: Option<Made>,
+    /// Who waits for a frame.
+    body: Option<Waker>,
+    /// Who is to know that the place is free, or the body gone.
+    maker: Option<Waker>,
+    /// The maker has another frame.
+    is_awaited: bool,
+    is_body_gone: bool,
+    is_maker_gone: bool,
+}
+
+impl Outlet {
+    fn place(&self) -> MutexGuard<'_, Place> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Puts a frame there when the one before was taken. `Err` when nobody will take it.
+    fn poll_put(&self, made: &mut Option<Made>, context: &mut Context<'_>) -> Poll<Result<(), ()>> {
+        let mut place = self.place();
+        register(&mut place.maker, context);
+        if place.is_body_gone {
+            return Poll::Ready(Err(()));
+        }
+        place.is_awaited = made.is_some() && place.made.is_some();
+        if place.is_awaited {
+            return Poll::Pending;
+        }
+        if made.is_some() {
+            place.made = made.take();
+            place.body.take().into_iter().for_each(Waker::wake);
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// The next frame; `None` behind the last.
+    fn poll_take(&self, context: &mut Context<'_>) -> Poll<Option<Made>> {
+        let mut place = self.place();
+        match place.made.take() {
+            Some(made) => {
+                if std::mem::take(&mut place.is_awaited) {
+                    place.maker.iter().for_each(Waker::wake_by_ref);
+                }
+                Poll::Ready(Some(made))
+            }
+            None if place.is_maker_gone => Poll::Ready(None),
+            None => {
+                register(&mut place.body, context);
+                Poll::Pending
+            }
+        }
+    }
+}
+
+fn register(place: &mut Option<Waker>, context: &mut Context<'_>) {
+    if !place.as_ref().is_some_and(|known| known.will_wake(context.waker())) {
+        *place = Some(context.waker().clone());
+    }
+}
+
+/// Makes the frames of a body, one ahead of it.
+struct Maker {
+    replies: Replies,
+    made: Option<Made>,
+    way: Way,
+}
+
+/// The maker's end of an outlet.
+struct Way(Outlet);
+
+impl Drop for Way {
+    fn drop(&mut self) {
+        let mut place = self.0.place();
+        place.is_maker_gone = true;
+        place.body.take().into_iter().for_each(Waker::wake);
+    }
+}
+
+impl Future for Maker {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        let Self { replies, made, way } = &mut *self;
+        let mut is_at_rest = false;
+        loop {
+            if ready!(way.0.poll_put(made, context)).is_err() || replies.is_over {
+                return Poll::Ready(());
+            }
+            if is_at_rest {
+                return Poll::Pending;
+            }
+            let (frame, rests) = replies.poll_frame(context);
+            is_at_rest = rests;
+            *made = Some(ready!(frame));
+        }
+    }
+}
+
 /// Replies, then how the call ended.
 struct StreamBody {
-    /// Rings when there may be more; the connection asks for more after each frame.
-    bell: Bell,
-    replies: Replies,
+    outlet: Outlet,
+    is_over: bool,
+}
+
+impl Drop for StreamBody {
+    fn drop(&mut self) {
+        let mut place = self.outlet.place();
+        place.is_body_gone = true;
+        place.maker.iter().for_each(Waker::wake_by_ref);
+    }
+}
+
+impl HttpBody for StreamBody {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Made>> {
+        if self.is_over {
+            return Poll::Ready(None);
+        }
+        let made = ready!(self.outlet.poll_take(context));
+        let broke_off = || Err(Status::internal("the call broke off; the server's log says why"));
+        let made = made.unwrap_or_else(broke_off);
+        self.is_over = made.as_ref().is_ok_and(Frame::is_trailers) || made.is_err();
+        Poll::Ready(Some(made))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.is_over
+    }
 }
 
 struct Replies {
@@ -60,8 +193,6 @@ struct Replies {
     is_over: bool,
 }
 
-type NextFrame = Poll<Option<Result<Frame<Bytes>, Status>>>;
-
 impl Replies {
     fn poll_reply(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, Status>>> {
         let reply = Pin::new(&mut self.all).poll_next(context);
@@ -69,7 +200,7 @@ impl Replies {
     }
 
     /// The next frame, and whether nothing follows it now.
-    fn poll_frame(&mut self, context: &mut Context<'_>) -> (NextFrame, bool) {
+    fn poll_frame(&mut self, context: &mut Context<'_>) -> (Poll<Made>, bool) {
         let next = match self.ending.take() {
             Some(ending) => Poll::Ready(ending),
             None => self.poll_reply(context),
@@ -78,10 +209,10 @@ impl Replies {
             Poll::Pending => (Poll::Pending, true),
             Poll::Ready(Some(Ok(first))) => {
                 let (all, is_at_rest) = self.gather(first, context);
-                (Poll::Ready(Some(Ok(Frame::data(all)))), is_at_rest)
+                (Poll::Ready(Ok(Frame::data(all))), is_at_rest)
             }
-            Poll::Ready(Some(Err(status))) => (Poll::Ready(Some(self.end(&status))), false),
-            Poll::Ready(None) => (Poll::Ready(Some(self.end(&Status::ok("")))), false),
+            Poll::Ready(Some(Err(status))) => (Poll::Ready(self.end(&status)), false),
+            Poll::Ready(None) => (Poll::Ready(self.end(&Status::ok(""))), false),
         }
     }
 
@@ -105,26 +236,9 @@ impl Replies {
         (if all.is_empty() { first } else { all.freeze() }, is_at_rest)
     }
 
-    fn end(&mut self, status: &Status) -> Result<Frame<Bytes>, Status> {
+    fn end(&mut self, status: &Status) -> Made {
         self.is_over = true;
         let mut trailers = HeaderMap::with_capacity(2);
         status.add_header(&mut trailers).map(|()| Frame::trailers(trailers))
-    }
-}
-
-impl HttpBody for StreamBody {
-    type Data = Bytes;
-    type Error = Status;
-
-    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> NextFrame {
-        let Self { bell, replies } = &mut *self;
-        if replies.is_over {
-            return Poll::Ready(None);
-        }
-        bell.poll_until_rest(context, |context| replies.poll_frame(context))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.replies.is_over
     }
 }

@@ -1,12 +1,14 @@
 //! One task for an HTTP/2 connection and all of its streams.
 //!
 //! A task for each stream would be woken for each token, and would then wake the connection's. Here a step of 32 streams
-//! wakes a connection once: its streams are polled, then the connection, which writes what all of them brought at once.
+//! wakes a connection once: all that it has to say is made, then handed to its streams, then to the connection, which
+//! writes it at once. Each of the three is more code than a processor's first cache holds together with the others, so
+//! each is done for all streams before the next.
 
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 
 use futures::StreamExt;
@@ -22,27 +24,46 @@ const MAX_ROUNDS: usize = 32;
 
 type Work = BoxFuture<'static, ()>;
 
-/// Takes a connection's streams; clones belong to the same connection.
+/// Takes a connection's streams, and what makes their frames; clones belong to the same connection.
 #[derive(Clone, Default)]
-pub struct Streams(Arc<Mutex<Vec<Work>>>);
+pub struct Streams(Arc<Mutex<New>>);
+
+/// What the connection has not begun to poll.
+#[derive(Default)]
+struct New {
+    makers: Vec<Work>,
+    streams: Vec<Work>,
+}
+
+impl Streams {
+    /// Takes work that makes frames for a stream. It is polled before the streams.
+    pub fn make(&self, maker: impl Future<Output = ()> + Send + 'static) {
+        self.new().makers.push(on_its_own(maker));
+    }
+
+    fn new(&self) -> MutexGuard<'_, New> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 impl<F: Future<Output = ()> + Send + 'static> hyper::rt::Executor<F> for Streams {
     fn execute(&self, stream: F) {
-        // One that panics takes none of the others with it.
-        let work = AssertUnwindSafe(stream).catch_unwind().map(|result| {
-            if result.is_err() {
-                tracing::error!("a stream broke off");
-            }
-        });
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(Box::pin(work));
+        self.new().streams.push(on_its_own(stream));
     }
+}
+
+/// Work that takes no other with it when it panics.
+fn on_its_own(work: impl Future<Output = ()> + Send + 'static) -> Work {
+    let result = AssertUnwindSafe(work).catch_unwind();
+    Box::pin(result.map(|result| result.unwrap_or_else(|_| tracing::error!("a stream broke off"))))
 }
 
 /// A connection and its streams as one future. Ends with the connection.
 pub struct Together<C> {
     connection: Pin<Box<C>>,
     new: Streams,
-    active: FuturesUnordered<Work>,
+    makers: FuturesUnordered<Work>,
+    streams: FuturesUnordered<Work>,
     alarm: Arc<Alarm>,
     waker: Waker,
 }
@@ -52,19 +73,29 @@ impl<C> Together<C> {
     pub fn new(connection: C, new: Streams) -> Self {
         let alarm = Arc::new(Alarm::default());
         let waker = Waker::from(alarm.clone());
-        Self { connection: Box::pin(connection), new, active: FuturesUnordered::new(), alarm, waker }
+        let (makers, streams) = Default::default();
+        Self { connection: Box::pin(connection), new, makers, streams, alarm, waker }
     }
 
-    /// Polls all streams that can go on.
+    /// Polls all makers, then all streams that can go on, until none can.
     fn poll_streams(&mut self, context: &mut Context<'_>) {
-        while let Poll::Ready(Some(())) = self.active.poll_next_unpin(context) {}
+        // A set of futures rests after two that woke themselves, as all do that send.
+        for _ in 0..=self.makers.len() + self.streams.len() {
+            self.alarm.begin();
+            while let Poll::Ready(Some(())) = self.makers.poll_next_unpin(context) {}
+            while let Poll::Ready(Some(())) = self.streams.poll_next_unpin(context) {}
+            if !self.alarm.is_rung() {
+                return;
+            }
+        }
     }
 
-    /// Takes streams that the connection has begun; whether there were any.
+    /// Takes what has begun; whether there was anything.
     fn take_new(&mut self) -> bool {
-        let new = std::mem::take(&mut *self.new.0.lock().unwrap_or_else(PoisonError::into_inner));
-        let is_any = !new.is_empty();
-        self.active.extend(new);
+        let New { makers, streams } = std::mem::take(&mut *self.new.new());
+        let is_any = !makers.is_empty() || !streams.is_empty();
+        self.makers.extend(makers);
+        self.streams.extend(streams);
         is_any
     }
 }
@@ -78,7 +109,6 @@ impl<C: Connection> Future for Together<C> {
         let waker = this.waker.clone();
         let mut context = Context::from_waker(&waker);
         for _ in 0..MAX_ROUNDS {
-            this.alarm.begin();
             this.poll_streams(&mut context);
             if let Poll::Ready(result) = this.connection.as_mut().poll(&mut context) {
                 return Poll::Ready(result);
@@ -122,7 +152,11 @@ impl Alarm {
     /// Ends the work, unless it rang since the round began.
     fn rest(&self) -> bool {
         self.is_at_work.store(false, SeqCst);
-        !self.is_rung.load(SeqCst)
+        !self.is_rung()
+    }
+
+    fn is_rung(&self) -> bool {
+        self.is_rung.load(SeqCst)
     }
 
     fn end(&self) {

@@ -19,6 +19,7 @@ mod replicas;
 mod request;
 mod router;
 mod step_thread;
+mod teller;
 mod text_stop;
 mod timing;
 

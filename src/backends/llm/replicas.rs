@@ -12,6 +12,7 @@ use super::config::LlmConfig;
 use super::inbox::{Inbox, Message};
 use super::router::{Replica, Router};
 use super::step_thread::StepThread;
+use super::teller::Teller;
 
 /// Whether a replica's first start succeeded.
 pub(crate) type IsLoaded = oneshot::Receiver<Result<(), String>>;
@@ -36,6 +37,7 @@ pub(crate) fn start_replicas(
             prefix: prefix.clone(),
             inbox,
             messages,
+            teller: Teller::start(),
             shared: Arc::clone(&router.replicas()[replica as usize].shared),
         };
         let (loaded, is_loaded) = oneshot::channel();

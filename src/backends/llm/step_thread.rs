@@ -5,7 +5,7 @@
 //!     └── too many losses without a step between ──► failed ──later──► starting   (requests get an error meanwhile)
 //! ```
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
@@ -22,6 +22,7 @@ use super::group::{Group, Lost, LostKind};
 use super::inbox::{Inbox, Message, RequestEvent};
 use super::ledger::Report;
 use super::router::Router;
+use super::teller::Teller;
 
 /// Losses in a row, without a settled step between them, after which the model is given up.
 const MAX_LOSSES: u32 = 5;
@@ -88,6 +89,7 @@ pub(crate) struct StepThread {
     pub(crate) prefix: Prefix,
     pub(crate) inbox: Inbox,
     pub(crate) messages: mpsc::Receiver<Message>,
+    pub(crate) teller: Teller,
     pub(crate) shared: Arc<Shared>,
 }
 
@@ -96,7 +98,6 @@ struct Running {
     thread: StepThread,
     /// `None` until the workers have said how many KV blocks fit.
     engine: Option<Engine>,
-    requests: HashMap<SequenceId, async_mpsc::UnboundedSender<RequestEvent>>,
     /// Requests that may not wait for ever, by when they may no longer; some had their first step since.
     timeouts: BTreeMap<(Instant, SequenceId), Waiting>,
     events: Vec<TokenEvent>,
@@ -134,7 +135,6 @@ impl StepThread {
         let mut running = Running {
             thread: self,
             engine: None,
-            requests: HashMap::new(),
             timeouts: BTreeMap::new(),
             events: Vec::new(),
             losses: 0,
@@ -311,10 +311,11 @@ impl Running {
         while let Some(plan) = engine.plan() {
             now = figures.phase(Phase::Plan, now);
             self.step_kinds.planned(&plan, figures);
-            tell_joined(&self.requests, &plan, now, shared.restarts.load(Ordering::Relaxed));
+            tell_joined(&mut self.thread.teller, &plan, now, shared.restarts.load(Ordering::Relaxed));
             group.step(plan)?;
             now = figures.phase(Phase::Send, now);
         }
+        self.thread.teller.send(); // Before the wait for workers: who has joined is to know now.
         engine.drain_events(&mut self.events);
         if engine.num_in_flight() == 0 {
             *self.thread.shared.stats.lock().unwrap() = engine.stats();
@@ -345,10 +346,7 @@ impl Running {
             }
             Some(FromWorker::Logits(piece)) => {
                 self.last_progress = Instant::now();
-                // A sequence that has ended hears no more.
-                if let Some(request) = self.requests.get(&piece.sequence) {
-                    let _ = request.send(RequestEvent::Logits(piece));
-                }
+                self.thread.teller.tell(piece.sequence, RequestEvent::Logits(piece));
             }
             Some(_) => return Err(Lost::new("worker 0 sent something other than a step's output".to_owned()).into()),
             // Rung by a message, or time to look around.
@@ -371,15 +369,14 @@ impl Running {
     fn tell_events(&mut self) {
         let now = Instant::now();
         for event in self.events.drain(..) {
-            let sequence = event.sequence;
-            let ended = event.finished.is_some();
-            let Some(request) = self.requests.get(&sequence) else { continue };
-            // A request that no longer listens is cancelled by its own task.
-            let _ = request.send(RequestEvent::Tokens(event, now));
-            if ended {
-                self.requests.remove(&sequence);
+            let (sequence, ends) = (event.sequence, event.finished.is_some());
+            let event = RequestEvent::Tokens(event, now);
+            match ends {
+                true => self.thread.teller.tell_last(sequence, event),
+                false => self.thread.teller.tell(sequence, event),
             }
         }
+        self.thread.teller.send();
     }
 
     /// Everything in the inbox now, waiting up to `timeout` for the first ([`Duration::MAX`]: for as long as it takes).
@@ -403,13 +400,14 @@ impl Running {
                     self.engine.as_mut().map(|engine| engine.finish(sequence));
                 }
                 Message::Ledger(reply) => {
-                    let _ = reply.send(Report::new(self.engine.as_ref(), self.requests.len()));
+                    let _ = reply.send(Report::new(self.engine.as_ref(), self.thread.teller.num_listening()));
                 }
                 Message::Stop { done } => return Err(End::Stopped(done)),
             }
             next = self.thread.messages.try_recv().ok();
         }
         self.expire();
+        self.thread.teller.send();
         Ok(())
     }
 
@@ -427,9 +425,8 @@ impl Running {
                     continue;
                 }
                 engine.cancel(sequence);
-                if let Some(request) = self.requests.remove(&sequence) {
-                    let _ = request.send(RequestEvent::Failed(InferError::unavailable("Request timeout expired")));
-                }
+                let expired = RequestEvent::Failed(InferError::unavailable("Request timeout expired"));
+                self.thread.teller.tell_last(sequence, expired);
             }
         }
     }
@@ -457,12 +454,10 @@ impl Running {
                 }
             }
         }
-        self.requests.extend(sequences.iter().map(|&sequence| (sequence, events.clone())));
         if let (Some((at, rejects)), Some(&first)) = (timeout, sequences.first()) {
             self.timeouts.insert((at, first), Waiting { sequences: sequences.clone(), rejects });
         }
-        // A request whose client has left already is cancelled by its own task.
-        let _ = events.send(RequestEvent::Accepted(sequences));
+        self.thread.teller.accept(sequences, events);
     }
 
     /// After a loss: sequences wait to be prefilled again; or, after too many losses in a row, all requests end
@@ -494,9 +489,8 @@ impl Running {
     fn give_up(&mut self, words: String) -> Option<oneshot::Sender<()>> {
         *self.thread.shared.failure.lock().unwrap() = Some(words.clone());
         let error = InferError::unavailable(words);
-        for (_, request) in self.requests.drain() {
-            let _ = request.send(RequestEvent::Failed(error.clone()));
-        }
+        self.thread.teller.tell_all_last(|| RequestEvent::Failed(error.clone()));
+        self.thread.teller.send();
         self.refuse_for_a_while(&error)
     }
 
@@ -539,16 +533,9 @@ fn slowest_phases(workers: &[LoadedWorker]) -> Vec<(String, Duration)> {
 }
 
 /// Tells requests that a plan has room for them.
-fn tell_joined(
-    requests: &HashMap<SequenceId, async_mpsc::UnboundedSender<RequestEvent>>,
-    plan: &StepPlan,
-    at: Instant,
-    start: u64,
-) {
+fn tell_joined(teller: &mut Teller, plan: &StepPlan, at: Instant, start: u64) {
     for joined in &plan.joined {
-        if let Some(request) = requests.get(&joined.sequence) {
-            let _ = request.send(RequestEvent::Joined { sequence: joined.sequence, at, start });
-        }
+        teller.tell(joined.sequence, RequestEvent::Joined { sequence: joined.sequence, at, start });
     }
 }
 
