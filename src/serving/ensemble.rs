@@ -18,7 +18,7 @@ use crate::model::ServedModel;
 use crate::registry::Registry;
 use crate::{
     Backend, CorrelationId, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Name, Parameter,
-    ResponseSender, ResponseStream, Tensor, Trace,
+    Respond, ResponseSender, ResponseStream, Tensor, Trace,
 };
 
 mod graph;
@@ -28,7 +28,7 @@ mod tensors;
 
 use graph::{Graph, Step, Steps, Wire};
 pub(crate) use link::link;
-use relay::Relay;
+use relay::{Relay, Relayed, Relaying};
 use tensors::Tensors;
 
 /// A loaded ensemble.
@@ -60,7 +60,7 @@ impl Backend for Ensemble {
         let places = models.iter().map(Place::of).collect();
         let graph = self.graph.clone();
         let makes_anew = graph.makes_anew(&models);
-        Ok(ResponseStream::driven_by(|sender| {
+        Ok(ResponseStream::begun_by(|sender| {
             Run { graph, models, request, parameters, tensors, places, makes_anew, sender }.finish()
         }))
     }
@@ -137,23 +137,29 @@ struct Pass {
 }
 
 impl Run {
-    async fn finish(mut self) {
+    /// Runs to the end, or to where a relay is all that is left.
+    async fn finish(mut self) -> Option<Box<dyn Respond>> {
         let needed = self.graph.needed(&self.request.requested_outputs);
-        if let Err(error) = self.pass(needed, Pass { is_last: true, answers: true }).await {
-            self.send_error(error).await;
+        match self.pass(needed, Pass { is_last: true, answers: true }).await {
+            Ok(relaying) => Some(Box::new(Relayed { relaying: relaying?, run: self })),
+            Err(error) => {
+                self.send_error(error).await;
+                None
+            }
         }
     }
 
     /// Runs the steps `waiting`, then sends what came out of them. Behind a decoupled step each of its responses is a pass of
-    /// its own; one whose steps answer at once waits for nothing and takes no memory of its own.
-    async fn pass(&mut self, mut waiting: Steps, pass: Pass) -> Result<(), InferError> {
+    /// its own; one whose steps answer at once waits for nothing and takes no memory of its own. Ends with a relay where
+    /// that does the rest.
+    async fn pass(&mut self, mut waiting: Steps, pass: Pass) -> Result<Option<Relaying>, InferError> {
         let mut begun = Begun::default();
         self.begin(&mut waiting, &mut begun, pass)?;
         if !begun.open.is_empty() {
             return self.go_on(waiting, begun, pass).await;
         }
         self.answer(pass).await;
-        Ok(())
+        Ok(None)
     }
 
     /// Begins every step of `waiting` that has its inputs, and takes what answers at once.
@@ -181,7 +187,12 @@ impl Run {
     }
 
     /// Sees a pass through that has to wait. Boxed, for a pass may come of it.
-    fn go_on(&mut self, mut waiting: Steps, mut begun: Begun, pass: Pass) -> BoxFuture<'_, Result<(), InferError>> {
+    fn go_on(
+        &mut self,
+        mut waiting: Steps,
+        mut begun: Begun,
+        pass: Pass,
+    ) -> BoxFuture<'_, Result<Option<Relaying>, InferError>> {
         async move {
             while let Some(running) = &mut begun.running {
                 let Some((step, response, generation)) = running.next().await else { break };
@@ -194,14 +205,13 @@ impl Run {
                 && let Some(relay) = Relay::of(self, maker, &waiting, pass)
                 && let Some((_, stream)) = begun.decoupled.pop()
             {
-                self.relay(relay, stream, pass).await;
-                return Ok(());
+                return Ok(Some(relay.begin(self, stream, pass)));
             }
-            if !begun.decoupled.is_empty() {
-                return self.rounds(begun.decoupled, waiting, pass).await;
+            match begun.decoupled.is_empty() {
+                true => self.answer(pass).await,
+                false => self.rounds(begun.decoupled, waiting, pass).await,
             }
-            self.answer(pass).await;
-            Ok(())
+            Ok(None)
         }
         .boxed()
     }
@@ -228,12 +238,7 @@ impl Run {
 
     /// Has the steps `behind` run with the first response of each stream, then with the second of each, and so on. A
     /// stream that ends before the others leaves what is behind it out of further rounds.
-    async fn rounds(
-        &mut self,
-        mut streams: Vec<(usize, ResponseStream)>,
-        behind: Steps,
-        pass: Pass,
-    ) -> Result<(), InferError> {
+    async fn rounds(&mut self, mut streams: Vec<(usize, ResponseStream)>, behind: Steps, pass: Pass) {
         let makers: Steps = streams.iter().map(|(step, _)| *step).collect();
         while !streams.is_empty() {
             let items = next_of_each(&mut streams).await;
@@ -269,14 +274,14 @@ impl Run {
                 let answers = pass.answers && !self.awaits(&absent);
                 let mut fed = behind.clone();
                 fed.retain(|step| !absent.iter().any(|&maker| self.graph.is_behind(*step, maker)));
-                if let Err(error) = self.pass(fed, Pass { is_last, answers }).await {
-                    self.send_error(error).await;
+                match self.pass(fed, Pass { is_last, answers }).await {
+                    Ok(relaying) => self.relay(relaying).await,
+                    Err(error) => self.send_error(error).await,
                 }
             } else if is_last && is_told {
                 self.send(Vec::new(), true).await;
             }
         }
-        Ok(())
     }
 
     /// Whether an output that is asked for is made by one of `steps`, or behind it.

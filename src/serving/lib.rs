@@ -90,7 +90,7 @@ pub use generation::Generation;
 pub use histogram::{Histogram, HistogramValues};
 pub use lifecycle::{LoadFailure, LoadOverrides};
 pub use registry::{ModelIndexEntry, ModelState};
-pub use request::{CorrelationId, InferRequest, InferResponse, Parameter, ResponseSender, ResponseStream};
+pub use request::{CorrelationId, InferRequest, InferResponse, Parameter, Respond, ResponseSender, ResponseStream};
 pub use server::{ControlMode, ModelMetadata, Server, ServerConfig, ServerMetadata, TensorMetadata};
 pub use statistics::{
     BatchStatistics, FailureCounts, InferStatistics, ModelStatistics, RecentDurations, ResponseStatistics,

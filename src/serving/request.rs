@@ -133,14 +133,32 @@ enum Source {
     Channel(mpsc::Receiver<Sent>),
     /// Work that reading the stream carries on.
     Driven(Driver),
+    /// What that work left the rest to, and whether the reader takes updates.
+    Handed(Box<dyn Respond>, bool),
 }
+
+/// Makes responses when it is asked for them: what is left of the work behind a stream once all that it waits for is one
+/// thing. Less than a future and a place for what it sends, which a token would have to pass.
+pub trait Respond: Send {
+    /// The next response, or, where the reader takes updates, what is new in it; `None` behind the last.
+    fn poll_respond(
+        &mut self,
+        takes_updates: bool,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Update, InferError>>>;
+}
+
+/// Work that may leave the rest to what it ends with.
+type Work = BoxFuture<'static, Option<Box<dyn Respond>>>;
 
 /// The work that makes a stream's responses.
 struct Driver {
     slot: Arc<Slot>,
     /// Rings when the work can go on.
     bell: Bell,
-    work: Option<BoxFuture<'static, ()>>,
+    work: Option<Work>,
+    /// What the work ended with.
+    respond: Option<Box<dyn Respond>>,
     /// Where it goes on when the stream is dropped; `None` when it ends with it.
     afterwards: Option<Handle>,
 }
@@ -150,7 +168,7 @@ impl Drop for Driver {
         // The sender is told that the client has left before its work goes on elsewhere.
         self.slot.close();
         if let (Some(work), Some(runtime)) = (self.work.take(), self.afterwards.take()) {
-            runtime.spawn(work);
+            runtime.spawn(work.map(drop));
         }
     }
 }
@@ -204,26 +222,35 @@ impl ResponseStream {
     /// none to wake for a response. It holds one response that nobody has read. Work and stream end with each other; the work
     /// keeps its sender to itself.
     pub fn driven_by<W: Future<Output = ()> + Send + 'static>(make: impl FnOnce(ResponseSender) -> W) -> Self {
+        Self::driven(None, |sender| make(sender).map(|()| None))
+    }
+
+    /// As [`ResponseStream::driven_by`]; what the work ends with carries the stream on.
+    pub fn begun_by<W>(make: impl FnOnce(ResponseSender) -> W) -> Self
+    where
+        W: Future<Output = Option<Box<dyn Respond>>> + Send + 'static,
+    {
         Self::driven(None, make)
     }
 
-    /// As [`ResponseStream::driven_by`], but when the stream is dropped before its end, the work goes on as a task. It is
-    /// polled then, and [`ResponseSender::is_cancelled`] tells it.
+    /// As [`ResponseStream::begun_by`], but when the stream is dropped before the work has ended, that goes on as a task. It
+    /// is polled then, and [`ResponseSender::is_cancelled`] tells it.
     ///
     /// # Panics
     /// Outside of a runtime.
-    pub fn driven_to_its_end_by<W: Future<Output = ()> + Send + 'static>(
-        make: impl FnOnce(ResponseSender) -> W,
-    ) -> Self {
+    pub fn begun_to_its_end_by<W>(make: impl FnOnce(ResponseSender) -> W) -> Self
+    where
+        W: Future<Output = Option<Box<dyn Respond>>> + Send + 'static,
+    {
         Self::driven(Some(Handle::current()), make)
     }
 
-    fn driven<W: Future<Output = ()> + Send + 'static>(
-        afterwards: Option<Handle>,
-        make: impl FnOnce(ResponseSender) -> W,
-    ) -> Self {
+    fn driven<W>(afterwards: Option<Handle>, make: impl FnOnce(ResponseSender) -> W) -> Self
+    where
+        W: Future<Output = Option<Box<dyn Respond>>> + Send + 'static,
+    {
         let slot = Arc::new(Slot::default());
-        let driver = Driver { slot: slot.clone(), bell: Bell::default(), work: None, afterwards };
+        let driver = Driver { slot: slot.clone(), bell: Bell::default(), work: None, respond: None, afterwards };
         let (sender, mut stream) = Self::of(Way::Slot(slot), Source::Driven(driver));
         let work = make(sender).boxed();
         if let Source::Driven(driver) = &mut stream.source {
@@ -241,8 +268,10 @@ impl ResponseStream {
     /// here on [`ResponseStream::poll_update`] is what to ask for them.
     pub fn take_updates(&mut self) {
         let removes_outputs = self.watch.as_ref().is_some_and(|watch| watch.removes_outputs());
-        if let (Source::Driven(driver), false) = (&self.source, removes_outputs) {
-            driver.slot.takes_updates.store(true, Relaxed);
+        match &mut self.source {
+            Source::Driven(driver) => driver.slot.takes_updates.store(!removes_outputs, Relaxed),
+            Source::Handed(_, takes_updates) => *takes_updates = !removes_outputs,
+            Source::Ready(_) | Source::Channel(_) => {}
         }
     }
 
@@ -309,23 +338,45 @@ impl Source {
         match self {
             Source::Ready(item) => Poll::Ready(item.take().map(|item| item.map(Update::from))),
             Source::Channel(receiver) => receiver.poll_recv(context),
-            Source::Driven(driver) => driver.poll(context),
+            Source::Handed(respond, takes_updates) => respond.poll_respond(*takes_updates, context),
+            Source::Driven(driver) => {
+                let respond = match driver.poll(context) {
+                    Driven::Sent(item) => return item,
+                    Driven::HandedOver(respond) => respond,
+                };
+                let takes_updates = driver.slot.takes_updates.load(Relaxed);
+                *self = Source::Handed(respond, takes_updates);
+                self.poll(context)
+            }
         }
     }
 }
 
+/// What polling work has come to.
+enum Driven {
+    Sent(Poll<Option<Sent>>),
+    /// It has ended, and all that it sent was taken.
+    HandedOver(Box<dyn Respond>),
+}
+
 impl Driver {
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Sent>> {
+    fn poll(&mut self, context: &mut Context<'_>) -> Driven {
         if let Some(item) = self.slot.take() {
-            return Poll::Ready(Some(item));
+            return Driven::Sent(Poll::Ready(Some(item)));
         }
-        let Some(work) = &mut self.work else { return Poll::Ready(None) };
-        if self.bell.poll(context, |context| work.as_mut().poll(context)).is_ready() {
+        if let Some(work) = &mut self.work
+            && let Poll::Ready(respond) = self.bell.poll(context, |context| work.as_mut().poll(context))
+        {
             self.work = None;
+            self.respond = respond;
         }
-        match self.slot.take() {
-            None if self.work.is_some() => Poll::Pending,
-            item => Poll::Ready(item),
+        if let Some(item) = self.slot.take() {
+            return Driven::Sent(Poll::Ready(Some(item)));
+        }
+        match self.respond.take() {
+            Some(respond) => Driven::HandedOver(respond),
+            None if self.work.is_some() => Driven::Sent(Poll::Pending),
+            None => Driven::Sent(Poll::Ready(None)),
         }
     }
 }

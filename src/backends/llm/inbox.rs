@@ -43,6 +43,8 @@ pub(crate) enum RequestEvent {
     Joined { sequence: SequenceId, at: Instant, start: u64 },
     /// Tokens of a sequence, or its end, as told at that time.
     Tokens(TokenEvent, Instant),
+    /// Its client asks to end it.
+    Stop,
     /// It ends with this error.
     Failed(InferError),
 }

@@ -36,7 +36,7 @@ use serving::{
     Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, Name, ResponseStream,
 };
 use text::Tokenizer;
-use tokio::sync::{Notify, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use worker::Agents;
 
 pub use check::{CheckFactory, Sound};
@@ -49,7 +49,7 @@ pub use ledger::LlmLedger;
 use outputs::Responses;
 pub use plan::{ModelPlan, PlanFactory};
 use replicas::{checkpoint_print, start_replicas, stop_all};
-use request::{ById, Pending, RequestTask};
+use request::{ById, Pending, RequestTask, Stop};
 use router::{Admission, Replica, Router};
 use step_thread::error_of;
 use text_stop::TextStop;
@@ -211,7 +211,7 @@ impl Llm {
     /// Ends the running request of the same id; answers with one empty final response.
     fn stop(&self, request: &InferRequest) -> ResponseStream {
         if let Some(stop) = self.by_id.lock().unwrap().get(&request.id) {
-            stop.notify_one();
+            stop.tell();
         }
         let (sender, stream) = ResponseStream::channel(1);
         let response = InferResponse {
@@ -277,12 +277,12 @@ impl Backend for Llm {
         };
         let timing = Timing::new(shared, self.config.engine.block_size, prompt_len, sequences.len());
         let (events, receiver) = mpsc::unbounded_channel();
+        let stop = Arc::new(Stop(events.downgrade()));
         let submit = Some(Message::Submit { sequences, timeout, events });
         let mut pending = Pending { admission, submit, timeout };
         if !pending.submit_if_placed() {
             return Err(InferError::unavailable(format!("model `{}` is being unloaded", self.config.name)));
         }
-        let stop = Arc::new(Notify::new());
         if !request.id.is_empty() {
             self.by_id.lock().unwrap().insert(request.id.clone(), Arc::clone(&stop));
         }
@@ -297,11 +297,10 @@ impl Backend for Llm {
             text_stops,
             sequences: Vec::new(),
             ended: vec![false; num_sequences],
-            client_left: false,
-            is_stopped: false,
+            is_cancelled: false,
         };
         self.in_flight.send_modify(|count| *count += 1);
-        Ok(ResponseStream::driven_to_its_end_by(|sender| {
+        Ok(ResponseStream::begun_to_its_end_by(|sender| {
             sender.took_input(begun.elapsed());
             task.run(receiver, sender)
         }))

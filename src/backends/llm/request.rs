@@ -1,14 +1,14 @@
 //! One request in flight: turns its sequences' events into responses, and its client's leaving into cancels.
 
 use std::collections::HashMap;
-use std::future::poll_fn;
-use std::pin::pin;
 use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use engine::{BlockUsage, FinishReason, RowId, SampledToken, SequenceId, TokenEvent};
-use serving::{ErrorKind, InferError, InferResponse, Name, ResponseSender, Update};
-use tokio::sync::{Notify, mpsc, watch};
+use serving::{ErrorKind, InferError, InferResponse, Name, Respond, ResponseSender, Update};
+use tokio::runtime::Handle;
+use tokio::sync::{mpsc, watch};
 
 use super::inbox::{Message, RequestEvent};
 use super::outputs::{News, Responses, Tokens};
@@ -19,8 +19,18 @@ use super::timing::Timing;
 /// What a client hears of a model that goes.
 const UNLOADED: &str = "the model was unloaded while the request ran";
 
-/// What to tell requests that are to end, by the client's request id.
-pub(crate) type ById = Arc<Mutex<HashMap<Name, Arc<Notify>>>>;
+/// Where to tell requests that they are to end, by the client's request id.
+pub(crate) type ById = Arc<Mutex<HashMap<Name, Arc<Stop>>>>;
+
+/// Ends a request for a client that asks for it.
+pub(crate) struct Stop(pub(crate) mpsc::WeakUnboundedSender<RequestEvent>);
+
+impl Stop {
+    /// Tells the request, if somebody may still tell it anything.
+    pub(crate) fn tell(&self) {
+        let _ = self.0.upgrade().map(|events| events.send(RequestEvent::Stop));
+    }
+}
 
 /// A request on its way to a replica.
 pub(crate) struct Pending {
@@ -62,13 +72,15 @@ enum Waited {
     Failed(InferError),
 }
 
+type Events = mpsc::UnboundedReceiver<RequestEvent>;
+
 /// What the task of a request is made of.
 pub(crate) struct RequestTask {
     pub(crate) client_id: Name,
     pub(crate) pending: Pending,
     pub(crate) by_id: ById,
     /// The client asks to end it.
-    pub(crate) stop: Arc<Notify>,
+    pub(crate) stop: Arc<Stop>,
     pub(crate) in_flight: Arc<watch::Sender<usize>>,
     pub(crate) responses: Responses,
     pub(crate) timing: Timing,
@@ -78,14 +90,15 @@ pub(crate) struct RequestTask {
     pub(crate) sequences: Vec<SequenceId>,
     /// Which sequences have told their last.
     pub(crate) ended: Vec<bool>,
-    pub(crate) client_left: bool,
-    pub(crate) is_stopped: bool,
+    /// Its sequences are to end as soon as they are known.
+    pub(crate) is_cancelled: bool,
 }
 
 impl RequestTask {
-    pub(crate) async fn run(mut self, events: mpsc::UnboundedReceiver<RequestEvent>, sender: ResponseSender) {
-        match self.wait_for_replica(&sender).await {
-            Waited::Placed => self.follow(events, sender).await,
+    /// Waits for a replica; then the news of the request are what is left.
+    pub(crate) async fn run(mut self, mut events: Events, sender: ResponseSender) -> Option<Box<dyn Respond>> {
+        match self.wait_for_replica(&mut events, &sender).await {
+            Waited::Placed => return Some(Box::new(Following::new(self, events, sender))),
             Waited::Left => self.end_unplaced(Some(FinishReason::Cancelled), &sender),
             Waited::Stopped => {
                 self.end_unplaced(Some(FinishReason::Cancelled), &sender);
@@ -100,9 +113,10 @@ impl RequestTask {
                 sender.send(Err(error)).await;
             }
         }
+        None
     }
 
-    async fn wait_for_replica(&mut self, sender: &ResponseSender) -> Waited {
+    async fn wait_for_replica(&mut self, events: &mut Events, sender: &ResponseSender) -> Waited {
         loop {
             let Pending { admission, timeout, .. } = &mut self.pending;
             let ticket = match admission {
@@ -120,7 +134,7 @@ impl RequestTask {
                     }
                 }
                 () = sender.cancelled() => return Waited::Left,
-                () = self.stop.notified() => return Waited::Stopped,
+                Some(RequestEvent::Stop) = events.recv() => return Waited::Stopped,
                 rejects = expired(*timeout) => match rejects {
                     true => return Waited::Failed(InferError::unavailable("Request timeout expired")),
                     false => {
@@ -138,70 +152,52 @@ impl RequestTask {
         sender.report(self.timing.generation());
     }
 
-    async fn follow(&mut self, mut events: mpsc::UnboundedReceiver<RequestEvent>, sender: ResponseSender) {
-        let stop = Arc::clone(&self.stop);
-        let mut stopped = pin!(stop.notified());
-        loop {
-            let event = poll_fn(|context| {
-                // Whoever reads the stream polls this, and so does its end.
-                if sender.is_cancelled() && !self.client_left {
-                    self.client_left = true;
+    /// The response that `event` completes, or what is new in it, or the error that ends the request.
+    fn take(
+        &mut self,
+        event: Option<RequestEvent>,
+        takes_updates: bool,
+        sender: &ResponseSender,
+    ) -> Option<Result<Update, InferError>> {
+        match event {
+            Some(RequestEvent::Tokens(event, at)) => {
+                self.time(&event, at);
+                sender.report(self.timing.generation());
+                sender.computed_at(at);
+                return self.hear(event, at, takes_updates).map(Ok);
+            }
+            Some(RequestEvent::Accepted(sequences)) => {
+                self.sequences = sequences;
+                if self.is_cancelled {
                     self.cancel();
                 }
-                let event = events.poll_recv(context);
-                if event.is_pending() && !self.is_stopped && stopped.as_mut().poll(context).is_ready() {
-                    self.is_stopped = true;
-                    self.cancel();
-                }
-                event
-            })
-            .await;
-            let response = match event {
-                Some(RequestEvent::Accepted(sequences)) => {
-                    self.accepted(sequences);
-                    continue;
-                }
-                Some(RequestEvent::Logits(piece)) => {
-                    if let Some(index) = self.sequences.iter().position(|&known| known == piece.sequence) {
-                        self.responses.keep_logits(index, &piece);
-                    }
-                    continue;
-                }
-                Some(RequestEvent::Joined { sequence, at, start }) => {
-                    sender.mark_scheduled();
-                    if let Some(index) = self.index_of(sequence) {
-                        self.timing.joined(index, at, start);
-                        self.responses.joined(index, at);
-                    }
-                    sender.report(self.timing.generation());
-                    continue;
-                }
-                Some(RequestEvent::Tokens(event, at)) => {
-                    self.time(&event, at);
-                    sender.report(self.timing.generation());
-                    sender.computed_at(at);
-                    self.hear(event, at, sender.takes_updates()).map(Ok)
-                }
-                Some(RequestEvent::Failed(error)) => {
-                    self.ended.iter().filter(|ended| !**ended).for_each(|_| self.timing.ended(None));
-                    sender.report(self.timing.generation());
-                    Some(Err(error))
-                }
-                None => Some(Err(InferError::new(ErrorKind::Unavailable, UNLOADED))),
-            };
-            let ends = matches!(response, Some(Err(_))) || self.ended.iter().all(|&ended| ended);
-            if let Some(response) = response
-                && !self.client_left
-                && !sender.send_update(response).await
-                && !ends
-            {
-                self.client_left = true;
-                self.cancel();
             }
-            if ends {
-                return;
+            Some(RequestEvent::Logits(piece)) => {
+                if let Some(index) = self.index_of(piece.sequence) {
+                    self.responses.keep_logits(index, &piece);
+                }
             }
+            Some(RequestEvent::Joined { sequence, at, start }) => {
+                sender.mark_scheduled();
+                if let Some(index) = self.index_of(sequence) {
+                    self.timing.joined(index, at, start);
+                    self.responses.joined(index, at);
+                }
+                sender.report(self.timing.generation());
+            }
+            Some(RequestEvent::Stop) => self.cancel(),
+            Some(RequestEvent::Failed(error)) => {
+                self.ended.iter().filter(|ended| !**ended).for_each(|_| self.timing.ended(None));
+                sender.report(self.timing.generation());
+                return Some(Err(error));
+            }
+            None => return Some(Err(InferError::new(ErrorKind::Unavailable, UNLOADED))),
         }
+        None
+    }
+
+    fn has_ended(&self) -> bool {
+        self.ended.iter().all(|&ended| ended)
     }
 
     fn index_of(&self, sequence: SequenceId) -> Option<usize> {
@@ -267,17 +263,68 @@ impl RequestTask {
         response
     }
 
-    fn accepted(&mut self, sequences: Vec<SequenceId>) {
-        self.sequences = sequences;
-        if self.client_left || self.is_stopped {
-            self.cancel();
-        }
-    }
-
-    fn cancel(&self) {
+    /// Has the replica end what has not ended; what is not known yet, once it is.
+    fn cancel(&mut self) {
+        self.is_cancelled = true;
         for (&sequence, _) in self.sequences.iter().zip(&self.ended).filter(|(_, ended)| !**ended) {
             self.pending.send(Message::Cancel(sequence));
         }
+    }
+}
+
+/// A request that a replica has: its news, as responses.
+struct Following {
+    /// Until it has ended.
+    request: Option<Heard>,
+    /// Where a request whose client leaves is followed to its end.
+    runtime: Handle,
+}
+
+struct Heard {
+    task: RequestTask,
+    events: Events,
+    sender: ResponseSender,
+}
+
+impl Following {
+    fn new(task: RequestTask, events: Events, sender: ResponseSender) -> Self {
+        Self { request: Some(Heard { task, events, sender }), runtime: Handle::current() }
+    }
+}
+
+impl Respond for Following {
+    fn poll_respond(
+        &mut self,
+        takes_updates: bool,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Update, InferError>>> {
+        while let Some(Heard { task, events, sender }) = &mut self.request {
+            let event = ready!(events.poll_recv(context));
+            let response = task.take(event, takes_updates, sender);
+            if matches!(response, Some(Err(_))) || task.has_ended() {
+                self.request = None;
+            }
+            if response.is_some() {
+                return Poll::Ready(response);
+            }
+        }
+        Poll::Ready(None)
+    }
+}
+
+impl Drop for Following {
+    /// The client has left, if anything is to come.
+    fn drop(&mut self) {
+        let Some(Heard { mut task, mut events, sender }) = self.request.take() else { return };
+        task.cancel();
+        self.runtime.spawn(async move {
+            while !task.has_ended() {
+                let event = events.recv().await;
+                if let Some(Err(_)) = task.take(event, false, &sender) {
+                    break;
+                }
+            }
+        });
     }
 }
 

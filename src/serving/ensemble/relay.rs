@@ -5,14 +5,16 @@
 //! out once, so a token passes no slots; and where the first step says only what is new in a response, only that is passed
 //! on.
 
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 
 use smallvec::SmallVec;
 
 use super::graph::{Graph, Wire};
 use super::{Pass, Run};
 use crate::finder::Finder;
-use crate::{Changes, Elements, InferError, InferResponse, ResponseStream, Tensor, Update};
+use crate::{Changes, Elements, InferError, InferResponse, Respond, ResponseStream, Tensor, Update};
 
 /// What goes where between two steps.
 pub(super) struct Relay {
@@ -157,39 +159,77 @@ impl Routes {
     }
 }
 
-impl Run {
-    /// Sends a response for each of `stream`.
-    pub(super) async fn relay(&mut self, mut relay: Relay, mut stream: ResponseStream, pass: Pass) {
+impl Relay {
+    /// Relays `stream` from here on.
+    pub(super) fn begin(self, run: &Run, mut stream: ResponseStream, pass: Pass) -> Relaying {
         // What is asked again is to be as it was; where shapes change, it is not.
-        if self.models[relay.called].keeps_shapes {
+        if run.models[self.called].keeps_shapes {
             stream.take_updates();
         }
-        while let Some(item) = stream.next_update().await {
-            let response = match item {
-                Ok(Update::Response(response)) => *response,
-                Ok(Update::Again(changes)) => {
-                    if relay.last.is_any {
-                        let update = self.pass_on_again(&mut relay, changes);
-                        self.sender.send_update(update).await;
-                    }
-                    continue;
-                }
-                Err(error) => {
-                    self.send_error(self.graph.within(error)).await;
-                    continue;
-                }
-            };
-            let (is_over, is_last) = (response.is_final, pass.is_last && response.is_final);
-            match self.pass_on(&mut relay, response, is_last) {
-                Ok(Some(response)) => drop(self.sender.send(Ok(response)).await),
-                Ok(None) if is_last => self.send(Vec::new(), true).await,
-                Ok(None) => {}
-                Err(error) => self.send_error(error).await,
-            }
-            if is_over {
-                return;
-            }
+        Relaying { relay: self, stream, pass, is_over: false }
+    }
+}
+
+/// A stream that is relayed.
+pub(super) struct Relaying {
+    relay: Relay,
+    stream: ResponseStream,
+    pass: Pass,
+    is_over: bool,
+}
+
+/// The rest of a run: a stream that is relayed.
+pub(super) struct Relayed {
+    pub(super) run: Run,
+    pub(super) relaying: Relaying,
+}
+
+impl Respond for Relayed {
+    fn poll_respond(&mut self, takes_updates: bool, context: &mut Context<'_>) -> Poll<Option<Sent>> {
+        self.run.poll_relay(&mut self.relaying, takes_updates, context)
+    }
+}
+
+type Sent = Result<Update, InferError>;
+
+impl Run {
+    /// Sends a response for each of what is relayed, if anything is.
+    pub(super) async fn relay(&mut self, relaying: Option<Relaying>) {
+        let Some(mut relaying) = relaying else { return };
+        let takes_updates = self.sender.takes_updates();
+        while let Some(sent) = poll_fn(|context| self.poll_relay(&mut relaying, takes_updates, context)).await {
+            self.sender.send_update(sent).await;
         }
+    }
+
+    /// What the next response comes to, or what is new in it.
+    fn poll_relay(
+        &mut self,
+        relaying: &mut Relaying,
+        takes_updates: bool,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Sent>> {
+        let Relaying { relay, stream, pass, is_over } = relaying;
+        while !*is_over {
+            let Some(item) = ready!(stream.poll_update(context)) else { break };
+            let sent = match item {
+                Ok(Update::Again(_)) if !relay.last.is_any => continue,
+                Ok(Update::Again(changes)) => self.pass_on_again(relay, changes, takes_updates),
+                Ok(Update::Response(response)) => {
+                    *is_over = response.is_final;
+                    let is_last = pass.is_last && response.is_final;
+                    match self.pass_on(relay, *response, is_last) {
+                        Ok(None) if !is_last => continue,
+                        Ok(None) => Ok(self.response(Vec::new(), true).into()),
+                        Ok(Some(response)) => Ok(response.into()),
+                        Err(error) => Err(error),
+                    }
+                }
+                Err(error) => Err(self.graph.within(error)),
+            };
+            return Poll::Ready(Some(sent));
+        }
+        Poll::Ready(None)
     }
 
     /// What a response comes to; `None` when it had nothing for the graph.
@@ -252,7 +292,12 @@ impl Run {
     }
 
     /// What the last response comes to with what is new.
-    fn pass_on_again(&mut self, relay: &mut Relay, changes: Changes) -> Result<Update, InferError> {
+    fn pass_on_again(
+        &mut self,
+        relay: &mut Relay,
+        changes: Changes,
+        takes_updates: bool,
+    ) -> Result<Update, InferError> {
         let Relay { graph, called, made, answered, last, .. } = relay;
         let (called, mut changed) = (*called, SmallVec::<[usize; 4]>::new());
         let mut request = self.places[called].request.take().expect("a response that may be repeated was passed on");
@@ -291,7 +336,7 @@ impl Run {
                 last.answer.put(place, Tensor { name: graph.outputs[place].name.clone(), ..tensor });
             }
         });
-        if !is_alike || !self.sender.takes_updates() {
+        if !is_alike || !takes_updates {
             let outputs = last.answer.tensors.clone();
             return Ok(InferResponse { may_be_repeated: true, ..self.response(outputs, false) }.into());
         }
