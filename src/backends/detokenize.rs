@@ -10,8 +10,8 @@ use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use repository::ModelConfig;
 use serving::{
-    Backend, BackendFactory, DataType, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Shape,
-    Tensor,
+    Backend, BackendFactory, Changes, DataType, Elements, InferError, InferRequest, InferResponse, LoadRequest,
+    ResponseStream, Shape, Tensor,
 };
 use smallvec::SmallVec;
 use text::{Detokenizer, Tokenizer};
@@ -65,6 +65,17 @@ struct Texts {
     of_rows: BTreeMap<(i32, usize), Detokenizer>,
     /// What one request adds to all of them, row after row.
     pieces: String,
+    /// The last request told one token of this text, and that it goes on.
+    steady: Option<Steady>,
+}
+
+/// A request that tells one token of one text, as most do behind a language model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Steady {
+    /// Where the token is among the inputs.
+    input: usize,
+    /// Which text, as in [`Texts::of_rows`].
+    text: (i32, usize),
 }
 
 impl Backend for Detokenize {
@@ -83,7 +94,10 @@ impl Backend for Detokenize {
             return self.behind(&inputs, &tokens, &token_ids(told)?);
         }
         let texts = match &request.step {
-            Some(step) => step.with_state(Texts::default, |texts| self.push(texts, &tokens, step.is_last)),
+            Some(step) => step.with_state(Texts::default, |texts| {
+                texts.steady = tokens.steady(request).filter(|_| !step.is_last && !self.hands_on(request));
+                self.push(texts, &tokens, step.is_last)
+            }),
             None => self.push(&mut Texts::default(), &tokens, true),
         };
         let mut outputs = vec![texts];
@@ -91,6 +105,19 @@ impl Backend for Detokenize {
             request.input(input).map(|tensor| Tensor { name: output.into(), ..tensor.clone() })
         }));
         Ok(InferResponse { outputs, ..InferResponse::default() })
+    }
+
+    fn answer_again(&self, request: &InferRequest, changed: &[usize]) -> Option<Result<Changes, InferError>> {
+        let step = request.step.as_ref().filter(|step| !step.is_last)?;
+        let data = step.with_state(Texts::default, |texts| {
+            let Steady { input, text } = texts.steady.filter(|steady| changed == [steady.input])?;
+            let id = i32::from_le_bytes(*request.inputs[input].data.first_chunk()?);
+            let text = texts.of_rows.get_mut(&text)?;
+            texts.pieces.clear();
+            text.push_into(u32::try_from(id).ok()?, &mut texts.pieces);
+            Some(serving::byte_strings(&[&texts.pieces]))
+        })?;
+        Some(Ok(Changes::from_elem(Elements { output: 0, data }, 1)))
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {
@@ -117,9 +144,14 @@ impl Detokenize {
         Ok(InferResponse { outputs, ..InferResponse::default() })
     }
 
+    /// Whether it gives back some of what `request` brings.
+    fn hands_on(&self, request: &InferRequest) -> bool {
+        self.handed_on.iter().any(|(input, _)| request.input(input).is_some())
+    }
+
     /// The text that each row's new tokens complete, with what was held back if these are the last.
     fn push(&self, texts: &mut Texts, tokens: &Tokens, is_last: bool) -> Tensor {
-        let Texts { of_rows, pieces } = texts;
+        let Texts { of_rows, pieces, .. } = texts;
         let mut ends = SmallVec::<[usize; 4]>::new();
         pieces.clear();
         for (row, ids) in tokens.rows().enumerate() {
@@ -211,6 +243,13 @@ impl Tokens {
         let sequence_end = inputs.sequence_end.filter(|end| end.datatype == DataType::Bool);
         let sequence_end = sequence_end.and_then(|end| end.data.first().map(|&end| end != 0));
         Ok(Self { ids, width, lengths, output_shape, sequence_index, sequence_end })
+    }
+
+    /// Whether these are one token of a text that goes on.
+    fn steady(&self, request: &InferRequest) -> Option<Steady> {
+        let is_one = self.width == 1 && self.lengths[..] == [1] && self.sequence_end != Some(true);
+        let input = request.inputs.iter().position(|tensor| tensor.name == "TOKENS_BATCH")?;
+        is_one.then_some(Steady { input, text: (self.sequence_index, 0) })
     }
 
     fn rows(&self) -> impl Iterator<Item = &[u32]> {

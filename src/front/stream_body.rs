@@ -3,6 +3,10 @@
 //! For calls whose messages are not packed, in either direction; the others go through `tonic`.
 
 use std::pin::Pin;
+use std::sync::atomic::{
+    AtomicBool,
+    Ordering::{Acquire, Release},
+};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker, ready};
 
@@ -38,10 +42,10 @@ pub fn answer(state: Arc<State>, request: Request<Incoming>, charge: Arc<Charge>
     let ends_on_error = parts.headers.get("triton_grpc_error").is_some_and(|value| value == "true");
     let forwarded = parts.extensions.get::<Forwarded>().cloned();
     let all = InferStream::new(state, requests, ends_on_error, forwarded, Some(charge));
-    let outlet = Outlet::default();
+    let outlet = Arc::<Outlet>::default();
     let replies = Replies { all, ending: None, is_over: false };
-    streams.make(Maker { replies, made: None, way: Way(outlet.clone()) });
-    let mut response = Response::new(Body::new(StreamBody { outlet, is_over: false }));
+    streams.make(Maker { replies, made: None, way: Way(outlet.clone()), known: Known::default() });
+    let mut response = Response::new(Body::new(StreamBody { outlet, known: Known::default(), is_over: false }));
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     response
 }
@@ -50,67 +54,67 @@ pub fn answer(state: Arc<State>, request: Request<Incoming>, charge: Arc<Charge>
 type Made = Result<Frame<Bytes>, Status>;
 
 /// One frame on its way from who makes it to the body that it is a part of.
-#[derive(Clone, Default)]
-struct Outlet(Arc<Mutex<Place>>);
+#[derive(Default)]
+struct Outlet {
+    place: Mutex<Place>,
+    /// There is a frame to take, or none to come: most looks find nothing.
+    has_news: AtomicBool,
+    is_body_gone: AtomicBool,
+}
 
 #[derive(Default)]
 struct Place {
     made: Option<Made>,
-    /// Who waits for a frame.
+    /// Who takes frames.
     body: Option<Waker>,
     /// Who is to know that the place is free, or the body gone.
     maker: Option<Waker>,
     /// The maker has another frame.
     is_awaited: bool,
-    is_body_gone: bool,
     is_maker_gone: bool,
 }
 
 impl Outlet {
     fn place(&self) -> MutexGuard<'_, Place> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.place.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts a frame there when the one before was taken. `Err` when nobody will take it.
-    fn poll_put(&self, made: &mut Option<Made>, context: &mut Context<'_>) -> Poll<Result<(), ()>> {
+    /// Puts a frame there when the one before was taken.
+    fn poll_put(&self, made: &mut Option<Made>) -> Poll<()> {
         let mut place = self.place();
-        register(&mut place.maker, context);
-        if place.is_body_gone {
-            return Poll::Ready(Err(()));
-        }
-        place.is_awaited = made.is_some() && place.made.is_some();
+        place.is_awaited = place.made.is_some();
         if place.is_awaited {
             return Poll::Pending;
         }
-        if made.is_some() {
-            place.made = made.take();
-            place.body.take().into_iter().for_each(Waker::wake);
-        }
-        Poll::Ready(Ok(()))
+        place.made = made.take();
+        self.has_news.store(true, Release);
+        place.body.iter().for_each(Waker::wake_by_ref);
+        Poll::Ready(())
     }
 
-    /// The next frame; `None` behind the last.
-    fn poll_take(&self, context: &mut Context<'_>) -> Poll<Option<Made>> {
+    /// The next frame; `None` behind the last, and where there is none yet.
+    fn take(&self) -> Poll<Option<Made>> {
         let mut place = self.place();
-        match place.made.take() {
-            Some(made) => {
-                if std::mem::take(&mut place.is_awaited) {
-                    place.maker.iter().for_each(Waker::wake_by_ref);
-                }
-                Poll::Ready(Some(made))
-            }
-            None if place.is_maker_gone => Poll::Ready(None),
-            None => {
-                register(&mut place.body, context);
-                Poll::Pending
-            }
+        let made = place.made.take();
+        self.has_news.store(place.is_maker_gone, Release);
+        if std::mem::take(&mut place.is_awaited) {
+            place.maker.iter().for_each(Waker::wake_by_ref);
         }
+        if made.is_none() && !place.is_maker_gone { Poll::Pending } else { Poll::Ready(made) }
     }
 }
 
-fn register(place: &mut Option<Waker>, context: &mut Context<'_>) {
-    if !place.as_ref().is_some_and(|known| known.will_wake(context.waker())) {
-        *place = Some(context.waker().clone());
+/// What is woken at one end of an outlet, known there too, so that a look that finds nothing new stores nothing.
+#[derive(Default)]
+struct Known(Option<Waker>);
+
+impl Known {
+    /// Has the task that polls woken through `place` from here on.
+    fn register(&mut self, context: &mut Context<'_>, place: impl FnOnce(Waker)) {
+        if !self.0.as_ref().is_some_and(|known| known.will_wake(context.waker())) {
+            place(context.waker().clone());
+            self.0 = Some(context.waker().clone());
+        }
     }
 }
 
@@ -119,16 +123,18 @@ struct Maker {
     replies: Replies,
     made: Option<Made>,
     way: Way,
+    known: Known,
 }
 
 /// The maker's end of an outlet.
-struct Way(Outlet);
+struct Way(Arc<Outlet>);
 
 impl Drop for Way {
     fn drop(&mut self) {
         let mut place = self.0.place();
         place.is_maker_gone = true;
-        place.body.take().into_iter().for_each(Waker::wake);
+        self.0.has_news.store(true, Release);
+        place.body.iter().for_each(Waker::wake_by_ref);
     }
 }
 
@@ -136,11 +142,15 @@ impl Future for Maker {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
-        let Self { replies, made, way } = &mut *self;
+        let Self { replies, made, way, known } = &mut *self;
+        known.register(context, |waker| way.0.place().maker = Some(waker));
         let mut is_at_rest = false;
-        loop {
-            if ready!(way.0.poll_put(made, context)).is_err() || replies.is_over {
-                return Poll::Ready(());
+        while !way.0.is_body_gone.load(Acquire) {
+            if made.is_some() {
+                ready!(way.0.poll_put(made));
+            }
+            if replies.is_over {
+                break;
             }
             if is_at_rest {
                 return Poll::Pending;
@@ -149,20 +159,21 @@ impl Future for Maker {
             is_at_rest = rests;
             *made = Some(ready!(frame));
         }
+        Poll::Ready(())
     }
 }
 
 /// Replies, then how the call ended.
 struct StreamBody {
-    outlet: Outlet,
+    outlet: Arc<Outlet>,
+    known: Known,
     is_over: bool,
 }
 
 impl Drop for StreamBody {
     fn drop(&mut self) {
-        let mut place = self.outlet.place();
-        place.is_body_gone = true;
-        place.maker.iter().for_each(Waker::wake_by_ref);
+        self.outlet.is_body_gone.store(true, Release);
+        self.outlet.place().maker.iter().for_each(Waker::wake_by_ref);
     }
 }
 
@@ -171,13 +182,18 @@ impl HttpBody for StreamBody {
     type Error = Status;
 
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Made>> {
-        if self.is_over {
+        let Self { outlet, known, is_over } = &mut *self;
+        if *is_over {
             return Poll::Ready(None);
         }
-        let made = ready!(self.outlet.poll_take(context));
+        known.register(context, |waker| outlet.place().body = Some(waker));
+        if !outlet.has_news.load(Acquire) {
+            return Poll::Pending;
+        }
+        let made = ready!(outlet.take());
         let broke_off = || Err(Status::internal("the call broke off; the server's log says why"));
         let made = made.unwrap_or_else(broke_off);
-        self.is_over = made.as_ref().is_ok_and(Frame::is_trailers) || made.is_err();
+        *is_over = made.as_ref().map_or(true, Frame::is_trailers);
         Poll::Ready(Some(made))
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use futures::future::{BoxFuture, FutureExt as _};
 use repository::ModelConfig;
 
-use crate::{InferError, InferRequest, InferResponse, ResponseSender, ResponseStream};
+use crate::{Changes, InferError, InferRequest, InferResponse, ResponseSender, ResponseStream};
 
 /// One loaded model version: `serving` calls it, `backends` implement it.
 ///
@@ -41,6 +41,15 @@ pub trait Backend: Send + Sync {
     /// As [`Backend::infer`].
     fn answer(&self, _request: &InferRequest) -> Result<InferResponse, InferError> {
         Err(InferError::internal("this backend does not answer at once"))
+    }
+
+    /// What is new in the answer to a request that differs from the last of its run in the elements of its inputs `changed`
+    /// alone, which are of the same number and size; `None` where it has to be answered in full.
+    ///
+    /// # Errors
+    /// As [`Backend::infer`].
+    fn answer_again(&self, _request: &InferRequest, _changed: &[usize]) -> Option<Result<Changes, InferError>> {
+        None
     }
 
     /// How many executions run side by side, for a backend that leaves queues and batches to `serving`.

@@ -12,21 +12,23 @@ use smallvec::SmallVec;
 use crate::model::ServedModel;
 use crate::statistics::Outcome;
 use crate::watch::refusal_of;
-use crate::{DataType, InferError, InferRequest, InferResponse, Name, Shape, Tensor};
+use crate::{Changes, DataType, InferError, InferRequest, InferResponse, Name, Shape, Tensor};
 
 /// Calls that are counted together, at most.
-const MAX_UNCOUNTED: usize = 16;
+const MAX_UNCOUNTED: u64 = 16;
 
 /// Calls one model. What it has not counted yet counts when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Caller {
     model: Arc<ServedModel>,
     accepted: Accepted,
-    uncounted: SmallVec<[Took; MAX_UNCOUNTED]>,
+    /// Calls that are not counted yet, and what they took.
+    num_uncounted: u64,
+    took: Took,
 }
 
 /// How long a call took.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 struct Took {
     /// All of it.
     total: Duration,
@@ -53,7 +55,7 @@ struct Form {
 impl Caller {
     /// Calls `model`, which answers at once.
     pub fn new(model: Arc<ServedModel>) -> Self {
-        Self { model, accepted: Accepted::default(), uncounted: SmallVec::new() }
+        Self { model, accepted: Accepted::default(), num_uncounted: 0, took: Took::default() }
     }
 
     /// What the model answers. Only its outputs are sure to be there: who answered what, the caller knows.
@@ -83,26 +85,42 @@ impl Caller {
         answer
     }
 
+    /// What is new in the answer to a request that differs from the last in the elements of its inputs `changed` alone;
+    /// `None` where it is to be answered in full.
+    pub fn call_again(&mut self, request: &InferRequest, changed: &[usize]) -> Option<Result<Changes, InferError>> {
+        let is_known = |&input: &usize| {
+            let known = self.accepted.inputs.get(input).zip(request.inputs.get(input));
+            known.is_some_and(|(known, tensor)| known.num_bytes == tensor.data.len())
+        };
+        if request.trace.is_some() || !changed.iter().all(is_known) {
+            return None;
+        }
+        let started = Instant::now();
+        let answer = self.model.answer_again_unseen(request, changed)?;
+        let total = started.elapsed();
+        match &answer {
+            Ok(_) => self.count(Took { total, input: Duration::ZERO }),
+            Err(error) => self.model.statistics.failed(refusal_of(error), total),
+        }
+        Some(answer)
+    }
+
     fn count(&mut self, took: Took) {
-        self.uncounted.push(took);
-        if self.uncounted.len() == MAX_UNCOUNTED {
+        self.took.total += took.total;
+        self.took.input += took.input;
+        self.num_uncounted += 1;
+        if self.num_uncounted == MAX_UNCOUNTED || self.model.statistics.has_summaries() {
             self.settle();
         }
     }
 
     /// Counts what has not been.
     pub fn settle(&mut self) {
-        let batch_size = self.accepted.batch_size;
-        let outcome = |&Took { total, input }: &Took| Outcome {
-            total,
-            input,
-            batch_size,
-            executed: Some(batch_size),
-            ..Outcome::default()
-        };
-        if !self.uncounted.is_empty() {
-            self.model.statistics.all_succeeded(self.uncounted.iter().map(outcome));
-            self.uncounted.clear();
+        let Took { total, input } = std::mem::take(&mut self.took);
+        let (count, batch_size) = (std::mem::take(&mut self.num_uncounted), self.accepted.batch_size);
+        if count > 0 {
+            let all = Outcome { total, input, batch_size, executed: Some(batch_size), ..Outcome::default() };
+            self.model.statistics.all_succeeded(&all, count);
         }
     }
 }

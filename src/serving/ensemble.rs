@@ -17,8 +17,8 @@ use crate::finder::Finder;
 use crate::model::ServedModel;
 use crate::registry::Registry;
 use crate::{
-    Backend, CorrelationId, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Name, Parameter,
-    Respond, ResponseSender, ResponseStream, Tensor, Trace,
+    Backend, Changes, CorrelationId, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Name,
+    Parameter, Respond, ResponseSender, ResponseStream, Tensor, Trace,
 };
 
 mod graph;
@@ -326,6 +326,20 @@ impl Run {
         request.trace = None; // Complete, so it is written now.
         place.request = Some(request);
         response
+    }
+
+    /// Asks for what is new in the answer to the last request, which differs from it in the elements of its inputs `changed`
+    /// alone; `None` where it is to be asked in full.
+    fn ask_again(
+        &mut self,
+        step: usize,
+        request: &InferRequest,
+        changed: &[usize],
+    ) -> Option<Result<Changes, InferError>> {
+        if self.request.trace.is_some() {
+            return None;
+        }
+        self.places[step].caller.as_mut()?.call_again(request, changed)
     }
 
     /// The inputs of a step.

@@ -97,6 +97,6 @@ pub use statistics::{
     StatisticDuration,
 };
 pub use step::EnsembleStep;
-pub use tensor::{DataType, Name, Shape, Tensor};
+pub use tensor::{DataType, Name, Shape, Tensor, byte_strings};
 pub use trace::{SpanContext, Trace, TraceRecord, TraceSink};
 pub use update::{Changes, Elements, Update};

@@ -14,7 +14,7 @@ use crate::labels::Labels;
 use crate::scheduler::{Scheduler, StateSpec};
 use crate::statistics::{ModelStatistics, Statistics};
 use crate::watch::{Cached, Watch};
-use crate::{Backend, InferError, InferRequest, InferResponse, Name, ResponseStream};
+use crate::{Backend, Changes, InferError, InferRequest, InferResponse, Name, ResponseStream};
 
 /// One version of a model that answers requests.
 pub(crate) struct ServedModel {
@@ -138,6 +138,15 @@ impl ServedModel {
     /// is not in flight for others: it is over before they could wait for it.
     pub fn answer_unseen(&self, request: &InferRequest) -> Result<InferResponse, InferError> {
         self.backend.answer(request)
+    }
+
+    /// The same, of a request that differs from the last in the elements of its inputs `changed` alone.
+    pub fn answer_again_unseen(
+        &self,
+        request: &InferRequest,
+        changed: &[usize],
+    ) -> Option<Result<Changes, InferError>> {
+        self.backend.answer_again(request, changed)
     }
 
     /// Checks a request and begins its trace. Returns its batch size.

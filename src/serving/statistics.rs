@@ -33,8 +33,13 @@ pub struct StatisticDuration {
 
 impl StatisticDuration {
     fn add(&mut self, duration: Duration) {
-        self.count += 1;
-        self.ns += nanoseconds(duration);
+        self.add_many(duration, 1);
+    }
+
+    /// Counts `count` durations that have this sum.
+    fn add_many(&mut self, sum: Duration, count: u64) {
+        self.count += count;
+        self.ns += nanoseconds(sum);
     }
 }
 
@@ -228,8 +233,13 @@ struct Counter {
 
 impl Counter {
     fn add(&self, duration: Duration) {
-        self.count.fetch_add(1, Relaxed);
-        self.ns.fetch_add(nanoseconds(duration), Relaxed);
+        self.add_many(duration, 1);
+    }
+
+    /// Counts `count` durations that have this sum.
+    fn add_many(&self, sum: Duration, count: u64) {
+        self.count.fetch_add(count, Relaxed);
+        self.ns.fetch_add(nanoseconds(sum), Relaxed);
     }
 
     fn read(&self) -> StatisticDuration {
@@ -363,44 +373,45 @@ impl Statistics {
     }
 
     pub fn succeeded(&self, outcome: Outcome) {
-        self.all_succeeded([outcome]);
+        self.all_succeeded(&outcome, 1);
     }
 
-    /// Counts several requests that have ended by now.
-    pub fn all_succeeded(&self, outcomes: impl IntoIterator<Item = Outcome>) {
-        outcomes.into_iter().for_each(|outcome| self.add(&outcome));
+    /// Counts `count` requests alike that have ended by now; `all` says what they took together.
+    pub fn all_succeeded(&self, all: &Outcome, count: u64) {
+        let computed = all.total.saturating_sub(all.queued + all.input + all.output);
         self.last_inference_ms.store(now_ms(), Relaxed);
-    }
-
-    fn add(&self, outcome: &Outcome) {
-        let computed = outcome.total.saturating_sub(outcome.queued + outcome.input + outcome.output);
         if let Some(summaries) = &self.summaries {
-            summaries.add(outcome, computed);
+            summaries.add(all, computed);
         }
-        self.success.add(outcome.total);
-        match outcome.cache {
+        self.success.add_many(all.total, count);
+        match all.cache {
             // It did not wait, and nothing was computed.
             Some(CacheUse::Hit(took)) => {
-                self.queue.add(Duration::ZERO);
-                return self.cache_hit.add(took);
+                self.queue.add_many(Duration::ZERO, count);
+                return self.cache_hit.add_many(took, count);
             }
-            Some(CacheUse::Miss(took)) => self.cache_miss.add(took),
+            Some(CacheUse::Miss(took)) => self.cache_miss.add_many(took, count),
             None => {}
         }
-        self.queue.add(outcome.queued);
-        self.input.add(outcome.input);
-        self.compute.add(computed);
-        self.output.add(outcome.output);
-        self.inference_count.fetch_add(outcome.batch_size, Relaxed);
-        if let Some(num_rows) = outcome.executed {
-            self.execution_count.fetch_add(1, Relaxed);
+        self.queue.add_many(all.queued, count);
+        self.input.add_many(all.input, count);
+        self.compute.add_many(computed, count);
+        self.output.add_many(all.output, count);
+        self.inference_count.fetch_add(all.batch_size * count, Relaxed);
+        if let Some(num_rows) = all.executed {
+            self.execution_count.fetch_add(count, Relaxed);
             let mut batches = lock(&self.batches);
             let batch = batches.entry(num_rows).or_default();
             batch.batch_size = num_rows;
-            batch.compute_input.add(outcome.input);
-            batch.compute_infer.add(computed);
-            batch.compute_output.add(outcome.output);
+            batch.compute_input.add_many(all.input, count);
+            batch.compute_infer.add_many(computed, count);
+            batch.compute_output.add_many(all.output, count);
         }
+    }
+
+    /// Whether each request is to be counted by itself, for quantiles.
+    pub fn has_summaries(&self) -> bool {
+        self.summaries.is_some()
     }
 
     pub fn failed(&self, failure: Failure, total: Duration) {

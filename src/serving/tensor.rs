@@ -182,15 +182,7 @@ impl Tensor {
 
     /// A BYTES tensor of `values`.
     pub fn from_byte_strings<V: AsRef<[u8]>>(name: impl Into<Name>, shape: &[i64], values: &[V]) -> Self {
-        let mut data = SmallVec::<[u8; FEW_BYTES]>::new();
-        data.reserve_exact(values.iter().map(|value| 4 + value.as_ref().len()).sum());
-        for value in values {
-            let value = value.as_ref();
-            data.extend_from_slice(&u32::try_from(value.len()).expect("an element is under 4 GiB").to_le_bytes());
-            data.extend_from_slice(value);
-        }
-        // One piece of memory for few bytes and their count, where a `Vec` takes a second one to become shared.
-        let data = if data.spilled() { data.into_vec().into() } else { Bytes::from_owner(data) };
+        let data = byte_strings(values);
         Self { name: name.into(), datatype: DataType::Bytes, shape: Shape::from_slice(shape), data }
     }
 
@@ -213,6 +205,22 @@ impl Tensor {
     pub fn num_elements(&self) -> Option<usize> {
         self.shape.iter().try_fold(1usize, |product, &size| product.checked_mul(usize::try_from(size).ok()?))
     }
+}
+
+/// The elements of a BYTES tensor of `values`.
+///
+/// # Panics
+/// When one of them has 4 GiB or more.
+pub fn byte_strings<V: AsRef<[u8]>>(values: &[V]) -> Bytes {
+    let mut data = SmallVec::<[u8; FEW_BYTES]>::new();
+    data.reserve_exact(values.iter().map(|value| 4 + value.as_ref().len()).sum());
+    for value in values {
+        let value = value.as_ref();
+        data.extend_from_slice(&u32::try_from(value.len()).expect("an element is under 4 GiB").to_le_bytes());
+        data.extend_from_slice(value);
+    }
+    // One piece of memory for few bytes and their count, where a `Vec` takes a second one to become shared.
+    if data.spilled() { data.into_vec().into() } else { Bytes::from_owner(data) }
 }
 
 /// The bytes of one element. Those of a small number lie ready: most tensors of a streamed token are such.

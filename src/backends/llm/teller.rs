@@ -90,7 +90,12 @@ impl Teller {
         if self.news.is_empty() {
             return;
         }
-        self.mailbox.letters.lock().unwrap().news.append(&mut self.news);
+        let mut letters = self.mailbox.letters.lock().unwrap();
+        match letters.news.is_empty() {
+            true => std::mem::swap(&mut letters.news, &mut self.news),
+            false => letters.news.append(&mut self.news),
+        }
+        drop(letters);
         self.mailbox.arrived.notify_one();
     }
 }

@@ -16,6 +16,9 @@ use super::{Pass, Run};
 use crate::finder::Finder;
 use crate::{Changes, Elements, InferError, InferResponse, Respond, ResponseStream, Tensor, Update};
 
+/// Of tensors in a list.
+type Places = SmallVec<[usize; 4]>;
+
 /// What goes where between two steps.
 pub(super) struct Relay {
     graph: Arc<Graph>,
@@ -92,6 +95,12 @@ impl Answer {
     fn like(&self, place: usize, other: &Tensor) -> Option<usize> {
         let is_like = |known: &Tensor| known.datatype == other.datatype && known.shape == other.shape;
         self.at(place).filter(|&at| is_like(&self.tensors[at]))
+    }
+
+    /// The answer once more, but for these tensors of it.
+    fn again(&self, changed: &[usize]) -> Update {
+        let elements = |&output: &usize| Elements { output, data: self.tensors[output].data.clone() };
+        Update::Again(changed.iter().map(elements).collect())
     }
 
     fn remove(&mut self, place: usize) {
@@ -299,7 +308,7 @@ impl Run {
         takes_updates: bool,
     ) -> Result<Update, InferError> {
         let Relay { graph, called, made, answered, last, .. } = relay;
-        let (called, mut changed) = (*called, SmallVec::<[usize; 4]>::new());
+        let (called, mut changed, mut fed) = (*called, Places::new(), Places::new());
         let mut request = self.places[called].request.take().expect("a response that may be repeated was passed on");
         for Elements { output, data } in changes {
             for reader in made.readers_of(output) {
@@ -307,6 +316,7 @@ impl Run {
                     Reader::Input(place) => {
                         if let Some(at) = last.inputs.iter().position(|&other| other == place) {
                             request.inputs[at].data = data.clone();
+                            fed.push(at);
                         }
                     }
                     Reader::Output(place) => {
@@ -319,6 +329,22 @@ impl Run {
             }
         }
         let known = std::mem::replace(&mut last.num_answered, usize::MAX); // After an error nothing is known.
+        if known != usize::MAX
+            && takes_updates
+            && let Some(changes) = self.ask_again(called, &request, &fed)
+        {
+            self.places[called].request = Some(request);
+            for Elements { output, data } in changes.map_err(|error| graph.within(error))? {
+                for place in answered.readers_of(output).iter().map(|reader| reader.place()) {
+                    if let Some(at) = last.answer.at(place) {
+                        last.answer.tensors[at].data = data.clone();
+                        changed.push(at);
+                    }
+                }
+            }
+            last.num_answered = known;
+            return Ok(last.answer.again(&changed));
+        }
         let outputs = self.ask(called, request, false).map_err(|error| graph.within(error))?.outputs;
         last.num_answered = outputs.len();
         let mut is_alike = outputs.len() == known;
@@ -340,7 +366,6 @@ impl Run {
             let outputs = last.answer.tensors.clone();
             return Ok(InferResponse { may_be_repeated: true, ..self.response(outputs, false) }.into());
         }
-        let elements = |output: usize| Elements { output, data: last.answer.tensors[output].data.clone() };
-        Ok(Update::Again(changed.into_iter().map(elements).collect()))
+        Ok(last.answer.again(&changed))
     }
 }
