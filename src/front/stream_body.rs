@@ -258,3 +258,50 @@ impl Replies {
         status.add_header(&mut trailers).map(|()| Frame::trailers(trailers))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use futures::FutureExt as _;
+    use futures::task::noop_waker_ref;
+
+    use super::*;
+
+    fn frame(text: &'static str) -> Option<Made> {
+        Some(Ok(Frame::data(Bytes::from_static(text.as_bytes()))))
+    }
+
+    fn text(made: Poll<Option<Made>>) -> Bytes {
+        let Poll::Ready(Some(Ok(frame))) = made else { panic!("no frame") };
+        frame.into_data().unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_frame_waits_for_the_one_before_and_ends_are_seen_at_both_ends() {
+        let outlet = Arc::<Outlet>::default();
+        let mut body = StreamBody { outlet: outlet.clone(), known: Known::default(), is_over: false };
+        let mut context = Context::from_waker(noop_waker_ref());
+        assert!(Pin::new(&mut body).poll_frame(&mut context).is_pending());
+        let way = Way(outlet.clone());
+        let putting = tokio::spawn(async move {
+            for text in ["a", "b", "c"] {
+                let mut made = frame(text);
+                std::future::poll_fn(|context| {
+                    way.0.place().maker = Some(context.waker().clone());
+                    way.0.poll_put(&mut made)
+                })
+                .await;
+            }
+        });
+        for expected in ["a", "b", "c"] {
+            let made = std::future::poll_fn(|context| Pin::new(&mut body).poll_frame(context).map(Some));
+            let made = tokio::time::timeout(std::time::Duration::from_secs(60), made).await.expect("a frame was lost");
+            assert_eq!(text(Poll::Ready(made.unwrap())), expected);
+        }
+        putting.await.unwrap();
+        let ending = std::future::poll_fn(|context| Pin::new(&mut body).poll_frame(context)).now_or_never();
+        assert!(matches!(ending, Some(Some(Err(_)))), "a maker that goes without trailers has failed");
+        assert!(body.is_end_stream());
+        drop(body);
+        assert!(outlet.is_body_gone.load(Acquire));
+    }
+}

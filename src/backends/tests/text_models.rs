@@ -7,8 +7,8 @@ use std::sync::Arc;
 use futures::StreamExt as _;
 use futures::future::{BoxFuture, FutureExt as _};
 use serving::{
-    Backend, BackendFactory, ControlMode, EnsembleStep, InferError, InferRequest, InferResponse, LoadRequest,
-    ResponseStream, Server, ServerConfig, Tensor,
+    Backend, BackendFactory, ControlMode, Elements, EnsembleStep, InferError, InferRequest, InferResponse, LoadRequest,
+    ResponseStream, Server, ServerConfig, Tensor, Update,
 };
 use tempfile::TempDir;
 
@@ -152,18 +152,19 @@ impl BackendFactory for Parrot {
 impl Backend for Parrot {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
         let ids = request.input("input_ids").unwrap().to_i32().unwrap();
-        let (sender, stream) = ResponseStream::channel(1);
-        tokio::spawn(async move {
+        Ok(ResponseStream::driven_by(async move |sender| {
             for (i, &id) in ids.iter().enumerate() {
-                let outputs = vec![
-                    Tensor::from_i32("output_ids", &[1, 1, 1], &[id]),
-                    Tensor::from_i32("sequence_length", &[1, 1], &[1]),
-                ];
+                let tokens = Tensor::from_i32("output_ids", &[1, 1, 1], &[id]);
                 let is_final = i == ids.len() - 1;
-                sender.send(Ok(InferResponse { outputs, is_final, ..InferResponse::default() })).await;
+                let update = if i == 0 || is_final || !sender.takes_updates() {
+                    let outputs = vec![tokens, Tensor::from_i32("sequence_length", &[1, 1], &[1])];
+                    InferResponse { outputs, is_final, may_be_repeated: !is_final, ..InferResponse::default() }.into()
+                } else {
+                    Update::Again([Elements { output: 0, data: tokens.data }].into_iter().collect())
+                };
+                sender.send_update(Ok(update)).await;
             }
-        });
-        Ok(stream)
+        }))
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {
@@ -214,6 +215,34 @@ async fn streamed_pieces_join_to_the_text_whole_characters_and_all_blanks() {
     assert_eq!(pieces[0], "", "a special token is no text");
     assert_eq!(output(&responses[1], "text_output").shape[..], [1]);
     assert!(responses.last().unwrap().is_final);
+}
+
+#[tokio::test]
+async fn pieces_told_as_what_is_new_are_those_of_whole_responses() {
+    let server = World::llm().started().await;
+    let prompt = " Grüße,  世界 🚣‍♀️ end ";
+    let inputs = vec![
+        Tensor::from_byte_strings("text_input", &[1, 1], &[prompt]),
+        Tensor::from_i32("max_tokens", &[1, 1], &[9]),
+    ];
+    let whole = all(server.infer(request("ensemble", inputs.clone())).unwrap()).await;
+    let mut stream = server.infer(request("ensemble", inputs)).unwrap();
+    stream.take_updates();
+    let (mut last, mut num_again) = (InferResponse::default(), 0);
+    for response in &whole {
+        match stream.next_update().await.unwrap().unwrap() {
+            Update::Response(response) => last = *response,
+            Update::Again(changes) => {
+                num_again += 1;
+                changes.into_iter().for_each(|new| last.outputs[new.output].data = new.data);
+            }
+        }
+        assert_eq!(last.outputs, response.outputs);
+    }
+    assert_eq!(num_again, prompt.len() - 1, "all but the first and the last");
+    assert!(stream.next_update().await.is_none());
+    let counted = server.model_statistics("postprocessing", "").unwrap()[0].inference_count;
+    assert_eq!(counted, 2 * whole.len() as u64, "each token counts, however it is told");
 }
 
 /// As in releases 0.6 to 0.8 of TensorRT-LLM's repository, where both inputs are required.
