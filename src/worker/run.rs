@@ -24,6 +24,9 @@ const IDLE_WAIT: Duration = Duration::from_secs(3600);
 /// Silence after which a worker uses the time for what later steps would wait for.
 const QUIET: Duration = Duration::from_millis(20);
 
+/// A piece of that work which takes longer is told of: requests that came meanwhile have waited for it.
+const LONG_PIECE: Duration = Duration::from_millis(250);
+
 /// Both rings of this worker. Clones share them; one thread uses them.
 #[derive(Clone)]
 pub(crate) struct Rings(Arc<Mutex<Ends>>);
@@ -176,8 +179,13 @@ impl<D: Device + 'static> Steps<'_, D> {
     }
 
     fn prepare(&mut self) -> Result<(), WorkerError> {
+        let started = Instant::now();
         let Worker { device, model, .. } = &mut self.worker;
         self.is_prepared = !device.prepare(&mut |device| model.forward(device))?;
+        let took = started.elapsed();
+        if took > LONG_PIECE {
+            eprintln!("a piece of what is prepared while no step waits took {took:.1?}"); // Rank 0 logs it.
+        }
         Ok(())
     }
 
