@@ -38,17 +38,17 @@ struct New {
 impl Streams {
     /// Takes work that makes frames for a stream. It is polled before the streams.
     pub fn make(&self, maker: impl Future<Output = ()> + Send + 'static) {
-        self.new().makers.push(on_its_own(maker));
+        self.begun().makers.push(on_its_own(maker));
     }
 
-    fn new(&self) -> MutexGuard<'_, New> {
+    fn begun(&self) -> MutexGuard<'_, New> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl<F: Future<Output = ()> + Send + 'static> hyper::rt::Executor<F> for Streams {
     fn execute(&self, stream: F) {
-        self.new().streams.push(on_its_own(stream));
+        self.begun().streams.push(on_its_own(stream));
     }
 }
 
@@ -92,7 +92,7 @@ impl<C> Together<C> {
 
     /// Takes what has begun; whether there was anything.
     fn take_new(&mut self) -> bool {
-        let New { makers, streams } = std::mem::take(&mut *self.new.new());
+        let New { makers, streams } = std::mem::take(&mut *self.new.begun());
         let is_any = !makers.is_empty() || !streams.is_empty();
         self.makers.extend(makers);
         self.streams.extend(streams);

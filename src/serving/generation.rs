@@ -7,7 +7,7 @@ use std::sync::atomic::{
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::request::Scheduled;
+use crate::statistics::Execution;
 
 /// What a model that generates text tells of one request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -26,6 +26,13 @@ pub struct Generation {
     pub output_tokens: u64,
     /// Times it gave its place up and was computed again.
     pub preempted: u64,
+}
+
+/// When a request left its queue, and with which others.
+#[derive(Debug)]
+pub(crate) struct Scheduled {
+    pub at: Instant,
+    pub execution: Option<Arc<Execution>>,
 }
 
 /// How far a request has come: written by the model, read by who counts.

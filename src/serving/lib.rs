@@ -60,6 +60,7 @@ mod cache;
 mod caller;
 mod check;
 mod client_memory;
+mod driver;
 mod ensemble;
 mod error;
 mod finder;
@@ -71,10 +72,12 @@ mod model;
 mod registry;
 mod request;
 mod scheduler;
+mod sender;
 mod server;
 mod slot;
 mod statistics;
 mod step;
+mod stream;
 mod tensor;
 mod trace;
 mod update;
@@ -85,18 +88,21 @@ pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest, MemoryUs
 pub use bell::Bell;
 pub use cache::CacheStatistics;
 pub use client_memory::{ClientMemory, ClientSlice};
+pub use driver::Respond;
 pub use error::{ErrorKind, InferError};
 pub use generation::Generation;
 pub use histogram::{Histogram, HistogramValues};
 pub use lifecycle::{LoadFailure, LoadOverrides};
 pub use registry::{ModelIndexEntry, ModelState};
-pub use request::{CorrelationId, InferRequest, InferResponse, Parameter, Respond, ResponseSender, ResponseStream};
+pub use request::{CorrelationId, InferRequest, InferResponse, Parameter};
+pub use sender::ResponseSender;
 pub use server::{ControlMode, ModelMetadata, Server, ServerConfig, ServerMetadata, TensorMetadata};
 pub use statistics::{
     BatchStatistics, FailureCounts, InferStatistics, ModelStatistics, RecentDurations, ResponseStatistics,
     StatisticDuration,
 };
 pub use step::EnsembleStep;
+pub use stream::ResponseStream;
 pub use tensor::{DataType, Name, Shape, Tensor, byte_strings};
 pub use trace::{SpanContext, Trace, TraceRecord, TraceSink};
 pub use update::{Changes, Elements, Update};

@@ -10,9 +10,7 @@ use std::sync::atomic::{
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use crate::{InferError, Update};
-
-type Item = Result<Update, InferError>;
+use crate::update::Sent;
 
 /// The place of one response.
 #[derive(Debug, Default)]
@@ -27,7 +25,7 @@ pub(crate) struct Slot {
 
 #[derive(Debug, Default)]
 struct Place {
-    item: Option<Item>,
+    item: Option<Sent>,
     /// Parts of the work that have something for a place that is taken.
     waiting: Vec<Waker>,
 }
@@ -39,7 +37,7 @@ impl Slot {
 
     /// Puts a response there; gives it back when the one before was not read yet. One that nobody will read is dropped.
     #[must_use]
-    pub fn try_put(&self, item: Item) -> Option<Item> {
+    pub fn try_put(&self, item: Sent) -> Option<Sent> {
         let mut place = self.place();
         if self.is_closed() {
             return None;
@@ -53,7 +51,7 @@ impl Slot {
     }
 
     /// As [`Slot::try_put`], and has the work that polls this go on when the place is free.
-    pub fn poll_put(&self, item: &mut Option<Item>, context: &mut Context<'_>) -> Poll<()> {
+    pub fn poll_put(&self, item: &mut Option<Sent>, context: &mut Context<'_>) -> Poll<()> {
         let mut place = self.place();
         if place.item.is_some() && !self.is_closed() {
             place.waiting.push(context.waker().clone());
@@ -68,7 +66,7 @@ impl Slot {
 
     /// The response that is there.
     #[inline]
-    pub fn take(&self) -> Option<Item> {
+    pub fn take(&self) -> Option<Sent> {
         if !self.is_full.load(Acquire) {
             return None;
         }
@@ -95,9 +93,9 @@ mod tests {
     use futures::task::noop_waker_ref;
 
     use super::*;
-    use crate::InferResponse;
+    use crate::{InferResponse, Update};
 
-    fn response(id: &str) -> Item {
+    fn response(id: &str) -> Sent {
         Ok(InferResponse { id: id.into(), ..InferResponse::default() }.into())
     }
 

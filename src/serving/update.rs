@@ -6,7 +6,7 @@
 use bytes::Bytes;
 use smallvec::SmallVec;
 
-use crate::InferResponse;
+use crate::{InferError, InferResponse};
 
 /// News of a stream, for who asked for them with [`crate::ResponseStream::take_updates`].
 #[derive(Debug)]
@@ -16,6 +16,9 @@ pub enum Update {
     /// The last response as it was told until now, once more, but for what is new. It may be repeated, and is not final.
     Again(Changes),
 }
+
+/// The same on its way from sender to stream, or an error.
+pub(crate) type Sent = Result<Update, InferError>;
 
 /// What is new in a response, each output once.
 pub type Changes = SmallVec<[Elements; 2]>;
@@ -27,6 +30,16 @@ pub struct Elements {
     pub output: usize,
     /// Its elements, as in [`crate::Tensor::data`]; type and shape are those of before.
     pub data: Bytes,
+}
+
+impl Update {
+    /// The response, where nobody asked for updates.
+    pub(crate) fn into_response(self) -> InferResponse {
+        match self {
+            Update::Response(response) => *response,
+            Update::Again(_) => unreachable!("sent only to who takes updates, which asks for them"),
+        }
+    }
 }
 
 impl From<InferResponse> for Update {

@@ -7,9 +7,8 @@ use smallvec::SmallVec;
 
 use crate::cache::CacheKey;
 use crate::finder::Finder;
-use crate::generation::{Generation, Progress};
+use crate::generation::{Generation, Progress, Scheduled};
 use crate::model::ServedModel;
-use crate::request::Scheduled;
 use crate::statistics::{CacheUse, Came, Failure, Outcome, ResponseOutcome};
 use crate::{ErrorKind, InferError, InferRequest, InferResponse, Name, Trace, Update};
 

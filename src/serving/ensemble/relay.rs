@@ -14,6 +14,7 @@ use smallvec::SmallVec;
 use super::graph::{Graph, Wire};
 use super::{Pass, Run};
 use crate::finder::Finder;
+use crate::update::Sent;
 use crate::{Changes, Elements, InferError, InferResponse, Respond, ResponseStream, Tensor, Update};
 
 /// Of tensors in a list.
@@ -198,8 +199,6 @@ impl Respond for Relayed {
         self.run.poll_relay(&mut self.relaying, takes_updates, context)
     }
 }
-
-type Sent = Result<Update, InferError>;
 
 impl Run {
     /// Sends a response for each of what is relayed, if anything is.
