@@ -84,7 +84,8 @@ impl<C> Together<C> {
             self.alarm.begin();
             while let Poll::Ready(Some(())) = self.makers.poll_next_unpin(context) {}
             while let Poll::Ready(Some(())) = self.streams.poll_next_unpin(context) {}
-            if !self.alarm.is_rung() {
+            // Without budget streams wake themselves, and find none before the next turn.
+            if !self.alarm.is_rung() || !has_budget_remaining() {
                 return;
             }
         }
