@@ -129,7 +129,8 @@ def http_answer(port: int) -> tuple[int, str | None, str]:
 
 
 def grpc_answer(port: int):
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    # A connection of its own: channels to one address share theirs, and another's may be that of the server that died.
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         try:
             return ask(service_pb2_grpc.GRPCInferenceServiceStub(channel), "identity", [tensor("INPUT0", 1.0, np.float32)])
         except grpc.RpcError as error:
