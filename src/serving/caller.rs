@@ -73,15 +73,7 @@ impl Caller {
         }
         let answer = self.model.answer_unseen(request);
         let total = started.elapsed();
-        match &answer {
-            Ok(response) => {
-                if !response.outputs.is_empty() {
-                    self.model.statistics.first_response(total);
-                }
-                self.count(Took { total, input });
-            }
-            Err(error) => self.model.statistics.failed(refusal_of(error), total),
-        }
+        self.see(answer.as_ref().map(|response| !response.outputs.is_empty()), Took { total, input });
         answer
     }
 
@@ -98,11 +90,21 @@ impl Caller {
         let started = Instant::now();
         let answer = self.model.answer_again_unseen(request, changed)?;
         let total = started.elapsed();
-        match &answer {
-            Ok(_) => self.count(Took { total, input: Duration::ZERO }),
-            Err(error) => self.model.statistics.failed(refusal_of(error), total),
-        }
+        self.see(answer.as_ref().map(|changes| !changes.is_empty()), Took { total, input: Duration::ZERO });
         Some(answer)
+    }
+
+    /// Counts a call: whether it has answered with anything, or why it failed, and how long it took.
+    fn see(&mut self, answered: Result<bool, &InferError>, took: Took) {
+        match answered {
+            Ok(is_any) => {
+                if is_any {
+                    self.model.statistics.first_response(took.total);
+                }
+                self.count(took);
+            }
+            Err(error) => self.model.statistics.failed(refusal_of(error), took.total),
+        }
     }
 
     fn count(&mut self, took: Took) {

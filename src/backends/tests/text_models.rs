@@ -184,6 +184,11 @@ fn query(texts: &[&str]) -> Vec<Tensor> {
     ]
 }
 
+/// A prompt as clients of the ensemble send it.
+fn text_input(prompt: &str) -> Vec<Tensor> {
+    vec![Tensor::from_byte_strings("text_input", &[1, 1], &[prompt]), Tensor::from_i32("max_tokens", &[1, 1], &[9])]
+}
+
 async fn all(stream: ResponseStream) -> Vec<InferResponse> {
     stream.map(Result::unwrap).collect().await
 }
@@ -204,11 +209,7 @@ fn text(tensor: &Tensor) -> String {
 async fn streamed_pieces_join_to_the_text_whole_characters_and_all_blanks() {
     let server = World::llm().started().await;
     let prompt = " Grüße,  世界 🚣‍♀️ end ";
-    let inputs = vec![
-        Tensor::from_byte_strings("text_input", &[1, 1], &[prompt]),
-        Tensor::from_i32("max_tokens", &[1, 1], &[9]),
-    ];
-    let responses = all(server.infer(request("ensemble", inputs)).unwrap()).await;
+    let responses = all(server.infer(request("ensemble", text_input(prompt))).unwrap()).await;
     assert_eq!(responses.len(), prompt.len() + 1, "one for each token, `<s>` included");
     let pieces: Vec<String> = responses.iter().map(|response| text(output(response, "text_output"))).collect();
     assert_eq!(pieces.concat(), prompt);
@@ -221,12 +222,8 @@ async fn streamed_pieces_join_to_the_text_whole_characters_and_all_blanks() {
 async fn pieces_told_as_what_is_new_are_those_of_whole_responses() {
     let server = World::llm().started().await;
     let prompt = " Grüße,  世界 🚣‍♀️ end ";
-    let inputs = vec![
-        Tensor::from_byte_strings("text_input", &[1, 1], &[prompt]),
-        Tensor::from_i32("max_tokens", &[1, 1], &[9]),
-    ];
-    let whole = all(server.infer(request("ensemble", inputs.clone())).unwrap()).await;
-    let mut stream = server.infer(request("ensemble", inputs)).unwrap();
+    let whole = all(server.infer(request("ensemble", text_input(prompt))).unwrap()).await;
+    let mut stream = server.infer(request("ensemble", text_input(prompt))).unwrap();
     stream.take_updates();
     let (mut last, mut num_again) = (InferResponse::default(), 0);
     for response in &whole {
@@ -241,8 +238,9 @@ async fn pieces_told_as_what_is_new_are_those_of_whole_responses() {
     }
     assert_eq!(num_again, prompt.len() - 1, "all but the first and the last");
     assert!(stream.next_update().await.is_none());
-    let counted = server.model_statistics("postprocessing", "").unwrap()[0].inference_count;
-    assert_eq!(counted, 2 * whole.len() as u64, "each token counts, however it is told");
+    let counted = &server.model_statistics("postprocessing", "").unwrap()[0];
+    let counts = [counted.inference_count, counted.first_response.count];
+    assert_eq!(counts, [2 * whole.len() as u64; 2], "each token counts, however it is told");
 }
 
 /// As in releases 0.6 to 0.8 of TensorRT-LLM's repository, where both inputs are required.
