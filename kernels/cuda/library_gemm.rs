@@ -16,6 +16,8 @@ use super::{CudaError, DeviceBuffer, Event, Gpu, Queue, Span, library};
 const CANDIDATES: usize = 16;
 /// Timed runs of each.
 const RUNS: usize = 3;
+/// Operations of a product that is timed in one run: around a millisecond.
+const LONG_PRODUCT: usize = 500_000_000_000;
 /// Descriptors kept; step sizes vary, so the map is emptied when it is full.
 const MAX_PLANS: usize = 4096;
 
@@ -58,8 +60,24 @@ pub struct LibraryGemm {
     choices: HashMap<ChoiceKey, [u64; 8]>,
     /// What the library thinks best, where nothing was measured.
     guesses: HashMap<ChoiceKey, [u64; 8]>,
-    measures: bool,
+    first_use: FirstUse,
     file: Option<PathBuf>,
+}
+
+/// What the first use of a shape does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FirstUse {
+    /// Measures algorithms, which takes tens of runs of the product, and then runs the best.
+    Measure,
+    /// Runs the algorithm that the library thinks best, until the shape is measured.
+    Guess,
+    /// Measures, and runs nothing else: neither what was measured before nor the best. So many shapes; those after them are left.
+    MeasureOnly {
+        /// Shapes that may still be measured.
+        left: usize,
+        /// Whether a shape was left for want of them.
+        is_cut: bool,
+    },
 }
 
 // SAFETY: the handle may be used from any thread, one at a time, which `&mut self` sees to.
@@ -103,6 +121,10 @@ fn check(status: sys::cublasStatus_t, call: &str) -> Result<(), CudaError> {
     }
 }
 
+fn no_algorithm(shape: GemmShape) -> CudaError {
+    CudaError::Library { call: "cublasLtMatmul".into(), reason: format!("no algorithm for {shape:?}") }
+}
+
 impl LibraryGemm {
     /// Device memory that it holds, as scratch for algorithms.
     pub const WORKSPACE_BYTES: usize = 64 << 20;
@@ -120,13 +142,20 @@ impl LibraryGemm {
         let choices =
             file.as_ref().and_then(|path| std::fs::read_to_string(path).ok()).map_or_else(HashMap::new, |t| parse(&t));
         let workspace = DeviceBuffer::new(gpu, LibraryGemm::WORKSPACE_BYTES)?;
-        Ok(Self { handle, workspace, plans: HashMap::new(), choices, guesses: HashMap::new(), measures: true, file })
+        Ok(Self {
+            handle,
+            workspace,
+            plans: HashMap::new(),
+            choices,
+            guesses: HashMap::new(),
+            first_use: FirstUse::Measure,
+            file,
+        })
     }
 
-    /// Whether the first use of a shape measures algorithms, which takes tens of runs of the product, or takes the one that the library
-    /// thinks best until it is measured. It does at first.
-    pub fn set_measuring(&mut self, measures: bool) {
-        self.measures = measures;
+    /// What is done from now on with shapes that were not measured: at first, [`FirstUse::Measure`]. Returns what was done until now.
+    pub fn set_first_use(&mut self, first_use: FirstUse) -> FirstUse {
+        std::mem::replace(&mut self.first_use, first_use)
     }
 
     /// Queues the product. Where the first use of a shape measures, it waits, so that it may not be captured into a graph.
@@ -141,7 +170,19 @@ impl LibraryGemm {
         ensure!(op, y.bytes() >= ((m - 1) * stride + n) * element, "y is shorter than {m} x {stride}");
         ensure!(op, bias.is_null() || bias.count::<bf16>() >= n, "bias is shorter than {n}");
         let key = (shape, !bias.is_null());
-        let is_guess = self.measures && self.guesses.contains_key(&choice_key(shape, key.1));
+        let choice_key = choice_key(shape, key.1);
+        if let FirstUse::MeasureOnly { left, is_cut } = &mut self.first_use {
+            if self.choices.contains_key(&choice_key) {
+                return Ok(());
+            }
+            if *left == 0 {
+                *is_cut = true;
+                return Ok(());
+            }
+            *left -= 1;
+            return self.measure(q, shape, buffers).map(drop);
+        }
+        let is_guess = self.first_use == FirstUse::Measure && self.guesses.contains_key(&choice_key);
         if is_guess || !self.plans.contains_key(&key) {
             let plan = self.plan(q, shape, buffers)?;
             if self.plans.len() >= MAX_PLANS {
@@ -152,38 +193,40 @@ impl LibraryGemm {
         self.plans[&key].run(self.handle, q, buffers, &self.workspace)
     }
 
+    /// A plan with the algorithm that was measured for the shape; without one, with one that is measured now or guessed.
     fn plan(&mut self, q: &Queue, shape: GemmShape, buffers: GemmBuffers) -> Result<Plan, CudaError> {
-        let has_bias = !buffers.bias.is_null();
-        let mut plan = Plan::new(shape, has_bias)?;
-        plan.set_bias(buffers.bias)?;
-        let choice_key = choice_key(shape, has_bias);
-        let guess = self.guesses.get(&choice_key).filter(|_| !self.measures);
+        let mut plan = Plan::new(shape, buffers.bias)?;
+        let choice_key = choice_key(shape, !buffers.bias.is_null());
+        let measures = self.first_use == FirstUse::Measure;
+        let guess = self.guesses.get(&choice_key).filter(|_| !measures);
         if let Some(choice) = self.choices.get(&choice_key).or(guess) {
             plan.algorithm.data = *choice;
             if plan.is_usable(self.handle) {
                 return Ok(plan);
             }
         }
-        let mut candidates = plan.candidates(self.handle)?;
-        if !self.measures {
-            candidates.truncate(1);
+        if measures {
+            return self.measure(q, shape, buffers);
         }
+        plan.algorithm = *plan.candidates(self.handle)?.first().ok_or_else(|| no_algorithm(shape))?;
+        self.guesses.insert(choice_key, plan.algorithm.data);
+        Ok(plan)
+    }
+
+    /// A plan with the algorithm that is the fastest one on these operands, which is kept.
+    fn measure(&mut self, q: &Queue, shape: GemmShape, buffers: GemmBuffers) -> Result<Plan, CudaError> {
+        let mut plan = Plan::new(shape, buffers.bias)?;
+        let runs = if 2 * shape.m * shape.n * shape.k > LONG_PRODUCT { 1 } else { RUNS };
         let mut best: Option<(f32, sys::cublasLtMatmulAlgo_t)> = None;
-        for candidate in candidates {
+        for candidate in plan.candidates(self.handle)? {
             plan.algorithm = candidate;
-            let ms = if self.measures { plan.measure(self.handle, q, buffers, &self.workspace) } else { Ok(0.0) };
-            let Ok(ms) = ms else { continue };
+            let Ok(ms) = plan.measure(self.handle, q, buffers, &self.workspace, runs) else { continue };
             if best.is_none_or(|(least, _)| ms < least) {
                 best = Some((ms, candidate));
             }
         }
-        let none =
-            || CudaError::Library { call: "cublasLtMatmul".into(), reason: format!("no algorithm for {shape:?}") };
-        plan.algorithm = best.ok_or_else(none)?.1;
-        if !self.measures {
-            self.guesses.insert(choice_key, plan.algorithm.data);
-            return Ok(plan);
-        }
+        plan.algorithm = best.ok_or_else(|| no_algorithm(shape))?.1;
+        let choice_key = choice_key(shape, !buffers.bias.is_null());
         self.choices.insert(choice_key, plan.algorithm.data);
         if self.guesses.remove(&choice_key).is_some() {
             self.plans.retain(|(shape, has_bias), _| self::choice_key(*shape, *has_bias) != choice_key);
@@ -222,7 +265,7 @@ fn parse(text: &str) -> HashMap<ChoiceKey, [u64; 8]> {
 
 impl Plan {
     /// In the library's column-major terms y^T [n, m] = w [k, n]^T x [k, m].
-    fn new(shape: GemmShape, has_bias: bool) -> Result<Self, CudaError> {
+    fn new(shape: GemmShape, bias: Span) -> Result<Self, CudaError> {
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
         let GemmShape { m, n, k, stride, to_f32 } = shape;
         let half = sys::cudaDataType_t::CUDA_R_16BF;
@@ -236,6 +279,7 @@ impl Plan {
             algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
         };
         let transposed: i32 = 1;
+        let has_bias = !bias.is_null();
         let epilogue = if has_bias {
             sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS
         } else {
@@ -258,6 +302,7 @@ impl Plan {
                 check(created, "cublasLtMatrixLayoutCreate")?;
             }
         }
+        plan.set_bias(bias)?;
         Ok(plan)
     }
 
@@ -326,23 +371,24 @@ impl Plan {
         }
     }
 
-    /// Milliseconds of one run, after one to warm up.
+    /// Milliseconds of one of so many runs, after one to warm up.
     fn measure(
         &self,
         handle: sys::cublasLtHandle_t,
         q: &Queue,
         buffers: GemmBuffers,
         workspace: &DeviceBuffer,
+        runs: usize,
     ) -> Result<f32, CudaError> {
         let (start, end) = (Event::new(true)?, Event::new(true)?);
         self.run(handle, q, buffers, workspace)?;
         start.record(q)?;
-        for _ in 0..RUNS {
+        for _ in 0..runs {
             self.run(handle, q, buffers, workspace)?;
         }
         end.record(q)?;
         end.wait()?;
-        Ok(end.ms_since(&start)? / RUNS as f32)
+        Ok(end.ms_since(&start)? / runs as f32)
     }
 
     fn run(

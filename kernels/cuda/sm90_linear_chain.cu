@@ -152,7 +152,8 @@ __device__ __forceinline__ void bring_rows(const R& ring, const Chain& c, u32 ep
 
 // One warp: what each row of x is still to be multiplied by, for each link that asks. Before that, it has what the ends of the
 // block's tiles read brought nearer.
-__device__ __forceinline__ void bring_scales(float* scales, u32 ready, const Chain& c, u32 epoch) {
+template <int NT>
+__device__ __forceinline__ void bring_scales(float (*scales)[NT], u32 ready, const Chain& c, u32 epoch) {
     constexpr int ROWS = 8;  // at a time, so that loads do not wait for each other
     constexpr int LINE = 64;  // columns of a line of the cache
     const int lane = threadIdx.x % 32;
@@ -179,7 +180,7 @@ __device__ __forceinline__ void bring_scales(float* scales, u32 ready, const Cha
 #pragma unroll
             for (int j = 0; j < ROWS; ++j) {
                 const float sum = warp_sum(sums[j]);
-                if (lane == 0 && first + j < out.m) scales[first + j] = rsqrtf(sum * norm.inverse_cols + norm.eps);
+                if (lane == 0 && first + j < out.m) scales[l][first + j] = rsqrtf(sum * norm.inverse_cols + norm.eps);
             }
         }
         __syncwarp();
@@ -336,7 +337,7 @@ __device__ __forceinline__ void add_norm(const Sums<NT>& sums, const Link& link,
 
 // The products of all links.
 template <int NT, bool PEERS>
-__device__ __forceinline__ void multiply(const Ring<TILE, NT>& ring, const Chain& c, float* partial, const float* scales,
+__device__ __forceinline__ void multiply(const Ring<TILE, NT>& ring, const Chain& c, float* partial, const float (*scales)[NT],
                                          u32 scaled, u32 epoch) {
     const i32 group = threadIdx.x / 128;
     Cursor at{group, 0};
@@ -355,7 +356,7 @@ __device__ __forceinline__ void multiply(const Ring<TILE, NT>& ring, const Chain
             if (waits) barrier_wait(scaled, scaled_parity), scaled_parity ^= 1, waits = false;
             team_sync();
             const u32 last = share.block_of(begin + share.slices - 1);
-            const Sums<NT> sums{partial,           is_scaled ? scales : nullptr, c.packets, share, (epoch + l + 1) | WRITTEN,
+            const Sums<NT> sums{partial,           is_scaled ? scales[l] : nullptr, c.packets, share, (epoch + l + 1) | WRITTEN,
                                               blockIdx.x + 1, last};
             if (i > begin) {
                 for (int item = threadIdx.x; item < link.out.m * (TILE / 4); item += CONSUMERS) {
@@ -389,7 +390,7 @@ __device__ __forceinline__ void linear_chain(const Chain& c) {
     using R = Ring<TILE, NT>;
     extern __shared__ u8 dynamic[];
     __shared__ alignas(8) u64 barriers[65];
-    __shared__ float scales[NT];
+    __shared__ float scales[MAX_LINKS][NT];
     pdl_launch();
 
     const u32 raw = shared_address(dynamic), aligned = (raw + 1023) & ~1023u;
@@ -418,7 +419,7 @@ __device__ __forceinline__ void linear_chain(const Chain& c) {
     if (warp == CONSUMERS / 32 + 1) {
         if (threadIdx.x % 32 == 0) bring_rows(ring, c, epoch);
     } else if (warp == CONSUMERS / 32 + 2) {
-        bring_scales(scales, scaled, c, epoch);
+        bring_scales<NT>(scales, scaled, c, epoch);
     } else {
         multiply<NT, PEERS>(ring, c, partial, scales, scaled, epoch);
     }

@@ -41,7 +41,7 @@ struct Shared {
     __device__ u32 v_empty(u32 s) const { return barriers + 64 + 8 * s; }
 
     __device__ void init() const {
-        barrier_init(q_full(), 1), barrier_init(q_empty(), CONSUMER_WARPS);
+        barrier_init(q_full(), 1), barrier_init(q_empty(), 32 * CONSUMER_WARPS);
         for (u32 s = 0; s < STAGES; ++s) {
             barrier_init(k_full(s), 1), barrier_init(k_empty(s), CONSUMER_WARPS);
             barrier_init(v_full(s), 1), barrier_init(v_empty(s), CONSUMER_WARPS);
@@ -343,7 +343,7 @@ __device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAtte
             state.rescale(correction);
             state.pack(s);
         }
-        release(smem.q_empty());
+        barrier_arrive(smem.q_empty());  // every thread, for itself: it has read which tile this is
         barrier_wait(smem.v_full(v.stage), v.parity);
         const u32 last = w.begin + (w.count - 1) * KEYS;
         if (last + KEYS > w.tile.end) clear_tail<D>(smem.v(v.stage), w.tile.end - last, group);

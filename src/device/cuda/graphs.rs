@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 
 use kernels::cuda::Graph;
-use kernels::cuda::library_gemm::measured_rows;
+use kernels::cuda::library_gemm::{FirstUse, measured_rows};
 
 use super::step::StepShape;
 use super::{CudaDevice, device_error};
@@ -114,9 +114,9 @@ impl CudaDevice {
             return Ok(slot);
         }
         // What is recorded stays: its products are worth measuring at once. They are small.
-        self.gemm.set_measuring(true);
+        self.gemm.set_first_use(FirstUse::Measure);
         let run = forward(self);
-        self.gemm.set_measuring(false);
+        self.gemm.set_first_use(FirstUse::Guess);
         run?;
         self.record(bucket, forward)?;
         Ok(slot)
@@ -138,39 +138,48 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Does the next piece of what [`Graphs::plan_ahead`] listed.
+    /// Does the next piece of what [`Graphs::plan_ahead`] listed; true while there is more. A step that comes meanwhile waits for it,
+    /// so that at most one product is measured.
     pub(crate) fn prepare_next(
         &mut self,
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<bool, DeviceError> {
         self.is_parted = false;
-        match self.graphs.ahead.pop_front() {
-            Some(Ahead::Measure { tokens }) => {
+        let Some(&piece) = self.graphs.ahead.front() else { return Ok(false) };
+        let is_done = match piece {
+            Ahead::Measure { tokens } => {
                 let chunk = StepShape { tokens, rows: 1, prefill_rows: 1, max_chunk: tokens, samples: 1 };
-                self.measure_products(chunk, forward)?;
+                self.measure_next(chunk, forward)?
             }
-            Some(Ahead::Record { bucket, is_greedy }) if !self.graphs.has_decode(bucket, is_greedy) => {
+            Ahead::Record { bucket, is_greedy } if self.graphs.has_decode(bucket, is_greedy) => true,
+            Ahead::Record { bucket, is_greedy } => {
                 // Measuring waits for the GPU, which a recording may not.
-                self.measure_products(StepShape::decode(bucket), forward)?;
-                self.current = Some(self.step_at(StepShape::decode(bucket), is_greedy));
-                self.record(bucket, forward)?;
+                let is_measured = self.measure_next(StepShape::decode(bucket), forward)?;
+                if is_measured {
+                    self.current = Some(self.step_at(StepShape::decode(bucket), is_greedy));
+                    self.record(bucket, forward)?;
+                }
+                is_measured
             }
-            Some(Ahead::Record { .. }) | None => {}
+        };
+        if is_done {
+            self.graphs.ahead.pop_front();
         }
         Ok(!self.graphs.ahead.is_empty())
     }
 
-    /// Queues the products of a step of this shape alone, on whatever the buffers hold.
-    fn measure_products(
+    /// Measures one product of a step of this shape, on whatever the buffers hold; true when none is left.
+    fn measure_next(
         &mut self,
         shape: StepShape,
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<bool, DeviceError> {
         self.current = Some(super::Current { only_products: true, ..self.step_at(shape, true) });
-        self.gemm.set_measuring(true);
-        let measured = forward(self);
-        self.gemm.set_measuring(false);
-        measured
+        self.gemm.set_first_use(FirstUse::MeasureOnly { left: 1, is_cut: false });
+        let queued = forward(self);
+        let first_use = self.gemm.set_first_use(FirstUse::Guess);
+        queued?;
+        Ok(!matches!(first_use, FirstUse::MeasureOnly { is_cut: true, .. }))
     }
 }
 

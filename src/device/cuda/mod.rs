@@ -29,7 +29,7 @@ use std::sync::Arc;
 
 use engine::{CopiedBlock, RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
 use kernels::cuda::copy_blocks::copy_blocks;
-use kernels::cuda::library_gemm::LibraryGemm;
+use kernels::cuda::library_gemm::{FirstUse, LibraryGemm};
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Span};
 
@@ -162,7 +162,7 @@ impl CudaDevice {
         let queue = Arc::new(Queue::new(&gpu).map_err(device_error)?);
         let mut gemm = LibraryGemm::new(&gpu, &config.library_dirs, config.cache_dir.as_ref()).map_err(device_error)?;
         // A request waits for no measurement: products are measured while none is there, and when a graph is recorded.
-        gemm.set_measuring(false);
+        gemm.set_first_use(FirstUse::Guess);
         // Before the first thread: the group sets what NCCL reads from the environment.
         let group = Group::new(&config, &gpu)?;
         let pipeline = Pipeline::new(&config, &group, &gpu, &queue)?;
