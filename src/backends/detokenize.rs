@@ -3,15 +3,14 @@
 //! Behind a decoupled model it sees a few tokens at a time. It keeps one detokenizer per sequence for the run of the
 //! ensemble, so that the pieces joined are the text of the whole.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use repository::ModelConfig;
 use serving::{
-    Backend, BackendFactory, Changes, DataType, Elements, InferError, InferRequest, InferResponse, LoadRequest,
-    ResponseStream, Shape, Tensor,
+    Backend, BackendFactory, Changes, DataType, Elements, EnsembleStep, InferError, InferRequest, InferResponse,
+    LoadRequest, ResponseStream, Shape, Tensor,
 };
 use smallvec::SmallVec;
 use text::{Detokenizer, Tokenizer};
@@ -61,12 +60,22 @@ struct Detokenize {
 /// The texts in the making of one run.
 #[derive(Default)]
 struct Texts {
-    /// By sequence index, then by row and beam.
-    of_rows: BTreeMap<(i32, usize), Detokenizer>,
+    /// By sequence index, then by row and beam: in this order, mostly one.
+    of_rows: SmallVec<[(TextKey, Detokenizer); 1]>,
     /// What one request adds to all of them, row after row.
     pieces: String,
     /// The last request told one token of this text, and that it goes on.
     steady: Option<Steady>,
+}
+
+/// Of a text: sequence index, then row and beam.
+type TextKey = (i32, usize);
+
+impl Texts {
+    /// Where a text is, or where it belongs.
+    fn find(&self, key: TextKey) -> Result<usize, usize> {
+        self.of_rows.binary_search_by_key(&key, |(key, _)| *key)
+    }
 }
 
 /// A request that tells one token of one text, as most do behind a language model.
@@ -75,7 +84,7 @@ struct Steady {
     /// Where the token is among the inputs.
     input: usize,
     /// Which text, as in [`Texts::of_rows`].
-    text: (i32, usize),
+    text: TextKey,
 }
 
 impl Backend for Detokenize {
@@ -107,17 +116,18 @@ impl Backend for Detokenize {
         Ok(InferResponse { outputs, ..InferResponse::default() })
     }
 
-    fn answer_again(&self, request: &InferRequest, changed: &[usize]) -> Option<Result<Changes, InferError>> {
-        let step = request.step.as_ref().filter(|step| !step.is_last)?;
+    fn answer_again(&self, step: &EnsembleStep, changes: &[Elements]) -> Option<Result<Changes, InferError>> {
+        let [token] = changes else { return None };
         let data = step.with_state(Texts::default, |texts| {
-            let Steady { input, text } = texts.steady.filter(|steady| changed == [steady.input])?;
-            let id = i32::from_le_bytes(*request.inputs[input].data.first_chunk()?);
-            let text = texts.of_rows.get_mut(&text)?;
+            let Steady { text, .. } = texts.steady.filter(|steady| steady.input == token.place)?;
+            let id = i32::from_le_bytes(*token.data.first_chunk()?);
+            let place = texts.find(text).ok()?;
+            let (_, text) = &mut texts.of_rows[place];
             texts.pieces.clear();
             text.push_into(u32::try_from(id).ok()?, &mut texts.pieces);
             Some(serving::byte_strings(&[&texts.pieces]))
         })?;
-        Some(Ok(Changes::from_elem(Elements { output: 0, data }, 1)))
+        Some(Ok(Changes::from_elem(Elements { place: 0, data }, 1)))
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {
@@ -151,13 +161,17 @@ impl Detokenize {
 
     /// The text that each row's new tokens complete, with what was held back if these are the last.
     fn push(&self, texts: &mut Texts, tokens: &Tokens, is_last: bool) -> Tensor {
-        let Texts { of_rows, pieces, .. } = texts;
         let mut ends = SmallVec::<[usize; 4]>::new();
-        pieces.clear();
+        texts.pieces.clear();
         for (row, ids) in tokens.rows().enumerate() {
-            let text = of_rows
-                .entry((tokens.sequence_index, row))
-                .or_insert_with(|| Detokenizer::new(self.tokenizer.clone(), self.skip_special_tokens));
+            let key = (tokens.sequence_index, row);
+            let place = texts.find(key).unwrap_or_else(|place| {
+                let text = Detokenizer::new(self.tokenizer.clone(), self.skip_special_tokens);
+                texts.of_rows.insert(place, (key, text));
+                place
+            });
+            let Texts { of_rows, pieces, .. } = &mut *texts;
+            let (_, text) = &mut of_rows[place];
             ids.iter().for_each(|&id| text.push_into(id, pieces));
             if tokens.sequence_end.unwrap_or(is_last) {
                 text.finish_into(pieces);
@@ -166,7 +180,7 @@ impl Detokenize {
         }
         let (mut each, mut begin) = (SmallVec::<[&str; 4]>::new(), 0);
         for end in ends {
-            each.push(&pieces[begin..end]);
+            each.push(&texts.pieces[begin..end]);
             begin = end;
         }
         Tensor::from_byte_strings("OUTPUT", &tokens.output_shape, &each)

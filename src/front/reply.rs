@@ -3,17 +3,21 @@
 //! The generated types would copy every name and shape of every token into maps and vectors first.
 //! Wire layout: `proto/grpc_service.proto`, `ModelInferResponse` and `ModelStreamInferResponse`.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::{Buf, BufMut, Bytes};
 use prost::encoding::{DecodeContext, WireType, encode_key, encode_varint, encoded_len_varint, key_len, skip_field};
 use prost::{DecodeError, Message};
-use serving::{Changes, Elements, InferResponse, Parameter, Tensor};
+use serving::{Changes, InferResponse, Parameter, Tensor};
 use smallvec::SmallVec;
 use tonic::Status;
 
 /// Which parameter says whether a response of a stream is its last.
 const FINAL_RESPONSE: &str = "triton_final_response";
+
+/// Number of `raw_output_contents` in `ModelInferResponse`.
+const CONTENTS: u32 = 6;
 
 /// `ModelInferResponse`. Every output has one entry in `raw_output_contents`.
 #[derive(Debug, Default)]
@@ -35,12 +39,18 @@ impl StreamReply {
     /// A response, or, with the words why it failed, what an error echoes of its request.
     pub fn new(error_message: &str, reply: &InferReply) -> Self {
         let head = encode_head(&reply.response, reply.final_response);
-        Self::encode(error_message, &head, reply.response.outputs.iter().map(|output| &output.data))
+        Self::of_outputs(error_message, &head, &reply.response.outputs)
     }
 
-    /// Of the response all but its tensors' elements is encoded in `head`.
-    fn encode<'a>(error_message: &str, head: &[u8], contents: impl Iterator<Item = &'a Bytes> + Clone) -> Self {
-        let response_len = head.len() + contents.clone().map(|data| delimited_len(6, data.len())).sum::<usize>();
+    /// Of a response but for its outputs' elements, encoded already, and those.
+    fn of_outputs(error_message: &str, head: &[u8], outputs: &[Tensor]) -> Self {
+        Self::encode(error_message, head, contents_len(outputs), |buffer| {
+            outputs.iter().for_each(|output| put_content(&output.data, buffer));
+        })
+    }
+
+    fn encode(error_message: &str, head: &[u8], contents_len: usize, put_contents: impl FnOnce(&mut Vec<u8>)) -> Self {
+        let response_len = head.len() + contents_len;
         let len = string_len(1, error_message) + delimited_len(2, response_len);
         let mut buffer = Vec::with_capacity(PREFIX_BYTES + len);
         buffer.push(0);
@@ -49,7 +59,7 @@ impl StreamReply {
         put_string(1, error_message, &mut buffer);
         put_header(2, response_len, &mut buffer);
         buffer.extend_from_slice(head);
-        contents.for_each(|data| put_content(data, &mut buffer));
+        put_contents(&mut buffer);
         Self(buffer.into())
     }
 
@@ -75,8 +85,52 @@ pub struct LastReply {
     response: InferResponse,
     final_response: Option<bool>,
     head: Bytes,
-    /// The elements, by output, of a response that may be repeated.
-    contents: SmallVec<[Bytes; 4]>,
+    contents: Contents,
+}
+
+/// The elements of the outputs of a response that may be repeated, encoded.
+#[derive(Debug, Default)]
+struct Contents {
+    bytes: Vec<u8>,
+    /// Where those of each output lie with their header, and how long that is.
+    places: SmallVec<[(Range<usize>, usize); 4]>,
+}
+
+impl Contents {
+    fn set(&mut self, outputs: &[Tensor]) {
+        let Self { bytes, places } = self;
+        bytes.clear();
+        places.clear();
+        bytes.reserve(contents_len(outputs));
+        for output in outputs {
+            let begin = bytes.len();
+            put_content(&output.data, bytes);
+            places.push((begin..bytes.len(), bytes.len() - begin - output.data.len()));
+        }
+    }
+
+    /// Puts other elements in the place of an output's.
+    fn replace(&mut self, output: usize, data: &[u8]) {
+        let Self { bytes, places } = self;
+        let Some((place, header_len)) = places.get_mut(output) else { return };
+        let (begin, end) = (place.start, place.end);
+        if place.len() - *header_len == data.len() {
+            bytes[begin + *header_len..end].copy_from_slice(data);
+            return;
+        }
+        let header = Header::new(CONTENTS, data.len());
+        let header = header.bytes();
+        let (behind, new_end) = (bytes.len() - end, begin + header.len() + data.len());
+        bytes.resize(bytes.len().max(new_end + behind), 0);
+        bytes.copy_within(end..end + behind, new_end);
+        bytes.truncate(new_end + behind);
+        bytes[begin..begin + header.len()].copy_from_slice(header);
+        bytes[begin + header.len()..new_end].copy_from_slice(data);
+        (*place, *header_len) = (begin..new_end, header.len());
+        for (behind, _) in &mut places[output + 1..] {
+            *behind = behind.start - end + new_end..behind.end - end + new_end;
+        }
+    }
 }
 
 impl LastReply {
@@ -89,22 +143,22 @@ impl LastReply {
             let outputs = response.outputs.iter().map(without_data).collect();
             self.response = InferResponse { outputs, ..response.clone() };
         }
-        self.contents.clear();
-        let reply = StreamReply::encode("", &self.head, response.outputs.iter().map(|output| &output.data));
-        if response.may_be_repeated {
-            self.contents.extend(response.outputs.into_iter().map(|output| output.data));
+        if !response.may_be_repeated {
+            return StreamReply::of_outputs("", &self.head, &response.outputs);
         }
-        reply
+        self.contents.set(&response.outputs);
+        self.repeated()
     }
 
     /// The last reply with what is new.
     pub fn again(&mut self, changes: Changes) -> StreamReply {
-        for Elements { output, data } in changes {
-            if let Some(known) = self.contents.get_mut(output) {
-                *known = data;
-            }
-        }
-        StreamReply::encode("", &self.head, self.contents.iter())
+        changes.iter().for_each(|new| self.contents.replace(new.place, &new.data));
+        self.repeated()
+    }
+
+    fn repeated(&self) -> StreamReply {
+        let contents = &self.contents.bytes;
+        StreamReply::encode("", &self.head, contents.len(), |buffer| buffer.extend_from_slice(contents))
     }
 
     fn fits(&self, response: &InferResponse, final_response: Option<bool>) -> bool {
@@ -161,12 +215,12 @@ fn head_len(response: &InferResponse, final_response: Option<bool>) -> usize {
 }
 
 fn put_content(data: &Bytes, buffer: &mut impl BufMut) {
-    put_header(6, data.len(), buffer);
+    put_header(CONTENTS, data.len(), buffer);
     buffer.put_slice(data);
 }
 
 fn contents_len(outputs: &[Tensor]) -> usize {
-    outputs.iter().map(|output| delimited_len(6, output.data.len())).sum()
+    outputs.iter().map(|output| delimited_len(CONTENTS, output.data.len())).sum()
 }
 
 impl Message for InferReply {
@@ -219,14 +273,29 @@ impl Message for StreamReply {
 }
 
 /// Key and length of a length-delimited field.
+struct Header {
+    all: [u8; 16],
+    len: usize,
+}
+
+impl Header {
+    /// Byte by byte on the stack: each call of what a message goes into is dear.
+    fn new(tag: u32, length: usize) -> Self {
+        let mut all = [0; 16];
+        let mut rest = &mut all[..];
+        encode_key(tag, WireType::LengthDelimited, &mut rest);
+        encode_varint(length as u64, &mut rest);
+        let len = 16 - rest.len();
+        Self { all, len }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &self.all[..self.len]
+    }
+}
+
 fn put_header(tag: u32, length: usize, buffer: &mut impl BufMut) {
-    // Byte by byte on the stack: each call of what a message goes into is dear.
-    let mut header = [0; 16];
-    let mut rest = &mut header[..];
-    encode_key(tag, WireType::LengthDelimited, &mut rest);
-    encode_varint(length as u64, &mut rest);
-    let spare = rest.len();
-    buffer.put_slice(&header[..16 - spare]);
+    buffer.put_slice(Header::new(tag, length).bytes());
 }
 
 fn delimited_len(tag: u32, length: usize) -> usize {
@@ -303,6 +372,7 @@ fn parameter_len(value: &Parameter) -> usize {
 mod tests {
     use super::*;
     use prost_reflect::{DescriptorPool, DynamicMessage};
+    use serving::Elements;
 
     fn decode(message: &str, bytes: &[u8]) -> serde_json::Value {
         let pool = DescriptorPool::decode(crate::proto::DESCRIPTORS).unwrap();
@@ -387,15 +457,24 @@ mod tests {
     #[test]
     fn a_reply_that_is_repeated_differs_from_the_last_in_the_elements_that_are_told() {
         let response = |text: &str, id: i32| InferResponse {
-            outputs: vec![Tensor::from_i32("ids", &[1], &[id]), Tensor::from_byte_strings("text", &[1], &[text])],
+            outputs: vec![Tensor::from_byte_strings("text", &[1], &[text]), Tensor::from_i32("ids", &[1], &[id])],
             may_be_repeated: true,
             ..InferResponse::default()
         };
         let mut last = LastReply::default();
         let _ = last.reply(response("x", 1), Some(false));
-        for (text, id, output) in [("longer", 1, 1), ("longer", 7, 0), ("", 7, 1)] {
+        let longest = "long ".repeat(40);
+        for (text, id, output) in [
+            ("longer", 1, 0),
+            ("longer", 7, 1),
+            (&longest, 7, 0),
+            (&longest, 8, 1),
+            ("", 8, 0),
+            ("y", 8, 0),
+            ("y", 9, 1),
+        ] {
             let data = response(text, id).outputs[output].data.clone();
-            let again = last.again([Elements { output, data }].into_iter().collect());
+            let again = last.again([Elements { place: output, data }].into_iter().collect());
             let reply = InferReply { response: response(text, id), final_response: Some(false) };
             let alone = StreamReply::new("", &reply);
             assert_eq!(again.encode_to_vec(), alone.encode_to_vec());

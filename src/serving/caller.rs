@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 use crate::model::ServedModel;
 use crate::statistics::Outcome;
 use crate::watch::refusal_of;
-use crate::{Changes, DataType, InferError, InferRequest, InferResponse, Name, Shape, Tensor};
+use crate::{Changes, DataType, Elements, EnsembleStep, InferError, InferRequest, InferResponse, Name, Shape, Tensor};
 
 /// Calls that are counted together, at most.
 const MAX_UNCOUNTED: u64 = 16;
@@ -77,18 +77,16 @@ impl Caller {
         answer
     }
 
-    /// What is new in the answer to a request that differs from the last in the elements of its inputs `changed` alone;
-    /// `None` where it is to be answered in full.
-    pub fn call_again(&mut self, request: &InferRequest, changed: &[usize]) -> Option<Result<Changes, InferError>> {
-        let is_known = |&input: &usize| {
-            let known = self.accepted.inputs.get(input).zip(request.inputs.get(input));
-            known.is_some_and(|(known, tensor)| known.num_bytes == tensor.data.len())
-        };
-        if request.trace.is_some() || !changed.iter().all(is_known) {
+    /// What is new in the answer to a request that differs from the last of this `step` in `changes` alone; `None` where it is to
+    /// be answered in full.
+    pub fn call_again(&mut self, step: &EnsembleStep, changes: &[Elements]) -> Option<Result<Changes, InferError>> {
+        let is_known =
+            |new: &Elements| self.accepted.inputs.get(new.place).is_some_and(|known| known.num_bytes == new.data.len());
+        if !changes.iter().all(is_known) {
             return None;
         }
         let started = Instant::now();
-        let answer = self.model.answer_again_unseen(request, changed)?;
+        let answer = self.model.answer_again_unseen(step, changes)?;
         let total = started.elapsed();
         self.see(answer.as_ref().map(|changes| !changes.is_empty()), Took { total, input: Duration::ZERO });
         Some(answer)

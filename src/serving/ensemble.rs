@@ -17,7 +17,7 @@ use crate::finder::Finder;
 use crate::model::ServedModel;
 use crate::registry::Registry;
 use crate::{
-    Backend, Changes, CorrelationId, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Name,
+    Backend, Changes, CorrelationId, Elements, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Name,
     Parameter, Respond, ResponseSender, ResponseStream, Tensor, Trace,
 };
 
@@ -328,18 +328,11 @@ impl Run {
         response
     }
 
-    /// Asks for what is new in the answer to the last request, which differs from it in the elements of its inputs `changed`
-    /// alone; `None` where it is to be asked in full.
-    fn ask_again(
-        &mut self,
-        step: usize,
-        request: &InferRequest,
-        changed: &[usize],
-    ) -> Option<Result<Changes, InferError>> {
-        if self.request.trace.is_some() {
-            return None;
-        }
-        self.places[step].caller.as_mut()?.call_again(request, changed)
+    /// Asks for what is new in the answer to the last request where that differs in `changes` alone; `None` where it is to be
+    /// asked in full.
+    fn ask_again(&mut self, step: usize, changes: &[Elements]) -> Option<Result<Changes, InferError>> {
+        let Place { caller, state, .. } = &mut self.places[step];
+        caller.as_mut()?.call_again(state, changes)
     }
 
     /// The inputs of a step.

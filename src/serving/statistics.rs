@@ -41,6 +41,11 @@ impl StatisticDuration {
         self.count += count;
         self.ns += nanoseconds(sum);
     }
+
+    fn add_ns(&mut self, ns: u64) {
+        self.count += 1;
+        self.ns += ns;
+    }
 }
 
 /// Durations of requests. The parts of a successful one are its queueing and its computing.
@@ -206,23 +211,26 @@ impl Failure {
     }
 }
 
-/// How one response of a decoupled request came out.
+/// How a response of a decoupled request came out that did not bring something.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum ResponseOutcome {
-    Success,
+pub(crate) enum OtherResponse {
     Empty,
     Fail,
     Cancel,
 }
 
-/// One response of a decoupled request.
+/// One response of a decoupled request that went well. Of two words, for a stream keeps some of them.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Came {
-    pub outcome: ResponseOutcome,
-    /// Since the one before.
-    pub after: Duration,
-    /// Of that, since it was computed.
-    pub output: Duration,
+    after_ns: u64,
+    output_ns: u64,
+}
+
+impl Came {
+    /// So long after the one before, of that `output` since it was computed.
+    pub fn new(after: Duration, output: Duration) -> Self {
+        Self { after_ns: nanoseconds(after), output_ns: nanoseconds(output) }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -423,25 +431,25 @@ impl Statistics {
         self.first_response.observe(after.as_secs_f64() * 1e3);
     }
 
-    /// Counts responses of a decoupled request, one behind the other, from number `first` on.
+    /// Counts responses of a decoupled request that went well, one behind the other, from number `first` on.
     pub fn responses(&self, first: usize, came: &[Came]) {
         let mut responses = lock(&self.responses);
-        let needed = (first + came.len()).min(MAX_RESPONSE_INDEX + 1);
-        if responses.len() < needed {
-            responses.resize(needed, ResponseStatistics::default());
+        for (place, came) in came.iter().enumerate() {
+            let counted = numbered(&mut responses, first + place);
+            counted.compute_infer.add_ns(came.after_ns.saturating_sub(came.output_ns));
+            counted.compute_output.add_ns(came.output_ns);
+            counted.success.add_ns(came.after_ns);
         }
-        for (place, &Came { outcome, after, output }) in came.iter().enumerate() {
-            let counted = &mut responses[(first + place).min(MAX_RESPONSE_INDEX)];
-            match outcome {
-                ResponseOutcome::Success => {
-                    counted.compute_infer.add(after.saturating_sub(output));
-                    counted.compute_output.add(output);
-                    counted.success.add(after);
-                }
-                ResponseOutcome::Empty => counted.empty_response.add(after),
-                ResponseOutcome::Fail => counted.fail.add(after),
-                ResponseOutcome::Cancel => counted.cancel.add(after),
-            }
+    }
+
+    /// Counts the response of that number, which came so long after the one before and brought nothing.
+    pub fn other_response(&self, number: usize, outcome: OtherResponse, after: Duration) {
+        let mut responses = lock(&self.responses);
+        let counted = numbered(&mut responses, number);
+        match outcome {
+            OtherResponse::Empty => counted.empty_response.add(after),
+            OtherResponse::Fail => counted.fail.add(after),
+            OtherResponse::Cancel => counted.cancel.add(after),
         }
     }
 
@@ -472,6 +480,15 @@ impl Statistics {
             ..ModelStatistics::default()
         }
     }
+}
+
+/// Where the response of that number is counted.
+fn numbered(responses: &mut Vec<ResponseStatistics>, number: usize) -> &mut ResponseStatistics {
+    let place = number.min(MAX_RESPONSE_INDEX);
+    if responses.len() <= place {
+        responses.resize(place + 1, ResponseStatistics::default());
+    }
+    &mut responses[place]
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

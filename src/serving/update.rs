@@ -20,14 +20,14 @@ pub enum Update {
 /// The same on its way from sender to stream, or an error.
 pub(crate) type Sent = Result<Update, InferError>;
 
-/// What is new in a response, each output once.
+/// What is new in a response, or in a request: each tensor once.
 pub type Changes = SmallVec<[Elements; 2]>;
 
-/// Other elements of one output.
+/// Other elements of one tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Elements {
-    /// The output's place in the last response.
-    pub output: usize,
+    /// The tensor's place among the outputs of the last response, or the inputs of the last request.
+    pub place: usize,
     /// Its elements, as in [`crate::Tensor::data`]; type and shape are those of before.
     pub data: Bytes,
 }

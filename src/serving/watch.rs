@@ -9,7 +9,7 @@ use crate::cache::CacheKey;
 use crate::finder::Finder;
 use crate::generation::{Generation, Progress, Scheduled};
 use crate::model::ServedModel;
-use crate::statistics::{CacheUse, Came, Failure, Outcome, ResponseOutcome};
+use crate::statistics::{CacheUse, Came, Failure, OtherResponse, Outcome};
 use crate::{ErrorKind, InferError, InferRequest, InferResponse, Name, Trace, Update};
 
 /// Responses of a request that are counted together, at most: the place is shared by all requests to the model, and dear
@@ -27,16 +27,23 @@ pub(crate) struct Watch {
     started: Instant,
     /// What checking the inputs took.
     checked: Duration,
-    last: Instant,
-    num_responses: usize,
-    /// The last of them, where they count one by one and have not been counted.
-    uncounted: SmallVec<[Came; MAX_UNCOUNTED]>,
+    responses: Responses,
     ended: bool,
     cached: Cached,
     progress: Option<Arc<Progress>>,
     /// One step of an ensemble, whose own line tells of it.
     is_step: bool,
     trace: Option<Trace>,
+}
+
+/// The responses of a request so far. Each token comes by here, so that all it asks for lies together.
+#[derive(Debug)]
+struct Responses {
+    count: usize,
+    /// When the last of them came.
+    last: Instant,
+    /// The last of them, where they count one by one and have not been counted.
+    uncounted: SmallVec<[Came; MAX_UNCOUNTED]>,
 }
 
 /// What the response cache has to do with a request.
@@ -69,9 +76,7 @@ impl Watch {
             batch_size,
             started,
             checked: started.elapsed(),
-            last: started,
-            num_responses: 0,
-            uncounted: SmallVec::new(),
+            responses: Responses { count: 0, last: started, uncounted: SmallVec::new() },
             ended: false,
             cached,
             progress: None,
@@ -128,8 +133,8 @@ impl Watch {
             }
             Some(Err(error)) => {
                 // Words of a queue come before anything was scheduled or answered.
-                let is_refused = self.num_responses == 0 && self.scheduled().is_none();
-                self.count_response(ResponseOutcome::Fail, Instant::now(), Duration::ZERO);
+                let is_refused = self.responses.count == 0 && self.scheduled().is_none();
+                self.count_other(OtherResponse::Fail, Instant::now());
                 self.fail(if is_refused { refusal_of(&error) } else { failure_of(&error) });
                 Some(Err(error))
             }
@@ -163,7 +168,7 @@ impl Watch {
             (Cached::Hit(took), _) => Some(CacheUse::Hit(took)),
             (Cached::Miss(key, took), Some(cache)) => {
                 let started = Instant::now();
-                if self.num_responses == 0 && response.is_final {
+                if self.responses.count == 0 && response.is_final {
                     cache.put(key, response);
                 }
                 Some(CacheUse::Miss(took + started.elapsed()))
@@ -196,10 +201,13 @@ impl Watch {
     fn count(&mut self, response: &InferResponse, cache: Option<CacheUse>) {
         let (now, is_empty) = (Instant::now(), response.outputs.is_empty());
         let output = self.progress.as_ref().map_or(Duration::ZERO, |progress| progress.take_output(now));
-        if self.num_responses == 0 && !is_empty {
+        if self.responses.count == 0 && !is_empty {
             self.model.statistics.first_response(now - self.started);
         }
-        self.count_response(if is_empty { ResponseOutcome::Empty } else { ResponseOutcome::Success }, now, output);
+        match is_empty {
+            true => self.count_other(OtherResponse::Empty, now),
+            false => self.count_response(now, output),
+        }
         if response.is_final && !self.ended {
             self.ended = true;
             self.settle();
@@ -211,7 +219,7 @@ impl Watch {
     fn count_again(&mut self) {
         let now = Instant::now();
         let output = self.progress.as_ref().map_or(Duration::ZERO, |progress| progress.take_output(now));
-        self.count_response(ResponseOutcome::Success, now, output);
+        self.count_response(now, output);
     }
 
     fn succeed(&mut self, response: &InferResponse, cache: Option<CacheUse>, now: Instant, output: Duration) {
@@ -229,22 +237,35 @@ impl Watch {
     }
 
     /// Responses are counted one by one where a request may have many of them.
-    fn count_response(&mut self, outcome: ResponseOutcome, now: Instant, output: Duration) {
+    fn count_response(&mut self, now: Instant, output: Duration) {
+        let responses = &mut self.responses;
+        responses.count += 1;
         if self.model.is_decoupled {
-            self.uncounted.push(Came { outcome, after: now - self.last, output });
-            self.last = now;
+            responses.uncounted.push(Came::new(now - responses.last, output));
+            responses.last = now;
+            if responses.uncounted.len() == MAX_UNCOUNTED {
+                self.settle();
+            }
         }
-        self.num_responses += 1;
-        if self.uncounted.len() == MAX_UNCOUNTED {
-            self.settle();
+    }
+
+    /// The same, of one that brought nothing.
+    fn count_other(&mut self, outcome: OtherResponse, now: Instant) {
+        self.settle();
+        let responses = &mut self.responses;
+        if self.model.is_decoupled {
+            self.model.statistics.other_response(responses.count, outcome, now - responses.last);
+            responses.last = now;
         }
+        responses.count += 1;
     }
 
     /// Counts the responses that have not been.
     fn settle(&mut self) {
-        if !self.uncounted.is_empty() {
-            self.model.statistics.responses(self.num_responses - self.uncounted.len(), &self.uncounted);
-            self.uncounted.clear();
+        let Responses { count, uncounted, .. } = &mut self.responses;
+        if !uncounted.is_empty() {
+            self.model.statistics.responses(*count - uncounted.len(), uncounted);
+            uncounted.clear();
         }
     }
 
@@ -264,7 +285,7 @@ impl Watch {
             return; // The ensemble's line tells it.
         }
         let (model, version, id, responses) =
-            (self.model.config.name.as_str(), self.model.version, self.id.as_str(), self.num_responses);
+            (self.model.config.name.as_str(), self.model.version, self.id.as_str(), self.responses.count);
         let total = self.started.elapsed();
         let total_ms = milliseconds(total);
         let Some(told) = self.progress.as_ref().and_then(|progress| progress.generation()) else {
@@ -302,7 +323,7 @@ fn milliseconds(duration: Duration) -> f64 {
 impl Drop for Watch {
     fn drop(&mut self) {
         if !self.ended {
-            self.count_response(ResponseOutcome::Cancel, Instant::now(), Duration::ZERO);
+            self.count_other(OtherResponse::Cancel, Instant::now());
             self.fail(Failure::Canceled);
         }
         self.settle();

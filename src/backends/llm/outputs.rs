@@ -221,8 +221,10 @@ impl Responses {
         let changing = self.changing.take()?; // What may be repeated has them.
         let index = news.index;
         self.take(news);
-        let elements =
-            |&(output, kind)| Elements { output, data: self.output(&Name::default(), kind, index..index + 1).data };
+        let elements = |&(output, kind)| Elements {
+            place: output,
+            data: self.output(&Name::default(), kind, index..index + 1).data,
+        };
         let changes = changing.iter().map(elements).collect();
         self.sequences[index].pending.clear();
         self.changing = Some(changing);
@@ -492,7 +494,7 @@ mod tests {
                 Update::Response(response) => last = *response,
                 Update::Again(changes) => {
                     assert!(last.may_be_repeated && !response.is_final);
-                    changes.into_iter().for_each(|new| last.outputs[new.output].data = new.data);
+                    changes.into_iter().for_each(|new| last.outputs[new.place].data = new.data);
                     num_again += 1;
                 }
             }

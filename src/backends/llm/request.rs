@@ -160,12 +160,11 @@ impl RequestTask {
         sender: &ResponseSender,
     ) -> Option<Result<Update, InferError>> {
         match event {
-            Some(RequestEvent::Tokens(event, at)) => {
-                self.time(&event, at);
-                sender.report(self.timing.generation());
-                sender.computed_at(at);
-                return self.hear(event, at, takes_updates).map(Ok);
+            Some(RequestEvent::Token(token)) => {
+                let (event, at) = token.open();
+                return self.hear(event, at, takes_updates, sender).map(Ok);
             }
+            Some(RequestEvent::Tokens(event, at)) => return self.hear(*event, at, takes_updates, sender).map(Ok),
             Some(RequestEvent::Accepted(sequences)) => {
                 self.sequences = sequences;
                 if self.is_cancelled {
@@ -204,6 +203,14 @@ impl RequestTask {
         self.sequences.iter().position(|&known| known == sequence)
     }
 
+    /// Counts news of a sequence; the response that they complete, or what is new in it where that is enough.
+    fn hear(&mut self, event: TokenEvent, at: Instant, takes_updates: bool, sender: &ResponseSender) -> Option<Update> {
+        self.time(&event, at);
+        sender.report(self.timing.generation());
+        sender.computed_at(at);
+        self.answer(event, at, takes_updates)
+    }
+
     /// Counts news of a sequence, unless its end was told before.
     fn time(&mut self, event: &TokenEvent, at: Instant) {
         if let Some(index) = self.index_of(event.sequence).filter(|&index| !self.ended[index]) {
@@ -215,7 +222,7 @@ impl RequestTask {
     }
 
     /// The response that news of a sequence complete, or what is new in it where that is enough.
-    fn hear(&mut self, event: TokenEvent, at: Instant, takes_updates: bool) -> Option<Update> {
+    fn answer(&mut self, event: TokenEvent, at: Instant, takes_updates: bool) -> Option<Update> {
         if !event.beams.is_empty() || self.ended.len() > self.sequences.len() {
             return self.hear_beams(event, at).map(Update::from);
         }

@@ -346,7 +346,7 @@ impl Running {
             }
             Some(FromWorker::Logits(piece)) => {
                 self.last_progress = Instant::now();
-                self.thread.teller.tell(piece.sequence, RequestEvent::Logits(piece));
+                self.thread.teller.tell(piece.sequence, RequestEvent::Logits(Box::new(piece)));
             }
             Some(_) => return Err(Lost::new("worker 0 sent something other than a step's output".to_owned()).into()),
             // Rung by a message, or time to look around.
@@ -370,7 +370,7 @@ impl Running {
         let now = Instant::now();
         for event in self.events.drain(..) {
             let (sequence, ends) = (event.sequence, event.finished.is_some());
-            let event = RequestEvent::Tokens(event, now);
+            let event = RequestEvent::of(event, now);
             match ends {
                 true => self.thread.teller.tell_last(sequence, event),
                 false => self.thread.teller.tell(sequence, event),

@@ -4,10 +4,10 @@
 //! would move the memory of all these layers from one core to another and back for each token, and a connection would
 //! be awake before the step's other tokens are there. So a task of the runtime tells them, woken once a step.
 
-use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 
 use engine::SequenceId;
+use rustc_hash::{FxHashMap, FxHashSet};
 use tokio::sync::{Notify, mpsc};
 
 use super::inbox::RequestEvent;
@@ -42,7 +42,7 @@ struct Letters {
 pub(crate) struct Teller {
     mailbox: Arc<Mailbox>,
     /// Of which sequences somebody waits for news.
-    listening: HashSet<SequenceId>,
+    listening: FxHashSet<SequenceId>,
     /// What is to be told next.
     news: Vec<News>,
 }
@@ -55,7 +55,7 @@ impl Teller {
     pub(crate) fn start() -> Self {
         let mailbox = Arc::<Mailbox>::default();
         tokio::spawn(tell_all(Arc::clone(&mailbox)));
-        Self { mailbox, listening: HashSet::new(), news: Vec::new() }
+        Self { mailbox, listening: FxHashSet::default(), news: Vec::new() }
     }
 
     /// From here on `listener` hears of these sequences, which it is told first.
@@ -110,7 +110,7 @@ impl Drop for Teller {
 
 /// Tells listeners their news until nothing more will come.
 async fn tell_all(mailbox: Arc<Mailbox>) {
-    let (mut listeners, mut news) = (HashMap::<SequenceId, Listener>::new(), Vec::new());
+    let (mut listeners, mut news) = (FxHashMap::<SequenceId, Listener>::default(), Vec::new());
     loop {
         let is_closed = {
             let mut letters = mailbox.letters.lock().unwrap();

@@ -160,7 +160,7 @@ impl Backend for Parrot {
                     let outputs = vec![tokens, Tensor::from_i32("sequence_length", &[1, 1], &[1])];
                     InferResponse { outputs, is_final, may_be_repeated: !is_final, ..InferResponse::default() }.into()
                 } else {
-                    Update::Again([Elements { output: 0, data: tokens.data }].into_iter().collect())
+                    Update::Again([Elements { place: 0, data: tokens.data }].into_iter().collect())
                 };
                 sender.send_update(Ok(update)).await;
             }
@@ -231,7 +231,7 @@ async fn pieces_told_as_what_is_new_are_those_of_whole_responses() {
             Update::Response(response) => last = *response,
             Update::Again(changes) => {
                 num_again += 1;
-                changes.into_iter().for_each(|new| last.outputs[new.output].data = new.data);
+                changes.into_iter().for_each(|new| last.outputs[new.place].data = new.data);
             }
         }
         assert_eq!(last.outputs, response.outputs);

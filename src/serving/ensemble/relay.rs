@@ -17,11 +17,10 @@ use crate::finder::Finder;
 use crate::update::Sent;
 use crate::{Changes, Elements, InferError, InferResponse, Respond, ResponseStream, Tensor, Update};
 
-/// Of tensors in a list.
-type Places = SmallVec<[usize; 4]>;
-
 /// What goes where between two steps.
 pub(super) struct Relay {
+    /// Of the last answer, where the response that it came of may be repeated.
+    again: Again,
     graph: Arc<Graph>,
     /// The step that answers many times.
     maker: usize,
@@ -33,20 +32,73 @@ pub(super) struct Relay {
     standing: SmallVec<[usize; 4]>,
     /// Inputs of the called step that were there before, by their places.
     given: SmallVec<[usize; 4]>,
-    /// The last answer, where the response that it came of may be repeated.
     last: Last,
 }
 
 /// An answer, and what it came of.
 #[derive(Default)]
 struct Last {
+    /// But for [`Again::newer`], as is the kept request to the called step.
     answer: Answer,
-    /// The inputs of the kept request to the called step, by their places.
+    /// The inputs of that request, by their places.
     inputs: SmallVec<[usize; 8]>,
-    /// How many outputs the called step gave.
-    num_answered: usize,
+    /// How many outputs the first step gave.
+    num_made: usize,
+}
+
+/// All that a token has to know of the answer before it: this lies together, the rest rests.
+#[derive(Default)]
+struct Again {
+    /// From outputs of the first step to inputs of the kept request.
+    feeds: Ways,
+    /// From outputs of the first step to those of the answer.
+    tells: Ways,
+    /// From outputs of the called step to those of the answer.
+    answers: Ways,
+    /// What the first step has told since its last response.
+    newer: Changes,
+    /// How many outputs the called step gave; `None` behind an error.
+    num_answered: Option<usize>,
     /// The response had something for the graph.
     is_any: bool,
+    /// Each call of the called step is traced.
+    is_traced: bool,
+}
+
+/// From places in one list of tensors to those in another.
+#[derive(Default)]
+struct Ways(SmallVec<[(u32, u32); 6]>);
+
+impl Ways {
+    /// Hands what is new on to where it goes.
+    fn carry(&self, new: &Elements, to: &mut Changes) {
+        self.from(new.place).for_each(|place| to.push(Elements { place, data: new.data.clone() }));
+    }
+
+    fn from(&self, place: usize) -> impl Iterator<Item = usize> {
+        self.0.iter().filter(move |(from, _)| *from as usize == place).map(|&(_, to)| to as usize)
+    }
+
+    fn put(&mut self, from: usize, to: Option<usize>) {
+        self.0.extend(to.map(|to| (from as u32, to as u32)));
+    }
+}
+
+impl Again {
+    /// Takes note of what the first step tells.
+    fn keep(&mut self, changes: Changes) {
+        let is_told_again = |old: &Elements| changes.iter().any(|new| new.place == old.place);
+        if self.newer.iter().all(is_told_again) {
+            self.newer = changes;
+            return;
+        }
+        for new in changes {
+            match self.newer.iter_mut().find(|old| old.place == new.place) {
+                Some(old) => *old = new,
+                None => self.newer.push(new),
+            }
+        }
+    }
 }
 
 /// The readers of a step's outputs.
@@ -100,7 +152,7 @@ impl Answer {
 
     /// The answer once more, but for these tensors of it.
     fn again(&self, changed: &[usize]) -> Update {
-        let elements = |&output: &usize| Elements { output, data: self.tensors[output].data.clone() };
+        let elements = |&place: &usize| Elements { place, data: self.tensors[place].data.clone() };
         Update::Again(changed.iter().map(elements).collect())
     }
 
@@ -128,7 +180,9 @@ impl Relay {
         let inputs = steps[called].inputs.iter().enumerate();
         let given = inputs.filter(|(_, input)| !is_made_now(input)).map(|(place, _)| place).collect();
         let (made, answered) = (Routes::of(run, maker, Some(called)), Routes::of(run, called, None));
-        Some(Self { graph: run.graph.clone(), maker, called, made, answered, standing, given, last: Last::default() })
+        let again = Again { is_traced: run.request.trace.is_some(), ..Again::default() };
+        let (graph, last) = (run.graph.clone(), Last::default());
+        Some(Self { again, graph, maker, called, made, answered, standing, given, last })
     }
 }
 
@@ -170,6 +224,24 @@ impl Routes {
 }
 
 impl Relay {
+    /// Works out where elements go that are new in the last response, or in the called step's answer to it.
+    fn learn(&mut self) {
+        let Self { again, made, answered, last, .. } = self;
+        let (mut feeds, mut tells, mut answers) = <(Ways, Ways, Ways)>::default();
+        for output in 0..last.num_made {
+            for &reader in made.readers_of(output) {
+                match reader {
+                    Reader::Input(place) => feeds.put(output, last.inputs.iter().position(|&other| other == place)),
+                    Reader::Output(place) => tells.put(output, last.answer.at(place)),
+                }
+            }
+        }
+        for output in 0..again.num_answered.unwrap_or(0) {
+            answered.readers_of(output).iter().for_each(|reader| answers.put(output, last.answer.at(reader.place())));
+        }
+        (again.feeds, again.tells, again.answers) = (feeds, tells, answers);
+    }
+
     /// Relays `stream` from here on.
     pub(super) fn begin(self, run: &Run, mut stream: ResponseStream, pass: Pass) -> Relaying {
         // What is asked again is to be as it was; where shapes change, it is not.
@@ -221,7 +293,7 @@ impl Run {
         while !*is_over {
             let Some(item) = ready!(stream.poll_update(context)) else { break };
             let sent = match item {
-                Ok(Update::Again(_)) if !relay.last.is_any => continue,
+                Ok(Update::Again(_)) if !relay.again.is_any => continue,
                 Ok(Update::Again(changes)) => self.pass_on_again(relay, changes, takes_updates),
                 Ok(Update::Response(response)) => {
                     *is_over = response.is_final;
@@ -247,8 +319,10 @@ impl Run {
         response: InferResponse,
         is_last: bool,
     ) -> Result<Option<InferResponse>, InferError> {
-        let Relay { graph, maker, called, made, answered, standing, given, last } = relay;
+        let Relay { again, graph, maker, called, made, answered, standing, given, last } = relay;
         let (maker, called, may_be_repeated) = (&graph.steps[*maker], *called, response.may_be_repeated);
+        last.num_made = response.outputs.len();
+        again.newer.clear();
         let mut answer = Answer { tensors: Vec::with_capacity(standing.len() + 4), ..Answer::default() };
         let mut request = self.places[called].request.take().unwrap_or_else(|| Box::new(self.step_request(called)));
         request.inputs.clear();
@@ -264,7 +338,7 @@ impl Run {
                 answer.put(place, tensor);
             }
         });
-        last.is_any = is_any;
+        again.is_any = is_any;
         if !is_any {
             self.places[called].request = Some(request);
             return Ok(None);
@@ -283,7 +357,7 @@ impl Run {
         }
         // Of an answer that failed, the next one may still be made.
         let (outputs, error) = response.map_or_else(|error| (Vec::new(), Some(error)), |it| (it.outputs, None));
-        last.num_answered = if error.is_none() { outputs.len() } else { usize::MAX };
+        again.num_answered = error.is_none().then_some(outputs.len());
         answered.hand_on(&graph.steps[called].outputs, outputs, |reader, mut tensor| {
             if let Reader::Output(place) = reader {
                 tensor.name = graph.outputs[place].name.clone();
@@ -292,6 +366,7 @@ impl Run {
         });
         if may_be_repeated {
             last.answer = answer.clone();
+            relay.learn();
         }
         match error {
             Some(error) => Err(error),
@@ -306,51 +381,50 @@ impl Run {
         changes: Changes,
         takes_updates: bool,
     ) -> Result<Update, InferError> {
-        let Relay { graph, called, made, answered, last, .. } = relay;
-        let (called, mut changed, mut fed) = (*called, Places::new(), Places::new());
-        let mut request = self.places[called].request.take().expect("a response that may be repeated was passed on");
-        for Elements { output, data } in changes {
-            for reader in made.readers_of(output) {
-                match *reader {
-                    Reader::Input(place) => {
-                        if let Some(at) = last.inputs.iter().position(|&other| other == place) {
-                            request.inputs[at].data = data.clone();
-                            fed.push(at);
-                        }
-                    }
-                    Reader::Output(place) => {
-                        if let Some(at) = last.answer.at(place) {
-                            last.answer.tensors[at].data = data.clone();
-                            changed.push(at);
-                        }
-                    }
-                }
-            }
+        let (again, mut fed, mut told) = (&mut relay.again, Changes::new(), Changes::new());
+        for new in &changes {
+            again.feeds.carry(new, &mut fed);
+            again.tells.carry(new, &mut told);
         }
-        let known = std::mem::replace(&mut last.num_answered, usize::MAX); // After an error nothing is known.
-        if known != usize::MAX
-            && takes_updates
-            && let Some(changes) = self.ask_again(called, &request, &fed)
-        {
-            self.places[called].request = Some(request);
-            for Elements { output, data } in changes.map_err(|error| graph.within(error))? {
-                for place in answered.readers_of(output).iter().map(|reader| reader.place()) {
-                    if let Some(at) = last.answer.at(place) {
-                        last.answer.tensors[at].data = data.clone();
-                        changed.push(at);
-                    }
-                }
-            }
-            last.num_answered = known;
-            return Ok(last.answer.again(&changed));
+        again.keep(changes);
+        if again.num_answered.is_none() || again.is_traced || !takes_updates {
+            return self.pass_on_in_full(relay, &told, takes_updates);
         }
-        let outputs = self.ask(called, request, false).map_err(|error| graph.within(error))?.outputs;
-        last.num_answered = outputs.len();
-        let mut is_alike = outputs.len() == known;
+        match self.ask_again(relay.called, &fed) {
+            Some(Ok(changes)) => {
+                changes.iter().for_each(|new| again.answers.carry(new, &mut told));
+                Ok(Update::Again(told))
+            }
+            Some(Err(error)) => {
+                again.num_answered = None;
+                Err(relay.graph.within(error))
+            }
+            None => self.pass_on_in_full(relay, &told, takes_updates),
+        }
+    }
+
+    /// The same, by the called step's whole answer; `told` is what is new in the ensemble's without that.
+    fn pass_on_in_full(
+        &mut self,
+        relay: &mut Relay,
+        told: &Changes,
+        takes_updates: bool,
+    ) -> Result<Update, InferError> {
+        let Relay { again, graph, called, answered, last, .. } = relay;
+        let mut request = self.places[*called].request.take().expect("a response that may be repeated was passed on");
+        for Elements { place, data } in again.newer.drain(..) {
+            again.feeds.from(place).for_each(|input| request.inputs[input].data = data.clone());
+            again.tells.from(place).for_each(|output| last.answer.tensors[output].data = data.clone());
+        }
+        let known = again.num_answered.take(); // After an error nothing is known.
+        let outputs = self.ask(*called, request, false).map_err(|error| graph.within(error))?.outputs;
+        again.num_answered = Some(outputs.len());
+        let mut changed: SmallVec<[usize; 4]> = told.iter().map(|new| new.place).collect();
+        let mut is_alike = again.num_answered == known;
         if !is_alike {
             answered.readers.iter().flatten().for_each(|reader| last.answer.remove(reader.place()));
         }
-        answered.hand_on(&graph.steps[called].outputs, outputs, |reader, tensor| {
+        answered.hand_on(&graph.steps[*called].outputs, outputs, |reader, tensor| {
             let place = reader.place();
             if let Some(at) = last.answer.like(place, &tensor) {
                 last.answer.tensors[at].data = tensor.data;
@@ -361,10 +435,11 @@ impl Run {
                 last.answer.put(place, Tensor { name: graph.outputs[place].name.clone(), ..tensor });
             }
         });
-        if !is_alike || !takes_updates {
-            let outputs = last.answer.tensors.clone();
-            return Ok(InferResponse { may_be_repeated: true, ..self.response(outputs, false) }.into());
+        if is_alike && takes_updates {
+            return Ok(last.answer.again(&changed));
         }
-        Ok(last.answer.again(&changed))
+        let outputs = last.answer.tensors.clone();
+        relay.learn();
+        Ok(InferResponse { may_be_repeated: true, ..self.response(outputs, false) }.into())
     }
 }

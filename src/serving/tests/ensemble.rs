@@ -273,7 +273,7 @@ async fn told_as_new(mut stream: ResponseStream) -> (Vec<String>, usize) {
             Ok(Update::Response(response)) => last = *response,
             Ok(Update::Again(changes)) => {
                 assert!(last.may_be_repeated);
-                changes.into_iter().for_each(|new| last.outputs[new.output].data = new.data);
+                changes.into_iter().for_each(|new| last.outputs[new.place].data = new.data);
                 num_again += 1;
             }
             Err(error) => {

@@ -287,7 +287,7 @@ fn repeats(request: &InferRequest) -> ResponseStream {
                 let is_final = i == 9;
                 InferResponse { outputs, is_final, may_be_repeated: !is_final, ..InferResponse::default() }.into()
             } else {
-                Update::Again([Elements { output: 0, data: piece.data }].into_iter().collect())
+                Update::Again([Elements { place: 0, data: piece.data }].into_iter().collect())
             };
             sender.send_update(Ok(update)).await;
         }
