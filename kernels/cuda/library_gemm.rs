@@ -1,6 +1,6 @@
 //! Matrix products by cuBLASLt, its algorithm picked by measurement once per shape and kept on disk.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt::Write as _;
 use std::mem::MaybeUninit;
 use std::path::PathBuf;
@@ -60,6 +60,8 @@ pub struct LibraryGemm {
     choices: HashMap<ChoiceKey, [u64; 8]>,
     /// What the library thinks best, where nothing was measured.
     guesses: HashMap<ChoiceKey, [u64; 8]>,
+    /// What ran here ahead of its first use, for the library loads its kernels when they are launched.
+    loaded: HashSet<ChoiceKey>,
     first_use: FirstUse,
     file: Option<PathBuf>,
 }
@@ -71,8 +73,8 @@ pub enum FirstUse {
     Measure,
     /// Runs the algorithm that the library thinks best, until the shape is measured.
     Guess,
-    /// Measures, and runs nothing else: neither what was measured before nor the best. So many shapes; those after them are left.
-    MeasureOnly {
+    /// Measures so many shapes, and leaves those after them. What was measured before runs once, to be loaded.
+    Prepare {
         /// Shapes that may still be measured.
         left: usize,
         /// Whether a shape was left for want of them.
@@ -142,15 +144,8 @@ impl LibraryGemm {
         let choices =
             file.as_ref().and_then(|path| std::fs::read_to_string(path).ok()).map_or_else(HashMap::new, |t| parse(&t));
         let workspace = DeviceBuffer::new(gpu, LibraryGemm::WORKSPACE_BYTES)?;
-        Ok(Self {
-            handle,
-            workspace,
-            plans: HashMap::new(),
-            choices,
-            guesses: HashMap::new(),
-            first_use: FirstUse::Measure,
-            file,
-        })
+        let (plans, guesses, loaded) = Default::default();
+        Ok(Self { handle, workspace, plans, choices, guesses, loaded, first_use: FirstUse::Measure, file })
     }
 
     /// What is done from now on with shapes that were not measured: at first, [`FirstUse::Measure`]. Returns what was done until now.
@@ -171,16 +166,19 @@ impl LibraryGemm {
         ensure!(op, bias.is_null() || bias.count::<bf16>() >= n, "bias is shorter than {n}");
         let key = (shape, !bias.is_null());
         let choice_key = choice_key(shape, key.1);
-        if let FirstUse::MeasureOnly { left, is_cut } = &mut self.first_use {
-            if self.choices.contains_key(&choice_key) {
+        if let FirstUse::Prepare { left, is_cut } = &mut self.first_use {
+            if self.loaded.contains(&choice_key) {
                 return Ok(());
             }
-            if *left == 0 {
-                *is_cut = true;
-                return Ok(());
+            if !self.choices.contains_key(&choice_key) {
+                *is_cut |= *left == 0;
+                if *is_cut {
+                    return Ok(());
+                }
+                *left -= 1;
+                return self.measure(q, shape, buffers).map(drop);
             }
-            *left -= 1;
-            return self.measure(q, shape, buffers).map(drop);
+            self.loaded.insert(choice_key);
         }
         let is_guess = self.first_use == FirstUse::Measure && self.guesses.contains_key(&choice_key);
         if is_guess || !self.plans.contains_key(&key) {
@@ -228,6 +226,7 @@ impl LibraryGemm {
         plan.algorithm = best.ok_or_else(|| no_algorithm(shape))?.1;
         let choice_key = choice_key(shape, !buffers.bias.is_null());
         self.choices.insert(choice_key, plan.algorithm.data);
+        self.loaded.insert(choice_key);
         if self.guesses.remove(&choice_key).is_some() {
             self.plans.retain(|(shape, has_bias), _| self::choice_key(*shape, *has_bias) != choice_key);
         }

@@ -175,11 +175,11 @@ impl CudaDevice {
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<bool, DeviceError> {
         self.current = Some(super::Current { only_products: true, ..self.step_at(shape, true) });
-        self.gemm.set_first_use(FirstUse::MeasureOnly { left: 1, is_cut: false });
+        self.gemm.set_first_use(FirstUse::Prepare { left: 1, is_cut: false });
         let queued = forward(self);
         let first_use = self.gemm.set_first_use(FirstUse::Guess);
         queued?;
-        Ok(!matches!(first_use, FirstUse::MeasureOnly { is_cut: true, .. }))
+        Ok(!matches!(first_use, FirstUse::Prepare { is_cut: true, .. }))
     }
 }
 
