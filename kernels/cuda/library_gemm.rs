@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use std::mem::MaybeUninit;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use cudarc::cublaslt::sys;
 use half::bf16;
@@ -60,6 +61,8 @@ pub struct LibraryGemm {
     choices: HashMap<ChoiceKey, [u64; 8]>,
     /// What the library thinks best, where nothing was measured.
     guesses: HashMap<ChoiceKey, [u64; 8]>,
+    /// Measurements that were cut.
+    begun: HashMap<ChoiceKey, Measuring>,
     /// What ran here ahead of its first use, for the library loads its kernels when they are launched.
     loaded: HashSet<ChoiceKey>,
     first_use: FirstUse,
@@ -73,13 +76,21 @@ pub enum FirstUse {
     Measure,
     /// Runs the algorithm that the library thinks best, until the shape is measured.
     Guess,
-    /// Measures so many shapes, and leaves those after them. What was measured before runs once, to be loaded.
+    /// Measures until then, and leaves the rest; what was measured before runs once, to be loaded.
     Prepare {
-        /// Shapes that may still be measured.
-        left: usize,
-        /// Whether a shape was left for want of them.
+        /// After this, no further algorithm is measured.
+        until: Instant,
+        /// Whether something was left.
         is_cut: bool,
     },
+}
+
+/// A measurement that goes on.
+struct Measuring {
+    /// Last the next one.
+    candidates: Vec<sys::cublasLtMatmulAlgo_t>,
+    /// The fastest one so far, and its milliseconds.
+    best: Option<(f32, sys::cublasLtMatmulAlgo_t)>,
 }
 
 // SAFETY: the handle may be used from any thread, one at a time, which `&mut self` sees to.
@@ -144,8 +155,8 @@ impl LibraryGemm {
         let choices =
             file.as_ref().and_then(|path| std::fs::read_to_string(path).ok()).map_or_else(HashMap::new, |t| parse(&t));
         let workspace = DeviceBuffer::new(gpu, LibraryGemm::WORKSPACE_BYTES)?;
-        let (plans, guesses, loaded) = Default::default();
-        Ok(Self { handle, workspace, plans, choices, guesses, loaded, first_use: FirstUse::Measure, file })
+        let (plans, guesses, begun, loaded) = Default::default();
+        Ok(Self { handle, workspace, plans, choices, guesses, begun, loaded, first_use: FirstUse::Measure, file })
     }
 
     /// What is done from now on with shapes that were not measured: at first, [`FirstUse::Measure`]. Returns what was done until now.
@@ -166,17 +177,16 @@ impl LibraryGemm {
         ensure!(op, bias.is_null() || bias.count::<bf16>() >= n, "bias is shorter than {n}");
         let key = (shape, !bias.is_null());
         let choice_key = choice_key(shape, key.1);
-        if let FirstUse::Prepare { left, is_cut } = &mut self.first_use {
+        if let FirstUse::Prepare { until, .. } = self.first_use {
             if self.loaded.contains(&choice_key) {
                 return Ok(());
             }
             if !self.choices.contains_key(&choice_key) {
-                *is_cut |= *left == 0;
-                if *is_cut {
-                    return Ok(());
+                let is_done = Instant::now() < until && self.measure(q, shape, buffers, Some(until))?.is_some();
+                if let FirstUse::Prepare { is_cut, .. } = &mut self.first_use {
+                    *is_cut |= !is_done;
                 }
-                *left -= 1;
-                return self.measure(q, shape, buffers).map(drop);
+                return Ok(());
             }
             self.loaded.insert(choice_key);
         }
@@ -203,35 +213,51 @@ impl LibraryGemm {
                 return Ok(plan);
             }
         }
-        if measures {
-            return self.measure(q, shape, buffers);
+        if measures && let Some(plan) = self.measure(q, shape, buffers, None)? {
+            return Ok(plan);
         }
         plan.algorithm = *plan.candidates(self.handle)?.first().ok_or_else(|| no_algorithm(shape))?;
         self.guesses.insert(choice_key, plan.algorithm.data);
         Ok(plan)
     }
 
-    /// A plan with the algorithm that is the fastest one on these operands, which is kept.
-    fn measure(&mut self, q: &Queue, shape: GemmShape, buffers: GemmBuffers) -> Result<Plan, CudaError> {
+    /// A plan with the algorithm that is the fastest one on these operands, which is kept; `None` when the time is up before all
+    /// have been measured. The next call goes on with those that are left.
+    fn measure(
+        &mut self,
+        q: &Queue,
+        shape: GemmShape,
+        buffers: GemmBuffers,
+        until: Option<Instant>,
+    ) -> Result<Option<Plan>, CudaError> {
         let mut plan = Plan::new(shape, buffers.bias)?;
+        let choice_key = choice_key(shape, !buffers.bias.is_null());
         let runs = if 2 * shape.m * shape.n * shape.k > LONG_PRODUCT { 1 } else { RUNS };
-        let mut best: Option<(f32, sys::cublasLtMatmulAlgo_t)> = None;
-        for candidate in plan.candidates(self.handle)? {
+        let mut measuring = match self.begun.remove(&choice_key) {
+            Some(begun) => begun,
+            None => Measuring { candidates: plan.candidates(self.handle)?.into_iter().rev().collect(), best: None },
+        };
+        while let Some(candidate) = measuring.candidates.pop() {
             plan.algorithm = candidate;
-            let Ok(ms) = plan.measure(self.handle, q, buffers, &self.workspace, runs) else { continue };
-            if best.is_none_or(|(least, _)| ms < least) {
-                best = Some((ms, candidate));
+            if let Ok(ms) = plan.measure(self.handle, q, buffers, &self.workspace, runs)
+                && measuring.best.is_none_or(|(least, _)| ms < least)
+            {
+                measuring.best = Some((ms, candidate));
+            }
+            let is_late = until.is_some_and(|until| Instant::now() >= until);
+            if is_late && !measuring.candidates.is_empty() {
+                self.begun.insert(choice_key, measuring);
+                return Ok(None);
             }
         }
-        plan.algorithm = best.ok_or_else(|| no_algorithm(shape))?.1;
-        let choice_key = choice_key(shape, !buffers.bias.is_null());
+        plan.algorithm = measuring.best.ok_or_else(|| no_algorithm(shape))?.1;
         self.choices.insert(choice_key, plan.algorithm.data);
         self.loaded.insert(choice_key);
         if self.guesses.remove(&choice_key).is_some() {
             self.plans.retain(|(shape, has_bias), _| self::choice_key(*shape, *has_bias) != choice_key);
         }
         self.save();
-        Ok(plan)
+        Ok(Some(plan))
     }
 
     /// Keeps what was learned; that it cannot be kept costs only the next start's time.

@@ -1,6 +1,7 @@
 //! Decode steps recorded as CUDA graphs.
 
 use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
 
 use kernels::cuda::Graph;
 use kernels::cuda::library_gemm::{FirstUse, measured_rows};
@@ -11,6 +12,8 @@ use crate::{DeviceError, StepInputs};
 
 /// Tokens of the smallest step whose products are measured ahead; below, own kernels take most of them.
 const MIN_MEASURED: usize = 128;
+/// How long measuring goes on before a step that came meanwhile has its turn.
+const MEASURED_AT_ONCE: Duration = Duration::from_millis(50);
 /// Largest number of rows that is recorded.
 const MAX_BUCKET: usize = 256;
 
@@ -139,7 +142,7 @@ impl CudaDevice {
     }
 
     /// Does the next piece of what [`Graphs::plan_ahead`] listed; true while there is more. A step that comes meanwhile waits for it,
-    /// so that at most one product is measured.
+    /// so that it is short.
     pub(crate) fn prepare_next(
         &mut self,
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
@@ -149,12 +152,12 @@ impl CudaDevice {
         let is_done = match piece {
             Ahead::Measure { tokens } => {
                 let chunk = StepShape { tokens, rows: 1, prefill_rows: 1, max_chunk: tokens, samples: 1 };
-                self.measure_next(chunk, forward)?
+                self.measure_some(chunk, forward)?
             }
             Ahead::Record { bucket, is_greedy } if self.graphs.has_decode(bucket, is_greedy) => true,
             Ahead::Record { bucket, is_greedy } => {
                 // Measuring waits for the GPU, which a recording may not.
-                let is_measured = self.measure_next(StepShape::decode(bucket), forward)?;
+                let is_measured = self.measure_some(StepShape::decode(bucket), forward)?;
                 if is_measured {
                     self.current = Some(self.step_at(StepShape::decode(bucket), is_greedy));
                     self.record(bucket, forward)?;
@@ -168,14 +171,14 @@ impl CudaDevice {
         Ok(!self.graphs.ahead.is_empty())
     }
 
-    /// Measures one product of a step of this shape, on whatever the buffers hold; true when none is left.
-    fn measure_next(
+    /// Measures products of a step of this shape for a while, on whatever the buffers hold; true when none is left.
+    fn measure_some(
         &mut self,
         shape: StepShape,
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<bool, DeviceError> {
         self.current = Some(super::Current { only_products: true, ..self.step_at(shape, true) });
-        self.gemm.set_first_use(FirstUse::Prepare { left: 1, is_cut: false });
+        self.gemm.set_first_use(FirstUse::Prepare { until: Instant::now() + MEASURED_AT_ONCE, is_cut: false });
         let queued = forward(self);
         let first_use = self.gemm.set_first_use(FirstUse::Guess);
         queued?;
