@@ -16,7 +16,7 @@ use tonic::Status;
 /// Which parameter says whether a response of a stream is its last.
 const FINAL_RESPONSE: &str = "triton_final_response";
 
-/// Number of `raw_output_contents` in `ModelInferResponse`.
+/// Field of `ModelInferResponse`: `raw_output_contents`.
 const CONTENTS: u32 = 6;
 
 /// `ModelInferResponse`. Every output has one entry in `raw_output_contents`.
