@@ -8,10 +8,11 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use hyper::body::{Body, Frame, Incoming, SizeHint};
+use hyper::body::{Body, Frame, SizeHint};
 use serving::InferError;
 use tonic::Status;
 
+use crate::http2::RequestBody;
 use crate::status::grpc_status;
 
 /// What all requests may hold at once.
@@ -77,13 +78,13 @@ impl Drop for Charge {
 
 /// The body of a gRPC call, which charges for what it brings.
 pub struct Counted {
-    body: Incoming,
+    body: RequestBody,
     charge: Arc<Charge>,
 }
 
 impl Counted {
     /// `body`, paid from `charge`.
-    pub fn new(body: Incoming, charge: Arc<Charge>) -> Self {
+    pub fn new(body: RequestBody, charge: Arc<Charge>) -> Self {
         Self { body, charge }
     }
 }

@@ -5,10 +5,12 @@
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, BytesMut};
-use hyper::rt::{Read, ReadBufCursor, Write};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// Bytes gathered before they are written without waiting for others.
 const FULL_BYTES: usize = 64 << 10;
@@ -22,12 +24,18 @@ pub struct Coalesce<T> {
     gathered: BytesMut,
     /// How much was gathered when the streams were last given a turn.
     yielded_at: usize,
+    heard: Arc<AtomicBool>,
 }
 
-impl<T: Write + Unpin> Coalesce<T> {
+impl<T: AsyncWrite + Unpin> Coalesce<T> {
     /// Gathers writes to `inner`.
     pub fn new(inner: T) -> Self {
-        Self { inner, gathered: BytesMut::new(), yielded_at: 0 }
+        Self { inner, gathered: BytesMut::new(), yielded_at: 0, heard: Arc::default() }
+    }
+
+    /// Set by each read that brings something, for who watches whether the other end lives.
+    pub fn heard(&self) -> Arc<AtomicBool> {
+        self.heard.clone()
     }
 
     fn poll_write_gathered(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -61,7 +69,7 @@ impl<T: Write + Unpin> Coalesce<T> {
     }
 }
 
-impl<T: Write + Unpin> Write for Coalesce<T> {
+impl<T: AsyncWrite + Unpin> AsyncWrite for Coalesce<T> {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         if bytes.len() > LARGE_BYTES {
             return self.poll_write_large(context, bytes);
@@ -90,13 +98,18 @@ impl<T: Write + Unpin> Write for Coalesce<T> {
     }
 }
 
-impl<T: Read + Unpin> Read for Coalesce<T> {
+impl<T: AsyncRead + Unpin> AsyncRead for Coalesce<T> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
-        buffer: ReadBufCursor<'_>,
+        buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.inner).poll_read(context, buffer)
+        let before = buffer.filled().len();
+        let polled = Pin::new(&mut self.inner).poll_read(context, buffer);
+        if buffer.filled().len() > before {
+            self.heard.store(true, Relaxed);
+        }
+        polled
     }
 }
 
@@ -111,7 +124,7 @@ mod tests {
         most: usize,
     }
 
-    impl Write for Log {
+    impl AsyncWrite for Log {
         fn poll_write(mut self: Pin<&mut Self>, _: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
             let count = bytes.len().min(self.most);
             self.writes.push(bytes[..count].to_vec());

@@ -2,12 +2,12 @@
 
 use std::convert::Infallible;
 use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
 
+use bytes::Bytes;
+use futures::future::FutureExt as _;
+use h2::server::SendResponse;
 use http::{Request, Response};
-use hyper::body::Incoming;
 use serving::SpanContext;
 use tonic::Status;
 use tonic::body::Body;
@@ -18,22 +18,18 @@ use tower_service::Service;
 use crate::budget::Counted;
 use crate::config::Compression;
 use crate::health::Health;
+use crate::http2::{self, Call, RequestBody};
 use crate::kserve_grpc::KserveGrpc;
 use crate::proto::grpc_inference_service_server::GrpcInferenceServiceServer;
 use crate::restricted::Api;
 use crate::state::State;
 use crate::status::grpc_status;
-use crate::stream_body;
-use crate::together::Streams;
+use crate::stream_call::{self, StreamCall};
 use tonic_health::pb::health_server::HealthServer;
-
-type Answer = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
 
 /// All gRPC services of the port; cheap to clone.
 pub struct GrpcService<R: ServerReflection> {
     state: Arc<State>,
-    /// Of the connection that it answers.
-    streams: Streams,
     inference: GrpcInferenceServiceServer<KserveGrpc>,
     /// The same for calls whose messages are compressed.
     compressed: GrpcInferenceServiceServer<KserveGrpc>,
@@ -45,7 +41,6 @@ impl<R: ServerReflection> Clone for GrpcService<R> {
     fn clone(&self) -> Self {
         Self {
             state: self.state.clone(),
-            streams: self.streams.clone(),
             inference: self.inference.clone(),
             compressed: self.compressed.clone(),
             health: self.health.clone(),
@@ -54,14 +49,7 @@ impl<R: ServerReflection> Clone for GrpcService<R> {
     }
 }
 
-impl<R: ServerReflection> GrpcService<R> {
-    /// The same for a connection whose streams are `streams`.
-    pub fn on(&self, streams: &Streams) -> Self {
-        Self { streams: streams.clone(), ..self.clone() }
-    }
-}
-
-/// The services over shared state, for no connection yet.
+/// The services over shared state.
 ///
 /// # Panics
 /// Never: the descriptors are built with this crate.
@@ -74,8 +62,8 @@ pub fn grpc_service(state: Arc<State>) -> GrpcService<impl ServerReflection> {
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()
         .expect("the descriptors are built with this crate");
-    let (health, streams) = (HealthServer::new(Health::new(state.clone())), Streams::default());
-    GrpcService { inference, compressed, health, reflection, state, streams }
+    let health = HealthServer::new(Health::new(state.clone()));
+    GrpcService { inference, compressed, health, reflection, state }
 }
 
 /// The inference service, which takes messages of at most `limit` bytes.
@@ -102,7 +90,7 @@ pub struct Forwarded {
 }
 
 /// Checks the key of a restricted API, and picks the headers that models see.
-fn admit(state: &State, request: &mut Request<Incoming>) -> Result<(), Status> {
+fn admit(state: &State, request: &mut Request<RequestBody>) -> Result<(), Status> {
     let Some(api) = Api::of_rpc(request.uri().path()) else { return Ok(()) };
     let config = &state.config;
     config
@@ -119,38 +107,44 @@ fn admit(state: &State, request: &mut Request<Incoming>) -> Result<(), Status> {
     Ok(())
 }
 
-impl<R: ServerReflection> Service<Request<Incoming>> for GrpcService<R> {
-    type Response = Response<Body>;
-    type Error = Infallible;
-    type Future = Answer;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, mut request: Request<Incoming>) -> Answer {
+impl<R: ServerReflection> GrpcService<R> {
+    /// Begins to answer a call; `None` where its client has left.
+    pub fn begin(&mut self, mut request: Request<RequestBody>, respond: SendResponse<Bytes>) -> Option<Box<dyn Call>> {
         if let Err(status) = admit(&self.state, &mut request) {
-            return Box::pin(std::future::ready(Ok(status.into_http())));
+            return Some(refuse(status, respond));
         }
         let path = request.uri().path();
         if path.starts_with("/inference.GRPCInferenceService/") {
             let is_packed = request.headers().get("grpc-encoding").is_some_and(|coding| coding != "identity");
             let charge = Arc::new(self.state.budget.charge());
             let answers_plainly = matches!(self.state.config.grpc_response_compression, Compression::None);
-            if path == stream_body::PATH && answers_plainly && !is_packed {
-                let response = stream_body::answer(self.state.clone(), request, charge, &self.streams);
-                return Box::pin(std::future::ready(Ok(response)));
+            if path == stream_call::PATH && answers_plainly && !is_packed {
+                let call = StreamCall::begin(self.state.clone(), request, charge, respond);
+                return call.map(|call| Box::new(call) as Box<dyn Call>);
             }
             request.extensions_mut().insert(charge.clone());
             let request = request.map(|body| Counted::new(body, charge));
-            if is_packed { self.compressed.call(request) } else { self.inference.call(request) }
+            let inference = if is_packed { &mut self.compressed } else { &mut self.inference };
+            Some(answer(inference.call(request), respond))
         } else if path.starts_with("/grpc.health.v1.Health/") {
-            self.health.call(request)
+            Some(answer(self.health.call(request), respond))
         } else if path.starts_with("/grpc.reflection.v1.ServerReflection/") {
-            self.reflection.call(request)
+            Some(answer(self.reflection.call(request), respond))
         } else {
             let status = Status::unimplemented(format!("no service at '{path}'"));
-            Box::pin(std::future::ready(Ok(status.into_http())))
+            Some(refuse(status, respond))
         }
     }
+}
+
+/// A call that one of `tonic`'s services answers.
+fn answer(
+    answer: impl Future<Output = Result<Response<Body>, Infallible>> + Send + 'static,
+    respond: SendResponse<Bytes>,
+) -> Box<dyn Call> {
+    Box::new(http2::send(answer.map(|Ok(answer)| answer), respond).boxed())
+}
+
+fn refuse(status: Status, respond: SendResponse<Bytes>) -> Box<dyn Call> {
+    answer(std::future::ready(Ok(status.into_http())), respond)
 }

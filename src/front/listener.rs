@@ -99,19 +99,6 @@ where
     }
 }
 
-/// hyper's over HTTP/2.
-impl<I, S, E> Connection for hyper::server::conn::http2::Connection<I, S, E>
-where
-    Self: GracefulConnection<Error = hyper::Error> + Future<Output = Result<(), hyper::Error>>,
-    S: hyper::service::HttpService<hyper::body::Incoming>,
-{
-    type Error = hyper::Error;
-
-    fn graceful_shutdown(self: Pin<&mut Self>) {
-        GracefulConnection::graceful_shutdown(self);
-    }
-}
-
 /// One port and its connections.
 pub struct Port {
     local_address: SocketAddr,

@@ -6,24 +6,22 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 use http::header::{CONNECTION, HeaderValue, RETRY_AFTER};
-use hyper::server::conn::{http1, http2};
+use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
 use serving::Server;
 use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
 
 use self::slow_heads::{Requests, SlowHeads};
-use crate::coalesce::Coalesce;
 use crate::config::Config;
 use crate::grpc_service::grpc_service;
+use crate::http2::{Patience, Together};
 use crate::kserve_http;
 use crate::listener::{Limits, MAX_PREFACE_BYTES, Port, StartError, bind};
 use crate::metrics::{self, MetricsSource};
 use crate::state::State;
 use crate::status::RETRY_AFTER_SECS;
-use crate::together::{Streams, Together};
 
 mod slow_heads;
 
@@ -56,10 +54,6 @@ pub struct Running {
     ports: Vec<Port>,
 }
 
-/// HTTP/2 settings. A window of this size lets 1 MiB tensors through without a round trip.
-const WINDOW_BYTES: u32 = 4 << 20;
-const MAX_FRAME_BYTES: u32 = 1 << 20;
-const MAX_STREAMS: u32 = 4096;
 /// Least time that connections have to send what they hold.
 const CLOSE_GRACE: Duration = Duration::from_secs(1);
 /// Time in which clients may use an HTTP connection that they hold idle while another world takes over; its next
@@ -133,26 +127,11 @@ fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<S
         patience: config.http_header_timeout,
         preface_bytes: MAX_PREFACE_BYTES, // "PRI * HTTP/2.0" and what follows (RFC 9113, 3.4).
     };
+    let patience = Patience { silence: config.grpc_keepalive_time, answer: config.grpc_keepalive_timeout };
     Port::open(listener, limits, acceptor, move |stream| {
-        let streams = Streams::default();
-        let io = Coalesce::new(TokioIo::new(stream));
-        let service = TowerToHyperService::new(service.on(&streams));
-        let connection = http2_builder(&config, streams.clone()).serve_connection(io, service);
-        Together::new(connection, streams)
+        let mut service = service.clone();
+        Together::new(stream, patience, move |request, respond| service.begin(request, respond))
     })
-}
-
-fn http2_builder(config: &Config, streams: Streams) -> http2::Builder<Streams> {
-    let mut builder = http2::Builder::new(streams);
-    builder
-        .timer(TokioTimer::new())
-        .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(WINDOW_BYTES)
-        .max_frame_size(MAX_FRAME_BYTES)
-        .max_concurrent_streams(MAX_STREAMS)
-        .keep_alive_interval(Some(config.grpc_keepalive_time))
-        .keep_alive_timeout(config.grpc_keepalive_timeout);
-    builder
 }
 
 fn serve_http(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port> {

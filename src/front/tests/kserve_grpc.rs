@@ -14,6 +14,7 @@ use client::proto::{
     ModelMetadataRequest, ModelMetadataResponse, ModelReadyRequest, ModelReadyResponse, ModelStatisticsRequest,
     ModelStatisticsResponse, ModelStreamInferResponse, RepositoryIndexRequest, RepositoryIndexResponse,
 };
+use prost::Message as _;
 use support::{TestFront, eventually};
 
 fn add_input(request: &mut ModelInferRequest, name: &str, datatype: &str, shape: &[i64], data: &[u8]) {
@@ -116,6 +117,55 @@ async fn a_client_that_leaves_cancels_all_its_requests() {
     eventually("all ten run", || front.streams.active.load(Ordering::SeqCst) == 10).await;
     drop(replies);
     eventually("all ten are cancelled", || front.streams.cancelled.load(Ordering::SeqCst) == 10).await;
+}
+
+/// The call of a client that has little room: its answer's body.
+async fn stream_with_little_room(front: &TestFront, request: &ModelInferRequest) -> h2::RecvStream {
+    let socket =
+        tokio::net::TcpStream::connect(front.running.as_ref().unwrap().addresses().grpc.unwrap()).await.unwrap();
+    let client = h2::client::Builder::new().initial_window_size(3_000).handshake::<_, bytes::Bytes>(socket);
+    let (requests, driver) = client.await.unwrap();
+    tokio::spawn(driver);
+    let call = http::Request::post("http://test/inference.GRPCInferenceService/ModelStreamInfer");
+    let call = call.header("content-type", "application/grpc").header("te", "trailers").body(()).unwrap();
+    let (answer, mut sending) = requests.ready().await.unwrap().send_request(call, false).unwrap();
+    sending.send_data(frame(request), true).unwrap();
+    answer.await.unwrap().into_body()
+}
+
+#[tokio::test]
+async fn a_client_that_reads_slowly_gets_all_in_order() {
+    let front = TestFront::start().await;
+    let mut body = stream_with_little_room(&front, &stream_text("", 1000, 0)).await;
+    let mut all = Vec::new();
+    while let Some(data) = body.data().await {
+        let data = data.unwrap();
+        tokio::time::sleep(std::time::Duration::from_micros(100)).await;
+        body.flow_control().release_capacity(data.len()).unwrap();
+        all.extend(data);
+    }
+    let (mut rest, mut texts) = (&all[..], Vec::new());
+    while let Some((prefix, behind)) = rest.split_first_chunk::<5>() {
+        let len = u32::from_be_bytes(prefix[1..].try_into().unwrap()) as usize;
+        let reply = ModelStreamInferResponse::decode(&behind[..len]).unwrap();
+        texts.push(reply.infer_response.unwrap().raw_output_contents[1].clone());
+        rest = &behind[len..];
+    }
+    assert_eq!(texts, (0..1000i32).map(|index| index.to_le_bytes().to_vec()).collect::<Vec<_>>());
+    assert_eq!(body.trailers().await.unwrap().unwrap()["grpc-status"], "0");
+}
+
+#[tokio::test]
+async fn a_client_that_never_reads_is_waited_for_while_others_are_served() {
+    let front = TestFront::start().await;
+    let body = stream_with_little_room(&front, &stream_text("", 1_000_000, 0)).await;
+    let other = stream(&front, &[stream_text("", 2000, 0)]).await;
+    assert_eq!(collect(other).await.len(), 2000);
+    // What it does not take would be a hundred megabytes.
+    tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+    assert_eq!(front.streams.active.load(Ordering::SeqCst), 1, "its answer was kept for it");
+    drop(body);
+    eventually("it is cancelled", || front.streams.cancelled.load(Ordering::SeqCst) == 1).await;
 }
 
 #[tokio::test]

@@ -1,0 +1,151 @@
+//! The calls of a connection, and which of them can go on.
+
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::AcqRel, Ordering::Acquire};
+use std::task::{Context, Poll, Wake, Waker};
+
+use tokio::task::coop::has_budget_remaining;
+
+use super::alarm::Alarm;
+
+/// One call on a connection.
+pub trait Call: Send {
+    /// Goes on as far as it can, and has whatever it waits for wake it.
+    fn proceed(&mut self, context: &mut Context<'_>) -> Progress;
+
+    /// Hands to the connection what [`Progress::Made`] told of; it may then proceed at once.
+    fn send(&mut self) -> Progress;
+}
+
+/// How far a call has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Progress {
+    /// It waits.
+    Waits,
+    /// It has something to send.
+    Made,
+    /// It has ended.
+    Ended,
+}
+
+/// A call that sends for itself.
+impl Call for Pin<Box<dyn Future<Output = ()> + Send>> {
+    fn proceed(&mut self, context: &mut Context<'_>) -> Progress {
+        match self.as_mut().poll(context) {
+            Poll::Ready(()) => Progress::Ended,
+            Poll::Pending => Progress::Waits,
+        }
+    }
+
+    fn send(&mut self) -> Progress {
+        Progress::Waits
+    }
+}
+
+/// All calls of a connection. A call's place is taken by another one when it has ended.
+#[derive(Default)]
+pub struct Calls {
+    places: Vec<Place>,
+    free: Vec<usize>,
+    /// Of each 64 places.
+    groups: Vec<Arc<Group>>,
+    /// Who has made something to send.
+    made: Vec<usize>,
+}
+
+struct Place {
+    call: Option<Box<dyn Call>>,
+    waker: Waker,
+}
+
+/// Which of 64 calls were woken, a bit each.
+struct Group {
+    woken: AtomicU64,
+    alarm: Arc<Alarm>,
+}
+
+/// Wakes one call.
+struct Bell {
+    group: Arc<Group>,
+    bit: u64,
+}
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        // Whoever woke the first of the group has rung for all that are woken before the group is looked at.
+        if self.group.woken.fetch_or(self.bit, AcqRel) == 0 {
+            self.group.alarm.ring();
+        }
+    }
+}
+
+impl Calls {
+    /// Takes a call on, and has `alarm` rung whenever it can go on, as it can now.
+    pub fn push(&mut self, call: Box<dyn Call>, alarm: &Arc<Alarm>) {
+        let index = self.free.pop().unwrap_or_else(|| self.add_place(alarm));
+        let place = &mut self.places[index];
+        place.call = Some(call);
+        place.waker.wake_by_ref();
+    }
+
+    fn add_place(&mut self, alarm: &Arc<Alarm>) -> usize {
+        let index = self.places.len();
+        if index.is_multiple_of(64) {
+            self.groups.push(Arc::new(Group { woken: AtomicU64::new(0), alarm: alarm.clone() }));
+        }
+        let bell = Bell { group: self.groups[index / 64].clone(), bit: 1 << (index % 64) };
+        self.places.push(Place { call: None, waker: Arc::new(bell).into() });
+        index
+    }
+
+    /// Has all calls proceed that were woken, then those send that have made something: each of the two is more code than a
+    /// processor's first cache holds together with the other. Whether there were any.
+    pub fn proceed(&mut self) -> bool {
+        let mut is_any = false;
+        for group in 0..self.groups.len() {
+            let woken = &self.groups[group].woken;
+            if woken.load(Acquire) == 0 {
+                continue;
+            }
+            let mut bits = woken.swap(0, AcqRel);
+            is_any = true;
+            while bits != 0 {
+                let index = group * 64 + bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                self.settle(index, |call, waker| call.proceed(&mut Context::from_waker(waker)));
+            }
+        }
+        let mut made = std::mem::take(&mut self.made);
+        made.drain(..).for_each(|index| self.settle(index, |call, _| call.send()));
+        self.made = made;
+        is_any && has_budget_remaining() // Without budget calls wake themselves, and find nothing.
+    }
+
+    /// Does what there is to do for a call, and with what comes of it. One that panics takes no other with it.
+    fn settle(&mut self, index: usize, act: impl FnOnce(&mut Box<dyn Call>, &Waker) -> Progress) {
+        let Place { call: place, waker } = &mut self.places[index];
+        let Some(call) = place else { return }; // It was woken after its end.
+        let progress = catch_unwind(AssertUnwindSafe(|| act(call, waker)));
+        match progress {
+            Ok(Progress::Waits) => {}
+            Ok(Progress::Made) => self.made.push(index),
+            Ok(Progress::Ended) => self.remove(index),
+            Err(_) => {
+                tracing::error!("a call broke off");
+                self.remove(index);
+            }
+        }
+    }
+
+    fn remove(&mut self, index: usize) {
+        self.places[index].call = None;
+        self.free.push(index);
+    }
+}

@@ -1,0 +1,189 @@
+//! `ModelStreamInfer` without the layers between: replies are encoded as the messages that HTTP/2 sends.
+//!
+//! For calls whose messages are not packed, in either direction; the others go through `tonic`.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use bytes::{Bytes, BytesMut};
+use futures::Stream as _;
+use h2::server::SendResponse;
+use h2::{Reason, SendStream};
+use http::{HeaderMap, HeaderValue, Request, Response, header};
+use serving::Bell;
+use tonic::codec::Codec as _;
+use tonic::{Status, Streaming};
+use tonic_prost::ProstCodec;
+
+use crate::budget::{Charge, Counted};
+use crate::grpc_service::Forwarded;
+use crate::http2::{Call, Gone, Progress, RequestBody, poll_room};
+use crate::proto::ModelInferRequest;
+use crate::reply::StreamReply;
+use crate::state::State;
+use crate::stream_infer::InferStream;
+
+/// The call's path.
+pub const PATH: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
+
+/// Replies are gathered up to this size.
+const FULL_BYTES: usize = 16 << 10;
+
+/// Bytes that are sent before it is looked again whether the client has room: what it does not take meanwhile is kept.
+const UNASKED_BYTES: usize = 16 << 10;
+
+/// One call: its requests are answered on its stream until both have ended. Dropping it cancels what is in flight.
+pub struct StreamCall {
+    replies: Replies,
+    stream: SendStream<Bytes>,
+    /// Rings when the client has taken the call back, or has room again.
+    stream_bell: Bell,
+    /// The next messages, or how the call ended.
+    made: Option<Result<Bytes, HeaderMap>>,
+    /// Sent since the client was last known to have room.
+    unasked_bytes: usize,
+    is_over: bool,
+}
+
+impl StreamCall {
+    /// Begins to answer `request`; `charge` pays for what has come of it. `None` where its client has left.
+    pub fn begin(
+        state: Arc<State>,
+        request: Request<RequestBody>,
+        charge: Arc<Charge>,
+        mut respond: SendResponse<Bytes>,
+    ) -> Option<Self> {
+        let (parts, body) = request.into_parts();
+        let decoder = ProstCodec::<StreamReply, ModelInferRequest>::default().decoder();
+        let limit = state.config.max_grpc_message_bytes;
+        let requests = Streaming::new_request(decoder, Counted::new(body, charge.clone()), None, Some(limit));
+        let ends_on_error = parts.headers.get("triton_grpc_error").is_some_and(|value| value == "true");
+        let forwarded = parts.extensions.get::<Forwarded>().cloned();
+        let all = InferStream::new(state, requests, ends_on_error, forwarded, Some(charge));
+        let mut head = Response::new(());
+        head.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        Some(Self {
+            replies: Replies { all, ending: None },
+            stream: respond.send_response(head, false).ok()?,
+            stream_bell: Bell::default(),
+            made: None,
+            unasked_bytes: 0,
+            is_over: false,
+        })
+    }
+
+    /// Whether the client has room for what was made. An error when it has left.
+    fn poll_stream(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Gone>> {
+        let Self { stream, stream_bell, made, unasked_bytes, .. } = self;
+        let waits = made.is_some();
+        let polled = stream_bell.poll(context, |context| match stream.poll_reset(context) {
+            Poll::Ready(_) => Poll::Ready(Err(Gone)),
+            Poll::Pending if waits => poll_room(stream, context),
+            Poll::Pending => Poll::Pending,
+        });
+        if polled.is_ready() {
+            *unasked_bytes = 0;
+        }
+        polled
+    }
+}
+
+impl Call for StreamCall {
+    fn proceed(&mut self, context: &mut Context<'_>) -> Progress {
+        match self.poll_stream(context) {
+            Poll::Ready(Err(Gone)) => return Progress::Ended,
+            Poll::Ready(Ok(())) => {
+                context.waker().wake_by_ref(); // What came meanwhile was not looked at.
+                return Progress::Made;
+            }
+            Poll::Pending if self.made.is_some() => return Progress::Waits,
+            Poll::Pending => {}
+        }
+        let Poll::Ready(made) = self.replies.poll_messages(context) else { return Progress::Waits };
+        self.unasked_bytes += made.as_ref().map_or(0, Bytes::len);
+        self.made = Some(made);
+        if self.unasked_bytes <= UNASKED_BYTES {
+            return Progress::Made;
+        }
+        self.stream_bell.ring();
+        self.proceed(context)
+    }
+
+    fn send(&mut self) -> Progress {
+        let sent = match self.made.take() {
+            Some(Ok(messages)) => self.stream.send_data(messages, false),
+            Some(Err(trailers)) => {
+                self.is_over = true;
+                self.stream.send_trailers(trailers)
+            }
+            None => Ok(()),
+        };
+        if self.is_over || sent.is_err() { Progress::Ended } else { Progress::Waits }
+    }
+}
+
+impl Drop for StreamCall {
+    /// A call that breaks off, as in a panic, has failed.
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.stream.send_reset(Reason::INTERNAL_ERROR);
+        }
+    }
+}
+
+struct Replies {
+    all: InferStream,
+    /// What followed the last reply, where that is known.
+    ending: Option<Option<Result<Bytes, Status>>>,
+}
+
+impl Replies {
+    fn poll_reply(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, Status>>> {
+        let reply = Pin::new(&mut self.all).poll_next(context);
+        reply.map(|reply| reply.map(|reply| reply.and_then(StreamReply::framed)))
+    }
+
+    /// The next messages, as many as are ready; or how the call ended.
+    fn poll_messages(&mut self, context: &mut Context<'_>) -> Poll<Result<Bytes, HeaderMap>> {
+        let next = match self.ending.take() {
+            Some(ending) => ending,
+            None => ready!(self.poll_reply(context)),
+        };
+        Poll::Ready(match next {
+            Some(Ok(first)) => Ok(self.gather(first, context)),
+            Some(Err(status)) => Err(trailers(&status)),
+            None => Err(trailers(&Status::ok(""))),
+        })
+    }
+
+    /// `first` and what is ready behind it.
+    fn gather(&mut self, first: Bytes, context: &mut Context<'_>) -> Bytes {
+        let mut all = BytesMut::new();
+        while first.len().max(all.len()) < FULL_BYTES {
+            match self.poll_reply(context) {
+                Poll::Ready(Some(Ok(next))) => {
+                    if all.is_empty() {
+                        all.extend_from_slice(&first);
+                    }
+                    all.extend_from_slice(&next);
+                    continue;
+                }
+                Poll::Ready(ending) => self.ending = Some(ending),
+                Poll::Pending => return if all.is_empty() { first } else { all.freeze() },
+            }
+            break;
+        }
+        context.waker().wake_by_ref(); // There is more.
+        if all.is_empty() { first } else { all.freeze() }
+    }
+}
+
+/// How a call ended, as it is sent.
+fn trailers(status: &Status) -> HeaderMap {
+    let mut trailers = HeaderMap::with_capacity(2);
+    if status.add_header(&mut trailers).is_err() {
+        trailers.insert(Status::GRPC_STATUS, HeaderValue::from(status.code() as i32)); // Its words cannot be sent.
+    }
+    trailers
+}
