@@ -116,18 +116,24 @@ impl Backend for Detokenize {
         Ok(InferResponse { outputs, ..InferResponse::default() })
     }
 
-    fn answer_again(&self, step: &EnsembleStep, changes: &[Elements]) -> Option<Result<Changes, InferError>> {
-        let [token] = changes else { return None };
-        let data = step.with_state(Texts::default, |texts| {
-            let Steady { text, .. } = texts.steady.filter(|steady| steady.input == token.place)?;
-            let id = i32::from_le_bytes(*token.data.first_chunk()?);
+    fn answer_again(
+        &self,
+        step: &EnsembleStep,
+        changes: &Changes,
+        told: &mut Changes,
+    ) -> Option<Result<(), InferError>> {
+        let mut inputs = changes.iter();
+        let ((input, token), None) = (inputs.next()?, inputs.next()) else { return None };
+        step.with_state(Texts::default, |texts| {
+            let Steady { text, .. } = texts.steady.filter(|steady| steady.input == input)?;
+            let id = i32::from_le_bytes(*token.first_chunk()?);
             let place = texts.find(text).ok()?;
             let (_, text) = &mut texts.of_rows[place];
             texts.pieces.clear();
             text.push_into(u32::try_from(id).ok()?, &mut texts.pieces);
-            Some(serving::byte_strings(&[&texts.pieces]))
-        })?;
-        Some(Ok(Changes::from_elem(Elements { place: 0, data }, 1)))
+            told.put(0, Elements::text(&texts.pieces));
+            Some(Ok(()))
+        })
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {

@@ -151,8 +151,8 @@ impl LastReply {
     }
 
     /// The last reply with what is new.
-    pub fn again(&mut self, changes: Changes) -> StreamReply {
-        changes.iter().for_each(|new| self.contents.replace(new.place, &new.data));
+    pub fn again(&mut self, changes: &Changes) -> StreamReply {
+        changes.iter().for_each(|(output, elements)| self.contents.replace(output, elements));
         self.repeated()
     }
 
@@ -372,7 +372,6 @@ fn parameter_len(value: &Parameter) -> usize {
 mod tests {
     use super::*;
     use prost_reflect::{DescriptorPool, DynamicMessage};
-    use serving::Elements;
 
     fn decode(message: &str, bytes: &[u8]) -> serde_json::Value {
         let pool = DescriptorPool::decode(crate::proto::DESCRIPTORS).unwrap();
@@ -474,7 +473,9 @@ mod tests {
             ("y", 9, 1),
         ] {
             let data = response(text, id).outputs[output].data.clone();
-            let again = last.again([Elements { place: output, data }].into_iter().collect());
+            let mut changes = Changes::default();
+            changes.put(output, data);
+            let again = last.again(&changes);
             let reply = InferReply { response: response(text, id), final_response: Some(false) };
             let alone = StreamReply::new("", &reply);
             assert_eq!(again.encode_to_vec(), alone.encode_to_vec());

@@ -9,7 +9,7 @@ use std::task::{Context, Poll, ready};
 
 use futures::stream::SelectAll;
 use futures::{Stream, StreamExt};
-use serving::{Bell, InferError, InferResponse, ResponseStream, Update};
+use serving::{Bell, Changes, InferError, InferResponse, ResponseStream, Update};
 use tonic::{Status, Streaming};
 
 use crate::budget::Charge;
@@ -35,6 +35,8 @@ pub struct InferStream {
     /// Whether the first error ends the RPC with its code (`triton_grpc_error: true`).
     ends_on_error: bool,
     is_over: bool,
+    /// What [`InferStream::rests`] says.
+    rests: bool,
 }
 
 /// The requests of a stream. Most streams have one at a time, which is asked without a queue of who was woken.
@@ -55,6 +57,8 @@ struct ActiveRequest {
     /// An error was sent.
     has_failed: bool,
     responses: Option<ResponseStream>,
+    /// Nothing follows the last event now, and who asked for it is woken when something comes.
+    rests: bool,
     /// What the request holds until it is answered.
     _charge: Option<Charge>,
 }
@@ -89,7 +93,15 @@ impl InferStream {
             charge,
             ends_on_error,
             is_over: false,
+            rests: false,
         }
+    }
+
+    /// Whether nothing follows the reply that was asked for last: to ask again now would find that there is nothing yet, and
+    /// who asked is woken when there is. Where that is not known without asking, false.
+    #[allow(dead_code)] // Until who makes frames asks.
+    pub fn rests(&self) -> bool {
+        self.rests
     }
 
     /// Takes on requests until none is waiting or the stream is full. Returns a request that could not be accepted.
@@ -146,6 +158,7 @@ impl Stream for InferStream {
     type Item = Result<StreamReply, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.rests = false;
         if self.is_over {
             return Poll::Ready(None);
         }
@@ -155,7 +168,11 @@ impl Stream for InferStream {
             }
             let was_full = self.is_full();
             match self.active.poll_next(context) {
-                Poll::Ready(Some(event)) => return Poll::Ready(Some(self.settle(Ok(event)))),
+                Poll::Ready(Some(event)) => {
+                    // Requests have been looked for just now; what comes of them since wakes who asked.
+                    self.rests = self.active.rests();
+                    return Poll::Ready(Some(self.settle(Ok(event))));
+                }
                 _ if was_full && !self.is_full() => {} // There is room for waiting requests again.
                 Poll::Ready(None) if self.requests.is_none() => return Poll::Ready(None),
                 _ => return Poll::Pending,
@@ -210,6 +227,7 @@ impl ActiveRequest {
             is_decoupled,
             has_failed: false,
             responses: Some(responses),
+            rests: false,
             _charge: charge,
         })
     }
@@ -253,6 +271,11 @@ impl Active {
         }
     }
 
+    /// Whether none has anything behind the last event, and each wakes who asks when it has.
+    fn rests(&self) -> bool {
+        self.others.is_empty() && self.first.as_ref().is_some_and(|first| first.rests)
+    }
+
     fn poll_first(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
         let Some(first) = &mut self.first else { return Poll::Ready(None) };
         let event = ready!(first.poll_next_unpin(context));
@@ -282,10 +305,13 @@ impl Stream for ActiveRequest {
     type Item = Event;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        self.rests = false;
         while let Some(responses) = &mut self.responses {
-            match ready!(responses.poll_update(context)) {
-                Some(Ok(Update::Again(changes))) => {
-                    return Poll::Ready(Some(Event::Reply(self.last_reply.again(changes))));
+            let mut told = Changes::default();
+            match ready!(responses.poll_update(&mut told, context)) {
+                Some(Ok(Update::Again(repeat))) => {
+                    self.rests = repeat.rests;
+                    return Poll::Ready(Some(Event::Reply(self.last_reply.again(&told))));
                 }
                 Some(Ok(Update::Response(response))) => {
                     if response.is_final {

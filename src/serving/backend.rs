@@ -6,7 +6,7 @@ use std::sync::Arc;
 use futures::future::{BoxFuture, FutureExt as _};
 use repository::ModelConfig;
 
-use crate::{Changes, Elements, EnsembleStep, InferError, InferRequest, InferResponse, ResponseSender, ResponseStream};
+use crate::{Changes, EnsembleStep, InferError, InferRequest, InferResponse, ResponseSender, ResponseStream};
 
 /// One loaded model version: `serving` calls it, `backends` implement it.
 ///
@@ -44,11 +44,17 @@ pub trait Backend: Send + Sync {
     }
 
     /// What is new in the answer to a request that differs from the last of this `step` in the elements of some inputs alone,
-    /// `changes`, which are of the same number and size, and is not its last; `None` where it has to be answered in full.
+    /// `changes`, which are of the same number and size, and is not its last; put into `told`. `None` where it has to be
+    /// answered in full.
     ///
     /// # Errors
     /// As [`Backend::infer`].
-    fn answer_again(&self, _step: &EnsembleStep, _changes: &[Elements]) -> Option<Result<Changes, InferError>> {
+    fn answer_again(
+        &self,
+        _step: &EnsembleStep,
+        _changes: &Changes,
+        _told: &mut Changes,
+    ) -> Option<Result<(), InferError>> {
         None
     }
 

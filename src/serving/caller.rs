@@ -77,19 +77,27 @@ impl Caller {
         answer
     }
 
-    /// What is new in the answer to a request that differs from the last of this `step` in `changes` alone; `None` where it is to
-    /// be answered in full.
-    pub fn call_again(&mut self, step: &EnsembleStep, changes: &[Elements]) -> Option<Result<Changes, InferError>> {
-        let is_known =
-            |new: &Elements| self.accepted.inputs.get(new.place).is_some_and(|known| known.num_bytes == new.data.len());
+    /// Asks at `started` what is new in the answer to a request that differs from the last of this `step` in `changes` alone.
+    /// That is in `told` then, from when it says on; `None` where it is to be answered in full.
+    pub fn call_again(
+        &mut self,
+        step: &EnsembleStep,
+        started: Instant,
+        changes: &Changes,
+        told: &mut Changes,
+    ) -> Option<Result<Instant, InferError>> {
+        let inputs = &self.accepted.inputs;
+        let is_known = |(place, elements): (usize, &Elements)| {
+            inputs.get(place).is_some_and(|known| known.num_bytes == elements.len())
+        };
         if !changes.iter().all(is_known) {
             return None;
         }
-        let started = Instant::now();
-        let answer = self.model.answer_again_unseen(step, changes)?;
-        let total = started.elapsed();
-        self.see(answer.as_ref().map(|changes| !changes.is_empty()), Took { total, input: Duration::ZERO });
-        Some(answer)
+        let answer = self.model.answer_again_unseen(step, changes, told)?;
+        let ended = Instant::now();
+        let took = Took { total: ended - started, input: Duration::ZERO };
+        self.see(answer.as_ref().map(|()| !told.is_empty()), took);
+        Some(answer.map(|()| ended))
     }
 
     /// Counts a call: whether it has answered with anything, or why it failed, and how long it took.

@@ -10,15 +10,16 @@ use tokio::runtime::Handle;
 use crate::bell::Bell;
 use crate::slot::Slot;
 use crate::update::Sent;
-use crate::{InferError, Update};
+use crate::{Changes, InferError, Update};
 
 /// Makes responses when it is asked for them: what is left of the work behind a stream once all that it waits for is one
 /// thing. Less than a future and a place for what it sends, which a token would have to pass.
 pub trait Respond: Send {
-    /// The next response, or, where the reader takes updates, what is new in it; `None` behind the last.
+    /// The next response, or, where the reader takes updates, what is new in it, put into `told`; `None` behind the last.
     fn poll_respond(
         &mut self,
         takes_updates: bool,
+        told: &mut Changes,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Update, InferError>>>;
 }

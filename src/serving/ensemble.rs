@@ -6,6 +6,7 @@
 //! belongs to the first of the others. Tensors are never copied.
 
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use futures::future::{BoxFuture, FutureExt as _, join_all};
 use futures::stream::{FuturesUnordered, StreamExt as _};
@@ -17,7 +18,7 @@ use crate::finder::Finder;
 use crate::model::ServedModel;
 use crate::registry::Registry;
 use crate::{
-    Backend, Changes, CorrelationId, Elements, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Name,
+    Backend, Changes, CorrelationId, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Name,
     Parameter, Respond, ResponseSender, ResponseStream, Tensor, Trace,
 };
 
@@ -328,11 +329,17 @@ impl Run {
         response
     }
 
-    /// Asks for what is new in the answer to the last request where that differs in `changes` alone; `None` where it is to be
-    /// asked in full.
-    fn ask_again(&mut self, step: usize, changes: &[Elements]) -> Option<Result<Changes, InferError>> {
+    /// Asks for what is new in the answer to the last request where that differs in `changes` alone, begun at `started`; then
+    /// that is in `told`, and it says when it was. `None` where it is to be asked in full.
+    fn ask_again(
+        &mut self,
+        step: usize,
+        started: Instant,
+        changes: &Changes,
+        told: &mut Changes,
+    ) -> Option<Result<Instant, InferError>> {
         let Place { caller, state, .. } = &mut self.places[step];
-        caller.as_mut()?.call_again(state, changes)
+        caller.as_mut()?.call_again(state, started, changes, told)
     }
 
     /// The inputs of a step.

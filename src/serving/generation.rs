@@ -79,13 +79,13 @@ impl Progress {
         self.computed_ns.store(at.saturating_duration_since(self.created).as_nanos().max(1) as u64, Relaxed);
     }
 
-    /// The time from when a response was computed until `now`, asked once for each, before the next one is.
-    pub fn take_output(&self, now: Instant) -> Duration {
+    /// When a response was computed, asked once for each, before the next one is.
+    pub fn take_computed(&self) -> Option<Instant> {
         match self.computed_ns.load(Relaxed) {
-            0 => Duration::ZERO,
+            0 => None,
             at => {
                 self.computed_ns.store(0, Relaxed);
-                now.saturating_duration_since(self.created + Duration::from_nanos(at))
+                Some(self.created + Duration::from_nanos(at))
             }
         }
     }

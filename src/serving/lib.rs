@@ -105,4 +105,4 @@ pub use step::EnsembleStep;
 pub use stream::ResponseStream;
 pub use tensor::{DataType, Name, Shape, Tensor, byte_strings};
 pub use trace::{SpanContext, Trace, TraceRecord, TraceSink};
-pub use update::{Changes, Elements, Update};
+pub use update::{Changes, Elements, Repeat, Update};

@@ -14,7 +14,7 @@ use crate::labels::Labels;
 use crate::scheduler::{Scheduler, StateSpec};
 use crate::statistics::{ModelStatistics, Statistics};
 use crate::watch::{Cached, Watch};
-use crate::{Backend, Changes, Elements, EnsembleStep, InferError, InferRequest, InferResponse, Name, ResponseStream};
+use crate::{Backend, Changes, EnsembleStep, InferError, InferRequest, InferResponse, Name, ResponseStream};
 
 /// One version of a model that answers requests.
 pub(crate) struct ServedModel {
@@ -140,13 +140,14 @@ impl ServedModel {
         self.backend.answer(request)
     }
 
-    /// What is new in the answer to a request that differs from the last of its `step` in `changes` alone.
+    /// What is new in the answer to a request that differs from the last of its `step` in `changes` alone, put into `told`.
     pub fn answer_again_unseen(
         &self,
         step: &EnsembleStep,
-        changes: &[Elements],
-    ) -> Option<Result<Changes, InferError>> {
-        self.backend.answer_again(step, changes)
+        changes: &Changes,
+        told: &mut Changes,
+    ) -> Option<Result<(), InferError>> {
+        self.backend.answer_again(step, changes, told)
     }
 
     /// Checks a request and begins its trace. Returns its batch size.

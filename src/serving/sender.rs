@@ -12,8 +12,8 @@ use crate::generation::{Generation, Progress, Scheduled};
 use crate::scheduler::{Again, Turn};
 use crate::slot::Slot;
 use crate::statistics::Execution;
-use crate::update::Sent;
-use crate::{InferError, InferRequest, InferResponse, ResponseStream, Update};
+use crate::update::{Letter, Sent};
+use crate::{Changes, InferError, InferRequest, InferResponse, ResponseStream};
 
 /// How responses get to their stream.
 #[derive(Debug, Clone)]
@@ -49,18 +49,22 @@ impl ResponseSender {
     /// Sends one response or the ending error, waiting while the stream is full.
     /// False when the client has left.
     pub async fn send(&self, response: Result<InferResponse, InferError>) -> bool {
-        self.send_update(response.map(Update::from)).await
+        self.send_letter(response.map(Letter::from)).await
     }
 
-    /// As [`ResponseSender::send`]; [`Update::Again`] only where [`ResponseSender::takes_updates`] says so, behind a
-    /// response that may be repeated.
-    pub async fn send_update(&self, update: Result<Update, InferError>) -> bool {
+    /// As [`ResponseSender::send`], of the last response again with what is new in it. Only where
+    /// [`ResponseSender::takes_updates`] says so, behind a response that may be repeated.
+    pub async fn send_again(&self, changes: Changes) -> bool {
+        self.send_letter(Ok(Letter::Again(Box::new(changes)))).await
+    }
+
+    async fn send_letter(&self, letter: Sent) -> bool {
         match &self.way {
-            Way::Channel(sender) => sender.send(update).await.is_ok(),
+            Way::Channel(sender) => sender.send(letter).await.is_ok(),
             Way::Slot(slot) => {
-                let mut update = slot.try_put(update);
-                if update.is_some() {
-                    poll_fn(|context| slot.poll_put(&mut update, context)).await;
+                let mut letter = slot.try_put(letter);
+                if letter.is_some() {
+                    poll_fn(|context| slot.poll_put(&mut letter, context)).await;
                 }
                 !slot.is_closed()
             }
@@ -77,7 +81,7 @@ impl ResponseSender {
     /// # Errors
     /// With the response, when the stream is full.
     pub fn try_send(&self, response: Item) -> Result<bool, Box<Item>> {
-        let response = response.map(Update::from);
+        let response = response.map(Letter::from);
         let full = match &self.way {
             Way::Channel(sender) => match sender.try_send(response) {
                 Ok(()) => return Ok(true),
@@ -89,7 +93,10 @@ impl ResponseSender {
                 Some(response) => response,
             },
         };
-        Err(Box::new(full.map(Update::into_response)))
+        Err(Box::new(full.map(|letter| match letter {
+            Letter::Response(response) => *response,
+            Letter::Again(_) => unreachable!("a response was to be sent"),
+        })))
     }
 
     /// As [`ResponseSender::send`] for threads outside the async runtime.

@@ -93,7 +93,8 @@ mod tests {
     use futures::task::noop_waker_ref;
 
     use super::*;
-    use crate::{InferResponse, Update};
+    use crate::InferResponse;
+    use crate::update::Letter;
 
     fn response(id: &str) -> Sent {
         Ok(InferResponse { id: id.into(), ..InferResponse::default() }.into())
@@ -101,7 +102,7 @@ mod tests {
 
     fn taken(slot: &Slot) -> String {
         match slot.take() {
-            Some(Ok(Update::Response(response))) => response.id.to_string(),
+            Some(Ok(Letter::Response(response))) => response.id.to_string(),
             other => panic!("{other:?}"),
         }
     }

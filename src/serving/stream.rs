@@ -18,7 +18,7 @@ use crate::sender::{ResponseSender, Way};
 use crate::slot::Slot;
 use crate::update::Sent;
 use crate::watch::Watch;
-use crate::{InferError, InferResponse, Update};
+use crate::{Changes, InferError, InferResponse, Update};
 
 type Item = Result<InferResponse, InferError>;
 
@@ -117,8 +117,8 @@ impl ResponseStream {
     }
 
     /// As [`ResponseStream::poll_update`].
-    pub async fn next_update(&mut self) -> Option<Result<Update, InferError>> {
-        poll_fn(|context| self.poll_update(context)).await
+    pub async fn next_update(&mut self, told: &mut Changes) -> Option<Result<Update, InferError>> {
+        poll_fn(|context| self.poll_update(told, context)).await
     }
 
     /// The only response, where it was there from the start.
@@ -154,37 +154,53 @@ impl ResponseStream {
     }
 
     fn poll_response(&mut self, context: &mut Context<'_>) -> Poll<Option<Item>> {
-        self.poll_update(context).map(|update| update.map(|update| update.map(Update::into_response)))
+        let update = self.poll_update(&mut Changes::default(), context);
+        update.map(|update| update.map(|update| update.map(Update::into_response)))
     }
 
-    /// The next response, or what is new in it; `None` after the final one.
-    pub fn poll_update(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Update, InferError>>> {
+    /// The next response, or the last one again, what is new in it put into `told`; `None` after the final one. What is in
+    /// `told` from earlier asking stays there until it is told anew, or `told` is cleared.
+    pub fn poll_update(
+        &mut self,
+        told: &mut Changes,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Update, InferError>>> {
         if let Some(turn) = &mut self.turn {
             std::task::ready!(turn.as_mut().poll(context));
             self.turn = None;
         }
-        let item = std::task::ready!(self.source.poll(context));
-        Poll::Ready(match &mut self.watch {
-            Some(watch) => watch.see_update(item),
-            None => item,
-        })
+        let mut item = std::task::ready!(self.source.poll(self.progress.as_deref(), told, context));
+        if let Some(watch) = &mut self.watch {
+            match &mut item {
+                Some(Ok(Update::Again(repeat))) => watch.count_again(repeat),
+                _ => item = watch.see_update(item),
+            }
+        }
+        Poll::Ready(item)
     }
 }
 
 impl Source {
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Sent>> {
+    fn poll(
+        &mut self,
+        progress: Option<&Progress>,
+        told: &mut Changes,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Update, InferError>>> {
+        let open = |sent: Sent| sent.map(|letter| letter.open(told, progress));
         match self {
             Source::Ready(item) => Poll::Ready(item.take().map(|item| item.map(Update::from))),
-            Source::Channel(receiver) => receiver.poll_recv(context),
-            Source::Handed(respond, takes_updates) => respond.poll_respond(*takes_updates, context),
+            Source::Channel(receiver) => receiver.poll_recv(context).map(|sent| sent.map(open)),
+            Source::Handed(respond, takes_updates) => respond.poll_respond(*takes_updates, told, context),
             Source::Driven(driver) => {
-                let respond = match driver.poll(context) {
-                    Driven::Sent(item) => return item,
+                let mut respond = match driver.poll(context) {
+                    Driven::Sent(sent) => return sent.map(|sent| sent.map(open)),
                     Driven::HandedOver(respond) => respond,
                 };
                 let takes_updates = driver.takes_updates();
+                let update = respond.poll_respond(takes_updates, told, context);
                 *self = Source::Handed(respond, takes_updates);
-                self.poll(context)
+                update
             }
         }
     }

@@ -10,7 +10,7 @@ use crate::finder::Finder;
 use crate::generation::{Generation, Progress, Scheduled};
 use crate::model::ServedModel;
 use crate::statistics::{CacheUse, Came, Failure, OtherResponse, Outcome};
-use crate::{ErrorKind, InferError, InferRequest, InferResponse, Name, Trace, Update};
+use crate::{ErrorKind, InferError, InferRequest, InferResponse, Name, Repeat, Trace, Update};
 
 /// Responses of a request that are counted together, at most: the place is shared by all requests to the model, and dear
 /// to touch from several threads.
@@ -116,7 +116,7 @@ impl Watch {
     pub fn see_update(&mut self, update: Option<Result<Update, InferError>>) -> Option<Result<Update, InferError>> {
         self.see_with(update, |watch, update| match update {
             Update::Response(response) => watch.see_response(response),
-            Update::Again(_) => watch.count_again(),
+            Update::Again(repeat) => watch.count_again(repeat),
         })
     }
 
@@ -200,7 +200,8 @@ impl Watch {
 
     fn count(&mut self, response: &InferResponse, cache: Option<CacheUse>) {
         let (now, is_empty) = (Instant::now(), response.outputs.is_empty());
-        let output = self.progress.as_ref().map_or(Duration::ZERO, |progress| progress.take_output(now));
+        let computed = self.progress.as_ref().and_then(|progress| progress.take_computed());
+        let output = since(computed, now);
         if self.responses.count == 0 && !is_empty {
             self.model.statistics.first_response(now - self.started);
         }
@@ -216,10 +217,9 @@ impl Watch {
     }
 
     /// Counts a response that is the last one again.
-    fn count_again(&mut self) {
-        let now = Instant::now();
-        let output = self.progress.as_ref().map_or(Duration::ZERO, |progress| progress.take_output(now));
-        self.count_response(now, output);
+    pub fn count_again(&mut self, repeat: &mut Repeat) {
+        let now = *repeat.seen.get_or_insert_with(Instant::now);
+        self.count_response(now, since(repeat.computed, now));
     }
 
     fn succeed(&mut self, response: &InferResponse, cache: Option<CacheUse>, now: Instant, output: Duration) {
@@ -314,6 +314,11 @@ impl Watch {
         trace.tensors("TENSOR_BACKEND_OUTPUT", &response.outputs);
         trace.mark("REQUEST_END");
     }
+}
+
+/// The time from when a response was computed until `now`.
+fn since(computed: Option<Instant>, now: Instant) -> Duration {
+    computed.map_or(Duration::ZERO, |computed| now.saturating_duration_since(computed))
 }
 
 fn milliseconds(duration: Duration) -> f64 {

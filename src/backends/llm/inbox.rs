@@ -55,13 +55,14 @@ pub(crate) enum RequestEvent {
 /// News of a sequence as they travel: short, for each of them goes into memory that has long not been touched.
 #[derive(Debug)]
 pub(crate) struct OneToken {
-    sequence: SequenceId,
+    pub(crate) sequence: SequenceId,
     row: RowId,
-    token: TokenId,
-    logprob: Option<f32>,
-    blocks: BlockUsage,
-    drafts: DraftUsage,
-    at: Instant,
+    pub(crate) token: TokenId,
+    pub(crate) logprob: Option<f32>,
+    pub(crate) blocks: BlockUsage,
+    pub(crate) drafts: DraftUsage,
+    /// When it was told.
+    pub(crate) at: Instant,
 }
 
 impl RequestEvent {

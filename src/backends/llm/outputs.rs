@@ -3,11 +3,12 @@
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use engine::{BlockUsage, DraftUsage, SampledToken, TokenId};
-use serving::{DataType, Elements, InferRequest, InferResponse, Name, Shape, Tensor, Update};
+use serving::{Changes, DataType, InferRequest, InferResponse, Name, Shape, Tensor};
 use smallvec::SmallVec;
 use worker::LogitsPiece;
 
 use super::config::LlmConfig;
+use super::inbox::OneToken;
 use super::inputs::LlmRequest;
 use super::logits::{Logits, LogitsForm};
 
@@ -102,6 +103,25 @@ impl Kind {
             self,
             Kind::SequenceLength | Kind::BatchIndex | Kind::SequenceIndex | Kind::SequenceEnd | Kind::NumInputTokens
         )
+    }
+}
+
+/// What an output tells where that is one number.
+#[derive(Debug, Clone, Copy)]
+enum Number {
+    I32(i32),
+    I64(i64),
+    F32(f32),
+}
+
+impl Number {
+    /// Puts it into `told` as the elements of the output at `place`.
+    fn put(self, place: usize, told: &mut Changes) {
+        match self {
+            Number::I32(value) => told.put(place, value.to_le_bytes()),
+            Number::I64(value) => told.put(place, value.to_le_bytes()),
+            Number::F32(value) => told.put(place, value.to_le_bytes()),
+        }
     }
 }
 
@@ -212,23 +232,26 @@ impl Responses {
         self.sequences[index].logits.keep(self.logits_form, piece);
     }
 
-    /// As [`Responses::push`], for who takes what is new in a response alone.
-    pub(crate) fn push_update(&mut self, news: News) -> Option<Update> {
-        let is_repeated = self.repeatable == Some(news.index) && !news.ends && news.tokens.len() == 1;
-        if !is_repeated {
-            return self.push(news).map(Update::from);
+    /// Takes in one more token of sequence `index`, which goes on, and puts what it changes in the last response into `told`.
+    /// False, and nothing is done, where the last response told something else.
+    pub(crate) fn repeat(&mut self, index: usize, token: &OneToken, told: &mut Changes) -> bool {
+        let (Some(changing), true) = (&self.changing, self.repeatable == Some(index)) else { return false };
+        let output = &mut self.sequences[index];
+        output.num_tokens += 1;
+        output.cumulative_log_prob += token.logprob.map_or(0.0, f64::from);
+        output.last_token = Some(token.at);
+        (output.blocks, output.drafts) = (token.blocks, token.drafts);
+        let logprob = token.logprob.unwrap_or(0.0);
+        for &(place, kind) in changing {
+            let number = match kind {
+                Kind::OutputIds => Number::I32(token.token.0.cast_signed()),
+                Kind::CumLogProbs => Number::F32(self.sequences[index].cumulative_log_prob as f32),
+                Kind::OutputLogProbs => Number::F32(logprob),
+                _ => self.number(kind, index..index + 1),
+            };
+            number.put(place, told);
         }
-        let changing = self.changing.take()?; // What may be repeated has them.
-        let index = news.index;
-        self.take(news);
-        let elements = |&(output, kind)| Elements {
-            place: output,
-            data: self.output(&Name::default(), kind, index..index + 1).data,
-        };
-        let changes = changing.iter().map(elements).collect();
-        self.sequences[index].pending.clear();
-        self.changing = Some(changing);
-        Some(Update::Again(changes))
+        true
     }
 
     /// Takes news in.
@@ -280,14 +303,9 @@ impl Responses {
 
     /// One output of some sequences, but for logits. In front is a batch of 1; sequences take the dimension of beams.
     fn output(&self, name: &Name, kind: Kind, indices: std::ops::Range<usize>) -> Tensor {
-        let first = indices.start;
-        let sequences = &self.sequences[indices];
+        let sequences = &self.sequences[indices.clone()];
         let name = name.clone();
         let row = [1, sequences.len() as i64];
-        let number = |name, value: usize| Tensor::from_i32(name, &[1, 1], &[value as i32]);
-        let time = |name, at: Option<Instant>| Tensor::from_i64(name, &[1, 1], &[self.unix_ns(at)]);
-        let blocks = |count: fn(&BlockUsage) -> u32| sequences.iter().map(|of| count(&of.blocks)).sum::<u32>();
-        let drafts = |count: fn(&DraftUsage) -> u32| sequences.iter().map(|of| count(&of.drafts)).sum::<u32>();
         match kind {
             Kind::OutputIds => self.output_ids(name, sequences),
             Kind::SequenceLength => {
@@ -299,27 +317,50 @@ impl Responses {
                 Tensor::from_f32(name, &row, &sequences.iter().map(sum).collect::<SmallVec<[f32; 4]>>())
             }
             Kind::OutputLogProbs => output_log_probs(name, sequences),
-            Kind::BatchIndex => number(name, 0),
-            Kind::SequenceIndex => number(name, first),
             // Lets a detokenizer let go of what it holds back, before the stream has ended.
             Kind::SequenceEnd => Tensor::from_bool(name, &[1, 1], &[sequences.iter().all(|output| output.ended)]),
-            Kind::NumInputTokens => number(name, self.num_input_tokens),
-            Kind::NumOutputTokens => number(name, sequences.iter().map(|output| output.num_tokens).sum()),
-            Kind::ReusedBlocks => number(name, blocks(|blocks| blocks.num_reused) as usize),
-            Kind::NewBlocks => number(name, blocks(|blocks| blocks.num_allocated) as usize),
-            Kind::TotalBlocks => number(name, blocks(|blocks| blocks.num_reused + blocks.num_allocated) as usize),
-            Kind::DraftTokens => number(name, drafts(|drafts| drafts.num_drafted) as usize),
-            Kind::AcceptedDraftTokens => number(name, drafts(|drafts| drafts.num_accepted) as usize),
+            _ => match self.number(kind, indices) {
+                Number::I32(value) => Tensor::from_i32(name, &[1, 1], &[value]),
+                Number::I64(value) => Tensor::from_i64(name, &[1, 1], &[value]),
+                Number::F32(value) => Tensor::from_f32(name, &[1, 1], &[value]),
+            },
+        }
+    }
+
+    /// What an output tells that is one number for all of some sequences.
+    fn number(&self, kind: Kind, indices: std::ops::Range<usize>) -> Number {
+        let first = indices.start;
+        let sequences = &self.sequences[indices];
+        let count = |value: usize| Number::I32(value as i32);
+        let time = |at: Option<Instant>| Number::I64(self.unix_ns(at));
+        let blocks = |count: fn(&BlockUsage) -> u32| sequences.iter().map(|of| count(&of.blocks)).sum::<u32>();
+        let drafts = |count: fn(&DraftUsage) -> u32| sequences.iter().map(|of| count(&of.drafts)).sum::<u32>();
+        match kind {
+            Kind::BatchIndex => count(0),
+            Kind::SequenceIndex => count(first),
+            Kind::NumInputTokens => count(self.num_input_tokens),
+            Kind::NumOutputTokens => count(sequences.iter().map(|output| output.num_tokens).sum()),
+            Kind::ReusedBlocks => count(blocks(|blocks| blocks.num_reused) as usize),
+            Kind::NewBlocks => count(blocks(|blocks| blocks.num_allocated) as usize),
+            Kind::TotalBlocks => count(blocks(|blocks| blocks.num_reused + blocks.num_allocated) as usize),
+            Kind::DraftTokens => count(drafts(|drafts| drafts.num_drafted) as usize),
+            Kind::AcceptedDraftTokens => count(drafts(|drafts| drafts.num_accepted) as usize),
             Kind::AcceptanceRate => {
-                let rate =
-                    drafts(|drafts| drafts.num_accepted) as f32 / (drafts(|drafts| drafts.num_drafted) as f32).max(1.0);
-                Tensor::from_f32(name, &[1, 1], &[rate])
+                let (num_accepted, num_drafted) =
+                    (drafts(|drafts| drafts.num_accepted), drafts(|drafts| drafts.num_drafted));
+                Number::F32(num_accepted as f32 / (num_drafted as f32).max(1.0))
             }
-            Kind::ArrivalTime => time(name, Some(self.arrived.0)),
-            Kind::FirstScheduledTime => time(name, sequences.iter().filter_map(|output| output.first_scheduled).min()),
-            Kind::FirstTokenTime => time(name, sequences.iter().filter_map(|output| output.first_token).min()),
-            Kind::LastTokenTime => time(name, sequences.iter().filter_map(|output| output.last_token).max()),
-            Kind::ContextLogits | Kind::GenerationLogits => unreachable!("taken where they are kept"),
+            Kind::ArrivalTime => time(Some(self.arrived.0)),
+            Kind::FirstScheduledTime => time(sequences.iter().filter_map(|output| output.first_scheduled).min()),
+            Kind::FirstTokenTime => time(sequences.iter().filter_map(|output| output.first_token).min()),
+            Kind::LastTokenTime => time(sequences.iter().filter_map(|output| output.last_token).max()),
+            Kind::OutputIds
+            | Kind::SequenceLength
+            | Kind::CumLogProbs
+            | Kind::OutputLogProbs
+            | Kind::SequenceEnd
+            | Kind::ContextLogits
+            | Kind::GenerationLogits => unreachable!("{kind:?} is not one number"),
         }
     }
 
@@ -404,6 +445,7 @@ fn longest(sequences: &[Output]) -> usize {
 mod tests {
     use engine::RowId;
 
+    use super::super::inbox::RequestEvent;
     use super::*;
 
     const OUTPUTS: [&str; 9] = [
@@ -417,6 +459,33 @@ mod tests {
         "kv_cache_reused_blocks",
         "context_phase_params",
     ];
+
+    const MORE_OUTPUTS: [&str; 12] = [
+        "batch_index",
+        "num_input_tokens",
+        "kv_cache_alloc_new_blocks",
+        "kv_cache_alloc_total_blocks",
+        "total_draft_tokens",
+        "total_accepted_draft_tokens",
+        "acceptance_rate",
+        "arrival_time_ns",
+        "first_scheduled_time_ns",
+        "first_token_time_ns",
+        "last_token_time_ns",
+        "kv_cache_reused_blocks",
+    ];
+
+    /// News as they travel, where that is one token.
+    fn one_token(news: News) -> Option<OneToken> {
+        let News { index, tokens, at, ends, blocks, drafts, .. } = news;
+        let finished = ends.then_some(engine::FinishReason::Length);
+        let sequence = engine::SequenceId(index as u64);
+        let event = engine::TokenEvent { sequence, tokens, finished, blocks, drafts, beams: Vec::new() };
+        match RequestEvent::of(event, at) {
+            RequestEvent::Token(token) => Some(token),
+            _ => None,
+        }
+    }
 
     fn responses(mode: Mode, num_sequences: usize, prompt: &[u32]) -> Responses {
         Responses {
@@ -446,7 +515,7 @@ mod tests {
             top: Vec::new(),
         };
         let blocks = BlockUsage { num_reused: 2, num_allocated: 1 };
-        let (drafts, cum_log_prob) = (DraftUsage::default(), None);
+        let (drafts, cum_log_prob) = (DraftUsage { num_drafted: 4, num_accepted: tokens.len() as u32 }, None);
         let (tokens, at) = (tokens.iter().map(token).collect(), Instant::now());
         News { index, tokens, at, ends, blocks, drafts, cum_log_prob }
     }
@@ -479,24 +548,28 @@ mod tests {
 
     #[test]
     fn what_is_new_in_a_response_comes_to_the_response() {
+        let arrived = (Instant::now(), SystemTime::now());
         let steady = || {
             let mut steady = responses(Mode::Streaming, 2, &[]);
+            steady.wanted.extend(MORE_OUTPUTS.map(|name| (name.into(), Kind::of(name).unwrap())));
             steady.changing = changing(&steady.wanted);
+            steady.arrived = arrived;
             steady
         };
         let (mut whole, mut told, mut last) = (steady(), steady(), InferResponse::default());
         let tokens = [(0, 1, false), (0, 1, false), (0, 1, false), (1, 1, false), (1, 1, false), (0, 2, false)];
         let (mut num_again, ends) = (0, [(0, 1, false), (0, 1, false), (0, 1, true), (1, 1, false), (1, 0, true)]);
         for (round, (index, count, ends)) in (10..).zip(tokens.into_iter().chain(ends)) {
-            let news = || news(index, &vec![(round, 0.0); count], ends);
+            let at = Instant::now();
+            let news = || News { at, ..news(index, &vec![(round, -0.5); count], ends) };
             let response = whole.push(news()).unwrap();
-            match told.push_update(news()).unwrap() {
-                Update::Response(response) => last = *response,
-                Update::Again(changes) => {
-                    assert!(last.may_be_repeated && !response.is_final);
-                    changes.into_iter().for_each(|new| last.outputs[new.place].data = new.data);
-                    num_again += 1;
-                }
+            let mut changes = Changes::default();
+            if one_token(news()).is_some_and(|token| told.repeat(index, &token, &mut changes)) {
+                assert!(last.may_be_repeated && !response.is_final);
+                changes.iter().for_each(|(place, elements)| last.outputs[place].data = elements.to_data());
+                num_again += 1;
+            } else {
+                last = told.push(news()).unwrap();
             }
             assert_eq!((&last.outputs, last.is_final), (&response.outputs, response.is_final), "{round}");
         }

@@ -6,11 +6,11 @@ use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use engine::{BlockUsage, FinishReason, RowId, SampledToken, SequenceId, TokenEvent};
-use serving::{ErrorKind, InferError, InferResponse, Name, Respond, ResponseSender, Update};
+use serving::{Changes, ErrorKind, InferError, InferResponse, Name, Repeat, Respond, ResponseSender, Update};
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 
-use super::inbox::{Message, RequestEvent};
+use super::inbox::{Message, OneToken, RequestEvent};
 use super::outputs::{News, Responses, Tokens};
 use super::router::Admission;
 use super::text_stop::TextStop;
@@ -73,6 +73,8 @@ enum Waited {
 }
 
 type Events = mpsc::UnboundedReceiver<RequestEvent>;
+
+type Item = Result<InferResponse, InferError>;
 
 /// What the task of a request is made of.
 pub(crate) struct RequestTask {
@@ -152,19 +154,14 @@ impl RequestTask {
         sender.report(self.timing.generation());
     }
 
-    /// The response that `event` completes, or what is new in it, or the error that ends the request.
-    fn take(
-        &mut self,
-        event: Option<RequestEvent>,
-        takes_updates: bool,
-        sender: &ResponseSender,
-    ) -> Option<Result<Update, InferError>> {
+    /// The response that `event` completes, or the error that ends the request.
+    fn take(&mut self, event: Option<RequestEvent>, sender: &ResponseSender) -> Option<Item> {
         match event {
             Some(RequestEvent::Token(token)) => {
                 let (event, at) = token.open();
-                return self.hear(event, at, takes_updates, sender).map(Ok);
+                return self.hear(event, at, sender).map(Ok);
             }
-            Some(RequestEvent::Tokens(event, at)) => return self.hear(*event, at, takes_updates, sender).map(Ok),
+            Some(RequestEvent::Tokens(event, at)) => return self.hear(*event, at, sender).map(Ok),
             Some(RequestEvent::Accepted(sequences)) => {
                 self.sequences = sequences;
                 if self.is_cancelled {
@@ -190,9 +187,22 @@ impl RequestTask {
                 sender.report(self.timing.generation());
                 return Some(Err(error));
             }
-            None => return Some(Err(InferError::new(ErrorKind::Unavailable, UNLOADED))),
+            None => {
+                sender.report(self.timing.generation());
+                return Some(Err(InferError::new(ErrorKind::Unavailable, UNLOADED)));
+            }
         }
         None
+    }
+
+    /// Counts a token whose response is the last one again, and puts what is new into `told`. False, and nothing is done,
+    /// where it needs a response of its own.
+    fn repeat(&mut self, token: &OneToken, told: &mut Changes) -> bool {
+        let is_searched = !self.text_stops.is_empty() || self.ended.len() > self.sequences.len();
+        let index = self.index_of(token.sequence).filter(|_| !is_searched);
+        let Some(index) = index.filter(|&index| self.responses.repeat(index, token, told)) else { return false };
+        self.timing.tokens(index, 1, token.at);
+        true
     }
 
     fn has_ended(&self) -> bool {
@@ -203,12 +213,12 @@ impl RequestTask {
         self.sequences.iter().position(|&known| known == sequence)
     }
 
-    /// Counts news of a sequence; the response that they complete, or what is new in it where that is enough.
-    fn hear(&mut self, event: TokenEvent, at: Instant, takes_updates: bool, sender: &ResponseSender) -> Option<Update> {
+    /// Counts news of a sequence; the response that they complete.
+    fn hear(&mut self, event: TokenEvent, at: Instant, sender: &ResponseSender) -> Option<InferResponse> {
         self.time(&event, at);
         sender.report(self.timing.generation());
         sender.computed_at(at);
-        self.answer(event, at, takes_updates)
+        self.answer(event, at)
     }
 
     /// Counts news of a sequence, unless its end was told before.
@@ -221,10 +231,10 @@ impl RequestTask {
         }
     }
 
-    /// The response that news of a sequence complete, or what is new in it where that is enough.
-    fn answer(&mut self, event: TokenEvent, at: Instant, takes_updates: bool) -> Option<Update> {
+    /// The response that news of a sequence complete.
+    fn answer(&mut self, event: TokenEvent, at: Instant) -> Option<InferResponse> {
         if !event.beams.is_empty() || self.ended.len() > self.sequences.len() {
-            return self.hear_beams(event, at).map(Update::from);
+            return self.hear_beams(event, at);
         }
         let TokenEvent { sequence, tokens, finished, blocks, drafts, .. } = event;
         let index = self.sequences.iter().position(|&known| known == sequence)?;
@@ -246,8 +256,7 @@ impl RequestTask {
             }
         };
         self.ended[index] = ends;
-        let news = News { index, tokens, at, ends, blocks, drafts, cum_log_prob: None };
-        if takes_updates { self.responses.push_update(news) } else { self.responses.push(news).map(Update::from) }
+        self.responses.push(News { index, tokens, at, ends, blocks, drafts, cum_log_prob: None })
     }
 
     /// All beams at once, when their search has ended; empty ones when it was cancelled.
@@ -290,12 +299,14 @@ struct Following {
 struct Heard {
     task: RequestTask,
     events: Events,
+    /// The next of them, where it came before it was asked for.
+    next: Option<RequestEvent>,
     sender: ResponseSender,
 }
 
 impl Following {
     fn new(task: RequestTask, events: Events, sender: ResponseSender) -> Self {
-        Self { request: Some(Heard { task, events, sender }), runtime: Handle::current() }
+        Self { request: Some(Heard { task, events, next: None, sender }), runtime: Handle::current() }
     }
 }
 
@@ -303,16 +314,34 @@ impl Respond for Following {
     fn poll_respond(
         &mut self,
         takes_updates: bool,
+        told: &mut Changes,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Update, InferError>>> {
-        while let Some(Heard { task, events, sender }) = &mut self.request {
-            let event = ready!(events.poll_recv(context));
-            let response = task.take(event, takes_updates, sender);
+        while let Some(Heard { task, events, next, sender }) = &mut self.request {
+            let event = match next.take() {
+                Some(event) => Some(event),
+                None => ready!(events.poll_recv(context)),
+            };
+            if let Some(RequestEvent::Token(token)) = &event
+                && takes_updates
+                && task.repeat(token, told)
+            {
+                // Who asked need not ask again where nothing has come by now: that it waits is known here already.
+                let rests = match events.poll_recv(context) {
+                    Poll::Pending => true,
+                    Poll::Ready(event) => {
+                        *next = event;
+                        false
+                    }
+                };
+                return Poll::Ready(Some(Ok(Update::Again(Repeat::new(token.at, rests)))));
+            }
+            let response = task.take(event, sender);
             if matches!(response, Some(Err(_))) || task.has_ended() {
                 self.request = None;
             }
-            if response.is_some() {
-                return Poll::Ready(response);
+            if let Some(response) = response {
+                return Poll::Ready(Some(response.map(Update::from)));
             }
         }
         Poll::Ready(None)
@@ -322,12 +351,16 @@ impl Respond for Following {
 impl Drop for Following {
     /// The client has left, if anything is to come.
     fn drop(&mut self) {
-        let Some(Heard { mut task, mut events, sender }) = self.request.take() else { return };
+        let Some(Heard { mut task, mut events, mut next, sender }) = self.request.take() else { return };
+        sender.report(task.timing.generation()); // Tokens that were told as what is new are not reported one by one.
         task.cancel();
         self.runtime.spawn(async move {
             while !task.has_ended() {
-                let event = events.recv().await;
-                if let Some(Err(_)) = task.take(event, false, &sender) {
+                let event = match next.take() {
+                    Some(event) => Some(event),
+                    None => events.recv().await,
+                };
+                if let Some(Err(_)) = task.take(event, &sender) {
                     break;
                 }
             }

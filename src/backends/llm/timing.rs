@@ -78,7 +78,8 @@ impl Timing {
         }
     }
 
-    fn tokens(&mut self, index: usize, count: u64, now: Instant) {
+    /// So many tokens of sequence `index`, told at `now`.
+    pub(crate) fn tokens(&mut self, index: usize, count: u64, now: Instant) {
         let figures = &self.shared.figures;
         if let Some(first) = self.first_token {
             self.told.decode = now.saturating_duration_since(first);

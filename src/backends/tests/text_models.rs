@@ -7,7 +7,7 @@ use std::sync::Arc;
 use futures::StreamExt as _;
 use futures::future::{BoxFuture, FutureExt as _};
 use serving::{
-    Backend, BackendFactory, ControlMode, Elements, EnsembleStep, InferError, InferRequest, InferResponse, LoadRequest,
+    Backend, BackendFactory, Changes, ControlMode, EnsembleStep, InferError, InferRequest, InferResponse, LoadRequest,
     ResponseStream, Server, ServerConfig, Tensor, Update,
 };
 use tempfile::TempDir;
@@ -156,13 +156,16 @@ impl Backend for Parrot {
             for (i, &id) in ids.iter().enumerate() {
                 let tokens = Tensor::from_i32("output_ids", &[1, 1, 1], &[id]);
                 let is_final = i == ids.len() - 1;
-                let update = if i == 0 || is_final || !sender.takes_updates() {
+                if i == 0 || is_final || !sender.takes_updates() {
                     let outputs = vec![tokens, Tensor::from_i32("sequence_length", &[1, 1], &[1])];
-                    InferResponse { outputs, is_final, may_be_repeated: !is_final, ..InferResponse::default() }.into()
+                    let may_be_repeated = !is_final;
+                    let response = InferResponse { outputs, is_final, may_be_repeated, ..InferResponse::default() };
+                    sender.send(Ok(response)).await;
                 } else {
-                    Update::Again([Elements { place: 0, data: tokens.data }].into_iter().collect())
-                };
-                sender.send_update(Ok(update)).await;
+                    let mut changes = Changes::default();
+                    changes.put(0, tokens.data);
+                    sender.send_again(changes).await;
+                }
             }
         }))
     }
@@ -227,17 +230,18 @@ async fn pieces_told_as_what_is_new_are_those_of_whole_responses() {
     stream.take_updates();
     let (mut last, mut num_again) = (InferResponse::default(), 0);
     for response in &whole {
-        match stream.next_update().await.unwrap().unwrap() {
+        let mut told = Changes::default();
+        match stream.next_update(&mut told).await.unwrap().unwrap() {
             Update::Response(response) => last = *response,
-            Update::Again(changes) => {
+            Update::Again(_) => {
                 num_again += 1;
-                changes.into_iter().for_each(|new| last.outputs[new.place].data = new.data);
+                told.iter().for_each(|(place, elements)| last.outputs[place].data = elements.to_data());
             }
         }
         assert_eq!(last.outputs, response.outputs);
     }
     assert_eq!(num_again, prompt.len() - 1, "all but the first and the last");
-    assert!(stream.next_update().await.is_none());
+    assert!(stream.next_update(&mut Changes::default()).await.is_none());
     let counted = &server.model_statistics("postprocessing", "").unwrap()[0];
     let counts = [counted.inference_count, counted.first_response.count];
     assert_eq!(counts, [2 * whole.len() as u64; 2], "each token counts, however it is told");

@@ -8,14 +8,16 @@
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Instant;
 
 use smallvec::SmallVec;
 
 use super::graph::{Graph, Wire};
 use super::{Pass, Run};
 use crate::finder::Finder;
-use crate::update::Sent;
-use crate::{Changes, Elements, InferError, InferResponse, Respond, ResponseStream, Tensor, Update};
+use crate::{Changes, InferError, InferResponse, Repeat, Respond, ResponseStream, Tensor, Update};
+
+type Item = Result<Update, InferError>;
 
 /// What goes where between two steps.
 pub(super) struct Relay {
@@ -55,7 +57,7 @@ struct Again {
     tells: Ways,
     /// From outputs of the called step to those of the answer.
     answers: Ways,
-    /// What the first step has told since its last response.
+    /// What the first step has told since the last response that was passed on in full.
     newer: Changes,
     /// How many outputs the called step gave; `None` behind an error.
     num_answered: Option<usize>,
@@ -71,8 +73,10 @@ struct Ways(SmallVec<[(u32, u32); 6]>);
 
 impl Ways {
     /// Hands what is new on to where it goes.
-    fn carry(&self, new: &Elements, to: &mut Changes) {
-        self.from(new.place).for_each(|place| to.push(Elements { place, data: new.data.clone() }));
+    fn carry(&self, new: &Changes, to: &mut Changes) {
+        for (from, elements) in new.iter() {
+            self.from(from).for_each(|place| to.put(place, elements.clone()));
+        }
     }
 
     fn from(&self, place: usize) -> impl Iterator<Item = usize> {
@@ -81,23 +85,6 @@ impl Ways {
 
     fn put(&mut self, from: usize, to: Option<usize>) {
         self.0.extend(to.map(|to| (from as u32, to as u32)));
-    }
-}
-
-impl Again {
-    /// Takes note of what the first step tells.
-    fn keep(&mut self, changes: Changes) {
-        let is_told_again = |old: &Elements| changes.iter().any(|new| new.place == old.place);
-        if self.newer.iter().all(is_told_again) {
-            self.newer = changes;
-            return;
-        }
-        for new in changes {
-            match self.newer.iter_mut().find(|old| old.place == new.place) {
-                Some(old) => *old = new,
-                None => self.newer.push(new),
-            }
-        }
     }
 }
 
@@ -148,12 +135,6 @@ impl Answer {
     fn like(&self, place: usize, other: &Tensor) -> Option<usize> {
         let is_like = |known: &Tensor| known.datatype == other.datatype && known.shape == other.shape;
         self.at(place).filter(|&at| is_like(&self.tensors[at]))
-    }
-
-    /// The answer once more, but for these tensors of it.
-    fn again(&self, changed: &[usize]) -> Update {
-        let elements = |&place: &usize| Elements { place, data: self.tensors[place].data.clone() };
-        Update::Again(changed.iter().map(elements).collect())
     }
 
     fn remove(&mut self, place: usize) {
@@ -267,8 +248,13 @@ pub(super) struct Relayed {
 }
 
 impl Respond for Relayed {
-    fn poll_respond(&mut self, takes_updates: bool, context: &mut Context<'_>) -> Poll<Option<Sent>> {
-        self.run.poll_relay(&mut self.relaying, takes_updates, context)
+    fn poll_respond(
+        &mut self,
+        takes_updates: bool,
+        told: &mut Changes,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Item>> {
+        self.run.poll_relay(&mut self.relaying, takes_updates, told, context)
     }
 }
 
@@ -277,8 +263,15 @@ impl Run {
     pub(super) async fn relay(&mut self, relaying: Option<Relaying>) {
         let Some(mut relaying) = relaying else { return };
         let takes_updates = self.sender.takes_updates();
-        while let Some(sent) = poll_fn(|context| self.poll_relay(&mut relaying, takes_updates, context)).await {
-            self.sender.send_update(sent).await;
+        loop {
+            let mut told = Changes::default();
+            let item = poll_fn(|context| self.poll_relay(&mut relaying, takes_updates, &mut told, context)).await;
+            match item {
+                None => return,
+                Some(Ok(Update::Response(response))) => self.sender.send(Ok(*response)).await,
+                Some(Ok(Update::Again(_))) => self.sender.send_again(told).await,
+                Some(Err(error)) => self.sender.send(Err(error)).await,
+            };
         }
     }
 
@@ -287,14 +280,15 @@ impl Run {
         &mut self,
         relaying: &mut Relaying,
         takes_updates: bool,
+        told: &mut Changes,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Sent>> {
+    ) -> Poll<Option<Item>> {
         let Relaying { relay, stream, pass, is_over } = relaying;
         while !*is_over {
-            let Some(item) = ready!(stream.poll_update(context)) else { break };
+            let Some(item) = ready!(stream.poll_update(&mut relay.again.newer, context)) else { break };
             let sent = match item {
                 Ok(Update::Again(_)) if !relay.again.is_any => continue,
-                Ok(Update::Again(changes)) => self.pass_on_again(relay, changes, takes_updates),
+                Ok(Update::Again(repeat)) => self.pass_on_again(relay, repeat, told, takes_updates),
                 Ok(Update::Response(response)) => {
                     *is_over = response.is_final;
                     let is_last = pass.is_last && response.is_final;
@@ -378,48 +372,50 @@ impl Run {
     fn pass_on_again(
         &mut self,
         relay: &mut Relay,
-        changes: Changes,
+        repeat: Repeat,
+        told: &mut Changes,
         takes_updates: bool,
     ) -> Result<Update, InferError> {
-        let (again, mut fed, mut told) = (&mut relay.again, Changes::new(), Changes::new());
-        for new in &changes {
-            again.feeds.carry(new, &mut fed);
-            again.tells.carry(new, &mut told);
-        }
-        again.keep(changes);
+        let again = &mut relay.again;
+        again.tells.carry(&again.newer, told);
         if again.num_answered.is_none() || again.is_traced || !takes_updates {
-            return self.pass_on_in_full(relay, &told, takes_updates);
+            return self.pass_on_in_full(relay, repeat, told, takes_updates);
         }
-        match self.ask_again(relay.called, &fed) {
-            Some(Ok(changes)) => {
-                changes.iter().for_each(|new| again.answers.carry(new, &mut told));
-                Ok(Update::Again(told))
+        let (mut fed, mut answered) = <(Changes, Changes)>::default();
+        again.feeds.carry(&again.newer, &mut fed);
+        let started = repeat.seen.unwrap_or_else(Instant::now);
+        match self.ask_again(relay.called, started, &fed, &mut answered) {
+            Some(Ok(ended)) => {
+                again.answers.carry(&answered, told);
+                Ok(Update::Again(Repeat { computed: None, seen: Some(ended), ..repeat }))
             }
             Some(Err(error)) => {
                 again.num_answered = None;
                 Err(relay.graph.within(error))
             }
-            None => self.pass_on_in_full(relay, &told, takes_updates),
+            None => self.pass_on_in_full(relay, repeat, told, takes_updates),
         }
     }
 
-    /// The same, by the called step's whole answer; `told` is what is new in the ensemble's without that.
+    /// The same, by the called step's whole answer; `told` holds what is new in the ensemble's without that.
     fn pass_on_in_full(
         &mut self,
         relay: &mut Relay,
-        told: &Changes,
+        repeat: Repeat,
+        told: &mut Changes,
         takes_updates: bool,
     ) -> Result<Update, InferError> {
         let Relay { again, graph, called, answered, last, .. } = relay;
         let mut request = self.places[*called].request.take().expect("a response that may be repeated was passed on");
-        for Elements { place, data } in again.newer.drain(..) {
+        for (place, elements) in again.newer.iter() {
+            let data = elements.to_data();
             again.feeds.from(place).for_each(|input| request.inputs[input].data = data.clone());
             again.tells.from(place).for_each(|output| last.answer.tensors[output].data = data.clone());
         }
         let known = again.num_answered.take(); // After an error nothing is known.
         let outputs = self.ask(*called, request, false).map_err(|error| graph.within(error))?.outputs;
         again.num_answered = Some(outputs.len());
-        let mut changed: SmallVec<[usize; 4]> = told.iter().map(|new| new.place).collect();
+        again.newer.clear();
         let mut is_alike = again.num_answered == known;
         if !is_alike {
             answered.readers.iter().flatten().for_each(|reader| last.answer.remove(reader.place()));
@@ -427,8 +423,8 @@ impl Run {
         answered.hand_on(&graph.steps[*called].outputs, outputs, |reader, tensor| {
             let place = reader.place();
             if let Some(at) = last.answer.like(place, &tensor) {
+                told.put(at, tensor.data.clone());
                 last.answer.tensors[at].data = tensor.data;
-                changed.push(at);
             } else {
                 is_alike = false;
                 last.answer.remove(place);
@@ -436,7 +432,7 @@ impl Run {
             }
         });
         if is_alike && takes_updates {
-            return Ok(last.answer.again(&changed));
+            return Ok(Update::Again(Repeat { computed: None, seen: None, ..repeat }));
         }
         let outputs = last.answer.tensors.clone();
         relay.learn();

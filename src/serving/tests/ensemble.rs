@@ -2,7 +2,7 @@
 
 mod support;
 
-use serving::{InferRequest, InferResponse, Parameter, ResponseStream, Tensor, Update};
+use serving::{Changes, InferRequest, InferResponse, Parameter, ResponseStream, Tensor, Update};
 use support::{PIECES, World, eventually, one, request, responses, text, text_of};
 
 const JOIN: &str = r#"backend: "join"
@@ -268,12 +268,13 @@ async fn tensors_are_shared_not_copied() {
 async fn told_as_new(mut stream: ResponseStream) -> (Vec<String>, usize) {
     let (mut told, mut num_again, mut last) = (Vec::new(), 0, InferResponse::default());
     stream.take_updates();
-    while let Some(update) = stream.next_update().await {
+    let mut changes = Changes::default();
+    while let Some(update) = stream.next_update(&mut changes).await {
         match update {
             Ok(Update::Response(response)) => last = *response,
-            Ok(Update::Again(changes)) => {
+            Ok(Update::Again(_)) => {
                 assert!(last.may_be_repeated);
-                changes.into_iter().for_each(|new| last.outputs[new.place].data = new.data);
+                changes.iter().for_each(|(place, elements)| last.outputs[place].data = elements.to_data());
                 num_again += 1;
             }
             Err(error) => {

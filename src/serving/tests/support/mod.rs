@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use futures::future::{BoxFuture, FutureExt as _};
 use serving::{
-    Backend, BackendFactory, BatchedRequest, ControlMode, DataType, Elements, ErrorKind, InferError, InferRequest,
-    InferResponse, LoadRequest, ResponseStream, Server, ServerConfig, Tensor, Update,
+    Backend, BackendFactory, BatchedRequest, Changes, ControlMode, DataType, ErrorKind, InferError, InferRequest,
+    InferResponse, LoadRequest, ResponseStream, Server, ServerConfig, Tensor,
 };
 use tempfile::TempDir;
 use tokio::sync::Semaphore;
@@ -282,14 +282,16 @@ fn repeats(request: &InferRequest) -> ResponseStream {
     ResponseStream::driven_by(async move |sender| {
         for i in 0..10 {
             let piece = Tensor::from_byte_strings("piece", &[1], &[format!("{text}#{i}")]);
-            let update = if [0, 5, 9].contains(&i) || !sender.takes_updates() {
+            if [0, 5, 9].contains(&i) || !sender.takes_updates() {
                 let outputs = vec![piece, Tensor::from_byte_strings("note", &[1], &["same"])];
                 let is_final = i == 9;
-                InferResponse { outputs, is_final, may_be_repeated: !is_final, ..InferResponse::default() }.into()
+                let may_be_repeated = !is_final;
+                sender.send(Ok(InferResponse { outputs, is_final, may_be_repeated, ..InferResponse::default() })).await;
             } else {
-                Update::Again([Elements { place: 0, data: piece.data }].into_iter().collect())
-            };
-            sender.send_update(Ok(update)).await;
+                let mut changes = Changes::default();
+                changes.put(0, piece.data);
+                sender.send_again(changes).await;
+            }
         }
     })
 }
