@@ -160,21 +160,26 @@ impl Replies {
     /// `first` and what is ready behind it.
     fn gather(&mut self, first: Bytes, context: &mut Context<'_>) -> Bytes {
         let mut all = BytesMut::new();
-        while first.len().max(all.len()) < FULL_BYTES {
+        while !self.all.rests() {
+            if first.len().max(all.len()) >= FULL_BYTES {
+                context.waker().wake_by_ref();
+                break;
+            }
             match self.poll_reply(context) {
                 Poll::Ready(Some(Ok(next))) => {
                     if all.is_empty() {
                         all.extend_from_slice(&first);
                     }
                     all.extend_from_slice(&next);
-                    continue;
                 }
-                Poll::Ready(ending) => self.ending = Some(ending),
-                Poll::Pending => return if all.is_empty() { first } else { all.freeze() },
+                Poll::Ready(ending) => {
+                    self.ending = Some(ending);
+                    context.waker().wake_by_ref();
+                    break;
+                }
+                Poll::Pending => break,
             }
-            break;
         }
-        context.waker().wake_by_ref(); // There is more.
         if all.is_empty() { first } else { all.freeze() }
     }
 }

@@ -99,7 +99,6 @@ impl InferStream {
 
     /// Whether nothing follows the reply that was asked for last: to ask again now would find that there is nothing yet, and
     /// who asked is woken when there is. Where that is not known without asking, false.
-    #[allow(dead_code)] // Until who makes frames asks.
     pub fn rests(&self) -> bool {
         self.rests
     }
