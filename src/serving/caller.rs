@@ -5,14 +5,17 @@
 //! calls together: they are shared by all that call the model, and dear to touch from several threads.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use smallvec::SmallVec;
 
+use crate::histogram::Tally;
 use crate::model::ServedModel;
 use crate::statistics::Outcome;
 use crate::watch::refusal_of;
-use crate::{Changes, DataType, Elements, EnsembleStep, InferError, InferRequest, InferResponse, Name, Shape, Tensor};
+use crate::{
+    Changes, DataType, Elements, EnsembleStep, InferError, InferRequest, InferResponse, Moment, Name, Shape, Tensor,
+};
 
 /// Calls that are counted together, at most.
 const MAX_UNCOUNTED: u64 = 16;
@@ -25,15 +28,17 @@ pub(crate) struct Caller {
     /// Calls that are not counted yet, and what they took.
     num_uncounted: u64,
     took: Took,
+    /// Of them, those that brought something.
+    first_responses: Tally,
 }
 
-/// How long a call took.
+/// How long calls took.
 #[derive(Debug, Clone, Copy, Default)]
 struct Took {
     /// All of it.
-    total: Duration,
+    total_ns: u64,
     /// Checking the inputs, where they were not as before.
-    input: Duration,
+    input_ns: u64,
 }
 
 /// The inputs of the last request that passed its checks.
@@ -55,7 +60,13 @@ struct Form {
 impl Caller {
     /// Calls `model`, which answers at once.
     pub fn new(model: Arc<ServedModel>) -> Self {
-        Self { model, accepted: Accepted::default(), num_uncounted: 0, took: Took::default() }
+        Self {
+            model,
+            accepted: Accepted::default(),
+            num_uncounted: 0,
+            took: Took::default(),
+            first_responses: Tally::default(),
+        }
     }
 
     /// What the model answers. Only its outputs are sure to be there: who answered what, the caller knows.
@@ -63,17 +74,17 @@ impl Caller {
         if !self.model.answers_plainly(request) {
             return self.model.answer(request);
         }
-        let started = Instant::now();
-        let mut input = Duration::ZERO;
+        let started = Moment::now();
+        let mut input_ns = 0;
         if !self.accepted.is_like(request) {
             self.settle(); // As of the batch size until now.
             let batch_size = self.model.signature.check(request)?;
             self.accepted = Accepted::new(request, batch_size);
-            input = started.elapsed();
+            input_ns = Moment::now().ns_since(started);
         }
         let answer = self.model.answer_unseen(request);
-        let total = started.elapsed();
-        self.see(answer.as_ref().map(|response| !response.outputs.is_empty()), Took { total, input });
+        let total_ns = Moment::now().ns_since(started);
+        self.see(answer.as_ref().map(|response| !response.outputs.is_empty()), Took { total_ns, input_ns });
         answer
     }
 
@@ -82,10 +93,10 @@ impl Caller {
     pub fn call_again(
         &mut self,
         step: &EnsembleStep,
-        started: Instant,
+        started: Moment,
         changes: &Changes,
         told: &mut Changes,
-    ) -> Option<Result<Instant, InferError>> {
+    ) -> Option<Result<Moment, InferError>> {
         let inputs = &self.accepted.inputs;
         let is_known = |(place, elements): (usize, &Elements)| {
             inputs.get(place).is_some_and(|known| known.num_bytes == elements.len())
@@ -94,8 +105,8 @@ impl Caller {
             return None;
         }
         let answer = self.model.answer_again_unseen(step, changes, told)?;
-        let ended = Instant::now();
-        let took = Took { total: ended - started, input: Duration::ZERO };
+        let ended = Moment::now();
+        let took = Took { total_ns: ended.ns_since(started), input_ns: 0 };
         self.see(answer.as_ref().map(|()| !told.is_empty()), took);
         Some(answer.map(|()| ended))
     }
@@ -105,17 +116,20 @@ impl Caller {
         match answered {
             Ok(is_any) => {
                 if is_any {
-                    self.model.statistics.first_response(took.total);
+                    self.model.statistics.gather_first_response(took.total_ns, &mut self.first_responses);
                 }
                 self.count(took);
             }
-            Err(error) => self.model.statistics.failed(refusal_of(error), took.total),
+            Err(error) => {
+                let total = Duration::from_nanos(took.total_ns);
+                self.model.statistics.failed(refusal_of(error), total);
+            }
         }
     }
 
     fn count(&mut self, took: Took) {
-        self.took.total += took.total;
-        self.took.input += took.input;
+        self.took.total_ns += took.total_ns;
+        self.took.input_ns += took.input_ns;
         self.num_uncounted += 1;
         if self.num_uncounted == MAX_UNCOUNTED || self.model.statistics.has_summaries() {
             self.settle();
@@ -124,7 +138,9 @@ impl Caller {
 
     /// Counts what has not been.
     pub fn settle(&mut self) {
-        let Took { total, input } = std::mem::take(&mut self.took);
+        let Took { total_ns, input_ns } = std::mem::take(&mut self.took);
+        let [total, input] = [total_ns, input_ns].map(Duration::from_nanos);
+        self.model.statistics.first_responses(&mut self.first_responses);
         let (count, batch_size) = (std::mem::take(&mut self.num_uncounted), self.accepted.batch_size);
         if count > 0 {
             let all = Outcome { total, input, batch_size, executed: Some(batch_size), ..Outcome::default() };

@@ -6,7 +6,6 @@
 //! belongs to the first of the others. Tensors are never copied.
 
 use std::sync::{Arc, Weak};
-use std::time::Instant;
 
 use futures::future::{BoxFuture, FutureExt as _, join_all};
 use futures::stream::{FuturesUnordered, StreamExt as _};
@@ -18,7 +17,7 @@ use crate::finder::Finder;
 use crate::model::ServedModel;
 use crate::registry::Registry;
 use crate::{
-    Backend, Changes, CorrelationId, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Name,
+    Backend, Changes, CorrelationId, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Moment, Name,
     Parameter, Respond, ResponseSender, ResponseStream, Tensor, Trace,
 };
 
@@ -334,10 +333,10 @@ impl Run {
     fn ask_again(
         &mut self,
         step: usize,
-        started: Instant,
+        started: Moment,
         changes: &Changes,
         told: &mut Changes,
-    ) -> Option<Result<Instant, InferError>> {
+    ) -> Option<Result<Moment, InferError>> {
         let Place { caller, state, .. } = &mut self.places[step];
         caller.as_mut()?.call_again(state, started, changes, told)
     }

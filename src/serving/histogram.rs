@@ -13,6 +13,22 @@ pub struct Histogram {
     ticks: f64,
 }
 
+/// Values of one bucket that are not counted yet, for who counts several together: a histogram is shared, and dear to touch
+/// from several threads.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Tally {
+    bucket: u32,
+    count: u32,
+    sum: u64,
+}
+
+impl Tally {
+    /// Values that are not counted yet.
+    pub fn count(&self) -> u32 {
+        self.count
+    }
+}
+
 /// A [`Histogram`] at one moment.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct HistogramValues {
@@ -49,9 +65,35 @@ impl Histogram {
 
     /// Counts `count` values of this size.
     pub fn observe_many(&self, value: f64, count: u64) {
-        let bucket = self.bounds.iter().position(|&bound| value <= bound).unwrap_or(self.bounds.len());
+        self.add(self.bucket(value), count, (value * self.ticks) as u64 * count);
+    }
+
+    /// Takes a value into `tally`, which counts when it is settled; those of another bucket there count now.
+    pub fn gather(&self, value: f64, tally: &mut Tally) {
+        let bucket = self.bucket(value) as u32;
+        if bucket != tally.bucket {
+            self.settle(tally);
+            tally.bucket = bucket;
+        }
+        tally.count += 1;
+        tally.sum += (value * self.ticks) as u64;
+    }
+
+    /// Counts what was gathered.
+    pub fn settle(&self, tally: &mut Tally) {
+        let Tally { bucket, count, sum } = std::mem::take(tally);
+        if count > 0 {
+            self.add(bucket as usize, count.into(), sum);
+        }
+    }
+
+    fn bucket(&self, value: f64) -> usize {
+        self.bounds.iter().position(|&bound| value <= bound).unwrap_or(self.bounds.len())
+    }
+
+    fn add(&self, bucket: usize, count: u64, sum: u64) {
         self.counts[bucket].fetch_add(count, Relaxed);
-        self.sum.fetch_add((value * self.ticks) as u64 * count, Relaxed);
+        self.sum.fetch_add(sum, Relaxed);
     }
 
     /// As of now; values that are added meanwhile may be missing in parts.
@@ -75,8 +117,13 @@ mod tests {
     #[test]
     fn a_value_counts_for_every_bound_that_it_does_not_exceed() {
         let histogram = Histogram::of_times(&[0.1, 1.0, 10.0]);
-        [0.05, 0.1, 0.5, 20.0].into_iter().for_each(|value| histogram.observe(value));
-        histogram.observe_many(2.0, 3);
+        [0.05, 0.1, 20.0].into_iter().for_each(|value| histogram.observe(value));
+        let mut tally = Tally::default();
+        histogram.gather(0.5, &mut tally); // Of another bucket than what follows.
+        [2.0, 2.0, 2.0].into_iter().for_each(|value| histogram.gather(value, &mut tally));
+        assert_eq!((histogram.read().count, tally.count()), (4, 3));
+        histogram.settle(&mut tally);
+        assert_eq!(tally.count(), 0);
         let values = histogram.read();
         assert_eq!((values.counts, values.count), (vec![2, 3, 6], 7));
         assert!((values.sum - 26.65).abs() < 1e-6, "{}", values.sum);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use repository::ModelConfig;
 
 use crate::MemoryUsage;
-use crate::histogram::{Histogram, HistogramValues};
+use crate::histogram::{Histogram, HistogramValues, Tally};
 
 /// Responses of a decoupled request are counted one by one up to this index; those behind it count together.
 const MAX_RESPONSE_INDEX: usize = 4096;
@@ -219,17 +219,18 @@ pub(crate) enum OtherResponse {
     Cancel,
 }
 
-/// One response of a decoupled request that went well. Of two words, for a stream keeps some of them.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Came {
-    after_ns: u64,
-    output_ns: u64,
+/// One response of a decoupled request that went well: so long after the one before, and of that so long since it was
+/// computed, in nanoseconds. `N` is `u64`, or, where a stream keeps some of them, `u32`.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Came<N> {
+    pub after_ns: N,
+    pub output_ns: N,
 }
 
-impl Came {
-    /// So long after the one before, of that `output` since it was computed.
-    pub fn new(after: Duration, output: Duration) -> Self {
-        Self { after_ns: nanoseconds(after), output_ns: nanoseconds(output) }
+impl Came<u64> {
+    /// In half the place, where it fits.
+    pub fn short(self) -> Option<Came<u32>> {
+        Some(Came { after_ns: self.after_ns.try_into().ok()?, output_ns: self.output_ns.try_into().ok()? })
     }
 }
 
@@ -431,14 +432,25 @@ impl Statistics {
         self.first_response.observe(after.as_secs_f64() * 1e3);
     }
 
+    /// Takes a first response into `tally`, which [`Statistics::first_responses`] counts.
+    pub fn gather_first_response(&self, after_ns: u64, tally: &mut Tally) {
+        self.first_response.gather(after_ns as f64 / 1e6, tally);
+    }
+
+    /// Counts what was gathered.
+    pub fn first_responses(&self, tally: &mut Tally) {
+        self.first_response.settle(tally);
+    }
+
     /// Counts responses of a decoupled request that went well, one behind the other, from number `first` on.
-    pub fn responses(&self, first: usize, came: &[Came]) {
+    pub fn responses<N: Copy + Into<u64>>(&self, first: usize, came: &[Came<N>]) {
         let mut responses = lock(&self.responses);
         for (place, came) in came.iter().enumerate() {
+            let (after_ns, output_ns) = (came.after_ns.into(), came.output_ns.into());
             let counted = numbered(&mut responses, first + place);
-            counted.compute_infer.add_ns(came.after_ns.saturating_sub(came.output_ns));
-            counted.compute_output.add_ns(came.output_ns);
-            counted.success.add_ns(came.after_ns);
+            counted.compute_infer.add_ns(after_ns.saturating_sub(output_ns));
+            counted.compute_output.add_ns(output_ns);
+            counted.success.add_ns(after_ns);
         }
     }
 

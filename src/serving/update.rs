@@ -4,13 +4,12 @@
 //! form neither makes nor looks at the names, types, shapes and other outputs again.
 
 use std::ops::Deref;
-use std::time::Instant;
 
 use bytes::Bytes;
 use smallvec::SmallVec;
 
 use crate::generation::Progress;
-use crate::{InferError, InferResponse, byte_strings};
+use crate::{InferError, InferResponse, Moment, byte_strings};
 
 /// News of a stream, for who asked for them with [`crate::ResponseStream::take_updates`].
 #[derive(Debug)]
@@ -28,14 +27,14 @@ pub struct Repeat {
     /// Nothing follows it now: to ask again would bring nothing, and who asked last is woken when something comes.
     pub rests: bool,
     /// When the model had computed it, where that is known.
-    pub(crate) computed: Option<Instant>,
+    pub(crate) computed: Option<Moment>,
     /// When it came by, where that was looked at while it was asked for.
-    pub(crate) seen: Option<Instant>,
+    pub(crate) seen: Option<Moment>,
 }
 
 impl Repeat {
     /// Of a response that was computed at `computed`; `rests` where nothing follows it now.
-    pub fn new(computed: Instant, rests: bool) -> Self {
+    pub fn new(computed: Moment, rests: bool) -> Self {
         Self { rests, computed: Some(computed), seen: None }
     }
 }
@@ -178,7 +177,7 @@ impl Letter {
             Letter::Response(response) => Update::Response(response),
             Letter::Again(changes) => {
                 changes.0.into_iter().for_each(|change| told.put(change.place as usize, change.elements));
-                let computed = progress.and_then(Progress::take_computed);
+                let computed = progress.and_then(Progress::take_computed).map(Moment::from);
                 Update::Again(Repeat { computed, ..Repeat::default() })
             }
         }

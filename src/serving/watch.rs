@@ -3,18 +3,16 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use smallvec::SmallVec;
-
 use crate::cache::CacheKey;
 use crate::finder::Finder;
 use crate::generation::{Generation, Progress, Scheduled};
 use crate::model::ServedModel;
 use crate::statistics::{CacheUse, Came, Failure, OtherResponse, Outcome};
-use crate::{ErrorKind, InferError, InferRequest, InferResponse, Name, Repeat, Trace, Update};
+use crate::{ErrorKind, InferError, InferRequest, InferResponse, Moment, Name, Repeat, Trace, Update};
 
 /// Responses of a request that are counted together, at most: the place is shared by all requests to the model, and dear
 /// to touch from several threads.
-const MAX_UNCOUNTED: usize = 8;
+const MAX_UNCOUNTED: usize = 6;
 
 /// One request in flight. The model counts it as such until this is dropped.
 #[derive(Debug)]
@@ -36,15 +34,21 @@ pub(crate) struct Watch {
     trace: Option<Trace>,
 }
 
-/// The responses of a request so far. Each token comes by here, so that all it asks for lies together.
+/// The responses of a request so far. Each token comes by here, so that all it asks for lies together, in one cache line.
 #[derive(Debug)]
+#[repr(align(64))]
 struct Responses {
-    count: usize,
     /// When the last of them came.
-    last: Instant,
-    /// The last of them, where they count one by one and have not been counted.
-    uncounted: SmallVec<[Came; MAX_UNCOUNTED]>,
+    last: Moment,
+    count: u32,
+    num_uncounted: u8,
+    /// Each is counted by itself.
+    is_decoupled: bool,
+    /// The last of them, where they have not been counted.
+    uncounted: [Came<u32>; MAX_UNCOUNTED],
 }
+
+const _: () = assert!(size_of::<Responses>() == 64);
 
 /// What the response cache has to do with a request.
 #[derive(Debug, Clone, Copy)]
@@ -76,7 +80,13 @@ impl Watch {
             batch_size,
             started,
             checked: started.elapsed(),
-            responses: Responses { count: 0, last: started, uncounted: SmallVec::new() },
+            responses: Responses {
+                last: started.into(),
+                count: 0,
+                num_uncounted: 0,
+                is_decoupled: model.is_decoupled,
+                uncounted: Default::default(),
+            },
             ended: false,
             cached,
             progress: None,
@@ -134,7 +144,7 @@ impl Watch {
             Some(Err(error)) => {
                 // Words of a queue come before anything was scheduled or answered.
                 let is_refused = self.responses.count == 0 && self.scheduled().is_none();
-                self.count_other(OtherResponse::Fail, Instant::now());
+                self.count_other(OtherResponse::Fail, Moment::now());
                 self.fail(if is_refused { refusal_of(&error) } else { failure_of(&error) });
                 Some(Err(error))
             }
@@ -201,13 +211,13 @@ impl Watch {
     fn count(&mut self, response: &InferResponse, cache: Option<CacheUse>) {
         let (now, is_empty) = (Instant::now(), response.outputs.is_empty());
         let computed = self.progress.as_ref().and_then(|progress| progress.take_computed());
-        let output = since(computed, now);
+        let output = computed.map_or(Duration::ZERO, |computed| now.saturating_duration_since(computed));
         if self.responses.count == 0 && !is_empty {
             self.model.statistics.first_response(now - self.started);
         }
         match is_empty {
-            true => self.count_other(OtherResponse::Empty, now),
-            false => self.count_response(now, output),
+            true => self.count_other(OtherResponse::Empty, now.into()),
+            false => self.count_response(now.into(), output.as_nanos() as u64),
         }
         if response.is_final && !self.ended {
             self.ended = true;
@@ -218,8 +228,8 @@ impl Watch {
 
     /// Counts a response that is the last one again.
     pub fn count_again(&mut self, repeat: &mut Repeat) {
-        let now = *repeat.seen.get_or_insert_with(Instant::now);
-        self.count_response(now, since(repeat.computed, now));
+        let now = *repeat.seen.get_or_insert_with(Moment::now);
+        self.count_response(now, repeat.computed.map_or(0, |computed| now.ns_since(computed)));
     }
 
     fn succeed(&mut self, response: &InferResponse, cache: Option<CacheUse>, now: Instant, output: Duration) {
@@ -237,35 +247,52 @@ impl Watch {
     }
 
     /// Responses are counted one by one where a request may have many of them.
-    fn count_response(&mut self, now: Instant, output: Duration) {
+    fn count_response(&mut self, now: Moment, output_ns: u64) {
         let responses = &mut self.responses;
-        responses.count += 1;
-        if self.model.is_decoupled {
-            responses.uncounted.push(Came::new(now - responses.last, output));
-            responses.last = now;
-            if responses.uncounted.len() == MAX_UNCOUNTED {
-                self.settle();
+        let number = responses.count;
+        responses.count = number.saturating_add(1);
+        if !responses.is_decoupled {
+            return;
+        }
+        let came = Came { after_ns: now.ns_since(responses.last), output_ns };
+        responses.last = now;
+        let short = came.short();
+        if short.is_none() || usize::from(responses.num_uncounted) == MAX_UNCOUNTED {
+            self.settle_before(number);
+        }
+        let responses = &mut self.responses;
+        match short {
+            Some(came) => {
+                responses.uncounted[usize::from(responses.num_uncounted)] = came;
+                responses.num_uncounted += 1;
             }
+            None => self.model.statistics.responses(number as usize, &[came]),
         }
     }
 
     /// The same, of one that brought nothing.
-    fn count_other(&mut self, outcome: OtherResponse, now: Instant) {
+    fn count_other(&mut self, outcome: OtherResponse, now: Moment) {
         self.settle();
         let responses = &mut self.responses;
-        if self.model.is_decoupled {
-            self.model.statistics.other_response(responses.count, outcome, now - responses.last);
+        if responses.is_decoupled {
+            let after = Duration::from_nanos(now.ns_since(responses.last));
+            self.model.statistics.other_response(responses.count as usize, outcome, after);
             responses.last = now;
         }
-        responses.count += 1;
+        responses.count = responses.count.saturating_add(1);
     }
 
     /// Counts the responses that have not been.
     fn settle(&mut self) {
-        let Responses { count, uncounted, .. } = &mut self.responses;
+        self.settle_before(self.responses.count);
+    }
+
+    /// The same of those before response `number`.
+    fn settle_before(&mut self, number: u32) {
+        let Responses { num_uncounted, uncounted, .. } = &mut self.responses;
+        let uncounted = &uncounted[..usize::from(std::mem::take(num_uncounted))];
         if !uncounted.is_empty() {
-            self.model.statistics.responses(*count - uncounted.len(), uncounted);
-            uncounted.clear();
+            self.model.statistics.responses(number as usize - uncounted.len(), uncounted);
         }
     }
 
@@ -316,11 +343,6 @@ impl Watch {
     }
 }
 
-/// The time from when a response was computed until `now`.
-fn since(computed: Option<Instant>, now: Instant) -> Duration {
-    computed.map_or(Duration::ZERO, |computed| now.saturating_duration_since(computed))
-}
-
 fn milliseconds(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
@@ -328,7 +350,7 @@ fn milliseconds(duration: Duration) -> f64 {
 impl Drop for Watch {
     fn drop(&mut self) {
         if !self.ended {
-            self.count_other(OtherResponse::Cancel, Instant::now());
+            self.count_other(OtherResponse::Cancel, Moment::now());
             self.fail(Failure::Canceled);
         }
         self.settle();

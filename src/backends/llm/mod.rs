@@ -18,6 +18,7 @@ mod queue_rules;
 mod replicas;
 mod request;
 mod router;
+mod steady;
 mod step_thread;
 mod teller;
 mod text_stop;

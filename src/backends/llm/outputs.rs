@@ -1,9 +1,10 @@
 //! Token events as the tensors TensorRT-LLM's clients read.
 
+use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use engine::{BlockUsage, DraftUsage, SampledToken, TokenId};
-use serving::{Changes, DataType, InferRequest, InferResponse, Name, Shape, Tensor};
+use engine::{BlockUsage, DraftUsage, SampledToken, SequenceId, TokenId};
+use serving::{Changes, DataType, InferRequest, InferResponse, Name, Shape, Tally, Tensor};
 use smallvec::SmallVec;
 use worker::LogitsPiece;
 
@@ -11,6 +12,8 @@ use super::config::LlmConfig;
 use super::inbox::OneToken;
 use super::inputs::LlmRequest;
 use super::logits::{Logits, LogitsForm};
+use super::steady::Steady;
+use super::step_thread::Shared;
 
 /// Fills the places behind shorter sequences where several share a response and the model has no end id.
 const PADDING: TokenId = TokenId(0);
@@ -42,7 +45,7 @@ pub(crate) struct Responses {
 
 /// What an output tells.
 #[derive(Debug, Clone, Copy)]
-enum Kind {
+pub(crate) enum Kind {
     OutputIds,
     SequenceLength,
     CumLogProbs,
@@ -232,26 +235,49 @@ impl Responses {
         self.sequences[index].logits.keep(self.logits_form, piece);
     }
 
-    /// Takes in one more token of sequence `index`, which goes on, and puts what it changes in the last response into `told`.
-    /// False, and nothing is done, where the last response told something else.
-    pub(crate) fn repeat(&mut self, index: usize, token: &OneToken, told: &mut Changes) -> bool {
-        let (Some(changing), true) = (&self.changing, self.repeatable == Some(index)) else { return false };
-        let output = &mut self.sequences[index];
-        output.num_tokens += 1;
-        output.cumulative_log_prob += token.logprob.map_or(0.0, f64::from);
-        output.last_token = Some(token.at);
-        (output.blocks, output.drafts) = (token.blocks, token.drafts);
-        let logprob = token.logprob.unwrap_or(0.0);
-        for &(place, kind) in changing {
+    /// The sequence that the last response told one token of, where the next one repeats it; `ids` are the sequences'.
+    pub(crate) fn steady(&self, ids: &[SequenceId], shared: &Arc<Shared>) -> Option<Steady> {
+        let (Some(changing), Some(index)) = (&self.changing, self.repeatable) else { return None };
+        let output = &self.sequences[index];
+        Some(Steady {
+            sequence: *ids.get(index)?,
+            index,
+            changing: changing.iter().map(|&(place, kind)| (place as u32, kind)).collect(),
+            num_tokens: output.num_tokens,
+            num_new: 0,
+            cumulative_log_prob: output.cumulative_log_prob,
+            blocks: output.blocks,
+            drafts: output.drafts,
+            last: output.last_token?.into(),
+            gaps: Tally::default(),
+            shared: Arc::clone(shared),
+        })
+    }
+
+    /// Takes over what has come of a sequence since.
+    pub(crate) fn catch_up(&mut self, steady: &Steady) {
+        let output = &mut self.sequences[steady.index];
+        output.num_tokens = steady.num_tokens;
+        output.cumulative_log_prob = steady.cumulative_log_prob;
+        (output.blocks, output.drafts) = (steady.blocks, steady.drafts);
+        output.last_token = Some(steady.last.into());
+    }
+
+    /// Puts what `token`, which `steady` has taken in, changes in the last response into `told`.
+    pub(crate) fn repeat(&mut self, steady: &Steady, token: &OneToken, told: &mut Changes) {
+        for &(place, kind) in &steady.changing {
             let number = match kind {
                 Kind::OutputIds => Number::I32(token.token.0.cast_signed()),
-                Kind::CumLogProbs => Number::F32(self.sequences[index].cumulative_log_prob as f32),
-                Kind::OutputLogProbs => Number::F32(logprob),
-                _ => self.number(kind, index..index + 1),
+                Kind::CumLogProbs => Number::F32(steady.cumulative_log_prob as f32),
+                Kind::OutputLogProbs => Number::F32(token.logprob.unwrap_or(0.0)),
+                Kind::NumOutputTokens => Number::I32(steady.num_tokens as i32),
+                _ => {
+                    self.catch_up(steady);
+                    self.number(kind, steady.index..steady.index + 1)
+                }
             };
-            number.put(place, told);
+            number.put(place as usize, told);
         }
-        true
     }
 
     /// Takes news in.
@@ -442,7 +468,7 @@ fn longest(sequences: &[Output]) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use engine::RowId;
 
     use super::super::inbox::RequestEvent;
@@ -481,10 +507,16 @@ mod tests {
         let finished = ends.then_some(engine::FinishReason::Length);
         let sequence = engine::SequenceId(index as u64);
         let event = engine::TokenEvent { sequence, tokens, finished, blocks, drafts, beams: Vec::new() };
-        match RequestEvent::of(event, at) {
+        match RequestEvent::of(event, at.into()) {
             RequestEvent::Token(token) => Some(token),
             _ => None,
         }
+    }
+
+    /// Of one sequence, where a response may repeat the last one.
+    pub(crate) fn repeatable() -> Responses {
+        let responses = responses(Mode::Streaming, 1, &[]);
+        Responses { changing: changing(&responses.wanted), ..responses }
     }
 
     fn responses(mode: Mode, num_sequences: usize, prompt: &[u32]) -> Responses {
@@ -549,27 +581,33 @@ mod tests {
     #[test]
     fn what_is_new_in_a_response_comes_to_the_response() {
         let arrived = (Instant::now(), SystemTime::now());
-        let steady = || {
-            let mut steady = responses(Mode::Streaming, 2, &[]);
-            steady.wanted.extend(MORE_OUTPUTS.map(|name| (name.into(), Kind::of(name).unwrap())));
-            steady.changing = changing(&steady.wanted);
-            steady.arrived = arrived;
-            steady
+        let repeatable = || {
+            let mut repeatable = responses(Mode::Streaming, 2, &[]);
+            repeatable.wanted.extend(MORE_OUTPUTS.map(|name| (name.into(), Kind::of(name).unwrap())));
+            repeatable.changing = changing(&repeatable.wanted);
+            repeatable.arrived = arrived;
+            repeatable
         };
-        let (mut whole, mut told, mut last) = (steady(), steady(), InferResponse::default());
+        let (mut whole, mut told, mut last) = (repeatable(), repeatable(), InferResponse::default());
+        let (mut steady, shared) = (None::<Steady>, Arc::default());
         let tokens = [(0, 1, false), (0, 1, false), (0, 1, false), (1, 1, false), (1, 1, false), (0, 2, false)];
         let (mut num_again, ends) = (0, [(0, 1, false), (0, 1, false), (0, 1, true), (1, 1, false), (1, 0, true)]);
         for (round, (index, count, ends)) in (10..).zip(tokens.into_iter().chain(ends)) {
-            let at = Instant::now();
+            let at = Instant::from(serving::Moment::now()); // As they travel.
             let news = || News { at, ..news(index, &vec![(round, -0.5); count], ends) };
             let response = whole.push(news()).unwrap();
             let mut changes = Changes::default();
-            if one_token(news()).is_some_and(|token| told.repeat(index, &token, &mut changes)) {
+            let next = one_token(news());
+            if let (Some(steady), Some(token)) = (steady.as_mut().filter(|steady| steady.index == index), next) {
                 assert!(last.may_be_repeated && !response.is_final);
+                steady.take(&token);
+                told.repeat(steady, &token, &mut changes);
                 changes.iter().for_each(|(place, elements)| last.outputs[place].data = elements.to_data());
                 num_again += 1;
             } else {
+                steady.take().iter().for_each(|steady| told.catch_up(steady));
                 last = told.push(news()).unwrap();
+                steady = told.steady(&[SequenceId(0), SequenceId(1)], &shared);
             }
             assert_eq!((&last.outputs, last.is_final), (&response.outputs, response.is_final), "{round}");
         }

@@ -10,9 +10,10 @@ use serving::{Changes, ErrorKind, InferError, InferResponse, Name, Repeat, Respo
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 
-use super::inbox::{Message, OneToken, RequestEvent};
+use super::inbox::{Message, RequestEvent};
 use super::outputs::{News, Responses, Tokens};
 use super::router::Admission;
+use super::steady::Steady;
 use super::text_stop::TextStop;
 use super::timing::Timing;
 
@@ -159,9 +160,9 @@ impl RequestTask {
         match event {
             Some(RequestEvent::Token(token)) => {
                 let (event, at) = token.open();
-                return self.hear(event, at, sender).map(Ok);
+                return self.hear(event, at.into(), sender).map(Ok);
             }
-            Some(RequestEvent::Tokens(event, at)) => return self.hear(*event, at, sender).map(Ok),
+            Some(RequestEvent::Tokens(event, at)) => return self.hear(*event, at.into(), sender).map(Ok),
             Some(RequestEvent::Accepted(sequences)) => {
                 self.sequences = sequences;
                 if self.is_cancelled {
@@ -195,14 +196,18 @@ impl RequestTask {
         None
     }
 
-    /// Counts a token whose response is the last one again, and puts what is new into `told`. False, and nothing is done,
-    /// where it needs a response of its own.
-    fn repeat(&mut self, token: &OneToken, told: &mut Changes) -> bool {
-        let is_searched = !self.text_stops.is_empty() || self.ended.len() > self.sequences.len();
-        let index = self.index_of(token.sequence).filter(|_| !is_searched);
-        let Some(index) = index.filter(|&index| self.responses.repeat(index, token, told)) else { return false };
-        self.timing.tokens(index, 1, token.at);
-        true
+    /// The sequence whose next token only repeats the last response, if one does.
+    fn steady(&self) -> Option<Steady> {
+        let is_plain = self.text_stops.is_empty() && self.ended.len() <= self.sequences.len();
+        if is_plain { self.responses.steady(&self.sequences, self.timing.shared()) } else { None }
+    }
+
+    /// Takes over what has come of a sequence in short.
+    fn catch_up(&mut self, steady: Option<Steady>) {
+        if let Some(steady) = steady.filter(|steady| steady.num_new > 0) {
+            self.responses.catch_up(&steady);
+            self.timing.catch_up(&steady);
+        }
     }
 
     fn has_ended(&self) -> bool {
@@ -297,16 +302,24 @@ struct Following {
 }
 
 struct Heard {
+    near: Near,
     task: RequestTask,
+    sender: ResponseSender,
+}
+
+/// What nearly all news need.
+struct Near {
     events: Events,
     /// The next of them, where it came before it was asked for.
     next: Option<RequestEvent>,
-    sender: ResponseSender,
+    /// Where the next token only repeats the last response.
+    steady: Option<Steady>,
 }
 
 impl Following {
     fn new(task: RequestTask, events: Events, sender: ResponseSender) -> Self {
-        Self { request: Some(Heard { task, events, next: None, sender }), runtime: Handle::current() }
+        let near = Near { events, next: None, steady: None };
+        Self { request: Some(Heard { near, task, sender }), runtime: Handle::current() }
     }
 }
 
@@ -317,15 +330,16 @@ impl Respond for Following {
         told: &mut Changes,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Update, InferError>>> {
-        while let Some(Heard { task, events, next, sender }) = &mut self.request {
-            let event = match next.take() {
-                Some(event) => Some(event),
+        while let Some(Heard { near: Near { events, next, steady }, task, sender }) = &mut self.request {
+            let event = match next {
+                Some(_) => next.take(),
                 None => ready!(events.poll_recv(context)),
             };
-            if let Some(RequestEvent::Token(token)) = &event
-                && takes_updates
-                && task.repeat(token, told)
+            if let (Some(RequestEvent::Token(token)), Some(steady), true) = (&event, steady.as_mut(), takes_updates)
+                && token.sequence == steady.sequence
             {
+                steady.take(token);
+                task.responses.repeat(steady, token, told);
                 // Who asked need not ask again where nothing has come by now: that it waits is known here already.
                 let rests = match events.poll_recv(context) {
                     Poll::Pending => true,
@@ -336,7 +350,11 @@ impl Respond for Following {
                 };
                 return Poll::Ready(Some(Ok(Update::Again(Repeat::new(token.at, rests)))));
             }
+            task.catch_up(steady.take());
             let response = task.take(event, sender);
+            if takes_updates {
+                *steady = task.steady();
+            }
             if matches!(response, Some(Err(_))) || task.has_ended() {
                 self.request = None;
             }
@@ -351,8 +369,10 @@ impl Respond for Following {
 impl Drop for Following {
     /// The client has left, if anything is to come.
     fn drop(&mut self) {
-        let Some(Heard { mut task, mut events, mut next, sender }) = self.request.take() else { return };
-        sender.report(task.timing.generation()); // Tokens that were told as what is new are not reported one by one.
+        let Some(Heard { near, mut task, sender }) = self.request.take() else { return };
+        let Near { mut events, mut next, steady } = near;
+        task.catch_up(steady);
+        sender.report(task.timing.generation()); // What was told in short is not reported token by token.
         task.cancel();
         self.runtime.spawn(async move {
             while !task.has_ended() {
@@ -387,5 +407,125 @@ async fn expired(timeout: Option<(Instant, bool)>) -> bool {
             rejects
         }
         None => std::future::pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::task::{Wake, Waker};
+
+    use engine::{DraftUsage, TokenId};
+    use serving::{Moment, ResponseStream};
+
+    use super::super::inbox::Inbox;
+    use super::super::outputs;
+    use super::super::router::{Replica, Router};
+    use super::super::step_thread::Shared;
+    use super::*;
+
+    #[derive(Default)]
+    struct Woken(AtomicUsize);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    const SEQUENCE: SequenceId = SequenceId(7);
+
+    fn token(id: u32, finished: Option<FinishReason>) -> RequestEvent {
+        let token = SampledToken { row: RowId(0), token: TokenId(id), logprob: None, top: Vec::new() };
+        let (blocks, drafts) = (BlockUsage::default(), DraftUsage::default());
+        let tokens = [token].into_iter().collect();
+        let event = TokenEvent { sequence: SEQUENCE, tokens, finished, blocks, drafts, beams: Vec::new() };
+        RequestEvent::of(event, Moment::now())
+    }
+
+    /// A request of one sequence that a replica has taken, what it hears, and the stream of its sender.
+    fn following() -> (Following, mpsc::UnboundedSender<RequestEvent>, ResponseStream, Arc<Shared>) {
+        let shared = Arc::new(Shared::default());
+        shared.ready.store(true, Ordering::Release);
+        shared.stats.lock().unwrap().num_blocks = 100;
+        let replica = Replica { inbox: Inbox::new().0, shared: Arc::clone(&shared) };
+        let router = Arc::new(Router::new(vec![replica], 4, 4, 16));
+        let admission = router.admit(&[TokenId(1)], 1, 0).unwrap();
+        let (events, receiver) = mpsc::unbounded_channel();
+        let (sender, stream) = ResponseStream::channel(1);
+        let task = RequestTask {
+            client_id: Name::default(),
+            pending: Pending { admission, submit: None, timeout: None },
+            by_id: ById::default(),
+            stop: Arc::new(Stop(events.downgrade())),
+            in_flight: Arc::new(watch::Sender::new(1)),
+            responses: outputs::tests::repeatable(),
+            timing: Timing::new(&shared, 16, 1, 1),
+            text_stops: Vec::new(),
+            sequences: Vec::new(),
+            ended: vec![false],
+            is_cancelled: false,
+        };
+        events.send(RequestEvent::Accepted(vec![SEQUENCE])).unwrap();
+        events.send(RequestEvent::Joined { sequence: SEQUENCE, at: Instant::now(), start: 0 }).unwrap();
+        (Following::new(task, receiver, sender), events, stream, shared)
+    }
+
+    #[tokio::test]
+    async fn a_token_says_that_nothing_follows_it_and_the_next_one_wakes_who_did_not_ask_again() {
+        let (mut following, events, stream, shared) = following();
+        let woken = Arc::<Woken>::default();
+        let waker = Waker::from(Arc::clone(&woken));
+        let mut told = Changes::default();
+        let mut poll = || following.poll_respond(true, &mut told, &mut Context::from_waker(&waker));
+        let num_woken = || woken.0.load(Ordering::SeqCst);
+        assert!(poll().is_pending());
+        events.send(token(10, None)).unwrap();
+        assert_eq!(num_woken(), 1);
+        assert!(matches!(poll(), Poll::Ready(Some(Ok(Update::Response(_))))));
+        assert!(poll().is_pending());
+        for id in 11..20 {
+            events.send(token(id, None)).unwrap();
+            assert_eq!(num_woken(), id as usize - 9, "a wake-up was lost");
+            let Poll::Ready(Some(Ok(Update::Again(repeat)))) = poll() else { panic!("{id}") };
+            assert!(repeat.rests, "{id}");
+        }
+        for id in 20..23 {
+            events.send(token(id, None)).unwrap();
+        }
+        assert_eq!(num_woken(), 11);
+        for rests in [false, false, true] {
+            let Poll::Ready(Some(Ok(Update::Again(repeat)))) = poll() else { panic!("three have come") };
+            assert_eq!(repeat.rests, rests);
+        }
+        events.send(token(23, None)).unwrap();
+        events.send(token(24, Some(FinishReason::Length))).unwrap();
+        assert_eq!(num_woken(), 12);
+        let Poll::Ready(Some(Ok(Update::Again(repeat)))) = poll() else { panic!("one and the last have come") };
+        assert!(!repeat.rests);
+        assert!(matches!(poll(), Poll::Ready(Some(Ok(Update::Response(response)))) if response.is_final));
+        assert!(matches!(poll(), Poll::Ready(None)));
+        let generation = stream.generation().unwrap();
+        assert_eq!(generation.output_tokens, 15);
+        assert!(generation.decode > std::time::Duration::ZERO);
+        let values = shared.figures.read();
+        assert_eq!((values.inter_token.count, values.output_tokens.sum), (14, 15.0));
+    }
+
+    #[tokio::test]
+    async fn what_was_looked_at_and_not_asked_for_is_not_lost_when_the_client_leaves() {
+        let (mut following, events, stream, shared) = following();
+        let mut told = Changes::default();
+        let mut poll = || following.poll_respond(true, &mut told, &mut Context::from_waker(Waker::noop()));
+        events.send(token(10, None)).unwrap();
+        events.send(token(11, None)).unwrap();
+        events.send(token(12, Some(FinishReason::Length))).unwrap();
+        assert!(matches!(poll(), Poll::Ready(Some(Ok(Update::Response(_))))));
+        assert!(matches!(poll(), Poll::Ready(Some(Ok(Update::Again(_))))));
+        drop(following);
+        assert_eq!(stream.generation().unwrap().output_tokens, 2, "what was told in short is told on leaving");
+        events.closed().await;
+        assert_eq!(stream.generation().unwrap().output_tokens, 3);
+        assert_eq!(shared.figures.read().ends.iter().sum::<u64>(), 1);
     }
 }

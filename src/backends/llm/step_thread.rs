@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use engine::{Engine, EngineStats, Refused, Request, SequenceId, StepPlan, TokenEvent};
 use ipc::Prefix;
-use serving::{ErrorKind, InferError};
+use serving::{ErrorKind, InferError, Moment};
 use tokio::sync::{mpsc as async_mpsc, oneshot};
 use worker::{Agents, FromWorker, ToWorker};
 
@@ -367,7 +367,7 @@ impl Running {
     }
 
     fn tell_events(&mut self) {
-        let now = Instant::now();
+        let now = Moment::now();
         for event in self.events.drain(..) {
             let (sequence, ends) = (event.sequence, event.finished.is_some());
             let event = RequestEvent::of(event, now);

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use engine::{FinishReason, TokenEvent};
 use serving::Generation;
 
+use super::steady::Steady;
 use super::step_thread::Shared;
 
 /// The clock of one request.
@@ -78,8 +79,22 @@ impl Timing {
         }
     }
 
-    /// So many tokens of sequence `index`, told at `now`.
-    pub(crate) fn tokens(&mut self, index: usize, count: u64, now: Instant) {
+    /// Takes over what has come since of a sequence that was told in short; the gaps between its tokens are counted there.
+    pub(crate) fn catch_up(&mut self, steady: &Steady) {
+        let last = Instant::from(steady.last);
+        if let (Some(first), Some(sequence)) = (self.first_token, self.sequences.get_mut(steady.index)) {
+            sequence.last_token = Some(last);
+            self.told.decode = last.saturating_duration_since(first);
+            self.told.output_tokens += steady.num_new as u64;
+        }
+    }
+
+    /// Where it is counted.
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    fn tokens(&mut self, index: usize, count: u64, now: Instant) {
         let figures = &self.shared.figures;
         if let Some(first) = self.first_token {
             self.told.decode = now.saturating_duration_since(first);

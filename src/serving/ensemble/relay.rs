@@ -8,14 +8,13 @@
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::Instant;
 
 use smallvec::SmallVec;
 
 use super::graph::{Graph, Wire};
 use super::{Pass, Run};
 use crate::finder::Finder;
-use crate::{Changes, InferError, InferResponse, Repeat, Respond, ResponseStream, Tensor, Update};
+use crate::{Changes, InferError, InferResponse, Moment, Repeat, Respond, ResponseStream, Tensor, Update};
 
 type Item = Result<Update, InferError>;
 
@@ -69,7 +68,7 @@ struct Again {
 
 /// From places in one list of tensors to those in another.
 #[derive(Default)]
-struct Ways(SmallVec<[(u32, u32); 6]>);
+struct Ways(SmallVec<[(u16, u16); 6]>);
 
 impl Ways {
     /// Hands what is new on to where it goes.
@@ -84,7 +83,7 @@ impl Ways {
     }
 
     fn put(&mut self, from: usize, to: Option<usize>) {
-        self.0.extend(to.map(|to| (from as u32, to as u32)));
+        self.0.extend(to.map(|to| (from as u16, to as u16)));
     }
 }
 
@@ -153,7 +152,11 @@ impl Relay {
         let is_made_now = |wire: &Wire| steps[maker].makes(wire) || steps[called].makes(wire);
         let made_twice = |wire: &Wire| steps.iter().filter(|step| step.makes(wire)).count() > 1;
         let mut all_made = steps[maker].outputs.iter().chain(&steps[called].outputs);
-        if !pass.answers || run.places[called].caller.is_none() || all_made.any(made_twice) {
+        let has_room = |wires: &[Wire]| wires.len() <= usize::from(u16::MAX); // In `Ways`.
+        let has_room = [&steps[maker].outputs, &steps[called].inputs, &steps[called].outputs, &run.graph.outputs]
+            .into_iter()
+            .all(|wires| has_room(wires));
+        if !has_room || !pass.answers || run.places[called].caller.is_none() || all_made.any(made_twice) {
             return None;
         }
         let outputs = run.graph.outputs.iter().enumerate().filter(|(_, output)| run.is_asked(output));
@@ -383,7 +386,7 @@ impl Run {
         }
         let (mut fed, mut answered) = <(Changes, Changes)>::default();
         again.feeds.carry(&again.newer, &mut fed);
-        let started = repeat.seen.unwrap_or_else(Instant::now);
+        let started = repeat.seen.unwrap_or_else(Moment::now);
         match self.ask_again(relay.called, started, &fed, &mut answered) {
             Some(Ok(ended)) => {
                 again.answers.carry(&answered, told);

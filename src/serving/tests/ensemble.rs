@@ -324,3 +324,30 @@ async fn what_is_new_in_a_response_passes_the_steps_behind_it_and_comes_to_the_s
         assert_eq!(counted[4].success.count, 2, "each response counts, however it is told");
     }
 }
+
+#[tokio::test]
+async fn an_ensemble_says_when_its_model_says_that_nothing_follows() {
+    let told = PIECES
+        .replace("\"pieces\"", "\"rests\"")
+        .replace("output [", "output [ { name: \"note\" data_type: TYPE_STRING dims: [ 1 ] },");
+    let ens = ensemble(&["rests: text=x -> piece=p note=s", "call: a=p b=s -> joined=y"]);
+    let call = JOIN.replace("\"join\"", "\"call\"");
+    let world = World::new(&[("rests", &told), ("call", &call), ("ens", &ens)]);
+    let server = world.started().await;
+    let mut stream = server.infer(request("ens", vec![text("x", "a")])).unwrap();
+    stream.take_updates();
+    let mut rests = Vec::new();
+    loop {
+        let mut changes = Changes::default();
+        match stream.next_update(&mut changes).await {
+            Some(Ok(Update::Again(repeat))) => {
+                assert!(!changes.is_empty());
+                rests.push(repeat.rests);
+            }
+            Some(Ok(Update::Response(response))) if response.is_final => break,
+            Some(Ok(Update::Response(_))) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(rests, [false, true].repeat(4));
+}

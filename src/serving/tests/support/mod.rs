@@ -6,12 +6,13 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use futures::future::{BoxFuture, FutureExt as _};
 use serving::{
     Backend, BackendFactory, BatchedRequest, Changes, ControlMode, DataType, ErrorKind, InferError, InferRequest,
-    InferResponse, LoadRequest, ResponseStream, Server, ServerConfig, Tensor,
+    InferResponse, LoadRequest, Moment, Repeat, Respond, ResponseStream, Server, ServerConfig, Tensor, Update,
 };
 use tempfile::TempDir;
 use tokio::sync::Semaphore;
@@ -86,7 +87,7 @@ impl World {
 
     pub fn server(&self, control_mode: ControlMode) -> Arc<Server> {
         let factory: Arc<dyn BackendFactory> = Arc::new(ScriptedFactory(self.script.clone()));
-        let names = ["echo", "pieces", "repeats", "gate", "join", "call", "rows", "sum"];
+        let names = ["echo", "pieces", "repeats", "rests", "gate", "join", "call", "rows", "sum"];
         let factories: HashMap<_, _> = names.map(|name| (name.to_owned(), factory.clone())).into();
         let repositories = vec![PathBuf::from(self.root.path())];
         let response_cache_bytes = 1 << 20;
@@ -148,6 +149,7 @@ impl Backend for Scripted {
             }
             "pieces" => Ok(self.pieces(&request)),
             "repeats" => Ok(repeats(&request)),
+            "rests" => Ok(ResponseStream::begun_by(async |_| Some(Box::new(Rests(0)) as Box<dyn Respond>))),
             "gate" => Ok(self.gated(request)),
             "join" | "call" => self.join(&request).map(ResponseStream::ready),
             kind => Err(InferError::new(ErrorKind::Unsupported, format!("no `{kind}`"))),
@@ -294,6 +296,31 @@ fn repeats(request: &InferRequest) -> ResponseStream {
             }
         }
     })
+}
+
+/// Ten pieces beside the same note; behind each second one that repeats the first, it says that nothing follows now.
+struct Rests(i32);
+
+impl Respond for Rests {
+    fn poll_respond(
+        &mut self,
+        takes_updates: bool,
+        told: &mut Changes,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Update, InferError>>> {
+        assert!(takes_updates);
+        let i = self.0;
+        self.0 += 1;
+        let piece = Tensor::from_byte_strings("piece", &[1], &[format!("#{i}")]);
+        if (1..9).contains(&i) {
+            told.put(0, piece.data);
+            return Poll::Ready(Some(Ok(Update::Again(Repeat::new(Moment::now(), i % 2 == 0)))));
+        }
+        let outputs = vec![piece, Tensor::from_byte_strings("note", &[1], &["same"])];
+        let (is_final, may_be_repeated) = (i == 9, i == 0);
+        let response = InferResponse { outputs, is_final, may_be_repeated, ..InferResponse::default() };
+        Poll::Ready((i < 10).then(|| Ok(response.into())))
+    }
 }
 
 impl Scripted {
