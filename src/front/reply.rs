@@ -9,6 +9,7 @@ use std::sync::Arc;
 use bytes::{Buf, BufMut, Bytes};
 use prost::encoding::{DecodeContext, WireType, encode_key, encode_varint, encoded_len_varint, key_len, skip_field};
 use prost::{DecodeError, Message};
+use serving::near;
 use serving::{Changes, InferResponse, Parameter, Tensor};
 use smallvec::SmallVec;
 use tonic::Status;
@@ -148,6 +149,12 @@ impl LastReply {
         }
         self.contents.set(&response.outputs);
         self.repeated()
+    }
+
+    /// Has the processor fetch what repeating it needs.
+    pub fn fetch(&self) {
+        near::fetch(&self.head[..]);
+        near::fetch(&self.contents.bytes[..]);
     }
 
     /// The last reply with what is new.

@@ -90,6 +90,10 @@ impl StreamCall {
 }
 
 impl Call for StreamCall {
+    fn fetch(&self, depth: usize) {
+        self.replies.all.fetch(depth);
+    }
+
     fn proceed(&mut self, context: &mut Context<'_>) -> Progress {
         match self.poll_stream(context) {
             Poll::Ready(Err(Gone)) => return Progress::Ended,

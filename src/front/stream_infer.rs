@@ -103,6 +103,15 @@ impl InferStream {
         self.rests
     }
 
+    /// Has the processor fetch what the next reply needs, as [`serving::Respond::fetch`].
+    pub fn fetch(&self, depth: usize) {
+        let Some(request) = &self.active.first else { return };
+        request.responses.iter().for_each(|responses| responses.fetch(depth));
+        if depth == 0 {
+            request.last_reply.fetch();
+        }
+    }
+
     /// Takes on requests until none is waiting or the stream is full. Returns a request that could not be accepted.
     fn poll_requests(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Event, Status>>> {
         loop {

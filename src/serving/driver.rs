@@ -22,6 +22,10 @@ pub trait Respond: Send {
         told: &mut Changes,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Update, InferError>>>;
+
+    /// Has the processor fetch what the next response needs of the memory behind this, by [`crate::near`]: what this points
+    /// to at a depth of 0, what that points to at 1, and so on. What lies before that depth has been fetched.
+    fn fetch(&self, _depth: usize) {}
 }
 
 /// Work that may leave the rest to what it ends with.

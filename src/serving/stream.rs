@@ -18,7 +18,7 @@ use crate::sender::{ResponseSender, Way};
 use crate::slot::Slot;
 use crate::update::Sent;
 use crate::watch::Watch;
-use crate::{Changes, InferError, InferResponse, Update};
+use crate::{Changes, InferError, InferResponse, Update, near};
 
 type Item = Result<InferResponse, InferError>;
 
@@ -119,6 +119,17 @@ impl ResponseStream {
     /// As [`ResponseStream::poll_update`].
     pub async fn next_update(&mut self, told: &mut Changes) -> Option<Result<Update, InferError>> {
         poll_fn(|context| self.poll_update(told, context)).await
+    }
+
+    /// Has the processor fetch what the next response needs, as [`Respond::fetch`].
+    pub fn fetch(&self, depth: usize) {
+        let Source::Handed(respond, _) = &self.source else { return };
+        if depth > 0 {
+            return respond.fetch(depth - 1);
+        }
+        near::fetch(&**respond);
+        self.watch.iter().for_each(|watch| near::fetch(&**watch));
+        self.progress.iter().for_each(|progress| near::fetch(&**progress));
     }
 
     /// The only response, where it was there from the start.

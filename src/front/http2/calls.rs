@@ -9,12 +9,20 @@ use std::task::{Context, Poll, Wake, Waker};
 
 use tokio::task::coop::has_budget_remaining;
 
+use serving::near;
+
 use super::alarm::Alarm;
+
+/// How far the memory of a call is fetched ahead of its turn, and how many calls ahead.
+const DEPTHS: usize = 5;
 
 /// One call on a connection.
 pub trait Call: Send {
     /// Goes on as far as it can, and has whatever it waits for wake it.
     fn proceed(&mut self, context: &mut Context<'_>) -> Progress;
+
+    /// As [`serving::Respond::fetch`].
+    fn fetch(&self, _depth: usize) {}
 
     /// Hands to the connection what [`Progress::Made`] told of; it may then proceed at once.
     fn send(&mut self) -> Progress;
@@ -52,6 +60,8 @@ pub struct Calls {
     free: Vec<usize>,
     /// Of each 64 places.
     groups: Vec<Arc<Group>>,
+    /// Who was woken.
+    woken: Vec<usize>,
     /// Who has made something to send.
     made: Vec<usize>,
 }
@@ -108,24 +118,41 @@ impl Calls {
     /// Has all calls proceed that were woken, then those send that have made something: each of the two is more code than a
     /// processor's first cache holds together with the other. Whether there were any.
     pub fn proceed(&mut self) -> bool {
-        let mut is_any = false;
-        for group in 0..self.groups.len() {
-            let woken = &self.groups[group].woken;
-            if woken.load(Acquire) == 0 {
+        let mut woken = std::mem::take(&mut self.woken);
+        for (group, places) in self.groups.iter().zip((0..).step_by(64)) {
+            if group.woken.load(Acquire) == 0 {
                 continue;
             }
-            let mut bits = woken.swap(0, AcqRel);
-            is_any = true;
+            let mut bits = group.woken.swap(0, AcqRel);
             while bits != 0 {
-                let index = group * 64 + bits.trailing_zeros() as usize;
+                woken.push(places + bits.trailing_zeros() as usize);
                 bits &= bits - 1;
+            }
+        }
+        for turn in 0..woken.len() + DEPTHS {
+            for depth in 0..DEPTHS {
+                turn.checked_sub(depth).and_then(|ahead| woken.get(ahead)).iter().for_each(|&&ahead| self.fetch(ahead, depth));
+            }
+            if let Some(&index) = turn.checked_sub(DEPTHS).and_then(|now| woken.get(now)) {
                 self.settle(index, |call, waker| call.proceed(&mut Context::from_waker(waker)));
             }
         }
         let mut made = std::mem::take(&mut self.made);
         made.drain(..).for_each(|index| self.settle(index, |call, _| call.send()));
         self.made = made;
+        let is_any = !woken.is_empty();
+        woken.clear();
+        self.woken = woken;
         is_any && has_budget_remaining() // Without budget calls wake themselves, and find nothing.
+    }
+
+    /// Has the processor fetch what a call needs.
+    fn fetch(&self, index: usize, depth: usize) {
+        let Some(call) = &self.places[index].call else { return };
+        match depth {
+            0 => near::fetch(&**call),
+            _ => call.fetch(depth - 1),
+        }
     }
 
     /// Does what there is to do for a call, and with what comes of it. One that panics takes no other with it.

@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 use super::graph::{Graph, Wire};
 use super::{Pass, Run};
 use crate::finder::Finder;
-use crate::{Changes, InferError, InferResponse, Moment, Repeat, Respond, ResponseStream, Tensor, Update};
+use crate::{Changes, InferError, InferResponse, Moment, Repeat, Respond, ResponseStream, Tensor, Update, near};
 
 type Item = Result<Update, InferError>;
 
@@ -258,6 +258,19 @@ impl Respond for Relayed {
         context: &mut Context<'_>,
     ) -> Poll<Option<Item>> {
         self.run.poll_relay(&mut self.relaying, takes_updates, told, context)
+    }
+
+    fn fetch(&self, depth: usize) {
+        let Relaying { relay, stream, .. } = &self.relaying;
+        let place = &self.run.places[relay.called];
+        match depth {
+            0 => near::fetch(place),
+            _ => {
+                place.caller.iter().filter(|_| depth == 1).for_each(|caller| near::fetch(&**caller));
+                place.state.fetch(depth - 1);
+            }
+        }
+        stream.fetch(depth);
     }
 }
 
