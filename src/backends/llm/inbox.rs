@@ -7,20 +7,17 @@ use engine::{BlockUsage, DraftUsage, Request, RowId, SampledToken, SequenceId, T
 use ipc::Doorbell;
 use serving::{InferError, Moment};
 use smallvec::smallvec;
-use tokio::sync::{mpsc as async_mpsc, oneshot};
+use tokio::sync::oneshot;
 use worker::{FromAgent, LogitsPiece};
 
 use super::ledger::Report;
+use super::mailbox;
 
 /// What the step thread is told.
 pub(crate) enum Message {
     /// The sequences of a request, all taken or none, and where their events go. At `timeout` they are refused if none has
     /// had a step by then, or, when the flag is false, others are served before them.
-    Submit {
-        sequences: Vec<Request>,
-        timeout: Option<(Instant, bool)>,
-        events: async_mpsc::UnboundedSender<RequestEvent>,
-    },
+    Submit { sequences: Vec<Request>, timeout: Option<(Instant, bool)>, events: mailbox::Sender },
     /// The client left.
     Cancel(SequenceId),
     /// A stop word was found in its text.
@@ -33,7 +30,7 @@ pub(crate) enum Message {
     Stop { done: oneshot::Sender<()> },
 }
 
-/// What a request hears. Bounded by the request's own `max_tokens`, so the channel that carries it needs no bound.
+/// What a request hears.
 #[derive(Debug)]
 pub(crate) enum RequestEvent {
     /// Its sequences are queued under these ids.

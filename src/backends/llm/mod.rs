@@ -11,6 +11,7 @@ mod inbox;
 mod inputs;
 mod ledger;
 mod logits;
+mod mailbox;
 mod outputs;
 mod plan;
 mod prefixes;
@@ -37,7 +38,7 @@ use serving::{
     Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, Name, ResponseStream,
 };
 use text::Tokenizer;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use worker::Agents;
 
 pub use check::{CheckFactory, Sound};
@@ -47,6 +48,7 @@ pub use figures::{ENDS, FigureValues, STEP_KINDS, STEP_PHASES, Start, WorkerFigu
 use inbox::Message;
 use inputs::Wanted;
 pub use ledger::LlmLedger;
+use mailbox::mailbox;
 use outputs::Responses;
 pub use plan::{ModelPlan, PlanFactory};
 use replicas::{checkpoint_print, start_replicas, stop_all};
@@ -277,7 +279,7 @@ impl Backend for Llm {
             Admission::Queued(_) => &self.router.replicas()[0].shared,
         };
         let timing = Timing::new(shared, self.config.engine.block_size, prompt_len, sequences.len());
-        let (events, receiver) = mpsc::unbounded_channel();
+        let (events, receiver) = mailbox();
         let stop = Arc::new(Stop(events.downgrade()));
         let submit = Some(Message::Submit { sequences, timeout, events });
         let mut pending = Pending { admission, submit, timeout };

@@ -8,9 +8,10 @@ use std::time::Instant;
 use engine::{BlockUsage, FinishReason, RowId, SampledToken, SequenceId, TokenEvent};
 use serving::{Changes, ErrorKind, InferError, InferResponse, Name, Repeat, Respond, ResponseSender, Update};
 use tokio::runtime::Handle;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 
 use super::inbox::{Message, RequestEvent};
+use super::mailbox::{self, WeakSender};
 use super::outputs::{News, Responses, Tokens};
 use super::router::Admission;
 use super::steady::Steady;
@@ -24,12 +25,12 @@ const UNLOADED: &str = "the model was unloaded while the request ran";
 pub(crate) type ById = Arc<Mutex<HashMap<Name, Arc<Stop>>>>;
 
 /// Ends a request for a client that asks for it.
-pub(crate) struct Stop(pub(crate) mpsc::WeakUnboundedSender<RequestEvent>);
+pub(crate) struct Stop(pub(crate) WeakSender);
 
 impl Stop {
     /// Tells the request, if somebody may still tell it anything.
     pub(crate) fn tell(&self) {
-        let _ = self.0.upgrade().map(|events| events.send(RequestEvent::Stop));
+        self.0.send(RequestEvent::Stop);
     }
 }
 
@@ -73,7 +74,7 @@ enum Waited {
     Failed(InferError),
 }
 
-type Events = mpsc::UnboundedReceiver<RequestEvent>;
+type Events = mailbox::Receiver;
 
 type Item = Result<InferResponse, InferError>;
 
@@ -137,7 +138,7 @@ impl RequestTask {
                     }
                 }
                 () = sender.cancelled() => return Waited::Left,
-                Some(RequestEvent::Stop) = events.recv() => return Waited::Stopped,
+                Some(RequestEvent::Stop) = events.receive() => return Waited::Stopped,
                 rejects = expired(*timeout) => match rejects {
                     true => return Waited::Failed(InferError::unavailable("Request timeout expired")),
                     false => {
@@ -310,15 +311,13 @@ struct Heard {
 /// What nearly all news need.
 struct Near {
     events: Events,
-    /// The next of them, where it came before it was asked for.
-    next: Option<RequestEvent>,
     /// Where the next token only repeats the last response.
     steady: Option<Steady>,
 }
 
 impl Following {
     fn new(task: RequestTask, events: Events, sender: ResponseSender) -> Self {
-        let near = Near { events, next: None, steady: None };
+        let near = Near { events, steady: None };
         Self { request: Some(Heard { near, task, sender }), runtime: Handle::current() }
     }
 }
@@ -330,24 +329,14 @@ impl Respond for Following {
         told: &mut Changes,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Update, InferError>>> {
-        while let Some(Heard { near: Near { events, next, steady }, task, sender }) = &mut self.request {
-            let event = match next {
-                Some(_) => next.take(),
-                None => ready!(events.poll_recv(context)),
-            };
+        while let Some(Heard { near: Near { events, steady }, task, sender }) = &mut self.request {
+            let (event, rests) = ready!(events.poll_receive(context)).map(|it| (it.event, it.rests)).unzip();
             if let (Some(RequestEvent::Token(token)), Some(steady), true) = (&event, steady.as_mut(), takes_updates)
                 && token.sequence == steady.sequence
             {
                 steady.take(token);
                 task.responses.repeat(steady, token, told);
-                // Who asked need not ask again where nothing has come by now: that it waits is known here already.
-                let rests = match events.poll_recv(context) {
-                    Poll::Pending => true,
-                    Poll::Ready(event) => {
-                        *next = event;
-                        false
-                    }
-                };
+                let rests = rests == Some(true); // Then who asked need not ask again.
                 return Poll::Ready(Some(Ok(Update::Again(Repeat::new(token.at, rests)))));
             }
             task.catch_up(steady.take());
@@ -364,22 +353,25 @@ impl Respond for Following {
         }
         Poll::Ready(None)
     }
+
+    fn fetch(&self, depth: usize) {
+        if let (Some(heard), 0) = (&self.request, depth) {
+            heard.near.events.fetch();
+        }
+    }
 }
 
 impl Drop for Following {
     /// The client has left, if anything is to come.
     fn drop(&mut self) {
         let Some(Heard { near, mut task, sender }) = self.request.take() else { return };
-        let Near { mut events, mut next, steady } = near;
+        let Near { mut events, steady } = near;
         task.catch_up(steady);
         sender.report(task.timing.generation()); // What was told in short is not reported token by token.
         task.cancel();
         self.runtime.spawn(async move {
             while !task.has_ended() {
-                let event = match next.take() {
-                    Some(event) => Some(event),
-                    None => events.recv().await,
-                };
+                let event = events.receive().await;
                 if let Some(Err(_)) = task.take(event, &sender) {
                     break;
                 }
@@ -444,14 +436,14 @@ mod tests {
     }
 
     /// A request of one sequence that a replica has taken, what it hears, and the stream of its sender.
-    fn following() -> (Following, mpsc::UnboundedSender<RequestEvent>, ResponseStream, Arc<Shared>) {
+    fn following() -> (Following, mailbox::Sender, ResponseStream, Arc<Shared>) {
         let shared = Arc::new(Shared::default());
         shared.ready.store(true, Ordering::Release);
         shared.stats.lock().unwrap().num_blocks = 100;
         let replica = Replica { inbox: Inbox::new().0, shared: Arc::clone(&shared) };
         let router = Arc::new(Router::new(vec![replica], 4, 4, 16));
         let admission = router.admit(&[TokenId(1)], 1, 0).unwrap();
-        let (events, receiver) = mpsc::unbounded_channel();
+        let (events, receiver) = mailbox::mailbox();
         let (sender, stream) = ResponseStream::channel(1);
         let task = RequestTask {
             client_id: Name::default(),
@@ -466,8 +458,8 @@ mod tests {
             ended: vec![false],
             is_cancelled: false,
         };
-        events.send(RequestEvent::Accepted(vec![SEQUENCE])).unwrap();
-        events.send(RequestEvent::Joined { sequence: SEQUENCE, at: Instant::now(), start: 0 }).unwrap();
+        events.send(RequestEvent::Accepted(vec![SEQUENCE]));
+        events.send(RequestEvent::Joined { sequence: SEQUENCE, at: Instant::now(), start: 0 });
         (Following::new(task, receiver, sender), events, stream, shared)
     }
 
@@ -480,26 +472,26 @@ mod tests {
         let mut poll = || following.poll_respond(true, &mut told, &mut Context::from_waker(&waker));
         let num_woken = || woken.0.load(Ordering::SeqCst);
         assert!(poll().is_pending());
-        events.send(token(10, None)).unwrap();
+        events.send(token(10, None));
         assert_eq!(num_woken(), 1);
         assert!(matches!(poll(), Poll::Ready(Some(Ok(Update::Response(_))))));
         assert!(poll().is_pending());
         for id in 11..20 {
-            events.send(token(id, None)).unwrap();
+            events.send(token(id, None));
             assert_eq!(num_woken(), id as usize - 9, "a wake-up was lost");
             let Poll::Ready(Some(Ok(Update::Again(repeat)))) = poll() else { panic!("{id}") };
             assert!(repeat.rests, "{id}");
         }
         for id in 20..23 {
-            events.send(token(id, None)).unwrap();
+            events.send(token(id, None));
         }
         assert_eq!(num_woken(), 11);
         for rests in [false, false, true] {
             let Poll::Ready(Some(Ok(Update::Again(repeat)))) = poll() else { panic!("three have come") };
             assert_eq!(repeat.rests, rests);
         }
-        events.send(token(23, None)).unwrap();
-        events.send(token(24, Some(FinishReason::Length))).unwrap();
+        events.send(token(23, None));
+        events.send(token(24, Some(FinishReason::Length)));
         assert_eq!(num_woken(), 12);
         let Poll::Ready(Some(Ok(Update::Again(repeat)))) = poll() else { panic!("one and the last have come") };
         assert!(!repeat.rests);
@@ -517,14 +509,16 @@ mod tests {
         let (mut following, events, stream, shared) = following();
         let mut told = Changes::default();
         let mut poll = || following.poll_respond(true, &mut told, &mut Context::from_waker(Waker::noop()));
-        events.send(token(10, None)).unwrap();
-        events.send(token(11, None)).unwrap();
-        events.send(token(12, Some(FinishReason::Length))).unwrap();
+        events.send(token(10, None));
+        events.send(token(11, None));
+        events.send(token(12, Some(FinishReason::Length)));
         assert!(matches!(poll(), Poll::Ready(Some(Ok(Update::Response(_))))));
         assert!(matches!(poll(), Poll::Ready(Some(Ok(Update::Again(_))))));
         drop(following);
         assert_eq!(stream.generation().unwrap().output_tokens, 2, "what was told in short is told on leaving");
-        events.closed().await;
+        while !events.is_closed() {
+            tokio::task::yield_now().await;
+        }
         assert_eq!(stream.generation().unwrap().output_tokens, 3);
         assert_eq!(shared.figures.read().ends.iter().sum::<u64>(), 1);
     }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use engine::{Engine, EngineStats, Refused, Request, SequenceId, StepPlan, TokenEvent};
 use ipc::Prefix;
 use serving::{ErrorKind, InferError, Moment};
-use tokio::sync::{mpsc as async_mpsc, oneshot};
+use tokio::sync::oneshot;
 use worker::{Agents, FromWorker, ToWorker};
 
 use super::config::LlmConfig;
@@ -21,6 +21,7 @@ use super::figures::{Figures, Phase, Start, StepKinds};
 use super::group::{Group, Lost, LostKind};
 use super::inbox::{Inbox, Message, RequestEvent};
 use super::ledger::Report;
+use super::mailbox;
 use super::router::Router;
 use super::teller::Teller;
 
@@ -431,14 +432,9 @@ impl Running {
         }
     }
 
-    fn submit(
-        &mut self,
-        requests: Vec<Request>,
-        timeout: Option<(Instant, bool)>,
-        events: async_mpsc::UnboundedSender<RequestEvent>,
-    ) {
+    fn submit(&mut self, requests: Vec<Request>, timeout: Option<(Instant, bool)>, events: mailbox::Sender) {
         let Some(engine) = &mut self.engine else {
-            let _ = events.send(RequestEvent::Failed(InferError::unavailable("the model's workers still load")));
+            events.send(RequestEvent::Failed(InferError::unavailable("the model's workers still load")));
             return;
         };
         let mut sequences = Vec::with_capacity(requests.len());
@@ -449,7 +445,7 @@ impl Running {
                     for sequence in sequences {
                         engine.cancel(sequence);
                     }
-                    let _ = events.send(RequestEvent::Failed(error_of(&refused)));
+                    events.send(RequestEvent::Failed(error_of(&refused)));
                     return;
                 }
             }

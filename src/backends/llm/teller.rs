@@ -8,12 +8,13 @@ use std::sync::{Arc, Mutex};
 
 use engine::SequenceId;
 use rustc_hash::{FxHashMap, FxHashSet};
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::Notify;
 
 use super::inbox::RequestEvent;
+use super::mailbox;
 
 /// Where the news of a request go.
-type Listener = mpsc::UnboundedSender<RequestEvent>;
+type Listener = mailbox::Sender;
 
 /// What the task is told.
 enum News {
@@ -117,12 +118,17 @@ async fn tell_all(mailbox: Arc<Mailbox>) {
             std::mem::swap(&mut letters.news, &mut news);
             letters.is_closed
         };
+        let sequence = |told: &News| match told {
+            News::Event(sequence, _) | News::Last(sequence, _) => Some(*sequence),
+            News::Accepted(..) => None,
+        };
+        news.iter().filter_map(sequence).filter_map(|it| listeners.get(&it)).for_each(Listener::fetch);
         // Whoever no longer listens has its sequences cancelled by itself.
         for told in news.drain(..) {
             match told {
                 News::Accepted(sequences, listener) => {
                     listeners.extend(sequences.iter().map(|&sequence| (sequence, listener.clone())));
-                    let _ = listener.send(RequestEvent::Accepted(sequences));
+                    listener.send(RequestEvent::Accepted(sequences));
                 }
                 News::Event(sequence, event) => drop(listeners.get(&sequence).map(|it| it.send(event))),
                 News::Last(sequence, event) => drop(listeners.remove(&sequence).map(|it| it.send(event))),
@@ -139,8 +145,8 @@ async fn tell_all(mailbox: Arc<Mailbox>) {
 mod tests {
     use super::*;
 
-    async fn next(listener: &mut mpsc::UnboundedReceiver<RequestEvent>) -> Option<RequestEvent> {
-        let heard = tokio::time::timeout(std::time::Duration::from_secs(60), listener.recv()).await;
+    async fn next(listener: &mut mailbox::Receiver) -> Option<RequestEvent> {
+        let heard = tokio::time::timeout(std::time::Duration::from_secs(60), listener.receive()).await;
         heard.expect("news were lost")
     }
 
@@ -148,8 +154,8 @@ mod tests {
     async fn each_request_hears_its_own_news_in_their_order_and_when_they_end() {
         let mut teller = Teller::start();
         let ids = [7, 8, 9].map(SequenceId);
-        let (one, mut first) = mpsc::unbounded_channel();
-        let (two, mut second) = mpsc::unbounded_channel();
+        let (one, mut first) = mailbox::mailbox();
+        let (two, mut second) = mailbox::mailbox();
         let failed = |words: &str| RequestEvent::Failed(serving::InferError::internal(words));
         let thread = std::thread::spawn(move || {
             teller.accept(vec![ids[0], ids[1]], one);

@@ -131,7 +131,10 @@ impl Calls {
         }
         for turn in 0..woken.len() + DEPTHS {
             for depth in 0..DEPTHS {
-                turn.checked_sub(depth).and_then(|ahead| woken.get(ahead)).iter().for_each(|&&ahead| self.fetch(ahead, depth));
+                turn.checked_sub(depth)
+                    .and_then(|ahead| woken.get(ahead))
+                    .iter()
+                    .for_each(|&&ahead| self.fetch(ahead, depth));
             }
             if let Some(&index) = turn.checked_sub(DEPTHS).and_then(|now| woken.get(now)) {
                 self.settle(index, |call, waker| call.proceed(&mut Context::from_waker(waker)));
