@@ -7,8 +7,9 @@ use bytes::Bytes;
 use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
-use serving::{ErrorKind, InferError, Trace};
+use serving::{ErrorKind, InferError, InferResponse, Trace};
 
+use crate::aside::aside;
 use crate::body::{ReplyBody, read_all};
 use crate::budget::Charge;
 use crate::coding::Coding;
@@ -140,7 +141,7 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     let mut asked = if body.is_empty() || head_len == Some(0) {
         http_infer::read_raw(body, &*state.server.model_config(model.name, model.version)?)?
     } else {
-        http_infer::read(model.name, body, head_len, &state.memory)?
+        aside(head_len.unwrap_or(body.len()), || http_infer::read(model.name, body, head_len, &state.memory))?
     };
     asked.request.model_name = model.name.into();
     asked.request.model_version = model.version.into();
@@ -150,7 +151,11 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     let response = single_response(model.name, state.server.infer(request)?).await;
     mark(&trace, "HTTP_SEND_START");
     let delivered = response.and_then(|response| state.deliver(&outputs, response));
-    let answer = match delivered.and_then(|response| http_infer::write(response, &outputs, is_binary)) {
+    let write = |response: InferResponse| {
+        let num_bytes = response.outputs.iter().map(|output| output.data.len()).sum();
+        aside(num_bytes, || http_infer::write(response, &outputs, is_binary))
+    };
+    let answer = match delivered.and_then(write) {
         Ok(answer) => answer,
         Err(error) => return Ok(model_error(&error)),
     };
@@ -220,7 +225,7 @@ async fn start_generate(
     let config = state.server.model_config(model.name, model.version)?;
     let unsupported = "Unsupported content-encoding, only 'identity', 'gzip' and 'deflate' are supported.";
     coding.map_err(|_| InferError::invalid(unsupported))?;
-    let mut request = generate::read(&body, &config)?;
+    let mut request = aside(body.len(), || generate::read(&body, &config))?;
     request.model_name = model.name.into();
     request.model_version = model.version.into();
     request.trace = trace;
@@ -244,12 +249,16 @@ fn content_coding(headers: &HeaderMap) -> Result<Option<Coding>, InferError> {
     header(headers, &CONTENT_ENCODING).map_or(Ok(None), Coding::of_content)
 }
 
+/// How many times its length a packed body may well have.
+const UNPACKING: usize = 100;
+
 async fn read_coded(state: &State, coding: Option<Coding>, body: Incoming) -> Result<Held, InferError> {
     let limit = state.config.max_http_body_bytes;
     let charge = state.budget.charge();
     let mut bytes = read_all(body, limit, state.config.http_body_timeout, &charge).await?;
     if let Some(coding) = coding {
-        bytes = coding.decode(&bytes, limit)?;
+        let unpacked_len = bytes.len().saturating_mul(UNPACKING).min(limit);
+        bytes = aside(unpacked_len, || coding.decode(&bytes, limit))?;
         charge.add(bytes.len())?;
     }
     Ok(Held { bytes, charge })
@@ -263,8 +272,7 @@ fn compress(reply: Reply, coding: Coding) -> Result<Reply, InferError> {
     let (mut head, body) = reply.into_parts();
     let ReplyBody::Parts(parts) = body else { return Ok(Response::from_parts(head, body)) };
     let whole: Vec<u8> = parts.iter().flat_map(|part| part.iter().copied()).collect();
-    let packed = coding
-        .encode(&whole)
+    let packed = aside(whole.len(), || coding.encode(&whole))
         .map_err(|error| InferError::internal(format!("response cannot be compressed: {error}")))?;
     head.headers.insert(CONTENT_ENCODING, HeaderValue::from_static(coding.name()));
     Ok(Response::from_parts(head, packed.into()))

@@ -14,6 +14,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod aside;
 mod ask;
 mod base64;
 mod body;

@@ -14,6 +14,7 @@ use repository::proto::DataType as ConfigType;
 use serde_json::{Value, json};
 use serving::{ErrorKind, InferError, InferRequest, Name, Parameter};
 
+use crate::aside::aside;
 use crate::body::ReplyBody;
 use crate::kserve_http::{EVENTS, JSON, Reply, read_body, reply};
 use crate::openai_answer::{Choices, Head, Piece};
@@ -151,7 +152,7 @@ fn text_model(state: &State, name: &str) -> Option<Arc<ModelConfig>> {
 
 async fn complete(state: &Arc<State>, headers: &HeaderMap, body: Incoming, is_chat: bool) -> Result<Reply, ApiError> {
     let body = read_body(state, headers, body).await?.bytes;
-    let asked = Asked::read(&body, is_chat)?;
+    let asked = aside(body.len(), || Asked::read(&body, is_chat))?;
     let config = text_model(state, &asked.model).ok_or_else(|| ApiError::no_model(&asked.model))?;
     let prompts = prompts(state, &asked).await?;
     let mut choices = SelectAll::new();

@@ -11,6 +11,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use serving::Server;
 use tokio::net::TcpListener;
+use tokio::runtime::Handle;
 use tokio_rustls::TlsAcceptor;
 
 use self::slow_heads::{Requests, SlowHeads};
@@ -69,15 +70,16 @@ pub async fn start(
     server: Arc<Server>,
     sources: Vec<Arc<dyn MetricsSource>>,
 ) -> Result<Running, StartError> {
-    start_on(Listeners::default(), config, server, sources).await
+    start_on(Listeners::default(), &Handle::current(), config, server, sources).await
 }
 
-/// As [`start`], on sockets that listen already where they are given.
+/// As [`start`], on sockets that listen already where they are given. gRPC is served on `grpc_runtime`.
 ///
 /// # Errors
 /// As [`start`].
 pub async fn start_on(
     listeners: Listeners,
+    grpc_runtime: &Handle,
     config: Config,
     server: Arc<Server>,
     sources: Vec<Arc<dyn MetricsSource>>,
@@ -90,6 +92,7 @@ pub async fn start_on(
     let state = Arc::new(State::new(config, server, sources)?);
     let mut running = Running { addresses: Addresses::default(), state: state.clone(), ports: Vec::new() };
     if let Some(listener) = grpc {
+        let _entered = grpc_runtime.enter();
         running.addresses.grpc = Some(running.add(serve_grpc(listener, acceptor, state.clone()), "gRPC service")?);
     }
     if let Some(listener) = http {

@@ -57,7 +57,10 @@ pub struct RankArgs {
     /// Take config.pbtxt as it is, complete nothing
     #[arg(long, num_args = 0..=1, default_missing_value = "true", default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub disable_auto_complete_config: bool,
-    /// Threads of rank 0 that serve connections; 0 for one a core, at most 2
+    /// Threads of rank 0 that serve gRPC and hand tokens to requests; one costs least a token
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub grpc_threads: u16,
+    /// Threads of rank 0 that serve HTTP and all else; 0 for one a core, at most 2
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(..=1024))]
     pub front_threads: u16,
     /// Models loaded at the same time at start

@@ -16,6 +16,7 @@ use comm::World;
 use front::{Address, Listeners, Running};
 use ipc::Prefix;
 use serving::{BackendFactory, ControlMode, Server, ServerConfig};
+use tokio::runtime::{Handle, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use worker::{Agent, Agents, FromAgent, Nodes, ToAgent};
 
@@ -46,16 +47,16 @@ pub(crate) fn run(
     let heartbeat = Heartbeat::new(world);
     let agents = connect(world, agent, heard, Arc::clone(&heartbeat));
     heartbeat.start(world, &agents, Duration::from_secs(args.heartbeat_timeout));
-    let threads = num_front_threads(args.front_threads.into());
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
-    let runtime = runtime.map_err(RankError::Runtime)?;
+    let runtime = runtime_of("front", num_front_threads(args.front_threads.into()))?;
+    let grpc = runtime_of("grpc", args.grpc_threads.into())?;
     let result = llm_defaults(&args, world.size(), agents.nodes().max_ranks()).and_then(|defaults| {
         let python = Arc::new(PythonFactory::new(python_config(&args, &prefix, world)?).map_err(RankError::Runtime)?);
-        let llm = Arc::new(LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone()));
-        runtime.block_on(serve(&args, &prefix, llm, python, Arc::new(startup)))
+        let llm = Arc::new(LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone(), grpc.handle().clone()));
+        runtime.block_on(serve(&args, &prefix, grpc.handle(), llm, python, Arc::new(startup)))
     });
     // Whatever a request still holds ends with the runtime, before ranks are told to go.
     runtime.shutdown_timeout(HURRY);
+    grpc.shutdown_timeout(HURRY);
     for rank in 1..world.size() {
         agents.send(rank, ToAgent::Shutdown);
     }
@@ -64,6 +65,12 @@ pub(crate) fn run(
 
 /// Threads that serve connections where nobody says: few share the work of a step without waking one another for it.
 const MAX_FRONT_THREADS: usize = 2;
+
+/// One of many threads even where there is one: then another can go on while that works aside.
+fn runtime_of(name: &str, threads: usize) -> Result<Runtime, RankError> {
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    builder.worker_threads(threads).thread_name(name).enable_all().build().map_err(RankError::Runtime)
+}
 
 /// As asked for, or, for 0, as many as there are cores and are of use.
 fn num_front_threads(asked: usize) -> usize {
@@ -157,6 +164,7 @@ fn python_config(args: &RankArgs, prefix: &Prefix, world: &World) -> Result<Pyth
 async fn serve(
     args: &RankArgs,
     prefix: &Prefix,
+    grpc: &Handle,
     llm: Arc<LlmFactory>,
     python: Arc<PythonFactory>,
     startup: Arc<Startup>,
@@ -187,7 +195,7 @@ async fn serve(
             Loaded::ToldToEnd => return Ok(ExitCode::SUCCESS),
         },
     };
-    let front = front::start_on(listeners, front_config, Arc::clone(&server), metrics);
+    let front = front::start_on(listeners, grpc, front_config, Arc::clone(&server), metrics);
     let front = front.await.map_err(|error| RankError::Server(error.to_string()))?;
     if args.take_over.is_none() && load(args, &config, &server, &mut signals).await? == Loaded::ToldToEnd {
         return Ok(ExitCode::SUCCESS);

@@ -38,6 +38,7 @@ use serving::{
     Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, Name, ResponseStream,
 };
 use text::Tokenizer;
+use tokio::runtime::Handle;
 use tokio::sync::watch;
 use worker::Agents;
 
@@ -63,6 +64,7 @@ pub struct LlmFactory {
     defaults: LlmDefaults,
     agents: Arc<Agents>,
     prefix: Prefix,
+    tellers: Handle,
     loaded: Arc<Mutex<Vec<Loaded>>>,
 }
 
@@ -101,9 +103,10 @@ pub struct LlmStatus {
 }
 
 impl LlmFactory {
-    /// A factory whose models run on the workers of `agents`; rank 0's own shared memory is named by `prefix`.
-    pub fn new(defaults: LlmDefaults, agents: Arc<Agents>, prefix: Prefix) -> Self {
-        Self { defaults, agents, prefix, loaded: Arc::default() }
+    /// A factory whose models run on the workers of `agents`; rank 0's own shared memory is named by `prefix`. What comes of a
+    /// step is told to its requests on the runtime of `tellers`: best where most of them are.
+    pub fn new(defaults: LlmDefaults, agents: Arc<Agents>, prefix: Prefix, tellers: Handle) -> Self {
+        Self { defaults, agents, prefix, tellers, loaded: Arc::default() }
     }
 
     /// Every replica of every loaded LLM.
@@ -143,13 +146,13 @@ impl BackendFactory for LlmFactory {
 
     fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let (defaults, agents, prefix) = (self.defaults.clone(), Arc::clone(&self.agents), self.prefix.clone());
-        let all_loaded = Arc::clone(&self.loaded);
+        let (all_loaded, tellers) = (Arc::clone(&self.loaded), self.tellers.clone());
         async move {
             let mut config = LlmConfig::new(&load, &defaults)?;
             if agents.nodes().names().len() > 1 {
                 config.checkpoint_print = Some(checkpoint_print(&config).await?);
             }
-            let (router, loads) = start_replicas(&config, &agents, &prefix)?;
+            let (router, loads) = start_replicas(&config, &agents, &prefix, &tellers)?;
             let tokenizer = tokenizer(&config).await;
             let mut loads: FuturesUnordered<_> = loads.into_iter().collect();
             while let Some(is_loaded) = loads.next().await {

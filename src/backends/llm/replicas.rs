@@ -5,6 +5,7 @@ use std::sync::Arc;
 use engine::EngineConfig;
 use ipc::Prefix;
 use serving::InferError;
+use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use worker::Agents;
 
@@ -17,11 +18,12 @@ use super::teller::Teller;
 /// Whether a replica's first start succeeded.
 pub(crate) type IsLoaded = oneshot::Receiver<Result<(), String>>;
 
-/// Starts the step thread of each replica.
+/// Starts the step thread of each replica; its news are told on the runtime of `tellers`.
 pub(crate) fn start_replicas(
     config: &LlmConfig,
     agents: &Arc<Agents>,
     prefix: &Prefix,
+    tellers: &Handle,
 ) -> Result<(Arc<Router>, Vec<IsLoaded>), InferError> {
     let inboxes: Vec<_> = (0..config.num_replicas).map(|_| Inbox::new()).collect();
     let replicas = inboxes.iter().map(|(inbox, _)| Replica { inbox: inbox.clone(), shared: Arc::default() });
@@ -37,7 +39,7 @@ pub(crate) fn start_replicas(
             prefix: prefix.clone(),
             inbox,
             messages,
-            teller: Teller::start(),
+            teller: Teller::start(tellers),
             shared: Arc::clone(&router.replicas()[replica as usize].shared),
         };
         let (loaded, is_loaded) = oneshot::channel();

@@ -496,7 +496,7 @@ impl Running {
         let end = Instant::now() + (FIRST_RETRY * (1 << doublings)).min(LONGEST_RETRY);
         loop {
             match self.thread.messages.recv_timeout(end.saturating_duration_since(Instant::now())) {
-                Ok(Message::Submit { events, .. }) => drop(events.send(RequestEvent::Failed(error.clone()))),
+                Ok(Message::Submit { events, .. }) => events.send(RequestEvent::Failed(error.clone())),
                 Ok(Message::Stop { done }) => return Some(done),
                 Ok(Message::Cancel(_) | Message::Finish(_) | Message::Agent(_) | Message::Ledger(_)) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => return None,

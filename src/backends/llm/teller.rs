@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use engine::SequenceId;
 use rustc_hash::{FxHashMap, FxHashSet};
+use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
 use super::inbox::RequestEvent;
@@ -49,13 +50,10 @@ pub(crate) struct Teller {
 }
 
 impl Teller {
-    /// Starts the task.
-    ///
-    /// # Panics
-    /// Outside of a runtime.
-    pub(crate) fn start() -> Self {
+    /// Starts the task on `runtime`.
+    pub(crate) fn start(runtime: &Handle) -> Self {
         let mailbox = Arc::<Mailbox>::default();
-        tokio::spawn(tell_all(Arc::clone(&mailbox)));
+        runtime.spawn(tell_all(Arc::clone(&mailbox)));
         Self { mailbox, listening: FxHashSet::default(), news: Vec::new() }
     }
 
@@ -152,7 +150,7 @@ mod tests {
 
     #[tokio::test]
     async fn each_request_hears_its_own_news_in_their_order_and_when_they_end() {
-        let mut teller = Teller::start();
+        let mut teller = Teller::start(&Handle::current());
         let ids = [7, 8, 9].map(SequenceId);
         let (one, mut first) = mailbox::mailbox();
         let (two, mut second) = mailbox::mailbox();
