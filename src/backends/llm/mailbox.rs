@@ -165,9 +165,9 @@ impl Drop for Receiver {
     fn drop(&mut self) {
         let mut letters = self.0.letters();
         letters.is_receiver_gone = true;
-        let (first, others) = (letters.first.take(), std::mem::take(&mut letters.others));
+        let left = (letters.first.take(), std::mem::take(&mut letters.others), letters.waker.take());
         drop(letters);
-        drop((first, others));
+        drop(left);
     }
 }
 
