@@ -9,8 +9,7 @@ use std::sync::Arc;
 use bytes::{Buf, BufMut, Bytes};
 use prost::encoding::{DecodeContext, WireType, encode_key, encode_varint, encoded_len_varint, key_len, skip_field};
 use prost::{DecodeError, Message};
-use serving::near;
-use serving::{Changes, InferResponse, Parameter, Tensor};
+use serving::{Changes, InferResponse, Parameter, Tensor, near};
 use smallvec::SmallVec;
 use tonic::Status;
 

@@ -114,7 +114,7 @@ impl Call for StreamCall {
         self.proceed(context)
     }
 
-    fn send(&mut self) -> Progress {
+    fn send(&mut self) -> Poll<()> {
         let sent = match self.made.take() {
             Some(Ok(messages)) => self.stream.send_data(messages, false),
             Some(Err(trailers)) => {
@@ -123,7 +123,7 @@ impl Call for StreamCall {
             }
             None => Ok(()),
         };
-        if self.is_over || sent.is_err() { Progress::Ended } else { Progress::Waits }
+        if self.is_over || sent.is_err() { Poll::Ready(()) } else { Poll::Pending }
     }
 }
 

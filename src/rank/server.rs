@@ -63,7 +63,7 @@ pub(crate) fn run(
     result
 }
 
-/// Threads that serve connections where nobody says: few share the work of a step without waking one another for it.
+/// Threads that serve HTTP where nobody says: few share the work of a step without waking one another for it.
 const MAX_FRONT_THREADS: usize = 2;
 
 /// One of many threads even where there is one: then another can go on while that works aside.

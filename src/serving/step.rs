@@ -27,9 +27,7 @@ impl EnsembleStep {
         let state = slot.as_mut().and_then(|state| state.downcast_mut());
         work(state.expect("a state of this type was just put there"))
     }
-}
 
-impl EnsembleStep {
     /// As [`crate::Respond::fetch`].
     pub(crate) fn fetch(&self, depth: usize) {
         if depth == 0 {

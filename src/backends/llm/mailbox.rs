@@ -172,7 +172,7 @@ impl Drop for Receiver {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
     use std::task::Wake;
 
@@ -180,8 +180,9 @@ mod tests {
 
     use super::*;
 
+    /// Counts how often it wakes.
     #[derive(Default)]
-    struct Count(AtomicUsize);
+    pub(crate) struct Count(pub(crate) AtomicUsize);
 
     impl Wake for Count {
         fn wake(self: Arc<Self>) {

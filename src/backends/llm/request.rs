@@ -404,26 +404,18 @@ async fn expired(timeout: Option<(Instant, bool)>) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-    use std::task::{Wake, Waker};
+    use std::sync::atomic::Ordering;
+    use std::task::Waker;
 
     use engine::{DraftUsage, TokenId};
     use serving::{Moment, ResponseStream};
 
     use super::super::inbox::Inbox;
+    use super::super::mailbox::tests::Count;
     use super::super::outputs;
     use super::super::router::{Replica, Router};
     use super::super::step_thread::Shared;
     use super::*;
-
-    #[derive(Default)]
-    struct Woken(AtomicUsize);
-
-    impl Wake for Woken {
-        fn wake(self: Arc<Self>) {
-            self.0.fetch_add(1, Ordering::SeqCst);
-        }
-    }
 
     const SEQUENCE: SequenceId = SequenceId(7);
 
@@ -466,7 +458,7 @@ mod tests {
     #[tokio::test]
     async fn a_token_says_that_nothing_follows_it_and_the_next_one_wakes_who_did_not_ask_again() {
         let (mut following, events, stream, shared) = following();
-        let woken = Arc::<Woken>::default();
+        let woken = Arc::<Count>::default();
         let waker = Waker::from(Arc::clone(&woken));
         let mut told = Changes::default();
         let mut poll = || following.poll_respond(true, &mut told, &mut Context::from_waker(&waker));

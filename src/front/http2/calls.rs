@@ -7,9 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::AcqRel, Ordering::Acquire};
 use std::task::{Context, Poll, Wake, Waker};
 
-use tokio::task::coop::has_budget_remaining;
-
 use serving::near;
+use tokio::task::coop::has_budget_remaining;
 
 use super::alarm::Alarm;
 
@@ -24,8 +23,10 @@ pub trait Call: Send {
     /// As [`serving::Respond::fetch`].
     fn fetch(&self, _depth: usize) {}
 
-    /// Hands to the connection what [`Progress::Made`] told of; it may then proceed at once.
-    fn send(&mut self) -> Progress;
+    /// Hands to the connection what [`Progress::Made`] told of. Ready when that was the call's end.
+    fn send(&mut self) -> Poll<()> {
+        Poll::Pending
+    }
 }
 
 /// How far a call has come.
@@ -46,10 +47,6 @@ impl Call for Pin<Box<dyn Future<Output = ()> + Send>> {
             Poll::Ready(()) => Progress::Ended,
             Poll::Pending => Progress::Waits,
         }
-    }
-
-    fn send(&mut self) -> Progress {
-        Progress::Waits
     }
 }
 
@@ -129,24 +126,27 @@ impl Calls {
                 bits &= bits - 1;
             }
         }
+        if woken.is_empty() {
+            self.woken = woken;
+            return false;
+        }
         for turn in 0..woken.len() + DEPTHS {
             for depth in 0..DEPTHS {
-                turn.checked_sub(depth)
-                    .and_then(|ahead| woken.get(ahead))
-                    .iter()
-                    .for_each(|&&ahead| self.fetch(ahead, depth));
+                if let Some(&ahead) = turn.checked_sub(depth).and_then(|ahead| woken.get(ahead)) {
+                    self.fetch(ahead, depth);
+                }
             }
             if let Some(&index) = turn.checked_sub(DEPTHS).and_then(|now| woken.get(now)) {
                 self.settle(index, |call, waker| call.proceed(&mut Context::from_waker(waker)));
             }
         }
         let mut made = std::mem::take(&mut self.made);
-        made.drain(..).for_each(|index| self.settle(index, |call, _| call.send()));
+        let send = |call: &mut Box<dyn Call>| if call.send().is_ready() { Progress::Ended } else { Progress::Waits };
+        made.drain(..).for_each(|index| self.settle(index, |call, _| send(call)));
         self.made = made;
-        let is_any = !woken.is_empty();
         woken.clear();
         self.woken = woken;
-        is_any && has_budget_remaining() // Without budget calls wake themselves, and find nothing.
+        has_budget_remaining() // Without budget calls wake themselves, and find nothing.
     }
 
     /// Has the processor fetch what a call needs.

@@ -152,10 +152,8 @@ impl Relay {
         let is_made_now = |wire: &Wire| steps[maker].makes(wire) || steps[called].makes(wire);
         let made_twice = |wire: &Wire| steps.iter().filter(|step| step.makes(wire)).count() > 1;
         let mut all_made = steps[maker].outputs.iter().chain(&steps[called].outputs);
-        let has_room = |wires: &[Wire]| wires.len() <= usize::from(u16::MAX); // In `Ways`.
-        let has_room = [&steps[maker].outputs, &steps[called].inputs, &steps[called].outputs, &run.graph.outputs]
-            .into_iter()
-            .all(|wires| has_room(wires));
+        let all_wires = [&steps[maker].outputs, &steps[called].inputs, &steps[called].outputs, &run.graph.outputs];
+        let has_room = all_wires.iter().all(|wires| wires.len() <= usize::from(u16::MAX)); // In `Ways`.
         if !has_room || !pass.answers || run.places[called].caller.is_none() || all_made.any(made_twice) {
             return None;
         }
