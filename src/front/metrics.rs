@@ -6,7 +6,7 @@ use std::sync::Arc;
 use http::header::{CONTENT_TYPE, HeaderValue};
 use http::{Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
-use serving::{CacheStatistics, ModelStatistics, RecentDurations, StatisticDuration};
+use serving::{CacheStatistics, Limit, ModelStatistics, RecentDurations, StatisticDuration};
 
 use crate::body::ReplyBody;
 use crate::exposition::{Family, FamilyKind, Labels, Sample, write_family};
@@ -66,12 +66,25 @@ pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Res
 fn scrape(state: &State) -> String {
     let statistics = state.server.model_statistics("", "").unwrap_or_default();
     let mut families = model_families(&statistics, &state.config.metrics_options);
+    families.push(refused_requests());
     families.extend(state.server.cache_statistics().iter().flat_map(cache_families));
     families.extend(state.sources.iter().flat_map(|source| source.families()));
     let mut text = String::with_capacity(256 * families.len());
     families.iter().for_each(|family| write_family(&mut text, family));
     text.extend(state.sources.iter().map(|source| source.text()));
     text
+}
+
+/// Requests that a limit refused, by limit.
+fn refused_requests() -> Family {
+    let sample =
+        |limit: Limit| Sample::new(vec![("limit".into(), limit.name().to_owned())], limit.num_refused() as f64);
+    Family {
+        name: "trireme_refused_requests_total",
+        help: "Requests refused because they contain more than a limit allows",
+        kind: FamilyKind::Counter,
+        samples: Limit::all().map(sample).collect(),
+    }
 }
 
 /// A family with one sample for each model version that has the value: name, help, kind, value.

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueEnum};
 
 use front::{LogFormat, LogOptions};
+use serving::{Limit, Limits};
 
 use crate::front_args::FrontArgs;
 use crate::log::RequestLines;
@@ -102,6 +103,9 @@ pub struct RankArgs {
     #[command(flatten)]
     #[allow(missing_docs)] // Said at the type.
     pub front: FrontArgs,
+    /// What one request may contain; each limit of [`serving::Limit`] has its own flag.
+    #[arg(skip)]
+    pub limits: Limits,
     #[command(flatten)]
     #[allow(missing_docs)] // Said at the type.
     pub metrics: MetricsArgs,
@@ -218,11 +222,17 @@ pub fn command() -> Command {
         .about("One rank of a world: rank 0 answers clients, every rank cares for its workers")
         .infer_long_args(true)
         .args_override_self(true);
-    let with_effect = RankArgs::augment_args(base);
+    let with_effect = Limit::all().fold(RankArgs::augment_args(base), |command, limit| command.arg(limit_arg(limit)));
     WITHOUT_EFFECT.iter().fold(with_effect, |command, &(name, takes_value)| {
         let action = if takes_value { ArgAction::Append } else { ArgAction::SetTrue };
         command.arg(Arg::new(name).long(name).action(action).hide(true))
     })
+}
+
+/// The flag of one limit.
+fn limit_arg(limit: Limit) -> Arg {
+    let help = format!("{} [default: {}]", limit.help(), limit.default_value());
+    Arg::new(limit.name()).long(limit.name()).value_name("N").value_parser(clap::value_parser!(u64)).help(help)
 }
 
 /// The typed options, and the names of those given that have no effect.
@@ -232,7 +242,12 @@ pub fn command() -> Command {
 pub fn parse(matches: &ArgMatches) -> Result<(RankArgs, Vec<&'static str>), clap::Error> {
     let given = |name: &str| matches.value_source(name) == Some(clap::parser::ValueSource::CommandLine);
     let ignored = WITHOUT_EFFECT.iter().map(|&(name, _)| name).filter(|name| given(name)).collect();
-    let args = RankArgs::from_arg_matches(matches)?;
+    let mut args = RankArgs::from_arg_matches(matches)?;
+    for limit in Limit::all() {
+        if let Some(value) = matches.get_one::<u64>(limit.name()) {
+            args.limits.set(limit, *value);
+        }
+    }
     if !args.load_model.is_empty() && args.model_control_mode != ControlMode::Explicit {
         let words = "use of '--load-model' requires setting '--model-control-mode=explicit' as well";
         return Err(command().error(clap::error::ErrorKind::ArgumentConflict, words));
@@ -339,6 +354,15 @@ mod tests {
     fn unambiguous_prefixes_and_numbers_for_booleans_parse() {
         let (args, _) = rank_args("rank --model-repo=/m --allow-grpc=1 --exit-on=false").unwrap();
         assert!(args.allow_grpc && !args.exit_on_error);
+    }
+
+    #[test]
+    fn every_limit_has_a_flag() {
+        for limit in Limit::all() {
+            let (args, _) = rank_args(&format!("rank --model-repo=/m --{}=7", limit.name())).unwrap();
+            assert_eq!(args.limits.get(limit), 7, "{}", limit.name());
+        }
+        assert_eq!(rank_args("rank --model-repo=/m").unwrap().0.limits, Limits::default());
     }
 
     #[test]

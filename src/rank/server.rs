@@ -320,6 +320,7 @@ pub(crate) fn server_config(args: &RankArgs) -> ServerConfig {
             args::ControlMode::Poll => ControlMode::Poll { interval: Duration::from_secs(args.repository_poll_secs) },
         },
         strict_readiness: args.strict_readiness,
+        limits: args.limits,
         load_parallelism: args.model_load_thread_count as usize,
         load_retries: args.model_load_retry_count,
         response_cache_bytes: args.cache_config.max(args.response_cache_byte_size),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use futures::future::{BoxFuture, FutureExt as _};
 use repository::ModelConfig;
 
-use crate::{Changes, EnsembleStep, InferError, InferRequest, InferResponse, ResponseSender, ResponseStream};
+use crate::{Changes, EnsembleStep, InferError, InferRequest, InferResponse, Limits, ResponseSender, ResponseStream};
 
 /// One loaded model version: `serving` calls it, `backends` implement it.
 ///
@@ -159,4 +159,6 @@ pub struct LoadRequest {
     pub version: i64,
     /// Name, inputs, outputs and parameters as configured.
     pub config: Arc<ModelConfig>,
+    /// What one request may contain.
+    pub limits: Limits,
 }

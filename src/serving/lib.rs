@@ -68,6 +68,7 @@ mod generation;
 mod histogram;
 mod labels;
 mod lifecycle;
+mod limits;
 mod model;
 mod moment;
 #[allow(unsafe_code)] // A hint to the processor.
@@ -96,6 +97,7 @@ pub use error::{ErrorKind, InferError};
 pub use generation::Generation;
 pub use histogram::{Histogram, HistogramValues, Tally};
 pub use lifecycle::{LoadFailure, LoadOverrides};
+pub use limits::{Limit, Limits};
 pub use moment::Moment;
 pub use registry::{ModelIndexEntry, ModelState};
 pub use request::{CorrelationId, InferRequest, InferResponse, Parameter};

@@ -16,7 +16,7 @@ use crate::ensemble::{self, Ensemble};
 use crate::model::ServedModel;
 use crate::registry::{Registry, Version};
 use crate::scheduler::{self, StateSpec};
-use crate::{Backend, BackendFactory, InferError, LoadRequest, labels, warmup};
+use crate::{Backend, BackendFactory, InferError, Limits, LoadRequest, labels, warmup};
 
 /// What a load request gives in place of the repository's own files.
 #[derive(Debug, Clone, Default)]
@@ -45,6 +45,7 @@ pub(crate) struct Lifecycle {
     pub unload_patience: Duration,
     pub cache: Option<Arc<ResponseCache>>,
     keeps_recent_durations: bool,
+    limits: Limits,
     loaded: Mutex<BTreeMap<String, Loaded>>,
     gates: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<()>>>>,
 }
@@ -91,6 +92,7 @@ impl Lifecycle {
         unload_patience: Duration,
         cache: Option<Arc<ResponseCache>>,
         keeps_recent_durations: bool,
+        limits: Limits,
     ) -> Arc<Self> {
         let (registry, loaded, gates) = Default::default();
         Arc::new(Self {
@@ -100,6 +102,7 @@ impl Lifecycle {
             unload_patience,
             cache,
             keeps_recent_durations,
+            limits,
             loaded,
             gates,
         })
@@ -204,7 +207,7 @@ impl Lifecycle {
         }
         let factory = self.factory(config, source)?;
         factory.complete(config);
-        let request = load_request(source, latest(source), &Arc::new(config.clone()));
+        let request = load_request(source, latest(source), &Arc::new(config.clone()), self.limits);
         if let Some(completed) = factory.auto_complete(request).await? {
             *config = repository::recheck(completed).map_err(InferError::invalid)?;
         }
@@ -239,7 +242,7 @@ impl Lifecycle {
                 known.join(", ")
             ))
         })?;
-        let request = load_request(source, latest(source), &Arc::new(config.clone()));
+        let request = load_request(source, latest(source), &Arc::new(config.clone()), self.limits);
         Ok(named.stand_in(&request).unwrap_or_else(|| named.clone()))
     }
 
@@ -293,7 +296,7 @@ impl Lifecycle {
         if config.is_ensemble() {
             return Ok(Arc::new(Ensemble::new(config, &self.registry)));
         }
-        let request = load_request(source, version, config);
+        let request = load_request(source, version, config, self.limits);
         let factory = self.factory(config, source)?;
         let load = AssertUnwindSafe(async move {
             let backend = factory.load(request).await?;
@@ -416,12 +419,13 @@ fn latest(source: &ModelSource) -> i64 {
     *source.versions.last().expect("a model has a version")
 }
 
-fn load_request(source: &ModelSource, version: i64, config: &Arc<ModelConfig>) -> LoadRequest {
+fn load_request(source: &ModelSource, version: i64, config: &Arc<ModelConfig>, limits: Limits) -> LoadRequest {
     LoadRequest {
         model_dir: source.dir.clone(),
         version_dir: source.dir.join(version.to_string()),
         version,
         config: config.clone(),
+        limits,
     }
 }
 

@@ -15,7 +15,7 @@ use crate::lifecycle::{Lifecycle, LoadFailure, LoadOverrides};
 use crate::model::ServedModel;
 use crate::registry::{ModelIndexEntry, ModelState, Registry, parse_version};
 use crate::statistics::ModelStatistics;
-use crate::{BackendFactory, DataType, ErrorKind, InferError, InferRequest, ResponseStream};
+use crate::{BackendFactory, DataType, ErrorKind, InferError, InferRequest, Limits, ResponseStream};
 
 /// Which models are loaded, and who may change that.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,6 +59,8 @@ pub struct ServerConfig {
     pub response_cache_bytes: usize,
     /// Whether models keep the durations of the last minute, from which quantiles are taken.
     pub keeps_recent_durations: bool,
+    /// What one request may contain.
+    pub limits: Limits,
 }
 
 impl Default for ServerConfig {
@@ -90,6 +92,7 @@ impl Default for ServerConfig {
             unload_patience: Duration::from_secs(30),
             response_cache_bytes: 0,
             keeps_recent_durations: false,
+            limits: Limits::default(),
         }
     }
 }
@@ -156,11 +159,17 @@ impl Server {
                 config.unload_patience,
                 cache,
                 config.keeps_recent_durations,
+                config.limits,
             ),
             config,
             is_loaded: AtomicBool::new(false),
             is_draining: AtomicBool::new(false),
         }))
+    }
+
+    /// What one request may contain.
+    pub fn limits(&self) -> &Limits {
+        &self.config.limits
     }
 
     fn registry(&self) -> &Registry {
