@@ -1,7 +1,7 @@
-//! Times decode and prefill steps of a Llama shape on one GPU, with random weights and no checkpoint.
+//! Times decode and prefill steps of a Llama shape on a GPU, with random weights and no checkpoint.
 //!
-//! `cargo run --release -p device --example cuda_steps -- [--layers N] [--simple] [--no-graphs] [--context N] [--prefill N]
-//! [--batch N] [--tp-size N --rank R --exchange DIR]`
+//! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b] [--layers N] [--simple] [--no-graphs]
+//! [--context N] [--prefill N] [--batch N] [--tp-size N --rank R --exchange DIR]`
 //!
 //! Prints milliseconds a decode step for several batch sizes and a mixed step, with two steps in flight, and prefill tokens a second.
 
@@ -16,15 +16,46 @@ use device::{
 };
 use engine::{RowId, SamplingParams, TokenId};
 
-const HIDDEN: usize = 4096;
-const HEADS: usize = 32;
 const DIM: usize = 128;
-const INNER: usize = 11008;
-const VOCAB: usize = 32000;
 const BLOCK: usize = 64;
 const MAX_ROWS: usize = 256;
 const MAX_LEN: usize = 4096;
 const EPS: f32 = 1e-5;
+/// Token ids of prompts are below this, whatever the shape.
+const MAX_TOKEN: u32 = 32000;
+
+/// Sizes of a model.
+#[derive(Clone, Copy)]
+struct Shape {
+    name: &'static str,
+    hidden: usize,
+    heads: usize,
+    kv_heads: usize,
+    inner: usize,
+    vocab: usize,
+    rope_theta: f32,
+}
+
+const SHAPES: [Shape; 2] = [
+    Shape {
+        name: "llama2-7b",
+        hidden: 4096,
+        heads: 32,
+        kv_heads: 32,
+        inner: 11008,
+        vocab: 32000,
+        rope_theta: 10_000.0,
+    },
+    Shape {
+        name: "llama3-8b",
+        hidden: 4096,
+        heads: 32,
+        kv_heads: 8,
+        inner: 14336,
+        vocab: 128_256,
+        rope_theta: 500_000.0,
+    },
+];
 
 struct Layer {
     norms: [CudaWeight; 2],
@@ -64,12 +95,14 @@ fn random_bytes(count: usize) -> &'static [u8] {
 
 impl Model {
     /// This worker's share of a model of `num_layers`.
-    fn load(device: &mut CudaDevice, num_layers: usize) -> Result<Self, DeviceError> {
+    fn load(device: &mut CudaDevice, shape: Shape, num_layers: usize) -> Result<Self, DeviceError> {
         let tp = device.tensor_parallel();
         let size = tp.size as usize;
-        let (heads, inner, vocab) = (HEADS / size * DIM, INNER / size, VOCAB / size);
-        let data = random_bytes(INNER.max(VOCAB) * HIDDEN * 2);
-        let ones: &'static [u8] = [0x80u8, 0x3f].repeat(HIDDEN).leak();
+        let Shape { hidden, .. } = shape;
+        let (heads, kv_heads) = (shape.heads / size * DIM, shape.kv_heads / size * DIM);
+        let (inner, vocab) = (shape.inner / size, shape.vocab / size);
+        let data = random_bytes(shape.inner.max(shape.vocab) * hidden * 2);
+        let ones: &'static [u8] = [0x80u8, 0x3f].repeat(hidden).leak();
         let matrix = |rows: usize, cols: usize| WeightSlice {
             name: "random",
             data,
@@ -78,32 +111,32 @@ impl Model {
             rows: 0..rows,
             cols: 0..cols,
         };
-        let norm = || WeightSlice { data: ones, rows: 0..1, ..matrix(1, HIDDEN) };
-        let embedding = device.load_embedding(matrix(vocab, HIDDEN), tp.rank * vocab as u32)?;
+        let norm = || WeightSlice { data: ones, rows: 0..1, ..matrix(1, hidden) };
+        let embedding = device.load_embedding(matrix(vocab, hidden), tp.rank * vocab as u32)?;
         let mut layers = Vec::new();
         for _ in 0..num_layers {
-            let head = matrix(heads, HIDDEN);
-            let gate = matrix(inner, HIDDEN);
+            let (query, key) = (matrix(heads, hidden), matrix(kv_heads, hidden));
+            let gate = matrix(inner, hidden);
             layers.push(Layer {
                 norms: [device.load_vector(norm())?, device.load_vector(norm())?],
-                qkv: device.load_linear(LinearRole::Qkv, &[head.clone(), head.clone(), head], &[])?,
-                out: device.load_linear(LinearRole::Out, &[matrix(HIDDEN, heads)], &[])?,
+                qkv: device.load_linear(LinearRole::Qkv, &[query, key.clone(), key], &[])?,
+                out: device.load_linear(LinearRole::Out, &[matrix(hidden, heads)], &[])?,
                 gate_up: device.load_linear(LinearRole::GateUp, &[gate.clone(), gate], &[])?,
-                down: device.load_linear(LinearRole::Down, &[matrix(HIDDEN, inner)], &[])?,
+                down: device.load_linear(LinearRole::Down, &[matrix(hidden, inner)], &[])?,
             });
         }
         Ok(Self {
             embedding,
             layers,
             norm: device.load_vector(norm())?,
-            head: device.load_linear(LinearRole::Head, &[matrix(vocab, HIDDEN)], &[])?,
-            residual: device.tensor(HIDDEN)?,
-            normed: device.tensor(HIDDEN)?,
-            qkv: device.tensor(3 * heads)?,
+            head: device.load_linear(LinearRole::Head, &[matrix(vocab, hidden)], &[])?,
+            residual: device.tensor(hidden)?,
+            normed: device.tensor(hidden)?,
+            qkv: device.tensor(heads + 2 * kv_heads)?,
             attended: device.tensor(heads)?,
             gate_up: device.tensor(2 * inner)?,
             gated: device.tensor(inner)?,
-            partial: device.tensor(HIDDEN)?,
+            partial: device.tensor(hidden)?,
         })
     }
 
@@ -127,14 +160,14 @@ impl Model {
     }
 }
 
-fn spec(num_layers: usize, max_positions: usize, tp_size: usize) -> AttentionSpec {
+fn spec(shape: Shape, num_layers: usize, max_positions: usize, tp_size: usize) -> AttentionSpec {
     let angles = (0..max_positions)
-        .flat_map(|p| (0..DIM / 2).map(move |i| p as f32 * 10_000f32.powf(-(2.0 * i as f32) / DIM as f32)));
+        .flat_map(|p| (0..DIM / 2).map(move |i| p as f32 * shape.rope_theta.powf(-(2.0 * i as f32) / DIM as f32)));
     let (cos, sin) = angles.map(|a| (a.cos(), a.sin())).unzip();
     AttentionSpec {
         num_layers,
-        num_heads: HEADS / tp_size,
-        num_kv_heads: HEADS / tp_size,
+        num_heads: shape.heads / tp_size,
+        num_kv_heads: shape.kv_heads / tp_size,
         head_dim: DIM,
         scale: (DIM as f32).powf(-0.5),
         block_size: BLOCK,
@@ -153,7 +186,7 @@ fn step(number: u64, rows: usize, start: usize, count: usize, blocks_per_row: us
     for row in 0..rows {
         inputs.rows.push(RowId(row as u32));
         for position in start..start + count {
-            inputs.token_ids.push(if count > 1 { (position * 7 + row) as u32 % VOCAB as u32 } else { TOKEN_ON_DEVICE });
+            inputs.token_ids.push(if count > 1 { (position * 7 + row) as u32 % MAX_TOKEN } else { TOKEN_ON_DEVICE });
             inputs.positions.push(position as u32);
             inputs.slots.push(((row * blocks_per_row + position / BLOCK) * BLOCK + position % BLOCK) as u32);
         }
@@ -179,7 +212,7 @@ fn mixed_step(number: u64, rows: usize, start: usize, chunk: usize, blocks_per_r
     let first_block = rows * blocks_per_row;
     inputs.rows.push(RowId(rows as u32));
     for position in 0..chunk {
-        inputs.token_ids.push(position as u32 * 7 % VOCAB as u32);
+        inputs.token_ids.push(position as u32 * 7 % MAX_TOKEN);
         inputs.positions.push(position as u32);
         inputs.slots.push((first_block * BLOCK + position) as u32);
     }
@@ -201,6 +234,7 @@ fn mixed_step(number: u64, rows: usize, start: usize, chunk: usize, blocks_per_r
 }
 
 struct Options {
+    shape: Shape,
     layers: usize,
     context: usize,
     prefill: usize,
@@ -216,7 +250,9 @@ fn options() -> Options {
     let value = |name: &str| arguments.iter().position(|a| a == name).and_then(|at| arguments.get(at + 1).cloned());
     let number = |name: &str, default: usize| value(name).and_then(|v| v.parse().ok()).unwrap_or(default);
     let has = |name: &str| arguments.iter().any(|a| a == name);
+    let name = value("--shape").unwrap_or_else(|| SHAPES[0].name.to_owned());
     Options {
+        shape: *SHAPES.iter().find(|shape| shape.name == name).expect("--shape is llama2-7b or llama3-8b"),
         layers: number("--layers", 32),
         context: number("--context", 128),
         prefill: number("--prefill", 16384),
@@ -273,7 +309,7 @@ fn config(options: &Options) -> CudaConfig {
         max_tokens: options.prefill.max(MAX_ROWS),
         max_rows: MAX_ROWS,
         max_sequence_len: MAX_LEN,
-        vocab_size: VOCAB,
+        vocab_size: options.shape.vocab,
     };
     let library_dirs =
         std::env::var_os("TRIREME_CUDA_LIBS").map(|dirs| std::env::split_paths(&dirs).collect()).unwrap_or_default();
@@ -302,9 +338,9 @@ fn main() -> Result<(), DeviceError> {
     let mark = |what: &str| say(format!("start-up: {what} at {:.2} s", begin.elapsed().as_secs_f64()));
     let mut device = CudaDevice::new(config(&options))?;
     mark("device open");
-    let mut model = Model::load(&mut device, options.layers)?;
+    let mut model = Model::load(&mut device, options.shape, options.layers)?;
     mark("weights queued");
-    let spec = spec(options.layers, MAX_LEN, options.tp.size as usize);
+    let spec = spec(options.shape, options.layers, MAX_LEN, options.tp.size as usize);
     let plan = device.memory_plan(&spec)?;
     mark("weights loaded");
     say(format!("{}: {plan:?}", device.describe()));
