@@ -36,7 +36,7 @@ impl BackendFactory for DetokenizeFactory {
             let skip_special_tokens = parameters::flag(&model.config, "skip_special_tokens")?.unwrap_or(true);
             let has_beams = model.config.output.iter().any(|output| output.name == "OUTPUT" && output.dims.len() > 1);
             let is_nested = has_beams && model.config.max_batch_size > 0;
-            let tokenizer = checkpoint::tokenizer(&model)?;
+            let (tokenizer, _) = checkpoint::tokenizer(&model)?;
             let is_declared = |name: &String| model.config.output.iter().any(|output| output.name == *name);
             let named = HANDED_ON.map(|name| (name, format!("OUT_{name}")));
             let handed_on = named.into_iter().filter(|(_, output)| is_declared(output)).collect();

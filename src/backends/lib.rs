@@ -12,6 +12,7 @@ mod identity;
 pub mod layouts;
 pub mod llm;
 mod parameters;
+mod prompt;
 pub mod python;
 mod tokenize;
 mod words;

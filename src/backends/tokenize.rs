@@ -8,12 +8,13 @@ use futures::future::BoxFuture;
 use repository::ModelConfig;
 use repository::proto::{self, ModelOutput};
 use serving::{
-    Backend, BackendFactory, DataType, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, Name,
+    Backend, BackendFactory, DataType, ErrorKind, InferError, InferRequest, InferResponse, Limit, LoadRequest, Name,
     Parameter, ResponseStream, Tensor,
 };
 use text::Tokenizer;
 
 use crate::layouts::keys::{self, TEXT_INPUTS, Use};
+use crate::prompt::{self, PromptBound};
 use crate::words::WordList;
 use crate::{checkpoint, parameters};
 
@@ -38,8 +39,10 @@ pub(crate) struct TokenizeFactory;
 impl BackendFactory for TokenizeFactory {
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let load = move || {
+            let (tokenizer, bound) = checkpoint::tokenizer(&model)?;
             let encoder = Encoder {
-                tokenizer: checkpoint::tokenizer(&model)?,
+                tokenizer,
+                bound,
                 add_special_tokens: parameters::flag(&model.config, "add_special_tokens")?.unwrap_or(true),
                 is_batched: model.config.max_batch_size > 0,
                 outputs: model.config.output.iter().map(|output| Name::from(&output.name)).collect(),
@@ -61,6 +64,8 @@ struct Tokenize(Arc<Encoder>);
 
 struct Encoder {
     tokenizer: Arc<Tokenizer>,
+    /// How long a prompt may be.
+    bound: PromptBound,
     add_special_tokens: bool,
     is_batched: bool,
     /// Outputs that the configuration declares.
@@ -71,12 +76,24 @@ struct Encoder {
 
 impl Backend for Tokenize {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        self.0.check(&request)?;
         if request.inputs.iter().map(|tensor| tensor.data.len()).sum::<usize>() <= INLINE_BYTES {
             return self.0.encode(&request).map(ResponseStream::ready);
         }
         let (sender, stream) = ResponseStream::channel(1);
         let encoder = self.0.clone();
-        tokio::task::spawn_blocking(move || sender.blocking_send(encoder.encode(&request)));
+        tokio::spawn(async move {
+            let turn = tokio::select! {
+                turn = prompt::turn() => turn,
+                () = sender.cancelled() => return,
+            };
+            let encode = move || {
+                let _turn = turn;
+                sender.blocking_send(encoder.encode(&request))
+            };
+            // Its panic, if any, has ended the stream.
+            let _ = tokio::task::spawn_blocking(encode).await;
+        });
         Ok(stream)
     }
 
@@ -86,6 +103,22 @@ impl Backend for Tokenize {
 }
 
 impl Encoder {
+    /// Refuses texts that are too long and lists of too many words, before any of them is encoded.
+    fn check(&self, request: &InferRequest) -> Result<(), InferError> {
+        for input in ["QUERY", "DECODER_QUERY"] {
+            let Some(tensor) = request.input(input) else { continue };
+            strings(tensor)?.iter().try_for_each(|text| self.bound.check(text.len()))?;
+        }
+        let limits = self.bound.limits();
+        for input in ["STOP_WORDS_DICT", "BAD_WORDS_DICT", "EMBEDDING_BIAS_WORDS"] {
+            let Some(tensor) = request.input(input) else { continue };
+            let words = strings(tensor)?;
+            limits.check(Limit::Words, words.len().div_ceil(self.num_rows(tensor)))?;
+            words.iter().try_for_each(|word| limits.check(Limit::WordBytes, word.len()))?;
+        }
+        Ok(())
+    }
+
     fn encode(&self, request: &InferRequest) -> Result<InferResponse, InferError> {
         for tensor in &request.inputs {
             if let Some(Use::Refused(reason)) = keys::find(TEXT_INPUTS, &tensor.name) {
@@ -213,7 +246,7 @@ impl Encoder {
         let mut lists = Vec::with_capacity(num_rows);
         for row in words.chunks(words.len().div_ceil(num_rows)) {
             let row: Vec<&str> = row.iter().map(|word| utf8(input, word)).collect::<Result<_, _>>()?;
-            lists.push(WordList::encode(&self.tokenizer, row)?);
+            lists.push(WordList::encode(&self.tokenizer, self.bound.limits(), &row)?);
         }
         let width = lists.iter().map(WordList::width).max().unwrap_or(1);
         let mut values = Vec::with_capacity(2 * width * num_rows);

@@ -1,6 +1,7 @@
 //! Stop and bad words as TensorRT-LLM lays them out: `[2, n]`, token ids in one row, where each word ends in the other.
 
-use serving::InferError;
+use rustc_hash::FxHashSet;
+use serving::{InferError, Limit, Limits};
 use text::Tokenizer;
 
 /// Ids are padded with this.
@@ -17,17 +18,22 @@ pub(crate) struct WordList {
 impl WordList {
     /// Every spelling of `words`. A tokenizer spells a word in one way at the start of a text, in another behind a line
     /// end, in a third behind a blank, and a model may produce any of them.
-    pub fn encode<'a>(tokenizer: &Tokenizer, words: impl IntoIterator<Item = &'a str>) -> Result<Self, InferError> {
+    ///
+    /// # Errors
+    /// When there are more words, or longer ones, than `limits` allow, or one cannot be encoded.
+    pub fn encode(tokenizer: &Tokenizer, limits: &Limits, words: &[&str]) -> Result<Self, InferError> {
+        limits.check(Limit::Words, words.len())?;
+        words.iter().try_for_each(|word| limits.check(Limit::WordBytes, word.len()))?;
         let encode = |text: &str| {
             tokenizer.encode(text, false).map_err(|error| InferError::invalid(format!("cannot encode a word: {error}")))
         };
         let line_end = encode("\n")?;
-        let mut spellings: Vec<Vec<u32>> = Vec::new();
-        for word in words.into_iter().filter(|word| !word.is_empty()) {
+        let (mut spellings, mut seen) = (Vec::new(), FxHashSet::default());
+        for word in words.iter().filter(|word| !word.is_empty()) {
             let inside = encode(&format!("\n{word}"))?;
             let inside = inside.strip_prefix(line_end.as_slice()).unwrap_or_default().to_vec();
             for spelling in [encode(word)?, inside, encode(&format!(" {word}"))?] {
-                if !spelling.is_empty() && !spellings.contains(&spelling) {
+                if !spelling.is_empty() && seen.insert(spelling.clone()) {
                     spellings.push(spelling);
                 }
             }

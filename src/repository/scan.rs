@@ -122,11 +122,19 @@ impl Repository {
         paths.iter().filter_map(|path| fs::metadata(path).ok()?.modified().ok()).max()
     }
 
+    /// Whether `name` can be a model's: it names an entry of a directory and nothing outside of it. Every path that is made
+    /// of a model's name is made after this.
+    ///
+    /// # Errors
+    /// [`RepositoryError::UnknownModel`] when it cannot.
+    pub fn check_name(name: &str) -> Result<(), RepositoryError> {
+        let is_wrong = name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']);
+        if is_wrong { Err(RepositoryError::UnknownModel { name: name.to_owned() }) } else { Ok(()) }
+    }
+
     fn model_dir(&self, name: &str) -> Result<PathBuf, RepositoryError> {
+        Self::check_name(name)?;
         let unknown = || RepositoryError::UnknownModel { name: name.to_owned() };
-        if name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']) {
-            return Err(unknown());
-        }
         let mut found = self.roots.iter().map(|root| root.join(name)).filter(|dir| dir.is_dir());
         let first = found.next().ok_or_else(unknown)?;
         match found.next() {

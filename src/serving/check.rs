@@ -1,5 +1,7 @@
 //! Requests against a model's configuration. The words are those that clients of the protocol know.
 
+use std::collections::HashSet;
+
 use repository::ModelConfig;
 use repository::proto::{ModelInput, ModelTensorReshape};
 use smallvec::SmallVec;
@@ -115,10 +117,9 @@ impl Signature {
         let within = |message: String| InferError::invalid(format!("[request id: {}] {message}", shown_id(request)));
         let model = &self.model;
         let given = &request.inputs;
-        for (index, tensor) in given.iter().enumerate() {
-            if given[..index].iter().any(|other| other.name == tensor.name) {
-                return within(format!("input '{}' already exists in request", tensor.name));
-            }
+        let mut seen = HashSet::with_capacity(given.len());
+        if let Some(tensor) = given.iter().find(|tensor| !seen.insert(&*tensor.name)) {
+            return within(format!("input '{}' already exists in request", tensor.name));
         }
         let missing = || self.inputs.iter().filter(|input| !input.optional && request.input(&input.name).is_none());
         let unexpected = || given.iter().filter(|tensor| self.input(&tensor.name).is_none());
@@ -306,8 +307,16 @@ fn shown_id(request: &InferRequest) -> &str {
     if request.id.is_empty() { "<id_unknown>" } else { &request.id }
 }
 
-fn quoted<'a>(names: impl Iterator<Item = &'a Name>) -> String {
-    names.map(|name| format!("'{name}'")).collect::<Vec<_>>().join(",")
+/// Names that an error lists; more are only counted.
+const MAX_LISTED: usize = 32;
+
+fn quoted<'a>(mut names: impl Iterator<Item = &'a Name>) -> String {
+    let listed: Vec<String> = names.by_ref().take(MAX_LISTED).map(|name| format!("'{name}'")).collect();
+    let more = match names.count() {
+        0 => String::new(),
+        count => format!(" and {count} more"),
+    };
+    listed.join(",") + &more
 }
 
 fn listed(shape: &[i64]) -> String {

@@ -1,6 +1,7 @@
 //! Loading and unloading of models.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io::Write as _;
 use std::panic::AssertUnwindSafe;
 use std::path::{Component, Path};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -114,14 +115,26 @@ impl Lifecycle {
         let (lifecycle, name) = (self.clone(), name.to_owned());
         async move {
             let gate = lifecycle.gate(&name);
-            let _turn = gate.lock().await;
-            lifecycle.load_in_turn(&name, overrides).await
+            let turn = gate.lock().await;
+            let loaded = lifecycle.load_in_turn(&name, overrides).await;
+            drop(turn);
+            lifecycle.forget_gate(&name, gate);
+            loaded
         }
         .boxed()
     }
 
     fn gate(&self, name: &str) -> Arc<tokio::sync::Mutex<()>> {
         lock(&self.gates).entry(name.to_owned()).or_default().clone()
+    }
+
+    /// Drops a gate that nobody waits at, so that names which clients make up do not gather.
+    fn forget_gate(&self, name: &str, gate: Arc<tokio::sync::Mutex<()>>) {
+        let mut gates = lock(&self.gates);
+        // The map's and this one.
+        if Arc::strong_count(&gate) == 2 {
+            gates.remove(name);
+        }
     }
 
     async fn load_in_turn(self: &Arc<Self>, name: &str, overrides: LoadOverrides) -> Result<(), InferError> {
@@ -153,6 +166,7 @@ impl Lifecycle {
             RepositoryError::UnknownModel { .. } => poll_failed(String::new()),
             error => poll_failed(format!(": {error}")),
         };
+        Repository::check_name(name).map_err(explain)?;
         let modified = self.repository.modified(name);
         let LoadOverrides { config, files } = overrides;
         let (source, files) = match config {
@@ -429,7 +443,8 @@ fn load_request(source: &ModelSource, version: i64, config: &Arc<ModelConfig>, l
     }
 }
 
-/// Writes files given with a load request into a repository of their own.
+/// Writes files given with a load request into a repository of their own, a new directory that is this user's alone. `name`
+/// has been checked.
 fn write_files(name: &str, files: &BTreeMap<String, Bytes>) -> Result<TempDir, String> {
     let failed = |error: std::io::Error| format!(": cannot keep the given files: {error}");
     let dir = tempfile::Builder::new().prefix("trireme-model-").tempdir().map_err(failed)?;
@@ -440,7 +455,7 @@ fn write_files(name: &str, files: &BTreeMap<String, Bytes>) -> Result<TempDir, S
         }
         let path = dir.path().join(name).join(path);
         std::fs::create_dir_all(path.parent().expect("it is below the model's directory")).map_err(failed)?;
-        std::fs::write(path, contents).map_err(failed)?;
+        std::fs::File::create_new(path).and_then(|mut file| file.write_all(contents)).map_err(failed)?;
     }
     Ok(dir)
 }

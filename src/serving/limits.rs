@@ -5,7 +5,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crate::InferError;
+use crate::{InferError, InferRequest};
 
 /// One limit. The first argument of an error is what the client sent too much of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -172,6 +172,27 @@ impl Limits {
     }
 }
 
+impl Limits {
+    /// Compares everything in `request` that has a limit of its own, whatever the protocol. It is called before the request is
+    /// looked at in any other way, and takes time in proportion to the number of its parts.
+    ///
+    /// # Errors
+    /// As [`Limits::check`], for the first that is too much.
+    pub(crate) fn check_request(&self, request: &InferRequest) -> Result<(), InferError> {
+        self.check(Limit::IdBytes, request.id.len())?;
+        self.check(Limit::NameBytes, request.model_name.len().max(request.model_version.len()))?;
+        self.check(Limit::Inputs, request.inputs.len())?;
+        self.check(Limit::Outputs, request.requested_outputs.len())?;
+        self.check(Limit::Parameters, request.parameters.len())?;
+        for tensor in &request.inputs {
+            self.check(Limit::NameBytes, tensor.name.len())?;
+            self.check(Limit::Dimensions, tensor.shape.len())?;
+        }
+        request.requested_outputs.iter().try_for_each(|name| self.check(Limit::NameBytes, name.len()))?;
+        request.parameters.keys().try_for_each(|name| self.check(Limit::NameBytes, name.len()))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -190,5 +211,40 @@ mod tests {
         let error = limits.check(Limit::Messages, 4).unwrap_err();
         assert_eq!(error.message, "request has 4 messages, at most 3 are allowed (--max-request-messages)");
         assert_eq!(Limit::Messages.num_refused(), before + 1);
+    }
+
+    #[test]
+    fn each_part_of_a_request_is_compared() {
+        let long = || crate::Name::from(&"a".repeat(5000));
+        let request = InferRequest::default;
+        let tensor = |name: crate::Name, dims: usize| crate::Tensor {
+            shape: std::iter::repeat_n(1, dims).collect(),
+            name,
+            ..crate::Tensor::from_i32("", &[1], &[1])
+        };
+        let many = |count: usize| (0..count).map(|index| index.to_string());
+        let cases = [
+            ("--max-request-id-bytes", InferRequest { id: crate::Name::from(&"a".repeat(70_000)), ..request() }),
+            ("--max-name-bytes", InferRequest { model_name: long(), ..request() }),
+            ("--max-name-bytes", InferRequest { model_version: long(), ..request() }),
+            ("--max-name-bytes", InferRequest { inputs: vec![tensor(long(), 1)], ..request() }),
+            ("--max-tensor-dimensions", InferRequest { inputs: vec![tensor("a".into(), 65)], ..request() }),
+            ("--max-request-inputs", InferRequest { inputs: vec![tensor("a".into(), 1); 1025], ..request() }),
+            ("--max-request-outputs", InferRequest { requested_outputs: vec!["a".into(); 1025], ..request() }),
+            ("--max-name-bytes", InferRequest { requested_outputs: vec![long()], ..request() }),
+            (
+                "--max-request-parameters",
+                InferRequest {
+                    parameters: many(1025).map(|name| (name, crate::Parameter::Int(1))).collect(),
+                    ..request()
+                },
+            ),
+        ];
+        for (flag, request) in cases {
+            let error = Limits::default().check_request(&request).unwrap_err();
+            assert!(error.message.contains(flag) && error.message.len() < 200, "{flag}: {}", error.message);
+        }
+        let full = InferRequest { inputs: vec![tensor("a".into(), 64); 1024], ..request() };
+        assert_eq!(Limits::default().check_request(&full), Ok(()));
     }
 }

@@ -257,6 +257,7 @@ impl Server {
         if self.is_draining.load(Ordering::Relaxed) {
             return Err(InferError::unavailable("the server is stopping and takes no new requests"));
         }
+        self.config.limits.check_request(&request)?;
         self.registry().resolve(&request.model_name, &request.model_version)?.infer(request)
     }
 

@@ -158,6 +158,12 @@ impl Tokenizer {
         self.spelling.vocab_size()
     }
 
+    /// Most bytes of text that one token stands for; at least 1. A tokenizer that drops characters, as some normalizers do,
+    /// may give fewer tokens for a text than its length divided by this.
+    pub fn max_token_bytes(&self) -> usize {
+        self.spelling.longest()
+    }
+
     /// The id of a token spelled as in the tokenizer's file, such as `</s>` or `Ġthe`.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
         match &self.model {

@@ -11,8 +11,8 @@ use futures::future::{BoxFuture, join_all};
 use repository::ModelConfig;
 use repository::proto::{DataType as ConfigType, ModelOutput, ModelParameter};
 use serving::{
-    Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseSender, ResponseStream,
-    Tensor,
+    Backend, BackendFactory, InferError, InferRequest, InferResponse, Limit, LoadRequest, ResponseSender,
+    ResponseStream, Tensor,
 };
 use text::{Detokenizer, Tokenizer};
 
@@ -22,6 +22,7 @@ use super::text_names::{
     BAD_WORDS, EXCLUDE_INPUT, NAMES, STOP_WORDS, STREAM, default_inputs, input, missing_inputs, text_output,
 };
 use super::text_values::{Answer, Row, RunningText, find, flag, prompts};
+use crate::prompt::PromptBound;
 use crate::tokenize::add_special_tokens;
 use crate::words::WordList;
 use crate::{checkpoint, parameters};
@@ -109,6 +110,8 @@ struct TextModel {
     /// Set once the engine is loaded.
     llm: Option<Arc<dyn Backend>>,
     tokenizer: Arc<Tokenizer>,
+    /// How long a prompt may be.
+    bound: PromptBound,
     max_tokens: i32,
     /// Whether each text lies in a row of its own; else, where the output is a list of any length, all in one: clients of
     /// TensorRT-LLM's text models read `text_output[0]`.
@@ -127,8 +130,9 @@ impl TextModel {
         let dir = engine.config.parameter("gpt_model_path").unwrap_or_default();
         let tokenizer = match checkpoint::has_tokenizer(dir.as_ref()) {
             true => Arc::new(Tokenizer::from_dir(dir.as_ref()).map_err(|error| wrong(error.to_string()))?),
-            false => checkpoint::tokenizer(model)?,
+            false => checkpoint::tokenizer(model)?.0,
         };
+        let bound = PromptBound::new(model.limits, &tokenizer, Some(dir.as_ref()));
         let mut max_tokens = DEFAULT_MAX_TOKENS;
         for key in DEFAULT_LENGTH {
             max_tokens = parameters::number(config, key)?.unwrap_or(max_tokens);
@@ -140,6 +144,7 @@ impl TextModel {
         Ok(Self {
             llm: None,
             tokenizer,
+            bound,
             max_tokens,
             is_nested: config.max_batch_size > 0 && text.dims != [-1],
             is_decoupled: config.is_decoupled(),
@@ -193,8 +198,10 @@ impl TextModel {
     fn words(&self, request: &InferRequest, names: &[&str], output: &str) -> Result<Option<Tensor>, InferError> {
         let tensor = names.iter().filter_map(|name| request.input(name)).find_map(|tensor| tensor.to_byte_strings());
         let Some(words) = tensor else { return Ok(None) };
-        let words: Vec<String> = words.iter().map(|word| String::from_utf8_lossy(word).into_owned()).collect();
-        let list = WordList::encode(&self.tokenizer, words.iter().map(String::as_str))?;
+        self.bound.limits().check(Limit::Words, words.len())?;
+        let words: Vec<_> = words.iter().map(|word| String::from_utf8_lossy(word)).collect();
+        let words: Vec<&str> = words.iter().map(|word| &**word).collect();
+        let list = WordList::encode(&self.tokenizer, self.bound.limits(), &words)?;
         let mut values = Vec::new();
         list.write(list.width(), &mut values);
         Ok(Some(Tensor::from_i32(output, &[1, 2, list.width() as i64], &values)))
@@ -280,6 +287,7 @@ impl Backend for TextModel {
                 prompts.len()
             )));
         }
+        prompts.iter().try_for_each(|prompt| self.bound.check(prompt.len()))?;
         let mut runs = Vec::with_capacity(prompts.len());
         for (index, prompt) in prompts.iter().enumerate() {
             let row = Row { index, count: prompts.len() };

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use engine::{EngineConfig, Policy, TokenId};
 use repository::ModelConfig;
-use serving::{DataType, InferError, LoadRequest};
+use serving::{DataType, InferError, Limits, LoadRequest};
 use worker::{DeviceChoice, KvMemory, WeightPrecision};
 
 use super::queue_rules::QueueRules;
@@ -69,6 +69,8 @@ pub(crate) struct LlmConfig {
     pub(crate) engine: EngineConfig,
     /// How requests wait.
     pub(crate) queue: QueueRules,
+    /// What one request may contain.
+    pub(crate) limits: Limits,
     /// Whether a request may have many responses.
     pub(crate) decoupled: bool,
     /// Drop the prompt from `output_ids` when the request does not say.
@@ -119,6 +121,7 @@ impl LlmConfig {
             weight_precision: weight_precision(config, defaults)?,
             engine,
             queue,
+            limits: load.limits,
             decoupled: config.model_transaction_policy.as_ref().is_some_and(|policy| policy.decoupled),
             exclude_input: parameter(config, "exclude_input_in_output")?.unwrap_or(false),
             outputs: config.output.iter().map(|output| output.name.clone()).collect(),

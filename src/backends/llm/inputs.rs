@@ -2,14 +2,15 @@
 
 use std::sync::atomic::Ordering;
 
-use engine::{BeamParams, Request, SamplingParams, TokenId};
-use serving::{DataType, InferError, InferRequest, Parameter, Tensor};
+use engine::{BeamParams, Refused, Request, SamplingParams, TokenId};
+use serving::{DataType, InferError, InferRequest, Limit, Parameter, Tensor};
 
 use super::config::LlmConfig;
 use super::queue_rules::Timeout;
+use super::step_thread::error_of;
 
-/// Most stop or bad words of one request.
-const MAX_WORDS: usize = 1024;
+/// Ways in which a tokenizer spells one word, each of them a word here.
+const SPELLINGS: u64 = 3;
 
 /// Most bytes of logits that a request may have rank 0 keep: as much as one gRPC message could carry.
 const MAX_LOGITS_BYTES: usize = i32::MAX as usize;
@@ -90,7 +91,7 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Wanted
         let words = "`streaming` is true, but this model is not decoupled; set `model_transaction_policy { decoupled: true }` or leave `streaming` out";
         return Err(InferError::invalid(words));
     }
-    let beams = beams(request)?;
+    let beams = beams(config, request)?;
     if streaming && beams.is_some() {
         let words = "`streaming` is true, but beams are known only when their search has ended; set `beam_width` to 1 or leave `streaming` out";
         return Err(InferError::invalid(words));
@@ -180,8 +181,13 @@ fn num_sequences(config: &LlmConfig, request: &InferRequest, beams: Option<&Beam
 }
 
 /// TensorRT-LLM's settings of a beam search, with its defaults.
-fn beams(request: &InferRequest) -> Result<Option<BeamParams>, InferError> {
+fn beams(config: &LlmConfig, request: &InferRequest) -> Result<Option<BeamParams>, InferError> {
     let width = scalar::<i64>(request, &["beam_width"])?.unwrap_or(1);
+    // The engine refuses it in the same words; by then the width would have sized the request's answer.
+    let max = config.engine.max_rows;
+    if let Some(width) = u32::try_from(width).ok().filter(|&width| width > 1 && width as usize > max) {
+        return Err(error_of(&Refused::BeamWidth { width, max }));
+    }
     let finite = f32::MIN..=f32::MAX;
     let params = BeamParams {
         width: u32::try_from(width)
@@ -225,6 +231,10 @@ fn prompt(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, In
             InferError::invalid(format!("`input_lengths` is {length}, but `input_ids` has {} tokens", ids.len()))
         })?,
     };
+    let max = config.engine.max_sequence_len.saturating_sub(1);
+    if length > max {
+        return Err(error_of(&Refused::PromptTooLong { len: length, max }));
+    }
     ids[..length].iter().map(|&id| prompt_token(config, id)).collect()
 }
 
@@ -335,15 +345,16 @@ fn words(config: &LlmConfig, request: &InferRequest, name: &str) -> Result<Vec<V
         return Err(broken(&format!("has shape {:?}", tensor.shape)));
     }
     let (ids, ends) = values.split_at(values.len() / 2);
+    let (count, max) = (ends.iter().take_while(|&&end| end > 0).count(), SPELLINGS * config.limits.get(Limit::Words));
+    if count as u64 > max {
+        return Err(Limit::Words.refuse(count as u64, max));
+    }
     let (mut words, mut start) = (Vec::new(), 0);
     for &end in ends.iter().take_while(|&&end| end > 0) {
         let end = usize::try_from(end).ok().filter(|&end| end > start && end <= ids.len());
         let end = end.ok_or_else(|| broken("names an end beyond its ids"))?;
         words.push(ids[start..end].iter().map(|&id| token(config, name, id)).collect::<Result<Vec<_>, _>>()?);
         start = end;
-    }
-    if words.len() > MAX_WORDS {
-        return Err(InferError::invalid(format!("`{name}` has {} words, at most {MAX_WORDS} are taken", words.len())));
     }
     Ok(words)
 }
