@@ -66,12 +66,20 @@ pub struct Config {
     pub max_bytes_in_flight: usize,
     /// Requests of one gRPC stream that may be in flight; more wait in the client's window.
     pub max_requests_per_stream: usize,
-    /// Connections of one port; more wait to be accepted.
+    /// Connections of one port. Idle ones make room for more; where none is idle, more wait to be accepted.
     pub max_connections: u32,
+    /// Connections of one client address; more are closed. 0 is any number.
+    pub max_connections_per_address: u32,
+    /// Time in which a client must read something of its answers; `None` is for ever.
+    pub write_timeout: Option<Duration>,
     /// Compression of gRPC responses.
     pub grpc_response_compression: Compression,
     /// TLS of the gRPC port; `None` serves in the clear.
     pub grpc_tls: Option<Tls>,
+    /// TLS of the HTTP port; `None` serves in the clear.
+    pub http_tls: Option<Tls>,
+    /// TLS of the metrics port; `None` serves in the clear.
+    pub metrics_tls: Option<Tls>,
     /// Whether other servers may have the gRPC port too, if they all say so.
     pub reuse_grpc_port: bool,
     /// Whether other servers may have the HTTP port too, if they all say so.
@@ -123,8 +131,12 @@ impl Default for Config {
             max_bytes_in_flight: 4 << 30,
             max_requests_per_stream: 4096,
             max_connections: 16_384,
+            max_connections_per_address: 0,
+            write_timeout: Some(Duration::from_secs(300)),
             grpc_response_compression: Compression::None,
             grpc_tls: None,
+            http_tls: None,
+            metrics_tls: None,
             reuse_grpc_port: false,
             reuse_http_port: false,
             grpc_restrictions: Restrictions::default(),

@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::future::Future;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures::future::FutureExt as _;
@@ -113,6 +114,7 @@ impl<R: ServerReflection> GrpcService<R> {
         if let Err(status) = admit(&self.state, &mut request) {
             return Some(refuse(status, respond));
         }
+        let patience = self.state.config.write_timeout;
         let path = request.uri().path();
         if path.starts_with("/inference.GRPCInferenceService/") {
             let is_packed = request.headers().get("grpc-encoding").is_some_and(|coding| coding != "identity");
@@ -125,11 +127,11 @@ impl<R: ServerReflection> GrpcService<R> {
             request.extensions_mut().insert(charge.clone());
             let request = request.map(|body| Counted::new(body, charge));
             let inference = if is_packed { &mut self.compressed } else { &mut self.inference };
-            Some(answer(inference.call(request), respond))
+            Some(answer(inference.call(request), respond, patience))
         } else if path.starts_with("/grpc.health.v1.Health/") {
-            Some(answer(self.health.call(request), respond))
+            Some(answer(self.health.call(request), respond, patience))
         } else if path.starts_with("/grpc.reflection.v1.ServerReflection/") {
-            Some(answer(self.reflection.call(request), respond))
+            Some(answer(self.reflection.call(request), respond, patience))
         } else {
             let status = Status::unimplemented(format!("no service at '{path}'"));
             Some(refuse(status, respond))
@@ -141,10 +143,11 @@ impl<R: ServerReflection> GrpcService<R> {
 fn answer(
     answer: impl Future<Output = Result<Response<Body>, Infallible>> + Send + 'static,
     respond: SendResponse<Bytes>,
+    patience: Option<Duration>,
 ) -> Box<dyn Call> {
-    Box::new(http2::send(answer.map(|Ok(answer)| answer), respond).boxed())
+    Box::new(http2::send(answer.map(|Ok(answer)| answer), respond, patience).boxed())
 }
 
 fn refuse(status: Status, respond: SendResponse<Bytes>) -> Box<dyn Call> {
-    answer(std::future::ready(Ok(status.into_http())), respond)
+    answer(std::future::ready(Ok(status.into_http())), respond, None)
 }

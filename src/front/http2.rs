@@ -30,6 +30,7 @@ pub use keep_alive::Patience;
 pub use request_body::RequestBody;
 
 use crate::coalesce::Coalesce;
+use crate::connections::Activity;
 use crate::listener;
 
 /// Turns that calls and connection have before other tasks of the runtime have theirs.
@@ -67,8 +68,8 @@ where
     T: AsyncRead + AsyncWrite + Unpin,
     F: FnMut(Request<RequestBody>, SendResponse<Bytes>) -> Option<Box<dyn Call>>,
 {
-    /// Serves a client over `io`; each of its calls is what `begin` makes of it.
-    pub fn new(io: T, patience: Patience, begin: F) -> Self {
+    /// Serves a client over `io`, busy while it has calls; each of its calls is what `begin` makes of it.
+    pub fn new(io: T, activity: Arc<Activity>, patience: Patience, begin: F) -> Self {
         let mut settings = Builder::new();
         settings
             .initial_window_size(WINDOW_BYTES)
@@ -80,7 +81,7 @@ where
             .max_local_error_reset_streams(Some(MAX_BROKEN_CALLS));
         let io = Coalesce::new(io);
         let heard = io.heard();
-        let (alarm, calls) = <(Arc<Alarm>, Calls)>::default();
+        let (alarm, calls) = (Arc::<Alarm>::default(), Calls::new(activity));
         let waker = Waker::from(alarm.clone());
         let wire = Wire::Handshake(settings.handshake(io), heard);
         Self { wire, begin, calls, patience, is_leaving: false, alarm, waker }
@@ -195,7 +196,8 @@ mod tests {
         F: FnMut(Request<RequestBody>, SendResponse<Bytes>) -> Option<Box<dyn Call>> + Unpin + Send + 'static,
     {
         let (server, client) = tokio::io::duplex(1 << 16);
-        let serving = tokio::spawn(async move { Together::new(server, patience, begin).await.unwrap() });
+        let serving =
+            tokio::spawn(async move { Together::new(server, Arc::default(), patience, begin).await.unwrap() });
         // The pieces are small, and many before they are read.
         let client = client::Builder::new().data_frame_budget(usize::MAX).handshake(client).await;
         let (requests, driver) = client.unwrap();
@@ -256,7 +258,7 @@ mod tests {
                 assert!(!is_first, "on purpose");
                 Response::new(http_body_util::Full::new(Bytes::from_static(b"well")))
             };
-            Some(Box::new(send(answer, respond).boxed()))
+            Some(Box::new(send(answer, respond, None).boxed()))
         })
         .await;
         let (first, second) = (call(&requests).await, call(&requests).await);
@@ -277,7 +279,10 @@ mod tests {
     async fn a_client_is_asked_for_a_sign_of_life_and_let_go_without_one() {
         let patience = Patience { silence: Duration::from_millis(20), answer: Duration::from_millis(200) };
         let (server, mut silent) = shake_hands().await;
-        timeout(LONG, Together::new(server, patience, |_, _| None)).await.expect("it waited for ever").unwrap();
+        timeout(LONG, Together::new(server, Arc::default(), patience, |_, _| None))
+            .await
+            .expect("it waited for ever")
+            .unwrap();
         let mut heard = Vec::new();
         silent.read_to_end(&mut heard).await.unwrap();
         let is_ping = |frame: &[u8]| frame[..5] == [0, 0, 8, 6, 0];
@@ -291,7 +296,7 @@ mod tests {
     #[tokio::test]
     async fn a_connection_that_is_to_end_before_it_has_begun_does() {
         let (server, client) = tokio::io::duplex(1 << 16);
-        let mut together = Box::pin(Together::new(server, NEVER, |_, _| None));
+        let mut together = Box::pin(Together::new(server, Arc::default(), NEVER, |_, _| None));
         listener::Connection::graceful_shutdown(together.as_mut());
         let serving = tokio::spawn(together);
         let (_requests, driver) = client::handshake(client).await.unwrap();

@@ -20,10 +20,12 @@ mod base64;
 mod body;
 mod budget;
 mod classification;
+mod client_stream;
 mod coalesce;
 mod codec;
 mod coding;
 mod config;
+mod connections;
 mod exposition;
 mod forward;
 #[cfg(feature = "fuzzing")]

@@ -12,7 +12,11 @@ use tokio::sync::{Semaphore, watch};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
+use serving::Repeated;
+
+use crate::client_stream::ClientStream;
 use crate::config::Address;
+use crate::connections::{Activity, Admitted, Connections};
 use crate::tls::{Socket, TlsError};
 
 /// Why the front did not start.
@@ -25,8 +29,8 @@ pub enum StartError {
     Listen { service: &'static str, address: Address, source: io::Error },
     #[error(transparent)]
     Config(#[from] crate::ConfigError),
-    #[error("failed to start gRPC service with TLS: {0}")]
-    Tls(#[from] TlsError),
+    #[error("failed to start {service} with TLS: {source}")]
+    Tls { service: &'static str, source: TlsError },
 }
 
 /// Connections that wait to be accepted.
@@ -59,20 +63,21 @@ fn listen(address: SocketAddr, is_shared: bool) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-/// Longest beginning that is waited for.
-pub const MAX_PREFACE_BYTES: usize = 24;
-
 /// What bounds the connections of a port.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Connections at once; more wait to be accepted.
+    /// Connections at once. Idle ones make room when more than four fifths are taken; else more wait to be accepted.
     pub max_connections: u32,
+    /// Connections of one client address; 0 is any number.
+    pub max_per_address: u32,
     /// Age at which a connection takes no further request.
     pub max_age: Option<Duration>,
     /// Time that its last requests have from then on; `None` is for ever.
     pub age_grace: Option<Duration>,
-    /// Time in which a client must have begun to speak the port's protocol.
+    /// Time in which a client must have begun to speak the port's protocol, TLS before it included.
     pub patience: Duration,
+    /// Time in which a client must read something of what is written to it; `None` is for ever.
+    pub write_patience: Option<Duration>,
     /// The bytes of that beginning, where the protocol's own server would wait for them for ever.
     pub preface_bytes: usize,
 }
@@ -80,7 +85,7 @@ pub struct Limits {
 /// A connection that is served, as a future that ends with it.
 pub trait Connection: Future<Output = Result<(), Self::Error>> {
     /// Why it broke off.
-    type Error;
+    type Error: std::fmt::Display + Send;
 
     /// Takes no further request, and ends with the last of those that it has.
     fn graceful_shutdown(self: Pin<&mut Self>);
@@ -115,6 +120,15 @@ pub struct Port {
 
 /// Pause after a failed accept, so that a machine out of file descriptors is not made busier.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+/// Pause between two looks for connections that have become idle, while all are taken.
+const ROOM_PAUSE: Duration = Duration::from_millis(100);
+/// Time that a client has to end a connection that makes room for another one.
+const LEAVE_GRACE: Duration = Duration::from_millis(300);
+/// A client that has vanished is found by the kernel after this silence and probes.
+const KEEP_ALIVE: (Duration, Duration, u32) = (Duration::from_secs(60), Duration::from_secs(15), 4);
+
+/// Out of file descriptors, each connection would be a warning.
+static ACCEPT_WARNINGS: Repeated = Repeated::new(1);
 
 impl Port {
     /// Serves each connection of `listener` with what `connect` makes of it, within TLS if there is an acceptor.
@@ -128,16 +142,19 @@ impl Port {
         connect: F,
     ) -> io::Result<Self>
     where
-        F: Fn(Socket) -> C + Send + Sync + 'static,
-        C: Connection<Error: std::fmt::Display> + Send + 'static,
+        F: Fn(ClientStream<Socket>, Arc<Activity>) -> C + Send + Sync + 'static,
+        C: Connection + Send + 'static,
     {
         let local_address = listener.local_addr()?;
+        keep_alive(&listener)?;
         let socket = listener.into_std()?;
         let listener = TcpListener::from_std(socket.try_clone()?)?;
         let stop = CancellationToken::new();
         let leave = watch::Sender::new(None);
         let permits = Arc::new(Semaphore::new(limits.max_connections as usize));
-        let door = Arc::new(Door { limits, stop: stop.clone(), leave: leave.subscribe(), acceptor, connect });
+        let connections = Arc::new(Connections::new(limits.max_connections, limits.max_per_address));
+        let (stopped, left) = (stop.clone(), leave.subscribe());
+        let door = Arc::new(Door { limits, connections, stop: stopped, leave: left, acceptor, connect });
         let accepting = tokio::spawn(accept(listener, permits.clone(), door));
         Ok(Self { local_address, stop, leave, socket, accepting, limits, permits })
     }
@@ -171,45 +188,80 @@ impl Port {
     }
 }
 
+/// Has the kernel look whether clients are still there. Connections have it from the socket that accepts them.
+fn keep_alive(listener: &TcpListener) -> io::Result<()> {
+    use rustix::net::sockopt;
+    let (silence, pause, count) = KEEP_ALIVE;
+    sockopt::set_socket_keepalive(listener, true)?;
+    sockopt::set_tcp_keepidle(listener, silence)?;
+    sockopt::set_tcp_keepintvl(listener, pause)?;
+    sockopt::set_tcp_keepcnt(listener, count)?;
+    Ok(())
+}
+
 /// What every connection of a port passes.
 struct Door<F> {
     limits: Limits,
+    connections: Arc<Connections>,
     stop: CancellationToken,
     leave: watch::Receiver<Option<Duration>>,
     acceptor: Option<TlsAcceptor>,
     connect: F,
 }
 
-/// Pause between two looks at a preface that comes in pieces.
-const PREFACE_PAUSE: Duration = Duration::from_millis(20);
-
-impl<F> Door<F> {
-    /// The socket of a client that has begun to speak.
-    async fn greet(&self, stream: TcpStream) -> io::Result<Socket> {
-        if self.acceptor.is_none() && self.limits.preface_bytes > 0 {
-            let mut preface = [0; MAX_PREFACE_BYTES];
-            let preface = &mut preface[..self.limits.preface_bytes];
-            while let 1.. = self.missing(&stream, preface).await? {
-                tokio::time::sleep(PREFACE_PAUSE).await;
+impl<F, C> Door<F>
+where
+    F: Fn(ClientStream<Socket>, Arc<Activity>) -> C,
+    C: Connection,
+{
+    /// Serves a client from its first byte on.
+    async fn pass(&self, stream: TcpStream, activity: &Arc<Activity>) {
+        let begun = tokio::select! {
+            begun = tokio::time::timeout(self.limits.patience, self.begin(stream, activity)) => begun,
+            () = activity.told_to_leave() => return,
+        };
+        match begun {
+            Ok(Ok(stream)) => {
+                let connection = (self.connect)(stream, activity.clone());
+                serve(connection, self.limits, self.stop.clone(), self.leave.clone(), activity).await;
             }
+            Ok(Err(error)) => tracing::debug!("a client did not begin: {error}"),
+            Err(_) => tracing::debug!("a client did not begin within {:?}", self.limits.patience),
         }
-        Socket::accept(stream, self.acceptor.as_ref()).await
     }
 
-    /// How many bytes of the preface have not come yet. They stay in the socket.
-    async fn missing(&self, stream: &TcpStream, preface: &mut [u8]) -> io::Result<usize> {
-        let wanted = preface.len();
-        match stream.peek(preface).await? {
-            0 => Err(io::ErrorKind::UnexpectedEof.into()),
-            found => Ok(wanted - found),
+    /// The bytes of a client that has begun to speak.
+    async fn begin(&self, stream: TcpStream, activity: &Arc<Activity>) -> io::Result<ClientStream<Socket>> {
+        let socket = Socket::accept(stream, self.acceptor.as_ref()).await?;
+        let mut stream = ClientStream::new(socket, activity.clone(), self.limits.write_patience);
+        if self.limits.preface_bytes > 0 {
+            stream.await_bytes(self.limits.preface_bytes).await?;
+        }
+        Ok(stream)
+    }
+
+    /// The client's place and its permit, for which idle connections make room. `None` when its address has too many.
+    async fn admit(
+        &self,
+        client: SocketAddr,
+        permits: &Arc<Semaphore>,
+    ) -> Option<(Admitted, tokio::sync::OwnedSemaphorePermit)> {
+        let admitted = self.connections.admit(client.ip())?;
+        self.connections.make_room(&admitted);
+        let mut permit = std::pin::pin!(permits.clone().acquire_owned());
+        loop {
+            match tokio::time::timeout(ROOM_PAUSE, &mut permit).await {
+                Ok(permit) => return Some((admitted, permit.ok()?)),
+                Err(_) => self.connections.make_room(&admitted),
+            }
         }
     }
 }
 
 async fn accept<F, C>(listener: TcpListener, permits: Arc<Semaphore>, door: Arc<Door<F>>)
 where
-    F: Fn(Socket) -> C + Send + Sync + 'static,
-    C: Connection<Error: std::fmt::Display> + Send + 'static,
+    F: Fn(ClientStream<Socket>, Arc<Activity>) -> C + Send + Sync + 'static,
+    C: Connection + Send + 'static,
 {
     let mut leave = door.leave.clone();
     loop {
@@ -217,41 +269,44 @@ where
             biased;
             () = door.stop.cancelled() => return,
             _ = leave.wait_for(Option::is_some) => return,
-            accepted = async {
-                let permit = permits.clone().acquire_owned().await;
-                listener.accept().await.map(|(stream, _)| (stream, permit))
-            } => accepted,
+            accepted = listener.accept() => accepted,
         };
-        match accepted {
-            Ok((stream, permit)) => {
-                let _ = stream.set_nodelay(true); // Only costs latency where it fails.
-                let door = door.clone();
-                tokio::spawn(async move {
-                    let greeted = tokio::time::timeout(door.limits.patience, door.greet(stream));
-                    match greeted.await {
-                        Ok(Ok(socket)) => {
-                            serve((door.connect)(socket), door.limits, door.stop.clone(), door.leave.clone()).await
-                        }
-                        Ok(Err(error)) => tracing::debug!("a client did not begin: {error}"),
-                        Err(_) => tracing::debug!("a client did not begin within {:?}", door.limits.patience),
-                    }
-                    drop(permit);
-                });
-            }
+        let (stream, client) = match accepted {
+            Ok(accepted) => accepted,
             Err(error) => {
-                tracing::warn!("cannot accept a connection: {error}");
+                if let Some(unlogged) = ACCEPT_WARNINGS.due() {
+                    tracing::warn!("cannot accept a connection: {error}{unlogged}");
+                }
+                // An idle connection that goes gives its file descriptor back.
+                door.connections.make_room_for_files();
                 tokio::time::sleep(ACCEPT_PAUSE).await;
+                continue;
             }
-        }
+        };
+        let admitted = tokio::select! {
+            () = door.stop.cancelled() => return,
+            admitted = door.admit(client, &permits) => admitted,
+        };
+        let Some((admitted, permit)) = admitted else {
+            tracing::debug!("{client} is refused: its address has all the connections that it may have");
+            continue;
+        };
+        let _ = stream.set_nodelay(true); // Only costs latency where it fails.
+        let door = door.clone();
+        tokio::spawn(async move {
+            door.pass(stream, &admitted.activity).await;
+            drop((admitted, permit));
+        });
     }
 }
 
 /// Serves a connection until its client leaves, or, told to stop or too old, until its last request has ended.
-async fn serve<C: Connection<Error: std::fmt::Display>>(
+async fn serve<C: Connection>(
     connection: C,
     limits: Limits,
     stop: CancellationToken,
     leave: watch::Receiver<Option<Duration>>,
+    activity: &Activity,
 ) {
     let mut connection = std::pin::pin!(connection);
     let grows_old = async {
@@ -260,14 +315,21 @@ async fn serve<C: Connection<Error: std::fmt::Display>>(
             None => std::future::pending().await,
         }
     };
-    let grace = tokio::select! {
+    let (grace, makes_room) = tokio::select! {
         result = &mut connection => return report(result),
-        () = stop.cancelled() => None,
-        () = lingers(leave) => None,
-        () = grows_old => limits.age_grace,
+        () = stop.cancelled() => (None, false),
+        () = lingers(leave) => (None, false),
+        () = grows_old => (limits.age_grace, false),
+        () = activity.told_to_leave() => (Some(LEAVE_GRACE), true),
     };
     connection.as_mut().graceful_shutdown();
     match grace {
+        // A request that was on its way is answered.
+        Some(grace) if makes_room => match tokio::time::timeout(grace, &mut connection).await {
+            Ok(result) => report(result),
+            Err(_) if activity.is_idle() => tracing::debug!("an idle connection made room for another client"),
+            Err(_) => report(connection.await),
+        },
         Some(grace) => match tokio::time::timeout(grace, connection).await {
             Ok(result) => report(result),
             Err(_) => tracing::debug!("a connection outlived its age and its grace of {grace:?}"),

@@ -1,11 +1,16 @@
 //! The front's life: bind all ports or none, serve, drain, end.
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use http::StatusCode;
+use bytes::Bytes;
 use http::header::{CONNECTION, HeaderValue, RETRY_AFTER};
+use http::{Request, StatusCode};
+use hyper::body::{Body, Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -15,14 +20,17 @@ use tokio::runtime::Handle;
 use tokio_rustls::TlsAcceptor;
 
 use self::slow_heads::{Requests, SlowHeads};
+use crate::body::ReplyBody;
 use crate::config::Config;
+use crate::connections::Busy;
 use crate::grpc_service::grpc_service;
 use crate::http2::{Patience, Together};
-use crate::kserve_http;
-use crate::listener::{Limits, MAX_PREFACE_BYTES, Port, StartError, bind};
+use crate::kserve_http::{self, Reply};
+use crate::listener::{Limits, Port, StartError, bind};
 use crate::metrics::{self, MetricsSource};
 use crate::state::State;
 use crate::status::RETRY_AFTER_SECS;
+use crate::tls::Tls;
 
 mod slow_heads;
 
@@ -60,6 +68,10 @@ const CLOSE_GRACE: Duration = Duration::from_secs(1);
 /// Time in which clients may use an HTTP connection that they hold idle while another world takes over; its next
 /// answer tells them to open a new one.
 const LINGER: Duration = Duration::from_secs(5);
+/// The first bytes of HTTP/2: "PRI * HTTP/2.0" and what follows (RFC 9113, 3.4).
+const PREFACE_BYTES: usize = 24;
+/// Connections of the metrics port, which few programs ask.
+const MAX_METRICS_CONNECTIONS: u32 = 256;
 
 /// Binds every configured port, or none, and begins to serve on the current runtime.
 ///
@@ -85,7 +97,9 @@ pub async fn start_on(
     sources: Vec<Arc<dyn MetricsSource>>,
 ) -> Result<Running, StartError> {
     config.validate()?;
-    let acceptor = config.grpc_tls.as_ref().map(crate::Tls::acceptor).transpose()?;
+    let grpc_acceptor = acceptor("gRPC service", config.grpc_tls.as_ref(), b"h2")?;
+    let http_acceptor = acceptor("HTTP service", config.http_tls.as_ref(), b"http/1.1")?;
+    let metrics_acceptor = acceptor("metrics service", config.metrics_tls.as_ref(), b"http/1.1")?;
     let grpc = listen("gRPC service", listeners.grpc, config.grpc.as_ref(), config.reuse_grpc_port).await?;
     let http = listen("HTTP service", listeners.http, config.http.as_ref(), config.reuse_http_port).await?;
     let metrics = listen("metrics service", listeners.metrics, config.metrics.as_ref(), false).await?;
@@ -93,15 +107,21 @@ pub async fn start_on(
     let mut running = Running { addresses: Addresses::default(), state: state.clone(), ports: Vec::new() };
     if let Some(listener) = grpc {
         let _entered = grpc_runtime.enter();
-        running.addresses.grpc = Some(running.add(serve_grpc(listener, acceptor, state.clone()), "gRPC service")?);
+        running.addresses.grpc = Some(running.add(serve_grpc(listener, grpc_acceptor, state.clone()), "gRPC service")?);
     }
     if let Some(listener) = http {
-        running.addresses.http = Some(running.add(serve_http(listener, state.clone()), "HTTP service")?);
+        running.addresses.http = Some(running.add(serve_http(listener, http_acceptor, state.clone()), "HTTP service")?);
     }
     if let Some(listener) = metrics {
-        running.addresses.metrics = Some(running.add(serve_metrics(listener, state), "metrics service")?);
+        running.addresses.metrics =
+            Some(running.add(serve_metrics(listener, metrics_acceptor, state), "metrics service")?);
     }
     Ok(running)
+}
+
+fn acceptor(service: &'static str, tls: Option<&Tls>, protocol: &[u8]) -> Result<Option<TlsAcceptor>, StartError> {
+    let acceptor = tls.map(|tls| tls.acceptor(protocol)).transpose();
+    acceptor.map_err(|source| StartError::Tls { service, source })
 }
 
 async fn listen(
@@ -124,32 +144,22 @@ fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<S
     let config = state.config.clone();
     let service = grpc_service(state);
     let limits = Limits {
-        max_connections: config.max_connections,
         max_age: config.grpc_max_connection_age,
         age_grace: config.grpc_max_connection_age_grace,
-        patience: config.http_header_timeout,
-        preface_bytes: MAX_PREFACE_BYTES, // "PRI * HTTP/2.0" and what follows (RFC 9113, 3.4).
+        preface_bytes: PREFACE_BYTES,
+        ..http_limits(&config)
     };
     let patience = Patience { silence: config.grpc_keepalive_time, answer: config.grpc_keepalive_timeout };
-    Port::open(listener, limits, acceptor, move |stream| {
+    Port::open(listener, limits, acceptor, move |stream, activity| {
         let mut service = service.clone();
-        Together::new(stream, patience, move |request, respond| service.begin(request, respond))
+        Together::new(stream, activity, patience, move |request, respond| service.begin(request, respond))
     })
 }
 
-fn serve_http(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port> {
-    let builder = http1_builder();
-    Port::open(listener, http_limits(&state.config), None, move |stream| {
-        let (state, requests) = (state.clone(), Arc::new(Requests::default()));
-        let io = SlowHeads::new(TokioIo::new(stream), requests.clone(), state.config.http_header_timeout);
-        let service = service_fn(move |request| {
-            let (state, requests) = (state.clone(), requests.clone());
-            async move {
-                let reply = requests.count(kserve_http::handle(state.clone(), request)).await;
-                reply.map(|reply| advised(&state, reply))
-            }
-        });
-        builder.serve_connection(io, service)
+fn serve_http(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<State>) -> std::io::Result<Port> {
+    let limits = http_limits(&state.config);
+    serve_http1(listener, limits, acceptor, state, |state, request| async move {
+        kserve_http::handle(state.clone(), request).await.map(|reply| advised(&state, reply))
     })
 }
 
@@ -164,29 +174,78 @@ fn advised(state: &State, mut reply: kserve_http::Reply) -> kserve_http::Reply {
     reply
 }
 
-fn serve_metrics(listener: TcpListener, state: Arc<State>) -> std::io::Result<Port> {
-    let builder = http1_builder();
-    Port::open(listener, http_limits(&state.config), None, move |stream| {
-        let (state, requests) = (state.clone(), Arc::new(Requests::default()));
+fn serve_metrics(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<State>) -> std::io::Result<Port> {
+    let limits = http_limits(&state.config);
+    let max_connections = limits.max_connections.min(MAX_METRICS_CONNECTIONS);
+    serve_http1(listener, Limits { max_connections, ..limits }, acceptor, state, metrics::handle)
+}
+
+/// Serves HTTP/1 with what `handle` answers.
+fn serve_http1<H, A>(
+    listener: TcpListener,
+    limits: Limits,
+    acceptor: Option<TlsAcceptor>,
+    state: Arc<State>,
+    handle: H,
+) -> std::io::Result<Port>
+where
+    H: Fn(Arc<State>, Request<Incoming>) -> A + Clone + Send + Sync + 'static,
+    A: Future<Output = Result<Reply, Infallible>> + Send + 'static,
+{
+    let mut builder = http1::Builder::new();
+    // Without hyper's own patience, which would also end idle connections and sets a timer for each request.
+    builder.timer(TokioTimer::new()).header_read_timeout(None);
+    Port::open(listener, limits, acceptor, move |stream, activity| {
+        let (state, handle, requests) = (state.clone(), handle.clone(), Arc::new(Requests::default()));
         let io = SlowHeads::new(TokioIo::new(stream), requests.clone(), state.config.http_header_timeout);
         let service = service_fn(move |request| {
-            let (state, requests) = (state.clone(), requests.clone());
-            async move { requests.count(metrics::handle(state, request)).await }
+            let (busy, requests) = (activity.request(), requests.clone());
+            let answer = handle(state.clone(), request);
+            async move {
+                let reply = requests.count(answer).await?;
+                Ok::<_, Infallible>(reply.map(|body| Answering { body, _busy: busy }))
+            }
         });
         builder.serve_connection(io, service)
     })
 }
 
-fn http_limits(config: &Config) -> Limits {
-    let (max_connections, patience) = (config.max_connections, config.http_header_timeout);
-    Limits { max_connections, max_age: None, age_grace: None, patience, preface_bytes: 0 }
+/// A response's body, until whose end the connection is not idle.
+struct Answering {
+    body: ReplyBody,
+    _busy: Busy,
 }
 
-/// Without hyper's own patience, which would also end idle connections and sets a timer for each request.
-fn http1_builder() -> http1::Builder {
-    let mut builder = http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(None);
-    builder
+impl Body for Answering {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+fn http_limits(config: &Config) -> Limits {
+    Limits {
+        max_connections: config.max_connections,
+        max_per_address: config.max_connections_per_address,
+        max_age: None,
+        age_grace: None,
+        patience: config.http_header_timeout,
+        write_patience: config.write_timeout,
+        preface_bytes: 0,
+    }
 }
 
 impl Running {

@@ -5,6 +5,7 @@
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use futures::Stream as _;
@@ -12,6 +13,7 @@ use h2::server::SendResponse;
 use h2::{Reason, SendStream};
 use http::{HeaderMap, HeaderValue, Request, Response, header};
 use serving::Bell;
+use tokio::time::{Sleep, sleep};
 use tonic::codec::Codec as _;
 use tonic::{Status, Streaming};
 use tonic_prost::ProstCodec;
@@ -43,6 +45,9 @@ pub struct StreamCall {
     made: Option<Result<Bytes, HeaderMap>>,
     /// Sent since the client was last known to have room.
     unasked_bytes: usize,
+    /// How long the client may have no room, and the timer that runs while it has none.
+    patience: Option<Duration>,
+    stall: Option<Pin<Box<Sleep>>>,
     is_over: bool,
 }
 
@@ -56,7 +61,7 @@ impl StreamCall {
     ) -> Option<Self> {
         let (parts, body) = request.into_parts();
         let decoder = ProstCodec::<StreamReply, ModelInferRequest>::default().decoder();
-        let limit = state.config.max_grpc_message_bytes;
+        let (limit, patience) = (state.config.max_grpc_message_bytes, state.config.write_timeout);
         let requests = Streaming::new_request(decoder, Counted::new(body, charge.clone()), None, Some(limit));
         let ends_on_error = parts.headers.get("triton_grpc_error").is_some_and(|value| value == "true");
         let forwarded = parts.extensions.get::<Forwarded>().cloned();
@@ -69,6 +74,8 @@ impl StreamCall {
             stream_bell: Bell::default(),
             made: None,
             unasked_bytes: 0,
+            patience,
+            stall: None,
             is_over: false,
         })
     }
@@ -87,6 +94,19 @@ impl StreamCall {
         }
         polled
     }
+
+    /// Ends the call when its client has had no room for too long.
+    fn wait_for_room(&mut self, context: &mut Context<'_>) -> Progress {
+        let Some(patience) = self.patience else { return Progress::Waits };
+        let stall = self.stall.get_or_insert_with(|| Box::pin(sleep(patience)));
+        match stall.as_mut().poll(context) {
+            Poll::Ready(()) => {
+                tracing::debug!("a stream's client has made no room for its answers in {patience:?}");
+                Progress::Ended
+            }
+            Poll::Pending => Progress::Waits,
+        }
+    }
 }
 
 impl Call for StreamCall {
@@ -98,10 +118,11 @@ impl Call for StreamCall {
         match self.poll_stream(context) {
             Poll::Ready(Err(Gone)) => return Progress::Ended,
             Poll::Ready(Ok(())) => {
+                self.stall = None;
                 context.waker().wake_by_ref(); // What came meanwhile was not looked at.
                 return Progress::Made;
             }
-            Poll::Pending if self.made.is_some() => return Progress::Waits,
+            Poll::Pending if self.made.is_some() => return self.wait_for_room(context),
             Poll::Pending => {}
         }
         let Poll::Ready(made) = self.replies.poll_messages(context) else { return Progress::Waits };

@@ -1,11 +1,10 @@
-//! TLS of the gRPC port, with the clients' certificates asked for or not.
+//! TLS of a port, with the clients' certificates asked for or not.
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
@@ -19,6 +18,8 @@ use tokio_rustls::{TlsAcceptor, rustls};
 /// Files in PEM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tls {
+    /// The port in the names of its flags, as in `--http-server-cert`.
+    pub port: &'static str,
     /// The server's certificate, and those between it and a root.
     pub certificate: PathBuf,
     /// Its private key.
@@ -31,31 +32,33 @@ pub struct Tls {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // Fields are named by their messages.
 pub enum TlsError {
-    #[error("cannot read {what} from {}: {reason}", .path.display())]
-    Read { what: &'static str, path: PathBuf, reason: String },
-    #[error("the certificate in {} and the key in {} cannot serve: {reason}", .certificate.display(), .key.display())]
-    Pair { certificate: PathBuf, key: PathBuf, reason: String },
-    #[error("client certificates cannot be checked against {}: {reason}", .path.display())]
-    Roots { path: PathBuf, reason: String },
+    #[error("--{flag}: cannot read {what} from {}: {reason}", .path.display())]
+    Read { flag: String, what: &'static str, path: PathBuf, reason: String },
+    #[error(
+        "--{port}-server-cert, --{port}-server-key: the certificate in {} and the key in {} cannot serve: {reason}",
+        .certificate.display(), .key.display()
+    )]
+    Pair { port: &'static str, certificate: PathBuf, key: PathBuf, reason: String },
+    #[error("--{port}-root-cert: client certificates cannot be checked against {}: {reason}", .path.display())]
+    Roots { port: &'static str, path: PathBuf, reason: String },
 }
 
-/// Time in which a client must finish its handshake.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-
 impl Tls {
-    /// Reads the files.
+    /// Reads the files, for clients that speak `protocol` within TLS.
     ///
     /// # Errors
     /// When one cannot be read or does not hold what it should.
-    pub(crate) fn acceptor(&self) -> Result<TlsAcceptor, TlsError> {
+    pub(crate) fn acceptor(&self, protocol: &[u8]) -> Result<TlsAcceptor, TlsError> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let certificates = certificates(&self.certificate, "a certificate")?;
+        let certificates = certificates(&self.certificate, self.flag("server-cert"), "a certificate")?;
         let key = PrivateKeyDer::from_pem_file(&self.key).map_err(|error| TlsError::Read {
+            flag: self.flag("server-key"),
             what: "a private key",
             path: self.key.clone(),
             reason: error.to_string(),
         })?;
         let pair = |error: rustls::Error| TlsError::Pair {
+            port: self.port,
             certificate: self.certificate.clone(),
             key: self.key.clone(),
             reason: error.to_string(),
@@ -64,35 +67,40 @@ impl Tls {
         let builder = builder.with_safe_default_protocol_versions().map_err(pair)?;
         let builder = match &self.client_roots {
             None => builder.with_no_client_auth(),
-            Some(path) => builder.with_client_cert_verifier(verifier(path, provider)?),
+            Some(path) => builder.with_client_cert_verifier(self.verifier(path, provider)?),
         };
         let mut config = builder.with_single_cert(certificates, key).map_err(pair)?;
-        config.alpn_protocols = vec![b"h2".to_vec()];
+        config.alpn_protocols = vec![protocol.to_vec()];
         Ok(TlsAcceptor::from(Arc::new(config)))
+    }
+
+    fn flag(&self, name: &str) -> String {
+        format!("{}-{name}", self.port)
+    }
+
+    fn verifier(
+        &self,
+        path: &Path,
+        provider: Arc<rustls::crypto::CryptoProvider>,
+    ) -> Result<Arc<dyn rustls::server::danger::ClientCertVerifier>, TlsError> {
+        let failed = |reason: String| TlsError::Roots { port: self.port, path: path.to_owned(), reason };
+        let mut roots = RootCertStore::empty();
+        for certificate in certificates(path, self.flag("root-cert"), "root certificates")? {
+            roots.add(certificate).map_err(|error| failed(error.to_string()))?;
+        }
+        let built = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
+        built.map_err(|error| failed(error.to_string()))
     }
 }
 
-fn certificates(path: &Path, what: &'static str) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let unreadable = |reason: String| TlsError::Read { what, path: path.to_owned(), reason };
+fn certificates(path: &Path, flag: String, what: &'static str) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let unreadable = |reason: String| TlsError::Read { flag: flag.clone(), what, path: path.to_owned(), reason };
     let read = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
     let certificates = read.map_err(|error| unreadable(error.to_string()))?;
     if certificates.is_empty() {
         return Err(unreadable("it holds no PEM section CERTIFICATE".to_owned()));
     }
     Ok(certificates)
-}
-
-fn verifier(
-    path: &Path,
-    provider: Arc<rustls::crypto::CryptoProvider>,
-) -> Result<Arc<dyn rustls::server::danger::ClientCertVerifier>, TlsError> {
-    let failed = |reason: String| TlsError::Roots { path: path.to_owned(), reason };
-    let mut roots = RootCertStore::empty();
-    for certificate in certificates(path, "root certificates")? {
-        roots.add(certificate).map_err(|error| failed(error.to_string()))?;
-    }
-    let built = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
-    built.map_err(|error| failed(error.to_string()))
 }
 
 /// A connection, in the clear or not.
@@ -107,12 +115,10 @@ impl Socket {
     /// Shakes hands where there is TLS.
     ///
     /// # Errors
-    /// When the client does not follow, or not in time.
+    /// When the client does not follow. How long it may take is the caller's to say.
     pub async fn accept(stream: TcpStream, acceptor: Option<&TlsAcceptor>) -> io::Result<Self> {
         let Some(acceptor) = acceptor else { return Ok(Socket::Plain(stream)) };
-        let handshake = tokio::time::timeout(HANDSHAKE_TIMEOUT, acceptor.accept(stream)).await;
-        let stream = handshake.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
-        Ok(Socket::Tls(Box::new(stream)))
+        Ok(Socket::Tls(Box::new(acceptor.accept(stream).await?)))
     }
 }
 

@@ -29,6 +29,24 @@ pub struct FrontArgs {
     /// Roots of clients' certificates, PEM
     #[arg(long, value_name = "FILE")]
     pub grpc_root_cert: Option<PathBuf>,
+    /// TLS on the HTTP port
+    #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
+    pub http_use_ssl: bool,
+    /// TLS on the HTTP port, and certificates asked of clients
+    #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
+    pub http_use_ssl_mutual: bool,
+    /// Certificate of the server on the HTTP port, PEM
+    #[arg(long, value_name = "FILE")]
+    pub http_server_cert: Option<PathBuf>,
+    /// Private key of the server on the HTTP port, PEM
+    #[arg(long, value_name = "FILE")]
+    pub http_server_key: Option<PathBuf>,
+    /// Roots of clients' certificates on the HTTP port, PEM
+    #[arg(long, value_name = "FILE")]
+    pub http_root_cert: Option<PathBuf>,
+    /// TLS on the metrics port, with the certificates of the HTTP port
+    #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
+    pub metrics_use_ssl: bool,
     /// Protocols that need metadata `triton-grpc-protocol-KEY: VALUE`; may be given more than once
     #[arg(long, value_name = "PROTOCOLS:KEY=VALUE")]
     pub grpc_restricted_protocol: Vec<String>,
@@ -47,6 +65,17 @@ pub struct FrontArgs {
     /// Bytes that the bodies of all requests in flight may have together; 0 is a quarter of this machine's memory
     #[arg(long, default_value_t = 0, value_name = "BYTES")]
     pub max_bytes_in_flight: usize,
+    /// Connections of the HTTP port, and of the gRPC port: idle ones make room for new clients when four fifths are taken.
+    /// Fewer where this process may not open as many files
+    #[arg(long, default_value_t = 16_384, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_connections: u32,
+    /// Connections of one client address (IPv6: of one /64 network) to a port; 0 is any number. Leave it at 0 behind a proxy,
+    /// whose clients all have its address
+    #[arg(long, default_value_t = 0, value_name = "COUNT")]
+    pub max_connections_per_address: u32,
+    /// Seconds in which a client must read something of its answers, or its connection or stream ends; 0 is any time
+    #[arg(long, default_value_t = 300, value_name = "SECONDS")]
+    pub write_timeout: u64,
     /// Other servers that say so too may have the HTTP port
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub reuse_http_port: bool,
@@ -103,7 +132,13 @@ impl FrontArgs {
     /// # Errors
     /// Names the option that cannot be.
     pub(crate) fn apply(&self, config: &mut front::Config) -> Result<(), String> {
-        config.grpc_tls = self.tls()?;
+        config.grpc_tls = self.grpc_tls()?;
+        config.http_tls = self.http_tls()?;
+        config.metrics_tls = match (&config.http_tls, self.metrics_use_ssl) {
+            (None, true) => return Err("--metrics-use-ssl needs --http-use-ssl=true and its certificate".to_owned()),
+            (tls, true) => tls.clone(),
+            (_, false) => None,
+        };
         config.grpc_restrictions =
             restrictions("grpc-restricted-protocol", &self.grpc_restricted_protocol)?.with_prefix(GRPC_KEY_PREFIX);
         config.http_restrictions = restrictions("http-restricted-api", &self.http_restricted_api)?;
@@ -114,6 +149,9 @@ impl FrontArgs {
             0 => crate::host_metrics::memory_bytes() / 4,
             bytes => bytes,
         };
+        config.max_connections = self.max_connections;
+        config.max_connections_per_address = self.max_connections_per_address;
+        config.write_timeout = (self.write_timeout > 0).then(|| Duration::from_secs(self.write_timeout));
         (config.reuse_http_port, config.reuse_grpc_port) = (self.reuse_http_port, self.reuse_grpc_port);
         config.grpc_response_compression = match self.grpc_infer_response_compression_level.as_str() {
             "none" => Compression::None,
@@ -164,21 +202,35 @@ impl FrontArgs {
         Ok(options)
     }
 
-    /// `--grpc-use-ssl-mutual` goes before `--grpc-use-ssl`.
-    fn tls(&self) -> Result<Option<Tls>, String> {
-        if !self.grpc_use_ssl && !self.grpc_use_ssl_mutual {
-            return Ok(None);
-        }
-        let needed = |file: &Option<PathBuf>, name: &str| {
-            file.clone().ok_or_else(|| format!("--{name} is missing, which TLS on the gRPC port needs"))
-        };
-        let client_roots = match self.grpc_use_ssl_mutual {
-            true => Some(needed(&self.grpc_root_cert, "grpc-root-cert")?),
-            false => None,
-        };
-        let certificate = needed(&self.grpc_server_cert, "grpc-server-cert")?;
-        Ok(Some(Tls { certificate, key: needed(&self.grpc_server_key, "grpc-server-key")?, client_roots }))
+    fn grpc_tls(&self) -> Result<Option<Tls>, String> {
+        let files = (&self.grpc_server_cert, &self.grpc_server_key, &self.grpc_root_cert);
+        tls("grpc", "gRPC", (self.grpc_use_ssl, self.grpc_use_ssl_mutual), files)
     }
+
+    fn http_tls(&self) -> Result<Option<Tls>, String> {
+        let files = (&self.http_server_cert, &self.http_server_key, &self.http_root_cert);
+        tls("http", "HTTP", (self.http_use_ssl, self.http_use_ssl_mutual), files)
+    }
+}
+
+type File = Option<PathBuf>;
+
+/// TLS of a port by its flags, whose names begin with `port`. `--…-use-ssl-mutual` goes before `--…-use-ssl`.
+fn tls(
+    port: &'static str,
+    protocol: &str,
+    (is_used, is_mutual): (bool, bool),
+    (certificate, key, roots): (&File, &File, &File),
+) -> Result<Option<Tls>, String> {
+    if !is_used && !is_mutual {
+        return Ok(None);
+    }
+    let needed = |file: &File, name: &str| {
+        file.clone().ok_or_else(|| format!("--{port}-{name} is missing, which TLS on the {protocol} port needs"))
+    };
+    let client_roots = is_mutual.then(|| needed(roots, "root-cert")).transpose()?;
+    let certificate = needed(certificate, "server-cert")?;
+    Ok(Some(Tls { port, certificate, key: needed(key, "server-key")?, client_roots }))
 }
 
 fn restrictions(option: &str, rules: &[String]) -> Result<Restrictions, String> {

@@ -15,6 +15,7 @@ mod ledger;
 mod log;
 mod metrics;
 mod metrics_args;
+mod open_files;
 mod plan;
 mod relay;
 mod server;

@@ -26,7 +26,7 @@ use crate::heartbeat::{self, Heartbeat};
 use crate::host_metrics::HostMetrics;
 use crate::metrics::{LlmMetrics, PythonMetrics, StartupMetrics};
 use crate::startup::Startup;
-use crate::{RankError, client_memory, devices, relay, tables};
+use crate::{RankError, client_memory, devices, open_files, relay, tables};
 
 /// What in-flight requests still get after a second SIGTERM.
 const HURRY: Duration = Duration::from_millis(200);
@@ -341,10 +341,24 @@ fn front_config(args: &RankArgs, prefix: &Prefix) -> Result<front::Config, Strin
         ..front::Config::default()
     };
     args.front.apply(&mut config)?;
+    bound_connections(&mut config);
     config.chat = front::Chat(Some(Arc::new(Templates(ChatTemplates::new(args.model_repository.clone())))));
     config.metrics_options = args.metrics.options()?;
     config.client_devices = Some(Arc::new(client_memory::Gpus));
     Ok(config)
+}
+
+/// Connections take files, of which others need some, too.
+fn bound_connections(config: &mut front::Config) {
+    let asked = config.max_connections;
+    config.max_connections = open_files::max_connections(asked, open_files::raise_limit());
+    if config.max_connections < asked {
+        tracing::warn!(
+            "a port takes {} connections at once, not {asked}: the limit of open files leaves no room for more; \
+             raise it (`ulimit -Hn`, `LimitNOFILE=` of systemd)",
+            config.max_connections
+        );
+    }
 }
 
 /// Chat templates of the models here, for the front.

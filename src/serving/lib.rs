@@ -74,6 +74,7 @@ mod moment;
 #[allow(unsafe_code)] // A hint to the processor.
 pub mod near;
 mod registry;
+mod repeated;
 mod request;
 mod scheduler;
 mod sender;
@@ -100,6 +101,7 @@ pub use lifecycle::{LoadFailure, LoadOverrides};
 pub use limits::{Limit, Limits};
 pub use moment::Moment;
 pub use registry::{ModelIndexEntry, ModelState};
+pub use repeated::{Repeated, Unlogged};
 pub use request::{CorrelationId, InferRequest, InferResponse, Parameter};
 pub use sender::ResponseSender;
 pub use server::{ControlMode, ModelMetadata, Server, ServerConfig, ServerMetadata, TensorMetadata};

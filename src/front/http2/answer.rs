@@ -3,6 +3,7 @@
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::Bytes;
 use h2::server::SendResponse;
@@ -13,9 +14,12 @@ use hyper::body::Body;
 /// Why an answer was not sent to its end.
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// Sends what `answer` resolves to. Both end when the client takes the call back.
-pub async fn send<B>(answer: impl Future<Output = Response<B>>, mut respond: SendResponse<Bytes>)
-where
+/// Sends what `answer` resolves to. Both end when the client takes the call back, or has no room for longer than `patience`.
+pub async fn send<B>(
+    answer: impl Future<Output = Response<B>>,
+    mut respond: SendResponse<Bytes>,
+    patience: Option<Duration>,
+) where
     B: Body<Data = Bytes, Error: Into<Failure>>,
 {
     let mut answer = pin!(answer);
@@ -29,7 +33,7 @@ where
     match respond.send_response(Response::from_parts(head, ()), is_whole) {
         Ok(_) if is_whole => {}
         Ok(mut stream) => {
-            if let Err(error) = send_body(body, &mut stream).await {
+            if let Err(error) = send_body(body, &mut stream, patience).await {
                 tracing::debug!("an answer broke off: {error}");
                 stream.send_reset(Reason::INTERNAL_ERROR);
             }
@@ -42,7 +46,7 @@ where
 }
 
 /// Ends without an error, too, when the client takes the call back.
-async fn send_body<B>(body: B, stream: &mut SendStream<Bytes>) -> Result<(), Failure>
+async fn send_body<B>(body: B, stream: &mut SendStream<Bytes>, patience: Option<Duration>) -> Result<(), Failure>
 where
     B: Body<Data = Bytes, Error: Into<Failure>>,
 {
@@ -58,7 +62,7 @@ where
         };
         match frame.into_data() {
             Ok(data) => {
-                if !data.is_empty() && poll_fn(|context| poll_room(stream, context)).await.is_err() {
+                if !data.is_empty() && room(stream, patience).await?.is_err() {
                     return Ok(());
                 }
                 let is_last = body.is_end_stream();
@@ -74,6 +78,14 @@ where
             }
         }
     }
+}
+
+/// Waits for room, but no longer than `patience`.
+async fn room(stream: &mut SendStream<Bytes>, patience: Option<Duration>) -> Result<Result<(), Gone>, Failure> {
+    let room = poll_fn(|context| poll_room(stream, context));
+    let Some(patience) = patience else { return Ok(room.await) };
+    let in_time = tokio::time::timeout(patience, room).await;
+    in_time.map_err(|_| format!("its client has made no room for it in {patience:?}").into())
 }
 
 /// The client has taken its call back, or is gone.

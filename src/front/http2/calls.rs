@@ -7,13 +7,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::AcqRel, Ordering::Acquire};
 use std::task::{Context, Poll, Wake, Waker};
 
-use serving::near;
+use serving::{Repeated, near};
 use tokio::task::coop::has_budget_remaining;
 
 use super::alarm::Alarm;
+use crate::connections::{Activity, Busy};
 
 /// How far the memory of a call is fetched ahead of its turn, and how many calls ahead.
 const DEPTHS: usize = 5;
+
+static BROKEN_CALLS: Repeated = Repeated::new(8);
 
 /// One call on a connection.
 pub trait Call: Send {
@@ -51,8 +54,10 @@ impl Call for Pin<Box<dyn Future<Output = ()> + Send>> {
 }
 
 /// All calls of a connection. A call's place is taken by another one when it has ended.
-#[derive(Default)]
 pub struct Calls {
+    activity: Arc<Activity>,
+    /// While there are calls.
+    busy: Option<Busy>,
     places: Vec<Place>,
     free: Vec<usize>,
     /// Of each 64 places.
@@ -94,8 +99,14 @@ impl Wake for Bell {
 }
 
 impl Calls {
+    /// None yet; `activity` is told when there are some.
+    pub fn new(activity: Arc<Activity>) -> Self {
+        Self { activity, busy: None, places: vec![], free: vec![], groups: vec![], woken: vec![], made: vec![] }
+    }
+
     /// Takes a call on, and has `alarm` rung whenever it can go on, as it can now.
     pub fn push(&mut self, call: Box<dyn Call>, alarm: &Arc<Alarm>) {
+        self.busy.get_or_insert_with(|| self.activity.request());
         let index = self.free.pop().unwrap_or_else(|| self.add_place(alarm));
         let place = &mut self.places[index];
         place.call = Some(call);
@@ -168,7 +179,9 @@ impl Calls {
             Ok(Progress::Made) => self.made.push(index),
             Ok(Progress::Ended) => self.remove(index),
             Err(_) => {
-                tracing::error!("a call broke off");
+                if let Some(unlogged) = BROKEN_CALLS.due() {
+                    tracing::error!("a call broke off{unlogged}");
+                }
                 self.remove(index);
             }
         }
@@ -177,5 +190,8 @@ impl Calls {
     fn remove(&mut self, index: usize) {
         self.places[index].call = None;
         self.free.push(index);
+        if self.free.len() == self.places.len() {
+            self.busy = None;
+        }
     }
 }

@@ -354,8 +354,17 @@ impl TestFront {
 
     /// Another front over the same models with its HTTP on `port`.
     pub async fn start_another(&self, port: u16) -> Result<front::Running, front::StartError> {
-        let http = Some(front::Address::new("127.0.0.1", port));
-        let config = front::Config { grpc: None, http, metrics: None, ..Default::default() };
+        self.start_another_with(|config| config.http = Some(front::Address::new("127.0.0.1", port))).await
+    }
+
+    /// Another front over the same models, HTTP alone, with settings changed by `change`.
+    pub async fn start_another_with(
+        &self,
+        change: impl FnOnce(&mut front::Config),
+    ) -> Result<front::Running, front::StartError> {
+        let http = Some(front::Address::new("127.0.0.1", 0));
+        let mut config = front::Config { grpc: None, http, metrics: None, ..Default::default() };
+        change(&mut config);
         front::start(config, self.server.clone(), Vec::new()).await
     }
 }

@@ -1,0 +1,51 @@
+//! How many files this process may open, and how many connections that leaves room for.
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// Least number of files kept for models, workers, logs and whatever else is no connection.
+const LEAST_RESERVED: u64 = 256;
+/// Ports that connections come to in large numbers: HTTP and gRPC.
+const NUM_PORTS: u64 = 2;
+
+/// Raises the limit of open files as far as this process may: many systems start processes with 1024, which clients that
+/// hold connections use up. How many files may be open now.
+pub(crate) fn raise_limit() -> u64 {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    let is_raised = current != maximum && setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }).is_ok();
+    let allowed = if is_raised { maximum } else { current };
+    match (is_raised, current) {
+        (true, Some(before)) => tracing::debug!("may open {} files, raised from {before}", words(allowed)),
+        _ => tracing::debug!("may open {} files", words(allowed)),
+    }
+    allowed.unwrap_or(u64::MAX)
+}
+
+fn words(limit: Option<u64>) -> String {
+    limit.map_or_else(|| "any number of".to_owned(), |limit| limit.to_string())
+}
+
+/// Connections of a port: `asked`, or fewer where only `max_files` may be open. A quarter of these is kept for the rest.
+pub(crate) fn max_connections(asked: u32, max_files: u64) -> u32 {
+    let reserved = (max_files / 4).max(LEAST_RESERVED.min(max_files / 2));
+    let room = (max_files - reserved) / NUM_PORTS;
+    u32::try_from(room).unwrap_or(u32::MAX).clamp(1, asked)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_leave_files_for_the_rest() {
+        for (max_files, expected) in [(1024, 384), (1 << 20, 16_384), (u64::MAX, 16_384), (300, 75), (1, 1)] {
+            assert_eq!(max_connections(16_384, max_files), expected, "{max_files} files");
+        }
+    }
+
+    #[test]
+    fn the_limit_is_raised_to_what_the_process_may_have() {
+        let maximum = getrlimit(Resource::Nofile).maximum;
+        assert_eq!(raise_limit(), maximum.unwrap_or(u64::MAX));
+        assert_eq!(getrlimit(Resource::Nofile).current, maximum);
+    }
+}
