@@ -22,7 +22,7 @@ use crate::health::Health;
 use crate::http2::{self, Call, RequestBody};
 use crate::kserve_grpc::KserveGrpc;
 use crate::proto::grpc_inference_service_server::GrpcInferenceServiceServer;
-use crate::restricted::Api;
+use crate::restricted::{Api, Denied};
 use crate::state::State;
 use crate::status::grpc_status;
 use crate::stream_call::{self, StreamCall};
@@ -94,10 +94,10 @@ pub struct Forwarded {
 fn admit(state: &State, request: &mut Request<RequestBody>) -> Result<(), Status> {
     let Some(api) = Api::of_rpc(request.uri().path()) else { return Ok(()) };
     let config = &state.config;
-    config
-        .grpc_restrictions
-        .check(api, request.headers())
-        .map_err(|header| Status::unavailable(format!("This protocol is restricted, expecting header '{header}'")))?;
+    config.grpc_restrictions.check(api, request.headers()).map_err(|Denied { header, is_bearer }| match is_bearer {
+        true => Status::unauthenticated("This protocol is restricted, expecting metadata 'authorization: Bearer KEY'"),
+        false => Status::unavailable(format!("This protocol is restricted, expecting header '{header}'")),
+    })?;
     if api == Api::Inference {
         let headers = config.grpc_forward.pick(request.headers()).map_err(grpc_status)?;
         let context = state.span_context(request.headers());

@@ -4,7 +4,9 @@ use std::convert::Infallible;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue};
+use http::header::{
+    ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, WWW_AUTHENTICATE,
+};
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
 use serving::{ErrorKind, InferError, InferResponse, Trace};
@@ -18,7 +20,7 @@ use crate::generate::{self, Events, NOT_ONE_RESPONSE, error_text};
 use crate::http_infer::{self, Asked};
 use crate::http_route::{ModelPath, Route};
 use crate::kserve_grpc::ask_driver;
-use crate::restricted::Api;
+use crate::restricted::{Api, Denied};
 use crate::state::State;
 use crate::status::{generate_status, http_status};
 use crate::stream_infer::single_response;
@@ -31,6 +33,7 @@ const HEAD_LENGTH: HeaderName = HeaderName::from_static("inference-header-conten
 pub(crate) const JSON: HeaderValue = HeaderValue::from_static("application/json");
 const TEXT: HeaderValue = HeaderValue::from_static("text/plain");
 const BINARY: HeaderValue = HeaderValue::from_static("application/octet-stream");
+pub(crate) const BEARER: HeaderValue = HeaderValue::from_static("Bearer");
 pub(crate) const EVENTS: HeaderValue = HeaderValue::from_static("text/event-stream; charset=utf-8");
 
 /// Answers one request; what goes wrong is an answer too.
@@ -42,9 +45,8 @@ pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Rep
     let Some(route) = Route::of(head.uri.path()) else {
         return Ok(plain_error(StatusCode::NOT_FOUND, "Not Found"));
     };
-    if let Err(header) = state.config.http_restrictions.check(Api::of_route(&route), &head.headers) {
-        let words = format!("This API is restricted, expecting header '{header}'");
-        return Ok(plain_error(StatusCode::FORBIDDEN, &words));
+    if let Err(denied) = state.config.http_restrictions.check(Api::of_route(&route), &head.headers) {
+        return Ok(denial(denied));
     }
     if !route.allows(&head.method) {
         let kind = if route.answers_in_json() { JSON } else { TEXT };
@@ -299,6 +301,17 @@ fn probe(is_fine: bool, otherwise: StatusCode) -> Reply {
 
 pub(crate) fn plain_error(status: StatusCode, message: &str) -> Reply {
     reply(status, TEXT, error_text(message))
+}
+
+/// The answer to a client without the key of an API.
+pub(crate) fn denial(denied: Denied<'_>) -> Reply {
+    let words = format!("This API is restricted, expecting header '{}'", denied.header);
+    if !denied.is_bearer {
+        return plain_error(StatusCode::FORBIDDEN, &words);
+    }
+    let mut reply = plain_error(StatusCode::UNAUTHORIZED, &words);
+    reply.headers_mut().insert(WWW_AUTHENTICATE, BEARER);
+    reply
 }
 
 /// What the model says, or is said before the request is read, where `infer` was asked; Triton's type for it.

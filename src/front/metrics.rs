@@ -10,7 +10,8 @@ use serving::{CacheStatistics, Limit, ModelStatistics, RecentDurations, Statisti
 
 use crate::body::ReplyBody;
 use crate::exposition::{Family, FamilyKind, Labels, Sample, write_family};
-use crate::kserve_http::plain_error;
+use crate::kserve_http::{denial, plain_error};
+use crate::restricted::Api;
 use crate::state::State;
 
 /// Where further metrics come from, such as an LLM backend's. Read at each scrape.
@@ -44,6 +45,9 @@ impl Default for MetricsOptions {
 
 /// Answers `GET /metrics`, with a slash behind or not, and `GET /debug/ledger` where it is shown.
 pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Response<ReplyBody>, Infallible> {
+    if let Err(denied) = state.config.http_restrictions.check(Api::Metrics, request.headers()) {
+        return Ok(denial(denied));
+    }
     if let ("/debug/ledger", &Method::GET, Some(ledger)) =
         (request.uri().path(), request.method(), &state.config.ledger)
     {

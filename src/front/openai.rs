@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use futures::stream::{self, SelectAll, StreamExt};
+use http::header::WWW_AUTHENTICATE;
 use http::{HeaderMap, Method, StatusCode};
 use hyper::body::Incoming;
 use repository::ModelConfig;
@@ -16,7 +17,7 @@ use serving::{ErrorKind, InferError, InferRequest, Name, Parameter};
 
 use crate::aside::aside;
 use crate::body::ReplyBody;
-use crate::kserve_http::{EVENTS, JSON, Reply, read_body, reply};
+use crate::kserve_http::{BEARER, EVENTS, JSON, Reply, read_body, reply};
 use crate::openai_answer::{Choices, Head, Piece};
 use crate::openai_request::{Asked, Prompts};
 use crate::restricted::Api;
@@ -41,6 +42,9 @@ impl std::fmt::Debug for Chat {
         formatter.debug_tuple("Chat").field(&self.0.is_some()).finish()
     }
 }
+
+/// OpenAI's code for a key that is missing or wrong.
+const INVALID_KEY: &str = "invalid_api_key";
 
 /// What goes wrong, in OpenAI's form.
 #[derive(Debug)]
@@ -87,16 +91,23 @@ pub(crate) fn is_path(path: &str) -> bool {
 /// Answers one request; what goes wrong is an answer too.
 pub(crate) async fn handle(state: &Arc<State>, head: &http::request::Parts, body: Incoming) -> Reply {
     let result = answer(state, head, body).await;
-    result.unwrap_or_else(|error| reply(error.status, JSON, error.json().to_string().into_bytes()))
+    result.unwrap_or_else(|error| {
+        let mut reply = reply(error.status, JSON, error.json().to_string().into_bytes());
+        if error.code == Some(INVALID_KEY) {
+            reply.headers_mut().insert(WWW_AUTHENTICATE, BEARER);
+        }
+        reply
+    })
 }
 
 async fn answer(state: &Arc<State>, head: &http::request::Parts, body: Incoming) -> Result<Reply, ApiError> {
     let path = head.uri.path().trim_end_matches('/');
     let (is_post, is_get) = (head.method == Method::POST, head.method == Method::GET);
     let api = if is_post { Api::Inference } else { Api::Metadata };
-    if let Err(header) = state.config.http_restrictions.check(api, &head.headers) {
-        let message = format!("This API is restricted, expecting header '{header}'");
-        return Err(ApiError { status: StatusCode::UNAUTHORIZED, code: None, param: None, message });
+    if let Err(denied) = state.config.http_restrictions.check(api, &head.headers) {
+        let message = format!("This API is restricted, expecting header '{}'", denied.header);
+        let code = denied.is_bearer.then_some(INVALID_KEY);
+        return Err(ApiError { status: StatusCode::UNAUTHORIZED, code, param: None, message });
     }
     match path {
         "/v1/models" if is_get => Ok(json_reply(&models(state))),

@@ -1,7 +1,8 @@
 //! APIs that only clients with a key may use.
 
 use std::collections::BTreeMap;
-use std::str::FromStr;
+use std::fmt;
+use std::hint::black_box;
 
 use http::HeaderMap;
 
@@ -28,10 +29,14 @@ pub enum Api {
     Trace,
     /// Log settings.
     Logging,
+    /// The metrics port, over HTTP alone.
+    Metrics,
+    /// What services there are, over gRPC alone.
+    Reflection,
 }
 
 /// Names on the command line.
-const NAMES: [(&str, Api); 9] = [
+const NAMES: [(&str, Api); 11] = [
     ("health", Api::Health),
     ("metadata", Api::Metadata),
     ("inference", Api::Inference),
@@ -41,9 +46,18 @@ const NAMES: [(&str, Api); 9] = [
     ("statistics", Api::Statistics),
     ("trace", Api::Trace),
     ("logging", Api::Logging),
+    ("metrics", Api::Metrics),
+    ("reflection", Api::Reflection),
 ];
 
 impl Api {
+    fn of_name(name: &str) -> Result<Self, String> {
+        NAMES.iter().find(|(known, _)| *known == name).map(|(_, api)| *api).ok_or_else(|| {
+            let known: Vec<&str> = NAMES.iter().map(|(name, _)| *name).collect();
+            format!("`{name}` is no API that can be restricted; these are: {}", known.join(", "))
+        })
+    }
+
     /// Where an HTTP path belongs.
     pub(crate) fn of_route(route: &Route<'_>) -> Self {
         match route {
@@ -63,10 +77,13 @@ impl Api {
         }
     }
 
-    /// Where the path of an RPC belongs; `None` for one that is never restricted.
+    /// Where the path of an RPC belongs; `None` for one that nobody answers.
     pub(crate) fn of_rpc(path: &str) -> Option<Self> {
         if path.starts_with("/grpc.health.v1.Health/") {
             return Some(Api::Health);
+        }
+        if path.starts_with("/grpc.reflection.v1.ServerReflection/") {
+            return Some(Api::Reflection);
         }
         Some(match path.strip_prefix("/inference.GRPCInferenceService/")? {
             "ServerLive" | "ServerReady" | "ModelReady" => Api::Health,
@@ -82,73 +99,131 @@ impl Api {
     }
 }
 
-/// The header that opens an API, and its value.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Key {
+/// A header that opens an API, and the values that do.
+#[derive(Clone, PartialEq, Eq)]
+struct Rule {
     header: String,
-    value: String,
+    /// Whether a value may stand behind `Bearer`, as in `Authorization: Bearer VALUE`.
+    is_bearer: bool,
+    keys: Vec<String>,
+}
+
+/// Without the keys.
+impl fmt::Debug for Rule {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}: {} keys", self.header, self.keys.len())
+    }
+}
+
+/// What a client lacks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Denied<'a> {
+    /// The header that is missing or wrong.
+    pub header: &'a str,
+    /// Whether it is `Authorization: Bearer KEY` that was expected.
+    pub is_bearer: bool,
 }
 
 /// Which APIs need which header. Empty: all are open.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Restrictions {
-    keys: BTreeMap<Api, Key>,
+    rules: BTreeMap<Api, Vec<Rule>>,
 }
 
+/// The header of keys as most clients send them, and another one that some do.
+const AUTHORIZATION: &str = "authorization";
+const API_KEY: &str = "x-api-key";
+
 impl Restrictions {
-    /// Restricts further APIs; `rule` is `APIS:HEADER=VALUE`, the APIs separated by commas.
+    /// Restricts further APIs, or adds keys to those that are restricted; `rule` is `APIS:HEADER=VALUE`, the APIs separated
+    /// by commas, and `keys_of` tells the keys that VALUE stands for.
     ///
     /// # Errors
-    /// When it is not of that form, an API is unknown, or it is restricted already.
-    pub fn add(&mut self, rule: &str) -> Result<(), String> {
-        let form = || format!("`{rule}` is not of the form `APIS:HEADER=VALUE`");
+    /// When it is not of that form, an API is unknown, or there are no keys. The words never hold a key.
+    pub fn add(&mut self, rule: &str, keys_of: impl FnOnce(&str) -> Result<Vec<String>, String>) -> Result<(), String> {
+        let form = || format!("`{}` is not of the form `APIS:HEADER=VALUE`", without_value(rule));
         let (apis, key) = rule.split_once(':').ok_or_else(form)?;
         let (header, value) = key.split_once('=').ok_or_else(form)?;
         if header.is_empty() || value.is_empty() {
             return Err(form());
         }
-        for name in apis.split(',') {
-            let api = NAMES.iter().find(|(known, _)| *known == name).map(|(_, api)| *api).ok_or_else(|| {
-                let known: Vec<&str> = NAMES.iter().map(|(name, _)| *name).collect();
-                format!("`{name}` is no API that can be restricted; these are: {}", known.join(", "))
-            })?;
-            let key = Key { header: header.to_ascii_lowercase(), value: value.to_owned() };
-            if self.keys.insert(api, key).is_some() {
-                return Err(format!("`{name}` is restricted twice; give it one key"));
-            }
-        }
+        let apis: Vec<Api> = apis.split(',').map(Api::of_name).collect::<Result<_, _>>()?;
+        let keys = keys_of(value).map_err(|why| format!("`{}`: {why}", without_value(rule)))?;
+        let header = header.to_ascii_lowercase();
+        let is_bearer = header == AUTHORIZATION;
+        apis.into_iter().for_each(|api| self.restrict(api, &header, is_bearer, &keys));
         Ok(())
+    }
+
+    /// Restricts an API to clients that send one of `keys` as `Authorization: Bearer KEY` or as `x-api-key: KEY`.
+    pub fn add_keys(&mut self, api: Api, keys: &[String]) {
+        self.restrict(api, AUTHORIZATION, true, keys);
+        self.restrict(api, API_KEY, false, keys);
+    }
+
+    fn restrict(&mut self, api: Api, header: &str, is_bearer: bool, keys: &[String]) {
+        let bare = |key: &String| if is_bearer { without_scheme(key.as_bytes()).len() } else { key.len() };
+        let keys = keys.iter().map(|key| key[key.len() - bare(key)..].to_owned());
+        let keys = keys.filter(|key| !key.is_empty()).collect(); // An empty one would open to everyone.
+        self.rules.entry(api).or_default().push(Rule { header: header.to_owned(), is_bearer, keys });
     }
 
     /// The same with `prefix` before every header's name, as gRPC's metadata has it.
     pub fn with_prefix(mut self, prefix: &str) -> Self {
-        self.keys.values_mut().for_each(|key| key.header = format!("{prefix}{}", key.header));
+        self.rules.values_mut().flatten().for_each(|rule| rule.header = format!("{prefix}{}", rule.header));
         self
+    }
+
+    /// Whether `api` needs a key.
+    pub fn restricts(&self, api: Api) -> bool {
+        self.rules.contains_key(&api)
     }
 
     /// Whether a request with these headers may use `api`.
     ///
     /// # Errors
-    /// With the name of the header that is missing or wrong.
-    pub(crate) fn check(&self, api: Api, headers: &HeaderMap) -> Result<(), &str> {
-        let Some(key) = self.keys.get(&api) else { return Ok(()) };
-        let given = headers.get(&key.header).map(|value| value.as_bytes());
-        if given.is_some_and(|given| same(given, key.value.as_bytes())) { Ok(()) } else { Err(&key.header) }
+    /// With the header that is missing or wrong.
+    pub(crate) fn check(&self, api: Api, headers: &HeaderMap) -> Result<(), Denied<'_>> {
+        let Some(rules) = self.rules.get(&api) else { return Ok(()) };
+        // Every key is compared, whichever fits, so that the time tells nothing of them.
+        let fits = rules.iter().fold(false, |fits, rule| rule.fits(headers) | fits);
+        let expected = rules.iter().find(|rule| rule.header == AUTHORIZATION).unwrap_or(&rules[0]);
+        if fits {
+            Ok(())
+        } else {
+            Err(Denied { header: &expected.header, is_bearer: expected.header == AUTHORIZATION })
+        }
     }
 }
 
-/// Equality in a time that does not tell how much of a secret was right.
-fn same(left: &[u8], right: &[u8]) -> bool {
-    left.len() == right.len() && left.iter().zip(right).fold(0, |all, (left, right)| all | (left ^ right)) == 0
+impl Rule {
+    fn fits(&self, headers: &HeaderMap) -> bool {
+        let Some(given) = headers.get(&self.header) else { return false };
+        let given = if self.is_bearer { without_scheme(given.as_bytes()) } else { given.as_bytes() };
+        self.keys.iter().fold(false, |fits, key| same(given, key.as_bytes()) | fits)
+    }
 }
 
-impl FromStr for Restrictions {
-    type Err = String;
-
-    fn from_str(rule: &str) -> Result<Self, String> {
-        let mut restrictions = Self::default();
-        restrictions.add(rule).map(|()| restrictions)
+/// What stands behind `Bearer`, or all of it.
+fn without_scheme(value: &[u8]) -> &[u8] {
+    match value.split_at_checked("Bearer ".len()) {
+        Some((scheme, token)) if scheme.eq_ignore_ascii_case(b"Bearer ") => token.trim_ascii(),
+        _ => value,
     }
+}
+
+/// A rule as it may be shown: its value may be a key.
+fn without_value(rule: &str) -> String {
+    match rule.split_once('=') {
+        Some((apis, _)) => format!("{apis}=…"),
+        None => rule.to_owned(),
+    }
+}
+
+/// Equality in a time that tells nothing of the key.
+fn same(given: &[u8], key: &[u8]) -> bool {
+    let differences = given.iter().zip(key.iter().cycle()).fold(0, |all, (left, right)| all | (left ^ right));
+    black_box(differences) == 0 && given.len() == key.len()
 }
 
 #[cfg(test)]
@@ -159,29 +234,79 @@ mod tests {
         HeaderMap::from_iter([(http::HeaderName::from_static(name), http::HeaderValue::from_static(value))])
     }
 
-    #[test]
-    fn a_restricted_api_opens_with_its_key_alone() {
-        let rules: Restrictions = "model-repository,logging:Admin-Key=s3cret".parse().unwrap();
-        assert_eq!(rules.check(Api::Logging, &headers("admin-key", "s3cret")), Ok(()));
-        assert_eq!(rules.check(Api::Logging, &headers("admin-key", "s3creT")), Err("admin-key"));
-        assert_eq!(rules.check(Api::ModelRepository, &HeaderMap::new()), Err("admin-key"));
-        assert_eq!(rules.check(Api::Inference, &HeaderMap::new()), Ok(()));
-        let rules = rules.with_prefix("triton-grpc-protocol-");
-        assert_eq!(rules.check(Api::Logging, &HeaderMap::new()), Err("triton-grpc-protocol-admin-key"));
+    fn parse(rules: &[&str]) -> Result<Restrictions, String> {
+        let mut restrictions = Restrictions::default();
+        let literally = |value: &str| Ok(vec![value.to_owned()]);
+        rules.iter().try_for_each(|rule| restrictions.add(rule, literally)).map(|()| restrictions)
+    }
+
+    fn denied(header: &str) -> Result<(), Denied<'_>> {
+        Err(Denied { header, is_bearer: header == AUTHORIZATION })
     }
 
     #[test]
-    fn rules_that_cannot_be_are_refused() {
+    fn a_restricted_api_opens_with_its_key_alone() {
+        let rules = parse(&["model-repository,logging:Admin-Key=s3cret"]).unwrap();
+        assert_eq!(rules.check(Api::Logging, &headers("admin-key", "s3cret")), Ok(()));
+        for wrong in ["s3creT", "s3cre", "s3crets3cret", "", "x"] {
+            assert_eq!(rules.check(Api::Logging, &headers("admin-key", wrong)), denied("admin-key"), "{wrong}");
+        }
+        assert_eq!(rules.check(Api::ModelRepository, &HeaderMap::new()), denied("admin-key"));
+        assert_eq!(rules.check(Api::Inference, &HeaderMap::new()), Ok(()));
+        let rules = rules.with_prefix("triton-grpc-protocol-");
+        assert_eq!(rules.check(Api::Logging, &HeaderMap::new()), denied("triton-grpc-protocol-admin-key"));
+    }
+
+    #[test]
+    fn each_of_several_keys_opens() {
+        let rules = parse(&["logging:a=one", "logging,trace:a=two", "logging:b=three"]).unwrap();
+        for (header, key) in [("a", "one"), ("a", "two"), ("b", "three")] {
+            assert_eq!(rules.check(Api::Logging, &headers(header, key)), Ok(()), "{header}: {key}");
+        }
+        assert_eq!(rules.check(Api::Logging, &headers("b", "one")), denied("a"));
+        assert_eq!(rules.check(Api::Trace, &headers("a", "one")), denied("a"));
+    }
+
+    #[test]
+    fn a_bearers_token_is_the_key() {
+        let rules = parse(&["inference:Authorization=t0ken"]).unwrap();
+        let with_scheme = parse(&["inference:authorization=Bearer t0ken"]).unwrap();
+        for rules in [rules, with_scheme] {
+            for given in ["Bearer t0ken", "bearer  t0ken", "t0ken"] {
+                assert_eq!(rules.check(Api::Inference, &headers("authorization", given)), Ok(()), "{given}");
+            }
+            assert_eq!(rules.check(Api::Inference, &HeaderMap::new()), denied("authorization"));
+            for given in ["Bearer t0kens", "Basic t0ken", "Bearer", "Bearer "] {
+                let found = rules.check(Api::Inference, &headers("authorization", given));
+                assert_eq!(found, denied("authorization"), "{given}");
+            }
+        }
+        let closed = parse(&["inference:authorization=Bearer "]).unwrap();
+        for given in ["Bearer ", "Bearer", ""] {
+            assert!(closed.check(Api::Inference, &headers("authorization", given)).is_err(), "{given}");
+        }
+        let mut keys = parse(&["inference:k=1"]).unwrap();
+        keys.add_keys(Api::Inference, &["one".to_owned(), "two".to_owned()]);
+        for (header, given) in [("authorization", "Bearer two"), ("x-api-key", "one"), ("k", "1")] {
+            assert_eq!(keys.check(Api::Inference, &headers(header, given)), Ok(()), "{header}");
+        }
+        assert_eq!(keys.check(Api::Inference, &headers("k", "one")), denied("authorization"));
+    }
+
+    #[test]
+    fn rules_that_cannot_be_are_refused_and_no_key_is_shown() {
         for (rule, words) in [
             ("logging", "APIS:HEADER=VALUE"),
             ("logging:key", "APIS:HEADER=VALUE"),
             ("logging:key=", "APIS:HEADER=VALUE"),
-            ("loging:key=1", "these are: health, metadata"),
-            ("logging,logging:key=1", "restricted twice"),
+            ("loging:key=s3cret", "these are: health, metadata"),
+            ("logging:=s3cret", "APIS:HEADER=VALUE"),
         ] {
-            let error = rule.parse::<Restrictions>().unwrap_err();
-            assert!(error.contains(words), "{rule}: {error}");
+            let error = parse(&[rule]).unwrap_err();
+            assert!(error.contains(words) && !error.contains("s3cret"), "{rule}: {error}");
         }
+        let shown = format!("{:?}", parse(&["logging:key=s3cret"]).unwrap());
+        assert!(shown.contains("key: 1 keys") && !shown.contains("s3cret"), "{shown}");
     }
 
     #[test]
@@ -191,6 +316,7 @@ mod tests {
         assert_eq!(of("RepositoryModelLoad"), Api::ModelRepository);
         assert_eq!(of("CudaSharedMemoryStatus"), Api::SharedMemory);
         assert_eq!(Api::of_rpc("/grpc.health.v1.Health/Check"), Some(Api::Health));
-        assert_eq!(Api::of_rpc("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"), None);
+        assert_eq!(Api::of_rpc("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"), Some(Api::Reflection));
+        assert_eq!(Api::of_rpc("/nosuch.Service/Method"), None);
     }
 }

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgAction, Args};
-use front::{Collector, Compression, HeaderPattern, Restrictions, Tls, TraceOptions};
+use front::{Api, Collector, Compression, HeaderPattern, Restrictions, Tls, TraceOptions};
 
 use crate::args::boolean;
+use crate::keys;
 
 /// Metadata of gRPC that opens a restricted protocol begins so.
 const GRPC_KEY_PREFIX: &str = "triton-grpc-protocol-";
@@ -47,12 +48,18 @@ pub struct FrontArgs {
     /// TLS on the metrics port, with the certificates of the HTTP port
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub metrics_use_ssl: bool,
-    /// Protocols that need metadata `triton-grpc-protocol-KEY: VALUE`; may be given more than once
+    /// Protocols that need metadata `triton-grpc-protocol-KEY: VALUE`; may be given more than once, which adds keys. VALUE is
+    /// `@FILE` for the keys in a file, one a line, `env:NAME` for those in a variable, or a key itself, which any local user sees
     #[arg(long, value_name = "PROTOCOLS:KEY=VALUE")]
     pub grpc_restricted_protocol: Vec<String>,
-    /// APIs that need the header `KEY: VALUE`; may be given more than once
+    /// APIs that need the header `KEY: VALUE`; may be given more than once, which adds keys. VALUE as in
+    /// --grpc-restricted-protocol
     #[arg(long, value_name = "APIS:KEY=VALUE")]
     pub http_restricted_api: Vec<String>,
+    /// Inference, over all protocols, needs one of the keys in this file, one a line: `Authorization: Bearer KEY` or
+    /// `x-api-key: KEY`. TRIREME_API_KEYS holds further keys, separated by commas
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
     /// Metadata of gRPC that models see as parameters: a regular expression
     #[arg(long, default_value = "", hide_default_value = true, value_name = "PATTERN")]
     pub grpc_header_forward_pattern: String,
@@ -139,9 +146,14 @@ impl FrontArgs {
             (tls, true) => tls.clone(),
             (_, false) => None,
         };
-        config.grpc_restrictions =
-            restrictions("grpc-restricted-protocol", &self.grpc_restricted_protocol)?.with_prefix(GRPC_KEY_PREFIX);
-        config.http_restrictions = restrictions("http-restricted-api", &self.http_restricted_api)?;
+        let grpc = restrictions("grpc-restricted-protocol", &self.grpc_restricted_protocol, Api::Metrics)?;
+        config.grpc_restrictions = grpc.with_prefix(GRPC_KEY_PREFIX);
+        config.http_restrictions = restrictions("http-restricted-api", &self.http_restricted_api, Api::Reflection)?;
+        let keys = keys::api_keys(self.api_key_file.as_deref())?;
+        if !keys.is_empty() {
+            config.grpc_restrictions.add_keys(Api::Inference, &keys);
+            config.http_restrictions.add_keys(Api::Inference, &keys);
+        }
         config.grpc_forward = pattern("grpc-header-forward-pattern", &self.grpc_header_forward_pattern)?;
         config.http_forward = pattern("http-header-forward-pattern", &self.http_header_forward_pattern)?;
         config.max_http_body_bytes = self.http_max_input_size;
@@ -233,10 +245,19 @@ fn tls(
     Ok(Some(Tls { port, certificate, key: needed(key, "server-key")?, client_roots }))
 }
 
-fn restrictions(option: &str, rules: &[String]) -> Result<Restrictions, String> {
+/// `elsewhere` is the API of another protocol.
+fn restrictions(option: &str, rules: &[String], elsewhere: Api) -> Result<Restrictions, String> {
     let mut restrictions = Restrictions::default();
-    rules.iter().try_for_each(|rule| restrictions.add(rule)).map_err(|error| format!("--{option}: {error}"))?;
-    Ok(restrictions)
+    for rule in rules {
+        restrictions.add(rule, |value| keys::read(option, value)).map_err(|error| format!("--{option}: {error}"))?;
+    }
+    match restrictions.restricts(elsewhere) {
+        true if elsewhere == Api::Metrics => {
+            Err(format!("--{option}: `metrics` is restricted by --http-restricted-api, for it is served over HTTP"))
+        }
+        true => Err(format!("--{option}: `reflection` is restricted by --grpc-restricted-protocol, for it is gRPC's")),
+        false => Ok(restrictions),
+    }
 }
 
 fn pattern(option: &str, text: &str) -> Result<HeaderPattern, String> {

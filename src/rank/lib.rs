@@ -11,6 +11,7 @@ mod gpus;
 mod hand_over;
 mod heartbeat;
 mod host_metrics;
+mod keys;
 mod ledger;
 mod log;
 mod metrics;

@@ -1,0 +1,97 @@
+//! Keys of clients, from where no other user of the machine reads them.
+
+use std::fs::File;
+use std::io::Read as _;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+/// The variable with keys for inference, separated by commas.
+const API_KEYS: &str = "TRIREME_API_KEYS";
+
+/// Largest file of keys.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
+/// The keys that the value of a rule stands for; `option` is the rule's, without the dashes.
+///
+/// # Errors
+/// When there are none.
+pub(crate) fn read(option: &str, value: &str) -> Result<Vec<String>, String> {
+    if let Some(path) = value.strip_prefix('@') {
+        return of_file(Path::new(path));
+    }
+    if let Some(name) = value.strip_prefix("env:") {
+        let keys = std::env::var(name).map_err(|_| format!("the environment has no variable {name}"))?;
+        return some(split(&keys), || format!("{name} holds no key"));
+    }
+    tracing::warn!(
+        "--{option} has a key on the command line, which every user of this machine can read (`ps`); put it into a file \
+         and give VALUE as @FILE"
+    );
+    Ok(vec![value.to_owned()])
+}
+
+/// The keys for inference: those in `file`, and those in the environment. None where neither is given.
+///
+/// # Errors
+/// When the file cannot be read, or one of the two is given and holds none.
+pub(crate) fn api_keys(file: Option<&Path>) -> Result<Vec<String>, String> {
+    let mut keys = match file {
+        Some(path) => of_file(path).map_err(|why| format!("--api-key-file: {why}"))?,
+        None => Vec::new(),
+    };
+    if let Ok(more) = std::env::var(API_KEYS) {
+        keys.extend(some(split(&more), || format!("{API_KEYS} is set and holds no key; unset it to serve everyone"))?);
+    }
+    Ok(keys)
+}
+
+/// The lines of a file, but for empty ones and those that begin with `#`.
+fn of_file(path: &Path) -> Result<Vec<String>, String> {
+    let cannot = |error: std::io::Error| format!("cannot read keys from {}: {error}", path.display());
+    let file = File::open(path).map_err(cannot)?;
+    if file.metadata().map_err(cannot)?.permissions().mode() & 0o004 != 0 {
+        tracing::warn!(
+            "every user of this machine can read the keys in {0}; `chmod 600 {0}` keeps them",
+            path.display()
+        );
+    }
+    let mut text = String::new();
+    file.take(MAX_FILE_BYTES).read_to_string(&mut text).map_err(cannot)?;
+    let keys = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+    some(keys.map(str::to_owned).collect(), || format!("{} holds no key; write one a line", path.display()))
+}
+
+fn split(keys: &str) -> Vec<String> {
+    keys.split([',', '\n']).map(str::trim).filter(|key| !key.is_empty()).map(str::to_owned).collect()
+}
+
+/// An API without a key that opens it is no restriction that anybody wants.
+fn some(keys: Vec<String>, none: impl FnOnce() -> String) -> Result<Vec<String>, String> {
+    if keys.is_empty() { Err(none()) } else { Ok(keys) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_come_from_files_and_variables_and_never_none() {
+        let folder = std::env::temp_dir().join(format!("trireme-keys-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let (full, empty) = (folder.join("full"), folder.join("empty"));
+        std::fs::write(&full, "# of team a\none\n\n  two \n").unwrap();
+        std::fs::write(&empty, "# none yet\n").unwrap();
+        assert_eq!(read("x", &format!("@{}", full.display())).unwrap(), ["one", "two"]);
+        assert_eq!(api_keys(Some(&full)).unwrap(), ["one", "two"]);
+        let refused = api_keys(Some(&empty)).unwrap_err();
+        assert!(refused.starts_with("--api-key-file: ") && refused.contains("holds no key"), "{refused}");
+        let absent = read("x", "@/nonexistent/keys").unwrap_err();
+        assert!(absent.starts_with("cannot read keys from /nonexistent/keys: "), "{absent}");
+        // Cargo sets this one.
+        assert_eq!(read("x", "env:CARGO_PKG_NAME").unwrap(), ["rank"]);
+        assert_eq!(read("x", "env:NO_SUCH_VARIABLE").unwrap_err(), "the environment has no variable NO_SUCH_VARIABLE");
+        assert_eq!(read("x", "s3cret").unwrap(), ["s3cret"]);
+        assert_eq!(split("a, b\n,,c"), ["a", "b", "c"]);
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}
