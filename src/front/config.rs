@@ -9,7 +9,7 @@ use crate::log_settings::LogControl;
 use crate::metrics::MetricsOptions;
 use crate::openai::Chat;
 use crate::restricted::Restrictions;
-use crate::shared_memory::ClientDevices;
+use crate::shared_memory::{ClientDevices, ClientObjects, MAX_REGIONS};
 use crate::tls::Tls;
 use crate::trace_settings::TraceOptions;
 
@@ -116,8 +116,10 @@ pub struct Config {
     pub allow_client_shm: bool,
     /// Who opens device memory of clients; `None` where there is none.
     pub client_devices: Option<Arc<dyn ClientDevices>>,
-    /// Shared-memory names with these beginnings are the server's own and never a client's.
-    pub reserved_shm_prefixes: Vec<String>,
+    /// Which objects of shared memory they may register.
+    pub client_objects: ClientObjects,
+    /// Regions of shared memory that may be registered at once.
+    pub max_shm_regions: usize,
 }
 
 impl Default for Config {
@@ -156,7 +158,8 @@ impl Default for Config {
             chat: Chat::default(),
             allow_client_shm: true,
             client_devices: None,
-            reserved_shm_prefixes: Vec::new(),
+            client_objects: ClientObjects::default(),
+            max_shm_regions: MAX_REGIONS,
         }
     }
 }

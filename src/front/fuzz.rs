@@ -8,7 +8,7 @@ use serving::{ClientMemory, DataType, InferError, InferRequest, InferResponse};
 use crate::ask::{OutputAsk, RegionSlice};
 use crate::coding::Coding;
 use crate::reply::InferReply;
-use crate::shared_memory::{MemoryKind, SharedMemory};
+use crate::shared_memory::{ClientObjects, MemoryKind, SharedMemory};
 use crate::{generate, grpc_request, http_infer, http_route, json};
 
 /// Largest body that is unpacked.
@@ -19,7 +19,7 @@ const LIMIT: usize = 1 << 20;
 /// # Errors
 /// When it is none.
 pub fn http_infer(body: &[u8], head_len: Option<usize>) -> Result<InferRequest, InferError> {
-    let memory = SharedMemory::new(false, Vec::new());
+    let memory = SharedMemory::new(false, ClientObjects::default());
     http_infer::read("m", Bytes::copy_from_slice(body), head_len, &memory).map(|asked| asked.request)
 }
 
@@ -44,7 +44,7 @@ pub fn generate(body: &[u8], config: &ModelConfig) -> Result<InferRequest, Infer
 /// # Errors
 /// When it is none.
 pub fn grpc(message: &[u8]) -> Result<InferRequest, InferError> {
-    let memory = SharedMemory::new(false, Vec::new());
+    let memory = SharedMemory::new(false, ClientObjects::default());
     let message =
         crate::proto::ModelInferRequest::decode(message).map_err(|error| InferError::internal(error.to_string()))?;
     grpc_request::read(message, &memory, &|_, _, _| None).map(|asked| asked.request)
@@ -84,7 +84,8 @@ pub struct Regions(SharedMemory);
 
 impl Default for Regions {
     fn default() -> Self {
-        Self(SharedMemory::new(true, vec!["reserved_".into()]))
+        let reserved_prefixes = vec!["reserved_".into()];
+        Self(SharedMemory::new(true, ClientObjects { reserved_prefixes, ..ClientObjects::default() }))
     }
 }
 

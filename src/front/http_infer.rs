@@ -414,7 +414,7 @@ mod tests {
     use serving::ErrorKind;
 
     fn read_text(text: &str, head_len: Option<usize>) -> Result<Asked, InferError> {
-        let memory = SharedMemory::new(true, Vec::new());
+        let memory = SharedMemory::new(true, Default::default());
         read("m", Bytes::copy_from_slice(text.as_bytes()), head_len, &memory)
     }
 

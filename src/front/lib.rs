@@ -79,7 +79,7 @@ pub use openai::{Chat, ChatPrompts};
 pub use otlp_export::Collector;
 pub use restricted::{Api, Restrictions};
 pub use running::{Addresses, Listeners, Running, start, start_on};
-pub use shared_memory::{ClientDevices, DeviceMemory};
+pub use shared_memory::{ClientDevices, ClientObjects, DeviceMemory};
 pub use status::{grpc_code, http_status};
 pub use tls::{Tls, TlsError};
 pub use trace_settings::TraceOptions;

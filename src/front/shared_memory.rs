@@ -1,15 +1,21 @@
 //! Named parts of POSIX shared memory, or of a GPU's memory, that clients register to pass tensors without sending them.
 
+use std::any::Any;
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
-use serving::{ClientMemory, ClientSlice, DataType, ErrorKind, InferError, InferRequest};
+use rustix::fs::{Mode, OFlags};
+use serving::{
+    ClientMemory, ClientSlice, CopyBudget, DataType, ErrorKind, InferError, InferRequest, Limit, Limits, copy_within,
+};
 
+use crate::aside::aside;
 use crate::ask::{OutputAsk, RegionSlice};
+use crate::budget::{Budget, Charge};
 
 /// Opens device memory of clients.
 pub trait ClientDevices: std::fmt::Debug + Send + Sync {
@@ -90,18 +96,80 @@ pub enum MemoryKind {
 #[derive(Debug)]
 pub struct SharedMemory {
     is_allowed: bool,
-    reserved_prefixes: Vec<String>,
+    objects: ClientObjects,
+    max_regions: usize,
+    limits: Limits,
+    budget: Option<Arc<dyn CopyBudget>>,
     devices: Option<Arc<dyn ClientDevices>>,
     regions: Mutex<BTreeMap<String, Region>>,
 }
 
+/// Which objects of shared memory clients may register.
+#[derive(Debug, Clone, Default)]
+pub struct ClientObjects {
+    /// Names with these beginnings are the server's own.
+    pub reserved_prefixes: Vec<String>,
+    /// How every object of the server, and of other servers like it, begins; empty for no such sign.
+    pub reserved_magic: Vec<u8>,
+    /// If there are any, a client's object has a name with one of these beginnings.
+    pub allowed_prefixes: Vec<String>,
+}
+
+/// How objects begin that programs beside a server keep in `/dev/shm`: MPI, its transports, NCCL, Triton, semaphores.
+/// Python's own names, `psm_…`, are a client's.
+const OF_OTHERS: [&str; 25] = [
+    "vader_segment",
+    "sm_segment",
+    "smsc",
+    "mca_",
+    "osc_",
+    "coll_",
+    "ompi",
+    "openmpi",
+    "open_mpi",
+    "opal",
+    "orte",
+    "prte",
+    "pmix",
+    "mpich",
+    "MPICH",
+    "hwloc",
+    "nccl-",
+    "ucx",
+    "ucp_",
+    "uct_",
+    "psm_shm",
+    "psm2",
+    "psm3",
+    "cma_",
+    "sem.",
+];
+
 /// Regions that may be registered at once.
-const MAX_REGIONS: usize = 4096;
+pub const MAX_REGIONS: usize = 4096;
+
+/// Requests that are in flight pay for copies, as they do for bodies.
+#[derive(Debug)]
+struct OfRequests(Arc<Budget>);
+
+impl CopyBudget for OfRequests {
+    fn hold(&self, count: u64) -> Result<Box<dyn Any + Send + Sync>, InferError> {
+        let charge: Charge = self.0.charge();
+        charge.add(usize::try_from(count).unwrap_or(usize::MAX))?;
+        Ok(Box::new(charge))
+    }
+}
 
 impl SharedMemory {
-    /// No regions. `reserved_prefixes` begin names that are not a client's.
-    pub fn new(is_allowed: bool, reserved_prefixes: Vec<String>) -> Self {
-        Self { is_allowed, reserved_prefixes, devices: None, regions: Mutex::default() }
+    /// No regions, of `objects` that are a client's.
+    pub fn new(is_allowed: bool, objects: ClientObjects) -> Self {
+        let (limits, regions) = <(Limits, Mutex<_>)>::default();
+        Self { is_allowed, objects, max_regions: MAX_REGIONS, limits, budget: None, devices: None, regions }
+    }
+
+    /// The same with at most `max_regions`, each of which keeps a file open; with limits on names, and copies paid from `budget`.
+    pub fn within(self, max_regions: usize, limits: Limits, budget: &Arc<Budget>) -> Self {
+        Self { max_regions, limits, budget: Some(Arc::new(OfRequests(budget.clone()))), ..self }
     }
 
     /// The same, with device memory through `devices`.
@@ -119,13 +187,16 @@ impl SharedMemory {
     /// When the name is taken, or the object cannot be opened or is too small.
     pub fn register(&self, name: &str, key: &str, offset: u64, byte_size: u64) -> Result<(), InferError> {
         let mut regions = self.room_for(name)?;
-        let file = self.open(key)?;
-        let metadata = file.metadata().map_err(|error| cannot_open(key, &error))?;
-        let (length, object) = (metadata.len(), (metadata.dev(), metadata.ino()));
+        let (file, length, object) = self.open(key)?;
         if byte_size == 0 || offset.checked_add(byte_size).is_none_or(|end| end > length) {
             return Err(InferError::invalid(format!("failed to register shared memory region '{name}': invalid args")));
         }
-        let place = Place::System { key: key.to_owned(), offset, file: file.into(), object };
+        // Regions of one object keep one file open.
+        let same = regions.values().find_map(|region| match &region.place {
+            Place::System { file, object: known, .. } if *known == object => Some(file.clone()),
+            _ => None,
+        });
+        let place = Place::System { key: key.to_owned(), offset, file: same.unwrap_or_else(|| file.into()), object };
         regions.insert(name.to_owned(), Region { byte_size, place });
         Ok(())
     }
@@ -161,29 +232,40 @@ impl SharedMemory {
                 "client shared memory is off; start the server with --allow-client-shm=true",
             ));
         }
+        self.limits.check(Limit::NameBytes, name.len())?;
         let regions = self.regions();
         if regions.contains_key(name) {
             let words = format!("shared memory region '{name}' already in manager");
             return Err(InferError::new(ErrorKind::AlreadyExists, words));
         }
-        if regions.len() == MAX_REGIONS {
-            return Err(InferError::unavailable(format!("{MAX_REGIONS} shared memory regions are registered already")));
+        if regions.len() >= self.max_regions {
+            let count = self.max_regions;
+            return Err(InferError::unavailable(format!("{count} shared memory regions are registered already")));
         }
         Ok(regions)
     }
 
-    fn open(&self, key: &str) -> Result<File, InferError> {
+    /// The object, its length and what tells it from others.
+    fn open(&self, key: &str) -> Result<(File, u64, (u64, u64)), InferError> {
+        self.limits.check(Limit::NameBytes, key.len())?;
         let object = key.strip_prefix('/').unwrap_or(key);
         if object.is_empty() || object.contains('/') || object == "." || object == ".." {
             return Err(InferError::internal(format!(
                 "Unable to open shared memory region: '{key}' is not the name of an object"
             )));
         }
-        if self.reserved_prefixes.iter().any(|prefix| object.starts_with(prefix.as_str())) {
-            return Err(InferError::invalid(format!("shared memory object '{key}' belongs to the server")));
+        self.objects.check_name(key, object)?;
+        // Neither a link nor a pipe leads or holds anybody anywhere.
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let opened = rustix::fs::open(Path::new("/dev/shm").join(object), flags, Mode::empty());
+        let file = File::from(opened.map_err(|error| cannot_open(key, &error.into()))?);
+        let metadata = file.metadata().map_err(|error| cannot_open(key, &error))?;
+        if !metadata.is_file() || metadata.nlink() > 1 {
+            let words = "it is no object of shared memory, or has another name beside this one";
+            return Err(cannot_open(key, &std::io::Error::other(words)));
         }
-        let path = PathBuf::from("/dev/shm").join(object);
-        OpenOptions::new().read(true).write(true).open(path).map_err(|error| cannot_open(key, &error))
+        self.objects.check_content(key, &file)?;
+        Ok((file, metadata.len(), (metadata.dev(), metadata.ino())))
     }
 
     /// Forgets a region of that kind; an unknown one is no error. An empty name forgets all of them.
@@ -340,30 +422,74 @@ impl SharedMemory {
                 offset: offset + slice.offset,
                 byte_size,
                 region: name.clone(),
+                budget: self.budget.clone(),
             }),
-            Place::Cuda { memory, .. } => {
-                Slice::Cuda { memory: memory.clone(), offset: slice.offset, byte_size, region: name.clone() }
-            }
+            Place::Cuda { memory, .. } => Slice::Cuda {
+                memory: memory.clone(),
+                offset: slice.offset,
+                byte_size,
+                region: name.clone(),
+                budget: self.budget.clone(),
+            },
         })
     }
+}
+
+impl ClientObjects {
+    fn check_name(&self, key: &str, object: &str) -> Result<(), InferError> {
+        let begins = |prefixes: &[String]| prefixes.iter().any(|prefix| object.starts_with(prefix.as_str()));
+        if begins(&self.reserved_prefixes) {
+            return Err(of_the_server(key));
+        }
+        if let Some(prefix) = OF_OTHERS.iter().find(|prefix| object.starts_with(**prefix)) {
+            return Err(InferError::invalid(format!(
+                "shared memory object '{key}' belongs to another program: names that begin with `{prefix}` are no client's"
+            )));
+        }
+        if !self.allowed_prefixes.is_empty() && !begins(&self.allowed_prefixes) {
+            let allowed = self.allowed_prefixes.join("`, `");
+            return Err(InferError::invalid(format!(
+                "shared memory object '{key}' is no client's: this server takes names that begin with `{allowed}`"
+            )));
+        }
+        Ok(())
+    }
+
+    /// Refuses what the server, or another server like it, made under whatever name.
+    fn check_content(&self, key: &str, file: &File) -> Result<(), InferError> {
+        let mut begin = vec![0; self.reserved_magic.len()];
+        // A shorter object is none of the server's.
+        let is_reserved =
+            !begin.is_empty() && file.read_exact_at(&mut begin, 0).is_ok() && begin == self.reserved_magic;
+        if is_reserved { Err(of_the_server(key)) } else { Ok(()) }
+    }
+}
+
+fn of_the_server(key: &str) -> InferError {
+    InferError::invalid(format!("shared memory object '{key}' belongs to the server"))
 }
 
 /// A part of a region. Holding it keeps the memory.
 enum Slice {
     System(ClientSlice),
-    Cuda { memory: Arc<dyn DeviceMemory>, offset: u64, byte_size: u64, region: String },
+    Cuda {
+        memory: Arc<dyn DeviceMemory>,
+        offset: u64,
+        byte_size: u64,
+        region: String,
+        budget: Option<Arc<dyn CopyBudget>>,
+    },
 }
 
 impl Slice {
     fn read(&self) -> Result<Bytes, InferError> {
         match self {
-            Slice::System(slice) => slice.read(),
-            Slice::Cuda { memory, offset, byte_size, region } => {
-                let size = usize::try_from(*byte_size).map_err(|error| InferError::internal(error.to_string()))?;
-                let mut data = vec![0; size];
-                memory.read(*offset, &mut data).map_err(|why| unusable(region, &why))?;
-                Ok(data.into())
-            }
+            Slice::System(slice) => aside(slice.byte_size as usize, || slice.read()),
+            Slice::Cuda { memory, offset, byte_size, region, budget } => aside(*byte_size as usize, || {
+                copy_within(budget.as_deref(), *byte_size, |data| {
+                    memory.read(*offset, data).map_err(|why| unusable(region, &why))
+                })
+            }),
         }
     }
 }
@@ -416,7 +542,7 @@ mod tests {
     #[test]
     fn a_region_is_read_and_written_inside_its_bounds() {
         let object = Object::new("bounds", &[0, 1, 2, 3, 4, 5, 6, 7]);
-        let memory = SharedMemory::new(true, Vec::new());
+        let memory = SharedMemory::new(true, ClientObjects::default());
         memory.register("r", &format!("/{}", object.0), 2, 4).unwrap();
         assert_eq!(read(&memory, &slice(1, 3)).unwrap(), Bytes::from_static(&[3, 4, 5]));
         memory.write(&slice(0, 2), "out", &[9]).unwrap();
@@ -454,7 +580,7 @@ mod tests {
     #[test]
     fn device_memory_is_read_and_written_inside_its_bounds_and_let_go() {
         let gpu = Arc::new(Fake(Mutex::new(vec![0, 1, 2, 3, 4, 5, 6, 7])));
-        let memory = SharedMemory::new(true, Vec::new()).with_devices(Some(Arc::new(gpu.clone())));
+        let memory = SharedMemory::new(true, ClientObjects::default()).with_devices(Some(Arc::new(gpu.clone())));
         assert!(memory.register_cuda("r", &[b'h'; 63], 0, 8).is_err());
         assert!(memory.register_cuda("r", &[b'h'; 64], -1, 8).is_err());
         assert!(memory.register_cuda("r", &[b'h'; 64], 0, 0).is_err());
@@ -483,7 +609,7 @@ mod tests {
     #[test]
     fn an_object_that_shrank_is_an_error() {
         let object = Object::new("shrunk", &[0; 8]);
-        let memory = SharedMemory::new(true, Vec::new());
+        let memory = SharedMemory::new(true, ClientObjects::default());
         memory.register("r", &object.0, 0, 8).unwrap();
         std::fs::write(format!("/dev/shm/{}", object.0), [0; 2]).unwrap();
         assert!(read(&memory, &slice(0, 8)).is_err());
@@ -492,11 +618,99 @@ mod tests {
 
     #[test]
     fn names_that_are_not_a_clients_are_refused() {
-        let memory = SharedMemory::new(true, vec!["prefix".into()]);
-        for key in ["/../etc/passwd", "..", "/", "/prefix0_ring"] {
+        let objects = ClientObjects { reserved_prefixes: vec!["prefix".into()], ..ClientObjects::default() };
+        let memory = SharedMemory::new(true, objects);
+        for key in ["/../etc/passwd", "..", "/", "/prefix0_ring", "a/b"] {
             assert!(memory.register("r", key, 0, 1).is_err(), "{key}");
         }
-        let off = SharedMemory::new(false, Vec::new());
+        for key in ["/vader_segment.host.0", "sm_segment.x", "/nccl-abc", "/psm2_shm.1", "/sem.lock", "/ucx_1"] {
+            let error = memory.register("r", key, 0, 1).unwrap_err();
+            assert!(error.message.contains("belongs to another program"), "{key}: {error}");
+        }
+        let off = SharedMemory::new(false, ClientObjects::default());
         assert_eq!(off.register("r", "/x", 0, 1).unwrap_err().kind, ErrorKind::Unsupported);
+        let long = "n".repeat(5000);
+        for (name, key) in [(long.as_str(), "/x"), ("r", long.as_str())] {
+            let error = memory.register(name, key, 0, 1).unwrap_err();
+            assert!(error.message.contains("--max-name-bytes"), "{error}");
+        }
+    }
+
+    #[test]
+    fn objects_of_servers_links_and_pipes_are_refused_whatever_their_name() {
+        let objects = ClientObjects { reserved_magic: b"trireme\x01".into(), ..ClientObjects::default() };
+        let memory = SharedMemory::new(true, objects);
+        let ring = Object::new("ring", b"trireme\x01 and more");
+        let error = memory.register("r", &ring.0, 0, 8).unwrap_err();
+        assert!(error.message.ends_with("belongs to the server"), "{error}");
+        let shorter = Object::new("shorter", b"trireme");
+        memory.register("shorter", &shorter.0, 0, 7).unwrap();
+        let at = |name: &str| Path::new("/dev/shm").join(name);
+        let link = Object(format!("{}_link", ring.0));
+        std::os::unix::fs::symlink(at(&shorter.0), at(&link.0)).unwrap();
+        assert!(memory.register("r", &link.0, 0, 1).is_err(), "a symbolic link");
+        let hard_link = Object(format!("{}_hard", ring.0));
+        std::fs::hard_link(at(&shorter.0), at(&hard_link.0)).unwrap();
+        assert!(memory.register("r", &hard_link.0, 0, 1).is_err(), "a second name");
+        let pipe = Object(format!("{}_pipe", ring.0));
+        rustix::fs::mknodat(rustix::fs::CWD, at(&pipe.0), rustix::fs::FileType::Fifo, Mode::RWXU, 0).unwrap();
+        assert!(memory.register("r", &pipe.0, 0, 1).is_err(), "a pipe");
+    }
+
+    #[test]
+    fn with_an_allow_list_other_names_are_refused() {
+        let objects = ClientObjects { allowed_prefixes: vec!["front_test_".into()], ..ClientObjects::default() };
+        let memory = SharedMemory::new(true, objects);
+        let object = Object::new("allowed", &[0; 8]);
+        memory.register("r", &object.0, 0, 8).unwrap();
+        let error = memory.register("s", "/other", 0, 8).unwrap_err();
+        assert!(error.message.ends_with("takes names that begin with `front_test_`"), "{error}");
+    }
+
+    #[test]
+    fn extreme_offsets_and_sizes_are_refused() {
+        let object = Object::new("extremes", &[0; 8]);
+        let memory = SharedMemory::new(true, ClientObjects::default());
+        for (offset, byte_size) in [(0, 0), (0, 9), (8, 1), (u64::MAX, 1), (1, u64::MAX), (u64::MAX, u64::MAX), (9, 0)]
+        {
+            assert!(memory.register("r", &object.0, offset, byte_size).is_err(), "{offset}, {byte_size}");
+        }
+        memory.register("r", &object.0, 7, 1).unwrap();
+        for (offset, byte_size) in [(0, 0), (0, 2), (1, 0), (1, 1), (u64::MAX, 1), (0, u64::MAX), (u64::MAX, u64::MAX)]
+        {
+            assert!(memory.check(&slice(offset, byte_size)).is_err(), "{offset}, {byte_size}");
+        }
+    }
+
+    #[test]
+    fn a_sparse_object_costs_no_more_than_requests_may_hold() {
+        let object = Object::new("sparse", &[0; 8]);
+        let path = Path::new("/dev/shm").join(&object.0);
+        File::options().write(true).open(path).unwrap().set_len(1 << 40).unwrap();
+        let budget = Budget::new(1000);
+        let memory = SharedMemory::new(true, ClientObjects::default()).within(8, Limits::default(), &budget);
+        memory.register("r", &object.0, 0, 1 << 40).unwrap();
+        let held = read(&memory, &slice(0, 600)).unwrap();
+        for byte_size in [1 << 40, 600] {
+            let error = read(&memory, &slice(0, byte_size)).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::Unavailable, "{error}");
+        }
+        drop(held);
+        assert_eq!(read(&memory, &slice(0, 600)).unwrap().len(), 600);
+    }
+
+    #[test]
+    fn regions_are_as_many_as_they_may_be_and_share_the_file_of_their_object() {
+        let object = Object::new("many", &[0; 8]);
+        let budget = Budget::new(1000);
+        let memory = SharedMemory::new(true, ClientObjects::default()).within(8, Limits::default(), &budget);
+        (0..8).for_each(|count| memory.register(&count.to_string(), &object.0, 0, 8).unwrap());
+        assert_eq!(memory.register("r", &object.0, 0, 8).unwrap_err().kind, ErrorKind::Unavailable);
+        let regions = memory.regions();
+        let files = regions.values().map(|region| match &region.place {
+            Place::System { file, .. } => Arc::as_ptr(file),
+            Place::Cuda { .. } => std::ptr::null(),
+        });
+        assert_eq!(files.collect::<std::collections::BTreeSet<_>>().len(), 1);
     }
 }

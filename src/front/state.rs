@@ -40,12 +40,14 @@ impl State {
     /// # Errors
     /// When the trace settings cannot be.
     pub fn new(config: Config, server: Arc<Server>, sources: Vec<Arc<dyn MetricsSource>>) -> Result<Self, ConfigError> {
-        let memory = SharedMemory::new(config.allow_client_shm, config.reserved_shm_prefixes.clone())
+        let budget = Budget::new(config.max_bytes_in_flight);
+        let memory = SharedMemory::new(config.allow_client_shm, config.client_objects.clone())
+            .within(config.max_shm_regions, *server.limits(), &budget)
             .with_devices(config.client_devices.clone());
         let log = LogSettings::new(config.log.clone());
         let trace = TraceSettings::new(&config.trace).map_err(|reason| ConfigError { field: "trace", reason })?;
         Ok(Self {
-            budget: Budget::new(config.max_bytes_in_flight),
+            budget,
             config,
             server,
             memory,

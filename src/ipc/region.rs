@@ -13,7 +13,9 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use crate::prefix::SHM_DIR;
 use crate::{IpcError, Prefix, ProcessId, sweep};
 
-const MAGIC: u64 = u64::from_le_bytes(*b"trireme\x01");
+/// How the file of every region begins, in all versions.
+pub const REGION_MAGIC: [u8; 8] = *b"trireme\x01";
+const MAGIC: u64 = u64::from_le_bytes(REGION_MAGIC);
 const VERSION: u32 = 1;
 /// The header's room; what follows is aligned to two cache lines.
 pub(crate) const HEADER_BYTES: usize = 128;

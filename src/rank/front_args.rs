@@ -107,6 +107,10 @@ pub struct FrontArgs {
     /// Clients may register shared memory: names under /dev/shm, this server's own excepted, and memory of GPUs
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub allow_client_shm: bool,
+    /// Names of shared memory that clients may register begin so; may be given more than once. Without it: all names but those
+    /// of this server, of MPI, NCCL and the like
+    #[arg(long, value_name = "PREFIX")]
+    pub client_shm_prefix: Vec<String>,
     /// Serve GET /debug/ledger on the metrics port: who holds which queue slots, rows and KV blocks
     #[arg(long, default_value = "false", num_args = 0..=1, default_missing_value = "true", require_equals = true,
           value_parser = boolean, action = ArgAction::Set)]
@@ -174,6 +178,8 @@ impl FrontArgs {
         config.grpc_max_connection_age = self.grpc_max_connection_age.map(Duration::from_millis);
         config.grpc_max_connection_age_grace = self.grpc_max_connection_age_grace.map(Duration::from_millis);
         config.allow_client_shm = self.allow_client_shm;
+        let prefixes = self.client_shm_prefix.iter().map(|prefix| prefix.trim_start_matches('/').to_owned());
+        config.client_objects.allowed_prefixes = prefixes.collect();
         config.log = crate::log::control();
         config.trace = self.traces()?;
         Ok(())

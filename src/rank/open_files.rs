@@ -31,6 +31,11 @@ pub(crate) fn max_connections(asked: u32, max_files: u64) -> u32 {
     u32::try_from(room).unwrap_or(u32::MAX).clamp(1, asked)
 }
 
+/// Regions of clients' shared memory: `asked`, or fewer, so that they take no more than half of what is kept.
+pub(crate) fn max_regions(asked: usize, max_files: u64) -> usize {
+    usize::try_from(max_files / 8).unwrap_or(usize::MAX).clamp(1, asked)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -40,6 +45,7 @@ mod tests {
         for (max_files, expected) in [(1024, 384), (1 << 20, 16_384), (u64::MAX, 16_384), (300, 75), (1, 1)] {
             assert_eq!(max_connections(16_384, max_files), expected, "{max_files} files");
         }
+        assert_eq!((max_regions(4096, 1024), max_regions(4096, 1 << 20)), (128, 4096));
     }
 
     #[test]

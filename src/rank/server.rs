@@ -52,7 +52,7 @@ pub(crate) fn run(
     let result = llm_defaults(&args, world.size(), agents.nodes().max_ranks()).and_then(|defaults| {
         let python = Arc::new(PythonFactory::new(python_config(&args, &prefix, world)?).map_err(RankError::Runtime)?);
         let llm = Arc::new(LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone(), grpc.handle().clone()));
-        runtime.block_on(serve(&args, &prefix, grpc.handle(), llm, python, Arc::new(startup)))
+        runtime.block_on(serve(&args, &prefix, world.size(), grpc.handle(), llm, python, Arc::new(startup)))
     });
     // Whatever a request still holds ends with the runtime, before ranks are told to go.
     runtime.shutdown_timeout(HURRY);
@@ -164,6 +164,7 @@ fn python_config(args: &RankArgs, prefix: &Prefix, world: &World) -> Result<Pyth
 async fn serve(
     args: &RankArgs,
     prefix: &Prefix,
+    world_size: u32,
     grpc: &Handle,
     llm: Arc<LlmFactory>,
     python: Arc<PythonFactory>,
@@ -185,7 +186,7 @@ async fn serve(
         Arc::new(PythonMetrics(python)),
         Arc::new(StartupMetrics(Arc::clone(&startup))),
     ];
-    let mut front_config = front_config(args, prefix).map_err(RankError::Server)?;
+    let mut front_config = front_config(args, prefix, world_size).map_err(RankError::Server)?;
     front_config.ledger = args.front.debug_endpoints.then(|| crate::ledger::source(Arc::clone(&llm)));
     // One that takes over serves once it has loaded, others answer while they load.
     let (listeners, taken) = match &args.take_over {
@@ -330,28 +331,38 @@ pub(crate) fn server_config(args: &RankArgs) -> ServerConfig {
     }
 }
 
-fn front_config(args: &RankArgs, prefix: &Prefix) -> Result<front::Config, String> {
+fn front_config(args: &RankArgs, prefix: &Prefix, world_size: u32) -> Result<front::Config, String> {
     let address = |allowed: bool, host: &str, port: u16| allowed.then(|| Address::new(host, port));
     let metrics_host = args.metrics_address.as_ref().unwrap_or(&args.http_address);
     let mut config = front::Config {
         grpc: address(args.allow_grpc, &args.grpc_address, args.grpc_port),
         http: address(args.allow_http, &args.http_address, args.http_port),
         metrics: address(args.allow_metrics, metrics_host, args.metrics_port),
-        reserved_shm_prefixes: vec![prefix.to_string()],
         ..front::Config::default()
     };
     args.front.apply(&mut config)?;
-    bound_connections(&mut config);
+    config.client_objects.reserved_prefixes = prefixes(prefix.as_str(), world_size);
+    config.client_objects.reserved_magic = ipc::REGION_MAGIC.into();
+    bound_files(&mut config);
     config.chat = front::Chat(Some(Arc::new(Templates(ChatTemplates::new(args.model_repository.clone())))));
     config.metrics_options = args.metrics.options()?;
     config.client_devices = Some(Arc::new(client_memory::Gpus));
     Ok(config)
 }
 
-/// Connections take files, of which others need some, too.
-fn bound_connections(config: &mut front::Config) {
-    let asked = config.max_connections;
-    config.max_connections = open_files::max_connections(asked, open_files::raise_limit());
+/// The prefixes of all ranks, by rank 0's: those of one world differ in the number of the rank.
+fn prefixes(own: &str, world_size: u32) -> Vec<String> {
+    match own.strip_suffix("0_") {
+        Some(base) => (0..world_size).map(|rank| format!("{base}{rank}_")).collect(),
+        None => vec![own.to_owned()],
+    }
+}
+
+/// Connections and regions of clients take files, of which others need some, too.
+fn bound_files(config: &mut front::Config) {
+    let (asked, max_files) = (config.max_connections, open_files::raise_limit());
+    config.max_connections = open_files::max_connections(asked, max_files);
+    config.max_shm_regions = open_files::max_regions(config.max_shm_regions, max_files);
     if config.max_connections < asked {
         tracing::warn!(
             "a port takes {} connections at once, not {asked}: the limit of open files leaves no room for more; \
@@ -387,5 +398,17 @@ impl Signals {
             _ = self.interrupt.recv() => 2,
         };
         tracing::info!("Signal ({number}) received.");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_ranks_prefix_is_known_from_rank_zeros() {
+        assert_eq!(prefixes("prefix0_", 3), ["prefix0_", "prefix1_", "prefix2_"]);
+        assert_eq!(prefixes("prefix7_1_0_", 2), ["prefix7_1_0_", "prefix7_1_1_"]);
+        assert_eq!(prefixes("own", 1), ["own"]);
     }
 }

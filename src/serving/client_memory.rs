@@ -1,5 +1,6 @@
 //! Tensors in shared memory of a client, left there for a backend that reads and writes them in place.
 
+use std::any::Any;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
@@ -7,6 +8,47 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::{InferError, InferRequest};
+
+/// Bounds the copies that are made of clients' memory: a region may be larger than any message.
+pub trait CopyBudget: std::fmt::Debug + Send + Sync {
+    /// Holds `count` bytes until what is returned is dropped.
+    ///
+    /// # Errors
+    /// When there is no room for them.
+    fn hold(&self, count: u64) -> Result<Box<dyn Any + Send + Sync>, InferError>;
+}
+
+/// A copy of a client's memory, and what it holds of a budget.
+struct Copy {
+    data: Vec<u8>,
+    _held: Option<Box<dyn Any + Send + Sync>>,
+}
+
+impl AsRef<[u8]> for Copy {
+    fn as_ref(&self) -> &[u8] {
+        &self.data
+    }
+}
+
+/// `count` bytes as `fill` writes them, paid from `budget` while anybody has them.
+///
+/// # Errors
+/// When there is no room for them, or `fill`'s own.
+pub fn copy_within(
+    budget: Option<&dyn CopyBudget>,
+    count: u64,
+    fill: impl FnOnce(&mut [u8]) -> Result<(), InferError>,
+) -> Result<Bytes, InferError> {
+    let held = budget.map(|budget| budget.hold(count)).transpose()?;
+    let size = usize::try_from(count).map_err(|error| InferError::internal(error.to_string()))?;
+    let mut data = Vec::new();
+    let no_room =
+        |_| InferError::unavailable(format!("there is no memory for {count} bytes of a shared memory region"));
+    data.try_reserve_exact(size).map_err(no_room)?;
+    data.resize(size, 0);
+    fill(&mut data)?;
+    Ok(Bytes::from_owner(Copy { data, _held: held }))
+}
 
 /// A part of an object of shared memory that a client registered.
 ///
@@ -24,18 +66,19 @@ pub struct ClientSlice {
     pub byte_size: u64,
     /// The client's name for the region.
     pub region: String,
+    /// Who pays for copies; `None` bounds nothing.
+    pub budget: Option<Arc<dyn CopyBudget>>,
 }
 
 impl ClientSlice {
     /// A copy of the bytes.
     ///
     /// # Errors
-    /// When the object has shrunk.
+    /// When the object has shrunk, or the budget has no room.
     pub fn read(&self) -> Result<Bytes, InferError> {
-        let size = usize::try_from(self.byte_size).map_err(|error| InferError::internal(error.to_string()))?;
-        let mut data = vec![0; size];
-        self.file.read_exact_at(&mut data, self.offset).map_err(|error| self.lost(&error))?;
-        Ok(data.into())
+        copy_within(self.budget.as_deref(), self.byte_size, |data| {
+            self.file.read_exact_at(data, self.offset).map_err(|error| self.lost(&error))
+        })
     }
 
     fn overlaps(&self, other: &Self) -> bool {
@@ -115,6 +158,7 @@ mod tests {
             offset,
             byte_size,
             region: "r".to_owned(),
+            budget: None,
         };
         let mut request = InferRequest { inputs: vec![Tensor::from_i32("IN", &[1], &[])], ..Default::default() };
         request.client_memory.inputs.push(("IN".to_owned(), slice(2, 4)));

@@ -92,7 +92,7 @@ mod watch;
 pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest, MemoryUsage};
 pub use bell::Bell;
 pub use cache::CacheStatistics;
-pub use client_memory::{ClientMemory, ClientSlice};
+pub use client_memory::{ClientMemory, ClientSlice, CopyBudget, copy_within};
 pub use driver::Respond;
 pub use error::{ErrorKind, InferError};
 pub use generation::Generation;
