@@ -8,7 +8,7 @@ use crate::ledger::LedgerSource;
 use crate::log_settings::LogControl;
 use crate::metrics::MetricsOptions;
 use crate::openai::Chat;
-use crate::restricted::Restrictions;
+use crate::restricted::{Api, Restrictions};
 use crate::shared_memory::{ClientDevices, ClientObjects, MAX_REGIONS};
 use crate::tls::Tls;
 use crate::trace_settings::TraceOptions;
@@ -175,6 +175,12 @@ pub struct ConfigError {
 }
 
 impl Config {
+    /// Whether only clients with a key may change trace settings, over every protocol that is served.
+    pub(crate) fn restricts_trace(&self) -> bool {
+        let ports = [(&self.http, &self.http_restrictions), (&self.grpc, &self.grpc_restrictions)];
+        ports.into_iter().all(|(port, restrictions)| port.is_none() || restrictions.restricts(Api::Trace))
+    }
+
     /// Checks every field.
     ///
     /// # Errors
@@ -221,6 +227,16 @@ mod tests {
     #[test]
     fn the_defaults_are_valid() {
         assert_eq!(Config::default().validate(), Ok(()));
+    }
+
+    #[test]
+    fn trace_is_restricted_where_no_port_is_left_open() {
+        let mut config = Config::default();
+        assert!(!config.restricts_trace());
+        config.http_restrictions.add_keys(Api::Trace, &["k".to_owned()]);
+        assert!(!config.restricts_trace(), "gRPC is open");
+        config.grpc = None;
+        assert!(config.restricts_trace());
     }
 
     #[test]

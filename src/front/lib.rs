@@ -82,4 +82,5 @@ pub use running::{Addresses, Listeners, Running, start, start_on};
 pub use shared_memory::{ClientDevices, ClientObjects, DeviceMemory};
 pub use status::{grpc_code, http_status};
 pub use tls::{Tls, TlsError};
+pub use trace_file::TraceBounds;
 pub use trace_settings::TraceOptions;

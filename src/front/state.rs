@@ -12,7 +12,7 @@ use crate::classification::classify;
 use crate::log_settings::LogSettings;
 use crate::metrics::MetricsSource;
 use crate::shared_memory::SharedMemory;
-use crate::trace_settings::{TraceChanges, TraceSettings, TraceValues};
+use crate::trace_settings::{TraceChanges, TraceOptions, TraceSettings, TraceValues};
 use crate::{Config, ConfigError};
 
 /// The models and the front's own state.
@@ -45,7 +45,9 @@ impl State {
             .within(config.max_shm_regions, *server.limits(), &budget)
             .with_devices(config.client_devices.clone());
         let log = LogSettings::new(config.log.clone());
-        let trace = TraceSettings::new(&config.trace).map_err(|reason| ConfigError { field: "trace", reason })?;
+        let is_trusted = config.trace.allows_tensors || config.restricts_trace();
+        let trace = TraceOptions { allows_tensors: is_trusted, ..config.trace.clone() };
+        let trace = TraceSettings::new(&trace).map_err(|reason| ConfigError { field: "trace", reason })?;
         Ok(Self {
             budget,
             config,

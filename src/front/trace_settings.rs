@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use serving::{ErrorKind, InferError, SpanContext, Trace, TraceSink};
+use serving::{ErrorKind, InferError, Repeated, SpanContext, Trace, TraceSink};
 
 use crate::otlp_export::{Collector, Exporter};
-use crate::trace_file::TraceFile;
+use crate::trace_file::{TraceBounds, TraceFile};
 
 /// Names of the trace settings, in the order in which they are listed.
 pub const TRACE_KEYS: [&str; 6] =
@@ -34,7 +34,17 @@ pub struct TraceOptions {
     pub collector: Option<Collector>,
     /// Settings that differ from the defaults, by the names of Triton.
     pub settings: Vec<(String, Vec<String>)>,
+    /// What files take at most.
+    pub bounds: TraceBounds,
+    /// Whether tensors, prompts of all clients among them, are written where a client asks for it. They are, too, where the
+    /// level at the start is `TENSORS`.
+    pub allows_tensors: bool,
 }
+
+/// Traces that nobody keeps.
+static NOT_WRITTEN: Repeated = Repeated::new(1);
+/// Clients that ask for tensors in vain.
+static TENSORS_ASKED: Repeated = Repeated::new(1);
 
 /// Trace settings of the server and, where they differ, of models.
 #[derive(Debug)]
@@ -45,6 +55,7 @@ pub struct TraceSettings {
     counts: Mutex<BTreeMap<String, (u64, u64)>>,
     /// Whether any request may be traced: what every request looks at.
     is_on: AtomicBool,
+    allows_tensors: bool,
     file: Option<Arc<TraceFile>>,
     exporter: Option<Arc<Exporter>>,
 }
@@ -66,14 +77,15 @@ impl TraceSettings {
         if let Some(file) = &options.file {
             defaults.insert("trace_file", vec![file.display().to_string()]);
         }
-        let file = options.file.clone().map(TraceFile::new).map(Arc::new);
+        let allows_tensors = options.allows_tensors || has_tensors(&defaults["trace_level"]);
+        let file = options.file.clone().map(|path| Arc::new(TraceFile::new(path, options.bounds)));
         let exporter = options.collector.clone().map(Exporter::new).transpose();
         let exporter = exporter.map_err(|error| format!("no thread for spans: {error}"))?.map(Arc::new);
         if exporter.is_some() {
             defaults.insert("trace_mode", vec!["opentelemetry".to_owned()]);
         }
         let (changed, counts, is_on) = Default::default();
-        let settings = Self { defaults, changed, counts, is_on, file, exporter };
+        let settings = Self { defaults, changed, counts, is_on, allows_tensors, file, exporter };
         settings.follow();
         Ok(settings)
     }
@@ -130,9 +142,10 @@ impl TraceSettings {
         let sink = self.sink()?;
         let context = context.filter(|_| self.exporter.is_some());
         let values = self.values(model);
-        let has = |level: &str| values["trace_level"].iter().any(|known| known == level);
+        let with_times = values["trace_level"].iter().any(|level| level == "TIMESTAMPS");
+        let with_tensors = has_tensors(&values["trace_level"]) && self.allows_tensors;
         let number = |key: &str| values[key][0].parse::<i64>().unwrap_or(0);
-        if !has("TIMESTAMPS") && !has("TENSORS") {
+        if !with_times && !with_tensors {
             return None;
         }
         let owner = self.owner(model);
@@ -145,8 +158,8 @@ impl TraceSettings {
             return None;
         }
         *traced += 1;
-        let with_tensors = has("TENSORS") && self.exporter.is_none(); // Spans hold none.
-        Some(Trace::new(sink, has("TIMESTAMPS"), with_tensors, context))
+        let with_tensors = with_tensors && self.exporter.is_none(); // Spans hold none.
+        Some(Trace::new(sink, with_times, with_tensors, context))
     }
 
     /// Changes settings of a model, or the server's when `model` is empty. Unknown names and levels are ignored.
@@ -176,6 +189,18 @@ impl TraceSettings {
                  --trace-config=triton,file=PATH",
             ));
         }
+        let in_vain = |(key, values): &(&str, Option<Vec<String>>)| {
+            *key == "trace_level" && !self.allows_tensors && values.as_ref().is_some_and(|levels| has_tensors(levels))
+        };
+        if accepted.iter().any(in_vain)
+            && let Some(unlogged) = TENSORS_ASKED.due()
+        {
+            tracing::warn!(
+                "a client asks for traces with TENSORS, which hold prompts of all clients, and are not written: start with \
+                 --trace-config=level=TENSORS or --allow-client-trace-tensors=true, or restrict `trace` to clients with a \
+                 key{unlogged}"
+            );
+        }
         let mut changed = self.changed();
         if !changed.contains_key(model) && changed.len() == MAX_MODELS {
             return Err(InferError::unavailable(format!(
@@ -204,14 +229,23 @@ impl TraceSettings {
             values.get("trace_level").is_some_and(|levels| levels.iter().any(|level| level != "OFF"))
         };
         let is_on = is_level(&self.get("")) || self.changed().values().any(is_level);
-        if is_on && self.sink().is_none() {
-            tracing::warn!("traces are asked for but not written: start with --trace-config=triton,file=PATH");
+        if is_on
+            && self.sink().is_none()
+            && let Some(unlogged) = NOT_WRITTEN.due()
+        {
+            tracing::warn!(
+                "traces are asked for but not written: start with --trace-config=triton,file=PATH{unlogged}"
+            );
         }
         self.is_on.store(is_on, Relaxed);
         if let Some(file) = &self.file {
             file.set_frequency(self.get("")["log_frequency"][0].parse().unwrap_or(0));
         }
     }
+}
+
+fn has_tensors(levels: &[String]) -> bool {
+    levels.iter().any(|level| level == "TENSORS")
 }
 
 fn trace_file_is_fixed() -> InferError {
@@ -301,5 +335,31 @@ mod tests {
         assert_eq!(settings.get("")["trace_count"], ["0"], "what is left");
         settings.update("m", change("trace_level", "OFF")).unwrap();
         assert!((0..9).all(|_| settings.sample("m", None).is_none()));
+    }
+    #[test]
+    fn tensors_of_others_are_written_where_the_operator_said_so_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let level = |level: &str| ("trace_level".to_owned(), vec![level.to_owned()]);
+        let rate = ("trace_rate".to_owned(), vec!["1".to_owned()]);
+        let options = TraceOptions {
+            file: Some(folder.path().join("t.json")),
+            settings: vec![rate.clone()],
+            ..TraceOptions::default()
+        };
+        let settings = TraceSettings::new(&options).unwrap();
+        let answer = settings.update("", change("trace_level", "TENSORS")).unwrap();
+        assert_eq!(answer["trace_level"], ["TENSORS"], "the answer is Triton's");
+        assert!(settings.sample("m", None).is_none());
+        let both = vec![("trace_level".to_owned(), Some(vec!["TIMESTAMPS".to_owned(), "TENSORS".to_owned()]))];
+        settings.update("", both.clone()).unwrap();
+        assert!(settings.sample("m", None).is_some(), "moments are written");
+        for options in [
+            TraceOptions { allows_tensors: true, ..options.clone() },
+            TraceOptions { settings: vec![rate, level("TENSORS")], ..options.clone() },
+        ] {
+            let settings = TraceSettings::new(&options).unwrap();
+            settings.update("", change("trace_level", "TENSORS")).unwrap();
+            assert!(settings.sample("m", None).is_some());
+        }
     }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgAction, Args};
-use front::{Api, Collector, Compression, HeaderPattern, Restrictions, Tls, TraceOptions};
+use front::{Api, Collector, Compression, HeaderPattern, Restrictions, Tls, TraceBounds, TraceOptions};
 
 use crate::args::boolean;
 use crate::keys;
@@ -120,6 +120,16 @@ pub struct FrontArgs {
     /// `opentelemetry,bsp_max_queue_size=N`, `…bsp_schedule_delay=MS`, `…bsp_max_export_batch_size=N`
     #[arg(long, value_name = "SETTING=VALUE")]
     pub trace_config: Vec<String>,
+    /// Most trace files at once; the oldest are removed
+    #[arg(long, default_value_t = 1000, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    pub trace_max_files: u32,
+    /// Most bytes of all trace files together; the oldest are removed. A file ends at an eighth of them
+    #[arg(long, default_value_t = 1 << 30, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..))]
+    pub trace_max_bytes: u64,
+    /// Tensors, prompts of other clients among them, are traced when any client asks for it. Without: when `level=TENSORS` is
+    /// given at the start, or only clients with a key may change trace settings
+    #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
+    pub allow_client_trace_tensors: bool,
     /// The same settings, as tritonserver once took them
     #[arg(long, hide = true)]
     pub trace_file: Option<PathBuf>,
@@ -186,7 +196,9 @@ impl FrontArgs {
     }
 
     fn traces(&self) -> Result<TraceOptions, String> {
-        let mut options = TraceOptions { file: self.trace_file.clone(), ..TraceOptions::default() };
+        let bounds = TraceBounds { max_files: self.trace_max_files as usize, max_bytes: self.trace_max_bytes };
+        let (file, allows_tensors) = (self.trace_file.clone(), self.allow_client_trace_tensors);
+        let mut options = TraceOptions { file, bounds, allows_tensors, ..TraceOptions::default() };
         let (mut levels, mut collector, mut sends_spans) = (self.trace_level.clone(), Collector::default(), false);
         let old = [
             ("trace_rate", &self.trace_rate),

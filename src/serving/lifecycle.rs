@@ -17,7 +17,10 @@ use crate::ensemble::{self, Ensemble};
 use crate::model::ServedModel;
 use crate::registry::{Registry, Version};
 use crate::scheduler::{self, StateSpec};
-use crate::{Backend, BackendFactory, InferError, Limits, LoadRequest, labels, warmup};
+use crate::{Backend, BackendFactory, InferError, Limits, LoadRequest, Repeated, labels, warmup};
+
+/// Failed loads that are logged: clients may ask for as many as they like.
+static FAILURES: Repeated = Repeated::new(200);
 
 /// What a load request gives in place of the repository's own files.
 #[derive(Debug, Clone, Default)]
@@ -345,7 +348,9 @@ impl Lifecycle {
 
     fn note_failure(&self, name: &str, error: &FindError) {
         let message = error.to_string();
-        tracing::error!("{}", message.trim_end());
+        if let Some(unlogged) = FAILURES.due() {
+            tracing::error!("{}{unlogged}", message.trim_end());
+        }
         if self.repository.model_names().is_ok_and(|names| names.iter().any(|known| known == name)) {
             let lacks_versions = matches!(error, FindError::NoVersion { .. });
             self.registry.update(name, |entry| {
@@ -357,7 +362,9 @@ impl Lifecycle {
     /// A version that still serves goes on serving.
     fn note_reason(&self, name: &str, version: i64, error: &InferError) {
         let reason = format!("{}: {}", error.kind.title(), error.message);
-        tracing::error!("failed to load '{name}' version {version}: {reason}");
+        if let Some(unlogged) = FAILURES.due() {
+            tracing::error!("failed to load '{name}' version {version}: {reason}{unlogged}");
+        }
         self.registry.update(name, |entry| {
             let state = entry.versions.entry(version).or_insert(Version::Loading);
             if !matches!(state, Version::Ready(_)) {

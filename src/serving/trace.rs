@@ -7,6 +7,9 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use crate::Tensor;
 
+/// Moments of a trace that are kept, and tensors: a stream may have any number of them.
+const MAX_ENTRIES: usize = 1 << 16;
+
 /// Where traces go when they are complete.
 pub trait TraceSink: Send + Sync {
     /// Takes a trace. Called once for each, in the order in which they end.
@@ -115,13 +118,20 @@ impl Trace {
     /// `at` was the moment called `name`.
     pub fn mark_at(&self, name: &'static str, at: Instant) {
         if self.0.with_times {
-            self.change(|record| record.times.push((name, unix_ns(at))));
+            self.change(|record| {
+                if record.times.len() < MAX_ENTRIES {
+                    record.times.push((name, unix_ns(at)));
+                }
+            });
         }
     }
 
     pub(crate) fn tensors(&self, activity: &'static str, tensors: &[Tensor]) {
         if self.0.with_tensors {
-            self.change(|record| record.tensors.extend(tensors.iter().map(|tensor| (activity, tensor.clone()))));
+            self.change(|record| {
+                let room = MAX_ENTRIES.saturating_sub(record.tensors.len());
+                record.tensors.extend(tensors.iter().take(room).map(|tensor| (activity, tensor.clone())));
+            });
         }
     }
 }

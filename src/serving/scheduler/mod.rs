@@ -24,7 +24,7 @@ pub(crate) use control::Controls;
 pub(crate) use order::Turn;
 
 use crate::statistics::Execution;
-use crate::{Backend, BatchedRequest, InferError, InferRequest, ResponseSender, ResponseStream, Tensor};
+use crate::{Backend, BatchedRequest, InferError, InferRequest, Repeated, ResponseSender, ResponseStream, Tensor};
 use order::Order;
 use priorities::Priorities;
 use sequences::{SequenceId, Sequences};
@@ -32,6 +32,9 @@ pub(crate) use state::{StateSpec, initial, read as read_states};
 
 /// Responses of one request that may wait for a slow reader before the model waits too.
 const STREAM_CAPACITY: usize = 64;
+
+/// Requests that a backend cannot bear may come again and again.
+static BROKEN_EXECUTIONS: Repeated = Repeated::new(8);
 
 /// A request that waits for its execution.
 #[derive(Debug)]
@@ -279,8 +282,10 @@ impl Shared {
         let run = AssertUnwindSafe(self.backend.execute(instance, batch)).catch_unwind();
         let (result, _) = futures::join!(run, futures::future::join_all(keepers));
         drop(unread);
-        if result.is_err() {
-            tracing::error!("an execution on instance {instance} broke off; its requests get an error");
+        if result.is_err()
+            && let Some(unlogged) = BROKEN_EXECUTIONS.due()
+        {
+            tracing::error!("an execution on instance {instance} broke off; its requests get an error{unlogged}");
         }
         self.queue().done(instance, Instant::now());
         if self.is_bound {
