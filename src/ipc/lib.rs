@@ -6,6 +6,7 @@
 //!   Waiting is a short spin, then a futex, so an idle receiver uses no CPU.
 //! - [`ProcessWatch`]: notices the end of any process at once, over a pidfd.
 //! - [`send_files`], [`receive_files`]: listening sockets that one world hands to the next.
+//! - [`lock`]: a mutex whose holder may have panicked.
 //!
 //! What the bytes mean is left to others. A region trusts every process that may open it (mode 0600, one user).
 //!
@@ -29,6 +30,7 @@
 mod descriptors;
 mod error;
 pub mod futex;
+mod lock;
 mod output;
 mod prefix;
 mod process;
@@ -41,6 +43,7 @@ mod title;
 
 pub use descriptors::{MAX_FILES, receive_files, send_files};
 pub use error::{IpcError, RecvError, SendError};
+pub use lock::lock;
 pub use output::end_with_the_reader;
 pub use prefix::Prefix;
 pub use process::{ProcessId, ProcessWatch, bind_to_parent, describe_exit, die_with_parent};

@@ -1,10 +1,11 @@
 //! Triton's metrics of the machine: CPU, memory, GPUs.
 
 use std::fs;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use front::{Family, FamilyKind, MetricsSource, Sample};
+use ipc::lock;
 
 use crate::gpus::Gpus;
 
@@ -60,7 +61,7 @@ impl HostMetrics {
 
 impl MetricsSource for HostMetrics {
     fn families(&self) -> Vec<Family> {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = lock(&self.seen);
         if seen.families.is_empty() || seen.at.elapsed() >= self.interval {
             self.look(&mut seen);
         }

@@ -3,6 +3,8 @@
 use std::sync::Mutex;
 use std::time::Instant;
 
+use ipc::lock;
+
 /// Points of a start, each with the seconds since the process began to run.
 pub(crate) struct Startup {
     began: Instant,
@@ -17,11 +19,11 @@ impl Startup {
 
     /// This point is reached now.
     pub(crate) fn reached(&self, point: &'static str) {
-        self.points.lock().unwrap().push((point, self.began.elapsed().as_secs_f64()));
+        lock(&self.points).push((point, self.began.elapsed().as_secs_f64()));
     }
 
     /// The points reached so far, in order.
     pub(crate) fn read(&self) -> Vec<(&'static str, f64)> {
-        self.points.lock().unwrap().clone()
+        lock(&self.points).clone()
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ipc::{Prefix, ProcessWatch, Ring, bind_to_parent, describe_exit, sweep_all_stale};
+use ipc::{Prefix, ProcessWatch, Ring, bind_to_parent, describe_exit, lock, sweep_all_stale};
 use serde::{Deserialize, Serialize};
 
 use crate::node_relay::{NodeRelay, RelayedWorker};
@@ -142,15 +142,15 @@ impl Agent {
             ToAgent::Start(worker, spec) => self.start(worker, *spec),
             ToAgent::Relay(workers) => self.relay(&workers),
             ToAgent::ToWorkers { instance, bytes } => {
-                if let Some(relay) = self.relays.lock().unwrap().get(&instance) {
+                if let Some(relay) = lock(&self.relays).get(&instance) {
                     relay.send(bytes);
                 }
             }
             ToAgent::Stop(worker) => self.end(worker, TERMINATE_GRACE),
             ToAgent::Kill(worker) => {
-                self.relays.lock().unwrap().remove(&worker.instance);
+                lock(&self.relays).remove(&worker.instance);
                 self.end(worker, Duration::ZERO);
-                release(&mut self.workers.lock().unwrap(), worker);
+                release(&mut lock(&self.workers), worker);
             }
             ToAgent::Stacks(worker) => self.tell_stacks(worker),
             ToAgent::Shutdown => self.end_all(),
@@ -160,7 +160,7 @@ impl Agent {
     fn relay(&self, workers: &[RelayedWorker]) {
         let Some(first) = workers.first().map(|relayed| relayed.worker) else { return };
         match NodeRelay::start(workers, &self.events) {
-            Ok(relay) => drop(self.relays.lock().unwrap().insert(first.instance, relay)),
+            Ok(relay) => drop(lock(&self.relays).insert(first.instance, relay)),
             Err(error) => {
                 let reason = format!("its rings cannot be opened: {error}");
                 let ended = FromAgent::Ended { worker: first, reason, by_signal: false, last_lines: Vec::new() };
@@ -170,7 +170,7 @@ impl Agent {
     }
 
     fn tell_stacks(&self, worker: WorkerId) {
-        let (watch, said) = match self.workers.lock().unwrap().get(&worker) {
+        let (watch, said) = match lock(&self.workers).get(&worker) {
             Some(Held { watch, said, has_ended: false, .. }) => (Arc::clone(watch), Arc::clone(said)),
             _ => return,
         };
@@ -183,16 +183,16 @@ impl Agent {
 
     /// Workers that run now.
     pub fn num_workers(&self) -> usize {
-        self.workers.lock().unwrap().values().filter(|worker| !worker.has_ended).count()
+        lock(&self.workers).values().filter(|worker| !worker.has_ended).count()
     }
 
     /// Ends every worker and waits until they are gone.
     pub fn end_all(&self) {
-        self.relays.lock().unwrap().clear();
-        let workers: Vec<_> = self.workers.lock().unwrap().keys().copied().collect();
+        lock(&self.relays).clear();
+        let workers: Vec<_> = lock(&self.workers).keys().copied().collect();
         for worker in workers {
             self.end(worker, TERMINATE_GRACE);
-            release(&mut self.workers.lock().unwrap(), worker);
+            release(&mut lock(&self.workers), worker);
         }
         while self.num_workers() > 0 {
             thread::sleep(Duration::from_millis(5));
@@ -212,14 +212,14 @@ impl Agent {
                     let held =
                         Held { watch, said: Arc::clone(&said), _rings: rings, has_ended: false, is_released: false };
                     end_if_stopped(Arc::clone(&held.watch), patience);
-                    workers.lock().unwrap().insert(worker, held);
+                    lock(&workers).insert(worker, held);
                     drop(spawned);
                     let _ = events.send(announcement);
                     let status = child.wait();
                     // A worker that was killed could not remove what it had made: its rank's, or its group's on this node.
                     let _ = sweep_all_stale();
                     // Last, for the rank ends when it has no worker left.
-                    note_end(&mut workers.lock().unwrap(), worker);
+                    note_end(&mut lock(&workers), worker);
                     let by_signal = status.as_ref().is_ok_and(|status| status.code().is_none());
                     let reason = status.map_or_else(|error| format!("cannot wait for it: {error}"), describe_exit);
                     FromAgent::Ended { worker, reason, by_signal, last_lines: said.last(LAST_WORDS_PATIENCE) }
@@ -234,7 +234,7 @@ impl Agent {
     }
 
     fn end(&self, worker: WorkerId, grace: Duration) {
-        let watch = match self.workers.lock().unwrap().get(&worker) {
+        let watch = match lock(&self.workers).get(&worker) {
             Some(Held { watch, has_ended: false, .. }) => Arc::clone(watch),
             _ => return,
         };

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use ipc::ProcessWatch;
+use ipc::{ProcessWatch, lock};
 
 use crate::agent::{FromAgent, ToAgent};
 
@@ -101,13 +101,13 @@ impl Agents {
     /// A new instance; `listener` hears of its workers until [`Agents::forget`].
     pub fn new_instance(&self, listener: impl Fn(FromAgent) + Send + 'static) -> u64 {
         let instance = self.next_instance.fetch_add(1, Ordering::Relaxed);
-        self.listeners.lock().unwrap().insert(instance, Box::new(listener));
+        lock(&self.listeners).insert(instance, Box::new(listener));
         instance
     }
 
     /// Nobody wants to hear of `instance` any more.
     pub fn forget(&self, instance: u64) {
-        self.listeners.lock().unwrap().remove(&instance);
+        lock(&self.listeners).remove(&instance);
     }
 
     /// Sends to the agent of `rank`.
@@ -122,7 +122,7 @@ impl Agents {
 
     /// Hands on what an agent said; the loss of a rank concerns everyone.
     pub fn deliver(&self, message: FromAgent) {
-        let listeners = self.listeners.lock().unwrap();
+        let listeners = lock(&self.listeners);
         let worker = match &message {
             FromAgent::Started { worker, .. }
             | FromAgent::Said { worker, .. }
@@ -137,7 +137,7 @@ impl Agents {
 
     /// From now on the end of the process `pid` of `rank`, on this node, is told to every listener.
     pub fn watch_rank(self: &Arc<Self>, rank: u32, pid: u32) {
-        if !self.watched.lock().unwrap().insert(pid) {
+        if !lock(&self.watched).insert(pid) {
             return;
         }
         let agents = Arc::downgrade(self);

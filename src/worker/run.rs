@@ -1,12 +1,12 @@
 //! The life of a worker process: load, take KV blocks, then one step after the other.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use device::{AttentionSpec, Device, StepInputs};
 use engine::{SequenceId, StepOutput, StepPlan, plan};
-use ipc::{Prefix, Received, RingReceiver, RingSender};
+use ipc::{Prefix, Received, RingReceiver, RingSender, lock};
 use models::Model;
 
 use crate::error::WorkerError;
@@ -48,7 +48,7 @@ impl Rings {
     }
 
     fn ends(&self) -> MutexGuard<'_, Ends> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     pub(crate) fn send(&self, message: &FromWorker) -> Result<(), WorkerError> {

@@ -2,10 +2,10 @@
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read};
-use std::sync::{Condvar, Mutex};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ipc::{STACK_LINE, with_names};
+use ipc::{STACK_LINE, lock, with_names};
 
 /// Lines of a worker that are kept for the report of its end.
 const NUM_KEPT: usize = 40;
@@ -37,7 +37,7 @@ impl Said {
             bytes.clear();
             self.hear(tp_rank, line);
         }
-        self.lines.lock().unwrap().has_ended = true;
+        lock(&self.lines).has_ended = true;
         self.grown.notify_all();
     }
 
@@ -45,7 +45,7 @@ impl Said {
         let is_stack = line.starts_with(STACK_LINE);
         let line = if is_stack { with_names(&line) } else { line };
         tracing::warn!("worker {tp_rank}: {line}");
-        let mut lines = self.lines.lock().unwrap();
+        let mut lines = lock(&self.lines);
         if is_stack {
             lines.stacks.push(line.clone());
         }
@@ -58,24 +58,25 @@ impl Said {
 
     /// The last lines, once the worker has closed its end; or after `patience`.
     pub(crate) fn last(&self, patience: Duration) -> Vec<String> {
-        let lines = self.lines.lock().unwrap();
-        let (lines, _) = self.grown.wait_timeout_while(lines, patience, |lines| !lines.has_ended).unwrap();
+        let lines = lock(&self.lines);
+        let waited = self.grown.wait_timeout_while(lines, patience, |lines| !lines.has_ended);
+        let (lines, _) = waited.unwrap_or_else(PoisonError::into_inner);
         lines.kept.iter().cloned().collect()
     }
 
     /// The stacks of `process`, which is asked for them; what the kernel tells of its threads stands before.
     pub(crate) fn stacks(&self, process: u32, patience: Duration) -> String {
-        self.lines.lock().unwrap().stacks.clear();
+        lock(&self.lines).stacks.clear();
         let states = ipc::thread_states(process);
         let num_asked = ipc::ask_for_stacks(process);
         let deadline = Instant::now() + patience;
-        let mut lines = self.lines.lock().unwrap();
+        let mut lines = lock(&self.lines);
         while lines.stacks.len() < num_asked && !lines.has_ended {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
             }
-            lines = self.grown.wait_timeout(lines, left).unwrap().0;
+            lines = self.grown.wait_timeout(lines, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         format!("{states}{}", lines.stacks.join("\n"))
     }

@@ -1,8 +1,9 @@
 //! What a model asks of the server it runs in: requests to other models, loading and unloading, memory, metrics.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
+use ipc::lock;
 use serving::{ErrorKind, InferError, InferRequest, LoadOverrides, ResponseStream, Server};
 use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
@@ -82,7 +83,7 @@ pub(super) fn cancel(connection: &Connection, call: i64) {
 }
 
 fn calls(connection: &Connection) -> std::sync::MutexGuard<'_, std::collections::HashMap<i64, Call>> {
-    connection.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&connection.calls)
 }
 
 fn server(connection: &Connection) -> Result<Arc<Server>, InferError> {
@@ -144,7 +145,7 @@ async fn forward(connection: Arc<Connection>, call: i64, mut stream: ResponseStr
 
 /// A metric's number or value; or why there is none.
 fn metric(connection: &Connection, method: &str, arguments: Value) -> Result<Result<Value, String>, WireError> {
-    let mut held = connection.metrics.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut held = lock(&connection.metrics);
     let number = |made: Result<i64, String>| made.map(|number| Value::Int(number.into()));
     Ok(match method {
         "metric_family" => {

@@ -4,10 +4,11 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::os::fd::AsRawFd as _;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
+use ipc::lock;
 use serving::{ClientSlice, InferError};
 use tokio::sync::{Notify, mpsc, watch};
 
@@ -228,8 +229,4 @@ fn write_region(writer: &mut Writer, shared: &Shared) {
     writer.text(&shared.path().to_string_lossy());
     writer.int(shared.start());
     writer.int(shared.len() as u64);
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -8,10 +8,10 @@ use std::io;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::SystemTime;
 
-use ipc::ProcessId;
+use ipc::{ProcessId, lock};
 use serving::InferError;
 use tempfile::TempDir;
 
@@ -71,7 +71,7 @@ impl Files {
     }
 
     fn scratch(&self) -> Result<MutexGuard<'_, Option<Scratch>>, InferError> {
-        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut scratch = lock(&self.scratch);
         if scratch.is_none() {
             let root = std::env::temp_dir();
             *scratch = Some(Scratch::create(&root).map_err(|error| {

@@ -2,9 +2,10 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use ipc::lock;
 use serving::{BatchedRequest, ClientSlice, ErrorKind, InferError, InferResponse, Trace};
 use tokio::sync::oneshot;
 
@@ -64,7 +65,7 @@ pub(super) struct Remains {
 
 impl Instance {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Gives the instance a process.

@@ -2,7 +2,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use ipc::lock;
 
 /// How a metric behaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,7 +72,7 @@ enum Handle {
 
 impl Registry {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Family>> {
-        self.families.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.families)
     }
 
     /// Everything in Prometheus' text format.

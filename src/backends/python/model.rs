@@ -1,11 +1,12 @@
 //! A loaded model: its instances, kept alive.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures::FutureExt as _;
 use futures::future::{BoxFuture, join_all};
+use ipc::lock;
 use repository::ModelConfig;
 use serving::{Backend, BatchedRequest, InferError, InferRequest, LoadRequest, ResponseStream};
 use tokio::sync::mpsc;
@@ -257,7 +258,7 @@ impl Shared {
         process.wait_or_kill(self.host.config.stop_timeout).await;
         let how = process.ended().await;
         let _ = connection.events.try_send(LoadEvent::Ended(how.clone()));
-        connection.calls.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        lock(&connection.calls).clear();
         let is_current = self.instances[index].connection().is_some_and(|current| Arc::ptr_eq(&current, &connection));
         if is_current {
             self.replace(index, &how).await;
@@ -289,7 +290,7 @@ impl Shared {
             }
             FromProcess::Metric => {
                 let [operation, number, value] = parts.parts()?;
-                let mut metrics = connection.metrics.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut metrics = lock(&connection.metrics);
                 metrics.change(&operation.text()?, number.int()?, value.float()?);
             }
             FromProcess::Mapped => {

@@ -8,9 +8,10 @@ use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{ChildStderr, Command, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 
+use ipc::lock;
 use tokio::net::UnixListener;
 
 /// The environment of a model's processes on all ranks: the first one's socket, and what the others load.
@@ -159,12 +160,12 @@ impl LastWords {
     fn keep(&self, said: &str) {
         let words = unhex(said.trim_end());
         tracing::error!("{}", words.trim_end());
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(words);
+        lock(&self.0).get_or_insert(words);
     }
 
     /// The first of them.
     pub fn get(&self) -> Option<String> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.0).clone()
     }
 }
 

@@ -5,12 +5,12 @@ use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::thread;
 use std::time::Duration;
 
 use bytes::BytesMut;
-use ipc::{ProcessWatch, bind_to_parent, describe_exit};
+use ipc::{ProcessWatch, bind_to_parent, describe_exit, lock};
 use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::net::UnixStream;
 use tokio::sync::{Notify, oneshot, watch};
@@ -337,8 +337,4 @@ impl Drop for Process {
         self.kill("its model was unloaded");
         self.reap();
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
