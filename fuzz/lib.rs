@@ -1,16 +1,24 @@
-//! What the fuzz targets share: a server over a model that echoes every type of tensor.
+//! What the fuzz targets share: memory that is counted, and servers over models that echo.
+
+mod allocator;
+mod expand;
 
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use front::fuzz::Front;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use repository::ModelConfig;
 use serving::{
-    Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream, Server, ServerConfig,
+    Backend, BackendFactory, ControlMode, InferError, InferRequest, InferResponse, LoadOverrides, LoadRequest,
+    ResponseStream, Server, ServerConfig,
 };
 use tokio::runtime::Runtime;
+
+pub use allocator::within;
+pub use expand::expand;
 
 const TYPES: [&str; 14] = [
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "BF16", "FP32", "FP64",
@@ -19,7 +27,7 @@ const TYPES: [&str; 14] = [
 
 /// A folder of this process's own, in memory.
 pub fn scratch(name: &str) -> PathBuf {
-    let folder = PathBuf::from(format!("/dev/shm/trireme_fuzz_{}_{name}", std::process::id()));
+    let folder = PathBuf::from(format!("/dev/shm/trireme_fuzz_{}/{name}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("/dev/shm can be written");
     folder
 }
@@ -32,7 +40,8 @@ impl Backend for Echo {
         response.parameters = request.parameters.into_iter().map(|(name, value)| (name.into(), value)).collect();
         for mut tensor in request.inputs {
             let index = self.0.input.iter().position(|input| input.name == tensor.name).expect("inputs are checked");
-            tensor.name = self.0.output[index].name.as_str().into();
+            let Some(output) = self.0.output.get(index) else { continue };
+            tensor.name = output.name.as_str().into();
             response.outputs.push(tensor);
         }
         Ok(ResponseStream::ready(response))
@@ -51,27 +60,33 @@ impl BackendFactory for EchoFactory {
     }
 }
 
-/// A server of model `m`, whose optional inputs `I0` to `I13` are of every type and any length.
+/// A server of model `m`, whose optional inputs `I0` to `I13` are of every type and any length, and of model `text`, which
+/// answers text with text. Clients may load others.
 pub struct Target {
     server: Arc<Server>,
     runtime: Runtime,
-    /// The model's configuration.
+    front: Front,
+    /// The configuration of `m`.
     pub config: Arc<ModelConfig>,
 }
 
 impl Default for Target {
     fn default() -> Self {
         let repository = scratch("echo");
-        std::fs::create_dir_all(repository.join("m/1")).expect("/dev/shm can be written");
-        std::fs::write(repository.join("m/config.pbtxt"), echo_config()).expect("/dev/shm can be written");
+        for (name, config) in [("m", echo_config()), ("text", TEXT.to_owned())] {
+            std::fs::create_dir_all(repository.join(name).join("1")).expect("/dev/shm can be written");
+            std::fs::write(repository.join(name).join("config.pbtxt"), config).expect("/dev/shm can be written");
+        }
         let factories: HashMap<String, Arc<dyn BackendFactory>> =
             HashMap::from([("echo".into(), Arc::new(EchoFactory) as _)]);
-        let config = ServerConfig { repositories: vec![repository], ..ServerConfig::default() };
+        let control_mode = ControlMode::Explicit { load: vec!["*".into()] };
+        let config = ServerConfig { repositories: vec![repository], control_mode, ..ServerConfig::default() };
         let server = Server::new(config, factories).expect("the repository is there");
-        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime starts");
-        runtime.block_on(server.load_all()).expect("the model loads");
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime starts");
+        runtime.block_on(server.load_all()).expect("the models load");
         let config = server.model_config("m", "").expect("the model serves");
-        Self { server, runtime, config }
+        let front = Front::new(server.clone());
+        Self { server, runtime, front, config }
     }
 }
 
@@ -86,7 +101,49 @@ impl Target {
             front::fuzz::write(response);
         }
     }
+
+    /// The status and body that a `POST` over HTTP/1.1 is answered.
+    pub fn post(&self, path: &str, body: &[u8]) -> (u16, Vec<u8>) {
+        let mut answer = self.runtime.block_on(self.front.post(path, body));
+        let end = answer.windows(4).position(|bytes| bytes == b"\r\n\r\n").expect("an answer has a head");
+        let body = answer.split_off(end + 4);
+        let status = std::str::from_utf8(&answer).ok().and_then(|head| head.split(' ').nth(1)?.parse().ok());
+        (status.expect("an answer has a status"), body)
+    }
+
+    /// Loads a model, as over gRPC, where its name may be anything; and unloads it.
+    pub fn load(&self, name: &str, overrides: LoadOverrides) {
+        self.runtime.block_on(async {
+            if self.server.load_model(name, overrides).await.is_ok() {
+                self.server.unload_model(name, false).await.expect("what was loaded can be unloaded");
+            }
+        });
+    }
+
+    /// What a client of the gRPC port hears that sends these frames.
+    pub fn grpc(&self, frames: &[u8]) -> Vec<u8> {
+        self.runtime.block_on(self.front.grpc(frames))
+    }
 }
+
+const TEXT: &str = r#"
+backend: "echo"
+input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] optional: true } ]
+output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
+input [
+  { name: "max_tokens" data_type: TYPE_INT32 dims: [ 1 ] optional: true },
+  { name: "stream" data_type: TYPE_BOOL dims: [ 1 ] optional: true },
+  { name: "temperature" data_type: TYPE_FP32 dims: [ 1 ] optional: true },
+  { name: "top_k" data_type: TYPE_INT32 dims: [ 1 ] optional: true },
+  { name: "top_p" data_type: TYPE_FP32 dims: [ 1 ] optional: true },
+  { name: "seed" data_type: TYPE_UINT64 dims: [ 1 ] optional: true },
+  { name: "min_length" data_type: TYPE_INT32 dims: [ 1 ] optional: true },
+  { name: "repetition_penalty" data_type: TYPE_FP32 dims: [ 1 ] optional: true },
+  { name: "presence_penalty" data_type: TYPE_FP32 dims: [ 1 ] optional: true },
+  { name: "frequency_penalty" data_type: TYPE_FP32 dims: [ 1 ] optional: true },
+  { name: "stop_words" data_type: TYPE_STRING dims: [ -1 ] optional: true }
+]
+"#;
 
 fn echo_config() -> String {
     let mut text = "backend: \"echo\"\n".to_owned();

@@ -3,7 +3,7 @@
 
 use std::sync::LazyLock;
 
-use fuzz::Target;
+use fuzz::{Target, within};
 use libfuzzer_sys::fuzz_target;
 
 thread_local!(static TARGET: LazyLock<Target> = LazyLock::new(Target::default));
@@ -12,7 +12,10 @@ fuzz_target!(|data: &[u8]| {
     let Some((head_len, body)) = data.split_first_chunk::<2>() else { return };
     let head_len = usize::from(u16::from_le_bytes(*head_len));
     TARGET.with(|target| {
-        target.answer(front::fuzz::http_infer(body, Some(head_len)));
-        target.answer(front::fuzz::http_raw(body, &target.config));
+        let config = &target.config;
+        within(body.len(), 4 << 20, 64, || {
+            target.answer(front::fuzz::http_infer(body, Some(head_len)));
+            target.answer(front::fuzz::http_raw(body, config));
+        });
     });
 });

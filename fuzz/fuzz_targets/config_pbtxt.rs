@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 use std::sync::LazyLock;
 
+use fuzz::{expand, within};
 use libfuzzer_sys::fuzz_target;
 use repository::Repository;
 
@@ -13,11 +14,14 @@ static ROOT: LazyLock<PathBuf> = LazyLock::new(|| {
     root
 });
 
-fuzz_target!(|text: &[u8]| {
-    std::fs::write(ROOT.join("m/config.pbtxt"), text).expect("/dev/shm can be written");
-    let repository = Repository::open(&[ROOT.clone()]).expect("the folder is there");
-    if let Ok(model) = repository.model("m") {
-        let json = repository::to_json(&model.config);
-        repository::from_json("m", &json).expect("its own JSON is taken");
-    }
+fuzz_target!(|input: &[u8]| {
+    let text = expand(input);
+    std::fs::write(ROOT.join("m/config.pbtxt"), &text).expect("/dev/shm can be written");
+    within(text.len(), 8 << 20, 256, || {
+        let repository = Repository::open(std::slice::from_ref(&ROOT)).expect("the folder is there");
+        if let Ok(model) = repository.model("m") {
+            let json = repository::to_json(&model.config);
+            repository::from_json("m", &json).expect("its own JSON is taken");
+        }
+    });
 });

@@ -3,16 +3,20 @@
 
 use std::sync::LazyLock;
 
-use fuzz::Target;
+use fuzz::{Target, expand, within};
 use libfuzzer_sys::fuzz_target;
 
 thread_local!(static TARGET: LazyLock<Target> = LazyLock::new(Target::default));
 
-fuzz_target!(|body: &[u8]| {
+fuzz_target!(|input: &[u8]| {
+    let body = expand(input);
     TARGET.with(|target| {
-        target.answer(front::fuzz::http_infer(body, None));
-        target.answer(front::fuzz::generate(body, &target.config));
+        let config = &target.config;
+        within(body.len(), 4 << 20, 64, || {
+            target.answer(front::fuzz::http_infer(&body, None));
+            target.answer(front::fuzz::generate(&body, config));
+        });
     });
-    let (path, packed) = body.split_at(body.len().min(64));
+    let (path, packed) = input.split_at(input.len().min(64));
     front::fuzz::http_head(&String::from_utf8_lossy(path), packed);
 });

@@ -8,6 +8,8 @@
 pub mod chat;
 mod checkpoint;
 mod detokenize;
+#[cfg(feature = "fuzzing")]
+pub mod fuzz;
 mod identity;
 pub mod layouts;
 pub mod llm;

@@ -1,15 +1,25 @@
 //! What clients' bytes go through before a model sees them, for the fuzz targets in `fuzz/`. Feature `fuzzing` alone.
 
+use std::future::Future;
+use std::sync::Arc;
+
 use bytes::Bytes;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
 use prost::Message;
 use repository::ModelConfig;
-use serving::{ClientMemory, DataType, InferError, InferRequest, InferResponse};
+use serving::{ClientMemory, DataType, InferError, InferRequest, InferResponse, Server};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream};
 
 use crate::ask::{OutputAsk, RegionSlice};
 use crate::coding::Coding;
+use crate::grpc_service::grpc_service;
+use crate::http2::{Patience, Together};
 use crate::reply::InferReply;
 use crate::shared_memory::{ClientObjects, MemoryKind, SharedMemory};
-use crate::{generate, grpc_request, http_infer, http_route, json};
+use crate::state::State;
+use crate::{Config, generate, grpc_request, http_infer, http_route, json, kserve_http};
 
 /// Largest body that is unpacked.
 const LIMIT: usize = 1 << 20;
@@ -77,6 +87,67 @@ pub fn write(response: InferResponse) {
         let ask = OutputAsk { name: output.name.to_string(), num_classes, ..OutputAsk::default() };
         let _ = crate::classification::classify(output, ask.num_classes.max(1), false, None);
     }
+}
+
+/// Servers of both protocols, each request or connection in memory alone.
+pub struct Front(Arc<State>);
+
+impl Front {
+    /// The front of `server`, whose HTTP bodies may have 1 MiB.
+    pub fn new(server: Arc<Server>) -> Self {
+        let config = Config { max_http_body_bytes: LIMIT, ..Config::default() };
+        Self(Arc::new(State::new(config, server, Vec::new()).expect("no traces are asked for")))
+    }
+
+    /// What a `POST` of JSON over HTTP/1.1 is answered, head and body.
+    pub async fn post(&self, path: &str, body: &[u8]) -> Vec<u8> {
+        let head = format!(
+            "POST {path} HTTP/1.1\r\nHost: fuzz\r\nContent-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+            body.len()
+        );
+        let serve = |io: DuplexStream| async {
+            let service = service_fn(|request| kserve_http::handle(self.0.clone(), request));
+            let _ = http1::Builder::new().serve_connection(TokioIo::new(io), service).await;
+        };
+        exchange(&[head.as_bytes(), body].concat(), false, serve).await
+    }
+
+    /// What a client of the gRPC port hears that sends these bytes behind the HTTP/2 preface, and then closes.
+    pub async fn grpc(&self, frames: &[u8]) -> Vec<u8> {
+        const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+        let (silence, answer) = (self.0.config.grpc_keepalive_time, self.0.config.grpc_keepalive_timeout);
+        let mut service = grpc_service(self.0.clone());
+        let serve = |io: DuplexStream| async move {
+            let begin = |request, respond| service.begin(request, respond);
+            let _ = Together::new(io, Patience { silence, answer }, begin).await;
+        };
+        exchange(&[PREFACE, frames].concat(), true, serve).await
+    }
+}
+
+/// Sends bytes to a server and hears it out; `closes` when everything was sent and calls had turns to be answered.
+async fn exchange<S: Future<Output = ()>>(
+    bytes: &[u8],
+    closes: bool,
+    serve: impl FnOnce(DuplexStream) -> S,
+) -> Vec<u8> {
+    const TURNS: usize = 16;
+    let (server, client) = tokio::io::duplex(1 << 16);
+    let (mut reader, mut writer) = tokio::io::split(client);
+    let write = async {
+        // A server that has ended takes no more.
+        let _ = writer.write_all(bytes).await;
+        for _ in 0..TURNS {
+            tokio::task::yield_now().await;
+        }
+        if closes {
+            let _ = writer.shutdown().await;
+        }
+    };
+    let mut heard = Vec::new();
+    let (_, _, read) = tokio::join!(serve(server), write, reader.read_to_end(&mut heard));
+    read.expect("memory can be read");
+    heard
 }
 
 /// Regions of one object, by what clients ask of them.

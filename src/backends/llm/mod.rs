@@ -6,6 +6,8 @@
 mod check;
 mod config;
 mod figures;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzz;
 mod group;
 mod inbox;
 mod inputs;

@@ -8,6 +8,8 @@ mod calls;
 mod config;
 mod connection;
 mod files;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzz;
 mod instance;
 mod memory;
 mod message;

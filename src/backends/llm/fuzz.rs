@@ -1,0 +1,48 @@
+//! Requests as tensors, for the fuzz targets.
+
+use std::time::Duration;
+
+use serving::{InferError, InferRequest, LoadRequest};
+use worker::{DeviceChoice, WeightPrecision};
+
+use super::config::{LlmConfig, LlmDefaults};
+use super::inputs::{self, Wanted};
+
+/// What a language model makes of a request before its engine sees it.
+pub struct LlmInputs(LlmConfig);
+
+impl LlmInputs {
+    /// The model of a repository, which needs `config.pbtxt` and `config.json` alone.
+    ///
+    /// # Errors
+    /// When they cannot be.
+    pub fn new(load: &LoadRequest) -> Result<Self, InferError> {
+        let defaults = LlmDefaults {
+            device: DeviceChoice::Cpu { threads: 1, first_core: None },
+            world_size: 1,
+            ranks_per_node: 1,
+            network: None,
+            block_size: 16,
+            kv_free_fraction: 0.1,
+            max_step_tokens: 256,
+            weight_precision: WeightPrecision::Checkpoint,
+            step_timeout: Duration::from_secs(1),
+            library_dirs: Vec::new(),
+            cache_dir: None,
+        };
+        LlmConfig::new(load, &defaults).map(Self)
+    }
+
+    /// Reads a request. One that is taken has no more sequences than the model has rows.
+    ///
+    /// # Errors
+    /// When it cannot be.
+    pub fn parse(&self, request: &InferRequest) -> Result<(), InferError> {
+        if let Wanted::Generate(parsed) = inputs::parse(&self.0, request)? {
+            let (num_sequences, max_rows) = (parsed.num_sequences, self.0.engine.max_rows);
+            assert!(num_sequences <= max_rows, "{num_sequences} sequences for {max_rows} rows");
+            assert!(parsed.sequences().len() <= max_rows);
+        }
+        Ok(())
+    }
+}
