@@ -6,6 +6,7 @@ import ssl
 import subprocess
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
@@ -74,8 +75,8 @@ def test_http_and_metrics_serve_within_tls_alone(certificates, tmp_path):
             assert urllib.request.urlopen(url, context=trust, timeout=60).status == 200
         with httpclient.InferenceServerClient(server.http, ssl=True, ssl_context_factory=lambda: trust) as client:
             assert echoed(client, httpclient) == [1, 2, 3]
-        with pytest.raises(OSError):
-            urllib.request.urlopen(f"http://{server.http}/v2/health/ready", timeout=5)
+        with pytest.raises((OSError, HTTPException)):
+            urllib.request.urlopen(f"http://{server.http}/v2/health/ready", timeout=60)
 
 
 def test_mutual_tls_over_http_asks_for_a_certificate_of_the_root(certificates, tmp_path):
@@ -128,7 +129,7 @@ def test_inference_needs_a_key_of_the_file_or_the_environment(tmp_path, monkeypa
                 echoed(client)
             assert echoed(client, headers={"authorization": "Bearer two"}) == [1, 2, 3]
         log = server.log.read_text()
-        assert not any(key in log for key in ("three", "Bearer one")) and "ps" not in log
+        assert not any(key in log for key in ("three", "Bearer one")) and "command line" not in log
 
 
 def test_keys_of_rules_come_from_files_and_a_literal_one_is_a_warning(tmp_path, monkeypatch):
