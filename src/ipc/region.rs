@@ -2,9 +2,11 @@ use std::fmt;
 use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 use rustix::fs::{AtFlags, CWD, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
@@ -136,11 +138,7 @@ impl Region {
     /// Maps the region `<prefix><name>`, made by any process of this user.
     pub fn open(prefix: &Prefix, name: &str) -> Result<Self, IpcError> {
         let path = prefix.path(name)?;
-        let file = match fs::OpenOptions::new().read(true).write(true).open(&path) {
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(IpcError::Missing { path }),
-            Err(source) => return Err(IpcError::Os { action: "open", path, source }),
-        };
+        let file = open_own_file(&path, true)?;
         let read = Header::read(&file).map_err(|source| IpcError::Os { action: "read", path: path.clone(), source })?;
         let Some(header) = read.filter(|header| header.magic == MAGIC) else {
             return Err(IpcError::NotOurs { path });
@@ -242,6 +240,28 @@ impl fmt::Debug for Region {
     }
 }
 
+/// Opens a file in a directory where every user may put anything. Only a regular file of this process's own user is taken:
+/// another user may write to its own at any time, and opening a pipe or a link may wait or lead elsewhere.
+pub(crate) fn open_own_file(path: &Path, writable: bool) -> Result<fs::File, IpcError> {
+    let os = |action| move |source| IpcError::Os { action, path: path.to_owned(), source };
+    let mut options = fs::OpenOptions::new();
+    let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NOCTTY;
+    let file = match options.read(true).write(writable).custom_flags(flags).open(path) {
+        Ok(file) => file,
+        Err(error) => match Errno::from_io_error(&error) {
+            Some(Errno::NOENT) => return Err(IpcError::Missing { path: path.to_owned() }),
+            // A link, a socket, a directory.
+            Some(Errno::LOOP | Errno::NXIO | Errno::ISDIR) => return Err(IpcError::NotOurs { path: path.to_owned() }),
+            _ => return Err(os("open")(error)),
+        },
+    };
+    let found = file.metadata().map_err(os("read"))?;
+    match found.is_file() && found.uid() == rustix::process::geteuid().as_raw() {
+        true => Ok(file),
+        false => Err(IpcError::NotOurs { path: path.to_owned() }),
+    }
+}
+
 /// A file of the right size without a name yet.
 fn anonymous_file(path: &Path, bytes: usize) -> Result<OwnedFd, IpcError> {
     let os = |action, errno: Errno| IpcError::Os { action, path: path.to_owned(), source: errno.into() };
@@ -262,7 +282,12 @@ fn publish(file: &OwnedFd, path: &Path) -> Result<(), IpcError> {
     for _ in 0..16 {
         match rustix::fs::linkat(CWD, &unnamed, CWD, path, AtFlags::SYMLINK_FOLLOW) {
             Ok(()) => return Ok(()),
-            Err(Errno::EXIST) => drop(sweep::remove_if_stale(path)?),
+            Err(Errno::EXIST) => {
+                if !sweep::remove_if_stale(path)? {
+                    // Another process removes it right now.
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
             Err(errno) => return Err(IpcError::Os { action: "name", path: path.to_owned(), source: errno.into() }),
         }
     }

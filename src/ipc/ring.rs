@@ -169,7 +169,7 @@ struct Line(AtomicU64, AtomicU64);
 impl Line {
     /// Counts a message. Nothing is read by it, so it need not come with the position.
     fn count(&self) {
-        self.1.store(self.1.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        self.1.store(self.1.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 }
 
@@ -228,19 +228,25 @@ impl Shared {
         }
     }
 
-    /// Appends `len` bytes from `position..` to `bytes`, around the end when needed.
+    /// Puts `len` bytes from `position..` into `bytes` instead of its content, around the end when needed.
+    ///
+    /// No reference to the ring's memory is made: a sender that does not keep to the rules may write while this reads,
+    /// and then the copy is nonsense, nothing worse.
     ///
     /// # Safety
-    /// The range is published and not yet taken: between `head` and `tail`.
+    /// `len` is at most `capacity`. The bytes are a message only if the range is published and not yet taken: between
+    /// `head` and `tail`.
     unsafe fn read(&self, position: u64, len: usize, bytes: &mut Vec<u8>) {
         let (first, room) = self.byte_at(position);
         let left = len.min(room);
+        bytes.clear();
         bytes.reserve(len);
-        // SAFETY: as in `write`; the sender does not touch a published range until it is taken, and it was
-        // written before the `tail` that the caller acquired.
+        // SAFETY: `room` bytes follow `first`, and the rest starts at the ring's first byte, as `len` is at most
+        // `capacity`; `bytes` has room for `len`, is not shared memory, and all of `len` is set before its length says so.
         unsafe {
-            bytes.extend_from_slice(std::slice::from_raw_parts(first.as_ptr(), left));
-            bytes.extend_from_slice(std::slice::from_raw_parts(self.byte_at(0).0.as_ptr(), len - left));
+            first.as_ptr().copy_to_nonoverlapping(bytes.as_mut_ptr(), left);
+            self.byte_at(0).0.as_ptr().copy_to_nonoverlapping(bytes.as_mut_ptr().add(left), len - left);
+            bytes.set_len(len);
         }
     }
 }
@@ -276,4 +282,70 @@ fn spin_until(duration: Duration, mut ready: impl FnMut() -> bool) -> bool {
 fn default_spin() -> Duration {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     if cores > 2 { Duration::from_micros(5) } else { Duration::ZERO }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A ring, and what its other end would write into it were it broken.
+    fn ring(name: &str) -> Ring {
+        let prefix = format!("ringtest{}_", std::process::id()).parse().unwrap();
+        Ring::create(&prefix, name, 64).unwrap()
+    }
+
+    #[test]
+    fn a_receiver_that_writes_nonsense_is_an_error_of_the_sender() {
+        for head in [1, 8, 64, 65, 1 << 40, 1 << 63] {
+            let ring = ring("sender");
+            // Before the sender looks for the first time, and after.
+            ring.shared.control().head.0.store(head, Ordering::Release);
+            let error = ring.sender().unwrap().send(b"message", Duration::from_millis(1)).unwrap_err();
+            assert!(matches!(error, crate::SendError::Corrupt { .. }), "{head}: {error}");
+            ring.shared.control().head.0.store(0, Ordering::Release);
+            let mut sender = ring.sender().unwrap();
+            sender.send(&[1; 56], Duration::ZERO).unwrap();
+            ring.shared.control().head.0.store(head.wrapping_add(64), Ordering::Release);
+            let error = sender.send(b"message", Duration::from_millis(1)).unwrap_err();
+            assert!(matches!(error, crate::SendError::Corrupt { .. }), "{head}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_sender_that_writes_nonsense_is_an_error_of_the_receiver() {
+        for (head, tail, length) in [
+            (0, 8, 5),
+            (0, 16, u32::MAX),
+            (0, 64, 61),
+            (0, 65, 1),
+            (0, 7, 0),
+            (0, u64::MAX, 1),
+            (u64::MAX - 7, 0, 5),
+            (u64::MAX - 7, 1 << 40, 4),
+        ] {
+            let ring = ring("receiver");
+            let control = ring.shared.control();
+            control.head.0.store(head, Ordering::Release);
+            control.tail.0.store(tail, Ordering::Release);
+            // SAFETY: nobody else uses this ring.
+            unsafe { ring.shared.write(head, &u32::to_ne_bytes(length)) };
+            let error = ring.receiver().unwrap().try_recv(&mut Vec::new()).unwrap_err();
+            assert!(matches!(error, crate::RecvError::Corrupt { .. }), "{head} {tail} {length}: {error}");
+        }
+    }
+
+    #[test]
+    fn positions_go_on_past_the_last_number() {
+        let ring = ring("wrap");
+        let control = ring.shared.control();
+        control.head.0.store(u64::MAX - 7, Ordering::Release);
+        control.tail.0.store(u64::MAX - 7, Ordering::Release);
+        let (mut sender, mut receiver) = (ring.sender().unwrap(), ring.receiver().unwrap());
+        let mut message = Vec::new();
+        for number in 0..20_u8 {
+            sender.send(&[number; 13], Duration::ZERO).unwrap();
+            assert!(receiver.try_recv(&mut message).unwrap());
+            assert_eq!(message, [number; 13]);
+        }
+    }
 }

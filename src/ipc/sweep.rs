@@ -1,12 +1,12 @@
 use std::fs;
-use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 
 use crate::prefix::SHM_DIR;
-use crate::region::{Header, Ownership};
+use crate::region::{Header, Ownership, open_own_file};
 use crate::{IpcError, Prefix};
 
 /// Removes the regions of `prefix` whose owner has ended; returns their names.
@@ -22,7 +22,9 @@ pub fn sweep_stale(prefix: &Prefix) -> Result<Vec<String>, IpcError> {
     owned.map_or(Ok(removed), Err)
 }
 
-/// Removes every region of this program whose owner has ended, whatever its prefix; returns their names.
+/// Removes every region of this program and this user whose owner has ended, whatever its prefix; returns their names.
+///
+/// It never waits for another process: other users' files are not looked at, and a file that somebody has locked stays.
 pub fn sweep_all_stale() -> Result<Vec<String>, IpcError> {
     sweep("", |_| {})
 }
@@ -46,26 +48,33 @@ fn sweep(prefix: &str, mut kept: impl FnMut(IpcError)) -> Result<Vec<String>, Ip
     Ok(removed)
 }
 
-/// Removes the region file at `path` if its owner has ended; false when somebody else removed it meanwhile.
-/// Errs with why it may not be removed.
+/// Removes the region file at `path` if its owner has ended; false when somebody else removed it meanwhile, or does so now.
+/// Errs with why it may not be removed. Never waits.
 pub(crate) fn remove_if_stale(path: &Path) -> Result<bool, IpcError> {
     let os = |action| move |source| IpcError::Os { action, path: path.to_owned(), source };
-    let file = match fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
+    let file = match open_own_file(path, false) {
         Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-        Err(error) => return Err(os("open")(error)),
+        Err(IpcError::Missing { .. }) => return Ok(false),
+        Err(error) => return Err(error),
     };
-    // The lock keeps a second sweeper from removing, by name, what a new owner has just put in the dead one's place.
-    flock(&file, FlockOperation::LockExclusive).map_err(|errno| os("lock")(errno.into()))?;
-    let opened = file.metadata().map_err(os("read"))?;
-    if fs::metadata(path).map(|now| now.ino()).ok() != Some(opened.ino()) {
-        return Ok(false);
-    }
+    // A header is whole before its file has a name, and never changes.
     let header = Header::read(&file).map_err(os("read"))?;
     match header.map_or(Ownership::NotOurs, |header| header.ownership()) {
-        Ownership::Dead => fs::remove_file(path).map(|()| true).map_err(os("remove")),
-        Ownership::Alive(owner) => Err(IpcError::Owned { path: path.to_owned(), pid: owner.pid }),
-        Ownership::ForeignNamespace => Err(IpcError::ForeignNamespace { path: path.to_owned() }),
-        Ownership::NotOurs => Err(IpcError::NotOurs { path: path.to_owned() }),
+        Ownership::Dead => {}
+        Ownership::Alive(owner) => return Err(IpcError::Owned { path: path.to_owned(), pid: owner.pid }),
+        Ownership::ForeignNamespace => return Err(IpcError::ForeignNamespace { path: path.to_owned() }),
+        Ownership::NotOurs => return Err(IpcError::NotOurs { path: path.to_owned() }),
     }
+    // The lock keeps a second sweeper from removing, by name, what a new owner has just put in the dead one's place.
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(Errno::WOULDBLOCK) => return Ok(false),
+        Err(errno) => return Err(os("lock")(errno.into())),
+    }
+    let opened = file.metadata().map_err(os("read"))?;
+    let is_same = |now: fs::Metadata| (now.dev(), now.ino()) == (opened.dev(), opened.ino());
+    if !fs::symlink_metadata(path).is_ok_and(is_same) {
+        return Ok(false);
+    }
+    fs::remove_file(path).map(|()| true).map_err(os("remove"))
 }

@@ -59,10 +59,9 @@ impl RingReceiver {
             }
         }
         let len = self.next_len(message)?;
-        message.clear();
         // SAFETY: `next_len` saw that the message lies between `head` and a `tail` that was acquired.
-        unsafe { self.shared.read(self.head + LENGTH_BYTES as u64, len, message) };
-        self.head += framed(len);
+        unsafe { self.shared.read(self.head.wrapping_add(LENGTH_BYTES as u64), len, message) };
+        self.head = self.head.wrapping_add(framed(len));
         self.shared.control().head.count();
         self.shared.control().head.0.store(self.head, Ordering::Release);
         self.shared.control().sender_bed.wake();
@@ -123,7 +122,6 @@ impl RingReceiver {
         if available < framed(0) || available > self.shared.capacity as u64 {
             return Err(corrupt(0));
         }
-        scratch.clear();
         // SAFETY: at least `framed(0)`, so `LENGTH_BYTES`, lie between `head` and a `tail` that was acquired.
         unsafe { self.shared.read(self.head, LENGTH_BYTES, scratch) };
         let len = u32::from_ne_bytes(scratch[..].try_into().expect("read LENGTH_BYTES")) as usize;

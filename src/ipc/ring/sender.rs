@@ -59,9 +59,9 @@ impl RingSender {
         // this sender, borrowed mutably, writes.
         unsafe {
             self.shared.write(self.tail, &length);
-            self.shared.write(self.tail + LENGTH_BYTES as u64, message);
+            self.shared.write(self.tail.wrapping_add(LENGTH_BYTES as u64), message);
         }
-        self.tail += framed(message.len());
+        self.tail = self.tail.wrapping_add(framed(message.len()));
         self.shared.control().tail.count();
         self.shared.control().tail.0.store(self.tail, Ordering::Release);
         self.shared.control().receiver_bed.wake();
@@ -71,19 +71,21 @@ impl RingSender {
     fn wait_for_room(&mut self, needed: u64, timeout: Duration) -> Result<(), SendError> {
         let Self { shared, tail, seen_head, spin } = self;
         let control = shared.control();
-        let tail = *tail;
-        if !control.receiver.closed() && tail - *seen_head + needed <= shared.capacity as u64 {
+        let (tail, capacity) = (*tail, shared.capacity as u64);
+        let used = |head: u64| tail.wrapping_sub(head);
+        let has_room = |head: u64| used(head) <= capacity && capacity - used(head) >= needed;
+        if !control.receiver.closed() && has_room(*seen_head) {
             return Ok(());
         }
         let mut ready = || {
             *seen_head = control.head.0.load(Ordering::Acquire);
             // A `head` past `tail` is corrupt: stop waiting, and say so below.
-            control.receiver.closed() || tail.wrapping_sub(*seen_head).wrapping_add(needed) <= shared.capacity as u64
+            control.receiver.closed() || has_room(*seen_head) || used(*seen_head) > capacity
         };
         let is_ready = spin_until((*spin).min(timeout), &mut ready)
             || (!timeout.is_zero() && control.sender_bed.sleep_until(timeout, ready));
         let ring = || shared.name.clone();
-        if *seen_head > tail || tail - *seen_head > shared.capacity as u64 {
+        if used(*seen_head) > capacity {
             return Err(SendError::Corrupt { ring: ring(), head: *seen_head, tail });
         }
         if is_ready && !control.receiver.closed() {

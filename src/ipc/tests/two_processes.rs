@@ -57,6 +57,13 @@ fn the_other_process() {
             fs::write(format!("/dev/shm/{prefix}ready"), "").unwrap();
             std::thread::sleep(LONG);
         }
+        "hold locks" => {
+            let files: Vec<_> =
+                LOCKED.iter().map(|name| fs::File::open(format!("/dev/shm/{prefix}{name}")).unwrap()).collect();
+            files.iter().for_each(|file| file.lock().unwrap());
+            fs::write(format!("/dev/shm/{prefix}ready"), "").unwrap();
+            std::thread::sleep(LONG);
+        }
         _ => panic!("unknown role `{role}`"),
     }
 }
@@ -294,6 +301,58 @@ fn a_sweep_removes_what_dead_owners_left_and_nothing_else() {
     assert!(matches!(error, IpcError::NotOurs { .. }), "{error:?}");
     fs::remove_file(foreign).unwrap();
     drop(mine);
+}
+
+/// Files that another process has locked while this one sweeps.
+const LOCKED: [&str; 3] = ["theirs", "look_alike", "dead"];
+
+#[test]
+fn a_sweep_waits_for_nobody_and_leaves_what_is_not_a_region_of_its_user() {
+    let _alone = SWEEPING.lock();
+    let prefix = prefix("locked");
+    let path = |name: &str| format!("/dev/shm/{prefix}{name}");
+    let mut owner = start("own a region", &prefix);
+    wait_for(&path("ready"));
+    owner.kill().unwrap();
+    owner.wait().unwrap();
+    fs::rename(path("x"), path("dead")).unwrap();
+    fs::copy(path("dead"), path("others")).unwrap();
+    fs::write(path("theirs"), [0; 200]).unwrap();
+    fs::write(path("look_alike"), b"trireme\x01").unwrap();
+    std::os::unix::fs::symlink(path("dead"), path("link")).unwrap();
+    fs::create_dir(path("folder")).unwrap();
+    assert!(Command::new("mkfifo").arg(path("pipe")).status().unwrap().success());
+    let _socket = std::os::unix::net::UnixListener::bind(path("socket")).unwrap();
+    // Only root can give files to others.
+    let is_others = std::os::unix::fs::chown(path("others"), Some(65534), None).is_ok();
+    let mut holder = start("hold locks", &prefix);
+    wait_for(&path("ready"));
+
+    let began = Instant::now();
+    let removed = sweep_all_stale().unwrap();
+    assert!(began.elapsed() < LONG / 2, "the sweep took {:?}", began.elapsed());
+    assert!(!removed.contains(&format!("{prefix}dead")), "a region that another process has locked was removed");
+    assert_eq!(removed.contains(&format!("{prefix}others")), !is_others);
+    // Neither may a name that is taken make its owner wait.
+    for name in ["theirs", "look_alike", "link", "folder", "pipe", "socket"] {
+        let error = Region::create(&prefix, name, 64).unwrap_err();
+        assert!(matches!(error, IpcError::NotOurs { .. }), "{name}: {error:?}");
+        let error = Region::open(&prefix, name).unwrap_err();
+        assert!(matches!(error, IpcError::NotOurs { .. }), "{name}: {error:?}");
+    }
+    if is_others {
+        assert!(matches!(Region::open(&prefix, "others"), Err(IpcError::NotOurs { .. })));
+    }
+    assert!(Region::create(&prefix, "dead", 64).is_err(), "its lock is held");
+    assert!(began.elapsed() < LONG / 2);
+
+    holder.kill().unwrap();
+    holder.wait().unwrap();
+    assert!(sweep_all_stale().unwrap().contains(&format!("{prefix}dead")));
+    fs::remove_dir(path("folder")).unwrap();
+    for name in entries(&prefix) {
+        fs::remove_file(format!("/dev/shm/{name}")).unwrap();
+    }
 }
 
 #[test]
