@@ -188,7 +188,8 @@ pub(crate) fn job_status(job: u32, http_port: u16) -> Result<()> {
         println!("job {job}: {state}");
         return Ok(());
     }
-    let health = if health::is_ready(node, http_port) { "ready" } else { "not ready" };
+    let is_ready = health::over_http(node, http_port).is_some_and(|health| health.is_ready);
+    let health = if is_ready { "ready" } else { "not ready" };
     println!("job {job}: {state} on {node}, {left} left, {health} on http {http_port}");
     Ok(())
 }

@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -39,9 +39,7 @@ impl Doorman {
     /// Copies the sockets of the world that offers them at `offered`, and lends them at `path` to every later world.
     pub(crate) fn new(offered: &Path, path: PathBuf) -> Result<Self> {
         let sockets = Arc::new(Held::copy(offered)?);
-        // Left by a launcher that was killed and had this pid.
-        let _ = std::fs::remove_file(&path);
-        let door = UnixListener::bind(&path).with_context(|| format!("cannot lend ports at {}", path.display()))?;
+        let door = ipc::bind_private(&path).with_context(|| format!("cannot lend ports at {}", path.display()))?;
         let (wake, woken) = UnixStream::pair()?;
         let orders = Arc::<Mutex<Orders>>::default();
         let listeners = sockets.listeners()?;
@@ -68,7 +66,7 @@ impl Doorman {
     }
 
     fn order(&self, change: impl FnOnce(&mut Orders)) {
-        change(&mut self.orders.lock().unwrap());
+        change(&mut self.orders.lock().unwrap_or_else(PoisonError::into_inner));
         // The thread only ends when told so here.
         let _ = (&self.wake).write_all(&[1]);
     }
@@ -97,7 +95,7 @@ impl Watch {
     fn run(mut self) {
         loop {
             let reason = {
-                let orders = self.orders.lock().unwrap();
+                let orders = self.orders.lock().unwrap_or_else(PoisonError::into_inner);
                 if orders.ends {
                     return;
                 }
@@ -130,10 +128,10 @@ impl Watch {
     /// before it does, they are refused again.
     fn lend(&self, stream: UnixStream) {
         let (sockets, orders, wake) = (Arc::clone(&self.sockets), Arc::clone(&self.orders), self.wake.try_clone());
-        let reason = orders.lock().unwrap().reason.take();
+        let reason = orders.lock().unwrap_or_else(PoisonError::into_inner).reason.take();
         thread::spawn(move || {
             if sockets.give(stream).is_err() {
-                let mut orders = orders.lock().unwrap();
+                let mut orders = orders.lock().unwrap_or_else(PoisonError::into_inner);
                 orders.reason = orders.reason.take().or(reason);
                 let _ = wake.and_then(|mut wake| wake.write_all(&[1]));
             }

@@ -1,23 +1,39 @@
-//! Whether a world serves.
+//! Whether a world serves: asked over a socket in the run directory, which no client of the world can reach or fill.
+//!
+//! Where rank 0 may run on another node that socket cannot be reached, and its HTTP port is asked instead.
 
-use std::io::{Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::Duration;
 
-/// Whether `GET /v2/health/ready` on `host:port` answers 200; takes less than a second.
-pub(crate) fn is_ready(host: &str, port: u16) -> bool {
-    says_yes(host, port, "ready")
+use ipc::Health;
+
+use crate::state::WorldState;
+
+/// How rank 0 of `world` is; None when it does not answer. Takes about a second at most.
+pub(crate) fn of(world: &WorldState) -> Option<Health> {
+    // A world of a launcher that knew of no such socket has none.
+    let asked = world.control.as_ref().map_or_else(|| Err(ErrorKind::NotFound.into()), |path| ipc::ask_health(path));
+    let is_absent = |error: &io::Error| matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused);
+    match asked {
+        Err(error) if is_absent(&error) && (world.control.is_none() || world.rank_0_may_be_elsewhere) => {
+            over_http(&world.http_host, world.http_port)
+        }
+        asked => asked.ok(),
+    }
 }
 
-/// The same for `/v2/health/live`.
-pub(crate) fn is_live(host: &str, port: u16) -> bool {
-    says_yes(host, port, "live")
+/// The same from `/v2/health/ready` and `/v2/health/live` on `host:port`.
+pub(crate) fn over_http(host: &str, port: u16) -> Option<Health> {
+    let is_ready = says_yes(host, port, "ready");
+    let is_live = is_ready || says_yes(host, port, "live");
+    is_live.then_some(Health { silent: Duration::ZERO, is_ready })
 }
 
 fn says_yes(host: &str, port: u16, question: &str) -> bool {
     const PATIENCE: Duration = Duration::from_millis(250);
-    let ask = || -> std::io::Result<bool> {
-        let address = (host, port).to_socket_addrs()?.next().ok_or(std::io::ErrorKind::NotFound)?;
+    let ask = || -> io::Result<bool> {
+        let address = (host, port).to_socket_addrs()?.next().ok_or(ErrorKind::NotFound)?;
         let mut stream = TcpStream::connect_timeout(&address, PATIENCE)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;

@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{self, Read, Write};
 use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
@@ -39,7 +39,7 @@ impl Held {
 
     fn get(path: &Path, answer: u8) -> Result<Self> {
         let cannot = || format!("rank 0 hands nothing over at {}", path.display());
-        let mut stream = UnixStream::connect(path).with_context(cannot)?;
+        let mut stream = ipc::connect_private(path).with_context(cannot)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         let mut names = [0; ipc::MAX_FILES];
         let (len, sockets) = ipc::receive_files(&stream, &mut names).with_context(cannot)?;
@@ -52,15 +52,10 @@ impl Held {
 
     /// Gives them at `path` to the first world that asks and has taken them; until then they are open here.
     pub(crate) fn offer(self, path: PathBuf) -> Result<()> {
-        // Left by a launcher that was killed and had this pid.
-        let _ = fs::remove_file(&path);
-        let door = UnixListener::bind(&path).with_context(|| format!("cannot offer ports at {}", path.display()))?;
+        let listener = ipc::bind_private(&path).with_context(|| format!("cannot offer ports at {}", path.display()))?;
         thread::spawn(move || {
-            for stream in door.incoming().flatten() {
-                if self.give(stream).is_ok() {
-                    break;
-                }
-            }
+            let mut acceptor = ipc::Acceptor::new(listener);
+            while self.give(acceptor.accept()).is_err() {}
             // Gone already is as good.
             let _ = fs::remove_file(&path);
         });
@@ -75,6 +70,7 @@ impl Held {
     /// Sends the sockets; returns once the other side serves on them.
     pub(crate) fn give(&self, mut stream: UnixStream) -> io::Result<()> {
         stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
         let sockets: Vec<_> = self.sockets.iter().map(AsFd::as_fd).collect();
         ipc::send_files(&stream, &self.names, &sockets)?;
         let mut answer = [0];
@@ -86,6 +82,7 @@ impl Held {
 #[cfg(test)]
 mod tests {
     use std::net::TcpStream;
+    use std::os::unix::net::UnixListener;
 
     use super::*;
 

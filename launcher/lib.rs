@@ -140,10 +140,10 @@ fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<
         // Out of the terminal's session, so that closing the terminal does not end the world.
         nix::unistd::setsid().context("cannot leave the session of the terminal")?;
     }
-    supervise(flags, site, run_dir)
+    supervise(flags, site, &plan, run_dir)
 }
 
-fn supervise(flags: &WorldFlags, site: Site, run_dir: RunDir) -> Result<u8> {
+fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, run_dir: RunDir) -> Result<u8> {
     ipc::set_process_name("trireme-launch").context("cannot name this process")?;
     // What outlives its parent in the world comes to us, to be waited for.
     nix::sys::prctl::set_child_subreaper(true).context("cannot take over orphans")?;
@@ -163,6 +163,8 @@ fn supervise(flags: &WorldFlags, site: Site, run_dir: RunDir) -> Result<u8> {
         http_port: flags.http_port,
         http_host: site.allocation.as_ref().and_then(|job| job.node.clone()).unwrap_or_else(|| flags.http_host()),
         metrics_port: flags.metrics_port,
+        control: None,
+        rank_0_may_be_elsewhere: plan.rank_0_may_be_elsewhere,
         shm_prefix: site.shm_prefix.clone(),
         exit_timeout_secs: flags.exit_timeout.unwrap_or(DEFAULT_EXIT_TIMEOUT_SECS),
         num_restarts: 0,

@@ -55,6 +55,8 @@ pub struct Plan {
     pub placed: Vec<(String, u32)>,
     /// The same in words, with what is bound to what; `None` for one host.
     pub placement: Option<String>,
+    /// Whether rank 0 may run where the run directory of this node is not seen.
+    pub rank_0_may_be_elsewhere: bool,
 }
 
 /// What starts the ranks of a world.
@@ -118,7 +120,8 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
         }
     };
     let placement = (placed.len() > 1).then(|| format!("placement: {}", hosts::describe(&placed)));
-    Ok(Plan { command, starter, placed, placement })
+    let rank_0_may_be_elsewhere = matches!(starter, Starter::Srun { .. }) || !placed.is_empty() || container.is_some();
+    Ok(Plan { command, starter, placed, placement, rank_0_may_be_elsewhere })
 }
 
 fn mpirun_step<'a>(

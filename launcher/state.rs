@@ -38,6 +38,10 @@ pub(crate) struct WorldState {
     /// Where it answers HTTP, as seen from this machine.
     pub(crate) http_host: String,
     pub(crate) metrics_port: u16,
+    /// Where rank 0 tells how it is.
+    pub(crate) control: Option<PathBuf>,
+    /// Then that can perhaps not be reached, and HTTP is asked.
+    pub(crate) rank_0_may_be_elsewhere: bool,
     pub(crate) shm_prefix: String,
     pub(crate) exit_timeout_secs: u64,
     /// Starts after the first, asked for or not.
@@ -105,6 +109,11 @@ impl RunDir {
     /// Where start number `start` of the launcher `pid` hands its ports over.
     pub(crate) fn hand_over_socket(&self, pid: u32, start: u32) -> PathBuf {
         self.0.join(format!("world-{pid}-{start}.sock"))
+    }
+
+    /// Where rank 0 of that start tells how it is.
+    pub(crate) fn control_socket(&self, pid: u32, start: u32) -> PathBuf {
+        self.0.join(format!("world-{pid}-{start}-control.sock"))
     }
 
     /// Removes sockets of launchers that are gone.
@@ -186,6 +195,8 @@ mod tests {
             http_port: 2,
             http_host: "127.0.0.1".into(),
             metrics_port: 3,
+            control: None,
+            rank_0_may_be_elsewhere: false,
             shm_prefix: "prefix".into(),
             exit_timeout_secs: 30,
             num_restarts: 0,

@@ -129,7 +129,7 @@ fn world_status(world: &WorldState, before: &Metrics, now: &Metrics, time: Durat
         Phase::Loading => "loading",
         Phase::Ending => "ending",
         Phase::Waiting => "waiting",
-        Phase::Serving if health::is_ready(&world.http_host, world.http_port) => "ready",
+        Phase::Serving if health::of(world).is_some_and(|health| health.is_ready) => "ready",
         Phase::Serving => "not ready",
     };
     WorldStatus {

@@ -166,6 +166,7 @@ impl Supervisor {
         let place = Place {
             start: self.num_starts,
             hand_over: self.run_dir.hand_over_socket(self.state.launcher_pid, self.num_starts),
+            control: self.run_dir.control_socket(self.state.launcher_pid, self.num_starts),
             take_over: take_over
                 .map(|world| world.hand_over().clone())
                 .or_else(|| self.held.clone().filter(|path| path.exists()))
@@ -317,10 +318,10 @@ impl Supervisor {
 
     /// Notices that a world has come to serve, or that it does no longer.
     fn look_after(&mut self, running: &mut Running) {
-        let WorldState { http_host, http_port, .. } = &self.state;
         self.systemd.alive();
+        let health = health::of(&self.state);
         if running.serving_since.is_none() {
-            if health::is_ready(http_host, *http_port) {
+            if health.is_some_and(|health| health.is_ready) {
                 (running.serving_since, running.last_answer) = (Some(Instant::now()), Instant::now());
                 self.report_ready(running);
             } else if running.give_up_at.is_some_and(|at| Instant::now() >= at) {
@@ -334,8 +335,9 @@ impl Supervisor {
             return;
         }
         self.capture.rotate();
-        if health::is_live(http_host, *http_port) {
-            running.last_answer = Instant::now();
+        // It answers for its runtimes too: one that makes no progress answers no client.
+        if let Some(progress) = health.and_then(|health| Instant::now().checked_sub(health.silent)) {
+            running.last_answer = running.last_answer.max(progress);
         }
         self.kill_if_silent(running);
     }
@@ -417,6 +419,7 @@ impl Supervisor {
 
     fn note_world(&mut self, world: &World, phase: Phase) {
         self.state.world_pid = Some(world.pid());
+        self.state.control = Some(world.control().clone());
         self.state.rank_0_pid = None;
         self.state.phase = phase;
         self.write_state();

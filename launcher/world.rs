@@ -29,6 +29,8 @@ pub(crate) struct Place {
     pub(crate) start: u32,
     /// Where rank 0 gives its ports away when asked.
     pub(crate) hand_over: PathBuf,
+    /// Where rank 0 tells how it is.
+    pub(crate) control: PathBuf,
     /// Where it gets them from; None: it binds them.
     pub(crate) take_over: Option<PathBuf>,
     /// Where reports of crashes go.
@@ -51,6 +53,7 @@ impl World {
         let mut command = Command::new(&plan.command.program);
         command.args(&plan.command.args).stdin(Stdio::null()).env(WORLD_VARIABLE, &id);
         command.env("TRIREME_HAND_OVER", &place.hand_over).env("TRIREME_CRASH_DIR", &place.crash_dir);
+        command.env("TRIREME_CONTROL", &place.control);
         // The launcher alone speaks to systemd.
         command.env_remove("NOTIFY_SOCKET").env_remove("WATCHDOG_USEC").env_remove("TRIREME_TAKE_OVER");
         // When a rank has died, `mpirun` is to end the others at once: it would wait a second before SIGTERM, which
@@ -94,6 +97,11 @@ impl World {
     /// Where its rank 0 gives its ports away.
     pub(crate) fn hand_over(&self) -> &PathBuf {
         &self.place.hand_over
+    }
+
+    /// Where its rank 0 tells how it is.
+    pub(crate) fn control(&self) -> &PathBuf {
+        &self.place.control
     }
 
     /// The pid of rank 0; None when it is not there (yet), or on another node.
@@ -151,6 +159,7 @@ impl World {
         }
         // Gone already is as good.
         let _ = std::fs::remove_file(&self.place.hand_over);
+        let _ = std::fs::remove_file(&self.place.control);
         sweep_shared_memory()?;
         Ok(self.meant(status))
     }

@@ -444,6 +444,41 @@ fn a_rank_that_does_not_answer_is_killed_and_started_again() {
 }
 
 #[test]
+fn worlds_whose_ports_do_not_tell_their_health_are_looked_after_like_others() {
+    for flags in ["--http-restricted-api=health:key=secret", "--allow-http=false"] {
+        let place = Place::new();
+        let port = place.ports[0];
+        let started = place.start(&format!("--detach --wait-ready=30 -- {flags}")).output().unwrap();
+        assert_eq!(code(started.status), 0, "{flags}: {}", text(&started));
+        let status = text(&place.launch("status").output().unwrap());
+        assert!(status.contains(&format!("http {port} ")) && status.contains(": ready, 1 rank(s)"), "{status}");
+        let restarted = place.launch("restart").output().unwrap();
+        assert_eq!(code(restarted.status), 0, "{flags}: {}", text(&restarted));
+        assert_eq!(place.starts(0).len(), 2);
+        let stopped = place.launch("stop").output().unwrap();
+        assert_eq!(code(stopped.status), 0, "{flags}: {}", text(&stopped));
+        place.assert_nothing_is_left();
+    }
+}
+
+#[test]
+fn clients_that_take_every_connection_do_not_end_a_world() {
+    let place = Place::new();
+    let mut start = place.start("--liveness-timeout=1");
+    let launch = start.env("FAKE_SILENT", "1").spawn().unwrap();
+    eventually("serving, as the launcher knows", || place.is_known_to_serve());
+    let connect = || std::net::TcpStream::connect(("127.0.0.1", place.ports[0])).unwrap();
+    let silent: Vec<_> = std::iter::repeat_with(connect).take(300).collect();
+    // Longer than the launcher waits for an answer.
+    std::thread::sleep(Duration::from_secs(4));
+    assert_eq!(place.starts(0).len(), 1, "{}", place.events());
+    drop(silent);
+    signal(launch.id() as i32, Signal::SIGTERM);
+    assert_eq!(code(output(launch).status), 0);
+    place.assert_nothing_is_left();
+}
+
+#[test]
 fn systemd_hears_that_the_world_serves_and_that_it_ends() {
     let place = Place::new();
     let path = place.dir.path().join("notify");

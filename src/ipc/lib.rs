@@ -7,6 +7,7 @@
 //! - [`ProcessWatch`]: notices the end of any process at once, over a pidfd.
 //! - [`send_files`], [`receive_files`]: listening sockets that one world hands to the next.
 //! - [`lock`]: a mutex whose holder may have panicked.
+//! - [`answer_health`], [`ask_health`]: how a launcher learns whether its rank 0 is well.
 //!
 //! What the bytes mean is left to others. A region trusts every process that may open it (mode 0600, one user).
 //!
@@ -27,6 +28,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod control;
 mod descriptors;
 mod error;
 pub mod futex;
@@ -41,6 +43,7 @@ mod sweep;
 mod threads;
 mod title;
 
+pub use control::{Acceptor, Health, answer_health, ask_health, bind_private, connect_private};
 pub use descriptors::{MAX_FILES, receive_files, send_files};
 pub use error::{IpcError, RecvError, SendError};
 pub use lock::lock;

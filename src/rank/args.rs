@@ -127,6 +127,9 @@ pub struct RankArgs {
     /// Where this world gets its ports from once it has loaded; set by the launcher
     #[arg(long, env = "TRIREME_TAKE_OVER", hide = true, hide_env = true, value_name = "SOCKET")]
     pub take_over: Option<PathBuf>,
+    /// Where the launcher asks rank 0 how it is; set by the launcher
+    #[arg(long, env = "TRIREME_CONTROL", hide = true, hide_env = true, value_name = "SOCKET")]
+    pub control: Option<PathBuf>,
     /// `NAME,KEY=VALUE`; `python,shm-region-prefix-name=P` names this rank's shared memory
     #[arg(long, value_name = "NAME,KEY=VALUE", value_parser = backend_setting)]
     pub backend_config: Vec<String>,

@@ -9,12 +9,13 @@
 use std::io::{self, Read, Write};
 use std::net::TcpListener;
 use std::os::fd::AsFd;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
 use front::Listeners;
+use ipc::Acceptor;
 use tokio::sync::oneshot;
 
 /// How long the other world may take for its part.
@@ -26,39 +27,29 @@ const SERVING: u8 = b'!';
 const COPIED: u8 = b'=';
 
 /// Offers the ports at `path`; resolves once another world serves on them.
-pub(crate) fn offer(path: PathBuf, listeners: Listeners) -> oneshot::Receiver<()> {
+pub(crate) fn offer(path: PathBuf, listeners: Listeners) -> io::Result<oneshot::Receiver<()>> {
+    let mut acceptor = Acceptor::new(ipc::bind_private(&path)?);
     let (taken, is_taken) = oneshot::channel();
-    thread::spawn(move || match wait_for_taker(&path, &listeners) {
-        Ok(()) => drop(taken.send(())),
-        Err(error) => {
-            tracing::warn!("the ports cannot be handed over at {}: {error}", path.display());
-            // The sender stays, for there is nothing to resolve to.
-            std::mem::forget(taken);
+    thread::Builder::new().name("hand-over".to_owned()).spawn(move || {
+        loop {
+            match give(acceptor.accept(), &listeners) {
+                Ok(true) => break,
+                Ok(false) => {}
+                Err(error) => tracing::warn!("another world asked for the ports and did not take them: {error}"),
+            }
         }
-    });
-    is_taken
-}
-
-fn wait_for_taker(path: &Path, listeners: &Listeners) -> io::Result<()> {
-    // Left by a process of the same name and place that was killed.
-    let _ = std::fs::remove_file(path);
-    let door = UnixListener::bind(path)?;
-    loop {
-        let (stream, _) = door.accept()?;
-        match give(stream, listeners) {
-            Ok(true) => break,
-            Ok(false) => {}
-            Err(error) => tracing::warn!("another world asked for the ports and did not take them: {error}"),
-        }
-    }
-    // Gone already is as good.
-    let _ = std::fs::remove_file(path);
-    Ok(())
+        // Gone already is as good.
+        let _ = std::fs::remove_file(&path);
+        // Nobody waits for it where this world ends anyway.
+        let _ = taken.send(());
+    })?;
+    Ok(is_taken)
 }
 
 /// Sends the sockets, and returns once the other side serves on them; false when it does not want to.
 fn give(mut stream: UnixStream, listeners: &Listeners) -> io::Result<bool> {
     stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
     let all = [(b'g', &listeners.grpc), (b'h', &listeners.http), (b'm', &listeners.metrics)];
     let given: Vec<_> = all.iter().filter_map(|(name, socket)| Some((*name, socket.as_ref()?))).collect();
     let names: Vec<u8> = given.iter().map(|(name, _)| *name).collect();
@@ -80,7 +71,7 @@ pub(crate) struct Taken {
 
 /// Gets the sockets of the world that offers them at `path`.
 pub(crate) fn take(path: &Path) -> io::Result<(Listeners, Taken)> {
-    let stream = UnixStream::connect(path)?;
+    let stream = ipc::connect_private(path)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     let mut names = [0; ipc::MAX_FILES];
     let (len, files) = ipc::receive_files(&stream, &mut names)?;

@@ -5,6 +5,7 @@
 
 mod args;
 mod client_memory;
+mod control;
 mod devices;
 mod front_args;
 mod gpus;

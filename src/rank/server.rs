@@ -21,6 +21,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use worker::{Agent, Agents, FromAgent, Nodes, ToAgent};
 
 use crate::args::{self, RankArgs};
+use crate::control::Control;
 use crate::hand_over::{self, Taken};
 use crate::heartbeat::{self, Heartbeat};
 use crate::host_metrics::HostMetrics;
@@ -49,10 +50,15 @@ pub(crate) fn run(
     heartbeat.start(world, &agents, Duration::from_secs(args.heartbeat_timeout));
     let runtime = runtime_of("front", num_front_threads(args.front_threads.into()))?;
     let grpc = runtime_of("grpc", args.grpc_threads.into())?;
+    let control = Control::new(&[runtime.handle(), grpc.handle()]);
+    if let Some(path) = &args.control {
+        control.answer(path);
+    }
     let result = llm_defaults(&args, world.size(), agents.nodes().max_ranks()).and_then(|defaults| {
         let python = Arc::new(PythonFactory::new(python_config(&args, &prefix, world)?).map_err(RankError::Runtime)?);
         let llm = Arc::new(LlmFactory::new(defaults, Arc::clone(&agents), prefix.clone(), grpc.handle().clone()));
-        runtime.block_on(serve(&args, &prefix, world.size(), grpc.handle(), llm, python, Arc::new(startup)))
+        let prefixes = prefixes(prefix.as_str(), world.size());
+        runtime.block_on(serve(&args, prefixes, grpc.handle(), llm, python, Arc::new(startup), &control))
     });
     // Whatever a request still holds ends with the runtime, before ranks are told to go.
     runtime.shutdown_timeout(HURRY);
@@ -163,12 +169,12 @@ fn python_config(args: &RankArgs, prefix: &Prefix, world: &World) -> Result<Pyth
 
 async fn serve(
     args: &RankArgs,
-    prefix: &Prefix,
-    world_size: u32,
+    prefixes: Vec<String>,
     grpc: &Handle,
     llm: Arc<LlmFactory>,
     python: Arc<PythonFactory>,
     startup: Arc<Startup>,
+    control: &Control,
 ) -> Result<ExitCode, RankError> {
     let mut signals = Signals::new().map_err(RankError::Runtime)?;
     let mut factories: HashMap<String, Arc<dyn BackendFactory>> = backends::builtin();
@@ -186,7 +192,7 @@ async fn serve(
         Arc::new(PythonMetrics(python)),
         Arc::new(StartupMetrics(Arc::clone(&startup))),
     ];
-    let mut front_config = front_config(args, prefix, world_size).map_err(RankError::Server)?;
+    let mut front_config = front_config(args, prefixes).map_err(RankError::Server)?;
     front_config.ledger = args.front.debug_endpoints.then(|| crate::ledger::source(Arc::clone(&llm)));
     // One that takes over serves once it has loaded, others answer while they load.
     let (listeners, taken) = match &args.take_over {
@@ -212,9 +218,12 @@ async fn serve(
         let server = Arc::clone(&server);
         async move { server.keep_polling().await }
     });
+    // Before the launcher hears that this world serves: then it asks for the ports too.
+    let handed_over = offer_ports(args, &front);
+    control.serves(&server);
     tokio::select! {
         () = signals.next() => Ok(drain(args, &server, front, signals).await),
-        () = handed_over(args, &front) => {
+        () = handed_over => {
             tracing::info!("another world has the ports: this one ends with the requests that it has");
             front.leave(Duration::from_secs(args.exit_timeout_secs)).await;
             Ok(drain(args, &server, front, signals).await)
@@ -255,13 +264,20 @@ fn take_over(socket: &Path) -> (Listeners, Option<Taken>) {
     }
 }
 
-/// Resolves when another world serves on this one's ports.
-async fn handed_over(args: &RankArgs, front: &Running) {
-    let (Some(path), Ok(listeners)) = (&args.hand_over, front.listeners()) else {
-        return std::future::pending().await;
-    };
-    if hand_over::offer(path.clone(), listeners).await.is_err() {
-        std::future::pending().await
+/// Offers the ports to other worlds; resolves when another serves on them.
+fn offer_ports(args: &RankArgs, front: &Running) -> impl Future<Output = ()> + use<> {
+    let offered = args.hand_over.as_ref().and_then(|path| {
+        let offered = front.listeners().and_then(|listeners| hand_over::offer(path.clone(), listeners));
+        offered.inspect_err(|error| tracing::warn!("ports cannot be offered at {}: {error}", path.display())).ok()
+    });
+    async move {
+        let is_taken = match offered {
+            Some(taken) => taken.await.is_ok(),
+            None => false,
+        };
+        if !is_taken {
+            std::future::pending().await
+        }
     }
 }
 
@@ -331,7 +347,7 @@ pub(crate) fn server_config(args: &RankArgs) -> ServerConfig {
     }
 }
 
-fn front_config(args: &RankArgs, prefix: &Prefix, world_size: u32) -> Result<front::Config, String> {
+fn front_config(args: &RankArgs, prefixes: Vec<String>) -> Result<front::Config, String> {
     let address = |allowed: bool, host: &str, port: u16| allowed.then(|| Address::new(host, port));
     let metrics_host = args.metrics_address.as_ref().unwrap_or(&args.http_address);
     let mut config = front::Config {
@@ -341,7 +357,7 @@ fn front_config(args: &RankArgs, prefix: &Prefix, world_size: u32) -> Result<fro
         ..front::Config::default()
     };
     args.front.apply(&mut config)?;
-    config.client_objects.reserved_prefixes = prefixes(prefix.as_str(), world_size);
+    config.client_objects.reserved_prefixes = prefixes;
     config.client_objects.reserved_magic = ipc::REGION_MAGIC.into();
     bound_files(&mut config);
     config.chat = front::Chat(Some(Arc::new(Templates(ChatTemplates::new(args.model_repository.clone())))));

@@ -1,14 +1,16 @@
-//! A server that does nothing but start, answer health, and end the way the tests of the launcher want.
+//! A server that does nothing but start, tell how it is, and end the way the tests of the launcher want.
 //!
 //! The environment says how: `FAKE_LOG` is a file to which each event is appended; `FAKE_FAIL=load` ends with code 1
-//! at once; `FAKE_STUBBORN=1` ignores SIGTERM; `FAKE_SLOW_MS` delays readiness.
+//! at once; `FAKE_STUBBORN=1` ignores SIGTERM; `FAKE_SLOW_MS` delays readiness; `FAKE_SILENT=1` leaves
+//! all HTTP clients without an answer.
 
 use std::fs::OpenOptions;
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use ipc::Health;
 use nix::sys::signal::{SigSet, Signal};
 
 fn main() {
@@ -25,8 +27,16 @@ fn main() {
     // A rank tells the others by MPI that the world ends; here a file does.
     let end = format!("{}.end-{}", std::env::var("FAKE_LOG").unwrap(), std::os::unix::process::parent_id());
     if rank == "0" {
+        let slow = std::env::var("FAKE_SLOW_MS").map_or(0, |text| text.parse().unwrap());
+        let ready_at = Instant::now() + Duration::from_millis(slow);
+        let control = std::env::var_os("TRIREME_CONTROL").unwrap();
+        let health = move || Health { silent: Duration::ZERO, is_ready: Instant::now() >= ready_at };
+        ipc::answer_health(Path::new(&control), health).unwrap();
         let port = args.iter().find_map(|arg| arg.strip_prefix("--http-port=")).unwrap().parse().unwrap();
-        std::thread::spawn(move || answer_health(port));
+        std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(slow));
+            answer_clients(port, &args);
+        });
     } else {
         let end = end.clone();
         std::thread::spawn(move || end_with(&end));
@@ -41,14 +51,22 @@ fn main() {
     std::fs::write(end, "").unwrap();
 }
 
-fn answer_health(port: u16) {
-    let slow = std::env::var("FAKE_SLOW_MS").map_or(0, |text| text.parse().unwrap());
-    std::thread::sleep(Duration::from_millis(slow));
+fn answer_clients(port: u16, args: &[String]) {
+    let has = |start: &str| args.iter().any(|arg| arg.starts_with(start));
+    if has("--allow-http=false") {
+        return;
+    }
     let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    let mut unanswered = Vec::new();
     for stream in listener.incoming() {
         let mut stream = stream.unwrap();
+        if std::env::var("FAKE_SILENT").is_ok() {
+            unanswered.push(stream);
+            continue;
+        }
         let _ = stream.read(&mut [0; 1024]);
-        let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+        let status = if has("--http-restricted-api=health") { "403 Forbidden" } else { "200 OK" };
+        let _ = write!(stream, "HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
     }
 }
 

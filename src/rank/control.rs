@@ -1,0 +1,96 @@
+//! What rank 0 tells its launcher: whether its runtimes make progress, and whether it takes requests. The answer goes over a
+//! socket of the launcher's directory, so no client can be in the way of it, and no access rule of the ports holds for it.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use ipc::Health;
+use serving::Server;
+use tokio::runtime::Handle;
+
+/// How often a runtime notes that it makes progress.
+const INTERVAL: Duration = Duration::from_millis(100);
+
+/// What is known of this rank 0.
+pub(crate) struct Control {
+    begun: Instant,
+    /// For each runtime, when it made progress last: milliseconds since `begun`.
+    progress: Vec<AtomicU64>,
+    /// Set once the ports are open.
+    server: OnceLock<Arc<Server>>,
+}
+
+impl Control {
+    /// Watches `runtimes`.
+    pub(crate) fn new(runtimes: &[&Handle]) -> Arc<Self> {
+        let progress = runtimes.iter().map(|_| AtomicU64::new(0)).collect();
+        let control = Arc::new(Self { begun: Instant::now(), progress, server: OnceLock::new() });
+        for (index, runtime) in runtimes.iter().enumerate() {
+            let control = Arc::clone(&control);
+            runtime.spawn(async move {
+                loop {
+                    control.progress[index].store(control.now(), Ordering::Relaxed);
+                    tokio::time::sleep(INTERVAL).await;
+                }
+            });
+        }
+        control
+    }
+
+    /// Answers at `path` from now on. A rank 0 that cannot goes on: a launcher on another node asks over HTTP.
+    pub(crate) fn answer(self: &Arc<Self>, path: &Path) {
+        let control = Arc::clone(self);
+        if let Err(error) = ipc::answer_health(path, move || control.health()) {
+            tracing::warn!("the launcher cannot ask this process how it is at {}: {error}", path.display());
+        }
+    }
+
+    /// The ports are open: whether requests are taken is the server's to say.
+    pub(crate) fn serves(&self, server: &Arc<Server>) {
+        // Said once.
+        let _ = self.server.set(Arc::clone(server));
+    }
+
+    fn health(&self) -> Health {
+        let slowest = self.progress.iter().map(|at| at.load(Ordering::Relaxed)).min().unwrap_or_default();
+        let is_ready = self.server.get().is_some_and(|server| server.is_ready());
+        Health { silent: Duration::from_millis(self.now().saturating_sub(slowest)), is_ready }
+    }
+
+    fn now(&self) -> u64 {
+        self.begun.elapsed().as_millis() as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    fn eventually(condition: impl Fn() -> bool) -> bool {
+        let start = Instant::now();
+        while !condition() {
+            if start.elapsed() > Duration::from_secs(20) {
+                return false;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        true
+    }
+
+    #[test]
+    fn a_runtime_that_is_blocked_is_seen_and_one_that_goes_on_again_too() {
+        let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let (busy, blocked) = (runtime(), runtime());
+        let control = Control::new(&[busy.handle(), blocked.handle()]);
+        let (go, wait) = std::sync::mpsc::channel::<()>();
+        blocked.spawn(async move { wait.recv() });
+        assert!(eventually(|| control.health().silent > 5 * INTERVAL), "{:?}", control.health());
+        assert!(!control.health().is_ready, "no server yet");
+        drop(go);
+        assert!(eventually(|| control.health().silent < 5 * INTERVAL), "{:?}", control.health());
+    }
+}
