@@ -369,6 +369,15 @@ mod tests {
     }
 
     #[test]
+    fn every_limit_is_in_the_documentation() {
+        let document = include_str!("../../docs/protocol.md");
+        for limit in Limit::all() {
+            let row = format!("| `--{}` | {} | {} |", limit.name(), limit.default_value(), limit.help());
+            assert!(document.contains(&row), "docs/protocol.md lacks {row}");
+        }
+    }
+
+    #[test]
     fn an_unknown_option_and_a_missing_repository_are_refused() {
         assert!(rank_args("rank --model-repository=/m --no-such-option=1").is_err());
         assert!(rank_args("rank").is_err());
