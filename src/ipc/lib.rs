@@ -6,6 +6,7 @@
 //!   Waiting is a short spin, then a futex, so an idle receiver uses no CPU.
 //! - [`ProcessWatch`]: notices the end of any process at once, over a pidfd.
 //! - [`send_files`], [`receive_files`]: listening sockets that one world hands to the next.
+//! - [`bind_to_parent`], [`close_descriptors`], [`withhold_secrets`]: children that end with this process and inherit little.
 //! - [`lock`]: a mutex whose holder may have panicked.
 //! - [`answer_health`], [`ask_health`]: how a launcher learns whether its rank 0 is well.
 //!
@@ -32,6 +33,7 @@ mod control;
 mod descriptors;
 mod error;
 pub mod futex;
+mod inherit;
 mod lock;
 mod output;
 mod prefix;
@@ -46,6 +48,7 @@ mod title;
 pub use control::{Acceptor, Health, answer_health, ask_health, bind_private, connect_private};
 pub use descriptors::{MAX_FILES, receive_files, send_files};
 pub use error::{IpcError, RecvError, SendError};
+pub use inherit::{close_descriptors, is_secret, withhold_secrets};
 pub use lock::lock;
 pub use output::end_with_the_reader;
 pub use prefix::Prefix;

@@ -12,6 +12,7 @@ use rustix::process::{
 use rustix::time::Timespec;
 
 use crate::IpcError;
+use crate::inherit::{Closing, OomScore};
 
 /// One process for all time: a pid alone may be given to another process later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -146,13 +147,17 @@ pub fn die_with_parent(parent: u32, signal: i32) -> io::Result<()> {
 
 /// As [`die_with_parent`], for a child of any program: arranged between fork and exec of `command`.
 ///
-/// The child also starts with no signal blocked, whatever this thread blocks: else `signal` might never arrive.
+/// The child also starts with no signal blocked, whatever this thread blocks: else `signal` might never arrive. It inherits
+/// no descriptor above standard error, and the kernel ends it before this process when memory runs out.
 pub fn bind_to_parent(command: &mut Command, signal: i32) -> &mut Command {
-    let parent = std::process::id();
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed: the closure makes three system calls
-    // (rt_sigprocmask, prctl, getppid), and its errors are plain codes that allocate nothing.
+    let (parent, closing, oom_score) = (std::process::id(), Closing::new(), OomScore::new());
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed: the closure makes system calls alone
+    // (close_range or fcntl; open, write, close; rt_sigprocmask, prctl, getppid), and its errors are plain codes that
+    // allocate nothing.
     unsafe {
         command.pre_exec(move || {
+            closing.run();
+            oom_score.run();
             unblock_signals()?;
             let signal = Signal::from_named_raw(signal).ok_or(io::ErrorKind::InvalidInput)?;
             set_parent_process_death_signal(Some(signal))?;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ipc::{Prefix, ProcessWatch, Ring, bind_to_parent, describe_exit, lock, sweep_all_stale};
+use ipc::{Prefix, ProcessWatch, Ring, bind_to_parent, describe_exit, lock, sweep_all_stale, withhold_secrets};
 use serde::{Deserialize, Serialize};
 
 use crate::node_relay::{NodeRelay, RelayedWorker};
@@ -314,7 +314,7 @@ fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerS
     let mut command = Command::new(program);
     // Multicast memory of a lost worker can block a whole host's links.
     command.arg("worker").env("NCCL_NVLS_ENABLE", "0").stdin(Stdio::piped()).stderr(Stdio::piped());
-    bind_to_parent(&mut command, libc::SIGKILL);
+    bind_to_parent(withhold_secrets(&mut command, &[]), libc::SIGKILL);
     let mut child = command.spawn().map_err(|error| format!("cannot start `{}`: {error}", program.display()))?;
     let json = serde_json::to_vec(&spec).expect("a spec holds nothing that cannot be serialized");
     // A child that dies before reading its spec is reported by its exit status, not by this write.
@@ -339,7 +339,13 @@ fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerS
 
 #[cfg(test)]
 mod tests {
+    use std::fs::Permissions;
+    use std::net::UdpSocket;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::PermissionsExt;
+
     use ipc::{RingReceiver, RingSender};
+    use nix::fcntl::{FcntlArg, FdFlag};
 
     use super::*;
     use crate::protocol::{DeviceChoice, KvMemory};
@@ -375,6 +381,50 @@ mod tests {
             library_dirs: Vec::new(),
             cache_dir: None,
         }
+    }
+
+    /// Plays its part where the test below has started it again.
+    #[test]
+    fn a_rank_with_secrets_starts_a_worker() {
+        let Ok(dir) = std::env::var("AGENT_TEST_DIR") else { return };
+        let program = PathBuf::from(dir).join("worker");
+        std::fs::write(&program, "#!/bin/sh\nexec sleep 60\n").unwrap();
+        std::fs::set_permissions(&program, Permissions::from_mode(0o700)).unwrap();
+        // As MPI's sockets are.
+        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        nix::fcntl::fcntl(&socket, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
+        let inherited = std::fs::read_link(format!("/proc/self/fd/{}", socket.as_raw_fd())).unwrap();
+
+        let prefix: Prefix = format!("agent_secrets_{}_", std::process::id()).parse().unwrap();
+        let (events, news) = mpsc::channel();
+        let agent = Agent::new(prefix, program, events);
+        agent.handle(ToAgent::Start(WorkerId { instance: 1, tp_rank: 0 }, Box::new(spec())));
+        let FromAgent::Started { pid, .. } = news.recv().unwrap() else { panic!("not started") };
+        let environment = std::fs::read_to_string(format!("/proc/{pid}/environ")).unwrap();
+        let names: Vec<&str> = environment.split('\0').filter_map(|pair| Some(pair.split_once('=')?.0)).collect();
+        let listed = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
+        let open: Vec<PathBuf> = listed.filter_map(|entry| std::fs::read_link(entry.path()).ok()).collect();
+        agent.end_all();
+        assert!(names.contains(&"NCCL_NVLS_ENABLE") && names.contains(&"AGENT_TEST_DIR"), "{names:?}");
+        for secret in SECRETS {
+            assert!(std::env::var_os(secret).is_some() && !names.contains(&secret), "{names:?}");
+        }
+        assert!(!open.is_empty() && !open.contains(&inherited), "{open:?}");
+    }
+
+    const SECRETS: [&str; 3] = ["TRIREME_API_KEYS", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"];
+
+    #[test]
+    fn a_worker_gets_no_secret_and_no_socket_of_its_rank() {
+        let dir = std::env::temp_dir().join(format!("trireme-agent-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let mut rank = Command::new(std::env::current_exe().unwrap());
+        rank.args(["agent::tests::a_rank_with_secrets_starts_a_worker", "--exact", "--nocapture"]);
+        rank.env("AGENT_TEST_DIR", &dir).envs(SECRETS.map(|name| (name, "not to be seen")));
+        let output = rank.output().unwrap();
+        std::fs::remove_dir_all(&dir).unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.contains("1 passed"), "{output:?}");
     }
 
     #[test]

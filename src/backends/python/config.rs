@@ -30,6 +30,8 @@ pub struct PythonConfig {
     pub num_gpus: fn() -> usize,
     /// Models with a process on every rank, unless their configuration says otherwise.
     pub mpi_models: Vec<String>,
+    /// Variables that models get although their names are those of secrets.
+    pub pass_environment: Vec<String>,
 }
 
 impl PythonConfig {
@@ -47,6 +49,7 @@ impl PythonConfig {
             hosts: Vec::new(),
             num_gpus: || 0,
             mpi_models: vec!["tensorrt_llm".to_owned()],
+            pass_environment: Vec::new(),
         }
     }
 
@@ -66,15 +69,40 @@ impl PythonConfig {
             "stop-timeout-seconds" => self.stop_timeout = Duration::from_secs(number()? as u64),
             "interpreter" => self.interpreter = value.into(),
             "mpi-models" => self.mpi_models = value.split(',').map(str::to_owned).collect(),
+            "pass-environment" => {
+                let names = value.split(':').map(str::to_owned).collect::<Vec<_>>();
+                if names.iter().any(|name| name.is_empty() || name.contains(['=', '*'])) {
+                    return Err(format!(
+                        "`{key}={value}` of the Python backend is not NAME:NAME, whole names of variables"
+                    ));
+                }
+                self.pass_environment = names;
+            }
             // Accepted for the sake of command lines; the first is the rank's prefix, the others have no meaning here.
             "shm-region-prefix-name" | "stub-message-queue-size" | "default-max-batch-size" => {}
             _ => {
                 return Err(format!(
                     "the Python backend has no setting `{key}`; it has shm-default-byte-size, shm-growth-byte-size, \
-                     stub-timeout-seconds, stop-timeout-seconds, mpi-models and interpreter"
+                     stub-timeout-seconds, stop-timeout-seconds, mpi-models, pass-environment and interpreter"
                 ));
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_to_pass_are_whole_names() {
+        let mut config = PythonConfig::new("python_config_test_".parse().unwrap());
+        config.set("pass-environment", "HF_TOKEN:AWS_REGION").unwrap();
+        assert_eq!(config.pass_environment, ["HF_TOKEN", "AWS_REGION"]);
+        for refused in ["", "HF_TOKEN:", "AWS_*", "A=B"] {
+            let why = config.set("pass-environment", refused).unwrap_err();
+            assert!(why.starts_with(&format!("`pass-environment={refused}` ")), "{why}");
+        }
     }
 }

@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard};
 use std::time::SystemTime;
 
-use ipc::{ProcessId, lock};
+use ipc::{ProcessId, close_descriptors, lock, withhold_secrets};
 use serving::InferError;
 use tempfile::TempDir;
 
@@ -125,7 +125,9 @@ impl Scratch {
             |why: String| InferError::invalid(format!("cannot unpack EXECUTION_ENV_PATH {}: {why}", archive.display()));
         let dir = self.dir.path().join(format!("environment{}", self.environments.len()));
         fs::create_dir_all(&dir).map_err(|error| failed(error.to_string()))?;
-        let tar = Command::new("tar").arg("-xf").arg(archive).arg("-C").arg(&dir).output();
+        let mut tar = Command::new("tar");
+        tar.arg("-xf").arg(archive).arg("-C").arg(&dir);
+        let tar = close_descriptors(withhold_secrets(&mut tar, &[])).output();
         let tar = tar.map_err(|error| failed(format!("cannot run `tar`: {error}")))?;
         if !tar.status.success() {
             return Err(failed(String::from_utf8_lossy(&tar.stderr).trim().to_owned()));
@@ -155,7 +157,8 @@ fn root_of(script: &Path) -> PathBuf {
 fn cleaner(dir: &Path) -> io::Result<Child> {
     let mut command = Command::new("sh");
     command.args(["-c", "trap '' INT TERM HUP; read -r _; rm -rf -- \"$0\""]).arg(dir).process_group(0);
-    command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()
+    command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+    close_descriptors(withhold_secrets(&mut command, &[])).spawn()
 }
 
 /// Removes directories of servers that have ended.

@@ -190,6 +190,7 @@ impl Shared {
             stub: module_dir.join(STUB),
             title: place.name.clone(),
             module_dir,
+            pass_environment: config.pass_environment.clone(),
             launch,
             start_timeout: config.start_timeout,
         };

@@ -36,11 +36,12 @@ pub(super) struct Launch {
 }
 
 impl Launch {
-    /// The command that starts `program` on each rank, and where the first one connects to.
+    /// The command that starts `program` on each rank, and where the first one connects to. Other hosts get the variables of
+    /// `passed`, too.
     ///
     /// # Errors
     /// When the socket cannot be made, or the configuration is too large for an environment variable.
-    pub fn prepare(&self, program: &Command) -> io::Result<(Command, UnixListener)> {
+    pub fn prepare(&self, program: &Command, passed: &[String]) -> io::Result<(Command, UnixListener)> {
         if self.load.len() > MAX_LOAD_BYTES {
             let found = self.load.len();
             return Err(io::Error::other(format!(
@@ -52,12 +53,12 @@ impl Launch {
         let listener = UnixListener::bind(&socket)?;
         let by_slurm =
             std::env::var_os("OMPI_COMM_WORLD_SIZE").is_none() && std::env::var_os("SLURM_STEP_ID").is_some();
-        let mut command = if by_slurm { self.srun(program)? } else { self.mpirun(program) };
+        let mut command = if by_slurm { self.srun(program)? } else { self.mpirun(program, passed) };
         command.env(SOCKET, socket).env(LOAD, hex(&self.load)).stdin(Stdio::null()).stderr(Stdio::piped());
         Ok((command, listener))
     }
 
-    fn mpirun(&self, program: &Command) -> Command {
+    pub(super) fn mpirun(&self, program: &Command, passed: &[String]) -> Command {
         let mut command = Command::new("mpirun");
         leave_world(&mut command);
         // Ranks wait for each other most of the time; a model process on a GPU needs no core of its own for that.
@@ -78,6 +79,10 @@ impl Launch {
                 command.args(["--host", &format!("{}:{count}", group[0])]);
             }
             for name in [SOCKET, LOAD, "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"] {
+                command.args(["-x", name]);
+            }
+            // `mpirun` warns of one that is not set.
+            for name in passed.iter().filter(|name| std::env::var_os(name).is_some()) {
                 command.args(["-x", name]);
             }
             command.args(["-n", &count]).arg(program.get_program()).args(program.get_args());

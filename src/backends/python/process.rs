@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use bytes::BytesMut;
-use ipc::{ProcessWatch, bind_to_parent, describe_exit, lock};
+use ipc::{ProcessWatch, bind_to_parent, describe_exit, lock, withhold_secrets};
 use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::net::UnixStream;
 use tokio::sync::{Notify, oneshot, watch};
@@ -75,6 +75,8 @@ pub(super) struct Program {
     pub title: String,
     /// Directory of the module, for processes that the model starts.
     pub module_dir: PathBuf,
+    /// Variables that it gets although their names are those of secrets.
+    pub pass_environment: Vec<String>,
     /// For a process on every rank.
     pub launch: Option<Launch>,
     /// How long it may take until it is there.
@@ -85,6 +87,7 @@ impl Program {
     fn command(&self) -> Command {
         let mut command = Command::new(&self.interpreter);
         command.arg(&self.stub).arg(&self.title).process_group(0);
+        withhold_secrets(&mut command, &self.pass_environment);
         let path = std::env::var_os("PYTHONPATH").into_iter().flat_map(|path| {
             let parts: Vec<PathBuf> = std::env::split_paths(&path).collect();
             parts
@@ -137,7 +140,7 @@ impl Process {
     }
 
     async fn start_world(spawner: &Spawner, program: &Program, launch: &Launch) -> io::Result<Self> {
-        let (mut command, listener) = launch.prepare(&program.command())?;
+        let (mut command, listener) = launch.prepare(&program.command(), &program.pass_environment)?;
         command.process_group(0);
         let mut child = spawner.spawn(command, Signal::TERM).await?;
         let others = LastWords::default();
@@ -336,5 +339,72 @@ impl Drop for Process {
     fn drop(&mut self) {
         self.kill("its model was unloaded");
         self.reap();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::UdpSocket;
+    use std::os::fd::AsRawFd as _;
+
+    use rustix::io::{FdFlags, fcntl_setfd};
+
+    use super::*;
+
+    const SECRETS: [&str; 3] = ["TRIREME_API_KEYS", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"];
+
+    /// Plays its part where the test below has started it again.
+    #[tokio::test]
+    async fn a_server_with_secrets_starts_a_model() {
+        let Some(dir) = std::env::var_os("PROCESS_TEST_DIR").map(PathBuf::from) else { return };
+        let stub = dir.join("stub.sh");
+        std::fs::write(&stub, "exec sleep 60\n").unwrap();
+        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        fcntl_setfd(&socket, FdFlags::empty()).unwrap();
+        let inherited = std::fs::read_link(format!("/proc/self/fd/{}", socket.as_raw_fd())).unwrap();
+
+        let program = Program {
+            interpreter: "sh".into(),
+            stub,
+            title: "m_0".to_owned(),
+            module_dir: dir,
+            pass_environment: vec!["HF_TOKEN".to_owned()],
+            launch: None,
+            start_timeout: Duration::from_secs(60),
+        };
+        let process = Process::start(&Spawner::start().unwrap(), &program).await.unwrap();
+        let proc = PathBuf::from(format!("/proc/{}", process.pid));
+        let environment = std::fs::read_to_string(proc.join("environ")).unwrap();
+        let names: Vec<&str> = environment.split('\0').filter_map(|pair| Some(pair.split_once('=')?.0)).collect();
+        let listed = std::fs::read_dir(proc.join("fd")).unwrap().flatten();
+        let open: Vec<PathBuf> = listed.filter_map(|entry| std::fs::read_link(entry.path()).ok()).collect();
+        assert!(names.contains(&"PYTHONPATH") && names.contains(&"PROCESS_TEST_DIR"), "{names:?}");
+        for secret in SECRETS {
+            assert!(std::env::var_os(secret).is_some());
+            assert_eq!(names.contains(&secret), secret == "HF_TOKEN", "{names:?}");
+        }
+        assert!(!open.is_empty() && !open.contains(&inherited), "{open:?}");
+    }
+
+    #[test]
+    fn a_model_gets_no_socket_of_the_server_and_only_named_secrets() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut server = Command::new(std::env::current_exe().unwrap());
+        server.args(["python::process::tests::a_server_with_secrets_starts_a_model", "--exact", "--nocapture"]);
+        server.env("PROCESS_TEST_DIR", dir.path()).envs(SECRETS.map(|name| (name, "not to be seen")));
+        let output = server.output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.contains("1 passed"), "{output:?}");
+    }
+
+    #[test]
+    fn other_hosts_get_the_variables_that_are_passed() {
+        let launch =
+            Launch { hosts: vec!["a".to_owned(), "b".to_owned()], scratch: "/nowhere".into(), load: Vec::new() };
+        let passed = ["CARGO_PKG_NAME".to_owned(), "NO_SUCH_VARIABLE".to_owned()];
+        let command = launch.mpirun(&Command::new("python3"), &passed);
+        let args: Vec<_> = command.get_args().map(|arg| arg.to_string_lossy()).collect();
+        assert_eq!(args.iter().filter(|arg| *arg == "CARGO_PKG_NAME").count(), 2, "{args:?}");
+        assert!(!args.iter().any(|arg| arg == "NO_SUCH_VARIABLE"), "{args:?}");
     }
 }
