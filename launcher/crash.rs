@@ -2,7 +2,9 @@
 
 use std::fs;
 use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
@@ -11,6 +13,9 @@ use crate::state::WorldState;
 
 /// Of the log, the last so many bytes.
 const LOG_BYTES: u64 = 64 << 10;
+/// Of what ranks say of the end, at most so many bytes are read, and clients are told so many characters.
+const CAUSE_BYTES: u64 = 4096;
+const CAUSE_CHARS: usize = 300;
 /// Reports of one port that are kept.
 const NUM_KEPT: usize = 16;
 
@@ -57,25 +62,25 @@ fn end_of(log: &Path) -> String {
         .map_or_else(|error| format!("(cannot be read: {error})"), |bytes| String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Why the last world ended, where a rank or `mpirun` has said so in the log.
-pub(crate) fn cause(log: &Path) -> Option<String> {
-    cause_in(&end_of(log))
+/// Why a world ended, where a rank has said so in `file`. Nobody else writes there: the log also holds words of clients.
+pub(crate) fn cause(file: &Path) -> Option<String> {
+    let mut text = Vec::new();
+    fs::File::open(file).ok()?.take(CAUSE_BYTES).read_to_end(&mut text).ok()?;
+    let text = String::from_utf8_lossy(&text);
+    // What comes later may be a consequence.
+    let first = text.lines().find(|line| !line.trim().is_empty())?;
+    let plain = first.chars().map(|char| if char.is_control() { ' ' } else { char });
+    let short: String = plain.take(CAUSE_CHARS).collect();
+    Some(short.trim().trim_end_matches('.').to_owned())
 }
 
-fn cause_in(text: &str) -> Option<String> {
-    let words = ["ends the world: ", "mpirun noticed that "];
-    let told = |line: &str| words.iter().find_map(|word| line.split_once(word)).map(|(_, cause)| cause.to_owned());
-    let cause = |line: &str| told(line).or_else(|| told_by_hydra(line));
-    // What was said before it served is of worlds before.
-    let (_, since) = text.rsplit_once("launch: serving after ").unwrap_or(("", text));
-    let cause = since.lines().rev().find_map(cause)?;
-    Some(cause.trim_end_matches(['.', '"', '}']).to_owned())
-}
-
-/// MPICH's launcher frames what it says: `=   PID 7 RUNNING AT a`.
-fn told_by_hydra(line: &str) -> Option<String> {
-    let (pid, node) = line.split_once("=   PID ")?.1.split_once(" RUNNING AT ")?;
-    Some(format!("process with PID {pid} on node {node} died"))
+/// How a world ended, in words for its clients.
+pub(crate) fn how(status: ExitStatus) -> String {
+    match status.code() {
+        // What starts ranks tells of their signals so.
+        Some(code @ 129..=159) => format!("a rank ended by {}", ipc::describe_exit(ExitStatus::from_raw(code - 128))),
+        _ => ipc::describe_exit(status),
+    }
 }
 
 /// Where each thread of these processes waits, as the kernel tells it.
@@ -88,17 +93,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_cause_is_what_a_rank_or_mpirun_said_last() {
-        let text =
-            "serving\nE1121 17:03 7 comm: ends the world: rank 1 on node n2 has not answered for 15s rank=0 code=1\n";
-        assert_eq!(cause_in(text).unwrap(), "rank 1 on node n2 has not answered for 15s rank=0 code=1");
-        let text = format!(
-            "{text}mpirun noticed that process rank 0 with PID 7 on node a exited on signal 9 (Killed).\n---\n"
-        );
-        assert_eq!(cause_in(&text).unwrap(), "process rank 0 with PID 7 on node a exited on signal 9 (Killed)");
-        let hydra =
-            "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   PID 8 RUNNING AT b\n=   EXIT CODE: 9\n";
-        assert_eq!(cause_in(&format!("{text}{hydra}")).unwrap(), "process with PID 8 on node b died");
-        assert_eq!(cause_in(&(text + "launch: serving after 1.0 s: http 1\n")), None);
+    fn the_cause_is_the_first_line_that_a_rank_wrote_without_control_characters() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("cause");
+        assert_eq!(cause(&file), None);
+        fs::write(&file, "").unwrap();
+        assert_eq!(cause(&file), None);
+        fs::write(&file, "rank 1 on node n2\u{1b}[2J\r has not answered.\nrank 0 was not heard\n").unwrap();
+        assert_eq!(cause(&file).unwrap(), "rank 1 on node n2 [2J  has not answered");
+        fs::write(&file, "x".repeat(100_000)).unwrap();
+        assert_eq!(cause(&file).unwrap().len(), CAUSE_CHARS);
+    }
+
+    #[test]
+    fn a_signal_is_named_whoever_tells_of_it() {
+        assert!(how(ExitStatus::from_raw(9)).starts_with("signal 9 (SIGKILL"));
+        assert!(how(ExitStatus::from_raw(137 << 8)).starts_with("a rank ended by signal 9 (SIGKILL"));
+        assert_eq!(how(ExitStatus::from_raw(1 << 8)), "exit code 1");
     }
 }

@@ -116,11 +116,17 @@ impl RunDir {
         self.0.join(format!("world-{pid}-{start}-control.sock"))
     }
 
-    /// Removes sockets of launchers that are gone.
+    /// Where ranks of that start say why their world ends.
+    pub(crate) fn cause_file(&self, pid: u32, start: u32) -> PathBuf {
+        self.0.join(format!("world-{pid}-{start}.cause"))
+    }
+
+    /// Removes sockets, and files like them, of launchers that are gone.
     pub(crate) fn remove_dead_sockets(&self) {
         for path in fs::read_dir(&self.0).into_iter().flatten().flatten().map(|entry| entry.path()) {
             let owner = || -> Option<u32> {
-                let name = path.file_name()?.to_str()?.strip_prefix("world-")?.strip_suffix(".sock")?;
+                let name = path.file_name()?.to_str()?.strip_prefix("world-")?;
+                let name = name.strip_suffix(".sock").or_else(|| name.strip_suffix(".cause"))?;
                 name.split('-').next()?.parse().ok()
             };
             if owner().is_some_and(|pid| ProcessId::of(pid).is_none()) {

@@ -15,7 +15,7 @@ use crate::notify::Systemd;
 use crate::plan::{self, Site};
 use crate::signals::{Event, RESTART, RESTART_AFTER, RESTART_ROLLING, Signals};
 use crate::state::{Phase, RunDir, WorldState};
-use crate::world::{self, Place, World};
+use crate::world::{self, Ended, Place, World};
 use crate::{crash, health, processes};
 
 /// How often a world that does not serve yet is asked whether it does.
@@ -167,6 +167,7 @@ impl Supervisor {
             start: self.num_starts,
             hand_over: self.run_dir.hand_over_socket(self.state.launcher_pid, self.num_starts),
             control: self.run_dir.control_socket(self.state.launcher_pid, self.num_starts),
+            cause: self.run_dir.cause_file(self.state.launcher_pid, self.num_starts),
             take_over: take_over
                 .map(|world| world.hand_over().clone())
                 .or_else(|| self.held.clone().filter(|path| path.exists()))
@@ -213,10 +214,11 @@ impl Supervisor {
         }
         let Running { mut world, serving_since, ending, again, gave_up, hung, .. } = running;
         let by_itself = ending == Ending::No || hung;
-        self.refuse_clients(world.status(), by_itself);
-        let status = world.finish(None)?;
-        // By now all that was said of it is in the log.
-        self.refuse_clients(Some(status), by_itself);
+        let (status, cause) = (world.status(), world.cause());
+        self.refuse_clients(status, cause, by_itself);
+        let Ended { status, cause } = world.finish(None)?;
+        // By now all ranks have said why.
+        self.refuse_clients(Some(status), cause, by_itself);
         self.state.world_pid = None;
         self.write_state();
         let (was_asked, served) = (ending != Ending::No && !hung, serving_since.map(|since| since.elapsed()));
@@ -224,14 +226,14 @@ impl Supervisor {
     }
 
     /// Clients hear from now on that the world has ended, how, and that another one comes.
-    fn refuse_clients(&self, status: Option<ExitStatus>, by_itself: bool) {
+    fn refuse_clients(&self, status: Option<ExitStatus>, cause: Option<String>, by_itself: bool) {
         // Where ports are held for the next world, connections wait instead.
         let Some(doorman) = self.doorman.as_ref().filter(|_| self.held.is_none()) else { return };
         let reason = match (by_itself, status) {
             (false, _) => "the server is being restarted; try again later".to_owned(),
             (true, None) => "the server died and is started again; try again later".to_owned(),
             (true, Some(status)) => {
-                let how = crash::cause(&self.state.log).unwrap_or_else(|| ipc::describe_exit(status));
+                let how = cause.unwrap_or_else(|| crash::how(status));
                 format!("the server died ({how}) and is started again; try again later")
             }
         };
@@ -293,7 +295,7 @@ impl Supervisor {
     /// The old world has ended, which it does when the new one has its ports; or it died meanwhile.
     fn hand_over(&mut self, running: &mut Running, next: World) -> Result<()> {
         let old = std::mem::replace(&mut running.world, next);
-        let status = old.finish(Some(running.world.pid()))?;
+        let status = old.finish(Some(running.world.pid()))?.status;
         eprintln!("launch: the old world has ended ({}), the new one goes on", ipc::describe_exit(status));
         self.state.num_restarts += 1;
         (running.started, running.last_answer) = (Instant::now(), Instant::now());
@@ -305,7 +307,7 @@ impl Supervisor {
     /// The new world has ended before it took over; the old one goes on as if nothing had been.
     fn give_up_rolling(&mut self, running: &mut Running) -> Result<()> {
         let Some(next) = running.next.take() else { return Ok(()) };
-        let how = ipc::describe_exit(next.finish(Some(running.world.pid()))?);
+        let how = ipc::describe_exit(next.finish(Some(running.world.pid()))?.status);
         let words = format!(
             "the new world ended before it could take over ({how}), and the old one goes on; see the log, and where \
              memory does not allow two worlds use `launch restart --rolling --after`"
@@ -392,7 +394,7 @@ impl Supervisor {
                 self.state.phase = Phase::Ending;
                 self.write_state();
                 match running.again {
-                    true => self.refuse_clients(None, false),
+                    true => self.refuse_clients(None, None, false),
                     // Who comes from now on finds the ports closed, as the world closes them.
                     false => self.doorman = None,
                 }

@@ -1,7 +1,8 @@
 //! One run of a world: its processes on this node, from start to the last one's end.
 
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -14,7 +15,7 @@ use nix::unistd::Pid;
 
 use crate::mpi::MpiKind;
 use crate::plan::{Plan, Starter};
-use crate::{mpirun, processes, srun};
+use crate::{crash, mpirun, processes, srun};
 
 /// How long what is left of a world may take to end by itself after its first process has.
 const ORPHAN_PATIENCE: Duration = Duration::from_secs(3);
@@ -31,10 +32,19 @@ pub(crate) struct Place {
     pub(crate) hand_over: PathBuf,
     /// Where rank 0 tells how it is.
     pub(crate) control: PathBuf,
+    /// Where ranks say why the world ends.
+    pub(crate) cause: PathBuf,
     /// Where it gets them from; None: it binds them.
     pub(crate) take_over: Option<PathBuf>,
     /// Where reports of crashes go.
     pub(crate) crash_dir: PathBuf,
+}
+
+/// How a world has ended.
+pub(crate) struct Ended {
+    pub(crate) status: ExitStatus,
+    /// Why, where a rank has said so.
+    pub(crate) cause: Option<String>,
 }
 
 pub(crate) struct World {
@@ -53,7 +63,8 @@ impl World {
         let mut command = Command::new(&plan.command.program);
         command.args(&plan.command.args).stdin(Stdio::null()).env(WORLD_VARIABLE, &id);
         command.env("TRIREME_HAND_OVER", &place.hand_over).env("TRIREME_CRASH_DIR", &place.crash_dir);
-        command.env("TRIREME_CONTROL", &place.control);
+        command.env("TRIREME_CONTROL", &place.control).env("TRIREME_CAUSE_FILE", &place.cause);
+        make_private(&place.cause).with_context(|| format!("cannot make {}", place.cause.display()))?;
         // The launcher alone speaks to systemd.
         command.env_remove("NOTIFY_SOCKET").env_remove("WATCHDOG_USEC").env_remove("TRIREME_TAKE_OVER");
         // When a rank has died, `mpirun` is to end the others at once: it would wait a second before SIGTERM, which
@@ -104,6 +115,11 @@ impl World {
         &self.place.control
     }
 
+    /// Why it ended, as one of its ranks has said.
+    pub(crate) fn cause(&self) -> Option<String> {
+        crash::cause(&self.place.cause)
+    }
+
     /// The pid of rank 0; None when it is not there (yet), or on another node.
     pub(crate) fn rank_0(&mut self) -> Option<u32> {
         match self.starter {
@@ -151,17 +167,19 @@ impl World {
 
     /// What the first process returned; waits until all processes of the world have ended, and removes what they
     /// left in shared memory and sockets. `beside` is the first process of another world, to be left alone.
-    pub(crate) fn finish(mut self, beside: Option<u32>) -> Result<ExitStatus> {
+    pub(crate) fn finish(mut self, beside: Option<u32>) -> Result<Ended> {
         let status = self.child.wait().context("cannot wait for the world")?;
         self.wait_for_orphans(beside);
         if matches!(self.starter, Starter::Mpirun(_)) {
             mpirun::remove_leftovers(self.child.id());
         }
-        // Gone already is as good.
-        let _ = std::fs::remove_file(&self.place.hand_over);
-        let _ = std::fs::remove_file(&self.place.control);
+        let ended = Ended { status: self.meant(status), cause: self.cause() };
+        for file in [&self.place.hand_over, &self.place.control, &self.place.cause] {
+            // Gone already is as good.
+            let _ = std::fs::remove_file(file);
+        }
         sweep_shared_memory()?;
-        Ok(self.meant(status))
+        Ok(ended)
     }
 
     /// Waits for processes that outlive the first; those whose parent has ended come to this process, their subreaper.
@@ -183,6 +201,13 @@ impl World {
             thread::sleep(Duration::from_millis(10));
         }
     }
+}
+
+/// An empty file that this user alone can read and write.
+fn make_private(path: &Path) -> std::io::Result<()> {
+    // Left by a launcher that was killed and had this pid.
+    let _ = std::fs::remove_file(path);
+    std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map(drop)
 }
 
 /// What is below this process and is not of the world whose first process is `beside`.

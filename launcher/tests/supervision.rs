@@ -1,7 +1,7 @@
 //! The launcher as a user meets it: the real binary and a real `mpirun`, with a server that only answers health.
 
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
@@ -476,6 +476,37 @@ fn clients_that_take_every_connection_do_not_end_a_world() {
     signal(launch.id() as i32, Signal::SIGTERM);
     assert_eq!(code(output(launch).status), 0);
     place.assert_nothing_is_left();
+}
+
+#[test]
+fn clients_are_told_how_the_world_ended_and_no_line_of_the_log() {
+    let place = Place::new();
+    let mut start = place.start("");
+    start.env("FAKE_LINE", "E ends the world: your licence expired").env("FAKE_OFFER", "1").env("FAKE_SLOW_MS", "3000");
+    let launch = start.spawn().unwrap();
+    eventually("serving, as the launcher knows", || place.is_known_to_serve());
+    let files = || fs::read_dir(place.dir.path().join("trireme")).unwrap().map(|entry| entry.unwrap().path());
+    let causes = || files().filter(|path| path.extension().is_some_and(|ext| ext == "cause")).count();
+    assert_eq!(causes(), 1);
+    signal(place.starts(0)[0], Signal::SIGKILL);
+    let ask = || -> std::io::Result<String> {
+        let mut stream = std::net::TcpStream::connect(("127.0.0.1", place.ports[0]))?;
+        stream.set_read_timeout(Some(Duration::from_secs(1)))?;
+        stream.write_all(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    };
+    let heard = std::cell::RefCell::new(Vec::new());
+    eventually("the reason", || {
+        heard.borrow_mut().extend(ask());
+        heard.borrow().iter().any(|answer| answer.contains("the server died (signal 9 (SIGKILL"))
+    });
+    assert!(!heard.borrow().iter().any(|answer| answer.contains("licence")), "{heard:?}");
+    signal(launch.id() as i32, Signal::SIGTERM);
+    let output = output(launch);
+    assert!(text(&output).contains("your licence expired"), "the line was logged");
+    assert_eq!(causes(), 0);
 }
 
 #[test]

@@ -27,6 +27,9 @@ mod mpi;
 mod node;
 mod pump;
 
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -41,6 +44,9 @@ use pump::{Orders, Outgoing, Pump};
 
 /// The longest message: MPI counts bytes in a C `int`.
 pub const MAX_MESSAGE_BYTES: usize = i32::MAX as usize;
+
+/// In the environment: a file of the launcher's for the reason why the world ends.
+const CAUSE_FILE: &str = "TRIREME_CAUSE_FILE";
 
 /// How to join the world.
 #[derive(Debug, Clone)]
@@ -157,6 +163,7 @@ impl World {
     /// dropped: let go of shared memory first.
     pub fn abort(&self, code: u8, reason: &str) -> ! {
         tracing::error!(rank = self.rank, code, "ends the world: {reason}");
+        note_cause(reason);
         self.orders.abort.store(i32::from(code) + 1, Ordering::Release);
         if let Some(link) = &*self.link() {
             link.thread.thread().unpark();
@@ -257,5 +264,44 @@ fn start_mpi(
         Ok(Ok((rank, nodes))) => Ok((rank, nodes, Link { outgoing, thread })),
         Ok(Err(error)) => Err(error),
         Err(_) => Err(CommError::StartTimeout { waited: config.start_timeout }),
+    }
+}
+
+/// Tells the launcher why the world ends, in the file that it names; the log, which holds words of clients too, is for people.
+fn note_cause(reason: &str) {
+    if let Some(path) = std::env::var_os(CAUSE_FILE) {
+        note_cause_in(Path::new(&path), reason);
+    }
+}
+
+fn note_cause_in(path: &Path, reason: &str) {
+    let mut options = std::fs::OpenOptions::new();
+    options.append(true).custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32);
+    // On another node there is no such file.
+    if let Ok(mut file) = options.open(path) {
+        // In one piece, for other ranks may write too.
+        let _ = file.write_all(format!("{}\n", reason.replace('\n', " ")).as_bytes());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_cause_is_one_line_and_goes_into_no_other_file() {
+        let dir = std::env::temp_dir().join(format!("trireme-cause-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let (file, link) = (dir.join("cause"), dir.join("link"));
+        note_cause_in(&file, "there is no file yet");
+        assert!(!file.exists(), "it is the launcher's to make");
+        std::fs::write(&file, "").unwrap();
+        symlink(&file, &link).unwrap();
+        note_cause_in(&link, "over a link");
+        note_cause_in(&file, "rank 1\nis lost");
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "rank 1 is lost\n");
+        std::fs::remove_dir_all(&dir).unwrap();
     }
 }

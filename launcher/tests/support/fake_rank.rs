@@ -2,15 +2,19 @@
 //!
 //! The environment says how: `FAKE_LOG` is a file to which each event is appended; `FAKE_FAIL=load` ends with code 1
 //! at once; `FAKE_STUBBORN=1` ignores SIGTERM; `FAKE_SLOW_MS` delays readiness; `FAKE_SILENT=1` leaves
-//! all HTTP clients without an answer.
+//! all HTTP clients without an answer; `FAKE_LINE` is logged;
+//! `FAKE_OFFER=1` gives the HTTP port to the launcher.
 
 use std::fs::OpenOptions;
 use std::io::{Read, Write};
 use std::net::TcpListener;
+use std::os::fd::AsFd;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use ipc::Health;
+use ipc::{Acceptor, Health};
 use nix::sys::signal::{SigSet, Signal};
 
 fn main() {
@@ -28,18 +32,22 @@ fn main() {
     let end = format!("{}.end-{}", std::env::var("FAKE_LOG").unwrap(), std::os::unix::process::parent_id());
     if rank == "0" {
         let slow = std::env::var("FAKE_SLOW_MS").map_or(0, |text| text.parse().unwrap());
-        let ready_at = Instant::now() + Duration::from_millis(slow);
+        let is_ready = Arc::new(AtomicBool::new(false));
+        let ready = Arc::clone(&is_ready);
         let control = std::env::var_os("TRIREME_CONTROL").unwrap();
-        let health = move || Health { silent: Duration::ZERO, is_ready: Instant::now() >= ready_at };
+        let health = move || Health { silent: Duration::ZERO, is_ready: ready.load(Ordering::SeqCst) };
         ipc::answer_health(Path::new(&control), health).unwrap();
         let port = args.iter().find_map(|arg| arg.strip_prefix("--http-port=")).unwrap().parse().unwrap();
         std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(slow));
-            answer_clients(port, &args);
+            answer_clients(port, &args, &is_ready);
         });
     } else {
         let end = end.clone();
         std::thread::spawn(move || end_with(&end));
+    }
+    if let Ok(line) = std::env::var("FAKE_LINE") {
+        eprintln!("{line}");
     }
     loop {
         let signal = signals.wait().unwrap();
@@ -51,12 +59,20 @@ fn main() {
     std::fs::write(end, "").unwrap();
 }
 
-fn answer_clients(port: u16, args: &[String]) {
+fn answer_clients(port: u16, args: &[String], is_ready: &AtomicBool) {
     let has = |start: &str| args.iter().any(|arg| arg.starts_with(start));
     if has("--allow-http=false") {
+        is_ready.store(true, Ordering::SeqCst);
         return;
     }
     let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    if std::env::var("FAKE_OFFER").is_ok() {
+        let socket = listener.try_clone().unwrap();
+        let path = std::env::var_os("TRIREME_HAND_OVER").unwrap();
+        let acceptor = Acceptor::new(ipc::bind_private(Path::new(&path)).unwrap());
+        std::thread::spawn(move || offer(acceptor, &socket));
+    }
+    is_ready.store(true, Ordering::SeqCst);
     let mut unanswered = Vec::new();
     for stream in listener.incoming() {
         let mut stream = stream.unwrap();
@@ -67,6 +83,13 @@ fn answer_clients(port: u16, args: &[String]) {
         let _ = stream.read(&mut [0; 1024]);
         let status = if has("--http-restricted-api=health") { "403 Forbidden" } else { "200 OK" };
         let _ = write!(stream, "HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+    }
+}
+
+/// Gives copies of the listening socket away, as rank 0 does.
+fn offer(mut acceptor: Acceptor, socket: &TcpListener) {
+    loop {
+        ipc::send_files(&acceptor.accept(), b"h", &[socket.as_fd()]).unwrap();
     }
 }
 
