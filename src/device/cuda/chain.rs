@@ -19,6 +19,8 @@ use crate::DeviceError;
 
 /// Rows of a decode that is quicker this way on one GPU, by measurement (kernels/README.md). In a group, sums over it come in.
 const PAYING_ROWS: RangeInclusive<usize> = 2..=8;
+/// The same where several query heads share keys and values.
+const PAYING_ROWS_OF_GROUPED_QUERIES: RangeInclusive<usize> = 1..=8;
 
 /// What is between two products of the current step.
 #[derive(Default)]
@@ -34,6 +36,8 @@ pub(crate) struct Chain {
 }
 
 struct Memory {
+    /// Rows for which one GPU joins products.
+    paying_rows: RangeInclusive<usize>,
     scratch: ChainScratch,
     /// `[MAX_ROWS, slices]` f32.
     squares: DeviceBuffer,
@@ -47,10 +51,11 @@ struct Deferred {
 }
 
 impl Chain {
-    /// For norms of `cols` columns.
-    pub(crate) fn new(gpu: &Arc<Gpu>, cols: usize) -> Result<Self, CudaError> {
+    /// For norms of `cols` columns; `has_grouped_queries` where several query heads share keys and values.
+    pub(crate) fn new(gpu: &Arc<Gpu>, cols: usize, has_grouped_queries: bool) -> Result<Self, CudaError> {
+        let paying_rows = if has_grouped_queries { PAYING_ROWS_OF_GROUPED_QUERIES } else { PAYING_ROWS };
         let squares = DeviceBuffer::new(gpu, squares_bytes(cols))?;
-        let memory = Memory { scratch: ChainScratch::new(gpu)?, squares };
+        let memory = Memory { paying_rows, scratch: ChainScratch::new(gpu)?, squares };
         Ok(Self { memory: Some(memory), ..Self::default() })
     }
 
@@ -93,11 +98,11 @@ impl CudaDevice {
         let StepShape { tokens, prefill_rows, samples, .. } = self.current().shape;
         // Positions that sample are not gathered from such a step: scales are by token.
         let decodes = prefill_rows == 0 && samples == tokens && self.reports.positions.is_empty();
-        let pays = match self.group.size() {
-            1 => PAYING_ROWS.contains(&tokens),
+        let pays = |memory: &Memory| match self.group.size() {
+            1 => memory.paying_rows.contains(&tokens),
             _ => tokens <= MAX_ROWS && self.group.fused().is_some(),
         };
-        self.chain.memory.is_some() && decodes && pays && !self.current().only_products
+        self.chain.memory.as_ref().is_some_and(pays) && decodes && !self.current().only_products
     }
 
     /// Takes the partial product for [`CudaDevice::finish_deferred`]; false if it is to run at once.

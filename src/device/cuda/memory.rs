@@ -346,7 +346,7 @@ impl CudaDevice {
             .collect::<Result<_, _>>()?;
         self.workspace = Some(Workspace::new(&self.gpu, &self.config, self.hidden, self.group.size())?);
         if self.can_chain() {
-            self.chain = Chain::new(&self.gpu, self.hidden)?;
+            self.chain = Chain::new(&self.gpu, self.hidden, spec.num_kv_heads < spec.num_heads)?;
         }
         self.cache = Some(Cache::new(&self.gpu, spec, num_blocks, padded_rows(&self.config.limits))?);
         Ok(())
