@@ -2,17 +2,16 @@
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use futures::{Stream, StreamExt};
-use http_body_util::BodyExt;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use serving::InferError;
 
-use crate::budget::Charge;
+use crate::budget::{Charge, Watched};
 
 /// A response's body: known parts, or events as they come.
 pub enum ReplyBody {
@@ -66,16 +65,14 @@ impl Body for ReplyBody {
     }
 }
 
+/// Room for a body of which little has come, whatever length was announced.
+const FIRST_BYTES: usize = 1 << 20;
+
 /// Reads a request's body, paid from `charge`.
 ///
 /// # Errors
-/// When it is larger than `limit`, there is no room for it, or the client breaks off or is silent for longer than `patience`.
-pub async fn read_all(
-    mut body: Incoming,
-    limit: usize,
-    patience: Duration,
-    charge: &Charge,
-) -> Result<Bytes, InferError> {
+/// When it is larger than `limit`, there is no room for it, or the client breaks off, stops or is too slow.
+pub async fn read_all(mut body: Incoming, limit: usize, charge: &Charge) -> Result<Bytes, InferError> {
     let too_large = || InferError::invalid(format!("request body is larger than the limit of {limit} bytes"));
     let expected = body.size_hint().lower();
     if expected > limit as u64 {
@@ -83,19 +80,22 @@ pub async fn read_all(
     }
     let mut first = Bytes::new();
     let mut rest: Option<BytesMut> = None;
+    let mut watched: Option<Watched> = None;
     loop {
-        let frame = tokio::time::timeout(patience, body.frame()).await;
-        let frame =
-            frame.map_err(|_| InferError::invalid(format!("request body stopped for {patience:?} before its end")))?;
-        let Some(frame) = frame else { break };
+        let frame = poll_fn(|context| match Pin::new(&mut body).poll_frame(context) {
+            Poll::Ready(frame) => Poll::Ready(Ok(frame)),
+            Poll::Pending => watched.get_or_insert_with(|| charge.watch()).poll_late(context).map(Err),
+        });
+        let Some(frame) = frame.await? else { break };
         let frame = frame.map_err(|error| InferError::invalid(format!("request body broke off: {error}")))?;
         let Ok(data) = frame.into_data() else { continue };
         charge.add(data.len())?;
+        watched.iter_mut().for_each(|watched| watched.came(data.len()));
         if first.is_empty() {
             first = data; // Most bodies arrive whole and are not copied.
         } else {
             let whole = rest.get_or_insert_with(|| {
-                let mut whole = BytesMut::with_capacity((expected as usize).min(limit));
+                let mut whole = BytesMut::with_capacity((expected as usize).min(FIRST_BYTES));
                 whole.extend_from_slice(&first);
                 whole
             });

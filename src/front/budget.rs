@@ -1,31 +1,63 @@
-//! Bounds what requests hold together: the bytes of their bodies, from when they arrive until they are answered.
+//! Bounds what requests hold together: the bytes of their bodies, and what these become, from when they arrive until they
+//! are answered.
 //!
-//! One request has a bound of its own; many large ones at once would still fill the memory.
+//! One request has a bound of its own; many large ones at once would still fill the memory. A body must also arrive at
+//! some rate: one that stops holds what others need.
 
+use std::future::Future as _;
 use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
-use bytes::Bytes;
-use hyper::body::{Body, Frame, SizeHint};
-use serving::InferError;
-use tonic::Status;
-
-use crate::http2::RequestBody;
-use crate::status::grpc_status;
+use futures::task::AtomicWaker;
+use serving::{InferError, Shared};
+use tokio::time::{Instant, Sleep, sleep_until};
 
 /// What all requests may hold at once.
 #[derive(Debug)]
 pub struct Budget {
     limit: usize,
     used: AtomicUsize,
+    pace: Pace,
+    /// Bodies that have begun and are not whole, those alone that were waited for.
+    arrivals: Mutex<Vec<Arc<Arrival>>>,
+}
+
+/// How fast a body must arrive.
+#[derive(Debug, Clone, Copy)]
+pub struct Pace {
+    /// Longest silence; also the time over which the rate is measured.
+    pub patience: Duration,
+    /// Least bytes a second.
+    pub min_rate: usize,
+}
+
+/// A body that arrives.
+#[derive(Debug)]
+struct Arrival {
+    since: Instant,
+    num_bytes: AtomicU64,
+    /// It has to make room for others.
+    is_dropped: AtomicBool,
+    waker: AtomicWaker,
+}
+
+impl Arrival {
+    fn num_bytes(&self) -> u64 {
+        self.num_bytes.load(Relaxed)
+    }
+
+    fn is_dropped(&self) -> bool {
+        self.is_dropped.load(Relaxed)
+    }
 }
 
 impl Budget {
-    /// A budget of `limit` bytes.
-    pub fn new(limit: usize) -> Arc<Self> {
-        Arc::new(Self { limit, used: AtomicUsize::new(0) })
+    /// A budget of `limit` bytes, for bodies that keep `pace`.
+    pub fn new(limit: usize, pace: Pace) -> Arc<Self> {
+        Arc::new(Self { limit, used: AtomicUsize::new(0), pace, arrivals: Mutex::default() })
     }
 
     /// What one request holds: nothing yet.
@@ -33,8 +65,32 @@ impl Budget {
         Charge { budget: self.clone(), held: AtomicUsize::new(0) }
     }
 
+    fn arrivals(&self) -> MutexGuard<'_, Vec<Arc<Arrival>>> {
+        self.arrivals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Drops the slowest bodies that have taken longer than the patience, until they have held `count` bytes. They end when
+    /// their tasks run, so the room is there for a later request.
+    fn make_room(&self, count: usize) {
+        let arrivals = self.arrivals();
+        let mut room: u64 = arrivals.iter().filter(|it| it.is_dropped()).map(|it| it.num_bytes()).sum();
+        let now = Instant::now();
+        let is_late = |it: &&Arc<Arrival>| !it.is_dropped() && now - it.since >= self.pace.patience;
+        let mut late: Vec<&Arc<Arrival>> = arrivals.iter().filter(is_late).collect();
+        let rate = |it: &Arrival| it.num_bytes() as f64 / (now - it.since).as_secs_f64().max(1e-3);
+        late.sort_by(|left, right| rate(left).total_cmp(&rate(right)));
+        for arrival in late {
+            if room >= count as u64 {
+                break;
+            }
+            room += arrival.num_bytes();
+            arrival.is_dropped.store(true, Relaxed);
+            arrival.waker.wake();
+        }
+    }
+
     #[cfg(test)]
-    fn used(&self) -> usize {
+    pub fn used(&self) -> usize {
         self.used.load(Relaxed)
     }
 }
@@ -52,10 +108,12 @@ impl Charge {
     /// # Errors
     /// When the budget has no room for them; then it holds no more than before.
     pub fn add(&self, count: usize) -> Result<(), InferError> {
-        let Budget { limit, used } = &*self.budget;
-        let before = used.fetch_add(count, Relaxed);
-        if before.saturating_add(count) > *limit {
-            used.fetch_sub(count, Relaxed);
+        let Budget { limit, used, .. } = &*self.budget;
+        // Compared before it is added: a sum that wraps around would have room for others meanwhile.
+        let add = |before: usize| before.checked_add(count).filter(|after| after <= limit);
+        if let Err(before) = used.fetch_update(Relaxed, Relaxed, add) {
+            self.budget.make_room(count);
+            Shared::BytesInFlight.count_refusal();
             return Err(InferError::unavailable(format!(
                 "requests in flight hold {before} bytes, and all together may hold {limit}; try again later"
             )));
@@ -64,9 +122,32 @@ impl Charge {
         Ok(())
     }
 
+    /// Bytes held.
+    pub fn held(&self) -> usize {
+        self.held.load(Relaxed)
+    }
+
+    /// Watches the rest of a body, of which as much has come as is held.
+    pub fn watch(&self) -> Watched {
+        Watched::new(self.budget.clone(), self.held())
+    }
+
+    /// Holds what `other` does, too.
+    pub fn join(&self, other: Charge) {
+        let mut other = other;
+        self.held.fetch_add(std::mem::take(other.held.get_mut()), Relaxed);
+    }
+
     /// What is held so far, as a charge of its own; nothing is left here.
     pub fn split(&self) -> Charge {
-        Charge { budget: self.budget.clone(), held: AtomicUsize::new(self.held.swap(0, Relaxed)) }
+        self.split_off(usize::MAX)
+    }
+
+    /// `count` of the bytes held, or all, as a charge of their own.
+    pub fn split_off(&self, count: usize) -> Charge {
+        let take = |held: usize| Some(held.saturating_sub(count));
+        let held = self.held.fetch_update(Relaxed, Relaxed, take).unwrap_or_else(|held| held);
+        Charge { budget: self.budget.clone(), held: AtomicUsize::new(held.min(count)) }
     }
 }
 
@@ -76,48 +157,102 @@ impl Drop for Charge {
     }
 }
 
-/// The body of a gRPC call, which charges for what it brings.
-pub struct Counted {
-    body: RequestBody,
-    charge: Arc<Charge>,
+/// Watches a body that has begun and is not whole. Bodies that arrive at once are never watched.
+#[derive(Debug)]
+pub struct Watched {
+    budget: Arc<Budget>,
+    arrival: Arc<Arrival>,
+    last_data: Instant,
+    /// When the rate is next looked at, and the bytes that had come when it last was.
+    next_look: Instant,
+    num_looked_at: u64,
+    timer: Pin<Box<Sleep>>,
 }
 
-impl Counted {
-    /// `body`, paid from `charge`.
-    pub fn new(body: RequestBody, charge: Arc<Charge>) -> Self {
-        Self { body, charge }
+impl Watched {
+    fn new(budget: Arc<Budget>, num_bytes: usize) -> Self {
+        let now = Instant::now();
+        let arrival = Arc::new(Arrival {
+            since: now,
+            num_bytes: AtomicU64::new(num_bytes as u64),
+            is_dropped: AtomicBool::new(false),
+            waker: AtomicWaker::new(),
+        });
+        budget.arrivals().push(arrival.clone());
+        let next_look = now + budget.pace.patience;
+        let timer = Box::pin(sleep_until(next_look));
+        Self { budget, arrival, last_data: now, next_look, num_looked_at: num_bytes as u64, timer }
+    }
+
+    /// `count` more bytes have come.
+    pub fn came(&mut self, count: usize) {
+        self.arrival.num_bytes.fetch_add(count as u64, Relaxed);
+        self.last_data = Instant::now();
+    }
+
+    /// Ready with the error of a body that has stopped, is too slow, or has to make room. For when nothing more has come.
+    pub fn poll_late(&mut self, context: &mut Context<'_>) -> Poll<InferError> {
+        self.arrival.waker.register(context.waker());
+        if self.arrival.is_dropped() {
+            return Poll::Ready(refused(InferError::unavailable(format!(
+                "request body brought {} bytes in {:?}, and others wait for the memory that it holds; send it faster",
+                self.arrival.num_bytes(),
+                rounded(self.arrival.since.elapsed())
+            ))));
+        }
+        while self.timer.as_mut().poll(context).is_ready() {
+            let (now, Pace { patience, min_rate }) = (Instant::now(), self.budget.pace);
+            if now - self.last_data >= patience {
+                let words = format!("request body stopped for {patience:?} before its end");
+                return Poll::Ready(refused(InferError::invalid(words)));
+            }
+            if now >= self.next_look {
+                let num_bytes = self.arrival.num_bytes();
+                let came = num_bytes - self.num_looked_at;
+                if (came as f64) < min_rate as f64 * patience.as_secs_f64() {
+                    return Poll::Ready(refused(InferError::invalid(format!(
+                        "request body brought {came} bytes in {patience:?}, at least {min_rate} a second are expected \
+                         (--min-body-rate)"
+                    ))));
+                }
+                (self.num_looked_at, self.next_look) = (num_bytes, now + patience);
+            }
+            self.timer.as_mut().reset(self.next_look.min(self.last_data + patience));
+        }
+        Poll::Pending
     }
 }
 
-impl Body for Counted {
-    type Data = Bytes;
-    type Error = Status;
+fn refused(error: InferError) -> InferError {
+    Shared::BodyProgress.count_refusal();
+    error
+}
 
-    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        let frame = std::task::ready!(Pin::new(&mut self.body).poll_frame(context));
-        Poll::Ready(frame.map(|frame| {
-            let frame = frame.map_err(|error| Status::from_error(Box::new(error)))?;
-            self.charge.add(frame.data_ref().map_or(0, Bytes::len)).map_err(grpc_status)?;
-            Ok(frame)
-        }))
-    }
+fn rounded(duration: Duration) -> Duration {
+    Duration::from_millis(duration.as_millis() as u64)
+}
 
-    fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+impl Drop for Watched {
+    fn drop(&mut self) {
+        let mut arrivals = self.budget.arrivals();
+        if let Some(index) = arrivals.iter().position(|it| Arc::ptr_eq(it, &self.arrival)) {
+            arrivals.swap_remove(index);
+        }
     }
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
+    use std::future::poll_fn;
+
     use super::*;
+
+    /// A pace that every body keeps.
+    pub const ANY_PACE: Pace = Pace { patience: Duration::from_secs(3600), min_rate: 0 };
 
     #[test]
     fn what_is_given_back_can_be_held_again() {
-        let budget = Budget::new(100);
+        let budget = Budget::new(100, ANY_PACE);
         let (one, two) = (budget.charge(), budget.charge());
         one.add(60).unwrap();
         let error = two.add(50).unwrap_err();
@@ -130,7 +265,53 @@ mod tests {
         assert_eq!(budget.used(), 40);
         two.add(60).unwrap();
         assert!(two.add(usize::MAX).is_err());
-        drop(two);
+        let part = two.split_off(30);
+        assert_eq!((part.held(), two.held(), budget.used()), (30, 70, 100));
+        drop((part, two));
         assert_eq!(budget.used(), 0);
+    }
+
+    async fn late(watched: &mut Watched) -> String {
+        poll_fn(|context| watched.poll_late(context)).await.message
+    }
+
+    const PATIENCE: Duration = Duration::from_secs(1);
+
+    #[tokio::test]
+    async fn a_body_that_stops_or_trickles_is_late() {
+        let budget = Budget::new(100, Pace { patience: PATIENCE, min_rate: 100_000 });
+        let watched = || Watched::new(budget.clone(), 5);
+        let (mut silent, mut slow, mut steady) = (watched(), watched(), watched());
+        let trickle = async |watched: &mut Watched, count: usize| {
+            loop {
+                tokio::select! {
+                    words = late(watched) => break words,
+                    () = tokio::time::sleep(PATIENCE / 20) => watched.came(count),
+                }
+            }
+        };
+        let long = tokio::time::timeout(3 * PATIENCE, trickle(&mut steady, 1_000_000));
+        let (silent, slow, steady) = tokio::join!(late(&mut silent), trickle(&mut slow, 10), long);
+        assert_eq!(silent, "request body stopped for 1s before its end");
+        assert!(slow.ends_with(" bytes in 1s, at least 100000 a second are expected (--min-body-rate)"), "{slow}");
+        assert!(steady.is_err(), "{steady:?}");
+    }
+
+    #[tokio::test]
+    async fn the_slowest_body_makes_room_when_it_has_had_its_time() {
+        let budget = Budget::new(100, Pace { patience: PATIENCE, min_rate: 0 });
+        let (charge, other) = (budget.charge(), budget.charge());
+        charge.add(90).unwrap();
+        let (mut slow, mut fast) = (Watched::new(budget.clone(), 30), Watched::new(budget.clone(), 60));
+        assert!(other.add(20).is_err());
+        assert!(!slow.arrival.is_dropped(), "it has time");
+        tokio::time::sleep(PATIENCE).await;
+        (slow.came(0), fast.came(0));
+        assert!(other.add(20).is_err());
+        assert!(other.add(20).is_err(), "the same room is asked for");
+        assert!(late(&mut slow).await.contains("others wait for the memory"));
+        assert!(!fast.arrival.is_dropped(), "the faster one goes on");
+        drop((slow, fast));
+        assert!(budget.arrivals().is_empty());
     }
 }

@@ -1,9 +1,12 @@
 //! Messages of gRPC calls: prost's codec, with Triton's words for bytes that are none.
 
+use bytes::Buf as _;
 use prost::Message;
 use tonic::Status;
 use tonic::codec::{BufferSettings, Codec, DecodeBuf, Decoder};
 use tonic_prost::ProstCodec;
+
+use crate::aside::aside;
 
 /// The codec of the inference service: answers `Answer`, asks `Ask`.
 #[derive(Debug)]
@@ -43,7 +46,8 @@ impl<Inner: Decoder<Error = Status>> Decoder for MessageDecoder<Inner> {
     type Error = Status;
 
     fn decode(&mut self, bytes: &mut DecodeBuf<'_>) -> Result<Option<Self::Item>, Status> {
-        self.0.decode(bytes).map_err(|error| {
+        let num_bytes = bytes.remaining();
+        aside(num_bytes, || self.0.decode(bytes)).map_err(|error| {
             let words = format!("Unable to parse request: {}", error.message());
             Status::new(error.code(), words)
         })

@@ -8,6 +8,8 @@ use flate2::read::{DeflateDecoder, GzDecoder, ZlibDecoder};
 use flate2::write::{GzEncoder, ZlibEncoder};
 use serving::{ErrorKind, InferError};
 
+use crate::budget::Charge;
+
 /// A content coding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Coding {
@@ -16,6 +18,34 @@ pub enum Coding {
     /// RFC 1950; raw RFC 1951 is read too, as some clients send it.
     Deflate,
 }
+
+/// Why a packed body was not unpacked.
+#[derive(Debug)]
+pub enum Unreadable {
+    /// It is not in its coding.
+    NotPacked(Coding, std::io::Error),
+    /// It has more bytes than these.
+    TooLarge(usize),
+    /// Other requests hold the memory.
+    NoRoom(InferError),
+}
+
+impl From<Unreadable> for InferError {
+    fn from(why: Unreadable) -> Self {
+        match why {
+            Unreadable::NotPacked(coding, error) => {
+                InferError::invalid(format!("request body is not {}: {error}", coding.name()))
+            }
+            Unreadable::TooLarge(limit) => {
+                InferError::invalid(format!("request body unpacks to more than the limit of {limit} bytes"))
+            }
+            Unreadable::NoRoom(error) => error,
+        }
+    }
+}
+
+/// Bytes that are unpacked before they are paid for.
+const STEP_BYTES: u64 = 256 << 10;
 
 /// Entries of an `Accept-Encoding` that are looked at.
 const MAX_ENTRIES: usize = 64;
@@ -69,23 +99,32 @@ impl Coding {
         Ok(best.1)
     }
 
-    /// The bytes that `data` stands for.
+    /// The bytes that `data` stands for, paid from `charge` as they appear.
     ///
     /// # Errors
-    /// When it is not in this coding, or unpacks to more than `limit`.
-    pub fn decode(self, data: &[u8], limit: usize) -> Result<Bytes, InferError> {
-        let unpacked = match self {
-            Coding::Gzip => read_limited(GzDecoder::new(data), limit),
-            Coding::Deflate => {
-                read_limited(ZlibDecoder::new(data), limit).or_else(|_| read_limited(DeflateDecoder::new(data), limit))
-            }
-        };
-        let unpacked =
-            unpacked.map_err(|error| InferError::invalid(format!("request body is not {}: {error}", self.name())))?;
-        if unpacked.len() > limit {
-            return Err(InferError::invalid(format!("request body unpacks to more than the limit of {limit} bytes")));
+    /// When it is not in this coding, unpacks to more than `limit`, or there is no room for what it unpacks to.
+    pub fn decode(self, data: &[u8], limit: usize, charge: &Charge) -> Result<Bytes, Unreadable> {
+        match self {
+            Coding::Gzip => self.read_limited(GzDecoder::new(data), limit, charge),
+            Coding::Deflate if is_zlib(data) => self.read_limited(ZlibDecoder::new(data), limit, charge),
+            Coding::Deflate => self.read_limited(DeflateDecoder::new(data), limit, charge),
         }
-        Ok(unpacked.into())
+    }
+
+    fn read_limited(self, mut reader: impl Read, limit: usize, charge: &Charge) -> Result<Bytes, Unreadable> {
+        let mut unpacked = Vec::new();
+        loop {
+            let before = unpacked.len();
+            let read = reader.by_ref().take(STEP_BYTES).read_to_end(&mut unpacked);
+            read.map_err(|error| Unreadable::NotPacked(self, error))?;
+            if unpacked.len() > limit {
+                return Err(Unreadable::TooLarge(limit));
+            }
+            if unpacked.len() == before {
+                return Ok(unpacked.into());
+            }
+            charge.add(unpacked.len() - before).map_err(Unreadable::NoRoom)?;
+        }
     }
 
     /// `data` in this coding.
@@ -105,24 +144,34 @@ impl Coding {
     }
 }
 
-fn read_limited(reader: impl Read, limit: usize) -> std::io::Result<Vec<u8>> {
-    let mut unpacked = Vec::new();
-    reader.take(limit as u64 + 1).read_to_end(&mut unpacked)?;
-    Ok(unpacked)
+/// Whether the two bytes of RFC 1950 are there: method 8, and a sum that 31 divides.
+fn is_zlib(data: &[u8]) -> bool {
+    matches!(data, [method, flags, ..] if method & 0x0f == 8 && u16::from_be_bytes([*method, *flags]).is_multiple_of(31))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::budget::Budget;
+    use crate::budget::tests::ANY_PACE;
 
     #[test]
     fn what_is_encoded_decodes() {
         for coding in [Coding::Gzip, Coding::Deflate] {
             let packed = coding.encode(b"stroke stroke stroke").unwrap();
-            assert_eq!(coding.decode(&packed, 100).unwrap(), "stroke stroke stroke");
-            assert!(coding.decode(&packed, 5).unwrap_err().message.contains("limit of 5 bytes"));
-            assert!(coding.decode(b"plain", 100).is_err());
+            let budget = Budget::new(30, ANY_PACE);
+            assert_eq!(coding.decode(&packed, 100, &budget.charge()).unwrap(), "stroke stroke stroke");
+            let error = InferError::from(coding.decode(&packed, 5, &budget.charge()).unwrap_err());
+            assert!(error.message.contains("limit of 5 bytes"));
+            assert!(coding.decode(b"plain", 100, &budget.charge()).is_err());
+            let bomb = coding.encode(&[0; 100_000]).unwrap();
+            let error = InferError::from(coding.decode(&bomb, 1 << 20, &budget.charge()).unwrap_err());
+            assert!(error.message.contains("all together may hold 30"));
         }
+        let mut raw = flate2::write::DeflateEncoder::new(Vec::new(), Compression::fast());
+        raw.write_all(b"stroke").unwrap();
+        let charge = Budget::new(30, ANY_PACE).charge();
+        assert_eq!(Coding::Deflate.decode(&raw.finish().unwrap(), 100, &charge).unwrap(), "stroke");
     }
 
     #[test]

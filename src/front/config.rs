@@ -3,11 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::Semaphore;
+
 use crate::forward::HeaderPattern;
 use crate::ledger::LedgerSource;
 use crate::log_settings::LogControl;
 use crate::metrics::MetricsOptions;
 use crate::openai::Chat;
+use crate::origins::Origins;
 use crate::restricted::{Api, Restrictions};
 use crate::shared_memory::{ClientDevices, ClientObjects, MAX_REGIONS};
 use crate::tls::Tls;
@@ -58,8 +61,10 @@ pub struct Config {
     pub metrics: Option<Address>,
     /// Which durations of models they show.
     pub metrics_options: MetricsOptions,
-    /// Largest gRPC message, either way.
+    /// Largest gRPC message of a client, unpacked.
     pub max_grpc_message_bytes: usize,
+    /// gRPC calls that may be open at once, over all connections; more are refused.
+    pub max_grpc_streams: usize,
     /// Largest HTTP request body, before and after decompression.
     pub max_http_body_bytes: usize,
     /// Bytes that the bodies of all requests in flight may have together; more are refused.
@@ -102,8 +107,12 @@ pub struct Config {
     pub grpc_keepalive_timeout: Duration,
     /// Time in which a client must send the head of an HTTP request.
     pub http_header_timeout: Duration,
-    /// Longest silence of a client in the middle of a request's body.
+    /// Longest silence of a client in the middle of a request's body or a gRPC message.
     pub http_body_timeout: Duration,
+    /// Bytes a second that such a body must bring, measured over that time.
+    pub min_body_rate: usize,
+    /// Web pages of other servers that may use the HTTP port.
+    pub http_origins: Origins,
     /// What is logged, and who follows its changes.
     pub log: LogControl,
     /// What is traced at the start, and where traces go.
@@ -128,7 +137,9 @@ impl Default for Config {
             grpc: Some(Address::new("0.0.0.0", 8001)),
             http: Some(Address::new("0.0.0.0", 8000)),
             metrics: Some(Address::new("0.0.0.0", 8002)),
-            max_grpc_message_bytes: i32::MAX as usize,
+            // Tensors of images and prompts are far smaller; a client of 2 GiB messages says so with a flag.
+            max_grpc_message_bytes: 256 << 20,
+            max_grpc_streams: 16_384,
             max_http_body_bytes: 64 << 20,
             max_bytes_in_flight: 4 << 30,
             max_requests_per_stream: 4096,
@@ -152,6 +163,8 @@ impl Default for Config {
             grpc_keepalive_timeout: Duration::from_secs(20),
             http_header_timeout: Duration::from_secs(30),
             http_body_timeout: Duration::from_secs(30),
+            min_body_rate: 1024,
+            http_origins: Origins::default(),
             log: LogControl::default(),
             trace: TraceOptions::default(),
             ledger: None,
@@ -191,6 +204,7 @@ impl Config {
             ("max_http_body_bytes", self.max_http_body_bytes),
             ("max_bytes_in_flight", self.max_bytes_in_flight),
             ("max_requests_per_stream", self.max_requests_per_stream),
+            ("max_grpc_streams", self.max_grpc_streams),
             ("max_connections", self.max_connections as usize),
         ];
         if let Some((field, _)) = bounds.into_iter().find(|(_, bound)| *bound == 0) {
@@ -199,6 +213,10 @@ impl Config {
         if self.max_grpc_message_bytes > i32::MAX as usize {
             let reason = format!("is {}, expected at most {}", self.max_grpc_message_bytes, i32::MAX);
             return Err(ConfigError { field: "max_grpc_message_bytes", reason });
+        }
+        if self.max_grpc_streams > Semaphore::MAX_PERMITS {
+            let reason = format!("is {}, expected at most {}", self.max_grpc_streams, Semaphore::MAX_PERMITS);
+            return Err(ConfigError { field: "max_grpc_streams", reason });
         }
         self.validate_ports()
     }

@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use hyper::server::conn::http1;
@@ -9,11 +10,13 @@ use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use prost::Message;
 use repository::ModelConfig;
-use serving::{ClientMemory, DataType, InferError, InferRequest, InferResponse, Server};
+use serving::{ClientMemory, DataType, InferError, InferRequest, InferResponse, Limits, Server};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream};
 
 use crate::ask::{OutputAsk, RegionSlice};
+use crate::budget::{Budget, Pace};
 use crate::coding::Coding;
+use crate::grpc_scan::{Kind, scan};
 use crate::grpc_service::grpc_service;
 use crate::http2::{Patience, Together};
 use crate::reply::InferReply;
@@ -30,7 +33,8 @@ const LIMIT: usize = 1 << 20;
 /// When it is none.
 pub fn http_infer(body: &[u8], head_len: Option<usize>) -> Result<InferRequest, InferError> {
     let memory = SharedMemory::new(false, ClientObjects::default());
-    http_infer::read("m", Bytes::copy_from_slice(body), head_len, &memory).map(|asked| asked.request)
+    let read = http_infer::read("m", Bytes::copy_from_slice(body), head_len, &memory, &Limits::default());
+    read.map(|asked| asked.request)
 }
 
 /// A body that is the only input's data.
@@ -46,7 +50,7 @@ pub fn http_raw(body: &[u8], config: &ModelConfig) -> Result<InferRequest, Infer
 /// # Errors
 /// When it is none.
 pub fn generate(body: &[u8], config: &ModelConfig) -> Result<InferRequest, InferError> {
-    generate::read(body, config)
+    generate::read(body, config, &Limits::default())
 }
 
 /// A `ModelInferRequest`.
@@ -55,6 +59,7 @@ pub fn generate(body: &[u8], config: &ModelConfig) -> Result<InferRequest, Infer
 /// When it is none.
 pub fn grpc(message: &[u8]) -> Result<InferRequest, InferError> {
     let memory = SharedMemory::new(false, ClientObjects::default());
+    scan(Kind::Infer, message, &Limits::default()).map_err(|error| InferError::internal(format!("{error:?}")))?;
     let message =
         crate::proto::ModelInferRequest::decode(message).map_err(|error| InferError::internal(error.to_string()))?;
     grpc_request::read(message, &memory, &|_, _, _| None).map(|asked| asked.request)
@@ -63,8 +68,10 @@ pub fn grpc(message: &[u8]) -> Result<InferRequest, InferError> {
 /// A path; a body in a content coding.
 pub fn http_head(path: &str, body: &[u8]) {
     let _ = http_route::Route::of(path);
+    let pace = Pace { patience: Duration::MAX, min_rate: 0 };
+    let charge = Budget::new(usize::MAX, pace).charge();
     for coding in [Coding::Gzip, Coding::Deflate] {
-        if let Ok(unpacked) = coding.decode(body, LIMIT) {
+        if let Ok(unpacked) = coding.decode(body, LIMIT, &charge) {
             assert!(unpacked.len() <= LIMIT);
         }
     }
@@ -78,7 +85,8 @@ pub fn write(response: InferResponse) {
     assert_eq!(bytes.len(), reply.encoded_len());
     if let Ok(text) = generate::write(&response) {
         // Elements of BYTES go out as they are, as from Triton: what is not UTF-8 makes the text none either.
-        json::parse(String::from_utf8_lossy(&text).as_bytes()).expect("a generate answer is JSON");
+        let text = String::from_utf8_lossy(&text);
+        json::parse(text.as_bytes(), &Limits::default()).expect("a generate answer is JSON");
     }
     for is_binary in [false, true] {
         let _ = http_infer::write(response.clone(), &[], is_binary);

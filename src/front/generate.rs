@@ -6,8 +6,10 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use futures::{Stream, StreamExt};
 use repository::ModelConfig;
-use serving::{DataType, InferError, InferRequest, InferResponse, Parameter, ResponseStream, Tensor};
+use repository::proto::ModelInput;
+use serving::{DataType, InferError, InferRequest, InferResponse, Limit, Limits, Parameter, ResponseStream, Tensor};
 
+use crate::budget::Charge;
 use crate::http_infer::{model_parameter, set_parameter};
 use crate::json::{self, Value, in_field};
 use crate::json_writer::JsonWriter;
@@ -17,8 +19,8 @@ use crate::shapes::fit_shape;
 ///
 /// # Errors
 /// When the body is not a JSON object, or a value is not what the input or parameter may be.
-pub fn read(body: &[u8], config: &ModelConfig) -> Result<InferRequest, InferError> {
-    let root = json::parse(body)?;
+pub fn read(body: &[u8], config: &ModelConfig, limits: &Limits) -> Result<InferRequest, InferError> {
+    let root = json::parse(body, limits)?;
     let mut request = InferRequest::default();
     let Value::Object(members) = &root else {
         return Err(InferError::internal("attempt to get members for non-object"));
@@ -27,6 +29,7 @@ pub fn read(body: &[u8], config: &ModelConfig) -> Result<InferRequest, InferErro
         match (key.as_ref(), value) {
             ("id", _) if !names_input(config, key) => {
                 request.id = value.as_str().map_err(|error| in_field("id", error))?.into();
+                limits.check(Limit::IdBytes, request.id.len())?;
                 request.parameters.insert("id".into(), Parameter::String(request.id.to_string()));
             }
             ("parameters", _) if !names_input(config, key) => {
@@ -38,10 +41,10 @@ pub fn read(body: &[u8], config: &ModelConfig) -> Result<InferRequest, InferErro
                     let words = |error: InferError| {
                         InferError::new(error.kind, format!("Converting keyword: 'parameters': {}", error.message))
                     };
-                    read_member(&mut request, config, key, value).map_err(words)?;
+                    read_member(&mut request, config, limits, key, value).map_err(words)?;
                 }
             }
-            _ => read_member(&mut request, config, key, value)?,
+            _ => read_member(&mut request, config, limits, key, value)?,
         }
     }
     Ok(request)
@@ -54,15 +57,28 @@ fn names_input(config: &ModelConfig, key: &str) -> bool {
 fn read_member(
     request: &mut InferRequest,
     config: &ModelConfig,
+    limits: &Limits,
     key: &str,
     value: &Value<'_>,
 ) -> Result<(), InferError> {
     let Some(input) = config.input.iter().find(|input| input.name == key) else {
+        limits.check(Limit::NameBytes, key.len())?;
         // Reserved names mean what they mean elsewhere where they can, and the model sees them too.
         let _ = set_parameter(request, key, value);
         request.parameters.insert(key.to_owned(), model_parameter(key, value)?);
-        return Ok(());
+        return limits.check(Limit::Parameters, request.parameters.len());
     };
+    limits.check(Limit::Inputs, request.inputs.len() + 1)?;
+    request.inputs.push(tensor(config, input, value)?);
+    Ok(())
+}
+
+/// A value as the tensor of an input.
+///
+/// # Errors
+/// When it is none.
+pub fn tensor(config: &ModelConfig, input: &ModelInput, value: &Value<'_>) -> Result<Tensor, InferError> {
+    let key = input.name.as_str();
     let datatype = DataType::from_config(input.data_type())
         .ok_or_else(|| InferError::internal(format!("input '{key}' of model '{}' has no type", config.name)))?;
     let count = match value {
@@ -84,8 +100,7 @@ fn read_member(
     if held != count {
         return Err(json::shape_mismatch());
     }
-    request.inputs.push(Tensor { name: key.into(), datatype, shape: shape.into(), data: data.into() });
-    Ok(())
+    Ok(Tensor { name: key.into(), datatype, shape: shape.into(), data: data.into() })
 }
 
 /// A response as flat JSON, its members by name.
@@ -158,14 +173,24 @@ pub struct Events {
     /// A final response without outputs is no event: the model is decoupled, or there was one before.
     skips_empty_final: bool,
     ready: Vec<u8>,
+    /// What the request holds until it is answered.
+    _charge: Charge,
 }
 
 impl Events {
     /// Waits for the first response. The error is the request's when that is what came first.
-    pub async fn start(mut responses: ResponseStream, is_decoupled: bool) -> (Self, Option<InferError>) {
+    pub async fn start(
+        mut responses: ResponseStream,
+        is_decoupled: bool,
+        charge: Charge,
+    ) -> (Self, Option<InferError>) {
         let first = responses.next_response().await;
-        let mut events =
-            Self { responses: Some(responses), skips_empty_final: is_decoupled, ready: Vec::with_capacity(256) };
+        let mut events = Self {
+            responses: Some(responses),
+            skips_empty_final: is_decoupled,
+            ready: Vec::with_capacity(256),
+            _charge: charge,
+        };
         let error = match &first {
             Some(Err(error)) => Some(error.clone()),
             _ => None,

@@ -9,15 +9,17 @@ use bytes::Bytes;
 use futures::future::FutureExt as _;
 use h2::server::SendResponse;
 use http::{Request, Response};
-use serving::SpanContext;
+use serving::{InferError, Shared, SpanContext};
+use tokio::sync::OwnedSemaphorePermit;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codec::CompressionEncoding;
 use tonic_reflection::server::v1::{ServerReflection, ServerReflectionServer};
 use tower_service::Service;
 
-use crate::budget::Counted;
+use crate::coding::Coding;
 use crate::config::Compression;
+use crate::grpc_messages::{Messages, Whole};
 use crate::health::Health;
 use crate::http2::{self, Call, RequestBody};
 use crate::kserve_grpc::KserveGrpc;
@@ -28,12 +30,13 @@ use crate::status::grpc_status;
 use crate::stream_call::{self, StreamCall};
 use tonic_health::pb::health_server::HealthServer;
 
+/// Longest answer, which is gRPC's own bound.
+const MAX_ANSWER_BYTES: usize = i32::MAX as usize;
+
 /// All gRPC services of the port; cheap to clone.
 pub struct GrpcService<R: ServerReflection> {
     state: Arc<State>,
     inference: GrpcInferenceServiceServer<KserveGrpc>,
-    /// The same for calls whose messages are compressed.
-    compressed: GrpcInferenceServiceServer<KserveGrpc>,
     health: HealthServer<Health>,
     reflection: ServerReflectionServer<R>,
 }
@@ -43,7 +46,6 @@ impl<R: ServerReflection> Clone for GrpcService<R> {
         Self {
             state: self.state.clone(),
             inference: self.inference.clone(),
-            compressed: self.compressed.clone(),
             health: self.health.clone(),
             reflection: self.reflection.clone(),
         }
@@ -55,23 +57,21 @@ impl<R: ServerReflection> Clone for GrpcService<R> {
 /// # Panics
 /// Never: the descriptors are built with this crate.
 pub fn grpc_service(state: Arc<State>) -> GrpcService<impl ServerReflection> {
-    let inference = inference(&state, state.config.max_grpc_message_bytes);
-    // A few bytes can unpack to gigabytes, so what is packed has the smaller bound of HTTP.
-    let compressed = self::inference(&state, state.config.max_grpc_message_bytes.min(state.config.max_http_body_bytes));
+    let inference = inference(&state);
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(crate::proto::DESCRIPTORS)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()
         .expect("the descriptors are built with this crate");
     let health = HealthServer::new(Health::new(state.clone()));
-    GrpcService { inference, compressed, health, reflection, state }
+    GrpcService { inference, health, reflection, state }
 }
 
-/// The inference service, which takes messages of at most `limit` bytes.
-fn inference(state: &Arc<State>, limit: usize) -> GrpcInferenceServiceServer<KserveGrpc> {
+/// The inference service. What it is given has passed [`Messages`], which bounds and unpacks it.
+fn inference(state: &Arc<State>) -> GrpcInferenceServiceServer<KserveGrpc> {
     let inference = GrpcInferenceServiceServer::new(KserveGrpc::new(state.clone()))
-        .max_decoding_message_size(limit)
-        .max_encoding_message_size(state.config.max_grpc_message_bytes)
+        .max_decoding_message_size(usize::MAX)
+        .max_encoding_message_size(MAX_ANSWER_BYTES)
         .accept_compressed(CompressionEncoding::Gzip)
         .accept_compressed(CompressionEncoding::Deflate);
     match state.config.grpc_response_compression {
@@ -115,23 +115,30 @@ impl<R: ServerReflection> GrpcService<R> {
             return Some(refuse(status, respond));
         }
         let patience = self.state.config.write_timeout;
-        let path = request.uri().path();
+        let Ok(place) = self.state.grpc_calls.clone().try_acquire_owned() else {
+            Shared::GrpcStreams.count_refusal();
+            let most = self.state.config.max_grpc_streams;
+            let words = format!("{most} gRPC calls are open, as many as may be (--grpc-max-streams); try again later");
+            return Some(refuse(grpc_status(InferError::unavailable(words)), respond));
+        };
+        let path = request.uri().path().to_owned();
+        let coding = request.headers().get("grpc-encoding").filter(|coding| *coding != "identity").cloned();
+        let answers_plainly = matches!(self.state.config.grpc_response_compression, Compression::None);
+        if path == stream_call::PATH && answers_plainly && coding.is_none() {
+            let call = StreamCall::begin(self.state.clone(), request, place, respond);
+            return call.map(|call| Box::new(call) as Box<dyn Call>);
+        }
+        let coding = coding.and_then(|coding| Coding::of_content(coding.to_str().ok()?).ok()?);
+        let charge = Arc::new(self.state.budget.charge());
+        request.extensions_mut().insert(charge.clone());
+        let state = self.state.clone();
+        let request = request.map(|body| Whole::new(Messages::new(state, &path, coding, body), charge));
         if path.starts_with("/inference.GRPCInferenceService/") {
-            let is_packed = request.headers().get("grpc-encoding").is_some_and(|coding| coding != "identity");
-            let charge = Arc::new(self.state.budget.charge());
-            let answers_plainly = matches!(self.state.config.grpc_response_compression, Compression::None);
-            if path == stream_call::PATH && answers_plainly && !is_packed {
-                let call = StreamCall::begin(self.state.clone(), request, charge, respond);
-                return call.map(|call| Box::new(call) as Box<dyn Call>);
-            }
-            request.extensions_mut().insert(charge.clone());
-            let request = request.map(|body| Counted::new(body, charge));
-            let inference = if is_packed { &mut self.compressed } else { &mut self.inference };
-            Some(answer(inference.call(request), respond, patience))
+            Some(answer(self.inference.call(request), place, respond, patience))
         } else if path.starts_with("/grpc.health.v1.Health/") {
-            Some(answer(self.health.call(request), respond, patience))
+            Some(answer(self.health.call(request), place, respond, patience))
         } else if path.starts_with("/grpc.reflection.v1.ServerReflection/") {
-            Some(answer(self.reflection.call(request), respond, patience))
+            Some(answer(self.reflection.call(request), place, respond, patience))
         } else {
             let status = Status::unimplemented(format!("no service at '{path}'"));
             Some(refuse(status, respond))
@@ -139,15 +146,17 @@ impl<R: ServerReflection> GrpcService<R> {
     }
 }
 
-/// A call that one of `tonic`'s services answers.
+/// A call that one of `tonic`'s services answers; `place` is among the calls that may be open.
 fn answer(
     answer: impl Future<Output = Result<Response<Body>, Infallible>> + Send + 'static,
+    place: OwnedSemaphorePermit,
     respond: SendResponse<Bytes>,
     patience: Option<Duration>,
 ) -> Box<dyn Call> {
-    Box::new(http2::send(answer.map(|Ok(answer)| answer), respond, patience).boxed())
+    let sent = http2::send(answer.map(|Ok(answer)| answer), respond, patience);
+    Box::new(sent.map(move |()| drop(place)).boxed())
 }
 
 fn refuse(status: Status, respond: SendResponse<Bytes>) -> Box<dyn Call> {
-    answer(std::future::ready(Ok(status.into_http())), respond, None)
+    Box::new(http2::send(std::future::ready(status.into_http::<Body>()), respond, None).boxed())
 }

@@ -1,9 +1,12 @@
 //! Infer over HTTP: JSON and the binary-tensor extension.
 
+use std::collections::HashSet;
+
 use bytes::Bytes;
 use repository::ModelConfig;
 use serving::{
-    ClientMemory, CorrelationId, DataType, InferError, InferRequest, InferResponse, Name, Parameter, Tensor,
+    ClientMemory, CorrelationId, DataType, InferError, InferRequest, InferResponse, Limit, Limits, Name, Parameter,
+    Tensor,
 };
 
 use crate::ask::{OutputAsk, RegionSlice};
@@ -27,20 +30,28 @@ pub struct Asked {
 /// Reads the JSON head and the tensors of `body`; the head ends at `head_len`, or takes it all.
 ///
 /// # Errors
-/// When it is not JSON, misses a field, has one of another type, or tensor data does not fit.
-pub fn read(model: &str, body: Bytes, head_len: Option<usize>, memory: &SharedMemory) -> Result<Asked, InferError> {
+/// When it is not JSON, misses a field, has one of another type, contains more than `limits` allow, or tensor data does not fit.
+pub fn read(
+    model: &str,
+    body: Bytes,
+    head_len: Option<usize>,
+    memory: &SharedMemory,
+    limits: &Limits,
+) -> Result<Asked, InferError> {
     let head_len = head_len.unwrap_or(body.len());
     if head_len > body.len() {
         return Err(not_in_body(head_len, body.len()));
     }
-    let head = json::parse(&body[..head_len])?;
+    let head = json::parse(&body[..head_len], limits)?;
     let mut asked = Asked::default();
     if let Some(id) = head.member("id") {
         asked.request.id = id.as_str().map_err(|error| in_field("id", error))?.into();
+        limits.check(Limit::IdBytes, asked.request.id.len())?;
     }
     if let Some(parameters) = head.member("parameters") {
         let not_object =
             |_| InferError::internal("failed to get request params.: attempt to get members for non-object");
+        check_parameters(Some(parameters), limits)?;
         for (key, value) in parameters.as_object().map_err(not_object)? {
             read_parameter(&mut asked, key, value)?;
         }
@@ -48,7 +59,10 @@ pub fn read(model: &str, body: Bytes, head_len: Option<usize>, memory: &SharedMe
     let mut tail = body.slice(head_len..);
     let inputs = head.required("inputs")?.as_array().map_err(|error| in_field("inputs", error))?;
     inputs.for_each(|input| {
-        let tensor = read_input(&input, model, head_len, &mut tail, memory, &mut asked.request.client_memory)?;
+        limits.check(Limit::Inputs, asked.request.inputs.len() + 1)?;
+        check_parameters(input.member("parameters"), limits)?;
+        let source = Source { model, room: head_len, memory, limits };
+        let tensor = read_input(&input, &source, &mut tail, &mut asked.request.client_memory)?;
         asked.request.inputs.push(tensor);
         Ok(())
     })?;
@@ -60,7 +74,12 @@ pub fn read(model: &str, body: Bytes, head_len: Option<usize>, memory: &SharedMe
     }
     if let Some(outputs) = head.member("outputs") {
         let outputs = outputs.as_array().map_err(|error| in_field("outputs", error))?;
-        outputs.for_each(|output| read_output(&output, &mut asked, memory))?;
+        let mut seen = HashSet::new();
+        outputs.for_each(|output| {
+            limits.check(Limit::Outputs, asked.request.requested_outputs.len() + 1)?;
+            check_parameters(output.member("parameters"), limits)?;
+            read_output(&output, &mut asked, &mut seen, memory, limits)
+        })?;
         if !asked.request.requested_outputs.is_empty() {
             asked.is_binary = false; // Outputs that are asked for by name say it themselves.
         }
@@ -183,14 +202,29 @@ pub fn model_parameter(key: &str, value: &Value<'_>) -> Result<Parameter, InferE
     }
 }
 
+/// How many there are, and how long their names.
+fn check_parameters(parameters: Option<&Value<'_>>, limits: &Limits) -> Result<(), InferError> {
+    let Some(Value::Object(members)) = parameters else { return Ok(()) };
+    limits.check(Limit::Parameters, members.len())?;
+    members.iter().try_for_each(|(key, _)| limits.check(Limit::NameBytes, key.len()))
+}
+
+/// What the inputs of a request have in common.
+struct Source<'a> {
+    model: &'a str,
+    /// Bytes of text that hold all elements.
+    room: usize,
+    memory: &'a SharedMemory,
+    limits: &'a Limits,
+}
+
 fn read_input(
     input: &Value<'_>,
-    model: &str,
-    room: usize,
+    source: &Source<'_>,
     tail: &mut Bytes,
-    memory: &SharedMemory,
     places: &mut ClientMemory,
 ) -> Result<Tensor, InferError> {
+    let &Source { model, room, memory, limits } = source;
     let parameters = input.member("parameters");
     let has = |key: &str| parameters.is_some_and(|parameters| parameters.member(key).is_some());
     let sources = [input.member("data").is_some(), has("binary_data_size"), has("shared_memory_region")];
@@ -199,9 +233,10 @@ fn read_input(
     }
     let text = |field: &str| input.required(field)?.as_str().map_err(|error| in_field(field, error));
     let name = text("name")?.to_owned();
+    limits.check(Limit::NameBytes, name.len())?;
     let datatype = DataType::from_name(text("datatype")?)
         .ok_or_else(|| InferError::invalid(format!("invalid datatype for input {name}")))?;
-    let shape = read_shape(input.required("shape")?)?;
+    let shape = read_shape(input.required("shape")?, limits)?;
     let binary_size = optional_u64(parameters, "binary_data_size")?;
     let region = read_region(parameters)?;
     let data = match (input.member("data"), binary_size, region) {
@@ -224,10 +259,11 @@ fn not_one_source(sources: [bool; 3]) -> InferError {
     ))
 }
 
-fn read_shape(shape: &Value<'_>) -> Result<Vec<i64>, InferError> {
+fn read_shape(shape: &Value<'_>, limits: &Limits) -> Result<Vec<i64>, InferError> {
     let mut sizes = Vec::new();
     let read = shape.as_array().and_then(|shape| {
         shape.for_each(|size| {
+            limits.check(Limit::Dimensions, sizes.len() + 1)?;
             let too_large = || InferError::invalid("a size does not fit in 64 bits");
             let size = size.as_u64().map_err(|error| if size.is_whole() { too_large() } else { error })?;
             sizes.push(i64::try_from(size).map_err(|_| InferError::invalid(format!("{size} is too large")))?);
@@ -301,10 +337,18 @@ fn read_region(parameters: Option<&Value<'_>>) -> Result<Option<RegionSlice>, In
     Ok(Some(RegionSlice { region, offset, byte_size }))
 }
 
-fn read_output(output: &Value<'_>, asked: &mut Asked, memory: &SharedMemory) -> Result<(), InferError> {
+/// `seen`: the outputs before this one.
+fn read_output(
+    output: &Value<'_>,
+    asked: &mut Asked,
+    seen: &mut HashSet<Name>,
+    memory: &SharedMemory,
+    limits: &Limits,
+) -> Result<(), InferError> {
     let name = output.required("name")?.as_str().map_err(|error| in_field("name", error))?.to_owned();
-    let is_again = asked.request.requested_outputs.iter().any(|other| *other == name);
+    limits.check(Limit::NameBytes, name.len())?;
     asked.request.requested_outputs.push(Name::from(&name));
+    let is_again = !seen.insert(Name::from(&name));
     let parameters = output.member("parameters");
     let is_binary = parameters
         .and_then(|parameters| parameters.member("binary_data"))
@@ -415,7 +459,7 @@ mod tests {
 
     fn read_text(text: &str, head_len: Option<usize>) -> Result<Asked, InferError> {
         let memory = SharedMemory::new(true, Default::default());
-        read("m", Bytes::copy_from_slice(text.as_bytes()), head_len, &memory)
+        read("m", Bytes::copy_from_slice(text.as_bytes()), head_len, &memory, &Limits::default())
     }
 
     fn with_input(fields: &str) -> Result<Asked, InferError> {
@@ -446,6 +490,37 @@ mod tests {
         }
         let error = with_input(r#""datatype":"FP32","shape":[4],"data":[1,2,3,4,5]"#).unwrap_err();
         assert_eq!(error.message, "Unable to parse 'data': Shape does not match true shape of 'data' field");
+    }
+
+    #[test]
+    fn lists_and_names_have_limits() {
+        let input = r#"{"name":"A","datatype":"INT32","shape":[1],"data":[1]}"#;
+        let list = |item: &str, count: usize| format!("[{}]", vec![item; count].join(","));
+        let parameters = |count: usize| {
+            let members: Vec<String> = (0..count).map(|index| format!("\"p{index}\":1")).collect();
+            format!("{{{}}}", members.join(","))
+        };
+        let long = "n".repeat(5000);
+        for (text, words) in [
+            (format!(r#"{{"inputs":{}}}"#, list(input, 1025)), "has 1025 inputs"),
+            (format!(r#"{{"inputs":[],"outputs":{}}}"#, list(r#"{"name":"A"}"#, 100_000)), "has 1025 outputs"),
+            (format!(r#"{{"inputs":[],"parameters":{}}}"#, parameters(1025)), "has 1025 parameters"),
+            (format!(r#"{{"inputs":[{{"name":"A","parameters":{}}}]}}"#, parameters(1025)), "has 1025 parameters"),
+            (
+                format!(r#"{{"inputs":[],"outputs":[{{"name":"A","parameters":{}}}]}}"#, parameters(1025)),
+                "1025 parameters",
+            ),
+            (format!(r#"{{"inputs":[],"outputs":[{{"name":"{long}"}}]}}"#), "5000 bytes of name"),
+            (format!(r#"{{"inputs":[],"parameters":{{"{long}":1}}}}"#), "5000 bytes of name"),
+            (format!(r#"{{"inputs":[],"id":"{}"}}"#, "i".repeat(70_000)), "70000 bytes of request id"),
+            (format!(r#"{{"inputs":[{}]}}"#, input.replace("[1],", &(list("1", 65) + ","))), "65 dimensions"),
+        ] {
+            let error = read_text(&text, None).unwrap_err();
+            assert!(error.message.contains(words), "{words}: {}", error.message);
+            assert_eq!(error.kind, ErrorKind::InvalidArgument);
+        }
+        let text = format!(r#"{{"inputs":{},"outputs":{}}}"#, list(input, 1024), list(r#"{"name":"A"}"#, 1024));
+        assert_eq!(read_text(&text, None).unwrap().request.inputs.len(), 1024);
     }
 
     #[test]

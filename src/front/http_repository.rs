@@ -1,6 +1,6 @@
 //! The model repository over HTTP: index, load, unload.
 
-use serving::{InferError, LoadOverrides, Server};
+use serving::{InferError, Limit, LoadOverrides, Server};
 
 use crate::base64;
 use crate::json::{self, Value};
@@ -11,7 +11,7 @@ use crate::json_writer::JsonWriter;
 /// # Errors
 /// When the body is not JSON, or `ready` no boolean.
 pub fn index(server: &Server, body: &[u8]) -> Result<Vec<u8>, InferError> {
-    let root = if body.is_empty() { Value::Null } else { json::parse(body)? };
+    let root = if body.is_empty() { Value::Null } else { json::parse(body, server.limits())? };
     let ready_only = root.member("ready").map_or(Ok(false), Value::as_bool)?;
     let mut writer = JsonWriter::with_capacity(1024);
     writer.begin_array();
@@ -35,7 +35,7 @@ pub fn index(server: &Server, body: &[u8]) -> Result<Vec<u8>, InferError> {
 /// When the body is wrong, or the model does not load.
 pub async fn load(server: &Server, model: &str, body: &[u8]) -> Result<(), InferError> {
     let mut overrides = LoadOverrides::default();
-    for_each_parameter(body, |key, value| {
+    for_each_parameter(server, body, |key, value| {
         match key.strip_prefix("file:") {
             Some(file) => {
                 let bytes = base64::decode(value.as_str()?)
@@ -59,7 +59,7 @@ pub async fn load(server: &Server, model: &str, body: &[u8]) -> Result<(), Infer
 /// When the body is wrong, or the control mode does not allow it.
 pub async fn unload(server: &Server, model: &str, body: &[u8]) -> Result<(), InferError> {
     let mut unload_dependents = false;
-    for_each_parameter(body, |key, value| {
+    for_each_parameter(server, body, |key, value| {
         if key == "unload_dependents" {
             unload_dependents = value.as_bool()?;
         }
@@ -69,13 +69,19 @@ pub async fn unload(server: &Server, model: &str, body: &[u8]) -> Result<(), Inf
 }
 
 fn for_each_parameter(
+    server: &Server,
     body: &[u8],
     mut visit: impl FnMut(&str, &Value<'_>) -> Result<(), InferError>,
 ) -> Result<(), InferError> {
     if body.is_empty() {
         return Ok(());
     }
-    let root = json::parse(body)?;
+    let root = json::parse(body, server.limits())?;
     let Some(parameters) = root.member("parameters") else { return Ok(()) };
-    parameters.as_object()?.iter().try_for_each(|(key, value)| visit(key, value))
+    let parameters = parameters.as_object()?;
+    server.limits().check(Limit::Parameters, parameters.len())?;
+    parameters.iter().try_for_each(|(key, value)| {
+        server.limits().check(Limit::NameBytes, key.len())?;
+        visit(key, value)
+    })
 }

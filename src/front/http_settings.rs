@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use serving::InferError;
+use serving::{InferError, Limit, Limits};
 
 use crate::base64;
 use crate::json::{self, Value};
@@ -69,7 +69,7 @@ pub async fn register_memory(
             "'region name' is necessary to register {memory} shared memory region"
         )));
     }
-    let root = json::parse(body)?;
+    let root = json::parse(body, state.server.limits())?;
     let required = |field: &str| {
         root.member(field)
             .ok_or_else(|| InferError::invalid(format!("Shared memory register request has no '{field}' field")))
@@ -101,10 +101,10 @@ pub fn trace(state: &State, model: &str, body: Option<&Bytes>) -> Result<Vec<u8>
     let mut changes = TraceChanges::new();
     state.update_trace(model, TraceChanges::new())?; // An unknown model is said before a wrong body.
     if let Some(body) = body
-        && let Value::Object(members) = json::parse(body)?
+        && let Value::Object(members) = json::parse(body, state.server.limits())?
     {
         for (key, value) in members.iter().filter(|(key, _)| TRACE_KEYS.contains(&key.as_ref())) {
-            changes.push((key.to_string(), trace_values(key, value)?));
+            changes.push((key.to_string(), trace_values(key, value, state.server.limits())?));
         }
     }
     let values = state.update_trace(model, changes)?;
@@ -126,12 +126,13 @@ pub fn trace(state: &State, model: &str, body: Option<&Bytes>) -> Result<Vec<u8>
 }
 
 /// `None` clears the setting.
-fn trace_values(key: &str, value: &Value<'_>) -> Result<Option<Vec<String>>, InferError> {
+fn trace_values(key: &str, value: &Value<'_>, limits: &Limits) -> Result<Option<Vec<String>>, InferError> {
     match value {
         Value::Null => Ok(None),
         value if key == "trace_level" => {
             let mut values = Vec::new();
             value.as_array()?.for_each(|value| {
+                limits.check(Limit::Parameters, values.len() + 1)?;
                 values.push(value.as_str()?.to_owned());
                 Ok(())
             })?;
@@ -148,7 +149,7 @@ fn trace_values(key: &str, value: &Value<'_>) -> Result<Option<Vec<String>>, Inf
 pub fn logging(state: &State, body: Option<&Bytes>) -> Result<Vec<u8>, InferError> {
     let mut changes = Vec::new();
     if let Some(body) = body
-        && let Value::Object(members) = json::parse(body)?
+        && let Value::Object(members) = json::parse(body, state.server.limits())?
     {
         for (key, value) in &members {
             changes.extend(log_value(key, value)?.map(|value| (key.to_string(), value)));

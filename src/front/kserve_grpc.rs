@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
+use futures::StreamExt as _;
 use repository::ModelConfig;
-use serving::{ErrorKind, InferError};
+use serving::{ErrorKind, InferError, Limit};
 use tonic::{Request, Response, Status, Streaming};
 
+use crate::aside::aside_in_turn;
 use crate::budget::Charge;
 use crate::forward::forward;
 use crate::grpc_models;
@@ -31,14 +33,21 @@ impl KserveGrpc {
         Self { state }
     }
 
-    async fn infer(&self, message: ModelInferRequest, forwarded: Option<Forwarded>) -> Result<InferReply, InferError> {
+    /// `num_bytes`: what the message takes.
+    async fn infer(
+        &self,
+        message: ModelInferRequest,
+        num_bytes: usize,
+        forwarded: Option<Forwarded>,
+    ) -> Result<InferReply, InferError> {
         if self.state.server.is_decoupled(&message.model_name, &message.model_version)? {
             return Err(InferError::new(
                 ErrorKind::Unsupported,
                 "ModelInfer RPC doesn't support models with decoupled transaction policy",
             ));
         }
-        let asked = grpc_request::read(message, &self.state.memory, &self.state.declared_datatype())?;
+        let read = || grpc_request::read(message, &self.state.memory, &self.state.declared_datatype());
+        let asked = aside_in_turn(num_bytes, read).await?;
         let mut request = asked.request;
         let context = forwarded.as_ref().and_then(|forwarded| forwarded.context);
         if let Some(Forwarded { headers, .. }) = forwarded {
@@ -48,7 +57,8 @@ impl KserveGrpc {
         trace.iter().for_each(|trace| trace.mark("GRPC_WAITREAD_END"));
         request.trace = trace.clone();
         let model = request.model_name.clone();
-        let response = single_response(&model, self.state.server.infer(request)?).await?;
+        let responses = aside_in_turn(num_bytes, || self.state.server.infer(request)).await?;
+        let response = single_response(&model, responses).await?;
         trace.iter().for_each(|trace| trace.mark("GRPC_SEND_START"));
         let response = self.state.deliver(&asked.outputs, response)?;
         Ok(InferReply { response, final_response: None })
@@ -67,9 +77,10 @@ impl GrpcInferenceService for KserveGrpc {
 
     async fn model_infer(&self, request: Request<ModelInferRequest>) -> Result<Response<InferReply>, Status> {
         // Held until the request is answered.
-        let _charge: Option<Arc<Charge>> = request.extensions().get().cloned();
+        let charge = charge_of(&request, &self.state);
         let forwarded = request.extensions().get().cloned();
-        self.infer(request.into_inner(), forwarded).await.map(Response::new).map_err(grpc_status)
+        let answer = self.infer(request.into_inner(), charge.held(), forwarded).await;
+        answer.map(Response::new).map_err(grpc_status)
     }
 
     type ModelStreamInferStream = InferStream;
@@ -80,9 +91,9 @@ impl GrpcInferenceService for KserveGrpc {
     ) -> Result<Response<InferStream>, Status> {
         let ends_on_error = request.metadata().get("triton_grpc_error").is_some_and(|value| value == "true");
         let forwarded = request.extensions().get().cloned();
-        let charge = request.extensions().get().cloned();
-        let requests = request.into_inner();
-        Ok(Response::new(InferStream::new(self.state.clone(), requests, ends_on_error, forwarded, charge)))
+        let charge = charge_of(&request, &self.state);
+        let requests = request.into_inner().map(move |message| Ok((message?, charge.split()))).boxed();
+        Ok(Response::new(InferStream::new(self.state.clone(), requests, ends_on_error, forwarded)))
     }
 
     async fn model_ready(&self, request: Request<ModelReadyRequest>) -> Result<Response<ModelReadyResponse>, Status> {
@@ -164,6 +175,9 @@ impl GrpcInferenceService for KserveGrpc {
         request: Request<TraceSettingRequest>,
     ) -> Result<Response<TraceSettingResponse>, Status> {
         let TraceSettingRequest { settings, model_name } = request.into_inner();
+        let limits = self.state.server.limits();
+        let mut counts = settings.values().map(|setting| setting.value.len()).chain([settings.len()]);
+        counts.try_for_each(|count| limits.check(Limit::Parameters, count)).map_err(grpc_status)?;
         let changes = settings.into_iter().map(|(key, setting)| (key, Some(setting.value))).collect();
         let values = self.state.update_trace(&model_name, changes).map_err(grpc_status)?;
         let settings = values
@@ -179,7 +193,9 @@ impl GrpcInferenceService for KserveGrpc {
     ) -> Result<Response<LogSettingsResponse>, Status> {
         use log_settings_request::setting_value::ParameterChoice as Asked;
         use log_settings_response::{SettingValue, setting_value::ParameterChoice};
-        let settings = request.into_inner().settings.into_iter().map(|(key, setting)| {
+        let settings = request.into_inner().settings;
+        self.state.server.limits().check(Limit::Parameters, settings.len()).map_err(grpc_status)?;
+        let settings = settings.into_iter().map(|(key, setting)| {
             let value = match setting.parameter_choice {
                 Some(Asked::BoolParam(value)) => LogValue::Bool(value),
                 Some(Asked::Uint32Param(value)) => LogValue::Uint(value),
@@ -258,6 +274,7 @@ impl GrpcInferenceService for KserveGrpc {
         &self,
         request: Request<RepositoryModelLoadRequest>,
     ) -> Result<Response<RepositoryModelLoadResponse>, Status> {
+        let _charge = charge_of(&request, &self.state); // Files are held until they are written.
         let request = request.into_inner();
         no_repository_name(&request.repository_name)?;
         let overrides = grpc_models::load_overrides(request.parameters).map_err(grpc_status)?;
@@ -275,6 +292,11 @@ impl GrpcInferenceService for KserveGrpc {
         self.state.server.unload_model(&request.model_name, unload_dependents).await.map_err(grpc_status)?;
         Ok(Response::new(RepositoryModelUnloadResponse {}))
     }
+}
+
+/// What pays for the messages of a call.
+fn charge_of<T>(request: &Request<T>, state: &State) -> Arc<Charge> {
+    request.extensions().get().cloned().unwrap_or_else(|| Arc::new(state.budget.charge()))
 }
 
 fn no_repository_name(name: &str) -> Result<(), Status> {

@@ -9,9 +9,9 @@ use http::header::{
 };
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
-use serving::{ErrorKind, InferError, InferResponse, Trace};
+use serving::{ErrorKind, InferError, InferResponse, Limit, Shared, Trace};
 
-use crate::aside::aside;
+use crate::aside::{aside, aside_in_turn};
 use crate::body::{ReplyBody, read_all};
 use crate::budget::Charge;
 use crate::coding::Coding;
@@ -24,7 +24,7 @@ use crate::restricted::{Api, Denied};
 use crate::state::State;
 use crate::status::{generate_status, http_status};
 use crate::stream_infer::single_response;
-use crate::{http_models, http_repository, http_settings, openai};
+use crate::{http_models, http_repository, http_settings, json, openai};
 
 /// A response of ours.
 pub type Reply = Response<ReplyBody>;
@@ -39,6 +39,14 @@ pub(crate) const EVENTS: HeaderValue = HeaderValue::from_static("text/event-stre
 /// Answers one request; what goes wrong is an answer too.
 pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Reply, Infallible> {
     let (head, body) = request.into_parts();
+    if let Err(words) = state.config.http_origins.check(&head.method, &head.uri, &head.headers) {
+        Shared::Origins.count_refusal();
+        return Ok(plain_error(StatusCode::FORBIDDEN, &words));
+    }
+    let longest = head.uri.path().split('/').map(str::len).max().unwrap_or(0);
+    if let Err(error) = state.server.limits().check(Limit::NameBytes, longest) {
+        return Ok(error_reply(&error));
+    }
     if openai::is_path(head.uri.path()) {
         return Ok(openai::handle(&state, &head, body).await);
     }
@@ -78,8 +86,8 @@ async fn answer(
         other => {
             // A coding that nobody knows is none here.
             let coding = content_coding(headers).unwrap_or(None);
-            let body = read_coded(state, coding, body).await?.bytes;
-            control(state, other, changes, body).await.map(json_reply)
+            let Held { bytes, charge: _charge } = read_coded(state, coding, body).await?;
+            control(state, other, changes, bytes).await.map(json_reply)
         }
     }
 }
@@ -128,7 +136,7 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
     let trace = state.sample_trace(model.name, state.span_context(headers));
     mark(&trace, "HTTP_RECV_START");
     let coding = content_coding(headers);
-    let Held { bytes: body, charge: _charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;
+    let Held { bytes: body, charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;
     mark(&trace, "HTTP_RECV_END");
     if let Err(error) = check_model(state, model) {
         return Ok(model_error(&error));
@@ -140,17 +148,23 @@ async fn infer(state: &State, model: ModelPath<'_>, headers: &HeaderMap, body: I
         Ok(head_len) => head_len,
         Err(error) => return Ok(model_error(&error)),
     };
+    let num_bytes = body.len();
     let mut asked = if body.is_empty() || head_len == Some(0) {
         http_infer::read_raw(body, &*state.server.model_config(model.name, model.version)?)?
     } else {
-        aside(head_len.unwrap_or(body.len()), || http_infer::read(model.name, body, head_len, &state.memory))?
+        let limits = state.server.limits();
+        let head = &body[..head_len.unwrap_or(num_bytes).min(num_bytes)];
+        charge.add(json::tensor_bytes(head))?;
+        let head_bytes = head.len();
+        aside_in_turn(head_bytes, || http_infer::read(model.name, body, head_len, &state.memory, limits)).await?
     };
     asked.request.model_name = model.name.into();
     asked.request.model_version = model.version.into();
     asked.request.trace = trace.clone();
     forward(&mut asked.request, &state.config.http_forward.pick(headers)?);
     let Asked { request, outputs, is_binary } = asked;
-    let response = single_response(model.name, state.server.infer(request)?).await;
+    let responses = aside_in_turn(num_bytes, || state.server.infer(request)).await?;
+    let response = single_response(model.name, responses).await;
     mark(&trace, "HTTP_SEND_START");
     let delivered = response.and_then(|response| state.deliver(&outputs, response));
     let write = |response: InferResponse| {
@@ -189,7 +203,7 @@ async fn generate(
     headers: &HeaderMap,
     body: Incoming,
 ) -> Result<Reply, InferError> {
-    let (responses, is_decoupled) = start_generate(state, model, headers, body).await?;
+    let Begun { responses, is_decoupled, charge: _charge } = start_generate(state, model, headers, body).await?;
     let response = match generate::only_response(responses, is_decoupled).await {
         Ok(response) => response,
         Err(error) => return Ok(reply(generate_status(error.kind), JSON, error_text(&error.message))),
@@ -206,34 +220,46 @@ async fn generate_stream(
     headers: &HeaderMap,
     body: Incoming,
 ) -> Result<Reply, InferError> {
-    let (responses, is_decoupled) = start_generate(state, model, headers, body).await?;
-    let (events, error) = Events::start(responses, is_decoupled).await;
+    let Begun { responses, is_decoupled, charge } = start_generate(state, model, headers, body).await?;
+    let (events, error) = Events::start(responses, is_decoupled, charge).await;
     let status = error.map_or(StatusCode::OK, |error| generate_status(error.kind));
     Ok(reply(status, EVENTS, ReplyBody::Events(Box::pin(events))))
 }
 
-/// The responses, and whether there may be any number of them.
+/// A request that is being answered.
+struct Begun {
+    responses: serving::ResponseStream,
+    /// Whether there may be any number of them.
+    is_decoupled: bool,
+    /// Held until the last one.
+    charge: Charge,
+}
+
 async fn start_generate(
     state: &State,
     model: ModelPath<'_>,
     headers: &HeaderMap,
     body: Incoming,
-) -> Result<(serving::ResponseStream, bool), InferError> {
+) -> Result<Begun, InferError> {
     let trace = state.sample_trace(model.name, state.span_context(headers));
     mark(&trace, "HTTP_RECV_START");
     let coding = content_coding(headers);
-    let Held { bytes: body, charge: _charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;
+    let Held { bytes: body, charge } = read_coded(state, coding.clone().unwrap_or(None), body).await?;
     mark(&trace, "HTTP_RECV_END");
     let config = state.server.model_config(model.name, model.version)?;
     let unsupported = "Unsupported content-encoding, only 'identity', 'gzip' and 'deflate' are supported.";
     coding.map_err(|_| InferError::invalid(unsupported))?;
-    let mut request = aside(body.len(), || generate::read(&body, &config))?;
+    charge.add(json::tensor_bytes(&body))?;
+    let num_bytes = body.len();
+    let mut request = aside_in_turn(num_bytes, || generate::read(&body, &config, state.server.limits())).await?;
+    drop(body);
     request.model_name = model.name.into();
     request.model_version = model.version.into();
     request.trace = trace;
     forward(&mut request, &state.config.http_forward.pick(headers)?);
     let is_decoupled = state.server.is_decoupled(model.name, model.version)?;
-    Ok((state.server.infer(request)?, is_decoupled))
+    let responses = aside_in_turn(num_bytes, || state.server.infer(request)).await?;
+    Ok(Begun { responses, is_decoupled, charge })
 }
 
 /// A request's body, and what it holds of the budget for as long as the request is not answered.
@@ -257,11 +283,11 @@ const UNPACKING: usize = 100;
 async fn read_coded(state: &State, coding: Option<Coding>, body: Incoming) -> Result<Held, InferError> {
     let limit = state.config.max_http_body_bytes;
     let charge = state.budget.charge();
-    let mut bytes = read_all(body, limit, state.config.http_body_timeout, &charge).await?;
+    let mut bytes = read_all(body, limit, &charge).await?;
     if let Some(coding) = coding {
         let unpacked_len = bytes.len().saturating_mul(UNPACKING).min(limit);
-        bytes = aside(unpacked_len, || coding.decode(&bytes, limit))?;
-        charge.add(bytes.len())?;
+        bytes =
+            aside_in_turn(unpacked_len, || coding.decode(&bytes, limit, &charge)).await.map_err(InferError::from)?;
     }
     Ok(Held { bytes, charge })
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use http::header::{CONTENT_TYPE, HeaderValue};
 use http::{Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
-use serving::{CacheStatistics, Limit, ModelStatistics, RecentDurations, StatisticDuration};
+use serving::{CacheStatistics, Limit, ModelStatistics, RecentDurations, Shared, StatisticDuration};
 
 use crate::body::ReplyBody;
 use crate::exposition::{Family, FamilyKind, Labels, Sample, write_family};
@@ -81,13 +81,14 @@ fn scrape(state: &State) -> String {
 
 /// Requests that a limit refused, by limit.
 fn refused_requests() -> Family {
-    let sample =
-        |limit: Limit| Sample::new(vec![("limit".into(), limit.name().to_owned())], limit.num_refused() as f64);
+    let counts = Limit::all().map(|limit| (limit.name(), limit.num_refused()));
+    let counts = counts.chain(Shared::all().map(|shared| (shared.name(), shared.num_refused())));
+    let sample = |(name, count): (&str, u64)| Sample::new(vec![("limit".into(), name.to_owned())], count as f64);
     Family {
         name: "trireme_refused_requests_total",
-        help: "Requests refused because they contain more than a limit allows",
+        help: "Requests refused because of a limit, on what one contains or on what all share",
         kind: FamilyKind::Counter,
-        samples: Limit::all().map(sample).collect(),
+        samples: counts.map(sample).collect(),
     }
 }
 

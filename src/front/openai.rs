@@ -3,7 +3,7 @@
 //! Any model that answers text with text is offered under its own name. A request becomes one request of that model for
 //! each choice; stop strings are cut here, so that an answer never holds a part of one.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use futures::stream::{self, SelectAll, StreamExt};
@@ -13,16 +13,17 @@ use hyper::body::Incoming;
 use repository::ModelConfig;
 use repository::proto::DataType as ConfigType;
 use serde_json::{Value, json};
-use serving::{ErrorKind, InferError, InferRequest, Name, Parameter};
+use serving::{ErrorKind, InferError, InferRequest, Limit, Limits, Name, Parameter, Tensor};
 
-use crate::aside::aside;
+use crate::aside::aside_in_turn;
 use crate::body::ReplyBody;
-use crate::kserve_http::{BEARER, EVENTS, JSON, Reply, read_body, reply};
+use crate::budget::Charge;
+use crate::kserve_http::{BEARER, EVENTS, Held, JSON, Reply, read_body, reply};
 use crate::openai_answer::{Choices, Head, Piece};
 use crate::openai_request::{Asked, Prompts};
 use crate::restricted::Api;
 use crate::state::State;
-use crate::{forward, generate};
+use crate::{forward, generate, json, openai_request};
 
 /// Turns conversations into prompts: whoever starts the front knows where chat templates are.
 pub trait ChatPrompts: Send + Sync {
@@ -148,6 +149,7 @@ fn model_entry(name: &str) -> Value {
 /// Names of the prompt, of the most tokens to generate and of the answer.
 const PROMPT: [&str; 5] = ["text_input", "prompt", "PROMPT", "INPUT_TEXT", "text"];
 const LENGTH: [&str; 4] = ["max_tokens", "request_output_len", "max_new_tokens", "sampling_param_max_tokens"];
+const SEED: [&str; 3] = ["seed", "random_seed", "sampling_param_seed"];
 pub(crate) const ANSWER: [&str; 3] = ["text_output", "response", "OUTPUT_TEXT"];
 
 /// The configuration of a ready model that answers text with text.
@@ -162,29 +164,91 @@ fn text_model(state: &State, name: &str) -> Option<Arc<ModelConfig>> {
 }
 
 async fn complete(state: &Arc<State>, headers: &HeaderMap, body: Incoming, is_chat: bool) -> Result<Reply, ApiError> {
-    let body = read_body(state, headers, body).await?.bytes;
-    let asked = aside(body.len(), || Asked::read(&body, is_chat))?;
+    let Held { bytes: body, charge } = read_body(state, headers, body).await?;
+    let limits = state.server.limits();
+    let read = || {
+        charge.add(openai_request::tree_bytes(&body)?)?;
+        Asked::read(&body, is_chat, limits)
+    };
+    let mut asked = aside_in_turn(body.len(), read).await?;
+    drop(body);
     let config = text_model(state, &asked.model).ok_or_else(|| ApiError::no_model(&asked.model))?;
-    let prompts = prompts(state, &asked).await?;
-    let mut choices = SelectAll::new();
-    for (index, prompt) in prompts.iter().flat_map(|prompt| (0..asked.n).map(move |_| prompt)).enumerate() {
-        let mut request = request(&config, &asked, prompt, index as u64)?;
-        forward::forward(&mut request, &state.config.http_forward.pick(headers)?);
-        let echoed = if asked.echo { prompt.as_str() } else { "" };
-        choices.push(crate::openai_answer::choice(index, state.server.infer(request)?, &asked, echoed));
-    }
+    let prompts = prompts(state, &mut asked).await?;
     let count = prompts.len() * asked.n;
+    limits.check(Limit::Sequences, count).map_err(|error| ApiError::of_field("n", error.message))?;
+    let num_bytes: usize = prompts.iter().map(String::len).sum();
+    // Each sequence has its prompt and its stop strings to itself sooner or later; an echo is put into the answer.
+    let copies = if asked.echo { 1 + ECHO_COPIES } else { 1 };
+    let stop_bytes: usize = asked.stop.iter().map(String::len).sum();
+    charge.add(asked.n.saturating_mul(num_bytes).saturating_mul(copies).saturating_add(count * stop_bytes))?;
+    let forwarded = state.config.http_forward.pick(headers)?;
+    let begin = || begin(state, &config, &asked, prompts, &forwarded);
+    let choices = aside_in_turn(num_bytes + count * REQUEST_BYTES, begin).await?;
     let head = Head::new(&asked, is_chat);
     match asked.stream {
-        true => stream_reply(choices, head, count).await,
+        true => stream_reply(choices, head, count, charge).await,
         false => whole(choices, &head, count).await,
     }
 }
 
-async fn prompts(state: &Arc<State>, asked: &Asked) -> Result<Vec<String>, ApiError> {
-    let messages = match &asked.prompts {
-        Prompts::Texts(texts) => return Ok(texts.clone()),
-        Prompts::Messages(messages) => messages.clone(),
+/// Times that an echoed prompt is in an answer while that is written.
+const ECHO_COPIES: usize = 3;
+/// To begin a request takes as long as to read so many bytes.
+const REQUEST_BYTES: usize = 4 << 10;
+
+/// Begins a request for each choice of each prompt. Those of one prompt share its bytes.
+fn begin(
+    state: &State,
+    config: &ModelConfig,
+    asked: &Asked,
+    prompts: Vec<String>,
+    forwarded: &[(String, String)],
+) -> Result<Choices, ApiError> {
+    let mut common = request(config, asked, state.server.limits())?;
+    forward::forward(&mut common, forwarded);
+    let input = |names: &[&str]| common.inputs.iter().position(|input| names.contains(&&*input.name));
+    let (prompt_at, seed_at) = (input(&PROMPT), input(&SEED));
+    let mut choices = SelectAll::new();
+    let mut indexes = 0..;
+    for prompt in prompts {
+        let data = Tensor::from_byte_strings("", &[], &[&prompt]).data;
+        drop(prompt);
+        for index in indexes.by_ref().take(asked.n) {
+            let mut request = common.clone();
+            if let Some(at) = prompt_at {
+                request.inputs[at].data = data.clone();
+            }
+            if let Some(at) = seed_at {
+                request.inputs[at].data = seed(config, asked, &common.inputs[at].name, index as u64)?;
+            }
+            let echo = if asked.echo { data.slice(STRING_HEAD_BYTES..) } else { Bytes::new() };
+            choices.push(crate::openai_answer::choice(index, state.server.infer(request)?, asked, echo));
+        }
+    }
+    Ok(choices)
+}
+
+/// A string in a tensor begins with its length.
+const STRING_HEAD_BYTES: usize = size_of::<u32>();
+
+/// The seed of a choice as raw data: each is another draw; a seed makes all of them repeatable.
+fn seed(config: &ModelConfig, asked: &Asked, name: &str, index: u64) -> Result<Bytes, ApiError> {
+    let seed = asked.seed.unwrap_or(asked.drawn_seed).wrapping_add(index);
+    let input = config.input.iter().find(|input| input.name == name).expect("the request was made for this model");
+    let text = match input.data_type() {
+        ConfigType::TypeInt64 => seed.cast_signed().to_string(),
+        _ => seed.to_string(),
+    };
+    let tensor = generate::tensor(config, input, &json::Value::Number(&text));
+    let wrong = |error: InferError| ApiError::of_field("seed", format!("`seed` cannot be {text}: {}", error.message));
+    Ok(tensor.map_err(wrong)?.data)
+}
+
+/// The prompts that are asked for, which are taken out of `asked`.
+async fn prompts(state: &Arc<State>, asked: &mut Asked) -> Result<Vec<String>, ApiError> {
+    let messages = match std::mem::take(&mut asked.prompts) {
+        Prompts::Texts(texts) => return Ok(texts),
+        Prompts::Messages(messages) => messages,
     };
     let none =
         || ApiError::of_field("messages", "This server has no chat templates; send the prompt to /v1/completions.");
@@ -194,14 +258,14 @@ async fn prompts(state: &Arc<State>, asked: &Asked) -> Result<Vec<String>, ApiEr
     Ok(vec![rendered.map_err(|error| InferError::internal(error.to_string()))??])
 }
 
-/// The model's own request: what it has an input for, under its own names.
-fn request(config: &ModelConfig, asked: &Asked, prompt: &str, index: u64) -> Result<InferRequest, ApiError> {
+/// The model's own request, without prompt and seed: what it has an input for, under its own names.
+fn request(config: &ModelConfig, asked: &Asked, limits: &Limits) -> Result<InferRequest, ApiError> {
     let mut body = serde_json::Map::new();
     let mut offer = |names: &[&str], value: Value| {
         let name = names.iter().find(|name| config.input.iter().any(|input| input.name == **name));
         name.map(|name| body.insert((*name).to_owned(), value)).is_some()
     };
-    offer(&PROMPT, json!(prompt));
+    offer(&PROMPT, json!(""));
     offer(&LENGTH, json!(asked.max_tokens));
     offer(&["stream", "streaming"], json!(config.is_decoupled()));
     // Temperature 0 is greedy, which other servers spell as one candidate.
@@ -217,9 +281,7 @@ fn request(config: &ModelConfig, asked: &Asked, prompt: &str, index: u64) -> Res
         }
     }
     let mut optional = |names: &[&str], value: Option<Value>| value.is_some_and(|value| offer(names, value));
-    // Each choice is another draw; a seed makes all of them repeatable.
-    let seed = asked.seed.unwrap_or(asked.drawn_seed).wrapping_add(index);
-    optional(&["seed", "random_seed", "sampling_param_seed"], Some(json!(seed)));
+    optional(&SEED, Some(json!(0)));
     optional(&["return_num_input_tokens"], Some(json!(true)));
     optional(&["return_num_output_tokens"], Some(json!(true)));
     optional(&["exclude_input_in_output"], Some(json!(true)));
@@ -229,9 +291,9 @@ fn request(config: &ModelConfig, asked: &Asked, prompt: &str, index: u64) -> Res
     if !asked.stop.is_empty() {
         optional(&["stop_words"], Some(json!(asked.stop)));
     }
-    let mut request = generate::read(&serde_json::to_vec(&body).expect("a map of values"), config)?;
+    let mut request = generate::read(&serde_json::to_vec(&body).expect("a map of values"), config, limits)?;
     request.model_name = Name::from(&asked.model);
-    if matches!(asked.prompts, Prompts::Messages(_)) {
+    if asked.is_chat {
         // The template has spelled them out.
         request.parameters.insert("add_special_tokens".to_owned(), Parameter::Bool(false));
     }
@@ -264,32 +326,33 @@ async fn whole(mut choices: Choices, head: &Head, count: usize) -> Result<Reply,
 }
 
 /// Server-sent events, the first of which decides the status.
-async fn stream_reply(mut choices: Choices, head: Head, count: usize) -> Result<Reply, ApiError> {
+async fn stream_reply(mut choices: Choices, head: Head, count: usize, charge: Charge) -> Result<Reply, ApiError> {
     let first = match choices.next().await {
         Some(Err(error)) => return Err(error.into()),
         first => first,
     };
     let opening: Vec<Bytes> = (0..count).filter_map(|index| head.opening(index)).map(|value| event(&value)).collect();
-    let mut totals: Vec<Piece> = (0..count).map(Piece::empty).collect();
+    // The usage of all choices is told behind the last piece, unless that is an error.
+    let totals: Vec<Piece> = (0..count).map(Piece::empty).collect();
+    let totals = Arc::new(Mutex::new((totals, false)));
     let shared = Arc::new(head);
-    let of_piece = Arc::clone(&shared);
-    let pieces = stream::iter(first).chain(choices).map(move |piece| match piece {
-        Ok(piece) => {
-            let chunk = event(&of_piece.chunk(&piece));
-            totals[piece.index].count(&piece);
-            (chunk, of_piece.usage_chunk(&totals))
+    let (of_piece, counted) = (Arc::clone(&shared), Arc::clone(&totals));
+    let body = stream::iter(first).chain(choices).map(move |piece| {
+        let (totals, is_fine) = &mut *counted.lock().unwrap_or_else(PoisonError::into_inner);
+        *is_fine = piece.is_ok();
+        match piece {
+            Ok(piece) => {
+                totals[piece.index].count(&piece);
+                event(&of_piece.chunk(&piece))
+            }
+            Err(error) => event(&ApiError::from(error).json()),
         }
-        Err(error) => (event(&ApiError::from(error).json()), None),
-    });
-    // Only the last piece knows the whole usage.
-    let usage = Arc::new(std::sync::Mutex::new(None));
-    let last = Arc::clone(&usage);
-    let body = pieces.map(move |(chunk, usage)| {
-        *last.lock().unwrap() = usage;
-        chunk
     });
     let end = stream::once(async move {
-        let mut end = usage.lock().unwrap().take().map(|usage| event(&usage).to_vec()).unwrap_or_default();
+        let _held_until_now = charge;
+        let (totals, is_fine) = &*totals.lock().unwrap_or_else(PoisonError::into_inner);
+        let usage = shared.usage_chunk(totals).filter(|_| *is_fine);
+        let mut end = usage.map(|usage| event(&usage).to_vec()).unwrap_or_default();
         end.extend_from_slice(b"data: [DONE]\n\n");
         Bytes::from(end)
     });
@@ -313,7 +376,8 @@ mod tests {
         let config = ModelConfig { name: "m".to_owned(), input: vec![prompt], ..ModelConfig::default() };
         let ask = |more: &str| {
             let body = format!(r#"{{"model": "m", "prompt": "a"{more}}}"#);
-            request(&config, &Asked::read(body.as_bytes(), false).unwrap(), "a", 0).map_err(|error| error.message)
+            let asked = Asked::read(body.as_bytes(), false, &Limits::default()).unwrap();
+            request(&config, &asked, &Limits::default()).map_err(|error| error.message)
         };
         for more in ["", r#", "seed": 3, "presence_penalty": 0, "repetition_penalty": 1, "min_tokens": 0"#] {
             assert_eq!(ask(more).unwrap().inputs.len(), 1, "{more}");

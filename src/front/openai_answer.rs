@@ -2,6 +2,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use bytes::Bytes;
 use futures::stream::{BoxStream, SelectAll, StreamExt};
 use serde_json::{Value, json};
 use serving::{InferError, InferResponse, ResponseStream};
@@ -60,7 +61,7 @@ struct Making {
     /// What outputs told of the tokens of prompt and answer.
     told: (u64, u64),
     /// Put before the text.
-    echo: String,
+    echo: Bytes,
     is_over: bool,
 }
 
@@ -69,7 +70,7 @@ pub(crate) fn choice(
     index: usize,
     responses: ResponseStream,
     asked: &Asked,
-    echo: &str,
+    echo: Bytes,
 ) -> BoxStream<'static, Result<Piece, InferError>> {
     let making = Making {
         index,
@@ -79,7 +80,7 @@ pub(crate) fn choice(
         logprobs: asked.logprobs,
         num_responses: 0,
         told: (0, 0),
-        echo: echo.to_owned(),
+        echo,
         is_over: false,
     };
     futures::stream::unfold(making, |mut making| async move { making.next().await.map(|piece| (piece, making)) })
@@ -114,7 +115,7 @@ impl Making {
         let (input, output) = (count("num_input_tokens"), count("num_output_tokens"));
         self.told = (input.unwrap_or(self.told.0), output.unwrap_or(0).max(self.told.1));
         self.num_responses += u64::from(!text.is_empty());
-        let mut shown = std::mem::take(&mut self.echo);
+        let mut shown = self.take_echo();
         if self.stop.push(&text, &mut shown).is_some() {
             self.is_over = true;
             return Piece { text: shown, logprobs, finish: Some("stop"), ..self.counted() };
@@ -125,9 +126,13 @@ impl Making {
         }
     }
 
+    fn take_echo(&mut self) -> String {
+        String::from_utf8_lossy(&std::mem::take(&mut self.echo)).into_owned()
+    }
+
     fn finished(&mut self, mut shown: String, logprobs: Vec<(String, f64)>) -> Piece {
         self.is_over = true;
-        shown.insert_str(0, &std::mem::take(&mut self.echo));
+        shown.insert_str(0, &self.take_echo());
         self.stop.finish(&mut shown);
         let counted = self.counted();
         let finish = if counted.output_tokens >= self.max_tokens { "length" } else { "stop" };

@@ -3,6 +3,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::{Map, Value};
+use serving::{Limit, Limits};
 
 use crate::openai::ApiError;
 
@@ -16,6 +17,11 @@ const MAX_PROMPTS: usize = 1024;
 /// Most stop strings of a request.
 const MAX_STOPS: usize = 64;
 
+/// Most values in a body, all levels together.
+const MAX_VALUES: usize = 1 << 20;
+/// What a value takes in a tree of them, its name included; the text of both aside.
+const VALUE_BYTES: usize = 192;
+
 /// What is to be completed.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Prompts {
@@ -23,9 +29,39 @@ pub(crate) enum Prompts {
     Messages(Vec<Value>),
 }
 
+impl Default for Prompts {
+    fn default() -> Self {
+        Self::Texts(Vec::new())
+    }
+}
+
+/// What a body takes at most as a tree of values.
+///
+/// # Errors
+/// When there are more of them than any request has.
+pub(crate) fn tree_bytes(body: &[u8]) -> Result<usize, ApiError> {
+    let (mut count, mut in_string, mut is_escaped) = (1, false, false);
+    for byte in body {
+        match byte {
+            _ if is_escaped => is_escaped = false,
+            b'\\' => is_escaped = in_string,
+            b'"' => in_string = !in_string,
+            b',' | b'[' | b'{' if !in_string => count += 1,
+            _ => {}
+        }
+    }
+    if count > MAX_VALUES {
+        let words = format!("The body holds {count} values, at most {MAX_VALUES} are allowed.");
+        return Err(ApiError::of_field("body", words));
+    }
+    // The texts are in the body, and again in the tree.
+    Ok(count * VALUE_BYTES + body.len())
+}
+
 /// A request for completions.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Asked {
+    pub is_chat: bool,
     pub model: String,
     pub prompts: Prompts,
     pub n: usize,
@@ -52,19 +88,22 @@ impl Asked {
     /// Reads a request's body.
     ///
     /// # Errors
-    /// When it is no JSON object, or a field cannot be.
-    pub fn read(body: &[u8], is_chat: bool) -> Result<Self, ApiError> {
+    /// When it is no JSON object, a field cannot be, or one holds more than `limits` allow.
+    pub fn read(body: &[u8], is_chat: bool, limits: &Limits) -> Result<Self, ApiError> {
         let no_json =
             |error: serde_json::Error| ApiError::of_field("body", format!("The body is not a JSON object: {error}."));
-        let fields = Fields(serde_json::from_slice(body).map_err(no_json)?);
+        let mut fields = Fields(serde_json::from_slice(body).map_err(no_json)?);
         fields.refuse_unsupported(is_chat)?;
         let n = fields.whole("n", 1, MAX_CHOICES as u64)?.unwrap_or(1) as usize;
         let length = |name| fields.whole(name, 1, u64::from(u32::MAX / 2));
         let max_tokens = length("max_completion_tokens")?.or(length("max_tokens")?);
         let default = if is_chat { CHAT_TOKENS } else { COMPLETION_TOKENS };
+        let model = fields.text("model")?.ok_or_else(|| ApiError::of_field("model", "`model` is missing."))?;
+        check(limits, Limit::NameBytes, "model", model.len())?;
         Ok(Self {
-            model: fields.text("model")?.ok_or_else(|| ApiError::of_field("model", "`model` is missing."))?.to_owned(),
-            prompts: if is_chat { fields.messages()? } else { fields.prompts()? },
+            is_chat,
+            model: model.to_owned(),
+            prompts: if is_chat { fields.messages(limits)? } else { fields.prompts(limits)? },
             n,
             stream: fields.flag("stream")?.unwrap_or(false),
             include_usage: fields["stream_options"]["include_usage"].as_bool().unwrap_or(false),
@@ -78,7 +117,7 @@ impl Asked {
             frequency_penalty: fields.number("frequency_penalty", -2.0, 2.0)?,
             repetition_penalty: fields.number("repetition_penalty", 0.0, 10.0)?,
             min_tokens: fields.whole("min_tokens", 0, u64::from(u32::MAX / 2))?.map(|tokens| tokens as u32),
-            stop: fields.stop()?,
+            stop: fields.stop(limits)?,
             logprobs: fields.logprobs(is_chat)?,
             echo: !is_chat && fields.flag("echo")?.unwrap_or(false),
             ignore_eos: fields.flag("ignore_eos")?.unwrap_or(false),
@@ -89,7 +128,13 @@ impl Asked {
 /// Another one for each request.
 fn drawn_seed() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    (now.as_nanos() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32
+    // With room for the choices' numbers in the narrowest input that a model has for it.
+    (now.as_nanos() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 34
+}
+
+/// As [`Limits::check`], for a field.
+fn check(limits: &Limits, limit: Limit, field: &'static str, found: usize) -> Result<(), ApiError> {
+    limits.check(limit, found).map_err(|error| ApiError::of_field(field, error.message))
 }
 
 /// The fields of a body; null counts as absent.
@@ -144,41 +189,49 @@ impl Fields {
         self.given("seed").map(|value| number(value).ok_or_else(wrong)).transpose()
     }
 
-    fn prompts(&self) -> Result<Prompts, ApiError> {
+    /// The prompts, which are taken out of the fields.
+    fn prompts(&mut self, limits: &Limits) -> Result<Prompts, ApiError> {
         let wrong = |words: &str| ApiError::of_field("prompt", format!("`prompt` {words}."));
-        let texts = match self.given("prompt") {
+        let texts = match self.0.remove("prompt").filter(|value| !value.is_null()) {
             None => return Err(wrong("is missing")),
-            Some(Value::String(text)) => vec![text.clone()],
+            Some(Value::String(text)) => vec![text],
             Some(Value::Array(items)) => {
-                let texts: Option<Vec<String>> = items.iter().map(|item| Some(item.as_str()?.to_owned())).collect();
+                let text = |item| match item {
+                    Value::String(text) => Some(text),
+                    _ => None,
+                };
+                let texts: Option<Vec<String>> = items.into_iter().map(text).collect();
                 texts.ok_or_else(|| {
                     wrong("must be text or a list of texts; token ids are taken by models of token ids, at /v2")
                 })?
             }
             Some(_) => return Err(wrong("must be text or a list of texts")),
         };
+        if limits.get(Limit::PromptBytes) > 0 {
+            texts.iter().try_for_each(|text| check(limits, Limit::PromptBytes, "prompt", text.len()))?;
+        }
         match texts.len() {
             1..=MAX_PROMPTS => Ok(Prompts::Texts(texts)),
             count => Err(wrong(&format!("holds {count} texts, expected 1 to {MAX_PROMPTS}"))),
         }
     }
 
-    /// Content in parts becomes text; parts that are not text are refused. Text alone is what the user says, as LMDeploy's
-    /// clients send it.
-    fn messages(&self) -> Result<Prompts, ApiError> {
+    /// The messages, which are taken out of the fields. Content in parts becomes text; parts that are not text are refused.
+    /// Text alone is what the user says, as LMDeploy's clients send it.
+    fn messages(&mut self, limits: &Limits) -> Result<Prompts, ApiError> {
         let wrong = |words: String| ApiError::of_field("messages", words);
-        if let Some(text) = self["messages"].as_str() {
-            return Ok(Prompts::Messages(vec![serde_json::json!({"role": "user", "content": text})]));
-        }
-        let Some(messages) = self.given("messages").and_then(Value::as_array).filter(|messages| !messages.is_empty())
-        else {
-            return Err(wrong("`messages` must be a list of at least one message.".to_owned()));
+        let messages = match self.0.remove("messages") {
+            Some(Value::String(text)) => {
+                return Ok(Prompts::Messages(vec![serde_json::json!({"role": "user", "content": text})]));
+            }
+            Some(Value::Array(messages)) if !messages.is_empty() => messages,
+            _ => return Err(wrong("`messages` must be a list of at least one message.".to_owned())),
         };
-        let message = |(at, message): (usize, &Value)| {
+        check(limits, Limit::Messages, "messages", messages.len())?;
+        let message = |(at, mut message): (usize, Value)| {
             if !message["role"].is_string() {
                 return Err(wrong(format!("`messages[{at}].role` must be a string.")));
             }
-            let mut message = message.clone();
             if let Some(parts) = message["content"].as_array() {
                 let text: Option<String> = parts.iter().map(|part| part["text"].as_str()).collect();
                 let text = text.ok_or_else(|| {
@@ -188,10 +241,10 @@ impl Fields {
             }
             Ok(message)
         };
-        messages.iter().enumerate().map(message).collect::<Result<_, _>>().map(Prompts::Messages)
+        messages.into_iter().enumerate().map(message).collect::<Result<_, _>>().map(Prompts::Messages)
     }
 
-    fn stop(&self) -> Result<Vec<String>, ApiError> {
+    fn stop(&self, limits: &Limits) -> Result<Vec<String>, ApiError> {
         let wrong =
             || ApiError::of_field("stop", format!("`stop` must be text or a list of at most {MAX_STOPS} texts."));
         let stops = match self.given("stop") {
@@ -205,6 +258,7 @@ impl Fields {
         if stops.len() > MAX_STOPS {
             return Err(wrong());
         }
+        stops.iter().try_for_each(|stop: &String| check(limits, Limit::WordBytes, "stop", stop.len()))?;
         Ok(stops.into_iter().filter(|stop: &String| !stop.is_empty()).collect())
     }
 
@@ -255,7 +309,8 @@ mod tests {
     use super::*;
 
     fn read(body: &str, is_chat: bool) -> Result<Asked, String> {
-        Asked::read(body.as_bytes(), is_chat).map_err(|error| error.json()["error"]["message"].to_string())
+        Asked::read(body.as_bytes(), is_chat, &Limits::default())
+            .map_err(|error| error.json()["error"]["message"].to_string())
     }
 
     #[test]
@@ -264,6 +319,53 @@ mod tests {
         assert_eq!((asked.max_tokens, asked.n, asked.temperature, asked.top_p), (16, 1, 1.0, 1.0));
         assert_eq!(asked.prompts, Prompts::Texts(vec!["a".into()]));
         assert!(!asked.stream && !asked.include_usage && !asked.logprobs && asked.stop.is_empty());
+    }
+
+    #[test]
+    fn every_number_that_cannot_be_is_refused_with_its_field() {
+        let whole = ["n", "max_tokens", "max_completion_tokens", "top_k", "min_tokens", "logprobs", "best_of"];
+        let real = ["temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty"];
+        for field in whole.into_iter().chain(real).chain(["seed"]) {
+            for value in ["-9223372036854775808", "2147483648", "1e300", "-1", "18446744073709551616", "\"1\"", "[1]"] {
+                let is_fine = match field {
+                    "seed" => ["-9223372036854775808", "2147483648", "-1"].contains(&value),
+                    "presence_penalty" | "frequency_penalty" => value == "-1",
+                    _ => false,
+                };
+                let asked = read(&format!(r#"{{"model": "m", "prompt": "a", "{field}": {value}}}"#), false);
+                match asked {
+                    Ok(_) => assert!(is_fine, "{field}: {value}"),
+                    Err(error) => {
+                        assert!(!is_fine && error.contains(&format!("`{field}`")), "{field}: {value}: {error}")
+                    }
+                }
+            }
+            for value in ["NaN", "Infinity", "1e999"] {
+                let asked = read(&format!(r#"{{"model": "m", "prompt": "a", "{field}": {value}}}"#), false);
+                assert!(asked.unwrap_err().contains("not a JSON object"), "{field}: {value}");
+            }
+        }
+    }
+
+    #[test]
+    fn lists_and_names_have_limits() {
+        let messages = vec![r#"{"role": "user", "content": ""}"#; 16385].join(",");
+        let error = read(&format!(r#"{{"model": "m", "messages": [{messages}]}}"#), true).unwrap_err();
+        assert!(error.contains("16385 messages"), "{error}");
+        let error = read(&format!(r#"{{"model": "{}", "prompt": "a"}}"#, "m".repeat(5000)), false).unwrap_err();
+        assert!(error.contains("5000 bytes of name"), "{error}");
+        let stop = "s".repeat(5000);
+        let error = read(&format!(r#"{{"model": "m", "prompt": "a", "stop": ["{stop}"]}}"#), false).unwrap_err();
+        assert!(error.contains("5000 bytes of one word"), "{error}");
+    }
+
+    #[test]
+    fn values_are_counted_outside_of_strings() {
+        let bytes =
+            |body: &str| tree_bytes(body.as_bytes()).map_err(|error| error.json()["error"]["message"].to_string());
+        let body = r#"{"a": "[,,{\",,", "b": [1, 2]}"#;
+        assert_eq!(bytes(body), Ok(5 * VALUE_BYTES + body.len()));
+        assert!(bytes(&format!("[{}]", "0,".repeat(2_000_000))).unwrap_err().contains("values, at most 1048576"));
     }
 
     #[test]

@@ -687,7 +687,7 @@ mod tests {
         let object = Object::new("sparse", &[0; 8]);
         let path = Path::new("/dev/shm").join(&object.0);
         File::options().write(true).open(path).unwrap().set_len(1 << 40).unwrap();
-        let budget = Budget::new(1000);
+        let budget = Budget::new(1000, crate::budget::tests::ANY_PACE);
         let memory = SharedMemory::new(true, ClientObjects::default()).within(8, Limits::default(), &budget);
         memory.register("r", &object.0, 0, 1 << 40).unwrap();
         let held = read(&memory, &slice(0, 600)).unwrap();
@@ -702,7 +702,7 @@ mod tests {
     #[test]
     fn regions_are_as_many_as_they_may_be_and_share_the_file_of_their_object() {
         let object = Object::new("many", &[0; 8]);
-        let budget = Budget::new(1000);
+        let budget = Budget::new(1000, crate::budget::tests::ANY_PACE);
         let memory = SharedMemory::new(true, ClientObjects::default()).within(8, Limits::default(), &budget);
         (0..8).for_each(|count| memory.register(&count.to_string(), &object.0, 0, 8).unwrap());
         assert_eq!(memory.register("r", &object.0, 0, 8).unwrap_err().kind, ErrorKind::Unavailable);

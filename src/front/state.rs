@@ -5,9 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use http::HeaderMap;
 use serving::{DataType, InferError, InferResponse, Server, SpanContext, Trace};
+use tokio::sync::Semaphore;
 
 use crate::ask::OutputAsk;
-use crate::budget::Budget;
+use crate::budget::{Budget, Pace};
 use crate::classification::classify;
 use crate::log_settings::LogSettings;
 use crate::metrics::MetricsSource;
@@ -29,6 +30,8 @@ pub struct State {
     pub sources: Vec<Arc<dyn MetricsSource>>,
     /// What requests hold of memory.
     pub budget: Arc<Budget>,
+    /// One for each gRPC call that may still be opened.
+    pub grpc_calls: Arc<Semaphore>,
     trace: TraceSettings,
     is_draining: AtomicBool,
     is_leaving: AtomicBool,
@@ -40,7 +43,8 @@ impl State {
     /// # Errors
     /// When the trace settings cannot be.
     pub fn new(config: Config, server: Arc<Server>, sources: Vec<Arc<dyn MetricsSource>>) -> Result<Self, ConfigError> {
-        let budget = Budget::new(config.max_bytes_in_flight);
+        let pace = Pace { patience: config.http_body_timeout, min_rate: config.min_body_rate };
+        let budget = Budget::new(config.max_bytes_in_flight, pace);
         let memory = SharedMemory::new(config.allow_client_shm, config.client_objects.clone())
             .within(config.max_shm_regions, *server.limits(), &budget)
             .with_devices(config.client_devices.clone());
@@ -50,6 +54,7 @@ impl State {
         let trace = TraceSettings::new(&trace).map_err(|reason| ConfigError { field: "trace", reason })?;
         Ok(Self {
             budget,
+            grpc_calls: Arc::new(Semaphore::new(config.max_grpc_streams)),
             config,
             server,
             memory,

@@ -8,17 +8,19 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use futures::Stream as _;
+use futures::{Stream as _, StreamExt as _};
 use h2::server::SendResponse;
 use h2::{Reason, SendStream};
 use http::{HeaderMap, HeaderValue, Request, Response, header};
+use prost::Message as _;
 use serving::Bell;
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Sleep, sleep};
-use tonic::codec::Codec as _;
-use tonic::{Status, Streaming};
-use tonic_prost::ProstCodec;
+use tonic::Status;
 
-use crate::budget::{Charge, Counted};
+use crate::aside::aside;
+use crate::budget::Charge;
+use crate::grpc_messages::{Message, Messages};
 use crate::grpc_service::Forwarded;
 use crate::http2::{Call, Gone, Progress, RequestBody, poll_room};
 use crate::proto::ModelInferRequest;
@@ -49,23 +51,30 @@ pub struct StreamCall {
     patience: Option<Duration>,
     stall: Option<Pin<Box<Sleep>>>,
     is_over: bool,
+    _place: OwnedSemaphorePermit,
+}
+
+/// The request that a message is.
+fn decode(message: Message) -> Result<(ModelInferRequest, Charge), Status> {
+    let Message { bytes, charge } = message;
+    let decoded = aside(charge.held(), || ModelInferRequest::decode(bytes));
+    Ok((decoded.map_err(|error| Status::internal(error.to_string()))?, charge))
 }
 
 impl StreamCall {
-    /// Begins to answer `request`; `charge` pays for what has come of it. `None` where its client has left.
+    /// Begins to answer `request`, which has its `place` among those that may be open. `None` where its client has left.
     pub fn begin(
         state: Arc<State>,
         request: Request<RequestBody>,
-        charge: Arc<Charge>,
+        place: OwnedSemaphorePermit,
         mut respond: SendResponse<Bytes>,
     ) -> Option<Self> {
         let (parts, body) = request.into_parts();
-        let decoder = ProstCodec::<StreamReply, ModelInferRequest>::default().decoder();
-        let (limit, patience) = (state.config.max_grpc_message_bytes, state.config.write_timeout);
-        let requests = Streaming::new_request(decoder, Counted::new(body, charge.clone()), None, Some(limit));
+        let patience = state.config.write_timeout;
+        let requests = Messages::new(state.clone(), PATH, None, body).map(|message| decode(message?)).boxed();
         let ends_on_error = parts.headers.get("triton_grpc_error").is_some_and(|value| value == "true");
         let forwarded = parts.extensions.get::<Forwarded>().cloned();
-        let all = InferStream::new(state, requests, ends_on_error, forwarded, Some(charge));
+        let all = InferStream::new(state, requests, ends_on_error, forwarded);
         let mut head = Response::new(());
         head.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         Some(Self {
@@ -77,6 +86,7 @@ impl StreamCall {
             patience,
             stall: None,
             is_over: false,
+            _place: place,
         })
     }
 

@@ -7,11 +7,12 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use futures::stream::SelectAll;
+use futures::stream::{BoxStream, SelectAll};
 use futures::{Stream, StreamExt};
 use serving::{Bell, Changes, InferError, InferResponse, ResponseStream, Update};
-use tonic::{Status, Streaming};
+use tonic::Status;
 
+use crate::aside::aside;
 use crate::budget::Charge;
 use crate::forward::forward;
 use crate::grpc_request::{self, Asked};
@@ -21,17 +22,18 @@ use crate::reply::{InferReply, LastReply, StreamReply};
 use crate::state::State;
 use crate::status::grpc_status;
 
+/// What a client asks, and what pays for it.
+pub type Requests = BoxStream<'static, Result<(ModelInferRequest, Charge), Status>>;
+
 /// The responses of one RPC.
 pub struct InferStream {
     state: Arc<State>,
-    requests: Option<Streaming<ModelInferRequest>>,
+    requests: Option<Requests>,
     /// Rings when there may be another one.
     requests_bell: Bell,
     active: Active,
     /// Headers of the call that every request takes along.
     forwarded: Option<Forwarded>,
-    /// Pays for what has arrived of requests that have not begun.
-    charge: Option<Arc<Charge>>,
     /// Whether the first error ends the RPC with its code (`triton_grpc_error: true`).
     ends_on_error: bool,
     is_over: bool,
@@ -60,7 +62,7 @@ struct ActiveRequest {
     /// Nothing follows the last event now, and who asked for it is woken when something comes.
     rests: bool,
     /// What the request holds until it is answered.
-    _charge: Option<Charge>,
+    _charge: Charge,
 }
 
 /// A reply, or the error that ends one request.
@@ -76,13 +78,7 @@ struct Failure {
 
 impl InferStream {
     /// Answers `requests`.
-    pub fn new(
-        state: Arc<State>,
-        requests: Streaming<ModelInferRequest>,
-        ends_on_error: bool,
-        forwarded: Option<Forwarded>,
-        charge: Option<Arc<Charge>>,
-    ) -> Self {
+    pub fn new(state: Arc<State>, requests: Requests, ends_on_error: bool, forwarded: Option<Forwarded>) -> Self {
         let (active, requests_bell) = Default::default();
         Self {
             state,
@@ -90,7 +86,6 @@ impl InferStream {
             requests_bell,
             active,
             forwarded,
-            charge,
             ends_on_error,
             is_over: false,
             rests: false,
@@ -120,11 +115,10 @@ impl InferStream {
             }
             let Some(requests) = &mut self.requests else { return Poll::Ready(None) };
             match ready!(self.requests_bell.poll(context, |context| requests.poll_next_unpin(context))) {
-                Some(Ok(message)) => {
+                Some(Ok((message, charge))) => {
                     let id = message.id.clone();
-                    // What came of the next one with it is given back with it: a message's length, at most.
-                    let charge = self.charge.as_ref().map(|charge| charge.split());
-                    match ActiveRequest::start(self.state.clone(), message, self.forwarded.as_ref(), charge) {
+                    let (state, forwarded) = (self.state.clone(), self.forwarded.as_ref());
+                    match aside(charge.held(), || ActiveRequest::start(state, message, forwarded, charge)) {
                         Ok(request) => self.active.push(request),
                         Err(error) => return Poll::Ready(Some(Ok(Event::refused(id, error)))),
                     }
@@ -207,7 +201,7 @@ impl ActiveRequest {
         state: Arc<State>,
         message: ModelInferRequest,
         forwarded: Option<&Forwarded>,
-        charge: Option<Charge>,
+        charge: Charge,
     ) -> Result<Self, InferError> {
         let is_decoupled = state.server.is_decoupled(&message.model_name, &message.model_version)?;
         let mut asked = grpc_request::read(message, &state.memory, &state.declared_datatype())?;
@@ -380,14 +374,9 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::task::{Wake, Waker};
 
-    use bytes::{BufMut as _, Bytes};
     use futures::channel::mpsc::{UnboundedReceiver, UnboundedSender, unbounded};
     use futures::future::{BoxFuture, FutureExt as _};
-    use http_body_util::StreamBody;
-    use hyper::body::Frame;
-    use prost::Message as _;
     use serving::{Backend, BackendFactory, LoadRequest, Moment, Repeat, Respond, Server, ServerConfig, Tensor};
-    use tonic::codec::Codec as _;
 
     use super::*;
 
@@ -470,14 +459,8 @@ mod tests {
         }
     }
 
-    /// A request as it travels.
-    fn request(id: &str) -> Frame<Bytes> {
-        let message = ModelInferRequest { model_name: "numbers".into(), id: id.into(), ..Default::default() };
-        let mut bytes = Vec::new();
-        bytes.put_u8(0);
-        bytes.put_u32(message.encoded_len() as u32);
-        message.encode(&mut bytes).unwrap();
-        Frame::data(bytes.into())
+    fn request(id: &str) -> ModelInferRequest {
+        ModelInferRequest { model_name: "numbers".into(), id: id.into(), ..Default::default() }
     }
 
     #[tokio::test]
@@ -494,10 +477,10 @@ mod tests {
         server.load_all().await.unwrap();
         let state = Arc::new(State::new(crate::Config::default(), server, Vec::new()).unwrap());
 
-        let (requests, arriving) = unbounded();
-        let body = StreamBody::new(arriving.map(Ok::<_, Status>));
-        let decoder = tonic_prost::ProstCodec::<StreamReply, ModelInferRequest>::default().decoder();
-        let mut stream = InferStream::new(state, Streaming::new_request(decoder, body, None, None), false, None, None);
+        let (asking, arriving) = unbounded();
+        let of_stream = state.clone();
+        let requests = arriving.map(move |message| Ok((message, of_stream.budget.charge()))).boxed();
+        let mut stream = InferStream::new(state, requests, false, None);
         let woken = Arc::<Woken>::default();
         let waker = Waker::from(woken.clone());
         let mut poll = || {
@@ -507,7 +490,7 @@ mod tests {
         let num_woken = || woken.0.swap(0, Ordering::SeqCst);
         let num_polls = || model.num_polls.swap(0, Ordering::SeqCst);
 
-        requests.unbounded_send(request("a")).unwrap();
+        asking.unbounded_send(request("a")).unwrap();
         assert_eq!(poll(), (false, false));
         model.give(0, 0);
         assert_eq!((poll(), poll()), ((true, false), (false, false)));
@@ -524,7 +507,7 @@ mod tests {
         assert_eq!((poll(), poll()), ((true, false), (true, true)));
 
         num_woken();
-        requests.unbounded_send(request("b")).unwrap();
+        asking.unbounded_send(request("b")).unwrap();
         assert_eq!(num_woken(), 1, "a request wakes a stream that rests");
         assert_eq!(poll(), (false, false));
         model.give(1, 0);

@@ -360,6 +360,28 @@ mod tests {
     }
 
     #[test]
+    fn what_the_front_bounds_has_flags() {
+        let front = |line: &str| {
+            let (args, _) = rank_args(&format!("rank --model-repo=/m {line}")).map_err(|error| error.to_string())?;
+            let mut config = front::Config::default();
+            args.front.apply(&mut config).map(|()| config)
+        };
+        let config = front("").unwrap();
+        let default = front::Config::default();
+        let bounds =
+            |config: &front::Config| (config.max_grpc_message_bytes, config.max_grpc_streams, config.min_body_rate);
+        assert_eq!(bounds(&config), bounds(&default));
+        let line = "--grpc-max-message-bytes=2147483647 --grpc-max-streams=7 --min-body-rate=0 --http-allowed-origins=http://a";
+        let config = front(line).unwrap();
+        assert_eq!(bounds(&config), (i32::MAX as usize, 7, 0));
+        assert_eq!(config.http_origins, "http://a".parse().unwrap());
+        for refused in ["--grpc-max-message-bytes=2147483648", "--grpc-max-streams=0", "--http-allowed-origins=a"] {
+            let error = front(refused).unwrap_err();
+            assert!(error.contains(refused.split_once('=').unwrap().0), "{error}");
+        }
+    }
+
+    #[test]
     fn every_limit_has_a_flag() {
         for limit in Limit::all() {
             let (args, _) = rank_args(&format!("rank --model-repo=/m --{}=7", limit.name())).unwrap();

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{ArgAction, Args};
-use front::{Api, Collector, Compression, HeaderPattern, Restrictions, Tls, TraceBounds, TraceOptions};
+use front::{Api, Collector, Compression, HeaderPattern, Origins, Restrictions, Tls, TraceBounds, TraceOptions};
 
 use crate::args::boolean;
 use crate::keys;
@@ -69,6 +69,18 @@ pub struct FrontArgs {
     /// Largest body of an HTTP request in bytes, before and after unpacking
     #[arg(long, default_value_t = 64 << 20, value_name = "BYTES")]
     pub http_max_input_size: usize,
+    /// Largest gRPC message of a client in bytes, unpacked; at most 2147483647, which is tritonserver's
+    #[arg(long, default_value_t = 256 << 20, value_name = "BYTES", value_parser = clap::value_parser!(u32).range(1..=i32::MAX as i64))]
+    pub grpc_max_message_bytes: u32,
+    /// gRPC calls that may be open at once, over all connections
+    #[arg(long, default_value_t = 16_384, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub grpc_max_streams: u32,
+    /// Bytes a second that the body of a request must bring, measured over 30 s
+    #[arg(long, default_value_t = 1024, value_name = "BYTES")]
+    pub min_body_rate: usize,
+    /// Web pages of other servers that may use the HTTP port: `SCHEME://HOST[:PORT],...`, or `*` for all
+    #[arg(long, default_value = "", hide_default_value = true, value_name = "ORIGINS")]
+    pub http_allowed_origins: Origins,
     /// Bytes that the bodies of all requests in flight may have together; 0 is a quarter of this machine's memory
     #[arg(long, default_value_t = 0, value_name = "BYTES")]
     pub max_bytes_in_flight: usize,
@@ -178,6 +190,10 @@ impl FrontArgs {
         config.max_connections = self.max_connections;
         config.max_connections_per_address = self.max_connections_per_address;
         config.write_timeout = (self.write_timeout > 0).then(|| Duration::from_secs(self.write_timeout));
+        config.max_grpc_message_bytes = self.grpc_max_message_bytes as usize;
+        config.max_grpc_streams = self.grpc_max_streams as usize;
+        config.min_body_rate = self.min_body_rate;
+        config.http_origins = self.http_allowed_origins.clone();
         (config.reuse_http_port, config.reuse_grpc_port) = (self.reuse_http_port, self.reuse_grpc_port);
         config.grpc_response_compression = match self.grpc_infer_response_compression_level.as_str() {
             "none" => Compression::None,

@@ -98,7 +98,7 @@ pub use error::{ErrorKind, InferError};
 pub use generation::Generation;
 pub use histogram::{Histogram, HistogramValues, Tally};
 pub use lifecycle::{LoadFailure, LoadOverrides};
-pub use limits::{Limit, Limits};
+pub use limits::{Limit, Limits, Shared};
 pub use moment::Moment;
 pub use registry::{ModelIndexEntry, ModelState};
 pub use repeated::{Repeated, Unlogged};

@@ -193,6 +193,50 @@ impl Limits {
     }
 }
 
+/// What all requests share and one of them can be refused for. The settings are the front's; only refusals are counted here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Shared {
+    /// Memory that requests in flight hold together.
+    BytesInFlight,
+    /// The rate at which a body must arrive.
+    BodyProgress,
+    /// gRPC calls open at once.
+    GrpcStreams,
+    /// Web pages that may use the HTTP port.
+    Origins,
+}
+
+const SHARED: [(Shared, &str); 4] = [
+    (Shared::BytesInFlight, "max-bytes-in-flight"),
+    (Shared::BodyProgress, "body-progress"),
+    (Shared::GrpcStreams, "grpc-max-streams"),
+    (Shared::Origins, "http-allowed-origins"),
+];
+
+static SHARED_REFUSED: [AtomicU64; SHARED.len()] = [const { AtomicU64::new(0) }; SHARED.len()];
+
+impl Shared {
+    /// Each of them, in the order of the table.
+    pub fn all() -> impl Iterator<Item = Shared> {
+        SHARED.iter().map(|(shared, _)| *shared)
+    }
+
+    /// Label of its metric.
+    pub fn name(self) -> &'static str {
+        SHARED[self as usize].1
+    }
+
+    /// Requests refused because of it since this process started.
+    pub fn num_refused(self) -> u64 {
+        SHARED_REFUSED[self as usize].load(Relaxed)
+    }
+
+    /// Counts a refusal.
+    pub fn count_refusal(self) {
+        SHARED_REFUSED[self as usize].fetch_add(1, Relaxed);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -200,6 +244,7 @@ mod tests {
     #[test]
     fn the_table_has_each_limit_at_its_place() {
         assert!(Limit::all().enumerate().all(|(index, limit)| limit as usize == index));
+        assert!(Shared::all().enumerate().all(|(index, shared)| shared as usize == index));
     }
 
     #[test]

@@ -1,0 +1,112 @@
+//! Which web pages may have a browser send requests here.
+//!
+//! A page cannot read the answers to a request to another server, and it can still have a browser send it: to a server on
+//! the user's own machine, too. What a page of another server sends is refused unless its origin is allowed. Clients other
+//! than browsers send no `Origin`.
+
+use std::str::FromStr;
+
+use http::header::{HOST, HeaderMap, HeaderName, ORIGIN};
+use http::{Method, Uri};
+
+const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
+
+/// Origins that are allowed beside the server's own.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Origins {
+    all: bool,
+    listed: Vec<String>,
+}
+
+impl FromStr for Origins {
+    type Err = String;
+
+    /// Such as `https://example.org,http://localhost:3000`, or `*` for all.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut origins = Self::default();
+        for origin in text.split(',').map(str::trim).filter(|origin| !origin.is_empty()) {
+            if origin == "*" {
+                origins.all = true;
+            } else if origin != "null" && authority(origin).is_none_or(|rest| rest.is_empty() || rest.contains('/')) {
+                return Err(format!("`{origin}` is no origin, expected `SCHEME://HOST[:PORT]`, `null` or `*`"));
+            } else {
+                origins.listed.push(origin.to_owned());
+            }
+        }
+        Ok(origins)
+    }
+}
+
+impl Origins {
+    /// Whether a request may be answered. One that changes nothing and costs no work always may.
+    ///
+    /// # Errors
+    /// What is said of one that may not.
+    pub fn check(&self, method: &Method, uri: &Uri, headers: &HeaderMap) -> Result<(), String> {
+        if self.all || matches!(*method, Method::GET | Method::HEAD) {
+            return Ok(());
+        }
+        let Some(origin) = headers.get(ORIGIN) else {
+            return match headers.get(SEC_FETCH_SITE) {
+                Some(site) if site == "cross-site" => Err(refusal("another site")),
+                _ => Ok(()),
+            };
+        };
+        let origin = origin.to_str().unwrap_or("?");
+        let host = || headers.get(HOST)?.to_str().ok();
+        let own = uri.authority().map(|authority| authority.as_str()).or_else(host);
+        let is_own = authority(origin).zip(own).is_some_and(|(origin, own)| origin.eq_ignore_ascii_case(own));
+        if is_own || self.listed.iter().any(|listed| listed.eq_ignore_ascii_case(origin)) {
+            return Ok(());
+        }
+        let shown: String = origin.chars().filter(|it| !it.is_control()).take(256).collect();
+        Err(refusal(&format!("'{shown}'")))
+    }
+}
+
+fn authority(origin: &str) -> Option<&str> {
+    origin.split_once("://").map(|(_, authority)| authority)
+}
+
+fn refusal(origin: &str) -> String {
+    format!("a web page of {origin} may not send this request; the server allows origins with --http-allowed-origins")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked(allowed: &str, method: Method, headers: &[(HeaderName, &str)]) -> bool {
+        let origins: Origins = allowed.parse().unwrap();
+        let headers = headers.iter().map(|(name, value)| (name.clone(), value.parse().unwrap())).collect();
+        origins.check(&method, &Uri::from_static("/v2/logging"), &headers).is_ok()
+    }
+
+    #[test]
+    fn a_page_of_another_server_is_refused_unless_it_is_allowed() {
+        let host = (HOST, "localhost:8000");
+        let from = |origin| [host.clone(), (ORIGIN, origin)];
+        assert!(asked("", Method::POST, &[host.clone()]), "clients that are no browsers");
+        assert!(asked("", Method::POST, &from("http://localhost:8000")));
+        assert!(asked("", Method::POST, &from("https://LocalHost:8000")), "behind a proxy that ends TLS");
+        assert!(asked("", Method::GET, &from("http://evil.example")));
+        for origin in
+            ["http://evil.example", "http://localhost:3000", "null", "x", "http://localhost:8000.evil.example"]
+        {
+            assert!(!asked("", Method::POST, &from(origin)), "{origin}");
+            assert!(asked("*", Method::POST, &from(origin)), "{origin}");
+        }
+        assert!(asked("http://a, http://localhost:3000", Method::POST, &from("http://localhost:3000")));
+        assert!(!asked("http://localhost:3000", Method::DELETE, &from("https://localhost:3000")));
+        assert!(asked("null", Method::PUT, &from("null")));
+        assert!(!asked("", Method::POST, &[host.clone(), (SEC_FETCH_SITE, "cross-site")]));
+        assert!(asked("", Method::POST, &[host, (SEC_FETCH_SITE, "same-origin")]));
+    }
+
+    #[test]
+    fn what_is_no_origin_is_refused_by_name() {
+        for text in ["example.org", "http://", "http://a/b"] {
+            assert!(text.parse::<Origins>().unwrap_err().contains(&format!("`{text}` is no origin")));
+        }
+    }
+}
