@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -161,16 +162,19 @@ fn cleaner(dir: &Path) -> io::Result<Child> {
     close_descriptors(withhold_secrets(&mut command, &[])).spawn()
 }
 
-/// Removes directories of servers that have ended.
+/// Removes directories of servers of this user that have ended.
 fn sweep(root: &Path) {
+    let own = rustix::process::geteuid().as_raw();
     for entry in fs::read_dir(root).into_iter().flatten().flatten() {
         let name = entry.file_name();
         let owner = name.to_str().and_then(|name| name.strip_prefix(NAME)).and_then(|rest| {
             let mut parts = rest.split('-');
             Some(ProcessId { pid: parts.next()?.parse().ok()?, start_time: parts.next()?.parse().ok()? })
         });
-        if owner.is_some_and(|owner| !owner.is_alive()) {
-            // Another user's stays.
+        // A folder of another user stays, whatever this one may remove: its name may say anything.
+        let is_own = || fs::symlink_metadata(entry.path()).is_ok_and(|found| found.is_dir() && found.uid() == own);
+        if owner.is_some_and(|owner| !owner.is_alive()) && is_own() {
+            // One that cannot be removed harms nobody.
             let _ = fs::remove_dir_all(entry.path());
         }
     }
@@ -221,7 +225,16 @@ mod tests {
         for dir in [&dead, &alive] {
             fs::create_dir(dir).unwrap();
         }
+        let (link, target) = (root.path().join(format!("{NAME}1-98-x")), root.path().join("target"));
+        fs::create_dir(&target).unwrap();
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        // Only root can make a folder another user's.
+        let foreign = root.path().join(format!("{NAME}1-97-x"));
+        fs::create_dir(&foreign).unwrap();
+        let is_foreign = std::os::unix::fs::chown(&foreign, Some(65_534), None).is_ok();
         sweep(root.path());
         assert!(!dead.exists() && alive.exists());
+        assert!(link.is_symlink() && target.exists());
+        assert_eq!(foreign.exists(), is_foreign);
     }
 }
