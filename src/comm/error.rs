@@ -11,6 +11,8 @@ pub enum CommError {
     NotBuilt { kind: &'static str },
     #[error("cannot use {kind} on this machine; install the MPI whose launcher started this rank")]
     Load { kind: &'static str, source: Box<dyn std::error::Error + Send + Sync> },
+    #[error("cannot start the thread that speaks MPI")]
+    Thread(#[source] std::io::Error),
     #[error("MPI did not start within {waited:?}: another rank did not come up, or cannot be reached")]
     StartTimeout { waited: Duration },
     #[error(

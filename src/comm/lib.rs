@@ -259,7 +259,7 @@ fn start_mpi(
         let _ = report.send(Ok((mpi.rank(), nodes)));
         Pump::new(mpi, queued, deliver, orders).run();
     };
-    let thread = thread::Builder::new().name("mpi".into()).spawn(run).expect("a thread can be started");
+    let thread = ipc::essential_thread("mpi", run).map_err(CommError::Thread)?;
     match started.recv_timeout(config.start_timeout) {
         Ok(Ok((rank, nodes))) => Ok((rank, nodes, Link { outgoing, thread })),
         Ok(Err(error)) => Err(error),

@@ -7,6 +7,7 @@
 //! - [`ProcessWatch`]: notices the end of any process at once, over a pidfd.
 //! - [`send_files`], [`receive_files`]: listening sockets that one world hands to the next.
 //! - [`bind_to_parent`], [`close_descriptors`], [`withhold_secrets`]: children that end with this process and inherit little.
+//! - [`essential_thread`]: a thread whose panic ends the process, with a reason.
 //! - [`lock`]: a mutex whose holder may have panicked.
 //! - [`answer_health`], [`ask_health`]: how a launcher learns whether its rank 0 is well.
 //!
@@ -36,6 +37,7 @@ pub mod futex;
 mod inherit;
 mod lock;
 mod output;
+mod panics;
 mod prefix;
 mod process;
 mod region;
@@ -51,6 +53,7 @@ pub use error::{IpcError, RecvError, SendError};
 pub use inherit::{close_descriptors, is_secret, withhold_secrets};
 pub use lock::lock;
 pub use output::end_with_the_reader;
+pub use panics::{essential_thread, on_essential_panic, panic_words};
 pub use prefix::Prefix;
 pub use process::{ProcessId, ProcessWatch, bind_to_parent, describe_exit, die_with_parent};
 pub use region::{Plain, REGION_MAGIC, Region};

@@ -39,7 +39,11 @@ impl Heartbeat {
     pub(crate) fn start(self: Arc<Self>, world: &Arc<World>, agents: &Arc<Agents>, timeout: Duration) {
         if world.size() > 1 && !timeout.is_zero() {
             let (world, agents) = (Arc::clone(world), Arc::clone(agents));
-            thread::spawn(move || self.ask(&world, &agents, timeout / MAX_MISSED));
+            let asked = Arc::clone(&world);
+            let ask = move || self.ask(&asked, &agents, timeout / MAX_MISSED);
+            if let Err(error) = ipc::essential_thread("heartbeat", ask) {
+                world.abort(EXIT_CODE, &format!("cannot start the thread that asks other ranks: {error}"));
+            }
         }
     }
 

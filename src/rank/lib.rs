@@ -18,6 +18,7 @@ mod log;
 mod metrics;
 mod metrics_args;
 mod open_files;
+mod panics;
 mod plan;
 mod relay;
 mod server;
@@ -70,6 +71,7 @@ pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
         .map_err(|source| RankError::Log { path: args.log_file.clone().unwrap_or_default(), source })?;
     let startup = startup::Startup::begin();
     let world = Arc::new(World::start(comm::Config::from_env())?);
+    panics::end_world(Arc::downgrade(&world));
     startup.reached("world");
     // The title only helps `ps`.
     let _ = set_process_title(&format!("trireme: rank {}", world.rank()));

@@ -34,11 +34,8 @@ pub(crate) fn run(
     let (answer, answers) = mpsc::sync_channel(1);
     leave_signals_to_rank_0(world, answers).map_err(RankError::Runtime)?;
     let sender = Arc::clone(world);
-    thread::spawn(move || {
-        for news in heard {
-            send(&sender, &[0], &news);
-        }
-    });
+    let carry = move || heard.into_iter().for_each(|news| send(&sender, &[0], &news));
+    ipc::essential_thread("relay", carry).map_err(RankError::Runtime)?;
     let incoming = world.incoming().expect("nobody else reads this rank's messages");
     let silence = if silence.is_zero() { FOREVER } else { silence };
     let mut num_silences = 0;
@@ -87,7 +84,7 @@ fn leave_signals_to_rank_0(world: &Arc<World>, answers: Receiver<()>) -> std::io
         let _inside = runtime.enter();
         Signals::new()?
     };
-    thread::spawn(move || {
+    ipc::essential_thread("signals", move || {
         runtime.block_on(signals.next());
         tracing::info!("this rank ends when rank 0 does, which drains if it was asked too");
         loop {
@@ -98,7 +95,7 @@ fn leave_signals_to_rank_0(world: &Arc<World>, answers: Receiver<()>) -> std::io
                 Err(RecvTimeoutError::Timeout) => world.abort(1, "was told to end, and rank 0 does not answer"),
             }
         }
-    });
+    })?;
     Ok(())
 }
 

@@ -5,7 +5,6 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
-use std::thread;
 use std::time::Duration;
 
 use backends::chat::ChatTemplates;
@@ -46,7 +45,7 @@ pub(crate) fn run(
     startup: Startup,
 ) -> Result<ExitCode, RankError> {
     let heartbeat = Heartbeat::new(world);
-    let agents = connect(world, agent, heard, Arc::clone(&heartbeat));
+    let agents = connect(world, agent, heard, Arc::clone(&heartbeat)).map_err(RankError::Runtime)?;
     heartbeat.start(world, &agents, Duration::from_secs(args.heartbeat_timeout));
     let runtime = runtime_of("front", num_front_threads(args.front_threads.into()))?;
     let grpc = runtime_of("grpc", args.grpc_threads.into())?;
@@ -92,7 +91,7 @@ fn connect(
     agent: &Arc<Agent>,
     heard: Receiver<FromAgent>,
     heartbeat: Arc<Heartbeat>,
-) -> Arc<Agents> {
+) -> std::io::Result<Arc<Agents>> {
     let (sender, own) = (Arc::clone(world), Arc::clone(agent));
     let agents = Arc::new(Agents::new(world.size(), nodes(world), move |ranks, message| match ranks {
         [0] => own.handle(message),
@@ -100,9 +99,9 @@ fn connect(
     }));
     let (local, remote) = (Arc::clone(&agents), Arc::clone(&agents));
     let asked = Arc::clone(world);
-    thread::spawn(move || heard.into_iter().for_each(|news| local.deliver(news)));
+    ipc::essential_thread("own-news", move || heard.into_iter().for_each(|news| local.deliver(news)))?;
     let incoming = world.incoming().expect("nobody else reads this rank's messages");
-    thread::spawn(move || {
+    ipc::essential_thread("news", move || {
         for (from, bytes) in incoming {
             heartbeat.heard(from);
             if bytes == heartbeat::BEAT {
@@ -119,8 +118,8 @@ fn connect(
                 }
             }
         }
-    });
-    agents
+    })?;
+    Ok(agents)
 }
 
 /// Which ranks share shared memory.

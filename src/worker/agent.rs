@@ -2,13 +2,17 @@
 
 use std::collections::HashMap;
 use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ipc::{Prefix, ProcessWatch, Ring, bind_to_parent, describe_exit, lock, sweep_all_stale, withhold_secrets};
+use ipc::{
+    Prefix, ProcessWatch, Ring, bind_to_parent, describe_exit, essential_thread, lock, sweep_all_stale,
+    withhold_secrets,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::node_relay::{NodeRelay, RelayedWorker};
@@ -162,7 +166,7 @@ impl Agent {
         match NodeRelay::start(workers, &self.events) {
             Ok(relay) => drop(lock(&self.relays).insert(first.instance, relay)),
             Err(error) => {
-                let reason = format!("its rings cannot be opened: {error}");
+                let reason = format!("its messages cannot be carried: {error}");
                 let ended = FromAgent::Ended { worker: first, reason, by_signal: false, last_lines: Vec::new() };
                 let _ = self.events.send(ended);
             }
@@ -175,10 +179,14 @@ impl Agent {
             _ => return,
         };
         let events = self.events.clone();
-        thread::spawn(move || {
+        let tell = move || {
             let text = said.stacks(watch.pid(), STACKS_PATIENCE);
             let _ = events.send(FromAgent::Stacks { worker, text });
-        });
+        };
+        if let Err(error) = essential_thread("stacks", tell) {
+            let text = format!("its stacks are not known, for no thread can be started: {error}");
+            let _ = self.events.send(FromAgent::Stacks { worker, text });
+        }
     }
 
     /// Workers that run now.
@@ -228,7 +236,11 @@ impl Agent {
             };
             let _ = events.send(ended);
         };
-        thread::Builder::new().name(format!("worker-{}", worker.tp_rank)).spawn(run).expect("a thread can be started");
+        if let Err(error) = essential_thread(format!("worker-{}", worker.tp_rank), run) {
+            let reason = format!("cannot start a thread for it: {error}");
+            let ended = FromAgent::Ended { worker, reason, by_signal: true, last_lines: Vec::new() };
+            let _ = self.events.send(ended);
+        }
         // A message that ends the worker must find it: the sender is dropped once it is known, or failed.
         let _ = wait_spawned.recv();
     }
@@ -238,22 +250,27 @@ impl Agent {
             Some(Held { watch, has_ended: false, .. }) => Arc::clone(watch),
             _ => return,
         };
-        thread::spawn(move || {
-            if !grace.is_zero() {
-                // Not SIGTERM, which workers leave to rank 0.
-                let _ = watch.signal(libc::SIGUSR1);
+        if !grace.is_zero() {
+            // Not SIGTERM, which workers leave to rank 0.
+            let _ = watch.signal(libc::SIGUSR1);
+            let ending = Arc::clone(&watch);
+            let kill_late = move || {
+                if !ending.wait(grace) {
+                    let _ = ending.signal(libc::SIGKILL);
+                }
+            };
+            if essential_thread("end-worker", kill_late).is_ok() {
+                return;
             }
-            if grace.is_zero() || !watch.wait(grace) {
-                let _ = watch.signal(libc::SIGKILL);
-            }
-        });
+        }
+        let _ = watch.signal(libc::SIGKILL);
     }
 }
 
 /// Kills a worker that does not run for `patience` because somebody stopped it: it neither loads nor ends.
 fn end_if_stopped(watch: Arc<ProcessWatch>, patience: Duration) {
     const LOOK: Duration = Duration::from_secs(1);
-    thread::spawn(move || {
+    let look = move || {
         let mut since = None;
         while !watch.wait(LOOK) {
             if !is_stopped(watch.pid()) {
@@ -263,7 +280,10 @@ fn end_if_stopped(watch: Arc<ProcessWatch>, patience: Duration) {
                 let _ = watch.signal(libc::SIGKILL);
             }
         }
-    });
+    };
+    if let Err(error) = essential_thread("look-for-stopped", look) {
+        tracing::warn!("a worker that is stopped will not be noticed, for no thread can be started: {error}");
+    }
 }
 
 fn is_stopped(pid: u32) -> bool {
@@ -329,9 +349,14 @@ fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerS
         }
     };
     let said = Arc::new(Said::default());
-    let (heard, stderr) = (Arc::clone(&said), child.stderr.take().expect("stderr is piped"));
-    let listen = move || heard.listen(worker.tp_rank, stderr);
-    thread::Builder::new().name(format!("hear-{}", worker.tp_rank)).spawn(listen).expect("a thread can be started");
+    let (heard, mut stderr) = (Arc::clone(&said), child.stderr.take().expect("stderr is piped"));
+    // A line that cannot be passed on is lost; the worker must not find its standard error closed for that.
+    let listen = move || while catch_unwind(AssertUnwindSafe(|| heard.listen(worker.tp_rank, &mut stderr))).is_err() {};
+    if let Err(error) = essential_thread(format!("hear-{}", worker.tp_rank), listen) {
+        let _ = child.kill();
+        let _ = child.wait();
+        return Err(format!("cannot start a thread that hears it: {error}"));
+    }
     let node = nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned();
     let announcement = FromAgent::Started { worker, pid, rank_pid: std::process::id(), node, plan_ring, output_ring };
     Ok(Started { child, said, watch, announcement, rings: [plan, output] })

@@ -3,10 +3,9 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread;
 use std::time::Duration;
 
-use ipc::{ProcessWatch, lock};
+use ipc::{ProcessWatch, essential_thread, lock};
 
 use crate::agent::{FromAgent, ToAgent};
 
@@ -141,7 +140,7 @@ impl Agents {
             return;
         }
         let agents = Arc::downgrade(self);
-        thread::spawn(move || {
+        let watch = move || {
             // One that is gone already cannot be watched, and need not be.
             if let Ok(watch) = ProcessWatch::new(pid) {
                 watch.wait(Duration::MAX);
@@ -149,7 +148,10 @@ impl Agents {
             if let Some(agents) = agents.upgrade() {
                 agents.deliver(FromAgent::RankLost { reason: format!("rank {rank} (process {pid}) has ended") });
             }
-        });
+        };
+        if let Err(error) = essential_thread(format!("watch-{rank}"), watch) {
+            tracing::warn!(rank, "its end will be noticed late, for no thread can be started: {error}");
+        }
     }
 }
 

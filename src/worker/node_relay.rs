@@ -1,13 +1,13 @@
 //! Rank 0's reach to the workers of another node: a plan comes once, and goes into the ring of each.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender, SyncSender};
-use std::thread;
 use std::time::Duration;
 
 use engine::plan;
-use ipc::{Doorbell, IpcError, Received, RingReceiver, RingSender};
+use ipc::{Doorbell, IpcError, Received, RingReceiver, RingSender, essential_thread};
 use serde::{Deserialize, Serialize};
 
 use crate::agent::{FromAgent, WorkerId};
@@ -40,19 +40,20 @@ pub(crate) struct NodeRelay {
 }
 
 impl NodeRelay {
-    pub(crate) fn start(workers: &[RelayedWorker], events: &Sender<FromAgent>) -> Result<Self, IpcError> {
+    pub(crate) fn start(workers: &[RelayedWorker], events: &Sender<FromAgent>) -> io::Result<Self> {
         let has_ended = Arc::new(AtomicBool::new(false));
         let (mut senders, mut doorbells) = (Vec::new(), Vec::new());
         for RelayedWorker { worker, plan_ring, output_ring } in workers {
-            senders.push((*worker, RingSender::open(&plan_ring.prefix.parse()?, &plan_ring.name)?));
-            let outputs = RingReceiver::open(&output_ring.prefix.parse()?, &output_ring.name)?;
+            let (sender, outputs) = open(plan_ring, output_ring).map_err(io::Error::other)?;
+            senders.push((*worker, sender));
             doorbells.push(outputs.doorbell());
             let (worker, events, has_ended) = (*worker, events.clone(), Arc::clone(&has_ended));
-            thread::spawn(move || tell_outputs(worker, outputs, &events, &has_ended));
+            let tell = move || tell_outputs(worker, outputs, &events, &has_ended);
+            essential_thread(format!("outputs-{}", worker.tp_rank), tell)?;
         }
         let (plans, waiting) = mpsc::sync_channel(MAX_WAITING);
         let events = events.clone();
-        thread::spawn(move || hand_out(waiting, senders, &events));
+        essential_thread("plans", move || hand_out(waiting, senders, &events))?;
         Ok(Self { plans, doorbells, has_ended })
     }
 
@@ -62,6 +63,11 @@ impl NodeRelay {
             tracing::error!("workers of this node do not take their plans");
         }
     }
+}
+
+fn open(plans: &ShmName, outputs: &ShmName) -> Result<(RingSender, RingReceiver), IpcError> {
+    let plans = RingSender::open(&plans.prefix.parse()?, &plans.name)?;
+    Ok((plans, RingReceiver::open(&outputs.prefix.parse()?, &outputs.name)?))
 }
 
 impl Drop for NodeRelay {

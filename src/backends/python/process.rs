@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use bytes::BytesMut;
-use ipc::{ProcessWatch, bind_to_parent, describe_exit, lock, withhold_secrets};
+use ipc::{ProcessWatch, bind_to_parent, describe_exit, essential_thread, lock, withhold_secrets};
 use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::net::UnixStream;
 use tokio::sync::{Notify, oneshot, watch};
@@ -54,7 +54,7 @@ impl Spawner {
                 }
             }
         };
-        thread::Builder::new().name("python-starter".to_owned()).spawn(run)?;
+        essential_thread("python-starter", run)?;
         Ok(Self { jobs })
     }
 
@@ -177,7 +177,7 @@ impl Process {
             watched.wait(Duration::MAX);
             let _ = exited.send(true);
         };
-        thread::Builder::new().name("python-watch".to_owned()).spawn(wait)?;
+        essential_thread("python-watch", wait)?;
         let connected = stream.peer_cred().ok().and_then(|peer| peer.pid()).and_then(|pid| u32::try_from(pid).ok());
         Ok(Self {
             pid: connected.filter(|_| others.is_some()).unwrap_or(child.id()),

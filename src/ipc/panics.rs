@@ -1,0 +1,104 @@
+//! What becomes of a panic: one line, and the end of a process that cannot go on without the thread.
+
+use std::any::Any;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::OnceLock;
+use std::thread::{self, JoinHandle};
+
+/// As the shell reports of a process that SIGABRT ended.
+const EXIT_CODE: i32 = 128 + libc::SIGABRT;
+/// Longest words of a panic that are kept.
+const MAX_WORDS: usize = 1 << 10;
+
+type Ending = Box<dyn Fn(&str) + Send + Sync>;
+
+/// Ends this process for the reason given.
+static ENDING: OnceLock<Ending> = OnceLock::new();
+
+/// From now on `end` ends this process when an [`essential_thread`] panics; without it, or if it returns, the process exits
+/// with status 134. Only the first call counts.
+pub fn on_essential_panic(end: impl Fn(&str) + Send + Sync + 'static) {
+    let _ = ENDING.set(Box::new(end));
+}
+
+/// Starts a thread without which this process would hang or go on wrong: a panic in it ends the process, with a reason.
+///
+/// # Errors
+/// When no thread can be started.
+pub fn essential_thread(name: impl Into<String>, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    let name = name.into();
+    let ends_as = name.clone();
+    thread::Builder::new().name(name).spawn(move || {
+        // Nothing that `body` may have left half done is used again.
+        if let Err(payload) = catch_unwind(AssertUnwindSafe(body)) {
+            let reason = format!("the thread `{ends_as}` panicked: {}", panic_words(&*payload));
+            match ENDING.get() {
+                Some(end) => end(&reason),
+                None => eprintln!("{reason}"),
+            }
+            std::process::exit(EXIT_CODE);
+        }
+    })
+}
+
+/// What a panic says, on one line: control characters are escaped, and what is too long is cut.
+pub fn panic_words(payload: &(dyn Any + Send)) -> String {
+    let text = payload.downcast_ref::<String>().map(String::as_str).or(payload.downcast_ref::<&str>().copied());
+    let text = text.unwrap_or("without words");
+    let mut words = String::new();
+    for character in text.chars() {
+        if words.len() >= MAX_WORDS {
+            words.push('…');
+            break;
+        }
+        match character.is_control()
+            || matches!(character, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+        {
+            true => words.extend(character.escape_default()),
+            false => words.push(character),
+        }
+    }
+    words
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Output};
+
+    use super::*;
+
+    #[test]
+    fn the_words_of_a_panic_are_one_line_and_not_too_long() {
+        assert_eq!(panic_words(&"a\nE ends\u{85}\u{202e} ü"), "a\\nE ends\\u{85}\\u{202e} ü");
+        assert_eq!(panic_words(&"x".repeat(5000)), "x".repeat(MAX_WORDS) + "…");
+        assert_eq!(panic_words(&7), "without words");
+    }
+
+    /// Plays its part where the test below has started it again.
+    #[test]
+    fn an_essential_thread_panics() {
+        let Ok(part) = std::env::var("PANICS_PART") else { return };
+        if part == "told" {
+            on_essential_panic(|reason| eprintln!("told: {reason}"));
+        }
+        let _ = essential_thread("pump", || panic!("first\nsecond")).unwrap().join();
+        unreachable!("the process has ended");
+    }
+
+    fn run(part: &str) -> Output {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["panics::tests::an_essential_thread_panics", "--exact", "--nocapture"]);
+        command.env("PANICS_PART", part).output().unwrap()
+    }
+
+    #[test]
+    fn a_panic_of_an_essential_thread_ends_the_process_with_a_reason() {
+        for (part, expected) in [("untold", "\nthe thread `pump`"), ("told", "\ntold: the thread `pump`")] {
+            let output = run(part);
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(EXIT_CODE), "{output:?}");
+            assert!(said.contains(&format!("{expected} panicked: first\\nsecond\n")), "{said}");
+        }
+    }
+}
