@@ -263,7 +263,8 @@ mod tests {
     fn every_list_has_a_limit() {
         let plain = || ModelInferRequest { model_name: "m".into(), inputs: vec![input("a")], ..Default::default() };
         assert!(scanned(&plain()).is_ok());
-        let cases: [(&str, fn(&mut ModelInferRequest)); 10] = [
+        type Change = fn(&mut ModelInferRequest);
+        let cases: [(&str, Change); 10] = [
             ("1025 inputs", |message| message.inputs = vec![InferInputTensor::default(); 1025]),
             ("1025 inputs", |message| message.raw_input_contents = vec![Bytes::new(); 1025]),
             ("1025 outputs", |message| message.outputs = vec![InferRequestedOutputTensor::default(); 1025]),

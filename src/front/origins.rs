@@ -86,7 +86,7 @@ mod tests {
     fn a_page_of_another_server_is_refused_unless_it_is_allowed() {
         let host = (HOST, "localhost:8000");
         let from = |origin| [host.clone(), (ORIGIN, origin)];
-        assert!(asked("", Method::POST, &[host.clone()]), "clients that are no browsers");
+        assert!(asked("", Method::POST, std::slice::from_ref(&host)), "clients that are no browsers");
         assert!(asked("", Method::POST, &from("http://localhost:8000")));
         assert!(asked("", Method::POST, &from("https://LocalHost:8000")), "behind a proxy that ends TLS");
         assert!(asked("", Method::GET, &from("http://evil.example")));
