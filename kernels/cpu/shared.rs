@@ -24,8 +24,27 @@ impl<T> SharedOut<T> {
     #[inline(always)]
     #[allow(clippy::mut_from_ref)]
     pub(crate) unsafe fn slice<'a>(&self, start: usize, len: usize) -> &'a mut [T] {
-        assert!(start + len <= self.len, "a part lies within its whole");
+        let is_within = start.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(is_within, "a part lies within its whole");
         // SAFETY: within bounds by the check, disjoint by the caller.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_beyond_the_whole_is_refused_whatever_its_numbers() {
+        let mut data = [0_u32; 8];
+        for (start, len) in [(0, 9), (8, 1), (9, 0), (usize::MAX, 1), (1, usize::MAX), (usize::MAX - 3, 8)] {
+            let out = SharedOut::new(&mut data);
+            // SAFETY: the array outlives the part, and there is no other.
+            let taken = std::panic::catch_unwind(|| unsafe { out.slice(start, len).len() });
+            assert!(taken.is_err(), "{len} from {start} were given");
+        }
+        // SAFETY: as above.
+        assert_eq!(unsafe { SharedOut::new(&mut data).slice(3, 5).len() }, 5);
     }
 }

@@ -53,6 +53,8 @@ pub(crate) struct Group {
     /// To one worker of each other node.
     outgoing: Vec<TcpStream>,
     frame: Vec<u8>,
+    /// Copies of the others' parts: shared memory is never borrowed, for its writer is another process.
+    parts: Vec<Vec<f32>>,
 }
 
 /// What the workers of a node share, mapped.
@@ -92,14 +94,17 @@ impl Group {
         for (stream, socket) in streams.incoming {
             let (meeting, from) = (Arc::clone(&meeting), (stream.from - first) as usize);
             // Ends with its stream: who waits for that worker then runs into the timeout, or is ended before.
-            thread::spawn(move || while meeting.take_part(&socket, from).is_ok() {});
+            let mut part = vec![0.0; SLOT];
+            thread::spawn(move || while meeting.take_part(&socket, from, &mut part).is_ok() {});
         }
         let outgoing: Vec<TcpStream> = streams.outgoing.into_iter().map(|(_, socket)| socket).collect();
         for socket in &outgoing {
             let set = socket.set_write_timeout(Some(timeout));
             set.map_err(|error| DeviceError::Call { call: "setting a timeout".into(), reason: error.to_string() })?;
         }
-        Ok(Self { meeting, exchanges: 0, outgoing, frame: Vec::new() })
+        let own = meeting.config.tensor_parallel.rank as usize;
+        let parts = (0..size).map(|rank| vec![0.0; if rank == own { 0 } else { SLOT }]).collect();
+        Ok(Self { meeting, exchanges: 0, outgoing, frame: Vec::new(), parts })
     }
 
     pub(crate) fn tensor_parallel(&self) -> TensorParallel {
@@ -151,32 +156,42 @@ impl Group {
         Ok(())
     }
 
-    /// Shows `mine` to all and returns everyone's part in rank order, valid until the exchange after the next.
-    fn exchange(
-        &mut self,
+    /// Shows `mine`, at most a slot, to all and returns everyone's part in rank order.
+    fn exchange<'a>(
+        &'a mut self,
         collective: &str,
-        mine: &[f32],
+        mine: &'a [f32],
         len_of: Option<&dyn Fn(usize) -> usize>,
-    ) -> Result<Vec<&[f32]>, DeviceError> {
+    ) -> Result<Vec<&'a [f32]>, DeviceError> {
+        assert!(mine.len() <= SLOT, "callers cut parts to slots");
         self.exchanges = self.exchanges.wrapping_add(1);
         let TensorParallel { rank, size } = self.tensor_parallel();
         let (rank, size) = (rank as usize, size as usize);
         let slot = self.meeting.slot(self.exchanges, rank);
-        // SAFETY: a slot's half is written by its worker alone, while nobody reads it: all have read its last
-        // contents, since they took part in the exchange that followed.
+        // SAFETY: a slot has room for `SLOT` numbers, and no reference to it is ever made. Its half is written by its
+        // worker alone, while nobody reads it: all have read its last contents, since they took part in the exchange that
+        // followed.
         unsafe { std::ptr::copy_nonoverlapping(mine.as_ptr(), slot, mine.len()) };
         self.meeting.arrive(self.exchanges, rank);
         self.send(collective, mine)?;
         for other in (0..size).filter(|other| *other != rank) {
             self.meeting.wait_for(self.exchanges, other, collective)?;
         }
-        let part = |rank: usize| {
-            let len = len_of.map_or(mine.len(), |len_of| len_of(rank));
-            // SAFETY: the worker wrote `len` numbers before it arrived, and writes this half again only after this
-            // worker's next exchange, which needs `&mut self`.
-            unsafe { std::slice::from_raw_parts(self.meeting.slot(self.exchanges, rank), len) }
-        };
-        Ok((0..size).map(part).collect())
+        let mut parts = Vec::with_capacity(size);
+        for (other, copy) in self.parts.iter_mut().enumerate() {
+            if other == rank {
+                parts.push(mine);
+                continue;
+            }
+            let len = len_of.map_or(mine.len(), |len_of| len_of(other)).min(SLOT);
+            let slot = self.meeting.slot(self.exchanges, other);
+            // SAFETY: slot and copy have room for `SLOT` numbers. The worker wrote `len` of them before it arrived, and
+            // writes this half again only after this worker's next exchange; one that does not keep to that spoils the
+            // numbers, nothing else.
+            unsafe { std::ptr::copy_nonoverlapping(slot, copy.as_mut_ptr(), len) };
+            parts.push(&copy[..len]);
+        }
+        Ok(parts)
     }
 
     /// Sends this worker's part to the other nodes.
@@ -200,7 +215,7 @@ impl Group {
 
 impl Meeting {
     /// Waits for a part of worker `from`, on another node, and puts it where the workers of this one look for it.
-    fn take_part(&self, mut socket: &TcpStream, from: usize) -> std::io::Result<()> {
+    fn take_part(&self, mut socket: &TcpStream, from: usize, part: &mut [f32]) -> std::io::Result<()> {
         let mut frame = [0; FRAME_BYTES];
         socket.read_exact(&mut frame)?;
         let word = |at: usize| u32::from_le_bytes(frame[at..at + 4].try_into().expect("four bytes"));
@@ -208,10 +223,11 @@ impl Meeting {
         if len > SLOT || exchange != self.arrived(from).load(Ordering::Relaxed).wrapping_add(1) {
             return Err(std::io::Error::other("a part out of turn"));
         }
-        // SAFETY: this thread alone writes the slots of `from` on this node; the half is free, as `from` sends a part
-        // only after all have come to the exchange before, and so have read the one before that. Any bytes are numbers.
-        let slot = unsafe { std::slice::from_raw_parts_mut(self.slot(exchange, from), len) };
-        socket.read_exact(bytemuck::cast_slice_mut(slot))?;
+        let part = &mut part[..len];
+        socket.read_exact(bytemuck::cast_slice_mut(part))?;
+        // SAFETY: a slot has room for `SLOT` numbers. This thread alone writes the slots of `from` on this node; the half is
+        // free, as `from` sends a part only after all have come to the exchange before, and so have read the one before that.
+        unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), self.slot(exchange, from), len) };
         self.arrive(exchange, from);
         Ok(())
     }

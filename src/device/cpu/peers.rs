@@ -3,9 +3,9 @@
 //! Streams rather than MPI through the ranks: a part then goes from a worker's memory to the other node's shared memory
 //! with one thread woken on the way, where ranks would add two rings and two polled MPI queues. A stream carries bytes one way, so no two writers can wait for each other.
 
-use std::hash::{BuildHasher, RandomState};
-use std::io::{Read, Write};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -17,8 +17,14 @@ use crate::cuda::Exchange;
 
 /// How long one address of a peer may take to answer before the next is tried.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Connection, greeting, answer: token, then a number.
-const GREETING_BYTES: usize = 16;
+/// What tells the model's own connections from those of others: random, and new for each start.
+const TOKEN_BYTES: usize = 16;
+type Token = [u8; TOKEN_BYTES];
+/// Connection, greeting, answer: token, worker, what for.
+const GREETING_BYTES: usize = TOKEN_BYTES + 8;
+type Greeting = [u8; GREETING_BYTES];
+/// Connections that have not said yet whose they are; more wait in the kernel.
+const MAX_UNKNOWN: usize = 64;
 
 /// All workers of a model, stage by stage, as one of them sees them.
 #[derive(Clone)]
@@ -104,28 +110,79 @@ impl Peers {
             call: format!("{what} of worker {}", self.me),
             reason: error.to_string(),
         };
-        let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).map_err(|error| failed("listening", error))?;
-        let port = listener.local_addr().map_err(|error| failed("listening", error))?.port();
-        let heard = self.exchange.gather(&self.card(port))?;
-        let cards: Vec<Card> = heard.iter().map(|bytes| Card::from_bytes(bytes)).collect();
+        let expected: Vec<Stream> = streams.iter().copied().filter(|stream| stream.to == self.me).collect();
+        // First who is where, so that each listens only where those who call it can come from.
+        let addresses: Vec<Vec<IpAddr>> = self.gather(&self.addresses)?;
+        let callers: Vec<IpAddr> = expected.iter().flat_map(|stream| addresses[stream.from as usize].clone()).collect();
+        let listeners = listen(&towards(&callers, &self.addresses)).map_err(|error| failed("listening", error))?;
+        let sockets = listeners.iter().map(TcpListener::local_addr).collect::<io::Result<Vec<_>>>();
+        let token = random_token().map_err(|error| failed("drawing a token", error))?;
+        let card = Card { token, sockets: sockets.map_err(|error| failed("listening", error))? };
+        let cards: Vec<Card> =
+            self.exchange.gather(&card.to_bytes())?.iter().map(|bytes| Card::from_bytes(bytes)).collect();
         let token = cards[0].token;
         let deadline = Instant::now() + self.timeout;
-        let expected: Vec<Stream> = streams.iter().copied().filter(|stream| stream.to == self.me).collect();
-        let accepting = thread::spawn(move || accept(&listener, token, expected, deadline));
+        let accepting = thread::spawn(move || accept(&listeners, token, expected, deadline));
         let connect = |stream: Stream| {
             let card = &cards[stream.to as usize];
             call(stream, card, &self.addresses, token, deadline).map(|socket| (stream, socket))
         };
         let outgoing: Result<Vec<_>, DeviceError> =
             streams.iter().copied().filter(|stream| stream.from == self.me).map(connect).collect();
-        let incoming = accepting.join().expect("the accepting thread does not panic");
+        let incoming = accepting.join().unwrap_or_else(|_| {
+            Err(DeviceError::Call { call: "accepting workers of other nodes".into(), reason: "it panicked".into() })
+        });
         Ok(Streams { outgoing: outgoing?, incoming: incoming? })
     }
 
-    fn card(&self, port: u16) -> Vec<u8> {
-        let token = RandomState::new().hash_one(std::process::id());
-        Card { token, port, addresses: self.addresses.clone() }.to_bytes()
+    /// What each worker gave, of what this one gives.
+    fn gather(&self, mine: &[IpAddr]) -> Result<Vec<Vec<IpAddr>>, DeviceError> {
+        let heard = self.exchange.gather(&words(mine))?;
+        Ok(heard.iter().map(|bytes| parsed(bytes)).collect())
     }
+}
+
+fn words<T: ToString>(items: &[T]) -> Vec<u8> {
+    items.iter().map(T::to_string).collect::<Vec<_>>().join(" ").into_bytes()
+}
+
+fn parsed<T: std::str::FromStr>(bytes: &[u8]) -> Vec<T> {
+    String::from_utf8_lossy(bytes).split(' ').filter_map(|word| word.parse().ok()).collect()
+}
+
+/// Those of `own` addresses from which this machine would reach `callers`; all of them when routes tell nothing.
+fn towards(callers: &[IpAddr], own: &[IpAddr]) -> Vec<IpAddr> {
+    let source = |caller: &IpAddr| -> io::Result<IpAddr> {
+        let any: IpAddr = if caller.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+        let socket = UdpSocket::bind((any, 0))?;
+        // Sends nothing: the kernel looks for a route, and with it for an address of this machine.
+        socket.connect((*caller, 9))?;
+        Ok(socket.local_addr()?.ip())
+    };
+    let callers = callers.iter().filter(|caller| !own.contains(caller));
+    let mut sources: Vec<IpAddr> =
+        callers.filter_map(|caller| source(caller).ok()).filter(|ip| own.contains(ip)).collect();
+    sources.sort_unstable();
+    sources.dedup();
+    if sources.is_empty() { own.to_vec() } else { sources }
+}
+
+/// A listener on each of `addresses`; on loopback alone where there is none.
+fn listen(addresses: &[IpAddr]) -> io::Result<Vec<TcpListener>> {
+    let loopback = [IpAddr::V4(Ipv4Addr::LOCALHOST)];
+    let addresses = if addresses.is_empty() { &loopback[..] } else { addresses };
+    let listener = |address: &IpAddr| {
+        let listener = TcpListener::bind((*address, 0))?;
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    };
+    addresses.iter().map(listener).collect()
+}
+
+fn random_token() -> io::Result<Token> {
+    let mut token = [0; TOKEN_BYTES];
+    File::open("/dev/urandom")?.read_exact(&mut token)?;
+    Ok(token)
 }
 
 /// All streams of a model: parts go from every worker to one worker of each other node of its stage, the receivers taken
@@ -157,35 +214,37 @@ pub(crate) fn streams(nodes: &[u32], num_stages: u32) -> Vec<Stream> {
 
 /// How to reach a worker; worker 0's token tells the model's own connections from strangers'.
 struct Card {
-    token: u64,
-    port: u16,
-    addresses: Vec<IpAddr>,
+    token: Token,
+    sockets: Vec<SocketAddr>,
 }
 
 impl Card {
     fn to_bytes(&self) -> Vec<u8> {
-        let addresses: Vec<String> = self.addresses.iter().map(IpAddr::to_string).collect();
-        format!("{} {} {}", self.token, self.port, addresses.join(" ")).into_bytes()
+        [&self.token[..], &words(&self.sockets)].concat()
     }
 
     fn from_bytes(bytes: &[u8]) -> Self {
-        let text = String::from_utf8_lossy(bytes);
-        let mut words = text.split(' ');
-        let mut number = || words.next().and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
-        let (token, port) = (number(), number() as u16);
-        Self { token, port, addresses: words.filter_map(|word| word.parse().ok()).collect() }
+        let (token, sockets) = bytes.split_first_chunk().unwrap_or((&[0; TOKEN_BYTES], &[]));
+        Self { token: *token, sockets: parsed(sockets) }
     }
 }
 
 /// Opens `stream` to whoever `card` is of, on the first of its addresses that answers.
-fn call(stream: Stream, card: &Card, own: &[IpAddr], token: u64, deadline: Instant) -> Result<TcpStream, DeviceError> {
+fn call(
+    stream: Stream,
+    card: &Card,
+    own: &[IpAddr],
+    token: Token,
+    deadline: Instant,
+) -> Result<TcpStream, DeviceError> {
     // One that this machine has as well, as of a container bridge, leads back here. Nearest first.
-    let mut addresses: Vec<IpAddr> = card.addresses.iter().copied().filter(|address| !own.contains(address)).collect();
-    addresses.sort_by_key(|&address| std::cmp::Reverse(own.iter().map(|&mine| common_bits(mine, address)).max()));
+    let is_elsewhere = |socket: &SocketAddr| !own.contains(&socket.ip());
+    let mut addresses: Vec<SocketAddr> = card.sockets.iter().copied().filter(is_elsewhere).collect();
+    addresses.sort_by_key(|address| std::cmp::Reverse(own.iter().map(|&mine| common_bits(mine, address.ip())).max()));
     let mut reasons = Vec::new();
     loop {
         for &address in &addresses {
-            match greet(SocketAddr::new(address, card.port), stream, token) {
+            match greet(address, stream, token) {
                 Ok(socket) => return Ok(socket),
                 Err(error) => reasons.push(format!("{address}: {error}")),
             }
@@ -202,66 +261,107 @@ fn call(stream: Stream, card: &Card, own: &[IpAddr], token: u64, deadline: Insta
     }
 }
 
-fn greet(address: SocketAddr, stream: Stream, token: u64) -> std::io::Result<TcpStream> {
+fn greet(address: SocketAddr, stream: Stream, token: Token) -> io::Result<TcpStream> {
     let mut socket = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT)?;
     socket.set_nodelay(true)?;
     socket.set_read_timeout(Some(CONNECT_TIMEOUT))?;
     socket.write_all(&greeting(token, stream.from, stream.carries))?;
     let mut answer = [0; GREETING_BYTES];
     socket.read_exact(&mut answer)?;
-    if answer != greeting(token, stream.to, stream.carries) {
-        return Err(std::io::Error::other("another program answers there"));
+    if !is_equal(&answer, &greeting(token, stream.to, stream.carries)) {
+        return Err(io::Error::other("another program answers there"));
     }
     socket.set_read_timeout(None)?;
     Ok(socket)
 }
 
-fn greeting(token: u64, worker: u32, carries: Use) -> [u8; GREETING_BYTES] {
+fn greeting(token: Token, worker: u32, carries: Use) -> Greeting {
     let mut bytes = [0; GREETING_BYTES];
-    bytes[..8].copy_from_slice(&token.to_le_bytes());
-    bytes[8..12].copy_from_slice(&worker.to_le_bytes());
-    bytes[12] = carries as u8;
+    bytes[..TOKEN_BYTES].copy_from_slice(&token);
+    bytes[TOKEN_BYTES..TOKEN_BYTES + 4].copy_from_slice(&worker.to_le_bytes());
+    bytes[TOKEN_BYTES + 4] = carries as u8;
     bytes
 }
 
-/// Takes the `expected` streams in whatever order they come; strangers are sent away.
+/// In the same time wherever they differ: else a stranger could guess a token byte by byte.
+fn is_equal(one: &Greeting, other: &Greeting) -> bool {
+    let difference = one.iter().zip(other).fold(0, |difference, (one, other)| difference | (one ^ other));
+    std::hint::black_box(difference) == 0
+}
+
+/// A connection that has not said yet whose it is.
+struct Unknown {
+    socket: TcpStream,
+    said: Greeting,
+    len: usize,
+    deadline: Instant,
+}
+
+/// Takes the `expected` streams in whatever order they come; strangers are sent away, and silent ones hold up nobody.
 fn accept(
-    listener: &TcpListener,
-    token: u64,
+    listeners: &[TcpListener],
+    token: Token,
     mut expected: Vec<Stream>,
     deadline: Instant,
 ) -> Result<Vec<(Stream, TcpStream)>, DeviceError> {
-    let failed = |reason: String| DeviceError::Call { call: "accepting workers of other nodes".into(), reason };
-    listener.set_nonblocking(true).map_err(|error| failed(error.to_string()))?;
-    let mut accepted = Vec::new();
+    let (mut accepted, mut unknown) = (Vec::new(), Vec::<Unknown>::new());
     while !expected.is_empty() {
-        if let Ok((socket, _)) = listener.accept()
-            && let Ok((stream, socket)) = answer(socket, token, &expected)
-        {
-            expected.retain(|&other| other != stream);
-            accepted.push((stream, socket));
-        } else if Instant::now() >= deadline {
+        let now = Instant::now();
+        for listener in listeners {
+            while unknown.len() < MAX_UNKNOWN
+                && let Ok((socket, _)) = listener.accept()
+            {
+                if socket.set_nonblocking(true).is_ok() {
+                    let said = [0; GREETING_BYTES];
+                    unknown.push(Unknown { socket, said, len: 0, deadline: now + CONNECT_TIMEOUT });
+                }
+            }
+        }
+        for mut connection in std::mem::take(&mut unknown) {
+            match connection.hear() {
+                Ok(true) => {
+                    if let Ok((stream, socket)) = connection.answer(token, &expected) {
+                        expected.retain(|&other| other != stream);
+                        accepted.push((stream, socket));
+                    }
+                }
+                Ok(false) if now < connection.deadline => unknown.push(connection),
+                Ok(false) | Err(_) => {}
+            }
+        }
+        if now >= deadline && !expected.is_empty() {
             let missing: Vec<String> = expected.iter().map(|stream| stream.from.to_string()).collect();
             let reason = format!("no connection from worker {} in time; is a firewall between?", missing.join(", "));
-            return Err(failed(reason));
-        } else {
-            thread::sleep(Duration::from_millis(1));
+            return Err(DeviceError::Call { call: "accepting workers of other nodes".into(), reason });
         }
+        thread::sleep(Duration::from_millis(1));
     }
     Ok(accepted)
 }
 
-fn answer(mut socket: TcpStream, token: u64, expected: &[Stream]) -> std::io::Result<(Stream, TcpStream)> {
-    socket.set_nonblocking(false)?;
-    socket.set_nodelay(true)?;
-    socket.set_read_timeout(Some(CONNECT_TIMEOUT))?;
-    let mut bytes = [0; GREETING_BYTES];
-    socket.read_exact(&mut bytes)?;
-    let known = expected.iter().find(|stream| greeting(token, stream.from, stream.carries) == bytes);
-    let stream = *known.ok_or_else(|| std::io::Error::other("a stranger"))?;
-    socket.write_all(&greeting(token, stream.to, stream.carries))?;
-    socket.set_read_timeout(None)?;
-    Ok((stream, socket))
+impl Unknown {
+    /// Whether all was said.
+    fn hear(&mut self) -> io::Result<bool> {
+        match self.socket.read(&mut self.said[self.len..]) {
+            Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => {
+                self.len += read;
+                Ok(self.len == GREETING_BYTES)
+            }
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn answer(self, token: Token, expected: &[Stream]) -> io::Result<(Stream, TcpStream)> {
+        let Self { mut socket, said, .. } = self;
+        let known = expected.iter().find(|stream| is_equal(&greeting(token, stream.from, stream.carries), &said));
+        let stream = *known.ok_or_else(|| io::Error::other("a stranger"))?;
+        socket.set_nonblocking(false)?;
+        socket.set_nodelay(true)?;
+        socket.write_all(&greeting(token, stream.to, stream.carries))?;
+        Ok((stream, socket))
+    }
 }
 
 /// Leading bits that two addresses share: more, the nearer.
@@ -276,6 +376,40 @@ fn common_bits(one: IpAddr, other: IpAddr) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn silent_and_foreign_connections_hold_up_no_worker() {
+        let listeners = listen(&[IpAddr::V4(Ipv4Addr::LOCALHOST)]).unwrap();
+        let address = listeners[0].local_addr().unwrap();
+        assert!(address.ip().is_loopback());
+        let stream = Stream { from: 1, to: 0, carries: Use::Parts };
+        let token = random_token().unwrap();
+        assert_ne!(token, random_token().unwrap());
+        // Each of them once took its seconds, one after the other.
+        let _silent: Vec<_> = (0..20).map(|_| TcpStream::connect(address).unwrap()).collect();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let accepting = thread::spawn(move || accept(&listeners, token, vec![stream], deadline));
+        let mut wrong = token;
+        wrong[TOKEN_BYTES - 1] ^= 1;
+        assert!(greet(address, stream, wrong).is_err(), "a wrong token was answered");
+        assert!(greet(address, Stream { from: 2, ..stream }, token).is_err(), "an unexpected worker was answered");
+        greet(address, stream, token).unwrap();
+        assert_eq!(accepting.join().unwrap().unwrap()[0].0, stream);
+    }
+
+    #[test]
+    fn a_worker_listens_only_where_its_callers_come_from() {
+        let own = ["127.0.0.1", "192.0.2.1"].map(|address| address.parse::<IpAddr>().unwrap());
+        let callers = ["127.0.0.9".parse().unwrap()];
+        assert_eq!(towards(&callers, &own), [own[0]]);
+        assert_eq!(towards(&callers, &own[1..]), [own[1]], "what routes do not know is not left out");
+        assert_eq!(towards(&[own[1]], &own), own, "an address of its own is nobody else's");
+        let listeners = listen(&own[..1]).unwrap();
+        assert!(listeners.iter().all(|listener| listener.local_addr().unwrap().ip() == own[0]));
+        let card = Card { token: [7; TOKEN_BYTES], sockets: vec![listeners[0].local_addr().unwrap()] };
+        let same = Card::from_bytes(&card.to_bytes());
+        assert_eq!((same.token, same.sockets), (card.token, card.sockets));
+    }
 
     #[test]
     fn one_node_needs_no_stream() {

@@ -42,6 +42,12 @@ impl Pipeline {
     pub(crate) fn join(peers: &Peers, streams: Streams, max_floats: usize) -> Result<Self, DeviceError> {
         let stage = PipelineStage { index: peers.stage(), count: peers.num_stages };
         let (mut incoming, mut outgoing) = (streams.incoming, streams.outgoing);
+        // A stage also waits for those before it to compute.
+        let timeout = peers.timeout * (stage.count + 1);
+        for (_, socket) in incoming.iter().chain(&outgoing) {
+            let set = socket.set_read_timeout(Some(timeout)).and_then(|()| socket.set_write_timeout(Some(timeout)));
+            set.map_err(|error| DeviceError::Call { call: "setting a timeout".into(), reason: error.to_string() })?;
+        }
         // The receiver makes the ring, so a sender that is early waits for it.
         let from = match (stage.is_first(), incoming.pop()) {
             (true, _) => None,
@@ -53,8 +59,6 @@ impl Pipeline {
             (false, Some((_, socket))) => Some(Sender::Stream(write_behind(socket))),
             (false, None) => Some(Sender::Ring(await_ring(peers)?)),
         };
-        // A stage also waits for those before it to compute.
-        let timeout = peers.timeout * (stage.count + 1);
         Ok(Self { stage, from, to, bytes: Vec::new(), timeout })
     }
 
