@@ -81,9 +81,8 @@ impl ClientSlice {
         })
     }
 
-    fn overlaps(&self, other: &Self) -> bool {
-        let ends_before = |one: &Self, two: &Self| one.offset.saturating_add(one.byte_size) <= two.offset;
-        self.object == other.object && !ends_before(self, other) && !ends_before(other, self)
+    fn end(&self) -> u64 {
+        self.offset.saturating_add(self.byte_size)
     }
 
     /// Why a region that was registered cannot be used.
@@ -114,6 +113,28 @@ impl ClientMemory {
     }
 }
 
+/// Bytes that outputs are written to: object, beginning, and the furthest end of any that begin no later, in this order.
+struct Written(Vec<((u64, u64), u64, u64)>);
+
+impl Written {
+    fn new(outputs: &[(String, ClientSlice)]) -> Self {
+        let mut parts: Vec<_> = outputs.iter().map(|(_, it)| (it.object, it.offset, it.end())).collect();
+        parts.sort_unstable();
+        for index in 1..parts.len() {
+            if parts[index].0 == parts[index - 1].0 {
+                parts[index].2 = parts[index].2.max(parts[index - 1].2);
+            }
+        }
+        Self(parts)
+    }
+
+    fn overlaps(&self, input: &ClientSlice) -> bool {
+        let begins_before_its_end = |&(object, begin, _): &_| (object, begin) < (input.object, input.end());
+        let count = self.0.partition_point(begins_before_its_end);
+        self.0[..count].last().is_some_and(|&(object, _, end)| object == input.object && end > input.offset)
+    }
+}
+
 impl InferRequest {
     /// Copies the inputs out of the client's memory, for a model that does not look there.
     ///
@@ -129,8 +150,8 @@ impl InferRequest {
     /// # Errors
     /// When the memory has shrunk.
     pub fn fetch_overwritten_inputs(&mut self) -> Result<(), InferError> {
-        let outputs = self.client_memory.outputs.clone();
-        self.fetch(|input| outputs.iter().any(|(_, output)| input.overlaps(output)))
+        let written = Written::new(&self.client_memory.outputs);
+        self.fetch(|input| written.overlaps(input))
     }
 
     fn fetch(&mut self, chosen: impl Fn(&ClientSlice) -> bool) -> Result<(), InferError> {
@@ -173,6 +194,27 @@ mod tests {
             request.fetch_overwritten_inputs().unwrap();
             assert_eq!(request.inputs[0].data.len(), if copied { 4 } else { 0 }, "output at {output_at}");
             assert_eq!(request.client_memory.input("IN").is_none(), copied);
+        }
+    }
+
+    #[test]
+    fn of_many_outputs_each_is_compared() {
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        let slice = |object: u64, offset: u64, byte_size: u64| ClientSlice {
+            file: file.clone(),
+            object: (1, object),
+            offset,
+            byte_size,
+            region: String::new(),
+            budget: None,
+        };
+        let outputs = [(1, 3, 9), (1, 4, 1), (2, 0, 2), (2, 8, 2), (3, 5, u64::MAX), (1, 20, 1)];
+        let written = Written::new(&outputs.map(|(object, at, size)| ("OUT".to_owned(), slice(object, at, size))));
+        for (object, at, size) in (0..5).flat_map(|object| (0..25).map(move |at| (object, at, 1 + at % 4))) {
+            let is_hit = outputs.iter().any(|&(other, begin, len): &(u64, u64, u64)| {
+                other == object && begin < at + size && at < begin.saturating_add(len)
+            });
+            assert_eq!(written.overlaps(&slice(object, at, size)), is_hit, "{object}: {at}, {size}");
         }
     }
 
