@@ -14,6 +14,7 @@ use crate::http_infer::{model_parameter, set_parameter};
 use crate::json::{self, Value, in_field};
 use crate::json_writer::JsonWriter;
 use crate::shapes::fit_shape;
+use crate::status::shown;
 
 /// Reads a request: keys that name inputs become tensors, all others parameters.
 ///
@@ -236,6 +237,7 @@ impl Events {
 
 /// `{"error": …}`
 pub fn error_text(message: &str) -> Vec<u8> {
+    let message = shown(message);
     let mut writer = JsonWriter::with_capacity(message.len() + 16);
     writer.begin_object();
     writer.member("error", message.as_bytes());

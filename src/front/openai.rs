@@ -23,6 +23,7 @@ use crate::openai_answer::{Choices, Head, Piece};
 use crate::openai_request::{Asked, Prompts};
 use crate::restricted::Api;
 use crate::state::State;
+use crate::status::shown;
 use crate::{forward, generate, json, openai_request};
 
 /// Turns conversations into prompts: whoever starts the front knows where chat templates are.
@@ -70,7 +71,7 @@ impl ApiError {
 
     pub(crate) fn json(&self) -> Value {
         let kind = if self.status.is_server_error() { "server_error" } else { "invalid_request_error" };
-        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
+        json!({"error": {"message": shown(&self.message), "type": kind, "param": self.param, "code": self.code}})
     }
 }
 

@@ -1,5 +1,7 @@
 //! The one table from error kinds to what each protocol says.
 
+use std::borrow::Cow;
+
 use http::StatusCode;
 use serving::{ErrorKind, InferError};
 use tonic::{Code, Status};
@@ -41,9 +43,35 @@ pub const RETRY_AFTER_SECS: u64 = 1;
 
 /// The gRPC status of an error, with its words; what is unavailable also says when to come again, as HTTP does.
 pub fn grpc_status(error: InferError) -> Status {
-    let mut status = Status::new(grpc_code(error.kind), error.message);
+    let mut status = Status::new(grpc_code(error.kind), shown(&error.message));
     if error.kind == ErrorKind::Unavailable {
         status.metadata_mut().insert("retry-after", RETRY_AFTER_SECS.into());
     }
     status
+}
+
+/// Most bytes of an error that a client is sent. Errors repeat what was wrong, and what a client sends may be long.
+const MAX_MESSAGE_BYTES: usize = 8 << 10;
+
+/// An error's message as clients are sent it: as it is, or its beginning and how long it was.
+pub fn shown(message: &str) -> Cow<'_, str> {
+    if message.len() <= MAX_MESSAGE_BYTES {
+        return message.into();
+    }
+    let end = message.floor_char_boundary(MAX_MESSAGE_BYTES);
+    format!("{}… ({} bytes in all)", &message[..end], message.len()).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_message_is_cut_between_characters() {
+        assert_eq!(shown("as it is"), "as it is");
+        let long = format!("a{}", "é".repeat(MAX_MESSAGE_BYTES));
+        let cut = shown(&long);
+        assert!(cut.starts_with("aé") && cut.ends_with("é… (16385 bytes in all)"), "{}", &cut[cut.len() - 40..]);
+        assert!(cut.len() < MAX_MESSAGE_BYTES + 40);
+    }
 }

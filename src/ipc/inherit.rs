@@ -104,12 +104,17 @@ impl OomScore {
 pub fn is_secret(name: &str) -> bool {
     let name = name.to_ascii_uppercase();
     ["TRIREME_API_KEYS", "AWS_", "AZURE_"].iter().any(|start| name.starts_with(start))
-        || ["_TOKEN", "_PASSWORD", "_CREDENTIALS"].iter().any(|end| name.ends_with(end))
+        || ["_TOKEN", "_PASSWORD", "_CREDENTIALS", "_API_KEY", "_API_KEYS"].iter().any(|end| name.ends_with(end))
         || name.contains("_SECRET")
 }
 
-/// The child does not inherit variables that are secrets by their names, but for those named in `passed`.
+/// What the launcher arranged with a rank, and no child of the rank has a part in.
+const OF_THE_RANK: [&str; 4] = ["TRIREME_CONTROL", "TRIREME_CAUSE_FILE", "TRIREME_HAND_OVER", "TRIREME_TAKE_OVER"];
+
+/// The child does not inherit variables that are secrets by their names, but for those named in `passed`, nor the paths that
+/// the launcher gave its rank.
 pub fn withhold_secrets<'a>(command: &'a mut Command, passed: &[String]) -> &'a mut Command {
+    OF_THE_RANK.iter().for_each(|name| drop(command.env_remove(name)));
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
         if is_secret(&text) && !passed.iter().any(|passed| *passed == text) {
