@@ -128,7 +128,8 @@ impl Repository {
     /// # Errors
     /// [`RepositoryError::UnknownModel`] when it cannot.
     pub fn check_name(name: &str) -> Result<(), RepositoryError> {
-        let is_wrong = name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']);
+        let is_wrong =
+            name.is_empty() || name.len() > MAX_NAME_BYTES || name.starts_with('.') || name.contains(['/', '\\', '\0']);
         if is_wrong { Err(RepositoryError::UnknownModel { name: name.to_owned() }) } else { Ok(()) }
     }
 
@@ -143,6 +144,9 @@ impl Repository {
         }
     }
 }
+
+/// Longest name that an entry of a directory can have.
+const MAX_NAME_BYTES: usize = 255;
 
 /// Folders of `dir` by name, hidden ones aside.
 fn directories(dir: &Path) -> Result<BTreeMap<String, PathBuf>, RepositoryError> {

@@ -390,10 +390,12 @@ impl Lifecycle {
         let (lifecycle, model) = (self.clone(), name.to_owned());
         let unload = tokio::spawn(async move {
             let gate = lifecycle.gate(&model);
-            let _turn = gate.lock().await;
+            let turn = gate.lock().await;
             lifecycle.registry.update(&model, |entry| (entry.is_required, entry.failure) = (false, None));
             lifecycle.retire(&model, |_| true).await;
             lock(&lifecycle.loaded).remove(&model);
+            drop(turn);
+            lifecycle.forget_gate(&model, gate);
             tracing::info!("successfully unloaded '{model}'");
         });
         if tokio::time::timeout(self.unload_patience, unload).await.is_err() {
@@ -478,4 +480,20 @@ fn reason_lines(versions: &[i64], error: &InferError) -> String {
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn names_that_clients_make_up_do_not_gather() {
+        let dir = tempfile::tempdir().unwrap();
+        let repository = Repository::open(&[dir.path().to_owned()]).unwrap();
+        let lifecycle =
+            Lifecycle::new(repository, HashMap::new(), Duration::from_secs(1), None, false, Limits::default());
+        let loads = (0..100).map(|index| lifecycle.load(&format!("model{}", index / 2), LoadOverrides::default()));
+        assert!(futures::future::join_all(loads).await.iter().all(Result::is_err));
+        assert!(lock(&lifecycle.gates).is_empty());
+    }
 }

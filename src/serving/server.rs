@@ -15,7 +15,7 @@ use crate::lifecycle::{Lifecycle, LoadFailure, LoadOverrides};
 use crate::model::ServedModel;
 use crate::registry::{ModelIndexEntry, ModelState, Registry, parse_version};
 use crate::statistics::ModelStatistics;
-use crate::{BackendFactory, DataType, ErrorKind, InferError, InferRequest, Limits, ResponseStream};
+use crate::{BackendFactory, DataType, ErrorKind, InferError, InferRequest, Limit, Limits, ResponseStream};
 
 /// Which models are loaded, and who may change that.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -416,6 +416,10 @@ impl Server {
     /// When the control mode does not allow it, or the model does not load; one that serves goes on serving then.
     pub async fn load_model(&self, name: &str, overrides: LoadOverrides) -> Result<(), InferError> {
         self.may_control()?;
+        let limits = &self.config.limits;
+        limits.check(Limit::NameBytes, name.len())?;
+        limits.check(Limit::Parameters, overrides.files.len())?;
+        overrides.files.keys().try_for_each(|path| limits.check(Limit::NameBytes, path.len()))?;
         let (lifecycle, model) = (self.lifecycle.clone(), name.to_owned());
         // On its own task: a client that leaves must not leave a model half loaded.
         let load = tokio::spawn(async move { lifecycle.load(&model, overrides).await });

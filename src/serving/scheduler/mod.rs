@@ -14,7 +14,7 @@ use std::fmt;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures::future::FutureExt as _;
 use repository::ModelConfig;
@@ -180,10 +180,12 @@ impl Scheduler {
             backend: backend.clone(),
         });
         for instance in 0..num_instances {
-            tokio::spawn(work(shared.clone(), instance));
+            let shared = shared.clone();
+            tokio::spawn(async move { keep_on("a queue's instance", || work(shared.clone(), instance)).await });
         }
         if shared.has_timeouts {
-            tokio::spawn(keep_time(shared.clone()));
+            let shared = shared.clone();
+            tokio::spawn(async move { keep_on("a queue's clock", || keep_time(shared.clone())).await });
         }
         let order = config.batching().is_some_and(|batching| batching.preserve_ordering).then(Order::default);
         Some(Self { shared, order })
@@ -318,6 +320,17 @@ impl Shared {
     }
 }
 
+/// How long after a panic of the scheduler itself it goes on, lest one that comes at once again takes a core.
+const AFTER_PANIC: Duration = Duration::from_millis(100);
+
+/// Does `work` until it ends by itself: a panic in it costs the requests it had, and no others.
+async fn keep_on<W: Future<Output = ()>>(what: &str, work: impl Fn() -> W) {
+    while AssertUnwindSafe(work()).catch_unwind().await.is_err() {
+        tracing::error!("{what} broke off, and goes on; requests it had get an error");
+        tokio::time::sleep(AFTER_PANIC).await;
+    }
+}
+
 /// Serves one instance.
 async fn work(shared: Arc<Shared>, instance: usize) {
     while let Some(batch) = shared.next_batch(instance).await {
@@ -350,5 +363,22 @@ async fn keep_time(shared: Arc<Shared>) {
             Some(next) => drop(tokio::time::timeout_at(next.into(), timed).await),
             None => timed.await,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn work_that_panics_goes_on() {
+        let begun = AtomicUsize::new(0);
+        let work = || async {
+            assert!(begun.fetch_add(1, SeqCst) >= 2, "on purpose");
+        };
+        tokio::time::timeout(Duration::from_secs(60), keep_on("a test", work)).await.expect("it ends by itself");
+        assert_eq!(begun.load(SeqCst), 3);
     }
 }

@@ -165,6 +165,40 @@ async fn files_given_with_the_load_request_stand_for_the_directory() {
 }
 
 #[tokio::test]
+async fn no_name_and_no_file_of_a_load_request_leads_out_of_its_own_directory() {
+    let world = World::new(&[("echo", ECHO)]);
+    let server = world.explicit(&["echo"]).await;
+    let outside = tempfile::tempdir().unwrap();
+    let dir = outside.path().to_str().unwrap();
+    let above = format!("..{}", "/..".repeat(20)) + dir;
+    let load = |file: &str| LoadOverrides {
+        config: Some(r#"{"backend": "echo"}"#.into()),
+        files: [(file.to_owned(), "x".into())].into(),
+    };
+    let long = "a".repeat(300);
+    for name in ["..", ".", "", "a/b", "a\0b", ".hidden", dir, above.as_str(), long.as_str()] {
+        let error = server.load_model(name, load("1/x")).await.unwrap_err();
+        let words = format!("failed to load '{name}', failed to poll from model repository");
+        assert_eq!((error.kind, error.message), (ErrorKind::Internal, words));
+        server.unload_model(name, true).await.unwrap();
+    }
+    for file in ["../x", "/x", "", "1/../../x", &format!("{dir}/x"), &format!("{above}/x")] {
+        let error = server.load_model("echo", load(file)).await.unwrap_err();
+        assert!(error.message.contains(&format!("`file:{file}` is not of the form")), "{file}: {}", error.message);
+    }
+    let twice = [("1/x", "a"), ("1/./x", "b")].map(|(path, text)| (path.to_owned(), text.into()));
+    let error = server.load_model("echo", LoadOverrides { files: twice.into(), ..load("1/x") }).await.unwrap_err();
+    assert!(error.message.contains("cannot keep the given files"), "{}", error.message);
+    let many = (0..2000).map(|index| (format!("1/{index}"), "a".into())).collect();
+    let error = server.load_model("echo", LoadOverrides { files: many, ..load("1/x") }).await.unwrap_err();
+    assert!(error.message.contains("--max-request-parameters"), "{}", error.message);
+    let error = server.load_model(&"a".repeat(5000), load("1/x")).await.unwrap_err();
+    assert!(error.message.contains("--max-name-bytes"), "{}", error.message);
+    assert_eq!(std::fs::read_dir(outside.path()).unwrap().count(), 0, "nothing was written");
+    one(server.infer(request("echo", vec![floats("INPUT0", &[1.0])])).unwrap()).await;
+}
+
+#[tokio::test]
 async fn loading_an_ensemble_loads_what_it_is_made_of() {
     let world = World::new(&[("echo", ECHO), ("ens", ENSEMBLE)]);
     let server = world.explicit(&[]).await;

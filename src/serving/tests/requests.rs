@@ -27,6 +27,25 @@ async fn a_response_names_model_version_and_request() {
 }
 
 #[tokio::test]
+async fn an_error_lists_some_names_and_counts_the_others() {
+    let server = World::new(&[("echo", ECHO)]).started().await;
+    let many = |count: usize| {
+        let input = |index: usize| Tensor { name: format!("I{index}").into(), ..floats("", &[1.0]) };
+        server.infer(request("echo", (0..count).map(input).collect())).unwrap_err().message
+    };
+    let names = |count: usize| (0..count).map(|index| format!("'I{index}'")).collect::<Vec<_>>().join(",");
+    let words = |count: usize, listed: String| {
+        format!(
+            "[request id: <id_unknown>] expected 1 inputs but got {count} inputs for model 'echo'. Got input(s) [{listed}], but \
+             the model does not take input(s) [{listed}]."
+        )
+    };
+    assert_eq!(many(32), words(32, names(32)));
+    assert_eq!(many(1024), words(1024, names(32) + " and 992 more"));
+    assert_eq!(many(1025), "request has 1025 inputs, at most 1024 are allowed (--max-request-inputs)");
+}
+
+#[tokio::test]
 async fn wrong_requests_are_refused_in_the_words_clients_know() {
     let fixed = "backend: \"echo\" max_batch_size: 2 \
                  input [ { name: \"INPUT0\" data_type: TYPE_FP32 dims: [ 2, 3 ] }, \
