@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::SystemTime;
+use std::time::{Duration, Instant, SystemTime};
 
 use repository::{ModelSource, Repository};
 use serving::InferError;
@@ -11,19 +11,24 @@ use text::ChatTemplate;
 
 use crate::checkpoint;
 
+/// For how long the repository is not asked again where a model's template is.
+const KNOWN_FOR: Duration = Duration::from_secs(1);
+
 /// A template, and when the files it was read from last changed.
 type Cached = (Option<SystemTime>, Option<Arc<ChatTemplate>>);
 
 /// The chat templates of a repository's models, read when first asked for and again when they change.
 pub struct ChatTemplates {
     roots: Vec<PathBuf>,
+    /// Of models that are in the repository, where it may be, and since when that is known.
+    places: Mutex<HashMap<String, (Instant, Arc<[PathBuf]>)>>,
     cached: Mutex<HashMap<PathBuf, Cached>>,
 }
 
 impl ChatTemplates {
     /// Of the models in these directories.
     pub fn new(roots: Vec<PathBuf>) -> Self {
-        Self { roots, cached: Mutex::default() }
+        Self { roots, places: Mutex::default(), cached: Mutex::default() }
     }
 
     /// The prompt that a conversation is for `model`; an ensemble has the template of the models it is made of.
@@ -31,9 +36,8 @@ impl ChatTemplates {
     /// # Errors
     /// When there is no template, or it refuses the conversation.
     pub fn prompt<M: serde::Serialize>(&self, model: &str, messages: &[M]) -> Result<String, InferError> {
-        let repository = Repository::open(&self.roots).map_err(|error| InferError::internal(error.to_string()))?;
-        for dir in places(&repository, model) {
-            if let Some(template) = self.template(&dir)? {
+        for dir in self.places(model)?.iter() {
+            if let Some(template) = self.template(dir)? {
                 let prompt = template.render(messages, true);
                 return prompt.map_err(|error| InferError::invalid(format!("model `{model}`: {error}")));
             }
@@ -44,16 +48,31 @@ impl ChatTemplates {
         )))
     }
 
+    fn places(&self, model: &str) -> Result<Arc<[PathBuf]>, InferError> {
+        let known = ipc::lock(&self.places).get(model).filter(|(since, _)| since.elapsed() < KNOWN_FOR).cloned();
+        if let Some((_, places)) = known {
+            return Ok(places);
+        }
+        let repository = Repository::open(&self.roots).map_err(|error| InferError::internal(error.to_string()))?;
+        let places: Arc<[PathBuf]> = places(&repository, model).into();
+        let mut all_places = ipc::lock(&self.places);
+        match places.is_empty() {
+            true => drop(all_places.remove(model)),
+            false => drop(all_places.insert(model.to_owned(), (Instant::now(), Arc::clone(&places)))),
+        }
+        Ok(places)
+    }
+
     fn template(&self, dir: &Path) -> Result<Option<Arc<ChatTemplate>>, InferError> {
         let changed = |file: &str| std::fs::metadata(dir.join(file)).and_then(|file| file.modified()).ok();
         let modified = changed("chat_template.jinja").max(changed("tokenizer_config.json"));
-        let cached = self.cached.lock().unwrap().get(dir).filter(|(at, _)| *at == modified).cloned();
+        let cached = ipc::lock(&self.cached).get(dir).filter(|(at, _)| *at == modified).cloned();
         if let Some((_, template)) = cached {
             return Ok(template);
         }
         let template =
             ChatTemplate::from_dir(dir).map_err(|error| InferError::invalid(error.to_string()))?.map(Arc::new);
-        self.cached.lock().unwrap().insert(dir.to_owned(), (modified, template.clone()));
+        ipc::lock(&self.cached).insert(dir.to_owned(), (modified, template.clone()));
         Ok(template)
     }
 }

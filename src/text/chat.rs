@@ -10,6 +10,14 @@ use crate::files::Files;
 
 const NAME: &str = "chat";
 
+/// Instructions of a template that one conversation may take, and those for each of its messages beside: some hundred are
+/// usual. A second's work at most.
+const FUEL: u64 = 20_000_000;
+const FUEL_PER_MESSAGE: u64 = 1000;
+
+/// Longest prompt that a template may make.
+const MAX_PROMPT_BYTES: usize = 128 << 20;
+
 /// A checkpoint's chat template: turns of a conversation in, prompt out.
 ///
 /// Templates are Jinja as `apply_chat_template` of transformers runs it: blocks trimmed, loop controls, `tojson` with
@@ -55,14 +63,44 @@ impl ChatTemplate {
     /// `add_generation_prompt` opens the model's turn. Special tokens are spelled out in it, so encode it without more.
     ///
     /// # Errors
-    /// When the template refuses the conversation, with its own words.
+    /// When the template refuses the conversation, with its own words, or would not come to an end with it.
     pub fn render<M: Serialize>(&self, messages: &[M], add_generation_prompt: bool) -> Result<String, TextError> {
         let mut names: Vec<(&str, Value)> =
             self.special.iter().map(|(name, token)| (*name, Value::from(token))).collect();
         names.push(("messages", Value::from_serialize(messages)));
         names.push(("add_generation_prompt", Value::from(add_generation_prompt)));
-        let template = self.environment.get_template(NAME).expect("the template was added");
-        template.render(Value::from_iter(names)).map_err(|error| wrong(&self.path, &error))
+        let mut environment = self.environment.clone();
+        environment.set_fuel(Some(FUEL + FUEL_PER_MESSAGE * messages.len() as u64));
+        let template = environment.get_template(NAME).expect("the template was added");
+        let mut prompt = Prompt::default();
+        template.render_captured_to(Value::from_iter(names), &mut prompt).map_err(|error| match error.kind() {
+            ErrorKind::OutOfFuel => self.too_much("it takes too many steps for this conversation"),
+            ErrorKind::WriteFailure => self.too_much(&format!("the prompt has more than {MAX_PROMPT_BYTES} bytes")),
+            _ => wrong(&self.path, &error),
+        })?;
+        Ok(String::from_utf8(prompt.0).expect("templates write strings"))
+    }
+
+    fn too_much(&self, reason: &str) -> TextError {
+        TextError::ChatTemplate { path: self.path.clone(), reason: reason.to_owned() }
+    }
+}
+
+/// A prompt as far as it is written.
+#[derive(Default)]
+struct Prompt(Vec<u8>);
+
+impl std::io::Write for Prompt {
+    fn write(&mut self, piece: &[u8]) -> std::io::Result<usize> {
+        if piece.len() > MAX_PROMPT_BYTES - self.0.len() {
+            return Err(std::io::ErrorKind::FileTooLarge.into());
+        }
+        self.0.extend_from_slice(piece);
+        Ok(piece.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }
 
@@ -143,6 +181,24 @@ mod tests {
         {% else %}{% set content = message['content'] %}{% endif %}\
         {% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}\
         {% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}";
+
+    #[test]
+    fn work_and_prompt_of_a_template_are_bounded() {
+        let render = |source: &str, messages: &[serde_json::Value]| {
+            template(json!({"chat_template": source})).unwrap().unwrap().render(messages, true)
+        };
+        let many: Vec<_> = (0..2000).map(|_| json!({"role": "user", "content": "a"})).collect();
+        let plain = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}";
+        assert_eq!(render(plain, &many).unwrap().len(), 10_000);
+        let nested = "{% for a in messages %}{% for b in messages %}{% for c in messages %}{{ '' }}{% endfor %}{% endfor %}{% endfor %}";
+        let words = render(nested, &many).unwrap_err().to_string();
+        assert!(words.contains("it takes too many steps for this conversation"), "{words}");
+        let wide = "{% for a in messages %}{{ messages[0]['content'] }}{% endfor %}";
+        let mut long = many;
+        long[0] = json!({"role": "user", "content": "a".repeat(100_000)});
+        let words = render(wide, &long).unwrap_err().to_string();
+        assert!(words.contains("the prompt has more than 134217728 bytes"), "{words}");
+    }
 
     fn template(config: serde_json::Value) -> Result<Option<ChatTemplate>, TextError> {
         let dir = tempfile::tempdir().unwrap();
