@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use crate::{MAX_BEAM_CANDIDATES, MAX_LOGPROBS, Refused, Request, beams};
+
 /// Why a queue has room for one.
 const QUEUED: &str = "a request is queued before it runs";
 
@@ -124,6 +126,53 @@ impl EngineConfig {
         Ok(())
     }
 
+    /// Whether an engine of these bounds may take `request`, whatever else it does and however many KV blocks there are: to be
+    /// asked before anything is sized by the request. Returns the length at which its sequence is complete.
+    ///
+    /// # Errors
+    /// With the first bound that the request exceeds.
+    pub fn check(&self, request: &Request) -> Result<usize, Refused> {
+        let (len, max) = (request.prompt.len(), self.max_sequence_len - 1);
+        if len == 0 {
+            return Err(Refused::EmptyPrompt);
+        }
+        if len > max {
+            return Err(Refused::PromptTooLong { len, max });
+        }
+        if request.max_tokens == 0 {
+            return Err(Refused::MaxTokensZero);
+        }
+        if let Some(index) = request.stop_words.iter().position(Vec::is_empty) {
+            return Err(Refused::EmptyStopWord { index });
+        }
+        let (len_of_lists, max) = (request.sampling.list_len(), self.max_joined_tokens);
+        if len_of_lists > max {
+            return Err(Refused::ListsTooLong { len: len_of_lists, max });
+        }
+        if let Some(found) = request.sampling.num_logprobs.filter(|&n| n > MAX_LOGPROBS) {
+            return Err(Refused::TooManyLogprobs { found, max: MAX_LOGPROBS });
+        }
+        self.check_beams(request)?;
+        let (len_of_words, max) = (request.stop_words.iter().map(Vec::len).sum(), self.max_joined_tokens);
+        if len_of_words > max {
+            return Err(Refused::StopWordsTooLong { len: len_of_words, max });
+        }
+        Ok(len.saturating_add(request.max_tokens as usize).min(self.max_sequence_len))
+    }
+
+    fn check_beams(&self, request: &Request) -> Result<(), Refused> {
+        let Some(params) = &request.beams else { return Ok(()) };
+        let (width, max) = (params.width as usize, self.max_rows);
+        if width < 2 || width > max {
+            return Err(Refused::BeamWidth { width: params.width, max });
+        }
+        let found = beams::num_candidates(width, request.sampling.end_ids.len(), request.stop_words.len());
+        match found > MAX_BEAM_CANDIDATES {
+            true => Err(Refused::TooManyCandidates { found, max: MAX_BEAM_CANDIDATES }),
+            false => Ok(()),
+        }
+    }
+
     /// No plan takes more bytes on the wire, whatever clients ask: rings are sized by it.
     pub fn max_plan_bytes(&self) -> usize {
         // Postcard writes a `u32` into at most 5 bytes, a `u64` into 10, an `f32` into 4 and a `bool` into 1.
@@ -153,6 +202,33 @@ mod tests {
     #[test]
     fn the_default_is_valid() {
         assert_eq!(EngineConfig::default().validate(), Ok(()));
+    }
+
+    #[test]
+    fn extreme_requests_are_refused_by_the_bounds_alone() {
+        use crate::{BeamParams, SamplingParams, TokenId};
+        let config = EngineConfig::default();
+        let request = || Request { prompt: vec![TokenId(1)], max_tokens: u32::MAX, ..Request::default() };
+        let beams = |width| BeamParams { width, len_penalty: 0.0, early_stopping: true, diversity_rate: 0.0 };
+        let sampling = SamplingParams { logit_bias: vec![(TokenId(1), 1.0); 16_384], ..SamplingParams::default() };
+        for (request, words) in [
+            (Request { beams: Some(beams(u32::MAX)), ..request() }, "beam width is 4294967295; it must be 2 to 64"),
+            (
+                Request { prompt: vec![TokenId(1); 4096], ..request() },
+                "prompt has 4096 tokens; this model takes at most 4095",
+            ),
+            (
+                Request { stop_words: vec![vec![TokenId(1); 9000]; 2], ..request() },
+                "stop words have 18000 tokens; at most 16384 are taken",
+            ),
+            (
+                Request { sampling, ..request() },
+                "end ids, bad words and logit bias have 32768 entries (2 for a biased token); at most 16384 are taken",
+            ),
+        ] {
+            assert_eq!(config.check(&request).unwrap_err().to_string(), words);
+        }
+        assert_eq!(config.check(&request()), Ok(4096));
     }
 
     #[test]

@@ -2,16 +2,12 @@
 
 use std::collections::VecDeque;
 
-use crate::beams;
 use crate::blocks::BlockPool;
 use crate::draft::{Drafter, PromptLookup};
 use crate::queue::{Queue, Turn, turn};
 use crate::sequence::{Place, Sequence, num_blocks_in_all};
 use crate::sequences::{Sequences, Slot};
-use crate::{
-    ConfigError, EngineConfig, FinishReason, MAX_BEAM_CANDIDATES, MAX_LOGPROBS, Policy, Refused, Request, RowId,
-    SequenceId, TokenEvent,
-};
+use crate::{ConfigError, EngineConfig, FinishReason, Policy, Refused, Request, RowId, SequenceId, TokenEvent};
 
 /// The scheduler of one model: a state machine without clock, thread or I/O.
 ///
@@ -113,6 +109,13 @@ impl Engine {
             events: Vec::new(),
             totals: Totals::default(),
         })
+    }
+
+    /// An idle engine of the same bounds in the place of this one, whose state nobody trusts any more. Its steps and sequences
+    /// are numbered on from here, so that nobody takes one of them for an old one.
+    pub fn successor(&self) -> Self {
+        let fresh = Self::new(self.config.clone()).expect("these bounds were valid before");
+        Self { next_step: self.next_step, next_sequence: self.next_sequence, totals: self.totals, ..fresh }
     }
 
     /// Lets `drafter` guess tokens, where a request and [`EngineConfig::max_drafts`] allow it; at first it is
@@ -217,31 +220,10 @@ impl Engine {
 
     /// Length at which the request's sequence is complete.
     fn check(&self, request: &Request) -> Result<usize, Refused> {
-        let EngineConfig { max_sequence_len, block_size, num_blocks, max_queue, .. } = self.config;
-        let (len, max) = (request.prompt.len(), max_sequence_len - 1);
-        if len == 0 {
-            return Err(Refused::EmptyPrompt);
-        }
-        if len > max {
-            return Err(Refused::PromptTooLong { len, max });
-        }
-        if request.max_tokens == 0 {
-            return Err(Refused::MaxTokensZero);
-        }
-        if let Some(index) = request.stop_words.iter().position(Vec::is_empty) {
-            return Err(Refused::EmptyStopWord { index });
-        }
-        let (len_of_lists, max) = (request.sampling.list_len(), self.config.max_joined_tokens);
-        if len_of_lists > max {
-            return Err(Refused::ListsTooLong { len: len_of_lists, max });
-        }
-        if let Some(found) = request.sampling.num_logprobs.filter(|&n| n > MAX_LOGPROBS) {
-            return Err(Refused::TooManyLogprobs { found, max: MAX_LOGPROBS });
-        }
-        self.check_beams(request)?;
-        let max_len = len.saturating_add(request.max_tokens as usize).min(max_sequence_len);
+        let max_len = self.config.check(request)?;
+        let EngineConfig { block_size, num_blocks, max_queue, .. } = self.config;
         let num_beams = request.beams.map_or(1, |beams| beams.width as usize);
-        let needed = num_blocks_in_all(len, max_len, num_beams, block_size);
+        let needed = num_blocks_in_all(request.prompt.len(), max_len, num_beams, block_size);
         if needed > num_blocks {
             return Err(Refused::NeverFits { needed, num_blocks });
         }
@@ -253,19 +235,6 @@ impl Engine {
             return Err(Refused::LevelFull { max });
         }
         Ok(max_len)
-    }
-
-    fn check_beams(&self, request: &Request) -> Result<(), Refused> {
-        let Some(params) = &request.beams else { return Ok(()) };
-        let (width, max) = (params.width as usize, self.config.max_rows);
-        if width < 2 || width > max {
-            return Err(Refused::BeamWidth { width: params.width, max });
-        }
-        let found = beams::num_candidates(width, request.sampling.end_ids.len(), request.stop_words.len());
-        match found > MAX_BEAM_CANDIDATES {
-            true => Err(Refused::TooManyCandidates { found, max: MAX_BEAM_CANDIDATES }),
-            false => Ok(()),
-        }
     }
 
     fn end_early(&mut self, id: SequenceId, reason: FinishReason) -> bool {

@@ -110,6 +110,9 @@ pub enum Refused {
     /// It would end every output at once.
     #[error("stop word {index} is empty; it must hold at least 1 token")]
     EmptyStopWord { index: usize },
+    /// Each sequence keeps them.
+    #[error("stop words have {len} tokens; at most {max} are taken")]
+    StopWordsTooLong { len: usize, max: usize },
     /// A plan could not carry them.
     #[error("end ids, bad words and logit bias have {len} entries (2 for a biased token); at most {max} are taken")]
     ListsTooLong { len: usize, max: usize },
