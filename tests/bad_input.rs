@@ -26,6 +26,12 @@ fn wrong_requests_are_refused_with_their_reason() {
     assert_refused(&world, generate, &ask("Once", -3), "-3");
     assert_refused(&world, generate, &ask("Once", 0), "request_output_len");
     assert_refused(&world, generate, &ask(&"word ".repeat(3000), 4), "at most");
+    assert_refused(&world, generate, &ask(&"ab ".repeat(1 << 20), 4), "--max-prompt-bytes");
+    let words = |count: usize| (0..count).map(|index| format!("w{index}")).collect::<Vec<_>>();
+    for list in ["stop_words", "bad_words"] {
+        let body = json!({"text_input": "Once", "max_tokens": 4, list: words(40_000)});
+        assert_refused(&world, generate, &body, "--max-request-words");
+    }
     assert_refused(&world, generate, &json!({"text_input": "Once"}), "max_tokens");
     assert_refused(
         &world,

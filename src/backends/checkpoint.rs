@@ -7,8 +7,6 @@ use repository::{ModelConfig, ModelSource, Repository};
 use serving::{InferError, LoadRequest};
 use text::{Tokenizer, TokenizerType};
 
-use crate::prompt::PromptBound;
-
 /// Parameters that name a checkpoint, the most particular first.
 const CHECKPOINT_PARAMETERS: [&str; 3] = ["gpt_model_path", "engine_dir", "model_dir"];
 
@@ -103,15 +101,15 @@ pub(crate) fn find(config: &ModelConfig, model_dir: &Path, version_dir: &Path) -
 
 /// The tokenizer for a model: where parameter `tokenizer_dir` points, seen from the model's directory or from the
 /// repository, or `tokenizer_path`, seen from the version directory; else beside the model itself; else the one of the
-/// LLM in the same repository. Parameter `tokenizer_type` says by whose rules it is read. With it, how long a prompt may be.
-pub(crate) fn tokenizer(model: &LoadRequest) -> Result<(Arc<Tokenizer>, PromptBound), InferError> {
+/// LLM in the same repository. Parameter `tokenizer_type` says by whose rules it is read. With it comes the directory that it
+/// was read from.
+pub(crate) fn tokenizer(model: &LoadRequest) -> Result<(Arc<Tokenizer>, PathBuf), InferError> {
     let name = &model.config.name;
     let wrong = |words: String| InferError::invalid(format!("model `{name}`: {words}"));
     let dir = tokenizer_dir(&model.config, &model.model_dir, &model.version_dir).map_err(wrong)?;
     let named = model.config.parameter("tokenizer_type").map_or(Ok(TokenizerType::Auto), str::parse).map_err(wrong)?;
-    let tokenizer = Tokenizer::open(&dir, named).map(Arc::new).map_err(|error| wrong(error.to_string()))?;
-    let bound = PromptBound::new(model.limits, &tokenizer, Some(&dir));
-    Ok((tokenizer, bound))
+    let tokenizer = Tokenizer::open(&dir, named).map_err(|error| wrong(error.to_string()))?;
+    Ok((Arc::new(tokenizer), if dir.is_file() { dir.parent().map(Path::to_owned).unwrap_or_default() } else { dir }))
 }
 
 /// Where [`tokenizer`] looks.

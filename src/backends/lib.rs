@@ -8,13 +8,13 @@
 pub mod chat;
 mod checkpoint;
 mod detokenize;
+mod encoder;
 #[cfg(feature = "fuzzing")]
 pub mod fuzz;
 mod identity;
 pub mod layouts;
 pub mod llm;
 mod parameters;
-mod prompt;
 pub mod python;
 mod tokenize;
 mod words;

@@ -8,18 +8,19 @@ use futures::future::BoxFuture;
 use repository::ModelConfig;
 use repository::proto::{self, ModelOutput};
 use serving::{
-    Backend, BackendFactory, DataType, ErrorKind, InferError, InferRequest, InferResponse, Limit, LoadRequest, Name,
-    Parameter, ResponseStream, Tensor,
+    Backend, BackendFactory, DataType, ErrorKind, InferError, InferRequest, InferResponse, Limit, Limits, LoadRequest,
+    Name, Parameter, ResponseStream, Tensor,
 };
 use text::Tokenizer;
+use tokio::runtime::Handle;
 
+use crate::encoder::{self, Encoder};
 use crate::layouts::keys::{self, TEXT_INPUTS, Use};
-use crate::prompt::{self, PromptBound};
 use crate::words::WordList;
 use crate::{checkpoint, parameters};
 
-/// Texts up to this size are encoded at once, longer ones on a thread of their own: about a millisecond's work.
-const INLINE_BYTES: usize = 4096;
+/// Ids in the rows of one output, where a long row makes short ones longer, unless the rows of a model take more.
+const MAX_PADDED_IDS: usize = 16 << 20;
 
 /// Inputs that are handed through, with the names they come out by.
 const PASSED_ON: [(&str, &str); 4] = [
@@ -39,16 +40,16 @@ pub(crate) struct TokenizeFactory;
 impl BackendFactory for TokenizeFactory {
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let load = move || {
-            let (tokenizer, bound) = checkpoint::tokenizer(&model)?;
-            let encoder = Encoder {
-                tokenizer,
-                bound,
+            let (tokenizer, dir) = checkpoint::tokenizer(&model)?;
+            let preprocessor = Preprocessor {
+                encoder: Encoder::new(tokenizer, &dir, &model),
+                limits: model.limits,
                 add_special_tokens: parameters::flag(&model.config, "add_special_tokens")?.unwrap_or(true),
                 is_batched: model.config.max_batch_size > 0,
                 outputs: model.config.output.iter().map(|output| Name::from(&output.name)).collect(),
                 unsigned: unsigned(&model.config),
             };
-            Ok(Arc::new(Tokenize(Arc::new(encoder))) as Arc<dyn Backend>)
+            Ok(Arc::new(Tokenize(Arc::new(preprocessor))) as Arc<dyn Backend>)
         };
         async { tokio::task::spawn_blocking(load).await.map_err(|error| InferError::internal(error.to_string()))? }
             .boxed()
@@ -60,12 +61,12 @@ fn unsigned(config: &ModelConfig) -> Vec<Name> {
     config.output.iter().filter(is_unsigned).map(|output| Name::from(&output.name)).collect()
 }
 
-struct Tokenize(Arc<Encoder>);
+struct Tokenize(Arc<Preprocessor>);
 
-struct Encoder {
-    tokenizer: Arc<Tokenizer>,
-    /// How long a prompt may be.
-    bound: PromptBound,
+struct Preprocessor {
+    encoder: Encoder,
+    /// What one request may contain.
+    limits: Limits,
     add_special_tokens: bool,
     is_batched: bool,
     /// Outputs that the configuration declares.
@@ -77,24 +78,17 @@ struct Encoder {
 impl Backend for Tokenize {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
         self.0.check(&request)?;
-        if request.inputs.iter().map(|tensor| tensor.data.len()).sum::<usize>() <= INLINE_BYTES {
+        let num_bytes = request.inputs.iter().map(|tensor| tensor.data.len()).sum();
+        if !encoder::is_long(num_bytes) {
             return self.0.encode(&request).map(ResponseStream::ready);
         }
-        let (sender, stream) = ResponseStream::channel(1);
-        let encoder = self.0.clone();
-        tokio::spawn(async move {
-            let turn = tokio::select! {
-                turn = prompt::turn() => turn,
-                () = sender.cancelled() => return,
-            };
-            let encode = move || {
-                let _turn = turn;
-                sender.blocking_send(encoder.encode(&request))
-            };
-            // Its panic, if any, has ended the stream.
-            let _ = tokio::task::spawn_blocking(encode).await;
-        });
-        Ok(stream)
+        let (preprocessor, runtime) = (self.0.clone(), Handle::current());
+        Ok(ResponseStream::driven_by(move |sender| async move {
+            let encode = move || preprocessor.encode(&request);
+            if let Some(done) = encoder::aside(&runtime, num_bytes, &sender, encode).await {
+                sender.send(done.flatten()).await;
+            }
+        }))
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {
@@ -102,19 +96,22 @@ impl Backend for Tokenize {
     }
 }
 
-impl Encoder {
-    /// Refuses texts that are too long and lists of too many words, before any of them is encoded.
+impl Preprocessor {
+    fn tokenizer(&self) -> &Tokenizer {
+        &self.encoder.tokenizer
+    }
+
+    /// Refuses texts that are too long and lists of too many words, before any of them is encoded or waits for that.
     fn check(&self, request: &InferRequest) -> Result<(), InferError> {
         for input in ["QUERY", "DECODER_QUERY"] {
             let Some(tensor) = request.input(input) else { continue };
-            strings(tensor)?.iter().try_for_each(|text| self.bound.check(text.len()))?;
+            strings(tensor)?.iter().try_for_each(|text| self.encoder.check(text.len()))?;
         }
-        let limits = self.bound.limits();
         for input in ["STOP_WORDS_DICT", "BAD_WORDS_DICT", "EMBEDDING_BIAS_WORDS"] {
             let Some(tensor) = request.input(input) else { continue };
             let words = strings(tensor)?;
-            limits.check(Limit::Words, words.len().div_ceil(self.num_rows(tensor)))?;
-            words.iter().try_for_each(|word| limits.check(Limit::WordBytes, word.len()))?;
+            self.limits.check(Limit::Words, words.len().div_ceil(self.num_rows(tensor)))?;
+            words.iter().try_for_each(|word| self.limits.check(Limit::WordBytes, word.len()))?;
         }
         Ok(())
     }
@@ -186,6 +183,7 @@ impl Encoder {
             rows.push(self.encode_text(request, input, text)?);
         }
         let width = rows.iter().map(Vec::len).max().unwrap_or(0);
+        self.check_padded(num_rows, width, input)?;
         let pad = request.input("PAD_ID").and_then(|tensor| tensor.to_i32()?.first().copied()).unwrap_or(0);
         let mut ids = Vec::with_capacity(num_rows * width);
         for row in &rows {
@@ -199,15 +197,28 @@ impl Encoder {
     }
 
     fn encode_text(&self, request: &InferRequest, input: &str, text: &Bytes) -> Result<Vec<u32>, InferError> {
-        let roles = self.tokenizer.roles();
+        let roles = self.tokenizer().roles();
         // LMDeploy's model, which counts without a sign; what the tokenizer lacks is -1 there.
         match (self.unsigned.is_empty(), text.as_ref()) {
             (false, BEGIN) => return Ok(vec![roles.bos.unwrap_or(u32::MAX)]),
             (false, END) => return Ok(vec![roles.eos.unwrap_or(u32::MAX)]),
             _ => {}
         }
-        let encoded = self.tokenizer.encode(utf8(input, text)?, add_special_tokens(request, self.add_special_tokens));
-        encoded.map_err(|error| InferError::invalid(format!("input `{input}`: {error}")))
+        let add_special = add_special_tokens(request, self.add_special_tokens);
+        let wrong = |error| InferError::invalid(format!("input `{input}`: {error}"));
+        self.encoder.encode(utf8(input, text)?, add_special, wrong)
+    }
+
+    /// Refuses rows of which one is so long that the others, filled up to it, would take many times what the client sent.
+    fn check_padded(&self, num_rows: usize, width: usize, input: &str) -> Result<(), InferError> {
+        let max_row = self.encoder.max_tokens.unwrap_or(0).max(MAX_PADDED_IDS / num_rows);
+        if num_rows == 1 || width <= max_row {
+            return Ok(());
+        }
+        Err(InferError::invalid(format!(
+            "a row of input `{input}` has {width} tokens, at most {max_row} are taken in a batch of {num_rows}; send long \
+             texts alone"
+        )))
     }
 
     /// What a client that asks this model alone gets for inputs it did not send, as from TensorRT-LLM's model: the
@@ -215,7 +226,7 @@ impl Encoder {
     /// model knows all end tokens of its checkpoint.
     fn add_defaults(&self, request: &InferRequest, outputs: &mut Vec<Tensor>) {
         let num_rows = request.input("QUERY").map_or(1, |tensor| self.num_rows(tensor));
-        let roles = self.tokenizer.roles();
+        let roles = self.tokenizer().roles();
         let pad = roles.pad.or(roles.eos);
         let defaults = [
             ("OUT_END_ID", roles.eos),
@@ -246,9 +257,10 @@ impl Encoder {
         let mut lists = Vec::with_capacity(num_rows);
         for row in words.chunks(words.len().div_ceil(num_rows)) {
             let row: Vec<&str> = row.iter().map(|word| utf8(input, word)).collect::<Result<_, _>>()?;
-            lists.push(WordList::encode(&self.tokenizer, self.bound.limits(), &row)?);
+            lists.push(WordList::encode(self.tokenizer(), &self.limits, &row)?);
         }
         let width = lists.iter().map(WordList::width).max().unwrap_or(1);
+        self.check_padded(num_rows, width, input)?;
         let mut values = Vec::with_capacity(2 * width * num_rows);
         lists.iter().for_each(|list| list.write(width, &mut values));
         outputs.push(Tensor::from_i32(output, &self.shape(num_rows, &[2, width]), &values));
@@ -268,12 +280,12 @@ impl Encoder {
             )));
         }
         let num_rows = self.num_rows(tensor);
-        let vocab_size = self.tokenizer.vocab_size();
-        let mut biases = vec![0.0; num_rows * vocab_size];
         let per_row = words.len().div_ceil(num_rows).max(1);
+        let vocab_size = self.tokenizer().vocab_size();
+        let mut biases = vec![0.0; num_rows * vocab_size];
         for (row, (words, weights)) in words.chunks(per_row).zip(weights.chunks(per_row)).enumerate() {
             for (word, weight) in words.iter().zip(weights) {
-                let ids = self.tokenizer.encode(utf8("EMBEDDING_BIAS_WORDS", word)?, false);
+                let ids = self.tokenizer().encode(utf8("EMBEDDING_BIAS_WORDS", word)?, false);
                 let ids = ids.map_err(|error| InferError::invalid(format!("`EMBEDDING_BIAS_WORDS`: {error}")))?;
                 ids.iter().for_each(|&id| biases[row * vocab_size + id as usize] += weight);
             }

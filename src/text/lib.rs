@@ -29,6 +29,7 @@
 
 mod added;
 mod chat;
+mod coverage;
 mod date;
 mod detokenizer;
 mod error;
@@ -42,6 +43,7 @@ mod tokenizer;
 mod trie;
 
 pub use chat::ChatTemplate;
+pub use coverage::Coverage;
 pub use detokenizer::Detokenizer;
 pub use error::TextError;
 pub use stop::StopText;

@@ -61,11 +61,6 @@ pub(crate) enum Piece<'a> {
 }
 
 impl Spelling {
-    /// Bytes of text of the longest token; at least 1.
-    pub(crate) fn longest(&self) -> usize {
-        self.inner.longest().max(self.first.as_ref().map_or(0, Pieces::longest)).max(1)
-    }
-
     /// Works out the pieces of all tokens of `tokenizer`, read from `path`.
     pub(crate) fn of(tokenizer: &tokenizers::Tokenizer, path: &Path) -> Result<Self, TextError> {
         let max_id = tokenizer.get_vocab(true).into_values().max().unwrap_or(0);
@@ -171,12 +166,6 @@ impl Pieces {
     fn push(&mut self, piece: &[u8]) {
         self.bytes.extend_from_slice(piece);
         self.ends.push(u32::try_from(self.bytes.len()).expect("a vocabulary of 2^24 short tokens is below 4 GiB"));
-    }
-
-    /// Bytes of the longest piece.
-    fn longest(&self) -> usize {
-        let starts = std::iter::once(&0).chain(&self.ends);
-        self.ends.iter().zip(starts).map(|(end, start)| (end - start) as usize).max().unwrap_or(0)
     }
 
     fn get(&self, index: usize) -> &[u8] {

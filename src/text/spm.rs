@@ -4,7 +4,7 @@ use crate::added::{AddedTokens, Segment};
 use crate::files::{AddedToken, Files};
 use crate::sentencepiece::{PieceType, SentencePiece};
 use crate::spelling::MAX_TOKEN_ID;
-use crate::{TextError, TokenizerType};
+use crate::{Coverage, TextError, TokenizerType};
 
 /// Sentinels of T5 where `extra_ids` does not say how many.
 const T5_EXTRA_IDS: u64 = 100;
@@ -48,6 +48,14 @@ impl SpmTokenizer {
         }
         ids.extend(self.eos.filter(|_| add_special));
         ids
+    }
+
+    pub(crate) fn coverage(&self) -> Coverage {
+        let (pieces, added) = (self.model.pieces().map(|(piece, _)| piece), self.added.tokens());
+        let contents = added.iter().map(|(_, token)| token.content.as_str());
+        let longest = pieces.chain(contents).map(str::len).max().unwrap_or(0);
+        let takes_spaces = added.iter().any(|(_, token)| token.lstrip || token.rstrip);
+        Coverage::of_spm(&self.model, takes_spaces, longest)
     }
 
     /// The ids of the pieces that the model itself names as begin and end of a text.

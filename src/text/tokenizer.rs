@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::files::Files;
 use crate::spelling::Spelling;
 use crate::spm::SpmTokenizer;
-use crate::{Detokenizer, TextError, gpt2};
+use crate::{Coverage, Detokenizer, TextError, gpt2};
 
 /// Which files of a checkpoint make its tokenizer, and by whose rules: `tokenizer_type` of TensorRT-LLM's preprocessing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -39,6 +39,7 @@ impl std::str::FromStr for TokenizerType {
 pub struct Tokenizer {
     model: Model,
     spelling: Arc<Spelling>,
+    coverage: Coverage,
     roles: Roles,
 }
 
@@ -91,7 +92,8 @@ impl Tokenizer {
             Source::Spm(path) => {
                 let model = SpmTokenizer::read(&path, &Files::of(dir)?, tokenizer_type)?;
                 let spelling = Arc::new(Spelling::of_spm(&model));
-                Self { model: Model::Spm(Box::new(model)), spelling, roles: Roles::default() }
+                let coverage = model.coverage();
+                Self { model: Model::Spm(Box::new(model)), spelling, coverage, roles: Roles::default() }
             }
             Source::Gpt2 => Self::from_tokenizers(gpt2::read(dir, &Files::of(dir)?)?, &dir.join("vocab.json"))?,
         };
@@ -126,7 +128,10 @@ impl Tokenizer {
 
     fn from_tokenizers(model: tokenizers::Tokenizer, path: &Path) -> Result<Self, TextError> {
         let spelling = Arc::new(Spelling::of(&model, path)?);
-        Ok(Self { model: Model::Json(Box::new(model)), spelling, roles: Roles::default() })
+        let ids = 0..spelling.vocab_size() as u32;
+        let longest = ids.filter_map(|id| model.id_to_token(id)).map(|token| token.len()).max();
+        let coverage = Coverage::of(&model, longest.unwrap_or(0));
+        Ok(Self { model: Model::Json(Box::new(model)), spelling, coverage, roles: Roles::default() })
     }
 
     /// The token ids of `text`, with the checkpoint's own begin and end tokens if `add_special` is set.
@@ -158,10 +163,9 @@ impl Tokenizer {
         self.spelling.vocab_size()
     }
 
-    /// Most bytes of text that one token stands for; at least 1. A tokenizer that drops characters, as some normalizers do,
-    /// may give fewer tokens for a text than its length divided by this.
-    pub fn max_token_bytes(&self) -> usize {
-        self.spelling.longest()
+    /// How much of a text one token may stand for.
+    pub fn coverage(&self) -> Coverage {
+        self.coverage
     }
 
     /// The id of a token spelled as in the tokenizer's file, such as `</s>` or `Ġthe`.

@@ -11,10 +11,11 @@ use futures::future::{BoxFuture, join_all};
 use repository::ModelConfig;
 use repository::proto::{DataType as ConfigType, ModelOutput, ModelParameter};
 use serving::{
-    Backend, BackendFactory, InferError, InferRequest, InferResponse, Limit, LoadRequest, ResponseSender,
+    Backend, BackendFactory, InferError, InferRequest, InferResponse, Limits, LoadRequest, ResponseSender,
     ResponseStream, Tensor,
 };
 use text::{Detokenizer, Tokenizer};
+use tokio::runtime::Handle;
 
 use super::engine::{add_missing, engine_output, with_checkpoint};
 use super::keys::Use;
@@ -22,7 +23,7 @@ use super::text_names::{
     BAD_WORDS, EXCLUDE_INPUT, NAMES, STOP_WORDS, STREAM, default_inputs, input, missing_inputs, text_output,
 };
 use super::text_values::{Answer, Row, RunningText, find, flag, prompts};
-use crate::prompt::PromptBound;
+use crate::encoder::{self, Encoder};
 use crate::tokenize::add_special_tokens;
 use crate::words::WordList;
 use crate::{checkpoint, parameters};
@@ -109,9 +110,8 @@ fn lmdeploys_defaults() -> [Tensor; 3] {
 struct TextModel {
     /// Set once the engine is loaded.
     llm: Option<Arc<dyn Backend>>,
-    tokenizer: Arc<Tokenizer>,
-    /// How long a prompt may be.
-    bound: PromptBound,
+    encoder: Arc<Encoder>,
+    limits: Limits,
     max_tokens: i32,
     /// Whether each text lies in a row of its own; else, where the output is a list of any length, all in one: clients of
     /// TensorRT-LLM's text models read `text_output[0]`.
@@ -132,7 +132,6 @@ impl TextModel {
             true => Arc::new(Tokenizer::from_dir(dir.as_ref()).map_err(|error| wrong(error.to_string()))?),
             false => checkpoint::tokenizer(model)?.0,
         };
-        let bound = PromptBound::new(model.limits, &tokenizer, Some(dir.as_ref()));
         let mut max_tokens = DEFAULT_MAX_TOKENS;
         for key in DEFAULT_LENGTH {
             max_tokens = parameters::number(config, key)?.unwrap_or(max_tokens);
@@ -143,8 +142,8 @@ impl TextModel {
         let text = text.ok_or_else(|| wrong("no output is TYPE_STRING; declare `text_output`".to_owned()))?;
         Ok(Self {
             llm: None,
-            tokenizer,
-            bound,
+            encoder: Arc::new(Encoder::new(tokenizer, dir.as_ref(), model)),
+            limits: model.limits,
             max_tokens,
             is_nested: config.max_batch_size > 0 && text.dims != [-1],
             is_decoupled: config.is_decoupled(),
@@ -167,9 +166,10 @@ impl TextModel {
         prompt: &str,
         row: Row,
         streaming: bool,
+        words: &[Tensor],
     ) -> Result<InferRequest, InferError> {
-        let encode = self.tokenizer.encode(prompt, add_special_tokens(request, self.add_special_tokens));
-        let ids = encode.map_err(|error| InferError::invalid(format!("cannot encode the prompt: {error}")))?;
+        let wrong = |error| InferError::invalid(format!("cannot encode the prompt: {error}"));
+        let ids = self.encoder.encode(prompt, add_special_tokens(request, self.add_special_tokens), wrong)?;
         let ids: Vec<i32> = ids.into_iter().map(u32::cast_signed).collect();
         let mut inputs = vec![
             Tensor::from_i32("input_ids", &[1, ids.len() as i64], &ids),
@@ -190,18 +190,16 @@ impl TextModel {
             inputs.retain(|tensor| tensor.name != "end_id");
             inputs.push(Tensor::from_i32("end_id", &[1, 1], &[-1]));
         }
-        inputs.extend(self.words(request, &STOP_WORDS, "stop_words_list")?);
-        inputs.extend(self.words(request, &BAD_WORDS, "bad_words_list")?);
+        inputs.extend(words.iter().cloned());
         Ok(InferRequest { inputs, requested_outputs: Vec::new(), ..request.clone() })
     }
 
     fn words(&self, request: &InferRequest, names: &[&str], output: &str) -> Result<Option<Tensor>, InferError> {
         let tensor = names.iter().filter_map(|name| request.input(name)).find_map(|tensor| tensor.to_byte_strings());
         let Some(words) = tensor else { return Ok(None) };
-        self.bound.limits().check(Limit::Words, words.len())?;
         let words: Vec<_> = words.iter().map(|word| String::from_utf8_lossy(word)).collect();
         let words: Vec<&str> = words.iter().map(|word| &**word).collect();
-        let list = WordList::encode(&self.tokenizer, self.bound.limits(), &words)?;
+        let list = WordList::encode(&self.encoder.tokenizer, &self.limits, &words)?;
         let mut values = Vec::new();
         list.write(list.width(), &mut values);
         Ok(Some(Tensor::from_i32(output, &[1, 2, list.width() as i64], &values)))
@@ -217,7 +215,7 @@ impl TextModel {
         };
         let max_tokens = find(request, NAMES[0].1).and_then(|tensor| tensor.to_i32()?.first().copied());
         Ok(RunningText {
-            detokenizer: Detokenizer::new(self.tokenizer.clone(), skip),
+            detokenizer: Detokenizer::new(self.encoder.tokenizer.clone(), skip),
             piece: leading,
             log_probs: Vec::new(),
             cumulative: 0.0,
@@ -287,19 +285,24 @@ impl Backend for TextModel {
                 prompts.len()
             )));
         }
-        prompts.iter().try_for_each(|prompt| self.bound.check(prompt.len()))?;
-        let mut runs = Vec::with_capacity(prompts.len());
-        for (index, prompt) in prompts.iter().enumerate() {
-            let row = Row { index, count: prompts.len() };
-            let engine_request = self.engine_request(&request, prompt, row, streaming)?;
-            let text = self.text(&request, prompt, streaming)?;
-            runs.push((self.llm().infer(engine_request)?, text));
+        prompts.iter().try_for_each(|prompt| self.encoder.check(prompt.len()))?;
+        let num_bytes = request.inputs.iter().map(|tensor| tensor.data.len()).sum();
+        let (model, runtime) = (self.clone(), Handle::current());
+        if !encoder::is_long(num_bytes) {
+            let runs = self.begin(self.prepare(&request, &prompts, streaming)?)?;
+            return Ok(ResponseStream::driven_by(|sender| model.respond(request, runs, streaming, sender)));
         }
-        let model = self.clone();
-        Ok(ResponseStream::driven_by(|sender| async move {
-            match (streaming, runs.pop()) {
-                (true, Some((engine, text))) => model.stream(request, engine, text, sender).await,
-                (_, last) => model.answer(request, runs.into_iter().chain(last).collect(), sender).await,
+        Ok(ResponseStream::driven_by(move |sender| async move {
+            let (encoding, its_request) = (model.clone(), request.clone());
+            let prepare = move || encoding.prepare(&its_request, &prompts, streaming);
+            let Some(prepared) = encoder::aside(&runtime, num_bytes, &sender, prepare).await else { return };
+            let runs = prepared.flatten().and_then(|prepared| {
+                let _within = runtime.enter();
+                model.begin(prepared)
+            });
+            match runs {
+                Ok(runs) => model.respond(request, runs, streaming, sender).await,
+                Err(error) => drop(sender.send(Err(error)).await),
             }
         }))
     }
@@ -313,7 +316,42 @@ impl Backend for TextModel {
     }
 }
 
+/// A request to the engine, and the text of its answer.
+type Prepared = (InferRequest, RunningText);
+
+/// An answer of the engine, and its text.
+type Run = (ResponseStream, RunningText);
+
 impl TextModel {
+    /// What the engine is asked for each prompt.
+    fn prepare(
+        &self,
+        request: &InferRequest,
+        prompts: &[String],
+        streaming: bool,
+    ) -> Result<Vec<Prepared>, InferError> {
+        let stop_words = self.words(request, &STOP_WORDS, "stop_words_list")?;
+        let bad_words = self.words(request, &BAD_WORDS, "bad_words_list")?;
+        let words: Vec<Tensor> = stop_words.into_iter().chain(bad_words).collect();
+        let prepare = |(index, prompt): (usize, &String)| {
+            let row = Row { index, count: prompts.len() };
+            let engine_request = self.engine_request(request, prompt, row, streaming, &words)?;
+            Ok((engine_request, self.text(request, prompt, streaming)?))
+        };
+        prompts.iter().enumerate().map(prepare).collect()
+    }
+
+    fn begin(&self, prepared: Vec<Prepared>) -> Result<Vec<Run>, InferError> {
+        prepared.into_iter().map(|(request, text)| Ok((self.llm().infer(request)?, text))).collect()
+    }
+
+    async fn respond(self, request: InferRequest, mut runs: Vec<Run>, streaming: bool, sender: ResponseSender) {
+        match (streaming, runs.pop()) {
+            (true, Some((engine, text))) => self.stream(request, engine, text, sender).await,
+            (_, last) => self.answer(request, runs.into_iter().chain(last).collect(), sender).await,
+        }
+    }
+
     /// A response for each piece of text, the last of them final.
     async fn stream(
         self,
@@ -346,9 +384,9 @@ impl TextModel {
     }
 
     /// One response with the whole text of every prompt.
-    async fn answer(self, request: InferRequest, runs: Vec<(ResponseStream, RunningText)>, sender: ResponseSender) {
+    async fn answer(self, request: InferRequest, runs: Vec<Run>, sender: ResponseSender) {
         let report = |engine: &ResponseStream| engine.generation().into_iter().for_each(|told| sender.report(told));
-        let whole = |(mut engine, mut text): (ResponseStream, RunningText)| async move {
+        let whole = |(mut engine, mut text): Run| async move {
             while let Some(item) = engine.next_response().await {
                 text.push(&item?);
             }

@@ -460,3 +460,61 @@ async fn identity_gives_every_input_back_under_its_outputs_name() {
     let failures = World::new(&[("odd", &odd)]).server().load_all().await.unwrap_err();
     assert!(failures[0].reason.contains("output `d` has another `data_type` than input `b`"), "{}", failures[0].reason);
 }
+
+/// A checkpoint whose longest sequence has 20000 tokens, each of them 4 bytes of a text at most.
+const SHORT: &str = r#"{ "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 256, "intermediate_size": 512,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "vocab_size": 257,
+    "max_position_embeddings": 20000 }"#;
+
+#[tokio::test]
+async fn a_text_that_no_sequence_can_hold_is_refused_before_it_is_encoded() {
+    let world = World::llm();
+    world.put("tensorrt_llm/1/config.json", SHORT);
+    let server = world.started().await;
+    let encode = async |text: &str| {
+        let answer = server.infer(request("preprocessing", query(&[text])));
+        match answer {
+            Ok(mut stream) => stream
+                .next_response()
+                .await
+                .expect("there is an answer")
+                .map(|answer| output(&answer, "INPUT_ID").to_i32().unwrap().len()),
+            Err(error) => Err(error),
+        }
+    };
+    assert_eq!(
+        encode(&"a".repeat(80_000)).await,
+        Ok(80_001),
+        "the model refuses it, and says how many tokens it takes"
+    );
+    for len in [80_001, 32 << 20] {
+        let error = encode(&"a".repeat(len)).await.unwrap_err();
+        let words = format!("request has {len} bytes of prompt, at most 80000 are allowed (--max-prompt-bytes)");
+        assert_eq!((error.kind, error.message), (serving::ErrorKind::InvalidArgument, words));
+    }
+}
+
+#[tokio::test]
+async fn lists_of_words_are_bounded_before_they_are_encoded() {
+    let server = World::llm().started().await;
+    let refused = async |name: &'static str, words: &[String]| {
+        let count = words.len() as i64;
+        let mut inputs = query(&["a"]);
+        inputs.push(Tensor::from_byte_strings(name, &[1, count], words));
+        inputs.push(Tensor::from_f32("EMBEDDING_BIAS_WEIGHTS", &[1, count], &vec![1.0; words.len()]));
+        match server.infer(request("preprocessing", inputs)) {
+            Ok(mut stream) => {
+                stream.next_response().await.expect("there is an answer").err().map(|error| error.message)
+            }
+            Err(error) => Some(error.message),
+        }
+    };
+    let many = |count: usize| (0..count).map(|index| format!("w{index}")).collect::<Vec<_>>();
+    for name in ["STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS"] {
+        assert_eq!(refused(name, &many(1024)).await, None, "{name}");
+        let words = "request has 80000 words, at most 1024 are allowed (--max-request-words)";
+        assert_eq!(refused(name, &many(80_000)).await.as_deref(), Some(words), "{name}");
+        let words = "request has 5000 bytes of one word, at most 4096 are allowed (--max-word-bytes)";
+        assert_eq!(refused(name, &["a".repeat(5000)]).await.as_deref(), Some(words), "{name}");
+    }
+}

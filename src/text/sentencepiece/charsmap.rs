@@ -21,6 +21,11 @@ impl Charsmap {
         Some(Self { units: units.collect(), replacements })
     }
 
+    /// Whether nothing is replaced.
+    pub(super) fn is_empty(&self) -> bool {
+        self.units.is_empty()
+    }
+
     /// The longest start of `text` that is replaced: its length, and by what.
     pub(super) fn longest(&self, text: &[u8]) -> Option<(usize, &str)> {
         let (len, offset) = self.longest_value(text)?;

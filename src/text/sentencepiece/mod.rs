@@ -130,6 +130,11 @@ impl SentencePiece {
         self.is_bpe
     }
 
+    /// Whether every character of a text comes out in a token, and none with others in one token for the unknown.
+    pub(crate) fn keeps_all(&self) -> bool {
+        self.normalizer.keeps_all() && self.byte_ids.is_some()
+    }
+
     /// Whether a text loses leading spaces when it is decoded: one, or each that is a piece of its own.
     pub(crate) fn drops_first_space(&self) -> (bool, bool) {
         let all = self.normalizer.remove_extra_whitespaces;

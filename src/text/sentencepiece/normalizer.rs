@@ -25,6 +25,11 @@ impl Normalizer {
         })
     }
 
+    /// Whether a text is as long behind it as before, or longer.
+    pub(super) fn keeps_all(&self) -> bool {
+        self.charsmap.is_empty() && !self.remove_extra_whitespaces
+    }
+
     /// The normal form of `text`; user-defined pieces (`kept`) stay as they are. `with_prefix` unset leaves out the space
     /// that the model puts before a text, and keeps leading ones, as in the midst of a text.
     pub(super) fn normalize(&self, mut text: &str, kept: &Trie, with_prefix: bool) -> String {

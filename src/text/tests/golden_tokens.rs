@@ -84,6 +84,64 @@ gives_the_reference_tokens! {
     qwen2_files_give_the_tokens_of_transformers: "qwen2";
 }
 
+/// As many bytes as its tokens may stand for.
+fn most_bytes(tokenizer: &Tokenizer, text: &str) -> usize {
+    tokenizer.encode(text, false).unwrap().len() * tokenizer.coverage().max_bytes
+}
+
+#[test]
+fn no_text_is_longer_than_its_tokens_may_stand_for() {
+    let samples: Vec<String> = serde_json::from_slice(&fs::read(folder().join("samples.json")).unwrap()).unwrap();
+    let hangul = "\u{1100}\u{1161}\u{11a8}".repeat(50);
+    let others = ["\u{2581}".repeat(90), " ".repeat(200), hangul, "e\u{301}".repeat(40), "\u{0}\u{fffd}".repeat(9)];
+    for (name, is_certain) in [("llama", true), ("gpt2", true), ("qwen2", true), ("t5", false), ("bpe_nfkc", false)] {
+        let (tokenizer, _) = load(name);
+        assert_eq!(tokenizer.coverage().is_certain, is_certain, "{name}: {:?}", tokenizer.coverage());
+        for text in samples.iter().chain(&others).filter(|_| is_certain) {
+            let most = most_bytes(&tokenizer, text);
+            assert!(most >= text.len(), "{name}: {} bytes of {most}: {text:?}", text.len());
+        }
+        for id in 0..tokenizer.vocab_size() as u32 {
+            let len = tokenizer.decode(&[id], false).len();
+            assert!(len <= tokenizer.coverage().max_bytes, "{name}: token {id}");
+        }
+    }
+}
+
+#[test]
+fn a_tokenizer_that_drops_or_joins_characters_is_not_certain() {
+    let alphabet = "\"a\":0,\"<u>\":1";
+    let model = |rest: &str| format!(r#"{{"type":"BPE","vocab":{{{alphabet}}},"merges":[]{rest}}}"#);
+    let unknown = |fuses: bool| model(&format!(r#","unk_token":"<u>","fuse_unk":{fuses}"#));
+    let cases = [
+        (unknown(false), "null", "null", true),
+        (unknown(true), "null", "null", false),
+        (model(""), "null", "null", false),
+        (unknown(false), r#"{"type":"NFC"}"#, "null", true),
+        (unknown(false), r#"{"type":"Strip","strip_left":true,"strip_right":true}"#, "null", false),
+        (unknown(false), r#"{"type":"Replace","pattern":{"String":"  "},"content":" "}"#, "null", true),
+        (unknown(false), r#"{"type":"Replace","pattern":{"String":"  "},"content":""}"#, "null", false),
+        (unknown(false), r#"{"type":"Replace","pattern":{"Regex":" +"},"content":" "}"#, "null", false),
+        (unknown(false), "null", r#"{"type":"WhitespaceSplit"}"#, false),
+        (
+            unknown(false),
+            "null",
+            r#"{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":true,"use_regex":true}"#,
+            false,
+        ),
+    ];
+    let dir = tempfile::tempdir().unwrap();
+    for (model, normalizer, pre_tokenizer, is_certain) in cases {
+        let added = "\"version\":\"1.0\",\"added_tokens\":[]";
+        let json = format!(r#"{{{added},"normalizer":{normalizer},"pre_tokenizer":{pre_tokenizer},"model":{model}}}"#);
+        fs::write(dir.path().join("tokenizer.json"), &json).unwrap();
+        let tokenizer = Tokenizer::from_dir(dir.path()).unwrap();
+        assert_eq!(tokenizer.coverage().is_certain, is_certain, "{json}");
+        let text = "a \u{e9}\u{1f600}  e\u{301}".repeat(20);
+        assert!(!is_certain || most_bytes(&tokenizer, &text) >= text.len(), "{json}");
+    }
+}
+
 #[test]
 fn the_type_decides_on_begin_and_end_tokens() {
     let open = |name: &str, kind| Tokenizer::open(&folder().join(name), kind).unwrap();
