@@ -157,6 +157,13 @@ fn settings_that_cannot_be_honoured_are_refused_with_words() {
     let cases = [
         (json!({"beam_width": 4}), "`streaming` is true, but beams are known only when their search has ended"),
         (json!({"beam_width": 65, "stream": false}), "beam width is 65; it must be 2 to 64"),
+        (json!({"beam_width": 2_000_000_000, "stream": false}), "beam width is 2000000000; it must be 2 to 64"),
+        (json!({"beam_width": i32::MAX, "stream": false}), "beam width is 2147483647; it must be 2 to 64"),
+        (
+            json!({"beam_width": 20_000_000, "num_return_sequences": 20_000_000, "stream": false}),
+            "beam width is 20000000",
+        ),
+        (json!({"num_return_sequences": i32::MAX}), "`num_return_sequences` is 2147483647, expected 1 to 64"),
         (json!({"beam_width": 0}), "`beam_width` is 0, expected at least 1"),
         (json!({"num_return_sequences": 0}), "`num_return_sequences` is 0, expected 1 to 64"),
         (json!({"num_return_sequences": 65}), "`num_return_sequences` is 65, expected 1 to 64"),

@@ -5,7 +5,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crate::{InferError, InferRequest};
+use crate::{CorrelationId, InferError, InferRequest};
 
 /// One limit. The first argument of an error is what the client sent too much of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -32,6 +32,8 @@ pub enum Limit {
     WordBytes,
     /// Bytes of one prompt.
     PromptBytes,
+    /// Bytes of logits that rank 0 keeps for all requests together.
+    LogitsBytes,
 }
 
 /// What the table knows of a limit.
@@ -46,7 +48,7 @@ struct Row {
     unit: &'static str,
 }
 
-const ROWS: [Row; 11] = [
+const ROWS: [Row; 12] = [
     row(Limit::Inputs, "max-request-inputs", 1024, "Most input tensors of a request", "inputs"),
     row(Limit::Outputs, "max-request-outputs", 1024, "Most outputs that a request may name", "outputs"),
     row(
@@ -94,6 +96,13 @@ const ROWS: [Row; 11] = [
         "Most bytes of a prompt; 0: as many as the model's longest sequence can hold",
         "bytes of prompt",
     ),
+    row(
+        Limit::LogitsBytes,
+        "max-logits-bytes",
+        4 << 30,
+        "Most bytes of logits that rank 0 keeps for all requests together, in 32 bits each",
+        "bytes of logits",
+    ),
 ];
 
 const fn row(limit: Limit, name: &'static str, default: u64, help: &'static str, unit: &'static str) -> Row {
@@ -139,6 +148,15 @@ impl Limit {
         let Row { name, unit, .. } = self.row();
         InferError::invalid(format!("request has {found} {unit}, at most {allowed} are allowed (--{name})"))
     }
+
+    /// As [`Limit::refuse`], of a limit on all requests together: there is no room for `found` beside the `taken` of others.
+    pub fn refuse_for_now(self, found: u64, taken: u64, allowed: u64) -> InferError {
+        REFUSED[self as usize].fetch_add(1, Relaxed);
+        let Row { name, unit, .. } = self.row();
+        InferError::unavailable(format!(
+            "request has {found} {unit} and others have {taken}, at most {allowed} are allowed together (--{name}); try again later"
+        ))
+    }
 }
 
 /// The values of all limits; [`Limits::default`] has those of the table.
@@ -180,6 +198,9 @@ impl Limits {
     /// As [`Limits::check`], for the first that is too much.
     pub(crate) fn check_request(&self, request: &InferRequest) -> Result<(), InferError> {
         self.check(Limit::IdBytes, request.id.len())?;
+        if let CorrelationId::Text(id) = &request.correlation_id {
+            self.check(Limit::IdBytes, id.len())?;
+        }
         self.check(Limit::NameBytes, request.model_name.len().max(request.model_version.len()))?;
         self.check(Limit::Inputs, request.inputs.len())?;
         self.check(Limit::Outputs, request.requested_outputs.len())?;
@@ -270,6 +291,10 @@ mod tests {
         let many = |count: usize| (0..count).map(|index| index.to_string());
         let cases = [
             ("--max-request-id-bytes", InferRequest { id: crate::Name::from(&"a".repeat(70_000)), ..request() }),
+            (
+                "--max-request-id-bytes",
+                InferRequest { correlation_id: CorrelationId::Text("a".repeat(70_000)), ..request() },
+            ),
             ("--max-name-bytes", InferRequest { model_name: long(), ..request() }),
             ("--max-name-bytes", InferRequest { model_version: long(), ..request() }),
             ("--max-name-bytes", InferRequest { inputs: vec![tensor(long(), 1)], ..request() }),

@@ -25,6 +25,8 @@ pub(crate) struct LlmRequest {
     pub(crate) request: Request,
     /// Sequences that are answered: the best of a beam search, else each from a request of its own.
     pub(crate) num_sequences: usize,
+    /// What rank 0 may have to keep of its logits.
+    pub(crate) logits_bytes: u64,
     /// One response per event, or one for all.
     pub(crate) streaming: bool,
     /// How long it may wait for its first step.
@@ -103,7 +105,6 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Wanted
     let mut sampling = sampling(config, request, return_log_probs)?;
     sampling.context_logits = wants_logits(config, request, "context_logits")?;
     sampling.generation_logits = wants_logits(config, request, "generation_logits")?;
-    check_logits(config, &sampling, prompt.len(), max_tokens as usize, num_sequences, beams.is_some())?;
     let engine_request = Request {
         prompt,
         max_tokens,
@@ -113,9 +114,13 @@ pub(crate) fn parse(config: &LlmConfig, request: &InferRequest) -> Result<Wanted
         beams,
         max_drafts: max_drafts(config, request)?,
     };
+    // From here on the request's numbers size memory.
+    config.engine.check(&engine_request).map_err(|refused| error_of(&refused))?;
+    let logits_bytes = logits_bytes(config, &engine_request, num_sequences)?;
     Ok(Wanted::Generate(Box::new(LlmRequest {
         request: engine_request,
         num_sequences,
+        logits_bytes,
         streaming,
         timeout: config.queue.timeout(request.priority, request.timeout_us),
         exclude_input,
@@ -143,21 +148,17 @@ fn wants_logits(config: &LlmConfig, request: &InferRequest, output: &str) -> Res
     Ok(true)
 }
 
-/// Refuses logits that rank 0 has no room for, and those of beams, which are chosen among many.
-fn check_logits(
-    config: &LlmConfig,
-    sampling: &SamplingParams,
-    prompt_len: usize,
-    max_tokens: usize,
-    num_sequences: usize,
-    has_beams: bool,
-) -> Result<(), InferError> {
-    if has_beams && sampling.generation_logits {
+/// Bytes of the logits of a checked request. Refuses more than one request may have, and those of beams, which are chosen
+/// among many.
+fn logits_bytes(config: &LlmConfig, request: &Request, num_sequences: usize) -> Result<u64, InferError> {
+    let Request { prompt, max_tokens, sampling, beams, .. } = request;
+    if beams.is_some() && sampling.generation_logits {
         let words = "`return_generation_logits` is true, but a beam search reports log-probabilities only; set `beam_width` to 1 or leave it out";
         return Err(InferError::invalid(words));
     }
-    let context = if sampling.context_logits { prompt_len } else { 0 };
-    let generation = if sampling.generation_logits { max_tokens.min(config.engine.max_sequence_len) } else { 0 };
+    let context = if sampling.context_logits { prompt.len() } else { 0 };
+    let most_tokens = (*max_tokens as usize).min(config.engine.max_sequence_len);
+    let generation = if sampling.generation_logits { most_tokens } else { 0 };
     let bytes = (context + generation * num_sequences) * config.vocab_size * size_of::<f32>();
     if bytes > MAX_LOGITS_BYTES {
         let words = format!(
@@ -165,7 +166,7 @@ fn check_logits(
         );
         return Err(InferError::invalid(words));
     }
-    Ok(())
+    Ok(bytes as u64)
 }
 
 fn num_sequences(config: &LlmConfig, request: &InferRequest, beams: Option<&BeamParams>) -> Result<usize, InferError> {
@@ -353,6 +354,8 @@ fn words(config: &LlmConfig, request: &InferRequest, name: &str) -> Result<Vec<V
     for &end in ends.iter().take_while(|&&end| end > 0) {
         let end = usize::try_from(end).ok().filter(|&end| end > start && end <= ids.len());
         let end = end.ok_or_else(|| broken("names an end beyond its ids"))?;
+        // No token is less than a byte; behind a blank a word may have two tokens more.
+        config.limits.check(Limit::WordBytes, (end - start).saturating_sub(2))?;
         words.push(ids[start..end].iter().map(|&id| token(config, name, id)).collect::<Result<Vec<_>, _>>()?);
         start = end;
     }
@@ -493,5 +496,98 @@ mod tests {
             let found = effective_temperature(temperature, top_k, top_p);
             assert_eq!(found, expected, "temperature {temperature:?}, top-k {top_k}, top-p {top_p}");
         }
+    }
+
+    /// A request whose numbers are each as given; `None` leaves an input out.
+    fn request(values: &[(&str, Option<i64>)]) -> InferRequest {
+        let mut inputs = vec![Tensor::from_i32("input_ids", &[1, 3], &[1, 2, 3])];
+        let given = values.iter().filter_map(|&(name, value)| Some((name, value?)));
+        inputs.extend(given.map(|(name, value)| Tensor::from_i64(name, &[1, 1], &[value])));
+        InferRequest { inputs, ..InferRequest::default() }
+    }
+
+    /// Every number that a client may send.
+    const NUMBERS: [&str; 12] = [
+        "request_output_len",
+        "beam_width",
+        "num_return_sequences",
+        "runtime_top_k",
+        "min_tokens",
+        "end_id",
+        "seed",
+        "input_lengths",
+        "runtime_top_p_reset_ids",
+        "top_k",
+        "min_length",
+        "random_seed",
+    ];
+
+    const EXTREMES: [i64; 11] = [i64::MIN, -1, 0, 1, 2, 8, 9, i32::MAX as i64, u32::MAX as i64, 1 << 40, i64::MAX];
+
+    /// What a request takes once it is understood: nothing was sized by its numbers but within the model's bounds.
+    fn check_size(config: &LlmConfig, request: &InferRequest) {
+        let Ok(Wanted::Generate(parsed)) = parse(config, request) else { return };
+        let (max_rows, max_len) = (config.engine.max_rows, config.engine.max_sequence_len);
+        let beams = parsed.request.beams.map_or(1, |beams| beams.width as usize);
+        assert!(parsed.num_sequences <= max_rows && beams <= max_rows, "{parsed:?}");
+        assert!(parsed.logits_bytes <= (1 + max_rows as u64) * (max_len * config.vocab_size * 4) as u64, "{parsed:?}");
+        assert!(parsed.clone().sequences().len() <= max_rows);
+        let responses = super::super::outputs::Responses::new(config, "1", request, &parsed);
+        assert!(responses.num_sequences() <= max_rows);
+    }
+
+    #[test]
+    fn no_number_of_a_request_sizes_memory_beyond_the_models_bounds() {
+        let config = super::super::config::tests::llm_config();
+        for name in NUMBERS {
+            for value in EXTREMES {
+                check_size(&config, &request(&[("request_output_len", Some(4)), (name, Some(value))]));
+                let logits = [("return_context_logits", true), ("return_generation_logits", true)];
+                let mut logits_too = request(&[("request_output_len", Some(i64::from(u32::MAX))), (name, Some(value))]);
+                logits_too.inputs.extend(logits.map(|(flag, is_on)| Tensor::from_bool(flag, &[1, 1], &[is_on])));
+                check_size(&config, &logits_too);
+            }
+        }
+        let refused = |values: &[_]| match parse(&config, &request(values)) {
+            Err(error) => error.message,
+            Ok(_) => panic!("{values:?} was taken"),
+        };
+        let width = |width| [("request_output_len", Some(4)), ("beam_width", Some(width))];
+        assert_eq!(refused(&width(2_000_000_000)), "beam width is 2000000000; it must be 2 to 8");
+        assert_eq!(refused(&width(9)), "beam width is 9; it must be 2 to 8");
+        let sequences = [("request_output_len", Some(4)), ("num_return_sequences", Some(i64::MAX))];
+        assert!(refused(&sequences).starts_with("`num_return_sequences` is 9223372036854775807, expected 1 to 8"));
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn nor_do_any_of_them_together(choices in proptest::collection::vec(0..=EXTREMES.len(), NUMBERS.len())) {
+            let config = super::super::config::tests::llm_config();
+            let value = |choice: usize| EXTREMES.get(choice).copied();
+            let values: Vec<_> = NUMBERS.iter().zip(choices).map(|(name, choice)| (*name, value(choice))).collect();
+            check_size(&config, &request(&values));
+        }
+    }
+
+    #[test]
+    fn lists_of_words_are_bounded_in_number_and_length() {
+        let config = super::super::config::tests::llm_config();
+        let words = |lens: &[usize]| {
+            let ids: usize = lens.iter().sum();
+            let ends = lens.iter().scan(0, |end, len| {
+                *end += *len as i32;
+                Some(*end)
+            });
+            let mut values = vec![1; ids];
+            values.extend(ends.chain(std::iter::repeat(-1)).take(ids));
+            let mut request = request(&[("request_output_len", Some(4))]);
+            request.inputs.push(Tensor::from_i32("stop_words_list", &[1, 2, ids as i64], &values));
+            parse(&config, &request).map(drop).map_err(|error| error.message)
+        };
+        assert_eq!(words(&[2; 3072]), Ok(()));
+        assert!(words(&[1; 3073]).unwrap_err().contains("--max-request-words"));
+        assert_eq!(words(&[4098, 1]), Ok(()));
+        assert!(words(&[4099, 1]).unwrap_err().contains("--max-word-bytes"));
+        assert_eq!(words(&[4000; 5]).unwrap_err(), "stop words have 20000 tokens; at most 16384 are taken");
     }
 }

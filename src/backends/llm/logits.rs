@@ -1,10 +1,50 @@
 //! Raw logits of one sequence: they come in pieces, before the tokens chosen from them, and leave as tensors.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use half::{bf16, f16};
-use serving::{DataType, Name, Shape, Tensor};
+use serving::{DataType, InferError, Limit, Limits, Name, Shape, Tensor};
 use worker::{LogitsPiece, LogitsPlace};
+
+/// Counts the logits that rank 0 may have to keep for requests in flight.
+#[derive(Debug, Default)]
+pub(crate) struct LogitsBudget(AtomicU64);
+
+/// One request's part of a budget, given back when dropped.
+#[derive(Debug)]
+pub(crate) struct LogitsCharge {
+    budget: Arc<LogitsBudget>,
+    bytes: u64,
+}
+
+impl LogitsBudget {
+    /// Takes `bytes`; `None` where that is nothing.
+    ///
+    /// # Errors
+    /// When [`Limit::LogitsBytes`] is less than that, or has no room for it beside those of other requests.
+    pub(crate) fn charge(self: &Arc<Self>, limits: &Limits, bytes: u64) -> Result<Option<LogitsCharge>, InferError> {
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let allowed = limits.get(Limit::LogitsBytes);
+        if bytes > allowed {
+            return Err(Limit::LogitsBytes.refuse(bytes, allowed));
+        }
+        let fits = |taken: u64| taken.checked_add(bytes).filter(|&sum| sum <= allowed);
+        match self.0.fetch_update(Relaxed, Relaxed, fits) {
+            Ok(_) => Ok(Some(LogitsCharge { budget: Arc::clone(self), bytes })),
+            Err(taken) => Err(Limit::LogitsBytes.refuse_for_now(bytes, taken, allowed)),
+        }
+    }
+}
+
+impl Drop for LogitsCharge {
+    fn drop(&mut self) {
+        self.budget.0.fetch_sub(self.bytes, Relaxed);
+    }
+}
 
 /// How logits are returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,6 +133,28 @@ mod tests {
 
     fn piece(place: LogitsPlace, first_token: u32, values: &[f32]) -> LogitsPiece {
         LogitsPiece { sequence: SequenceId(1), place, first_token, values: values.to_vec() }
+    }
+
+    #[test]
+    fn all_requests_share_the_room_for_logits() {
+        let mut limits = Limits::default();
+        limits.set(Limit::LogitsBytes, 100);
+        let budget = Arc::<LogitsBudget>::default();
+        let charge = |bytes| budget.charge(&limits, bytes);
+        assert!(charge(0).unwrap().is_none());
+        let too_much = charge(101).unwrap_err();
+        assert_eq!(too_much.kind, serving::ErrorKind::InvalidArgument);
+        let first = charge(60).unwrap();
+        let refused = charge(41).unwrap_err();
+        assert_eq!(refused.kind, serving::ErrorKind::Unavailable);
+        assert_eq!(
+            refused.message,
+            "request has 41 bytes of logits and others have 60, at most 100 are allowed together (--max-logits-bytes); \
+             try again later"
+        );
+        let second = charge(40).unwrap();
+        drop((first, second));
+        assert!(charge(100).unwrap().is_some());
     }
 
     #[test]

@@ -51,6 +51,7 @@ pub use figures::{ENDS, FigureValues, STEP_KINDS, STEP_PHASES, Start, WorkerFigu
 use inbox::Message;
 use inputs::Wanted;
 pub use ledger::LlmLedger;
+use logits::LogitsBudget;
 use mailbox::mailbox;
 use outputs::Responses;
 pub use plan::{ModelPlan, PlanFactory};
@@ -67,6 +68,7 @@ pub struct LlmFactory {
     agents: Arc<Agents>,
     prefix: Prefix,
     tellers: Handle,
+    logits: Arc<LogitsBudget>,
     loaded: Arc<Mutex<Vec<Loaded>>>,
 }
 
@@ -108,12 +110,12 @@ impl LlmFactory {
     /// A factory whose models run on the workers of `agents`; rank 0's own shared memory is named by `prefix`. What comes of a
     /// step is told to its requests on the runtime of `tellers`: best where most of them are.
     pub fn new(defaults: LlmDefaults, agents: Arc<Agents>, prefix: Prefix, tellers: Handle) -> Self {
-        Self { defaults, agents, prefix, tellers, loaded: Arc::default() }
+        Self { defaults, agents, prefix, tellers, logits: Arc::default(), loaded: Arc::default() }
     }
 
     /// Every replica of every loaded LLM.
     pub fn status(&self) -> Vec<LlmStatus> {
-        let mut loaded = self.loaded.lock().unwrap();
+        let mut loaded = ipc::lock(&self.loaded);
         loaded.retain(|model| model.router.strong_count() > 0);
         loaded.iter().flat_map(Loaded::status).collect()
     }
@@ -133,7 +135,7 @@ impl Loaded {
             num_restarts: shared.restarts.load(Ordering::Relaxed),
             block_size: self.block_size,
             max_rows: self.max_rows,
-            engine: *shared.stats.lock().unwrap(),
+            engine: *ipc::lock(&shared.stats),
             figures: shared.figures.read(),
         };
         (0..).zip(router.replicas()).map(status).collect()
@@ -148,7 +150,7 @@ impl BackendFactory for LlmFactory {
 
     fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let (defaults, agents, prefix) = (self.defaults.clone(), Arc::clone(&self.agents), self.prefix.clone());
-        let (all_loaded, tellers) = (Arc::clone(&self.loaded), self.tellers.clone());
+        let (all_loaded, tellers, logits) = (Arc::clone(&self.loaded), self.tellers.clone(), Arc::clone(&self.logits));
         async move {
             let mut config = LlmConfig::new(&load, &defaults)?;
             if agents.nodes().names().len() > 1 {
@@ -163,14 +165,14 @@ impl BackendFactory for LlmFactory {
                     return Err(InferError::internal(format!("model `{}`: {reason}", config.name)));
                 }
             }
-            all_loaded.lock().unwrap().push(Loaded {
+            ipc::lock(&all_loaded).push(Loaded {
                 name: config.name.clone(),
                 version: load.version.to_string(),
                 block_size: config.engine.block_size,
                 max_rows: config.engine.max_rows,
                 router: Arc::downgrade(&router),
             });
-            Ok(Arc::new(Llm::new(config, load.version, tokenizer, router)) as Arc<dyn Backend>)
+            Ok(Arc::new(Llm::new(config, load.version, tokenizer, router, logits)) as Arc<dyn Backend>)
         }
         .boxed()
     }
@@ -198,6 +200,8 @@ struct Llm {
     version: String,
     tokenizer: Option<Arc<Tokenizer>>,
     router: Arc<Router>,
+    /// Shared with the other models.
+    logits: Arc<LogitsBudget>,
     /// For `stop`.
     by_id: ById,
     /// Requests in flight, for drain.
@@ -205,12 +209,19 @@ struct Llm {
 }
 
 impl Llm {
-    fn new(config: LlmConfig, version: i64, tokenizer: Option<Arc<Tokenizer>>, router: Arc<Router>) -> Self {
+    fn new(
+        config: LlmConfig,
+        version: i64,
+        tokenizer: Option<Arc<Tokenizer>>,
+        router: Arc<Router>,
+        logits: Arc<LogitsBudget>,
+    ) -> Self {
         Self {
             config: Arc::new(config),
             version: version.to_string(),
             tokenizer,
             router,
+            logits,
             by_id: Arc::default(),
             in_flight: Arc::new(watch::Sender::new(0)),
         }
@@ -218,7 +229,7 @@ impl Llm {
 
     /// Ends the running request of the same id; answers with one empty final response.
     fn stop(&self, request: &InferRequest) -> ResponseStream {
-        if let Some(stop) = self.by_id.lock().unwrap().get(&request.id) {
+        if let Some(stop) = ipc::lock(&self.by_id).get(&request.id) {
             stop.tell();
         }
         let (sender, stream) = ResponseStream::channel(1);
@@ -256,12 +267,11 @@ impl Llm {
 
     /// A search of the text for each sequence, where there are stop words to search for.
     fn text_stops(&self, sequences: &[Request]) -> Vec<TextStop> {
-        let Some(tokenizer) = &self.tokenizer else { return Vec::new() };
-        let text_stop = |request: &Request| {
-            let before = *request.prompt.last()?;
-            TextStop::new(tokenizer, &request.stop_words, before)
-        };
-        sequences.iter().map_while(text_stop).collect()
+        let (Some(tokenizer), Some(first)) = (&self.tokenizer, sequences.first()) else { return Vec::new() };
+        let Some(&before) = first.prompt.last() else { return Vec::new() };
+        // The sequences have the prompt and the words in common.
+        let texts = TextStop::texts(tokenizer, &first.stop_words, before);
+        sequences.iter().map_while(|_| TextStop::new(tokenizer, &texts, before)).collect()
     }
 }
 
@@ -272,6 +282,7 @@ impl Backend for Llm {
             Wanted::Stop => return Ok(self.stop(&request)),
             Wanted::Generate(parsed) => *parsed,
         };
+        let logits = self.logits.charge(&self.config.limits, parsed.logits_bytes)?;
         let responses = Responses::new(&self.config, &self.version, &request, &parsed);
         let num_sequences = parsed.num_sequences;
         let timeout = parsed.timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
@@ -285,14 +296,14 @@ impl Backend for Llm {
         };
         let timing = Timing::new(shared, self.config.engine.block_size, prompt_len, sequences.len());
         let (events, receiver) = mailbox();
-        let stop = Arc::new(Stop(events.downgrade()));
+        let stop = Arc::new(Stop::new(events.downgrade()));
         let submit = Some(Message::Submit { sequences, timeout, events });
         let mut pending = Pending { admission, submit, timeout };
         if !pending.submit_if_placed() {
             return Err(InferError::unavailable(format!("model `{}` is being unloaded", self.config.name)));
         }
         if !request.id.is_empty() {
-            self.by_id.lock().unwrap().insert(request.id.clone(), Arc::clone(&stop));
+            ipc::lock(&self.by_id).insert(request.id.clone(), Arc::clone(&stop));
         }
         let task = RequestTask {
             client_id: request.id,
@@ -301,6 +312,7 @@ impl Backend for Llm {
             stop,
             in_flight: Arc::clone(&self.in_flight),
             responses,
+            _logits: logits,
             timing,
             text_stops,
             sequences: Vec::new(),

@@ -225,6 +225,12 @@ impl Responses {
         }
     }
 
+    /// Sequences that are answered.
+    #[cfg(test)]
+    pub(crate) fn num_sequences(&self) -> usize {
+        self.sequences.capacity()
+    }
+
     /// A step had room for sequence `index` at `at`; its first such moment is told.
     pub(crate) fn joined(&mut self, index: usize, at: Instant) {
         self.sequences[index].first_scheduled.get_or_insert(at);

@@ -1,6 +1,7 @@
 //! One request in flight: turns its sequences' events into responses, and its client's leaving into cancels.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
@@ -11,6 +12,7 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use super::inbox::{Message, RequestEvent};
+use super::logits::LogitsCharge;
 use super::mailbox::{self, WeakSender};
 use super::outputs::{News, Responses, Tokens};
 use super::router::Admission;
@@ -25,12 +27,21 @@ const UNLOADED: &str = "the model was unloaded while the request ran";
 pub(crate) type ById = Arc<Mutex<HashMap<Name, Arc<Stop>>>>;
 
 /// Ends a request for a client that asks for it.
-pub(crate) struct Stop(pub(crate) WeakSender);
+pub(crate) struct Stop {
+    events: WeakSender,
+    is_told: AtomicBool,
+}
 
 impl Stop {
-    /// Tells the request, if somebody may still tell it anything.
+    pub(crate) fn new(events: WeakSender) -> Self {
+        Self { events, is_told: AtomicBool::new(false) }
+    }
+
+    /// Tells the request, if somebody may still tell it anything: once, however often a client asks.
     pub(crate) fn tell(&self) {
-        self.0.send(RequestEvent::Stop);
+        if !self.is_told.swap(true, Ordering::Relaxed) {
+            self.events.send(RequestEvent::Stop);
+        }
     }
 }
 
@@ -87,6 +98,8 @@ pub(crate) struct RequestTask {
     pub(crate) stop: Arc<Stop>,
     pub(crate) in_flight: Arc<watch::Sender<usize>>,
     pub(crate) responses: Responses,
+    /// Held until the request has ended.
+    pub(crate) _logits: Option<LogitsCharge>,
     pub(crate) timing: Timing,
     /// One for each sequence, where there are stop words.
     pub(crate) text_stops: Vec<TextStop>,
@@ -382,7 +395,7 @@ impl Drop for Following {
 
 impl Drop for RequestTask {
     fn drop(&mut self) {
-        let mut by_id = self.by_id.lock().unwrap();
+        let mut by_id = ipc::lock(&self.by_id);
         if by_id.get(&self.client_id).is_some_and(|stop| Arc::ptr_eq(stop, &self.stop)) {
             by_id.remove(&self.client_id);
         }
@@ -404,7 +417,6 @@ async fn expired(timeout: Option<(Instant, bool)>) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::Ordering;
     use std::task::Waker;
 
     use engine::{DraftUsage, TokenId};
@@ -441,9 +453,10 @@ mod tests {
             client_id: Name::default(),
             pending: Pending { admission, submit: None, timeout: None },
             by_id: ById::default(),
-            stop: Arc::new(Stop(events.downgrade())),
+            stop: Arc::new(Stop::new(events.downgrade())),
             in_flight: Arc::new(watch::Sender::new(1)),
             responses: outputs::tests::repeatable(),
+            _logits: None,
             timing: Timing::new(&shared, 16, 1, 1),
             text_stops: Vec::new(),
             sequences: Vec::new(),

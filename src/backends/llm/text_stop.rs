@@ -30,17 +30,22 @@ pub(crate) struct TextStop {
 }
 
 impl TextStop {
-    /// `None` when no word has a text to search for. `before` is the last token of the prompt.
-    pub(crate) fn new(tokenizer: &Arc<Tokenizer>, stop_words: &[Vec<TokenId>], before: TokenId) -> Option<Self> {
+    /// The texts of stop words that can be searched for. `before` is the last token of the prompt.
+    pub(crate) fn texts(tokenizer: &Arc<Tokenizer>, stop_words: &[Vec<TokenId>], before: TokenId) -> Vec<String> {
         let mut texts: Vec<String> = stop_words.iter().map(|word| decode(tokenizer, before, word)).collect();
         texts.retain(|text| !text.is_empty() && !text.contains(char::REPLACEMENT_CHARACTER));
         texts.sort_unstable();
         texts.dedup();
+        texts
+    }
+
+    /// Searches for `texts` behind the token `before`; `None` when there are none.
+    pub(crate) fn new(tokenizer: &Arc<Tokenizer>, texts: &[String], before: TokenId) -> Option<Self> {
         (!texts.is_empty()).then(|| Self {
             tokenizer: Arc::clone(tokenizer),
             before,
             detokenizer: primed(tokenizer, before),
-            stop: StopText::new(texts),
+            stop: StopText::new(texts.iter().cloned()),
             held: VecDeque::new(),
             text_len: 0,
             told_len: 0,
@@ -157,7 +162,8 @@ mod tests {
     fn told(stop_words: &[&[&str]], tokens: &[&str]) -> (Vec<String>, bool) {
         let (tokenizer, before) = (tokenizer(), ids(&["x"])[0]);
         let words: Vec<_> = stop_words.iter().map(|word| ids(word)).collect();
-        let mut stop = TextStop::new(&tokenizer, &words, before).unwrap();
+        let texts = TextStop::texts(&tokenizer, &words, before);
+        let mut stop = TextStop::new(&tokenizer, &texts, before).unwrap();
         let mut texts = Vec::new();
         for (index, token) in ids(tokens).into_iter().enumerate() {
             let mut told = Tokens::new();
@@ -200,7 +206,7 @@ mod tests {
 
     #[test]
     fn a_stop_word_without_text_is_left_to_the_engine() {
-        assert!(TextStop::new(&tokenizer(), &[vec![TokenId(999)]], TokenId(0)).is_none());
+        assert!(TextStop::texts(&tokenizer(), &[vec![TokenId(999)]], TokenId(0)).is_empty());
         assert!(TextStop::new(&tokenizer(), &[], TokenId(0)).is_none());
     }
 }
