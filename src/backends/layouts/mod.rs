@@ -189,7 +189,7 @@ impl Layouts {
     /// Names once in the log what a model says and what has no effect.
     fn tell(&self, model: &LoadRequest, layout: Layout) {
         let name = &model.config.name;
-        if !self.told.lock().unwrap().insert(name.clone()) {
+        if !ipc::lock(&self.told).insert(name.clone()) {
             return;
         }
         if model.config.backend == "python" && model.version_dir.join(python::file_name(&model.config)).is_file() {

@@ -154,7 +154,7 @@ impl Sessions {
         max_tokens: i64,
     ) -> Result<(Vec<u32>, watch::Receiver<u64>), InferError> {
         let shown = shown(&wanted.id);
-        let mut sessions = self.sessions.lock().unwrap();
+        let mut sessions = ipc::lock(&self.sessions);
         if wanted.starts {
             if let Some(old) = sessions.insert(wanted.id.clone(), Session::new()) {
                 old.stop.send_modify(|count| *count += 1);
@@ -192,7 +192,7 @@ impl Sessions {
 
     /// Ends what the session runs, and the session if the request says so.
     fn stop(&self, wanted: &Wanted) -> ResponseStream {
-        let mut sessions = self.sessions.lock().unwrap();
+        let mut sessions = ipc::lock(&self.sessions);
         if let Some(session) = sessions.get(&wanted.id) {
             session.stop.send_modify(|count| *count += 1);
         }
@@ -204,7 +204,7 @@ impl Sessions {
 
     /// A request for no token: begins or ends a session.
     fn touch(&self, wanted: &Wanted) -> ResponseStream {
-        let mut sessions = self.sessions.lock().unwrap();
+        let mut sessions = ipc::lock(&self.sessions);
         if wanted.starts {
             sessions.insert(wanted.id.clone(), Session::new());
             drop_oldest(&mut sessions);
@@ -221,7 +221,7 @@ impl Sessions {
     }
 
     fn forget_run(&self, id: &CorrelationId) {
-        if let Some(session) = self.sessions.lock().unwrap().get_mut(id) {
+        if let Some(session) = ipc::lock(&self.sessions).get_mut(id) {
             session.is_running = false;
         }
     }
@@ -295,7 +295,7 @@ impl Run {
 
     /// Leaves the session as the next request finds it.
     fn leave(&mut self) {
-        let mut sessions = self.sessions.lock().unwrap();
+        let mut sessions = ipc::lock(&self.sessions);
         if self.wanted.ends {
             sessions.remove(&self.wanted.id);
         } else if let Some(session) = sessions.get_mut(&self.wanted.id) {
@@ -309,7 +309,7 @@ impl Run {
 impl Drop for Run {
     fn drop(&mut self) {
         let is_running = |session: &Session| session.is_running;
-        if self.sessions.lock().unwrap().get(&self.wanted.id).is_some_and(is_running) {
+        if ipc::lock(&self.sessions).get(&self.wanted.id).is_some_and(is_running) {
             self.leave();
         }
     }

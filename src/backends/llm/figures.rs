@@ -141,12 +141,12 @@ impl Figures {
 
     /// Changes what is known of the start.
     pub(crate) fn update_start(&self, change: impl FnOnce(&mut Start)) {
-        change(&mut self.start.lock().unwrap());
+        change(&mut ipc::lock(&self.start));
     }
 
     /// The last start of the workers.
     pub(crate) fn start(&self) -> Start {
-        self.start.lock().unwrap().clone()
+        ipc::lock(&self.start).clone()
     }
 
     /// As of now.

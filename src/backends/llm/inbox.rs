@@ -88,6 +88,9 @@ impl OneToken {
 }
 
 /// The sending side; clones go to request tasks and to agents' listeners.
+///
+/// It has no bound of its own: a request in flight, of which there are only so many, sends one [`Message::Submit`] and at most
+/// one [`Message::Cancel`] and one [`Message::Finish`] for each of its sequences.
 #[derive(Clone)]
 pub(crate) struct Inbox {
     messages: mpsc::Sender<Message>,
@@ -103,7 +106,7 @@ impl Inbox {
     /// Hands over a message and wakes the step thread. False when that thread has ended.
     pub(crate) fn send(&self, message: Message) -> bool {
         let sent = self.messages.send(message).is_ok();
-        if let Some(doorbell) = &*self.doorbell.lock().unwrap() {
+        if let Some(doorbell) = &*ipc::lock(&self.doorbell) {
             doorbell.ring();
         }
         sent
@@ -111,7 +114,7 @@ impl Inbox {
 
     /// What to ring from now on; `None` while the step thread waits on this inbox itself.
     pub(crate) fn set_doorbell(&self, doorbell: Option<Doorbell>) {
-        *self.doorbell.lock().unwrap() = doorbell;
+        *ipc::lock(&self.doorbell) = doorbell;
     }
 }
 

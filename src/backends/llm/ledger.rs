@@ -43,7 +43,7 @@ impl Report {
 impl LlmFactory {
     /// The ledger of every replica of every loaded LLM, each taken between two of its steps.
     pub fn ledgers(&self) -> BoxFuture<'static, Vec<LlmLedger>> {
-        let mut loaded = self.loaded.lock().unwrap();
+        let mut loaded = ipc::lock(&self.loaded);
         loaded.retain(|model| model.router.strong_count() > 0);
         let ledger = |model: &super::Loaded, replica: u32, inbox: Inbox| {
             let (name, version) = (model.name.clone(), model.version.clone());

@@ -145,12 +145,12 @@ impl PlanFactory {
 
     /// What was planned so far.
     pub fn plans(&self) -> Vec<ModelPlan> {
-        self.plans.lock().unwrap().clone()
+        ipc::lock(&self.plans).clone()
     }
 
     /// Why LLMs could not be planned, a line each.
     pub fn failures(&self) -> Vec<String> {
-        self.failures.lock().unwrap().clone()
+        ipc::lock(&self.failures).clone()
     }
 }
 
@@ -163,13 +163,13 @@ impl BackendFactory for PlanFactory {
         });
         let error = match planned {
             Ok(plan) => {
-                let mut plans = self.plans.lock().unwrap();
+                let mut plans = ipc::lock(&self.plans);
                 plans.retain(|known| known.name != plan.name); // A server may try again what did not load.
                 plans.push(plan);
                 InferError::unavailable("planned, not loaded")
             }
             Err(error) => {
-                let (mut failures, words) = (self.failures.lock().unwrap(), error.to_string());
+                let (mut failures, words) = (ipc::lock(&self.failures), error.to_string());
                 if !failures.contains(&words) {
                     failures.push(words);
                 }

@@ -94,7 +94,7 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.router.state.lock().unwrap().loads[self.replica].num_sequences -= self.num_sequences;
+        ipc::lock(&self.router.state).loads[self.replica].num_sequences -= self.num_sequences;
         self.router.dispatch();
     }
 }
@@ -115,7 +115,7 @@ impl Ticket {
     /// Lets others of its priority be served before.
     pub(crate) fn delay(&mut self) {
         let later = (self.turn.0, true, self.turn.2);
-        let mut state = self.router.state.lock().unwrap();
+        let mut state = ipc::lock(&self.router.state);
         if let Some(waiting) = state.queue.remove(&self.turn) {
             state.queue.insert(later, waiting);
             self.turn = later;
@@ -125,7 +125,7 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        let waited = self.router.state.lock().unwrap().queue.remove(&self.turn);
+        let waited = ipc::lock(&self.router.state).queue.remove(&self.turn);
         if waited.is_some() {
             // It may have been the one that others wait behind.
             self.router.dispatch();
@@ -159,7 +159,7 @@ impl Router {
 
     /// Sequences that wait here.
     pub(crate) fn num_waiting(&self) -> usize {
-        self.state.lock().unwrap().num_waiting()
+        ipc::lock(&self.state).num_waiting()
     }
 
     /// Finds a replica for `num_sequences` that start with `prompt`, or a place in the queue. A replica that is the only
@@ -172,7 +172,7 @@ impl Router {
     ) -> Result<Admission, QueueFull> {
         let is_only = self.replicas.len() == 1;
         let hashes = if is_only { Vec::new() } else { prefixes::hashes(prompt, self.block_size) };
-        let mut state = self.state.lock().unwrap();
+        let mut state = ipc::lock(&self.state);
         state.num_arrived += 1;
         // Nobody is overtaken by those who come later.
         let chosen = match is_only {
@@ -203,7 +203,7 @@ impl Router {
     }
 
     fn next_turn(&self) -> Option<(usize, Waiting)> {
-        let state = &mut *self.state.lock().unwrap();
+        let state = &mut *ipc::lock(&self.state);
         let (turn, first) = state.queue.pop_first()?;
         let Some(replica) = self.choose(state, first.num_sequences, &first.hashes) else {
             state.queue.insert(turn, first);
@@ -232,7 +232,7 @@ impl Router {
     }
 
     fn take(&self, state: &mut State, replica: usize, num_sequences: usize, hashes: &[PrefixHash]) {
-        let max_prefixes = self.replicas[replica].shared.stats.lock().unwrap().num_blocks;
+        let max_prefixes = ipc::lock(&self.replicas[replica].shared.stats).num_blocks;
         let load = &mut state.loads[replica];
         load.num_sequences += num_sequences;
         load.last_used = state.num_arrived;

@@ -4,8 +4,13 @@
 //! starting ──workers ready──► stepping ──a worker is lost──► starting   (running sequences are prefilled again)
 //!     └── too many losses without a step between ──► failed ──later──► starting   (requests get an error meanwhile)
 //! ```
+//!
+//! A panic of the thread counts as a loss, too. What the engine knew of its sequences is not trusted then: they end with an
+//! error, and an engine without any takes its place.
 
+use std::any::Any;
 use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
@@ -70,12 +75,12 @@ impl Shared {
 
     /// Why it was given up, if it was.
     pub(crate) fn failure(&self) -> Option<String> {
-        self.failure.lock().unwrap().clone()
+        ipc::lock(&self.failure).clone()
     }
 
     /// More is better: 0 when given up, 1 while workers load, 2 when a step can run.
     pub(crate) fn health(&self) -> u8 {
-        if self.is_ready() { 2 } else { u8::from(self.failure.lock().unwrap().is_none()) }
+        if self.is_ready() { 2 } else { u8::from(ipc::lock(&self.failure).is_none()) }
     }
 }
 
@@ -144,19 +149,10 @@ impl StepThread {
             step_kinds: StepKinds::default(),
         };
         let mut loaded = Some(loaded);
+        let _ended = Ended(Arc::clone(&running.thread.shared));
         loop {
-            let end = match running.start() {
-                Ok(group) => {
-                    *running.thread.shared.failure.lock().unwrap() = None;
-                    // Before anyone is told that the model is loaded.
-                    running.thread.shared.ready.store(true, Ordering::Release);
-                    running.thread.router.dispatch();
-                    loaded.take().map(|loaded| loaded.send(Ok(())));
-                    running.serve(group)
-                }
-                Err(end) => end,
-            };
-            match end {
+            let end = catch_unwind(AssertUnwindSafe(|| running.start_and_serve(&mut loaded)));
+            match end.unwrap_or_else(|panic| End::Lost(running.start_anew(&*panic))) {
                 End::Stopped(done) => {
                     let _ = done.send(());
                     return;
@@ -177,7 +173,57 @@ impl StepThread {
     }
 }
 
+/// Nothing steps any more when this is dropped.
+struct Ended(Arc<Shared>);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.0.ready.store(false, Ordering::Release);
+        if std::thread::panicking() {
+            let words = "the step thread of the model has ended by a panic; load the model again".to_owned();
+            *ipc::lock(&self.0.failure) = Some(words);
+        }
+    }
+}
+
+/// What a panic said.
+fn words_of(panic: &(dyn Any + Send)) -> &str {
+    let owned = panic.downcast_ref::<String>().map(String::as_str);
+    owned.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it said nothing")
+}
+
 impl Running {
+    /// Starts the workers, and steps until one is lost or the model is stopped.
+    fn start_and_serve(&mut self, loaded: &mut Option<oneshot::Sender<Result<(), String>>>) -> End {
+        let group = match self.start() {
+            Ok(group) => group,
+            Err(end) => return end,
+        };
+        *ipc::lock(&self.thread.shared.failure) = None;
+        // Before anyone is told that the model is loaded.
+        self.thread.shared.ready.store(true, Ordering::Release);
+        self.thread.router.dispatch();
+        loaded.take().map(|loaded| loaded.send(Ok(())));
+        self.serve(group)
+    }
+
+    /// After a panic, which left the engine in any state: its sequences end with an error, and one without any takes its
+    /// place. The workers are gone with their group.
+    fn start_anew(&mut self, panic: &(dyn Any + Send)) -> Lost {
+        let StepThread { config, shared, inbox, teller, .. } = &mut self.thread;
+        shared.ready.store(false, Ordering::Release);
+        inbox.set_doorbell(None);
+        let words = format!("the step thread of model `{}` panicked: {}", config.name, words_of(panic));
+        tracing::error!(model = %config.name, "{words}; its requests end with an error, and its workers start again");
+        self.engine = self.engine.take().map(|engine| engine.successor());
+        self.timeouts.clear();
+        self.events.clear();
+        let error = InferError::internal(format!("{words}; the model starts again, so send the request again"));
+        teller.tell_all_last(|| RequestEvent::Failed(error.clone()));
+        teller.send();
+        Lost::new(words)
+    }
+
     /// Starts the workers and waits until each holds its weights and KV blocks. Requests queue meanwhile.
     fn start(&mut self) -> Result<Group, End> {
         let StepThread { config, replica, agents, prefix, inbox, .. } = &self.thread;
@@ -319,7 +365,7 @@ impl Running {
         self.thread.teller.send(); // Before the wait for workers: who has joined is to know now.
         engine.drain_events(&mut self.events);
         if engine.num_in_flight() == 0 {
-            *self.thread.shared.stats.lock().unwrap() = engine.stats();
+            *ipc::lock(&self.thread.shared.stats) = engine.stats();
             self.tell_events();
             return self.take_messages(group, Duration::MAX);
         }
@@ -339,7 +385,7 @@ impl Running {
                 self.losses = 0;
                 // Slowly forgets: the first step after a start may be far longer than any other.
                 self.longest_step = self.last_progress.elapsed().max(self.longest_step.mul_f32(0.99));
-                *self.thread.shared.stats.lock().unwrap() = engine.stats();
+                *ipc::lock(&self.thread.shared.stats) = engine.stats();
                 self.last_progress = figures.phase(Phase::Settle, now);
                 self.tell_events();
                 figures.phase(Phase::Tell, self.last_progress);
@@ -483,7 +529,7 @@ impl Running {
 
     /// Ends all requests with these words, and refuses others with them until told to stop.
     fn give_up(&mut self, words: String) -> Option<oneshot::Sender<()>> {
-        *self.thread.shared.failure.lock().unwrap() = Some(words.clone());
+        *ipc::lock(&self.thread.shared.failure) = Some(words.clone());
         let error = InferError::unavailable(words);
         self.thread.teller.tell_all_last(|| RequestEvent::Failed(error.clone()));
         self.thread.teller.send();
@@ -542,4 +588,184 @@ pub(crate) fn error_of(refused: &Refused) -> InferError {
         _ => ErrorKind::InvalidArgument,
     };
     InferError::new(kind, refused.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Weak;
+    use std::task::{Context, Wake, Waker};
+
+    use engine::{RowId, SampledToken, StepOutput, TokenId, plan};
+    use ipc::{Received, Ring, RingReceiver, RingSender};
+    use tokio::runtime::Handle;
+    use worker::{FromAgent, Nodes, ShmName, ToAgent, WorkerId};
+
+    use super::super::config::tests::llm_config;
+    use super::super::router::Replica;
+    use super::*;
+
+    /// Panics when it is to wake somebody.
+    struct Panics;
+
+    impl Wake for Panics {
+        fn wake(self: Arc<Self>) {
+            panic!("a waker broke");
+        }
+    }
+
+    /// A worker that chooses token 7 for every row, until it is told to end.
+    fn work(agents: &Weak<Agents>, prefix: &Prefix, worker: WorkerId, is_over: &AtomicBool) {
+        let name = |kind: &str| format!("{kind}_{}", worker.instance);
+        let rings = ["plans", "outputs"].map(|kind| Ring::create(prefix, &name(kind), 1 << 20).unwrap());
+        let mut plans = RingReceiver::open(prefix, &name("plans")).unwrap();
+        let mut outputs = RingSender::open(prefix, &name("outputs")).unwrap();
+        let ring = |kind: &str| ShmName { prefix: prefix.to_string(), name: name(kind) };
+        let (plan_ring, output_ring, pid) = (ring("plans"), ring("outputs"), std::process::id());
+        let started = FromAgent::Started { worker, pid, rank_pid: pid, node: String::new(), plan_ring, output_ring };
+        agents.upgrade().unwrap().deliver(started);
+        let mut bytes = Vec::new();
+        let mut send = |message: &FromWorker| {
+            let mut bytes = Vec::new();
+            plan::encode(message, &mut bytes);
+            outputs.send(&bytes, Duration::from_secs(10)).unwrap();
+        };
+        let sizes = (1, 1, 1);
+        send(&FromWorker::Loaded {
+            weights_bytes: sizes.0,
+            workspace_bytes: sizes.1,
+            block_bytes: sizes.2,
+            max_blocks: 64,
+            phases: Vec::new(),
+        });
+        while !is_over.load(Ordering::Acquire) {
+            match plans.recv(&mut bytes, Duration::from_millis(5)) {
+                Ok(Received::Message) => {}
+                Ok(_) => continue,
+                Err(_) => break,
+            }
+            match plan::decode(&bytes).unwrap() {
+                ToWorker::Configure { .. } => send(&FromWorker::Ready),
+                ToWorker::Step(StepPlan { step, work, .. }) => {
+                    let sampled = |row: RowId| SampledToken { row, token: TokenId(7), logprob: None, top: Vec::new() };
+                    let tokens = work.iter().filter(|work| work.samples).map(|work| sampled(work.row)).collect();
+                    send(&FromWorker::Output(StepOutput { step, tokens }));
+                }
+                ToWorker::Stop => break,
+                ToWorker::Exchanged { .. } => {}
+            }
+        }
+        drop(rings);
+    }
+
+    /// Agents of a world of one rank, whose workers are threads of this process.
+    fn agents(prefix: Prefix) -> Arc<Agents> {
+        Arc::new_cyclic(|agents: &Weak<Agents>| {
+            let (agents, over) = (agents.clone(), Mutex::new(BTreeMap::<u64, Arc<AtomicBool>>::new()));
+            Agents::new(1, Nodes::one(1), move |_, message| match message {
+                ToAgent::Start(worker, _) => {
+                    let is_over = Arc::<AtomicBool>::default();
+                    over.lock().unwrap().insert(worker.instance, Arc::clone(&is_over));
+                    let (agents, prefix) = (agents.clone(), prefix.clone());
+                    std::thread::spawn(move || work(&agents, &prefix, worker, &is_over));
+                }
+                ToAgent::Kill(worker) | ToAgent::Stop(worker) => {
+                    over.lock().unwrap().get(&worker.instance).unwrap().store(true, Ordering::Release);
+                }
+                _ => {}
+            })
+        })
+    }
+
+    fn request(prompt: &[u32], max_tokens: u32) -> Request {
+        Request { prompt: prompt.iter().copied().map(TokenId).collect(), max_tokens, ..Request::default() }
+    }
+
+    async fn next(events: &mut mailbox::Receiver) -> Option<RequestEvent> {
+        tokio::time::timeout(Duration::from_secs(60), events.receive()).await.expect("nothing was told")
+    }
+
+    /// The sequence of an accepted request.
+    async fn accepted(events: &mut mailbox::Receiver) -> SequenceId {
+        match next(events).await {
+            Some(RequestEvent::Accepted(sequences)) => sequences[0],
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_panic_ends_the_requests_in_flight_with_an_error_and_the_model_serves_again() {
+        let prefix: Prefix = format!("steps{}_", std::process::id()).parse().unwrap();
+        let (inbox, messages) = Inbox::new();
+        let shared = Arc::<Shared>::default();
+        let replica = Replica { inbox: inbox.clone(), shared: Arc::clone(&shared) };
+        let thread = StepThread {
+            config: llm_config(),
+            replica: 0,
+            router: Arc::new(Router::new(vec![replica], 8, 8, 16)),
+            agents: agents(prefix.clone()),
+            prefix,
+            inbox: inbox.clone(),
+            messages,
+            teller: Teller::start(&Handle::current()),
+            shared: Arc::clone(&shared),
+        };
+        let (loaded, is_loaded) = oneshot::channel();
+        let steps = std::thread::spawn(move || thread.run(loaded));
+        assert_eq!(is_loaded.await.unwrap(), Ok(()));
+        let submit = |request: Request| {
+            let (events, receiver) = mailbox::mailbox();
+            assert!(inbox.send(Message::Submit { sequences: vec![request], timeout: None, events }));
+            receiver
+        };
+        let mut long = submit(request(&[1, 2, 3], 200));
+        let its_sequence = accepted(&mut long).await;
+        assert!(shared.is_ready());
+
+        // The engine refuses an empty prompt, and the thread panics when it says so.
+        let (events, mut broken) = mailbox::mailbox();
+        assert!(broken.poll_receive(&mut Context::from_waker(&Waker::from(Arc::new(Panics)))).is_pending());
+        inbox.send(Message::Submit { sequences: vec![request(&[], 1)], timeout: None, events });
+        let error = loop {
+            match next(&mut long).await {
+                Some(RequestEvent::Failed(error)) => break error,
+                Some(RequestEvent::Tokens(event, _)) if event.finished.is_some() => panic!("it ended before"),
+                Some(_) => {}
+                None => panic!("it was forgotten"),
+            }
+        };
+        let expected =
+            "the step thread of model `llm` panicked: a waker broke; the model starts again, so send the request again";
+        assert_eq!((error.kind, error.message.as_str()), (ErrorKind::Internal, expected));
+
+        let mut again = loop {
+            let mut again = submit(request(&[1, 2, 3], 4));
+            match next(&mut again).await {
+                Some(RequestEvent::Accepted(sequences)) => {
+                    assert!(sequences[0] > its_sequence, "a number is never given twice");
+                    break again;
+                }
+                other => panic!("{other:?}"),
+            }
+        };
+        let mut num_tokens = 0;
+        loop {
+            match next(&mut again).await {
+                Some(RequestEvent::Token(_)) => num_tokens += 1,
+                Some(RequestEvent::Tokens(event, _)) => {
+                    num_tokens += event.tokens.len();
+                    if event.finished.is_some() {
+                        break;
+                    }
+                }
+                Some(_) => {}
+                None => panic!("it was forgotten"),
+            }
+        }
+        assert_eq!((num_tokens, shared.is_ready(), shared.restarts.load(Ordering::Relaxed)), (4, true, 1));
+        let (done, is_done) = oneshot::channel();
+        inbox.send(Message::Stop { done });
+        is_done.await.unwrap();
+        steps.join().unwrap();
+        assert!(!shared.is_ready());
+    }
 }

@@ -4,10 +4,13 @@
 //! would move the memory of all these layers from one core to another and back for each token, and a connection would
 //! be awake before the step's other tokens are there. So a task of the runtime tells them, woken once a step.
 
+use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex};
 
 use engine::SequenceId;
+use futures::FutureExt as _;
 use rustc_hash::{FxHashMap, FxHashSet};
+use serving::InferError;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
@@ -35,6 +38,7 @@ struct Mailbox {
 
 #[derive(Default)]
 struct Letters {
+    /// Bounded by what was admitted: an event for each token that a request in flight may still get, a few more for each.
     news: Vec<News>,
     /// Nothing more will come.
     is_closed: bool,
@@ -53,7 +57,7 @@ impl Teller {
     /// Starts the task on `runtime`.
     pub(crate) fn start(runtime: &Handle) -> Self {
         let mailbox = Arc::<Mailbox>::default();
-        runtime.spawn(tell_all(Arc::clone(&mailbox)));
+        runtime.spawn(keep_telling(Arc::clone(&mailbox)));
         Self { mailbox, listening: FxHashSet::default(), news: Vec::new() }
     }
 
@@ -89,7 +93,7 @@ impl Teller {
         if self.news.is_empty() {
             return;
         }
-        let mut letters = self.mailbox.letters.lock().unwrap();
+        let mut letters = ipc::lock(&self.mailbox.letters);
         match letters.news.is_empty() {
             true => std::mem::swap(&mut letters.news, &mut self.news),
             false => letters.news.append(&mut self.news),
@@ -102,17 +106,34 @@ impl Teller {
 impl Drop for Teller {
     fn drop(&mut self) {
         self.send();
-        self.mailbox.letters.lock().unwrap().is_closed = true;
+        ipc::lock(&self.mailbox.letters).is_closed = true;
         self.mailbox.arrived.notify_one();
     }
 }
 
-/// Tells listeners their news until nothing more will come.
-async fn tell_all(mailbox: Arc<Mailbox>) {
-    let (mut listeners, mut news) = (FxHashMap::<SequenceId, Listener>::default(), Vec::new());
+/// Who waits for news of which sequence.
+type Listeners = FxHashMap<SequenceId, Listener>;
+
+/// Tells listeners their news until nothing more will come. After a panic, who may have missed some hears that; others are
+/// told on.
+async fn keep_telling(mailbox: Arc<Mailbox>) {
+    let mut listeners = Listeners::default();
+    while AssertUnwindSafe(tell_all(&mailbox, &mut listeners)).catch_unwind().await.is_err() {
+        tracing::error!("telling requests their tokens broke off; those in flight end with an error");
+        let error = InferError::internal("the request's tokens were lost on their way; send it again");
+        for (_, listener) in listeners.drain() {
+            let fail = AssertUnwindSafe(|| listener.send(RequestEvent::Failed(error.clone())));
+            // One that cannot be told leaves the others to be told.
+            let _ = std::panic::catch_unwind(fail);
+        }
+    }
+}
+
+async fn tell_all(mailbox: &Mailbox, listeners: &mut Listeners) {
+    let mut news = Vec::new();
     loop {
         let is_closed = {
-            let mut letters = mailbox.letters.lock().unwrap();
+            let mut letters = ipc::lock(&mailbox.letters);
             std::mem::swap(&mut letters.news, &mut news);
             letters.is_closed
         };
@@ -146,6 +167,37 @@ mod tests {
     async fn next(listener: &mut mailbox::Receiver) -> Option<RequestEvent> {
         let heard = tokio::time::timeout(std::time::Duration::from_secs(60), listener.receive()).await;
         heard.expect("news were lost")
+    }
+
+    /// Panics when it is to wake somebody.
+    struct Panics;
+
+    impl std::task::Wake for Panics {
+        fn wake(self: Arc<Self>) {
+            panic!("a waker broke");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_panic_on_the_way_ends_who_may_have_missed_something_and_nobody_who_comes_later() {
+        let mut teller = Teller::start(&Handle::current());
+        let (broken, mut its_receiver) = mailbox::mailbox();
+        let (one, mut first) = mailbox::mailbox();
+        let (two, mut second) = mailbox::mailbox();
+        let waker = std::task::Waker::from(Arc::new(Panics));
+        assert!(its_receiver.poll_receive(&mut std::task::Context::from_waker(&waker)).is_pending());
+        teller.accept(vec![SequenceId(1)], one);
+        teller.send();
+        assert!(matches!(next(&mut first).await, Some(RequestEvent::Accepted(_))));
+        teller.accept(vec![SequenceId(2)], broken);
+        teller.send();
+        let Some(RequestEvent::Failed(error)) = next(&mut first).await else { panic!("it waits for ever") };
+        assert_eq!(error.message, "the request's tokens were lost on their way; send it again");
+        teller.accept(vec![SequenceId(3)], two);
+        teller.tell_last(SequenceId(3), RequestEvent::Stop);
+        teller.send();
+        assert!(matches!(next(&mut second).await, Some(RequestEvent::Accepted(_))));
+        assert!(matches!(next(&mut second).await, Some(RequestEvent::Stop)));
     }
 
     #[tokio::test]

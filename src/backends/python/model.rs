@@ -1,5 +1,6 @@
 //! A loaded model: its instances, kept alive.
 
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -246,7 +247,10 @@ impl Shared {
     /// Reads what a process sends until it ends, and then replaces it.
     async fn listen(self: Arc<Self>, index: usize, connection: Arc<Connection>) {
         let process = &connection.process;
-        let read = process.read(|message| self.hear(index, &connection, message));
+        // A panic at one of its messages costs this process, and leaves the instance to the next.
+        let read = AssertUnwindSafe(process.read(|message| self.hear(index, &connection, message))).catch_unwind();
+        let panicked = || Err("reading a message of it panicked".to_owned());
+        let read = read.map(|read| read.map_or_else(|_| panicked(), |read| read.map_err(|why| why.to_string())));
         tokio::pin!(read);
         let broken = tokio::select! {
             result = &mut read => result,
