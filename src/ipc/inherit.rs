@@ -114,7 +114,9 @@ const OF_THE_RANK: [&str; 4] = ["TRIREME_CONTROL", "TRIREME_CAUSE_FILE", "TRIREM
 /// The child does not inherit variables that are secrets by their names, but for those named in `passed`, nor the paths that
 /// the launcher gave its rank.
 pub fn withhold_secrets<'a>(command: &'a mut Command, passed: &[String]) -> &'a mut Command {
-    OF_THE_RANK.iter().for_each(|name| drop(command.env_remove(name)));
+    for name in OF_THE_RANK {
+        command.env_remove(name);
+    }
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
         if is_secret(&text) && !passed.iter().any(|passed| *passed == text) {
