@@ -295,9 +295,9 @@ pub struct WorldFlags {
     /// Start the world again when rank 0 has not answered for this long; 0: never.
     #[arg(long, default_value_t = 15, value_name = "SECONDS")]
     pub liveness_timeout: u64,
-    /// How often in a row a world that died by itself is started again.
-    #[arg(long, default_value_t = 5, value_name = "N")]
-    pub max_restarts: u32,
+    /// Give up when a world has died by itself more often in a row than this. [default: it is always started again]
+    #[arg(long, value_name = "N")]
+    pub max_restarts: Option<u32>,
     /// The server program. [default: `trireme` beside this program]
     #[arg(long, alias = "tritonserver", value_name = "PROGRAM")]
     pub trireme: Option<PathBuf>,

@@ -153,6 +153,7 @@ fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, run_dir: RunDir) -> Re
     let capture = Capture::start(&log, !flags.detached)?;
     let me = ProcessId::current();
     let state = WorldState {
+        version: state::VERSION,
         launcher_pid: me.pid,
         launcher_start_time: me.start_time,
         world_pid: None,
@@ -185,7 +186,7 @@ fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, run_dir: RunDir) -> Re
         systemd: Systemd::new(),
         // In the background, the launcher in front waits.
         wait_ready: flags.wait_ready.filter(|_| !flags.detached).map(Duration::from_secs),
-        max_restarts: if flags.exit_on_failure { 0 } else { flags.max_restarts },
+        max_restarts: if flags.exit_on_failure { Some(0) } else { flags.max_restarts },
         num_starts: 0,
         held: None,
         doorman: None,

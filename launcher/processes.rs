@@ -4,7 +4,11 @@ use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ipc::ProcessWatch;
+use nix::sys::signal::Signal;
 
 /// All processes below `pid`, nearest first.
 pub(crate) fn descendants(pid: u32) -> Vec<u32> {
@@ -53,6 +57,58 @@ pub(crate) fn state(pid: u32) -> Option<&'static str> {
         "Z" | "X" => return None,
         _ => "running",
     })
+}
+
+/// Waits, with growing pauses, until `left` finds no process any more; what it still finds after `patience`. `left` hears how long
+/// it has taken; `meanwhile` is called between two looks.
+pub(crate) fn wait_until_gone(
+    patience: Duration,
+    mut left: impl FnMut(Duration) -> Vec<u32>,
+    mut meanwhile: impl FnMut(),
+) -> Vec<u32> {
+    let (start, mut pause) = (Instant::now(), Duration::from_millis(10));
+    loop {
+        let pids = left(start.elapsed());
+        if pids.is_empty() || start.elapsed() >= patience {
+            return pids;
+        }
+        meanwhile();
+        thread::sleep(pause.min(patience.saturating_sub(start.elapsed())));
+        pause = (pause * 3 / 2).min(Duration::from_secs(1));
+    }
+}
+
+/// Says which processes did not end though they were killed, and where in the kernel each is.
+pub(crate) fn name_stuck(pids: &[u32]) {
+    for pid in pids {
+        let read = |name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
+        let (name, place) = (read("comm"), read("wchan"));
+        let state = stat(*pid).and_then(|fields| fields.into_iter().next()).unwrap_or_default();
+        let place = if matches!(place.as_str(), "" | "0") { "an unknown place" } else { place.as_str() };
+        eprintln!(
+            "launch: process {pid} ({}) was killed and does not end: state {state}, in {place} of the kernel; goes on without it",
+            name.trim()
+        );
+    }
+}
+
+/// Kills what `find` finds twice, so that a process which has got the number of another in between is left alone.
+pub(crate) fn kill_all(find: impl Fn() -> Vec<u32>) {
+    let watches: Vec<_> = find().into_iter().filter_map(|pid| ProcessWatch::new(pid).ok()).collect();
+    let still = find();
+    for watch in watches.iter().filter(|watch| still.contains(&watch.pid())) {
+        // It may have ended since it was seen.
+        let _ = watch.signal(Signal::SIGKILL as i32);
+    }
+}
+
+/// Has the kernel choose `pid` when memory runs out as it would by default, where this process is spared.
+pub(crate) fn do_not_spare(pid: u32) {
+    let own = fs::read_to_string("/proc/self/oom_score_adj").ok().and_then(|text| text.trim().parse::<i32>().ok());
+    if own.is_some_and(|score| score < 0) {
+        // It then goes as late as this process.
+        let _ = fs::write(format!("/proc/{pid}/oom_score_adj"), "0");
+    }
 }
 
 /// Resident memory.
@@ -162,6 +218,31 @@ mod tests {
         };
         // Another program may be given a port that has just become free.
         assert!((0..10).any(|_| is_found_while_open()));
+    }
+
+    #[test]
+    fn a_wait_ends_when_all_are_gone_and_when_some_never_go() {
+        let mut looks = vec![vec![7], vec![7], vec![]].into_iter();
+        let mut num_pauses = 0;
+        let left = wait_until_gone(Duration::from_secs(60), |_| looks.next().unwrap(), || num_pauses += 1);
+        assert_eq!((left, num_pauses), (vec![], 2));
+        let me = std::process::id();
+        assert_eq!(wait_until_gone(Duration::from_millis(50), |_| vec![me], || {}), [me]);
+    }
+
+    #[test]
+    fn only_what_is_found_twice_is_killed() {
+        let child = || std::process::Command::new("sleep").arg("30").spawn().unwrap();
+        let (mut first, mut second) = (child(), child());
+        let num_looks = std::cell::Cell::new(0);
+        kill_all(|| {
+            num_looks.set(num_looks.get() + 1);
+            if num_looks.get() == 1 { vec![first.id(), second.id()] } else { vec![first.id()] }
+        });
+        assert!(!first.wait().unwrap().success());
+        assert!(second.try_wait().unwrap().is_none());
+        second.kill().unwrap();
+        second.wait().unwrap();
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -21,11 +21,26 @@ pub(crate) enum Phase {
     Ending,
     /// It died, and is started again after a pause.
     Waiting,
+    /// Another version of the launcher knows what.
+    #[serde(other)]
+    Other,
 }
 
-/// A world as its launcher wrote it down.
+/// What every version of a state file begins with, and no version may change: whose it is.
+#[derive(Debug, Deserialize)]
+struct Head {
+    launcher_pid: u32,
+    launcher_start_time: u64,
+}
+
+/// Counts changes of the meaning of [`WorldState`]'s fields; new fields need none.
+pub(crate) const VERSION: u32 = 1;
+
+/// A world as its launcher wrote it down. Another version may have written it: what is not there has its default.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub(crate) struct WorldState {
+    pub(crate) version: u32,
     pub(crate) launcher_pid: u32,
     pub(crate) launcher_start_time: u64,
     /// `mpirun`, or the one rank; None between two starts.
@@ -59,6 +74,35 @@ pub(crate) struct WorldState {
     pub(crate) crash_dir: PathBuf,
 }
 
+impl Default for WorldState {
+    fn default() -> Self {
+        Self {
+            version: 0,
+            launcher_pid: 0,
+            launcher_start_time: 0,
+            world_pid: None,
+            rank_0_pid: None,
+            world_size: 1,
+            model_repository: PathBuf::new(),
+            grpc_port: 0,
+            http_port: 0,
+            http_host: "127.0.0.1".to_owned(),
+            metrics_port: 0,
+            control: None,
+            rank_0_may_be_elsewhere: false,
+            shm_prefix: String::new(),
+            exit_timeout_secs: crate::DEFAULT_EXIT_TIMEOUT_SECS,
+            num_restarts: 0,
+            times_served: 0,
+            phase: Phase::Loading,
+            last_failure: None,
+            rolling_failure: None,
+            log: PathBuf::new(),
+            crash_dir: PathBuf::new(),
+        }
+    }
+}
+
 impl WorldState {
     pub(crate) fn launcher(&self) -> ProcessId {
         ProcessId { pid: self.launcher_pid, start_time: self.launcher_start_time }
@@ -85,6 +129,12 @@ impl RunDir {
         let meta = fs::symlink_metadata(&dir).with_context(|| format!("cannot look at {}", dir.display()))?;
         if !meta.is_dir() || meta.uid() != uid {
             bail!("{} is not a directory of this user; remove it, or set XDG_RUNTIME_DIR", dir.display());
+        }
+        // Sockets in there are for this user alone.
+        if meta.mode() & 0o077 != 0 {
+            eprintln!("launch: others could use {}; from now on it is for this user alone", dir.display());
+            let private = fs::Permissions::from_mode(0o700);
+            fs::set_permissions(&dir, private).with_context(|| format!("cannot close {} to others", dir.display()))?;
         }
         Ok(Self(dir))
     }
@@ -160,21 +210,55 @@ impl RunDir {
 
     /// Worlds whose launcher runs, by HTTP port; what dead launchers left is removed.
     pub(crate) fn worlds(&self) -> Vec<WorldState> {
+        self.look().worlds
+    }
+
+    /// The same, with the files that cannot be understood.
+    pub(crate) fn look(&self) -> Look {
         let entries = fs::read_dir(&self.0).into_iter().flatten().flatten().map(|entry| entry.path());
-        let files = entries.filter(|path| path.extension().is_some_and(|extension| extension == "json"));
-        let mut worlds: Vec<_> = files.filter_map(|file| live(&file)).collect();
-        worlds.sort_by_key(|world| world.http_port);
-        worlds
+        let mut look = Look::default();
+        for file in entries.filter(|path| path.extension().is_some_and(|extension| extension == "json")) {
+            let Ok(text) = fs::read(&file) else { continue };
+            let Ok(head) = serde_json::from_slice::<Head>(&text) else {
+                look.unknown.push(file);
+                continue;
+            };
+            let launcher = ProcessId { pid: head.launcher_pid, start_time: head.launcher_start_time };
+            match (launcher.is_alive(), serde_json::from_slice::<WorldState>(&text)) {
+                (true, Ok(mut world)) => {
+                    world.http_port = if world.http_port == 0 { port_of(&file) } else { world.http_port };
+                    look.worlds.push(world);
+                }
+                (true, Err(_)) => {
+                    // Its fields mean something else by now: its launcher can be told to end all the same.
+                    let (launcher_pid, launcher_start_time) = (head.launcher_pid, head.launcher_start_time);
+                    let (http_port, phase) = (port_of(&file), Phase::Other);
+                    let world =
+                        WorldState { launcher_pid, launcher_start_time, http_port, phase, ..Default::default() };
+                    look.worlds.push(world);
+                }
+                // Its launcher was killed.
+                (false, _) => drop(fs::remove_file(&file)),
+            }
+        }
+        look.worlds.sort_by_key(|world| world.http_port);
+        look.unknown.sort();
+        look
     }
 }
 
-fn live(file: &Path) -> Option<WorldState> {
-    let state = read(file).filter(|state| state.launcher().is_alive());
-    if state.is_none() {
-        // Its launcher was killed, or it is of another version: of no use to anybody.
-        let _ = fs::remove_file(file);
-    }
-    state
+/// What there is in a run directory.
+#[derive(Debug, Default)]
+pub(crate) struct Look {
+    pub(crate) worlds: Vec<WorldState>,
+    /// Files of which it cannot be told whose they are; they are left alone.
+    pub(crate) unknown: Vec<PathBuf>,
+}
+
+/// The HTTP port in the name of a state file.
+fn port_of(file: &Path) -> u16 {
+    let number = || file.file_stem()?.to_str()?.strip_prefix("world-")?.parse().ok();
+    number().unwrap_or(0)
 }
 
 fn read(file: &Path) -> Option<WorldState> {
@@ -191,6 +275,7 @@ mod tests {
         let run_dir = RunDir(dir.path().to_owned());
         let me = ProcessId::current();
         let mut state = WorldState {
+            version: VERSION,
             launcher_pid: me.pid,
             launcher_start_time: me.start_time,
             world_pid: None,
@@ -228,8 +313,25 @@ mod tests {
         run_dir.remove_dead_sockets();
         assert!(mine.exists() && !dead.exists());
         fs::remove_file(mine).unwrap();
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+        // The one that runs, and the one that nobody understands.
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+        assert_eq!(run_dir.look().unknown, [dir.path().join("world-5.json")]);
         run_dir.remove(2);
         assert_eq!(run_dir.worlds(), []);
+    }
+
+    #[test]
+    fn a_world_of_another_version_stays_and_can_be_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let run_dir = RunDir(dir.path().to_owned());
+        let me = ProcessId::current();
+        let head = format!("\"launcher_pid\": {}, \"launcher_start_time\": {}", me.pid, me.start_time);
+        for rest in ["", ", \"http_port\": \"moved\"", ", \"phase\": \"dreaming\", \"new\": [1]"] {
+            let file = dir.path().join("world-7.json");
+            fs::write(&file, format!("{{{head}{rest}}}")).unwrap();
+            let worlds = run_dir.worlds();
+            assert!(file.exists() && worlds.len() == 1, "{rest}");
+            assert_eq!((worlds[0].launcher(), worlds[0].http_port), (me, 7), "{rest}");
+        }
     }
 }

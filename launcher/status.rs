@@ -26,7 +26,8 @@ pub struct WorldStatus {
     pub grpc_port: u16,
     /// See above.
     pub metrics_port: u16,
-    /// `loading`, `ready`, `not ready` (it has served), `ending`, `waiting` (for its next start after a failure).
+    /// `loading`, `ready`, `not ready` (it has served), `ending`, `waiting` (for its next start after a failure), `unknown`
+    /// (its launcher is of another version).
     pub state: &'static str,
     /// Ranks it has when whole.
     pub world_size: u32,
@@ -94,6 +95,12 @@ pub struct ModelStatus {
 
 /// `launch status`, of all worlds or the one on `http_port`.
 pub(crate) fn print(run_dir: &RunDir, http_port: Option<u16>, json: bool) -> Result<()> {
+    for file in run_dir.look().unknown {
+        eprintln!(
+            "launch: {} cannot be understood, and is left alone; another version may have written it",
+            file.display()
+        );
+    }
     let mut worlds = collect(run_dir);
     if let Some(port) = http_port {
         worlds.retain(|world| world.http_port == port);
@@ -129,6 +136,7 @@ fn world_status(world: &WorldState, before: &Metrics, now: &Metrics, time: Durat
         Phase::Loading => "loading",
         Phase::Ending => "ending",
         Phase::Waiting => "waiting",
+        Phase::Other => "unknown",
         Phase::Serving if health::of(world).is_some_and(|health| health.is_ready) => "ready",
         Phase::Serving => "not ready",
     };

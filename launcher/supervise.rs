@@ -15,7 +15,7 @@ use crate::notify::Systemd;
 use crate::plan::{self, Site};
 use crate::signals::{Event, RESTART, RESTART_AFTER, RESTART_ROLLING, Signals};
 use crate::state::{Phase, RunDir, WorldState};
-use crate::world::{self, Ended, Place, World};
+use crate::world::{self, Ended, Place, STUCK_AFTER, World};
 use crate::{crash, health, processes};
 
 /// How often a world that does not serve yet is asked whether it does.
@@ -43,8 +43,8 @@ pub(crate) struct Supervisor {
     pub(crate) systemd: Systemd,
     /// Give up when the first start does not serve within this time.
     pub(crate) wait_ready: Option<Duration>,
-    /// 0: never start again.
-    pub(crate) max_restarts: u32,
+    /// 0: never start again; None: for ever.
+    pub(crate) max_restarts: Option<u32>,
     /// Counts worlds started.
     pub(crate) num_starts: u32,
     /// Where the next world gets the ports of one that has ended; connections wait on them.
@@ -59,7 +59,7 @@ enum Ending {
     No,
     Asked(Instant),
     Hurried(Instant),
-    Killed,
+    Killed(Instant),
 }
 
 /// How one run of the world ended.
@@ -99,7 +99,7 @@ impl Supervisor {
     }
 
     fn run_and_restart(&mut self) -> Result<u8> {
-        let mut failures = 0;
+        let mut failures = 0_u32;
         loop {
             let run = self.run_once()?;
             let code = world::exit_code(run.status);
@@ -118,20 +118,22 @@ impl Supervisor {
                 // Should it be the ports that it cannot take over, the next one binds them.
                 self.doorman = None;
             }
-            failures = if run.served.is_some_and(|time| time >= HEALTHY_AFTER) { 1 } else { failures + 1 };
+            failures =
+                if run.served.is_some_and(|time| time >= HEALTHY_AFTER) { 1 } else { failures.saturating_add(1) };
             self.note_failure(run.status);
             // One that ends with an error of its own before it ever served would do so again.
             let is_hopeless = self.state.times_served == 0 && code < SIGNALLED;
-            if is_hopeless || failures > self.max_restarts {
+            if is_hopeless || self.max_restarts.is_some_and(|max| failures > max) {
                 let why = if is_hopeless { "before it served; see the messages above" } else { "too often in a row" };
                 eprintln!("launch: not started again: it died {why}");
                 return Ok(code);
             }
-            let pause = (FIRST_PAUSE * 2u32.saturating_pow(failures - 1)).min(LONGEST_PAUSE);
-            eprintln!("launch: starts it again in {pause:?} ({failures} of {} times)", self.max_restarts);
+            let pause = pause_after(failures);
+            let most = self.max_restarts.map_or_else(String::new, |max| format!(", of {max} at most"));
+            eprintln!("launch: starts it again in {pause:?} (death {failures} in a row{most})");
             self.state.phase = Phase::Waiting;
             self.write_state();
-            match self.signals.wait(&[], Some(pause))? {
+            match self.wait_for(pause)? {
                 Event::Signal(signal) if !matches!(signal, RESTART | RESTART_ROLLING | RESTART_AFTER) => {
                     eprintln!("launch: {signal}: not started again");
                     return Ok(code);
@@ -139,6 +141,19 @@ impl Supervisor {
                 _ => {}
             }
             self.state.num_restarts += 1;
+        }
+    }
+
+    /// Waits for a signal or until `pause` has passed; systemd hears meanwhile that this process lives.
+    fn wait_for(&mut self, pause: Duration) -> Result<Event> {
+        let until = Instant::now() + pause;
+        loop {
+            self.systemd.alive();
+            let left = until.saturating_duration_since(Instant::now());
+            match self.signals.wait(&[], Some(left.min(LIVENESS_POLL)))? {
+                Event::TimedOut if Instant::now() < until => {}
+                event => return Ok(event),
+            }
         }
     }
 
@@ -197,6 +212,7 @@ impl Supervisor {
         loop {
             let watches: Vec<_> =
                 std::iter::once(running.world.watch()).chain(running.next.as_ref().map(World::watch)).collect();
+            self.systemd.alive();
             let event = self.signals.wait(&watches, running.timeout())?;
             match event {
                 Event::WorldEnded(0) => match running.next.take() {
@@ -205,7 +221,11 @@ impl Supervisor {
                 },
                 Event::WorldEnded(_) => self.give_up_rolling(&mut running)?,
                 Event::Signal(signal) => self.obey(&mut running, signal)?,
-                Event::TimedOut if running.ending.is_overdue() => self.end(&mut running, "too slow"),
+                Event::TimedOut if running.ending.is_overdue() => match running.ending {
+                    // What is stuck in the kernel must not keep the next world from starting.
+                    Ending::Killed(_) => break,
+                    _ => self.end(&mut running, "too slow"),
+                },
                 Event::TimedOut => {}
             }
             if running.ending == Ending::No {
@@ -216,7 +236,7 @@ impl Supervisor {
         let by_itself = ending == Ending::No || hung;
         let (status, cause) = (world.status(), world.cause());
         self.refuse_clients(status, cause, by_itself);
-        let Ended { status, cause } = world.finish(None)?;
+        let Ended { status, cause } = world.finish(None, || self.systemd.alive())?;
         // By now all ranks have said why.
         self.refuse_clients(Some(status), cause, by_itself);
         self.state.world_pid = None;
@@ -295,7 +315,7 @@ impl Supervisor {
     /// The old world has ended, which it does when the new one has its ports; or it died meanwhile.
     fn hand_over(&mut self, running: &mut Running, next: World) -> Result<()> {
         let old = std::mem::replace(&mut running.world, next);
-        let status = old.finish(Some(running.world.pid()))?.status;
+        let status = old.finish(Some(running.world.pid()), || self.systemd.alive())?.status;
         eprintln!("launch: the old world has ended ({}), the new one goes on", ipc::describe_exit(status));
         self.state.num_restarts += 1;
         (running.started, running.last_answer) = (Instant::now(), Instant::now());
@@ -307,7 +327,7 @@ impl Supervisor {
     /// The new world has ended before it took over; the old one goes on as if nothing had been.
     fn give_up_rolling(&mut self, running: &mut Running) -> Result<()> {
         let Some(next) = running.next.take() else { return Ok(()) };
-        let how = ipc::describe_exit(next.finish(Some(running.world.pid()))?.status);
+        let how = ipc::describe_exit(next.finish(Some(running.world.pid()), || self.systemd.alive())?.status);
         let words = format!(
             "the new world ended before it could take over ({how}), and the old one goes on; see the log, and where \
              memory does not allow two worlds use `launch restart --rolling --after`"
@@ -353,7 +373,7 @@ impl Supervisor {
             eprintln!("launch: kills the world");
             running.world.kill();
             running.hung = true;
-            running.ending = Ending::Killed;
+            running.ending = Ending::Killed(Instant::now() + STUCK_AFTER);
         }
     }
 
@@ -401,7 +421,7 @@ impl Supervisor {
                 if let Some(next) = running.next.take() {
                     next.kill();
                     // Its end is of no interest; what it leaves is.
-                    let _ = next.finish(Some(running.world.pid()));
+                    let _ = next.finish(Some(running.world.pid()), || self.systemd.alive());
                 }
                 running.world.ask_to_end();
                 Ending::Asked(Instant::now() + exit_timeout + EXIT_GRACE)
@@ -411,10 +431,10 @@ impl Supervisor {
                 running.world.ask_to_end();
                 Ending::Hurried(Instant::now() + HURRY_GRACE)
             }
-            Ending::Hurried(_) | Ending::Killed => {
+            Ending::Hurried(_) | Ending::Killed(_) => {
                 eprintln!("launch: {why}: kills the world");
                 running.world.kill();
-                Ending::Killed
+                Ending::Killed(Instant::now() + STUCK_AFTER)
             }
         };
     }
@@ -435,6 +455,11 @@ impl Supervisor {
     }
 }
 
+/// Before the next start, after so many failures in a row.
+fn pause_after(failures: u32) -> Duration {
+    FIRST_PAUSE.saturating_mul(2u32.saturating_pow(failures.saturating_sub(1))).min(LONGEST_PAUSE)
+}
+
 impl Running {
     /// Whether it can come to serve as things are: how long that takes nobody knows, but a stopped rank 0 never does.
     fn may_load(&mut self) -> bool {
@@ -447,7 +472,8 @@ impl Running {
         match (self.ending, self.serving_since) {
             (Ending::No, None) => Some(READY_POLL),
             (Ending::No, Some(_)) => Some(LIVENESS_POLL),
-            (ending, _) => ending.left(),
+            // Systemd hears meanwhile that this process lives.
+            (ending, _) => ending.left().map(|left| left.min(LIVENESS_POLL)),
         }
     }
 }
@@ -456,12 +482,26 @@ impl Ending {
     /// Time left to the deadline of this stage; None when there is none.
     fn left(self) -> Option<Duration> {
         match self {
-            Self::Asked(deadline) | Self::Hurried(deadline) => Some(deadline.saturating_duration_since(Instant::now())),
-            Self::No | Self::Killed => None,
+            Self::Asked(deadline) | Self::Hurried(deadline) | Self::Killed(deadline) => {
+                Some(deadline.saturating_duration_since(Instant::now()))
+            }
+            Self::No => None,
         }
     }
 
     fn is_overdue(self) -> bool {
         self.left() == Some(Duration::ZERO)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_and_have_an_end() {
+        assert_eq!(pause_after(1), FIRST_PAUSE);
+        assert_eq!(pause_after(2), 2 * FIRST_PAUSE);
+        assert_eq!([pause_after(9), pause_after(u32::MAX)], [LONGEST_PAUSE; 2]);
     }
 }

@@ -4,12 +4,11 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use ipc::{ProcessId, ProcessWatch};
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
 
@@ -19,6 +18,9 @@ use crate::{crash, mpirun, processes, srun};
 
 /// How long what is left of a world may take to end by itself after its first process has.
 const ORPHAN_PATIENCE: Duration = Duration::from_secs(3);
+
+/// A process that was killed and has not ended after this long is stuck in the kernel: a driver's or a file system's.
+pub(crate) const STUCK_AFTER: Duration = Duration::from_secs(30);
 
 /// In the environment of every process of a world: which world it is of.
 const WORLD_VARIABLE: &str = "TRIREME_WORLD";
@@ -78,6 +80,7 @@ impl World {
         let child = ipc::bind_to_parent(&mut command, Signal::SIGTERM as i32)
             .spawn()
             .with_context(|| format!("cannot start `{}`", plan.command.program.display()))?;
+        processes::do_not_spare(child.id());
         let watch = ProcessWatch::new(child.id())?;
         Ok(Self { child, watch, starter: plan.starter.clone(), rank_0: None, id, place })
     }
@@ -162,14 +165,24 @@ impl World {
             let _ = srun::signal(*job, step, "KILL");
         }
         let _ = self.watch.signal(Signal::SIGKILL as i32);
-        kill_all(&self.processes());
+        processes::kill_all(|| self.processes());
     }
 
     /// What the first process returned; waits until all processes of the world have ended, and removes what they
-    /// left in shared memory and sockets. `beside` is the first process of another world, to be left alone.
-    pub(crate) fn finish(mut self, beside: Option<u32>) -> Result<Ended> {
-        let status = self.child.wait().context("cannot wait for the world")?;
-        self.wait_for_orphans(beside);
+    /// left in shared memory and sockets. `beside` is the first process of another world, to be left alone; `meanwhile` is
+    /// called again and again. A process that is stuck in the kernel is named and left behind.
+    pub(crate) fn finish(mut self, beside: Option<u32>, mut meanwhile: impl FnMut()) -> Result<Ended> {
+        let mut status = None;
+        let child = &mut self.child;
+        let is_left = |_| {
+            status = child.try_wait().ok().flatten();
+            if status.is_some() { Vec::new() } else { vec![child.id()] }
+        };
+        let stuck = processes::wait_until_gone(STUCK_AFTER, is_left, &mut meanwhile);
+        processes::name_stuck(&stuck);
+        // One that does not end was killed.
+        let status = status.unwrap_or_else(|| ExitStatus::from_raw(Signal::SIGKILL as i32));
+        self.wait_for_orphans(beside, meanwhile);
         if matches!(self.starter, Starter::Mpirun(_)) {
             mpirun::remove_leftovers(self.child.id());
         }
@@ -183,23 +196,23 @@ impl World {
     }
 
     /// Waits for processes that outlive the first; those whose parent has ended come to this process, their subreaper.
-    fn wait_for_orphans(&self, beside: Option<u32>) {
-        let start = Instant::now();
-        loop {
-            for pid in processes::ended_children().into_iter().filter(|pid| Some(*pid) != beside) {
-                let _ = waitpid(Pid::from_raw(pid as i32), Some(WaitPidFlag::WNOHANG));
-            }
+    fn wait_for_orphans(&self, beside: Option<u32>, meanwhile: impl FnMut()) {
+        let find = || {
             let mut left = self.processes();
             // One that is ending shows no environment any more, and still holds its shared memory.
             left.extend(orphans(beside));
-            if left.is_empty() {
-                return;
+            left
+        };
+        let left = |waited| {
+            for pid in processes::ended_children().into_iter().filter(|pid| Some(*pid) != beside) {
+                let _ = waitpid(Pid::from_raw(pid as i32), Some(WaitPidFlag::WNOHANG));
             }
-            if start.elapsed() > ORPHAN_PATIENCE {
-                kill_all(&left);
+            if waited > ORPHAN_PATIENCE {
+                processes::kill_all(find);
             }
-            thread::sleep(Duration::from_millis(10));
-        }
+            find()
+        };
+        processes::name_stuck(&processes::wait_until_gone(ORPHAN_PATIENCE + STUCK_AFTER, left, meanwhile));
     }
 }
 
@@ -235,18 +248,19 @@ pub(crate) fn exit_code(status: ExitStatus) -> u8 {
 pub(crate) fn remove_leftovers() -> Result<()> {
     /// A world ends by itself when its launcher dies, but not at once.
     const PATIENCE: Duration = Duration::from_secs(2);
-    let start = Instant::now();
-    loop {
-        let left = processes::with_variable(WORLD_VARIABLE, is_left_over);
-        if left.is_empty() {
-            break;
+    let find = || processes::with_variable(WORLD_VARIABLE, is_left_over);
+    let mut is_told = false;
+    let left = |waited| {
+        let left = find();
+        if waited > PATIENCE && !left.is_empty() {
+            if !std::mem::replace(&mut is_told, true) {
+                eprintln!("launch: kills {} processes that a launcher left which was killed: {left:?}", left.len());
+            }
+            processes::kill_all(find);
         }
-        if start.elapsed() > PATIENCE {
-            eprintln!("launch: kills {} processes that a launcher left which was killed: {left:?}", left.len());
-            kill_all(&left);
-        }
-        thread::sleep(Duration::from_millis(50));
-    }
+        left
+    };
+    processes::name_stuck(&processes::wait_until_gone(PATIENCE + STUCK_AFTER, left, || {}));
     // Not of any `mpirun` that runs: no process has this number.
     mpirun::remove_leftovers(0);
     sweep_shared_memory()
@@ -275,13 +289,6 @@ fn is_left_over(id: &str) -> bool {
 
 fn node() -> String {
     nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned()
-}
-
-fn kill_all(pids: &[u32]) {
-    for &pid in pids {
-        // It may have ended since it was seen.
-        let _ = kill(Pid::from_raw(pid as i32), Signal::SIGKILL);
-    }
 }
 
 #[cfg(test)]

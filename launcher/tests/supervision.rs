@@ -3,6 +3,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -274,9 +275,14 @@ fn a_world_that_never_served_is_not_started_again() {
 #[test]
 fn a_detached_world_can_be_listed_and_stopped_and_its_ports_are_taken() {
     let place = Place::new();
+    let run_dir = place.dir.path().join("trireme");
+    fs::create_dir(&run_dir).unwrap();
+    fs::set_permissions(&run_dir, fs::Permissions::from_mode(0o755)).unwrap();
     let started = place.start("--detach").output().unwrap();
     assert_eq!(code(started.status), 0, "{}", text(&started));
     assert!(place.is_serving());
+    assert!(text(&started).contains("others could use"), "{}", text(&started));
+    assert_eq!(fs::metadata(&run_dir).unwrap().permissions().mode() & 0o777, 0o700);
 
     let status = text(&place.launch("status").output().unwrap());
     let port = place.ports[0];
