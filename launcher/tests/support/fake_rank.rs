@@ -89,7 +89,9 @@ fn answer_clients(port: u16, args: &[String], is_ready: &AtomicBool) {
 /// Gives copies of the listening socket away, as rank 0 does.
 fn offer(mut acceptor: Acceptor, socket: &TcpListener) {
     loop {
-        ipc::send_files(&acceptor.accept(), b"h", &[socket.as_fd()]).unwrap();
+        let mut stream = acceptor.accept();
+        ipc::send_files(&stream, b"h", &[socket.as_fd()]).unwrap();
+        stream.read_exact(&mut [0]).unwrap();
     }
 }
 
