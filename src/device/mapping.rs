@@ -6,6 +6,9 @@ use std::path::Path;
 
 /// Maps a file of weights read-only for the rest of the process.
 ///
+/// It is never unmapped, for devices keep pointers into it: call it in processes that load one model and end with it, as
+/// workers, `trireme plan` and `trireme lint` do, and never in rank 0, which would keep the address space of each load.
+///
 /// The file must not be shortened or rewritten while it serves: replace a checkpoint by a rename.
 ///
 /// # Errors

@@ -3,12 +3,20 @@
 //! A pickle is a program for a stack machine (Python's `pickletools` has the list of its instructions). Here only those
 //! that build plain values run, and a name may only be one of [`GLOBALS`]: whatever else a pickle asks to call is an
 //! error that says so. Values live in one list and refer to each other by index, so that no nesting, however deep, costs
-//! stack; a pickle makes at most one value per byte.
+//! stack. A pickle makes at most one value per byte, and no more than a state dict needs; no instruction takes longer
+//! because of what came before it.
 
 use std::collections::HashMap;
 
 /// Most dimensions of a tensor.
 const MAX_DIMS: usize = 16;
+
+/// Most values, entries of the memo and places of the stack: many times what the largest state dict has.
+const MAX_VALUES: usize = 4 << 20;
+/// Most entries of a dict of tensors.
+const MAX_TENSORS: usize = 1 << 20;
+/// Longest name of a tensor or a storage, in bytes.
+const MAX_NAME: usize = 4096;
 
 /// Index of a value.
 type Id = usize;
@@ -102,18 +110,26 @@ impl Pickle<'_> {
         let Value::Dict(entries) = &self.values[self.root] else {
             return Err("it does not hold a dict of tensors".into());
         };
+        if entries.len() > MAX_TENSORS {
+            return Err(format!("it holds {} entries; at most {MAX_TENSORS} are read", entries.len()));
+        }
         let entry = |(key, value): &(Id, Id)| match (&self.values[*key], &self.values[*value]) {
-            (Value::Text(name), Value::Tensor(tensor)) => Some(((*name).to_owned(), tensor.clone())),
+            (Value::Text(name), Value::Tensor(tensor)) => {
+                Some(short(name).map(|name| (name.to_owned(), tensor.clone())))
+            }
             _ => None,
         };
-        Ok(entries.iter().filter_map(entry).collect())
+        entries.iter().filter_map(entry).collect()
     }
 
     /// The strings of a list.
     pub(super) fn texts(&self) -> Result<Vec<String>, String> {
         let Value::List(items) = &self.values[self.root] else { return Err("it does not hold a list".into()) };
+        if items.len() > MAX_TENSORS {
+            return Err(format!("it holds {} strings; at most {MAX_TENSORS} are read", items.len()));
+        }
         let text = |item: &Id| match &self.values[*item] {
-            Value::Text(text) => Ok((*text).to_owned()),
+            Value::Text(text) => short(text).map(str::to_owned),
             _ => Err("its list holds more than strings".to_owned()),
         };
         items.iter().map(text).collect()
@@ -139,6 +155,10 @@ impl<'a> Machine<'a> {
                 return self.pop();
             }
             self.step(op).map_err(|reason| format!("{reason} (byte {at} of its pickle)"))?;
+            let sizes = [self.values.len(), self.stack.len(), self.marks.len(), self.memo.len()];
+            if sizes.iter().any(|&size| size > MAX_VALUES) {
+                return Err(format!("its pickle makes more than {MAX_VALUES} values, which no state dict needs"));
+            }
         }
     }
 
@@ -282,6 +302,8 @@ impl<'a> Machine<'a> {
         };
         let found = GLOBALS.iter().find(|(m, n, _)| (*m, *n) == (module, name));
         let (.., global) = found.ok_or_else(|| {
+            let is_long = module.len() + name.len() > MAX_NAME;
+            let (module, name) = if is_long { ("(a name", "of many bytes)") } else { (module, name) };
             format!(
                 "it wants to call `{module}.{name}`, which no weights need: nothing was run; \
                  if you trust it, load it in Python and save it as safetensors"
@@ -295,7 +317,7 @@ impl<'a> Machine<'a> {
     fn persistent(&mut self) -> Result<(), String> {
         let id = self.pop()?;
         let Value::Tuple(parts) = &self.values[id] else { return Err("it has a storage of another kind".into()) };
-        let parts: Vec<&Value<'a>> = parts.iter().map(|id| &self.values[*id]).collect();
+        let parts: Vec<&Value<'a>> = parts.iter().take(MAX_DIMS).map(|id| &self.values[*id]).collect();
         let storage = match parts[..] {
             [Value::Text("storage"), Value::Global(Global::Storage(dtype)), Value::Text(key), _, Value::Int(len)]
             | [
@@ -305,7 +327,7 @@ impl<'a> Machine<'a> {
                 _,
                 Value::Int(len),
                 Value::Nothing,
-            ] => Value::Storage { key, dtype, len: size(*len)? },
+            ] => Value::Storage { key: short(key)?, dtype, len: size(*len)? },
             _ => return Err("it has a storage of another kind".into()),
         };
         self.push(storage);
@@ -314,18 +336,20 @@ impl<'a> Machine<'a> {
 
     fn call(&mut self) -> Result<(), String> {
         let (args, function) = (self.pop()?, self.pop()?);
-        let (Value::Tuple(args), Value::Global(function)) = (self.values[args].clone(), self.values[function].clone())
-        else {
+        let (Value::Tuple(args), Value::Global(function)) = (&self.values[args], &self.values[function]) else {
             return Err("it calls what is no function".into());
         };
-        match (function, &args[..]) {
-            (Global::OrderedDict, []) => self.push(Value::Dict(Vec::new())),
-            (Global::RebuildParameter, [tensor, ..]) | (Global::Size, [tensor]) => self.stack.push(*tensor),
-            (Global::RebuildTensor, [storage, offset, shape, strides, ..]) => {
-                let tensor = self.tensor(*storage, *offset, *shape, *strides)?;
+        let (function, len) = (*function, args.len());
+        let first: [Option<Id>; 4] = std::array::from_fn(|index| args.get(index).copied());
+        match (function, first) {
+            (Global::OrderedDict, [None, ..]) => self.push(Value::Dict(Vec::new())),
+            (Global::RebuildParameter, [Some(tensor), ..]) => self.stack.push(tensor),
+            (Global::Size, [Some(sizes), None, ..]) => self.stack.push(sizes),
+            (Global::RebuildTensor, [Some(storage), Some(offset), Some(shape), Some(strides)]) => {
+                let tensor = self.tensor(storage, offset, shape, strides)?;
                 self.push(tensor);
             }
-            _ => return Err(format!("it calls {function:?} with {} arguments", args.len())),
+            _ => return Err(format!("it calls {function:?} with {len} arguments")),
         }
         Ok(())
     }
@@ -414,6 +438,13 @@ impl<'a> Machine<'a> {
     }
 }
 
+fn short(name: &str) -> Result<&str, String> {
+    match name.len() {
+        0..=MAX_NAME => Ok(name),
+        len => Err(format!("it has a name of {len} bytes; at most {MAX_NAME} are read")),
+    }
+}
+
 fn pairs(items: &[Id]) -> Result<Vec<(Id, Id)>, String> {
     let (pairs, rest) = items.as_chunks::<2>();
     if rest.is_empty() {
@@ -485,6 +516,40 @@ mod tests {
         assert!(Pickle::read(&deep).unwrap().tensors().is_err());
         // A list that holds itself.
         assert!(Pickle::read(b"]q\0h\0a.").unwrap().texts().is_err());
+    }
+
+    #[test]
+    fn a_long_tuple_costs_its_length_once_however_often_it_is_used() {
+        // A tuple of many arguments, with which one function is called again and again. Copied each time, it took minutes.
+        const LEN: usize = 300_000;
+        let mut pickle = b"\x80\x02ctorch._utils\n_rebuild_parameter\nq\x01(".to_vec();
+        pickle.extend(vec![b'N'; LEN]);
+        pickle.extend(b"tq\0");
+        pickle.extend(b"h\x01h\0R0".repeat(LEN));
+        pickle.extend(b"}.");
+        let began = std::time::Instant::now();
+        assert!(Pickle::read(&pickle).unwrap().tensors().unwrap().is_empty());
+        assert!(began.elapsed().as_secs() < 30, "{:?}", began.elapsed());
+    }
+
+    #[test]
+    fn what_no_state_dict_needs_is_refused_before_it_takes_memory() {
+        let repeated = |part: &[u8]| [part.repeat(MAX_VALUES + 2), b".".to_vec()].concat();
+        for part in [&b"N"[..], b"(", b"N0]", b"N\x94"] {
+            let reason = refusal(&repeated(part));
+            assert!(reason.contains("more than 4194304 values"), "{part:?}: {reason}");
+        }
+        let name = "k".repeat(MAX_NAME + 1);
+        let text = |text: &str| [b"X", &(text.len() as u32).to_le_bytes()[..], text.as_bytes()].concat();
+        let storage = |key: &str| {
+            [b"(", &text("storage")[..], b"ctorch\nFloatStorage\n", &text(key), &text("cpu"), b"K\x06tQ."].concat()
+        };
+        assert!(Pickle::read(&storage("k")).is_ok());
+        assert!(refusal(&storage(&name)).contains("a name of 4097 bytes"));
+        let keys = [b"]", &text(&name)[..], b"a."].concat();
+        assert!(Pickle::read(&keys).unwrap().texts().unwrap_err().contains("a name of 4097 bytes"));
+        let global = format!("c{}\nx\n.", "m".repeat(1 << 20));
+        assert!(refusal(global.as_bytes()).len() < 1024);
     }
 
     #[test]
