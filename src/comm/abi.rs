@@ -14,7 +14,7 @@ pub type Start = unsafe extern "C" fn(table: *mut Table) -> c_int;
 /// An operation under way, ended by a `test` that returns 1.
 pub type Request = *mut c_void;
 
-/// MPI on `MPI_COMM_WORLD`. Errors do not return: MPI's own handler prints them and aborts the world.
+/// MPI on `MPI_COMM_WORLD`. Errors do not return: MPI's own handler or the plugin prints them and aborts the world.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Table {

@@ -126,7 +126,7 @@ impl Mpi {
         if unsafe { (self.table.probe)(&mut from, &mut len) } == 0 {
             return None;
         }
-        let mut bytes = vec![0; len as usize];
+        let mut bytes = vec![0; usize::try_from(len).expect("MPI counts no less than nothing")];
         // SAFETY: as long as the probed message; they stay in `Pending`, which gives them back only when done.
         let request = unsafe { (self.table.receive)(bytes.as_mut_ptr(), len) };
         Some((from as u32, Pending { request, bytes: ManuallyDrop::new(bytes) }))

@@ -160,6 +160,9 @@ pub struct RankArgs {
     /// Log file; standard error when not given
     #[arg(long)]
     pub log_file: Option<PathBuf>,
+    /// Size at which the log file is renamed to `FILE.1`, in place of the one before, and a new one begun; 0: never
+    #[arg(long, default_value_t = 64 << 20, value_name = "BYTES")]
+    pub log_file_max_bytes: u64,
     /// What models compute on
     #[arg(long, value_enum, default_value = "auto")]
     pub device: DeviceArg,

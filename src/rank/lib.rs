@@ -67,8 +67,9 @@ pub enum RankError {
 /// # Errors
 /// When the rank cannot come to serve. A rank that served ends with an exit code.
 pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
-    log::Log::start(&args.log_options(), args.log_requests)
+    log::Log::start(&args.log_options(), args.log_requests, args.log_file_max_bytes)
         .map_err(|source| RankError::Log { path: args.log_file.clone().unwrap_or_default(), source })?;
+    log::report_panics();
     let startup = startup::Startup::begin();
     let world = Arc::new(World::start(comm::Config::from_env())?);
     panics::end_world(Arc::downgrade(&world));

@@ -1,13 +1,18 @@
 //! Log lines as Triton writes them, `I1121 06:57:12.185303 4711 server.rs:42] "text"`, and what of them is written.
 //!
 //! Clients may change what is written while the server runs (`v2/logging`), so the filter and the form are looked up
-//! at each line.
+//! at each line. Much of what a line says comes from clients: whatever they send, an event is one line of bounded length, and
+//! what makes the same warning again and again is counted.
 
-use std::fmt::{self, Write as _};
-use std::fs::OpenOptions;
+mod file;
+mod limit;
+mod text;
+
+use std::backtrace::{Backtrace, BacktraceStatus};
+use std::fmt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use front::{LogControl, LogFormat, LogOptions};
@@ -21,8 +26,15 @@ use tracing_subscriber::layer::{Context, Filter, Layer, SubscriberExt as _};
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
+use file::LogFile;
+use limit::Limiter;
+use text::{Cut, Escaped, Json, Table};
+
 /// Target of the lines that say how a request went.
 const REQUEST_TARGET: &str = "request";
+
+/// Target of this program's own tables, whose lines stay apart.
+pub(crate) const TABLE_TARGET: &str = "table";
 
 /// Crates of others that are only heard from warnings up.
 const QUIET: [&str; 6] = ["h2", "hyper", "hyper_util", "tonic", "tower", "rustls"];
@@ -51,7 +63,7 @@ struct Settings {
 
 /// A log that has been started.
 #[derive(Clone)]
-pub struct Log(Arc<Settings>);
+pub struct Log(Arc<Settings>, Arc<Limiter>);
 
 /// The log of this process, as it was started; clients may change it.
 static STARTED: OnceLock<LogControl> = OnceLock::new();
@@ -62,22 +74,22 @@ pub fn control() -> LogControl {
 }
 
 impl Log {
-    /// Writes every later log line to `file`, or to standard error.
+    /// Writes every later log line to `file`, which is kept below `max_file_bytes` unless that is 0, or to standard error.
     ///
     /// # Errors
     /// When the file cannot be opened for appending.
-    pub fn start(options: &LogOptions, requests: RequestLines) -> std::io::Result<()> {
-        let log = Log(Arc::default());
+    pub fn start(options: &LogOptions, requests: RequestLines, max_file_bytes: u64) -> std::io::Result<()> {
+        let log = Log(Arc::default(), Limiter::start()?);
         log.0.requests.store(requests as u8, Relaxed);
         log.store(options);
-        let layer = tracing_subscriber::fmt::layer().event_format(TritonFormat(log.0.clone()));
+        let layer = tracing_subscriber::fmt::layer().event_format(TritonFormat(log.clone()));
         // It would report a disk that is full to standard error, and panic when that is on the same disk.
         let layer = layer.log_internal_errors(false);
         let layer = match options.file.as_str() {
             "" => layer.with_writer(std::io::stderr).with_filter(log.clone()).boxed(),
             path => {
-                let file = OpenOptions::new().create(true).append(true).open(Path::new(path))?;
-                layer.with_writer(Mutex::new(file)).with_filter(log.clone()).boxed()
+                let file = LogFile::open(Path::new(path), max_file_bytes)?;
+                layer.with_writer(file).with_filter(log.clone()).boxed()
             }
         };
         tracing_subscriber::registry().with(layer).init();
@@ -140,7 +152,7 @@ impl<S> Filter<S> for Log {
     }
 }
 
-struct TritonFormat(Arc<Settings>);
+struct TritonFormat(Log);
 
 impl<S, N> FormatEvent<S, N> for TritonFormat
 where
@@ -148,8 +160,12 @@ where
     N: for<'a> FormatFields<'a> + 'static,
 {
     fn format_event(&self, _: &FmtContext<'_, S, N>, out: Writer<'_>, event: &Event<'_>) -> fmt::Result {
+        // Here and not in the filter: that one's answers hold for a place of the code, not for one event.
+        if !self.0.1.admits(event.metadata()) {
+            return Ok(());
+        }
         let line = Line::new(event);
-        match self.0.format.load(Relaxed) {
+        match self.0.0.format.load(Relaxed) {
             format if format == LogFormat::Iso8601 as u8 => line.write_iso8601(out),
             format if format == LogFormat::Json as u8 => line.write_json(out),
             _ => line.write_default(out),
@@ -157,8 +173,23 @@ where
     }
 }
 
+/// From now on a panic is one line of the log, with the thread's name. A stack follows it where `RUST_BACKTRACE` asks for one.
+pub(crate) fn report_panics() {
+    std::panic::set_hook(Box::new(|panic| {
+        let thread = std::thread::current();
+        let words = panic.payload_as_str().unwrap_or("without words");
+        let at = panic.location().map_or_else(|| "?".to_owned(), ToString::to_string);
+        tracing::error!("thread `{}` panicked at {at}: {words}", thread.name().unwrap_or("without a name"));
+        let stack = Backtrace::capture();
+        if stack.status() == BacktraceStatus::Captured {
+            stack.to_string().lines().for_each(|line| tracing::error!(target: "relayed", "{line}"));
+        }
+    }));
+}
+
 /// One line before it is written.
 struct Line {
+    is_table: bool,
     level: Level,
     at: Time,
     file: &'static str,
@@ -170,9 +201,13 @@ impl Line {
     fn new(event: &Event<'_>) -> Self {
         let metadata = event.metadata();
         let file = metadata.file().and_then(|path| path.rsplit('/').next()).unwrap_or("?");
-        let mut text = Text::default();
+        let is_table = metadata.target() == TABLE_TARGET;
+        let mut text = Text { message: String::new(), fields: Vec::new(), max_message: text::MAX_MESSAGE };
+        if is_table {
+            text.max_message = usize::MAX;
+        }
         event.record(&mut text);
-        Self { level: *metadata.level(), at: Time::now(), file, number: metadata.line().unwrap_or(0), text }
+        Self { is_table, level: *metadata.level(), at: Time::now(), file, number: metadata.line().unwrap_or(0), text }
     }
 
     fn letter(&self) -> char {
@@ -197,10 +232,10 @@ impl Line {
 
     fn write_rest(&self, mut out: Writer<'_>) -> fmt::Result {
         write!(out, "{} {}:{}] ", std::process::id(), self.file, self.number)?;
-        if self.text.message.starts_with('\n') {
-            return writeln!(out, "{}", self.text.message); // A table.
+        if self.is_table {
+            return writeln!(out, "{}", Table(&self.text.message));
         }
-        write!(out, "\"{}", self.text.message)?;
+        write!(out, "\"{}", Escaped(&self.text.message))?;
         self.text.fields.iter().try_for_each(|(name, value)| write!(out, " {name}={value}"))?;
         writeln!(out, "\"")
     }
@@ -209,9 +244,13 @@ impl Line {
         let Time { year, month, day, hour, minute, second, micros } = self.at;
         write!(out, "{{\"time\":\"{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z\"")?;
         write!(out, ",\"level\":\"{}\",\"pid\":{}", self.level.as_str().to_lowercase(), std::process::id())?;
-        write!(out, ",\"source\":\"{}:{}\",\"message\":{}", self.file, self.number, json_text(&self.text.message))?;
+        write!(out, ",\"source\":\"{}:{}\",\"message\":{}", self.file, self.number, Json(&self.text.message))?;
         for (name, value) in &self.text.fields {
-            write!(out, ",{}:{}", json_text(name), value.json())?;
+            write!(out, ",{}:", Json(name))?;
+            match value {
+                Value::Bare(text) => write!(out, "{text}")?,
+                Value::Text(text) => write!(out, "{}", Json(text))?,
+            }
         }
         writeln!(out, "}}")
     }
@@ -223,61 +262,41 @@ enum Value {
     Text(String),
 }
 
-impl Value {
-    fn json(&self) -> String {
-        match self {
-            Value::Bare(text) => text.clone(),
-            Value::Text(text) => json_text(text),
-        }
-    }
-}
-
 impl fmt::Display for Value {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (Value::Bare(text) | Value::Text(text)) = self;
-        formatter.write_str(text)
+        write!(formatter, "{}", Escaped(text))
     }
-}
-
-fn json_text(text: &str) -> String {
-    let mut quoted = String::with_capacity(text.len() + 2);
-    quoted.push('"');
-    for character in text.chars() {
-        match character {
-            '"' => quoted.push_str("\\\""),
-            '\\' => quoted.push_str("\\\\"),
-            '\n' => quoted.push_str("\\n"),
-            control if control < ' ' => drop(write!(quoted, "\\u{:04x}", control as u32)), // A String takes it.
-            other => quoted.push(other),
-        }
-    }
-    quoted.push('"');
-    quoted
 }
 
 /// The message, and the other fields in order.
-#[derive(Default)]
 struct Text {
     message: String,
     fields: Vec<(&'static str, Value)>,
+    max_message: usize,
 }
 
 impl Text {
     fn take(&mut self, field: &Field, value: Value) {
-        match field.name() {
-            "message" => self.message = value.to_string(),
-            name => self.fields.push((name, value)),
+        match (field.name(), value) {
+            ("message", Value::Bare(text) | Value::Text(text)) => self.message = text,
+            (name, value) => self.fields.push((name, value)),
         }
+    }
+
+    fn take_text(&mut self, field: &Field, value: impl fmt::Display) {
+        let max = if field.name() == "message" { self.max_message } else { text::max_field(field.name()) };
+        self.take(field, Value::Text(Cut::display(value, max)));
     }
 }
 
 impl Visit for Text {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        self.take(field, Value::Text(format!("{value:?}")));
+        self.take_text(field, format_args!("{value:?}"));
     }
 
     fn record_str(&mut self, field: &Field, value: &str) {
-        self.take(field, Value::Text(value.to_owned()));
+        self.take_text(field, value);
     }
 
     fn record_bool(&mut self, field: &Field, value: bool) {
@@ -344,13 +363,95 @@ mod tests {
         assert_eq!(date(20_778), (2026, 11, 21));
     }
 
+    /// What a log of this format has written of `events`.
+    fn written(format: LogFormat, events: impl FnOnce(&Limiter)) -> String {
+        #[derive(Clone, Default)]
+        struct Memory(Arc<std::sync::Mutex<Vec<u8>>>);
+        impl std::io::Write for Memory {
+            fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+                ipc::lock(&self.0).write(bytes)
+            }
+            fn flush(&mut self) -> std::io::Result<()> {
+                Ok(())
+            }
+        }
+        let (memory, limiter) = (Memory::default(), Limiter::silent());
+        let log = Log(Arc::default(), Arc::clone(&limiter));
+        log.store(&LogOptions { format, ..LogOptions::default() });
+        let writer = memory.clone();
+        let layer = tracing_subscriber::fmt::layer()
+            .event_format(TritonFormat(log.clone()))
+            .with_writer(move || writer.clone())
+            .with_filter(log);
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || events(&limiter));
+        String::from_utf8(ipc::lock(&memory.0).clone()).unwrap()
+    }
+
+    const FORMATS: [LogFormat; 3] = [LogFormat::Default, LogFormat::Iso8601, LogFormat::Json];
+
+    #[test]
+    fn what_a_client_sends_never_begins_a_line() {
+        let id = "x\nE ends the world: your licence expired\r\u{2028}\u{1b}[2J";
+        for format in FORMATS {
+            let text = written(format, |_| {
+                tracing::error!("\nrequest {id} failed");
+                tracing::warn!(id, other = %id, "request");
+            });
+            assert_eq!(text.lines().count(), 2, "{text}");
+            assert!(!text.contains(['\r', '\u{1b}', '\u{2028}']), "{text}");
+        }
+        let text = written(LogFormat::Default, |_| tracing::info!(target: TABLE_TARGET, "\n| a |\n| b |"));
+        assert!(text.ends_with("] \n| a |\n| b |\n"), "a table stays: {text}");
+    }
+
+    #[test]
+    fn a_long_id_is_cut_in_every_format() {
+        let id = "i".repeat(8 << 20);
+        for format in FORMATS {
+            let text = written(format, |_| tracing::info!(id, debug = ?id, "request {id}"));
+            assert!(text.len() < 32 << 10, "{}", text.len());
+            assert_eq!(text.matches("… (8388").count(), 3, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_warning_that_repeats_is_counted() {
+        for format in FORMATS {
+            let text = written(format, |limiter| {
+                (0..500).for_each(|number| tracing::warn!("cannot accept connection {number}"));
+                tracing::warn!("something else");
+                limiter.say_all();
+            });
+            assert_eq!(text.matches("cannot accept").count(), 50, "{text}");
+            assert_eq!(text.matches("something else").count(), 1);
+            assert_eq!(text.matches("450 further lines of log.rs:").count(), 1, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_panic_is_one_line_with_its_thread() {
+        // The hook is the process's: this test alone sets it, and puts the other one back.
+        let before = std::panic::take_hook();
+        report_panics();
+        let text = written(LogFormat::Default, |_| {
+            let name = std::thread::current().name().unwrap_or_default().to_owned();
+            assert!(std::panic::catch_unwind(|| panic!("one\ntwo")).is_err());
+            assert!(name.ends_with("a_panic_is_one_line_with_its_thread"));
+        });
+        std::panic::set_hook(before);
+        let line = text.lines().next().unwrap();
+        assert!(line.contains("a_panic_is_one_line_with_its_thread` panicked at src/rank/log.rs:"), "{line}");
+        assert!(line.ends_with(r#": one\ntwo""#), "{line}");
+    }
+
     #[test]
     fn a_line_is_one_line_of_json_whatever_it_says() {
         let text = Text {
             message: "a \"b\"\n\u{1}".into(),
             fields: vec![("id", Value::Text("x\\y".into())), ("n", Value::Bare("3".into()))],
+            max_message: 0,
         };
-        let line = Line { level: Level::INFO, at: Time::now(), file: "x.rs", number: 7, text };
+        let line = Line { is_table: false, level: Level::INFO, at: Time::now(), file: "x.rs", number: 7, text };
         let mut written = String::new();
         line.write_json(Writer::new(&mut written)).unwrap();
         let end = r#""source":"x.rs:7","message":"a \"b\"\n\u0001","id":"x\\y","n":3}"#;

@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 use serving::{ControlMode, ModelIndexEntry, ModelState, Server, ServerConfig};
 
 use crate::args::RankArgs;
+use crate::log::TABLE_TARGET;
 
 /// Writes all tables. `config` is what the server was made from.
 pub(crate) fn write(args: &RankArgs, config: &ServerConfig, server: &Server) {
@@ -17,8 +18,7 @@ pub(crate) fn write(args: &RankArgs, config: &ServerConfig, server: &Server) {
         table(["Model", "Version", "Status"], &models(&index)),
         table(["Option", "Value"], &options(args, config, server)),
     ];
-    // A line break first: the log writes such text as it is.
-    tables.iter().for_each(|table| tracing::info!("\n{table}"));
+    tables.iter().for_each(|table| tracing::info!(target: TABLE_TARGET, "\n{table}"));
 }
 
 fn was_tried(entry: &ModelIndexEntry) -> bool {

@@ -17,6 +17,9 @@ use mpi::traits::{AsRaw, Communicator};
 
 const TAG: c_int = 7;
 
+/// `MPI_SUCCESS`, which is 0 by the standard (MPI 4.1, section 9.4).
+const SUCCESS: c_int = 0;
+
 thread_local! {
     /// What `probe` found and `receive` takes.
     static PROBED: Cell<Option<MPI_Message>> = const { Cell::new(None) };
@@ -62,23 +65,35 @@ fn byte() -> ffi::MPI_Datatype {
     unsafe { ffi::RSMPI_UINT8_T }
 }
 
+/// Ends the world unless `code` says that `call` went well. By default an error does not return at all, but the environment or
+/// a library may have set another handler, and what a failed call should have set must not be used.
+fn check(code: c_int, call: &str) {
+    if code != SUCCESS {
+        eprintln!("ends the world: {call} failed with MPI's error {code}");
+        // SAFETY: no arguments of the caller's.
+        unsafe { ffi::MPI_Abort(world(), 1) };
+        std::process::abort();
+    }
+}
+
 /// Runs `start`, which fills in a request, and hands that out.
-fn request(start: impl FnOnce(*mut MPI_Request) -> c_int) -> Request {
+fn request(call: &str, start: impl FnOnce(*mut MPI_Request) -> c_int) -> Request {
     let mut request = MaybeUninit::<MPI_Request>::uninit();
-    start(request.as_mut_ptr());
-    // SAFETY: MPI has set it: on an error it would not have returned.
+    check(start(request.as_mut_ptr()), call);
+    // SAFETY: MPI has set it, as the call went well.
     Box::into_raw(Box::new(unsafe { request.assume_init() })).cast::<c_void>()
 }
 
 unsafe extern "C" fn allgather(mine: *const u8, len: c_int, all: *mut u8) {
     // SAFETY: the caller gives `len` bytes and room for `size * len`.
-    unsafe { ffi::MPI_Allgather(mine.cast(), len, byte(), all.cast(), len, byte(), world()) };
+    let code = unsafe { ffi::MPI_Allgather(mine.cast(), len, byte(), all.cast(), len, byte(), world()) };
+    check(code, "MPI_Allgather");
 }
 
 unsafe extern "C" fn send(bytes: *const u8, len: c_int, to: c_int) -> Request {
     // Synchronous mode: once all are done, none of a rank's messages is still on its way when MPI ends.
     // SAFETY: the caller keeps `len` bytes in place until the request is done.
-    request(|request| unsafe { ffi::MPI_Issend(bytes.cast(), len, byte(), to, TAG, world(), request) })
+    request("MPI_Issend", |request| unsafe { ffi::MPI_Issend(bytes.cast(), len, byte(), to, TAG, world(), request) })
 }
 
 unsafe extern "C" fn probe(from: *mut c_int, len: *mut c_int) -> c_int {
@@ -86,10 +101,11 @@ unsafe extern "C" fn probe(from: *mut c_int, len: *mut c_int) -> c_int {
     let mut message = MaybeUninit::<MPI_Message>::uninit();
     let mut status = MaybeUninit::<ffi::MPI_Status>::uninit();
     // SAFETY: all four places are ours, and the constants are set at load time.
-    unsafe {
+    let code = unsafe {
         let (any, message, status) = (ffi::RSMPI_ANY_SOURCE, message.as_mut_ptr(), status.as_mut_ptr());
-        ffi::MPI_Improbe(any, TAG, world(), &mut found, message, status);
-    }
+        ffi::MPI_Improbe(any, TAG, world(), &mut found, message, status)
+    };
+    check(code, "MPI_Improbe");
     if found == 0 {
         return 0;
     }
@@ -97,7 +113,7 @@ unsafe extern "C" fn probe(from: *mut c_int, len: *mut c_int) -> c_int {
     unsafe {
         PROBED.set(Some(message.assume_init()));
         from.write(status.assume_init_ref().MPI_SOURCE);
-        ffi::MPI_Get_count(status.as_ptr(), byte(), len);
+        check(ffi::MPI_Get_count(status.as_ptr(), byte(), len), "MPI_Get_count");
     }
     1
 }
@@ -105,12 +121,12 @@ unsafe extern "C" fn probe(from: *mut c_int, len: *mut c_int) -> c_int {
 unsafe extern "C" fn receive(bytes: *mut u8, len: c_int) -> Request {
     let mut message = PROBED.take().expect("`receive` follows a `probe` that found a message");
     // SAFETY: the caller keeps `len` bytes of room in place until the request is done.
-    request(|request| unsafe { ffi::MPI_Imrecv(bytes.cast(), len, byte(), &mut message, request) })
+    request("MPI_Imrecv", |request| unsafe { ffi::MPI_Imrecv(bytes.cast(), len, byte(), &mut message, request) })
 }
 
 unsafe extern "C" fn barrier() -> Request {
     // SAFETY: no arguments of the caller's.
-    request(|request| unsafe { ffi::MPI_Ibarrier(world(), request) })
+    request("MPI_Ibarrier", |request| unsafe { ffi::MPI_Ibarrier(world(), request) })
 }
 
 unsafe extern "C" fn test(request: Request) -> c_int {
@@ -118,7 +134,7 @@ unsafe extern "C" fn test(request: Request) -> c_int {
     let mut done = 0;
     // SAFETY: the request is one of ours and not done yet; when it is, its box is freed, once.
     unsafe {
-        ffi::MPI_Test(request, &mut done, ffi::RSMPI_STATUS_IGNORE);
+        check(ffi::MPI_Test(request, &mut done, ffi::RSMPI_STATUS_IGNORE), "MPI_Test");
         if done != 0 {
             drop(Box::from_raw(request));
         }
@@ -133,5 +149,5 @@ unsafe extern "C" fn abort(code: c_int) {
 
 unsafe extern "C" fn finalize() {
     // SAFETY: called once, last, with no request left (the caller's promise).
-    unsafe { ffi::MPI_Finalize() };
+    check(unsafe { ffi::MPI_Finalize() }, "MPI_Finalize");
 }
