@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use front::fuzz::Front;
 use futures::FutureExt;
 use futures::future::BoxFuture;
@@ -25,6 +26,9 @@ const TYPES: [&str; 14] = [
     "STRING",
 ];
 
+/// Longest answer of the model that answers text with text.
+const MAX_ANSWER_BYTES: usize = 256;
+
 /// A folder of this process's own, in memory.
 pub fn scratch(name: &str) -> PathBuf {
     let folder = PathBuf::from(format!("/dev/shm/trireme_fuzz_{}/{name}", std::process::id()));
@@ -42,6 +46,9 @@ impl Backend for Echo {
             let index = self.0.input.iter().position(|input| input.name == tensor.name).expect("inputs are checked");
             let Some(output) = self.0.output.get(index) else { continue };
             tensor.name = output.name.as_str().into();
+            if output.name == "text_output" {
+                tensor.data = shortened(&tensor.data);
+            }
             response.outputs.push(tensor);
         }
         Ok(ResponseStream::ready(response))
@@ -50,6 +57,13 @@ impl Backend for Echo {
     fn drain(&self) -> BoxFuture<'_, ()> {
         std::future::ready(()).boxed()
     }
+}
+
+/// The start of the one string of a tensor: answers as long as their prompts would hide what the prompts take.
+fn shortened(element: &[u8]) -> Bytes {
+    let text = element.get(4..).unwrap_or_default();
+    let text = &text[..text.len().min(MAX_ANSWER_BYTES)];
+    [&(text.len() as u32).to_le_bytes(), text].concat().into()
 }
 
 struct EchoFactory;
@@ -61,7 +75,7 @@ impl BackendFactory for EchoFactory {
 }
 
 /// A server of model `m`, whose optional inputs `I0` to `I13` are of every type and any length, and of model `text`, which
-/// answers text with text. Clients may load others.
+/// answers text with its start. Clients may load others.
 pub struct Target {
     server: Arc<Server>,
     runtime: Runtime,

@@ -14,7 +14,7 @@ fuzz_target!(|input: &[u8]| {
     let body = expand(body);
     TARGET.with(|target| {
         let _ = &target.config;
-        within(body.len(), 16 << 20, 128, || {
+        within(body.len(), 8 << 20, 64, || {
             let (status, answer) = target.post(path, &body);
             assert!(status != 500, "{}", String::from_utf8_lossy(&answer));
         });
