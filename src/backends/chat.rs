@@ -17,11 +17,14 @@ const KNOWN_FOR: Duration = Duration::from_secs(1);
 /// A template, and when the files it was read from last changed.
 type Cached = (Option<SystemTime>, Option<Arc<ChatTemplate>>);
 
+/// Since when it is known where a template may be, and where.
+type Known = (Instant, Arc<[PathBuf]>);
+
 /// The chat templates of a repository's models, read when first asked for and again when they change.
 pub struct ChatTemplates {
     roots: Vec<PathBuf>,
     /// Of models that are in the repository, where it may be, and since when that is known.
-    places: Mutex<HashMap<String, (Instant, Arc<[PathBuf]>)>>,
+    places: Mutex<HashMap<String, Known>>,
     cached: Mutex<HashMap<PathBuf, Cached>>,
 }
 
