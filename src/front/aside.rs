@@ -7,7 +7,7 @@ use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::Semaphore;
 
 /// Work on fewer bytes takes less time than another thread needs to take over.
-const MANY_BYTES: usize = 64 << 10;
+const MANY_BYTES: usize = 256 << 10;
 
 /// Work that is done aside at once: each takes a thread of the runtime's blocking ones, which have to last for others too.
 const MAX_ASIDE: usize = 128;

@@ -11,7 +11,7 @@ use futures::{Stream, StreamExt};
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use serving::InferError;
 
-use crate::budget::{Charge, Watched};
+use crate::budget::{Charge, Waiting};
 
 /// A response's body: known parts, or events as they come.
 pub enum ReplyBody {
@@ -80,17 +80,17 @@ pub async fn read_all(mut body: Incoming, limit: usize, charge: &Charge) -> Resu
     }
     let mut first = Bytes::new();
     let mut rest: Option<BytesMut> = None;
-    let mut watched: Option<Watched> = None;
+    let mut waiting = Waiting::default();
     loop {
         let frame = poll_fn(|context| match Pin::new(&mut body).poll_frame(context) {
             Poll::Ready(frame) => Poll::Ready(Ok(frame)),
-            Poll::Pending => watched.get_or_insert_with(|| charge.watch()).poll_late(context).map(Err),
+            Poll::Pending => waiting.poll_late(charge, context).map(Err),
         });
         let Some(frame) = frame.await? else { break };
         let frame = frame.map_err(|error| InferError::invalid(format!("request body broke off: {error}")))?;
         let Ok(data) = frame.into_data() else { continue };
         charge.add(data.len())?;
-        watched.iter_mut().for_each(|watched| watched.came(data.len()));
+        waiting.came(data.len());
         if first.is_empty() {
             first = data; // Most bodies arrive whole and are not copied.
         } else {

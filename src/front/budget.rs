@@ -65,6 +65,11 @@ impl Budget {
         Charge { budget: self.clone(), held: AtomicUsize::new(0) }
     }
 
+    /// How fast bodies must arrive.
+    pub fn pace(&self) -> Pace {
+        self.pace
+    }
+
     fn arrivals(&self) -> MutexGuard<'_, Vec<Arc<Arrival>>> {
         self.arrivals.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -127,11 +132,6 @@ impl Charge {
         self.held.load(Relaxed)
     }
 
-    /// Watches the rest of a body, of which as much has come as is held.
-    pub fn watch(&self) -> Watched {
-        Watched::new(self.budget.clone(), self.held())
-    }
-
     /// Holds what `other` does, too.
     pub fn join(&self, other: Charge) {
         let mut other = other;
@@ -157,7 +157,66 @@ impl Drop for Charge {
     }
 }
 
-/// Watches a body that has begun and is not whole. Bodies that arrive at once are never watched.
+/// A body that is waited for. Most come at once: those are given no timer and no entry in a list. Whoever waits is polled
+/// again after [`Pace::first_look`] at the latest, by a timer that its connection has for all of its requests.
+#[derive(Debug, Default)]
+pub enum Waiting {
+    /// For nothing.
+    #[default]
+    Not,
+    /// For a short time.
+    Since(Begun),
+    /// For longer.
+    Watched(Watched),
+}
+
+/// When a body was first waited for, when more of it came last, and how much had come first.
+#[derive(Debug, Clone, Copy)]
+pub struct Begun {
+    since: Instant,
+    last_data: Instant,
+    num_bytes: usize,
+}
+
+impl Pace {
+    /// How long a body is waited for before it is watched.
+    pub fn first_look(&self) -> Duration {
+        self.patience / 6
+    }
+}
+
+impl Waiting {
+    /// `count` more bytes have come.
+    pub fn came(&mut self, count: usize) {
+        match self {
+            Self::Not => {}
+            Self::Since(begun) => begun.last_data = Instant::now(),
+            Self::Watched(watched) => watched.came(count),
+        }
+    }
+
+    /// Ready with the error of a body that has stopped, is too slow, or has to make room. For when nothing more has come;
+    /// `charge` holds what has.
+    pub fn poll_late(&mut self, charge: &Charge, context: &mut Context<'_>) -> Poll<InferError> {
+        match self {
+            Self::Not => {
+                let now = Instant::now();
+                *self = Self::Since(Begun { since: now, last_data: now, num_bytes: charge.held() });
+                Poll::Pending
+            }
+            Self::Since(begun) if begun.since.elapsed() < charge.budget.pace.first_look() => Poll::Pending,
+            Self::Since(begun) => {
+                let mut watched = Watched::new(charge.budget.clone(), *begun, charge.held());
+                let late = watched.poll_late(context);
+                *self = Self::Watched(watched);
+                late
+            }
+            Self::Watched(watched) => watched.poll_late(context),
+        }
+    }
+}
+
+/// Watches a body that has begun and is not whole.
 #[derive(Debug)]
 pub struct Watched {
     budget: Arc<Budget>,
@@ -170,18 +229,18 @@ pub struct Watched {
 }
 
 impl Watched {
-    fn new(budget: Arc<Budget>, num_bytes: usize) -> Self {
-        let now = Instant::now();
+    fn new(budget: Arc<Budget>, begun: Begun, held: usize) -> Self {
+        let Begun { since, last_data, num_bytes } = begun;
         let arrival = Arc::new(Arrival {
-            since: now,
-            num_bytes: AtomicU64::new(num_bytes as u64),
+            since,
+            num_bytes: AtomicU64::new(held as u64),
             is_dropped: AtomicBool::new(false),
             waker: AtomicWaker::new(),
         });
         budget.arrivals().push(arrival.clone());
-        let next_look = now + budget.pace.patience;
-        let timer = Box::pin(sleep_until(next_look));
-        Self { budget, arrival, last_data: now, next_look, num_looked_at: num_bytes as u64, timer }
+        let next_look = since + budget.pace.patience;
+        let timer = Box::pin(sleep_until(next_look.min(last_data + budget.pace.patience)));
+        Self { budget, arrival, last_data, next_look, num_looked_at: num_bytes as u64, timer }
     }
 
     /// `count` more bytes have come.
@@ -208,7 +267,7 @@ impl Watched {
             }
             if now >= self.next_look {
                 let num_bytes = self.arrival.num_bytes();
-                let came = num_bytes - self.num_looked_at;
+                let came = num_bytes.saturating_sub(self.num_looked_at);
                 if (came as f64) < min_rate as f64 * patience.as_secs_f64() {
                     return Poll::Ready(refused(InferError::invalid(format!(
                         "request body brought {came} bytes in {patience:?}, at least {min_rate} a second are expected \
@@ -271,6 +330,25 @@ pub mod tests {
         assert_eq!(budget.used(), 0);
     }
 
+    fn watched(budget: &Arc<Budget>, num_bytes: usize) -> Watched {
+        let now = Instant::now();
+        Watched::new(budget.clone(), Begun { since: now, last_data: now, num_bytes }, num_bytes)
+    }
+
+    #[tokio::test]
+    async fn a_body_is_watched_once_it_has_been_waited_for() {
+        let budget = Budget::new(100, Pace { patience: Duration::from_millis(300), min_rate: 0 });
+        let (charge, mut waiting) = (budget.charge(), Waiting::default());
+        let mut poll = || waiting.poll_late(&charge, &mut Context::from_waker(std::task::Waker::noop())).is_ready();
+        assert!(!poll() && !poll() && budget.arrivals().is_empty());
+        tokio::time::sleep(budget.pace.first_look()).await;
+        assert!(!poll() && budget.arrivals().len() == 1);
+        tokio::time::sleep(budget.pace.patience).await;
+        assert!(poll(), "its silence counts from its beginning");
+        drop(waiting);
+        assert!(budget.arrivals().is_empty());
+    }
+
     async fn late(watched: &mut Watched) -> String {
         poll_fn(|context| watched.poll_late(context)).await.message
     }
@@ -280,7 +358,7 @@ pub mod tests {
     #[tokio::test]
     async fn a_body_that_stops_or_trickles_is_late() {
         let budget = Budget::new(100, Pace { patience: PATIENCE, min_rate: 100_000 });
-        let watched = || Watched::new(budget.clone(), 5);
+        let watched = || watched(&budget, 5);
         let (mut silent, mut slow, mut steady) = (watched(), watched(), watched());
         let trickle = async |watched: &mut Watched, count: usize| {
             loop {
@@ -302,7 +380,7 @@ pub mod tests {
         let budget = Budget::new(100, Pace { patience: PATIENCE, min_rate: 0 });
         let (charge, other) = (budget.charge(), budget.charge());
         charge.add(90).unwrap();
-        let (mut slow, mut fast) = (Watched::new(budget.clone(), 30), Watched::new(budget.clone(), 60));
+        let (mut slow, mut fast) = (watched(&budget, 30), watched(&budget, 60));
         assert!(other.add(20).is_err());
         assert!(!slow.arrival.is_dropped(), "it has time");
         tokio::time::sleep(PATIENCE).await;

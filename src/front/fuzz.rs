@@ -127,7 +127,7 @@ impl Front {
         let mut service = grpc_service(self.0.clone());
         let serve = |io: DuplexStream| async move {
             let begin = |request, respond| service.begin(request, respond);
-            let _ = Together::new(io, Arc::default(), Patience { silence, answer }, begin).await;
+            let _ = Together::new(io, Arc::default(), Patience { silence, answer, look: silence }, begin).await;
         };
         exchange(&[PREFACE, frames].concat(), true, serve).await
     }

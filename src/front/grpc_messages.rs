@@ -11,7 +11,7 @@ use hyper::body::{Body, Frame};
 use tonic::{Code, Status};
 
 use crate::aside::aside;
-use crate::budget::{Charge, Watched};
+use crate::budget::{Charge, Waiting};
 use crate::coding::{Coding, Unreadable};
 use crate::grpc_scan::{Kind, ScanError, scan};
 use crate::state::State;
@@ -57,7 +57,7 @@ pub struct Messages<B> {
     message: Option<Arriving>,
     /// Pays for what has come.
     charge: Charge,
-    watched: Option<Watched>,
+    waiting: Waiting,
     is_over: bool,
 }
 
@@ -73,18 +73,17 @@ struct Arriving {
     bytes: Vec<u8>,
 }
 
-impl Arriving {
-    /// Takes what is its own of `came`. No more is reserved than twice what came.
-    fn take(&mut self, came: &mut Bytes) {
-        let count = came.len().min(self.len - self.bytes.len());
-        let needed = self.bytes.len() + count;
-        if needed > self.bytes.capacity() {
-            let capacity = (2 * needed).max(FIRST_BYTES).min(self.len);
-            self.bytes.reserve_exact(capacity - self.bytes.len());
-        }
-        self.bytes.extend_from_slice(&came[..count]);
-        came.advance(count);
+/// Takes what belongs to a message of `len` bytes, of which `bytes` are there, from what `came`. No more is reserved than twice
+/// what came.
+fn take(bytes: &mut Vec<u8>, len: usize, came: &mut Bytes) {
+    let count = came.len().min(len - bytes.len());
+    let needed = bytes.len() + count;
+    if needed > bytes.capacity() {
+        let capacity = (2 * needed).max(FIRST_BYTES).min(len);
+        bytes.reserve_exact(capacity - bytes.len());
     }
+    bytes.extend_from_slice(&came[..count]);
+    came.advance(count);
 }
 
 /// A message as it was sent, unpacked, and what pays for it and for what it becomes.
@@ -114,7 +113,7 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Messages<B> {
             prefix: [0; PREFIX_BYTES],
             prefix_len: 0,
             message: None,
-            watched: None,
+            waiting: Waiting::Not,
             is_over: false,
             state,
         }
@@ -132,16 +131,21 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Messages<B> {
             }
             self.message = Some(self.begin()?);
         }
-        let Some(message) = &mut self.message else { return Ok(None) };
-        message.take(&mut self.came);
-        if message.bytes.len() < message.len {
-            return Ok(None);
-        }
-        let Arriving { is_packed, len, bytes } = self.message.take().expect("it was just looked at");
+        let Some(Arriving { is_packed, len, mut bytes }) = self.message.take() else { return Ok(None) };
+        let bytes = if bytes.is_empty() && self.came.len() >= len {
+            self.came.split_to(len) // Most messages arrive whole and are not copied.
+        } else {
+            take(&mut bytes, len, &mut self.came);
+            if bytes.len() < len {
+                self.message = Some(Arriving { is_packed, len, bytes });
+                return Ok(None);
+            }
+            bytes.into()
+        };
         self.prefix_len = 0;
-        self.watched = None;
+        self.waiting = Waiting::Not;
         let charge = self.charge.split_off(PREFIX_BYTES + len);
-        let bytes = aside(len, || self.finish(is_packed, bytes.into(), &charge))?;
+        let bytes = aside(len, || self.finish(is_packed, bytes, &charge))?;
         Ok(Some(Message { bytes, charge }))
     }
 
@@ -205,7 +209,7 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Messages<B> {
         if self.may_rest && self.prefix_len == 0 {
             return Poll::Pending;
         }
-        self.watched.get_or_insert_with(|| self.charge.watch()).poll_late(context).map(grpc_status)
+        self.waiting.poll_late(&self.charge, context).map(grpc_status)
     }
 
     fn poll_message(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Message, Status>>> {
@@ -232,7 +236,7 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Messages<B> {
             if let Err(error) = self.charge.add(data.len()) {
                 return Poll::Ready(Some(Err(grpc_status(error))));
             }
-            self.watched.iter_mut().for_each(|watched| watched.came(data.len()));
+            self.waiting.came(data.len());
             self.came = data;
         }
     }
@@ -250,7 +254,7 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Stream for Messages<B> {
             self.is_over = true;
             self.came = Bytes::new();
             self.message = None;
-            self.watched = None;
+            self.waiting = Waiting::Not;
             drop(self.charge.split());
         }
         Poll::Ready(message)

@@ -14,6 +14,7 @@ use h2::server::{Builder, Connection, Handshake, SendResponse};
 use http::Request;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::coop::has_budget_remaining;
+use tokio::time::{Instant, Sleep, sleep};
 
 mod alarm;
 mod answer;
@@ -53,6 +54,8 @@ pub struct Together<T, F> {
     calls: Calls,
     patience: Patience,
     is_leaving: bool,
+    /// Runs while there are calls.
+    look: Option<Pin<Box<Sleep>>>,
     alarm: Arc<Alarm>,
     waker: Waker,
 }
@@ -84,7 +87,19 @@ where
         let (alarm, calls) = (Arc::<Alarm>::default(), Calls::new(activity));
         let waker = Waker::from(alarm.clone());
         let wire = Wire::Handshake(settings.handshake(io), heard);
-        Self { wire, begin, calls, patience, is_leaving: false, alarm, waker }
+        Self { wire, begin, calls, patience, is_leaving: false, look: None, alarm, waker }
+    }
+
+    /// Has all calls look at what they wait for, now and then: one timer for all of them.
+    fn poll_look(&mut self, context: &mut Context<'_>) {
+        if self.calls.are_none() {
+            return;
+        }
+        let look = self.look.get_or_insert_with(|| Box::pin(sleep(self.patience.look)));
+        while look.as_mut().poll(context).is_ready() {
+            self.calls.wake_all();
+            look.as_mut().reset(Instant::now() + self.patience.look);
+        }
     }
 
     /// Sends, receives and begins calls until there is nothing to do. Ready with the connection's end.
@@ -136,6 +151,7 @@ where
             if let Poll::Ready(result) = this.poll_wire(&mut context) {
                 return Poll::Ready(result);
             }
+            this.poll_look(&mut context);
             if this.alarm.rest() {
                 return Poll::Pending;
             }
@@ -179,7 +195,7 @@ mod tests {
     use super::*;
 
     const LONG: Duration = Duration::from_secs(60);
-    const NEVER: Patience = Patience { silence: LONG, answer: LONG };
+    const NEVER: Patience = Patience { silence: LONG, answer: LONG, look: LONG };
 
     /// A call that sends what it is given, a piece at a time.
     async fn pass_on(mut pieces: mpsc::UnboundedReceiver<u8>, mut respond: SendResponse<Bytes>) {
@@ -277,7 +293,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_client_is_asked_for_a_sign_of_life_and_let_go_without_one() {
-        let patience = Patience { silence: Duration::from_millis(20), answer: Duration::from_millis(200) };
+        let patience = Patience { silence: Duration::from_millis(20), answer: Duration::from_millis(200), look: LONG };
         let (server, mut silent) = shake_hands().await;
         timeout(LONG, Together::new(server, Arc::default(), patience, |_, _| None))
             .await

@@ -141,7 +141,7 @@ async fn listen(
 }
 
 fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<State>) -> std::io::Result<Port> {
-    let config = state.config.clone();
+    let (config, look) = (state.config.clone(), state.budget.pace().first_look());
     let service = grpc_service(state);
     let limits = Limits {
         max_age: config.grpc_max_connection_age,
@@ -149,7 +149,7 @@ fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<S
         preface_bytes: PREFACE_BYTES,
         ..http_limits(&config)
     };
-    let patience = Patience { silence: config.grpc_keepalive_time, answer: config.grpc_keepalive_timeout };
+    let patience = Patience { silence: config.grpc_keepalive_time, answer: config.grpc_keepalive_timeout, look };
     Port::open(listener, limits, acceptor, move |stream, activity| {
         let mut service = service.clone();
         Together::new(stream, activity, patience, move |request, respond| service.begin(request, respond))
@@ -197,7 +197,9 @@ where
     builder.timer(TokioTimer::new()).header_read_timeout(None);
     Port::open(listener, limits, acceptor, move |stream, activity| {
         let (state, handle, requests) = (state.clone(), handle.clone(), Arc::new(Requests::default()));
-        let io = SlowHeads::new(TokioIo::new(stream), requests.clone(), state.config.http_header_timeout);
+        let config = &state.config;
+        let look = config.http_header_timeout.min(config.http_body_timeout);
+        let io = SlowHeads::new(TokioIo::new(stream), requests.clone(), config.http_header_timeout, look);
         let service = service_fn(move |request| {
             let (busy, requests) = (activity.request(), requests.clone());
             let answer = handle(state.clone(), request);

@@ -113,6 +113,16 @@ impl Calls {
         place.waker.wake_by_ref();
     }
 
+    /// Whether there is no call.
+    pub fn are_none(&self) -> bool {
+        self.busy.is_none()
+    }
+
+    /// Has every call proceed.
+    pub fn wake_all(&self) {
+        self.places.iter().filter(|place| place.call.is_some()).for_each(|place| place.waker.wake_by_ref());
+    }
+
     fn add_place(&mut self, alarm: &Arc<Alarm>) -> usize {
         let index = self.places.len();
         if index.is_multiple_of(64) {

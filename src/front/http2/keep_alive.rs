@@ -17,6 +17,8 @@ pub struct Patience {
     pub silence: Duration,
     /// Time in which it must say something then.
     pub answer: Duration,
+    /// Time after which its calls look whether what they wait for is late.
+    pub look: Duration,
 }
 
 /// Watches over one connection.

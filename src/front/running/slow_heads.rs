@@ -43,14 +43,16 @@ pub struct SlowHeads<T> {
     patience: Duration,
     /// When the first bytes of a head came, and how many requests had begun by then.
     head: Option<(Instant, u32)>,
-    /// Looks at the head every `patience`: nothing is set or cleared for a request.
+    /// Looks at the head every `look_time`, and has the connection look at what else it waits for: nothing is set or cleared
+    /// for a request.
     look: Pin<Box<Sleep>>,
+    look_time: Duration,
 }
 
 impl<T> SlowHeads<T> {
-    /// Watches the heads that come through `inner`.
-    pub fn new(inner: T, requests: Arc<Requests>, patience: Duration) -> Self {
-        Self { inner, requests, patience, head: None, look: Box::pin(sleep(patience)) }
+    /// Watches the heads that come through `inner`, every `look_time`.
+    pub fn new(inner: T, requests: Arc<Requests>, patience: Duration, look_time: Duration) -> Self {
+        Self { inner, requests, patience, head: None, look: Box::pin(sleep(look_time)), look_time }
     }
 
     /// Bytes came: the first of a head, unless they belong to a request or to a head that is under way.
@@ -82,7 +84,7 @@ impl<T: Read + Unpin> Read for SlowHeads<T> {
             if self.is_late() {
                 return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
             }
-            let next = Instant::now() + self.patience;
+            let next = Instant::now() + self.look_time;
             self.look.as_mut().reset(next);
         }
         Poll::Pending
@@ -133,7 +135,7 @@ mod tests {
     fn connect(delay: Duration) -> DuplexStream {
         let (client, server) = tokio::io::duplex(1 << 10);
         let requests = Arc::new(Requests::default());
-        let io = SlowHeads::new(TokioIo::new(server), requests.clone(), PATIENCE);
+        let io = SlowHeads::new(TokioIo::new(server), requests.clone(), PATIENCE, PATIENCE);
         let service = service_fn(move |_: Request<Incoming>| {
             let requests = requests.clone();
             async move {
