@@ -3,8 +3,11 @@
 use std::ffi::CStr;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+use std::sync::Mutex;
 
 use rustix::process::{Resource, getrlimit};
+
+use crate::lock;
 
 /// Added to the kernel's score of a child for the case that memory runs out: it goes before the process that started it.
 const OOM_SCORE_STEP: i32 = 500;
@@ -106,6 +109,19 @@ pub fn is_secret(name: &str) -> bool {
     ["TRIREME_API_KEYS", "AWS_", "AZURE_"].iter().any(|start| name.starts_with(start))
         || ["_TOKEN", "_PASSWORD", "_CREDENTIALS", "_API_KEY", "_API_KEYS"].iter().any(|end| name.ends_with(end))
         || name.contains("_SECRET")
+        || SECRETS.contains(&&*name)
+}
+
+/// Names of secrets that look like no other.
+const SECRETS: [&str; 7] =
+    ["MYSQL_PWD", "NOTIFY_SOCKET", "PGPASSWORD", "REDISCLI_AUTH", "SLURM_JWT", "SSHPASS", "SSH_AUTH_SOCK"];
+
+/// Variables that hold secrets although their names do not tell.
+static FURTHER_SECRETS: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// From now on these variables are withheld as those that [`is_secret`] knows.
+pub fn withhold_also(names: impl IntoIterator<Item = String>) {
+    lock(&FURTHER_SECRETS).extend(names);
 }
 
 /// What the launcher arranged with a rank, and no child of the rank has a part in.
@@ -117,9 +133,11 @@ pub fn withhold_secrets<'a>(command: &'a mut Command, passed: &[String]) -> &'a 
     for name in OF_THE_RANK {
         command.env_remove(name);
     }
+    let further = lock(&FURTHER_SECRETS);
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
-        if is_secret(&text) && !passed.iter().any(|passed| *passed == text) {
+        let is_further = further.iter().any(|further| *further == text);
+        if (is_secret(&text) || is_further) && !passed.iter().any(|passed| *passed == text) {
             command.env_remove(&name);
         }
     }
@@ -182,6 +200,20 @@ mod tests {
         child.wait().unwrap();
         assert_eq!(its, (own + OOM_SCORE_STEP).min(MAX_OOM_SCORE));
         assert_eq!(score("self"), own);
+    }
+
+    #[test]
+    fn a_child_gets_no_variable_that_holds_keys_whatever_its_name() {
+        // Cargo sets these variables for its tests.
+        let variables = |passed: &[String]| {
+            let output = withhold_secrets(&mut Command::new("env"), passed).output().unwrap();
+            String::from_utf8(output.stdout).unwrap()
+        };
+        assert!(variables(&[]).contains("CARGO_PKG_DESCRIPTION="));
+        withhold_also(["CARGO_PKG_DESCRIPTION".to_owned()]);
+        let left = variables(&[]);
+        assert!(!left.contains("CARGO_PKG_DESCRIPTION=") && left.contains("CARGO_PKG_NAME="), "{left}");
+        assert!(variables(&["CARGO_PKG_DESCRIPTION".to_owned()]).contains("CARGO_PKG_DESCRIPTION="));
     }
 
     #[test]

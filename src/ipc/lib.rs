@@ -52,7 +52,7 @@ pub use control::{Acceptor, Health, answer_health, ask_health, bind_private, con
 pub use descriptors::{MAX_FILES, receive_files, send_files};
 pub use error::{IpcError, RecvError, SendError};
 pub use heap::give_memory_back;
-pub use inherit::{close_descriptors, is_secret, withhold_secrets};
+pub use inherit::{close_descriptors, is_secret, withhold_also, withhold_secrets};
 pub use lock::lock;
 pub use output::end_with_the_reader;
 pub use panics::{essential_thread, on_essential_panic, panic_words};

@@ -5,6 +5,8 @@ use std::io::Read as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
+use crate::RankArgs;
+
 /// The variable with keys for inference, separated by commas.
 const API_KEYS: &str = "TRIREME_API_KEYS";
 
@@ -28,6 +30,12 @@ pub(crate) fn read(option: &str, value: &str) -> Result<Vec<String>, String> {
          and give VALUE as @FILE"
     );
     Ok(vec![value.to_owned()])
+}
+
+/// The names of the variables that rules take keys from; processes of models have no use for them.
+pub(crate) fn variables(args: &RankArgs) -> Vec<String> {
+    let rules = args.front.http_restricted_api.iter().chain(&args.front.grpc_restricted_protocol);
+    rules.filter_map(|rule| rule.split_once("=env:")).map(|(_, name)| name.to_owned()).collect()
 }
 
 /// The keys for inference: those in `file`, and those in the environment. None where neither is given.

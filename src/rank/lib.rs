@@ -70,6 +70,7 @@ pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
     log::Log::start(&args.log_options(), args.log_requests, args.log_file_max_bytes)
         .map_err(|source| RankError::Log { path: args.log_file.clone().unwrap_or_default(), source })?;
     log::report_panics();
+    ipc::withhold_also(keys::variables(&args));
     let startup = startup::Startup::begin();
     let world = Arc::new(World::start(comm::Config::from_env())?);
     panics::end_world(Arc::downgrade(&world));
