@@ -25,6 +25,13 @@ const TERMINATE_GRACE: Duration = Duration::from_secs(2);
 /// How long a worker that has ended may be heard: a child of its own may hold its standard error open.
 const LAST_WORDS_PATIENCE: Duration = Duration::from_millis(200);
 
+/// How long the start of a process may keep other messages waiting: its program may lie on a network disk that hangs.
+const SPAWN_PATIENCE: Duration = Duration::from_secs(30);
+
+/// How long a worker may take to end after SIGKILL. The kernel waits for a driver or a disk that hangs, and so does whoever waits
+/// for it.
+const KILL_PATIENCE: Duration = Duration::from_secs(10);
+
 /// How long the threads of a worker may take to write their stacks.
 const STACKS_PATIENCE: Duration = Duration::from_secs(1);
 
@@ -194,7 +201,7 @@ impl Agent {
         lock(&self.workers).values().filter(|worker| !worker.has_ended).count()
     }
 
-    /// Ends every worker and waits until they are gone.
+    /// Ends every worker and waits until they are gone, but no longer for one that not even SIGKILL ends.
     pub fn end_all(&self) {
         lock(&self.relays).clear();
         let workers: Vec<_> = lock(&self.workers).keys().copied().collect();
@@ -202,7 +209,15 @@ impl Agent {
             self.end(worker, TERMINATE_GRACE);
             release(&mut lock(&self.workers), worker);
         }
+        let deadline = Instant::now() + TERMINATE_GRACE + KILL_PATIENCE;
         while self.num_workers() > 0 {
+            if Instant::now() >= deadline {
+                let workers = lock(&self.workers);
+                let left = workers.values().filter(|worker| !worker.has_ended);
+                let pids: Vec<_> = left.map(|worker| worker.watch.pid()).collect();
+                tracing::error!(?pids, "workers do not end: the kernel waits for a driver or a disk on their behalf");
+                return;
+            }
             thread::sleep(Duration::from_millis(5));
         }
     }
@@ -242,7 +257,9 @@ impl Agent {
             let _ = self.events.send(ended);
         }
         // A message that ends the worker must find it: the sender is dropped once it is known, or failed.
-        let _ = wait_spawned.recv();
+        if wait_spawned.recv_timeout(SPAWN_PATIENCE) == Err(mpsc::RecvTimeoutError::Timeout) {
+            tracing::error!(?worker, "its process has not started after {SPAWN_PATIENCE:?}; does a disk hang?");
+        }
     }
 
     fn end(&self, worker: WorkerId, grace: Duration) {
@@ -337,8 +354,15 @@ fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerS
     bind_to_parent(withhold_secrets(&mut command, &[]), libc::SIGKILL);
     let mut child = command.spawn().map_err(|error| format!("cannot start `{}`: {error}", program.display()))?;
     let json = serde_json::to_vec(&spec).expect("a spec holds nothing that cannot be serialized");
-    // A child that dies before reading its spec is reported by its exit status, not by this write.
-    let _ = child.stdin.take().expect("stdin is piped").write_all(&json);
+    let mut stdin = child.stdin.take().expect("stdin is piped");
+    // A child that dies before reading its spec is reported by its exit status, not by this write. One that was stopped does not
+    // read: a thread of its own waits for it.
+    let feed = move || drop(stdin.write_all(&json));
+    if let Err(error) = essential_thread(format!("feed-{}", worker.tp_rank), feed) {
+        let _ = child.kill();
+        let _ = child.wait();
+        return Err(format!("cannot start a thread that tells it what to do: {error}"));
+    }
     let pid = child.id();
     let watch = match ProcessWatch::new(pid) {
         Ok(watch) => Arc::new(watch),
@@ -450,6 +474,29 @@ mod tests {
         std::fs::remove_dir_all(&dir).unwrap();
         let said = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success() && said.contains("1 passed"), "{output:?}");
+    }
+
+    #[test]
+    fn a_worker_that_does_not_read_its_spec_keeps_nobody_waiting() {
+        let prefix: Prefix = format!("agent_deaf_{}_", std::process::id()).parse().unwrap();
+        let (events, news) = mpsc::channel();
+        // `sleep worker` ends at once; a shell that reads nothing does not.
+        let folder = std::env::temp_dir().join(format!("agent-deaf-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let program = folder.join("program");
+        std::fs::write(&program, "#!/bin/sh\nexec sleep 100\n").unwrap();
+        std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let agent = Agent::new(prefix, program, events);
+        let worker = WorkerId { instance: 1, tp_rank: 0 };
+        // More than a pipe holds.
+        let spec = WorkerSpec { checkpoint_print: Some(vec![7; 1 << 20]), ..spec() };
+        let began = Instant::now();
+        agent.handle(ToAgent::Start(worker, Box::new(spec)));
+        assert!(matches!(news.recv().unwrap(), FromAgent::Started { .. }));
+        agent.handle(ToAgent::Kill(worker));
+        assert!(matches!(news.recv().unwrap(), FromAgent::Ended { by_signal: true, .. }));
+        assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+        std::fs::remove_dir_all(folder).unwrap();
     }
 
     #[test]

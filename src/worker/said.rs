@@ -44,7 +44,7 @@ impl Said {
     fn hear(&self, tp_rank: u32, line: String) {
         let is_stack = line.starts_with(STACK_LINE);
         let line = if is_stack { with_names(&line) } else { line };
-        tracing::warn!("worker {tp_rank}: {line}");
+        tracing::warn!(target: "relayed", "worker {tp_rank}: {line}");
         let mut lines = lock(&self.lines);
         if is_stack {
             lines.stacks.push(line.clone());

@@ -4,6 +4,7 @@ import os
 import queue
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,9 +99,30 @@ def test_an_import_error_names_file_and_line(tmp_path):
     model.write_text("import os\nimport no_such_module\n")
     server = start(repository, tmp_path, "--exit-on-error=false", is_ready=False)
     wait_for(lambda: "failed to load" in server.log.read_text())
-    assert f"ModuleNotFoundError: No module named 'no_such_module'\n\nAt:\n  {model}(2): <module>" in server.log.read_text()
+    # An event of the log is one line.
+    assert rf"ModuleNotFoundError: No module named 'no_such_module'\n\nAt:\n  {model}(2): <module>" in server.log.read_text()
     wait_for(lambda: server.is_ready("v2/models/add_sub/ready"))
     assert stop(server) == 0
+
+
+def test_a_model_gets_no_secrets_and_prints_through_the_log(tmp_path, monkeypatch):
+    for name in ["SOME_TOKEN", "KEPT_TOKEN", "TRIREME_API_KEYS"]:
+        monkeypatch.setenv(name, "s3cret")
+    repository = repository_of(tmp_path, "add_sub", "trouble")
+    code = """
+import os, sys
+print("has", sorted(name for name in os.environ if os.environ[name] == "s3cret"))
+print("score", open("/proc/self/oom_score_adj").read().strip())
+print("one\\nE1121 two\\x1b[2J", file=sys.stderr)
+import no_such_module
+"""
+    (repository / "trouble/1/model.py").write_text(code)
+    score = min(int(Path("/proc/self/oom_score_adj").read_text()) + 500, 1000)
+    flags = ["--exit-on-error=false", "--backend-config=python,pass-environment=KEPT_TOKEN"]
+    server = start(repository, tmp_path, *flags, is_ready=False)
+    for expected in ["has ['KEPT_TOKEN']", f"score {score}", "one", r"E1121 two\u{1b}[2J"]:
+        wait_for(lambda: f'trouble_0_0: {expected}"\n' in server.log.read_text())
+    assert "\x1b" not in server.log.read_text()
 
 
 def test_a_killed_server_leaves_nothing(tmp_path):

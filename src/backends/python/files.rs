@@ -10,9 +10,9 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
-use ipc::{ProcessId, close_descriptors, lock, withhold_secrets};
+use ipc::{ProcessId, ProcessWatch, close_descriptors, lock, withhold_secrets};
 use serving::InferError;
 use tempfile::TempDir;
 
@@ -36,6 +36,9 @@ const SOURCES: [(&str, &str); 12] = sources! {
 };
 
 const NAME: &str = "trireme-python-";
+
+/// How long the removal of the directory may keep the server from its end.
+const CLEANER_PATIENCE: Duration = Duration::from_secs(10);
 
 /// The program that each model process runs.
 pub(super) const STUB: &str = "stub.py";
@@ -141,9 +144,10 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         if let Some(mut cleaner) = self.cleaner.take() {
-            // Its input closes, and it removes the directory.
+            // Its input closes, and it removes the directory; on a disk that hangs it goes on by itself.
             drop(cleaner.stdin.take());
-            let _ = cleaner.wait();
+            let _ = ProcessWatch::new(cleaner.id()).map(|watch| watch.wait(CLEANER_PATIENCE));
+            let _ = cleaner.try_wait();
         }
     }
 }

@@ -341,8 +341,8 @@ impl Shared {
         let model = &self.settings.model;
         match level {
             0 => tracing::info!(model, line, "{text}"),
-            1 => tracing::warn!(model, line, "{text}"),
-            2 => tracing::error!(model, line, "{text}"),
+            1 => tracing::warn!(target: "relayed", model, line, "{text}"),
+            2 => tracing::error!(target: "relayed", model, line, "{text}"),
             _ => tracing::debug!(model, line, "{text}"),
         }
     }

@@ -4,12 +4,11 @@
 //! the ranks) is run again for each instance, on the same hosts, and the model's `COMM_WORLD` has as many processes as
 //! there are ranks, in the same order. The first talks to the server; the others have what to load in their environment.
 
-use std::io::{self, BufRead as _, BufReader, Write as _};
+use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{ChildStderr, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
-use std::thread;
 
 use ipc::lock;
 use tokio::net::UnixListener;
@@ -148,24 +147,13 @@ pub(super) fn leave_world(command: &mut Command) {
 pub(super) struct LastWords(Arc<Mutex<Option<String>>>);
 
 impl LastWords {
-    /// Hands `stderr` on to this process's own until it ends, and keeps the words it is to keep.
-    pub fn listen(&self, stderr: ChildStderr) {
-        let words = self.clone();
-        thread::spawn(move || {
-            for line in BufReader::new(stderr).split(b'\n').map_while(Result::ok) {
-                let text = String::from_utf8_lossy(&line);
-                match text.split_once(LAST_WORDS) {
-                    Some((_, said)) => words.keep(said),
-                    None => drop(io::stderr().write_all(&[&line[..], b"\n"].concat())),
-                }
-            }
-        });
-    }
-
-    fn keep(&self, said: &str) {
+    /// Keeps the words of `line` if they are such; false for any other line.
+    pub fn keep(&self, line: &str) -> bool {
+        let Some((_, said)) = line.split_once(LAST_WORDS) else { return false };
         let words = unhex(said.trim_end());
         tracing::error!("{}", words.trim_end());
         lock(&self.0).get_or_insert(words);
+        true
     }
 
     /// The first of them.

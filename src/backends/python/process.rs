@@ -1,6 +1,6 @@
 //! One model process: its start, its socket, its end.
 
-use std::io;
+use std::io::{self, BufRead as _, BufReader, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
@@ -27,6 +27,12 @@ const LOOK: Duration = Duration::from_millis(20);
 /// Time for a launcher to end its processes on all ranks.
 const WORLD_GRACE: Duration = Duration::from_secs(3);
 
+/// How long a process may take to end after it was killed. The kernel waits for a driver or a disk that hangs.
+const KILL_PATIENCE: Duration = Duration::from_secs(2);
+
+/// Longest line of a model that is passed on; the rest of a longer one becomes lines of its own.
+const MAX_LINE_BYTES: u64 = 16 << 10;
+
 /// Starts processes from one thread that lives as long as this: they end with the thread that started them.
 #[derive(Debug)]
 pub(super) struct Spawner {
@@ -50,7 +56,7 @@ impl Spawner {
                 // Nobody waits any more: what was started must not stay.
                 if let Err(Ok(mut child)) = reply.send(child) {
                     let _ = child.kill();
-                    let _ = child.wait();
+                    wait_for(child);
                 }
             }
         };
@@ -134,17 +140,28 @@ impl Process {
         ours.set_nonblocking(true)?;
         let mut command = program.command();
         mpi::leave_world(&mut command);
-        command.stdin(Stdio::from(OwnedFd::from(theirs)));
-        let child = spawner.spawn(command, Signal::KILL).await?;
+        command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = spawner.spawn(command, Signal::KILL).await?;
+        let title = program.title.clone();
+        pass_on(child.stderr.take(), move |line| tracing::warn!(target: "relayed", "{title}: {line}"));
+        let title = program.title.clone();
+        pass_on(child.stdout.take(), move |line| tracing::info!(target: "relayed", "{title}: {line}"));
         Self::new(child, UnixStream::from_std(ours)?, None)
     }
 
     async fn start_world(spawner: &Spawner, program: &Program, launch: &Launch) -> io::Result<Self> {
         let (mut command, listener) = launch.prepare(&program.command(), &program.pass_environment)?;
-        command.process_group(0);
+        command.process_group(0).stdout(Stdio::piped());
         let mut child = spawner.spawn(command, Signal::TERM).await?;
         let others = LastWords::default();
-        child.stderr.take().into_iter().for_each(|stderr| others.listen(stderr));
+        let (words, title) = (others.clone(), program.title.clone());
+        pass_on(child.stderr.take(), move |line| {
+            if !words.keep(line) {
+                tracing::warn!(target: "relayed", "{title}: {line}");
+            }
+        });
+        let title = program.title.clone();
+        pass_on(child.stdout.take(), move |line| tracing::info!(target: "relayed", "{title}: {line}"));
         let watch = ProcessWatch::new(child.id()).map_err(io::Error::other)?;
         let connected = async {
             loop {
@@ -162,7 +179,7 @@ impl Process {
             Ok(stream) => Self::new(child, stream, Some(others)),
             Err(error) => {
                 end_world(&watch, Duration::ZERO);
-                let status = child.wait().map_or_else(|error| error.to_string(), describe_exit);
+                let status = wait_for(child);
                 let said = others.get().unwrap_or_default();
                 Err(io::Error::other(format!("{error} ({status}) {said}").trim_end().to_owned()))
             }
@@ -290,14 +307,11 @@ impl Process {
     /// Waits for the end of a process that has ended or was killed; what it started goes with it.
     fn reap(&self) -> String {
         let mut slot = lock(&self.child);
-        let Some(mut child) = slot.take() else { return "it has ended".to_owned() };
+        let Some(child) = slot.take() else { return "it has ended".to_owned() };
         if self.others.is_none() {
             kill_group(self.watch.pid());
         }
-        match child.wait() {
-            Ok(status) => describe_exit(status),
-            Err(error) => error.to_string(),
-        }
+        wait_for(child)
     }
 
     /// Whether it ends by itself within `patience`; it is killed otherwise.
@@ -313,6 +327,34 @@ impl Process {
     pub fn is_stopped(&self) -> bool {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid)).unwrap_or_default();
         stat.rfind(')').and_then(|at| stat[at + 1..].split_ascii_whitespace().next()) == Some("T")
+    }
+}
+
+/// Waits for a process that has ended or was killed, and says how it ended. One that does not end all the same is waited for by
+/// a thread of its own.
+fn wait_for(mut child: Child) -> String {
+    let has_ended = ProcessWatch::new(child.id()).is_ok_and(|watch| watch.wait(KILL_PATIENCE));
+    if has_ended {
+        return child.wait().map_or_else(|error| error.to_string(), describe_exit);
+    }
+    let pid = child.id();
+    thread::spawn(move || child.wait());
+    format!("process {pid} was killed and has not ended: the kernel waits for a driver or a disk on its behalf")
+}
+
+/// Hands each line that a model process writes to `take`, from a thread of its own until the process has closed its end. What a
+/// model writes must not look like a line of this process's log.
+fn pass_on(source: Option<impl Read + Send + 'static>, mut take: impl FnMut(&str) + Send + 'static) {
+    let Some(source) = source else { return };
+    let run = move || {
+        let (mut reader, mut bytes) = (BufReader::new(source), Vec::new());
+        while matches!(reader.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut bytes), Ok(1..)) {
+            take(String::from_utf8_lossy(&bytes).trim_end());
+            bytes.clear();
+        }
+    };
+    if let Err(error) = thread::Builder::new().name("python-output".to_owned()).spawn(run) {
+        tracing::error!("what a Python model writes is lost: no thread can be started for it: {error}");
     }
 }
 
@@ -406,5 +448,17 @@ mod tests {
         let args: Vec<_> = command.get_args().map(|arg| arg.to_string_lossy()).collect();
         assert_eq!(args.iter().filter(|arg| *arg == "CARGO_PKG_NAME").count(), 2, "{args:?}");
         assert!(!args.iter().any(|arg| arg == "NO_SUCH_VARIABLE"), "{args:?}");
+    }
+
+    #[test]
+    fn lines_of_a_model_are_bounded_and_none_is_lost() {
+        let (sender, lines) = mpsc::channel();
+        let long = "x".repeat(40_000);
+        let text = format!("one\n\ntwo\u{1b}\n{long}\nlast");
+        pass_on(Some(std::io::Cursor::new(text)), move |line| sender.send(line.to_owned()).unwrap());
+        let lines: Vec<String> = lines.iter().collect();
+        assert_eq!(lines[..3], ["one", "", "two\u{1b}"]);
+        assert!(lines.iter().all(|line| line.len() <= MAX_LINE_BYTES as usize));
+        assert_eq!(lines[3..].concat(), format!("{long}last"));
     }
 }
