@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::keys::Keys;
+
 const AFTER_HELP: &str = "\
 Flags may be written with `_` or `-`, as `--flag=value` or `--flag value`, or shortened while unambiguous.
 Flags after a bare `--` are handed to every rank as they are.
@@ -329,6 +331,9 @@ pub struct WorldFlags {
     /// Flags for every rank, after a bare `--`.
     #[arg(last = true, value_name = "RANK FLAGS")]
     pub rank_flags: Vec<String>,
+    /// What was taken out of them for rank 0 alone.
+    #[arg(skip)]
+    pub keys: Keys,
 }
 
 impl WorldFlags {
@@ -363,7 +368,7 @@ fn with_dashes(word: OsString) -> OsString {
 }
 
 /// `--model_repo=a_b` → `--model-repo=a_b`; what is no flag stays.
-fn text_with_dashes(word: &str) -> String {
+pub(crate) fn text_with_dashes(word: &str) -> String {
     if !word.starts_with("--") {
         return word.to_owned();
     }

@@ -142,10 +142,14 @@ fn remote_shell() -> Vec<String> {
     }
 }
 
+/// Whether `name` is what this machine is called.
+pub(crate) fn is_here(name: &str) -> bool {
+    let here = nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned();
+    name == "localhost" || name == here || here.split('.').next() == Some(name)
+}
+
 /// Errs unless every host can be reached, has the same build of `trireme` and sees the model repository.
 pub(crate) fn check(placed: &[(String, u32)], trireme: &Path, repository: &Path) -> Result<()> {
-    let here = nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned();
-    let is_here = |name: &str| name == "localhost" || name == here || here.split('.').next() == Some(name);
     let others: Vec<String> = placed.iter().map(|(name, _)| name.clone()).filter(|name| !is_here(name)).collect();
     if others.is_empty() {
         return Ok(());

@@ -41,6 +41,7 @@ pub mod flags;
 mod health;
 mod hold;
 pub mod hosts;
+pub mod keys;
 mod local;
 mod logs;
 pub mod mpi;
@@ -110,6 +111,16 @@ pub fn worlds() -> Result<Vec<status::WorldStatus>> {
 }
 
 fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<u8> {
+    let mut flags = flags.clone();
+    flags.keys = keys::Keys::take(&mut flags, run_dir.path(), |name| std::env::var(name).ok())?;
+    if flags.keys.has_literal && !flags.detached {
+        eprintln!(
+            "launch: a key is on this command line, which shells keep and other users may have read; put it into a file and give \
+             @FILE in its place"
+        );
+    }
+    hide_keys(arguments);
+    let flags = &flags;
     let site = site(&run_dir, flags)?;
     let plan = plan::plan(flags, &site)?;
     if flags.dry_run {
@@ -147,6 +158,7 @@ fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, run_dir: RunDir) -> Re
     ipc::set_process_name("trireme-launch").context("cannot name this process")?;
     // What outlives its parent in the world comes to us, to be waited for.
     nix::sys::prctl::set_child_subreaper(true).context("cannot take over orphans")?;
+    let _keys = flags.keys.write()?;
     let log = run_dir.log_file(flags.http_port);
     // Before any thread is started, which would not have them blocked.
     let signals = Signals::catch()?;
@@ -192,6 +204,15 @@ fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, run_dir: RunDir) -> Re
         doorman: None,
     };
     supervisor.run()
+}
+
+/// Takes keys out of what `ps` shows of this process.
+fn hide_keys(arguments: &[OsString]) {
+    let words: Vec<String> = arguments.iter().map(|word| word.to_string_lossy().into_owned()).collect();
+    if let Some(shown) = keys::without_literals(&words) {
+        // Where this cannot be done, the warning has said so.
+        let _ = ipc::set_process_title(&format!("launch {}", shown.join(" ")));
+    }
 }
 
 fn site(run_dir: &RunDir, flags: &WorldFlags) -> Result<Site> {

@@ -21,6 +21,8 @@ pub(crate) struct Step<'a> {
     pub(crate) network: Option<&'a str>,
     /// Names of the variables of this environment.
     pub(crate) environment: &'a [String],
+    /// Those of them that the world does not get.
+    pub(crate) without: &'a [String],
 }
 
 /// Variables with these beginnings go to every host; `mpirun` by itself hands on only its own.
@@ -67,7 +69,8 @@ impl Step<'_> {
             args.extend(nccl_network(network).into_iter().flat_map(|setting| ["-x".to_owned(), setting]));
         }
         if self.hosts.len() > 1 {
-            let is_needed = |name: &&String| HANDED_ON.iter().any(|start| name.starts_with(start));
+            let is_needed =
+                |name: &&String| HANDED_ON.iter().any(|start| name.starts_with(start)) && !self.without.contains(name);
             let is_set = |name: &&String| self.network.is_some() && *name == "NCCL_SOCKET_IFNAME";
             let names = self.environment.iter().filter(is_needed).filter(|name| !is_set(name));
             args.extend(names.flat_map(|name| ["-x".to_owned(), name.clone()]));

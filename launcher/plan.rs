@@ -55,6 +55,8 @@ pub struct Plan {
     pub placed: Vec<(String, u32)>,
     /// The same in words, with what is bound to what; `None` for one host.
     pub placement: Option<String>,
+    /// Variables of this environment that the world does not get.
+    pub without: Vec<String>,
     /// Whether rank 0 may run where the run directory of this node is not seen.
     pub rank_0_may_be_elsewhere: bool,
 }
@@ -94,6 +96,9 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
     if oversubscribe && flags.bind != Bind::None {
         bail!("{most} ranks on {} cores take turns, and cannot be bound to cores; leave --bind out", site.num_cores);
     }
+    if flags.keys.has_files() {
+        check_that_rank_0_is_here(&placed, &starter, site)?;
+    }
     let container = Container::of(flags, &starter, &site.work_dir, &site.run_dir)?;
     let wrap = |command| container.iter().fold(command, |command, container| container.wrap(command));
     let ranks = || (0..flags.world_size).map(|rank| wrap(rank_command(rank, most, flags, site))).collect();
@@ -110,7 +115,10 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
                 network: flags.network.as_deref(),
                 container: container.as_ref(),
             };
-            srun::command(&step, any_rank_command(most, flags, site), &srun_arguments(flags, site))?
+            let mut command = any_rank_command(most, flags, site);
+            // No keys: the names of the files that hold them.
+            command.args.extend(flags.keys.flags.iter().cloned());
+            srun::command(&step, command, &srun_arguments(flags, site))?
         }
         (Starter::Local, _) => local::command(ranks()),
         _ => {
@@ -121,7 +129,19 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
     };
     let placement = (placed.len() > 1).then(|| format!("placement: {}", hosts::describe(&placed)));
     let rank_0_may_be_elsewhere = matches!(starter, Starter::Srun { .. }) || !placed.is_empty() || container.is_some();
-    Ok(Plan { command, starter, placed, placement, rank_0_may_be_elsewhere })
+    let without = flags.keys.variables.clone();
+    Ok(Plan { command, starter, placed, placement, without, rank_0_may_be_elsewhere })
+}
+
+/// Errs when rank 0 runs where it cannot read the files that this launcher writes.
+fn check_that_rank_0_is_here(placed: &[(String, u32)], starter: &Starter, site: &Site) -> Result<()> {
+    let first = placed.first().map(|(host, _)| host.as_str());
+    let of_slurm = || site.allocation.as_ref().filter(|_| matches!(starter, Starter::Srun { .. }))?.node.as_deref();
+    let Some(host) = first.or_else(of_slurm).filter(|host| !hosts::is_here(host)) else { return Ok(()) };
+    bail!(
+        "rank 0 runs on {host}, where keys of this command line and this environment are not handed to; write them into a \
+         file there, and give @FILE as the key or --api-key-file=FILE"
+    )
 }
 
 fn mpirun_step<'a>(
@@ -136,7 +156,8 @@ fn mpirun_step<'a>(
         bail!("MPICH's launcher takes the name of an interface for --network, such as `eth0`, and no subnet");
     }
     let (mpirun, bind, environment) = (&site.mpirun, flags.bind, &site.environment[..]);
-    Ok(mpirun::Step { mpirun, oversubscribe, hosts, bind, cores_per_rank, network, environment })
+    let without = &flags.keys.variables[..];
+    Ok(mpirun::Step { mpirun, oversubscribe, hosts, bind, cores_per_rank, network, environment, without })
 }
 
 /// The ranks of each host, where hosts are named or Slurm has given more than one.
@@ -197,6 +218,9 @@ fn rank_command(rank: u32, ranks_per_node: u32, flags: &WorldFlags, site: &Site)
         args.extend(flags.tensorrt_llm_model_name.iter().map(|name| format!("--load-model={name}")));
     }
     args.append(&mut rest);
+    if rank == 0 {
+        args.extend(flags.keys.flags.iter().cloned());
+    }
     args.insert(NUM_PLACES, format!("--backend-config=python,shm-region-prefix-name={}{rank}_", site.shm_prefix));
     command
 }

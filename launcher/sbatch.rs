@@ -17,6 +17,10 @@ pub(crate) fn file(batch: &BatchFlags, arguments: &[OsString]) -> Result<String>
     if world.detach || world.dry_run {
         bail!("a batch job ends with its script: leave out --detach and --dry-run");
     }
+    let words: Vec<String> = arguments.iter().map(|word| word.to_string_lossy().into_owned()).collect();
+    if crate::keys::without_literals(&words).is_some() {
+        bail!("a batch file is no place for a key: write it into a file of its own, and give @FILE in its place");
+    }
     if !world.world_size.is_multiple_of(batch.nodes) {
         bail!(
             "{} ranks cannot be shared out among {} nodes; change --world_size or --nodes",
@@ -127,6 +131,8 @@ mod tests {
             "\"${LAUNCH:-target/release/launch}\" --world_size 2 --device=cpu --model_repo=/m -- --time=x &\n";
         assert!(text.contains(started), "{text}");
         assert!(file_of("sbatch --detach").is_err());
+        let with_key = file_of("sbatch -- --http-restricted-api=health:k=s3cret").unwrap_err().to_string();
+        assert!(with_key.contains("no place for a key") && !with_key.contains("s3cret"), "{with_key}");
         let many = file_of("sbatch --world_size=16 --nodes=2 --network=ib0").unwrap();
         for option in ["nodes=2", "ntasks-per-node=8", "gpus-per-node=8"] {
             assert!(many.contains(&format!("#SBATCH --{option}\n")), "{option}: {many}");

@@ -175,8 +175,12 @@ impl RunDir {
     pub(crate) fn remove_dead_sockets(&self) {
         for path in fs::read_dir(&self.0).into_iter().flatten().flatten().map(|entry| entry.path()) {
             let owner = || -> Option<u32> {
-                let name = path.file_name()?.to_str()?.strip_prefix("world-")?;
-                let name = name.strip_suffix(".sock").or_else(|| name.strip_suffix(".cause"))?;
+                let name = path.file_name()?.to_str()?;
+                let of_world = |name: &'_ str| {
+                    let name = name.strip_prefix("world-")?;
+                    name.strip_suffix(".sock").or_else(|| name.strip_suffix(".cause")).map(str::to_owned)
+                };
+                let name = of_world(name).or_else(|| name.strip_prefix("keys-").map(str::to_owned))?;
                 name.split('-').next()?.parse().ok()
             };
             if owner().is_some_and(|pid| ProcessId::of(pid).is_none()) {

@@ -69,6 +69,9 @@ impl World {
         make_private(&place.cause).with_context(|| format!("cannot make {}", place.cause.display()))?;
         // The launcher alone speaks to systemd.
         command.env_remove("NOTIFY_SOCKET").env_remove("WATCHDOG_USEC").env_remove("TRIREME_TAKE_OVER");
+        for name in &plan.without {
+            command.env_remove(name);
+        }
         // When a rank has died, `mpirun` is to end the others at once: it would wait a second before SIGTERM, which
         // they leave to rank 0, and another after it. Worlds end in good order by rank 0.
         command.env("OMPI_MCA_odls_base_sigkill_timeout", "0");

@@ -536,6 +536,72 @@ fn systemd_hears_that_the_world_serves_and_that_it_ends() {
     assert_eq!(code(output(launch).status), 0);
 }
 
+/// Processes, other than `except`, in whose `/proc` file `name` stands `word`.
+fn processes_that_show(word: &str, name: &str, except: &[u32]) -> Vec<u32> {
+    let pids = fs::read_dir("/proc").unwrap().flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let shows = |pid: &u32| {
+        let bytes = fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
+        bytes.windows(word.len()).any(|part| part == word.as_bytes())
+    };
+    pids.filter(|pid| !except.contains(pid)).filter(shows).collect()
+}
+
+#[test]
+fn keys_reach_rank_0_and_show_in_no_command_line_and_no_other_environment() {
+    for args in ["", "--world_size=2 --oversubscribe"] {
+        if !args.is_empty() && !has_mpirun() {
+            return;
+        }
+        let place = Place::new();
+        let keys = ["literal", "variable", "api"].map(|name| format!("k3y-{}-of-{name}", place.ports[0]));
+        let [literal, variable, api] = &keys;
+        let rules = format!("--http-restricted-api=health:a={literal} --grpc_restricted_protocol infer:b=env:MY_KEY");
+        let launch = place
+            .start(&format!("{args} -- --id=me {rules}"))
+            .env("MY_KEY", variable)
+            .env("TRIREME_API_KEYS", api)
+            .spawn()
+            .unwrap();
+        eventually("serving, as the launcher knows", || place.is_known_to_serve());
+        for key in &keys {
+            assert_eq!(processes_that_show(key, "cmdline", &[]), Vec::<u32>::new(), "{key}");
+            assert_eq!(processes_that_show(key, "environ", &[launch.id()]), Vec::<u32>::new(), "{key}");
+        }
+        let events = place.events();
+        let rank_0 = events.lines().find(|line| line.starts_with("rank 0 starts")).unwrap();
+        for (flag, key) in [
+            ("--http-restricted-api=health:a=@", literal),
+            ("--grpc-restricted-protocol=infer:b=@", variable),
+            ("--api-key-file=", api),
+        ] {
+            let file = rank_0.split(' ').find_map(|word| word.strip_prefix(flag)).unwrap_or_else(|| panic!("{events}"));
+            assert_eq!(fs::read_to_string(file).unwrap(), format!("{key}\n"));
+            assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o777, 0o600);
+        }
+        let rank_1 = events.lines().find(|line| line.starts_with("rank 1 starts"));
+        assert!(rank_1.is_none_or(|line| line.contains("--id=me") && !line.contains("=@")), "{events}");
+
+        signal(launch.id() as i32, Signal::SIGTERM);
+        let output = output(launch);
+        assert_eq!(code(output.status), 0, "{}", text(&output));
+        assert!(text(&output).contains("a key is on this command line"), "{}", text(&output));
+        assert!(keys.iter().all(|key| !text(&output).contains(key)), "{}", text(&output));
+        place.assert_nothing_is_left();
+        let files = fs::read_dir(place.dir.path().join("trireme")).unwrap().flatten();
+        assert!(files.into_iter().all(|file| !file.file_name().to_string_lossy().starts_with("keys-")));
+    }
+}
+
+#[test]
+fn a_dry_run_shows_where_keys_would_be_and_no_key() {
+    let place = Place::new();
+    let mut command = place.launch("--model_repo=models --dry_run -- --http-restricted-api=health:a=s3cret");
+    let output = command.env("TRIREME_API_KEYS", "t0ps3cret").output().unwrap();
+    let text = text(&output);
+    assert!(text.contains("--http-restricted-api=health:a=@") && text.contains("--api-key-file="), "{text}");
+    assert!(!text.contains("s3cret"), "{text}");
+}
+
 #[test]
 fn a_port_in_use_by_another_program_is_refused_with_its_pid() {
     let place = Place::new();

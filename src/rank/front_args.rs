@@ -57,9 +57,9 @@ pub struct FrontArgs {
     #[arg(long, value_name = "APIS:KEY=VALUE")]
     pub http_restricted_api: Vec<String>,
     /// Inference, over all protocols, needs one of the keys in this file, one a line: `Authorization: Bearer KEY` or
-    /// `x-api-key: KEY`. TRIREME_API_KEYS holds further keys, separated by commas
+    /// `x-api-key: KEY`; may be given more than once, which adds keys. TRIREME_API_KEYS holds further keys, separated by commas
     #[arg(long, value_name = "FILE")]
-    pub api_key_file: Option<PathBuf>,
+    pub api_key_file: Vec<PathBuf>,
     /// Metadata of gRPC that models see as parameters: a regular expression
     #[arg(long, default_value = "", hide_default_value = true, value_name = "PATTERN")]
     pub grpc_header_forward_pattern: String,
@@ -175,7 +175,7 @@ impl FrontArgs {
         let grpc = restrictions("grpc-restricted-protocol", &self.grpc_restricted_protocol, Api::Metrics)?;
         config.grpc_restrictions = grpc.with_prefix(GRPC_KEY_PREFIX);
         config.http_restrictions = restrictions("http-restricted-api", &self.http_restricted_api, Api::Reflection)?;
-        let keys = keys::api_keys(self.api_key_file.as_deref())?;
+        let keys = keys::api_keys(&self.api_key_file)?;
         if !keys.is_empty() {
             config.grpc_restrictions.add_keys(Api::Inference, &keys);
             config.http_restrictions.add_keys(Api::Inference, &keys);

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::Read as _;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::RankArgs;
 
@@ -38,15 +38,15 @@ pub(crate) fn variables(args: &RankArgs) -> Vec<String> {
     rules.filter_map(|rule| rule.split_once("=env:")).map(|(_, name)| name.to_owned()).collect()
 }
 
-/// The keys for inference: those in `file`, and those in the environment. None where neither is given.
+/// The keys for inference: those in `files`, and those in the environment. None where neither is given.
 ///
 /// # Errors
-/// When the file cannot be read, or one of the two is given and holds none.
-pub(crate) fn api_keys(file: Option<&Path>) -> Result<Vec<String>, String> {
-    let mut keys = match file {
-        Some(path) => of_file(path).map_err(|why| format!("--api-key-file: {why}"))?,
-        None => Vec::new(),
-    };
+/// When a file cannot be read, or one of them or the environment is given and holds none.
+pub(crate) fn api_keys(files: &[PathBuf]) -> Result<Vec<String>, String> {
+    let mut keys = Vec::new();
+    for path in files {
+        keys.extend(of_file(path).map_err(|why| format!("--api-key-file: {why}"))?);
+    }
     if let Ok(more) = std::env::var(API_KEYS) {
         keys.extend(some(split(&more), || format!("{API_KEYS} is set and holds no key; unset it to serve everyone"))?);
     }
@@ -90,8 +90,8 @@ mod tests {
         std::fs::write(&full, "# of team a\none\n\n  two \n").unwrap();
         std::fs::write(&empty, "# none yet\n").unwrap();
         assert_eq!(read("x", &format!("@{}", full.display())).unwrap(), ["one", "two"]);
-        assert_eq!(api_keys(Some(&full)).unwrap(), ["one", "two"]);
-        let refused = api_keys(Some(&empty)).unwrap_err();
+        assert_eq!(api_keys(&[full.clone(), full.clone()]).unwrap(), ["one", "two", "one", "two"]);
+        let refused = api_keys(&[full.clone(), empty.clone()]).unwrap_err();
         assert!(refused.starts_with("--api-key-file: ") && refused.contains("holds no key"), "{refused}");
         let absent = read("x", "@/nonexistent/keys").unwrap_err();
         assert!(absent.starts_with("cannot read keys from /nonexistent/keys: "), "{absent}");
