@@ -49,7 +49,8 @@ fn remove_old(dir: &Path, start: &str) {
     }
 }
 
-fn end_of(log: &Path) -> String {
+/// The last of a log, in bounds.
+pub(crate) fn end_of(log: &Path) -> String {
     let read = || -> std::io::Result<Vec<u8>> {
         let mut file = fs::File::open(log)?;
         let len = file.metadata()?.len();

@@ -11,6 +11,7 @@ use anyhow::{Context, Result, bail};
 use ipc::ProcessWatch;
 use nix::sys::signal::Signal;
 
+use crate::crash;
 use crate::flags::WorldFlags;
 use crate::state::{Phase, RunDir, WorldState};
 
@@ -82,7 +83,7 @@ fn end(child: &mut Child) -> Result<()> {
 /// The end of a log, for an error message.
 pub(crate) fn last_lines(log: &Path) -> String {
     const NUM_LINES: usize = 15;
-    let text = String::from_utf8_lossy(&fs::read(log).unwrap_or_default()).into_owned();
+    let text = crash::end_of(log);
     let lines: Vec<_> = text.lines().collect();
     lines[lines.len().saturating_sub(NUM_LINES)..].join("\n")
 }

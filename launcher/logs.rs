@@ -1,6 +1,6 @@
 //! `launch logs`: what a world has logged, all of it or that of one rank.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io::Write;
 use std::path::Path;
 use std::thread;
@@ -13,6 +13,9 @@ use crate::state::WorldState;
 
 /// How often the log is looked at for more.
 const LOOK: Duration = Duration::from_millis(100);
+
+/// The longest line that is kept in one piece.
+const MAX_LINE_BYTES: usize = 1 << 20;
 
 /// Which lines to print.
 pub(crate) struct Wanted {
@@ -28,17 +31,25 @@ pub(crate) fn print(world: &WorldState, wanted: &Wanted) -> Result<()> {
     let cannot = || format!("cannot read the log {}", world.log.display());
     let mut reader = Lines::open(&world.log).with_context(cannot)?;
     let mut filter = Filter { rank: wanted.rank, ranks: HashMap::new(), last: None };
-    let mut there: Vec<String> = Vec::new();
-    while let Some(lines) = reader.more() {
-        there.extend(lines.into_iter().filter(|line| filter.keeps(line)));
-    }
-    let skipped = wanted.last.map_or(0, |last| there.len().saturating_sub(last));
     let mut out = std::io::stdout().lock();
     let mut write = |lines: &[String]| -> bool {
         // A reader that has left, as `head` does, has seen enough.
         lines.iter().try_for_each(|line| writeln!(out, "{line}")).and_then(|()| out.flush()).is_ok()
     };
-    if !write(&there[skipped..]) {
+    // Of what is there no more is kept than is wanted.
+    let mut there: VecDeque<String> = VecDeque::new();
+    while let Some(lines) = reader.more() {
+        let kept = lines.into_iter().filter(|line| filter.keeps(line));
+        match wanted.last {
+            Some(last) => {
+                there.extend(kept);
+                there.drain(..there.len().saturating_sub(last));
+            }
+            None if write(&kept.collect::<Vec<_>>()) => {}
+            None => return Ok(()),
+        }
+    }
+    if !write(there.make_contiguous()) {
         return Ok(());
     }
     let mut is_last = !wanted.follow;
@@ -73,6 +84,8 @@ impl Lines {
         }
         self.unfinished.extend(bytes);
         let end = self.unfinished.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+        // A line without an end is cut.
+        let end = if self.unfinished.len() - end > MAX_LINE_BYTES { self.unfinished.len() } else { end };
         let whole: Vec<u8> = self.unfinished.drain(..end).collect();
         Some(String::from_utf8_lossy(&whole).lines().map(str::to_owned).collect())
     }
@@ -119,6 +132,20 @@ fn rank_of(line: &str) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_line_without_an_end_is_shown_in_pieces() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        std::fs::write(&path, vec![b'x'; 5 << 20]).unwrap();
+        let mut lines = Lines::open(&path).unwrap();
+        let mut pieces = Vec::new();
+        while let Some(more) = lines.more() {
+            assert!(lines.unfinished.len() <= MAX_LINE_BYTES);
+            pieces.extend(more);
+        }
+        assert!(pieces.len() >= 4 && pieces.concat().bytes().all(|byte| byte == b'x'), "{} pieces", pieces.len());
+    }
 
     #[test]
     fn lines_belong_to_the_rank_whose_pid_they_carry() {
