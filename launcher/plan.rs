@@ -55,6 +55,8 @@ pub struct Plan {
     pub placed: Vec<(String, u32)>,
     /// The same in words, with what is bound to what; `None` for one host.
     pub placement: Option<String>,
+    /// Whether all ranks run on this node.
+    pub is_one_node: bool,
     /// Variables of this environment that the world does not get.
     pub without: Vec<String>,
     /// Whether rank 0 may run where the run directory of this node is not seen.
@@ -129,8 +131,14 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
     };
     let placement = (placed.len() > 1).then(|| format!("placement: {}", hosts::describe(&placed)));
     let rank_0_may_be_elsewhere = matches!(starter, Starter::Srun { .. }) || !placed.is_empty() || container.is_some();
+    let has_variable = |name: &str| site.environment.iter().any(|its| its == name);
+    let is_one_node = match starter {
+        Starter::Local => true,
+        Starter::Srun { .. } => false,
+        Starter::Mpirun(_) => mpirun::is_one_node(&placed, has_variable),
+    };
     let without = flags.keys.variables.clone();
-    Ok(Plan { command, starter, placed, placement, without, rank_0_may_be_elsewhere })
+    Ok(Plan { command, starter, placed, placement, is_one_node, without, rank_0_may_be_elsewhere })
 }
 
 /// Errs when rank 0 runs where it cannot read the files that this launcher writes.

@@ -195,6 +195,16 @@ pub(crate) fn mapped_files(dir: &Path) -> HashSet<PathBuf> {
     maps.flat_map(files).collect()
 }
 
+/// The numbers that processes have in any PID namespace that this one sees.
+pub(crate) fn pids_of_all_namespaces() -> HashSet<u32> {
+    let numbers = |pid: u32| -> Vec<u32> {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let line = status.lines().find_map(|line| line.strip_prefix("NSpid:")).unwrap_or_default();
+        line.split_ascii_whitespace().filter_map(|word| word.parse().ok()).collect()
+    };
+    all().flat_map(numbers).collect()
+}
+
 fn all() -> impl Iterator<Item = u32> {
     fs::read_dir("/proc").into_iter().flatten().flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }

@@ -56,6 +56,8 @@ pub(crate) struct World {
     rank_0: Option<ProcessWatch>,
     id: String,
     place: Place,
+    /// What Open MPI keeps for it, where that is known.
+    mpi_files: Option<mpirun::Files>,
 }
 
 impl World {
@@ -78,6 +80,15 @@ impl World {
         if let Some(socket) = &place.take_over {
             command.env("TRIREME_TAKE_OVER", socket);
         }
+        let mpi_files = match plan.starter {
+            Starter::Mpirun(kind) if kind != MpiKind::Mpich && plan.is_one_node => {
+                let files =
+                    mpirun::Files::create(place.start).context("cannot make a directory for MPI in /dev/shm")?;
+                command.envs(files.settings(kind, |name| std::env::var_os(name).is_some()));
+                Some(files)
+            }
+            _ => None,
+        };
         // A process group of its own: Ctrl-C reaches the launcher alone, which then ends the world gracefully.
         command.process_group(0);
         let child = ipc::bind_to_parent(&mut command, Signal::SIGTERM as i32)
@@ -85,7 +96,7 @@ impl World {
             .with_context(|| format!("cannot start `{}`", plan.command.program.display()))?;
         processes::do_not_spare(child.id());
         let watch = ProcessWatch::new(child.id())?;
-        Ok(Self { child, watch, starter: plan.starter.clone(), rank_0: None, id, place })
+        Ok(Self { child, watch, starter: plan.starter.clone(), rank_0: None, id, place, mpi_files })
     }
 
     /// Readable at the end of the world.
@@ -186,9 +197,7 @@ impl World {
         // One that does not end was killed.
         let status = status.unwrap_or_else(|| ExitStatus::from_raw(Signal::SIGKILL as i32));
         self.wait_for_orphans(beside, meanwhile);
-        if matches!(self.starter, Starter::Mpirun(_)) {
-            mpirun::remove_leftovers(self.child.id());
-        }
+        self.mpi_files.iter().for_each(mpirun::Files::remove);
         let ended = Ended { status: self.meant(status), cause: self.cause() };
         for file in [&self.place.hand_over, &self.place.control, &self.place.cause] {
             // Gone already is as good.
@@ -264,8 +273,7 @@ pub(crate) fn remove_leftovers() -> Result<()> {
         left
     };
     processes::name_stuck(&processes::wait_until_gone(PATIENCE + STUCK_AFTER, left, || {}));
-    // Not of any `mpirun` that runs: no process has this number.
-    mpirun::remove_leftovers(0);
+    mpirun::remove_leftovers();
     sweep_shared_memory()
 }
 

@@ -603,6 +603,31 @@ fn a_dry_run_shows_where_keys_would_be_and_no_key() {
 }
 
 #[test]
+fn what_open_mpi_keeps_for_a_world_of_one_node_is_in_a_directory_that_goes_with_it() {
+    if !has_mpirun() {
+        return;
+    }
+    let place = Place::new();
+    let launch = place.start("--world_size=2 --oversubscribe").spawn().unwrap();
+    let found = || -> Vec<PathBuf> {
+        let paths = fs::read_dir("/dev/shm").unwrap().flatten().map(|entry| entry.path());
+        paths.filter(|path| path.display().to_string().contains(&format!(".{}.", launch.id()))).collect()
+    };
+    eventually("serving, as the launcher knows", || place.is_known_to_serve());
+    let dirs = found();
+    assert!(dirs.len() == 1 && dirs[0].display().to_string().starts_with("/dev/shm/trireme-mpi."), "{dirs:?}");
+    assert_eq!(fs::metadata(&dirs[0]).unwrap().permissions().mode() & 0o777, 0o700);
+    assert!(fs::read_dir(&dirs[0]).unwrap().count() > 0, "mpirun keeps its session there");
+    let environment = fs::read_to_string(format!("/proc/{}/environ", place.starts(1)[0])).unwrap();
+    let has = |setting: &str| environment.split('\0').any(|entry| entry == setting);
+    assert!(has("OMPI_MCA_pml=ob1") && has("OMPI_MCA_btl=self,vader"), "ranks would listen on networks");
+
+    signal(launch.id() as i32, Signal::SIGTERM);
+    eventually("all gone", || found().is_empty());
+    assert_eq!(code(output(launch).status), 0);
+}
+
+#[test]
 fn a_port_in_use_by_another_program_is_refused_with_its_pid() {
     let place = Place::new();
     let _listener = TcpListener::bind(("127.0.0.1", place.ports[1])).unwrap();

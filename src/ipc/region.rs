@@ -88,7 +88,8 @@ impl Header {
     }
 }
 
-fn pid_namespace() -> u64 {
+/// The PID namespace of this process: a pid means nothing in another. 0 where `/proc` is missing.
+pub fn pid_namespace() -> u64 {
     fs::metadata("/proc/self/ns/pid").map_or(0, |meta| std::os::unix::fs::MetadataExt::ino(&meta))
 }
 
