@@ -159,6 +159,7 @@ fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, run_dir: RunDir) -> Re
     // What outlives its parent in the world comes to us, to be waited for.
     nix::sys::prctl::set_child_subreaper(true).context("cannot take over orphans")?;
     let _keys = flags.keys.write()?;
+    let _kept = run_dir.keep();
     let log = run_dir.log_file(flags.http_port);
     // Before any thread is started, which would not have them blocked.
     let signals = Signals::catch()?;

@@ -111,14 +111,18 @@ impl WorldState {
 
 /// The run directory, and with it all worlds of this user on this machine.
 #[derive(Debug, Clone)]
-pub(crate) struct RunDir(PathBuf);
+pub(crate) struct RunDir {
+    path: PathBuf,
+    /// Where worlds of this user may be, too: started when another place was right.
+    others: Vec<PathBuf>,
+}
 
 impl RunDir {
-    /// `$XDG_RUNTIME_DIR/trireme`, or `/tmp/trireme-<uid>`; made when missing.
+    /// `$XDG_RUNTIME_DIR/trireme`, or `/tmp/trireme-<uid>` where that is not set or goes at logout; made when missing.
     pub(crate) fn open() -> Result<Self> {
         let uid = nix::unistd::getuid().as_raw();
         let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_dir());
-        let dir = runtime.map_or_else(|| PathBuf::from(format!("/tmp/trireme-{uid}")), |dir| dir.join("trireme"));
+        let (dir, others) = places(runtime.as_deref(), uid, lingers());
         match fs::DirBuilder::new().mode(0o700).create(&dir) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
                 return Err(error).with_context(|| format!("cannot make the run directory {}", dir.display()));
@@ -136,44 +140,53 @@ impl RunDir {
             let private = fs::Permissions::from_mode(0o700);
             fs::set_permissions(&dir, private).with_context(|| format!("cannot close {} to others", dir.display()))?;
         }
-        Ok(Self(dir))
+        let is_private = |dir: &PathBuf| {
+            fs::symlink_metadata(dir).is_ok_and(|meta| meta.is_dir() && meta.uid() == uid && meta.mode() & 0o077 == 0)
+        };
+        Ok(Self { path: dir, others: others.into_iter().filter(is_private).collect() })
+    }
+
+    /// Keeps what cleans `/tmp` of old files away while the result lives: it leaves locked directories alone.
+    pub(crate) fn keep(&self) -> Option<fs::File> {
+        let dir = fs::File::open(&self.path).ok()?;
+        dir.try_lock_shared().ok().map(|()| dir)
     }
 
     /// The directory itself.
     pub(crate) fn path(&self) -> &Path {
-        &self.0
+        &self.path
     }
 
     /// Where the launcher of this HTTP port logs when detached.
     pub(crate) fn log_file(&self, http_port: u16) -> PathBuf {
-        self.0.join(format!("world-{http_port}.log"))
+        self.path.join(format!("world-{http_port}.log"))
     }
 
     /// Where reports of crashes go; made when missing.
     pub(crate) fn crash_dir(&self) -> Result<PathBuf> {
-        let dir = self.0.join("crashes");
+        let dir = self.path.join("crashes");
         fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
         Ok(dir)
     }
 
     /// Where start number `start` of the launcher `pid` hands its ports over.
     pub(crate) fn hand_over_socket(&self, pid: u32, start: u32) -> PathBuf {
-        self.0.join(format!("world-{pid}-{start}.sock"))
+        self.path.join(format!("world-{pid}-{start}.sock"))
     }
 
     /// Where rank 0 of that start tells how it is.
     pub(crate) fn control_socket(&self, pid: u32, start: u32) -> PathBuf {
-        self.0.join(format!("world-{pid}-{start}-control.sock"))
+        self.path.join(format!("world-{pid}-{start}-control.sock"))
     }
 
     /// Where ranks of that start say why their world ends.
     pub(crate) fn cause_file(&self, pid: u32, start: u32) -> PathBuf {
-        self.0.join(format!("world-{pid}-{start}.cause"))
+        self.path.join(format!("world-{pid}-{start}.cause"))
     }
 
     /// Removes sockets, and files like them, of launchers that are gone.
     pub(crate) fn remove_dead_sockets(&self) {
-        for path in fs::read_dir(&self.0).into_iter().flatten().flatten().map(|entry| entry.path()) {
+        for path in fs::read_dir(&self.path).into_iter().flatten().flatten().map(|entry| entry.path()) {
             let owner = || -> Option<u32> {
                 let name = path.file_name()?.to_str()?;
                 let of_world = |name: &'_ str| {
@@ -191,7 +204,7 @@ impl RunDir {
     }
 
     fn state_file(&self, http_port: u16) -> PathBuf {
-        self.0.join(format!("world-{http_port}.json"))
+        self.path.join(format!("world-{http_port}.json"))
     }
 
     /// Writes `state` down, whole or not at all.
@@ -219,7 +232,8 @@ impl RunDir {
 
     /// The same, with the files that cannot be understood.
     pub(crate) fn look(&self) -> Look {
-        let entries = fs::read_dir(&self.0).into_iter().flatten().flatten().map(|entry| entry.path());
+        let dirs = std::iter::once(&self.path).chain(&self.others);
+        let entries = dirs.flat_map(|dir| fs::read_dir(dir).into_iter().flatten().flatten()).map(|entry| entry.path());
         let mut look = Look::default();
         for file in entries.filter(|path| path.extension().is_some_and(|extension| extension == "json")) {
             let Ok(text) = fs::read(&file) else { continue };
@@ -251,6 +265,23 @@ impl RunDir {
     }
 }
 
+/// The run directory, and where else worlds may be. A `$XDG_RUNTIME_DIR` other than that of the user's sessions was set on
+/// purpose, to be apart from all else. That of sessions is removed at the last logout, unless the user lingers.
+fn places(runtime: Option<&Path>, uid: u32, lingers: bool) -> (PathBuf, Vec<PathBuf>) {
+    let (session, lasting) = (PathBuf::from(format!("/run/user/{uid}")), PathBuf::from(format!("/tmp/trireme-{uid}")));
+    match runtime {
+        Some(dir) if dir != session => (dir.join("trireme"), Vec::new()),
+        Some(_) if lingers => (session.join("trireme"), vec![lasting]),
+        _ => (lasting, vec![session.join("trireme")]),
+    }
+}
+
+/// Whether this user's services outlive sessions (`loginctl enable-linger`).
+fn lingers() -> bool {
+    let user = nix::unistd::User::from_uid(nix::unistd::getuid()).ok().flatten();
+    user.is_some_and(|user| Path::new("/var/lib/systemd/linger").join(user.name).exists())
+}
+
 /// What there is in a run directory.
 #[derive(Debug, Default)]
 pub(crate) struct Look {
@@ -274,9 +305,36 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_run_directory_does_not_go_at_logout() {
+        let of = |runtime: Option<&str>, lingers| {
+            let (dir, others) = places(runtime.map(Path::new), 7, lingers);
+            [vec![dir], others].concat().iter().map(|dir| dir.display().to_string()).collect::<Vec<_>>()
+        };
+        let session = "/run/user/7/trireme";
+        assert_eq!(of(Some("/run/user/7"), false), ["/tmp/trireme-7", session]);
+        assert_eq!(of(Some("/run/user/7"), true), [session, "/tmp/trireme-7"]);
+        assert_eq!(of(None, true), ["/tmp/trireme-7", session]);
+        assert_eq!(of(Some("/run/trireme"), false), ["/run/trireme/trireme"], "set on purpose");
+    }
+
+    #[test]
+    fn worlds_in_the_other_place_are_found() {
+        let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let other = RunDir { path: there.path().to_owned(), others: Vec::new() };
+        let me = ProcessId::current();
+        let (launcher_pid, launcher_start_time) = (me.pid, me.start_time);
+        other.write(&WorldState { launcher_pid, launcher_start_time, http_port: 9, ..Default::default() }).unwrap();
+        let run_dir = RunDir { path: here.path().to_owned(), others: vec![there.path().to_owned()] };
+        assert_eq!(run_dir.worlds().iter().map(|world| world.http_port).collect::<Vec<_>>(), [9]);
+        let kept = run_dir.keep().unwrap();
+        assert!(fs::File::open(here.path()).unwrap().try_lock().is_err(), "what cleans /tmp sees a lock");
+        drop(kept);
+    }
+
+    #[test]
     fn worlds_of_dead_launchers_are_forgotten() {
         let dir = tempfile::tempdir().unwrap();
-        let run_dir = RunDir(dir.path().to_owned());
+        let run_dir = RunDir { path: dir.path().to_owned(), others: Vec::new() };
         let me = ProcessId::current();
         let mut state = WorldState {
             version: VERSION,
@@ -327,7 +385,7 @@ mod tests {
     #[test]
     fn a_world_of_another_version_stays_and_can_be_found() {
         let dir = tempfile::tempdir().unwrap();
-        let run_dir = RunDir(dir.path().to_owned());
+        let run_dir = RunDir { path: dir.path().to_owned(), others: Vec::new() };
         let me = ProcessId::current();
         let head = format!("\"launcher_pid\": {}, \"launcher_start_time\": {}", me.pid, me.start_time);
         for rest in ["", ", \"http_port\": \"moved\"", ", \"phase\": \"dreaming\", \"new\": [1]"] {
