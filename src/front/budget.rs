@@ -178,6 +178,14 @@ pub struct Begun {
     num_bytes: usize,
 }
 
+impl Begun {
+    /// A body of which `charge` holds what has come.
+    fn now(charge: &Charge) -> Self {
+        let now = Instant::now();
+        Self { since: now, last_data: now, num_bytes: charge.held() }
+    }
+}
+
 impl Pace {
     /// How long a body is waited for before it is watched.
     pub fn first_look(&self) -> Duration {
@@ -195,13 +203,20 @@ impl Waiting {
         }
     }
 
+    /// Watches a body from now on, with a timer of its own. For tasks that poll it only when it has woken them.
+    pub fn watch(&mut self, charge: &Charge) {
+        if let Self::Not = self {
+            let begun = Begun::now(charge);
+            *self = Self::Watched(Watched::new(charge.budget.clone(), begun, begun.num_bytes));
+        }
+    }
+
     /// Ready with the error of a body that has stopped, is too slow, or has to make room. For when nothing more has come;
     /// `charge` holds what has.
     pub fn poll_late(&mut self, charge: &Charge, context: &mut Context<'_>) -> Poll<InferError> {
         match self {
             Self::Not => {
-                let now = Instant::now();
-                *self = Self::Since(Begun { since: now, last_data: now, num_bytes: charge.held() });
+                *self = Self::Since(Begun::now(charge));
                 Poll::Pending
             }
             Self::Since(begun) if begun.since.elapsed() < charge.budget.pace.first_look() => Poll::Pending,

@@ -1,6 +1,5 @@
 //! The messages of a gRPC call, whole: what has come of one is kept as it comes, whatever length it was announced with.
 
-use std::collections::VecDeque;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -209,6 +208,9 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Messages<B> {
         if self.may_rest && self.prefix_len == 0 {
             return Poll::Pending;
         }
+        if self.may_rest {
+            self.waiting.watch(&self.charge); // A stream of requests is polled only when it has woken its call.
+        }
         self.waiting.poll_late(&self.charge, context).map(grpc_status)
     }
 
@@ -264,14 +266,18 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Stream for Messages<B> {
 /// The body of a call for `tonic`, which reserves what a prefix announces: it sees a prefix when its message is there.
 pub struct Whole<B> {
     messages: Messages<B>,
-    ready: VecDeque<Bytes>,
+    /// What follows the prefix that was given last.
+    rest: Option<Bytes>,
     held: Arc<Charge>,
 }
+
+/// Messages up to this size are copied behind their prefix, which costs less than a piece of their own.
+const JOINED_BYTES: usize = 4 << 10;
 
 impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Whole<B> {
     /// The body of `messages`, which `held` pays for.
     pub fn new(messages: Messages<B>, held: Arc<Charge>) -> Self {
-        Self { messages, ready: VecDeque::new(), held }
+        Self { messages, rest: None, held }
     }
 }
 
@@ -281,18 +287,24 @@ impl<B: Body<Data = Bytes, Error = h2::Error> + Unpin> Body for Whole<B> {
 
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = &mut *self;
-        if this.ready.is_empty() {
-            match ready!(Pin::new(&mut this.messages).poll_next(context)) {
-                None => return Poll::Ready(None),
-                Some(Err(status)) => return Poll::Ready(Some(Err(status))),
-                Some(Ok(Message { bytes, charge })) => {
-                    this.held.join(charge);
-                    let len = u32::try_from(bytes.len()).expect("no message is longer than its limit");
-                    let prefix = [&[0][..], &len.to_be_bytes()].concat();
-                    this.ready.extend([prefix.into(), bytes]);
-                }
-            }
+        if let Some(rest) = this.rest.take() {
+            return Poll::Ready(Some(Ok(Frame::data(rest))));
         }
-        Poll::Ready(this.ready.pop_front().map(|part| Ok(Frame::data(part))))
+        let Message { bytes, charge } = match ready!(Pin::new(&mut this.messages).poll_next(context)) {
+            None => return Poll::Ready(None),
+            Some(message) => message?,
+        };
+        this.held.join(charge);
+        let len = u32::try_from(bytes.len()).expect("no message is longer than its limit");
+        let is_joined = bytes.len() <= JOINED_BYTES;
+        let mut part = Vec::with_capacity(PREFIX_BYTES + if is_joined { bytes.len() } else { 0 });
+        part.push(0);
+        part.extend_from_slice(&len.to_be_bytes());
+        if is_joined {
+            part.extend_from_slice(&bytes);
+        } else {
+            this.rest = Some(bytes);
+        }
+        Poll::Ready(Some(Ok(Frame::data(part.into()))))
     }
 }

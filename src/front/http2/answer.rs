@@ -82,8 +82,12 @@ where
 
 /// Waits for room, but no longer than `patience`.
 async fn room(stream: &mut SendStream<Bytes>, patience: Option<Duration>) -> Result<Result<(), Gone>, Failure> {
-    let room = poll_fn(|context| poll_room(stream, context));
+    let mut room = poll_fn(|context| poll_room(stream, context));
     let Some(patience) = patience else { return Ok(room.await) };
+    // Most answers find room at once, and need no timer.
+    if let Poll::Ready(room) = futures::poll!(&mut room) {
+        return Ok(room);
+    }
     let in_time = tokio::time::timeout(patience, room).await;
     in_time.map_err(|_| format!("its client has made no room for it in {patience:?}").into())
 }
