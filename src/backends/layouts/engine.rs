@@ -180,7 +180,7 @@ pub(super) fn mapped(
     stream: ResponseStream,
     change: impl Fn(InferResponse) -> InferResponse + Send + 'static,
 ) -> ResponseStream {
-    ResponseStream::driven_by(|sender| async move { forward(stream, &sender, change).await })
+    ResponseStream::from_future(|sender| async move { forward(stream, &sender, change).await })
 }
 
 /// Sends on what a stream gives, until it ends or the client leaves.

@@ -36,8 +36,8 @@ impl Backend for Rows {
             split(request, num_rows)?.into_iter().map(|row| self.inner.infer(row)).collect();
         let streams = streams?;
         Ok(match self.is_decoupled {
-            true => ResponseStream::driven_by(|sender| each_row(streams, sender)),
-            false => ResponseStream::driven_by(|sender| all_rows(streams, sender, padding)),
+            true => ResponseStream::from_future(|sender| each_row(streams, sender)),
+            false => ResponseStream::from_future(|sender| all_rows(streams, sender, padding)),
         })
     }
 

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use engine::{BlockUsage, DraftUsage, Request, RowId, SampledToken, SequenceId, TokenEvent, TokenId};
 use ipc::Doorbell;
-use serving::{InferError, Moment};
+use serving::{InferError, Timestamp};
 use smallvec::smallvec;
 use tokio::sync::oneshot;
 use worker::{FromAgent, LogitsPiece};
@@ -42,7 +42,7 @@ pub(crate) enum RequestEvent {
     /// What nearly all of them are: one token of a sequence that goes on.
     Token(OneToken),
     /// Tokens of a sequence, or its end, as told at that time.
-    Tokens(Box<TokenEvent>, Moment),
+    Tokens(Box<TokenEvent>, Timestamp),
     /// Its client asks to end it.
     Stop,
     /// It ends with this error.
@@ -59,12 +59,12 @@ pub(crate) struct OneToken {
     pub(crate) blocks: BlockUsage,
     pub(crate) drafts: DraftUsage,
     /// When it was told.
-    pub(crate) at: Moment,
+    pub(crate) at: Timestamp,
 }
 
 impl RequestEvent {
     /// News of a sequence as they are told at that time.
-    pub(crate) fn of(mut event: TokenEvent, at: Moment) -> Self {
+    pub(crate) fn of(mut event: TokenEvent, at: Timestamp) -> Self {
         let TokenEvent { sequence, tokens, finished, blocks, drafts, beams } = &mut event;
         match tokens.as_slice() {
             &[SampledToken { row, token, logprob, ref top }]
@@ -80,7 +80,7 @@ impl RequestEvent {
 
 impl OneToken {
     /// The news, and when they were told.
-    pub(crate) fn open(self) -> (TokenEvent, Moment) {
+    pub(crate) fn open(self) -> (TokenEvent, Timestamp) {
         let Self { sequence, row, token, logprob, blocks, drafts, at } = self;
         let tokens = smallvec![SampledToken { row, token, logprob, top: Vec::new() }];
         (TokenEvent { sequence, tokens, finished: None, blocks, drafts, beams: Vec::new() }, at)
@@ -141,7 +141,7 @@ mod tests {
             TokenEvent { tokens: smallvec![likely], ..one.clone() },
             TokenEvent { tokens: smallvec![], ..one.clone() },
         ];
-        let now = Moment::now();
+        let now = Timestamp::now();
         for (sent, travels_light) in [(one, true)].into_iter().chain(others.map(|event| (event, false))) {
             let (came, at, is_light) = match RequestEvent::of(sent.clone(), now) {
                 RequestEvent::Token(one) => (one.open().0, now, true),

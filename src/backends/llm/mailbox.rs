@@ -8,8 +8,6 @@ use std::future::poll_fn;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use serving::near;
-
 use super::inbox::RequestEvent;
 
 /// A mailbox that holds what comes until it is taken; one end to send, one to receive. Bounded by the request's own
@@ -87,11 +85,6 @@ impl Sender {
     pub(crate) fn downgrade(&self) -> WeakSender {
         WeakSender(self.0.clone())
     }
-
-    /// Has the processor fetch what sending touches.
-    pub(crate) fn fetch(&self) {
-        near::fetch(&*self.0);
-    }
 }
 
 impl Clone for Sender {
@@ -153,11 +146,6 @@ impl Receiver {
     /// As [`Receiver::poll_receive`].
     pub(crate) async fn receive(&mut self) -> Option<RequestEvent> {
         poll_fn(|context| self.poll_receive(context)).await.map(|received| received.event)
-    }
-
-    /// Has the processor fetch what receiving touches.
-    pub(crate) fn fetch(&self) {
-        near::fetch(&*self.0);
     }
 }
 

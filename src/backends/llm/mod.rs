@@ -21,10 +21,10 @@ mod queue_rules;
 mod replicas;
 mod request;
 mod router;
-mod steady;
 mod step_thread;
 mod teller;
 mod text_stop;
+mod texts;
 mod timing;
 
 use std::sync::atomic::Ordering;
@@ -38,6 +38,7 @@ use futures::{FutureExt, StreamExt};
 use ipc::Prefix;
 use serving::{
     Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, Name, ResponseStream,
+    TextModel, TextOutputs,
 };
 use text::Tokenizer;
 use tokio::runtime::Handle;
@@ -56,7 +57,7 @@ use mailbox::mailbox;
 use outputs::Responses;
 pub use plan::{ModelPlan, PlanFactory};
 use replicas::{checkpoint_print, start_replicas, stop_all};
-use request::{ById, Pending, RequestTask, Stop};
+use request::{ById, LlmStream, Pending, RequestTask, Stop};
 use router::{Admission, Replica, Router};
 use step_thread::error_of;
 use text_stop::TextStop;
@@ -184,8 +185,8 @@ async fn tokenizer(config: &LlmConfig) -> Option<Arc<Tokenizer>> {
     if !crate::checkpoint::has_tokenizer(&dir) {
         return None;
     }
-    match tokio::task::spawn_blocking(move || Tokenizer::from_dir(&dir)).await {
-        Ok(Ok(tokenizer)) => Some(Arc::new(tokenizer)),
+    match tokio::task::spawn_blocking(move || generation::tokenizer(&dir)).await {
+        Ok(Ok(tokenizer)) => Some(tokenizer),
         Ok(Err(error)) => {
             tracing::warn!(model = %config.name, %error, "stop words are found by their tokens alone");
             None
@@ -275,15 +276,16 @@ impl Llm {
     }
 }
 
-impl Backend for Llm {
-    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+impl Llm {
+    /// Begins a request, whose responses are the model's own or those of a text ensemble.
+    fn begin(&self, request: InferRequest, text: Option<TextOutputs>) -> Result<ResponseStream, InferError> {
         let begun = Instant::now();
         let parsed = match inputs::parse(&self.config, &request)? {
             Wanted::Stop => return Ok(self.stop(&request)),
             Wanted::Generate(parsed) => *parsed,
         };
         let logits = self.logits.charge(&self.config.limits, parsed.logits_bytes)?;
-        let responses = Responses::new(&self.config, &self.version, &request, &parsed);
+        let responses = Responses::new(&self.config, &self.version, &request, &parsed, text);
         let num_sequences = parsed.num_sequences;
         let timeout = parsed.timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
         let sequences = parsed.sequences();
@@ -305,25 +307,40 @@ impl Backend for Llm {
         if !request.id.is_empty() {
             ipc::lock(&self.by_id).insert(request.id.clone(), Arc::clone(&stop));
         }
-        let task = RequestTask {
-            client_id: request.id,
-            pending,
-            by_id: Arc::clone(&self.by_id),
-            stop,
-            in_flight: Arc::clone(&self.in_flight),
-            responses,
-            _logits: logits,
-            timing,
-            text_stops,
-            sequences: Vec::new(),
-            ended: vec![false; num_sequences],
-            is_cancelled: false,
-        };
         self.in_flight.send_modify(|count| *count += 1);
-        Ok(ResponseStream::begun_to_its_end_by(|sender| {
-            sender.took_input(begun.elapsed());
-            task.run(receiver, sender)
+        Ok(ResponseStream::from_source(|progress| {
+            progress.took_input(begun.elapsed());
+            let task = RequestTask {
+                client_id: request.id,
+                pending,
+                by_id: Arc::clone(&self.by_id),
+                stop,
+                in_flight: Arc::clone(&self.in_flight),
+                responses,
+                progress,
+                _logits: logits,
+                timing,
+                text_stops,
+                sequences: Vec::new(),
+                ended: vec![false; num_sequences],
+                is_cancelled: false,
+            };
+            Box::new(LlmStream::new(Box::new(task), receiver))
         }))
+    }
+}
+
+impl Backend for Llm {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        self.begin(request, None)
+    }
+
+    fn text_model(&self) -> Option<TextModel> {
+        Some(TextModel::Generator)
+    }
+
+    fn infer_text(&self, request: InferRequest, outputs: TextOutputs) -> Result<ResponseStream, InferError> {
+        self.begin(request, Some(outputs))
     }
 
     fn keeps_to_requested_outputs(&self) -> bool {

@@ -1,22 +1,25 @@
 //! One request in flight: turns its sequences' events into responses, and its client's leaving into cancels.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use engine::{BlockUsage, FinishReason, RowId, SampledToken, SequenceId, TokenEvent};
-use serving::{Changes, ErrorKind, InferError, InferResponse, Name, Repeat, Respond, ResponseSender, Update};
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use serving::{
+    DeltaInfo, ErrorKind, InferError, Name, OutputDelta, ProgressReporter, ResponseSource, StreamItem, Timestamp,
+};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use super::inbox::{Message, RequestEvent};
 use super::logits::LogitsCharge;
 use super::mailbox::{self, WeakSender};
-use super::outputs::{News, Responses, Tokens};
+use super::outputs::{Answer, News, Responses, Tokens};
 use super::router::Admission;
-use super::steady::Steady;
 use super::text_stop::TextStop;
 use super::timing::Timing;
 
@@ -78,8 +81,6 @@ impl Pending {
 enum Waited {
     /// One has the request now.
     Placed,
-    /// The client left.
-    Left,
     /// The client asked to end it.
     Stopped,
     Failed(InferError),
@@ -87,7 +88,7 @@ enum Waited {
 
 type Events = mailbox::Receiver;
 
-type Item = Result<InferResponse, InferError>;
+type Item = Result<StreamItem, InferError>;
 
 /// What the task of a request is made of.
 pub(crate) struct RequestTask {
@@ -98,6 +99,7 @@ pub(crate) struct RequestTask {
     pub(crate) stop: Arc<Stop>,
     pub(crate) in_flight: Arc<watch::Sender<usize>>,
     pub(crate) responses: Responses,
+    pub(crate) progress: ProgressReporter,
     /// Held until the request has ended.
     pub(crate) _logits: Option<LogitsCharge>,
     pub(crate) timing: Timing,
@@ -112,36 +114,18 @@ pub(crate) struct RequestTask {
 }
 
 impl RequestTask {
-    /// Waits for a replica; then the news of the request are what is left.
-    pub(crate) async fn run(mut self, mut events: Events, sender: ResponseSender) -> Option<Box<dyn Respond>> {
-        match self.wait_for_replica(&mut events, &sender).await {
-            Waited::Placed => return Some(Box::new(Following::new(self, events, sender))),
-            Waited::Left => self.end_unplaced(Some(FinishReason::Cancelled), &sender),
-            Waited::Stopped => {
-                self.end_unplaced(Some(FinishReason::Cancelled), &sender);
-                for index in 0..self.ended.len() {
-                    if let Some(response) = self.responses.push(News::end(index)) {
-                        sender.send(Ok(response)).await;
-                    }
-                }
-            }
-            Waited::Failed(error) => {
-                self.end_unplaced(None, &sender);
-                sender.send(Err(error)).await;
-            }
-        }
-        None
+    /// Waits until a replica takes the request.
+    async fn wait(mut self: Box<Self>, mut events: Events) -> (Box<Self>, Events, Waited) {
+        let waited = self.wait_for_replica(&mut events).await;
+        (self, events, waited)
     }
 
-    async fn wait_for_replica(&mut self, events: &mut Events, sender: &ResponseSender) -> Waited {
+    async fn wait_for_replica(&mut self, events: &mut Events) -> Waited {
         loop {
             let Pending { admission, timeout, .. } = &mut self.pending;
             let ticket = match admission {
                 Admission::Queued(ticket) => ticket,
-                Admission::Placed(place) => {
-                    self.timing.taken_by(&place.replica().shared);
-                    return Waited::Placed;
-                }
+                Admission::Placed(_) => return Waited::Placed,
             };
             tokio::select! {
                 place = ticket.place() => {
@@ -150,7 +134,6 @@ impl RequestTask {
                         return Waited::Failed(InferError::new(ErrorKind::Unavailable, UNLOADED));
                     }
                 }
-                () = sender.cancelled() => return Waited::Left,
                 Some(RequestEvent::Stop) = events.receive() => return Waited::Stopped,
                 rejects = expired(*timeout) => match rejects {
                     true => return Waited::Failed(InferError::unavailable("Request timeout expired")),
@@ -163,20 +146,43 @@ impl RequestTask {
         }
     }
 
-    /// Counts the end of what no replica has seen.
-    fn end_unplaced(&self, reason: Option<FinishReason>, sender: &ResponseSender) {
-        self.ended.iter().for_each(|_| self.timing.ended(reason));
-        sender.report(self.timing.generation());
+    /// The replica that has the request counts it from now on.
+    fn placed(&mut self) {
+        if let Admission::Placed(place) = &self.pending.admission {
+            self.timing.taken_by(&place.replica().shared);
+        }
     }
 
-    /// The response that `event` completes, or the error that ends the request.
-    fn take(&mut self, event: Option<RequestEvent>, sender: &ResponseSender) -> Option<Item> {
+    /// Counts the end of what no replica has seen.
+    fn end_unplaced(&mut self, reason: Option<FinishReason>) {
+        self.ended.iter_mut().for_each(|ended| *ended = true);
+        self.ended.iter().for_each(|_| self.timing.ended(reason));
+        self.progress.report(self.timing.generation());
+    }
+
+    /// The empty responses to a request that its client ended before a replica took it.
+    fn stopped(&mut self) -> VecDeque<Item> {
+        self.end_unplaced(Some(FinishReason::Cancelled));
+        let end = |index| self.responses.push(News::end(index), false, &mut OutputDelta::default());
+        let answers = (0..self.ended.len()).filter_map(end);
+        answers.filter_map(|answer| answer.into_item(None)).map(Ok).collect()
+    }
+
+    /// What `event` leads to: an item of the stream, or the error that ends it.
+    fn take(
+        &mut self,
+        event: Option<RequestEvent>,
+        accepts_deltas: bool,
+        delta: &mut OutputDelta,
+    ) -> Option<Result<Answer, InferError>> {
         match event {
             Some(RequestEvent::Token(token)) => {
                 let (event, at) = token.open();
-                return self.hear(event, at.into(), sender).map(Ok);
+                return self.hear(event, at.into(), accepts_deltas, delta).map(Ok);
             }
-            Some(RequestEvent::Tokens(event, at)) => return self.hear(*event, at.into(), sender).map(Ok),
+            Some(RequestEvent::Tokens(event, at)) => {
+                return self.hear(*event, at.into(), accepts_deltas, delta).map(Ok);
+            }
             Some(RequestEvent::Accepted(sequences)) => {
                 self.sequences = sequences;
                 if self.is_cancelled {
@@ -189,39 +195,21 @@ impl RequestTask {
                 }
             }
             Some(RequestEvent::Joined { sequence, at, start }) => {
-                sender.mark_scheduled();
+                self.progress.mark_scheduled();
                 if let Some(index) = self.index_of(sequence) {
                     self.timing.joined(index, at, start);
                     self.responses.joined(index, at);
                 }
-                sender.report(self.timing.generation());
+                self.progress.report(self.timing.generation());
             }
             Some(RequestEvent::Stop) => self.cancel(),
             Some(RequestEvent::Failed(error)) => {
                 self.ended.iter().filter(|ended| !**ended).for_each(|_| self.timing.ended(None));
-                sender.report(self.timing.generation());
                 return Some(Err(error));
             }
-            None => {
-                sender.report(self.timing.generation());
-                return Some(Err(InferError::new(ErrorKind::Unavailable, UNLOADED)));
-            }
+            None => return Some(Err(InferError::new(ErrorKind::Unavailable, UNLOADED))),
         }
         None
-    }
-
-    /// The sequence whose next token only repeats the last response, if one does.
-    fn steady(&self) -> Option<Steady> {
-        let is_plain = self.text_stops.is_empty() && self.ended.len() <= self.sequences.len();
-        if is_plain { self.responses.steady(&self.sequences, self.timing.shared()) } else { None }
-    }
-
-    /// Takes over what has come of a sequence in short.
-    fn catch_up(&mut self, steady: Option<Steady>) {
-        if let Some(steady) = steady.filter(|steady| steady.num_new > 0) {
-            self.responses.catch_up(&steady);
-            self.timing.catch_up(&steady);
-        }
     }
 
     fn has_ended(&self) -> bool {
@@ -232,12 +220,22 @@ impl RequestTask {
         self.sequences.iter().position(|&known| known == sequence)
     }
 
-    /// Counts news of a sequence; the response that they complete.
-    fn hear(&mut self, event: TokenEvent, at: Instant, sender: &ResponseSender) -> Option<InferResponse> {
+    /// Counts news of a sequence; the answer that they complete.
+    fn hear(
+        &mut self,
+        event: TokenEvent,
+        at: Instant,
+        accepts_deltas: bool,
+        delta: &mut OutputDelta,
+    ) -> Option<Answer> {
         self.time(&event, at);
-        sender.report(self.timing.generation());
-        sender.computed_at(at);
-        self.answer(event, at)
+        let answer = self.answer(event, at, accepts_deltas, delta);
+        if let Some(Answer::Response(_)) = answer {
+            // Deltas are reported with the next complete response, and when the stream ends.
+            self.progress.report(self.timing.generation());
+            self.progress.computed_at(at);
+        }
+        answer
     }
 
     /// Counts news of a sequence, unless its end was told before.
@@ -250,8 +248,14 @@ impl RequestTask {
         }
     }
 
-    /// The response that news of a sequence complete.
-    fn answer(&mut self, event: TokenEvent, at: Instant) -> Option<InferResponse> {
+    /// The answer that news of a sequence complete.
+    fn answer(
+        &mut self,
+        event: TokenEvent,
+        at: Instant,
+        accepts_deltas: bool,
+        delta: &mut OutputDelta,
+    ) -> Option<Answer> {
         if !event.beams.is_empty() || self.ended.len() > self.sequences.len() {
             return self.hear_beams(event, at);
         }
@@ -275,14 +279,15 @@ impl RequestTask {
             }
         };
         self.ended[index] = ends;
-        self.responses.push(News { index, tokens, at, ends, blocks, drafts, cum_log_prob: None })
+        let news = News { index, tokens, at, ends, blocks, drafts, cum_log_prob: None };
+        self.responses.push(news, accepts_deltas, delta)
     }
 
     /// All beams at once, when their search has ended; empty ones when it was cancelled.
-    fn hear_beams(&mut self, event: TokenEvent, at: Instant) -> Option<InferResponse> {
+    fn hear_beams(&mut self, event: TokenEvent, at: Instant) -> Option<Answer> {
         event.finished?;
         let mut beams = event.beams.into_iter();
-        let mut response = None;
+        let mut answer = None;
         for index in 0..self.ended.len() {
             let beam = beams.next();
             let cum_log_prob = beam.as_ref().map(|beam| beam.cum_log_prob);
@@ -293,9 +298,9 @@ impl RequestTask {
             let blocks = if index == 0 { event.blocks } else { BlockUsage::default() };
             self.ended[index] = true;
             let news = News { index, tokens, at, ends: true, blocks, drafts: event.drafts, cum_log_prob };
-            response = self.responses.push(news);
+            answer = self.responses.push(news, false, &mut OutputDelta::default());
         }
-        response
+        answer
     }
 
     /// Has the replica end what has not ended; what is not known yet, once it is.
@@ -307,94 +312,127 @@ impl RequestTask {
     }
 }
 
-/// A request that a replica has: its news, as responses.
-struct Following {
-    /// Until it has ended.
-    request: Option<Heard>,
+/// The responses to one request. When it is dropped before the end, its sequences are cancelled.
+pub(crate) struct LlmStream {
+    state: State,
     /// Where a request whose client leaves is followed to its end.
     runtime: Handle,
 }
 
-struct Heard {
-    near: Near,
-    task: RequestTask,
-    sender: ResponseSender,
+enum State {
+    /// Until a replica takes the request.
+    Waiting(BoxFuture<'static, (Box<RequestTask>, Events, Waited)>),
+    Running(Box<RequestTask>, Events),
+    /// Only these items are left.
+    Ending(VecDeque<Item>),
 }
 
-/// What nearly all news need.
-struct Near {
-    events: Events,
-    /// Where the next token only repeats the last response.
-    steady: Option<Steady>,
-}
-
-impl Following {
-    fn new(task: RequestTask, events: Events, sender: ResponseSender) -> Self {
-        let near = Near { events, steady: None };
-        Self { request: Some(Heard { near, task, sender }), runtime: Handle::current() }
+impl LlmStream {
+    /// The responses that come of `events`.
+    pub(crate) fn new(mut task: Box<RequestTask>, events: Events) -> Self {
+        let state = match task.pending.admission {
+            Admission::Placed(_) => {
+                task.placed();
+                State::Running(task, events)
+            }
+            Admission::Queued(_) => State::Waiting(task.wait(events).boxed()),
+        };
+        Self { state, runtime: Handle::current() }
     }
 }
 
-impl Respond for Following {
-    fn poll_respond(
+impl Answer {
+    /// The item of a stream; a delta needs the time when it was computed and whether nothing follows it now.
+    fn into_item(self, computed: Option<(Timestamp, bool)>) -> Option<StreamItem> {
+        match self {
+            Answer::Response(response) => Some(StreamItem::Response(response)),
+            Answer::Delta(observed) => {
+                let (computed, is_drained) = computed?;
+                Some(StreamItem::Delta(DeltaInfo { is_drained, computed, observed }))
+            }
+        }
+    }
+}
+
+impl ResponseSource for LlmStream {
+    fn poll_next(
         &mut self,
-        takes_updates: bool,
-        told: &mut Changes,
+        accepts_deltas: bool,
+        delta: &mut OutputDelta,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Update, InferError>>> {
-        while let Some(Heard { near: Near { events, steady }, task, sender }) = &mut self.request {
-            let (event, rests) = ready!(events.poll_receive(context)).map(|it| (it.event, it.rests)).unzip();
-            if let (Some(RequestEvent::Token(token)), Some(steady), true) = (&event, steady.as_mut(), takes_updates)
-                && token.sequence == steady.sequence
-            {
-                steady.take(token);
-                task.responses.repeat(steady, token, told);
-                let rests = rests == Some(true); // Then who asked need not ask again.
-                return Poll::Ready(Some(Ok(Update::Again(Repeat::new(token.at, rests)))));
+    ) -> Poll<Option<Item>> {
+        loop {
+            match &mut self.state {
+                State::Waiting(waiting) => {
+                    let (mut task, events, waited) = ready!(waiting.poll_unpin(context));
+                    self.state = match waited {
+                        Waited::Placed => {
+                            task.placed();
+                            State::Running(task, events)
+                        }
+                        Waited::Stopped => State::Ending(task.stopped()),
+                        Waited::Failed(error) => {
+                            task.end_unplaced(None);
+                            State::Ending(VecDeque::from([Err(error)]))
+                        }
+                    };
+                }
+                State::Ending(items) => return Poll::Ready(items.pop_front()),
+                State::Running(task, events) => {
+                    let received = ready!(events.poll_receive(context));
+                    let (event, is_drained) = received.map(|it| (it.event, it.rests)).unzip();
+                    let computed = match &event {
+                        Some(RequestEvent::Token(token)) => Some(token.at),
+                        Some(RequestEvent::Tokens(_, at)) => Some(*at),
+                        _ => None,
+                    };
+                    let answer = task.take(event, accepts_deltas, delta);
+                    let item = match answer {
+                        None => None,
+                        Some(Ok(answer)) => answer.into_item(computed.zip(is_drained)).map(Ok),
+                        Some(Err(error)) => Some(Err(error)),
+                    };
+                    if matches!(item, Some(Err(_))) || task.has_ended() {
+                        task.progress.report(task.timing.generation());
+                        self.state = State::Ending(VecDeque::new());
+                    }
+                    if item.is_some() {
+                        return Poll::Ready(item);
+                    }
+                }
             }
-            task.catch_up(steady.take());
-            let response = task.take(event, sender);
-            if takes_updates {
-                *steady = task.steady();
-            }
-            if matches!(response, Some(Err(_))) || task.has_ended() {
-                self.request = None;
-            }
-            if let Some(response) = response {
-                return Poll::Ready(Some(response.map(Update::from)));
-            }
-        }
-        Poll::Ready(None)
-    }
-
-    fn fetch(&self, depth: usize) {
-        if let (Some(heard), 0) = (&self.request, depth) {
-            heard.near.events.fetch();
         }
     }
 }
 
-impl Drop for Following {
+impl Drop for LlmStream {
     /// The client has left, if anything is to come.
     fn drop(&mut self) {
-        let Some(Heard { near, mut task, sender }) = self.request.take() else { return };
-        let Near { mut events, steady } = near;
-        task.catch_up(steady);
-        sender.report(task.timing.generation()); // What was told in short is not reported token by token.
+        let State::Running(mut task, mut events) = std::mem::replace(&mut self.state, State::Ending(VecDeque::new()))
+        else {
+            return;
+        };
+        task.progress.report(task.timing.generation());
         task.cancel();
         self.runtime.spawn(async move {
             while !task.has_ended() {
                 let event = events.receive().await;
-                if let Some(Err(_)) = task.take(event, &sender) {
+                if let Some(Err(_)) = task.take(event, false, &mut OutputDelta::default()) {
                     break;
                 }
             }
+            task.progress.report(task.timing.generation());
         });
     }
 }
 
 impl Drop for RequestTask {
     fn drop(&mut self) {
+        if let Admission::Queued(_) = self.pending.admission
+            && !self.has_ended()
+        {
+            self.end_unplaced(Some(FinishReason::Cancelled)); // The client left before a replica took the request.
+        }
         let mut by_id = ipc::lock(&self.by_id);
         if by_id.get(&self.client_id).is_some_and(|stop| Arc::ptr_eq(stop, &self.stop)) {
             by_id.remove(&self.client_id);
@@ -420,7 +458,7 @@ mod tests {
     use std::task::Waker;
 
     use engine::{DraftUsage, TokenId};
-    use serving::{Moment, ResponseStream};
+    use serving::ResponseStream;
 
     use super::super::inbox::Inbox;
     use super::super::mailbox::tests::Count;
@@ -436,11 +474,11 @@ mod tests {
         let (blocks, drafts) = (BlockUsage::default(), DraftUsage::default());
         let tokens = [token].into_iter().collect();
         let event = TokenEvent { sequence: SEQUENCE, tokens, finished, blocks, drafts, beams: Vec::new() };
-        RequestEvent::of(event, Moment::now())
+        RequestEvent::of(event, Timestamp::now())
     }
 
-    /// A request of one sequence that a replica has taken, what it hears, and the stream of its sender.
-    fn following() -> (Following, mailbox::Sender, ResponseStream, Arc<Shared>) {
+    /// A request of one sequence that a replica has taken: its responses, with deltas accepted, and where its events go.
+    fn running() -> (ResponseStream, mailbox::Sender, Arc<Shared>) {
         let shared = Arc::new(Shared::default());
         shared.ready.store(true, Ordering::Release);
         shared.stats.lock().unwrap().num_blocks = 100;
@@ -448,83 +486,87 @@ mod tests {
         let router = Arc::new(Router::new(vec![replica], 4, 4, 16));
         let admission = router.admit(&[TokenId(1)], 1, 0).unwrap();
         let (events, receiver) = mailbox::mailbox();
-        let (sender, stream) = ResponseStream::channel(1);
-        let task = RequestTask {
-            client_id: Name::default(),
-            pending: Pending { admission, submit: None, timeout: None },
-            by_id: ById::default(),
-            stop: Arc::new(Stop::new(events.downgrade())),
-            in_flight: Arc::new(watch::Sender::new(1)),
-            responses: outputs::tests::repeatable(),
-            _logits: None,
-            timing: Timing::new(&shared, 16, 1, 1),
-            text_stops: Vec::new(),
-            sequences: Vec::new(),
-            ended: vec![false],
-            is_cancelled: false,
-        };
+        let mut stream = ResponseStream::from_source(|progress| {
+            let task = RequestTask {
+                client_id: Name::default(),
+                pending: Pending { admission, submit: None, timeout: None },
+                by_id: ById::default(),
+                stop: Arc::new(Stop::new(events.downgrade())),
+                in_flight: Arc::new(watch::Sender::new(1)),
+                responses: outputs::tests::streaming(),
+                progress,
+                _logits: None,
+                timing: Timing::new(&shared, 16, 1, 1),
+                text_stops: Vec::new(),
+                sequences: Vec::new(),
+                ended: vec![false],
+                is_cancelled: false,
+            };
+            Box::new(LlmStream::new(Box::new(task), receiver))
+        });
+        stream.accept_deltas();
         events.send(RequestEvent::Accepted(vec![SEQUENCE]));
         events.send(RequestEvent::Joined { sequence: SEQUENCE, at: Instant::now(), start: 0 });
-        (Following::new(task, receiver, sender), events, stream, shared)
+        (stream, events, shared)
     }
 
     #[tokio::test]
-    async fn a_token_says_that_nothing_follows_it_and_the_next_one_wakes_who_did_not_ask_again() {
-        let (mut following, events, stream, shared) = following();
+    async fn a_delta_says_that_nothing_follows_it_and_the_next_token_wakes_the_reader() {
+        let (mut stream, events, shared) = running();
         let woken = Arc::<Count>::default();
         let waker = Waker::from(Arc::clone(&woken));
-        let mut told = Changes::default();
-        let mut poll = || following.poll_respond(true, &mut told, &mut Context::from_waker(&waker));
+        let mut delta = OutputDelta::default();
+        let mut poll = || stream.poll_item(&mut delta, &mut Context::from_waker(&waker));
         let num_woken = || woken.0.load(Ordering::SeqCst);
         assert!(poll().is_pending());
         events.send(token(10, None));
         assert_eq!(num_woken(), 1);
-        assert!(matches!(poll(), Poll::Ready(Some(Ok(Update::Response(_))))));
+        assert!(matches!(poll(), Poll::Ready(Some(Ok(StreamItem::Response(_))))));
         assert!(poll().is_pending());
         for id in 11..20 {
             events.send(token(id, None));
             assert_eq!(num_woken(), id as usize - 9, "a wake-up was lost");
-            let Poll::Ready(Some(Ok(Update::Again(repeat)))) = poll() else { panic!("{id}") };
-            assert!(repeat.rests, "{id}");
+            let Poll::Ready(Some(Ok(StreamItem::Delta(info)))) = poll() else { panic!("{id}") };
+            assert!(info.is_drained, "{id}");
         }
         for id in 20..23 {
             events.send(token(id, None));
         }
         assert_eq!(num_woken(), 11);
-        for rests in [false, false, true] {
-            let Poll::Ready(Some(Ok(Update::Again(repeat)))) = poll() else { panic!("three have come") };
-            assert_eq!(repeat.rests, rests);
+        for is_drained in [false, false, true] {
+            let Poll::Ready(Some(Ok(StreamItem::Delta(info)))) = poll() else { panic!("three have come") };
+            assert_eq!(info.is_drained, is_drained);
         }
         events.send(token(23, None));
         events.send(token(24, Some(FinishReason::Length)));
         assert_eq!(num_woken(), 12);
-        let Poll::Ready(Some(Ok(Update::Again(repeat)))) = poll() else { panic!("one and the last have come") };
-        assert!(!repeat.rests);
-        assert!(matches!(poll(), Poll::Ready(Some(Ok(Update::Response(response)))) if response.is_final));
+        let Poll::Ready(Some(Ok(StreamItem::Delta(info)))) = poll() else { panic!("one and the last have come") };
+        assert!(!info.is_drained);
+        assert!(matches!(poll(), Poll::Ready(Some(Ok(StreamItem::Response(response)))) if response.is_final));
         assert!(matches!(poll(), Poll::Ready(None)));
         let generation = stream.generation().unwrap();
         assert_eq!(generation.output_tokens, 15);
         assert!(generation.decode > std::time::Duration::ZERO);
+        drop(stream);
         let values = shared.figures.read();
         assert_eq!((values.inter_token.count, values.output_tokens.sum), (14, 15.0));
     }
 
     #[tokio::test]
-    async fn what_was_looked_at_and_not_asked_for_is_not_lost_when_the_client_leaves() {
-        let (mut following, events, stream, shared) = following();
-        let mut told = Changes::default();
-        let mut poll = || following.poll_respond(true, &mut told, &mut Context::from_waker(Waker::noop()));
+    async fn what_was_not_read_is_counted_when_the_client_leaves() {
+        let (mut stream, events, shared) = running();
+        let mut delta = OutputDelta::default();
+        let mut poll = || stream.poll_item(&mut delta, &mut Context::from_waker(Waker::noop()));
         events.send(token(10, None));
         events.send(token(11, None));
         events.send(token(12, Some(FinishReason::Length)));
-        assert!(matches!(poll(), Poll::Ready(Some(Ok(Update::Response(_))))));
-        assert!(matches!(poll(), Poll::Ready(Some(Ok(Update::Again(_))))));
-        drop(following);
-        assert_eq!(stream.generation().unwrap().output_tokens, 2, "what was told in short is told on leaving");
+        assert!(matches!(poll(), Poll::Ready(Some(Ok(StreamItem::Response(_))))));
+        assert!(matches!(poll(), Poll::Ready(Some(Ok(StreamItem::Delta(_))))));
+        drop(stream);
         while !events.is_closed() {
             tokio::task::yield_now().await;
         }
-        assert_eq!(stream.generation().unwrap().output_tokens, 3);
-        assert_eq!(shared.figures.read().ends.iter().sum::<u64>(), 1);
+        let values = shared.figures.read();
+        assert_eq!((values.ends.iter().sum::<u64>(), values.output_tokens.sum), (1, 3.0));
     }
 }

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use engine::{Engine, EngineStats, Refused, Request, SequenceId, StepPlan, TokenEvent};
 use ipc::Prefix;
-use serving::{ErrorKind, InferError, Moment};
+use serving::{ErrorKind, InferError, Timestamp};
 use tokio::sync::oneshot;
 use worker::{Agents, FromWorker, ToWorker};
 
@@ -414,7 +414,7 @@ impl Running {
     }
 
     fn tell_events(&mut self) {
-        let now = Moment::now();
+        let now = Timestamp::now();
         for event in self.events.drain(..) {
             let (sequence, ends) = (event.sequence, event.finished.is_some());
             let event = RequestEvent::of(event, now);

@@ -137,11 +137,6 @@ async fn tell_all(mailbox: &Mailbox, listeners: &mut Listeners) {
             std::mem::swap(&mut letters.news, &mut news);
             letters.is_closed
         };
-        let sequence = |told: &News| match told {
-            News::Event(sequence, _) | News::Last(sequence, _) => Some(*sequence),
-            News::Accepted(..) => None,
-        };
-        news.iter().filter_map(sequence).filter_map(|it| listeners.get(&it)).for_each(Listener::fetch);
         // Whoever no longer listens has its sequences cancelled by itself.
         for told in news.drain(..) {
             match told {

@@ -5,10 +5,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use engine::{FinishReason, TokenEvent};
-use serving::Generation;
+use serving::{Generation, Tally};
 
-use super::steady::Steady;
 use super::step_thread::Shared;
+
+/// Times between tokens that are counted together, at most: all requests share the counters.
+const MAX_GAPS: u32 = 16;
 
 /// The clock of one request.
 pub(crate) struct Timing {
@@ -21,6 +23,8 @@ pub(crate) struct Timing {
     /// As far as it has joined a step.
     told: Generation,
     sequences: Vec<SequenceTiming>,
+    /// Times between tokens that are not counted yet.
+    gaps: Tally,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -43,6 +47,7 @@ impl Timing {
             block_size: block_size as u64,
             told: Generation { prompt_tokens: prompt_tokens as u64, ..Generation::default() },
             sequences: vec![SequenceTiming::default(); num_sequences],
+            gaps: Tally::default(),
         }
     }
 
@@ -79,21 +84,6 @@ impl Timing {
         }
     }
 
-    /// Takes over what has come since of a sequence that was told in short; the gaps between its tokens are counted there.
-    pub(crate) fn catch_up(&mut self, steady: &Steady) {
-        let last = Instant::from(steady.last);
-        if let (Some(first), Some(sequence)) = (self.first_token, self.sequences.get_mut(steady.index)) {
-            sequence.last_token = Some(last);
-            self.told.decode = last.saturating_duration_since(first);
-            self.told.output_tokens += steady.num_new as u64;
-        }
-    }
-
-    /// Where it is counted.
-    pub(crate) fn shared(&self) -> &Arc<Shared> {
-        &self.shared
-    }
-
     fn tokens(&mut self, index: usize, count: u64, now: Instant) {
         let figures = &self.shared.figures;
         if let Some(first) = self.first_token {
@@ -105,7 +95,11 @@ impl Timing {
         }
         let before = self.sequences.get_mut(index).and_then(|sequence| sequence.last_token.replace(now));
         if let Some(before) = before {
-            figures.inter_token.observe_many(seconds(now, before) / count as f64, count);
+            let gap = seconds(now, before) / count as f64;
+            (0..count).for_each(|_| figures.inter_token.gather(gap, &mut self.gaps));
+            if self.gaps.count() >= MAX_GAPS {
+                figures.inter_token.settle(&mut self.gaps);
+            }
         }
         self.told.output_tokens += count;
     }
@@ -128,6 +122,7 @@ impl Timing {
 impl Drop for Timing {
     fn drop(&mut self) {
         let figures = &self.shared.figures;
+        figures.inter_token.settle(&mut self.gaps);
         figures.request.observe(self.arrived.elapsed().as_secs_f64());
         figures.output_tokens.observe(self.told.output_tokens as f64);
     }

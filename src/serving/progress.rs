@@ -51,6 +51,32 @@ pub(crate) struct Progress {
     told: [AtomicU64; 7],
 }
 
+/// Where a [`crate::ResponseSource`] reports how far its request has come.
+#[derive(Debug, Clone)]
+pub struct ProgressReporter(pub(crate) Arc<Progress>);
+
+impl ProgressReporter {
+    /// As [`crate::ResponseSender::mark_scheduled`].
+    pub fn mark_scheduled(&self) {
+        let _ = self.0.scheduled.set(Scheduled { at: Instant::now(), execution: None });
+    }
+
+    /// As [`crate::ResponseSender::took_input`].
+    pub fn took_input(&self, time: Duration) {
+        self.0.took_input(time);
+    }
+
+    /// As [`crate::ResponseSender::computed_at`].
+    pub fn computed_at(&self, at: Instant) {
+        self.0.computed_at(at);
+    }
+
+    /// As [`crate::ResponseSender::report`].
+    pub fn report(&self, generation: Generation) {
+        self.0.report(generation);
+    }
+}
+
 impl Default for Progress {
     fn default() -> Self {
         Self {
