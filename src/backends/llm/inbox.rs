@@ -10,14 +10,14 @@ use smallvec::smallvec;
 use tokio::sync::oneshot;
 use worker::{FromAgent, LogitsPiece};
 
+use super::event_queue;
 use super::ledger::Report;
-use super::mailbox;
 
 /// What the step thread is told.
 pub(crate) enum Message {
     /// The sequences of a request, all taken or none, and where their events go. At `timeout` they are refused if none has
     /// had a step by then, or, when the flag is false, others are served before them.
-    Submit { sequences: Vec<Request>, timeout: Option<(Instant, bool)>, events: mailbox::Sender },
+    Submit { sequences: Vec<Request>, timeout: Option<(Instant, bool)>, events: event_queue::Sender },
     /// The client left.
     Cancel(SequenceId),
     /// A stop word was found in its text.

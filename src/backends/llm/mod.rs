@@ -5,6 +5,8 @@
 
 mod check;
 mod config;
+mod dispatcher;
+mod event_queue;
 mod figures;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzz;
@@ -13,7 +15,6 @@ mod inbox;
 mod inputs;
 mod ledger;
 mod logits;
-mod mailbox;
 mod outputs;
 mod plan;
 mod prefixes;
@@ -22,7 +23,6 @@ mod replicas;
 mod request;
 mod router;
 mod step_thread;
-mod teller;
 mod text_stop;
 mod texts;
 mod timing;
@@ -48,12 +48,12 @@ use worker::Agents;
 pub use check::{CheckFactory, Sound};
 use config::LlmConfig;
 pub use config::LlmDefaults;
+use event_queue::event_queue;
 pub use figures::{ENDS, FigureValues, STEP_KINDS, STEP_PHASES, Start, WorkerFigures};
 use inbox::Message;
 use inputs::Wanted;
 pub use ledger::LlmLedger;
 use logits::LogitsBudget;
-use mailbox::mailbox;
 use outputs::Responses;
 pub use plan::{ModelPlan, PlanFactory};
 use replicas::{checkpoint_print, start_replicas, stop_all};
@@ -68,7 +68,7 @@ pub struct LlmFactory {
     defaults: LlmDefaults,
     agents: Arc<Agents>,
     prefix: Prefix,
-    tellers: Handle,
+    event_runtime: Handle,
     logits: Arc<LogitsBudget>,
     loaded: Arc<Mutex<Vec<Loaded>>>,
 }
@@ -108,10 +108,10 @@ pub struct LlmStatus {
 }
 
 impl LlmFactory {
-    /// A factory whose models run on the workers of `agents`; rank 0's own shared memory is named by `prefix`. What comes of a
-    /// step is told to its requests on the runtime of `tellers`: best where most of them are.
-    pub fn new(defaults: LlmDefaults, agents: Arc<Agents>, prefix: Prefix, tellers: Handle) -> Self {
-        Self { defaults, agents, prefix, tellers, logits: Arc::default(), loaded: Arc::default() }
+    /// A factory whose models run on the workers of `agents`; rank 0's own shared memory is named by `prefix`. A
+    /// step's events are delivered to its requests on `event_runtime`: best where most of them are served.
+    pub fn new(defaults: LlmDefaults, agents: Arc<Agents>, prefix: Prefix, event_runtime: Handle) -> Self {
+        Self { defaults, agents, prefix, event_runtime, logits: Arc::default(), loaded: Arc::default() }
     }
 
     /// Every replica of every loaded LLM.
@@ -151,13 +151,14 @@ impl BackendFactory for LlmFactory {
 
     fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let (defaults, agents, prefix) = (self.defaults.clone(), Arc::clone(&self.agents), self.prefix.clone());
-        let (all_loaded, tellers, logits) = (Arc::clone(&self.loaded), self.tellers.clone(), Arc::clone(&self.logits));
+        let (all_loaded, event_runtime, logits) =
+            (Arc::clone(&self.loaded), self.event_runtime.clone(), Arc::clone(&self.logits));
         async move {
             let mut config = LlmConfig::new(&load, &defaults)?;
             if agents.nodes().names().len() > 1 {
                 config.checkpoint_print = Some(checkpoint_print(&config).await?);
             }
-            let (router, loads) = start_replicas(&config, &agents, &prefix, &tellers)?;
+            let (router, loads) = start_replicas(&config, &agents, &prefix, &event_runtime)?;
             let tokenizer = tokenizer(&config).await;
             let mut loads: FuturesUnordered<_> = loads.into_iter().collect();
             while let Some(is_loaded) = loads.next().await {
@@ -297,7 +298,7 @@ impl Llm {
             Admission::Queued(_) => &self.router.replicas()[0].shared,
         };
         let timing = Timing::new(shared, self.config.engine.block_size, prompt_len, sequences.len());
-        let (events, receiver) = mailbox();
+        let (events, receiver) = event_queue();
         let stop = Arc::new(Stop::new(events.downgrade()));
         let submit = Some(Message::Submit { sequences, timeout, events });
         let mut pending = Pending { admission, submit, timeout };

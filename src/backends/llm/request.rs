@@ -15,9 +15,9 @@ use serving::{
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
+use super::event_queue::{self, WeakSender};
 use super::inbox::{Message, RequestEvent};
 use super::logits::LogitsCharge;
-use super::mailbox::{self, WeakSender};
 use super::outputs::{Answer, News, Responses, Tokens};
 use super::router::Admission;
 use super::text_stop::TextStop;
@@ -86,7 +86,7 @@ enum Waited {
     Failed(InferError),
 }
 
-type Events = mailbox::Receiver;
+type Events = event_queue::Receiver;
 
 type Item = Result<StreamItem, InferError>;
 
@@ -380,7 +380,7 @@ impl ResponseSource for LlmStream {
                 State::Ending(items) => return Poll::Ready(items.pop_front()),
                 State::Running(task, events) => {
                     let received = ready!(events.poll_receive(context));
-                    let (event, is_drained) = received.map(|it| (it.event, it.rests)).unzip();
+                    let (event, is_drained) = received.map(|it| (it.event, it.is_drained)).unzip();
                     let computed = match &event {
                         Some(RequestEvent::Token(token)) => Some(token.at),
                         Some(RequestEvent::Tokens(_, at)) => Some(*at),
@@ -460,8 +460,8 @@ mod tests {
     use engine::{DraftUsage, TokenId};
     use serving::ResponseStream;
 
+    use super::super::event_queue::tests::Count;
     use super::super::inbox::Inbox;
-    use super::super::mailbox::tests::Count;
     use super::super::outputs;
     use super::super::router::{Replica, Router};
     use super::super::step_thread::Shared;
@@ -478,14 +478,14 @@ mod tests {
     }
 
     /// A request of one sequence that a replica has taken: its responses, with deltas accepted, and where its events go.
-    fn running() -> (ResponseStream, mailbox::Sender, Arc<Shared>) {
+    fn running() -> (ResponseStream, event_queue::Sender, Arc<Shared>) {
         let shared = Arc::new(Shared::default());
         shared.ready.store(true, Ordering::Release);
         shared.stats.lock().unwrap().num_blocks = 100;
         let replica = Replica { inbox: Inbox::new().0, shared: Arc::clone(&shared) };
         let router = Arc::new(Router::new(vec![replica], 4, 4, 16));
         let admission = router.admit(&[TokenId(1)], 1, 0).unwrap();
-        let (events, receiver) = mailbox::mailbox();
+        let (events, receiver) = event_queue::event_queue();
         let mut stream = ResponseStream::from_source(|progress| {
             let task = RequestTask {
                 client_id: Name::default(),

@@ -1,7 +1,6 @@
-//! Where a request hears of its sequences: one event at a time in nearly all cases, which has a place of its own.
+//! The queue of a request's events. It nearly always holds one at most, which is stored inline.
 //!
-//! Each token passes here, through memory that has long not been touched: a channel of blocks would be three times as much
-//! of it.
+//! Each token passes through one, in memory that no cache holds any more. A general channel touches three times as much.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -10,36 +9,35 @@ use std::task::{Context, Poll, Waker};
 
 use super::inbox::RequestEvent;
 
-/// A mailbox that holds what comes until it is taken; one end to send, one to receive. Bounded by the request's own
-/// `max_tokens`, so it needs no bound.
-pub(crate) fn mailbox() -> (Sender, Receiver) {
-    let mailbox = Arc::new(Mailbox(Mutex::new(Letters { num_senders: 1, ..Letters::default() })));
-    (Sender(mailbox.clone()), Receiver(mailbox))
+/// A queue and its two ends. It needs no bound of its own: the request's `max_tokens` bounds its events.
+pub(crate) fn event_queue() -> (Sender, Receiver) {
+    let queue = Arc::new(Queue(Mutex::new(State { num_senders: 1, ..State::default() })));
+    (Sender(queue.clone()), Receiver(queue))
 }
 
 #[derive(Default)]
 #[repr(align(64))]
-struct Mailbox(Mutex<Letters>);
+struct Queue(Mutex<State>);
 
 #[derive(Default)]
-struct Letters {
+struct State {
     first: Option<RequestEvent>,
     others: VecDeque<RequestEvent>,
-    /// Who receives.
+    /// The receiver's.
     waker: Option<Waker>,
-    /// It has found nothing more, and was not woken since.
+    /// The receiver found the queue empty, and was not woken since.
     is_waiting: bool,
     num_senders: usize,
     is_receiver_gone: bool,
 }
 
-impl Mailbox {
-    fn letters(&self) -> MutexGuard<'_, Letters> {
+impl Queue {
+    fn state(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Letters {
+impl State {
     fn put(&mut self, event: RequestEvent) {
         if self.is_receiver_gone {
             return;
@@ -66,22 +64,22 @@ impl Letters {
     }
 }
 
-/// Sends events. When all senders are gone, the receiver hears that nothing more comes.
-pub(crate) struct Sender(Arc<Mailbox>);
+/// Sends events. The receiver gets `None` once all senders are dropped.
+pub(crate) struct Sender(Arc<Queue>);
 
 impl Sender {
-    /// Sends `event`, if somebody receives.
+    /// Sends `event`; drops it when the receiver is gone.
     pub(crate) fn send(&self, event: RequestEvent) {
-        self.0.letters().put(event);
+        self.0.state().put(event);
     }
 
-    /// Whether nobody receives any more.
+    /// Whether the receiver is gone.
     #[cfg(test)]
     pub(crate) fn is_closed(&self) -> bool {
-        self.0.letters().is_receiver_gone
+        self.0.state().is_receiver_gone
     }
 
-    /// One that sends as long as another one may.
+    /// A sender that does not keep the queue open.
     pub(crate) fn downgrade(&self) -> WeakSender {
         WeakSender(self.0.clone())
     }
@@ -89,57 +87,57 @@ impl Sender {
 
 impl Clone for Sender {
     fn clone(&self) -> Self {
-        self.0.letters().num_senders += 1;
+        self.0.state().num_senders += 1;
         Self(self.0.clone())
     }
 }
 
 impl Drop for Sender {
     fn drop(&mut self) {
-        let mut letters = self.0.letters();
-        letters.num_senders -= 1;
-        if letters.num_senders == 0 {
-            letters.wake();
+        let mut state = self.0.state();
+        state.num_senders -= 1;
+        if state.num_senders == 0 {
+            state.wake();
         }
     }
 }
 
-/// Sends, and keeps no receiver waiting.
-pub(crate) struct WeakSender(Arc<Mailbox>);
+/// A sender that does not keep the queue open.
+pub(crate) struct WeakSender(Arc<Queue>);
 
 impl WeakSender {
     /// Sends `event`, if a [`Sender`] still could.
     pub(crate) fn send(&self, event: RequestEvent) {
-        let mut letters = self.0.letters();
-        if letters.num_senders > 0 {
-            letters.put(event);
+        let mut state = self.0.state();
+        if state.num_senders > 0 {
+            state.put(event);
         }
     }
 }
 
 /// Receives events.
-pub(crate) struct Receiver(Arc<Mailbox>);
+pub(crate) struct Receiver(Arc<Queue>);
 
 /// What was received.
 pub(crate) struct Received {
     pub(crate) event: RequestEvent,
-    /// Nothing follows it now, and who received it is woken when something comes.
-    pub(crate) rests: bool,
+    /// The queue is empty now, and the receiver's waker is registered.
+    pub(crate) is_drained: bool,
 }
 
 impl Receiver {
     /// The next event; `None` when no more can come.
     pub(crate) fn poll_receive(&mut self, context: &mut Context<'_>) -> Poll<Option<Received>> {
-        let mut letters = self.0.letters();
-        let event = letters.take();
-        let rests = letters.first.is_none() && letters.num_senders > 0;
-        letters.is_waiting = rests;
-        if rests && !letters.waker.as_ref().is_some_and(|known| known.will_wake(context.waker())) {
-            letters.waker = Some(context.waker().clone());
+        let mut state = self.0.state();
+        let event = state.take();
+        let is_drained = state.first.is_none() && state.num_senders > 0;
+        state.is_waiting = is_drained;
+        if is_drained && !state.waker.as_ref().is_some_and(|known| known.will_wake(context.waker())) {
+            state.waker = Some(context.waker().clone());
         }
         match event {
-            None if rests => Poll::Pending,
-            event => Poll::Ready(event.map(|event| Received { event, rests })),
+            None if is_drained => Poll::Pending,
+            event => Poll::Ready(event.map(|event| Received { event, is_drained })),
         }
     }
 
@@ -151,10 +149,10 @@ impl Receiver {
 
 impl Drop for Receiver {
     fn drop(&mut self) {
-        let mut letters = self.0.letters();
-        letters.is_receiver_gone = true;
-        let left = (letters.first.take(), std::mem::take(&mut letters.others), letters.waker.take());
-        drop(letters);
+        let mut state = self.0.state();
+        state.is_receiver_gone = true;
+        let left = (state.first.take(), std::mem::take(&mut state.others), state.waker.take());
+        drop(state);
         drop(left);
     }
 }
@@ -182,40 +180,40 @@ pub(crate) mod tests {
         RequestEvent::Accepted(vec![SequenceId(number)])
     }
 
-    /// The number of an event and whether it rests; `None` for the end.
+    /// The number of an event and whether the queue was drained; `None` for the end.
     fn taken(received: Poll<Option<Received>>) -> Poll<Option<(u64, bool)>> {
         received.map(|received| {
-            received.map(|Received { event, rests }| match event {
-                RequestEvent::Accepted(sequences) => (sequences[0].0, rests),
+            received.map(|Received { event, is_drained }| match event {
+                RequestEvent::Accepted(sequences) => (sequences[0].0, is_drained),
                 other => panic!("{other:?}"),
             })
         })
     }
 
     #[test]
-    fn events_come_in_their_order_and_wake_who_rests() {
+    fn events_come_in_order_and_wake_a_waiting_receiver() {
         let count = Arc::<Count>::default();
         let waker = Waker::from(count.clone());
         let mut context = Context::from_waker(&waker);
-        let (sender, mut receiver) = mailbox();
+        let (sender, mut receiver) = event_queue();
         let mut receive = || taken(receiver.poll_receive(&mut context));
         assert_eq!(receive(), Poll::Pending);
         sender.send(event(1));
         assert_eq!(count.0.load(SeqCst), 1);
         assert_eq!(receive(), Poll::Ready(Some((1, true))));
         (2..5).for_each(|number| sender.send(event(number)));
-        assert_eq!(count.0.load(SeqCst), 2, "who was told that it rests is woken, once");
-        let rest = [(2, false), (3, false), (4, true)];
-        rest.into_iter().for_each(|expected| assert_eq!(receive(), Poll::Ready(Some(expected))));
+        assert_eq!(count.0.load(SeqCst), 2, "a receiver that knows that the queue is drained is woken, once");
+        let others = [(2, false), (3, false), (4, true)];
+        others.into_iter().for_each(|expected| assert_eq!(receive(), Poll::Ready(Some(expected))));
         assert_eq!(receive(), Poll::Pending);
     }
 
     #[test]
-    fn the_end_comes_behind_the_last_event_of_the_last_sender() {
+    fn the_end_comes_after_the_last_event_of_the_last_sender() {
         let count = Arc::<Count>::default();
         let waker = Waker::from(count.clone());
         let mut context = Context::from_waker(&waker);
-        let (sender, mut receiver) = mailbox();
+        let (sender, mut receiver) = event_queue();
         let (other, weak) = (sender.clone(), sender.downgrade());
         drop(sender);
         weak.send(event(1));
@@ -223,21 +221,17 @@ pub(crate) mod tests {
         other.send(event(2));
         drop(other);
         weak.send(event(3));
-        assert_eq!(count.0.load(SeqCst), 1, "it was woken, and looks");
-        assert_eq!(
-            taken(receiver.poll_receive(&mut context)),
-            Poll::Ready(Some((2, false))),
-            "more is to be asked for"
-        );
+        assert_eq!(count.0.load(SeqCst), 1, "it was woken already");
+        assert_eq!(taken(receiver.poll_receive(&mut context)), Poll::Ready(Some((2, false))), "the end follows");
         assert_eq!(taken(receiver.poll_receive(&mut context)), Poll::Ready(None));
     }
 
     #[test]
-    fn the_end_wakes_who_rests() {
+    fn the_end_wakes_a_waiting_receiver() {
         let count = Arc::<Count>::default();
         let waker = Waker::from(count.clone());
         let mut context = Context::from_waker(&waker);
-        let (sender, mut receiver) = mailbox();
+        let (sender, mut receiver) = event_queue();
         assert_eq!(taken(receiver.poll_receive(&mut context)), Poll::Pending);
         drop(sender);
         assert_eq!(count.0.load(SeqCst), 1);
@@ -246,7 +240,7 @@ pub(crate) mod tests {
 
     #[tokio::test(flavor = "multi_thread")]
     async fn nothing_is_lost_between_threads() {
-        let (sender, mut receiver) = mailbox();
+        let (sender, mut receiver) = event_queue();
         let sending = std::thread::spawn(move || (0..20_000).for_each(|number| sender.send(event(number))));
         for number in 0..20_000 {
             let received = tokio::time::timeout(std::time::Duration::from_secs(60), receiver.receive()).await;
