@@ -63,6 +63,8 @@ fn counts(world: &TestWorld) -> Vec<u64> {
 fn it_answers_and_counts_as_its_models_do_one_by_one() {
     let repository = repository();
     let mut world = TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() });
+    let line = world.await_log("steps of the ensemble are served as one");
+    assert!(line.contains("ensemble") && !line.contains("general"), "{line}");
     let base = json!({"text_input": "Once upon a time", "max_tokens": 16});
     let more = [
         json!({"stream": true}),

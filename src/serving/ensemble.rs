@@ -135,7 +135,7 @@ impl Run {
         self.detokenizer = self.graph.text.as_ref().and_then(|plan| {
             // A trace shows each request to each step.
             let is_whole = needed.contains(&plan.generator) && needed.contains(&plan.detokenizer);
-            if is_whole && self.request.trace.is_none() { plan.detokenizer_of(&self) } else { None }
+            if is_whole && self.request.trace.is_none() { plan.detokenizer_of(&self.graph, &self.models) } else { None }
         });
         if let Err(error) = self.pass(needed, Pass { is_last: true, answers: true }).await {
             self.send_error(error).await;
@@ -183,7 +183,11 @@ impl Run {
     fn begin_text(&mut self, step: usize, waiting: &mut Steps) -> Result<bool, InferError> {
         let Some(plan) = self.graph.text.as_ref().filter(|plan| plan.generator == step) else { return Ok(false) };
         let Some(model) = self.detokenizer.take() else { return Ok(false) };
-        let stream = plan.begin(self, model)?;
+        let request = self.filled_request(step);
+        if self.models[step].num_rows(&request) > 1 {
+            return Ok(false); // Texts of several rows are in one response.
+        }
+        let stream = plan.begin(self, request, model)?;
         waiting.retain(|other| *other != plan.detokenizer);
         self.sender.follow(&stream);
         self.text = Some(stream);

@@ -24,8 +24,6 @@ pub(crate) struct ServedModel {
     pub version_text: Name,
     pub is_decoupled: bool,
     pub signature: Signature,
-    /// Whether the signature leaves shapes as they are.
-    pub keeps_shapes: bool,
     pub statistics: Statistics,
     pub in_flight: InFlight,
     /// Responses of this model, and others, where its configuration asks for it.
@@ -50,7 +48,6 @@ impl ServedModel {
         static NUM_LOADS: AtomicU64 = AtomicU64::new(0);
         let signature = Signature::new(&config);
         Self {
-            keeps_shapes: signature.keeps_shapes(),
             signature,
             is_decoupled: config.is_decoupled(),
             version,
@@ -123,10 +120,16 @@ impl ServedModel {
         }
     }
 
+    /// Rows of a request that was not checked yet.
+    pub fn num_rows(&self, request: &InferRequest) -> i64 {
+        let first = request.inputs.first().and_then(|tensor| tensor.shape.first());
+        first.copied().filter(|_| self.config.max_batch_size > 0).unwrap_or(1)
+    }
+
     /// What this model is in a text ensemble. `None` where its responses are cached, queued or reshaped on the way: these
     /// take the general way.
     pub fn text_model(&self) -> Option<TextModel> {
-        let is_plain = self.cache.is_none() && self.scheduler.is_none() && self.keeps_shapes;
+        let is_plain = self.cache.is_none() && self.scheduler.is_none() && self.signature.keeps_output_shapes();
         if is_plain { self.backend.text_model() } else { None }
     }
 

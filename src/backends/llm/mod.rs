@@ -10,23 +10,25 @@ mod event_queue;
 mod figures;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzz;
+mod generate;
 mod group;
 mod inbox;
 mod inputs;
 mod ledger;
+mod llm_stream;
 mod logits;
 mod outputs;
 mod plan;
 mod prefixes;
 mod queue_rules;
 mod replicas;
-mod request;
 mod router;
 mod step_thread;
 mod text_stop;
 mod texts;
 mod timing;
 
+use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
@@ -50,14 +52,15 @@ use config::LlmConfig;
 pub use config::LlmDefaults;
 use event_queue::event_queue;
 pub use figures::{ENDS, FigureValues, STEP_KINDS, STEP_PHASES, Start, WorkerFigures};
+use generate::{ById, GenerateStream, Generating, Pending, Stop};
 use inbox::Message;
 use inputs::Wanted;
 pub use ledger::LlmLedger;
+use llm_stream::LlmStream;
 use logits::LogitsBudget;
 use outputs::Responses;
 pub use plan::{ModelPlan, PlanFactory};
 use replicas::{checkpoint_print, start_replicas, stop_all};
-use request::{ById, LlmStream, Pending, RequestTask, Stop};
 use router::{Admission, Replica, Router};
 use step_thread::error_of;
 use text_stop::TextStop;
@@ -232,7 +235,7 @@ impl Llm {
     /// Ends the running request of the same id; answers with one empty final response.
     fn stop(&self, request: &InferRequest) -> ResponseStream {
         if let Some(stop) = ipc::lock(&self.by_id).get(&request.id) {
-            stop.tell();
+            stop.send();
         }
         let (sender, stream) = ResponseStream::channel(1);
         let response = InferResponse {
@@ -309,24 +312,24 @@ impl Llm {
             ipc::lock(&self.by_id).insert(request.id.clone(), Arc::clone(&stop));
         }
         self.in_flight.send_modify(|count| *count += 1);
+        let generating = Generating {
+            client_id: request.id,
+            pending,
+            by_id: Arc::clone(&self.by_id),
+            stop,
+            in_flight: Arc::clone(&self.in_flight),
+            _logits: logits,
+            timing,
+            text_stops,
+            sequences: Vec::new(),
+            ended: vec![false; num_sequences],
+            is_cancelled: false,
+            ready: VecDeque::new(),
+        };
+        let events = GenerateStream::new(Box::new(generating), receiver);
         Ok(ResponseStream::from_source(|progress| {
             progress.took_input(begun.elapsed());
-            let task = RequestTask {
-                client_id: request.id,
-                pending,
-                by_id: Arc::clone(&self.by_id),
-                stop,
-                in_flight: Arc::clone(&self.in_flight),
-                responses,
-                progress,
-                _logits: logits,
-                timing,
-                text_stops,
-                sequences: Vec::new(),
-                ended: vec![false; num_sequences],
-                is_cancelled: false,
-            };
-            Box::new(LlmStream::new(Box::new(task), receiver))
+            Box::new(LlmStream { events, responses, progress })
         }))
     }
 }

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use engine::{BlockUsage, DraftUsage, SampledToken, TokenId};
+use engine::{BlockUsage, DraftUsage, TokenId};
+use generation::{Delta, Logits as LogitsPart, Tokens};
 use serving::{
     DataType, InferRequest, InferResponse, Name, OutputDelta, Parameter, Shape, Tensor, TextOutput, TextOutputs,
     Timestamp,
 };
 use smallvec::SmallVec;
-use worker::LogitsPiece;
 
 use super::config::LlmConfig;
 use super::inputs::LlmRequest;
@@ -188,32 +188,6 @@ struct Output {
     ended: bool,
 }
 
-/// Tokens of one event, nearly always one.
-pub(crate) type Tokens = SmallVec<[SampledToken; 1]>;
-
-/// News of one sequence, as it is told.
-pub(crate) struct News {
-    /// Which of the request's sequences.
-    pub(crate) index: usize,
-    pub(crate) tokens: Tokens,
-    /// When they came.
-    pub(crate) at: Instant,
-    /// Nothing follows for this sequence.
-    pub(crate) ends: bool,
-    pub(crate) blocks: BlockUsage,
-    pub(crate) drafts: DraftUsage,
-    /// Of a beam: counts a token that is not told, too.
-    pub(crate) cum_log_prob: Option<f32>,
-}
-
-impl News {
-    /// A sequence ends that never ran.
-    pub(crate) fn end(index: usize) -> Self {
-        let (blocks, drafts) = (BlockUsage::default(), DraftUsage::default());
-        Self { index, tokens: Tokens::new(), at: Instant::now(), ends: true, blocks, drafts, cum_log_prob: None }
-    }
-}
-
 impl Responses {
     /// The responses to `request`: the model's own, or those of a text ensemble.
     pub(crate) fn new(
@@ -289,31 +263,32 @@ impl Responses {
         self.sequences.capacity()
     }
 
-    /// A step had room for sequence `index` at `at`; its first such moment is told.
-    pub(crate) fn joined(&mut self, index: usize, at: Instant) {
+    /// A step had room for sequence `index` at `at`; the first time counts.
+    pub(crate) fn scheduled(&mut self, index: usize, at: Instant) {
         self.sequences[index].first_scheduled.get_or_insert(at);
     }
 
-    /// Takes logits of sequence `index` in; they leave with the tokens chosen from them.
-    pub(crate) fn keep_logits(&mut self, index: usize, piece: &LogitsPiece) {
-        self.sequences[index].logits.keep(self.logits_form, piece);
+    /// Keeps logits of a sequence until the response with the tokens chosen from them.
+    pub(crate) fn keep_logits(&mut self, part: LogitsPart) {
+        self.sequences[part.index].logits.keep(self.logits_form, &part);
     }
 
-    /// Takes news in.
-    fn take(&mut self, news: News) -> &mut Output {
-        let output = &mut self.sequences[news.index];
-        output.take(news.tokens, news.at, news.blocks);
-        output.drafts = news.drafts;
-        output.cumulative_log_prob = news.cum_log_prob.map_or(output.cumulative_log_prob, f64::from);
-        output.ended = news.ends;
-        self.num_open -= usize::from(news.ends);
+    /// Adds a delta to its sequence.
+    fn take(&mut self, delta: Delta) -> &mut Output {
+        let output = &mut self.sequences[delta.index];
+        output.take(delta.tokens, delta.at, delta.blocks);
+        output.drafts = delta.drafts;
+        output.cumulative_log_prob = delta.cum_log_prob.map_or(output.cumulative_log_prob, f64::from);
+        output.ended = delta.finished.is_some();
+        self.num_open -= usize::from(output.ended);
         output
     }
 
-    /// The answer that these news complete, a delta where `accepts_deltas`. It is final when no sequence is left.
-    pub(crate) fn push(&mut self, news: News, accepts_deltas: bool, delta: &mut OutputDelta) -> Option<Answer> {
-        let (index, ends) = (news.index, news.ends);
-        let num_pending = self.take(news).pending.len();
+    /// The response that a delta of a sequence completes: as what changed, where `accepts_deltas`. It is final when all
+    /// sequences have ended.
+    pub(crate) fn push(&mut self, delta: Delta, accepts_deltas: bool, changes: &mut OutputDelta) -> Option<Answer> {
+        let (index, ends) = (delta.index, delta.finished.is_some());
+        let num_pending = self.take(delta).pending.len();
         let is_due = match self.mode {
             Mode::Streaming => ends || num_pending > 0,
             Mode::PerSequence => ends,
@@ -324,7 +299,7 @@ impl Responses {
         }
         let is_one_of_more = num_pending == 1 && !ends;
         if accepts_deltas && is_one_of_more && self.delta_base == Some(index) {
-            return Some(Answer::Delta(self.delta(index, delta)));
+            return Some(Answer::Delta(self.delta(index, changes)));
         }
         self.delta_base = (self.changing.is_some() && is_one_of_more).then_some(index);
         let indices = if self.mode == Mode::Once { 0..self.sequences.len() } else { index..index + 1 };
@@ -545,7 +520,7 @@ fn longest(sequences: &[Output]) -> usize {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use engine::RowId;
+    use engine::{FinishReason, RowId, SampledToken};
 
     use super::*;
 
@@ -586,9 +561,9 @@ pub(crate) mod tests {
         Some((name.into(), Value::Generated(Kind::of(name)?)))
     }
 
-    /// The response that `news` complete, where no deltas are accepted.
-    fn push(responses: &mut Responses, news: News) -> Option<InferResponse> {
-        match responses.push(news, false, &mut OutputDelta::default())? {
+    /// The response that a delta completes, where no deltas are accepted.
+    fn push(responses: &mut Responses, delta: Delta) -> Option<InferResponse> {
+        match responses.push(delta, false, &mut OutputDelta::default())? {
             Answer::Response(response) => Some(*response),
             Answer::Delta(_) => panic!("none was accepted"),
         }
@@ -615,7 +590,7 @@ pub(crate) mod tests {
         }
     }
 
-    fn news(index: usize, tokens: &[(u32, f32)], ends: bool) -> News {
+    fn delta(index: usize, tokens: &[(u32, f32)], ends: bool) -> Delta {
         let token = |&(id, logprob): &(u32, f32)| SampledToken {
             row: RowId(0),
             token: TokenId(id),
@@ -625,7 +600,8 @@ pub(crate) mod tests {
         let blocks = BlockUsage { num_reused: 2, num_allocated: 1 };
         let (drafts, cum_log_prob) = (DraftUsage { num_drafted: 4, num_accepted: tokens.len() as u32 }, None);
         let (tokens, at) = (tokens.iter().map(token).collect(), Instant::now());
-        News { index, tokens, at, ends, blocks, drafts, cum_log_prob }
+        let finished = ends.then_some(FinishReason::Length);
+        Delta { index, tokens, at, finished, blocks, drafts, cum_log_prob, is_drained: false }
     }
 
     fn output<'a>(response: &'a InferResponse, name: &str) -> &'a Tensor {
@@ -639,17 +615,17 @@ pub(crate) mod tests {
     #[test]
     fn a_stream_gets_each_token_once_and_is_final_when_all_sequences_have_ended() {
         let mut responses = responses(Mode::Streaming, 2, &[]);
-        let first = push(&mut responses, news(1, &[(5, -0.5)], false)).unwrap();
+        let first = push(&mut responses, delta(1, &[(5, -0.5)], false)).unwrap();
         assert_eq!((ids(&first), first.is_final), (vec![5], false));
         assert_eq!(output(&first, "sequence_index").to_i32().unwrap(), [1]);
         assert_eq!(output(&first, "sequence_end").to_bool().unwrap(), [false]);
-        assert!(push(&mut responses, news(1, &[], false)).is_none());
-        let second = push(&mut responses, news(1, &[(6, -0.25), (7, -1.0)], true)).unwrap();
+        assert!(push(&mut responses, delta(1, &[], false)).is_none());
+        let second = push(&mut responses, delta(1, &[(6, -0.25), (7, -1.0)], true)).unwrap();
         assert_eq!((ids(&second), second.is_final), (vec![6, 7], false));
         assert_eq!(output(&second, "sequence_end").to_bool().unwrap(), [true]);
         assert_eq!(output(&second, "cum_log_probs").to_f32().unwrap(), [-1.75]);
         assert_eq!(output(&second, "output_log_probs").to_f32().unwrap(), [-0.25, -1.0]);
-        let last = push(&mut responses, news(0, &[], true)).unwrap();
+        let last = push(&mut responses, delta(0, &[], true)).unwrap();
         assert_eq!((ids(&last), last.is_final), (vec![], true));
         assert_eq!(output(&last, "output_ids").shape[..], [1, 1, 0]);
     }
@@ -670,14 +646,14 @@ pub(crate) mod tests {
         let (mut num_deltas, ends) = (0, [(0, 1, false), (0, 1, false), (0, 1, true), (1, 1, false), (1, 0, true)]);
         for (round, (index, count, ends)) in (10..).zip(tokens.into_iter().chain(ends)) {
             let at = Instant::now();
-            let news = || News { at, ..news(index, &vec![(round, -0.5); count], ends) };
-            let response = push(&mut whole, news()).unwrap();
-            let mut delta = OutputDelta::default();
-            match in_deltas.push(news(), true, &mut delta).unwrap() {
+            let next = || Delta { at, ..delta(index, &vec![(round, -0.5); count], ends) };
+            let response = push(&mut whole, next()).unwrap();
+            let mut changes = OutputDelta::default();
+            match in_deltas.push(next(), true, &mut changes).unwrap() {
                 Answer::Response(response) => last = *response,
                 Answer::Delta(_) => {
                     assert!(last.allows_delta && !response.is_final);
-                    delta.iter().for_each(|(index, elements)| last.outputs[index].data = elements.to_data());
+                    changes.iter().for_each(|(index, elements)| last.outputs[index].data = elements.to_data());
                     num_deltas += 1;
                 }
             }
@@ -691,10 +667,10 @@ pub(crate) mod tests {
     #[test]
     fn without_streaming_each_sequence_gets_one_response_at_its_end() {
         let mut responses = responses(Mode::PerSequence, 2, &[3, 4]);
-        assert!(push(&mut responses, news(0, &[(5, -0.5)], false)).is_none());
-        let first = push(&mut responses, news(1, &[(8, -0.5)], true)).unwrap();
+        assert!(push(&mut responses, delta(0, &[(5, -0.5)], false)).is_none());
+        let first = push(&mut responses, delta(1, &[(8, -0.5)], true)).unwrap();
         assert_eq!((ids(&first), first.is_final), (vec![3, 4, 8], false));
-        let second = push(&mut responses, news(0, &[(6, -0.5)], true)).unwrap();
+        let second = push(&mut responses, delta(0, &[(6, -0.5)], true)).unwrap();
         assert_eq!((ids(&second), second.is_final), (vec![3, 4, 5, 6], true));
         assert_eq!(output(&second, "sequence_length").to_i32().unwrap(), [4]);
         assert_eq!(output(&second, "num_output_tokens").to_i32().unwrap(), [2]);
@@ -705,8 +681,8 @@ pub(crate) mod tests {
     #[test]
     fn a_model_that_is_not_decoupled_answers_once_with_shorter_sequences_padded() {
         let mut responses = responses(Mode::Once, 2, &[3]);
-        assert!(push(&mut responses, news(1, &[(5, -0.5)], true)).is_none());
-        let all = push(&mut responses, news(0, &[(6, -0.5), (7, -0.25)], true)).unwrap();
+        assert!(push(&mut responses, delta(1, &[(5, -0.5)], true)).is_none());
+        let all = push(&mut responses, delta(0, &[(6, -0.5), (7, -0.25)], true)).unwrap();
         assert!(all.is_final);
         assert_eq!(output(&all, "output_ids").shape[..], [1, 2, 3]);
         assert_eq!(ids(&all), [3, 6, 7, 3, 5, 9]);

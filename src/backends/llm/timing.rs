@@ -68,8 +68,8 @@ impl Timing {
         }
     }
 
-    /// News of sequence `index`, told at `at`.
-    pub(crate) fn heard(&mut self, index: usize, event: &TokenEvent, at: Instant) {
+    /// Tokens of sequence `index` came at `at`.
+    pub(crate) fn tokens_came(&mut self, index: usize, event: &TokenEvent, at: Instant) {
         let beam_tokens: usize = event.beams.iter().map(|beam| beam.tokens.len()).sum();
         let count = (event.tokens.len() + beam_tokens) as u64;
         if count > 0 {
@@ -155,9 +155,9 @@ mod tests {
         let shared = Arc::new(Shared::default());
         let mut timing = Timing::new(&shared, 16, 40, 1);
         timing.joined(0, Instant::now(), 0);
-        timing.heard(0, &event(1, 2), Instant::now());
+        timing.tokens_came(0, &event(1, 2), Instant::now());
         timing.joined(0, Instant::now(), 0);
-        timing.heard(0, &event(2, 2), Instant::now());
+        timing.tokens_came(0, &event(2, 2), Instant::now());
         timing.joined(0, Instant::now(), 1);
         let told = timing.generation();
         assert_eq!((told.prompt_tokens, told.cached_tokens, told.output_tokens), (40, 32, 3));

@@ -5,9 +5,10 @@ use std::task::{Context, Poll, ready};
 
 use super::Run;
 use super::graph::{Graph, Step, Wire};
+use crate::model::ServedModel;
 use crate::{
-    CallCounter, DetokenizerModel, InferError, Name, OutputDelta, ResponseSource, ResponseStream, StreamItem,
-    TextModel, TextOutput, TextOutputs,
+    CallCounter, DetokenizerModel, InferError, InferRequest, Name, OutputDelta, ResponseSource, ResponseStream,
+    StreamItem, TextModel, TextOutput, TextOutputs,
 };
 
 /// The generator's outputs and the detokenizer's inputs that they are connected to.
@@ -54,23 +55,27 @@ impl TextPlan {
     }
 
     /// The model of the detokenizer, where both models can be served as one.
-    pub(super) fn detokenizer_of(&self, run: &Run) -> Option<DetokenizerModel> {
+    pub(super) fn detokenizer_of(&self, graph: &Graph, models: &[Arc<ServedModel>]) -> Option<DetokenizerModel> {
         let (Some(TextModel::Generator), Some(TextModel::Detokenizer(model))) =
-            (run.models[self.generator].text_model(), run.models[self.detokenizer].text_model())
+            (models[self.generator].text_model(), models[self.detokenizer].text_model())
         else {
             return None;
         };
         let passed_on = |wire: &Wire| model.passed_on.iter().any(|(input, _)| *input == wire.name);
         let is_known = |wire: &Wire| {
             let known = OPTIONAL.iter().chain([&TOKENS, &LENGTHS]).find(|(_, input)| wire.name == *input);
-            known
-                .map_or_else(|| passed_on(wire), |&(output, _)| made_as(&run.graph.steps[self.generator], wire, output))
+            known.map_or_else(|| passed_on(wire), |&(output, _)| made_as(&graph.steps[self.generator], wire, output))
         };
-        run.graph.steps[self.detokenizer].inputs.iter().all(is_known).then_some(model)
+        graph.steps[self.detokenizer].inputs.iter().all(is_known).then_some(model)
     }
 
-    /// Begins the generator's step with the ensemble's outputs.
-    pub(super) fn begin(&self, run: &Run, model: DetokenizerModel) -> Result<ResponseStream, InferError> {
+    /// Begins the generator's step by `request`, which has one row, with the ensemble's outputs.
+    pub(super) fn begin(
+        &self,
+        run: &Run,
+        request: InferRequest,
+        model: DetokenizerModel,
+    ) -> Result<ResponseStream, InferError> {
         let graph = &run.graph;
         let output = |wire: &Wire| Some((wire.name.clone(), self.source_of(run, wire, &model)?));
         let outputs = TextOutputs {
@@ -81,7 +86,6 @@ impl TextPlan {
             calls: CallCounter::new(run.models[self.detokenizer].clone()),
             parameters: run.parameters.clone(),
         };
-        let request = run.filled_request(self.generator);
         run.models[self.generator].infer_text(request, outputs).map_err(|error| graph.within(error))
     }
 
