@@ -63,6 +63,15 @@ ensure_rust() {
         rustc --version
         return
     fi
+    # A toolchain of another name will do, where it is new enough: the one that is pinned may be out of reach.
+    local toolchain
+    for toolchain in $(rustup toolchain list 2>/dev/null | cut -d ' ' -f 1); do
+        if RUSTUP_TOOLCHAIN=$toolchain rust_is_new_enough "$wanted"; then
+            export RUSTUP_TOOLCHAIN=$toolchain
+            rustc --version
+            return
+        fi
+    done
     echo "installing Rust $channel for this user"
     if command -v rustup >/dev/null; then
         rustup toolchain install "$channel" --profile minimal --component clippy,rustfmt
