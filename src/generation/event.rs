@@ -1,7 +1,7 @@
-use std::time::Instant;
-
 use engine::{BlockUsage, DraftUsage, FinishReason, SampledToken};
 use smallvec::SmallVec;
+
+use crate::Timestamp;
 
 /// Tokens of one delta: nearly always one.
 pub type Tokens = SmallVec<[SampledToken; 1]>;
@@ -15,7 +15,7 @@ pub enum GenerateEvent {
         /// Which of the request's sequences, from 0.
         index: usize,
         /// When.
-        at: Instant,
+        at: Timestamp,
     },
     /// Raw logits, before the tokens that are chosen from them.
     Logits(Logits),
@@ -31,7 +31,7 @@ pub struct Delta {
     /// The tokens; none where a sequence ends without one.
     pub tokens: Tokens,
     /// When the step that chose them was settled.
-    pub at: Instant,
+    pub at: Timestamp,
     /// Set on the last delta of the sequence.
     pub finished: Option<FinishReason>,
     /// KV blocks of the sequence so far.

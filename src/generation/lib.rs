@@ -6,8 +6,10 @@
 
 mod decoder;
 mod event;
+mod timestamp;
 mod tokenizers;
 
 pub use decoder::TextDecoder;
 pub use event::{Delta, GenerateEvent, Logits, LogitsPosition, Tokens};
+pub use timestamp::Timestamp;
 pub use tokenizers::{open_tokenizer, tokenizer};

@@ -10,13 +10,14 @@ use engine::{BlockUsage, DraftUsage, FinishReason, RowId, SampledToken, Sequence
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use generation::{Delta, GenerateEvent, Logits, LogitsPosition, Tokens};
-use serving::{ErrorKind, Generation, InferError, Name};
+use serving::{ErrorKind, Generation, InferError, Name, Timestamp};
+use smallvec::{SmallVec, smallvec};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use worker::LogitsPlace;
 
 use super::event_queue::{self, WeakSender};
-use super::inbox::{Message, RequestEvent};
+use super::inbox::{Message, OneToken, RequestEvent};
 use super::logits::LogitsCharge;
 use super::router::Admission;
 use super::text_stop::TextStop;
@@ -125,9 +126,9 @@ pub(crate) struct Generating {
     /// One for each sequence, where there are stop words.
     pub(crate) text_stops: Vec<TextStop>,
     /// Known once a replica has accepted the request. A beam search is one sequence for all of its beams.
-    pub(crate) sequences: Vec<SequenceId>,
+    pub(crate) sequences: SmallVec<[SequenceId; 1]>,
     /// Which sequences, or beams, have ended.
-    pub(crate) ended: Vec<bool>,
+    pub(crate) ended: SmallVec<[bool; 8]>,
     /// Its sequences are cancelled as soon as they are known.
     pub(crate) is_cancelled: bool,
     /// Events that come before the next one of the queue.
@@ -136,10 +137,7 @@ pub(crate) struct Generating {
 
 impl Generating {
     /// Waits until a replica has the request.
-    async fn wait(
-        mut self: Box<Self>,
-        mut events: event_queue::Receiver,
-    ) -> (Box<Self>, event_queue::Receiver, Waited) {
+    async fn wait(mut self, mut events: event_queue::Receiver) -> (Self, event_queue::Receiver, Waited) {
         let waited = self.pending.wait(&mut events).await;
         (self, events, waited)
     }
@@ -157,6 +155,18 @@ impl Generating {
         self.ended.iter().for_each(|_| self.timing.ended(reason));
     }
 
+    /// What nearly all events are: one token of a sequence that goes on, which nothing holds back.
+    fn one_token(&mut self, token: &OneToken, is_drained: bool) -> Option<Delta> {
+        if !self.text_stops.is_empty() || self.ended.len() > self.sequences.len() {
+            return None;
+        }
+        let index = self.index_of(token.sequence).filter(|&index| !self.ended[index])?;
+        let &OneToken { row, token, logprob, blocks, drafts, at, .. } = token;
+        self.timing.tokens(index, 1, blocks, at);
+        let tokens = smallvec![SampledToken { row, token, logprob, top: Vec::new() }];
+        Some(Delta { index, tokens, at, finished: None, blocks, drafts, cum_log_prob: None, is_drained })
+    }
+
     /// Takes the next event of the queue; what follows from it is in `ready`.
     ///
     /// # Errors
@@ -165,11 +175,11 @@ impl Generating {
         match event {
             Some(RequestEvent::Token(token)) => {
                 let (event, at) = token.open();
-                self.take_tokens(event, at.into(), is_drained);
+                self.take_tokens(event, at, is_drained);
             }
-            Some(RequestEvent::Tokens(event, at)) => self.take_tokens(*event, at.into(), is_drained),
+            Some(RequestEvent::Tokens(event, at)) => self.take_tokens(*event, at, is_drained),
             Some(RequestEvent::Accepted(sequences)) => {
-                self.sequences = sequences;
+                self.sequences = sequences.into();
                 if self.is_cancelled {
                     self.cancel();
                 }
@@ -208,12 +218,13 @@ impl Generating {
     }
 
     /// Takes new tokens of a sequence, or its end.
-    fn take_tokens(&mut self, event: TokenEvent, at: Instant, is_drained: bool) {
+    fn take_tokens(&mut self, event: TokenEvent, at: Timestamp, is_drained: bool) {
         let Some(index) = self.index_of(event.sequence) else { return };
         if self.ended[index] {
             return; // Chosen before the engine knew of a stop word in the text.
         }
-        self.timing.tokens_came(index, &event, at);
+        let beam_tokens: usize = event.beams.iter().map(|beam| beam.tokens.len()).sum();
+        self.timing.tokens(index, (event.tokens.len() + beam_tokens) as u64, event.blocks, at);
         if event.finished.is_some() {
             self.timing.ended(event.finished);
         }
@@ -240,7 +251,7 @@ impl Generating {
     }
 
     /// Takes all beams at once, when their search has ended; empty ones when it was cancelled.
-    fn take_beams(&mut self, event: TokenEvent, at: Instant) {
+    fn take_beams(&mut self, event: TokenEvent, at: Timestamp) {
         if event.finished.is_none() {
             return;
         }
@@ -287,108 +298,105 @@ impl Drop for Generating {
 
 /// The events of one request. When it is dropped before the end, its sequences are cancelled.
 pub(crate) struct GenerateStream {
-    state: State,
+    running: Option<(Generating, event_queue::Receiver)>,
+    /// Until a replica has the request.
+    waiting: Option<BoxFuture<'static, (Generating, event_queue::Receiver, Waited)>>,
+    /// The last events, once the request has ended; then the error.
+    last: VecDeque<GenerateEvent>,
+    error: Option<InferError>,
+    /// Where the request's time went, once it has ended.
+    generation: Option<Generation>,
     /// Where a request whose client has left is followed to its end.
     runtime: Handle,
 }
 
-enum State {
-    /// Until a replica has the request.
-    Waiting(BoxFuture<'static, (Box<Generating>, event_queue::Receiver, Waited)>),
-    Running(Box<Generating>, event_queue::Receiver),
-    /// The request ends with these events, then with this error.
-    Ending(VecDeque<GenerateEvent>, Option<InferError>, Generation),
-}
-
 impl GenerateStream {
     /// The stream of what comes by `events`.
-    pub(crate) fn new(mut request: Box<Generating>, events: event_queue::Receiver) -> Self {
-        let state = match request.pending.admission {
+    pub(crate) fn new(mut request: Generating, events: event_queue::Receiver) -> Self {
+        let (mut running, mut waiting) = (None, None);
+        match request.pending.admission {
             Admission::Placed(_) => {
                 request.placed();
-                State::Running(request, events)
+                running = Some((request, events));
             }
-            Admission::Queued(_) => State::Waiting(request.wait(events).boxed()),
-        };
-        Self { state, runtime: Handle::current() }
+            Admission::Queued(_) => waiting = Some(request.wait(events).boxed()),
+        }
+        let (last, error, generation) = Default::default();
+        Self { running, waiting, last, error, generation, runtime: Handle::current() }
     }
 
     /// Where the request's time has gone so far; `None` while it waits for a replica.
     pub(crate) fn generation(&self) -> Option<Generation> {
-        match &self.state {
-            State::Waiting(_) => None,
-            State::Running(request, _) => Some(request.timing.generation()),
-            State::Ending(_, _, generation) => Some(*generation),
+        match &self.running {
+            Some((request, _)) => Some(request.timing.generation()),
+            None => self.generation,
         }
     }
 
     /// The next event; `None` after the last.
     pub(crate) fn poll_event(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<GenerateEvent, InferError>>> {
-        loop {
-            match &mut self.state {
-                State::Waiting(waiting) => {
-                    let (request, events, waited) = ready!(waiting.poll_unpin(context));
-                    self.state = State::after_wait(request, events, waited);
-                }
-                State::Running(request, events) => {
-                    if let Some(event) = request.ready.pop_front() {
-                        return Poll::Ready(Some(Ok(event)));
-                    }
-                    let received = ready!(events.poll_receive(context));
-                    let (event, is_drained) = received.map(|it| (it.event, it.is_drained)).unzip();
-                    let error = request.take(event, is_drained.unwrap_or(false)).err();
-                    if error.is_some() || request.has_ended() {
-                        let ready = std::mem::take(&mut request.ready);
-                        self.state = State::Ending(ready, error, request.timing.generation());
-                    }
-                }
-                State::Ending(events, error, _) => {
-                    return Poll::Ready(match events.pop_front() {
-                        Some(event) => Some(Ok(event)),
-                        None => error.take().map(Err),
-                    });
-                }
+        if let Some(waiting) = &mut self.waiting {
+            let (request, events, waited) = ready!(waiting.poll_unpin(context));
+            self.waiting = None;
+            self.waited(request, events, waited);
+        }
+        while let Some((request, events)) = &mut self.running {
+            if let Some(event) = request.ready.pop_front() {
+                return Poll::Ready(Some(Ok(event)));
+            }
+            let received = ready!(events.poll_receive(context));
+            let is_drained = received.as_ref().is_some_and(|it| it.is_drained);
+            let event = received.map(|it| it.event);
+            if let Some(RequestEvent::Token(token)) = &event
+                && let Some(delta) = request.one_token(token, is_drained)
+            {
+                return Poll::Ready(Some(Ok(GenerateEvent::Delta(delta))));
+            }
+            let error = request.take(event, is_drained).err();
+            if error.is_some() || request.has_ended() {
+                self.last = std::mem::take(&mut request.ready);
+                (self.error, self.generation) = (error, Some(request.timing.generation()));
+                self.running = None;
             }
         }
+        Poll::Ready(match self.last.pop_front() {
+            Some(event) => Some(Ok(event)),
+            None => self.error.take().map(Err),
+        })
+    }
+
+    /// The wait for a replica is over.
+    fn waited(&mut self, mut request: Generating, events: event_queue::Receiver, waited: Waited) {
+        match waited {
+            Waited::Placed => {
+                request.placed();
+                self.running = Some((request, events));
+                return;
+            }
+            Waited::Stopped => {
+                request.end_unplaced(Some(FinishReason::Cancelled));
+                self.last = (0..request.ended.len()).map(cancelled).collect();
+            }
+            Waited::Failed(error) => {
+                request.end_unplaced(None);
+                self.error = Some(error);
+            }
+        }
+        self.generation = Some(request.timing.generation());
     }
 }
 
-impl State {
-    fn after_wait(mut request: Box<Generating>, events: event_queue::Receiver, waited: Waited) -> Self {
-        let error = match waited {
-            Waited::Placed => {
-                request.placed();
-                return State::Running(request, events);
-            }
-            Waited::Stopped => None,
-            Waited::Failed(error) => Some(error),
-        };
-        let finished = error.is_none().then_some(FinishReason::Cancelled);
-        request.end_unplaced(finished);
-        let end = |index: usize| {
-            let (tokens, blocks, drafts) = (Tokens::new(), BlockUsage::default(), DraftUsage::default());
-            let at = Instant::now();
-            GenerateEvent::Delta(Delta {
-                index,
-                tokens,
-                at,
-                finished,
-                blocks,
-                drafts,
-                cum_log_prob: None,
-                is_drained: false,
-            })
-        };
-        let num_ended = if finished.is_some() { request.ended.len() } else { 0 };
-        State::Ending((0..num_ended).map(end).collect(), error, request.timing.generation())
-    }
+/// The end of a sequence that never ran.
+fn cancelled(index: usize) -> GenerateEvent {
+    let finished = Some(FinishReason::Cancelled);
+    let (tokens, at, blocks, drafts) = (Tokens::new(), Timestamp::now(), BlockUsage::default(), DraftUsage::default());
+    GenerateEvent::Delta(Delta { index, tokens, at, finished, blocks, drafts, cum_log_prob: None, is_drained: false })
 }
 
 impl Drop for GenerateStream {
     /// Follows a request whose client has left to its end, so that it is counted.
     fn drop(&mut self) {
-        let ended = State::Ending(VecDeque::new(), None, Generation::default());
-        let State::Running(mut request, mut events) = std::mem::replace(&mut self.state, ended) else { return };
+        let Some((mut request, mut events)) = self.running.take() else { return };
         request.cancel();
         self.runtime.spawn(async move {
             while !request.has_ended() {
@@ -457,17 +465,17 @@ mod tests {
                 _logits: None,
                 timing: Timing::new(&shared, 16, 1, 1),
                 text_stops: Vec::new(),
-                sequences: Vec::new(),
-                ended: vec![false],
+                sequences: SmallVec::new(),
+                ended: smallvec![false],
                 is_cancelled: false,
                 ready: VecDeque::new(),
             };
-            let events = GenerateStream::new(Box::new(generating), receiver);
+            let events = GenerateStream::new(generating, receiver);
             Box::new(LlmStream { events, responses: outputs::tests::streaming(), progress })
         });
         stream.accept_deltas();
         events.send(RequestEvent::Accepted(vec![SEQUENCE]));
-        events.send(RequestEvent::Joined { sequence: SEQUENCE, at: Instant::now(), start: 0 });
+        events.send(RequestEvent::Joined { sequence: SEQUENCE, at: Timestamp::now(), start: 0 });
         (stream, events, shared)
     }
 

@@ -38,7 +38,7 @@ pub(crate) enum RequestEvent {
     /// Logits of a sequence, before the tokens chosen from them.
     Logits(Box<LogitsPiece>),
     /// A step has room for a sequence: new, preempted before, or of lost workers. `start` counts starts of the workers.
-    Joined { sequence: SequenceId, at: Instant, start: u64 },
+    Joined { sequence: SequenceId, at: Timestamp, start: u64 },
     /// What nearly all of them are: one token of a sequence that goes on.
     Token(OneToken),
     /// Tokens of a sequence, or its end, as told at that time.
@@ -53,7 +53,7 @@ pub(crate) enum RequestEvent {
 #[derive(Debug)]
 pub(crate) struct OneToken {
     pub(crate) sequence: SequenceId,
-    row: RowId,
+    pub(crate) row: RowId,
     pub(crate) token: TokenId,
     pub(crate) logprob: Option<f32>,
     pub(crate) blocks: BlockUsage,

@@ -52,12 +52,12 @@ impl ResponseSource for LlmStream {
                     match self.responses.push(delta, accepts_deltas, output) {
                         None => {}
                         Some(Answer::Delta(observed)) => {
-                            let info = DeltaInfo { is_drained, computed: at.into(), observed };
+                            let info = DeltaInfo { is_drained, computed: at, observed };
                             return Poll::Ready(Some(Ok(StreamItem::Delta(info))));
                         }
                         Some(Answer::Response(response)) => {
                             self.report();
-                            self.progress.computed_at(at);
+                            self.progress.computed_at(at.into());
                             return Poll::Ready(Some(Ok(StreamItem::Response(response))));
                         }
                     }

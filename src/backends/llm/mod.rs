@@ -42,6 +42,7 @@ use serving::{
     Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, Name, ResponseStream,
     TextModel, TextOutputs,
 };
+use smallvec::{SmallVec, smallvec};
 use text::Tokenizer;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -321,12 +322,12 @@ impl Llm {
             _logits: logits,
             timing,
             text_stops,
-            sequences: Vec::new(),
-            ended: vec![false; num_sequences],
+            sequences: SmallVec::new(),
+            ended: smallvec![false; num_sequences],
             is_cancelled: false,
             ready: VecDeque::new(),
         };
-        let events = GenerateStream::new(Box::new(generating), receiver);
+        let events = GenerateStream::new(generating, receiver);
         Ok(ResponseStream::from_source(|progress| {
             progress.took_input(begun.elapsed());
             Box::new(LlmStream { events, responses, progress })

@@ -1,7 +1,7 @@
 //! Token events as the tensors TensorRT-LLM's clients read.
 
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use engine::{BlockUsage, DraftUsage, TokenId};
 use generation::{Delta, Logits as LogitsPart, Tokens};
@@ -9,7 +9,7 @@ use serving::{
     DataType, InferRequest, InferResponse, Name, OutputDelta, Parameter, Shape, Tensor, TextOutput, TextOutputs,
     Timestamp,
 };
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 use super::config::LlmConfig;
 use super::inputs::LlmRequest;
@@ -36,14 +36,24 @@ pub(crate) struct Responses {
     num_input_tokens: usize,
     padding: TokenId,
     logits_form: LogitsForm,
-    sequences: Vec<Output>,
+    sequences: SmallVec<[Output; 1]>,
     num_open: usize,
-    arrived: (Instant, SystemTime),
+    arrived: (Timestamp, SystemTime),
     /// The indices of the outputs that change from one token of a sequence to the next; `None` where more than one token's
     /// values may change.
-    changing: Option<SmallVec<[usize; 2]>>,
+    changing: Option<Changing>,
     /// The sequence whose single token the last response carried, where a delta may follow.
     delta_base: Option<usize>,
+}
+
+/// Outputs by their indices, and what they hold.
+type Changing = SmallVec<[(usize, Change); 2]>;
+
+/// What an output holds that changes with each token.
+#[derive(Debug, Clone, Copy)]
+enum Change {
+    Text,
+    Generated(Kind),
 }
 
 /// Where the value of an output comes from.
@@ -148,14 +158,15 @@ impl Number {
 }
 
 /// The outputs that change from token to token, if all keep their types and shapes.
-fn changing(outputs: &[(Name, Value)]) -> Option<SmallVec<[usize; 2]>> {
+fn changing(outputs: &[(Name, Value)]) -> Option<Changing> {
     let mut changing = SmallVec::new();
     for (index, (_, value)) in outputs.iter().enumerate() {
         match value {
             Value::Generated(Kind::ContextLogits | Kind::GenerationLogits) => return None,
             Value::Generated(kind) if kind.is_steady() => {}
             Value::Given(_) => {}
-            Value::Generated(_) | Value::Text => changing.push(index),
+            Value::Generated(kind) => changing.push((index, Change::Generated(*kind))),
+            Value::Text => changing.push((index, Change::Text)),
         }
     }
     Some(changing)
@@ -182,9 +193,9 @@ struct Output {
     blocks: BlockUsage,
     drafts: DraftUsage,
     logits: Logits,
-    first_scheduled: Option<Instant>,
-    first_token: Option<Instant>,
-    last_token: Option<Instant>,
+    first_scheduled: Option<Timestamp>,
+    first_token: Option<Timestamp>,
+    last_token: Option<Timestamp>,
     ended: bool,
 }
 
@@ -251,9 +262,9 @@ impl Responses {
             num_input_tokens,
             padding: parsed.request.sampling.end_ids.first().copied().unwrap_or(PADDING),
             logits_form: LogitsForm { datatype: config.logits_type, vocab_size: config.vocab_size },
-            sequences: vec![Output::default(); parsed.num_sequences],
+            sequences: smallvec![Output::default(); parsed.num_sequences],
             num_open: parsed.num_sequences,
-            arrived: (Instant::now(), SystemTime::now()),
+            arrived: (Timestamp::now(), SystemTime::now()),
         }
     }
 
@@ -264,7 +275,7 @@ impl Responses {
     }
 
     /// A step had room for sequence `index` at `at`; the first time counts.
-    pub(crate) fn scheduled(&mut self, index: usize, at: Instant) {
+    pub(crate) fn scheduled(&mut self, index: usize, at: Timestamp) {
         self.sequences[index].first_scheduled.get_or_insert(at);
     }
 
@@ -310,20 +321,20 @@ impl Responses {
     fn delta(&mut self, index: usize, delta: &mut OutputDelta) -> Timestamp {
         let Some(changing) = self.changing.take() else { return Timestamp::now() };
         let mut made = None;
-        for &output in &changing {
-            let kind = match self.outputs[output].1 {
-                Value::Generated(kind) => kind,
-                Value::Text | Value::Given(_) => {
-                    let token = self.sequences[index].pending.first().map_or(0, |token| token.token.0);
+        let token = self.sequences[index].pending.first();
+        let (token, logprob) = token.map_or((0, None), |token| (token.token.0, token.logprob));
+        for &(output, change) in &changing {
+            let kind = match change {
+                Change::Generated(kind) => kind,
+                Change::Text => {
                     made = self.texts.as_mut().map(|texts| texts.push_one(index, token, output, delta));
                     continue;
                 }
             };
-            let token = self.sequences[index].pending.first();
             let number = match kind {
-                Kind::OutputIds => Number::I32(token.map_or(0, |token| token.token.0.cast_signed())),
+                Kind::OutputIds => Number::I32(token.cast_signed()),
                 Kind::CumLogProbs => Number::F32(self.sequences[index].cumulative_log_prob as f32),
-                Kind::OutputLogProbs => Number::F32(token.and_then(|token| token.logprob).unwrap_or(0.0)),
+                Kind::OutputLogProbs => Number::F32(logprob.unwrap_or(0.0)),
                 _ => self.number(kind, index..index + 1),
             };
             number.set(output, delta);
@@ -409,7 +420,7 @@ impl Responses {
         let first = indices.start;
         let sequences = &self.sequences[indices];
         let count = |value: usize| Number::I32(value as i32);
-        let time = |at: Option<Instant>| Number::I64(self.unix_ns(at));
+        let time = |at: Option<Timestamp>| Number::I64(self.unix_ns(at));
         let blocks = |count: fn(&BlockUsage) -> u32| sequences.iter().map(|of| count(&of.blocks)).sum::<u32>();
         let drafts = |count: fn(&DraftUsage) -> u32| sequences.iter().map(|of| count(&of.drafts)).sum::<u32>();
         match kind {
@@ -466,15 +477,15 @@ impl Responses {
     }
 
     /// Nanoseconds since 1970; 0 for never.
-    fn unix_ns(&self, at: Option<Instant>) -> i64 {
+    fn unix_ns(&self, at: Option<Timestamp>) -> i64 {
         let Some(at) = at else { return 0 };
         let since_1970 = self.arrived.1.duration_since(UNIX_EPOCH).unwrap_or_default();
-        (since_1970 + at.saturating_duration_since(self.arrived.0)).as_nanos().try_into().unwrap_or(i64::MAX)
+        (since_1970 + Duration::from_nanos(at.ns_since(self.arrived.0))).as_nanos().try_into().unwrap_or(i64::MAX)
     }
 }
 
 impl Output {
-    fn take(&mut self, tokens: Tokens, at: Instant, blocks: BlockUsage) {
+    fn take(&mut self, tokens: Tokens, at: Timestamp, blocks: BlockUsage) {
         self.blocks = blocks;
         if tokens.is_empty() {
             return;
@@ -584,9 +595,9 @@ pub(crate) mod tests {
             num_input_tokens: 2,
             padding: TokenId(9),
             logits_form: LogitsForm { datatype: serving::DataType::Fp32, vocab_size: 1 },
-            sequences: vec![Output::default(); num_sequences],
+            sequences: smallvec![Output::default(); num_sequences],
             num_open: num_sequences,
-            arrived: (Instant::now(), SystemTime::now()),
+            arrived: (Timestamp::now(), SystemTime::now()),
         }
     }
 
@@ -599,7 +610,7 @@ pub(crate) mod tests {
         };
         let blocks = BlockUsage { num_reused: 2, num_allocated: 1 };
         let (drafts, cum_log_prob) = (DraftUsage { num_drafted: 4, num_accepted: tokens.len() as u32 }, None);
-        let (tokens, at) = (tokens.iter().map(token).collect(), Instant::now());
+        let (tokens, at) = (tokens.iter().map(token).collect(), Timestamp::now());
         let finished = ends.then_some(FinishReason::Length);
         Delta { index, tokens, at, finished, blocks, drafts, cum_log_prob, is_drained: false }
     }
@@ -632,7 +643,7 @@ pub(crate) mod tests {
 
     #[test]
     fn deltas_lead_to_the_same_responses() {
-        let arrived = (Instant::now(), SystemTime::now());
+        let arrived = (Timestamp::now(), SystemTime::now());
         let streaming = || {
             let mut streaming = responses(Mode::Streaming, 2, &[]);
             streaming.outputs.extend(MORE_OUTPUTS.iter().filter_map(|name| generated(name)));
@@ -645,7 +656,7 @@ pub(crate) mod tests {
         let tokens = [(0, 1, false), (0, 1, false), (0, 1, false), (1, 1, false), (1, 1, false), (0, 2, false)];
         let (mut num_deltas, ends) = (0, [(0, 1, false), (0, 1, false), (0, 1, true), (1, 1, false), (1, 0, true)]);
         for (round, (index, count, ends)) in (10..).zip(tokens.into_iter().chain(ends)) {
-            let at = Instant::now();
+            let at = Timestamp::now();
             let next = || Delta { at, ..delta(index, &vec![(round, -0.5); count], ends) };
             let response = push(&mut whole, next()).unwrap();
             let mut changes = OutputDelta::default();

@@ -358,7 +358,7 @@ impl Running {
         while let Some(plan) = engine.plan() {
             now = figures.phase(Phase::Plan, now);
             self.step_kinds.planned(&plan, figures);
-            push_joined(&mut self.thread.dispatcher, &plan, now, shared.restarts.load(Ordering::Relaxed));
+            push_joined(&mut self.thread.dispatcher, &plan, now.into(), shared.restarts.load(Ordering::Relaxed));
             group.step(plan)?;
             now = figures.phase(Phase::Send, now);
         }
@@ -575,7 +575,7 @@ fn slowest_phases(workers: &[LoadedWorker]) -> Vec<(String, Duration)> {
 }
 
 /// Tells requests that a plan has room for them.
-fn push_joined(dispatcher: &mut Dispatcher, plan: &StepPlan, at: Instant, start: u64) {
+fn push_joined(dispatcher: &mut Dispatcher, plan: &StepPlan, at: Timestamp, start: u64) {
     for joined in &plan.joined {
         dispatcher.push(joined.sequence, RequestEvent::Joined { sequence: joined.sequence, at, start });
     }

@@ -12,7 +12,7 @@ pub(crate) struct Texts {
     has_lengths: bool,
     calls: CallCounter,
     /// By sequence; made with its first tokens.
-    detokenizers: Vec<Option<Detokenizer>>,
+    detokenizers: SmallVec<[Option<Detokenizer>; 1]>,
     /// What the last tokens added, row after row.
     pieces: String,
 }
