@@ -19,7 +19,7 @@ use crate::model::ServedModel;
 use crate::registry::Registry;
 use crate::{
     Backend, CorrelationId, DetokenizerModel, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Name,
-    Parameter, ResponseSender, ResponseSource, ResponseStream, Tensor, Trace,
+    Parameter, ResponseSender, ResponseStream, Tensor, Trace,
 };
 
 mod graph;
@@ -30,7 +30,7 @@ mod text;
 use graph::{Graph, Step, Steps, Wire};
 pub(crate) use link::link;
 use tensors::Tensors;
-use text::TextStream;
+pub(crate) use text::TextStream;
 
 /// A loaded ensemble.
 pub(crate) struct Ensemble {
@@ -130,7 +130,7 @@ struct Pass {
 
 impl Run {
     /// Runs to the end, or to where the responses of a language model are all that is left.
-    async fn finish(mut self) -> Option<Box<dyn ResponseSource>> {
+    async fn finish(mut self) -> Option<TextStream> {
         let needed = self.graph.needed(&self.request.requested_outputs);
         self.detokenizer = self.graph.text.as_ref().and_then(|plan| {
             // A trace shows each request to each step.
@@ -141,8 +141,7 @@ impl Run {
             self.send_error(error).await;
             return None;
         }
-        let responses = self.text?;
-        Some(Box::new(TextStream { graph: self.graph, responses }))
+        Some(TextStream::new(self.graph, self.text?))
     }
 
     /// Runs the steps `waiting`, then sends what came out of them. Behind a decoupled step each of its responses is a pass of

@@ -5,6 +5,7 @@ use std::task::{Context, Poll};
 use futures::future::BoxFuture;
 use tokio::sync::mpsc;
 
+use crate::ensemble::TextStream;
 use crate::{InferError, InferResponse, OutputDelta, StreamItem};
 
 /// Produces the items of one stream when it is polled.
@@ -22,8 +23,8 @@ pub trait ResponseSource: Send {
 /// A response, or an error, on its way from a [`crate::ResponseSender`] to its stream.
 pub(crate) type Sent = Result<Box<InferResponse>, InferError>;
 
-/// Work that may leave the rest of the stream to a source.
-pub(crate) type Work = BoxFuture<'static, Option<Box<dyn ResponseSource>>>;
+/// Work that may leave the rest of the stream to a language model.
+pub(crate) type Work = BoxFuture<'static, Option<TextStream>>;
 
 /// Work that sends responses and goes on only while the stream is polled.
 ///
@@ -34,14 +35,14 @@ pub(crate) struct PolledWork {
     work: Option<Work>,
     sent: mpsc::Receiver<Sent>,
     /// What continues the stream after the last response that the work sent.
-    rest: Option<Box<dyn ResponseSource>>,
+    rest: Option<TextStream>,
 }
 
 /// What polling work has led to.
 pub(crate) enum Polled {
     Item(Poll<Option<Sent>>),
-    /// The work has ended, and this source continues the stream.
-    Rest(Box<dyn ResponseSource>),
+    /// The work has ended, and this continues the stream.
+    Rest(TextStream),
 }
 
 impl PolledWork {

@@ -10,6 +10,7 @@ use futures::Stream;
 use futures::future::{BoxFuture, FutureExt as _};
 use tokio::sync::mpsc;
 
+use crate::ensemble::TextStream;
 use crate::progress::{Generation, Progress, ProgressReporter};
 use crate::scheduler::Turn;
 use crate::sender::ResponseSender;
@@ -40,6 +41,8 @@ enum Source {
     /// Work that is polled with the stream.
     Work(PolledWork),
     Custom(Box<dyn ResponseSource>),
+    /// The language model of an ensemble.
+    Text(TextStream),
 }
 
 impl ResponseStream {
@@ -62,10 +65,10 @@ impl ResponseStream {
         Self::from_future_then(|sender| make(sender).map(|()| None))
     }
 
-    /// As [`ResponseStream::from_future`]; the source that the future resolves to continues the stream.
-    pub fn from_future_then<W>(make: impl FnOnce(ResponseSender) -> W) -> Self
+    /// As [`ResponseStream::from_future`]; what the future resolves to continues the stream.
+    pub(crate) fn from_future_then<W>(make: impl FnOnce(ResponseSender) -> W) -> Self
     where
-        W: Future<Output = Option<Box<dyn ResponseSource>>> + Send + 'static,
+        W: Future<Output = Option<TextStream>> + Send + 'static,
     {
         let (sender, receiver) = mpsc::channel(1);
         let progress = Arc::new(Progress::default());
@@ -91,12 +94,8 @@ impl ResponseStream {
     /// Accepts [`StreamItem::Delta`] where the source can send it: from now on the stream is read by
     /// [`ResponseStream::poll_item`].
     pub fn accept_deltas(&mut self) {
-        self.set_accepts_deltas(true);
-    }
-
-    pub(crate) fn set_accepts_deltas(&mut self, accepts_deltas: bool) {
         // Where outputs are removed on the way, their indices change.
-        self.accepts_deltas = accepts_deltas && !self.watch.as_ref().is_some_and(|watch| watch.removes_outputs());
+        self.accepts_deltas = !self.watch.as_ref().is_some_and(|watch| watch.removes_outputs());
     }
 
     /// As [`ResponseStream::poll_item`].
@@ -152,24 +151,24 @@ impl ResponseStream {
             self.turn = None;
         }
         delta.clear();
-        let item = ready!(self.source.poll(self.accepts_deltas, delta, context));
-        Poll::Ready(match (&mut self.watch, item) {
-            (Some(watch), Some(Ok(StreamItem::Delta(info)))) => {
-                watch.count_delta(&info);
-                Some(Ok(StreamItem::Delta(info)))
-            }
-            (Some(watch), Some(Ok(StreamItem::Response(mut response)))) => {
-                watch.see_response(&mut response);
-                Some(Ok(StreamItem::Response(response)))
-            }
-            (Some(watch), item) => watch.see_end(item),
-            (None, item) => item,
+        let item = ready!(self.source.poll_next(self.accepts_deltas, delta, context));
+        Poll::Ready(match &mut self.watch {
+            Some(watch) => watch.see_item(item),
+            None => item,
         })
+    }
+
+    /// What yields the items, and what completes and counts them.
+    pub(crate) fn into_parts(self) -> (Box<dyn ResponseSource>, Option<Box<Watch>>) {
+        match self.source {
+            Source::Custom(source) => (source, self.watch),
+            source => (Box::new(source), self.watch),
+        }
     }
 }
 
-impl Source {
-    fn poll(
+impl ResponseSource for Source {
+    fn poll_next(
         &mut self,
         accepts_deltas: bool,
         delta: &mut OutputDelta,
@@ -177,6 +176,7 @@ impl Source {
     ) -> Poll<Option<Result<StreamItem, InferError>>> {
         let item = |sent: Option<Sent>| sent.map(|sent| sent.map(StreamItem::Response));
         match self {
+            Source::Text(text) => text.poll_next(accepts_deltas, delta, context),
             Source::Custom(source) => source.poll_next(accepts_deltas, delta, context),
             Source::Ready(only) => Poll::Ready(only.take().map(|only| only.map(StreamItem::from))),
             Source::Channel(receiver) => receiver.poll_recv(context).map(item),
@@ -186,7 +186,7 @@ impl Source {
                     Polled::Rest(rest) => rest,
                 };
                 let first = rest.poll_next(accepts_deltas, delta, context);
-                *self = Source::Custom(rest);
+                *self = Source::Text(rest);
                 first
             }
         }

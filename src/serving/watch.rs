@@ -8,7 +8,7 @@ use crate::finder::Finder;
 use crate::model::ServedModel;
 use crate::progress::{Generation, Progress, Scheduled};
 use crate::statistics::{CacheUse, Came, Failure, OtherResponse, Outcome};
-use crate::{DeltaInfo, ErrorKind, InferError, InferRequest, InferResponse, Name, Timestamp, Trace};
+use crate::{DeltaInfo, ErrorKind, InferError, InferRequest, InferResponse, Name, StreamItem, Timestamp, Trace};
 
 /// Responses of a request that are counted together, at most: the place is shared by all requests to the model, and dear
 /// to touch from several threads.
@@ -119,6 +119,19 @@ impl Watch {
             self.see_response(response);
         }
         self.see_end(item)
+    }
+
+    /// Completes and counts one item of a stream.
+    pub fn see_item(
+        &mut self,
+        mut item: Option<Result<StreamItem, InferError>>,
+    ) -> Option<Result<StreamItem, InferError>> {
+        match &mut item {
+            Some(Ok(StreamItem::Delta(info))) => self.count_delta(info),
+            Some(Ok(StreamItem::Response(response))) => self.see_response(response),
+            _ => return self.see_end(item),
+        }
+        item
     }
 
     /// Completes and counts what ends a stream or stands for a response in it. A stream that ends without a final response

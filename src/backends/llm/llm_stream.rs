@@ -47,9 +47,9 @@ impl ResponseSource for LlmStream {
                     self.report();
                 }
                 GenerateEvent::Logits(logits) => self.responses.keep_logits(logits),
-                GenerateEvent::Delta(delta) => {
+                GenerateEvent::Delta(mut delta) => {
                     let (at, is_drained) = (delta.at, delta.is_drained);
-                    match self.responses.push(delta, accepts_deltas, output) {
+                    match self.responses.push(&mut delta, accepts_deltas, output) {
                         None => {}
                         Some(Answer::Delta(observed)) => {
                             let info = DeltaInfo { is_drained, computed: at, observed };

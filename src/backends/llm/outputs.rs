@@ -284,10 +284,10 @@ impl Responses {
         self.sequences[part.index].logits.keep(self.logits_form, &part);
     }
 
-    /// Adds a delta to its sequence.
-    fn take(&mut self, delta: Delta) -> &mut Output {
+    /// Moves a delta's tokens to its sequence.
+    fn take(&mut self, delta: &mut Delta) -> &mut Output {
         let output = &mut self.sequences[delta.index];
-        output.take(delta.tokens, delta.at, delta.blocks);
+        output.take(&mut delta.tokens, delta.at, delta.blocks);
         output.drafts = delta.drafts;
         output.cumulative_log_prob = delta.cum_log_prob.map_or(output.cumulative_log_prob, f64::from);
         output.ended = delta.finished.is_some();
@@ -297,7 +297,12 @@ impl Responses {
 
     /// The response that a delta of a sequence completes: as what changed, where `accepts_deltas`. It is final when all
     /// sequences have ended.
-    pub(crate) fn push(&mut self, delta: Delta, accepts_deltas: bool, changes: &mut OutputDelta) -> Option<Answer> {
+    pub(crate) fn push(
+        &mut self,
+        delta: &mut Delta,
+        accepts_deltas: bool,
+        changes: &mut OutputDelta,
+    ) -> Option<Answer> {
         let (index, ends) = (delta.index, delta.finished.is_some());
         let num_pending = self.take(delta).pending.len();
         let is_due = match self.mode {
@@ -485,7 +490,7 @@ impl Responses {
 }
 
 impl Output {
-    fn take(&mut self, tokens: Tokens, at: Timestamp, blocks: BlockUsage) {
+    fn take(&mut self, tokens: &mut Tokens, at: Timestamp, blocks: BlockUsage) {
         self.blocks = blocks;
         if tokens.is_empty() {
             return;
@@ -495,9 +500,9 @@ impl Output {
         self.num_tokens += tokens.len();
         self.cumulative_log_prob += tokens.iter().filter_map(|token| token.logprob.map(f64::from)).sum::<f64>();
         if self.pending.is_empty() {
-            self.pending = tokens;
+            self.pending = std::mem::take(tokens);
         } else {
-            self.pending.extend(tokens);
+            self.pending.append(tokens);
         }
     }
 }
@@ -573,8 +578,8 @@ pub(crate) mod tests {
     }
 
     /// The response that a delta completes, where no deltas are accepted.
-    fn push(responses: &mut Responses, delta: Delta) -> Option<InferResponse> {
-        match responses.push(delta, false, &mut OutputDelta::default())? {
+    fn push(responses: &mut Responses, mut delta: Delta) -> Option<InferResponse> {
+        match responses.push(&mut delta, false, &mut OutputDelta::default())? {
             Answer::Response(response) => Some(*response),
             Answer::Delta(_) => panic!("none was accepted"),
         }
@@ -660,7 +665,7 @@ pub(crate) mod tests {
             let next = || Delta { at, ..delta(index, &vec![(round, -0.5); count], ends) };
             let response = push(&mut whole, next()).unwrap();
             let mut changes = OutputDelta::default();
-            match in_deltas.push(next(), true, &mut changes).unwrap() {
+            match in_deltas.push(&mut next(), true, &mut changes).unwrap() {
                 Answer::Response(response) => last = *response,
                 Answer::Delta(_) => {
                     assert!(last.allows_delta && !response.is_final);

@@ -6,6 +6,7 @@ use std::task::{Context, Poll, ready};
 use super::Run;
 use super::graph::{Graph, Step, Wire};
 use crate::model::ServedModel;
+use crate::watch::Watch;
 use crate::{
     CallCounter, DetokenizerModel, InferError, InferRequest, Name, OutputDelta, ResponseSource, ResponseStream,
     StreamItem, TextModel, TextOutput, TextOutputs,
@@ -119,31 +120,38 @@ fn made_as(step: &Step, wire: &Wire, output: &str) -> bool {
 }
 
 /// The responses of a generator as those of its ensemble.
-pub(super) struct TextStream {
-    pub(super) graph: Arc<Graph>,
-    pub(super) responses: ResponseStream,
+pub(crate) struct TextStream {
+    source: Box<dyn ResponseSource>,
+    /// The generator's.
+    watch: Box<Watch>,
+    graph: Arc<Graph>,
 }
 
-impl ResponseSource for TextStream {
-    fn poll_next(
+impl TextStream {
+    /// What a generator answers in `graph`.
+    pub(super) fn new(graph: Arc<Graph>, responses: ResponseStream) -> Self {
+        let (source, watch) = responses.into_parts();
+        Self { source, watch: watch.expect("a model's responses are watched"), graph }
+    }
+
+    /// As [`ResponseSource::poll_next`].
+    pub(crate) fn poll_next(
         &mut self,
         accepts_deltas: bool,
         delta: &mut OutputDelta,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<StreamItem, InferError>>> {
-        self.responses.set_accepts_deltas(accepts_deltas);
-        Poll::Ready(match ready!(self.responses.poll_item(delta, context)) {
-            Some(Ok(StreamItem::Delta(mut info))) => {
-                info.computed = info.observed; // Counted as the generator's.
-                Some(Ok(StreamItem::Delta(info)))
-            }
-            Some(Ok(StreamItem::Response(mut response))) => {
+        let item = ready!(self.source.poll_next(accepts_deltas, delta, context));
+        let mut item = self.watch.see_item(item);
+        match &mut item {
+            Some(Ok(StreamItem::Delta(info))) => info.computed = info.observed, // Counted as the generator's.
+            Some(Ok(StreamItem::Response(response))) => {
                 // The ensemble's are filled in.
                 (response.model_name, response.model_version) = (Name::default(), Name::default());
-                Some(Ok(StreamItem::Response(response)))
             }
-            Some(Err(error)) => Some(Err(self.graph.within(error))),
-            None => None,
-        })
+            Some(Err(error)) => *error = self.graph.within(error.clone()),
+            None => {}
+        }
+        Poll::Ready(item)
     }
 }
