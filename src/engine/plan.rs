@@ -1,38 +1,38 @@
-//! What rank 0 decides and every worker obeys: the step plan, and what comes back.
+//! The step plan, which rank 0 decides and every worker carries out, and the step output, which workers return.
 //!
-//! A plan is a delta against the rows every worker keeps. It names no token that a device sampled:
-//! those never visit the host between steps, so plan `n + 1` can be sent while step `n` runs.
+//! A plan is a delta against the rows that every worker keeps. It does not contain tokens that a device sampled: these
+//! stay on the device between steps, so plan `n + 1` can be sent while step `n` runs.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::{BlockId, RowId, SamplingParams, SequenceId, TokenId};
 
-/// One forward pass: decided on rank 0, carried out by every worker in this order:
-/// `left`, `joined`, `revised`, `copied`, `grown`, then the forward pass over `work`.
+/// One forward pass, decided on rank 0. Every worker carries it out in this order: `left`, `joined`, `revised`,
+/// `copied`, `grown`, then the forward pass over `work`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct StepPlan {
-    /// Strictly increasing by one; a worker that sees a gap stops.
+    /// Increases by one with each plan; a worker that sees a gap stops.
     pub step: u64,
-    /// Rows whose sequence ended or was preempted: their state is dropped, the row is free.
+    /// Rows whose sequence ended or was preempted: workers drop their state and the row is free.
     pub left: Vec<RowId>,
     /// Sequences that take a free row.
     pub joined: Vec<JoinedRow>,
-    /// Rows that go on from tokens which rank 0 chose, all at once: each reads its parent as it was before any of them.
+    /// Rows whose tokens rank 0 replaces. All are replaced at once: each reads its parent as it was before any of them.
     pub revised: Vec<RevisedRow>,
-    /// Blocks that rows stop sharing. None is both read and written.
+    /// KV blocks that a row stops sharing. No block is both source and target.
     pub copied: Vec<CopiedBlock>,
     /// Blocks appended to a row's block table, in order.
     pub grown: Vec<(RowId, BlockId)>,
-    /// Guesses at the tokens after the first of a row's work, in the order of `work`.
+    /// Draft tokens: guesses at the tokens after the first of a row's work, in the order of `work`.
     pub drafts: Vec<(RowId, Vec<TokenId>)>,
     /// The rows of this step: prefill chunks first, then rows that verify drafts, then decodes of one token.
     pub work: Vec<RowWork>,
 }
 
-/// A sequence that takes a row: all that a worker must know of it.
+/// A sequence that takes a row, with all the state that a worker needs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct JoinedRow {
-    /// Free until now.
+    /// The row, which was free before.
     pub row: RowId,
     /// For logs and crash reports.
     pub sequence: SequenceId,
@@ -48,53 +48,53 @@ pub struct JoinedRow {
     pub sampling: SamplingParams,
 }
 
-/// A row that goes on from tokens which rank 0 chose: a beam, or a row whose drafts were verified. Until this comes, what
-/// was sampled for it counts for nothing.
+/// A row that continues from tokens chosen by rank 0: a beam, or a row whose drafts were verified. Tokens that a device
+/// sampled for the row since then are ignored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RevisedRow {
-    /// Which row; one that was free so far is a new beam's.
+    /// The row. If it was free before, it becomes a new beam.
     pub row: RowId,
-    /// The row whose tokens, block table and sampling state it continues; may be itself.
+    /// The row whose tokens, block table and sampling state it continues; may be the row itself.
     pub parent: RowId,
-    /// Tokens kept of the parent, prompt first.
+    /// Number of the parent's tokens to keep, prompt included.
     pub num_kept: u32,
-    /// Tokens behind them. All but the last are in the KV blocks.
+    /// Tokens appended to those kept. All but the last are in the KV blocks.
     pub tokens: Vec<TokenId>,
 }
 
-/// A row's last block, shared so far, becomes a copy of its own, in all layers.
+/// A row's last block was shared. It is replaced by a copy, in all layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CopiedBlock {
-    /// Whose block table changes.
+    /// The row whose block table changes.
     pub row: RowId,
     /// The last block of that table.
     pub from: BlockId,
-    /// What takes its place, with its content.
+    /// The block that receives the copy and replaces `from`.
     pub to: BlockId,
 }
 
-/// What one row does in a step: computes positions `start..start + num_tokens`.
+/// The work of one row in a step: it computes positions `start..start + num_tokens`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RowWork {
-    /// Which row.
+    /// The row.
     pub row: RowId,
-    /// First position computed; equals the number of positions computed before, which workers check.
+    /// First position computed. Workers check that it equals the number of positions computed before.
     pub start: u32,
-    /// 1 for a decode, and 1 more for each draft; the chunk's length for a prefill.
+    /// 1 for a decode plus 1 for each draft; the chunk's length for a prefill.
     pub num_tokens: u32,
     /// Whether the last position's logits choose the row's next token (false for all but the last prefill chunk). With
-    /// drafts every position chooses one.
+    /// drafts, every position chooses one.
     pub samples: bool,
 }
 
 /// What a step produced, in the order of the plan's sampling rows.
 ///
-/// On the wire rows and tokens are arrays of their own, which one copy reads, and log-probabilities follow for those that
-/// have them.
+/// On the wire, rows and tokens are two separate arrays that are decoded by one copy each. Log-probabilities follow,
+/// only for the tokens that have them.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(into = "Columns", try_from = "Columns")]
 pub struct StepOutput {
-    /// The plan's number.
+    /// The number of the plan.
     pub step: u64,
     /// One entry for each `RowWork` with `samples`, and one more for each of its drafts, in plan order.
     pub tokens: Vec<SampledToken>,
@@ -107,13 +107,13 @@ pub struct SampledToken {
     pub row: RowId,
     /// The token.
     pub token: TokenId,
-    /// Natural log-probability of `token` under the raw logits' softmax, when asked for.
+    /// Natural log-probability of `token` under the softmax of the raw logits, if the request asked for it.
     pub logprob: Option<f32>,
-    /// The likeliest tokens and their log-probabilities, best first, when asked for.
+    /// The likeliest tokens and their log-probabilities, best first, if the request asked for them.
     pub top: Vec<(TokenId, f32)>,
 }
 
-/// A [`StepOutput`] as it travels.
+/// The wire form of a [`StepOutput`].
 #[derive(Serialize, Deserialize)]
 struct Columns {
     step: u64,
@@ -122,10 +122,10 @@ struct Columns {
     details: Vec<Detail>,
 }
 
-/// Which token of the output, its log-probability, and the likeliest tokens with theirs.
+/// Index of the token in the output, its log-probability, and the likeliest tokens with theirs.
 type Detail = (u32, Option<f32>, Vec<(TokenId, f32)>);
 
-/// Numbers as their bytes, little-endian.
+/// An array of `u32`, serialized as little-endian bytes.
 struct Words(Vec<u32>);
 
 impl Serialize for Words {
@@ -174,19 +174,19 @@ impl TryFrom<Columns> for StepOutput {
     }
 }
 
-/// Why bytes are not the plan or output that was sent.
+/// Why received bytes are not a valid plan or output.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // Fields are named by their messages.
+#[allow(missing_docs)] // Fields are named in the messages.
 pub enum PlanError {
-    /// The checksum does not match: the bytes changed on their way.
+    /// The checksum does not match: the bytes changed on the way.
     #[error("checksum of {} plan bytes is {found:08x}, expected {expected:08x}", .len)]
     Checksum { len: usize, expected: u32, found: u32 },
-    /// The bytes do not decode.
+    /// The bytes cannot be decoded.
     #[error("cannot decode {len} plan bytes")]
     Decode { len: usize, source: postcard::Error },
 }
 
-/// Bytes of `value` followed by their CRC-32, into `out` (cleared first).
+/// Writes the bytes of `value` followed by their CRC-32 to `out`, which is cleared first.
 pub fn encode<T: Serialize>(value: &T, out: &mut Vec<u8>) {
     out.clear();
     *out = postcard::to_extend(value, std::mem::take(out)).expect("plans hold nothing that cannot be serialized");
@@ -194,10 +194,10 @@ pub fn encode<T: Serialize>(value: &T, out: &mut Vec<u8>) {
     out.extend_from_slice(&checksum.to_le_bytes());
 }
 
-/// Reverses [`encode`].
+/// Decodes what [`encode`] wrote.
 ///
 /// # Errors
-/// When the checksum does not match or the bytes do not decode.
+/// Returns an error if the checksum does not match or the bytes cannot be decoded.
 pub fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<T, PlanError> {
     let (body, tail) = bytes.split_last_chunk::<4>().unwrap_or((&[], &[0; 4]));
     let (expected, found) = (u32::from_le_bytes(*tail), crc32fast::hash(body));

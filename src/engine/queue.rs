@@ -1,4 +1,4 @@
-//! Sequences that wait for a row.
+//! The queue of sequences that wait for a row.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -7,19 +7,19 @@ use crate::SequenceId;
 use crate::sequence::Sequence;
 use crate::sequences::Slot;
 
-/// The order of service: higher priority first, then those that are not delayed, then arrival.
+/// Sort key of the order of service: higher priority first, then those that are not delayed, then arrival.
 pub(crate) type Turn = (Reverse<u32>, bool, SequenceId);
 
 pub(crate) fn turn(sequence: &Sequence) -> Turn {
     (Reverse(sequence.priority), sequence.is_delayed, sequence.id)
 }
 
-/// Sequences that ran before come first: somebody reads their streams already.
+/// Sequences that ran before come first, because clients are already reading their streams.
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
     resumed: BTreeMap<Turn, Slot>,
     new: BTreeMap<Turn, Slot>,
-    /// How many of `new` there are of each priority that has any.
+    /// Number of sequences in `new` of each priority that has any.
     new_of: BTreeMap<u32, usize>,
 }
 
@@ -28,17 +28,17 @@ impl Queue {
         self.resumed.len() + self.new.len()
     }
 
-    /// Those that never ran; only they count against the queue's bound.
+    /// Number of sequences that never ran; only they count against the queue's bound.
     pub(crate) fn num_new(&self) -> usize {
         self.new.len()
     }
 
-    /// Those of one priority that never ran.
+    /// Number of sequences of one priority that never ran.
     pub(crate) fn num_new_of(&self, priority: u32) -> usize {
         self.new_of.get(&priority).copied().unwrap_or(0)
     }
 
-    /// How many never ran of each priority that has any.
+    /// Number of sequences that never ran, of each priority that has any.
     pub(crate) fn new_of(&self) -> &BTreeMap<u32, usize> {
         &self.new_of
     }
@@ -47,7 +47,7 @@ impl Queue {
         self.slots().next()
     }
 
-    /// Those that wait, in the order in which they are served.
+    /// The waiting sequences in the order of service.
     pub(crate) fn slots(&self) -> impl Iterator<Item = Slot> {
         self.resumed.values().chain(self.new.values()).copied()
     }

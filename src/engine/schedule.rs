@@ -1,4 +1,4 @@
-//! Makes the next step's plan: decodes first, then prefill in what is left of the token budget.
+//! Makes the plan of the next step: decodes first, then prefill in the remaining token budget.
 
 use crate::engine::{Engine, InFlight, Sample};
 use crate::plan::{CopiedBlock, JoinedRow, RevisedRow, RowWork, StepPlan};
@@ -8,12 +8,13 @@ use crate::sequence::{Place, Sequence};
 use crate::sequences::Slot;
 use crate::{BlockId, Policy, RowId, SamplingParams, TokenId};
 
-/// Under [`Policy::MaxUtilization`] an admission leaves a block for so many running rows: one admitted into the last
-/// blocks is soon preempted again. `tests/soak.rs`, steps and preemptions for 100 000 requests: 107 347 and 4 with a
-/// block for each row, 94 954 and 3 484 with one for four, 93 900 and 26 914 with none.
+/// Under [`Policy::MaxUtilization`] an admission leaves one block free for this number of running rows, because a
+/// sequence admitted into the last blocks is soon preempted again. Measured with `tests/soak.rs`, steps and preemptions
+/// for 100 000 requests: 107 347 and 4 with one block for each row, 94 954 and 3 484 with one for four rows, 93 900 and
+/// 26 914 with none.
 const ROWS_PER_KEPT_BLOCK: usize = 4;
 
-/// A plan in the making.
+/// A plan while it is being made.
 #[derive(Default)]
 pub(crate) struct Draft {
     joined: Vec<JoinedRow>,
@@ -27,27 +28,28 @@ pub(crate) struct Draft {
     prefill_samples: Vec<Sample>,
     pub(crate) verify_samples: Vec<Sample>,
     pub(crate) decode_samples: Vec<Sample>,
-    /// Guessed tokens that may be added.
+    /// Number of draft tokens that may still be added.
     pub(crate) draft_budget: usize,
-    /// Prefill tokens that may be added.
+    /// Number of prefill tokens that may still be added.
     prefill_budget: usize,
     num_joined_tokens: usize,
-    /// Sequences whose last token this plan samples.
+    /// Sequences whose last token is sampled by this plan.
     completed: Vec<Slot>,
 }
 
 impl Engine {
-    /// The next step, or `None`: there is nothing to compute, or as many plans as allowed wait to be settled.
+    /// Makes the next plan. Returns `None` if there is nothing to compute, or if the maximum number of plans is in
+    /// flight.
     ///
-    /// A plan always has work. It is made as if every plan in flight goes well and no sequence ends in it but by
-    /// length; what turns out otherwise is put right in [`settle`](Self::settle).
+    /// A plan always has work. It assumes that every plan in flight succeeds and that sequences end only by length;
+    /// [`settle`](Self::settle) corrects what turns out otherwise.
     pub fn plan(&mut self) -> Option<StepPlan> {
         if self.in_flight.len() >= self.config.max_in_flight {
             return None;
         }
         let mut draft = Draft {
             decodes: Vec::with_capacity(self.running.len()),
-            // The rest is for prompts.
+            // The other half of the budget is for prompts.
             draft_budget: (self.config.max_step_tokens - self.num_rows()) / 2,
             decode_samples: std::mem::take(&mut self.spare_samples),
             ..Draft::default()
@@ -67,7 +69,8 @@ impl Engine {
         self.seal(draft)
     }
 
-    /// A prefill budget with which a step of `num_decode_tokens` has no part of a tile, if prompts are there for it; at most `budget`.
+    /// The largest prefill budget, at most `budget`, with which a step of `num_decode_tokens` has no partial tile, if
+    /// there are enough prompt tokens to fill it.
     fn whole_tiles(&self, num_decode_tokens: usize, budget: usize) -> usize {
         let remaining = |sequence: &Sequence| sequence.tokens.len().saturating_sub(sequence.num_computed);
         let running = self.running.iter().map(|&(_, slot)| &self.sequences[slot]).filter(|s| s.is_prefilling());
@@ -86,7 +89,7 @@ impl Engine {
 
     fn plan_decodes(&mut self, draft: &mut Draft) {
         let mut index = 0;
-        // Those in flight are in the other micro-batches.
+        // Sequences with a step in flight are in the other micro-batches.
         let most = self.running.len().div_ceil(self.config.num_stages);
         while let Some(&(_, slot)) = self.running.get(index).filter(|_| draft.decodes.len() < most) {
             let sequence = &self.sequences[slot];
@@ -99,7 +102,7 @@ impl Engine {
                 continue;
             }
             if sequence.needs_block(self.config.block_size) && !self.grow(slot, draft) {
-                continue; // It was the last, and preempted.
+                continue; // It was the last one and was preempted.
             }
             index += 1;
             if self.sequences[slot].waits_for_settle() {
@@ -119,8 +122,8 @@ impl Engine {
         }
     }
 
-    /// Appends a block to a decoding sequence, preempting others that come after it. False when none was left and it was
-    /// preempted itself.
+    /// Appends a block to a decoding sequence, preempting sequences after it if necessary. Returns false if no block
+    /// was left and the sequence itself was preempted.
     fn grow(&mut self, slot: Slot, draft: &mut Draft) -> bool {
         let block = loop {
             if let Some(block) = self.pool.allocate() {
@@ -134,7 +137,7 @@ impl Engine {
         true
     }
 
-    /// Appends an allocated block to a sequence's table.
+    /// Appends an allocated block to a sequence's block table.
     pub(crate) fn append(&mut self, slot: Slot, block: BlockId, draft: &mut Draft) {
         let sequence = &mut self.sequences[slot];
         sequence.blocks.push(block);
@@ -146,7 +149,7 @@ impl Engine {
         draft.grown.push((running_row(sequence), block));
     }
 
-    /// Preempts the sequence that is served last, and says which it was.
+    /// Preempts the last sequence in the order of service, and returns it.
     pub(crate) fn preempt_last(&mut self) -> Slot {
         let &(_, slot) = self.running.last().expect("a sequence that needs blocks is running");
         self.leave(slot, Place::Queued);
@@ -155,7 +158,7 @@ impl Engine {
         slot
     }
 
-    /// Goes on with prefills that have begun.
+    /// Continues prefills that have begun.
     fn plan_chunks(&mut self, draft: &mut Draft) {
         for index in 0..self.running.len() {
             let (_, slot) = self.running[index];
@@ -189,8 +192,8 @@ impl Engine {
         }
     }
 
-    /// Gives rows to the head of the queue, one after another, while rows, blocks and budget last.
-    /// Nobody overtakes: a head that does not fit holds back those behind it.
+    /// Admits sequences from the front of the queue while rows, blocks and budget last. They are never reordered: one
+    /// that does not fit blocks those behind it.
     fn admit(&mut self, draft: &mut Draft) {
         let mut found = Vec::new();
         while draft.prefill_budget > 0
@@ -212,7 +215,7 @@ impl Engine {
         sequence.num_in_flight == 0 && carries && sequence.num_rows() <= self.free_rows.len()
     }
 
-    /// Whether there are blocks for the sequence beside those `found` in the prefix cache.
+    /// Whether there are enough blocks for the sequence. Blocks found in the prefix cache are written to `found`.
     fn find_room(&mut self, slot: Slot, found: &mut Vec<BlockId>) -> bool {
         let sequence = &self.sequences[slot];
         let block_size = self.config.block_size;
@@ -229,7 +232,7 @@ impl Engine {
             return false;
         }
         found.clear();
-        // Logits of positions that are not computed again would be missing.
+        // The logits of reused positions would be missing.
         let may_reuse = self.config.prefix_cache && !sequence.sampling.context_logits;
         if may_reuse && !prefix::find_prefix(&self.pool, sequence, block_size, self.next_step, found) {
             return false;
@@ -279,12 +282,12 @@ impl Engine {
         draft.joined.push(joined_row(sequence, row));
     }
 
-    /// Rows that are taken.
+    /// Number of rows in use.
     fn num_rows(&self) -> usize {
         self.config.max_rows - self.free_rows.len()
     }
 
-    /// Numbers the plan and takes out the sequences that it completes.
+    /// Numbers the plan and removes the sequences that it completes.
     fn seal(&mut self, draft: Draft) -> Option<StepPlan> {
         let mut samples = draft.decode_samples;
         let mut work = draft.decodes;

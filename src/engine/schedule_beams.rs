@@ -1,4 +1,4 @@
-//! Plans the next step of a beam search: each beam continues its parent, and shares blocks with it where it can.
+//! Plans the next step of a beam search: each beam continues its parent and shares blocks with it where possible.
 
 use crate::Policy;
 use crate::engine::{Engine, Sample};
@@ -8,7 +8,7 @@ use crate::sequence::Sequence;
 use crate::sequences::Slot;
 
 impl Engine {
-    /// Plans one token for each beam. False when it was preempted itself for want of blocks.
+    /// Plans one token for each beam. Returns false if there were too few blocks and the sequence itself was preempted.
     pub(crate) fn plan_beams(&mut self, slot: Slot, draft: &mut Draft) -> bool {
         let held_before = self.sequences[slot].num_held();
         self.follow_choices(slot);
@@ -30,7 +30,7 @@ impl Engine {
         true
     }
 
-    /// Gives every beam its parent's blocks.
+    /// Copies the block table of its parent to each beam.
     fn follow_choices(&mut self, slot: Slot) {
         let block_size = self.config.block_size;
         let sequence = &mut self.sequences[slot];
@@ -44,8 +44,8 @@ impl Engine {
         beams.tails = tails;
     }
 
-    /// Blocks without which the beams cannot write their next position: one each where the last is full, else one for
-    /// each but one of those that share it.
+    /// Number of blocks needed before the beams can write their next position. If the last block is full, each beam
+    /// needs a new one; otherwise all but one of those that share it need a copy.
     fn num_blocks_for_beams(&self, slot: Slot, is_block_full: bool) -> usize {
         let tails = &self.sequences[slot].beams.as_ref().expect("a beam search has beams").tails;
         if is_block_full {
@@ -57,7 +57,7 @@ impl Engine {
         tails.len() - last.len()
     }
 
-    /// Gives every beam a last block of its own.
+    /// Gives every beam a last block that it does not share.
     fn part(&mut self, slot: Slot, is_block_full: bool, draft: &mut Draft) {
         let beams = self.sequences[slot].beams.as_mut().expect("a beam search has beams");
         for (tail, &row) in beams.tails.iter_mut().zip(&beams.rows) {
@@ -80,7 +80,7 @@ impl Engine {
     }
 }
 
-/// Tells workers who continues whom, and gives each beam its work.
+/// Sends the parent of each beam to the workers, and plans its work.
 fn plan_work(sequence: &mut Sequence, slot: Slot, draft: &mut Draft) {
     let (start, id) = (sequence.num_computed as u32, sequence.id);
     let beams = sequence.beams.as_mut().expect("a beam search has beams");

@@ -1,4 +1,4 @@
-//! Plans a sequence's next token together with guesses at those after it.
+//! Plans a sequence's next token together with draft tokens after it.
 
 use crate::TokenId;
 use crate::engine::{Engine, Sample};
@@ -8,7 +8,7 @@ use crate::sequence::Drafting;
 use crate::sequences::Slot;
 
 impl Engine {
-    /// Plans a decode whose block there is. Drafts take blocks that are free, and no other sequence's.
+    /// Plans a decode whose block is allocated. Draft tokens use only free blocks; no sequence is preempted for them.
     pub(crate) fn plan_drafts(&mut self, slot: Slot, draft: &mut Draft) {
         let drafts = self.guess(slot, draft);
         let sequence = &mut self.sequences[slot];
@@ -37,7 +37,7 @@ impl Engine {
         sequence.drafting = Some(Box::new(Drafting { drafts, verified: Vec::new() }));
     }
 
-    /// As many guesses as budget, length and blocks allow.
+    /// As many draft tokens as budget, length and blocks allow.
     fn guess(&mut self, slot: Slot, draft: &mut Draft) -> Vec<TokenId> {
         let sequence = &self.sequences[slot];
         let room = sequence.max_len - sequence.tokens.len() - 1;

@@ -1,4 +1,4 @@
-//! What the engine holds and has done, for metrics and for proving that nothing leaks.
+//! The engine's counters, for metrics and for tests that look for leaks.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use crate::{Policy, RowId, SequenceId};
 pub struct EngineStats {
     /// Sequences in rows.
     pub num_running: usize,
-    /// Of these, prompts not yet computed to their end by the plans made so far.
+    /// Of these, sequences whose prompt is not fully computed by the plans made so far.
     pub num_prefilling: usize,
     /// Sequences in the queue, preempted ones included.
     pub num_waiting: usize,
@@ -21,7 +21,7 @@ pub struct EngineStats {
     pub num_in_flight: usize,
     /// Blocks that running sequences use.
     pub num_blocks_used: usize,
-    /// Blocks that nobody uses and whose content can be reused.
+    /// Blocks that no sequence uses and whose content can be reused.
     pub num_blocks_cached: usize,
     /// Blocks that are empty.
     pub num_blocks_unused: usize,
@@ -31,53 +31,53 @@ pub struct EngineStats {
     pub total_steps: u64,
     /// Preemptions.
     pub total_preempted: u64,
-    /// Sequences that went on after their workers were lost, once for each time.
+    /// Sequences that continued after their workers were lost, counted each time.
     pub total_recovered: u64,
-    /// Prompt tokens of requests taken.
+    /// Prompt tokens of accepted requests.
     pub total_prompt_tokens: u64,
     /// Tokens settled, end ids and stop words included.
     pub total_output_tokens: u64,
-    /// Tokens computed for sequences that had ended.
+    /// Tokens computed for sequences that had already ended.
     pub total_discarded_tokens: u64,
     /// Blocks found in the prefix cache.
     pub total_reused_blocks: u64,
     /// Blocks allocated.
     pub total_allocated_blocks: u64,
-    /// Tokens guessed.
+    /// Draft tokens guessed.
     pub total_drafted_tokens: u64,
-    /// Of these, guessed right.
+    /// Draft tokens that were correct.
     pub total_accepted_tokens: u64,
 }
 
-/// Who holds what: one entry a live sequence, and the sums. All is zero when the engine is idle.
+/// The resources held by each live sequence, and their sums. All values are zero when the engine is idle.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Ledger {
-    /// In order of arrival.
+    /// One entry for each live sequence, in order of arrival.
     pub holdings: Vec<Holding>,
-    /// Queue slots taken.
+    /// Sequences in the queue.
     pub num_queued: usize,
-    /// Rows taken.
+    /// Rows in use.
     pub num_rows: usize,
-    /// Blocks used; a shared one counts once.
+    /// Blocks in use; a shared block counts once.
     pub num_blocks: usize,
-    /// Blocks promised and not yet taken.
+    /// Blocks reserved and not yet allocated.
     pub num_reserved_blocks: usize,
     /// Plans in flight.
     pub num_in_flight: usize,
 }
 
-/// What one sequence holds.
+/// The resources of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Holding {
-    /// Whose.
+    /// The sequence.
     pub sequence: SequenceId,
-    /// Its row, if it runs; the first of a beam search.
+    /// Its row, if it runs; in a beam search the first one.
     pub row: Option<RowId>,
-    /// Rows it takes.
+    /// Number of rows in use.
     pub num_rows: usize,
-    /// Whether it takes a place in the queue.
+    /// Whether it is in the queue.
     pub queued: bool,
-    /// Length of its block table; of a beam search's, each block once.
+    /// Length of its block table; in a beam search the number of distinct blocks.
     pub num_blocks: usize,
     /// Its tokens in flight.
     pub num_in_flight: usize,
@@ -110,7 +110,7 @@ impl Engine {
         }
     }
 
-    /// Every row, block and queue slot with its holder.
+    /// The holder of every row, block and queue entry.
     pub fn ledger(&self) -> Ledger {
         let holding = |(id, slot)| {
             let sequence = &self.sequences[slot];
@@ -133,11 +133,11 @@ impl Engine {
         }
     }
 
-    /// Counts every holding again, from the sequences, and compares with the books. For tests and debugging:
-    /// takes time in proportion to all blocks.
+    /// Recounts all resources from the sequences and compares them with the counters. For tests and debugging: the time
+    /// is proportional to the number of blocks.
     ///
     /// # Errors
-    /// Says which book is wrong.
+    /// Names the first counter that is wrong.
     pub fn audit(&self) -> Result<(), String> {
         let ledger = self.ledger();
         let equal = |what: &str, counted: usize, book: usize| {
@@ -206,7 +206,7 @@ impl Engine {
 }
 
 impl Ledger {
-    /// Whether nothing is held.
+    /// Whether no resource is held.
     pub fn is_zero(&self) -> bool {
         *self == Self::default()
     }

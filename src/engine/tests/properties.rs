@@ -1,5 +1,6 @@
-//! A hundred thousand random requests with cancels, stops, priorities, deadlines and lost workers against a simulated device:
-//! streams are undisturbed, and the books balance after every call. A failure is shrunk to the fewest calls that show it.
+//! 100 000 random requests with cancels, stops, priorities, deadlines and lost workers against a simulated device. All
+//! streams must be correct, and the counters must be right after every call. A failure is shrunk to the shortest list
+//! of calls that shows it.
 
 mod support;
 
@@ -11,14 +12,15 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use support::{Guesser, Random, VOCAB_SIZE, World};
 
-/// Engines of random bounds, each with its own calls: enough for 100 000 requests.
+/// Number of engines with random limits, each with its own calls: enough for 100 000 requests.
 const NUM_WORLDS: u32 = 4200;
 
 #[derive(Debug, Clone)]
 enum Call {
     Submit(Vec<Request>),
     Cancel(prop::sample::Index),
-    /// A deadline passes for a sequence that has had no step: it is refused, or others are served before it.
+    /// A deadline passes for a sequence that has had no step: it is refused (`Expire`) or moved behind the others
+    /// (`Delay`).
     Expire(prop::sample::Index),
     Delay(prop::sample::Index),
     Finish(prop::sample::Index),
@@ -31,7 +33,7 @@ fn token() -> impl Strategy<Value = TokenId> {
     (0..VOCAB_SIZE).prop_map(TokenId)
 }
 
-/// Prompts share prefixes often: a run of one token, then a random tail.
+/// Prompts often share prefixes: a run of one token, then a random tail.
 fn request() -> impl Strategy<Value = Request> {
     let prompt = (0u32..2, 0usize..24, vec(token(), 1..10))
         .prop_map(|(shared, len, tail)| [vec![TokenId(shared); len], tail].concat());
@@ -106,7 +108,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
     )
 }
 
-/// Runs the calls, then whatever is left to its end; says how many requests were taken.
+/// Runs the calls, then the remaining work until the engine is idle. Returns the number of accepted requests.
 fn play(config: EngineConfig, calls: Vec<Call>) -> usize {
     let mut world = World::new(config, 1);
     world.engine.set_drafter(Box::new(Guesser(Random(calls.len() as u64))));

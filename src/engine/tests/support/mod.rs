@@ -1,9 +1,10 @@
-//! A device made of hash functions, and a world that drives an engine against it and checks every promise.
+//! A simulated device made of hash functions, and a test world that runs an engine against it and checks all its
+//! guarantees.
 //!
-//! The KV entry of a position is a digest of all tokens up to it, so a block that is read by the wrong sequence, too
-//! early, or after it was handed on shows at once. The next token is a function of the digest, so a stream can be
-//! compared with what a sequence alone would get.
-#![allow(dead_code)] // Each test binary uses a part.
+//! The KV entry of a position is a digest of all tokens up to it. So a block that is read by the wrong sequence, too
+//! early, or after it was reused is detected at once. The next token is a function of the digest, so a stream can be
+//! compared with what its sequence would generate alone.
+#![allow(dead_code)] // Each test binary uses only a part.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -12,7 +13,7 @@ use engine::{
     SequenceId, StepOutput, StepPlan, TokenEvent, TokenId,
 };
 
-/// Small, so that end ids and stop words turn up by themselves.
+/// Small, so that end ids and stop words occur by chance.
 pub const VOCAB_SIZE: u32 = 12;
 
 /// A generator of random numbers (SplitMix64, Steele et al. 2014), the same on every machine.
@@ -55,7 +56,7 @@ fn log_prob(before: u64, token: TokenId) -> f32 {
     -0.125 - distance as f32 / 512.0
 }
 
-/// Guesses right most of the time, as often as a good draft model.
+/// Guesses right as often as a good draft model.
 #[derive(Debug)]
 pub struct Guesser(pub Random);
 
@@ -71,7 +72,7 @@ impl Drafter for Guesser {
     }
 }
 
-/// A worker with its device: carries out plans in order and panics where a plan breaks its contract.
+/// A worker with its device. It carries out plans in order and panics if a plan breaks its contract.
 pub struct Device {
     block_size: usize,
     /// `[num_blocks * block_size]`
@@ -87,15 +88,15 @@ struct Row {
     digests: Vec<u64>,
     blocks: Vec<BlockId>,
     num_computed: usize,
-    /// Tokens it joined with.
+    /// Number of tokens when it joined.
     join_len: usize,
     beam_candidates: usize,
-    /// To be verified in this step.
+    /// Draft tokens to verify in this step.
     drafts: Vec<TokenId>,
 }
 
 impl Row {
-    /// Of all tokens, drafts included.
+    /// The digests of all tokens, drafts included.
     fn all_digests(&self) -> Vec<u64> {
         let last = *self.digests.last().unwrap();
         let drafted = self.drafts.iter().scan(last, |before, &token| {
@@ -238,8 +239,8 @@ impl Device {
     }
 }
 
-/// What a request gets when it runs alone, found by the plainest means: all tokens generated, how many of them are told,
-/// and why it ends.
+/// What a request generates when it runs alone, computed in the simplest way: all generated tokens, how many of them
+/// are released, and why it ends.
 pub fn alone(request: &Request, max_sequence_len: usize) -> (Vec<TokenId>, usize, FinishReason) {
     let mut last = digests(&request.prompt).last().unwrap();
     let max_tokens = (request.max_tokens as usize).min(max_sequence_len - request.prompt.len());
@@ -264,7 +265,8 @@ pub fn alone(request: &Request, max_sequence_len: usize) -> (Vec<TokenId>, usize
 /// A beam's tokens and their log-probability.
 type Beam = (Vec<TokenId>, f32);
 
-/// What a beam search gets alone, by the rules of transformers with every continuation scored and sorted.
+/// The outputs of a beam search that runs alone, by the rules of transformers, with every continuation scored and
+/// sorted.
 fn alone_in_beams(request: &Request, max_sequence_len: usize) -> Vec<Vec<TokenId>> {
     let params = request.beams.unwrap();
     let (width, max_tokens) =
@@ -305,25 +307,25 @@ fn alone_in_beams(request: &Request, max_sequence_len: usize) -> Vec<Vec<TokenId
 
 struct Stream {
     generated: Vec<TokenId>,
-    /// Of `generated`; a stop word at its end is not told.
+    /// Number of tokens of `generated` that are released; a stop word at the end is not.
     num_told: usize,
     reason: FinishReason,
-    /// Outputs of a beam search; nothing else is told of one.
+    /// Outputs of a beam search; it has no other output.
     beams: Option<Vec<Vec<TokenId>>>,
     received: usize,
-    /// Asked to end early, for this reason.
+    /// Set if it was asked to end early, for this reason.
     ended_early: Option<FinishReason>,
     finished: bool,
 }
 
-/// An engine, its device, and every stream with what must come out of it.
+/// An engine, its device, and the expected output of every stream.
 pub struct World {
     pub engine: Engine,
     device: Device,
     outputs: VecDeque<StepOutput>,
     streams: HashMap<SequenceId, Stream>,
     pub num_finished: usize,
-    /// Every how many calls the engine's books are audited.
+    /// The engine's counters are audited after this number of calls.
     audit_every: u64,
     num_calls: u64,
 }
@@ -341,7 +343,7 @@ impl World {
         }
     }
 
-    /// Refusals are left to scripted tests.
+    /// Submits a request. Refusals are tested elsewhere.
     pub fn submit(&mut self, request: Request) -> Option<SequenceId> {
         let max_sequence_len = self.engine.config().max_sequence_len;
         let (generated, num_told, reason) = alone(&request, max_sequence_len);
@@ -375,21 +377,21 @@ impl World {
         self.audit();
     }
 
-    /// A deadline has passed: a sequence that has had no step yet is refused, any other goes on.
+    /// A deadline has passed: a sequence that has had no step yet is cancelled, any other continues.
     pub fn expire(&mut self, id: SequenceId) {
         if self.engine.is_new(id) {
             self.cancel(id);
         }
     }
 
-    /// A deadline has passed: others are served before a sequence that has had no step yet.
+    /// A deadline has passed: a sequence that has had no step yet is moved behind the others.
     pub fn delay(&mut self, id: SequenceId) {
         let waits = self.engine.is_new(id);
         assert_eq!(self.engine.delay(id), waits);
         self.audit();
     }
 
-    /// False when there was nothing to plan.
+    /// Returns false if there was nothing to plan.
     pub fn plan(&mut self) -> bool {
         let Some(plan) = self.engine.plan() else { return false };
         self.check_bounds(&plan);
@@ -398,7 +400,7 @@ impl World {
         true
     }
 
-    /// False when nothing was in flight.
+    /// Returns false if nothing was in flight.
     pub fn settle(&mut self) -> bool {
         let Some(output) = self.outputs.pop_front() else { return false };
         let mut events = Vec::new();
@@ -408,7 +410,7 @@ impl World {
         true
     }
 
-    /// All workers are lost and started again.
+    /// All workers are lost and restarted.
     pub fn recover(&mut self) {
         self.engine.recover();
         self.outputs.clear();
@@ -416,7 +418,7 @@ impl World {
         self.audit();
     }
 
-    /// Plans and settles until nothing lives.
+    /// Plans and settles until the engine is idle.
     pub fn run_to_idle(&mut self) {
         while !self.engine.is_idle() {
             let planned = self.plan();
@@ -452,7 +454,7 @@ impl World {
         assert!(plan.work.iter().all(|work| work.num_tokens > 0), "empty work in {plan:?}");
     }
 
-    /// Before the device ran the plan: a decode computes a token that was sampled in this row.
+    /// Before the device runs the plan: a decode computes a token that was sampled in this row.
     fn is_decode(&self, plan: &StepPlan, work: &RowWork) -> bool {
         let joined = plan.joined.iter().any(|joined| joined.row == work.row);
         if plan.revised.iter().any(|revised| revised.row == work.row) {
@@ -470,7 +472,7 @@ impl World {
                 assert_eq!(Some(&token.token), expected, "token {} of {:?}", stream.received, event.sequence);
                 stream.received += 1;
             }
-            // A stream that is cancelled may be told the start of a stop word, and no other.
+            // A cancelled stream may receive the start of a stop word; no other stream may.
             if event.finished != Some(FinishReason::Cancelled) {
                 assert!(stream.received <= stream.num_told, "{:?} is told its stop word", event.sequence);
             }
