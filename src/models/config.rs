@@ -1,4 +1,4 @@
-//! What `config.json` and `generation_config.json` say about a model.
+//! The configuration of a model, read from `config.json` and `generation_config.json`.
 
 use std::path::Path;
 
@@ -9,83 +9,83 @@ use crate::fields::Fields;
 use crate::registry::{self, AttentionBias, Family, Shape, Window};
 use crate::{ModelError, Rope};
 
-/// The shape of a model, checked.
+/// The configuration of a model after all checks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// As `architectures` names it, for example `LlamaForCausalLM`.
+    /// The name in `architectures`, for example `LlamaForCausalLM`.
     pub architecture: String,
-    /// `E`.
+    /// `E`, the width of the hidden state.
     pub hidden_size: usize,
-    /// Width of the feed-forward layer.
+    /// Inner width of the MLP.
     pub intermediate_size: usize,
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub num_layers: usize,
-    /// `H`.
+    /// `H`, the number of query heads.
     pub num_heads: usize,
-    /// `K`; divides `H`.
+    /// `K`, the number of KV heads; divides `H`.
     pub num_kv_heads: usize,
-    /// `D`, a multiple of 8.
+    /// `D`, the size of a head; a multiple of 8.
     pub head_dim: usize,
-    /// `V`.
+    /// `V`, the number of tokens in the vocabulary.
     pub vocab_size: usize,
-    /// Longest sequence. A caller may lower it before [`crate::load`]: position tables are sized by it.
+    /// Maximum sequence length. A caller may lower it before [`crate::load`]; position tables have this size.
     pub max_position_embeddings: usize,
-    /// Kind of all norms but those of heads, which are RMS norms.
+    /// Kind of all norms except the head norms, which are always RMS norms.
     pub norm: NormKind,
     /// Added to the mean square or the variance in norms.
     pub norm_eps: f32,
-    /// Whether each head's q and k are normed before they are rotated.
+    /// Whether q and k of each head are normalized before the rotation.
     pub head_norms: bool,
-    /// Of the feed-forward layer.
+    /// Activation function of the MLP.
     pub activation: Activation,
-    /// Whether the feed-forward layer has a gate.
+    /// Kind of the MLP.
     pub mlp: Mlp,
-    /// How the model knows positions.
+    /// How positions enter the model.
     pub positions: Positions,
-    /// Whether the head is the embedding table.
+    /// Whether the output head uses the embedding table.
     pub tie_word_embeddings: bool,
-    /// Whether the head's rows are scaled to length 1 at load.
+    /// Whether the rows of the output head are scaled to Euclidean norm 1 when they are loaded.
     pub unit_head: bool,
     /// Whether q, k, v have biases.
     pub qkv_bias: bool,
-    /// Whether the attention output has a bias.
+    /// Whether the output projection of attention has a bias.
     pub out_bias: bool,
-    /// Whether the feed-forward layer has biases.
+    /// Whether the MLP has biases.
     pub mlp_bias: bool,
-    /// Attention sees only the last so many positions.
+    /// If set, attention reads only this number of last positions.
     pub sliding_window: Option<usize>,
-    /// First token of every prompt, when the checkpoint names one.
+    /// First token of every prompt, if the checkpoint names one.
     pub bos_id: Option<u32>,
-    /// Tokens that end a sequence: from `generation_config.json`, else from `config.json`.
+    /// Tokens that end a sequence, from `generation_config.json` or else from `config.json`.
     pub eos_ids: Vec<u32>,
-    /// Of the checkpoint, as it says; each tensor's own dtype counts.
+    /// The dtype named by the configuration. The dtype of each tensor in the checkpoint takes precedence.
     pub dtype: DType,
 }
 
-/// How a model knows positions.
+/// How positions enter a model.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Positions {
-    /// q and k are rotated.
+    /// Rotary embedding of q and k.
     Rotary(Rope),
-    /// Scores fall with distance.
+    /// ALiBi: attention scores decrease with distance.
     Alibi,
-    /// A table is added to the embeddings.
+    /// Learned table, added to the embeddings.
     Learned {
-        /// Rows of the table.
+        /// Number of rows of the table.
         num_positions: usize,
     },
 }
 
-/// A norm's kind.
+/// Kind of a norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormKind {
-    /// Divides by the root of the mean square.
+    /// RMS norm: divides by the root of the mean square.
     Rms,
-    /// Subtracts the mean, divides by the standard deviation, adds a bias.
+    /// Layer norm: subtracts the mean, divides by the standard deviation, adds a bias.
     Layer,
 }
 
-/// A feed-forward layer's kind.
+/// Kind of an MLP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mlp {
     /// `down(activation(gate(x)) * up(x))`.
@@ -95,10 +95,10 @@ pub enum Mlp {
 }
 
 impl Config {
-    /// Reads `config.json`, and `generation_config.json` when there is one.
+    /// Reads `config.json`, and `generation_config.json` if it exists.
     ///
     /// # Errors
-    /// When a file cannot be read, or a field is missing or cannot be used.
+    /// Returns an error if a file cannot be read, or if a field is missing or invalid.
     pub fn from_dir(dir: &Path) -> Result<Self, ModelError> {
         let fields = Fields::read(&dir.join("config.json"))?;
         let (architecture, family) = architecture(&fields)?;
@@ -118,7 +118,7 @@ impl Config {
         Ok(config)
     }
 
-    /// Ops that not every device has and this model needs.
+    /// Ops that the model needs and that some devices lack.
     pub fn features(&self) -> Vec<Feature> {
         let needs = [
             (self.norm == NormKind::Layer, Feature::LayerNorm),
@@ -131,7 +131,7 @@ impl Config {
     }
 }
 
-/// Llama and its kin.
+/// Reads the configuration of Llama and architectures with the same fields.
 fn llama(fields: &Fields, architecture: String, family: &Family) -> Result<Config, ModelError> {
     let hidden_size = fields.required_size("hidden_size")?;
     let num_heads = fields.required_size("num_attention_heads")?;
@@ -179,17 +179,17 @@ fn llama(fields: &Fields, architecture: String, family: &Family) -> Result<Confi
     })
 }
 
-/// Of the Baichuan models only those that rotate say how many positions there are; the 13B ones have ALiBi.
+/// Baichuan has two position schemes. Only the rotary models have `max_position_embeddings`; the 13B models use ALiBi.
 fn has_alibi(fields: &Fields, hidden_size: usize) -> bool {
     fields.get("max_position_embeddings").is_none() || hidden_size == 5120
 }
 
-/// The second generation's vocabulary, or the loss weight that only it has.
+/// The second generation is recognized by its vocabulary size, or by a loss weight that only it has.
 fn is_second_baichuan(fields: &Fields, vocab_size: usize) -> bool {
     vocab_size == 125_696 || fields.get("z_loss_weight").is_some()
 }
 
-/// GPT-2, whose fields have names of their own.
+/// Reads the configuration of GPT-2, which has its own field names.
 fn gpt2(fields: &Fields, architecture: String, family: &Family) -> Result<Config, ModelError> {
     for (name, only) in
         [("scale_attn_weights", true), ("scale_attn_by_inverse_layer_idx", false), ("add_cross_attention", false)]
@@ -248,7 +248,8 @@ fn architecture(fields: &Fields) -> Result<(String, &'static Family), ModelError
     Ok((family.architecture.to_owned(), family))
 }
 
-/// `head_dim` as given, or what `hidden_size` leaves each head; by the names that this architecture uses.
+/// `head_dim` as given, or `hidden_size` divided by the number of heads. The names are those of the architecture's
+/// fields.
 fn head_dim(
     fields: &Fields,
     [head_dim_name, heads_name, hidden_name]: [&str; 3],
@@ -269,7 +270,7 @@ fn head_dim(
     Ok(head_dim)
 }
 
-/// Whether q, k, v and whether the output have biases.
+/// Whether q, k, v have biases, and whether the output projection has one.
 fn attention_bias(fields: &Fields, family: &Family) -> Result<(bool, bool), ModelError> {
     Ok(match family.attention_bias {
         AttentionBias::Field { name, default, out } => {
@@ -300,7 +301,7 @@ fn dtype(fields: &Fields) -> Result<DType, ModelError> {
     }
 }
 
-/// The window, where the family has one and it is switched on for all layers.
+/// The sliding window, if the architecture has one and it is enabled for all layers.
 fn sliding_window(fields: &Fields, family: &Family, num_layers: usize) -> Result<Option<usize>, ModelError> {
     let on = match family.window {
         Window::Ignored => false,
@@ -308,7 +309,7 @@ fn sliding_window(fields: &Fields, family: &Family, num_layers: usize) -> Result
         Window::OnRequest => fields.flag("use_sliding_window", false)?,
     };
     let Some(window) = fields.size("sliding_window")?.filter(|_| on) else { return Ok(None) };
-    // Layers before `max_window_layers` see everything; `layer_types` says the same layer by layer.
+    // Layers before `max_window_layers` have no window; `layer_types` lists the kind of each layer.
     let first = fields.get("max_window_layers").filter(|_| family.window == Window::OnRequest).and_then(Value::as_u64);
     let first = first.unwrap_or(0) as usize;
     if first >= num_layers {

@@ -1,4 +1,4 @@
-//! Pre-norm decoders: Llama and its kin, and GPT-2. What differs between them is in [`Config`].
+//! Pre-norm decoders: the Llama family and GPT-2. [`Config`] contains the differences between them.
 
 use std::path::Path;
 
@@ -10,21 +10,21 @@ use crate::registry::Model;
 use crate::shard::Shard;
 use crate::{Checkpoint, Config, ModelError, alibi};
 
-/// A decoder on device `D`, or one stage of it.
+/// A decoder on device `D`, or one pipeline stage of it.
 pub(crate) struct Decoder<D: Device> {
     config: Config,
     shard: Shard,
     stage: PipelineStage,
-    /// Of the first stage, and of the last where the head is tied to it.
+    /// Set in the first stage, and in the last stage if the head is tied to the embedding.
     embedding: Option<D::Weight>,
     positions: Option<D::Weight>,
     layers: Vec<Layer<D>>,
-    /// Of the last stage.
+    /// Set in the last stage.
     end: Option<End<D>>,
     buffers: Buffers<D>,
 }
 
-/// What follows the last layer.
+/// The layers after the last decoder layer: final norm and output head.
 struct End<D: Device> {
     norm: D::Weight,
     head: D::Weight,
@@ -34,14 +34,14 @@ struct End<D: Device> {
 struct Layer<D: Device> {
     attention_norm: D::Weight,
     qkv: D::Weight,
-    head_norms: Option<[D::Weight; 2]>, // of q and of k
+    head_norms: Option<[D::Weight; 2]>, // norms of q and of k
     out: D::Weight,
     mlp_norm: D::Weight,
-    up: D::Weight, // gate and up where there is a gate
+    up: D::Weight, // gate and up, or up alone
     down: D::Weight,
 }
 
-/// Activations of a step, shared by all layers.
+/// Activation buffers of a step, shared by all layers.
 struct Buffers<D: Device> {
     residual: D::Tensor,        // [T, E]
     normed: D::Tensor,          // [T, E]
@@ -119,7 +119,8 @@ impl<D: Device> Buffers<D> {
 }
 
 impl<D: Device> Decoder<D> {
-    /// Embeds the step's tokens, or takes over what the stage before made of them, and norms that for the first layer.
+    /// Computes the input of the first layer: embeds the step's tokens, or receives the hidden state from the previous
+    /// stage, and normalizes it.
     fn begin(&mut self, device: &mut D) -> Result<(), DeviceError> {
         let b = &mut self.buffers;
         match &self.embedding {
@@ -183,7 +184,7 @@ impl<D: Device> Model<D> for Decoder<D> {
             }
             device.linear(&mut b.partial, &b.inner, &layer.down)?;
             let next = self.layers.get(index + 1).map(|next| &next.attention_norm);
-            // Before the next stage any norm will do: that stage norms the sum by its own.
+            // Before the next stage any norm may be used: that stage normalizes the sum itself.
             let next_norm = next.or(self.end.as_ref().map(|end| &end.norm)).unwrap_or(&layer.mlp_norm);
             device.reduce_add_norm(&mut b.normed, &mut b.residual, &b.partial, next_norm, eps)?;
         }

@@ -1,8 +1,8 @@
 //! Language models: reads Hugging Face checkpoints and composes their forward passes from device ops.
 //!
-//! [`Config::from_dir`] reads what `config.json` says; [`load`] maps the weights, hands each device its share
-//! and returns a [`Model`], whose [`Model::forward`] is one step. A model never asks which device it runs on;
-//! kernels, KV blocks and sampling are the device's.
+//! [`Config::from_dir`] reads `config.json`. [`load`] maps the weights, gives each device its shard and returns a
+//! [`Model`]; [`Model::forward`] runs one step. A model does not depend on the kind of device; kernels, KV blocks and
+//! sampling belong to the device.
 #![forbid(unsafe_code)]
 
 mod alibi;

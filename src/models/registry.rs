@@ -1,4 +1,4 @@
-//! Which architectures there are, and how each is built.
+//! The supported architectures, and how each is built.
 
 use std::path::Path;
 
@@ -9,67 +9,68 @@ use crate::layers::{Names, QkvNames};
 use crate::shard::Shard;
 use crate::{Checkpoint, Config, ModelError};
 
-/// A loaded model: this worker's share of the weights and the activation buffers of a step.
+/// A loaded model: this worker's shard of the weights, and the activation buffers of a step.
 pub trait Model<D: Device> {
-    /// Attention of every layer, this worker's share, for [`Device::memory_plan`] and [`Device::allocate_cache`].
+    /// Attention of every layer of this worker's shard, for [`Device::memory_plan`] and [`Device::allocate_cache`].
     fn attention_spec(&self, block_size: usize) -> AttentionSpec;
 
-    /// One forward pass over the device's current step, ended by [`Device::sample`].
+    /// Runs the forward pass of the device's current step, up to and including [`Device::sample`].
     ///
     /// # Errors
-    /// What the device reports.
+    /// Returns the error of the device.
     fn forward(&mut self, device: &mut D) -> Result<(), DeviceError>;
 }
 
-/// An architecture: how its configuration is read and what its weights are called.
+/// A supported architecture: how its configuration is read and the names of its weights.
 #[derive(Debug)]
 pub(crate) struct Family {
-    /// As `architectures` in `config.json` names it.
+    /// The name in `architectures` of `config.json`.
     pub(crate) architecture: &'static str,
-    /// As `model_type` names it.
+    /// The name in `model_type`.
     pub(crate) model_type: &'static str,
     pub(crate) shape: Shape,
     pub(crate) attention_bias: AttentionBias,
     pub(crate) window: Window,
-    /// Each head's q and k are normed.
+    /// Whether q and k of each head are normalized.
     pub(crate) head_norms: bool,
-    /// Whether the head is the embedding where `tie_word_embeddings` is absent.
+    /// Whether the head is the embedding table if `tie_word_embeddings` is absent.
     pub(crate) tied: bool,
     pub(crate) names: &'static Names,
 }
 
-/// Where positions, norms and the feed-forward layer come from.
+/// The fields of `config.json`, and the kinds of positions, norms and MLP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Shape {
-    /// Rotation, RMS norms, a gated layer.
+    /// Rotary positions, RMS norms, gated MLP.
     Llama,
-    /// As Llama; the larger models have ALiBi instead of rotation, the second generation a head of unit rows.
+    /// Like Llama, but the larger models use ALiBi, and the head of the second generation has normalized rows.
     Baichuan,
-    /// Learned positions, layer norms, no gate.
+    /// Learned positions, layer norms, MLP without a gate.
     Gpt2,
 }
 
 /// Which linear layers of attention have biases.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum AttentionBias {
-    /// As a field of `config.json` says, or else `default`; the output has one where q, k, v do and `out` is set.
+    /// Set by a field of `config.json`, else `default`. The output projection has a bias only if q, k, v have one and
+    /// `out` is set.
     Field { name: &'static str, default: bool, out: bool },
-    /// q, k, v always, the output never.
+    /// q, k, v always have biases, the output projection never.
     QkvAlways,
-    /// All.
+    /// All layers always have biases.
     Always,
-    /// None.
+    /// No layer has a bias.
     Never,
 }
 
-/// What `sliding_window` means.
+/// How the field `sliding_window` is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Window {
-    /// Nothing.
+    /// It is ignored.
     Ignored,
-    /// It counts.
+    /// It is always used.
     Counts,
-    /// It counts where `use_sliding_window` is set.
+    /// It is used if `use_sliding_window` is set.
     OnRequest,
 }
 
@@ -180,7 +181,7 @@ const FAMILIES: &[Family] = &[
         ..LLAMA
     },
     Family {
-        architecture: "BaiChuanForCausalLM", // The first model of the family spells itself so.
+        architecture: "BaiChuanForCausalLM", // The first model of the family uses this spelling.
         model_type: "baichuan",
         shape: Shape::Baichuan,
         attention_bias: AttentionBias::Never,
@@ -198,7 +199,7 @@ const FAMILIES: &[Family] = &[
     },
 ];
 
-/// Names of the known architectures.
+/// The names of the supported architectures.
 pub fn architectures() -> Vec<&'static str> {
     FAMILIES.iter().map(|family| family.architecture).collect()
 }
@@ -211,11 +212,11 @@ pub(crate) fn family_of_type(model_type: &str) -> Option<&'static Family> {
     FAMILIES.iter().find(|family| family.model_type == model_type)
 }
 
-/// Maps the weights in `dir` and hands the device its share.
+/// Maps the weights in `dir` and gives the device its shard.
 ///
 /// # Errors
-/// When the device lacks an op that the architecture needs, weights are missing or do not fit `config`, the device's
-/// group cannot share the heads, or the device refuses.
+/// Returns an error if the device lacks an op that the architecture needs, weights are missing or do not fit `config`,
+/// the heads cannot be divided among the device's group, or the device returns an error.
 pub fn load<D: Device + 'static>(dir: &Path, config: &Config, device: &mut D) -> Result<Box<dyn Model<D>>, ModelError> {
     let lacking: Vec<String> =
         config.features().iter().filter(|f| !device.features().contains(f)).map(ToString::to_string).collect();

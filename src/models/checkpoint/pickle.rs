@@ -1,42 +1,42 @@
-//! Reads the pickles that `torch.save` writes for a state dict, and executes nothing.
+//! Reads the pickles that `torch.save` writes for a state dict, without executing any code.
 //!
-//! A pickle is a program for a stack machine (Python's `pickletools` has the list of its instructions). Here only those
-//! that build plain values run, and a name may only be one of [`GLOBALS`]: whatever else a pickle asks to call is an
-//! error that says so. Values live in one list and refer to each other by index, so that no nesting, however deep, costs
-//! stack. A pickle makes at most one value per byte, and no more than a state dict needs; no instruction takes longer
-//! because of what came before it.
+//! A pickle is a program for a stack machine; Python's `pickletools` lists its instructions. This reader runs only the
+//! instructions that build plain values. A name must be one of [`GLOBALS`]; any other call is refused with an error
+//! that names it. Values are stored in one list and refer to each other by index, so deep nesting does not use the call
+//! stack. A pickle can create at most one value per byte, and there are limits for the numbers of values and tensors.
+//! The cost of an instruction does not depend on earlier instructions.
 
 use std::collections::HashMap;
 
-/// Most dimensions of a tensor.
+/// Maximum number of dimensions of a tensor.
 const MAX_DIMS: usize = 16;
 
-/// Most values, entries of the memo and places of the stack: many times what the largest state dict has.
+/// Maximum number of values, memo entries and stack entries: many times what the largest state dict needs.
 const MAX_VALUES: usize = 4 << 20;
-/// Most entries of a dict of tensors.
+/// Maximum number of entries in a dict of tensors.
 const MAX_TENSORS: usize = 1 << 20;
-/// Longest name of a tensor or a storage, in bytes.
+/// Maximum length of the name of a tensor or storage, in bytes.
 const MAX_NAME: usize = 4096;
 
-/// Index of a value.
+/// Index of a value in the list.
 type Id = usize;
 
-/// A name that a pickle may refer to.
+/// A global name that a pickle may refer to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Global {
-    /// A dict.
+    /// Builds a dict.
     OrderedDict,
-    /// A tensor from its storage.
+    /// Builds a tensor from its storage.
     RebuildTensor,
-    /// Its first argument.
+    /// Returns its first argument.
     RebuildParameter,
-    /// A tuple.
+    /// Builds a tuple.
     Size,
-    /// A storage's element type, as safetensors spells it.
+    /// The element type of a storage, as a safetensors name.
     Storage(&'static str),
 }
 
-/// All that a pickle may name, as `module`, `name`.
+/// All names that are allowed: module, name, meaning.
 const GLOBALS: &[(&str, &str, Global)] = &[
     ("collections", "OrderedDict", Global::OrderedDict),
     ("torch._utils", "_rebuild_tensor_v2", Global::RebuildTensor),
@@ -54,26 +54,26 @@ const GLOBALS: &[(&str, &str, Global)] = &[
     ("torch", "BoolStorage", Global::Storage("BOOL")),
 ];
 
-/// A tensor as a pickle describes it.
+/// The description of a tensor in a pickle.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TensorRecord {
-    /// Of its storage.
+    /// Key of its storage.
     pub(super) key: String,
-    /// As safetensors spells it.
+    /// The safetensors name.
     pub(super) dtype: &'static str,
-    /// Elements of its storage.
+    /// Number of elements in its storage.
     pub(super) storage_len: usize,
-    /// Elements before its first.
+    /// Index of its first element in the storage.
     pub(super) offset: usize,
     pub(super) shape: Vec<usize>,
-    /// Elements from one to the next, along each dimension.
+    /// Distance in elements from one index to the next, for each dimension.
     pub(super) strides: Vec<usize>,
 }
 
-/// What a pickle is made of.
+/// A value built by a pickle.
 #[derive(Debug, Clone)]
 enum Value<'a> {
-    Nothing, // None, a number with a fraction, bytes: what no tensor needs
+    Nothing, // None, a fractional number, bytes: values that no tensor needs
     Bool,
     Int(i64),
     Text(&'a str),
@@ -85,19 +85,19 @@ enum Value<'a> {
     Tensor(TensorRecord),
 }
 
-/// A pickle that was read.
+/// A pickle after reading.
 pub(super) struct Pickle<'a> {
     values: Vec<Value<'a>>,
     root: Id,
-    /// Bytes it took.
+    /// Number of bytes that it occupies.
     pub(super) len: usize,
 }
 
 impl Pickle<'_> {
-    /// Reads the pickle that `data` starts with.
+    /// Reads the pickle at the start of `data`.
     ///
     /// # Errors
-    /// In words, when it is damaged, or asks for more than plain values and tensors.
+    /// Returns a message if the pickle is damaged, or contains more than plain values and tensors.
     pub(super) fn read(data: &[u8]) -> Result<Pickle<'_>, String> {
         let mut machine =
             Machine { data, at: 0, values: Vec::new(), stack: Vec::new(), marks: Vec::new(), memo: HashMap::new() };
@@ -105,7 +105,7 @@ impl Pickle<'_> {
         Ok(Pickle { values: machine.values, root, len: machine.at })
     }
 
-    /// The tensors of a dict from names to tensors; other entries are left out.
+    /// The tensors of a dict that maps names to tensors; other entries are ignored.
     pub(super) fn tensors(&self) -> Result<Vec<(String, TensorRecord)>, String> {
         let Value::Dict(entries) = &self.values[self.root] else {
             return Err("it does not hold a dict of tensors".into());
@@ -122,7 +122,7 @@ impl Pickle<'_> {
         entries.iter().filter_map(entry).collect()
     }
 
-    /// The strings of a list.
+    /// The strings in a list.
     pub(super) fn texts(&self) -> Result<Vec<String>, String> {
         let Value::List(items) = &self.values[self.root] else { return Err("it does not hold a list".into()) };
         if items.len() > MAX_TENSORS {
@@ -142,7 +142,7 @@ struct Machine<'a> {
     at: usize,
     values: Vec<Value<'a>>,
     stack: Vec<Id>,
-    marks: Vec<usize>, // heights of the stack
+    marks: Vec<usize>, // stack heights at the marks
     memo: HashMap<u32, Id>,
 }
 
@@ -162,7 +162,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Instructions by what they do: values, names and calls, the stack and the memo.
+    /// Executes one instruction. The instructions are grouped: values, names and calls, stack and memo.
     fn step(&mut self, op: u8) -> Result<(), String> {
         match op {
             0x80 => self.take(1).map(drop), // PROTO
@@ -210,7 +210,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// An integer of `len` bytes in two's complement; one that no tensor can need is nothing.
+    /// An integer of `len` bytes in two's complement, or `Nothing` if it is too large for any tensor.
     fn long(&mut self, len: usize) -> Result<Value<'a>, String> {
         let bytes = self.take(len)?;
         if len > 8 {
@@ -255,7 +255,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// Adds one or all marked values to the list or dict below them.
+    /// Adds one value, or all values above the mark, to the list or dict below.
     fn extend(&mut self, op: u8) -> Result<(), String> {
         let items = match op {
             b'a' => vec![self.pop()?],
@@ -313,7 +313,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// A storage: `("storage", type, key, place, length)`.
+    /// A storage: `("storage", type, key, device, length)`.
     fn persistent(&mut self) -> Result<(), String> {
         let id = self.pop()?;
         let Value::Tuple(parts) = &self.values[id] else { return Err("it has a storage of another kind".into()) };
@@ -381,7 +381,7 @@ impl<'a> Machine<'a> {
         items.iter().map(item).collect()
     }
 
-    /// Attributes of an object: a state dict's version, which says nothing about weights.
+    /// Sets attributes of an object. A state dict has only a version, which is ignored.
     fn build(&mut self) -> Result<(), String> {
         self.pop()?;
         let target = self.top()?;
@@ -416,7 +416,7 @@ impl<'a> Machine<'a> {
         self.values.push(value);
     }
 
-    /// Height of the stack that single pops may not go below.
+    /// Height of the stack below which a single pop must not go.
     fn floor(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
@@ -514,13 +514,14 @@ mod tests {
     fn nesting_however_deep_costs_no_stack() {
         let deep = [vec![b']'; 1_000_000], vec![b'a'; 999_999], vec![b'.']].concat();
         assert!(Pickle::read(&deep).unwrap().tensors().is_err());
-        // A list that holds itself.
+        // A list that contains itself.
         assert!(Pickle::read(b"]q\0h\0a.").unwrap().texts().is_err());
     }
 
     #[test]
     fn a_long_tuple_costs_its_length_once_however_often_it_is_used() {
-        // A tuple of many arguments, with which one function is called again and again. Copied each time, it took minutes.
+        // One function is called many times with the same long tuple. It used to take minutes when the tuple was copied
+        // each time.
         const LEN: usize = 300_000;
         let mut pickle = b"\x80\x02ctorch._utils\n_rebuild_parameter\nq\x01(".to_vec();
         pickle.extend(vec![b'N'; LEN]);

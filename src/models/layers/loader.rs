@@ -1,4 +1,4 @@
-//! Takes this worker's share of each layer from a checkpoint to a device.
+//! Loads this worker's shard of each layer from a checkpoint to a device.
 
 use std::ops::Range;
 use std::path::Path;
@@ -11,13 +11,13 @@ use crate::layers::names::{Piece, scaled};
 use crate::shard::Shard;
 use crate::{Checkpoint, Config, ModelError};
 
-/// What is needed to load any layer.
+/// Everything that is needed to load a layer.
 pub(crate) struct Loader<'a, D> {
     pub(crate) dir: &'a Path,
     pub(crate) checkpoint: &'a Checkpoint,
     pub(crate) config: &'a Config,
     pub(crate) names: &'a Names,
-    /// Stands before every name but the head's.
+    /// Prefix of every name except the head's.
     pub(crate) prefix: &'static str,
     pub(crate) shard: &'a Shard,
     pub(crate) device: &'a mut D,
@@ -37,12 +37,12 @@ impl<'a, D: Device> Loader<'a, D> {
         Self { dir, checkpoint, config, names, prefix, shard, device }
     }
 
-    /// The name of a weight of layer `index`.
+    /// The full name of a weight of layer `index`.
     pub(crate) fn of_layer(&self, index: usize, name: &str) -> String {
         format!("{}{}.{index}.{name}", self.prefix, self.names.layers)
     }
 
-    /// A norm's weight, with its bias where the model's norms have one.
+    /// The weight of a norm, with its bias if the model's norms have one.
     pub(crate) fn norm(&mut self, name: &str) -> Result<D::Weight, ModelError> {
         let len = self.config.hidden_size;
         let (weight_name, bias_name) = (format!("{name}.weight"), format!("{name}.bias"));
@@ -57,7 +57,7 @@ impl<'a, D: Device> Loader<'a, D> {
         self.or_device_error(loaded)
     }
 
-    /// The norms of q's and k's heads.
+    /// The norms of the q and k heads.
     pub(crate) fn head_norms(&mut self, layer: usize) -> Result<[D::Weight; 2], ModelError> {
         let [q, k] = self.names.head_norms;
         Ok([self.head_norm(layer, q)?, self.head_norm(layer, k)?])
@@ -86,7 +86,7 @@ impl<'a, D: Device> Loader<'a, D> {
         self.or_device_error(loaded)
     }
 
-    /// The head: the embedding, or this worker's rows of one of its own.
+    /// The output head: the embedding, or this worker's rows of a separate matrix.
     pub(crate) fn head(&mut self, embedding: Option<&D::Weight>) -> Result<D::Weight, ModelError> {
         if let Some(embedding) = embedding.filter(|_| self.config.tie_word_embeddings) {
             let tied = self.device.tie_head(embedding);
@@ -110,13 +110,13 @@ impl<'a, D: Device> Loader<'a, D> {
         0..self.config.hidden_size
     }
 
-    /// q, k and v of one layer as one matrix, split by heads.
+    /// q, k and v of one layer as one matrix, sharded by heads.
     pub(crate) fn qkv(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
         let pieces = self.names.qkv.pieces(self.config, self.shard);
         self.by_output(LinearRole::Qkv, layer, &pieces, self.config.qkv_bias)
     }
 
-    /// gate and up of one layer as one matrix, or up alone, split by columns of the inner layer.
+    /// gate and up of one layer as one matrix, or up alone, sharded by columns of the inner layer.
     pub(crate) fn up(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
         let piece = |name| Piece { name, rows: self.config.intermediate_size, taken: self.shard.intermediate.clone() };
         let (role, pieces) = match self.config.mlp {
@@ -126,7 +126,7 @@ impl<'a, D: Device> Loader<'a, D> {
         self.by_output(role, layer, &pieces, self.config.mlp_bias)
     }
 
-    /// The attention output of one layer, split by heads along its input.
+    /// The attention output projection of one layer, sharded by heads along its input.
     pub(crate) fn out(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
         let dim = self.config.head_dim;
         let taken = scaled(&self.shard.heads, dim);
@@ -134,14 +134,14 @@ impl<'a, D: Device> Loader<'a, D> {
         self.by_input(LinearRole::Out, &name, self.config.num_heads * dim, taken, self.config.out_bias)
     }
 
-    /// The down projection of one layer, split along its input.
+    /// The down projection of one layer, sharded along its input.
     pub(crate) fn down(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
         let name = self.of_layer(layer, self.names.down);
         let taken = self.shard.intermediate.clone();
         self.by_input(LinearRole::Down, &name, self.config.intermediate_size, taken, self.config.mlp_bias)
     }
 
-    /// Pieces stacked, with all of their input.
+    /// Row slices stacked into one matrix, with all of their input.
     fn by_output(
         &mut self,
         role: LinearRole,
@@ -165,7 +165,7 @@ impl<'a, D: Device> Loader<'a, D> {
         self.or_device_error(loaded)
     }
 
-    /// One matrix with a part of its input. Its product is a partial sum, so one worker alone adds the bias.
+    /// A matrix with a part of its input. Its product is a partial sum, so only one worker adds the bias.
     fn by_input(
         &mut self,
         role: LinearRole,
@@ -185,7 +185,7 @@ impl<'a, D: Device> Loader<'a, D> {
         self.or_device_error(loaded)
     }
 
-    /// A part of a linear layer's `[out, in]`, in whichever order it is stored.
+    /// A part of a linear layer `[out, in]`, whichever order it is stored in.
     fn linear<'n>(
         &self,
         name: &'n str,

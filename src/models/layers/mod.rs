@@ -1,4 +1,4 @@
-//! Weights of the pieces that decoders are composed of, each loaded as this worker's share.
+//! Weights of the layers that decoders are composed of. Each worker loads its shard.
 
 mod loader;
 mod names;

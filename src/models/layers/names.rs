@@ -1,60 +1,60 @@
-//! What a checkpoint calls its weights.
+//! The names of weights in a checkpoint.
 
 use std::ops::Range;
 
 use crate::Config;
 use crate::shard::Shard;
 
-/// Names of an architecture's weights, without `.weight` and `.bias`.
+/// Names of an architecture's weights, without the suffixes `.weight` and `.bias`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Names {
-    /// What may stand before every name but the head's; the one that the embedding has counts.
+    /// Possible prefixes of every name except the head's; the one that the embedding has is used.
     pub(crate) prefixes: &'static [&'static str],
     pub(crate) embedding: &'static str,
-    /// Learned positions, where the architecture has them.
+    /// Learned positions; empty if the architecture has none.
     pub(crate) positions: &'static str,
-    /// Followed by the layer's number; the names down to `down` follow that.
+    /// Followed by the layer's number. The names from here to `down` follow that number.
     pub(crate) layers: &'static str,
     pub(crate) attention_norm: &'static str,
     pub(crate) qkv: QkvNames,
-    /// Norms of q's and k's heads, where the architecture has them.
+    /// Norms of the q and k heads; empty if the architecture has none.
     pub(crate) head_norms: [&'static str; 2],
     pub(crate) out: &'static str,
     pub(crate) mlp_norm: &'static str,
-    /// Empty where there is no gate.
+    /// Empty if there is no gate.
     pub(crate) gate: &'static str,
     pub(crate) up: &'static str,
     pub(crate) down: &'static str,
     pub(crate) final_norm: &'static str,
     pub(crate) head: &'static str,
-    /// Linear layers are stored `[in, out]`.
+    /// Whether linear layers are stored as `[in, out]`.
     pub(crate) transposed: bool,
 }
 
-/// How q, k and v lie in a checkpoint.
+/// How q, k and v are stored in a checkpoint.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum QkvNames {
-    /// Three matrices.
+    /// Three separate matrices.
     Apart([&'static str; 3]),
     /// One matrix: all of q, all of k, all of v.
     Stacked(&'static str),
-    /// One matrix: for each KV head the q of its query heads, its k, its v.
+    /// One matrix: for each KV head the q of its query heads, then its k, then its v.
     Grouped(&'static str),
 }
 
-/// Rows of a matrix that stand below each other in a worker's share.
+/// A slice of a matrix's rows. A worker's shard stacks such slices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Piece {
-    /// Name in the layer.
+    /// Name within the layer.
     pub(crate) name: &'static str,
-    /// Outputs of the whole matrix.
+    /// Number of rows of the whole matrix.
     pub(crate) rows: usize,
-    /// Outputs taken.
+    /// The rows of the slice.
     pub(crate) taken: Range<usize>,
 }
 
 impl QkvNames {
-    /// This worker's q, then k, then v.
+    /// The slices of this worker's q, then k, then v.
     pub(crate) fn pieces(&self, config: &Config, shard: &Shard) -> Vec<Piece> {
         let dim = config.head_dim;
         let (q, kv) = (config.num_heads * dim, config.num_kv_heads * dim);
@@ -78,7 +78,7 @@ impl QkvNames {
     }
 }
 
-/// Rows of q, of k and of v, where each KV head's stand together.
+/// Rows of q, of k and of v in a matrix that groups them by KV head.
 fn grouped(config: &Config, shard: &Shard) -> Vec<Range<usize>> {
     let dim = config.head_dim;
     let queries = config.num_heads / config.num_kv_heads;
@@ -94,7 +94,7 @@ fn grouped(config: &Config, shard: &Shard) -> Vec<Range<usize>> {
     q.chain(one(queries)).chain(one(queries + 1)).collect()
 }
 
-/// A range of heads as a range of rows.
+/// Converts a range of heads to a range of rows.
 pub(crate) fn scaled(heads: &Range<usize>, head_dim: usize) -> Range<usize> {
     heads.start * head_dim..heads.end * head_dim
 }
@@ -108,7 +108,8 @@ mod tests {
 
     #[test]
     fn grouped_rows_are_found_where_a_kv_head_is_shared_by_workers() {
-        // Two KV heads of four queries each, heads of 8: rows of a group are q 0..32, k 32..40, v 40..48.
+        // There are two KV heads of four queries each, and heads of size 8. The rows of a group are q 0..32, k 32..40,
+        // v 40..48.
         let config = config(8, 2, 512);
         let whole = Shard::new(&config, TensorParallel { rank: 0, size: 1 }).unwrap();
         assert_eq!(grouped(&config, &whole), [0..32, 48..80, 32..40, 80..88, 40..48, 88..96]);

@@ -1,10 +1,11 @@
-//! Whole models against transformers in fp32 (`scripts/goldens/make_goldens.py`), and against themselves.
+//! Compares whole models with transformers in fp32 (`scripts/goldens/make_goldens.py`), and with themselves.
 //!
-//! Tolerance of a log-probability: beside bf16 weights the inputs of all four linear layers, q, k and v are rounded to
-//! bf16, each with a relative error uniform within 2^-9, and errors of q and k also move the softmax: 8 roundings a
-//! layer and one at the head, which add as independent errors of `2^-9 / sqrt(3)` of the logits' size. The likeliest
-//! logit's error moves the sum as well: once more as much. Six standard deviations bound the worst of some hundred.
-//! f16 and f32 weights meet f32 inputs: the same count, with 2^-20 for sums of some hundred terms in either order.
+//! Tolerance of a log-probability with bf16 weights: the inputs of all four linear layers and q, k and v are rounded to
+//! bf16, each with a relative error uniform within 2^-9. Errors of q and k also change the softmax. This gives 8
+//! roundings per layer and one at the head, which add as independent errors of `2^-9 / sqrt(3)` of the logits' size.
+//! The error of the likeliest logit changes the sum as well, which adds the same amount again. Six standard deviations
+//! bound the maximum of some hundred values. With f16 and f32 weights the inputs are f32: the count is the same, with
+//! 2^-20 for sums of some hundred terms in either order.
 
 mod support;
 
@@ -64,13 +65,13 @@ fn log_softmax(logits: &[f64]) -> Vec<f64> {
     logits.iter().map(|x| x - total).collect()
 }
 
-/// Greedy, reporting the log-probability of the whole vocabulary at every step.
+/// Greedy sampling that reports the log-probability of the whole vocabulary at every step.
 fn sequence(golden: &Golden) -> Sequence {
     let sampling = SamplingParams { num_logprobs: Some(golden.logits.len() as u32), ..SamplingParams::default() };
     Sequence { prompt: golden.prompt.clone(), num_tokens: golden.tokens.len(), sampling, chunk: 256, start: 0 }
 }
 
-/// The reference and this output agree as far as rounding lets them; returns how many tokens were equal.
+/// Checks that the output agrees with the reference within rounding. Returns the number of equal tokens.
 fn check(case: &str, golden: &Golden, output: &[SampledToken]) -> usize {
     let allowed = tolerance(case, &golden.logits);
     let expected = log_softmax(&golden.logits);
@@ -99,7 +100,7 @@ fn greedy_tokens_and_logits_agree_with_transformers_for_world_sizes_1_2_and_4() 
             });
             let equal: usize = goldens.iter().zip(&outputs).map(|(golden, output)| check(case, golden, output)).sum();
             let all: usize = goldens.iter().map(|golden| golden.tokens.len()).sum();
-            // At near ties of random weights sequences part early.
+            // With random weights near ties are frequent, so sequences soon differ.
             assert!(3 * equal > all, "{case}: only {equal} of {all} tokens were compared");
         }
     }
