@@ -3,6 +3,8 @@
 //! A plan is a delta against the rows that every worker keeps. It does not contain tokens that a device sampled: these
 //! stay on the device between steps, so plan `n + 1` can be sent while step `n` runs.
 
+use std::borrow::Cow;
+
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::{BlockId, RowId, SamplingParams, SequenceId, TokenId};
@@ -91,8 +93,8 @@ pub struct RowWork {
 ///
 /// On the wire, rows and tokens are two separate arrays that are decoded by one copy each. Log-probabilities follow,
 /// only for the tokens that have them.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
-#[serde(into = "Columns", try_from = "Columns")]
+#[derive(Debug, Clone, PartialEq, Default, Deserialize)]
+#[serde(try_from = "Columns")]
 pub struct StepOutput {
     /// The number of the plan.
     pub step: u64,
@@ -113,17 +115,17 @@ pub struct SampledToken {
     pub top: Vec<(TokenId, f32)>,
 }
 
-/// The wire form of a [`StepOutput`].
+/// The wire form of a [`StepOutput`]. It borrows the output's lists when it is written and owns them when it is read.
 #[derive(Serialize, Deserialize)]
-struct Columns {
+struct Columns<'a> {
     step: u64,
     rows: Words,
     tokens: Words,
-    details: Vec<Detail>,
+    details: Vec<Detail<'a>>,
 }
 
 /// Index of the token in the output, its log-probability, and the likeliest tokens with theirs.
-type Detail = (u32, Option<f32>, Vec<(TokenId, f32)>);
+type Detail<'a> = (u32, Option<f32>, Cow<'a, [(TokenId, f32)]>);
 
 /// An array of `u32`, serialized as little-endian bytes.
 struct Words(Vec<u32>);
@@ -141,25 +143,21 @@ impl<'de> Deserialize<'de> for Words {
     }
 }
 
-impl From<StepOutput> for Columns {
-    fn from(StepOutput { step, tokens }: StepOutput) -> Self {
-        let (mut rows, mut ids) = (Vec::with_capacity(tokens.len()), Vec::with_capacity(tokens.len()));
-        let mut details = Vec::new();
-        for (index, SampledToken { row, token, logprob, top }) in tokens.into_iter().enumerate() {
-            rows.push(row.0);
-            ids.push(token.0);
-            if logprob.is_some() || !top.is_empty() {
-                details.push((index as u32, logprob, top));
-            }
-        }
-        Self { step, rows: Words(rows), tokens: Words(ids), details }
+impl Serialize for StepOutput {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let rows = Words(self.tokens.iter().map(|sampled| sampled.row.0).collect());
+        let tokens = Words(self.tokens.iter().map(|sampled| sampled.token.0).collect());
+        let has_details = |sampled: &SampledToken| sampled.logprob.is_some() || !sampled.top.is_empty();
+        let detailed = self.tokens.iter().enumerate().filter(|(_, sampled)| has_details(sampled));
+        let details = detailed.map(|(index, sampled)| (index as u32, sampled.logprob, Cow::Borrowed(&*sampled.top)));
+        Columns { step: self.step, rows, tokens, details: details.collect() }.serialize(serializer)
     }
 }
 
-impl TryFrom<Columns> for StepOutput {
+impl TryFrom<Columns<'_>> for StepOutput {
     type Error = &'static str;
 
-    fn try_from(Columns { step, rows, tokens, details }: Columns) -> Result<Self, Self::Error> {
+    fn try_from(Columns { step, rows, tokens, details }: Columns<'_>) -> Result<Self, Self::Error> {
         if rows.0.len() != tokens.0.len() {
             return Err("rows and tokens differ in number");
         }
@@ -168,7 +166,7 @@ impl TryFrom<Columns> for StepOutput {
         let mut tokens: Vec<SampledToken> = rows.0.iter().zip(&tokens.0).map(sampled).collect();
         for (index, logprob, top) in details {
             let token = tokens.get_mut(index as usize).ok_or("details of a token that is not there")?;
-            (token.logprob, token.top) = (logprob, top);
+            (token.logprob, token.top) = (logprob, top.into_owned());
         }
         Ok(Self { step, tokens })
     }
@@ -260,6 +258,20 @@ mod tests {
         let odd = Columns { step: 1, rows: Words(vec![1]), tokens: Words(vec![]), details: vec![] };
         encode(&odd, &mut bytes);
         assert!(decode::<StepOutput>(&bytes).is_err());
+    }
+
+    #[test]
+    fn an_output_has_the_bytes_of_its_columns() {
+        let first = SampledToken { row: RowId(3), token: TokenId(513), logprob: None, top: vec![] };
+        let top = vec![(TokenId(9), -0.25)];
+        let second = SampledToken { row: RowId(1), token: TokenId(9), logprob: Some(-0.5), top };
+        let mut bytes = Vec::new();
+        encode(&StepOutput { step: 7, tokens: vec![first, second] }, &mut bytes);
+        let rows = [8, 3, 0, 0, 0, 1, 0, 0, 0];
+        let tokens = [8, 1, 2, 0, 0, 9, 0, 0, 0];
+        let details = [1, 1, 1, 0, 0, 0, 0xbf, 1, 9, 0, 0, 0x80, 0xbe];
+        let expected = [&[7][..], &rows, &tokens, &details].concat();
+        assert_eq!(bytes[..bytes.len() - 4], expected);
     }
 
     #[test]
