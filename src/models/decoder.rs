@@ -5,8 +5,9 @@ use std::path::Path;
 use device::{AttentionSpec, Device, DeviceError, PipelineStage, RopeTable};
 
 use crate::config::{Mlp, NormKind, Positions};
-use crate::layers::{Loader, Names};
-use crate::registry::Model;
+use crate::layers::Loader;
+use crate::model::Model;
+use crate::names::Names;
 use crate::shard::Shard;
 use crate::{Checkpoint, Config, ModelError, alibi};
 

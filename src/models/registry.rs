@@ -1,25 +1,6 @@
 //! The supported architectures, and how each is built.
 
-use std::path::Path;
-
-use device::{AttentionSpec, Device, DeviceError};
-
-use crate::decoder::Decoder;
-use crate::layers::{Names, QkvNames};
-use crate::shard::Shard;
-use crate::{Checkpoint, Config, ModelError};
-
-/// A loaded model: this worker's shard of the weights, and the activation buffers of a step.
-pub trait Model<D: Device> {
-    /// Attention of every layer of this worker's shard, for [`Device::memory_plan`] and [`Device::allocate_cache`].
-    fn attention_spec(&self, block_size: usize) -> AttentionSpec;
-
-    /// Runs the forward pass of the device's current step, up to and including [`Device::sample`].
-    ///
-    /// # Errors
-    /// Returns the error of the device.
-    fn forward(&mut self, device: &mut D) -> Result<(), DeviceError>;
-}
+use crate::names::{Names, QkvNames};
 
 /// A supported architecture: how its configuration is read and the names of its weights.
 #[derive(Debug)]
@@ -210,22 +191,4 @@ pub(crate) fn family(architecture: &str) -> Option<&'static Family> {
 
 pub(crate) fn family_of_type(model_type: &str) -> Option<&'static Family> {
     FAMILIES.iter().find(|family| family.model_type == model_type)
-}
-
-/// Maps the weights in `dir` and gives the device its shard.
-///
-/// # Errors
-/// Returns an error if the device lacks an op that the architecture needs, weights are missing or do not fit `config`,
-/// the heads cannot be divided among the device's group, or the device returns an error.
-pub fn load<D: Device + 'static>(dir: &Path, config: &Config, device: &mut D) -> Result<Box<dyn Model<D>>, ModelError> {
-    let lacking: Vec<String> =
-        config.features().iter().filter(|f| !device.features().contains(f)).map(ToString::to_string).collect();
-    if !lacking.is_empty() {
-        let architecture = config.architecture.clone();
-        return Err(ModelError::DeviceLacks { dir: dir.into(), architecture, lacking: lacking.join(", ") });
-    }
-    let shard = Shard::new(config, device.tensor_parallel())?;
-    let checkpoint = Checkpoint::open(dir)?;
-    let family = family(&config.architecture).expect("a configuration names a known architecture");
-    Ok(Box::new(Decoder::load(dir, &checkpoint, config, family.names, shard, device)?))
 }

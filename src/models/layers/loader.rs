@@ -6,8 +6,8 @@ use std::path::Path;
 use device::{Device, DeviceError, LinearRole, WeightSlice};
 
 use crate::config::{Mlp, NormKind};
-use crate::layers::Names;
-use crate::layers::names::{Piece, scaled};
+use crate::layers::qkv::{Piece, scaled};
+use crate::names::Names;
 use crate::shard::Shard;
 use crate::{Checkpoint, Config, ModelError};
 
