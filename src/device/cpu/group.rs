@@ -1,12 +1,13 @@
-//! A tensor-parallel group on one node: workers exchange partial results through shared memory.
+//! A tensor-parallel group of CPU workers, which exchange partial results through shared memory.
 //!
-//! Every worker writes its part to its slot, says so, waits for the others' word and reads all slots in rank order,
-//! so every worker adds the same numbers in the same order. Slots come in two halves used in turn: whoever writes
-//! a half again knows by the exchange between that everyone has read it.
+//! Every worker writes its part to its slot, increments its counter, waits for the counters of the others and reads all
+//! slots in rank order. So every worker adds the same numbers in the same order. A slot has two halves that are used
+//! alternately: the exchange between two uses of a half guarantees that everyone has read it.
 //!
-//! A group that spans nodes has such a region on each, with slots for all workers. Every worker also sends its part to one
-//! worker of each other node, where a thread puts it into the sender's slot and says the sender's word. So all add the
-//! same numbers in the same order wherever they are, and tokens do not depend on how ranks are spread over nodes.
+//! A group on several nodes has such a region on each node, with slots for all workers. Every worker also sends its
+//! part to one worker of each other node. A thread there writes it to the sender's slot and increments the sender's
+//! counter. So all workers add the same numbers in the same order, and tokens do not depend on how ranks are placed on
+//! nodes.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -21,57 +22,57 @@ use ipc::{IpcError, Prefix, Region, futex};
 use super::peers::Streams;
 use crate::{DeviceError, TensorParallel};
 
-/// f32 numbers of one slot: 256 KiB stay in the second cache.
+/// f32 numbers in half a slot: 256 KiB stay in the L2 cache.
 const SLOT: usize = 1 << 16;
-/// Bytes between words that different workers write.
+/// Distance in bytes between counters that different workers write.
 const LINE: usize = 128;
-/// How long a worker spins for another before it sleeps, where each has a core.
+/// How long a worker spins before it sleeps, if each worker has its own core.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// Where the workers of a group meet.
+/// How the workers of a group find each other.
 #[derive(Debug, Clone)]
 pub struct GroupConfig {
     /// Prefix of the shared-memory region.
     pub prefix: Prefix,
-    /// Its name: the same for all workers of a group, and never used before by another group.
+    /// Name of the region: the same for all workers of a group, and never used by another group.
     pub name: String,
-    /// This worker's place.
+    /// This worker's rank in the group.
     pub tensor_parallel: TensorParallel,
-    /// Longest wait for another worker, at start and in a step.
+    /// Maximum time to wait for another worker, at start and in a step.
     pub timeout: Duration,
-    /// Whether each worker has a core of its own to spin on.
+    /// Whether each worker has its own core to spin on.
     pub spin: bool,
 }
 
-/// Before each part on its way to another node: the exchange it belongs to and its length in numbers.
+/// Header of a part sent to another node: the number of the exchange and the length in numbers.
 const FRAME_BYTES: usize = 8;
 
-/// One worker's end of its group.
+/// A worker's access to its group.
 pub(crate) struct Group {
     meeting: Arc<Meeting>,
     exchanges: u32,
-    /// To one worker of each other node.
+    /// Streams to one worker of each other node.
     outgoing: Vec<TcpStream>,
     frame: Vec<u8>,
-    /// Copies of the others' parts: shared memory is never borrowed, for its writer is another process.
+    /// Copies of the others' parts. Shared memory is never borrowed, because another process writes it.
     parts: Vec<Vec<f32>>,
 }
 
-/// What the workers of a node share, mapped.
+/// The mapped memory that the workers of a node share.
 struct Meeting {
     region: Region,
     config: GroupConfig,
 }
 
 impl Group {
-    /// Joins a group on one node: worker 0 makes the region, the others wait for it.
+    /// Joins a group on one node: worker 0 creates the region, the others wait for it.
     pub(crate) fn join(config: GroupConfig) -> Result<Self, DeviceError> {
         let is_first = config.tensor_parallel.rank == 0;
         Self::join_node(config, is_first, Streams::default(), 0)
     }
 
-    /// Joins a group that spans nodes: the first worker of each makes the region there. `streams` carry parts to and from
-    /// other nodes; worker 0 of this group is number `first` among the workers that `streams` name.
+    /// Joins a group on several nodes: the first worker of each node creates the region there. `streams` carry parts to
+    /// and from other nodes; worker 0 of this group has the number `first` in `streams`.
     pub(crate) fn join_node(
         config: GroupConfig,
         is_first: bool,
@@ -93,7 +94,8 @@ impl Group {
         let meeting = Arc::new(Meeting { region, config });
         for (stream, socket) in streams.incoming {
             let (meeting, from) = (Arc::clone(&meeting), (stream.from - first) as usize);
-            // Ends with its stream: who waits for that worker then runs into the timeout, or is ended before.
+            // The thread ends with its stream. A worker that waits for the sender then runs into the timeout, or has
+            // ended before.
             let mut part = vec![0.0; SLOT];
             thread::spawn(move || while meeting.take_part(&socket, from, &mut part).is_ok() {});
         }
@@ -111,8 +113,8 @@ impl Group {
         self.meeting.config.tensor_parallel
     }
 
-    /// Calls `each(rows, parts)` for stretches of `rows` rows of `width`, where `parts[r]` is worker `r`'s part of
-    /// those rows. `mine [rows, width]` is this worker's part.
+    /// Calls `each(rows, parts)` for blocks of `rows` rows of `width`, where `parts[r]` is worker `r`'s part of those
+    /// rows. `mine [rows, width]` is this worker's part.
     pub(crate) fn exchange_rows(
         &mut self,
         collective: &str,
@@ -136,7 +138,7 @@ impl Group {
         Ok(())
     }
 
-    /// Gathers every worker's part into `out`, where worker `r`'s starts at `offsets[r]` and ends at `offsets[r + 1]`.
+    /// Gathers every worker's part into `out`: worker `r`'s part is `offsets[r]..offsets[r + 1]`.
     pub(crate) fn gather(
         &mut self,
         collective: &str,
@@ -156,7 +158,7 @@ impl Group {
         Ok(())
     }
 
-    /// Shows `mine`, at most a slot, to all and returns everyone's part in rank order.
+    /// Shares `mine` (at most half a slot) with all workers and returns everyone's part in rank order.
     fn exchange<'a>(
         &'a mut self,
         collective: &str,
@@ -168,8 +170,8 @@ impl Group {
         let TensorParallel { rank, size } = self.tensor_parallel();
         let (rank, size) = (rank as usize, size as usize);
         let slot = self.meeting.slot(self.exchanges, rank);
-        // SAFETY: a slot has room for `SLOT` numbers, and no reference to it is ever made. Its half is written by its
-        // worker alone, while nobody reads it: all have read its last contents, since they took part in the exchange that
+        // SAFETY: half a slot has room for `SLOT` numbers, and no reference to it is ever made. Only its worker writes
+        // it, and nobody reads it now: all have read its last contents, since they took part in the exchange that
         // followed.
         unsafe { std::ptr::copy_nonoverlapping(mine.as_ptr(), slot, mine.len()) };
         self.meeting.arrive(self.exchanges, rank);
@@ -185,9 +187,9 @@ impl Group {
             }
             let len = len_of.map_or(mine.len(), |len_of| len_of(other)).min(SLOT);
             let slot = self.meeting.slot(self.exchanges, other);
-            // SAFETY: slot and copy have room for `SLOT` numbers. The worker wrote `len` of them before it arrived, and
-            // writes this half again only after this worker's next exchange; one that does not keep to that spoils the
-            // numbers, nothing else.
+            // SAFETY: slot and copy have room for `SLOT` numbers. The worker wrote `len` of them before it incremented
+            // its counter, and writes this half again only after this worker's next exchange. A worker that violates
+            // this corrupts the numbers, nothing else.
             unsafe { std::ptr::copy_nonoverlapping(slot, copy.as_mut_ptr(), len) };
             parts.push(&copy[..len]);
         }
@@ -214,7 +216,8 @@ impl Group {
 }
 
 impl Meeting {
-    /// Waits for a part of worker `from`, on another node, and puts it where the workers of this one look for it.
+    /// Receives a part of worker `from`, which is on another node, and writes it to the slot where the workers of this
+    /// node read it.
     fn take_part(&self, mut socket: &TcpStream, from: usize, part: &mut [f32]) -> std::io::Result<()> {
         let mut frame = [0; FRAME_BYTES];
         socket.read_exact(&mut frame)?;
@@ -225,14 +228,15 @@ impl Meeting {
         }
         let part = &mut part[..len];
         socket.read_exact(bytemuck::cast_slice_mut(part))?;
-        // SAFETY: a slot has room for `SLOT` numbers. This thread alone writes the slots of `from` on this node; the half is
-        // free, as `from` sends a part only after all have come to the exchange before, and so have read the one before that.
+        // SAFETY: half a slot has room for `SLOT` numbers. Only this thread writes the slots of `from` on this node.
+        // The half is free: `from` sends a part only after all have reached the exchange before, and so have read the
+        // one before that.
         unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), self.slot(exchange, from), len) };
         self.arrive(exchange, from);
         Ok(())
     }
 
-    /// The half of a worker's slot that is in use in `exchange`.
+    /// The half of a worker's slot that `exchange` uses.
     fn slot(&self, exchange: u32, rank: usize) -> *mut f32 {
         let size = self.config.tensor_parallel.size as usize;
         let half = exchange as usize % 2;
@@ -245,12 +249,12 @@ impl Meeting {
         &self.region.atomics_u32(index * LINE, 1).expect("the region has two words for every worker")[0]
     }
 
-    /// Counts the exchanges a worker has written.
+    /// The counter of the exchanges that a worker has written.
     fn arrived(&self, rank: usize) -> &AtomicU32 {
         self.word(2 * rank)
     }
 
-    /// Counts those who sleep until a worker arrives.
+    /// The number of workers that sleep until this worker's counter changes.
     fn sleepers(&self, rank: usize) -> &AtomicU32 {
         self.word(2 * rank + 1)
     }
@@ -300,7 +304,7 @@ impl Meeting {
     }
 }
 
-/// Opens the region once the first worker of this node has made it.
+/// Opens the region after the first worker of this node has created it.
 fn open_when_there(config: &GroupConfig) -> Result<Result<Region, IpcError>, DeviceError> {
     let start = Instant::now();
     loop {
@@ -335,7 +339,7 @@ mod tests {
         ((worker * 7919 + round * 104_729 + index) % 1013) as f32 / 7.0
     }
 
-    /// What worker `me` of four on nodes 0, 0, 0, 1 sums over all rounds; each round has rows for more than one slot.
+    /// The sum over all rounds on worker `me` of four, on nodes 0, 0, 0, 1. Each round needs more than one slot.
     fn sums_of(me: u32, folder: &std::path::Path, prefix: &Prefix) -> Vec<f32> {
         let nodes = vec![0, 0, 0, 1];
         let place = TensorParallel { rank: me, size: 4 };
@@ -343,7 +347,7 @@ mod tests {
         let peers = Peers {
             me,
             num_stages: 1,
-            // Loopback has more than one address: one for each node.
+            // Loopback has several addresses: one is used for each node.
             addresses: vec![IpAddr::V4(Ipv4Addr::new(127, 0, 0, 1 + nodes[me as usize] as u8))],
             nodes,
             exchange: Arc::new(FileExchange::new(folder.to_owned(), place, timeout)),

@@ -1,9 +1,9 @@
-//! The CPU device: bf16, f16 or f32 weights straight from the mapped checkpoint, copied where that is faster, or quantised;
-//! f32 activations, threads of one pool.
+//! The CPU device. Weights are bf16, f16 or f32 in the mapped checkpoint, copied if that is faster, or quantized.
+//! Activations are f32. One thread pool computes.
 //!
-//! A row's tokens depend on that row alone, bit for bit: kernels have one summation order whatever else is in the
-//! step (`kernels::cpu`), the group adds parts in rank order, and draws are functions of seed and position.
-//! Steps run to their end inside [`Device::run_step`].
+//! The tokens of a row depend only on that row, bit for bit: kernels sum in one order whatever else is in the step
+//! (`kernels::cpu`), the group adds parts in rank order, and random draws are functions of seed and position.
+//! [`Device::run_step`] returns after the step is complete.
 
 mod choose;
 mod estimate;
@@ -37,16 +37,16 @@ use pipeline::Pipeline;
 use rows::Row;
 pub use weights::{CpuWeight, available_memory};
 
-/// How a [`CpuDevice`] is made.
+/// Settings of a [`CpuDevice`].
 #[derive(Debug, Clone)]
 pub struct CpuConfig {
-    /// Threads that compute, the caller's included: cores of the node divided by its workers.
+    /// Number of threads that compute, including the caller's: the cores of the node divided by its workers.
     pub threads: usize,
-    /// Bounds of every step.
+    /// Limits of every step.
     pub limits: StepLimits,
-    /// Bytes for KV blocks; `None` takes half of what the system has available, shared by the group's workers.
+    /// Bytes for KV blocks; `None` takes half of the system's available memory, divided by the workers of the group.
     pub kv_memory_bytes: Option<u64>,
-    /// The tensor-parallel group, when there is more than one worker.
+    /// The tensor-parallel group, if it has more than one worker.
     pub group: Option<GroupConfig>,
 }
 
@@ -60,21 +60,21 @@ pub struct CpuDevice {
     rows: Vec<Row>,
     cache: Option<Cache>,
     inputs: StepInputs,
-    token_ids: Vec<u32>, // [T] of the current step, none left on the device
-    projection: Inputs,  // of the linear layer at work
+    token_ids: Vec<u32>, // [T] tokens of the current step, with those from the device filled in
+    projection: Inputs,  // of the current linear layer
     precision: WeightPrecision,
     sampled: Buffer<f32>,      // [S, E]
-    local_logits: Buffer<f32>, // [S, V of this worker], where the vocabulary is split
-    logits: Buffer<f32>,       // [S, V], or as many as there may be rows
+    local_logits: Buffer<f32>, // [S, V of this worker], if the vocabulary is split
+    logits: Buffer<f32>,       // [S, V], at most as many as there are rows
     reported: Vec<Vec<f32>>,   // [V] of each position that the last step reports
-    vocab_offsets: Vec<usize>, // where each worker's share of the vocabulary starts, and the end
+    vocab_offsets: Vec<usize>, // start of each worker's share of the vocabulary, and the end
     results: VecDeque<Vec<SampledToken>>,
     weights_bytes: u64,
     workspace_bytes: u64,
-    widest_weight: Option<KvType>, // what KV blocks must hold to be as exact as the weights
+    widest_weight: Option<KvType>, // type that KV blocks need to be as exact as the weights
 }
 
-/// KV blocks and what attention needs beside them.
+/// KV blocks and the parameters of attention.
 struct Cache {
     kv: KvCache,
     spec: AttentionSpec,
@@ -98,7 +98,7 @@ impl CpuTensor {
 }
 
 impl CpuDevice {
-    /// Ops of some architectures that this device has.
+    /// Optional ops that this device has.
     pub(crate) const FEATURES: &[Feature] = {
         use Feature::{Alibi, HeadNorm, LayerNorm, LearnedPositions, PlainMlp};
         &[LayerNorm, LearnedPositions, PlainMlp, HeadNorm, Alibi]
@@ -107,24 +107,24 @@ impl CpuDevice {
     /// Starts the threads and joins the group.
     ///
     /// # Errors
-    /// When the group's shared memory cannot be had, or another worker does not come in time.
+    /// Returns an error if the group's shared memory cannot be opened, or if another worker does not arrive in time.
     pub fn new(config: CpuConfig) -> Result<Self, DeviceError> {
         let group = config.group.clone().map(Group::join).transpose()?;
         Ok(Self::with_group(config, group))
     }
 
-    /// As [`CpuDevice::new`], for a model whose workers are on several nodes or in several pipeline stages. `hidden` is
-    /// the width of what stages hand on.
+    /// Like [`CpuDevice::new`], for a model whose workers are on several nodes or in several pipeline stages. `hidden`
+    /// is the width of the activations sent between stages.
     ///
     /// # Errors
-    /// As `new`; and when another node cannot be reached.
+    /// Returns an error in the cases of `new`, or if another node cannot be reached.
     pub fn among(config: CpuConfig, peers: &Peers, hidden: usize) -> Result<Self, DeviceError> {
         let mut streams = peers.connect()?;
         let (first, nodes) = (peers.stage() * peers.tp_size(), peers.stage_nodes());
         let group = config.group.clone().map(|group| {
             let place = group.tensor_parallel.rank as usize;
             let is_first = nodes[..place].iter().all(|&node| node != nodes[place]);
-            // One region a node and stage, told apart also where nodes share their memory.
+            // One region for each node and stage. The name contains both, because nodes may share their memory.
             let name = format!("{}_{}_{}", group.name, peers.stage(), nodes[place]);
             Group::join_node(GroupConfig { name, ..group }, is_first, streams.take(Use::Parts), first)
         });
@@ -162,11 +162,11 @@ impl CpuDevice {
         }
     }
 
-    /// Keeps each thread on a core of its own: those that this process may use, from the `first` on. The caller is one of the
-    /// threads, and threads that it starts later inherit its core.
+    /// Pins each thread to its own core, starting with core `first` of those that this process may use. The caller is
+    /// one of the threads, and threads that it starts later inherit its core.
     ///
     /// # Errors
-    /// When there are fewer cores, or the system refuses.
+    /// Returns an error if there are too few cores, or if the system refuses.
     pub fn pin_threads(&mut self, first: usize) -> Result<(), DeviceError> {
         let (cores, threads) = (k::allowed_cores(), self.pool.threads());
         let call = |reason: String| DeviceError::Call { call: format!("keeping {threads} threads on cores"), reason };
@@ -176,12 +176,12 @@ impl CpuDevice {
         self.pool.pin(own).map_err(|error| call(error.to_string()))
     }
 
-    /// Uses lesser instructions than the processor has, to compare them.
+    /// Uses a smaller instruction set than the processor has, for comparisons.
     pub fn set_isa(&mut self, isa: Isa) {
         self.isa = isa.min(Isa::detect());
     }
 
-    /// Holds the weights of linear layers that are loaded from now on in fewer bits than the checkpoint has them.
+    /// Sets the precision of linear layers' weights that are loaded from now on.
     pub fn set_weight_precision(&mut self, precision: WeightPrecision) {
         self.precision = precision;
     }
@@ -194,7 +194,7 @@ impl CpuDevice {
         self.cache.as_ref().expect("`allocate_cache` is called before the first step")
     }
 
-    /// The step's tokens, with those that only this device knows filled in.
+    /// Collects the step's tokens; those that are known only to this device are filled in.
     fn resolve_tokens(&mut self) -> Result<(), DeviceError> {
         let inputs = &self.inputs;
         self.token_ids.clear();
@@ -213,7 +213,7 @@ impl CpuDevice {
         Ok(())
     }
 
-    /// Refuses a step that would leave a buffer.
+    /// Refuses a step with an index outside a buffer.
     fn check_inputs(&self) -> Result<(), DeviceError> {
         let (inputs, limits, cache) = (&self.inputs, &self.config.limits, self.cache());
         let tokens = inputs.num_tokens();
@@ -254,7 +254,7 @@ impl CpuDevice {
         Ok(())
     }
 
-    /// Where the workers' shares of the vocabulary start, from the head's own.
+    /// Exchanges the starts of the workers' shares of the vocabulary.
     fn learn_vocabulary(&mut self, own: Range<usize>) -> Result<(), DeviceError> {
         let tp = self.tensor_parallel();
         let Some(group) = &mut self.group else {
@@ -270,7 +270,7 @@ impl CpuDevice {
         Ok(())
     }
 
-    /// Takes a layer's weights into account, in the precision they are to have.
+    /// Registers a layer's weights, in the precision that was set.
     fn hold_linear(&mut self, matrix: k::Matrix, is_head: bool) -> Linear {
         if matrix.weight_type() != k::WeightType::Bf16 {
             self.widest_weight = Some(KvType::F32);
@@ -474,7 +474,7 @@ impl Device for CpuDevice {
         weight: &CpuWeight,
         eps: f32,
     ) -> Result<(), DeviceError> {
-        self.rms_norm(out, x, weight, eps) // The kind is the weight's.
+        self.rms_norm(out, x, weight, eps) // The weight determines the kind of norm.
     }
 
     fn add_positions(&mut self, out: &mut CpuTensor, table: &CpuWeight) -> Result<(), DeviceError> {
@@ -620,7 +620,7 @@ impl Device for CpuDevice {
 }
 
 impl CpuDevice {
-    /// KV blocks as exact as the weights: bf16 beside bf16 weights, else f32.
+    /// The type of KV blocks: as exact as the weights, so bf16 with bf16 weights, else f32.
     fn kv_type(&self) -> KvType {
         self.widest_weight.unwrap_or(KvType::Bf16)
     }

@@ -1,7 +1,8 @@
-//! Workers of one model on several nodes: who connects to whom, and the TCP streams between them.
+//! The workers of one model on several nodes, and the TCP connections between them.
 //!
-//! Streams rather than MPI through the ranks: a part then goes from a worker's memory to the other node's shared memory
-//! with one thread woken on the way, where ranks would add two rings and two polled MPI queues. A stream carries bytes one way, so no two writers can wait for each other.
+//! Workers connect directly instead of sending through MPI and the ranks. A part goes from a worker's memory to the
+//! other node's shared memory with one thread wake-up; through the ranks there would be two more rings and two polled
+//! MPI queues. A stream carries bytes in one direction, so two writers can never wait for each other.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -15,48 +16,48 @@ use ipc::Prefix;
 use crate::DeviceError;
 use crate::cuda::Exchange;
 
-/// How long one address of a peer may take to answer before the next is tried.
+/// Timeout of a connection attempt to one address of a peer, before the next address is tried.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// What tells the model's own connections from those of others: random, and new for each start.
+/// Length of the random token that identifies connections of this model. It is new at each start.
 const TOKEN_BYTES: usize = 16;
 type Token = [u8; TOKEN_BYTES];
-/// Connection, greeting, answer: token, worker, what for.
+/// A greeting contains the token, the worker's number and the purpose of the connection.
 const GREETING_BYTES: usize = TOKEN_BYTES + 8;
 type Greeting = [u8; GREETING_BYTES];
-/// Connections that have not said yet whose they are; more wait in the kernel.
+/// Maximum number of accepted connections without a complete greeting; more wait in the kernel.
 const MAX_UNKNOWN: usize = 64;
 
-/// All workers of a model, stage by stage, as one of them sees them.
+/// All workers of a model in order of stages, as seen by one of them.
 #[derive(Clone)]
 pub struct Peers {
-    /// This worker: its stage times the workers of a stage, plus its place in its group.
+    /// The number of this worker: its stage times the workers of a stage, plus its rank in its group.
     pub me: u32,
-    /// Pipeline stages.
+    /// Number of pipeline stages.
     pub num_stages: u32,
-    /// `[workers]` the node of each.
+    /// `[workers]`: the node of each.
     pub nodes: Vec<u32>,
-    /// Where workers of other nodes may reach this one.
+    /// Addresses where workers of other nodes may reach this one.
     pub addresses: Vec<IpAddr>,
-    /// Over all workers of the model.
+    /// Exchange among all workers of the model.
     pub exchange: Arc<dyn Exchange>,
-    /// Prefix of shared memory between stages of one node.
+    /// Prefix of shared memory between stages on one node.
     pub prefix: Prefix,
-    /// What its names begin with: the same for all workers.
+    /// First part of the names in shared memory: the same for all workers.
     pub name: String,
-    /// Longest wait for another worker, at start and in a step.
+    /// Maximum time to wait for another worker, at start and in a step.
     pub timeout: Duration,
 }
 
-/// What a stream is for.
+/// The purpose of a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Use {
-    /// Parts of sums and gathers, to another node of the same group.
+    /// Parts of sums and gathers, sent to another node of the same group.
     Parts,
-    /// Activations, to the next stage.
+    /// Activations, sent to the next stage.
     Hidden,
 }
 
-/// One stream of the model.
+/// A stream between two workers of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stream {
     pub(crate) from: u32,
@@ -64,7 +65,7 @@ pub(crate) struct Stream {
     pub(crate) carries: Use,
 }
 
-/// This worker's ends.
+/// The streams that begin or end at this worker.
 #[derive(Default)]
 pub(crate) struct Streams {
     pub(crate) outgoing: Vec<(Stream, TcpStream)>,
@@ -72,7 +73,7 @@ pub(crate) struct Streams {
 }
 
 impl Streams {
-    /// Takes the streams of one use.
+    /// Removes and returns the streams of one purpose.
     pub(crate) fn take(&mut self, carries: Use) -> Streams {
         let taken = |all: &mut Vec<(Stream, TcpStream)>| {
             let (taken, kept) = std::mem::take(all).into_iter().partition(|(stream, _)| stream.carries == carries);
@@ -84,7 +85,7 @@ impl Streams {
 }
 
 impl Peers {
-    /// Workers of a stage.
+    /// Number of workers of a stage.
     pub(crate) fn tp_size(&self) -> u32 {
         self.nodes.len() as u32 / self.num_stages
     }
@@ -94,13 +95,13 @@ impl Peers {
         self.me / self.tp_size()
     }
 
-    /// Nodes of this worker's stage, by place in its group.
+    /// The nodes of this stage's workers, by rank in the group.
     pub(crate) fn stage_nodes(&self) -> &[u32] {
         let (first, size) = ((self.stage() * self.tp_size()) as usize, self.tp_size() as usize);
         &self.nodes[first..first + size]
     }
 
-    /// Opens every stream that begins or ends here. All workers of the model call it, or none.
+    /// Opens every stream that begins or ends here. Either all workers of the model call it, or none.
     pub(crate) fn connect(&self) -> Result<Streams, DeviceError> {
         let streams = streams(&self.nodes, self.num_stages);
         if streams.is_empty() {
@@ -111,7 +112,7 @@ impl Peers {
             reason: error.to_string(),
         };
         let expected: Vec<Stream> = streams.iter().copied().filter(|stream| stream.to == self.me).collect();
-        // First who is where, so that each listens only where those who call it can come from.
+        // First exchange all addresses, so that each worker listens only on addresses that its peers can reach.
         let addresses: Vec<Vec<IpAddr>> = self.gather(&self.addresses)?;
         let callers: Vec<IpAddr> = expected.iter().flat_map(|stream| addresses[stream.from as usize].clone()).collect();
         let listeners = listen(&towards(&callers, &self.addresses)).map_err(|error| failed("listening", error))?;
@@ -135,7 +136,7 @@ impl Peers {
         Ok(Streams { outgoing: outgoing?, incoming: incoming? })
     }
 
-    /// What each worker gave, of what this one gives.
+    /// Gathers what each worker passed.
     fn gather(&self, mine: &[IpAddr]) -> Result<Vec<Vec<IpAddr>>, DeviceError> {
         let heard = self.exchange.gather(&words(mine))?;
         Ok(heard.iter().map(|bytes| parsed(bytes)).collect())
@@ -150,12 +151,12 @@ fn parsed<T: std::str::FromStr>(bytes: &[u8]) -> Vec<T> {
     String::from_utf8_lossy(bytes).split(' ').filter_map(|word| word.parse().ok()).collect()
 }
 
-/// Those of `own` addresses from which this machine would reach `callers`; all of them when routes tell nothing.
+/// The addresses in `own` that have a route to `callers`; all of them if the routes give no answer.
 fn towards(callers: &[IpAddr], own: &[IpAddr]) -> Vec<IpAddr> {
     let source = |caller: &IpAddr| -> io::Result<IpAddr> {
         let any: IpAddr = if caller.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
         let socket = UdpSocket::bind((any, 0))?;
-        // Sends nothing: the kernel looks for a route, and with it for an address of this machine.
+        // Sends nothing: the kernel selects a route, and with it an address of this machine.
         socket.connect((*caller, 9))?;
         Ok(socket.local_addr()?.ip())
     };
@@ -167,7 +168,7 @@ fn towards(callers: &[IpAddr], own: &[IpAddr]) -> Vec<IpAddr> {
     if sources.is_empty() { own.to_vec() } else { sources }
 }
 
-/// A listener on each of `addresses`; on loopback alone where there is none.
+/// Listens on each of `addresses`, or only on loopback if there are none.
 fn listen(addresses: &[IpAddr]) -> io::Result<Vec<TcpListener>> {
     let loopback = [IpAddr::V4(Ipv4Addr::LOCALHOST)];
     let addresses = if addresses.is_empty() { &loopback[..] } else { addresses };
@@ -185,8 +186,9 @@ fn random_token() -> io::Result<Token> {
     Ok(token)
 }
 
-/// All streams of a model: parts go from every worker to one worker of each other node of its stage, the receivers taken
-/// in turn; activations go from each worker to its like in the next stage, unless both share a node.
+/// All streams of a model. Parts go from every worker to one worker of each other node of its stage; the receivers take
+/// turns. Activations go from each worker to the worker of the same rank in the next stage, unless both are on one
+/// node.
 pub(crate) fn streams(nodes: &[u32], num_stages: u32) -> Vec<Stream> {
     let tp_size = nodes.len() as u32 / num_stages;
     let mut streams = Vec::new();
@@ -212,7 +214,7 @@ pub(crate) fn streams(nodes: &[u32], num_stages: u32) -> Vec<Stream> {
     streams
 }
 
-/// How to reach a worker; worker 0's token tells the model's own connections from strangers'.
+/// The addresses of a worker. Worker 0's token identifies the connections of this model.
 struct Card {
     token: Token,
     sockets: Vec<SocketAddr>,
@@ -229,7 +231,7 @@ impl Card {
     }
 }
 
-/// Opens `stream` to whoever `card` is of, on the first of its addresses that answers.
+/// Opens `stream` to the worker of `card`, on the first of its addresses that answers.
 fn call(
     stream: Stream,
     card: &Card,
@@ -237,7 +239,8 @@ fn call(
     token: Token,
     deadline: Instant,
 ) -> Result<TcpStream, DeviceError> {
-    // One that this machine has as well, as of a container bridge, leads back here. Nearest first.
+    // An address that this machine has as well (for example of a container bridge) leads back here. Nearest addresses
+    // come first.
     let is_elsewhere = |socket: &SocketAddr| !own.contains(&socket.ip());
     let mut addresses: Vec<SocketAddr> = card.sockets.iter().copied().filter(is_elsewhere).collect();
     addresses.sort_by_key(|address| std::cmp::Reverse(own.iter().map(|&mine| common_bits(mine, address.ip())).max()));
@@ -283,13 +286,13 @@ fn greeting(token: Token, worker: u32, carries: Use) -> Greeting {
     bytes
 }
 
-/// In the same time wherever they differ: else a stranger could guess a token byte by byte.
+/// Compares in constant time: otherwise a stranger could guess the token byte by byte.
 fn is_equal(one: &Greeting, other: &Greeting) -> bool {
     let difference = one.iter().zip(other).fold(0, |difference, (one, other)| difference | (one ^ other));
     std::hint::black_box(difference) == 0
 }
 
-/// A connection that has not said yet whose it is.
+/// A connection whose greeting is not complete.
 struct Unknown {
     socket: TcpStream,
     said: Greeting,
@@ -297,7 +300,7 @@ struct Unknown {
     deadline: Instant,
 }
 
-/// Takes the `expected` streams in whatever order they come; strangers are sent away, and silent ones hold up nobody.
+/// Accepts the `expected` streams in any order. Unknown connections are closed, and silent ones delay nobody.
 fn accept(
     listeners: &[TcpListener],
     token: Token,
@@ -340,7 +343,7 @@ fn accept(
 }
 
 impl Unknown {
-    /// Whether all was said.
+    /// Whether the greeting is complete.
     fn hear(&mut self) -> io::Result<bool> {
         match self.socket.read(&mut self.said[self.len..]) {
             Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
@@ -364,7 +367,7 @@ impl Unknown {
     }
 }
 
-/// Leading bits that two addresses share: more, the nearer.
+/// Number of leading bits that two addresses have in common; a larger number means nearer.
 fn common_bits(one: IpAddr, other: IpAddr) -> u32 {
     match (one, other) {
         (IpAddr::V4(one), IpAddr::V4(other)) => (one.to_bits() ^ other.to_bits()).leading_zeros(),
@@ -385,7 +388,7 @@ mod tests {
         let stream = Stream { from: 1, to: 0, carries: Use::Parts };
         let token = random_token().unwrap();
         assert_ne!(token, random_token().unwrap());
-        // Each of them once took its seconds, one after the other.
+        // Each of them once took several seconds, one after the other.
         let _silent: Vec<_> = (0..20).map(|_| TcpStream::connect(address).unwrap()).collect();
         let deadline = Instant::now() + Duration::from_secs(20);
         let accepting = thread::spawn(move || accept(&listeners, token, vec![stream], deadline));
@@ -428,7 +431,7 @@ mod tests {
     #[test]
     fn activations_cross_nodes_only_between_stages_that_do_not_share_one() {
         let hidden = |from, to| Stream { from, to, carries: Use::Hidden };
-        // Three stages of two workers: node 0 holds the first, node 1 the other two.
+        // Three stages of two workers: node 0 has the first, node 1 the other two.
         assert_eq!(streams(&[0, 0, 1, 1, 1, 1], 3), [hidden(0, 2), hidden(1, 3)]);
     }
 }

@@ -10,38 +10,39 @@ use super::step::StepShape;
 use super::{CudaDevice, device_error};
 use crate::{DeviceError, StepInputs};
 
-/// Tokens of the smallest step whose products are measured ahead; below, own kernels take most of them.
+/// Smallest number of tokens for which products are measured in advance; smaller steps mostly use the kernels of this
+/// project.
 const MIN_MEASURED: usize = 128;
-/// How long measuring goes on before a step that came meanwhile has its turn.
+/// Maximum time of one piece of measuring, so that a step that arrives meanwhile does not wait long.
 const MEASURED_AT_ONCE: Duration = Duration::from_millis(50);
 /// Largest number of rows that is recorded.
 const MAX_BUCKET: usize = 256;
 
-/// What a recording is of.
+/// The kind of step that a recording contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
-    /// Rows.
+    /// Number of rows.
     bucket: usize,
     /// Whether sampling is plain greedy.
     is_greedy: bool,
-    /// Whether rows read what others of them write.
+    /// Whether rows read keys and values that other rows of the step write.
     is_parted: bool,
 }
 
-/// Recordings, by what they are of.
+/// All recordings.
 pub(crate) struct Graphs {
     buckets: Vec<usize>,
     recorded: HashMap<Key, Graph>,
-    /// What is still to be done while no step waits.
+    /// Work that remains to be done while no step is waiting.
     ahead: VecDeque<Ahead>,
 }
 
-/// A piece of work that a step would otherwise wait for.
+/// A piece of work that would otherwise delay a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ahead {
-    /// Choose algorithms for the products of a step of so many tokens.
+    /// Choose the algorithms for the products of a step with this number of tokens.
     Measure { tokens: usize },
-    /// Record decodes of a bucket.
+    /// Record a decode step of a bucket.
     Record { bucket: usize, is_greedy: bool },
 }
 
@@ -51,13 +52,13 @@ impl Graphs {
         Self { buckets, recorded: HashMap::new(), ahead: VecDeque::new() }
     }
 
-    /// Rows of the largest bucket; 0 without any.
+    /// Number of rows of the largest bucket; 0 if there is none.
     pub(crate) fn largest_bucket(&self) -> usize {
         self.buckets.last().copied().unwrap_or(0)
     }
 
-    /// Lists what may be done before a step needs it: recordings of greedy decodes, largest first, then products of chunks, smallest
-    /// first, then recordings of other decodes.
+    /// Lists the work to do before a step needs it, in this order: recordings of greedy decodes, largest first;
+    /// products of chunks, smallest first; recordings of other decodes.
     pub(crate) fn plan_ahead(&mut self, max_tokens: usize) {
         let record = |is_greedy| move |&bucket| Ahead::Record { bucket, is_greedy };
         let next = |&tokens: &usize| (tokens < max_tokens).then(|| measured_rows(tokens + 1).min(max_tokens));
@@ -71,7 +72,7 @@ impl Graphs {
         self.recorded.contains_key(&Key { bucket, is_greedy, is_parted: false })
     }
 
-    /// The bucket of a step of decodes that all sample; other steps are not recorded.
+    /// The bucket of a decode step in which all rows sample; other steps are not recorded.
     pub(crate) fn bucket(&self, inputs: &StepInputs) -> Option<usize> {
         let rows = inputs.num_rows();
         let in_order = |(index, sample): (usize, &crate::SampleInput)| sample.token_index as usize == index;
@@ -86,12 +87,12 @@ impl Graphs {
     }
 }
 
-/// Rows of the largest bucket of a device with graphs.
+/// Number of rows of the largest bucket of a device with graphs.
 pub(crate) fn largest_bucket(max_rows: usize) -> usize {
     buckets(max_rows).last().copied().unwrap_or(0)
 }
 
-/// 1, 2, 4, then by 8, up to the least that holds `max_rows`.
+/// 1, 2, 4, then multiples of 8, up to the first that is at least `max_rows`.
 fn buckets(max_rows: usize) -> Vec<usize> {
     let mut buckets = Vec::new();
     for bucket in [1, 2, 4].into_iter().chain((8..=MAX_BUCKET).step_by(8)) {
@@ -104,7 +105,7 @@ fn buckets(max_rows: usize) -> Vec<usize> {
 }
 
 impl CudaDevice {
-    /// Replays the bucket's recording; the first time, runs the step op by op and records it behind its back.
+    /// Replays the bucket's recording. The first time, runs the step op by op and then records it.
     pub(crate) fn run_recorded(
         &mut self,
         inputs: &StepInputs,
@@ -116,7 +117,7 @@ impl CudaDevice {
             self.queue.replay(graph).map_err(device_error)?;
             return Ok(slot);
         }
-        // What is recorded stays: its products are worth measuring at once. They are small.
+        // A recording stays in use, so its products are measured at once; they are small.
         self.gemm.set_first_use(FirstUse::Measure);
         let run = forward(self);
         self.gemm.set_first_use(FirstUse::Guess);
@@ -129,7 +130,7 @@ impl CudaDevice {
         Key { bucket, is_greedy: self.current().is_greedy, is_parted: self.is_parted }
     }
 
-    /// Records the current step, which is one of decodes, without running it.
+    /// Records the current decode step without running it.
     fn record(
         &mut self,
         bucket: usize,
@@ -141,8 +142,8 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Does the next piece of what [`Graphs::plan_ahead`] listed; true while there is more. A step that comes meanwhile waits for it,
-    /// so that it is short.
+    /// Does the next piece of work listed by [`Graphs::plan_ahead`]; returns true while there is more. A step that
+    /// arrives meanwhile waits for it, so each piece is short.
     pub(crate) fn prepare_next(
         &mut self,
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
@@ -156,7 +157,7 @@ impl CudaDevice {
             }
             Ahead::Record { bucket, is_greedy } if self.graphs.has_decode(bucket, is_greedy) => true,
             Ahead::Record { bucket, is_greedy } => {
-                // Measuring waits for the GPU, which a recording may not.
+                // Measuring waits for the GPU, which is not allowed during a recording.
                 let is_measured = self.measure_some(StepShape::decode(bucket), forward)?;
                 if is_measured {
                     self.current = Some(self.step_at(StepShape::decode(bucket), is_greedy));
@@ -171,7 +172,8 @@ impl CudaDevice {
         Ok(!self.graphs.ahead.is_empty())
     }
 
-    /// Measures products of a step of this shape for a while, on whatever the buffers hold; true when none is left.
+    /// Measures products of a step of this shape for a limited time, with arbitrary data; returns true when none is
+    /// left.
     fn measure_some(
         &mut self,
         shape: StepShape,
@@ -186,7 +188,7 @@ impl CudaDevice {
     }
 }
 
-/// An error while recording, of the device or of the driver.
+/// An error during a recording, from the device or the driver.
 struct Recorded(DeviceError);
 
 impl From<DeviceError> for Recorded {

@@ -1,8 +1,8 @@
 //! The CUDA device: one GPU of a worker, with NVIDIA's libraries loaded at run time.
 //!
-//! [`CudaDevice`] queues every op on one stream and waits for nothing but finished steps: inputs travel in one copy, tokens
-//! stay on the GPU, results are read from pinned memory when their step's event has passed. Decode steps are recorded
-//! as CUDA graphs, one for each number of rows in a list of buckets.
+//! [`CudaDevice`] queues all ops on one stream and waits only for completed steps. The inputs of a step are uploaded in
+//! one copy, tokens stay on the GPU, and results are read from pinned memory after the step's event. Decode steps are
+//! recorded as CUDA graphs, one for each number of rows in a list of buckets.
 
 mod chain;
 mod config;
@@ -55,15 +55,16 @@ use weights::gate_order;
 
 pub use kernels::cuda::client_memory::ClientMemory;
 
-/// GPUs that the driver shows to this process; 0 without a driver, or in a build without CUDA kernels.
+/// Number of GPUs that the driver shows to this process; 0 without a driver, or in a build without CUDA kernels.
 pub fn num_gpus() -> usize {
     if kernels::cuda::NVRTC_VERSION.is_some() { Gpu::count() } else { 0 }
 }
 
-/// Name and free bytes of a GPU that this process has not opened yet. The context that it takes to ask is part of what is gone.
+/// Name and free bytes of a GPU that this process has not opened yet. The context that is opened for this query uses
+/// part of the memory.
 ///
 /// # Errors
-/// Without a driver or that GPU.
+/// Returns an error without a driver or that GPU.
 pub fn free_memory(ordinal: usize) -> Result<(String, u64), DeviceError> {
     let gpu = Gpu::open(ordinal).map_err(device_error)?;
     let (free, _) = gpu.memory().map_err(device_error)?;
@@ -77,11 +78,11 @@ pub struct CudaWeight {
     bias: Span,
     rows: usize,
     cols: usize,
-    /// Of an embedding: the first token of its rows.
+    /// For an embedding: the token of its first row.
     first_token: u32,
-    /// Of gate/up: columns of gate and up that come in turn.
+    /// For gate/up: number of alternating columns of gate and up.
     group: usize,
-    /// Whether products by it are partial sums, which a norm takes.
+    /// Whether products with it are partial sums, which are summed by a norm.
     is_partial: bool,
 }
 
@@ -105,13 +106,13 @@ pub struct CudaDevice {
     pipeline: Pipeline,
     gemm: LibraryGemm,
     chain: Chain,
-    /// Whether the kernel for few rows takes every matrix loaded so far.
+    /// Whether the kernel for few rows supports every matrix loaded so far.
     all_skinny: bool,
-    /// Whether the current step is one of [`verify::part_rows`], whose rows read what others of them write.
+    /// Whether the current step comes from [`verify::part_rows`]: its rows read keys and values that other rows write.
     is_parted: bool,
-    /// Whether a norm with mean and bias was loaded.
+    /// Whether a layer norm was loaded.
     has_layer_norms: bool,
-    /// Rows of the table of learned positions; the largest number without one.
+    /// Number of rows of the table of learned positions; the maximum value if there is none.
     num_positions: usize,
     step_block: DeviceBuffer,
     pinned_inputs: Vec<PinnedBuffer>,
@@ -130,7 +131,7 @@ pub struct CudaDevice {
     gpu: Arc<Gpu>,
 }
 
-/// As this room reports what the kernels' crate reports.
+/// Converts an error of the kernels crate.
 fn device_error(error: CudaError) -> DeviceError {
     match error {
         CudaError::NoDriver { reason } => DeviceError::Unavailable { device: "cuda".into(), reason },
@@ -147,23 +148,25 @@ fn device_error(error: CudaError) -> DeviceError {
 }
 
 impl CudaDevice {
-    /// Ops of some architectures that this device has.
+    /// Optional ops that this device has.
     pub(crate) const FEATURES: &[Feature] = {
         use Feature::{Alibi, HeadNorm, LayerNorm, LearnedPositions, PlainMlp};
         &[LayerNorm, LearnedPositions, PlainMlp, HeadNorm, Alibi]
     };
 
-    /// Opens the GPU and joins the group. The calling thread is the one that uses the device from now on.
+    /// Opens the GPU and joins the group. From now on only the calling thread may use the device.
     ///
     /// # Errors
-    /// When driver, GPU or a library is missing, memory does not suffice, or another worker does not come.
+    /// Returns an error if the driver, the GPU or a library is missing, memory does not suffice, or another worker does
+    /// not arrive.
     pub fn new(config: CudaConfig) -> Result<Self, DeviceError> {
         let gpu = Gpu::open(config.ordinal).map_err(device_error)?;
         let queue = Arc::new(Queue::new(&gpu).map_err(device_error)?);
         let mut gemm = LibraryGemm::new(&gpu, &config.library_dirs, config.cache_dir.as_ref()).map_err(device_error)?;
-        // A request waits for no measurement: products are measured while none is there, and when a graph is recorded.
+        // Requests never wait for a measurement: products are measured while no step waits, and when a graph is
+        // recorded.
         gemm.set_first_use(FirstUse::Guess);
-        // Before the first thread: the group sets what NCCL reads from the environment.
+        // Before the first thread starts: the group sets environment variables for NCCL.
         let group = Group::new(&config, &gpu)?;
         let pipeline = Pipeline::new(&config, &group, &gpu, &queue)?;
         let loader = Loader::new(&gpu).map_err(device_error)?;

@@ -1,11 +1,13 @@
-//! Rows that verify drafts, as a step of decodes: each position becomes a row of its own, which sees what is before it.
+//! Turns rows that verify drafts into decodes: each position becomes a separate row, which attends to the positions
+//! before it.
 //!
-//! Keys and values of all positions are in the blocks before any is read, so later positions see earlier ones; the step is then of
-//! the kind that is recorded, with the attention that divides long contexts among the GPU.
+//! Keys and values of all positions are written before any is read, so later positions see earlier ones. The step can
+//! then be recorded, and uses the attention kernel that splits long contexts over the GPU.
 
 use crate::StepInputs;
 
-/// `inputs` with a row for each position of rows that verify; `None` where there are none, or more positions than `max_rows`.
+/// `inputs` with a row for each position of rows that verify; `None` if there are none, or more positions than
+/// `max_rows`.
 pub(crate) fn part_rows(inputs: &StepInputs, max_rows: usize) -> Option<StepInputs> {
     let first = first_verifying(inputs)?;
     let first_token = inputs.row_starts[first] as usize;
@@ -29,7 +31,8 @@ pub(crate) fn part_rows(inputs: &StepInputs, max_rows: usize) -> Option<StepInpu
     Some(parted)
 }
 
-/// The first row that chooses a token at each of several positions; those behind it do so, too, or decode one.
+/// The first row that chooses a token at each of several positions; all rows after it do so as well, or decode one
+/// token.
 fn first_verifying(inputs: &StepInputs) -> Option<usize> {
     let last = inputs.num_prefill_rows.checked_sub(1)?;
     let is_verifying = |row: usize| {
@@ -38,7 +41,7 @@ fn first_verifying(inputs: &StepInputs) -> Option<usize> {
         let before = |token: u32| inputs.samples.partition_point(|sample| sample.token_index < token);
         end - start > 1 && before(end) - before(start) == (end - start) as usize
     };
-    // From the last on, for chunks of prompts come first.
+    // Searches backwards, because prefill chunks come first.
     (0..=last).rev().take_while(|&row| is_verifying(row)).last()
 }
 
@@ -49,7 +52,7 @@ mod tests {
     use super::*;
     use crate::{SampleInput, TOKEN_ON_DEVICE};
 
-    /// A chunk of three positions, a row that verifies two guesses, one that decodes.
+    /// A chunk of three positions, a row that verifies two drafts, and a row that decodes.
     fn inputs() -> StepInputs {
         let sample = |row, token_index| SampleInput { row: RowId(row), token_index, num_generated: 4 };
         StepInputs {

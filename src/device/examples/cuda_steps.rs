@@ -1,9 +1,10 @@
-//! Times decode and prefill steps of a Llama shape on a GPU, with random weights and no checkpoint.
+//! Measures decode and prefill steps of a Llama-shaped model on a GPU, with random weights and without a checkpoint.
 //!
 //! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b] [--layers N] [--simple] [--no-graphs]
 //! [--context N] [--prefill N] [--batch N] [--tp-size N --rank R --exchange DIR]`
 //!
-//! Prints milliseconds a decode step for several batch sizes and a mixed step, with two steps in flight, and prefill tokens a second.
+//! Prints milliseconds per decode step for several batch sizes and for a mixed step, with two steps in flight, and
+//! prefill tokens per second.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,7 +22,7 @@ const BLOCK: usize = 64;
 const MAX_ROWS: usize = 256;
 const MAX_LEN: usize = 4096;
 const EPS: f32 = 1e-5;
-/// Token ids of prompts are below this, whatever the shape.
+/// Token ids of prompts are below this value for every shape.
 const MAX_TOKEN: u32 = 32000;
 
 /// Sizes of a model.
@@ -79,14 +80,14 @@ struct Model {
     partial: CudaTensor,
 }
 
-/// Bytes that look like bf16 weights of size about 0.02; all matrices are windows of it.
+/// Bytes of bf16 weights of size about 0.02; all matrices are slices of them.
 fn random_bytes(count: usize) -> &'static [u8] {
     let mut state = 1u64;
     let mut bytes = Vec::with_capacity(count);
     while bytes.len() < count {
         state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
         let mantissa = (state >> 33) as u16;
-        // Sign and mantissa at random, exponent of 2^-6 or 2^-7.
+        // Sign and mantissa are random, the exponent is that of 2^-6 or 2^-7.
         let bits = (mantissa & 0x80ff) | 0x3c00;
         bytes.extend_from_slice(&bits.to_le_bytes());
     }
@@ -94,7 +95,7 @@ fn random_bytes(count: usize) -> &'static [u8] {
 }
 
 impl Model {
-    /// This worker's share of a model of `num_layers`.
+    /// This worker's shard of a model with `num_layers` layers.
     fn load(device: &mut CudaDevice, shape: Shape, num_layers: usize) -> Result<Self, DeviceError> {
         let tp = device.tensor_parallel();
         let size = tp.size as usize;
@@ -264,7 +265,7 @@ fn options() -> Options {
     }
 }
 
-/// Milliseconds a step of `inputs(number)`, two in flight.
+/// Milliseconds per step of `inputs(number)`, with two in flight.
 fn time_steps(
     device: &mut CudaDevice,
     model: &mut Model,
