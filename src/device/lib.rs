@@ -232,13 +232,13 @@ pub trait Device: Sized {
 
     /// Receives the hidden state. It replaces [`Device::embed`] in all stages but the first: `out` becomes the
     /// activations that the previous stage passed to [`Device::send_hidden`] in this step.
-    fn take_over(&mut self, _out: &mut Self::Tensor) -> Result<(), DeviceError> {
+    fn recv_hidden(&mut self, _out: &mut Self::Tensor) -> Result<(), DeviceError> {
         Err(no_pipeline())
     }
 
     /// Sends the hidden state `x` to the next stage. It replaces [`Device::sample`] in all stages but the last: the
     /// step ends here, and [`Device::collect`] returns no tokens for it.
-    fn hand_on(&mut self, _x: &Self::Tensor) -> Result<(), DeviceError> {
+    fn send_hidden(&mut self, _x: &Self::Tensor) -> Result<(), DeviceError> {
         Err(no_pipeline())
     }
 }

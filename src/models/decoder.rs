@@ -126,7 +126,7 @@ impl<D: Device> Decoder<D> {
         let b = &mut self.buffers;
         match &self.embedding {
             Some(embedding) if self.stage.is_first() => device.embed(&mut b.residual, embedding)?,
-            _ => device.take_over(&mut b.residual)?,
+            _ => device.recv_hidden(&mut b.residual)?,
         }
         if let Some(positions) = &self.positions {
             device.add_positions(&mut b.residual, positions)?;
@@ -191,7 +191,7 @@ impl<D: Device> Model<D> for Decoder<D> {
         }
         match &self.end {
             Some(end) => device.sample(&b.normed, &end.head),
-            None => device.hand_on(&b.residual),
+            None => device.send_hidden(&b.residual),
         }
     }
 }

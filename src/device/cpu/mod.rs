@@ -605,13 +605,13 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    fn take_over(&mut self, out: &mut CpuTensor) -> Result<(), DeviceError> {
+    fn recv_hidden(&mut self, out: &mut CpuTensor) -> Result<(), DeviceError> {
         let (step, tokens) = (self.inputs.step, self.num_tokens());
         let pipeline = self.pipeline.as_mut().expect("only a stage of a pipeline takes over");
         pipeline.receive(step, out.rows_mut(tokens))
     }
 
-    fn hand_on(&mut self, x: &CpuTensor) -> Result<(), DeviceError> {
+    fn send_hidden(&mut self, x: &CpuTensor) -> Result<(), DeviceError> {
         let (step, tokens) = (self.inputs.step, self.num_tokens());
         self.pipeline.as_mut().expect("only a stage of a pipeline hands on").send(step, x.rows(tokens))?;
         self.results.push_back(Vec::new());

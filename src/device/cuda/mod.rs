@@ -474,11 +474,11 @@ impl Device for CudaDevice {
         self.op_sample(*x, head)
     }
 
-    fn take_over(&mut self, out: &mut CudaTensor) -> Result<(), DeviceError> {
-        self.op_take_over(*out)
+    fn recv_hidden(&mut self, out: &mut CudaTensor) -> Result<(), DeviceError> {
+        self.op_recv_hidden(*out)
     }
 
-    fn hand_on(&mut self, x: &CudaTensor) -> Result<(), DeviceError> {
-        self.op_hand_on(*x)
+    fn send_hidden(&mut self, x: &CudaTensor) -> Result<(), DeviceError> {
+        self.op_send_hidden(*x)
     }
 }

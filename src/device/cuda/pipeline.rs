@@ -66,14 +66,14 @@ impl Pipeline {
 }
 
 impl CudaDevice {
-    pub(crate) fn op_take_over(&mut self, out: CudaTensor) -> Result<(), DeviceError> {
+    pub(crate) fn op_recv_hidden(&mut self, out: CudaTensor) -> Result<(), DeviceError> {
         match self.current().only_products {
             true => Ok(()),
             false => self.pipeline.receive(&self.queue, self.activations(out)),
         }
     }
 
-    pub(crate) fn op_hand_on(&mut self, x: CudaTensor) -> Result<(), DeviceError> {
+    pub(crate) fn op_send_hidden(&mut self, x: CudaTensor) -> Result<(), DeviceError> {
         match self.current().only_products {
             true => Ok(()),
             false => self.pipeline.send(&self.queue, self.activations(x)),
