@@ -5,10 +5,10 @@
 //! test      tests/cpu_ops.rs against reference::rotate
 
 for_each_isa! {
-    /// Turns every head of one token.
+    /// Rotates every head of one token.
     ///
     /// # Panics
-    /// When `x` is not whole heads.
+    /// Panics if `x` is not whole heads.
     pub fn rotate(x: &mut [f32], cos: &[f32], sin: &[f32]) {
         let half = cos.len();
         assert!(sin.len() == half && x.len().is_multiple_of(2 * half), "heads have twice as many elements as angles");

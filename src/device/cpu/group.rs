@@ -391,7 +391,7 @@ mod tests {
             let numbers = (1 + round % 3 * (SLOT / WIDTH)) * WIDTH;
             let summed: Vec<f32> =
                 (0..numbers).map(|at| (0..4).map(|worker| number(worker, round, at)).sum::<f32>()).collect();
-            expected.extend(summed.chunks(SLOT / WIDTH * WIDTH).map(|stretch| stretch.iter().sum::<f32>()));
+            expected.extend(summed.chunks(SLOT / WIDTH * WIDTH).map(|chunk| chunk.iter().sum::<f32>()));
         }
         for (worker, its) in sums.iter().enumerate() {
             assert_eq!(*its, expected, "worker {worker}");
