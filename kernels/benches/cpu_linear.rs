@@ -144,7 +144,7 @@ fn print_line((n, k, name): (usize, usize, &str), rows: usize, bytes: usize, sec
 fn read_bandwidth(pool: &mut Pool, data: &[u8]) -> f64 {
     let words: &[u64] = bytemuck::cast_slice(data);
     let seconds = median(pool.threads(), || {
-        pool.stretches(words.len(), 1 << 15, |range| {
+        pool.each_contiguous(words.len(), 1 << 15, |range| {
             let mut sums = [0u64; 32];
             for chunk in words[range].chunks_exact(32) {
                 for (sum, word) in sums.iter_mut().zip(chunk) {

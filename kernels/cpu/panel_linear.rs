@@ -45,7 +45,7 @@ pub fn panel_gated_linear(pool: &mut Pool, out: &mut [f32], x: &PanelInput, matr
 fn run(pool: &mut Pool, job: Job<'_>) {
     assert_eq!(job.x.cols, job.matrix.cols, "inputs have K columns");
     assert!(PanelMatrix::is_supported(Isa::detect()), "panels are multiplied with AVX-512 BF16");
-    pool.stretches(job.width.div_ceil(PANEL), 1, |range| {
+    pool.each_contiguous(job.width.div_ceil(PANEL), 1, |range| {
         // SAFETY: the processor has the instructions, and panels are disjoint columns.
         unsafe { job.panels(range) }
     });

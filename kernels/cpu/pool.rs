@@ -18,7 +18,7 @@ fn nothing(_: usize) {}
 pub struct Pool {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    stretches: Arc<[Stretch]>, // one per thread
+    ranges: Arc<[ChunkRange]>, // one per thread
 }
 
 struct Shared {
@@ -56,7 +56,7 @@ impl Pool {
         Self {
             threads: (1..threads).map(start).collect(),
             shared: Arc::clone(&shared),
-            stretches: (0..threads).map(|_| Stretch::default()).collect(),
+            ranges: (0..threads).map(|_| ChunkRange::default()).collect(),
         }
     }
 
@@ -117,21 +117,21 @@ impl Pool {
     ///
     /// # Panics
     /// Panics if `chunk` is 0, or if `count` does not fit into 32 bits.
-    pub fn stretches(&mut self, count: usize, chunk: usize, job: impl Fn(Range<usize>) + Sync) {
+    pub fn each_contiguous(&mut self, count: usize, chunk: usize, job: impl Fn(Range<usize>) + Sync) {
         if self.threads.is_empty() || count <= chunk {
             return self.each(count, chunk, job);
         }
         let threads = self.threads();
-        for (index, stretch) in self.stretches.iter().enumerate() {
-            stretch.set(count * index / threads..count * (index + 1) / threads);
+        for (index, range) in self.ranges.iter().enumerate() {
+            range.set(count * index / threads..count * (index + 1) / threads);
         }
-        let stretches = Arc::clone(&self.stretches);
+        let ranges = Arc::clone(&self.ranges);
         self.run(&|own| {
-            while let Some(range) = stretches[own].take(chunk, false) {
+            while let Some(range) = ranges[own].take(chunk, false) {
                 job(range);
             }
             for other in (own + 1..threads).chain(0..own) {
-                while let Some(range) = stretches[other].take(chunk, true) {
+                while let Some(range) = ranges[other].take(chunk, true) {
                     job(range);
                 }
             }
@@ -196,9 +196,9 @@ impl Shared {
 /// The remaining items of a thread's range, in its own cache line.
 #[derive(Default)]
 #[repr(align(128))]
-struct Stretch(AtomicU64); // start and end, 32 bits each
+struct ChunkRange(AtomicU64); // start and end, 32 bits each
 
-impl Stretch {
+impl ChunkRange {
     fn set(&self, range: Range<usize>) {
         assert!(range.end <= u32::MAX as usize, "items are counted in 32 bits");
         self.0.store(pack(&range), Ordering::Relaxed); // `Pool::run` publishes it.
@@ -284,7 +284,7 @@ mod tests {
             let mut pool = Pool::new(threads);
             for round in 0..200 {
                 let done: Vec<AtomicU32> = (0..round).map(|_| AtomicU32::new(0)).collect();
-                pool.stretches(round, 1 + round % 3, |range| {
+                pool.each_contiguous(round, 1 + round % 3, |range| {
                     for item in range {
                         done[item].fetch_add(1, Ordering::Relaxed);
                     }
@@ -298,7 +298,7 @@ mod tests {
     fn other_threads_take_the_range_of_a_blocked_thread() {
         let mut pool = Pool::new(2);
         let others = AtomicU32::new(0);
-        pool.stretches(100, 1, |range| match range.start {
+        pool.each_contiguous(100, 1, |range| match range.start {
             0 => while others.load(Ordering::Relaxed) < 99 {},
             _ => drop(others.fetch_add(1, Ordering::Relaxed)),
         });
