@@ -136,10 +136,10 @@ impl Beams {
             if rank >= width && next.len() == width {
                 break;
             }
-            let (beam, untold) = self.extended(continuation);
-            if is_last || untold.is_some() {
+            let (beam, num_hidden) = self.extended(continuation);
+            if is_last || num_hidden.is_some() {
                 if rank < width {
-                    self.finish(&beam, untold.unwrap_or(0));
+                    self.finish(&beam, num_hidden.unwrap_or(0));
                 }
             } else if next.len() < width {
                 self.choices.push(Choice { parent: continuation.parent, token: continuation.token });
@@ -175,19 +175,19 @@ impl Beams {
         let mut beam = self.beams[continuation.parent].clone();
         beam.tokens.push((token, continuation.token_log_prob));
         beam.log_prob = continuation.log_prob;
-        let untold = match beam.stop_words.push(token) {
+        let num_hidden = match beam.stop_words.push(token) {
             _ if self.rules.end_ids.contains(&token) => Some(1),
             Tail::Stop(len) => Some(len),
             Tail::Open(_) => None,
         };
-        (beam, untold)
+        (beam, num_hidden)
     }
 
     /// Keeps a finished beam, without its last `num_hidden` tokens, if it is among the best.
-    fn finish(&mut self, beam: &Beam, untold: usize) {
+    fn finish(&mut self, beam: &Beam, num_hidden: usize) {
         let score = self.score(beam.log_prob, beam.tokens.len());
         let index = self.finished.partition_point(|other| other.score >= score);
-        let tokens = beam.tokens[..beam.tokens.len() - untold].to_vec();
+        let tokens = beam.tokens[..beam.tokens.len() - num_hidden].to_vec();
         self.finished.insert(index, Finished { output: BeamOutput { tokens, cum_log_prob: beam.log_prob }, score });
         self.finished.truncate(self.width());
     }

@@ -159,7 +159,7 @@ impl BlockPool {
     /// Registers the content that `block` will have once a plan fills it, and returns it. If another block already
     /// holds the same content, it stays registered there and `block` has none. Returns `None` if another content has
     /// the same hash.
-    pub(crate) fn name(&mut self, block: BlockId, parent: ContentId, tokens: &[TokenId]) -> Option<ContentId> {
+    pub(crate) fn register(&mut self, block: BlockId, parent: ContentId, tokens: &[TokenId]) -> Option<ContentId> {
         let hash = hash(parent, tokens);
         if let Some(&other) = self.contents.get(&hash) {
             let same = self.holds(other, parent, tokens);
@@ -256,7 +256,7 @@ mod tests {
 
     fn filled(pool: &mut BlockPool, parent: ContentId, tokens: &[TokenId]) -> (BlockId, ContentId) {
         let block = pool.allocate().unwrap();
-        let content = pool.name(block, parent, tokens).unwrap();
+        let content = pool.register(block, parent, tokens).unwrap();
         pool.set_ready(block, 0);
         (block, content)
     }
@@ -266,7 +266,7 @@ mod tests {
         let mut pool = BlockPool::new(4, 2);
         let (first, parent) = filled(&mut pool, ContentId::ROOT, &A);
         let second = pool.allocate().unwrap();
-        pool.name(second, parent, &B);
+        pool.register(second, parent, &B);
         assert_eq!(pool.find(ContentId::ROOT, &A, 0), Lookup::Ready(first));
         assert_eq!(pool.find(ContentId::ROOT, &B, 9), Lookup::Missing);
         assert_eq!(pool.find(parent, &B, 9), Lookup::BeingComputed);
@@ -300,7 +300,7 @@ mod tests {
         assert_eq!(pool.find(parent, &A, 0), Lookup::Missing);
         assert_eq!(pool.find(ContentId::ROOT, &B, 0), Lookup::Missing);
         let second = pool.allocate().unwrap();
-        assert_eq!(pool.name(second, parent, &A), None);
+        assert_eq!(pool.register(second, parent, &A), None);
         pool.release(second);
         assert_eq!((pool.num_cached(), pool.num_unused()), (0, 3));
     }
@@ -310,7 +310,7 @@ mod tests {
         let mut pool = BlockPool::new(2, 2);
         let (first, content) = filled(&mut pool, ContentId::ROOT, &A);
         let second = pool.allocate().unwrap();
-        assert_eq!(pool.name(second, ContentId::ROOT, &A), Some(content));
+        assert_eq!(pool.register(second, ContentId::ROOT, &A), Some(content));
         pool.release(second);
         assert_eq!((pool.num_cached(), pool.num_unused()), (0, 1));
         pool.release(first);

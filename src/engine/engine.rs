@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 
 use crate::blocks::BlockPool;
 use crate::draft::{Drafter, PromptLookup};
-use crate::queue::{Queue, Turn, turn};
-use crate::sequence::{Place, Sequence, num_blocks_in_all};
+use crate::queue::{Queue, ServiceKey, service_key};
+use crate::sequence::{Sequence, SequenceState, max_num_blocks};
 use crate::sequences::{Sequences, Slot};
 use crate::{ConfigError, EngineConfig, FinishReason, Policy, Refused, Request, RowId, SequenceId, TokenEvent};
 
@@ -30,7 +30,7 @@ pub struct Engine {
     pub(crate) sequences: Sequences,
     pub(crate) queue: Queue,
     /// In the order of service; the last one is preempted first.
-    pub(crate) running: Vec<(Turn, Slot)>,
+    pub(crate) running: Vec<(ServiceKey, Slot)>,
     pub(crate) free_rows: Vec<RowId>,
     /// Rows freed since the last plan.
     pub(crate) left: Vec<RowId>,
@@ -45,7 +45,7 @@ pub struct Engine {
     next_sequence: u64,
     /// The first sequence of the queue did not fit into this number of available blocks. It is not tried again until
     /// there are more.
-    pub(crate) did_not_fit: Option<(SequenceId, usize)>,
+    pub(crate) blocked_head: Option<(SequenceId, usize)>,
     pub(crate) drafter: Box<dyn Drafter>,
     /// Events that were not caused by an output.
     pub(crate) events: Vec<TokenEvent>,
@@ -107,7 +107,7 @@ impl Engine {
             spare_samples: Vec::new(),
             next_step: 0,
             next_sequence: 0,
-            did_not_fit: None,
+            blocked_head: None,
             drafter: Box::new(PromptLookup { max_ngram: DEFAULT_NGRAM }),
             events: Vec::new(),
             totals: Totals::default(),
@@ -142,7 +142,7 @@ impl Engine {
         self.next_sequence += 1;
         self.totals.prompt_tokens += request.prompt.len() as u64;
         let mut sequence = Sequence::new(id, request, max_len, self.config.max_drafts);
-        sequence.is_told = self.config.num_stages > 1;
+        sequence.needs_token_feedback = self.config.num_stages > 1;
         let slot = self.sequences.insert(sequence);
         self.queue.insert(&self.sequences[slot], slot);
         Ok(id)
@@ -193,14 +193,14 @@ impl Engine {
         self.free_rows = all_rows(self.config.max_rows);
         self.pool.reset();
         self.num_reserved = 0;
-        self.did_not_fit = None;
+        self.blocked_head = None;
         for (_, slot) in self.sequences.in_order() {
             let sequence = &mut self.sequences[slot];
             sequence.num_in_flight = 0;
             sequence.drafting = None;
-            if sequence.place != Place::Queued {
+            if sequence.state != SequenceState::Queued {
                 sequence.reset_row();
-                sequence.place = Place::Queued;
+                sequence.state = SequenceState::Queued;
                 self.queue.insert(sequence, slot);
                 self.totals.recovered += 1;
             }
@@ -227,7 +227,7 @@ impl Engine {
         let max_len = self.config.check(request)?;
         let EngineConfig { block_size, num_blocks, max_queue, .. } = self.config;
         let num_beams = request.beams.map_or(1, |beams| beams.width as usize);
-        let needed = num_blocks_in_all(request.prompt.len(), max_len, num_beams, block_size);
+        let needed = max_num_blocks(request.prompt.len(), max_len, num_beams, block_size);
         if needed > num_blocks {
             return Err(Refused::NeverFits { needed, num_blocks });
         }
@@ -235,7 +235,7 @@ impl Engine {
             return Err(Refused::QueueFull { max: max_queue });
         }
         let max = *self.config.max_queue_of.get(&request.priority).unwrap_or(&self.config.max_queue_each);
-        if self.queue.num_new_of(request.priority) >= max {
+        if self.queue.num_new_with_priority(request.priority) >= max {
             return Err(Refused::LevelFull { max });
         }
         Ok(max_len)
@@ -255,21 +255,21 @@ impl Engine {
 
     /// Removes a sequence from the engine, in whatever state it is.
     pub(crate) fn end(&mut self, slot: Slot) {
-        match self.sequences[slot].place {
-            Place::Queued => self.queue.remove(&self.sequences[slot]),
-            Place::Running(_) => self.leave(slot, Place::Draining),
-            Place::Draining => {}
+        match self.sequences[slot].state {
+            SequenceState::Queued => self.queue.remove(&self.sequences[slot]),
+            SequenceState::Running(_) => self.release_row(slot, SequenceState::Draining),
+            SequenceState::Draining => {}
         }
         self.sequences.remove(slot);
     }
 
     /// Removes a running sequence from its row. Its row and blocks are free for the next plan.
-    pub(crate) fn leave(&mut self, slot: Slot, place: Place) {
+    pub(crate) fn release_row(&mut self, slot: Slot, state: SequenceState) {
         let (block_size, step) = (self.config.block_size, self.next_step);
-        let index = self.running.binary_search_by_key(&turn(&self.sequences[slot]), |&(turn, _)| turn);
+        let index = self.running.binary_search_by_key(&service_key(&self.sequences[slot]), |&(key, _)| key);
         self.running.remove(index.expect("a running sequence is in the running list"));
         let sequence = &mut self.sequences[slot];
-        let Place::Running(row) = sequence.place else { panic!("only a running sequence leaves its row") };
+        let SequenceState::Running(row) = sequence.state else { panic!("only a running sequence leaves its row") };
         match &sequence.beams {
             None => {
                 self.left.push(row);
@@ -281,13 +281,13 @@ impl Engine {
             }
         }
         if self.config.policy == Policy::GuaranteedNoEvict {
-            self.num_reserved -= sequence.num_blocks_in_all(block_size) - sequence.num_held();
+            self.num_reserved -= sequence.max_num_blocks(block_size) - sequence.num_held();
         }
         if self.config.prefix_cache {
-            for &block in &sequence.blocks[sequence.num_ready.min(sequence.num_named)..sequence.num_named] {
+            for &block in &sequence.blocks[sequence.num_ready.min(sequence.num_registered)..sequence.num_registered] {
                 self.pool.forget(block);
             }
-            crate::prefix::name_output(&mut self.pool, sequence, block_size, step);
+            crate::prefix::register_output(&mut self.pool, sequence, block_size, step);
         }
         for &block in sequence.beams.iter().flat_map(|beams| &beams.tails).flatten() {
             self.pool.release(block);
@@ -296,7 +296,7 @@ impl Engine {
             self.pool.release(block);
         }
         sequence.reset_row();
-        sequence.place = place;
+        sequence.state = state;
     }
 }
 

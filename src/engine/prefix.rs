@@ -34,17 +34,17 @@ pub(crate) fn find_prefix(
 }
 
 /// Registers the blocks that prefill will fill. The first `num_found` are registered already.
-pub(crate) fn name_prompt(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, num_found: usize) {
-    (sequence.num_named, sequence.num_ready) = (num_found, num_found);
+pub(crate) fn register_prompt(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, num_found: usize) {
+    (sequence.num_registered, sequence.num_ready) = (num_found, num_found);
     if let Some(&last) = sequence.blocks[..num_found].last() {
         sequence.last_content = pool.content(last).expect("a block that was found has a content");
     }
-    name_up_to(pool, sequence, block_size, sequence.join_len / block_size);
+    register_up_to(pool, sequence, block_size, sequence.join_len / block_size);
 }
 
 /// Makes the computed blocks of the prompt readable for plans from `step` on.
 pub(crate) fn publish(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
-    let num_filled = (sequence.num_computed / block_size).min(sequence.num_named);
+    let num_filled = (sequence.num_computed / block_size).min(sequence.num_registered);
     for &block in &sequence.blocks[sequence.num_ready.min(num_filled)..num_filled] {
         pool.set_ready(block, step);
     }
@@ -52,20 +52,20 @@ pub(crate) fn publish(pool: &mut BlockPool, sequence: &mut Sequence, block_size:
 }
 
 /// Registers the blocks of the output for plans from `step` on, if the prompt is computed.
-pub(crate) fn name_output(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
-    if sequence.num_ready < sequence.num_named || sequence.is_prefilling() {
+pub(crate) fn register_output(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
+    if sequence.num_ready < sequence.num_registered || sequence.is_prefilling() {
         return;
     }
-    name_up_to(pool, sequence, block_size, sequence.num_known_blocks(block_size));
+    register_up_to(pool, sequence, block_size, sequence.num_known_blocks(block_size));
     publish(pool, sequence, block_size, step);
 }
 
 /// Stops at the first block that cannot be registered, because later blocks are found through it.
-fn name_up_to(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, end: usize) {
-    for index in sequence.num_named..end {
+fn register_up_to(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, end: usize) {
+    for index in sequence.num_registered..end {
         let tokens = sequence.block_tokens(index, block_size);
-        let Some(content) = pool.name(sequence.blocks[index], sequence.last_content, tokens) else { return };
+        let Some(content) = pool.register(sequence.blocks[index], sequence.last_content, tokens) else { return };
         sequence.last_content = content;
-        sequence.num_named = index + 1;
+        sequence.num_registered = index + 1;
     }
 }

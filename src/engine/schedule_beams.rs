@@ -3,13 +3,13 @@
 use crate::Policy;
 use crate::engine::{Engine, Sample};
 use crate::plan::{CopiedBlock, RevisedRow, RowWork};
-use crate::schedule::Draft;
+use crate::schedule::PlanBuilder;
 use crate::sequence::Sequence;
 use crate::sequences::Slot;
 
 impl Engine {
     /// Plans one token for each beam. Returns false if there were too few blocks and the sequence itself was preempted.
-    pub(crate) fn plan_beams(&mut self, slot: Slot, draft: &mut Draft) -> bool {
+    pub(crate) fn plan_beams(&mut self, slot: Slot, builder: &mut PlanBuilder) -> bool {
         let held_before = self.sequences[slot].num_held();
         self.follow_choices(slot);
         let is_block_full = self.sequences[slot].num_computed.is_multiple_of(self.config.block_size);
@@ -19,14 +19,14 @@ impl Engine {
                 return false;
             }
         }
-        self.part(slot, is_block_full, draft);
+        self.unshare_last_blocks(slot, is_block_full, builder);
         let sequence = &mut self.sequences[slot];
         sequence.usage.num_allocated += num_needed as u32;
         self.totals.allocated_blocks += num_needed as u64;
         if self.config.policy == Policy::GuaranteedNoEvict {
             self.num_reserved = self.num_reserved + held_before - sequence.num_held();
         }
-        plan_work(sequence, slot, draft);
+        plan_work(sequence, slot, builder);
         true
     }
 
@@ -58,7 +58,7 @@ impl Engine {
     }
 
     /// Gives every beam a last block that it does not share.
-    fn part(&mut self, slot: Slot, is_block_full: bool, draft: &mut Draft) {
+    fn unshare_last_blocks(&mut self, slot: Slot, is_block_full: bool, builder: &mut PlanBuilder) {
         let beams = self.sequences[slot].beams.as_mut().expect("a beam search has beams");
         for (tail, &row) in beams.tails.iter_mut().zip(&beams.rows) {
             match tail.last_mut() {
@@ -67,13 +67,13 @@ impl Engine {
                         let (from, to) = (*last, self.pool.allocate().expect("room was made for the beams"));
                         self.pool.release(from);
                         *last = to;
-                        draft.copied.push(CopiedBlock { row, from, to });
+                        builder.copied.push(CopiedBlock { row, from, to });
                     }
                 }
                 _ => {
                     let block = self.pool.allocate().expect("room was made for the beams");
                     tail.push(block);
-                    draft.grown.push((row, block));
+                    builder.grown.push((row, block));
                 }
             }
         }
@@ -81,18 +81,18 @@ impl Engine {
 }
 
 /// Sends the parent of each beam to the workers, and plans its work.
-fn plan_work(sequence: &mut Sequence, slot: Slot, draft: &mut Draft) {
+fn plan_work(sequence: &mut Sequence, slot: Slot, builder: &mut PlanBuilder) {
     let (start, id) = (sequence.num_computed as u32, sequence.id);
     let beams = sequence.beams.as_mut().expect("a beam search has beams");
     let choices = std::mem::take(&mut beams.choices);
-    draft.revised.extend(choices.iter().zip(&beams.rows).map(|(choice, &row)| {
+    builder.revised.extend(choices.iter().zip(&beams.rows).map(|(choice, &row)| {
         let parent = beams.rows[choice.parent];
         RevisedRow { row, parent, num_kept: start, tokens: vec![choice.token] }
     }));
     beams.num_live_rows = beams.num_live_rows.max(choices.len());
     let rows = &beams.rows[..beams.tails.len()];
-    draft.decodes.extend(rows.iter().map(|&row| RowWork { row, start, num_tokens: 1, samples: true }));
-    draft.decode_samples.extend(rows.iter().map(|&row| Sample { slot, sequence: id, row }));
+    builder.decodes.extend(rows.iter().map(|&row| RowWork { row, start, num_tokens: 1, samples: true }));
+    builder.decode_samples.extend(rows.iter().map(|&row| Sample { slot, sequence: id, row }));
     sequence.num_in_flight += rows.len();
     sequence.num_computed += 1;
 }

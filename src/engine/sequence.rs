@@ -12,7 +12,7 @@ use crate::{
 
 /// What a sequence is waiting for or doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum SequenceState {
     /// In the queue: new, preempted, or its workers were lost. Has no row and no block.
     Queued,
     /// Has a row (a beam search has several) and blocks.
@@ -28,7 +28,7 @@ pub(crate) enum Place {
 pub(crate) struct Sequence {
     // Read when a plan is made:
     pub(crate) id: SequenceId,
-    pub(crate) place: Place,
+    pub(crate) state: SequenceState,
     /// Positions computed by the plans made so far.
     pub(crate) num_computed: usize,
     /// Number of tokens when it joined: prefill ends there.
@@ -40,7 +40,7 @@ pub(crate) struct Sequence {
     /// Maximum number of draft tokens in a step; 0 if drafts are off.
     pub(crate) max_drafts: usize,
     /// Whether each token must be sent to the workers before the next one is planned (pipeline stages).
-    pub(crate) is_told: bool,
+    pub(crate) needs_token_feedback: bool,
     /// Set for a beam search; `tokens` stays the prompt then.
     pub(crate) beams: Option<Box<Beams>>,
     /// The block table while it runs. In a beam search, only the blocks of the prompt that all beams share.
@@ -67,9 +67,9 @@ pub(crate) struct Sequence {
     /// Whether it was ever admitted.
     pub(crate) started: bool,
     /// While it runs: number of its tokens that rank 0 has sent to the workers. Devices may have sampled more.
-    pub(crate) num_told: usize,
-    /// `blocks[..num_named]` have a content in the pool; `last_content` is that of the last one.
-    pub(crate) num_named: usize,
+    pub(crate) num_sent: usize,
+    /// `blocks[..num_registered]` have a content in the pool; `last_content` is that of the last one.
+    pub(crate) num_registered: usize,
     /// `blocks[..num_ready]` are filled by the plans made so far.
     pub(crate) num_ready: usize,
     pub(crate) last_content: ContentId,
@@ -114,11 +114,11 @@ impl Sequence {
             end_ids: SmallVec::from_slice(&request.sampling.end_ids),
             sampling: Box::new(request.sampling),
             stopping: (!stop_words.is_empty()).then(|| Box::new(Stopping { words: stop_words, held: Vec::new() })),
-            place: Place::Queued,
+            state: SequenceState::Queued,
             started: false,
             num_in_flight: 0,
             usage: BlockUsage::default(),
-            is_told: false,
+            needs_token_feedback: false,
             max_drafts: if plain && beams.is_none() { max_drafts.min(request.max_drafts as usize) } else { 0 },
             beams,
             drafting: None,
@@ -126,8 +126,8 @@ impl Sequence {
             blocks: Vec::new(),
             num_computed: 0,
             join_len: 0,
-            num_told: 0,
-            num_named: 0,
+            num_sent: 0,
+            num_registered: 0,
             num_ready: 0,
             last_content: ContentId::ROOT,
         }
@@ -147,7 +147,7 @@ impl Sequence {
     /// Whether its next step depends on the output of the last one, so that it never has two steps in flight.
     #[inline]
     pub(crate) fn waits_for_settle(&self) -> bool {
-        self.beams.is_some() || self.max_drafts > 0 || self.is_told
+        self.beams.is_some() || self.max_drafts > 0 || self.needs_token_feedback
     }
 
     /// Number of rows that it takes while it runs.
@@ -180,8 +180,8 @@ impl Sequence {
     }
 
     /// Number of blocks at its maximum length.
-    pub(crate) fn num_blocks_in_all(&self, block_size: usize) -> usize {
-        num_blocks_in_all(self.num_prompt_tokens, self.max_len, self.num_rows(), block_size)
+    pub(crate) fn max_num_blocks(&self, block_size: usize) -> usize {
+        max_num_blocks(self.num_prompt_tokens, self.max_len, self.num_rows(), block_size)
     }
 
     /// Number of blocks whose tokens are known and whose positions are computed by the plans made so far.
@@ -195,7 +195,7 @@ impl Sequence {
 
     /// Whether the next token can be released at once and does not end the sequence.
     #[inline]
-    pub(crate) fn goes_on_with(&self, token: TokenId) -> bool {
+    pub(crate) fn continues_after(&self, token: TokenId) -> bool {
         self.stopping.is_none() && self.tokens.len() + 1 < self.max_len && !self.end_ids.contains(&token)
     }
 
@@ -236,11 +236,11 @@ impl Sequence {
     /// Resets the state of a row. The caller has released the blocks, or they were lost.
     pub(crate) fn reset_row(&mut self) {
         self.blocks.clear();
-        (self.num_computed, self.join_len, self.num_told) = (0, 0, 0);
+        (self.num_computed, self.join_len, self.num_sent) = (0, 0, 0);
         if let Some(beams) = &mut self.beams {
             beams.restart();
         }
-        (self.num_named, self.num_ready, self.last_content) = (0, 0, ContentId::ROOT);
+        (self.num_registered, self.num_ready, self.last_content) = (0, 0, ContentId::ROOT);
     }
 }
 
@@ -262,7 +262,7 @@ impl Stopping {
 
 /// Number of blocks of a sequence at its maximum length, or of `num_beams` beams that share the full blocks of the
 /// prompt. The position of the last token is never computed.
-pub(crate) fn num_blocks_in_all(prompt_len: usize, max_len: usize, num_beams: usize, block_size: usize) -> usize {
+pub(crate) fn max_num_blocks(prompt_len: usize, max_len: usize, num_beams: usize, block_size: usize) -> usize {
     let num_shared = prompt_len.min(max_len - 1) / block_size;
     num_shared + num_beams * ((max_len - 1).div_ceil(block_size) - num_shared)
 }

@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use crate::engine::{Engine, Sample};
 use crate::plan::{SampledToken, StepOutput};
-use crate::sequence::{Drafting, Place};
+use crate::sequence::{Drafting, SequenceState};
 use crate::{RowId, TokenEvent};
 
 /// The output is not that of the oldest plan in flight. Workers and engine disagree, so the workers must be restarted.
@@ -74,7 +74,7 @@ impl Engine {
             return self.settle_draft(sample, token, events);
         }
         self.totals.output_tokens += 1;
-        if sequence.goes_on_with(token.token) {
+        if sequence.continues_after(token.token) {
             // Fast path of nearly every token: it is not held back and does not end the sequence.
             sequence.tokens.push(token.token);
             events.push(sequence.event(SmallVec::from_buf([token]), None));
@@ -93,7 +93,7 @@ impl Engine {
     /// Adds the candidates of one beam. After the last beam of the step, advances the search.
     fn settle_beam(&mut self, sample: Sample, token: SampledToken, events: &mut Vec<TokenEvent>) {
         let sequence = &mut self.sequences[sample.slot];
-        let Some(beams) = sequence.beams.as_mut().filter(|_| sequence.place != Place::Queued) else {
+        let Some(beams) = sequence.beams.as_mut().filter(|_| sequence.state != SequenceState::Queued) else {
             self.totals.discarded_tokens += 1; // The search was preempted and starts over.
             return;
         };
@@ -130,7 +130,7 @@ impl Engine {
         }
         sequence.draft_usage.num_accepted += num_accepted;
         self.totals.accepted_tokens += u64::from(num_accepted);
-        if let Place::Running(_) = sequence.place {
+        if let SequenceState::Running(_) = sequence.state {
             sequence.num_computed = sequence.tokens.len() - 1;
         }
         if !tokens.is_empty() || finished.is_some() {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::engine::Engine;
-use crate::sequence::Place;
+use crate::sequence::SequenceState;
 use crate::{Policy, RowId, SequenceId};
 
 /// A snapshot for metrics.
@@ -116,9 +116,9 @@ impl Engine {
             let sequence = &self.sequences[slot];
             Holding {
                 sequence: id,
-                row: if let Place::Running(row) = sequence.place { Some(row) } else { None },
-                num_rows: if let Place::Running(_) = sequence.place { sequence.num_rows() } else { 0 },
-                queued: sequence.place == Place::Queued,
+                row: if let SequenceState::Running(row) = sequence.state { Some(row) } else { None },
+                num_rows: if let SequenceState::Running(_) = sequence.state { sequence.num_rows() } else { 0 },
+                queued: sequence.state == SequenceState::Queued,
                 num_blocks: sequence.num_held(),
                 num_in_flight: sequence.num_in_flight,
             }
@@ -140,8 +140,8 @@ impl Engine {
     /// Names the first counter that is wrong.
     pub fn audit(&self) -> Result<(), String> {
         let ledger = self.ledger();
-        let equal = |what: &str, counted: usize, book: usize| {
-            if counted == book { Ok(()) } else { Err(format!("{what}: counted {counted}, the books say {book}")) }
+        let equal = |what: &str, counted: usize, recorded: usize| {
+            if counted == recorded { Ok(()) } else { Err(format!("{what}: counted {counted}, recorded {recorded}")) }
         };
         let mut users = vec![0; self.config.num_blocks];
         let mut rows = vec![0; self.config.max_rows];
@@ -150,9 +150,9 @@ impl Engine {
             let sequence = &self.sequences[slot];
             let tails = sequence.beams.iter().flat_map(|beams| &beams.tails).flatten();
             sequence.blocks.iter().chain(tails).for_each(|block| users[block.0 as usize] += 1);
-            match (sequence.place, &sequence.beams) {
-                (Place::Running(_), Some(beams)) => beams.rows.iter().for_each(|row| rows[row.0 as usize] += 1),
-                (Place::Running(row), None) => rows[row.0 as usize] += 1,
+            match (sequence.state, &sequence.beams) {
+                (SequenceState::Running(_), Some(beams)) => beams.rows.iter().for_each(|row| rows[row.0 as usize] += 1),
+                (SequenceState::Running(row), None) => rows[row.0 as usize] += 1,
                 _ => {}
             }
         }
@@ -168,15 +168,18 @@ impl Engine {
         }
         equal("blocks used", users.iter().filter(|&&count| count > 0).count(), ledger.num_blocks)?;
         equal("sequences queued", ledger.holdings.iter().filter(|holding| holding.queued).count(), ledger.num_queued)?;
-        let mut new_of = BTreeMap::new();
+        let mut new_by_priority = BTreeMap::new();
         for (_, slot) in self.sequences.in_order() {
             let sequence = &self.sequences[slot];
-            if sequence.place == Place::Queued && !sequence.started {
-                *new_of.entry(sequence.priority).or_insert(0) += 1;
+            if sequence.state == SequenceState::Queued && !sequence.started {
+                *new_by_priority.entry(sequence.priority).or_insert(0) += 1;
             }
         }
-        if new_of != *self.queue.new_of() {
-            return Err(format!("new ones by priority: counted {new_of:?}, the books say {:?}", self.queue.new_of()));
+        if new_by_priority != *self.queue.new_by_priority() {
+            return Err(format!(
+                "new ones by priority: counted {new_by_priority:?}, recorded {:?}",
+                self.queue.new_by_priority()
+            ));
         }
         equal("rows taken", ledger.holdings.iter().map(|holding| holding.num_rows).sum(), ledger.num_rows)?;
         let num_running = ledger.holdings.iter().filter(|holding| holding.row.is_some()).count();
@@ -199,7 +202,7 @@ impl Engine {
         }
         let promised = |&(_, slot): &(_, _)| {
             let sequence = &self.sequences[slot];
-            sequence.num_blocks_in_all(self.config.block_size) - sequence.num_held()
+            sequence.max_num_blocks(self.config.block_size) - sequence.num_held()
         };
         self.running.iter().map(promised).sum()
     }

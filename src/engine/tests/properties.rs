@@ -109,7 +109,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
 }
 
 /// Runs the calls, then the remaining work until the engine is idle. Returns the number of accepted requests.
-fn play(config: EngineConfig, calls: Vec<Call>) -> usize {
+fn run_calls(config: EngineConfig, calls: Vec<Call>) -> usize {
     let mut world = World::new(config, 1);
     world.engine.set_drafter(Box::new(Guesser(Random(calls.len() as u64))));
     let mut submitted: Vec<SequenceId> = Vec::new();
@@ -138,11 +138,11 @@ fn play(config: EngineConfig, calls: Vec<Call>) -> usize {
 }
 
 #[test]
-fn every_stream_is_what_its_request_gets_alone_and_nothing_is_held_at_the_end() {
+fn every_stream_equals_that_of_its_request_alone_and_no_resource_is_held_at_the_end() {
     let config_of_test = ProptestConfig { cases: NUM_WORLDS, failure_persistence: None, ..ProptestConfig::default() };
     let num_requests = AtomicUsize::new(0);
     let played = TestRunner::new(config_of_test).run(&(config(), vec(call(), 1..160)), |(config, calls)| {
-        num_requests.fetch_add(play(config, calls), Ordering::Relaxed);
+        num_requests.fetch_add(run_calls(config, calls), Ordering::Relaxed);
         Ok(())
     });
     played.unwrap_or_else(|error| panic!("{error}"));

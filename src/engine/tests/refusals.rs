@@ -11,7 +11,7 @@ fn beams(width: u32) -> BeamParams {
 }
 
 #[test]
-fn a_refused_request_hears_why_and_leaves_nothing_behind() {
+fn a_refused_request_gets_the_reason_and_leaves_no_state() {
     let config =
         EngineConfig { num_blocks: 4, max_sequence_len: 100, max_joined_tokens: 50, ..EngineConfig::default() };
     let mut engine = Engine::new(config).unwrap();

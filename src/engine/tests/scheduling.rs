@@ -57,7 +57,7 @@ fn request(seed: u32, len: usize, max_tokens: u32) -> Request {
 }
 
 #[test]
-fn streams_get_a_token_in_every_step_and_none_is_long_while_a_prompt_of_4096_arrives() {
+fn streams_get_a_token_in_every_step_and_steps_stay_short_while_a_prompt_of_4096_arrives() {
     const MIXED: u32 = 256;
     for policy in [Policy::GuaranteedNoEvict, Policy::MaxUtilization] {
         let mut steps = Steps::new(EngineConfig {
@@ -75,8 +75,8 @@ fn streams_get_a_token_in_every_step_and_none_is_long_while_a_prompt_of_4096_arr
         while !steps.events.iter().any(|event| event.sequence == long) {
             let plan = steps.step().unwrap();
             num_steps += 1;
-            let told: HashSet<SequenceId> = steps.events.iter().map(|event| event.sequence).collect();
-            assert!(streams.iter().all(|stream| told.contains(stream)), "a stream waits in step {num_steps}");
+            let released: HashSet<SequenceId> = steps.events.iter().map(|event| event.sequence).collect();
+            assert!(streams.iter().all(|stream| released.contains(stream)), "a stream waits in step {num_steps}");
             let num_tokens: u32 = plan.work.iter().map(|work| work.num_tokens).sum();
             assert!(num_tokens <= 16 + MIXED, "step {num_steps} computes {num_tokens} tokens");
             // The prompt gets all of its own budget, so it does not starve.
@@ -142,7 +142,7 @@ fn requests_with_a_common_prefix_compute_it_once_even_when_they_arrive_at_once()
 
 /// [`World`] compares each stream with what its request generates alone.
 #[test]
-fn cache_hits_change_no_token_and_are_told() {
+fn cache_hits_change_no_token_and_are_reported() {
     let mut world = World::new(EngineConfig { num_blocks: 64, ..EngineConfig::default() }, 1);
     for _ in 0..3 {
         for seed in 0..6 {

@@ -40,7 +40,7 @@ fn plans_follow_the_scripts() {
 
 /// The script with the present results of its calls.
 fn run(script: &str) -> String {
-    let mut stage = Stage::default();
+    let mut run = ScriptRun::default();
     let mut found = String::new();
     for block in script.trim_end().split("\n\n") {
         let calls = block.split("----").next().unwrap().trim_end();
@@ -48,7 +48,7 @@ fn run(script: &str) -> String {
         let calls: Vec<_> = calls.lines().filter(|line| !line.starts_with('#')).collect();
         if !calls.is_empty() {
             found += "\n----\n";
-            calls.iter().for_each(|line| found += &stage.call(line));
+            calls.iter().for_each(|line| found += &run.call(line));
         } else {
             found.push('\n');
         }
@@ -60,21 +60,21 @@ fn run(script: &str) -> String {
 }
 
 #[derive(Default)]
-struct Stage {
+struct ScriptRun {
     engine: Option<Engine>,
     names: BTreeMap<SequenceId, String>,
     rows: BTreeMap<RowId, String>,
     in_flight: VecDeque<StepPlan>,
 }
 
-impl Stage {
+impl ScriptRun {
     fn call(&mut self, line: &str) -> String {
         let mut words = line.split_whitespace();
         let verb = words.next().unwrap();
         let (settings, plain): (Vec<&str>, Vec<&str>) = words.partition(|word| word.contains('='));
         let settings: BTreeMap<&str, &str> = settings.iter().map(|word| word.split_once('=').unwrap()).collect();
         if verb == "engine" {
-            *self = Stage::default();
+            *self = ScriptRun::default();
             return match Engine::new(config(&settings)) {
                 Ok(engine) => {
                     self.engine = Some(engine);

@@ -241,7 +241,7 @@ impl Device {
 
 /// What a request generates when it runs alone, computed in the simplest way: all generated tokens, how many of them
 /// are released, and why it ends.
-pub fn alone(request: &Request, max_sequence_len: usize) -> (Vec<TokenId>, usize, FinishReason) {
+pub fn run_alone(request: &Request, max_sequence_len: usize) -> (Vec<TokenId>, usize, FinishReason) {
     let mut last = digests(&request.prompt).last().unwrap();
     let max_tokens = (request.max_tokens as usize).min(max_sequence_len - request.prompt.len());
     let mut output = Vec::new();
@@ -267,7 +267,7 @@ type Beam = (Vec<TokenId>, f32);
 
 /// The outputs of a beam search that runs alone, by the rules of transformers, with every continuation scored and
 /// sorted.
-fn alone_in_beams(request: &Request, max_sequence_len: usize) -> Vec<Vec<TokenId>> {
+fn run_beams_alone(request: &Request, max_sequence_len: usize) -> Vec<Vec<TokenId>> {
     let params = request.beams.unwrap();
     let (width, max_tokens) =
         (params.width as usize, (request.max_tokens as usize).min(max_sequence_len - request.prompt.len()));
@@ -301,14 +301,14 @@ fn alone_in_beams(request: &Request, max_sequence_len: usize) -> Vec<Vec<TokenId
             break;
         }
     }
-    let told = |(tokens, _): Beam| tokens[..tokens.len() - stop_len(&tokens).unwrap_or(0)].to_vec();
-    finished.into_iter().map(told).collect()
+    let released = |(tokens, _): Beam| tokens[..tokens.len() - stop_len(&tokens).unwrap_or(0)].to_vec();
+    finished.into_iter().map(released).collect()
 }
 
 struct Stream {
     generated: Vec<TokenId>,
     /// Number of tokens of `generated` that are released; a stop word at the end is not.
-    num_told: usize,
+    num_released: usize,
     reason: FinishReason,
     /// Outputs of a beam search; it has no other output.
     beams: Option<Vec<Vec<TokenId>>>,
@@ -346,10 +346,10 @@ impl World {
     /// Submits a request. Refusals are tested elsewhere.
     pub fn submit(&mut self, request: Request) -> Option<SequenceId> {
         let max_sequence_len = self.engine.config().max_sequence_len;
-        let (generated, num_told, reason) = alone(&request, max_sequence_len);
-        let beams = request.beams.map(|_| alone_in_beams(&request, max_sequence_len));
+        let (generated, num_released, reason) = run_alone(&request, max_sequence_len);
+        let beams = request.beams.map(|_| run_beams_alone(&request, max_sequence_len));
         let id = self.engine.submit(request).ok()?;
-        let stream = Stream { generated, num_told, reason, beams, received: 0, ended_early: None, finished: false };
+        let stream = Stream { generated, num_released, reason, beams, received: 0, ended_early: None, finished: false };
         assert!(self.streams.insert(id, stream).is_none(), "sequence {} twice", id.0);
         self.audit();
         Some(id)
@@ -474,7 +474,7 @@ impl World {
             }
             // A cancelled stream may receive the start of a stop word; no other stream may.
             if event.finished != Some(FinishReason::Cancelled) {
-                assert!(stream.received <= stream.num_told, "{:?} is told its stop word", event.sequence);
+                assert!(stream.received <= stream.num_released, "{:?} receives its stop word", event.sequence);
             }
             let Some(reason) = event.finished else { continue };
             if stream.ended_early.is_none()
@@ -482,12 +482,12 @@ impl World {
             {
                 let tokens = |beam: &BeamOutput| beam.tokens.iter().map(|&(token, _)| token).collect::<Vec<_>>();
                 assert_eq!(event.beams.iter().map(tokens).collect::<Vec<_>>(), expected, "{:?}", event.sequence);
-                stream.num_told = 0;
+                stream.num_released = 0;
                 stream.reason = reason;
             }
             assert_eq!(reason, stream.ended_early.unwrap_or(stream.reason), "{:?}", event.sequence);
             if stream.ended_early.is_none() {
-                assert_eq!(stream.received, stream.num_told, "{:?} ended early", event.sequence);
+                assert_eq!(stream.received, stream.num_released, "{:?} ended early", event.sequence);
             }
             self.streams.remove(&event.sequence);
             self.num_finished += 1;
