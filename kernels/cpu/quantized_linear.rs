@@ -8,6 +8,7 @@
 
 use std::ops::Range;
 
+use crate::cpu::group_dot::{Group, GroupDot};
 use crate::cpu::quantized::{GROUP_K, PAIR, PANEL, QUAD, QUAD_BYTES, SCALE_BYTES};
 use crate::cpu::shared::SharedOut;
 #[cfg(target_arch = "x86_64")]
@@ -82,43 +83,6 @@ kernels! {
     int4_vnni: x86::Vnni<4>, "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni";
     int8_avx2: x86::Avx2<8>, "avx2,fma,f16c";
     int4_avx2: x86::Avx2<4>, "avx2,fma,f16c";
-}
-
-/// Products of one group of a panel.
-pub(crate) trait GroupDot {
-    /// Sums of 16 outputs in f32.
-    type Sums: Copy;
-
-    /// Sums of zero.
-    ///
-    /// # Safety
-    /// The processor must have the instructions of this implementation; the same holds for all functions here.
-    unsafe fn zero() -> Self::Sums;
-
-    /// Adds the products of one group of `R` rows and `P` panels.
-    ///
-    /// # Safety
-    /// `weights` and `weight_scales` must be readable for a group of a panel, `x` for `R` groups `x_stride` bytes
-    /// apart, and `x_scales` and `offsets` for `R` numbers `scale_stride` apart.
-    unsafe fn add<const R: usize, const P: usize>(sums: &mut [[Self::Sums; P]; R], group: Group<P>);
-
-    /// The 16 sums.
-    ///
-    /// # Safety
-    /// The same as for [`GroupDot::zero`].
-    unsafe fn get(sums: Self::Sums) -> [f32; PANEL];
-}
-
-/// The location of one group of a tile.
-#[derive(Clone, Copy)]
-pub(crate) struct Group<const P: usize> {
-    pub(crate) weights: [*const u8; P],
-    pub(crate) weight_scales: [*const u16; P],
-    pub(crate) x: *const i8,
-    pub(crate) x_stride: usize,
-    pub(crate) x_scales: *const f32,
-    pub(crate) offsets: *const i32,
-    pub(crate) scale_stride: usize,
 }
 
 /// Computes all rows of the columns of some pairs of panels.

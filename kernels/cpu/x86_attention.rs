@@ -6,7 +6,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use crate::cpu::attention::{TILE, Tile};
+use crate::cpu::attention_tile::{TILE, Tile};
 use crate::cpu::exp;
 use crate::cpu::kv_cache::{CHUNK, MAX_HEAD_DIM};
 use crate::cpu::packed::bf16_bits;

@@ -2,8 +2,8 @@
 
 use std::arch::x86_64::*;
 
+use crate::cpu::group_dot::{Group, GroupDot};
 use crate::cpu::quantized::{PANEL, QUAD_BYTES};
-use crate::cpu::quantized_linear::{Group, GroupDot};
 
 /// Number of quads of a group with one weight per byte; with 4-bit weights, twice as many fit into the same bytes.
 const QUADS: usize = 16;

@@ -10,13 +10,15 @@ use cudarc::driver::sys;
 use half::bf16;
 
 use super::error::{check, ensure};
-use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, PinnedBuffer, Queue, Span, owner_norm};
+use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, PinnedBuffer, Queue, Span};
 
 const OP: &str = "all_reduce";
 /// Maximum number of ranks in a group.
 pub const MAX_RANKS: usize = 8;
 /// Maximum number of columns of a row.
 pub const MAX_COLS: usize = 16_384;
+/// Maximum number of blocks of a launch of [`super::owner_norm`]; each has its own flags and epoch.
+pub(super) const MAX_FLAG_BLOCKS: usize = 512;
 /// Number of columns that share an epoch, if epochs are counted by column instead of by row.
 const COLS_OF_EPOCH: usize = 16;
 /// Minimum size of an allocation. The driver gives larger allocations their own memory object, so that they can have a
@@ -160,7 +162,7 @@ impl PeerGroup {
         );
         let map = |(r, handle): (usize, &PeerHandle)| (r != rank).then(|| Mapped::open(handle)).transpose();
         let peers = handles.iter().enumerate().map(map).collect::<Result<_, _>>()?;
-        let num_epochs = own.max_rows.max(own.max_cols.div_ceil(COLS_OF_EPOCH)).max(owner_norm::MAX_BLOCKS);
+        let num_epochs = own.max_rows.max(own.max_cols.div_ceil(COLS_OF_EPOCH)).max(MAX_FLAG_BLOCKS);
         let epochs = DeviceBuffer::from_slice(gpu, &vec![0u32; num_epochs])?;
         let status = PinnedBuffer::new(gpu, 256)?;
         Ok(Self { own, peers, epochs, status, rank, patience_ns })

@@ -49,6 +49,7 @@ pub mod embed;
 mod error;
 pub mod gated_activation;
 pub mod gather_rows;
+mod gemm_plan;
 mod gpu;
 pub mod head_norm;
 mod images;

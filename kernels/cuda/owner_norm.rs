@@ -3,13 +3,11 @@
 
 use half::bf16;
 
-use super::all_reduce::{MAX_RANKS, Mapped, PeerGroup, PeerHandle, Shots, handle_of};
+use super::all_reduce::{MAX_FLAG_BLOCKS, MAX_RANKS, Mapped, PeerGroup, PeerHandle, Shots, handle_of};
 use super::error::ensure;
 use super::{Arg, CudaError, DeviceBuffer, Launch, Queue, Span};
 
 const OP: &str = "owner_norm";
-/// Maximum number of blocks of a launch; each has its own flags.
-pub(super) const MAX_BLOCKS: usize = 512;
 /// Minimum size of a shared allocation. The driver gives larger allocations their own memory object, so that they can
 /// have a handle.
 pub const MIN_SHARED_BYTES: usize = 2 << 20;
@@ -96,7 +94,7 @@ pub fn owner_norm(q: &Queue, group: &PeerGroup, x: OwnerNorm<'_>, rows: usize, c
     longs[2 * MAX_RANKS + 1] = weight.address();
     longs[2 * MAX_RANKS + 2] = rows as u64 | u64::from(eps.to_bits()) << 32;
     let threads = ((cols / 8).div_ceil(32) * 32).min(1024) as u32;
-    let launch = Launch::new(rows.div_ceil(ranks).min(MAX_BLOCKS) as u32, threads);
+    let launch = Launch::new(rows.div_ceil(ranks).min(MAX_FLAG_BLOCKS) as u32, threads);
     let args = [Arg::Bytes(&head), Arg::Bytes(bytemuck::cast_slice(&longs))];
     q.launch(&format!("owner_norm_bf16_r{ranks}"), launch, &args)
 }
