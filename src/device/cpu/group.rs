@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use ipc::{IpcError, Prefix, Region, futex};
 
-use super::peers::Streams;
+use super::streams::Streams;
 use crate::{DeviceError, TensorParallel};
 
 /// f32 numbers in half a slot: 256 KiB stay in the L2 cache.
@@ -329,7 +329,8 @@ mod tests {
     use std::net::{IpAddr, Ipv4Addr};
 
     use super::*;
-    use crate::cpu::peers::{Peers, Use};
+    use crate::cpu::peers::Peers;
+    use crate::cpu::streams::Use;
     use crate::cuda::FileExchange;
 
     const ROUNDS: usize = 50;

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use ipc::{Prefix, Received, Ring, RingReceiver, RingSender};
 
-use super::peers::{Peers, Streams};
+use super::peers::Peers;
+use super::streams::Streams;
 use crate::{DeviceError, PipelineStage};
 
 /// Maximum number of steps whose activations wait for the next stage; then this stage waits.
