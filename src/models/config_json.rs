@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::config::{Config, Mlp, NormKind, Positions};
 use crate::fields::Fields;
-use crate::registry::{self, AttentionBias, Family, Shape, Window};
+use crate::registry::{self, Architecture, AttentionBias, ConfigStyle, WindowRule};
 use crate::{ModelError, Rope};
 
 impl Config {
@@ -17,10 +17,10 @@ impl Config {
     /// Returns an error if a file cannot be read, or if a field is missing or invalid.
     pub fn from_dir(dir: &Path) -> Result<Self, ModelError> {
         let fields = Fields::read(&dir.join("config.json"))?;
-        let (architecture, family) = architecture(&fields)?;
-        let mut config = match family.shape {
-            Shape::Llama | Shape::Baichuan => llama(&fields, architecture, family)?,
-            Shape::Gpt2 => gpt2(&fields, architecture, family)?,
+        let architecture = architecture(&fields)?;
+        let mut config = match architecture.style {
+            ConfigStyle::Llama | ConfigStyle::Baichuan => llama(&fields, architecture)?,
+            ConfigStyle::Gpt2 => gpt2(&fields, architecture)?,
         };
         let generation = dir.join("generation_config.json");
         if generation.exists() {
@@ -36,7 +36,7 @@ impl Config {
 }
 
 /// Reads the configuration of Llama and architectures with the same fields.
-fn llama(fields: &Fields, architecture: String, family: &Family) -> Result<Config, ModelError> {
+fn llama(fields: &Fields, architecture: &Architecture) -> Result<Config, ModelError> {
     let hidden_size = fields.required_size("hidden_size")?;
     let num_heads = fields.required_size("num_attention_heads")?;
     let num_kv_heads = fields.size("num_key_value_heads")?.unwrap_or(num_heads);
@@ -46,14 +46,14 @@ fn llama(fields: &Fields, architecture: String, family: &Family) -> Result<Confi
     }
     let vocab_size = fields.required_size("vocab_size")?;
     let num_layers = fields.required_size("num_hidden_layers")?;
-    let is_baichuan = family.shape == Shape::Baichuan;
+    let is_baichuan = architecture.style == ConfigStyle::Baichuan;
     let max_positions = match fields.size("max_position_embeddings")? {
         Some(positions) => positions,
         None => fields.size("model_max_length")?.unwrap_or(2048),
     };
-    let (qkv_bias, out_bias) = attention_bias(fields, family)?;
+    let (qkv_bias, out_bias) = attention_bias(fields, architecture)?;
     Ok(Config {
-        architecture,
+        architecture: architecture.name.to_owned(),
         hidden_size,
         intermediate_size: fields.required_size("intermediate_size")?,
         num_layers,
@@ -64,19 +64,19 @@ fn llama(fields: &Fields, architecture: String, family: &Family) -> Result<Confi
         max_position_embeddings: max_positions,
         norm: NormKind::Rms,
         norm_eps: fields.positive("rms_norm_eps")?.unwrap_or(1e-6) as f32,
-        head_norms: family.head_norms,
+        head_norms: architecture.head_norms,
         activation: activation(fields, "hidden_act", "silu")?,
         mlp: Mlp::Gated,
         positions: match is_baichuan && has_alibi(fields, hidden_size) {
             true => Positions::Alibi,
             false => Positions::Rotary(Rope::read(fields, max_positions)?),
         },
-        tie_word_embeddings: fields.flag("tie_word_embeddings", family.tied)?,
+        tie_word_embeddings: fields.flag("tie_word_embeddings", architecture.tied)?,
         unit_head: is_baichuan && is_second_baichuan(fields, vocab_size),
         qkv_bias,
         out_bias,
         mlp_bias: fields.flag("mlp_bias", false)?,
-        sliding_window: sliding_window(fields, family, num_layers)?,
+        sliding_window: sliding_window(fields, architecture, num_layers)?,
         bos_id: fields.token_ids("bos_token_id")?.first().copied(),
         eos_ids: fields.token_ids("eos_token_id")?,
         dtype: dtype(fields)?,
@@ -94,7 +94,7 @@ fn is_second_baichuan(fields: &Fields, vocab_size: usize) -> bool {
 }
 
 /// Reads the configuration of GPT-2, which has its own field names.
-fn gpt2(fields: &Fields, architecture: String, family: &Family) -> Result<Config, ModelError> {
+fn gpt2(fields: &Fields, architecture: &Architecture) -> Result<Config, ModelError> {
     for (name, only) in
         [("scale_attn_weights", true), ("scale_attn_by_inverse_layer_idx", false), ("add_cross_attention", false)]
     {
@@ -106,7 +106,7 @@ fn gpt2(fields: &Fields, architecture: String, family: &Family) -> Result<Config
     let num_heads = fields.required_size("n_head")?;
     let num_positions = fields.size("n_positions")?.unwrap_or(1024);
     Ok(Config {
-        architecture,
+        architecture: architecture.name.to_owned(),
         hidden_size,
         intermediate_size: fields.size("n_inner")?.unwrap_or(4 * hidden_size),
         num_layers: fields.required_size("n_layer")?,
@@ -121,7 +121,7 @@ fn gpt2(fields: &Fields, architecture: String, family: &Family) -> Result<Config
         activation: activation(fields, "activation_function", "gelu_new")?,
         mlp: Mlp::Plain,
         positions: Positions::Learned { num_positions },
-        tie_word_embeddings: fields.flag("tie_word_embeddings", family.tied)?,
+        tie_word_embeddings: fields.flag("tie_word_embeddings", architecture.tied)?,
         unit_head: false,
         qkv_bias: true,
         out_bias: true,
@@ -133,7 +133,7 @@ fn gpt2(fields: &Fields, architecture: String, family: &Family) -> Result<Config
     })
 }
 
-fn architecture(fields: &Fields) -> Result<(String, &'static Family), ModelError> {
+fn architecture(fields: &Fields) -> Result<&'static Architecture, ModelError> {
     let named = match fields.get("architectures") {
         Some(Value::Array(names)) => names.first().and_then(Value::as_str),
         Some(other) => return Err(fields.wrong("architectures", "a list of names", other)),
@@ -145,11 +145,10 @@ fn architecture(fields: &Fields) -> Result<(String, &'static Family), ModelError
         known: registry::architectures().join(", "),
     };
     if let Some(name) = named {
-        return registry::family(name).map(|family| (name.to_owned(), family)).ok_or_else(|| unknown(name));
+        return registry::find(name).ok_or_else(|| unknown(name));
     }
     let model_type = fields.text("model_type")?.unwrap_or("(none)");
-    let family = registry::family_of_type(model_type).ok_or_else(|| unknown(model_type))?;
-    Ok((family.architecture.to_owned(), family))
+    registry::find_by_model_type(model_type).ok_or_else(|| unknown(model_type))
 }
 
 /// `head_dim` as given, or `hidden_size` divided by the number of heads. The names are those of the architecture's
@@ -175,8 +174,8 @@ fn head_dim(
 }
 
 /// Whether q, k, v have biases, and whether the output projection has one.
-fn attention_bias(fields: &Fields, family: &Family) -> Result<(bool, bool), ModelError> {
-    Ok(match family.attention_bias {
+fn attention_bias(fields: &Fields, architecture: &Architecture) -> Result<(bool, bool), ModelError> {
+    Ok(match architecture.attention_bias {
         AttentionBias::Field { name, default, out } => {
             let has_bias = fields.flag(name, default)?;
             (has_bias, has_bias && out)
@@ -206,15 +205,22 @@ fn dtype(fields: &Fields) -> Result<DType, ModelError> {
 }
 
 /// The sliding window, if the architecture has one and it is enabled for all layers.
-fn sliding_window(fields: &Fields, family: &Family, num_layers: usize) -> Result<Option<usize>, ModelError> {
-    let on = match family.window {
-        Window::Ignored => false,
-        Window::Counts => true,
-        Window::OnRequest => fields.flag("use_sliding_window", false)?,
+fn sliding_window(
+    fields: &Fields,
+    architecture: &Architecture,
+    num_layers: usize,
+) -> Result<Option<usize>, ModelError> {
+    let on = match architecture.window {
+        WindowRule::Ignored => false,
+        WindowRule::Used => true,
+        WindowRule::IfEnabled => fields.flag("use_sliding_window", false)?,
     };
     let Some(window) = fields.size("sliding_window")?.filter(|_| on) else { return Ok(None) };
     // Layers before `max_window_layers` have no window; `layer_types` lists the kind of each layer.
-    let first = fields.get("max_window_layers").filter(|_| family.window == Window::OnRequest).and_then(Value::as_u64);
+    let first = fields
+        .get("max_window_layers")
+        .filter(|_| architecture.window == WindowRule::IfEnabled)
+        .and_then(Value::as_u64);
     let first = first.unwrap_or(0) as usize;
     if first >= num_layers {
         return Ok(None);
@@ -307,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_count_where_the_architecture_asks_for_them_and_must_be_alike() {
+    fn windows_are_used_if_the_architecture_enables_them_and_must_be_equal_in_all_layers() {
         let qwen = |change: fn(&mut Value)| {
             read(|c| {
                 c["architectures"] = json!(["Qwen2ForCausalLM"]);
@@ -326,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpt2_that_scales_scores_otherwise_is_refused() {
+    fn a_gpt2_with_another_scale_of_scores_is_refused() {
         let error = read(|c| {
             *c = json!({"architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_head": 4, "n_layer": 2,
                         "vocab_size": 100, "scale_attn_by_inverse_layer_idx": true});

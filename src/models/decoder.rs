@@ -21,12 +21,12 @@ pub(crate) struct Decoder<D: Device> {
     positions: Option<D::Weight>,
     layers: Vec<Layer<D>>,
     /// Set in the last stage.
-    end: Option<End<D>>,
+    final_layers: Option<FinalLayers<D>>,
     buffers: Buffers<D>,
 }
 
 /// The layers after the last decoder layer: final norm and output head.
-struct End<D: Device> {
+struct FinalLayers<D: Device> {
     norm: D::Weight,
     head: D::Weight,
 }
@@ -72,14 +72,15 @@ impl<D: Device> Decoder<D> {
         };
         let layers = stage.layers(config.num_layers).map(|index| Layer::load(&mut loader, index));
         let layers = layers.collect::<Result<Vec<_>, _>>()?;
-        let end = if stage.is_last() { Some(End::load(&mut loader, embedding.as_ref())?) } else { None };
+        let final_layers =
+            if stage.is_last() { Some(FinalLayers::load(&mut loader, embedding.as_ref())?) } else { None };
         let buffers = Buffers::allocate(config, &shard, loader.device);
         let buffers = loader.or_device_error(buffers)?;
-        Ok(Self { config: config.clone(), shard, stage, embedding, positions, layers, end, buffers })
+        Ok(Self { config: config.clone(), shard, stage, embedding, positions, layers, final_layers, buffers })
     }
 }
 
-impl<D: Device> End<D> {
+impl<D: Device> FinalLayers<D> {
     fn load(loader: &mut Loader<'_, D>, embedding: Option<&D::Weight>) -> Result<Self, ModelError> {
         let norm = loader.norm(&format!("{}{}", loader.prefix, loader.names.final_norm))?;
         Ok(Self { norm, head: loader.head(embedding)? })
@@ -89,11 +90,11 @@ impl<D: Device> End<D> {
 impl<D: Device> Layer<D> {
     fn load(loader: &mut Loader<'_, D>, index: usize) -> Result<Self, ModelError> {
         Ok(Self {
-            attention_norm: loader.norm(&loader.of_layer(index, loader.names.attention_norm))?,
+            attention_norm: loader.norm(&loader.layer_name(index, loader.names.attention_norm))?,
             qkv: loader.qkv(index)?,
             head_norms: if loader.config.head_norms { Some(loader.head_norms(index)?) } else { None },
             out: loader.out(index)?,
-            mlp_norm: loader.norm(&loader.of_layer(index, loader.names.mlp_norm))?,
+            mlp_norm: loader.norm(&loader.layer_name(index, loader.names.mlp_norm))?,
             up: loader.up(index)?,
             down: loader.down(index)?,
         })
@@ -131,8 +132,8 @@ impl<D: Device> Decoder<D> {
         if let Some(positions) = &self.positions {
             device.add_positions(&mut b.residual, positions)?;
         }
-        let end = || self.end.as_ref().map(|end| &end.norm);
-        let first_norm = self.layers.first().map(|layer| &layer.attention_norm).or_else(end);
+        let final_norm = || self.final_layers.as_ref().map(|layers| &layers.norm);
+        let first_norm = self.layers.first().map(|layer| &layer.attention_norm).or_else(final_norm);
         let first_norm = first_norm.expect("a stage has a layer or the model's end");
         match self.config.norm {
             NormKind::Rms => device.rms_norm(&mut b.normed, &b.residual, first_norm, self.config.norm_eps),
@@ -186,11 +187,11 @@ impl<D: Device> Model<D> for Decoder<D> {
             device.linear(&mut b.partial, &b.inner, &layer.down)?;
             let next = self.layers.get(index + 1).map(|next| &next.attention_norm);
             // Before the next stage any norm may be used: that stage normalizes the sum itself.
-            let next_norm = next.or(self.end.as_ref().map(|end| &end.norm)).unwrap_or(&layer.mlp_norm);
+            let next_norm = next.or(self.final_layers.as_ref().map(|layers| &layers.norm)).unwrap_or(&layer.mlp_norm);
             device.reduce_add_norm(&mut b.normed, &mut b.residual, &b.partial, next_norm, eps)?;
         }
-        match &self.end {
-            Some(end) => device.sample(&b.normed, &end.head),
+        match &self.final_layers {
+            Some(layers) => device.sample(&b.normed, &layers.head),
             None => device.send_hidden(&b.residual),
         }
     }

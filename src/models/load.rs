@@ -23,6 +23,6 @@ pub fn load<D: Device + 'static>(dir: &Path, config: &Config, device: &mut D) ->
     }
     let shard = Shard::new(config, device.tensor_parallel())?;
     let checkpoint = Checkpoint::open(dir)?;
-    let family = registry::family(&config.architecture).expect("a configuration names a known architecture");
-    Ok(Box::new(Decoder::load(dir, &checkpoint, config, family.names, shard, device)?))
+    let known = registry::find(&config.architecture).expect("a configuration names a known architecture");
+    Ok(Box::new(Decoder::load(dir, &checkpoint, config, known.names, shard, device)?))
 }

@@ -30,7 +30,7 @@ pub(crate) struct Names {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum QkvNames {
     /// Three separate matrices.
-    Apart([&'static str; 3]),
+    Separate([&'static str; 3]),
     /// One matrix: all of q, all of k, all of v.
     Stacked(&'static str),
     /// One matrix: for each KV head the q of its query heads, then its k, then its v.

@@ -4,14 +4,14 @@ use crate::names::{Names, QkvNames};
 
 /// A supported architecture: how its configuration is read and the names of its weights.
 #[derive(Debug)]
-pub(crate) struct Family {
+pub(crate) struct Architecture {
     /// The name in `architectures` of `config.json`.
-    pub(crate) architecture: &'static str,
+    pub(crate) name: &'static str,
     /// The name in `model_type`.
     pub(crate) model_type: &'static str,
-    pub(crate) shape: Shape,
+    pub(crate) style: ConfigStyle,
     pub(crate) attention_bias: AttentionBias,
-    pub(crate) window: Window,
+    pub(crate) window: WindowRule,
     /// Whether q and k of each head are normalized.
     pub(crate) head_norms: bool,
     /// Whether the head is the embedding table if `tie_word_embeddings` is absent.
@@ -21,7 +21,7 @@ pub(crate) struct Family {
 
 /// The fields of `config.json`, and the kinds of positions, norms and MLP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Shape {
+pub(crate) enum ConfigStyle {
     /// Rotary positions, RMS norms, gated MLP.
     Llama,
     /// Like Llama, but the larger models use ALiBi, and the head of the second generation has normalized rows.
@@ -46,13 +46,13 @@ pub(crate) enum AttentionBias {
 
 /// How the field `sliding_window` is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Window {
+pub(crate) enum WindowRule {
     /// It is ignored.
     Ignored,
     /// It is always used.
-    Counts,
+    Used,
     /// It is used if `use_sliding_window` is set.
-    OnRequest,
+    IfEnabled,
 }
 
 const LLAMA_NAMES: Names = Names {
@@ -61,7 +61,7 @@ const LLAMA_NAMES: Names = Names {
     positions: "",
     layers: "model.layers",
     attention_norm: "input_layernorm",
-    qkv: QkvNames::Apart(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+    qkv: QkvNames::Separate(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
     head_norms: ["self_attn.q_norm", "self_attn.k_norm"],
     out: "self_attn.o_proj",
     mlp_norm: "post_attention_layernorm",
@@ -106,73 +106,73 @@ const GPT2_NAMES: Names = Names {
     transposed: true,
 };
 
-const LLAMA: Family = Family {
-    architecture: "LlamaForCausalLM",
+const LLAMA: Architecture = Architecture {
+    name: "LlamaForCausalLM",
     model_type: "llama",
-    shape: Shape::Llama,
+    style: ConfigStyle::Llama,
     attention_bias: AttentionBias::Field { name: "attention_bias", default: false, out: true },
-    window: Window::Ignored,
+    window: WindowRule::Ignored,
     head_norms: false,
     tied: false,
     names: &LLAMA_NAMES,
 };
 
-const FAMILIES: &[Family] = &[
+const ARCHITECTURES: &[Architecture] = &[
     LLAMA,
-    Family {
-        architecture: "MistralForCausalLM",
+    Architecture {
+        name: "MistralForCausalLM",
         model_type: "mistral",
         attention_bias: AttentionBias::Never,
-        window: Window::Counts,
+        window: WindowRule::Used,
         ..LLAMA
     },
-    Family {
-        architecture: "Qwen2ForCausalLM",
+    Architecture {
+        name: "Qwen2ForCausalLM",
         model_type: "qwen2",
         attention_bias: AttentionBias::QkvAlways,
-        window: Window::OnRequest,
+        window: WindowRule::IfEnabled,
         ..LLAMA
     },
-    Family {
-        architecture: "Qwen3ForCausalLM",
+    Architecture {
+        name: "Qwen3ForCausalLM",
         model_type: "qwen3",
-        window: Window::OnRequest,
+        window: WindowRule::IfEnabled,
         head_norms: true,
         ..LLAMA
     },
-    Family {
-        architecture: "InternLMForCausalLM",
+    Architecture {
+        name: "InternLMForCausalLM",
         model_type: "internlm",
         attention_bias: AttentionBias::Field { name: "bias", default: true, out: true },
         ..LLAMA
     },
-    Family {
-        architecture: "InternLM2ForCausalLM",
+    Architecture {
+        name: "InternLM2ForCausalLM",
         model_type: "internlm2",
         attention_bias: AttentionBias::Field { name: "bias", default: true, out: true },
         names: &INTERNLM2_NAMES,
         ..LLAMA
     },
-    Family {
-        architecture: "BaichuanForCausalLM",
+    Architecture {
+        name: "BaichuanForCausalLM",
         model_type: "baichuan",
-        shape: Shape::Baichuan,
+        style: ConfigStyle::Baichuan,
         attention_bias: AttentionBias::Never,
         names: &BAICHUAN_NAMES,
         ..LLAMA
     },
-    Family {
-        architecture: "BaiChuanForCausalLM", // The first model of the family uses this spelling.
+    Architecture {
+        name: "BaiChuanForCausalLM", // The first model of the family uses this spelling.
         model_type: "baichuan",
-        shape: Shape::Baichuan,
+        style: ConfigStyle::Baichuan,
         attention_bias: AttentionBias::Never,
         names: &BAICHUAN_NAMES,
         ..LLAMA
     },
-    Family {
-        architecture: "GPT2LMHeadModel",
+    Architecture {
+        name: "GPT2LMHeadModel",
         model_type: "gpt2",
-        shape: Shape::Gpt2,
+        style: ConfigStyle::Gpt2,
         attention_bias: AttentionBias::Always,
         tied: true,
         names: &GPT2_NAMES,
@@ -182,13 +182,15 @@ const FAMILIES: &[Family] = &[
 
 /// The names of the supported architectures.
 pub fn architectures() -> Vec<&'static str> {
-    FAMILIES.iter().map(|family| family.architecture).collect()
+    ARCHITECTURES.iter().map(|architecture| architecture.name).collect()
 }
 
-pub(crate) fn family(architecture: &str) -> Option<&'static Family> {
-    FAMILIES.iter().find(|family| family.architecture == architecture)
+/// The architecture with this name in `architectures`.
+pub(crate) fn find(name: &str) -> Option<&'static Architecture> {
+    ARCHITECTURES.iter().find(|architecture| architecture.name == name)
 }
 
-pub(crate) fn family_of_type(model_type: &str) -> Option<&'static Family> {
-    FAMILIES.iter().find(|family| family.model_type == model_type)
+/// The architecture with this `model_type`.
+pub(crate) fn find_by_model_type(model_type: &str) -> Option<&'static Architecture> {
+    ARCHITECTURES.iter().find(|architecture| architecture.model_type == model_type)
 }

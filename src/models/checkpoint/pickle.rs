@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn nesting_however_deep_costs_no_stack() {
+    fn deep_nesting_uses_no_call_stack() {
         let deep = [vec![b']'; 1_000_000], vec![b'a'; 999_999], vec![b'.']].concat();
         assert!(Pickle::read(&deep).unwrap().tensors().is_err());
         // A list that contains itself.

@@ -30,11 +30,11 @@ pub(super) fn entries(data: &'static [u8]) -> Result<HashMap<String, &'static [u
         if u16_at(data, record + 10)? != 0 {
             return Err(format!("its entry `{name}` is compressed; save the file with `torch.save` again"));
         }
-        let mut long = Long::find(bytes(data, record + 46 + name_bytes, extra_bytes)?);
+        let mut zip64 = Zip64Fields::find(bytes(data, record + 46 + name_bytes, extra_bytes)?);
         // The order of the 64-bit fields is: size, compressed size, offset of the entry.
-        long.or_next(u32_at(data, record + 24)?)?;
-        let stored = long.or_next(u32_at(data, record + 20)?)?;
-        let local = long.or_next(u32_at(data, record + 42)?)?;
+        zip64.or_next(u32_at(data, record + 24)?)?;
+        let stored = zip64.or_next(u32_at(data, record + 20)?)?;
+        let local = zip64.or_next(u32_at(data, record + 42)?)?;
         entries.insert(name, contents(data, local, stored)?);
         at = record + 46 + name_bytes + extra_bytes + comment_bytes;
     }
@@ -68,9 +68,9 @@ fn contents(data: &'static [u8], local: u64, stored: u64) -> Result<&'static [u8
 }
 
 /// The remaining zip64 fields of an entry.
-struct Long<'a>(&'a [u8]);
+struct Zip64Fields<'a>(&'a [u8]);
 
-impl<'a> Long<'a> {
+impl<'a> Zip64Fields<'a> {
     /// Finds the extra block with the zip64 fields; it is empty if no field needs one.
     fn find(mut extra: &'a [u8]) -> Self {
         while let [kind0, kind1, len0, len1, rest @ ..] = extra {
@@ -88,9 +88,9 @@ impl<'a> Long<'a> {
         if short != u32::MAX {
             return Ok(short.into());
         }
-        let (long, rest) = self.0.split_first_chunk::<8>().ok_or("an entry lacks its 64-bit size")?;
+        let (zip64, rest) = self.0.split_first_chunk::<8>().ok_or("an entry lacks its 64-bit size")?;
         self.0 = rest;
-        Ok(u64::from_le_bytes(*long))
+        Ok(u64::from_le_bytes(*zip64))
     }
 }
 

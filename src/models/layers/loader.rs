@@ -6,7 +6,7 @@ use std::path::Path;
 use device::{Device, DeviceError, LinearRole, WeightSlice};
 
 use crate::config::{Mlp, NormKind};
-use crate::layers::qkv::{Piece, scaled};
+use crate::layers::qkv::{RowSlice, scaled};
 use crate::names::Names;
 use crate::shard::Shard;
 use crate::{Checkpoint, Config, ModelError};
@@ -38,7 +38,7 @@ impl<'a, D: Device> Loader<'a, D> {
     }
 
     /// The full name of a weight of layer `index`.
-    pub(crate) fn of_layer(&self, index: usize, name: &str) -> String {
+    pub(crate) fn layer_name(&self, index: usize, name: &str) -> String {
         format!("{}{}.{index}.{name}", self.prefix, self.names.layers)
     }
 
@@ -64,7 +64,7 @@ impl<'a, D: Device> Loader<'a, D> {
     }
 
     fn head_norm(&mut self, layer: usize, name: &str) -> Result<D::Weight, ModelError> {
-        let name = format!("{}.weight", self.of_layer(layer, name));
+        let name = format!("{}.weight", self.layer_name(layer, name));
         let len = self.config.head_dim;
         let loaded = self.device.load_vector(self.checkpoint.vector(&name, len, 0..len)?);
         self.or_device_error(loaded)
@@ -112,31 +112,32 @@ impl<'a, D: Device> Loader<'a, D> {
 
     /// q, k and v of one layer as one matrix, sharded by heads.
     pub(crate) fn qkv(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
-        let pieces = self.names.qkv.pieces(self.config, self.shard);
-        self.by_output(LinearRole::Qkv, layer, &pieces, self.config.qkv_bias)
+        let row_slices = self.names.qkv.row_slices(self.config, self.shard);
+        self.by_output(LinearRole::Qkv, layer, &row_slices, self.config.qkv_bias)
     }
 
     /// gate and up of one layer as one matrix, or up alone, sharded by columns of the inner layer.
     pub(crate) fn up(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
-        let piece = |name| Piece { name, rows: self.config.intermediate_size, taken: self.shard.intermediate.clone() };
-        let (role, pieces) = match self.config.mlp {
+        let piece =
+            |name| RowSlice { name, rows: self.config.intermediate_size, taken: self.shard.intermediate.clone() };
+        let (role, row_slices) = match self.config.mlp {
             Mlp::Gated => (LinearRole::GateUp, vec![piece(self.names.gate), piece(self.names.up)]),
             Mlp::Plain => (LinearRole::Up, vec![piece(self.names.up)]),
         };
-        self.by_output(role, layer, &pieces, self.config.mlp_bias)
+        self.by_output(role, layer, &row_slices, self.config.mlp_bias)
     }
 
     /// The attention output projection of one layer, sharded by heads along its input.
     pub(crate) fn out(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
         let dim = self.config.head_dim;
         let taken = scaled(&self.shard.heads, dim);
-        let name = self.of_layer(layer, self.names.out);
+        let name = self.layer_name(layer, self.names.out);
         self.by_input(LinearRole::Out, &name, self.config.num_heads * dim, taken, self.config.out_bias)
     }
 
     /// The down projection of one layer, sharded along its input.
     pub(crate) fn down(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
-        let name = self.of_layer(layer, self.names.down);
+        let name = self.layer_name(layer, self.names.down);
         let taken = self.shard.intermediate.clone();
         self.by_input(LinearRole::Down, &name, self.config.intermediate_size, taken, self.config.mlp_bias)
     }
@@ -146,15 +147,15 @@ impl<'a, D: Device> Loader<'a, D> {
         &mut self,
         role: LinearRole,
         layer: usize,
-        pieces: &[Piece],
+        row_slices: &[RowSlice],
         has_bias: bool,
     ) -> Result<D::Weight, ModelError> {
-        let names: Vec<String> = pieces.iter().map(|piece| self.of_layer(layer, piece.name)).collect();
+        let names: Vec<String> = row_slices.iter().map(|piece| self.layer_name(layer, piece.name)).collect();
         let weight_names: Vec<String> = names.iter().map(|name| format!("{name}.weight")).collect();
         let bias_names: Vec<String> = names.iter().map(|name| format!("{name}.bias")).collect();
         let mut weights = Vec::new();
         let mut biases = Vec::new();
-        for (index, Piece { rows, taken, .. }) in pieces.iter().enumerate() {
+        for (index, RowSlice { rows, taken, .. }) in row_slices.iter().enumerate() {
             let shape = [*rows, self.config.hidden_size];
             weights.push(self.linear(&weight_names[index], shape, taken.clone(), 0..shape[1])?);
             if has_bias {

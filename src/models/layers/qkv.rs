@@ -8,7 +8,7 @@ use crate::shard::Shard;
 
 /// A slice of a matrix's rows. A worker's shard stacks such slices.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Piece {
+pub(crate) struct RowSlice {
     /// Name within the layer.
     pub(crate) name: &'static str,
     /// Number of rows of the whole matrix.
@@ -19,24 +19,24 @@ pub(crate) struct Piece {
 
 impl QkvNames {
     /// The slices of this worker's q, then k, then v.
-    pub(crate) fn pieces(&self, config: &Config, shard: &Shard) -> Vec<Piece> {
+    pub(crate) fn row_slices(&self, config: &Config, shard: &Shard) -> Vec<RowSlice> {
         let dim = config.head_dim;
         let (q, kv) = (config.num_heads * dim, config.num_kv_heads * dim);
         let heads = scaled(&shard.heads, dim);
         let kv_heads = scaled(&shard.kv_heads, dim);
         let after = |offset: usize, range: &Range<usize>| offset + range.start..offset + range.end;
         match *self {
-            QkvNames::Apart([q_name, k_name, v_name]) => vec![
-                Piece { name: q_name, rows: q, taken: heads },
-                Piece { name: k_name, rows: kv, taken: kv_heads.clone() },
-                Piece { name: v_name, rows: kv, taken: kv_heads },
+            QkvNames::Separate([q_name, k_name, v_name]) => vec![
+                RowSlice { name: q_name, rows: q, taken: heads },
+                RowSlice { name: k_name, rows: kv, taken: kv_heads.clone() },
+                RowSlice { name: v_name, rows: kv, taken: kv_heads },
             ],
             QkvNames::Stacked(name) => {
                 let taken = [heads, after(q, &kv_heads), after(q + kv, &kv_heads)];
-                taken.map(|taken| Piece { name, rows: q + 2 * kv, taken }).into()
+                taken.map(|taken| RowSlice { name, rows: q + 2 * kv, taken }).into()
             }
             QkvNames::Grouped(name) => {
-                grouped(config, shard).into_iter().map(|taken| Piece { name, rows: q + 2 * kv, taken }).collect()
+                grouped(config, shard).into_iter().map(|taken| RowSlice { name, rows: q + 2 * kv, taken }).collect()
             }
         }
     }
@@ -85,7 +85,7 @@ mod tests {
     fn stacked_rows_follow_all_of_q() {
         let config = config(8, 2, 512);
         let second = Shard::new(&config, TensorParallel { rank: 1, size: 2 }).unwrap();
-        let taken: Vec<_> = QkvNames::Stacked("w").pieces(&config, &second).into_iter().map(|p| p.taken).collect();
+        let taken: Vec<_> = QkvNames::Stacked("w").row_slices(&config, &second).into_iter().map(|p| p.taken).collect();
         assert_eq!(taken, [32..64, 72..80, 88..96]);
     }
 }

@@ -107,23 +107,23 @@ fn greedy_tokens_and_logits_agree_with_transformers_for_world_sizes_1_2_and_4() 
 }
 
 /// 32 sequences that join at different steps, with prompts in different chunks and different sampling.
-fn crowd(goldens: &[Golden]) -> Vec<Sequence> {
-    let mut crowd: Vec<Sequence> = goldens.iter().map(sequence).collect();
-    while crowd.len() < MAX_ROWS {
-        let n = crowd.len();
-        let mut other = crowd[n % goldens.len()].clone();
+fn mixed_sequences(goldens: &[Golden]) -> Vec<Sequence> {
+    let mut mixed_sequences: Vec<Sequence> = goldens.iter().map(sequence).collect();
+    while mixed_sequences.len() < MAX_ROWS {
+        let n = mixed_sequences.len();
+        let mut other = mixed_sequences[n % goldens.len()].clone();
         other.prompt.iter_mut().for_each(|token| *token = (*token * 7 + n as u32) % 300 + 3);
         other.prompt.truncate(1 + n * 5 % 37);
         other.sampling.num_logprobs = None;
         other.sampling.temperature = (n % 2) as f32;
         other.chunk = 1 + n % 9;
         other.start = n % 5;
-        crowd.push(other);
+        mixed_sequences.push(other);
     }
-    for (n, sequence) in crowd.iter_mut().take(goldens.len()).enumerate() {
+    for (n, sequence) in mixed_sequences.iter_mut().take(goldens.len()).enumerate() {
         (sequence.chunk, sequence.start) = ([256, 3, 16][n % 3], n * 2);
     }
-    crowd
+    mixed_sequences
 }
 
 #[test]
@@ -133,7 +133,7 @@ fn a_sequence_is_bit_identical_alone_and_among_32_in_any_chunks_on_any_number_of
         for size in [1, 2] {
             let (alone, among) = on_group(case, size, |runner| {
                 let alone: Vec<_> = goldens.iter().map(|golden| runner.run(&[sequence(golden)]).remove(0)).collect();
-                let mut among = runner.run(&crowd(&goldens));
+                let mut among = runner.run(&mixed_sequences(&goldens));
                 among.truncate(goldens.len());
                 (alone, among)
             });
@@ -141,8 +141,10 @@ fn a_sequence_is_bit_identical_alone_and_among_32_in_any_chunks_on_any_number_of
                 assert!(alone.iter().zip(among).all(|(a, b)| (a.token, &a.top) == (b.token, &b.top)), "{case}");
             }
         }
-        let outputs: Vec<_> =
-            [1, 2, 3].map(|threads| Runner::new(case, threads, None).run(&crowd(&goldens))).into_iter().collect();
+        let outputs: Vec<_> = [1, 2, 3]
+            .map(|threads| Runner::new(case, threads, None).run(&mixed_sequences(&goldens)))
+            .into_iter()
+            .collect();
         assert!(outputs[0] == outputs[1] && outputs[1] == outputs[2], "{case}: threads change the result");
     }
 }

@@ -84,7 +84,7 @@ fn a_quantised_model_gives_a_row_the_same_tokens_alone_and_among_others() {
 
 /// A trained model keeps its tokens; a random one would not.
 #[test]
-fn the_demo_model_says_nearly_the_same_in_eight_bits() {
+fn the_demo_model_generates_nearly_the_same_text_in_eight_bits() {
     let equal = |precision: WeightPrecision| {
         let (mut plain, mut quantised) = (demo(WeightPrecision::Checkpoint), demo(precision));
         let (mut equal, mut all) = (0, 0);
