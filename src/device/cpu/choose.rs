@@ -4,7 +4,7 @@
 use engine::{CopiedBlock, RevisedRow, SampledToken};
 use kernels::cpu::{self as k, Buffer};
 
-use super::{CpuDevice, CpuTensor, Linear, beyond, sampler};
+use super::{CpuDevice, CpuTensor, Linear, out_of_range, sampler};
 use crate::{DeviceError, SampleInput};
 
 impl CpuDevice {
@@ -88,7 +88,7 @@ impl CpuDevice {
         let max_rows = self.rows.len();
         let row_of = |row: engine::RowId| match (row.0 as usize) < max_rows {
             true => Ok(row.0 as usize),
-            false => Err(beyond("row", row.0, max_rows)),
+            false => Err(out_of_range("row", row.0, max_rows)),
         };
         let mut rows = Vec::with_capacity(revised.len());
         for revision in revised {
@@ -107,7 +107,7 @@ impl CpuDevice {
         let cache = self.cache.as_mut().expect("`allocate_cache` is called before the first step");
         for block in copied.iter().flat_map(|copied| [copied.from, copied.to]) {
             if block.0 as usize >= cache.num_blocks {
-                return Err(beyond("block", block.0, cache.num_blocks));
+                return Err(out_of_range("block", block.0, cache.num_blocks));
             }
         }
         copied.iter().for_each(|copied| cache.kv.copy_block(copied.from.0 as usize, copied.to.0 as usize));

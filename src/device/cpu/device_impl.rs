@@ -6,7 +6,7 @@ use kernels::cpu::{self as k, Buffer, KvCache};
 use super::group::Group;
 use super::linear::Linear;
 use super::weights::CpuWeight;
-use super::{Cache, CpuDevice, CpuTensor, beyond, estimate, gate, weights};
+use super::{Cache, CpuDevice, CpuTensor, estimate, gate, out_of_range, weights};
 use crate::{
     Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
     TensorParallel, WeightSlice,
@@ -35,9 +35,9 @@ impl Device for CpuDevice {
         bias: &[WeightSlice<'_>],
     ) -> Result<CpuWeight, DeviceError> {
         let matrix = weights::matrix(parts, bias)?;
-        let linear = self.hold_linear(matrix, role == LinearRole::Head);
+        let linear = self.add_linear(matrix, role == LinearRole::Head);
         if role == LinearRole::Head {
-            self.learn_vocabulary(parts[0].rows.clone())?;
+            self.exchange_vocabulary_offsets(parts[0].rows.clone())?;
         }
         Ok(CpuWeight::Linear(linear))
     }
@@ -50,11 +50,11 @@ impl Device for CpuDevice {
 
     fn tie_head(&mut self, embedding: &CpuWeight) -> Result<CpuWeight, DeviceError> {
         let (matrix, first_row) = embedding.matrix();
-        let linear = self.hold_linear(matrix.clone(), true);
+        let linear = self.add_linear(matrix.clone(), true);
         if let Linear::Plain(matrix) = &linear {
             self.weights_bytes -= matrix.bytes() as u64; // Counted once for both.
         }
-        self.learn_vocabulary(first_row..first_row + matrix.rows())?;
+        self.exchange_vocabulary_offsets(first_row..first_row + matrix.rows())?;
         Ok(CpuWeight::Linear(linear))
     }
 
@@ -125,7 +125,7 @@ impl Device for CpuDevice {
         sampling: &SamplingParams,
     ) -> Result<(), DeviceError> {
         let max_rows = self.config.limits.max_rows;
-        let state = self.rows.get_mut(row.0 as usize).ok_or_else(|| beyond("row", row.0, max_rows))?;
+        let state = self.rows.get_mut(row.0 as usize).ok_or_else(|| out_of_range("row", row.0, max_rows))?;
         state.join(tokens, num_prompt_tokens, sampling);
         Ok(())
     }
@@ -202,7 +202,7 @@ impl Device for CpuDevice {
         let mut row = vec![0.0; width];
         for (out, position) in out.data.chunks_exact_mut(width).zip(&self.inputs.positions) {
             if *position as usize >= matrix.rows() {
-                return Err(beyond("position", *position, matrix.rows()));
+                return Err(out_of_range("position", *position, matrix.rows()));
             }
             matrix.read_row(*position as usize, &mut row);
             out.iter_mut().zip(&row).for_each(|(out, row)| *out += row);

@@ -49,7 +49,7 @@ const FRAME_BYTES: usize = 8;
 
 /// A worker's access to its group.
 pub(crate) struct Group {
-    meeting: Arc<Meeting>,
+    shared: Arc<SharedSlots>,
     exchanges: u32,
     /// Streams to one worker of each other node.
     outgoing: Vec<TcpStream>,
@@ -59,7 +59,7 @@ pub(crate) struct Group {
 }
 
 /// The mapped memory that the workers of a node share.
-struct Meeting {
+struct SharedSlots {
     region: Region,
     config: GroupConfig,
 }
@@ -91,26 +91,26 @@ impl Group {
             open_when_there(&config)?.map_err(call)?
         };
         let timeout = config.timeout;
-        let meeting = Arc::new(Meeting { region, config });
+        let shared = Arc::new(SharedSlots { region, config });
         for (stream, socket) in streams.incoming {
-            let (meeting, from) = (Arc::clone(&meeting), (stream.from - first) as usize);
+            let (shared, from) = (Arc::clone(&shared), (stream.from - first) as usize);
             // The thread ends with its stream. A worker that waits for the sender then runs into the timeout, or has
             // ended before.
             let mut part = vec![0.0; SLOT];
-            thread::spawn(move || while meeting.take_part(&socket, from, &mut part).is_ok() {});
+            thread::spawn(move || while shared.take_part(&socket, from, &mut part).is_ok() {});
         }
         let outgoing: Vec<TcpStream> = streams.outgoing.into_iter().map(|(_, socket)| socket).collect();
         for socket in &outgoing {
             let set = socket.set_write_timeout(Some(timeout));
             set.map_err(|error| DeviceError::Call { call: "setting a timeout".into(), reason: error.to_string() })?;
         }
-        let own = meeting.config.tensor_parallel.rank as usize;
+        let own = shared.config.tensor_parallel.rank as usize;
         let parts = (0..size).map(|rank| vec![0.0; if rank == own { 0 } else { SLOT }]).collect();
-        Ok(Self { meeting, exchanges: 0, outgoing, frame: Vec::new(), parts })
+        Ok(Self { shared, exchanges: 0, outgoing, frame: Vec::new(), parts })
     }
 
     pub(crate) fn tensor_parallel(&self) -> TensorParallel {
-        self.meeting.config.tensor_parallel
+        self.shared.config.tensor_parallel
     }
 
     /// Calls `each(rows, parts)` for blocks of `rows` rows of `width`, where `parts[r]` is worker `r`'s part of those
@@ -169,15 +169,15 @@ impl Group {
         self.exchanges = self.exchanges.wrapping_add(1);
         let TensorParallel { rank, size } = self.tensor_parallel();
         let (rank, size) = (rank as usize, size as usize);
-        let slot = self.meeting.slot(self.exchanges, rank);
+        let slot = self.shared.slot(self.exchanges, rank);
         // SAFETY: half a slot has room for `SLOT` numbers, and no reference to it is ever made. Only its worker writes
         // it, and nobody reads it now: all have read its last contents, since they took part in the exchange that
         // followed.
         unsafe { std::ptr::copy_nonoverlapping(mine.as_ptr(), slot, mine.len()) };
-        self.meeting.arrive(self.exchanges, rank);
+        self.shared.arrive(self.exchanges, rank);
         self.send(collective, mine)?;
         for other in (0..size).filter(|other| *other != rank) {
-            self.meeting.wait_for(self.exchanges, other, collective)?;
+            self.shared.wait_for(self.exchanges, other, collective)?;
         }
         let mut parts = Vec::with_capacity(size);
         for (other, copy) in self.parts.iter_mut().enumerate() {
@@ -186,7 +186,7 @@ impl Group {
                 continue;
             }
             let len = len_of.map_or(mine.len(), |len_of| len_of(other)).min(SLOT);
-            let slot = self.meeting.slot(self.exchanges, other);
+            let slot = self.shared.slot(self.exchanges, other);
             // SAFETY: slot and copy have room for `SLOT` numbers. The worker wrote `len` of them before it incremented
             // its counter, and writes this half again only after this worker's next exchange. A worker that violates
             // this corrupts the numbers, nothing else.
@@ -215,7 +215,7 @@ impl Group {
     }
 }
 
-impl Meeting {
+impl SharedSlots {
     /// Receives a part of worker `from`, which is on another node, and writes it to the slot where the workers of this
     /// node read it.
     fn take_part(&self, mut socket: &TcpStream, from: usize, part: &mut [f32]) -> std::io::Result<()> {
@@ -330,7 +330,7 @@ mod tests {
 
     use super::*;
     use crate::cpu::peers::Peers;
-    use crate::cpu::streams::Use;
+    use crate::cpu::streams::StreamKind;
     use crate::cuda::FileExchange;
 
     const ROUNDS: usize = 50;
@@ -360,7 +360,7 @@ mod tests {
         let node = peers.nodes[me as usize];
         let name = format!("group_{node}");
         let config = GroupConfig { prefix: prefix.clone(), name, tensor_parallel: place, timeout, spin: false };
-        let mut group = Group::join_node(config, me == 0 || me == 3, streams.take(Use::Parts), 0).unwrap();
+        let mut group = Group::join_node(config, me == 0 || me == 3, streams.take(StreamKind::Parts), 0).unwrap();
         let mut sums = Vec::new();
         for round in 0..ROUNDS {
             let rows = 1 + round % 3 * (SLOT / WIDTH);

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, U
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::streams::{Stream, Use};
+use super::streams::{Stream, StreamKind};
 use crate::DeviceError;
 
 /// Timeout of a connection attempt to one address of a peer, before the next address is tried.
@@ -18,7 +18,7 @@ pub(super) type Token = [u8; TOKEN_BYTES];
 const GREETING_BYTES: usize = TOKEN_BYTES + 8;
 type Greeting = [u8; GREETING_BYTES];
 /// Maximum number of accepted connections without a complete greeting; more wait in the kernel.
-const MAX_UNKNOWN: usize = 64;
+const MAX_PENDING: usize = 64;
 
 pub(super) fn words<T: ToString>(items: &[T]) -> Vec<u8> {
     items.iter().map(T::to_string).collect::<Vec<_>>().join(" ").into_bytes()
@@ -29,7 +29,7 @@ pub(super) fn parsed<T: std::str::FromStr>(bytes: &[u8]) -> Vec<T> {
 }
 
 /// The addresses in `own` that have a route to `callers`; all of them if the routes give no answer.
-pub(super) fn towards(callers: &[IpAddr], own: &[IpAddr]) -> Vec<IpAddr> {
+pub(super) fn addresses_towards(callers: &[IpAddr], own: &[IpAddr]) -> Vec<IpAddr> {
     let source = |caller: &IpAddr| -> io::Result<IpAddr> {
         let any: IpAddr = if caller.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
         let socket = UdpSocket::bind((any, 0))?;
@@ -64,12 +64,12 @@ pub(super) fn random_token() -> io::Result<Token> {
 }
 
 /// The addresses of a worker. Worker 0's token identifies the connections of this model.
-pub(super) struct Card {
+pub(super) struct WorkerAddress {
     pub(super) token: Token,
     pub(super) sockets: Vec<SocketAddr>,
 }
 
-impl Card {
+impl WorkerAddress {
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         [&self.token[..], &words(&self.sockets)].concat()
     }
@@ -80,10 +80,10 @@ impl Card {
     }
 }
 
-/// Opens `stream` to the worker of `card`, on the first of its addresses that answers.
-pub(super) fn call(
+/// Opens `stream` to `worker`, on the first of its addresses that answers.
+pub(super) fn connect_to(
     stream: Stream,
-    card: &Card,
+    worker: &WorkerAddress,
     own: &[IpAddr],
     token: Token,
     deadline: Instant,
@@ -91,7 +91,7 @@ pub(super) fn call(
     // An address that this machine has as well (for example of a container bridge) leads back here. Nearest addresses
     // come first.
     let is_elsewhere = |socket: &SocketAddr| !own.contains(&socket.ip());
-    let mut addresses: Vec<SocketAddr> = card.sockets.iter().copied().filter(is_elsewhere).collect();
+    let mut addresses: Vec<SocketAddr> = worker.sockets.iter().copied().filter(is_elsewhere).collect();
     addresses.sort_by_key(|address| std::cmp::Reverse(own.iter().map(|&mine| common_bits(mine, address.ip())).max()));
     let mut reasons = Vec::new();
     loop {
@@ -117,21 +117,21 @@ fn greet(address: SocketAddr, stream: Stream, token: Token) -> io::Result<TcpStr
     let mut socket = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT)?;
     socket.set_nodelay(true)?;
     socket.set_read_timeout(Some(CONNECT_TIMEOUT))?;
-    socket.write_all(&greeting(token, stream.from, stream.carries))?;
+    socket.write_all(&greeting(token, stream.from, stream.kind))?;
     let mut answer = [0; GREETING_BYTES];
     socket.read_exact(&mut answer)?;
-    if !is_equal(&answer, &greeting(token, stream.to, stream.carries)) {
+    if !is_equal(&answer, &greeting(token, stream.to, stream.kind)) {
         return Err(io::Error::other("another program answers there"));
     }
     socket.set_read_timeout(None)?;
     Ok(socket)
 }
 
-fn greeting(token: Token, worker: u32, carries: Use) -> Greeting {
+fn greeting(token: Token, worker: u32, kind: StreamKind) -> Greeting {
     let mut bytes = [0; GREETING_BYTES];
     bytes[..TOKEN_BYTES].copy_from_slice(&token);
     bytes[TOKEN_BYTES..TOKEN_BYTES + 4].copy_from_slice(&worker.to_le_bytes());
-    bytes[TOKEN_BYTES + 4] = carries as u8;
+    bytes[TOKEN_BYTES + 4] = kind as u8;
     bytes
 }
 
@@ -142,9 +142,9 @@ fn is_equal(one: &Greeting, other: &Greeting) -> bool {
 }
 
 /// A connection whose greeting is not complete.
-struct Unknown {
+struct PendingConnection {
     socket: TcpStream,
-    said: Greeting,
+    received: Greeting,
     len: usize,
     deadline: Instant,
 }
@@ -156,28 +156,28 @@ pub(super) fn accept(
     mut expected: Vec<Stream>,
     deadline: Instant,
 ) -> Result<Vec<(Stream, TcpStream)>, DeviceError> {
-    let (mut accepted, mut unknown) = (Vec::new(), Vec::<Unknown>::new());
+    let (mut accepted, mut pending) = (Vec::new(), Vec::<PendingConnection>::new());
     while !expected.is_empty() {
         let now = Instant::now();
         for listener in listeners {
-            while unknown.len() < MAX_UNKNOWN
+            while pending.len() < MAX_PENDING
                 && let Ok((socket, _)) = listener.accept()
             {
                 if socket.set_nonblocking(true).is_ok() {
-                    let said = [0; GREETING_BYTES];
-                    unknown.push(Unknown { socket, said, len: 0, deadline: now + CONNECT_TIMEOUT });
+                    let received = [0; GREETING_BYTES];
+                    pending.push(PendingConnection { socket, received, len: 0, deadline: now + CONNECT_TIMEOUT });
                 }
             }
         }
-        for mut connection in std::mem::take(&mut unknown) {
-            match connection.hear() {
+        for mut connection in std::mem::take(&mut pending) {
+            match connection.read_greeting() {
                 Ok(true) => {
                     if let Ok((stream, socket)) = connection.answer(token, &expected) {
                         expected.retain(|&other| other != stream);
                         accepted.push((stream, socket));
                     }
                 }
-                Ok(false) if now < connection.deadline => unknown.push(connection),
+                Ok(false) if now < connection.deadline => pending.push(connection),
                 Ok(false) | Err(_) => {}
             }
         }
@@ -191,10 +191,10 @@ pub(super) fn accept(
     Ok(accepted)
 }
 
-impl Unknown {
+impl PendingConnection {
     /// Whether the greeting is complete.
-    fn hear(&mut self) -> io::Result<bool> {
-        match self.socket.read(&mut self.said[self.len..]) {
+    fn read_greeting(&mut self) -> io::Result<bool> {
+        match self.socket.read(&mut self.received[self.len..]) {
             Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(read) => {
                 self.len += read;
@@ -206,12 +206,12 @@ impl Unknown {
     }
 
     fn answer(self, token: Token, expected: &[Stream]) -> io::Result<(Stream, TcpStream)> {
-        let Self { mut socket, said, .. } = self;
-        let known = expected.iter().find(|stream| is_equal(&greeting(token, stream.from, stream.carries), &said));
+        let Self { mut socket, received, .. } = self;
+        let known = expected.iter().find(|stream| is_equal(&greeting(token, stream.from, stream.kind), &received));
         let stream = *known.ok_or_else(|| io::Error::other("a stranger"))?;
         socket.set_nonblocking(false)?;
         socket.set_nodelay(true)?;
-        socket.write_all(&greeting(token, stream.to, stream.carries))?;
+        socket.write_all(&greeting(token, stream.to, stream.kind))?;
         Ok((stream, socket))
     }
 }
@@ -230,11 +230,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn silent_and_foreign_connections_hold_up_no_worker() {
+    fn silent_and_foreign_connections_delay_no_worker() {
         let listeners = listen(&[IpAddr::V4(Ipv4Addr::LOCALHOST)]).unwrap();
         let address = listeners[0].local_addr().unwrap();
         assert!(address.ip().is_loopback());
-        let stream = Stream { from: 1, to: 0, carries: Use::Parts };
+        let stream = Stream { from: 1, to: 0, kind: StreamKind::Parts };
         let token = random_token().unwrap();
         assert_ne!(token, random_token().unwrap());
         // Each of them once took several seconds, one after the other.
@@ -250,16 +250,16 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_listens_only_where_its_callers_come_from() {
+    fn a_worker_listens_only_on_addresses_that_its_peers_can_reach() {
         let own = ["127.0.0.1", "192.0.2.1"].map(|address| address.parse::<IpAddr>().unwrap());
         let callers = ["127.0.0.9".parse().unwrap()];
-        assert_eq!(towards(&callers, &own), [own[0]]);
-        assert_eq!(towards(&callers, &own[1..]), [own[1]], "what routes do not know is not left out");
-        assert_eq!(towards(&[own[1]], &own), own, "an address of its own is nobody else's");
+        assert_eq!(addresses_towards(&callers, &own), [own[0]]);
+        assert_eq!(addresses_towards(&callers, &own[1..]), [own[1]], "what routes do not know is not left out");
+        assert_eq!(addresses_towards(&[own[1]], &own), own, "an address of its own is nobody else's");
         let listeners = listen(&own[..1]).unwrap();
         assert!(listeners.iter().all(|listener| listener.local_addr().unwrap().ip() == own[0]));
-        let card = Card { token: [7; TOKEN_BYTES], sockets: vec![listeners[0].local_addr().unwrap()] };
-        let same = Card::from_bytes(&card.to_bytes());
-        assert_eq!((same.token, same.sockets), (card.token, card.sockets));
+        let worker = WorkerAddress { token: [7; TOKEN_BYTES], sockets: vec![listeners[0].local_addr().unwrap()] };
+        let same = WorkerAddress::from_bytes(&worker.to_bytes());
+        assert_eq!((same.token, same.sockets), (worker.token, worker.sockets));
     }
 }

@@ -36,7 +36,7 @@ pub use linear::{Linear, WeightPrecision};
 pub use peers::Peers;
 use pipeline::Pipeline;
 use rows::Row;
-use streams::Use;
+use streams::StreamKind;
 pub use weights::{CpuWeight, available_memory};
 
 /// Settings of a [`CpuDevice`].
@@ -128,11 +128,11 @@ impl CpuDevice {
             let is_first = nodes[..place].iter().all(|&node| node != nodes[place]);
             // One region for each node and stage. The name contains both, because nodes may share their memory.
             let name = format!("{}_{}_{}", group.name, peers.stage(), nodes[place]);
-            Group::join_node(GroupConfig { name, ..group }, is_first, streams.take(Use::Parts), first)
+            Group::join_node(GroupConfig { name, ..group }, is_first, streams.take(StreamKind::Parts), first)
         });
         let group = group.transpose()?;
         let max_floats = config.limits.max_tokens * hidden;
-        let pipeline = Pipeline::join(peers, streams.take(Use::Hidden), max_floats)?;
+        let pipeline = Pipeline::join(peers, streams.take(StreamKind::Hidden), max_floats)?;
         Ok(Self { pipeline: Some(pipeline), ..Self::with_group(config, group) })
     }
 
@@ -202,12 +202,12 @@ impl CpuDevice {
         self.token_ids.clear();
         for (index, row) in inputs.rows.iter().enumerate() {
             let known =
-                self.rows.get(row.0 as usize).ok_or_else(|| beyond("row", row.0, self.config.limits.max_rows))?;
+                self.rows.get(row.0 as usize).ok_or_else(|| out_of_range("row", row.0, self.config.limits.max_rows))?;
             for token in &inputs.token_ids[inputs.row_starts[index] as usize..inputs.row_starts[index + 1] as usize] {
                 let last = || known.tokens().last().copied().unwrap_or(u32::MAX);
                 let token = if *token == TOKEN_ON_DEVICE { last() } else { *token };
                 if token as usize >= self.config.limits.vocab_size {
-                    return Err(beyond("token", token, self.config.limits.vocab_size));
+                    return Err(out_of_range("token", token, self.config.limits.vocab_size));
                 }
                 self.token_ids.push(token);
             }
@@ -234,7 +234,7 @@ impl CpuDevice {
         let slots = cache.num_blocks * cache.spec.block_size;
         let positions = 2 * cache.spec.rope.cos.len() / cache.spec.head_dim;
         let bound = |what: &str, values: &[u32], bound: usize| match values.iter().find(|v| **v as usize >= bound) {
-            Some(value) => Err(beyond(what, *value, bound)),
+            Some(value) => Err(out_of_range(what, *value, bound)),
             None => Ok(()),
         };
         bound("slot", &inputs.slots, slots)?;
@@ -245,7 +245,7 @@ impl CpuDevice {
             if let Some(last) = positions.last()
                 && inputs.block_table(index).len() * cache.spec.block_size <= *last as usize
             {
-                return Err(beyond("position", *last, inputs.max_blocks * cache.spec.block_size));
+                return Err(out_of_range("position", *last, inputs.max_blocks * cache.spec.block_size));
             }
         }
         bound("token index", &inputs.logits, tokens)?;
@@ -257,7 +257,7 @@ impl CpuDevice {
     }
 
     /// Exchanges the starts of the workers' shares of the vocabulary.
-    fn learn_vocabulary(&mut self, own: Range<usize>) -> Result<(), DeviceError> {
+    fn exchange_vocabulary_offsets(&mut self, own: Range<usize>) -> Result<(), DeviceError> {
         let tp = self.tensor_parallel();
         let Some(group) = &mut self.group else {
             self.vocab_offsets = vec![0, own.len()];
@@ -273,7 +273,7 @@ impl CpuDevice {
     }
 
     /// Registers a layer's weights, in the precision that was set.
-    fn hold_linear(&mut self, matrix: k::Matrix, is_head: bool) -> Linear {
+    fn add_linear(&mut self, matrix: k::Matrix, is_head: bool) -> Linear {
         if matrix.weight_type() != k::WeightType::Bf16 {
             self.widest_weight = Some(KvType::F32);
         }
@@ -291,7 +291,7 @@ fn gate(activation: Activation) -> k::Gate {
     }
 }
 
-fn beyond(what: &str, found: u32, bound: usize) -> DeviceError {
+fn out_of_range(what: &str, found: u32, bound: usize) -> DeviceError {
     DeviceError::Unsupported { what: what.into(), found: found.to_string(), expected: format!("below {bound}") }
 }
 

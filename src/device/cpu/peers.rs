@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use ipc::Prefix;
 
-use super::handshake::{Card, accept, call, listen, parsed, random_token, towards, words};
+use super::handshake::{WorkerAddress, accept, addresses_towards, connect_to, listen, parsed, random_token, words};
 use super::streams::{Stream, Streams, streams};
 use crate::DeviceError;
 use crate::cuda::Exchange;
@@ -69,18 +69,19 @@ impl Peers {
         // First exchange all addresses, so that each worker listens only on addresses that its peers can reach.
         let addresses: Vec<Vec<IpAddr>> = self.gather(&self.addresses)?;
         let callers: Vec<IpAddr> = expected.iter().flat_map(|stream| addresses[stream.from as usize].clone()).collect();
-        let listeners = listen(&towards(&callers, &self.addresses)).map_err(|error| failed("listening", error))?;
+        let listeners =
+            listen(&addresses_towards(&callers, &self.addresses)).map_err(|error| failed("listening", error))?;
         let sockets = listeners.iter().map(TcpListener::local_addr).collect::<io::Result<Vec<_>>>();
         let token = random_token().map_err(|error| failed("drawing a token", error))?;
-        let card = Card { token, sockets: sockets.map_err(|error| failed("listening", error))? };
-        let cards: Vec<Card> =
-            self.exchange.gather(&card.to_bytes())?.iter().map(|bytes| Card::from_bytes(bytes)).collect();
-        let token = cards[0].token;
+        let worker = WorkerAddress { token, sockets: sockets.map_err(|error| failed("listening", error))? };
+        let worker_addresses: Vec<WorkerAddress> =
+            self.exchange.gather(&worker.to_bytes())?.iter().map(|bytes| WorkerAddress::from_bytes(bytes)).collect();
+        let token = worker_addresses[0].token;
         let deadline = Instant::now() + self.timeout;
         let accepting = thread::spawn(move || accept(&listeners, token, expected, deadline));
         let connect = |stream: Stream| {
-            let card = &cards[stream.to as usize];
-            call(stream, card, &self.addresses, token, deadline).map(|socket| (stream, socket))
+            let worker = &worker_addresses[stream.to as usize];
+            connect_to(stream, worker, &self.addresses, token, deadline).map(|socket| (stream, socket))
         };
         let outgoing: Result<Vec<_>, DeviceError> =
             streams.iter().copied().filter(|stream| stream.from == self.me).map(connect).collect();
@@ -92,7 +93,7 @@ impl Peers {
 
     /// Gathers what each worker passed.
     fn gather(&self, mine: &[IpAddr]) -> Result<Vec<Vec<IpAddr>>, DeviceError> {
-        let heard = self.exchange.gather(&words(mine))?;
-        Ok(heard.iter().map(|bytes| parsed(bytes)).collect())
+        let gathered = self.exchange.gather(&words(mine))?;
+        Ok(gathered.iter().map(|bytes| parsed(bytes)).collect())
     }
 }

@@ -4,7 +4,7 @@ use std::net::TcpStream;
 
 /// The purpose of a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Use {
+pub(crate) enum StreamKind {
     /// Parts of sums and gathers, sent to another node of the same group.
     Parts,
     /// Activations, sent to the next stage.
@@ -16,7 +16,7 @@ pub(crate) enum Use {
 pub(crate) struct Stream {
     pub(crate) from: u32,
     pub(crate) to: u32,
-    pub(crate) carries: Use,
+    pub(crate) kind: StreamKind,
 }
 
 /// The streams that begin or end at this worker.
@@ -28,9 +28,9 @@ pub(crate) struct Streams {
 
 impl Streams {
     /// Removes and returns the streams of one purpose.
-    pub(crate) fn take(&mut self, carries: Use) -> Streams {
+    pub(crate) fn take(&mut self, kind: StreamKind) -> Streams {
         let taken = |all: &mut Vec<(Stream, TcpStream)>| {
-            let (taken, kept) = std::mem::take(all).into_iter().partition(|(stream, _)| stream.carries == carries);
+            let (taken, kept) = std::mem::take(all).into_iter().partition(|(stream, _)| stream.kind == kind);
             *all = kept;
             taken
         };
@@ -55,11 +55,11 @@ pub(crate) fn streams(nodes: &[u32], num_stages: u32) -> Vec<Stream> {
             others.dedup();
             for node in others.into_iter().filter(|&node| node != own) {
                 let receivers: Vec<u32> = members(node).collect();
-                streams.push(Stream { from, to: receivers[place % receivers.len()], carries: Use::Parts });
+                streams.push(Stream { from, to: receivers[place % receivers.len()], kind: StreamKind::Parts });
             }
             let next = from + tp_size;
             if stage + 1 < num_stages && nodes[next as usize] != own {
-                streams.push(Stream { from, to: next, carries: Use::Hidden });
+                streams.push(Stream { from, to: next, kind: StreamKind::Hidden });
             }
         }
     }
@@ -86,7 +86,7 @@ mod tests {
 
     #[test]
     fn activations_cross_nodes_only_between_stages_that_do_not_share_one() {
-        let hidden = |from, to| Stream { from, to, carries: Use::Hidden };
+        let hidden = |from, to| Stream { from, to, kind: StreamKind::Hidden };
         // Three stages of two workers: node 0 has the first, node 1 the other two.
         assert_eq!(streams(&[0, 0, 1, 1, 1, 1], 3), [hidden(0, 2), hidden(1, 3)]);
     }

@@ -21,9 +21,9 @@ use crate::DeviceError;
 
 /// Number of rows for which a chain is faster on one GPU, by measurement (kernels/README.md). In a group, sums over it
 /// are part of the chain.
-const PAYING_ROWS: RangeInclusive<usize> = 2..=8;
+const CHAINED_ROWS: RangeInclusive<usize> = 2..=8;
 /// The same for models in which several query heads share keys and values.
-const PAYING_ROWS_OF_GROUPED_QUERIES: RangeInclusive<usize> = 1..=8;
+const CHAINED_ROWS_OF_GROUPED_QUERIES: RangeInclusive<usize> = 1..=8;
 
 /// The state between two products of the current step.
 #[derive(Default)]
@@ -40,7 +40,7 @@ pub(crate) struct Chain {
 
 struct Memory {
     /// Number of rows for which one GPU uses chains.
-    paying_rows: RangeInclusive<usize>,
+    chained_rows: RangeInclusive<usize>,
     scratch: ChainScratch,
     /// `[MAX_ROWS, slices]` f32.
     squares: DeviceBuffer,
@@ -56,9 +56,9 @@ struct Deferred {
 impl Chain {
     /// For norms of `cols` columns. `has_grouped_queries`: whether several query heads share keys and values.
     pub(crate) fn new(gpu: &Arc<Gpu>, cols: usize, has_grouped_queries: bool) -> Result<Self, CudaError> {
-        let paying_rows = if has_grouped_queries { PAYING_ROWS_OF_GROUPED_QUERIES } else { PAYING_ROWS };
+        let chained_rows = if has_grouped_queries { CHAINED_ROWS_OF_GROUPED_QUERIES } else { CHAINED_ROWS };
         let squares = DeviceBuffer::new(gpu, squares_bytes(cols))?;
-        let memory = Memory { paying_rows, scratch: ChainScratch::new(gpu)?, squares };
+        let memory = Memory { chained_rows, scratch: ChainScratch::new(gpu)?, squares };
         Ok(Self { memory: Some(memory), ..Self::default() })
     }
 
@@ -102,7 +102,7 @@ impl CudaDevice {
         // Such a step does not gather the positions that sample, because scales are stored by token.
         let decodes = prefill_rows == 0 && samples == tokens && self.reports.positions.is_empty();
         let pays = |memory: &Memory| match self.group.size() {
-            1 => memory.paying_rows.contains(&tokens),
+            1 => memory.chained_rows.contains(&tokens),
             _ => tokens <= MAX_ROWS && self.group.fused().is_some(),
         };
         self.chain.memory.as_ref().is_some_and(pays) && decodes && !self.current().only_products

@@ -93,7 +93,7 @@ impl Device for CudaDevice {
     fn allocate_cache(&mut self, attention: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError> {
         self.loader.get_mut().finish()?;
         self.take_memory(attention, num_blocks)?;
-        self.graphs.plan_ahead(self.config.limits.max_tokens);
+        self.graphs.plan_idle_work(self.config.limits.max_tokens);
         Ok(())
     }
 
@@ -138,9 +138,9 @@ impl Device for CudaDevice {
             });
         }
         self.reports.positions.clone_from(&inputs.logits);
-        let parted = verify::part_rows(inputs, self.config.limits.max_rows);
-        self.is_parted = parted.is_some();
-        let inputs = parted.as_ref().unwrap_or(inputs);
+        let split = verify::split_into_decodes(inputs, self.config.limits.max_rows);
+        self.is_split = split.is_some();
+        let inputs = split.as_ref().unwrap_or(inputs);
         let slot = match self.graphs.bucket(inputs) {
             Some(bucket) => self.run_recorded(inputs, bucket, forward)?,
             None => {
@@ -162,7 +162,7 @@ impl Device for CudaDevice {
     }
 
     fn prepare(&mut self, forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>) -> Result<bool, DeviceError> {
-        self.prepare_next(forward)
+        self.do_idle_work(forward)
     }
 
     fn collect(&mut self, wait: bool) -> Result<Option<Vec<SampledToken>>, DeviceError> {

@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_stays_away_is_named() {
+    fn an_absent_worker_is_named() {
         let folder = std::env::temp_dir().join(format!("exchange-alone-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
         let exchange =

@@ -14,7 +14,7 @@ use crate::{DeviceError, StepInputs};
 /// project.
 const MIN_MEASURED: usize = 128;
 /// Maximum time of one piece of measuring, so that a step that arrives meanwhile does not wait long.
-const MEASURED_AT_ONCE: Duration = Duration::from_millis(50);
+const MAX_MEASURING_TIME: Duration = Duration::from_millis(50);
 /// Largest number of rows that is recorded.
 const MAX_BUCKET: usize = 256;
 
@@ -26,7 +26,7 @@ struct Key {
     /// Whether sampling is plain greedy.
     is_greedy: bool,
     /// Whether rows read keys and values that other rows of the step write.
-    is_parted: bool,
+    is_split: bool,
 }
 
 /// All recordings.
@@ -34,12 +34,12 @@ pub(crate) struct Graphs {
     buckets: Vec<usize>,
     recorded: HashMap<Key, Graph>,
     /// Work that remains to be done while no step is waiting.
-    ahead: VecDeque<Ahead>,
+    idle_work: VecDeque<IdleWork>,
 }
 
 /// A piece of work that would otherwise delay a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Ahead {
+enum IdleWork {
     /// Choose the algorithms for the products of a step with this number of tokens.
     Measure { tokens: usize },
     /// Record a decode step of a bucket.
@@ -49,7 +49,7 @@ enum Ahead {
 impl Graphs {
     pub(crate) fn new(enabled: bool, max_rows: usize) -> Self {
         let buckets = if enabled { buckets(max_rows) } else { Vec::new() };
-        Self { buckets, recorded: HashMap::new(), ahead: VecDeque::new() }
+        Self { buckets, recorded: HashMap::new(), idle_work: VecDeque::new() }
     }
 
     /// Number of rows of the largest bucket; 0 if there is none.
@@ -59,17 +59,17 @@ impl Graphs {
 
     /// Lists the work to do before a step needs it, in this order: recordings of greedy decodes, largest first;
     /// products of chunks, smallest first; recordings of other decodes.
-    pub(crate) fn plan_ahead(&mut self, max_tokens: usize) {
-        let record = |is_greedy| move |&bucket| Ahead::Record { bucket, is_greedy };
+    pub(crate) fn plan_idle_work(&mut self, max_tokens: usize) {
+        let record = |is_greedy| move |&bucket| IdleWork::Record { bucket, is_greedy };
         let next = |&tokens: &usize| (tokens < max_tokens).then(|| measured_rows(tokens + 1).min(max_tokens));
         let chunks = std::iter::successors(Some(MIN_MEASURED.min(max_tokens)), next);
         let greedy = self.buckets.iter().rev().map(record(true));
         let others = self.buckets.iter().rev().map(record(false));
-        self.ahead = greedy.chain(chunks.map(|tokens| Ahead::Measure { tokens })).chain(others).collect();
+        self.idle_work = greedy.chain(chunks.map(|tokens| IdleWork::Measure { tokens })).chain(others).collect();
     }
 
     fn has_decode(&self, bucket: usize, is_greedy: bool) -> bool {
-        self.recorded.contains_key(&Key { bucket, is_greedy, is_parted: false })
+        self.recorded.contains_key(&Key { bucket, is_greedy, is_split: false })
     }
 
     /// The bucket of a decode step in which all rows sample; other steps are not recorded.
@@ -127,7 +127,7 @@ impl CudaDevice {
     }
 
     fn key(&self, bucket: usize) -> Key {
-        Key { bucket, is_greedy: self.current().is_greedy, is_parted: self.is_parted }
+        Key { bucket, is_greedy: self.current().is_greedy, is_split: self.is_split }
     }
 
     /// Records the current decode step without running it.
@@ -142,23 +142,23 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Does the next piece of work listed by [`Graphs::plan_ahead`]; returns true while there is more. A step that
+    /// Does the next piece of work listed by [`Graphs::plan_idle_work`]; returns true while there is more. A step that
     /// arrives meanwhile waits for it, so each piece is short.
-    pub(crate) fn prepare_next(
+    pub(crate) fn do_idle_work(
         &mut self,
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<bool, DeviceError> {
-        self.is_parted = false;
-        let Some(&piece) = self.graphs.ahead.front() else { return Ok(false) };
+        self.is_split = false;
+        let Some(&piece) = self.graphs.idle_work.front() else { return Ok(false) };
         let is_done = match piece {
-            Ahead::Measure { tokens } => {
+            IdleWork::Measure { tokens } => {
                 let chunk = StepShape { tokens, rows: 1, prefill_rows: 1, max_chunk: tokens, samples: 1 };
-                self.measure_some(chunk, forward)?
+                self.measure_for_a_while(chunk, forward)?
             }
-            Ahead::Record { bucket, is_greedy } if self.graphs.has_decode(bucket, is_greedy) => true,
-            Ahead::Record { bucket, is_greedy } => {
+            IdleWork::Record { bucket, is_greedy } if self.graphs.has_decode(bucket, is_greedy) => true,
+            IdleWork::Record { bucket, is_greedy } => {
                 // Measuring waits for the GPU, which is not allowed during a recording.
-                let is_measured = self.measure_some(StepShape::decode(bucket), forward)?;
+                let is_measured = self.measure_for_a_while(StepShape::decode(bucket), forward)?;
                 if is_measured {
                     self.current = Some(self.step_at(StepShape::decode(bucket), is_greedy));
                     self.record(bucket, forward)?;
@@ -167,20 +167,20 @@ impl CudaDevice {
             }
         };
         if is_done {
-            self.graphs.ahead.pop_front();
+            self.graphs.idle_work.pop_front();
         }
-        Ok(!self.graphs.ahead.is_empty())
+        Ok(!self.graphs.idle_work.is_empty())
     }
 
     /// Measures products of a step of this shape for a limited time, with arbitrary data; returns true when none is
     /// left.
-    fn measure_some(
+    fn measure_for_a_while(
         &mut self,
         shape: StepShape,
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<bool, DeviceError> {
         self.current = Some(super::Current { only_products: true, ..self.step_at(shape, true) });
-        self.gemm.set_first_use(FirstUse::Prepare { until: Instant::now() + MEASURED_AT_ONCE, is_cut: false });
+        self.gemm.set_first_use(FirstUse::Prepare { until: Instant::now() + MAX_MEASURING_TIME, is_cut: false });
         let queued = forward(self);
         let first_use = self.gemm.set_first_use(FirstUse::Guess);
         queued?;
@@ -215,14 +215,14 @@ mod tests {
     }
 
     #[test]
-    fn recordings_come_largest_first_and_greedy_ones_before_all_else() {
+    fn recordings_come_largest_first_and_greedy_ones_first_of_all() {
         let mut graphs = Graphs::new(true, 10);
-        graphs.plan_ahead(300);
-        let record = |bucket, is_greedy| Ahead::Record { bucket, is_greedy };
-        let measure = |tokens| Ahead::Measure { tokens };
+        graphs.plan_idle_work(300);
+        let record = |bucket, is_greedy| IdleWork::Record { bucket, is_greedy };
+        let measure = |tokens| IdleWork::Measure { tokens };
         let greedy = [16, 8, 4, 2, 1].map(|bucket| record(bucket, true));
         let others = [16, 8, 4, 2, 1].map(|bucket| record(bucket, false));
         let chunks = [measure(128), measure(192), measure(256), measure(300)];
-        assert_eq!(graphs.ahead, [greedy.as_slice(), &chunks, &others].concat());
+        assert_eq!(graphs.idle_work, [greedy.as_slice(), &chunks, &others].concat());
     }
 }

@@ -11,7 +11,7 @@ use kernels::cuda::rms_norm::add_rms_norm;
 use kernels::cuda::sample::ARGMAX_CHUNKS;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
 
-use super::nccl::{Joining, Use, unlink_shared_memory};
+use super::nccl::{CommunicatorKind, Joining, unlink_shared_memory};
 use super::{CudaConfig, Exchange, device_error};
 use crate::{DeviceError, TensorParallel};
 
@@ -20,7 +20,7 @@ const MAX_PEER_ROWS: usize = 256;
 /// Bytes of a sample's candidates, which are gathered through the same memory.
 const CANDIDATE_BYTES: usize = ARGMAX_CHUNKS * 8;
 /// Timeout of a kernel that waits for another worker.
-const PATIENCE_NS: u64 = 10_000_000_000;
+const TIMEOUT_NS: u64 = 10_000_000_000;
 /// Columns of the buffer that tests whether workers can map each other's memory.
 const PROBE_COLS: usize = 1024;
 
@@ -87,13 +87,14 @@ impl Group {
             reason: format!("a group of {} workers needs a way to exchange NCCL's id", tp.size),
         })?;
         group.exchange = Some(exchange.clone());
-        let purpose = if group.needs_little(config, gpu)? { Use::Rest } else { Use::Bulk };
+        let purpose =
+            if group.uses_peer_memory_only(config, gpu)? { CommunicatorKind::Rest } else { CommunicatorKind::Bulk };
         group.nccl = Some(Joining::start(gpu, tp, exchange.as_ref(), &config.library_dirs, purpose)?);
         Ok(group)
     }
 
     /// Whether all sums use peer memory and there is only one stage. The result is the same on all workers.
-    fn needs_little(&mut self, config: &CudaConfig, gpu: &Arc<Gpu>) -> Result<bool, DeviceError> {
+    fn uses_peer_memory_only(&mut self, config: &CudaConfig, gpu: &Arc<Gpu>) -> Result<bool, DeviceError> {
         let Some(exchange) = self.exchange.clone().filter(|_| self.uses_peers) else { return Ok(false) };
         let probe = PeerBuffer::for_flags(gpu, self.size(), 1, PROBE_COLS);
         self.probe = self.peer_group(gpu, exchange.as_ref(), probe)?;
@@ -178,7 +179,7 @@ impl Group {
         let own = buffer.and_then(|buffer| buffer.handle().map(|handle| (buffer, handle))).ok();
         let handles = all_handles(exchange, own.as_ref().map(|(_, handle)| *handle))?;
         let peers = own.zip(handles).and_then(|((buffer, _), handles)| {
-            PeerGroup::new(gpu, buffer, self.tp.rank as usize, &handles, PATIENCE_NS).ok()
+            PeerGroup::new(gpu, buffer, self.tp.rank as usize, &handles, TIMEOUT_NS).ok()
         });
         let all_mapped = all_have(exchange, peers.is_some())?;
         Ok(peers.filter(|_| all_mapped))
@@ -243,7 +244,7 @@ impl Group {
         groups.filter_map(PeerGroup::missing_rank).next().map_or(Ok(()), |rank| {
             Err(DeviceError::GroupTimeout {
                 tp_rank: self.tp.rank,
-                waited_ms: PATIENCE_NS / 1_000_000,
+                waited_ms: TIMEOUT_NS / 1_000_000,
                 collective: format!("a sum with worker {rank}"),
             })
         })

@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_come_from_the_part_and_columns_that_were_asked_for() {
+    fn rows_come_from_the_requested_part_and_columns() {
         let parts = [part(3, 0), part(2, 100)];
         let mut out = [0; 4];
         let (index, row) = RowOrder::Stacked.source(&parts, 4);

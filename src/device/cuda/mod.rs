@@ -102,8 +102,8 @@ pub struct CudaDevice {
     chain: Chain,
     /// Whether the kernel for few rows supports every matrix loaded so far.
     all_skinny: bool,
-    /// Whether the current step comes from [`verify::part_rows`]: its rows read keys and values that other rows write.
-    is_parted: bool,
+    /// Whether the current step comes from [`verify::split_into_decodes`]: its rows read keys and values that other rows write.
+    is_split: bool,
     /// Whether a layer norm was loaded.
     has_layer_norms: bool,
     /// Number of rows of the table of learned positions; the maximum value if there is none.
@@ -176,7 +176,7 @@ impl CudaDevice {
             gemm,
             chain: Chain::default(),
             all_skinny: true,
-            is_parted: false,
+            is_split: false,
             has_layer_norms: false,
             num_positions: usize::MAX,
             step_block: DeviceBuffer::new(&gpu, 0).map_err(device_error)?,

@@ -36,14 +36,14 @@ static ENVIRONMENT: Once = Once::new();
 
 /// The purpose of a communicator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Use {
+pub(crate) enum CommunicatorKind {
     /// Large messages: NCCL chooses the number of channels.
     Bulk,
     /// The few messages that do not use peer memory: fewer channels, which are connected faster.
     Rest,
 }
 
-/// Number of channels of [`Use::Rest`] unless the environment sets it: connecting all channels of NCCL takes half a
+/// Number of channels of [`CommunicatorKind::Rest`] unless the environment sets it: connecting all channels of NCCL takes half a
 /// second on 4 H200s.
 const FEW_CHANNELS: &str = "4";
 
@@ -63,14 +63,14 @@ pub(crate) struct Nccl {
 unsafe impl Send for Nccl {}
 
 /// A communicator whose id all workers know, and that none of them has joined.
-struct Meeting {
+struct PendingCommunicator {
     nccl: Nccl,
     init: InitRank,
     id: UniqueId,
     size: u32,
 }
 
-impl Meeting {
+impl PendingCommunicator {
     /// Returns after all workers have called it. The calling thread's context must be the GPU's.
     fn connect(mut self) -> Result<Nccl, DeviceError> {
         let rank = self.nccl.rank as c_int;
@@ -94,7 +94,7 @@ impl Joining {
         tp: TensorParallel,
         exchange: &dyn Exchange,
         folders: &[PathBuf],
-        purpose: Use,
+        purpose: CommunicatorKind,
     ) -> Result<Self, DeviceError> {
         let meeting = Nccl::meet(tp.rank, tp.size, exchange, folders, purpose)?;
         let gpu = gpu.clone();
@@ -133,7 +133,7 @@ impl Nccl {
     /// Joins as rank `rank` of `size`; returns after all workers have joined. The calling thread's context must be the
     /// GPU's.
     pub(crate) fn new(rank: u32, size: u32, exchange: &dyn Exchange, folders: &[PathBuf]) -> Result<Self, DeviceError> {
-        Self::meet(rank, size, exchange, folders, Use::Bulk)?.connect()
+        Self::meet(rank, size, exchange, folders, CommunicatorKind::Bulk)?.connect()
     }
 
     /// Loads NCCL, and exchanges the communicator's id with the other workers.
@@ -142,8 +142,8 @@ impl Nccl {
         size: u32,
         exchange: &dyn Exchange,
         folders: &[PathBuf],
-        purpose: Use,
-    ) -> Result<Meeting, DeviceError> {
+        purpose: CommunicatorKind,
+    ) -> Result<PendingCommunicator, DeviceError> {
         ENVIRONMENT.call_once(|| {
             // NVLink multicast can make a host's GPUs unusable when a process dies while using it, so it stays off.
             // SAFETY: called while the worker starts, before it has threads that read the environment.
@@ -152,7 +152,7 @@ impl Nccl {
             // SAFETY: as above.
             unsafe { std::env::set_var("NCCL_RUNTIME_CONNECT", "0") };
             const CHANNELS: &str = "NCCL_MAX_NCHANNELS";
-            if purpose == Use::Rest && std::env::var_os(CHANNELS).is_none() {
+            if purpose == CommunicatorKind::Rest && std::env::var_os(CHANNELS).is_none() {
                 // SAFETY: as above.
                 unsafe { std::env::set_var(CHANNELS, FEW_CHANNELS) };
             }
@@ -191,7 +191,7 @@ impl Nccl {
             for (to, from) in id.0.iter_mut().zip(&ids[0]) {
                 *to = *from as c_char;
             }
-            Ok(Meeting { nccl, init, id, size })
+            Ok(PendingCommunicator { nccl, init, id, size })
         }
     }
 

@@ -168,7 +168,7 @@ impl CudaDevice {
         let (shape, heads) = (self.current().shape, self.cache().shape);
         let rows = shape.rows - shape.prefill_rows;
         let few = rows * heads.num_kv_heads <= MAX_ROTATED_HEADS && !takes_ring(self.queue.gpu(), rows, heads);
-        few && !self.is_parted && self.config.use_fast_kernels && self.cache().rotates()
+        few && !self.is_split && self.config.use_fast_kernels && self.cache().rotates()
     }
 
     pub(crate) fn op_attention(&mut self, out: CudaTensor, qkv: CudaTensor, layer: usize) -> Result<(), DeviceError> {

@@ -23,7 +23,7 @@ pub(crate) struct Rows {
     long_lists: Vec<Option<DeviceBuffer>>,
     limits: StepLimits,
     host: Vec<HostRow>,
-    known: Vec<Known>,
+    known: Vec<RowHistory>,
 }
 
 /// What the host needs to queue a row's step and to read its result.
@@ -45,21 +45,21 @@ pub(crate) struct Reported {
 
 /// What a row's state on the device was built from, which is needed to continue it in another row or from other tokens.
 #[derive(Debug, Clone, Default)]
-struct Known {
+struct RowHistory {
     /// Without the tokens that were sampled since.
     tokens: Vec<TokenId>,
     num_prompt: u32,
     sampling: SamplingParams,
 }
 
-impl Known {
-    fn go_on(&mut self, revision: &RevisedRow) {
+impl RowHistory {
+    fn apply(&mut self, revision: &RevisedRow) {
         self.tokens.truncate(revision.num_kept as usize);
         self.tokens.extend_from_slice(&revision.tokens);
     }
 
     /// Whether the device's state does not depend on the tokens.
-    fn is_free_of_tokens(&self) -> bool {
+    fn is_independent_of_tokens(&self) -> bool {
         row_params(&self.sampling, self.num_prompt, &[]).flags & (PENALTIES | DECAYS) == 0
             && self.sampling.bad_words.is_empty()
     }
@@ -85,7 +85,7 @@ impl Rows {
             long_lists: (0..rows).map(|_| None).collect(),
             limits,
             host: vec![HostRow::default(); rows],
-            known: vec![Known::default(); rows],
+            known: vec![RowHistory::default(); rows],
         };
         let unset = RowParams { flags: GREEDY, ..RowParams::default() };
         state.params.span().write(&vec![unset; rows])?;
@@ -116,7 +116,7 @@ impl Rows {
         num_prompt: u32,
         sampling: &SamplingParams,
     ) -> Result<(), CudaError> {
-        self.known[row] = Known { tokens: tokens.to_vec(), num_prompt, sampling: sampling.clone() };
+        self.known[row] = RowHistory { tokens: tokens.to_vec(), num_prompt, sampling: sampling.clone() };
         self.host[row] = HostRow::new(sampling, self.limits.vocab_size);
         self.make_state(q, row)
     }
@@ -137,8 +137,8 @@ impl Rows {
                 self.host[row] = HostRow::new(&parent.sampling, self.limits.vocab_size);
                 self.known[row] = parent;
             }
-            self.known[row].go_on(revision);
-            if !is_same || !self.known[row].is_free_of_tokens() {
+            self.known[row].apply(revision);
+            if !is_same || !self.known[row].is_independent_of_tokens() {
                 self.make_state(q, row)?;
             }
         }
@@ -147,9 +147,9 @@ impl Rows {
 
     /// Builds the row's state on the device again.
     fn make_state(&mut self, q: &Queue, row: usize) -> Result<(), CudaError> {
-        let Known { tokens, num_prompt, sampling } = std::mem::take(&mut self.known[row]);
+        let RowHistory { tokens, num_prompt, sampling } = std::mem::take(&mut self.known[row]);
         let made = self.upload_state(q, row, &tokens, num_prompt, &sampling);
-        self.known[row] = Known { tokens, num_prompt, sampling };
+        self.known[row] = RowHistory { tokens, num_prompt, sampling };
         made
     }
 

@@ -8,7 +8,7 @@ use crate::StepInputs;
 
 /// `inputs` with a row for each position of rows that verify; `None` if there are none, or more positions than
 /// `max_rows`.
-pub(crate) fn part_rows(inputs: &StepInputs, max_rows: usize) -> Option<StepInputs> {
+pub(crate) fn split_into_decodes(inputs: &StepInputs, max_rows: usize) -> Option<StepInputs> {
     let first = first_verifying(inputs)?;
     let first_token = inputs.row_starts[first] as usize;
     let num_rows = first + inputs.num_tokens() - first_token;
@@ -73,7 +73,7 @@ mod tests {
 
     #[test]
     fn each_position_that_is_verified_becomes_a_decode() {
-        let parted = part_rows(&inputs(), 5).unwrap();
+        let parted = split_into_decodes(&inputs(), 5).unwrap();
         assert_eq!(parted.rows, [2, 0, 0, 0, 3].map(RowId));
         assert_eq!(parted.num_prefill_rows, 1);
         assert_eq!(parted.row_starts, [0, 3, 4, 5, 6, 7]);
@@ -86,11 +86,11 @@ mod tests {
 
     #[test]
     fn steps_without_drafts_and_too_many_positions_stay_as_they_are() {
-        assert_eq!(part_rows(&inputs(), 4), None);
+        assert_eq!(split_into_decodes(&inputs(), 4), None);
         let mut chunk = inputs();
         chunk.samples.truncate(1);
-        assert_eq!(part_rows(&chunk, 9), None);
+        assert_eq!(split_into_decodes(&chunk, 9), None);
         let decode = StepInputs { num_prefill_rows: 0, ..inputs() };
-        assert_eq!(part_rows(&decode, 9), None);
+        assert_eq!(split_into_decodes(&decode, 9), None);
     }
 }

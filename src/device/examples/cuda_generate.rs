@@ -57,7 +57,7 @@ struct Options {
 
 impl Options {
     /// Whether every step waits for the tokens of the last one, which the host sends.
-    fn tells(&self) -> bool {
+    fn sends_tokens(&self) -> bool {
         self.drafts.is_some() || self.stage.count > 1
     }
 }
@@ -113,14 +113,14 @@ impl Row {
     }
 
     /// Processes a step's choices: one token, or those of the drafts up to the first wrong one.
-    fn settle(&mut self, row: u32, sampled: Vec<SampledToken>, tells: bool) -> Option<RevisedRow> {
+    fn settle(&mut self, row: u32, sampled: Vec<SampledToken>, sends_tokens: bool) -> Option<RevisedRow> {
         let num_kept = self.tokens.len() as u32;
         let guesses = std::mem::take(&mut self.guesses);
         let num_right = guesses.iter().zip(&sampled).take_while(|(guess, found)| **guess == found.token.0).count();
         let accepted = sampled.into_iter().take(1 + num_right);
         let tokens: Vec<TokenId> =
             accepted.inspect(|found| self.outputs.push(found.clone())).map(|f| f.token).collect();
-        if !tells {
+        if !sends_tokens {
             return None;
         }
         self.tokens.extend(tokens.iter().map(|token| token.0));
@@ -208,13 +208,13 @@ fn likeliest(logits: &[f32]) -> Vec<(TokenId, f32)> {
 fn share(exchange: &FileExchange, tokens: Vec<SampledToken>, rows: &[(usize, usize)]) -> Vec<SampledToken> {
     let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.token.0.to_le_bytes()).collect();
     let all = exchange.gather(&bytes).expect("the other stages take part");
-    let told = all.last().expect("there is a stage").chunks_exact(4);
+    let sent = all.last().expect("there is a stage").chunks_exact(4);
     if !tokens.is_empty() {
         return tokens;
     }
     let rows = rows.iter().flat_map(|&(row, count)| std::iter::repeat_n(RowId(row as u32), count));
     let token = |bytes: &[u8]| TokenId(u32::from_le_bytes(bytes.try_into().expect("four bytes")));
-    rows.zip(told).map(|(row, t)| SampledToken { row, token: token(t), logprob: None, top: Vec::new() }).collect()
+    rows.zip(sent).map(|(row, t)| SampledToken { row, token: token(t), logprob: None, top: Vec::new() }).collect()
 }
 
 fn exchange(folder: PathBuf, place: TensorParallel) -> Result<Arc<FileExchange>, Box<dyn std::error::Error>> {
@@ -268,7 +268,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut waiting: VecDeque<usize> = PROMPT_LENS.into();
     let mut in_flight: VecDeque<Vec<(usize, usize)>> = VecDeque::new();
     let sampling = SamplingParams { num_logprobs: Some(TOP), ..SamplingParams::default() };
-    let max_in_flight = if options.tells() { 0 } else { 1 };
+    let max_in_flight = if options.sends_tokens() { 0 } else { 1 };
     for step in 0.. {
         for length in waiting.drain(..waiting.len().min(2)) {
             let row = Row::new(rows.len(), length, config.vocab_size, earlier[rows.len()].clone());
@@ -294,7 +294,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let mut outputs = outputs.into_iter();
             for (index, count) in sampled {
                 let choices = outputs.by_ref().take(count).collect();
-                if let Some(revised) = rows[index].settle(index as u32, choices, options.tells()) {
+                if let Some(revised) = rows[index].settle(index as u32, choices, options.sends_tokens()) {
                     device.revise(&[revised], &[])?;
                 }
             }
