@@ -4,8 +4,8 @@
 //! q         [T, q_stride] f32, heads first in each token's row
 //! k, v      KV blocks; position `s` of a row is offset `s % B` of block `table[s / B]`
 //! maths     online softmax (Milakov & Gimelshein 2018) over chunks of 16 positions aligned at 0, in order; f32 sums;
-//!           q is rounded to bf16 if the blocks are bf16; `x86_attention`, for bf16 blocks with AVX-512 BF16, has another
-//!           order of operations
+//!           q is rounded to bf16 if the blocks are bf16; `x86_attention`, for bf16 blocks with AVX-512 BF16, has a
+//!           different order of operations
 //! threads   divide tiles of (row, KV head, queries); up to 16 queries of one KV head read its blocks once
 //! bound     memory: 4 * K * D bytes per position for decode, multiply-add for prefill
 //! test      tests/cpu_ops.rs against reference::attention

@@ -208,7 +208,8 @@ pub trait Device: Sized {
         Err(DeviceError::lacks(Feature::HeadNorm))
     }
 
-    /// Rotates the q and k parts of `qkv [T, (H + 2K) D]` by position, and writes k and v into the KV blocks of `layer`.
+    /// Rotates the q and k parts of `qkv [T, (H + 2K) D]` by position, and writes k and v into the KV blocks of
+    /// `layer`.
     fn rope_and_cache(&mut self, qkv: &mut Self::Tensor, layer: usize) -> Result<(), DeviceError>;
 
     /// `out [T, H D]` = causal attention of the q part of `qkv` over each row's KV blocks of `layer`.

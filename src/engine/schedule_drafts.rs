@@ -8,7 +8,8 @@ use crate::sequence::Drafting;
 use crate::sequences::Slot;
 
 impl Engine {
-    /// Plans a decode whose block is allocated. PlanBuilder tokens use only free blocks; no sequence is preempted for them.
+    /// Plans a decode whose block is allocated. Draft tokens use only free blocks; no sequence is preempted for
+    /// them.
     pub(crate) fn plan_drafts(&mut self, slot: Slot, builder: &mut PlanBuilder) {
         let drafts = self.guess(slot, builder);
         let sequence = &mut self.sequences[slot];

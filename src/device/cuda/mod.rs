@@ -102,7 +102,8 @@ pub struct CudaDevice {
     chain: Chain,
     /// Whether the kernel for few rows supports every matrix loaded so far.
     all_skinny: bool,
-    /// Whether the current step comes from [`verify::split_into_decodes`]: its rows read keys and values that other rows write.
+    /// Whether the current step comes from [`verify::split_into_decodes`]: its rows read keys and values that other
+    /// rows write.
     is_split: bool,
     /// Whether a layer norm was loaded.
     has_layer_norms: bool,

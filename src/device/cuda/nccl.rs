@@ -43,8 +43,8 @@ pub(crate) enum CommunicatorKind {
     Rest,
 }
 
-/// Number of channels of [`CommunicatorKind::Rest`] unless the environment sets it: connecting all channels of NCCL takes half a
-/// second on 4 H200s.
+/// Number of channels of [`CommunicatorKind::Rest`] unless the environment sets it: connecting all channels of NCCL
+/// takes half a second on 4 H200s.
 const FEW_CHANNELS: &str = "4";
 
 /// A communicator over the GPUs of a group, or of pipeline stages.

@@ -1,10 +1,10 @@
 //! Reads the pickles that `torch.save` writes for a state dict, without executing any code.
 //!
 //! A pickle is a program for a stack machine; Python's `pickletools` lists its instructions. This reader runs only the
-//! instructions that build plain values. A name must be one of [`value::GLOBALS`]; any other call is refused with an error
-//! that names it. Values are stored in one list and refer to each other by index, so deep nesting does not use the call
-//! stack. A pickle can create at most one value per byte, and there are limits for the numbers of values and tensors.
-//! The cost of an instruction does not depend on earlier instructions.
+//! instructions that build plain values. A name must be one of [`value::GLOBALS`]; any other call is refused with an
+//! error that names it. Values are stored in one list and refer to each other by index, so deep nesting does not use
+//! the call stack. A pickle can create at most one value per byte, and there are limits for the numbers of values and
+//! tensors. The cost of an instruction does not depend on earlier instructions.
 
 mod machine;
 mod value;
