@@ -102,7 +102,7 @@ struct Softmax {
 };
 
 // Barrier of all threads that attend.
-__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+__device__ __forceinline__ void attend_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
 // Maxima, denominators and sums of all warps for the heads, in shared memory.
 template <int D>
@@ -122,7 +122,7 @@ __device__ __forceinline__ void publish(Merged<D>* merged, Softmax<D>& state, in
         for (int d = 4; d < 32; d *= 2) state.denominator[h] += __shfl_xor_sync(FULL_WARP, state.denominator[h], d);
         if (g == 0) merged->top[warp][2 * t + h] = state.top[h];
     }
-    meet();
+    attend_sync();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int head = 2 * t + h;
@@ -138,7 +138,7 @@ __device__ __forceinline__ void publish(Merged<D>* merged, Softmax<D>& state, in
             Places::store(sum, i, g, state.sum[i][h] * weight, state.sum[i][h + 2] * weight);
         }
     }
-    meet();
+    attend_sync();
 }
 
 template <int D>
@@ -182,7 +182,7 @@ __device__ __forceinline__ void combine(bf16* out, const float* partial, const f
         denominator = warp_sum(denominator);
         for (u32 s = lane; s < active; s += 32) weights[head * splits + s] /= denominator;
     }
-    meet();
+    attend_sync();
     for (int i = threadIdx.x; i < heads * (D / 4); i += THREADS) {
         const int head = i / (D / 4), e = i % (D / 4) * 4;
         const float* p = partial + (u64)head * splits * D + e;
@@ -200,14 +200,14 @@ __device__ __forceinline__ void combine(bf16* out, const float* partial, const f
 // Returns true in the last of `active` blocks that call it; it can then read what the others wrote before.
 __device__ __forceinline__ bool is_last(u32* counter, u32 active) {
     __shared__ bool last;
-    meet();
+    attend_sync();
     if (threadIdx.x == 0) {
         __threadfence();
         last = atomicAdd(counter, 1) == active - 1;
         if (last) *counter = 0;
         __threadfence();
     }
-    meet();
+    attend_sync();
     return last;
 }
 

@@ -42,7 +42,7 @@ __device__ __forceinline__ u32 load_acquire(const u32* p) {
 
 // Signals to every rank that this block has reached this point, and waits for the same block of each. Writes of the
 // block's threads before are visible to the other ranks' threads after.
-__device__ __forceinline__ void meet(const AllReduce& a, u32 stage, u32 epoch) {
+__device__ __forceinline__ void rank_barrier(const AllReduce& a, u32 stage, u32 epoch) {
     __syncthreads();
     const u32 r = threadIdx.x;
     if (r < a.ranks && r != a.rank) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void meet(const AllReduce& a, u32 stage, u32 epoch) {
         u64 start = 0;
         // A rank may be one call ahead.
         for (u32 spins = 1; (i32)(load_acquire(theirs) - epoch) < 0; ++spins) {
-            if (spins % 1024 == 0 && give_up(a, start, r)) break;
+            if (spins % 1024 == 0 && times_out(a, start, r)) break;
         }
     }
     __syncthreads();
@@ -67,7 +67,7 @@ __device__ __forceinline__ void owner_norm(const AllReduce& a, const Rows& rows)
     const u32 chunks = a.cols / 8;
     pdl_wait();
     const u32 epoch = a.epochs[blockIdx.x] + 1;
-    meet(a, 0, epoch);
+    rank_barrier(a, 0, epoch);
     for (u32 t = a.rank + RANKS * blockIdx.x; t < rows.count; t += RANKS * gridDim.x) {
         const u64 row = (u64)t * a.cols;
         float x[MAX_CHUNKS][8];
@@ -103,7 +103,7 @@ __device__ __forceinline__ void owner_norm(const AllReduce& a, const Rows& rows)
             for (int r = 0; r < RANKS; ++r) *reinterpret_cast<Words*>(rows.y[(a.rank + r) % RANKS] + (row + 8 * i) * 2) = y;
         }
     }
-    meet(a, 1, epoch);
+    rank_barrier(a, 1, epoch);
     if (threadIdx.x == 0) a.epochs[blockIdx.x] = epoch;
 }
 

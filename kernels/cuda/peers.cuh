@@ -50,7 +50,7 @@ __device__ __forceinline__ u64 now_ns() {
 }
 
 // Called by a waiting rank after every 1024 polls; returns true if it should stop waiting.
-__device__ __forceinline__ bool give_up(const AllReduce& a, u64& start, u32 from) {
+__device__ __forceinline__ bool times_out(const AllReduce& a, u64& start, u32 from) {
     const u64 now = now_ns();
     if (start == 0) start = now;
     if (*(volatile u32*)a.status != 0) return true;
@@ -65,7 +65,7 @@ __device__ __forceinline__ Words receive(const AllReduce& a, const u8* row, u32 
         const uint4 x = load_volatile(p), y = load_volatile(p + 16);
         const bool here = x.y == epoch && x.w == epoch && y.y == epoch && y.w == epoch;
         if (here) return make_uint4(x.x, x.z, y.x, y.z);
-        if (spins % 1024 == 0 && give_up(a, start, from)) return make_uint4(0, 0, 0, 0);
+        if (spins % 1024 == 0 && times_out(a, start, from)) return make_uint4(0, 0, 0, 0);
     }
 }
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ uint2 receive_half(const AllReduce& a, const u8* p, u
     for (u32 spins = 1;; ++spins) {
         const uint4 x = load_volatile(p);
         if (x.y == epoch && x.w == epoch) return make_uint2(x.x, x.z);
-        if (spins % 1024 == 0 && give_up(a, start, from)) return make_uint2(0, 0);
+        if (spins % 1024 == 0 && times_out(a, start, from)) return make_uint2(0, 0);
     }
 }
 

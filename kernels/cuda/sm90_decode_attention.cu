@@ -77,7 +77,7 @@ struct Shared {
 
 // Counts the uses of a ring of N.
 template <u32 N>
-struct Turn {
+struct RingPosition {
     u32 index = 0, parity = 0;
 
     __device__ void skip(u32 count) {
@@ -141,30 +141,30 @@ struct Maps {
 
 // The warp that loads. Lane i of `blocks` has the block of a visit's tile i, for 32 tiles at a time.
 template <int D>
-struct Bringer {
+struct Producer {
     const DecodeAttention& a;
     const Shared<D>& smem;
     Maps maps;
     u32 splits;
-    Turn<Shared<D>::STAGES> stage;
-    Turn<SLOTS> slot;
+    RingPosition<Shared<D>::STAGES> stage;
+    RingPosition<SLOTS> slot;
 
-    __device__ void bring(const Work& work, u32* next_visit) {
+    __device__ void produce(const Work& work, u32* next_visit) {
         Visit v = work.at(blockIdx.x);
         u32 blocks = look_up(v, 0);
         // What earlier steps wrote is loaded while the previous kernel runs.
-        u32 i = bring_tiles(v, blocks, 0, Shared<D>::STAGES, true);
+        u32 i = load_tiles(v, blocks, 0, Shared<D>::STAGES, true);
         pdl_wait();
         asm volatile("fence.proxy.async.global;" ::: "memory");  // makes the newest position visible to the copy engine, too
         u32 index = claim(next_visit, work.count);
         while (true) {
-            give(v);
+            publish_visit(v);
             if (v.row == NONE) return;
             // The data of the next visit is requested before this visit's tiles, which wait for free space.
             const Visit next = work.at(gridDim.x + __shfl_sync(FULL_WARP, index, 0));
             const u32 next_blocks = look_up(next, 0);
             if (next.row != NONE) index = claim(next_visit, work.count);
-            bring_tiles(v, blocks, i, NONE, false);
+            load_tiles(v, blocks, i, NONE, false);
             v = next, blocks = next_blocks, i = 0;
         }
     }
@@ -181,7 +181,7 @@ struct Bringer {
     }
 
     // The visit and its queries.
-    __device__ void give(const Visit& v) {
+    __device__ void publish_visit(const Visit& v) {
         const u32 lane = threadIdx.x % 32, full = smem.slot_full(slot.index);
         barrier_wait(smem.slot_empty(slot.index), slot.parity ^ 1);
         if (v.row != NONE) {
@@ -207,7 +207,7 @@ struct Bringer {
 
     // Loads the visit's tiles from `i` on, but at most `most`, and without the newest position's if `early`; returns
     // the index of the next one.
-    __device__ u32 bring_tiles(const Visit& v, u32 blocks, u32 i, u32 most, bool early) {
+    __device__ u32 load_tiles(const Visit& v, u32 blocks, u32 i, u32 most, bool early) {
         const Chunk c = chunk_of(v.len, a.window, a.min_chunk, v.split, splits);
         const u32 kv_head = Heads(a, v).kv_head;
         for (; i < most && c.begin + i * TILE < c.end; ++i) {
@@ -215,13 +215,13 @@ struct Bringer {
             if (early && p + valid == v.len) break;
             if (i % 32 == 0 && i) blocks = look_up(v, i);
             const u32 block = __shfl_sync(FULL_WARP, blocks, i % 32), in_block = p & ((1u << a.block_shift) - 1);
-            bring_tile(((block * a.kv_heads + kv_head) << a.block_shift) + in_block, valid);
+            load_tile(((block * a.kv_heads + kv_head) << a.block_shift) + in_block, valid);
         }
         return i;
     }
 
     // Loads a whole tile or its first half, which may include up to seven rows that are not valid.
-    __device__ void bring_tile(u32 row, u32 valid) {
+    __device__ void load_tile(u32 row, u32 valid) {
         if (threadIdx.x % 32 == 0) {
             barrier_wait(smem.empty(stage.index), stage.parity ^ 1);
             const u32 full = smem.full(stage.index), k = smem.k(stage.index), v = k + Shared<D>::TENSOR;
@@ -305,13 +305,13 @@ __device__ __forceinline__ void load_queries(u32 (&q)[D / 16][2], const bf16* qu
 
 // One of the warps that attend.
 template <int D>
-struct Attender {
+struct Consumer {
     const DecodeAttention& a;
     const Shared<D>& smem;
     u32 splits;
     u32 warp;  // its index in the rotation of tiles: it takes tiles warp, warp + WARPS, ... of a visit
-    Turn<Shared<D>::STAGES> stage;  // of the visit's first tile
-    Turn<SLOTS> slot;
+    RingPosition<Shared<D>::STAGES> stage;  // of the visit's first tile
+    RingPosition<SLOTS> slot;
 
     template <bool ALIBI>
     __device__ void attend(const float* slopes) {
@@ -343,7 +343,7 @@ struct Attender {
     __device__ void attend_tiles(Softmax<D>& state, const u32 (&q)[D / 16][2], const Chunk& c, const Bias& bias) {
         const int g = threadIdx.x % 32 / 4;
         const float scale = a.scale * LOG2E;
-        Turn<Shared<D>::STAGES> mine = stage;
+        RingPosition<Shared<D>::STAGES> mine = stage;
         mine.skip(warp);
         for (u32 first = c.begin + warp * TILE; first < c.end; first += WARPS * TILE, mine.skip(WARPS)) {
             barrier_wait(smem.full(mine.index), mine.parity);
@@ -375,7 +375,7 @@ struct Attender {
             const u64 sums = ((u64)v.row * a.heads + heads.first) * splits;
             const Part part = {sums, v.row * per_row + v.in_row, v.split, splits, c.active};
             store_part<D>(a, part, out, smem.merged(), heads.count);
-            meet();  // the next visit writes where some warps may still read
+            attend_sync();  // the next visit writes where some warps may still read
         }
     }
 
@@ -396,10 +396,10 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
     for (u32 row = threadIdx.x; row < min(num_rows, LENS); row += blockDim.x) smem.lens()[row] = a.context_lens[row];
     __syncthreads();
     if (threadIdx.x >= THREADS) {
-        Bringer<D>{a, smem, maps, splits}.bring(Work(a, smem.lens(), num_rows, splits), next_visit);
+        Producer<D>{a, smem, maps, splits}.produce(Work(a, smem.lens(), num_rows, splits), next_visit);
         copy_async_wait<0>();
     } else {
-        Attender<D>{a, smem, splits, threadIdx.x / 32}.template attend<ALIBI>(slopes);
+        Consumer<D>{a, smem, splits, threadIdx.x / 32}.template attend<ALIBI>(slopes);
     }
 }
 

@@ -117,7 +117,7 @@ __device__ __forceinline__ void team_sync() { asm volatile("bar.sync 1, %0;" ::"
 
 // One thread: loads the weights of all links.
 template <class R>
-__device__ __forceinline__ void bring_weights(const R& ring, const Chain& c) {
+__device__ __forceinline__ void load_weights(const R& ring, const Chain& c) {
     Cursor at{0, 1};
     for (i32 l = 0; l < c.count; ++l) {
         const Link& link = c.links[l];
@@ -135,7 +135,7 @@ __device__ __forceinline__ void bring_weights(const R& ring, const Chain& c) {
 
 // One thread: loads x of each link, after it is written.
 template <class R>
-__device__ __forceinline__ void bring_rows(const R& ring, const Chain& c, u32 epoch) {
+__device__ __forceinline__ void load_rows(const R& ring, const Chain& c, u32 epoch) {
     Cursor at{0, 1};
     for (i32 l = 0; l < c.count; ++l) {
         const Link& link = c.links[l];
@@ -158,7 +158,7 @@ __device__ __forceinline__ void bring_rows(const R& ring, const Chain& c, u32 ep
 // One warp: computes the scale of each row of x, for each link that needs it. Before that, it prefetches what the
 // epilogues of the block's tiles read.
 template <int NT>
-__device__ __forceinline__ void bring_scales(float (*scales)[NT], u32 ready, const Chain& c, u32 epoch) {
+__device__ __forceinline__ void compute_scales(float (*scales)[NT], u32 ready, const Chain& c, u32 epoch) {
     constexpr int ROWS = 8;  // at a time, so that loads do not wait for each other
     constexpr int LINE = 64;  // columns in a cache line
     const int lane = threadIdx.x % 32;
@@ -414,7 +414,7 @@ __device__ __forceinline__ void linear_chain(const Chain& c) {
 
     const u32 warp = threadIdx.x / 32;
     if (warp == CONSUMERS / 32) {
-        if (threadIdx.x == CONSUMERS) bring_weights(ring, c);
+        if (threadIdx.x == CONSUMERS) load_weights(ring, c);
         __syncwarp();
         return;
     }
@@ -422,9 +422,9 @@ __device__ __forceinline__ void linear_chain(const Chain& c) {
     const u32 epoch = __ldcg(c.epochs + blockIdx.x);
     asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS + 64) : "memory");  // all have read the epoch
     if (warp == CONSUMERS / 32 + 1) {
-        if (threadIdx.x % 32 == 0) bring_rows(ring, c, epoch);
+        if (threadIdx.x % 32 == 0) load_rows(ring, c, epoch);
     } else if (warp == CONSUMERS / 32 + 2) {
-        bring_scales<NT>(scales, scaled, c, epoch);
+        compute_scales<NT>(scales, scaled, c, epoch);
     } else {
         multiply<NT, PEERS>(ring, c, partial, scales, scaled, epoch);
     }

@@ -86,7 +86,7 @@ __device__ __forceinline__ Work work_at(const PrefillAttention& a, u32 index, co
 }
 
 // Counts the uses of a ring's stages.
-struct Turn {
+struct RingPosition {
     u32 stage = 0, parity = 0;
     __device__ void next() {
         if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void load_slice(u32 dst, u32 full, const TensorMap* m
 template <int D>
 __device__ __forceinline__ void produce(const Shared<D>& smem, const Maps& maps, const PrefillAttention& a, const Queue& queue,
                                         volatile u32* current) {
-    Turn k, v;
+    RingPosition k, v;
     u32 q_parity = 1;
     while (true) {
         const u32 index = queue.take();
@@ -305,7 +305,7 @@ __device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAtte
     const u32 first_query = group * 64 + warp * 16;  // first query of the warp
     const u32 q = smem.q() + group * 64 * 128;
     const float scale = a.scale * LOG2E;
-    Turn k, v;
+    RingPosition k, v;
     u32 q_parity = 0;
     while (true) {
         barrier_wait(smem.q_full(), q_parity);
