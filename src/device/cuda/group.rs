@@ -88,7 +88,7 @@ impl Group {
         })?;
         group.exchange = Some(exchange.clone());
         let purpose =
-            if group.uses_peer_memory_only(config, gpu)? { CommunicatorKind::Rest } else { CommunicatorKind::Bulk };
+            if group.uses_peer_memory_only(config, gpu)? { CommunicatorKind::Small } else { CommunicatorKind::Bulk };
         group.nccl = Some(Joining::start(gpu, tp, exchange.as_ref(), &config.library_dirs, purpose)?);
         Ok(group)
     }

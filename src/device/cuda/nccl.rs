@@ -40,10 +40,10 @@ pub(crate) enum CommunicatorKind {
     /// Large messages: NCCL chooses the number of channels.
     Bulk,
     /// The few messages that do not use peer memory: fewer channels, which are connected faster.
-    Rest,
+    Small,
 }
 
-/// Number of channels of [`CommunicatorKind::Rest`] unless the environment sets it: connecting all channels of NCCL
+/// Number of channels of [`CommunicatorKind::Small`] unless the environment sets it: connecting all channels of NCCL
 /// takes half a second on 4 H200s.
 const FEW_CHANNELS: &str = "4";
 
@@ -152,7 +152,7 @@ impl Nccl {
             // SAFETY: as above.
             unsafe { std::env::set_var("NCCL_RUNTIME_CONNECT", "0") };
             const CHANNELS: &str = "NCCL_MAX_NCHANNELS";
-            if purpose == CommunicatorKind::Rest && std::env::var_os(CHANNELS).is_none() {
+            if purpose == CommunicatorKind::Small && std::env::var_os(CHANNELS).is_none() {
                 // SAFETY: as above.
                 unsafe { std::env::set_var(CHANNELS, FEW_CHANNELS) };
             }
