@@ -101,11 +101,11 @@ impl CudaDevice {
         let StepShape { tokens, prefill_rows, samples, .. } = self.current().shape;
         // Such a step does not gather the positions that sample, because scales are stored by token.
         let decodes = prefill_rows == 0 && samples == tokens && self.reports.positions.is_empty();
-        let pays = |memory: &Memory| match self.group.size() {
+        let is_faster = |memory: &Memory| match self.group.size() {
             1 => memory.chained_rows.contains(&tokens),
             _ => tokens <= MAX_ROWS && self.group.fused().is_some(),
         };
-        self.chain.memory.as_ref().is_some_and(pays) && decodes && !self.current().only_products
+        self.chain.memory.as_ref().is_some_and(is_faster) && decodes && !self.current().only_products
     }
 
     /// Defers the partial product until [`CudaDevice::finish_deferred`]; returns false if it must run at once.

@@ -137,7 +137,7 @@ impl CudaDevice {
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         let queue = self.queue.clone();
-        let graph = queue.capture(|| forward(self).map_err(Recorded::from)).map_err(|Recorded(error)| error)?;
+        let graph = queue.capture(|| forward(self).map_err(RecordError::from)).map_err(|RecordError(error)| error)?;
         self.graphs.recorded.insert(self.key(bucket), graph);
         Ok(())
     }
@@ -189,15 +189,15 @@ impl CudaDevice {
 }
 
 /// An error during a recording, from the device or the driver.
-struct Recorded(DeviceError);
+struct RecordError(DeviceError);
 
-impl From<DeviceError> for Recorded {
+impl From<DeviceError> for RecordError {
     fn from(error: DeviceError) -> Self {
         Self(error)
     }
 }
 
-impl From<kernels::cuda::CudaError> for Recorded {
+impl From<kernels::cuda::CudaError> for RecordError {
     fn from(error: kernels::cuda::CudaError) -> Self {
         Self(device_error(error))
     }

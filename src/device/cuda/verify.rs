@@ -15,20 +15,20 @@ pub(crate) fn split_into_decodes(inputs: &StepInputs, max_rows: usize) -> Option
     if num_rows > max_rows {
         return None;
     }
-    let mut parted = StepInputs { num_prefill_rows: first, ..inputs.clone() };
-    parted.rows.truncate(first);
-    parted.row_starts.truncate(first + 1);
-    parted.context_lens.truncate(first);
-    parted.block_tables.truncate(first * inputs.max_blocks);
+    let mut split = StepInputs { num_prefill_rows: first, ..inputs.clone() };
+    split.rows.truncate(first);
+    split.row_starts.truncate(first + 1);
+    split.context_lens.truncate(first);
+    split.block_tables.truncate(first * inputs.max_blocks);
     for row in first..inputs.num_rows() {
         for token in inputs.row_starts[row]..inputs.row_starts[row + 1] {
-            parted.rows.push(inputs.rows[row]);
-            parted.row_starts.push(token + 1);
-            parted.context_lens.push(inputs.positions[token as usize] + 1);
-            parted.block_tables.extend_from_slice(inputs.block_table(row));
+            split.rows.push(inputs.rows[row]);
+            split.row_starts.push(token + 1);
+            split.context_lens.push(inputs.positions[token as usize] + 1);
+            split.block_tables.extend_from_slice(inputs.block_table(row));
         }
     }
-    Some(parted)
+    Some(split)
 }
 
 /// The first row that chooses a token at each of several positions; all rows after it do so as well, or decode one
@@ -73,15 +73,15 @@ mod tests {
 
     #[test]
     fn each_position_that_is_verified_becomes_a_decode() {
-        let parted = split_into_decodes(&inputs(), 5).unwrap();
-        assert_eq!(parted.rows, [2, 0, 0, 0, 3].map(RowId));
-        assert_eq!(parted.num_prefill_rows, 1);
-        assert_eq!(parted.row_starts, [0, 3, 4, 5, 6, 7]);
-        assert_eq!(parted.context_lens, [3, 15, 16, 17, 4]);
-        assert_eq!(parted.block_tables, [2, 0, 0, 3, 0, 3, 0, 3, 5, 0]);
+        let split = split_into_decodes(&inputs(), 5).unwrap();
+        assert_eq!(split.rows, [2, 0, 0, 0, 3].map(RowId));
+        assert_eq!(split.num_prefill_rows, 1);
+        assert_eq!(split.row_starts, [0, 3, 4, 5, 6, 7]);
+        assert_eq!(split.context_lens, [3, 15, 16, 17, 4]);
+        assert_eq!(split.block_tables, [2, 0, 0, 3, 0, 3, 0, 3, 5, 0]);
         let whole = inputs();
-        assert_eq!((&parted.token_ids, &parted.samples), (&whole.token_ids, &whole.samples));
-        assert_eq!((&parted.slots, &parted.logits), (&whole.slots, &whole.logits));
+        assert_eq!((&split.token_ids, &split.samples), (&whole.token_ids, &whole.samples));
+        assert_eq!((&split.slots, &split.logits), (&whole.slots, &whole.logits));
     }
 
     #[test]

@@ -331,12 +331,12 @@ fn main() -> Result<(), DeviceError> {
         return Ok(());
     }
     let begin = Instant::now();
-    let say = |text: String| {
+    let print_rank_0 = |text: String| {
         if options.tp.rank == 0 {
             println!("{text}");
         }
     };
-    let mark = |what: &str| say(format!("start-up: {what} at {:.2} s", begin.elapsed().as_secs_f64()));
+    let mark = |what: &str| print_rank_0(format!("start-up: {what} at {:.2} s", begin.elapsed().as_secs_f64()));
     let mut device = CudaDevice::new(config(&options))?;
     mark("device open");
     let mut model = Model::load(&mut device, options.shape, options.layers)?;
@@ -344,7 +344,7 @@ fn main() -> Result<(), DeviceError> {
     let spec = spec(options.shape, options.layers, MAX_LEN, options.tp.size as usize);
     let plan = device.memory_plan(&spec)?;
     mark("weights loaded");
-    say(format!("{}: {plan:?}", device.describe()));
+    print_rank_0(format!("{}: {plan:?}", device.describe()));
     let decode_blocks = (options.context + 64) / BLOCK + 1;
     let num_blocks = (MAX_ROWS * decode_blocks.max(512 / BLOCK)).max(8 * 2048 / BLOCK);
     device.allocate_cache(&spec, num_blocks)?;
@@ -358,20 +358,20 @@ fn main() -> Result<(), DeviceError> {
     for batch in batches {
         let inputs = |number: usize| step(number as u64, batch, options.context + number, 1, decode_blocks);
         let ms = time_steps(&mut device, &mut model, inputs)?;
-        say(format!("decode batch {batch:>4} context {}: {ms:.3} ms a step", options.context));
+        print_rank_0(format!("decode batch {batch:>4} context {}: {ms:.3} ms a step", options.context));
     }
     for chunk in [64, 256, 512].into_iter().filter(|&chunk| chunk <= options.prefill && options.batch == 0) {
         let inputs = |number: usize| {
             mixed_step(number as u64, MAX_ROWS - 1, options.context + number, chunk, decode_blocks.max(512 / BLOCK))
         };
         let ms = time_steps(&mut device, &mut model, inputs)?;
-        say(format!("mixed {} + {chunk} context {}: {ms:.3} ms a step", MAX_ROWS - 1, options.context));
+        print_rank_0(format!("mixed {} + {chunk} context {}: {ms:.3} ms a step", MAX_ROWS - 1, options.context));
     }
     let prefills = [(1, 128), (1, 512), (1, 2048), (8, 2048)];
     for (rows, tokens) in prefills.into_iter().filter(|(rows, tokens)| rows * tokens <= options.prefill) {
         let seconds = time_prefill(&mut device, &mut model, rows, tokens, 2048 / BLOCK)?;
         let rate = (rows * tokens) as f64 / seconds;
-        say(format!("prefill {rows} x {tokens}: {:.2} ms, {rate:.0} tokens/s", seconds * 1e3));
+        print_rank_0(format!("prefill {rows} x {tokens}: {:.2} ms, {rate:.0} tokens/s", seconds * 1e3));
     }
     Ok(())
 }
