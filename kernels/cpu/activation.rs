@@ -3,7 +3,7 @@
 //!
 //! x       [T, 2 I] f32
 //! out     [T, I] f32
-//! test    tests/cpu_ops.rs against reference::gate
+//! test    tests/cpu_ops.rs against reference::silu and reference::gelu_tanh
 
 use crate::cpu::shared::SharedOut;
 use crate::cpu::{Pool, exp};

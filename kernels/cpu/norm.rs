@@ -3,7 +3,7 @@
 //!
 //! x, y    [T, E] f32
 //! w, b    [E] f32
-//! maths   f32 sums in 16 lanes, in order; the variance is the sum of squared differences from the mean
+//! maths   f32 sums in 16 lanes, in order; the variance is computed from the differences from the mean
 //! test    tests/cpu_ops.rs against reference::rms_norm and reference::layer_norm
 
 use crate::cpu::Pool;

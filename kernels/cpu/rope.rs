@@ -1,4 +1,4 @@
-//! rotate: pairs (i, i + D / 2) of each head turned by the position's angles     (Su et al. 2021)
+//! rotate: pairs (i, i + D / 2) of each head, rotated by the position's angles     (Su et al. 2021)
 //!
 //! x         [heads, D] f32 of one token
 //! cos, sin  [D / 2] of its position

@@ -3,8 +3,8 @@
 //! # Conventions of kernels and device
 //!
 //! All buffers are device memory, row-major, with 256-byte aligned base pointers, and bf16 unless stated otherwise.
-//! Indices are `u32`; lengths are in elements. The dimension letters are those of the `device` crate: `T R H K D E V B
-//! S`.
+//! Indices are `u32`; lengths are in elements. The dimension letters are those of the `device` crate:
+//! `T R H K D E V B S`.
 //!
 //! | buffer | layout |
 //! |---|---|
@@ -27,11 +27,11 @@
 //! the bucket and on constants; everything else is read from tables on the device.
 //!
 //! Every kernel calls `pdl_wait()` (common.cuh) before it reads what an earlier kernel wrote, or writes what an earlier
-//! kernel reads. It may call `pdl_launch()` at any time before: launches have the programmatic-dependent-launch
-//! attribute, so a kernel may start while its predecessor is still running. `pdl_wait()` waits for the whole
-//! predecessor grid and its memory. By induction this includes everything before it, provided that *every* kernel of
-//! the stream calls it in every thread block that does not exit at once. Weights, the step's inputs and what earlier
-//! steps wrote to KV blocks may be read before it: a step begins with a copy, which waits for the whole previous step.
+//! kernel reads. It may call `pdl_launch()` at any time: launches have the programmatic-dependent-launch attribute, so
+//! a kernel may start while its predecessor is still running. `pdl_wait()` waits for the whole predecessor grid and its
+//! memory. By induction this includes everything before it, provided that *every* kernel of the stream calls it in
+//! every thread block that does not exit at once. Weights, the step's inputs and what earlier steps wrote to KV blocks
+//! may be read before it: a step begins with a copy, which waits for the whole previous step.
 //!
 //! # Use from Rust
 //!

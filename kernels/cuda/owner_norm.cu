@@ -18,7 +18,7 @@
 // test        tests/cuda_all_reduce.rs
 #include "peers.cuh"
 
-constexpr u32 MAX_BLOCKS = 512;  // the same as in owner_norm.rs
+constexpr u32 MAX_BLOCKS = 512;  // the same as MAX_FLAG_BLOCKS in all_reduce.rs
 constexpr int MAX_CHUNKS = 2;    // 8 elements per thread each
 
 struct Rows {

@@ -1,5 +1,4 @@
-// sm90_prefill_attention_bf16: the same as prefill_attention_bf16, for Hopper's warpgroups         (after Shah et al.
-//                                                                                                  2024)
+// sm90_prefill_attention_bf16: the same as prefill_attention_bf16, for Hopper's warpgroups  (after Shah et al. 2024)
 // sm90_alibi_prefill_attention_bf16: the same with slopes[h] * (j - p) added to the score of position j  (Press et al. 2022)
 // archs: 90a
 //
