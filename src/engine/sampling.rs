@@ -97,7 +97,7 @@ impl SamplingParams {
     }
 
     /// Whether logits are used without penalties, bias or bans, so that greedy sampling is a plain argmax.
-    pub fn leaves_logits_alone(&self) -> bool {
+    pub fn uses_raw_logits(&self) -> bool {
         self.repetition_penalty == 1.0
             && self.presence_penalty == 0.0
             && self.frequency_penalty == 0.0

@@ -93,7 +93,7 @@ pub(crate) struct Drafting {
 impl Sequence {
     pub(crate) fn new(id: SequenceId, mut request: Request, max_len: usize, max_drafts: usize) -> Self {
         let stop_words = StopWords::new(request.stop_words);
-        let plain = request.sampling.is_greedy() && request.sampling.leaves_logits_alone();
+        let plain = request.sampling.is_greedy() && request.sampling.uses_raw_logits();
         let rules = request.beams.map(|params| Rules {
             params,
             end_ids: request.sampling.end_ids.clone(),

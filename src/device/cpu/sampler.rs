@@ -75,7 +75,7 @@ fn continuations(
 /// Applies penalties, bias and bans.
 fn adjust(row: &Row, num_generated: u32, logits: &mut [f32]) {
     let params = &row.sampling;
-    if params.leaves_logits_alone() {
+    if params.uses_raw_logits() {
         return;
     }
     for (token, count) in row.counts() {

@@ -203,7 +203,7 @@ impl HostRow {
         let has_logprob = sampling.num_logprobs.is_some() && !is_beam;
         let num_top = if is_beam { Some(sampling.beam_candidates) } else { sampling.num_logprobs };
         Self {
-            is_plain_greedy: sampling.is_greedy() && sampling.leaves_logits_alone() && !has_logprob && !is_beam,
+            is_plain_greedy: sampling.is_greedy() && sampling.uses_raw_logits() && !has_logprob && !is_beam,
             reported: Reported {
                 has_logprob,
                 num_top: num_top.map_or(0, |count| (count as usize).min(MAX_TOP).min(vocab_size)),
