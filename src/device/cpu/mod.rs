@@ -120,7 +120,7 @@ impl CpuDevice {
     ///
     /// # Errors
     /// Returns an error in the cases of `new`, or if another node cannot be reached.
-    pub fn among(config: CpuConfig, peers: &Peers, hidden: usize) -> Result<Self, DeviceError> {
+    pub fn new_distributed(config: CpuConfig, peers: &Peers, hidden: usize) -> Result<Self, DeviceError> {
         let mut streams = peers.connect()?;
         let (first, nodes) = (peers.stage() * peers.tp_size(), peers.stage_nodes());
         let group = config.group.clone().map(|group| {
