@@ -1,6 +1,7 @@
-//! HTTP/1.1 with kept connections and answers read as they come.
+//! HTTP/1.1 requests whose responses are read as they arrive.
 
-use std::sync::{Arc, Mutex};
+use std::error::Error;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -8,10 +9,10 @@ use client::ClientError;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
-use hyper::client::conn::http1::{SendRequest, handshake};
-use hyper_util::rt::TokioIo;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
 use serde_json::Value;
-use tokio::net::TcpStream;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -20,7 +21,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) struct HttpClient {
     /// `HOST:PORT`
     address: Arc<str>,
-    idle: Arc<Mutex<Vec<SendRequest<Full<Bytes>>>>>,
+    connections: Client<HttpConnector, Full<Bytes>>,
 }
 
 impl HttpClient {
@@ -34,8 +35,13 @@ impl HttpClient {
                 "`{address}`: servers are measured without TLS; give an http:// address"
             )));
         }
-        let address = address.trim_start_matches("http://").trim_end_matches('/');
-        Ok(Self { address: address.into(), idle: Arc::default() })
+        let mut connector = HttpConnector::new();
+        connector.set_nodelay(true);
+        connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
+        Ok(Self {
+            address: address.trim_start_matches("http://").trim_end_matches('/').into(),
+            connections: Client::builder(TokioExecutor::new()).build(connector),
+        })
     }
 
     /// The JSON that `GET path` gives.
@@ -55,46 +61,21 @@ impl HttpClient {
     }
 
     async fn send(&self, method: &str, path: &str, body: String) -> Result<Answer, ClientError> {
-        let body = Bytes::from(body);
-        let idle = self.idle.lock().unwrap().pop().filter(|sender| !sender.is_closed());
-        let is_fresh = idle.is_none();
-        let mut sender = match idle {
-            Some(sender) => sender,
-            None => self.connect().await?,
-        };
-        let response = match sender.send_request(self.request(method, path, body.clone())?).await {
-            // A kept connection may have ended meanwhile.
-            Err(_) if !is_fresh => {
-                sender = self.connect().await?;
-                sender.send_request(self.request(method, path, body)?).await
-            }
-            response => response,
-        };
-        let response = response.map_err(|error| self.broken(&error))?;
-        let answer = Answer { client: self.clone(), sender: Some(sender), response, buffer: BytesMut::new() };
+        let head = Request::builder().method(method).uri(format!("http://{}{path}", self.address));
+        let head = head.header("host", &*self.address).header("content-type", "application/json");
+        let request = head
+            .header("user-agent", "trireme-bench")
+            .body(Full::new(Bytes::from(body)))
+            .map_err(|error| ClientError::Usage(format!("`{path}` is no path: {error}")))?;
+        let response = self.connections.request(request).await.map_err(|error| match error.is_connect() {
+            true => ClientError::Unreachable { url: self.address.to_string(), source: std::io::Error::other(error) },
+            false => self.broken(error.source().unwrap_or(&error)),
+        })?;
+        let answer = Answer { client: self.clone(), response, buffer: BytesMut::new() };
         if answer.response.status() == StatusCode::OK { Ok(answer) } else { Err(answer.refusal(path).await) }
     }
 
-    fn request(&self, method: &str, path: &str, body: Bytes) -> Result<Request<Full<Bytes>>, ClientError> {
-        let head = Request::builder().method(method).uri(path).header("host", &*self.address);
-        let head = head.header("content-type", "application/json").header("user-agent", "trireme-bench");
-        head.body(Full::new(body)).map_err(|error| ClientError::Usage(format!("`{path}` is no path: {error}")))
-    }
-
-    async fn connect(&self) -> Result<SendRequest<Full<Bytes>>, ClientError> {
-        let url = || self.address.to_string();
-        let connect = tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(&*self.address));
-        let stream = connect
-            .await
-            .unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into()))
-            .map_err(|source| ClientError::Unreachable { url: url(), source })?;
-        let _ = stream.set_nodelay(true); // Only costs latency where it fails.
-        let (sender, connection) = handshake(TokioIo::new(stream)).await.map_err(|error| self.broken(&error))?;
-        tokio::spawn(connection);
-        Ok(sender)
-    }
-
-    fn broken(&self, error: &hyper::Error) -> ClientError {
+    fn broken(&self, error: &dyn Error) -> ClientError {
         let source = std::io::Error::other(error.to_string());
         ClientError::Io { what: format!("talking HTTP with `{}`", self.address), source }
     }
@@ -103,7 +84,6 @@ impl HttpClient {
 /// An answer whose body is still to be read.
 pub(crate) struct Answer {
     client: HttpClient,
-    sender: Option<SendRequest<Full<Bytes>>>,
     response: Response<Incoming>,
     buffer: BytesMut,
 }
@@ -143,10 +123,7 @@ impl Answer {
                 Ok(true)
             }
             Some(Err(error)) => Err(self.client.broken(&error)),
-            None => {
-                self.client.idle.lock().unwrap().extend(self.sender.take());
-                Ok(false)
-            }
+            None => Ok(false),
         }
     }
 

@@ -1,4 +1,7 @@
 //! One kept-alive HTTP connection that sends the same infer request, with binary tensors both ways.
+//!
+//! Own code over a socket: hyper's client takes 9.3 instead of 6.6 µs of CPU a request, and the load generator shares its cores
+//! with the server.
 
 use bytes::{Buf, BytesMut};
 use serde_json::json;

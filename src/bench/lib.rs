@@ -67,11 +67,7 @@ pub enum BenchCommand {
 /// # Errors
 /// When the server cannot be asked, or a file cannot be read or written.
 pub fn run(args: BenchArgs) -> Result<(), ClientError> {
-    // One thread is enough for a client, and leaves the other cores to the server.
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|source| ClientError::Io { what: "starting the client's runtime".into(), source })?;
+    let runtime = client::runtime()?;
     match args.command {
         BenchCommand::Serving(args) => runtime.block_on(serving::run(args)),
         BenchCommand::Core(args) => runtime.block_on(core_model::run(args)),

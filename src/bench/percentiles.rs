@@ -1,4 +1,6 @@
 //! Percentiles and histograms of latencies.
+//!
+//! Own code: hdrhistogram rounds each value to its buckets, and these figures are exact.
 
 use std::time::Duration;
 

@@ -1,4 +1,6 @@
 //! Repeatable random numbers: splitmix64 (Steele, Lea, Flood 2014).
+//!
+//! Own code: a seed stands for one workload in every release, but fastrand and rand change their sequences between versions.
 
 use std::time::Duration;
 

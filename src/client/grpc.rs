@@ -1,4 +1,7 @@
-//! gRPC over HTTP/2, as much of it as a client of this protocol needs.
+//! gRPC over HTTP/2, limited to what a client of this protocol needs.
+//!
+//! Own code over h2: tonic's client takes 7.7 instead of 4.4 µs of CPU a request, and 1.6 instead of 1.4 µs a streamed message,
+//! and the load generator shares its cores with the server.
 
 use std::time::Duration;
 
@@ -6,6 +9,7 @@ use bytes::{Buf, BufMut, Bytes, BytesMut};
 use h2::client::{ResponseFuture, SendRequest};
 use h2::{Reason, RecvStream};
 use http::{HeaderMap, Request, Version};
+use percent_encoding::percent_decode_str;
 use prost::Message;
 use tokio::net::TcpStream;
 
@@ -193,9 +197,14 @@ fn check_status(headers: &HeaderMap) -> Result<(), ClientError> {
         None | Some(Ok(0)) => Ok(()),
         Some(code) => Err(ClientError::Refused {
             code: code.ok().and_then(|code| CODES.get(code)).unwrap_or(&"UNKNOWN"),
-            message: unescape(text("grpc-message").unwrap_or("the server gave no reason")),
+            message: message(text("grpc-message").unwrap_or("the server gave no reason")),
         }),
     }
+}
+
+/// The text of `grpc-message`, which is percent-encoded.
+fn message(encoded: &str) -> String {
+    percent_decode_str(encoded).decode_utf8_lossy().into_owned()
 }
 
 const CODES: [&str; 17] = [
@@ -218,33 +227,13 @@ const CODES: [&str; 17] = [
     "UNAUTHENTICATED",
 ];
 
-/// `grpc-message` is percent-encoded.
-fn unescape(text: &str) -> String {
-    let bytes = text.as_bytes();
-    let (mut plain, mut at) = (Vec::with_capacity(bytes.len()), 0);
-    while at < bytes.len() {
-        let code = (bytes[at] == b'%').then(|| text.get(at + 1..at + 3)).flatten();
-        match code.and_then(|code| u8::from_str_radix(code, 16).ok()) {
-            Some(byte) => {
-                plain.push(byte);
-                at += 3;
-            }
-            None => {
-                plain.push(bytes[at]);
-                at += 1;
-            }
-        }
-    }
-    String::from_utf8_lossy(&plain).into_owned()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn messages_of_errors_are_unescaped() {
-        assert_eq!(unescape("caf%C3%A9 100%"), "café 100%");
+        assert_eq!(message("caf%C3%A9 100%"), "café 100%");
     }
 
     #[test]

@@ -18,8 +18,11 @@ pub mod proto {
     include!(concat!(env!("OUT_DIR"), "/inference.rs"));
 }
 
-/// One thread is enough for a client, and leaves the other cores to the server.
-fn runtime() -> Result<tokio::runtime::Runtime, ClientError> {
+/// A runtime of one thread: enough for a client, and it leaves the other cores to the server.
+///
+/// # Errors
+/// When the system refuses it.
+pub fn runtime() -> Result<tokio::runtime::Runtime, ClientError> {
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
