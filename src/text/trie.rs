@@ -1,4 +1,6 @@
 //! Byte strings found at the start of a text.
+//!
+//! Own code: `aho-corasick` refuses to list all the strings that start at one place (an anchored search with overlaps).
 
 /// A set of byte strings, each with a value.
 #[derive(Debug, Default)]

@@ -113,15 +113,16 @@ impl<'a> Merges<'a> {
         self.offer(Some(pair.left), next);
     }
 
-    /// A piece that is not to be used is taken apart again.
+    /// Adds `text`. An unused piece is split into the pieces that it was merged from; one of a single character is unknown.
     fn emit(&self, text: &'a str, found: &mut Vec<Found>) {
-        match self.pieces.by_text.get(text) {
-            Some(&id) if self.pieces.is_unused(id) && self.origin.contains_key(text) => {
-                let (left, right) = self.origin[text];
+        let id = self.pieces.by_text.get(text).copied();
+        match id.filter(|&id| self.pieces.is_unused(id)).map(|_| self.origin.get(text)) {
+            Some(Some((left, right))) => {
                 self.emit(left, found);
                 self.emit(right, found);
             }
-            id => found.push(Found { len: text.len(), id: id.copied() }),
+            Some(None) => found.push(Found { len: text.len(), id: None }),
+            None => found.push(Found { len: text.len(), id }),
         }
     }
 }

@@ -1,4 +1,6 @@
-//! Replacements of characters, as `precompiled_charsmap` of a SentencePiece model holds them.
+//! Replacements of characters: `precompiled_charsmap` of a SentencePiece model.
+//!
+//! Own code: `spm_precompiled` takes the shortest replacement instead of the longest, and panics on a damaged map.
 
 /// A double array (Aoe 1989, in the form of darts-clone) of what is replaced, and the replacements behind each other, each
 /// ended by a zero byte.

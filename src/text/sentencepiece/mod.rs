@@ -1,4 +1,8 @@
-//! SentencePiece models (Kudo and Richardson 2018) read as they are: normalisation, BPE, unigram, byte fallback.
+//! SentencePiece models (Kudo and Richardson 2018): normalization, BPE, unigram, byte fallback.
+//!
+//! Own code, because the parts of `tokenizers` give other ids: its BPE orders equal scores by merge instead of by place and has no
+//! unused pieces, its unigram model adds scores in f64 and finds control pieces in text, its normalizer takes the shortest replacement
+//! instead of the longest, and none of them has user-defined pieces.
 
 mod bpe;
 mod charsmap;
@@ -41,7 +45,6 @@ struct Pieces {
     all: Trie,
     user_defined: Trie,
     min_score: f32,
-    max_score: f32,
 }
 
 /// A piece of a text; without an id it is unknown.
@@ -161,7 +164,6 @@ impl Pieces {
             all: Trie::new(of(is_text)),
             user_defined: Trie::new(of(|kind| kind == PieceType::UserDefined)),
             min_score: normal().fold(f32::MAX, f32::min),
-            max_score: normal().fold(f32::MIN_POSITIVE, f32::max),
             texts,
             scores,
             types,

@@ -2,6 +2,8 @@ use super::{Found, Pieces};
 
 /// How much worse than the worst piece an unknown character is.
 const UNKNOWN_PENALTY: f32 = 10.0;
+/// Score of a user-defined piece for each byte after the first; their own scores are not used.
+const USER_DEFINED_SCORE: f32 = 0.1;
 
 /// The best way to reach a place in the text.
 #[derive(Clone, Copy)]
@@ -28,7 +30,7 @@ pub(super) fn encode(text: &str, pieces: &Pieces, found: &mut Vec<Found>) {
                 continue;
             }
             let score = match pieces.is_user_defined(id) {
-                true => (f64::from(len as f32 * pieces.max_score) - 0.1) as f32,
+                true => USER_DEFINED_SCORE * (len - 1) as f32,
                 false => pieces.scores[id as usize],
             };
             offer(&mut best, start, start + len, score + so_far, Some(id));
