@@ -3,7 +3,7 @@ use std::collections::{BinaryHeap, HashMap};
 
 use super::{Found, Pieces};
 
-/// A stretch of the text that is one piece so far, in a list of all of them.
+/// A part of the text that is one piece so far; a node of a linked list.
 struct Symbol {
     start: usize,
     len: usize, // 0 once it was merged into the one before it
@@ -12,7 +12,7 @@ struct Symbol {
     is_whole: bool, // a user-defined piece, never merged
 }
 
-/// Two neighbours that together are a piece.
+/// Two adjacent symbols whose concatenation is a piece.
 struct Pair {
     left: usize,
     right: usize,
@@ -21,7 +21,7 @@ struct Pair {
 }
 
 impl Ord for Pair {
-    /// The better score first; of equal ones the leftmost.
+    /// Higher scores first; of equal scores the leftmost pair.
     fn cmp(&self, other: &Self) -> Ordering {
         self.score.total_cmp(&other.score).then(other.left.cmp(&self.left))
     }
@@ -41,18 +41,18 @@ impl PartialEq for Pair {
 
 impl Eq for Pair {}
 
-/// The merges of one text.
+/// State of the merges of one text.
 struct Merges<'a> {
     text: &'a str,
     pieces: &'a Pieces,
     symbols: Vec<Symbol>,
     pairs: BinaryHeap<Pair>,
-    /// What pieces that are not to be used were merged from.
+    /// The two parts of each unused piece.
     origin: HashMap<&'a str, (&'a str, &'a str)>,
 }
 
-/// The pieces of a normalised text: neighbours with the best score are merged as long as there are any (Sennrich et al.
-/// 2016, by score as in Kudo and Richardson 2018).
+/// The pieces of a normalized text: the adjacent pair with the best score is merged until no pair is a piece (Sennrich et al. 2016;
+/// by score as in Kudo and Richardson 2018).
 pub(super) fn encode(text: &str, pieces: &Pieces, found: &mut Vec<Found>) {
     let mut merges = Merges { text, pieces, symbols: Vec::new(), pairs: BinaryHeap::new(), origin: HashMap::new() };
     merges.split();
@@ -96,7 +96,7 @@ impl<'a> Merges<'a> {
         self.pairs.push(Pair { left, right, score: self.pieces.scores[id as usize], len: joined.len() });
     }
 
-    /// Merges a pair unless one of the two was merged otherwise meanwhile.
+    /// Merges a pair unless one of its symbols has been merged with another since.
     fn merge(&mut self, pair: &Pair) {
         let (left, right) = (&self.symbols[pair.left], &self.symbols[pair.right]);
         if left.len == 0 || right.len == 0 || left.len + right.len != pair.len {

@@ -1,11 +1,11 @@
 use super::{Found, Pieces};
 
-/// How much worse than the worst piece an unknown character is.
+/// Difference between the lowest score of a piece and that of an unknown character.
 const UNKNOWN_PENALTY: f32 = 10.0;
 /// Score of a user-defined piece for each byte after the first; their own scores are not used.
 const USER_DEFINED_SCORE: f32 = 0.1;
 
-/// The best way to reach a place in the text.
+/// The best path to a position in the text.
 #[derive(Clone, Copy)]
 struct Best {
     score: f32,
@@ -13,8 +13,8 @@ struct Best {
     id: Option<u32>,
 }
 
-/// The likeliest pieces of a normalised text (Kudo 2018): the best path through all of them, from left to right. Scores are
-/// added in the precision of the published implementation, so that ties fall the same way.
+/// The most likely pieces of a normalized text (Kudo 2018): the best path from left to right. Scores are added in the precision of
+/// the published implementation, so that ties are resolved the same way.
 pub(super) fn encode(text: &str, pieces: &Pieces, found: &mut Vec<Found>) {
     let mut best = vec![Best { score: 0.0, start: None, id: None }; text.len() + 1];
     let offer = |best: &mut [Best], start: usize, end: usize, score: f32, id: Option<u32>| {

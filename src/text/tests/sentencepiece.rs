@@ -1,6 +1,7 @@
-//! SentencePiece models give the ids and the text of sentencepiece itself for random texts, and long runs stay cheap.
+//! For random texts, SentencePiece models have the ids and the text of Python's sentencepiece; long runs take linear time.
 //!
-//! The reference needs an interpreter with sentencepiece and protobuf: `TRIREME_TEST_PYTHON`, or `python3` where that is unset.
+//! The reference needs a Python with sentencepiece and protobuf: `TRIREME_TEST_PYTHON`, or `python3` if that is unset.
+//! `TRIREME_TEST_SEED` selects other texts.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +13,7 @@ fn manifest_dir() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// `None`, with a line that says so, where Python has no sentencepiece.
+/// `None` if Python has no sentencepiece; prints that the test is skipped.
 fn python() -> Option<PathBuf> {
     let program = std::env::var_os("TRIREME_TEST_PYTHON").map_or_else(|| "python3".into(), PathBuf::from);
     let has_packages = Command::new(&program).args(["-c", "import google.protobuf, sentencepiece"]).output();

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes SentencePiece models, and what sentencepiece makes of random texts with them.
+"""Writes SentencePiece models, and the ids and decoded texts of sentencepiece for random texts.
 
     sentencepiece_cases.py OUT_DIR SEED
 
@@ -34,14 +34,14 @@ SPECIAL = ["<s>", "</s>", "<unk>", "<pad>", "<extra_id_"]
 
 
 def equal_scores(proto, rng):
-    """Most pieces have a score that others have too, as in vocabularies that were joined."""
+    """Many pieces share a score, as in merged vocabularies."""
     for piece in proto.pieces:
         if piece.type == NORMAL and len(piece.piece) > 1:
             piece.score = float(-rng.randrange(3))
 
 
 def other_types(proto, rng):
-    """Some pieces are user-defined, some unused, some control pieces."""
+    """Some pieces become user-defined, unused or control pieces."""
     for piece in proto.pieces:
         if piece.type == NORMAL and rng.random() < 0.1:
             piece.type = rng.choice([USER_DEFINED, UNUSED, CONTROL])
@@ -55,7 +55,7 @@ def other_flags(proto, rng):
 
 
 def other_fallback(proto, rng):
-    """Unknown characters become bytes where they were unknown pieces, and unknown pieces where they were bytes."""
+    """Byte fallback is enabled where it was disabled, and disabled where it was enabled."""
     proto.trainer_spec.byte_fallback = not proto.trainer_spec.byte_fallback
     kept = [piece for piece in proto.pieces if piece.type != BYTE]
     del proto.pieces[:]
@@ -66,7 +66,7 @@ def other_fallback(proto, rng):
 
 
 def other_normalizer(proto, rng):
-    """Identity instead of nmt_nfkc, or the reverse."""
+    """Identity replaces nmt_nfkc, and nmt_nfkc replaces identity."""
     spec = proto.normalizer_spec
     spec.precompiled_charsmap = b"" if spec.precompiled_charsmap else parsed("t5").normalizer_spec.precompiled_charsmap
 
@@ -99,14 +99,14 @@ def parsed(name):
 
 
 def of_pieces(proto, rng, count):
-    """Texts of the model's own pieces, so that merges and best paths have choices."""
+    """Texts of the model's own pieces, which can be merged in many ways."""
     pieces = [piece.piece.replace("\u2581", " ") for piece in proto.pieces if piece.type in (NORMAL, USER_DEFINED, UNUSED)]
     return ["".join(rng.choices(pieces, k=rng.randrange(1, 30))) for _ in range(count)]
 
 
 def texts(proto, rng):
     runs = [character * rng.randrange(1000, 3000) for character in ("a", " ", "\u2581", "\0", "é", "語", "\U0001f600")]
-    # A surrogate is no character, and so is in no text.
+    # Surrogates are not characters.
     anything = ["".join(chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(20)) for _ in range(40)]
     long = ["\n".join(mixtures(200, rng.random()))]
     found = SENTENCES + ODDITIES + runs + anything + long + mixtures(150, rng.random()) + of_pieces(proto, rng, 150)
