@@ -41,7 +41,7 @@ const CHECKPOINT: [(&str, &str); 16] = [
 ///
 /// # Errors
 /// When the directory cannot be read.
-pub(crate) fn strays(root: &Path) -> Result<Vec<Finding>, LintError> {
+pub(crate) fn files_outside_models(root: &Path) -> Result<Vec<Finding>, LintError> {
     let entries = entries(root)?.into_iter().filter(|path| !path.is_dir());
     let why = "each directory here is a model; files beside them are not read";
     Ok(entries.map(|path| Finding::file(Verdict::Ignored, "", &path, why)).collect())

@@ -25,8 +25,8 @@ mod files;
 mod fill;
 mod finding;
 mod init;
+mod key_positions;
 mod keys;
-mod places;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -94,7 +94,7 @@ pub fn check(roots: &[PathBuf], world_size: u32) -> Result<Report, LintError> {
     let failures = dry_load::failures(roots, world_size)?;
     let mut findings = Vec::new();
     for root in roots {
-        findings.extend(files::strays(root)?);
+        findings.extend(files::files_outside_models(root)?);
     }
     for name in repository.model_names()? {
         let failure = failures.iter().find(|failure| failure.model == name).map(|failure| failure.reason.as_str());

@@ -1,28 +1,28 @@
 //! `trireme top`: what a world does now, in a terminal, from what rank 0 publishes and `/proc` tells.
 //!
-//! [`TopArgs`] is the command line, [`run`] carries it out. A [`Look`] is what one glance finds, a [`View`] what two
+//! [`TopArgs`] is the command line, [`run`] carries it out. A [`Snapshot`] is what one glance finds, a [`View`] what two
 //! glances together say (rates, step times), and drawing turns a view into text. Processes are known for worlds that
 //! `launch` started on this machine; of a server elsewhere only its metrics are.
 //!
 //! ```
 //! use launcher::scrape::Metrics;
 //! use std::time::{Duration, Instant};
-//! use top::{Look, View};
+//! use top::{Snapshot, View};
 //!
-//! let look = |steps, at| Look {
+//! let snapshot = |steps, at| Snapshot {
 //!     at,
 //!     server: "localhost:8002".into(),
 //!     world: None,
 //!     metrics: Ok(Metrics::parse(&format!("trireme_llm_ready{{model=\"m\"}} 1\ntrireme_llm_steps_total{{model=\"m\"}} {steps}\n"))),
 //! };
 //! let then = Instant::now();
-//! let view = View::of(&look(10, then), &look(30, then + Duration::from_secs(2)));
+//! let view = View::of(&snapshot(10, then), &snapshot(30, then + Duration::from_secs(2)));
 //! assert_eq!(view.models[0].steps_per_s, 10.0);
 //! ```
 #![forbid(unsafe_code)]
 
 mod draw;
-mod look;
+mod snapshot;
 mod view;
 
 use std::io::{self, IsTerminal as _};
@@ -36,7 +36,7 @@ use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::{DefaultTerminal, Terminal};
 
-pub use look::{Look, Source};
+pub use snapshot::{Snapshot, Source};
 pub use view::{ModelView, ProcessView, View};
 
 /// Shortest time between two looks.
@@ -89,9 +89,9 @@ pub fn run(args: &TopArgs) -> Result<()> {
 }
 
 fn once(source: &Source, interval: Duration) -> Result<()> {
-    let before = source.look()?;
+    let before = source.snapshot()?;
     thread::sleep(interval);
-    let view = View::of(&before, &source.look()?);
+    let view = View::of(&before, &source.snapshot()?);
     print!("{}", frame(&view)?);
     match view.trouble {
         Some(trouble) => bail!("{trouble}"),
@@ -112,23 +112,23 @@ fn frame(view: &View) -> Result<String> {
 
 /// Draws whenever there is something new. Looks are taken in a thread, so that a server that hangs leaves keys alive.
 fn live(terminal: &mut DefaultTerminal, source: Source, interval: Duration) -> Result<()> {
-    let (sender, looks) = mpsc::sync_channel(1);
-    thread::Builder::new().name("look".into()).spawn(move || {
-        while sender.send(source.look()).is_ok() {
+    let (sender, snapshots) = mpsc::sync_channel(1);
+    thread::Builder::new().name("snapshots".into()).spawn(move || {
+        while sender.send(source.snapshot()).is_ok() {
             thread::sleep(interval);
         }
     })?;
-    let mut last: Option<Look> = None;
+    let mut last: Option<Snapshot> = None;
     let mut view = View::default();
     loop {
         terminal.draw(|frame| draw::draw(frame, &view, true))?;
         if is_asked_to_end(Duration::from_millis(100))? {
             return Ok(());
         }
-        while let Ok(look) = looks.try_recv() {
-            let look = look?;
-            view = View::of(last.as_ref().unwrap_or(&look), &look);
-            last = Some(look);
+        while let Ok(snapshot) = snapshots.try_recv() {
+            let snapshot = snapshot?;
+            view = View::of(last.as_ref().unwrap_or(&snapshot), &snapshot);
+            last = Some(snapshot);
         }
     }
 }

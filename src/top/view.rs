@@ -5,7 +5,7 @@ use std::time::Duration;
 use launcher::scrape::{Metrics, Sample};
 use launcher::status::{self, ProcessStatus};
 
-use crate::look::Look;
+use crate::snapshot::Snapshot;
 
 /// All figures of one frame.
 #[derive(Debug, Clone, Default)]
@@ -68,7 +68,7 @@ pub struct ProcessView {
 
 impl View {
     /// Figures at the time of `now`, rates since `before`.
-    pub fn of(before: &Look, now: &Look) -> Self {
+    pub fn of(before: &Snapshot, now: &Snapshot) -> Self {
         let mut view = Self { server: now.server.clone(), ..Self::default() };
         if let Some(world) = &now.world {
             world.state.clone_into(&mut view.state);
@@ -172,7 +172,7 @@ mod tests {
     use super::*;
     use std::time::Instant;
 
-    fn look(at: Instant, steps: u32, tokens: u32) -> Look {
+    fn snapshot(at: Instant, steps: u32, tokens: u32) -> Snapshot {
         let text = format!(
             "trireme_llm_ready{{model=\"m\",version=\"1\"}} 1\n\
              trireme_llm_steps_total{{model=\"m\",version=\"1\"}} {steps}\n\
@@ -185,13 +185,13 @@ mod tests {
              trireme_llm_worker_step_lag{{model=\"m\",worker=\"1\"}} 2\n",
             f64::from(steps) * 0.02,
         );
-        Look { at, server: "far:8002".into(), world: None, metrics: Ok(Metrics::parse(&text)) }
+        Snapshot { at, server: "far:8002".into(), world: None, metrics: Ok(Metrics::parse(&text)) }
     }
 
     #[test]
     fn rates_step_time_and_the_slowest_worker_come_from_two_glances() {
         let then = Instant::now();
-        let view = View::of(&look(then, 100, 1000), &look(then + Duration::from_secs(2), 150, 1800));
+        let view = View::of(&snapshot(then, 100, 1000), &snapshot(then + Duration::from_secs(2), 150, 1800));
         let model = &view.models[0];
         assert_eq!((model.steps_per_s, model.tokens_per_s), (25.0, 400.0));
         assert_eq!(model.step_time.unwrap().as_millis(), 20);
@@ -204,12 +204,12 @@ mod tests {
     #[test]
     fn a_server_that_is_away_is_said_and_what_is_known_stays() {
         let then = Instant::now();
-        let away = Look { metrics: Err("connection refused".into()), ..look(then, 1, 1) };
-        let view = View::of(&look(then, 1, 1), &away);
+        let away = Snapshot { metrics: Err("connection refused".into()), ..snapshot(then, 1, 1) };
+        let view = View::of(&snapshot(then, 1, 1), &away);
         assert_eq!(view.trouble.unwrap(), "no metrics from far:8002: connection refused");
         assert!(view.models.is_empty());
         // When it is back, it counts from nothing and no rate is negative.
-        let view = View::of(&look(then, 500, 500), &look(then + Duration::from_secs(1), 3, 4));
+        let view = View::of(&snapshot(then, 500, 500), &snapshot(then + Duration::from_secs(1), 3, 4));
         assert_eq!((view.models[0].steps_per_s, view.models[0].step_time), (0.0, None));
     }
 }

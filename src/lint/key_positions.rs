@@ -2,7 +2,7 @@
 
 /// A key and its line.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct KeyPosition {
     /// The outermost field, such as `input`.
     pub field: String,
     /// What an entry of it calls itself (`name` or `key`), such as `input_ids`; `None` for the field itself.
@@ -12,10 +12,10 @@ pub(crate) struct Place {
 }
 
 /// All keys in the order of the text. Text that does not parse gives what can be told of it.
-pub(crate) fn places(text: &str) -> Vec<Place> {
+pub(crate) fn key_positions(text: &str) -> Vec<KeyPosition> {
     let tokens = tokens(text);
     let (mut depth, mut brackets, mut field) = (0usize, 0usize, String::new());
-    let mut places = Vec::new();
+    let mut positions = Vec::new();
     for (index, (token, line)) in tokens.iter().enumerate() {
         let next = tokens.get(index + 1).map(|(token, _)| token);
         let is_key = matches!(next, Some(Token::Mark(':' | '{' | '[')));
@@ -26,17 +26,17 @@ pub(crate) fn places(text: &str) -> Vec<Place> {
             Token::Mark(']') => brackets = brackets.saturating_sub(1),
             Token::Word(word) if depth == 0 && brackets == 0 && is_key => {
                 field.clone_from(word);
-                places.push(Place { field: field.clone(), entry: None, line: *line });
+                positions.push(KeyPosition { field: field.clone(), entry: None, line: *line });
             }
             Token::Word(word) if depth == 1 && is_key && (word == "name" || word == "key") => {
                 if let Some((Token::Text(entry), _)) = tokens.get(index + 2) {
-                    places.push(Place { field: field.clone(), entry: Some(entry.clone()), line: *line });
+                    positions.push(KeyPosition { field: field.clone(), entry: Some(entry.clone()), line: *line });
                 }
             }
             _ => {}
         }
     }
-    places
+    positions
 }
 
 /// The line of each `${variable}` outside comments.
@@ -94,27 +94,27 @@ mod tests {
     fn keys_are_found_with_their_lines() {
         let text = "name: \"m\" # x: 1\ninput [\n  { name: \"a\" data_type: TYPE_INT32 dims: [ -1 ] },\n  { name: 'b' }\n]\n\
                     parameters {\n  key: \"tp\"\n  value: { string_value: \"2\" }\n}\nmodel_transaction_policy { decoupled: true }\n";
-        let place = |field: &str, entry: Option<&str>, line| Place {
+        let position = |field: &str, entry: Option<&str>, line| KeyPosition {
             field: field.into(),
             entry: entry.map(str::to_owned),
             line,
         };
         let expected = [
-            place("name", None, 1),
-            place("input", None, 2),
-            place("input", Some("a"), 3),
-            place("input", Some("b"), 4),
-            place("parameters", None, 6),
-            place("parameters", Some("tp"), 7),
-            place("model_transaction_policy", None, 10),
+            position("name", None, 1),
+            position("input", None, 2),
+            position("input", Some("a"), 3),
+            position("input", Some("b"), 4),
+            position("parameters", None, 6),
+            position("parameters", Some("tp"), 7),
+            position("model_transaction_policy", None, 10),
         ];
-        assert_eq!(places(text), expected);
+        assert_eq!(key_positions(text), expected);
     }
 
     #[test]
     fn text_that_does_not_parse_is_no_trouble() {
         for text in ["\"", "}}]]", "input [ { name: ", "é: 1", "name"] {
-            places(text);
+            key_positions(text);
         }
     }
 

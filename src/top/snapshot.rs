@@ -22,7 +22,7 @@ pub struct Source {
 
 /// What one glance finds.
 #[derive(Debug, Clone)]
-pub struct Look {
+pub struct Snapshot {
     /// When.
     pub at: Instant,
     /// Host and port of the metrics.
@@ -38,12 +38,12 @@ impl Source {
     ///
     /// # Errors
     /// When several worlds run here and none was chosen, or the chosen one does not.
-    pub fn look(&self) -> Result<Look> {
+    pub fn snapshot(&self) -> Result<Snapshot> {
         let world = if self.host.is_none() { self.choose(launcher::worlds()?)? } else { None };
         let port = self.metrics_port.or(world.as_ref().map(|world| world.metrics_port)).unwrap_or(METRICS_PORT);
         let host = self.host.as_deref().unwrap_or("localhost");
         let metrics = Metrics::of(host, port).map_err(|error| error.to_string());
-        Ok(Look { at: Instant::now(), server: format!("{host}:{port}"), world, metrics })
+        Ok(Snapshot { at: Instant::now(), server: format!("{host}:{port}"), world, metrics })
     }
 
     /// The world that was asked for, or the only one.
