@@ -1,4 +1,4 @@
-//! One model, key by key.
+//! Explains one model key by key.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use crate::files::{self, Owner};
 use crate::key_positions::{KeyPosition, key_positions, variables};
 use crate::{Finding, LintError, Verdict};
 
-/// All that can be said of a model; `failure` is why a server would not load it.
+/// The findings of a model; `failure` is the reason why a server cannot load it.
 ///
 /// # Errors
 /// When its files cannot be read.
@@ -52,7 +52,7 @@ fn read(path: &Path) -> Result<String, LintError> {
     std::fs::read_to_string(path).map_err(failed)
 }
 
-/// A model whose configuration does not make sense by itself.
+/// The finding of a model whose configuration is invalid.
 fn unreadable(model: &str, path: PathBuf, error: &RepositoryError) -> Finding {
     let (file, line, why) = match error {
         RepositoryError::Syntax { path, line, message, .. } => (path.clone(), Some(*line), message.clone()),
@@ -71,7 +71,7 @@ fn wrong(source: &ModelSource, path: &Path, positions: &[KeyPosition], reason: &
     Finding { verdict: Verdict::Wrong, model, file, line, key: String::new(), why: reason.to_owned() }
 }
 
-/// The line of the first key that words quote.
+/// The line of the first key that an error message quotes.
 fn line_of(positions: &[KeyPosition], words: &str) -> Option<usize> {
     let quoted = words.split('`').skip(1).step_by(2);
     let is_meant = |position: &&KeyPosition, word: &str| position.entry.as_deref().unwrap_or(&position.field) == word;
@@ -114,7 +114,7 @@ fn unset(source: &ModelSource, path: &Path, text: &str) -> Vec<Finding> {
     std::iter::once(whole).chain(variables(text).into_iter().map(of_variable)).collect()
 }
 
-/// What becomes of a key; `None` for a field whose entries are told one by one, or a parameter without a value.
+/// The finding of a key; `None` for a field whose entries have findings of their own, and for a parameter without a value.
 fn key(
     source: &ModelSource,
     layout: Option<Layout>,
@@ -142,7 +142,7 @@ fn entry_use(config: &ModelConfig, layout: Option<Layout>, kind: Kind, field: &s
     const UNKNOWN: Use = Use::Ignored("no model of this layout has it");
     const NOT_GIVEN: Use = Use::Ignored("no model of this layout gives it");
     match (field, layout) {
-        ("parameters", _) if config.parameter(entry).is_none() => None, // Told as unset, or empty.
+        ("parameters", _) if config.parameter(entry).is_none() => None, // Reported as unset, or empty.
         ("parameters", Some(layout)) => Some(keys::find(layout.parameters(), entry).unwrap_or(UNKNOWN)),
         ("parameters", None) if kind == Kind::Python => Some(Use::Used("handed to the model's code")),
         ("parameters", None) => Some(keys::find(keys::TEXT_PARAMETERS, entry).unwrap_or(UNKNOWN)),

@@ -1,17 +1,17 @@
-//! Where the keys of a `config.pbtxt` are.
+//! Finds the lines of the keys of a `config.pbtxt`.
 
 /// A key and its line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct KeyPosition {
-    /// The outermost field, such as `input`.
+    /// The top-level field, such as `input`.
     pub field: String,
-    /// What an entry of it calls itself (`name` or `key`), such as `input_ids`; `None` for the field itself.
+    /// The `name` or `key` of an entry of the field, such as `input_ids`; `None` for the field itself.
     pub entry: Option<String>,
     /// From 1.
     pub line: usize,
 }
 
-/// All keys in the order of the text. Text that does not parse gives what can be told of it.
+/// All keys in the order of the text. For text that does not parse, the keys that can be recognized.
 pub(crate) fn key_positions(text: &str) -> Vec<KeyPosition> {
     let tokens = tokens(text);
     let (mut depth, mut brackets, mut field) = (0usize, 0usize, String::new());
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn text_that_does_not_parse_is_no_trouble() {
+    fn text_that_does_not_parse_causes_no_panic() {
         for text in ["\"", "}}]]", "input [ { name: ", "é: 1", "name"] {
             key_positions(text);
         }

@@ -1,8 +1,8 @@
-//! `trireme top`: what a world does now, in a terminal, from what rank 0 publishes and `/proc` tells.
+//! `trireme top`: shows the current state of a world in a terminal, from the metrics of rank 0 and `/proc`.
 //!
-//! [`TopArgs`] is the command line, [`run`] carries it out. A [`Snapshot`] is what one glance finds, a [`View`] what two
-//! glances together say (rates, step times), and drawing turns a view into text. Processes are known for worlds that
-//! `launch` started on this machine; of a server elsewhere only its metrics are.
+//! [`TopArgs`] is the command line, [`run`] executes it. A [`Snapshot`] holds the metrics and processes of one moment. A [`View`]
+//! holds the figures to draw, with rates and step times from two snapshots. Processes are known for worlds that `launch`
+//! started on this machine; for another server there are only metrics.
 //!
 //! ```
 //! use launcher::scrape::Metrics;
@@ -39,29 +39,29 @@ use ratatui::{DefaultTerminal, Terminal};
 pub use snapshot::{Snapshot, Source};
 pub use view::{ModelView, ProcessView, View};
 
-/// Shortest time between two looks.
+/// Shortest interval between two snapshots, in seconds.
 const MIN_INTERVAL: f64 = 0.1;
 
-/// Lines of a frame that is printed, and its least and greatest width.
+/// Lines and columns of a printed frame.
 const PRINTED_HEIGHT: u16 = 200;
 const PRINTED_WIDTH: u16 = 120;
 
 /// `trireme top`
 #[derive(Debug, Clone, Args)]
 pub struct TopArgs {
-    /// Host of rank 0; a world that was started here is found by itself
+    /// Host of rank 0; a world on this machine is found without it
     #[arg(short, long, value_name = "HOST")]
     pub url: Option<String>,
-    /// Port of the metrics [default: that of the world found, else 8002]
+    /// Port of the metrics [default: that of the world on this machine, else 8002]
     #[arg(short, long, value_name = "PORT")]
     pub metrics_port: Option<u16>,
-    /// Which of several worlds that were started here, by its HTTP port
+    /// HTTP port of the world to show, if several run on this machine
     #[arg(long, value_name = "PORT")]
     pub http_port: Option<u16>,
-    /// Seconds between two looks
+    /// Seconds between two updates
     #[arg(short, long, default_value_t = 1.0)]
     pub interval: f64,
-    /// Print one frame and exit: 0 when the server answers
+    /// Print one frame and exit; the exit code is 0 if the server answers
     #[arg(long)]
     pub once: bool,
 }
@@ -69,7 +69,7 @@ pub struct TopArgs {
 /// Shows a world until `q`, Esc or Ctrl-C; or prints one frame.
 ///
 /// # Errors
-/// When flags cannot be, the terminal cannot be used, or, with `--once`, no server answers.
+/// When a flag is invalid, the terminal cannot be used, or, with `--once`, no server answers.
 pub fn run(args: &TopArgs) -> Result<()> {
     if !args.interval.is_finite() || args.interval < MIN_INTERVAL {
         bail!("--interval={} is too short: {MIN_INTERVAL} s is the least", args.interval);
@@ -110,7 +110,7 @@ fn frame(view: &View) -> Result<String> {
     Ok(lines[..num_lines].iter().map(|line| format!("{line}\n")).collect())
 }
 
-/// Draws whenever there is something new. Looks are taken in a thread, so that a server that hangs leaves keys alive.
+/// Redraws until the user quits. A thread of its own takes the snapshots, so that keys work while a server does not respond.
 fn live(terminal: &mut DefaultTerminal, source: Source, interval: Duration) -> Result<()> {
     let (sender, snapshots) = mpsc::sync_channel(1);
     thread::Builder::new().name("snapshots".into()).spawn(move || {
@@ -122,7 +122,7 @@ fn live(terminal: &mut DefaultTerminal, source: Source, interval: Duration) -> R
     let mut view = View::default();
     loop {
         terminal.draw(|frame| draw::draw(frame, &view, true))?;
-        if is_asked_to_end(Duration::from_millis(100))? {
+        if wait_for_quit(Duration::from_millis(100))? {
             return Ok(());
         }
         while let Ok(snapshot) = snapshots.try_recv() {
@@ -133,9 +133,9 @@ fn live(terminal: &mut DefaultTerminal, source: Source, interval: Duration) -> R
     }
 }
 
-/// Waits a moment for a key.
-fn is_asked_to_end(patience: Duration) -> Result<bool> {
-    if !event::poll(patience)? {
+/// Waits up to `timeout` for a key; whether it was a key that quits.
+fn wait_for_quit(timeout: Duration) -> Result<bool> {
+    if !event::poll(timeout)? {
         return Ok(false);
     }
     let Event::Key(key) = event::read()? else { return Ok(false) };

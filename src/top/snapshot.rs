@@ -1,4 +1,4 @@
-//! One glance at a server.
+//! The metrics and processes of a server at one moment.
 
 use std::time::Instant;
 
@@ -6,38 +6,38 @@ use anyhow::{Result, bail};
 use launcher::scrape::Metrics;
 use launcher::status::WorldStatus;
 
-/// Port of the metrics where nobody says.
+/// Default port of the metrics.
 const METRICS_PORT: u16 = 8002;
 
-/// Which server to look at.
+/// The server to show.
 #[derive(Debug, Clone, Default)]
 pub struct Source {
-    /// Its host; None for a world of this machine.
+    /// Its host; `None` for a world on this machine.
     pub host: Option<String>,
-    /// Its metrics' port, if not the usual one.
+    /// Port of its metrics; `None` for the default.
     pub metrics_port: Option<u16>,
-    /// Chooses among worlds of this machine.
+    /// Selects one of several worlds on this machine.
     pub http_port: Option<u16>,
 }
 
-/// What one glance finds.
+/// State of a server at one moment.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
-    /// When.
+    /// When it was taken.
     pub at: Instant,
     /// Host and port of the metrics.
     pub server: String,
     /// The world, if `launch` started it on this machine.
     pub world: Option<WorldStatus>,
-    /// What rank 0 publishes, or why there is nothing.
+    /// The metrics of rank 0, or why they cannot be read.
     pub metrics: Result<Metrics, String>,
 }
 
 impl Source {
-    /// Takes a look. A server that does not answer is part of what is seen.
+    /// Takes a snapshot. A server that does not answer is not an error; it is recorded in [`Snapshot::metrics`].
     ///
     /// # Errors
-    /// When several worlds run here and none was chosen, or the chosen one does not.
+    /// When several worlds run here and none is selected, or the selected one does not run.
     pub fn snapshot(&self) -> Result<Snapshot> {
         let world = if self.host.is_none() { self.choose(launcher::worlds()?)? } else { None };
         let port = self.metrics_port.or(world.as_ref().map(|world| world.metrics_port)).unwrap_or(METRICS_PORT);
@@ -46,7 +46,7 @@ impl Source {
         Ok(Snapshot { at: Instant::now(), server: format!("{host}:{port}"), world, metrics })
     }
 
-    /// The world that was asked for, or the only one.
+    /// The selected world, or the only one.
     fn choose(&self, mut worlds: Vec<WorldStatus>) -> Result<Option<WorldStatus>> {
         let fits = |world: &WorldStatus| {
             self.http_port.is_none_or(|port| world.http_port == port)
