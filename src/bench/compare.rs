@@ -10,7 +10,7 @@ use crate::figures::Figures;
 use crate::serving::{self, WorkloadArgs};
 use crate::target::{Protocol, Target};
 use crate::target_grpc::CONNECTIONS;
-use crate::{say, write_json};
+use crate::{print_text, write_json};
 
 /// Two servers or two models in turn, on the same requests: each figure as a ratio with its 95 % confidence interval
 #[derive(Debug, Clone, Args)]
@@ -91,7 +91,7 @@ pub(crate) async fn run(args: CompareArgs) -> Result<(), ClientError> {
     }
     let [first_runs, second_runs] = runs;
     let ratios = ratios(&first_runs, &second_runs);
-    say(args.json.as_ref(), &text(&args, &ratios));
+    print_text(args.json.as_ref(), &text(&args, &ratios));
     let comparison =
         Comparison { first: args.first, second: args.second, rounds: args.rounds, ratios, first_runs, second_runs };
     match &args.json {

@@ -14,7 +14,7 @@ use crate::load::{self, Pace};
 use crate::random::{Arrivals, Random};
 use crate::target::{Outcome, Protocol, Sampling, Target};
 use crate::target_grpc::CONNECTIONS;
-use crate::{core_table, progress, say, serving, write_json};
+use crate::{core_table, print_text, progress, serving, write_json};
 
 /// A language model without tokenizers around it, as TensorRT-LLM's benchmark_core_model measures it
 #[derive(Debug, Clone, Args)]
@@ -120,14 +120,14 @@ pub(crate) async fn run(args: CoreArgs) -> Result<(), ClientError> {
     let prompts = prompts(&args)?;
     let target = Target::open(Protocol::Grpc, &args.url, Some(&args.model), CONNECTIONS).await?;
     let sampling = Sampling { top_k: 1, top_p: 0.0, temperature: 1.0, stream_output: args.streaming, ignore_eos: true };
-    let say = |text: &str| say(args.json.as_ref(), text);
+    let print_text = |text: &str| print_text(args.json.as_ref(), text);
     if args.warmup > 0 {
-        say("[INFO] Warm up for benchmarking.");
+        print_text("[INFO] Warm up for benchmarking.");
         let warmup: Vec<Prompt> = prompts.iter().cycle().take(args.warmup).cloned().collect();
         let pace = Pace { limit: 1, arrivals: Arrivals::new(None, true, 0) };
         load::run(&target, &warmup, &sampling, pace, &progress::bar("warm-up", warmup.len())).await;
     }
-    say(&format!("[INFO] Start benchmarking on {} prompts.", prompts.len()));
+    print_text(&format!("[INFO] Start benchmarking on {} prompts.", prompts.len()));
     let rate = (args.request_rate > 0.0).then_some(args.request_rate);
     let arrivals = Arrivals::new(rate, args.time_delay_dist == "constant", args.seed);
     let pace = Pace { limit: args.concurrency.unwrap_or(usize::MAX), arrivals };
@@ -141,12 +141,12 @@ pub(crate) async fn run(args: CoreArgs) -> Result<(), ClientError> {
         is_streaming: args.streaming && outcomes.iter().any(|outcome| outcome.num_pieces > 1),
         ..Figures::of(&mut outcomes, elapsed, None)
     };
-    say(&text(&figures, &outcomes, elapsed));
+    print_text(&text(&figures, &outcomes, elapsed));
     finish(&args, &figures, &outcomes)
 }
 
 fn text(figures: &Figures, outcomes: &[Outcome], elapsed: Duration) -> String {
-    let latencies: f64 = outcomes.iter().map(|outcome| outcome.whole.as_secs_f64() * 1e3).sum();
+    let latencies: f64 = outcomes.iter().map(|outcome| outcome.latency.as_secs_f64() * 1e3).sum();
     let mut text = format!("[INFO] Total Latency: {:.3} ms\n", elapsed.as_secs_f64() * 1e3);
     text += &format!("[INFO] Total request latencies: {latencies:.3} ms\n");
     text += &core_table::text(figures);
@@ -154,7 +154,7 @@ fn text(figures: &Figures, outcomes: &[Outcome], elapsed: Duration) -> String {
         text += &format!("\ntime to first token    {}", figures.time_to_first_token_ms);
         text += &format!("\ninter-token latency    {}", figures.inter_token_latency_ms);
     }
-    text + &figures.troubles()
+    text + &figures.problems()
 }
 
 fn finish(args: &CoreArgs, figures: &Figures, outcomes: &[Outcome]) -> Result<(), ClientError> {
@@ -179,7 +179,7 @@ fn finish(args: &CoreArgs, figures: &Figures, outcomes: &[Outcome]) -> Result<()
 fn event(at: usize, outcome: &Outcome) -> Value {
     let micros = |time: Duration| time.as_secs_f64() * 1e6;
     json!({
-        "name": format!("req_{at}"), "cat": "batch", "ph": "X", "ts": micros(outcome.at), "dur": micros(outcome.whole), "pid": "1",
+        "name": format!("req_{at}"), "cat": "batch", "ph": "X", "ts": micros(outcome.at), "dur": micros(outcome.latency), "pid": "1",
         "args": {"isl": outcome.prompt_tokens, "osl": outcome.num_tokens},
     })
 }

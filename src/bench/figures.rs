@@ -66,34 +66,34 @@ impl Figures {
             outcome.num_tokens = Some(encoded.map_or(outcome.num_pieces, |ids| ids.len()));
         }
         let tokens = |outcome: &Outcome| outcome.num_tokens.unwrap_or(0);
-        let good = || outcomes.iter().filter(|outcome| outcome.error.is_none());
+        let successful = || outcomes.iter().filter(|outcome| outcome.error.is_none());
         let first_error = outcomes.iter().find_map(|outcome| outcome.error.clone());
-        let (seconds, answers) = (elapsed.as_secs_f64(), good().count());
-        let prompt_tokens = good().map(|outcome| outcome.prompt_tokens).sum();
+        let (seconds, answers) = (elapsed.as_secs_f64(), successful().count());
+        let prompt_tokens = successful().map(|outcome| outcome.prompt_tokens).sum();
         let output_tokens = outcomes.iter().map(tokens).sum();
-        let mut to_first: Vec<Duration> = good().filter_map(|outcome| outcome.to_first).collect();
-        let mut between: Vec<Duration> = good().flat_map(|outcome| outcome.between.iter().copied()).collect();
-        let mut whole: Vec<Duration> = good().map(|outcome| outcome.whole).collect();
+        let mut time_to_first: Vec<Duration> = successful().filter_map(|outcome| outcome.time_to_first).collect();
+        let mut between: Vec<Duration> = successful().flat_map(|outcome| outcome.gaps.iter().copied()).collect();
+        let mut whole: Vec<Duration> = successful().map(|outcome| outcome.latency).collect();
         let per_token = |outcome: &Outcome| {
             let after = u32::try_from(tokens(outcome).checked_sub(1)?).ok().filter(|&after| after > 0)?;
-            Some((outcome.whole - outcome.to_first?) / after)
+            Some((outcome.latency - outcome.time_to_first?) / after)
         };
         let mut per_token: Vec<Duration> =
-            good().filter(|outcome| outcome.num_pieces > 1).filter_map(per_token).collect();
+            successful().filter(|outcome| outcome.num_pieces > 1).filter_map(per_token).collect();
         Self {
             requests: outcomes.len(),
             errors: outcomes.len() - answers,
-            short_answers: good().filter(|outcome| tokens(outcome) < outcome.asked_tokens).count(),
+            short_answers: successful().filter(|outcome| tokens(outcome) < outcome.max_tokens).count(),
             seconds,
             prompt_tokens,
             output_tokens,
             output_tokens_per_second: output_tokens as f64 / seconds,
             total_tokens_per_second: (prompt_tokens + output_tokens) as f64 / seconds,
             requests_per_second: answers as f64 / seconds,
-            time_to_first_token_histogram: Histogram::of(&to_first),
+            time_to_first_token_histogram: Histogram::of(&time_to_first),
             inter_token_latency_histogram: Histogram::of(&between),
             request_latency_histogram: Histogram::of(&whole),
-            time_to_first_token_ms: Percentiles::of(&mut to_first),
+            time_to_first_token_ms: Percentiles::of(&mut time_to_first),
             inter_token_latency_ms: Percentiles::of(&mut between),
             time_per_output_token_ms: Percentiles::of(&mut per_token),
             request_latency_ms: Percentiles::of(&mut whole),
@@ -134,11 +134,11 @@ impl Figures {
             text += &format!("time per output token  {}\n", self.time_per_output_token_ms);
         }
         text += &format!("request latency        {}", self.request_latency_ms);
-        text + &self.troubles()
+        text + &self.problems()
     }
 
     /// What did not go as asked, in lines of their own.
-    pub(crate) fn troubles(&self) -> String {
+    pub(crate) fn problems(&self) -> String {
         let mut text = String::new();
         if self.short_answers > 0 {
             text += &format!("\n{} of {} answers are shorter than asked for", self.short_answers, self.requests);
@@ -189,11 +189,11 @@ mod tests {
     fn outcome(num_tokens: Option<usize>, error: Option<&str>) -> Outcome {
         let prompt = Prompt { text: "a".into(), ids: vec![1, 2], max_tokens: 5 };
         Outcome {
-            to_first: Some(Duration::from_millis(10)),
-            between: vec![Duration::from_millis(2); 3],
+            time_to_first: Some(Duration::from_millis(10)),
+            gaps: vec![Duration::from_millis(2); 3],
             num_pieces: 4,
             num_tokens,
-            whole: Duration::from_millis(16),
+            latency: Duration::from_millis(16),
             error: error.map(str::to_owned),
             ..Outcome::begin(&prompt, Duration::ZERO)
         }

@@ -56,11 +56,11 @@ impl HttpClient {
     ///
     /// # Errors
     /// When nothing answers, or the server refuses.
-    pub(crate) async fn post(&self, path: &str, body: &Value) -> Result<Answer, ClientError> {
+    pub(crate) async fn post(&self, path: &str, body: &Value) -> Result<HttpResponse, ClientError> {
         self.send("POST", path, body.to_string()).await
     }
 
-    async fn send(&self, method: &str, path: &str, body: String) -> Result<Answer, ClientError> {
+    async fn send(&self, method: &str, path: &str, body: String) -> Result<HttpResponse, ClientError> {
         let head = Request::builder().method(method).uri(format!("http://{}{path}", self.address));
         let head = head.header("host", &*self.address).header("content-type", "application/json");
         let request = head
@@ -71,7 +71,7 @@ impl HttpClient {
             true => ClientError::Unreachable { url: self.address.to_string(), source: std::io::Error::other(error) },
             false => self.broken(error.source().unwrap_or(&error)),
         })?;
-        let answer = Answer { client: self.clone(), response, buffer: BytesMut::new() };
+        let answer = HttpResponse { client: self.clone(), response, buffer: BytesMut::new() };
         if answer.response.status() == StatusCode::OK { Ok(answer) } else { Err(answer.refusal(path).await) }
     }
 
@@ -82,13 +82,13 @@ impl HttpClient {
 }
 
 /// An answer whose body is still to be read.
-pub(crate) struct Answer {
+pub(crate) struct HttpResponse {
     client: HttpClient,
     response: Response<Incoming>,
     buffer: BytesMut,
 }
 
-impl Answer {
+impl HttpResponse {
     /// The whole body as JSON.
     pub(crate) async fn json(mut self) -> Result<Value, ClientError> {
         while self.more().await? {}

@@ -16,7 +16,7 @@ use crate::infer::Protocol;
 use crate::infer_http::HttpConnection;
 use crate::percentiles::Percentiles;
 use crate::random::Random;
-use crate::{progress, say, write_json};
+use crate::{print_text, progress, write_json};
 
 /// Latency and sentences per second of one batch of a fixed shape, as TensorRT-LLM's identity_test measures them
 #[derive(Debug, Clone, Args)]
@@ -101,24 +101,24 @@ pub(crate) async fn run(args: IdentityArgs) -> Result<(), ClientError> {
         });
     }
     if args.warm_up {
-        say(args.json.as_ref(), "[INFO] sending requests to warm up");
+        print_text(args.json.as_ref(), "[INFO] sending requests to warm up");
         try_join_all(senders.iter_mut().take(2).map(Sender::send)).await?;
     }
     let bar = progress::bar("identity", args.num_runs);
     let mut runs = Vec::with_capacity(args.num_runs);
     for _ in 0..args.num_runs {
-        let begun = Instant::now();
+        let started = Instant::now();
         try_join_all(senders.iter_mut().map(Sender::send)).await?;
-        runs.push(begun.elapsed() / args.request_parallelism as u32);
+        runs.push(started.elapsed() / args.request_parallelism as u32);
         bar.inc(1);
     }
     bar.finish_and_clear();
     let figures = figures(&args, &mut runs);
     let Figures { batch_size, start_len, output_len, latency_ms, sentences_per_second, .. } = &figures;
-    let say = |text: String| say(args.json.as_ref(), &text);
-    say(format!("[INFO] Batch size: {batch_size}, Start len: {start_len}, Output len: {output_len}"));
-    say(format!("[INFO] Latency: {latency_ms:.3} ms"));
-    say(format!("[INFO] Throughput: {sentences_per_second:.3} sentences / sec"));
+    let print_text = |text: String| print_text(args.json.as_ref(), &text);
+    print_text(format!("[INFO] Batch size: {batch_size}, Start len: {start_len}, Output len: {output_len}"));
+    print_text(format!("[INFO] Latency: {latency_ms:.3} ms"));
+    print_text(format!("[INFO] Throughput: {sentences_per_second:.3} sentences / sec"));
     match &args.json {
         Some(path) => write_json(path, &figures),
         None => Ok(()),
@@ -157,15 +157,15 @@ fn request(args: &IdentityArgs, model: &Model, random: &mut Random) -> Result<Mo
     add("input_ids", length, ids.iter().flat_map(|id| id.to_le_bytes()).collect())?;
     add("input_lengths", 1, whole(length))?;
     add("request_output_len", 1, whole(args.output_len as i64))?;
-    let mut offer = |name: &str, data: Vec<u8>| match model.input(name).map(|input| input.datatype.as_str()) {
+    let mut add_if_declared = |name: &str, data: Vec<u8>| match model.input(name).map(|input| input.datatype.as_str()) {
         Some("INT32" | "UINT32" | "FP32") => add(name, 1, data),
         _ => Ok(()),
     };
-    offer("end_id", whole(-1))?;
-    offer("beam_width", whole(i64::from(args.beam_width)))?;
-    offer("runtime_top_k", whole(i64::from(args.topk)))?;
+    add_if_declared("end_id", whole(-1))?;
+    add_if_declared("beam_width", whole(i64::from(args.beam_width)))?;
+    add_if_declared("runtime_top_k", whole(i64::from(args.topk)))?;
     if args.topp > 0.0 {
-        offer("runtime_top_p", each((args.topp as f32).to_le_bytes()))?;
+        add_if_declared("runtime_top_p", each((args.topp as f32).to_le_bytes()))?;
     }
     Ok(request)
 }

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::infer_http::HttpConnection;
 use crate::percentiles::Percentiles;
-use crate::{say, write_json};
+use crate::{print_text, write_json};
 use client::ClientError;
 use client::grpc::{Connection, frame};
 use client::proto::ModelInferRequest;
@@ -72,9 +72,9 @@ struct Figures {
 }
 
 /// Gathered latencies, and when they begin and end to count.
-struct Clock {
-    counts_from: Instant,
-    counts_to: Instant,
+struct Window {
+    start: Instant,
+    end: Instant,
 }
 
 /// Runs every concurrency and prints its figures.
@@ -97,7 +97,7 @@ pub(crate) async fn run(args: InferArgs) -> Result<(), ClientError> {
             figures.requests_per_second,
             figures.latency_ms
         );
-        say(args.json.as_ref(), &line);
+        print_text(args.json.as_ref(), &line);
         all.push(figures);
     }
     match &args.json {
@@ -154,9 +154,9 @@ async fn measure(args: &InferArgs, request: &ModelInferRequest, concurrency: usi
             }
         }
     }
-    let counts_from = Instant::now() + Duration::from_secs_f64(args.warmup);
-    let clock = Clock { counts_from, counts_to: counts_from + Duration::from_secs_f64(args.seconds) };
-    let latencies = join_all(senders.into_iter().map(|sender| repeat(sender, &clock))).await;
+    let start = Instant::now() + Duration::from_secs_f64(args.warmup);
+    let window = Window { start, end: start + Duration::from_secs_f64(args.seconds) };
+    let latencies = join_all(senders.into_iter().map(|sender| repeat(sender, &window))).await;
     let latencies: Result<Vec<Vec<Duration>>, ClientError> = latencies.into_iter().collect();
     let mut latencies = latencies?.concat();
     Ok(Figures {
@@ -174,10 +174,10 @@ enum Sender {
     Http(HttpConnection),
 }
 
-async fn repeat(mut sender: Sender, clock: &Clock) -> Result<Vec<Duration>, ClientError> {
+async fn repeat(mut sender: Sender, window: &Window) -> Result<Vec<Duration>, ClientError> {
     let mut latencies = Vec::new();
     loop {
-        let begun = Instant::now();
+        let started = Instant::now();
         match &mut sender {
             Sender::Grpc(connection, framed) => {
                 let mut replies = connection.call("ModelInfer", framed.clone()).await?;
@@ -186,11 +186,11 @@ async fn repeat(mut sender: Sender, clock: &Clock) -> Result<Vec<Duration>, Clie
             Sender::Http(connection) => connection.send().await?,
         }
         let ended = Instant::now();
-        if ended >= clock.counts_to {
+        if ended >= window.end {
             return Ok(latencies);
         }
-        if ended >= clock.counts_from {
-            latencies.push(ended - begun);
+        if ended >= window.start {
+            latencies.push(ended - started);
         }
     }
 }

@@ -128,7 +128,7 @@ pub(crate) fn write_json(path: &std::path::Path, figures: &impl serde::Serialize
 }
 
 /// Prints what people read: to standard error where standard output holds JSON.
-pub(crate) fn say(json: Option<&std::path::PathBuf>, text: &str) {
+pub(crate) fn print_text(json: Option<&std::path::PathBuf>, text: &str) {
     match json.is_some_and(|path| path.as_os_str() == "-") {
         true => eprintln!("{text}"),
         false => println!("{text}"),

@@ -13,7 +13,7 @@ use crate::load::{self, Pace};
 use crate::random::Arrivals;
 use crate::target::{Protocol, Sampling, Target};
 use crate::target_grpc::CONNECTIONS;
-use crate::{progress, say, write_json};
+use crate::{print_text, progress, write_json};
 
 /// Throughput and latencies of a language model over a dataset
 #[derive(Debug, Clone, Args)]
@@ -152,7 +152,7 @@ pub(crate) async fn run(args: ServingArgs) -> Result<(), ClientError> {
             rate.map_or_else(|| format!("{} in flight", concurrency.unwrap_or(0)), |rate| format!("{rate} req/s"));
         let run = args.workload.run(&what, &target, &prompts, tokenizer.as_ref(), concurrency, rate).await;
         let run = Figures { protocol: args.protocol.name(), ..run };
-        say(args.json.as_ref(), &run.text());
+        print_text(args.json.as_ref(), &run.text());
         runs.runs.push(run);
     }
     if let Some(path) = &args.csv {
@@ -163,7 +163,7 @@ pub(crate) async fn run(args: ServingArgs) -> Result<(), ClientError> {
         write_json(path, &runs)?;
     }
     match runs.runs.iter().find(|run| run.errors == run.requests) {
-        Some(run) => Err(ClientError::Usage(format!("every request failed{}", run.troubles()))),
+        Some(run) => Err(ClientError::Usage(format!("every request failed{}", run.problems()))),
         None => Ok(()),
     }
 }

@@ -54,61 +54,61 @@ pub(crate) struct Sampling {
 /// How one request went.
 #[derive(Debug)]
 pub(crate) struct Outcome {
-    pub begun: Instant,
+    pub started: Instant,
     pub last: Instant,
     /// When it was sent, since the run began.
     pub at: Duration,
-    pub to_first: Option<Duration>,
+    pub time_to_first: Option<Duration>,
     /// Gaps between tokens; those of one piece share its gap.
-    pub between: Vec<Duration>,
+    pub gaps: Vec<Duration>,
     /// Pieces that came.
     pub num_pieces: usize,
     /// Tokens that the server itself counted.
     pub num_tokens: Option<usize>,
-    /// The count that the last piece told.
-    pub told: usize,
+    /// The count of the last piece.
+    pub last_count: usize,
     pub text: String,
     pub prompt_tokens: usize,
-    pub asked_tokens: usize,
-    pub whole: Duration,
+    pub max_tokens: usize,
+    pub latency: Duration,
     pub error: Option<String>,
 }
 
 impl Outcome {
     /// Of a request that is sent now.
     pub(crate) fn begin(prompt: &Prompt, at: Duration) -> Self {
-        let begun = Instant::now();
+        let started = Instant::now();
         Self {
-            begun,
-            last: begun,
+            started,
+            last: started,
             at,
-            to_first: None,
-            between: Vec::new(),
+            time_to_first: None,
+            gaps: Vec::new(),
             num_pieces: 0,
             num_tokens: None,
-            told: 0,
+            last_count: 0,
             text: String::new(),
             prompt_tokens: prompt.ids.len(),
-            asked_tokens: prompt.max_tokens,
-            whole: Duration::ZERO,
+            max_tokens: prompt.max_tokens,
+            latency: Duration::ZERO,
             error: None,
         }
     }
 
     /// A piece came with the server's count of tokens: some servers count those of the piece, others all so far.
-    pub(crate) fn told_piece(&mut self, told: Option<usize>, text: &str) {
-        let Some(told) = told else { return self.piece(None, text) };
-        let new = if told > self.told { told - self.told } else { told };
-        self.told = told;
-        self.piece(Some(new), text);
+    pub(crate) fn add_counted_piece(&mut self, count: Option<usize>, text: &str) {
+        let Some(count) = count else { return self.add_piece(None, text) };
+        let new = if count > self.last_count { count - self.last_count } else { count };
+        self.last_count = count;
+        self.add_piece(Some(new), text);
     }
 
     /// A piece of the answer came, of `count` tokens where that is known.
-    pub(crate) fn piece(&mut self, count: Option<usize>, text: &str) {
+    pub(crate) fn add_piece(&mut self, count: Option<usize>, text: &str) {
         let (now, tokens) = (Instant::now(), count.unwrap_or(1).max(1));
-        match self.to_first {
-            None => self.to_first = Some(now - self.begun),
-            Some(_) => self.between.extend(std::iter::repeat_n((now - self.last) / tokens as u32, tokens)),
+        match self.time_to_first {
+            None => self.time_to_first = Some(now - self.started),
+            Some(_) => self.gaps.extend(std::iter::repeat_n((now - self.last) / tokens as u32, tokens)),
         }
         self.last = now;
         self.num_pieces += 1;
@@ -120,7 +120,7 @@ impl Outcome {
 
     /// The request has ended.
     pub(crate) fn end(&mut self, result: Result<(), ClientError>) {
-        self.whole = self.begun.elapsed();
+        self.latency = self.started.elapsed();
         self.error = result.err().map(|error| error.to_string());
     }
 }
@@ -169,11 +169,11 @@ impl Target {
     }
 
     /// Sends a prompt and follows its answer.
-    pub(crate) async fn ask(&self, prompt: &Prompt, sampling: &Sampling, outcome: &mut Outcome) {
+    pub(crate) async fn send(&self, prompt: &Prompt, sampling: &Sampling, outcome: &mut Outcome) {
         let result = match self {
-            Target::Grpc(target) => target.ask(prompt, sampling, outcome).await,
-            Target::Http(target) => target.ask(prompt, sampling, outcome).await,
-            Target::OpenAi(target) => target.ask(prompt, sampling, outcome).await,
+            Target::Grpc(target) => target.send(prompt, sampling, outcome).await,
+            Target::Http(target) => target.send(prompt, sampling, outcome).await,
+            Target::OpenAi(target) => target.send(prompt, sampling, outcome).await,
         };
         outcome.end(result);
     }
@@ -190,9 +190,9 @@ mod tests {
     #[test]
     fn counts_so_far_and_counts_of_each_piece_come_to_the_same() {
         let (mut all, mut each) = (outcome(), outcome());
-        [1, 2, 4].into_iter().for_each(|told| all.told_piece(Some(told), "x"));
-        [1, 1, 1].into_iter().for_each(|told| each.told_piece(Some(told), "x"));
-        assert_eq!((all.num_tokens, all.between.len(), &all.text[..]), (Some(4), 3, "xxx"));
-        assert_eq!((each.num_tokens, each.between.len()), (Some(3), 2));
+        [1, 2, 4].into_iter().for_each(|count| all.add_counted_piece(Some(count), "x"));
+        [1, 1, 1].into_iter().for_each(|count| each.add_counted_piece(Some(count), "x"));
+        assert_eq!((all.num_tokens, all.gaps.len(), &all.text[..]), (Some(4), 3, "xxx"));
+        assert_eq!((each.num_tokens, each.gaps.len()), (Some(3), 2));
     }
 }

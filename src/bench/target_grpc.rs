@@ -26,7 +26,7 @@ const NO_END_ID: i64 = -1;
 /// Connections that requests share, where the caller does not say.
 pub(crate) const CONNECTIONS: usize = 4;
 /// Models that are asked where none is named, the first that is ready.
-const USUAL: [&str; 5] = ["ensemble", "lmdeploy_model", "sglang_model", "tensorrt_llm_bls", "llama-python"];
+const DEFAULT_MODELS: [&str; 5] = ["ensemble", "lmdeploy_model", "sglang_model", "tensorrt_llm_bls", "llama-python"];
 
 /// A model behind some connections.
 #[derive(Clone)]
@@ -44,7 +44,7 @@ impl GrpcTarget {
         }
         let name = match model {
             Some(name) => name.to_owned(),
-            None => usual_model(&connections[0]).await?,
+            None => default_model(&connections[0]).await?,
         };
         let model = Arc::new(Model::find(&connections[0], &name).await?);
         Ok(Self { connections: connections.into(), next: Arc::default(), model })
@@ -59,7 +59,7 @@ impl GrpcTarget {
         &self.connections[self.next.fetch_add(1, Ordering::Relaxed) % self.connections.len()]
     }
 
-    pub(crate) async fn ask(
+    pub(crate) async fn send(
         &self,
         prompt: &Prompt,
         sampling: &Sampling,
@@ -75,8 +75,8 @@ impl GrpcTarget {
             let Some(response) = reply.infer_response else { continue };
             match piece(&response) {
                 None => {}
-                Some(Piece::Ids(count)) => outcome.piece(Some(count.saturating_sub(dropped)), ""),
-                Some(Piece::Text(text, told)) => outcome.told_piece(told, &text),
+                Some(Piece::Ids(count)) => outcome.add_piece(Some(count.saturating_sub(dropped)), ""),
+                Some(Piece::Text(text, count)) => outcome.add_counted_piece(count, &text),
             }
         }
         Ok(())
@@ -95,31 +95,38 @@ impl GrpcTarget {
         if model.input("input_ids").is_some() {
             let ids: Vec<i64> = prompt.ids.iter().copied().map(i64::from).collect();
             model.add(&mut request, "input_ids", Values::Integers(&ids))?;
-            self.offer(&mut request, &["input_lengths"], Values::Integers(&[ids.len() as i64]))?;
-            self.offer(&mut request, &["exclude_input_in_output"], Values::Bool(true))?;
+            self.add_if_declared(&mut request, &["input_lengths"], Values::Integers(&[ids.len() as i64]))?;
+            self.add_if_declared(&mut request, &["exclude_input_in_output"], Values::Bool(true))?;
         } else {
             let text = [prompt.text.clone()];
-            if !self.offer(&mut request, &PROMPT, Values::Texts(&text))? {
+            if !self.add_if_declared(&mut request, &PROMPT, Values::Texts(&text))? {
                 model.add(&mut request, PROMPT[0], Values::Texts(&text))?; // Says what inputs there are.
             }
-            self.offer(&mut request, &["skip_special_tokens"], Values::Bool(false))?;
-            self.offer(&mut request, &["return_num_output_tokens"], Values::Bool(true))?;
+            self.add_if_declared(&mut request, &["skip_special_tokens"], Values::Bool(false))?;
+            self.add_if_declared(&mut request, &["return_num_output_tokens"], Values::Bool(true))?;
         }
-        self.offer(&mut request, &LENGTH, Values::Integers(&[prompt.max_tokens as i64]))?;
-        self.offer(&mut request, &STREAM, Values::Bool(sampling.stream_output && model.streams))?;
-        self.offer(&mut request, &TOP_K, Values::Integers(&[i64::from(sampling.top_k)]))?;
-        self.offer(&mut request, &TEMPERATURE, Values::Float(sampling.temperature))?;
+        self.add_if_declared(&mut request, &LENGTH, Values::Integers(&[prompt.max_tokens as i64]))?;
+        self.add_if_declared(&mut request, &STREAM, Values::Bool(sampling.stream_output && model.streams))?;
+        self.add_if_declared(&mut request, &TOP_K, Values::Integers(&[i64::from(sampling.top_k)]))?;
+        self.add_if_declared(&mut request, &TEMPERATURE, Values::Float(sampling.temperature))?;
         if sampling.top_p > 0.0 {
-            self.offer(&mut request, &TOP_P, Values::Float(sampling.top_p))?;
+            self.add_if_declared(&mut request, &TOP_P, Values::Float(sampling.top_p))?;
         }
-        if !self.offer(&mut request, &["ignore_eos"], Values::Bool(sampling.ignore_eos))? && sampling.ignore_eos {
-            self.offer(&mut request, &["end_id"], Values::Integers(&[NO_END_ID]))?;
+        if !self.add_if_declared(&mut request, &["ignore_eos"], Values::Bool(sampling.ignore_eos))?
+            && sampling.ignore_eos
+        {
+            self.add_if_declared(&mut request, &["end_id"], Values::Integers(&[NO_END_ID]))?;
         }
         Ok(request)
     }
 
     /// Adds an input under the first name that the model knows; whether it knows one.
-    fn offer(&self, request: &mut ModelInferRequest, names: &[&str], values: Values<'_>) -> Result<bool, ClientError> {
+    fn add_if_declared(
+        &self,
+        request: &mut ModelInferRequest,
+        names: &[&str],
+        values: Values<'_>,
+    ) -> Result<bool, ClientError> {
         match names.iter().find(|name| self.model.input(name).is_some()) {
             Some(name) => self.model.add(request, name, values).map(|()| true),
             None => Ok(false),
@@ -144,18 +151,18 @@ fn piece(response: &ModelInferResponse) -> Option<Piece> {
     }
     let (_, data) = outputs().find(|(output, _)| output.datatype == "BYTES")?;
     let text: Vec<u8> = texts(data).flatten().copied().collect();
-    let (_, told) = outputs().find(|(output, _)| output.name == "num_output_tokens").unzip();
-    let told =
-        told.and_then(|data| data.first_chunk()).and_then(|count| usize::try_from(i32::from_le_bytes(*count)).ok());
-    Some(Piece::Text(String::from_utf8_lossy(&text).into_owned(), told))
+    let (_, count) = outputs().find(|(output, _)| output.name == "num_output_tokens").unzip();
+    let count =
+        count.and_then(|data| data.first_chunk()).and_then(|count| usize::try_from(i32::from_le_bytes(*count)).ok());
+    Some(Piece::Text(String::from_utf8_lossy(&text).into_owned(), count))
 }
 
-async fn usual_model(connection: &Connection) -> Result<String, ClientError> {
+async fn default_model(connection: &Connection) -> Result<String, ClientError> {
     let asked = RepositoryIndexRequest { ready: true, ..Default::default() };
     let index: RepositoryIndexResponse =
-        connection.unary("RepositoryIndex", &asked).await.map_err(ClientError::at_first)?;
+        connection.unary("RepositoryIndex", &asked).await.map_err(ClientError::on_first_call)?;
     let has = |name: &&str| index.models.iter().any(|model| model.name == *name);
-    let usual = USUAL.iter().find(|name| has(name)).map(|name| (*name).to_owned());
+    let usual = DEFAULT_MODELS.iter().find(|name| has(name)).map(|name| (*name).to_owned());
     let only = || match &index.models[..] {
         [model] => Some(model.name.clone()),
         _ => None,

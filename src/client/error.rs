@@ -28,7 +28,7 @@ pub enum ClientError {
 
 impl ClientError {
     /// The error of a connection's first call: one that breaks there never was what it should be.
-    pub fn at_first(self) -> Self {
+    pub fn on_first_call(self) -> Self {
         match self {
             ClientError::Connection { url, source } => ClientError::NotGrpc { url, source },
             other => other,

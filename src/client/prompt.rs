@@ -61,7 +61,7 @@ pub fn run_client(args: ClientArgs) -> Result<(), ClientError> {
         Some(prompt) => prompt.clone(),
         None => read_prompt()?,
     };
-    crate::runtime()?.block_on(ask(&args, prompt))
+    crate::runtime()?.block_on(generate(&args, prompt))
 }
 
 fn read_prompt() -> Result<String, ClientError> {
@@ -76,16 +76,16 @@ fn read_prompt() -> Result<String, ClientError> {
     Ok(prompt.trim_end_matches('\n').to_owned())
 }
 
-async fn ask(args: &ClientArgs, prompt: String) -> Result<(), ClientError> {
+async fn generate(args: &ClientArgs, prompt: String) -> Result<(), ClientError> {
     let connection = Connection::open(&args.url).await?;
     let model = Model::find(&connection, &args.model).await?;
     let request = request(args, &model, prompt)?;
     let text_outputs = model.metadata.outputs.iter().filter(|output| output.datatype == "BYTES");
     let text_outputs: Vec<&str> = text_outputs.map(|output| output.name.as_str()).collect();
-    let begun = Instant::now();
+    let started = Instant::now();
     let replies = connection.call("ModelStreamInfer", frame(&request)).await?;
     let answered = tokio::select! {
-        answered = print_answer(replies, &text_outputs, begun) => answered,
+        answered = print_answer(replies, &text_outputs, started) => answered,
         _ = tokio::signal::ctrl_c() => Err(ClientError::Cancelled),
     };
     if matches!(answered, Err(ClientError::Cancelled)) {
@@ -137,14 +137,14 @@ fn request(args: &ClientArgs, model: &Model, prompt: String) -> Result<ModelInfe
 /// What is told at the end.
 struct Figures {
     num_tokens: usize,
-    to_first: Duration,
-    whole: Duration,
+    time_to_first: Duration,
+    duration: Duration,
 }
 
 impl std::fmt::Display for Figures {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let decoding = self.whole.saturating_sub(self.to_first).as_secs_f64();
-        let (tokens, first) = (self.num_tokens, self.to_first.as_secs_f64() * 1e3);
+        let decoding = self.duration.saturating_sub(self.time_to_first).as_secs_f64();
+        let (tokens, first) = (self.num_tokens, self.time_to_first.as_secs_f64() * 1e3);
         write!(formatter, "{tokens} tokens, first after {first:.1} ms")?;
         if tokens > 1 && decoding > 0.0 {
             write!(formatter, ", then {:.1} tokens/s", (tokens - 1) as f64 / decoding)?;
@@ -153,10 +153,10 @@ impl std::fmt::Display for Figures {
     }
 }
 
-async fn print_answer(mut replies: Replies, outputs: &[&str], begun: Instant) -> Result<Figures, ClientError> {
+async fn print_answer(mut replies: Replies, outputs: &[&str], started: Instant) -> Result<Figures, ClientError> {
     let mut stdout = std::io::stdout().lock();
     let failed = |source| ClientError::Io { what: "writing the answer".into(), source };
-    let (mut num_tokens, mut to_first) = (0, None);
+    let (mut num_tokens, mut time_to_first) = (0, None);
     while let Some(reply) = replies.next::<ModelStreamInferResponse>().await? {
         if !reply.error_message.is_empty() {
             let _ = writeln!(stdout);
@@ -170,9 +170,9 @@ async fn print_answer(mut replies: Replies, outputs: &[&str], begun: Instant) ->
             }
         }
         stdout.flush().map_err(failed)?;
-        to_first.get_or_insert_with(|| begun.elapsed());
+        time_to_first.get_or_insert_with(|| started.elapsed());
     }
     writeln!(stdout).map_err(failed)?;
-    let whole = begun.elapsed();
-    Ok(Figures { num_tokens, to_first: to_first.unwrap_or(whole), whole })
+    let duration = started.elapsed();
+    Ok(Figures { num_tokens, time_to_first: time_to_first.unwrap_or(duration), duration })
 }

@@ -28,7 +28,7 @@ impl Model {
     pub async fn find(connection: &Connection, name: &str) -> Result<Self, ClientError> {
         let request = ModelReadyRequest { name: name.to_owned(), version: String::new() };
         let ready: ModelReadyResponse =
-            connection.unary("ModelReady", &request).await.map_err(ClientError::at_first)?;
+            connection.unary("ModelReady", &request).await.map_err(ClientError::on_first_call)?;
         if !ready.ready {
             let (model, url) = (name.to_owned(), connection.url().to_owned());
             return Err(ClientError::NotReady { model, url, known: known_models(connection, name).await? });

@@ -57,7 +57,7 @@ pub(super) fn encode(text: &str, pieces: &Pieces, found: &mut Vec<Found>) {
     let mut merges = Merges { text, pieces, symbols: Vec::new(), pairs: BinaryHeap::new(), origin: HashMap::new() };
     merges.split();
     for right in 1..merges.symbols.len() {
-        merges.offer(Some(right - 1), Some(right));
+        merges.push_pair(Some(right - 1), Some(right));
     }
     while let Some(pair) = merges.pairs.pop() {
         merges.merge(&pair);
@@ -81,7 +81,7 @@ impl<'a> Merges<'a> {
         }
     }
 
-    fn offer(&mut self, left: Option<usize>, right: Option<usize>) {
+    fn push_pair(&mut self, left: Option<usize>, right: Option<usize>) {
         let (Some(left), Some(right)) = (left, right) else { return };
         let (a, b) = (&self.symbols[left], &self.symbols[right]);
         if a.is_whole || b.is_whole {
@@ -109,8 +109,8 @@ impl<'a> Merges<'a> {
         if let Some(next) = next {
             self.symbols[next].prev = Some(pair.left);
         }
-        self.offer(self.symbols[pair.left].prev, Some(pair.left));
-        self.offer(Some(pair.left), next);
+        self.push_pair(self.symbols[pair.left].prev, Some(pair.left));
+        self.push_pair(Some(pair.left), next);
     }
 
     /// Adds `text`. An unused piece is split into the pieces that it was merged from; one of a single character is unknown.

@@ -17,7 +17,7 @@ struct Best {
 /// the published implementation, so that ties are resolved the same way.
 pub(super) fn encode(text: &str, pieces: &Pieces, found: &mut Vec<Found>) {
     let mut best = vec![Best { score: 0.0, start: None, id: None }; text.len() + 1];
-    let offer = |best: &mut [Best], start: usize, end: usize, score: f32, id: Option<u32>| {
+    let update = |best: &mut [Best], start: usize, end: usize, score: f32, id: Option<u32>| {
         if best[end].start.is_none() || score > best[end].score {
             best[end] = Best { score, start: Some(start), id };
         }
@@ -33,12 +33,12 @@ pub(super) fn encode(text: &str, pieces: &Pieces, found: &mut Vec<Found>) {
                 true => USER_DEFINED_SCORE * (len - 1) as f32,
                 false => pieces.scores[id as usize],
             };
-            offer(&mut best, start, start + len, score + so_far, Some(id));
+            update(&mut best, start, start + len, score + so_far, Some(id));
             has_character |= len == c.len_utf8();
         }
         if !has_character {
             let score = pieces.min_score - UNKNOWN_PENALTY + so_far;
-            offer(&mut best, start, start + c.len_utf8(), score, None);
+            update(&mut best, start, start + c.len_utf8(), score, None);
         }
     }
     let first = found.len();
