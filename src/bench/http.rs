@@ -25,10 +25,10 @@ pub(crate) struct HttpClient {
 }
 
 impl HttpClient {
-    /// A client of `HOST:PORT` or `http://HOST:PORT`; connects when first used.
+    /// A client of `HOST:PORT` or `http://HOST:PORT`. It connects with the first request.
     ///
     /// # Errors
-    /// For an address with another scheme.
+    /// For an `https` address.
     pub(crate) fn new(address: &str) -> Result<Self, ClientError> {
         if address.starts_with("https://") {
             return Err(ClientError::Usage(format!(
@@ -44,18 +44,18 @@ impl HttpClient {
         })
     }
 
-    /// The JSON that `GET path` gives.
+    /// Sends `GET path` and returns the JSON of the response.
     ///
     /// # Errors
-    /// When nothing answers, or not with JSON.
+    /// When the request fails, or the response is not JSON.
     pub(crate) async fn get(&self, path: &str) -> Result<Value, ClientError> {
         self.send("GET", path, String::new()).await?.json().await
     }
 
-    /// Sends JSON and waits for the head of the answer, which is 200.
+    /// Sends `POST path` with JSON and waits for the head of the response.
     ///
     /// # Errors
-    /// When nothing answers, or the server refuses.
+    /// When the request fails, or the status is not 200.
     pub(crate) async fn post(&self, path: &str, body: &Value) -> Result<HttpResponse, ClientError> {
         self.send("POST", path, body.to_string()).await
     }
@@ -81,7 +81,7 @@ impl HttpClient {
     }
 }
 
-/// An answer whose body is still to be read.
+/// A response whose body is not read yet.
 pub(crate) struct HttpResponse {
     client: HttpClient,
     response: Response<Incoming>,

@@ -1,4 +1,4 @@
-//! Sends prompts at a pace and gathers how each one went.
+//! Sends prompts at a given rate or concurrency, and collects the outcomes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,14 +13,14 @@ use crate::dataset::Prompt;
 use crate::random::Arrivals;
 use crate::target::{Outcome, Sampling, Target};
 
-/// How fast requests are sent.
+/// How many requests are sent, and when.
 pub(crate) struct Pace {
-    /// Requests in flight at most.
+    /// Maximum number of requests in flight.
     pub limit: usize,
     pub arrivals: Arrivals,
 }
 
-/// Sends all prompts; the outcomes as they came, and how long all of it took.
+/// Sends all prompts. Returns the outcomes in the order of completion, and the total time.
 pub(crate) async fn run(
     target: &Target,
     prompts: &[Prompt],

@@ -12,20 +12,20 @@ pub(crate) struct Line {
 
 const WIDTH: f64 = 440.0;
 const HEIGHT: f64 = 280.0;
-/// Room for the axes' words.
+/// Margins for the labels of the axes.
 const LEFT: f64 = 64.0;
 const BOTTOM: f64 = 44.0;
 const TOP: f64 = 16.0;
 const COLOURS: [&str; 6] = ["#1f5fa8", "#d1662a", "#2f7d4f", "#8a4fa3", "#a33b3b", "#5c6670"];
-/// Marks on an axis.
+/// Number of labels on an axis, without the one at 0.
 const MARKS: usize = 4;
 
-/// Text that may stand in HTML.
+/// Escapes a text for HTML.
 pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
-/// A chart of lines, both axes from 0.
+/// A line chart; both axes start at 0.
 pub(crate) fn lines(x_name: &str, y_name: &str, lines: &[Line]) -> String {
     let all = || lines.iter().flat_map(|line| &line.points);
     let (x_max, y_max) = (axis_end(all().map(|point| point.0)), axis_end(all().map(|point| point.1)));
@@ -53,7 +53,7 @@ pub(crate) fn lines(x_name: &str, y_name: &str, lines: &[Line]) -> String {
     svg + "</svg>\n"
 }
 
-/// A chart of a histogram; nothing where it is empty.
+/// A bar chart of a histogram; empty if the histogram is.
 pub(crate) fn bars(name: &str, histogram: &Histogram) -> String {
     let count = histogram.counts.len();
     if count == 0 {
@@ -115,7 +115,7 @@ fn y_mark(share: f64, text: &str) -> String {
     format!("<text x=\"{:.0}\" y=\"{:.1}\" text-anchor=\"end\">{text}</text>", LEFT - 6.0, y_position(share) + 4.0)
 }
 
-/// The end of an axis: 1, 2 or 5 times a power of ten, at least the largest value.
+/// The end of an axis: 1, 2 or 5 times a power of ten, and not less than the largest value.
 fn axis_end(values: impl Iterator<Item = f64>) -> f64 {
     let largest = values.filter(|value| value.is_finite()).fold(0.0, f64::max);
     if largest <= 0.0 {

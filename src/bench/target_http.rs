@@ -1,4 +1,4 @@
-//! KServe's generate extension, and OpenAI's protocol.
+//! The generate extension of KServe over HTTP, and OpenAI's protocol.
 
 use client::ClientError;
 use serde_json::{Map, Value, json};
@@ -7,14 +7,14 @@ use crate::dataset::Prompt;
 use crate::http::HttpClient;
 use crate::target::{Outcome, Sampling};
 
-/// Names of the prompt, of its length limit and of the answer; the first that a model has counts.
+/// Usual names of the prompt, the length limit and the output text; the first one that the model declares is used.
 const PROMPT: [&str; 4] = ["text_input", "prompt", "INPUT_TEXT", "text"];
 const LENGTH: [&str; 3] = ["max_tokens", "request_output_len", "max_new_tokens"];
 const TEXT: [&str; 3] = ["text_output", "response", "OUTPUT"];
-/// The model that is asked where none is named.
+/// The default model.
 const DEFAULT_MODEL: &str = "ensemble";
 
-/// A model behind `generate` and `generate_stream`.
+/// A model with the endpoints `generate` and `generate_stream`.
 #[derive(Clone)]
 pub(crate) struct HttpTarget {
     client: HttpClient,
@@ -93,7 +93,7 @@ impl HttpTarget {
     }
 }
 
-/// A model behind OpenAI's completions.
+/// A model with OpenAI's completions endpoints.
 #[derive(Clone)]
 pub(crate) struct OpenAiTarget {
     client: HttpClient,
@@ -132,7 +132,7 @@ impl OpenAiTarget {
             }
             self.piece(&event, outcome);
         }
-        while answer.event().await?.is_some() {} // Lets the connection be used again.
+        while answer.event().await?.is_some() {} // A connection is reused only after the end of the body.
         Ok(())
     }
 
@@ -157,7 +157,7 @@ impl OpenAiTarget {
             true => body["messages"] = json!([{"role": "user", "content": prompt.text}]),
             false => body["prompt"] = json!(prompt.text),
         }
-        // OpenAI's own protocol has no `top_k`; temperature 0 is its greedy.
+        // OpenAI's protocol has no `top_k`; temperature 0 means greedy.
         match sampling.top_k {
             1 => body["temperature"] = json!(0),
             top_k => {
