@@ -68,17 +68,28 @@ impl HttpClient {
             .body(Full::new(Bytes::from(body)))
             .map_err(|error| ClientError::Usage(format!("`{path}` is no path: {error}")))?;
         let response = self.connections.request(request).await.map_err(|error| match error.is_connect() {
-            true => ClientError::Unreachable { url: self.address.to_string(), source: std::io::Error::other(error) },
+            true => ClientError::Unreachable {
+                url: self.address.to_string(),
+                source: std::io::Error::other(root_cause(&error).to_string()),
+            },
             false => self.broken(error.source().unwrap_or(&error)),
         })?;
-        let answer = HttpResponse { client: self.clone(), response, buffer: BytesMut::new() };
-        if answer.response.status() == StatusCode::OK { Ok(answer) } else { Err(answer.refusal(path).await) }
+        let response = HttpResponse { client: self.clone(), response, buffer: BytesMut::new() };
+        if response.response.status() == StatusCode::OK { Ok(response) } else { Err(response.into_error(path).await) }
     }
 
     fn broken(&self, error: &dyn Error) -> ClientError {
         let source = std::io::Error::other(error.to_string());
         ClientError::Io { what: format!("talking HTTP with `{}`", self.address), source }
     }
+}
+
+/// The error at the end of a chain of sources.
+fn root_cause<'a>(mut error: &'a (dyn Error + 'static)) -> &'a (dyn Error + 'static) {
+    while let Some(source) = error.source() {
+        error = source;
+    }
+    error
 }
 
 /// A response whose body is not read yet.
@@ -91,7 +102,7 @@ pub(crate) struct HttpResponse {
 impl HttpResponse {
     /// The whole body as JSON.
     pub(crate) async fn json(mut self) -> Result<Value, ClientError> {
-        while self.more().await? {}
+        while self.read_frame().await? {}
         serde_json::from_slice(&self.buffer).map_err(|error| {
             let start = String::from_utf8_lossy(&self.buffer[..self.buffer.len().min(80)]).into_owned();
             ClientError::Protocol(format!("`{start}` is not JSON: {error}"))
@@ -108,13 +119,14 @@ impl HttpResponse {
                     return Ok(Some(data.trim().to_owned()));
                 }
             }
-            if !self.more().await? {
+            if !self.read_frame().await? {
                 return Ok(None);
             }
         }
     }
 
-    async fn more(&mut self) -> Result<bool, ClientError> {
+    /// Reads the next part of the body into the buffer; `false` at its end.
+    async fn read_frame(&mut self) -> Result<bool, ClientError> {
         match self.response.body_mut().frame().await {
             Some(Ok(frame)) => {
                 if let Some(data) = frame.data_ref() {
@@ -127,10 +139,44 @@ impl HttpResponse {
         }
     }
 
-    async fn refusal(mut self, path: &str) -> ClientError {
+    async fn into_error(mut self, path: &str) -> ClientError {
         let status = self.response.status();
-        while let Ok(true) = self.more().await {}
+        while let Ok(true) = self.read_frame().await {}
         let body = String::from_utf8_lossy(&self.buffer).into_owned();
         ClientError::Protocol(format!("`{path}` answered {status}: {}", body.trim()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn requests_reuse_a_connection_and_a_refused_one_is_unreachable() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        // Serves one connection only.
+        let server = tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            drop(listener);
+            for _ in 0..2 {
+                let mut head = Vec::new();
+                while !head.ends_with(b"\r\n\r\n") {
+                    head.push(stream.read_u8().await.unwrap());
+                }
+                stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n7").await.unwrap();
+            }
+        });
+        let client = HttpClient::new(&address).unwrap();
+        assert_eq!(client.get("/a").await.unwrap(), 7);
+        assert_eq!(client.get("/b").await.unwrap(), 7);
+        server.await.unwrap();
+        let error = HttpClient::new(&address).unwrap().get("/").await.unwrap_err();
+        let source = Error::source(&error).unwrap().to_string();
+        assert!(error.to_string().starts_with("nothing answers at `127.0.0.1:"), "{error}");
+        assert!(source.starts_with("Connection refused"), "{source}");
     }
 }
