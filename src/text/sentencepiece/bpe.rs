@@ -113,7 +113,8 @@ impl<'a> Merges<'a> {
         self.push_pair(Some(pair.left), next);
     }
 
-    /// Adds `text`. An unused piece is split into the pieces that it was merged from; one of a single character is unknown.
+    /// Adds `text`. An unused piece is split into the pieces that it was merged from; one of a single character is unknown,
+    /// as in sentencepiece 0.2.3.
     fn emit(&self, text: &'a str, found: &mut Vec<Found>) {
         let id = self.pieces.by_text.get(text).copied();
         match id.filter(|&id| self.pieces.is_unused(id)).map(|_| self.origin.get(text)) {

@@ -2,7 +2,7 @@ use super::{Found, Pieces};
 
 /// Difference between the lowest score of a piece and that of an unknown character.
 const UNKNOWN_PENALTY: f32 = 10.0;
-/// Score of a user-defined piece for each byte after the first; their own scores are not used.
+/// Score of a user-defined piece for each byte after the first, as in sentencepiece 0.2.3; its own score is not used.
 const USER_DEFINED_SCORE: f32 = 0.1;
 
 /// The best path to a position in the text.
