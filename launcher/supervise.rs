@@ -8,13 +8,13 @@ use anyhow::Result;
 use nix::sys::signal::Signal;
 
 use crate::capture::Capture;
-use crate::doorman::Doorman;
 use crate::flags::WorldFlags;
-use crate::hold::Held;
-use crate::notify::Systemd;
+use crate::handover::Held;
 use crate::plan::{self, Site};
+use crate::port_holder::Doorman;
 use crate::signals::{Event, RESTART, RESTART_AFTER, RESTART_ROLLING, Signals};
 use crate::state::{Phase, RunDir, WorldState};
+use crate::systemd::Systemd;
 use crate::world::{self, Ended, Place, STUCK_AFTER, World};
 use crate::{crash, health, processes};
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use crate::hold::Held;
+use crate::handover::Held;
 use crate::refusal;
 
 /// Clients that are answered at once; more are let go without a word.
@@ -184,7 +184,7 @@ mod tests {
             ipc::send_files(&stream, b"h", &[socket.as_fd()]).unwrap();
             let mut answer = [0];
             stream.read_exact(&mut answer).unwrap();
-            assert_eq!(answer[0], crate::hold::COPIED);
+            assert_eq!(answer[0], crate::handover::COPIED);
             socket
         });
         (address, lends)
