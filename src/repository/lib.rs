@@ -24,8 +24,8 @@
 
 mod config;
 mod defaults;
+mod detect;
 mod error;
-mod guess;
 mod json;
 pub mod proto;
 mod scan;

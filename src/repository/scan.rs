@@ -8,7 +8,7 @@ use crate::error::RepositoryError;
 use crate::proto::ModelConfig;
 use crate::proto::model_version_policy::PolicyChoice;
 use crate::text_format::Parsed;
-use crate::{defaults, guess, json, text_format, validate};
+use crate::{defaults, detect, json, text_format, validate};
 
 /// One or more directories with a folder for each model.
 #[derive(Debug, Clone)]
@@ -85,7 +85,7 @@ impl Repository {
             Ok(bytes) => read_config(&path, &bytes)?,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 let mut config = ModelConfig::default();
-                guess::fill(&mut config, name, first_version(&dir)?.as_deref());
+                detect::fill(&mut config, name, first_version(&dir)?.as_deref());
                 if config.backend.is_empty() {
                     return Err(RepositoryError::NoConfig { name: name.to_owned(), dir });
                 }
@@ -175,7 +175,7 @@ fn read_config(path: &Path, bytes: &[u8]) -> Result<Parsed, RepositoryError> {
 }
 
 fn finish(name: &str, dir: PathBuf, path: &Path, mut config: ModelConfig) -> Result<ModelSource, RepositoryError> {
-    guess::fill(&mut config, name, first_version(&dir)?.as_deref());
+    detect::fill(&mut config, name, first_version(&dir)?.as_deref());
     defaults::fill(&mut config, name);
     validate::validate(&config, name).map_err(|message| RepositoryError::Invalid { path: path.to_owned(), message })?;
     let mut found: Vec<i64> = versions(&dir)?.into_keys().collect();
