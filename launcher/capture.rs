@@ -1,5 +1,5 @@
-//! The log of a world: everything that the launcher and its ranks write goes into one file, and from there to the
-//! terminal when the launcher is in front. So `launch logs` shows all of it, and nobody waits for a slow terminal.
+//! The log of a world: all output of the launcher and its ranks goes to one file, and in the foreground a thread copies that file
+//! to the terminal. So `launch logs` shows everything, and a slow terminal blocks no rank.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -12,47 +12,48 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-/// How often the file is looked at for more.
-const LOOK: Duration = Duration::from_millis(50);
-/// A log longer than this is moved to `.old`, in place of the one before.
+/// How often the file is polled for new output.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// A log longer than this is moved to `.old`, which it replaces.
 const MAX_BYTES: u64 = 64 << 20;
 
-/// Standard output and error of this process, and of what it starts, go to the log while this lives.
+/// Redirects standard output and error of this process and its children to the log, until dropped.
 pub(crate) struct Capture {
     log: PathBuf,
-    /// None in the background.
-    front: Option<Front>,
+    /// None when the launcher runs in the background.
+    terminal: Option<TerminalCopy>,
 }
 
-struct Front {
+/// The thread that copies the log to the terminal.
+struct TerminalCopy {
     terminal: File,
     stop: Arc<AtomicBool>,
-    tail: Option<JoinHandle<()>>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl Capture {
-    /// Captures into a new file at `log`; with `show`, what is written there also goes to standard error.
+    /// Captures into the file `log`. With `show` the file is emptied, and its contents are copied to standard error.
     pub(crate) fn start(log: &Path, show: bool) -> Result<Self> {
         let cannot = || format!("cannot write {}", log.display());
         let file = OpenOptions::new().create(true).append(true).open(log).with_context(cannot)?;
         if !show {
-            // In the background, `--detach` has made the file.
+            // `--detach` has created the file.
             redirect(&file)?;
-            return Ok(Self { log: log.to_owned(), front: None });
+            return Ok(Self { log: log.to_owned(), terminal: None });
         }
         file.set_len(0).with_context(cannot)?;
         let terminal = File::from(duplicate(io::stderr())?);
         redirect(&file)?;
         let stop = Arc::new(AtomicBool::new(false));
         let (stopped, path, out) = (Arc::clone(&stop), log.to_owned(), terminal.try_clone()?);
-        let tail = thread::spawn(move || follow(&path, out, &stopped));
-        Ok(Self { log: log.to_owned(), front: Some(Front { terminal, stop, tail: Some(tail) }) })
+        let thread = thread::spawn(move || follow(&path, out, &stopped));
+        Ok(Self { log: log.to_owned(), terminal: Some(TerminalCopy { terminal, stop, thread: Some(thread) }) })
     }
 
-    /// Moves a log away that has grown too long; every writer appends, so the file can be cut under it.
+    /// Moves an overlong log to `.old`. All writers append, so the file can be truncated while they write.
     pub(crate) fn rotate(&self) {
         if std::fs::metadata(&self.log).is_ok_and(|meta| meta.len() > MAX_BYTES) {
-            // What cannot be kept is cut all the same: the disk must not fill up.
+            // Truncates even if the copy failed: the disk must not fill up.
             let _ = std::fs::copy(&self.log, self.log.with_extension("log.old"));
             let _ = OpenOptions::new().write(true).open(&self.log).and_then(|file| file.set_len(0));
         }
@@ -61,12 +62,12 @@ impl Capture {
 
 impl Drop for Capture {
     fn drop(&mut self) {
-        let Some(front) = &mut self.front else { return };
-        // Later messages, of `main`, go to the terminal again.
-        let _ = redirect(&front.terminal);
-        front.stop.store(true, Ordering::Release);
-        if let Some(tail) = front.tail.take() {
-            let _ = tail.join();
+        let Some(copy) = &mut self.terminal else { return };
+        // Later messages of `main` go to the terminal again.
+        let _ = redirect(&copy.terminal);
+        copy.stop.store(true, Ordering::Release);
+        if let Some(thread) = copy.thread.take() {
+            let _ = thread.join();
         }
     }
 }
@@ -80,44 +81,46 @@ fn redirect(file: &File) -> Result<()> {
     nix::unistd::dup2_stderr(file).context("cannot redirect standard error")
 }
 
-/// Copies what is in the log, and what comes, to `out`; until told to stop, and then the rest.
+/// Copies the log to `out` as it grows, until `stop` is set and the log is copied to its end.
 fn follow(log: &Path, mut out: File, stop: &AtomicBool) {
     let Ok(mut reader) = Follower::open(log) else { return };
     loop {
         let is_last = stop.load(Ordering::Acquire);
-        let bytes = reader.more();
-        // A terminal that is gone is no reason to end a world.
+        let bytes = reader.read_new();
+        // A closed terminal must not end the world.
         let _ = out.write_all(&bytes);
         if bytes.is_empty() {
             if is_last {
                 return;
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
-/// Reads a growing file from its start, over cuts.
+/// Reads a growing file from its start. If the file was truncated, it starts over.
 pub(crate) struct Follower {
     file: File,
-    at: u64,
+    offset: u64,
 }
 
 impl Follower {
     pub(crate) fn open(path: &Path) -> io::Result<Self> {
-        Ok(Self { file: File::open(path)?, at: 0 })
+        Ok(Self { file: File::open(path)?, offset: 0 })
     }
 
-    /// What is new, at most a piece of it.
-    pub(crate) fn more(&mut self) -> Vec<u8> {
-        const PIECE: u64 = 1 << 16;
-        if self.file.metadata().is_ok_and(|meta| meta.len() < self.at) {
-            self.at = 0;
+    /// The next bytes that were not read yet, at most 64 KiB; empty if there are none.
+    pub(crate) fn read_new(&mut self) -> Vec<u8> {
+        const MAX_BYTES: u64 = 1 << 16;
+        if self.file.metadata().is_ok_and(|meta| meta.len() < self.offset) {
+            self.offset = 0;
         }
         let mut bytes = Vec::new();
-        let read =
-            self.file.seek(SeekFrom::Start(self.at)).and_then(|_| (&self.file).take(PIECE).read_to_end(&mut bytes));
-        self.at += read.unwrap_or(0) as u64;
+        let read = self
+            .file
+            .seek(SeekFrom::Start(self.offset))
+            .and_then(|_| (&self.file).take(MAX_BYTES).read_to_end(&mut bytes));
+        self.offset += read.unwrap_or(0) as u64;
         bytes
     }
 }

@@ -1,4 +1,4 @@
-//! Ranks inside of a container image, started from outside: by Slurm's plugin pyxis, or by Apptainer.
+//! Runs ranks in a container image, through Slurm's plugin pyxis or through Apptainer.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use crate::flags::{ContainerRuntime, Device, WorldFlags};
 use crate::plan::{CommandLine, Starter};
 
-/// An image and what it sees of this machine.
+/// An image and the paths of this machine that are mounted into it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Container {
     runtime: ContainerRuntime,
@@ -19,11 +19,11 @@ pub(crate) struct Container {
 }
 
 impl Container {
-    /// That of the flags, if they name an image. Ranks need the model repository, the working directory with its logs, and
-    /// `run_dir`, where they meet the launcher; what else is mounted the flags say.
+    /// The container that the flags describe; None if they name no image. Always mounted are the model repository, the working
+    /// directory with its logs, and `run_dir` with the launcher's sockets; the flags may add more.
     ///
     /// # Errors
-    /// When `starter` cannot start ranks in it.
+    /// If `starter` cannot start ranks in the image.
     pub(crate) fn of(flags: &WorldFlags, starter: &Starter, work_dir: &Path, run_dir: &Path) -> Result<Option<Self>> {
         let Some(image) = &flags.container_image else {
             if !flags.container_mounts.is_empty() {
@@ -46,7 +46,7 @@ impl Container {
         Ok(Some(Self { runtime, image: image.clone(), mounts, work_dir: work_dir.to_owned(), needs_gpus }))
     }
 
-    /// What `srun` is told, where its plugin starts the container.
+    /// The options of `srun` by which pyxis starts the container; empty with Apptainer.
     pub(crate) fn srun_options(&self) -> Vec<String> {
         if self.runtime != ContainerRuntime::Pyxis {
             return Vec::new();
@@ -59,7 +59,7 @@ impl Container {
         ]
     }
 
-    /// `command` as it is run outside, where the container is started as a program.
+    /// `command` with Apptainer in front of it; unchanged with pyxis.
     pub(crate) fn wrap(&self, command: CommandLine) -> CommandLine {
         if self.runtime != ContainerRuntime::Apptainer {
             return command;

@@ -1,4 +1,4 @@
-//! Worlds that run: refuse to start a second one, list them, end them.
+//! Actions on worlds that run: check their ports, restart and stop them, query and stop Slurm jobs.
 
 use std::process::Command;
 use std::thread;
@@ -14,20 +14,20 @@ use crate::signals::{RESTART, RESTART_AFTER, RESTART_ROLLING};
 use crate::state::{Phase, RunDir, WorldState};
 use crate::{health, processes, srun, world};
 
-/// Beyond a world's exit timeout, before `stop` kills it; longer than its launcher takes for the same.
+/// Time after a world's exit timeout before `stop` kills it. Longer than the grace periods of its launcher.
 const STOP_GRACE: Duration = Duration::from_secs(20);
 
-/// Errs when something uses the ports, with its pid.
+/// Returns an error with the pid of the process that uses one of the ports, if any.
 pub(crate) fn check_ports(flags: &WorldFlags, run_dir: &RunDir) -> Result<()> {
     for (flag, port) in [("http", flags.http_port), ("grpc", flags.grpc_port), ("metrics", flags.metrics_port)] {
-        if let Some(words) = port_in_use(flag, port, run_dir) {
-            bail!(words);
+        if let Some(message) = port_in_use(flag, port, run_dir) {
+            bail!(message);
         }
     }
     Ok(())
 }
 
-/// What uses a port, and what to do about it; None when it is free.
+/// An error message that names the user of a port; None if the port is free.
 pub(crate) fn port_in_use(flag: &str, port: u16, run_dir: &RunDir) -> Option<String> {
     let uses_port = |world: &&WorldState| [world.http_port, world.grpc_port, world.metrics_port].contains(&port);
     if let Some(world) = run_dir.worlds().iter().find(uses_port) {
@@ -59,35 +59,35 @@ fn no_world(port: u16) -> anyhow::Error {
     anyhow!("no world serves HTTP on port {port}")
 }
 
-/// How one world follows another.
+/// How a restart replaces the old world by the new one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Restart {
-    /// Clients are refused between the two.
+    /// The old world ends first; clients get errors in between.
     Plain,
-    /// The second loads beside the first.
-    Beside,
-    /// The second loads once the first has ended; connections wait.
-    After,
+    /// The new world loads beside the old one and takes its ports over.
+    Rolling,
+    /// The old world ends first; connections wait in between.
+    RollingAfter,
 }
 
 impl Restart {
     pub(crate) fn of(rolling: bool, after: bool) -> Self {
         match (rolling, after) {
             (false, _) => Self::Plain,
-            (true, false) => Self::Beside,
-            (true, true) => Self::After,
+            (true, false) => Self::Rolling,
+            (true, true) => Self::RollingAfter,
         }
     }
 }
 
 /// `launch restart`: returns once the world serves again.
-pub(crate) fn restart(run_dir: &RunDir, http_port: Option<u16>, how: Restart, patience: Duration) -> Result<()> {
+pub(crate) fn restart(run_dir: &RunDir, http_port: Option<u16>, how: Restart, timeout: Duration) -> Result<()> {
     let start = Instant::now();
     let mut old = choose(run_dir, http_port)?;
     let rolling = how != Restart::Plain;
-    // Only from a world that serves can another take over; one that loads will.
+    // Ports can be taken over only from a world that serves; waits for one that loads.
     while rolling && old.phase != Phase::Serving {
-        if start.elapsed() > patience {
+        if start.elapsed() > timeout {
             bail!("the world on http port {} does not serve, so there is nothing to take over", old.http_port);
         }
         thread::sleep(Duration::from_millis(50));
@@ -96,32 +96,32 @@ pub(crate) fn restart(run_dir: &RunDir, http_port: Option<u16>, how: Restart, pa
     let launcher = ProcessWatch::new(old.launcher_pid)?;
     let signal = match how {
         Restart::Plain => RESTART,
-        Restart::Beside => RESTART_ROLLING,
-        Restart::After => RESTART_AFTER,
+        Restart::Rolling => RESTART_ROLLING,
+        Restart::RollingAfter => RESTART_AFTER,
     };
-    // The watch holds on to whatever has the pid now, so look whether that is still the launcher.
+    // The pid may have been reused before the watch was made, so check that it is still the launcher.
     if !old.launcher().is_alive() {
         return Err(no_world(old.http_port));
     }
     launcher.signal(signal as i32)?;
-    let mut was_asked = false;
+    let mut was_noticed = false;
     loop {
         thread::sleep(Duration::from_millis(50));
         let Ok(now) = choose(run_dir, Some(old.http_port)) else {
             bail!("the launcher has ended; the end of its log:\n{}", last_lines(&old.log));
         };
-        // A failure that was there before counts only once the launcher has taken notice of this restart.
-        was_asked |= now.rolling_failure.is_none() && now != old;
+        // An earlier failure stays in the state until the launcher has noticed this restart.
+        was_noticed |= now.rolling_failure.is_none() && now != old;
         match now.rolling_failure {
-            Some(failure) if rolling && (was_asked || old.rolling_failure.is_none()) => bail!("{failure}"),
+            Some(failure) if rolling && (was_noticed || old.rolling_failure.is_none()) => bail!("{failure}"),
             _ => {}
         }
         if now.phase == Phase::Serving && now.times_served > old.times_served {
             println!("serves again after {:.1} s: http {}", start.elapsed().as_secs_f64(), now.http_port);
             return Ok(());
         }
-        if start.elapsed() > patience {
-            bail!("the world does not serve again after {patience:?}; the end of its log:\n{}", last_lines(&old.log));
+        if start.elapsed() > timeout {
+            bail!("the world does not serve again after {timeout:?}; the end of its log:\n{}", last_lines(&old.log));
         }
     }
 }
@@ -140,8 +140,8 @@ pub(crate) fn stop(run_dir: &RunDir, http_port: Option<u16>, all: bool) -> Resul
         }
         _ => {}
     }
-    // Ask all before waiting for any.
-    let watched: Vec<_> = chosen.iter().filter_map(|world| Some((*world, ask_to_end(world)?))).collect();
+    // Signals all worlds before waiting for the first.
+    let watched: Vec<_> = chosen.iter().filter_map(|world| Some((*world, request_end(world)?))).collect();
     for (world, launcher) in watched {
         finish(world, &launcher)?;
         println!("ended the world on http port {}", world.http_port);
@@ -149,24 +149,25 @@ pub(crate) fn stop(run_dir: &RunDir, http_port: Option<u16>, all: bool) -> Resul
     Ok(())
 }
 
-/// None when it has ended meanwhile.
-fn ask_to_end(world: &WorldState) -> Option<ProcessWatch> {
+/// Sends SIGTERM to the launcher of `world`; None if it has ended meanwhile.
+fn request_end(world: &WorldState) -> Option<ProcessWatch> {
     let launcher = ProcessWatch::new(world.launcher_pid).ok()?;
-    // The watch holds on to whatever has the pid now, so look whether that is still the launcher.
+    // The pid may have been reused before the watch was made, so check that it is still the launcher.
     let is_launcher = world.launcher().is_alive();
     (is_launcher && launcher.signal(Signal::SIGTERM as i32).is_ok()).then_some(launcher)
 }
 
+/// Waits for the end of a world, and kills it after its exit timeout and grace period.
 fn finish(world: &WorldState, launcher: &ProcessWatch) -> Result<()> {
     if launcher.wait(Duration::from_secs(world.exit_timeout_secs) + STOP_GRACE) {
         return Ok(());
     }
-    // The launcher itself hangs.
-    let below = processes::descendants(world.launcher_pid);
-    let watches: Vec<_> = below.into_iter().filter_map(|pid| ProcessWatch::new(pid).ok()).collect();
+    // The launcher itself hangs, so its processes are killed too.
+    let processes = processes::descendants(world.launcher_pid);
+    let watches: Vec<_> = processes.into_iter().filter_map(|pid| ProcessWatch::new(pid).ok()).collect();
     launcher.signal(Signal::SIGKILL as i32)?;
     for watch in &watches {
-        // It may end with the launcher.
+        // It may have ended with the launcher.
         let _ = watch.signal(Signal::SIGKILL as i32);
         watch.wait(Duration::from_secs(5));
     }
@@ -176,10 +177,10 @@ fn finish(world: &WorldState, launcher: &ProcessWatch) -> Result<()> {
     Ok(())
 }
 
-/// How long the ranks of a job may take to drain before `stop` cancels it; their own exit timeout is not known here.
-const JOB_PATIENCE: Duration = Duration::from_secs(60);
+/// How long the ranks of a job may drain before `stop` cancels it. Their own exit timeout is not known here.
+const JOB_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// `launch status --job`: state, nodes, time left, and whether it serves.
+/// `launch status --job`: prints state, node, time left, and whether the world is ready.
 pub(crate) fn job_status(job: u32, http_port: u16) -> Result<()> {
     let line = srun::output(squeue(job).arg("--format=%T %B %L"))?;
     let Some((state, rest)) = line.trim().split_once(' ') else { bail!("job {job} is not in the queue") };
@@ -194,7 +195,7 @@ pub(crate) fn job_status(job: u32, http_port: u16) -> Result<()> {
     Ok(())
 }
 
-/// `launch stop --job`: every rank is asked to end, so that requests in flight may finish; then the job is over.
+/// `launch stop --job`: sends SIGTERM to every rank, so that requests in flight may finish, and waits for the job's end.
 pub(crate) fn stop_job(job: u32) -> Result<()> {
     let is_over = || -> Result<bool> { Ok(srun::output(squeue(job).arg("--format=%i"))?.trim().is_empty()) };
     if is_over()? {
@@ -209,7 +210,7 @@ pub(crate) fn stop_job(job: u32) -> Result<()> {
     srun::output(&mut ask)?;
     let start = Instant::now();
     while !is_over()? {
-        if start.elapsed() > JOB_PATIENCE {
+        if start.elapsed() > JOB_TIMEOUT {
             srun::output(Command::new("scancel").arg(job.to_string()))?;
             println!("job {job} did not end when asked, and was cancelled");
             return Ok(());

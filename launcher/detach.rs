@@ -1,4 +1,4 @@
-//! `--detach`: a launcher in the background, and one in front that waits until the world serves.
+//! `--detach`: starts a launcher in the background; the foreground process waits until the world serves.
 
 use std::ffi::OsString;
 use std::fs;
@@ -15,11 +15,13 @@ use crate::crash;
 use crate::flags::WorldFlags;
 use crate::state::{Phase, RunDir, WorldState};
 
-/// Without `--wait-ready`.
-const DEFAULT_PATIENCE: Duration = Duration::from_secs(600);
+/// How long `--detach` waits without `--wait-ready`.
+const DEFAULT_READY_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Starts this program again with the same `arguments`, in the background; returns once the world serves, and errs
-/// with the reason when it ends before.
+/// Starts this program again in the background with the same `arguments`. Returns once the world serves.
+///
+/// # Errors
+/// If the world ends or times out before it serves, with the end of its log.
 pub(crate) fn detach(flags: &WorldFlags, arguments: &[OsString], run_dir: &RunDir) -> Result<()> {
     let log = run_dir.log_file(flags.http_port);
     let file = fs::File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
@@ -32,8 +34,8 @@ pub(crate) fn detach(flags: &WorldFlags, arguments: &[OsString], run_dir: &RunDi
         .spawn()
         .context("cannot start the launcher in the background")?;
 
-    let patience = flags.wait_ready.map_or(DEFAULT_PATIENCE, Duration::from_secs);
-    wait_until_ready(&mut child, run_dir, patience, &log)?;
+    let timeout = flags.wait_ready.map_or(DEFAULT_READY_TIMEOUT, Duration::from_secs);
+    wait_until_ready(&mut child, run_dir, timeout, &log)?;
     println!(
         "serving: http {}, grpc {}, metrics {}; launcher {}, log {}; end it with `launch stop --http_port={}`",
         flags.http_port,
@@ -46,28 +48,28 @@ pub(crate) fn detach(flags: &WorldFlags, arguments: &[OsString], run_dir: &RunDi
     Ok(())
 }
 
-fn wait_until_ready(child: &mut Child, run_dir: &RunDir, patience: Duration, log: &Path) -> Result<()> {
+fn wait_until_ready(child: &mut Child, run_dir: &RunDir, timeout: Duration, log: &Path) -> Result<()> {
     let start = Instant::now();
     loop {
         if let Some(status) = child.try_wait().context("cannot wait for the launcher")? {
             let reason = last_lines(log);
             bail!("the world did not start ({}); the end of {}:\n{reason}", ipc::describe_exit(status), log.display());
         }
-        // Not by its port: somebody else may serve there while it starts.
+        // A check of the port would not do: another program may serve there meanwhile.
         let serves = |world: &WorldState| world.launcher_pid == child.id() && world.phase == Phase::Serving;
         if run_dir.worlds().iter().any(serves) {
             return Ok(());
         }
-        if start.elapsed() > patience {
+        if start.elapsed() > timeout {
             end(child)?;
             let reason = last_lines(log);
-            bail!("the world does not serve after {patience:?}; the end of {}:\n{reason}", log.display());
+            bail!("the world does not serve after {timeout:?}; the end of {}:\n{reason}", log.display());
         }
         thread::sleep(Duration::from_millis(50));
     }
 }
 
-/// Ends a launcher whose world was not ready in time: nothing is in flight there, so it need not be patient.
+/// Stops a launcher whose world was not ready in time. No request is in flight there, so the waits are short.
 fn end(child: &mut Child) -> Result<()> {
     let watch = ProcessWatch::new(child.id())?;
     for _ in 0..3 {

@@ -1,4 +1,4 @@
-//! The command line: Triton's launch script's flags under their names, and our own.
+//! The command line: the flags of Triton's launch script under the same names, and those of Trireme.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -331,13 +331,13 @@ pub struct WorldFlags {
     /// Flags for every rank, after a bare `--`.
     #[arg(last = true, value_name = "RANK FLAGS")]
     pub rank_flags: Vec<String>,
-    /// What was taken out of them for rank 0 alone.
+    /// The flags with keys, moved out of `rank_flags` for rank 0.
     #[arg(skip)]
     pub keys: Keys,
 }
 
 impl WorldFlags {
-    /// Where rank 0 answers HTTP, as seen from this machine: `--http-address` among the ranks' flags, if any.
+    /// The host of rank 0's HTTP port, as seen from this machine: `--http-address` among the ranks' flags, if any.
     pub(crate) fn http_host(&self) -> String {
         let normal: Vec<String> = self.rank_flags.iter().map(|flag| text_with_dashes(flag)).collect();
         let value = |(index, flag): (usize, &String)| match flag.strip_prefix("--http-address")? {
@@ -354,10 +354,10 @@ impl WorldFlags {
 impl Flags {
     /// Parses a command line, program name first; `_` counts as `-` in the names of flags.
     pub fn parse_from_line(line: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
-        let mut ours = true;
+        let mut before_dashes = true;
         let normal = line.into_iter().map(|word| {
-            ours &= word != "--";
-            if ours { with_dashes(word) } else { word }
+            before_dashes &= word != "--";
+            if before_dashes { with_dashes(word) } else { word }
         });
         Self::try_parse_from(normal)
     }
@@ -367,7 +367,7 @@ fn with_dashes(word: OsString) -> OsString {
     word.to_str().map(text_with_dashes).map_or(word, OsString::from)
 }
 
-/// `--model_repo=a_b` → `--model-repo=a_b`; what is no flag stays.
+/// `--model_repo=a_b` → `--model-repo=a_b`; a word that is no flag is unchanged.
 pub(crate) fn text_with_dashes(word: &str) -> String {
     if !word.starts_with("--") {
         return word.to_owned();
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn the_address_given_to_the_ranks_is_where_health_is_asked() {
+    fn health_checks_use_the_http_address_of_the_ranks() {
         for (line, host) in [
             ("", "127.0.0.1"),
             ("-- --http_address=0.0.0.0", "127.0.0.1"),

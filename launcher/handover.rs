@@ -1,5 +1,5 @@
-//! Listening sockets of a world that ends, held until the next one has loaded: connections wait meanwhile, and none is
-//! refused. For restarts where memory does not allow two worlds at a time.
+//! Passes listening sockets from one world to the next through this process. While the next world loads, connections wait in the
+//! sockets' backlog and none is refused. `restart --rolling --after` uses this where memory does not allow two worlds at a time.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -12,70 +12,70 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
-/// How long a rank 0 may take for its part.
-const PATIENCE: Duration = Duration::from_secs(30);
-/// What the one that takes sockets says once it has them.
-const TAKEN: u8 = b'!';
-/// What it says when it only wants them too.
-pub(crate) const COPIED: u8 = b'=';
+/// Timeout of each read and write of the hand-over.
+const IO_TIMEOUT: Duration = Duration::from_secs(30);
+/// Sent by the receiver of sockets if the sender shall stop accepting and drain.
+const TAKE: u8 = b'!';
+/// Sent by the receiver of sockets if the sender shall go on serving.
+pub(crate) const COPY: u8 = b'=';
 
-/// Sockets and what they are for, as rank 0 named them.
+/// Listening sockets, with the names by which rank 0 tells them apart: one byte each.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct Sockets {
     names: Vec<u8>,
     sockets: Vec<OwnedFd>,
 }
 
-impl Held {
-    /// Takes the sockets of the world that offers them at `path`, which from then on accepts nothing and drains.
+impl Sockets {
+    /// Receives the sockets of the world that offers them at `path`. That world stops accepting and drains.
     pub(crate) fn take(path: &Path) -> Result<Self> {
-        Self::get(path, TAKEN)
+        Self::receive(path, TAKE)
     }
 
-    /// Copies the sockets of the world that offers them at `path`, which serves on.
+    /// Receives copies of the sockets of the world that offers them at `path`. That world goes on serving.
     pub(crate) fn copy(path: &Path) -> Result<Self> {
-        Self::get(path, COPIED)
+        Self::receive(path, COPY)
     }
 
-    fn get(path: &Path, answer: u8) -> Result<Self> {
+    fn receive(path: &Path, reply: u8) -> Result<Self> {
         let cannot = || format!("rank 0 hands nothing over at {}", path.display());
         let mut stream = ipc::connect_private(path).with_context(cannot)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(IO_TIMEOUT))?;
         let mut names = [0; ipc::MAX_FILES];
         let (len, sockets) = ipc::receive_files(&stream, &mut names).with_context(cannot)?;
         if len == 0 || len != sockets.len() {
             bail!("{}", cannot());
         }
-        stream.write_all(&[answer]).with_context(cannot)?;
+        stream.write_all(&[reply]).with_context(cannot)?;
         Ok(Self { names: names[..len].to_vec(), sockets })
     }
 
-    /// Gives them at `path` to the first world that asks and has taken them; until then they are open here.
+    /// Offers the sockets at `path` to the next world, from a thread. They stay open here until one has taken them.
     pub(crate) fn offer(self, path: PathBuf) -> Result<()> {
         let listener = ipc::bind_private(&path).with_context(|| format!("cannot offer ports at {}", path.display()))?;
         thread::spawn(move || {
             let mut acceptor = ipc::Acceptor::new(listener);
-            while self.give(acceptor.accept()).is_err() {}
-            // Gone already is as good.
+            while self.send(acceptor.accept()).is_err() {}
+            // It does not matter if the file is gone already.
             let _ = fs::remove_file(&path);
         });
         Ok(())
     }
 
-    /// The sockets, to be accepted from beside others who do.
+    /// Duplicates of the sockets, to accept from.
     pub(crate) fn listeners(&self) -> io::Result<Vec<TcpListener>> {
         self.sockets.iter().map(|socket| socket.try_clone().map(TcpListener::from)).collect()
     }
 
-    /// Sends the sockets; returns once the other side serves on them.
-    pub(crate) fn give(&self, mut stream: UnixStream) -> io::Result<()> {
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
+    /// Sends the sockets. Returns once the other side has confirmed that it serves on them.
+    pub(crate) fn send(&self, mut stream: UnixStream) -> io::Result<()> {
+        stream.set_read_timeout(Some(IO_TIMEOUT))?;
+        stream.set_write_timeout(Some(IO_TIMEOUT))?;
         let sockets: Vec<_> = self.sockets.iter().map(AsFd::as_fd).collect();
         ipc::send_files(&stream, &self.names, &sockets)?;
-        let mut answer = [0];
-        stream.read_exact(&mut answer)?;
-        if answer[0] == TAKEN { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
+        let mut reply = [0];
+        stream.read_exact(&mut reply)?;
+        if reply[0] == TAKE { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
     }
 }
 
@@ -86,42 +86,42 @@ mod tests {
 
     use super::*;
 
-    /// As rank 0 offers its ports.
-    fn world(path: &Path, socket: &TcpListener) {
+    /// Offers `socket` at `path`, like rank 0.
+    fn offer_like_rank_0(path: &Path, socket: &TcpListener) {
         let (stream, _) = UnixListener::bind(path).unwrap().accept().unwrap();
         ipc::send_files(&stream, b"h", &[socket.as_fd()]).unwrap();
-        let mut answer = [0];
-        (&stream).read_exact(&mut answer).unwrap();
-        assert_eq!(answer[0], TAKEN);
+        let mut reply = [0];
+        (&stream).read_exact(&mut reply).unwrap();
+        assert_eq!(reply[0], TAKE);
     }
 
     #[test]
-    fn a_client_that_comes_between_two_worlds_is_answered_by_the_second() {
+    fn a_client_that_connects_between_two_worlds_is_answered_by_the_second() {
         let dir = tempfile::tempdir().unwrap();
         let (old, between) = (dir.path().join("old"), dir.path().join("between"));
         let socket = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = socket.local_addr().unwrap();
         let path = old.clone();
-        let first = thread::spawn(move || world(&path, &socket));
+        let first = thread::spawn(move || offer_like_rank_0(&path, &socket));
         while !old.exists() {
             thread::sleep(Duration::from_millis(5));
         }
-        let held = Held::take(&old).unwrap();
+        let sockets = Sockets::take(&old).unwrap();
         first.join().unwrap();
         let mut client = TcpStream::connect(address).unwrap();
         client.write_all(b"hello").unwrap();
 
-        held.offer(between.clone()).unwrap();
-        let second = Held::take(&between).unwrap();
+        sockets.offer(between.clone()).unwrap();
+        let second = Sockets::take(&between).unwrap();
         let (mut accepted, _) = TcpListener::from(second.sockets.into_iter().next().unwrap()).accept().unwrap();
-        let mut words = [0; 5];
-        accepted.read_exact(&mut words).unwrap();
-        assert_eq!(&words, b"hello");
+        let mut bytes = [0; 5];
+        accepted.read_exact(&mut bytes).unwrap();
+        assert_eq!(&bytes, b"hello");
     }
 
     #[test]
-    fn a_world_that_offers_nothing_is_left_alone() {
-        let error = Held::take(Path::new("/nowhere/hand-over")).unwrap_err();
+    fn an_error_names_the_path_at_which_no_world_offers_sockets() {
+        let error = Sockets::take(Path::new("/nowhere/hand-over")).unwrap_err();
         assert!(format!("{error:#}").contains("rank 0 hands nothing over at /nowhere/hand-over"), "{error:#}");
     }
 }

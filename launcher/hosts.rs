@@ -1,4 +1,4 @@
-//! The hosts of a world: which they are, how many ranks each takes, and whether they can take them.
+//! The hosts of a world: parses them, distributes ranks over them, and checks that ranks can run there.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -12,22 +12,22 @@ use anyhow::{Context, Result, anyhow, bail};
 use crate::flags::WorldFlags;
 use crate::plan::quoted;
 
-/// How long a host may take to answer before the world is started on it.
+/// Timeout of the check of one host.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A host and its share of the ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host {
-    /// As `mpirun` and the remote shell call it.
+    /// Its name, as `mpirun` and the remote shell take it.
     pub name: String,
-    /// Ranks it has room for; as many as the others when not given.
+    /// Number of ranks it takes at most; an equal share if not given.
     pub slots: Option<u32>,
 }
 
-/// The hosts that the flags name; none of them means this one.
+/// The hosts that the flags name; an empty list stands for this host alone.
 ///
 /// # Errors
-/// When the host file cannot be read, or a host is wrong.
+/// If the host file cannot be read, or a host is malformed or named twice.
 pub(crate) fn of_flags(flags: &WorldFlags) -> Result<Vec<Host>> {
     let hosts = match (&flags.hosts, &flags.hostfile) {
         (Some(list), _) => list.split(',').map(|word| host(word).with_context(|| format!("--hosts={list}"))).collect(),
@@ -47,7 +47,7 @@ pub(crate) fn of_flags(flags: &WorldFlags) -> Result<Vec<Host>> {
     Ok(hosts)
 }
 
-/// Open MPI's and MPICH's ways to write a line: `a slots=4`, `a:4`, `a`; the rest after `#` is a comment.
+/// Parses a host file of Open MPI or MPICH: lines `a slots=4`, `a:4` or `a`, with comments after `#`.
 fn read_file(text: &str, file: &Path) -> Result<Vec<Host>> {
     let mut hosts = Vec::new();
     for (index, line) in text.lines().enumerate() {
@@ -91,10 +91,10 @@ fn slots(text: &str) -> Result<u32> {
     }
 }
 
-/// How many ranks each host takes, in order: host by host until all ranks have a place.
+/// Distributes the ranks over the hosts in order: each host is filled before the next one.
 ///
 /// # Errors
-/// When there is not room for all, or room for none is left on a host that was named.
+/// If the hosts have room for fewer ranks, or a host would get no rank.
 pub(crate) fn place(hosts: &[Host], world_size: u32, ranks_per_node: Option<u32>) -> Result<Vec<(String, u32)>> {
     let even = world_size.div_ceil(hosts.len() as u32);
     let room = |host: &Host| host.slots.or(ranks_per_node).unwrap_or(even);
@@ -120,7 +120,7 @@ pub(crate) fn place(hosts: &[Host], world_size: u32, ranks_per_node: Option<u32>
     }
 }
 
-/// For the log: `a: ranks 0-3; b: ranks 4-7`.
+/// The placement in words: `a: ranks 0-3; b: ranks 4-7`.
 pub(crate) fn describe(placed: &[(String, u32)]) -> String {
     let (mut text, mut first) = (String::new(), 0);
     for (name, count) in placed {
@@ -132,7 +132,7 @@ pub(crate) fn describe(placed: &[(String, u32)]) -> String {
     text
 }
 
-/// What starts a command on another host: the setting of one of the launchers, else `ssh`.
+/// The command that runs a program on another host: as configured for Open MPI or Hydra, else `ssh`.
 fn remote_shell() -> Vec<String> {
     let names = ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent", "HYDRA_LAUNCHER_EXEC"];
     let agent = names.iter().find_map(|name| std::env::var(name).ok()).filter(|agent| !agent.trim().is_empty());
@@ -142,13 +142,13 @@ fn remote_shell() -> Vec<String> {
     }
 }
 
-/// Whether `name` is what this machine is called.
+/// Whether `name` is a name of this machine.
 pub(crate) fn is_here(name: &str) -> bool {
     let here = nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned();
     name == "localhost" || name == here || here.split('.').next() == Some(name)
 }
 
-/// Errs unless every host can be reached, has the same build of `trireme` and sees the model repository.
+/// Checks that every host can be reached, has the same build of `trireme` and sees the model repository.
 pub(crate) fn check(placed: &[(String, u32)], trireme: &Path, repository: &Path) -> Result<()> {
     let others: Vec<String> = placed.iter().map(|(name, _)| name.clone()).filter(|name| !is_here(name)).collect();
     if others.is_empty() {
@@ -158,27 +158,27 @@ pub(crate) fn check(placed: &[(String, u32)], trireme: &Path, repository: &Path)
     check_shell(&shell, &others[0])?;
     let folder = std::env::current_dir().context("cannot tell the working directory")?;
     let program = quoted(&trireme.to_string_lossy());
-    // Each line of its answer says how far a host got.
-    let question = format!(
+    // Each line of the output is a step that succeeded.
+    let script = format!(
         "echo reached; cd {} && sha256sum {program} && test -d {} && echo repository",
         quoted(&folder.to_string_lossy()),
         quoted(&repository.to_string_lossy())
     );
-    let mine = answer(Command::new("sh").arg("-c").arg(&question)).context("cannot ask this host")?;
-    let ask = |host: String| {
-        let (shell, question) = (shell.clone(), question.clone());
+    let mine = output_of(Command::new("sh").arg("-c").arg(&script)).context("cannot check this host")?;
+    let start_check = |host: String| {
+        let (shell, script) = (shell.clone(), script.clone());
         thread::spawn(move || {
-            let answer = answer(Command::new(&shell[0]).args(&shell[1..]).arg(&host).arg(question));
-            (host, answer)
+            let output = output_of(Command::new(&shell[0]).args(&shell[1..]).arg(&host).arg(script));
+            (host, output)
         })
     };
-    let asked: Vec<_> = others.into_iter().map(ask).collect();
+    let threads: Vec<_> = others.into_iter().map(start_check).collect();
     let mut faults = BTreeMap::new();
-    for thread in asked {
-        let (host, theirs) = thread.join().map_err(|_| anyhow!("asking a host failed"))?;
+    for thread in threads {
+        let (host, theirs) = thread.join().map_err(|_| anyhow!("the check of a host failed"))?;
         let fault = match theirs {
             Ok(theirs) => fault(&host, &shell[0], &mine, &theirs, trireme, repository),
-            Err(error) => Some(format!("host `{host}` cannot be asked by `{}`: {error:#}", shell[0])),
+            Err(error) => Some(format!("host `{host}` cannot be checked by `{}`: {error:#}", shell[0])),
         };
         fault.map(|fault| faults.insert(host, fault));
     }
@@ -202,17 +202,17 @@ fn check_shell(shell: &[String], host: &str) -> Result<()> {
     Ok(())
 }
 
-/// What is wrong with a host that answered.
+/// The fault that a host's output shows, if any.
 fn fault(host: &str, shell: &str, mine: &Output, theirs: &Output, trireme: &Path, repository: &Path) -> Option<String> {
-    let (words, mine) = (String::from_utf8_lossy(&theirs.stdout), String::from_utf8_lossy(&mine.stdout));
+    let (stdout, mine) = (String::from_utf8_lossy(&theirs.stdout), String::from_utf8_lossy(&mine.stdout));
     let errors = String::from_utf8_lossy(&theirs.stderr);
-    let why = errors.lines().last().unwrap_or("it said nothing").trim();
+    let why = errors.lines().last().unwrap_or("no error message").trim();
     let hash = |text: &str| text.lines().nth(1).and_then(|line| line.split_whitespace().next()).map(str::to_owned);
-    if !words.starts_with("reached") {
+    if !stdout.starts_with("reached") {
         let try_it = format!("check its name, and that `{shell} {host} true` works without a password");
         return Some(format!("host `{host}` cannot be reached: {why}; {try_it}"));
     }
-    match (hash(&words), hash(&mine)) {
+    match (hash(&stdout), hash(&mine)) {
         (None, _) => Some(format!(
             "host `{host}` has no {}: {why}; every host needs the same build at the same path",
             trireme.display()
@@ -222,7 +222,7 @@ fn fault(host: &str, shell: &str, mine: &Output, theirs: &Output, trireme: &Path
             trireme.display(),
             theirs
         )),
-        _ if !words.contains("\nrepository") => Some(format!(
+        _ if !stdout.contains("\nrepository") => Some(format!(
             "host `{host}` has no model repository at {}; every host needs it at the same path",
             repository.display()
         )),
@@ -230,8 +230,8 @@ fn fault(host: &str, shell: &str, mine: &Output, theirs: &Output, trireme: &Path
     }
 }
 
-/// Runs a command with a deadline; a remote shell that hangs is ended.
-fn answer(command: &mut Command) -> Result<Output> {
+/// Runs a command with a deadline, after which the command is killed.
+fn output_of(command: &mut Command) -> Result<Output> {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().context("cannot start it")?;
     let deadline = Instant::now() + ANSWER_TIMEOUT;
@@ -268,14 +268,14 @@ mod tests {
     }
 
     #[test]
-    fn ranks_without_a_place_and_hosts_without_a_rank_are_told() {
+    fn too_few_slots_and_hosts_without_a_rank_are_refused() {
         let refusal = |text, world_size| placed(text, world_size).unwrap_err().to_string();
         assert!(refusal("a:2,b:2", 8).contains("world_size is 8, but the hosts have room for 4"));
         assert!(refusal("a:4,b:4", 4).contains("host `b` gets no rank"));
     }
 
     #[test]
-    fn a_host_file_may_be_open_mpis_or_mpichs() {
+    fn host_files_of_open_mpi_and_of_mpich_are_read() {
         let text = "# the rack\na slots=4 max_slots=8\n\nb:4  # new\nc\n";
         let names = |hosts: Vec<Host>| hosts.into_iter().map(|host| (host.name, host.slots)).collect::<Vec<_>>();
         let read = names(read_file(text, Path::new("hosts")).unwrap());
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_in_a_host_file_is_named_with_its_line() {
+    fn an_error_in_a_host_file_names_its_line() {
         let refusal = |text| format!("{:#}", read_file(text, Path::new("hosts")).unwrap_err());
         assert_eq!(refusal("a\nb slots=0"), "hosts:2: `b slots=0`: `0` is no number of ranks, expected 1 or more");
         assert_eq!(refusal("a cpus=4"), "hosts:1: `a cpus=4`: `cpus=4` is not understood, expected `slots=N`");

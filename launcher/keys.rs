@@ -1,5 +1,5 @@
-//! Keys of clients: rank 0 alone gets them, by files that only this user reads, so that no command line and no environment
-//! of another process holds one.
+//! API keys. Only rank 0 gets them, through files that only this user can read, so that no command line and no environment of
+//! another process contains one.
 
 use std::fs;
 use std::io::Write as _;
@@ -10,32 +10,32 @@ use anyhow::{Context, Result, bail};
 
 use crate::flags::{WorldFlags, text_with_dashes};
 
-/// The variable with keys for inference, separated by commas.
+/// The environment variable with API keys, separated by commas.
 const API_KEYS: &str = "TRIREME_API_KEYS";
 /// Flags whose value is a rule, `APIS:NAME=KEY`.
-const RULES: [&str; 2] = ["--http-restricted-api", "--grpc-restricted-protocol"];
+const RULE_FLAGS: [&str; 2] = ["--http-restricted-api", "--grpc-restricted-protocol"];
 const API_KEY_FILE: &str = "--api-key-file";
-/// What stands in the place of a key that is shown.
+/// Replaces a key where a command line is shown.
 const HIDDEN: &str = "***";
 
-/// What rank 0 gets of the flags and of the environment that no other process of the world gets.
+/// The flags, key files and environment variables that only rank 0 may see.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Keys {
     /// Flags for rank 0 alone.
     pub(crate) flags: Vec<String>,
     /// Files to write before it starts, and their contents.
     files: Vec<(PathBuf, String)>,
-    /// Variables of this environment that the world does not get.
+    /// Environment variables to remove from the world's environment.
     pub(crate) variables: Vec<String>,
     /// Whether a key was given on the command line.
     pub(crate) has_literal: bool,
 }
 
 impl Keys {
-    /// Takes the flags with keys out of `flags`; those given literally or in a variable go to files in `run_dir`.
+    /// Moves the flags with keys out of `flags`. Keys given literally or in a variable are to be written to files in `run_dir`.
     ///
     /// # Errors
-    /// When a variable that is named holds no key.
+    /// If a named variable is missing or contains no key.
     pub(crate) fn take(
         flags: &mut WorldFlags,
         run_dir: &Path,
@@ -49,7 +49,7 @@ impl Keys {
                 flags.rank_flags.push(word);
                 continue;
             };
-            // Without a value the server says what is wrong.
+            // The server reports the missing value.
             let Some(value) = value.or_else(|| words.next()) else {
                 flags.rank_flags.push(word);
                 continue;
@@ -69,7 +69,7 @@ impl Keys {
         Ok(keys)
     }
 
-    /// A rule as rank 0 gets it: its key is in a file.
+    /// The value of a rule flag with its key replaced by the path of a key file.
     fn hide(
         &mut self,
         name: &str,
@@ -106,16 +106,16 @@ impl Keys {
         path
     }
 
-    /// Whether there is something that rank 0 can read on this machine alone.
+    /// Whether key files are written, which rank 0 can read on this machine only.
     pub(crate) fn has_files(&self) -> bool {
         !self.files.is_empty()
     }
 
-    /// Writes the files; they go with what this returns.
+    /// Writes the files. Dropping the result removes them.
     pub(crate) fn write(&self) -> Result<Written> {
         let mut written = Written(Vec::new());
         for (path, contents) in &self.files {
-            // Left by a launcher that was killed and had this pid.
+            // A killed launcher with the same pid may have left a file.
             let _ = fs::remove_file(path);
             let open = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
             written.0.push(path.clone());
@@ -126,19 +126,19 @@ impl Keys {
     }
 }
 
-/// Files with keys, removed when this is dropped.
+/// Key files, removed on drop.
 pub(crate) struct Written(Vec<PathBuf>);
 
 impl Drop for Written {
     fn drop(&mut self) {
         for path in &self.0 {
-            // Gone already is as good.
+            // It does not matter if the file is gone already.
             let _ = fs::remove_file(path);
         }
     }
 }
 
-/// The arguments of this process as others may see them: without keys. None when there are none.
+/// The arguments of this process with literal keys hidden. None if there are no such keys.
 pub(crate) fn without_literals(arguments: &[String]) -> Option<Vec<String>> {
     let mut has_literal = false;
     let mut is_value = false;
@@ -149,7 +149,7 @@ pub(crate) fn without_literals(arguments: &[String]) -> Option<Vec<String>> {
         match rule.as_deref().and_then(split_rule) {
             Some((head, key)) if !key.starts_with('@') && !key.starts_with("env:") && !key.is_empty() => {
                 has_literal = true;
-                // What stands before the rule is the name of its flag, as it was typed.
+                // The flag's name, as it was typed, comes before the rule.
                 let start = word.len() - head.len() - key.len();
                 format!("{}{head}{HIDDEN}", &word[..start])
             }
@@ -160,13 +160,13 @@ pub(crate) fn without_literals(arguments: &[String]) -> Option<Vec<String>> {
     has_literal.then_some(shown)
 }
 
-/// A flag with keys: its full name, and its value where that is in the same word.
+/// Recognizes a flag with keys: its full name, and its value if that is in the same argument.
 fn split_flag(word: &str) -> Option<(String, Option<String>)> {
     let normal = text_with_dashes(word);
     let (name, value) = normal.split_once('=').map_or((&normal[..], None), |(name, value)| (name, Some(value)));
-    // Names may be cut while they are unambiguous; the server refuses those that are not.
-    let is_meant = |full: &&str| full.starts_with(name) && name.len() > "--http-".len();
-    let full = RULES.iter().chain([&API_KEY_FILE]).find(|full| is_meant(full))?;
+    // Names may be abbreviated. The server rejects ambiguous ones.
+    let matches = |full: &&str| full.starts_with(name) && name.len() > "--http-".len();
+    let full = RULE_FLAGS.iter().chain([&API_KEY_FILE]).find(|full| matches(full))?;
     Some(((*full).to_owned(), value.map(str::to_owned)))
 }
 
@@ -194,14 +194,15 @@ mod tests {
     fn taken(line: &str, run_dir: &Path, variables: &[(&str, &str)]) -> Result<(WorldFlags, Keys)> {
         let words = std::iter::once("launch").chain(line.split_whitespace());
         let mut flags = Flags::parse_from_line(words.map(OsString::from)).unwrap().world;
-        let variable =
-            |name: &str| variables.iter().find(|(its, _)| *its == name).map(|(_, value)| (*value).to_owned());
+        let variable = |name: &str| {
+            variables.iter().find(|(candidate, _)| *candidate == name).map(|(_, value)| (*value).to_owned())
+        };
         let keys = Keys::take(&mut flags, run_dir, variable)?;
         Ok((flags, keys))
     }
 
     #[test]
-    fn keys_go_to_rank_0_by_files_and_nowhere_else() {
+    fn keys_reach_rank_0_through_files_only() {
         let dir = tempfile::tempdir().unwrap();
         let line = "-- --http_restricted_api=inference,health:x-key=one=1 --id=me --grpc-restr infer:k=env:MINE \
                     --http-restricted-api=logging:a=@/etc/keys --api-key-file /etc/api";

@@ -1,8 +1,8 @@
-//! The launcher: from one command line to a world of ranks, kept running until it is asked to end.
+//! The launcher: starts a world of ranks from one command line and keeps it running until it is stopped.
 //!
-//! [`plan::plan`] turns [`flags::Flags`] into the command to run, and nothing else: `--dry-run` prints it. [`run`]
-//! carries it out: starts the world through `mpirun` or `srun`, or one rank by itself, passes signals on to rank 0, starts a
-//! world again that died by itself, and leaves no process and no shared memory behind. Serving is left to the ranks.
+//! [`plan::plan`] is pure: it turns [`flags::Flags`] into the command to run, which `--dry-run` prints. [`run`] executes the
+//! plan: it starts the world through `mpirun` or `srun`, or starts a single rank directly, forwards signals to rank 0, restarts
+//! a world that died, and cleans up its processes and shared memory. The ranks do the serving.
 //!
 //! ```
 //! use launcher::flags::Flags;
@@ -16,17 +16,17 @@
 //! ```
 #![forbid(unsafe_code)]
 
-/// As the standard one, but in one piece, since ranks write to the same log; and the standard one panics when the disk of the
-/// log is full, which is no reason to end a world.
+/// Like the standard macro, with two differences: it writes the line in one call, because ranks write to the same log, and it
+/// does not panic when the log's disk is full.
 macro_rules! eprintln {
-    ($($words:tt)*) => { eprint!("{}\n", format_args!($($words)*)) };
+    ($($format:tt)*) => { eprint!("{}\n", format_args!($($format)*)) };
 }
 
-/// As above.
+/// Like `eprintln!` above, without the line break.
 macro_rules! eprint {
-    ($($words:tt)*) => {{
+    ($($format:tt)*) => {{
         use std::io::Write as _;
-        let _ = std::io::stderr().write_all(format!($($words)*).as_bytes());
+        let _ = std::io::stderr().write_all(format!($($format)*).as_bytes());
     }};
 }
 
@@ -76,10 +76,10 @@ use state::{Phase, RunDir, WorldState};
 use supervise::Supervisor;
 use systemd::Systemd;
 
-/// What a rank grants requests in flight when nobody says.
+/// Time that requests in flight may take at shutdown when `--exit_timeout` is not given.
 const DEFAULT_EXIT_TIMEOUT_SECS: u64 = 30;
 
-/// Does what `flags` say; the exit code. `arguments` are those of this process, without its name.
+/// Runs the action in `flags` and returns the exit code. `arguments` are those of this process, without its name.
 pub fn run(flags: &Flags, arguments: &[OsString]) -> Result<u8> {
     let run_dir = RunDir::open()?;
     match &flags.action {
@@ -148,7 +148,7 @@ fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<
         return Ok(0);
     }
     if flags.detached {
-        // Out of the terminal's session, so that closing the terminal does not end the world.
+        // Leaves the terminal's session, so that closing the terminal does not end the world.
         nix::unistd::setsid().context("cannot leave the session of the terminal")?;
     }
     supervise(flags, site, &plan, run_dir)
@@ -156,12 +156,12 @@ fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<
 
 fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, run_dir: RunDir) -> Result<u8> {
     ipc::set_process_name("trireme-launch").context("cannot name this process")?;
-    // What outlives its parent in the world comes to us, to be waited for.
+    // Processes of the world that outlive their parent become children of this process, which reaps them.
     nix::sys::prctl::set_child_subreaper(true).context("cannot take over orphans")?;
     let _keys = flags.keys.write()?;
-    let _kept = run_dir.keep();
+    let _lock = run_dir.lock();
     let log = run_dir.log_file(flags.http_port);
-    // Before any thread is started, which would not have them blocked.
+    // Must precede the first thread: threads started earlier would not have the signals blocked.
     let signals = Signals::catch()?;
     let capture = Capture::start(&log, !flags.detached)?;
     let me = ProcessId::current();
@@ -197,21 +197,21 @@ fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, run_dir: RunDir) -> Re
         signals,
         capture,
         systemd: Systemd::new(),
-        // In the background, the launcher in front waits.
+        // With `--detach` the foreground process waits, not this one.
         wait_ready: flags.wait_ready.filter(|_| !flags.detached).map(Duration::from_secs),
         max_restarts: if flags.exit_on_failure { Some(0) } else { flags.max_restarts },
         num_starts: 0,
-        held: None,
-        doorman: None,
+        offered_ports: None,
+        port_holder: None,
     };
     supervisor.run()
 }
 
-/// Takes keys out of what `ps` shows of this process.
+/// Hides keys in the command line that `ps` shows for this process.
 fn hide_keys(arguments: &[OsString]) {
     let words: Vec<String> = arguments.iter().map(|word| word.to_string_lossy().into_owned()).collect();
     if let Some(shown) = keys::without_literals(&words) {
-        // Where this cannot be done, the warning has said so.
+        // On failure the keys stay visible; the warning above has mentioned that risk.
         let _ = ipc::set_process_title(&format!("launch {}", shown.join(" ")));
     }
 }
@@ -221,7 +221,7 @@ fn site(run_dir: &RunDir, flags: &WorldFlags) -> Result<Site> {
     let launch = std::env::current_exe().context("cannot find this program")?;
     let cores = sysinfo::System::physical_core_count().map_or(1, |cores| cores as u32);
     let allocation = srun::Allocation::from_env();
-    // Worlds of one node need names of their own; jobs of Slurm do not see each other's run directories.
+    // Worlds on one node need distinct names. Slurm jobs do not see each other's run directories.
     let shm_prefix = match &allocation {
         Some(Allocation { job, .. }) if run_dir.worlds().is_empty() => format!("prefix{job}_"),
         Some(Allocation { job, .. }) => format!("prefix{job}_{http_port}_"),
@@ -237,7 +237,7 @@ fn site(run_dir: &RunDir, flags: &WorldFlags) -> Result<Site> {
     Ok(Site { trireme, num_cores: cores, shm_prefix, mpirun, allocation, hosts, environment, work_dir, run_dir })
 }
 
-/// The `mpirun` that was named or is in PATH; asked what it is where one is needed.
+/// The `mpirun` that was named, else the one in PATH. The latter is queried for its kind only if `is_needed`.
 fn mpi_of(named: Option<&Path>, is_needed: bool) -> Mpirun {
     match named {
         Some(program) => Mpirun::of(program),
@@ -246,7 +246,7 @@ fn mpi_of(named: Option<&Path>, is_needed: bool) -> Mpirun {
     }
 }
 
-/// Errs when the world cannot start for want of something on this machine.
+/// Checks that the model repository, the server program and `mpirun` exist on this machine.
 fn check(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
     if !flags.model_repo.is_dir() {
         bail!("there is no model repository at {}; say where it is with --model_repo=DIR", flags.model_repo.display());
@@ -261,7 +261,7 @@ fn check(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
     }
     if matches!(plan.starter, Starter::Mpirun(_)) {
         site.mpirun.check_installed()?;
-        // What is in an image cannot be asked from outside; ranks compare their builds themselves.
+        // A program inside an image cannot be checked from outside; ranks compare their builds at start-up.
         if !in_image {
             hosts::check(&plan.placed, trireme, &flags.model_repo)?;
         }

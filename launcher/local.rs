@@ -1,8 +1,8 @@
-//! A world of one rank: its own process, no MPI.
+//! Worlds of one rank, started without MPI.
 
 use crate::plan::CommandLine;
 
-/// The command of the one rank.
+/// The command of the only rank.
 pub(crate) fn command(mut ranks: Vec<CommandLine>) -> CommandLine {
     assert_eq!(ranks.len(), 1, "a local world has one rank");
     ranks.remove(0)

@@ -1,4 +1,4 @@
-//! `launch logs`: what a world has logged, all of it or that of one rank.
+//! `launch logs`: prints the log of a world, all of it or the lines of one rank.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::Write;
@@ -11,18 +11,18 @@ use anyhow::{Context, Result};
 use crate::capture::Follower;
 use crate::state::WorldState;
 
-/// How often the log is looked at for more.
-const LOOK: Duration = Duration::from_millis(100);
+/// How often the log is polled for new lines.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The longest line that is kept in one piece.
+/// A longer line is printed in pieces.
 const MAX_LINE_BYTES: usize = 1 << 20;
 
 /// Which lines to print.
 pub(crate) struct Wanted {
-    /// Go on until the launcher has ended.
+    /// Continue until the launcher has ended.
     pub(crate) follow: bool,
     pub(crate) rank: Option<u32>,
-    /// The last so many of what is there.
+    /// Of the lines logged so far, print only this many from the end.
     pub(crate) last: Option<usize>,
 }
 
@@ -30,38 +30,38 @@ pub(crate) struct Wanted {
 pub(crate) fn print(world: &WorldState, wanted: &Wanted) -> Result<()> {
     let cannot = || format!("cannot read the log {}", world.log.display());
     let mut reader = Lines::open(&world.log).with_context(cannot)?;
-    let mut filter = Filter { rank: wanted.rank, ranks: HashMap::new(), last: None };
+    let mut filter = RankFilter { rank: wanted.rank, ranks: HashMap::new(), last_rank: None };
     let mut out = std::io::stdout().lock();
     let mut write = |lines: &[String]| -> bool {
-        // A reader that has left, as `head` does, has seen enough.
+        // If the reader of the pipe has left, as `head` does, printing ends.
         lines.iter().try_for_each(|line| writeln!(out, "{line}")).and_then(|()| out.flush()).is_ok()
     };
-    // Of what is there no more is kept than is wanted.
-    let mut there: VecDeque<String> = VecDeque::new();
-    while let Some(lines) = reader.more() {
+    // No more existing lines are held in memory than are to be printed.
+    let mut existing: VecDeque<String> = VecDeque::new();
+    while let Some(lines) = reader.read_new() {
         let kept = lines.into_iter().filter(|line| filter.keeps(line));
         match wanted.last {
             Some(last) => {
-                there.extend(kept);
-                there.drain(..there.len().saturating_sub(last));
+                existing.extend(kept);
+                existing.drain(..existing.len().saturating_sub(last));
             }
             None if write(&kept.collect::<Vec<_>>()) => {}
             None => return Ok(()),
         }
     }
-    if !write(there.make_contiguous()) {
+    if !write(existing.make_contiguous()) {
         return Ok(());
     }
     let mut is_last = !wanted.follow;
     while !is_last {
         is_last = !world.launcher().is_alive();
-        while let Some(lines) = reader.more() {
+        while let Some(lines) = reader.read_new() {
             let kept: Vec<_> = lines.into_iter().filter(|line| filter.keeps(line)).collect();
             if !write(&kept) {
                 return Ok(());
             }
         }
-        thread::sleep(LOOK);
+        thread::sleep(POLL_INTERVAL);
     }
     Ok(())
 }
@@ -76,41 +76,41 @@ impl Lines {
         Ok(Self { follower: Follower::open(path)?, unfinished: Vec::new() })
     }
 
-    /// Lines that are whole now; None when nothing is new.
-    fn more(&mut self) -> Option<Vec<String>> {
-        let bytes = self.follower.more();
+    /// The lines that are complete now; None if the log has not grown.
+    fn read_new(&mut self) -> Option<Vec<String>> {
+        let bytes = self.follower.read_new();
         if bytes.is_empty() {
             return None;
         }
         self.unfinished.extend(bytes);
         let end = self.unfinished.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
-        // A line without an end is cut.
+        // An overlong line is split.
         let end = if self.unfinished.len() - end > MAX_LINE_BYTES { self.unfinished.len() } else { end };
         let whole: Vec<u8> = self.unfinished.drain(..end).collect();
         Some(String::from_utf8_lossy(&whole).lines().map(str::to_owned).collect())
     }
 }
 
-/// Lines of one rank: log lines carry a pid, and each rank's first line says which rank has it.
-struct Filter {
+/// Selects the lines of one rank. Log lines contain a pid, and the first line of each rank maps its pid to its rank.
+struct RankFilter {
     rank: Option<u32>,
     ranks: HashMap<u32, u32>,
-    /// Whose the last line with a pid was; a line without belongs to the same.
-    last: Option<u32>,
+    /// The rank of the last line that had a pid. A line without a pid belongs to the same rank.
+    last_rank: Option<u32>,
 }
 
-impl Filter {
+impl RankFilter {
     fn keeps(&mut self, line: &str) -> bool {
         let Some(wanted) = self.rank else { return true };
         if line.starts_with("launch: ") {
-            self.last = None;
+            self.last_rank = None;
         } else if let Some(pid) = pid_of(line) {
             if let Some(rank) = rank_of(line) {
                 self.ranks.insert(pid, rank);
             }
-            self.last = self.ranks.get(&pid).copied();
+            self.last_rank = self.ranks.get(&pid).copied();
         }
-        self.last == Some(wanted)
+        self.last_rank == Some(wanted)
     }
 }
 
@@ -140,7 +140,7 @@ mod tests {
         std::fs::write(&path, vec![b'x'; 5 << 20]).unwrap();
         let mut lines = Lines::open(&path).unwrap();
         let mut pieces = Vec::new();
-        while let Some(more) = lines.more() {
+        while let Some(more) = lines.read_new() {
             assert!(lines.unfinished.len() <= MAX_LINE_BYTES);
             pieces.extend(more);
         }
@@ -149,7 +149,7 @@ mod tests {
 
     #[test]
     fn lines_belong_to_the_rank_whose_pid_they_carry() {
-        let mut filter = Filter { rank: Some(1), ranks: HashMap::new(), last: None };
+        let mut filter = RankFilter { rank: Some(1), ranks: HashMap::new(), last_rank: None };
         let kept: Vec<bool> = [
             "launch: starts",
             "I1121 06:57:12.185303 4711 lib.rs:42] \"rank 0 of 2 runs on node a\"",

@@ -1,11 +1,11 @@
-//! Which MPI starts ranks: found out from its `mpirun`.
+//! Detects which MPI implementation an `mpirun` belongs to.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Result, bail};
 
-/// The families of launchers, which take different options.
+/// Implementations of `mpirun`, which take different options.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MpiKind {
     /// Open MPI up to 4.
@@ -21,25 +21,25 @@ pub enum MpiKind {
 pub struct Mpirun {
     /// The program.
     pub program: PathBuf,
-    /// What it is.
+    /// Its implementation.
     pub kind: MpiKind,
 }
 
 impl Default for Mpirun {
-    /// Open MPI's, in PATH.
+    /// The `mpirun` in PATH, taken to be Open MPI's.
     fn default() -> Self {
         Self { program: "mpirun".into(), kind: MpiKind::OpenMpi }
     }
 }
 
 impl Mpirun {
-    /// Asks `program` what it is. One that does not answer counts as Open MPI's.
+    /// Detects the kind of `program` from its `--version`. A program without an answer counts as Open MPI's.
     pub fn of(program: &Path) -> Self {
         let kind = version(program).as_deref().map_or(MpiKind::OpenMpi, kind_of);
         Self { program: program.to_owned(), kind }
     }
 
-    /// Errs when it is not on the machine.
+    /// Returns an error with installation advice if the program is not on this machine.
     pub(crate) fn check_installed(&self) -> Result<()> {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let is_named = self.program.components().count() > 1;
@@ -57,7 +57,7 @@ impl Mpirun {
     }
 }
 
-/// What it says of its version.
+/// The output of `program --version`.
 pub(crate) fn version(program: &Path) -> Option<String> {
     let output = Command::new(program).arg("--version").stdin(Stdio::null()).output().ok()?;
     Some(String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned())
@@ -80,8 +80,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn launchers_are_known_by_what_they_say_of_their_version() {
-        let said = [
+    fn the_kind_of_mpirun_is_detected_from_its_version() {
+        let outputs = [
             ("mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n", MpiKind::OpenMpi),
             (
                 "mpirun (Open MPI) 5.0.10\n\nReport bugs to https://www.open-mpi.org/community/help/\n",
@@ -92,13 +92,13 @@ mod tests {
             ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307\n", MpiKind::Mpich),
             ("", MpiKind::OpenMpi),
         ];
-        for (text, kind) in said {
+        for (text, kind) in outputs {
             assert_eq!(kind_of(text), kind, "{text}");
         }
     }
 
     #[test]
-    fn a_launcher_that_is_not_there_is_named_with_what_to_install() {
+    fn a_missing_mpirun_is_named_with_what_to_install() {
         let error = Mpirun { program: "/nowhere/mpirun".into(), kind: MpiKind::OpenMpi }.check_installed();
         assert!(error.unwrap_err().to_string().contains("`/nowhere/mpirun` is not there"));
         let error = Mpirun { program: "no-such-mpirun".into(), kind: MpiKind::OpenMpi }.check_installed();

@@ -1,4 +1,4 @@
-//! Worlds that `mpirun` starts: Open MPI's, or Hydra, which is MPICH's.
+//! Starts worlds through `mpirun`: Open MPI's, or Hydra, the launcher of MPICH.
 
 use std::fs;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -11,27 +11,27 @@ use crate::mpi::{MpiKind, Mpirun};
 use crate::plan::CommandLine;
 use crate::{hosts, processes};
 
-/// What `mpirun` is told about one world.
+/// The parameters of an `mpirun` command.
 pub(crate) struct Step<'a> {
     pub(crate) mpirun: &'a Mpirun,
     pub(crate) oversubscribe: bool,
-    /// Hosts and their numbers of ranks; empty for this one alone.
+    /// Hosts and their numbers of ranks; empty for this host alone.
     pub(crate) hosts: &'a [(String, u32)],
     pub(crate) bind: Bind,
-    /// A rank's share of its host's cores.
+    /// Cores of a host divided by its ranks.
     pub(crate) cores_per_rank: u32,
     pub(crate) network: Option<&'a str>,
-    /// Names of the variables of this environment.
+    /// Names of the environment variables of this process.
     pub(crate) environment: &'a [String],
-    /// Those of them that the world does not get.
+    /// Environment variables that the world must not get.
     pub(crate) without: &'a [String],
 }
 
-/// Variables with these beginnings go to every host; `mpirun` by itself hands on only its own.
-const HANDED_ON: [&str; 6] = ["CUDA_", "NCCL_", "UCX_", "TRIREME_", "RUST_LOG", "LD_LIBRARY_PATH"];
+/// Prefixes of the variables that go to every host. By itself, Open MPI's `mpirun` passes on only its own variables.
+const PASSED_ON: [&str; 6] = ["CUDA_", "NCCL_", "UCX_", "TRIREME_", "RUST_LOG", "LD_LIBRARY_PATH"];
 
 impl Step<'_> {
-    /// Hydra hands on the whole environment, and lets ranks take turns without being told.
+    /// Options of Hydra. It passes on the whole environment and allows oversubscription by default.
     fn options_of_hydra(&self) -> Vec<String> {
         let mut args = match self.bind {
             Bind::None => Vec::new(),
@@ -49,10 +49,11 @@ impl Step<'_> {
         args
     }
 
+    /// Options of Open MPI's `mpirun`.
     fn options(&self) -> Vec<String> {
         let mut args = vec!["--allow-run-as-root".to_owned()];
         args.extend(match self.bind {
-            // A rank's workers inherit its cores, and by default each rank would get one.
+            // By default each rank would be bound to one core, which its workers inherit.
             Bind::None => vec!["--bind-to".to_owned(), "none".to_owned()],
             Bind::Numa => ["--map-by", "numa", "--bind-to", "numa"].map(str::to_owned).to_vec(),
             Bind::Core => ["--map-by", &format!("slot:PE={}", self.cores_per_rank), "--bind-to", "core"]
@@ -72,7 +73,7 @@ impl Step<'_> {
         }
         if self.hosts.len() > 1 {
             let is_needed =
-                |name: &&String| HANDED_ON.iter().any(|start| name.starts_with(start)) && !self.without.contains(name);
+                |name: &&String| PASSED_ON.iter().any(|start| name.starts_with(start)) && !self.without.contains(name);
             let is_set = |name: &&String| self.network.is_some() && *name == "NCCL_SOCKET_IFNAME";
             let names = self.environment.iter().filter(is_needed).filter(|name| !is_set(name));
             args.extend(names.flat_map(|name| ["-x".to_owned(), name.clone()]));
@@ -80,7 +81,7 @@ impl Step<'_> {
         args
     }
 
-    /// The host of a rank, as an option of its application.
+    /// The value of `--host` for a rank.
     fn host_of(&self, rank: usize) -> Option<String> {
         let mut end = 0;
         self.hosts.iter().find_map(|(name, count)| {
@@ -90,12 +91,12 @@ impl Step<'_> {
     }
 }
 
-/// NCCL takes interfaces, and no subnets: it then finds the network by itself.
+/// NCCL's setting for a network interface. NCCL takes no subnets; it then chooses an interface itself.
 pub(crate) fn nccl_network(network: &str) -> Option<String> {
     (!network.contains('/')).then(|| format!("NCCL_SOCKET_IFNAME={network}"))
 }
 
-/// One application context per rank.
+/// The `mpirun` command, with one application context per rank.
 pub(crate) fn command(ranks: &[CommandLine], step: &Step) -> CommandLine {
     let is_hydra = step.mpirun.kind == MpiKind::Mpich;
     let mut args = if is_hydra { step.options_of_hydra() } else { step.options() };
@@ -112,9 +113,9 @@ pub(crate) fn command(ranks: &[CommandLine], step: &Step) -> CommandLine {
     CommandLine { program: step.mpirun.program.clone(), args }
 }
 
-/// The pid of rank 0 below `mpirun`; None when it is not there (yet), or on another node.
+/// The pid of rank 0 among the descendants of `mpirun`; None if it has not started or runs on another node.
 pub(crate) fn find_rank_0(mpirun: u32) -> Option<u32> {
-    // Nearest first: a worker inherits its rank's environment, and stands below it.
+    // Nearest first: workers inherit the environment of their rank, which is their ancestor.
     processes::descendants(mpirun).into_iter().find(|pid| {
         let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
         let names: [&[u8]; 3] = [b"OMPI_COMM_WORLD_RANK=0", b"PMIX_RANK=0", b"PMI_RANK=0"];
@@ -122,29 +123,29 @@ pub(crate) fn find_rank_0(mpirun: u32) -> Option<u32> {
     })
 }
 
-/// A directory for what Open MPI keeps on this node while a world runs there: sessions and shared memory. Its name tells whose
-/// it is, so that what a launcher left which was killed is known from what another PID namespace with the same `/dev/shm` uses.
+/// A directory for the session files and shared memory of Open MPI, for a world of one node. Its name identifies the launcher, so
+/// that leftovers of a killed launcher can be told from files that another PID namespace with the same `/dev/shm` uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Files(PathBuf);
+pub(crate) struct SessionDir(PathBuf);
 
-/// Where those directories are.
-const FILES_DIR: &str = "/dev/shm";
-/// How their names begin: the namespace, pid and start time of the launcher follow, and the number of its start.
-const FILES_NAME: &str = "trireme-mpi.";
+/// The parent of session directories.
+const SESSION_PARENT: &str = "/dev/shm";
+/// The start of their names. PID namespace, pid and start time of the launcher and the number of the start follow.
+const SESSION_PREFIX: &str = "trireme-mpi.";
 
-impl Files {
-    /// Makes that of start number `start` of this launcher.
+impl SessionDir {
+    /// Creates the directory for start number `start` of this launcher.
     pub(crate) fn create(start: u32) -> std::io::Result<Self> {
         let ProcessId { pid, start_time } = ProcessId::current();
-        let name = format!("{FILES_NAME}{}.{pid}.{start_time}.{start}", ipc::pid_namespace());
-        let files = Self(Path::new(FILES_DIR).join(name));
-        fs::DirBuilder::new().mode(0o700).create(&files.0)?;
-        Ok(files)
+        let name = format!("{SESSION_PREFIX}{}.{pid}.{start_time}.{start}", ipc::pid_namespace());
+        let session = Self(Path::new(SESSION_PARENT).join(name));
+        fs::DirBuilder::new().mode(0o700).create(&session.0)?;
+        Ok(session)
     }
 
-    /// Variables by which Open MPI uses it. They also keep its ranks from listening on networks: on one node messages go by
-    /// shared memory, and `given` are settings of the user, who may know better.
-    pub(crate) fn settings(&self, kind: MpiKind, given: impl Fn(&str) -> bool) -> Vec<(&'static str, String)> {
+    /// Environment variables that make Open MPI use the directory, and use shared memory only, so that ranks do not listen on
+    /// networks. A variable for which `is_set` holds was set by the user and is left out.
+    pub(crate) fn settings(&self, kind: MpiKind, is_set: impl Fn(&str) -> bool) -> Vec<(&'static str, String)> {
         let dir = self.0.display().to_string();
         let shared_memory = if kind == MpiKind::OpenMpi { "self,vader" } else { "self,sm" };
         let settings = [
@@ -155,16 +156,16 @@ impl Files {
             ("OMPI_MCA_pml", "ob1".to_owned()),
             ("OMPI_MCA_btl", shared_memory.to_owned()),
         ];
-        settings.into_iter().filter(|(name, _)| !given(name)).collect()
+        settings.into_iter().filter(|(name, _)| !is_set(name)).collect()
     }
 
-    /// Removes the directory with what is in it; gone already is as good.
+    /// Removes the directory with its contents, if it exists.
     pub(crate) fn remove(&self) {
         let _ = fs::remove_dir_all(&self.0);
     }
 }
 
-/// Whether Open MPI starts ranks on this node alone: batch systems whose variables it knows may have given it others.
+/// Whether Open MPI starts all ranks on this node. Under a batch system that it supports it may use other nodes.
 pub(crate) fn is_one_node(placed: &[(String, u32)], has_variable: impl Fn(&str) -> bool) -> bool {
     const BATCH_SYSTEMS: [&str; 4] = ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE"];
     match placed {
@@ -174,32 +175,32 @@ pub(crate) fn is_one_node(placed: &[(String, u32)], has_variable: impl Fn(&str) 
     }
 }
 
-/// Removes what Open MPI keeps for worlds whose launcher was killed.
+/// Removes the session files of Open MPI for worlds whose launcher was killed.
 pub(crate) fn remove_leftovers() {
     let uid = nix::unistd::getuid().as_raw();
-    for entry in fs::read_dir(FILES_DIR).into_iter().flatten().flatten() {
+    for entry in fs::read_dir(SESSION_PARENT).into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
         let is_own = || entry.metadata().is_ok_and(|meta| meta.is_dir() && meta.uid() == uid);
         if owner(&name).is_some_and(|owner| !owner.is_alive()) && is_own() {
-            Files(entry.path()).remove();
+            SessionDir(entry.path()).remove();
         }
     }
-    remove_leftovers_in_usual_places(uid);
+    remove_leftovers_in_default_places(uid);
 }
 
-/// Whose directory has this name; None when that is not of this PID namespace, or no such directory.
+/// The launcher that owns the session directory `name`. None if it is in another PID namespace, or `name` is no such directory.
 fn owner(name: &str) -> Option<ProcessId> {
-    let mut numbers = name.strip_prefix(FILES_NAME)?.split('.').map(|word| word.parse::<u64>().ok());
+    let mut numbers = name.strip_prefix(SESSION_PREFIX)?.split('.').map(|word| word.parse::<u64>().ok());
     let (namespace, pid, start_time) = (numbers.next()??, numbers.next()??, numbers.next()??);
     (namespace == ipc::pid_namespace()).then_some(ProcessId { pid: u32::try_from(pid).ok()?, start_time })
 }
 
-/// Worlds of several nodes use the places of Open MPI's choice, whose names do not tell the PID namespace. Only who sees the
-/// processes of all namespaces can tell what nobody uses; in a container these stay.
-fn remove_leftovers_in_usual_places(uid: u32) {
-    /// The first one of a machine (`PROC_PID_INIT_INO` of Linux).
-    const FIRST_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
-    if ipc::pid_namespace() != FIRST_PID_NAMESPACE {
+/// Removes leftovers in the default places of Open MPI, which worlds of several nodes use. Names there do not contain the PID
+/// namespace, so only a process that sees all namespaces knows which files are unused. In a container they stay.
+fn remove_leftovers_in_default_places(uid: u32) {
+    /// The initial PID namespace of a machine (`PROC_PID_INIT_INO` of Linux).
+    const INITIAL_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
+    if ipc::pid_namespace() != INITIAL_PID_NAMESPACE {
         return;
     }
     let host = nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned();
@@ -212,7 +213,7 @@ fn remove_leftovers_in_usual_places(uid: u32) {
     if !sessions.is_empty() {
         let used = processes::pids_of_all_namespaces();
         for (_, session) in sessions.iter().filter(|(pid, _)| !used.contains(pid)) {
-            // Gone already is as good.
+            // It does not matter if it is gone already.
             let _ = fs::remove_dir_all(session);
         }
     }
@@ -237,32 +238,32 @@ mod tests {
     use super::*;
 
     #[test]
-    fn segments_that_a_process_maps_stay_and_others_go() {
+    fn mapped_segments_stay_and_unused_ones_are_removed() {
         let (uid, host) = (nix::unistd::getuid().as_raw(), nix::unistd::gethostname().unwrap());
         let start = format!("{}.{uid}.test{}", host.to_string_lossy(), std::process::id());
         let (prefix, name) = ("vader_segment.".parse().unwrap(), format!("{start}.0"));
         let made = ipc::Region::create(&prefix, &name, 64).unwrap();
-        // Its maker mapped it before it had a name, by which `/proc` goes.
+        // `create` maps the file before it has its name, so `/proc/<pid>/maps` shows the name only after `open`.
         let _used = ipc::Region::open(&prefix, &name).unwrap();
         let unused = PathBuf::from(format!("/dev/shm/vader_segment.{start}.1"));
         fs::write(&unused, "").unwrap();
 
-        remove_leftovers_in_usual_places(uid);
+        remove_leftovers_in_default_places(uid);
         let sees_all = ipc::pid_namespace() == 0xEFFF_FFFC;
         assert!(made.path().exists() && unused.exists() != sees_all);
         let _ = fs::remove_file(unused);
     }
 
     #[test]
-    fn directories_of_launchers_that_live_and_of_other_pid_namespaces_stay() {
-        let used = Files::create(4_000_000).unwrap();
+    fn session_directories_of_live_launchers_and_of_other_pid_namespaces_stay() {
+        let used = SessionDir::create(4_000_000).unwrap();
         let (namespace, me) = (ipc::pid_namespace(), ProcessId::current());
         let make = |namespace: u64, start_time: u64| {
-            let name = format!("{FILES_NAME}{namespace}.{}.{start_time}.1", me.pid);
-            let files = Files(Path::new(FILES_DIR).join(name));
-            fs::create_dir(&files.0).unwrap();
-            fs::write(files.0.join("vader_segment"), "").unwrap();
-            files
+            let name = format!("{SESSION_PREFIX}{namespace}.{}.{start_time}.1", me.pid);
+            let session = SessionDir(Path::new(SESSION_PARENT).join(name));
+            fs::create_dir(&session.0).unwrap();
+            fs::write(session.0.join("vader_segment"), "").unwrap();
+            session
         };
         let dead = make(namespace, me.start_time + 1);
         let elsewhere = make(namespace + 1, me.start_time + 1);
@@ -274,10 +275,10 @@ mod tests {
     }
 
     #[test]
-    fn ranks_of_one_node_speak_by_shared_memory_unless_the_user_says_otherwise() {
-        let files = Files(PathBuf::from("/d"));
-        let of = |kind, given: &str| {
-            let settings = files.settings(kind, |name| name == given);
+    fn ranks_of_one_node_use_shared_memory_unless_the_user_chose_otherwise() {
+        let session = SessionDir(PathBuf::from("/d"));
+        let of = |kind, set_by_user: &str| {
+            let settings = session.settings(kind, |name| name == set_by_user);
             settings.into_iter().find(|(name, _)| *name == "OMPI_MCA_btl").map(|(_, value)| value)
         };
         assert_eq!(of(MpiKind::OpenMpi, "").unwrap(), "self,vader");

@@ -1,4 +1,4 @@
-//! From flags to the command of every rank: pure, so that `--dry-run` shows exactly what would run.
+//! Turns flags into the command that starts all ranks. The module is pure, so `--dry-run` shows exactly what would run.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -12,26 +12,26 @@ use crate::mpi::{MpiKind, Mpirun};
 use crate::srun::{self, Allocation};
 use crate::{local, mpirun};
 
-/// What the plan must know of the place it is made in.
+/// The facts about this machine and environment that a plan depends on.
 #[derive(Debug, Clone, Default)]
 pub struct Site {
     /// The server program, unless the flags name one.
     pub trireme: PathBuf,
-    /// Physical cores: what `mpirun` counts as its slots.
+    /// Number of physical cores, which `mpirun` takes as its number of slots.
     pub num_cores: u32,
-    /// What shared-memory names begin with, before the rank. Not the default when another world runs here.
+    /// Prefix of shared-memory names, before the rank. Differs from the default if another world runs here.
     pub shm_prefix: String,
-    /// What starts ranks where Slurm does not.
+    /// The `mpirun` that starts ranks without Slurm.
     pub mpirun: Mpirun,
-    /// The Slurm allocation it is made in, if any.
+    /// The Slurm allocation of this process, if any.
     pub allocation: Option<Allocation>,
-    /// The hosts that the flags name; empty for this one alone.
+    /// The hosts that the flags name; empty for this host alone.
     pub hosts: Vec<Host>,
-    /// Names of the variables of this environment: those that ranks need are handed on to other hosts.
+    /// Names of this process' environment variables. Those that ranks need are passed on to other hosts.
     pub environment: Vec<String>,
-    /// Where this process runs; what containers see of the machine is told from there.
+    /// The working directory of this process, to which mounts of containers are relative.
     pub work_dir: PathBuf,
-    /// Where ranks and launcher meet.
+    /// The run directory, with the sockets between ranks and launcher.
     pub run_dir: PathBuf,
 }
 
@@ -44,31 +44,31 @@ pub struct CommandLine {
     pub args: Vec<String>,
 }
 
-/// All that is needed to run a world.
+/// The command that runs a world, and what the launcher must know about it.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// The one command to run.
+    /// The command.
     pub command: CommandLine,
-    /// What that is.
+    /// The program that the command starts ranks with.
     pub starter: Starter,
-    /// Hosts and their numbers of ranks, in the order of ranks; empty where the one host, or Slurm's choice, is not known.
+    /// Hosts and their numbers of ranks, in the order of ranks; empty for an unnamed single host or one that Slurm chooses.
     pub placed: Vec<(String, u32)>,
-    /// The same in words, with what is bound to what; `None` for one host.
+    /// The placement in words; `None` for one host.
     pub placement: Option<String>,
     /// Whether all ranks run on this node.
     pub is_one_node: bool,
-    /// Variables of this environment that the world does not get.
+    /// Environment variables to remove from the world's environment.
     pub without: Vec<String>,
-    /// Whether rank 0 may run where the run directory of this node is not seen.
+    /// Whether rank 0 may run where it does not see the run directory of this node.
     pub rank_0_may_be_elsewhere: bool,
 }
 
 /// What starts the ranks of a world.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Starter {
-    /// Nothing: there is one rank.
+    /// The launcher itself starts the only rank.
     Local,
-    /// `mpirun`, of this family.
+    /// `mpirun` of this implementation.
     Mpirun(MpiKind),
     /// `srun`, with a step of this name in this job.
     Srun {
@@ -79,7 +79,7 @@ pub enum Starter {
     },
 }
 
-/// The plan for a world; errs with what is wrong with the flags.
+/// Makes the plan for a world. Errors name the flag that is wrong.
 pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
     let ports = [flags.grpc_port, flags.http_port, flags.metrics_port];
     if let Some(port) = (0..2).find_map(|i| ports[i + 1..].contains(&ports[i]).then_some(ports[i])) {
@@ -118,7 +118,7 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
                 container: container.as_ref(),
             };
             let mut command = any_rank_command(most, flags, site);
-            // No keys: the names of the files that hold them.
+            // These flags contain no keys but the paths of key files.
             command.args.extend(flags.keys.flags.iter().cloned());
             srun::command(&step, command, &srun_arguments(flags, site))?
         }
@@ -141,13 +141,13 @@ pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
     Ok(Plan { command, starter, placed, placement, is_one_node, without, rank_0_may_be_elsewhere })
 }
 
-/// Errs when rank 0 runs where it cannot read the files that this launcher writes.
+/// Returns an error if rank 0 runs on another host, where it cannot read the key files of this launcher.
 fn check_that_rank_0_is_here(placed: &[(String, u32)], starter: &Starter, site: &Site) -> Result<()> {
     let first = placed.first().map(|(host, _)| host.as_str());
     let of_slurm = || site.allocation.as_ref().filter(|_| matches!(starter, Starter::Srun { .. }))?.node.as_deref();
     let Some(host) = first.or_else(of_slurm).filter(|host| !hosts::is_here(host)) else { return Ok(()) };
     bail!(
-        "rank 0 runs on {host}, where keys of this command line and this environment are not handed to; write them into a \
+        "rank 0 runs on {host}, which does not get the keys of this command line and environment; write them into a \
          file there, and give @FILE as the key or --api-key-file=FILE"
     )
 }
@@ -168,7 +168,7 @@ fn mpirun_step<'a>(
     Ok(mpirun::Step { mpirun, oversubscribe, hosts, bind, cores_per_rank, network, environment, without })
 }
 
-/// The ranks of each host, where hosts are named or Slurm has given more than one.
+/// The ranks of each host, if hosts are named or Slurm has allocated several nodes; otherwise empty.
 fn placed(flags: &WorldFlags, site: &Site, starter: &Starter) -> Result<Vec<(String, u32)>> {
     let of_slurm = match (starter, &site.allocation) {
         (Starter::Srun { .. }, Some(allocation)) => allocation.nodes.iter().take(flags.world_size as usize),
@@ -229,14 +229,14 @@ fn rank_command(rank: u32, ranks_per_node: u32, flags: &WorldFlags, site: &Site)
     if rank == 0 {
         args.extend(flags.keys.flags.iter().cloned());
     }
-    args.insert(NUM_PLACES, format!("--backend-config=python,shm-region-prefix-name={}{rank}_", site.shm_prefix));
+    args.insert(NUM_FIRST_ARGS, format!("--backend-config=python,shm-region-prefix-name={}{rank}_", site.shm_prefix));
     command
 }
 
-/// Arguments of [`any_rank_command`] before those that say how to serve.
-const NUM_PLACES: usize = 6;
+/// Number of arguments of [`any_rank_command`] after which the prefix of shared memory is inserted.
+const NUM_FIRST_ARGS: usize = 6;
 
-/// What is the same for every rank; the ranks' own flags come last.
+/// The part of the command that is the same for every rank. The user's flags for ranks come last.
 fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> CommandLine {
     let device = match flags.device {
         Device::Auto => "auto",
@@ -251,7 +251,7 @@ fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> Com
         format!("--metrics-port={}", flags.metrics_port),
         format!("--device={device}"),
     ];
-    assert_eq!(args.len(), NUM_PLACES, "the prefix of shared memory follows these");
+    assert_eq!(args.len(), NUM_FIRST_ARGS, "the prefix of shared memory follows these");
     if let Some(seconds) = flags.exit_timeout {
         args.push(format!("--exit-timeout-secs={seconds}"));
     }
@@ -270,7 +270,7 @@ fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> Com
         args.push(format!("--network={network}"));
     }
     if flags.bind != Bind::None && flags.device != Device::Cuda {
-        // Bound ranks would else share out the cores of one of them.
+        // Otherwise ranks would divide the cores that one of them is bound to.
         args.push(format!("--threads={}", (site.num_cores / ranks_per_node).max(1)));
     }
     args.extend(flags.rank_flags.iter().cloned());
@@ -279,7 +279,7 @@ fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> Com
     CommandLine { program, args }
 }
 
-/// What prints the memory that the world would take; flags of its ranks count.
+/// The command that prints the memory that the world would take, with the flags of its ranks.
 pub fn memory_command(flags: &WorldFlags, site: &Site) -> CommandLine {
     let mut command = any_rank_command(flags.world_size, flags, site);
     if flags.container_image.is_some() {
@@ -298,7 +298,7 @@ fn srun_arguments(flags: &WorldFlags, site: &Site) -> Vec<String> {
     let mut args = vec![format!("{prefix}${{SLURM_PROCID}}_")];
     if let (Some(first), Some(second)) = (log_file(0, flags), log_file(1, flags)) {
         let (first, second) = (first.display().to_string(), second.display().to_string());
-        // Rank 0's name with `.rank<i>` put in for the others.
+        // Other ranks insert `.rank<i>` into rank 0's file name.
         let start = second.rfind(".rank1").unwrap_or(second.len());
         let name = quoted(&format!("--log-file={}", &first[..start]));
         let extension = &first[start..];
@@ -308,7 +308,7 @@ fn srun_arguments(flags: &WorldFlags, site: &Site) -> Vec<String> {
     args
 }
 
-/// `log.txt` for rank 0, `log.rank1.txt` for rank 1. None when nothing is logged to files.
+/// `log.txt` for rank 0, `log.rank1.txt` for rank 1. None if ranks do not log to files.
 fn log_file(rank: u32, flags: &WorldFlags) -> Option<PathBuf> {
     let default = flags.log.then(|| PathBuf::from("triton_log.txt"));
     let file = flags.log_file.clone().or(default)?;
@@ -322,7 +322,7 @@ fn log_file(rank: u32, flags: &WorldFlags) -> Option<PathBuf> {
 }
 
 impl fmt::Display for CommandLine {
-    /// As one would type it into a shell.
+    /// The command, quoted for a shell.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&quoted(&self.program.to_string_lossy()))?;
         self.args.iter().try_for_each(|arg| write!(f, " {}", quoted(arg)))
@@ -365,7 +365,7 @@ mod tests {
         let environment = ["NCCL_DEBUG", "HOME"].map(str::to_owned).to_vec();
         let shm_prefix = "prefix".to_owned();
         let mpirun = match &flags.mpirun {
-            // By its name alone, for tests: the program is not there.
+            // The kind follows from the name, because the program does not exist.
             Some(name) if name.ends_with("mpirun.mpich") => Mpirun { program: name.clone(), kind: MpiKind::Mpich },
             Some(name) => Mpirun { program: name.clone(), kind: MpiKind::OpenMpi5 },
             None => Mpirun::default(),
@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_go_to_the_hosts_that_are_named_with_the_environment_they_need() {
+    fn ranks_run_on_the_named_hosts_with_the_environment_they_need() {
         let plan = whole_plan_in(None, "--world_size=3 --hosts=a:2,b:1 --network=eth1 --device=cuda").unwrap();
         assert_eq!(plan.placement.unwrap(), "placement: a: ranks 0-1; b: rank 2");
         let command = plan.command.to_string();
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_run_in_a_container_that_sees_what_they_need() {
+    fn ranks_run_in_a_container_with_the_mounts_they_need() {
         let line = "--world_size=2 --model_repo=models --container-image=site#trireme:1 --container-mounts=/data,/a:/b";
         let pyxis = plan_in(job_7("pmix"), line).unwrap();
         let step = "srun --mpi=pmix --job-name=trireme-8000 --nodes=1 --ntasks=2 --kill-on-bad-exit=1 --cpu-bind=none \
@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn the_precision_of_weights_is_told_to_every_rank_and_to_the_plan_of_memory() {
+    fn the_precision_of_weights_is_passed_to_every_rank_and_to_the_memory_plan() {
         let command = plan_of("--world_size=2 --weight_only_precision=int8").unwrap();
         assert_eq!(command.matches("--weight-only-precision=int8").count(), 2, "{command}");
         assert!(!plan_of("--world_size=2").unwrap().contains("precision"));
@@ -490,7 +490,7 @@ mod tests {
     }
 
     #[test]
-    fn more_ranks_than_cores_take_turns() {
+    fn more_ranks_than_cores_oversubscribe() {
         let turns = "mpirun --allow-run-as-root --bind-to none --oversubscribe --mca mpi_yield_when_idle 1 -n 1 ";
         assert!(plan_of("--world_size=5").unwrap().starts_with(turns));
         assert!(plan_of("--world_size=2 --oversubscribe").unwrap().starts_with(turns));
@@ -498,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn in_a_slurm_allocation_srun_starts_one_step_whose_tasks_know_their_ranks() {
+    fn in_a_slurm_allocation_srun_starts_one_step_whose_tasks_get_their_ranks() {
         let step = "srun --mpi=pmix --job-name=trireme-8000 --nodes=1 --ntasks=3 --kill-on-bad-exit=1 --cpu-bind=none \
              --unbuffered sh -c 'rank=${SLURM_PROCID#0}; exec \"$0\" rank \
              --backend-config=python,shm-region-prefix-name=prefix${SLURM_PROCID}_ \
@@ -513,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn the_backend_is_found_out_and_one_that_cannot_work_is_refused() {
+    fn the_backend_is_detected_and_one_that_cannot_work_is_refused() {
         let starts_with = |allocation, line, start: &str| {
             let command = plan_in(allocation, line).unwrap();
             assert!(command.starts_with(start), "{line}: {command}");

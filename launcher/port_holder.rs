@@ -1,5 +1,5 @@
-//! Stands at the ports of a world while none serves: keeps copies of its listening sockets, answers who comes that it is
-//! to come again, and hands the sockets to the next world, so that no connection is refused between the two.
+//! Replies 503 or UNAVAILABLE while no world serves. It keeps copies of the listening sockets of the first world and passes them
+//! to each later one, so that no connection is refused in between.
 
 use std::io::{ErrorKind, Write};
 use std::net::{TcpListener, TcpStream};
@@ -14,134 +14,136 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use crate::handover::Held;
+use crate::handover::Sockets;
 use crate::refusal;
 
-/// Clients that are answered at once; more are let go without a word.
+/// Clients that are answered at the same time. Further connections are closed without an answer.
 const MAX_CLIENTS: usize = 64;
 
-/// The ports of the worlds of one launcher. Dropping it closes its copies of the sockets.
-pub(crate) struct Doorman {
+/// Holds the ports of one launcher's worlds. Dropping it closes its copies of the sockets.
+pub(crate) struct PortHolder {
     path: PathBuf,
-    orders: Arc<Mutex<Orders>>,
-    /// Written to when orders have changed.
+    state: Arc<Mutex<State>>,
+    /// A byte written here wakes the thread after a change of `state`.
     wake: UnixStream,
 }
 
 #[derive(Default)]
-struct Orders {
-    /// What clients are told while no world serves.
+struct State {
+    /// The error message for clients. None while a world serves; the thread then accepts no connection.
     reason: Option<String>,
-    ends: bool,
+    /// The thread must end.
+    stop: bool,
 }
 
-impl Doorman {
-    /// Copies the sockets of the world that offers them at `offered`, and lends them at `path` to every later world.
+impl PortHolder {
+    /// Copies the sockets of the world that offers them at `offered`, and offers them at `path` to every later world.
     pub(crate) fn new(offered: &Path, path: PathBuf) -> Result<Self> {
-        let sockets = Arc::new(Held::copy(offered)?);
-        let door = ipc::bind_private(&path).with_context(|| format!("cannot lend ports at {}", path.display()))?;
+        let sockets = Arc::new(Sockets::copy(offered)?);
+        let offer = ipc::bind_private(&path).with_context(|| format!("cannot offer ports at {}", path.display()))?;
         let (wake, woken) = UnixStream::pair()?;
-        let orders = Arc::<Mutex<Orders>>::default();
+        let state = Arc::<Mutex<State>>::default();
         let listeners = sockets.listeners()?;
-        let (orders_there, wake_there) = (Arc::clone(&orders), wake.try_clone()?);
+        let (thread_state, thread_wake) = (Arc::clone(&state), wake.try_clone()?);
         let num_clients = Arc::default();
-        let watch = Watch { sockets, listeners, door, woken, wake: wake_there, orders: orders_there, num_clients };
-        thread::Builder::new().name("doorman".to_owned()).spawn(move || watch.run())?;
-        Ok(Self { path, orders, wake })
+        let thread =
+            HolderThread { sockets, listeners, offer, woken, wake: thread_wake, state: thread_state, num_clients };
+        thread::Builder::new().name("port_holder".to_owned()).spawn(move || thread.run())?;
+        Ok(Self { path, state, wake })
     }
 
-    /// Where the next world gets the sockets.
+    /// The path at which the next world takes the sockets.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// From now on clients are told `reason`.
+    /// Accepts connections from now on and answers them with the error `reason`.
     pub(crate) fn refuse(&self, reason: String) {
-        self.order(|orders| orders.reason = Some(reason));
+        self.change(|state| state.reason = Some(reason));
     }
 
-    /// A world serves.
-    pub(crate) fn step_aside(&self) {
-        self.order(|orders| orders.reason = None);
+    /// Accepts no more connections: a world serves.
+    pub(crate) fn stop_refusing(&self) {
+        self.change(|state| state.reason = None);
     }
 
-    fn order(&self, change: impl FnOnce(&mut Orders)) {
-        change(&mut self.orders.lock().unwrap_or_else(PoisonError::into_inner));
-        // The thread only ends when told so here.
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
+        // Fails only if the thread has ended.
         let _ = (&self.wake).write_all(&[1]);
     }
 }
 
-impl Drop for Doorman {
+impl Drop for PortHolder {
     fn drop(&mut self) {
-        self.order(|orders| orders.ends = true);
+        self.change(|state| state.stop = true);
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
-/// The thread that waits for clients, worlds and orders.
-struct Watch {
-    sockets: Arc<Held>,
+/// The thread that waits for clients, for worlds that take the sockets, and for changes of the state.
+struct HolderThread {
+    sockets: Arc<Sockets>,
     listeners: Vec<TcpListener>,
-    door: UnixListener,
+    offer: UnixListener,
     woken: UnixStream,
     /// The other end of `woken`.
     wake: UnixStream,
-    orders: Arc<Mutex<Orders>>,
+    state: Arc<Mutex<State>>,
     num_clients: Arc<AtomicUsize>,
 }
 
-impl Watch {
+impl HolderThread {
     fn run(mut self) {
         loop {
             let reason = {
-                let orders = self.orders.lock().unwrap_or_else(PoisonError::into_inner);
-                if orders.ends {
+                let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+                if state.stop {
                     return;
                 }
-                orders.reason.clone()
+                state.reason.clone()
             };
             let Ok(ready) = self.wait(reason.is_some()) else { return };
             if ready[0] {
                 let _ = std::io::Read::read(&mut self.woken, &mut [0; 64]);
             }
             if ready[1]
-                && let Ok((stream, _)) = self.door.accept()
+                && let Ok((stream, _)) = self.offer.accept()
             {
-                self.lend(stream);
+                self.send_sockets(stream);
                 continue;
             }
             let Some(reason) = reason else { continue };
             for (listener, _) in self.listeners.iter().zip(&ready[2..]).filter(|(_, is_ready)| **is_ready) {
                 match listener.accept() {
                     Ok((client, _)) => self.answer(client, reason.clone()),
-                    // A world that has just begun to serve was faster.
+                    // A world that has just begun to serve has accepted the connection.
                     Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-                    // Too many open files, say: not asked again at once.
+                    // For example too many open files: pauses before the next attempt.
                     Err(_) => thread::sleep(Duration::from_millis(100)),
                 }
             }
         }
     }
 
-    /// Gives the sockets to a world that has loaded. Clients wait from now on, for it takes them in a moment; should it die
-    /// before it does, they are refused again.
-    fn lend(&self, stream: UnixStream) {
-        let (sockets, orders, wake) = (Arc::clone(&self.sockets), Arc::clone(&self.orders), self.wake.try_clone());
-        let reason = orders.lock().unwrap_or_else(PoisonError::into_inner).reason.take();
+    /// Sends the sockets to a world that has loaded. It will accept in a moment, so no client is refused meanwhile. If it dies
+    /// before it has the sockets, clients are refused again.
+    fn send_sockets(&self, stream: UnixStream) {
+        let (sockets, state, wake) = (Arc::clone(&self.sockets), Arc::clone(&self.state), self.wake.try_clone());
+        let reason = state.lock().unwrap_or_else(PoisonError::into_inner).reason.take();
         thread::spawn(move || {
-            if sockets.give(stream).is_err() {
-                let mut orders = orders.lock().unwrap_or_else(PoisonError::into_inner);
-                orders.reason = orders.reason.take().or(reason);
+            if sockets.send(stream).is_err() {
+                let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
+                state.reason = state.reason.take().or(reason);
                 let _ = wake.and_then(|mut wake| wake.write_all(&[1]));
             }
         });
     }
 
-    /// Which of `woken`, `door` and, if they are of interest, the listeners can be read.
+    /// Waits until one of `woken`, `offer` and, with `with_listeners`, the listeners is readable; whether each is, in this order.
     fn wait(&self, with_listeners: bool) -> nix::Result<Vec<bool>> {
         let wanted = |fd| PollFd::new(fd, PollFlags::POLLIN);
-        let mut files = vec![wanted(self.woken.as_fd()), wanted(self.door.as_fd())];
+        let mut files = vec![wanted(self.woken.as_fd()), wanted(self.offer.as_fd())];
         if with_listeners {
             files.extend(self.listeners.iter().map(|listener| wanted(listener.as_fd())));
         }
@@ -160,7 +162,7 @@ impl Watch {
             return;
         }
         thread::spawn(move || {
-            // One that goes away has heard enough.
+            // An error means that the client has left.
             let _ = refusal::refuse(client, &reason);
             num_clients.fetch_sub(1, Ordering::Relaxed);
         });
@@ -174,35 +176,35 @@ mod tests {
 
     use super::*;
 
-    /// A world that lends its port when asked, as rank 0 does.
-    fn world(path: &Path) -> (SocketAddr, thread::JoinHandle<TcpListener>) {
+    /// A world that offers one port once, like rank 0.
+    fn world_with_port(path: &Path) -> (SocketAddr, thread::JoinHandle<TcpListener>) {
         let socket = TcpListener::bind("127.0.0.1:0").unwrap();
         socket.set_nonblocking(true).unwrap();
-        let (address, door) = (socket.local_addr().unwrap(), UnixListener::bind(path).unwrap());
-        let lends = thread::spawn(move || {
-            let (mut stream, _) = door.accept().unwrap();
+        let (address, offer) = (socket.local_addr().unwrap(), UnixListener::bind(path).unwrap());
+        let world = thread::spawn(move || {
+            let (mut stream, _) = offer.accept().unwrap();
             ipc::send_files(&stream, b"h", &[socket.as_fd()]).unwrap();
             let mut answer = [0];
             stream.read_exact(&mut answer).unwrap();
-            assert_eq!(answer[0], crate::handover::COPIED);
+            assert_eq!(answer[0], crate::handover::COPY);
             socket
         });
-        (address, lends)
+        (address, world)
     }
 
     #[test]
-    fn clients_hear_why_between_two_worlds_and_the_second_gets_the_ports() {
+    fn clients_get_the_reason_between_two_worlds_and_the_second_gets_the_ports() {
         let dir = tempfile::tempdir().unwrap();
-        let (offered, lent) = (dir.path().join("offered"), dir.path().join("lent"));
-        let (address, lends) = world(&offered);
-        let doorman = Doorman::new(&offered, lent.clone()).unwrap();
-        drop(lends.join().unwrap());
+        let (offered, passed_on) = (dir.path().join("offered"), dir.path().join("passed_on"));
+        let (address, world) = world_with_port(&offered);
+        let port_holder = PortHolder::new(&offered, passed_on.clone()).unwrap();
+        drop(world.join().unwrap());
 
-        // Comes before anyone is there to answer, and is answered.
+        // A client that connects before the holder accepts is answered.
         let mut client = TcpStream::connect(address).unwrap();
         client.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         client.write_all(b"POST /v2/models/m/generate HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}").unwrap();
-        doorman.refuse("rank 0 was \"killed\"".to_owned());
+        port_holder.refuse("rank 0 was \"killed\"".to_owned());
         let mut answer = String::new();
         client.read_to_string(&mut answer).unwrap();
         assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");
@@ -211,20 +213,20 @@ mod tests {
             "{answer}"
         );
 
-        // More than one world may ask: the first may die before it serves. The launcher need not notice at once.
+        // Several worlds may take the sockets in turn: the first may die before it serves.
         for _ in 0..2 {
-            doorman.refuse("again".to_owned());
-            let next = Held::take(&lent).unwrap();
+            port_holder.refuse("again".to_owned());
+            let next = Sockets::take(&passed_on).unwrap();
             let mut client = TcpStream::connect(address).unwrap();
             let listener = next.listeners().unwrap().remove(0);
             listener.set_nonblocking(false).unwrap();
             let (mut accepted, _) = listener.accept().unwrap();
             accepted.write_all(b"hello").unwrap();
-            let mut words = [0; 5];
-            client.read_exact(&mut words).unwrap();
+            let mut bytes = [0; 5];
+            client.read_exact(&mut bytes).unwrap();
             listener.set_nonblocking(true).unwrap();
         }
-        drop(doorman);
-        assert!(!lent.exists());
+        drop(port_holder);
+        assert!(!passed_on.exists());
     }
 }

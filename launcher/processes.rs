@@ -1,4 +1,4 @@
-//! What `/proc` tells of processes and ports.
+//! Finds, waits for and kills processes; reads `/proc` for processes and ports.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -27,15 +27,15 @@ pub(crate) fn descendants(pid: u32) -> Vec<u32> {
     found
 }
 
-/// What a rank or worker calls itself.
+/// The process title of a rank or worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Title {
     Rank(u32),
-    /// Its place in the tensor-parallel group, and its model.
+    /// Its tensor-parallel rank, and its model.
     Worker(u32, String),
 }
 
-/// What `pid` calls itself; None when it is neither rank nor worker.
+/// The title of `pid`; None if it is neither rank nor worker.
 pub(crate) fn title(pid: u32) -> Option<Title> {
     let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     let line = String::from_utf8_lossy(&line).into_owned();
@@ -49,7 +49,7 @@ pub(crate) fn title(pid: u32) -> Option<Title> {
     }
 }
 
-/// Whether `pid` can run, in words; None when it is gone.
+/// The scheduling state of `pid` in words; None if it has ended.
 pub(crate) fn state(pid: u32) -> Option<&'static str> {
     Some(match stat(pid)?.first()?.as_str() {
         "T" | "t" => "stopped",
@@ -59,27 +59,27 @@ pub(crate) fn state(pid: u32) -> Option<&'static str> {
     })
 }
 
-/// Waits, with growing pauses, until `left` finds no process any more; what it still finds after `patience`. `left` hears how long
-/// it has taken; `meanwhile` is called between two looks.
+/// Polls, with growing pauses, until `left` finds no more processes or `timeout` is over. Returns what it found last. `left`
+/// receives the time since the start; `meanwhile` is called between two polls.
 pub(crate) fn wait_until_gone(
-    patience: Duration,
+    timeout: Duration,
     mut left: impl FnMut(Duration) -> Vec<u32>,
     mut meanwhile: impl FnMut(),
 ) -> Vec<u32> {
     let (start, mut pause) = (Instant::now(), Duration::from_millis(10));
     loop {
         let pids = left(start.elapsed());
-        if pids.is_empty() || start.elapsed() >= patience {
+        if pids.is_empty() || start.elapsed() >= timeout {
             return pids;
         }
         meanwhile();
-        thread::sleep(pause.min(patience.saturating_sub(start.elapsed())));
+        thread::sleep(pause.min(timeout.saturating_sub(start.elapsed())));
         pause = (pause * 3 / 2).min(Duration::from_secs(1));
     }
 }
 
-/// Says which processes did not end though they were killed, and where in the kernel each is.
-pub(crate) fn name_stuck(pids: &[u32]) {
+/// Logs which processes were killed but did not end, and where in the kernel each one waits.
+pub(crate) fn log_stuck(pids: &[u32]) {
     for pid in pids {
         let read = |name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
         let (name, place) = (read("comm"), read("wchan"));
@@ -92,26 +92,27 @@ pub(crate) fn name_stuck(pids: &[u32]) {
     }
 }
 
-/// Kills what `find` finds twice, so that a process which has got the number of another in between is left alone.
+/// Kills the processes that `find` returns. It is called twice, before and after the pids are pinned, so that a process that
+/// reuses the pid of another is not killed.
 pub(crate) fn kill_all(find: impl Fn() -> Vec<u32>) {
     let watches: Vec<_> = find().into_iter().filter_map(|pid| ProcessWatch::new(pid).ok()).collect();
-    let still = find();
-    for watch in watches.iter().filter(|watch| still.contains(&watch.pid())) {
-        // It may have ended since it was seen.
+    let found_again = find();
+    for watch in watches.iter().filter(|watch| found_again.contains(&watch.pid())) {
+        // It may have ended since it was found.
         let _ = watch.signal(Signal::SIGKILL as i32);
     }
 }
 
-/// Has the kernel choose `pid` when memory runs out as it would by default, where this process is spared.
-pub(crate) fn do_not_spare(pid: u32) {
+/// Resets `oom_score_adj` of `pid` to the default if this process has a negative one, which `pid` would inherit.
+pub(crate) fn reset_oom_score(pid: u32) {
     let own = fs::read_to_string("/proc/self/oom_score_adj").ok().and_then(|text| text.trim().parse::<i32>().ok());
     if own.is_some_and(|score| score < 0) {
-        // It then goes as late as this process.
+        // On failure `pid` keeps the score of this process.
         let _ = fs::write(format!("/proc/{pid}/oom_score_adj"), "0");
     }
 }
 
-/// Resident memory.
+/// Resident memory of `pid`, in bytes.
 pub(crate) fn memory_bytes(pid: u32) -> Option<u64> {
     let statm = fs::read_to_string(format!("/proc/{pid}/statm")).ok()?;
     let pages: u64 = statm.split_ascii_whitespace().nth(1)?.parse().ok()?;
@@ -133,7 +134,7 @@ pub(crate) fn with_variable(name: &str, is_wanted: impl Fn(&str) -> bool) -> Vec
     let start = format!("{name}=");
     all()
         .filter(|pid| {
-            // Others' cannot be read.
+            // The environment of another user's process cannot be read, and counts as empty.
             let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
             let mut entries = environment.split(|byte| *byte == 0).filter_map(|entry| std::str::from_utf8(entry).ok());
             entries.any(|entry| entry.strip_prefix(&start).is_some_and(&is_wanted))
@@ -141,21 +142,21 @@ pub(crate) fn with_variable(name: &str, is_wanted: impl Fn(&str) -> bool) -> Vec
         .collect()
 }
 
-/// Children of this process that have ended and were not waited for.
+/// Zombies: children of this process that have ended and were not reaped.
 pub(crate) fn ended_children() -> Vec<u32> {
     let me = std::process::id();
     let is_zombie = |pid: &u32| stat(*pid).is_some_and(|fields| fields.first().is_some_and(|state| state == "Z"));
     all().filter(|pid| parent(*pid) == Some(me)).filter(is_zombie).collect()
 }
 
-/// The fields of `/proc/<pid>/stat` after the name: state first.
+/// The fields of `/proc/<pid>/stat` after the process name; the first is the state.
 fn stat(pid: u32) -> Option<Vec<String>> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     Some(stat.get(stat.rfind(')')? + 1..)?.split_ascii_whitespace().map(str::to_owned).collect())
 }
 
-/// The pid of the process that listens on `port` of this machine; None when the port is free.
-/// Some(None) when it is in use by a process that cannot be seen.
+/// The pid of the process that listens on `port` of this machine. None if the port is free; Some(None) if the process is not
+/// visible to this user.
 pub(crate) fn listener(port: u16) -> Option<Option<u32>> {
     if port == 0 || TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).is_ok() {
         return None;
@@ -164,7 +165,7 @@ pub(crate) fn listener(port: u16) -> Option<Option<u32>> {
     Some(all().find(|pid| holds_one_of(*pid, &sockets)))
 }
 
-/// What links in `/proc/<pid>/fd` to sockets listening on `port` look like.
+/// The sockets that listen on `port`, as `/proc/<pid>/fd` links to them: `socket:[inode]`.
 fn listening_sockets(table: &str, port: u16) -> Vec<String> {
     const LISTEN: &str = "0A";
     let text = fs::read_to_string(format!("/proc/net/{table}")).unwrap_or_default();
@@ -185,7 +186,7 @@ fn holds_one_of(pid: u32, sockets: &[String]) -> bool {
         .any(|target| sockets.iter().any(|socket| target == Path::new(socket)))
 }
 
-/// The files below `dir` that some process has mapped.
+/// The files below `dir` that any visible process has mapped.
 pub(crate) fn mapped_files(dir: &Path) -> HashSet<PathBuf> {
     let maps = all().filter_map(|pid| fs::read_to_string(format!("/proc/{pid}/maps")).ok());
     let files = |maps: String| -> Vec<PathBuf> {
@@ -195,7 +196,7 @@ pub(crate) fn mapped_files(dir: &Path) -> HashSet<PathBuf> {
     maps.flat_map(files).collect()
 }
 
-/// The numbers that processes have in any PID namespace that this one sees.
+/// The pids of all visible processes, in each PID namespace they belong to.
 pub(crate) fn pids_of_all_namespaces() -> HashSet<u32> {
     let numbers = |pid: u32| -> Vec<u32> {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -226,12 +227,12 @@ mod tests {
             drop(socket);
             listener(port).is_none()
         };
-        // Another program may be given a port that has just become free.
+        // Another program may take a port that has just become free.
         assert!((0..10).any(|_| is_found_while_open()));
     }
 
     #[test]
-    fn a_wait_ends_when_all_are_gone_and_when_some_never_go() {
+    fn a_wait_ends_when_all_processes_are_gone_or_at_its_timeout() {
         let mut looks = vec![vec![7], vec![7], vec![]].into_iter();
         let mut num_pauses = 0;
         let left = wait_until_gone(Duration::from_secs(60), |_| looks.next().unwrap(), || num_pauses += 1);

@@ -1,54 +1,56 @@
-//! What a client hears while no world serves: that it may come again, and why, in the protocol in which it asks.
+//! The replies to clients while no world serves: 503 or UNAVAILABLE, the reason, and when to retry.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
-/// When a client may come again, in seconds.
+/// The value of `retry-after`.
 const RETRY_AFTER_SECS: u32 = 1;
-/// For a client's next words, and for it to hear ours.
-const PATIENCE: Duration = Duration::from_secs(1);
-/// For what is said on one connection, and for its end.
-const LONGEST: Duration = Duration::from_secs(5);
-/// Of an HTTP request's head, and of what follows it and is read so that the answer is not lost.
-const MAX_READ: usize = 1 << 20;
-/// How a connection of HTTP/2, and so gRPC, begins.
+/// Timeout of each read and write.
+const IO_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time limit of the exchange on one connection, and again of closing it.
+const MAX_DURATION: Duration = Duration::from_secs(5);
+/// Limit of an HTTP request's head, and of the bytes that are read and dropped while the connection closes.
+const MAX_READ_BYTES: usize = 1 << 20;
+/// First byte of a TLS handshake record.
+const TLS_HANDSHAKE: u8 = 0x16;
+/// The first bytes of an HTTP/2 connection, and so of a gRPC connection.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// Answers what comes on `stream` with the refusal that is due in its protocol, and ends it. One that speaks TLS is
-/// only ended: the launcher has no certificate.
+/// Answers a connection in its protocol, HTTP/1 or gRPC, and closes it. A TLS connection is closed without an answer, since the
+/// launcher has no certificate.
 ///
 /// # Errors
-/// When the client goes away, or says nothing.
+/// If the client leaves, sends nothing in time, or sends neither protocol.
 pub(crate) fn refuse(stream: TcpStream, reason: &str) -> io::Result<()> {
     stream.set_nonblocking(false)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
-    let deadline = Instant::now() + LONGEST;
+    stream.set_read_timeout(Some(IO_TIMEOUT))?;
+    stream.set_write_timeout(Some(IO_TIMEOUT))?;
+    let deadline = Instant::now() + MAX_DURATION;
     let mut head = Vec::new();
     while !head.starts_with(PREFACE) {
         let is_http2 = PREFACE.starts_with(&head[..head.len().min(PREFACE.len())]);
-        if !is_http2 && (head.windows(4).any(|end| end == b"\r\n\r\n") || head.first() == Some(&0x16)) {
+        if !is_http2 && (head.windows(4).any(|end| end == b"\r\n\r\n") || head.first() == Some(&TLS_HANDSHAKE)) {
             break;
         }
-        // No further than the preface, whose frames are read one by one.
+        // Reads no further than the preface: the frames after it are read one by one.
         let wanted = if is_http2 { PREFACE.len() - head.len() } else { 4096 };
         let mut bytes = [0; 4096];
         let count = (&stream).read(&mut bytes[..wanted])?;
         head.extend_from_slice(&bytes[..count]);
-        if count == 0 || head.len() > MAX_READ || Instant::now() > deadline {
+        if count == 0 || head.len() > MAX_READ_BYTES || Instant::now() > deadline {
             return Err(ErrorKind::InvalidData.into());
         }
     }
     match head.first() {
-        Some(0x16) => return Ok(()),
+        Some(&TLS_HANDSHAKE) => return Ok(()),
         _ if head.starts_with(PREFACE) => refuse_grpc(&stream, reason, deadline)?,
-        _ => (&stream).write_all(&http_answer(reason))?,
+        _ => (&stream).write_all(&http_response(reason))?,
     }
-    end(&stream)
+    close(&stream)
 }
 
-fn http_answer(reason: &str) -> Vec<u8> {
+fn http_response(reason: &str) -> Vec<u8> {
     let body = serde_json::json!({ "error": reason }).to_string();
     let head = format!(
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: {RETRY_AFTER_SECS}\r\n\
@@ -58,13 +60,13 @@ fn http_answer(reason: &str) -> Vec<u8> {
     (head + &body).into_bytes()
 }
 
-/// Ends the connection so that what was said is heard: one that is closed with words unread, or to which words come once it
-/// is closed, takes the answer with it. So it is the client that closes, if it does so in time.
-fn end(mut stream: &TcpStream) -> io::Result<()> {
+/// Closes the connection without losing the reply. Closing a socket with unread input resets the connection, and the reset may
+/// discard the reply. So this reads until the client closes, within limits.
+fn close(mut stream: &TcpStream) -> io::Result<()> {
     stream.shutdown(Shutdown::Write)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
-    let (deadline, mut bytes, mut num_read) = (Instant::now() + LONGEST, [0; 4096], 0);
-    while Instant::now() < deadline && num_read < MAX_READ {
+    stream.set_read_timeout(Some(IO_TIMEOUT))?;
+    let (deadline, mut bytes, mut num_read) = (Instant::now() + MAX_DURATION, [0; 4096], 0);
+    while Instant::now() < deadline && num_read < MAX_READ_BYTES {
         match stream.read(&mut bytes) {
             Ok(0) => break,
             Ok(count) => num_read += count,
@@ -86,10 +88,10 @@ mod frame {
     pub(super) const END_STREAM_AND_HEADERS: u8 = 1 | 4;
 }
 
-/// Every call gets UNAVAILABLE; when no more come, the client is asked to go, and connects anew.
+/// Answers every call with UNAVAILABLE. When no more calls come, sends GOAWAY, after which the client reconnects.
 fn refuse_grpc(mut stream: &TcpStream, reason: &str, deadline: Instant) -> io::Result<()> {
     write_frame(stream, frame::SETTINGS, 0, 0, &[])?;
-    let answer = grpc_answer(reason);
+    let trailers = grpc_trailers(reason);
     let mut last_stream = 0;
     while Instant::now() < deadline {
         let mut head = [0; 9];
@@ -99,7 +101,7 @@ fn refuse_grpc(mut stream: &TcpStream, reason: &str, deadline: Instant) -> io::R
         let len = usize::from(head[0]) << 16 | usize::from(head[1]) << 8 | usize::from(head[2]);
         let (kind, flags) = (head[3], head[4]);
         let id = u32::from_be_bytes([head[5], head[6], head[7], head[8]]) & (u32::MAX >> 1);
-        // The largest that may come before we allow more.
+        // The default limit of a frame's size.
         if len > 1 << 14 {
             return Err(ErrorKind::InvalidData.into());
         }
@@ -110,17 +112,17 @@ fn refuse_grpc(mut stream: &TcpStream, reason: &str, deadline: Instant) -> io::R
             frame::PING if flags & frame::ACK == 0 => write_frame(stream, frame::PING, frame::ACK, 0, &payload)?,
             frame::HEADERS if id > last_stream => {
                 last_stream = id;
-                write_frame(stream, frame::HEADERS, frame::END_STREAM_AND_HEADERS, id, &answer)?;
-                // No error: what the client may still want to send is of no use.
+                write_frame(stream, frame::HEADERS, frame::END_STREAM_AND_HEADERS, id, &trailers)?;
+                // NO_ERROR: tells the client not to send the rest of its request.
                 write_frame(stream, frame::RST_STREAM, 0, id, &[0; 4])?;
-                stream.set_read_timeout(Some(PATIENCE / 10))?;
+                stream.set_read_timeout(Some(IO_TIMEOUT / 10))?;
             }
             frame::GOAWAY => break,
             _ => {}
         }
     }
-    let goes = [last_stream.to_be_bytes(), [0; 4]].concat();
-    write_frame(stream, frame::GOAWAY, 0, 0, &goes)
+    let goaway = [last_stream.to_be_bytes(), [0; 4]].concat();
+    write_frame(stream, frame::GOAWAY, 0, 0, &goaway)
 }
 
 fn write_frame(mut stream: &TcpStream, kind: u8, flags: u8, id: u32, payload: &[u8]) -> io::Result<()> {
@@ -131,8 +133,8 @@ fn write_frame(mut stream: &TcpStream, kind: u8, flags: u8, id: u32, payload: &[
     stream.write_all(&bytes)
 }
 
-/// Headers that end a call, none of them entered into the connection's table (RFC 7541, section 6.2.2).
-fn grpc_answer(reason: &str) -> Vec<u8> {
+/// A block of headers that ends a call, without additions to the dynamic table (RFC 7541, section 6.2.2).
+fn grpc_trailers(reason: &str) -> Vec<u8> {
     // Entry 8 of the static table: `:status: 200`.
     let mut block = vec![0x88];
     let percent = |byte: u8| match byte {
@@ -157,7 +159,7 @@ fn grpc_answer(reason: &str) -> Vec<u8> {
     block
 }
 
-/// A number with a prefix of 7 bits (RFC 7541, section 5.1).
+/// Appends an integer with a prefix of 7 bits (RFC 7541, section 5.1).
 fn push_length(block: &mut Vec<u8>, mut len: usize) {
     if len < 127 {
         return block.push(len as u8);
@@ -176,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lengths_are_as_in_the_examples_of_the_standard() {
+    fn lengths_are_encoded_as_in_the_examples_of_rfc_7541() {
         let length = |len| {
             let mut block = Vec::new();
             push_length(&mut block, len);

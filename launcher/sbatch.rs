@@ -1,4 +1,4 @@
-//! `launch sbatch`: a batch file that starts a world at the user's site.
+//! `launch sbatch`: writes a Slurm batch file that starts a world.
 
 use std::ffi::OsString;
 use std::fmt::Write;
@@ -8,10 +8,10 @@ use anyhow::{Result, bail};
 use crate::flags::{BatchFlags, Device};
 use crate::plan::quoted;
 
-/// Flags of the job rather than of the world, by the start of their names: abbreviations are allowed.
+/// Flags of the job, in contrast to those of the world. On the command line they may be abbreviated.
 const JOB_FLAGS: [&str; 6] = ["partition", "account", "time", "nodes", "gpus-per-node", "drain-before"];
 
-/// The batch file; `arguments` are those of this process: those of the world are handed on as they were typed.
+/// The batch file. `arguments` are those of this process; the world's flags among them are copied as they were typed.
 pub(crate) fn file(batch: &BatchFlags, arguments: &[OsString]) -> Result<String> {
     let world = &batch.world;
     if world.detach || world.dry_run {
@@ -55,7 +55,7 @@ pub(crate) fn file(batch: &BatchFlags, arguments: &[OsString]) -> Result<String>
     Ok(text)
 }
 
-/// Below the line that starts the launcher.
+/// The rest of the batch file, after the line that starts the launcher.
 const WAIT: &str = r#"launch=$!
 
 # Requests in flight finish. Near the time limit the job then goes back to the queue.
@@ -73,18 +73,19 @@ done
 exit "$code"
 "#;
 
-/// What was typed behind `sbatch`, without the flags of the job.
+/// The arguments after `sbatch`, without the flags of the job.
 fn world_line(arguments: &[OsString]) -> String {
     let words = arguments.iter().map(|word| word.to_string_lossy()).skip_while(|word| word != "sbatch").skip(1);
-    let (mut kept, mut words, mut ours) = (Vec::new(), words, true);
+    let (mut kept, mut words, mut before_dashes) = (Vec::new(), words, true);
     while let Some(word) = words.next() {
-        ours &= word != "--";
+        before_dashes &= word != "--";
         let name = word
             .strip_prefix("--")
-            .filter(|_| ours)
+            .filter(|_| before_dashes)
             .map(|flag| flag.split('=').next().unwrap_or_default().replace('_', "-"));
-        let is_jobs = name.is_some_and(|name| name.len() > 1 && JOB_FLAGS.iter().any(|flag| flag.starts_with(&name)));
-        match is_jobs {
+        let is_job_flag =
+            name.is_some_and(|name| name.len() > 1 && JOB_FLAGS.iter().any(|flag| flag.starts_with(&name)));
+        match is_job_flag {
             true if !word.contains('=') => drop(words.next()),
             true => {}
             false => kept.push(quoted(&word)),
@@ -119,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_of_the_site_become_options_and_flags_of_the_world_are_handed_on() {
+    fn flags_of_the_job_become_options_and_flags_of_the_world_are_passed_on() {
         let line = "sbatch --world_size 2 --part=gpu --account a1 --time=1:00:00 --device=cpu --drain_before=30 \
                     --model_repo=/m -- --time=x";
         let text = file_of(line).unwrap();

@@ -1,44 +1,44 @@
-//! What rank 0 publishes: its metrics, read by name.
+//! Reads the Prometheus metrics of rank 0.
 
 use std::io::{Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::Duration;
 
-/// How long a server may take for each part of an answer.
-const PATIENCE: Duration = Duration::from_millis(1000);
+/// Timeout of each connect, read and write.
+const IO_TIMEOUT: Duration = Duration::from_millis(1000);
 
 /// One line of `/metrics`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
     /// Name of the metric.
     pub name: String,
-    /// Its labels, as written.
+    /// Its labels: names and unescaped values.
     pub labels: Vec<(String, String)>,
     /// Its value.
     pub value: f64,
 }
 
 impl Sample {
-    /// The value of a label; empty when it has none of that name.
+    /// The value of the label `name`; empty if there is none.
     pub fn label(&self, name: &str) -> &str {
         self.labels.iter().find(|(label, _)| label == name).map_or("", |(_, value)| value)
     }
 }
 
-/// All samples of a server at one time.
+/// All samples of one scrape.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Metrics(pub Vec<Sample>);
 
 impl Metrics {
-    /// Asks the server whose metrics are at `host:port`.
+    /// Fetches `/metrics` from `host:port`.
     ///
     /// # Errors
-    /// When it does not answer in time, or not with 200.
+    /// If the server does not answer in time, or its status is not 200.
     pub fn of(host: &str, port: u16) -> std::io::Result<Self> {
         Ok(Self::parse(&get(host, port, "/metrics")?))
     }
 
-    /// Reads Prometheus' text format; what is not a sample is left out.
+    /// Parses Prometheus' text format. Lines that are no sample are skipped.
     pub fn parse(text: &str) -> Self {
         Self(text.lines().filter(|line| !line.starts_with('#')).filter_map(sample).collect())
     }
@@ -48,7 +48,7 @@ impl Metrics {
         self.0.iter().filter(move |sample| sample.name == name)
     }
 
-    /// The sum of a metric over those of its samples that carry `model`.
+    /// The sum of a metric over its samples with the label `model`; None if there are none.
     pub fn of_model(&self, name: &str, model: &str) -> Option<f64> {
         let values: Vec<f64> =
             self.all(name).filter(|sample| sample.label("model") == model).map(|sample| sample.value).collect();
@@ -65,7 +65,7 @@ fn sample(line: &str) -> Option<Sample> {
     Some(Sample { name: name.to_owned(), labels: labels_of(labels.strip_suffix('}')?)?, value })
 }
 
-/// `a="x",b="y \" z"`; None when it is not that.
+/// Parses `a="x",b="y \" z"`; None if malformed.
 fn labels_of(mut text: &str) -> Option<Vec<(String, String)>> {
     let mut labels = Vec::new();
     while !text.is_empty() {
@@ -90,10 +90,10 @@ fn labels_of(mut text: &str) -> Option<Vec<(String, String)>> {
 /// The body of `GET path`.
 fn get(host: &str, port: u16, path: &str) -> std::io::Result<String> {
     let address = (host, port).to_socket_addrs()?.next().ok_or(std::io::ErrorKind::NotFound)?;
-    let mut stream = TcpStream::connect_timeout(&address, PATIENCE)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
-    // 1.0: no chunks, and the connection ends with the answer.
+    let mut stream = TcpStream::connect_timeout(&address, IO_TIMEOUT)?;
+    stream.set_read_timeout(Some(IO_TIMEOUT))?;
+    stream.set_write_timeout(Some(IO_TIMEOUT))?;
+    // HTTP/1.0: the body is not chunked, and the server closes the connection after it.
     stream.write_all(format!("GET {path} HTTP/1.0\r\nHost: localhost\r\nConnection: close\r\n\r\n").as_bytes())?;
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer)?;

@@ -1,4 +1,4 @@
-//! Signals to the launcher and the end of its world, waited for together.
+//! Waits for signals to the launcher and for the end of its worlds with one `poll`.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -10,14 +10,14 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 
-/// SIGINT, SIGTERM, SIGHUP and those of `launch restart`, kept from ending the launcher and read one by one instead.
+/// SIGINT, SIGTERM, SIGHUP and the signals of `launch restart`: blocked, and read one by one from a signal descriptor.
 pub(crate) struct Signals(SignalFd);
 
 /// What ended a wait.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Event {
     Signal(Signal),
-    /// The world of this number in the list has.
+    /// The world at this index of the list has ended.
     WorldEnded(usize),
     TimedOut,
 }
@@ -45,11 +45,11 @@ impl Signals {
         Ok(Self(fd.context("cannot wait for signals")?))
     }
 
-    /// Waits for a signal, the end of one of `worlds`, or `timeout`; for ever without.
+    /// Waits for a signal, the end of one of `worlds`, or `timeout`. Without a timeout it waits indefinitely.
     pub(crate) fn wait(&self, worlds: &[&ProcessWatch], timeout: Option<Duration>) -> Result<Event> {
         let fds = std::iter::once(self.0.as_fd()).chain(worlds.iter().map(|world| world.as_fd()));
         let mut fds: Vec<PollFd> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
-        // Rounded up, else the last millisecond of a wait would be spent polling.
+        // Rounded up; otherwise the last millisecond of a wait would be a busy loop.
         let timeout = timeout.map_or(PollTimeout::NONE, |timeout| {
             PollTimeout::try_from(timeout.as_millis() + 1).unwrap_or(PollTimeout::MAX)
         });

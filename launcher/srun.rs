@@ -12,30 +12,30 @@ use crate::mpi::MpiKind;
 use crate::mpirun::nccl_network;
 use crate::plan::{CommandLine, quoted};
 
-/// The allocation this process runs in, as Slurm's environment tells it.
+/// The Slurm allocation that this process runs in, read from Slurm's environment variables.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Allocation {
     /// Number of the job.
     pub job: u32,
     /// Nodes of the job, in Slurm's order, when it has more than one.
     pub nodes: Vec<String>,
-    /// How the site's Slurm starts MPI programs: what `srun --mpi=list` names.
+    /// The plugins by which this Slurm starts MPI programs, from `srun --mpi=list`.
     pub mpi_types: BTreeSet<String>,
-    /// Its node, when it has one alone and this process does not run there.
+    /// The job's node, if it has only one and this process runs elsewhere.
     pub node: Option<String>,
 }
 
 impl Allocation {
-    /// None outside of an allocation, and inside of a step, where `srun` would wait for the step's own cores.
+    /// None outside an allocation. None also inside a step, where `srun` would wait for the step's own cores.
     pub fn from_env() -> Option<Self> {
-        /// Above are the steps that Slurm makes by itself, for batch scripts and interactive shells.
+        /// Larger ids are steps that Slurm creates itself, for batch scripts and interactive shells.
         const LAST_STEP: u32 = 0xffff_0000;
         let number = |name: &str| std::env::var(name).ok()?.parse::<u32>().ok();
         let job = number("SLURM_JOB_ID")?;
         if number("SLURM_STEP_ID").is_some_and(|step| step < LAST_STEP) {
             return None;
         }
-        // Where `srun` is missing, as in a container, it starts nothing.
+        // If `srun` is missing, as in a container, the list is empty.
         let list = Command::new("srun").arg("--mpi=list").output();
         let text = list.map_or(Vec::new(), |list| [list.stdout, list.stderr].concat());
         let num_nodes = number("SLURM_JOB_NUM_NODES").unwrap_or(1);
@@ -46,13 +46,13 @@ impl Allocation {
         Some(Self { job, nodes, mpi_types: mpi_types(&String::from_utf8_lossy(&text)), node })
     }
 
-    /// What this Slurm and the site's MPI both speak: PMIx with Open MPI, PMI with MPICH.
+    /// The `--mpi` plugin that suits the MPI implementation: PMIx for Open MPI, PMI-2 for MPICH.
     pub(crate) fn mpi_type(&self, mpi: MpiKind) -> Result<&str> {
         let (name, wanted) = match mpi {
             MpiKind::OpenMpi | MpiKind::OpenMpi5 => ("Open MPI", "pmix"),
             MpiKind::Mpich => ("MPICH", "pmi2"),
         };
-        // `pmix` is the site's own choice of version; a number is taken only where that is missing.
+        // Plain `pmix` is the site's default version. A name with a version number is used only if it is missing.
         let newest = self.mpi_types.iter().rev().find(|name| name.starts_with(wanted));
         let found = self.mpi_types.get(wanted).or(newest);
         found.map(String::as_str).with_context(|| {
@@ -65,13 +65,13 @@ impl Allocation {
     }
 }
 
-/// `n[1-2]` written out, by Slurm itself.
+/// Expands a host list such as `n[1-2]`, by `scontrol`.
 fn host_names(list: &str) -> Vec<String> {
     let text = output(Command::new("scontrol").args(["show", "hostnames", list]));
     text.map_or(Vec::new(), |text| text.lines().map(str::to_owned).collect())
 }
 
-/// The words of `srun --mpi=list` that `--mpi` takes: one a line, indented or behind `srun: `.
+/// Parses `srun --mpi=list`: one name per line, indented or after `srun: `.
 fn mpi_types(text: &str) -> BTreeSet<String> {
     let versions = |line: &str| line.split_once("versions available:").map(|(_, rest)| rest.to_owned());
     let names = text.lines().flat_map(|line| {
@@ -85,27 +85,27 @@ fn mpi_types(text: &str) -> BTreeSet<String> {
     names.collect()
 }
 
-/// What `srun` is told about one world.
+/// The parameters of the job step that runs one world.
 pub(crate) struct Step<'a> {
     pub(crate) allocation: &'a Allocation,
     pub(crate) mpi: MpiKind,
     pub(crate) name: String,
     pub(crate) num_ranks: u32,
     pub(crate) oversubscribe: bool,
-    /// Nodes and their numbers of ranks; empty for the one of the job.
+    /// Nodes and their numbers of ranks; empty for a job of one node.
     pub(crate) hosts: &'a [(String, u32)],
     pub(crate) bind: Bind,
     pub(crate) network: Option<&'a str>,
     pub(crate) container: Option<&'a Container>,
 }
 
-/// The name of the step that serves on `http_port`; by it [`signal`] finds the step again.
+/// The name of the step that serves on `http_port`, by which [`signal`] finds it.
 pub(crate) fn step_name(http_port: u16) -> String {
     format!("trireme-{http_port}")
 }
 
-/// One step of as many tasks as ranks. A task knows its rank from Slurm alone, so a shell puts it in: `per_rank` are
-/// arguments, quoted already, that name the rank as `$SLURM_PROCID`.
+/// The `srun` command of one step with one task per rank. A task learns its rank from `$SLURM_PROCID`, which a shell expands:
+/// `per_rank` are arguments that contain it, quoted already.
 pub(crate) fn command(step: &Step, common: CommandLine, per_rank: &[String]) -> Result<CommandLine> {
     let mut args = vec![
         format!("--mpi={}", step.allocation.mpi_type(step.mpi)?),
@@ -116,7 +116,7 @@ pub(crate) fn command(step: &Step, common: CommandLine, per_rank: &[String]) -> 
     if let Some(most) = step.hosts.iter().map(|&(_, count)| count).max() {
         args.extend([format!("--ntasks-per-node={most}"), "--distribution=block".to_owned()]);
     }
-    // Those of the job that the user chose.
+    // The user chose some of the job's nodes.
     if step.hosts.iter().map(|(name, _)| name).ne(&step.allocation.nodes) && !step.hosts.is_empty() {
         let names: Vec<_> = step.hosts.iter().map(|(name, _)| name.as_str()).collect();
         args.push(format!("--nodelist={}", names.join(",")));
@@ -136,12 +136,12 @@ pub(crate) fn command(step: &Step, common: CommandLine, per_rank: &[String]) -> 
     args.extend(step.container.map(Container::srun_options).unwrap_or_default());
     let mut common_args = common.args.into_iter();
     let sub_command = common_args.next().unwrap_or_default();
-    // What starts the container stands in front of the program.
+    // The container runtime, if any, comes in front of the program.
     let program = CommandLine { program: "$0".into(), args: Vec::new() };
     let program = step.container.map_or(program.clone(), |container| container.wrap(program));
     let words = std::iter::once(program.program.display().to_string()).chain(program.args);
     let words: Vec<String> = words.map(|word| if word == "$0" { "\"$0\"".to_owned() } else { quoted(&word) }).collect();
-    // `rank` is empty for rank 0, whose log file bears no number.
+    // `rank` is empty for rank 0, whose log file has no number in its name.
     let script = format!("exec {} {} {} \"$@\"", words.join(" "), quoted(&sub_command), per_rank.join(" "));
     let names_rank = per_rank.iter().any(|argument| argument.contains("$rank"));
     let script = if names_rank { format!("rank=${{SLURM_PROCID#0}}; {script}") } else { script };
@@ -150,7 +150,7 @@ pub(crate) fn command(step: &Step, common: CommandLine, per_rank: &[String]) -> 
     Ok(CommandLine { program: PathBuf::from("srun"), args })
 }
 
-/// What ranks need in their environment beyond that of this process.
+/// Variables that ranks need in addition to the environment of this process.
 fn environment(step: &Step) -> Option<String> {
     let mut set = Vec::new();
     if step.oversubscribe {
@@ -163,17 +163,17 @@ fn environment(step: &Step) -> Option<String> {
     (!set.is_empty()).then(|| set.join(","))
 }
 
-/// Sends `signal` to every rank of the step `name` of `job`. `srun` itself would take SIGTERM for: kill them.
+/// Sends `signal` to every rank of the step `name` of `job`. A SIGTERM to `srun` itself would kill the ranks.
 pub(crate) fn signal(job: u32, name: &str, signal: &str) -> Result<()> {
     let steps = steps(job)?;
-    let found: Vec<_> = steps.iter().filter(|(_, its)| its == name).map(|(step, _)| step).collect();
+    let found: Vec<_> = steps.iter().filter(|(_, candidate)| candidate == name).map(|(step, _)| step).collect();
     if found.is_empty() {
         bail!("job {job} has no step `{name}`");
     }
     output(Command::new("scancel").arg(format!("--signal={signal}")).args(found)).map(drop)
 }
 
-/// Number and name of each step that the job has started, other than Slurm's own.
+/// Id and name of each step that the job has started, except Slurm's own.
 pub(crate) fn steps(job: u32) -> Result<Vec<(String, String)>> {
     let text =
         output(Command::new("squeue").args(["--steps", "--noheader", "--format=%i %j"]).arg(format!("--jobs={job}")))?;
@@ -182,7 +182,7 @@ pub(crate) fn steps(job: u32) -> Result<Vec<(String, String)>> {
     Ok(text.lines().filter_map(step).filter(|(id, _)| is_own(id)).collect())
 }
 
-/// What a command of Slurm prints; errs with its reason when it fails.
+/// Runs a Slurm command and returns its standard output.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let output = command.output().with_context(|| format!("cannot run `{name}`"))?;
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sites_mpi_is_found_in_what_srun_lists() {
+    fn the_mpi_plugin_is_chosen_from_the_list_of_srun() {
         let new = "MPI plugin types are...\n\tpmix\n\tnone\n\tcray_shasta\n\tpmi2\nspecific pmix plugin versions available: pmix_v4\n";
         assert_eq!(allocation(new).mpi_type(MpiKind::OpenMpi).unwrap(), "pmix");
         let old = "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: pmix_v2\nsrun: pmix_v3\n";

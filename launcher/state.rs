@@ -1,4 +1,4 @@
-//! What is known of running worlds: one small file each, in a directory of this user alone.
+//! State files of running worlds: one JSON file per world, in a run directory that only this user can access.
 
 use std::fs;
 use std::io;
@@ -9,68 +9,68 @@ use anyhow::{Context, Result, bail};
 use ipc::ProcessId;
 use serde::{Deserialize, Serialize};
 
-/// What a launcher is doing with its world.
+/// The phase of a world's life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Phase {
-    /// Processes run and do not serve yet.
+    /// Its processes run but do not serve yet.
     Loading,
-    /// It has served; whether it does now, its health says.
+    /// It has served. A health check shows whether it serves now.
     Serving,
-    /// It was asked to end.
+    /// Its end was requested.
     Ending,
-    /// It died, and is started again after a pause.
+    /// It died and will be restarted after a pause.
     Waiting,
-    /// Another version of the launcher knows what.
+    /// A phase that another version of the launcher has written.
     #[serde(other)]
     Other,
 }
 
-/// What every version of a state file begins with, and no version may change: whose it is.
+/// The fields that every version of a state file has and no version may change. They identify the launcher.
 #[derive(Debug, Deserialize)]
-struct Head {
+struct Owner {
     launcher_pid: u32,
     launcher_start_time: u64,
 }
 
-/// Counts changes of the meaning of [`WorldState`]'s fields; new fields need none.
+/// Increases when fields of [`WorldState`] change their meaning; new fields do not need it.
 pub(crate) const VERSION: u32 = 1;
 
-/// A world as its launcher wrote it down. Another version may have written it: what is not there has its default.
+/// The state of a world, as its launcher writes it. Fields that another version did not write have their default.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct WorldState {
     pub(crate) version: u32,
     pub(crate) launcher_pid: u32,
     pub(crate) launcher_start_time: u64,
-    /// `mpirun`, or the one rank; None between two starts.
+    /// The first process: `mpirun`, `srun` or the only rank. None between two starts.
     pub(crate) world_pid: Option<u32>,
     pub(crate) rank_0_pid: Option<u32>,
     pub(crate) world_size: u32,
     pub(crate) model_repository: PathBuf,
     pub(crate) grpc_port: u16,
     pub(crate) http_port: u16,
-    /// Where it answers HTTP, as seen from this machine.
+    /// The host of its HTTP port, as seen from this machine.
     pub(crate) http_host: String,
     pub(crate) metrics_port: u16,
-    /// Where rank 0 tells how it is.
+    /// The socket at which rank 0 reports its health.
     pub(crate) control: Option<PathBuf>,
-    /// Then that can perhaps not be reached, and HTTP is asked.
+    /// The socket may be unreachable then, and health checks use HTTP.
     pub(crate) rank_0_may_be_elsewhere: bool,
     pub(crate) shm_prefix: String,
     pub(crate) exit_timeout_secs: u64,
-    /// Starts after the first, asked for or not.
+    /// Number of starts after the first, including those that the user requested.
     pub(crate) num_restarts: u32,
-    /// Counts the times it came to serve.
+    /// How often it has become ready.
     pub(crate) times_served: u32,
     pub(crate) phase: Phase,
-    /// How the last run of it ended that did not end well.
+    /// The exit status of the last failed run, in words.
     pub(crate) last_failure: Option<String>,
-    /// Why the last `restart --rolling` left the old world in place.
+    /// Why the last `restart --rolling` failed; the old world then stays.
     pub(crate) rolling_failure: Option<String>,
-    /// Where launcher and ranks log.
+    /// The log file of launcher and ranks.
     pub(crate) log: PathBuf,
-    /// Where reports of crashes are.
+    /// The directory of crash reports.
     pub(crate) crash_dir: PathBuf,
 }
 
@@ -109,34 +109,34 @@ impl WorldState {
     }
 }
 
-/// The run directory, and with it all worlds of this user on this machine.
+/// The run directory, with the state files, sockets and logs of this user's worlds on this machine.
 #[derive(Debug, Clone)]
 pub(crate) struct RunDir {
     path: PathBuf,
-    /// Where worlds of this user may be, too: started when another place was right.
+    /// Other directories in which launchers of this user may have written state files.
     others: Vec<PathBuf>,
 }
 
 impl RunDir {
-    /// `$XDG_RUNTIME_DIR/trireme`, or `/tmp/trireme-<uid>` where that is not set or goes at logout; made when missing.
+    /// Opens or creates `$XDG_RUNTIME_DIR/trireme`, or `/tmp/trireme-<uid>` if that is not set or is removed at logout.
     pub(crate) fn open() -> Result<Self> {
         let uid = nix::unistd::getuid().as_raw();
         let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_dir());
-        let (dir, others) = places(runtime.as_deref(), uid, lingers());
+        let (dir, others) = locations(runtime.as_deref(), uid, lingers());
         match fs::DirBuilder::new().mode(0o700).create(&dir) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
                 return Err(error).with_context(|| format!("cannot make the run directory {}", dir.display()));
             }
             _ => {}
         }
-        // In /tmp another user may have been there first.
+        // In /tmp another user may have created it.
         let meta = fs::symlink_metadata(&dir).with_context(|| format!("cannot look at {}", dir.display()))?;
         if !meta.is_dir() || meta.uid() != uid {
             bail!("{} is not a directory of this user; remove it, or set XDG_RUNTIME_DIR", dir.display());
         }
-        // Sockets in there are for this user alone.
+        // Only this user may use the sockets in it.
         if meta.mode() & 0o077 != 0 {
-            eprintln!("launch: others could use {}; from now on it is for this user alone", dir.display());
+            eprintln!("launch: other users could use {}; it is now closed to them", dir.display());
             let private = fs::Permissions::from_mode(0o700);
             fs::set_permissions(&dir, private).with_context(|| format!("cannot close {} to others", dir.display()))?;
         }
@@ -146,8 +146,8 @@ impl RunDir {
         Ok(Self { path: dir, others: others.into_iter().filter(is_private).collect() })
     }
 
-    /// Keeps what cleans `/tmp` of old files away while the result lives: it leaves locked directories alone.
-    pub(crate) fn keep(&self) -> Option<fs::File> {
+    /// Locks the directory until the result is dropped: services that clean `/tmp` do not touch locked directories.
+    pub(crate) fn lock(&self) -> Option<fs::File> {
         let dir = fs::File::open(&self.path).ok()?;
         dir.try_lock_shared().ok().map(|()| dir)
     }
@@ -157,34 +157,34 @@ impl RunDir {
         &self.path
     }
 
-    /// Where the launcher of this HTTP port logs when detached.
+    /// The log file of the world on this HTTP port.
     pub(crate) fn log_file(&self, http_port: u16) -> PathBuf {
         self.path.join(format!("world-{http_port}.log"))
     }
 
-    /// Where reports of crashes go; made when missing.
+    /// The directory of crash reports, created if missing.
     pub(crate) fn crash_dir(&self) -> Result<PathBuf> {
         let dir = self.path.join("crashes");
         fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
         Ok(dir)
     }
 
-    /// Where start number `start` of the launcher `pid` hands its ports over.
+    /// The socket at which start number `start` of launcher `pid` hands over its ports.
     pub(crate) fn hand_over_socket(&self, pid: u32, start: u32) -> PathBuf {
         self.path.join(format!("world-{pid}-{start}.sock"))
     }
 
-    /// Where rank 0 of that start tells how it is.
+    /// The socket at which rank 0 of that start reports its health.
     pub(crate) fn control_socket(&self, pid: u32, start: u32) -> PathBuf {
         self.path.join(format!("world-{pid}-{start}-control.sock"))
     }
 
-    /// Where ranks of that start say why their world ends.
+    /// The file to which ranks of that start write why their world ends.
     pub(crate) fn cause_file(&self, pid: u32, start: u32) -> PathBuf {
         self.path.join(format!("world-{pid}-{start}.cause"))
     }
 
-    /// Removes sockets, and files like them, of launchers that are gone.
+    /// Removes sockets, cause files and key files of launchers that have ended.
     pub(crate) fn remove_dead_sockets(&self) {
         for path in fs::read_dir(&self.path).into_iter().flatten().flatten().map(|entry| entry.path()) {
             let owner = || -> Option<u32> {
@@ -197,7 +197,7 @@ impl RunDir {
                 name.split('-').next()?.parse().ok()
             };
             if owner().is_some_and(|pid| ProcessId::of(pid).is_none()) {
-                // Gone already is as good.
+                // It does not matter if it is gone already.
                 let _ = fs::remove_file(path);
             }
         }
@@ -207,7 +207,7 @@ impl RunDir {
         self.path.join(format!("world-{http_port}.json"))
     }
 
-    /// Writes `state` down, whole or not at all.
+    /// Writes the state file atomically.
     pub(crate) fn write(&self, state: &WorldState) -> Result<()> {
         let file = self.state_file(state.http_port);
         let unfinished = file.with_extension("json.tmp");
@@ -216,58 +216,58 @@ impl RunDir {
         write().with_context(|| format!("cannot write {}", file.display()))
     }
 
-    /// Forgets the world of `http_port`, if it is the one of this launcher.
+    /// Removes the state file of `http_port` if this launcher wrote it.
     pub(crate) fn remove(&self, http_port: u16) {
         let file = self.state_file(http_port);
         if read(&file).is_some_and(|state| state.launcher_pid == std::process::id()) {
-            // Gone already is as good.
+            // It does not matter if it is gone already.
             let _ = fs::remove_file(file);
         }
     }
 
-    /// Worlds whose launcher runs, by HTTP port; what dead launchers left is removed.
+    /// Worlds whose launcher runs, sorted by HTTP port. State files of dead launchers are removed.
     pub(crate) fn worlds(&self) -> Vec<WorldState> {
-        self.look().worlds
+        self.scan().worlds
     }
 
-    /// The same, with the files that cannot be understood.
-    pub(crate) fn look(&self) -> Look {
+    /// Like [`Self::worlds`], with the files that cannot be parsed.
+    pub(crate) fn scan(&self) -> Scan {
         let dirs = std::iter::once(&self.path).chain(&self.others);
         let entries = dirs.flat_map(|dir| fs::read_dir(dir).into_iter().flatten().flatten()).map(|entry| entry.path());
-        let mut look = Look::default();
+        let mut scan = Scan::default();
         for file in entries.filter(|path| path.extension().is_some_and(|extension| extension == "json")) {
             let Ok(text) = fs::read(&file) else { continue };
-            let Ok(head) = serde_json::from_slice::<Head>(&text) else {
-                look.unknown.push(file);
+            let Ok(owner) = serde_json::from_slice::<Owner>(&text) else {
+                scan.unknown.push(file);
                 continue;
             };
-            let launcher = ProcessId { pid: head.launcher_pid, start_time: head.launcher_start_time };
+            let launcher = ProcessId { pid: owner.launcher_pid, start_time: owner.launcher_start_time };
             match (launcher.is_alive(), serde_json::from_slice::<WorldState>(&text)) {
                 (true, Ok(mut world)) => {
                     world.http_port = if world.http_port == 0 { port_of(&file) } else { world.http_port };
-                    look.worlds.push(world);
+                    scan.worlds.push(world);
                 }
                 (true, Err(_)) => {
-                    // Its fields mean something else by now: its launcher can be told to end all the same.
-                    let (launcher_pid, launcher_start_time) = (head.launcher_pid, head.launcher_start_time);
+                    // Another version wrote other fields. The launcher can be stopped nevertheless.
+                    let (launcher_pid, launcher_start_time) = (owner.launcher_pid, owner.launcher_start_time);
                     let (http_port, phase) = (port_of(&file), Phase::Other);
                     let world =
                         WorldState { launcher_pid, launcher_start_time, http_port, phase, ..Default::default() };
-                    look.worlds.push(world);
+                    scan.worlds.push(world);
                 }
                 // Its launcher was killed.
                 (false, _) => drop(fs::remove_file(&file)),
             }
         }
-        look.worlds.sort_by_key(|world| world.http_port);
-        look.unknown.sort();
-        look
+        scan.worlds.sort_by_key(|world| world.http_port);
+        scan.unknown.sort();
+        scan
     }
 }
 
-/// The run directory, and where else worlds may be. A `$XDG_RUNTIME_DIR` other than that of the user's sessions was set on
-/// purpose, to be apart from all else. That of sessions is removed at the last logout, unless the user lingers.
-fn places(runtime: Option<&Path>, uid: u32, lingers: bool) -> (PathBuf, Vec<PathBuf>) {
+/// The run directory, and other directories with state files. A `$XDG_RUNTIME_DIR` that is not the default of user sessions was
+/// set on purpose to isolate worlds, so nothing else is searched. The default is removed at the last logout unless the user lingers.
+fn locations(runtime: Option<&Path>, uid: u32, lingers: bool) -> (PathBuf, Vec<PathBuf>) {
     let (session, lasting) = (PathBuf::from(format!("/run/user/{uid}")), PathBuf::from(format!("/tmp/trireme-{uid}")));
     match runtime {
         Some(dir) if dir != session => (dir.join("trireme"), Vec::new()),
@@ -276,17 +276,17 @@ fn places(runtime: Option<&Path>, uid: u32, lingers: bool) -> (PathBuf, Vec<Path
     }
 }
 
-/// Whether this user's services outlive sessions (`loginctl enable-linger`).
+/// Whether this user's services outlive their sessions (`loginctl enable-linger`).
 fn lingers() -> bool {
     let user = nix::unistd::User::from_uid(nix::unistd::getuid()).ok().flatten();
     user.is_some_and(|user| Path::new("/var/lib/systemd/linger").join(user.name).exists())
 }
 
-/// What there is in a run directory.
+/// The contents of the run directories.
 #[derive(Debug, Default)]
-pub(crate) struct Look {
+pub(crate) struct Scan {
     pub(crate) worlds: Vec<WorldState>,
-    /// Files of which it cannot be told whose they are; they are left alone.
+    /// Files that cannot be parsed. They are not removed.
     pub(crate) unknown: Vec<PathBuf>,
 }
 
@@ -305,9 +305,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_directory_does_not_go_at_logout() {
+    fn the_run_directory_is_not_removed_at_logout() {
         let of = |runtime: Option<&str>, lingers| {
-            let (dir, others) = places(runtime.map(Path::new), 7, lingers);
+            let (dir, others) = locations(runtime.map(Path::new), 7, lingers);
             [vec![dir], others].concat().iter().map(|dir| dir.display().to_string()).collect::<Vec<_>>()
         };
         let session = "/run/user/7/trireme";
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn worlds_in_the_other_place_are_found() {
+    fn worlds_in_another_run_directory_are_found() {
         let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let other = RunDir { path: there.path().to_owned(), others: Vec::new() };
         let me = ProcessId::current();
@@ -326,13 +326,13 @@ mod tests {
         other.write(&WorldState { launcher_pid, launcher_start_time, http_port: 9, ..Default::default() }).unwrap();
         let run_dir = RunDir { path: here.path().to_owned(), others: vec![there.path().to_owned()] };
         assert_eq!(run_dir.worlds().iter().map(|world| world.http_port).collect::<Vec<_>>(), [9]);
-        let kept = run_dir.keep().unwrap();
-        assert!(fs::File::open(here.path()).unwrap().try_lock().is_err(), "what cleans /tmp sees a lock");
-        drop(kept);
+        let lock = run_dir.lock().unwrap();
+        assert!(fs::File::open(here.path()).unwrap().try_lock().is_err(), "services that clean /tmp must see a lock");
+        drop(lock);
     }
 
     #[test]
-    fn worlds_of_dead_launchers_are_forgotten() {
+    fn state_files_of_dead_launchers_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let run_dir = RunDir { path: dir.path().to_owned(), others: Vec::new() };
         let me = ProcessId::current();
@@ -375,15 +375,15 @@ mod tests {
         run_dir.remove_dead_sockets();
         assert!(mine.exists() && !dead.exists());
         fs::remove_file(mine).unwrap();
-        // The one that runs, and the one that nobody understands.
+        // The state of the running launcher, and the file that cannot be parsed.
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
-        assert_eq!(run_dir.look().unknown, [dir.path().join("world-5.json")]);
+        assert_eq!(run_dir.scan().unknown, [dir.path().join("world-5.json")]);
         run_dir.remove(2);
         assert_eq!(run_dir.worlds(), []);
     }
 
     #[test]
-    fn a_world_of_another_version_stays_and_can_be_found() {
+    fn a_state_file_of_another_version_is_kept_and_listed() {
         let dir = tempfile::tempdir().unwrap();
         let run_dir = RunDir { path: dir.path().to_owned(), others: Vec::new() };
         let me = ProcessId::current();

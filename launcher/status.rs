@@ -1,4 +1,4 @@
-//! `launch status`: the worlds of this user, their processes as `/proc` shows them, and their models as rank 0 tells.
+//! `launch status`: the worlds of this user, with their processes from `/proc` and their models from rank 0's metrics.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -14,36 +14,36 @@ use crate::processes;
 use crate::scrape::Metrics;
 use crate::state::{Phase, RunDir, WorldState};
 
-/// Between the two looks from which rates are taken.
-const RATE_TIME: Duration = Duration::from_millis(500);
+/// Time between the two scrapes from which rates are computed.
+const RATE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A world and all of its parts.
 #[derive(Debug, Clone, Serialize)]
 pub struct WorldStatus {
-    /// Where it answers HTTP, gRPC and metrics.
+    /// Port of the HTTP protocol.
     pub http_port: u16,
-    /// See above.
+    /// Port of the gRPC protocol.
     pub grpc_port: u16,
-    /// See above.
+    /// Port of the metrics.
     pub metrics_port: u16,
-    /// `loading`, `ready`, `not ready` (it has served), `ending`, `waiting` (for its next start after a failure), `unknown`
-    /// (its launcher is of another version).
+    /// `loading`, `ready`, `not ready` (after it has served), `ending`, `waiting` (for its next start after a failure), `unknown`
+    /// (its launcher has another version).
     pub state: &'static str,
-    /// Ranks it has when whole.
+    /// Number of ranks.
     pub world_size: u32,
-    /// Times it was started again.
+    /// Number of restarts.
     pub num_restarts: u32,
-    /// How its last bad run ended.
+    /// The exit status of its last failed run, in words.
     pub last_failure: Option<String>,
-    /// The newest report of a crash.
+    /// The newest crash report.
     pub crash_report: Option<PathBuf>,
-    /// What it serves.
+    /// The model repository that it serves.
     pub model_repository: PathBuf,
-    /// Where it logs.
+    /// Its log file.
     pub log: PathBuf,
     /// Launcher, ranks and workers.
     pub processes: Vec<ProcessStatus>,
-    /// Language models that rank 0 holds.
+    /// Language models that rank 0 has loaded.
     pub models: Vec<ModelStatus>,
 }
 
@@ -52,21 +52,21 @@ pub struct WorldStatus {
 pub struct ProcessStatus {
     /// `launcher`, `rank` or `worker`.
     pub role: &'static str,
-    /// Its rank; a worker's is its place in the tensor-parallel group.
+    /// Its rank; for a worker its tensor-parallel rank.
     pub rank: Option<u32>,
     /// Its pid on its node.
     pub pid: u32,
-    /// Where it runs.
+    /// The host name of its node.
     pub node: String,
-    /// What a worker computes on.
+    /// The device of a worker.
     pub device: Option<String>,
-    /// What a worker computes.
+    /// The model of a worker.
     pub model: Option<String>,
-    /// `running`, `stopped`, `stuck in the kernel`; `loading` or `ready` for workers, as rank 0 knows.
+    /// `running`, `stopped` or `stuck in the kernel`; for running workers `loading` or `ready`, as rank 0 reports.
     pub state: String,
-    /// Memory that is its own, in bytes; None on other nodes.
+    /// Resident memory in bytes; None on other nodes.
     pub memory_bytes: Option<u64>,
-    /// Time since it started; None on other nodes.
+    /// Seconds since it started; None on other nodes.
     pub uptime_secs: Option<u64>,
 }
 
@@ -75,27 +75,27 @@ pub struct ProcessStatus {
 pub struct ModelStatus {
     /// Its name.
     pub name: String,
-    /// A step can run now.
+    /// Whether it can run steps now.
     pub is_ready: bool,
-    /// Steps in a second, just now.
+    /// Steps per second, measured over half a second.
     pub steps_per_s: f64,
-    /// Tokens generated in a second, just now.
+    /// Generated tokens per second, measured over half a second.
     pub tokens_per_s: f64,
     /// Sequences in the current steps.
     pub num_running: u64,
     /// Sequences in the queue.
     pub num_waiting: u64,
-    /// KV blocks in use, and in all.
+    /// KV blocks in use.
     pub kv_blocks_used: u64,
-    /// See above.
+    /// KV blocks in total.
     pub kv_blocks: u64,
-    /// Times its workers were started again.
+    /// Number of restarts of its workers.
     pub num_restarts: u64,
 }
 
-/// `launch status`, of all worlds or the one on `http_port`.
+/// `launch status`: prints all worlds, or only the one on `http_port`.
 pub(crate) fn print(run_dir: &RunDir, http_port: Option<u16>, json: bool) -> Result<()> {
-    for file in run_dir.look().unknown {
+    for file in run_dir.scan().unknown {
         eprintln!(
             "launch: {} cannot be understood, and is left alone; another version may have written it",
             file.display()
@@ -122,7 +122,7 @@ pub(crate) fn collect(run_dir: &RunDir) -> Vec<WorldStatus> {
     let scrape = |world: &WorldState| Metrics::of(&world.http_host, world.metrics_port).ok();
     let first: Vec<_> = worlds.iter().map(|world| (scrape(world), Instant::now())).collect();
     if first.iter().any(|(metrics, _)| metrics.is_some()) {
-        thread::sleep(RATE_TIME);
+        thread::sleep(RATE_INTERVAL);
     }
     let status = |(world, (before, then)): (&WorldState, &(Option<Metrics>, Instant))| {
         let now = scrape(world).unwrap_or_default();
@@ -164,7 +164,7 @@ fn newest_report(world: &WorldState) -> Option<PathBuf> {
     reports.map(|entry| entry.path()).max_by_key(|path| fs::metadata(path).and_then(|meta| meta.modified()).ok())
 }
 
-/// Models that metrics tell of, with rates over the `time` between two looks.
+/// The models in the metrics, with rates over the `time` between the scrapes `before` and `now`.
 pub fn models(before: &Metrics, now: &Metrics, time: Duration) -> Vec<ModelStatus> {
     let status = |name: &str| {
         let value = |metric: &str| now.of_model(metric, name).unwrap_or(0.0);
@@ -184,7 +184,7 @@ pub fn models(before: &Metrics, now: &Metrics, time: Duration) -> Vec<ModelStatu
             num_restarts: value("trireme_llm_worker_restarts_total") as u64,
         }
     };
-    // One sample for each replica.
+    // Each replica of a model has a sample.
     let mut names: Vec<&str> = now.all("trireme_llm_ready").map(|sample| sample.label("model")).collect();
     names.dedup();
     names.into_iter().map(status).collect()
@@ -218,7 +218,7 @@ fn process_statuses(world: &WorldState, metrics: &Metrics) -> Vec<ProcessStatus>
         match found.iter_mut().find(|process| process.pid == pid && process.node == worker.label("node")) {
             Some(process) => {
                 process.device = device;
-                // What the kernel says of it counts for more when it cannot run.
+                // A stopped or stuck process is shown as such, whatever rank 0 reports.
                 if process.state == "running" {
                     process.state = state.to_owned();
                 }
@@ -321,7 +321,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rates_are_what_counters_grew_by() {
+    fn rates_are_computed_from_the_growth_of_counters() {
         let text = |steps| {
             format!(
                 "trireme_llm_ready{{model=\"m\"}} 1\ntrireme_llm_steps_total{{model=\"m\"}} {steps}\ntrireme_llm_kv_blocks{{model=\"m\"}} 7\n"
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn times_are_short() {
+    fn durations_have_two_units_at_most() {
         assert_eq!([59, 187, 7500, 352_800].map(duration), ["59s", "3m07s", "2h05m", "4d02h"]);
     }
 }

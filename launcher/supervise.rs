@@ -1,4 +1,4 @@
-//! Keeps a world running: passes signals on, says when it serves, starts it again when it died by itself or was told to.
+//! Keeps a world running: handles signals, reports readiness, restarts the world after a failure or on request.
 
 use std::path::PathBuf;
 use std::process::ExitStatus;
@@ -9,29 +9,32 @@ use nix::sys::signal::Signal;
 
 use crate::capture::Capture;
 use crate::flags::WorldFlags;
-use crate::handover::Held;
+use crate::handover::Sockets;
 use crate::plan::{self, Site};
-use crate::port_holder::Doorman;
+use crate::port_holder::PortHolder;
 use crate::signals::{Event, RESTART, RESTART_AFTER, RESTART_ROLLING, Signals};
 use crate::state::{Phase, RunDir, WorldState};
 use crate::systemd::Systemd;
-use crate::world::{self, Ended, Place, STUCK_AFTER, World};
+use crate::world::{self, Ended, STUCK_AFTER, World, WorldPaths};
 use crate::{crash, health, processes};
 
-/// How often a world that does not serve yet is asked whether it does.
+/// Interval of health checks while the world loads.
 const READY_POLL: Duration = Duration::from_millis(100);
-/// How often a world that serves is asked whether it lives.
+/// Interval of health checks while the world serves.
 const LIVENESS_POLL: Duration = Duration::from_secs(1);
-/// Beyond the ranks' own exit timeout, before they are told to hurry.
+/// Time after the ranks' own exit timeout before the second SIGTERM.
 const EXIT_GRACE: Duration = Duration::from_secs(5);
-/// For ranks that were told to hurry, before they are killed.
-const HURRY_GRACE: Duration = Duration::from_secs(5);
-/// A world that served this long is healthy again: earlier failures are forgotten.
+/// Time after the second SIGTERM before SIGKILL.
+const SECOND_GRACE: Duration = Duration::from_secs(5);
+/// After a world has served this long, earlier failures no longer count.
 const HEALTHY_AFTER: Duration = Duration::from_secs(60);
-const FIRST_PAUSE: Duration = Duration::from_millis(250);
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-/// Exit codes from here on tell of a signal: 128 and its number.
+/// Pause before the first restart; it doubles with each failure in a row.
+const MIN_PAUSE: Duration = Duration::from_millis(250);
+const MAX_PAUSE: Duration = Duration::from_secs(30);
+/// Exit codes from this one on stand for a signal: 128 plus its number.
 const SIGNALLED: u8 = 128;
+
+/// Starts, watches, restarts and stops the worlds of one launcher.
 
 pub(crate) struct Supervisor {
     pub(crate) flags: WorldFlags,
@@ -41,56 +44,60 @@ pub(crate) struct Supervisor {
     pub(crate) signals: Signals,
     pub(crate) capture: Capture,
     pub(crate) systemd: Systemd,
-    /// Give up when the first start does not serve within this time.
+    /// Time in which the first start must become ready.
     pub(crate) wait_ready: Option<Duration>,
-    /// 0: never start again; None: for ever.
+    /// Restarts after failures in a row; None: no limit.
     pub(crate) max_restarts: Option<u32>,
-    /// Counts worlds started.
+    /// Number of worlds started.
     pub(crate) num_starts: u32,
-    /// Where the next world gets the ports of one that has ended; connections wait on them.
-    pub(crate) held: Option<PathBuf>,
-    /// Answers clients while no world serves, once one has.
-    pub(crate) doorman: Option<Doorman>,
+    /// The socket that offers the ports of an ended world to the next one, for `restart --rolling --after`.
+    pub(crate) offered_ports: Option<PathBuf>,
+    /// Replies to clients while no world serves; exists once a world has served.
+    pub(crate) port_holder: Option<PortHolder>,
 }
 
-/// How far the end of a world has come; each stage has a deadline, and a further signal skips the wait for it.
+/// The stage of a shutdown, with its deadline. The next stage begins at the deadline or at a further signal.
 #[derive(Clone, Copy, PartialEq)]
-enum Ending {
-    No,
-    Asked(Instant),
-    Hurried(Instant),
+enum Shutdown {
+    None,
+    /// Rank 0 got SIGTERM and finishes the requests in flight.
+    Draining(Instant),
+    /// Rank 0 got a second SIGTERM, which ends the ranks without waiting for requests.
+    Immediate(Instant),
     Killed(Instant),
 }
 
 /// How one run of the world ended.
 struct Run {
     status: ExitStatus,
-    was_asked: bool,
-    /// It was asked to end in order to be started again.
-    again: bool,
-    /// None: it never did.
+    /// Its end was requested.
+    was_requested: bool,
+    /// Its end was requested in order to restart it.
+    restart: bool,
+    /// How long it served; None if it never became ready.
     served: Option<Duration>,
+    /// It did not become ready within `wait_ready`.
     gave_up: bool,
 }
 
-/// A run while it runs.
+/// The state of the current run.
 struct Running {
     world: World,
-    /// The one that is to take over.
+    /// In a rolling restart, the world that will take the ports over.
     next: Option<World>,
     started: Instant,
     give_up_at: Option<Instant>,
     serving_since: Option<Instant>,
     last_answer: Instant,
-    ending: Ending,
-    again: bool,
+    shutdown: Shutdown,
+    restart: bool,
     gave_up: bool,
-    /// It did not answer, and was killed for it.
+    /// It was killed because it did not answer health checks.
     hung: bool,
 }
 
 impl Supervisor {
-    /// Runs the world until it is asked to end, or has failed for good; its exit code.
+    /// Runs the world until its end is requested or no restart follows a failure. Returns its exit code.
     pub(crate) fn run(mut self) -> Result<u8> {
         let result = self.run_and_restart();
         self.systemd.stopping();
@@ -106,22 +113,22 @@ impl Supervisor {
             if run.gave_up {
                 return Ok(code.max(1));
             }
-            if run.again {
+            if run.restart {
                 self.state.num_restarts += 1;
                 continue;
             }
-            if run.was_asked || code == 0 {
+            if run.was_requested || code == 0 {
                 eprintln!("launch: the world has ended ({})", ipc::describe_exit(run.status));
                 return Ok(code);
             }
             if run.served.is_none() {
-                // Should it be the ports that it cannot take over, the next one binds them.
-                self.doorman = None;
+                // It may have failed to take the ports over; the next world binds them itself.
+                self.port_holder = None;
             }
             failures =
                 if run.served.is_some_and(|time| time >= HEALTHY_AFTER) { 1 } else { failures.saturating_add(1) };
-            self.note_failure(run.status);
-            // One that ends with an error of its own before it ever served would do so again.
+            self.record_failure(run.status);
+            // A world that exits with an error before it ever served would fail again.
             let is_hopeless = self.state.times_served == 0 && code < SIGNALLED;
             if is_hopeless || self.max_restarts.is_some_and(|max| failures > max) {
                 let why = if is_hopeless { "before it served; see the messages above" } else { "too often in a row" };
@@ -144,11 +151,11 @@ impl Supervisor {
         }
     }
 
-    /// Waits for a signal or until `pause` has passed; systemd hears meanwhile that this process lives.
+    /// Waits for a signal or until `pause` has passed, and keeps sending watchdog notifications.
     fn wait_for(&mut self, pause: Duration) -> Result<Event> {
         let until = Instant::now() + pause;
         loop {
-            self.systemd.alive();
+            self.systemd.notify_watchdog();
             let left = until.saturating_duration_since(Instant::now());
             match self.signals.wait(&[], Some(left.min(LIVENESS_POLL)))? {
                 Event::TimedOut if Instant::now() < until => {}
@@ -157,13 +164,13 @@ impl Supervisor {
         }
     }
 
-    fn note_failure(&mut self, status: ExitStatus) {
+    fn record_failure(&mut self, status: ExitStatus) {
         let how = ipc::describe_exit(status);
         eprintln!("launch: the world died by itself ({how})");
         self.systemd.status(&format!("the world died by itself ({how})"));
         match crash::report(&self.state, &how) {
             Ok(report) => eprintln!("launch: what was logged before is in {}", report.display()),
-            // Not worth a world.
+            // A missing report must not end the launcher.
             Err(error) => eprintln!("launch: {error:#}"),
         }
         self.state.last_failure = Some(how);
@@ -173,28 +180,28 @@ impl Supervisor {
         self.num_starts += 1;
         let mut site = self.site.clone();
         if self.num_starts > 1 {
-            // What another world of this launcher has named is not used again.
+            // Names of shared memory must differ from those of this launcher's other worlds.
             site.shm_prefix = format!("{}{}_", site.shm_prefix, self.num_starts);
         }
         self.state.shm_prefix = site.shm_prefix.clone();
         let plan = plan::plan(&self.flags, &site)?;
-        let place = Place {
+        let paths = WorldPaths {
             start: self.num_starts,
             hand_over: self.run_dir.hand_over_socket(self.state.launcher_pid, self.num_starts),
             control: self.run_dir.control_socket(self.state.launcher_pid, self.num_starts),
             cause: self.run_dir.cause_file(self.state.launcher_pid, self.num_starts),
             take_over: take_over
                 .map(|world| world.hand_over().clone())
-                .or_else(|| self.held.clone().filter(|path| path.exists()))
-                .or_else(|| self.doorman.as_ref().map(|doorman| doorman.path().to_owned())),
+                .or_else(|| self.offered_ports.clone().filter(|path| path.exists()))
+                .or_else(|| self.port_holder.as_ref().map(|port_holder| port_holder.path().to_owned())),
             crash_dir: self.state.crash_dir.clone(),
         };
-        World::start(&plan, place)
+        World::start(&plan, paths)
     }
 
     fn run_once(&mut self) -> Result<Run> {
         let world = self.start_world(None)?;
-        self.note_world(&world, Phase::Loading);
+        self.record_world(&world, Phase::Loading);
         let now = Instant::now();
         let served_before = self.state.times_served > 0;
         let mut running = Running {
@@ -204,52 +211,52 @@ impl Supervisor {
             give_up_at: self.wait_ready.filter(|_| !served_before).map(|wait| now + wait),
             serving_since: None,
             last_answer: now,
-            ending: Ending::No,
-            again: false,
+            shutdown: Shutdown::None,
+            restart: false,
             gave_up: false,
             hung: false,
         };
         loop {
             let watches: Vec<_> =
                 std::iter::once(running.world.watch()).chain(running.next.as_ref().map(World::watch)).collect();
-            self.systemd.alive();
+            self.systemd.notify_watchdog();
             let event = self.signals.wait(&watches, running.timeout())?;
             match event {
                 Event::WorldEnded(0) => match running.next.take() {
-                    Some(next) => self.hand_over(&mut running, next)?,
+                    Some(next) => self.switch_worlds(&mut running, next)?,
                     None => break,
                 },
                 Event::WorldEnded(_) => self.give_up_rolling(&mut running)?,
-                Event::Signal(signal) => self.obey(&mut running, signal)?,
-                Event::TimedOut if running.ending.is_overdue() => match running.ending {
-                    // What is stuck in the kernel must not keep the next world from starting.
-                    Ending::Killed(_) => break,
-                    _ => self.end(&mut running, "too slow"),
+                Event::Signal(signal) => self.handle_signal(&mut running, signal)?,
+                Event::TimedOut if running.shutdown.is_overdue() => match running.shutdown {
+                    // Processes that are stuck in the kernel must not delay the next world.
+                    Shutdown::Killed(_) => break,
+                    _ => self.advance_shutdown(&mut running, "too slow"),
                 },
                 Event::TimedOut => {}
             }
-            if running.ending == Ending::No {
-                self.look_after(&mut running);
+            if running.shutdown == Shutdown::None {
+                self.check_health(&mut running);
             }
         }
-        let Running { mut world, serving_since, ending, again, gave_up, hung, .. } = running;
-        let by_itself = ending == Ending::No || hung;
+        let Running { mut world, serving_since, shutdown, restart, gave_up, hung, .. } = running;
+        let has_failed = shutdown == Shutdown::None || hung;
         let (status, cause) = (world.status(), world.cause());
-        self.refuse_clients(status, cause, by_itself);
-        let Ended { status, cause } = world.finish(None, || self.systemd.alive())?;
-        // By now all ranks have said why.
-        self.refuse_clients(Some(status), cause, by_itself);
+        self.refuse_clients(status, cause, has_failed);
+        let Ended { status, cause } = world.finish(None, || self.systemd.notify_watchdog())?;
+        // All ranks have ended, so the cause is complete.
+        self.refuse_clients(Some(status), cause, has_failed);
         self.state.world_pid = None;
         self.write_state();
-        let (was_asked, served) = (ending != Ending::No && !hung, serving_since.map(|since| since.elapsed()));
-        Ok(Run { status, was_asked, again: again && was_asked, served, gave_up })
+        let (was_requested, served) = (shutdown != Shutdown::None && !hung, serving_since.map(|since| since.elapsed()));
+        Ok(Run { status, was_requested, restart: restart && was_requested, served, gave_up })
     }
 
-    /// Clients hear from now on that the world has ended, how, and that another one comes.
-    fn refuse_clients(&self, status: Option<ExitStatus>, cause: Option<String>, by_itself: bool) {
-        // Where ports are held for the next world, connections wait instead.
-        let Some(doorman) = self.doorman.as_ref().filter(|_| self.held.is_none()) else { return };
-        let reason = match (by_itself, status) {
+    /// From now on clients are told that the world has ended, why, and that it restarts.
+    fn refuse_clients(&self, status: Option<ExitStatus>, cause: Option<String>, has_failed: bool) {
+        // If the ports are offered to the next world, connections wait instead.
+        let Some(port_holder) = self.port_holder.as_ref().filter(|_| self.offered_ports.is_none()) else { return };
+        let reason = match (has_failed, status) {
             (false, _) => "the server is being restarted; try again later".to_owned(),
             (true, None) => "the server died and is started again; try again later".to_owned(),
             (true, Some(status)) => {
@@ -257,32 +264,32 @@ impl Supervisor {
                 format!("the server died ({how}) and is started again; try again later")
             }
         };
-        doorman.refuse(reason);
+        port_holder.refuse(reason);
     }
 
-    fn obey(&mut self, running: &mut Running, signal: Signal) -> Result<()> {
+    fn handle_signal(&mut self, running: &mut Running, signal: Signal) -> Result<()> {
         match signal {
-            RESTART_ROLLING if running.ending == Ending::No && running.serving_since.is_some() => {
+            RESTART_ROLLING if running.shutdown == Shutdown::None && running.serving_since.is_some() => {
                 self.start_rolling(running)?;
             }
-            RESTART_AFTER if running.ending == Ending::No && running.serving_since.is_some() => {
-                self.hold_ports(running)
+            RESTART_AFTER if running.shutdown == Shutdown::None && running.serving_since.is_some() => {
+                self.take_ports(running)
             }
-            // While it loads or ends, the other way comes to the same.
-            RESTART | RESTART_ROLLING | RESTART_AFTER if running.ending != Ending::No => {}
+            // While the world loads, each kind of restart is a plain one; while it ends, none has an effect.
+            RESTART | RESTART_ROLLING | RESTART_AFTER if running.shutdown != Shutdown::None => {}
             RESTART | RESTART_ROLLING | RESTART_AFTER => {
-                running.again = true;
-                self.end(running, "a restart is asked for");
+                running.restart = true;
+                self.advance_shutdown(running, "a restart is asked for");
             }
             _ => {
-                running.again = false;
-                self.end(running, signal.as_str());
+                running.restart = false;
+                self.advance_shutdown(running, signal.as_str());
             }
         }
         Ok(())
     }
 
-    /// Starts a world beside the one that serves; it takes the ports over once it has loaded, and the old one drains.
+    /// Starts a second world, which takes the ports over once it has loaded; the old one then drains.
     fn start_rolling(&mut self, running: &mut Running) -> Result<()> {
         if running.next.is_none() {
             eprintln!("launch: a rolling restart is asked for: loads a second world beside the first");
@@ -293,54 +300,55 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Takes the ports of the world that serves, which then drains and ends; the next one gets them.
-    fn hold_ports(&mut self, running: &mut Running) {
+    /// Takes the ports of the world that serves, which then drains and ends, and offers them to the next one.
+    fn take_ports(&mut self, running: &mut Running) {
         self.state.rolling_failure = None;
         let path = self.run_dir.hand_over_socket(self.state.launcher_pid, 0);
-        let held = Held::take(running.world.hand_over()).and_then(|held| held.offer(path.clone()));
-        if let Err(error) = held {
+        let offered = Sockets::take(running.world.hand_over()).and_then(|sockets| sockets.offer(path.clone()));
+        if let Err(error) = offered {
             eprintln!("launch: {error:#}; the world goes on");
             self.state.rolling_failure = Some(format!("{error:#}; the world goes on: use `launch restart`"));
             self.write_state();
             return;
         }
         eprintln!("launch: holds the ports while the world ends and is started again; connections wait");
-        self.held = Some(path);
-        running.again = true;
-        running.ending = Ending::Asked(Instant::now() + Duration::from_secs(self.state.exit_timeout_secs) + EXIT_GRACE);
+        self.offered_ports = Some(path);
+        running.restart = true;
+        running.shutdown =
+            Shutdown::Draining(Instant::now() + Duration::from_secs(self.state.exit_timeout_secs) + EXIT_GRACE);
         self.state.phase = Phase::Ending;
         self.write_state();
     }
 
-    /// The old world has ended, which it does when the new one has its ports; or it died meanwhile.
-    fn hand_over(&mut self, running: &mut Running, next: World) -> Result<()> {
+    /// Makes `next` the current world after the old one has ended, normally because `next` has taken its ports.
+    fn switch_worlds(&mut self, running: &mut Running, next: World) -> Result<()> {
         let old = std::mem::replace(&mut running.world, next);
-        let status = old.finish(Some(running.world.pid()), || self.systemd.alive())?.status;
+        let status = old.finish(Some(running.world.pid()), || self.systemd.notify_watchdog())?.status;
         eprintln!("launch: the old world has ended ({}), the new one goes on", ipc::describe_exit(status));
         self.state.num_restarts += 1;
         (running.started, running.last_answer) = (Instant::now(), Instant::now());
         running.serving_since = None;
-        self.note_world(&running.world, Phase::Loading);
+        self.record_world(&running.world, Phase::Loading);
         Ok(())
     }
 
-    /// The new world has ended before it took over; the old one goes on as if nothing had been.
+    /// Handles the end of the new world before it took the ports over. The old world goes on.
     fn give_up_rolling(&mut self, running: &mut Running) -> Result<()> {
         let Some(next) = running.next.take() else { return Ok(()) };
-        let how = ipc::describe_exit(next.finish(Some(running.world.pid()), || self.systemd.alive())?.status);
-        let words = format!(
+        let how = ipc::describe_exit(next.finish(Some(running.world.pid()), || self.systemd.notify_watchdog())?.status);
+        let message = format!(
             "the new world ended before it could take over ({how}), and the old one goes on; see the log, and where \
              memory does not allow two worlds use `launch restart --rolling --after`"
         );
-        eprintln!("launch: {words}");
-        self.state.rolling_failure = Some(words);
+        eprintln!("launch: {message}");
+        self.state.rolling_failure = Some(message);
         self.write_state();
         Ok(())
     }
 
-    /// Notices that a world has come to serve, or that it does no longer.
-    fn look_after(&mut self, running: &mut Running) {
-        self.systemd.alive();
+    /// Checks whether the world has become ready, or is no longer alive.
+    fn check_health(&mut self, running: &mut Running) {
+        self.systemd.notify_watchdog();
         let health = health::of(&self.state);
         if running.serving_since.is_none() {
             if health.is_some_and(|health| health.is_ready) {
@@ -348,7 +356,7 @@ impl Supervisor {
                 self.report_ready(running);
             } else if running.give_up_at.is_some_and(|at| Instant::now() >= at) {
                 running.gave_up = true;
-                self.end(running, "does not serve within the time of --wait-ready");
+                self.advance_shutdown(running, "does not serve within the time of --wait-ready");
             } else if running.may_load() {
                 running.last_answer = Instant::now();
             } else {
@@ -357,14 +365,14 @@ impl Supervisor {
             return;
         }
         self.capture.rotate();
-        // It answers for its runtimes too: one that makes no progress answers no client.
+        // `silent` is the time since rank 0's runtimes last made progress.
         if let Some(progress) = health.and_then(|health| Instant::now().checked_sub(health.silent)) {
             running.last_answer = running.last_answer.max(progress);
         }
         self.kill_if_silent(running);
     }
 
-    /// A world that has not answered for too long is killed, to be started again.
+    /// Kills the world if it has not answered for longer than `--liveness-timeout`; it is then restarted.
     fn kill_if_silent(&self, running: &mut Running) {
         let (allowed, silent) = (Duration::from_secs(self.flags.liveness_timeout), running.last_answer.elapsed());
         if !allowed.is_zero() && silent > allowed {
@@ -373,73 +381,73 @@ impl Supervisor {
             eprintln!("launch: kills the world");
             running.world.kill();
             running.hung = true;
-            running.ending = Ending::Killed(Instant::now() + STUCK_AFTER);
+            running.shutdown = Shutdown::Killed(Instant::now() + STUCK_AFTER);
         }
     }
 
     fn report_ready(&mut self, running: &mut Running) {
-        self.held = None;
-        self.keep_doors(&running.world);
+        self.offered_ports = None;
+        self.keep_ports(&running.world);
         self.state.rank_0_pid = running.world.rank_0();
         self.state.times_served += 1;
         self.state.phase = Phase::Serving;
         self.write_state();
         let WorldState { http_port, grpc_port, metrics_port, .. } = self.state;
-        let words = format!(
+        let message = format!(
             "serving after {:.1} s: http {http_port}, grpc {grpc_port}, metrics {metrics_port}",
             running.started.elapsed().as_secs_f64()
         );
-        eprintln!("launch: {words}");
-        self.systemd.ready(&words);
+        eprintln!("launch: {message}");
+        self.systemd.ready(&message);
     }
 
-    /// Copies the ports of the first world that serves, and leaves them to each later one.
-    fn keep_doors(&mut self, world: &World) {
-        match &self.doorman {
-            Some(doorman) => doorman.step_aside(),
+    /// Creates the port holder from the first world that serves; tells it that a later one serves.
+    fn keep_ports(&mut self, world: &World) {
+        match &self.port_holder {
+            Some(port_holder) => port_holder.stop_refusing(),
             None => {
                 let path = self.run_dir.hand_over_socket(self.state.launcher_pid, u32::MAX);
-                // A rank 0 on another node has no ports here: its clients find them closed when it dies.
-                self.doorman = Doorman::new(world.hand_over(), path).ok();
+                // A rank 0 on another node offers no ports here. Its clients find the ports closed when it dies.
+                self.port_holder = PortHolder::new(world.hand_over(), path).ok();
             }
         }
     }
 
-    /// Takes the world's end one stage further.
-    fn end(&mut self, running: &mut Running, why: &str) {
+    /// Starts the next stage of the shutdown.
+    fn advance_shutdown(&mut self, running: &mut Running, why: &str) {
         let exit_timeout = Duration::from_secs(self.state.exit_timeout_secs);
-        running.ending = match running.ending {
-            Ending::No => {
+        running.shutdown = match running.shutdown {
+            Shutdown::None => {
                 eprintln!("launch: {why}: asks the world to end, and gives it {exit_timeout:?} for requests in flight");
                 self.state.phase = Phase::Ending;
                 self.write_state();
-                match running.again {
+                match running.restart {
                     true => self.refuse_clients(None, None, false),
-                    // Who comes from now on finds the ports closed, as the world closes them.
-                    false => self.doorman = None,
+                    // No restart follows, so new clients shall find the ports closed.
+                    false => self.port_holder = None,
                 }
                 if let Some(next) = running.next.take() {
                     next.kill();
-                    // Its end is of no interest; what it leaves is.
-                    let _ = next.finish(Some(running.world.pid()), || self.systemd.alive());
+                    // The exit status does not matter; this removes its shared memory and files.
+                    let _ = next.finish(Some(running.world.pid()), || self.systemd.notify_watchdog());
                 }
-                running.world.ask_to_end();
-                Ending::Asked(Instant::now() + exit_timeout + EXIT_GRACE)
+                running.world.request_end();
+                Shutdown::Draining(Instant::now() + exit_timeout + EXIT_GRACE)
             }
-            Ending::Asked(_) => {
-                eprintln!("launch: {why}: tells the world to hurry");
-                running.world.ask_to_end();
-                Ending::Hurried(Instant::now() + HURRY_GRACE)
+            Shutdown::Draining(_) => {
+                eprintln!("launch: {why}: asks the world to end at once, without waiting for requests");
+                running.world.request_end();
+                Shutdown::Immediate(Instant::now() + SECOND_GRACE)
             }
-            Ending::Hurried(_) | Ending::Killed(_) => {
+            Shutdown::Immediate(_) | Shutdown::Killed(_) => {
                 eprintln!("launch: {why}: kills the world");
                 running.world.kill();
-                Ending::Killed(Instant::now() + STUCK_AFTER)
+                Shutdown::Killed(Instant::now() + STUCK_AFTER)
             }
         };
     }
 
-    fn note_world(&mut self, world: &World, phase: Phase) {
+    fn record_world(&mut self, world: &World, phase: Phase) {
         self.state.world_pid = Some(world.pid());
         self.state.control = Some(world.control().clone());
         self.state.rank_0_pid = None;
@@ -447,7 +455,7 @@ impl Supervisor {
         self.write_state();
     }
 
-    /// A disk that is full is no reason to end a world; `launch status` shows what was last written.
+    /// Writes the state file. An error, such as a full disk, is only logged; `launch status` then shows the previous state.
     fn write_state(&self) {
         if let Err(error) = self.run_dir.write(&self.state) {
             eprintln!("launch: {error:#}");
@@ -455,37 +463,37 @@ impl Supervisor {
     }
 }
 
-/// Before the next start, after so many failures in a row.
+/// The pause before the next start after this number of failures in a row.
 fn pause_after(failures: u32) -> Duration {
-    FIRST_PAUSE.saturating_mul(2u32.saturating_pow(failures.saturating_sub(1))).min(LONGEST_PAUSE)
+    MIN_PAUSE.saturating_mul(2u32.saturating_pow(failures.saturating_sub(1))).min(MAX_PAUSE)
 }
 
 impl Running {
-    /// Whether it can come to serve as things are: how long that takes nobody knows, but a stopped rank 0 never does.
+    /// Whether the world may still be loading. Loading has no time limit, but a stopped rank 0 makes no progress.
     fn may_load(&mut self) -> bool {
         let rank_0 = self.world.rank_0();
         rank_0.and_then(processes::state).is_none_or(|state| state != "stopped")
     }
 
-    /// How long nothing need be looked at.
+    /// Time until the next check or deadline.
     fn timeout(&self) -> Option<Duration> {
-        match (self.ending, self.serving_since) {
-            (Ending::No, None) => Some(READY_POLL),
-            (Ending::No, Some(_)) => Some(LIVENESS_POLL),
-            // Systemd hears meanwhile that this process lives.
-            (ending, _) => ending.left().map(|left| left.min(LIVENESS_POLL)),
+        match (self.shutdown, self.serving_since) {
+            (Shutdown::None, None) => Some(READY_POLL),
+            (Shutdown::None, Some(_)) => Some(LIVENESS_POLL),
+            // Wakes up in between to send watchdog notifications.
+            (shutdown, _) => shutdown.left().map(|left| left.min(LIVENESS_POLL)),
         }
     }
 }
 
-impl Ending {
-    /// Time left to the deadline of this stage; None when there is none.
+impl Shutdown {
+    /// Time left until the deadline of this stage; None without a shutdown.
     fn left(self) -> Option<Duration> {
         match self {
-            Self::Asked(deadline) | Self::Hurried(deadline) | Self::Killed(deadline) => {
+            Self::Draining(deadline) | Self::Immediate(deadline) | Self::Killed(deadline) => {
                 Some(deadline.saturating_duration_since(Instant::now()))
             }
-            Self::No => None,
+            Self::None => None,
         }
     }
 
@@ -499,9 +507,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_grow_and_have_an_end() {
-        assert_eq!(pause_after(1), FIRST_PAUSE);
-        assert_eq!(pause_after(2), 2 * FIRST_PAUSE);
-        assert_eq!([pause_after(9), pause_after(u32::MAX)], [LONGEST_PAUSE; 2]);
+    fn pauses_double_up_to_a_limit() {
+        assert_eq!(pause_after(1), MIN_PAUSE);
+        assert_eq!(pause_after(2), 2 * MIN_PAUSE);
+        assert_eq!([pause_after(9), pause_after(u32::MAX)], [MAX_PAUSE; 2]);
     }
 }

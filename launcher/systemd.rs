@@ -1,46 +1,46 @@
-//! What systemd is told, when it started this launcher with `Type=notify`.
+//! Notifications to systemd, when it started this launcher with `Type=notify`.
 
 use std::time::{Duration, Instant};
 
 use sd_notify::NotifyState;
 
-/// The service manager; nobody when there is none.
+/// The connection to the service manager. Without one, every notification is a no-op.
 pub(crate) struct Systemd {
-    /// How often it wants to hear that all is well, with room to spare.
+    /// Interval between watchdog notifications: a third of the time that systemd allows.
     watchdog: Option<Duration>,
-    last: Option<Instant>,
+    last_watchdog: Option<Instant>,
 }
 
 impl Systemd {
     pub(crate) fn new() -> Self {
-        Self { watchdog: sd_notify::watchdog_enabled().map(|interval| interval / 3), last: None }
+        Self { watchdog: sd_notify::watchdog_enabled().map(|interval| interval / 3), last_watchdog: None }
     }
 
-    /// The world serves.
-    pub(crate) fn ready(&mut self, words: &str) {
-        say(&[NotifyState::Ready, NotifyState::Status(words)]);
+    /// Reports that the world serves.
+    pub(crate) fn ready(&mut self, message: &str) {
+        notify(&[NotifyState::Ready, NotifyState::Status(message)]);
     }
 
-    /// What the world does now, in words.
-    pub(crate) fn status(&self, words: &str) {
-        say(&[NotifyState::Status(words)]);
+    /// Reports a status line.
+    pub(crate) fn status(&self, message: &str) {
+        notify(&[NotifyState::Status(message)]);
     }
 
-    /// The launcher does its work; said no more often than needed.
-    pub(crate) fn alive(&mut self) {
+    /// Sends a watchdog notification if one is due.
+    pub(crate) fn notify_watchdog(&mut self) {
         let Some(interval) = self.watchdog else { return };
-        if self.last.is_none_or(|last| last.elapsed() >= interval) {
-            self.last = Some(Instant::now());
-            say(&[NotifyState::Watchdog]);
+        if self.last_watchdog.is_none_or(|last| last.elapsed() >= interval) {
+            self.last_watchdog = Some(Instant::now());
+            notify(&[NotifyState::Watchdog]);
         }
     }
 
     pub(crate) fn stopping(&self) {
-        say(&[NotifyState::Stopping]);
+        notify(&[NotifyState::Stopping]);
     }
 }
 
-fn say(states: &[NotifyState]) {
-    // Nobody to tell, or nobody who listens, is no reason to stop serving.
+fn notify(states: &[NotifyState]) {
+    // A missing or failing service manager must not end the world.
     let _ = sd_notify::notify(states);
 }

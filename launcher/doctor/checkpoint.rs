@@ -1,4 +1,4 @@
-//! Checkpoints of a model repository: whether they can be read, are whole, and how fast.
+//! Checks that the checkpoints of a model repository are readable and complete, and how fast they can be read.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -10,14 +10,14 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
 use super::{Finding, size};
 
-/// As much as is read to see how fast that goes.
+/// Number of bytes that are read to measure the rate.
 const SAMPLE_BYTES: u64 = 256 << 20;
 /// Slower than this, a large model takes minutes to load.
 const SLOW_BYTES_PER_S: f64 = 300e6;
-/// The longest head of a safetensors file that anybody writes.
-const MAX_HEAD_BYTES: u64 = 100 << 20;
+/// The longest plausible header of a safetensors file.
+const MAX_HEADER_BYTES: u64 = 100 << 20;
 
-/// Every checkpoint below `repository`, and the rate of the disk it lies on.
+/// Checks every checkpoint below `repository`, and the read rate of its disk.
 pub(super) fn check(repository: &Path) -> Vec<Finding> {
     let Ok(entries) = fs::read_dir(repository) else {
         let found = format!("{} cannot be read", repository.display());
@@ -31,7 +31,7 @@ pub(super) fn check(repository: &Path) -> Vec<Finding> {
     let mut findings =
         vec![Finding::ok("model repository", format!("{}, {} models", repository.display(), models.len()))];
     let files: Vec<PathBuf> = models.iter().flat_map(|model| weights(model)).collect();
-    let broken: Vec<_> = files.iter().filter_map(|file| whole(file).err().map(|why| (file, why))).collect();
+    let broken: Vec<_> = files.iter().filter_map(|file| check_complete(file).err().map(|why| (file, why))).collect();
     for (file, why) in &broken {
         let found = format!("{}: {why}", file.display());
         findings.push(Finding::fail("checkpoint", found, "fetch the file again, or let this user read it"));
@@ -45,7 +45,7 @@ pub(super) fn check(repository: &Path) -> Vec<Finding> {
     findings
 }
 
-/// Weight files of a model: in its version folders, and where its configuration says.
+/// Weight files of a model: in its version folders, and in the folder that its configuration names.
 fn weights(model: &Path) -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> =
         fs::read_dir(model).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
@@ -60,7 +60,7 @@ fn weights(model: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The folder in parameter `gpt_model_path`, unless it was left unfilled.
+/// The folder in the parameter `gpt_model_path`, unless that is an unfilled template.
 fn configured(config: &str) -> Option<&str> {
     let (_, rest) = config.split_once("gpt_model_path")?;
     let (_, rest) = rest.split_once("string_value")?;
@@ -68,29 +68,29 @@ fn configured(config: &str) -> Option<&str> {
     (!value.is_empty() && !value.contains("${")).then_some(value)
 }
 
-/// Errs when a safetensors file cannot be read, or is shorter than its head says.
-fn whole(path: &Path) -> Result<(), String> {
+/// Returns an error if a safetensors file cannot be read or is shorter than its header requires.
+fn check_complete(path: &Path) -> Result<(), String> {
     let file = File::open(path).map_err(|error| format!("cannot be opened: {error}"))?;
     let len = file.metadata().map_err(|error| error.to_string())?.len();
-    let mut head_len = [0; 8];
-    file.read_exact_at(&mut head_len, 0).map_err(|_| "is too short to be a safetensors file".to_owned())?;
-    let head_len = u64::from_le_bytes(head_len);
-    if head_len > MAX_HEAD_BYTES.min(len.saturating_sub(8)) {
+    let mut header_len = [0; 8];
+    file.read_exact_at(&mut header_len, 0).map_err(|_| "is too short to be a safetensors file".to_owned())?;
+    let header_len = u64::from_le_bytes(header_len);
+    if header_len > MAX_HEADER_BYTES.min(len.saturating_sub(8)) {
         return Err("does not begin as a safetensors file does".to_owned());
     }
-    let mut head = vec![0; head_len as usize];
-    file.read_exact_at(&mut head, 8).map_err(|error| format!("cannot be read: {error}"))?;
-    let head: serde_json::Value =
-        serde_json::from_slice(&head).map_err(|error| format!("has a broken head: {error}"))?;
-    let tensors = head.as_object().into_iter().flatten().filter_map(|(_, tensor)| tensor["data_offsets"][1].as_u64());
-    let needed = 8 + head_len + tensors.max().unwrap_or(0);
+    let mut header = vec![0; header_len as usize];
+    file.read_exact_at(&mut header, 8).map_err(|error| format!("cannot be read: {error}"))?;
+    let header: serde_json::Value =
+        serde_json::from_slice(&header).map_err(|error| format!("has a broken header: {error}"))?;
+    let tensors = header.as_object().into_iter().flatten().filter_map(|(_, tensor)| tensor["data_offsets"][1].as_u64());
+    let needed = 8 + header_len + tensors.max().unwrap_or(0);
     match needed > len {
         true => Err(format!("is cut off: {} of {} are there", size(len), size(needed))),
         false => Ok(()),
     }
 }
 
-/// How fast the disk gives what it has not given before; `bytes` are to be loaded in all.
+/// Measures the read rate of the disk without the page cache. `bytes` is the total size of all weights.
 fn rate(path: &Path, bytes: u64) -> Finding {
     let begun = Instant::now();
     let read = match read_uncached(path) {
@@ -100,7 +100,7 @@ fn rate(path: &Path, bytes: u64) -> Finding {
     };
     let rate = read as f64 / begun.elapsed().as_secs_f64().max(1e-6);
     let found = format!("{:.1} GB/s of {} read; all weights in {:.1} s", rate / 1e9, size(read), bytes as f64 / rate);
-    // A small file tells of latency, not of rate.
+    // Reading a small file measures latency, not rate.
     match rate < SLOW_BYTES_PER_S && read >= SAMPLE_BYTES / 4 {
         true => Finding::warn("disk", found, "copy the checkpoint to a local disk (NVMe) before starting"),
         false => Finding::ok("disk", found),
@@ -109,7 +109,7 @@ fn rate(path: &Path, bytes: u64) -> Finding {
 
 fn read_uncached(path: &Path) -> std::io::Result<u64> {
     let mut file = File::open(path)?;
-    // Pages that others have mapped stay; then memory is as fast as it will be for the model too.
+    // Pages that other processes have mapped stay cached; the model would read them from memory too.
     posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?;
     let (mut buffer, mut read) = (vec![0; 4 << 20], 0);
     while read < SAMPLE_BYTES {
@@ -126,15 +126,15 @@ mod tests {
     use super::*;
 
     fn safetensors(data: usize, promised: usize) -> Vec<u8> {
-        let head = format!(r#"{{"w":{{"dtype":"U8","shape":[{promised}],"data_offsets":[0,{promised}]}}}}"#);
-        let mut bytes = (head.len() as u64).to_le_bytes().to_vec();
-        bytes.extend(head.as_bytes());
+        let header = format!(r#"{{"w":{{"dtype":"U8","shape":[{promised}],"data_offsets":[0,{promised}]}}}}"#);
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
         bytes.extend(vec![0; data]);
         bytes
     }
 
     #[test]
-    fn a_file_that_is_cut_off_is_found() {
+    fn a_truncated_file_is_found() {
         let dir = tempfile::tempdir().unwrap();
         let version = dir.path().join("llama/1");
         fs::create_dir_all(&version).unwrap();
@@ -145,13 +145,13 @@ mod tests {
         fs::write(version.join("b.safetensors"), safetensors(99, 100)).unwrap();
         fs::write(version.join("c.safetensors"), "hello").unwrap();
         let findings = check(dir.path());
-        let words: Vec<_> = findings.iter().map(|finding| finding.found.as_str()).collect();
-        assert!(words[1].contains("b.safetensors: is cut off"), "{words:?}");
-        assert!(words[2].contains("c.safetensors: is too short"), "{words:?}");
+        let found: Vec<_> = findings.iter().map(|finding| finding.found.as_str()).collect();
+        assert!(found[1].contains("b.safetensors: is cut off"), "{found:?}");
+        assert!(found[2].contains("c.safetensors: is too short"), "{found:?}");
     }
 
     #[test]
-    fn a_checkpoint_elsewhere_is_found_by_its_parameter() {
+    fn a_checkpoint_outside_the_repository_is_found_by_its_parameter() {
         let config = "parameters: { key: \"gpt_model_path\" value: { string_value: \"/models/x\" } }";
         assert_eq!(configured(config), Some("/models/x"));
         assert_eq!(configured(&config.replace("/models/x", "${engine_dir}")), None);

@@ -1,4 +1,4 @@
-//! GPUs, as the driver's own tool shows them, and NCCL.
+//! Checks of GPUs, through `nvidia-smi`, and of NCCL.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use super::mpi::{find, output};
 use super::{Finding, nccl_rate};
 use crate::flags::{Device, DoctorFlags};
 
-/// Where NCCL lies on most machines.
+/// Usual directories of NCCL.
 const LIBRARY_DIRS: [&str; 6] = [
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
@@ -27,10 +27,10 @@ pub(super) fn are_wanted(flags: &DoctorFlags) -> bool {
     }
 }
 
-/// Devices, whether they reach each other's memory, NCCL.
+/// Checks the devices, peer access between them, and NCCL.
 pub(super) fn check(flags: &DoctorFlags) -> Vec<Finding> {
     if flags.device == Device::Cpu {
-        return vec![Finding::ok("GPUs", "not asked for")];
+        return vec![Finding::ok("GPUs", "not used with --device=cpu")];
     }
     if !are_wanted(flags) {
         let none = Finding::ok("GPUs", "none; models run on the CPU");
@@ -70,10 +70,10 @@ fn visible(flags: &DoctorFlags, list: &str) -> Finding {
     }
 }
 
-/// `nvidia-smi topo -p2p r`: a matrix of OK, and of reasons where there is none.
+/// Checks peer access by `nvidia-smi topo -p2p r`, which prints a matrix of `OK` or a reason for each pair of GPUs.
 fn peers() -> Finding {
     let Some(matrix) = output(Command::new("nvidia-smi").args(["topo", "-p2p", "r"])) else {
-        return Finding::warn("peer access", "the driver does not tell", "see `nvidia-smi topo -p2p r`");
+        return Finding::warn("peer access", "the driver does not report it", "see `nvidia-smi topo -p2p r`");
     };
     match pairs_without(&matrix) {
         0 => Finding::ok("peer access", "every GPU reads every other's memory"),
@@ -89,7 +89,7 @@ fn peers() -> Finding {
 fn pairs_without(matrix: &str) -> usize {
     let cells = matrix.lines().filter(|line| line.trim_start().starts_with("GPU")).flat_map(|line| {
         let cells: Vec<_> = line.split_ascii_whitespace().skip(1).map(str::to_owned).collect();
-        // The line of column names holds names alone.
+        // The header line consists of names only.
         if cells.iter().all(|cell| cell.starts_with("GPU")) { Vec::new() } else { cells }
     });
     cells.filter(|cell| cell != "X" && cell != "OK").count() / 2

@@ -1,4 +1,4 @@
-//! The machine: cores, memory, limits, clock, ports.
+//! Checks of cores, memory, limits, clock and ports.
 
 use std::fs;
 
@@ -12,12 +12,12 @@ use crate::state::RunDir;
 
 /// Shared memory that a rank and its workers take, with room for large models and many rows.
 const SHM_PER_RANK: u64 = 64 << 20;
-/// What Docker gives when it is not asked.
+/// Docker's default size of `/dev/shm`.
 const DOCKER_SHM: u64 = 64 << 20;
 /// Connections, rings and files of a busy rank 0.
 const MIN_OPEN_FILES: u64 = 4096;
 
-/// How many cores, and what they can compute with.
+/// Number of cores and their vector instructions.
 pub(super) fn cores(world_size: u32) -> Finding {
     let num_cores = std::thread::available_parallelism().map_or(1, usize::from);
     #[cfg(target_arch = "x86_64")]
@@ -39,10 +39,10 @@ pub(super) fn cores(world_size: u32) -> Finding {
     Finding::ok("cores", found)
 }
 
-/// Memory that is free for weights.
+/// Memory that is available for weights.
 pub(super) fn memory() -> Finding {
     let Ok(mut system) = sysinfo::System::new() else {
-        return Finding::warn("memory", "not known", "see why /proc/meminfo cannot be read");
+        return Finding::warn("memory", "not known", "check why /proc/meminfo cannot be read");
     };
     system.refresh_memory();
     let limit = system.cgroup_limits().map_or(u64::MAX, |limits| limits.total_memory);
@@ -54,7 +54,7 @@ pub(super) fn memory() -> Finding {
     }
 }
 
-/// `/dev/shm`, through which plans and sums of one node go.
+/// Size of `/dev/shm`, which step plans and all-reduces within a node use.
 pub(super) fn shared_memory(world_size: u32) -> Finding {
     let needed = SHM_PER_RANK * u64::from(world_size);
     let advice = "give it more: `docker run --shm-size=8g`, or `mount -o remount,size=8g /dev/shm`";
@@ -76,7 +76,7 @@ pub(super) fn shared_memory(world_size: u32) -> Finding {
     Finding::ok("shared memory", found)
 }
 
-/// Memory that may be locked: buffers for GPUs and fast networks are.
+/// Limit of locked memory, which buffers for GPUs and fast networks need.
 pub(super) fn locked_memory(needs_gpus: bool) -> Finding {
     let soft = getrlimit(Resource::RLIMIT_MEMLOCK).map_or(0, |(soft, _)| soft);
     let advice =
@@ -88,7 +88,7 @@ pub(super) fn locked_memory(needs_gpus: bool) -> Finding {
     }
 }
 
-/// Files and connections that a process may hold.
+/// Limit of open files and connections of a process.
 pub(super) fn open_files() -> Finding {
     let soft = getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(soft, _)| soft);
     match soft {
@@ -100,11 +100,11 @@ pub(super) fn open_files() -> Finding {
     }
 }
 
-/// What the kernel reads time from: steps are timed often.
+/// The kernel's clock source. Steps read the time often.
 pub(super) fn clock_source() -> Finding {
     let path = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
     let Ok(source) = fs::read_to_string(path) else {
-        return Finding::warn("clock source", "not known", format!("see why {path} cannot be read"));
+        return Finding::warn("clock source", "not known", format!("check why {path} cannot be read"));
     };
     match source.trim() {
         slow @ ("hpet" | "acpi_pm" | "jiffies") => Finding::warn(
@@ -122,9 +122,9 @@ pub(super) fn ports(flags: &DoctorFlags, run_dir: &RunDir) -> Vec<Finding> {
     let taken: Vec<_> = ports
         .iter()
         .filter_map(|(flag, port)| control::port_in_use(flag, *port, run_dir))
-        .map(|words| match words.split_once("; ") {
+        .map(|message| match message.split_once("; ") {
             Some((found, advice)) => Finding::fail("ports", found, advice),
-            None => Finding::fail("ports", words, "end it, or give another port"),
+            None => Finding::fail("ports", message, "end it, or give another port"),
         })
         .collect();
     if taken.is_empty() {

@@ -1,7 +1,7 @@
-//! `launch doctor`: looks at this machine before a world does, and says what is wrong and what to do about it.
+//! `launch doctor`: checks whether this machine can run a world, and reports problems with their fix.
 //!
-//! Each check makes findings; none of them changes anything. What no check can know without loading a model (device
-//! memory, say) `launch --plan` tells.
+//! Checks return findings and change nothing. What cannot be known without loading a model, such as device memory, is left to
+//! `launch --plan`.
 
 mod checkpoint;
 mod gpu;
@@ -35,7 +35,7 @@ pub(crate) struct Finding {
     pub(crate) level: Level,
     /// What was found.
     pub(crate) found: String,
-    /// What to do about it; empty when all is well.
+    /// What to do about it; empty if nothing is wrong.
     pub(crate) advice: String,
 }
 
@@ -53,7 +53,7 @@ impl Finding {
     }
 }
 
-/// Makes all checks and prints them; the exit code: 1 when something fails.
+/// Runs all checks and prints the findings. The exit code is 1 if one of them is [`Level::Fail`].
 pub(crate) fn run(flags: &DoctorFlags, run_dir: &RunDir) -> Result<u8> {
     let findings = examine(flags, run_dir);
     match flags.json {
@@ -79,7 +79,7 @@ fn examine(flags: &DoctorFlags, run_dir: &RunDir) -> Vec<Finding> {
     findings
 }
 
-/// Lines of equal columns, and how it stands at the end.
+/// The findings as a table, with totals in the last line.
 fn report(findings: &[Finding]) -> String {
     let width = findings.iter().map(|finding| finding.check.len()).max().unwrap_or(0);
     let mut text = String::new();
@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_says_what_to_do_about_each_thing_that_is_wrong() {
+    fn a_report_shows_the_advice_of_each_finding() {
         let findings = [
             Finding::ok("clock", "tsc"),
             Finding::warn("files", "1024", "raise it"),
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_short() {
+    fn sizes_are_formatted_with_one_unit() {
         assert_eq!([2048, 3 << 20, 3 << 29].map(size), ["2 KiB", "3 MiB", "1.5 GiB"]);
     }
 }

@@ -1,4 +1,4 @@
-//! The server program, and what starts more than one rank.
+//! Checks of the server program and of the MPI launcher.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -9,7 +9,7 @@ use crate::flags::DoctorFlags;
 use crate::mpi::{self, MpiKind, Mpirun};
 use crate::srun;
 
-/// Where the server program is, and whether it runs here.
+/// Checks that the server program exists and runs.
 pub(super) fn program(flags: &DoctorFlags) -> Finding {
     let beside = || std::env::current_exe().map(|launch| launch.with_file_name("trireme")).unwrap_or_default();
     let path = flags.trireme.clone().unwrap_or_else(beside);
@@ -20,7 +20,7 @@ pub(super) fn program(flags: &DoctorFlags) -> Finding {
     }
 }
 
-/// MPI's launcher: which one, and whether it starts processes.
+/// Checks which MPI launcher there is and whether it starts processes.
 pub(super) fn check(flags: &DoctorFlags) -> Vec<Finding> {
     let mpirun = crate::mpi_of(flags.mpirun.as_deref(), true);
     if let Some(job) = srun::Allocation::from_env() {
@@ -36,7 +36,7 @@ pub(super) fn check(flags: &DoctorFlags) -> Vec<Finding> {
         }];
     };
     let version = mpi::version(&path).unwrap_or_default();
-    // Hydra's first line has no number.
+    // The first line of Hydra has no version number.
     let numbered = version.lines().find(|line| line.bytes().any(|byte| byte.is_ascii_digit())).unwrap_or("");
     let numbered = numbered.split_whitespace().collect::<Vec<_>>().join(" ");
     let found = format!("{} ({}: {numbered})", path.display(), name_of(mpirun.kind));
@@ -50,7 +50,7 @@ fn name_of(kind: MpiKind) -> &'static str {
     }
 }
 
-/// Two processes that do nothing.
+/// Starts two processes that do nothing.
 fn start(mpirun: &Mpirun) -> Finding {
     let mut command = Command::new(&mpirun.program);
     let begun = Instant::now();
@@ -62,15 +62,16 @@ fn start(mpirun: &Mpirun) -> Finding {
             Finding::ok("MPI start", format!("two processes in {:.2} s", begun.elapsed().as_secs_f64()))
         }
         Ok(output) => {
-            let words = String::from_utf8_lossy(&output.stderr);
-            let line = words.lines().find(|line| line.chars().any(char::is_alphanumeric)).unwrap_or("no words");
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            let line =
+                stderr.lines().find(|line| line.chars().any(char::is_alphanumeric)).unwrap_or("no error message");
             Finding::fail(
                 "MPI start",
                 line.trim(),
-                "run `mpirun -n 2 true` and mend what it says; `hostname` must resolve",
+                "run `mpirun -n 2 true` and fix the error it reports; `hostname` must resolve",
             )
         }
-        Err(error) => Finding::fail("MPI start", error.to_string(), "see whether `mpirun` may be executed"),
+        Err(error) => Finding::fail("MPI start", error.to_string(), "check that `mpirun` is executable"),
     }
 }
 
@@ -84,16 +85,16 @@ fn slurm(job: &srun::Allocation, mpi: MpiKind) -> Finding {
     }
 }
 
-/// A program in PATH.
+/// The path of a program in PATH.
 pub(super) fn find(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).map(|dir| dir.join(name)).find(|file| file.is_file())
 }
 
-/// What a program prints, when it succeeds.
+/// The output of a program if it succeeds.
 pub(super) fn output(command: &mut Command) -> Option<String> {
     let output = command.output().ok().filter(|output| output.status.success())?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    // Some print their version to standard error.
+    // Some programs print their version to standard error.
     Some(if text.trim().is_empty() { String::from_utf8_lossy(&output.stderr).into_owned() } else { text })
 }

@@ -1,4 +1,4 @@
-//! The rate of NCCL between the GPUs of this machine, measured by processes of their own: one that hangs is ended.
+//! Measures the rate of NCCL between the GPUs of this machine, in separate processes that are killed if they hang.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -11,28 +11,28 @@ use serde::Deserialize;
 use super::Finding;
 use crate::flags::DoctorFlags;
 
-/// For all of the measurement.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// A sum of 8 KiB that takes longer goes through the host or a network that is not meant for it.
+/// Time limit of the measurement.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// An all-reduce of 8 KiB that takes longer goes through the host or through a slow network.
 const SLOW_SECONDS: f64 = 60e-6;
-/// Less than this is no NVLink, and slower than PCIe 4 should be.
+/// Slower than this is neither NVLink nor PCIe 4.
 const SLOW_BYTES: f64 = 10e9;
 
-/// What the first process prints.
+/// The output of the first process.
 #[derive(Debug, Deserialize)]
 struct Rate {
     small_seconds: f64,
     bus_bytes_per_second: f64,
 }
 
-/// `size` processes, each with a GPU.
+/// Measures with `size` processes, one per GPU.
 pub(super) fn measure(flags: &DoctorFlags, size: u32, library_dir: Option<&Path>) -> Finding {
     match run(flags, size, library_dir) {
         Ok(rate) => judge(&rate),
         Err(error) => Finding::fail(
             "NCCL rate",
             format!("{error:#}"),
-            "run again with NCCL_DEBUG=INFO and mend what it says; `nvidia-smi topo -m` shows how GPUs are joined",
+            "run again with NCCL_DEBUG=INFO and fix the error it reports; `nvidia-smi topo -m` shows how GPUs are joined",
         ),
     }
 }
@@ -45,7 +45,7 @@ fn judge(rate: &Rate) -> Finding {
         true => Finding::warn(
             "NCCL rate",
             found,
-            "GPUs joined by NVLink take about 15 us and 100 GB/s or more: see `nvidia-smi topo -m`, and whether others use them",
+            "GPUs joined by NVLink take about 15 us and 100 GB/s or more: see `nvidia-smi topo -m`, and whether other programs use them",
         ),
     }
 }
@@ -55,8 +55,8 @@ fn run(flags: &DoctorFlags, size: u32, library_dir: Option<&Path>) -> Result<Rat
     let program = flags.trireme.clone().unwrap_or_else(beside);
     let folder = std::env::temp_dir().join(format!("trireme-nccl-{}", std::process::id()));
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    // Who asks NCCL to say more wants to read it.
-    let said = || if std::env::var_os("NCCL_DEBUG").is_some() { Stdio::inherit() } else { Stdio::piped() };
+    // With NCCL_DEBUG set the user wants to read NCCL's messages.
+    let stderr = || if std::env::var_os("NCCL_DEBUG").is_some() { Stdio::inherit() } else { Stdio::piped() };
     let start = |rank: u32| {
         let mut command = Command::new(&program);
         command.args(["nccl-check", "--rank", &rank.to_string(), "--size", &size.to_string(), "--folder"]);
@@ -64,7 +64,7 @@ fn run(flags: &DoctorFlags, size: u32, library_dir: Option<&Path>) -> Result<Rat
         if let Some(dir) = library_dir {
             command.arg("--library-dir").arg(dir);
         }
-        let spawned = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(said()).spawn();
+        let spawned = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(stderr()).spawn();
         spawned.with_context(|| format!("cannot start `{}`", program.display()))
     };
     let mut processes = Vec::new();
@@ -75,9 +75,9 @@ fn run(flags: &DoctorFlags, size: u32, library_dir: Option<&Path>) -> Result<Rat
             Err(error) => started = Err(error),
         }
     }
-    let rate = started.and_then(|()| first_answer(&mut processes));
+    let rate = started.and_then(|()| first_output(&mut processes));
     for mut process in processes {
-        // Gone already is as good.
+        // It does not matter if it has ended already.
         let _ = process.kill();
         let _ = process.wait();
     }
@@ -85,9 +85,9 @@ fn run(flags: &DoctorFlags, size: u32, library_dir: Option<&Path>) -> Result<Rat
     rate
 }
 
-/// What the first process found, once all have ended well.
-fn first_answer(processes: &mut [Child]) -> Result<Rate> {
-    let deadline = Instant::now() + PATIENCE;
+/// The output of the first process, once all have succeeded.
+fn first_output(processes: &mut [Child]) -> Result<Rate> {
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let mut all_done = true;
         for (rank, process) in processes.iter_mut().enumerate() {
@@ -95,8 +95,8 @@ fn first_answer(processes: &mut [Child]) -> Result<Rate> {
                 None => all_done = false,
                 Some(status) if status.success() => {}
                 Some(status) => {
-                    let said = process.stderr.take().and_then(|text| std::io::read_to_string(text).ok());
-                    let line = said.as_deref().and_then(|said| said.lines().last()).unwrap_or("it said nothing");
+                    let stderr = process.stderr.take().and_then(|text| std::io::read_to_string(text).ok());
+                    let line = stderr.as_deref().and_then(|text| text.lines().last()).unwrap_or("no error message");
                     bail!("GPU {rank}: {line} ({})", ipc::describe_exit(status));
                 }
             }
@@ -105,12 +105,12 @@ fn first_answer(processes: &mut [Child]) -> Result<Rate> {
             break;
         }
         if Instant::now() >= deadline {
-            bail!("no end within {PATIENCE:?}");
+            bail!("no end within {TIMEOUT:?}");
         }
         thread::sleep(Duration::from_millis(20));
     }
     let text = processes.first_mut().and_then(|first| first.stdout.take()).context("no process was started")?;
-    let text = std::io::read_to_string(text).context("cannot read what was measured")?;
+    let text = std::io::read_to_string(text).context("cannot read the measurement")?;
     serde_json::from_str(&text).with_context(|| format!("cannot understand `{}`", text.trim()))
 }
 
@@ -120,7 +120,7 @@ mod tests {
     use crate::doctor::Level;
 
     #[test]
-    fn a_rate_that_no_nvlink_has_is_told() {
+    fn a_rate_below_that_of_nvlink_is_a_warning() {
         let rate = |small_seconds, bus_bytes_per_second| judge(&Rate { small_seconds, bus_bytes_per_second });
         let good = rate(12.6e-6, 180e9);
         assert_eq!((good.level, good.found.as_str()), (Level::Ok, "13 us for 8 KiB, 180 GB/s for 64 MiB"));
@@ -128,14 +128,14 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_fails_is_named_with_its_last_words() {
+    fn a_failed_process_is_named_with_the_last_line_it_wrote() {
         let fails = Command::new("sh")
             .args(["-c", "echo first >&2; echo no driver >&2; exit 3"])
             .stderr(Stdio::piped())
             .spawn();
         let sleeps = Command::new("sleep").arg("100").spawn();
         let mut processes = [sleeps.unwrap(), fails.unwrap()];
-        let error = first_answer(&mut processes).unwrap_err().to_string();
+        let error = first_output(&mut processes).unwrap_err().to_string();
         assert_eq!(error, "GPU 1: no driver (exit code 3)");
         processes[0].kill().unwrap();
         processes[0].wait().unwrap();

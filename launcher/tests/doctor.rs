@@ -1,4 +1,4 @@
-//! `launch doctor` on this machine as it is, and on one where something is wrong.
+//! `launch doctor` on this machine as it is, and with a broken checkpoint, a port in use or no `mpirun`.
 
 use std::fs;
 use std::net::TcpListener;
@@ -10,7 +10,7 @@ use serde_json::Value;
 fn doctor(dir: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
     command.arg("doctor").args(args).env("XDG_RUNTIME_DIR", dir).current_dir(dir);
-    // Whether ranks would start is asked of `mpirun` and of the server program alone.
+    // Without Slurm, so that the check of MPI uses `mpirun`.
     command.env_remove("SLURM_JOB_ID");
     command
 }
@@ -44,7 +44,7 @@ fn json(output: &Output) -> Value {
 }
 
 #[test]
-fn a_machine_that_can_serve_is_told_so_and_one_thing_wrong_is_named_with_what_to_do() {
+fn a_working_machine_passes_and_each_fault_is_named_with_advice() {
     let dir = tempfile::tempdir().unwrap();
     let weights = repository(dir.path());
     let ports = free_ports();

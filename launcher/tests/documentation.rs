@@ -1,4 +1,4 @@
-//! What the documentation says of the program, held to what the program says of itself.
+//! Checks that the documentation lists every flag that `launch --help` shows.
 
 use std::process::Command;
 
@@ -17,14 +17,15 @@ fn flags(action: Option<&str>) -> Vec<String> {
 fn the_documentation_holds_every_flag_of_every_action() {
     let documentation = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/configuration.md");
     let documentation = std::fs::read_to_string(documentation).unwrap();
-    let (_, ours) = documentation.split_once("## Flags of `launch`").expect("it has a part of our own");
+    let (_, ours) =
+        documentation.split_once("## Flags of `launch`").expect("docs/configuration.md has a section on `launch`");
     let world = flags(None);
     assert!(world.iter().any(|flag| flag == "world-size") && world.iter().any(|flag| flag == "force"), "{world:?}");
     for action in [None, Some("stop"), Some("restart"), Some("logs"), Some("status"), Some("doctor"), Some("sbatch")] {
         for flag in flags(action) {
             let row = match action {
                 None => format!("| `--{flag}` |"),
-                // It starts the same world, and has flags of its own.
+                // `sbatch` takes the world's flags too, which are documented once.
                 Some("sbatch") if world.contains(&flag) => continue,
                 Some(action) => format!("| `{action} --{flag}` |"),
             };

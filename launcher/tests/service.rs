@@ -1,4 +1,4 @@
-//! `packaging/trireme.service`: what it starts is a command line of `launch`, and systemd takes the file.
+//! `packaging/trireme.service`: its commands parse as command lines of `launch`, and systemd accepts the file.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ fn unit() -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging/trireme.service")).unwrap()
 }
 
-/// The command line behind `key`.
+/// The parsed command line of `key`.
 fn flags(key: &str) -> Flags {
     let unit = unit();
     let line = unit.lines().find_map(|line| line.strip_prefix(key)).unwrap_or_else(|| panic!("no {key} in the unit"));
@@ -20,7 +20,7 @@ fn flags(key: &str) -> Flags {
 #[test]
 fn the_service_starts_a_world_and_reloads_by_a_rolling_restart() {
     let start = flags("ExecStart=");
-    assert!(start.action.is_none() && !start.world.detach, "systemd watches the launcher itself");
+    assert!(start.action.is_none() && !start.world.detach, "systemd supervises the launcher itself");
     assert!(matches!(flags("ExecReload=").action, Some(Action::Restart { rolling: true, .. })));
     let seconds = |key: &str| unit().lines().find_map(|line| line.strip_prefix(key)?.parse::<u64>().ok()).unwrap();
     // `launch` gives ranks ten seconds beyond the time for requests before it kills them.
@@ -28,16 +28,16 @@ fn the_service_starts_a_world_and_reloads_by_a_rolling_restart() {
 }
 
 #[test]
-fn systemd_takes_the_unit() {
+fn systemd_accepts_the_unit() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("trireme.service");
-    // It looks for the programs too, which are not installed here.
+    // systemd also checks that the programs exist, and they are not installed here.
     fs::write(&path, unit().replace("/opt/trireme/bin/launch", "/bin/true")).unwrap();
     match Command::new("systemd-analyze").arg("verify").arg(&path).output() {
         Ok(output) => {
-            let words = String::from_utf8_lossy(&output.stderr);
-            let ours: Vec<_> = words.lines().filter(|line| line.contains("trireme.service")).collect();
-            assert!(ours.is_empty() && output.status.success(), "{words}");
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            let ours: Vec<_> = stderr.lines().filter(|line| line.contains("trireme.service")).collect();
+            assert!(ours.is_empty() && output.status.success(), "{stderr}");
         }
         Err(_) => println!("skipped: no systemd-analyze on this machine"),
     }

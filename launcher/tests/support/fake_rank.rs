@@ -1,9 +1,8 @@
-//! A server that does nothing but start, tell how it is, and end the way the tests of the launcher want.
+//! A fake rank for the tests of the launcher: it starts, reports its health and ends, but serves no model.
 //!
-//! The environment says how: `FAKE_LOG` is a file to which each event is appended; `FAKE_FAIL=load` ends with code 1
-//! at once; `FAKE_STUBBORN=1` ignores SIGTERM; `FAKE_SLOW_MS` delays readiness; `FAKE_SILENT=1` leaves
-//! all HTTP clients without an answer; `FAKE_LINE` is logged;
-//! `FAKE_OFFER=1` gives the HTTP port to the launcher.
+//! Environment variables control it: `FAKE_LOG` is a file to which each event is appended; `FAKE_FAIL=load` exits with code 1
+//! at once; `FAKE_STUBBORN=1` ignores SIGTERM; `FAKE_SLOW_MS` delays readiness; `FAKE_SILENT=1` answers no HTTP client;
+//! `FAKE_LINE` is logged; `FAKE_OFFER=1` offers the HTTP port to the launcher.
 
 use std::fs::OpenOptions;
 use std::io::{Read, Write};
@@ -21,14 +20,14 @@ fn main() {
     let args: Vec<String> = std::env::args().collect();
     let rank = ["OMPI_COMM_WORLD_RANK", "PMI_RANK"].into_iter().find_map(|name| std::env::var(name).ok());
     let rank = rank.unwrap_or("0".to_owned());
-    note(&format!("rank {rank} starts as {}: {}", std::process::id(), args[1..].join(" ")));
+    log_event(&format!("rank {rank} starts as {}: {}", std::process::id(), args[1..].join(" ")));
     if std::env::var("FAKE_FAIL").is_ok_and(|how| how == "load") {
         eprintln!("model `llama` has no weights");
         std::process::exit(1);
     }
     let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
     signals.thread_block().unwrap();
-    // A rank tells the others by MPI that the world ends; here a file does.
+    // Real ranks announce the end of the world by MPI; here a file does.
     let end = format!("{}.end-{}", std::env::var("FAKE_LOG").unwrap(), std::os::unix::process::parent_id());
     if rank == "0" {
         let slow = std::env::var("FAKE_SLOW_MS").map_or(0, |text| text.parse().unwrap());
@@ -44,14 +43,14 @@ fn main() {
         });
     } else {
         let end = end.clone();
-        std::thread::spawn(move || end_with(&end));
+        std::thread::spawn(move || exit_with(&end));
     }
     if let Ok(line) = std::env::var("FAKE_LINE") {
         eprintln!("{line}");
     }
     loop {
         let signal = signals.wait().unwrap();
-        note(&format!("rank {rank} gets {signal}"));
+        log_event(&format!("rank {rank} gets {signal}"));
         if std::env::var("FAKE_STUBBORN").is_err() {
             break;
         }
@@ -86,7 +85,7 @@ fn answer_clients(port: u16, args: &[String], is_ready: &AtomicBool) {
     }
 }
 
-/// Gives copies of the listening socket away, as rank 0 does.
+/// Offers copies of the listening socket, like rank 0.
 fn offer(mut acceptor: Acceptor, socket: &TcpListener) {
     loop {
         let mut stream = acceptor.accept();
@@ -95,14 +94,15 @@ fn offer(mut acceptor: Acceptor, socket: &TcpListener) {
     }
 }
 
-fn end_with(file: &str) {
+/// Waits for `file`, then exits.
+fn exit_with(file: &str) {
     while !Path::new(file).exists() {
         std::thread::sleep(Duration::from_millis(20));
     }
     std::process::exit(0);
 }
 
-fn note(line: &str) {
+fn log_event(line: &str) {
     let path = std::env::var("FAKE_LOG").unwrap();
     let mut file = OpenOptions::new().create(true).append(true).open(path).unwrap();
     file.write_all(format!("{line}\n").as_bytes()).unwrap();
