@@ -1,5 +1,8 @@
 //! Keeps a world running: handles signals, reports readiness, restarts the world after a failure or on request.
 
+mod rolling;
+mod running;
+
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
@@ -7,21 +10,17 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use nix::sys::signal::Signal;
 
+use self::running::{LIVENESS_POLL, Running, Shutdown};
 use crate::capture::Capture;
 use crate::flags::WorldFlags;
-use crate::handover::Sockets;
 use crate::plan::{self, Site};
 use crate::port_holder::PortHolder;
 use crate::signals::{Event, RESTART, RESTART_AFTER, RESTART_ROLLING, Signals};
 use crate::state::{Phase, RunDir, WorldState};
 use crate::systemd::Systemd;
 use crate::world::{self, Ended, STUCK_AFTER, World, WorldPaths};
-use crate::{crash, health, processes};
+use crate::{crash, health};
 
-/// Interval of health checks while the world loads.
-const READY_POLL: Duration = Duration::from_millis(100);
-/// Interval of health checks while the world serves.
-const LIVENESS_POLL: Duration = Duration::from_secs(1);
 /// Time after the ranks' own exit timeout before the second SIGTERM.
 const EXIT_GRACE: Duration = Duration::from_secs(5);
 /// Time after the second SIGTERM before SIGKILL.
@@ -56,17 +55,6 @@ pub(crate) struct Supervisor {
     pub(crate) port_holder: Option<PortHolder>,
 }
 
-/// The stage of a shutdown, with its deadline. The next stage begins at the deadline or at a further signal.
-#[derive(Clone, Copy, PartialEq)]
-enum Shutdown {
-    None,
-    /// Rank 0 got SIGTERM and finishes the requests in flight.
-    Draining(Instant),
-    /// Rank 0 got a second SIGTERM, which ends the ranks without waiting for requests.
-    Immediate(Instant),
-    Killed(Instant),
-}
-
 /// How one run of the world ended.
 struct Run {
     status: ExitStatus,
@@ -78,22 +66,6 @@ struct Run {
     served: Option<Duration>,
     /// It did not become ready within `wait_ready`.
     gave_up: bool,
-}
-
-/// The state of the current run.
-struct Running {
-    world: World,
-    /// In a rolling restart, the world that will take the ports over.
-    next: Option<World>,
-    started: Instant,
-    give_up_at: Option<Instant>,
-    serving_since: Option<Instant>,
-    last_answer: Instant,
-    shutdown: Shutdown,
-    restart: bool,
-    gave_up: bool,
-    /// It was killed because it did not answer health checks.
-    hung: bool,
 }
 
 impl Supervisor {
@@ -289,63 +261,6 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Starts a second world, which takes the ports over once it has loaded; the old one then drains.
-    fn start_rolling(&mut self, running: &mut Running) -> Result<()> {
-        if running.next.is_none() {
-            eprintln!("launch: a rolling restart is asked for: loads a second world beside the first");
-            running.next = Some(self.start_world(Some(&running.world))?);
-            self.state.rolling_failure = None;
-            self.write_state();
-        }
-        Ok(())
-    }
-
-    /// Takes the ports of the world that serves, which then drains and ends, and offers them to the next one.
-    fn take_ports(&mut self, running: &mut Running) {
-        self.state.rolling_failure = None;
-        let path = self.run_dir.hand_over_socket(self.state.launcher_pid, 0);
-        let offered = Sockets::take(running.world.hand_over()).and_then(|sockets| sockets.offer(path.clone()));
-        if let Err(error) = offered {
-            eprintln!("launch: {error:#}; the world goes on");
-            self.state.rolling_failure = Some(format!("{error:#}; the world goes on: use `launch restart`"));
-            self.write_state();
-            return;
-        }
-        eprintln!("launch: holds the ports while the world ends and is started again; connections wait");
-        self.offered_ports = Some(path);
-        running.restart = true;
-        running.shutdown =
-            Shutdown::Draining(Instant::now() + Duration::from_secs(self.state.exit_timeout_secs) + EXIT_GRACE);
-        self.state.phase = Phase::Ending;
-        self.write_state();
-    }
-
-    /// Makes `next` the current world after the old one has ended, normally because `next` has taken its ports.
-    fn switch_worlds(&mut self, running: &mut Running, next: World) -> Result<()> {
-        let old = std::mem::replace(&mut running.world, next);
-        let status = old.finish(Some(running.world.pid()), || self.systemd.notify_watchdog())?.status;
-        eprintln!("launch: the old world has ended ({}), the new one goes on", ipc::describe_exit(status));
-        self.state.num_restarts += 1;
-        (running.started, running.last_answer) = (Instant::now(), Instant::now());
-        running.serving_since = None;
-        self.record_world(&running.world, Phase::Loading);
-        Ok(())
-    }
-
-    /// Handles the end of the new world before it took the ports over. The old world goes on.
-    fn give_up_rolling(&mut self, running: &mut Running) -> Result<()> {
-        let Some(next) = running.next.take() else { return Ok(()) };
-        let how = ipc::describe_exit(next.finish(Some(running.world.pid()), || self.systemd.notify_watchdog())?.status);
-        let message = format!(
-            "the new world ended before it could take over ({how}), and the old one goes on; see the log, and where \
-             memory does not allow two worlds use `launch restart --rolling --after`"
-        );
-        eprintln!("launch: {message}");
-        self.state.rolling_failure = Some(message);
-        self.write_state();
-        Ok(())
-    }
-
     /// Checks whether the world has become ready, or is no longer alive.
     fn check_health(&mut self, running: &mut Running) {
         self.systemd.notify_watchdog();
@@ -466,40 +381,6 @@ impl Supervisor {
 /// The pause before the next start after this number of failures in a row.
 fn pause_after(failures: u32) -> Duration {
     MIN_PAUSE.saturating_mul(2u32.saturating_pow(failures.saturating_sub(1))).min(MAX_PAUSE)
-}
-
-impl Running {
-    /// Whether the world may still be loading. Loading has no time limit, but a stopped rank 0 makes no progress.
-    fn may_load(&mut self) -> bool {
-        let rank_0 = self.world.rank_0();
-        rank_0.and_then(processes::state).is_none_or(|state| state != "stopped")
-    }
-
-    /// Time until the next check or deadline.
-    fn timeout(&self) -> Option<Duration> {
-        match (self.shutdown, self.serving_since) {
-            (Shutdown::None, None) => Some(READY_POLL),
-            (Shutdown::None, Some(_)) => Some(LIVENESS_POLL),
-            // Wakes up in between to send watchdog notifications.
-            (shutdown, _) => shutdown.left().map(|left| left.min(LIVENESS_POLL)),
-        }
-    }
-}
-
-impl Shutdown {
-    /// Time left until the deadline of this stage; None without a shutdown.
-    fn left(self) -> Option<Duration> {
-        match self {
-            Self::Draining(deadline) | Self::Immediate(deadline) | Self::Killed(deadline) => {
-                Some(deadline.saturating_duration_since(Instant::now()))
-            }
-            Self::None => None,
-        }
-    }
-
-    fn is_overdue(self) -> bool {
-        self.left() == Some(Duration::ZERO)
-    }
 }
 
 #[cfg(test)]
