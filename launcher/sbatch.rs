@@ -62,7 +62,7 @@ const WAIT: &str = r#"launch=$!
 trap 'again=yes; kill -TERM "$launch"' USR1
 trap 'kill -TERM "$launch"' TERM
 
-# A signal ends `wait` too, so it is asked until the launcher has ended.
+# A trapped signal interrupts `wait`, so it is repeated until the launcher has ended.
 wait "$launch"
 code=$?
 while kill -0 "$launch" 2>/dev/null; do

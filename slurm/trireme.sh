@@ -1,8 +1,8 @@
 #!/bin/bash
-# One task of a Slurm step: one rank. Run by srun, see trireme.sub.
+# Runs one rank: one task of a Slurm step, started by srun in trireme.sub.
 #
-# SLURM_PROCID is the rank. The job's number keeps two jobs that share a node apart in /dev/shm. scancel kills what has
-# not ended after the site's KillWait, 30 s unless it says otherwise, so requests in flight get less.
+# SLURM_PROCID is the rank. The job id in the prefix separates jobs that share a node's /dev/shm. scancel kills a task after the
+# site's KillWait, by default 30 s, so requests in flight get less time than that.
 repository=$1
 shift
 exec "${TRIREME:-target/release/trireme}" rank --model-repository="$repository" \
