@@ -1,4 +1,4 @@
-//! Makes Rust types and a descriptor of `proto/model_config.proto`, with no protoc.
+//! Generates Rust types and a descriptor from `proto/model_config.proto`, without `protoc`.
 
 use std::path::PathBuf;
 

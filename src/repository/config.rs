@@ -1,13 +1,13 @@
-//! What others ask of a model's configuration.
+//! Queries of a model's configuration.
 
 use crate::proto::model_config::SchedulingChoice;
 use crate::proto::model_instance_group::Kind;
 use crate::proto::{ModelConfig, ModelDynamicBatching, ModelEnsembling, ModelInstanceGroup, ModelSequenceBatching};
 
-/// A configuration that a backend has completed, with defaults filled in and checked again.
+/// Fills in the defaults of a configuration that a backend has completed, and validates it again.
 ///
 /// # Errors
-/// With the words for the first thing that is wrong.
+/// Describes the first field that is wrong.
 pub fn recheck(mut config: ModelConfig) -> Result<ModelConfig, String> {
     let name = config.name.clone();
     crate::defaults::fill(&mut config, &name);
@@ -16,7 +16,7 @@ pub fn recheck(mut config: ModelConfig) -> Result<ModelConfig, String> {
 }
 
 impl ModelConfig {
-    /// The graph of an ensemble; `None` for a model that a backend answers.
+    /// The graph of an ensemble; `None` for a model that a backend executes.
     pub fn ensemble(&self) -> Option<&ModelEnsembling> {
         match &self.scheduling_choice {
             Some(SchedulingChoice::EnsembleScheduling(ensemble)) => Some(ensemble),
@@ -24,7 +24,7 @@ impl ModelConfig {
         }
     }
 
-    /// How requests are grouped and queued, where the model asks for it.
+    /// The settings of the dynamic batcher, if the model uses it.
     pub fn batching(&self) -> Option<&ModelDynamicBatching> {
         match &self.scheduling_choice {
             Some(SchedulingChoice::DynamicBatching(batching)) => Some(batching),
@@ -32,7 +32,7 @@ impl ModelConfig {
         }
     }
 
-    /// How sequences of requests reach the model, where it keeps a state for each.
+    /// The settings of the sequence batcher, if the model is stateful.
     pub fn sequences(&self) -> Option<&ModelSequenceBatching> {
         match &self.scheduling_choice {
             Some(SchedulingChoice::SequenceBatching(sequences)) => Some(sequences),
@@ -40,7 +40,7 @@ impl ModelConfig {
         }
     }
 
-    /// How many executions run side by side, over all instance groups.
+    /// Number of instances, which execute concurrently, over all instance groups.
     pub fn num_instances(&self) -> usize {
         let instances = |group: &ModelInstanceGroup| {
             let count = usize::try_from(group.count).unwrap_or(0).max(1);
@@ -59,7 +59,7 @@ impl ModelConfig {
         self.model_transaction_policy.as_ref().is_some_and(|policy| policy.decoupled)
     }
 
-    /// The text of a parameter; `None` when it is missing or empty.
+    /// The string value of a parameter; `None` if it is missing or empty.
     pub fn parameter(&self, name: &str) -> Option<&str> {
         self.parameters.get(name).map(|parameter| parameter.string_value.as_str()).filter(|value| !value.is_empty())
     }

@@ -1,4 +1,4 @@
-//! What a configuration means where it says nothing.
+//! Defaults of a configuration's fields.
 
 use crate::proto::model_config::SchedulingChoice;
 use crate::proto::model_instance_group::Kind;
@@ -6,10 +6,10 @@ use crate::proto::model_optimization_policy::PinnedMemoryBuffer;
 use crate::proto::model_version_policy::{Latest, PolicyChoice};
 use crate::proto::{ModelConfig, ModelInstanceGroup, ModelVersionPolicy};
 
-/// Idle time after which a stateful sequence is given up.
+/// Default idle time after which a stateful sequence is ended.
 const MAX_SEQUENCE_IDLE_US: u64 = 1_000_000;
 
-/// Writes out every default, as `/config` shows it.
+/// Sets every field that is unset to its default, as `/config` shows it.
 pub(crate) fn fill(config: &mut ModelConfig, name: &str) {
     if config.name.is_empty() {
         name.clone_into(&mut config.name);
@@ -38,7 +38,7 @@ pub(crate) fn fill(config: &mut ModelConfig, name: &str) {
     instance_groups(config);
 }
 
-/// Published configurations list some outputs twice; the first one counts.
+/// Keeps the first of several outputs with the same name: published configurations list some outputs twice.
 fn drop_repeated_outputs(config: &mut ModelConfig) {
     let mut seen = std::collections::BTreeSet::new();
     config.output.retain(|output| output.name.is_empty() || seen.insert(output.name.clone()));

@@ -1,15 +1,15 @@
-//! Which backend a model is for whose configuration does not say: told from its files, as Triton tells it.
+//! Detects the backend of a model from its files if the configuration names none, like Triton.
 
 use std::fs;
 use std::path::Path;
 
 use crate::proto::ModelConfig;
 
-/// What a file of a version's directory says of a model.
-struct Sign {
+/// A file or directory in a version directory that identifies a backend.
+struct Marker {
     file: &'static str,
     backend: &'static str,
-    /// Empty where a model of this kind has none.
+    /// Empty if the backend has no platform.
     platform: &'static str,
     entry: Entry,
 }
@@ -21,42 +21,42 @@ enum Entry {
     Either,
 }
 
-const fn sign(file: &'static str, backend: &'static str, platform: &'static str, entry: Entry) -> Sign {
-    Sign { file, backend, platform, entry }
+const fn marker(file: &'static str, backend: &'static str, platform: &'static str, entry: Entry) -> Marker {
+    Marker { file, backend, platform, entry }
 }
 
-/// In the order in which they are looked for.
-const SIGNS: [Sign; 8] = [
-    sign("model.savedmodel", "tensorflow", "tensorflow_savedmodel", Entry::Directory),
-    sign("model.graphdef", "tensorflow", "tensorflow_graphdef", Entry::File),
-    sign("model.plan", "tensorrt", "tensorrt_plan", Entry::File),
-    sign("model.onnx", "onnxruntime", "onnxruntime_onnx", Entry::Either),
-    sign("model.xml", "openvino", "", Entry::Either),
-    sign("model.pt", "pytorch", "pytorch_libtorch", Entry::File),
-    sign("model.pt2", "pytorch_aoti", "torch_aoti", Entry::File),
-    sign("model.py", "python", "", Entry::Either),
+/// In order of precedence.
+const MARKERS: [Marker; 8] = [
+    marker("model.savedmodel", "tensorflow", "tensorflow_savedmodel", Entry::Directory),
+    marker("model.graphdef", "tensorflow", "tensorflow_graphdef", Entry::File),
+    marker("model.plan", "tensorrt", "tensorrt_plan", Entry::File),
+    marker("model.onnx", "onnxruntime", "onnxruntime_onnx", Entry::Either),
+    marker("model.xml", "openvino", "", Entry::Either),
+    marker("model.pt", "pytorch", "pytorch_libtorch", Entry::File),
+    marker("model.pt2", "pytorch_aoti", "torch_aoti", Entry::File),
+    marker("model.py", "python", "", Entry::Either),
 ];
 
-/// Files of a language model's checkpoint, which only our own backend reads.
+/// Files of a language model's checkpoint, which only the backend `trireme` reads.
 const CHECKPOINT: [&str; 2] = ["config.json", "weights"];
 
-/// Fills `backend`, and what goes with it, in where `config` names neither a backend nor a platform: from
-/// `default_model_filename`, else from the first version's files, else from a model name of the form `model.<backend>`.
-/// Leaves `config` as it is where nothing tells.
+/// Sets `backend`, `platform` and `default_model_filename` if `config` names neither a backend nor a platform. The sources are
+/// `default_model_filename`, else the files of the first version, else a model name of the form `model.<backend>`. Without any of
+/// them `config` is unchanged.
 pub(crate) fn fill(config: &mut ModelConfig, name: &str, first_version: Option<&Path>) {
-    let is_told = !config.backend.is_empty() || !config.platform.is_empty() || config.is_ensemble();
-    if is_told {
+    let is_known = !config.backend.is_empty() || !config.platform.is_empty() || config.is_ensemble();
+    if is_known {
         return;
     }
     let given = config.default_model_filename.as_str();
-    let found = SIGNS.iter().find(|sign| match given {
-        "" => first_version.is_some_and(|dir| sign.is_in(dir)),
-        given => sign.file == given,
+    let found = MARKERS.iter().find(|marker| match given {
+        "" => first_version.is_some_and(|dir| marker.is_in(dir)),
+        given => marker.file == given,
     });
-    if let Some(sign) = found {
-        sign.backend.clone_into(&mut config.backend);
-        sign.platform.clone_into(&mut config.platform);
-        sign.file.clone_into(&mut config.default_model_filename);
+    if let Some(marker) = found {
+        marker.backend.clone_into(&mut config.backend);
+        marker.platform.clone_into(&mut config.platform);
+        marker.file.clone_into(&mut config.default_model_filename);
     } else if given.is_empty() && first_version.is_some_and(|dir| CHECKPOINT.iter().any(|file| dir.join(file).exists()))
     {
         "trireme".clone_into(&mut config.backend);
@@ -66,7 +66,7 @@ pub(crate) fn fill(config: &mut ModelConfig, name: &str, first_version: Option<&
     }
 }
 
-impl Sign {
+impl Marker {
     fn is_in(&self, dir: &Path) -> bool {
         fs::metadata(dir.join(self.file)).is_ok_and(|found| match self.entry {
             Entry::File => found.is_file(),
@@ -80,7 +80,7 @@ impl Sign {
 mod tests {
     use super::*;
 
-    fn guessed(name: &str, file: &str, entries: &[&str]) -> (String, String, String) {
+    fn detected(name: &str, file: &str, entries: &[&str]) -> (String, String, String) {
         let dir = tempfile::tempdir().unwrap();
         for entry in entries {
             match entry.strip_suffix('/') {
@@ -93,25 +93,25 @@ mod tests {
         (config.backend, config.platform, config.default_model_filename)
     }
 
-    fn told(backend: &str, platform: &str, file: &str) -> (String, String, String) {
+    fn expected(backend: &str, platform: &str, file: &str) -> (String, String, String) {
         (backend.to_owned(), platform.to_owned(), file.to_owned())
     }
 
     #[test]
-    fn files_tell_the_backend() {
-        assert_eq!(guessed("m", "", &["model.py", "weights/"]), told("python", "", "model.py"));
-        assert_eq!(guessed("m", "", &["model.onnx/"]), told("onnxruntime", "onnxruntime_onnx", "model.onnx"));
-        assert_eq!(guessed("m", "", &["model.plan", "model.py"]), told("tensorrt", "tensorrt_plan", "model.plan"));
-        // A plan is a file, and this is none.
-        assert_eq!(guessed("m", "", &["model.plan/", "model.py"]), told("python", "", "model.py"));
-        assert_eq!(guessed("m", "", &["config.json"]), told("trireme", "", ""));
+    fn files_determine_the_backend() {
+        assert_eq!(detected("m", "", &["model.py", "weights/"]), expected("python", "", "model.py"));
+        assert_eq!(detected("m", "", &["model.onnx/"]), expected("onnxruntime", "onnxruntime_onnx", "model.onnx"));
+        assert_eq!(detected("m", "", &["model.plan", "model.py"]), expected("tensorrt", "tensorrt_plan", "model.plan"));
+        // `model.plan` must be a file.
+        assert_eq!(detected("m", "", &["model.plan/", "model.py"]), expected("python", "", "model.py"));
+        assert_eq!(detected("m", "", &["config.json"]), expected("trireme", "", ""));
     }
 
     #[test]
-    fn a_file_name_or_the_models_name_tells_where_no_file_does() {
-        assert_eq!(guessed("m", "model.pt", &["model.py"]), told("pytorch", "pytorch_libtorch", "model.pt"));
-        assert_eq!(guessed("model.identity", "", &[]), told("identity", "", "model.identity"));
-        assert_eq!(guessed("m", "", &["notes.txt"]), told("", "", ""));
-        assert_eq!(guessed("model.identity", "my.bin", &[]), told("", "", "my.bin"));
+    fn without_a_known_file_the_file_name_or_the_models_name_determines_the_backend() {
+        assert_eq!(detected("m", "model.pt", &["model.py"]), expected("pytorch", "pytorch_libtorch", "model.pt"));
+        assert_eq!(detected("model.identity", "", &[]), expected("identity", "", "model.identity"));
+        assert_eq!(detected("m", "", &["notes.txt"]), expected("", "", ""));
+        assert_eq!(detected("model.identity", "my.bin", &[]), expected("", "", "my.bin"));
     }
 }

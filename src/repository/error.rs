@@ -1,4 +1,4 @@
-//! Why a repository or a model's configuration cannot be used.
+//! Errors of this crate.
 
 use std::path::PathBuf;
 
@@ -24,7 +24,7 @@ pub enum RepositoryError {
     Invalid { path: PathBuf, message: String },
     #[error("model `{name}` has no config.pbtxt in {} and its kind cannot be told from its files; write a config.pbtxt with `backend:`", .dir.display())]
     NoConfig { name: String, dir: PathBuf },
-    /// The wording is the one clients of this protocol know.
+    /// Uses Triton's wording, which clients may match.
     #[error("at least one version must be available under the version policy of model '{name}'")]
     NoVersion { name: String },
 }

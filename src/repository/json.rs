@@ -1,4 +1,4 @@
-//! A configuration as JSON: as `/config` shows it, and as a load request gives it.
+//! Configurations as JSON: the output of `/config`, and the input of load requests.
 
 use prost_reflect::{
     DeserializeOptions, DynamicMessage, FieldDescriptor, MessageDescriptor, ReflectMessage, SerializeOptions,
@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::error::RepositoryError;
 use crate::proto::{self, ModelConfig};
 
-/// The configuration as JSON: every scalar with its value, messages where set, 64-bit integers as numbers.
+/// The configuration as JSON. Every scalar has its value, messages appear if they are set, and 64-bit integers are numbers.
 pub fn to_json(config: &ModelConfig) -> String {
     use prost::Message as _;
     let message = DynamicMessage::decode(proto::model_config_descriptor(), config.encode_to_vec().as_slice())
@@ -22,7 +22,7 @@ pub fn to_json(config: &ModelConfig) -> String {
     text
 }
 
-/// Writes a message, or several, with members in the order of the proto file, as Triton does.
+/// Writes a message or an array of messages, with members in the order of the proto file, as Triton does.
 fn write_in_order(message: &MessageDescriptor, value: &Value, text: &mut String) {
     match value {
         Value::Array(items) => write_all('[', ']', items, text, |item, text| write_in_order(message, item, text)),
@@ -66,10 +66,10 @@ fn write_all<T>(
     text.push(close);
 }
 
-/// A configuration given as JSON for model `name`.
+/// Parses a configuration given as JSON for model `name`.
 ///
 /// # Errors
-/// When it is no JSON, or does not follow the schema.
+/// If the text is no JSON or does not follow the schema.
 pub fn from_json(name: &str, json: &str) -> Result<ModelConfig, RepositoryError> {
     let wrong = |error: serde_json::Error| RepositoryError::Json {
         name: name.to_owned(),

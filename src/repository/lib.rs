@@ -1,7 +1,7 @@
-//! The model repository: which models and versions are there, and what their `config.pbtxt` says.
+//! The model repository: finds models and versions, and reads their `config.pbtxt`.
 //!
-//! [`Repository`] finds models, [`ModelSource`] is one of them with its [`ModelConfig`] read, completed and checked.
-//! Loading and serving them is left to `serving`.
+//! [`Repository`] finds models. A [`ModelSource`] is one model with its [`ModelConfig`], read, completed with defaults and
+//! validated. `serving` loads and serves models.
 //!
 //! ```
 //! let root = std::env::temp_dir().join(format!("repository-example-{}", std::process::id()));

@@ -1,4 +1,4 @@
-//! The configuration's types as generated from `proto/model_config.proto`, and their descriptors.
+//! The configuration's types, generated from `proto/model_config.proto`, and their descriptors.
 
 use std::sync::LazyLock;
 
@@ -11,7 +11,7 @@ mod generated {
 
 pub use generated::*;
 
-/// `model_config.proto` as an encoded `FileDescriptorSet`, for reflection and for other rooms' builds.
+/// `model_config.proto` as an encoded `FileDescriptorSet`, for reflection and for build scripts of other crates.
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/model_config.bin"));
 
 /// The descriptor of `inference.ModelConfig`.

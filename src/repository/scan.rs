@@ -1,4 +1,4 @@
-//! The directories of a model repository: which models are there, and which of their versions are served.
+//! Scans the directories of a model repository for models and for the versions to serve.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -19,30 +19,30 @@ pub struct Repository {
 /// A model as found in the repository, ready to be loaded.
 #[derive(Debug, Clone)]
 pub struct ModelSource {
-    /// The model's name, which is its directory's.
+    /// The model's name, which is the name of its directory.
     pub name: String,
     /// `<repository>/<model>`.
     pub dir: PathBuf,
-    /// The configuration, defaults filled in.
+    /// The configuration, with defaults filled in.
     pub config: ModelConfig,
     /// Versions that the version policy serves, ascending; never empty.
     pub versions: Vec<i64>,
-    /// Template variables of the configuration that nobody filled in, in the order of the file.
+    /// Unfilled template variables of the configuration, in the order of the file.
     pub unfilled: Vec<String>,
 }
 
 impl ModelSource {
-    /// What is said of [`ModelSource::unfilled`]; `None` where all are filled in.
+    /// A warning that names [`ModelSource::unfilled`]; `None` if it is empty.
     pub fn unfilled_words(&self) -> Option<String> {
         (!self.unfilled.is_empty()).then(|| format!("template variables taken as unset: {}", self.unfilled.join(", ")))
     }
 }
 
 impl Repository {
-    /// A repository made of these directories. One that is given twice counts once.
+    /// Opens a repository of these directories. Duplicates are ignored.
     ///
     /// # Errors
-    /// When one of them is not a directory, or none is given.
+    /// If one of them is not a directory, or the list is empty.
     pub fn open(roots: &[PathBuf]) -> Result<Self, RepositoryError> {
         if roots.is_empty() {
             return Err(RepositoryError::NoRepository);
@@ -55,15 +55,15 @@ impl Repository {
         Ok(Self { roots: roots.iter().filter(is_new).cloned().collect() })
     }
 
-    /// The directories it is made of.
+    /// The directories of the repository.
     pub fn roots(&self) -> &[PathBuf] {
         &self.roots
     }
 
-    /// The names of all models, sorted, loadable or not.
+    /// The sorted names of all models, including those that cannot be loaded.
     ///
     /// # Errors
-    /// When a directory cannot be read.
+    /// If a directory cannot be read.
     pub fn model_names(&self) -> Result<Vec<String>, RepositoryError> {
         let mut names = Vec::new();
         for root in &self.roots {
@@ -77,7 +77,7 @@ impl Repository {
     /// Reads a model's configuration, and finds the versions to serve.
     ///
     /// # Errors
-    /// When the model is missing, its configuration wrong, or no version there.
+    /// If the model is missing, its configuration is wrong, or it has no version to serve.
     pub fn model(&self, name: &str) -> Result<ModelSource, RepositoryError> {
         let dir = self.model_dir(name)?;
         let path = dir.join("config.pbtxt");
@@ -101,17 +101,17 @@ impl Repository {
         Ok(source)
     }
 
-    /// The model with a configuration given as JSON in place of its own file.
+    /// Like [`Repository::model`], with a configuration given as JSON instead of its `config.pbtxt`.
     ///
     /// # Errors
-    /// As [`Repository::model`], and when the JSON is wrong.
+    /// Those of [`Repository::model`], and if the JSON is wrong.
     pub fn model_with_config(&self, name: &str, config_json: &str) -> Result<ModelSource, RepositoryError> {
         let dir = self.model_dir(name)?;
         let path = dir.join("config.pbtxt");
         finish(name, dir, &path, json::from_json(name, config_json)?)
     }
 
-    /// When anything that decides how a model is loaded last changed; `None` for an unknown model.
+    /// The latest modification time of the files that determine how a model is loaded; `None` for an unknown model.
     pub fn modified(&self, name: &str) -> Option<std::time::SystemTime> {
         let dir = self.model_dir(name).ok()?;
         let mut paths = vec![dir.join("config.pbtxt"), dir.clone()];
@@ -122,11 +122,11 @@ impl Repository {
         paths.iter().filter_map(|path| fs::metadata(path).ok()?.modified().ok()).max()
     }
 
-    /// Whether `name` can be a model's: it names an entry of a directory and nothing outside of it. Every path that is made
-    /// of a model's name is made after this.
+    /// Checks that `name` can be the name of a model: a single path component that is not hidden. Call it before a path is built
+    /// from a model's name.
     ///
     /// # Errors
-    /// [`RepositoryError::UnknownModel`] when it cannot.
+    /// [`RepositoryError::UnknownModel`] if it cannot.
     pub fn check_name(name: &str) -> Result<(), RepositoryError> {
         let is_wrong =
             name.is_empty() || name.len() > MAX_NAME_BYTES || name.starts_with('.') || name.contains(['/', '\\', '\0']);
@@ -145,10 +145,10 @@ impl Repository {
     }
 }
 
-/// Longest name that an entry of a directory can have.
+/// Maximum length of a file name.
 const MAX_NAME_BYTES: usize = 255;
 
-/// Folders of `dir` by name, hidden ones aside.
+/// The folders in `dir` by name, except hidden ones.
 fn directories(dir: &Path) -> Result<BTreeMap<String, PathBuf>, RepositoryError> {
     let failed = |source| RepositoryError::Read { path: dir.to_owned(), source };
     let mut found = BTreeMap::new();
@@ -180,7 +180,7 @@ fn finish(name: &str, dir: PathBuf, path: &Path, mut config: ModelConfig) -> Res
     validate::validate(&config, name).map_err(|message| RepositoryError::Invalid { path: path.to_owned(), message })?;
     let mut found: Vec<i64> = versions(&dir)?.into_keys().collect();
     if found.is_empty() && config.is_ensemble() {
-        // An ensemble's version directory is empty, and tools such as git leave empty directories out.
+        // The version directory of an ensemble is empty, and tools such as git omit empty directories.
         found.push(1);
     }
     let versions = served(&config, &found);
@@ -204,7 +204,7 @@ fn first_version(dir: &Path) -> Result<Option<PathBuf>, RepositoryError> {
     Ok(versions(dir)?.into_values().next())
 }
 
-/// Those of the versions `found`, ascending, that the policy serves.
+/// The versions that the policy serves, out of the versions `found`, which are ascending.
 fn served(config: &ModelConfig, found: &[i64]) -> Vec<i64> {
     match config.version_policy.as_ref().and_then(|policy| policy.policy_choice.as_ref()) {
         Some(PolicyChoice::All(_)) => found.to_vec(),

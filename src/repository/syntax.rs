@@ -1,10 +1,10 @@
-//! Errors in a configuration's text: where they are, and what to do about them.
+//! Syntax errors of a configuration: their position, and advice.
 
 use prost_reflect::text_format::ParseError;
 
 use crate::proto;
 
-/// What is wrong with a text, and where; lines and columns count from 1.
+/// A syntax error. Lines and columns count from 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SyntaxError {
     pub line: usize,
@@ -12,13 +12,13 @@ pub(crate) struct SyntaxError {
     pub message: String,
 }
 
-/// Turns the library's error about the prepared text into one about `text`, the user's own.
-/// `inserted` are the places in the prepared text that the user did not write.
+/// Maps the parser's error in the prepared text to one in `text`, which the user wrote. `inserted` are the offsets of bytes in the
+/// prepared text that are not in `text`.
 pub(crate) fn explain(text: &str, inserted: &[usize], error: &ParseError) -> SyntaxError {
     use miette::Diagnostic as _;
     let label = error.labels().and_then(|mut labels| labels.next());
     let offset = match label {
-        Some(label) => label.offset() - inserted.iter().filter(|&&place| place < label.offset()).count(),
+        Some(label) => label.offset() - inserted.iter().filter(|&&insert| insert < label.offset()).count(),
         None => text.trim_end().len(),
     };
     let before = &text.as_bytes()[..offset.min(text.len())];
@@ -30,7 +30,7 @@ pub(crate) fn explain(text: &str, inserted: &[usize], error: &ParseError) -> Syn
     }
 }
 
-/// The library's words, with what to do.
+/// The parser's message, with advice.
 fn advise(message: &str) -> String {
     let quoted: Vec<&str> = message.split('\'').skip(1).step_by(2).collect();
     match quoted[..] {

@@ -1,17 +1,17 @@
 //! `config.pbtxt`: protobuf text format as users and template tools write it.
 //!
-//! The library does the parsing. A pre-pass on the text settles what it does not take: a message list without a colon
-//! (`input [ {`) and template variables that nobody filled in (`max_batch_size: ${batch}`), which mean "unset".
+//! `prost_reflect` does the parsing. A pre-pass rewrites what it does not accept: message lists without a colon (`input [ {`) and
+//! unfilled template variables (`max_batch_size: ${batch}`), which mean "unset".
 
 use prost_reflect::{DynamicMessage, Value};
 
 use crate::proto::{self, DataType, ModelConfig};
 use crate::syntax::{self, SyntaxError};
 
-/// What `max_batch_size: ${…}` means. Whoever writes a variable there has clients that send a batch dimension.
+/// The value of an unfilled `max_batch_size: ${…}`. Clients of such templates send a batch dimension, so it must not be 0.
 const DEFAULT_MAX_BATCH_SIZE: i32 = 64;
 
-/// A configuration, and the names of the template variables in it that were never filled in.
+/// A configuration, and the names of its unfilled template variables.
 pub(crate) struct Parsed {
     pub config: ModelConfig,
     pub unfilled: Vec<String>,
@@ -20,7 +20,7 @@ pub(crate) struct Parsed {
 /// Parses the text of a `config.pbtxt`.
 ///
 /// # Errors
-/// When the text does not follow the format or the schema, with line, column and what to do.
+/// If the text does not follow the format or the schema. The error has line, column and advice.
 pub(crate) fn parse(text: &str) -> Result<Parsed, SyntaxError> {
     let prepared = prepare(text);
     let mut message = DynamicMessage::parse_text_format(proto::model_config_descriptor(), &prepared.text)
@@ -37,7 +37,7 @@ pub(crate) fn parse(text: &str) -> Result<Parsed, SyntaxError> {
     Ok(Parsed { config, unfilled: prepared.unfilled })
 }
 
-/// The text for the library, and where it is longer than what the user wrote.
+/// The text for the parser, and the offsets of bytes that the user did not write.
 struct Prepared {
     text: String,
     inserted: Vec<usize>,
@@ -53,17 +53,18 @@ fn prepare(text: &str) -> Prepared {
     Prepared { text: out, inserted, unfilled, max_batch_size_is_unset }
 }
 
-/// What the last token was, blanks and comments aside.
+/// The previous token, not counting whitespace and comments.
 #[derive(Default, Clone, Copy, PartialEq)]
 enum Last {
     #[default]
     Other,
-    /// A name that began at this place in the output.
+    /// A name that begins at this offset of the output.
     Name(usize),
-    /// The colon after a name that began at this place in the output.
+    /// The colon after a name that begins at this offset of the output.
     Colon(usize),
-    /// `[`, or a comma at this place in the output.
+    /// An opening `[`.
     Opening,
+    /// A comma or semicolon at this offset of the output.
     Comma(usize),
 }
 
@@ -76,7 +77,7 @@ struct Scanner<'a> {
     unfilled: Vec<String>,
     max_batch_size_is_unset: bool,
     last: Last,
-    /// A blanked value stood before this place: the separator after it goes too.
+    /// The previous token was a blanked value; the separator after it is blanked too.
     drop_separator: bool,
 }
 
@@ -149,7 +150,7 @@ impl Scanner<'_> {
         self.at += 1;
     }
 
-    /// `name [` needs a colon, put in place of a blank where there is one so that columns stay.
+    /// Inserts the colon that `name [` lacks. It replaces a space if there is one, so that columns do not change.
     fn list(&mut self) {
         if matches!(self.last, Last::Name(_)) {
             match self.out.last_mut() {
@@ -165,7 +166,7 @@ impl Scanner<'_> {
         self.token(Last::Opening);
     }
 
-    /// A bare `${variable}`: its field, or its list element with one comma, becomes blanks.
+    /// Blanks a bare `${variable}` with its field name, or with one comma if it is a list element.
     fn variable(&mut self) {
         let bytes = self.text.as_bytes();
         let mut end = self.at;
@@ -193,7 +194,7 @@ impl Scanner<'_> {
     }
 }
 
-/// Turns all but line ends into spaces.
+/// Replaces everything except line ends with spaces.
 fn blank(bytes: &mut [u8]) {
     bytes.iter_mut().filter(|byte| **byte != b'\n').for_each(|byte| *byte = b' ');
 }
@@ -204,8 +205,8 @@ fn variables(text: &str) -> Vec<String> {
     parts.filter_map(|part| part.split_once('}')).map(|(name, _)| name.to_owned()).collect()
 }
 
-/// Empties every string that holds an unfilled variable, and drops list elements and map entries that held nothing else.
-/// True when it emptied anything.
+/// Clears every string that contains an unfilled variable, and removes list elements and map entries that are empty after that.
+/// Returns true if it cleared anything.
 fn clear_unfilled(message: &mut DynamicMessage) -> bool {
     let mut cleared = false;
     for (_, value) in message.fields_mut() {
@@ -218,7 +219,7 @@ fn clear_unfilled(message: &mut DynamicMessage) -> bool {
     cleared
 }
 
-/// True when the value held an unfilled variable and is empty now.
+/// Clears unfilled variables in `value`. Returns true if it contained one and is empty now.
 fn clear_value(value: &mut Value) -> bool {
     match value {
         Value::String(text) if !variables(text).is_empty() => {
@@ -230,7 +231,7 @@ fn clear_value(value: &mut Value) -> bool {
     }
 }
 
-/// A template leaves tensor types to be filled in too; the optional tensors they belong to are then FP32.
+/// Sets unfilled data types to FP32. Templates leave the types of some optional tensors to be filled in.
 fn default_data_types(config: &mut ModelConfig) {
     let inputs = config.input.iter_mut().map(|input| &mut input.data_type);
     let outputs = config.output.iter_mut().map(|output| &mut output.data_type);
@@ -239,7 +240,7 @@ fn default_data_types(config: &mut ModelConfig) {
     }
 }
 
-/// `backend: "${triton_backend}"` stands in TensorRT-LLM's templates for the engine.
+/// Sets the backend of a model with `input_ids` and `output_ids`: TensorRT-LLM's templates have `backend: "${triton_backend}"`.
 fn default_backend(config: &mut ModelConfig) {
     let takes_ids = config.input.iter().any(|input| input.name == "input_ids");
     let gives_ids = config.output.iter().any(|output| output.name == "output_ids");
@@ -256,22 +257,22 @@ mod tests {
     fn broken_text_gives_an_error_within_it_and_never_panics() {
         let good = include_str!("tests/configs/tensorrt_llm.pbtxt");
         let scraps = ["${", "}", "[", "]", "\"", "'", "\\", ",", ":", "#", "é", "\n", "${a}", "\0", "-", "9"];
-        let places: Vec<usize> = good.char_indices().map(|(place, _)| place).collect();
+        let offsets: Vec<usize> = good.char_indices().map(|(offset, _)| offset).collect();
         let mut num_errors = 0;
-        for (index, &place) in places.iter().enumerate() {
+        for (index, &offset) in offsets.iter().enumerate() {
             let scrap = scraps[index % scraps.len()];
-            for text in [format!("{}{scrap}{}", &good[..place], &good[place..]), good[..place].to_owned()] {
+            for text in [format!("{}{scrap}{}", &good[..offset], &good[offset..]), good[..offset].to_owned()] {
                 if let Err(error) = parse(&text) {
                     num_errors += 1;
                     assert!((1..=text.lines().count().max(1)).contains(&error.line), "{error:?} in\n{text}");
                 }
             }
         }
-        assert!(num_errors > places.len(), "most of these are wrong");
+        assert!(num_errors > offsets.len(), "most of these are wrong");
     }
 
     #[test]
-    fn text_without_a_quirk_is_left_alone() {
+    fn plain_text_format_is_not_changed() {
         let text = "name: \"a [ $ # \" # ${x} in a comment\ninput: [ { dims: [ -1 ] } ]\n";
         let prepared = prepare(text);
         assert_eq!(prepared.text, text);

@@ -1,4 +1,4 @@
-//! Whether a configuration makes sense by itself. A message names the field and what to write instead.
+//! Checks that a configuration is consistent in itself. Error messages name the field and what to write instead.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,16 +8,16 @@ use crate::proto::model_sequence_batching::control::Kind;
 use crate::proto::model_sequence_batching::{Control, StrategyChoice};
 use crate::proto::{DataType, ModelConfig, ModelDynamicBatching, ModelSequenceBatching, ModelTensorReshape};
 
-/// What a sequence starts with is made for each sequence, and warm-up data for each warm-up.
+/// Limit of a state tensor's size: the initial state is allocated for each sequence.
 const MAX_STATE_ELEMENTS: i64 = 1 << 28;
 
-/// Each level is a queue of its own.
+/// Limit of priority levels: each level has its own queue.
 const MAX_PRIORITY_LEVELS: u64 = 1024;
 
 /// Checks a configuration whose defaults are filled in.
 ///
 /// # Errors
-/// With the words for the first thing that is wrong.
+/// Describes the first field that is wrong.
 pub(crate) fn validate(config: &ModelConfig, directory: &str) -> Result<(), String> {
     if config.name != directory {
         return Err(format!(
@@ -73,7 +73,7 @@ fn sequence_batching(config: &ModelConfig, sequences: &ModelSequenceBatching) ->
     Ok(())
 }
 
-/// Elements of a tensor with each variable size 1, unless they are too many.
+/// Number of elements of a tensor, with variable sizes taken as 1; `None` if there are more than [`MAX_STATE_ELEMENTS`].
 fn num_elements(dims: &[i64]) -> Option<i64> {
     let count = dims.iter().try_fold(1i64, |count, &dim| count.checked_mul(dim.max(1)));
     count.filter(|&count| count <= MAX_STATE_ELEMENTS)
@@ -186,7 +186,7 @@ fn instance_groups(config: &ModelConfig) -> Result<(), String> {
     }
 }
 
-/// Each tensor has one source, each source is there, every output is made, and no step waits for itself.
+/// Checks an ensemble's graph: each tensor has exactly one source, every output has a source, and there are no cycles.
 fn graph(config: &ModelConfig, steps: &[Step]) -> Result<(), String> {
     if steps.is_empty() {
         return Err("`ensemble_scheduling` has no `step`".to_owned());

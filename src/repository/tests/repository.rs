@@ -1,4 +1,4 @@
-//! The repository as models' owners see it: directories in, configurations or words out.
+//! End-to-end tests of the crate: directories with `config.pbtxt` in, configurations or error messages out.
 
 use std::fs;
 use std::path::Path;
@@ -94,7 +94,7 @@ fn unfilled_template_variables_mean_unset() {
 }
 
 #[test]
-fn an_unfilled_backend_of_a_model_of_token_ids_is_the_engine() {
+fn an_unfilled_backend_of_a_model_of_token_ids_is_tensorrtllm() {
     let (_root, repository) = repository(&[("tensorrt_llm", &config("tensorrt_llm"), &["1"])]);
     assert_eq!(repository.model("tensorrt_llm").unwrap().config.backend, "tensorrtllm");
     let error = error_of("echo", "backend: \"${backend}\"");
@@ -102,7 +102,7 @@ fn an_unfilled_backend_of_a_model_of_token_ids_is_the_engine() {
 }
 
 #[test]
-fn unfilled_list_elements_leave_their_neighbours() {
+fn unfilled_list_elements_are_dropped_and_others_kept() {
     for list in ["${a}", "${a}, 2", "2, ${a}", "2, ${a}, ${b}", "${a}, 2, ${b}", "${a}${b}, 2"] {
         let text = format!("{ECHO}max_batch_size: 4\ndynamic_batching {{ preferred_batch_size [ {list} ] }}");
         let (_root, repository) = repository(&[("echo", &text, &["1"])]);
@@ -136,7 +136,7 @@ fn errors_point_at_the_place_and_say_what_to_do() {
 }
 
 #[test]
-fn configurations_that_make_no_sense_are_refused_with_words() {
+fn inconsistent_configurations_are_refused_with_a_message() {
     let step = |maps: &str| {
         format!(
             "platform: \"ensemble\" input [ {{ name: \"A\" data_type: TYPE_FP32 dims: [ 1 ] }} ]\n\
@@ -211,14 +211,14 @@ fn an_ensemble_needs_no_version_directory_but_other_models_do() {
 }
 
 #[test]
-fn a_directory_without_configuration_is_known_by_its_files() {
+fn the_backend_of_a_directory_without_configuration_follows_from_its_files() {
     let (root, repository) = repository(&[("llama", "", &["1"]), ("script", "", &["1"]), ("empty", "", &["1"])]);
     fs::write(root.path().join("llama/1/config.json"), "{}").unwrap();
     fs::write(root.path().join("script/1/model.py"), "").unwrap();
     assert_eq!(repository.model("llama").unwrap().config.backend, "trireme");
     assert_eq!(repository.model("script").unwrap().config.default_model_filename, "model.py");
     assert!(repository.model("empty").unwrap_err().to_string().contains("write a config.pbtxt with `backend:`"));
-    // The same where there is a configuration that does not say.
+    // The same with a configuration that has no `backend`.
     fs::write(root.path().join("script/config.pbtxt"), "max_batch_size: 2").unwrap();
     let config = repository.model("script").unwrap().config;
     assert_eq!((config.backend.as_str(), config.max_batch_size), ("python", 2));
@@ -247,7 +247,7 @@ fn a_model_in_two_directories_is_refused() {
 }
 
 #[test]
-fn a_repository_that_is_not_there_is_refused() {
+fn a_missing_repository_is_refused() {
     let error = Repository::open(&["/no/such/place".into()]).unwrap_err().to_string();
     assert!(error.starts_with("model repository /no/such/place is not a directory"), "{error}");
 }
