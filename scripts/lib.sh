@@ -1,8 +1,8 @@
-# What the scripts here share. Sourced, not run; leaves the working directory at the top of the project.
+# Functions shared by the scripts in this folder. Source it; it changes the working directory to the project's root.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# What a build needs: a C compiler, MPI, and clang's library, through which its header is read.
+# Packages that a build needs: a C compiler, MPI, and libclang, which parses MPI's header.
 readonly BUILD_PACKAGES=(build-essential ca-certificates curl libclang-dev libopenmpi-dev openmpi-bin pkg-config)
 
 readonly TARGET=${CARGO_TARGET_DIR:-target}
@@ -14,13 +14,13 @@ die() {
     exit 1
 }
 
-# await SECONDS WHAT COMMAND...: until the command returns 0; 1 with a line about it when it never does.
+# await SECONDS WHAT COMMAND...: repeats the command until it succeeds. After SECONDS it prints WHAT and returns 1.
 await() {
     local deadline=$((SECONDS + $1)) what=$2
     shift 2
     until "$@"; do
         if ((SECONDS >= deadline)); then
-            echo "not in time: $what" >&2
+            echo "timed out after waiting for: $what" >&2
             return 1
         fi
         sleep 0.1
@@ -31,15 +31,15 @@ as_root() {
     if [[ $(id -u) == 0 ]]; then "$@"; else sudo "$@"; fi
 }
 
-# Installs those of the given Debian packages that are missing.
+# Installs the given Debian packages if they are missing.
 install_packages() {
     local package missing=()
-    command -v dpkg-query >/dev/null || die "this needs Debian or Ubuntu; elsewhere install by hand: $*"
+    command -v dpkg-query >/dev/null || die "packages can be installed only on Debian or Ubuntu; on other systems install the equivalents of: $*"
     for package; do
         dpkg-query --show --showformat='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
     done
     if ((${#missing[@]} == 0)); then
-        echo "all there: $*"
+        echo "already installed: $*"
         return
     fi
     echo "installing: ${missing[*]}"
@@ -53,7 +53,7 @@ rust_is_new_enough() {
     [[ $(printf '%s\n%s\n' "$wanted" "$found" | sort -V | head -n 1) == "$wanted" ]] && command -v cargo >/dev/null
 }
 
-# Finds a Rust toolchain that is new enough, or installs one for this user through rustup.
+# Ensures a recent Rust toolchain: uses the installed one, or installs one for this user through rustup.
 ensure_rust() {
     local wanted channel
     wanted=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
@@ -83,7 +83,7 @@ ensure_rust() {
     rust_is_new_enough "$wanted" || die "rustc $wanted or newer is needed, found $(rustc --version 2>&1 | head -n 1); run \`rustup update\`"
 }
 
-# The CUDA compiler library, for the GPU kernels. Without it the build is for CPUs only.
+# Fetches NVRTC, the CUDA compiler library for the GPU kernels. Without it the build supports only CPUs.
 ensure_nvrtc() {
     if [[ $(uname -m) != x86_64 ]]; then
         echo "not an x86-64 machine: built for the CPU only"
