@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from asking import ANSWER, QUESTION, post, stream, text_inputs
+from triton_requests import ANSWER, QUESTION, post, stream, text_inputs
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from asking import ANSWER, QUESTION, STORY, stream, tensor, text_inputs
+from triton_requests import ANSWER, QUESTION, STORY, stream, tensor, text_inputs
 
 
 def test_server_and_models_are_live_and_ready(grpc):

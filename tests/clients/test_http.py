@@ -5,7 +5,7 @@ import json
 import numpy as np
 import tritonclient.http as httpclient
 
-from asking import ANSWER, QUESTION, post
+from triton_requests import ANSWER, QUESTION, post
 
 
 def test_server_and_models_are_live_and_ready(http):

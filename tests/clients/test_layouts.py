@@ -12,7 +12,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from asking import ANSWER, QUESTION
+from triton_requests import ANSWER, QUESTION
 from conftest import BINARIES, ROOT, World, free_ports, launch
 
 CHECKPOINT = ROOT / "model_repository/tensorrt_llm/1"

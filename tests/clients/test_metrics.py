@@ -13,7 +13,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 
 import metrics_page
-from asking import QUESTION, STORY, stream, text_inputs
+from triton_requests import QUESTION, STORY, stream, text_inputs
 from conftest import ROOT, free_ports, launch
 from serving import IDENTITY, rank
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from asking import ANSWER, QUESTION
+from triton_requests import ANSWER, QUESTION
 from conftest import ROOT, free_ports, launch
 
 TEMPLATE = """{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}Q: {{ message.content }}

@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 import metrics_page
-from asking import post
+from triton_requests import post
 from conftest import BINARIES, ROOT
 from serving import IDENTITY, Rank, rank
 

@@ -15,7 +15,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 import metrics_page
-from asking import STORY, stream, text_inputs
+from triton_requests import STORY, stream, text_inputs
 from conftest import BINARIES, ROOT
 from serving import Rank
 

@@ -9,7 +9,7 @@ import pytest
 import sentencepiece
 import tritonclient.grpc as grpcclient
 
-from asking import stream, tensor, text_inputs
+from triton_requests import stream, tensor, text_inputs
 from conftest import ROOT
 from test_layouts import CHECKPOINT, served
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import tritonclient.grpc as grpcclient
-from asking import ask
+from infer import ask
 from conftest import repository_of, start, stop
 
 

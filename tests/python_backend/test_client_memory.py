@@ -10,9 +10,9 @@ import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 import tritonclient.utils.shared_memory as shm
-from asking import text
+from infer import text
 from conftest import REAL, repository_of, start, stop
-from test_trouble import wait_for
+from test_failures import wait_for
 
 SIZE = 1 << 20
 

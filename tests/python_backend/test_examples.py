@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from asking import ask, stream, tensors
+from infer import ask, stream, tensors
 from conftest import REAL
 
 

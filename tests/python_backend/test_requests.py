@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from asking import ask, stream, tensors, text
+from infer import ask, stream, tensors, text
 from conftest import REAL, repository_of, start, stop
 
 

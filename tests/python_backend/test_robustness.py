@@ -13,9 +13,9 @@ import cycles
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from asking import ask, tensors, text
+from infer import ask, tensors, text
 from conftest import REAL, repository_of, start, stop
-from test_trouble import wait_for
+from test_failures import wait_for
 
 pytestmark = pytest.mark.skipif(bool(REAL), reason="the real server does not survive it")
 FEW = np.arange(8, dtype=np.uint8)

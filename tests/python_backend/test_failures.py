@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from asking import ask, tensors, text
+from infer import ask, tensors, text
 from conftest import REAL, repository_of, start, stop
 
 pytestmark = pytest.mark.skipif(bool(REAL), reason="the real server does not come back")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from asking import tensor
+from triton_requests import tensor
 from conftest import BINARIES, ROOT, free_ports
 from serving import IDENTITY, Rank, repository
 

@@ -14,7 +14,7 @@ import zlib
 
 import pytest
 
-from asking import post
+from triton_requests import post
 from serving import rank
 
 LONG = os.environ.get("TRIREME_LONG") == "1"

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import tritonclient.grpc as grpcclient
 
-from asking import ANSWER, QUESTION, STORY, stream, text_inputs
+from triton_requests import ANSWER, QUESTION, STORY, stream, text_inputs
 
 # With no end token the model writes until the limit: long enough to be left.
 ENDLESS = {"end_id": ([-1], np.int32)}
