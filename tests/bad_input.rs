@@ -1,4 +1,4 @@
-//! Bad input gets one clear error, and the next request is served.
+//! Bad input gets one clear error and does not affect the next request.
 
 mod support;
 
@@ -8,11 +8,11 @@ use std::path::Path;
 use serde_json::{Value, json};
 use support::{Options, TestWorld, copied_repository};
 
-fn assert_refused(world: &TestWorld, path: &str, body: &Value, words: &str) {
+fn assert_refused(world: &TestWorld, path: &str, body: &Value, message: &str) {
     let (status, text) = world.post(path, body);
     assert!((400..500).contains(&status), "{body}: {status} {text}");
     let error = serde_json::from_str::<Value>(&text).expect("an error is JSON")["error"].to_string();
-    assert!(error.contains(words), "{body}: expected `{words}` in {error}");
+    assert!(error.contains(message), "{body}: expected `{message}` in {error}");
     assert!(!world.generate("The captain", 4).is_empty(), "the next request is served after {body}");
 }
 
@@ -45,7 +45,7 @@ fn wrong_requests_are_refused_with_their_reason() {
 #[test]
 fn text_that_is_not_utf8_is_refused() {
     let world = TestWorld::of(1);
-    // A BYTES element of two bytes that start no character.
+    // A BYTES element of two bytes that are no valid UTF-8.
     let header = json!({"inputs": [
         {"name": "QUERY", "shape": [1, 1], "datatype": "BYTES", "parameters": {"binary_data_size": 6}},
         {"name": "REQUEST_OUTPUT_LEN", "shape": [1, 1], "datatype": "INT32", "data": [4]}
@@ -58,8 +58,8 @@ fn text_that_is_not_utf8_is_refused() {
     assert!(!world.generate("The captain", 4).is_empty());
 }
 
-/// Serves a repository whose LLM is broken by `damage`: it is unavailable with `words`, and the rest serves.
-fn assert_unavailable(damage: impl FnOnce(&Path), words: &str) {
+/// Serves a repository whose LLM is broken by `damage`. The LLM must be unavailable with `message`, and other models must serve.
+fn assert_unavailable(damage: impl FnOnce(&Path), message: &str) {
     let repository = copied_repository();
     damage(&repository.path().join("tensorrt_llm/1"));
     let args = vec!["--exit-on-error=false".to_owned(), "--strict-readiness=false".to_owned()];
@@ -69,7 +69,7 @@ fn assert_unavailable(damage: impl FnOnce(&Path), words: &str) {
     let entry = index.iter().find(|entry| entry["name"] == "tensorrt_llm").expect("the model is listed");
     assert_eq!(entry["state"], "UNAVAILABLE");
     let reason = entry["reason"].as_str().expect("a reason");
-    assert!(reason.contains(words), "expected `{words}` in `{reason}`");
+    assert!(reason.contains(message), "expected `{message}` in `{reason}`");
     assert_eq!(world.get("/v2/models/preprocessing/ready").0, 200, "other models serve");
 }
 

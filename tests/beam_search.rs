@@ -1,4 +1,4 @@
-//! Beam searches give the tokens of transformers' `generate(num_beams=…)` in fp32 (`scripts/goldens/make_beam_goldens.py`).
+//! Beam search returns the tokens of transformers' `generate(num_beams=…)` in fp32 (`scripts/goldens/make_beam_goldens.py`).
 
 mod support;
 
@@ -12,7 +12,7 @@ fn goldens() -> Vec<Value> {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// The search of a golden: each beam's tokens and log-probability.
+/// Runs the beam search of a golden; each beam's tokens and log-probability.
 fn search(world: &TestWorld, golden: &Value) -> Vec<(Vec<i64>, f64)> {
     let mut body = json!({"input_ids": golden["prompt"], "input_lengths": golden["prompt"].as_array().unwrap().len(),
         "request_output_len": golden["max_tokens"], "return_log_probs": true, "beam_width": golden["beam_width"],

@@ -1,4 +1,4 @@
-//! `trireme bench` measures a real world, and counts what the server counts.
+//! `trireme bench` measures a running world, and its counts equal the server's.
 
 mod support;
 
@@ -87,7 +87,7 @@ fn serving_counts_the_tokens_that_the_server_generates_over_every_protocol() {
 }
 
 #[test]
-fn what_cannot_be_measured_is_said_once_and_with_what_to_do() {
+fn an_impossible_measurement_gives_one_error_with_advice() {
     let world = TestWorld::of(1);
     let (http, tokenizer) = (world.url(""), shipped_repository().join("tensorrt_llm/1"));
     let http = http.trim_start_matches("http://");
@@ -105,7 +105,7 @@ fn what_cannot_be_measured_is_said_once_and_with_what_to_do() {
 }
 
 #[test]
-fn core_and_identity_print_what_tensorrt_llms_tools_print() {
+fn core_and_identity_print_the_tables_of_tensorrt_llms_tools() {
     let mut world = TestWorld::of(1);
     let grpc = grpc(&mut world);
     let scratch = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Requests are batched in flight, and none changes another's tokens.
+//! In-flight batching: concurrent requests do not change each other's tokens.
 
 mod support;
 

@@ -1,4 +1,4 @@
-//! Repositories of each published layout, made by `trireme init`, load with no edit and give the same text.
+//! Repositories of each published layout, made by `trireme init`, load without changes and return the same text.
 
 mod support;
 
@@ -28,7 +28,7 @@ fn init(layout: &str, repository: &Path) {
 }
 
 /// Lints and serves a repository of these layouts.
-fn served(layouts: &[&str]) -> (tempfile::TempDir, TestWorld) {
+fn serve(layouts: &[&str]) -> (tempfile::TempDir, TestWorld) {
     let scratch = tempfile::tempdir().unwrap();
     let repository = scratch.path().join("models");
     layouts.iter().for_each(|layout| init(layout, &repository));
@@ -44,7 +44,7 @@ fn ask(world: &TestWorld, model: &str, body: &Value, output: &str) -> Value {
     serde_json::from_str::<Value>(&text).unwrap()[output].clone()
 }
 
-/// The tokens in the last event of a session's turn.
+/// The token ids in the last event of a session's turn.
 fn last_ids(world: &TestWorld, body: &Value) -> Vec<Value> {
     let (status, text) = world.post("/v2/models/turbomind/generate_stream", body);
     assert_eq!(status, 200, "{text}");
@@ -54,14 +54,14 @@ fn last_ids(world: &TestWorld, body: &Value) -> Vec<Value> {
     ids.next_back().unwrap_or_else(|| panic!("no tokens in {text}"))
 }
 
-/// What the shipped repository answers.
+/// The text that the shipped repository generates for the prompt.
 fn answer() -> String {
     TestWorld::of(1).generate(PROMPT, MAX_TOKENS)
 }
 
 #[test]
-fn text_models_of_lmdeploy_sglang_and_hugging_face_answer_like_the_ensemble() {
-    let (_scratch, world) = served(&["lmdeploy", "sglang", "llama-python"]);
+fn text_models_of_lmdeploy_sglang_and_hugging_face_return_the_text_of_the_ensemble() {
+    let (_scratch, world) = serve(&["lmdeploy", "sglang", "llama-python"]);
     let answer = answer();
     for model in ["lmdeploy_model", "sglang_model"] {
         let body = json!({"prompt": PROMPT, "max_tokens": MAX_TOKENS, "ignore_eos": false, "stream": false});
@@ -69,7 +69,7 @@ fn text_models_of_lmdeploy_sglang_and_hugging_face_answer_like_the_ensemble() {
     }
     let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "top_k": 1});
     assert_eq!(ask(&world, "llama-python", &body, "text_output"), answer);
-    // A temperature alone asks these to draw.
+    // These models sample as soon as a temperature is given.
     let drawn = |seed: u64| {
         let body = json!({"text_input": "Once", "max_tokens": MAX_TOKENS, "temperature": 2.0, "seed": seed});
         ask(&world, "llama-python", &body, "text_output")
@@ -79,8 +79,8 @@ fn text_models_of_lmdeploy_sglang_and_hugging_face_answer_like_the_ensemble() {
 }
 
 #[test]
-fn sessions_of_turbomind_remember_what_was_said() {
-    let (_scratch, world) = served(&["turbomind"]);
+fn sessions_of_turbomind_keep_the_tokens_of_earlier_turns() {
+    let (_scratch, world) = serve(&["turbomind"]);
     let ids = ask(&world, "preprocessing", &json!({"QUERY": PROMPT}), "INPUT_ID");
     let length = ids.as_array().unwrap().len();
     let turn = |ids: &Value, start: i32, end: i32| {
@@ -90,24 +90,24 @@ fn sessions_of_turbomind_remember_what_was_said() {
         last_ids(&world, &body)
     };
     let first = turn(&ids, 1, 0);
-    assert!(first.len() > length, "the prompt and what came behind it: {first:?}");
+    assert!(first.len() > length, "the prompt and the output: {first:?}");
     let second = turn(&json!(ids.as_array().unwrap()[1..]), 0, 1);
-    assert_eq!(second[..first.len()], first[..], "the second turn holds the first");
+    assert_eq!(second[..first.len()], first[..], "the second turn begins with the first");
     assert!(second.len() > first.len() + length - 1);
 }
 
 #[test]
-fn tensorrt_llms_models_in_flight_and_bls_answer_like_the_ensemble() {
-    let (_scratch, world) = served(&["tensorrt-llm"]);
+fn tensorrt_llms_inflight_and_bls_models_return_the_text_of_the_ensemble() {
+    let (_scratch, world) = serve(&["tensorrt-llm"]);
     let answer = answer();
     let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "return_log_probs": true});
     for model in ["ensemble", "tensorrt_llm_bls"] {
         assert_eq!(ask(&world, model, &body, "text_output"), answer, "{model}");
-        // In NVIDIA's configuration of the second this input has a `reshape`.
+        // NVIDIA's configuration of the second model has a `reshape` for this input.
         let log_probs = ask(&world, model, &body, "output_log_probs");
         assert_eq!(log_probs.as_array().map(Vec::len), Some(MAX_TOKENS as usize), "{model}: {log_probs}");
     }
-    // Without top-k and top-p TensorRT-LLM is greedy at any temperature; a top-p of 1 draws.
+    // Without top-k and top-p TensorRT-LLM is greedy at any temperature; with a top-p of 1 it samples.
     let text = |temperature: f64, top_p: f64, seed: u64| {
         let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "temperature": temperature, "top_p": top_p,
                           "seed": seed});
@@ -116,20 +116,20 @@ fn tensorrt_llms_models_in_flight_and_bls_answer_like_the_ensemble() {
     assert_eq!(text(5.0, 0.0, 1), answer);
     assert!(world.log_text().contains("neither `runtime_top_k` nor `runtime_top_p`"), "{}", world.log_text());
     assert!((0..8).any(|seed| text(5.0, 1.0, seed) != answer), "eight seeds gave {answer}");
-    // How benchmarks of vLLM, SGLang and LMDeploy ask TensorRT-LLM's ensemble for a fixed length.
+    // The way benchmarks of vLLM, SGLang and LMDeploy request a fixed length from TensorRT-LLM's ensemble.
     let body = json!({"text_input": PROMPT, "max_tokens": 40, "min_length": 40, "end_id": 1_048_576, "top_p": 1.0,
                       "temperature": 0.000_001, "accumulate_tokens": true, "stream": false, "return_num_output_tokens": true});
     assert_eq!(ask(&world, "ensemble", &body, "num_output_tokens"), 40);
 }
 
 #[test]
-fn the_python_gpt_repository_answers_with_its_prompt_in_front() {
-    let (_scratch, world) = served(&["gpt"]);
+fn the_python_gpt_repository_returns_the_prompt_with_the_output() {
+    let (_scratch, world) = serve(&["gpt"]);
     let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "end_id": 2, "pad_id": 2, "top_k": 1});
     let text = ask(&world, "ensemble", &body, "text_output");
     let answer = answer();
     assert!(text.as_str().unwrap().ends_with(answer.trim_end()), "expected `{answer}` at the end of {text}");
-    // Its Python runtime is greedy without a top-k, whatever else is sent.
+    // Its Python runtime is greedy without a top-k, regardless of other settings.
     let warm = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "end_id": 2, "pad_id": 2, "top_p": 0.99,
                       "temperature": 5.0, "random_seed": 1});
     assert_eq!(ask(&world, "ensemble", &warm, "text_output"), text);
@@ -137,8 +137,8 @@ fn the_python_gpt_repository_answers_with_its_prompt_in_front() {
     assert_eq!(ask(&world, "ensemble", &beams, "text_output").as_array().map(Vec::len), Some(2));
 }
 
-/// Copies the models of `from`, each with an empty version, and fills in where their checkpoint is, and no more.
-fn hardly_filled(from: &Path, repository: &Path) {
+/// Copies the models of `from`, each with an empty version, and fills in only the path of their checkpoint.
+fn copy_mostly_unfilled(from: &Path, repository: &Path) {
     for model in std::fs::read_dir(from).unwrap() {
         let (model, name) = (model.as_ref().unwrap().path(), model.as_ref().unwrap().file_name());
         std::fs::create_dir_all(repository.join(&name).join("1")).unwrap();
@@ -150,48 +150,52 @@ fn hardly_filled(from: &Path, repository: &Path) {
     assert!(filled.status.success(), "{}", String::from_utf8_lossy(&filled.stderr));
 }
 
-/// What is said of variables that nobody filled in, by `lint` and by the log.
-fn unset_words(text: &str) -> Vec<String> {
-    let words = text.split("template variables taken as unset: ").skip(1);
-    // Behind the names the log says of which model, and lint begins the next line.
+/// The messages about unfilled variables in the output of `lint` or in a log.
+fn unset_messages(text: &str) -> Vec<String> {
+    let parts = text.split("template variables taken as unset: ").skip(1);
+    // After the names, the log has the model's name and lint the next line.
     let names = |rest: &str| rest.split(" model=").next().unwrap().lines().next().unwrap().trim().to_owned();
-    let mut all: Vec<String> = words.map(names).collect();
+    let mut all: Vec<String> = parts.map(names).collect();
     all.sort();
     all.dedup();
     all
 }
 
 #[test]
-fn templates_of_the_first_release_and_of_the_last_are_served_hardly_filled() {
+fn templates_of_the_first_and_the_last_release_are_served_with_most_variables_unset() {
     let answer = answer();
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     for from in ["tests/layouts/release_0_5", "src/lint/layouts/tensorrt_llm"] {
         let scratch = tempfile::tempdir().unwrap();
         let repository = scratch.path().join("models");
-        hardly_filled(&root.join(from), &repository);
+        copy_mostly_unfilled(&root.join(from), &repository);
         let linted = trireme(&["lint", repository.to_str().unwrap()]);
         let linted_text = String::from_utf8_lossy(&linted.stdout);
         assert!(linted.status.success(), "{from}: {linted_text}");
         let world = TestWorld::start(Options { repository, ..Options::default() });
         let body = json!({"text_input": PROMPT, "max_tokens": MAX_TOKENS, "bad_words": "", "stop_words": ""});
         let text = ask(&world, "ensemble", &body, "text_output");
-        // Without `decoupled_mode` the answer comes whole, and nobody asked to leave the prompt out.
+        // Without `decoupled_mode` there is one response, and the prompt is not excluded.
         assert_eq!(text, format!("{PROMPT}{answer}"), "{from}");
-        let said = unset_words(&linted_text);
-        assert!(!said.is_empty() && said == unset_words(&world.log_text()), "{from}: {said:?}\n{}", world.log_text());
+        let messages = unset_messages(&linted_text);
+        assert!(
+            !messages.is_empty() && messages == unset_messages(&world.log_text()),
+            "{from}: {messages:?}\n{}",
+            world.log_text()
+        );
     }
 }
 
 #[test]
-fn releases_before_0_14_give_zeros_where_nobody_asked() {
+fn releases_before_0_14_return_zeros_for_outputs_that_were_not_requested() {
     let scratch = tempfile::tempdir().unwrap();
     let repository = scratch.path().join("models");
-    hardly_filled(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/lint/layouts/tensorrt_llm"), &repository);
+    copy_mostly_unfilled(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/lint/layouts/tensorrt_llm"), &repository);
     for model in std::fs::read_dir(&repository).unwrap() {
         let config = model.unwrap().path().join("config.pbtxt");
         let text = std::fs::read_to_string(&config).unwrap();
         let text = text.replace("${triton_backend}", "tensorrtllm");
-        // The input that came with 0.14.
+        // This input was added in 0.14.
         let kept: String = text.split_inclusive('\n').filter(|line| !line.contains("num_return_sequences")).collect();
         std::fs::write(&config, kept).unwrap();
     }

@@ -1,4 +1,4 @@
-//! What is wrong with a repository is said in the same words before a launch and by it.
+//! `trireme lint` reports the errors of a repository with the same messages as a launch.
 
 mod support;
 
@@ -43,7 +43,7 @@ fn llm(repository: &Path, name: &str, parameters: &[(&str, &str)], files: &[(&st
 }
 
 #[test]
-fn the_shipped_repository_is_sound_and_every_key_explained() {
+fn the_shipped_repository_has_no_errors_and_every_key_is_explained() {
     let (sound, report) = lint(&shipped_repository(), &[]);
     assert!(sound, "{report}");
     assert_eq!(report["wrong"], 0);
@@ -54,7 +54,7 @@ fn the_shipped_repository_is_sound_and_every_key_explained() {
 }
 
 #[test]
-fn lint_and_launch_say_the_same_of_wrong_models() {
+fn lint_and_launch_report_the_same_errors() {
     let repository = copied_repository();
     let root = repository.path();
     let checkpoint = shipped_repository().join("tensorrt_llm/1");
@@ -68,7 +68,7 @@ fn lint_and_launch_say_the_same_of_wrong_models() {
         + "parameters { key: \"tokenizer_dir\" value: { string_value: \"/nowhere\" } }\n";
     fs::create_dir_all(root.join("no_tokenizer/1")).unwrap();
     fs::write(root.join("no_tokenizer/config.pbtxt"), no_tokenizer).unwrap();
-    // An ensemble of one release around a model of another: `seed` was `random_seed` there.
+    // An ensemble and a model of different releases: the input `seed` was `random_seed` before.
     let ensemble = fs::read_to_string(root.join("ensemble/config.pbtxt")).unwrap();
     let mixed =
         ensemble.replace("name: \"ensemble\"", "name: \"mixed\"").replace("key: \"seed\"", "key: \"random_seed\"");
@@ -83,7 +83,7 @@ fn lint_and_launch_say_the_same_of_wrong_models() {
     let world = TestWorld::start(Options { repository: root.to_owned(), args, ..Options::default() });
     let (_, index) = world.post("/v2/repository/index", &json!({}));
     let index: Vec<Value> = serde_json::from_str(&index).unwrap();
-    for (model, words) in [
+    for (model, message) in [
         ("engine", "holds a TensorRT engine"),
         ("too_wide", "workers need as many ranks, and world_size is 1"),
         ("no_checkpoint", "`gpt_model_path` is `/nowhere`"),
@@ -94,24 +94,24 @@ fn lint_and_launch_say_the_same_of_wrong_models() {
     ] {
         let wrong = findings(&report, model, "wrong");
         let why = wrong.first().unwrap_or_else(|| panic!("`{model}` is wrong:\n{report:#}"))["why"].as_str().unwrap();
-        assert!(why.contains(words), "{model}: {why}");
+        assert!(why.contains(message), "{model}: {why}");
         let reason = index
             .iter()
             .find(|entry| entry["name"] == model)
             .map_or("", |entry| entry["reason"].as_str().unwrap_or(""));
         let log = world.log_text();
         assert!(
-            reason.contains(words) || log.contains(words),
+            reason.contains(message) || log.contains(message),
             "launch says the same of `{model}`: `{why}`, not `{reason}`"
         );
     }
     let line = |model: &str| findings(&report, model, "wrong")[0]["line"].clone();
     assert_eq!((line("syntax"), line("too_wide")), (json!(2), json!(5)));
-    assert_eq!(findings(&report, "tensorrt_llm", "wrong").len(), 0, "other models are sound");
+    assert_eq!(findings(&report, "tensorrt_llm", "wrong").len(), 0, "other models have no errors");
 }
 
 #[test]
-fn a_size_that_does_not_divide_the_model_is_named_with_those_that_do() {
+fn an_unsuitable_world_size_is_reported_with_the_suitable_ones() {
     let (sound, report) = lint(&shipped_repository(), &["--world-size=3"]);
     assert!(!sound);
     let wrong = findings(&report, "tensorrt_llm", "wrong");
@@ -119,7 +119,7 @@ fn a_size_that_does_not_divide_the_model_is_named_with_those_that_do() {
 }
 
 #[test]
-fn unfilled_variables_are_named_with_their_lines_and_served_as_unset() {
+fn unfilled_variables_are_reported_with_their_lines_and_served_as_unset() {
     let repository = copied_repository();
     let config = repository.path().join("tensorrt_llm/config.pbtxt");
     let text = fs::read_to_string(&config).unwrap();
@@ -129,16 +129,16 @@ fn unfilled_variables_are_named_with_their_lines_and_served_as_unset() {
     let (sound, report) = lint(repository.path(), &[]);
     assert!(sound, "{report:#}");
     let unset = findings(&report, "tensorrt_llm", "unset");
-    let words = unset[0]["why"].as_str().unwrap();
-    assert_eq!(words, "template variables taken as unset: batch, policy");
+    let message = unset[0]["why"].as_str().unwrap();
+    assert_eq!(message, "template variables taken as unset: batch, policy");
     let line = 1 + text.lines().position(|line| line.contains("${batch}")).unwrap();
     assert!(unset.iter().any(|finding| finding["key"] == "${batch}" && finding["line"] == line));
     let world = TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() });
-    assert!(world.log_text().contains(words), "{}", world.log_text());
+    assert!(world.log_text().contains(message), "{}", world.log_text());
 }
 
 #[test]
-fn a_reader_that_leaves_ends_the_command_in_silence() {
+fn a_closed_pipe_ends_the_command_without_an_error_message() {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
     let output = Command::new(env!("CARGO_BIN_EXE_trireme"))
@@ -150,7 +150,7 @@ fn a_reader_that_leaves_ends_the_command_in_silence() {
 }
 
 #[test]
-fn tensors_without_effect_are_named_with_the_reason_by_lint_and_in_the_log() {
+fn tensors_without_effect_are_reported_with_the_reason_by_lint_and_in_the_log() {
     let repository = copied_repository();
     let add = |model: &str, tensors: &str| {
         let config = repository.path().join(model).join("config.pbtxt");
@@ -166,7 +166,7 @@ fn tensors_without_effect_are_named_with_the_reason_by_lint_and_in_the_log() {
     let (sound, report) = lint(repository.path(), &[]);
     assert!(sound, "{report:#}");
     let world = TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() });
-    for (model, key, verdict, said) in [
+    for (model, key, verdict, message) in [
         ("preprocessing", "output.PIXEL_VALUES", "ignored", "`PIXEL_VALUES` (models read text only)"),
         ("preprocessing", "input.IMAGES", "refused", ""),
         ("tensorrt_llm", "output.context_phase_params", "ignored", "`context_phase_params` (prefill and decode run"),
@@ -174,7 +174,7 @@ fn tensors_without_effect_are_named_with_the_reason_by_lint_and_in_the_log() {
     ] {
         let found = findings(&report, model, verdict);
         assert!(found.iter().any(|finding| finding["key"] == key), "{key}: {found:#?}");
-        assert!(world.log_text().contains(said), "{said}: {}", world.log_text());
+        assert!(world.log_text().contains(message), "{message}: {}", world.log_text());
     }
     let inputs = json!([{"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]},
                         {"name": "REQUEST_OUTPUT_LEN", "datatype": "INT32", "shape": [1, 1], "data": [1]},
@@ -189,7 +189,7 @@ fn help(args: &[&str]) -> String {
 }
 
 #[test]
-fn the_documentation_holds_every_key_and_every_flag() {
+fn the_documentation_lists_every_key_and_every_flag() {
     let documentation = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/configuration.md");
     let documentation = fs::read_to_string(documentation).unwrap();
     let keys = help(&["lint", "--keys"]);

@@ -1,4 +1,4 @@
-//! Raw logits on request: those of transformers in fp32 (`scripts/goldens/make_logits_goldens.py`), whatever the world size.
+//! Raw logits on request equal those of transformers in fp32 (`scripts/goldens/make_logits_goldens.py`), for any world size.
 
 mod support;
 
@@ -18,7 +18,7 @@ fn numbers(value: &Value) -> Vec<f64> {
     values.iter().map(|number| number.as_f64().unwrap()).collect()
 }
 
-/// Rows of logits against what the golden keeps of each.
+/// Compares rows of logits with the digests in the golden.
 fn check(what: &str, rows: &[f64], golden: &Value) {
     let golden = golden.as_array().unwrap();
     assert!(rows.len().is_multiple_of(golden.len()) && !rows.is_empty(), "{what}: {} logits", rows.len());
@@ -55,7 +55,7 @@ fn logits_are_those_of_transformers_for_world_sizes_1_and_2() {
         let options = Options { world_size, repository: repository.path().to_owned(), ..Options::default() };
         let mut world = TestWorld::start(options);
         for golden in goldens() {
-            // Twice, so that a prefix in the cache must not leave logits out.
+            // Twice: the second time the prompt is in the prefix cache, and its logits must be returned nevertheless.
             for _ in 0..2 {
                 let (status, text) = world.post("/v2/models/tensorrt_llm/generate", &request(&golden));
                 assert_eq!(status, 200, "{text}");
@@ -82,7 +82,7 @@ fn a_stream_has_the_logits_of_the_prompt_once_and_of_each_token_with_it() {
     let config = fs::read(support::shipped_repository().join("tensorrt_llm/1/config.json")).unwrap();
     let vocab_size = serde_json::from_slice::<Value>(&config).unwrap()["vocab_size"].as_u64().unwrap() as usize;
     assert_eq!((of_tokens, contexts[0] % vocab_size), (6 * vocab_size, 0));
-    // Not asked for, they are not there.
+    // Without a request for logits there are none.
     let (_, silent) = world.post("/v2/models/ensemble/generate", &json!({"text_input": "Once", "max_tokens": 2}));
     assert!(!silent.contains("logits"), "{silent}");
 }

@@ -1,4 +1,4 @@
-//! N ranks give what one gives.
+//! N ranks return the same results as one.
 
 mod support;
 
@@ -8,10 +8,10 @@ const PROMPTS: [&str; 4] =
     ["Once upon a time", "Q: What colour is the sky?", "The captain of the ship", "One morning a"];
 
 #[test]
-fn one_two_and_four_ranks_give_the_same_greedy_text() {
+fn one_two_and_four_ranks_return_the_same_greedy_text() {
     let texts = |world_size: u32| {
         let world = TestWorld::of(world_size);
-        assert_eq!(world.workers().len(), world_size as usize, "one worker a rank");
+        assert_eq!(world.workers().len(), world_size as usize, "one worker per rank");
         PROMPTS.map(|prompt| world.generate(prompt, 48))
     };
     let alone = texts(1);
@@ -21,20 +21,20 @@ fn one_two_and_four_ranks_give_the_same_greedy_text() {
 }
 
 #[test]
-fn ranks_of_mpich_give_the_same_greedy_text() {
+fn ranks_of_mpich_return_the_same_greedy_text() {
     if std::process::Command::new("mpirun.mpich").arg("--version").output().is_err() {
         println!("skipped: no mpirun.mpich on this machine");
         return;
     }
     let alone = TestWorld::of(1).generate(PROMPTS[0], 48);
     let mut world = TestWorld::start(Options { world_size: 2, mpirun: "mpirun.mpich", ..Options::default() });
-    assert_eq!(world.workers().len(), 2, "one worker a rank");
+    assert_eq!(world.workers().len(), 2, "one worker per rank");
     assert_eq!(world.generate(PROMPTS[0], 48), alone);
     assert!(world.stop().success());
 }
 
 #[test]
-fn stages_of_a_pipeline_give_the_same_greedy_text_alone_and_with_many_requests_in_flight() {
+fn pipeline_stages_return_the_same_greedy_text_alone_and_with_many_requests_in_flight() {
     let alone = TestWorld::of(1);
     let texts = PROMPTS.map(|prompt| alone.generate(prompt, 48));
     for (world_size, parameters) in [(2, &[("pp", "2")][..]), (4, &[("tp", "2"), ("pp", "2")])] {
@@ -42,12 +42,12 @@ fn stages_of_a_pipeline_give_the_same_greedy_text_alone_and_with_many_requests_i
         support::set_parameters(&repository, "tensorrt_llm", parameters);
         let repository_path = repository.path().to_owned();
         let world = TestWorld::start(Options { world_size, repository: repository_path, ..Options::default() });
-        assert_eq!(world.workers().len(), world_size as usize, "one worker a rank");
+        assert_eq!(world.workers().len(), world_size as usize, "one worker per rank");
         assert_eq!(PROMPTS.map(|prompt| world.generate(prompt, 48)), texts, "{parameters:?}");
         let world = &world;
         std::thread::scope(|scope| {
-            let asked = (0..12).map(|i| (i % 4, scope.spawn(move || world.generate(PROMPTS[i % 4], 48))));
-            for (prompt, answer) in asked.collect::<Vec<_>>() {
+            let answers = (0..12).map(|i| (i % 4, scope.spawn(move || world.generate(PROMPTS[i % 4], 48))));
+            for (prompt, answer) in answers.collect::<Vec<_>>() {
                 assert_eq!(answer.join().unwrap(), texts[prompt], "{parameters:?}");
             }
         });
@@ -55,7 +55,7 @@ fn stages_of_a_pipeline_give_the_same_greedy_text_alone_and_with_many_requests_i
 }
 
 #[test]
-fn pinned_threads_of_two_workers_are_on_cores_of_their_own() {
+fn pinned_threads_of_two_workers_run_on_different_cores() {
     let args = ["--pin-threads=true", "--threads=1"].map(str::to_owned).to_vec();
     let world = TestWorld::start(Options { world_size: 2, args, ..Options::default() });
     if world.log_text().contains("not pinned since") {
@@ -67,7 +67,7 @@ fn pinned_threads_of_two_workers_are_on_cores_of_their_own() {
     assert_ne!(cores[0], cores[1]);
 }
 
-/// Cores that a process's first thread may run on, as the system lists them.
+/// The cores that a process's first thread may run on, from `/proc`.
 fn allowed_cores(pid: u32) -> String {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the worker runs");
     let line = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
@@ -79,7 +79,7 @@ fn an_idle_world_uses_under_one_percent_of_a_core() {
     let mut world = TestWorld::of(2);
     world.generate("Once upon a time", 8);
     std::thread::sleep(std::time::Duration::from_millis(500));
-    // A busy machine only adds to what waking up costs, so the calmest of three silences counts.
+    // Other load can only increase the cost of wake-ups, so the minimum of three measurements counts.
     let seconds = 3;
     let used_ms = |_| {
         let before = world.cpu_ms();
@@ -87,6 +87,6 @@ fn an_idle_world_uses_under_one_percent_of_a_core() {
         world.cpu_ms() - before
     };
     let least_ms = (0..3).map(used_ms).min().expect("three silences");
-    assert!(least_ms <= seconds * 10, "{least_ms} ms of CPU time in {seconds} s of silence");
+    assert!(least_ms <= seconds * 10, "{least_ms} ms of CPU time in {seconds} s without requests");
     assert!(world.stop().success());
 }

@@ -1,4 +1,4 @@
-//! More than a model takes: what fits waits, even while workers are started again, and the rest hears when to come again.
+//! Overload: requests wait while the queue has room, even while workers restart; the others are refused with `Retry-After`.
 
 mod support;
 
@@ -8,13 +8,13 @@ use std::thread;
 
 use nix::sys::signal::Signal;
 use serde_json::json;
-use support::{Options, PATIENCE, TestWorld, copied_repository, signal};
+use support::{Options, TIMEOUT, TestWorld, copied_repository, signal};
 
 const MAX_TOKENS: u32 = 40;
 
-/// Status, `Retry-After` and body of a request that waits for its whole answer.
-fn ask(url: &str) -> (u16, Option<String>, String) {
-    let config = ureq::Agent::config_builder().http_status_as_error(false).timeout_global(Some(PATIENCE));
+/// Status, `Retry-After` and body of a request without streaming.
+fn generate_at(url: &str) -> (u16, Option<String>, String) {
+    let config = ureq::Agent::config_builder().http_status_as_error(false).timeout_global(Some(TIMEOUT));
     let agent: ureq::Agent = config.build().into();
     let body = json!({"text_input": "Once upon a time", "max_tokens": MAX_TOKENS, "stream": false});
     let mut response = agent.post(url).send(body.to_string()).expect("the server answers");
@@ -25,7 +25,7 @@ fn ask(url: &str) -> (u16, Option<String>, String) {
 }
 
 #[test]
-fn requests_queue_while_workers_are_replaced_and_those_beyond_the_bound_are_told_when_to_come_again() {
+fn requests_queue_while_workers_restart_and_those_beyond_the_limit_get_retry_after() {
     let repository = copied_repository();
     let path = repository.path().join("tensorrt_llm/config.pbtxt");
     let config = fs::read_to_string(&path).unwrap();
@@ -38,21 +38,21 @@ fn requests_queue_while_workers_are_replaced_and_those_beyond_the_bound_are_told
 
     let mut running = world.stream("Once upon a time", MAX_TOKENS);
     let first = running.next().expect("a first piece");
-    // Until the watchdog replaces it, nothing moves.
+    // No step runs until the watchdog replaces the worker.
     signal(world.workers()[0], Signal::SIGSTOP);
     let url = world.url("/v2/models/ensemble/generate");
-    let askers: Vec<_> = (0..8)
+    let clients: Vec<_> = (0..8)
         .map(|_| {
             let url = url.clone();
-            thread::spawn(move || ask(&url))
+            thread::spawn(move || generate_at(&url))
         })
         .collect();
-    let answers: Vec<_> = askers.into_iter().map(|asker| asker.join().unwrap()).collect();
+    let answers: Vec<_> = clients.into_iter().map(|client| client.join().unwrap()).collect();
     assert_eq!(first + &running.collect::<String>(), undisturbed);
 
-    let (taken, refused): (Vec<_>, Vec<_>) = answers.iter().partition(|(status, ..)| *status == 200);
-    assert!(taken.len() >= 2 && !refused.is_empty(), "{answers:?}");
-    for (_, _, text) in taken {
+    let (accepted, refused): (Vec<_>, Vec<_>) = answers.iter().partition(|(status, ..)| *status == 200);
+    assert!(accepted.len() >= 2 && !refused.is_empty(), "{answers:?}");
+    for (_, _, text) in accepted {
         let answer: serde_json::Value = serde_json::from_str(text).unwrap();
         assert_eq!(answer["text_output"], undisturbed.as_str());
     }

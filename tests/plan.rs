@@ -1,4 +1,4 @@
-//! `trireme plan`, which `launch --plan` runs, tells before loading what workers hold when they have loaded.
+//! `trireme plan`, which `launch --plan` runs, predicts the memory that workers use once they have loaded.
 
 mod support;
 
@@ -13,23 +13,23 @@ fn plan(repository: &Path, world_size: u32) -> Output {
     command.arg("--model-repository").arg(repository).output().expect("the program runs")
 }
 
-/// Bytes in each `MiB` cell of a worker's line.
+/// The `MiB` cells of a worker's line, in bytes.
 fn sizes(text: &str, worker: u32) -> Vec<f64> {
     let is_worker = |line: &&str| line.split_ascii_whitespace().take(2).eq([worker.to_string().as_str(), "CPU"]);
-    let words: Vec<_> = text.lines().find(is_worker).unwrap_or_default().split_ascii_whitespace().collect();
-    let sized = words.windows(2).filter(|pair| pair[1] == "MiB");
+    let cells: Vec<_> = text.lines().find(is_worker).unwrap_or_default().split_ascii_whitespace().collect();
+    let sized = cells.windows(2).filter(|pair| pair[1] == "MiB");
     sized.map(|pair| pair[0].parse::<f64>().expect("a number") * f64::from(1 << 20)).collect()
 }
 
 #[test]
-fn a_plan_tells_within_two_percent_what_workers_hold() {
+fn a_plan_predicts_the_memory_of_workers_within_two_percent() {
     compare(&shipped_repository());
     let stages = copied_repository();
     set_parameters(&stages, "tensorrt_llm", &[("pp", "2")]);
     compare(stages.path());
 }
 
-/// The plan for two workers beside what they report.
+/// Compares the plan for two workers with the memory that they report.
 fn compare(repository: &Path) {
     let output = plan(repository, 2);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -40,19 +40,19 @@ fn compare(repository: &Path) {
     world.generate("Once upon a time", 1);
     let (_, metrics) = world.get_metrics("/metrics");
     for worker in 0..2 {
-        let told: f64 = sizes(&text, worker).iter().sum();
+        let planned: f64 = sizes(&text, worker).iter().sum();
         let is_worker = |line: &&str| {
             line.starts_with("trireme_llm_worker_memory_bytes") && line.contains(&format!("worker=\"{worker}\""))
         };
         let line =
             metrics.lines().find(is_worker).unwrap_or_else(|| panic!("no memory of worker {worker}:\n{metrics}"));
-        let held: f64 = line.rsplit(' ').next().unwrap().parse().unwrap();
-        assert!((told - held).abs() <= 0.02 * held, "worker {worker} holds {held} bytes, told {told}:\n{text}");
+        let used: f64 = line.rsplit(' ').next().unwrap().parse().unwrap();
+        assert!((planned - used).abs() <= 0.02 * used, "worker {worker} uses {used} bytes, planned {planned}:\n{text}");
     }
 }
 
 #[test]
-fn a_model_that_does_not_fit_is_told_with_what_lacks() {
+fn a_model_that_does_not_fit_is_reported_with_the_missing_bytes() {
     let repository = copied_repository();
     let none = [("max_tokens_in_paged_kv_cache", ""), ("kv_cache_free_gpu_mem_fraction", "0.0000001")];
     set_parameters(&repository, "tensorrt_llm", &none);

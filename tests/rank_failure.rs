@@ -1,4 +1,4 @@
-//! A worker dies mid-stream; the stream goes on with the tokens that would have come.
+//! Failures of workers and ranks: streams continue with the same tokens after a worker's death, and clients get the cause of a rank's.
 
 mod support;
 
@@ -25,7 +25,7 @@ fn a_killed_worker_comes_back_and_its_stream_ends_with_the_undisturbed_text() {
 }
 
 #[test]
-fn any_worker_of_a_group_may_die() {
+fn streams_survive_the_death_of_any_worker_of_a_group() {
     let mut world = TestWorld::of(2);
     let undisturbed = world.generate("Once upon a time", MAX_TOKENS);
     assert_eq!(text_with_a_worker_killed(&mut world, 1), undisturbed);
@@ -35,7 +35,7 @@ fn any_worker_of_a_group_may_die() {
 }
 
 #[test]
-fn a_worker_killed_while_nothing_runs_is_replaced_before_the_next_request() {
+fn a_worker_killed_while_idle_is_replaced_before_the_next_request() {
     let mut world = TestWorld::of(1);
     let before = world.generate("The captain", 16);
     signal(world.workers()[0], Signal::SIGKILL);
@@ -44,7 +44,7 @@ fn a_worker_killed_while_nothing_runs_is_replaced_before_the_next_request() {
 }
 
 #[test]
-fn a_worker_that_hangs_is_replaced_and_the_log_says_where_it_and_its_fellow_were() {
+fn a_worker_that_hangs_is_replaced_and_the_log_shows_the_stacks_of_its_group() {
     let mut world = TestWorld::of(2);
     let undisturbed = world.generate("Once upon a time", MAX_TOKENS);
     let mut stream = world.stream("Once upon a time", MAX_TOKENS);
@@ -58,7 +58,7 @@ fn a_worker_that_hangs_is_replaced_and_the_log_says_where_it_and_its_fellow_were
 }
 
 #[test]
-fn clients_hear_at_once_that_a_rank_has_died() {
+fn clients_get_an_error_at_once_when_a_rank_dies() {
     let world = TestWorld::of(2);
     let body = serde_json::json!({"text_input": "Once", "max_tokens": 1900, "stream": true, "end_id": -1});
     let mut stream = world.stream_request(&body);
@@ -70,13 +70,13 @@ fn clients_hear_at_once_that_a_rank_has_died() {
 }
 
 #[test]
-fn a_rank_that_is_stopped_is_named_to_clients_and_ends_the_world() {
+fn clients_get_the_name_of_a_stopped_rank_and_the_world_ends() {
     let args = vec!["--heartbeat-timeout=3".to_owned()];
     let mut world = TestWorld::start(Options { world_size: 2, args, ..Options::default() });
     let body = serde_json::json!({"text_input": "Once", "max_tokens": 1900, "stream": true, "end_id": -1});
     let mut stream = world.stream_request(&body);
     stream.next_event().expect("a first piece");
-    // The worker too, else the stream might end first.
+    // The worker is stopped too; otherwise the stream might end first.
     signal(world.workers()[1], Signal::SIGSTOP);
     signal(world.rank(1), Signal::SIGSTOP);
     let error = std::iter::from_fn(|| stream.next_event()).find_map(|event| event["error"].as_str().map(str::to_owned));
@@ -86,7 +86,7 @@ fn a_rank_that_is_stopped_is_named_to_clients_and_ends_the_world() {
 }
 
 #[test]
-fn a_model_whose_checkpoint_was_away_comes_back_with_it() {
+fn a_model_recovers_when_its_missing_checkpoint_is_back() {
     let repository = copied_repository();
     let mut world = TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() });
     let undisturbed = world.generate("Once upon a time", 8);

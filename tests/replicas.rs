@@ -1,4 +1,4 @@
-//! Copies of a model behind one queue: `tp` smaller than the world.
+//! Replicas of a model behind one queue: `tp` is smaller than the world.
 
 mod support;
 
@@ -20,7 +20,7 @@ fn replicas(count: u32, parameters: &[(&str, &str)]) -> (TestWorld, tempfile::Te
     (TestWorld::start(options), repository)
 }
 
-/// A metric of each replica.
+/// The value of a metric for each replica.
 fn of_replicas(world: &mut TestWorld, name: &str, count: u32) -> Vec<f64> {
     let (_, text) = world.get_metrics("/metrics");
     let of = |replica: u32| {
@@ -33,22 +33,22 @@ fn of_replicas(world: &mut TestWorld, name: &str, count: u32) -> Vec<f64> {
 }
 
 #[test]
-fn replicas_say_what_one_says_and_share_the_load() {
+fn replicas_return_the_same_text_as_one_and_share_the_load() {
     let texts = {
         let alone = TestWorld::of(1);
         PROMPTS.map(|prompt| alone.generate(prompt, 48))
     };
     let (mut world, _repository) = replicas(2, &[]);
-    assert_eq!(world.workers().len(), 2, "one worker a rank");
-    let asked = &world;
+    assert_eq!(world.workers().len(), 2, "one worker per rank");
+    let shared = &world;
     thread::scope(|scope| {
-        let answers = (0..16).map(|i| (i % 4, scope.spawn(move || asked.generate(PROMPTS[i % 4], 48))));
+        let answers = (0..16).map(|i| (i % 4, scope.spawn(move || shared.generate(PROMPTS[i % 4], 48))));
         for (prompt, answer) in answers.collect::<Vec<_>>() {
             assert_eq!(answer.join().unwrap(), texts[prompt]);
         }
     });
     let tokens = of_replicas(&mut world, "trireme_llm_output_tokens_total", 2);
-    // How evenly depends on how many requests are there at once: short answers end before the next request comes.
+    // The balance depends on how many requests overlap: short ones end before the next one arrives.
     let all: f64 = tokens.iter().sum();
     assert!(tokens.iter().all(|&tokens| tokens >= all / 8.0), "{tokens:?}");
     let log = world.log_text();
@@ -57,16 +57,16 @@ fn replicas_say_what_one_says_and_share_the_load() {
 }
 
 #[test]
-fn a_prompt_goes_where_its_beginning_was_computed() {
+fn a_prompt_goes_to_the_replica_that_has_its_prefix_cached() {
     let (mut world, _repository) = replicas(2, &[]);
-    // Longer than two blocks of 16 tokens, and different from the start.
+    // Longer than two blocks of 16 tokens, and different from the first token on.
     let prompt =
         |i: usize| format!("{} {}", PROMPTS[i], "the little boat went over the sea and came home again ".repeat(4));
     for i in [0, 1, 2] {
         world.generate(&prompt(i), 4);
     }
     let hits = world.metric("trireme_llm_prefix_cache_hits_total");
-    // Least recently used alone would send every one of these elsewhere.
+    // A least-recently-used policy would send each of these to the other replica.
     for i in [2, 1, 2, 0] {
         world.generate(&(prompt(i) + "and so on"), 4);
     }
@@ -75,7 +75,7 @@ fn a_prompt_goes_where_its_beginning_was_computed() {
 }
 
 #[test]
-fn streams_go_on_when_a_worker_of_one_replica_dies_and_the_other_serves_meanwhile() {
+fn streams_continue_when_a_worker_of_one_replica_dies_and_the_other_serves_meanwhile() {
     let (mut world, _repository) = replicas(2, &[]);
     let undisturbed = world.generate(PROMPTS[0], 160);
     let mut streams: Vec<_> = (0..4).map(|_| world.stream(PROMPTS[0], 160)).collect();
@@ -124,7 +124,7 @@ fn requests_that_no_replica_has_room_for_wait_in_one_queue() {
 }
 
 #[test]
-fn the_plan_tells_of_replicas_and_stages_before_anything_loads() {
+fn the_plan_lists_replicas_and_stages() {
     let plan = |world_size: u32, parameters: &[(&str, &str)]| {
         let repository = copied_repository();
         set_parameters(&repository, "tensorrt_llm", parameters);

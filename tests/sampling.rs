@@ -1,4 +1,4 @@
-//! How tokens are chosen, as users see it through the shipped ensemble.
+//! Sampling of tokens, as observed through the shipped ensemble.
 
 mod support;
 
@@ -7,7 +7,7 @@ use support::{TestWorld, eventually};
 
 const PROMPT: &str = "Once upon a time";
 
-/// A sampled request; `more` is added to it.
+/// A request with sampling and the further fields `more`.
 fn request(seed: u64, more: Value) -> Value {
     let mut body = json!({"text_input": PROMPT, "max_tokens": 24, "stream": true,
                           "temperature": 1.0, "top_k": 50, "seed": seed});
@@ -46,7 +46,7 @@ fn sampled_text_is_the_same_for_world_sizes_1_2_and_4() {
 }
 
 #[test]
-fn each_of_several_sequences_is_what_its_seed_gives_alone() {
+fn each_of_several_sequences_equals_a_request_with_its_seed_alone() {
     let mut world = TestWorld::of(1);
     let alone: Vec<String> = (7..11).map(|seed| world.stream_request(&request(seed, json!({}))).collect()).collect();
     assert!(alone[0] != alone[1], "{alone:?}");
@@ -64,7 +64,7 @@ fn each_of_several_sequences_is_what_its_seed_gives_alone() {
 }
 
 #[test]
-fn log_probabilities_are_those_of_the_tokens_and_add_up() {
+fn log_probabilities_belong_to_the_tokens_and_add_up() {
     let world = TestWorld::of(1);
     let greedy = json!({"text_input": PROMPT, "max_tokens": 12, "return_log_probs": true, "return_num_output_tokens": true,
                         "return_num_input_tokens": true});
@@ -73,7 +73,7 @@ fn log_probabilities_are_those_of_the_tokens_and_add_up() {
     assert_eq!(numbers(&whole["num_output_tokens"]), [12.0]);
     assert!(numbers(&whole["num_input_tokens"])[0] >= 1.0);
     assert_eq!(each.len(), 12, "{whole}");
-    // The likeliest of `V` tokens has at least 1 in `V`, and no token is certain.
+    // The likeliest of `V` tokens has a probability of at least 1 / V, and no token has probability 1.
     let config = support::shipped_repository().join("tensorrt_llm/1/config.json");
     let config: Value = serde_json::from_slice(&std::fs::read(config).unwrap()).unwrap();
     let least = -config["vocab_size"].as_f64().unwrap().ln();
@@ -89,7 +89,7 @@ fn log_probabilities_are_those_of_the_tokens_and_add_up() {
     let running: Vec<f64> = events.iter().map(|event| numbers(&event["cum_log_probs"])[0]).collect();
     assert!(running.windows(2).all(|pair| pair[1] <= pair[0]) && (running.last().unwrap() - sum).abs() < 1e-4);
 
-    // A sampled token has the log-probability of the raw logits, so greedy is the likeliest path token by token.
+    // Log-probabilities are those of the raw logits, so the greedy token has the largest one.
     let first = |body: &Value| numbers(&generate(&world, body)["output_log_probs"])[0];
     let sampled = (0..8)
         .map(|seed| first(&request(seed, json!({"stream": false, "return_log_probs": true, "temperature": 2.0}))));
@@ -101,7 +101,7 @@ fn log_probabilities_are_those_of_the_tokens_and_add_up() {
 }
 
 #[test]
-fn a_response_says_how_many_kv_blocks_were_reused() {
+fn a_response_reports_the_number_of_reused_kv_blocks() {
     let world = TestWorld::of(1);
     let body = json!({"text_input": format!("{PROMPT} {}", "there was a little dog ".repeat(12)), "max_tokens": 4,
                       "return_perf_metrics": true});
@@ -119,9 +119,9 @@ fn a_response_says_how_many_kv_blocks_were_reused() {
     assert_eq!(second["text_output"], first["text_output"]);
 }
 
-/// Stop strings that no token list need match: they begin and end inside words.
+/// Stop strings that begin and end inside words, so that they match no sequence of whole tokens.
 #[test]
-fn a_stop_string_ends_the_text_before_it_wherever_it_lies_in_words() {
+fn a_stop_string_inside_words_ends_the_text_before_it() {
     let world = TestWorld::of(1);
     let whole = world.generate(PROMPT, 64);
     let starts: Vec<usize> = whole.char_indices().map(|(at, _)| at).filter(|at| *at > 20).step_by(7).take(10).collect();
@@ -131,7 +131,7 @@ fn a_stop_string_ends_the_text_before_it_wherever_it_lies_in_words() {
         let body =
             |stream: bool| json!({"text_input": PROMPT, "max_tokens": 64, "stream": stream, "stop_words": [stop]});
         let streamed: String = world.stream_request(&body(true)).collect();
-        // Spellings behind a blank are stop words, too, and take it with them.
+        // A stop word is also matched after a space, which is then removed too.
         assert_eq!(streamed.trim_end(), expected.trim_end(), "stop {stop:?}");
         let at_once = generate(&world, &body(false));
         assert_eq!(at_once["text_output"].as_str().unwrap(), streamed, "stop {stop:?}");
@@ -139,7 +139,7 @@ fn a_stop_string_ends_the_text_before_it_wherever_it_lies_in_words() {
 }
 
 #[test]
-fn a_stop_string_frees_what_the_request_held() {
+fn a_stop_string_frees_the_resources_of_the_request() {
     let mut world = TestWorld::of(1);
     let whole = world.generate(PROMPT, 32);
     let stop: String = whole.chars().skip(30).take(5).collect();
@@ -152,7 +152,7 @@ fn a_stop_string_frees_what_the_request_held() {
 }
 
 #[test]
-fn settings_that_cannot_be_honoured_are_refused_with_words() {
+fn unsupported_settings_are_refused_with_a_message() {
     let world = TestWorld::of(1);
     let cases = [
         (json!({"beam_width": 4}), "`streaming` is true, but beams are known only when their search has ended"),
@@ -175,10 +175,10 @@ fn settings_that_cannot_be_honoured_are_refused_with_words() {
         (json!({"top_p": 1.5}), "`runtime_top_p` is 1.5"),
         (json!({"repetition_penalty": 0.0}), "`repetition_penalty` is 0"),
     ];
-    for (more, words) in cases {
+    for (more, message) in cases {
         let (status, text) = world.post("/v2/models/ensemble/generate_stream", &request(0, more.clone()));
         let refused = status >= 400 || text.contains("error");
-        assert!(refused && text.contains(words), "{more}: {status} {text}");
+        assert!(refused && text.contains(message), "{more}: {status} {text}");
     }
     let (status, text) = world.post("/v2/models/ensemble/generate_stream", &request(0, json!({"beam_width": 1})));
     assert_eq!(status, 200, "{text}");

@@ -1,4 +1,4 @@
-//! How requests wait for each other, as clients see it: priorities, timeouts, bounds, preemption.
+//! Scheduling as clients observe it: priorities, timeouts, queue limits, preemption.
 
 mod support;
 
@@ -8,14 +8,14 @@ use std::thread;
 use serde_json::{Value, json};
 use support::{Options, TestWorld, TextStream, eventually, repository_with_queue};
 
-/// A world whose language model has this queue, and more parameters, in place of its own.
+/// A world whose language model has another `dynamic_batching` block and further parameters.
 fn world(max_batch_size: u32, batching: &str, parameters: &[(&str, u32)]) -> TestWorld {
-    // Loaded models need their configuration no more; workers that start again would need the checkpoint.
+    // The repository may be removed: loaded models no longer read their configuration, and no worker restarts here.
     let repository = repository_with_queue(max_batch_size, batching, parameters);
     TestWorld::start(Options { repository: repository.path().to_owned(), ..Options::default() })
 }
 
-/// A request of 4 tokens behind a prompt that only `seed` has.
+/// A request for 4 tokens with a prompt that depends on `seed`.
 fn request(seed: i32, more: Value) -> Value {
     let mut body =
         json!({"input_ids": [300 + seed, 301, 302], "input_lengths": 3, "request_output_len": 4, "end_id": -1});
@@ -23,11 +23,11 @@ fn request(seed: i32, more: Value) -> Value {
     body
 }
 
-fn ask(world: &TestWorld, body: &Value) -> (u16, String) {
+fn generate(world: &TestWorld, body: &Value) -> (u16, String) {
     world.post("/v2/models/tensorrt_llm/generate", body)
 }
 
-/// A stream that holds the only row until it is dropped.
+/// A stream that occupies the only row until it is dropped.
 fn occupy(world: &TestWorld) -> TextStream {
     let mut stream =
         world.stream_request(&json!({"text_input": "Once", "max_tokens": 1900, "stream": true, "end_id": 3071}));
@@ -35,16 +35,16 @@ fn occupy(world: &TestWorld) -> TextStream {
     stream
 }
 
-/// Nobody may wait in the frontend: one row, and requests that the model itself keeps waiting.
+/// Number of requests that wait in the model's queue. The front itself queues none.
 fn num_waiting(world: &Mutex<TestWorld>) -> f64 {
     world.lock().unwrap().metric("trireme_llm_requests_waiting")
 }
 
 #[test]
-fn who_waits_too_long_is_refused_and_a_full_queue_refuses_at_once() {
+fn requests_time_out_in_the_queue_and_a_full_queue_refuses_at_once() {
     let world = world(1, "default_queue_policy { max_queue_size: 2 allow_timeout_override: true }", &[]);
     let stream = occupy(&world);
-    let (status, text) = ask(&world, &request(0, json!({"timeout": 50_000})));
+    let (status, text) = generate(&world, &request(0, json!({"timeout": 50_000})));
     assert!(status == 503 && text.contains("Request timeout expired"), "{status} {text}");
     let url = world.url("/v2/models/tensorrt_llm/generate");
     let world = Mutex::new(world);
@@ -91,7 +91,7 @@ fn a_full_priority_level_refuses_and_others_have_room() {
 }
 
 #[test]
-fn the_first_priority_level_is_served_before_what_came_earlier() {
+fn the_first_priority_level_is_served_before_earlier_requests() {
     let world = world(1, "priority_levels: 3 default_priority_level: 2", &[]);
     let stream = occupy(&world);
     let url = world.url("/v2/models/tensorrt_llm/generate");
@@ -109,13 +109,13 @@ fn the_first_priority_level_is_served_before_what_came_earlier() {
         }
         drop(stream);
     });
-    // 0 names no level: it gets the default, 2.
+    // 0 selects the default level, which is 2.
     assert_eq!(*order.lock().unwrap(), [1, 0, 3]);
 }
 
-/// Six sequences of 200 tokens do not fit 40 blocks: some give theirs up, and nobody notices.
+/// Six sequences of 200 tokens do not fit 40 blocks: some are preempted, and no client notices.
 #[test]
-fn preempted_streams_go_on_with_the_same_text() {
+fn preempted_streams_continue_with_the_same_text() {
     let parameters = [("max_tokens_in_paged_kv_cache", 640)];
     let mut world = world(16, "default_queue_policy { max_queue_size: 64 }", &parameters);
     let stream = |seed: i32| {

@@ -1,4 +1,4 @@
-//! SIGTERM lets requests in flight finish and leaves nothing behind.
+//! After SIGTERM requests in flight finish, and no process and no shared memory is left.
 
 mod support;
 
@@ -20,7 +20,7 @@ fn sigterm_finishes_the_stream_in_flight_and_leaves_no_process_and_no_shared_mem
 }
 
 #[test]
-fn readiness_says_no_while_requests_drain() {
+fn the_server_is_not_ready_while_requests_drain() {
     let mut world = TestWorld::of(1);
     assert_eq!(world.get("/v2/health/ready").0, 200);
     let body = serde_json::json!({"text_input": "Once", "max_tokens": 1900, "stream": true, "end_id": -1});
@@ -29,14 +29,14 @@ fn readiness_says_no_while_requests_drain() {
     signal(world.rank0(), Signal::SIGTERM);
     world.await_log("Signal (15) received.");
     assert_ne!(world.get("/v2/health/ready").0, 200);
-    assert_ne!(world.post("/v2/models/ensemble/generate", &body).0, 200, "no new work is taken");
+    assert_ne!(world.post("/v2/models/ensemble/generate", &body).0, 200, "no new request is accepted");
     signal(world.rank0(), Signal::SIGTERM);
     world.wait_for_end();
     assert_eq!(world.shared_memory(), Vec::<String>::new());
 }
 
 #[test]
-fn a_request_longer_than_the_exit_timeout_is_cut_off_and_the_exit_code_says_so() {
+fn a_request_longer_than_the_exit_timeout_is_aborted_and_the_exit_code_is_1() {
     let args = vec!["--exit-timeout-secs=0".to_owned()];
     let mut world = TestWorld::start(Options { args, ..Options::default() });
     let body = serde_json::json!({"text_input": "Once", "max_tokens": 1900, "stream": true, "end_id": -1});

@@ -1,5 +1,5 @@
-//! A soak on the real CPU device: random requests, priorities, timeouts, sizes and clients that leave; meanwhile every
-//! book balances, and afterwards nobody holds anything. A short one in every run, and by hand one of as many minutes as wanted:
+//! A soak test on the CPU device: random requests, priorities, timeouts, sizes and clients that disconnect. The server's resource
+//! counts must be consistent throughout and zero at the end. A short soak is part of every run; a longer one is started by hand:
 //!
 //! `SOAK_MINUTES=30 cargo test --release --test soak -- --ignored --nocapture`
 
@@ -33,7 +33,7 @@ fn ledger(world: &mut TestWorld) -> Value {
     ledger["models"].as_array().unwrap().iter().find(|model| model["name"] == "tensorrt_llm").unwrap().clone()
 }
 
-/// How requests ended.
+/// Numbers of requests by outcome.
 #[derive(Default)]
 struct Counts {
     whole: AtomicUsize,
@@ -41,8 +41,8 @@ struct Counts {
     refused: AtomicUsize,
 }
 
-/// One request, from its start to one of the ends that are counted.
-fn one(world: &TestWorld, random: &mut Random, counts: &Counts) {
+/// Sends one random request and counts its outcome.
+fn send_one(world: &TestWorld, random: &mut Random, counts: &Counts) {
     let words = "there was a little dog ".repeat(random.below(30) as usize);
     let mut body = json!({"text_input": format!("Story {}. {words}", random.below(6)), "max_tokens": 1 + random.below(60),
         "stream": true, "seed": random.below(1000), "temperature": random.below(2) as f64, "top_p": 1.0, "priority": random.below(4),
@@ -64,8 +64,8 @@ fn one(world: &TestWorld, random: &mut Random, counts: &Counts) {
     count.fetch_add(1, Ordering::Relaxed);
 }
 
-/// A world of few rows and blocks, so that requests wait and are preempted.
-fn narrow_world() -> (TestWorld, tempfile::TempDir) {
+/// A world with few rows and blocks, so that requests wait and are preempted.
+fn small_world() -> (TestWorld, tempfile::TempDir) {
     let queue = "priority_levels: 3 default_priority_level: 2 \
                  default_queue_policy { max_queue_size: 200 allow_timeout_override: true }";
     let repository = support::repository_with_queue(6, queue, &[("max_tokens_in_paged_kv_cache", 512)]);
@@ -74,7 +74,7 @@ fn narrow_world() -> (TestWorld, tempfile::TempDir) {
     (TestWorld::start(options), repository)
 }
 
-/// Clients that each send requests for as long as `goes_on` says of their number.
+/// Runs clients that send requests until `goes_on`, called with the number of requests sent, returns false.
 fn soak(world: &TestWorld, goes_on: impl Fn(u64) -> bool + Sync) -> Counts {
     let counts = Counts::default();
     thread::scope(|scope| {
@@ -82,14 +82,14 @@ fn soak(world: &TestWorld, goes_on: impl Fn(u64) -> bool + Sync) -> Counts {
             let (counts, goes_on) = (&counts, &goes_on);
             scope.spawn(move || {
                 let mut random = Random(client);
-                (0..).take_while(|number| goes_on(*number)).for_each(|_| one(world, &mut random, counts));
+                (0..).take_while(|number| goes_on(*number)).for_each(|_| send_one(world, &mut random, counts));
             });
         }
     });
     counts
 }
 
-/// Every book is at zero, and blocks had been short on the way.
+/// Checks that no resource is in use, and that sequences had been preempted meanwhile.
 fn check_idle(world: &mut TestWorld, counts: &Counts) {
     assert!(counts.whole.load(Ordering::Relaxed) > 0);
     eventually("nothing is held", || {
@@ -105,20 +105,20 @@ fn check_idle(world: &mut TestWorld, counts: &Counts) {
 }
 
 #[test]
-fn nothing_is_held_after_random_requests_with_deadlines_and_clients_that_leave() {
-    let (mut world, _repository) = narrow_world();
+fn no_resource_is_in_use_after_random_requests_with_deadlines_and_disconnects() {
+    let (mut world, _repository) = small_world();
     let counts = soak(&world, |number| number < REQUESTS_EACH);
     check_idle(&mut world, &counts);
 }
 
 #[test]
 #[ignore = "takes the minutes that SOAK_MINUTES says, 30 by default"]
-fn nothing_is_held_after_minutes_of_random_requests() {
+fn no_resource_is_in_use_after_minutes_of_random_requests() {
     let minutes = std::env::var("SOAK_MINUTES").map_or(30, |text| text.parse().expect("SOAK_MINUTES is a number"));
-    let (mut world, _repository) = narrow_world();
+    let (mut world, _repository) = small_world();
     let (start, mut rounds) = (Instant::now(), 0);
     let total = Counts::default();
-    // Between rounds all is quiet: what one leaves behind shows in the next.
+    // The server is idle between rounds, so leaks of a round show in the check after it.
     while start.elapsed() < Duration::from_secs(60 * minutes) {
         let until = Instant::now() + Duration::from_secs(20);
         let counts = soak(&world, |_| Instant::now() < until);
@@ -141,7 +141,7 @@ fn nothing_is_held_after_minutes_of_random_requests() {
 }
 
 #[test]
-fn the_ledger_names_who_holds_what_and_is_hidden_by_default() {
+fn the_ledger_lists_resources_by_owner_and_is_hidden_by_default() {
     let args = vec!["--debug-endpoints=true".to_owned()];
     let mut world = TestWorld::start(Options { args, ..Options::default() });
     let body = json!({"text_input": "Once", "max_tokens": 1900, "stream": true, "end_id": 3071});

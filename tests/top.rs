@@ -1,4 +1,4 @@
-//! `trireme top --once` prints what a real world does.
+//! `trireme top --once` prints the activity of a running world.
 
 mod support;
 
@@ -19,18 +19,18 @@ fn row(frame: &str, first: &str) -> Vec<String> {
 }
 
 #[test]
-fn one_frame_tells_of_the_model_and_its_workers_at_work() {
+fn a_frame_shows_the_model_and_its_busy_workers() {
     let mut world = TestWorld::of(2);
     let line = world.await_log("Started Metrics Service at ");
     let port = line.trim_end_matches('"').rsplit(':').next().expect("a port").to_owned();
     let mut stream = world.stream("Once upon a time", 1500);
     stream.next().expect("a first piece");
     let mut frame = String::new();
-    eventually("a frame tells of tokens", || {
+    eventually("a frame shows tokens", || {
         let output = top(&port);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         frame = String::from_utf8_lossy(&output.stdout).into_owned();
-        // The next stream keeps it busy.
+        // Another stream keeps the model busy.
         if stream.next().is_none() {
             stream = world.stream("Once upon a time", 1500);
         }
@@ -38,7 +38,7 @@ fn one_frame_tells_of_the_model_and_its_workers_at_work() {
     });
     let model = row(&frame, "tensorrt_llm");
     assert_eq!(model[1], "ready", "{frame}");
-    assert!(model[2].parse::<f64>().unwrap() > 0.0, "steps a second:\n{frame}");
+    assert!(model[2].parse::<f64>().unwrap() > 0.0, "steps per second:\n{frame}");
     let workers: Vec<_> = frame.lines().filter(|line| line.starts_with("worker")).collect();
     assert_eq!(workers.len(), 2, "{frame}");
     for pid in world.workers() {
@@ -50,7 +50,7 @@ fn one_frame_tells_of_the_model_and_its_workers_at_work() {
 }
 
 #[test]
-fn a_server_that_is_away_is_said_on_standard_error_and_in_the_exit_code() {
+fn an_unreachable_server_is_reported_on_standard_error_and_in_the_exit_code() {
     let output = top("1");
     assert!(!output.status.success());
     let error = String::from_utf8_lossy(&output.stderr);

@@ -1,4 +1,4 @@
-"""Disturbs worlds under load and writes down what came of it. See `scripts/chaos`."""
+"""Fault injection under load, with a table of results. See `scripts/chaos`."""
 
 import argparse
 import contextlib
@@ -7,12 +7,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import cases
 import faults
-from world import BINARIES, ROOT
+from world import BINARIES
 
 
 def arguments() -> argparse.Namespace:
@@ -35,7 +34,7 @@ def all_cases(short: bool):
 
 
 def why_not(name: str) -> str | None:
-    """Why a case cannot be run on this machine."""
+    """The reason why a case cannot run on this machine, if any."""
     if name in ("full /dev/shm", "full disk") and os.environ.get("CHAOS_NO_MOUNTS"):
         return "this user may not mount file systems"
     if name == "clock jump" and not faults.faketime():

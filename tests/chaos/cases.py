@@ -1,4 +1,4 @@
-"""Which fault meets which process in which phase, and what came of it."""
+"""The cases: which fault is injected into which process in which phase, and how the result is judged."""
 
 import contextlib
 import shutil
@@ -16,15 +16,15 @@ from world import ROOT, World, is_alive, until
 TARGETS = ["launch", "mpirun", "rank 0", "rank n", "worker 0", "worker n"]
 PHASES = ["load", "idle", "prefill", "decode", "drain"]
 REPOSITORY = ROOT / "model_repository"
-# How long a world may take to end when one of its processes has died, and what is left of it to go, in seconds.
+# Time limits in seconds: for a world to end after one of its processes has died, and for its leftovers to disappear.
 END = 2.0
-# On a machine that is busy with other work; what it took stands in the table.
+# Generous, for busy machines. The table contains the measured times.
 TOO_SLOW = 10.0
 
 
 @dataclass
 class Result:
-    """What came of one fault."""
+    """The result of one case."""
 
     name: str
     requests: int = 0
@@ -43,7 +43,7 @@ class Result:
 
 
 class Chaos:
-    """One world after the other, and the texts that undisturbed requests get."""
+    """Runs cases on one world after another. Knows the texts of undisturbed requests."""
 
     def __init__(self, scratch: Path):
         self.scratch = scratch
@@ -51,13 +51,13 @@ class Chaos:
         self.texts: dict[str, str] = {}
 
     def fresh_world(self, repository: Path = REPOSITORY, **options) -> World:
-        """A world that is not ready yet."""
+        """Starts a world, without waiting until it is ready."""
         self.end_world()
         self.world = World(Path(tempfile.mkdtemp(dir=self.scratch)), repository, **options)
         return self.world
 
     def whole_world(self) -> World:
-        """A world that is ready: that of the last case, if it got over it."""
+        """A ready world: that of the previous case if it has recovered, else a new one."""
         if self.world is None or not self.world.find("launch"):
             self.fresh_world().start_ready()
         until("the world is whole", self.world.is_whole)
@@ -75,7 +75,7 @@ class Chaos:
             shutil.rmtree(world.scratch, ignore_errors=True)
 
     def learn(self) -> None:
-        """What undisturbed requests get, one at a time."""
+        """Records the texts of undisturbed requests, sent one at a time."""
         world = self.whole_world()
         for prompt in load.SHORT + load.LONG:
             (outcome,) = load.wait(load.send(world, [prompt]))
@@ -83,7 +83,7 @@ class Chaos:
             self.texts[prompt] = outcome.text
 
     def judge(self, result: Result, outcomes: list[load.Outcome], may_fail: bool) -> list[str]:
-        """Counts how requests went; what should not be."""
+        """Counts the outcomes of requests. Returns those that are faults."""
         wrong = []
         for outcome in outcomes:
             result.requests += 1
@@ -104,7 +104,7 @@ class Chaos:
 
 
 def until_nothing_is_left(world: World) -> list[str]:
-    """What is left of a world two seconds after its launcher has ended."""
+    """The leftovers of a world two seconds after its launcher has ended."""
     end = time.monotonic() + END
     while (left := world.leftovers()) and time.monotonic() < end:
         time.sleep(0.05)
@@ -112,13 +112,13 @@ def until_nothing_is_left(world: World) -> list[str]:
 
 
 def answers(world: World, texts: dict[str, str]) -> bool:
-    """Whether a new, short request gets what it should."""
+    """Whether a new, short request gets the expected text."""
     (outcome,) = load.wait(load.send(world, [load.SHORT[0]], num_tokens=8), 20)
     return outcome.error is None and bool(outcome.pieces) and texts[outcome.prompt].startswith(outcome.text)
 
 
 class Probe(threading.Thread):
-    """From now on asks until it is answered; whoever starts the launcher starts it again."""
+    """Sends requests until one succeeds. Restarts the launcher if it has ended, like a service manager."""
 
     def __init__(self, chaos: Chaos, world: World, start: float):
         super().__init__(daemon=True)
@@ -127,7 +127,7 @@ class Probe(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        end = time.monotonic() + load.PATIENCE
+        end = time.monotonic() + load.TIMEOUT
         while time.monotonic() < end:
             if not self.world.find("launch"):
                 self.world.start()
@@ -143,7 +143,7 @@ class Probe(threading.Thread):
 
 
 def begin(chaos: Chaos, world: World, phase: str) -> list[load.Request]:
-    """Brings a whole world into a phase; the requests in flight."""
+    """Brings a ready world into a phase. Returns the requests in flight."""
     if phase == "idle":
         return []
     requests = load.send(world, load.LONG if phase == "prefill" else load.SHORT)
@@ -151,7 +151,7 @@ def begin(chaos: Chaos, world: World, phase: str) -> list[load.Request]:
         time.sleep(0.015)
         return requests
     for request in requests:
-        request.first_pieces.wait(load.PATIENCE)
+        request.first_pieces.wait(load.TIMEOUT)
     if phase == "drain":
         world.launcher.terminate()
         time.sleep(0.02)
@@ -159,7 +159,7 @@ def begin(chaos: Chaos, world: World, phase: str) -> list[load.Request]:
 
 
 def on_process(chaos: Chaos, target: str, fault: str, phase: str) -> Result:
-    """One fault on one process."""
+    """Injects one fault into one process."""
     result = Result(f"{fault} · {target} · {phase}")
     if phase == "load":
         world = chaos.fresh_world()
@@ -170,14 +170,14 @@ def on_process(chaos: Chaos, target: str, fault: str, phase: str) -> Result:
         world = chaos.whole_world()
         victim = world.find(target)
         requests = begin(chaos, world, phase)
-        # Drained already: nothing can be disturbed any more.
+        # The world has drained already, so there is nothing to disturb.
         victim = victim if is_alive(victim) else None
     others = [pid for pid in world.processes() if pid not in (victim, world.launcher.pid)]
     start = time.monotonic()
     if victim is not None:
         faults.ON_PROCESSES[fault](victim)
     if fault == "SIGSTOP" and target.startswith("rank") and victim is not None and phase != "drain":
-        # Until it is found out, its worker computes on.
+        # Its worker continues until the failure is detected.
         with contextlib.suppress(TimeoutError):
             until(f"the stopped {target} is found out", lambda: not is_alive(victim), 20)
     wrong = after(chaos, world, result, target, fault, phase, victim, requests, others, start)
@@ -195,10 +195,10 @@ def after(chaos, world, result, target, fault, phase, victim, requests, others, 
             result.ended = time.monotonic() - start
         except TimeoutError:
             wrong.append("the old world does not end")
-    # Not before, for the old world may answer while it ends.
+    # Probes only now, because the old world may still answer while it ends.
     probe = Probe(chaos, world, start) if phase != "drain" else None
     if fault == "SIGSTOP" and target in ("launch", "mpirun"):
-        # They are not needed to serve, and go on when they may.
+        # Serving does not need these processes, so they are continued.
         time.sleep(1.0)
         load.wait(requests)
         if phase not in ("load", "drain"):
@@ -209,13 +209,13 @@ def after(chaos, world, result, target, fault, phase, victim, requests, others, 
     if is_worker and outcomes:
         result.pause = max(outcome.longest_pause() for outcome in outcomes)
     if phase == "drain":
-        world.launcher.wait(load.PATIENCE)
+        world.launcher.wait(load.TIMEOUT)
     else:
         wrong += probe.faults(result)
     if phase == "drain" and ends_world and target == "launch":
-        # What a launcher that was killed leaves, the next one ends.
+        # The next launcher ends the leftovers of a killed one.
         world.start_ready()
-    # A limit stays with the process, and a dead launcher with nobody.
+    # The memory limit lasts as long as the process, and a dead launcher is not restarted by itself.
     if fault == "memory" or phase in ("drain", "load") or not world.find("launch"):
         left = chaos.end_world()
         result.left = len(left)
@@ -226,7 +226,7 @@ def after(chaos, world, result, target, fault, phase, victim, requests, others, 
 
 
 def full_shared_memory(chaos: Chaos) -> Result:
-    """A worker dies while no shared memory is left for the next one."""
+    """A worker dies while shared memory is full, so that its successor gets none."""
     result = Result("full /dev/shm · worker 0 killed · decode")
     world = chaos.whole_world()
     requests = begin(chaos, world, "decode")
@@ -239,13 +239,13 @@ def full_shared_memory(chaos: Chaos) -> Result:
 
 
 def full_disk(chaos: Chaos) -> Result:
-    """Nothing more can be logged, and a worker dies."""
+    """A worker dies while the disk of the log is full."""
     result = Result("full disk for logs · worker n killed · decode")
     chaos.end_world()
     folder = Path(tempfile.mkdtemp(dir=chaos.scratch))
     disk = faults.SmallFileSystem(folder, "8m")
     try:
-        # What mpirun keeps lies elsewhere: it starts nothing without a place for that.
+        # mpirun's session directory is elsewhere: without one it starts nothing.
         variables = {"TMPDIR": tempfile.mkdtemp(dir=chaos.scratch)}
         chaos.world = world = World(folder, REPOSITORY, variables)
         world.start_ready()
@@ -265,22 +265,22 @@ def full_disk(chaos: Chaos) -> Result:
 
 
 def corrupted_plan(chaos: Chaos) -> Result:
-    """Bits flip in the plans on their way to a worker."""
+    """Bits flip in the step plans on their way to a worker."""
     result = Result("corrupted plans · worker 0 · decode")
     world = chaos.whole_world()
     before = world.find("worker 0")
     requests = begin(chaos, world, "decode")
     start = time.monotonic()
-    scribbler = faults.Scribbler(faults.newest_ring(world, "plan"))
+    corruptor = faults.PlanCorruptor(faults.newest_ring(world, "plan"))
     try:
         until("the worker has noticed", lambda: not is_alive(before), 20)
     finally:
-        scribbler.done.set()
+        corruptor.done.set()
     return finish(chaos, result, requests, start, may_fail=False)
 
 
 def lost_checkpoint(chaos: Chaos) -> Result:
-    """The checkpoint is pulled away, a worker dies, and later it is there again."""
+    """A worker dies while the checkpoint is missing; later the checkpoint is back."""
     result = Result("checkpoint pulled away · worker 0 killed · decode")
     repository = Path(shutil.copytree(REPOSITORY, Path(tempfile.mkdtemp(dir=chaos.scratch)) / "repository"))
     world = chaos.fresh_world(repository)
@@ -310,7 +310,7 @@ def clock_jumps(chaos: Chaos) -> Result:
         clock.jump(offset)
         time.sleep(0.2)
     result = finish(chaos, result, requests, start, may_fail=False)
-    # Longer than every deadline of the world.
+    # Waits longer than every timeout of the world.
     time.sleep(4.0)
     if not answers(world, chaos.texts):
         result.faults += ("does not serve on after the jumps",)
@@ -321,30 +321,30 @@ def clock_jumps(chaos: Chaos) -> Result:
 
 
 def rolling_restart(chaos: Chaos, *flags: str) -> Result:
-    """A second world takes over from the first while clients ask without end."""
+    """A second world takes over from the first while clients send requests continuously."""
     result = Result(" ".join(["rolling restart", *flags]) + " · whole world · under load")
-    # Streams in flight are to run to their end, however slow the machine.
+    # The exit timeout allows streams in flight to finish on slow machines.
     world = chaos.fresh_world(exit_timeout=60)
     world.start_ready()
     ways = ["http", "kept http", "grpc"]
-    askers = [rolling.Asker(world, prompt, chaos.texts[prompt], way) for way, prompt in zip(ways, load.SHORT)]
-    knocker = rolling.Knocker([world.http_port, world.grpc_port, world.metrics_port])
+    clients = [rolling.LoadClient(world, prompt, chaos.texts[prompt], way) for way, prompt in zip(ways, load.SHORT)]
+    probe = rolling.ConnectionProbe([world.http_port, world.grpc_port, world.metrics_port])
     streams = load.send(world, load.SHORT)
     before = world.find("rank 0")
     start = time.monotonic()
     restarted = world.launch("restart", "--rolling", *flags, f"--http_port={world.http_port}", "--wait-ready=60")
     result.service = time.monotonic() - start
     time.sleep(1.0)
-    for thread in (knocker, *askers):
+    for thread in (probe, *clients):
         thread.done.set()
         thread.join()
     wrong = chaos.judge(result, load.wait(streams), may_fail=False)
-    result.requests += sum(asker.answered + len(asker.wrong) for asker in askers)
-    result.same += sum(asker.answered for asker in askers)
-    result.lost += sum(len(asker.wrong) for asker in askers) + knocker.refused
-    result.pause = max(asker.longest for asker in askers)
-    wrong += [words for asker in askers for words in asker.wrong[:3]]
-    wrong += [f"{knocker.refused} of {knocker.opened} connections were refused"] if knocker.refused else []
+    result.requests += sum(client.answered + len(client.wrong) for client in clients)
+    result.same += sum(client.answered for client in clients)
+    result.lost += sum(len(client.wrong) for client in clients) + probe.refused
+    result.pause = max(client.longest for client in clients)
+    wrong += [words for client in clients for words in client.wrong[:3]]
+    wrong += [f"{probe.refused} of {probe.opened} connections were refused"] if probe.refused else []
     if restarted.returncode != 0 or world.find("rank 0") == before:
         wrong.append(f"did not restart: {restarted.stdout}{restarted.stderr}")
     left = chaos.end_world()
@@ -370,7 +370,7 @@ OTHERS = {
     "rolling restart": rolling_restart,
     "rolling restart --after": lambda chaos: rolling_restart(chaos, "--after"),
 }
-# Of each kind one, for a short run.
+# One case of each kind, for --short.
 SHORT = [
     ("worker 0", "SIGKILL", "decode"),
     ("worker n", "SIGSEGV", "prefill"),

@@ -1,4 +1,4 @@
-"""Ways to disturb a process or what it stands on."""
+"""Faults: signals, memory limits, full file systems, corrupted plans, and clock changes."""
 
 import ctypes
 import mmap
@@ -18,7 +18,7 @@ def kill(pid: int) -> None:
 
 
 def segv(pid: int) -> None:
-    """A fault that comes again when it is not mended: Rust's handler passes the first on to the system's."""
+    """Sends SIGSEGV repeatedly, like a real fault: Rust's handler reacts to the first by restoring the default action."""
     for _ in range(3):
         try:
             os.kill(pid, signal.SIGSEGV)
@@ -39,7 +39,7 @@ def proceed(pid: int) -> None:
 
 
 def limit_memory(pid: int) -> None:
-    """From now on every piece of memory that the process asks the system for is refused."""
+    """Makes every further memory allocation from the system fail."""
     resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
 
 
@@ -47,7 +47,7 @@ ON_PROCESSES = {"SIGKILL": kill, "SIGSTOP": stop, "SIGSEGV": segv, "memory": lim
 
 
 def fill(folder: Path) -> Path:
-    """A file that takes all that is left on the file system of `folder`."""
+    """Fills the file system of `folder` with a file."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file:
         try:
@@ -64,7 +64,7 @@ def fill(folder: Path) -> Path:
 
 
 class SmallFileSystem:
-    """A file system of `size` at `folder`, in this program's own mount namespace; its contents so far move into it."""
+    """A file system of `size`, mounted at `folder` in this program's mount namespace."""
 
     def __init__(self, folder: Path, size: str):
         self.folder = folder
@@ -76,8 +76,8 @@ class SmallFileSystem:
         ctypes.CDLL(None).umount2(str(self.folder).encode(), MNT_DETACH)
 
 
-class Scribbler(threading.Thread):
-    """Flips bits in the plans on their way to one worker, until told to stop."""
+class PlanCorruptor(threading.Thread):
+    """Flips bits in the step plans on their way to one worker, until `done` is set."""
 
     def __init__(self, ring: Path):
         super().__init__(daemon=True)
@@ -94,19 +94,19 @@ class Scribbler(threading.Thread):
 
 
 def newest_ring(world, kind: str) -> Path:
-    """The ring of the youngest group that carries `kind` (`plan`, `output`) of worker 0."""
+    """The newest ring of worker 0 for `kind` (`plan` or `output`)."""
     owner = world.find("rank 0")
     rings = [path for path in SHM.iterdir() if f"_{owner}_" in f"_{path.name}" and path.name.endswith(f"_0_{kind}")]
     return max(rings, key=lambda path: path.stat().st_mtime_ns)
 
 
 def faketime() -> Path | None:
-    """The library that gives programs another clock."""
+    """The path of libfaketime, which changes the clock of a program."""
     return next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 
 
 class Clock:
-    """The wall clock of a world that runs under libfaketime, which reads it from a file."""
+    """The wall clock of a world that runs under libfaketime, which reads the offset from a file."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -122,7 +122,7 @@ class Clock:
             "LD_PRELOAD": str(faketime()),
             "FAKETIME_TIMESTAMP_FILE": str(self.file),
             "FAKETIME_CACHE_DURATION": "0",
-            # A clock that is set jumps; time since the start of the machine does not.
+            # Setting the wall clock does not change the monotonic clock.
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "DONT_FAKE_MONOTONIC": "1",
         }

@@ -1,4 +1,4 @@
-"""Clients that stream text over HTTP and gRPC, and remember how it went."""
+"""Clients that stream text over HTTP and gRPC, and record the outcomes."""
 
 import http.client
 import json
@@ -11,7 +11,7 @@ import numpy as np
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 MODEL = "ensemble"
 NUM_TOKENS = 200
 SHORT = ["Once upon a time", "The captain", "A little dog", "Q: What is 7 plus 8?\nA:"]
@@ -20,7 +20,7 @@ LONG = [" ".join([prompt] + ["and then they went to the big red house"] * 40) fo
 
 @dataclass
 class Outcome:
-    """How one request went."""
+    """The outcome of one request."""
 
     prompt: str
     protocol: str
@@ -34,12 +34,12 @@ class Outcome:
         return "".join(self.pieces)
 
     def longest_pause(self) -> float:
-        """Between two pieces, in seconds."""
+        """The longest time between two pieces, in seconds."""
         return max((later - earlier for earlier, later in zip(self.times, self.times[1:])), default=0.0)
 
 
 class Request(threading.Thread):
-    """One request on a connection of its own."""
+    """One request on its own connection."""
 
     def __init__(self, world, prompt: str, protocol: str, num_tokens: int = NUM_TOKENS):
         super().__init__(daemon=True)
@@ -56,14 +56,14 @@ class Request(threading.Thread):
         self.outcome.has_ended = True
         self.first_pieces.set()
 
-    def hear(self, piece: str) -> None:
+    def add_piece(self, piece: str) -> None:
         self.outcome.pieces.append(piece)
         self.outcome.times.append(time.monotonic())
         if len(self.outcome.pieces) == 5:
             self.first_pieces.set()
 
     def over_http(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self.world.http_port, timeout=PATIENCE)
+        connection = http.client.HTTPConnection("127.0.0.1", self.world.http_port, timeout=TIMEOUT)
         body = {"text_input": self.outcome.prompt, "max_tokens": self.num_tokens, "stream": True, "end_id": -1}
         connection.request("POST", f"/v2/models/{MODEL}/generate_stream", json.dumps(body))
         response = connection.getresponse()
@@ -71,7 +71,7 @@ class Request(threading.Thread):
             self.outcome.error = f"{response.status}: {response.read().decode(errors='replace')}"
             return
         unread = b""
-        # Not by lines, which hide that a stream was broken off.
+        # Reads bytes: iterating over lines would hide a truncated stream.
         while more := response.read1(1 << 16):
             *lines, unread = (unread + more).split(b"\n")
             for line in lines:
@@ -80,7 +80,7 @@ class Request(threading.Thread):
                     if "error" in event:
                         self.outcome.error = event["error"]
                         return
-                    self.hear(event["text_output"])
+                    self.add_piece(event["text_output"])
 
     def over_grpc(self) -> None:
         answers: queue.Queue = queue.Queue()
@@ -89,7 +89,7 @@ class Request(threading.Thread):
             client.async_stream_infer(MODEL, inputs(self.outcome.prompt, self.num_tokens), enable_empty_final_response=True)
             while True:
                 try:
-                    result, error = answers.get(timeout=PATIENCE)
+                    result, error = answers.get(timeout=TIMEOUT)
                 except queue.Empty:
                     return
                 if error is not None:
@@ -98,7 +98,7 @@ class Request(threading.Thread):
                 response = result.get_response()
                 text = result.as_numpy("text_output")
                 if text is not None:
-                    self.hear(text.reshape(-1)[0].decode())
+                    self.add_piece(text.reshape(-1)[0].decode())
                 if response.parameters["triton_final_response"].bool_param:
                     return
 
@@ -120,12 +120,12 @@ def inputs(prompt: str, num_tokens: int) -> list[grpcclient.InferInput]:
 
 
 def send(world, prompts: list[str], num_tokens: int = NUM_TOKENS) -> list[Request]:
-    """One request per prompt, HTTP and gRPC in turn."""
+    """Sends one request per prompt, alternating between HTTP and gRPC."""
     return [Request(world, prompt, ("http", "grpc")[i % 2], num_tokens) for i, prompt in enumerate(prompts)]
 
 
-def wait(requests: list[Request], patience: float = PATIENCE) -> list[Outcome]:
-    end = time.monotonic() + patience
+def wait(requests: list[Request], timeout: float = TIMEOUT) -> list[Outcome]:
+    end = time.monotonic() + timeout
     for request in requests:
         request.join(max(0.0, end - time.monotonic()))
     return [request.outcome for request in requests]

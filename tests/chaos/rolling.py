@@ -1,4 +1,4 @@
-"""Clients that ask without end while one world takes over from another."""
+"""Clients that send requests continuously while one world takes over from another."""
 
 import http.client
 import json
@@ -13,8 +13,8 @@ from tritonclient.utils import InferenceServerException
 import load
 
 
-class Asker(threading.Thread):
-    """Asks again and again in one way, and counts."""
+class LoadClient(threading.Thread):
+    """Sends requests repeatedly through one protocol, and counts outcomes."""
 
     def __init__(self, world, prompt: str, expected: str, way: str):
         super().__init__(daemon=True)
@@ -53,7 +53,7 @@ class Asker(threading.Thread):
 
     def over_fresh_http(self) -> None:
         def ask() -> str:
-            connection = http.client.HTTPConnection("127.0.0.1", self.world.http_port, timeout=load.PATIENCE)
+            connection = http.client.HTTPConnection("127.0.0.1", self.world.http_port, timeout=load.TIMEOUT)
             try:
                 return self.ask_http(connection)
             finally:
@@ -62,8 +62,8 @@ class Asker(threading.Thread):
         self.until_done(ask)
 
     def over_kept_http(self) -> None:
-        """One connection for many requests; opened anew only when an answer says that it closes."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.world.http_port, timeout=load.PATIENCE)
+        """Uses one connection for many requests; reopens it only after `Connection: close`."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.world.http_port, timeout=load.TIMEOUT)
         self.until_done(lambda: self.ask_http(connection))
 
     def over_grpc(self) -> None:
@@ -72,14 +72,14 @@ class Asker(threading.Thread):
 
 
 def ask_grpc(client, prompt: str) -> str:
-    """One short request on a stream of its own, over a connection that is kept."""
+    """Sends one short request on its own stream, over a persistent connection."""
     answers: queue.Queue = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     try:
         client.async_stream_infer(load.MODEL, load.inputs(prompt, 8), enable_empty_final_response=True)
         text = ""
         while True:
-            result, error = answers.get(timeout=load.PATIENCE)
+            result, error = answers.get(timeout=load.TIMEOUT)
             if error is not None:
                 raise error
             piece = result.as_numpy("text_output")
@@ -90,8 +90,8 @@ def ask_grpc(client, prompt: str) -> str:
         client.stop_stream()
 
 
-class Knocker(threading.Thread):
-    """Opens connections to every port without end, and counts those that are refused."""
+class ConnectionProbe(threading.Thread):
+    """Opens connections to every port continuously, and counts refused ones."""
 
     def __init__(self, ports: list[int]):
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""A launched world to disturb, and the question what it has left behind."""
+"""A launched world for fault injection, and checks for its leftovers."""
 
 import http.client
 import os
@@ -12,24 +12,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests/support"))
 
-from ports import free_ports  # noqa: E402 (its folder is known from here on)
+from ports import free_ports  # noqa: E402 (needs the path above)
 
 BINARIES = Path(os.environ.get("TRIREME_BINARIES", ROOT / "target/release"))
 WORLD_SIZE = 2
-# Short, so that a stopped process is found out in a test's time; the defaults are longer.
+# Shorter than the defaults, so that a stopped process is detected soon.
 LIVENESS, EXIT_TIMEOUT = "--liveness-timeout=6", 20
 RANK_TIMEOUTS = ["--step-timeout=5", "--heartbeat-timeout=8"]
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
-def until(what: str, condition, patience: float = PATIENCE, look: float = 0.01):
-    """What `condition` returns once it is true."""
-    end = time.monotonic() + patience
+def until(what: str, condition, timeout: float = TIMEOUT, look: float = 0.01):
+    """Waits until `condition()` is true; returns its value."""
+    end = time.monotonic() + timeout
     while True:
         if value := condition():
             return value
         if time.monotonic() > end:
-            raise TimeoutError(f"not within {patience:.0f} s: {what}")
+            raise TimeoutError(f"not within {timeout:.0f} s: {what}")
         time.sleep(look)
 
 
@@ -55,7 +55,7 @@ def is_alive(pid: int) -> bool:
 
 
 class World:
-    """Processes below one launcher, in a run directory of their own."""
+    """A launcher and its processes, with their own run directory."""
 
     def __init__(self, scratch: Path, repository: Path, variables: dict[str, str] | None = None, exit_timeout: int = EXIT_TIMEOUT):
         self.scratch, self.repository = scratch, repository
@@ -70,12 +70,12 @@ class World:
         return {**os.environ, **folders, **self.variables, "TRIREME_CHAOS": self.mark}
 
     def launch(self, *arguments: str) -> subprocess.CompletedProcess:
-        """`launch` with other things to do than to start a world."""
+        """Runs an action of `launch`."""
         command = [BINARIES / "launch", *arguments]
-        return subprocess.run(command, env=self.environment(), capture_output=True, text=True, timeout=2 * PATIENCE)
+        return subprocess.run(command, env=self.environment(), capture_output=True, text=True, timeout=2 * TIMEOUT)
 
     def start(self) -> None:
-        """Starts the launcher, and does not wait for anything."""
+        """Starts the launcher without waiting."""
         ports = [f"--http_port={self.http_port}", f"--grpc_port={self.grpc_port}", f"--metrics_port={self.metrics_port}"]
         command = [BINARIES / "launch", f"--world_size={WORLD_SIZE}", "--device=cpu", "--oversubscribe", LIVENESS]
         command += [f"--exit-timeout={self.exit_timeout}", f"--model_repo={self.repository}", *ports, "--", "--threads=1", *RANK_TIMEOUTS]
@@ -98,7 +98,7 @@ class World:
             return False
 
     def is_whole(self) -> bool:
-        """Ready, with all of its processes."""
+        """Whether it is ready and has all of its processes."""
         return self.is_ready() and all(self.find(name) for name in ("rank 0", "rank n", "worker 0", "worker n"))
 
     def processes(self) -> list[int]:
@@ -108,7 +108,7 @@ class World:
         return [pid for pid in pids if is_alive(pid) and marked in environment(pid).split(b"\0")]
 
     def find(self, name: str) -> int | None:
-        """The process that is called so: `launch`, `mpirun`, `rank 0`, `rank n`, `worker 0`, `worker n`."""
+        """The pid of `launch`, `mpirun`, `rank 0`, `rank n`, `worker 0` or `worker n`."""
         if name == "launch":
             return self.launcher.pid if self.launcher and self.launcher.poll() is None else None
         start = "mpirun " if name == "mpirun" else f"trireme: {name.replace('n', '1') if name.endswith(' n') else name}"
@@ -118,14 +118,14 @@ class World:
         return max(found) if found else None
 
     def terminate(self) -> int:
-        """Ends the world as a user would; the launcher's exit code."""
+        """Sends SIGTERM to the launcher; returns its exit code."""
         assert self.launcher is not None
         if self.launcher.poll() is None:
             self.launcher.send_signal(signal.SIGTERM)
-        return self.launcher.wait(PATIENCE)
+        return self.launcher.wait(TIMEOUT)
 
     def kill(self) -> None:
-        """Ends what is left of a world that went wrong, so that the next case begins anew."""
+        """Kills the remaining processes of a failed world before the next case."""
         while pids := self.processes():
             for pid in pids:
                 try:
@@ -134,10 +134,10 @@ class World:
                     pass
             time.sleep(0.05)
         if self.launcher:
-            self.launcher.wait(PATIENCE)
+            self.launcher.wait(TIMEOUT)
 
     def leftovers(self) -> list[str]:
-        """Processes, shared memory, sockets and session directories that should not be there any more."""
+        """Processes, shared memory, sockets and session directories that have not been removed."""
         left = [f"process {pid} ({title(pid)})" for pid in self.processes()]
         left += [f"/dev/shm/{name}" for name in shared_memory()]
         left += [str(path) for path in self.scratch.rglob("*") if path.is_socket()]
@@ -157,5 +157,5 @@ BEFORE = set(os.listdir("/dev/shm"))
 
 
 def shared_memory() -> list[str]:
-    """What lies in /dev/shm since this program began."""
+    """Files in /dev/shm that were created since this program started."""
     return sorted(set(os.listdir("/dev/shm")) - BEFORE)

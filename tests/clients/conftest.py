@@ -1,4 +1,4 @@
-"""A world of two ranks on the CPU, launched as a user would, for clients that know nothing of this project."""
+"""A world of two ranks on the CPU, started by `launch`, for tests with third-party clients."""
 
 import os
 import subprocess
@@ -13,14 +13,14 @@ import tritonclient.http as httpclient
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests/support"))
 
-from ports import free_ports  # noqa: E402 (its folder is known from here on)
+from ports import free_ports  # noqa: E402 (needs the path above)
 
 BINARIES = Path(os.environ.get("TRIREME_BINARIES", ROOT / "target/debug"))
 
 
 @dataclass
 class World:
-    """Where a launched world serves."""
+    """The ports of a launched world."""
 
     http_port: int
     grpc_port: int

@@ -1,4 +1,4 @@
-"""Reads `/metrics` as Prometheus does, and what the project says of it."""
+"""Parses `/metrics` pages, and the tables of docs/metrics.md."""
 
 import re
 import urllib.request
@@ -19,7 +19,7 @@ class Family:
 
     @property
     def labels(self) -> set[str]:
-        """Names of labels, without those that tell buckets and quantiles apart."""
+        """Names of labels, except those of buckets and quantiles."""
         return {name for _, labels, _ in self.samples for name in labels} - {"le", "quantile"}
 
     def value(self, suffix: str = "", **labels: str) -> float:
@@ -39,7 +39,7 @@ def families(text: str) -> dict[str, Family]:
     for line in text.splitlines():
         if line.startswith("# TYPE "):
             _, _, name, kind = line.split(" ")
-            assert name not in found, f"{name} comes twice"
+            assert name not in found, f"{name} appears twice"
             found[name] = Family(kind)
         elif line and not line.startswith("#"):
             name, labels, value = SAMPLE.match(line).groups()
@@ -49,7 +49,7 @@ def families(text: str) -> dict[str, Family]:
 
 
 def documented() -> dict[str, tuple[str, set[str], bool]]:
-    """Type, labels, and whether a GPU is needed, of each row of docs/metrics.md."""
+    """For each metric in docs/metrics.md: type, labels, and whether it needs a GPU."""
     rows = {}
     for line in (ROOT / "docs/metrics.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

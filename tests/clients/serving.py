@@ -1,4 +1,4 @@
-"""One rank with flags of the test's choice, serving models that need no checkpoint."""
+"""Starts single ranks with given flags and models that need no checkpoint."""
 
 import re
 import subprocess
@@ -17,7 +17,7 @@ output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
 
 
 class Rank:
-    """A process that serves, and where."""
+    """A rank's process and its addresses."""
 
     def __init__(self, process: subprocess.Popen, log: Path, scheme: str = "http"):
         self.process, self.log = process, log
@@ -40,7 +40,7 @@ class Rank:
 
 
 def repository(folder: Path, **models: str) -> Path:
-    """A repository of models by name and config.pbtxt, each with an empty version 1."""
+    """Creates a repository of models, given as name=config.pbtxt, each with an empty version 1."""
     for name, config in models.items():
         (folder / name / "1").mkdir(parents=True)
         (folder / name / "config.pbtxt").write_text(config)

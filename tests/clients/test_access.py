@@ -1,4 +1,4 @@
-"""Who may do what: TLS, client certificates, keys of restricted APIs, clients' shared memory."""
+"""Access control: TLS, client certificates, keys of restricted APIs, clients' shared memory."""
 
 import json
 import socket
@@ -22,7 +22,7 @@ from serving import rank
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    """A root, and a server's and a client's certificate from it."""
+    """A root certificate, and a server's and a client's certificate signed by it."""
     folder = tmp_path_factory.mktemp("certificates")
 
     def openssl(*arguments):
@@ -44,7 +44,7 @@ def echoed(client, module=grpcclient, **options) -> list[float]:
     return client.infer("identity", [tensor], **options).as_numpy("OUTPUT0").tolist()
 
 
-def test_grpc_serves_within_tls_alone(certificates, tmp_path):
+def test_grpc_serves_only_over_tls(certificates, tmp_path):
     flags = ["--grpc-use-ssl=true", f"--grpc-server-cert={certificates}/server.pem", f"--grpc-server-key={certificates}/server.key"]
     with rank(tmp_path, *flags) as server:
         root = str(certificates / "root.pem")
@@ -54,7 +54,7 @@ def test_grpc_serves_within_tls_alone(certificates, tmp_path):
             client.is_server_live(client_timeout=5)
 
 
-def test_mutual_tls_asks_for_a_certificate_of_the_root(certificates, tmp_path):
+def test_mutual_tls_requires_a_certificate_signed_by_the_root(certificates, tmp_path):
     flags = ["--grpc-use-ssl-mutual=true", f"--grpc-root-cert={certificates}/root.pem"]
     flags += [f"--grpc-server-cert={certificates}/server.pem", f"--grpc-server-key={certificates}/server.key"]
     with rank(tmp_path, *flags) as server:
@@ -67,7 +67,7 @@ def test_mutual_tls_asks_for_a_certificate_of_the_root(certificates, tmp_path):
                 client.is_server_live(client_timeout=5)
 
 
-def test_http_and_metrics_serve_within_tls_alone(certificates, tmp_path):
+def test_http_and_metrics_serve_only_over_tls(certificates, tmp_path):
     flags = ["--http-use-ssl=true", f"--http-server-cert={certificates}/server.pem", f"--http-server-key={certificates}/server.key"]
     with rank(tmp_path, *flags, "--metrics-use-ssl=true") as server:
         trust = ssl.create_default_context(cafile=certificates / "root.pem")
@@ -79,7 +79,7 @@ def test_http_and_metrics_serve_within_tls_alone(certificates, tmp_path):
             urllib.request.urlopen(f"http://{server.http}/v2/health/ready", timeout=60)
 
 
-def test_mutual_tls_over_http_asks_for_a_certificate_of_the_root(certificates, tmp_path):
+def test_mutual_tls_over_http_requires_a_certificate_signed_by_the_root(certificates, tmp_path):
     flags = ["--http-use-ssl-mutual=true", f"--http-root-cert={certificates}/root.pem"]
     flags += [f"--http-server-cert={certificates}/server.pem", f"--http-server-key={certificates}/server.key"]
     with rank(tmp_path, *flags) as server:
@@ -100,7 +100,7 @@ def test_a_certificate_that_cannot_be_read_is_named_with_its_flag(tmp_path):
 
 
 def status(url: str, headers: dict[str, str], body: bytes | None = None) -> tuple[int, str | None]:
-    """The status of the answer, and what key it asks for."""
+    """The status of the response, and the authentication scheme that it requests."""
     try:
         answer = urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60)
     except urllib.error.HTTPError as error:
@@ -180,7 +180,7 @@ def test_a_restricted_api_needs_its_key(tmp_path):
 
 
 @pytest.mark.parametrize("is_allowed", [False, True])
-def test_tensors_pass_through_shared_memory_where_that_is_allowed(is_allowed, tmp_path):
+def test_tensors_pass_through_shared_memory_if_allowed(is_allowed, tmp_path):
     with rank(tmp_path, f"--allow-client-shm={str(is_allowed).lower()}") as server:
         values = np.arange(4, dtype=np.float32)
         region = shared_memory.create_shared_memory_region("in", f"/trireme_test_{tmp_path.name[-12:]}", values.nbytes)

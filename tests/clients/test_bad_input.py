@@ -1,4 +1,4 @@
-"""Each bad request gets one clear error, and the server goes on serving."""
+"""Each bad request gets one clear error, and the server continues to serve."""
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ def test_an_empty_prompt(grpc):
 
 def test_a_body_that_is_no_json(world):
     status, _, body = post(world.http, "/v2/models/ensemble/generate", b"{\"text_input\": ")
-    # Triton's own status and words for it.
+    # Triton's own status and message.
     assert status == 500 and "failed to parse the request JSON buffer" in body
 
 

@@ -1,4 +1,4 @@
-"""A client that leaves in the middle of a stream costs the server nothing afterwards."""
+"""A client that disconnects in the middle of a stream uses no more resources of the server."""
 
 import http.client
 import json
@@ -9,12 +9,12 @@ import tritonclient.grpc as grpcclient
 
 from triton_requests import ANSWER, QUESTION, STORY, stream, text_inputs
 
-# With no end token the model writes until the limit: long enough to be left.
+# Without an end token the model generates until the limit, long enough to disconnect meanwhile.
 ENDLESS = {"end_id": ([-1], np.int32)}
 
 
 def running_sequences(world) -> float:
-    """Requests that the language model works on, from the metrics page."""
+    """Number of requests that run in the language model, from the metrics page."""
     connection = http.client.HTTPConnection("localhost", world.metrics_port, timeout=10)
     connection.request("GET", "/metrics")
     page = connection.getresponse().read().decode()
@@ -33,7 +33,7 @@ def wait_until(condition, seconds: float) -> bool:
     return True
 
 
-def test_a_grpc_client_that_leaves_mid_stream_is_forgotten(world, grpc):
+def test_a_request_is_cancelled_when_its_grpc_client_disconnects(world, grpc):
     leaving = grpcclient.InferenceServerClient(world.grpc)
     answers = []
     leaving.start_stream(lambda result, error: answers.append(error))
@@ -45,7 +45,7 @@ def test_a_grpc_client_that_leaves_mid_stream_is_forgotten(world, grpc):
     assert "".join(stream(grpc, text_inputs(QUESTION, 32, True))[0]) == ANSWER
 
 
-def test_an_http_client_that_leaves_mid_stream_is_forgotten(world, grpc):
+def test_a_request_is_cancelled_when_its_http_client_disconnects(world, grpc):
     connection = http.client.HTTPConnection("localhost", world.http_port, timeout=30)
     body = json.dumps({"text_input": STORY, "max_tokens": 1900, "stream": True, "end_id": -1})
     connection.request("POST", "/v2/models/ensemble/generate_stream", body)

@@ -10,7 +10,6 @@ import copy
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import socket
 import time
@@ -47,7 +46,7 @@ output [ { name: "OUTPUT0" data_type: TYPE_INT32 dims: [ -1 ] }, { name: "OUTPUT
 
 @dataclass
 class Launched(World):
-    """A launched world whose rank 0 is watched."""
+    """A launched world, with the memory of its rank 0."""
 
     rank_0: int = 0
 
@@ -81,7 +80,7 @@ def rank_0_of(status: str) -> int:
 
 
 def other_client(port: int, stop, longest) -> None:
-    """Asks for a small inference again and again; the longest wait goes to `longest`. A process of its own: the test keeps this one busy."""
+    """Sends small inference requests repeatedly and stores the longest response time in `longest`. Runs in its own process, because the test keeps this one busy."""
     body = json.dumps({"inputs": [{"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [7]}]}).encode()
     head = f"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     connection = None
@@ -101,7 +100,7 @@ def other_client(port: int, stop, longest) -> None:
 
 
 class Watch:
-    """What must hold while cases run."""
+    """Runs cases and checks the server after each: it answers, serves others, and does not use too much memory."""
 
     def __init__(self, world: Launched):
         self.world, self.problems, self.num_cases = world, [], 0
@@ -110,8 +109,8 @@ class Watch:
         self.other = processes.Process(target=other_client, args=(world.http_port, self.stop, self.longest), daemon=True)
 
     def __enter__(self):
-        Path(f"/proc/{self.world.rank_0}/clear_refs").write_text("5")  # The peak counts from now on.
-        self.at_rest = self.world.status("VmRSS")
+        Path(f"/proc/{self.world.rank_0}/clear_refs").write_text("5")  # Resets the peak.
+        self.memory_before = self.world.status("VmRSS")
         self.other.start()
         return self
 
@@ -122,10 +121,10 @@ class Watch:
         self.longest.value = 0.0
         try:
             problem = send()
-        except Exception as error:  # What a client library makes of a broken answer.
+        except Exception as error:  # A client library may raise anything for a broken response.
             problem = f"no answer: {type(error).__name__}: {error}"
         took = time.monotonic() - begun
-        waited, grown = self.longest.value, self.world.status("VmHWM") - self.at_rest if os.path.exists(f"/proc/{self.world.rank_0}") else 0
+        waited, grown = self.longest.value, self.world.status("VmHWM") - self.memory_before if os.path.exists(f"/proc/{self.world.rank_0}") else 0
         if not os.path.exists(f"/proc/{self.world.rank_0}"):
             pytest.fail(f"{name}: rank 0 has ended")
         if problem:
@@ -142,7 +141,7 @@ class Watch:
         self.stop.set()
         self.other.join(timeout=60)
         if failure[0] is None:
-            grown = self.world.status("VmHWM") - self.at_rest
+            grown = self.world.status("VmHWM") - self.memory_before
             print(f"{self.num_cases} cases; rank 0 grew by at most {grown >> 20} MiB")
             assert not self.problems, f"{len(self.problems)} of {self.num_cases} cases:\n" + "\n".join(self.problems[:60])
 
@@ -257,7 +256,7 @@ def nodes(document, path=()):
 
 
 def with_value(document, path, value: bytes) -> bytes:
-    """The document as JSON with `value`, which is JSON already, at `path`."""
+    """The document as JSON, with `value`, which is JSON already, inserted at `path`."""
     if not path:
         return value
     changed = copy.deepcopy(document)
@@ -269,7 +268,7 @@ def with_value(document, path, value: bytes) -> bytes:
 
 
 def text_json(text: bytes) -> bytes:
-    """A JSON string of these bytes, which need not be UTF-8; control characters are escaped as JSON demands."""
+    """A JSON string of these bytes, which may be invalid UTF-8; control characters are escaped as JSON requires."""
     escaped = bytearray()
     for byte in text if len(text) < 1000 else b"":
         escaped += b"\\u%04x" % byte if byte < 32 else bytes([byte])
@@ -277,7 +276,7 @@ def text_json(text: bytes) -> bytes:
 
 
 def distinct(sample, index: int):
-    """An element like `sample` that no other index has."""
+    """An element like `sample` that is different for each index."""
     if isinstance(sample, dict):
         return {key: distinct(value, index) if key in ("name", "text", "content") else value for key, value in sample.items()}
     if isinstance(sample, list):
@@ -286,7 +285,7 @@ def distinct(sample, index: int):
 
 
 def replacements(value):
-    """What a value is replaced by: a name and JSON."""
+    """The replacements of a value, as name and JSON."""
     if isinstance(value, bool) or value is None:
         return
     if isinstance(value, (int, float)):
@@ -304,13 +303,13 @@ def replacements(value):
 
 
 def post(port: int, path: bytes, body: bytes, headers: bytes = b"") -> tuple[int, bytes]:
-    """Status and body of an answer. By hand, as client libraries refuse to send some of this."""
+    """Status and body of a response. Uses a socket, because client libraries refuse to send some of these requests."""
     head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n%sContent-Length: %d\r\n\r\n" % (path, headers, len(body))
     with socket.create_connection(("127.0.0.1", port), timeout=2 * ANSWER_SECONDS) as connection:
         try:
             connection.sendall(head + body)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # It has answered before it read all of it.
+            pass  # The server has responded before it read the whole request.
         answer = bytearray()
         while more := connection.recv(1 << 16):
             answer += more
@@ -320,12 +319,12 @@ def post(port: int, path: bytes, body: bytes, headers: bytes = b"") -> tuple[int
 
 def http_problem(port: int, path: bytes, body: bytes, headers: bytes = b"") -> str | None:
     status, answer = post(port, path, body, headers)
-    # Triton answers 500 to much that is the client's fault, and so does this server, word for word; OpenAI's protocol never does.
+    # Like Triton, this server answers 500 to some errors of the client, with the same messages; in OpenAI's protocol it does not.
     if status >= 500 and status not in (501, 503) and (path.startswith(b"/v1") or b'"error":"' not in answer):
         return f"status {status}: {answer[:200]!r}"
     if status >= 400 and len(answer) > LONGEST_ERROR:
         return f"an error of {len(answer)} bytes"
-    # What is no HTTP is answered by a status alone.
+    # Requests that are not valid HTTP get a status without a body.
     if status >= 400 and not answer and status != 431 and b"Content-Length" not in headers:
         return f"status {status} without words"
     return None
@@ -386,7 +385,7 @@ WITHOUT_REQUEST = ("ServerLive", "ServerReady", "ServerMetadata")
 
 
 def byte_messages():
-    """The service's messages with strings as bytes, so that any bytes can be sent in them."""
+    """The service's message types with strings declared as bytes, so that they can contain any bytes."""
     file = descriptor_pb2.FileDescriptorProto()
     service_pb2.DESCRIPTOR.CopyToProto(file)
     is_key = lambda message, field: message.options.map_entry and field.name == "key"
@@ -436,7 +435,7 @@ def is_map(field) -> bool:
 
 
 def set_distinct(field, container, length: int) -> None:
-    """Makes a repeated field `length` long, its elements distinct where they have a name."""
+    """Sets the length of a repeated field. Elements with a name get different names."""
     if is_map(field):
         for index in range(length):
             container[f"m{index}"].SetInParent()
@@ -467,7 +466,7 @@ def fits(field, number) -> bool:
 
 
 def changes(message, path=""):
-    """Every change of one value: its name and what makes it. `message` has it while the name is out."""
+    """Yields the name of every change of one value. The change is applied to `message` until the next iteration."""
     for field in message.DESCRIPTOR.fields:
         where = f"{path}{field.name}"
         whole = type(message).FromString(message.SerializeToString())
@@ -507,7 +506,7 @@ def changes(message, path=""):
                     message.CopyFrom(whole)
 
 
-# What must never come of a request: its words say nothing to a client.
+# Statuses that a request must never get, because they tell the client nothing.
 BROKEN = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.DATA_LOSS)
 
 
@@ -540,8 +539,8 @@ def test_every_field_of_a_grpc_request(launched, watch, method):
         assert post(launched.http_port, b"/v2/logging", json.dumps(LEVELS).encode())[0] == 200
 
 
-def test_requests_that_ended_the_service_once(launched, watch):
-    """Each of these ended rank 0, filled its memory or held up all other clients before there were limits."""
+def test_requests_that_once_ended_the_service(launched, watch):
+    """Before there were limits, each of these ended rank 0, filled its memory or blocked other clients."""
     ensemble = b"/v2/models/ensemble/generate"
     ask = lambda path, document: lambda: http_problem(launched.http_port, path, json.dumps(document).encode())
     for width in (65, 20_000_000, 2_000_000_000):

@@ -39,13 +39,13 @@ def test_infer_tokenizes_and_detokenizes_without_loss(grpc):
     assert text.reshape(-1)[0].decode() == prompt
 
 
-def test_a_prompt_streams_back_in_pieces_that_join_to_the_answer(grpc):
+def test_streamed_pieces_join_to_the_whole_text(grpc):
     pieces, error = stream(grpc, text_inputs(QUESTION, 32, True))
     assert error is None
     assert len(pieces) > 3 and "".join(pieces) == ANSWER
 
 
-def test_without_streaming_one_response_holds_the_same_text(grpc):
+def test_without_streaming_one_response_has_the_same_text(grpc):
     pieces, error = stream(grpc, text_inputs(QUESTION, 32, False))
     assert error is None and [piece for piece in pieces if piece] == [ANSWER]
 

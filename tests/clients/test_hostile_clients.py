@@ -1,4 +1,4 @@
-"""Clients that are hostile, broken or slow: each gets an error or is waited for, memory stays bounded, others are served.
+"""Hostile, broken and slow clients: each gets an error or a timeout, memory stays bounded, and other clients are served.
 
 `TRIREME_LONG=1` runs it with more of everything, and waits for the deadlines of slow clients.
 """
@@ -22,7 +22,7 @@ INFER = "/v2/models/identity/infer"
 GOOD = {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [2], "data": [1, 2]}]}
 MIB = 1 << 20
 LARGEST_BODY = 8 * MIB
-# How bombs are packed: gigabytes must fit into the largest body.
+# Compression of decompression bombs: gigabytes must fit into the largest accepted body.
 GIGABYTES, LEVEL = (2048 * MIB, 6) if LONG else (256 * MIB, 1)
 
 
@@ -49,7 +49,7 @@ class Server:
         assert status == 200 and json.loads(body)["outputs"][0]["data"] == [1, 2]
         above = self.peak() - self.rest
         print(f"{above >> 20} MiB above the {self.rest >> 20} MiB at rest")
-        assert above < most, f"{above} bytes more than at rest"
+        assert above < most, f"{above} bytes more than before"
 
     def open(self, port: int | None = None, sent: bytes = b"") -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", port or self.http_port), timeout=30)
@@ -62,7 +62,7 @@ def server(tmp_path):
     with rank(tmp_path, f"--http-max-input-size={LARGEST_BODY}", prefix="sturdy") as served:
         server = Server(served)
         server.still_serves(64 * MIB)
-        # A peak from now on.
+        # Resets the peak.
         with open(f"/proc/{server.pid}/clear_refs", "w") as clear:
             clear.write("5")
         server.rest = server.memory()
@@ -82,7 +82,7 @@ def head(length: int, *lines: str, path: str = INFER) -> bytes:
 
 
 def status_of(connection: socket.socket) -> int | None:
-    """The status of the next answer; `None` when the server closed instead."""
+    """The status of the next response; `None` if the server closed the connection."""
     try:
         line = connection.makefile("rb").readline()
     except ConnectionResetError:
@@ -99,7 +99,7 @@ def test_heads_that_never_end(server):
     slow = [server.open(sent=b"POST /v2 HTTP/1.1\r\nX-") for _ in range(4000 if LONG else 1000)]
     slow += [server.open(server.grpc_port, b"PRI * HT") for _ in range(4000 if LONG else 500)]
     server.still_serves(96 * MIB)
-    if LONG:  # Those that say nothing more are closed after half a minute.
+    if LONG:  # Silent connections are closed after half a minute.
         time.sleep(40)
         for connection in slow[::100]:
             assert status_of(connection) in (None, 408), "still open"
@@ -115,8 +115,8 @@ def test_bodies_that_never_end(server):
         connection.close()
 
 
-def test_a_client_that_stops_sending_is_answered_or_let_go(server):
-    """An end of what it sends counts as leaving, which ends its request, unless the answer was there before."""
+def test_a_half_closed_connection_is_answered_or_closed(server):
+    """A half-closed connection counts as a disconnect and cancels the request, unless the response is complete before."""
     body = json.dumps(GOOD).encode()
     for _ in range(200):
         with server.open(sent=head(len(body)) + body) as connection:
@@ -174,7 +174,7 @@ def test_bodies_and_heads_that_are_too_large(server):
     server.still_serves(64 * MIB)
 
 
-# HTTP/2 by hand, since no client library misbehaves in these ways.
+# HTTP/2 frames over a socket, since no client library misbehaves in these ways.
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RESET, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
@@ -186,7 +186,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def call(stream: int, path: str, *more: tuple[str, str]) -> bytes:
-    """The headers of a gRPC call, none of them compressed."""
+    """The headers of a gRPC call, without compression."""
     fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"), ("te", "trailers")]
     fields += [("content-type", "application/grpc"), *more]
     text = b"".join(b"\0" + bytes([len(key)]) + key.encode() + bytes([len(value)]) + value.encode() for key, value in fields)
@@ -194,7 +194,7 @@ def call(stream: int, path: str, *more: tuple[str, str]) -> bytes:
 
 
 def drain(connection: socket.socket, until: bytes, seconds: float = 30) -> bytes:
-    """What the server sends until it has sent `until`."""
+    """Reads from the server until it has sent `until`."""
     received, deadline = b"", time.monotonic() + seconds
     while until not in received and time.monotonic() < deadline:
         more = connection.recv(1 << 16)
@@ -205,7 +205,7 @@ def drain(connection: socket.socket, until: bytes, seconds: float = 30) -> bytes
 
 
 class Call:
-    """One gRPC call of a client that keeps to the server's flow control and reads no more than it must for that."""
+    """A gRPC call that respects the server's flow control and reads only the frames that this requires."""
 
     def __init__(self, server: Server, path: str, *headers: tuple[str, str], window: int = 65535):
         """`window` bytes is all that the server may send."""
@@ -218,7 +218,7 @@ class Call:
         self.connection.sendall(frame(SETTINGS, 1, 0) + call(1, path, *headers))
 
     def step(self) -> int:
-        """Takes the next frame. Returns its kind."""
+        """Reads the next frame. Returns its type."""
         start = self.received.read(9)
         assert len(start) == 9, "the connection ended before the call"
         length, kind, flags, stream = int.from_bytes(start[:3], "big"), start[3], start[4], int.from_bytes(start[5:], "big")
@@ -250,7 +250,7 @@ def test_ten_thousand_idle_streams(server):
     for _ in range(5):
         connection = server.open(server.grpc_port, PREFACE + frame(SETTINGS, 0, 0))
         connection.sendall(b"".join(call(1 + 2 * number, STREAM_INFER) for number in range(2000)))
-        connection.sendall(frame(PING, 0, 0, b"all here"))  # A ping is answered behind what came before it.
+        connection.sendall(frame(PING, 0, 0, b"all here"))  # The reply to a ping follows the replies to all earlier frames.
         assert b"all here" in drain(connection, b"all here")
         connections.append(connection)
     server.still_serves(256 * MIB)
@@ -277,18 +277,18 @@ def infer_message(values: bytes) -> bytes:
 
 
 def test_a_grpc_client_that_never_reads(server):
-    """It lets the server send nothing, and asks again and again as long as it may send."""
+    """It allows the server to send nothing, and sends requests as long as flow control permits."""
     message = infer_message(bytes(MIB))
     calls = [Call(server, path, window=0) for path in (STREAM_INFER, UNARY_INFER) * (8 if LONG else 2)]
-    for asking in calls:
+    for call_ in calls:
         try:
-            for _ in range(200):  # What a call with one message brings beyond that is read and dropped.
-                asking.send(message)
+            for _ in range(200):  # A unary call takes one message; further ones are read and dropped.
+                call_.send(message)
         except (TimeoutError, ConnectionError):
-            pass  # It may not go on: that is the bound of a stream.
+            pass  # Flow control has stopped it: this is the limit of a stream.
     server.still_serves(160 * MIB)
-    for asking in calls:
-        asking.connection.close()
+    for call_ in calls:
+        call_.connection.close()
 
 
 def test_an_http_client_that_never_reads(server):
@@ -311,12 +311,12 @@ def test_an_http_client_that_never_reads(server):
 def test_a_grpc_message_that_unpacks_to_gigabytes(server):
     packed = gzip.compress(bytes(GIGABYTES), LEVEL)
     for _ in range(4 if LONG else 1):
-        asking = Call(server, UNARY_INFER, ("grpc-encoding", "gzip"))
-        asking.send(b"\1" + struct.pack(">I", len(packed)) + packed, is_last=True)
-        asking.connection.settimeout(60)
-        while not asking.is_over:
-            asking.step()
-        assert not asking.has_data, "a message was answered"
+        call_ = Call(server, UNARY_INFER, ("grpc-encoding", "gzip"))
+        call_.send(b"\1" + struct.pack(">I", len(packed)) + packed, is_last=True)
+        call_.connection.settimeout(60)
+        while not call_.is_over:
+            call_.step()
+        assert not call_.has_data, "the server sent a response message"
     server.still_serves(64 * MIB)
 
 
@@ -328,5 +328,5 @@ def test_rst_after_rst(server):
                 stream = 1 + 2 * number
                 connection.sendall(call(stream, STREAM_INFER) + frame(RESET, 0, stream, struct.pack(">I", 8)))
         except ConnectionError:
-            pass  # The server may have had enough.
+            pass  # The server may have closed the connection.
     server.still_serves(128 * MIB)

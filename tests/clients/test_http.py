@@ -33,13 +33,13 @@ def test_infer_takes_json_and_binary_tensors_alike(http):
     assert answers[0] == answers[1] and len(answers[0][0]) > 3
 
 
-def test_generate_answers_in_one_piece(world):
+def test_generate_returns_one_response(world):
     status, content_type, body = post(world.http, "/v2/models/ensemble/generate", {"text_input": QUESTION, "max_tokens": 32})
     assert status == 200 and content_type.startswith("application/json")
     assert json.loads(body)["text_output"] == ANSWER and json.loads(body)["model_name"] == "ensemble"
 
 
-def test_generate_stream_sends_events_that_join_to_the_answer(world):
+def test_events_of_generate_stream_join_to_the_whole_text(world):
     status, content_type, body = post(world.http, "/v2/models/ensemble/generate_stream", {"text_input": QUESTION, "max_tokens": 32, "stream": True})
     assert status == 200 and content_type.startswith("text/event-stream")
     events = [json.loads(line.removeprefix("data: ")) for line in body.splitlines() if line.startswith("data: ")]

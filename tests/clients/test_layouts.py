@@ -1,4 +1,4 @@
-"""The requests of published clients and benchmarks, against repositories of the layouts they were written for."""
+"""Requests of published clients and benchmarks, to repositories of the layouts that they were written for."""
 
 import json
 import queue
@@ -21,7 +21,7 @@ END_TOKEN = 2
 
 @contextmanager
 def served(folder, *layouts: str, fill: str = "", checkpoint=CHECKPOINT, change=lambda: None):
-    """A launched world of one rank that serves repositories made by `trireme init`, after `change`."""
+    """Launches a world of one rank that serves repositories made by `trireme init`, after calling `change`."""
     for layout in layouts:
         command = [BINARIES / "trireme", "init", checkpoint, f"--layout={layout}", f"--output={folder}", f"--fill={fill}"]
         made = subprocess.run(command, capture_output=True, text=True)
@@ -63,19 +63,19 @@ def texts(tmp_path_factory):
 
 
 def completion(world, **fields) -> dict:
-    """What OpenAI's interface answers."""
+    """The response of OpenAI's completions endpoint."""
     request = urllib.request.Request(f"http://{world.http}/v1/completions", json.dumps(fields).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as reply:
         return json.loads(reply.read())
 
 
 @pytest.mark.parametrize("model", ["lmdeploy_model", "sglang_model", "llama-python"])
-def test_text_models_take_what_openais_clients_ask_though_they_do_not_declare_it(texts, model):
+def test_text_models_accept_openais_settings_that_they_do_not_declare(texts, model):
     asked = {"model": model, "prompt": "Once", "max_tokens": 12, "n": 4, "seed": 7, "temperature": 1.5, "logprobs": 1}
     choices = completion(texts, **asked)["choices"]
     drawn = [choice["text"] for choice in choices]
-    assert len(set(drawn)) > 1, "each choice is a draw of its own"
-    assert drawn == [choice["text"] for choice in completion(texts, **asked)["choices"]], "a seed draws the same"
+    assert len(set(drawn)) > 1, "each choice is sampled separately"
+    assert drawn == [choice["text"] for choice in completion(texts, **asked)["choices"]], "a seed reproduces the choices"
     for choice in choices:
         values = choice["logprobs"]["token_logprobs"]
         assert len(values) >= 1 and all(value <= 0 for value in values), choice
@@ -87,7 +87,7 @@ def test_text_models_take_what_openais_clients_ask_though_they_do_not_declare_it
 
 
 @pytest.mark.parametrize("model", ["lmdeploy_model", "sglang_model", "llama-python"])
-def test_trireme_client_asks_text_models_of_every_layout(texts, model):
+def test_trireme_client_works_with_text_models_of_every_layout(texts, model):
     command = [BINARIES / "trireme", "client", "-u", texts.grpc, "-m", model, "-n", "32", "--quiet", QUESTION]
     asked = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert asked.returncode == 0 and asked.stdout.strip() == ANSWER.strip(), asked
@@ -100,7 +100,7 @@ def connected(world, protocol: str):
 
 
 def inputs(protocol: str = "grpc", **arrays):
-    """Tensors by their names, as they are: each type as the client's own numpy code makes it."""
+    """Input tensors from name=array, with the data types of the arrays."""
     module = httpclient if protocol == "http" else grpcclient
     made = []
     for name, array in arrays.items():
@@ -115,7 +115,7 @@ def one(value, dtype):
 
 
 def streamed(world, model: str, tensors, **options) -> list:
-    """Every response of one streamed request; the stream is closed as soon as it is sent, as published clients do."""
+    """All responses of a streamed request. Like published clients, it closes the stream as soon as the request is sent."""
     answers: queue.Queue = queue.Queue()
     with grpcclient.InferenceServerClient(world.grpc) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -127,7 +127,7 @@ def streamed(world, model: str, tensors, **options) -> list:
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_the_core_benchmark_of_in_flight_batching_sends_ids_at_random(in_flight, protocol):
+def test_the_core_benchmark_of_in_flight_batching_sends_random_ids(in_flight, protocol):
     ids = np.random.default_rng(7).integers(0, np.iinfo(np.int32).max, (1, 16), dtype=np.int32)
     arrays = {"input_ids": ids, "input_lengths": one(16, np.int32), "request_output_len": one(8, np.int32), "pad_id": one(0, np.int32), "end_id": one(-1, np.int32)}
     with connected(in_flight, protocol) as client:
@@ -136,7 +136,7 @@ def test_the_core_benchmark_of_in_flight_batching_sends_ids_at_random(in_flight,
     assert result.as_numpy("output_ids").shape == (1, 1, 24)
     assert (result.as_numpy("output_ids") == again.as_numpy("output_ids")).all()
     response = result.get_response()
-    # The tool reads lengths from the first output, and matches answers by their ids.
+    # The tool reads lengths from the first output, and matches responses by their ids.
     first = response["outputs"][0]["shape"] if protocol == "http" else list(response.outputs[0].shape)
     assert first == [1, 1, 24] and (response["id"] if protocol == "http" else response.id) == "3"
 
@@ -151,7 +151,7 @@ def test_ids_of_the_wrong_type_are_refused_as_triton_does(in_flight):
             client.infer("tensorrt_llm", inputs(**negative))
 
 
-def test_an_ensemble_made_by_hand_answers_like_the_server_s(in_flight):
+def test_an_ensemble_in_the_client_returns_the_same_as_the_server_s(in_flight):
     """The functionality test of `end_to_end_test.py`."""
     with connected(in_flight, "grpc") as client:
         empty = np.array([[b""]], dtype=object)
@@ -166,7 +166,7 @@ def test_an_ensemble_made_by_hand_answers_like_the_server_s(in_flight):
     assert ensemble.as_numpy("text_output")[0].decode() == QUESTION + ANSWER
 
 
-def test_our_own_client_and_benchmark_take_a_model_that_does_not_stream_as_it_is(in_flight):
+def test_trireme_s_client_and_benchmark_accept_a_model_without_streaming(in_flight):
     def run(*words):
         done = subprocess.run([BINARIES / "trireme", *words], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -180,7 +180,7 @@ def test_our_own_client_and_benchmark_take_a_model_that_does_not_stream_as_it_is
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_the_benchmark_of_fixed_batches_gets_all_rows_of_a_batch(fixed, protocol):
-    """`identity_test.py` and `benchmark_core_model.py` of `tools/gpt`: ids of GPT-2's vocabulary whatever the model's."""
+    """`identity_test.py` and `benchmark_core_model.py` of `tools/gpt`, which use ids of GPT-2's vocabulary for any model."""
     batch, start, output = 4, 8, 6
     rows = {
         "input_lengths": (start, np.int32), "request_output_len": (output, np.int32), "pad_id": (0, np.int32), "end_id": (2, np.int32), "beam_width": (1, np.int32),
@@ -207,13 +207,13 @@ def lmdeploy_inputs(max_tokens: int, stream: bool):
 
 @pytest.mark.parametrize("model", ["lmdeploy_model", "sglang_model"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_text_of_lmdeploy_and_sglang_streams_or_comes_whole(texts, model, stream):
+def test_text_of_lmdeploy_and_sglang_with_and_without_streaming(texts, model, stream):
     results = streamed(texts, model, lmdeploy_inputs(32, stream), sequence_start=True, sequence_end=True)
     pieces = [result.as_numpy("response")[0].decode() for result in results]
     assert "".join(pieces) == ANSWER and (len(pieces) > 3) == stream
 
 
-def test_a_streaming_client_of_tensorrt_llm_asks_a_hugging_face_model(texts):
+def test_a_streaming_client_of_tensorrt_llm_works_with_a_hugging_face_model(texts):
     """`end_to_end_grpc_client.py -S --model-name llama-python`."""
     arrays = {
         "text_input": np.array([[QUESTION.encode()]], dtype=object), "max_tokens": one(32, np.int32), "stream": one(True, bool), "beam_width": one(1, np.int32),
@@ -226,7 +226,7 @@ def test_a_streaming_client_of_tensorrt_llm_asks_a_hugging_face_model(texts):
 
 
 class Chat:
-    """What LMDeploy's `Chatbot` sends in one session of TurboMind's models."""
+    """Sends the requests of LMDeploy's `Chatbot` in one session of TurboMind's models."""
 
     def __init__(self, world, session: int):
         self.world, self.session, self.length = world, session, 0
@@ -259,7 +259,7 @@ class Chat:
         return new.tolist()
 
 
-def test_a_chat_of_turbomind_goes_on_where_it_was_and_ends(sessions):
+def test_a_chat_of_turbomind_continues_its_session_and_ends_it(sessions):
     chat = Chat(sessions, 5)
     assert chat.name == "base"
     ids, lengths = chat.encode(QUESTION)
@@ -269,12 +269,12 @@ def test_a_chat_of_turbomind_goes_on_where_it_was_and_ends(sessions):
     history = chat.length
     again, length = chat.encode("\n" + QUESTION)
     assert chat.turn(again[:, 1:], length - 1, 4) and chat.length > history + 4
-    # The end: no text is encoded, no token asked for.
+    # The last request ends the session, with no text and no tokens requested.
     chat.encode("")
     chat.turn(one(1, np.uint32), one(1, np.uint32), 0, end=True)
 
 
-def test_the_serving_benchmark_of_turbomind_gets_as_many_tokens_as_it_asks_for(sessions):
+def test_the_serving_benchmark_of_turbomind_gets_as_many_tokens_as_it_requests(sessions):
     """`profile_serving.py` bans the end token, whose id it learns from the server."""
     chat = Chat(sessions, 0)
     end = int(chat.encode("<EOS>")[0][0][0])

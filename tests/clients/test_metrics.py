@@ -1,4 +1,4 @@
-"""The metrics of worlds that have served: as promtool, Triton's users, the documentation and the dashboard expect them."""
+"""Metrics of worlds that have served, checked against promtool, Triton, the documentation and the dashboard."""
 
 import json
 import os
@@ -43,7 +43,7 @@ ALL_LATENCIES = [f"--metrics-config={kind}_latencies=true" for kind in ("counter
 
 @pytest.fixture(scope="module")
 def served():
-    """The page of a world of two ranks after requests: two alike, a long one, and one that is refused."""
+    """The metrics page of a world of two ranks after four requests: two equal ones, a long one, and one that is refused."""
     http, grpc, metrics = free_ports(3)
     flags = [f"--http_port={http}", f"--grpc_port={grpc}", f"--metrics_port={metrics}", "--device=cpu", "--oversubscribe"]
     of_ranks = ["--", "--metrics-config=histogram_latencies=true"]
@@ -62,7 +62,7 @@ def served():
 
 
 def settled_page(address: str) -> str:
-    """The page once the last step and the last request are counted, which ends a moment after its last response."""
+    """The metrics page after the last step and request are counted, which happens shortly after the last response."""
     deadline = time.monotonic() + 60
     while True:
         text = metrics_page.page(address)
@@ -76,7 +76,7 @@ def settled_page(address: str) -> str:
 
 @pytest.fixture(scope="module")
 def cached(tmp_path_factory):
-    """The page of a rank with a response cache and all latencies, after a miss and a hit; the second page is a later one."""
+    """Two metrics pages, one later than the other, of a rank with a response cache and all latencies, after a miss and a hit."""
     flags = [*ALL_LATENCIES, "--metrics-config=summary_quantiles=0.5:0.05,0.9:0.01", "--cache-config=local,size=1048576"]
     with rank(tmp_path_factory.mktemp("cached"), *flags, "--metrics-interval-ms=1", prefix="metrics", identity=CACHED, plain=IDENTITY) as one:
         with httpclient.InferenceServerClient(one.http) as client:
@@ -89,11 +89,11 @@ def cached(tmp_path_factory):
 
 
 @needs_promtool
-def test_promtool_finds_nothing_wrong_but_names_that_are_tritons(served, cached):
+def test_promtool_objects_only_to_names_of_triton(served, cached):
     for text in (served, cached):
         checked = subprocess.run([PROMTOOL, "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
         findings = (checked.stdout + checked.stderr).split("\n")
-        assert checked.returncode in (0, 3), findings  # 3: the page is whole, and some names could be better.
+        assert checked.returncode in (0, 3), findings  # 3: the page is valid, with advice about names.
         assert not [line for line in findings if line and not line.startswith("nv_")], findings
     own = "".join(re.findall(r"(?m)^(?:# (?:HELP|TYPE) )?trireme_.*\n", served))
     assert subprocess.run([PROMTOOL, "check", "metrics"], input=own, text=True, timeout=60).returncode == 0
@@ -117,7 +117,7 @@ def test_families_types_and_labels_are_those_of_tritonserver(cached):
     assert 0 <= found["nv_cpu_utilization"].value() <= 1
 
 
-def test_language_models_count_what_clients_got(served):
+def test_counters_of_language_models_equal_what_clients_received(served):
     found = metrics_page.families(served)
     ended = found["trireme_llm_sequences_ended_total"].value()
     for name in ("time_to_first_token_seconds", "queue_time_seconds", "request_seconds"):
@@ -130,14 +130,14 @@ def test_language_models_count_what_clients_got(served):
     steps = found["trireme_llm_steps_total"].value()
     assert found["trireme_llm_step_phase_seconds"].value("_count", phase="settle") == steps
     hits = found["trireme_llm_prefix_cache_hits_total"].value()
-    assert (hits, found["trireme_llm_prefix_cache_lookups_total"].value()) == (1, 3), "the second question is the first again"
+    assert (hits, found["trireme_llm_prefix_cache_lookups_total"].value()) == (1, 3), "the second prompt equals the first"
     workers = {labels["worker"]: labels for _, labels, _ in found["trireme_llm_worker_ready"].samples}
     assert sorted(workers) == ["0", "1"]
     assert all(labels["device"] == "cpu" and os.path.exists(f"/proc/{labels['pid']}") for labels in workers.values())
     assert found["trireme_llm_startup_seconds"].value(phase="total") >= found["trireme_llm_startup_seconds"].value(phase="weights") > 0
 
 
-def test_statistics_tell_the_memory_that_workers_hold(world):
+def test_statistics_contain_the_memory_of_workers(world):
     with grpcclient.InferenceServerClient(world.grpc) as client:
         [model] = client.get_inference_statistics("tensorrt_llm").model_stats
     with httpclient.InferenceServerClient(world.http) as client:
@@ -150,7 +150,7 @@ def test_statistics_tell_the_memory_that_workers_hold(world):
     assert of_workers == found["nv_trt_llm_runtime_memory_metrics"].value(memory_type="cpu") == sum(memory.byte_size for memory in model.memory_usage)
 
 
-def test_the_documentation_names_every_family_with_its_type_and_labels(served, cached):
+def test_the_documentation_lists_every_metric_with_its_type_and_labels(served, cached):
     documented = metrics_page.documented()
     found = {**metrics_page.families(cached), **metrics_page.families(served)}
     assert sorted(set(found) - set(documented)) == [], "not in docs/metrics.md"
@@ -161,7 +161,7 @@ def test_the_documentation_names_every_family_with_its_type_and_labels(served, c
         assert (kind, labels) == (family.kind, family.labels - {"_team"}), name
 
 
-def test_dashboard_and_alerts_name_metrics_that_there_are(served, cached):
+def test_dashboard_and_alerts_use_existing_metrics(served, cached):
     known = {**metrics_page.families(cached), **metrics_page.families(served)}
     known |= {name: None for name, (_, _, needs_gpu) in metrics_page.documented().items() if needs_gpu}
     dashboard = json.loads((ROOT / "monitoring/trireme.dashboard.json").read_text())
@@ -175,7 +175,7 @@ def test_dashboard_and_alerts_name_metrics_that_there_are(served, cached):
 
 
 @needs_promtool
-def test_every_panel_of_the_dashboard_asks_what_prometheus_understands(tmp_path):
+def test_every_query_of_the_dashboard_is_valid(tmp_path):
     dashboard = json.loads((ROOT / "monitoring/trireme.dashboard.json").read_text())
     rules = []
     for panel in dashboard["panels"]:
@@ -190,7 +190,7 @@ def test_every_panel_of_the_dashboard_asks_what_prometheus_understands(tmp_path)
 
 
 @needs_promtool
-def test_alerts_fire_when_they_should_and_not_before():
+def test_alerts_fire_under_their_conditions_only():
     folder = ROOT / "monitoring"
     for command in (["check", "rules", "trireme.rules.yml"], ["test", "rules", "trireme.rules.test.yml"]):
         run = subprocess.run([PROMTOOL, *command], cwd=folder, capture_output=True, text=True, timeout=60)

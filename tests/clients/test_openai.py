@@ -18,7 +18,7 @@ TEMPLATE = """{% for message in messages %}{% if message.role == 'system' %}{{ r
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
-    """A world whose tokenizer has a chat template beside it."""
+    """OpenAI's client of a world whose tokenizer has a chat template."""
     models = tmp_path_factory.mktemp("openai") / "models"
     shutil.copytree(ROOT / "model_repository", models)
     (models / "tensorrt_llm/1/chat_template.jinja").write_text(TEMPLATE)
@@ -31,12 +31,12 @@ def client(tmp_path_factory):
     assert stopped.returncode == 0, stopped.stderr
 
 
-def test_models_that_answer_text_are_listed(client):
+def test_text_models_are_listed(client):
     assert [model.id for model in client.models.list().data] == ["ensemble"]
     assert client.models.retrieve("ensemble").id == "ensemble"
 
 
-def test_a_completion_is_the_ensembles_answer_with_its_usage(client):
+def test_a_completion_has_the_ensembles_text_and_usage(client):
     completion = client.completions.create(model="ensemble", prompt=QUESTION, max_tokens=32, temperature=0)
     (choice,) = completion.choices
     assert choice.text == ANSWER and choice.finish_reason == "stop" and choice.logprobs is None
@@ -52,7 +52,7 @@ def test_a_stream_joins_to_the_same_text_and_ends_with_usage(client):
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 3
 
 
-def test_a_chat_goes_through_the_template(client):
+def test_a_chat_uses_the_template(client):
     question = QUESTION.removeprefix("Q: ").removesuffix("\nA:")
     messages = [{"role": "user", "content": question}]
     chat = client.chat.completions.create(model="ensemble", messages=messages, max_tokens=32, temperature=0)
@@ -64,7 +64,7 @@ def test_a_chat_goes_through_the_template(client):
         client.chat.completions.create(model="ensemble", messages=[{"role": "system", "content": "x"}, *messages])
 
 
-def test_stop_strings_are_cut_and_length_is_told(client):
+def test_stop_strings_are_removed_and_the_finish_reason_is_reported(client):
     whole = client.completions.create(model="ensemble", prompt="The captain", max_tokens=24, temperature=0, extra_body={"ignore_eos": True})
     text = whole.choices[0].text
     assert whole.choices[0].finish_reason == "length" and whole.usage.completion_tokens == 24
@@ -108,7 +108,7 @@ def test_errors_have_openais_form(client):
         assert error.value.code == status and json.load(error.value)["error"]["message"]
 
 
-def test_a_client_that_leaves_mid_stream_leaves_the_server_well(client):
+def test_clients_that_disconnect_mid_stream_do_not_affect_the_server(client):
     with ThreadPoolExecutor(4) as threads:
         def leave(_):
             stream = client.completions.create(model="ensemble", prompt="The captain", max_tokens=400, temperature=0, stream=True, extra_body={"ignore_eos": True})

@@ -1,4 +1,4 @@
-"""Readiness tells the truth: of the models that serve, of those that do not, and of workers that restart."""
+"""Readiness of models that serve, of models that failed to load, and of models whose workers restart."""
 
 import os
 import shutil
@@ -33,21 +33,21 @@ def await_status(address: str, path: str, wanted: int):
         time.sleep(0.02)
 
 
-def test_a_model_that_fails_at_start_makes_no_other_unready(tmp_path):
+def test_a_model_that_fails_to_load_does_not_make_others_unready(tmp_path):
     with rank(tmp_path, "--exit-on-error=false", prefix="ready", identity=IDENTITY, broken=BROKEN) as one:
         assert status(one.http, "models/identity/ready") == 200
         assert status(one.http, "models/broken/ready") == 400
         assert status(one.http, "health/live") == 200
-        assert status(one.http, "health/ready") == 400, "strict readiness is of all models"
+        assert status(one.http, "health/ready") == 400, "strict readiness requires all models"
         assert "| broken   | 1       | UNAVAILABLE: " in one.log.read_text()
 
 
-def test_without_strict_readiness_it_does_not_count(tmp_path):
+def test_without_strict_readiness_a_failed_model_is_ignored(tmp_path):
     with rank(tmp_path, "--exit-on-error=false", "--strict-readiness=false", prefix="ready", identity=IDENTITY, broken=BROKEN) as one:
         assert [status(one.http, path) for path in ("health/ready", "models/identity/ready")] == [200, 200]
 
 
-def test_a_load_that_fails_later_changes_nothing_for_the_others(tmp_path):
+def test_a_later_load_failure_does_not_affect_other_models(tmp_path):
     flags = ["--model-control-mode=explicit", "--load-model=identity"]
     with rank(tmp_path, *flags, prefix="ready", identity=IDENTITY, broken=BROKEN) as one:
         assert post(one.http, "/v2/repository/models/broken/load", {})[0] == 400
@@ -57,7 +57,7 @@ def test_a_load_that_fails_later_changes_nothing_for_the_others(tmp_path):
 
 @pytest.fixture
 def restartable(tmp_path):
-    """The shipped repository, copied, with a model beside it that needs no worker."""
+    """A copy of the shipped repository with an additional model that needs no worker."""
     models = tmp_path / "models"
     shutil.copytree(ROOT / "model_repository", models)
     (models / "identity/1").mkdir(parents=True)
@@ -83,19 +83,19 @@ def test_a_model_is_not_ready_while_its_workers_restart(restartable):
     assert found["trireme_llm_worker_ready"].value() == 1
     worker = int(found["trireme_llm_worker_ready"].samples[0][1]["pid"])
 
-    # Without its weights the next worker cannot load, so the restart lasts as long as this test wants.
+    # Without the weights the next worker cannot load, so the test controls how long the restart takes.
     hidden = weights.with_suffix(".hidden")
     weights.rename(hidden)
     os.kill(worker, signal.SIGKILL)
     await_status(one.http, "models/tensorrt_llm/ready", 400)
-    assert status(one.http, "models/ensemble/ready") == 400, "a step of it cannot run"
+    assert status(one.http, "models/ensemble/ready") == 400, "a step of the ensemble cannot run"
     assert status(one.http, "health/ready") == 400
     assert [status(one.http, f"models/{name}/ready") for name in ("identity", "preprocessing")] == [200, 200]
     found = metrics_page.families(metrics_page.page(one.metrics))
     assert found["trireme_llm_ready"].value() == 0
     assert found["trireme_llm_worker_restarts_total"].value() >= 1
 
-    # It comes back by itself, or on request once it was given up.
+    # The model recovers automatically, or by a load request after the server has given up.
     hidden.rename(weights)
     deadline = time.monotonic() + 60
     while status(one.http, "models/tensorrt_llm/ready") != 200:

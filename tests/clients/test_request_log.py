@@ -1,4 +1,4 @@
-"""One line of the log a request says where its time went; before the first, tables say what serves."""
+"""The request log: one line per request with its times. Tables at start-up list backends, models and options."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from triton_requests import STORY, stream, text_inputs
 from conftest import BINARIES, ROOT
 from serving import Rank
 
-# With no end token the model writes until the limit.
+# Without an end token the model generates until the limit.
 ENDLESS = {"end_id": ([-1], np.int32)}
 TIMES = ["total_ms", "queue_ms", "prefill_ms", "decode_ms", "stream_ms"]
 
@@ -40,7 +40,7 @@ def shipped(folder, *flags, repository="model_repository"):
 
 
 def ask(client):
-    """The same prompt twice, the second time with blocks of the first; the id is the client's own."""
+    """Sends the same prompt twice, with request ids; the second request reuses KV blocks of the first."""
     for request_id in ("first", "second"):
         pieces, error = stream(client, text_inputs(STORY * 6, 8, True, **ENDLESS), request_id=request_id)
         assert pieces and error is None
@@ -52,7 +52,7 @@ def check(line: dict, request_id: str):
     assert (line["cached_tokens"] >= 16) == (request_id == "second")
     assert line["prefill_ms"] > 0 and line["decode_ms"] > 0
     parts = sum(line[name] for name in TIMES[1:])
-    assert parts == pytest.approx(line["total_ms"], abs=0.01), "the parts are the whole"
+    assert parts == pytest.approx(line["total_ms"], abs=0.01), "the parts add up to the total"
 
 
 def test_plain_lines(tmp_path):
@@ -78,7 +78,7 @@ def test_lines_of_json(tmp_path):
             check(line, line["id"])
 
 
-def test_a_client_that_leaves_has_a_line_too(tmp_path):
+def test_a_cancelled_request_is_logged_too(tmp_path):
     with shipped(tmp_path, "--log-format=JSON") as one:
         with grpcclient.InferenceServerClient(one.grpc) as client:
             seen = []
@@ -96,13 +96,13 @@ def test_a_client_that_leaves_has_a_line_too(tmp_path):
 
 
 def lines_of(one, count: int) -> list[dict]:
-    """The first lines of requests, once there are so many."""
+    """Waits for `count` lines of requests and returns them."""
     one.await_log(rf'(?s)(?:"message":"request".*){{{count}}}')
     lines = [json.loads(line) for line in one.log.read_text().splitlines()]
     return [line for line in lines if line["message"] == "request"]
 
 
-def test_preemptions_are_told_and_restarts_are_none(tmp_path):
+def test_preemptions_are_logged_and_restarts_do_not_count_as_such(tmp_path):
     repository = tmp_path / "models"
     shutil.copytree(ROOT / "model_repository", repository)
     # Twelve blocks of 16: four requests of 90 tokens each do not fit at once.
@@ -124,7 +124,7 @@ def test_preemptions_are_told_and_restarts_are_none(tmp_path):
         lines = lines_of(one, 4)
         assert sum(line["preempted"] for line in lines) == preempted
 
-        # A worker is lost in the middle: the stream goes on, and nobody was preempted.
+        # A worker dies in the middle: the stream continues, and no preemption is logged.
         worker = int(found["trireme_llm_worker_ready"].samples[0][1]["pid"])
         with grpcclient.InferenceServerClient(one.grpc) as client:
             texts = []
@@ -160,7 +160,7 @@ def test_tables_come_before_the_lines_that_scripts_wait_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--model-repository=model_repository", "--no-such-option=1"], "unrecognized option '--no-such-option'"),
         (["--model-repository=model_repository", "--http-port=many"], "invalid value 'many'"),
@@ -169,13 +169,13 @@ def test_tables_come_before_the_lines_that_scripts_wait_for(tmp_path):
         ([], "--model-repository"),
     ],
 )
-def test_a_wrong_command_line_is_answered_with_the_usage_and_exit_code_1(arguments, words):
+def test_a_wrong_command_line_prints_the_usage_and_returns_exit_code_1(arguments, message):
     run = subprocess.run([BINARIES / "trireme", "rank", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 1, run.stderr
-    assert words in run.stderr.split("Usage: ")[0] and "Usage: trireme rank [options]\n" in run.stderr and run.stdout == ""
+    assert message in run.stderr.split("Usage: ")[0] and "Usage: trireme rank [options]\n" in run.stderr and run.stdout == ""
 
 
-def test_a_repository_that_is_not_there_and_a_port_that_is_taken_end_with_exit_code_1(tmp_path):
+def test_a_missing_repository_and_a_port_in_use_end_with_exit_code_1(tmp_path):
     command = [BINARIES / "trireme", "rank", "--model-repository=/nowhere", "--device=cpu"]
     command.append("--backend-config=python,shm-region-prefix-name=lognowhere_")
     nowhere = subprocess.run(command, capture_output=True, text=True, timeout=60)

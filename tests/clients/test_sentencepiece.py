@@ -1,4 +1,4 @@
-"""A checkpoint whose tokenizer is a SentencePiece model, trained here, from text to text through a server."""
+"""Serves a checkpoint whose tokenizer is a SentencePiece model that is trained here."""
 
 import io
 import json
@@ -14,9 +14,9 @@ from conftest import ROOT
 from test_layouts import CHECKPOINT, served
 
 SAMPLES = json.loads((ROOT / "tests/goldens/tokenizers/samples.json").read_text())
-# Texts that spell a special token out: transformers, and so this server, finds the token; SentencePiece alone does not.
+# Texts that contain the spelling of a special token. transformers and this server recognize the token; SentencePiece does not.
 PLAIN = [text for text in SAMPLES if text and not any(token in text for token in ("<s>", "</s>", "<unk>", "<pad>"))]
-# As many pieces as the model has tokens: it may generate any of them.
+# As many pieces as the model has token ids, since it may generate any id.
 VOCAB_SIZE = 3072
 
 
@@ -65,7 +65,7 @@ def encoded(client, text: str, model: str = "preprocessing") -> list[int]:
     return client.infer(model, request).as_numpy("INPUT_ID")[0].tolist()
 
 
-def test_prompts_have_the_ids_that_sentencepiece_gives_them(client, pieces):
+def test_prompts_have_the_ids_of_sentencepiece(client, pieces):
     for text in PLAIN:
         assert encoded(client, text) == [pieces[1].bos_id()] + pieces[1].encode(text), text
 
@@ -75,7 +75,7 @@ def test_tokenizer_type_t5_ends_prompts_by_its_own_rules(client, t5_pieces):
         assert encoded(client, text, "preprocessing_t5") == t5_pieces[1].encode(text) + [t5_pieces[1].eos_id()], text
 
 
-def test_streamed_text_is_what_sentencepiece_makes_of_the_tokens(client, pieces):
+def test_streamed_text_equals_sentencepieces_decoding(client, pieces):
     for prompt in ("The ship left the harbour", "Das Schiff", "船は"):
         answers = []
         client.start_stream(lambda result, error: answers.append((result, error)))

@@ -1,4 +1,4 @@
-"""Traces as spans: a collector of OpenTelemetry gets them over HTTP, named as Triton names them."""
+"""Traces: an OpenTelemetry collector receives spans over HTTP, with Triton's names."""
 
 import json
 import threading
@@ -26,7 +26,7 @@ PARENT = {"traceparent": f"00-{TRACE}-{SPAN}-01"}
 
 
 class Collector:
-    """What was posted."""
+    """A server that records the requests posted to it."""
 
     def __init__(self):
         self.posts = posts = []
@@ -81,10 +81,10 @@ def attributes(items) -> dict:
     return {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in items}
 
 
-def test_an_ensembles_spans_hang_in_the_clients_own(tmp_path, collector):
+def test_an_ensembles_spans_are_children_of_the_clients_span(tmp_path, collector):
     more = ["rate=1000000", "opentelemetry,bsp_schedule_delay=50", "opentelemetry,resource=service.version=3"]
     with traced(tmp_path, collector.url, *more) as server:
-        ask(server, "ens", "IN")  # Not one of a million, and no span of the client's.
+        ask(server, "ens", "IN")  # Not sampled at a rate of one in a million, and without a span of the client.
         ask(server, "ens", "IN", PARENT)
         collector.await_spans(4)
         settings = json.load(urllib.request.urlopen(f"http://{server.http}/v2/trace/setting", timeout=60))
@@ -100,9 +100,9 @@ def test_an_ensembles_spans_hang_in_the_clients_own(tmp_path, collector):
     assert ensemble.parent_span_id == root.span_id and model.parent_span_id == ensemble.span_id
     parts = [span for span in collector.spans() if span.name == "compute"]
     assert model.span_id in {span.parent_span_id for span in parts}
-    told, inner = attributes(ensemble.attributes), attributes(model.attributes)
-    assert (told["triton.model_name"], told["triton.model_version"], told["triton.request_id"]) == ("ens", 1, "r7")
-    assert told["triton.trace_parent_id"] == 0 and inner["triton.trace_parent_id"] == told["triton.trace_id"]
+    root_attributes, inner = attributes(ensemble.attributes), attributes(model.attributes)
+    assert (root_attributes["triton.model_name"], root_attributes["triton.model_version"], root_attributes["triton.request_id"]) == ("ens", 1, "r7")
+    assert root_attributes["triton.trace_parent_id"] == 0 and inner["triton.trace_parent_id"] == root_attributes["triton.trace_id"]
     assert [event.name for event in root.events] == ["HTTP_RECV_START", "HTTP_RECV_END", "HTTP_SEND_START", "HTTP_SEND_END"]
     assert [event.name for event in model.events][0] == "REQUEST_START" and [event.name for event in model.events][-1] == "REQUEST_END"
     for span in collector.spans():
@@ -110,7 +110,7 @@ def test_an_ensembles_spans_hang_in_the_clients_own(tmp_path, collector):
         assert abs(span.start_time_unix_nano / 1e9 - time.time()) < 3600
 
 
-def test_what_waits_is_sent_at_the_end_and_grpc_has_spans_too(tmp_path, collector):
+def test_pending_spans_are_sent_at_the_end_and_grpc_has_spans_too(tmp_path, collector):
     more = ["rate=1", "opentelemetry,bsp_schedule_delay=3600000"]
     with traced(tmp_path, collector.url, *more) as server:
         with grpcclient.InferenceServerClient(server.grpc) as client:
@@ -125,7 +125,7 @@ def test_what_waits_is_sent_at_the_end_and_grpc_has_spans_too(tmp_path, collecto
     assert [span.parent_span_id.hex() for span in roots] == [SPAN, ""]
 
 
-def test_requests_are_answered_where_no_collector_is(tmp_path, collector):
+def test_requests_are_answered_without_a_collector(tmp_path, collector):
     collector.server.shutdown()
     collector.server.server_close()
     more = ["rate=1", "opentelemetry,bsp_schedule_delay=1", "opentelemetry,bsp_max_queue_size=4", "opentelemetry,bsp_max_export_batch_size=2"]

@@ -1,4 +1,4 @@
-"""What clients are told when they are to come again: of a full queue, and of a server that died."""
+"""Clients get UNAVAILABLE or 503 with `retry-after` from a full queue, and after the server has died."""
 
 import http.client
 import os
@@ -21,7 +21,7 @@ ONE_AT_A_TIME = {"max_batch_size: 64": "max_batch_size: 1", "max_queue_size: 102
 
 
 def ask(stub, name: str, inputs, timeout: float = 60):
-    """A unary call; tensors as a client sends them."""
+    """Sends a unary inference request."""
     request = service_pb2.ModelInferRequest(model_name=name)
     for made in inputs:
         request.inputs.append(made._get_tensor())
@@ -31,7 +31,7 @@ def ask(stub, name: str, inputs, timeout: float = 60):
 
 @pytest.fixture
 def narrow(tmp_path):
-    """The language model alone, which runs one request and lets one wait."""
+    """Serves only the language model, with one running and one waiting request at most."""
     folder = tmp_path / "models/tensorrt_llm"
     folder.mkdir(parents=True)
     config = (ROOT / "model_repository/tensorrt_llm/config.pbtxt").read_text()
@@ -52,7 +52,7 @@ def narrow(tmp_path):
         process.wait(timeout=60)
 
 
-def test_a_full_queue_is_unavailable_with_a_trailer_that_says_when_to_come_again(narrow):
+def test_a_full_queue_is_unavailable_with_a_retry_after_trailer(narrow):
     values = {"input_ids": [5, 6, 7], "input_lengths": [3], "request_output_len": [300], "end_id": [-1]}
     inputs = [tensor(name, value, np.int32) for name, value in values.items()]
     refusals, answered = [], []
@@ -77,11 +77,11 @@ def test_a_full_queue_is_unavailable_with_a_trailer_that_says_when_to_come_again
 
 @pytest.fixture
 def launched(tmp_path):
-    """A launcher in a run directory of its own, and where its world serves."""
+    """A launcher with its own run directory, and the ports of its world."""
     ports = free_ports(3)
     models = repository(tmp_path / "models", identity=IDENTITY)
     command = [BINARIES / "launch", f"--model_repo={models}", "--device=cpu", f"--http_port={ports[0]}", f"--grpc_port={ports[1]}", f"--metrics_port={ports[2]}"]
-    # Other worlds of this machine may have the launcher's own names.
+    # Other worlds of this machine may use the launcher's default names of shared memory.
     command += ["--", f"--backend-config=python,shm-region-prefix-name=refusal{os.getpid()}_"]
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
     log = (tmp_path / "launch.log").open("w")
@@ -103,7 +103,7 @@ def children(pid: int) -> list[int]:
 
 
 def kill(pid: int):
-    """Until it accepts nothing any more."""
+    """Kills a process and waits until it has ended."""
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 30
     while runs(pid):
@@ -129,7 +129,7 @@ def http_answer(port: int) -> tuple[int, str | None, str]:
 
 
 def grpc_answer(port: int):
-    # A connection of its own: channels to one address share theirs, and another's may be that of the server that died.
+    # A separate connection: channels to the same address share one, which may belong to the server that died.
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         try:
             return ask(service_pb2_grpc.GRPCInferenceServiceStub(channel), "identity", [tensor("INPUT0", 1.0, np.float32)])
@@ -137,17 +137,17 @@ def grpc_answer(port: int):
             return error
 
 
-def test_clients_hear_of_a_rank_0_that_died_until_the_next_one_serves(launched):
+def test_clients_get_the_cause_after_rank_0_died_until_the_next_one_serves(launched):
     process, (http_port, grpc_port, _), log = launched
     await_served(log, 1)
     assert http_answer(http_port)[0] == 200
-    # One channel through it all, as a client keeps it.
+    # One channel for the whole test, like that of a real client.
     with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         ask(stub, "identity", [tensor("INPUT0", 1.0, np.float32)])
         for times in (2, 3):
             kill(children(process.pid)[0])
-            # Every connection is taken: by the launcher at first, then by the next world.
+            # Every connection is accepted: first by the launcher, then by the next world.
             refused = [http_answer(http_port)]
             grpc_refused = [grpc_answer(grpc_port)]
             while (answer := http_answer(http_port))[0] != 200:

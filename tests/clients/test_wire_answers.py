@@ -1,4 +1,4 @@
-"""Answers to odd requests, byte for byte as Triton 2.51 gave them for models of these names and signatures."""
+"""Responses to unusual requests are byte for byte those of Triton 2.51 for models with the same names and signatures."""
 
 import http.client
 import struct
@@ -65,8 +65,8 @@ def tensor(name, datatype, shape, data):
     return f'{{"inputs":[{{"name":"{name}","shape":{shape},"datatype":"{datatype}","data":{data}}}]}}'
 
 
-def error(words):
-    return f'{{"error":"{words}"}}'
+def error(message):
+    return f'{{"error":"{message}"}}'
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_infer_over_http(server, case):
     assert ask(server, "POST", f"/v2/models/{model}/infer", body) == tuple(answer)
 
 
-def test_booleans_have_no_classes(server):
+def test_booleans_cannot_be_classified(server):
     outputs = '"outputs":[{"name":"OUTPUT_BOOL","parameters":{"classification":1}}]}'
     body = tensor("INPUT_BOOL", "BOOL", "[2]", "[true,false]")[:-1] + "," + outputs
     status, kind, text = ask(server, "POST", "/v2/models/kinds/infer", body)
@@ -131,13 +131,13 @@ TAILS = {
 
 
 @pytest.mark.parametrize("tail", TAILS)
-def test_strings_that_are_not_as_long_as_they_say(server, tail):
+def test_strings_with_a_wrong_length_prefix(server, tail):
     head = f'{{"inputs":[{{"name":"INPUT_STRING","shape":[1],"datatype":"BYTES","parameters":{{"binary_data_size":{len(tail)}}}}}]}}'
     answer = ask(server, "POST", "/v2/models/kinds/infer", head.encode() + tail, Inference_Header_Content_Length=str(len(head)))
     assert answer == (400, JSON, error(f"{UNKNOWN} {TAILS[tail]}"))
 
 
-def test_tensors_behind_a_text_whose_length_is_not_told(server):
+def test_binary_tensors_without_a_header_length(server):
     head = b'{"inputs":[{"name":"INPUT0","shape":[1,2],"datatype":"FP32","parameters":{"binary_data_size":8}}]}'
     answer = ask(server, "POST", "/v2/models/echo/infer", head + struct.pack("<2f", 1, 2))
     assert answer == (400, JSON, error("unexpected size for input 'INPUT0', expecting 8 additional bytes for model 'echo'"))
@@ -154,13 +154,13 @@ RAWS = {
 
 
 @pytest.mark.parametrize("case", RAWS)
-def test_a_body_that_is_no_tensor_of_the_model(server, case):
+def test_a_raw_body_that_does_not_fit_the_model(server, case):
     model, size, words = RAWS[case]
     answer = ask(server, "POST", f"/v2/models/{model}/infer", bytes(size), Inference_Header_Content_Length="0")
     assert answer == (400, JSON, error(f"{UNKNOWN} {words}"))
 
 
-def test_a_coding_that_nobody_knows(server):
+def test_an_unknown_content_encoding(server):
     connection = http.client.HTTPConnection(server.http, timeout=60)
     connection.request("POST", "/v2/models/echo/infer", ASKED[:-1] + "}", {"Content-Encoding": "br"})
     response = connection.getresponse()
@@ -172,7 +172,7 @@ def test_a_coding_that_nobody_knows(server):
         status, kind, text = ask(server, "POST", f"/v2/models/kinds/{path}", '{"INPUT_INT32":3}', Content_Encoding="br")
         assert (status, kind) == (400, JSON) and text.startswith('{"error":"Unsupported content-encoding, only ')
     assert ask(server, "POST", "/v2/models/nobody/infer", "{}", Content_Encoding="br")[0] == 404
-    assert ask(server, "POST", "/v2/repository/index", "{}", Content_Encoding="br")[0] == 200  # Its body needs none.
+    assert ask(server, "POST", "/v2/repository/index", "{}", Content_Encoding="br")[0] == 200  # The body is ignored there.
 
 
 GENERATES = {
@@ -187,12 +187,12 @@ def test_generate(server, body):
     assert ask(server, "POST", "/v2/models/kinds/generate", body) == GENERATES[body]
 
 
-def test_an_event_has_its_members_by_name(server):
+def test_members_of_an_event_are_sorted_by_name(server):
     _, _, text = ask(server, "POST", "/v2/models/kinds/generate_stream", '{"INPUT_INT32":[3,4]}')
     assert text == 'data: {"OUTPUT_INT32":[3,4],"model_name":"kinds","model_version":"1"}\n\n'
 
 
-def test_settings_keep_their_order_and_say_their_range(server):
+def test_settings_keep_their_order_and_errors_name_their_range(server):
     _, _, text = ask(server, "GET", "/v2/logging")
     keys = ["log_file", "log_info", "log_warning", "log_error", "log_verbose_level", "log_format"]
     assert sorted(keys, key=text.index) == keys
@@ -258,7 +258,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_words_over_grpc(server, case):
+def test_errors_over_grpc(server, case):
     call, request, words = CALLS[case]
     with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError) as refused:
         getattr(service_pb2_grpc.GRPCInferenceServiceStub(channel), call)(request, timeout=60)
@@ -266,21 +266,21 @@ def test_words_over_grpc(server, case):
 
 
 @pytest.mark.parametrize("service", [b"", b"inference.GRPCInferenceService", b"any"])
-def test_health_is_that_of_the_server_whatever_service_is_named(server, service):
+def test_health_is_that_of_the_server_for_any_service_name(server, service):
     request = b"\x0a" + bytes([len(service)]) + service  # HealthCheckRequest { service = 1 }
     with grpc.insecure_channel(server.grpc) as channel:
         answer = channel.unary_unary("/grpc.health.v1.Health/Check")(request, timeout=60)
     assert answer == b"\x08\x01"  # HealthCheckResponse { status = 1: SERVING }
 
 
-def test_bytes_that_are_no_message(server):
+def test_bytes_that_are_no_valid_message(server):
     with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError) as refused:
         channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(b"\xff\xff\xff", timeout=60)
     assert refused.value.code() == grpc.StatusCode.INTERNAL
     assert refused.value.details().startswith("Unable to parse request")
 
 
-def test_requests_that_are_none_of_the_model_s_are_not_counted(server):
+def test_invalid_requests_are_not_counted(server):
     assert ask(server, "POST", "/v2/models/kinds/infer", tensor("INPUT_BOOL", "BOOL", "[1,2]", "[true,false]"))[0] == 400
     _, _, text = ask(server, "GET", "/v2/models/kinds/stats")
     assert '"fail":{"count":0,"ns":0}' in text
@@ -290,7 +290,7 @@ def status_of(server, kind, region):
     return ask(server, "GET", f"/v2/{kind}sharedmemory/region/{region}/status")
 
 
-def test_the_words_about_regions(server):
+def test_errors_of_shared_memory_regions(server):
     key = f"trireme_wire_{uuid.uuid4().hex[:12]}"
     Path("/dev/shm", key).write_bytes(bytes(16))
     try:
@@ -309,7 +309,7 @@ def test_the_words_about_regions(server):
         assert ask(server, "POST", f"/v2/{kind}sharedmemory/region/x/unregister") == (200, JSON, "")
 
 
-def test_a_key_is_asked_for_before_the_method_is_looked_at(tmp_path):
+def test_the_key_is_checked_before_the_method(tmp_path):
     restricted = (403, TEXT, error("This API is restricted, expecting header 'k'"))
     models = str(tmp_path / "models")
     flags = ["--http-restricted-api=inference,logging:k=v", "--grpc-restricted-protocol=logging:k=v", f"--model-repository={models}/."]
@@ -321,5 +321,5 @@ def test_a_key_is_asked_for_before_the_method_is_looked_at(tmp_path):
             service_pb2_grpc.GRPCInferenceServiceStub(channel).LogSettings(pb.LogSettingsRequest(), timeout=60)
         words = "This protocol is restricted, expecting header 'triton-grpc-protocol-k'"
         assert (refused.value.code(), refused.value.details()) == (grpc.StatusCode.UNAVAILABLE, words)
-        # The same repository given twice counts once.
+        # A repository that is given twice is listed once.
         assert ask(server, "POST", "/v2/repository/index")[2] == '[{"name":"echo","version":"1","state":"READY"}]'

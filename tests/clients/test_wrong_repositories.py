@@ -1,4 +1,4 @@
-"""What is wrong with a repository of any layout is said by `trireme lint` and by `launch`, in the same words."""
+"""`trireme lint` and `launch` report the errors of repositories of any layout with the same messages."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def made(folder: Path, layouts: str) -> Path:
 
 
 def elsewhere(folder: Path, checkpoint: Path) -> None:
-    """Has each model look for its checkpoint and tokenizer in another directory."""
+    """Sets the directory of checkpoint and tokenizer of each model to `checkpoint`."""
     for link in folder.rglob("weights"):
         link.unlink()
         link.symlink_to(checkpoint)
@@ -51,7 +51,7 @@ def for_three_ranks(folder: Path, layouts: str) -> list[str]:
 
 
 def of_two_versions(folder: Path, layouts: str) -> list[str]:
-    """Ensembles around the models of another release; else a second version that nobody filled."""
+    """Combines ensembles with models of another release; for other layouts adds an empty second version."""
     models = made(folder / "models", layouts)
     if layouts in ENSEMBLES:
         other = ENSEMBLES[1 - ENSEMBLES.index(layouts)]
@@ -82,7 +82,7 @@ def unfilled(folder: Path, layouts: str) -> list[str]:
 
 
 def linted(models: Path, world_size: int) -> tuple[dict[str, str], set[str]]:
-    """Models that are wrong, with the reasons; and what is said of variables."""
+    """From `trireme lint`: models with errors and their reasons, and the messages about unfilled variables."""
     command = [BINARIES / "trireme", "lint", models, f"--world-size={world_size}", "--json"]
     result = subprocess.run(command, capture_output=True, text=True)
     report = json.loads(result.stdout)
@@ -95,7 +95,7 @@ def linted(models: Path, world_size: int) -> tuple[dict[str, str], set[str]]:
 
 
 def launched(models: Path, world_size: int) -> tuple[dict[str, str], set[str]]:
-    """The same, as the log of a world that ends for it tells."""
+    """The same from the log of a world, which ends because of the errors."""
     http, grpc, metrics = free_ports(3)
     flags = [f"--http_port={http}", f"--grpc_port={grpc}", f"--metrics_port={metrics}", "--device=cpu", "--oversubscribe"]
     result = launch(f"--world_size={world_size}", f"--model_repo={models}", *flags)
@@ -107,12 +107,12 @@ def launched(models: Path, world_size: int) -> tuple[dict[str, str], set[str]]:
 
 @pytest.mark.parametrize("wrong", [without_tokenizer, for_three_ranks, of_two_versions, around_an_engine, unfilled])
 @pytest.mark.parametrize("layouts", LAYOUTS)
-def test_lint_and_launch_say_the_same(tmp_path, layouts, wrong):
+def test_lint_and_launch_report_the_same(tmp_path, layouts, wrong):
     expected = wrong(tmp_path, layouts)
     world_size = 3 if wrong is for_three_ranks else 1
     (lint, lint_unset), (log, log_unset) = linted(tmp_path / "models", world_size), launched(tmp_path / "models", world_size)
     assert lint == log and lint_unset == log_unset
-    # One is enough for an ensemble of models that do not fit; of the others each is wrong by itself.
+    # An ensemble whose models do not fit is one error; otherwise each model has its own.
     assert len(lint) >= (1 if layouts in [*ENSEMBLES, "turbomind"] else len(layouts.split())), lint
     said = [*lint.values(), *lint_unset]
     for words in expected:

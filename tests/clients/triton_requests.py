@@ -27,7 +27,7 @@ def text_inputs(prompt: str | bytes, max_tokens: int, stream: bool, **more) -> l
 
 
 def stream(client, inputs, model: str = "ensemble", timeout: float = 60, **options) -> tuple[list[str], Exception | None]:
-    """Pieces of text until the final response or an error, which is returned too."""
+    """Streams a request. Returns its pieces of text, and the error if it ended with one."""
     answers: queue.Queue = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     pieces = []

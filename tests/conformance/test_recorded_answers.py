@@ -1,4 +1,4 @@
-"""Answers recorded from a Triton server, replayed against ours.
+"""Replays recorded requests to a Triton server and compares the responses.
 
 The recordings lie beside the project; without them the tests are skipped. Every difference is known and has its reason in
 differences.json: one that is not there fails, and so does one that is there but no longer seen.
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(os.environ.get("TRIREME_RECORDED", ROOT.parent / "shared/conformance"))
 SERVER = Path(os.environ.get("TRIREME_BINARIES", ROOT / "target/debug")) / "examples/test_server"
 DIFFERENCES = json.loads((Path(__file__).parent / "differences.json").read_text())
-# Profile: whether the broken models are there too, and what is loaded; nothing named loads all.
+# Profiles: whether the repository contains the broken models, and which models are loaded (an empty list loads all).
 PROFILES = {"none": (False, []), "explicit": (True, ["identity_fp32", "stream_text"]), "crash": (False, [])}
 
 pytestmark = pytest.mark.skipif(not RECORDED.exists(), reason=f"no recorded answers in {RECORDED}")
@@ -58,7 +58,7 @@ def test_recorded_answers_come_back(profile, tmp_path):
         shutil.copytree(RECORDED / "model_repo_bad", repository, dirs_exist_ok=True)
 
     port = three_free_ports()
-    # Messages hold the repository's path, so a short one keeps them close to those recorded.
+    # Messages contain the repository's path. A short path keeps them similar to the recorded ones.
     server = subprocess.Popen([SERVER, repository.name, str(port), *loaded], cwd=tmp_path)
     try:
         wait_until_it_listens(port, server)
@@ -77,4 +77,4 @@ def test_recorded_answers_come_back(profile, tmp_path):
     new = {case: note for case, note in different.items() if case not in known}
     assert not new, f"answers differ from those recorded: {json.dumps(new, indent=1)}"
     gone = sorted(set(known) - set(different))
-    assert not gone, f"no longer different, so take them out of differences.json: {gone}"
+    assert not gone, f"no longer different; remove them from differences.json: {gone}"

@@ -1,4 +1,4 @@
-"""Milliseconds of one byte and back by TCP: the least of five.
+"""Measures the round-trip time of one byte over TCP in milliseconds: the minimum of five.
 
 usage: round_trip.py serve|ask ADDRESS
 """

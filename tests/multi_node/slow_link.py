@@ -1,4 +1,4 @@
-"""Stands for a long cable between two network interfaces: passes every frame on, each so much later.
+"""Emulates a slow link between two network interfaces: forwards every frame after a delay.
 
 usage: slow_link.py MILLISECONDS INTERFACE INTERFACE
 """
@@ -10,12 +10,12 @@ import time
 from collections import deque
 
 SOL_PACKET, PACKET_VNET_HDR, PACKET_OUTGOING, ETH_P_ALL = 263, 15, 4, 3
-# A frame that the sender left to its device to cut up, and the header that says so.
+# The largest frame, with segmentation left to the device, and the size of the virtio header that describes it.
 LARGEST = 70_000
 
 
 def end_of(interface: str) -> socket.socket:
-    """One end of the cable. What a sender left to its device, checksums and cutting up, goes along in a header."""
+    """A raw socket on an interface. Offloaded checksums and segmentation are passed on in a virtio header."""
     end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
     end.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
@@ -38,7 +38,7 @@ def main():
             try:
                 frame, address = key.fileobj.recvfrom(LARGEST)
             except OSError:
-                continue  # An interface that is down for now.
+                continue  # The interface is down.
             if address[2] != PACKET_OUTGOING:
                 under_way.append((time.monotonic() + delay, key.data, frame))
         while under_way and under_way[0][0] <= time.monotonic():
@@ -46,7 +46,7 @@ def main():
             try:
                 end.send(frame)
             except OSError:
-                pass  # Lost, as on any cable.
+                pass  # The frame is lost, as on a real link.
 
 
 main()

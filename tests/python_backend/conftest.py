@@ -1,4 +1,4 @@
-"""A server of the models beside this file. TRITONSERVER names a real tritonserver to run the same examples on."""
+"""A server of the models in this folder. With TRITONSERVER set, the same tests run on that tritonserver."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ import tritonclient.http as httpclient
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "support"))
 
-from ports import free_ports  # noqa: E402 (its folder is known from here on)
+from ports import free_ports  # noqa: E402 (needs the path above)
 
 BINARIES = Path(os.environ.get("TRIREME_BINARIES", HERE.parents[1] / "target/debug"))
 REAL = os.environ.get("TRITONSERVER")
@@ -46,7 +46,7 @@ class Server:
             return False
 
     def model_pids(self, title: str) -> list[int]:
-        """Processes of this server's instances called `title`."""
+        """Pids of this server's model instances with the process title `title`."""
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         pids = [int(pid) for task in children for pid in task.read_text().split()]
         return [pid for pid in pids if title.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
@@ -56,7 +56,7 @@ class Server:
 
 
 def start(repository: Path, directory: Path, *flags: str, is_ready: bool = True, wrapper: list[str] = []) -> Server:
-    """Starts a server of `repository`, and waits until it is ready or, for one that cannot be, until it is live."""
+    """Starts a server of `repository`, and waits until it is ready or, with is_ready=False, until it is live."""
     http, grpc, metrics = free_ports(3)
     prefix = f"pytest{http}_"
     command = [REAL] if REAL else [str(BINARIES / "trireme"), "rank"]

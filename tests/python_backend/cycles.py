@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Loads and unloads a Python model again and again, and counts what stays behind.
+"""Loads and unloads a Python model repeatedly, and checks for leaks.
 
     tests/python_backend/cycles.py [--cycles 1000]
 
@@ -22,8 +22,8 @@ from infer import ask
 from conftest import repository_of, start, stop
 
 
-def left_behind(server):
-    """What a server holds now: numbers by name."""
+def resources(server):
+    """Numbers of resources that a server uses now, by name."""
     proc = Path(f"/proc/{server.process.pid}")
     children = [pid for task in proc.glob("task/*/children") for pid in task.read_text().split()]
     scratch = Path(tempfile.gettempdir()).glob(f"trireme-python-{server.process.pid}-*")
@@ -36,12 +36,12 @@ def left_behind(server):
     }
 
 
-def settle(server, before, patience=20):
-    """What is more than before, once nothing changes for the better any more."""
-    deadline = time.monotonic() + patience
+def wait_and_compare(server, before, timeout=20):
+    """Waits until the counts no longer decrease, and returns those that are larger than `before`."""
+    deadline = time.monotonic() + timeout
     while True:
-        now = left_behind(server)
-        # The runtime starts threads as it needs them; each costs nothing and none is a model's.
+        now = resources(server)
+        # The async runtime starts threads on demand. They are idle and belong to no model.
         more = {name: now[name] - count for name, count in before.items() if now[name] > count + 4 * (name == "threads")}
         if not more or time.monotonic() > deadline:
             return more
@@ -49,7 +49,7 @@ def settle(server, before, patience=20):
 
 
 def run(directory, cycles):
-    """What stayed behind after that many cycles: empty when nothing did."""
+    """Runs `cycles` cycles; returns the counts that have grown, empty if there is no leak."""
     repository = repository_of(directory, "phases", "add_sub")
     (repository / "add_sub/1/model.py").write_text("import no_such_module\n")
     server = start(repository, directory, "--model-control-mode=explicit")
@@ -57,8 +57,8 @@ def run(directory, cycles):
     with grpcclient.InferenceServerClient(f"localhost:{server.grpc_port}") as client:
         for cycle in range(-2, cycles):
             if cycle == 0:
-                # What is made once is made.
-                before = left_behind(server)
+                # The first two cycles create everything that is created only once.
+                before = resources(server)
             client.load_model("phases")
             if cycle % 10 == 5:
                 os.kill(server.model_pids("phases_0_0")[0], signal.SIGKILL)
@@ -71,7 +71,7 @@ def run(directory, cycles):
                 except grpcclient.InferenceServerException as error:
                     assert "no_such_module" in str(error), error
             client.unload_model("phases")
-        more = settle(server, before)
+        more = wait_and_compare(server, before)
     assert stop(server) == 0
     return {**more, **({"after the end": server.shared_memory()} if server.shared_memory() else {})}
 

@@ -1,4 +1,4 @@
-"""Requests in one line."""
+"""Helpers that send requests and return their responses."""
 
 import queue
 
@@ -25,13 +25,13 @@ def ask(client, model, arrays, **options):
 
 
 def stream(client, model, arrays, timeout=20, **options):
-    """All responses of one request: results, and an exception in place of one that is an error."""
-    heard = queue.Queue()
-    client.start_stream(lambda result, error: heard.put(error or result))
+    """All responses of one request. An error is the last item, as an exception."""
+    responses = queue.Queue()
+    client.start_stream(lambda result, error: responses.put(error or result))
     client.async_stream_infer(model, tensors(**arrays), enable_empty_final_response=True, **options)
     results = []
     while True:
-        item = heard.get(timeout=timeout)
+        item = responses.get(timeout=timeout)
         if isinstance(item, Exception):
             results.append(item)
             break

@@ -1,4 +1,4 @@
-"""Tensors in shared memory of a client: read and written where they are, and safe whatever the client does with it."""
+"""Tensors in shared memory of a client: they are not copied, and the client cannot harm the server through them."""
 
 import os
 import queue
@@ -39,7 +39,7 @@ def client(request, memory_server):
 
 @pytest.fixture
 def region():
-    """The name of an object of `SIZE` bytes, and the object."""
+    """A shared-memory object of `SIZE` bytes, and its name."""
     name = f"client_{uuid.uuid4().hex}"
     handle = shm.create_shared_memory_region("region", f"/{name}", SIZE)
     yield name, handle
@@ -48,7 +48,7 @@ def region():
 
 
 def ask(client, count, how="", input_at=0, output_at=SIZE // 2, output_bytes=None, callback=None):
-    """Asks for INPUT + 1, both in the region."""
+    """Requests INPUT + 1, with input and output in the region."""
     made = client.kind.InferInput("INPUT", [count], "FP32")
     made.set_shared_memory("region", count * 4, offset=input_at)
     named = client.kind.InferInput("HOW", [1], "BYTES")
@@ -66,7 +66,7 @@ def values_at(handle, count, offset):
 
 
 @pytest.mark.parametrize("count, input_at, output_at", [(4, 0, 64), (50_000, 0, SIZE // 2), (70_001, 4096 + 12, 600_004)])
-def test_tensors_are_read_and_written_where_they_are(client, memory_server, region, count, input_at, output_at):
+def test_tensors_are_read_and_written_in_place(client, memory_server, region, count, input_at, output_at):
     name, handle = region
     client.register_system_shared_memory("region", f"/{name}", SIZE)
     for step in range(3):
@@ -77,7 +77,7 @@ def test_tensors_are_read_and_written_where_they_are(client, memory_server, regi
         np.testing.assert_array_equal(values_at(handle, count, input_at), values)
     if not REAL:
         assert answer.as_numpy("MAPPED").tolist() == [f"/dev/shm/{name}".encode()]
-        # Nothing went through memory of the server's own, which is made when a large tensor first needs it.
+        # The server creates its own shared memory for the first large tensor; there must be none.
         maps = Path(f"/proc/{memory_server.model_pids('in_place_0_0')[0]}/maps").read_text()
         assert memory_server.prefix not in maps
 
@@ -94,7 +94,7 @@ def test_a_model_that_writes_into_its_input_does_not_touch_the_clients(client, r
         values = values * 3
 
 
-def test_an_output_may_go_over_its_input(client, region):
+def test_an_output_may_overwrite_its_input(client, region):
     name, handle = region
     client.register_system_shared_memory("region", f"/{name}", SIZE)
     values = np.arange(5000, dtype=np.float32)
@@ -111,7 +111,7 @@ def test_an_output_that_does_not_fit_is_refused(client, region):
 
 
 @pytest.mark.skipif(bool(REAL), reason="the real server copies first")
-def test_a_region_unregistered_and_removed_while_in_use_serves_to_the_end(memory_server, region, tmp_path):
+def test_a_region_removed_while_in_use_stays_valid_until_the_request_ends(memory_server, region, tmp_path):
     name, handle = region
     values = np.arange(5000, dtype=np.float32)
     shm.set_shared_memory_region(handle, [values])
@@ -127,7 +127,7 @@ def test_a_region_unregistered_and_removed_while_in_use_serves_to_the_end(memory
         answer = heard.get(timeout=20)
     assert not isinstance(answer, Exception), answer
     np.testing.assert_array_equal(values_at(handle, 5000, SIZE // 2), values + 1)
-    # Nobody keeps the removed object for longer.
+    # No process keeps the removed object open after that.
     pids = memory_server.model_pids("in_place_0_0") + [memory_server.process.pid]
     wait_for(lambda: not any(name in link for pid in pids for link in open_files(pid)))
 
@@ -143,17 +143,17 @@ def open_files(pid):
 
 
 @pytest.mark.skipif(bool(REAL), reason="it ends the real server")
-def test_a_client_that_truncates_its_memory_harms_nobody_else(client, memory_server, region, tmp_path):
+def test_a_client_that_truncates_its_memory_affects_no_other_client(client, memory_server, region, tmp_path):
     name, handle = region
     client.register_system_shared_memory("region", f"/{name}", SIZE)
     os.truncate(f"/dev/shm/{name}", 4096)
     with pytest.raises(Exception, match="shared memory region 'region' cannot be used any more"):
         ask(client, 50_000)
-    # It came from the model, which goes on.
+    # The error comes from the model, which continues.
     os.truncate(f"/dev/shm/{name}", SIZE)
     ask(client, 50_000)
 
-    # Under a model's feet: its process faults, and another one serves.
+    # Truncated while the model uses it: its process faults and is replaced.
     mark, heard = tmp_path / "mark", queue.Queue()
     with grpcclient.InferenceServerClient(f"localhost:{memory_server.grpc_port}") as other:
         other.kind = grpcclient

@@ -1,4 +1,4 @@
-"""What the documentation of Triton's Python backend shows, with the answers that a real one gives."""
+"""The examples in the documentation of Triton's Python backend, with the responses of Triton."""
 
 import queue
 import re
@@ -18,14 +18,14 @@ def test_add_sub(grpc, width):
     np.testing.assert_array_equal(answer.as_numpy("DIFFERENCE"), left - right)
 
 
-def test_a_model_asks_another_one(grpc):
+def test_a_model_calls_another_one(grpc):
     left, right = np.ones((2, 5), np.float32), np.full((2, 5), 3, np.float32)
     answer = ask(grpc, "bls", {"INPUT0": left, "INPUT1": right})
     np.testing.assert_array_equal(answer.as_numpy("SUM"), left + right)
     np.testing.assert_array_equal(answer.as_numpy("DIFFERENCE"), left - right)
 
 
-def test_a_model_hears_the_error_of_the_one_it_asks(grpc):
+def test_a_model_gets_the_error_of_a_model_it_calls(grpc):
     inputs = {"INPUT0": np.ones((1, 5), np.float32), "INPUT1": np.ones((1, 5), np.float32)}
     with pytest.raises(Exception, match="TritonModelException: .*[Mm]odel:? 'no_such_model' is not"):
         ask(grpc, "bls", inputs, parameters={"model": "no_such_model"})
@@ -46,12 +46,12 @@ def test_a_model_adds_up_the_stream_of_another_one(grpc, count):
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 300])
-def test_square_answers_as_often_as_asked(grpc, count):
+def test_square_sends_the_requested_number_of_responses(grpc, count):
     results = stream(grpc, "square", {"IN": np.array([count], np.int32)})
     assert [result.as_numpy("OUT").tolist() for result in results] == [[count]] * count
 
 
-def test_repeat_answers_each_element(grpc):
+def test_repeat_sends_a_response_for_each_element(grpc):
     results = stream(grpc, "repeat", {"IN": np.arange(9, dtype=np.int32), "DELAY_MS": np.array([2], np.int32)})
     assert [result.as_numpy("OUT").item() for result in results] == list(range(9))
 
@@ -75,7 +75,7 @@ def test_queued_requests_are_batched(grpc):
     assert int(statistics["execution_count"]) < int(statistics["inference_count"])
 
 
-def test_models_make_metrics(grpc, server):
+def test_models_create_metrics(grpc, server):
     for value in (3.5, 0.25, 100.0):
         answer = ask(grpc, "custom_metrics", {"VALUE": np.array([value])})
     assert answer.as_numpy("VALUES").tolist()[1] == 100.0

@@ -78,7 +78,7 @@ def test_a_hung_execute_is_ended_and_others_are_served(grpc, server):
     wait_for(lambda: serves(grpc))
 
 
-def test_a_client_that_leaves_cancels_its_request(grpc, server):
+def test_a_client_that_disconnects_cancels_its_request(grpc, server):
     before = server.metrics()
     heard = queue.Queue()
     grpc.start_stream(lambda result, error: heard.put(error or result))
@@ -99,7 +99,7 @@ def test_an_import_error_names_file_and_line(tmp_path):
     model.write_text("import os\nimport no_such_module\n")
     server = start(repository, tmp_path, "--exit-on-error=false", is_ready=False)
     wait_for(lambda: "failed to load" in server.log.read_text())
-    # An event of the log is one line.
+    # A log entry is one line.
     assert rf"ModuleNotFoundError: No module named 'no_such_module'\n\nAt:\n  {model}(2): <module>" in server.log.read_text()
     wait_for(lambda: server.is_ready("v2/models/add_sub/ready"))
     assert stop(server) == 0
@@ -125,7 +125,7 @@ import no_such_module
     assert "\x1b" not in server.log.read_text()
 
 
-def test_a_killed_server_leaves_nothing(tmp_path):
+def test_a_killed_server_leaves_no_processes_and_files(tmp_path):
     server = start(repository_of(tmp_path, "add_sub"), tmp_path)
     with grpcclient.InferenceServerClient(f"localhost:{server.grpc_port}") as client:
         large = np.ones((1, 1 << 20), np.float32)

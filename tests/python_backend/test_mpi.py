@@ -1,4 +1,4 @@
-"""A model with a process on every rank, which talk over mpi4py as TensorRT-LLM's `gpt` model does."""
+"""A model with a process on every rank. The processes communicate through mpi4py, like TensorRT-LLM's `gpt` model."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ PROMPT = [1, 2, 3]
 
 @pytest.fixture
 def world(tmp_path):
-    """Starts worlds of a given size; ends what is left of them."""
+    """A function that starts worlds of a given size; they are stopped after the test."""
     servers = []
 
     def start(num_ranks: int) -> Server:
@@ -53,8 +53,8 @@ def world(tmp_path):
             server.process.wait(60)
 
 
-def wait_for(condition, server, patience=60):
-    deadline = time.monotonic() + patience
+def wait_for(condition, server, timeout=60):
+    deadline = time.monotonic() + timeout
     while not (found := condition()):
         if server.process.poll() is not None or time.monotonic() > deadline:
             pytest.fail("it did not come to pass; the log:\n" + server.log.read_text()[-4000:])
@@ -63,7 +63,7 @@ def wait_for(condition, server, patience=60):
 
 
 def generate(server, count=6):
-    """The tokens, and (rank, size, pid, columns of the weights) of each rank."""
+    """Generated tokens, and (rank, size, pid, columns of the weights) of each rank."""
     with httpclient.InferenceServerClient(f"localhost:{server.http_port}", network_timeout=60) as client:
         inputs = []
         for name, values in (("input_ids", [PROMPT]), ("request_output_len", [[count]])):
@@ -75,14 +75,14 @@ def generate(server, count=6):
 
 
 def rank_0(server):
-    """Its process, a child of mpirun."""
+    """The process of rank 0, a child of mpirun."""
     children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
     pids = [int(pid) for task in children for pid in task.read_text().split()]
     return next(pid for pid in pids if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"trireme: rank 0"))
 
 
 def ranks_that_answer(server, expected):
-    """None while the model's processes start again."""
+    """The ranks in a response; None while the model's processes restart."""
     try:
         tokens, ranks = generate(server)
     except InferenceServerException as error:
@@ -100,7 +100,7 @@ def is_alive(pid):
         return False
 
 
-def test_every_rank_holds_a_part_and_the_answer_is_that_of_one_rank(world):
+def test_every_rank_has_a_part_and_the_result_is_that_of_one_rank(world):
     alone, [[_, size, _, columns]] = generate(world(1))
     assert (size, columns, len(alone)) == (1, 64, len(PROMPT) + 6)
 
@@ -109,13 +109,13 @@ def test_every_rank_holds_a_part_and_the_answer_is_that_of_one_rank(world):
     assert tokens == alone
     assert [(rank, size, columns) for rank, size, _, columns in ranks] == [(0, 2, 32), (1, 2, 32)]
 
-    # A process that is lost on another rank ends the model's others, and all start again.
+    # The death of a process on another rank ends the model's other processes, and all restart.
     os.kill(ranks[1][2], signal.SIGKILL)
     wait_for(lambda: not is_alive(ranks[0][2]), server)
     again = wait_for(lambda: ranks_that_answer(server, alone), server)
     assert {pid for _, _, pid, _ in again}.isdisjoint(pid for _, _, pid, _ in ranks)
 
-    # Not mpirun, which would give the ranks a second.
+    # The signal goes to rank 0, because mpirun would kill the ranks after a second.
     os.kill(rank_0(server), signal.SIGTERM)
     assert server.process.wait(60) == 0, server.log.read_text()[-4000:]
     deadline = time.monotonic() + 30

@@ -1,4 +1,4 @@
-"""Mode `poll`: what is served follows the repository, as a real tritonserver does it."""
+"""Mode `poll`: the server loads and unloads models as the repository changes, like tritonserver."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def await_index(server, *lines):
 
 
 def await_refusal(server, since):
-    """A poll that could not read a model, in the log after `since` characters."""
+    """Waits for the error of a poll in the log, after `since` characters."""
     return await_("a poll fails", lambda: re.search(r"(?i)fail.*poll|poll.*fail", server.log.read_text()[since:]))
 
 
@@ -53,7 +53,7 @@ def polled(tmp_path):
     assert stop(server) == 0
 
 
-def test_models_and_versions_come_and_go_with_their_directories(polled):
+def test_models_and_versions_are_loaded_and_unloaded_with_their_directories(polled):
     server, repository = polled
     config = repository / "add_sub/config.pbtxt"
     whole, ready = config.read_text(), ("add_sub", "1", "READY", "")
@@ -73,19 +73,19 @@ def test_models_and_versions_come_and_go_with_their_directories(polled):
     await_("echo has no version", lambda: "has no available versions" in metadata(server, "echo"))
 
 
-def test_what_cannot_be_read_disturbs_nobody(polled):
+def test_an_unreadable_model_does_not_affect_others(polled):
     server, repository = polled
     config, ready = repository / "add_sub/config.pbtxt", ("add_sub", "1", "READY", "")
     whole, since = config.read_text(), len(server.log.read_text())
     config.write_text(whole + "\nnonsense: 4\n")
     await_refusal(server, since)
-    assert index(server) == [ready] and server.is_ready(), "the model that was loaded goes on"
+    assert index(server) == [ready] and server.is_ready(), "the loaded model still serves"
     config.write_text(whole)
 
     (repository / "broken/1").mkdir(parents=True)
     since = len(server.log.read_text())
     (repository / "broken/config.pbtxt").write_text("nonsense")
     await_refusal(server, since)
-    assert ready in index(server) and server.is_ready(), "a newcomer is not missed"
+    assert ready in index(server) and server.is_ready(), "a new model that fails to load does not affect readiness"
     shutil.rmtree(repository / "broken")
     await_index(server, ready)

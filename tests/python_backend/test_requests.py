@@ -1,4 +1,4 @@
-"""What a model sees of a request, and what its response carries."""
+"""The request that a model receives, and the response that it returns."""
 
 import json
 import queue
@@ -28,7 +28,7 @@ def test_types_and_shapes_survive_both_ways(grpc):
         assert answer.as_numpy(name).shape == value.shape
 
 
-def test_bf16_travels_through_dlpack(grpc):
+def test_bf16_is_passed_through_dlpack(grpc):
     value = np.array([1.0, -2.0, 0.5], ml_dtypes.bfloat16)
     answer = ask(grpc, "echo", {"BF16": value})
     assert answer.as_numpy("BF16").astype(np.float32).tolist() == [1.0, -2.0, 0.5]
@@ -39,7 +39,7 @@ def test_empty_tensors_survive(grpc):
     assert answer.as_numpy("FP16").shape == (0,) and answer.as_numpy("TEXT").shape == (0,)
 
 
-def test_a_model_knows_the_request(grpc):
+def test_a_model_gets_the_properties_of_the_request(grpc):
     outputs = [grpcclient.InferRequestedOutput("REQUEST"), grpcclient.InferRequestedOutput("TEXT")]
     answer = ask(
         grpc, "echo", {"TEXT": text("x")}, request_id="ä1", sequence_id=2**62, sequence_start=True, sequence_end=True,
@@ -56,19 +56,19 @@ def test_a_model_knows_the_request(grpc):
         "outputs": ["REQUEST", "TEXT"],
         "cancelled": False,
     }
-    if not REAL:  # Newer than the real server at hand, as the priority is.
+    if not REAL:  # Like the priority, newer than the reference server.
         parameters = answer.get_response().parameters
         assert parameters["kept"].bool_param is True and parameters["n"].int64_param == 3
 
 
-def test_a_request_can_be_sent_back_to_its_model(grpc):
+def test_a_model_can_reschedule_a_request(grpc):
     answer = ask(grpc, "again", {"TIMES": np.array([4], np.int32)}, request_id="r")
     assert answer.as_numpy("SEEN").tolist() == [5]
 
 
 @pytest.mark.skipif(bool(REAL), reason="the real server gives Python models the initial state in every execution")
-def test_a_request_that_is_sent_back_finds_its_state(grpc):
-    # Each of them alone, and three at once, whose states are their own.
+def test_a_rescheduled_request_keeps_its_sequence_state(grpc):
+    # One sequence at a time, and three concurrent ones with separate states.
     for _ in range(2):
         told = stream(grpc, "again_state", {"STEP": np.array([[1]], np.int32), "LIMIT": np.array([[7]], np.int32)})
         assert [answer.as_numpy("SUM").item() for answer in told] == [2, 4, 6, 7]
@@ -97,7 +97,7 @@ def test_a_model_loads_and_unloads_others(tmp_path):
 
 
 @pytest.mark.parametrize("as_archive", [False, True])
-def test_a_model_brings_its_own_environment(tmp_path, as_archive):
+def test_a_model_uses_its_own_python_environment(tmp_path, as_archive):
     repository = repository_of(tmp_path, "add_sub")
     environment = tmp_path / "environment"
     (environment / "bin").mkdir(parents=True)
@@ -120,7 +120,7 @@ def test_a_model_brings_its_own_environment(tmp_path, as_archive):
 
 
 @pytest.mark.skipif(bool(REAL), reason="newer than the real server at hand")
-def test_a_model_says_itself_whether_it_is_ready(tmp_path):
+def test_a_model_reports_its_own_readiness(tmp_path):
     server = start(repository_of(tmp_path, "readiness"), tmp_path)
     path = tmp_path / "words"
     path.write_text("yes")
@@ -133,7 +133,7 @@ def test_a_model_says_itself_whether_it_is_ready(tmp_path):
             assert server.is_ready(ready) is is_ready and client.is_model_ready("readiness") is is_ready
         assert "`is_ready` returned str; expected bool" in server.log.read_text()
 
-        # It is asked beside a request that takes long.
+        # Readiness is queried during a long request.
         wait = tmp_path / "words.wait"
         wait.touch()
         path.write_text("yes")
@@ -145,7 +145,7 @@ def test_a_model_says_itself_whether_it_is_ready(tmp_path):
         assert not server.is_ready(ready)
         wait.unlink()
         assert not isinstance(heard.get(timeout=20), Exception)
-        path.unlink()  # It raises.
+        path.unlink()  # The check raises now.
         assert not server.is_ready(ready)
     assert stop(server) == 0
 
@@ -163,7 +163,7 @@ def test_requests_of_a_model_are_traced_as_its_own_requests(tmp_path):
     assert "parent_id" not in traces["bls"]
 
 
-def test_an_activation_script_names_its_environment(tmp_path):
+def test_the_environment_may_be_given_by_its_activation_script(tmp_path):
     repository = repository_of(tmp_path, "add_sub")
     scripts = tmp_path / "env/lib/site-packages/conda_pack/scripts/posix"
     for folder in (scripts, tmp_path / "env/bin"):

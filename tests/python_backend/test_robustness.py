@@ -1,4 +1,4 @@
-"""Models that hang, die or are unloaded in each phase of their life; tensors and memory at their limits."""
+"""Models that hang, die or are unloaded in each phase of their life; limits of tensors and memory."""
 
 import os
 import queue
@@ -22,7 +22,7 @@ FEW = np.arange(8, dtype=np.uint8)
 
 
 def explicit(directory, stay_in=None, *flags, **options):
-    """A server that has loaded nothing, with `phases` in its repository."""
+    """A server in explicit mode without loaded models, with `phases` in its repository."""
     repository = repository_of(directory, "phases")
     if stay_in:
         with open(repository / "phases/config.pbtxt", "a") as config:
@@ -35,7 +35,7 @@ def client_of(server):
 
 
 def beside(work):
-    """Runs it in a thread; a queue gets its exception or None."""
+    """Runs `work` in a thread. Returns a queue that gets its exception or None."""
     heard = queue.Queue()
 
     def run():
@@ -54,7 +54,7 @@ def is_in(server, phase):
 
 
 def ends_in_time(server, seconds=15):
-    """A stop with all that hangs: the exit timeout is 2 s."""
+    """Stops the server; the exit timeout is 2 s even if models hang."""
     pids = server.model_pids("phases_0_0")
     begun = time.monotonic()
     stop(server, timeout=30)
@@ -118,7 +118,7 @@ def test_a_model_unloaded_while_busy_answers_first(tmp_path):
     ends_in_time(server)
 
 
-def test_a_tensor_of_100_mb_comes_and_goes(tmp_path):
+def test_a_tensor_of_100_mb_is_passed_both_ways(tmp_path):
     server = explicit(tmp_path)
     values = np.arange(100 << 20, dtype=np.uint32).astype(np.uint8)
     with client_of(server) as client:
@@ -128,8 +128,8 @@ def test_a_tensor_of_100_mb_comes_and_goes(tmp_path):
     ends_in_time(server)
 
 
-def test_full_shared_memory_is_an_error_and_not_an_end(tmp_path):
-    # A /dev/shm of 8 MiB that nobody else sees.
+def test_full_shared_memory_is_an_error_of_the_request(tmp_path):
+    # A private /dev/shm of 8 MiB.
     own = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=8m shm /dev/shm && exec "$0" "$@"']
     if not shutil.which("unshare") or subprocess.run([*own, "true"], capture_output=True).returncode:
         pytest.skip("skipped: no mount namespaces")
@@ -145,25 +145,25 @@ def test_full_shared_memory_is_an_error_and_not_an_end(tmp_path):
     assert stop(server) == 0
 
 
-def test_a_model_that_dies_after_it_loads_is_started_less_and_less_often(tmp_path):
+def test_a_model_that_dies_after_loading_is_restarted_with_growing_pauses(tmp_path):
     repository = repository_of(tmp_path, "phases")
     model = repository / "phases/1/model.py"
     dies = "import os, threading\nthreading.Timer(0.05, os._exit, [9]).start()\n"
     server = start(repository, tmp_path)
     model.write_text(dies + model.read_text())
     os.kill(server.model_pids("phases_0_0")[0], signal.SIGKILL)
-    # It has mostly loaded by then, but need not have.
+    # The model has usually loaded by then, but not always.
     pauses = lambda: re.findall(r"(?:another one|next try) in (\S+?)[\s:]", server.log.read_text() + " ")  # noqa: E731
     wait_for(lambda: len(pauses()) >= 3, seconds=60)
     assert pauses()[:3] == ["100ms", "200ms", "400ms"]
     ends_in_time(server)
 
 
-def test_a_killed_server_takes_its_folder_along(tmp_path, monkeypatch):
+def test_the_folder_of_a_killed_server_is_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     server = explicit(tmp_path)
     folders = lambda: list(tmp_path.glob("trireme-python-*"))  # noqa: E731
-    assert not folders(), "nobody has asked for a Python model"
+    assert not folders(), "no Python model is loaded yet"
     with client_of(server) as client:
         client.load_model("phases")
     assert len(folders()) == 1
@@ -172,5 +172,5 @@ def test_a_killed_server_takes_its_folder_along(tmp_path, monkeypatch):
     wait_for(lambda: not folders())
 
 
-def test_cycles_of_loading_and_unloading_leave_nothing_behind(tmp_path):
+def test_cycles_of_loading_and_unloading_leak_nothing(tmp_path):
     assert cycles.run(tmp_path, 12) == {}

@@ -1,5 +1,5 @@
-//! Real worlds for tests: the built binary, real `mpirun`, real sockets, the shipped demo model.
-#![allow(dead_code)] // Each test file uses its own part.
+//! Worlds for end-to-end tests: the built binary, `mpirun`, sockets and the shipped demo model.
+#![allow(dead_code)] // Each test file uses a part of it.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -15,13 +15,13 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 
-/// Longest that any step of a test may take on a busy machine.
-pub const PATIENCE: Duration = Duration::from_secs(90);
+/// Timeout of each wait; large enough for a busy machine.
+pub const TIMEOUT: Duration = Duration::from_secs(90);
 
-/// How long processes may take to go after the first of their world.
-const LINGER: Duration = Duration::from_secs(10);
+/// Time that the other processes of a world have to end after its first process.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A served repository; dropped, it is killed.
+/// A running world. Dropping it kills its processes.
 pub struct TestWorld {
     child: Child,
     http_port: u16,
@@ -40,7 +40,7 @@ pub struct Options {
     pub world_size: u32,
     pub repository: PathBuf,
     pub args: Vec<String>,
-    /// What starts more than one rank.
+    /// The program that starts more than one rank.
     pub mpirun: &'static str,
 }
 
@@ -51,12 +51,12 @@ impl Default for Options {
 }
 
 impl TestWorld {
-    /// A world of `world_size` ranks that serves the shipped repository, ready.
+    /// Starts a world of `world_size` ranks with the shipped repository, and waits until it is ready.
     pub fn of(world_size: u32) -> Self {
         Self::start(Options { world_size, ..Options::default() })
     }
 
-    /// Panics with the log when the world does not become ready.
+    /// Starts a world and waits until it is ready. Panics with its log if it does not become ready.
     pub fn start(options: Options) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let prefix = format!("t{}x{}_", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
@@ -74,14 +74,14 @@ impl TestWorld {
         world
     }
 
-    /// The first log line with `text`, waiting for it.
+    /// Waits for a log line that contains `text`; returns the first one.
     pub fn await_log(&mut self, text: &str) -> String {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             if let Some(line) = self.log.lock().unwrap().iter().find(|line| line.contains(text)) {
                 return line.clone();
             }
-            if let Some(status) = self.child.try_wait().expect("the child can be asked") {
+            if let Some(status) = self.child.try_wait().expect("the child's status can be read") {
                 thread::sleep(Duration::from_millis(200));
                 panic!("the world ended ({status}) before `{text}`:\n{}", self.log_text());
             }
@@ -98,29 +98,29 @@ impl TestWorld {
         format!("http://127.0.0.1:{}{path}", self.http_port)
     }
 
-    /// `GET path`, the status whatever it is.
+    /// `GET path`: status and body.
     pub fn get(&self, path: &str) -> (u16, String) {
-        answer(agent().get(self.url(path)).call())
+        status_and_body(agent().get(self.url(path)).call())
     }
 
-    /// `GET path` of the metrics port, the status whatever it is.
+    /// `GET path` on the metrics port: status and body.
     pub fn get_metrics(&mut self, path: &str) -> (u16, String) {
         let port = port_of(&self.await_log("Started Metrics Service at "));
-        answer(agent().get(format!("http://127.0.0.1:{port}{path}")).call())
+        status_and_body(agent().get(format!("http://127.0.0.1:{port}{path}")).call())
     }
 
     /// `POST path` with a JSON body.
     pub fn post(&self, path: &str, body: &Value) -> (u16, String) {
-        answer(agent().post(self.url(path)).send(body.to_string()))
+        status_and_body(agent().post(self.url(path)).send(body.to_string()))
     }
 
-    /// `POST path` with a JSON header of `json_len` bytes and binary tensors behind it.
+    /// `POST path` with a JSON header of `json_len` bytes followed by binary tensors.
     pub fn post_binary(&self, path: &str, json_len: usize, body: &[u8]) -> (u16, String) {
         let request = agent().post(self.url(path)).header("Inference-Header-Content-Length", json_len.to_string());
-        answer(request.send(body))
+        status_and_body(request.send(body))
     }
 
-    /// CPU time that all processes of this world have used.
+    /// CPU time that all processes of this world have used, in milliseconds.
     pub fn cpu_ms(&self) -> u64 {
         let mut processes = descendants(self.child.id());
         processes.push(self.child.id());
@@ -129,16 +129,16 @@ impl TestWorld {
             let fields: Vec<&str> = stat.rsplit_once(") ")?.1.split(' ').collect();
             Some(fields[11].parse::<u64>().ok()? + fields[12].parse::<u64>().ok()?)
         };
-        // Linux counts in hundredths of a second for user space, whatever its own tick.
+        // Linux reports ticks of 10 ms to user space, independent of its own tick.
         processes.into_iter().filter_map(ticks).sum::<u64>() * 10
     }
 
-    /// Greedy text of the ensemble.
+    /// Greedy text from the ensemble.
     pub fn generate(&self, prompt: &str, max_tokens: u32) -> String {
         self.stream(prompt, max_tokens).collect()
     }
 
-    /// The same, piece by piece as the server sends them.
+    /// Greedy text from the ensemble as a stream, one item per event.
     pub fn stream(&self, prompt: &str, max_tokens: u32) -> TextStream {
         self.stream_request(&json!({"text_input": prompt, "max_tokens": max_tokens, "stream": true}))
     }
@@ -180,10 +180,10 @@ impl TestWorld {
         processes.into_iter().find(is_rank).expect("the rank runs")
     }
 
-    /// A metric's value, summed over its labels; panics when there is none.
+    /// A metric's value, summed over its labels. Panics if there is no such metric.
     pub fn metric(&mut self, name: &str) -> f64 {
         let port = port_of(&self.await_log("Started Metrics Service at "));
-        let (_, text) = answer(agent().get(format!("http://127.0.0.1:{port}/metrics")).call());
+        let (_, text) = status_and_body(agent().get(format!("http://127.0.0.1:{port}/metrics")).call());
         let is_sample = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']));
         let values: Vec<f64> =
             text.lines().filter(is_sample).filter_map(|line| line.rsplit(' ').next()?.parse().ok()).collect();
@@ -191,7 +191,7 @@ impl TestWorld {
         values.iter().sum()
     }
 
-    /// SIGTERM to rank 0, then the exit status of the whole; afterwards nothing may be left.
+    /// Sends SIGTERM to rank 0 and waits for the end of the world. Panics if it leaves processes or shared memory.
     pub fn stop(&mut self) -> ExitStatus {
         signal(self.rank0(), Signal::SIGTERM);
         let status = self.wait_for_end();
@@ -200,17 +200,17 @@ impl TestWorld {
     }
 
     pub fn wait_for_end(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let before = descendants(self.child.id());
         let status = loop {
-            if let Some(status) = self.child.try_wait().expect("the child can be asked") {
+            if let Some(status) = self.child.try_wait().expect("the child's status can be read") {
                 break status;
             }
             assert!(Instant::now() < deadline, "the world did not end:\n{}", self.log_text());
             thread::sleep(Duration::from_millis(10));
         };
-        // A busy machine takes a while to end what was killed.
-        let deadline = Instant::now() + LINGER;
+        // On a busy machine killed processes take some time to end.
+        let deadline = Instant::now() + EXIT_TIMEOUT;
         let left = || before.iter().filter(|pid| Path::new(&format!("/proc/{pid}")).exists()).collect::<Vec<_>>();
         while !left().is_empty() && Instant::now() < deadline {
             thread::sleep(Duration::from_millis(10));
@@ -219,7 +219,7 @@ impl TestWorld {
         status
     }
 
-    /// Names in /dev/shm that this world made.
+    /// Names of this world's files in /dev/shm.
     pub fn shared_memory(&self) -> Vec<String> {
         let names = fs::read_dir("/dev/shm").expect("/dev/shm").flatten();
         names
@@ -242,7 +242,7 @@ impl Drop for TestWorld {
     }
 }
 
-/// Text pieces of a server-sent event stream; panics when an event is an error.
+/// The texts of a server-sent event stream. Panics if an event is an error.
 pub struct TextStream {
     lines: Box<dyn Iterator<Item = std::io::Result<String>> + Send>,
 }
@@ -251,7 +251,7 @@ impl TextStream {
     /// The next event, error or not; `None` at the end.
     pub fn next_event(&mut self) -> Option<Value> {
         loop {
-            let line = self.lines.next()?.expect("the stream is not broken off");
+            let line = self.lines.next()?.expect("the stream is complete");
             if let Some(data) = line.strip_prefix("data: ") {
                 return Some(serde_json::from_str(data).expect("an event is JSON"));
             }
@@ -268,14 +268,14 @@ impl Iterator for TextStream {
     }
 }
 
-/// A copy of the shipped repository to break, its checkpoint linked.
+/// A copy of the shipped repository that a test may change.
 pub fn copied_repository() -> tempfile::TempDir {
     let scratch = tempfile::tempdir().expect("a scratch directory");
     copy(&shipped_repository(), scratch.path());
     scratch
 }
 
-/// A copy of the shipped repository whose language model has this queue, and more parameters, in place of its own.
+/// A copy of the shipped repository whose language model has another `dynamic_batching` block and further parameters.
 pub fn repository_with_queue(max_batch_size: u32, batching: &str, parameters: &[(&str, u32)]) -> tempfile::TempDir {
     let repository = copied_repository();
     let path = repository.path().join("tensorrt_llm/config.pbtxt");
@@ -293,12 +293,12 @@ pub fn repository_with_queue(max_batch_size: u32, batching: &str, parameters: &[
     repository
 }
 
-/// `POST url` with a JSON body, for threads that have no world.
+/// `POST url` with a JSON body, for threads without access to the [`TestWorld`].
 pub fn post_to(url: &str, body: &Value) -> (u16, String) {
-    answer(agent().post(url).send(body.to_string()))
+    status_and_body(agent().post(url).send(body.to_string()))
 }
 
-/// Makes every tensor of a bf16 safetensors file f32, with the same values.
+/// Converts every tensor of a bf16 safetensors file to f32.
 pub fn widen(path: &Path) {
     let bytes = std::fs::read(path).unwrap();
     let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -319,7 +319,7 @@ pub fn widen(path: &Path) {
     std::fs::write(path, widened).unwrap();
 }
 
-/// Gives a model of a copied repository more parameters.
+/// Adds parameters to a model of a copied repository.
 pub fn set_parameters(repository: &tempfile::TempDir, model: &str, parameters: &[(&str, &str)]) {
     let file = repository.path().join(model).join("config.pbtxt");
     let mut text = fs::read_to_string(&file).expect("the model has a configuration");
@@ -346,9 +346,9 @@ pub fn signal(pid: u32, signal: Signal) {
 
 /// Waits until `condition` holds.
 pub fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !condition() {
-        assert!(Instant::now() < deadline, "{what}: not in time");
+        assert!(Instant::now() < deadline, "timed out after waiting for: {what}");
         thread::sleep(Duration::from_millis(10));
     }
 }
@@ -380,10 +380,10 @@ fn command(options: &Options, prefix: &str, scratch: &Path) -> Command {
 }
 
 fn agent() -> ureq::Agent {
-    ureq::Agent::config_builder().http_status_as_error(false).timeout_global(Some(PATIENCE)).build().into()
+    ureq::Agent::config_builder().http_status_as_error(false).timeout_global(Some(TIMEOUT)).build().into()
 }
 
-fn answer(response: Result<ureq::http::Response<ureq::Body>, ureq::Error>) -> (u16, String) {
+fn status_and_body(response: Result<ureq::http::Response<ureq::Body>, ureq::Error>) -> (u16, String) {
     let mut response = response.expect("the server answers");
     let mut text = String::new();
     response.body_mut().as_reader().read_to_string(&mut text).expect("a whole body");
@@ -395,7 +395,7 @@ fn port_of(line: &str) -> u16 {
     digits.unwrap_or_else(|| panic!("no port in `{line}`"))
 }
 
-/// All processes below `pid`.
+/// All descendants of `pid`.
 fn descendants(pid: u32) -> Vec<u32> {
     let parent_of = |pid: u32| -> Option<u32> {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -408,7 +408,7 @@ fn descendants(pid: u32) -> Vec<u32> {
     let mut next = 0;
     while next < found.len() {
         let parent = found[next];
-        found.extend(parents.iter().filter(|(_, its)| *its == parent).map(|(pid, _)| *pid));
+        found.extend(parents.iter().filter(|(_, of)| *of == parent).map(|(pid, _)| *pid));
         next += 1;
     }
     found.split_off(1)

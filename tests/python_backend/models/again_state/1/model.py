@@ -8,7 +8,7 @@ class TritonPythonModel:
             total = value("SO_FAR") + value("STEP")
             is_over = total.item() >= value("LIMIT").item()
             outputs = [pb_utils.Tensor("KEEP", total)]
-            # An odd sum is for the next execution alone.
+            # A request with an odd sum is rescheduled once.
             if is_over or total.item() % 2 == 0:
                 outputs.append(pb_utils.Tensor("SUM", total))
             flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_over else 0

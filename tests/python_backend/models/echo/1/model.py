@@ -7,7 +7,7 @@ import triton_python_backend_utils as pb_utils
 def response(outputs):
     try:
         return pb_utils.InferenceResponse(output_tensors=outputs, parameters={"kept": True, "n": 3})
-    except TypeError:  # Not in every Triton.
+    except TypeError:  # Missing in some versions of Triton.
         return pb_utils.InferenceResponse(output_tensors=outputs)
 
 
@@ -25,7 +25,7 @@ class TritonPythonModel:
                 "id": request.request_id(),
                 "correlation_id": request.correlation_id(),
                 "flags": request.flags(),
-                # Not in every Triton.
+                # Missing in some versions of Triton.
                 "priority": request.priority() if hasattr(request, "priority") else None,
                 "timeout": request.timeout(),
                 "parameters": json.loads(request.parameters()),

@@ -38,7 +38,7 @@ class TritonPythonModel:
         )
 
     def wait(self, path):
-        """Tells that it waits, by a file, and waits until that file is gone."""
+        """Creates a file and waits until it is removed."""
         open(path, "w").close()
         while os.path.exists(path):
             time.sleep(0.005)

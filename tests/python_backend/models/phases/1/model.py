@@ -22,7 +22,7 @@ class TritonPythonModel:
     def answer(self, request):
         mark = pb_utils.get_input_tensor_by_name(request, "MARK")
         if mark is not None:
-            # Tells that it is busy, by a file, until that file is gone.
+            # Creates a file and stays busy until it is removed.
             path = mark.as_numpy()[0].decode()
             open(path, "w").close()
             while os.path.exists(path):

@@ -1,4 +1,4 @@
-"""A model of the shape of TensorRT-LLM's `gpt`: each rank holds a part, rank 0 gets the requests and sends them on."""
+"""A model like TensorRT-LLM's `gpt`: each rank has a part of the weights; rank 0 gets the requests and broadcasts them."""
 
 import os
 
@@ -13,11 +13,11 @@ class TritonPythonModel:
     def initialize(self, args):
         self.comm = MPI.COMM_WORLD
         self.rank = self.comm.Get_rank()
-        # A part of the weights, as tensor parallelism cuts them.
+        # This rank's shard of the weights in tensor parallelism.
         weights = np.random.default_rng(0).integers(0, VOCABULARY, (VOCABULARY, 64))
         self.weights = np.array_split(weights, self.comm.Get_size(), axis=1)[self.rank].copy()
         self.name = args["model_instance_name"]
-        # Others have no requests of their own.
+        # Other ranks get no requests from clients.
         while self.rank != 0:
             self.execute([None])
 
@@ -42,7 +42,7 @@ class TritonPythonModel:
         return responses
 
     def generate(self, ids, count):
-        """Greedy, from the sum of all ranks' parts."""
+        """Greedy generation, from the sum of all ranks' partial results."""
         ids = list(ids)
         for _ in range(count):
             part = self.weights[ids].sum(axis=1)[-8:].sum()
