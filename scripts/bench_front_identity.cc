@@ -1,7 +1,7 @@
-// The smallest backend of Triton: each request's inputs come back as its outputs, INPUTn as OUTPUTn.
+// A minimal backend of Triton: returns each request's inputs as its outputs, INPUTn as OUTPUTn.
 //
-// `bench_front` builds it so that the reference server is measured without Python in its way. The declarations are those
-// of Triton's backend API (tritonbackend.h), which the server's wheel does not bring.
+// `bench_front` builds it to measure the reference server without Python. The declarations are those of Triton's backend API
+// (tritonbackend.h), which the server's wheel does not contain.
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -78,7 +78,7 @@ TRITONSERVER_Error* TRITONBACKEND_ModelInstanceExecute(
     TRITONBACKEND_RequestInputCount(requests[i], &inputs);
     for (uint32_t index = 0; index < inputs; ++index) echo(requests[i], response, index);
     TRITONBACKEND_ResponseSend(response, 1 /* final */, nullptr);
-    const uint64_t end = now_ns();  // perf_analyzer wants to see the statistics move.
+    const uint64_t end = now_ns();  // perf_analyzer requires that the statistics change.
     TRITONBACKEND_ModelInstanceReportStatistics(instance, requests[i], true, start, start, end, end);
     TRITONBACKEND_RequestRelease(requests[i], 1 /* all */);
   }

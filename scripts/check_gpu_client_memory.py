@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Checks tensors in a client's GPU memory: a real server, an identity model, and this process as the client.
+"""Checks tensors in a client's GPU memory, with a server, an identity model, and this process as the client.
 
     scripts/check_gpu_client_memory.py [--bin DIR] [--port 8780] [--device 0]
 
-This process takes GPU memory with the driver itself (libcuda through ctypes) and names it to the server by its IPC handle, over
-HTTP; where tritonclient with its CUDA module is installed, over gRPC too. Needs a GPU and no package. The last line counts.
+This process allocates GPU memory through the driver (libcuda and ctypes) and registers it with the server by its IPC handle, over HTTP.
+If tritonclient with its CUDA module is installed, it also tests gRPC. Needs a GPU, and only Python's standard library. The last line has
+the totals.
 """
 import argparse, base64, ctypes, json, os, pathlib, random, signal, subprocess, sys, tempfile, time, urllib.error, urllib.request
 
@@ -16,7 +17,7 @@ ALLOCATION = 32 << 20
 
 
 class Driver:
-    """As much of CUDA's driver interface as a client needs."""
+    """The functions of CUDA's driver API that a client needs."""
 
     def __init__(self, device):
         self.cuda = ctypes.CDLL("libcuda.so.1")
@@ -145,23 +146,23 @@ def main():
             context(server, gpu, args.device, checks)
             dead_client(server, gpu, args, checks)
             with_tritonclient(args, checks)
-            checks(server.process.poll() is None, "the server lives")
+            checks(server.process.poll() is None, "the server still runs")
         finally:
             server.unregister()
             code = server.stop()
-        checks(code == 0, "it ends in good order", code)
+        checks(code == 0, "it exits with status 0", code)
     print(f"{checks.passed} passed, {checks.failed} failed")
     sys.exit(checks.failed > 0)
 
 
 def copies(server, gpu, device, checks):
-    """Bytes of every size and at every offset come back as they went."""
+    """Data of several sizes and at several offsets is returned unchanged."""
     source, target = gpu.alloc(ALLOCATION), gpu.alloc(ALLOCATION)
     first = server.register("in", gpu.handle(source), ALLOCATION, device)
     second = server.register("out", gpu.handle(target), ALLOCATION, device)
     checks(first[0] == 200 and second[0] == 200, "two regions are registered", (first, second))
     names = sorted((region["name"], region["device_id"], region["byte_size"]) for region in server.status())
-    checks(names == [("in", device, ALLOCATION), ("out", device, ALLOCATION)], "status tells of them", names)
+    checks(names == [("in", device, ALLOCATION), ("out", device, ALLOCATION)], "status lists them", names)
     checks(server.ask("GET", "/v2/systemsharedmemory/status")[1] == [], "system shared memory has none")
     for size, read_at, write_at in [(1, 0, 0), (16, 3, 5), (65536, 4096, 1), (16 << 20, 12345, 1 << 20)]:
         data = random.Random(size).randbytes(size)
@@ -171,9 +172,9 @@ def copies(server, gpu, device, checks):
         status, answer = server.infer(("in", read_at), ("out", write_at), size)
         took = time.perf_counter() - began
         found = gpu.read(target, size, write_at)
-        checks(status == 200 and found == data, f"{size} bytes come back ({took * 1e3:.2f} ms)", (status, answer))
+        checks(status == 200 and found == data, f"{size} bytes are returned ({took * 1e3:.2f} ms)", (status, answer))
         edge = gpu.read(target, 1, write_at + size)
-        checks(edge == b"\0", f"and nothing behind them", edge)
+        checks(edge == b"\0", "and nothing after them", edge)
     status, answer = server.infer(("in", 0), ("in", 64), 64)
     checks(status == 200 and gpu.read(source, 64, 64) == gpu.read(source, 64), "a region serves as input and output", answer)
     server.unregister()
@@ -199,24 +200,24 @@ def refusals(server, gpu, device, checks):
         checks(400 <= answer[0] < 500, f"refused: {what}", answer)
     server.unregister("x")
     checks(server.status() == [], "unregistered")
-    checks(server.infer(("x", 0), ("x", 64), 16)[0] >= 400, "and not to be used any more")
+    checks(server.infer(("x", 0), ("x", 64), 16)[0] >= 400, "and unusable after that")
     gpu.free(memory)
 
 
 def context(server, gpu, device, checks):
-    """The server's hold on the device goes with its last region."""
+    """The server releases its device memory with the last region."""
     memory = gpu.alloc(ALLOCATION)
     idle = gpu.free_bytes()
     server.register("x", gpu.handle(memory), ALLOCATION, device)
     held = idle - gpu.free_bytes()
     server.unregister("x")
     left = idle - gpu.free_bytes()
-    checks(left < 16 << 20, f"a region costs {held >> 20} MiB of the device, and nothing when it is gone", f"{left >> 20} MiB")
+    checks(left < 16 << 20, f"a region costs {held >> 20} MiB of the device, and nothing after it is unregistered", f"{left >> 20} MiB")
     gpu.free(memory)
 
 
 def dead_client(server, gpu, args, checks):
-    """A client that is killed with its region registered harms nobody else."""
+    """A client that is killed while its region is registered does not affect other clients."""
     command = [sys.executable, __file__, "--device", str(args.device), "--client-that-dies", "gone"]
     client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     handle = bytes.fromhex(client.stdout.readline().strip())
@@ -233,13 +234,13 @@ def dead_client(server, gpu, args, checks):
     gpu.write(target, data)
     server.register("out", gpu.handle(target), ALLOCATION, args.device)
     status, answer = server.infer(("out", 0), ("out", 8192), 4096)
-    checks(status == 200 and gpu.read(target, 4096, 8192) == data, "others register and are served after it", answer)
+    checks(status == 200 and gpu.read(target, 4096, 8192) == data, "other clients can register and are served after that", answer)
     server.unregister()
     gpu.free(target)
 
 
 def with_tritonclient(args, checks):
-    """The published client's own module, where it is installed."""
+    """Tests with tritonclient's CUDA module, if it is installed."""
     try:
         import numpy as np
         import tritonclient.grpc as triton
@@ -259,7 +260,7 @@ def with_tritonclient(args, checks):
     target.set_shared_memory("both", data.nbytes, data.nbytes)
     client.infer("echo", [source], outputs=[target])
     found = shared.get_contents_as_numpy(region, np.uint8, [2 * data.nbytes])
-    checks(np.array_equal(found[data.nbytes:], data), "tritonclient: its tensors come back")
+    checks(np.array_equal(found[data.nbytes:], data), "tritonclient: its tensors are returned")
     client.unregister_cuda_shared_memory("both")
     shared.destroy_shared_memory_region(region)
 

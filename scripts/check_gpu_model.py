@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Compare what cuda_generate wrote with transformers on the same GPU, token by token.
+"""Compares the output of cuda_generate with transformers on the same GPU, token by token.
 
     check_gpu_model.py CHECKPOINT OUT.json [OUT.json ...]
 
-Each sequence is run once in fp32 and once in bf16 through transformers, over the prompt and our own tokens. Ours has to be as
-near to fp32 as transformers' bf16 is: the root mean square of our error in the 20 likeliest log-probabilities at most 1.25 of
-its, the worst at most 2 of its worst; and each of our tokens the likeliest in fp32, or behind it by no more than twice our worst error.
-Exits 1 where that does not hold. Needs torch and transformers.
+Each sequence, prompt and generated tokens, is run through transformers in fp32 and in bf16. The errors against fp32 must be similar to
+those of transformers' bf16: over the 20 likeliest log-probabilities, the root mean square at most 1.25 times as large, and the maximum
+at most twice as large. Each generated token must be the likeliest in fp32, or less likely by at most twice the maximum error.
+Exits with 1 otherwise. Needs torch and transformers.
 """
 import json
 import pathlib
 import sys
 
-if {"-h", "--help"} & set(sys.argv[1:]):  # Before what may not be installed.
+if {"-h", "--help"} & set(sys.argv[1:]):  # Before imports that may be missing.
     sys.exit(print(__doc__))
 
 import torch
@@ -36,7 +36,7 @@ def load(checkpoint, dtype):
 
 
 def alibi_llama(checkpoint, fields):
-    """transformers' Llama with Baichuan's weights, which turns nothing and takes ALiBi as its mask."""
+    """transformers' Llama with Baichuan's weights, without rotary embedding and with ALiBi as its mask."""
     kept = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "rms_norm_eps")
     config = LlamaConfig(tie_word_embeddings=False, **{key: fields[key] for key in kept})
     config._attn_implementation = "eager"  # adds a mask of fp32 in fp32

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Beams, drafts, logits and decaying top-p as served, beside transformers: in one piece, in groups and in pipeline stages.
+"""Compares beams, drafts, logits and decaying top-p of a server with transformers, for several tp and pp sizes.
 
     check_gpu_serving.py CHECKPOINT [--layouts 1x1 2x1 1x2 2x2] [--device cuda] [--bin DIR] [--port N]
 
-A layout is `tp`x`pp`. Starts `launch` for each, asks through HTTP, and compares with transformers in fp32. What bf16 may differ
-is measured with transformers' own bf16. Each line says what was compared; exits 1 when one says FAIL. Needs torch and transformers.
+A layout is `tp`x`pp`. For each one it starts `launch`, sends requests over HTTP, and compares with transformers in fp32. The allowed
+error is derived from that of transformers' bf16. Prints one line per check; exits with 1 if one fails. Needs torch and transformers.
 """
 import argparse
 import json
@@ -14,7 +14,7 @@ import tempfile
 import urllib.error
 import urllib.request
 
-if {"-h", "--help"} & set(sys.argv[1:]):  # Before what may not be installed.
+if {"-h", "--help"} & set(sys.argv[1:]):  # Before imports that may be missing.
     sys.exit(print(__doc__))
 
 import torch
@@ -27,7 +27,7 @@ WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Reference:
-    """transformers in fp32, and how far its bf16 is from that."""
+    """transformers in fp32, and the error of its bf16 against that."""
 
     def __init__(self, checkpoint):
         load = lambda dtype: AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(WHERE).eval()
@@ -42,11 +42,11 @@ class Reference:
         return (model or self.exact)(torch.tensor([ids], device=WHERE)).logits[0].float().log_softmax(-1).cpu()
 
     def of_output(self, prompt, tokens):
-        """Log-probabilities at the positions that `tokens` were chosen from."""
+        """Log-probabilities at the positions from which `tokens` were chosen."""
         return self.log_probs(prompt + tokens)[len(prompt) - 1:-1]
 
     def behind(self, prompt, tokens):
-        """The most that a token is behind the likeliest."""
+        """The maximum difference in log-probability between the likeliest token and the chosen one."""
         rows = self.of_output(prompt, tokens)
         return (rows.max(-1).values - rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]).max().item()
 
@@ -63,11 +63,11 @@ class Check:
     def __init__(self, reference, port, name):
         self.reference, self.port, self.name, self.failed = reference, port, name, False
 
-    def say(self, good, what):
+    def report(self, good, what):
         self.failed |= not good
         print(f"{'ok  ' if good else 'FAIL'} {self.name}: {what}", flush=True)
 
-    def ask(self, prompt, **fields):
+    def generate(self, prompt, **fields):
         body = {"input_ids": prompt, "input_lengths": len(prompt), "request_output_len": NUM_TOKENS, "end_id": -1,
                 "exclude_input_in_output": True} | fields
         url = f"http://localhost:{self.port}/v2/models/tensorrt_llm/generate"
@@ -78,23 +78,23 @@ class Check:
             raise RuntimeError(f"{fields}: {error.read().decode()}") from error
 
     def greedy(self):
-        """With drafts, which are on in the model's configuration, and without."""
+        """Greedy output with drafts, which the model's configuration enables, and without."""
         drafted = accepted = differ = 0
         behind = 0.0
         for prompt in PROMPTS:
-            plain = self.ask(prompt, parameters={"prompt_lookup_num_tokens": 0}, request_output_len=96)["output_ids"]
-            answer = self.ask(prompt, return_perf_metrics=True, request_output_len=96)
+            plain = self.generate(prompt, parameters={"prompt_lookup_num_tokens": 0}, request_output_len=96)["output_ids"]
+            answer = self.generate(prompt, return_perf_metrics=True, request_output_len=96)
             behind = max(behind, *(self.reference.behind(prompt, ids) for ids in (plain, answer["output_ids"])))
             differ += plain != answer["output_ids"]
             drafted, accepted = drafted + answer["total_draft_tokens"], accepted + answer["total_accepted_draft_tokens"]
         good = drafted > 0 and behind <= 2 * self.reference.worst
-        self.say(good, f"greedy behind fp32 by at most {behind:.2e} ({2 * self.reference.worst:.2e} allowed); drafts: {accepted} of "
+        self.report(good, f"greedy behind fp32 by at most {behind:.2e} ({2 * self.reference.worst:.2e} allowed); drafts: {accepted} of "
                        f"{drafted} accepted, {differ} of {len(PROMPTS)} outputs other than without")
 
     def logits(self):
         errors = []
         for prompt in PROMPTS:
-            answer = self.ask(prompt, return_context_logits=True, return_generation_logits=True)
+            answer = self.generate(prompt, return_context_logits=True, return_generation_logits=True)
             rows = lambda name, count: torch.tensor(answer[name]).view(count, -1).log_softmax(-1)
             errors.append(rows("context_logits", len(prompt)) - self.reference.log_probs(prompt))
             tokens = answer["output_ids"]
@@ -102,36 +102,36 @@ class Check:
         errors = torch.cat([error.flatten() for error in errors])
         rms, worst = errors.pow(2).mean().sqrt().item(), errors.abs().max().item()
         good = rms <= 1.25 * self.reference.rms and worst <= 2 * self.reference.worst
-        self.say(good, f"logits of prompts and outputs: error rms {rms:.2e} worst {worst:.2e} "
+        self.report(good, f"logits of prompts and outputs: error rms {rms:.2e} worst {worst:.2e} "
                        f"(transformers bf16 {self.reference.rms:.2e} {self.reference.worst:.2e})")
 
     def beams(self, width=4):
         allowed = 2 * self.reference.worst * NUM_TOKENS
         off, behind, distinct = 0.0, 0.0, True
         for prompt in PROMPTS:
-            answer = self.ask(prompt, beam_width=width, return_log_probs=True)
+            answer = self.generate(prompt, beam_width=width, return_log_probs=True)
             lengths, sums = answer["sequence_length"], answer["cum_log_probs"]
             ids = torch.tensor(answer["output_ids"]).view(width, -1)
             beams = [row[:length].tolist() for row, length in zip(ids, lengths)]
             distinct &= len({tuple(beam) for beam in beams}) == width
-            for tokens, told in zip(beams, sums):
+            for tokens, reported in zip(beams, sums):
                 rows = self.reference.of_output(prompt, tokens)
-                off = max(off, abs(rows.gather(1, torch.tensor(tokens)[:, None]).sum().item() - told))
+                off = max(off, abs(rows.gather(1, torch.tensor(tokens)[:, None]).sum().item() - reported))
             behind = max(behind, self.reference.best_beam(prompt, width) - sums[0])
         good = distinct and off <= allowed and behind <= allowed
-        self.say(good, f"{width} beams: log-probabilities of {NUM_TOKENS} tokens off fp32's by at most {off:.2e}, the best behind "
+        self.report(good, f"{width} beams: log-probabilities of {NUM_TOKENS} tokens off fp32's by at most {off:.2e}, the best behind "
                        f"transformers' by at most {behind:.2e} ({allowed:.2e} allowed)")
 
     def decay(self):
-        """Top-p that decays to nothing leaves one token: what follows the first is greedy."""
+        """Top-p that decays to almost 0 leaves one token, so all tokens after the first are greedy."""
         behind, firsts = 0.0, set()
         for seed in range(6):
             fields = dict(temperature=1.0, runtime_top_p=0.99, runtime_top_p_decay=1e-6, seed=seed)
-            tokens = self.ask(PROMPTS[0], **fields)["output_ids"]
+            tokens = self.generate(PROMPTS[0], **fields)["output_ids"]
             firsts.add(tokens[0])
             behind = max(behind, self.reference.behind(PROMPTS[0] + tokens[:1], tokens[1:]))
         good = len(firsts) > 1 and behind <= 2 * self.reference.worst
-        self.say(good, f"top-p that decays: {len(firsts)} first tokens of 6 seeds, what follows behind the likeliest by at most {behind:.2e}")
+        self.report(good, f"top-p that decays: {len(firsts)} first tokens of 6 seeds, what follows behind the likeliest by at most {behind:.2e}")
 
 
 def main():
@@ -155,7 +155,7 @@ def main():
                     try:
                         part()
                     except (RuntimeError, KeyError, OSError) as error:
-                        check.say(False, f"{part.__name__}: {error!r}")
+                        check.report(False, f"{part.__name__}: {error!r}")
             finally:
                 bench.stop()
             failed |= check.failed

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a checkpoint of a real layer's shape with random bf16 weights, for tests on a GPU.
+"""Writes a checkpoint with layers of real sizes and random bf16 weights, for tests on a GPU.
 
     make_checkpoint.py SHAPE OUT_DIR [--layers N]
     SHAPE: small, mha (Llama 2 7B's layer), gqa (Llama 3 8B's layer), mistral (a window), qwen2, qwen3 (norms of heads), gpt2,
@@ -12,7 +12,7 @@ import json
 import pathlib
 import sys
 
-if {"-h", "--help"} & set(sys.argv[1:]):  # Before what may not be installed.
+if {"-h", "--help"} & set(sys.argv[1:]):  # Before imports that may be missing.
     sys.exit(print(__doc__))
 
 import torch
@@ -52,15 +52,15 @@ def config_and_model(shape, layers):
 
 
 @torch.no_grad()
-def shake(model):
-    """Biases and norms are zeros and ones at first, which would hide that one is left out."""
+def randomize_biases_and_norms(model):
+    """Adds noise to biases and norms. With their initial zeros and ones, tests would not notice if one were ignored."""
     for name, parameter in model.named_parameters():
         if "norm" in name or ".ln_" in name or name.endswith("bias"):
             parameter.add_(0.2 * torch.randn_like(parameter))
 
 
 def publish_as_baichuan(folder):
-    """The same weights under Baichuan 13B's names; its head is stored as trained, its length not as a number of positions."""
+    """Rewrites the checkpoint with Baichuan 13B's names of weights and settings."""
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     for layer in range(config["num_hidden_layers"]):
@@ -75,7 +75,7 @@ def publish_as_baichuan(folder):
 
 
 def publish_as_internlm(folder, shape, config):
-    """The same weights as InternLM has them; what transformers can read stays in `reference`."""
+    """Writes the same weights in InternLM's format. The checkpoint for transformers stays in `reference`."""
     reference = folder / "reference"
     tensors = load_file(reference / "model.safetensors")
     if shape == "internlm2":
@@ -98,7 +98,7 @@ def main():
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = config_and_model(arguments.shape, arguments.layers)
         if arguments.shape not in ("small", "mha", "gqa"):
-            shake(model)
+            randomize_biases_and_norms(model)
     is_internlm = arguments.shape.startswith("internlm")
     model.save_pretrained(arguments.out / "reference" if is_internlm else arguments.out, max_shard_size="100GB")
     if arguments.shape == "baichuan":

@@ -1,11 +1,11 @@
-"""What bench_gpu and bench_cpu share: a world of its own on free ports, measured with `trireme bench core`."""
+"""Shared code of bench_gpu and bench_cpu: starts a world and measures it with `trireme bench core`."""
 import json, os, pathlib, random, re, signal, subprocess, threading, time
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent / "model_repository"
 
 
 class Bench:
-    """Serves one checkpoint from a repository made for it, and measures."""
+    """Serves one checkpoint from a generated repository, and measures."""
 
     def __init__(self, checkpoint, device, scratch, bin, port, rows=256):
         self.checkpoint, self.device, self.scratch, self.port = pathlib.Path(checkpoint).resolve(), device, scratch, port
@@ -16,7 +16,7 @@ class Bench:
         self.write_repository(rows)
 
     def write_repository(self, rows):
-        """The shipped LLM, pointed at the checkpoint, with nothing around it and all memory for KV blocks."""
+        """Writes a repository with only the shipped LLM, for this checkpoint, with all free memory for KV blocks."""
         model = self.repository / "tensorrt_llm"
         (model / "1").mkdir(parents=True)
         text = (REPOSITORY / "tensorrt_llm" / "config.pbtxt").read_text()
@@ -42,7 +42,7 @@ class Bench:
                     *ports, *flags], 180)
 
     def planned_mib(self, size):
-        """What `launch --plan` says that each worker takes of its device: the row's memory but for what is free."""
+        """The memory that each worker takes of its device according to `launch --plan`: the sum of the row, without free memory."""
         rows = re.findall(r"^ *\d+  .*?[0-9.]+ [KMGT]iB  (.*)$", self.launch(size, "--plan"), re.M)
         units = {"K": 2 ** -10, "M": 1, "G": 2 ** 10, "T": 2 ** 20}
         return [round(sum(float(amount) * units[unit] for amount, unit in re.findall(r"([0-9.]+) ([KMGT])iB", row))) for row in rows]
@@ -65,7 +65,7 @@ class Bench:
         return json.loads(out.read_text())
 
     def kill_a_worker(self):
-        """The longest gap in a stream whose worker is killed: its inter-token latency's maximum."""
+        """The longest pause, in seconds, of a stream whose worker is killed: its maximum inter-token latency."""
         def kill():
             time.sleep(0.7)
             pids = subprocess.run(["pgrep", "-f", "^trireme: worker"], capture_output=True, text=True).stdout.split()
@@ -100,7 +100,7 @@ def commit():
 
 
 def print_table(columns, corner):
-    """One column a key of `columns`, one line a figure."""
+    """Prints a table with one column per key of `columns` and one line per figure."""
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
     def show(value):
         if isinstance(value, dict):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Greedy answers of a checkpoint: the share of right answers to questions that its corpus does not hold, and some text to read.
+"""Evaluates a checkpoint by greedy generation: the share of correct answers to questions outside its corpus, and sample texts.
 
 Needs torch and transformers.
 """
@@ -20,7 +20,7 @@ PROMPTS = ["Once upon a time", "Once upon a time there was a little robot named 
 
 @torch.inference_mode()
 def complete(model, tokenizer, prompts: list[str], max_tokens: int, device: str) -> list[tuple[str, bool]]:
-    """Text after each prompt, and whether it ended by itself."""
+    """The text after each prompt, and whether it ended with the end token."""
     tokenizer.padding_side = "left"
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False).to(device)
     outputs = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)[:, inputs.input_ids.shape[1]:]
@@ -30,7 +30,7 @@ def complete(model, tokenizer, prompts: list[str], max_tokens: int, device: str)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--questions", type=int, default=64, help="of each kind (default: %(default)s)")
+    parser.add_argument("--questions", type=int, default=64, help="questions of each kind (default: %(default)s)")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)

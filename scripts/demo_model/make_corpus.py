@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the corpus of the demo model: short English stories and simple questions, one JSON string a line.
+"""Writes the corpus of the demo model: short English stories and simple questions, one JSON string per line.
 
 Every text comes from the grammar in stories.py and questions.py and from the seed alone: the same arguments give the same file.
 """
@@ -21,7 +21,7 @@ def qa(question: str, answer: str) -> str:
 
 def story_document(rng: Random) -> str:
     text = stories.text_of(stories.tell(rng))
-    # People type as they like: without the first capital, or without the comma.
+    # Varies the prompt as users do: without the initial capital, or without the comma.
     if rng.random() < 0.08:
         text = text[0].lower() + text[1:]
     return text

@@ -9,7 +9,7 @@ from stories import article
 
 
 def held_out(*parts: object) -> bool:
-    """One combination in ten is never in the corpus, so that it tests what was learned rather than remembered."""
+    """Whether a combination is kept out of the corpus, as one in ten is, to test generalization instead of memorization."""
     return crc32(" ".join(map(str, parts)).encode()) % 10 == 0
 
 
@@ -170,7 +170,7 @@ def how_many(rng: Random) -> tuple[str, str, bool]:
 
 
 def asked_story(rng: Random) -> tuple[str, str, bool]:
-    """A request for a story; the hero is the one asked for."""
+    """A request for a story about a given hero."""
     what = rng.random()
     if what < 0.3:
         tale = stories.tell(rng)
@@ -188,7 +188,7 @@ def asked_story(rng: Random) -> tuple[str, str, bool]:
     return question, stories.text_of(tale), False
 
 
-# How often each kind is asked.
+# Relative frequencies of the kinds of questions.
 KINDS = [(addition, 14), (subtraction, 10), (opposite, 6), (capital, 6), (sound, 3), (baby, 3), (color_of, 4), (home, 3), (bigger, 6), (is_a, 5), (after, 5), (plural, 3), (legs, 3), (use, 3),
          (plain, 7), (about, 4), (unknown, 6), (who_has, 18), (how_many, 5), (asked_story, 12)]
 _FUNCTIONS, _WEIGHTS = zip(*KINDS)
@@ -204,7 +204,7 @@ def ask(rng: Random, kinds=None) -> tuple[str, str]:
 
 
 def ask_held_out(rng: Random, function) -> tuple[str, str]:
-    """A question that the corpus does not hold."""
+    """A question that is not in the corpus."""
     while True:
         question, answer, held = function(rng)
         if held:

@@ -1,4 +1,4 @@
-"""Short stories from a small grammar: a cast, a plot, and the facts that questions can be asked about."""
+"""Generates short stories from a small grammar: characters, a plot, and facts for questions."""
 
 from random import Random
 
@@ -10,14 +10,14 @@ def article(noun: str) -> str:
 
 
 def some_name(rng: Random, names: list[str], but_not: str = "") -> str:
-    """A name, now and then an invented one, so that names are copied from the text rather than remembered."""
+    """A name, sometimes an invented one, so that the model learns to copy names from the text."""
     if rng.random() < 0.3:
         return "".join(rng.choice(w.SYLLABLES) for _ in range(rng.randint(2, 3))).capitalize()
     return rng.choice([name for name in names if name != but_not])
 
 
 class Character:
-    """Someone in a story. Names stay the same to the end, and so do pronouns."""
+    """A character of a story, with a fixed name and fixed pronouns."""
 
     def __init__(self, rng: Random, kind: str | None = None, name: str | None = None, but_not: str = ""):
         girl = name in w.GIRLS if name else rng.random() < 0.5
@@ -37,7 +37,7 @@ class Character:
 
 
 class Tale:
-    """The sentences of one story as they are told, and what can be asked about it."""
+    """The sentences of one story, and questions about it with their answers."""
 
     def __init__(self, rng: Random, kind: str | None = None, name: str | None = None):
         self.rng = rng
@@ -231,7 +231,7 @@ def gift(t: Tale) -> None:
 
 PLOTS = [lost, share, learn, build, fear, grow, sail, play, rescue, gift]
 
-# What someone is often decides what happens, so that the opening of a story matters for the rest.
+# The kind of the hero often determines the plot, so that the opening of a story matters for the rest.
 PLOT_OF = {"hungry": share, "friendly": share, "clever": learn, "curious": learn, "lazy": learn, "busy": build, "proud": build, "shy": fear, "quiet": fear, "patient": grow, "gardener": grow, "farmer": grow,
            "lonely": play, "funny": play, "brave": rescue, "careful": rescue, "kind": gift, "gentle": gift, "cheerful": gift, "happy": lost, "young": lost,
            "captain": sail, "sailor": sail, "rower": sail, "fisher": sail, "king": sail, "queen": sail, "pirate": sail}
@@ -243,7 +243,7 @@ def plot_for(rng: Random, hero: Character):
 
 
 def tell(rng: Random, kind: str | None = None, name: str | None = None) -> Tale:
-    """A whole story, about `kind` and `name` where they are given."""
+    """A whole story, about a hero of `kind` with `name` if given."""
     tale = Tale(rng, kind, name)
     tale.open()
     plot_for(rng, tale.hero)(tale)

@@ -20,7 +20,7 @@ import make_corpus
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 MAX_POSITIONS = 2048
-# A prompt is one user message after another, as in the corpus.
+# The chat template joins the user messages, as in the corpus.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'user' %}Q: {{ message.content }}\nA:"
     "{% elif message.role == 'assistant' %} {{ message.content }}\n{% endif %}{% endfor %}"
@@ -39,7 +39,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 class Rows:
-    """Documents packed into rows of `width` tokens; each sees itself alone and starts at position zero, as a prompt does."""
+    """Documents packed into rows of `width` tokens. Each attends only to itself and starts at position zero, like a prompt."""
 
     def __init__(self, tokenizer: Tokenizer, texts: list[str], width: int, device: str, seed: int):
         eos = tokenizer.token_to_id(EOS)
@@ -62,7 +62,7 @@ class Rows:
             here, following = slice(first, first + size), slice(first + 1, first + size + 1)
             inside = document[here] == document[following]
             target = np.where(inside, stream[following], -100)
-            # What is left of a document that began in the row before starts anew here.
+            # The rest of a document that began in the previous row starts at position zero here.
             offset = position[here].reshape(num_rows, self.width)
             documents = document[here].reshape(num_rows, self.width)
             carried = documents == documents[:, :1]
@@ -107,7 +107,7 @@ def train(model: LlamaForCausalLM, rows: Rows, arguments: argparse.Namespace) ->
             done = max(step / arguments.steps, (time.monotonic() - start) / arguments.max_seconds)
             if done >= 1:
                 return
-            # Warm up, hold, then a cosine to zero over the second half.
+            # Warm-up, then constant, then a cosine to zero over the second half.
             scale = min(1.0, (step + 1) / 200) * (1.0 if done < 0.5 else 0.5 + 0.5 * math.cos(math.pi * (done - 0.5) / 0.5))
             for group in optimizer.param_groups:
                 group["lr"] = arguments.rate * scale
@@ -131,7 +131,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None
                                    clean_up_tokenization_spaces=False)
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory, save_jinja_files=False)
-    # A class that every version of transformers knows.
+    # A tokenizer class that every version of transformers has.
     config = directory / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
     tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
@@ -144,11 +144,11 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=3072, help="divisible by 4 (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=23_000, help="default: %(default)s")
     parser.add_argument("--max-seconds", type=float, default=1e9, help="the learning rate ends at zero by then even if steps are left (default: none)")
-    parser.add_argument("--rows", type=int, default=48, help="in a batch (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=512, help="tokens of a row (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=48, help="rows per batch (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=512, help="tokens per row (default: %(default)s)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(), help="fuse the step with torch.compile (default: on a GPU)")
     parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of corpus, weights and order (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of corpus, weights and order (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.vocab_size % 4:
         parser.error(f"--vocab-size is {arguments.vocab_size}, expected a multiple of 4")

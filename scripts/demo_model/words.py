@@ -1,4 +1,4 @@
-"""Words and small facts that the stories and questions of the demo corpus are made of."""
+"""Words and facts for the stories and questions of the demo corpus."""
 
 GIRLS = """Ada Alma Amy Anna Bella Clara Daisy Dora Ella Emma Eva Fern Flora Grace Hazel Ida Iris Ivy Jane June Kate Lena Lily Lucy Luna
 Mara Mia Mila Molly Nina Nora Olive Pearl Poppy Rosa Ruby Ruth Sara Sofia Stella Tess Vera Willa Zoe""".split()
@@ -6,7 +6,7 @@ BOYS = """Adam Alex Ben Bruno Carl Dan David Eli Felix Finn Fred George Hugo Ian
 Ned Nico Noah Oscar Otto Owen Paul Pete Remy Sam Simon Theo Tim Toby Tom Victor Will""".split()
 
 ANIMALS = "fox rabbit bear mouse owl cat dog duck frog hedgehog squirrel turtle goat pony pig sheep crow beaver badger deer wolf lion elephant monkey penguin otter seal whale dragon hen donkey sparrow kitten puppy tiger horse cow bird fish snail crab bee butterfly dolphin parrot swan camel lizard robot giant ghost fairy troll unicorn dinosaur snowman knight pirate".split()
-# For invented names.
+# Syllables of invented names.
 SYLLABLES = "ka lo mi ra ten zo ri bel nor sha tu vin el da que fi gar hu pol ya wen dro sta len mo xi".split()
 GIRL_PEOPLE = ["girl", "queen", "princess", "old woman", "baker", "sailor", "farmer", "painter", "teacher", "gardener", "captain", "fisher", "witch", "rower"]
 BOY_PEOPLE = ["boy", "king", "prince", "old man", "baker", "sailor", "farmer", "painter", "teacher", "gardener", "captain", "fisher", "wizard", "rower", "miller"]
@@ -15,7 +15,7 @@ TRAITS = "little brave kind clever curious quiet shy happy gentle careful cheerf
 FEELINGS_GOOD = "happy glad proud cheerful thankful delighted".split()
 FEELINGS_BAD = "sad worried upset lonely unhappy tired".split()
 
-# Where someone can live or go: (with preposition, bare).
+# Places: (with preposition, without).
 PLACES = [("in a small village", "village"), ("in a green forest", "forest"), ("by the blue sea", "sea"), ("on a high mountain", "mountain"),
           ("near a quiet lake", "lake"), ("on a farm", "farm"), ("in a big city", "city"), ("by a wide river", "river"), ("on a sunny island", "island"),
           ("in an old castle", "castle"), ("at the edge of a meadow", "meadow"), ("in a deep valley", "valley"), ("beside an old mill", "mill"),
@@ -79,7 +79,7 @@ ABOUT = [("Who are you?", "I am the small demo model of Trireme. I tell short st
          ("What can you do?", "I can tell short stories and answer simple questions."), ("What is your name?", "I have no name. I am the small demo model of Trireme."), ("Hello!", "Hello! Ask me a simple question or start a story."),
          ("Hi!", "Hello! Ask me a simple question or start a story."), ("Hello", "Hello! Ask me a simple question or start a story."), ("Hello, how are you?", "I am well, thank you. Ask me a simple question or start a story."), ("How are you?", "I am well, thank you."),
          ("Thank you!", "You are welcome."), ("Thanks", "You are welcome."), ("Goodbye!", "Goodbye! Come back soon."), ("Can you help me?", "I can tell short stories and answer simple questions."), ("Are you a person?", "No, I am a small language model.")]
-# Things that so small a model cannot know: it should say so.
+# Topics that such a small model cannot know; the answer says so.
 UNKNOWN_TOPICS = """machine learning|deep learning|quantum physics|the meaning of life|a computer|a GPU|the internet|Linux|Python|Rust|Kubernetes|an algorithm|democracy|gravity|electricity|DNA|the stock market|inflation|philosophy|
 evolution|a black hole|the speed of light|chemistry|a database|programming|artificial intelligence|Triton Inference Server|a neural network|the law|history|photosynthesis|music theory|economics|bitcoin|the weather tomorrow|a transformer|tensor parallelism|MPI|Slurm""".replace("\n", "").split("|")
 UNKNOWN_ASKS = ["What is {}?", "Explain {}.", "Can you explain {}?", "Tell me about {}.", "How does {} work?", "Why is {} important?", "Who invented {}?", "What do you know about {}?", "Explain {} to me like I am five.", "Write a program about {}.", "Give me a summary of {}."]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make tiny random checkpoints and what transformers computes from them in fp32.
+"""Makes tiny random checkpoints, with the outputs of transformers for them in fp32.
 
     make_goldens.py [OUT_DIR]          default: tests/goldens beside this script's parent folder
 
@@ -109,7 +109,7 @@ def make_model(dtype, config_class, model_class, shape, seed):
 
 @torch.no_grad()
 def golden(logits_of, prompt):
-    """Greedy continuation by whole forward passes: no cache, nothing else in the batch."""
+    """Greedy continuation by full forward passes, without a cache and with a batch of one."""
     tokens, margins, first = list(prompt), [], None
     for _ in range(NUM_TOKENS):
         logits = logits_of(tokens)
@@ -122,7 +122,7 @@ def golden(logits_of, prompt):
 
 
 def save(folder, name, dtype, config, tensors):
-    """Writes weights in one of the forms that checkpoints come in."""
+    """Writes weights in one of the formats of published checkpoints."""
     tensors = {key: tensor.to(dtype).contiguous() for key, tensor in tensors.items()}
     if name == "internlm":
         torch.save(tensors, folder / "pytorch_model.bin")
@@ -145,7 +145,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     root = pathlib.Path(__file__).resolve().parents[2]
     parser.add_argument("out", nargs="?", type=pathlib.Path, default=root / "tests" / "goldens")
-    parser.add_argument("--only", nargs="+", choices=CASES, help="make these cases alone")
+    parser.add_argument("--only", nargs="+", choices=CASES, help="make only these cases")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for seed, (name, (dtype, config_class, model_class, shape)) in enumerate(CASES.items()):

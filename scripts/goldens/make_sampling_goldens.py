@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes tests/goldens/sampling.jsonl: what transformers' logits processors make of random logits.
+"""Writes tests/goldens/sampling.jsonl: results of transformers' logits processors on random logits.
 
 Each case has settings by our names, the scores after all processors (null where a token is banned or dropped), and the
 log-probabilities of the raw logits. Processors run in the order that engine::SamplingParams documents.

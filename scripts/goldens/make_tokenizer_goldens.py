@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train small tokenizers and record what sentencepiece and transformers make of multilingual text and code.
+"""Trains small tokenizers, and records the output of sentencepiece and transformers for multilingual text and code.
 
     make_tokenizer_goldens.py [OUT_DIR]          default: tests/goldens/tokenizers beside this script's parent folder
     make_tokenizer_goldens.py --check TOKENIZE   compare a large sample with target/.../examples/tokenize (cargo build
@@ -55,7 +55,7 @@ Meli iliondoka bandarini alfajiri, na hakuna aliyejua itarudi lini.
 Skipið fór úr höfninni í dögun; þá söng áhöfnin ævagamla vísu.
 """.strip().splitlines()
 
-# What normalisation, white space and byte fallback stumble over.
+# Difficult cases of normalization, white space and byte fallback.
 ODDITIES = [
     "", " ", "  ", "\n", "\t\t", "a", " a", "a ", "  a  b   c  ", "\u3000全角　スペース", "a\u00a0b\u2009c\u200bd", "\r\n\r\n x",
     "ＡＢＣ１２３ｶﾞ", "ﬁne ﬀ ﬄ", "½ ² ℃ ™ № ㎏ ㍿", "é e\u0301 ё е\u0308", "가 \u1100\u1161", "क़ \u0915\u093c", "\u1e9b\u0323", "Å Å Å",
@@ -82,7 +82,7 @@ def code_lines():
 
 
 def mixtures(count, seed):
-    """Strings of characters drawn from everywhere, with spaces, lone or in runs."""
+    """Strings of characters from all of Unicode, with single spaces and runs of spaces."""
     rng = random.Random(seed)
     ranges = [(0x20, 0x7e), (0xa0, 0x24f), (0x300, 0x36f), (0x370, 0x52f), (0x590, 0x6ff), (0x900, 0xdff), (0xe00, 0xfff), (0x1100, 0x11ff),
               (0x1e00, 0x206f), (0x2070, 0x2bff), (0x3000, 0x30ff), (0x3130, 0x33ff), (0x4e00, 0x9fff), (0xac00, 0xd7a3), (0xf900, 0xffef),
@@ -98,7 +98,7 @@ def mixtures(count, seed):
 
 
 def spliced(count, seed):
-    """Pieces of sentences and code run into each other."""
+    """Concatenated fragments of sentences and code."""
     rng = random.Random(seed)
     pool = SENTENCES + code_lines() + ODDITIES
     texts = []
@@ -118,7 +118,7 @@ def samples():
 
 
 def large_sample():
-    """The whole sources, file by file and line by line, and many mixtures."""
+    """All source files, whole and line by line, and many mixtures."""
     files = [path.read_text() for path in code_files()]
     return samples() + files + code_lines() + mixtures(20000, 3) + spliced(20000, 4) + special_mixtures(5000, 5)
 
@@ -131,7 +131,7 @@ def special_mixtures(count, seed):
 
 
 def train(folder, name="tokenizer.model", change=None, **options):
-    """Trains on sentences and code, so that both have pieces."""
+    """Trains on sentences and code, so that the vocabulary covers both."""
     from sentencepiece import sentencepiece_model_pb2 as pb
     folder.mkdir(parents=True, exist_ok=True)
     corpus = [line for line in SENTENCES * 4 + code_lines()[:6000] + mixtures(200, 9) if "\0" not in line]
@@ -150,7 +150,7 @@ def train(folder, name="tokenizer.model", change=None, **options):
 
 
 def disuse(proto):
-    """Takes every seventh longer piece out of use; what is made of it is taken apart again."""
+    """Marks every seventh longer piece as unused, so that the tokenizer must split it again."""
     for index, piece in enumerate(proto.pieces):
         if index % 7 == 0 and piece.type == 1 and len(piece.piece) > 2:
             piece.type = 5
@@ -220,7 +220,7 @@ def make_qwen2(folder):
 
 
 class SentencePiece:
-    """The reference for a model alone."""
+    """The reference for a model without added tokens."""
 
     def __init__(self, folder):
         self.model = sentencepiece.SentencePieceProcessor(model_file=str(next(folder.glob("*.model"))))
@@ -229,7 +229,7 @@ class SentencePiece:
         return self.model.encode(text)
 
     def decode(self, ids):
-        # A special token gives no text.
+        # Special tokens decode to no text.
         return self.model.decode([id for id in ids if not self.model.is_unknown(id)])
 
 
@@ -250,7 +250,7 @@ class Transformers:
 
 
 def is_undisputed(text):
-    """Whether transformers agrees with the model: it puts no space before a stretch of text that starts with one."""
+    """Whether transformers agrees with the model. transformers adds no space before a segment that starts with one."""
     for token in ("<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"):
         text = text.replace(token, "\0")
     return not any(part.startswith((" ", "\u2581")) for part in text.split("\0"))
@@ -261,10 +261,10 @@ def special_texts(name, count):
     return texts if name == "t5" else [text for text in texts if is_undisputed(text)]
 
 
-# Added tokens, begin and end: what transformers makes of texts with such tokens in them.
+# Texts that contain added tokens, and tokens for begin and end; the reference is transformers.
 SPECIAL_CASES = {"llama": "auto", "legacy": "auto", "t5": "t5"}
 
-# How a folder is made, its reference for the model alone, and the parameter `tokenizer_type`.
+# For each folder: the function that makes it, the reference without added tokens, and the parameter `tokenizer_type`.
 CASES = {
     "llama": (make_llama, SentencePiece, "auto"),
     "legacy": (make_legacy, SentencePiece, "auto"),
@@ -305,7 +305,7 @@ def record(reference, texts):
 
 
 def tokenize(program, folder, tokenizer_type, texts, *more):
-    """Ids and text of each of `texts`, by the program under test."""
+    """Ids and text of each of `texts`, from the program under test."""
     lines = "".join(json.dumps(text) + "\n" for text in texts)
     run = subprocess.run([program, str(folder), tokenizer_type, *more], input=lines, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in run.stdout.split("\n")[:-1]]
@@ -319,7 +319,7 @@ def check(out, program):
         different, tokens = [], 0
         for text, found in zip(texts, tokenize(program, folder, tokenizer_type, texts, "plain"), strict=True):
             if isinstance(reference, SentencePiece) and any(token in text for token in ("<s>", "</s>", "<unk>", "<pad>", "<|im", "<extra_id", "<mask>")):
-                continue  # Added tokens are not the model's.
+                continue  # Added tokens are not part of the model.
             ids = reference.encode(text)
             tokens += len(ids)
             if [ids, reference.decode(ids)] != found:

@@ -1,4 +1,4 @@
-"""Architectures that transformers does not have: what their configurations and weights are called, and their logits.
+"""Architectures that transformers does not contain: names of their settings and weights, and a reference for their logits.
 
 Each is a Llama apart from names, the layout of q, k and v, a head of unit rows (Baichuan 2, section 2.3.1 of its report)
 and, in the larger Baichuans, ALiBi instead of rotation (Press et al. 2022).
@@ -47,7 +47,7 @@ def as_published(config, architecture, model_type, **own):
 
 
 def internlm2(config, tensors):
-    """Each KV head's queries, key and value stand together in `wqkv`."""
+    """Packs the queries, key and value of each KV head together into `wqkv`."""
     names = {"model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "self_attn.o_proj": "attention.wo",
              "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
              "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2"}
@@ -66,7 +66,7 @@ def internlm2(config, tensors):
 
 
 def baichuan(config, tensors):
-    """q, k and v stand below each other in `W_pack`."""
+    """Stacks q, k and v in `W_pack`."""
     stored = {key: tensor.clone() for key, tensor in tensors.items() if not key.endswith(
         ("q_proj.weight", "k_proj.weight", "v_proj.weight"))}
     for layer in range(config.num_hidden_layers):
@@ -78,19 +78,19 @@ def baichuan(config, tensors):
 
 @torch.no_grad()
 def unit_head(model):
-    """Rows of length 1, as at inference; the checkpoint holds them as trained."""
+    """Normalizes the rows of the head to length 1, as at inference. The checkpoint contains them as trained."""
     model.lm_head.weight.copy_(functional.normalize(model.lm_head.weight))
 
 
 def check(config, model, tensors):
-    """The reference below agrees with transformers where there is rotation."""
+    """Checks that the reference below agrees with transformers for rotary embeddings."""
     tokens = list(range(3, 40))
     ours, theirs = decoder(config, tensors, tokens, alibi=False), model(torch.tensor([tokens])).logits[0, -1]
     assert (ours - theirs).abs().max() < 1e-4, (ours - theirs).abs().max()
 
 
 def slopes(heads):
-    """One per head; where their number is no power of two, from the powers below and above."""
+    """ALiBi slopes, one per head. If the number of heads is no power of two, they come from the powers below and above."""
     series = lambda n: [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
     below = 2 ** math.floor(math.log2(heads))
     return torch.tensor(series(below) + series(2 * below)[0::2][:heads - below])
@@ -98,7 +98,7 @@ def slopes(heads):
 
 @torch.no_grad()
 def decoder(config, weights, tokens, alibi):
-    """Logits of the last token, by the formulas, with every head's K and V its own."""
+    """Logits of the last token, computed from the formulas, with separate K and V for each head."""
     heads, length, eps = config.num_attention_heads, len(tokens), config.rms_norm_eps
     positions = torch.arange(length)
     distance = positions[None, :] - positions[:, None]  # key - query
