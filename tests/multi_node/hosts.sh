@@ -1,11 +1,11 @@
-# Hosts for tests: network namespaces of this machine, each with a host name and an address of its own, joined by a
-# bridge. Sourced by scripts/test_multi_node. Everything lies in $place, a scratch directory.
+# Hosts for tests: network namespaces of this machine, each with its own host name and address, joined by a bridge. Sourced by
+# scripts/test_multi_node. All files are in $place, a scratch directory.
 
-# Names of namespaces and links are this machine's, so they carry this process's id; 15 letters at most.
+# Names of namespaces and links are global on this machine, so they contain this process's id; at most 15 characters.
 readonly bridge=tmb$$
 readonly network=10.78.0.0/24
 
-# make_hosts N: hosts n1 to nN.
+# make_hosts N: creates hosts n1 to nN.
 make_hosts() {
     local i
     ip link add "$bridge" type bridge
@@ -21,8 +21,8 @@ make_hosts() {
         mkdir "$place/shm-n$i"
         mount -t tmpfs "trireme-n$i" "$place/shm-n$i"
     done
-    # What stands for ssh: a host sees this machine's files, but for its own /dev/shm and those
-    # of the list `instead-HOST`.
+    # A replacement for ssh. A host has the files of this machine, except its own /dev/shm and the replacements listed in
+    # `instead-HOST`.
     cat >"$place/remote" <<AGENT
 #!/bin/bash
 while [[ \$1 == -* ]]; do [[ \$1 == -o ]] && shift; shift; done
@@ -41,15 +41,15 @@ AGENT
     chmod +x "$place/remote"
 }
 
-# on N COMMAND...: runs it on host N.
+# on N COMMAND...: runs COMMAND on host N.
 on() {
     local host=$1
     shift
     "$place/remote" "n$host" "exec $(printf '%q ' "$@")"
 }
 
-# slow_link N MILLISECONDS: from now on all that host N sends and gets takes so much longer. Where the kernel has netem it
-# would do the same; not every kernel has.
+# slow_link N MILLISECONDS: delays everything that host N sends and receives from now on. Does the same as netem, which not every
+# kernel has.
 slow_link() {
     ip link add "tmx-$$" type veth peer name "tmy-$$"
     ip link set "tmx-$$" master "$bridge" up
@@ -62,7 +62,7 @@ slow_link() {
     await 10 'the slow link is there' grep -q joined "$place/slow_link.log" || { cat "$place/slow_link.log"; return 1; }
 }
 
-# fast_link N: as before. Safe where the link is not slow.
+# fast_link N: removes the delay, if there is one.
 fast_link() {
     [[ -e $place/slow_link.pid ]] || return 0
     kill "$(<"$place/slow_link.pid")" 2>/dev/null || true
@@ -71,7 +71,7 @@ fast_link() {
     ip link set "tmv$1-$$" master "$bridge"
 }
 
-# Ends all that runs on hosts, and takes them away. Safe to call twice.
+# Kills all processes on the hosts and removes the hosts. Can be called twice.
 remove_hosts() {
     local i
     for i in 1 2; do

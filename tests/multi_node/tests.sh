@@ -1,14 +1,14 @@
-# What users of several hosts are promised, as functions that return 0 when the promise holds. Sourced by
-# scripts/test_multi_node, run with hosts n1 and n2 up. A function that returns 77 could not be tried.
+# Tests on several hosts: functions that return 0 on success and 77 if skipped. scripts/test_multi_node sources this file and runs
+# them with hosts n1 and n2.
 
 readonly story='Once upon a time'
 
-# start ARGUMENT...: `launch` on host n1; its words go to world.log.
+# start ARGUMENT...: starts `launch` on host n1, with its output in world.log.
 start() {
     : >world.log
     local words=("$LAUNCH" --model_repo="$repository" --device=cpu "$@")
     [[ " $* " == *' --network='* ]] || words+=(--network="$network")
-    # The launcher itself, for signals to it.
+    # $launch is the pid of the launcher itself, so that it can be signalled.
     XDG_RUNTIME_DIR=$place/run OMPI_MCA_plm_rsh_agent=$place/remote "$place/remote" n1 "exec ${words[*]@Q}" >world.log 2>&1 &
     launch=$!
     disown "$launch"
@@ -17,20 +17,20 @@ start() {
 ready_times() { grep -c 'launch: serving' world.log || true; }
 has_served() { [[ $(ready_times) -ge $1 ]]; }
 
-# serve ARGUMENT...: as start, until it serves.
+# serve ARGUMENT...: starts `launch` and waits until the world serves.
 serve() {
     start "$@"
     await 60 'the world serves' has_served 1 || { cat world.log; return 1; }
 }
 
-# ask TOKENS: greedy text.
-ask() { timeout 60 "$TRIREME" client --quiet --url 10.78.0.11:8001 --max-tokens "$1" "$story"; }
+# generate TOKENS: prints greedy text.
+generate() { timeout 60 "$TRIREME" client --quiet --url 10.78.0.11:8001 --max-tokens "$1" "$story"; }
 
 num_processes() { for host in 1 2; do ip netns pids "tmn$host-$$"; done | wc -l; }
 nothing_runs() { [[ $(num_processes) == 0 ]]; }
 shared_memory() { ls "$place"/shm-n1 "$place"/shm-n2 | grep --invert-match --extended-regexp '^$|:$' || true; }
 
-# The world ends well and leaves no process and no shared memory on any host.
+# Stops the world; fails if it leaves a process or shared memory on any host.
 stop() {
     kill -TERM "$launch"
     await 30 'the launcher ends' eval '! kill -0 "$launch" 2>/dev/null' || return 1
@@ -43,24 +43,24 @@ workers_on() {
     for pid in $(ip netns pids "tmn$1-$$"); do tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null && echo; done | grep -c '^trireme: worker' || true
 }
 
-two_hosts_say_what_one_says() {
+two_hosts_return_the_text_of_one() {
     local alone
     serve --world_size=1 || return 1
-    alone=$(ask 48) && [[ -n $alone ]] || return 1
+    alone=$(generate 48) && [[ -n $alone ]] || return 1
     stop || return 1
     serve --world_size=2 --hosts=n1:1,n2:1 || return 1
     grep -q 'placement: n1: rank 0; n2: rank 1' world.log || { cat world.log; return 1; }
     [[ $(workers_on 1) == 1 && $(workers_on 2) == 1 ]] || return 1
-    [[ $(ask 48) == "$alone" ]] || { ask 48; return 1; }
+    [[ $(generate 48) == "$alone" ]] || { generate 48; return 1; }
     stop || return 1
     # More ranks than cores on the first host, and hosts from a file.
     printf 'n1 slots=3\nn2 slots=1 # the small one\n' >hosts
     serve --world_size=4 --hostfile=hosts || return 1
-    [[ $(workers_on 1) == 3 && $(ask 48) == "$alone" ]] || return 1
+    [[ $(workers_on 1) == 3 && $(generate 48) == "$alone" ]] || return 1
     stop
 }
 
-# round_trip_ms: of one byte and back between the hosts, by TCP.
+# round_trip_ms: prints the round-trip time of one byte over TCP between the hosts, in milliseconds.
 round_trip_ms() {
     : >round_trip.log
     on 2 python3 "$top/tests/multi_node/round_trip.py" serve 10.78.0.12 >round_trip.log 2>&1 &
@@ -73,29 +73,29 @@ round_trip_ms() {
 twenty_ms_between_hosts_change_no_token() {
     local near far begun
     serve --world_size=2 --hosts=n1,n2 || return 1
-    near=$(ask 24) || return 1
+    near=$(generate 24) || return 1
     slow_link 2 20 || return 1
     local measured
     measured=$(round_trip_ms) || return 1
-    echo "20 ms later each way: $measured ms for a round trip"
+    echo "20 ms of delay each way: $measured ms for a round trip"
     ((measured >= 40)) || return 1
     begun=$SECONDS
-    far=$(ask 24)
+    far=$(generate 24)
     echo "24 tokens in $((SECONDS - begun)) s"
     [[ $near == "$far" ]] || { echo "$far"; return 1; }
     stop || return 1
-    # A world that starts over such a link, in stages.
+    # Starts a world with pipeline stages over the slow link.
     with_parameters pp=2 || return 1
     serve --world_size=2 --hosts=n1,n2 || return 1
     begun=$SECONDS
-    far=$(ask 24)
+    far=$(generate 24)
     echo "24 tokens in two stages in $((SECONDS - begun)) s"
     [[ $near == "$far" ]] || { echo "$far"; return 1; }
     fast_link 2
     stop
 }
 
-# with_parameters KEY=VALUE...: the language model has these from now on, and no other that a test gave it.
+# with_parameters KEY=VALUE...: sets these parameters of the language model, and removes those of earlier tests.
 with_parameters() {
     local word file=$repository/tensorrt_llm/config.pbtxt
     cp "$top/model_repository/tensorrt_llm/config.pbtxt" "$file"
@@ -104,32 +104,32 @@ with_parameters() {
     done
 }
 
-stages_and_replicas_on_two_hosts_say_what_one_rank_says() {
+stages_and_replicas_on_two_hosts_return_the_text_of_one_rank() {
     local alone i
     serve --world_size=1 || return 1
-    alone=$(ask 48) && [[ -n $alone ]] || return 1
+    alone=$(generate 48) && [[ -n $alone ]] || return 1
     stop || return 1
     with_parameters pp=2
     serve --world_size=2 --hosts=n1,n2 || return 1
     grep -q 'placement: stage 2 of 2: workers 1 on `n2`' world.log || { cat world.log; return 1; }
-    [[ $(ask 48) == "$alone" ]] || { ask 48; return 1; }
+    [[ $(generate 48) == "$alone" ]] || { generate 48; return 1; }
     # More requests than stages, so that micro-batches are in flight.
-    local asking=()
+    local client=()
     for i in 1 2 3 4; do
-        ask 48 >"answer$i.txt" &
-        asking+=($!)
+        generate 48 >"answer$i.txt" &
+        client+=($!)
     done
-    wait "${asking[@]}"
+    wait "${client[@]}"
     for i in 1 2 3 4; do [[ $(cat "answer$i.txt") == "$alone" ]] || { cat "answer$i.txt"; return 1; }; done
     stop || return 1
     with_parameters tp=2 pp=2
     serve --world_size=4 --hosts=n1:2,n2:2 || return 1
-    [[ $(workers_on 1) == 2 && $(ask 48) == "$alone" ]] || return 1
+    [[ $(workers_on 1) == 2 && $(generate 48) == "$alone" ]] || return 1
     stop || return 1
     with_parameters tp=1
     serve --world_size=2 --hosts=n1,n2 || return 1
     grep -q 'placement: replica 2 of 2, stage 1 of 1: workers 1 on `n2`' world.log || { cat world.log; return 1; }
-    for i in 1 2 3 4; do [[ $(ask 48) == "$alone" ]] || return 1; done
+    for i in 1 2 3 4; do [[ $(generate 48) == "$alone" ]] || return 1; done
     curl --silent --fail "http://10.78.0.11:8002/metrics" >metrics.txt || return 1
     for i in 0 1; do
         grep "trireme_llm_output_tokens_total{.*replica=\"$i\"" metrics.txt | grep -qv ' 0$' || { cat metrics.txt; return 1; }
@@ -137,37 +137,37 @@ stages_and_replicas_on_two_hosts_say_what_one_rank_says() {
     stop
 }
 
-an_mpich_world_on_two_hosts_says_what_one_rank_says() {
+an_mpich_world_on_two_hosts_returns_the_text_of_one_rank() {
     if ! command -v mpirun.mpich >/dev/null; then
         echo 'skipped: no mpirun.mpich'
         return 77
     fi
     local alone
     serve --world_size=1 || return 1
-    alone=$(ask 48) && [[ -n $alone ]] || return 1
+    alone=$(generate 48) && [[ -n $alone ]] || return 1
     stop || return 1
     HYDRA_LAUNCHER_EXEC=$place/remote serve --mpirun=mpirun.mpich --network=eth0 --world_size=2 --hosts=n1,n2 || return 1
-    [[ $(workers_on 1) == 1 && $(workers_on 2) == 1 && $(ask 48) == "$alone" ]] || return 1
+    [[ $(workers_on 1) == 1 && $(workers_on 2) == 1 && $(generate 48) == "$alone" ]] || return 1
     stop
 }
 
 a_link_cut_mid_stream_gives_one_error_and_the_world_starts_again() {
     serve --world_size=2 --hosts=n1,n2 -- --heartbeat-timeout=3 || return 1
-    ask 1000 >answer.txt 2>error.txt &
-    local asking=$! begun=$SECONDS
+    generate 1000 >answer.txt 2>error.txt &
+    local client=$! begun=$SECONDS
     await 10 'the stream begins' test -s answer.txt || return 1
     ip link set "tmv2-$$" down
-    ! wait "$asking" || { echo 'the stream went on without its link'; return 1; }
+    ! wait "$client" || { echo 'the stream went on without its link'; return 1; }
     ((SECONDS - begun < 20)) || { echo "the error took $((SECONDS - begun)) s"; return 1; }
     [[ $(wc --lines <error.txt) == 1 ]] || { cat error.txt; return 1; }
     await 20 'the reason is in the log' grep -q 'on node n2 has not answered' world.log || { cat world.log; return 1; }
     ip link set "tmv2-$$" up
     await 60 'it serves again' has_served 2 || { cat world.log; return 1; }
-    [[ -n $(ask 16) ]] || return 1
+    [[ -n $(generate 16) ]] || return 1
     stop
 }
 
-# refused WORDS ARGUMENT...: the launcher ends by itself with an error that has these words.
+# refused MESSAGE ARGUMENT...: succeeds if the launcher ends with an error that contains MESSAGE.
 refused() {
     local words=$1
     shift
@@ -201,7 +201,7 @@ a_checkpoint_that_differs_between_hosts_is_named() {
     printf '\1' | dd of=other_checkpoint bs=1 seek=$(($(stat --format=%s other_checkpoint) - 1)) conv=notrunc 2>/dev/null
     echo "$PWD/other_checkpoint $repository/$file" >"$place/instead-n2"
     refused 'differs between nodes `n2` and `n1`: `model.safetensors` has other bytes' --world_size=2 --hosts=n1,n2 || return 1
-    # A replica of its own would answer otherwise than the first.
+    # The same with replicas, which would generate different texts.
     with_parameters tp=1
     refused 'differs between nodes `n2` and `n1`: `model.safetensors` has other bytes' --world_size=2 --hosts=n1,n2 || return 1
     rm "$place/instead-n2"

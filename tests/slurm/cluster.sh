@@ -1,14 +1,14 @@
-# A real Slurm on this machine, for tests: munged, slurmctld and a slurmd per node, each node in a network namespace
-# with a host name of its own. Sourced by scripts/test_slurm. Everything lies in $cluster, a scratch directory.
+# A Slurm cluster on this machine, for tests: munged, slurmctld and a slurmd per node. Each node is a network namespace with its own
+# host name. Sourced by scripts/test_slurm. All files are in $cluster, a scratch directory.
 
-# Names of namespaces and links are this machine's, so they carry this process's id; 15 letters at most.
+# Names of namespaces and links are global on this machine, so they contain this process's id; at most 15 characters.
 readonly bridge=trb$$
-# Shared memory is named by the job, and all tests of this machine share /dev/shm.
+# Shared memory is named by job id, and all tests on this machine share /dev/shm.
 readonly first_job=$((100000 + RANDOM * 100))
 nodes=()
 daemons=()
 
-# start_cluster N: brings up N nodes of 8 CPUs and 8 GPUs that exist on paper only.
+# start_cluster N: starts N nodes with 8 CPUs and 8 GPUs each, which exist only in the configuration.
 start_cluster() {
     local count=$1 i
     mkdir -p "$cluster"/{state,log}
@@ -25,7 +25,7 @@ start_cluster() {
     await 20 "$count idle nodes" all_idle
 }
 
-# Disowned, or bash would report how it ends.
+# Disowned, so that bash does not report its end.
 keep_daemon() {
     daemons+=("$1")
     disown "$1"
@@ -45,7 +45,7 @@ add_node() {
 
 write_config() {
     local i
-    # TmpFS apart for each node, or their PMIx plugins collide. config_overrides, for the CPUs are not all real.
+    # Each node has its own TmpFS, or their PMIx plugins would collide. config_overrides allows more CPUs than the machine has.
     cat >"$cluster/slurm.conf" <<CONF
 ClusterName=trireme
 SlurmctldHost=$(hostname -s)(10.77.0.1)
@@ -99,14 +99,14 @@ start_munged() {
     await 5 'munged' test -S "$cluster/munge.sock"
 }
 
-# Not `ip netns exec`, which mounts /sys anew and so hides the cgroup mount that slurmd looks for.
+# Does not use `ip netns exec`, which remounts /sys and so hides the cgroup mount that slurmd needs.
 start_slurmd() {
     nsenter --net="/run/netns/trn$1-$$" unshare --uts bash -c \
         "hostname n$1; exec slurmd -D -N n$1 -f $cluster/slurm.conf" >"$cluster/log/slurmd-n$1.out" 2>&1 &
     keep_daemon $!
 }
 
-# on N COMMAND...: runs it on node N.
+# on N COMMAND...: runs COMMAND on node N.
 on() {
     local node=$1
     shift
@@ -115,17 +115,16 @@ on() {
 
 all_idle() { [[ $(sinfo --noheader --format='%T %D') == "idle ${#nodes[@]}" ]]; }
 
-# Whatever happened before: ends jobs and daemons, takes the network away, and with it what they had in shared memory.
-# Safe to call twice.
+# Ends jobs and daemons in any state, and removes the network and shared memory. Can be called twice.
 stop_cluster() {
     local i pid
-    # All that runs on a node is ours: its slurmd, the steps, which outlive it, and what they started.
+    # All processes of a node belong to the cluster: slurmd, the steps, which outlive it, and their children.
     for i in "${nodes[@]}"; do
         for pid in $(ip netns pids "trn$i-$$" 2>/dev/null); do kill -KILL "$pid" 2>/dev/null || true; done
         ip netns del "trn$i-$$" 2>/dev/null || true
     done
     nodes=()
-    # Their state goes with $cluster, so they need not save it.
+    # Killed, because their state is removed with $cluster.
     for pid in "${daemons[@]}"; do kill -KILL "$pid" 2>/dev/null || true; done
     daemons=()
     ip link del "$bridge" 2>/dev/null || true
