@@ -1,4 +1,4 @@
-//! Memory that an input takes, counted: an input that makes more of it than its size allows has found something.
+//! Counts allocated memory, so that a target fails on inputs that take more memory than their size allows.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -11,23 +11,23 @@ struct Counting;
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-static HELD: AtomicUsize = AtomicUsize::new(0);
+static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: all that is asked is asked of the system's allocator, or refused with a null pointer, which the caller must expect.
+// SAFETY: each call is passed on to the system's allocator, or fails with a null pointer, which callers must expect.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if layout.size() > MAX_BYTES {
             return std::ptr::null_mut();
         }
-        let held = HELD.fetch_add(layout.size(), Relaxed) + layout.size();
-        PEAK.fetch_max(held, Relaxed);
-        // SAFETY: the caller upholds what the trait asks.
+        let allocated = ALLOCATED.fetch_add(layout.size(), Relaxed) + layout.size();
+        PEAK.fetch_max(allocated, Relaxed);
+        // SAFETY: the caller upholds the contract of the trait.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        HELD.fetch_sub(layout.size(), Relaxed);
+        ALLOCATED.fetch_sub(layout.size(), Relaxed);
         // SAFETY: as above.
         unsafe { System.dealloc(pointer, layout) }
     }
@@ -36,9 +36,9 @@ unsafe impl GlobalAlloc for Counting {
 /// Runs `work` on an input of `len` bytes.
 ///
 /// # Panics
-/// When it held more than `base + times * len` bytes at once.
+/// If it allocated more than `base + times * len` bytes at once.
 pub fn within(len: usize, base: usize, times: usize, work: impl FnOnce()) {
-    let before = HELD.load(Relaxed);
+    let before = ALLOCATED.load(Relaxed);
     PEAK.store(before, Relaxed);
     work();
     let taken = PEAK.load(Relaxed).saturating_sub(before);

@@ -1,16 +1,16 @@
-//! Short inputs that stand for long ones, so that a mutation reaches what is quadratic or grows out of proportion.
+//! Expands short inputs to long ones, so that mutations reach code with quadratic time or disproportionate memory.
 
-/// What begins a part that is repeated, and how many bytes come of it: bytes that no text protocol has.
+/// Bytes that begin a repeated part, with the size that it is expanded to. No text protocol uses these bytes.
 const BEGINS: [(u8, usize); 2] = [(1, 16 << 10), (4, 1 << 20)];
 const END: u8 = 2;
-/// Stands for the number of the repetition.
+/// Replaced by the number of the repetition.
 const NUMBER: u8 = 3;
 
-/// Most bytes that an input stands for.
+/// Maximum size of an expanded input.
 const MAX_BYTES: usize = 1 << 20;
 
-/// Writes each part between bytes 1 and 2 until it is 16 KiB, and between bytes 4 and 2 until it is 1 MiB, with its number in
-/// the place of byte 3.
+/// Repeats each part between bytes 1 and 2 up to 16 KiB, and each part between bytes 4 and 2 up to 1 MiB. Byte 3 is replaced by the
+/// number of the repetition.
 pub fn expand(input: &[u8]) -> Vec<u8> {
     let mut text = Vec::with_capacity(input.len());
     let mut rest = input;

@@ -1,4 +1,4 @@
-//! What the fuzz targets share: memory that is counted, and servers over models that echo.
+//! Shared code of the fuzz targets: an allocator that counts memory, and a server with models that echo.
 
 mod allocator;
 mod expand;
@@ -26,10 +26,10 @@ const TYPES: [&str; 14] = [
     "STRING",
 ];
 
-/// Longest answer of the model that answers text with text.
-const MAX_ANSWER_BYTES: usize = 256;
+/// Maximum length of the text model's output.
+const MAX_TEXT_BYTES: usize = 256;
 
-/// A folder of this process's own, in memory.
+/// Creates a folder for this process in memory.
 pub fn scratch(name: &str) -> PathBuf {
     let folder = PathBuf::from(format!("/dev/shm/trireme_fuzz_{}/{name}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("/dev/shm can be written");
@@ -47,7 +47,7 @@ impl Backend for Echo {
             let Some(output) = self.0.output.get(index) else { continue };
             tensor.name = output.name.as_str().into();
             if output.name == "text_output" {
-                tensor.data = shortened(&tensor.data);
+                tensor.data = truncated(&tensor.data);
             }
             response.outputs.push(tensor);
         }
@@ -59,10 +59,10 @@ impl Backend for Echo {
     }
 }
 
-/// The start of the one string of a tensor: answers as long as their prompts would hide what the prompts take.
-fn shortened(element: &[u8]) -> Bytes {
+/// Truncates a tensor of one string. Outputs as long as the prompts would hide the memory that prompts take.
+fn truncated(element: &[u8]) -> Bytes {
     let text = element.get(4..).unwrap_or_default();
-    let text = &text[..text.len().min(MAX_ANSWER_BYTES)];
+    let text = &text[..text.len().min(MAX_TEXT_BYTES)];
     [&(text.len() as u32).to_le_bytes(), text].concat().into()
 }
 
@@ -74,8 +74,8 @@ impl BackendFactory for EchoFactory {
     }
 }
 
-/// A server of model `m`, whose optional inputs `I0` to `I13` are of every type and any length, and of model `text`, which
-/// answers text with its start. Clients may load others.
+/// A server of two models: `m` has an optional input of each type and of any length, `I0` to `I13`; `text` returns the start of its
+/// input. Clients may load other models.
 pub struct Target {
     server: Arc<Server>,
     runtime: Runtime,
@@ -105,8 +105,8 @@ impl Default for Target {
 }
 
 impl Target {
-    /// Serves a request, and writes its answer in every form.
-    pub fn answer(&self, request: Result<InferRequest, InferError>) {
+    /// Serves a request, and encodes its response in every format.
+    pub fn infer(&self, request: Result<InferRequest, InferError>) {
         let Ok(mut request) = request else { return };
         request.model_name = "m".into();
         request.model_version = Default::default();
@@ -116,25 +116,25 @@ impl Target {
         }
     }
 
-    /// The status and body that a `POST` over HTTP/1.1 is answered.
+    /// Status and body of the response to a `POST` over HTTP/1.1.
     pub fn post(&self, path: &str, body: &[u8]) -> (u16, Vec<u8>) {
-        let mut answer = self.runtime.block_on(self.front.post(path, body));
-        let end = answer.windows(4).position(|bytes| bytes == b"\r\n\r\n").expect("an answer has a head");
-        let body = answer.split_off(end + 4);
-        let status = std::str::from_utf8(&answer).ok().and_then(|head| head.split(' ').nth(1)?.parse().ok());
-        (status.expect("an answer has a status"), body)
+        let mut response = self.runtime.block_on(self.front.post(path, body));
+        let end = response.windows(4).position(|bytes| bytes == b"\r\n\r\n").expect("a response has a head");
+        let body = response.split_off(end + 4);
+        let status = std::str::from_utf8(&response).ok().and_then(|head| head.split(' ').nth(1)?.parse().ok());
+        (status.expect("a response has a status"), body)
     }
 
-    /// Loads a model, as over gRPC, where its name may be anything; and unloads it.
+    /// Loads and unloads a model, as over gRPC, where the name may be any string.
     pub fn load(&self, name: &str, overrides: LoadOverrides) {
         self.runtime.block_on(async {
             if self.server.load_model(name, overrides).await.is_ok() {
-                self.server.unload_model(name, false).await.expect("what was loaded can be unloaded");
+                self.server.unload_model(name, false).await.expect("a loaded model can be unloaded");
             }
         });
     }
 
-    /// What a client of the gRPC port hears that sends these frames.
+    /// The bytes that the gRPC port sends to a client that sends `frames`.
     pub fn grpc(&self, frames: &[u8]) -> Vec<u8> {
         self.runtime.block_on(self.front.grpc(frames))
     }

@@ -1,4 +1,4 @@
-//! Binary tensors behind a JSON head: two bytes of the head's length, then the body.
+//! Binary tensors after a JSON header. Input: the header's length in two bytes, then the body.
 #![no_main]
 
 use std::sync::LazyLock;
@@ -14,8 +14,8 @@ fuzz_target!(|data: &[u8]| {
     TARGET.with(|target| {
         let config = &target.config;
         within(body.len(), 4 << 20, 64, || {
-            target.answer(front::fuzz::http_infer(body, Some(head_len)));
-            target.answer(front::fuzz::http_raw(body, config));
+            target.infer(front::fuzz::http_infer(body, Some(head_len)));
+            target.infer(front::fuzz::http_raw(body, config));
         });
     });
 });

@@ -1,4 +1,4 @@
-//! `config.pbtxt`: read, completed and checked; one that is taken must survive a trip through JSON.
+//! `config.pbtxt`: parsed, completed and validated. A valid configuration must survive a round trip through JSON.
 #![no_main]
 
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ fuzz_target!(|input: &[u8]| {
         let repository = Repository::open(std::slice::from_ref(&ROOT)).expect("the folder is there");
         if let Ok(model) = repository.model("m") {
             let json = repository::to_json(&model.config);
-            repository::from_json("m", &json).expect("its own JSON is taken");
+            repository::from_json("m", &json).expect("its own JSON is accepted");
         }
     });
 });

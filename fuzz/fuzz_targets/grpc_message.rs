@@ -1,4 +1,4 @@
-//! `ModelInferRequest` messages; one may end in a part that is sent many times.
+//! `ModelInferRequest` messages. A message may end in a part that is repeated.
 #![no_main]
 
 use std::sync::LazyLock;
@@ -8,18 +8,18 @@ use libfuzzer_sys::fuzz_target;
 
 thread_local!(static TARGET: LazyLock<Target> = LazyLock::new(Target::default));
 
-/// The part that is repeated stands behind this, which is field 127 of 31 bytes elsewhere.
-const AGAIN: &[u8] = b"\xfa\x07\x1f";
+/// Precedes the part to repeat. In a message it would be field 127 with 31 bytes.
+const REPEAT: &[u8] = b"\xfa\x07\x1f";
 const TIMES: usize = 20_000;
 
 fuzz_target!(|input: &[u8]| {
-    let found = input.windows(AGAIN.len()).rposition(|bytes| bytes == AGAIN);
-    let message = match found.map(|at| (&input[..at], &input[at + AGAIN.len()..])) {
+    let found = input.windows(REPEAT.len()).rposition(|bytes| bytes == REPEAT);
+    let message = match found.map(|at| (&input[..at], &input[at + REPEAT.len()..])) {
         Some((once, part)) if part.len() <= 64 => [once, &part.repeat(TIMES)].concat(),
         _ => input.to_vec(),
     };
     TARGET.with(|target| {
         let _ = &target.config;
-        within(message.len(), 4 << 20, 64, || target.answer(front::fuzz::grpc(&message)));
+        within(message.len(), 4 << 20, 64, || target.infer(front::fuzz::grpc(&message)));
     });
 });

@@ -1,4 +1,4 @@
-//! What a client of the gRPC port may send behind the HTTP/2 preface: frames, heads, calls.
+//! Frames that a client sends to the gRPC port after the HTTP/2 preface: settings, headers, calls.
 #![no_main]
 
 use std::sync::LazyLock;

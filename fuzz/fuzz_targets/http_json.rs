@@ -13,8 +13,8 @@ fuzz_target!(|input: &[u8]| {
     TARGET.with(|target| {
         let config = &target.config;
         within(body.len(), 4 << 20, 64, || {
-            target.answer(front::fuzz::http_infer(&body, None));
-            target.answer(front::fuzz::generate(&body, config));
+            target.infer(front::fuzz::http_infer(&body, None));
+            target.infer(front::fuzz::generate(&body, config));
         });
     });
     let (path, packed) = input.split_at(input.len().min(64));

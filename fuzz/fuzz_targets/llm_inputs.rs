@@ -1,5 +1,5 @@
-//! A request's tensors as a language model reads them: which input, its type, its shape and its bytes, again and again.
-//! Where the first byte is 128 or more the request has a priority, a timeout and a parameter.
+//! The tensors of a request to a language model. Input: for each tensor its name, type, shape and bytes. If the first byte is 128 or
+//! more, the request also has a priority, a timeout and a parameter.
 #![no_main]
 
 use std::sync::{Arc, LazyLock};
@@ -10,7 +10,7 @@ use libfuzzer_sys::fuzz_target;
 use repository::Repository;
 use serving::{DataType, InferRequest, Limits, LoadRequest, Parameter, Tensor};
 
-/// A model as the repository that this project ships has it, over the smallest checkpoint.
+/// The language model of the shipped repository, with the smallest checkpoint.
 static MODEL: LazyLock<(LlmInputs, Vec<String>)> = LazyLock::new(|| {
     let root = fuzz::scratch("llm");
     let dir = root.join("tensorrt_llm");
@@ -20,7 +20,7 @@ static MODEL: LazyLock<(LlmInputs, Vec<String>)> = LazyLock::new(|| {
     let config = include_str!("../../tests/goldens/mha_bias_f32/config.json");
     std::fs::write(dir.join("1/config.json"), config).expect("/dev/shm can be written");
     let source =
-        Repository::open(&[root]).and_then(|repository| repository.model("tensorrt_llm")).expect("it is sound");
+        Repository::open(&[root]).and_then(|repository| repository.model("tensorrt_llm")).expect("it is valid");
     let names = source.config.input.iter().map(|input| input.name.clone()).collect();
     let load = LoadRequest {
         model_dir: dir.clone(),
@@ -29,21 +29,21 @@ static MODEL: LazyLock<(LlmInputs, Vec<String>)> = LazyLock::new(|| {
         config: Arc::new(source.config),
         limits: Limits::default(),
     };
-    (LlmInputs::new(&load).expect("the model is sound"), names)
+    (LlmInputs::new(&load).expect("the model is valid"), names)
 });
 
 fuzz_target!(|input: &[u8]| {
     let (model, names) = &*MODEL;
     let mut request = InferRequest::default();
     let mut rest = input;
-    // One tensor: name, type and rank, a byte for each size, elements, how often they are there.
+    // One tensor: name, type and rank, number of bytes, log2 of the repetitions, a byte for each dimension, the bytes.
     while let Some((&[name, kind, num_bytes, times], behind)) = rest.split_first_chunk::<4>() {
         let (rank, datatype) = (usize::from(kind >> 4) % 4, DataType::ALL[usize::from(kind) % DataType::ALL.len()]);
         let Some((sizes, behind)) = behind.split_at_checked(rank) else { break };
         let Some((data, behind)) = behind.split_at_checked(usize::from(num_bytes)) else { break };
         rest = behind;
         let data = data.repeat(1 << (times % 16));
-        // A size of 255 is what the elements leave for it.
+        // A size of 255 stands for the size that matches the number of elements.
         let num_elements = datatype.size().map_or(1, |size| data.len() / size) as i64;
         let known: i64 = sizes.iter().filter(|&&size| size != 255).map(|&size| i64::from(size).max(1)).product();
         let shape: Vec<i64> =

@@ -1,5 +1,5 @@
-//! Loading a model with its files in the request: the model's name, a zero byte, and a body of HTTP or else, as gRPC has them, the
-//! configuration, then names and contents of files, each behind a zero byte. Nothing may be written that outlives the model.
+//! Load requests that contain the model's files. Input: the model's name, a zero byte, then either an HTTP body or, as in gRPC, the
+//! configuration and names and contents of files, separated by zero bytes. No file may remain after the model is unloaded.
 #![no_main]
 
 use std::fs;
@@ -12,7 +12,7 @@ use serving::LoadOverrides;
 
 thread_local!(static TARGET: LazyLock<Target> = LazyLock::new(Target::default));
 
-/// Folders above the one for temporary files, so that a way up is seen before it leaves the fuzzer's own.
+/// Folders above that for temporary files, so that a path with `..` is detected before it leaves the fuzzer's folder.
 const ABOVE: &str = "a/b/c/d/e";
 
 static ROOT: LazyLock<PathBuf> = LazyLock::new(|| {
@@ -27,7 +27,7 @@ static ROOT: LazyLock<PathBuf> = LazyLock::new(|| {
 fuzz_target!(|input: &[u8]| {
     let root = ROOT.to_str().expect("it is ASCII");
     let Some(end) = input.iter().position(|&byte| byte == 0) else { return };
-    // `%` stands for the fuzzer's own folder: an absolute name stays inside it.
+    // `%` is replaced by the fuzzer's folder, so that absolute names stay inside it.
     let name = String::from_utf8_lossy(&input[..end]).replace('%', root);
     let (body, what) = (expand(&input[end + 1..]), String::from_utf8_lossy(&input[end + 1..]));
     let is_outside = |name: &str| name.starts_with('/') && !name.starts_with(root) || name.matches("..").count() > 4;

@@ -1,4 +1,4 @@
-//! Bodies of OpenAI's protocol, through the whole front: the first byte says for completions or for a chat.
+//! Request bodies of OpenAI's protocol, through the whole front. The first byte selects completions or chat completions.
 #![no_main]
 
 use std::sync::LazyLock;

@@ -1,4 +1,4 @@
-//! Messages of a process that runs a Python model.
+//! Messages from a process that runs a Python model.
 #![no_main]
 
 use bytes::Bytes;

@@ -1,4 +1,4 @@
-//! Headers of `*.safetensors`: a checkpoint that opens must also give or refuse its tensors.
+//! Headers of `*.safetensors`. Reading tensors of a checkpoint that opens must succeed or return an error.
 #![no_main]
 
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ static FOLDER: LazyLock<PathBuf> = LazyLock::new(|| {
 
 fuzz_target!(|file: &[u8]| {
     let path = FOLDER.join("model.safetensors");
-    let _ = std::fs::remove_file(&path); // One that was opened may still be mapped.
+    let _ = std::fs::remove_file(&path); // A checkpoint that was opened may still be mapped.
     std::fs::write(&path, file).expect("/dev/shm can be written");
     within(file.len(), 4 << 20, 64, || {
         if let Ok(checkpoint) = Checkpoint::open(&FOLDER) {

@@ -1,4 +1,4 @@
-//! SentencePiece models: the length of the model in two bytes, the model, a text for it.
+//! SentencePiece models. Input: the length of the model in two bytes, the model, and a text to tokenize.
 #![no_main]
 
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! Registering, reading and writing regions of an object of 4096 bytes, by steps of 19 bytes.
+//! Registers, reads and writes regions of an object of 4096 bytes. Input: steps of 19 bytes.
 #![no_main]
 
 use std::path::PathBuf;

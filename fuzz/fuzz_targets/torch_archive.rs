@@ -1,4 +1,4 @@
-//! `pytorch_model.bin`: an archive as it is, or a pickle and what it stores, in an archive that is sound.
+//! `pytorch_model.bin`. Input: after `z` a whole archive, otherwise a pickle that is put into a valid archive.
 #![no_main]
 
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ fuzz_target!(|input: &[u8]| {
         _ => archive(&[("archive/data.pkl", rest), ("archive/data/0", &[0; 64]), ("archive/version", b"3\n")]),
     };
     let path = FOLDER.join("pytorch_model.bin");
-    let _ = std::fs::remove_file(&path); // One that was opened may still be mapped.
+    let _ = std::fs::remove_file(&path); // A checkpoint that was opened may still be mapped.
     std::fs::write(&path, &file).expect("/dev/shm can be written");
     within(file.len(), 4 << 20, 64, || {
         if let Ok(checkpoint) = Checkpoint::open(&FOLDER) {
@@ -33,7 +33,7 @@ fuzz_target!(|input: &[u8]| {
     });
 });
 
-/// A zip archive of files that are stored as they are.
+/// A zip archive of uncompressed files.
 fn archive(files: &[(&str, &[u8])]) -> Vec<u8> {
     let (mut zip, mut directory) = (Vec::new(), Vec::new());
     for (name, data) in files {
