@@ -9,7 +9,7 @@ use crate::keys::Keys;
 
 const AFTER_HELP: &str = "\
 Flags may be written with `_` or `-`, as `--flag=value` or `--flag value`, or shortened while unambiguous.
-Flags after a bare `--` are handed to every rank as they are.
+Flags after a bare `--` are passed to every rank unchanged.
 
 Examples:
   launch --world_size=2 --model_repo=model_repository
@@ -21,7 +21,7 @@ Examples:
 #[command(name = "launch", version, infer_long_args = true, args_conflicts_with_subcommands = true)]
 #[command(after_help = AFTER_HELP)]
 pub struct Flags {
-    /// What to do instead of starting a world.
+    /// An action instead of starting a world.
     #[command(subcommand)]
     pub action: Option<Action>,
     /// The world to start.
@@ -29,77 +29,77 @@ pub struct Flags {
     pub world: WorldFlags,
 }
 
-/// What can be done with worlds that run.
+/// Actions on running worlds, and other commands.
 #[derive(Debug, Subcommand)]
 pub enum Action {
-    /// End a world: requests in flight may finish first.
+    /// Stop a world; requests in flight may finish first.
     #[command(infer_long_args = true)]
     Stop {
-        /// The world that serves HTTP on this port; may be left out when there is only one.
+        /// HTTP port of the world; may be omitted if only one world runs.
         #[arg(long, conflicts_with = "all")]
         http_port: Option<u16>,
         /// Every world of this user on this machine.
         #[arg(long)]
         all: bool,
-        /// The worlds of this Slurm job, wherever they run.
+        /// The worlds of this Slurm job, on any node.
         #[arg(long, conflicts_with_all = ["http_port", "all"], value_name = "ID")]
         job: Option<u32>,
     },
-    /// End a world and start it again with the same flags; its launcher stays.
+    /// Stop a world and start it again with the same flags and the same launcher.
     #[command(infer_long_args = true)]
     Restart {
-        /// The world that serves HTTP on this port; may be left out when there is only one.
+        /// HTTP port of the world; may be omitted if only one world runs.
         #[arg(long)]
         http_port: Option<u16>,
-        /// Load a second world beside the first, which serves until the second takes its ports over.
+        /// Load a second world beside the first, which serves until the second takes over its ports.
         #[arg(long)]
         rolling: bool,
-        /// With --rolling, where memory does not allow two worlds: end the first before the second loads; connections
+        /// With --rolling, if memory does not suffice for two worlds: stop the first before the second loads; connections
         /// wait meanwhile, and none is refused.
         #[arg(long, requires = "rolling")]
         after: bool,
-        /// How long the world may take to serve again.
+        /// Time in which the world must serve again.
         #[arg(long, default_value_t = 600, value_name = "SECONDS")]
         wait_ready: u64,
     },
-    /// Print what a world has logged.
+    /// Print the log of a world.
     #[command(infer_long_args = true)]
     Logs {
-        /// The world that serves HTTP on this port; may be left out when there is only one.
+        /// HTTP port of the world; may be omitted if only one world runs.
         #[arg(long)]
         http_port: Option<u16>,
-        /// Go on as more is logged.
+        /// Continue printing new lines.
         #[arg(long, short)]
         follow: bool,
-        /// Lines of this rank and its workers alone.
+        /// Only lines of this rank and its workers.
         #[arg(long, value_name = "N")]
         rank: Option<u32>,
-        /// Only the last lines that are there already.
+        /// Of the existing lines, print only this number from the end.
         #[arg(long, short = 'n', value_name = "NUMBER")]
         lines: Option<usize>,
     },
     /// List the worlds of this user on this machine, with their ranks and workers.
     #[command(infer_long_args = true)]
     Status {
-        /// As JSON.
+        /// Print JSON.
         #[arg(long, conflicts_with = "job")]
         json: bool,
-        /// The world of this Slurm job instead, wherever it runs.
+        /// The world of this Slurm job, on any node.
         #[arg(long, value_name = "ID")]
         job: Option<u32>,
-        /// The world that serves HTTP on this port alone; with --job, where the job does. [default: all; of a job, 8000]
+        /// Only the world on this HTTP port; with --job, the HTTP port of the job. [default: all worlds; with --job 8000]
         #[arg(long)]
         http_port: Option<u16>,
     },
-    /// Look whether a world would run here, say what is wrong and what to do; 1 when something must be mended first.
+    /// Check whether this machine can run a world, and print problems with advice; exit code 1 if a world could not start.
     #[command(infer_long_args = true)]
     Doctor(DoctorFlags),
-    /// Print a batch file for Slurm that starts a world: `launch sbatch --world_size=8 > serve.sbatch`.
+    /// Print a Slurm batch file that starts a world: `launch sbatch --world_size=8 > serve.sbatch`.
     #[command(infer_long_args = true)]
     Sbatch(Box<BatchFlags>),
 }
 
-/// The world that is to be started.
+/// Flags of `launch doctor`: those of the world that is to be started.
 #[derive(Debug, Clone, Args)]
 pub struct DoctorFlags {
     /// Number of ranks.
@@ -117,7 +117,7 @@ pub struct DoctorFlags {
     /// Port of the metrics.
     #[arg(long, default_value_t = 8002, value_name = "PORT")]
     pub metrics_port: u16,
-    /// What computes.
+    /// The device of the workers.
     #[arg(long, value_enum, default_value_t = Device::Auto)]
     pub device: Device,
     /// The `mpirun` that starts ranks. [default: that in PATH]
@@ -126,7 +126,7 @@ pub struct DoctorFlags {
     /// The server program. [default: `trireme` beside this program]
     #[arg(long, value_name = "PROGRAM")]
     pub trireme: Option<PathBuf>,
-    /// As JSON.
+    /// Print JSON.
     #[arg(long)]
     pub json: bool,
 }
@@ -134,22 +134,22 @@ pub struct DoctorFlags {
 /// A batch job, and the world it starts.
 #[derive(Debug, Clone, Args)]
 pub struct BatchFlags {
-    /// The partition of the site to run in.
+    /// The Slurm partition.
     #[arg(long)]
     pub partition: Option<String>,
-    /// The account of the site to charge.
+    /// The Slurm account.
     #[arg(long)]
     pub account: Option<String>,
-    /// Time limit, as Slurm writes it.
+    /// Time limit, in Slurm's format.
     #[arg(long, default_value = "24:00:00")]
     pub time: String,
-    /// Nodes of the job; the ranks are shared out among them.
+    /// Number of nodes; the ranks are distributed evenly.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub nodes: u32,
-    /// GPUs of each node. [default: one per rank, none with --device=cpu]
+    /// GPUs per node. [default: one per rank, none with --device=cpu]
     #[arg(long)]
     pub gpus_per_node: Option<u32>,
-    /// Seconds before the time limit at which the job drains and goes back to the queue.
+    /// Seconds before the time limit at which the job drains and is requeued.
     #[arg(long, default_value_t = 120, value_name = "SECONDS")]
     pub drain_before: u32,
     /// The world to start.
@@ -157,25 +157,25 @@ pub struct BatchFlags {
     pub world: WorldFlags,
 }
 
-/// What starts the processes of a world.
+/// The program that starts the processes of a world.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Backend {
-    /// One rank by itself; more by `srun` in a Slurm allocation whose Slurm speaks to the MPI (PMIx, or PMI for MPICH), else by `mpirun`.
+    /// One rank directly; more by `srun` in a Slurm allocation with a plugin for the MPI (PMIx, or PMI for MPICH), else by `mpirun`.
     Auto,
-    /// `mpirun`: Open MPI's or MPICH's.
+    /// `mpirun` of Open MPI or MPICH.
     Mpirun,
     /// Slurm's `srun`, in an allocation.
     Srun,
-    /// Nothing: the one rank itself.
+    /// The only rank directly.
     Local,
 }
 
-/// What starts container images.
+/// The program that runs container images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ContainerRuntime {
-    /// NVIDIA's plugin of Slurm, in `srun`.
+    /// NVIDIA's plugin of Slurm's `srun`.
     Pyxis,
-    /// Apptainer, once Singularity, as a program in front of each rank.
+    /// Apptainer (formerly Singularity), in front of each rank's command.
     Apptainer,
 }
 
@@ -201,14 +201,14 @@ pub enum Precision {
     Int4,
 }
 
-/// What each rank may run on.
+/// The cores that each rank may run on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Bind {
     /// Every core of its node.
     None,
-    /// The cores of one NUMA domain, and so its memory.
+    /// The cores and memory of one NUMA domain.
     Numa,
-    /// An equal share of its node's cores, alone.
+    /// An exclusive, equal share of its node's cores.
     Core,
 }
 
@@ -230,74 +230,74 @@ pub struct WorldFlags {
     /// Port of the metrics.
     #[arg(long, default_value_t = 8002, value_name = "PORT")]
     pub metrics_port: u16,
-    /// What computes.
+    /// The device of the workers.
     #[arg(long, value_enum, default_value_t = Device::Auto)]
     pub device: Device,
-    /// How CPUs hold the weights of linear layers; a model's parameter `weight_only_precision` comes first. [default: auto]
+    /// Precision of linear layers' weights on CPUs; a model's parameter `weight_only_precision` overrides it. [default: auto]
     #[arg(long, value_enum, value_name = "PRECISION")]
     pub weight_only_precision: Option<Precision>,
-    /// The hosts to run on, and the ranks of each: `a:4,b:4`; without numbers an equal share. [default: this one]
+    /// The hosts to run on, with their numbers of ranks: `a:4,b:4`; without numbers an equal share. [default: this host]
     #[arg(long, value_name = "HOST[:RANKS],...", conflicts_with = "hostfile")]
     pub hosts: Option<String>,
-    /// The hosts to run on, one a line: `a slots=4`.
+    /// A file with the hosts to run on, one per line: `a slots=4`.
     #[arg(long, value_name = "FILE")]
     pub hostfile: Option<PathBuf>,
-    /// Ranks of a host for which no number is given: its GPUs.
+    /// Number of ranks on hosts without a given number, usually that of their GPUs.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub ranks_per_node: Option<u32>,
-    /// The network that joins the hosts: an interface (`eth0`) or a subnet (`10.0.0.0/16`). [default: any]
+    /// The network between the hosts: an interface (`eth0`) or a subnet (`10.0.0.0/16`). [default: any]
     #[arg(long, value_name = "NETWORK")]
     pub network: Option<String>,
-    /// What each rank may run on.
+    /// The cores that each rank may run on.
     #[arg(long, value_enum, default_value_t = Bind::None)]
     pub bind: Bind,
-    /// The models that ranks other than the first load, separated by commas.
+    /// The models that ranks other than rank 0 load, separated by commas.
     #[arg(long, default_value = "tensorrt_llm", value_name = "NAMES", value_delimiter = ',')]
     pub tensorrt_llm_model_name: Vec<String>,
-    /// Log verbosely, to files.
+    /// Log verbosely to files.
     #[arg(long)]
     pub log: bool,
     /// Rank 0's log file; rank i logs to the same name with `.rank<i>` before the extension.
     /// [default with --log: triton_log.txt]
     #[arg(long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
-    /// Seconds that requests in flight may take to finish at the end.
+    /// Seconds that requests in flight may take at shutdown.
     #[arg(long, value_name = "SECONDS")]
     pub exit_timeout: Option<u64>,
-    /// Start although the ports are in use.
+    /// Start even if the ports are in use.
     #[arg(long, short)]
     pub force: bool,
-    /// Allow more ranks than cores. [default: when there are more]
+    /// Allow more ranks than cores. [default: only if there are more]
     #[arg(long)]
     pub oversubscribe: bool,
-    /// What starts the ranks.
+    /// The program that starts the ranks.
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     pub backend: Backend,
     /// The `mpirun` of Open MPI or MPICH that starts ranks. [default: that in PATH]
     #[arg(long, value_name = "PROGRAM")]
     pub mpirun: Option<PathBuf>,
-    /// As --backend=local: start without mpirun; only for one rank.
+    /// Like --backend=local: start without mpirun; only for one rank.
     #[arg(long)]
     pub no_mpi: bool,
-    /// Print the command that would be run, and nothing else.
+    /// Only print the command that would be run.
     #[arg(long)]
     pub dry_run: bool,
-    /// Print the memory that each language model would take of each device, and how many sequences that allows; start nothing.
+    /// Only print the memory that each language model would take of each device, and the number of sequences this allows.
     #[arg(long)]
     pub plan: bool,
-    /// Give up, and end the world, when it does not serve within this time. [without a value: 600]
+    /// Stop the world if it does not serve within this time. [without a value: 600]
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "600", value_name = "SECONDS")]
     pub wait_ready: Option<u64>,
-    /// Leave the world running in the background: return 0 once it serves, otherwise say why not.
+    /// Run the world in the background: return 0 once it serves, otherwise print the reason.
     #[arg(long)]
     pub detach: bool,
-    /// Do not start a world again that died by itself.
+    /// Do not restart the world after a failure.
     #[arg(long)]
     pub exit_on_failure: bool,
-    /// Start the world again when rank 0 has not answered for this long; 0: never.
+    /// Restart the world if rank 0 has not answered for this time; 0 disables this.
     #[arg(long, default_value_t = 15, value_name = "SECONDS")]
     pub liveness_timeout: u64,
-    /// Give up when a world has died by itself more often in a row than this. [default: it is always started again]
+    /// Stop after more than this number of failures in a row. [default: no limit]
     #[arg(long, value_name = "N")]
     pub max_restarts: Option<u32>,
     /// The server program. [default: `trireme` beside this program]
@@ -307,25 +307,25 @@ pub struct WorldFlags {
     /// folder). `--trireme` is then the program's path inside. [default there: `trireme` in PATH]
     #[arg(long, value_name = "IMAGE")]
     pub container_image: Option<String>,
-    /// What starts the image.
+    /// The program that runs the image.
     #[arg(long, value_enum, default_value_t = ContainerRuntime::Pyxis)]
     pub container_runtime: ContainerRuntime,
-    /// What else ranks see inside, beside the model repository, the working directory and the launcher's run directory.
+    /// Further mounts in the container, besides the model repository, the working directory and the launcher's run directory.
     #[arg(long, value_name = "PATH[:PATH],...", value_delimiter = ',')]
     pub container_mounts: Vec<String>,
     /// Bytes of rank 0's CUDA memory pool.
     #[arg(long, hide = true, value_name = "BYTES")]
     pub multimodal_gpu0_cuda_mem_pool_bytes: Option<u64>,
-    /// Accepted as Triton's script does: one world serves many models anyway.
+    /// Accepted for compatibility with Triton's script: one world serves many models anyway.
     #[arg(long, hide = true)]
     pub multi_model: bool,
-    /// Accepted as Triton's script does, without effect.
+    /// Accepted for compatibility with Triton's script, without effect.
     #[arg(long, hide = true)]
     pub disable_spawn_processes: bool,
-    /// Accepted as Triton's script does, without effect.
+    /// Accepted for compatibility with Triton's script, without effect.
     #[arg(long, hide = true)]
     pub trtllm_llmapi_launch: bool,
-    /// Set by `--detach` for the process it leaves behind.
+    /// Set by `--detach` for the background process.
     #[arg(long, hide = true)]
     pub detached: bool,
     /// Flags for every rank, after a bare `--`.

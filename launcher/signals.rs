@@ -59,7 +59,7 @@ impl Signals {
             Err(errno) => return Err(errno).context("cannot wait for the world"),
         }
         if let Some(info) = self.0.read_signal().context("cannot read a signal")? {
-            let signal = Signal::try_from(info.ssi_signo as i32).context("a signal nobody knows")?;
+            let signal = Signal::try_from(info.ssi_signo as i32).context("unknown signal")?;
             return Ok(Event::Signal(signal));
         }
         let is_ready = |fd: &PollFd| fd.any().unwrap_or(false);

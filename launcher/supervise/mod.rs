@@ -34,7 +34,6 @@ const MAX_PAUSE: Duration = Duration::from_secs(30);
 const SIGNALLED: u8 = 128;
 
 /// Starts, watches, restarts and stops the worlds of one launcher.
-
 pub(crate) struct Supervisor {
     pub(crate) flags: WorldFlags,
     pub(crate) site: Site,

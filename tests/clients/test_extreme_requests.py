@@ -1,9 +1,9 @@
-"""Every number, list and string that a client can send, with extreme values, through every protocol, against a launched world.
+"""Extreme values for every number, list and string that a client can send, through every protocol, to a launched world.
 
-The cases are not a list by hand. Each base request below holds every field of its protocol; for gRPC the service's own descriptors
-are walked. Every number of it is then replaced by each of NUMBERS, every list by lists of each of LENGTHS, every string by each of
-STRINGS, one at a time. Whatever comes back, it must be an answer or a short error, within ANSWER_SECONDS; meanwhile another client
-waits at most OTHERS_WAIT_SECONDS, and rank 0 neither ends nor grows by more than MOST_GROWTH bytes.
+The cases are generated. Each base request below contains every field of its protocol; those of gRPC come from the service's
+descriptors. One at a time, every number is replaced by each of NUMBERS, every list by lists of each of LENGTHS, and every string by
+each of STRINGS. The response must be a result or a short error within ANSWER_SECONDS. Meanwhile another client waits at most
+OTHERS_WAIT_SECONDS, and rank 0 must not end or grow by more than MOST_GROWTH bytes.
 """
 
 import copy
@@ -51,7 +51,7 @@ class Launched(World):
     rank_0: int = 0
 
     def status(self, key: str) -> int:
-        """A size from the kernel's account of rank 0, in bytes."""
+        """A memory size of rank 0 from `/proc`, in bytes."""
         with open(f"/proc/{self.rank_0}/status") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
 
@@ -115,7 +115,7 @@ class Watch:
         return self
 
     def case(self, name: str, send) -> None:
-        """Runs one case: `send` returns an error text, or None where there was an answer."""
+        """Runs one case. `send` returns an error message, or None if the response is acceptable."""
         self.num_cases += 1
         begun = time.monotonic()
         self.longest.value = 0.0

@@ -44,7 +44,7 @@ class Server:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
     def still_serves(self, most: int) -> None:
-        """Another client is served, and no more than `most` bytes came on top of the server at rest."""
+        """Asserts that another client is served, and that memory has grown by `most` bytes at most."""
         status, _, body = post(self.served.http, INFER, GOOD)
         assert status == 200 and json.loads(body)["outputs"][0]["data"] == [1, 2]
         above = self.peak() - self.rest
@@ -208,7 +208,7 @@ class Call:
     """A gRPC call that respects the server's flow control and reads only the frames that this requires."""
 
     def __init__(self, server: Server, path: str, *headers: tuple[str, str], window: int = 65535):
-        """`window` bytes is all that the server may send."""
+        """`window` is the number of bytes that the server may send."""
         self.connection = server.open(server.grpc_port, PREFACE + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, window)))
         self.received = self.connection.makefile("rb")
         self.credit = {0: 65535, 1: 65535}  # Bytes that may be sent, on the connection and on stream 1.
@@ -233,7 +233,7 @@ class Call:
         return kind
 
     def send(self, message: bytes, is_last: bool = False) -> None:
-        """Sends a message as the server lets it; raises `TimeoutError` when it does not for a second."""
+        """Sends a message as flow control permits; raises `TimeoutError` if the server grants nothing for a second."""
         self.connection.settimeout(1)
         for at in range(0, len(message), 16000):
             piece = message[at : at + 16000]

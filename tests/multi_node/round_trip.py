@@ -11,9 +11,9 @@ PORT, COUNT = 7, 5
 
 
 def serve(address: str):
-    with socket.create_server((address, PORT)) as door:
+    with socket.create_server((address, PORT)) as listener:
         print("listening", flush=True)
-        stream, _ = door.accept()
+        stream, _ = listener.accept()
         for _ in range(COUNT):
             stream.sendall(stream.recv(1))
 

@@ -3,10 +3,10 @@
 
     tests/python_backend/cycles.py [--cycles 1000]
 
-Each cycle loads the model, sends it a request of 64 KiB and unloads it; every tenth one kills its process instead of
-asking it, and every seventh one loads a model whose file cannot be imported. Before the first cycle and after the last:
-processes below the server, its threads and open files, entries in /dev/shm and folders in the temporary directory must be
-as many. Runs beside the tests of this folder, with their environment variables.
+Each cycle loads the model, sends it a request of 64 KiB and unloads it. Every tenth cycle kills the model's process instead of
+sending a request, and every seventh one loads a model whose file cannot be imported. The server's child processes, threads and open
+files, its entries in /dev/shm and its temporary folders must be as many after the last cycle as before the first. Uses the
+environment variables of the tests in this folder.
 """
 import argparse
 import os
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import tritonclient.grpc as grpcclient
-from infer import ask
+from infer import infer
 from conftest import repository_of, start, stop
 
 
@@ -63,7 +63,7 @@ def run(directory, cycles):
             if cycle % 10 == 5:
                 os.kill(server.model_pids("phases_0_0")[0], signal.SIGKILL)
             else:
-                assert (ask(client, "phases", {"INPUT": values}).as_numpy("OUTPUT") == values).all()
+                assert (infer(client, "phases", {"INPUT": values}).as_numpy("OUTPUT") == values).all()
             if cycle % 7 == 3:
                 try:
                     client.load_model("add_sub")

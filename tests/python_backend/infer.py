@@ -20,7 +20,7 @@ def text(value):
     return np.array([value], dtype=object)
 
 
-def ask(client, model, arrays, **options):
+def infer(client, model, arrays, **options):
     return client.infer(model, tensors(**arrays), **options)
 
 

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from infer import ask, stream, tensors
+from infer import infer, stream, tensors
 from conftest import REAL
 
 
@@ -13,14 +13,14 @@ from conftest import REAL
 def test_add_sub(grpc, width):
     left = np.arange(width, dtype=np.float32)[np.newaxis]
     right = np.full((1, width), 0.25, dtype=np.float32)
-    answer = ask(grpc, "add_sub", {"INPUT0": left, "INPUT1": right})
+    answer = infer(grpc, "add_sub", {"INPUT0": left, "INPUT1": right})
     np.testing.assert_array_equal(answer.as_numpy("SUM"), left + right)
     np.testing.assert_array_equal(answer.as_numpy("DIFFERENCE"), left - right)
 
 
 def test_a_model_calls_another_one(grpc):
     left, right = np.ones((2, 5), np.float32), np.full((2, 5), 3, np.float32)
-    answer = ask(grpc, "bls", {"INPUT0": left, "INPUT1": right})
+    answer = infer(grpc, "bls", {"INPUT0": left, "INPUT1": right})
     np.testing.assert_array_equal(answer.as_numpy("SUM"), left + right)
     np.testing.assert_array_equal(answer.as_numpy("DIFFERENCE"), left - right)
 
@@ -28,20 +28,20 @@ def test_a_model_calls_another_one(grpc):
 def test_a_model_gets_the_error_of_a_model_it_calls(grpc):
     inputs = {"INPUT0": np.ones((1, 5), np.float32), "INPUT1": np.ones((1, 5), np.float32)}
     with pytest.raises(Exception, match="TritonModelException: .*[Mm]odel:? 'no_such_model' is not"):
-        ask(grpc, "bls", inputs, parameters={"model": "no_such_model"})
+        infer(grpc, "bls", inputs, parameters={"model": "no_such_model"})
 
 
 @pytest.mark.parametrize("async_for", [False, pytest.param(True, marks=pytest.mark.skipif(bool(REAL), reason="not there"))])
 def test_awaited_requests_and_streams_of_other_models(grpc, async_for):
     inputs = {"INPUT": np.array([1, 2, 3], np.float32)}
-    answer = ask(grpc, "bls_async", inputs, parameters={"async_for": async_for})
+    answer = infer(grpc, "bls_async", inputs, parameters={"async_for": async_for})
     np.testing.assert_array_equal(answer.as_numpy("SUMS"), [13, 26, 39])
     np.testing.assert_array_equal(answer.as_numpy("PIECES"), np.arange(40))
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 500])
 def test_a_model_adds_up_the_stream_of_another_one(grpc, count):
-    answer = ask(grpc, "bls_square", {"IN": np.array([count], np.int32)})
+    answer = infer(grpc, "bls_square", {"IN": np.array([count], np.int32)})
     assert answer.as_numpy("SUM").tolist() == [count * count]
 
 
@@ -60,7 +60,7 @@ def test_a_model_completes_its_configuration(grpc):
     config = grpc.get_model_config("auto_complete", as_json=True)["config"]
     assert config["max_batch_size"] == 16 and "dynamic_batching" in config
     assert [tensor["name"] for tensor in config["input"] + config["output"]] == ["INPUT", "BATCHED"]
-    answer = ask(grpc, "auto_complete", {"INPUT": np.zeros((3, 2), np.int64)})
+    answer = infer(grpc, "auto_complete", {"INPUT": np.zeros((3, 2), np.int64)})
     assert answer.as_numpy("BATCHED").tolist() == [[1]] * 3
 
 
@@ -77,7 +77,7 @@ def test_queued_requests_are_batched(grpc):
 
 def test_models_create_metrics(grpc, server):
     for value in (3.5, 0.25, 100.0):
-        answer = ask(grpc, "custom_metrics", {"VALUE": np.array([value])})
+        answer = infer(grpc, "custom_metrics", {"VALUE": np.array([value])})
     assert answer.as_numpy("VALUES").tolist()[1] == 100.0
     requests = answer.as_numpy("VALUES").tolist()[0]
     text = server.metrics()

@@ -1,4 +1,4 @@
-"""Models that fail, hang or are killed: one clear error, the truth about readiness, and service again soon."""
+"""Models that fail, hang or are killed: clients get one clear error, readiness is correct, and the model recovers soon."""
 
 import os
 import queue
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from infer import ask, tensors, text
+from infer import infer, tensors, text
 from conftest import REAL, repository_of, start, stop
 
 pytestmark = pytest.mark.skipif(bool(REAL), reason="the real server does not come back")
@@ -24,33 +24,33 @@ def wait_for(condition, seconds=20):
 
 def serves(grpc):
     try:
-        return ask(grpc, "trouble", {"HOW": text("well")}).as_numpy("OUT").tolist() == [b"well"]
+        return infer(grpc, "trouble", {"HOW": text("well")}).as_numpy("OUT").tolist() == [b"well"]
     except Exception:
         return False
 
 
 def test_an_exception_reaches_the_client_and_the_log(grpc, server):
     with pytest.raises(Exception, match="ValueError: asked to raise(.|\n)*model.py.*answer"):
-        ask(grpc, "trouble", {"HOW": text("raise")})
+        infer(grpc, "trouble", {"HOW": text("raise")})
     assert "Traceback (most recent call last)" in server.log.read_text()
     assert serves(grpc)
 
 
 def test_a_wrong_answer_is_explained(grpc):
     with pytest.raises(Exception, match="returned a list with str; expected InferenceResponse"):
-        ask(grpc, "trouble", {"HOW": text("nothing")})
+        infer(grpc, "trouble", {"HOW": text("nothing")})
 
 
 def test_a_dropped_response_sender_is_an_error_not_a_wait(grpc):
     with pytest.raises(Exception, match="dropped the response sender without a final response"):
-        ask(grpc, "trouble", {"HOW": text("drop")}, client_timeout=5)
+        infer(grpc, "trouble", {"HOW": text("drop")}, client_timeout=5)
 
 
 @pytest.mark.parametrize("how, words", [("kill", "SIGKILL"), ("exit", "exit code 3"), ("garbage", "broke the protocol")])
 def test_a_process_that_ends_is_replaced(grpc, server, how, words):
     wait_for(lambda: serves(grpc))
     with pytest.raises(Exception, match=f"the Python process of 'trouble_0_0' ended .*{words}.*another one is started"):
-        ask(grpc, "trouble", {"HOW": text(how)}, client_timeout=30)
+        infer(grpc, "trouble", {"HOW": text(how)}, client_timeout=30)
     wait_for(lambda: serves(grpc))
     assert server.is_ready()
 
@@ -65,7 +65,7 @@ def test_a_process_killed_while_idle_shows_in_readiness_and_is_replaced(grpc, se
 
 
 def test_a_lost_request_is_tried_again_where_the_model_allows_it(grpc, tmp_path):
-    assert ask(grpc, "flaky", {"MARK": text(str(tmp_path / "mark"))}).as_numpy("PID")[0] > 0
+    assert infer(grpc, "flaky", {"MARK": text(str(tmp_path / "mark"))}).as_numpy("PID")[0] > 0
 
 
 def test_a_hung_execute_is_ended_and_others_are_served(grpc, server):
@@ -73,7 +73,7 @@ def test_a_hung_execute_is_ended_and_others_are_served(grpc, server):
     heard = queue.Queue()
     grpc.async_infer("trouble", tensors(HOW=text("hang")), callback=lambda result, error: heard.put(error or result))
     left = np.ones((1, 2), np.float32)
-    assert ask(grpc, "add_sub", {"INPUT0": left, "INPUT1": left}).as_numpy("SUM").tolist() == [[2, 2]]
+    assert infer(grpc, "add_sub", {"INPUT0": left, "INPUT1": left}).as_numpy("SUM").tolist() == [[2, 2]]
     assert "`execute` took longer than 2 s" in str(heard.get(timeout=10))
     wait_for(lambda: serves(grpc))
 
@@ -129,7 +129,7 @@ def test_a_killed_server_leaves_no_processes_and_files(tmp_path):
     server = start(repository_of(tmp_path, "add_sub"), tmp_path)
     with grpcclient.InferenceServerClient(f"localhost:{server.grpc_port}") as client:
         large = np.ones((1, 1 << 20), np.float32)
-        ask(client, "add_sub", {"INPUT0": large, "INPUT1": large})
+        infer(client, "add_sub", {"INPUT0": large, "INPUT1": large})
     pids = server.model_pids("add_sub_0_0") or server.model_pids("add_sub_0")
     assert pids
     server.process.kill()

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from infer import ask, stream, tensors, text
+from infer import infer, stream, tensors, text
 from conftest import REAL, repository_of, start, stop
 
 
@@ -22,7 +22,7 @@ def test_types_and_shapes_survive_both_ways(grpc):
         "UINT64": np.array([0, 2**64 - 1], np.uint64),
         "TEXT": np.array([b"", "süß".encode(), b"\x00\xff" * 3000], dtype=object),
     }
-    answer = ask(grpc, "echo", values)
+    answer = infer(grpc, "echo", values)
     for name, value in values.items():
         assert answer.as_numpy(name).tolist() == value.tolist(), name
         assert answer.as_numpy(name).shape == value.shape
@@ -30,18 +30,18 @@ def test_types_and_shapes_survive_both_ways(grpc):
 
 def test_bf16_is_passed_through_dlpack(grpc):
     value = np.array([1.0, -2.0, 0.5], ml_dtypes.bfloat16)
-    answer = ask(grpc, "echo", {"BF16": value})
+    answer = infer(grpc, "echo", {"BF16": value})
     assert answer.as_numpy("BF16").astype(np.float32).tolist() == [1.0, -2.0, 0.5]
 
 
 def test_empty_tensors_survive(grpc):
-    answer = ask(grpc, "echo", {"FP16": np.zeros(0, np.float16), "TEXT": np.zeros(0, dtype=object)})
+    answer = infer(grpc, "echo", {"FP16": np.zeros(0, np.float16), "TEXT": np.zeros(0, dtype=object)})
     assert answer.as_numpy("FP16").shape == (0,) and answer.as_numpy("TEXT").shape == (0,)
 
 
 def test_a_model_gets_the_properties_of_the_request(grpc):
     outputs = [grpcclient.InferRequestedOutput("REQUEST"), grpcclient.InferRequestedOutput("TEXT")]
-    answer = ask(
+    answer = infer(
         grpc, "echo", {"TEXT": text("x")}, request_id="ä1", sequence_id=2**62, sequence_start=True, sequence_end=True,
         priority=2, timeout=5_000_000, outputs=outputs, parameters={"flag": True, "number": -7, "word": "w"},
     )
@@ -62,7 +62,7 @@ def test_a_model_gets_the_properties_of_the_request(grpc):
 
 
 def test_a_model_can_reschedule_a_request(grpc):
-    answer = ask(grpc, "again", {"TIMES": np.array([4], np.int32)}, request_id="r")
+    answer = infer(grpc, "again", {"TIMES": np.array([4], np.int32)}, request_id="r")
     assert answer.as_numpy("SEEN").tolist() == [5]
 
 
@@ -90,9 +90,9 @@ def test_a_model_loads_and_unloads_others(tmp_path):
     repository = repository_of(tmp_path, "control", "add_sub")
     server = start(repository, tmp_path, "--model-control-mode=explicit", "--load-model=control")
     with grpcclient.InferenceServerClient(f"localhost:{server.grpc_port}") as client:
-        assert ask(client, "control", {"NAME": text("add_sub")}).as_numpy("READY").tolist() == [False, True, False]
+        assert infer(client, "control", {"NAME": text("add_sub")}).as_numpy("READY").tolist() == [False, True, False]
         with pytest.raises(Exception, match="failed to load 'no_such_model'"):
-            ask(client, "control", {"NAME": text("no_such_model")})
+            infer(client, "control", {"NAME": text("no_such_model")})
     assert stop(server) == 0
 
 
@@ -114,7 +114,7 @@ def test_a_model_uses_its_own_python_environment(tmp_path, as_archive):
     server = start(repository, tmp_path)
     with grpcclient.InferenceServerClient(f"localhost:{server.grpc_port}") as client:
         ones = np.ones((1, 2), np.float32)
-        assert ask(client, "add_sub", {"INPUT0": ones, "INPUT1": ones}).as_numpy("SUM").tolist() == [[2, 2]]
+        assert infer(client, "add_sub", {"INPUT0": ones, "INPUT1": ones}).as_numpy("SUM").tolist() == [[2, 2]]
     assert re.search(r"started by \S*/environment\d*/bin/python3" , server.log.read_text())
     assert stop(server) == 0
 
@@ -127,7 +127,7 @@ def test_a_model_reports_its_own_readiness(tmp_path):
     ready = "v2/models/readiness/ready"
     with grpcclient.InferenceServerClient(f"localhost:{server.grpc_port}") as client:
         assert server.is_ready(ready)
-        ask(client, "readiness", {"NAME": text(str(path))})
+        infer(client, "readiness", {"NAME": text(str(path))})
         for words, is_ready in (("no", False), ("yes", True), ("neither", False)):
             path.write_text(words)
             assert server.is_ready(ready) is is_ready and client.is_model_ready("readiness") is is_ready
@@ -156,7 +156,7 @@ def test_requests_of_a_model_are_traced_as_its_own_requests(tmp_path):
     server = start(repository_of(tmp_path, "add_sub", "bls"), tmp_path, *flags)
     with grpcclient.InferenceServerClient(f"localhost:{server.grpc_port}") as client:
         ones = np.ones((1, 2), np.float32)
-        ask(client, "bls", {"INPUT0": ones, "INPUT1": ones})
+        infer(client, "bls", {"INPUT0": ones, "INPUT1": ones})
     assert stop(server) == 0
     traces = {trace["model_name"]: trace for trace in json.loads(file.read_text()) if "model_name" in trace}
     assert traces["add_sub"]["parent_id"] == traces["bls"]["id"]

@@ -13,7 +13,7 @@ import cycles
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from infer import ask, tensors, text
+from infer import infer, tensors, text
 from conftest import REAL, repository_of, start, stop
 from test_failures import wait_for
 
@@ -97,7 +97,7 @@ def test_a_process_killed_in_a_phase_leaves_a_server_that_loads_again(tmp_path, 
         config = tmp_path / "models/phases/config.pbtxt"
         config.write_text(config.read_text().replace(f'"{phase}"', '"nothing"'))
         client.load_model("phases")
-        assert ask(client, "phases", {"INPUT": FEW}).as_numpy("OUTPUT").tolist() == FEW.tolist()
+        assert infer(client, "phases", {"INPUT": FEW}).as_numpy("OUTPUT").tolist() == FEW.tolist()
     ends_in_time(server)
 
 
@@ -123,7 +123,7 @@ def test_a_tensor_of_100_mb_is_passed_both_ways(tmp_path):
     values = np.arange(100 << 20, dtype=np.uint32).astype(np.uint8)
     with client_of(server) as client:
         client.load_model("phases")
-        assert (ask(client, "phases", {"INPUT": values}).as_numpy("OUTPUT") == values).all()
+        assert (infer(client, "phases", {"INPUT": values}).as_numpy("OUTPUT") == values).all()
         client.unload_model("phases")
     ends_in_time(server)
 
@@ -138,9 +138,9 @@ def test_full_shared_memory_is_an_error_of_the_request(tmp_path):
         client.load_model("phases")
         for _ in range(2):
             with pytest.raises(Exception, match="no shared memory for a tensor"):
-                ask(client, "phases", {"INPUT": np.zeros(16 << 20, np.uint8)})
+                infer(client, "phases", {"INPUT": np.zeros(16 << 20, np.uint8)})
             values = np.arange(1 << 20, dtype=np.uint32).astype(np.uint8)
-            assert (ask(client, "phases", {"INPUT": values}).as_numpy("OUTPUT") == values).all()
+            assert (infer(client, "phases", {"INPUT": values}).as_numpy("OUTPUT") == values).all()
         assert server.is_ready("v2/models/phases/ready")
     assert stop(server) == 0
 
