@@ -20,13 +20,13 @@ fn assert_refused(world: &TestWorld, path: &str, body: &Value, message: &str) {
 fn wrong_requests_are_refused_with_their_reason() {
     let world = TestWorld::of(1);
     let generate = "/v2/models/ensemble/generate";
-    let ask = |prompt: &str, max_tokens: i64| json!({"text_input": prompt, "max_tokens": max_tokens});
-    assert_refused(&world, "/v2/models/nothing/generate", &ask("Once", 4), "nothing");
-    assert_refused(&world, generate, &ask("", 4), "empty");
-    assert_refused(&world, generate, &ask("Once", -3), "-3");
-    assert_refused(&world, generate, &ask("Once", 0), "request_output_len");
-    assert_refused(&world, generate, &ask(&"word ".repeat(3000), 4), "at most");
-    assert_refused(&world, generate, &ask(&"ab ".repeat(1 << 20), 4), "--max-prompt-bytes");
+    let request = |prompt: &str, max_tokens: i64| json!({"text_input": prompt, "max_tokens": max_tokens});
+    assert_refused(&world, "/v2/models/nothing/generate", &request("Once", 4), "nothing");
+    assert_refused(&world, generate, &request("", 4), "empty");
+    assert_refused(&world, generate, &request("Once", -3), "-3");
+    assert_refused(&world, generate, &request("Once", 0), "request_output_len");
+    assert_refused(&world, generate, &request(&"word ".repeat(3000), 4), "at most");
+    assert_refused(&world, generate, &request(&"ab ".repeat(1 << 20), 4), "--max-prompt-bytes");
     let words = |count: usize| (0..count).map(|index| format!("w{index}")).collect::<Vec<_>>();
     for list in ["stop_words", "bad_words"] {
         let body = json!({"text_input": "Once", "max_tokens": 4, list: words(40_000)});

@@ -4,10 +4,11 @@
     make_goldens.py [OUT_DIR]          default: tests/goldens beside this script's parent folder
 
 Each case is a folder: config.json, weights, and golden.json with prompts, the logits of the prompt's last position, the
-greedy continuation, and at each of its steps the margin between the two highest logits. Architectures that transformers
-does not have are computed by a Llama of it, from weights named and laid out as their publishers do (`published.py`);
-ALiBi by a short reference beside it, which must agree with transformers on a Llama first.
-Weights have one stored dtype; the reference runs in fp32 on exactly those values. Fixed seeds: the same files each time.
+greedy continuation, and at each of its steps the margin between the two highest logits. For architectures that transformers does not
+contain, the reference is its Llama with the same weights, which are saved with the publishers' names and layouts (`published.py`). For
+ALiBi it is a short implementation in that file, which is first checked against transformers' Llama.
+Weights are stored in one dtype; the reference computes in fp32 with exactly these values. Seeds are fixed, so the files are
+reproducible.
 Needs torch, transformers and safetensors.
 """
 import argparse

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes tests/goldens/sampling.jsonl: results of transformers' logits processors on random logits.
 
-Each case has settings by our names, the scores after all processors (null where a token is banned or dropped), and the
-log-probabilities of the raw logits. Processors run in the order that engine::SamplingParams documents.
+Each case has settings with the names of engine::SamplingParams, the scores after all processors (null if a token is banned or
+dropped), and the log-probabilities of the raw logits. Processors run in the order that engine::SamplingParams documents.
 
 Usage: make_sampling_goldens.py > tests/goldens/sampling.jsonl   (needs torch and transformers)
 """

@@ -5,8 +5,8 @@
     make_tokenizer_goldens.py --check TOKENIZE   compare a large sample with target/.../examples/tokenize (cargo build
                                                  -p text --example tokenize), with the tokenizers in OUT_DIR
 
-Each case is a folder: the tokenizer's files as a checkpoint would have them, and golden.json with the token ids of each
-text of samples.json and the text that they decode to. Seeds are fixed; the code is this project's own at the time.
+Each case is a folder with the tokenizer's files of a checkpoint, and golden.json with the token ids of each text of samples.json and
+the text that they decode to. Seeds are fixed. The samples of code are this project's sources when the script runs.
 Needs sentencepiece, tokenizers, transformers and protobuf.
 """
 import argparse

@@ -1,7 +1,7 @@
 """Architectures that transformers does not contain: names of their settings and weights, and a reference for their logits.
 
-Each is a Llama apart from names, the layout of q, k and v, a head of unit rows (Baichuan 2, section 2.3.1 of its report)
-and, in the larger Baichuans, ALiBi instead of rotation (Press et al. 2022).
+Each is a Llama with other names and another layout of q, k and v. Baichuan 2 has a head with rows of length 1 (section 2.3.1 of its
+report), and the larger Baichuan models have ALiBi instead of rotary embeddings (Press et al. 2022).
 """
 import math
 

@@ -22,7 +22,7 @@ pub enum RepositoryError {
     Json { name: String, line: usize, column: usize, message: String },
     #[error("{}: {message}", .path.display())]
     Invalid { path: PathBuf, message: String },
-    #[error("model `{name}` has no config.pbtxt in {} and its kind cannot be told from its files; write a config.pbtxt with `backend:`", .dir.display())]
+    #[error("model `{name}` has no config.pbtxt in {} and its backend cannot be detected from its files; write a config.pbtxt with `backend:`", .dir.display())]
     NoConfig { name: String, dir: PathBuf },
     /// Uses Triton's wording, which clients may match.
     #[error("at least one version must be available under the version policy of model '{name}'")]

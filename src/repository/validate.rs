@@ -41,7 +41,8 @@ pub(crate) fn validate(config: &ModelConfig, directory: &str) -> Result<(), Stri
             Err("`platform: \"ensemble\"` needs `ensemble_scheduling { step [ … ] }`".to_owned())
         }
         _ if config.backend.is_empty() => {
-            Err("neither `backend` nor `platform` is set, and no file tells it; write `backend: \"…\"`".to_owned())
+            Err("neither `backend` nor `platform` is set, and no file identifies the backend; write `backend: \"…\"`"
+                .to_owned())
         }
         Some(SchedulingChoice::DynamicBatching(batching)) => {
             preferred_batch_sizes(config, &batching.preferred_batch_size)?;
@@ -202,11 +203,11 @@ fn graph(config: &ModelConfig, steps: &[Step]) -> Result<(), String> {
             return Err(format!("step {} of the ensemble is the ensemble itself", index + 1));
         }
         if step.output_map.is_empty() {
-            return Err(format!("the step of `{model}` has no `output_map`, so nothing can use what it makes"));
+            return Err(format!("the step of `{model}` has no `output_map`, so nothing can use its outputs"));
         }
         for tensor in step.output_map.values() {
             if sources.insert(tensor, Some(index)).is_some() {
-                return Err(format!("ensemble tensor `{tensor}` is made twice, the second time by `{model}`"));
+                return Err(format!("ensemble tensor `{tensor}` is produced twice, the second time by `{model}`"));
             }
         }
     }
@@ -214,14 +215,14 @@ fn graph(config: &ModelConfig, steps: &[Step]) -> Result<(), String> {
         if !sources.contains_key(tensor.as_str()) {
             return Err(format!(
                 "input `{input}` of the step of `{}` takes ensemble tensor `{tensor}`, which is neither an input of the \
-                 ensemble nor made by a step",
+                 ensemble nor produced by a step",
                 step.model_name
             ));
         }
     }
     for output in &config.output {
         if !matches!(sources.get(output.name.as_str()), Some(Some(_))) {
-            return Err(format!("ensemble output `{}` is made by no step; add it to an `output_map`", output.name));
+            return Err(format!("ensemble output `{}` is produced by no step; add it to an `output_map`", output.name));
         }
     }
     acyclic(steps, &sources)
@@ -239,9 +240,7 @@ fn acyclic(steps: &[Step], sources: &BTreeMap<&str, Option<usize>>) -> Result<()
         next.into_iter().for_each(|index| done[index] = true);
     }
     match done.iter().position(|done| !done) {
-        Some(index) => {
-            Err(format!("the step of `{}` waits for what it makes itself, in a circle", steps[index].model_name))
-        }
+        Some(index) => Err(format!("the step of `{}` depends on its own outputs, in a cycle", steps[index].model_name)),
         None => Ok(()),
     }
 }

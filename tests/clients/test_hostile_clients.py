@@ -90,7 +90,7 @@ def status_of(connection: socket.socket) -> int | None:
     return int(line.split()[1]) if line else None
 
 
-def ask(server: Server, sent: bytes) -> int | None:
+def status_for(server: Server, sent: bytes) -> int | None:
     with server.open(sent=sent) as connection:
         return status_of(connection)
 
@@ -149,7 +149,7 @@ def test_shapes_that_are_absurd(server, shape):
     status, _, body = post(server.served.http, INFER, {"inputs": [tensor | {"data": [1, 2, 3, 4]}]})
     assert 400 <= status < 500, (status, body[:200])
     text = json.dumps({"inputs": [tensor | {"parameters": {"binary_data_size": 8}}]}).encode()
-    status = ask(server, head(len(text) + 8, f"Inference-Header-Content-Length: {len(text)}") + text + bytes(8))
+    status = status_for(server, head(len(text) + 8, f"Inference-Header-Content-Length: {len(text)}") + text + bytes(8))
     assert status == 400
     server.still_serves(64 * MIB)
 
@@ -160,17 +160,17 @@ def test_http_bodies_that_unpack_to_gigabytes(server):
         packed = b"".join(packer.compress(zeros) for _ in range(GIGABYTES // MIB)) + packer.flush()
         for _ in range(8 if LONG else 2):
             sent = head(len(packed), f"Content-Encoding: {coding}") + packed
-            assert ask(server, sent) == 400
+            assert status_for(server, sent) == 400
     server.still_serves(64 * MIB)
 
 
 def test_bodies_and_heads_that_are_too_large(server):
-    assert ask(server, head(10**12)) == 400
-    assert ask(server, head(2**63)) in (400, 413)
-    assert ask(server, b"POST /v2 HTTP/1.1\r\nHost: x\r\nX: " + b"y" * MIB) in (None, 400, 431)
-    assert ask(server, b"GET /" + b"x" * (1 * MIB)) in (None, 400, 414, 431)
+    assert status_for(server, head(10**12)) == 400
+    assert status_for(server, head(2**63)) in (400, 413)
+    assert status_for(server, b"POST /v2 HTTP/1.1\r\nHost: x\r\nX: " + b"y" * MIB) in (None, 400, 431)
+    assert status_for(server, b"GET /" + b"x" * (1 * MIB)) in (None, 400, 414, 431)
     many = b"".join(b"X-%d: y\r\n" % number for number in range(20_000))
-    assert ask(server, b"GET /v2 HTTP/1.1\r\nHost: x\r\n" + many + b"\r\n") in (None, 400, 431)
+    assert status_for(server, b"GET /v2 HTTP/1.1\r\nHost: x\r\n" + many + b"\r\n") in (None, 400, 431)
     server.still_serves(64 * MIB)
 
 

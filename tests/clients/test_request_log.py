@@ -39,7 +39,7 @@ def shipped(folder, *flags, repository="model_repository"):
         process.wait(timeout=60)
 
 
-def ask(client):
+def send_two_requests(client):
     """Sends the same prompt twice, with request ids; the second request reuses KV blocks of the first."""
     for request_id in ("first", "second"):
         pieces, error = stream(client, text_inputs(STORY * 6, 8, True, **ENDLESS), request_id=request_id)
@@ -58,7 +58,7 @@ def check(line: dict, request_id: str):
 def test_plain_lines(tmp_path):
     with shipped(tmp_path) as one:
         with grpcclient.InferenceServerClient(one.grpc) as client:
-            ask(client)
+            send_two_requests(client)
         for request_id in ("first", "second"):
             text = one.await_log(rf'\] "request (id={request_id} .*)"').group(1)
             fields = dict(pair.split("=", 1) for pair in text.split(" "))
@@ -69,7 +69,7 @@ def test_plain_lines(tmp_path):
 def test_lines_of_json(tmp_path):
     with shipped(tmp_path, "--log-format=JSON") as one:
         with grpcclient.InferenceServerClient(one.grpc) as client:
-            ask(client)
+            send_two_requests(client)
         one.await_log('"id":"second"')
         lines = [json.loads(line) for line in one.log.read_text().splitlines()]
         requests = [line for line in lines if line["message"] == "request"]

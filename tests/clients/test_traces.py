@@ -71,7 +71,7 @@ def traced(folder, url: str, *more: str):
         yield server
 
 
-def ask(server, model: str, name: str, headers: dict[str, str] = {}):
+def infer(server, model: str, name: str, headers: dict[str, str] = {}):
     body = {"id": "r7", "inputs": [{"name": name, "datatype": "FP32", "shape": [2], "data": [1, 2]}]}
     request = urllib.request.Request(f"http://{server.http}/v2/models/{model}/infer", json.dumps(body).encode(), headers)
     return json.load(urllib.request.urlopen(request, timeout=60))
@@ -84,8 +84,8 @@ def attributes(items) -> dict:
 def test_an_ensembles_spans_are_children_of_the_clients_span(tmp_path, collector):
     more = ["rate=1000000", "opentelemetry,bsp_schedule_delay=50", "opentelemetry,resource=service.version=3"]
     with traced(tmp_path, collector.url, *more) as server:
-        ask(server, "ens", "IN")  # Not sampled at a rate of one in a million, and without a span of the client.
-        ask(server, "ens", "IN", PARENT)
+        infer(server, "ens", "IN")  # Not sampled at a rate of one in a million, and without a span of the client.
+        infer(server, "ens", "IN", PARENT)
         collector.await_spans(4)
         settings = json.load(urllib.request.urlopen(f"http://{server.http}/v2/trace/setting", timeout=60))
     assert settings["trace_mode"] == "opentelemetry"
@@ -131,5 +131,5 @@ def test_requests_are_answered_without_a_collector(tmp_path, collector):
     more = ["rate=1", "opentelemetry,bsp_schedule_delay=1", "opentelemetry,bsp_max_queue_size=4", "opentelemetry,bsp_max_export_batch_size=2"]
     with traced(tmp_path, collector.url, *more) as server:
         for _ in range(20):
-            assert ask(server, "identity", "INPUT0")["outputs"][0]["data"] == [1, 2]
+            assert infer(server, "identity", "INPUT0")["outputs"][0]["data"] == [1, 2]
         server.await_log("spans are lost: cannot post to http://127.0.0.1")

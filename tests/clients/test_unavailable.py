@@ -20,7 +20,7 @@ from serving import IDENTITY, Rank, repository
 ONE_AT_A_TIME = {"max_batch_size: 64": "max_batch_size: 1", "max_queue_size: 1024": "max_queue_size: 1", "decoupled: true": "decoupled: false"}
 
 
-def ask(stub, name: str, inputs, timeout: float = 60):
+def infer(stub, name: str, inputs, timeout: float = 60):
     """Sends a unary inference request."""
     request = service_pb2.ModelInferRequest(model_name=name)
     for made in inputs:
@@ -60,7 +60,7 @@ def test_a_full_queue_is_unavailable_with_a_retry_after_trailer(narrow):
     def call():
         with grpc.insecure_channel(narrow.grpc) as channel:
             try:
-                answered.append(ask(service_pb2_grpc.GRPCInferenceServiceStub(channel), "tensorrt_llm", inputs))
+                answered.append(infer(service_pb2_grpc.GRPCInferenceServiceStub(channel), "tensorrt_llm", inputs))
             except grpc.RpcError as error:
                 refusals.append(error)
 
@@ -132,7 +132,7 @@ def grpc_answer(port: int):
     # A separate connection: channels to the same address share one, which may belong to the server that died.
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         try:
-            return ask(service_pb2_grpc.GRPCInferenceServiceStub(channel), "identity", [tensor("INPUT0", 1.0, np.float32)])
+            return infer(service_pb2_grpc.GRPCInferenceServiceStub(channel), "identity", [tensor("INPUT0", 1.0, np.float32)])
         except grpc.RpcError as error:
             return error
 
@@ -144,7 +144,7 @@ def test_clients_get_the_cause_after_rank_0_died_until_the_next_one_serves(launc
     # One channel for the whole test, like that of a real client.
     with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        ask(stub, "identity", [tensor("INPUT0", 1.0, np.float32)])
+        infer(stub, "identity", [tensor("INPUT0", 1.0, np.float32)])
         for times in (2, 3):
             kill(children(process.pid)[0])
             # Every connection is accepted: first by the launcher, then by the next world.
@@ -163,7 +163,7 @@ def test_clients_get_the_cause_after_rank_0_died_until_the_next_one_serves(launc
                 assert "the server died (signal 9 (SIGKILL" in error.details(), error
                 assert ("retry-after", "1") in tuple(error.trailing_metadata())
             await_served(log, times)
-            assert ask(stub, "identity", [tensor("INPUT0", 1.0, np.float32)]).model_name == "identity"
+            assert infer(stub, "identity", [tensor("INPUT0", 1.0, np.float32)]).model_name == "identity"
 
 
 def test_a_server_that_ends_for_good_leaves_no_open_port(launched):

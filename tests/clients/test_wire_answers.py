@@ -49,7 +49,7 @@ def server(tmp_path_factory):
         yield serving
 
 
-def ask(server, method, path, body=b"", address=None, **headers):
+def request(server, method, path, body=b"", address=None, **headers):
     """Status, content type and body."""
     connection = http.client.HTTPConnection(address or server.http, timeout=60)
     try:
@@ -80,12 +80,12 @@ def error(message):
     ],
 )
 def test_a_wrong_method_is_refused_in_the_type_of_its_path(server, method, path, kind):
-    assert ask(server, method, path) == (405, kind, NOT_ALLOWED)
+    assert request(server, method, path) == (405, kind, NOT_ALLOWED)
 
 
 @pytest.mark.parametrize("method, path, status", [("GET", "/metrics", 200), ("GET", "/metrics/", 200), ("POST", "/metrics", 405), ("GET", "/elsewhere", 404)])
 def test_the_metrics_port(server, method, path, status):
-    found, kind, text = ask(server, method, path, address=server.metrics)
+    found, kind, text = request(server, method, path, address=server.metrics)
     assert found == status and (status == 200 or (kind, text) == (TEXT, NOT_ALLOWED if status == 405 else error("Not Found")))
 
 
@@ -111,13 +111,13 @@ INFERS = {
 @pytest.mark.parametrize("case", INFERS)
 def test_infer_over_http(server, case):
     model, body, *answer = INFERS[case]
-    assert ask(server, "POST", f"/v2/models/{model}/infer", body) == tuple(answer)
+    assert request(server, "POST", f"/v2/models/{model}/infer", body) == tuple(answer)
 
 
 def test_booleans_cannot_be_classified(server):
     outputs = '"outputs":[{"name":"OUTPUT_BOOL","parameters":{"classification":1}}]}'
     body = tensor("INPUT_BOOL", "BOOL", "[2]", "[true,false]")[:-1] + "," + outputs
-    status, kind, text = ask(server, "POST", "/v2/models/kinds/infer", body)
+    status, kind, text = request(server, "POST", "/v2/models/kinds/infer", body)
     assert (status, kind) == (400, TEXT)
     assert text.startswith('{"error":"class result not available for output due to unsupported type \'BOOL\'')
 
@@ -133,13 +133,13 @@ TAILS = {
 @pytest.mark.parametrize("tail", TAILS)
 def test_strings_with_a_wrong_length_prefix(server, tail):
     head = f'{{"inputs":[{{"name":"INPUT_STRING","shape":[1],"datatype":"BYTES","parameters":{{"binary_data_size":{len(tail)}}}}}]}}'
-    answer = ask(server, "POST", "/v2/models/kinds/infer", head.encode() + tail, Inference_Header_Content_Length=str(len(head)))
+    answer = request(server, "POST", "/v2/models/kinds/infer", head.encode() + tail, Inference_Header_Content_Length=str(len(head)))
     assert answer == (400, JSON, error(f"{UNKNOWN} {TAILS[tail]}"))
 
 
 def test_binary_tensors_without_a_header_length(server):
     head = b'{"inputs":[{"name":"INPUT0","shape":[1,2],"datatype":"FP32","parameters":{"binary_data_size":8}}]}'
-    answer = ask(server, "POST", "/v2/models/echo/infer", head + struct.pack("<2f", 1, 2))
+    answer = request(server, "POST", "/v2/models/echo/infer", head + struct.pack("<2f", 1, 2))
     assert answer == (400, JSON, error("unexpected size for input 'INPUT0', expecting 8 additional bytes for model 'echo'"))
 
 
@@ -156,7 +156,7 @@ RAWS = {
 @pytest.mark.parametrize("case", RAWS)
 def test_a_raw_body_that_does_not_fit_the_model(server, case):
     model, size, words = RAWS[case]
-    answer = ask(server, "POST", f"/v2/models/{model}/infer", bytes(size), Inference_Header_Content_Length="0")
+    answer = request(server, "POST", f"/v2/models/{model}/infer", bytes(size), Inference_Header_Content_Length="0")
     assert answer == (400, JSON, error(f"{UNKNOWN} {words}"))
 
 
@@ -169,10 +169,10 @@ def test_an_unknown_content_encoding(server):
     assert (response.status, kind, codings) == (501, TEXT, "gzip, deflate")
     assert text.startswith('{"error":"Unsupported compression type')
     for path in ["generate", "generate_stream"]:
-        status, kind, text = ask(server, "POST", f"/v2/models/kinds/{path}", '{"INPUT_INT32":3}', Content_Encoding="br")
+        status, kind, text = request(server, "POST", f"/v2/models/kinds/{path}", '{"INPUT_INT32":3}', Content_Encoding="br")
         assert (status, kind) == (400, JSON) and text.startswith('{"error":"Unsupported content-encoding, only ')
-    assert ask(server, "POST", "/v2/models/nobody/infer", "{}", Content_Encoding="br")[0] == 404
-    assert ask(server, "POST", "/v2/repository/index", "{}", Content_Encoding="br")[0] == 200  # The body is ignored there.
+    assert request(server, "POST", "/v2/models/nobody/infer", "{}", Content_Encoding="br")[0] == 404
+    assert request(server, "POST", "/v2/repository/index", "{}", Content_Encoding="br")[0] == 200  # The body is ignored there.
 
 
 GENERATES = {
@@ -184,25 +184,25 @@ GENERATES = {
 
 @pytest.mark.parametrize("body", GENERATES)
 def test_generate(server, body):
-    assert ask(server, "POST", "/v2/models/kinds/generate", body) == GENERATES[body]
+    assert request(server, "POST", "/v2/models/kinds/generate", body) == GENERATES[body]
 
 
 def test_members_of_an_event_are_sorted_by_name(server):
-    _, _, text = ask(server, "POST", "/v2/models/kinds/generate_stream", '{"INPUT_INT32":[3,4]}')
+    _, _, text = request(server, "POST", "/v2/models/kinds/generate_stream", '{"INPUT_INT32":[3,4]}')
     assert text == 'data: {"OUTPUT_INT32":[3,4],"model_name":"kinds","model_version":"1"}\n\n'
 
 
 def test_settings_keep_their_order_and_errors_name_their_range(server):
-    _, _, text = ask(server, "GET", "/v2/logging")
+    _, _, text = request(server, "GET", "/v2/logging")
     keys = ["log_file", "log_info", "log_warning", "log_error", "log_verbose_level", "log_format"]
     assert sorted(keys, key=text.index) == keys
     for setting, range_ in [("trace_rate", "[ 0, 4294967295 ]"), ("trace_count", "[ -1, 2147483647 ]")]:
-        answer = ask(server, "POST", "/v2/trace/setting", f'{{"{setting}":"99999999999"}}')
+        answer = request(server, "POST", "/v2/trace/setting", f'{{"{setting}":"99999999999"}}')
         assert answer == (400, JSON, error(f"Unable to parse '{setting}', value is out of range {range_}, got: 99999999999"))
 
 
 def test_a_configuration_has_its_fields_in_the_order_of_the_schema(server):
-    _, _, text = ask(server, "GET", "/v2/models/echo/config")
+    _, _, text = request(server, "GET", "/v2/models/echo/config")
     fields = ["name", "platform", "backend", "runtime", "version_policy", "max_batch_size", "input", "output", "batch_input", "batch_output", "optimization", "instance_group", "default_model_filename", "cc_model_filenames", "metric_tags", "parameters", "model_warmup"]
     assert sorted(fields, key=lambda field: text.index(f'"{field}":')) == fields
 
@@ -281,13 +281,13 @@ def test_bytes_that_are_no_valid_message(server):
 
 
 def test_invalid_requests_are_not_counted(server):
-    assert ask(server, "POST", "/v2/models/kinds/infer", tensor("INPUT_BOOL", "BOOL", "[1,2]", "[true,false]"))[0] == 400
-    _, _, text = ask(server, "GET", "/v2/models/kinds/stats")
+    assert request(server, "POST", "/v2/models/kinds/infer", tensor("INPUT_BOOL", "BOOL", "[1,2]", "[true,false]"))[0] == 400
+    _, _, text = request(server, "GET", "/v2/models/kinds/stats")
     assert '"fail":{"count":0,"ns":0}' in text
 
 
 def status_of(server, kind, region):
-    return ask(server, "GET", f"/v2/{kind}sharedmemory/region/{region}/status")
+    return request(server, "GET", f"/v2/{kind}sharedmemory/region/{region}/status")
 
 
 def test_errors_of_shared_memory_regions(server):
@@ -295,18 +295,18 @@ def test_errors_of_shared_memory_regions(server):
     Path("/dev/shm", key).write_bytes(bytes(16))
     try:
         register, region = "/v2/systemsharedmemory/region/x/register", f'{{"name":"x","key":"/{key}","offset":0,"byte_size":16}}'
-        too_large = ask(server, "POST", register, region.replace("16", "17"))
+        too_large = request(server, "POST", register, region.replace("16", "17"))
         assert too_large == (400, JSON, error("failed to register shared memory region 'x': invalid args"))
-        assert ask(server, "POST", register, region) == (200, JSON, "")
-        assert ask(server, "POST", register, region) == (400, JSON, error("shared memory region 'x' already in manager"))
+        assert request(server, "POST", register, region) == (200, JSON, "")
+        assert request(server, "POST", register, region) == (400, JSON, error("shared memory region 'x' already in manager"))
         assert status_of(server, "system", "x") == (200, JSON, f"[{region}]")
-        assert ask(server, "POST", "/v2/systemsharedmemory/region/x/unregister") == (200, JSON, "")
+        assert request(server, "POST", "/v2/systemsharedmemory/region/x/unregister") == (200, JSON, "")
     finally:
         Path("/dev/shm", key).unlink()
     for kind in ["system", "cuda"]:
-        assert ask(server, "GET", f"/v2/{kind}sharedmemory/status") == (200, JSON, "[]")
+        assert request(server, "GET", f"/v2/{kind}sharedmemory/status") == (200, JSON, "[]")
         assert status_of(server, kind, "x") == (404, JSON, error(f"Unable to find {kind} shared memory region: 'x'"))
-        assert ask(server, "POST", f"/v2/{kind}sharedmemory/region/x/unregister") == (200, JSON, "")
+        assert request(server, "POST", f"/v2/{kind}sharedmemory/region/x/unregister") == (200, JSON, "")
 
 
 def test_the_key_is_checked_before_the_method(tmp_path):
@@ -315,11 +315,11 @@ def test_the_key_is_checked_before_the_method(tmp_path):
     flags = ["--http-restricted-api=inference,logging:k=v", "--grpc-restricted-protocol=logging:k=v", f"--model-repository={models}/."]
     with rank(tmp_path, *flags, prefix="wkey", echo=ECHO) as server:
         for method, path, kind in [("GET", "/v2/models/echo/infer", TEXT), ("PUT", "/v2/logging", JSON)]:
-            assert ask(server, method, path) == restricted
-            assert ask(server, method, path, k="v") == (405, kind, NOT_ALLOWED)
+            assert request(server, method, path) == restricted
+            assert request(server, method, path, k="v") == (405, kind, NOT_ALLOWED)
         with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError) as refused:
             service_pb2_grpc.GRPCInferenceServiceStub(channel).LogSettings(pb.LogSettingsRequest(), timeout=60)
         words = "This protocol is restricted, expecting header 'triton-grpc-protocol-k'"
         assert (refused.value.code(), refused.value.details()) == (grpc.StatusCode.UNAVAILABLE, words)
         # A repository that is given twice is listed once.
-        assert ask(server, "POST", "/v2/repository/index")[2] == '[{"name":"echo","version":"1","state":"READY"}]'
+        assert request(server, "POST", "/v2/repository/index")[2] == '[{"name":"echo","version":"1","state":"READY"}]'

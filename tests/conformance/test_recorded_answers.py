@@ -1,7 +1,7 @@
 """Replays recorded requests to a Triton server and compares the responses.
 
-The recordings lie beside the project; without them the tests are skipped. Every difference is known and has its reason in
-differences.json: one that is not there fails, and so does one that is there but no longer seen.
+The recordings are in a folder beside the project; without them the tests are skipped. Known differences are listed with their reasons in
+differences.json. A test fails on a difference that is not listed, and on a listed one that no longer occurs.
 """
 
 import json

@@ -167,11 +167,11 @@ fn inconsistent_configurations_are_refused_with_a_message() {
         ),
         (
             step("{ model_name: \"x\" input_map { key: \"I\" value: \"A\" } output_map { key: \"O\" value: \"C\" } }"),
-            "ensemble output `B` is made by no step",
+            "ensemble output `B` is produced by no step",
         ),
         (
             step("{ model_name: \"x\" input_map { key: \"I\" value: \"B\" } output_map { key: \"O\" value: \"B\" } }"),
-            "the step of `x` waits for what it makes itself",
+            "the step of `x` depends on its own outputs",
         ),
         (
             step("{ model_name: \"m\" input_map { key: \"I\" value: \"A\" } output_map { key: \"O\" value: \"B\" } }"),
@@ -224,7 +224,7 @@ fn the_backend_of_a_directory_without_configuration_follows_from_its_files() {
     assert_eq!((config.backend.as_str(), config.max_batch_size), ("python", 2));
     assert_eq!(repository.model_with_config("script", "{}").unwrap().config.backend, "python");
     let error = repository.model_with_config("empty", "{}").unwrap_err().to_string();
-    assert!(error.contains("neither `backend` nor `platform` is set, and no file tells it"), "{error}");
+    assert!(error.contains("neither `backend` nor `platform` is set, and no file identifies the backend"), "{error}");
 }
 
 #[test]
