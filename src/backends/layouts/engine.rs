@@ -7,11 +7,12 @@ use futures::future::BoxFuture;
 use repository::ModelConfig;
 use repository::proto::{DataType, ModelOutput, ModelParameter};
 use serving::{
-    Backend, BackendFactory, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, Name,
-    ResponseSender, ResponseStream, Tensor, TextModel, TextOutputs,
+    Backend, BackendFactory, ErrorKind, InferError, InferRequest, LoadRequest, MemoryUsage, Name, ResponseStream,
+    Tensor, TextModel, TextOutputs,
 };
 
 use super::Layout;
+use super::forward::mapped;
 use super::keys::{self, LLM_INPUTS, Use};
 use super::rows::Rows;
 use super::static_batch::StaticBatch;
@@ -187,35 +188,6 @@ fn beams_last(tensor: &mut Tensor) {
         rows.flat_map(|row| (0..width).flat_map(move |place| (0..num_beams).map(move |beam| (row, place, beam))));
     let turned: Vec<f32> = turned.map(|(row, place, beam)| at(row, place, beam)).collect();
     *tensor = Tensor::from_f32(tensor.name.clone(), &[batch, length, beams], &turned);
-}
-
-/// A stream of the responses of another one, each changed by `change`.
-pub(super) fn mapped(
-    stream: ResponseStream,
-    change: impl Fn(InferResponse) -> InferResponse + Send + 'static,
-) -> ResponseStream {
-    ResponseStream::from_future(|sender| async move { forward(stream, &sender, change).await })
-}
-
-/// Sends on what a stream gives, until it ends or the client leaves.
-pub(super) async fn forward(
-    mut stream: ResponseStream,
-    sender: &ResponseSender,
-    mut change: impl FnMut(InferResponse) -> InferResponse,
-) {
-    sender.follow(&stream);
-    loop {
-        let item = tokio::select! {
-            item = stream.next_response() => item,
-            () = sender.cancelled() => return,
-        };
-        let Some(item) = item else { return };
-        sender.mark_scheduled();
-        let ends = item.as_ref().map_or(true, |response| response.is_final);
-        if !sender.send(item.map(&mut change)).await || ends {
-            return;
-        }
-    }
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 
 mod bls;
 mod engine;
+mod forward;
 pub mod keys;
 mod rows;
 mod static_batch;

@@ -6,7 +6,7 @@ use futures::FutureExt as _;
 use futures::future::{BoxFuture, join_all};
 use serving::{Backend, BatchedRequest, InferError, InferRequest, MemoryUsage, ResponseStream};
 
-use super::engine::forward;
+use super::forward::forward;
 
 /// Gives a backend one batch at a time, grouped as the model's `dynamic_batching` says. The next one starts when every
 /// request of the last one has ended.

@@ -5,20 +5,10 @@ use std::sync::Arc;
 use device::{Estimator, StepLimits, Target, TensorParallel};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
-use repository::ModelConfig;
 use serving::{Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, ResponseStream};
 
 use super::LlmDefaults;
 use super::config::LlmConfig;
-
-/// Whether `tp` workers can share `model`.
-///
-/// # Errors
-/// When heads cannot be shared so, with the sizes that would do.
-pub(crate) fn group(config: &ModelConfig, model: &models::Config, tp: u32) -> Result<(), InferError> {
-    let share = models::shard::Shard::new(model, TensorParallel { rank: 0, size: tp });
-    share.map(drop).map_err(|error| InferError::invalid(format!("model `{}`: {error}", config.name)))
-}
 
 /// In the place of [`super::LlmFactory`]: looks at all that loading would look at, weights' names and shapes among it, and
 /// starts no worker.

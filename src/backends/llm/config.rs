@@ -102,7 +102,7 @@ impl LlmConfig {
         let model = models::Config::from_dir(&checkpoint).map_err(|error| invalid(config, error.to_string()))?;
         let queue = QueueRules::new(config);
         let Parallelism { tp_size, pp_size, num_replicas } = Parallelism::new(config, &model, defaults)?;
-        super::check::group(config, &model, tp_size)?;
+        check_shares(config, &model, tp_size)?;
         let engine = engine_config(config, &model, defaults, &queue, tp_size)?;
         let groups_per_node = defaults.ranks_per_node.div_ceil(tp_size * pp_size).min(num_replicas);
         let stages = pp_size as usize;
@@ -355,6 +355,15 @@ fn parameter<T: std::str::FromStr>(config: &ModelConfig, key: &str) -> Result<Op
 
 fn invalid(config: &ModelConfig, message: String) -> InferError {
     InferError::invalid(format!("model `{}`: {message}", config.name))
+}
+
+/// Whether `tp` workers can share `model`.
+///
+/// # Errors
+/// When heads cannot be shared so, with the sizes that would do.
+fn check_shares(config: &ModelConfig, model: &models::Config, tp: u32) -> Result<(), InferError> {
+    let share = models::shard::Shard::new(model, device::TensorParallel { rank: 0, size: tp });
+    share.map(drop).map_err(|error| InferError::invalid(format!("model `{}`: {error}", config.name)))
 }
 
 #[cfg(test)]

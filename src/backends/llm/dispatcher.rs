@@ -15,7 +15,7 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
 use super::event_queue;
-use super::inbox::RequestEvent;
+use super::request_event::RequestEvent;
 
 /// What the task has to deliver.
 enum Delivery {

@@ -7,7 +7,7 @@ use std::future::poll_fn;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use super::inbox::RequestEvent;
+use super::request_event::RequestEvent;
 
 /// A queue and its two ends. It needs no bound of its own: the request's `max_tokens` bounds its events.
 pub(crate) fn event_queue() -> (Sender, Receiver) {

@@ -17,8 +17,9 @@ use tokio::sync::watch;
 use worker::LogitsPlace;
 
 use super::event_queue::{self, WeakSender};
-use super::inbox::{Message, OneToken, RequestEvent};
+use super::inbox::Message;
 use super::logits::LogitsCharge;
+use super::request_event::{OneToken, RequestEvent};
 use super::router::Admission;
 use super::text_stop::TextStop;
 use super::timing::Timing;
@@ -432,8 +433,8 @@ mod tests {
     use super::super::inbox::Inbox;
     use super::super::llm_stream::LlmStream;
     use super::super::outputs;
+    use super::super::replica_state::ReplicaState;
     use super::super::router::{Replica, Router};
-    use super::super::step_thread::Shared;
     use super::*;
 
     const SEQUENCE: SequenceId = SequenceId(7);
@@ -447,8 +448,8 @@ mod tests {
     }
 
     /// A request of one sequence that a replica has taken: its responses, with deltas accepted, and where its events go.
-    fn running() -> (ResponseStream, event_queue::Sender, Arc<Shared>) {
-        let shared = Arc::new(Shared::default());
+    fn running() -> (ResponseStream, event_queue::Sender, Arc<ReplicaState>) {
+        let shared = Arc::new(ReplicaState::default());
         shared.ready.store(true, Ordering::Release);
         shared.stats.lock().unwrap().num_blocks = 100;
         let replica = Replica { inbox: Inbox::new().0, shared: Arc::clone(&shared) };

@@ -7,7 +7,7 @@ use serving::{DataType, InferError, InferRequest, Limit, Parameter, Tensor};
 
 use super::config::LlmConfig;
 use super::queue_rules::Timeout;
-use super::step_thread::error_of;
+use super::refusal::error_of;
 
 /// Ways in which a tokenizer spells one word, each of them a word here.
 const SPELLINGS: u64 = 3;

@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 
 use super::inbox::Inbox;
 use super::prefixes::{self, PrefixHash, Prefixes};
-use super::step_thread::Shared;
+use super::replica_state::ReplicaState;
 
 /// Cached prompt tokens that weigh as much as one sequence more to run beside: about the time in which a device prefills
 /// them, and by which one row lengthens the steps of an answer of 200 tokens.
@@ -24,7 +24,7 @@ const TOKENS_PER_SEQUENCE: usize = 256;
 #[derive(Clone)]
 pub(crate) struct Replica {
     pub(crate) inbox: Inbox,
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<ReplicaState>,
 }
 
 /// Shares requests out to the replicas of one model.
@@ -266,7 +266,7 @@ mod tests {
     /// Ready replicas of four rows and 100 blocks.
     fn router(num_replicas: usize, max_queue: usize) -> Arc<Router> {
         let replica = |_| {
-            let shared = Arc::new(Shared::default());
+            let shared = Arc::new(ReplicaState::default());
             shared.ready.store(true, Ordering::Release);
             shared.stats.lock().unwrap().num_blocks = 100;
             Replica { inbox: Inbox::new().0, shared }

@@ -11,23 +11,26 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use engine::{Engine, EngineStats, Refused, Request, SequenceId, StepPlan, TokenEvent};
+use engine::{Engine, Request, SequenceId, StepPlan, TokenEvent};
 use ipc::Prefix;
-use serving::{ErrorKind, InferError, Timestamp};
+use serving::{InferError, Timestamp};
 use tokio::sync::oneshot;
 use worker::{Agents, FromWorker, ToWorker};
 
 use super::config::LlmConfig;
 use super::dispatcher::Dispatcher;
 use super::event_queue;
-use super::figures::{Figures, Phase, Start, StepKinds};
+use super::figures::{Phase, Start, StepKinds};
 use super::group::{Group, Lost, LostKind};
-use super::inbox::{Inbox, Message, RequestEvent};
+use super::inbox::{Inbox, Message};
 use super::ledger::Report;
+use super::refusal::error_of;
+use super::replica_state::ReplicaState;
+use super::request_event::RequestEvent;
 use super::router::Router;
 
 /// Losses in a row, without a settled step between them, after which the model is given up.
@@ -52,38 +55,6 @@ const STACKS_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long workers may take to load their weights.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(1800);
 
-/// What other threads may read of a model.
-#[derive(Debug, Default)]
-pub(crate) struct Shared {
-    /// A step can run now.
-    pub(crate) ready: AtomicBool,
-    /// Starts of the workers after the first.
-    pub(crate) restarts: AtomicU64,
-    /// The engine's figures after the last step.
-    pub(crate) stats: Mutex<EngineStats>,
-    /// Why the model was given up.
-    pub(crate) failure: Mutex<Option<String>>,
-    /// What is counted for metrics.
-    pub(crate) figures: Figures,
-}
-
-impl Shared {
-    /// Whether a step can run now.
-    pub(crate) fn is_ready(&self) -> bool {
-        self.ready.load(Ordering::Acquire)
-    }
-
-    /// Why it was given up, if it was.
-    pub(crate) fn failure(&self) -> Option<String> {
-        ipc::lock(&self.failure).clone()
-    }
-
-    /// More is better: 0 when given up, 1 while workers load, 2 when a step can run.
-    pub(crate) fn health(&self) -> u8 {
-        if self.is_ready() { 2 } else { u8::from(ipc::lock(&self.failure).is_none()) }
-    }
-}
-
 /// What the step thread is made of.
 pub(crate) struct StepThread {
     pub(crate) config: LlmConfig,
@@ -96,7 +67,7 @@ pub(crate) struct StepThread {
     pub(crate) inbox: Inbox,
     pub(crate) messages: mpsc::Receiver<Message>,
     pub(crate) dispatcher: Dispatcher,
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<ReplicaState>,
 }
 
 /// The thread once it runs.
@@ -174,7 +145,7 @@ impl StepThread {
 }
 
 /// Nothing steps any more when this is dropped.
-struct Ended(Arc<Shared>);
+struct Ended(Arc<ReplicaState>);
 
 impl Drop for Ended {
     fn drop(&mut self) {
@@ -581,18 +552,10 @@ fn push_joined(dispatcher: &mut Dispatcher, plan: &StepPlan, at: Timestamp, star
     }
 }
 
-/// What a client hears.
-pub(crate) fn error_of(refused: &Refused) -> InferError {
-    let kind = match refused {
-        Refused::QueueFull { .. } | Refused::LevelFull { .. } => ErrorKind::Unavailable,
-        _ => ErrorKind::InvalidArgument,
-    };
-    InferError::new(kind, refused.to_string())
-}
-
 #[cfg(test)]
 mod tests {
-    use std::sync::Weak;
+    use std::sync::atomic::AtomicBool;
+    use std::sync::{Mutex, Weak};
     use std::task::{Context, Wake, Waker};
 
     use engine::{RowId, SampledToken, StepOutput, TokenId, plan};
@@ -696,7 +659,7 @@ mod tests {
     async fn a_panic_ends_the_requests_in_flight_with_an_error_and_the_model_serves_again() {
         let prefix: Prefix = format!("steps{}_", std::process::id()).parse().unwrap();
         let (inbox, messages) = Inbox::new();
-        let shared = Arc::<Shared>::default();
+        let shared = Arc::<ReplicaState>::default();
         let replica = Replica { inbox: inbox.clone(), shared: Arc::clone(&shared) };
         let thread = StepThread {
             config: llm_config(),
@@ -735,7 +698,7 @@ mod tests {
         };
         let expected =
             "the step thread of model `llm` panicked: a waker broke; the model starts again, so send the request again";
-        assert_eq!((error.kind, error.message.as_str()), (ErrorKind::Internal, expected));
+        assert_eq!((error.kind, error.message.as_str()), (serving::ErrorKind::Internal, expected));
 
         let mut again = submit(request(&[1, 2, 3], 4));
         assert!(accepted(&mut again).await > its_sequence, "a number is never given twice");

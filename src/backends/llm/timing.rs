@@ -8,14 +8,14 @@ use engine::{BlockUsage, FinishReason};
 use serving::{Generation, Tally, Timestamp};
 use smallvec::{SmallVec, smallvec};
 
-use super::step_thread::Shared;
+use super::replica_state::ReplicaState;
 
 /// Times between tokens that are counted together, at most: all requests share the counters.
 const MAX_GAPS: u32 = 16;
 
 /// The clock of one request.
 pub(crate) struct Timing {
-    shared: Arc<Shared>,
+    shared: Arc<ReplicaState>,
     arrived: Instant,
     /// When its first sequence joined a step.
     joined: Option<Timestamp>,
@@ -41,7 +41,12 @@ struct SequenceTiming {
 impl Timing {
     /// A request that arrives now, with a prompt of so many tokens for each of `num_sequences`. Until a replica takes it, it
     /// counts for that of `shared`.
-    pub(crate) fn new(shared: &Arc<Shared>, block_size: usize, prompt_tokens: usize, num_sequences: usize) -> Self {
+    pub(crate) fn new(
+        shared: &Arc<ReplicaState>,
+        block_size: usize,
+        prompt_tokens: usize,
+        num_sequences: usize,
+    ) -> Self {
         Self {
             shared: Arc::clone(shared),
             arrived: Instant::now(),
@@ -56,7 +61,7 @@ impl Timing {
     }
 
     /// A replica takes the request, and counts it from now on.
-    pub(crate) fn taken_by(&mut self, shared: &Arc<Shared>) {
+    pub(crate) fn taken_by(&mut self, shared: &Arc<ReplicaState>) {
         self.shared = Arc::clone(shared);
         shared.figures.input_tokens.observe(self.told.prompt_tokens as f64);
     }
@@ -141,7 +146,7 @@ mod tests {
 
     #[test]
     fn a_request_counts_its_tokens_its_cached_prompt_and_its_preemptions() {
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(ReplicaState::default());
         let blocks = BlockUsage { num_reused: 2, num_allocated: 1 };
         let mut timing = Timing::new(&shared, 16, 40, 1);
         timing.joined(0, Timestamp::now(), 0);

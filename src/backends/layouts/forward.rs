@@ -1,0 +1,32 @@
+//! The responses of one stream, passed on by another one.
+
+use serving::{InferResponse, ResponseSender, ResponseStream};
+
+/// A stream of the responses of another one, each changed by `change`.
+pub(super) fn mapped(
+    stream: ResponseStream,
+    change: impl Fn(InferResponse) -> InferResponse + Send + 'static,
+) -> ResponseStream {
+    ResponseStream::from_future(|sender| async move { forward(stream, &sender, change).await })
+}
+
+/// Sends on what a stream gives, until it ends or the client leaves.
+pub(super) async fn forward(
+    mut stream: ResponseStream,
+    sender: &ResponseSender,
+    mut change: impl FnMut(InferResponse) -> InferResponse,
+) {
+    sender.follow(&stream);
+    loop {
+        let item = tokio::select! {
+            item = stream.next_response() => item,
+            () = sender.cancelled() => return,
+        };
+        let Some(item) = item else { return };
+        sender.mark_scheduled();
+        let ends = item.as_ref().map_or(true, |response| response.is_final);
+        if !sender.send(item.map(&mut change)).await || ends {
+            return;
+        }
+    }
+}

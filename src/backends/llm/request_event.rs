@@ -1,0 +1,98 @@
+//! What the step thread sends to a request.
+
+use engine::{BlockUsage, DraftUsage, RowId, SampledToken, SequenceId, TokenEvent, TokenId};
+use serving::{InferError, Timestamp};
+use smallvec::smallvec;
+use worker::LogitsPiece;
+
+/// What a request hears.
+#[derive(Debug)]
+pub(crate) enum RequestEvent {
+    /// Its sequences are queued under these ids.
+    Accepted(Vec<SequenceId>),
+    /// Logits of a sequence, before the tokens chosen from them.
+    Logits(Box<LogitsPiece>),
+    /// A step has room for a sequence: new, preempted before, or of lost workers. `start` counts starts of the workers.
+    Joined { sequence: SequenceId, at: Timestamp, start: u64 },
+    /// What nearly all of them are: one token of a sequence that goes on.
+    Token(OneToken),
+    /// Tokens of a sequence, or its end, as told at that time.
+    Tokens(Box<TokenEvent>, Timestamp),
+    /// Its client asks to end it.
+    Stop,
+    /// It ends with this error.
+    Failed(InferError),
+}
+
+/// News of a sequence as they travel: short, for each of them goes into memory that has long not been touched.
+#[derive(Debug)]
+pub(crate) struct OneToken {
+    pub(crate) sequence: SequenceId,
+    pub(crate) row: RowId,
+    pub(crate) token: TokenId,
+    pub(crate) logprob: Option<f32>,
+    pub(crate) blocks: BlockUsage,
+    pub(crate) drafts: DraftUsage,
+    /// When it was told.
+    pub(crate) at: Timestamp,
+}
+
+impl RequestEvent {
+    /// News of a sequence as they are told at that time.
+    pub(crate) fn of(mut event: TokenEvent, at: Timestamp) -> Self {
+        let TokenEvent { sequence, tokens, finished, blocks, drafts, beams } = &mut event;
+        match tokens.as_slice() {
+            &[SampledToken { row, token, logprob, ref top }]
+                if finished.is_none() && beams.is_empty() && top.is_empty() =>
+            {
+                let (sequence, blocks, drafts) = (*sequence, *blocks, *drafts);
+                RequestEvent::Token(OneToken { sequence, row, token, logprob, blocks, drafts, at })
+            }
+            _ => RequestEvent::Tokens(Box::new(event), at),
+        }
+    }
+}
+
+impl OneToken {
+    /// The news, and when they were told.
+    pub(crate) fn open(self) -> (TokenEvent, Timestamp) {
+        let Self { sequence, row, token, logprob, blocks, drafts, at } = self;
+        let tokens = smallvec![SampledToken { row, token, logprob, top: Vec::new() }];
+        (TokenEvent { sequence, tokens, finished: None, blocks, drafts, beams: Vec::new() }, at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn news_arrive_as_they_were_and_travel_light() {
+        assert!(size_of::<RequestEvent>() <= 64, "{} bytes", size_of::<RequestEvent>());
+        let token = SampledToken { row: RowId(3), token: TokenId(7), logprob: Some(-0.5), top: Vec::new() };
+        let one = TokenEvent {
+            sequence: SequenceId(9),
+            tokens: smallvec![token.clone()],
+            finished: None,
+            blocks: BlockUsage { num_reused: 1, num_allocated: 2 },
+            drafts: DraftUsage { num_drafted: 4, num_accepted: 3 },
+            beams: Vec::new(),
+        };
+        let likely = SampledToken { top: vec![(TokenId(7), -0.5)], ..token.clone() };
+        let others = [
+            TokenEvent { finished: Some(engine::FinishReason::Length), ..one.clone() },
+            TokenEvent { tokens: smallvec![token.clone(), token], ..one.clone() },
+            TokenEvent { tokens: smallvec![likely], ..one.clone() },
+            TokenEvent { tokens: smallvec![], ..one.clone() },
+        ];
+        let now = Timestamp::now();
+        for (sent, travels_light) in [(one, true)].into_iter().chain(others.map(|event| (event, false))) {
+            let (came, at, is_light) = match RequestEvent::of(sent.clone(), now) {
+                RequestEvent::Token(one) => (one.open().0, now, true),
+                RequestEvent::Tokens(event, at) => (*event, at, false),
+                other => panic!("{other:?}"),
+            };
+            assert_eq!((came, at, is_light), (sent, now, travels_light));
+        }
+    }
+}
