@@ -169,7 +169,7 @@ pub struct RankArgs {
     /// How CPUs hold the weights of linear layers: auto (as the checkpoint has them), int8 or int4; a model's parameter
     /// `weight_only_precision` comes first
     #[arg(long, default_value = "auto", value_name = "PRECISION")]
-    pub weight_only_precision: worker::WeightPrecision,
+    pub weight_only_precision: supervision::WeightPrecision,
     /// Directory of NVIDIA's libraries, or root of a Python environment that holds them; searched before the usual places
     #[arg(long, env = "TRIREME_LIBRARY_DIR", value_name = "DIR")]
     pub library_dir: Vec<PathBuf>,

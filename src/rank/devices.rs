@@ -1,6 +1,6 @@
 //! Which device workers compute on.
 
-use worker::DeviceChoice;
+use supervision::DeviceChoice;
 
 use crate::RankError;
 use crate::args::DeviceArg;

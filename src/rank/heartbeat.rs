@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use comm::World;
-use worker::{Agents, FromAgent};
+use supervision::{Agents, FromAgent};
 
 /// The question to a rank, and its answer. No other message between ranks is these bytes: none decodes from them.
 pub(crate) const BEAT: &[u8] = &[0xff];

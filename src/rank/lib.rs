@@ -33,7 +33,7 @@ use std::time::Duration;
 
 use comm::World;
 use ipc::{Prefix, set_process_title, sweep_all_stale, sweep_stale};
-use worker::Agent;
+use supervision::Agent;
 
 pub use args::{RankArgs, command, parse, with_dashes};
 pub use plan::plan;

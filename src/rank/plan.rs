@@ -10,7 +10,7 @@ use backends::llm::{ModelPlan, PlanFactory};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use serving::{Backend, BackendFactory, InferError, LoadRequest, Server};
-use worker::DeviceChoice;
+use supervision::DeviceChoice;
 
 use crate::RankError;
 use crate::args::RankArgs;

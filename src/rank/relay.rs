@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use comm::World;
-use worker::{Agent, FromAgent, ToAgent};
+use supervision::{Agent, FromAgent, ToAgent};
 
 use crate::RankError;
 use crate::heartbeat;

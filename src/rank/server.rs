@@ -15,9 +15,9 @@ use comm::World;
 use front::{Address, Listeners, Running};
 use ipc::Prefix;
 use serving::{BackendFactory, ControlMode, Server, ServerConfig};
+use supervision::{Agent, Agents, FromAgent, Nodes, ToAgent};
 use tokio::runtime::{Handle, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use worker::{Agent, Agents, FromAgent, Nodes, ToAgent};
 
 use crate::args::{self, RankArgs};
 use crate::control::Control;
@@ -132,7 +132,7 @@ fn nodes(world: &World) -> Nodes {
 pub(crate) fn llm_defaults(args: &RankArgs, world_size: u32, num_workers: usize) -> Result<LlmDefaults, RankError> {
     let (device, why) = devices::choose(args.device, args.threads, args.pin_threads, num_workers)?;
     tracing::info!("workers compute on {why}");
-    let is_cpu = matches!(device, worker::DeviceChoice::Cpu { .. });
+    let is_cpu = matches!(device, supervision::DeviceChoice::Cpu { .. });
     Ok(LlmDefaults {
         device,
         world_size,

@@ -3,8 +3,8 @@
 
 use device::DeviceError;
 use device::cuda::Exchange;
+use supervision::{FromWorker, ToWorker};
 
-use crate::protocol::{FromWorker, ToWorker};
 use crate::run::Rings;
 
 /// Rounds of [`Exchange::gather`] over all workers of a model, of which a part is heard.

@@ -2,8 +2,7 @@
 
 use device::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 use engine::{BlockId, CopiedBlock, RevisedRow, RowId, RowWork, SequenceId, StepPlan, TokenId};
-
-use crate::protocol::LogitsPlace;
+use supervision::LogitsPlace;
 
 /// Why a plan does not fit the rows of this worker: rank 0 and this worker no longer agree, and the worker must end.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]

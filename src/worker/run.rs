@@ -8,11 +8,9 @@ use device::{AttentionSpec, Device, StepInputs};
 use engine::{SequenceId, StepOutput, StepPlan, plan};
 use ipc::{Prefix, Received, RingReceiver, RingSender, lock};
 use models::Model;
+use supervision::{FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WorkerSpec};
 
 use crate::error::WorkerError;
-use crate::protocol::{
-    FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WorkerSpec,
-};
 use crate::rows::RowTable;
 
 /// How long rank 0 may leave an output unread before this worker gives up on it.

@@ -5,15 +5,14 @@ use std::sync::Arc;
 
 use device::cpu::{CpuConfig, CpuDevice, GroupConfig, Peers};
 use device::cuda::{CudaConfig, CudaDevice, Exchange};
-use device::{PipelineStage, StepLimits};
+use device::{PipelineStage, StepLimits, TensorParallel};
 use ipc::set_process_title;
 use nix::sys::signal::{SigSet, Signal};
+use supervision::{DeviceChoice, FromWorker, WeightPrecision, WorkerSpec};
 
-use crate::checkpoint;
 use crate::error::{SpecError, WorkerError};
 use crate::exchange::RankExchange;
 use crate::network;
-use crate::protocol::{DeviceChoice, FromWorker, WeightPrecision, WorkerSpec};
 use crate::run::{Rings, Worker};
 
 /// The whole life of a worker process. Its last words, if it fails, go to rank 0 and to the caller.
@@ -82,6 +81,11 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
     }
 }
 
+/// This worker's place in its group.
+fn tensor_parallel(spec: &WorkerSpec) -> TensorParallel {
+    TensorParallel { rank: spec.tp_rank, size: spec.tp_size }
+}
+
 fn cpu_group(spec: &WorkerSpec, threads: usize) -> Result<Option<GroupConfig>, WorkerError> {
     if spec.tp_size == 1 {
         return Ok(None);
@@ -90,7 +94,7 @@ fn cpu_group(spec: &WorkerSpec, threads: usize) -> Result<Option<GroupConfig>, W
     Ok(Some(GroupConfig {
         prefix: spec.group_region.prefix.parse()?,
         name: spec.group_region.name.clone(),
-        tensor_parallel: spec.tensor_parallel(),
+        tensor_parallel: tensor_parallel(spec),
         timeout: spec.collective_timeout,
         spin: threads * spec.num_local_workers <= num_cores,
     }))
@@ -118,12 +122,12 @@ fn peers(spec: &WorkerSpec, rings: &Rings) -> Result<Peers, WorkerError> {
 fn check_checkpoint(spec: &WorkerSpec, of_rank_0: &[u8]) -> Result<(), WorkerError> {
     let name = |node: u32| spec.node_names.get(node as usize).cloned().unwrap_or_default();
     let (dir, here) = (spec.checkpoint.clone(), name(spec.nodes[spec.index()]));
-    let mine = checkpoint::fingerprint(&spec.checkpoint).map_err(|source| WorkerError::ReadCheckpoint {
+    let mine = supervision::fingerprint(&spec.checkpoint).map_err(|source| WorkerError::ReadCheckpoint {
         dir: dir.clone(),
         node: here.clone(),
         source,
     })?;
-    match checkpoint::difference(&mine, of_rank_0) {
+    match supervision::difference(&mine, of_rank_0) {
         Some(how) => Err(WorkerError::Checkpoint { dir, here, first: name(0), how }),
         None => Ok(()),
     }
@@ -135,7 +139,7 @@ fn cuda_config(
     limits: StepLimits,
     rings: &Rings,
 ) -> Result<CudaConfig, WorkerError> {
-    let place = spec.tensor_parallel();
+    let place = tensor_parallel(spec);
     let group = spec.index() - place.rank as usize..spec.index() - place.rank as usize + place.size as usize;
     let stages = (place.rank as usize..spec.nodes.len()).step_by(place.size as usize);
     let exchange = |workers: Vec<usize>| match workers.len() {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use engine::{EngineConfig, StepPlan, plan};
 use ipc::{Backlog, Doorbell, Prefix, Received, RecvError, RingReceiver, RingSender};
-use worker::{
+use supervision::{
     Agents, DeviceChoice, FromAgent, FromWorker, Nodes, RelayedWorker, ShmName, ToAgent, ToWorker, WorkerId, WorkerSpec,
 };
 
@@ -436,7 +436,7 @@ fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
 const MAX_CANDIDATES_BYTES: usize = 256 * 16;
 
 /// A piece of logits and the numbers before them.
-const LOGITS_PIECE_BYTES: usize = worker::MAX_LOGITS_PIECE * size_of::<f32>() + 64;
+const LOGITS_PIECE_BYTES: usize = supervision::MAX_LOGITS_PIECE * size_of::<f32>() + 64;
 
 /// Twice the largest plan or output, so that one can be written while another is read.
 fn ring_bytes(config: &EngineConfig) -> usize {

@@ -7,8 +7,8 @@ use engine::{BlockUsage, DraftUsage, Request, RowId, SampledToken, SequenceId, T
 use ipc::Doorbell;
 use serving::{InferError, Moment};
 use smallvec::smallvec;
+use supervision::{FromAgent, LogitsPiece};
 use tokio::sync::oneshot;
-use worker::{FromAgent, LogitsPiece};
 
 use super::ledger::Report;
 use super::mailbox;

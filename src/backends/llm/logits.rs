@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use half::{bf16, f16};
 use serving::{DataType, InferError, Limit, Limits, Name, Shape, Tensor};
-use worker::{LogitsPiece, LogitsPlace};
+use supervision::{LogitsPiece, LogitsPlace};
 
 /// Counts the logits that rank 0 may have to keep for requests in flight.
 #[derive(Debug, Default)]

@@ -39,10 +39,10 @@ use ipc::Prefix;
 use serving::{
     Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, Name, ResponseStream,
 };
+use supervision::Agents;
 use text::Tokenizer;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
-use worker::Agents;
 
 pub use check::{CheckFactory, Sound};
 use config::LlmConfig;

@@ -6,7 +6,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use engine::{BlockUsage, DraftUsage, SampledToken, SequenceId, TokenId};
 use serving::{Changes, DataType, InferRequest, InferResponse, Name, Shape, Tally, Tensor};
 use smallvec::SmallVec;
-use worker::LogitsPiece;
+use supervision::LogitsPiece;
 
 use super::config::LlmConfig;
 use super::inbox::OneToken;

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::node_relay::{NodeRelay, RelayedWorker};
 use crate::protocol::{ShmName, WorkerSpec};
-use crate::said::Said;
+use crate::stderr_log::Said;
 
 /// How long a worker may take to end after SIGUSR1.
 const TERMINATE_GRACE: Duration = Duration::from_secs(2);
@@ -468,7 +468,7 @@ mod tests {
         let dir = std::env::temp_dir().join(format!("trireme-agent-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
         let mut rank = Command::new(std::env::current_exe().unwrap());
-        rank.args(["agent::tests::a_rank_with_secrets_starts_a_worker", "--exact", "--nocapture"]);
+        rank.args(["supervisor::tests::a_rank_with_secrets_starts_a_worker", "--exact", "--nocapture"]);
         rank.env("AGENT_TEST_DIR", &dir).envs(SECRETS.map(|name| (name, "not to be seen")));
         let output = rank.output().unwrap();
         std::fs::remove_dir_all(&dir).unwrap();

@@ -10,8 +10,8 @@ use engine::plan;
 use ipc::{Doorbell, IpcError, Received, RingReceiver, RingSender, essential_thread};
 use serde::{Deserialize, Serialize};
 
-use crate::agent::{FromAgent, WorkerId};
 use crate::protocol::{FromWorker, ShmName};
+use crate::supervisor::{FromAgent, WorkerId};
 
 /// Messages to workers that may wait here; rank 0 has far fewer on the way.
 const MAX_WAITING: usize = 64;

@@ -8,7 +8,6 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use device::TensorParallel;
 use engine::{SequenceId, StepOutput, StepPlan};
 use serde::{Deserialize, Serialize};
 
@@ -112,11 +111,6 @@ pub struct WorkerSpec {
 }
 
 impl WorkerSpec {
-    /// This worker's place in its group.
-    pub fn tensor_parallel(&self) -> TensorParallel {
-        TensorParallel { rank: self.tp_rank, size: self.tp_size }
-    }
-
     /// This worker's place among all workers of the model.
     pub fn index(&self) -> usize {
         (self.stage * self.tp_size + self.tp_rank) as usize

@@ -60,7 +60,7 @@ fn print(path: &Path, name: String) -> std::io::Result<Print> {
 }
 
 /// How two fingerprints differ, in words; `None` when they do not.
-pub(crate) fn difference(one: &[u8], other: &[u8]) -> Option<String> {
+pub fn difference(one: &[u8], other: &[u8]) -> Option<String> {
     let read = |bytes: &[u8]| serde_json::from_slice::<Vec<Print>>(bytes).unwrap_or_default();
     let (one, other) = (read(one), read(other));
     let lacks = |has: &[Print], of: &[Print]| -> Option<String> {

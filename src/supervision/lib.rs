@@ -1,0 +1,24 @@
+//! Supervision of worker processes, on the side of the ranks.
+//!
+//! - [`Agent`]: starts, watches and ends the workers of one rank.
+//! - [`Agents`]: on rank 0, sends messages to the agents of all ranks.
+//! - [`ToWorker`], [`FromWorker`], [`WorkerSpec`]: the protocol between rank 0 and a worker process.
+//!
+//! The worker process itself is the room `worker`. This room links no device and no model.
+#![forbid(unsafe_code)]
+
+mod agents;
+mod checkpoint;
+mod node_relay;
+mod protocol;
+mod stderr_log;
+mod supervisor;
+
+pub use agents::{Agents, Nodes};
+pub use checkpoint::{difference, fingerprint};
+pub use node_relay::RelayedWorker;
+pub use protocol::{
+    DeviceChoice, FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WeightPrecision,
+    WorkerSpec,
+};
+pub use supervisor::{Agent, FromAgent, ToAgent, WorkerId};
