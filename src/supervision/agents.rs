@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ipc::{ProcessWatch, essential_thread, lock};
 
-use crate::supervisor::{FromAgent, ToAgent};
+use crate::messages::{FromAgent, ToAgent};
 
 type Listener = Box<dyn Fn(FromAgent) + Send>;
 /// Carries a message to the agents of some ranks.

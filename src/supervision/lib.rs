@@ -9,6 +9,7 @@
 
 mod agents;
 mod checkpoint;
+mod messages;
 mod node_relay;
 mod protocol;
 mod stderr_log;
@@ -16,9 +17,9 @@ mod supervisor;
 
 pub use agents::{Agents, Nodes};
 pub use checkpoint::{difference, fingerprint};
-pub use node_relay::RelayedWorker;
+pub use messages::{FromAgent, RelayedWorker, ToAgent, WorkerId};
 pub use protocol::{
     DeviceChoice, FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WeightPrecision,
     WorkerSpec,
 };
-pub use supervisor::{Agent, FromAgent, ToAgent, WorkerId};
+pub use supervisor::Agent;

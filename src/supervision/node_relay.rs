@@ -8,10 +8,9 @@ use std::time::Duration;
 
 use engine::plan;
 use ipc::{Doorbell, IpcError, Received, RingReceiver, RingSender, essential_thread};
-use serde::{Deserialize, Serialize};
 
+use crate::messages::{FromAgent, RelayedWorker, WorkerId};
 use crate::protocol::{FromWorker, ShmName};
-use crate::supervisor::{FromAgent, WorkerId};
 
 /// Messages to workers that may wait here; rank 0 has far fewer on the way.
 const MAX_WAITING: usize = 64;
@@ -19,17 +18,6 @@ const MAX_WAITING: usize = 64;
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// A wait that only a message or the doorbell ends.
 const IDLE_WAIT: Duration = Duration::from_secs(3600);
-
-/// Both rings of a worker on this node.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RelayedWorker {
-    /// Which.
-    pub worker: WorkerId,
-    /// Where plans go.
-    pub plan_ring: ShmName,
-    /// Where its messages come from.
-    pub output_ring: ShmName,
-}
 
 /// Carries messages between rank 0 and the workers of one start of a model on this node. Ends when dropped.
 #[derive(Debug)]
