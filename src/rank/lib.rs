@@ -33,7 +33,7 @@ use std::time::Duration;
 
 use comm::World;
 use ipc::{Prefix, set_process_title, sweep_all_stale, sweep_stale};
-use supervision::Agent;
+use supervision::WorkerSupervisor;
 
 pub use args::{RankArgs, command, parse, with_dashes};
 pub use plan::plan;
@@ -88,16 +88,16 @@ pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
     }
     let program = std::env::current_exe().map_err(RankError::Program)?;
     let (news, heard) = mpsc::channel();
-    let agent = Arc::new(Agent::new(prefix.clone(), program, news));
+    let supervisor = Arc::new(WorkerSupervisor::new(prefix.clone(), program, news));
     let served = if world.rank() == 0 {
         for option in ignored {
             tracing::warn!("option --{option} is accepted and has no effect");
         }
-        server::run(args, &world, &agent, heard, prefix, startup)
+        server::run(args, &world, &supervisor, heard, prefix, startup)
     } else {
-        relay::run(&world, &agent, heard, Duration::from_secs(args.heartbeat_timeout)).map(|()| ExitCode::SUCCESS)
+        relay::run(&world, &supervisor, heard, Duration::from_secs(args.heartbeat_timeout)).map(|()| ExitCode::SUCCESS)
     };
-    agent.end_all();
+    supervisor.end_all();
     // After an error too: what was said to other ranks must still reach them.
     let left = world.finalize(FINALIZE_TIMEOUT);
     let code = served?;

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use comm::World;
-use supervision::{Agent, FromAgent, ToAgent};
+use supervision::{FromAgent, ToAgent, WorkerSupervisor};
 
 use crate::RankError;
 use crate::heartbeat;
@@ -27,7 +27,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// nobody else ends what runs here. Zero: for ever.
 pub(crate) fn run(
     world: &Arc<World>,
-    agent: &Agent,
+    supervisor: &WorkerSupervisor,
     heard: Receiver<FromAgent>,
     silence: Duration,
 ) -> Result<(), RankError> {
@@ -49,7 +49,7 @@ pub(crate) fn run(
                 continue;
             }
             Err(RecvTimeoutError::Timeout) => {
-                agent.handle(ToAgent::Shutdown);
+                supervisor.handle(ToAgent::Shutdown);
                 world.abort(1, &format!("rank 0 on node {} was not heard for {:?}", world.hostname(0), 2 * silence))
             }
         };
@@ -66,7 +66,7 @@ pub(crate) fn run(
         }
         match postcard::from_bytes(&bytes) {
             Ok(ToAgent::Shutdown) => break,
-            Ok(message) => agent.handle(message),
+            Ok(message) => supervisor.handle(message),
             Err(error) => {
                 tracing::error!(from, %error, "a message between ranks does not decode; are all ranks one build?")
             }

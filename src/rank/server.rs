@@ -15,7 +15,7 @@ use comm::World;
 use front::{Address, Listeners, Running};
 use ipc::Prefix;
 use serving::{BackendFactory, ControlMode, Server, ServerConfig};
-use supervision::{Agent, Agents, FromAgent, Nodes, ToAgent};
+use supervision::{Agents, FromAgent, Nodes, ToAgent, WorkerSupervisor};
 use tokio::runtime::{Handle, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -39,13 +39,13 @@ const CUDA_STEP_TOKENS: usize = 8192;
 pub(crate) fn run(
     args: RankArgs,
     world: &Arc<World>,
-    agent: &Arc<Agent>,
+    supervisor: &Arc<WorkerSupervisor>,
     heard: Receiver<FromAgent>,
     prefix: Prefix,
     startup: Startup,
 ) -> Result<ExitCode, RankError> {
     let heartbeat = Heartbeat::new(world);
-    let agents = connect(world, agent, heard, Arc::clone(&heartbeat)).map_err(RankError::Runtime)?;
+    let agents = connect(world, supervisor, heard, Arc::clone(&heartbeat)).map_err(RankError::Runtime)?;
     heartbeat.start(world, &agents, Duration::from_secs(args.heartbeat_timeout));
     let runtime = runtime_of("front", num_front_threads(args.front_threads.into()))?;
     let grpc = runtime_of("grpc", args.grpc_threads.into())?;
@@ -88,11 +88,11 @@ fn num_front_threads(asked: usize) -> usize {
 /// Joins agents of all ranks, this one's included, into one door.
 fn connect(
     world: &Arc<World>,
-    agent: &Arc<Agent>,
+    supervisor: &Arc<WorkerSupervisor>,
     heard: Receiver<FromAgent>,
     heartbeat: Arc<Heartbeat>,
 ) -> std::io::Result<Arc<Agents>> {
-    let (sender, own) = (Arc::clone(world), Arc::clone(agent));
+    let (sender, own) = (Arc::clone(world), Arc::clone(supervisor));
     let agents = Arc::new(Agents::new(world.size(), nodes(world), move |ranks, message| match ranks {
         [0] => own.handle(message),
         ranks => relay::send(&sender, ranks, &message),

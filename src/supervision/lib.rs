@@ -1,6 +1,6 @@
 //! Supervision of worker processes, on the side of the ranks.
 //!
-//! - [`Agent`]: starts, watches and ends the workers of one rank.
+//! - [`WorkerSupervisor`]: starts, watches and ends the workers of one rank.
 //! - [`Agents`]: on rank 0, sends messages to the agents of all ranks.
 //! - [`ToWorker`], [`FromWorker`], [`WorkerSpec`]: the protocol between rank 0 and a worker process.
 //!
@@ -22,4 +22,4 @@ pub use protocol::{
     DeviceChoice, FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WeightPrecision,
     WorkerSpec,
 };
-pub use supervisor::Agent;
+pub use supervisor::WorkerSupervisor;

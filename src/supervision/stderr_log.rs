@@ -14,7 +14,7 @@ const MAX_LINE_BYTES: u64 = 16 << 10;
 
 /// The last lines of one worker.
 #[derive(Debug, Default)]
-pub(crate) struct Said {
+pub(crate) struct WorkerStderr {
     lines: Mutex<Lines>,
     grown: Condvar,
 }
@@ -27,7 +27,7 @@ struct Lines {
     has_ended: bool,
 }
 
-impl Said {
+impl WorkerStderr {
     /// Reads until the worker has closed its end.
     pub(crate) fn listen(&self, tp_rank: u32, source: impl Read) {
         let mut reader = BufReader::new(source);
@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn the_last_lines_are_kept_and_long_ones_are_cut() {
-        let said = Said::default();
+        let said = WorkerStderr::default();
         let long = "x".repeat(20_000);
         let text: String = (0..100).map(|n| format!("line {n}\n")).chain([long]).collect();
         said.listen(0, text.as_bytes());

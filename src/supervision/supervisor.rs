@@ -17,7 +17,7 @@ use ipc::{
 use crate::messages::{FromAgent, RelayedWorker, ToAgent, WorkerId};
 use crate::node_relay::NodeRelay;
 use crate::protocol::{ShmName, WorkerSpec};
-use crate::stderr_log::Said;
+use crate::stderr_log::WorkerStderr;
 
 /// How long a worker may take to end after SIGUSR1.
 const TERMINATE_GRACE: Duration = Duration::from_secs(2);
@@ -37,7 +37,7 @@ const STACKS_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Starts and watches the workers of one rank.
 #[derive(Debug)]
-pub struct Agent {
+pub struct WorkerSupervisor {
     prefix: Prefix,
     program: PathBuf,
     events: mpsc::Sender<FromAgent>,
@@ -50,7 +50,7 @@ pub struct Agent {
 #[derive(Debug)]
 struct Held {
     watch: Arc<ProcessWatch>,
-    said: Arc<Said>,
+    said: Arc<WorkerStderr>,
     /// Their names leave /dev/shm when these are dropped.
     _rings: [Ring; 2],
     has_ended: bool,
@@ -58,7 +58,7 @@ struct Held {
     is_released: bool,
 }
 
-impl Agent {
+impl WorkerSupervisor {
     /// An agent that starts workers as `program worker` and makes their rings under `prefix`.
     pub fn new(prefix: Prefix, program: PathBuf, events: mpsc::Sender<FromAgent>) -> Self {
         Self { prefix, program, events, workers: Arc::default(), relays: Mutex::default() }
@@ -249,7 +249,7 @@ fn note_end(workers: &mut Workers, worker: WorkerId) {
 
 struct Started {
     child: Child,
-    said: Arc<Said>,
+    said: Arc<WorkerStderr>,
     watch: Arc<ProcessWatch>,
     announcement: FromAgent,
     rings: [Ring; 2],
@@ -289,7 +289,7 @@ fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerS
             return Err(error.to_string());
         }
     };
-    let said = Arc::new(Said::default());
+    let said = Arc::new(WorkerStderr::default());
     let (heard, mut stderr) = (Arc::clone(&said), child.stderr.take().expect("stderr is piped"));
     // A line that cannot be passed on is lost; the worker must not find its standard error closed for that.
     let listen = move || while catch_unwind(AssertUnwindSafe(|| heard.listen(worker.tp_rank, &mut stderr))).is_err() {};
@@ -363,14 +363,14 @@ mod tests {
 
         let prefix: Prefix = format!("agent_secrets_{}_", std::process::id()).parse().unwrap();
         let (events, news) = mpsc::channel();
-        let agent = Agent::new(prefix, program, events);
-        agent.handle(ToAgent::Start(WorkerId { instance: 1, tp_rank: 0 }, Box::new(spec())));
+        let supervisor = WorkerSupervisor::new(prefix, program, events);
+        supervisor.handle(ToAgent::Start(WorkerId { instance: 1, tp_rank: 0 }, Box::new(spec())));
         let FromAgent::Started { pid, .. } = news.recv().unwrap() else { panic!("not started") };
         let environment = std::fs::read_to_string(format!("/proc/{pid}/environ")).unwrap();
         let names: Vec<&str> = environment.split('\0').filter_map(|pair| Some(pair.split_once('=')?.0)).collect();
         let listed = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
         let open: Vec<PathBuf> = listed.filter_map(|entry| std::fs::read_link(entry.path()).ok()).collect();
-        agent.end_all();
+        supervisor.end_all();
         assert!(names.contains(&"NCCL_NVLS_ENABLE") && names.contains(&"AGENT_TEST_DIR"), "{names:?}");
         for secret in SECRETS {
             assert!(std::env::var_os(secret).is_some() && !names.contains(&secret), "{names:?}");
@@ -403,14 +403,14 @@ mod tests {
         let program = folder.join("program");
         std::fs::write(&program, "#!/bin/sh\nexec sleep 100\n").unwrap();
         std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-        let agent = Agent::new(prefix, program, events);
+        let supervisor = WorkerSupervisor::new(prefix, program, events);
         let worker = WorkerId { instance: 1, tp_rank: 0 };
         // More than a pipe holds.
         let spec = WorkerSpec { checkpoint_print: Some(vec![7; 1 << 20]), ..spec() };
         let began = Instant::now();
-        agent.handle(ToAgent::Start(worker, Box::new(spec)));
+        supervisor.handle(ToAgent::Start(worker, Box::new(spec)));
         assert!(matches!(news.recv().unwrap(), FromAgent::Started { .. }));
-        agent.handle(ToAgent::Kill(worker));
+        supervisor.handle(ToAgent::Kill(worker));
         assert!(matches!(news.recv().unwrap(), FromAgent::Ended { by_signal: true, .. }));
         assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
         std::fs::remove_dir_all(folder).unwrap();
@@ -420,18 +420,18 @@ mod tests {
     fn the_rings_of_a_worker_that_ended_at_once_stay_until_rank_0_has_read_them() {
         let prefix: Prefix = format!("agent_test_{}_", std::process::id()).parse().unwrap();
         let (events, news) = mpsc::channel();
-        let agent = Agent::new(prefix.clone(), "/bin/false".into(), events);
+        let supervisor = WorkerSupervisor::new(prefix.clone(), "/bin/false".into(), events);
         let worker = WorkerId { instance: 1, tp_rank: 0 };
-        agent.handle(ToAgent::Start(worker, Box::new(spec())));
+        supervisor.handle(ToAgent::Start(worker, Box::new(spec())));
         let FromAgent::Started { plan_ring, output_ring, .. } = news.recv().unwrap() else { panic!("not started") };
         let FromAgent::Ended { reason, .. } = news.recv().unwrap() else { panic!("not ended") };
         assert_eq!(reason, "exit code 1");
-        assert_eq!(agent.num_workers(), 0);
+        assert_eq!(supervisor.num_workers(), 0);
 
         let open = || (RingSender::open(&prefix, &plan_ring.name), RingReceiver::open(&prefix, &output_ring.name));
         let (plans, outputs) = open();
         assert!(plans.is_ok() && outputs.is_ok(), "{plans:?} {outputs:?}");
-        agent.handle(ToAgent::Kill(worker));
+        supervisor.handle(ToAgent::Kill(worker));
         let (plans, outputs) = open();
         assert!(plans.is_err() && outputs.is_err(), "rings outlived their worker's group");
     }
