@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 
+use crate::command::{CommandLine, Starter};
 use crate::flags::{ContainerRuntime, Device, WorldFlags};
-use crate::plan::{CommandLine, Starter};
 
 /// An image and what it sees of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]

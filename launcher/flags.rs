@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::command::text_with_dashes;
 use crate::keys::Keys;
 
 const AFTER_HELP: &str = "\
@@ -365,15 +366,6 @@ impl Flags {
 
 fn with_dashes(word: OsString) -> OsString {
     word.to_str().map(text_with_dashes).map_or(word, OsString::from)
-}
-
-/// `--model_repo=a_b` → `--model-repo=a_b`; what is no flag stays.
-pub(crate) fn text_with_dashes(word: &str) -> String {
-    if !word.starts_with("--") {
-        return word.to_owned();
-    }
-    let (name, value) = word.split_at(word.find('=').unwrap_or(word.len()));
-    format!("{}{value}", name.replace('_', "-"))
 }
 
 #[cfg(test)]

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 
+use crate::command::quoted;
 use crate::flags::WorldFlags;
-use crate::plan::quoted;
 
 /// How long a host may take to answer before the world is started on it.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-use crate::flags::{WorldFlags, text_with_dashes};
+use crate::command::text_with_dashes;
 
 /// The variable with keys for inference, separated by commas.
 const API_KEYS: &str = "TRIREME_API_KEYS";
@@ -32,26 +32,26 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// Takes the flags with keys out of `flags`; those given literally or in a variable go to files in `run_dir`.
+    /// Takes the flags with keys out of `rank_flags`; those given literally or in a variable go to files in `run_dir`.
     ///
     /// # Errors
     /// When a variable that is named holds no key.
     pub(crate) fn take(
-        flags: &mut WorldFlags,
+        rank_flags: &mut Vec<String>,
         run_dir: &Path,
         variable: impl Fn(&str) -> Option<String>,
     ) -> Result<Self> {
         let mut keys = Self::default();
-        let given = std::mem::take(&mut flags.rank_flags);
+        let given = std::mem::take(rank_flags);
         let mut words = given.into_iter();
         while let Some(word) = words.next() {
             let Some((name, value)) = split_flag(&word) else {
-                flags.rank_flags.push(word);
+                rank_flags.push(word);
                 continue;
             };
             // Without a value the server says what is wrong.
             let Some(value) = value.or_else(|| words.next()) else {
-                flags.rank_flags.push(word);
+                rank_flags.push(word);
                 continue;
             };
             let value = if name == API_KEY_FILE { value } else { keys.hide(&name, &value, run_dir, &variable)? };
@@ -189,14 +189,14 @@ mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
     use super::*;
-    use crate::flags::Flags;
+    use crate::flags::{Flags, WorldFlags};
 
     fn taken(line: &str, run_dir: &Path, variables: &[(&str, &str)]) -> Result<(WorldFlags, Keys)> {
         let words = std::iter::once("launch").chain(line.split_whitespace());
         let mut flags = Flags::parse_from_line(words.map(OsString::from)).unwrap().world;
         let variable =
             |name: &str| variables.iter().find(|(its, _)| *its == name).map(|(_, value)| (*value).to_owned());
-        let keys = Keys::take(&mut flags, run_dir, variable)?;
+        let keys = Keys::take(&mut flags.rank_flags, run_dir, variable)?;
         Ok((flags, keys))
     }
 

@@ -1,6 +1,6 @@
 //! A world of one rank: its own process, no MPI.
 
-use crate::plan::CommandLine;
+use crate::command::CommandLine;
 
 /// The command of the one rank.
 pub(crate) fn command(mut ranks: Vec<CommandLine>) -> CommandLine {

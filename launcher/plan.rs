@@ -1,10 +1,10 @@
 //! From flags to the command of every rank: pure, so that `--dry-run` shows exactly what would run.
 
-use std::fmt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 
+use crate::command::{CommandLine, Starter, quoted};
 use crate::container::Container;
 use crate::flags::{Backend, Bind, Device, Precision, WorldFlags};
 use crate::hosts::{self, Host};
@@ -35,15 +35,6 @@ pub struct Site {
     pub run_dir: PathBuf,
 }
 
-/// A program and its arguments.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CommandLine {
-    /// What to run.
-    pub program: PathBuf,
-    /// Its arguments, without its name.
-    pub args: Vec<String>,
-}
-
 /// All that is needed to run a world.
 #[derive(Debug, Clone)]
 pub struct Plan {
@@ -61,22 +52,6 @@ pub struct Plan {
     pub without: Vec<String>,
     /// Whether rank 0 may run where the run directory of this node is not seen.
     pub rank_0_may_be_elsewhere: bool,
-}
-
-/// What starts the ranks of a world.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Starter {
-    /// Nothing: there is one rank.
-    Local,
-    /// `mpirun`, of this family.
-    Mpirun(MpiKind),
-    /// `srun`, with a step of this name in this job.
-    Srun {
-        /// Number of the job.
-        job: u32,
-        /// Name of the step.
-        step: String,
-    },
 }
 
 /// The plan for a world; errs with what is wrong with the flags.
@@ -321,23 +296,6 @@ fn log_file(rank: u32, flags: &WorldFlags) -> Option<PathBuf> {
     Some(file.parent().unwrap_or(Path::new("")).join(name))
 }
 
-impl fmt::Display for CommandLine {
-    /// As one would type it into a shell.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&quoted(&self.program.to_string_lossy()))?;
-        self.args.iter().try_for_each(|arg| write!(f, " {}", quoted(arg)))
-    }
-}
-
-pub(crate) fn quoted(word: &str) -> String {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_=,./:@%+".contains(&byte);
-    if !word.is_empty() && word.bytes().all(plain) {
-        word.to_owned()
-    } else {
-        format!("'{}'", word.replace('\'', r"'\''"))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::ffi::OsString;
@@ -537,12 +495,6 @@ mod tests {
         let named = "srun --mpi=pmix --job-name=trireme-8000 --nodes=1 --ntasks=2 --ntasks-per-node=2 \
              --distribution=block --nodelist=n2 ";
         starts_with(two_nodes(), "--world_size=2 --hosts=n2", named);
-    }
-
-    #[test]
-    fn words_are_quoted_for_the_shell() {
-        let line = CommandLine { program: "a b".into(), args: vec!["it's".into(), String::new(), "--x=1".into()] };
-        assert_eq!(line.to_string(), r"'a b' 'it'\''s' '' --x=1");
     }
 
     #[test]

@@ -5,8 +5,8 @@ use std::fmt::Write;
 
 use anyhow::{Result, bail};
 
+use crate::command::quoted;
 use crate::flags::{BatchFlags, Device};
-use crate::plan::quoted;
 
 /// Flags of the job rather than of the world, by the start of their names: abbreviations are allowed.
 const JOB_FLAGS: [&str; 6] = ["partition", "account", "time", "nodes", "gpus-per-node", "drain-before"];

@@ -6,11 +6,11 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
+use crate::command::{CommandLine, quoted};
 use crate::container::Container;
 use crate::flags::Bind;
 use crate::mpi::MpiKind;
 use crate::mpirun::nccl_network;
-use crate::plan::{CommandLine, quoted};
 
 /// The allocation this process runs in, as Slurm's environment tells it.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -12,8 +12,9 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
 
+use crate::command::Starter;
 use crate::mpi::MpiKind;
-use crate::plan::{Plan, Starter};
+use crate::plan::Plan;
 use crate::{crash, mpirun, processes, srun};
 
 /// How long what is left of a world may take to end by itself after its first process has.
