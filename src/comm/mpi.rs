@@ -10,8 +10,8 @@ use std::sync::Arc;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use rustix::fs::{MemfdFlags, memfd_create};
 
-use crate::CommError;
 use crate::abi::{self, Table};
+use crate::error::CommError;
 
 /// The plugin for each MPI, in the order of [`MpiKind`]; empty where the build had none.
 static PLUGINS: [&[u8]; 2] = [

@@ -2,7 +2,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use crate::IpcError;
+use crate::error::IpcError;
 
 /// Where Linux keeps POSIX shared memory.
 pub(crate) const SHM_DIR: &str = "/dev/shm";

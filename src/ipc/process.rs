@@ -11,7 +11,7 @@ use rustix::process::{
 };
 use rustix::time::Timespec;
 
-use crate::IpcError;
+use crate::error::IpcError;
 use crate::inherit::{Closing, OomScore};
 
 /// One process for all time: a pid alone may be given to another process later.

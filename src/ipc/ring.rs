@@ -14,7 +14,11 @@ use std::time::{Duration, Instant};
 pub use receiver::{Doorbell, Received, RingReceiver};
 pub use sender::{Backlog, RingSender};
 
-use crate::{IpcError, Prefix, ProcessId, Region, futex};
+use crate::error::IpcError;
+use crate::futex;
+use crate::prefix::Prefix;
+use crate::process::ProcessId;
+use crate::region::Region;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"ring\0\0\0\x01");
 /// Before each message: its length.

@@ -5,9 +5,9 @@ use std::path::Path;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-use crate::prefix::SHM_DIR;
-use crate::region::{Header, Ownership, open_own_file};
-use crate::{IpcError, Prefix};
+use crate::error::IpcError;
+use crate::header::{Header, Ownership, open_own_file};
+use crate::prefix::{Prefix, SHM_DIR};
 
 /// Removes the regions of `prefix` whose owner has ended; returns their names.
 ///

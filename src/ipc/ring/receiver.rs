@@ -3,7 +3,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::{LENGTH_BYTES, Shared, default_spin, framed, spin_until};
-use crate::{IpcError, Prefix, RecvError};
+use crate::error::{IpcError, RecvError};
+use crate::prefix::Prefix;
 
 /// How a wait for a message ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

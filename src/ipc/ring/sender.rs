@@ -3,7 +3,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::{LENGTH_BYTES, Shared, default_spin, framed, spin_until};
-use crate::{IpcError, Prefix, SendError};
+use crate::error::{IpcError, SendError};
+use crate::prefix::Prefix;
 
 /// The sending end of a ring. There is one at a time; a new process may take over from one that ended.
 #[derive(Debug)]
