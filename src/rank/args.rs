@@ -8,6 +8,7 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueEnum}
 use front::{LogFormat, LogOptions};
 use serving::{Limit, Limits};
 
+use crate::boolean::boolean;
 use crate::front_args::FrontArgs;
 use crate::log::RequestLines;
 use crate::metrics_args::MetricsArgs;
@@ -286,15 +287,6 @@ fn backend_setting(text: &str) -> Result<String, String> {
 fn cache_bytes(text: &str) -> Result<usize, String> {
     let size = text.strip_prefix("local,size=").and_then(|size| size.parse().ok());
     size.ok_or_else(|| "expected `local,size=BYTES`; `local` is the cache there is".to_owned())
-}
-
-/// tritonserver takes `true`, `True`, `1` and their opposites.
-pub(crate) fn boolean(text: &str) -> Result<bool, String> {
-    match text.to_ascii_lowercase().as_str() {
-        "true" | "1" | "on" | "yes" => Ok(true),
-        "false" | "0" | "off" | "no" => Ok(false),
-        _ => Err(format!("`{text}` is not a boolean; use true or false")),
-    }
 }
 
 impl RankArgs {

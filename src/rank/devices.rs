@@ -2,8 +2,8 @@
 
 use supervision::DeviceChoice;
 
-use crate::RankError;
 use crate::args::DeviceArg;
+use crate::error::RankError;
 
 /// The device of the first worker of a node with `num_workers` workers, and why, in words for the log. `pin`: CPU threads are
 /// to have cores of their own, as far as there are enough and no quota says that others use them too.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{ArgAction, Args};
 use front::{Api, Collector, Compression, HeaderPattern, Origins, Restrictions, Tls, TraceBounds, TraceOptions};
 
-use crate::args::boolean;
+use crate::boolean::boolean;
 use crate::keys;
 
 /// Metadata of gRPC that opens a restricted protocol begins so.
@@ -160,6 +160,11 @@ pub struct FrontArgs {
 }
 
 impl FrontArgs {
+    /// The rules that restrict APIs and protocols to clients with a key.
+    pub(crate) fn key_rules(&self) -> impl Iterator<Item = &String> {
+        self.http_restricted_api.iter().chain(&self.grpc_restricted_protocol)
+    }
+
     /// Puts the options into `config`.
     ///
     /// # Errors

@@ -5,8 +5,6 @@ use std::io::Read as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
-use crate::RankArgs;
-
 /// The variable with keys for inference, separated by commas.
 const API_KEYS: &str = "TRIREME_API_KEYS";
 
@@ -32,9 +30,8 @@ pub(crate) fn read(option: &str, value: &str) -> Result<Vec<String>, String> {
     Ok(vec![value.to_owned()])
 }
 
-/// The names of the variables that rules take keys from; processes of models have no use for them.
-pub(crate) fn variables(args: &RankArgs) -> Vec<String> {
-    let rules = args.front.http_restricted_api.iter().chain(&args.front.grpc_restricted_protocol);
+/// The names of the environment variables that `rules` take keys from. Processes of models do not need them.
+pub(crate) fn variables<'a>(rules: impl Iterator<Item = &'a String>) -> Vec<String> {
     rules.filter_map(|rule| rule.split_once("=env:")).map(|(_, name)| name.to_owned()).collect()
 }
 

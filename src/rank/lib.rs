@@ -4,9 +4,11 @@
 #![forbid(unsafe_code)]
 
 mod args;
+mod boolean;
 mod client_memory;
 mod control;
 mod devices;
+mod error;
 mod front_args;
 mod gpus;
 mod hand_over;
@@ -22,11 +24,11 @@ mod panics;
 mod plan;
 mod relay;
 mod server;
+mod signals;
 mod startup;
 mod tables;
 mod usage;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -36,31 +38,12 @@ use ipc::{Prefix, set_process_title, sweep_all_stale, sweep_stale};
 use supervision::WorkerSupervisor;
 
 pub use args::{RankArgs, command, parse, with_dashes};
+pub use error::RankError;
 pub use plan::plan;
 pub use usage::usage_error;
 
 /// How long ranks wait for each other at the end.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Why a rank cannot serve.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // Fields are named by their messages.
-pub enum RankError {
-    #[error("cannot open log file {}", .path.display())]
-    Log { path: PathBuf, source: std::io::Error },
-    #[error(transparent)]
-    Comm(#[from] comm::CommError),
-    #[error(transparent)]
-    Ipc(#[from] ipc::IpcError),
-    #[error("cannot find this program's own file, to start workers with")]
-    Program(#[source] std::io::Error),
-    #[error("cannot start the async runtime")]
-    Runtime(#[source] std::io::Error),
-    #[error("creating server: {0}")]
-    Server(String),
-    #[error("device `{device}` is not usable: {reason}")]
-    Device { device: String, reason: String },
-}
 
 /// The whole life of a rank process. `ignored` are options that were given and have no effect.
 ///
@@ -70,7 +53,7 @@ pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
     log::Log::start(&args.log_options(), args.log_requests, args.log_file_max_bytes)
         .map_err(|source| RankError::Log { path: args.log_file.clone().unwrap_or_default(), source })?;
     log::report_panics();
-    ipc::withhold_also(keys::variables(&args));
+    ipc::withhold_also(keys::variables(args.front.key_rules()));
     let startup = startup::Startup::begin();
     let world = Arc::new(World::start(comm::Config::from_env())?);
     panics::end_world(Arc::downgrade(&world));

@@ -5,7 +5,7 @@ use std::time::Duration;
 use clap::{ArgAction, Args};
 use front::MetricsOptions;
 
-use crate::args::boolean;
+use crate::boolean::boolean;
 
 /// Quantiles of a summary when none are named, as tritonserver's.
 const QUANTILES: [f64; 5] = [0.5, 0.9, 0.95, 0.99, 0.999];

@@ -12,8 +12,8 @@ use futures::future::BoxFuture;
 use serving::{Backend, BackendFactory, InferError, LoadRequest, Server};
 use supervision::DeviceChoice;
 
-use crate::RankError;
 use crate::args::RankArgs;
+use crate::error::RankError;
 use crate::server::{llm_defaults, server_config};
 
 /// Prints what each LLM of a world of `world_size` ranks on one node would hold; fails when one would not fit.

@@ -8,9 +8,9 @@ use std::time::Duration;
 use comm::World;
 use supervision::{FromAgent, ToAgent, WorkerSupervisor};
 
-use crate::RankError;
+use crate::error::RankError;
 use crate::heartbeat;
-use crate::server::Signals;
+use crate::signals::Signals;
 
 /// The question to rank 0 whether it lives, and its answer. No other message is empty.
 pub(crate) const ARE_YOU_THERE: &[u8] = &[];

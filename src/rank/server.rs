@@ -17,16 +17,17 @@ use ipc::Prefix;
 use serving::{BackendFactory, ControlMode, Server, ServerConfig};
 use supervision::{Agents, FromAgent, Nodes, ToAgent, WorkerSupervisor};
 use tokio::runtime::{Handle, Runtime};
-use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::args::{self, RankArgs};
 use crate::control::Control;
+use crate::error::RankError;
 use crate::hand_over::{self, Taken};
 use crate::heartbeat::{self, Heartbeat};
 use crate::host_metrics::HostMetrics;
 use crate::metrics::{LlmMetrics, PythonMetrics, StartupMetrics};
+use crate::signals::Signals;
 use crate::startup::Startup;
-use crate::{RankError, client_memory, devices, open_files, relay, tables};
+use crate::{client_memory, devices, open_files, relay, tables};
 
 /// What in-flight requests still get after a second SIGTERM.
 const HURRY: Duration = Duration::from_millis(200);
@@ -393,26 +394,6 @@ struct Templates(ChatTemplates);
 impl front::ChatPrompts for Templates {
     fn prompt(&self, model: &str, messages: &[serde_json::Value]) -> Result<String, serving::InferError> {
         self.0.prompt(model, messages)
-    }
-}
-
-/// SIGTERM and SIGINT, alike.
-pub(crate) struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-}
-
-impl Signals {
-    pub(crate) fn new() -> std::io::Result<Self> {
-        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
-    }
-
-    pub(crate) async fn next(&mut self) {
-        let number = tokio::select! {
-            _ = self.terminate.recv() => 15,
-            _ = self.interrupt.recv() => 2,
-        };
-        tracing::info!("Signal ({number}) received.");
     }
 }
 

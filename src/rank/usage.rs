@@ -25,7 +25,7 @@ fn words(error: &clap::Error) -> String {
         }
         _ => rendered.split("\nUsage:").next().unwrap_or_default().trim_end().to_owned() + "\n",
     };
-    let mut command = crate::command();
+    let mut command = crate::args::command();
     format!("{first}Usage: trireme rank [options]\n{}", command.render_help())
 }
 
@@ -35,8 +35,9 @@ mod tests {
 
     #[test]
     fn an_unknown_option_is_named_before_the_usage() {
-        let error =
-            crate::command().try_get_matches_from(["rank", "--model-repository=/m", "--no-such-flag=1"]).unwrap_err();
+        let error = crate::args::command()
+            .try_get_matches_from(["rank", "--model-repository=/m", "--no-such-flag=1"])
+            .unwrap_err();
         let words = words(&error);
         assert!(words.starts_with("trireme rank: unrecognized option '--no-such-flag'\n"), "{words}");
         assert!(words.contains("Usage: trireme rank [options]\n") && words.contains("--model-control-mode"), "{words}");
@@ -44,8 +45,9 @@ mod tests {
 
     #[test]
     fn a_wrong_value_is_named_before_the_usage() {
-        let error =
-            crate::command().try_get_matches_from(["rank", "--model-repository=/m", "--http-port=x"]).unwrap_err();
+        let error = crate::args::command()
+            .try_get_matches_from(["rank", "--model-repository=/m", "--http-port=x"])
+            .unwrap_err();
         let words = words(&error);
         assert!(words.starts_with("error: invalid value 'x' for '--http-port"), "{words}");
         assert!(words.contains("Usage: trireme rank [options]\n"), "{words}");
