@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use settings::{DeviceKind, WeightPrecision};
 
 use crate::command::text_with_dashes;
 use crate::keys::Keys;
@@ -119,8 +120,8 @@ pub struct DoctorFlags {
     #[arg(long, default_value_t = 8002, value_name = "PORT")]
     pub metrics_port: u16,
     /// What computes.
-    #[arg(long, value_enum, default_value_t = Device::Auto)]
-    pub device: Device,
+    #[arg(long, value_enum, default_value_t = DeviceKind::Auto)]
+    pub device: DeviceKind,
     /// The `mpirun` that starts ranks. [default: that in PATH]
     #[arg(long, value_name = "PROGRAM")]
     pub mpirun: Option<PathBuf>,
@@ -180,28 +181,6 @@ pub enum ContainerRuntime {
     Apptainer,
 }
 
-/// Which kind of device the workers use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Device {
-    /// CUDA where there is a usable GPU, else the CPU.
-    Auto,
-    /// The CPU.
-    Cpu,
-    /// An NVIDIA GPU.
-    Cuda,
-}
-
-/// How CPUs hold the weights of linear layers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Precision {
-    /// As the checkpoint has them.
-    Auto,
-    /// 8 bits.
-    Int8,
-    /// 4 bits.
-    Int4,
-}
-
 /// What each rank may run on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Bind {
@@ -232,11 +211,11 @@ pub struct WorldFlags {
     #[arg(long, default_value_t = 8002, value_name = "PORT")]
     pub metrics_port: u16,
     /// What computes.
-    #[arg(long, value_enum, default_value_t = Device::Auto)]
-    pub device: Device,
+    #[arg(long, value_enum, default_value_t = DeviceKind::Auto)]
+    pub device: DeviceKind,
     /// How CPUs hold the weights of linear layers; a model's parameter `weight_only_precision` comes first. [default: auto]
     #[arg(long, value_enum, value_name = "PRECISION")]
-    pub weight_only_precision: Option<Precision>,
+    pub weight_only_precision: Option<WeightPrecision>,
     /// The hosts to run on, and the ranks of each: `a:4,b:4`; without numbers an equal share. [default: this one]
     #[arg(long, value_name = "HOST[:RANKS],...", conflicts_with = "hostfile")]
     pub hosts: Option<String>,

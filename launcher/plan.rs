@@ -3,10 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
+use settings::DeviceKind;
 
 use crate::command::{CommandLine, Starter, quoted};
 use crate::container::Container;
-use crate::flags::{Backend, Bind, Device, Precision, WorldFlags};
+use crate::flags::{Backend, Bind, WorldFlags};
 use crate::hosts::{self, Host};
 use crate::mpi::{MpiKind, Mpirun};
 use crate::srun::{self, Allocation};
@@ -213,18 +214,13 @@ const NUM_PLACES: usize = 6;
 
 /// What is the same for every rank; the ranks' own flags come last.
 fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> CommandLine {
-    let device = match flags.device {
-        Device::Auto => "auto",
-        Device::Cpu => "cpu",
-        Device::Cuda => "cuda",
-    };
     let mut args = vec![
         "rank".to_owned(),
         format!("--model-repository={}", flags.model_repo.display()),
         format!("--grpc-port={}", flags.grpc_port),
         format!("--http-port={}", flags.http_port),
         format!("--metrics-port={}", flags.metrics_port),
-        format!("--device={device}"),
+        format!("--device={}", flags.device),
     ];
     assert_eq!(args.len(), NUM_PLACES, "the prefix of shared memory follows these");
     if let Some(seconds) = flags.exit_timeout {
@@ -234,17 +230,12 @@ fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> Com
         args.push("--log-verbose=3".to_owned());
     }
     if let Some(precision) = flags.weight_only_precision {
-        let precision = match precision {
-            Precision::Auto => "auto",
-            Precision::Int8 => "int8",
-            Precision::Int4 => "int4",
-        };
         args.push(format!("--weight-only-precision={precision}"));
     }
     if let Some(network) = &flags.network {
         args.push(format!("--network={network}"));
     }
-    if flags.bind != Bind::None && flags.device != Device::Cuda {
+    if flags.bind != Bind::None && flags.device != DeviceKind::Cuda {
         // Bound ranks would else share out the cores of one of them.
         args.push(format!("--threads={}", (site.num_cores / ranks_per_node).max(1)));
     }

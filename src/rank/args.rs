@@ -7,22 +7,12 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueEnum}
 
 use front::{LogFormat, LogOptions};
 use serving::{Limit, Limits};
+use settings::{DeviceKind, WeightPrecision};
 
 use crate::boolean::boolean;
 use crate::front_args::FrontArgs;
 use crate::log::RequestLines;
 use crate::metrics_args::MetricsArgs;
-
-/// What `--device` asks for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum DeviceArg {
-    /// CUDA where a driver and a device are found, else the CPU.
-    Auto,
-    /// The CPU.
-    Cpu,
-    /// A CUDA device, or an error.
-    Cuda,
-}
 
 /// Which models are loaded at start, and who may change that.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -166,11 +156,11 @@ pub struct RankArgs {
     pub log_file_max_bytes: u64,
     /// What models compute on
     #[arg(long, value_enum, default_value = "auto")]
-    pub device: DeviceArg,
+    pub device: DeviceKind,
     /// How CPUs hold the weights of linear layers: auto (as the checkpoint has them), int8 or int4; a model's parameter
     /// `weight_only_precision` comes first
-    #[arg(long, default_value = "auto", value_name = "PRECISION")]
-    pub weight_only_precision: supervision::WeightPrecision,
+    #[arg(long, default_value = "auto", value_name = "PRECISION", value_parser = str::parse::<WeightPrecision>)]
+    pub weight_only_precision: WeightPrecision,
     /// Directory of NVIDIA's libraries, or root of a Python environment that holds them; searched before the usual places
     #[arg(long, env = "TRIREME_LIBRARY_DIR", value_name = "DIR")]
     pub library_dir: Vec<PathBuf>,

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use engine::{SequenceId, StepOutput, StepPlan};
 use serde::{Deserialize, Serialize};
+pub use settings::WeightPrecision;
 
 /// Which device a worker computes on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -124,33 +125,6 @@ impl WorkerSpec {
     /// Whether this worker tells rank 0 the tokens: the first of the last stage does.
     pub fn reports(&self) -> bool {
         self.tp_rank == 0 && self.stage + 1 == self.num_stages
-    }
-}
-
-/// How weights of linear layers are held.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub enum WeightPrecision {
-    /// As the checkpoint has them.
-    #[default]
-    Checkpoint,
-    /// 8 bits and a scale for each 64 weights.
-    Int8,
-    /// 4 bits and a scale for each 64 weights; the head has 8 bits.
-    Int4,
-}
-
-impl std::str::FromStr for WeightPrecision {
-    type Err = String;
-
-    /// # Errors
-    /// With the names that there are.
-    fn from_str(name: &str) -> Result<Self, String> {
-        match name {
-            "auto" => Ok(Self::Checkpoint),
-            "int8" => Ok(Self::Int8),
-            "int4" => Ok(Self::Int4),
-            other => Err(format!("`weight_only_precision` is `{other}`, expected `auto`, `int8` or `int4`")),
-        }
     }
 }
 

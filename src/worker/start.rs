@@ -8,7 +8,7 @@ use device::cuda::{CudaConfig, CudaDevice, Exchange};
 use device::{PipelineStage, StepLimits, TensorParallel};
 use ipc::set_process_title;
 use nix::sys::signal::{SigSet, Signal};
-use supervision::{DeviceChoice, FromWorker, WeightPrecision, WorkerSpec};
+use supervision::{DeviceChoice, FromWorker, WorkerSpec};
 
 use crate::error::{SpecError, WorkerError};
 use crate::exchange::RankExchange;
@@ -67,11 +67,7 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
             {
                 eprintln!("{error}"); // Rank 0 logs it; the worker serves as well.
             }
-            device.set_weight_precision(match spec.weight_precision {
-                WeightPrecision::Checkpoint => device::cpu::WeightPrecision::Checkpoint,
-                WeightPrecision::Int8 => device::cpu::WeightPrecision::Int8,
-                WeightPrecision::Int4 => device::cpu::WeightPrecision::Int4,
-            });
+            device.set_weight_precision(spec.weight_precision);
             Worker::load(spec, &config, device)?.serve(rings)
         }
         DeviceChoice::Cuda { ordinal } => {
