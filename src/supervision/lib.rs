@@ -1,7 +1,7 @@
 //! Supervision of worker processes, on the side of the ranks.
 //!
-//! - [`WorkerSupervisor`]: starts, watches and ends the workers of one rank.
-//! - [`Agents`]: on rank 0, sends messages to the agents of all ranks.
+//! - [`WorkerSupervisor`]: spawns, watches and kills the worker processes of one rank. It is the rank's *agent*.
+//! - [`Agents`]: on rank 0, sends messages to the agents of all ranks and delivers theirs.
 //! - [`ToWorker`], [`FromWorker`], [`WorkerSpec`]: the protocol between rank 0 and a worker process.
 //!
 //! The worker process itself is the room `worker`. This room links no device and no model.

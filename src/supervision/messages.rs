@@ -4,45 +4,45 @@ use serde::{Deserialize, Serialize};
 
 use crate::protocol::{ShmName, WorkerSpec};
 
-/// One worker of one start of a model: a restart is a new `instance`.
+/// Identifies one worker of one start of a model. A restart has a new `instance`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct WorkerId {
-    /// Counts every start of every model on rank 0.
+    /// Rank 0 counts every start of every model.
     pub instance: u64,
-    /// Place among the workers of the model: in its tensor-parallel group, and groups in the order of stages.
+    /// Index among the workers of the model: tensor-parallel groups in the order of their stages.
     pub tp_rank: u32,
 }
 
-/// Both rings of a worker on this node.
+/// A worker whose messages are relayed, and its rings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RelayedWorker {
-    /// Which.
+    /// The worker.
     pub worker: WorkerId,
-    /// Where plans go.
+    /// Ring of the plans.
     pub plan_ring: ShmName,
-    /// Where its messages come from.
+    /// Ring of the worker's messages.
     pub output_ring: ShmName,
 }
 
 /// Rank 0 to the agent of a rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum ToAgent {
-    /// Start a worker; the agent fills in the names of its rings.
+    /// Start a worker. The agent sets the names of its rings in the spec.
     Start(WorkerId, Box<WorkerSpec>),
-    /// End a worker: SIGUSR1, then SIGKILL.
+    /// End a worker: SIGUSR1, and SIGKILL after a grace period.
     Stop(WorkerId),
-    /// End a worker at once; it hangs or its group is lost.
+    /// End a worker at once: it hangs, or its group is lost. Its rings are removed.
     Kill(WorkerId),
-    /// Carry messages to and from these workers of one start, all on this rank's node; rank 0's has no need of it.
+    /// Carry messages to and from these workers of one start, all on this rank's node. Not used on the node of rank 0.
     Relay(Vec<RelayedWorker>),
-    /// A message to every worker of this start on this rank's node, as its rings carry it.
+    /// A message to every worker of this start on this rank's node, encoded as in the rings.
     ToWorkers {
-        /// Which start.
+        /// The start.
         instance: u64,
         /// An encoded [`crate::ToWorker`].
         bytes: Vec<u8>,
     },
-    /// Tell where the threads of a worker are: it hangs.
+    /// Report the stacks of a worker, which hangs.
     Stacks(WorkerId),
     /// End the rank.
     Shutdown,
@@ -51,49 +51,49 @@ pub enum ToAgent {
 /// The agent of a rank to rank 0.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromAgent {
-    /// The worker runs and its rings exist.
+    /// The worker process runs and its rings exist.
     Started {
-        /// Which.
+        /// The worker.
         worker: WorkerId,
-        /// Its process.
+        /// Process id of the worker.
         pid: u32,
-        /// Its rank's process.
+        /// Process id of its rank.
         rank_pid: u32,
-        /// Where both run.
+        /// Host name of their node.
         node: String,
-        /// Where plans go.
+        /// Ring of the plans.
         plan_ring: ShmName,
-        /// Where its messages come from.
+        /// Ring of the worker's messages.
         output_ring: ShmName,
     },
-    /// A relayed worker's message.
-    Said {
-        /// Which.
+    /// A message of a worker on another node.
+    Relayed {
+        /// The worker.
         worker: WorkerId,
         /// An encoded [`crate::FromWorker`].
         bytes: Vec<u8>,
     },
     /// The worker ended, or could not be started.
     Ended {
-        /// Which.
+        /// The worker.
         worker: WorkerId,
-        /// Exit code, signal, or what failed.
+        /// Exit code or signal, or why it could not be started.
         reason: String,
-        /// It ended of a signal: what it was told to do may go well the next time.
+        /// Whether a signal ended it. If so, the same work may succeed next time.
         by_signal: bool,
-        /// The last that it wrote to standard error, with its stack if it met a fault.
+        /// The last lines of its standard error, with its stack after a fault.
         last_lines: Vec<String>,
     },
-    /// Where the threads of a worker are.
+    /// The stacks of a worker's threads.
     Stacks {
-        /// Which.
+        /// The worker.
         worker: WorkerId,
-        /// As the kernel tells it, and as they tell themselves.
+        /// States as the kernel reports them, and stacks as the threads wrote them.
         text: String,
     },
-    /// A rank has ended or hangs, and the world ends.
+    /// A rank has ended or hangs. The world ends.
     RankLost {
-        /// Which, and how that is known.
+        /// The rank, and how the loss was detected.
         reason: String,
     },
 }

@@ -1,4 +1,4 @@
-//! What a rank and its workers say to each other: a spec at birth, then messages in two rings.
+//! The protocol between rank 0 and a worker: a spec at start, then messages in two rings.
 //!
 //! ```text
 //! rank 0 ── ToWorker ──► plan ring of every worker
@@ -12,25 +12,26 @@ use engine::{SequenceId, StepOutput, StepPlan};
 use serde::{Deserialize, Serialize};
 pub use settings::WeightPrecision;
 
-/// Which device a worker computes on.
+/// The device that a worker computes on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DeviceChoice {
-    /// The CPU, with so many threads.
+    /// The CPU.
     Cpu {
-        /// Threads of this worker.
+        /// Number of threads of the worker.
         threads: usize,
-        /// Which of the cores that this process may use is the first thread's own, others following; none has one when not given.
+        /// Core of the first thread, as an index into the cores that the process may use; the other threads get the next ones. `None`:
+        /// threads are not pinned.
         first_core: Option<usize>,
     },
     /// A CUDA device.
     Cuda {
-        /// Its ordinal among the devices this process can see.
+        /// Ordinal among the devices that the process can see.
         ordinal: usize,
     },
 }
 
 impl DeviceChoice {
-    /// The device of the node's worker number `local_rank`, when this is that of worker 0.
+    /// The device of the node's worker `local_rank`, where `self` is the device of worker 0.
     pub fn of_local_rank(self, local_rank: u32) -> Self {
         match self {
             DeviceChoice::Cpu { threads, first_core } => {
@@ -41,78 +42,78 @@ impl DeviceChoice {
     }
 }
 
-/// A ring or region in shared memory: `/dev/shm/<prefix><name>`.
+/// Name of a ring or region in shared memory: `/dev/shm/<prefix><name>`.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ShmName {
-    /// Prefix of the rank that made it.
+    /// Prefix of the rank that created it.
     pub prefix: String,
-    /// Its name under that prefix.
+    /// Name under that prefix.
     pub name: String,
 }
 
-/// All that a worker process is told before it starts, as JSON on its standard input.
+/// The configuration of a worker process, which it reads as JSON from standard input.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct WorkerSpec {
     /// Model name, for the process title and logs.
     pub model: String,
     /// Hugging Face checkpoint directory.
     pub checkpoint: PathBuf,
-    /// What to compute on.
+    /// The device to compute on.
     pub device: DeviceChoice,
-    /// The rank that starts it: its number among the workers of the model.
+    /// Number of the rank that starts it.
     pub rank: u32,
-    /// Workers of the model on this node, those of other replicas included.
+    /// Number of workers of the model on this node, other replicas included.
     pub num_local_workers: usize,
-    /// This worker's place in its tensor-parallel group.
+    /// Rank in the tensor-parallel group.
     pub tp_rank: u32,
-    /// Workers in the group.
+    /// Size of the tensor-parallel group.
     pub tp_size: u32,
-    /// This worker's pipeline stage: which share of the layers it holds.
+    /// Pipeline stage, which determines the layers of this worker.
     pub stage: u32,
-    /// Pipeline stages, each of one group.
+    /// Number of pipeline stages, each of one tensor-parallel group.
     pub num_stages: u32,
-    /// `[num_stages * tp_size]` node of each worker of the model, stage by stage.
+    /// `[num_stages * tp_size]` node of each worker of the model, in the order of stages.
     pub nodes: Vec<u32>,
-    /// Host names of nodes, for messages.
+    /// `[nodes]` host names, for messages.
     pub node_names: Vec<String>,
-    /// What the checkpoint is on rank 0's node, where there are others: [`crate::fingerprint`].
-    pub checkpoint_print: Option<Vec<u8>>,
-    /// The network that joins the nodes: an interface, or an address with its prefix's length. Any when not given.
+    /// [`fingerprint`](crate::fingerprint) of the checkpoint on rank 0's node; `None` in a world of one node.
+    pub checkpoint_fingerprint: Option<Vec<u8>>,
+    /// The network between the nodes: an interface, or an address with its prefix length. `None`: any.
     pub network: Option<String>,
-    /// Shared-memory region through which the group meets; unused by a worker alone.
+    /// Shared-memory region of the tensor-parallel group; unused in a group of one.
     pub group_region: ShmName,
-    /// Ring of [`ToWorker`] messages, made by this worker's rank.
+    /// Ring of [`ToWorker`] messages, created by this worker's rank.
     pub plan_ring: ShmName,
-    /// Ring of [`FromWorker`] messages, made by this worker's rank.
+    /// Ring of [`FromWorker`] messages, created by this worker's rank.
     pub output_ring: ShmName,
-    /// Capacity of each ring: the largest message fits.
+    /// Capacity of each ring in bytes, at least that of the largest message.
     pub ring_bytes: usize,
     /// Most tokens in a step.
     pub max_step_tokens: usize,
     /// Most rows in a step.
     pub max_rows: usize,
-    /// Most drafts that a row verifies in a step.
+    /// Most draft tokens that a row verifies in a step.
     pub max_drafts: usize,
-    /// Longest sequence.
+    /// Longest sequence in tokens.
     pub max_sequence_len: usize,
     /// Positions in a KV block.
     pub block_size: usize,
-    /// Memory for KV blocks.
+    /// Memory for the KV cache.
     pub kv_memory: KvMemory,
-    /// How weights of linear layers are held; a CPU's choice, others hold them as the checkpoint has them.
+    /// Storage of the weights of linear layers. Only CPUs use it; other devices store them as the checkpoint has them.
     pub weight_precision: WeightPrecision,
-    /// The number of the first plan to come.
+    /// The number of the first plan.
     pub next_step: u64,
-    /// How long a worker waits for its group in a collective.
+    /// How long a worker waits for its group in a collective operation.
     pub collective_timeout: Duration,
-    /// Where NVIDIA's libraries are looked for first.
+    /// Directories that are searched first for NVIDIA's libraries.
     pub library_dirs: Vec<PathBuf>,
-    /// Where measurements are kept between starts.
+    /// Directory that keeps measurements between starts.
     pub cache_dir: Option<PathBuf>,
 }
 
 impl WorkerSpec {
-    /// This worker's place among all workers of the model.
+    /// Index among all workers of the model.
     pub fn index(&self) -> usize {
         (self.stage * self.tp_size + self.tp_rank) as usize
     }
@@ -122,30 +123,30 @@ impl WorkerSpec {
         self.nodes.iter().any(|&node| node != self.nodes[0])
     }
 
-    /// Whether this worker tells rank 0 the tokens: the first of the last stage does.
+    /// Whether this worker sends the tokens to rank 0. The first of the last stage does.
     pub fn reports(&self) -> bool {
         self.tp_rank == 0 && self.stage + 1 == self.num_stages
     }
 }
 
-/// How much memory KV blocks may take.
+/// How much memory the KV cache takes.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub enum KvMemory {
-    /// A share of what is free once weights and workspace stand, in (0, 1].
+    /// A share, in (0, 1], of the memory that is free after weights and workspace are allocated.
     FreeFraction(f64),
-    /// So many positions.
+    /// Room for this number of positions.
     Tokens(u64),
 }
 
 /// Rank 0 to a worker.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum ToWorker {
-    /// Take the KV blocks; the group's workers may have room for different numbers, so rank 0 names one.
+    /// Allocate the KV cache. Workers may have room for different numbers of blocks, so rank 0 chooses one number for all.
     Configure {
-        /// Blocks, in all layers.
+        /// Number of blocks, each of which spans all layers.
         num_blocks: usize,
     },
-    /// What every worker gave in a [`FromWorker::Exchange`], in their order.
+    /// The bytes of every worker's [`FromWorker::Exchange`], in the order of workers.
     Exchanged {
         /// `[workers]`.
         all: Vec<Vec<u8>>,
@@ -156,41 +157,41 @@ pub enum ToWorker {
     Stop,
 }
 
-/// Most logits in a [`LogitsPiece`]: a ring need not hold a whole row of a large vocabulary.
+/// Most logits in a [`LogitsPiece`], so that a ring need not hold a row of a large vocabulary.
 pub const MAX_LOGITS_PIECE: usize = 16 * 1024;
 
 /// Part of the raw logits `[V]` at one position of a sequence.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LogitsPiece {
-    /// Whose.
+    /// The sequence.
     pub sequence: SequenceId,
-    /// Where in the sequence.
+    /// The position.
     pub place: LogitsPlace,
-    /// The token whose logit is `values[0]`; 0 begins a row, and the pieces of a row come in order.
+    /// The token whose logit is `values[0]`. A row begins with 0, and its pieces come in order.
     pub first_token: u32,
     /// At most [`MAX_LOGITS_PIECE`].
     pub values: Vec<f32>,
 }
 
-/// What logits are of. A position that is computed again, after a preemption or a wrong guess, is told again; what was told
-/// last counts.
+/// The position that logits belong to. A position that is computed again, after a preemption or a rejected draft, is sent again;
+/// the last values are valid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LogitsPlace {
-    /// The prompt's token at this position.
+    /// The logits at this position of the prompt.
     Context(u32),
-    /// The choice of this token of the output.
+    /// The logits from which this token of the output was sampled.
     Generation(u32),
 }
 
 /// A worker to rank 0.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum FromWorker {
-    /// Something that the other workers of the model need to know; answered once all have said theirs.
+    /// Bytes for the other workers of the model. [`ToWorker::Exchanged`] answers once all workers have sent theirs.
     Exchange {
-        /// Theirs alone to understand.
+        /// Opaque to rank 0.
         bytes: Vec<u8>,
     },
-    /// Weights and workspace stand.
+    /// Weights and workspace are allocated.
     Loaded {
         /// Bytes of weights.
         weights_bytes: u64,
@@ -200,16 +201,16 @@ pub enum FromWorker {
         block_bytes: u64,
         /// KV blocks that fit.
         max_blocks: usize,
-        /// What took how long, in order.
+        /// Phases of the start and their durations, in order.
         phases: Vec<(String, Duration)>,
     },
-    /// KV blocks stand: a step can run now.
+    /// The KV cache is allocated: a step can run now.
     Ready,
-    /// The tokens of a step; from the first worker of the last stage only.
+    /// The tokens of a step. Only the worker that [reports](WorkerSpec::reports) sends it.
     Output(StepOutput),
-    /// Raw logits that a request asked for, before the [`FromWorker::Output`] of the step that computed them.
+    /// Raw logits that a request asked for; sent before the [`FromWorker::Output`] of the step that computed them.
     Logits(LogitsPiece),
-    /// The worker ends; its last words.
+    /// The worker ends because of an error.
     Failed {
         /// What, where, and what to do.
         message: String,

@@ -44,7 +44,7 @@ fn read_spec() -> Result<WorkerSpec, SpecError> {
 }
 
 fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
-    if let Some(print) = &spec.checkpoint_print {
+    if let Some(print) = &spec.checkpoint_fingerprint {
         check_checkpoint(spec, print)?;
     }
     let config = models::Config::from_dir(&spec.checkpoint)?;

@@ -118,7 +118,7 @@ impl Group {
     pub(crate) fn hear(&mut self, news: FromAgent) -> Result<(), Lost> {
         match news {
             FromAgent::Started { worker, .. }
-            | FromAgent::Said { worker, .. }
+            | FromAgent::Relayed { worker, .. }
             | FromAgent::Ended { worker, .. }
             | FromAgent::Stacks { worker, .. }
                 if worker.instance != self.instance =>
@@ -145,7 +145,7 @@ impl Group {
                 self.relay_node(worker);
                 Ok(())
             }
-            FromAgent::Said { worker, bytes } => {
+            FromAgent::Relayed { worker, bytes } => {
                 if let Some(Some(Link::Relayed { heard, .. })) = self.links.get_mut(worker.tp_rank as usize) {
                     heard.push_back(bytes);
                 }
@@ -412,7 +412,7 @@ fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         num_stages: config.pp_size,
         nodes: Vec::new(),
         node_names: Vec::new(),
-        checkpoint_print: config.checkpoint_print.clone(),
+        checkpoint_fingerprint: config.checkpoint_print.clone(),
         network: config.network.clone(),
         group_region: ShmName::default(),
         plan_ring: ShmName::default(),
