@@ -1,10 +1,10 @@
-//! A worker process: takes step plans from a ring, keeps rows, runs the model on its device, sends tokens back.
+//! A worker process: receives step plans through a ring, keeps rows, runs the model on its device, sends tokens back.
 //!
-//! - [`main`]: the whole life of the process.
+//! - [`main`]: runs the process from its start to its end.
 //! - [`RowTable`]: the rows of the plans, packed into device inputs.
 //!
-//! It makes no choice of its own: what to run comes in plans, which it checks against its rows. The protocol and the
-//! processes that start it are in the room `supervision`.
+//! A worker decides nothing: it executes plans, after it has checked them against its rows. The protocol and the supervisor that
+//! starts workers are in the room `supervision`.
 #![forbid(unsafe_code)]
 
 mod error;
