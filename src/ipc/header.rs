@@ -10,15 +10,15 @@ use rustix::io::Errno;
 use crate::error::IpcError;
 use crate::process::ProcessId;
 
-/// How the file of every region begins, in all versions.
+/// The first bytes of the file of every region, in all versions.
 pub const REGION_MAGIC: [u8; 8] = *b"trireme\x01";
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(REGION_MAGIC);
 pub(crate) const VERSION: u32 = 1;
-/// The header's room; what follows is aligned to two cache lines.
+/// Space for the header; the payload after it is aligned to two cache lines.
 pub(crate) const HEADER_BYTES: usize = 128;
 
-/// The start of every region file. Written before the file has a name, so whoever finds it finds it whole.
-/// Fields keep their places in all versions, so that any build can sweep what another left.
+/// The header of every region file. It is written before the file has a name, so no process reads an incomplete one.
+/// Fields keep their offsets in all versions, so that any build can remove stale regions of another.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Header {
@@ -26,12 +26,12 @@ pub(crate) struct Header {
     pub(crate) version: u32,
     owner_pid: u32,
     owner_start_time: u64,
-    /// PID namespace of the owner: the pid means nothing in another.
+    /// PID namespace of the owner, the only one in which its pid is valid.
     pid_namespace: u64,
     pub(crate) payload_bytes: u64,
 }
 
-/// Whose a region file is.
+/// The state of the owner of a region file.
 pub(crate) enum Ownership {
     NotOurs,
     ForeignNamespace,
@@ -52,7 +52,7 @@ impl Header {
         }
     }
 
-    /// Reads the header of an open file; None when it is too short for one.
+    /// Reads the header of an open file; `None` when the file is too short.
     pub(crate) fn read(file: &fs::File) -> io::Result<Option<Self>> {
         let mut bytes = [0; size_of::<Self>()];
         match std::os::unix::fs::FileExt::read_exact_at(file, &mut bytes, 0) {
@@ -83,13 +83,13 @@ impl Header {
     }
 }
 
-/// The PID namespace of this process: a pid means nothing in another. 0 where `/proc` is missing.
+/// The PID namespace of this process, the only one in which its pids are valid. 0 where `/proc` is missing.
 pub fn pid_namespace() -> u64 {
     fs::metadata("/proc/self/ns/pid").map_or(0, |meta| std::os::unix::fs::MetadataExt::ino(&meta))
 }
 
-/// Opens a file in a directory where every user may put anything. Only a regular file of this process's own user is taken:
-/// another user may write to its own at any time, and opening a pipe or a link may wait or lead elsewhere.
+/// Opens a file in a directory that is writable by every user. Only a regular file that belongs to this process's user is accepted:
+/// other users could change theirs at any time, and opening a pipe or a link could block or open another file.
 pub(crate) fn open_own_file(path: &Path, writable: bool) -> Result<fs::File, IpcError> {
     let os = |action| move |source| IpcError::Os { action, path: path.to_owned(), source };
     let mut options = fs::OpenOptions::new();
