@@ -59,9 +59,9 @@ impl FromStr for Health {
 /// # Errors
 /// When the socket or the thread cannot be created.
 pub fn answer_health(path: &Path, health: impl Fn() -> Health + Send + 'static) -> io::Result<()> {
-    let listener = bind_private(path)?;
+    // Before the thread runs, so that the reserved descriptor is there even if the process soon has no other left.
+    let mut acceptor = Acceptor::new(bind_private(path)?);
     thread::Builder::new().name("control".to_owned()).spawn(move || {
-        let mut acceptor = Acceptor::new(listener);
         loop {
             // A client that disconnects is no error of this process.
             let _ = answer(acceptor.accept(), &health);
