@@ -1,6 +1,6 @@
 //! Booleans of the command line.
 
-/// tritonserver takes `true`, `True`, `1` and their opposites.
+/// A boolean as tritonserver accepts it: `true`, `True`, `1` and their opposites.
 pub(crate) fn boolean(text: &str) -> Result<bool, String> {
     match text.to_ascii_lowercase().as_str() {
         "true" | "1" | "on" | "yes" => Ok(true),

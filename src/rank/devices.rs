@@ -1,12 +1,12 @@
-//! Which device workers compute on.
+//! Chooses the device that workers compute on.
 
 use settings::DeviceKind;
 use supervision::DeviceChoice;
 
 use crate::error::RankError;
 
-/// The device of the first worker of a node with `num_workers` workers, and why, in words for the log. `pin`: CPU threads are
-/// to have cores of their own, as far as there are enough and no quota says that others use them too.
+/// The device of the first worker of a node with `num_workers` workers, and the reason for the log. With `pin`, each CPU thread gets
+/// its own core, if there are enough cores and no quota shows that other processes use them.
 pub(crate) fn choose(
     device: DeviceKind,
     threads: Option<usize>,

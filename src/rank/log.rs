@@ -1,8 +1,7 @@
-//! Log lines as Triton writes them, `I1121 06:57:12.185303 4711 server.rs:42] "text"`, and what of them is written.
+//! The log: lines in Triton's format, `I1121 06:57:12.185303 4711 server.rs:42] "text"`, and their filter.
 //!
-//! Clients may change what is written while the server runs (`v2/logging`), so the filter and the form are looked up
-//! at each line. Much of what a line says comes from clients: whatever they send, an event is one line of bounded length, and
-//! what makes the same warning again and again is counted.
+//! Clients may change the settings while the server runs (`v2/logging`), so filter and format are read for each line. Text in a line
+//! may come from clients: an event is always one line of bounded length, and repeated warnings are counted instead of written.
 
 mod file;
 mod limit;
@@ -30,13 +29,13 @@ use limit::Limiter;
 use line::Line;
 pub(crate) use line::TABLE_TARGET;
 
-/// Target of the lines that say how a request went.
+/// Target of the lines about ended requests.
 const REQUEST_TARGET: &str = "request";
 
-/// Crates of others that are only heard from warnings up.
-const QUIET: [&str; 6] = ["h2", "hyper", "hyper_util", "tonic", "tower", "rustls"];
+/// Third-party crates of which only warnings and errors are written.
+const ONLY_WARNINGS: [&str; 6] = ["h2", "hyper", "hyper_util", "tonic", "tower", "rustls"];
 
-/// Which requests get a line of their own when they have ended.
+/// Which requests get a log line when they have ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum RequestLines {
     /// Those that generate text; all with `--log-verbose`.
@@ -47,7 +46,7 @@ pub enum RequestLines {
     None,
 }
 
-/// What is written, and how.
+/// The filter and the format.
 #[derive(Debug, Default)]
 struct Settings {
     info: AtomicBool,
@@ -58,14 +57,14 @@ struct Settings {
     requests: AtomicU8,
 }
 
-/// A log that has been started.
+/// The log of this process.
 #[derive(Clone)]
 pub struct Log(Arc<Settings>, Arc<Limiter>);
 
-/// The log of this process, as it was started; clients may change it.
+/// The options at the start, and the function that changes them.
 static STARTED: OnceLock<LogControl> = OnceLock::new();
 
-/// What the front needs, so that clients can change what is logged.
+/// The handle with which the front changes the log for clients.
 pub fn control() -> LogControl {
     STARTED.get().cloned().unwrap_or_default()
 }
@@ -80,7 +79,7 @@ impl Log {
         log.0.requests.store(requests as u8, Relaxed);
         log.store(options);
         let layer = tracing_subscriber::fmt::layer().event_format(TritonFormat(log.clone()));
-        // It would report a disk that is full to standard error, and panic when that is on the same disk.
+        // Otherwise it reports a full disk to standard error, and panics if that is on the same disk.
         let layer = layer.log_internal_errors(false);
         let layer = match options.file.as_str() {
             "" => layer.with_writer(std::io::stderr).with_filter(log.clone()).boxed(),
@@ -95,7 +94,7 @@ impl Log {
         Ok(())
     }
 
-    /// Follows changed options from the next line on. The file stays.
+    /// Applies changed options from the next line on. The log file stays the same.
     fn set(&self, options: &LogOptions) {
         self.store(options);
         tracing::callsite::rebuild_interest_cache();
@@ -117,7 +116,7 @@ impl Log {
             return requests != RequestLines::None as u8 && is_asked && self.0.info.load(Relaxed);
         }
         let room = metadata.target().split("::").next().unwrap_or_default();
-        if level > Level::WARN && QUIET.contains(&room) {
+        if level > Level::WARN && ONLY_WARNINGS.contains(&room) {
             return false;
         }
         match level {
@@ -135,7 +134,7 @@ impl<S> Filter<S> for Log {
         self.writes(metadata)
     }
 
-    /// Lines that are not written cost nothing, until the cache is built anew.
+    /// The result is cached, so that filtered lines cost nothing until the cache is rebuilt.
     fn callsite_enabled(&self, metadata: &'static Metadata<'static>) -> Interest {
         if self.writes(metadata) { Interest::always() } else { Interest::never() }
     }
@@ -157,7 +156,7 @@ where
     N: for<'a> FormatFields<'a> + 'static,
 {
     fn format_event(&self, _: &FmtContext<'_, S, N>, out: Writer<'_>, event: &Event<'_>) -> fmt::Result {
-        // Here and not in the filter: that one's answers hold for a place of the code, not for one event.
+        // Not in the filter, whose result is cached for the call site and not computed for each event.
         if !self.0.1.admits(event.metadata()) {
             return Ok(());
         }
@@ -170,7 +169,7 @@ where
     }
 }
 
-/// From now on a panic is one line of the log, with the thread's name. A stack follows it where `RUST_BACKTRACE` asks for one.
+/// Installs a panic hook that writes one log line with the thread's name. A stack follows if `RUST_BACKTRACE` is set.
 pub(crate) fn report_panics() {
     std::panic::set_hook(Box::new(|panic| {
         let thread = std::thread::current();
@@ -188,7 +187,7 @@ pub(crate) fn report_panics() {
 mod tests {
     use super::*;
 
-    /// What a log of this format has written of `events`.
+    /// The lines that a log of this format writes for `events`.
     fn written(format: LogFormat, events: impl FnOnce(&Limiter)) -> String {
         #[derive(Clone, Default)]
         struct Memory(Arc<std::sync::Mutex<Vec<u8>>>);
@@ -215,7 +214,7 @@ mod tests {
     const FORMATS: [LogFormat; 3] = [LogFormat::Default, LogFormat::Iso8601, LogFormat::Json];
 
     #[test]
-    fn what_a_client_sends_never_begins_a_line() {
+    fn text_of_a_client_never_begins_a_line() {
         let id = "x\nE ends the world: your licence expired\r\u{2028}\u{1b}[2J";
         for format in FORMATS {
             let text = written(format, |_| {
@@ -245,7 +244,7 @@ mod tests {
             let text = written(format, |limiter| {
                 (0..500).for_each(|number| tracing::warn!("cannot accept connection {number}"));
                 tracing::warn!("something else");
-                limiter.say_all();
+                limiter.report_all();
             });
             assert_eq!(text.matches("cannot accept").count(), 50, "{text}");
             assert_eq!(text.matches("something else").count(), 1);

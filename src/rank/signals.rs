@@ -2,7 +2,7 @@
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// SIGTERM and SIGINT, alike.
+/// Waits for SIGTERM or SIGINT, which have the same effect.
 pub(crate) struct Signals {
     terminate: Signal,
     interrupt: Signal,

@@ -1,13 +1,13 @@
-//! What a wrong command line is answered with: as tritonserver, the usage and exit code 1.
+//! The response to a wrong command line: as tritonserver's, the usage and exit code 1.
 
 use std::process::ExitCode;
 
 use clap::error::{ContextKind, ErrorKind};
 
-/// Prints what is wrong and how the command is used; help that was asked for is no error.
+/// Prints the error and the usage. Requested help is no error.
 pub fn usage_error(error: &clap::Error) -> ExitCode {
     if !error.use_stderr() {
-        let _ = error.print(); // Nobody may be reading.
+        let _ = error.print(); // The reader may have closed the pipe.
         return ExitCode::SUCCESS;
     }
     eprint!("{}", words(error));

@@ -1,4 +1,4 @@
-//! One line of the log, in each of its forms.
+//! One line of the log, in each of the formats.
 
 use std::fmt;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -9,10 +9,10 @@ use tracing_subscriber::fmt::format::Writer;
 
 use super::text::{self, Cut, Escaped, Json, Table};
 
-/// Target of this program's own tables, whose lines stay apart.
+/// Target of this program's own tables, whose line breaks are kept.
 pub(crate) const TABLE_TARGET: &str = "table";
 
-/// One line before it is written.
+/// One line of the log.
 pub(super) struct Line {
     is_table: bool,
     level: Level,
@@ -81,7 +81,7 @@ impl Line {
     }
 }
 
-/// A field's value; numbers and booleans are no strings in JSON.
+/// The value of a field. In JSON, numbers and booleans are not quoted.
 enum Value {
     Bare(String),
     Text(String),
@@ -94,7 +94,7 @@ impl fmt::Display for Value {
     }
 }
 
-/// The message, and the other fields in order.
+/// The message of an event, and its other fields in order.
 struct Text {
     message: String,
     fields: Vec<(&'static str, Value)>,
@@ -142,7 +142,7 @@ impl Visit for Text {
     }
 }
 
-/// A moment in UTC.
+/// A time in UTC.
 #[derive(Clone, Copy)]
 struct Time {
     year: u64,
@@ -164,7 +164,7 @@ impl Time {
     }
 }
 
-/// Year, month and day of a day counted from 1970-01-01, UTC (Hinnant, "chrono-Compatible Low-Level Date Algorithms").
+/// Year, month and day of the day number `days` since 1970-01-01 (Hinnant, "chrono-Compatible Low-Level Date Algorithms").
 fn date(days: u64) -> (u64, u64, u64) {
     let shifted = days + 719_468;
     let day_of_era = shifted % 146_097;
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_is_one_line_of_json_whatever_it_says() {
+    fn a_json_line_is_one_line_for_any_text() {
         let text = Text {
             message: "a \"b\"\n\u{1}".into(),
             fields: vec![("id", Value::Text("x\\y".into())), ("n", Value::Bare("3".into()))],
