@@ -192,9 +192,9 @@ mod tests {
         answer_health(&path, move || health).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         let _silent = UnixStream::connect(&path).unwrap();
-        // The first attempt may wait behind the one that says nothing.
-        let asked = (0..10).find_map(|_| ask_health(&path).ok());
-        assert_eq!(asked, Some(health));
+        // The first attempt may wait behind the silent connection.
+        let received = (0..10).find_map(|_| ask_health(&path).ok());
+        assert_eq!(received, Some(health));
         fs::remove_file(&path).unwrap();
         assert_eq!(ask_health(&path).unwrap_err().kind(), io::ErrorKind::NotFound);
     }

@@ -22,7 +22,7 @@ const MAX_MARKED: u64 = 1 << 16;
 /// The child inherits only standard input, output and error, even where other descriptors lack `FD_CLOEXEC`, as those of MPI do.
 pub fn close_descriptors(command: &mut Command) -> &mut Command {
     let closing = Closing::new();
-    // SAFETY: `Closing::run` makes system calls alone and allocates nothing.
+    // SAFETY: `Closing::run` makes only system calls and allocates nothing.
     unsafe {
         command.pre_exec(move || {
             closing.run();

@@ -79,8 +79,8 @@ mod tests {
     #[test]
     fn an_essential_thread_panics() {
         let Ok(part) = std::env::var("PANICS_PART") else { return };
-        if part == "told" {
-            on_essential_panic(|reason| eprintln!("told: {reason}"));
+        if part == "hook" {
+            on_essential_panic(|reason| eprintln!("hook: {reason}"));
         }
         let _ = essential_thread("pump", || panic!("first\nsecond")).unwrap().join();
         unreachable!("the process has ended");
@@ -94,11 +94,11 @@ mod tests {
 
     #[test]
     fn a_panic_of_an_essential_thread_ends_the_process_with_a_reason() {
-        for (part, expected) in [("untold", "\nthe thread `pump`"), ("told", "\ntold: the thread `pump`")] {
+        for (part, expected) in [("no hook", "\nthe thread `pump`"), ("hook", "\nhook: the thread `pump`")] {
             let output = run(part);
-            let said = String::from_utf8_lossy(&output.stderr);
+            let stderr = String::from_utf8_lossy(&output.stderr);
             assert_eq!(output.status.code(), Some(EXIT_CODE), "{output:?}");
-            assert!(said.contains(&format!("{expected} panicked: first\\nsecond\n")), "{said}");
+            assert!(stderr.contains(&format!("{expected} panicked: first\\nsecond\n")), "{stderr}");
         }
     }
 }

@@ -151,7 +151,7 @@ pub fn die_with_parent(parent: u32, signal: i32) -> io::Result<()> {
 /// standard error, and when memory runs out, the kernel kills it before this process.
 pub fn bind_to_parent(command: &mut Command, signal: i32) -> &mut Command {
     let (parent, closing, oom_score) = (std::process::id(), Closing::new(), OomScore::new());
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed: the closure makes system calls alone
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed: the closure makes only system calls
     // (close_range or fcntl; open, write, close; rt_sigprocmask, prctl, getppid), and its errors are plain codes that
     // allocate nothing.
     unsafe {
@@ -193,7 +193,7 @@ mod tests {
 
         child.kill().unwrap();
         assert!(watch.wait(Duration::from_secs(5)));
-        assert!(!id.is_alive(), "a process that ended but was not reaped counts as gone");
+        assert!(!id.is_alive(), "a zombie counts as ended");
         assert_eq!(describe_exit(child.wait().unwrap()), "signal 9 (SIGKILL, perhaps the kernel ran out of memory)");
         assert!(ProcessWatch::new(child.id()).is_err());
     }

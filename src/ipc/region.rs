@@ -206,7 +206,7 @@ fn map(file: &OwnedFd, path: &Path, bytes: usize) -> Result<NonNull<u8>, IpcErro
     // SAFETY: a new mapping at an address the kernel chooses touches no existing memory.
     let mapped = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file, 0) };
     match mapped {
-        Ok(base) => Ok(NonNull::new(base.cast()).expect("mmap returns no null address unless asked to")),
+        Ok(base) => Ok(NonNull::new(base.cast()).expect("mmap chooses no null address")),
         Err(errno) => Err(IpcError::Os { action: "map", path: path.to_owned(), source: errno.into() }),
     }
 }

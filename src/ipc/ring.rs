@@ -225,7 +225,7 @@ impl Shared {
         let (first, room) = self.byte_at(position);
         let (left, right) = bytes.split_at(bytes.len().min(room));
         // SAFETY: `room` bytes follow `first`, and the rest fits at the start as `bytes` is at most `capacity`
-        // long; nobody else touches a free range (the caller's promise), and `bytes` is not shared memory.
+        // long; no other thread or process accesses a free range (guaranteed by the caller), and `bytes` is not shared memory.
         unsafe {
             first.copy_from_nonoverlapping(NonNull::from(left).cast(), left.len());
             self.byte_at(0).0.copy_from_nonoverlapping(NonNull::from(right).cast(), right.len());
@@ -245,7 +245,7 @@ impl Shared {
         bytes.clear();
         bytes.reserve(len);
         // SAFETY: `room` bytes follow `first`, and the rest starts at the ring's first byte, as `len` is at most
-        // `capacity`; `bytes` has room for `len`, is not shared memory, and all of `len` is set before its length says so.
+        // `capacity`; `bytes` has room for `len`, is not shared memory, and all `len` bytes are set before `set_len`.
         unsafe {
             first.as_ptr().copy_to_nonoverlapping(bytes.as_mut_ptr(), left);
             self.byte_at(0).0.as_ptr().copy_to_nonoverlapping(bytes.as_mut_ptr().add(left), len - left);

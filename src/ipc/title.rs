@@ -35,7 +35,7 @@ fn argument_range(pid: Pid) -> io::Result<(u64, u64)> {
     let mut next = || fields.next().and_then(|field| field.parse::<u64>().ok());
     match (next(), next()) {
         (Some(start), Some(end)) if start > 0 && end > start => Ok((start, end)),
-        _ => Err(io::Error::new(io::ErrorKind::Unsupported, "/proc does not tell where the arguments are")),
+        _ => Err(io::Error::new(io::ErrorKind::Unsupported, "/proc does not contain the address of the arguments")),
     }
 }
 

@@ -24,7 +24,7 @@ pub(crate) fn choose(
     };
     let cpu_words = format!("CPU with {threads} threads a worker{pinned}");
     let cuda = match device {
-        DeviceKind::Cpu => return Ok((cpu, format!("{cpu_words}: asked for"))),
+        DeviceKind::Cpu => return Ok((cpu, format!("{cpu_words}: as requested"))),
         DeviceKind::Auto | DeviceKind::Cuda => match device::cuda::num_gpus() {
             0 => Err("no CUDA driver or device found".to_owned()),
             found => Ok(found),

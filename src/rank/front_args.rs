@@ -229,21 +229,21 @@ impl FrontArgs {
         let set = |(key, value): (&str, &Option<String>)| Some((key.to_owned(), vec![value.clone()?]));
         options.settings.extend(old.into_iter().filter_map(set));
         for setting in &self.trace_config {
-            let words = |why: &str| format!("--trace-config={setting}: {why}");
-            let (key, value) = setting.split_once('=').ok_or_else(|| words("expected SETTING=VALUE"))?;
+            let invalid = |why: &str| format!("--trace-config={setting}: {why}");
+            let (key, value) = setting.split_once('=').ok_or_else(|| invalid("expected SETTING=VALUE"))?;
             if let Some(key) = key.strip_prefix("opentelemetry,") {
-                collector.set(key, value).map_err(|why| words(&why))?;
+                collector.set(key, value).map_err(|why| invalid(&why))?;
                 continue;
             }
             match key.strip_prefix("triton,").unwrap_or(key) {
                 "mode" if value == "triton" || value == "opentelemetry" => sends_spans = value == "opentelemetry",
-                "mode" => return Err(words("the modes are triton and opentelemetry")),
+                "mode" => return Err(invalid("the modes are triton and opentelemetry")),
                 "level" => levels.push(value.to_owned()),
                 "rate" => options.settings.push(("trace_rate".into(), vec![value.into()])),
                 "count" => options.settings.push(("trace_count".into(), vec![value.into()])),
                 "log-frequency" => options.settings.push(("log_frequency".into(), vec![value.into()])),
                 "file" => options.file = Some(value.into()),
-                _ => return Err(words("expected file, level, rate, count, log-frequency or mode")),
+                _ => return Err(invalid("expected file, level, rate, count, log-frequency or mode")),
             }
         }
         options.collector = sends_spans.then_some(collector);

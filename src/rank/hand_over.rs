@@ -35,7 +35,7 @@ pub(crate) fn offer(path: PathBuf, listeners: Listeners) -> io::Result<oneshot::
             match give(acceptor.accept(), &listeners) {
                 Ok(true) => break,
                 Ok(false) => {}
-                Err(error) => tracing::warn!("another world asked for the ports and did not take them: {error}"),
+                Err(error) => tracing::warn!("another world requested the ports and did not take them: {error}"),
             }
         }
         // The file may have been removed.
@@ -96,7 +96,7 @@ impl Taken {
     pub(crate) fn confirm(mut self) {
         if let Err(error) = self.stream.write_all(&[SERVING]) {
             // The old world has ended already, which has the same effect.
-            tracing::warn!("the world that served before has gone: {error}");
+            tracing::warn!("the world that served before has ended: {error}");
         }
     }
 }

@@ -67,7 +67,7 @@ pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
         swept.extend(sweep_all_stale()?);
     }
     if !swept.is_empty() {
-        tracing::info!(?swept, "removed shared memory of processes that are gone");
+        tracing::info!(?swept, "removed shared memory of processes that have ended");
     }
     let program = std::env::current_exe().map_err(RankError::Program)?;
     let (events, received) = mpsc::channel();

@@ -254,7 +254,7 @@ mod tests {
 
     #[test]
     fn a_panic_is_one_line_with_its_thread() {
-        // The hook is the process's: this test alone sets it, and puts the other one back.
+        // The hook is global: only this test sets it, and restores the previous one.
         let before = std::panic::take_hook();
         report_panics();
         let text = written(LogFormat::Default, |_| {

@@ -37,16 +37,16 @@ impl MetricsArgs {
         let mut options = MetricsOptions::default();
         let (mut has_summaries, mut quantiles) = (false, QUANTILES.to_vec());
         for setting in &self.metrics_config {
-            let words = |why: &str| format!("--metrics-config={setting}: {why}");
-            let (key, value) = setting.split_once('=').ok_or_else(|| words("expected SETTING=VALUE"))?;
+            let invalid = |why: &str| format!("--metrics-config={setting}: {why}");
+            let (key, value) = setting.split_once('=').ok_or_else(|| invalid("expected SETTING=VALUE"))?;
             match key {
-                "counter_latencies" => options.counter_latencies = boolean(value).map_err(|why| words(&why))?,
-                "histogram_latencies" => options.histogram_latencies = boolean(value).map_err(|why| words(&why))?,
-                "summary_latencies" => has_summaries = boolean(value).map_err(|why| words(&why))?,
-                "summary_quantiles" => quantiles = quantiles_of(value).map_err(|why| words(&why))?,
+                "counter_latencies" => options.counter_latencies = boolean(value).map_err(|why| invalid(&why))?,
+                "histogram_latencies" => options.histogram_latencies = boolean(value).map_err(|why| invalid(&why))?,
+                "summary_latencies" => has_summaries = boolean(value).map_err(|why| invalid(&why))?,
+                "summary_quantiles" => quantiles = quantiles_of(value).map_err(|why| invalid(&why))?,
                 _ => {
                     let known = "counter_latencies, histogram_latencies, summary_latencies or summary_quantiles";
-                    return Err(words(&format!("expected {known}")));
+                    return Err(invalid(&format!("expected {known}")));
                 }
             }
         }

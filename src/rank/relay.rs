@@ -86,7 +86,7 @@ fn leave_signals_to_rank_0(world: &Arc<World>, replies: Receiver<()>) -> std::io
     };
     ipc::essential_thread("signals", move || {
         runtime.block_on(signals.next());
-        tracing::info!("this rank ends when rank 0 does, which drains if it was asked too");
+        tracing::info!("this rank ends when rank 0 does, which drains if it received the signal too");
         loop {
             send_bytes(&world, &[0], LIVENESS_CHECK.to_vec());
             match replies.recv_timeout(REPLY_TIMEOUT) {

@@ -313,7 +313,7 @@ async fn drain(args: &RankArgs, server: &Server, front: Running, mut signals: Si
     let left = tokio::select! {
         left = server.drain(timeout) => left,
         () = signals.next() => {
-            tracing::info!("asked again to end: requests in flight are cut short");
+            tracing::info!("second signal: requests in flight are cut short");
             server.drain(SHORT_DRAIN).await
         }
     };

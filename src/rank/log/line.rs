@@ -35,7 +35,7 @@ impl Line {
         Self { is_table, level: *metadata.level(), at: Time::now(), file, number: metadata.line().unwrap_or(0), text }
     }
 
-    fn letter(&self) -> char {
+    fn level_char(&self) -> char {
         match self.level {
             Level::ERROR => 'E',
             Level::WARN => 'W',
@@ -45,13 +45,13 @@ impl Line {
 
     pub(super) fn write_default(&self, mut out: Writer<'_>) -> fmt::Result {
         let Time { month, day, hour, minute, second, micros, .. } = self.at;
-        write!(out, "{}{month:02}{day:02} {hour:02}:{minute:02}:{second:02}.{micros:06} ", self.letter())?;
+        write!(out, "{}{month:02}{day:02} {hour:02}:{minute:02}:{second:02}.{micros:06} ", self.level_char())?;
         self.write_rest(out)
     }
 
     pub(super) fn write_iso8601(&self, mut out: Writer<'_>) -> fmt::Result {
         let Time { year, month, day, hour, minute, second, .. } = self.at;
-        write!(out, "{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z {} ", self.letter())?;
+        write!(out, "{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z {} ", self.level_char())?;
         self.write_rest(out)
     }
 
