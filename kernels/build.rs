@@ -1,8 +1,8 @@
-//! Compiles `cuda/*.cu` ahead of time through NVRTC and embeds the results.
+//! Compiles `cuda/*.cu` ahead of time with NVRTC and embeds the results.
 //!
-//! Each file says what it is compiled for: `// archs: 80 90a 100a ptx` makes cubins for sm_80, sm_90a and sm_100a, and
-//! PTX that the driver compiles on a GPU none of them fits. Results are kept in `.cache/cubin` by a hash of source,
-//! headers, options and NVRTC version. Where no NVRTC is found the crate is built without CUDA kernels, and says so.
+//! Each file names its architectures: `// archs: 80 90a 100a ptx` makes cubins for sm_80, sm_90a and sm_100a, and PTX
+//! that the driver compiles on other GPUs. Results are cached in `.cache/cubin` by a hash of source, headers, options
+//! and NVRTC version. If NVRTC is not found, the crate is built without CUDA kernels and prints a warning.
 
 #[path = "cuda/build/nvrtc.rs"]
 mod nvrtc;
@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use nvrtc::Nvrtc;
 
-/// One image to make: a kernel file for one architecture.
+/// An image to build: a kernel file for one architecture.
 struct Job {
     module: String,
     arch: String,
@@ -95,7 +95,7 @@ fn read_sources(folder: &Path) -> (Vec<(String, String)>, Vec<Job>) {
     (headers, jobs)
 }
 
-/// Paths of the images, in the order of `jobs`; compiles what the cache lacks, on all cores.
+/// Paths of the images, in the order of `jobs`. Compiles those that are not in the cache, on all cores.
 fn compile_all(nvrtc: &Nvrtc, headers: &[(String, String)], jobs: &[Job], cache: &Path) -> Vec<PathBuf> {
     let next = AtomicUsize::new(0);
     let errors = Mutex::new(Vec::new());
@@ -134,7 +134,7 @@ fn compile(nvrtc: &Nvrtc, headers: &[(String, String)], job: &Job, path: &Path) 
         return Ok(());
     }
     let (image, text) = nvrtc.compile(&format!("{}.cu", job.module), &job.source, headers, &job.arch)?;
-    // Renamed into place, so that a build beside this one never sees half a file.
+    // Renamed into place, so that a parallel build never reads an incomplete file.
     for (target, bytes) in [(path, image.as_slice()), (log.as_path(), text.as_bytes())] {
         let temporary = target.with_extension(format!("tmp{}", std::process::id()));
         fs::write(&temporary, bytes).map_err(|e| format!("cannot write {}: {e}", temporary.display()))?;

@@ -1,6 +1,6 @@
-//! Kernels: what computes, for CPUs (`cpu/`) and CUDA devices (`cuda/`), each op behind one safe wrapper.
+//! Compute kernels for CPUs (`cpu/`) and CUDA devices (`cuda/`). Each op has one safe wrapper.
 //!
-//! `reference.rs` has the plain fp32 formula of every op; tests hold both against it.
+//! `reference.rs` contains the plain fp32 formula of every op; tests compare both kinds of kernels with it.
 
 pub mod cpu;
 pub mod cuda;

@@ -1,4 +1,4 @@
-//! Plain fp32 formulas, one per op, summed in f64: what kernels of any device are held against.
+//! Plain formulas, one for each op, with fp32 operands and fp64 sums. Tests compare kernels with them.
 
 /// `out[t, n] = sum over k of x[t, k] * w[n, k] + bias[n]`, with `x [rows, k]`, `w [n, k]`.
 pub fn linear(x: &[f32], w: &[f32], bias: Option<&[f32]>, k: usize) -> Vec<f32> {
@@ -46,7 +46,7 @@ pub fn gelu_tanh(x: f32) -> f32 {
     (0.5 * x * (1.0 + (std::f64::consts::FRAC_2_PI.sqrt() * (x + 0.044715 * x.powi(3))).tanh())) as f32
 }
 
-/// Pairs `(i, i + D / 2)` of one head turned by `angles [D / 2]`.
+/// Rotates the pairs `(i, i + D / 2)` of one head by `angles [D / 2]`.
 pub fn rotate(head: &[f32], angles: &[f64]) -> Vec<f32> {
     let half = angles.len();
     let turned = |i: usize| {
@@ -57,13 +57,13 @@ pub fn rotate(head: &[f32], angles: &[f64]) -> Vec<f32> {
     (0..2 * half).map(turned).collect()
 }
 
-/// One query over `k` and `v [positions, D]`, all of which it sees.
+/// Attention of one query over all of `k` and `v [positions, D]`.
 pub fn attention(q: &[f32], k: &[f32], v: &[f32], scale: f32) -> Vec<f32> {
     alibi_attention(q, k, v, scale, 0.0)
 }
 
-/// As [`attention`] with `slope` times the distance to the last position, which is the query's own, added to each
-/// score: 0 or below.
+/// Like [`attention`], with `slope` times the distance to the last position (the query's own) added to each score. The
+/// distance is 0 or negative.
 pub fn alibi_attention(q: &[f32], k: &[f32], v: &[f32], scale: f32, slope: f32) -> Vec<f32> {
     let dim = q.len();
     let dot = |k: &[f32]| q.iter().zip(k).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum::<f64>();

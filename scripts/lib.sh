@@ -55,19 +55,29 @@ rust_is_new_enough() {
 
 # Finds a Rust toolchain that is new enough, or installs one for this user through rustup.
 ensure_rust() {
-    local wanted
+    local wanted channel
     wanted=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+    channel=$(sed -n 's/^channel = "\(.*\)"/\1/p' rust-toolchain.toml)
     [[ -d ${CARGO_HOME:-$HOME/.cargo}/bin ]] && PATH="${CARGO_HOME:-$HOME/.cargo}/bin:$PATH"
     if rust_is_new_enough "$wanted"; then
         rustc --version
         return
     fi
-    echo "installing Rust (at least $wanted) for this user"
+    # A toolchain of another name will do, where it is new enough: the one that is pinned may be out of reach.
+    local toolchain
+    for toolchain in $(rustup toolchain list 2>/dev/null | cut -d ' ' -f 1); do
+        if RUSTUP_TOOLCHAIN=$toolchain rust_is_new_enough "$wanted"; then
+            export RUSTUP_TOOLCHAIN=$toolchain
+            rustc --version
+            return
+        fi
+    done
+    echo "installing Rust $channel for this user"
     if command -v rustup >/dev/null; then
-        rustup toolchain install stable --profile minimal --component clippy,rustfmt
-        rustup default stable
+        rustup toolchain install "$channel" --profile minimal --component clippy,rustfmt
     else
-        curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh -s -- -y --quiet --profile minimal --component clippy,rustfmt
+        curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs |
+            sh -s -- -y --quiet --profile minimal --default-toolchain "$channel" --component clippy,rustfmt
         PATH="${CARGO_HOME:-$HOME/.cargo}/bin:$PATH"
     fi
     rust_is_new_enough "$wanted" || die "rustc $wanted or newer is needed, found $(rustc --version 2>&1 | head -n 1); run \`rustup update\`"

@@ -1,7 +1,9 @@
-//! Linear layers on this CPU: weights streamed for few rows, products for many, beside what the memory can read.
+//! Linear layers on this CPU, compared with the memory bandwidth: few rows stream the weights, many rows are bound by
+//! products.
 //!
-//! `cargo bench -p kernels --bench cpu_linear [-- THREADS... NAMES...]`, with `read` for what the memory can do alone. Shapes are the 1.04-billion-parameter Llama's: hidden 2048,
-//! 32 heads, 8 KV heads, gated width 8192. Weights are larger than the caches and read in turn.
+//! `cargo bench -p kernels --bench cpu_linear [-- THREADS... NAMES...]`; `read` measures the memory bandwidth alone.
+//! The shapes are those of a Llama with 1.04 billion parameters: hidden size 2048, 32 heads, 8 KV heads, inner width
+//! 8192. The weights are larger than the caches and are read in turn.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -14,7 +16,7 @@ use kernels::cpu::{
 /// `N`, `K`, name.
 const SHAPES: [(usize, usize, &str); 4] =
     [(3072, 2048, "qkv"), (2048, 2048, "out"), (16384, 2048, "gate_up"), (2048, 8192, "down")];
-/// More than the last cache holds.
+/// More than the last-level cache.
 const WEIGHT_BYTES: usize = 256 << 20;
 const BUDGET: Duration = Duration::from_millis(200);
 const ROWS: [usize; 5] = [1, 4, 8, 32, 128];
@@ -33,7 +35,7 @@ fn main() {
         println!("threads {threads}: memory read {bandwidth:.1} GB/s");
         println!("{:>8} {:>6} {:>5} {:>9} {:>8} {:>8} {:>9}", "op", "N x K", "", "rows", "us", "GB/s", "% read");
         for &(n, k, name) in &shapes {
-            let bandwidth = read_bandwidth(&mut pool, data); // Again: other load on the machine changes it.
+            let bandwidth = read_bandwidth(&mut pool, data); // Measured again, because other load on the machine changes it.
             for rows in ROWS {
                 measure(&mut pool, data, (n, k, name), rows, bandwidth);
             }
@@ -71,7 +73,7 @@ fn measure(pool: &mut Pool, data: &'static [u8], (n, k, name): (usize, usize, &s
     print_line((n, k, name), rows, bytes, seconds, bandwidth, "rows");
 }
 
-/// As [`measure`], with weights in panels.
+/// Like [`measure`], with weights in panels.
 #[cfg(target_arch = "x86_64")]
 fn measure_panels(pool: &mut Pool, data: &'static [u8], (n, k, name): (usize, usize, &str), bandwidth: f64) {
     let matrices: Vec<PanelMatrix> = data
@@ -97,7 +99,7 @@ fn measure_panels(pool: &mut Pool, data: &'static [u8], (n, k, name): (usize, us
     }
 }
 
-/// As [`measure`], with weights quantised; their bytes are those that are read.
+/// Like [`measure`], with quantized weights; it counts the bytes that are read.
 fn measure_quantized(
     pool: &mut Pool,
     data: &'static [u8],
@@ -107,7 +109,7 @@ fn measure_quantized(
 ) {
     let mut plain = Matrix::new(WeightType::Bf16, k);
     plain.stack(data, n, k * 2);
-    // Together larger than the last cache.
+    // Together larger than the last-level cache.
     let matrices: Vec<QuantMatrix> =
         (0..(128 << 20) / (n * k) + 1).map(|_| QuantMatrix::new(pool, &plain, quant_type)).collect();
     for rows in ROWS {
@@ -138,11 +140,11 @@ fn print_line((n, k, name): (usize, usize, &str), rows: usize, bytes: usize, sec
     );
 }
 
-/// Sums all bytes as 64-bit words, each thread its own stretch.
+/// Sums all bytes as 64-bit words; each thread has its own range.
 fn read_bandwidth(pool: &mut Pool, data: &[u8]) -> f64 {
     let words: &[u64] = bytemuck::cast_slice(data);
     let seconds = median(pool.threads(), || {
-        pool.stretches(words.len(), 1 << 15, |range| {
+        pool.each_contiguous(words.len(), 1 << 15, |range| {
             let mut sums = [0u64; 32];
             for chunk in words[range].chunks_exact(32) {
                 for (sum, word) in sums.iter_mut().zip(chunk) {
@@ -155,7 +157,8 @@ fn read_bandwidth(pool: &mut Pool, data: &[u8]) -> f64 {
     data.len() as f64 / seconds / 1e9
 }
 
-/// Median seconds: of the thread's own CPU time where it works alone, so that other load on the machine counts less.
+/// Median of the seconds of a job. With one thread, CPU time is measured, so that other load on the machine has less
+/// effect.
 fn median(threads: usize, mut job: impl FnMut()) -> f64 {
     job();
     let (start, mut times) = (Instant::now(), Vec::new());
@@ -168,14 +171,14 @@ fn median(threads: usize, mut job: impl FnMut()) -> f64 {
     times[times.len() / 2]
 }
 
-/// Time this thread has run, of which `/proc` keeps nanoseconds.
+/// CPU time of this thread; `/proc` reports it in nanoseconds.
 fn cpu_seconds() -> f64 {
-    std::thread::yield_now(); // The count is brought up to date when a thread is scheduled.
+    std::thread::yield_now(); // The counter is updated when a thread is scheduled.
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").expect("/proc is mounted");
     text.split(' ').next().and_then(|ns| ns.parse::<f64>().ok()).expect("its first field is nanoseconds") * 1e-9
 }
 
-/// bf16 numbers of either sign below 0.02.
+/// bf16 numbers of either sign with magnitudes below 0.02.
 fn random_bf16(bytes: usize) -> Buffer<u16> {
     let mut state = 1u64;
     let mut words = Buffer::new(bytes / 2);

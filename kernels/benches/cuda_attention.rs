@@ -1,6 +1,6 @@
-//! Attention on the first GPU: decode beside what its memory can read, prefill in TFLOP/s, both with ALiBi, too.
+//! Attention on the first GPU, also with ALiBi: decode compared with the memory bandwidth, prefill in TFLOP/s.
 //!
-//! `cargo bench -p kernels --bench cuda_attention [-- READ_TB_S]`; the read rate is 4.47 TB/s, an H200's, where none is given.
+//! `cargo bench -p kernels --bench cuda_attention [-- READ_TB_S]`; the default bandwidth is 4.47 TB/s, an H200's.
 
 mod gpu;
 
@@ -19,12 +19,12 @@ use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue};
 
 /// `H`, `K`, `D`.
 const HEADS: [(usize, usize, usize); 3] = [(32, 32, 128), (32, 8, 128), (16, 2, 128)];
-/// Rows and positions of each.
+/// Number of rows, and positions of each row.
 const DECODES: [(usize, usize); 7] = [(1, 128), (1, 1024), (8, 1024), (32, 200), (32, 1024), (128, 160), (128, 1024)];
 const PREFILLS: [(usize, usize); 3] = [(8, 2048), (1, 2048), (1, 8192)];
 const BLOCK_SIZE: usize = 64;
 
-/// Rows of one length over a cache of one layer, blocks in order.
+/// Rows of equal length over a cache of one layer, with blocks in order.
 struct Rows {
     k: DeviceBuffer,
     v: DeviceBuffer,
@@ -130,7 +130,7 @@ fn decode(gpu: &Arc<Gpu>, queue: &Queue, shape: HeadShape, rows: usize, len: usi
     println!("{:>12} {rows:>5} {len:>6} {us:>9.1} {rate:>7.2} {share:>7.0} {alibi:>9.1} {split:>9.1}", title(shape));
 }
 
-/// The kernel without a ring, whatever the number of rows.
+/// The kernel without a ring, for any number of rows.
 fn apart(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
     decode_attention_split(q, attention, Splits::for_rows(attention.rows.num_rows, attention.shape))
 }

@@ -1,7 +1,8 @@
-//! Linear layers of few rows on the first GPU, beside what its memory can read.
+//! Linear layers with few rows on the first GPU, compared with the memory bandwidth.
 //!
-//! `cargo bench -p kernels --bench cuda_skinny_gemm [-- READ_TB_S]`; the read rate is 4.47 TB/s, an H200's, where none is given.
-//! Shapes are the 7-billion-parameter Llama's. Each layer is chained with itself over weights larger than the L2 cache.
+//! `cargo bench -p kernels --bench cuda_skinny_gemm [-- READ_TB_S]`; the default bandwidth is 4.47 TB/s, an H200's. The
+//! shapes are those of a Llama with 7 billion parameters. Each layer runs repeatedly with different weights, which
+//! together are larger than the L2 cache.
 
 mod gpu;
 

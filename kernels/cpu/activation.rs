@@ -3,12 +3,12 @@
 //!
 //! x       [T, 2 I] f32
 //! out     [T, I] f32
-//! test    tests/cpu_ops.rs against reference::gate
+//! test    tests/cpu_ops.rs against reference::silu and reference::gelu_tanh
 
 use crate::cpu::shared::SharedOut;
 use crate::cpu::{Pool, exp};
 
-/// The gate's non-linearity.
+/// The gate's activation function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gate {
     /// `x * sigmoid(x)`.
@@ -17,10 +17,10 @@ pub enum Gate {
     GeluTanh,
 }
 
-/// `out = activation(gate) * up` row by row, `x` = `[gate | up]`.
+/// `out = activation(gate) * up` for each row, where `x` is `[gate | up]`.
 ///
 /// # Panics
-/// When `x` is shorter than twice `out`.
+/// Panics if `x` is shorter than twice `out`.
 pub fn gate(pool: &mut Pool, out: &mut [f32], x: &[f32], width: usize, gate: Gate) {
     assert!(x.len() >= 2 * out.len(), "gate and up are each as many as outputs");
     let rows = out.len() / width;
@@ -32,7 +32,7 @@ pub fn gate(pool: &mut Pool, out: &mut [f32], x: &[f32], width: usize, gate: Gat
             let (row, start) = (item / per_row, item % per_row * CHUNK);
             let len = CHUNK.min(width - start);
             let x = &x[row * 2 * width..][..2 * width];
-            // SAFETY: each item is its own stretch of one row.
+            // SAFETY: each item is a separate part of one row.
             let out = unsafe { shared.slice(row * width + start, len) };
             let (gates, ups) = (&x[start..start + len], &x[width + start..width + start + len]);
             match gate {
@@ -49,7 +49,7 @@ pub fn activate(pool: &mut Pool, x: &mut [f32], gate: Gate) {
     let len = x.len();
     let shared = SharedOut::new(x);
     pool.each(len, CHUNK, |range| {
-        // SAFETY: each stretch has one thread.
+        // SAFETY: each range has one thread.
         let x = unsafe { shared.slice(range.start, range.len()) };
         match gate {
             Gate::Silu => silu_all(x),
@@ -81,7 +81,7 @@ for_each_isa! {
     }
 }
 
-/// The non-linearity alone.
+/// The activation function of one element.
 #[inline(always)]
 pub(super) fn activation(gate: Gate, x: f32) -> f32 {
     match gate {

@@ -1,4 +1,4 @@
-//! Which cores threads run on.
+//! The cores that threads run on.
 
 use std::io;
 
@@ -6,21 +6,21 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::cpu::Pool;
 
-/// Cores that this thread may run on, by their numbers; none where the system does not say.
+/// The numbers of the cores that this thread may run on; empty if the system does not report them.
 pub fn allowed_cores() -> Vec<usize> {
     let set = sched_getaffinity(None).unwrap_or_default();
     (0..CpuSet::MAX_CPU).filter(|&core| set.is_set(core)).collect()
 }
 
 impl Pool {
-    /// Keeps each thread on a core of its own, `cores[i]` for thread `i`. The caller's, who is the first, too: threads that it
-    /// starts later inherit that.
+    /// Pins each thread to its own core, `cores[i]` for thread `i`. The first is the caller's thread; threads that it
+    /// starts later inherit its core.
     ///
     /// # Errors
-    /// When the system refuses a core; other threads may have theirs then.
+    /// Returns an error if the system refuses a core; other threads may be pinned already.
     ///
     /// # Panics
-    /// When there are fewer cores than threads.
+    /// Panics if there are fewer cores than threads.
     pub fn pin(&mut self, cores: &[usize]) -> io::Result<()> {
         assert!(cores.len() >= self.threads(), "each thread has a core");
         let errors = self.map_threads(|thread| {

@@ -1,61 +1,30 @@
 //! attention: out[t, h, :] = sum over s of softmax_s(scale * q[t, h, :] · k[s, h / (H / K), :] + bias) * v[s, h / (H / K), :]
 //!
-//! bias      slope[h] * (s - position of t) where there are slopes (ALiBi, Press et al. 2022), else 0
+//! bias      slope[h] * (s - position of t) if there are slopes (ALiBi, Press et al. 2022), else 0
 //! q         [T, q_stride] f32, heads first in each token's row
 //! k, v      KV blocks; position `s` of a row is offset `s % B` of block `table[s / B]`
 //! maths     online softmax (Milakov & Gimelshein 2018) over chunks of 16 positions aligned at 0, in order; f32 sums;
-//!           q is rounded to bf16 beside bf16 blocks; one order of operations here, another in `x86_attention`, which
-//!           computes over bf16 blocks with AVX-512 BF16
-//! threads   share out tiles of (row, KV head, queries); up to 16 queries of one KV head read its blocks once
-//! bound     memory: 4 * K * D bytes a position for decode, multiply-add for prefill
+//!           q is rounded to bf16 if the blocks are bf16; `x86_attention`, for bf16 blocks with AVX-512 BF16, has a
+//!           different order of operations
+//! threads   divide tiles of (row, KV head, queries); up to 16 queries of one KV head read its blocks once
+//! bound     memory: 4 * K * D bytes per position for decode, multiply-add for prefill
 //! test      tests/cpu_ops.rs against reference::attention
 
 use std::ops::Range;
 
+use crate::cpu::attention_tile::{Attention, AttentionRow, TILE, Tile};
 use crate::cpu::kv_cache::{CHUNK, KvData, KvElement, KvShape, MAX_HEAD_DIM};
 use crate::cpu::shared::SharedOut;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::x86_attention;
 use crate::cpu::{Isa, KvCache, Pool, exp};
 
-/// Queries that share one reading of K and V.
-pub(super) const TILE: usize = 16;
-
-/// The tokens of one row in this step: consecutive tokens at consecutive positions.
-#[derive(Debug, Clone, Copy)]
-pub struct AttentionRow<'a> {
-    /// Index of the first in the step.
-    pub first_token: usize,
-    /// How many.
-    pub num_tokens: usize,
-    /// Position of the first in its sequence.
-    pub first_position: usize,
-    /// Blocks of the sequence, covering all positions up to the last token's.
-    pub block_table: &'a [u32],
-}
-
-/// What stays the same in every step.
-#[derive(Debug, Clone, Copy)]
-pub struct Attention<'a> {
-    /// `H`, a multiple of the cache's KV heads.
-    pub num_heads: usize,
-    /// Multiplies q·k.
-    pub scale: f32,
-    /// Only the last so many positions are seen, the token's own included.
-    pub window: Option<usize>,
-    /// Elements from one token's q to the next.
-    pub q_stride: usize,
-    /// `[H]` slopes of a bias that falls with distance, or empty.
-    pub alibi_slopes: &'a [f32],
-    /// Instructions to compute with.
-    pub isa: Isa,
-}
-
 impl Attention<'_> {
-    /// Causal attention of every row's tokens over its blocks of `layer`, into `out [T, H D]`.
+    /// Causal attention of every row's tokens over its blocks of `layer`, written to `out [T, H D]`.
     ///
     /// # Panics
-    /// When a block table is too short or leaves the cache, `out` or `q` is, or the processor lacks the instructions.
+    /// Panics if a block table is too short or contains a block outside the cache, if `out` or `q` is too short, or if
+    /// the processor lacks the instructions.
     pub fn run(
         &self,
         pool: &mut Pool,
@@ -84,7 +53,7 @@ impl Attention<'_> {
         }
     }
 
-    /// Shares tiles out.
+    /// Distributes the tiles among the threads.
     fn each_tile(
         &self,
         pool: &mut Pool,
@@ -98,7 +67,8 @@ impl Attention<'_> {
         let total: usize = rows.iter().map(tiles_of).sum();
         pool.each(total, 1, |range| {
             for mut index in range {
-                // Late tokens see the most: their tiles first, so that threads end together.
+                // Late tokens have the most positions, so their tiles come first; then all threads finish at about the
+                // same time.
                 let row = rows.iter().find(|row| {
                     let tiles = tiles_of(row);
                     let found = index < tiles;
@@ -116,17 +86,6 @@ impl Attention<'_> {
     }
 }
 
-/// Up to 16 queries (token, head) of one row that share a KV head.
-pub(super) struct Tile<'a> {
-    pub(super) attention: &'a Attention<'a>,
-    row: &'a AttentionRow<'a>,
-    pub(super) shape: &'a KvShape,
-    layer: usize,
-    kv_head: usize,
-    group: usize,
-    pub(super) queries: Range<usize>, // token * group + head in group
-}
-
 /// The running softmax of one query.
 #[derive(Clone, Copy)]
 struct State<const DIM: usize> {
@@ -136,7 +95,7 @@ struct State<const DIM: usize> {
 }
 
 impl Tile<'_> {
-    /// The same operations in the same order with any instructions; wider registers where there are.
+    /// Performs the same operations in the same order with any instruction set; it uses wider registers if available.
     fn run<T: KvElement>(&self, isa: Isa, out: &SharedOut<f32>, q: &[f32], k: &[T], v: &[T]) {
         match isa {
             // SAFETY: `isa` says that the processor has the instructions.
@@ -149,7 +108,7 @@ impl Tile<'_> {
         }
     }
 
-    /// With as much room as these queries and this head need.
+    /// Chooses buffer sizes that fit these queries and this head.
     #[inline(always)]
     fn compute<T: KvElement>(&self, out: &SharedOut<f32>, q: &[f32], k: &[T], v: &[T]) {
         match (self.queries.len() <= 4, self.shape.head_dim) {
@@ -204,51 +163,6 @@ impl Tile<'_> {
         for (query, state) in self.queries.clone().zip(&states) {
             self.write(out, query, &state.sum, &state.out);
         }
-    }
-
-    /// Writes a query's output: its weighed values divided by the sum of weights.
-    #[inline(always)]
-    pub(super) fn write(&self, out: &SharedOut<f32>, query: usize, weights: &[f32; CHUNK], values: &[f32]) {
-        let (token, head) = self.token_and_head(query);
-        let (dim, heads) = (self.shape.head_dim, self.attention.num_heads);
-        // SAFETY: each query is in one tile, and each tile has one thread.
-        let out = unsafe { out.slice((token * heads + head) * dim, dim) };
-        let scale = 1.0 / weights.iter().sum::<f32>();
-        for (out, value) in out.iter_mut().zip(values) {
-            *out = value * scale;
-        }
-    }
-
-    pub(super) fn token_and_head(&self, query: usize) -> (usize, usize) {
-        (self.row.first_token + query / self.group, self.kv_head * self.group + query % self.group)
-    }
-
-    /// Adds the bias of a query's distance to each of 16 positions.
-    #[inline(always)]
-    pub(super) fn add_alibi(&self, scores: &mut [f32; CHUNK], first: usize, query: usize) {
-        let (_, head) = self.token_and_head(query);
-        let slope = self.attention.alibi_slopes[head];
-        let position = self.row.first_position + query / self.group;
-        for (lane, score) in scores.iter_mut().enumerate() {
-            *score += slope * ((first + lane) as f32 - position as f32);
-        }
-    }
-
-    /// Positions that a query sees.
-    pub(super) fn seen(&self, query: usize) -> Range<usize> {
-        let end = self.row.first_position + query / self.group + 1;
-        end - self.attention.window.map_or(end, |window| window.min(end))..end
-    }
-
-    /// 16 positions: K from its first pair on, V `[16, D]`.
-    pub(super) fn chunk<'k, T: KvElement>(&self, k: &'k [T], v: &'k [T], position: usize) -> (&'k [T], &'k [T]) {
-        let (block_size, dim) = (self.shape.block_size, self.shape.head_dim);
-        let block = self.row.block_table[position / block_size] as usize;
-        assert!(block < self.shape.num_blocks, "block {block} is in the cache");
-        let start = self.shape.start(self.layer, block, self.kv_head);
-        let offset = position % block_size;
-        let keys = &k[start..start + block_size * dim][offset * 2..];
-        (keys, &v[start + offset * dim..][..CHUNK * dim])
     }
 }
 

@@ -7,12 +7,13 @@ use std::ptr::NonNull;
 use bytemuck::Pod;
 
 const ALIGN: usize = 64;
-/// A huge page of x86-64, and of most others.
+/// Size of a huge page on x86-64 and most other processors.
 const HUGE: usize = 2 << 20;
 
 /// `len` zeroed elements on a 64-byte boundary.
 ///
-/// A large one is a mapping of its own: pages are given when first written, huge ones where the system has them.
+/// A large buffer is a separate mapping: memory is assigned when a page is first written, in huge pages if the system
+/// has them.
 pub struct Buffer<T> {
     data: NonNull<T>,
     len: usize,
@@ -24,7 +25,7 @@ unsafe impl<T: Send> Send for Buffer<T> {}
 unsafe impl<T: Sync> Sync for Buffer<T> {}
 
 impl<T: Pod> Buffer<T> {
-    /// Takes zeroed memory. Pages are touched first by whoever writes them.
+    /// Allocates zeroed memory. A page is assigned near the thread that first writes it.
     pub fn new(len: usize) -> Self {
         let layout = layout::<T>(len);
         let data = match layout.size() {
@@ -76,8 +77,8 @@ impl<T> DerefMut for Buffer<T> {
     }
 }
 
-/// Mappings of whole huge pages. Weights are read from end to end at the speed of memory: with pages of 4 KiB, more so
-/// in a virtual machine, half of the time goes into looking them up.
+/// Mappings of whole huge pages. Weights are read sequentially at memory speed: with pages of 4 KiB, half of the time
+/// is spent on address translation, and more in a virtual machine.
 #[cfg(target_os = "linux")]
 mod huge {
     use std::ptr;
@@ -86,10 +87,10 @@ mod huge {
 
     use super::HUGE;
 
-    /// Zeroed memory on a boundary of a huge page; null when there is none.
+    /// Zeroed memory aligned to a huge page; null on failure.
     pub(super) fn map(bytes: usize) -> *mut u8 {
         let size = bytes.next_multiple_of(HUGE);
-        // SAFETY: a new mapping of our own; what is cut off is within it and used by nobody.
+        // SAFETY: a new mapping; the part that is cut off is inside it and not used by anything.
         unsafe {
             let access = ProtFlags::READ | ProtFlags::WRITE;
             let Ok(start) = mmap_anonymous(ptr::null_mut(), size + HUGE, access, MapFlags::PRIVATE) else {
@@ -99,15 +100,15 @@ mod huge {
             let data = start.cast::<u8>().add(skipped);
             let cut = [(start, skipped), (data.add(size).cast(), HUGE - skipped)];
             for (start, len) in cut.into_iter().filter(|(_, len)| *len > 0) {
-                let _ = munmap(start, len); // Else it stays as address space that is never touched.
+                let _ = munmap(start, len); // Otherwise it remains as address space that is never touched.
             }
-            let _ = madvise(data.cast(), size, Advice::LinuxHugepage); // The system may have none; small ones do too.
+            let _ = madvise(data.cast(), size, Advice::LinuxHugepage); // The system may have no huge pages; small ones work too.
             data
         }
     }
 
     /// # Safety
-    /// `data` came from [`map`] for as many bytes, and nobody uses it any more.
+    /// `data` must come from [`map`] with the same number of bytes, and must not be used any more.
     pub(super) unsafe fn unmap(data: *mut u8, bytes: usize) {
         // SAFETY: passed on.
         let _ = unsafe { munmap(data.cast(), bytes.next_multiple_of(HUGE)) };

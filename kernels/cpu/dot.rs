@@ -1,14 +1,14 @@
 //! Dot products along `K`, 32 inputs and weights at a time: the innermost loop of every linear layer.
 //!
-//! A [`Dot`] holds one output's sum in lanes. Its order of additions is a property of the implementation alone,
-//! never of how many rows or columns are computed beside it.
+//! A [`Dot`] keeps the sum of one output in several lanes. The order of additions depends only on the implementation,
+//! never on the number of rows or columns computed together.
 
 use bytemuck::Pod;
 
-/// Inputs and weights per step.
+/// Number of inputs and weights per step.
 pub(crate) const STEP: usize = 32;
 
-/// One way to multiply and add 32 inputs and weights.
+/// A method to multiply 32 inputs by weights and add the products.
 pub(crate) trait Dot {
     /// Element of a packed input.
     type X: Pod;
@@ -19,34 +19,34 @@ pub(crate) trait Dot {
     /// Bytes of one weight.
     const WEIGHT_BYTES: usize;
 
-    /// A sum of nothing.
+    /// A sum of zero.
     ///
     /// # Safety
-    /// The processor has the instructions of this implementation; so for all functions here.
+    /// The processor must have the instructions of this implementation; the same holds for all functions here.
     unsafe fn zero() -> Self::Acc;
 
-    /// Takes 32 weights.
+    /// Loads 32 weights.
     ///
     /// # Safety
-    /// `weights` can be read for 32 weights, at any alignment.
+    /// `weights` must be readable for 32 weights, with any alignment.
     unsafe fn load(weights: *const u8) -> Self::W;
 
     /// Adds 32 products.
     ///
     /// # Safety
-    /// `x` can be read for 32 elements.
+    /// `x` must be readable for 32 elements.
     unsafe fn add(acc: Self::Acc, x: *const Self::X, w: Self::W) -> Self::Acc;
 
     /// Adds up the lanes of four sums.
     ///
     /// # Safety
-    /// As [`Dot::zero`].
+    /// The same as for [`Dot::zero`].
     unsafe fn sum4(acc: [Self::Acc; 4]) -> [f32; 4];
 }
 
 /// Element types of weights, as bytes at any alignment.
 pub(crate) trait Element {
-    /// Element of a packed input beside such weights.
+    /// Element of a packed input for such weights.
     type X: Pod;
     /// Bytes of one weight.
     const BYTES: usize;
@@ -108,7 +108,7 @@ impl Element for F32 {
     }
 }
 
-/// Plain Rust, for processors without a better one.
+/// Plain Rust, for processors without a faster implementation.
 pub(crate) struct Portable<E>(std::marker::PhantomData<E>);
 
 impl<E: Element> Dot for Portable<E> {
@@ -124,14 +124,14 @@ impl<E: Element> Dot for Portable<E> {
 
     #[inline(always)]
     unsafe fn load(weights: *const u8) -> Self::W {
-        // SAFETY: the caller vouches for 32 weights.
+        // SAFETY: the caller guarantees 32 weights.
         let bytes = unsafe { std::slice::from_raw_parts(weights, STEP * E::BYTES) };
         std::array::from_fn(|i| E::weight(&bytes[i * E::BYTES..]))
     }
 
     #[inline(always)]
     unsafe fn add(mut acc: Self::Acc, x: *const E::X, w: Self::W) -> Self::Acc {
-        // SAFETY: the caller vouches for 32 inputs.
+        // SAFETY: the caller guarantees 32 inputs.
         let x = unsafe { std::slice::from_raw_parts(x, STEP) };
         for (x, w) in x.chunks_exact(8).zip(w.chunks_exact(8)) {
             for lane in 0..8 {

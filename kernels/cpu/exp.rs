@@ -1,6 +1,6 @@
-//! The exponential, the same on every processor and simple enough for the compiler to do in vectors.
+//! The exponential function. It has the same result on every processor, and the compiler can vectorize it.
 
-/// `e^x` within 2 units in the last place; 0 below -87.3, infinity above 88.7, NaN stays NaN.
+/// `e^x` within 2 units in the last place; 0 below -87.3, infinity above 88.7, NaN for NaN.
 ///
 /// `x = n ln 2 + r` with `|r| <= ln 2 / 2`, and a polynomial of degree 6 for `e^r` (Cephes `expf`).
 #[inline(always)]
@@ -17,7 +17,7 @@ pub fn exp(x: f32) -> f32 {
     p = p * r + 1.666_666_5e-1;
     p = p * r + 0.5;
     let p = p * r * r + r + 1.0;
-    // 2^n in two factors, since 2^128 is no f32.
+    // 2^n is computed as two factors, because 2^128 is not representable as f32.
     let half = (n as i32) >> 1;
     let power = |n: i32| f32::from_bits(((n + 127) << 23) as u32);
     let result = p * power(half) * power(n as i32 - half);

@@ -1,11 +1,11 @@
-//! Which instructions this processor has; found once.
+//! Detects the instruction sets of this processor, once.
 
 use std::sync::OnceLock;
 
-/// Instruction sets that kernels are written for, from the least to the most.
+/// Instruction sets that kernels support, in ascending order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
-    /// Whatever the compiler may assume.
+    /// The instructions that the compiler assumes.
     Portable,
     /// AVX2, FMA and F16C.
     Avx2,
@@ -16,13 +16,13 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// The most this processor has.
+    /// The highest set that this processor has.
     pub fn detect() -> Self {
         static FOUND: OnceLock<Isa> = OnceLock::new();
         *FOUND.get_or_init(detect)
     }
 
-    /// Every set this processor has, for tests that hold all kernels against the reference.
+    /// Every set that this processor has, for tests that compare all kernels with the reference.
     pub fn available() -> impl Iterator<Item = Isa> {
         [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16].into_iter().filter(|isa| *isa <= Isa::detect())
     }
@@ -48,8 +48,8 @@ fn detect() -> Isa {
     Isa::Portable
 }
 
-/// Compiles functions for wider registers too; a call takes the widest that the processor has. Operations and their
-/// order are the same, so results are.
+/// Compiles functions for wider registers too; a call uses the widest that the processor has. The operations and their
+/// order are the same, so the results are.
 macro_rules! for_each_isa {
     ($($(#[$attribute:meta])* $visible:vis fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
         $(

@@ -1,4 +1,4 @@
-//! K and V of the tokens so far, in blocks.
+//! The KV cache: K and V of past tokens, in blocks.
 
 use bytemuck::Pod;
 
@@ -6,17 +6,17 @@ use crate::cpu::packed::bf16_bits;
 use crate::cpu::shared::SharedOut;
 use crate::cpu::{Buffer, Pool, rotate};
 
-/// Positions per step of attention's online softmax.
+/// Number of positions in a step of attention's online softmax.
 pub(super) const CHUNK: usize = 16;
-/// Largest head.
+/// Largest head dimension.
 pub(super) const MAX_HEAD_DIM: usize = 256;
 
 /// Element type of KV blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvType {
-    /// bfloat16: half the memory to hold and read, and as exact as bf16 weights are.
+    /// bfloat16: half the memory and bandwidth, and as exact as bf16 weights.
     Bf16,
-    /// IEEE single.
+    /// IEEE single precision.
     F32,
 }
 
@@ -32,7 +32,8 @@ impl KvType {
 
 /// K and V of all layers in blocks of `B` positions.
 ///
-/// K is `[layers, blocks, K, D / 2, B, 2]`, so that 16 positions are computed in lanes; V is `[layers, blocks, K, B, D]`.
+/// K is `[layers, blocks, K, D / 2, B, 2]`, so that 16 positions fit into the lanes of a register; V is `[layers,
+/// blocks, K, B, D]`.
 pub struct KvCache {
     pub(super) shape: KvShape,
     pub(super) data: KvData,
@@ -52,10 +53,10 @@ pub(super) enum KvData {
 }
 
 impl KvCache {
-    /// Reserves blocks; the system gives memory to a block when it is first written.
+    /// Reserves blocks; the system assigns memory to a block when it is first written.
     ///
     /// # Panics
-    /// When `D` is odd or above 256, or `B` is no multiple of 16.
+    /// Panics if `D` is odd or above 256, or if `B` is not a multiple of 16.
     pub fn new(
         kv_type: KvType,
         num_layers: usize,
@@ -77,7 +78,7 @@ impl KvCache {
     /// Writes `k` and `v [K, D]` of one token at `slot = block * B + offset`.
     ///
     /// # Panics
-    /// When the slot or a length does not fit.
+    /// Panics if the slot or a length is out of range.
     pub fn write(&mut self, layer: usize, slot: usize, k: &[f32], v: &[f32]) {
         let KvShape { num_blocks, num_kv_heads, block_size, head_dim } = self.shape;
         let (block, offset) = (slot / block_size, slot % block_size);
@@ -94,11 +95,11 @@ impl KvCache {
         }
     }
 
-    /// Turns Q and K of each token's row of `qkv [T, stride]` to its position and writes K and V at its slot. Rows are
-    /// `[H D | K D | K D]`; position `p` has its angles at `p * D / 2` of `cos` and `sin`.
+    /// Rotates Q and K of each token's row of `qkv [T, stride]` according to its position, and writes K and V to its
+    /// slot. Rows are `[H D | K D | K D]`; the angles of position `p` start at `p * D / 2` in `cos` and `sin`.
     ///
     /// # Panics
-    /// When a slot, a position or a length does not fit.
+    /// Panics if a slot, a position or a length is out of range.
     pub fn rotate_and_write(&mut self, pool: &mut Pool, layer: usize, qkv: &mut [f32], tokens: &Rotation<'_>) {
         let KvShape { num_blocks, num_kv_heads, block_size, head_dim } = self.shape;
         let Rotation { stride, num_heads, positions, slots, cos, sin } = *tokens;
@@ -115,7 +116,7 @@ impl KvCache {
                 let (angles, slot) = (*position as usize * half..(*position as usize + 1) * half, *slot as usize);
                 let (cos, sin) = (&cos[angles.clone()], &sin[angles]);
                 let at = |head: usize| token * stride + head * head_dim;
-                // SAFETY: each KV head with its queries is one thread's, and these parts of a row do not overlap.
+                // SAFETY: each KV head with its queries belongs to one thread, and these parts of a row do not overlap.
                 let (q, k, v) = unsafe {
                     (
                         qkv.slice(at(kv_head * group), group * head_dim),
@@ -128,7 +129,7 @@ impl KvCache {
                 write(shape.start(layer, slot / block_size, kv_head), slot % block_size, k, v);
             }
         };
-        // One call for little work.
+        // A single call if there is little work.
         let chunk = if positions.len() * stride < 1 << 14 { num_kv_heads } else { 1 };
         match &mut self.data {
             KvData::Bf16 { k, v } => shape.write_heads(pool, chunk, k, v, head),
@@ -136,10 +137,10 @@ impl KvCache {
         }
     }
 
-    /// Copies a block's content in all layers.
+    /// Copies the content of a block in all layers.
     ///
     /// # Panics
-    /// When a block does not exist.
+    /// Panics if a block does not exist.
     pub fn copy_block(&mut self, from: usize, to: usize) {
         let KvShape { num_blocks, num_kv_heads, block_size, head_dim } = self.shape;
         assert!(from < num_blocks && to < num_blocks, "blocks {from} and {to} are two of the cache");
@@ -163,7 +164,8 @@ impl KvShape {
         ((layer * self.num_blocks + block) * self.num_kv_heads + head) * self.block_size * self.head_dim
     }
 
-    /// Calls `head` for each KV head, with what writes K and V of a token at a block's start and an offset in it.
+    /// Calls `head` for each KV head with a function that writes K and V of a token, given the start of a block and an
+    /// offset in it.
     fn write_heads<T: KvElement>(
         &self,
         pool: &mut Pool,
@@ -176,7 +178,7 @@ impl KvShape {
         pool.each(self.num_kv_heads, chunk, |heads| {
             for kv_head in heads {
                 head(kv_head, &mut |start, offset, key, value| {
-                    // SAFETY: a block's part of one KV head is that head's thread's.
+                    // SAFETY: the part of a block that belongs to a KV head is written only by that head's thread.
                     let (k, v) = unsafe { (keys.slice(start, len), values.slice(start, len)) };
                     self.write_head(k, v, offset, key, value);
                 });
@@ -195,7 +197,7 @@ impl KvShape {
     }
 }
 
-/// Writes K and V of one token and KV head: where the block's part of the head starts, offset in it, K, V.
+/// Writes K and V of one token and KV head. Arguments: start of the head's part of the block, offset in it, K, V.
 type WriteHead<'a> = dyn FnMut(usize, usize, &[f32], &[f32]) + 'a;
 
 pub(super) trait KvElement: Pod + Send + Sync {
@@ -230,7 +232,7 @@ impl KvElement for f32 {
 /// The tokens of a step, for [`KvCache::rotate_and_write`].
 #[derive(Debug, Clone, Copy)]
 pub struct Rotation<'a> {
-    /// Elements from one token's row to the next.
+    /// Distance in elements from one token's row to the next.
     pub stride: usize,
     /// `H`.
     pub num_heads: usize,
@@ -240,6 +242,6 @@ pub struct Rotation<'a> {
     pub slots: &'a [u32],
     /// Cosines of all positions, `[positions, D / 2]`.
     pub cos: &'a [f32],
-    /// Sines likewise.
+    /// Sines of all positions, `[positions, D / 2]`.
     pub sin: &'a [f32],
 }

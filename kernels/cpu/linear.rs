@@ -1,9 +1,9 @@
 //! linear: out[t, n] = sum over k of x[t, k] * w[n, k] + bias[n]
 //!
-//! x       [T, K] f32, packed once for all outputs: rounded to bf16 beside bf16 weights, else f32
-//! w       [N, K] rows of a checkpoint as they lie there, at any alignment and row stride; parts stacked along `N`
-//! maths   f32 sums in lanes over blocks of 2048 of `K`, lanes added at each block's end, blocks in order
-//! threads share out columns; each column's weights are read once for all rows
+//! x       [T, K] f32, packed once for all outputs: rounded to bf16 for bf16 weights, else f32
+//! w       [N, K] rows of a checkpoint, not copied, with any alignment and row stride; parts stacked along `N`
+//! maths   f32 sums in lanes over blocks of 2048 of `K`, lanes are added at the end of each block, blocks in order
+//! threads divide the columns; each column's weights are read once for all rows
 //! bound   memory for few rows, then multiply-add
 //! test    tests/cpu_linear.rs against reference::linear
 
@@ -17,25 +17,25 @@ use crate::cpu::shared::SharedOut;
 use crate::cpu::x86;
 use crate::cpu::{Isa, Matrix, PackedInput, Pool, WeightType};
 
-/// Most rows for which columns are read one after the other.
+/// Maximum number of rows for which columns are read one after the other.
 const STREAM_ROWS: usize = 4;
-/// Rows whose packed block of inputs stays in the second cache.
+/// Number of rows whose packed block of inputs fits into the L2 cache.
 const BLOCK_ROWS: usize = 32 * TILE_ROWS;
 
 /// `out [rows, N]` = the packed inputs times the matrix, plus bias.
 ///
 /// # Panics
-/// When the inputs were packed for another `K`, or `out` is too short.
+/// Panics if the inputs were packed for another `K`, or if `out` is too short.
 pub fn linear(pool: &mut Pool, isa: Isa, out: &mut [f32], x: &PackedInput, matrix: &Matrix) {
     assert_eq!(x.cols, matrix.cols, "inputs have K columns");
     assert!(out.len() >= x.rows * matrix.rows, "outputs are [rows, N]");
     let job = Job { out: SharedOut::new(out), x, matrix };
     let run = kernel(isa, matrix.weight_type);
     let groups = matrix.num_groups();
-    // Enough chunks to share evenly, each long enough to stream.
+    // Enough chunks to distribute evenly, each long enough for sequential reads.
     let chunk = (groups / (8 * pool.threads())).clamp(4, 64);
     pool.each(groups, chunk, |range| {
-        // SAFETY: `kernel` chose code this processor has, and chunks of groups are disjoint columns.
+        // SAFETY: `kernel` selected code for this processor, and chunks of groups are disjoint columns.
         unsafe { run(&job, range) }
     });
 }
@@ -47,11 +47,11 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Writes the sums of one row from the block of `K` at `k`: the first starts an output, later ones are added,
-    /// after the last comes the bias.
+    /// Writes the sums of one row over the block of `K` at `k`. The first block initializes an output, later ones are
+    /// added to it, and the bias is added after the last.
     ///
     /// # Safety
-    /// Nobody else writes these outputs.
+    /// No other thread may write these outputs.
     #[inline(always)]
     unsafe fn put(&self, row: usize, col: usize, k: usize, sums: &[f32]) {
         // SAFETY: passed on.
@@ -71,7 +71,7 @@ impl Job<'_> {
 
 type Kernel = unsafe fn(&Job<'_>, Range<usize>);
 
-/// The code for weights of a type on a processor that has `isa`.
+/// The code for weights of a type on a processor with `isa`.
 fn kernel(isa: Isa, weight_type: WeightType) -> Kernel {
     #[cfg(target_arch = "x86_64")]
     match (isa, weight_type) {
@@ -128,14 +128,14 @@ kernels! {
     f32_avx2: x86::Avx2<F32>, f32;
 }
 
-/// All rows of the columns in `groups`.
+/// Computes all rows of the columns in `groups`.
 ///
 /// # Safety
-/// The processor has `D`'s instructions, and no other thread computes these columns.
+/// The processor must have `D`'s instructions, and no other thread may compute these columns.
 #[inline(always)]
 unsafe fn columns<D: Dot>(job: &Job<'_>, x: &[D::X], groups: Range<usize>) {
     let (rows, cols) = (job.x.rows, job.matrix.cols);
-    // As long as a column's inputs stay in the first cache.
+    // If a column's inputs fit into the L1 cache.
     if rows <= 2 || rows <= STREAM_ROWS && cols <= BLOCK_K {
         // SAFETY: passed on.
         return unsafe { stream_columns::<D>(job, x, groups) };
@@ -154,10 +154,11 @@ unsafe fn columns<D: Dot>(job: &Job<'_>, x: &[D::X], groups: Range<usize>) {
     }
 }
 
-/// As [`columns`] for few rows: one column after the other, each to the end of `K`, as memory likes it.
+/// Like [`columns`], for few rows: reads one column after the other over the whole of `K`, so that memory is read
+/// sequentially.
 ///
 /// # Safety
-/// As [`columns`].
+/// The same as for [`columns`].
 #[inline(always)]
 unsafe fn stream_columns<D: Dot>(job: &Job<'_>, x: &[D::X], groups: Range<usize>) {
     for part in &job.matrix.parts {
@@ -165,7 +166,7 @@ unsafe fn stream_columns<D: Dot>(job: &Job<'_>, x: &[D::X], groups: Range<usize>
         for row in groups.start * GROUP..(groups.end * GROUP).min(part.rows) {
             let col = part.first_row + row;
             let weights = &part.data[row * part.row_bytes..][..job.matrix.cols * D::WEIGHT_BYTES];
-            // SAFETY: passed on; the inputs are one tile of as many rows.
+            // SAFETY: passed on; the inputs are one tile with this number of rows.
             unsafe {
                 match job.x.rows {
                     1 => stream::<D, 1>(job, x, weights, col),
@@ -178,10 +179,10 @@ unsafe fn stream_columns<D: Dot>(job: &Job<'_>, x: &[D::X], groups: Range<usize>
     }
 }
 
-/// One column for `R` rows of inputs, with the additions of [`GroupWeights::tile`] in the same order.
+/// One column for `R` rows of inputs, with the same additions in the same order as [`GroupWeights::tile`].
 ///
 /// # Safety
-/// As [`columns`]; the inputs are one tile of `R` rows, four at most.
+/// The same as for [`columns`]; the inputs must be one tile of `R` rows, at most four.
 #[inline(always)]
 unsafe fn stream<D: Dot, const R: usize>(job: &Job<'_>, x: &[D::X], weights: &[u8], col: usize) {
     let cols = job.matrix.cols;
@@ -189,7 +190,7 @@ unsafe fn stream<D: Dot, const R: usize>(job: &Job<'_>, x: &[D::X], weights: &[u
         let len = (cols - k).min(BLOCK_K);
         let x = x[tile_at(R, cols, k, 0).0..].as_ptr();
         let weights = &weights[k * D::WEIGHT_BYTES..][..len * D::WEIGHT_BYTES];
-        // SAFETY: `weights` holds `len` weights, and the caller vouches for `x`.
+        // SAFETY: `weights` has `len` weights, and the caller guarantees `x`.
         unsafe {
             let mut acc = [D::zero(); R];
             for step in 0..len / STEP {
@@ -215,17 +216,17 @@ unsafe fn stream<D: Dot, const R: usize>(job: &Job<'_>, x: &[D::X], weights: &[u
     }
 }
 
-/// What is left of a row of weights after its last whole step, padded with 0.
+/// The rest of a row of weights after its last whole step, padded with 0.
 fn pad(rest: &[u8]) -> [u8; STEP * 4] {
     let mut padded = [0; STEP * 4];
     padded[..rest.len()].copy_from_slice(rest);
     padded
 }
 
-/// The tiles of `rows` by four columns from `col`, over one block of `K`.
+/// The tiles of `rows` by four columns starting at `col`, over one block of `K`.
 ///
 /// # Safety
-/// As [`columns`].
+/// The same as for [`columns`].
 #[inline(always)]
 unsafe fn tiles<D: Dot>(
     job: &Job<'_>,
@@ -238,7 +239,7 @@ unsafe fn tiles<D: Dot>(
     for tile in rows.step_by(TILE_ROWS) {
         let (start, tile_rows) = tile_at(job.x.rows, job.matrix.cols, k, tile);
         let x = x[start..].as_ptr();
-        // SAFETY: passed on; `x` holds a whole tile.
+        // SAFETY: passed on; `x` contains a whole tile.
         unsafe {
             match tile_rows {
                 1 => weights.tile::<1>(job, x, tile, col, k),
@@ -252,12 +253,12 @@ unsafe fn tiles<D: Dot>(
     }
 }
 
-/// Four rows of weights over one block of `K`; the last row is repeated where there are fewer.
+/// Four rows of weights over one block of `K`. The last row is repeated if there are fewer.
 struct GroupWeights<D> {
     rows: [*const u8; GROUP],
     valid: usize,
     steps: usize,
-    tail: Option<[[u8; STEP * 4]; GROUP]>, // what is left of `K`, padded with 0
+    tail: Option<[[u8; STEP * 4]; GROUP]>, // rest of `K`, padded with 0
     dot: std::marker::PhantomData<D>,
 }
 
@@ -275,15 +276,18 @@ impl<D: Dot> GroupWeights<D> {
         Self { rows, valid, steps: len / STEP, tail, dot: std::marker::PhantomData }
     }
 
-    /// `R` rows of inputs by four columns; written to, or from the second block of `K` on added to, the output.
+    /// `R` rows of inputs by four columns. The sums initialize the output in the first block of `K` and are added to it
+    /// in later blocks.
     ///
     /// # Safety
-    /// The processor has `D`'s instructions; `x` holds a tile of `R` rows; nobody else writes these outputs.
+    /// The processor must have `D`'s instructions; `x` must contain a tile of `R` rows; no other thread may write these
+    /// outputs.
     #[inline(always)]
     unsafe fn tile<const R: usize>(&self, job: &Job<'_>, x: *const D::X, row: usize, col: usize, k: usize) {
-        // Loops, not closures: a closure is compiled without this processor's instructions and is not inlined here.
+        // Loops instead of closures: a closure would be compiled without this processor's instructions and not be
+        // inlined here.
         let mut sums = [[0.0; GROUP]; R];
-        // SAFETY: `new` checked that each row has `steps * STEP` weights, and the caller vouches for `x`.
+        // SAFETY: `new` checked that each row has `steps * STEP` weights, and the caller guarantees `x`.
         unsafe {
             let mut acc = [[D::zero(); GROUP]; R];
             let [a, b, c, d] = self.rows;
@@ -302,7 +306,7 @@ impl<D: Dot> GroupWeights<D> {
             }
         }
         for (r, sums) in sums.iter().enumerate() {
-            // SAFETY: these columns are this thread's alone.
+            // SAFETY: only this thread writes these columns.
             unsafe { job.put(row + r, col, k, &sums[..self.valid]) }
         }
     }
@@ -312,7 +316,7 @@ impl<D: Dot> GroupWeights<D> {
 unsafe fn add_step<D: Dot, const R: usize>(acc: &mut [[D::Acc; GROUP]; R], x: *const D::X, weights: [D::W; GROUP]) {
     for (r, acc) in acc.iter_mut().enumerate() {
         for (acc, weights) in acc.iter_mut().zip(weights) {
-            // SAFETY: the caller vouches for `R` rows of 32 inputs.
+            // SAFETY: the caller guarantees `R` rows of 32 inputs.
             *acc = unsafe { D::add(*acc, x.add(r * STEP), weights) };
         }
     }

@@ -1,10 +1,10 @@
-//! Weight matrices as they lie in a checkpoint.
+//! Weight matrices in the memory layout of a checkpoint.
 
 use std::ops::Range;
 
 use crate::cpu::dot::{Bf16, Element, F16, F32};
 
-/// Rows whose products are computed together.
+/// Number of rows whose products are computed together.
 pub(crate) const GROUP: usize = 4;
 
 /// Element type of weights.
@@ -12,9 +12,9 @@ pub(crate) const GROUP: usize = 4;
 pub enum WeightType {
     /// bfloat16.
     Bf16,
-    /// IEEE half.
+    /// IEEE half precision.
     F16,
-    /// IEEE single.
+    /// IEEE single precision.
     F32,
 }
 
@@ -28,7 +28,7 @@ impl WeightType {
     }
 }
 
-/// A weight matrix `[N, K]` that lies elsewhere, in parts stacked along `N`.
+/// A weight matrix `[N, K]` in memory that it does not own, in parts stacked along `N`.
 #[derive(Debug, Clone)]
 pub struct Matrix {
     pub(super) weight_type: WeightType,
@@ -40,11 +40,11 @@ pub struct Matrix {
 
 #[derive(Debug, Clone)]
 pub(crate) struct Part {
-    pub(super) data: &'static [u8], // from the first element taken
+    pub(super) data: &'static [u8], // starting at the first element used
     pub(super) rows: usize,
-    pub(super) row_bytes: usize,   // from one row to the next
-    pub(super) first_row: usize,   // in the matrix
-    pub(super) first_group: usize, // groups of the parts before
+    pub(super) row_bytes: usize,   // distance from one row to the next
+    pub(super) first_row: usize,   // index in the matrix
+    pub(super) first_group: usize, // number of groups in the parts before
 }
 
 impl Part {
@@ -52,7 +52,7 @@ impl Part {
         self.rows.div_ceil(GROUP)
     }
 
-    /// Those of the matrix's `groups` that are this part's, counted from its first.
+    /// The part of the matrix's `groups` that belongs to this part, counted from its first group.
     pub(crate) fn groups_in(&self, groups: &Range<usize>) -> Range<usize> {
         let end = groups.end.min(self.first_group + self.groups()).saturating_sub(self.first_group);
         groups.start.saturating_sub(self.first_group).min(end)..end
@@ -60,15 +60,15 @@ impl Part {
 }
 
 impl Matrix {
-    /// A matrix without rows, of `cols` = `K`.
+    /// A matrix without rows; `cols` is `K`.
     pub fn new(weight_type: WeightType, cols: usize) -> Self {
         Self { weight_type, cols, rows: 0, parts: Vec::new(), bias: None }
     }
 
-    /// Stacks `rows` rows below: row `i` is at `data[i * row_bytes..]`.
+    /// Appends `rows` rows: row `i` starts at `data[i * row_bytes]`.
     ///
     /// # Panics
-    /// When `data` ends before its last row.
+    /// Panics if `data` ends before its last row.
     pub fn stack(&mut self, data: &'static [u8], rows: usize, row_bytes: usize) {
         let width = self.cols * self.weight_type.size();
         assert!(rows == 0 || (rows - 1) * row_bytes + width <= data.len(), "weights end before their last row");
@@ -80,18 +80,18 @@ impl Matrix {
     /// Adds `bias [N]` to each output.
     ///
     /// # Panics
-    /// When its length is not `N`.
+    /// Panics if its length is not `N`.
     pub fn set_bias(&mut self, bias: Vec<f32>) {
         assert_eq!(bias.len(), self.rows, "one bias for each output");
         self.bias = Some(bias);
     }
 
-    /// `N`.
+    /// `N`, the number of rows.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// `K`.
+    /// `K`, the number of columns.
     pub fn cols(&self) -> usize {
         self.cols
     }
@@ -101,7 +101,7 @@ impl Matrix {
         self.weight_type
     }
 
-    /// Bytes that one product reads.
+    /// Number of bytes that one product reads.
     pub fn bytes(&self) -> usize {
         self.rows * self.cols * self.weight_type.size()
     }
@@ -109,16 +109,16 @@ impl Matrix {
     /// Row `index` as f32, for an embedding.
     ///
     /// # Panics
-    /// When there is no such row, or `out` is not `[K]`.
+    /// Panics if there is no such row, or if `out` is not `[K]`.
     pub fn read_row(&self, index: usize, out: &mut [f32]) {
         assert_eq!(out.len(), self.cols, "a row has K elements");
         read_weights(self.weight_type, self.row_bytes(index), out);
     }
 
-    /// Row `index` as it lies in the checkpoint.
+    /// The bytes of row `index` in the checkpoint.
     ///
     /// # Panics
-    /// When there is no such row.
+    /// Panics if there is no such row.
     pub(crate) fn row_bytes(&self, index: usize) -> &'static [u8] {
         let part = self.parts.iter().find(|part| (part.first_row..part.first_row + part.rows).contains(&index));
         let part = part.expect("the row is in the matrix");
@@ -133,7 +133,7 @@ impl Matrix {
 /// `out[i]` = weight `i` of `bytes`.
 ///
 /// # Panics
-/// When their lengths differ.
+/// Panics if their lengths differ.
 pub fn read_weights(weight_type: WeightType, bytes: &[u8], out: &mut [f32]) {
     let size = weight_type.size();
     assert_eq!(bytes.len(), out.len() * size, "one output for each weight");

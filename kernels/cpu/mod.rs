@@ -1,7 +1,7 @@
-//! CPU kernels: one safe wrapper per op, over f32 activations and weights in the checkpoint's own type.
+//! CPU kernels: one safe wrapper per op, with f32 activations and weights in the checkpoint's type.
 //!
-//! Every result has one summation order, whatever else is in the step: an output is a sum along `K` in lanes,
-//! lanes are added at the end, and threads share out outputs, never sums. So a row's bits depend on that row alone.
+//! Every result has one order of summation, whatever else is in the step: an output is a sum along `K` in lanes, the
+//! lanes are added at the end, and threads divide outputs, never sums. So the bits of a row depend only on that row.
 
 #[macro_use]
 mod isa;
@@ -9,9 +9,11 @@ mod isa;
 mod activation;
 mod affinity;
 mod attention;
+mod attention_tile;
 mod buffer;
 mod dot;
 mod exp;
+mod group_dot;
 mod kv_cache;
 mod linear;
 mod matrix;
@@ -35,7 +37,7 @@ mod x86_quantized;
 
 pub use activation::{Gate, activate, gate};
 pub use affinity::allowed_cores;
-pub use attention::{Attention, AttentionRow};
+pub use attention_tile::{Attention, AttentionRow};
 pub use buffer::Buffer;
 pub use exp::exp;
 pub use isa::Isa;

@@ -3,7 +3,7 @@
 //!
 //! x, y    [T, E] f32
 //! w, b    [E] f32
-//! maths   f32 sums in 16 lanes, in order; the variance is summed from differences to the mean
+//! maths   f32 sums in 16 lanes, in order; the variance is computed from the differences from the mean
 //! test    tests/cpu_ops.rs against reference::rms_norm and reference::layer_norm
 
 use crate::cpu::Pool;
@@ -11,7 +11,7 @@ use crate::cpu::shared::SharedOut;
 
 const LANES: usize = 16;
 
-/// A norm's kind and weights.
+/// Kind and weights of a norm.
 #[derive(Debug, Clone, Copy)]
 pub enum Norm<'a> {
     /// Divides by the root of the mean square.
@@ -39,7 +39,7 @@ impl Norm<'_> {
 /// `out = norm(x)`, row by row.
 ///
 /// # Panics
-/// When `out` and `x` differ in length or are not whole rows.
+/// Panics if `out` and `x` differ in length or are not whole rows.
 pub fn norm(pool: &mut Pool, out: &mut [f32], x: &[f32], norm: Norm<'_>, eps: f32) {
     assert_eq!(out.len(), x.len(), "outputs are as many as inputs");
     let width = norm.width();
@@ -55,7 +55,7 @@ pub fn norm(pool: &mut Pool, out: &mut [f32], x: &[f32], norm: Norm<'_>, eps: f3
 /// `residual += sum of partials, in order; out = norm(residual)`, row by row.
 ///
 /// # Panics
-/// When lengths differ or are not whole rows.
+/// Panics if lengths differ or are not whole rows.
 pub fn add_norm(pool: &mut Pool, out: &mut [f32], residual: &mut [f32], partials: &[&[f32]], norm: Norm<'_>, eps: f32) {
     assert_eq!(out.len(), residual.len(), "outputs are as many as inputs");
     assert!(partials.iter().all(|partial| partial.len() >= out.len()), "partial sums are as many as outputs");
@@ -73,11 +73,11 @@ pub fn add_norm(pool: &mut Pool, out: &mut [f32], residual: &mut [f32], partials
     });
 }
 
-/// RMS norm in place of the heads that `x`'s rows of `stride` elements start with: `heads[i]` of them, each as wide as
-/// `weights[i]` and normed by it, one kind after the other.
+/// RMS norm, in place, of the heads at the start of each row of `x` (`stride` elements apart). There are `heads[i]`
+/// heads as wide as `weights[i]`, which are normalized with it; heads of the first kind come first.
 ///
 /// # Panics
-/// When a row is too short for its heads, or `x` is not whole rows.
+/// Panics if a row is too short for its heads, or if `x` is not whole rows.
 pub fn head_norm(pool: &mut Pool, x: &mut [f32], stride: usize, heads: [usize; 2], weights: [&[f32]; 2], eps: f32) {
     let width: usize = heads.iter().zip(weights).map(|(count, weight)| count * weight.len()).sum();
     assert!(width <= stride, "a row holds its heads");

@@ -1,4 +1,4 @@
-//! Inputs of linear layers, converted and laid out once for all outputs.
+//! Inputs of linear layers, converted and packed once for all outputs.
 
 use bytemuck::Pod;
 
@@ -6,14 +6,14 @@ use crate::cpu::dot::STEP;
 use crate::cpu::shared::SharedOut;
 use crate::cpu::{Buffer, Pool, WeightType};
 
-/// `K` is summed in blocks of so many: a block of few columns and of a tile's rows stays in the first cache.
+/// Size of the blocks in which `K` is summed: a block of some columns and of a tile's rows fits into the L1 cache.
 pub(crate) const BLOCK_K: usize = 2048;
-/// Rows of a tile: as many as share one reading of four columns' weights from registers.
+/// Number of rows of a tile, which share one load of four columns' weights into registers.
 pub(crate) const TILE_ROWS: usize = 6;
 
-/// Inputs of a linear layer in the order its inner loop reads them.
+/// Inputs of a linear layer, in the order in which its inner loop reads them.
 ///
-/// For each block of `K` and tile of rows: steps of 32 elements, each row of the tile in turn, padded with 0.
+/// For each block of `K` and tile of rows: steps of 32 elements, the rows of the tile in turn, padded with 0.
 pub struct PackedInput {
     pub(super) bf16: Buffer<u16>,
     pub(super) f32: Buffer<f32>,
@@ -22,7 +22,7 @@ pub struct PackedInput {
 }
 
 impl PackedInput {
-    /// Room for `max_rows` rows of `max_cols`.
+    /// A buffer for `max_rows` rows of `max_cols`.
     pub fn new(max_rows: usize, max_cols: usize) -> Self {
         let len = max_rows * max_cols.next_multiple_of(STEP);
         Self { bf16: Buffer::new(len), f32: Buffer::new(len), rows: 0, cols: 0 }
@@ -31,7 +31,7 @@ impl PackedInput {
     /// Packs `x [rows, cols]` for weights of `weight_type`.
     ///
     /// # Panics
-    /// When `x` is shorter, or larger than the room.
+    /// Panics if `x` is too short, or larger than the buffer.
     pub fn pack(&mut self, pool: &mut Pool, x: &[f32], rows: usize, cols: usize, weight_type: WeightType) {
         assert!(x.len() >= rows * cols, "inputs are [rows, cols]");
         assert!(rows * cols.next_multiple_of(STEP) <= self.f32.len(), "packed inputs fit");
@@ -51,7 +51,7 @@ pub(crate) fn bf16_bits(x: f32) -> u16 {
     if x.is_nan() { ((bits >> 16) | 0x40) as u16 } else { (rounded >> 16) as u16 }
 }
 
-/// Where the block of `K` from `k` and the tile from `row` start, and rows of the tile.
+/// Offset of the tile from `row` in the block of `K` from `k`, and the number of rows of the tile.
 #[inline(always)]
 pub(crate) fn tile_at(rows: usize, cols: usize, k: usize, row: usize) -> (usize, usize) {
     let block = (cols - k).min(BLOCK_K).next_multiple_of(STEP);
@@ -76,7 +76,7 @@ fn pack<T: Pod + Send + Sync>(
                 let (start, tile_rows) = tile_at(rows, cols, k, tile);
                 let block = &x[row * cols + k..][..(cols - k).min(BLOCK_K)];
                 for (step, x) in block.chunks(STEP).enumerate() {
-                    // SAFETY: each row's steps are its own, and each row has one thread.
+                    // SAFETY: each row has its own steps, and each row has one thread.
                     let out = unsafe { out.slice(start + (step * tile_rows + in_tile) * STEP, STEP) };
                     for (out, x) in out.iter_mut().zip(x) {
                         *out = convert(*x);

@@ -1,10 +1,10 @@
 //! panel_linear:       out[t, n] = sum over k of x[t, k] * w[n, k] + bias[n]
-//! panel_gated_linear: out[t, i] = activation(y[t, i]) * y[t, I + i], where y is what `panel_linear` computes
+//! panel_gated_linear: out[t, i] = activation(y[t, i]) * y[t, I + i], where y is the result of `panel_linear`
 //!
 //! x       [T, K] rounded to bf16, `PanelInput`
 //! w       [N, K] bf16, `PanelMatrix`
-//! maths   an output is one f32 sum over pairs of `K` in order, whatever is computed beside it
-//! threads share out panels of 32 columns; each is read from memory once for all rows
+//! maths   an output is one f32 sum over pairs of `K` in order, whatever is computed together with it
+//! threads divide the panels of 32 columns; each is read from memory once for all rows
 //! bound   memory for few rows, then bf16 products
 //! needs   AVX-512 BF16
 //! test    tests/cpu_panels.rs against reference::linear
@@ -17,15 +17,15 @@ use crate::cpu::panels::{PANEL, RUN, TILE_ROWS};
 use crate::cpu::shared::SharedOut;
 use crate::cpu::{Gate, Isa, PanelInput, PanelMatrix, Pool};
 
-/// Most rows for which the processor's own reading ahead of weights keeps up with the products.
+/// Maximum number of rows for which the hardware prefetcher keeps up with the products.
 const STREAM_ROWS: usize = 8;
-/// Elements of a line of memory.
+/// Number of elements in a cache line.
 const LINE: usize = 16;
 
 /// `out [rows, N]` = the packed inputs times the matrix, plus bias.
 ///
 /// # Panics
-/// When the inputs were packed for another `K`, `out` is too short, or the processor lacks the instructions.
+/// Panics if the inputs were packed for another `K`, if `out` is too short, or if the processor lacks the instructions.
 pub fn panel_linear(pool: &mut Pool, out: &mut [f32], x: &PanelInput, matrix: &PanelMatrix) {
     assert!(out.len() >= x.rows * matrix.rows, "outputs are [rows, N]");
     run(pool, Job { out: SharedOut::new(out), width: matrix.rows, x, matrix, gate: None });
@@ -34,7 +34,7 @@ pub fn panel_linear(pool: &mut Pool, out: &mut [f32], x: &PanelInput, matrix: &P
 /// `out [rows, N / 2]` = activation(gate) * up, where the product with its bias is `[gate | up]`.
 ///
 /// # Panics
-/// As [`panel_linear`]; and when gates are not whole panels ([`PanelMatrix::can_gate`]).
+/// Panics in the cases of [`panel_linear`], or if the gates are not whole panels ([`PanelMatrix::can_gate`]).
 pub fn panel_gated_linear(pool: &mut Pool, out: &mut [f32], x: &PanelInput, matrix: &PanelMatrix, gate: Gate) {
     let width = matrix.rows / 2;
     assert!(matrix.can_gate(), "gates are whole panels");
@@ -45,7 +45,7 @@ pub fn panel_gated_linear(pool: &mut Pool, out: &mut [f32], x: &PanelInput, matr
 fn run(pool: &mut Pool, job: Job<'_>) {
     assert_eq!(job.x.cols, job.matrix.cols, "inputs have K columns");
     assert!(PanelMatrix::is_supported(Isa::detect()), "panels are multiplied with AVX-512 BF16");
-    pool.stretches(job.width.div_ceil(PANEL), 1, |range| {
+    pool.each_contiguous(job.width.div_ceil(PANEL), 1, |range| {
         // SAFETY: the processor has the instructions, and panels are disjoint columns.
         unsafe { job.panels(range) }
     });
@@ -56,14 +56,14 @@ struct Job<'a> {
     width: usize, // of `out`
     x: &'a PanelInput,
     matrix: &'a PanelMatrix,
-    gate: Option<Gate>, // of the first half of the columns, for the second
+    gate: Option<Gate>, // for the first half of the columns, which gates the second
 }
 
 impl Job<'_> {
-    /// All rows of the columns of some panels.
+    /// Computes all rows of the columns of some panels.
     ///
     /// # Safety
-    /// The processor has the instructions, and no other thread computes these columns.
+    /// The processor must have the instructions, and no other thread may compute these columns.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
     unsafe fn panels(&self, range: Range<usize>) {
         let (rows, tile_rows) = (self.x.rows, self.x.tile_rows());
@@ -93,7 +93,7 @@ impl Job<'_> {
     /// `R` rows of the outputs of one panel.
     ///
     /// # Safety
-    /// As [`Job::panels`].
+    /// The same as for [`Job::panels`].
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
     unsafe fn tile<const R: usize>(&self, panel: usize, row: usize) {
         let col = panel * PANEL;
@@ -116,11 +116,11 @@ impl Job<'_> {
     /// Products of `R` rows and one panel, with the bias.
     ///
     /// # Safety
-    /// The processor has the instructions.
+    /// The processor must have the instructions.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
     unsafe fn sums<const R: usize>(&self, panel: usize, row: usize) -> [[__m512; 2]; R] {
         let tile = self.tile_at(panel, row, R);
-        // SAFETY: passed on; `tile_at` checked that inputs and weights hold the tile.
+        // SAFETY: passed on; `tile_at` checked that inputs and weights contain the tile.
         unsafe {
             let mut sums = [[_mm512_setzero_ps(); 2]; R];
             for first in (0..tile.pairs).step_by(RUN) {
@@ -139,8 +139,8 @@ impl Job<'_> {
         }
     }
 
-    /// Where a tile's inputs and weights lie. The first two tiles ask memory for half of the next panel each, a single one
-    /// for all of it.
+    /// The inputs and weights of a tile. The first two tiles each prefetch half of the next panel; a single tile
+    /// prefetches all of it.
     fn tile_at(&self, panel: usize, row: usize, tile_rows: usize) -> Tile {
         let pairs = self.matrix.pairs();
         let weights = self.matrix.data[panel * pairs * PANEL..][..pairs * PANEL].as_ptr();
@@ -157,15 +157,15 @@ impl Job<'_> {
     }
 }
 
-/// Where the inputs and weights of a tile lie.
+/// The locations of the inputs and weights of a tile.
 struct Tile {
     pairs: usize,
     x: *const u32,          // [pairs / RUN, R, RUN]
     weights: *const u32,    // [pairs, PANEL]
-    ahead: [*const u32; 2], // from here on memory is asked for a line with each pair; weights at hand cost nothing
+    ahead: [*const u32; 2], // address to prefetch from, one line with each pair; weights that are already cached cost nothing
 }
 
-/// Which lanes of a panel's two registers are columns.
+/// The lanes of a panel's two registers that are columns.
 fn masks(valid: usize) -> [u16; 2] {
     let mask = (1u64 << valid) - 1;
     [mask as u16, (mask >> 16) as u16]
@@ -190,10 +190,10 @@ fn multiply_gated<const R: usize>(gates: &mut [[__m512; 2]; R], ups: &[[__m512; 
 /// Adds the products of a run of pairs.
 ///
 /// # Safety
-/// The processor has the instructions, and `tile` points to `R` rows and a panel.
+/// The processor must have the instructions, and `tile` must point to `R` rows and a panel.
 #[inline(always)]
 unsafe fn add_run<const R: usize>(sums: &mut [[__m512; 2]; R], tile: &Tile, first: usize, pairs: usize) {
-    // SAFETY: passed on; asking for memory ahead never faults.
+    // SAFETY: passed on; a prefetch never faults.
     unsafe {
         let x = tile.x.add(first * R);
         for pair in 0..pairs {

@@ -1,18 +1,18 @@
-//! bf16 weight matrices copied into panels, and inputs laid out beside them.
+//! bf16 weight matrices copied to panels, and inputs in the corresponding layout.
 //!
-//! A panel holds 32 outputs: for each pair of neighbours in `K`, the pairs of all its outputs, as
-//! products of bf16 pairs take them. So a matrix is read from its first byte to its last, and the sums of 32 outputs
-//! grow in the lanes of two registers.
+//! A panel contains 32 outputs: for each pair of adjacent elements of `K`, the pairs of all its outputs, in the layout
+//! of instructions that multiply bf16 pairs. So a matrix is read sequentially, and the sums of 32 outputs are in the
+//! lanes of two registers.
 
 use crate::cpu::packed::bf16_bits;
 use crate::cpu::shared::SharedOut;
 use crate::cpu::{Buffer, Isa, Matrix, Pool, WeightType};
 
-/// Outputs of a panel.
+/// Number of outputs in a panel.
 pub(crate) const PANEL: usize = 32;
-/// Pairs of one row that lie beside each other.
+/// Number of pairs of one row that are stored together.
 pub(crate) const RUN: usize = 16;
-/// Most rows of a tile: with two registers of sums each they leave room for weights and an input.
+/// Maximum number of rows of a tile. Each needs two registers for its sums; the others are for weights and an input.
 pub(crate) const TILE_ROWS: usize = 12;
 
 /// A bf16 matrix `[N, K]` in panels.
@@ -24,7 +24,7 @@ pub struct PanelMatrix {
 }
 
 impl PanelMatrix {
-    /// Whether this processor multiplies panels faster than rows.
+    /// Whether panels are faster than rows on this processor.
     pub fn is_supported(isa: Isa) -> bool {
         isa == Isa::Avx512Bf16
     }
@@ -32,7 +32,7 @@ impl PanelMatrix {
     /// Copies a checkpoint's matrix.
     ///
     /// # Panics
-    /// When its weights are not bf16.
+    /// Panics if its weights are not bf16.
     pub fn new(pool: &mut Pool, matrix: &Matrix) -> Self {
         assert_eq!(matrix.weight_type, WeightType::Bf16, "panels hold bf16 weights");
         let (rows, cols, pairs) = (matrix.rows, matrix.cols, matrix.cols.div_ceil(2));
@@ -41,7 +41,7 @@ impl PanelMatrix {
         let shared = SharedOut::new(&mut data);
         pool.each(panels, 1, |range| {
             for panel in range {
-                // SAFETY: each panel is one thread's.
+                // SAFETY: each panel has one thread.
                 let out = unsafe { shared.slice(panel * pairs * PANEL, pairs * PANEL) };
                 copy_panel(matrix, panel * PANEL, out);
             }
@@ -59,12 +59,12 @@ impl PanelMatrix {
         self.cols
     }
 
-    /// Bytes that one product reads.
+    /// Number of bytes that one product reads.
     pub fn bytes(&self) -> usize {
         size_of_val(&*self.data)
     }
 
-    /// Whether the halves of the outputs, gate and up, are whole panels.
+    /// Whether gate and up, the two halves of the outputs, are whole panels.
     pub fn can_gate(&self) -> bool {
         self.rows.is_multiple_of(2 * PANEL)
     }
@@ -74,9 +74,9 @@ impl PanelMatrix {
     }
 }
 
-/// Copies up to 32 rows of `matrix` from `first`; what they leave of the panel is zero.
+/// Copies up to 32 rows of `matrix` starting at `first`; the rest of the panel is zero.
 fn copy_panel(matrix: &Matrix, first: usize, out: &mut [u32]) {
-    // As many pairs at a time as stay in the first cache.
+    // Number of pairs that fit into the L1 cache.
     const PAIRS: usize = 128;
     let lanes = PANEL.min(matrix.rows - first);
     for (block, out) in out.chunks_mut(PAIRS * PANEL).enumerate() {
@@ -101,20 +101,20 @@ pub struct PanelInput {
 }
 
 impl PanelInput {
-    /// Room for `max_rows` rows of `max_cols`.
+    /// A buffer for `max_rows` rows of `max_cols`.
     pub fn new(max_rows: usize, max_cols: usize) -> Self {
         Self { data: Buffer::new(Self::bytes(max_rows, max_cols) / size_of::<u32>()), rows: 0, cols: 0 }
     }
 
-    /// Bytes of room for `max_rows` rows of `max_cols`.
+    /// Number of bytes of a buffer for `max_rows` rows of `max_cols`.
     pub fn bytes(max_rows: usize, max_cols: usize) -> usize {
         max_rows * padded_pairs(max_cols) * size_of::<u32>()
     }
 
-    /// Rounds `x [rows, cols]` to bf16 and lays it out.
+    /// Rounds `x [rows, cols]` to bf16 and packs it.
     ///
     /// # Panics
-    /// When `x` is shorter, or larger than the room.
+    /// Panics if `x` is too short, or larger than the buffer.
     pub fn pack(&mut self, pool: &mut Pool, x: &[f32], rows: usize, cols: usize) {
         let pairs = padded_pairs(cols);
         assert!(x.len() >= rows * cols, "inputs are [rows, cols]");
@@ -131,12 +131,12 @@ impl PanelInput {
         });
     }
 
-    /// Rows of a tile but for the last: at most 12, and the last has about as many.
+    /// Number of rows of every tile but the last: at most 12. The last has about as many.
     pub(super) fn tile_rows(&self) -> usize {
         self.rows.div_ceil(self.rows.div_ceil(TILE_ROWS).max(1)).max(1)
     }
 
-    /// Pairs of a row, its last run filled up.
+    /// Number of pairs of a row, with its last run padded.
     pub(super) fn pairs(&self) -> usize {
         padded_pairs(self.cols)
     }
@@ -146,7 +146,7 @@ fn padded_pairs(cols: usize) -> usize {
     cols.div_ceil(2).next_multiple_of(RUN)
 }
 
-/// Writes one row's runs, `stride` pairs apart; nobody else accesses them.
+/// Writes the runs of one row, `stride` pairs apart. No other thread may access them.
 fn pack_row(x: &[f32], out: &SharedOut<u32>, start: usize, stride: usize) {
     #[cfg(target_arch = "x86_64")]
     if PanelMatrix::is_supported(Isa::detect()) {
@@ -154,7 +154,7 @@ fn pack_row(x: &[f32], out: &SharedOut<u32>, start: usize, stride: usize) {
         return unsafe { pack_row_avx512(x, out, start, stride) };
     }
     for (run, x) in x.chunks(2 * RUN).enumerate() {
-        // SAFETY: each row has one thread, and its runs are its own.
+        // SAFETY: each row has one thread and separate runs.
         let out = unsafe { out.slice(start + run * stride, RUN) };
         let mut padded = [0.0; 2 * RUN];
         padded[..x.len()].copy_from_slice(x);
@@ -164,7 +164,7 @@ fn pack_row(x: &[f32], out: &SharedOut<u32>, start: usize, stride: usize) {
     }
 }
 
-/// As [`pack_row`]; denormals become zero, as they do in products.
+/// Like [`pack_row`]; denormals become zero, like in products.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 unsafe fn pack_row_avx512(x: &[f32], out: &SharedOut<u32>, start: usize, stride: usize) {

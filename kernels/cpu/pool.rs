@@ -1,4 +1,4 @@
-//! Threads that work on one op at a time: they spin briefly between ops and park when none comes.
+//! A thread pool that runs one op at a time. Its threads spin briefly between ops, and park if there is no op.
 
 use std::cell::UnsafeCell;
 use std::ops::Range;
@@ -14,24 +14,24 @@ type Job = dyn Fn(usize) + Sync;
 
 fn nothing(_: usize) {}
 
-/// A fixed team of threads, of which the caller is the first.
+/// A fixed number of threads; the caller is the first.
 pub struct Pool {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    stretches: Arc<[Stretch]>, // one a thread
+    ranges: Arc<[ChunkRange]>, // one per thread
 }
 
 struct Shared {
-    epoch: AtomicU32,                   // counts jobs; a change is the call to work
-    remaining: AtomicUsize,             // threads still at work on the current job
-    stop: AtomicBool,                   // the next epoch is the end
-    job: UnsafeCell<*const Job>,        // written while nobody works, read after `epoch` changes
-    caller: UnsafeCell<Option<Thread>>, // likewise; woken when `remaining` reaches 0
-    parked: Vec<AtomicBool>,            // which threads sleep
+    epoch: AtomicU32,                   // counts jobs; a change starts a job
+    remaining: AtomicUsize,             // number of threads still running the current job
+    stop: AtomicBool,                   // the threads end at the next epoch
+    job: UnsafeCell<*const Job>,        // written while no thread runs, read after `epoch` changes
+    caller: UnsafeCell<Option<Thread>>, // likewise; unparked when `remaining` becomes 0
+    parked: Vec<AtomicBool>,            // which threads are parked
 }
 
-// SAFETY: `job` and `caller` are written only while no thread is at work (`remaining` is 0), before the release
-// store to `epoch` that every reader acquires.
+// SAFETY: `job` and `caller` are written only while no thread runs a job (`remaining` is 0), before the release store
+// to `epoch` that every reader acquires.
 unsafe impl Sync for Shared {}
 // SAFETY: as above; the pointer is used only while `run` keeps its target alive.
 unsafe impl Send for Shared {}
@@ -56,25 +56,25 @@ impl Pool {
         Self {
             threads: (1..threads).map(start).collect(),
             shared: Arc::clone(&shared),
-            stretches: (0..threads).map(|_| Stretch::default()).collect(),
+            ranges: (0..threads).map(|_| ChunkRange::default()).collect(),
         }
     }
 
-    /// Threads in the team.
+    /// Number of threads, including the caller.
     pub fn threads(&self) -> usize {
         self.threads.len() + 1
     }
 
-    /// Calls `job(i)` once on each thread `i`, and returns when all are done.
+    /// Calls `job(i)` once on each thread `i`, and returns when all calls have returned.
     ///
-    /// A panic in a job ends the process: other threads still hold what it borrowed.
+    /// A panic in a job aborts the process, because other threads still use what the job borrowed.
     pub fn run(&mut self, job: &(dyn Fn(usize) + Sync)) {
         if self.threads.is_empty() {
             return job(0);
         }
         let shared = &*self.shared;
-        // SAFETY: no thread is at work, so nobody reads `job` and `caller` now. The lifetime is erased, but this
-        // function does not return before every thread is done with the job.
+        // SAFETY: no thread runs a job, so nobody reads `job` and `caller` now. The lifetime is erased, but this
+        // function does not return before every thread has finished the job.
         unsafe {
             *shared.job.get() = std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const Job>(job);
             *shared.caller.get() = Some(std::thread::current());
@@ -88,14 +88,14 @@ impl Pool {
         wait_until(|| shared.remaining.load(Ordering::Acquire) == 0);
     }
 
-    /// What `job(i)` gives on each thread `i`.
+    /// The results of `job(i)` on each thread `i`.
     pub(super) fn map_threads<T: Send + Sync>(&mut self, job: impl Fn(usize) -> T + Sync) -> Vec<T> {
         let results: Vec<OnceLock<T>> = (0..self.threads()).map(|_| OnceLock::new()).collect();
         self.run(&|thread| drop(results[thread].set(job(thread)))); // Each is set once.
         results.into_iter().map(|result| result.into_inner().expect("every thread gave a result")).collect()
     }
 
-    /// Shares `0..count` out in chunks of `chunk`, first come first served.
+    /// Distributes `0..count` in chunks of `chunk`: each thread takes the next chunk.
     pub fn each(&mut self, count: usize, chunk: usize, job: impl Fn(Range<usize>) + Sync) {
         if self.threads.is_empty() || count <= chunk {
             return (0..count).step_by(chunk.max(1)).for_each(|start| job(start..(start + chunk).min(count)));
@@ -112,26 +112,26 @@ impl Pool {
         });
     }
 
-    /// As [`Pool::each`], but each thread walks along a stretch of its own, as memory likes it. Who is at its end takes
-    /// chunks from the end of another's.
+    /// Like [`Pool::each`], but each thread has its own contiguous range, so that memory is read sequentially. A thread
+    /// that has finished its range takes chunks from the end of another's.
     ///
     /// # Panics
-    /// When `chunk` is 0, or `count` does not fit into 32 bits.
-    pub fn stretches(&mut self, count: usize, chunk: usize, job: impl Fn(Range<usize>) + Sync) {
+    /// Panics if `chunk` is 0, or if `count` does not fit into 32 bits.
+    pub fn each_contiguous(&mut self, count: usize, chunk: usize, job: impl Fn(Range<usize>) + Sync) {
         if self.threads.is_empty() || count <= chunk {
             return self.each(count, chunk, job);
         }
         let threads = self.threads();
-        for (index, stretch) in self.stretches.iter().enumerate() {
-            stretch.set(count * index / threads..count * (index + 1) / threads);
+        for (index, range) in self.ranges.iter().enumerate() {
+            range.set(count * index / threads..count * (index + 1) / threads);
         }
-        let stretches = Arc::clone(&self.stretches);
+        let ranges = Arc::clone(&self.ranges);
         self.run(&|own| {
-            while let Some(range) = stretches[own].take(chunk, false) {
+            while let Some(range) = ranges[own].take(chunk, false) {
                 job(range);
             }
             for other in (own + 1..threads).chain(0..own) {
-                while let Some(range) = stretches[other].take(chunk, true) {
+                while let Some(range) = ranges[other].take(chunk, true) {
                     job(range);
                 }
             }
@@ -153,7 +153,7 @@ impl Drop for Pool {
         self.shared.epoch.fetch_add(1, Ordering::SeqCst);
         for thread in self.threads.drain(..) {
             thread.thread().unpark();
-            let _ = thread.join(); // A job's panic has ended the process; there is no other error.
+            let _ = thread.join(); // A job's panic has aborted the process; there is no other error.
         }
     }
 }
@@ -193,15 +193,15 @@ impl Shared {
     }
 }
 
-/// What is left of a thread's share of the items, on a line of memory of its own.
+/// The remaining items of a thread's range, in its own cache line.
 #[derive(Default)]
 #[repr(align(128))]
-struct Stretch(AtomicU64); // start and end, 32 bits each
+struct ChunkRange(AtomicU64); // start and end, 32 bits each
 
-impl Stretch {
+impl ChunkRange {
     fn set(&self, range: Range<usize>) {
         assert!(range.end <= u32::MAX as usize, "items are counted in 32 bits");
-        self.0.store(pack(&range), Ordering::Relaxed); // `Pool::run` makes it known.
+        self.0.store(pack(&range), Ordering::Relaxed); // `Pool::run` publishes it.
     }
 
     /// Up to `chunk` items from the start, or from the end.
@@ -224,7 +224,7 @@ fn pack(range: &Range<usize>) -> u64 {
     (range.start as u64) << 32 | range.end as u64
 }
 
-/// Spins, then sleeps until a thread that finishes a job wakes this one.
+/// Spins, then parks until the last thread of a job unparks this one.
 fn wait_until(done: impl Fn() -> bool) {
     if !spin(&done) {
         while !done() {
@@ -233,7 +233,7 @@ fn wait_until(done: impl Fn() -> bool) {
     }
 }
 
-/// Whether `done` came true while spinning.
+/// Whether `done` became true while spinning.
 fn spin(done: impl Fn() -> bool) -> bool {
     let mut deadline = None;
     loop {
@@ -279,12 +279,12 @@ mod tests {
     }
 
     #[test]
-    fn every_item_of_a_stretch_is_done_once_by_any_number_of_threads() {
+    fn every_item_of_contiguous_ranges_is_done_once_by_any_number_of_threads() {
         for threads in [1, 2, 3, 7] {
             let mut pool = Pool::new(threads);
             for round in 0..200 {
                 let done: Vec<AtomicU32> = (0..round).map(|_| AtomicU32::new(0)).collect();
-                pool.stretches(round, 1 + round % 3, |range| {
+                pool.each_contiguous(round, 1 + round % 3, |range| {
                     for item in range {
                         done[item].fetch_add(1, Ordering::Relaxed);
                     }
@@ -295,10 +295,10 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_is_held_up_leaves_its_stretch_to_others() {
+    fn other_threads_take_the_range_of_a_blocked_thread() {
         let mut pool = Pool::new(2);
         let others = AtomicU32::new(0);
-        pool.stretches(100, 1, |range| match range.start {
+        pool.each_contiguous(100, 1, |range| match range.start {
             0 => while others.load(Ordering::Relaxed) < 99 {},
             _ => drop(others.fetch_add(1, Ordering::Relaxed)),
         });

@@ -1,41 +1,42 @@
-//! Weight matrices in 8 or 4 bits, quantised from a checkpoint's in groups along `K`, and inputs quantised beside them.
+//! Weight matrices in 8 or 4 bits, quantized from a checkpoint in groups along `K`, and quantized inputs.
 //!
-//! A group of 64 weights of one output shares a scale in f16: 8.25 or 4.25 bits a weight. Weights lie in panels of 16
-//! outputs, four neighbours in `K` of each output beside each other, as byte dot products take them; a 4-bit byte holds
-//! neighbours of the group's first half below and of its second half above. Two panels take turns, four by four, and each
-//! group's scales come behind it, so that a matrix is read from its first byte to its last. Weights are stored unsigned, shifted
-//! by [`QuantType::shift`]; inputs carry what the shift adds to each group's sum.
+//! A group of 64 weights of one output shares a scale in f16: 8.25 or 4.25 bits per weight. Weights are stored in
+//! panels of 16 outputs, with four adjacent elements of `K` of each output together, as byte dot products need them. In
+//! 4 bits, a byte contains an element of the group's first half in its lower bits and one of the second half in its
+//! upper bits. The quads of two panels alternate, and the scales of each group follow it, so that a matrix is read
+//! sequentially. Weights are stored unsigned, shifted by [`QuantType::shift`]; inputs contain the term that this shift
+//! adds to each group's sum.
 
 use half::f16;
 
 use crate::cpu::shared::SharedOut;
 use crate::cpu::{Buffer, Matrix, Pool};
 
-/// Weights that share a scale.
+/// Number of weights that share a scale.
 pub(crate) const GROUP_K: usize = 64;
-/// Outputs of a panel.
+/// Number of outputs in a panel.
 pub(crate) const PANEL: usize = 16;
-/// Panels that lie together.
+/// Number of panels that are stored together.
 pub(crate) const PAIR: usize = 2;
-/// Neighbours in `K` that one lane multiplies.
+/// Number of adjacent elements of `K` that one lane multiplies.
 pub(crate) const QUAD: usize = 4;
-/// Bytes from one four of neighbours to the next.
+/// Distance in bytes from one quad of a panel pair to the next.
 pub(crate) const QUAD_BYTES: usize = PAIR * PANEL * QUAD;
 
-/// Bytes of the scales of a panel's group.
+/// Size of the scales of a panel's group, in bytes.
 pub(crate) const SCALE_BYTES: usize = PANEL * size_of::<u16>();
 
-/// How weights are stored.
+/// Storage format of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QuantType {
-    /// 8 bits: the largest of a group is 127 steps.
+    /// 8 bits: the largest weight of a group is 127 steps.
     Int8,
-    /// 4 bits: the largest of a group is -8 steps.
+    /// 4 bits: the largest weight of a group is -8 steps.
     Int4,
 }
 
 impl QuantType {
-    /// What is added to a weight's steps to store them unsigned.
+    /// The value added to a weight's steps to store them unsigned.
     pub(crate) fn shift(self) -> i32 {
         match self {
             QuantType::Int8 => 128,
@@ -43,7 +44,7 @@ impl QuantType {
         }
     }
 
-    /// Bytes of a panel's group.
+    /// Size of a panel's group, in bytes.
     pub(crate) fn block_bytes(self) -> usize {
         match self {
             QuantType::Int8 => PANEL * GROUP_K,
@@ -51,13 +52,13 @@ impl QuantType {
         }
     }
 
-    /// Bytes of a group of two panels with their scales.
+    /// Size of a group of two panels with their scales, in bytes.
     pub(crate) fn pair_bytes(self) -> usize {
         PAIR * (self.block_bytes() + SCALE_BYTES)
     }
 }
 
-/// A quantised matrix `[N, K]`.
+/// A quantized matrix `[N, K]`.
 pub struct QuantMatrix {
     pub(super) quant_type: QuantType,
     pub(super) rows: usize,
@@ -67,7 +68,7 @@ pub struct QuantMatrix {
 }
 
 impl QuantMatrix {
-    /// Quantises a checkpoint's matrix; its bias stays as it is.
+    /// Quantizes a matrix of a checkpoint; its bias is not quantized.
     pub fn new(pool: &mut Pool, matrix: &Matrix, quant_type: QuantType) -> Self {
         let (rows, cols) = (matrix.rows(), matrix.cols());
         let (pairs, groups) = (rows.div_ceil(PAIR * PANEL), cols.div_ceil(GROUP_K));
@@ -77,10 +78,10 @@ impl QuantMatrix {
         pool.each(pairs, 1, |range| {
             let mut row = vec![0.0; groups * GROUP_K];
             for pair in range {
-                // SAFETY: each pair is one thread's.
+                // SAFETY: each pair has one thread.
                 let data: &mut [u8] = unsafe { shared.slice(pair * pair_len, pair_len) };
                 let first = pair * PAIR * PANEL;
-                // Outputs beyond the last keep scales of 0.
+                // Padding outputs have scales of 0.
                 for output in first..rows.min(first + PAIR * PANEL) {
                     matrix.read_row(output, &mut row[..cols]);
                     let groups = row.chunks_exact(GROUP_K).zip(data.chunks_exact_mut(quant_type.pair_bytes()));
@@ -103,12 +104,12 @@ impl QuantMatrix {
         self.cols
     }
 
-    /// How weights are stored.
+    /// Storage format of the weights.
     pub fn quant_type(&self) -> QuantType {
         self.quant_type
     }
 
-    /// Bytes that one product reads.
+    /// Number of bytes that one product reads.
     pub fn bytes(&self) -> usize {
         self.data.len()
     }
@@ -117,10 +118,10 @@ impl QuantMatrix {
         self.cols.div_ceil(GROUP_K)
     }
 
-    /// The weight of output `row` at `col` as it is stored, for tests.
+    /// The stored weight of output `row` at `col`, for tests.
     ///
     /// # Panics
-    /// When there is none.
+    /// Panics if there is none.
     pub fn weight(&self, row: usize, col: usize) -> f32 {
         assert!(row < self.rows && col < self.cols, "the weight is in the matrix");
         let pair_bytes = self.quant_type.pair_bytes();
@@ -136,19 +137,19 @@ impl QuantMatrix {
     }
 }
 
-/// The byte of a pair's group that holds a weight of one of its outputs, and whether in its upper half.
+/// The byte, within a pair's group, of a weight of one of its outputs, and whether it is in the upper half of the byte.
 fn place(quant_type: QuantType, output: usize, k: usize) -> (usize, bool) {
     let half = GROUP_K / 2;
     let (k, is_high) = if quant_type == QuantType::Int4 && k >= half { (k - half, true) } else { (k, false) };
     (k / QUAD * QUAD_BYTES + output * QUAD + k % QUAD, is_high)
 }
 
-/// The first byte of a pair's group that holds an output's scale.
+/// The first byte, within a pair's group, of an output's scale.
 fn scale_place(quant_type: QuantType, output: usize) -> usize {
     PAIR * quant_type.block_bytes() + output * size_of::<u16>()
 }
 
-/// Stores one output's part of a pair's group.
+/// Stores the weights of one output in a pair's group.
 fn quantize(quant_type: QuantType, weights: &[f32], group: &mut [u8], output: usize) {
     let largest = weights.iter().fold(0.0f32, |largest, w| if w.abs() > largest.abs() { *w } else { largest });
     let scale = match quant_type {
@@ -170,27 +171,27 @@ fn quantize(quant_type: QuantType, weights: &[f32], group: &mut [u8], output: us
     group[scale_place(quant_type, output)..][..size_of::<u16>()].copy_from_slice(&scale.to_le_bytes());
 }
 
-/// Inputs of a quantised layer: each group of a row in steps of its own scale.
+/// Inputs of a quantized layer: each group of a row has steps of its own scale.
 pub struct QuantInput {
     pub(super) steps: Buffer<i8>,    // [rows, groups, GROUP_K]
     pub(super) scales: Buffer<f32>,  // [rows, groups]
-    pub(super) offsets: Buffer<i32>, // [rows, groups]: what takes the shift of the weights back
+    pub(super) offsets: Buffer<i32>, // [rows, groups]: term that cancels the shift of the weights
     pub(super) rows: usize,
     pub(super) cols: usize,
 }
 
 impl QuantInput {
-    /// Room for `max_rows` rows of `max_cols`.
+    /// A buffer for `max_rows` rows of `max_cols`.
     pub fn new(max_rows: usize, max_cols: usize) -> Self {
         let groups = max_rows * max_cols.div_ceil(GROUP_K);
         let (steps, scales, offsets) = (Buffer::new(groups * GROUP_K), Buffer::new(groups), Buffer::new(groups));
         Self { steps, scales, offsets, rows: 0, cols: 0 }
     }
 
-    /// Quantises `x [rows, cols]` to 127 steps either way for each group.
+    /// Quantizes `x [rows, cols]` to at most 127 steps in either direction for each group.
     ///
     /// # Panics
-    /// When `x` is shorter, or larger than the room.
+    /// Panics if `x` is too short, or larger than the buffer.
     pub fn pack(&mut self, pool: &mut Pool, x: &[f32], rows: usize, cols: usize, quant_type: QuantType) {
         let groups = cols.div_ceil(GROUP_K);
         assert!(x.len() >= rows * cols, "inputs are [rows, cols]");
@@ -201,7 +202,7 @@ impl QuantInput {
         let chunk = if rows * cols < 1 << 15 { rows.max(1) } else { 1 };
         pool.each(rows, chunk, |range| {
             for row in range {
-                // SAFETY: each row is one thread's, here and below.
+                // SAFETY: each row has one thread, here and below.
                 let steps: &mut [i8] = unsafe { steps.slice(row * groups * GROUP_K, groups * GROUP_K) };
                 // SAFETY: as above.
                 let scales: &mut [f32] = unsafe { scales.slice(row * groups, groups) };
@@ -225,7 +226,7 @@ for_each_isa! {
     }
 }
 
-/// Quantises one group; returns its scale and the sum of its steps.
+/// Quantizes one group; returns its scale and the sum of its steps.
 #[inline(always)]
 fn pack_group(x: &[f32; GROUP_K], steps: &mut [i8; GROUP_K]) -> (f32, i32) {
     let mut lanes = [0.0f32; 16];
@@ -236,7 +237,7 @@ fn pack_group(x: &[f32; GROUP_K], steps: &mut [i8; GROUP_K]) -> (f32, i32) {
     }
     let largest = lanes.iter().fold(0.0f32, |largest, x| largest.max(*x));
     let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
-    // Adding and taking away 1.5 * 2^23 rounds to an integer, ties to even.
+    // Adding and subtracting 1.5 * 2^23 rounds to an integer, ties to even.
     const ROUND: f32 = 12_582_912.0;
     let mut sum = 0;
     for (steps, x) in steps.iter_mut().zip(x) {

@@ -2,37 +2,38 @@
 //!
 //! x, w    `QuantInput` and `QuantMatrix`: 8-bit steps by 8- or 4-bit steps, groups of 64 along `K`
 //! maths   sums of a group exact in i32, groups added in f32 in order
-//! threads share out pairs of panels of 16 columns; each is read once for all rows, from memory or the second cache
+//! threads divide the pairs of panels of 16 columns; each is read once for all rows, from memory or the L2 cache
 //! bound   memory for few rows, then byte dot products
 //! test    tests/cpu_quantized.rs against the stored steps in f64
 
 use std::ops::Range;
 
+use crate::cpu::group_dot::{Group, GroupDot};
 use crate::cpu::quantized::{GROUP_K, PAIR, PANEL, QUAD, QUAD_BYTES, SCALE_BYTES};
 use crate::cpu::shared::SharedOut;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::x86_quantized as x86;
 use crate::cpu::{Isa, Pool, QuantInput, QuantMatrix, QuantType};
 
-/// Rows whose sums stay in registers beside two panels.
+/// Number of rows whose sums fit into registers beside two panels.
 const TILE_ROWS: usize = 6;
-/// Weights that a thread takes at a time.
+/// Bytes of weights that a thread takes at a time.
 const CHUNK_BYTES: usize = 256 << 10;
 
-/// `out [rows, N]` = the quantised inputs times the matrix, plus bias.
+/// `out [rows, N]` = the quantized inputs times the matrix, plus bias.
 ///
 /// # Panics
-/// When the inputs were packed for another `K`, or `out` is too short.
+/// Panics if the inputs were packed for another `K`, or if `out` is too short.
 pub fn quantized_linear(pool: &mut Pool, isa: Isa, out: &mut [f32], x: &QuantInput, matrix: &QuantMatrix) {
     assert_eq!(x.cols, matrix.cols, "inputs have K columns");
     assert!(out.len() >= x.rows * matrix.rows, "outputs are [rows, N]");
     let job = Job { out: SharedOut::new(out), x, matrix };
     let run = kernel(isa, matrix.quant_type);
     let pairs = matrix.rows.div_ceil(PAIR * PANEL);
-    // Long enough to stream, short enough that threads end together.
+    // Long enough for sequential reads, short enough that threads finish at about the same time.
     let chunk = (CHUNK_BYTES / (matrix.groups() * matrix.quant_type.pair_bytes()).max(1)).clamp(1, 16);
     pool.each(pairs, chunk, |range| {
-        // SAFETY: `kernel` chose code this processor has, and chunks of panels are disjoint columns.
+        // SAFETY: `kernel` selected code for this processor, and chunks of panels are disjoint columns.
         unsafe { run(&job, range) }
     });
 }
@@ -84,50 +85,13 @@ kernels! {
     int4_avx2: x86::Avx2<4>, "avx2,fma,f16c";
 }
 
-/// Products of one group of a panel.
-pub(crate) trait GroupDot {
-    /// Sums of 16 outputs in f32.
-    type Sums: Copy;
-
-    /// Sums of nothing.
-    ///
-    /// # Safety
-    /// The processor has the instructions of this implementation; so for all functions here.
-    unsafe fn zero() -> Self::Sums;
-
-    /// Adds the products of one group of `R` rows and `P` panels.
-    ///
-    /// # Safety
-    /// `weights` and `weight_scales` can be read for a group of a panel; `x` for `R` groups `x_stride` bytes apart, and
-    /// `x_scales` and `offsets` for `R` numbers `scale_stride` apart.
-    unsafe fn add<const R: usize, const P: usize>(sums: &mut [[Self::Sums; P]; R], group: Group<P>);
-
-    /// The 16 sums.
-    ///
-    /// # Safety
-    /// As [`GroupDot::zero`].
-    unsafe fn get(sums: Self::Sums) -> [f32; PANEL];
-}
-
-/// Where one group of a tile lies.
-#[derive(Clone, Copy)]
-pub(crate) struct Group<const P: usize> {
-    pub(crate) weights: [*const u8; P],
-    pub(crate) weight_scales: [*const u16; P],
-    pub(crate) x: *const i8,
-    pub(crate) x_stride: usize,
-    pub(crate) x_scales: *const f32,
-    pub(crate) offsets: *const i32,
-    pub(crate) scale_stride: usize,
-}
-
-/// All rows of the columns of some pairs of panels.
+/// Computes all rows of the columns of some pairs of panels.
 ///
 /// # Safety
-/// The processor has `D`'s instructions, and no other thread computes these columns.
+/// The processor must have `D`'s instructions, and no other thread may compute these columns.
 #[inline(always)]
 unsafe fn panels<D: GroupDot>(job: &Job<'_>, range: Range<usize>) {
-    // Tiles as even as can be: one of a row or two leaves units idle.
+    // Tiles are as even as possible, because one with only a row or two leaves execution units idle.
     let (rows, tiles) = (job.x.rows, job.x.rows.div_ceil(TILE_ROWS));
     for pair in range {
         for tile in 0..tiles {
@@ -150,12 +114,12 @@ unsafe fn panels<D: GroupDot>(job: &Job<'_>, range: Range<usize>) {
 /// `R` rows of a pair of panels.
 ///
 /// # Safety
-/// As [`panels`]; there are `R` rows from `row`.
+/// The same as for [`panels`]; there must be `R` rows starting at `row`.
 #[inline(always)]
 unsafe fn tile_rows<D: GroupDot, const R: usize>(job: &Job<'_>, pair: usize, row: usize) {
     let (groups, quant_type) = (job.matrix.groups(), job.matrix.quant_type);
     let (block, pair_bytes) = (quant_type.block_bytes(), quant_type.pair_bytes());
-    // SAFETY: the buffers hold all groups of these rows and panels; the rest is passed on.
+    // SAFETY: the buffers contain all groups of these rows and panels; the rest is passed on.
     unsafe {
         let mut sums = [[D::zero(); PAIR]; R];
         let weights = job.matrix.data.as_ptr().add(pair * groups * pair_bytes);
@@ -183,15 +147,15 @@ unsafe fn tile_rows<D: GroupDot, const R: usize>(job: &Job<'_>, pair: usize, row
     }
 }
 
-/// Writes the outputs of one row from column `col`, with their bias.
+/// Writes the outputs of one row starting at column `col`, with their bias.
 ///
 /// # Safety
-/// Nobody else writes these outputs.
+/// No other thread may write these outputs.
 #[inline(always)]
 unsafe fn put(job: &Job<'_>, row: usize, col: usize, sums: [f32; PANEL]) {
     let valid = job.matrix.rows.saturating_sub(col).min(PANEL);
     if valid == 0 {
-        return; // A panel that only fills up its pair.
+        return; // A padding panel of the last pair.
     }
     // SAFETY: passed on.
     let out = unsafe { job.out.slice(row * job.matrix.rows + col, valid) };
@@ -203,7 +167,7 @@ unsafe fn put(job: &Job<'_>, row: usize, col: usize, sums: [f32; PANEL]) {
     }
 }
 
-/// Plain Rust, for processors without a better one.
+/// Plain Rust, for processors without a faster implementation.
 struct Portable<const BITS: usize>;
 
 impl<const BITS: usize> GroupDot for Portable<BITS> {
@@ -217,7 +181,7 @@ impl<const BITS: usize> GroupDot for Portable<BITS> {
     #[inline(always)]
     unsafe fn add<const R: usize, const P: usize>(sums: &mut [[Self::Sums; P]; R], at: Group<P>) {
         for (r, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: the caller vouches for a group of each row and panel, here and below.
+            // SAFETY: the caller guarantees a group of each row and panel, here and below.
             let x = unsafe { std::slice::from_raw_parts(at.x.add(r * at.x_stride), GROUP_K) };
             // SAFETY: as above.
             let (scale, offset) =
@@ -245,7 +209,7 @@ impl<const BITS: usize> GroupDot for Portable<BITS> {
     }
 }
 
-/// One output's group, its weights unsigned as they are stored.
+/// The products of one output's group; the weights are unsigned, as stored.
 fn dot<const BITS: usize>(weights: &[u8], x: &[i8], lane: usize) -> i32 {
     let stored = GROUP_K * BITS / 8;
     let mut sum = 0;

@@ -1,14 +1,14 @@
-//! rotate: pairs (i, i + D / 2) of each head turned by the position's angles     (Su et al. 2021)
+//! rotate: pairs (i, i + D / 2) of each head, rotated by the position's angles     (Su et al. 2021)
 //!
 //! x         [heads, D] f32 of one token
 //! cos, sin  [D / 2] of its position
 //! test      tests/cpu_ops.rs against reference::rotate
 
 for_each_isa! {
-    /// Turns every head of one token.
+    /// Rotates every head of one token.
     ///
     /// # Panics
-    /// When `x` is not whole heads.
+    /// Panics if `x` is not whole heads.
     pub fn rotate(x: &mut [f32], cos: &[f32], sin: &[f32]) {
         let half = cos.len();
         assert!(sin.len() == half && x.len().is_multiple_of(2 * half), "heads have twice as many elements as angles");

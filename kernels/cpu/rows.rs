@@ -1,14 +1,14 @@
-//! One call for each row of a matrix, shared out over the pool.
+//! Calls a function for each row of a matrix, distributed over the pool.
 
 use std::sync::OnceLock;
 
 use crate::cpu::Pool;
 use crate::cpu::shared::SharedOut;
 
-/// `job(i, row i)` for every row of `x [rows, width]`, results in row order.
+/// `job(i, row i)` for every row of `x [rows, width]`; the results are in row order.
 ///
 /// # Panics
-/// When `x` is not whole rows.
+/// Panics if `x` is not whole rows.
 pub fn map_rows<T: Send + Sync>(
     pool: &mut Pool,
     x: &mut [f32],

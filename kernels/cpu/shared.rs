@@ -1,13 +1,13 @@
-//! Outputs that threads share out.
+//! Output buffers that are divided among threads.
 
-/// An output that threads write disjoint parts of.
+/// An output buffer in which threads write disjoint parts.
 #[derive(Clone, Copy)]
 pub(crate) struct SharedOut<T> {
     data: *mut T,
     len: usize,
 }
 
-// SAFETY: only `slice` gives access, whose caller vouches that parts are disjoint.
+// SAFETY: only `slice` gives access, and its caller guarantees that parts are disjoint.
 unsafe impl<T: Send> Sync for SharedOut<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Send for SharedOut<T> {}
@@ -20,13 +20,14 @@ impl<T> SharedOut<T> {
     /// Elements `start..start + len`.
     ///
     /// # Safety
-    /// The slice this was made of is still borrowed by the caller's op, and no other access overlaps.
+    /// The slice from which this was created must still be borrowed by the caller's op, and no other access may
+    /// overlap.
     #[inline(always)]
     #[allow(clippy::mut_from_ref)]
     pub(crate) unsafe fn slice<'a>(&self, start: usize, len: usize) -> &'a mut [T] {
         let is_within = start.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(is_within, "a part lies within its whole");
-        // SAFETY: within bounds by the check, disjoint by the caller.
+        // SAFETY: within bounds by the check, disjoint by the caller's guarantee.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
     }
 }

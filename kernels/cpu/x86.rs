@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 
 use crate::cpu::dot::{Bf16, Dot, Element, F16, F32};
 
-/// bf16 weights and inputs, 32 products an instruction.
+/// bf16 weights and inputs, 32 products per instruction.
 pub(crate) struct Avx512Bf16;
 
 impl Dot for Avx512Bf16 {
@@ -16,19 +16,19 @@ impl Dot for Avx512Bf16 {
 
     #[inline(always)]
     unsafe fn zero() -> __m512 {
-        // SAFETY: the caller vouches for the instructions, here and below.
+        // SAFETY: the caller guarantees the instructions, here and below.
         unsafe { _mm512_setzero_ps() }
     }
 
     #[inline(always)]
     unsafe fn load(weights: *const u8) -> __m512i {
-        // SAFETY: the caller vouches for 64 bytes.
+        // SAFETY: the caller guarantees 64 bytes.
         unsafe { _mm512_loadu_si512(weights.cast()) }
     }
 
     #[inline(always)]
     unsafe fn add(acc: __m512, x: *const u16, w: __m512i) -> __m512 {
-        // SAFETY: the caller vouches for 32 inputs; all of these types are 64 plain bytes.
+        // SAFETY: the caller guarantees 32 inputs; all of these types are 64 plain bytes.
         unsafe {
             let x: __m512bh = std::mem::transmute(_mm512_loadu_si512(x.cast()));
             _mm512_dpbf16_ps(acc, x, std::mem::transmute::<__m512i, __m512bh>(w))
@@ -45,17 +45,17 @@ impl Dot for Avx512Bf16 {
 /// 32 numbers as two registers.
 pub(crate) trait Load512: Element {
     /// # Safety
-    /// 32 weights can be read.
+    /// 32 weights must be readable.
     unsafe fn weights512(weights: *const u8) -> [__m512; 2];
     /// # Safety
-    /// 32 inputs can be read.
+    /// 32 inputs must be readable.
     unsafe fn inputs512(x: *const Self::X) -> [__m512; 2];
 }
 
 impl Load512 for Bf16 {
     #[inline(always)]
     unsafe fn weights512(weights: *const u8) -> [__m512; 2] {
-        // SAFETY: passed on. Even elements are the low halves of 32 bits, odd ones the high halves.
+        // SAFETY: passed on. Even elements are the lower halves of 32 bits, odd ones the upper halves.
         unsafe {
             let pairs = _mm512_loadu_si512(weights.cast());
             let odd = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
@@ -102,7 +102,7 @@ impl Load512 for F32 {
     }
 }
 
-/// Any weights, in f32.
+/// Weights of any type, multiplied in f32.
 pub(crate) struct Avx512<E>(PhantomData<E>);
 
 impl<E: Load512> Dot for Avx512<E> {
@@ -139,10 +139,10 @@ impl<E: Load512> Dot for Avx512<E> {
     }
 }
 
-/// Lanes of four sums, added pairwise while they are gathered into one register.
+/// Adds the lanes of each of four sums, pairwise, into one register.
 #[inline(always)]
 unsafe fn sum4_512(acc: [__m512; 4]) -> [f32; 4] {
-    // SAFETY: the caller vouches for AVX-512.
+    // SAFETY: the caller guarantees AVX-512.
     unsafe {
         let [a, b, c, d] = acc;
         let ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
@@ -159,17 +159,17 @@ unsafe fn sum4_512(acc: [__m512; 4]) -> [f32; 4] {
 /// 32 numbers as four registers.
 pub(crate) trait Load256: Element {
     /// # Safety
-    /// 32 weights can be read.
+    /// 32 weights must be readable.
     unsafe fn weights256(weights: *const u8) -> [__m256; 4];
     /// # Safety
-    /// 32 inputs can be read.
+    /// 32 inputs must be readable.
     unsafe fn inputs256(x: *const Self::X) -> [__m256; 4];
 }
 
 impl Load256 for Bf16 {
     #[inline(always)]
     unsafe fn weights256(weights: *const u8) -> [__m256; 4] {
-        // SAFETY: passed on. Even elements are the low halves of 32 bits, odd ones the high halves.
+        // SAFETY: passed on. Even elements are the lower halves of 32 bits, odd ones the upper halves.
         unsafe {
             let (low, high) = (_mm256_loadu_si256(weights.cast()), _mm256_loadu_si256(weights.add(32).cast()));
             let mask = _mm256_set1_epi32(0xffff_0000_u32 as i32);
@@ -226,7 +226,7 @@ impl Load256 for F32 {
     }
 }
 
-/// Any weights, in f32.
+/// Weights of any type, multiplied in f32.
 pub(crate) struct Avx2<E>(PhantomData<E>);
 
 impl<E: Load256> Dot for Avx2<E> {
@@ -259,7 +259,7 @@ impl<E: Load256> Dot for Avx2<E> {
 
     #[inline(always)]
     unsafe fn sum4(acc: [__m256; 4]) -> [f32; 4] {
-        // SAFETY: the caller vouches for AVX2.
+        // SAFETY: the caller guarantees AVX2.
         unsafe {
             let quads = _mm256_hadd_ps(_mm256_hadd_ps(acc[0], acc[1]), _mm256_hadd_ps(acc[2], acc[3]));
             std::mem::transmute(_mm_add_ps(_mm256_castps256_ps128(quads), _mm256_extractf128_ps::<1>(quads)))

@@ -1,25 +1,26 @@
-//! Attention over bf16 blocks with AVX-512 BF16: scores as products of bf16 pairs, values weighed in f32.
+//! Attention over bf16 blocks with AVX-512 BF16: scores are products of bf16 pairs, values are weighted in f32.
 //!
-//! As many as four queries are in registers at once. An output's operations and their order are the same for any number.
+//! Up to four queries are in registers at the same time. The operations of an output and their order are the same for
+//! any number.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use crate::cpu::attention::{TILE, Tile};
+use crate::cpu::attention_tile::{TILE, Tile};
 use crate::cpu::exp;
 use crate::cpu::kv_cache::{CHUNK, MAX_HEAD_DIM};
 use crate::cpu::packed::bf16_bits;
 use crate::cpu::shared::SharedOut;
 
-/// Queries in registers at once.
+/// Number of queries in registers at the same time.
 const GROUP: usize = 4;
-/// Elements of an output in registers at once.
+/// Number of elements of an output in registers at the same time.
 const SLICE: usize = 64;
 
-/// Computes a tile with as much room as its queries and head need.
+/// Computes a tile with buffer sizes that fit its queries and head.
 ///
 /// # Safety
-/// The processor has AVX-512 BF16, and no other thread computes this tile.
+/// The processor must have AVX-512 BF16, and no other thread may compute this tile.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 pub(super) unsafe fn run(tile: &Tile<'_>, out: &SharedOut<f32>, q: &[f32], k: &[u16], v: &[u16]) {
     // SAFETY: passed on.
@@ -44,7 +45,7 @@ struct Query<const DIM: usize> {
 }
 
 /// # Safety
-/// As [`run`]; the tile has at most `QUERIES` queries of at most `DIM` elements, a multiple of 64.
+/// The same as for [`run`]; the tile must have at most `QUERIES` queries of at most `DIM` elements, a multiple of 64.
 #[inline(always)]
 unsafe fn run_in<const QUERIES: usize, const DIM: usize>(
     tile: &Tile<'_>,
@@ -87,17 +88,17 @@ unsafe fn run_in<const QUERIES: usize, const DIM: usize>(
 /// 16 positions for up to four queries.
 struct Chunk<'a> {
     tile: &'a Tile<'a>,
-    position: usize, // the first
+    position: usize, // position of the first
     first_query: usize,
-    keys: &'a [u16],   // from the first pair of the first position on
+    keys: &'a [u16],   // starting at the first pair of the first position
     values: &'a [u16], // [16, D]
 }
 
 impl Chunk<'_> {
-    /// Adds what `G` queries see here.
+    /// Adds the contribution of these positions to `G` queries.
     ///
     /// # Safety
-    /// As [`run_in`]; there are `G` queries.
+    /// The same as for [`run_in`]; there must be `G` queries.
     #[inline(always)]
     unsafe fn add<const G: usize, const DIM: usize>(&self, queries: &mut [Query<DIM>]) {
         // SAFETY: passed on.
@@ -116,16 +117,16 @@ impl Chunk<'_> {
         }
     }
 
-    /// `scale * q·k` of the 16 positions: sums over even and over odd pairs, added at the end.
+    /// `scale * q·k` of the 16 positions: separate sums over even and odd pairs, added at the end.
     ///
     /// # Safety
-    /// As [`Chunk::add`].
+    /// The same as for [`Chunk::add`].
     #[inline(always)]
     unsafe fn scores<const G: usize, const DIM: usize>(&self, queries: &[Query<DIM>]) -> [__m512; G] {
         let pairs = self.tile.shape.head_dim / 2;
         let stride = self.tile.shape.block_size * 2;
         assert!(self.keys.len() >= (pairs - 1) * stride + 2 * CHUNK && pairs * 2 <= DIM, "a chunk has all of its keys");
-        // SAFETY: the processor has the instructions; keys and queries hold all pairs.
+        // SAFETY: the processor has the instructions; keys and queries contain all pairs.
         unsafe {
             let mut sums = [[_mm512_setzero_ps(); 2]; G];
             for first in (0..pairs).step_by(2) {
@@ -151,10 +152,10 @@ impl Chunk<'_> {
         }
     }
 
-    /// Bias, mask and softmax: the positions' weights for each query, and what its older sums are multiplied by.
+    /// Bias, mask and softmax: the positions' weights for each query, and the factors for its earlier sums.
     ///
     /// # Safety
-    /// As [`Chunk::add`].
+    /// The same as for [`Chunk::add`].
     #[inline(always)]
     unsafe fn weigh<const G: usize, const DIM: usize>(
         &self,
@@ -186,7 +187,7 @@ impl Chunk<'_> {
         (weights, olds)
     }
 
-    /// Which of the positions a query sees, if any.
+    /// A mask of the positions that a query attends to; `None` if there are none.
     #[inline(always)]
     fn lanes(&self, query: usize) -> Option<u16> {
         let Range { start, end } = self.tile.seen(query);
@@ -194,10 +195,10 @@ impl Chunk<'_> {
         (start < end).then(|| ((1u32 << end) - (1u32 << start)) as u16)
     }
 
-    /// Adds weighed values to `N` registers of each output from element `start` on.
+    /// Adds weighted values to `N` registers of each output, starting at element `start`.
     ///
     /// # Safety
-    /// As [`Chunk::add`]; the outputs' elements fill at least the registers before the last.
+    /// The same as for [`Chunk::add`]; the outputs' elements must fill at least the registers before the last.
     #[inline(always)]
     unsafe fn add_values<const G: usize, const N: usize, const DIM: usize>(
         &self,

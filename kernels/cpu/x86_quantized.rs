@@ -1,14 +1,14 @@
-//! Groups of quantised products with AVX-512 VNNI and AVX2.
+//! Products of quantized groups with AVX-512 VNNI and AVX2.
 
 use std::arch::x86_64::*;
 
+use crate::cpu::group_dot::{Group, GroupDot};
 use crate::cpu::quantized::{PANEL, QUAD_BYTES};
-use crate::cpu::quantized_linear::{Group, GroupDot};
 
-/// Quads of a group whose weights are stored one a byte; of 4-bit weights twice as many lie in as many bytes.
+/// Number of quads of a group with one weight per byte; with 4-bit weights, twice as many fit into the same bytes.
 const QUADS: usize = 16;
 
-/// 64 products of bytes an instruction.
+/// 64 byte products per instruction.
 pub(crate) struct Vnni<const BITS: usize>;
 
 impl<const BITS: usize> GroupDot for Vnni<BITS> {
@@ -16,13 +16,13 @@ impl<const BITS: usize> GroupDot for Vnni<BITS> {
 
     #[inline(always)]
     unsafe fn zero() -> __m512 {
-        // SAFETY: the caller vouches for the instructions, here and below.
+        // SAFETY: the caller guarantees the instructions, here and below.
         unsafe { _mm512_setzero_ps() }
     }
 
     #[inline(always)]
     unsafe fn add<const R: usize, const P: usize>(sums: &mut [[__m512; P]; R], at: Group<P>) {
-        // SAFETY: the caller vouches for a group of each row and panel.
+        // SAFETY: the caller guarantees a group of each row and panel.
         unsafe {
             let mut acc = [[_mm512_setzero_si512(); P]; R];
             for (r, acc) in acc.iter_mut().enumerate() {
@@ -71,7 +71,7 @@ impl<const BITS: usize> GroupDot for Vnni<BITS> {
     }
 }
 
-/// Adds four neighbours in `K` of each row and output.
+/// Adds four adjacent elements of `K` of each row and output.
 #[inline(always)]
 unsafe fn add_quad<const R: usize, const P: usize>(
     acc: &mut [[__m512i; P]; R],
@@ -80,7 +80,7 @@ unsafe fn add_quad<const R: usize, const P: usize>(
     weights: [__m512i; P],
 ) {
     for (r, acc) in acc.iter_mut().enumerate() {
-        // SAFETY: the caller vouches for the group of each row.
+        // SAFETY: the caller guarantees the group of each row.
         unsafe {
             let x = _mm512_set1_epi32(at.x.add(r * at.x_stride + quad * 4).cast::<i32>().read_unaligned());
             for (acc, weights) in acc.iter_mut().zip(weights) {
@@ -90,7 +90,7 @@ unsafe fn add_quad<const R: usize, const P: usize>(
     }
 }
 
-/// 32 products of bytes in two instructions.
+/// 32 byte products in two instructions.
 pub(crate) struct Avx2<const BITS: usize>;
 
 impl<const BITS: usize> GroupDot for Avx2<BITS> {
@@ -98,7 +98,7 @@ impl<const BITS: usize> GroupDot for Avx2<BITS> {
 
     #[inline(always)]
     unsafe fn zero() -> [__m256; 2] {
-        // SAFETY: the caller vouches for the instructions, here and below.
+        // SAFETY: the caller guarantees the instructions, here and below.
         unsafe { [_mm256_setzero_ps(); 2] }
     }
 
@@ -107,7 +107,7 @@ impl<const BITS: usize> GroupDot for Avx2<BITS> {
         for (r, sums) in sums.iter_mut().enumerate() {
             for (p, sums) in sums.iter_mut().enumerate() {
                 for (half, sums) in sums.iter_mut().enumerate() {
-                    // SAFETY: the caller vouches for a group of each row and panel.
+                    // SAFETY: the caller guarantees a group of each row and panel.
                     unsafe {
                         let x = at.x.add(r * at.x_stride);
                         let weights = at.weights[p].add(half * 32);
@@ -129,11 +129,11 @@ impl<const BITS: usize> GroupDot for Avx2<BITS> {
     }
 }
 
-/// A group of 8 outputs. Weights have their shift taken off first: products of pairs of unsigned ones could overflow 16
-/// bits, those of 127 steps either way cannot.
+/// A group of 8 outputs. The shift of the weights is subtracted first: sums of two products of unsigned bytes could
+/// overflow 16 bits, those with at most 127 steps in either direction cannot.
 #[inline(always)]
 unsafe fn signed_bytes(weights: *const u8, x: *const i8) -> __m256i {
-    // SAFETY: the caller vouches for both groups.
+    // SAFETY: the caller guarantees both groups.
     unsafe {
         let (shift, ones) = (_mm256_set1_epi8(-128), _mm256_set1_epi16(1));
         let mut total = _mm256_setzero_si256();
@@ -147,10 +147,10 @@ unsafe fn signed_bytes(weights: *const u8, x: *const i8) -> __m256i {
     }
 }
 
-/// A group of 8 outputs. Sixteen products of at most 15 * 127 stay within 16 bits: eight pairs are added there.
+/// A group of 8 outputs. Sums of sixteen products of at most 15 * 127 fit into 16 bits, so eight pairs are added there.
 #[inline(always)]
 unsafe fn nibbles(weights: *const u8, x: *const i8, offset: i32) -> __m256i {
-    // SAFETY: the caller vouches for both groups.
+    // SAFETY: the caller guarantees both groups.
     unsafe {
         let (mask, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
         let (mut low_pairs, mut high_pairs) = (_mm256_setzero_si256(), _mm256_setzero_si256());

@@ -6,7 +6,7 @@
 // launch  grid ceil(n / 8 / 256), block 256; 16-byte loads
 // needs   pointer 16-byte aligned: checked in activation.rs before launch
 // bound   memory, 4*n bytes
-// test    tests/cuda_decoder_ops.rs: within one bf16 ulp of fp32, beside 1e-6 for the fast exponential
+// test    tests/cuda_decoder_ops.rs: within one bf16 ulp of fp32, plus 1e-6 for the fast exponential
 // archs: 80 90a 100a ptx
 #include "activation.cuh"
 

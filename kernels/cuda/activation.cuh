@@ -1,10 +1,10 @@
-// The gates' non-linearities.
+// Activation functions of MLPs.
 #pragma once
 #include "common.cuh"
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
 
-// 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), with tanh written through exp.
+// 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), with tanh computed from exp.
 __device__ __forceinline__ float gelu_tanh(float x) {
     const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
     return x / (1.0f + __expf(-2.0f * u));

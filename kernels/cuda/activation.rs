@@ -1,4 +1,4 @@
-//! The non-linearity of a feed-forward layer without a gate. Kernel: `activation.cu`.
+//! The activation function of an MLP without a gate. Kernel: `activation.cu`.
 
 use half::bf16;
 
@@ -6,7 +6,7 @@ use super::error::ensure;
 use super::gated_activation::GateActivation;
 use super::{CudaError, Launch, Queue, Span};
 
-/// `x[i] = activation(x[i])` of the first `count` elements, a multiple of 8.
+/// `x[i] = activation(x[i])` for the first `count` elements, a multiple of 8.
 pub fn activate(q: &Queue, x: Span, activation: GateActivation, count: usize) -> Result<(), CudaError> {
     let op = "activate";
     ensure!(op, count > 0 && count.is_multiple_of(8), "{count} elements; a multiple of 8");

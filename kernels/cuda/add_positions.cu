@@ -2,7 +2,7 @@
 //
 // x          [T, E] bf16
 // table      [positions, E] bf16
-// positions  [T] u32, below the table's rows: asserted where the step is packed
+// positions  [T] u32, below the number of rows of the table: asserted when the step is packed
 // maths      fp32 sum, one rounding on store
 // launch     grid T, block min(E / 8, 256); 16-byte loads
 // needs      E % 8 == 0, pointers 16-byte aligned: checked in add_positions.rs before launch
@@ -14,7 +14,7 @@
 extern "C" __global__ void __launch_bounds__(256)
 add_positions_bf16(bf16* x, const bf16* table, const u32* positions, u32 cols) {
     pdl_launch();
-    // The step's inputs were there before the first kernel of the step, so they need not be waited for.
+    // The step's inputs are written before the first kernel of the step, so no wait is needed for them.
     const u64 t = blockIdx.x, position = positions[t];
     pdl_wait();
     for (u32 i = threadIdx.x * 8; i < cols; i += blockDim.x * 8) {

@@ -1,12 +1,12 @@
-//! Learned positions, added to the embedding. Kernel: `add_positions.cu`.
+//! Adds learned positions to the embedding. Kernel: `add_positions.cu`.
 
 use half::bf16;
 
 use super::error::ensure;
 use super::{CudaError, Launch, Queue, Span};
 
-/// `x[t, :] += table[positions[t], :]`: `x` `[T, cols]`, `table` `[P, cols]`, `positions` `[T]` u32, below `P` (asserted
-/// where packed).
+/// `x[t, :] += table[positions[t], :]`: `x` `[T, cols]`, `table` `[P, cols]`, `positions` `[T]` u32, below `P`
+/// (asserted when the step is packed).
 pub fn add_positions(
     q: &Queue,
     x: Span,

@@ -3,29 +3,35 @@
 // all_gather_bf16:          z[g, t, :] = z[g, t, :] of rank g
 // archs: 80 90a 100a ptx
 //
-// p, y, r     [T, E] bf16 of this rank, contiguous; y may be p; r and y of all ranks end with the same bits
+// p, y, r     [T, E] bf16 of this rank, contiguous; y may be p; the results r and y have the same bits on all ranks
 // w           [E] bf16
-// z           [ranks, T, E] of any 16-byte units; this rank's part is filled, the others' are written
-// peers       each rank's exchange buffer, mapped here, zero before the first call: packets [2][ranks + 1][max_rows][pitch], E <= pitch:
-//             a row has one place whatever E is, so that what lies there was sent under the row's own epochs. Packets
-//             carry four bytes of data and a four-byte epoch, so a reader knows without a fence that they have come (the
-//             "LL" protocol of NCCL). Part r < ranks holds what rank r sent, the last part what a row's owner summed
-// epochs      [max_rows] u32, zero before the first call: how often a row has been reduced; its parity picks one of two buffers.
-//             Nobody is a call ahead of another rank's last read: to finish a call takes a packet of everyone's
-// status      u32 in host memory, zero: a rank that waited `patience_ns` writes 1 + the rank it missed and waits no more
-// one shot    every rank sends its row to all others and sums; two shots: to the row's owner, t % ranks, who sums and sends the
-//             sum, rounded to bf16, to all
-// maths       fp32 sum in order of ranks, then as add_rms_norm_bf16
-// launch      grid T, block E / 8 rounded up to a warp, at most 1024; a row stays in registers. Blocks wait for the same block of
-//             other ranks: these run in the same order everywhere. all_gather: block at most 128
+// z           [ranks, T, E] in 16-byte units of any type; this rank's part is filled before, the other parts are
+//             written
+// peers       each rank's exchange buffer, mapped here, zero before the first call: packets [2][ranks +
+//             1][max_rows][pitch], E <= pitch. The location of a row does not depend on E, so whatever is stored there
+//             was sent with the row's own epochs. A packet has four bytes of data and a four-byte epoch, so a reader
+//             detects its arrival without a fence (the "LL" protocol of NCCL). Part r < ranks contains what rank r
+//             sent, the last part the sum computed by a row's owner
+// epochs      [max_rows] u32, zero before the first call: the number of reductions of each row; its parity selects one
+//             of two buffers. No rank can be one call ahead of another rank's last read, because a call completes only
+//             after packets from all ranks
+// status      u32 in host memory, zero: a rank that has waited `patience_ns` writes 1 + the missing rank and stops
+//             waiting
+// one shot    every rank sends its row to all others and sums. two shots: every rank sends to the row's owner, t %
+//             ranks, which sums and sends the sum, rounded to bf16, to all
+// maths       fp32 sum in order of ranks, then the same as add_rms_norm_bf16
+// launch      grid T, block E / 8 rounded up to a warp, at most 1024; a row stays in registers. A block waits for the
+//             same block of the other ranks; blocks run in the same order on all ranks. all_gather: block at most 128
 // needs       E % 8 == 0, E <= 16384, T <= max_rows, pointers 16-byte aligned: checked in all_reduce.rs before launch
-// bound       latency; beyond it NVLink: 4 T E (ranks - 1) bytes out of each rank, two shots 8 T E (ranks - 1) / ranks
+// bound       latency; for larger sizes NVLink: 4 T E (ranks - 1) bytes out of each rank, with two shots 8 T E (ranks -
+//             1) / ranks
 // test        tests/cuda_all_reduce.rs
 #include "peers.cuh"
 
-constexpr int MAX_CHUNKS = 2;  // 8 elements a thread each
+constexpr int MAX_CHUNKS = 2;  // 8 elements per thread each
 
-// The sum over all ranks of elements 8 index .. 8 index + 8 of row t, all of which have been sent; own is this rank's share.
+// The sum over all ranks of elements 8 index .. 8 index + 8 of row t. Waits until they have arrived; `own` is this
+// rank's part.
 __device__ __forceinline__ void sum_ranks(float (&sum)[8], const AllReduce& a, u32 t, u32 index, u32 epoch, const Words& own) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) sum[j] = 0.0f;
@@ -42,7 +48,7 @@ __device__ __forceinline__ void send_row(const AllReduce& a, u32 t, u32 index, u
     }
 }
 
-// Two shots: the owner sums and passes the sum on; the others wait for it. All have the rounded sum then.
+// Two shots: the owner computes the sum and sends it; the others wait for it. All ranks then have the rounded sum.
 __device__ __forceinline__ void sum_at_owner(float (&sum)[8], const AllReduce& a, u32 t, u32 index, u32 epoch, const Words& own) {
     const u32 owner = t % a.ranks;
     Words total;
@@ -122,7 +128,7 @@ all_reduce_add_norm_bf16(const __grid_constant__ AllReduce a, bf16* y, bf16* res
     all_reduce_row<true>(a, y, residual, p, w, eps);
 }
 
-// One shot: what the ranks chose from is too small for anything but latency to count.
+// All-gather in one shot: the data is so small that only latency matters.
 extern "C" __global__ void __launch_bounds__(128) all_gather_bf16(const __grid_constant__ AllReduce a, bf16* z, u32 rows) {
     pdl_launch();
     const u32 t = blockIdx.x;

@@ -1,6 +1,7 @@
 //! Sums over a tensor-parallel group through peer memory, for few rows. Kernel: `all_reduce.cu`.
 //!
-//! Each worker process makes a [`PeerBuffer`] and gives its handle to the others; with all handles it makes a [`PeerGroup`].
+//! Each worker process creates a [`PeerBuffer`] and sends its handle to the others. With all handles it creates a
+//! [`PeerGroup`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,22 +10,25 @@ use cudarc::driver::sys;
 use half::bf16;
 
 use super::error::{check, ensure};
-use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, PinnedBuffer, Queue, Span, owner_norm};
+use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, PinnedBuffer, Queue, Span};
 
 const OP: &str = "all_reduce";
-/// Most ranks of a group.
+/// Maximum number of ranks in a group.
 pub const MAX_RANKS: usize = 8;
-/// Most columns of a row.
+/// Maximum number of columns of a row.
 pub const MAX_COLS: usize = 16_384;
-/// Columns that share an epoch where columns, not rows, are counted.
+/// Maximum number of blocks of a launch of [`super::owner_norm`]; each has its own flags and epoch.
+pub(super) const MAX_FLAG_BLOCKS: usize = 512;
+/// Number of columns that share an epoch, if epochs are counted by column instead of by row.
 const COLS_OF_EPOCH: usize = 16;
-/// A driver hands out larger allocations whole, so that one has a handle of its own.
+/// Minimum size of an allocation. The driver gives larger allocations their own memory object, so that they can have a
+/// handle.
 const MIN_BYTES: usize = 2 << 20;
 
-/// What another process needs to map a [`PeerBuffer`].
+/// The data that another process needs to map a [`PeerBuffer`].
 pub type PeerHandle = [u8; 64];
 
-/// This worker's exchange buffer, which the others write.
+/// This worker's exchange buffer. The other workers write to it.
 #[derive(Debug)]
 pub struct PeerBuffer {
     buffer: DeviceBuffer,
@@ -34,7 +38,8 @@ pub struct PeerBuffer {
 }
 
 impl PeerBuffer {
-    /// Room for sums of up to `max_rows` rows of `max_cols` columns over `ranks` ranks; zeroed when it returns.
+    /// A buffer for sums of up to `max_rows` rows of `max_cols` columns over `ranks` ranks. It is zeroed when the call
+    /// returns.
     pub fn new(gpu: &Arc<Gpu>, ranks: usize, max_rows: usize, max_cols: usize) -> Result<Self, CudaError> {
         ensure!(OP, (2..=MAX_RANKS).contains(&ranks), "{ranks} ranks; expected 2 to {MAX_RANKS}");
         let fits = max_rows > 0 && (8..=MAX_COLS).contains(&max_cols) && max_cols.is_multiple_of(8);
@@ -42,18 +47,18 @@ impl PeerBuffer {
         Self::zeroed(gpu, Self::bytes(ranks, max_rows, max_cols), [ranks, max_rows, max_cols])
     }
 
-    /// Flags for [`super::owner_norm`], which moves rows without packets.
+    /// Flags for [`super::owner_norm`], which transfers rows without packets.
     pub fn for_flags(gpu: &Arc<Gpu>, ranks: usize, max_rows: usize, max_cols: usize) -> Result<Self, CudaError> {
         ensure!(OP, (2..=MAX_RANKS).contains(&ranks), "{ranks} ranks; expected 2 to {MAX_RANKS}");
         Self::zeroed(gpu, Self::FLAG_BYTES, [ranks, max_rows, max_cols.min(MAX_COLS)])
     }
 
-    /// Bytes that [`PeerBuffer::for_flags`] takes.
+    /// Bytes that [`PeerBuffer::for_flags`] allocates.
     pub const FLAG_BYTES: usize = MIN_BYTES;
 
     fn zeroed(gpu: &Arc<Gpu>, bytes: usize, [ranks, max_rows, max_cols]: [usize; 3]) -> Result<Self, CudaError> {
         let buffer = DeviceBuffer::new(gpu, bytes)?;
-        // SAFETY: the span is live, and the call returns when the stream has done it.
+        // SAFETY: the span is live, and the call returns when the stream has completed it.
         let code = unsafe { sys::cuMemsetD8_v2(buffer.span().address(), 0, bytes) };
         check(code, "cuMemsetD8")?;
         // SAFETY: waits for the null stream; no pointers.
@@ -61,18 +66,18 @@ impl PeerBuffer {
         Ok(Self { buffer, ranks, max_rows, max_cols })
     }
 
-    /// Bytes that [`PeerBuffer::new`] takes.
+    /// Bytes that [`PeerBuffer::new`] allocates.
     pub fn bytes(ranks: usize, max_rows: usize, max_cols: usize) -> usize {
         (2 * (ranks + 1) * max_rows * max_cols * 4).max(MIN_BYTES)
     }
 
-    /// For the other processes of the group.
+    /// The handle for the other processes of the group.
     pub fn handle(&self) -> Result<PeerHandle, CudaError> {
         handle_of(self.buffer.span())
     }
 }
 
-/// For other processes: names the allocation that starts at `span`.
+/// The handle, for other processes, of the allocation that starts at `span`.
 pub(super) fn handle_of(span: Span) -> Result<PeerHandle, CudaError> {
     let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
     // SAFETY: `handle` is writable and the span is a live allocation of this process.
@@ -80,7 +85,7 @@ pub(super) fn handle_of(span: Span) -> Result<PeerHandle, CudaError> {
     Ok(handle.reserved.map(|byte| byte as u8))
 }
 
-/// Another process's memory, mapped into this one.
+/// Memory of another process, mapped into this one.
 #[derive(Debug)]
 pub(super) struct Mapped(u64);
 
@@ -101,13 +106,13 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: opened by `open`, closed once; a failure (the peer died) leaves nothing to do.
+        // SAFETY: opened by `open`, closed once; after a failure (the peer died) nothing remains to be done.
         let _ = unsafe { sys::cuIpcCloseMemHandle(self.0) };
     }
 }
 
-/// A group whose ranks have mapped each other's exchange buffers. It serves this module's calls, or
-/// [`super::linear_chain`], or [`super::owner_norm`], which count differently.
+/// A group whose ranks have mapped each other's exchange buffers. It is used either by this module, or by
+/// [`super::linear_chain`], or by [`super::owner_norm`], because they count epochs differently.
 #[derive(Debug)]
 pub struct PeerGroup {
     own: PeerBuffer,
@@ -118,17 +123,17 @@ pub struct PeerGroup {
     patience_ns: u64,
 }
 
-/// How a sum travels.
+/// The algorithm of a sum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shots {
-    /// Every rank sends to every other: least latency.
+    /// Every rank sends to every other: lowest latency.
     One,
-    /// Through the row's owner: least bytes; the sum is rounded to bf16 before what follows.
+    /// Through the owner of each row: fewest bytes. The sum is rounded to bf16 before the next op.
     Two,
 }
 
 impl Shots {
-    /// The quicker one for a message of `bytes`, by measurement on H200s (kernels/README.md).
+    /// The faster algorithm for a message of `bytes`, by measurement on H200s (kernels/README.md).
     pub fn for_message(bytes: usize, ranks: usize) -> Self {
         let limit = if ranks <= 2 { 256 << 10 } else { 64 << 10 };
         if bytes <= limit { Shots::One } else { Shots::Two }
@@ -136,11 +141,11 @@ impl Shots {
 }
 
 impl PeerGroup {
-    /// Maps the buffers of the others: `handles[r]` is rank `r`'s, and `own` is rank `rank`'s. A kernel that misses a rank for
-    /// `patience_ns` gives up, which [`PeerGroup::missing_rank`] tells.
+    /// Maps the buffers of the others: `handles[r]` is rank `r`'s, and `own` is rank `rank`'s. A kernel that waits for
+    /// a rank longer than `patience_ns` gives up; [`PeerGroup::missing_rank`] then returns the rank.
     ///
-    /// No rank may reduce before all have come here: the caller's exchange of handles, or a barrier, sees to that, since every
-    /// buffer is zeroed before its handle is given away.
+    /// No rank may reduce before all have called this. The caller's exchange of handles, or a barrier, guarantees it,
+    /// because every buffer is zeroed before its handle is sent.
     pub fn new(
         gpu: &Arc<Gpu>,
         own: PeerBuffer,
@@ -157,35 +162,38 @@ impl PeerGroup {
         );
         let map = |(r, handle): (usize, &PeerHandle)| (r != rank).then(|| Mapped::open(handle)).transpose();
         let peers = handles.iter().enumerate().map(map).collect::<Result<_, _>>()?;
-        let num_epochs = own.max_rows.max(own.max_cols.div_ceil(COLS_OF_EPOCH)).max(owner_norm::MAX_BLOCKS);
+        let num_epochs = own.max_rows.max(own.max_cols.div_ceil(COLS_OF_EPOCH)).max(MAX_FLAG_BLOCKS);
         let epochs = DeviceBuffer::from_slice(gpu, &vec![0u32; num_epochs])?;
         let status = PinnedBuffer::new(gpu, 256)?;
         Ok(Self { own, peers, epochs, status, rank, patience_ns })
     }
 
-    /// Ranks of the group.
+    /// Number of ranks in the group.
     pub fn ranks(&self) -> usize {
         self.own.ranks
     }
 
-    /// This process's place in it.
+    /// This process's rank.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// Most rows of a sum.
+    /// Maximum number of rows of a sum.
     pub fn max_rows(&self) -> usize {
         self.own.max_rows
     }
 
-    /// The rank that a kernel which has ended waited for in vain, if any; sums since then are wrong. A look at host memory.
+    /// The rank that a completed kernel waited for without success, if any; sums since then are wrong. Reads host
+    /// memory only.
     pub fn missing_rank(&self) -> Option<usize> {
-        // SAFETY: the buffer holds 256 bytes at a page's start and lives as long as `self`; kernels write the word whole.
+        // SAFETY: the buffer has 256 bytes at the start of a page and lives as long as `self`; kernels write the word
+        // atomically.
         let word = unsafe { AtomicU32::from_ptr(self.status.as_ptr().cast_mut().cast()) };
         (word.load(Ordering::Acquire) as usize).checked_sub(1)
     }
 
-    /// `y [rows, cols]` = sum over the group of `partial [rows, cols]`, bf16; `y` may be `partial`. All ranks call it alike.
+    /// `y [rows, cols]` = sum over the group of `partial [rows, cols]`, bf16; `y` may be `partial`. All ranks must call
+    /// it with the same arguments.
     pub fn all_reduce(
         &self,
         q: &Queue,
@@ -199,9 +207,9 @@ impl PeerGroup {
         q.launch("all_reduce_bf16", launch(rows, cols), &[Arg::Bytes(&argument), y.into(), partial.into()])
     }
 
-    /// `residual += sum over the group of partial`, then `y = rms_norm(residual)`; shapes `[rows, cols]`, weight `[cols]`, bf16.
-    /// `y` may be `partial`, not `residual`. All ranks call it alike.
-    #[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+    /// `residual += sum over the group of partial`, then `y = rms_norm(residual)`; shapes `[rows, cols]`, weight
+    /// `[cols]`, bf16. `y` may be `partial`, but not `residual`. All ranks must call it with the same arguments.
+    #[allow(clippy::too_many_arguments)] // One op with its operands and its shape.
     pub fn all_reduce_add_norm(
         &self,
         q: &Queue,
@@ -222,7 +230,8 @@ impl PeerGroup {
         q.launch("all_reduce_add_norm_bf16", launch(rows, cols), &args)
     }
 
-    /// Fills `z [ranks, rows, bytes]` from each rank's own part of it; `bytes` a multiple of 16. All ranks call it alike.
+    /// Gathers each rank's part into `z [ranks, rows, bytes]`; `bytes` must be a multiple of 16. All ranks must call it
+    /// with the same arguments.
     pub fn all_gather(&self, q: &Queue, z: Span, rows: usize, bytes: usize) -> Result<(), CudaError> {
         ensure!(OP, bytes.is_multiple_of(16), "{bytes} bytes are not a multiple of 16");
         let cols = bytes / 2;

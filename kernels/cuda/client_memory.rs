@@ -1,7 +1,7 @@
-//! Device memory of another program, named by a CUDA IPC handle: bytes are copied from and to it, and no kernel runs.
+//! Device memory of another program, identified by a CUDA IPC handle. Bytes are copied from and to it; no kernel runs.
 //!
-//! Needs a driver, but none of this build's kernels. The device's primary context, a few hundred MB of its memory, is held
-//! as long as a region of it is.
+//! It needs a driver, but none of this build's kernels. The device's primary context, which takes a few hundred MB of
+//! its memory, is retained while a region exists.
 
 use std::ffi::c_void;
 
@@ -12,7 +12,7 @@ use super::{CudaError, driver_is_present};
 
 const OP: &str = "client memory";
 
-/// What names the memory: a `cudaIpcMemHandle_t`.
+/// Identifies the memory: a `cudaIpcMemHandle_t`.
 pub type IpcHandle = [u8; 64];
 
 /// Memory of another process, mapped into this one. Closed when dropped.
@@ -24,10 +24,11 @@ pub struct ClientMemory {
 }
 
 impl ClientMemory {
-    /// Maps the first `bytes` of the allocation that `handle` names, on GPU `ordinal`.
+    /// Maps the first `bytes` of the allocation of `handle`, on GPU `ordinal`.
     ///
     /// # Errors
-    /// Without a driver or that GPU, when the handle names no memory of another living process, or less than `bytes`.
+    /// Returns an error without a driver or that GPU, if the handle is not that of memory of another living process, or
+    /// if the allocation is smaller than `bytes`.
     pub fn open(handle: &IpcHandle, ordinal: usize, bytes: usize) -> Result<Self, CudaError> {
         if !driver_is_present() {
             return Err(CudaError::NoDriver { reason: "libcuda.so.1 cannot be loaded".into() });
@@ -37,7 +38,7 @@ impl ClientMemory {
         let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte as _) };
         let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut address = 0;
-        // SAFETY: `address` is writable; the driver itself checks the handle, whatever its bytes.
+        // SAFETY: `address` is writable; the driver itself checks the handle, whatever bytes it contains.
         check(unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, flags) }, "cuIpcOpenMemHandle")?;
         drop(current);
         let memory = Self { context, address, bytes };
@@ -58,10 +59,10 @@ impl ClientMemory {
         Ok(size.saturating_sub(self.address.saturating_sub(base) as usize))
     }
 
-    /// Copies bytes from `offset` on to `into`; returns when they are there.
+    /// Copies bytes starting at `offset` to `into`; returns when the copy is complete.
     ///
     /// # Errors
-    /// When they are not inside, or the driver refuses the copy.
+    /// Returns an error if they are outside the mapping, or if the driver refuses the copy.
     pub fn read(&self, offset: usize, into: &mut [u8]) -> Result<(), CudaError> {
         let address = self.place(offset, into.len())?;
         let _current = self.context.enter()?;
@@ -70,17 +71,17 @@ impl ClientMemory {
         check(code, "cuMemcpyDtoH")
     }
 
-    /// Copies `data` to the bytes from `offset` on; returns when other processes see them.
+    /// Copies `data` to the bytes starting at `offset`; returns when other processes see them.
     ///
     /// # Errors
-    /// As [`ClientMemory::read`].
+    /// The same as of [`ClientMemory::read`].
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<(), CudaError> {
         let address = self.place(offset, data.len())?;
         let _current = self.context.enter()?;
         // SAFETY: `data` is readable for its length, and the bytes at `address` are inside the mapping.
         let code = unsafe { sys::cuMemcpyHtoD_v2(address, data.as_ptr().cast::<c_void>(), data.len()) };
         check(code, "cuMemcpyHtoD")?;
-        // A copy from memory that is not pinned may return before it has arrived.
+        // A copy from memory that is not pinned may return before it is complete.
         // SAFETY: a context is current.
         check(unsafe { sys::cuCtxSynchronize() }, "cuCtxSynchronize")
     }
@@ -96,29 +97,29 @@ impl ClientMemory {
 impl Drop for ClientMemory {
     fn drop(&mut self) {
         if let Ok(_current) = self.context.enter() {
-            // SAFETY: opened by `open`, closed once; a failure (the client died) leaves nothing to do.
+            // SAFETY: opened by `open`, closed once; after a failure (the client died) nothing remains to be done.
             let _ = unsafe { sys::cuIpcCloseMemHandle(self.address) };
         }
     }
 }
 
-/// A hold on the primary context of a device.
+/// A retained primary context of a device.
 #[derive(Debug)]
 struct Context {
     device: sys::CUdevice,
     context: sys::CUcontext,
 }
 
-// SAFETY: a driver's handle may be used from any thread that makes it current, which `enter` does.
+// SAFETY: a driver handle may be used from any thread that makes it current, which `enter` does.
 unsafe impl Send for Context {}
-// SAFETY: as above; nothing in it changes.
+// SAFETY: as above; it is never changed.
 unsafe impl Sync for Context {}
 
 impl Context {
     fn retain(ordinal: usize) -> Result<Self, CudaError> {
         let (mut device, mut context) = (0, std::ptr::null_mut());
         let number = i32::try_from(ordinal).map_err(|_| CudaError::argument(OP, format!("device {ordinal}")))?;
-        // SAFETY: out pointers are writable; what is retained is released by `drop`.
+        // SAFETY: out pointers are writable; the retained context is released by `drop`.
         unsafe {
             check(sys::cuInit(0), "cuInit")?;
             check(sys::cuDeviceGet(&mut device, number), &format!("cuDeviceGet({ordinal})"))?;
@@ -127,7 +128,7 @@ impl Context {
         Ok(Self { device, context })
     }
 
-    /// Makes it the calling thread's until the guard goes.
+    /// Makes it the calling thread's context until the guard is dropped.
     fn enter(&self) -> Result<Entered, CudaError> {
         // SAFETY: the context is retained as long as `self`.
         check(unsafe { sys::cuCtxPushCurrent_v2(self.context) }, "cuCtxPushCurrent")?;
@@ -137,12 +138,13 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: retained once by `retain`. A driver that is shutting down may refuse; nothing is left to do then.
+        // SAFETY: retained once by `retain`. A driver that is shutting down may refuse; nothing remains to be done
+        // then.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
 
-/// The thread's context is that of a [`Context`].
+/// A guard: while it exists, the thread's context is that of a [`Context`].
 struct Entered;
 
 impl Drop for Entered {
@@ -159,7 +161,7 @@ mod tests {
 
     #[test]
     fn a_handle_that_names_nothing_is_refused() {
-        // Without a driver for its absence, with one by the driver.
+        // Without a driver the call fails because there is none, with one because the driver refuses the handle.
         let error = ClientMemory::open(&[b'x'; 64], 0, 16).unwrap_err();
         let expected = if driver_is_present() { "failed" } else { "no CUDA driver" };
         assert!(error.to_string().contains(expected), "{error}");

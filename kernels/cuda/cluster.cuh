@@ -1,4 +1,5 @@
-// Blocks that share a cluster, and so can read each other's shared memory: Hopper and later. Elsewhere a block is alone.
+// Thread blocks of a cluster, which can read each other's shared memory: Hopper and later. On other GPUs a cluster is
+// one block.
 #pragma once
 #include "common.cuh"
 
@@ -38,7 +39,7 @@ __device__ __forceinline__ float cluster_load_f32(u32 address) {
     return r;
 }
 
-// Blocks of this block's cluster.
+// Number of blocks in this block's cluster.
 __device__ __forceinline__ u32 cluster_blocks() {
     u32 r;
     asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(r));

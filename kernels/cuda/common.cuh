@@ -1,4 +1,4 @@
-// Shared pieces of the kernels. Header-free: bf16 is a 16-bit integer here, and conversions are written out.
+// Shared parts of the kernels. No external headers: bf16 is a 16-bit integer here, and conversions are written out.
 #pragma once
 
 typedef unsigned char u8;
@@ -11,7 +11,7 @@ typedef long long i64;
 constexpr u32 FULL_WARP = 0xffffffffu;
 #define INFINITY_F __int_as_float(0x7f800000)
 
-// bf16 bits.
+// The bits of a bf16 number.
 struct bf16 {
     u16 bits;
 };
@@ -43,7 +43,7 @@ __device__ __forceinline__ float unpack_hi(u32 x) { return __uint_as_float(x & 0
 __device__ __forceinline__ bf16x8 load8(const bf16* p) { return *reinterpret_cast<const bf16x8*>(p); }
 __device__ __forceinline__ void store8(bf16* p, const bf16x8& x) { *reinterpret_cast<bf16x8*>(p) = x; }
 
-// Read-only, streamed once: does not stay in L1.
+// Read-only data that is read once; it does not stay in L1.
 __device__ __forceinline__ uint4 load_stream(const void* p) {
     uint4 r;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -52,7 +52,7 @@ __device__ __forceinline__ uint4 load_stream(const void* p) {
     return r;
 }
 
-// Asks for the line at p to be in the L2 cache.
+// Prefetches the cache line at p to L2.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -67,8 +67,8 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// Sum over the block, in every thread; `scratch` has 32 floats. Threads are a multiple of 32.
-// Order is fixed, so equal inputs give equal bits.
+// Sum over the block, returned to every thread; `scratch` has 32 floats. The number of threads is a multiple of 32. The
+// order is fixed, so equal inputs give equal bits.
 __device__ __forceinline__ float block_sum(float x, float* scratch) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = (blockDim.x + 31) / 32;
     x = warp_sum(x);
@@ -87,14 +87,14 @@ __device__ __forceinline__ float block_max(float x, float* scratch) {
     return warp_max(lane < warps ? scratch[lane] : -INFINITY_F);
 }
 
-// Waits for the kernel before this one in the stream, and its memory. See the contract in mod.rs.
+// Waits for the previous kernel of the stream and its memory. See the conventions in mod.rs.
 __device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next kernel of the stream start; it still waits for this one's memory in its pdl_wait.
+// Lets the next kernel of the stream start. It still waits for this kernel's memory in its pdl_wait.
 __device__ __forceinline__ void pdl_launch() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

@@ -1,10 +1,12 @@
 // copy_blocks: blocks[l][to[i]] = blocks[l][from[i]] for i in order, in all layers l, of K and of V
 //
 // k, v    [L][blocks][block_size] in units of 16 bytes
-// pairs   up to 32 blocks and where they go; a later pair may read what an earlier one wrote, or overwrite what it read
-// launch  grid (ceil(units of a block / 256), L, 2), block 256; a thread moves its unit of every pair in turn, so that order is kept
+// pairs   up to 32 pairs of source and destination; a later pair may read what an earlier one wrote, or overwrite what
+//         it read
+// launch  grid (ceil(units of a block / 256), L, 2), block 256; a thread copies its unit of every pair in turn, which
+//         keeps the order
 // needs   pointers 16-byte aligned: checked in copy_blocks.rs before launch
-// bound   memory, 4 bytes a bf16 moved
+// bound   memory, 4 bytes for each bf16 copied
 // test    tests/cuda_copy_blocks.rs, exact
 // archs: 80 90a 100a ptx
 #include "common.cuh"

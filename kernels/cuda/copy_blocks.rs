@@ -1,9 +1,9 @@
-//! Copies of KV blocks, for rows that stop sharing them. Kernel: `copy_blocks.cu`.
+//! Copies KV blocks, for rows that stop sharing them. Kernel: `copy_blocks.cu`.
 
 use super::error::ensure;
 use super::{Arg, CudaError, Launch, Queue, Span};
 
-/// Pairs that one launch takes.
+/// Number of pairs in one launch.
 const MAX_PAIRS: usize = 32;
 
 /// Keys and values of all layers, each `[layers][blocks][block_bytes]`.
@@ -13,15 +13,15 @@ pub struct AllBlocks {
     pub k: Span,
     /// Values.
     pub v: Span,
-    /// Layers.
+    /// Number of layers.
     pub num_layers: usize,
-    /// Blocks of each.
+    /// Number of blocks in each layer.
     pub num_blocks: usize,
-    /// Of one block in one layer, a multiple of 16.
+    /// Bytes of one block in one layer, a multiple of 16.
     pub block_bytes: usize,
 }
 
-/// Copies block `from` to `to` for each pair, one after the other, in all layers.
+/// Copies block `from` to `to` for each pair, in order, in all layers.
 pub fn copy_blocks(q: &Queue, blocks: AllBlocks, pairs: &[(u32, u32)]) -> Result<(), CudaError> {
     let op = "copy_blocks";
     let AllBlocks { k, v, num_layers, num_blocks, block_bytes } = blocks;

@@ -1,34 +1,35 @@
 // decode_attention_bf16: o[r, h, :] = softmax(scale * q[r, h, :] . k[r, j, :]) v[r, j, :] over positions j of row r
-// rope_decode_attention_bf16: the same, after rotating q and k of the row's newest position and writing its k and v to the blocks
+// rope_decode_attention_bf16: the same, but first rotates q and k of the newest position and writes its k and v
 // alibi_decode_attention_bf16: the first with slopes[h] * (j - newest position) added to the score of position j  (Press et al. 2022)
 // archs: 80 90a 100a ptx
 //
 // q             [R, H, D] bf16, rows `q_stride` elements apart (the q part of qkv)
 // k, v blocks   [block][K][B][D] bf16, one layer; query heads h G .. h G + G share KV head h, G = H / K
-// block_tables  [R, max_blocks] u32; context_lens [R] u32, 0 marks a padded row, whose output is zero
+// block_tables  [R, max_blocks] u32; context_lens [R] u32, 0 marks a padding row, whose output is zero
 // slopes        [H] f32
 // o             [R, H, D] bf16
 // workspace     partial sums [R][H][splits][D] f32, their maximum and denominator [R][H][splits][2] f32, and counters
-//               [R][K * groups] u32, zero before the first launch and after each
+//               [R][K * groups] u32, zero before the first launch and after each launch
 // maths         scores and sums in fp32, probabilities rounded to bf16 for the product with v
-// launch        grid (splits, K * groups, R), 4 warps; up to 8 query heads of a KV head form a group, so K and V are
-//               read once for all of them. A warp takes 16 positions at a time: K and V go from memory straight into the
-//               registers of mma.sync, as K q^T and V^T p^T, the next tile on its way while this one is used. A row uses only as
-//               many splits as its length deserves; they are added up in their order, through shared memory where they are one
-//               cluster (of blocks side by side in x), else by the block that ends last.
-//               With rotation, a block rotates its own q, and the one that has the newest position takes its k and v from qkv and
-//               writes them; where several groups share a KV head, each writes the same bits. All other positions are of earlier
-//               steps, so the first of them are read before the kernel before this one has ended.
+// launch        grid (splits, K * groups, R), 4 warps. Up to 8 query heads of a KV head form a group, so K and V are
+//               read once for all of them. A warp processes 16 positions at a time: K and V are loaded directly into
+//               the registers of mma.sync, as K q^T and V^T p^T, and the next tile is loaded while this one is used.
+//               The number of splits of a row depends on its length. The splits are added in order: through shared
+//               memory if they are in one cluster (of blocks adjacent in x), otherwise by the block that finishes last.
+//               With rotation, a block rotates its own q. The block with the newest position takes its k and v from
+//               qkv and writes them; if several groups share a KV head, each writes the same bits. All other positions
+//               belong to earlier steps, so the first of them are read before the previous kernel has ended.
 // needs         B % 16 == 0, a power of two; pointers 16-byte aligned; checked in decode_attention.rs
-// bound         memory, 4 K D bytes a position: R = 32, 1024 positions, K = 32, D = 128: 537 MB, 120 us at 4.47 TB/s (H200)
+// bound         memory, 4 K D bytes per position: R = 32, 1024 positions, K = 32, D = 128: 537 MB, 120 us at 4.47 TB/s
+//               (H200)
 // test          tests/cuda_decode_attention.rs, reference::attention in fp32, each element within 2^-7 of the largest |v|
 #include "cluster.cuh"
 #include "decode_attention.cuh"
 #include "rope.cuh"
 
-constexpr u32 MAX_CLUSTER = 8;  // blocks of a cluster
+constexpr u32 MAX_CLUSTER = 8;  // maximum number of blocks in a cluster
 
-// For rotation: angles [max_positions, D / 2], and the blocks to write, which are those that are read.
+// For rotation: angles [max_positions, D / 2], and the blocks to write, which are the same as those read.
 struct Rope {
     const float* cos;
     const float* sin;
@@ -39,7 +40,7 @@ struct Rope {
 // One tile of K or V in registers, as fragments.
 template <int D>
 struct Tile {
-    static constexpr int WIDE = D % 64 == 0;                 // V in runs of 8 elements, else of 4
+    static constexpr int WIDE = D % 64 == 0;                 // V in runs of 8 elements, otherwise of 4
     static constexpr int RUNS = WIDE ? D / 64 : D / 32;
     uint4 k[2][D / 32];  // rows g, g + 8; elements 32 i + 8 t ..
     u32 v[4][RUNS][WIDE ? 4 : 2];  // rows 2t, 2t + 1, 2t + 8, 2t + 9; elements 64 c + 8 g .. (32 c + 4 g ..)
@@ -94,20 +95,20 @@ struct Tile {
         }
     }
 
-    // Where sum[i] belongs: [0] and [1] to an element of D, [2] and [3] to the next one.
+    // Element of D for sum[i]: [0] and [1] belong to one element, [2] and [3] to the next.
     static __device__ void store(float* sum, int i, int g, float x, float y) {
         const int e = WIDE ? i / 4 * 64 + 8 * g + i % 4 * 2 : i / 2 * 32 + 4 * g + i % 2 * 2;
         *reinterpret_cast<float2*>(sum + e) = make_float2(x, y);
     }
 };
 
-// The tiles of one warp: every WARPS-th run of 16 positions from begin to end, of one row's KV head.
+// The tiles of one warp: every WARPS-th run of 16 positions from begin to end, of one KV head of a row.
 template <int D>
 struct Walk {
     const DecodeAttention& a;
     const u32* table;
     u32 begin, end, kv_head;
-    u32 entries;  // lane i has the block of the warp's tile i, 32 tiles at a time
+    u32 entries;  // lane i holds the block number of the warp's tile i, for 32 tiles at a time
 
     __device__ Walk(const DecodeAttention& attention, u32 first, u32 last, u32 row, u32 head)
         : a(attention), table(a.block_tables + (u64)row * a.max_blocks), begin(first), end(last), kv_head(head), entries(0) {}
@@ -116,7 +117,7 @@ struct Walk {
     __device__ bool has(u32 i) const { return start(i) < end; }
     __device__ u32 last(u32 i) const { return min(end - start(i), (u32)TILE) - 1; }
 
-    // Where the first position of tile i lies in the blocks; tiles are asked for in order, by all lanes.
+    // Offset of the first position of tile i in the blocks. All lanes must call it, with tiles in order.
     __device__ u64 rows(u32 i) {
         if (i % 32 == 0) {
             const u32 p = start(i + threadIdx.x % 32);
@@ -125,7 +126,7 @@ struct Walk {
         return at(i);
     }
 
-    // The same of a tile among those whose blocks are known.
+    // The same for a tile whose block number is already loaded.
     __device__ u64 at(u32 i) const {
         const u32 p = start(i), in_block = (1u << a.block_shift) - 1;
         const u64 block = __shfl_sync(FULL_WARP, entries, i % 32);
@@ -133,7 +134,7 @@ struct Walk {
     }
 };
 
-// Attends over the walk's tiles, the first of which is in `tile` already, if there is one.
+// Attends to the walk's tiles. If there is a first one, it must already be in `tile`.
 template <int D, class Bias>
 __device__ __forceinline__ void attend(Softmax<D>& state, Walk<D>& walk, Tile<D>& tile, u32 first_valid,
                                        const u32 (&q)[D / 16][2], const Bias& bias) {
@@ -166,7 +167,7 @@ __device__ __forceinline__ void attend(Softmax<D>& state, Walk<D>& walk, Tile<D>
     }
 }
 
-// Brings the walk's first tile, and asks for some that follow.
+// Loads the walk's first tile, and prefetches some of the next.
 template <int D>
 __device__ __forceinline__ void begin_walk(Walk<D>& walk, Tile<D>& tile) {
     constexpr u32 AHEAD = 4;
@@ -184,7 +185,7 @@ __device__ __forceinline__ void begin_walk(Walk<D>& walk, Tile<D>& tile) {
     }
 }
 
-// Adds up the splits of a row that lie in one cluster, in their order, through its shared memory; `active` blocks come here.
+// Adds the splits of a row that are in one cluster, in order, through its shared memory. `active` blocks call it.
 template <int D>
 __device__ __forceinline__ void combine_in_cluster(bf16* out, Merged<D>* merged, int heads, u32 split, u32 active) {
     __shared__ float2 stats[GROUP];  // maximum, denominator
@@ -213,10 +214,10 @@ __device__ __forceinline__ void combine_in_cluster(bf16* out, Merged<D>* merged,
         }
         out[i] = to_bf16(sum / denominator);
     }
-    cluster_sync();  // no block leaves while another reads its sums
+    cluster_sync();  // no block may exit while another reads its sums
 }
 
-// The fragments of this thread's head, elements 32 i + 8 t of it.
+// The fragments of this thread's head: its elements 32 i + 8 t.
 template <int D>
 __device__ __forceinline__ void load_q(u32 (&q)[D / 16][2], const bf16* q_row, bool valid) {
 #pragma unroll
@@ -226,7 +227,7 @@ __device__ __forceinline__ void load_q(u32 (&q)[D / 16][2], const bf16* q_row, b
     }
 }
 
-// The same, rotated: a thread has both elements of each pair (e, e + D / 2), for D / 2 is a multiple of 32.
+// The same, rotated. A thread has both elements of each pair (e, e + D / 2), because D / 2 is a multiple of 32.
 template <int D>
 __device__ __forceinline__ void load_rotated_q(u32 (&q)[D / 16][2], const bf16* q_row, bool valid, const Angles (&angles)[D / 64]) {
     static_assert(D % 64 == 0, "load_rotated_q: halves of a head are multiples of 32");
@@ -250,7 +251,7 @@ struct Newest {
     __device__ Newest(const DecodeAttention& a, u32 row, u32 kv_head)
         : k(a.q + (u64)row * a.q_stride + (u64)(a.heads + kv_head) * D), v(k + (u64)a.kv_heads * D) {}
 
-    // Writes k, rotated, and v to the blocks. All threads of the block come here.
+    // Writes k, rotated, and v to the blocks. All threads of the block must call it.
     __device__ void write(const DecodeAttention& a, const Rope& rope, u32 row, u32 kv_head, u32 position) const {
         const u64 block = a.block_tables[(u64)row * a.max_blocks + (position >> a.block_shift)];
         const u32 offset = position & ((1u << a.block_shift) - 1);
@@ -269,7 +270,7 @@ struct Newest {
         }
     }
 
-    // One warp attends over it: a tile whose row 0 it is.
+    // One warp attends to it: it is row 0 of a tile.
     __device__ void attend(Softmax<D>& state, const u32 (&q)[D / 16][2], const Angles (&angles)[D / 64], float scale) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         u32 rotated[D / 16][2];
@@ -311,7 +312,7 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
     const u32 first_head = kv_head * per_kv_head + group * GROUP;
     bf16* out = a.out + ((u64)row * a.heads + first_head) * D;
 
-    // The step's inputs and the angles were there before the first kernel of the step, so they need not be waited for.
+    // The step's inputs and the angles are written before the first kernel of the step, so no wait is needed for them.
     const u32 len = a.context_lens[row];
     if (len == 0) {
         if (split != 0) return;
@@ -333,7 +334,7 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
         const u64 angle = (u64)(len - 1) * (D / 2) + 8 * t;
 #pragma unroll
         for (int i = 0; i < D / 64; ++i) angles[i] = load_angles(rope.cos + angle + 32 * i, rope.sin + angle + 32 * i);
-        // Positions before the newest are of earlier steps: their k and v come while the kernel before this one runs.
+        // Positions before the newest belong to earlier steps: their k and v are loaded while the previous kernel runs.
         begin_walk(walk, tile);
         pdl_wait();
         load_rotated_q<D>(q, q_row, g < heads, angles);

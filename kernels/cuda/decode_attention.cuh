@@ -1,11 +1,12 @@
-// Decode attention: operands (as decode_attention.cu says), the running softmax of a warp, and how warps and splits are added up.
+// Decode attention: operands (described in decode_attention.cu), the running softmax of a warp, and the sums over warps
+// and splits.
 #pragma once
 #include "mma.cuh"
 
-constexpr int WARPS = 4;         // that attend
+constexpr int WARPS = 4;         // number of warps that attend
 constexpr int THREADS = WARPS * 32;
-constexpr int TILE = 16;         // positions a warp takes at a time
-constexpr int GROUP = 8;         // query heads a block serves
+constexpr int TILE = 16;         // positions that a warp processes at a time
+constexpr int GROUP = 8;         // query heads per block
 constexpr float LOG2E = 1.4426950408889634f;
 
 struct DecodeAttention {
@@ -22,15 +23,16 @@ struct DecodeAttention {
     u32 max_blocks;
     u32 heads, kv_heads;
     u32 block_shift;  // log2 B
-    u32 window;       // positions that are seen, 0 for all
-    u32 min_chunk;    // positions a split has at least, a multiple of 16
+    u32 window;       // positions that are attended to, 0 for all
+    u32 min_chunk;    // minimum number of positions in a split, a multiple of 16
     float scale;
 };
 
-// Groups that the query heads of a KV head form.
+// Number of groups of query heads per KV head.
 __device__ __forceinline__ u32 groups_of(const DecodeAttention& a) { return (a.heads / a.kv_heads + GROUP - 1) / GROUP; }
 
-// What is added to scaled scores, in powers of two, of this thread's heads 2t and 2t + 1: nothing, or ALiBi's penalty of distance.
+// Added to the scaled scores, in powers of two, of this thread's heads 2t and 2t + 1: nothing, or ALiBi's penalty of
+// distance.
 struct NoBias {
     __device__ float add(float score, int, u32) const { return score; }
 };
@@ -47,11 +49,11 @@ struct Alibi {
     __device__ float add(float score, int h, u32 position) const { return score + slope[h] * (float)(i32)(position - newest); }
 };
 
-// The positions one block works on.
+// The positions that one block processes.
 struct Chunk {
-    u32 first_valid;  // positions before are outside the window
+    u32 first_valid;  // earlier positions are outside the window
     u32 begin, end;
-    u32 active;  // splits that have work
+    u32 active;  // number of splits with work
 };
 
 __device__ __forceinline__ Chunk chunk_of(u32 len, u32 window, u32 min_chunk, u32 split, u32 splits) {
@@ -72,7 +74,7 @@ struct Softmax {
     float denominator[2] = {0.0f, 0.0f};  // of this thread's positions only
     float sum[D / 16][4] = {};
 
-    // Takes the scaled scores of a tile, gives the probabilities as the fragment p^T.
+    // Takes the scaled scores of a tile and returns the probabilities as the fragment p^T.
     __device__ void step(float (&s)[4], u32& b0, u32& b1) {
         float correction[2];
 #pragma unroll
@@ -99,10 +101,10 @@ struct Softmax {
     }
 };
 
-// Waits for all threads that attend.
-__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+// Barrier of all threads that attend.
+__device__ __forceinline__ void attend_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
-// The heads' maxima, denominators and sums of all warps, in shared memory.
+// Maxima, denominators and sums of all warps for the heads, in shared memory.
 template <int D>
 struct Merged {
     float top[WARPS][GROUP];
@@ -110,7 +112,7 @@ struct Merged {
     float sum[1];  // [WARPS][heads][D]
 };
 
-// Writes this warp's share, as the `warp`-th, relative to the block's maximum; Places says which elements of D a sum belongs to.
+// Writes this warp's part, as number `warp`, relative to the block's maximum. Places maps a sum to its elements of D.
 template <int D, class Places>
 __device__ __forceinline__ void publish(Merged<D>* merged, Softmax<D>& state, int heads, int warp) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -120,7 +122,7 @@ __device__ __forceinline__ void publish(Merged<D>* merged, Softmax<D>& state, in
         for (int d = 4; d < 32; d *= 2) state.denominator[h] += __shfl_xor_sync(FULL_WARP, state.denominator[h], d);
         if (g == 0) merged->top[warp][2 * t + h] = state.top[h];
     }
-    meet();
+    attend_sync();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int head = 2 * t + h;
@@ -136,7 +138,7 @@ __device__ __forceinline__ void publish(Merged<D>* merged, Softmax<D>& state, in
             Places::store(sum, i, g, state.sum[i][h] * weight, state.sum[i][h + 2] * weight);
         }
     }
-    meet();
+    attend_sync();
 }
 
 template <int D>
@@ -161,7 +163,7 @@ __device__ __forceinline__ float merged_sum(const Merged<D>* merged, int heads, 
     return sum;
 }
 
-// Adds the splits of `heads` heads up, in their order; `weights` has [heads][splits] floats.
+// Adds the splits of `heads` heads, in order; `weights` has [heads][splits] floats.
 template <int D>
 __device__ __forceinline__ void combine(bf16* out, const float* partial, const float2* stats, float* weights, int heads,
                                         u32 splits, u32 active) {
@@ -180,7 +182,7 @@ __device__ __forceinline__ void combine(bf16* out, const float* partial, const f
         denominator = warp_sum(denominator);
         for (u32 s = lane; s < active; s += 32) weights[head * splits + s] /= denominator;
     }
-    meet();
+    attend_sync();
     for (int i = threadIdx.x; i < heads * (D / 4); i += THREADS) {
         const int head = i / (D / 4), e = i % (D / 4) * 4;
         const float* p = partial + (u64)head * splits * D + e;
@@ -195,21 +197,21 @@ __device__ __forceinline__ void combine(bf16* out, const float* partial, const f
     }
 }
 
-// True in the block that is the last of `active` to come here; what the others wrote before is visible to it then.
+// Returns true in the last of `active` blocks that call it; it can then read what the others wrote before.
 __device__ __forceinline__ bool is_last(u32* counter, u32 active) {
     __shared__ bool last;
-    meet();
+    attend_sync();
     if (threadIdx.x == 0) {
         __threadfence();
         last = atomicAdd(counter, 1) == active - 1;
         if (last) *counter = 0;
         __threadfence();
     }
-    meet();
+    attend_sync();
     return last;
 }
 
-// Writes the sums of heads that no other block has a part of.
+// Writes the sums of heads that only this block computes.
 template <int D>
 __device__ __forceinline__ void store_out(bf16* out, const Merged<D>* merged, int heads) {
     for (int i = threadIdx.x; i < heads * D; i += THREADS) {
@@ -219,12 +221,12 @@ __device__ __forceinline__ void store_out(bf16* out, const Merged<D>* merged, in
 
 // One of `active` parts of some heads of a row.
 struct Part {
-    u64 first;    // of the heads' [splits] partial sums
-    u32 counter;  // that its blocks count themselves by
+    u64 first;    // index of the first of the heads' [splits] partial sums
+    u32 counter;  // index of the counter that its blocks share
     u32 split, splits, active;
 };
 
-// Writes the part; the block that is the last adds all of them up.
+// Writes the part. The last block adds all of them.
 template <int D>
 __device__ __forceinline__ void store_part(const DecodeAttention& a, const Part& p, bf16* out, Merged<D>* merged, int heads) {
     float* partial = a.partial + p.first * D;

@@ -1,5 +1,5 @@
-//! Attention of rows that have one new token, over their KV blocks. Kernels: `decode_attention.cu`, and `sm90_decode_attention.cu`
-//! for many rows and heads on Hopper.
+//! Attention of rows with one new token, over their KV blocks. Kernels: `decode_attention.cu`, and
+//! `sm90_decode_attention.cu` for many rows and heads on Hopper.
 
 use half::bf16;
 
@@ -10,43 +10,45 @@ use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
 use std::sync::Arc;
 
 const OP: &str = "decode_attention";
-/// Query heads that one thread block serves.
+/// Number of query heads that one thread block computes.
 const GROUP: usize = 8;
-/// Head dims there is code for.
+/// Supported head dimensions.
 pub const HEAD_DIMS: [usize; 4] = [64, 96, 128, 256];
-/// Head dims there is code for with ALiBi.
+/// Supported head dimensions with ALiBi.
 pub const ALIBI_HEAD_DIMS: [usize; 3] = [64, 96, 128];
 
-/// Rows times groups of heads from which on [`decode_attention_ring`] is quicker, by measurement on an H200 (kernels/README.md).
+/// If rows times groups of heads reach this number, [`decode_attention_ring`] is faster, by measurement on an H200
+/// (kernels/README.md).
 const RING_FROM: usize = 192;
-/// Positions of a tile of the ring.
+/// Number of positions in a tile of the ring.
 const RING_TILE: usize = 16;
 
-/// Most blocks of a cluster.
+/// Maximum number of thread blocks in a cluster.
 pub const MAX_CLUSTER: usize = 8;
 
-/// The rows of a step that decode, and where they find their keys and values.
+/// The decoding rows of a step, and the locations of their keys and values.
 #[derive(Debug, Clone, Copy)]
 pub struct DecodeRows {
     /// `[R, max_blocks]` u32.
     pub block_tables: Span,
     /// Row length of `block_tables`.
     pub max_blocks: usize,
-    /// `[R]` u32; 0 marks a padded row.
+    /// `[R]` u32; 0 marks a padding row.
     pub context_lens: Span,
     /// `R`.
     pub num_rows: usize,
 }
 
-/// How rows are divided among thread blocks; a function of the bucket, so that a graph can be replayed for any lengths.
+/// How rows are divided among thread blocks. It depends only on the bucket, so that a graph can be replayed for any
+/// lengths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Splits {
-    /// Most parts of a row.
+    /// Maximum number of parts of a row.
     pub splits: usize,
-    /// Positions a part has at least, a multiple of 16.
+    /// Minimum number of positions in a part, a multiple of 16.
     pub min_chunk: usize,
-    /// Parts whose blocks share a cluster, on Hopper and later: a power of two up to [`MAX_CLUSTER`] that divides `splits`. A row
-    /// of no more parts is put together at once.
+    /// Number of parts whose thread blocks share a cluster, on Hopper and later: a power of two up to [`MAX_CLUSTER`]
+    /// that divides `splits`. The parts of a row with no more parts than this are combined within the cluster.
     pub cluster: usize,
 }
 
@@ -64,24 +66,24 @@ impl Splits {
     }
 }
 
-/// Partial sums and counters of [`decode_attention`]; one at a time may use it.
+/// Partial sums and counters of [`decode_attention`]. Only one call at a time may use it.
 #[derive(Debug)]
 pub struct DecodeWorkspace {
     partial: DeviceBuffer,
-    /// One for each group of heads of a row, then the ring's.
+    /// One for each group of heads of a row, then those of the ring.
     counters: DeviceBuffer,
     max_visits: usize,
 }
 
 impl DecodeWorkspace {
-    /// Room for up to `max_rows` rows.
+    /// A workspace for up to `max_rows` rows.
     pub fn new(gpu: &Arc<Gpu>, max_rows: usize, shape: HeadShape) -> Result<Self, CudaError> {
         let max_visits = counter_count(max_rows, shape);
         let counters = DeviceBuffer::from_slice(gpu, &vec![0u32; max_visits + 1])?;
         Ok(Self { partial: DeviceBuffer::new(gpu, partial_bytes(max_rows, shape))?, counters, max_visits })
     }
 
-    /// Bytes that [`DecodeWorkspace::new`] takes.
+    /// Bytes that [`DecodeWorkspace::new`] allocates.
     pub fn bytes(max_rows: usize, shape: HeadShape) -> usize {
         partial_bytes(max_rows, shape) + (counter_count(max_rows, shape) + 1) * 4
     }
@@ -95,7 +97,7 @@ fn counter_count(rows: usize, shape: HeadShape) -> usize {
     rows * shape.num_kv_heads * groups(shape)
 }
 
-/// The largest need of any number of rows up to `max_rows`: fewer rows have more splits each.
+/// The largest size for any number of rows up to `max_rows`: fewer rows have more splits each.
 fn partial_bytes(max_rows: usize, shape: HeadShape) -> usize {
     let of = |rows: usize| rows * Splits::for_rows(rows, shape).splits;
     let most = (1..=max_rows).map(of).max().unwrap_or(0);
@@ -111,17 +113,17 @@ pub struct RopeTables {
     pub sin: Span,
 }
 
-/// How positions enter.
+/// How positions are applied.
 #[derive(Debug, Clone, Copy)]
 pub enum Positions {
-    /// Not here: q and k are as they should be, and all keys and values are in the blocks.
+    /// Not in this op: q and k are already rotated if necessary, and all keys and values are in the blocks.
     Known,
-    /// As [`Positions::Known`], and `slopes[h]` times the distance to the row's newest position, 0 or below, is added to each score.
-    /// `slopes` `[H]` f32.
+    /// Like [`Positions::Known`], with `slopes[h]` times the distance to the row's newest position (0 or negative)
+    /// added to each score. `slopes` `[H]` f32.
     Alibi(Span),
-    /// [`super::rope_cache`] has not seen `qkv`: q and k of each row's newest position, `context_lens[r] - 1`, are rotated, and its
-    /// k and v written into the blocks. `qkv` stays as it is. That no context is longer than the tables is asserted where the
-    /// step is packed.
+    /// For `qkv` without [`super::rope_cache`]: q and k of each row's newest position, `context_lens[r] - 1`, are
+    /// rotated, and its k and v are written to the blocks. `qkv` is not changed. The caller asserts, when the step is
+    /// packed, that no context is longer than the tables.
     Rope(RopeTables),
 }
 
@@ -130,25 +132,25 @@ pub enum Positions {
 pub struct DecodeAttention<'a> {
     /// `[R, H D]`.
     pub out: Span,
-    /// `[R, (H + 2K) D]`, of which the q part is read.
+    /// `[R, (H + 2K) D]`; the q part is read.
     pub qkv: Span,
     /// The layer's blocks.
     pub cache: LayerCache,
-    /// How positions enter.
+    /// How positions are applied.
     pub positions: Positions,
     /// The rows.
     pub rows: DecodeRows,
-    /// Heads.
+    /// Head counts and sizes.
     pub shape: HeadShape,
-    /// Of the scores.
+    /// Multiplier of the scores.
     pub scale: f32,
-    /// Newest positions that a row sees; 0: all.
+    /// Number of newest positions that a row attends to; 0 means all.
     pub window: u32,
-    /// Scratch.
+    /// Partial sums and counters.
     pub workspace: &'a DecodeWorkspace,
 }
 
-/// Queues it, by the kernel and with the division for its rows.
+/// Queues the attention, with the fastest kernel and division for its number of rows.
 pub fn decode_attention(q: &Queue, attention: &DecodeAttention<'_>) -> Result<(), CudaError> {
     let (num_rows, shape) = (attention.rows.num_rows, attention.shape);
     let splits = Splits::for_rows(num_rows, shape);
@@ -158,17 +160,17 @@ pub fn decode_attention(q: &Queue, attention: &DecodeAttention<'_>) -> Result<()
     decode_attention_split(q, attention, splits)
 }
 
-/// Whether [`decode_attention`] of that many rows, rotated and cached before, is by the ring.
+/// Whether [`decode_attention`] of this number of rows, rotated and cached before, uses the ring.
 pub fn takes_ring(gpu: &Gpu, num_rows: usize, shape: HeadShape) -> bool {
     counter_count(num_rows, shape) >= RING_FROM && has_ring(gpu, shape)
 }
 
-/// Whether [`decode_attention_ring`] runs on this GPU for the shape.
+/// Whether [`decode_attention_ring`] supports this GPU and shape.
 pub fn has_ring(gpu: &Gpu, shape: HeadShape) -> bool {
     gpu.has_kernel(&format!("sm90_decode_attention_bf16_d{}", shape.head_dim))
 }
 
-/// [`decode_attention`] by blocks that stay on their multiprocessors and read ahead, on Hopper; without [`Positions::Rope`].
+/// [`decode_attention`] with persistent thread blocks that prefetch, on Hopper; without [`Positions::Rope`].
 pub fn decode_attention_ring(q: &Queue, attention: &DecodeAttention<'_>, splits: Splits) -> Result<(), CudaError> {
     attention.check()?;
     let DecodeAttention { shape, rows, positions, cache, .. } = *attention;
@@ -195,17 +197,18 @@ pub fn decode_attention_ring(q: &Queue, attention: &DecodeAttention<'_>, splits:
     q.launch(&name, Launch::new(blocks, 160).shared((ring_bytes(head_dim) + merged_bytes(shape)) as u32), &args)
 }
 
-/// What a block of the ring takes beside its sums: eight tiles of K and V, four slots of queries, 1 024 lengths, barriers and visits.
+/// Shared memory of a block of the ring besides its sums: eight tiles of K and V, four slots of queries, 1 024 lengths,
+/// barriers and visits.
 fn ring_bytes(head_dim: usize) -> usize {
     8 * 2 * RING_TILE * head_dim * 2 + 4 * GROUP * head_dim * 2 + 1024 * 4 + (8 + 4) * 16 + 4 * 16
 }
 
-/// What the sums of a block's warps take.
+/// Bytes of the sums of a block's warps.
 fn merged_bytes(shape: HeadShape) -> usize {
     256 + 4 * (shape.num_heads / shape.num_kv_heads).min(GROUP) * shape.head_dim * 4
 }
 
-/// [`decode_attention`] with a division of one's own, for which the workspace must suffice.
+/// [`decode_attention`] with a given division, for which the workspace must be large enough.
 pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits: Splits) -> Result<(), CudaError> {
     attention.check()?;
     let argument = attention.argument(splits)?;
@@ -236,7 +239,7 @@ pub fn decode_attention_split(q: &Queue, attention: &DecodeAttention<'_>, splits
     }
 }
 
-/// Whether there is code that rotates ([`Positions::Rope`]) for the shape.
+/// Whether a kernel that rotates ([`Positions::Rope`]) exists for the shape.
 pub fn rotates(shape: HeadShape) -> bool {
     HEAD_DIMS.contains(&shape.head_dim) && shape.head_dim.is_multiple_of(64)
 }
@@ -307,7 +310,7 @@ fn launch(gpu: &Gpu, rows: DecodeRows, shape: HeadShape, splits: Splits) -> Laun
         .cluster(cluster as u32)
 }
 
-/// That there is code for these heads.
+/// Checks that kernels for these heads exist.
 pub(super) fn check_heads(op: &'static str, shape: HeadShape) -> Result<(), CudaError> {
     let HeadShape { num_heads, num_kv_heads, head_dim, block_size } = shape;
     ensure!(op, HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {HEAD_DIMS:?}");
@@ -320,7 +323,7 @@ pub(super) fn check_heads(op: &'static str, shape: HeadShape) -> Result<(), Cuda
     Ok(())
 }
 
-/// That there is code for these heads with ALiBi, and a slope for each.
+/// Checks that kernels for these heads exist with ALiBi, and that there is a slope for each head.
 pub(super) fn check_slopes(op: &'static str, slopes: Span, shape: HeadShape) -> Result<(), CudaError> {
     let HeadShape { num_heads, head_dim, .. } = shape;
     ensure!(op, ALIBI_HEAD_DIMS.contains(&head_dim), "head_dim {head_dim}; expected one of {ALIBI_HEAD_DIMS:?}");

@@ -1,8 +1,8 @@
-// embed_bf16: out[t, :] = table[id(t) - first, :], or zeros where id(t) is not in this worker's rows
+// embed_bf16: out[t, :] = table[id(t) - first, :], or zeros if id(t) is not in this worker's rows
 //
 // out         [T, E] bf16
 // table       [V, E] bf16, tokens first .. first + V
-// token_ids   [T]    u32; u32::MAX takes the last token of the row, last_tokens[token_rows[t]]
+// token_ids   [T]    u32; u32::MAX means the last token of the row, last_tokens[token_rows[t]]
 // token_rows  [T]    u32
 // launch      grid T, block min(E / 8, 256); 16-byte loads
 // needs       E % 8 == 0, pointers 16-byte aligned: checked in embed.rs before launch
@@ -19,7 +19,7 @@ embed_bf16(bf16* out, const bf16* table, const u32* token_ids, const u32* token_
     const u32 t = blockIdx.x;
     u32 id = token_ids[t];
     if (id == 0xffffffffu) id = last_tokens[token_rows[t]];
-    const u32 row = id - first; // wraps below `first`, and is then not below vocab
+    const u32 row = id - first; // wraps if id is below `first`, and is then not below vocab
     const bool mine = row < vocab;
     for (u32 i = threadIdx.x * 8; i < cols; i += blockDim.x * 8) {
         bf16x8 x = {};

@@ -5,18 +5,19 @@ use half::bf16;
 use super::error::ensure;
 use super::{CudaError, Launch, Queue, Span};
 
-/// Where the ids of a step's tokens come from.
+/// Source of the ids of a step's tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenSource {
-    /// `[T]` u32; `u32::MAX` takes the row's last token.
+    /// `[T]` u32; `u32::MAX` means the row's last token.
     pub token_ids: Span,
-    /// `[T]` u32, the row of each token, below the length of `last_tokens`: asserted where the step is packed.
+    /// `[T]` u32: the row of each token, below the length of `last_tokens` (asserted when the step is packed).
     pub token_rows: Span,
-    /// u32 for each row.
+    /// One u32 for each row.
     pub last_tokens: Span,
 }
 
-/// `out[t, :] = table[id(t) - first_token, :]`, zeros for tokens of other workers. `out` `[T, cols]`, `table` `[V, cols]`.
+/// `out[t, :] = table[id(t) - first_token, :]`, and zeros for tokens of other workers. `out` `[T, cols]`, `table` `[V,
+/// cols]`.
 pub fn embed(
     q: &Queue,
     out: Span,

@@ -4,9 +4,9 @@ use cudarc::driver::sys::CUresult;
 
 /// Why a CUDA op cannot run.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // Fields are named by their messages.
+#[allow(missing_docs)] // Fields are named in the messages.
 pub enum CudaError {
-    /// No driver, or none new enough.
+    /// There is no driver, or it is too old.
     #[error("no CUDA driver: {reason}")]
     NoDriver { reason: String },
     /// This build has no kernels, or none for this device.
@@ -15,13 +15,13 @@ pub enum CudaError {
     /// The driver refused a call.
     #[error("{call} failed: {name} ({text})")]
     Driver { call: String, name: String, text: String, code: CUresult },
-    /// Device memory does not suffice.
+    /// There is too little device memory.
     #[error("cannot allocate {bytes} bytes of device memory: {free} of {total} bytes are free")]
     OutOfMemory { bytes: usize, free: usize, total: usize },
     /// A library call failed.
     #[error("{call} failed: {reason}")]
     Library { call: String, reason: String },
-    /// Arguments that a kernel was not written for.
+    /// The arguments are not supported by the kernel.
     #[error("`{op}`: {reason}")]
     Argument { op: &'static str, reason: String },
 }

@@ -1,13 +1,13 @@
 // gated_activation_bf16: y[t, f] = act(gate[t, f]) * up[t, f]
 //
-// x       [T, 2F] bf16: groups of G columns of gate and up in turn, gate first (G = F is [gate | up])
+// x       [T, 2F] bf16: alternating groups of G columns of gate and up, gate first (G = F is [gate | up])
 // y       [T, F]  bf16
 // act     0 silu: x / (1 + exp(-x)); 1 gelu, tanh form                          (Shazeer 2020, GLU variants)
 // maths   fp32, one rounding on store
 // launch  grid (T, ceil(F / 8 / 256)), block 256; 16-byte loads
 // needs   F % 8 == 0, G % 8 == 0, F % G == 0, pointers 16-byte aligned: checked in gated_activation.rs before launch
 // bound   memory, 6*T*F bytes
-// test    tests/cuda_ops.rs: within one bf16 ulp of fp32, beside 1e-6 of the operands for the fast exponential
+// test    tests/cuda_ops.rs: within one bf16 ulp of fp32, plus 1e-6 of the operands for the fast exponential
 // archs: 80 90a 100a ptx
 #include "common.cuh"
 
@@ -15,7 +15,7 @@ template <int ACT>
 __device__ __forceinline__ float activate(float x) {
     if (ACT == 0) return x / (1.0f + __expf(-x));
     const float z = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    // tanh(z) = 1 - 2 / (exp(2z) + 1), whose limits are right for any z.
+    // tanh(z) = 1 - 2 / (exp(2z) + 1), which has the right limits for any z.
     return 0.5f * x * (2.0f - 2.0f / (__expf(2.0f * z) + 1.0f));
 }
 

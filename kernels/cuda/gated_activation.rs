@@ -5,19 +5,19 @@ use half::bf16;
 use super::error::ensure;
 use super::{CudaError, Launch, Queue, Span};
 
-/// The gate's non-linearity.
+/// The gate's activation function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GateActivation {
     /// `x * sigmoid(x)`.
     Silu,
-    /// Gaussian error linear unit, tanh form.
+    /// Gaussian error linear unit, tanh approximation.
     GeluTanh,
 }
 
 /// `y[t, f] = activation(gate[t, f]) * up[t, f]`.
 ///
-/// `x` `[rows, 2 * cols]` has `group` columns of gate, then `group` of up, and so on; `group = cols` is `[gate | up]`.
-/// `y` `[rows, cols]`.
+/// `x` `[rows, 2 * cols]` has alternating groups of `group` columns of gate and `group` of up; `group = cols` means
+/// `[gate | up]`. `y` `[rows, cols]`.
 pub fn gated_activation(
     q: &Queue,
     y: Span,

@@ -1,11 +1,12 @@
-//! Picks the rows that sample. Kernel: `gather_rows.cu`.
+//! Gathers the rows that sample. Kernel: `gather_rows.cu`.
 
 use half::bf16;
 
 use super::error::ensure;
 use super::{CudaError, Launch, Queue, Span};
 
-/// `y[s, :] = x[index[s], :]`: `x` `[T, cols]`, `y` `[rows, cols]`, `index` `[rows]` u32, below `T` (asserted where packed).
+/// `y[s, :] = x[index[s], :]`: `x` `[T, cols]`, `y` `[rows, cols]`, `index` `[rows]` u32, below `T` (asserted when the
+/// step is packed).
 pub fn gather_rows(q: &Queue, y: Span, x: Span, index: Span, rows: usize, cols: usize) -> Result<(), CudaError> {
     ensure!("gather_rows", cols > 0 && cols.is_multiple_of(8), "cols {cols} is not a multiple of 8");
     ensure!("gather_rows", rows > 0, "no rows");

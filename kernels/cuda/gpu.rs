@@ -1,4 +1,4 @@
-//! One GPU: its context, its limits and the kernels of this build that fit it.
+//! One GPU: its context, its limits and the kernels of this build for it.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char};
@@ -11,13 +11,13 @@ use super::error::check;
 use super::images::images_for;
 use super::{CudaError, NVRTC_VERSION};
 
-/// Whether the driver's library can be loaded; the only call that is allowed before it is known.
+/// Whether the driver's library can be loaded. No other function of the driver may be called before this is known.
 pub fn driver_is_present() -> bool {
     // SAFETY: only tries to open the library.
     unsafe { sys::is_culib_present() }
 }
 
-/// A GPU with its primary context and all embedded kernels loaded. Stays until the process ends.
+/// A GPU with its primary context and all embedded kernels loaded. It exists until the process ends.
 #[derive(Debug)]
 pub struct Gpu {
     device: sys::CUdevice,
@@ -30,17 +30,17 @@ pub struct Gpu {
     kernels: HashMap<String, Kernel>,
 }
 
-/// An entry point.
+/// An entry point of a kernel.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Kernel(pub(crate) CUfunction);
 
-// SAFETY: driver handles may be used from any thread whose current context is theirs, which `Gpu::bind` sees to.
+// SAFETY: driver handles may be used from any thread whose current context is theirs, which `Gpu::bind` guarantees.
 unsafe impl Send for Gpu {}
 // SAFETY: as above; nothing in it changes after `open`.
 unsafe impl Sync for Gpu {}
 
 impl Gpu {
-    /// GPUs that the driver shows; 0 without a driver.
+    /// Number of GPUs that the driver shows; 0 without a driver.
     pub fn count() -> usize {
         if !driver_is_present() {
             return 0;
@@ -60,7 +60,7 @@ impl Gpu {
     /// Opens GPU `ordinal` and loads the kernels.
     ///
     /// # Errors
-    /// Without a driver, without that GPU, or when this build has no kernels for it.
+    /// Returns an error without a driver, without that GPU, or if this build has no kernels for it.
     pub fn open(ordinal: usize) -> Result<Arc<Self>, CudaError> {
         if !driver_is_present() {
             return Err(CudaError::NoDriver {
@@ -71,7 +71,7 @@ impl Gpu {
             return Err(CudaError::NoDriver { reason: "this binary was built without CUDA kernels".into() });
         }
         let (mut device, mut context) = (0, std::ptr::null_mut());
-        // SAFETY: out pointers are writable; the context is retained for the life of the process.
+        // SAFETY: out pointers are writable; the context is retained until the process ends.
         unsafe {
             check(sys::cuInit(0), "cuInit")?;
             check(sys::cuDeviceGet(&mut device, ordinal as i32), &format!("cuDeviceGet({ordinal})"))?;
@@ -100,7 +100,7 @@ impl Gpu {
     fn load_kernels(&mut self) -> Result<(), CudaError> {
         for image in images_for(self.capability.0, self.capability.1) {
             let mut module = std::ptr::null_mut();
-            // SAFETY: the image is a whole cubin or PTX text ended by zero; the module is never unloaded.
+            // SAFETY: the image is a complete cubin or PTX text with a final zero; the module is never unloaded.
             let code = unsafe { sys::cuModuleLoadData(&mut module, image.bytes.as_ptr().cast()) };
             check(code, &format!("cuModuleLoadData(`{}` for {})", image.module, image.arch))?;
             let mut count = 0;
@@ -118,7 +118,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// Allows a kernel all the dynamic shared memory there is beside its static; returns its name.
+    /// Allows a kernel to use all dynamic shared memory that its static shared memory leaves; returns its name.
     fn prepare(&self, function: CUfunction) -> Result<String, CudaError> {
         let mut name = std::ptr::null();
         let mut static_bytes = 0;
@@ -134,13 +134,13 @@ impl Gpu {
         }
     }
 
-    /// Makes this GPU's context current on the calling thread; every thread that uses the GPU calls it once.
+    /// Makes this GPU's context current on the calling thread. Every thread that uses the GPU calls it once.
     pub fn bind(&self) -> Result<(), CudaError> {
         // SAFETY: the context lives as long as the process.
         check(unsafe { sys::cuCtxSetCurrent(self.context) }, "cuCtxSetCurrent")
     }
 
-    /// As the vendor names it.
+    /// The vendor's name of the GPU.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -150,17 +150,17 @@ impl Gpu {
         self.capability
     }
 
-    /// Multiprocessors.
+    /// Number of multiprocessors.
     pub fn num_multiprocessors(&self) -> u32 {
         self.num_multiprocessors
     }
 
-    /// Most shared memory of one block, in bytes.
+    /// Maximum shared memory of one block, in bytes.
     pub fn max_shared_bytes(&self) -> u32 {
         self.max_shared_bytes
     }
 
-    /// Size of the L2 cache.
+    /// Size of the L2 cache, in bytes.
     pub fn l2_bytes(&self) -> usize {
         self.l2_bytes
     }
@@ -184,7 +184,7 @@ impl Gpu {
         self.kernels.get(name).copied().ok_or_else(missing)
     }
 
-    /// Thread blocks of the kernel that one multiprocessor runs at a time.
+    /// Number of thread blocks of the kernel that one multiprocessor runs at the same time.
     pub fn blocks_per_multiprocessor(&self, kernel: &str, threads: u32, shared_bytes: u32) -> Result<u32, CudaError> {
         let mut count = 0;
         let function = self.kernel(kernel)?.0;
@@ -201,10 +201,10 @@ impl Gpu {
         Ok(count as u32)
     }
 
-    /// PCI address, which tells apart GPUs of one host, for messages and peer checks.
+    /// PCI address, which identifies a GPU of a host in messages and peer checks.
     pub fn pci_address(&self) -> Result<String, CudaError> {
         let mut text = [0 as c_char; 32];
-        // SAFETY: the driver writes at most 32 bytes, ended by zero.
+        // SAFETY: the driver writes at most 32 bytes with a final zero.
         unsafe {
             check(sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), 32, self.device), "cuDeviceGetPCIBusId")?;
             Ok(CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned())
@@ -221,7 +221,7 @@ fn attribute(device: sys::CUdevice, which: Attribute) -> Result<i32, CudaError> 
 
 fn device_name(device: sys::CUdevice) -> Result<String, CudaError> {
     let mut text = MaybeUninit::<[c_char; 128]>::zeroed();
-    // SAFETY: the driver writes at most 128 bytes, ended by zero.
+    // SAFETY: the driver writes at most 128 bytes with a final zero.
     unsafe {
         check(sys::cuDeviceGetName(text.as_mut_ptr().cast(), 128, device), "cuDeviceGetName")?;
         let text: CString = CStr::from_ptr(text.as_ptr().cast()).to_owned();

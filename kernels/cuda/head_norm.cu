@@ -1,9 +1,9 @@
 // head_norm_bf16: RMSNorm of each q head by wq and of each k head by wk, in place                (Henry et al. 2020)
 //
-// qkv     [T, (H + 2K) D] bf16; the v heads stay as they are
+// qkv     [T, (H + 2K) D] bf16; the v heads are not changed
 // wq, wk  [D] bf16
 // maths   fp32 sum and scale, one rounding on store
-// launch  grid (T, ceil((H + K) / 8)), block 256; one warp a head, 8 elements a lane
+// launch  grid (T, ceil((H + K) / 8)), block 256; one warp per head, 8 elements per lane
 // needs   D % 8 == 0, D <= 256, pointers 16-byte aligned: checked in head_norm.rs before launch
 // bound   memory, 4 T (H + K) D bytes
 // test    tests/cuda_decoder_ops.rs: each element within one bf16 ulp (relative 2^-7) of fp32

@@ -1,4 +1,4 @@
-//! RMSNorm of each head's q and k. Kernel: `head_norm.cu`.
+//! RMSNorm of each head of q and k. Kernel: `head_norm.cu`.
 
 use half::bf16;
 
@@ -6,19 +6,19 @@ use super::error::ensure;
 use super::rope_cache::HeadShape;
 use super::{CudaError, Launch, Queue, Span};
 
-/// Heads that one thread block norms.
+/// Number of heads that one thread block normalizes.
 const HEADS: usize = 8;
 
 /// Weights of [`head_norm`], each `[D]` bf16.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadNormWeights {
-    /// Of q's heads.
+    /// For the heads of q.
     pub q: Span,
-    /// Of k's heads.
+    /// For the heads of k.
     pub k: Span,
 }
 
-/// Norms the heads of the q and k parts of `qkv` `[T, (H + 2K) D]` in place.
+/// Normalizes the heads of the q and k parts of `qkv` `[T, (H + 2K) D]` in place.
 pub fn head_norm(
     q: &Queue,
     qkv: Span,

@@ -1,4 +1,4 @@
-//! The compiled kernels that this binary carries.
+//! The compiled kernels embedded in this binary.
 
 /// A kernel file compiled for one architecture.
 #[derive(Debug)]
@@ -7,38 +7,38 @@ pub struct Image {
     pub module: &'static str,
     /// `80`, `90a`, `100a` … or `ptx`.
     pub arch: &'static str,
-    /// Cubin, or PTX text ended by a zero byte.
+    /// Cubin, or PTX text with a final zero byte.
     pub bytes: &'static [u8],
-    /// What the assembler reported.
+    /// The assembler's report.
     pub log: &'static str,
 }
 
-// `COMPILED_WITH` and `IMAGES`, written by build.rs.
+// Defines `COMPILED_WITH` and `IMAGES`; written by build.rs.
 include!(concat!(env!("OUT_DIR"), "/cuda_images.rs"));
 
-/// Version of the compiler that made the kernels; `None` for a build without CUDA kernels.
+/// Version of the compiler that built the kernels; `None` in a build without CUDA kernels.
 pub const NVRTC_VERSION: Option<&str> = COMPILED_WITH;
 
-/// What one kernel takes of a multiprocessor, as the assembler reported.
+/// The resources of one kernel, as reported by the assembler.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelInfo {
     /// Name of the entry point.
     pub kernel: String,
-    /// As in [`Image::arch`].
+    /// The same as [`Image::arch`].
     pub arch: &'static str,
-    /// Registers of a thread.
+    /// Registers per thread.
     pub registers: u32,
-    /// Static shared memory of a block, in bytes.
+    /// Static shared memory per block, in bytes.
     pub shared_bytes: u32,
     /// Bytes that a thread spills to local memory, stores and loads.
     pub spill_bytes: u32,
-    /// Bytes of a thread's stack.
+    /// Stack size of a thread, in bytes.
     pub stack_bytes: u32,
 }
 
 impl Image {
-    /// How well this image fits a device of compute capability `major.minor`: `None` when it cannot run there,
-    /// else higher is better.
+    /// How well this image fits a device of compute capability `major.minor`: higher is better, `None` if it cannot run
+    /// there.
     pub fn fit(&self, major: i32, minor: i32) -> Option<i32> {
         if self.arch == "ptx" {
             return Some(0);
@@ -70,7 +70,8 @@ pub fn kernel_infos() -> Vec<KernelInfo> {
     IMAGES.iter().flat_map(|image| parse_log(image.log, image.arch)).collect()
 }
 
-/// Reads the assembler's report: a line that names the entry, then its stack and spills, then its registers and memory.
+/// Parses the assembler's report: a line with the entry's name, then its stack and spills, then its registers and
+/// memory.
 fn parse_log(log: &str, arch: &'static str) -> Vec<KernelInfo> {
     let mut infos: Vec<KernelInfo> = Vec::new();
     for line in log.lines() {
@@ -91,7 +92,7 @@ fn parse_log(log: &str, arch: &'static str) -> Vec<KernelInfo> {
     infos
 }
 
-/// The number that ends where `unit` begins; 0 when there is none.
+/// The number that ends where `unit` begins; 0 if there is none.
 fn number_before(line: &str, unit: &str) -> u32 {
     let head = line.split(unit).next().filter(|head| head.len() < line.len()).unwrap_or_default();
     let digits = head.rfind(|c: char| !c.is_ascii_digit()).map_or(head, |at| &head[at + 1..]);

@@ -3,16 +3,18 @@
 //
 // x, y, r, p  [T, E] bf16, row-major, contiguous; y may be x; y may not be r
 // w, b        [E]    bf16
-// maths       fp32; the variance from the differences to the mean, which stay in registers; add_layer_norm norms the fp32 sum and
-//             rounds r on store
+// maths       fp32; the variance is computed from the differences to the mean, which stay in registers; add_layer_norm
+//             normalizes the fp32 sum and rounds r on store
 // launch      grid T, block E / 8 rounded up to a warp, at most 1024; 16-byte loads
 // needs       E % 8 == 0, E <= 32768, pointers 16-byte aligned: checked in layer_norm.rs before launch
 // bound       memory, 4*T*E bytes (add: 8*T*E)
-// test        tests/cuda_decoder_ops.rs: each element within one bf16 ulp (relative 2^-7) of fp32, beside 1e-5 for the bias's cancellation
+// test        tests/cuda_decoder_ops.rs: each element within one bf16 ulp (relative 2^-7) of fp32, plus 1e-5 for
+//             cancellation with the bias
 // archs: 80 90a 100a ptx
 #include "common.cuh"
 
-// CHUNKS chunks of 8 elements a thread. With one, weight and bias are read ahead of the wait: nothing writes them.
+// Each thread has CHUNKS chunks of 8 elements. With one chunk, weight and bias are read before the wait, because no
+// kernel writes them.
 template <bool ADD, int CHUNKS>
 __device__ __forceinline__ void norm_row(bf16* y, bf16* r, const bf16* p, const bf16* w, const bf16* b, u32 cols, float eps) {
     __shared__ float scratch[32];

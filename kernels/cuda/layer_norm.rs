@@ -1,4 +1,4 @@
-//! Layer norm, and residual add with it. Kernel: `layer_norm.cu`.
+//! Layer norm, and residual add with layer norm. Kernel: `layer_norm.cu`.
 
 use half::bf16;
 
@@ -8,9 +8,9 @@ use super::{CudaError, Launch, Queue, Span};
 /// Weight and bias of a layer norm, each `[cols]` bf16.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerNormWeight {
-    /// Multiplies what was normed.
+    /// Multiplied with the normalized values.
     pub weight: Span,
-    /// Added to that.
+    /// Added after the multiplication.
     pub bias: Span,
 }
 
@@ -31,10 +31,10 @@ pub fn layer_norm(
     q.launch("layer_norm_bf16", launch, &args)
 }
 
-/// `residual += partial`, then `y = layer_norm(residual)`, of the sum before it is rounded.
+/// `residual += partial`, then `y = layer_norm(residual)`. The norm uses the sum before it is rounded.
 ///
-/// `y`, `residual`, `partial` `[rows, cols]` bf16; `y` may be `partial`, not `residual`.
-#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+/// `y`, `residual`, `partial` `[rows, cols]` bf16; `y` may be `partial`, but not `residual`.
+#[allow(clippy::too_many_arguments)] // One op with its operands and its shape.
 pub fn add_layer_norm(
     q: &Queue,
     y: Span,

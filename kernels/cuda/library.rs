@@ -1,4 +1,5 @@
-//! NVIDIA libraries beside the driver, found in a CUDA install or a Python environment and loaded by path.
+//! NVIDIA's libraries other than the driver. They are found in a CUDA installation or a Python environment and loaded
+//! by path.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +7,7 @@ use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 use super::CudaError;
 
-/// Where NVIDIA's libraries lie beside the loader's own path.
+/// Directories of NVIDIA's libraries outside the loader's path.
 fn usual_folders() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> =
         ["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib64"].map(PathBuf::from).into();
@@ -18,7 +19,7 @@ fn usual_folders() -> Vec<PathBuf> {
     folders
 }
 
-/// Folders of NVIDIA's wheels under a `lib/python3.x`.
+/// Directories of NVIDIA's wheels under a `lib/python3.x`.
 fn python_folders(python: &Path) -> Vec<PathBuf> {
     let mut folders = Vec::new();
     for packages in ["site-packages", "dist-packages"] {
@@ -33,11 +34,11 @@ fn children(folder: &Path) -> Vec<PathBuf> {
     std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
 }
 
-/// Loads `name` (such as `libnccl.so.2`) from the loader's path, from `folders` (a folder with libraries, or the root of
-/// a Python environment), or from the usual places. It is never unloaded, and later loads by name find it.
+/// Loads `name` (such as `libnccl.so.2`) from the loader's path, from `folders` (a directory with libraries, or the
+/// root of a Python environment), or from the usual places. It is never unloaded, and later loads by name find it.
 ///
 /// # Errors
-/// When it is nowhere, with the places that were searched.
+/// Returns an error with the searched places if it is in none of them.
 pub fn load(name: &str, folders: &[PathBuf]) -> Result<Library, CudaError> {
     let mut candidates: Vec<PathBuf> = Vec::new();
     for folder in folders {
@@ -48,7 +49,7 @@ pub fn load(name: &str, folders: &[PathBuf]) -> Result<Library, CudaError> {
     let paths = candidates.iter().map(|folder| folder.join(name)).filter(|path| path.exists());
     let mut problem = String::from("not found");
     for path in paths.chain([PathBuf::from(name)]) {
-        // SAFETY: a library of NVIDIA's by its versioned name; its initialisers have no demands on us.
+        // SAFETY: a library of NVIDIA by its versioned name; its initializers have no requirements.
         match unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_GLOBAL) } {
             Ok(library) => return Ok(library),
             Err(error) => problem = error.to_string(),

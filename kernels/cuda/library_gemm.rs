@@ -1,8 +1,7 @@
-//! Matrix products by cuBLASLt, its algorithm picked by measurement once per shape and kept on disk.
+//! Matrix products with cuBLASLt. The algorithm is chosen by measurement, once for each shape, and stored on disk.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write as _;
-use std::mem::MaybeUninit;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,92 +10,66 @@ use cudarc::cublaslt::sys;
 use half::bf16;
 
 use super::error::ensure;
-use super::{CudaError, DeviceBuffer, Event, Gpu, Queue, Span, library};
+pub use super::gemm_plan::{GemmBuffers, GemmShape};
+use super::gemm_plan::{Plan, check};
+use super::{CudaError, DeviceBuffer, Gpu, Queue, gemm_plan, library};
 
-/// Algorithms measured for a shape.
-const CANDIDATES: usize = 16;
-/// Timed runs of each.
+/// Timed runs of each algorithm.
 const RUNS: usize = 3;
-/// Operations of a product that is timed in one run: around a millisecond.
+/// A product with more operations than this is timed with one run, which takes about a millisecond.
 const LONG_PRODUCT: usize = 500_000_000_000;
-/// Descriptors kept; step sizes vary, so the map is emptied when it is full.
+/// Maximum number of cached descriptors. Step sizes vary, so the map is cleared when it is full.
 const MAX_PLANS: usize = 4096;
 
-/// `y [m, n] = x [m, k] @ w [n, k]^T (+ bias [n])`: bf16 operands, fp32 sums.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct GemmShape {
-    /// Rows of x and y.
-    pub m: usize,
-    /// Rows of w, columns of y.
-    pub n: usize,
-    /// Columns of x and w.
-    pub k: usize,
-    /// Elements from one row of y to the next.
-    pub stride: usize,
-    /// Whether y is f32; else bf16.
-    pub to_f32: bool,
-}
-
-/// Operands of a product.
-#[derive(Debug, Clone, Copy)]
-pub struct GemmBuffers {
-    /// `[m, stride]`.
-    pub y: Span,
-    /// `[m, k]` bf16.
-    pub x: Span,
-    /// `[n, k]` bf16.
-    pub w: Span,
-    /// `[n]` bf16, or [`Span::NULL`].
-    pub bias: Span,
-}
-
-/// What an algorithm was measured for: the shape with `m` rounded up as by [`measured_rows`].
+/// Key of a measured choice: the shape with `m` rounded up by [`measured_rows`].
 type ChoiceKey = (usize, usize, usize, bool, bool);
 
-/// cuBLASLt with its scratch and what it learned.
+/// cuBLASLt with its workspace and its chosen algorithms.
 pub struct LibraryGemm {
     handle: sys::cublasLtHandle_t,
     workspace: DeviceBuffer,
     plans: HashMap<(GemmShape, bool), Plan>,
     choices: HashMap<ChoiceKey, [u64; 8]>,
-    /// What the library thinks best, where nothing was measured.
+    /// The library's own choice, for shapes that were not measured.
     guesses: HashMap<ChoiceKey, [u64; 8]>,
-    /// Measurements that were cut.
+    /// Measurements that were interrupted.
     begun: HashMap<ChoiceKey, Measuring>,
-    /// What ran here ahead of its first use, for the library loads its kernels when they are launched.
+    /// Shapes that ran once before their first use, because the library loads a kernel when it is first launched.
     loaded: HashSet<ChoiceKey>,
     first_use: FirstUse,
     file: Option<PathBuf>,
 }
 
-/// What the first use of a shape does.
+/// What happens at the first use of a shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FirstUse {
     /// Measures algorithms, which takes tens of runs of the product, and then runs the best.
     Measure,
-    /// Runs the algorithm that the library thinks best, until the shape is measured.
+    /// Runs the algorithm chosen by the library, until the shape is measured.
     Guess,
-    /// Measures until then, and leaves the rest; what was measured before runs once, to be loaded.
+    /// Measures until a deadline and leaves the rest for later. Shapes that were measured before run once, so that
+    /// their kernels are loaded.
     Prepare {
-        /// After this, no further algorithm is measured.
+        /// No further algorithm is measured after this time.
         until: Instant,
-        /// Whether something was left.
+        /// Whether something was left for later.
         is_cut: bool,
     },
 }
 
-/// A measurement that goes on.
+/// A measurement in progress.
 struct Measuring {
-    /// Last the next one.
+    /// The next one is the last in the list.
     candidates: Vec<sys::cublasLtMatmulAlgo_t>,
-    /// The fastest one so far, and its milliseconds.
+    /// The fastest algorithm so far, and its milliseconds.
     best: Option<(f32, sys::cublasLtMatmulAlgo_t)>,
 }
 
-// SAFETY: the handle may be used from any thread, one at a time, which `&mut self` sees to.
+// SAFETY: the handle may be used from any thread, one at a time, which `&mut self` guarantees.
 unsafe impl Send for LibraryGemm {}
 
-/// The number of rows whose algorithm `m` rows are computed with: a multiple of a quarter of the power of two below, and of 64.
+/// The number of rows whose measured algorithm is used for `m` rows: a multiple of a quarter of the next lower power of
+/// two, and of 64.
 pub fn measured_rows(m: usize) -> usize {
     let step = (m.next_power_of_two() / 8).max(64);
     if m <= 64 { m.next_power_of_two() } else { m.next_multiple_of(step) }
@@ -106,49 +79,22 @@ fn choice_key(shape: GemmShape, has_bias: bool) -> ChoiceKey {
     (measured_rows(shape.m), shape.n, shape.k, shape.to_f32, has_bias)
 }
 
-/// Descriptors of one shape.
-struct Plan {
-    product: sys::cublasLtMatmulDesc_t,
-    w: sys::cublasLtMatrixLayout_t,
-    x: sys::cublasLtMatrixLayout_t,
-    y: sys::cublasLtMatrixLayout_t,
-    algorithm: sys::cublasLtMatmulAlgo_t,
-}
-
-impl Drop for Plan {
-    fn drop(&mut self) {
-        // SAFETY: created in `Plan::new`, destroyed once.
-        unsafe {
-            sys::cublasLtMatmulDescDestroy(self.product);
-            for layout in [self.w, self.x, self.y] {
-                sys::cublasLtMatrixLayoutDestroy(layout);
-            }
-        }
-    }
-}
-
-fn check(status: sys::cublasStatus_t, call: &str) -> Result<(), CudaError> {
-    match status {
-        sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(()),
-        status => Err(CudaError::Library { call: call.to_owned(), reason: format!("{status:?}") }),
-    }
-}
-
 fn no_algorithm(shape: GemmShape) -> CudaError {
     CudaError::Library { call: "cublasLtMatmul".into(), reason: format!("no algorithm for {shape:?}") }
 }
 
 impl LibraryGemm {
-    /// Device memory that it holds, as scratch for algorithms.
-    pub const WORKSPACE_BYTES: usize = 64 << 20;
+    /// Bytes of device memory that it uses as the algorithms' workspace.
+    pub const WORKSPACE_BYTES: usize = gemm_plan::WORKSPACE_BYTES;
 
-    /// Loads cuBLASLt; `folders` as in [`library::load`]. Choices are read from and added to a file in `cache_dir`.
+    /// Loads cuBLASLt; `folders` are those of [`library::load`]. Choices are read from and added to a file in
+    /// `cache_dir`.
     pub fn new(gpu: &Arc<Gpu>, folders: &[PathBuf], cache_dir: Option<&PathBuf>) -> Result<Self, CudaError> {
         std::mem::forget(library::load("libcublasLt.so.13", folders)?);
         let mut handle = std::ptr::null_mut();
         // SAFETY: the library is loaded; `handle` is writable.
         check(unsafe { sys::cublasLtCreate(&mut handle) }, "cublasLtCreate")?;
-        // SAFETY: takes nothing.
+        // SAFETY: has no arguments.
         let version = unsafe { sys::cublasLtGetVersion() };
         let name = format!("cublaslt-{version}-{}.txt", gpu.name().replace([' ', '/'], "_"));
         let file = cache_dir.map(|folder| folder.join(name));
@@ -159,12 +105,14 @@ impl LibraryGemm {
         Ok(Self { handle, workspace, plans, choices, guesses, begun, loaded, first_use: FirstUse::Measure, file })
     }
 
-    /// What is done from now on with shapes that were not measured: at first, [`FirstUse::Measure`]. Returns what was done until now.
+    /// Sets what happens from now on with shapes that were not measured; the initial value is [`FirstUse::Measure`].
+    /// Returns the previous value.
     pub fn set_first_use(&mut self, first_use: FirstUse) -> FirstUse {
         std::mem::replace(&mut self.first_use, first_use)
     }
 
-    /// Queues the product. Where the first use of a shape measures, it waits, so that it may not be captured into a graph.
+    /// Queues the product. If the first use of a shape measures, it waits for the GPU, so it must not be captured into
+    /// a graph.
     pub fn run(&mut self, q: &Queue, shape: GemmShape, buffers: GemmBuffers) -> Result<(), CudaError> {
         let GemmBuffers { y, x, w, bias } = buffers;
         let GemmShape { m, n, k, stride, to_f32 } = shape;
@@ -201,7 +149,7 @@ impl LibraryGemm {
         self.plans[&key].run(self.handle, q, buffers, &self.workspace)
     }
 
-    /// A plan with the algorithm that was measured for the shape; without one, with one that is measured now or guessed.
+    /// A plan with the algorithm measured for the shape; if there is none, with one that is measured now or guessed.
     fn plan(&mut self, q: &Queue, shape: GemmShape, buffers: GemmBuffers) -> Result<Plan, CudaError> {
         let mut plan = Plan::new(shape, buffers.bias)?;
         let choice_key = choice_key(shape, !buffers.bias.is_null());
@@ -221,8 +169,8 @@ impl LibraryGemm {
         Ok(plan)
     }
 
-    /// A plan with the algorithm that is the fastest one on these operands, which is kept; `None` when the time is up before all
-    /// have been measured. The next call goes on with those that are left.
+    /// A plan with the fastest algorithm for these operands, which is stored. Returns `None` if time is up before all
+    /// have been measured; the next call continues with the remaining ones.
     fn measure(
         &mut self,
         q: &Queue,
@@ -260,7 +208,7 @@ impl LibraryGemm {
         Ok(Some(plan))
     }
 
-    /// Keeps what was learned; that it cannot be kept costs only the next start's time.
+    /// Saves the choices. If this fails, only the next start takes longer.
     fn save(&self) {
         let Some(path) = &self.file else { return };
         let mut text = String::new();
@@ -276,7 +224,7 @@ impl LibraryGemm {
     }
 }
 
-/// Lines of m, n, k, to_f32, bias and eight hexadecimal words; others are passed over.
+/// Parses lines of m, n, k, to_f32, bias and eight hexadecimal words; other lines are ignored.
 fn parse(text: &str) -> HashMap<ChoiceKey, [u64; 8]> {
     let line = |line: &str| {
         let mut fields = line.split_whitespace();
@@ -286,168 +234,6 @@ fn parse(text: &str) -> HashMap<ChoiceKey, [u64; 8]> {
         Some((key, words.try_into().ok()?))
     };
     text.lines().filter_map(line).collect()
-}
-
-impl Plan {
-    /// In the library's column-major terms y^T [n, m] = w [k, n]^T x [k, m].
-    fn new(shape: GemmShape, bias: Span) -> Result<Self, CudaError> {
-        use sys::cublasLtMatmulDescAttributes_t as Attribute;
-        let GemmShape { m, n, k, stride, to_f32 } = shape;
-        let half = sys::cudaDataType_t::CUDA_R_16BF;
-        let out = if to_f32 { sys::cudaDataType_t::CUDA_R_32F } else { half };
-        let null = std::ptr::null_mut();
-        let mut plan = Self {
-            product: null,
-            w: null.cast(),
-            x: null.cast(),
-            y: null.cast(),
-            algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
-        };
-        let transposed: i32 = 1;
-        let has_bias = !bias.is_null();
-        let epilogue = if has_bias {
-            sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS
-        } else {
-            sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT
-        };
-        // SAFETY: out pointers are writable; attributes have the sizes that the library documents.
-        unsafe {
-            let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-            let created = sys::cublasLtMatmulDescCreate(&mut plan.product, compute, sys::cudaDataType_t::CUDA_R_32F);
-            check(created, "cublasLtMatmulDescCreate")?;
-            plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &transposed)?;
-            plan.set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
-            if has_bias {
-                plan.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &half)?;
-            }
-            let layouts =
-                [(&mut plan.w, half, k, n, k), (&mut plan.x, half, k, m, k), (&mut plan.y, out, n, m, stride)];
-            for (layout, dtype, rows, cols, ld) in layouts {
-                let created = sys::cublasLtMatrixLayoutCreate(layout, dtype, rows as u64, cols as u64, ld as i64);
-                check(created, "cublasLtMatrixLayoutCreate")?;
-            }
-        }
-        plan.set_bias(bias)?;
-        Ok(plan)
-    }
-
-    fn set<T>(&self, attribute: sys::cublasLtMatmulDescAttributes_t, value: &T) -> Result<(), CudaError> {
-        let pointer = std::ptr::from_ref(value).cast();
-        // SAFETY: a live descriptor; the value has the size that the library documents for the attribute.
-        let status = unsafe { sys::cublasLtMatmulDescSetAttribute(self.product, attribute, pointer, size_of::<T>()) };
-        check(status, "cublasLtMatmulDescSetAttribute")
-    }
-
-    fn set_bias(&self, bias: Span) -> Result<(), CudaError> {
-        if bias.is_null() {
-            return Ok(());
-        }
-        self.set(sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias.address())
-    }
-
-    /// Algorithms that the library thinks best, best first.
-    fn candidates(&self, handle: sys::cublasLtHandle_t) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, CudaError> {
-        let mut preference = std::ptr::null_mut();
-        let mut results = [const { MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed() }; CANDIDATES];
-        let mut count = 0;
-        let attribute = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
-        let bytes = LibraryGemm::WORKSPACE_BYTES;
-        // SAFETY: live descriptors, room for CANDIDATES results, of which the first `count` are written.
-        unsafe {
-            check(sys::cublasLtMatmulPreferenceCreate(&mut preference), "cublasLtMatmulPreferenceCreate")?;
-            let pointer = std::ptr::from_ref(&bytes).cast();
-            let set = sys::cublasLtMatmulPreferenceSetAttribute(preference, attribute, pointer, size_of::<usize>());
-            let found = sys::cublasLtMatmulAlgoGetHeuristic(
-                handle,
-                self.product,
-                self.w,
-                self.x,
-                self.y,
-                self.y,
-                preference,
-                CANDIDATES as i32,
-                results.as_mut_ptr().cast(),
-                &mut count,
-            );
-            sys::cublasLtMatmulPreferenceDestroy(preference);
-            check(set, "cublasLtMatmulPreferenceSetAttribute")?;
-            check(found, "cublasLtMatmulAlgoGetHeuristic")?;
-            Ok(results[..count as usize].iter().map(|result| result.assume_init().algo).collect())
-        }
-    }
-
-    /// Whether the algorithm runs these descriptors within the workspace.
-    fn is_usable(&self, handle: sys::cublasLtHandle_t) -> bool {
-        let mut result = MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
-        // SAFETY: live descriptors; the result is plain data for which zero is valid.
-        unsafe {
-            let status = sys::cublasLtMatmulAlgoCheck(
-                handle,
-                self.product,
-                self.w,
-                self.x,
-                self.y,
-                self.y,
-                &self.algorithm,
-                result.as_mut_ptr(),
-            );
-            status == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS
-                && result.assume_init().workspaceSize <= LibraryGemm::WORKSPACE_BYTES
-        }
-    }
-
-    /// Milliseconds of one of so many runs, after one to warm up.
-    fn measure(
-        &self,
-        handle: sys::cublasLtHandle_t,
-        q: &Queue,
-        buffers: GemmBuffers,
-        workspace: &DeviceBuffer,
-        runs: usize,
-    ) -> Result<f32, CudaError> {
-        let (start, end) = (Event::new(true)?, Event::new(true)?);
-        self.run(handle, q, buffers, workspace)?;
-        start.record(q)?;
-        for _ in 0..runs {
-            self.run(handle, q, buffers, workspace)?;
-        }
-        end.record(q)?;
-        end.wait()?;
-        Ok(end.ms_since(&start)? / runs as f32)
-    }
-
-    fn run(
-        &self,
-        handle: sys::cublasLtHandle_t,
-        q: &Queue,
-        buffers: GemmBuffers,
-        workspace: &DeviceBuffer,
-    ) -> Result<(), CudaError> {
-        let (alpha, beta) = (1.0f32, 0.0f32);
-        self.set_bias(buffers.bias)?;
-        // SAFETY: live descriptors and handle; `LibraryGemm::run` checked that the spans hold the operands.
-        let status = unsafe {
-            sys::cublasLtMatmul(
-                handle,
-                self.product,
-                std::ptr::from_ref(&alpha).cast(),
-                buffers.w.address() as *const _,
-                self.w,
-                buffers.x.address() as *const _,
-                self.x,
-                std::ptr::from_ref(&beta).cast(),
-                buffers.y.address() as *const _,
-                self.y,
-                buffers.y.address() as *mut _,
-                self.y,
-                &self.algorithm,
-                workspace.span().address() as *mut _,
-                LibraryGemm::WORKSPACE_BYTES,
-                q.raw().cast(),
-            )
-        };
-        check(status, "cublasLtMatmul")
-    }
 }
 
 impl Drop for LibraryGemm {

@@ -1,5 +1,5 @@
-//! Linear layers for few rows that follow each other, in one kernel whose weights stream through the ends of layers.
-//! Kernel: `sm90_linear_chain.cu`.
+//! Consecutive linear layers for few rows in one kernel, which streams the weights of the next layer before the last
+//! one ends. Kernel: `sm90_linear_chain.cu`.
 
 use std::sync::Arc;
 
@@ -12,58 +12,61 @@ use super::skinny_gemm::{self, Epilogue, LinearWeight};
 use super::tensor_map::TensorMap;
 use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
 
-/// Most rows of `x`: with more, blocks read `x` more often than they can beside their weights (kernels/README.md).
+/// Maximum number of rows of `x`. With more rows, thread blocks would read `x` more often than the bandwidth beside
+/// their weights allows (kernels/README.md).
 pub const MAX_ROWS: usize = 16;
 
-/// Most links of a chain.
+/// Maximum number of links in a chain.
 pub const MAX_LINKS: usize = 4;
 
 const OP: &str = "linear_chain";
-/// Rows of a weight that are a tile, and columns of a slice that the copy engine brings: 128 bytes.
+/// Number of rows of a weight in a tile, and number of columns in a slice that the copy engine fetches: 128 bytes.
 const TILE: usize = 64;
 const SLICE: usize = 64;
-/// Warpgroups of a block that multiply slices of K in turn, and all of its threads.
+/// Number of warpgroups of a block that multiply slices of K in turn, and number of all threads of a block.
 const GROUPS: usize = 4;
 const THREADS: usize = GROUPS * 128 + 96;
-/// Most stages of the ring, which there are barriers for.
+/// Maximum number of stages of the ring; the kernel has this number of barriers.
 const MAX_STAGES: usize = 32;
-/// Bytes that a block leaves to kernels beside it, and to its own barriers and scales.
+/// Bytes of shared memory left to other kernels and to the block's own barriers and scales.
 const SPARE_BYTES: usize = 6 << 10;
-/// Of a block's packets: a tile of f32 sums, and a tag beside each.
+/// Bytes of a block's packets: a tile of f32 sums with a tag beside each.
 const PACKET_BYTES: usize = MAX_ROWS * TILE * 8;
-/// Of the kernel's `epilogue`, beside those of [`Epilogue`].
+/// Value of the kernel's `epilogue` besides those of [`Epilogue`].
 const ADD_NORM: u32 = 4;
-/// Words of the counters before the blocks' epochs.
+/// Number of counter words before the blocks' epochs.
 const FIRST_EPOCH: usize = 64;
 
 /// One product of a chain: `y = end(x @ weight^T + bias)` for `x [rows, k]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Link {
-    /// As `end` says.
+    /// The output, whose shape depends on `end`.
     pub y: Span,
-    /// Elements from one row of `y` to the next, at least `linear.n`, where a product is stored without a gate; else not looked at.
+    /// Distance in elements from one row of `y` to the next, at least `linear.n`. Used only if a product is stored
+    /// without a gate.
     pub pitch: usize,
-    /// `[rows, k]` bf16, what the link before gave or what was there before.
+    /// `[rows, k]` bf16: the output of the previous link, or older data.
     pub x: Span,
     /// Weight and bias.
     pub linear: LinearWeight,
-    /// What becomes of the product.
+    /// What happens with the product.
     pub end: LinkEnd,
-    /// If [`LinkEnd::AddNorm`] made `x`, what its rows lack.
+    /// The scale that the rows of `x` lack, if [`LinkEnd::AddNorm`] wrote `x`.
     pub scale: Option<RowScale>,
 }
 
-/// What becomes of a product.
+/// What happens with a product.
 #[derive(Debug, Clone, Copy)]
 pub enum LinkEnd {
-    /// Stored.
+    /// It is stored.
     Store(Epilogue),
-    /// Added to a residual, and normed but for the rows' scales.
+    /// It is added to a residual and normalized, except for the rows' scales.
     AddNorm(AddNorm),
 }
 
-/// `residual += the product, summed over the group`, each rank's part rounded to bf16, then `y = residual * gain`, both `[rows, n]` bf16,
-/// and the squares of `residual` before it is rounded: an RMSNorm but for its scale, which the product that takes `y` applies.
+/// `residual += the product, summed over the group`, each rank's part rounded to bf16, then `y = residual * gain`, both
+/// `[rows, n]` bf16, and the squares of `residual` before it is rounded. This is an RMSNorm without its scale, which is
+/// applied by the product that reads `y`.
 #[derive(Debug, Clone, Copy)]
 pub struct AddNorm {
     /// `[rows, n]` bf16.
@@ -74,18 +77,18 @@ pub struct AddNorm {
     pub squares: Span,
 }
 
-/// Rows are to be multiplied by `rsqrt(mean of their squares + eps)`.
+/// A scale for each row: `rsqrt(mean of its squares + eps)`.
 #[derive(Debug, Clone, Copy)]
 pub struct RowScale {
     /// `[rows, norm_slices(cols)]` f32, sums of squares.
     pub squares: Span,
     /// Columns of a row.
     pub cols: usize,
-    /// Of the norm.
+    /// Epsilon of the norm.
     pub eps: f32,
 }
 
-/// Sums of squares that [`AddNorm`] leaves of a row of `n`.
+/// Number of sums of squares that [`AddNorm`] writes for a row of `n`.
 pub fn norm_slices(n: usize) -> usize {
     n.div_ceil(TILE)
 }
@@ -95,16 +98,16 @@ pub fn has_kernel(gpu: &Gpu) -> bool {
     gpu.capability().0 == 9 && gpu.has_kernel("sm90_linear_chain_bf16_m8")
 }
 
-/// What blocks of a chain tell each other through. Chains that share it run one after the other.
+/// Memory for the synchronization between blocks of a chain. Chains that share it run one after the other.
 #[derive(Debug)]
 pub struct ChainScratch {
     packets: DeviceBuffer,
-    /// Blocks that arrived, then each block's epoch.
+    /// The number of blocks that arrived, then each block's epoch.
     counters: DeviceBuffer,
 }
 
 impl ChainScratch {
-    /// For chains on this GPU.
+    /// Scratch for chains on this GPU.
     pub fn new(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
         let blocks = gpu.num_multiprocessors() as usize;
         let packets = DeviceBuffer::from_slice(gpu, &vec![0u8; blocks * PACKET_BYTES])?;
@@ -112,14 +115,14 @@ impl ChainScratch {
         Ok(Self { packets, counters })
     }
 
-    /// Bytes that [`ChainScratch::new`] takes on a GPU of `multiprocessors`.
+    /// Bytes that [`ChainScratch::new`] allocates on a GPU with `multiprocessors`.
     pub fn bytes(multiprocessors: usize) -> usize {
         multiprocessors * PACKET_BYTES + 4 * (FIRST_EPOCH + multiprocessors)
     }
 }
 
-/// Runs the links in order, each for the same number of rows, at most [`MAX_ROWS`]. With a group, all ranks call it alike and use the
-/// group for nothing else. On Hopper ([`has_kernel`]).
+/// Runs the links in order, each for the same number of rows, at most [`MAX_ROWS`]. With a group, all ranks must call
+/// it with the same arguments and use the group for nothing else. Requires Hopper ([`has_kernel`]).
 pub fn linear_chain(
     q: &Queue,
     links: &[Link],
@@ -132,7 +135,7 @@ pub fn linear_chain(
     let gpu = q.gpu();
     let width = skinny_gemm::width_for(rows);
     let (stage_bytes, partial_bytes) = ((TILE + width) * SLICE * 2, GROUPS * width * (TILE + 4) * 4);
-    // A stage belongs to one group: its barrier is waited for in order.
+    // A stage belongs to one group of warps, because its barrier must be waited for in order.
     let room = (gpu.max_shared_bytes() as usize).saturating_sub(SPARE_BYTES + 1024 + partial_bytes);
     let stages = (room / stage_bytes).min(MAX_STAGES) / GROUPS * GROUPS;
     ensure!(OP, stages > 0, "shared memory of {} bytes is too small", gpu.max_shared_bytes());
@@ -163,7 +166,7 @@ pub fn linear_chain(
 }
 
 impl Link {
-    /// The kernel's `Link`, after checking that the operands hold `rows` rows.
+    /// The kernel's `Link`, after a check that the operands have `rows` rows.
     fn argument(&self, rows: usize, width: usize) -> Result<LinkArgument, CudaError> {
         let Self { y, pitch, x, linear, end, scale } = *self;
         let LinearWeight { weight, bias, n, k } = linear;

@@ -1,4 +1,4 @@
-//! Device and pinned host memory, and spans of it.
+//! Device memory, pinned host memory, and spans of them.
 
 use std::ffi::c_void;
 use std::ops::{Deref, DerefMut};
@@ -10,10 +10,10 @@ use cudarc::driver::sys;
 use super::error::check;
 use super::{CudaError, Gpu};
 
-/// A stretch of live device memory, handed to kernels by value.
+/// A range of live device memory, passed to kernels by value.
 ///
-/// Whoever makes one promises that the memory outlives the work queued on it; the device room keeps
-/// all buffers until its queues are idle.
+/// Whoever creates a span guarantees that the memory outlives the work queued on it; the `device` crate keeps all
+/// buffers until its queues are idle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
     address: u64,
@@ -21,13 +21,14 @@ pub struct Span {
 }
 
 impl Span {
-    /// No memory, for optional arguments: a null pointer.
+    /// A null pointer, for absent optional arguments.
     pub const NULL: Span = Span { address: 0, bytes: 0 };
 
-    /// Memory that was not allocated here: mapped from another process, or a library's.
+    /// Memory that was not allocated here: mapped from another process, or owned by a library.
     ///
     /// # Safety
-    /// `bytes` at `address` are device memory of the GPU in use, or mapped into it, and stay so while work uses the span.
+    /// `bytes` at `address` must be device memory of the current GPU, or mapped into it, and stay so while work uses
+    /// the span.
     pub unsafe fn from_raw(address: u64, bytes: usize) -> Self {
         Self { address, bytes }
     }
@@ -47,7 +48,7 @@ impl Span {
         self.address == 0
     }
 
-    /// How many `T` fit.
+    /// Number of `T` that fit.
     pub fn count<T>(self) -> usize {
         self.bytes / size_of::<T>()
     }
@@ -60,7 +61,7 @@ impl Span {
     /// Bytes `start..start + bytes`.
     ///
     /// # Panics
-    /// When they are not inside: the caller computed a layout wrongly.
+    /// Panics if they are outside: the caller computed a wrong layout.
     pub fn part(self, start: usize, bytes: usize) -> Self {
         let end = start.checked_add(bytes).expect("a part's end fits a usize");
         assert!(end <= self.bytes, "part {start}..{end} of a span of {} bytes", self.bytes);
@@ -70,7 +71,7 @@ impl Span {
     /// Elements `start..start + count` of a span of `T`.
     ///
     /// # Panics
-    /// When they are not inside.
+    /// Panics if they are outside.
     pub fn elements<T>(self, start: usize, count: usize) -> Self {
         self.part(start * size_of::<T>(), count * size_of::<T>())
     }
@@ -84,7 +85,7 @@ pub struct DeviceBuffer {
 }
 
 impl DeviceBuffer {
-    /// Takes `bytes` of device memory, contents undefined; 0 bytes take none.
+    /// Allocates `bytes` of device memory with undefined contents; 0 bytes allocate nothing.
     pub fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self, CudaError> {
         let mut address = 0;
         if bytes > 0 {
@@ -99,19 +100,19 @@ impl DeviceBuffer {
         Ok(Self { span: Span { address, bytes }, gpu: gpu.clone() })
     }
 
-    /// Room for `count` values of `T`.
+    /// A buffer for `count` values of `T`.
     pub fn with_count<T>(gpu: &Arc<Gpu>, count: usize) -> Result<Self, CudaError> {
         Self::new(gpu, count * size_of::<T>())
     }
 
-    /// A buffer that holds `values`; returns when they are there. For start-up and tests.
+    /// A buffer that contains `values`; returns when the copy is complete. For start-up and tests.
     pub fn from_slice<T: Pod>(gpu: &Arc<Gpu>, values: &[T]) -> Result<Self, CudaError> {
         let buffer = Self::with_count::<T>(gpu, values.len())?;
         buffer.span.write(values)?;
         Ok(buffer)
     }
 
-    /// All of it.
+    /// The whole buffer.
     pub fn span(&self) -> Span {
         self.span
     }
@@ -120,7 +121,7 @@ impl DeviceBuffer {
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         if !self.span.is_null() && self.gpu.bind().is_ok() {
-            // SAFETY: allocated by `new`, freed once; a failure (a faulted context) leaves nothing to do.
+            // SAFETY: allocated by `new`, freed once; after a failure (a faulted context) nothing remains to be done.
             let _ = unsafe { sys::cuMemFree_v2(self.span.address) };
         }
     }
@@ -130,34 +131,34 @@ impl Span {
     /// Copies `values` to the start of the span and waits.
     ///
     /// # Panics
-    /// When they do not fit.
+    /// Panics if they do not fit.
     pub fn write<T: Pod>(self, values: &[T]) -> Result<(), CudaError> {
         let bytes = size_of_val(values);
         assert!(bytes <= self.bytes, "{bytes} bytes into a span of {}", self.bytes);
-        // SAFETY: source and destination hold `bytes`; the call returns when the source is read, which may be before
-        // the copy has ended, and the null stream's end is waited for.
+        // SAFETY: source and destination have `bytes`. The call returns when the source has been read, which may be
+        // before the copy is complete, so the null stream is waited for.
         unsafe {
             check(sys::cuMemcpyHtoD_v2(self.address, values.as_ptr().cast(), bytes), "cuMemcpyHtoD")?;
             check(sys::cuStreamSynchronize(std::ptr::null_mut()), "cuStreamSynchronize")
         }
     }
 
-    /// Copies `count` values from the start of the span, after all work queued before on the null stream's terms:
-    /// callers wait for their queue first.
+    /// Copies `count` values from the start of the span. It is ordered only after work on the null stream, so callers
+    /// wait for their queue first.
     ///
     /// # Panics
-    /// When the span is shorter.
+    /// Panics if the span is shorter.
     pub fn read<T: Pod>(self, count: usize) -> Result<Vec<T>, CudaError> {
         let mut values = vec![T::zeroed(); count];
         let bytes = size_of_val(values.as_slice());
         assert!(bytes <= self.bytes, "{bytes} bytes from a span of {}", self.bytes);
-        // SAFETY: source and destination hold `bytes`; the call returns when they are copied.
+        // SAFETY: source and destination have `bytes`; the call returns when they are copied.
         check(unsafe { sys::cuMemcpyDtoH_v2(values.as_mut_ptr().cast(), self.address, bytes) }, "cuMemcpyDtoH")?;
         Ok(values)
     }
 }
 
-/// Host memory that the GPU copies from and to without the CPU's help.
+/// Pinned host memory, which the GPU copies from and to without the CPU.
 #[derive(Debug)]
 pub struct PinnedBuffer {
     pointer: *mut u8,
@@ -166,13 +167,13 @@ pub struct PinnedBuffer {
     gpu: Arc<Gpu>,
 }
 
-// SAFETY: plain memory, reached through `&self` and `&mut self` only.
+// SAFETY: plain memory, accessed only through `&self` and `&mut self`.
 unsafe impl Send for PinnedBuffer {}
 // SAFETY: as above.
 unsafe impl Sync for PinnedBuffer {}
 
 impl PinnedBuffer {
-    /// Takes `bytes` of pinned memory, zeroed, mapped for the GPU.
+    /// Allocates `bytes` of pinned memory, zeroed and mapped for the GPU.
     pub fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self, CudaError> {
         let (mut pointer, mut device_address): (*mut c_void, u64) = (std::ptr::null_mut(), 0);
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;

@@ -1,4 +1,4 @@
-// Warp-level tensor-core products (mma.sync), and the loads that feed them.
+// Warp-level tensor-core products (mma.sync), and the loads for them.
 //
 // Fragments, with g = lane / 4 and t = lane % 4: A [16, 16] has rows g, g + 8 and columns 2t, 2t + 1, 2t + 8, 2t + 9;
 // B [16, 8] has rows 2t, 2t + 1, 2t + 8, 2t + 9 and column g; C [16, 8] has rows g, g + 8 and columns 2t, 2t + 1.
@@ -20,7 +20,7 @@ __device__ __forceinline__ u32 transpose_8x8(u32 x) {
     return r;
 }
 
-// Sixteen bytes that an earlier kernel wrote and nobody reads again.
+// Loads sixteen bytes that an earlier kernel wrote and that are read only once.
 __device__ __forceinline__ uint4 load_once(const void* p) {
     uint4 r;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -41,7 +41,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return r;
 }
 
-// Four 8 x 8 matrices of 16-bit elements from shared memory; lane i gives the address of row i % 8 of matrix i / 8.
+// Four 8 x 8 matrices of 16-bit elements from shared memory; lane i passes the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 addres
                  : "memory");
 }
 
-// Sixteen bytes to shared memory, without passing through registers; zeros when `valid` is false.
+// Copies sixteen bytes to shared memory without using registers; zeros if `valid` is false.
 __device__ __forceinline__ void copy_async(u32 dst, const void* src, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
 }

@@ -1,9 +1,10 @@
-//! CUDA kernels: header-free CUDA C++, one op a file, compiled at build (`build.rs`) and embedded.
+//! CUDA kernels in C++ without external headers, one op per file, compiled by `build.rs` and embedded.
 //!
-//! # What kernels and device agree on
+//! # Conventions of kernels and device
 //!
-//! All buffers are device memory, row-major, base pointers 256-byte aligned. bf16 unless said otherwise.
-//! Indices are `u32`; lengths in elements. Letters as in the `device` room: `T R H K D E V B S`.
+//! All buffers are device memory, row-major, with 256-byte aligned base pointers, and bf16 unless stated otherwise.
+//! Indices are `u32`; lengths are in elements. The dimension letters are those of the `device` crate:
+//! `T R H K D E V B S`.
 //!
 //! | buffer | layout |
 //! |---|---|
@@ -12,31 +13,31 @@
 //! | K blocks, V blocks | two buffers, each `[layer][block][K][B][D]` bf16; a wrapper gets the span of one layer |
 //! | slots | `[T]` u32: `block * B + offset`; `u32::MAX` writes nothing (padding) |
 //! | block_tables | `[R, max_blocks]` u32, padded with 0; row stride `max_blocks` is fixed for the life of the device |
-//! | context_lens | `[R]` u32: positions that exist after this step, this step's included; 0 marks a padded row |
+//! | context_lens | `[R]` u32: number of positions after this step, including this step's; 0 marks a padding row |
 //! | row_starts | `[R + 1]` u32: prefix sum of tokens per row; the chunk of row `r` has positions `context_lens[r] - n .. context_lens[r]` where `n = row_starts[r + 1] - row_starts[r]` |
 //! | positions | `[T]` u32 |
 //! | rope table | cos and sin, each `[max_positions, D / 2]` f32 |
 //! | linear weight | `[N, K]` bf16 as in the checkpoint, bias `[N]` bf16 |
 //! | gate/up weight | `[2F, K]`, gate and up rows interleaved as `skinny_gemm` documents; packed at load |
 //!
-//! `B` is a power of two, 16 to 128. Block 0 is an ordinary block. Values of padded rows are unspecified but must be
-//! finite in activations that other rows do not read; they may not write KV blocks.
+//! `B` is a power of two, 16 to 128. Block 0 is an ordinary block. The values of padding rows are unspecified. They
+//! must be finite in activations that other rows do not read, and padding rows must not write KV blocks.
 //!
-//! Decode runs inside CUDA graphs whose number of rows is a bucket, so a decode kernel's grid depends on the bucket
-//! and on constants only; everything else is read from the tables on the device.
+//! Decode runs in CUDA graphs with a fixed number of rows, the bucket. So the grid of a decode kernel depends only on
+//! the bucket and on constants; everything else is read from tables on the device.
 //!
-//! Every kernel calls `pdl_wait()` (common.cuh) before it reads what an earlier kernel wrote or writes what an
-//! earlier kernel reads, and `pdl_launch()` as early as it likes: launches carry the programmatic-dependent-launch
-//! attribute, so a kernel may start while its predecessor still runs. `pdl_wait()` waits for the whole predecessor
-//! grid and its memory, hence by induction for everything before it, as long as *every* kernel of the stream calls it in
-//! every thread block that does not exit at once. Weights, the step's inputs and what earlier steps wrote to KV blocks may be read
-//! before it: a step begins with a copy, which waits for all of the step before.
+//! Every kernel calls `pdl_wait()` (common.cuh) before it reads what an earlier kernel wrote, or writes what an earlier
+//! kernel reads. It may call `pdl_launch()` at any time: launches have the programmatic-dependent-launch attribute, so
+//! a kernel may start while its predecessor is still running. `pdl_wait()` waits for the whole predecessor grid and its
+//! memory. By induction this includes everything before it, provided that *every* kernel of the stream calls it in
+//! every thread block that does not exit at once. Weights, the step's inputs and what earlier steps wrote to KV blocks
+//! may be read before it: a step begins with a copy, which waits for the whole previous step.
 //!
-//! # From Rust
+//! # Use from Rust
 //!
-//! [`Gpu::open`] loads every embedded module for one device; a [`Queue`] is a stream on it. Each op has a wrapper in a file
-//! of the kernel's name: it checks shapes, alignment and sizes of its [`Span`]s, computes the geometry and calls
-//! [`Queue::launch`]. Nothing here needs a driver until [`Gpu::open`] is called.
+//! [`Gpu::open`] loads every embedded module for one device; a [`Queue`] is a stream on it. Each op has a wrapper in a
+//! file of the same name as the kernel. It checks shapes, alignment and sizes of its [`Span`]s, computes the launch
+//! geometry and calls [`Queue::launch`]. No driver is needed until [`Gpu::open`] is called.
 
 pub mod activation;
 pub mod add_positions;
@@ -48,6 +49,7 @@ pub mod embed;
 mod error;
 pub mod gated_activation;
 pub mod gather_rows;
+mod gemm_plan;
 mod gpu;
 pub mod head_norm;
 mod images;

@@ -4,21 +4,22 @@
 // p, y        [T, E] bf16 of each rank, mapped into all (`rows.partial`, `rows.y`)
 // r           [T, E] bf16 of this rank; only rows that it owns, t % ranks == rank, are read and written
 // w           [E] bf16
-// peers       as in peers.cuh; a rank's exchange buffer has flags [2][ranks][MAX_BLOCKS] u32 here, zero before the first call: which call
-//             block b of rank r has begun, and which it has ended
-// epochs      [MAX_BLOCKS] u32, zero before the first call: how often a block has run
-// maths       fp32 sum in order of ranks, then as add_rms_norm_bf16: all ranks get the owner's bits
+// peers       described in peers.cuh; a rank's exchange buffer contains flags [2][ranks][MAX_BLOCKS] u32 here, zero
+//             before the first call: the call that block b of rank r has begun, and the call that it has ended
+// epochs      [MAX_BLOCKS] u32, zero before the first call: the number of runs of each block
+// maths       fp32 sum in order of ranks, then the same as add_rms_norm_bf16; all ranks receive the owner's bits
 // launch      grid min(rows of an owner, MAX_BLOCKS), block E / 8 rounded up to a warp, at most 1024
-//             A block reads its rows from all ranks once the same block of each says that what came before has ended there, writes them
-//             to all, and ends when the same block of each has: no rank goes on before all of y has come, nor overwrites p before
-//             it has been read. Blocks of other ranks run in the same order, so each finds its like at work sooner or later.
+//             A block reads its rows from all ranks after the same block of each rank has signalled that its earlier
+//             work has ended. It writes the results to all ranks, and ends after the same block of each rank has done
+//             so. So no rank continues before all of y has arrived, and none overwrites p before it has been read.
+//             Blocks run in the same order on all ranks, so each one's counterparts run eventually.
 // needs       E % 8 == 0, E <= 16384, pointers 16-byte aligned: checked in owner_norm.rs before launch
-// bound       NVLink: 2 T E (ranks - 1) / ranks bytes in and as many out of each rank for each half
+// bound       NVLink: 2 T E (ranks - 1) / ranks bytes in, and the same number out of each rank, for each half
 // test        tests/cuda_all_reduce.rs
 #include "peers.cuh"
 
-constexpr u32 MAX_BLOCKS = 512;  // as in owner_norm.rs
-constexpr int MAX_CHUNKS = 2;    // 8 elements a thread each
+constexpr u32 MAX_BLOCKS = 512;  // the same as MAX_FLAG_BLOCKS in all_reduce.rs
+constexpr int MAX_CHUNKS = 2;    // 8 elements per thread each
 
 struct Rows {
     const u8* partial[MAX_RANKS];
@@ -39,9 +40,9 @@ __device__ __forceinline__ u32 load_acquire(const u32* p) {
     return x;
 }
 
-// Tells every rank that this block has come so far, and waits until the same block of each has. What the block's threads wrote
-// before is visible to theirs after.
-__device__ __forceinline__ void meet(const AllReduce& a, u32 stage, u32 epoch) {
+// Signals to every rank that this block has reached this point, and waits for the same block of each. Writes of the
+// block's threads before are visible to the other ranks' threads after.
+__device__ __forceinline__ void rank_barrier(const AllReduce& a, u32 stage, u32 epoch) {
     __syncthreads();
     const u32 r = threadIdx.x;
     if (r < a.ranks && r != a.rank) {
@@ -51,9 +52,9 @@ __device__ __forceinline__ void meet(const AllReduce& a, u32 stage, u32 epoch) {
         store_release(flag(r, a.rank), epoch);
         const u32* theirs = flag(a.rank, r);
         u64 start = 0;
-        // A rank may be a call ahead.
+        // A rank may be one call ahead.
         for (u32 spins = 1; (i32)(load_acquire(theirs) - epoch) < 0; ++spins) {
-            if (spins % 1024 == 0 && give_up(a, start, r)) break;
+            if (spins % 1024 == 0 && times_out(a, start, r)) break;
         }
     }
     __syncthreads();
@@ -66,7 +67,7 @@ __device__ __forceinline__ void owner_norm(const AllReduce& a, const Rows& rows)
     const u32 chunks = a.cols / 8;
     pdl_wait();
     const u32 epoch = a.epochs[blockIdx.x] + 1;
-    meet(a, 0, epoch);
+    rank_barrier(a, 0, epoch);
     for (u32 t = a.rank + RANKS * blockIdx.x; t < rows.count; t += RANKS * gridDim.x) {
         const u64 row = (u64)t * a.cols;
         float x[MAX_CHUNKS][8];
@@ -102,7 +103,7 @@ __device__ __forceinline__ void owner_norm(const AllReduce& a, const Rows& rows)
             for (int r = 0; r < RANKS; ++r) *reinterpret_cast<Words*>(rows.y[(a.rank + r) % RANKS] + (row + 8 * i) * 2) = y;
         }
     }
-    meet(a, 1, epoch);
+    rank_barrier(a, 1, epoch);
     if (threadIdx.x == 0) a.epochs[blockIdx.x] = epoch;
 }
 

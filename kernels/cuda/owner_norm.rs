@@ -1,16 +1,15 @@
-//! Sums over a tensor-parallel group with residual add and RMSNorm, for many rows: each rank does the rows that it owns, reads them from
-//! the other ranks' memory and writes them there. Kernel: `owner_norm.cu`.
+//! Sums over a tensor-parallel group with residual add and RMSNorm, for many rows. Each rank computes the rows that it
+//! owns: it reads them from the other ranks' memory and writes the results there. Kernel: `owner_norm.cu`.
 
 use half::bf16;
 
-use super::all_reduce::{MAX_RANKS, Mapped, PeerGroup, PeerHandle, Shots, handle_of};
+use super::all_reduce::{MAX_FLAG_BLOCKS, MAX_RANKS, Mapped, PeerGroup, PeerHandle, Shots, handle_of};
 use super::error::ensure;
 use super::{Arg, CudaError, DeviceBuffer, Launch, Queue, Span};
 
 const OP: &str = "owner_norm";
-/// Most blocks of a launch, each with flags of its own.
-pub(super) const MAX_BLOCKS: usize = 512;
-/// A driver hands out larger allocations whole, so that one has a handle of its own.
+/// Minimum size of a shared allocation. The driver gives larger allocations their own memory object, so that they can
+/// have a handle.
 pub const MIN_SHARED_BYTES: usize = 2 << 20;
 
 /// A buffer of every rank of a group, mapped into this process.
@@ -22,7 +21,7 @@ pub struct SharedBuffer {
 }
 
 impl SharedBuffer {
-    /// What the other processes need for [`SharedBuffer::new`], of a buffer of at least [`MIN_SHARED_BYTES`].
+    /// The handle that other processes need for [`SharedBuffer::new`], of a buffer of at least [`MIN_SHARED_BYTES`].
     pub fn handle(buffer: &DeviceBuffer) -> Result<PeerHandle, CudaError> {
         let bytes = buffer.span().bytes();
         ensure!(
@@ -33,7 +32,7 @@ impl SharedBuffer {
         handle_of(buffer.span())
     }
 
-    /// Maps the buffers of the others: `handles[r]` is rank `r`'s, and `own` is rank `rank`'s, all of one size.
+    /// Maps the buffers of the others: `handles[r]` is rank `r`'s, and `own` is rank `rank`'s. All have the same size.
     pub fn new(own: &DeviceBuffer, rank: usize, handles: &[PeerHandle]) -> Result<Self, CudaError> {
         let ranks = handles.len();
         ensure!(OP, rank < ranks && ranks <= MAX_RANKS, "rank {rank} of {ranks}");
@@ -42,7 +41,7 @@ impl SharedBuffer {
         Ok(Self { own: own.span(), rank, peers })
     }
 
-    /// This rank's.
+    /// This rank's buffer.
     pub fn own(&self) -> Span {
         self.own
     }
@@ -56,23 +55,24 @@ impl SharedBuffer {
     }
 }
 
-/// Rows that a rank owns: every `ranks`-th.
+/// Operands of [`owner_norm`]. A rank owns every `ranks`-th row.
 #[derive(Debug, Clone, Copy)]
 pub struct OwnerNorm<'a> {
-    /// `[rows, cols]` bf16 of every rank, which the result is written to.
+    /// `[rows, cols]` bf16 of every rank: the result.
     pub y: &'a SharedBuffer,
-    /// `[rows, cols]` bf16 of every rank, which is summed.
+    /// `[rows, cols]` bf16 of every rank: the summands.
     pub partial: &'a SharedBuffer,
-    /// `[rows, cols]` bf16 of this rank; its own rows are added to.
+    /// `[rows, cols]` bf16 of this rank; only its own rows are updated.
     pub residual: Span,
     /// `[cols]` bf16, the norm's weight.
     pub weight: Span,
-    /// Of the norm.
+    /// Epsilon of the norm.
     pub eps: f32,
 }
 
-/// `residual += sum over the group of partial` in the rows that a rank owns, then `y = rms_norm(residual)` on every rank. All ranks call
-/// it alike, and use `group`, made of [`super::all_reduce::PeerBuffer::for_flags`], for nothing else.
+/// `residual += sum over the group of partial` in the rows that a rank owns, then `y = rms_norm(residual)` on every
+/// rank. All ranks must call it with the same arguments, and use `group`, created from
+/// [`super::all_reduce::PeerBuffer::for_flags`], for nothing else.
 pub fn owner_norm(q: &Queue, group: &PeerGroup, x: OwnerNorm<'_>, rows: usize, cols: usize) -> Result<(), CudaError> {
     let OwnerNorm { y, partial, residual, weight, eps } = x;
     let ranks = group.ranks();
@@ -94,7 +94,7 @@ pub fn owner_norm(q: &Queue, group: &PeerGroup, x: OwnerNorm<'_>, rows: usize, c
     longs[2 * MAX_RANKS + 1] = weight.address();
     longs[2 * MAX_RANKS + 2] = rows as u64 | u64::from(eps.to_bits()) << 32;
     let threads = ((cols / 8).div_ceil(32) * 32).min(1024) as u32;
-    let launch = Launch::new(rows.div_ceil(ranks).min(MAX_BLOCKS) as u32, threads);
+    let launch = Launch::new(rows.div_ceil(ranks).min(MAX_FLAG_BLOCKS) as u32, threads);
     let args = [Arg::Bytes(&head), Arg::Bytes(bytemuck::cast_slice(&longs))];
     q.launch(&format!("owner_norm_bf16_r{ranks}"), launch, &args)
 }

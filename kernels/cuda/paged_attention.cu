@@ -1,19 +1,20 @@
-// paged_attention_bf16: out[t, h, :] = softmax(scale q[t, h] . k[0 ..= position]) v, one warp a query head; the simple version
+// paged_attention_bf16: out[t, h, :] = softmax(scale q[t, h] . k[0 ..= position]) v, one warp per query head; the
+// simple version
 // alibi_paged_attention_bf16: the same with slopes[h] * (p - position) added to the score of position p
 //
 // out           [T, H D] bf16
-// qkv           [T, (H + 2K) D] bf16; only q is read, rotated already
+// qkv           [T, (H + 2K) D] bf16; only q is read, which is already rotated
 // k_blocks,
 // v_blocks      [blocks, K, B, D] bf16, one layer
 // block_tables  [R, max_blocks] u32
-// token_tables  [T] u32: which row of block_tables a token uses
-// positions     [T] u32; a token sees positions p <= its own, and p > own - window where window is not 0
-// slots         [T] u32; u32::MAX marks a padded token, whose output is zeros
-// slopes        [H] f32, ALiBi's                                                          (Press et al. 2022)
+// token_tables  [T] u32: the row of block_tables that a token uses
+// positions     [T] u32; a token attends to positions p <= its own, and p > own - window if window is not 0
+// slots         [T] u32; u32::MAX marks a padding token, whose output is zeros
+// slopes        [H] f32, for ALiBi                                                        (Press et al. 2022)
 // maths         fp32, online softmax
 // launch        grid (T, H), block 32
 // needs         D <= 256
-// bound         latency; any shape that the fast kernels do not take, and their yardstick
+// bound         latency; used for shapes that the fast kernels do not support, and as their reference
 // test          tests/cuda_ops.rs: 2^-7 of the value plus 2^-8 of the largest |v|
 // archs: 80 90a 100a ptx
 #include "common.cuh"

@@ -1,4 +1,4 @@
-//! Attention over KV blocks for any mix of rows, the simple version. Kernel: `paged_attention.cu`.
+//! Attention over KV blocks for any mix of rows: the simple version. Kernel: `paged_attention.cu`.
 
 use half::bf16;
 
@@ -6,7 +6,7 @@ use super::error::ensure;
 use super::rope_cache::{HeadShape, LayerCache};
 use super::{CudaError, Launch, Queue, Span};
 
-/// Where the tokens of a step find their keys and values.
+/// Locations of the keys and values for a step's tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenTables {
     /// `[R, max_blocks]` u32.
@@ -21,10 +21,10 @@ pub struct TokenTables {
     pub slots: Span,
 }
 
-/// Causal attention of each token's query heads over its row's KV blocks; `window` 0 sees all positions.
+/// Causal attention of each token's query heads over its row's KV blocks; `window` 0 means all positions.
 ///
-/// `out` `[T, H D]`, `qkv` `[T, (H + 2K) D]`; `slopes` `[H]` f32 of ALiBi, or none.
-#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+/// `out` `[T, H D]`, `qkv` `[T, (H + 2K) D]`; `slopes` `[H]` f32 for ALiBi, otherwise `None`.
+#[allow(clippy::too_many_arguments)] // One op with its operands and its shape.
 pub fn paged_attention(
     q: &Queue,
     out: Span,

@@ -1,5 +1,5 @@
-// Packets between the ranks of a group through peer memory: four bytes of data and a four-byte epoch, so that a reader knows
-// without a fence that they have come.
+// Packets between the ranks of a group through peer memory: four bytes of data and a four-byte epoch, so that a reader
+// detects their arrival without a fence.
 #pragma once
 #include "common.cuh"
 
@@ -20,10 +20,10 @@ struct AllReduce {
     }
 };
 
-// Eight bf16 as four words.
+// Eight bf16 numbers as four words.
 using Words = uint4;
 
-// Four bf16.
+// Four bf16 numbers.
 __device__ __forceinline__ void send_half(u8* p, const uint2& x, u32 epoch) {
     asm volatile("st.volatile.global.v4.u32 [%0], {%1, %3, %2, %3};" ::"l"(p), "r"(x.x), "r"(x.y), "r"(epoch) : "memory");
 }
@@ -49,8 +49,8 @@ __device__ __forceinline__ u64 now_ns() {
     return t;
 }
 
-// What a rank that waits does every 1024 looks; true when it waits no more.
-__device__ __forceinline__ bool give_up(const AllReduce& a, u64& start, u32 from) {
+// Called by a waiting rank after every 1024 polls; returns true if it should stop waiting.
+__device__ __forceinline__ bool times_out(const AllReduce& a, u64& start, u32 from) {
     const u64 now = now_ns();
     if (start == 0) start = now;
     if (*(volatile u32*)a.status != 0) return true;
@@ -65,7 +65,7 @@ __device__ __forceinline__ Words receive(const AllReduce& a, const u8* row, u32 
         const uint4 x = load_volatile(p), y = load_volatile(p + 16);
         const bool here = x.y == epoch && x.w == epoch && y.y == epoch && y.w == epoch;
         if (here) return make_uint4(x.x, x.z, y.x, y.z);
-        if (spins % 1024 == 0 && give_up(a, start, from)) return make_uint4(0, 0, 0, 0);
+        if (spins % 1024 == 0 && times_out(a, start, from)) return make_uint4(0, 0, 0, 0);
     }
 }
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ uint2 receive_half(const AllReduce& a, const u8* p, u
     for (u32 spins = 1;; ++spins) {
         const uint4 x = load_volatile(p);
         if (x.y == epoch && x.w == epoch) return make_uint2(x.x, x.z);
-        if (spins % 1024 == 0 && give_up(a, start, from)) return make_uint2(0, 0);
+        if (spins % 1024 == 0 && times_out(a, start, from)) return make_uint2(0, 0);
     }
 }
 

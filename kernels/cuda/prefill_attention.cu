@@ -3,19 +3,20 @@
 // archs: 80 90a 100a ptx
 //
 // q, o          [T, H, D] bf16; the queries of row r are row_starts[r] .. row_starts[r + 1], the last of its context_lens[r] positions
-// k, v blocks   [block][K][B][D] bf16, one layer, the queries' own keys already in them; prefill_attention.cuh has the rest
+// k, v blocks   [block][K][B][D] bf16, one layer, including the queries' own keys; prefill_attention.cuh describes the
+//               rest
 // maths         scores, maxima and sums in fp32; probabilities rounded to bf16 for the product with v (Dao 2023)
-// launch        grid (tiles of 128 queries, H, R), 8 warps of 16 queries; tiles with the most keys first.
-//               64 keys and values at a time through shared memory, the next ones on their way while these are used
+// launch        grid (tiles of 128 queries, H, R), 8 warps of 16 queries; tiles with the most keys first. 64 keys and
+//               values at a time pass through shared memory; the next ones are loaded while these are used
 // needs         B % 16 == 0, a power of two; pointers 16-byte aligned; checked in prefill_attention.rs
-// bound         arithmetic, 2 D operations a query, head and key seen, twice
+// bound         arithmetic, 2 D operations per query, head and key attended to, twice
 // test          tests/cuda_prefill_attention.rs, reference::attention in fp32, each element within 2^-7 of the largest |v|
 #include "mma.cuh"
 #include "prefill_attention.cuh"
 
 constexpr int WARPS = 8, QUERIES = WARPS * 16, KEYS = 64;
 
-// A tile of rows in shared memory, padded by 16 bytes a row so that eight rows lie in different banks.
+// A tile of rows in shared memory, with 16 bytes of padding per row so that eight rows are in different banks.
 template <int D>
 struct Rows {
     static constexpr u32 PITCH = 2 * D + 16;
@@ -80,7 +81,7 @@ struct Attention {
             for (int j = 0; j < KEYS / 8; ++j) m = fmaxf(m, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
             m = fmaxf(m, __shfl_xor_sync(FULL_WARP, m, 1));
             m = fmaxf(m, __shfl_xor_sync(FULL_WARP, m, 2));
-            const float base = m == -INFINITY_F ? 0.0f : m;  // no key seen yet
+            const float base = m == -INFINITY_F ? 0.0f : m;  // no key attended to yet
             const float correction = exp2_fast(top[r] - base);
             top[r] = m;
             float total = 0.0f;

@@ -1,4 +1,4 @@
-// What the versions of prefill attention share: parameters, and which keys a tile of queries sees.
+// Common parts of the prefill attention kernels: parameters, and the keys that a tile of queries attends to.
 #pragma once
 #include "common.cuh"
 
@@ -16,18 +16,18 @@ struct PrefillAttention {
     u32 max_blocks;
     u32 heads, kv_heads;
     u32 block_shift;  // log2 B
-    u32 window;       // positions that are seen, 0 for all
+    u32 window;       // positions that are attended to, 0 for all
     float scale;
 };
 
-// One tile of queries of one row, and the keys it sees.
+// A tile of queries of one row, and the keys that it attends to.
 struct QueryTile {
     u32 row;
     u32 token;      // index in T of the tile's first query
     u32 count;      // queries of the tile, 0 for none
     u32 position;   // of the first query
     u32 len;        // keys of the row
-    u32 begin, end; // keys seen by any query of the tile
+    u32 begin, end; // keys that any query of the tile attends to
 };
 
 __device__ __forceinline__ QueryTile query_tile(const PrefillAttention& a, u32 row, u32 index, u32 queries) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ QueryTile query_tile(const PrefillAttention& a, u32 r
     return t;
 }
 
-// Whether the query at `position` sees the key at `key`.
+// Whether the query at `position` attends to the key at `key`.
 __device__ __forceinline__ bool sees(const PrefillAttention& a, u32 position, u32 key) {
     return key <= position && (!a.window || key + a.window > position);
 }

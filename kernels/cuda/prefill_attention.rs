@@ -1,5 +1,5 @@
 //! Causal attention of chunks of new tokens over their rows' KV blocks. Kernels: `sm90_prefill_attention.cu`, and
-//! `prefill_attention.cu` where that does not run.
+//! `prefill_attention.cu` on other GPUs.
 
 use half::bf16;
 
@@ -12,11 +12,11 @@ use super::{Arg, CudaError, DeviceBuffer, Gpu, Launch, Queue, Span};
 use std::sync::Arc;
 
 const OP: &str = "prefill_attention";
-/// Queries that one thread block takes, and keys it takes at a time.
+/// Number of queries of one thread block, and number of keys that it processes at a time.
 const QUERIES: usize = 128;
 const KEYS: usize = 64;
 
-/// The rows of a step that prefill, and where they find their keys and values.
+/// The prefilling rows of a step, and the locations of their keys and values.
 #[derive(Debug, Clone, Copy)]
 pub struct PrefillRows {
     /// `[R, max_blocks]` u32.
@@ -25,22 +25,22 @@ pub struct PrefillRows {
     pub max_blocks: usize,
     /// `[R]` u32.
     pub context_lens: Span,
-    /// `[R + 1]` u32, the first 0: the tokens of these rows come first in the step.
+    /// `[R + 1]` u32, starting with 0: the tokens of these rows come first in the step.
     pub row_starts: Span,
     /// `R`.
     pub num_rows: usize,
-    /// Tokens of these rows.
+    /// Number of tokens of these rows.
     pub num_tokens: usize,
-    /// Tokens of the longest chunk.
+    /// Number of tokens of the longest chunk.
     pub max_chunk: usize,
 }
 
-/// The counter from which thread blocks take their work; one [`prefill_attention`] at a time may use it.
+/// The counter from which thread blocks take their work. Only one [`prefill_attention`] at a time may use it.
 #[derive(Debug)]
 pub struct PrefillWorkspace(DeviceBuffer);
 
 impl PrefillWorkspace {
-    /// Takes a few bytes of device memory.
+    /// Allocates a few bytes of device memory.
     pub fn new(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
         DeviceBuffer::from_slice(gpu, &[0u32; 64]).map(Self)
     }
@@ -51,25 +51,26 @@ impl PrefillWorkspace {
 pub struct PrefillAttention<'a> {
     /// `[T, H D]`.
     pub out: Span,
-    /// `[T, (H + 2K) D]`, of which the q part is read: k and v are in the blocks already.
+    /// `[T, (H + 2K) D]`; the q part is read, because k and v are already in the blocks.
     pub qkv: Span,
     /// The layer's blocks.
     pub cache: LayerCache,
-    /// ALiBi's, `[H]` f32: `slopes[h]` times the distance to the query's position, 0 or below, is added to each score.
+    /// ALiBi slopes, `[H]` f32: `slopes[h]` times the distance to the query's position (0 or negative) is added to each
+    /// score.
     pub slopes: Option<Span>,
     /// The rows.
     pub rows: PrefillRows,
-    /// Heads.
+    /// Head counts and sizes.
     pub shape: HeadShape,
-    /// Of the scores.
+    /// Multiplier of the scores.
     pub scale: f32,
-    /// Newest positions that a query sees; 0: all.
+    /// Number of newest positions that a query attends to; 0 means all.
     pub window: u32,
-    /// Scratch.
+    /// The work counter.
     pub workspace: &'a PrefillWorkspace,
 }
 
-/// Queues it.
+/// Queues the attention.
 pub fn prefill_attention(q: &Queue, attention: &PrefillAttention<'_>) -> Result<(), CudaError> {
     if has_hopper_kernel(q.gpu(), attention.shape) {
         prefill_attention_hopper(q, attention)
@@ -107,13 +108,13 @@ fn prefill_attention_hopper(q: &Queue, attention: &PrefillAttention<'_>) -> Resu
         works.into(),
     ];
     args.extend(attention.slopes.map(Arg::from));
-    // Queries, and two stages of 128 keys and values; 1024 to align them.
+    // The queries, and two stages of 128 keys and values; 1024 bytes for their alignment.
     let shared_bytes = 5 * 128 * head_dim * 2 + 1024;
     let launch = Launch::new(works.min(q.gpu().num_multiprocessors()), 384).shared(shared_bytes as u32);
     q.launch(&format!("sm90_{}", attention.kernel()), launch, &args)
 }
 
-/// [`prefill_attention`] by the version that runs on any GPU.
+/// [`prefill_attention`] with the version that runs on any GPU.
 pub fn prefill_attention_simple(q: &Queue, attention: &PrefillAttention<'_>) -> Result<(), CudaError> {
     attention.check()?;
     let argument = attention.argument();
@@ -123,7 +124,7 @@ pub fn prefill_attention_simple(q: &Queue, attention: &PrefillAttention<'_>) -> 
 }
 
 impl PrefillAttention<'_> {
-    /// The simple kernel's name.
+    /// The name of the simple kernel.
     fn kernel(&self) -> String {
         let kind = if self.slopes.is_some() { "alibi_" } else { "" };
         format!("{kind}prefill_attention_bf16_d{}", self.shape.head_dim)

@@ -61,41 +61,41 @@ impl Arg<'_> {
 /// Geometry of a launch.
 #[derive(Debug, Clone, Copy)]
 pub struct Launch {
-    /// Thread blocks.
+    /// Number of thread blocks.
     pub grid: [u32; 3],
-    /// Threads of a block.
+    /// Number of threads in a block.
     pub block: [u32; 3],
-    /// Dynamic shared memory of a block.
+    /// Dynamic shared memory of a block, in bytes.
     pub shared_bytes: u32,
-    /// Thread blocks of a cluster along x; 1 for none.
+    /// Number of thread blocks in a cluster along x; 1 means no cluster.
     pub cluster: u32,
-    /// Whether the kernel may start before the one ahead of it has ended: it calls `pdl_wait`.
+    /// Whether the kernel may start before its predecessor has ended; it must then call `pdl_wait`.
     pub early: bool,
 }
 
 impl Launch {
-    /// `grid` blocks of `block` threads, without dynamic shared memory, allowed to start early.
+    /// `grid` blocks of `block` threads, without dynamic shared memory, with permission to start early.
     pub fn new(grid: u32, block: u32) -> Self {
         Self { grid: [grid, 1, 1], block: [block, 1, 1], shared_bytes: 0, cluster: 1, early: true }
     }
 
-    /// With another shape of the grid.
+    /// The same with another shape of the grid.
     pub fn grid(self, x: u32, y: u32, z: u32) -> Self {
         Self { grid: [x, y, z], ..self }
     }
 
-    /// With dynamic shared memory.
+    /// The same with dynamic shared memory.
     pub fn shared(self, bytes: u32) -> Self {
         Self { shared_bytes: bytes, ..self }
     }
 
-    /// With clusters of `blocks` along x.
+    /// The same with clusters of `blocks` along x.
     pub fn cluster(self, blocks: u32) -> Self {
         Self { cluster: blocks, ..self }
     }
 }
 
-/// A stream: work runs in the order it was queued.
+/// A stream: work runs in the order in which it was queued.
 #[derive(Debug)]
 pub struct Queue {
     gpu: Arc<Gpu>,
@@ -104,7 +104,7 @@ pub struct Queue {
 
 // SAFETY: stream handles may be used from any thread.
 unsafe impl Send for Queue {}
-// SAFETY: as above; the driver locks what it must.
+// SAFETY: as above; the driver locks what is necessary.
 unsafe impl Sync for Queue {}
 
 impl Queue {
@@ -117,7 +117,7 @@ impl Queue {
         Ok(Self { gpu: gpu.clone(), stream })
     }
 
-    /// The GPU.
+    /// The GPU of this stream.
     pub fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
     }
@@ -129,7 +129,8 @@ impl Queue {
 
     /// Queues kernel `name` with `args` in the order of its parameters.
     ///
-    /// Wrappers of ops call this after checking what the kernel needs; the driver itself checks only counts and geometry.
+    /// Wrappers of ops call this after they have checked the kernel's requirements; the driver checks only counts and
+    /// geometry.
     pub fn launch(&self, name: &str, launch: Launch, args: &[Arg<'_>]) -> Result<(), CudaError> {
         let kernel = self.gpu.kernel(name)?;
         let mut pointers: [*mut c_void; 32] = [std::ptr::null_mut(); 32];
@@ -164,7 +165,8 @@ impl Queue {
             attrs: attributes.as_mut_ptr(),
             numAttrs: num_attributes as u32,
         };
-        // SAFETY: attributes and arguments outlive the call, which copies them; wrappers vouch for the kernel's contract.
+        // SAFETY: attributes and arguments outlive the call, which copies them; wrappers guarantee the kernel's
+        // contract.
         let code = unsafe { sys::cuLaunchKernelEx(&config, kernel.0, pointers.as_mut_ptr(), std::ptr::null_mut()) };
         check(code, &format!("launch of `{name}`"))
     }
@@ -172,7 +174,7 @@ impl Queue {
     /// Queues a copy of `bytes` from pinned host memory.
     ///
     /// # Safety
-    /// The source is pinned, holds `bytes`, and is not written before the copy has run.
+    /// The source must be pinned, have `bytes`, and not be written before the copy is complete.
     pub unsafe fn upload(&self, to: Span, from: *const u8, bytes: usize) -> Result<(), CudaError> {
         assert!(bytes <= to.bytes(), "{bytes} bytes into a span of {}", to.bytes());
         // SAFETY: by the contract.
@@ -180,7 +182,7 @@ impl Queue {
         check(code, "cuMemcpyHtoDAsync")
     }
 
-    /// Queues a copy of ordinary host memory, which may change once this returns: for small, rare copies.
+    /// Queues a copy of ordinary host memory, which may change after this returns. For small, rare copies.
     pub fn upload_copied(&self, to: Span, from: &[u8]) -> Result<(), CudaError> {
         // SAFETY: the driver stages memory that is not pinned before the call returns.
         unsafe { self.upload(to, from.as_ptr(), from.len()) }
@@ -189,7 +191,7 @@ impl Queue {
     /// Queues a copy of `bytes` to pinned host memory.
     ///
     /// # Safety
-    /// The target is pinned, has room for `bytes`, and is not read before the copy has run.
+    /// The target must be pinned, have room for `bytes`, and not be read before the copy is complete.
     pub unsafe fn download(&self, to: *mut u8, from: Span, bytes: usize) -> Result<(), CudaError> {
         assert!(bytes <= from.bytes(), "{bytes} bytes from a span of {}", from.bytes());
         // SAFETY: by the contract.
@@ -211,7 +213,7 @@ impl Queue {
         check(unsafe { sys::cuMemsetD8Async(span.address(), value, span.bytes(), self.stream) }, "cuMemsetD8Async")
     }
 
-    /// Waits until all queued work has run; errors of that work surface here.
+    /// Waits until all queued work is complete, and returns its errors.
     pub fn wait(&self) -> Result<(), CudaError> {
         // SAFETY: a live stream.
         check(unsafe { sys::cuStreamSynchronize(self.stream) }, "cuStreamSynchronize")
@@ -223,20 +225,20 @@ impl Queue {
         check(unsafe { sys::cuStreamWaitEvent(self.stream, event.event, 0) }, "cuStreamWaitEvent")
     }
 
-    /// Records what `queue` queues on this stream instead of running it, into a graph.
+    /// Records the work that `queue` queues on this stream into a graph, instead of running it.
     pub fn capture<E: From<CudaError>>(&self, queue: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: a live stream.
         check(unsafe { sys::cuStreamBeginCapture_v2(self.stream, mode) }, "cuStreamBeginCapture").map_err(E::from)?;
         let queued = queue();
         let mut graph = std::ptr::null_mut();
-        // SAFETY: ends the capture begun above, also when queueing failed.
+        // SAFETY: ends the capture begun above, also if queueing failed.
         let ended = unsafe { sys::cuStreamEndCapture(self.stream, &mut graph) };
         let captured = Captured(graph);
         queued?;
         check(ended, "cuStreamEndCapture").map_err(E::from)?;
         let mut executable = std::ptr::null_mut();
-        // SAFETY: a whole graph, destroyed by its guard after this.
+        // SAFETY: a complete graph, destroyed by its guard after this.
         let code = unsafe { sys::cuGraphInstantiateWithFlags(&mut executable, captured.0, 0) };
         check(code, "cuGraphInstantiate").map_err(E::from)?;
         Ok(Graph { executable })
@@ -244,7 +246,7 @@ impl Queue {
 
     /// Queues a recorded graph.
     pub fn replay(&self, graph: &Graph) -> Result<(), CudaError> {
-        // SAFETY: live handles; buffers in the graph outlive it by the device room's order of fields.
+        // SAFETY: live handles; the `device` crate drops graphs before the buffers in them.
         check(unsafe { sys::cuGraphLaunch(graph.executable, self.stream) }, "cuGraphLaunch")
     }
 }
@@ -252,7 +254,7 @@ impl Queue {
 impl Drop for Queue {
     fn drop(&mut self) {
         if self.gpu.bind().is_ok() {
-            // SAFETY: made by `new`, destroyed once; queued work still runs to its end.
+            // SAFETY: created by `new`, destroyed once; queued work still completes.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.stream) };
         }
     }
@@ -263,19 +265,19 @@ struct Captured(sys::CUgraph);
 impl Drop for Captured {
     fn drop(&mut self) {
         if !self.0.is_null() {
-            // SAFETY: a graph that `capture` ended, destroyed once.
+            // SAFETY: a graph returned by the capture, destroyed once.
             let _ = unsafe { sys::cuGraphDestroy(self.0) };
         }
     }
 }
 
-/// Recorded work that replays with one call.
+/// Recorded work that is replayed with one call.
 #[derive(Debug)]
 pub struct Graph {
     executable: sys::CUgraphExec,
 }
 
-// SAFETY: graph handles may be used from any thread, one at a time, which `&mut` owners see to.
+// SAFETY: graph handles may be used from any thread, one at a time, which `&mut` owners guarantee.
 unsafe impl Send for Graph {}
 
 impl Drop for Graph {
@@ -285,7 +287,7 @@ impl Drop for Graph {
     }
 }
 
-/// A mark in a stream.
+/// A point in a stream.
 #[derive(Debug)]
 pub struct Event {
     event: sys::CUevent,
@@ -297,7 +299,7 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// An event; `timed` ones can be compared by [`Event::ms_since`].
+    /// Creates an event; [`Event::ms_since`] can compare `timed` ones.
     pub fn new(timed: bool) -> Result<Self, CudaError> {
         let mut event = std::ptr::null_mut();
         let kind =
@@ -307,13 +309,13 @@ impl Event {
         Ok(Self { event })
     }
 
-    /// Marks the end of what is queued so far.
+    /// Records the point after all work queued so far.
     pub fn record(&self, queue: &Queue) -> Result<(), CudaError> {
         // SAFETY: live handles.
         check(unsafe { sys::cuEventRecord(self.event, queue.stream) }, "cuEventRecord")
     }
 
-    /// Whether the work before the mark has run; its errors surface here.
+    /// Whether the work before the event is complete; returns its errors.
     pub fn is_done(&self) -> Result<bool, CudaError> {
         // SAFETY: a live event.
         match unsafe { sys::cuEventQuery(self.event) } {
@@ -322,13 +324,13 @@ impl Event {
         }
     }
 
-    /// Blocks until the work before the mark has run.
+    /// Blocks until the work before the event is complete.
     pub fn wait(&self) -> Result<(), CudaError> {
         // SAFETY: a live event.
         check(unsafe { sys::cuEventSynchronize(self.event) }, "cuEventSynchronize")
     }
 
-    /// Milliseconds from `earlier`'s mark to this one; both have run.
+    /// Milliseconds from `earlier` to this event; both must have completed.
     pub fn ms_since(&self, earlier: &Event) -> Result<f32, CudaError> {
         let mut ms = 0.0;
         // SAFETY: live events and a writable float.
@@ -339,7 +341,7 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, destroyed once.
+        // SAFETY: created by `new`, destroyed once.
         let _ = unsafe { sys::cuEventDestroy_v2(self.event) };
     }
 }

@@ -3,15 +3,16 @@
 //
 // x, y, r, p  [T, E] bf16, row-major, contiguous; y may be x; y may not be r
 // w           [E]    bf16
-// maths       fp32 sum and scale; add_rms_norm norms the fp32 sum and rounds r on store
+// maths       fp32 sum and scale; add_rms_norm normalizes the fp32 sum and rounds r on store
 // launch      grid T, block E / 8 rounded up to a warp, at most 1024; 16-byte loads; a row stays in registers
 // needs       E % 8 == 0, E <= 32768, pointers 16-byte aligned: checked in rms_norm.rs before launch
 // bound       memory, 4*T*E bytes (add: 8*T*E)
-// test        tests/cuda_rms_norm.rs: each element within one bf16 ulp (relative 2^-7) of fp32
+// test        tests/cuda_ops.rs: each element within one bf16 ulp (relative 2^-7) of fp32
 // archs: 80 90a 100a ptx
 #include "common.cuh"
 
-// CHUNKS chunks of 8 elements a thread. With one, the weight is read ahead of the wait: nothing writes it.
+// Each thread has CHUNKS chunks of 8 elements. With one chunk, the weight is read before the wait, because no kernel
+// writes it.
 template <bool ADD, int CHUNKS>
 __device__ __forceinline__ void norm_row(bf16* y, bf16* r, const bf16* p, const bf16* w, u32 cols, float eps) {
     __shared__ float scratch[32];

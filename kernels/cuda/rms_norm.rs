@@ -21,10 +21,10 @@ pub fn rms_norm(
     q.launch("rms_norm_bf16", launch, &[y.into(), x.into(), weight.into(), (cols as u32).into(), eps.into()])
 }
 
-/// `residual += partial`, then `y = rms_norm(residual)`, of the sum before it is rounded.
+/// `residual += partial`, then `y = rms_norm(residual)`. The norm uses the sum before it is rounded.
 ///
-/// `y`, `residual`, `partial` `[rows, cols]`, `weight` `[cols]`, bf16; `y` may be `partial`, not `residual`.
-#[allow(clippy::too_many_arguments)] // One op, its operands and its shape.
+/// `y`, `residual`, `partial` `[rows, cols]`, `weight` `[cols]`, bf16; `y` may be `partial`, but not `residual`.
+#[allow(clippy::too_many_arguments)] // One op with its operands and its shape.
 pub fn add_rms_norm(
     q: &Queue,
     y: Span,

@@ -1,9 +1,9 @@
-// Rotation of pairs (e, e + D / 2) of a head by the angles of a position. Every kernel that rotates does it by these few
-// roundings, so that all give the same bits.
+// Rotates pairs (e, e + D / 2) of a head by the angles of a position. Every kernel that rotates uses these functions,
+// with the same roundings, so that all give the same bits.
 #pragma once
 #include "common.cuh"
 
-// Cosines and sines of eight pairs.
+// Cosines and sines for eight pairs.
 struct Angles {
     float c[8], s[8];
 };
@@ -21,7 +21,7 @@ __device__ __forceinline__ Angles load_angles(const float* cos, const float* sin
     return x;
 }
 
-// Two pairs: the elements of `lo` are turned with those of `hi`; j is the first pair's place among the eight.
+// Two pairs: the elements of `lo` are rotated with those of `hi`; j is the index of the first pair among the eight.
 __device__ __forceinline__ void rotate2(u32& lo, u32& hi, const Angles& x, int j) {
     const float a0 = unpack_lo(lo), a1 = unpack_hi(lo), b0 = unpack_lo(hi), b1 = unpack_hi(hi);
     const float c0 = x.c[j], c1 = x.c[j + 1], s0 = x.s[j], s1 = x.s[j + 1];

@@ -1,11 +1,12 @@
-// rope_cache_bf16: rotates q and k of qkv by position; k and v go to the KV blocks, q stays in qkv   (Su et al. 2021)
+// rope_cache_bf16: rotates q and k of qkv by position; writes k and v to the KV blocks, q stays in qkv   (Su et al.
+//                                                                                                        2021)
 //
 // qkv           [T, (H + 2K) D] bf16; q is overwritten, k and v are read
 // k_blocks,
 // v_blocks      [blocks, K, B, D] bf16, one layer
 // cos, sin      [max_positions, D / 2] f32; halves are paired: (i, i + D / 2)
 // positions     [T] u32
-// slots         [T] u32: block * B + offset; u32::MAX writes no k and v
+// slots         [T] u32: block * B + offset; with u32::MAX no k and v are written
 // maths         fp32, one rounding on store
 // launch        grid (T, ceil(units / 128)), block 128; a unit is 8 dimensions of each half of a q or k head, or of a v head
 // needs         D % 16 == 0, pointers 16-byte aligned, B a power of two: checked in rope_cache.rs before launch
@@ -21,7 +22,7 @@ rope_cache_bf16(bf16* qkv, bf16* k_blocks, bf16* v_blocks, const float* cos, con
     const u32 half = dim / 2, units_per_head = half / 8;
     const u32 head = unit / units_per_head, i = unit % units_per_head * 8;
     pdl_launch();
-    // The step's inputs and the table were there before the first kernel of the step, so they need not be waited for.
+    // The step's inputs and the table are written before the first kernel of the step, so no wait is needed for them.
     const u32 slot = slots[t];
     const bool rotates = head < heads + kv_heads;
     Angles angles;

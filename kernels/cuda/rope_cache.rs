@@ -1,30 +1,30 @@
-//! Rotary embedding and the write into KV blocks. Kernel: `rope_cache.cu`.
+//! Rotary embedding, and writing to KV blocks. Kernel: `rope_cache.cu`.
 
 use half::bf16;
 
 use super::error::ensure;
 use super::{CudaError, Launch, Queue, Span};
 
-/// Heads of a worker and the shape of its KV blocks.
+/// Head counts and sizes of a worker, and the size of its KV blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HeadShape {
-    /// `H`.
+    /// `H`, query heads.
     pub num_heads: usize,
-    /// `K`, divides `H`.
+    /// `K`, KV heads; divides `H`.
     pub num_kv_heads: usize,
-    /// `D`.
+    /// `D`, head dimension.
     pub head_dim: usize,
-    /// `B`, a power of two.
+    /// `B`, positions in a block; a power of two.
     pub block_size: usize,
 }
 
 impl HeadShape {
-    /// Columns of qkv: `(H + 2K) D`.
+    /// Number of columns of qkv: `(H + 2K) D`.
     pub fn qkv_cols(&self) -> usize {
         (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
     }
 
-    /// Elements of one KV block's K (or V) in one layer: `K B D`.
+    /// Number of elements of one KV block's K (or V) in one layer: `K B D`.
     pub fn block_elements(&self) -> usize {
         self.num_kv_heads * self.block_size * self.head_dim
     }
@@ -33,26 +33,26 @@ impl HeadShape {
 /// Keys and values of one layer, each `[blocks, K, B, D]` bf16.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerCache {
-    /// Keys, rotated.
+    /// Keys, after the rotation.
     pub k: Span,
     /// Values.
     pub v: Span,
 }
 
-/// Positions of a step's tokens, and the rotation table.
+/// Positions of a step's tokens, and the rotation tables.
 #[derive(Debug, Clone, Copy)]
 pub struct RopeInputs {
     /// `[max_positions, D / 2]` f32.
     pub cos: Span,
     /// `[max_positions, D / 2]` f32.
     pub sin: Span,
-    /// `[T]` u32, below max_positions: asserted where the step is packed.
+    /// `[T]` u32, below max_positions (asserted when the step is packed).
     pub positions: Span,
-    /// `[T]` u32, inside the cache or `u32::MAX`: asserted where the step is packed.
+    /// `[T]` u32, inside the cache or `u32::MAX` (asserted when the step is packed).
     pub slots: Span,
 }
 
-/// Rotates q in place; rotates k and copies v into the cache. `qkv` `[T, (H + 2K) D]`.
+/// Rotates q in place; writes the rotated k, and v, to the cache. `qkv` `[T, (H + 2K) D]`.
 pub fn rope_cache(
     q: &Queue,
     qkv: Span,

@@ -1,30 +1,32 @@
 // sample_argmax_f32, sample_greedy: the likeliest token of each row, lowest id on a tie
-// sample_f32: the next token of each row under its own settings, with log-probabilities
-// sample_join: makes a row's token counts when a sequence takes it
+// sample_f32: the next token of each row with its own settings, with log-probabilities
+// sample_join: computes a row's token counts when a sequence takes the row
 //
-// logits       [G, S, P] f32: G workers' shares of P tokens each; token v lies at (v / P, s, v % P)
+// logits       [G, S, P] f32: G workers' shares of P tokens each; the logit of token v is at (v / P, s, v % P)
 // pairs        [G, S, C] u64: order-preserving bits of the value, then the complement of the token; C chunks of a share
 // work         [S, V] f32, scratch
 // params       [rows] RowParams; last_tokens [rows] u32; history [rows, max_len] u32; counts [rows, V] u32:
-//              bit 31 for a token of the prompt, below it how often the token was generated
-// rows         [S] u32, with VERIFIES where rank 0 decides what is appended; num_generated [S] u32
-// outputs      slots of [max_samples] tokens, log-probabilities and top lists, in host memory; `slot` says which
-// beams        rows with candidates draw nothing: their likeliest tokens are reported with log-probabilities to which penalties, bias
-//              and bans were applied, and nothing is appended to them
+//              bit 31 is set for a token of the prompt, the other bits count how often the token was generated
+// rows         [S] u32, with VERIFIES if rank 0 decides what is appended; num_generated [S] u32
+// outputs      slots of [max_samples] tokens, log-probabilities and top lists, in host memory; `slot` is the index of
+//              the slot
+// beams        rows with candidates draw nothing and append nothing: their likeliest tokens are reported with
+//              log-probabilities after penalties, bias and bans
 // order        repetition, presence and frequency penalty; bias; bad words; end ids before min_tokens; temperature;
-//              top-k; top-p; min-p, as engine::SamplingParams documents; ties at a threshold are kept
-// draw         the token whose exponential variate over its probability is least: one pass, no normalisation
-//              (the exponential race; Gumbel-max). The variate depends on seed, output position and token only.
+//              top-k; top-p; min-p, as documented in engine::SamplingParams; ties at a threshold are kept
+// draw         the token with the smallest quotient of an exponential variate and its probability: one pass, no
+//              normalization (the exponential race; Gumbel-max). The variate depends only on seed, output position and
+//              token.
 // determinism  all sums have a fixed order, so workers with equal logits choose equal tokens
 // launch       sample_argmax_f32: grid (S, C), block 256; sample_greedy: grid S, block 32; sample_f32: grid S, block 1024;
 //              sample_join: grid 1, block 1024
-// bound        latency: about 20 passes over a row at most, 8 for each of top-k and top-p
-// test         tests/cuda_sample.rs: each setting against a sorted fp64 reference; draws by their frequencies
+// bound        latency: at most about 20 passes over a row, 8 for each of top-k and top-p
+// test         tests/cuda_sample.rs: compares each setting with a sorted fp64 reference, and draws by their frequencies
 // archs: 80 90a 100a ptx
 #include "common.cuh"
 
 constexpr u32 GREEDY = 1, PENALTIES = 2, LISTS = 4, DECAYS = 8;
-constexpr u32 VERIFIES = 0x80000000u;  // beside a row: nothing is appended to it
+constexpr u32 VERIFIES = 0x80000000u;  // set in an entry of `rows`: nothing is appended to the row
 constexpr u32 PROMPT_BIT = 0x80000000u;
 constexpr int PIVOTS = 15;
 
@@ -34,10 +36,10 @@ struct alignas(16) RowParams {
     u32 top_k, flags;
     u64 seed;
     u32 min_tokens, num_prompt;
-    u32 num_end, num_bias, num_bad, num_logprobs; // num_logprobs: 0 for none, else 1 + how many likeliest
-    const u32* lists; // end ids; bias ids; bias values (f32); then each bad word: its length, its tokens
-    u32 num_candidates;  // above 0: a beam, and how many of its likeliest tokens are reported
-    u32 top_p_reset;     // the token after which top_p is top_p_first again, or u32::MAX
+    u32 num_end, num_bias, num_bad, num_logprobs; // num_logprobs: 0 for none, otherwise 1 + number of likeliest tokens
+    const u32* lists; // end ids; bias ids; bias values (f32); then for each bad word its length and its tokens
+    u32 num_candidates;  // above 0: the row is a beam, and this number of its likeliest tokens is reported
+    u32 top_p_reset;     // the token that resets top_p to top_p_first, or u32::MAX
     float top_p_first, top_p_decay, top_p_min;
     u32 reserved;
 };
@@ -55,7 +57,7 @@ struct SampleArgs {
     const u32* slot;
     u8* outputs;
     u32 num_samples, vocab, share, max_len, max_samples, max_top;
-    u32 first_output;  // where in the slot sample 0 is reported
+    u32 first_output;  // index in the slot of sample 0
     u32 reserved;
 };
 
@@ -75,7 +77,7 @@ __device__ __forceinline__ Output output_of(const SampleArgs& a, u32 s) {
             reinterpret_cast<float*>(tops + (u64)(a.max_samples + s) * a.max_top)};
 }
 
-// Unsigned order of keys is the order of the floats.
+// The unsigned order of the keys is the order of the floats.
 __device__ __forceinline__ u32 key_of(float x) {
     const u32 bits = __float_as_uint(x);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -85,7 +87,7 @@ __device__ __forceinline__ float value_of(u32 key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// Larger is better: value first, then the lower token.
+// Larger is better: compares the value first, then prefers the lower token.
 __device__ __forceinline__ u64 pair_of(float x, u32 token) { return (u64)key_of(x) << 32 | (0xffffffffu - token); }
 __device__ __forceinline__ u32 token_of(u64 pair) { return 0xffffffffu - (u32)pair; }
 
@@ -106,7 +108,7 @@ __device__ __forceinline__ u64 block_max_u64(u64 x, u64* scratch) {
     return warp_max_u64(lane < warps ? scratch[lane] : 0);
 }
 
-// Scrambles 64 bits (the finalizer of SplitMix64; Steele, Lea & Flood 2014).
+// Mixes 64 bits (the finalizer of SplitMix64; Steele, Lea & Flood 2014).
 __device__ __forceinline__ u64 mix(u64 x) {
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
@@ -158,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(32) sample_greedy(SampleArgs a, con
     *output_of(a, s).token = token_of(best);
 }
 
-// The logits of one row as the workers gave them.
+// The logits of one row in the layout of the workers' shares.
 struct Raw {
     const float* logits;
     u32 s, num_samples, share;
@@ -167,7 +169,7 @@ struct Raw {
     }
 };
 
-// Copies the row to `work`, less `shift`, then changed as the penalties and lists say.
+// Copies the row to `work`, minus `shift`, and applies penalties, bias and bans.
 __device__ void adjust(const SampleArgs& a, const RowParams& p, const Raw& raw, float shift, float* work, u32 row,
                        u32 num_generated) {
     const u32* counts = a.counts + (u64)row * a.vocab;
@@ -203,8 +205,8 @@ __device__ void adjust(const SampleArgs& a, const RowParams& p, const Raw& raw, 
     __syncthreads();
 }
 
-// The largest key t in [low, high) for which the weight of tokens with keys >= t reaches `target`; it does at `low`.
-// A token weighs 1, or exp(z - max_z) with MASS. 16-ary search: at most 8 passes.
+// The largest key t in [low, high) for which the weight of tokens with keys >= t reaches `target`; at `low` it must do
+// so. A token has weight 1, or exp(z - max_z) with MASS. 16-ary search: at most 8 passes.
 template <bool MASS>
 __device__ u32 threshold(const float* z, u32 vocab, u32 low, u32 high, float scale, float max_z, float target,
                          float (*scratch)[PIVOTS + 1]) {
@@ -241,7 +243,7 @@ __device__ u32 threshold(const float* z, u32 vocab, u32 low, u32 high, float sca
     return low;
 }
 
-// Sum of exp(z - max_z) over tokens whose key is at least `low`.
+// Sum of exp(z - max_z) over the tokens whose key is at least `low`.
 __device__ float mass_above(const float* z, u32 vocab, u32 low, float scale, float max_z, float* scratch) {
     float sum = 0.0f;
     for (u32 v = threadIdx.x; v < vocab; v += blockDim.x) {
@@ -251,7 +253,7 @@ __device__ float mass_above(const float* z, u32 vocab, u32 low, float scale, flo
     return block_sum(sum, scratch);
 }
 
-// The logarithm of the sum of the exponentials of the raw logits, in every thread.
+// The logarithm of the sum of the exponentials of the raw logits, returned to every thread.
 __device__ float log_total(const SampleArgs& a, const Raw& raw, float* floats) {
     float most = -INFINITY_F;
     for (u32 v = threadIdx.x; v < a.vocab; v += blockDim.x) most = fmaxf(most, raw[v]);
@@ -261,7 +263,8 @@ __device__ float log_total(const SampleArgs& a, const Raw& raw, float* floats) {
     return most + logf(block_sum(mass, floats));
 }
 
-// Reports the `wanted` highest of `values` less `shift`, best first, and with `is_choice` the best as the chosen token.
+// Reports the `wanted` highest of `values` minus `shift`, best first; with `is_choice` the best one is also the chosen
+// token.
 template <class Values>
 __device__ void report_likeliest(const SampleArgs& a, const Values& values, float shift, u32 wanted, bool is_choice, const Output& out,
                                  u64* pairs) {
@@ -281,7 +284,7 @@ __device__ void report_likeliest(const SampleArgs& a, const Values& values, floa
     }
 }
 
-// Log-probabilities under the raw logits: of the chosen token, and of the likeliest, best first.
+// Reports log-probabilities of the raw logits: of the chosen token, and of the likeliest ones, best first.
 __device__ void log_probabilities(const SampleArgs& a, const RowParams& p, const Raw& raw, const Output& out, u32 token,
                                   u64* pairs, float* floats) {
     const float total = log_total(a, raw, floats);

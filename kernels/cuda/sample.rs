@@ -1,4 +1,4 @@
-//! The choice of the next token on the device. Kernels: `sample.cu`.
+//! Chooses the next token on the device. Kernels: `sample.cu`.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -6,25 +6,26 @@ use super::error::ensure;
 use super::queue::Arg;
 use super::{CudaError, Launch, Queue, Span};
 
-/// [`RowParams::flags`]: the likeliest token is taken.
+/// [`RowParams::flags`]: the likeliest token is chosen.
 pub const GREEDY: u32 = 1;
-/// [`RowParams::flags`]: a penalty is on, so token counts are kept.
+/// [`RowParams::flags`]: a penalty is on, so token counts must be kept.
 pub const PENALTIES: u32 = 2;
-/// [`RowParams::flags`]: bias, bad words or end ids change logits, so history is kept.
+/// [`RowParams::flags`]: bias, bad words or end ids change logits, so the history must be kept.
 pub const LISTS: u32 = 4;
 
 /// [`RowParams::flags`]: top-p changes with each token.
 pub const DECAYS: u32 = 8;
-/// Beside a row in [`Samples::rows`]: nothing is appended to it, for the host decides which of its samples count.
+/// Set in an entry of [`Samples::rows`]: nothing is appended to the row, because the host decides which of its samples
+/// are accepted.
 pub const VERIFIES: u32 = 1 << 31;
 
-/// Chunks that a worker's share of a row is searched in by [`argmax`].
+/// Number of chunks in which [`argmax`] searches a worker's share of a row.
 pub const ARGMAX_CHUNKS: usize = 32;
 
 /// Sampling settings of one row, as `sample.cu` declares them.
 #[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C, align(16))]
-#[allow(missing_docs)] // Named as in engine::SamplingParams; counts belong to `lists`.
+#[allow(missing_docs)] // The names are those of engine::SamplingParams; the counts are those of `lists`.
 pub struct RowParams {
     pub temperature: f32,
     pub top_p: f32,
@@ -40,13 +41,14 @@ pub struct RowParams {
     pub num_end: u32,
     pub num_bias: u32,
     pub num_bad: u32,
-    /// 0 for none, else one more than the likeliest tokens wanted.
+    /// 0 for none, otherwise the number of likeliest tokens to report plus one.
     pub num_logprobs: u32,
-    /// Device address of u32: end ids; bias ids; bias values (f32 bits); then for each bad word its length and tokens.
+    /// Device address of u32: end ids; bias ids; bias values (bits of f32); then for each bad word its length and
+    /// tokens.
     pub lists: u64,
-    /// Above 0 the row is a beam: nothing is drawn or appended, so many of its likeliest tokens are reported.
+    /// Above 0, the row is a beam: nothing is drawn or appended, and this number of its likeliest tokens is reported.
     pub num_candidates: u32,
-    /// The token after which `top_p` is `top_p_first` again; `u32::MAX` for none.
+    /// The token that resets `top_p` to `top_p_first`; `u32::MAX` for none.
     pub top_p_reset: u32,
     pub top_p_first: f32,
     pub top_p_decay: f32,
@@ -55,7 +57,7 @@ pub struct RowParams {
     pub reserved: u32,
 }
 
-/// State of all rows, on the device.
+/// The state of all rows, on the device.
 #[derive(Debug, Clone, Copy)]
 pub struct RowState {
     /// `[rows]` [`RowParams`].
@@ -66,33 +68,34 @@ pub struct RowState {
     pub history: Span,
     /// `[rows, V]` u32.
     pub counts: Span,
-    /// Longest history of a row.
+    /// Maximum length of a row's history.
     pub max_len: usize,
 }
 
-/// Rows that sample in this step.
+/// The samples of this step.
 #[derive(Debug, Clone, Copy)]
 pub struct Samples {
-    /// `[S]` u32, below the rows of [`RowState`], perhaps with [`VERIFIES`]: asserted where the step is packed.
+    /// `[S]` u32, below the number of rows in [`RowState`], possibly with [`VERIFIES`] (asserted when the step is
+    /// packed).
     pub rows: Span,
     /// `[S]` u32.
     pub num_generated: Span,
-    /// `S`.
+    /// `S`, the number of samples.
     pub count: usize,
 }
 
-/// Where tokens and log-probabilities go: slots in memory that the host reads.
+/// Destination of tokens and log-probabilities: slots in memory that the host reads.
 #[derive(Debug, Clone, Copy)]
 pub struct Outputs {
-    /// Slots of [`Outputs::slot_bytes`].
+    /// Slots of [`Outputs::slot_bytes`] each.
     pub base: Span,
-    /// One u32 on the device: the slot of this step.
+    /// One u32 on the device: the index of this step's slot.
     pub slot: Span,
-    /// Samples a slot has room for.
+    /// Number of samples that fit into a slot.
     pub max_samples: usize,
-    /// Likeliest tokens a sample has room for.
+    /// Number of likeliest tokens that fit for a sample.
     pub max_top: usize,
-    /// Where in the slot the first sample goes.
+    /// Index in the slot of the first sample.
     pub first: usize,
 }
 
@@ -103,14 +106,14 @@ impl Outputs {
     }
 }
 
-/// Logits of all workers of a group: `[groups, S, share]` f32, of which `vocab` tokens are real.
+/// Logits of all workers of a group: `[groups, S, share]` f32, of which `vocab` tokens are valid.
 #[derive(Debug, Clone, Copy)]
 pub struct Logits {
     /// The values.
     pub values: Span,
-    /// Tokens of one worker.
+    /// Number of tokens of one worker.
     pub share: usize,
-    /// `V`.
+    /// `V`, the number of tokens in the vocabulary.
     pub vocab: usize,
 }
 
@@ -174,8 +177,8 @@ fn arguments(
     })
 }
 
-/// The best token of each chunk of this worker's share. `logits` `[rows, stride]` f32, of which `share` count;
-/// `pairs` `[rows, ARGMAX_CHUNKS]` u64.
+/// Finds the best token of each chunk of this worker's share. `logits` `[rows, stride]` f32, of which the first `share`
+/// columns are used; `pairs` `[rows, ARGMAX_CHUNKS]` u64.
 pub fn argmax(
     q: &Queue,
     pairs: Span,
@@ -194,7 +197,7 @@ pub fn argmax(
     q.launch("sample_argmax_f32", launch, &args)
 }
 
-/// Takes the best of the pairs `[groups, S, ARGMAX_CHUNKS]` for each sample, appends and reports it.
+/// Chooses the best of the pairs `[groups, S, ARGMAX_CHUNKS]` for each sample, appends and reports it.
 pub fn greedy(
     q: &Queue,
     pairs: Span,
@@ -214,7 +217,7 @@ pub fn greedy(
     q.launch("sample_greedy", launch, &args)
 }
 
-/// Chooses the next token of each sample under its row's settings, appends and reports it. `work` `[S, V]` f32.
+/// Chooses the next token of each sample with its row's settings, appends and reports it. `work` `[S, V]` f32.
 pub fn sample(
     q: &Queue,
     logits: Logits,
@@ -232,7 +235,7 @@ pub fn sample(
     q.launch("sample_f32", Launch::new(samples.count as u32, 1024), &[Arg::Bytes(bytemuck::bytes_of(&args))])
 }
 
-/// Counts a joined row's tokens: `counts` `[V]` u32 of this row, `history` its first `num_tokens` tokens.
+/// Counts the tokens of a row that joined: `counts` `[V]` u32 of this row, `history` its first `num_tokens` tokens.
 pub fn join(q: &Queue, counts: Span, history: Span, num_prompt: usize, num_tokens: usize) -> Result<(), CudaError> {
     ensure!("sample_join", history.count::<u32>() >= num_tokens, "history is shorter than {num_tokens}");
     let vocab = counts.count::<u32>() as u32;

@@ -5,12 +5,13 @@
 // w        [N, K]  bf16
 // y        epilogue STORE [M, N] bf16; STORE_F32 [M, N] f32; SILU, GELU [M, N / 2] bf16 = act(gate) * up
 // gate/up  rows 16 b + i of w are gate row 8 b + i for i < 8 and up row 8 b + i - 8 for i >= 8
-// maths    fp32 in mma.sync, K in eight interleaved parts, summed in their order: no result depends on M
-// launch   grid ceil(N / 16), block 256: a block has 16 rows of w, each of its 8 warps every eighth run of 32 columns,
-//          straight from memory into the registers of mma.sync
+// maths    fp32 in mma.sync, K in eight interleaved parts, summed in order: no result depends on M
+// launch   grid ceil(N / 16), block 256: a block has 16 rows of w. Each of its 8 warps has every eighth run of 32
+//          columns, loaded directly from memory into the registers of mma.sync
 // needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up), pointers 16-byte aligned: checked in skinny_gemm.rs
-// bound    memory, 2 N K bytes; sm90_skinny_gemm.cu comes nearer to it
-// test     tests/cuda_skinny_gemm.rs: each element within 2^-8 relative of its own value plus K 2^-24 of the sum of magnitudes
+// bound    memory, 2 N K bytes; sm90_skinny_gemm.cu is closer to this bound
+// test     tests/cuda_skinny_gemm.rs: each element within 2^-8 relative of its own value plus K 2^-24 of the sum of
+//          magnitudes
 #include "activation.cuh"
 #include "mma.cuh"
 
@@ -18,7 +19,7 @@ constexpr int WARPS = 8, ROWS = 16, RUN = 32;
 
 enum Epilogue : i32 { STORE = 0, STORE_F32 = 1, SILU = 2, GELU = 3 };
 
-// One run of 32 columns of rows g and g + 8; zero past the matrix.
+// One run of 32 columns of rows g and g + 8; zero outside the matrix.
 __device__ __forceinline__ void load_run(uint4 (&w)[2], const bf16* const (&rows)[2], u32 column, u32 k) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -39,7 +40,7 @@ __device__ __forceinline__ void multiply(float (&acc)[NT / 8][4], const uint4 (&
     }
 }
 
-// Sum over the warps of element (m, n) of the tile.
+// Sum over the warps for element (m, n) of the tile.
 template <int NT>
 __device__ __forceinline__ float tile_sum(const float* partial, int m, int n) {
     float sum = 0.0f;

@@ -1,5 +1,5 @@
-//! Linear layers for few rows, at the rate of memory. Kernels: `sm90_skinny_gemm.cu`, and `skinny_gemm.cu` where that
-//! does not run.
+//! Linear layers for few rows, bound by memory bandwidth. Kernels: `sm90_skinny_gemm.cu`, and `skinny_gemm.cu` on other
+//! GPUs.
 
 use half::bf16;
 
@@ -8,14 +8,15 @@ use super::gated_activation::GateActivation;
 use super::tensor_map::TensorMap;
 use super::{Arg, CudaError, Gpu, Launch, Queue, Span};
 
-/// Most rows of `x`.
+/// Maximum number of rows of `x`.
 pub const MAX_ROWS: usize = 64;
 
-/// Rows of gate that are followed by as many rows of up in a packed gate/up weight.
+/// Size of the alternating groups of gate and up rows in a packed gate/up weight.
 pub const GATE_GROUP: usize = 8;
 
 const OP: &str = "skinny_gemm";
-/// Rows of the weight that a cluster takes, and columns of a slice that the copy engine brings: 128 bytes.
+/// Number of rows of the weight that a cluster computes, and number of columns in a slice that the copy engine fetches:
+/// 128 bytes.
 const TILE: usize = 64;
 const SLICE: usize = 64;
 
@@ -26,13 +27,13 @@ pub struct LinearWeight {
     pub weight: Span,
     /// `[n]`, or [`Span::NULL`].
     pub bias: Span,
-    /// Outputs.
+    /// Number of outputs.
     pub n: usize,
-    /// Inputs.
+    /// Number of inputs.
     pub k: usize,
 }
 
-/// What becomes of the product.
+/// What happens with the product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Epilogue {
     /// `y [M, N]` bf16.
@@ -65,17 +66,17 @@ impl Epilogue {
 /// How the Hopper kernel divides the work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Split {
-    /// Parts of K, the blocks of a cluster: 1, 2 or 4.
+    /// Number of parts of K, which is the number of blocks in a cluster: 1, 2 or 4.
     pub parts: usize,
-    /// Warpgroups of a block that multiply slices of K in turn: 1, 2 or 4.
+    /// Number of warpgroups of a block that multiply slices of K in turn: 1, 2 or 4.
     pub groups: usize,
-    /// Shared memory of a block, for the ring of slices.
+    /// Shared memory of a block for the ring of slices, in bytes.
     pub ring_bytes: usize,
 }
 
 impl Split {
-    /// The division for a shape, by measurement on an H200 (kernels/README.md). The order of summation follows from it, so it
-    /// depends on the rows as little as it can: up to 32 or more.
+    /// The division for a shape, by measurement on an H200 (kernels/README.md). It determines the order of summation,
+    /// so it depends on the number of rows as little as possible: only on whether there are more than 32.
     pub fn for_shape(n: usize, k: usize, rows: usize) -> Self {
         let tiles = n.div_ceil(TILE);
         let parts = match tiles {
@@ -84,8 +85,8 @@ impl Split {
             34..300 => 2,
             _ => 1,
         };
-        // One block a multiprocessor has a deep ring, and hands several slices at once to its tensor cores. Where there are more
-        // blocks, several share a multiprocessor, and the next kernel's come in as these go.
+        // One block per multiprocessor has a deep ring and passes several slices at a time to its tensor cores. With
+        // more blocks, several share a multiprocessor, and those of the next kernel start as these end.
         let (groups, ring_bytes) = match tiles * parts {
             0..133 => (4, 200 << 10),
             440.. if parts == 1 => (2, if rows > 32 { 104 << 10 } else { 48 << 10 }),
@@ -96,7 +97,8 @@ impl Split {
     }
 }
 
-/// `y = x @ weight^T + bias` for `x [rows, k]`, `rows` at most [`MAX_ROWS`]; a row's result does not depend on the others.
+/// `y = x @ weight^T + bias` for `x [rows, k]`, `rows` at most [`MAX_ROWS`]. The result of a row does not depend on the
+/// other rows.
 pub fn skinny_gemm(
     q: &Queue,
     y: Span,
@@ -117,7 +119,7 @@ pub fn has_hopper_kernel(gpu: &Gpu) -> bool {
     gpu.capability().0 == 9 && gpu.has_kernel("sm90_skinny_gemm_bf16_m8_g1")
 }
 
-/// [`skinny_gemm`] on Hopper with a division of one's own.
+/// [`skinny_gemm`] on Hopper with a given division.
 pub fn skinny_gemm_split(
     q: &Queue,
     y: Span,
@@ -133,11 +135,11 @@ pub fn skinny_gemm_split(
     ensure!(OP, matches!(groups, 1 | 2 | 4), "{groups} groups; expected 1, 2 or 4");
     let width = width_for(rows);
     let stage_bytes = (TILE + width) * SLICE * 2;
-    // A stage belongs to one group: its barrier is waited for in order.
+    // A stage belongs to one group of warps, because its barrier must be waited for in order.
     let stages = ((ring_bytes / stage_bytes).min(32) / groups).max(1) * groups;
     let partial_bytes = groups * (TILE + 4) * width * 4;
     let shared_bytes = (stages * stage_bytes).max(partial_bytes) + 1024;
-    // Barriers lie beside it.
+    // The barriers are in static shared memory.
     let static_bytes = 512;
     let fits = shared_bytes + static_bytes <= q.gpu().max_shared_bytes() as usize;
     ensure!(OP, fits, "a ring of {ring_bytes} bytes is too large");
@@ -160,7 +162,7 @@ pub fn skinny_gemm_split(
     q.launch(&format!("sm90_skinny_gemm_bf16_m{width}_g{groups}"), launch, &args)
 }
 
-/// [`skinny_gemm`] by the version that runs on any GPU.
+/// [`skinny_gemm`] with the version that runs on any GPU.
 pub fn skinny_gemm_simple(
     q: &Queue,
     y: Span,
@@ -185,7 +187,7 @@ pub fn skinny_gemm_simple(
     q.launch(&format!("skinny_gemm_bf16_m{width}"), launch, &args)
 }
 
-/// Rows of `x` that a kernel multiplies for `rows`.
+/// Number of rows of `x` that a kernel multiplies for `rows`.
 pub(super) fn width_for(rows: usize) -> usize {
     rows.next_power_of_two().max(8)
 }

@@ -1,8 +1,8 @@
-// What only Hopper has: the tensor copy engine, its barriers, clusters, and warpgroup matrix products.
+// Features of Hopper: the tensor copy engine, its barriers, clusters, and warpgroup matrix products.
 #pragma once
 #include "cluster.cuh"
 
-// A `CUtensorMap`, made on the host and passed as a `__grid_constant__` parameter.
+// A `CUtensorMap`, created on the host and passed as a `__grid_constant__` parameter.
 struct alignas(64) TensorMap {
     u64 opaque[16];
 };
@@ -13,7 +13,7 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine and to the cluster.
+// Makes initialized barriers visible to the copy engine and to the cluster.
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -39,9 +39,9 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// Tensor copies, global to shared.
+// Tensor copies from global to shared memory.
 
-// Weights are read once a step: they leave the L2 cache first.
+// Weights are read once per step, so they are evicted from the L2 cache first.
 constexpr u64 EVICT_FIRST = 0x12f0000000000000ull;
 constexpr u64 EVICT_LAST = 0x14f0000000000000ull;
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ void tensor_prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies the box at column x, row y; elements outside the matrix arrive as zero.
+// Copies the box at column x, row y; elements outside the matrix are zero.
 __device__ __forceinline__ void tensor_load(u32 dst, const TensorMap* map, i32 x, i32 y, u32 barrier, u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -58,7 +58,7 @@ __device__ __forceinline__ void tensor_load(u32 dst, const TensorMap* map, i32 x
         : "memory");
 }
 
-// The same of a box in three dimensions.
+// The same for a box in three dimensions.
 __device__ __forceinline__ void tensor_load_3d(u32 dst, const TensorMap* map, i32 x, i32 y, i32 z, u32 barrier, u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -69,7 +69,7 @@ __device__ __forceinline__ void tensor_load_3d(u32 dst, const TensorMap* map, i3
 
 // Warpgroup products: 64 rows of A by columns of B, both K-major in shared memory under the 128-byte swizzle.
 
-// Describes a tile whose rows are 128 bytes, eight rows to a swizzle atom of 1024 bytes.
+// Descriptor of a tile whose rows are 128 bytes; eight rows form a swizzle atom of 1024 bytes.
 __device__ __forceinline__ u64 tile_descriptor(u32 address) {
     return (u64)((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }

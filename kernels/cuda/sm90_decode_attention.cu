@@ -1,34 +1,36 @@
-// sm90_decode_attention_bf16: as decode_attention_bf16, for many rows and heads on Hopper
-// sm90_alibi_decode_attention_bf16: as alibi_decode_attention_bf16
+// sm90_decode_attention_bf16: the same as decode_attention_bf16, for many rows and heads on Hopper
+// sm90_alibi_decode_attention_bf16: the same as alibi_decode_attention_bf16
 // archs: 90a
 //
-// k, v blocks   through tensor maps of one layer's [blocks * K * B, D]: `k_map`, `v_map` seen as [D / 64, blocks * K * B, 64]
-//               with box [D / 64, 16, 64]; `half_k_map`, `half_v_map` with box [8, 64]
-// the rest      as in decode_attention.cu; num_rows is R, splits a parameter rather than the grid's width
-// next_visit    u32, zero before the first launch and after each: blocks take a (row, KV head, group, split) from it as they come
-//               free
-// launch        two blocks a multiprocessor, which stay. A fifth warp has the copy engine bring tiles of 16 positions into a ring
-//               in shared memory, and the heads' queries into slots; the four that attend take tiles in turn. What a block does
-//               next is on its way while this is added up: memory does not wait for a block to start.
+// k, v blocks   through tensor maps of one layer's [blocks * K * B, D]: `k_map`, `v_map` in the shape [D / 64, blocks *
+//               K * B, 64] with box [D / 64, 16, 64]; `half_k_map`, `half_v_map` with box [8, 64]
+// the rest      the same as in decode_attention.cu; num_rows is R, splits is a parameter instead of the grid's width
+// next_visit    u32, zero before the first launch and after each launch: blocks take the next visit (row, KV head,
+//               group, split) from it when they are free
+// launch        two persistent blocks per multiprocessor. A fifth warp makes the copy engine load tiles of 16 positions
+//               into a ring in shared memory, and the heads' queries into slots; the other four warps attend and take
+//               tiles in turn. The data of a block's next visit is loaded while the current one is summed, so memory
+//               never waits for a block to start.
 // needs         D 128; B % 16 == 0, a power of two; pointers 16-byte aligned; checked in decode_attention.rs
-// bound         memory, 4 K D bytes a position: R = 128, 160 positions, K = 32, D = 128: 336 MB, 75 us at 4.47 TB/s (H200)
+// bound         memory, 4 K D bytes per position: R = 128, 160 positions, K = 32, D = 128: 336 MB, 75 us at 4.47 TB/s
+//               (H200)
 // test          tests/cuda_decode_attention.rs, reference::attention in fp32, each element within 2^-7 of the largest |v|
 #include "cluster.cuh"
 #include "decode_attention.cuh"
 #include "sm90.cuh"
 
-constexpr u32 SLOTS = 4;      // visits whose queries are here or on their way
-constexpr u32 LENS = 1024;    // rows whose lengths are kept in shared memory
+constexpr u32 SLOTS = 4;      // visits whose queries are loaded or being loaded
+constexpr u32 LENS = 1024;    // number of rows whose lengths are stored in shared memory
 constexpr u32 NONE = 0xffffffffu;
 
-// What a block works on at a time: some heads of a row's KV head, and a chunk of its positions.
+// A visit: the unit of work of a block, some heads of a row's KV head and a chunk of its positions.
 struct Visit {
     u32 row;  // NONE after the last
     u32 in_row;  // KV head and group
     u32 split, len;
 };
 
-// What follows from a visit.
+// Values derived from a visit.
 struct Heads {
     u32 kv_head, first;
     int count;
@@ -41,8 +43,8 @@ struct Heads {
     }
 };
 
-// Shared memory: the ring's tiles of K and V, queries of the slots, lengths, barriers, visits, sums. A tile has D / 64 panels of
-// 16 rows of 128 bytes, as the copy engine swizzles them.
+// Shared memory: the ring's tiles of K and V, queries of the slots, lengths, barriers, visits, sums. A tile has D / 64
+// panels of 16 rows of 128 bytes, with the copy engine's swizzle.
 template <int D>
 struct Shared {
     static constexpr u32 STAGES = 8, PANEL = TILE * 128, TENSOR = D / 64 * PANEL;
@@ -63,7 +65,7 @@ struct Shared {
     __device__ u32 slot_full(u32 slot) const { return full(STAGES + slot); }
     __device__ u32 slot_empty(u32 slot) const { return slot_full(slot) + 8; }
 
-    // Where 16 bytes of a row of a tile lie.
+    // The location of 16 bytes of a row in a tile.
     static __device__ u32 at(u32 row, u32 piece) { return piece / 8 * PANEL + row * 128 + (piece % 8 ^ row % 8) * 16; }
 
     __device__ void init() const {
@@ -73,9 +75,9 @@ struct Shared {
     }
 };
 
-// Counts uses of a ring of N.
+// Counts the uses of a ring of N.
 template <u32 N>
-struct Turn {
+struct RingPosition {
     u32 index = 0, parity = 0;
 
     __device__ void skip(u32 count) {
@@ -84,7 +86,8 @@ struct Turn {
     }
 };
 
-// All visits of the launch: further splits of the rows that have more than one, then the first of every row.
+// All visits of the launch: first the further splits of rows that have more than one, then the first split of every
+// row.
 struct Work {
     const DecodeAttention& a;
     const u32* lens;  // of the first LENS rows
@@ -100,7 +103,7 @@ struct Work {
 
     __device__ u32 len_of(u32 row) const { return row < LENS ? lens[row] : a.context_lens[row]; }
 
-    // Splits of a row after its first.
+    // Number of splits of a row after its first.
     __device__ u32 further(u32 row) const {
         const u32 len = row < num_rows ? len_of(row) : 0;
         return len == 0 ? 0 : chunk_of(len, a.window, a.min_chunk, 0, splits).active - 1;
@@ -112,7 +115,7 @@ struct Work {
             const u32 first = index - furthers;
             return {first / per_row, first % per_row, 0, len_of(first / per_row)};
         }
-        u32 left = index / per_row;  // further splits before this one
+        u32 left = index / per_row;  // number of further splits before this one
         for (u32 row = 0;; row += 32) {
             const u32 mine = further(row + threadIdx.x % 32), all = __reduce_add_sync(FULL_WARP, mine);
             if (left >= all) {
@@ -126,47 +129,48 @@ struct Work {
     }
 };
 
-// Signals the barrier, for this thread, once all that it asked for has come.
+// Signals the barrier, for this thread, after all copies that it started are complete.
 __device__ __forceinline__ void arrive_when_copied(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Of K and V, for whole tiles and halves.
+// For K and V, for whole tiles and halves.
 struct Maps {
     const TensorMap *k, *v, *half_k, *half_v;
 };
 
-// The warp that brings. Lane i of `blocks` has the block of a visit's tile i, 32 tiles at a time.
+// The warp that loads. Lane i of `blocks` has the block of a visit's tile i, for 32 tiles at a time.
 template <int D>
-struct Bringer {
+struct Producer {
     const DecodeAttention& a;
     const Shared<D>& smem;
     Maps maps;
     u32 splits;
-    Turn<Shared<D>::STAGES> stage;
-    Turn<SLOTS> slot;
+    RingPosition<Shared<D>::STAGES> stage;
+    RingPosition<SLOTS> slot;
 
-    __device__ void bring(const Work& work, u32* next_visit) {
+    __device__ void produce(const Work& work, u32* next_visit) {
         Visit v = work.at(blockIdx.x);
         u32 blocks = look_up(v, 0);
-        // What earlier steps wrote comes while the kernel before this one runs.
-        u32 i = bring_tiles(v, blocks, 0, Shared<D>::STAGES, true);
+        // What earlier steps wrote is loaded while the previous kernel runs.
+        u32 i = load_tiles(v, blocks, 0, Shared<D>::STAGES, true);
         pdl_wait();
-        asm volatile("fence.proxy.async.global;" ::: "memory");  // the copy engine sees the newest position, too
+        asm volatile("fence.proxy.async.global;" ::: "memory");  // makes the newest position visible to the copy engine, too
         u32 index = claim(next_visit, work.count);
         while (true) {
-            give(v);
+            publish_visit(v);
             if (v.row == NONE) return;
-            // What the next visit needs is asked for before this one's tiles, which wait for room.
+            // The data of the next visit is requested before this visit's tiles, which wait for free space.
             const Visit next = work.at(gridDim.x + __shfl_sync(FULL_WARP, index, 0));
             const u32 next_blocks = look_up(next, 0);
             if (next.row != NONE) index = claim(next_visit, work.count);
-            bring_tiles(v, blocks, i, NONE, false);
+            load_tiles(v, blocks, i, NONE, false);
             v = next, blocks = next_blocks, i = 0;
         }
     }
 
-    // In lane 0, how many visits were taken before this one; the last to ask sets the count back: each block asks once in vain.
+    // In lane 0: the number of visits taken before this one. The last request resets the counter; each block makes one
+    // request that finds no visit.
     static __device__ u32 claim(u32* next_visit, u32 count) {
         u32 index = 0;
         if (threadIdx.x % 32 == 0) {
@@ -177,7 +181,7 @@ struct Bringer {
     }
 
     // The visit and its queries.
-    __device__ void give(const Visit& v) {
+    __device__ void publish_visit(const Visit& v) {
         const u32 lane = threadIdx.x % 32, full = smem.slot_full(slot.index);
         barrier_wait(smem.slot_empty(slot.index), slot.parity ^ 1);
         if (v.row != NONE) {
@@ -201,8 +205,9 @@ struct Bringer {
         return p < c.end ? a.block_tables[(u64)v.row * a.max_blocks + (p >> a.block_shift)] : 0;
     }
 
-    // Brings the visit's tiles from `i` on, but not more than `most`, and if `early` not the newest position's; gives the next one.
-    __device__ u32 bring_tiles(const Visit& v, u32 blocks, u32 i, u32 most, bool early) {
+    // Loads the visit's tiles from `i` on, but at most `most`, and without the newest position's if `early`; returns
+    // the index of the next one.
+    __device__ u32 load_tiles(const Visit& v, u32 blocks, u32 i, u32 most, bool early) {
         const Chunk c = chunk_of(v.len, a.window, a.min_chunk, v.split, splits);
         const u32 kv_head = Heads(a, v).kv_head;
         for (; i < most && c.begin + i * TILE < c.end; ++i) {
@@ -210,13 +215,13 @@ struct Bringer {
             if (early && p + valid == v.len) break;
             if (i % 32 == 0 && i) blocks = look_up(v, i);
             const u32 block = __shfl_sync(FULL_WARP, blocks, i % 32), in_block = p & ((1u << a.block_shift) - 1);
-            bring_tile(((block * a.kv_heads + kv_head) << a.block_shift) + in_block, valid);
+            load_tile(((block * a.kv_heads + kv_head) << a.block_shift) + in_block, valid);
         }
         return i;
     }
 
-    // Brings all of a tile or its first half, so up to seven rows that are not valid.
-    __device__ void bring_tile(u32 row, u32 valid) {
+    // Loads a whole tile or its first half, which may include up to seven rows that are not valid.
+    __device__ void load_tile(u32 row, u32 valid) {
         if (threadIdx.x % 32 == 0) {
             barrier_wait(smem.empty(stage.index), stage.parity ^ 1);
             const u32 full = smem.full(stage.index), k = smem.k(stage.index), v = k + Shared<D>::TENSOR;
@@ -240,7 +245,7 @@ struct Bringer {
 // A tile in shared memory.
 template <int D>
 struct Tile {
-    u32 base;  // of K; V follows
+    u32 base;  // address of K; V follows
 
     // scores[16 positions, 8 heads] = K q^T
     __device__ void scores(float (&s)[4], const u32 (&q)[D / 16][2]) const {
@@ -268,7 +273,7 @@ struct Tile {
         }
     }
 
-    // What no position wrote may be no number; its probability of zero would not hide it.
+    // Unwritten positions may contain NaN, which a probability of zero would not remove.
     __device__ void clear_values(u32 valid) const {
         const u32 pieces = D / 8;
         for (u32 i = threadIdx.x % 32; i < (TILE - valid) * pieces; i += 32) {
@@ -279,14 +284,14 @@ struct Tile {
         __syncwarp();
     }
 
-    // Where sum[i] belongs: [0] and [1] to an element of D, [2] and [3] to one eight further on.
+    // Element of D for sum[i]: [0] and [1] belong to one element, [2] and [3] to the element eight further on.
     static __device__ void store(float* sum, int i, int g, float x, float y) {
         sum[16 * i + g] = x;
         sum[16 * i + g + 8] = y;
     }
 };
 
-// The slot's queries as fragments; zeros for heads it does not have.
+// The slot's queries as fragments; zeros for heads that it does not have.
 template <int D>
 __device__ __forceinline__ void load_queries(u32 (&q)[D / 16][2], const bf16* queries, int heads) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -300,13 +305,13 @@ __device__ __forceinline__ void load_queries(u32 (&q)[D / 16][2], const bf16* qu
 
 // One of the warps that attend.
 template <int D>
-struct Attender {
+struct Consumer {
     const DecodeAttention& a;
     const Shared<D>& smem;
     u32 splits;
-    u32 warp;  // its place among the warps for the next tiles: it takes tiles warp, warp + WARPS, ... of a visit
-    Turn<Shared<D>::STAGES> stage;  // of the visit's first tile
-    Turn<SLOTS> slot;
+    u32 warp;  // its index in the rotation of tiles: it takes tiles warp, warp + WARPS, ... of a visit
+    RingPosition<Shared<D>::STAGES> stage;  // of the visit's first tile
+    RingPosition<SLOTS> slot;
 
     template <bool ALIBI>
     __device__ void attend(const float* slopes) {
@@ -338,7 +343,7 @@ struct Attender {
     __device__ void attend_tiles(Softmax<D>& state, const u32 (&q)[D / 16][2], const Chunk& c, const Bias& bias) {
         const int g = threadIdx.x % 32 / 4;
         const float scale = a.scale * LOG2E;
-        Turn<Shared<D>::STAGES> mine = stage;
+        RingPosition<Shared<D>::STAGES> mine = stage;
         mine.skip(warp);
         for (u32 first = c.begin + warp * TILE; first < c.end; first += WARPS * TILE, mine.skip(WARPS)) {
             barrier_wait(smem.full(mine.index), mine.parity);
@@ -370,11 +375,11 @@ struct Attender {
             const u64 sums = ((u64)v.row * a.heads + heads.first) * splits;
             const Part part = {sums, v.row * per_row + v.in_row, v.split, splits, c.active};
             store_part<D>(a, part, out, smem.merged(), heads.count);
-            meet();  // the next visit writes where some may still read
+            attend_sync();  // the next visit writes where some warps may still read
         }
     }
 
-    // Once all lanes have read it.
+    // After all lanes have read it.
     static __device__ void release(u32 barrier) {
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
@@ -391,10 +396,10 @@ __device__ __forceinline__ void decode_attention(const DecodeAttention& a, const
     for (u32 row = threadIdx.x; row < min(num_rows, LENS); row += blockDim.x) smem.lens()[row] = a.context_lens[row];
     __syncthreads();
     if (threadIdx.x >= THREADS) {
-        Bringer<D>{a, smem, maps, splits}.bring(Work(a, smem.lens(), num_rows, splits), next_visit);
+        Producer<D>{a, smem, maps, splits}.produce(Work(a, smem.lens(), num_rows, splits), next_visit);
         copy_async_wait<0>();
     } else {
-        Attender<D>{a, smem, splits, threadIdx.x / 32}.template attend<ALIBI>(slopes);
+        Consumer<D>{a, smem, splits, threadIdx.x / 32}.template attend<ALIBI>(slopes);
     }
 }
 

@@ -1,4 +1,4 @@
-// What linear layers share on Hopper: the ring that brings slices of K, and what becomes of a tile's sums.
+// Common parts of linear layers on Hopper: the ring that loads slices of K, and the epilogue of a tile's sums.
 //
 // y        epilogue STORE [M, N] bf16; STORE_F32 [M, N] f32; SILU, GELU [M, N / 2] bf16 = act(gate) * up
 // gate/up  rows 16 b + i of w are gate row 8 b + i for i < 8 and up row 8 b + i - 8 for i >= 8
@@ -7,8 +7,8 @@
 #include "activation.cuh"
 
 constexpr i32 BK = 64;           // columns of a slice of K
-constexpr i32 TILE = 64;         // rows of w that are a tile
-constexpr i32 PITCH = TILE + 4;  // floats of a row of partial sums; PITCH % 16 == 4 keeps their stores free of bank conflicts
+constexpr i32 TILE = 64;         // rows of w in a tile
+constexpr i32 PITCH = TILE + 4;  // floats in a row of partial sums; PITCH % 16 == 4 avoids bank conflicts of their stores
 
 // Slices of W_ROWS rows of w and X_ROWS of x, which the copy engine fills in turn.
 template <int W_ROWS, int X_ROWS>
@@ -33,7 +33,7 @@ __device__ __forceinline__ void multiply_slice(float* acc, u32 w_address, u32 x_
     wgmma_wait<0>();
 }
 
-// Leaves a warpgroup's sums as [NT][PITCH] f32.
+// Stores a warpgroup's sums as [NT][PITCH] f32.
 template <int NT>
 __device__ __forceinline__ void store_partial(float* partial, const float* acc) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, column = lane % 4 * 2;
@@ -54,7 +54,7 @@ struct Output {
     const bf16* bias;  // [N] or null
     i32 m, n;
     i32 epilogue;
-    i32 pitch;  // of y, STORE and STORE_F32
+    i32 pitch;  // of y, for STORE and STORE_F32
 };
 
 __device__ __forceinline__ void add_bias(float4& v, const bf16* bias, int n) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void store_tile(const Parts& parts, const Output& out
     }
 }
 
-// The same for gate/up: eight gate rows, then their up rows, become eight columns of y.
+// The same for gate/up: eight gate rows followed by their up rows become eight columns of y.
 template <class Parts>
 __device__ __forceinline__ void store_gated(const Parts& parts, const Output& out, i32 n0, i32 first, i32 count, int threads) {
     const int quads = count / 8;

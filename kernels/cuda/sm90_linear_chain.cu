@@ -1,30 +1,35 @@
-// sm90_linear_chain_bf16: products of few rows that follow each other, in one kernel: link l takes what link l - 1 gave
-// sm90_peer_linear_chain_bf16: the same for the ranks of a group, whose ADD_NORM links have their parts of K with each rank
+// sm90_linear_chain_bf16: consecutive products of few rows in one kernel; a link reads what the one before wrote
+// sm90_peer_linear_chain_bf16: the same for the ranks of a group; in ADD_NORM links each rank has a part of K
 // archs: 90a
 //
 // A link is y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]) of M <= 16 rows, and one of
-// STORE, STORE_F32, SILU, GELU  as in sm90_gemm.cuh
-// ADD_NORM  residual[m, n] += the sum (over the group), y[m, n] = residual[m, n] * gain[n], unscaled, and the squares of each tile's
-//           columns for the link that takes y: with `squares_in`, sums are multiplied by rsqrt(mean of the row's squares + eps)
+// STORE, STORE_F32, SILU, GELU  described in sm90_gemm.cuh
+// ADD_NORM  residual[m, n] += the sum (over the group), y[m, n] = residual[m, n] * gain[n], unscaled, and the squares
+//          of each tile's columns for the link that reads y: with `squares_in`, sums are multiplied by rsqrt(mean of
+//          the row's squares + eps)
 //
-// x        [M, K]  bf16 through a tensor map of [NT rows, 64]; rows past M arrive as zero
+// x        [M, K]  bf16 through a tensor map of [NT rows, 64]; rows from M on are zero
 // w        [N, K]  bf16 through a tensor map of [TILE, 64]; read once
 // squares  [M, ceil(N / TILE)] f32
 // packets  [blocks][NT TILE / 4] of 32 bytes: partial sums of a tile that several blocks share, four floats and four tags
-// arrivals u32, blocks that have ended a link, of all launches; epochs [blocks] u32, links of all launches: one for each block
-//          so that no block sees another's end. Both zero before the first launch
-// peers    as in sm90_gemm.cuh; all ranks launch the same chain
-// launch   one block a multiprocessor, 128 GROUPS + 96 threads, dynamic shared memory and `stages` from the wrapper, a multiple of GROUPS
-//          A link's tiles of TILE rows of w, cut into slices of 64 columns, are shared out evenly, slice by slice. One warp keeps a ring
-//          full of weights, this link's and then the next one's, whose x does not exist yet; a second one brings x as soon as
-//          all blocks have arrived; a third one adds up squares; GROUPS warpgroups multiply, each every GROUPS-th slice. So weights
-//          stream without a pause, through the ends of links, and at the start while the kernel before this one runs.
-//          A block that has a tile's first slices adds up what the others send, in order of K: it multiplies them last of all.
-// maths    fp32 in the tensor cores, K in parts that follow from N, K and the number of blocks: no result depends on M. Squares and y
-//          are taken from the fp32 sum; with peers each rank's part is rounded to bf16 first
-// needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up), all blocks resident at once: checked in linear_chain.rs
-// bound    memory, 2 N K bytes a link
-// test     tests/cuda_linear_chain.rs, against reference::linear and reference::rms_norm
+// arrivals u32: how often a block has ended a link, over all launches. epochs [blocks] u32: the number of links over all
+//          launches, one counter for each block so that no block reads another's end. Both zero before the first launch
+// peers    described in sm90_gemm.cuh; all ranks launch the same chain
+// launch   one block per multiprocessor, 128 GROUPS + 96 threads, dynamic shared memory and `stages`, a multiple of
+//          GROUPS, from the wrapper.
+//          A link's tiles of TILE rows of w are cut into slices of 64 columns, and the slices are divided evenly among
+//          the blocks. One warp keeps a ring filled with weights, of this link and then of the next one, whose x does
+//          not exist yet. A second warp loads x as soon as all blocks have arrived. A third warp adds squares. GROUPS
+//          warpgroups multiply, each every GROUPS-th slice. So weights are loaded without a pause across the ends of
+//          links, and at the start while the previous kernel runs.
+//          The block with the first slices of a tile adds the sums that the others send, in order of K; it multiplies
+//          these slices last.
+// maths    fp32 in the tensor cores, K in parts that depend on N, K and the number of blocks: no result depends on M.
+//          Squares and y are computed from the fp32 sum; with peers, each rank's part is rounded to bf16 first
+// needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up), all blocks resident at the same time: checked in
+//          linear_chain.rs
+// bound    memory, 2 N K bytes per link
+// test     tests/cuda_linear_chain.rs, compared with reference::linear and reference::rms_norm
 #include "peers.cuh"
 #include "sm90_gemm.cuh"
 
@@ -32,10 +37,10 @@ constexpr i32 ADD_NORM = 4;
 constexpr int GROUPS = 4;        // warpgroups that multiply
 constexpr int CONSUMERS = GROUPS * 128;
 constexpr int MAX_LINKS = 4;
-constexpr u32 WRITTEN = 1u << 31;  // of every tag: memory that nobody wrote has none
+constexpr u32 WRITTEN = 1u << 31;  // set in every tag; memory that was not written does not have it
 
 struct Norm {
-    const float* squares_in;  // [M, slices_in], or null: x is as it should be
+    const float* squares_in;  // [M, slices_in], or null if x has its scale
     bf16* residual;           // [M, N], ADD_NORM
     const bf16* gain;         // [N], ADD_NORM
     float* squares_out;       // [M, slices_out], ADD_NORM
@@ -59,9 +64,9 @@ struct Chain {
     i32 count, stages;
 };
 
-// Slices that a block takes of a link, counted tile after tile.
+// The slices of a link that a block computes, counted tile by tile.
 struct Share {
-    u32 slices;  // of a tile
+    u32 slices;  // number of slices in a tile
     u32 total, first, end;
 
     __device__ u32 first_of(u32 block) const { return total * block / gridDim.x; }
@@ -77,7 +82,7 @@ __device__ __forceinline__ Share share_of(const Link& link) {
     return s;
 }
 
-// A place in the ring.
+// A position in the ring.
 struct Cursor {
     i32 stage;
     u32 parity;
@@ -98,21 +103,21 @@ __device__ __forceinline__ void arrive_release(u32* p) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory");
 }
 
-// Between what a thread has seen of others' writes and reads of the copy engine.
+// Fence between other threads' writes that this thread has seen and reads by the copy engine.
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Waits until all blocks have ended so many links.
+// Waits until all blocks have ended this number of links.
 __device__ __forceinline__ void wait_for_links(const Chain& c, u32 links) {
     const u32 target = links * gridDim.x;
     while ((i32)(load_acquire(c.arrivals) - target) < 0) {}
 }
 
-// All threads that multiply.
+// Barrier of all threads that multiply.
 __device__ __forceinline__ void team_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
-// One thread: weights of all links.
+// One thread: loads the weights of all links.
 template <class R>
-__device__ __forceinline__ void bring_weights(const R& ring, const Chain& c) {
+__device__ __forceinline__ void load_weights(const R& ring, const Chain& c) {
     Cursor at{0, 1};
     for (i32 l = 0; l < c.count; ++l) {
         const Link& link = c.links[l];
@@ -128,9 +133,9 @@ __device__ __forceinline__ void bring_weights(const R& ring, const Chain& c) {
     }
 }
 
-// One thread: x of each link, once it is there.
+// One thread: loads x of each link, after it is written.
 template <class R>
-__device__ __forceinline__ void bring_rows(const R& ring, const Chain& c, u32 epoch) {
+__device__ __forceinline__ void load_rows(const R& ring, const Chain& c, u32 epoch) {
     Cursor at{0, 1};
     for (i32 l = 0; l < c.count; ++l) {
         const Link& link = c.links[l];
@@ -150,12 +155,12 @@ __device__ __forceinline__ void bring_rows(const R& ring, const Chain& c, u32 ep
     }
 }
 
-// One warp: what each row of x is still to be multiplied by, for each link that asks. Before that, it has what the ends of the
-// block's tiles read brought nearer.
+// One warp: computes the scale of each row of x, for each link that needs it. Before that, it prefetches what the
+// epilogues of the block's tiles read.
 template <int NT>
-__device__ __forceinline__ void bring_scales(float (*scales)[NT], u32 ready, const Chain& c, u32 epoch) {
+__device__ __forceinline__ void compute_scales(float (*scales)[NT], u32 ready, const Chain& c, u32 epoch) {
     constexpr int ROWS = 8;  // at a time, so that loads do not wait for each other
-    constexpr int LINE = 64;  // columns of a line of the cache
+    constexpr int LINE = 64;  // columns in a cache line
     const int lane = threadIdx.x % 32;
     for (i32 l = 0; l < c.count; ++l) {
         const Norm& norm = c.links[l].norm;
@@ -188,7 +193,7 @@ __device__ __forceinline__ void bring_scales(float (*scales)[NT], u32 ready, con
     }
 }
 
-// A tile's sums: the groups' in shared memory, and those that blocks first .. last sent.
+// The sums of a tile: those of the groups in shared memory, and those sent by blocks first .. last.
 template <int NT>
 struct Sums {
     const float* partial;  // [GROUPS][NT][PITCH]
@@ -239,7 +244,7 @@ struct Sums {
     }
 };
 
-// This group's slices up to `end`, counted over all links, onto `acc`.
+// Multiplies this group's slices up to `end`, counted over all links, and adds them to `acc`.
 template <int NT>
 __device__ __forceinline__ void consume(const Ring<TILE, NT>& ring, Cursor& at, u32& next, u32 end, float* acc) {
     for (; next < end; next += GROUPS) {
@@ -250,7 +255,7 @@ __device__ __forceinline__ void consume(const Ring<TILE, NT>& ring, Cursor& at, 
     }
 }
 
-// Four columns of a row onto what the residual has there; gives the sum of the results' squares.
+// Adds four columns of a row to the residual; returns the sum of the results' squares.
 __device__ __forceinline__ float add_to_residual(const Output& out, const Norm& norm, i32 m, i32 n, float4 v, uint2 old, uint2 gain) {
     uint2* residual = reinterpret_cast<uint2*>(norm.residual + (i64)m * out.n + n);
     v.x += unpack_lo(old.x), v.y += unpack_hi(old.x), v.z += unpack_lo(old.y), v.w += unpack_hi(old.y);
@@ -261,8 +266,8 @@ __device__ __forceinline__ float add_to_residual(const Output& out, const Norm& 
     return squares;
 }
 
-// Items of a tile, four columns of a row each, and how a block's threads share them: rows lie side by side in a warp, whose threads
-// all take part in every round.
+// Items of a tile (four columns of a row each) and their distribution over a block's threads. Rows are adjacent in a
+// warp, and all threads of the warp take part in every round.
 struct Quads {
     int quads, m, r, n;
 
@@ -284,7 +289,7 @@ __device__ __forceinline__ void add_norm(const Sums<NT>& sums, const Link& link,
     const Output& out = link.out;
     const int lane = threadIdx.x % 32, begin = threadIdx.x - lane, end = out.m * TILE / 4;
     const i32 columns = n0 / 16;
-    const u32 epoch = PEERS ? __ldcg(peers.epochs + columns) + 1 : 0;  // another block's work in the link before, perhaps
+    const u32 epoch = PEERS ? __ldcg(peers.epochs + columns) + 1 : 0;  // possibly written by another block in the previous link
     uint2 own[PEERS ? ITEMS : 1], old[ITEMS], gain[ITEMS];
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
@@ -377,7 +382,7 @@ __device__ __forceinline__ void multiply(const Ring<TILE, NT>& ring, const Chain
             team_sync();
         }
         if (threadIdx.x == 0) {
-            if (share.first == share.end && l > 0) wait_for_links(c, epoch + l);  // nothing else has held this block back
+            if (share.first == share.end && l > 0) wait_for_links(c, epoch + l);  // no other wait guarantees this for this block
             __threadfence();
             arrive_release(c.arrivals);
         }
@@ -409,7 +414,7 @@ __device__ __forceinline__ void linear_chain(const Chain& c) {
 
     const u32 warp = threadIdx.x / 32;
     if (warp == CONSUMERS / 32) {
-        if (threadIdx.x == CONSUMERS) bring_weights(ring, c);
+        if (threadIdx.x == CONSUMERS) load_weights(ring, c);
         __syncwarp();
         return;
     }
@@ -417,9 +422,9 @@ __device__ __forceinline__ void linear_chain(const Chain& c) {
     const u32 epoch = __ldcg(c.epochs + blockIdx.x);
     asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS + 64) : "memory");  // all have read the epoch
     if (warp == CONSUMERS / 32 + 1) {
-        if (threadIdx.x % 32 == 0) bring_rows(ring, c, epoch);
+        if (threadIdx.x % 32 == 0) load_rows(ring, c, epoch);
     } else if (warp == CONSUMERS / 32 + 2) {
-        bring_scales<NT>(scales, scaled, c, epoch);
+        compute_scales<NT>(scales, scaled, c, epoch);
     } else {
         multiply<NT, PEERS>(ring, c, partial, scales, scaled, epoch);
     }

@@ -1,16 +1,20 @@
-// sm90_prefill_attention_bf16: as prefill_attention_bf16, for Hopper's warpgroups                  (after Shah et al. 2024)
+// sm90_prefill_attention_bf16: the same as prefill_attention_bf16, for Hopper's warpgroups  (after Shah et al. 2024)
 // sm90_alibi_prefill_attention_bf16: the same with slopes[h] * (j - p) added to the score of position j  (Press et al. 2022)
 // archs: 90a
 //
 // q             through tensor map `q_map` of qkv [T, (H + 2K) D], box [128, 64]
 // k, v blocks   through tensor maps `k_map`, `v_map` of one layer's [blocks * K * B, D], box [B, 64]
-// the rest, and what it computes, as in prefill_attention.cu
-// next_tile     u32, zero before the first launch and after each: blocks take tiles of 128 queries from it as they come free
-// launch        grid min(tiles, multiprocessors), 3 warpgroups, dynamic shared memory from the wrapper. One thread of the first warpgroup brings queries, and keys and values 128 at a time, through the copy
-//               engine; the other two warpgroups have 64 queries each. A warpgroup's product of the next scores runs while it takes
-//               the softmax of these, and its product with the values while the other's softmax runs.
+// the other operands and the results are the same as in prefill_attention.cu
+// next_tile     u32, zero before the first launch and after each launch: blocks take tiles of 128 queries from it when
+//               they are free
+// launch        grid min(tiles, multiprocessors), 3 warpgroups, dynamic shared memory from the wrapper. One thread of
+//               the first warpgroup loads queries, and 128 keys and values at a time, through the copy engine. The
+//               other two warpgroups have 64 queries each. A warpgroup computes the product for the next scores while
+//               it computes the softmax of the current ones, and its product with the values while the other warpgroup
+//               computes its softmax.
 // needs         16 <= B <= 128, a power of two; D 64 or 128; checked in prefill_attention.rs
-// bound         arithmetic, 2 D operations a query, head and key seen, twice: 8 x 2048 tokens, 32 heads of 128: 275 GFLOP
+// bound         arithmetic, 2 D operations per query, head and key attended to, twice: 8 x 2048 tokens, 32 heads of
+//               128: 275 GFLOP
 // test          tests/cuda_prefill_attention.rs
 #include "mma.cuh"
 #include "prefill_attention.cuh"
@@ -23,7 +27,7 @@ __device__ __forceinline__ u64 descriptor(u32 address, u32 leading, u32 stride) 
     return (u64)((address & 0x3ffff) >> 4) | (u64)(leading >> 4) << 16 | (u64)(stride >> 4) << 32 | 1ull << 62;
 }
 
-// Shared memory: queries, then stages of keys, then of values, each D / 64 panels; then barriers.
+// Shared memory: queries, then stages of keys, then of values, each with D / 64 panels; then barriers.
 template <int D>
 struct Shared {
     static constexpr u32 TILE = D / 64 * PANEL;
@@ -50,20 +54,20 @@ struct Shared {
     }
 };
 
-// Where blocks find work: `works` tiles, handed out by a counter that the last to ask sets back.
+// The work queue of blocks: `works` tiles, distributed by a counter that the last request resets.
 struct Queue {
     u32* next_tile;
     u32 tiles, works;
 
     __device__ u32 take() const {
         const u32 index = atomicAdd(next_tile, 1);
-        if (index == works + gridDim.x - 1) *next_tile = 0;  // each block asks once in vain
+        if (index == works + gridDim.x - 1) *next_tile = 0;  // each block makes one request that finds no tile
         return index;
     }
 };
 
 
-// A tile of queries of one head; tiles of one row and head follow each other, those with the most keys first.
+// A tile of queries of one head. Tiles of one row and head are consecutive; those with the most keys come first.
 struct Work {
     QueryTile tile;
     u32 head, begin, count;  // first key, rounded down; slices of KEYS keys
@@ -80,8 +84,8 @@ __device__ __forceinline__ Work work_at(const PrefillAttention& a, u32 index, co
     return w;
 }
 
-// Counts uses of a ring's stages.
-struct Turn {
+// Counts the uses of a ring's stages.
+struct RingPosition {
     u32 stage = 0, parity = 0;
     __device__ void next() {
         if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -92,7 +96,7 @@ struct Maps {
     const TensorMap *q, *k, *v;
 };
 
-// Brings 128 keys (or values) of a KV head from `first` on; past the row's end its last block again.
+// Loads 128 keys (or values) of a KV head from `first` on; beyond the row's end it repeats its last block.
 template <int D>
 __device__ __forceinline__ void load_slice(u32 dst, u32 full, const TensorMap* map, const PrefillAttention& a, const Work& w,
                                            u32 first) {
@@ -109,7 +113,7 @@ __device__ __forceinline__ void load_slice(u32 dst, u32 full, const TensorMap* m
 template <int D>
 __device__ __forceinline__ void produce(const Shared<D>& smem, const Maps& maps, const PrefillAttention& a, const Queue& queue,
                                         volatile u32* current) {
-    Turn k, v;
+    RingPosition k, v;
     u32 q_parity = 1;
     while (true) {
         const u32 index = queue.take();
@@ -155,7 +159,7 @@ __device__ __forceinline__ void multiply_qk(float (&s)[64], u64 q, u64 k, bool a
         : "l"(q), "l"(k), "r"((u32)add));
 }
 
-// o[64, 128] += p[64, 16] v[16, 128], v with its columns contiguous
+// o[64, 128] += p[64, 16] v[16, 128], where the columns of v are contiguous
 __device__ __forceinline__ void multiply_pv(float (&o)[64], const u32* p, u64 v) {
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_0_31 ", " REGISTERS_32_63 "}, "
@@ -207,7 +211,7 @@ struct Attention {
         wgmma_commit();
     }
 
-    // Scores out of sight become minus infinity.
+    // Sets scores of keys that are not attended to to minus infinity.
     __device__ static void mask(float (&s)[64], const PrefillAttention& a, u32 position, u32 first) {
         const u32 key = first + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -216,14 +220,14 @@ struct Attention {
         }
     }
 
-    // Adds ALiBi's penalty of distance to scores that are not scaled yet: `slope` is divided by the scale.
+    // Adds ALiBi's penalty of distance to scores before they are scaled: `slope` is divided by the scale.
     __device__ static void penalize(float (&s)[64], float slope, u32 position, u32 first) {
         const float nearest = slope * (float)(i32)(first + threadIdx.x % 4 * 2 - position);
 #pragma unroll
         for (int i = 0; i < 64; ++i) s[i] += nearest + slope * (float)(i / 4 * 8 + i % 2 - i / 2 % 2 * 8);
     }
 
-    // Scores become probabilities relative to the running maximum; `correction` is what earlier sums are to be multiplied by.
+    // Turns scores into probabilities relative to the running maximum; earlier sums must be multiplied by `correction`.
     __device__ void softmax(float (&s)[64], float (&correction)[2], float scale) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -232,7 +236,7 @@ struct Attention {
             for (int i = 0; i < 64; i += 4) m = fmaxf(m, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
             m = fmaxf(m, __shfl_xor_sync(FULL_WARP, m, 1));
             m = fmaxf(m, __shfl_xor_sync(FULL_WARP, m, 2));
-            const float base = m == -INFINITY_F ? 0.0f : m * scale;  // no key seen yet
+            const float base = m == -INFINITY_F ? 0.0f : m * scale;  // no key attended to yet
             correction[r] = exp2_fast(top[r] * scale - base);
             top[r] = m;
             float total = 0.0f;
@@ -280,7 +284,7 @@ __device__ __forceinline__ void release(u32 barrier) {
     if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
-// Clears the values past the row's end, which nobody may have written: zero times NaN would not be zero.
+// Sets the values beyond the row's end to zero. They may be unwritten, and zero times NaN is not zero.
 template <int D>
 __device__ __forceinline__ void clear_tail(u32 v, u32 valid, u32 group) {
     const u32 chunks = (KEYS - valid) * 8;  // of 16 bytes, in each panel
@@ -297,10 +301,10 @@ template <int D, bool ALIBI>
 __device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAttention& a, const Queue& queue, volatile u32* current,
                                         const float* slopes) {
     const u32 group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4;
-    const u32 first_query = group * 64 + warp * 16;  // of the warp
+    const u32 first_query = group * 64 + warp * 16;  // first query of the warp
     const u32 q = smem.q() + group * 64 * 128;
     const float scale = a.scale * LOG2E;
-    Turn k, v;
+    RingPosition k, v;
     u32 q_parity = 0;
     while (true) {
         barrier_wait(smem.q_full(), q_parity);
@@ -308,7 +312,7 @@ __device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAtte
         const Work w = work_at(a, *current, queue);
         if (w.count == 0) return;
         const u32 lowest = w.tile.position + first_query, highest = lowest + 15;
-        // Whether some key of the slice is out of some query's sight.
+        // Whether some query does not attend to some key of the slice.
         auto partial = [&](u32 first) { return first + KEYS > lowest + 1 || (a.window && first + a.window <= highest); };
         const u32 position = lowest + threadIdx.x % 32 / 4;
         const float slope = ALIBI ? slopes[w.head] / a.scale : 0.0f;
@@ -343,7 +347,7 @@ __device__ __forceinline__ void consume(const Shared<D>& smem, const PrefillAtte
             state.rescale(correction);
             state.pack(s);
         }
-        barrier_arrive(smem.q_empty());  // every thread, for itself: it has read which tile this is
+        barrier_arrive(smem.q_empty());  // every thread signals separately that it has read the index of this tile
         barrier_wait(smem.v_full(v.stage), v.parity);
         const u32 last = w.begin + (w.count - 1) * KEYS;
         if (last + KEYS > w.tile.end) clear_tail<D>(smem.v(v.stage), w.tile.end - last, group);
@@ -359,7 +363,7 @@ template <int D, bool ALIBI>
 __device__ __forceinline__ void prefill_attention(const Maps& maps, const PrefillAttention& a, const Queue& queue,
                                                   const float* slopes) {
     extern __shared__ u8 dynamic[];
-    __shared__ u32 current;  // the tile at work
+    __shared__ u32 current;  // the current tile
     __shared__ alignas(8) u64 barriers[10];
     const Shared<D> smem{(shared_address(dynamic) + 1023) & ~1023u, shared_address(barriers)};
     pdl_launch();

@@ -1,24 +1,24 @@
 // sm90_skinny_gemm_bf16: y[m, n] = sum_k x[m, k] * w[n, k] (+ bias[n]), for few rows: M <= 64
 // archs: 90a
 //
-// x        [M, K]  bf16 through tensor map `x_map`, box [NT rows, 64]; rows past M arrive as zero
-// w        [N, K]  bf16 through tensor map `w_map`, box [64, 64]; read once, past the L2 cache's keeping
-// y        as in sm90_gemm.cuh
+// x        [M, K]  bf16 through tensor map `x_map`, box [NT rows, 64]; rows from M on are zero
+// w        [N, K]  bf16 through tensor map `w_map`, box [64, 64]; read once and evicted first from the L2 cache
+// y        described in sm90_gemm.cuh
 // maths    fp32 in the tensor cores, K in S equal parts, summed in order of the parts: no result depends on M
 // stages   of the ring, a multiple of GROUPS
 // launch   grid (S, ceil(N / 64)), cluster (S, 1), 128 GROUPS + 32 threads, dynamic shared memory from the wrapper
-//          Weights are the 64-row side of wgmma, x the narrow side. One warp keeps a ring of 64-wide slices of w and x full
-//          with the copy engine; GROUPS warpgroups multiply, each every GROUPS-th slice. Slices of w are asked for before pdl_wait, as
-//          many as the ring holds: they stream while the kernel before this one runs.
-//          The parts of K lie in one cluster and are summed through its shared memory.
+//          Weights are the 64-row operand of wgmma, x is the narrow one. One warp keeps a ring filled with 64-wide
+//          slices of w and x through the copy engine; GROUPS warpgroups multiply, each every GROUPS-th slice. Slices
+//          of w are requested before pdl_wait, as many as fit into the ring, so that they are loaded while the
+//          previous kernel runs. The parts of K are in one cluster and are summed through its shared memory.
 // needs    K % 8 == 0, N % 8 == 0 (N % 16 == 0 for gate/up): checked in skinny_gemm.rs
 // bound    memory, 2 N K bytes. 22016 x 4096: 180 MB, 40 us at 4.47 TB/s (H200)
 // test     tests/cuda_skinny_gemm.rs, reference::linear in fp32, each element within 2^-8 relative of its own value plus
 //          K 2^-24 of the sum of magnitudes
 #include "sm90_gemm.cuh"
 
-// Keeps the ring full with slices first .. first + count of K, of rows n0 .. of w and of all rows of x. Weights stream while the
-// kernel before this one runs.
+// Keeps the ring filled with slices first .. first + count of K, of rows n0 .. of w and of all rows of x. Weights are
+// loaded while the previous kernel runs.
 template <class R>
 __device__ __forceinline__ void produce(const R& ring, const TensorMap* w_map, const TensorMap* x_map, i32 n0, i32 first,
                                         i32 count) {
@@ -40,11 +40,11 @@ __device__ __forceinline__ void produce(const R& ring, const TensorMap* w_map, c
     }
 }
 
-// Sums of a tile over the cluster's blocks and their groups. A block leaves its own as [GROUPS][MT][PITCH] f32, where a row is one of
-// x and MT of them fit.
+// Sums of a tile over the cluster's blocks and their groups. A block stores its own as [GROUPS][MT][PITCH] f32; a row
+// of them belongs to a row of x, and MT rows fit.
 template <int MT, int GROUPS>
 struct Reducer {
-    u32 partial;  // shared address; the other blocks' lie at the same place
+    u32 partial;  // shared address; it is the same in the other blocks
     i32 parts;
 
     __device__ float4 sum(int m, int r) const {
@@ -62,7 +62,7 @@ struct Reducer {
     }
 };
 
-// Multiplies every GROUPS-th slice as it comes.
+// Multiplies every GROUPS-th slice when it has arrived.
 template <int NT, int GROUPS>
 __device__ __forceinline__ void consume(const Ring<TILE, NT>& ring, i32 count, i32 group, float* acc) {
     i32 s = group;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const Tensor
         consume<NT, GROUPS>(ring, count, group, acc);
     }
 
-    __syncthreads();  // every slice is used: the ring becomes the place of the partial sums
+    __syncthreads();  // all slices are used: the ring's memory now holds the partial sums
     const Reducer<NT, GROUPS> reducer{aligned, parts};
     float* partial = reinterpret_cast<float*>(dynamic + (aligned - raw)) + group * NT * PITCH;
     if (threadIdx.x < CONSUMERS) store_partial<NT>(partial, acc);
@@ -117,7 +117,7 @@ __device__ __forceinline__ void skinny_gemm(const TensorMap* w_map, const Tensor
     } else {
         store_gated(reducer, out, n0, part * rows, rows, blockDim.x);
     }
-    cluster_sync();  // no block leaves while another reads its partial sums
+    cluster_sync();  // no block may exit while another reads its partial sums
 }
 
 #define SKINNY_GEMM(NT, GROUPS) \

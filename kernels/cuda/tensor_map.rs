@@ -1,4 +1,4 @@
-//! Descriptions of matrices for Hopper's tensor copy engine.
+//! Matrix descriptions for Hopper's tensor copy engine.
 
 use std::ffi::c_void;
 
@@ -9,7 +9,7 @@ use super::{CudaError, Span};
 
 const OP: &str = "tensor_map";
 
-/// A bf16 matrix and the box that one copy brings, under the 128-byte swizzle; elements outside arrive as zero.
+/// A bf16 matrix and the box that one copy fetches, with the 128-byte swizzle; elements outside the matrix are zero.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TensorMap(sys::CUtensorMap);
 
@@ -25,14 +25,16 @@ impl TensorMap {
         Self::encode(matrix, [cols, rows], [cols * 2], [box_cols, box_rows])
     }
 
-    /// `matrix` `[rows, cols]`, contiguous, as panels of 64 columns; a box has `box_rows` rows of all panels, one panel after the other.
+    /// `matrix` `[rows, cols]`, contiguous, as panels of 64 columns. A box has `box_rows` rows of all panels, one panel
+    /// after the other.
     pub(crate) fn panels(matrix: Span, rows: usize, cols: usize, box_rows: usize) -> Result<Self, CudaError> {
         ensure!(OP, cols.is_multiple_of(64), "{cols} columns are not panels of 64");
         let panels = cols / 64;
         Self::encode(matrix, [64, rows, panels], [cols * 2, 128], [64, box_rows, panels])
     }
 
-    /// Sizes of the dimensions and of a box in elements, the innermost first, and strides of all but the innermost in bytes.
+    /// Sizes of the dimensions and of a box in elements, innermost first, and strides of all but the innermost in
+    /// bytes.
     fn encode<const N: usize, const M: usize>(
         matrix: Span,
         dims: [usize; N],
@@ -47,7 +49,7 @@ impl TensorMap {
         let mut map: sys::CUtensorMap = unsafe { std::mem::zeroed() };
         let (dims, strides) = (dims.map(|size| size as u64), strides.map(|stride| stride as u64));
         let (boxes, steps) = (boxes.map(|size| size as u32), [1u32; N]);
-        // SAFETY: arrays have the lengths that rank N asks for; the driver only encodes, it reads no matrix.
+        // SAFETY: the arrays have the lengths required for rank N; the driver only encodes them and reads no matrix.
         let code = unsafe {
             sys::cuTensorMapEncodeTiled(
                 &mut map,
@@ -68,7 +70,7 @@ impl TensorMap {
         Ok(Self(map))
     }
 
-    /// As the kernel's `TensorMap` parameter.
+    /// The bytes of the kernel's `TensorMap` parameter.
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: plain data of 128 bytes, all initialised.
         unsafe { std::slice::from_raw_parts((&raw const self.0).cast(), size_of::<sys::CUtensorMap>()) }

@@ -1,7 +1,7 @@
-//! Linear layers on the CPU against the reference, for every instruction set of this processor.
+//! Compares linear layers on the CPU with the reference, for every instruction set of this processor.
 //!
-//! Inputs and weights are exact in the type they are rounded to, so only f32 sums differ: an error of `K` additions of
-//! terms of size `s` stays within `K * s * 2^-24` of the whole; sums in lanes do better.
+//! Inputs and weights are exact in the type that they are rounded to, so only f32 sums differ. The error of `K`
+//! additions of terms of size `s` is within `K * s * 2^-24`; sums in lanes have smaller errors.
 
 mod cpu;
 
@@ -18,7 +18,7 @@ fn encode(weights: &[f32], weight_type: WeightType) -> Vec<u8> {
     weights.iter().flat_map(bytes).collect()
 }
 
-/// Two parts at an odd address with a stride, poison around them, and a bias.
+/// Two parts at an odd address with a stride, NaN around them, and a bias.
 fn matrix(weights: &[f32], bias: &[f32], (n, k): (usize, usize), weight_type: WeightType) -> Matrix {
     let (size, row_bytes) = (weight_type.size(), (k + 3) * weight_type.size());
     let mut data = vec![0xff; 1 + n * row_bytes]; // 0xffff is NaN in every type
@@ -72,7 +72,7 @@ fn every_instruction_set_agrees_with_the_reference_over_odd_shapes() {
 fn a_row_has_the_same_bits_alone_and_among_others_on_any_number_of_threads() {
     for (n, k) in SHAPES {
         let (weights, bias) = (random(4, n * k), random(5, n));
-        // Not exact in bf16, and of different sizes: any other order of additions would show.
+        // Not exact in bf16, and of different magnitudes, so that any other order of additions would give other bits.
         let x: Vec<f32> = random(6, 200 * k).iter().enumerate().map(|(i, x)| x * 1.37f32.powi(i as i32 % 23)).collect();
         for weight_type in TYPES {
             let matrix = matrix(&weights, &bias, (n, k), weight_type);

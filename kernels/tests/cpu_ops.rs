@@ -1,4 +1,5 @@
-//! The CPU's small ops and attention against the reference. Tolerances are counts of f32 roundings, beside each.
+//! Compares the CPU's small ops and attention with the reference. Each tolerance is a number of f32 roundings,
+//! explained beside it.
 
 mod cpu;
 
@@ -22,7 +23,7 @@ fn rms_norm_agrees_with_the_reference() {
         let (x, weight) = (random(1, rows * width), random(2, width));
         let mut out = vec![f32::NAN; x.len()];
         norm(&mut Pool::new(2), &mut out, &x, Norm::Rms { weight: &weight }, 1e-5);
-        // A sum in 16 lanes of width / 16 additions, a root and two products.
+        // A sum in 16 lanes of width / 16 additions, a square root and two products.
         let allowed = (width as f32 / 16.0 + 20.0) * 2f32.powi(-24);
         assert_near(&out, &reference::rms_norm(&x, &weight, 1e-5), allowed, "rms_norm");
     }
@@ -35,7 +36,8 @@ fn layer_norm_agrees_with_the_reference() {
         let (weight, bias) = (random(2, width), random(3, width));
         let mut out = vec![f32::NAN; x.len()];
         norm(&mut Pool::new(2), &mut out, &x, Norm::Layer { weight: &weight, bias: &bias }, 1e-5);
-        // As above for two sums; differences to a mean of 3 carry its rounding, divided by a deviation of 0.3 or more.
+        // The same for two sums. Differences from a mean of 3 have its rounding error, which is divided by a deviation
+        // of at least 0.3.
         let allowed = (width as f32 / 16.0 + 100.0) * 2f32.powi(-24);
         assert_near(&out, &reference::layer_norm(&x, &weight, &bias, 1e-5), allowed, "layer_norm");
     }
@@ -66,7 +68,7 @@ fn activations_agree_with_the_reference() {
         let mut x: Vec<f32> = random(1, 40_000).iter().map(|x| x * 12.0).collect();
         let expected: Vec<f32> = x.iter().map(|x| function(*x)).collect();
         activate(&mut Pool::new(2), &mut x, kind);
-        assert_near(&x, &expected, 40.0 * 2f32.powi(-24), "activate"); // As gates.
+        assert_near(&x, &expected, 40.0 * 2f32.powi(-24), "activate"); // The same as for gates.
     }
 }
 
@@ -93,7 +95,7 @@ fn gates_agree_with_the_reference() {
             let expected: Vec<f32> = x.chunks_exact(2 * width).flat_map(row).collect();
             let mut out = vec![f32::NAN; rows * width];
             gate(&mut Pool::new(2), &mut out, &x, width, kind);
-            // An exponential of an argument of up to 30, itself rounded: 30 units and a few.
+            // An exponential of a rounded argument of up to 30: about 30 units in the last place.
             assert_near(&out, &expected, 40.0 * 2f32.powi(-24), "gate");
         }
     }
@@ -109,7 +111,7 @@ fn rotation_agrees_with_the_reference() {
     assert_near(&x, &expected, 4.0 * 2f32.powi(-24), "rotate");
 }
 
-/// One row's K and V in blocks taken in descending order, beside poison.
+/// K and V of one row, in blocks taken in descending order, with NaN around them.
 struct Case {
     heads: usize,
     kv_heads: usize,
@@ -141,7 +143,7 @@ impl Case {
         for slot in 0..NUM_BLOCKS * self.block {
             cache.write(1, slot, &vec![f32::NAN; width], &vec![1e9; width]);
         }
-        // Blocks in use hold numbers everywhere, as the cache of a served model does.
+        // Blocks in use contain numbers everywhere, like the cache of a served model.
         for position in 0..self.len.next_multiple_of(16) {
             let slot = self.table()[position / self.block] as usize * self.block + position % self.block;
             let own = position * width..(position + 1) * width;
@@ -153,7 +155,7 @@ impl Case {
         cache
     }
 
-    /// Tokens `first..first + count` of the row, attended in one step.
+    /// Attention of tokens `first..first + count` of the row in one step.
     fn run(&self, isa: Isa, cache: &KvCache, first: usize, count: usize, threads: usize) -> Vec<f32> {
         let q = random(13, self.len * self.heads * self.dim);
         let width = self.heads * self.dim;
@@ -211,7 +213,8 @@ fn attention_agrees_with_the_reference_and_sees_nothing_beyond_its_row() {
             let cache = case.cache(kv_type);
             for isa in Isa::available() {
                 let found = case.run(isa, &cache, 0, case.len, 2);
-                // A score of up to D terms below 1, the exponential of its rounding error, and as many sums of values.
+                // A score is a sum of up to D terms below 1. Its error enters an exponential, and sums over as many
+                // values as positions.
                 let allowed = (case.dim as f32 + case.len as f32) * 2f32.powi(-24) * 2.0;
                 assert_near(&found, &expected, allowed, "attention");
             }

@@ -1,4 +1,4 @@
-//! Products of bf16 panels against the reference, as `cpu_linear.rs` holds those of rows.
+//! Compares products of bf16 panels with the reference, like `cpu_linear.rs` does for rows.
 #![cfg(target_arch = "x86_64")]
 
 mod cpu;
@@ -9,7 +9,7 @@ use kernels::cpu::{
 };
 use kernels::reference;
 
-/// Two parts at an odd address with a stride, poison around them, and a bias.
+/// Two parts at an odd address with a stride, NaN around them, and a bias.
 fn matrix(weights: &[f32], bias: &[f32], (n, k): (usize, usize)) -> Matrix {
     let row_bytes = (k + 3) * 2;
     let mut data = vec![0xff; 1 + n * row_bytes];
@@ -71,7 +71,7 @@ fn a_row_has_the_same_bits_alone_and_among_others_on_any_number_of_threads() {
     }
     for (n, k) in SHAPES {
         let (weights, bias) = (random(4, n * k), random(5, n));
-        // Not exact in bf16, and of different sizes: any other order of additions would show.
+        // Not exact in bf16, and of different magnitudes, so that any other order of additions would give other bits.
         let x: Vec<f32> = random(6, 200 * k).iter().enumerate().map(|(i, x)| x * 1.37f32.powi(i as i32 % 23)).collect();
         let panels = PanelMatrix::new(&mut Pool::new(3), &matrix(&weights, &bias, (n, k)));
         let all = run(3, &x, 200, &panels);

@@ -1,4 +1,5 @@
-//! Quantised linear layers: every instruction set against the stored steps in f64, and the stored steps against the weights.
+//! Quantized linear layers: compares every instruction set with the stored steps in f64, and the stored steps with the
+//! weights.
 
 use kernels::cpu::{Isa, Matrix, Pool, QuantInput, QuantMatrix, QuantType, WeightType, quantized_linear};
 
@@ -31,7 +32,7 @@ fn run(isa: Isa, threads: usize, x: &[f32], rows: usize, matrix: &QuantMatrix) -
 const SHAPES: [(usize, usize); 6] = [(1, 1), (17, 63), (33, 64), (50, 200), (16, 2048), (70, 1100)];
 const TYPES: [QuantType; 2] = [QuantType::Int8, QuantType::Int4];
 
-/// `x` as it is used: each group of 64 in steps of a 127th of its largest.
+/// The quantized values of `x`: each group of 64 is rounded to steps of 1/127 of its largest element.
 fn rounded(x: &[f32], k: usize) -> Vec<f64> {
     let group = |x: &[f32]| {
         let largest = x.iter().fold(0.0f32, |largest, x| largest.max(x.abs()));
@@ -81,7 +82,7 @@ fn stored_weights_are_half_a_step_from_the_checkpoints() {
             for (group, weights) in weights[row * k..][..k].chunks(64).enumerate() {
                 let step = weights.iter().fold(0.0f32, |largest, w| largest.max(w.abs())) / steps;
                 for (index, weight) in weights.iter().enumerate() {
-                    // The step is rounded to f16; 4 bits reach 7 steps on the side away from the largest.
+                    // The step is rounded to f16; 4 bits have only 7 steps on the side opposite to the largest weight.
                     let error = (matrix.weight(row, group * 64 + index) - weight).abs();
                     let allowed = if quant_type == QuantType::Int4 { 1.01 } else { 0.6 };
                     assert!(error <= allowed * step, "{quant_type:?}: error {error}, step {step}");

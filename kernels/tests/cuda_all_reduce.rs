@@ -1,4 +1,4 @@
-//! Sums over a group of processes, one GPU each, through peer memory.
+//! Sums through peer memory over a group of processes with one GPU each.
 
 mod gpu;
 
@@ -19,11 +19,11 @@ use kernels::reference;
 const FOLDER: &str = "ALL_REDUCE_TEST_FOLDER";
 const RANK: &str = "ALL_REDUCE_TEST_RANK";
 const RANKS: &str = "ALL_REDUCE_TEST_RANKS";
-/// Set where times mean nothing, as under a sanitizer.
+/// Set if times are meaningless, for example under a sanitizer.
 const UNTIMED: &str = "ALL_REDUCE_TEST_UNTIMED";
 const MAX_ROWS: usize = 128;
 const MAX_COLS: usize = 8192;
-/// Of sums by owners.
+/// For sums by owners.
 const MANY_ROWS: usize = 16384;
 const FUSED_ROWS: usize = linear_chain::MAX_ROWS;
 const FUSED_COLS: usize = 4096;
@@ -56,7 +56,7 @@ fn start_worker(folder: &Path, rank: usize, ranks: usize) -> Child {
         .expect("a worker starts")
 }
 
-/// What each process of the group runs; nothing when the runner itself comes by.
+/// The worker of each process of the group; returns at once in the test runner.
 #[test]
 fn a_worker_of_the_group() {
     let Ok(folder) = std::env::var(FOLDER) else { return };
@@ -128,7 +128,7 @@ impl Worker {
         worker
     }
 
-    /// One more exchange buffer of every rank.
+    /// Opens another exchange buffer on every rank.
     fn open(&self, name: &str, rows: usize, cols: usize) -> PeerGroup {
         let group = open(&self.gpu, &self.folder, name, self.rank, self.ranks, [rows, cols]);
         self.meet(&format!("{name} open"));
@@ -149,8 +149,8 @@ impl Worker {
         (0..self.ranks).for_each(|r| drop(await_bytes(&self.folder, name, r)));
     }
 
-    /// Every rank knows all partials, so each checks its own result, to the last bit those of all: they are functions of
-    /// the same fp32 sum in the same order.
+    /// Checks this rank's result. Every rank can compute all partial results. The results must be equal to the last
+    /// bit, because they are functions of the same fp32 sum in the same order.
     fn check(&self, rows: usize, cols: usize, shots: Shots, round: u64) {
         let count = rows * cols;
         let seed = (rows * 31 + cols) as u64 * 7 + round;
@@ -183,7 +183,8 @@ impl Worker {
         assert_close(&what("norm"), &read(&y), &normed, 1.0 / 128.0, 1e-6);
     }
 
-    /// A product whose K lies with all ranks, added to the residual, times the norm's weight; and the squares that the norm needs.
+    /// A product whose K is divided among the ranks, added to the residual and multiplied by the norm's weight, with
+    /// the squares for the norm.
     fn check_chain(&self, group: &PeerGroup, scratch: &ChainScratch, rows: usize, n: usize, k: usize, round: u64) {
         let seed = (rows * 13 + n + k) as u64 * 7 + round;
         let of_rank = |r: usize| {
@@ -212,7 +213,7 @@ impl Worker {
             sums.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
         }
         let what = |part: &str| format!("{part}, rank {} of {}, {rows} x {n} x {k}", self.rank, self.ranks);
-        // Each rank's part is rounded to bf16, by 2^-8 of itself at most, and is at most 5 sqrt(K) 0.05.
+        // Each rank's part is rounded to bf16, with a relative error of at most 2^-8; it is at most 5 sqrt(K) 0.05.
         let slack = self.ranks as f32 * 2.0f32.powi(-8) * 5.0 * (k as f32).sqrt() * 0.05;
         let kept = floats(&r.span().read::<bf16>(rows * n).expect("a copy"));
         assert_close(&what("residual"), &kept, &sums, 2.0f32.powi(-8), slack);
@@ -222,7 +223,7 @@ impl Worker {
             &floats(&y.span().read::<bf16>(rows * n).expect("a copy")),
             &gained,
             1.0 / 128.0,
-            4.0 * slack, // The weight is seldom above 4.
+            4.0 * slack, // The weight is rarely above 4.
         );
         let found = squares.span().read::<f32>(rows * slices).expect("a copy");
         let found: Vec<f32> = found.chunks(slices).map(|row| row.iter().sum()).collect();
@@ -230,7 +231,7 @@ impl Worker {
         assert_close(&what("squares"), &found, &expected, 1.0 / 64.0, slack);
     }
 
-    /// An activation of every rank.
+    /// Shares an activation buffer of every rank.
     fn share(&self, name: &str, buffer: &DeviceBuffer) -> SharedBuffer {
         publish(&self.folder, name, self.rank, &SharedBuffer::handle(buffer).expect("a handle"));
         let handles = handles(&self.folder, name, self.ranks);
@@ -239,7 +240,7 @@ impl Worker {
         shared
     }
 
-    /// Sum, add and norm by the rows' owners: every rank gets all of `y`, and keeps the residual of its rows.
+    /// Sum, add and norm by the rows' owners: every rank gets all of `y`, and keeps the residual of its own rows.
     fn check_owner(&self, owners: &Owners, rows: usize, cols: usize, round: u64) {
         let count = rows * cols;
         let seed = (rows * 37 + cols) as u64 * 7 + round;
@@ -253,7 +254,8 @@ impl Worker {
         owners.y.own().elements::<bf16>(0, count).write(&poison).expect("a copy");
         owners.partial.own().elements::<bf16>(0, count).write(&partials[self.rank]).expect("a copy");
         let x = OwnerNorm { y: &owners.y, partial: &owners.partial, residual: r.span(), weight: w.span(), eps: 1e-5 };
-        // No rank's row comes before the poison; in a device, rows come while kernels of the stream before are done.
+        // No rank may write rows before all outputs are poisoned. In a device, earlier kernels of the stream guarantee
+        // this order.
         self.meet(&format!("owner {rows} {cols} {round}"));
         owner_norm(&self.queue, &owners.flags, x, rows, cols).expect("a launch");
         self.queue.wait().expect("the kernel runs");
@@ -272,7 +274,7 @@ impl Worker {
         assert_close(&what("residual"), &read(r.span()), &kept, 0.0, 0.0);
     }
 
-    /// Prints microseconds of a sum with add and norm by owners, from a graph of twenty.
+    /// Prints microseconds of a sum with add and norm by owners, measured with a graph of twenty.
     fn time_owners(&self, owners: &Owners) {
         for rows in [8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384] {
             let cols = 4096;
@@ -290,7 +292,7 @@ impl Worker {
         }
     }
 
-    /// Median microseconds of a call, from a graph of `calls`.
+    /// Median microseconds of a call, measured with a graph of `calls`.
     fn time_graph(&self, name: &str, calls: usize, call: impl Fn() -> Result<(), CudaError>) -> f32 {
         let graph = self.queue.capture(|| (0..calls).try_for_each(|_| call())).expect("a graph");
         let (begin, end) = (Event::new(true).expect("an event"), Event::new(true).expect("an event"));
@@ -308,7 +310,7 @@ impl Worker {
         times[3]
     }
 
-    /// Every rank ends with every rank's part, bit for bit.
+    /// Every rank must have every rank's part, bit for bit.
     fn check_gather(&self, rows: usize, cols: usize, round: u64) {
         let count = rows * cols;
         let seed = (rows * 17 + cols) as u64 * 11 + round;
@@ -324,7 +326,7 @@ impl Worker {
         assert!(found == expected, "gather of {rows} x {cols}, rank {} of {}", self.rank, self.ranks);
     }
 
-    /// Prints microseconds of a sum with add and norm, from a graph of a hundred.
+    /// Prints microseconds of a sum with add and norm, measured with a graph of a hundred.
     fn time(&self) {
         for (rows, cols) in
             [(1, 4096), (4, 4096), (16, 4096), (64, 4096), (128, 4096), (1, 8192), (32, 8192), (128, 8192)]
@@ -349,7 +351,8 @@ impl Worker {
     }
 }
 
-/// This rank's exchange buffer, and those of the others mapped; their handles pass through files of `name`.
+/// This rank's exchange buffer with those of the others mapped. Their handles are exchanged through files named after
+/// `name`.
 fn open(gpu: &Arc<Gpu>, folder: &Path, name: &str, rank: usize, ranks: usize, [rows, cols]: [usize; 2]) -> PeerGroup {
     map(gpu, folder, name, rank, ranks, PeerBuffer::new(gpu, ranks, rows, cols).expect("a buffer"))
 }

@@ -1,4 +1,4 @@
-//! Every CUDA kernel keeps to its budget of registers, shared memory, spills and stack (`cuda/budget.txt`).
+//! Every CUDA kernel must stay within its budget of registers, shared memory, spills and stack (`cuda/budget.txt`).
 //!
 //! The kernels were compiled when this test was built; no GPU is needed.
 
@@ -8,7 +8,7 @@ use kernels::cuda::{KernelInfo, NVRTC_VERSION, kernel_infos};
 
 const BUDGET: &str = include_str!("../cuda/budget.txt");
 
-/// The most a kernel may take: registers, shared memory, spills, stack.
+/// Upper limits of a kernel: registers, shared memory, spills, stack.
 type Budget = [u32; 4];
 
 fn taken(info: &KernelInfo) -> Budget {

@@ -1,4 +1,4 @@
-//! Copies of KV blocks against copies on the host, pair after pair.
+//! Compares copies of KV blocks with copies on the host, pair by pair.
 
 mod gpu;
 
@@ -16,7 +16,7 @@ fn pairs_are_copied_in_their_order_and_nothing_else_changes() {
         let words = num_layers * num_blocks * block_bytes / 8;
         let mut host: Vec<Vec<u64>> = (0..2).map(|_| (0..words).map(|_| random.next()).collect()).collect();
         let device: Vec<_> = host.iter().map(|values| DeviceBuffer::from_slice(&gpu, values).unwrap()).collect();
-        // Chains and overwrites included: a copy may read what the one before wrote.
+        // Includes chains and overwrites: a copy may read what the previous one wrote.
         let pairs: Vec<(u32, u32)> =
             (0..num_pairs).map(|_| (random.below(num_blocks) as u32, random.below(num_blocks) as u32)).collect();
         let blocks = AllBlocks { k: device[0].span(), v: device[1].span(), num_layers, num_blocks, block_bytes };

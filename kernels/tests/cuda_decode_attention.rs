@@ -1,4 +1,4 @@
-//! Decode attention against the plain formula over head shapes, lengths, windows and divisions.
+//! Compares decode attention with the plain formula, for various head shapes, lengths, windows and divisions.
 
 mod gpu;
 #[path = "gpu/attention.rs"]
@@ -100,7 +100,7 @@ fn attends_as_the_formula_says(seed: u64, alibi: bool, kernel: Kernel, lens: &[&
                     window,
                     workspace: &workspace,
                 };
-                // Twice: the second finds the counters that the first set back.
+                // Runs twice: the second run needs the counters that the first one reset.
                 for _ in 0..2 {
                     kernel(&queue, &attention, splits).expect("a launch");
                 }
@@ -189,7 +189,7 @@ fn rotation_inside_attention_writes_the_bits_of_rotation_before_it_and_attends_a
                     let differ = fused[index].iter().zip(&apart[index]).position(|(a, b)| a != b);
                     assert_eq!(differ, None, "{}", what(name));
                 }
-                // The newest position is summed up first here, and last there.
+                // Here the newest position is added first, there it is added last.
                 let values = |bits: &[u16]| bits.iter().map(|&b| bf16::from_bits(b).to_f32()).collect::<Vec<f32>>();
                 assert_close(&what("attention"), &values(&fused[0]), &values(&apart[0]), 1.0 / 128.0, 1.0 / 64.0);
             }

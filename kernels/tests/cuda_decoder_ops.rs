@@ -1,5 +1,5 @@
-//! Ops that only some decoders need (layer norm, learned positions, plain activations, norms of heads) against plain formulas, over
-//! odd shapes, outputs poisoned first.
+//! Compares ops that only some decoders need (layer norm, learned positions, plain activations, head norms) with plain
+//! formulas, for odd shapes. Outputs are filled with NaN first.
 
 mod gpu;
 
@@ -23,7 +23,7 @@ fn layer_norm_and_its_sum_agree_with_fp64() {
     let mut random = Random::new(21);
     for (rows, cols) in [(1, 8), (3, 40), (2, 768), (1, 4096), (7, 4104), (2, 8192), (5, 16384), (1, 32768), (257, 64)]
     {
-        // A mean beside which the differences are small.
+        // A mean that is large compared with the differences.
         let shifted = |random: &mut Random, count| -> Vec<bf16> {
             random.bf16s(count, 2.0).iter().map(|x| bf16::from_f32(x.to_f32() + 5.0)).collect()
         };
@@ -37,7 +37,7 @@ fn layer_norm_and_its_sum_agree_with_fp64() {
         layer_norm(&q, y.span(), dx.span(), norm, rows, cols, 1e-5).unwrap();
         q.wait().unwrap();
         let found = floats(&y.span().read(rows * cols).unwrap());
-        // Product and bias may cancel: their fp32 roundings stay.
+        // Product and bias may cancel, so their fp32 roundings remain.
         assert_close(&format!("layer_norm {rows} x {cols}"), &found, &normed(&floats(&x)), ULP, 1e-5);
 
         q.fill(y.span(), 0xff).unwrap();

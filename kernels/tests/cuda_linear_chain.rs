@@ -1,4 +1,4 @@
-//! Chains of products against the plain formulas, link by link, over odd shapes.
+//! Compares chains of products with the plain formulas, link by link, for odd shapes.
 
 mod gpu;
 
@@ -16,7 +16,8 @@ use kernels::reference;
 
 const EPS: f32 = 1e-5;
 
-/// What a decoder has between two attentions: out, gate and up, down, and the next layer's qkv; `attended` inputs of the first.
+/// The products between two attentions of a decoder: out, gate and up, down, and the next layer's qkv. The first has
+/// `attended` inputs.
 struct Shape {
     attended: usize,
     hidden: usize,
@@ -46,7 +47,7 @@ impl Weight {
         LinearWeight { weight: self.on_gpu.span(), bias, n: self.n, k: self.k }
     }
 
-    /// Products of `x [rows, k]` with rows multiplied by `scales`, and how far off sums in another order may be.
+    /// Products of `x [rows, k]`, with rows multiplied by `scales`, and the tolerance for sums in another order.
     fn multiply(&self, x: &[bf16], scales: &[f32]) -> (Vec<f32>, Vec<f32>) {
         let x: Vec<f32> =
             floats(x).chunks(self.k).zip(scales).flat_map(|(row, s)| row.iter().map(move |v| v * s)).collect();
@@ -90,7 +91,7 @@ impl Case {
         Self { queue, scratch, weights, gains, gains_on_gpu }
     }
 
-    /// Residual and its norm without scale after a product, with tolerances; then each row's scale.
+    /// The residual and its norm without scale after a product, with tolerances; then each row's scale.
     fn normed(
         &self,
         link: usize,
@@ -102,7 +103,7 @@ impl Case {
         let gain = floats(&self.gains[link / 2]);
         let total: Vec<f32> = residual.iter().zip(sums).map(|(r, s)| r + s).collect();
         let y: Vec<f32> = total.iter().enumerate().map(|(i, v)| v * gain[i % hidden]).collect();
-        // The residual was rounded before this, perhaps the other way, and y is now.
+        // The residual was rounded before, perhaps in the other direction, and y is rounded now.
         let off = |i: usize| {
             (slacks[i] + (residual[i].abs() + total[i].abs()) * 2.0f32.powi(-7)) * gain[i % hidden].abs() + 1e-6
         };

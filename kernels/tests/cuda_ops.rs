@@ -1,4 +1,4 @@
-//! The small CUDA ops against plain formulas in fp32, over odd shapes, outputs poisoned first.
+//! Compares the small CUDA ops with plain formulas in fp32, for odd shapes. Outputs are filled with NaN first.
 
 mod gpu;
 
@@ -164,7 +164,7 @@ fn gated_activation_agrees_with_fp32_stacked_and_interleaved() {
                 })
                 .collect();
             let found = floats(&y.span().read(rows * cols).unwrap());
-            // 1 - 2 / (e + 1) loses what it subtracts: up to 2^-23 of gate and up, below 64 here.
+            // 1 - 2 / (e + 1) has a cancellation error: up to 2^-23 of gate and up, which are below 64 here.
             assert_close(&format!("{activation:?} {rows} x {cols}"), &found, &expected, ULP, 2e-5);
         }
     }
@@ -293,12 +293,12 @@ fn the_librarys_product_agrees_with_fp64_with_bias_stride_and_f32() {
             })
             .collect();
         let relative = if to_f32 { 1e-5 } else { ULP };
-        // fp32 sums of k products of size 1: about sqrt(k) * 2^-24 each, with room for any order.
+        // fp32 sums of k products of size 1 have errors of about sqrt(k) * 2^-24; the factor allows for any order.
         assert_close(&format!("{shape:?}"), &found, &expected, relative, 1e-5 * (k as f32).sqrt());
     }
 }
 
-/// Where NVIDIA's libraries are on a machine that has them in a Python environment only.
+/// Directories of NVIDIA's libraries on a machine that has them only in a Python environment.
 fn library_dirs() -> Vec<std::path::PathBuf> {
     std::env::var_os("TRIREME_CUDA_LIBS").map(|dirs| std::env::split_paths(&dirs).collect()).unwrap_or_default()
 }

@@ -1,4 +1,5 @@
-//! Prefill attention against the plain formula over head shapes, chunks with and without a cached prefix, and windows.
+//! Compares prefill attention with the plain formula, for various head shapes, windows, and chunks with and without a
+//! cached prefix.
 
 mod gpu;
 #[path = "gpu/attention.rs"]
@@ -79,7 +80,7 @@ fn chunks_attend_to_their_prefix_and_themselves_as_the_formula_says() {
                         let token = starts[row] as usize + i;
                         let (found, q) = (&found[token * cols..(token + 1) * cols], &qkv[token * qkv_cols..]);
                         assert!(found.iter().all(|x| x.is_finite()), "{what}: token {token} is finite");
-                        // The formula is slow: every element is checked at ends and at a sample between.
+                        // The formula is slow, so only the ends and a sample of the other elements are checked.
                         if i % 37 == 0 || i + 1 == count || i % 128 == 127 {
                             cached.check(&what, found, q, row, len - count + i, window as usize, slopes);
                         }

@@ -1,4 +1,4 @@
-//! Sampling on the device against a sorted fp64 reference; draws by their frequencies.
+//! Compares sampling on the device with a sorted fp64 reference; draws are compared by their frequencies.
 
 mod gpu;
 
@@ -14,7 +14,7 @@ use kernels::cuda::{DeviceBuffer, Gpu, PinnedBuffer, Queue};
 const MAX_TOP: usize = 6;
 const MAX_LEN: usize = 64;
 
-/// Rows of one step, their state on the device, and what came out.
+/// Rows of one step, their state on the device, and their results.
 struct Bench {
     gpu: Arc<Gpu>,
     q: Queue,
@@ -73,7 +73,7 @@ impl Bench {
         drawn
     }
 
-    /// `logits` `[groups, S, share]` for the rows named, whose settings are then what the device left.
+    /// `logits` `[groups, S, share]` for the given rows, whose settings are those that the device left.
     fn draw_rows(&mut self, logits: &[f32], share: usize, row_ids: &[u32], num_generated: &[u32]) -> Drawn {
         let (rows, gpu) = (row_ids.len(), self.gpu.clone());
         let params = DeviceBuffer::from_slice(&gpu, &self.params).unwrap();
@@ -127,7 +127,7 @@ fn greedy_is_the_lowest_of_the_likeliest_over_all_workers() {
     let mut random = Random::new(1);
     for (groups, rows, share, vocab) in [(1, 1, 8, 8), (1, 5, 32000, 32000), (4, 3, 1256, 5019), (2, 130, 64, 121)] {
         let mut logits = random_logits(&mut random, groups * rows * share);
-        // A tie across workers, to be won by the lower token.
+        // A tie across workers; the lower token must win.
         for s in 0..rows {
             let (a, b) = (random.below(vocab), random.below(vocab));
             for v in [a, b] {
@@ -170,8 +170,8 @@ fn greedy_is_the_lowest_of_the_likeliest_over_all_workers() {
     }
 }
 
-/// Tokens that may be drawn under the settings, by sorting in fp64; those within `slack` of a threshold are left out of
-/// both sets: (must never be drawn, may be drawn).
+/// The tokens that may be drawn with the settings, found by sorting in fp64. Tokens within `slack` of a threshold are
+/// in neither set: (must never be drawn, may be drawn).
 fn allowed(row: &[f32], p: &RowParams) -> HashSet<u32> {
     let z: Vec<f64> = row.iter().map(|&x| f64::from(x) / f64::from(p.temperature)).collect();
     let mut order: Vec<usize> = (0..z.len()).collect();
@@ -266,28 +266,29 @@ fn penalties_lists_and_log_probabilities_agree_with_fp64() {
         };
         let mut bench = Bench::new(gpu.clone(), Queue::new(&gpu).unwrap(), vocab, settings);
         let mut expected = full.clone();
-        // Row 0: the two likeliest are known; one from the prompt, one generated. A negative one is multiplied.
+        // Row 0: the two likeliest tokens are known; one is from the prompt, one was generated. A negative logit is
+        // multiplied.
         let top = likely(&full[0], 3);
         full[0][top[0] as usize] = 4.0;
         expected[0][top[0] as usize] = 4.0 / 1.5;
         expected[0][top[1] as usize] /= 1.5;
         bench.join(0, &[top[0], 1, 1, top[1], top[1], 1], 3);
         expected[0][1] = if full[0][1] > 0.0 { full[0][1] / 1.5 } else { full[0][1] * 1.5 };
-        // Row 1: generated three times; the prompt does not count.
+        // Row 1: generated three times; the prompt is not counted.
         let top1 = likely(&full[1], 2);
         bench.join(1, &[top1[1], 0, 0, top1[0], top1[0], top1[0]], 3);
         expected[1][top1[0] as usize] -= 1.0 + 3.0 * 0.75;
-        // Row 2: bias.
+        // Row 2: logit bias.
         let rank = likely(&full[2], 30);
         bench.set_lists(2, &[rank[29], rank[0], 100f32.to_bits(), (-3f32).to_bits()]);
         expected[2][rank[29] as usize] += 100.0;
         expected[2][rank[0] as usize] -= 3.0;
-        // Row 3: the likeliest would complete a bad word, the second would not.
+        // Row 3: the likeliest token would complete a bad word, the second would not.
         let rank = likely(&full[3], 2);
         bench.join(3, &[5, 6, 7, 8, 9, 11], 3);
         bench.set_lists(3, &[3, 9, 11, rank[0], 3, 8, 11, rank[1]]);
         expected[3][rank[0] as usize] = f32::NEG_INFINITY;
-        // Rows 4 and 5: end ids are held back while fewer than min_tokens are generated.
+        // Rows 4 and 5: end ids are suppressed while fewer than min_tokens are generated.
         for (row, held) in [(4, true), (5, false)] {
             let rank = likely(&full[row], 2);
             bench.set_lists(row, &rank);
@@ -313,7 +314,7 @@ fn penalties_lists_and_log_probabilities_agree_with_fp64() {
                 assert!((found - logprob(*token)).abs() < 1e-4, "row {s}: {found}");
             }
         }
-        // The chosen token was counted, so that penalties grow.
+        // The chosen token was counted, so its penalties increase.
         let counts: Vec<u32> = bench.counts.span().read(rows * vocab).unwrap();
         let count = counts[vocab + chosen[1] as usize] & 0x7fff_ffff;
         let joined = if chosen[1] == top1[0] { 3 } else { 0 };
@@ -389,7 +390,7 @@ fn rows_that_verify_report_every_sample_and_append_none() {
     // Row 1 three times, row 2 once.
     let ids = [1 | VERIFIES, 1 | VERIFIES, 1 | VERIFIES, 2];
     let rows: Vec<Vec<f32>> = ids.iter().map(|_| random_logits(&mut random, vocab)).collect();
-    // Outputs are by sample, of which there are more than rows.
+    // Outputs are stored by sample; there are more samples than rows.
     bench.outputs = PinnedBuffer::new(&gpu, 2 * Outputs::slot_bytes(ids.len(), MAX_TOP)).unwrap();
     let drawn = bench.draw_rows(&rows.concat(), vocab, &ids, &[0, 1, 2, 0]);
     let expected: Vec<u32> = rows.iter().map(|row| argmax(row)).collect();

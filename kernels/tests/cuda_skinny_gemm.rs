@@ -1,4 +1,4 @@
-//! Linear layers for few rows against the plain formula, by both kernels, over odd shapes.
+//! Compares linear layers for few rows with the plain formula, for both kernels and odd shapes.
 
 mod gpu;
 
@@ -45,7 +45,7 @@ impl Case {
         }
     }
 
-    /// Runs `kernel` into a poisoned output and returns all of it.
+    /// Runs `kernel` with an output filled with NaN and returns the whole output.
     fn run(&self, epilogue: Epilogue, kernel: &dyn Fn(&Queue, Span, Span, &LinearWeight)) -> Vec<f32> {
         let upload = |values: &[bf16]| DeviceBuffer::from_slice(&self.gpu, values).expect("memory");
         let (x, weight, bias) = (upload(&self.x), upload(&self.weight), self.bias.as_deref().map(upload));
@@ -61,7 +61,8 @@ impl Case {
         }
     }
 
-    /// Value and tolerance of each element: the rounding on store, and fp32 sums in any order, through the gate if there is one.
+    /// Expected value and tolerance of each element: the rounding on store, and fp32 sums in any order, through the
+    /// gate if there is one.
     fn expected(&self, epilogue: Epilogue) -> Vec<(f32, f32)> {
         let (x, weight, bias) = (floats(&self.x), floats(&self.weight), self.bias.as_deref().map(floats));
         let magnitudes = |values: &[f32]| values.iter().map(|v| v.abs()).collect::<Vec<f32>>();
@@ -77,13 +78,13 @@ impl Case {
             let gate = row * self.n + column / 8 * 16 + column % 8;
             let (g, u) = (activate(activation, sums[gate]), sums[gate + 8]);
             let tolerance = (g * u).abs() * 2.0f32.powi(-8) * 1.05;
-            // Both activations have slopes below 1.2.
+            // Both activation functions have slopes below 1.2.
             (g * u, tolerance + 1.2 * slack(gate) * u.abs() + slack(gate + 8) * g.abs() + 1e-6)
         };
         (0..self.rows * self.n / 2).map(pair).collect()
     }
 
-    /// Asserts that `kernel` gives what is `expected`.
+    /// Asserts that the output of `kernel` is as `expected`.
     fn check(
         &self,
         what: &str,

@@ -18,7 +18,6 @@ import sys
 import tempfile
 
 import sentencepiece
-from sentencepiece import sentencepiece_model_pb2 as pb
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -133,6 +132,7 @@ def special_mixtures(count, seed):
 
 def train(folder, name="tokenizer.model", change=None, **options):
     """Trains on sentences and code, so that both have pieces."""
+    from sentencepiece import sentencepiece_model_pb2 as pb
     folder.mkdir(parents=True, exist_ok=True)
     corpus = [line for line in SENTENCES * 4 + code_lines()[:6000] + mixtures(200, 9) if "\0" not in line]
     with tempfile.TemporaryDirectory() as scratch:

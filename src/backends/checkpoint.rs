@@ -108,8 +108,8 @@ pub(crate) fn tokenizer(model: &LoadRequest) -> Result<(Arc<Tokenizer>, PathBuf)
     let wrong = |words: String| InferError::invalid(format!("model `{name}`: {words}"));
     let dir = tokenizer_dir(&model.config, &model.model_dir, &model.version_dir).map_err(wrong)?;
     let named = model.config.parameter("tokenizer_type").map_or(Ok(TokenizerType::Auto), str::parse).map_err(wrong)?;
-    let tokenizer = Tokenizer::open(&dir, named).map_err(|error| wrong(error.to_string()))?;
-    Ok((Arc::new(tokenizer), if dir.is_file() { dir.parent().map(Path::to_owned).unwrap_or_default() } else { dir }))
+    let tokenizer = generation::open_tokenizer(&dir, named).map_err(|error| wrong(error.to_string()))?;
+    Ok((tokenizer, if dir.is_file() { dir.parent().map(Path::to_owned).unwrap_or_default() } else { dir }))
 }
 
 /// Where [`tokenizer`] looks.

@@ -7,10 +7,11 @@ use std::sync::Arc;
 
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
+use generation::TextDecoder;
 use repository::ModelConfig;
 use serving::{
-    Backend, BackendFactory, Changes, DataType, Elements, EnsembleStep, InferError, InferRequest, InferResponse,
-    LoadRequest, ResponseStream, Shape, Tensor,
+    Backend, BackendFactory, DataType, DetokenizerModel, InferError, InferRequest, InferResponse, LoadRequest, Name,
+    ResponseStream, Shape, Tensor, TextModel,
 };
 use smallvec::SmallVec;
 use text::{Detokenizer, Tokenizer};
@@ -18,7 +19,7 @@ use text::{Detokenizer, Tokenizer};
 use crate::{checkpoint, parameters};
 
 /// Inputs that TensorRT-LLM's releases up to 0.13 have their postprocessing give back, as `OUT_` and their name.
-const HANDED_ON: [&str; 5] =
+const PASSED_ON: [&str; 5] =
     ["CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS", "BATCH_INDEX"];
 
 /// Loads `backend: "detokenize"`.
@@ -27,8 +28,8 @@ pub(crate) struct DetokenizeFactory;
 impl BackendFactory for DetokenizeFactory {
     /// Releases before 0.9 demand log probabilities, which only requests that ask for them have here.
     fn complete(&self, config: &mut ModelConfig) {
-        let handed_on = config.input.iter_mut().filter(|input| HANDED_ON.contains(&input.name.as_str()));
-        handed_on.for_each(|input| input.optional = true);
+        let passed_on = config.input.iter_mut().filter(|input| PASSED_ON.contains(&input.name.as_str()));
+        passed_on.for_each(|input| input.optional = true);
     }
 
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
@@ -37,10 +38,10 @@ impl BackendFactory for DetokenizeFactory {
             let has_beams = model.config.output.iter().any(|output| output.name == "OUTPUT" && output.dims.len() > 1);
             let is_nested = has_beams && model.config.max_batch_size > 0;
             let (tokenizer, _) = checkpoint::tokenizer(&model)?;
-            let is_declared = |name: &String| model.config.output.iter().any(|output| output.name == *name);
-            let named = HANDED_ON.map(|name| (name, format!("OUT_{name}")));
-            let handed_on = named.into_iter().filter(|(_, output)| is_declared(output)).collect();
-            Ok(Arc::new(Detokenize { tokenizer, skip_special_tokens, is_nested, handed_on }) as Arc<dyn Backend>)
+            let is_declared = |name: &Name| model.config.output.iter().any(|output| *name == output.name.as_str());
+            let named = PASSED_ON.map(|name| (Name::from(name), Name::from(format!("OUT_{name}"))));
+            let passed_on = named.into_iter().filter(|(_, output)| is_declared(output)).collect();
+            Ok(Arc::new(Detokenize { tokenizer, skip_special_tokens, is_nested, passed_on }) as Arc<dyn Backend>)
         };
         async { tokio::task::spawn_blocking(load).await.map_err(|error| InferError::internal(error.to_string()))? }
             .boxed()
@@ -53,8 +54,8 @@ struct Detokenize {
     /// Whether texts lie in rows of beams; else, as TensorRT-LLM's own model answers, in one list: its clients read
     /// `text_output[0]`.
     is_nested: bool,
-    /// Inputs that it gives back, and as what: those of [`HANDED_ON`] whose outputs the configuration declares.
-    handed_on: Vec<(&'static str, String)>,
+    /// Inputs that it gives back, and as what: those of [`PASSED_ON`] whose outputs the configuration declares.
+    passed_on: Arc<[(Name, Name)]>,
 }
 
 /// The texts in the making of one run.
@@ -64,8 +65,6 @@ struct Texts {
     of_rows: SmallVec<[(TextKey, Detokenizer); 1]>,
     /// What one request adds to all of them, row after row.
     pieces: String,
-    /// The last request told one token of this text, and that it goes on.
-    steady: Option<Steady>,
 }
 
 /// Of a text: sequence index, then row and beam.
@@ -78,62 +77,28 @@ impl Texts {
     }
 }
 
-/// A request that tells one token of one text, as most do behind a language model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Steady {
-    /// Where the token is among the inputs.
-    input: usize,
-    /// Which text, as in [`Texts::of_rows`].
-    text: TextKey,
-}
-
 impl Backend for Detokenize {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
-        self.answer(&request).map(ResponseStream::ready)
-    }
-
-    fn answers_at_once(&self) -> bool {
-        true
-    }
-
-    fn answer(&self, request: &InferRequest) -> Result<InferResponse, InferError> {
-        let inputs = Inputs::of(request);
+        let inputs = Inputs::of(&request);
         let tokens = Tokens::new(&inputs, self.is_nested)?;
         if let Some(told) = inputs.told {
-            return self.behind(&inputs, &tokens, &token_ids(told)?);
+            return self.behind(&inputs, &tokens, &token_ids(told)?).map(ResponseStream::ready);
         }
         let texts = match &request.step {
-            Some(step) => step.with_state(Texts::default, |texts| {
-                texts.steady = tokens.steady(request).filter(|_| !step.is_last && !self.hands_on(request));
-                self.push(texts, &tokens, step.is_last)
-            }),
+            Some(step) => step.with_state(Texts::default, |texts| self.push(texts, &tokens, step.is_last)),
             None => self.push(&mut Texts::default(), &tokens, true),
         };
         let mut outputs = vec![texts];
-        outputs.extend(self.handed_on.iter().filter_map(|(input, output)| {
-            request.input(input).map(|tensor| Tensor { name: output.into(), ..tensor.clone() })
+        outputs.extend(self.passed_on.iter().filter_map(|(input, output)| {
+            request.input(input).map(|tensor| Tensor { name: output.clone(), ..tensor.clone() })
         }));
-        Ok(InferResponse { outputs, ..InferResponse::default() })
+        Ok(ResponseStream::ready(InferResponse { outputs, ..InferResponse::default() }))
     }
 
-    fn answer_again(
-        &self,
-        step: &EnsembleStep,
-        changes: &Changes,
-        told: &mut Changes,
-    ) -> Option<Result<(), InferError>> {
-        let mut inputs = changes.iter();
-        let ((input, token), None) = (inputs.next()?, inputs.next()) else { return None };
-        step.with_state(Texts::default, |texts| {
-            let Steady { text, .. } = texts.steady.filter(|steady| steady.input == input)?;
-            let id = i32::from_le_bytes(*token.first_chunk()?);
-            let place = texts.find(text).ok()?;
-            let (_, text) = &mut texts.of_rows[place];
-            texts.pieces.clear();
-            text.push_into(u32::try_from(id).ok()?, &mut texts.pieces);
-            told.put(0, Elements::text(&texts.pieces));
-            Some(Ok(()))
-        })
+    fn text_model(&self) -> Option<TextModel> {
+        let decoder = TextDecoder { tokenizer: self.tokenizer.clone(), skip_special_tokens: self.skip_special_tokens };
+        let (is_nested, passed_on) = (self.is_nested, self.passed_on.clone());
+        Some(TextModel::Detokenizer(DetokenizerModel { decoder, is_nested, passed_on }))
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {
@@ -158,11 +123,6 @@ impl Detokenize {
         let texts: Vec<String> = tokens.rows().enumerate().map(text).collect();
         let outputs = vec![Tensor::from_byte_strings("OUTPUT", &[texts.len() as i64], &texts)];
         Ok(InferResponse { outputs, ..InferResponse::default() })
-    }
-
-    /// Whether it gives back some of what `request` brings.
-    fn hands_on(&self, request: &InferRequest) -> bool {
-        self.handed_on.iter().any(|(input, _)| request.input(input).is_some())
     }
 
     /// The text that each row's new tokens complete, with what was held back if these are the last.
@@ -263,13 +223,6 @@ impl Tokens {
         let sequence_end = inputs.sequence_end.filter(|end| end.datatype == DataType::Bool);
         let sequence_end = sequence_end.and_then(|end| end.data.first().map(|&end| end != 0));
         Ok(Self { ids, width, lengths, output_shape, sequence_index, sequence_end })
-    }
-
-    /// Whether these are one token of a text that goes on.
-    fn steady(&self, request: &InferRequest) -> Option<Steady> {
-        let is_one = self.width == 1 && self.lengths[..] == [1] && self.sequence_end != Some(true);
-        let input = request.inputs.iter().position(|tensor| tensor.name == "TOKENS_BATCH")?;
-        is_one.then_some(Steady { input, text: (self.sequence_index, 0) })
     }
 
     fn rows(&self) -> impl Iterator<Item = &[u32]> {

@@ -155,7 +155,7 @@ mod tests {
         };
         let all_places = Arc::clone(&PLACES).acquire_many_owned(*NUM_PLACES as u32).await.unwrap();
         let begin = |_| {
-            ResponseStream::driven_by(move |sender| async move {
+            ResponseStream::from_future(move |sender| async move {
                 let done = aside(&Handle::current(), 5000, &sender, work).await;
                 if let Some(Ok(())) = done {
                     sender.send(Ok(InferResponse { is_final: true, ..InferResponse::default() })).await;

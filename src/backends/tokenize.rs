@@ -83,7 +83,7 @@ impl Backend for Tokenize {
             return self.0.encode(&request).map(ResponseStream::ready);
         }
         let (preprocessor, runtime) = (self.0.clone(), Handle::current());
-        Ok(ResponseStream::driven_by(move |sender| async move {
+        Ok(ResponseStream::from_future(move |sender| async move {
             let encode = move || preprocessor.encode(&request);
             if let Some(done) = encoder::aside(&runtime, num_bytes, &sender, encode).await {
                 sender.send(done.flatten()).await;

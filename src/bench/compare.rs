@@ -1,4 +1,4 @@
-//! `trireme bench compare`: two servers or models in turn, and their ratio with how sure it is.
+//! `trireme bench compare`: measures two servers or models alternately, and computes their ratio with its confidence interval.
 
 use std::path::PathBuf;
 
@@ -10,15 +10,15 @@ use crate::figures::Figures;
 use crate::serving::{self, WorkloadArgs};
 use crate::target::{Protocol, Target};
 use crate::target_grpc::CONNECTIONS;
-use crate::{say, write_json};
+use crate::{print_text, write_json};
 
-/// Two servers or two models in turn, on the same requests: each figure as a ratio with its 95 % confidence interval
+/// Two servers or two models, alternately with the same requests: each figure as a ratio with its 95 % confidence interval
 #[derive(Debug, Clone, Args)]
 pub struct CompareArgs {
     /// The first: `ADDR`, `ADDR/MODEL` or `PROTOCOL://ADDR/MODEL` (grpc, http, openai, openai-chat)
     #[arg(value_name = "FIRST")]
     first: String,
-    /// The second, in the same form; ratios are those of the first to it
+    /// The second, in the same form; ratios are first to second
     #[arg(value_name = "SECOND")]
     second: String,
     /// Directory of the models' tokenizer; `-` for none
@@ -26,7 +26,7 @@ pub struct CompareArgs {
     tokenizer_path: String,
     #[command(flatten)]
     workload: WorkloadArgs,
-    /// Times that each is measured, in turn
+    /// Runs of each, alternately
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(2..=100))]
     rounds: u32,
     /// Requests in flight
@@ -37,15 +37,16 @@ pub struct CompareArgs {
     json: Option<PathBuf>,
 }
 
-/// A ratio of two figures over some rounds.
+/// The ratio of a figure of the first to that of the second, over all rounds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 struct Ratio {
     figure: &'static str,
     first: f64,
     second: f64,
     ratio: f64,
-    /// The ratio lies between these, 95 of 100 times.
+    /// Lower end of the 95 % confidence interval.
     low: f64,
+    /// Upper end.
     high: f64,
 }
 
@@ -59,7 +60,7 @@ struct Comparison {
     second_runs: Vec<Figures>,
 }
 
-/// What is compared, and how it is read from a run.
+/// Name of a figure, and its accessor.
 type Reading = (&'static str, fn(&Figures) -> f64);
 const READINGS: [Reading; 5] = [
     ("output tokens/s", |run| run.output_tokens_per_second),
@@ -69,14 +70,14 @@ const READINGS: [Reading; 5] = [
     ("request latency, mean ms", |run| run.request_latency_ms.mean),
 ];
 
-/// Measures both in turn and prints their ratios.
+/// Measures both alternately and prints their ratios.
 pub(crate) async fn run(args: CompareArgs) -> Result<(), ClientError> {
     let tokenizer = serving::tokenizer(&args.tokenizer_path)?;
     let prompts = args.workload.prompts(tokenizer.as_ref())?;
     let targets = [open(&args.first).await?, open(&args.second).await?];
     let mut runs = [Vec::new(), Vec::new()];
     for round in 0..args.rounds {
-        // The one that begins changes, so that what drifts meets both alike.
+        // The order alternates, so that a drift of the machine affects both alike.
         let order = if round % 2 == 0 { [0, 1] } else { [1, 0] };
         for which in order {
             let what = format!("round {} of {}, {}", round + 1, args.rounds, ["first", "second"][which]);
@@ -91,7 +92,7 @@ pub(crate) async fn run(args: CompareArgs) -> Result<(), ClientError> {
     }
     let [first_runs, second_runs] = runs;
     let ratios = ratios(&first_runs, &second_runs);
-    say(args.json.as_ref(), &text(&args, &ratios));
+    print_text(args.json.as_ref(), &text(&args, &ratios));
     let comparison =
         Comparison { first: args.first, second: args.second, rounds: args.rounds, ratios, first_runs, second_runs };
     match &args.json {
@@ -119,7 +120,7 @@ fn ratios(first: &[Figures], second: &[Figures]) -> Vec<Ratio> {
             (first.iter().map(read).collect(), second.iter().map(read).collect());
         let logs: Vec<f64> = first.iter().zip(&second).map(|(first, second)| (first / second).ln()).collect();
         if logs.iter().any(|log| !log.is_finite()) {
-            return None; // A figure that is not there, such as the first token of an answer in one piece.
+            return None; // A missing figure, such as the time to first token without streaming.
         }
         let (middle, half) = confidence(&logs);
         let [ratio, low, high] = [middle, middle - half, middle + half].map(f64::exp);
@@ -137,7 +138,7 @@ const STUDENT: [f64; 30] = [
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
     2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 ];
-/// The same for any more: a little too wide.
+/// Used for more degrees of freedom; the interval is then slightly too wide.
 const STUDENT_MANY: f64 = 2.042;
 
 /// Mean of at least two values, and half the width of its 95 % confidence interval.
@@ -166,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_interval_is_that_of_students_distribution() {
+    fn intervals_follow_students_distribution() {
         // 1, 2, 3, 4, 5: mean 3, standard error sqrt(2.5 / 5), t(4) = 2.776.
         let (mean, half) = confidence(&[1.0, 2.0, 3.0, 4.0, 5.0]);
         assert_eq!(mean, 3.0);
@@ -176,14 +177,14 @@ mod tests {
     #[test]
     fn ratios_are_taken_round_by_round() {
         let run = |tokens: f64| Figures { output_tokens_per_second: tokens, ..Figures::default() };
-        // Both double from round to round: the ratio is sure although the figures are not.
+        // Both double from round to round: the ratio has no variance although the figures have.
         let ratios = ratios(&[run(20.0), run(40.0)], &[run(10.0), run(20.0)]);
-        assert_eq!(ratios.len(), 1, "figures that are not there are left out");
+        assert_eq!(ratios.len(), 1, "missing figures are left out");
         assert!((ratios[0].ratio - 2.0).abs() < 1e-12 && (ratios[0].high - 2.0).abs() < 1e-12, "{ratios:?}");
     }
 
     #[test]
-    fn a_server_is_named_with_its_protocol_and_model() {
+    fn a_server_is_parsed_with_its_protocol_and_model() {
         assert_eq!(parse("h:1").unwrap(), (Protocol::Grpc, "h:1", None));
         assert_eq!(parse("openai://h:1/m/x").unwrap(), (Protocol::Openai, "h:1", Some("m/x")));
         assert!(parse("ftp://h").is_err());

@@ -1,4 +1,4 @@
-//! `trireme bench core`: token ids in, token ids out, with the options and the table of TensorRT-LLM's
+//! `trireme bench core`: measures a model with token ids as input and output, with the options and the table of TensorRT-LLM's
 //! `benchmark_core_model.py`.
 
 use std::path::PathBuf;
@@ -14,56 +14,56 @@ use crate::load::{self, Pace};
 use crate::random::{Arrivals, Random};
 use crate::target::{Outcome, Protocol, Sampling, Target};
 use crate::target_grpc::CONNECTIONS;
-use crate::{core_table, progress, say, serving, write_json};
+use crate::{core_table, print_text, progress, serving, write_json};
 
-/// A language model without tokenizers around it, as TensorRT-LLM's benchmark_core_model measures it
+/// A language model without tokenizers, measured like TensorRT-LLM's benchmark_core_model
 #[derive(Debug, Clone, Args)]
 pub struct CoreArgs {
-    /// Where the server's gRPC port is
+    /// Address of the server's gRPC port
     #[arg(short, long, default_value = "localhost:8001", value_name = "HOST:PORT")]
     url: String,
-    /// Model that takes token ids
+    /// Name of a model with token ids as input
     #[arg(short, long, default_value = "tensorrt_llm")]
     model: String,
-    /// Requests in flight at most; no limit when absent
+    /// Maximum number of requests in flight [default: no limit]
     #[arg(short, long)]
     concurrency: Option<usize>,
-    /// Longest prompt that is sent, in tokens
+    /// Maximum prompt length in tokens; longer prompts are left out
     #[arg(long, default_value_t = 1 << 20)]
     max_input_len: usize,
-    /// Requests at most
+    /// Maximum number of requests
     #[arg(long, default_value_t = 30000)]
     num_requests: usize,
     /// Requests per second; -1 sends all at once
     #[arg(long, default_value_t = -1.0, allow_negative_numbers = true)]
     request_rate: f64,
-    /// How the times between requests are spread
+    /// Distribution of the intervals between requests
     #[arg(long, default_value = "exponential_dist", value_parser = ["constant", "exponential_dist"])]
     time_delay_dist: String,
-    /// Whether answers come in pieces, where the model can
+    /// Stream the responses, if the model can
     #[arg(long, default_value = "true", value_parser = crate::boolean, action = clap::ArgAction::Set, num_args = 0..=1, default_missing_value = "true")]
     streaming: bool,
-    /// Requests sent before those that count
+    /// Requests that are sent before the measurement
     #[arg(long, default_value_t = 0)]
     warmup: usize,
-    /// Makes made-up requests and arrival times repeatable
+    /// Seed of generated requests and arrival times
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Write when each request began and ended, for Perfetto and chrome://tracing
+    /// Write the start and end of each request, for Perfetto and chrome://tracing
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "perfetto.json")]
     dump_perfetto_trace: Option<PathBuf>,
     /// Append the table to a CSV file
     #[arg(long, value_name = "FILE")]
     op_stats_csv: Option<PathBuf>,
-    /// Write the figures as JSON too; `-` is standard output
+    /// Also write the figures as JSON; `-` is standard output
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// What is asked.
+    /// The requests to send.
     #[command(subcommand)]
     workload: Workload,
 }
 
-/// What is asked.
+/// The requests to send.
 #[derive(Debug, Clone, Subcommand)]
 enum Workload {
     /// Requests of a file: {"prompt_token_ids": [..], "max_tokens": n}, one a line
@@ -71,7 +71,7 @@ enum Workload {
         /// The file
         path: PathBuf,
     },
-    /// Articles with example answers: CNN/DailyMail JSON, ShareGPT JSON or JSON lines
+    /// Prompts with example outputs: CNN/DailyMail JSON, ShareGPT JSON or JSON lines
     Dataset {
         /// The file
         #[arg(long)]
@@ -79,34 +79,34 @@ enum Workload {
         /// Directory of the tokenizer
         #[arg(long)]
         tokenizer_dir: String,
-        /// Tokens to ask for with each word of an example answer
+        /// Tokens to request for each word of an example output
         #[arg(long, default_value_t = 1.3)]
         op_tokens_per_word: f64,
     },
     /// Normally distributed lengths
     TokenNormDist {
-        /// Mean tokens of a prompt
+        /// Mean prompt length in tokens
         #[arg(long)]
         input_mean: f64,
-        /// Their standard deviation
+        /// Standard deviation of the prompt length
         #[arg(long)]
         input_stdev: f64,
-        /// Mean tokens to generate
+        /// Mean number of tokens to generate
         #[arg(long)]
         output_mean: f64,
-        /// Their standard deviation
+        /// Standard deviation of the number of tokens to generate
         #[arg(long)]
         output_stdev: f64,
     },
     /// Lengths of a histogram: `example`, or a JSON file {"input": [[from, to, count], ..], "output": [..]}
     TokenFromHistogram {
-        /// Its name, or the file
+        /// `example`, or the path of the file
         #[arg(long)]
         histogram_key: String,
     },
 }
 
-/// The histogram that TensorRT-LLM's tool calls `example`: ranges of lengths, and requests in each.
+/// The histogram `example` of TensorRT-LLM's tool: ranges of lengths with their numbers of requests.
 const EXAMPLE: [&[(usize, usize, usize)]; 2] = [
     &[(151, 175, 220), (176, 200, 225), (201, 225, 150), (226, 250, 150), (251, 275, 140)],
     &[(6, 10, 76), (11, 15, 210), (16, 20, 174), (21, 25, 130), (26, 30, 152)],
@@ -120,14 +120,14 @@ pub(crate) async fn run(args: CoreArgs) -> Result<(), ClientError> {
     let prompts = prompts(&args)?;
     let target = Target::open(Protocol::Grpc, &args.url, Some(&args.model), CONNECTIONS).await?;
     let sampling = Sampling { top_k: 1, top_p: 0.0, temperature: 1.0, stream_output: args.streaming, ignore_eos: true };
-    let say = |text: &str| say(args.json.as_ref(), text);
+    let print_text = |text: &str| print_text(args.json.as_ref(), text);
     if args.warmup > 0 {
-        say("[INFO] Warm up for benchmarking.");
+        print_text("[INFO] Warm up for benchmarking.");
         let warmup: Vec<Prompt> = prompts.iter().cycle().take(args.warmup).cloned().collect();
         let pace = Pace { limit: 1, arrivals: Arrivals::new(None, true, 0) };
         load::run(&target, &warmup, &sampling, pace, &progress::bar("warm-up", warmup.len())).await;
     }
-    say(&format!("[INFO] Start benchmarking on {} prompts.", prompts.len()));
+    print_text(&format!("[INFO] Start benchmarking on {} prompts.", prompts.len()));
     let rate = (args.request_rate > 0.0).then_some(args.request_rate);
     let arrivals = Arrivals::new(rate, args.time_delay_dist == "constant", args.seed);
     let pace = Pace { limit: args.concurrency.unwrap_or(usize::MAX), arrivals };
@@ -141,12 +141,12 @@ pub(crate) async fn run(args: CoreArgs) -> Result<(), ClientError> {
         is_streaming: args.streaming && outcomes.iter().any(|outcome| outcome.num_pieces > 1),
         ..Figures::of(&mut outcomes, elapsed, None)
     };
-    say(&text(&figures, &outcomes, elapsed));
+    print_text(&text(&figures, &outcomes, elapsed));
     finish(&args, &figures, &outcomes)
 }
 
 fn text(figures: &Figures, outcomes: &[Outcome], elapsed: Duration) -> String {
-    let latencies: f64 = outcomes.iter().map(|outcome| outcome.whole.as_secs_f64() * 1e3).sum();
+    let latencies: f64 = outcomes.iter().map(|outcome| outcome.latency.as_secs_f64() * 1e3).sum();
     let mut text = format!("[INFO] Total Latency: {:.3} ms\n", elapsed.as_secs_f64() * 1e3);
     text += &format!("[INFO] Total request latencies: {latencies:.3} ms\n");
     text += &core_table::text(figures);
@@ -154,7 +154,7 @@ fn text(figures: &Figures, outcomes: &[Outcome], elapsed: Duration) -> String {
         text += &format!("\ntime to first token    {}", figures.time_to_first_token_ms);
         text += &format!("\ninter-token latency    {}", figures.inter_token_latency_ms);
     }
-    text + &figures.troubles()
+    text + &figures.problems()
 }
 
 fn finish(args: &CoreArgs, figures: &Figures, outcomes: &[Outcome]) -> Result<(), ClientError> {
@@ -175,11 +175,11 @@ fn finish(args: &CoreArgs, figures: &Figures, outcomes: &[Outcome]) -> Result<()
     }
 }
 
-/// A request in the trace event format: times in microseconds.
+/// A request in the trace event format; times are in microseconds.
 fn event(at: usize, outcome: &Outcome) -> Value {
     let micros = |time: Duration| time.as_secs_f64() * 1e6;
     json!({
-        "name": format!("req_{at}"), "cat": "batch", "ph": "X", "ts": micros(outcome.at), "dur": micros(outcome.whole), "pid": "1",
+        "name": format!("req_{at}"), "cat": "batch", "ph": "X", "ts": micros(outcome.at), "dur": micros(outcome.latency), "pid": "1",
         "args": {"isl": outcome.prompt_tokens, "osl": outcome.num_tokens},
     })
 }
@@ -223,7 +223,7 @@ fn read(
     dataset::load(&Source::File(path.to_owned()), tokenizer.as_ref(), choice)
 }
 
-/// Ids that are ordinary tokens in every vocabulary in use.
+/// Prompts of given lengths, of random ids that are ordinary tokens in all common vocabularies.
 fn of_lengths(lengths: Vec<(usize, usize)>, random: &mut Random) -> Vec<Prompt> {
     let mut ids = |count: usize| (0..count).map(|_| 10 + random.below(200) as u32).collect();
     lengths.into_iter().map(|(input, max_tokens)| Prompt { text: String::new(), ids: ids(input), max_tokens }).collect()

@@ -20,7 +20,7 @@ fn rows(figures: &Figures) -> [(&'static str, f64); 10] {
     ]
 }
 
-/// As it is printed.
+/// The table as text.
 pub(crate) fn text(figures: &Figures) -> String {
     let rows = rows(figures).map(|(name, value)| (name.to_owned(), format!("{value:.2}")));
     let all = || rows.iter().map(|(name, value)| (name.as_str(), value.as_str())).chain([("Stat", "Value")]);
@@ -32,10 +32,10 @@ pub(crate) fn text(figures: &Figures) -> String {
     format!("{rule}\n{}{rule}\n{body}{rule}", line(("Stat", "Value")))
 }
 
-/// A line of its CSV, with the names of columns in front when the file is new.
+/// A line of its CSV file, after the names of the columns if the file is new.
 pub(crate) fn csv(figures: &Figures, is_new: bool) -> String {
     let rows = rows(figures);
-    // The file's names differ from the table's here.
+    // Some names in the file differ from those in the table.
     let long = |name: &str| name.replace(" IP ", " Input ").replace("Avg. OP ", "Avg. Output ");
     let head = rows.map(|(name, _)| long(name)).join(",") + "\n";
     let line = rows.map(|(_, value)| value.to_string()).join(",") + "\n";

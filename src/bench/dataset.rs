@@ -1,4 +1,4 @@
-//! Prompts from files of several forms, or made up.
+//! Prompts from files in several formats, or generated.
 
 use std::path::{Path, PathBuf};
 
@@ -8,10 +8,10 @@ use text::Tokenizer;
 
 use crate::random::Random;
 
-/// One request to come.
+/// One request to send.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Prompt {
-    /// The text; empty for a file of token ids that was read without a tokenizer.
+    /// The text; empty if a file of token ids was read without a tokenizer.
     pub text: String,
     /// Its tokens; empty without a tokenizer.
     pub ids: Vec<u32>,
@@ -19,18 +19,18 @@ pub struct Prompt {
     pub max_tokens: usize,
 }
 
-/// Where prompts come from.
+/// Source of the prompts.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Source {
     File(PathBuf),
-    /// `generated:INPUT:OUTPUT`, each a length or `LENGTH~DEVIATION`.
+    /// `generated:INPUT:OUTPUT`; each is a length or `LENGTH~DEVIATION`.
     Generated {
         input: Length,
         output: Length,
     },
 }
 
-/// A length in tokens, normally distributed.
+/// A normally distributed length in tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Length {
     mean: f64,
@@ -38,7 +38,7 @@ pub(crate) struct Length {
 }
 
 impl Length {
-    /// `mean` tokens, give or take `deviation`.
+    /// A length with this mean and standard deviation.
     pub(crate) fn new(mean: f64, deviation: f64) -> Self {
         Self { mean, deviation }
     }
@@ -49,14 +49,14 @@ impl Length {
         ((1.0..=1e7).contains(&mean) && (0.0..=1e7).contains(&deviation)).then_some(Self { mean, deviation })
     }
 
-    /// At least 1.
+    /// A random length, at least 1.
     pub(crate) fn draw(self, random: &mut Random) -> usize {
         random.normal(self.mean, self.deviation).round().max(1.0) as usize
     }
 }
 
 impl Source {
-    /// From a command line.
+    /// Parses the command-line argument.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
         let Some(lengths) = text.strip_prefix("generated:") else { return Ok(Source::File(text.into())) };
         let parsed =
@@ -67,29 +67,29 @@ impl Source {
     }
 }
 
-/// How prompts are chosen.
+/// Which prompts of a source are used.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Choice {
     pub count: usize,
     pub seed: u64,
-    /// Prompts with more tokens are left out.
+    /// Prompts with more tokens are not used.
     pub max_input_len: usize,
-    /// Tokens for each word of an example answer, where only its text is known.
+    /// Tokens to request for each word of an example output.
     pub tokens_per_word: f64,
 }
 
-/// What LMDeploy's profile scripts take of ShareGPT.
+/// Bounds of LMDeploy's profile scripts for ShareGPT: least length of prompt and of output, greatest length of the prompt and of both.
 const SHARE_GPT_MIN: usize = 4;
 const SHARE_GPT_MAX_INPUT: usize = 1024;
 const SHARE_GPT_MAX_WHOLE: usize = 2048;
 
-/// Tokens to generate where a file does not say.
+/// Tokens to generate if the file does not specify it.
 const DEFAULT_MAX_TOKENS: usize = 128;
 
 /// The prompts of a source.
 ///
 /// # Errors
-/// When a file cannot be read or has another form, or nothing in it can be used.
+/// When a file cannot be read, has another format, or contains no usable prompt.
 pub(crate) fn load(source: &Source, tokenizer: Option<&Tokenizer>, choice: Choice) -> Result<Vec<Prompt>, ClientError> {
     let path = match source {
         Source::Generated { input, output } => return Ok(generate(*input, *output, tokenizer, choice)),
@@ -97,7 +97,7 @@ pub(crate) fn load(source: &Source, tokenizer: Option<&Tokenizer>, choice: Choic
     };
     let mut random = Random::new(choice.seed);
     let (records, is_fixed) = records(path)?;
-    // As the scripts do: no need to encode all of a large file.
+    // Like the scripts: a sample of a large file is enough, and saves encoding all of it.
     let enough = (choice.count + choice.count / 5).max(1000);
     let records = if is_fixed { records } else { random.sample(records, enough) };
     let mut prompts = Vec::new();
@@ -113,7 +113,7 @@ pub(crate) fn load(source: &Source, tokenizer: Option<&Tokenizer>, choice: Choic
     }
 }
 
-/// The objects of a JSON array, or of a file with one a line; whether their order is the workload's.
+/// The objects of a JSON array or of JSON lines, and whether their order must be kept.
 fn records(path: &Path) -> Result<(Vec<Value>, bool), ClientError> {
     let text = crate::read(path)?;
     if text.trim_start().starts_with('[')
@@ -129,7 +129,7 @@ fn records(path: &Path) -> Result<(Vec<Value>, bool), ClientError> {
     Ok((lines.map(record).collect::<Result<_, _>>()?, true))
 }
 
-/// A record as a request; `None` for one of unfitting length.
+/// Converts a record to a request; `None` if a length is out of bounds.
 fn prompt(record: &Value, tokenizer: Option<&Tokenizer>, choice: Choice) -> Result<Option<Prompt>, String> {
     let text = |key: &str| record[key].as_str();
     let encode = |text: &str| encode(tokenizer, text);
@@ -176,7 +176,7 @@ fn encode(tokenizer: Option<&Tokenizer>, text: &str) -> Result<Vec<u32>, String>
     tokenizer.encode(text, true).map_err(|error| error.to_string())
 }
 
-/// Ids of ordinary tokens lie between these in every vocabulary in use.
+/// Ids that are ordinary tokens in all common vocabularies.
 const GENERATED_IDS: std::ops::Range<usize> = 10..250;
 
 fn generate(input: Length, output: Length, tokenizer: Option<&Tokenizer>, choice: Choice) -> Vec<Prompt> {
@@ -190,7 +190,7 @@ fn generate(input: Length, output: Length, tokenizer: Option<&Tokenizer>, choice
         let mut ids: Vec<u32> = (0..length).map(|_| ordinary[random.below(ordinary.len())]).collect();
         let text = tokenizer.map(|tokenizer| tokenizer.decode(&ids, true)).unwrap_or_default();
         if let Some(encoded) = tokenizer.and_then(|tokenizer| tokenizer.encode(&text, true).ok()) {
-            ids = encoded; // What the server will see.
+            ids = encoded; // The server will encode the text the same way.
         }
         Prompt { text, ids, max_tokens: output.draw(&mut random) }
     };
@@ -220,7 +220,7 @@ mod tests {
     const CHOICE: Choice = Choice { count: 10, seed: 0, max_input_len: 100, tokens_per_word: 1.3 };
 
     #[test]
-    fn share_gpt_takes_the_first_two_turns_of_fitting_length() {
+    fn share_gpt_uses_the_first_two_turns_of_valid_length() {
         let text = r#"[{"conversations": [{"value": "a b c d e"}, {"value": "a b c d"}, {"value": "a"}]},
             {"conversations": [{"value": "a b c"}, {"value": "a b c d"}]}, {"conversations": [{"value": "a b c d e"}]}]"#;
         let prompts = read(text, CHOICE).unwrap();
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_summary_is_asked_for_by_the_words_of_its_example() {
+    fn the_length_of_a_summary_follows_from_the_words_of_its_example() {
         let text = r#"[{"input": "a b", "instruction": "c", "output": "a b c d e a b c d e"}]"#;
         let prompts = read(text, CHOICE).unwrap();
         assert_eq!(prompts, [Prompt { text: "a b c".into(), ids: vec![0, 1, 2], max_tokens: 13 }]);
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn another_form_is_refused_with_its_place() {
+    fn another_format_is_an_error_with_its_position() {
         let error = read("{\"prompt\": \"b\"}\n{\"x\": 1}\n", CHOICE).unwrap_err().to_string();
         assert!(error.contains("request 2: expected `conversations`"), "{error}");
         let error = read("{\"prompt\": \"b\"}\nnot json\n", CHOICE).unwrap_err().to_string();

@@ -8,92 +8,93 @@ use text::Tokenizer;
 use crate::percentiles::{Histogram, Percentiles};
 use crate::target::Outcome;
 
-/// The figures of a run. Failed requests count in no latency.
+/// The figures of a run. Latencies do not include failed requests.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Figures {
-    /// What was spoken.
+    /// The protocol, by its name on the command line.
     pub protocol: String,
-    /// The model that was asked.
+    /// The model.
     pub model: String,
-    /// Requests in flight at most; `None` for all at once.
+    /// Maximum number of requests in flight; `None` for no limit.
     pub concurrency: Option<usize>,
-    /// Requests a second that were sent; `None` for as fast as answers came.
+    /// Requests sent per second; `None` if only `concurrency` limits them.
     pub request_rate: Option<f64>,
-    /// Whether answers came in pieces.
+    /// Whether responses were streamed.
     pub is_streaming: bool,
     /// Requests sent.
     pub requests: usize,
-    /// Those that failed.
+    /// Failed requests.
     pub errors: usize,
-    /// Answers with fewer tokens than asked for.
+    /// Responses with fewer tokens than requested.
     pub short_answers: usize,
-    /// From the first request to the last answer.
+    /// Time from the first request to the last response.
     pub seconds: f64,
     /// Tokens of the prompts.
     pub prompt_tokens: usize,
-    /// Tokens generated.
+    /// Generated tokens.
     pub output_tokens: usize,
-    /// Generated tokens a second.
+    /// Generated tokens per second.
     pub output_tokens_per_second: f64,
-    /// Tokens a second, those of prompts among them.
+    /// Tokens per second, prompts included.
     pub total_tokens_per_second: f64,
-    /// Answers a second.
+    /// Successful requests per second.
     pub requests_per_second: f64,
-    /// From a request to its first token.
+    /// Time from a request to its first token.
     pub time_to_first_token_ms: Percentiles,
-    /// From a token to the next one.
+    /// Time from one token to the next.
     pub inter_token_latency_ms: Percentiles,
-    /// Mean time for each token after the first, one figure a request.
+    /// Mean time of the tokens after the first, one value per request.
     pub time_per_output_token_ms: Percentiles,
-    /// From a request to the end of its answer.
+    /// Time from a request to the end of its response.
     pub request_latency_ms: Percentiles,
-    /// Of `time_to_first_token_ms`.
+    /// Histogram of `time_to_first_token_ms`.
     pub time_to_first_token_histogram: Histogram,
-    /// Of `inter_token_latency_ms`.
+    /// Histogram of `inter_token_latency_ms`.
     pub inter_token_latency_histogram: Histogram,
-    /// Of `request_latency_ms`.
+    /// Histogram of `request_latency_ms`.
     pub request_latency_histogram: Histogram,
-    /// What the first failed request said.
+    /// Error of the first failed request.
     pub first_error: Option<String>,
 }
 
 impl Figures {
-    /// Sums up a run. Tokens are counted by the server, else by the tokenizer from the text, else by pieces.
+    /// Summarizes a run. The number of tokens comes from the server, else from the tokenizer and the text, else from the number of
+    /// streamed pieces.
     pub(crate) fn of(outcomes: &mut [Outcome], elapsed: Duration, tokenizer: Option<&Tokenizer>) -> Self {
         for outcome in outcomes.iter_mut().filter(|outcome| outcome.num_tokens.is_none()) {
             let encoded = tokenizer.and_then(|tokenizer| tokenizer.encode(&outcome.text, false).ok());
             outcome.num_tokens = Some(encoded.map_or(outcome.num_pieces, |ids| ids.len()));
         }
         let tokens = |outcome: &Outcome| outcome.num_tokens.unwrap_or(0);
-        let good = || outcomes.iter().filter(|outcome| outcome.error.is_none());
+        let successful = || outcomes.iter().filter(|outcome| outcome.error.is_none());
         let first_error = outcomes.iter().find_map(|outcome| outcome.error.clone());
-        let (seconds, answers) = (elapsed.as_secs_f64(), good().count());
-        let prompt_tokens = good().map(|outcome| outcome.prompt_tokens).sum();
+        let (seconds, answers) = (elapsed.as_secs_f64(), successful().count());
+        let prompt_tokens = successful().map(|outcome| outcome.prompt_tokens).sum();
         let output_tokens = outcomes.iter().map(tokens).sum();
-        let mut to_first: Vec<Duration> = good().filter_map(|outcome| outcome.to_first).collect();
-        let mut between: Vec<Duration> = good().flat_map(|outcome| outcome.between.iter().copied()).collect();
-        let mut whole: Vec<Duration> = good().map(|outcome| outcome.whole).collect();
+        let mut time_to_first: Vec<Duration> = successful().filter_map(|outcome| outcome.time_to_first).collect();
+        let mut between: Vec<Duration> = successful().flat_map(|outcome| outcome.gaps.iter().copied()).collect();
+        let mut whole: Vec<Duration> = successful().map(|outcome| outcome.latency).collect();
         let per_token = |outcome: &Outcome| {
             let after = u32::try_from(tokens(outcome).checked_sub(1)?).ok().filter(|&after| after > 0)?;
-            Some((outcome.whole - outcome.to_first?) / after)
+            Some((outcome.latency - outcome.time_to_first?) / after)
         };
         let mut per_token: Vec<Duration> =
-            good().filter(|outcome| outcome.num_pieces > 1).filter_map(per_token).collect();
+            successful().filter(|outcome| outcome.num_pieces > 1).filter_map(per_token).collect();
         Self {
             requests: outcomes.len(),
             errors: outcomes.len() - answers,
-            short_answers: good().filter(|outcome| tokens(outcome) < outcome.asked_tokens).count(),
+            short_answers: successful().filter(|outcome| tokens(outcome) < outcome.max_tokens).count(),
             seconds,
             prompt_tokens,
             output_tokens,
             output_tokens_per_second: output_tokens as f64 / seconds,
             total_tokens_per_second: (prompt_tokens + output_tokens) as f64 / seconds,
             requests_per_second: answers as f64 / seconds,
-            time_to_first_token_histogram: Histogram::of(&to_first),
+            time_to_first_token_histogram: Histogram::of(&time_to_first),
             inter_token_latency_histogram: Histogram::of(&between),
             request_latency_histogram: Histogram::of(&whole),
-            time_to_first_token_ms: Percentiles::of(&mut to_first),
+            time_to_first_token_ms: Percentiles::of(&mut time_to_first),
             inter_token_latency_ms: Percentiles::of(&mut between),
             time_per_output_token_ms: Percentiles::of(&mut per_token),
             request_latency_ms: Percentiles::of(&mut whole),
@@ -102,12 +103,12 @@ impl Figures {
         }
     }
 
-    /// Answers a minute.
+    /// Successful requests per minute.
     pub(crate) fn requests_per_minute(&self) -> f64 {
         self.requests_per_second * 60.0
     }
 
-    /// The lines that LMDeploy's profile scripts print, and ours behind them.
+    /// The output of LMDeploy's profile scripts, followed by the latencies.
     pub(crate) fn text(&self) -> String {
         let rule = "-".repeat(50);
         let first = &self.time_to_first_token_ms;
@@ -134,11 +135,11 @@ impl Figures {
             text += &format!("time per output token  {}\n", self.time_per_output_token_ms);
         }
         text += &format!("request latency        {}", self.request_latency_ms);
-        text + &self.troubles()
+        text + &self.problems()
     }
 
-    /// What did not go as asked, in lines of their own.
-    pub(crate) fn troubles(&self) -> String {
+    /// Lines about short and failed responses; empty if there are none.
+    pub(crate) fn problems(&self) -> String {
         let mut text = String::new();
         if self.short_answers > 0 {
             text += &format!("\n{} of {} answers are shorter than asked for", self.short_answers, self.requests);
@@ -149,7 +150,7 @@ impl Figures {
         text
     }
 
-    /// Requests in flight, in words.
+    /// The request rate or the number of requests in flight, as text.
     pub(crate) fn pace(&self) -> String {
         match (self.request_rate, self.concurrency) {
             (Some(rate), _) => format!("{rate} req/s"),
@@ -189,11 +190,11 @@ mod tests {
     fn outcome(num_tokens: Option<usize>, error: Option<&str>) -> Outcome {
         let prompt = Prompt { text: "a".into(), ids: vec![1, 2], max_tokens: 5 };
         Outcome {
-            to_first: Some(Duration::from_millis(10)),
-            between: vec![Duration::from_millis(2); 3],
+            time_to_first: Some(Duration::from_millis(10)),
+            gaps: vec![Duration::from_millis(2); 3],
             num_pieces: 4,
             num_tokens,
-            whole: Duration::from_millis(16),
+            latency: Duration::from_millis(16),
             error: error.map(str::to_owned),
             ..Outcome::begin(&prompt, Duration::ZERO)
         }

@@ -1,6 +1,7 @@
-//! HTTP/1.1 with kept connections and answers read as they come.
+//! HTTP/1.1 requests whose responses are read as they arrive.
 
-use std::sync::{Arc, Mutex};
+use std::error::Error;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -8,10 +9,10 @@ use client::ClientError;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
-use hyper::client::conn::http1::{SendRequest, handshake};
-use hyper_util::rt::TokioIo;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
 use serde_json::Value;
-use tokio::net::TcpStream;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -20,98 +21,88 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) struct HttpClient {
     /// `HOST:PORT`
     address: Arc<str>,
-    idle: Arc<Mutex<Vec<SendRequest<Full<Bytes>>>>>,
+    connections: Client<HttpConnector, Full<Bytes>>,
 }
 
 impl HttpClient {
-    /// A client of `HOST:PORT` or `http://HOST:PORT`; connects when first used.
+    /// A client of `HOST:PORT` or `http://HOST:PORT`. It connects with the first request.
     ///
     /// # Errors
-    /// For an address with another scheme.
+    /// For an `https` address.
     pub(crate) fn new(address: &str) -> Result<Self, ClientError> {
         if address.starts_with("https://") {
             return Err(ClientError::Usage(format!(
                 "`{address}`: servers are measured without TLS; give an http:// address"
             )));
         }
-        let address = address.trim_start_matches("http://").trim_end_matches('/');
-        Ok(Self { address: address.into(), idle: Arc::default() })
+        let mut connector = HttpConnector::new();
+        connector.set_nodelay(true);
+        connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
+        Ok(Self {
+            address: address.trim_start_matches("http://").trim_end_matches('/').into(),
+            connections: Client::builder(TokioExecutor::new()).build(connector),
+        })
     }
 
-    /// The JSON that `GET path` gives.
+    /// Sends `GET path` and returns the JSON of the response.
     ///
     /// # Errors
-    /// When nothing answers, or not with JSON.
+    /// When the request fails, or the response is not JSON.
     pub(crate) async fn get(&self, path: &str) -> Result<Value, ClientError> {
         self.send("GET", path, String::new()).await?.json().await
     }
 
-    /// Sends JSON and waits for the head of the answer, which is 200.
+    /// Sends `POST path` with JSON and waits for the head of the response.
     ///
     /// # Errors
-    /// When nothing answers, or the server refuses.
-    pub(crate) async fn post(&self, path: &str, body: &Value) -> Result<Answer, ClientError> {
+    /// When the request fails, or the status is not 200.
+    pub(crate) async fn post(&self, path: &str, body: &Value) -> Result<HttpResponse, ClientError> {
         self.send("POST", path, body.to_string()).await
     }
 
-    async fn send(&self, method: &str, path: &str, body: String) -> Result<Answer, ClientError> {
-        let body = Bytes::from(body);
-        let idle = self.idle.lock().unwrap().pop().filter(|sender| !sender.is_closed());
-        let is_fresh = idle.is_none();
-        let mut sender = match idle {
-            Some(sender) => sender,
-            None => self.connect().await?,
-        };
-        let response = match sender.send_request(self.request(method, path, body.clone())?).await {
-            // A kept connection may have ended meanwhile.
-            Err(_) if !is_fresh => {
-                sender = self.connect().await?;
-                sender.send_request(self.request(method, path, body)?).await
-            }
-            response => response,
-        };
-        let response = response.map_err(|error| self.broken(&error))?;
-        let answer = Answer { client: self.clone(), sender: Some(sender), response, buffer: BytesMut::new() };
-        if answer.response.status() == StatusCode::OK { Ok(answer) } else { Err(answer.refusal(path).await) }
+    async fn send(&self, method: &str, path: &str, body: String) -> Result<HttpResponse, ClientError> {
+        let head = Request::builder().method(method).uri(format!("http://{}{path}", self.address));
+        let head = head.header("host", &*self.address).header("content-type", "application/json");
+        let request = head
+            .header("user-agent", "trireme-bench")
+            .body(Full::new(Bytes::from(body)))
+            .map_err(|error| ClientError::Usage(format!("`{path}` is no path: {error}")))?;
+        let response = self.connections.request(request).await.map_err(|error| match error.is_connect() {
+            true => ClientError::Unreachable {
+                url: self.address.to_string(),
+                source: std::io::Error::other(root_cause(&error).to_string()),
+            },
+            false => self.broken(error.source().unwrap_or(&error)),
+        })?;
+        let response = HttpResponse { client: self.clone(), response, buffer: BytesMut::new() };
+        if response.response.status() == StatusCode::OK { Ok(response) } else { Err(response.into_error(path).await) }
     }
 
-    fn request(&self, method: &str, path: &str, body: Bytes) -> Result<Request<Full<Bytes>>, ClientError> {
-        let head = Request::builder().method(method).uri(path).header("host", &*self.address);
-        let head = head.header("content-type", "application/json").header("user-agent", "trireme-bench");
-        head.body(Full::new(body)).map_err(|error| ClientError::Usage(format!("`{path}` is no path: {error}")))
-    }
-
-    async fn connect(&self) -> Result<SendRequest<Full<Bytes>>, ClientError> {
-        let url = || self.address.to_string();
-        let connect = tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(&*self.address));
-        let stream = connect
-            .await
-            .unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into()))
-            .map_err(|source| ClientError::Unreachable { url: url(), source })?;
-        let _ = stream.set_nodelay(true); // Only costs latency where it fails.
-        let (sender, connection) = handshake(TokioIo::new(stream)).await.map_err(|error| self.broken(&error))?;
-        tokio::spawn(connection);
-        Ok(sender)
-    }
-
-    fn broken(&self, error: &hyper::Error) -> ClientError {
+    fn broken(&self, error: &dyn Error) -> ClientError {
         let source = std::io::Error::other(error.to_string());
         ClientError::Io { what: format!("talking HTTP with `{}`", self.address), source }
     }
 }
 
-/// An answer whose body is still to be read.
-pub(crate) struct Answer {
+/// The error at the end of a chain of sources.
+fn root_cause<'a>(mut error: &'a (dyn Error + 'static)) -> &'a (dyn Error + 'static) {
+    while let Some(source) = error.source() {
+        error = source;
+    }
+    error
+}
+
+/// A response whose body is not read yet.
+pub(crate) struct HttpResponse {
     client: HttpClient,
-    sender: Option<SendRequest<Full<Bytes>>>,
     response: Response<Incoming>,
     buffer: BytesMut,
 }
 
-impl Answer {
+impl HttpResponse {
     /// The whole body as JSON.
     pub(crate) async fn json(mut self) -> Result<Value, ClientError> {
-        while self.more().await? {}
+        while self.read_frame().await? {}
         serde_json::from_slice(&self.buffer).map_err(|error| {
             let start = String::from_utf8_lossy(&self.buffer[..self.buffer.len().min(80)]).into_owned();
             ClientError::Protocol(format!("`{start}` is not JSON: {error}"))
@@ -128,13 +119,14 @@ impl Answer {
                     return Ok(Some(data.trim().to_owned()));
                 }
             }
-            if !self.more().await? {
+            if !self.read_frame().await? {
                 return Ok(None);
             }
         }
     }
 
-    async fn more(&mut self) -> Result<bool, ClientError> {
+    /// Reads the next part of the body into the buffer; `false` at its end.
+    async fn read_frame(&mut self) -> Result<bool, ClientError> {
         match self.response.body_mut().frame().await {
             Some(Ok(frame)) => {
                 if let Some(data) = frame.data_ref() {
@@ -143,17 +135,48 @@ impl Answer {
                 Ok(true)
             }
             Some(Err(error)) => Err(self.client.broken(&error)),
-            None => {
-                self.client.idle.lock().unwrap().extend(self.sender.take());
-                Ok(false)
-            }
+            None => Ok(false),
         }
     }
 
-    async fn refusal(mut self, path: &str) -> ClientError {
+    async fn into_error(mut self, path: &str) -> ClientError {
         let status = self.response.status();
-        while let Ok(true) = self.more().await {}
+        while let Ok(true) = self.read_frame().await {}
         let body = String::from_utf8_lossy(&self.buffer).into_owned();
         ClientError::Protocol(format!("`{path}` answered {status}: {}", body.trim()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn requests_reuse_a_connection_and_a_refused_one_is_unreachable() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        // Serves one connection only.
+        let server = tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            drop(listener);
+            for _ in 0..2 {
+                let mut head = Vec::new();
+                while !head.ends_with(b"\r\n\r\n") {
+                    head.push(stream.read_u8().await.unwrap());
+                }
+                stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n7").await.unwrap();
+            }
+        });
+        let client = HttpClient::new(&address).unwrap();
+        assert_eq!(client.get("/a").await.unwrap(), 7);
+        assert_eq!(client.get("/b").await.unwrap(), 7);
+        server.await.unwrap();
+        let error = HttpClient::new(&address).unwrap().get("/").await.unwrap_err();
+        let source = Error::source(&error).unwrap().to_string();
+        assert!(error.to_string().starts_with("nothing answers at `127.0.0.1:"), "{error}");
+        assert!(source.starts_with("Connection refused"), "{source}");
     }
 }

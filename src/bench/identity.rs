@@ -1,4 +1,4 @@
-//! `trireme bench identity`: one batch of a fixed shape, as TensorRT-LLM's `identity_test.py` measures it.
+//! `trireme bench identity`: measures one batch of a fixed shape, like TensorRT-LLM's `identity_test.py`.
 
 use std::time::{Duration, Instant};
 
@@ -16,21 +16,21 @@ use crate::infer::Protocol;
 use crate::infer_http::HttpConnection;
 use crate::percentiles::Percentiles;
 use crate::random::Random;
-use crate::{progress, say, write_json};
+use crate::{print_text, progress, write_json};
 
-/// Latency and sentences per second of one batch of a fixed shape, as TensorRT-LLM's identity_test measures them
+/// Latency and sentences per second of one batch of a fixed shape, measured like TensorRT-LLM's identity_test
 #[derive(Debug, Clone, Args)]
 pub struct IdentityArgs {
-    /// Where the server's gRPC port is
+    /// Address of the server's gRPC port
     #[arg(short, long, default_value = "localhost:8001", value_name = "HOST:PORT")]
     url: String,
     /// Protocol of the requests; HTTP needs a model that is not decoupled
     #[arg(short = 'i', long, value_enum, default_value_t = Protocol::Grpc)]
     protocol: Protocol,
-    /// Where the server's HTTP port is
+    /// Address of the server's HTTP port
     #[arg(long, default_value = "localhost:8000", value_name = "HOST:PORT")]
     http_url: String,
-    /// Model that takes token ids
+    /// Name of a model with token ids as input
     #[arg(short, long, default_value = "tensorrt_llm")]
     model: String,
     /// Sequences of a request
@@ -39,34 +39,34 @@ pub struct IdentityArgs {
     /// Tokens of each prompt
     #[arg(short, long, default_value_t = 8)]
     start_len: usize,
-    /// Tokens to generate for each
+    /// Tokens to generate for each sequence
     #[arg(short, long, default_value_t = 10)]
     output_len: usize,
     /// Beams of the search (`-beam`)
     #[arg(long = "beam", alias = "beam-width", default_value_t = 1)]
     beam_width: u32,
-    /// Sample from this many likeliest tokens (`-topk`)
+    /// Sample from this many most likely tokens (`-topk`)
     #[arg(long, default_value_t = 1)]
     topk: u32,
-    /// Sample from the likeliest tokens that have this probability together (`-topp`)
+    /// Sample from the most likely tokens with this cumulative probability (`-topp`)
     #[arg(long, default_value_t = 0.0)]
     topp: f64,
-    /// Requests of a run, all at once
+    /// Concurrent requests of a run
     #[arg(short = 'p', long, default_value_t = 1)]
     request_parallelism: usize,
     /// Runs; the latency is their mean
     #[arg(short, long, default_value_t = 10)]
     num_runs: usize,
-    /// Send requests before those that count
+    /// Send requests before the measurement
     #[arg(short = 'w', long)]
     warm_up: bool,
-    /// Random prompts have ids below this
+    /// Upper bound of the ids in random prompts
     #[arg(long, default_value_t = 256)]
     vocab_size: usize,
-    /// Makes the prompts repeatable
+    /// Seed of the prompts
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Write the figures as JSON too; `-` is standard output
+    /// Also write the figures as JSON; `-` is standard output
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -76,7 +76,7 @@ struct Figures {
     batch_size: usize,
     start_len: usize,
     output_len: usize,
-    /// Mean time of a run over its requests, as the Python tool has it.
+    /// Mean time of a run divided by its requests, as in the Python tool.
     latency_ms: f64,
     sentences_per_second: f64,
     output_tokens_per_second: f64,
@@ -101,24 +101,24 @@ pub(crate) async fn run(args: IdentityArgs) -> Result<(), ClientError> {
         });
     }
     if args.warm_up {
-        say(args.json.as_ref(), "[INFO] sending requests to warm up");
+        print_text(args.json.as_ref(), "[INFO] sending requests to warm up");
         try_join_all(senders.iter_mut().take(2).map(Sender::send)).await?;
     }
     let bar = progress::bar("identity", args.num_runs);
     let mut runs = Vec::with_capacity(args.num_runs);
     for _ in 0..args.num_runs {
-        let begun = Instant::now();
+        let started = Instant::now();
         try_join_all(senders.iter_mut().map(Sender::send)).await?;
-        runs.push(begun.elapsed() / args.request_parallelism as u32);
+        runs.push(started.elapsed() / args.request_parallelism as u32);
         bar.inc(1);
     }
     bar.finish_and_clear();
     let figures = figures(&args, &mut runs);
     let Figures { batch_size, start_len, output_len, latency_ms, sentences_per_second, .. } = &figures;
-    let say = |text: String| say(args.json.as_ref(), &text);
-    say(format!("[INFO] Batch size: {batch_size}, Start len: {start_len}, Output len: {output_len}"));
-    say(format!("[INFO] Latency: {latency_ms:.3} ms"));
-    say(format!("[INFO] Throughput: {sentences_per_second:.3} sentences / sec"));
+    let print_text = |text: String| print_text(args.json.as_ref(), &text);
+    print_text(format!("[INFO] Batch size: {batch_size}, Start len: {start_len}, Output len: {output_len}"));
+    print_text(format!("[INFO] Latency: {latency_ms:.3} ms"));
+    print_text(format!("[INFO] Throughput: {sentences_per_second:.3} sentences / sec"));
     match &args.json {
         Some(path) => write_json(path, &figures),
         None => Ok(()),
@@ -139,7 +139,7 @@ fn figures(args: &IdentityArgs, runs: &mut [Duration]) -> Figures {
     }
 }
 
-/// The whole batch in one request: each input is `[batch, 1]`, the prompts `[batch, start_len]`.
+/// One request with the whole batch: the prompts are `[batch, start_len]`, each other input is `[batch, 1]`.
 fn request(args: &IdentityArgs, model: &Model, random: &mut Random) -> Result<ModelInferRequest, ClientError> {
     let mut request = model.request();
     let (batch, length) = (args.batch_size as i64, args.start_len as i64);
@@ -157,15 +157,15 @@ fn request(args: &IdentityArgs, model: &Model, random: &mut Random) -> Result<Mo
     add("input_ids", length, ids.iter().flat_map(|id| id.to_le_bytes()).collect())?;
     add("input_lengths", 1, whole(length))?;
     add("request_output_len", 1, whole(args.output_len as i64))?;
-    let mut offer = |name: &str, data: Vec<u8>| match model.input(name).map(|input| input.datatype.as_str()) {
+    let mut add_if_declared = |name: &str, data: Vec<u8>| match model.input(name).map(|input| input.datatype.as_str()) {
         Some("INT32" | "UINT32" | "FP32") => add(name, 1, data),
         _ => Ok(()),
     };
-    offer("end_id", whole(-1))?;
-    offer("beam_width", whole(i64::from(args.beam_width)))?;
-    offer("runtime_top_k", whole(i64::from(args.topk)))?;
+    add_if_declared("end_id", whole(-1))?;
+    add_if_declared("beam_width", whole(i64::from(args.beam_width)))?;
+    add_if_declared("runtime_top_k", whole(i64::from(args.topk)))?;
     if args.topp > 0.0 {
-        offer("runtime_top_p", each((args.topp as f32).to_le_bytes()))?;
+        add_if_declared("runtime_top_p", each((args.topp as f32).to_le_bytes()))?;
     }
     Ok(request)
 }
@@ -179,7 +179,7 @@ impl Sender {
     async fn send(&mut self) -> Result<(), ClientError> {
         match self {
             Sender::Http(connection) => connection.send().await,
-            // A stream answers for decoupled models and others alike.
+            // The streaming call works for decoupled models and for others.
             Sender::Grpc(connection, framed) => {
                 let mut replies = connection.call("ModelStreamInfer", framed.clone()).await?;
                 while let Some(reply) = replies.next::<ModelStreamInferResponse>().await? {

@@ -1,4 +1,4 @@
-//! `trireme bench infer`: the same request again and again, over gRPC or HTTP.
+//! `trireme bench infer`: repeats one request over gRPC or HTTP.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::infer_http::HttpConnection;
 use crate::percentiles::Percentiles;
-use crate::{say, write_json};
+use crate::{print_text, write_json};
 use client::ClientError;
 use client::grpc::{Connection, frame};
 use client::proto::ModelInferRequest;
@@ -20,16 +20,16 @@ use client::tensor::{Model, push};
 /// Requests per second and latencies of any model
 #[derive(Debug, Clone, Args)]
 pub struct InferArgs {
-    /// Model to ask
+    /// Name of the model
     #[arg(short, long, default_value = "identity")]
     pub model: String,
     /// Protocol of the requests
     #[arg(short = 'i', long, value_enum, default_value_t = Protocol::Grpc)]
     pub protocol: Protocol,
-    /// Where the server's gRPC port is
+    /// Address of the server's gRPC port
     #[arg(short, long, default_value = "localhost:8001", value_name = "HOST:PORT")]
     pub url: String,
-    /// Where the server's HTTP port is
+    /// Address of the server's HTTP port
     #[arg(long, default_value = "localhost:8000", value_name = "HOST:PORT")]
     pub http_url: String,
     /// Bytes of each input tensor
@@ -38,16 +38,16 @@ pub struct InferArgs {
     /// Requests in flight; each value is a run
     #[arg(short, long, value_delimiter = ',', default_value = "1,8,64")]
     pub concurrency: Vec<usize>,
-    /// gRPC connections to share; one for each 16 in flight when absent. HTTP has one for each
+    /// Number of shared gRPC connections [default: one for each 16 requests in flight]. HTTP has one for each request in flight
     #[arg(long)]
     pub connections: Option<usize>,
-    /// Seconds of each run
+    /// Duration of each run in seconds
     #[arg(short, long, default_value_t = 5.0)]
     pub seconds: f64,
-    /// Seconds before each run that do not count
+    /// Seconds of warm-up before each run
     #[arg(long, default_value_t = 1.0)]
     pub warmup: f64,
-    /// Write the figures as JSON too
+    /// Also write the figures as JSON
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
 }
@@ -55,7 +55,7 @@ pub struct InferArgs {
 /// Protocol of the requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
-#[allow(missing_docs)] // Their own names.
+#[allow(missing_docs)] // The names are self-explanatory.
 pub enum Protocol {
     Grpc,
     Http,
@@ -71,10 +71,10 @@ struct Figures {
     latency_ms: Percentiles,
 }
 
-/// Gathered latencies, and when they begin and end to count.
-struct Clock {
-    counts_from: Instant,
-    counts_to: Instant,
+/// The time in which latencies are recorded.
+struct Window {
+    start: Instant,
+    end: Instant,
 }
 
 /// Runs every concurrency and prints its figures.
@@ -97,7 +97,7 @@ pub(crate) async fn run(args: InferArgs) -> Result<(), ClientError> {
             figures.requests_per_second,
             figures.latency_ms
         );
-        say(args.json.as_ref(), &line);
+        print_text(args.json.as_ref(), &line);
         all.push(figures);
     }
     match &args.json {
@@ -126,7 +126,7 @@ fn fill(input: &TensorMetadata, bytes: usize) -> Result<(Vec<i64>, Bytes), Clien
     };
     let fixed: i64 = input.shape.iter().filter(|&&size| size > 0).product();
     let mut shape = input.shape.iter().map(|&size| size.max(1)).collect::<Vec<_>>();
-    // The innermost open size takes the length; a batch dimension stays 1.
+    // The innermost variable dimension is set to the length; a batch dimension stays 1.
     if let Some(open) = input.shape.iter().rposition(|&size| size < 0) {
         shape[open] = (bytes as i64 / (size * fixed)).max(1);
     }
@@ -154,9 +154,9 @@ async fn measure(args: &InferArgs, request: &ModelInferRequest, concurrency: usi
             }
         }
     }
-    let counts_from = Instant::now() + Duration::from_secs_f64(args.warmup);
-    let clock = Clock { counts_from, counts_to: counts_from + Duration::from_secs_f64(args.seconds) };
-    let latencies = join_all(senders.into_iter().map(|sender| repeat(sender, &clock))).await;
+    let start = Instant::now() + Duration::from_secs_f64(args.warmup);
+    let window = Window { start, end: start + Duration::from_secs_f64(args.seconds) };
+    let latencies = join_all(senders.into_iter().map(|sender| repeat(sender, &window))).await;
     let latencies: Result<Vec<Vec<Duration>>, ClientError> = latencies.into_iter().collect();
     let mut latencies = latencies?.concat();
     Ok(Figures {
@@ -174,10 +174,10 @@ enum Sender {
     Http(HttpConnection),
 }
 
-async fn repeat(mut sender: Sender, clock: &Clock) -> Result<Vec<Duration>, ClientError> {
+async fn repeat(mut sender: Sender, window: &Window) -> Result<Vec<Duration>, ClientError> {
     let mut latencies = Vec::new();
     loop {
-        let begun = Instant::now();
+        let started = Instant::now();
         match &mut sender {
             Sender::Grpc(connection, framed) => {
                 let mut replies = connection.call("ModelInfer", framed.clone()).await?;
@@ -186,11 +186,11 @@ async fn repeat(mut sender: Sender, clock: &Clock) -> Result<Vec<Duration>, Clie
             Sender::Http(connection) => connection.send().await?,
         }
         let ended = Instant::now();
-        if ended >= clock.counts_to {
+        if ended >= window.end {
             return Ok(latencies);
         }
-        if ended >= clock.counts_from {
-            latencies.push(ended - begun);
+        if ended >= window.start {
+            latencies.push(ended - started);
         }
     }
 }

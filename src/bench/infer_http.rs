@@ -1,4 +1,7 @@
 //! One kept-alive HTTP connection that sends the same infer request, with binary tensors both ways.
+//!
+//! Own code over a socket: hyper's client takes 9.3 instead of 6.6 µs of CPU a request, and the load generator shares its cores
+//! with the server.
 
 use bytes::{Buf, BytesMut};
 use serde_json::json;
@@ -8,7 +11,7 @@ use tokio::net::TcpStream;
 use client::ClientError;
 use client::proto::ModelInferRequest;
 
-/// The connection and its request, ready to write.
+/// The connection, and its request as bytes.
 pub struct HttpConnection {
     url: String,
     stream: TcpStream,
@@ -24,14 +27,14 @@ impl HttpConnection {
     pub async fn open(url: &str, request: &ModelInferRequest) -> Result<Self, ClientError> {
         let stream =
             TcpStream::connect(url).await.map_err(|source| ClientError::Unreachable { url: url.to_owned(), source })?;
-        let _ = stream.set_nodelay(true); // Only costs latency where it fails.
+        let _ = stream.set_nodelay(true); // A failure only costs latency.
         Ok(Self { url: url.to_owned(), stream, request: http_request(url, request), buffer: BytesMut::new() })
     }
 
-    /// Sends the request once and reads the answer.
+    /// Sends the request once and reads the response.
     ///
     /// # Errors
-    /// When the connection breaks or the answer is not 200.
+    /// When the connection breaks, or the status is not 200.
     pub async fn send(&mut self) -> Result<(), ClientError> {
         let broken = |url: &str, source| ClientError::Io { what: format!("talking HTTP with `{url}`"), source };
         self.stream.write_all(&self.request).await.map_err(|source| broken(&self.url, source))?;
@@ -74,7 +77,7 @@ fn http_request(url: &str, request: &ModelInferRequest) -> Vec<u8> {
     text
 }
 
-/// Length of the response at the front of `buffer`, once its head is there.
+/// Length of the response at the start of `buffer`; `None` until its head is complete.
 fn response_len(buffer: &[u8]) -> Result<Option<usize>, ClientError> {
     let Some(head_len) = buffer.windows(4).position(|window| window == b"\r\n\r\n") else { return Ok(None) };
     let head = std::str::from_utf8(&buffer[..head_len])
@@ -103,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_response_is_measured_once_its_head_is_there() {
+    fn the_length_of_a_response_follows_from_its_head() {
         let text = b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabcHTTP";
         assert_eq!(response_len(&text[..20]).unwrap(), None);
         assert_eq!(response_len(text).unwrap(), Some(text.len() - 4));

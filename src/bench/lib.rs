@@ -1,8 +1,7 @@
-//! `trireme bench`: one tool to measure any server that speaks Triton's or OpenAI's protocol.
+//! `trireme bench`: measures any server with Triton's or OpenAI's protocol.
 //!
-//! [`BenchArgs`] is the command line, [`run`] carries it out. A [`Prompt`] is sent to a [`Target`], what comes back is
-//! summed up in [`Figures`]. Servers are only ever reached as any client reaches them, so that Triton, vLLM, SGLang and
-//! Trireme are measured alike.
+//! [`BenchArgs`] is the command line, [`run`] executes it. A [`Prompt`] is sent to a [`Target`], and the responses are summarized in
+//! [`Figures`]. The tool uses public protocols only, so that Triton, vLLM, SGLang and Trireme are measured alike.
 //!
 //! ```
 //! use bench::Percentiles;
@@ -51,7 +50,7 @@ pub struct BenchArgs {
 
 /// What to measure.
 #[derive(Debug, Clone, Subcommand)]
-#[allow(missing_docs)] // Each says what it does in its own help.
+#[allow(missing_docs)] // The help of each command is the doc of its arguments.
 pub enum BenchCommand {
     Serving(serving::ServingArgs),
     Core(core_model::CoreArgs),
@@ -65,13 +64,9 @@ pub enum BenchCommand {
 /// Runs a benchmark and prints its figures.
 ///
 /// # Errors
-/// When the server cannot be asked, or a file cannot be read or written.
+/// When the server cannot be reached, a request fails, or a file cannot be read or written.
 pub fn run(args: BenchArgs) -> Result<(), ClientError> {
-    // One thread is enough for a client, and leaves the other cores to the server.
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|source| ClientError::Io { what: "starting the client's runtime".into(), source })?;
+    let runtime = client::runtime()?;
     match args.command {
         BenchCommand::Serving(args) => runtime.block_on(serving::run(args)),
         BenchCommand::Core(args) => runtime.block_on(core_model::run(args)),
@@ -83,7 +78,7 @@ pub fn run(args: BenchArgs) -> Result<(), ClientError> {
     }
 }
 
-/// Options as older tools spell them: `--num_prompts` for `--num-prompts`, `-topk` for `--topk`.
+/// Converts the option names of older tools: `--num_prompts` to `--num-prompts`, `-topk` to `--topk`.
 pub fn with_dashes(args: Vec<std::ffi::OsString>) -> Vec<std::ffi::OsString> {
     let convert = |arg: std::ffi::OsString| {
         let Some(text) = arg.to_str() else { return arg };
@@ -100,7 +95,7 @@ pub fn with_dashes(args: Vec<std::ffi::OsString>) -> Vec<std::ffi::OsString> {
     args.into_iter().map(convert).collect()
 }
 
-/// A yes or no, in the spellings of other tools.
+/// Parses a boolean in any form that other tools accept.
 pub(crate) fn boolean(text: &str) -> Result<bool, String> {
     match text.to_ascii_lowercase().as_str() {
         "true" | "1" | "yes" => Ok(true),
@@ -109,19 +104,19 @@ pub(crate) fn boolean(text: &str) -> Result<bool, String> {
     }
 }
 
-/// Reads a file, naming it when that fails.
+/// Reads a file; the error contains its path.
 pub(crate) fn read(path: &std::path::Path) -> Result<String, ClientError> {
     std::fs::read_to_string(path)
         .map_err(|source| ClientError::Io { what: format!("reading `{}`", path.display()), source })
 }
 
-/// Writes a file, naming it when that fails.
+/// Writes a file; the error contains its path.
 pub(crate) fn write(path: &std::path::Path, text: &str) -> Result<(), ClientError> {
     std::fs::write(path, text)
         .map_err(|source| ClientError::Io { what: format!("writing `{}`", path.display()), source })
 }
 
-/// Writes figures for scripts; to standard output where the path is `-`.
+/// Writes figures as JSON; to standard output if the path is `-`.
 pub(crate) fn write_json(path: &std::path::Path, figures: &impl serde::Serialize) -> Result<(), ClientError> {
     let text = serde_json::to_string_pretty(figures).expect("figures are numbers under names") + "\n";
     if path.as_os_str() == "-" {
@@ -131,8 +126,8 @@ pub(crate) fn write_json(path: &std::path::Path, figures: &impl serde::Serialize
     write(path, &text)
 }
 
-/// Prints what people read: to standard error where standard output holds JSON.
-pub(crate) fn say(json: Option<&std::path::PathBuf>, text: &str) {
+/// Prints text for people: to standard error if standard output is used for JSON.
+pub(crate) fn print_text(json: Option<&std::path::PathBuf>, text: &str) {
     match json.is_some_and(|path| path.as_os_str() == "-") {
         true => eprintln!("{text}"),
         false => println!("{text}"),

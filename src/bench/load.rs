@@ -1,4 +1,4 @@
-//! Sends prompts at a pace and gathers how each one went.
+//! Sends prompts at a given rate or concurrency, and collects the outcomes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,14 +13,14 @@ use crate::dataset::Prompt;
 use crate::random::Arrivals;
 use crate::target::{Outcome, Sampling, Target};
 
-/// How fast requests are sent.
+/// How many requests are sent, and when.
 pub(crate) struct Pace {
-    /// Requests in flight at most.
+    /// Maximum number of requests in flight.
     pub limit: usize,
     pub arrivals: Arrivals,
 }
 
-/// Sends all prompts; the outcomes as they came, and how long all of it took.
+/// Sends all prompts. Returns the outcomes in the order of completion, and the total time.
 pub(crate) async fn run(
     target: &Target,
     prompts: &[Prompt],
@@ -31,8 +31,8 @@ pub(crate) async fn run(
     let sampling = Arc::new(sampling.clone());
     let mut prompts: VecDeque<Prompt> = prompts.iter().cloned().collect();
     let (mut running, mut outcomes) = (FuturesUnordered::new(), Vec::with_capacity(prompts.len()));
-    let begun = Instant::now();
-    let mut next_at = begun + pace.arrivals.gap();
+    let started = Instant::now();
+    let mut next_at = started + pace.arrivals.gap();
     loop {
         let may_start = !prompts.is_empty() && running.len() < pace.limit;
         if !may_start && running.is_empty() {
@@ -44,8 +44,8 @@ pub(crate) async fn run(
                 let Some(prompt) = prompts.pop_front() else { continue };
                 let (target, sampling) = (target.clone(), Arc::clone(&sampling));
                 running.push(tokio::spawn(async move {
-                    let mut outcome = Outcome::begin(&prompt, begun.elapsed());
-                    target.ask(&prompt, &sampling, &mut outcome).await;
+                    let mut outcome = Outcome::begin(&prompt, started.elapsed());
+                    target.send(&prompt, &sampling, &mut outcome).await;
                     outcome
                 }));
                 next_at += pace.arrivals.gap();
@@ -54,11 +54,11 @@ pub(crate) async fn run(
                 outcomes.push(done.expect("a request does not panic"));
                 bar.inc(1);
                 let pieces: usize = outcomes.iter().map(|outcome| outcome.num_pieces).sum();
-                bar.set_message(format!("{:.0} pieces/s,", pieces as f64 / begun.elapsed().as_secs_f64()));
+                bar.set_message(format!("{:.0} pieces/s,", pieces as f64 / started.elapsed().as_secs_f64()));
             }
         }
     }
-    let elapsed = begun.elapsed();
+    let elapsed = started.elapsed();
     bar.finish_and_clear();
     (outcomes, elapsed)
 }

@@ -1,4 +1,6 @@
 //! Percentiles and histograms of latencies.
+//!
+//! Own code: hdrhistogram rounds each value to its buckets, and these figures are exact.
 
 use std::time::Duration;
 
@@ -23,7 +25,7 @@ pub struct Percentiles {
 }
 
 impl Percentiles {
-    /// Of any durations, in any order; sorts them. All 0 where there are none.
+    /// Summarizes durations in any order; sorts them. All values are 0 if there are none.
     pub fn of(durations: &mut [Duration]) -> Self {
         if durations.is_empty() {
             return Self::default();
@@ -51,20 +53,20 @@ impl std::fmt::Display for Percentiles {
     }
 }
 
-/// How often latencies fall between two edges, ten bins to each power of ten.
+/// A histogram of latencies with ten bins per power of ten.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Histogram {
     /// Upper edge of each bin, in milliseconds, ascending.
     pub edges_ms: Vec<f64>,
-    /// Latencies in each bin.
+    /// Number of latencies in each bin.
     pub counts: Vec<u64>,
 }
 
-/// Bins to a power of ten.
+/// Bins per power of ten.
 const BINS: f64 = 10.0;
 
 impl Histogram {
-    /// Of any durations, in any order.
+    /// Counts durations in any order.
     pub fn of(durations: &[Duration]) -> Self {
         let bin = |duration: &Duration| ((duration.as_secs_f64() * 1e3).max(1e-3).log10() * BINS).ceil() as i32;
         let Some((first, last)) = durations.iter().map(bin).fold(None, |span: Option<(i32, i32)>, bin| {
@@ -94,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn every_latency_falls_into_the_bin_below_its_edge() {
+    fn a_latency_is_counted_in_the_bin_with_the_next_higher_edge() {
         let histogram = Histogram::of(&[1, 9, 10, 100].map(Duration::from_millis));
         assert_eq!(histogram.counts.iter().sum::<u64>(), 4);
         assert_eq!(histogram.edges_ms.len(), 21);

@@ -1,8 +1,10 @@
 //! Repeatable random numbers: splitmix64 (Steele, Lea, Flood 2014).
+//!
+//! Own code: a seed stands for one workload in every release, but fastrand and rand change their sequences between versions.
 
 use std::time::Duration;
 
-/// A stream of random numbers that its seed decides.
+/// A sequence of random numbers that depends only on its seed.
 #[derive(Debug, Clone)]
 pub(crate) struct Random(u64);
 
@@ -35,7 +37,7 @@ impl Random {
         mean + deviation * radius * angle.cos()
     }
 
-    /// `count` of the items, in random order; all of them where there are fewer.
+    /// `count` of the items in random order, or all items if there are fewer.
     pub(crate) fn sample<T>(&mut self, mut items: Vec<T>, count: usize) -> Vec<T> {
         let count = count.min(items.len());
         for index in 0..count {
@@ -47,7 +49,7 @@ impl Random {
     }
 }
 
-/// Gaps between requests.
+/// Intervals between requests.
 #[derive(Debug, Clone)]
 pub(crate) struct Arrivals {
     rate: Option<f64>,
@@ -56,7 +58,7 @@ pub(crate) struct Arrivals {
 }
 
 impl Arrivals {
-    /// `rate` requests a second, at the times of a Poisson process unless `is_constant`; all at once without a rate.
+    /// `rate` requests per second: a Poisson process, or equal intervals if `is_constant`. Without a rate all requests arrive at once.
     pub(crate) fn new(rate: Option<f64>, is_constant: bool, seed: u64) -> Self {
         let rate = rate.filter(|rate| rate.is_finite() && *rate > 0.0);
         Self { rate, is_constant, random: Random::new(seed) }

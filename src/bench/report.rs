@@ -1,4 +1,4 @@
-//! `trireme bench report`: one HTML page from the figures of `bench serving --json`, complete in itself.
+//! `trireme bench report`: one self-contained HTML page from the figures of `bench serving --json`.
 
 use std::path::{Path, PathBuf};
 
@@ -16,13 +16,13 @@ pub struct ReportArgs {
     /// Files of `bench serving --json` (or `bench core --json`)
     #[arg(required = true)]
     figures: Vec<PathBuf>,
-    /// Where the page goes
+    /// Path of the page
     #[arg(short, long, default_value = "report.html")]
     output: PathBuf,
-    /// Earlier figures to compare with, in the same form
+    /// Earlier figures to compare with, in the same format
     #[arg(long, value_name = "FILE")]
     baseline: Option<PathBuf>,
-    /// Directory of the checkpoint, whose weights are read once in every step
+    /// Directory of the checkpoint; a decode step reads its weights once
     #[arg(long, value_name = "DIR", requires = "bandwidth")]
     checkpoint: Option<PathBuf>,
     /// Memory bandwidth of one device in GB/s
@@ -62,7 +62,7 @@ fn read(path: &Path) -> Result<Runs, ClientError> {
     Ok(Runs { address: path.display().to_string(), runs: vec![run] })
 }
 
-/// Shortest time of a decode step: every weight is read once.
+/// Shortest possible time of a decode step in ms: it reads every weight once.
 fn roof_ms(args: &ReportArgs) -> Result<Option<f64>, ClientError> {
     let (Some(dir), Some(bandwidth)) = (&args.checkpoint, args.bandwidth) else { return Ok(None) };
     let what = || format!("reading the checkpoint `{}`", dir.display());
@@ -120,21 +120,21 @@ fn page(args: &ReportArgs, runs: &[Runs], baseline: Option<&Runs>, roof: Option<
     )
 }
 
-/// A histogram's name, and how it is read from a run.
+/// Name of a histogram, and its accessor.
 type Reading = (&'static str, fn(&Figures) -> &Histogram);
 
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#1c2733;background:#fff}\
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.3rem .7rem;border-bottom:1px solid #d7dee5;text-align:right}\
 th:first-child,td:first-child{text-align:left}svg{margin:.5rem 1rem .5rem 0}.better{color:#11734b}.worse{color:#b3261e}";
 
-/// What was sent: so many requests at a time, or a second.
+/// The load of a run: requests in flight, or requests per second.
 fn load(run: &Figures) -> String {
     let pace = escape(&run.pace());
     if run.request_rate.is_some() { pace } else { format!("{pace} in flight") }
 }
 
-/// `roof`, the shortest time of a decode step in ms, over the time that a stream took for each of its tokens. Not over the gaps
-/// between them: tokens that wait on their way arrive together.
+/// `roof`, the shortest possible time of a decode step in ms, divided by the mean request latency per token. The gaps between
+/// tokens are not used, because delayed tokens arrive together.
 fn roofline_share(run: &Figures, roof: f64) -> Option<f64> {
     let tokens = run.output_tokens as f64 / (run.requests - run.errors) as f64;
     Some(roof * tokens / run.request_latency_ms.mean).filter(|share| share.is_finite())
@@ -216,7 +216,7 @@ mod tests {
     use crate::percentiles::Percentiles;
 
     #[test]
-    fn a_page_needs_nothing_but_itself_and_tells_the_share_of_the_roofline() {
+    fn a_page_is_self_contained_and_has_the_share_of_the_roofline() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("model.safetensors"), vec![0; 1_000_000]).unwrap();
         let run = Figures {
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_something_else_is_named() {
+    fn a_file_without_figures_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.json");
         std::fs::write(&path, "{}").unwrap();

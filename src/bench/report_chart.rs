@@ -1,4 +1,6 @@
 //! Charts as SVG.
+//!
+//! Own code: the same two charts take as many lines with plotters, and three more crates.
 
 use crate::percentiles::Histogram;
 
@@ -10,24 +12,24 @@ pub(crate) struct Line {
 
 const WIDTH: f64 = 440.0;
 const HEIGHT: f64 = 280.0;
-/// Room for the axes' words.
+/// Margins for the labels of the axes.
 const LEFT: f64 = 64.0;
 const BOTTOM: f64 = 44.0;
 const TOP: f64 = 16.0;
 const COLOURS: [&str; 6] = ["#1f5fa8", "#d1662a", "#2f7d4f", "#8a4fa3", "#a33b3b", "#5c6670"];
-/// Marks on an axis.
+/// Number of labels on an axis, without the one at 0.
 const MARKS: usize = 4;
 
-/// Text that may stand in HTML.
+/// Escapes a text for HTML.
 pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
-/// A chart of lines, both axes from 0.
+/// A line chart; both axes start at 0.
 pub(crate) fn lines(x_name: &str, y_name: &str, lines: &[Line]) -> String {
     let all = || lines.iter().flat_map(|line| &line.points);
-    let (x_max, y_max) = (nice(all().map(|point| point.0)), nice(all().map(|point| point.1)));
-    let place = |&(x, y): &(f64, f64)| (across(x / x_max), down(y / y_max));
+    let (x_max, y_max) = (axis_end(all().map(|point| point.0)), axis_end(all().map(|point| point.1)));
+    let place = |&(x, y): &(f64, f64)| (x_position(x / x_max), y_position(y / y_max));
     let mut svg = frame(x_name, y_name);
     for mark in 0..=MARKS {
         let share = mark as f64 / MARKS as f64;
@@ -51,13 +53,13 @@ pub(crate) fn lines(x_name: &str, y_name: &str, lines: &[Line]) -> String {
     svg + "</svg>\n"
 }
 
-/// A chart of a histogram; nothing where it is empty.
+/// A bar chart of a histogram; empty if the histogram is.
 pub(crate) fn bars(name: &str, histogram: &Histogram) -> String {
     let count = histogram.counts.len();
     if count == 0 {
         return String::new();
     }
-    let most = nice(histogram.counts.iter().map(|&count| count as f64));
+    let most = axis_end(histogram.counts.iter().map(|&count| count as f64));
     let mut svg = frame(name, "count");
     for mark in 0..=MARKS {
         let share = mark as f64 / MARKS as f64;
@@ -65,7 +67,7 @@ pub(crate) fn bars(name: &str, histogram: &Histogram) -> String {
     }
     let width = (WIDTH - LEFT - 16.0) / count as f64;
     for (index, &value) in histogram.counts.iter().enumerate() {
-        let (x, y) = (LEFT + index as f64 * width, down(value as f64 / most));
+        let (x, y) = (LEFT + index as f64 * width, y_position(value as f64 / most));
         let (bar, height) = ((width - 1.0).max(0.5), HEIGHT - BOTTOM - y);
         svg += &format!(
             "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{bar:.1}\" height=\"{height:.1}\" fill=\"{}\"/>",
@@ -78,11 +80,11 @@ pub(crate) fn bars(name: &str, histogram: &Histogram) -> String {
     svg + "</svg>\n"
 }
 
-fn across(share: f64) -> f64 {
+fn x_position(share: f64) -> f64 {
     LEFT + share * (WIDTH - LEFT - 16.0)
 }
 
-fn down(share: f64) -> f64 {
+fn y_position(share: f64) -> f64 {
     HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP)
 }
 
@@ -102,15 +104,19 @@ fn frame(x_name: &str, y_name: &str) -> String {
 }
 
 fn x_mark(share: f64, text: &str) -> String {
-    format!("<text x=\"{:.1}\" y=\"{:.0}\" text-anchor=\"middle\">{text}</text>", across(share), HEIGHT - BOTTOM + 15.0)
+    format!(
+        "<text x=\"{:.1}\" y=\"{:.0}\" text-anchor=\"middle\">{text}</text>",
+        x_position(share),
+        HEIGHT - BOTTOM + 15.0
+    )
 }
 
 fn y_mark(share: f64, text: &str) -> String {
-    format!("<text x=\"{:.0}\" y=\"{:.1}\" text-anchor=\"end\">{text}</text>", LEFT - 6.0, down(share) + 4.0)
+    format!("<text x=\"{:.0}\" y=\"{:.1}\" text-anchor=\"end\">{text}</text>", LEFT - 6.0, y_position(share) + 4.0)
 }
 
-/// The end of an axis: 1, 2 or 5 times a power of ten, at least the largest value.
-fn nice(values: impl Iterator<Item = f64>) -> f64 {
+/// The end of an axis: 1, 2 or 5 times a power of ten, and not less than the largest value.
+fn axis_end(values: impl Iterator<Item = f64>) -> f64 {
     let largest = values.filter(|value| value.is_finite()).fold(0.0, f64::max);
     if largest <= 0.0 {
         return 1.0;
@@ -134,7 +140,7 @@ mod tests {
     #[test]
     fn axes_end_at_round_numbers() {
         assert_eq!(
-            [0.0, 0.7, 120.0, 480.0, 1000.0].map(|value| nice([value].into_iter())),
+            [0.0, 0.7, 120.0, 480.0, 1000.0].map(|value| axis_end([value].into_iter())),
             [1.0, 1.0, 200.0, 500.0, 1000.0]
         );
         assert_eq!([0.0, 0.25, 12.5, 1500.0].map(short), ["0", "0.25", "12.5", "1500"]);

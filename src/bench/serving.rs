@@ -1,4 +1,4 @@
-//! `trireme bench serving`: prompts of a dataset against a server, with the options of LMDeploy's profile scripts.
+//! `trireme bench serving`: sends the prompts of a dataset to a server, with the options of LMDeploy's profile scripts.
 
 use std::path::{Path, PathBuf};
 
@@ -13,12 +13,12 @@ use crate::load::{self, Pace};
 use crate::random::Arrivals;
 use crate::target::{Protocol, Sampling, Target};
 use crate::target_grpc::CONNECTIONS;
-use crate::{progress, say, write_json};
+use crate::{print_text, progress, write_json};
 
-/// Throughput and latencies of a language model over a dataset
+/// Throughput and latencies of a language model with a dataset
 #[derive(Debug, Clone, Args)]
 pub struct ServingArgs {
-    /// Where the server is
+    /// Address of the server
     #[arg(value_name = "ADDR")]
     server_addr: String,
     /// Directory of the model's tokenizer, to count tokens with; `-` for none
@@ -32,24 +32,24 @@ pub struct ServingArgs {
     /// Requests per second at random times (Poisson), instead of a number in flight; each value is a run
     #[arg(long, value_delimiter = ',', conflicts_with = "concurrency")]
     request_rate: Vec<f64>,
-    /// What the server speaks
+    /// Protocol of the server
     #[arg(long, value_enum, default_value = "grpc")]
     protocol: Protocol,
     /// gRPC connections that requests share; over HTTP each has its own
     #[arg(long, default_value_t = CONNECTIONS)]
     connections: usize,
-    /// Model to ask; the first usual one when absent
+    /// Name of the model [default: a usual one, such as `ensemble`]
     #[arg(short, long)]
     model: Option<String>,
-    /// Write the figures as CSV too
+    /// Also write the figures as CSV
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
-    /// Write the figures as JSON too, for `bench report`; `-` is standard output
+    /// Also write the figures as JSON, for `bench report`; `-` is standard output
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
 
-/// What is asked of a server.
+/// The requests to send.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct WorkloadArgs {
     /// ShareGPT JSON, CNN/DailyMail JSON (`input`, `instruction`, `output`), JSON lines (`prompt` or `prompt_token_ids`,
@@ -59,13 +59,13 @@ pub(crate) struct WorkloadArgs {
     /// Requests of a run
     #[arg(long, default_value_t = 1000)]
     num_prompts: usize,
-    /// Makes the choice of prompts and the arrival times repeatable
+    /// Seed of the choice of prompts and of the arrival times
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Longest prompt that is sent, in tokens
+    /// Maximum prompt length in tokens; longer prompts are left out
     #[arg(long, default_value_t = 1 << 20)]
     max_input_len: usize,
-    /// Tokens to ask for with each word of an example answer (CNN/DailyMail)
+    /// Tokens to request for each word of an example output (CNN/DailyMail)
     #[arg(long, default_value_t = 1.3)]
     op_tokens_per_word: f64,
     #[command(flatten)]
@@ -88,7 +88,7 @@ impl WorkloadArgs {
         Ok(prompts)
     }
 
-    /// One run over all prompts.
+    /// Sends all prompts once.
     pub(crate) async fn run(
         &self,
         what: &str,
@@ -112,16 +112,16 @@ impl WorkloadArgs {
     }
 }
 
-/// What `--json` holds, and `bench report` reads.
+/// The format of `--json`, which `bench report` reads.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct Runs {
-    /// Where the server is.
+    /// Address of the server.
     pub address: String,
-    /// One for each pace.
+    /// One run for each concurrency or rate.
     pub runs: Vec<Figures>,
 }
 
-/// The tokenizer of a directory, or of the file in it that is named; none for `-`.
+/// The tokenizer of a directory, or of the directory of a file; `None` for `-`.
 pub(crate) fn tokenizer(path: &str) -> Result<Option<Tokenizer>, ClientError> {
     if path == "-" {
         return Ok(None);
@@ -131,7 +131,7 @@ pub(crate) fn tokenizer(path: &str) -> Result<Option<Tokenizer>, ClientError> {
     Tokenizer::from_dir(dir).map(Some).map_err(|error| ClientError::Usage(error.to_string()))
 }
 
-/// Runs every pace and prints its figures.
+/// Runs every concurrency or rate and prints its figures.
 pub(crate) async fn run(args: ServingArgs) -> Result<(), ClientError> {
     if args.connections == 0 {
         return Err(ClientError::Usage("--connections must be more than 0".into()));
@@ -152,7 +152,7 @@ pub(crate) async fn run(args: ServingArgs) -> Result<(), ClientError> {
             rate.map_or_else(|| format!("{} in flight", concurrency.unwrap_or(0)), |rate| format!("{rate} req/s"));
         let run = args.workload.run(&what, &target, &prompts, tokenizer.as_ref(), concurrency, rate).await;
         let run = Figures { protocol: args.protocol.name(), ..run };
-        say(args.json.as_ref(), &run.text());
+        print_text(args.json.as_ref(), &run.text());
         runs.runs.push(run);
     }
     if let Some(path) = &args.csv {
@@ -163,7 +163,7 @@ pub(crate) async fn run(args: ServingArgs) -> Result<(), ClientError> {
         write_json(path, &runs)?;
     }
     match runs.runs.iter().find(|run| run.errors == run.requests) {
-        Some(run) => Err(ClientError::Usage(format!("every request failed{}", run.troubles()))),
+        Some(run) => Err(ClientError::Usage(format!("every request failed{}", run.problems()))),
         None => Ok(()),
     }
 }

@@ -1,4 +1,4 @@
-//! Servers as the benchmark sees them: a prompt goes in, times come out.
+//! Servers to measure: sends a prompt and records the times of its response.
 
 use std::time::{Duration, Instant};
 
@@ -10,15 +10,15 @@ use crate::dataset::Prompt;
 use crate::target_grpc::GrpcTarget;
 use crate::target_http::{HttpTarget, OpenAiTarget};
 
-/// What a server speaks.
+/// The protocol of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Protocol {
-    /// KServe over gRPC, as Triton speaks it
+    /// KServe over gRPC, as in Triton
     Grpc,
     /// KServe over HTTP: `generate_stream`
     Http,
-    /// OpenAI's `/v1/completions`, as vLLM and SGLang speak it
+    /// OpenAI's `/v1/completions`, as in vLLM and SGLang
     Openai,
     /// OpenAI's `/v1/chat/completions`
     OpenaiChat,
@@ -27,88 +27,88 @@ pub(crate) enum Protocol {
 impl Protocol {
     /// Its name on the command line.
     pub(crate) fn name(self) -> String {
-        self.to_possible_value().expect("no protocol is hidden").get_name().to_owned()
+        self.to_possible_value().expect("every protocol has a name").get_name().to_owned()
     }
 }
 
-/// How tokens are chosen.
+/// Sampling parameters of all requests.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Sampling {
-    /// Sample from this many likeliest tokens; 1 is greedy
+    /// Sample from this many most likely tokens; 1 is greedy
     #[arg(long, default_value_t = 1)]
     pub top_k: u32,
-    /// Sample from the likeliest tokens that have this probability together
+    /// Sample from the most likely tokens with this cumulative probability
     #[arg(long, default_value_t = 1.0)]
     pub top_p: f64,
     /// Sampling temperature
     #[arg(long, default_value_t = 1.0)]
     pub temperature: f64,
-    /// Whether answers come in pieces, so that the first one can be timed
+    /// Stream the responses, so that the first token can be timed
     #[arg(long, default_value = "true", value_parser = crate::boolean, action = clap::ArgAction::Set, num_args = 0..=1, default_missing_value = "true")]
     pub stream_output: bool,
-    /// Whether answers go on behind the token that ends a sequence, so that the work does not depend on what is said
+    /// Generate beyond the token that ends a sequence, so that the work does not depend on the text
     #[arg(long, default_value = "true", value_parser = crate::boolean, action = clap::ArgAction::Set, num_args = 0..=1, default_missing_value = "true")]
     pub ignore_eos: bool,
 }
 
-/// How one request went.
+/// The times and tokens of one request.
 #[derive(Debug)]
 pub(crate) struct Outcome {
-    pub begun: Instant,
+    pub started: Instant,
     pub last: Instant,
-    /// When it was sent, since the run began.
+    /// When it was sent, from the start of the run.
     pub at: Duration,
-    pub to_first: Option<Duration>,
-    /// Gaps between tokens; those of one piece share its gap.
-    pub between: Vec<Duration>,
-    /// Pieces that came.
+    pub time_to_first: Option<Duration>,
+    /// Time before each token after the first piece; the tokens of a piece share its gap equally.
+    pub gaps: Vec<Duration>,
+    /// Number of pieces received.
     pub num_pieces: usize,
-    /// Tokens that the server itself counted.
+    /// Number of tokens as counted by the server.
     pub num_tokens: Option<usize>,
-    /// The count that the last piece told.
-    pub told: usize,
+    /// Token count that came with the last piece.
+    pub last_count: usize,
     pub text: String,
     pub prompt_tokens: usize,
-    pub asked_tokens: usize,
-    pub whole: Duration,
+    pub max_tokens: usize,
+    pub latency: Duration,
     pub error: Option<String>,
 }
 
 impl Outcome {
-    /// Of a request that is sent now.
+    /// Starts the clock of a request.
     pub(crate) fn begin(prompt: &Prompt, at: Duration) -> Self {
-        let begun = Instant::now();
+        let started = Instant::now();
         Self {
-            begun,
-            last: begun,
+            started,
+            last: started,
             at,
-            to_first: None,
-            between: Vec::new(),
+            time_to_first: None,
+            gaps: Vec::new(),
             num_pieces: 0,
             num_tokens: None,
-            told: 0,
+            last_count: 0,
             text: String::new(),
             prompt_tokens: prompt.ids.len(),
-            asked_tokens: prompt.max_tokens,
-            whole: Duration::ZERO,
+            max_tokens: prompt.max_tokens,
+            latency: Duration::ZERO,
             error: None,
         }
     }
 
-    /// A piece came with the server's count of tokens: some servers count those of the piece, others all so far.
-    pub(crate) fn told_piece(&mut self, told: Option<usize>, text: &str) {
-        let Some(told) = told else { return self.piece(None, text) };
-        let new = if told > self.told { told - self.told } else { told };
-        self.told = told;
-        self.piece(Some(new), text);
+    /// Records a piece with the server's token count. Some servers count the tokens of the piece, others all tokens so far.
+    pub(crate) fn add_counted_piece(&mut self, count: Option<usize>, text: &str) {
+        let Some(count) = count else { return self.add_piece(None, text) };
+        let new = if count > self.last_count { count - self.last_count } else { count };
+        self.last_count = count;
+        self.add_piece(Some(new), text);
     }
 
-    /// A piece of the answer came, of `count` tokens where that is known.
-    pub(crate) fn piece(&mut self, count: Option<usize>, text: &str) {
+    /// Records a piece of the response, with its number of tokens if that is known.
+    pub(crate) fn add_piece(&mut self, count: Option<usize>, text: &str) {
         let (now, tokens) = (Instant::now(), count.unwrap_or(1).max(1));
-        match self.to_first {
-            None => self.to_first = Some(now - self.begun),
-            Some(_) => self.between.extend(std::iter::repeat_n((now - self.last) / tokens as u32, tokens)),
+        match self.time_to_first {
+            None => self.time_to_first = Some(now - self.started),
+            Some(_) => self.gaps.extend(std::iter::repeat_n((now - self.last) / tokens as u32, tokens)),
         }
         self.last = now;
         self.num_pieces += 1;
@@ -118,9 +118,9 @@ impl Outcome {
         }
     }
 
-    /// The request has ended.
+    /// Records the end of the request.
     pub(crate) fn end(&mut self, result: Result<(), ClientError>) {
-        self.whole = self.begun.elapsed();
+        self.latency = self.started.elapsed();
         self.error = result.err().map(|error| error.to_string());
     }
 }
@@ -129,7 +129,7 @@ impl Outcome {
 #[derive(Clone)]
 pub enum Target {
     /// Over gRPC.
-    #[allow(private_interfaces)] // Made by `open` alone.
+    #[allow(private_interfaces)] // Only `open` constructs it.
     Grpc(GrpcTarget),
     /// Over HTTP.
     #[allow(private_interfaces)]
@@ -140,11 +140,11 @@ pub enum Target {
 }
 
 impl Target {
-    /// Connects to `address` and finds `model`, or the first one that answers text with text. Over gRPC the requests share
-    /// so many connections, at least 1; over HTTP each has its own.
+    /// Connects to `address` and finds `model`, or a default model if it is `None`. Over gRPC all requests share
+    /// `num_connections` connections, at least 1; over HTTP each request in flight has its own.
     ///
     /// # Errors
-    /// When nothing answers, or it has no such model.
+    /// When the server cannot be reached, or has no such model.
     pub(crate) async fn open(
         protocol: Protocol,
         address: &str,
@@ -159,7 +159,7 @@ impl Target {
         })
     }
 
-    /// The model that is asked.
+    /// The name of the model.
     pub fn model(&self) -> &str {
         match self {
             Target::Grpc(target) => target.model(),
@@ -168,12 +168,12 @@ impl Target {
         }
     }
 
-    /// Sends a prompt and follows its answer.
-    pub(crate) async fn ask(&self, prompt: &Prompt, sampling: &Sampling, outcome: &mut Outcome) {
+    /// Sends a prompt and records its response in `outcome`.
+    pub(crate) async fn send(&self, prompt: &Prompt, sampling: &Sampling, outcome: &mut Outcome) {
         let result = match self {
-            Target::Grpc(target) => target.ask(prompt, sampling, outcome).await,
-            Target::Http(target) => target.ask(prompt, sampling, outcome).await,
-            Target::OpenAi(target) => target.ask(prompt, sampling, outcome).await,
+            Target::Grpc(target) => target.send(prompt, sampling, outcome).await,
+            Target::Http(target) => target.send(prompt, sampling, outcome).await,
+            Target::OpenAi(target) => target.send(prompt, sampling, outcome).await,
         };
         outcome.end(result);
     }
@@ -188,11 +188,11 @@ mod tests {
     }
 
     #[test]
-    fn counts_so_far_and_counts_of_each_piece_come_to_the_same() {
+    fn cumulative_and_separate_token_counts_have_the_same_sum() {
         let (mut all, mut each) = (outcome(), outcome());
-        [1, 2, 4].into_iter().for_each(|told| all.told_piece(Some(told), "x"));
-        [1, 1, 1].into_iter().for_each(|told| each.told_piece(Some(told), "x"));
-        assert_eq!((all.num_tokens, all.between.len(), &all.text[..]), (Some(4), 3, "xxx"));
-        assert_eq!((each.num_tokens, each.between.len()), (Some(3), 2));
+        [1, 2, 4].into_iter().for_each(|count| all.add_counted_piece(Some(count), "x"));
+        [1, 1, 1].into_iter().for_each(|count| each.add_counted_piece(Some(count), "x"));
+        assert_eq!((all.num_tokens, all.gaps.len(), &all.text[..]), (Some(4), 3, "xxx"));
+        assert_eq!((each.num_tokens, each.gaps.len()), (Some(3), 2));
     }
 }

@@ -1,4 +1,4 @@
-//! KServe's generate extension, and OpenAI's protocol.
+//! The generate extension of KServe over HTTP, and OpenAI's protocol.
 
 use client::ClientError;
 use serde_json::{Map, Value, json};
@@ -7,14 +7,14 @@ use crate::dataset::Prompt;
 use crate::http::HttpClient;
 use crate::target::{Outcome, Sampling};
 
-/// Names of the prompt, of its length limit and of the answer; the first that a model has counts.
+/// Usual names of the prompt, the length limit and the output text; the first one that the model declares is used.
 const PROMPT: [&str; 4] = ["text_input", "prompt", "INPUT_TEXT", "text"];
 const LENGTH: [&str; 3] = ["max_tokens", "request_output_len", "max_new_tokens"];
 const TEXT: [&str; 3] = ["text_output", "response", "OUTPUT"];
-/// The model that is asked where none is named.
-const USUAL: &str = "ensemble";
+/// The default model.
+const DEFAULT_MODEL: &str = "ensemble";
 
-/// A model behind `generate` and `generate_stream`.
+/// A model with the endpoints `generate` and `generate_stream`.
 #[derive(Clone)]
 pub(crate) struct HttpTarget {
     client: HttpClient,
@@ -25,7 +25,7 @@ pub(crate) struct HttpTarget {
 
 impl HttpTarget {
     pub(crate) async fn open(address: &str, model: Option<&str>) -> Result<Self, ClientError> {
-        let (client, model) = (HttpClient::new(address)?, model.unwrap_or(USUAL).to_owned());
+        let (client, model) = (HttpClient::new(address)?, model.unwrap_or(DEFAULT_MODEL).to_owned());
         let metadata = client.get(&format!("/v2/models/{model}")).await?;
         let names = |key: &str| -> Vec<String> {
             let tensors = metadata[key].as_array().into_iter().flatten();
@@ -38,7 +38,7 @@ impl HttpTarget {
         Ok(Self { client, model, inputs: names("inputs"), output: (*output).to_owned() })
     }
 
-    pub(crate) async fn ask(
+    pub(crate) async fn send(
         &self,
         prompt: &Prompt,
         sampling: &Sampling,
@@ -65,7 +65,7 @@ impl HttpTarget {
         }
         let counted = answer["num_output_tokens"].as_u64().map(|count| count as usize);
         if let Some(text) = answer[&self.output].as_str() {
-            outcome.told_piece(counted, text);
+            outcome.add_counted_piece(counted, text);
         }
         Ok(())
     }
@@ -73,27 +73,27 @@ impl HttpTarget {
     fn body(&self, prompt: &Prompt, sampling: &Sampling) -> Value {
         let mut body = Map::new();
         let has = |name: &str| self.inputs.iter().any(|input| input == name);
-        let mut offer = |names: &[&str], value: Value| match names.iter().find(|name| has(name)) {
+        let mut add_if_declared = |names: &[&str], value: Value| match names.iter().find(|name| has(name)) {
             Some(name) => body.insert((*name).to_owned(), value).is_none(),
             None => false,
         };
-        offer(&PROMPT, json!(prompt.text));
-        offer(&LENGTH, json!(prompt.max_tokens));
-        offer(&["stream", "streaming"], json!(sampling.stream_output));
-        offer(&["top_k"], json!(sampling.top_k));
-        offer(&["temperature"], json!(sampling.temperature));
-        offer(&["return_num_output_tokens"], json!(true));
+        add_if_declared(&PROMPT, json!(prompt.text));
+        add_if_declared(&LENGTH, json!(prompt.max_tokens));
+        add_if_declared(&["stream", "streaming"], json!(sampling.stream_output));
+        add_if_declared(&["top_k"], json!(sampling.top_k));
+        add_if_declared(&["temperature"], json!(sampling.temperature));
+        add_if_declared(&["return_num_output_tokens"], json!(true));
         if sampling.top_p > 0.0 {
-            offer(&["top_p"], json!(sampling.top_p));
+            add_if_declared(&["top_p"], json!(sampling.top_p));
         }
-        if !offer(&["ignore_eos"], json!(sampling.ignore_eos)) && sampling.ignore_eos {
-            offer(&["end_id"], json!(-1));
+        if !add_if_declared(&["ignore_eos"], json!(sampling.ignore_eos)) && sampling.ignore_eos {
+            add_if_declared(&["end_id"], json!(-1));
         }
         body.into()
     }
 }
 
-/// A model behind OpenAI's completions.
+/// A model with OpenAI's completions endpoints.
 #[derive(Clone)]
 pub(crate) struct OpenAiTarget {
     client: HttpClient,
@@ -111,7 +111,7 @@ impl OpenAiTarget {
         Ok(Self { client, model, is_chat })
     }
 
-    pub(crate) async fn ask(
+    pub(crate) async fn send(
         &self,
         prompt: &Prompt,
         sampling: &Sampling,
@@ -132,7 +132,7 @@ impl OpenAiTarget {
             }
             self.piece(&event, outcome);
         }
-        while answer.event().await?.is_some() {} // Lets the connection be used again.
+        while answer.event().await?.is_some() {} // A connection is reused only after the end of the body.
         Ok(())
     }
 
@@ -141,7 +141,7 @@ impl OpenAiTarget {
         let text = choice["text"].as_str().or_else(|| choice["delta"]["content"].as_str());
         let text = text.or_else(|| choice["message"]["content"].as_str()).unwrap_or_default();
         if !text.is_empty() {
-            outcome.piece(None, text);
+            outcome.add_piece(None, text);
         }
         if let Some(count) = answer["usage"]["completion_tokens"].as_u64() {
             outcome.num_tokens = Some(count as usize);
@@ -157,7 +157,7 @@ impl OpenAiTarget {
             true => body["messages"] = json!([{"role": "user", "content": prompt.text}]),
             false => body["prompt"] = json!(prompt.text),
         }
-        // OpenAI's own protocol has no `top_k`; temperature 0 is its greedy.
+        // OpenAI's protocol has no `top_k`; temperature 0 means greedy.
         match sampling.top_k {
             1 => body["temperature"] = json!(0),
             top_k => {

@@ -1,4 +1,4 @@
-//! Generates the protocol's messages from the front's own files, without protoc.
+//! Generates the protocol's messages from the `.proto` files of the front, without protoc.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let includes = ["../front/proto", "../repository/proto"];
@@ -7,7 +7,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let mut descriptors = protox::compile(["grpc_service.proto"], includes)?;
     for file in &mut descriptors.file {
-        file.service.clear(); // Calls are made by hand, in `grpc.rs`.
+        file.service.clear(); // `grpc.rs` implements the calls.
     }
     prost_build::Config::new().bytes(["."]).compile_fds(descriptors)?;
     Ok(())

@@ -1,4 +1,4 @@
-//! What a client can run into.
+//! Errors of clients.
 
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
@@ -27,8 +27,8 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// The error of a connection's first call: one that breaks there never was what it should be.
-    pub fn at_first(self) -> Self {
+    /// Converts the error of a connection's first call: a connection that breaks there does not speak gRPC.
+    pub fn on_first_call(self) -> Self {
         match self {
             ClientError::Connection { url, source } => ClientError::NotGrpc { url, source },
             other => other,

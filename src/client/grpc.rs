@@ -1,4 +1,7 @@
-//! gRPC over HTTP/2, as much of it as a client of this protocol needs.
+//! gRPC over HTTP/2, limited to what a client of this protocol needs.
+//!
+//! Own code over h2: tonic's client takes 7.7 instead of 4.4 µs of CPU a request, and 1.6 instead of 1.4 µs a streamed message,
+//! and the load generator shares its cores with the server.
 
 use std::time::Duration;
 
@@ -6,18 +9,19 @@ use bytes::{Buf, BufMut, Bytes, BytesMut};
 use h2::client::{ResponseFuture, SendRequest};
 use h2::{Reason, RecvStream};
 use http::{HeaderMap, Request, Version};
+use percent_encoding::percent_decode_str;
 use prost::Message;
 use tokio::net::TcpStream;
 
 use crate::ClientError;
 
-/// Room for what the server sends before it must wait for us.
+/// Flow-control window of a stream: what the server may send before the client reads it.
 const WINDOW_BYTES: u32 = 8 << 20;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Largest message that is read.
+/// Largest message that is accepted.
 const MAX_MESSAGE_BYTES: usize = 1 << 30;
 
-/// A connection; clones share it.
+/// A connection to a server; clones share it.
 #[derive(Clone)]
 pub struct Connection {
     url: String,
@@ -28,7 +32,7 @@ impl Connection {
     /// Connects to `HOST:PORT`.
     ///
     /// # Errors
-    /// When nothing listens there, or what listens speaks something else.
+    /// When nothing listens there, or the server does not speak HTTP/2.
     pub async fn open(url: &str) -> Result<Self, ClientError> {
         let url = url.trim_start_matches("grpc://").trim_start_matches("http://").trim_end_matches('/').to_owned();
         let connect = tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(&url));
@@ -36,7 +40,7 @@ impl Connection {
             .await
             .unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into()))
             .map_err(|source| ClientError::Unreachable { url: url.clone(), source })?;
-        let _ = stream.set_nodelay(true); // Only costs latency where it fails.
+        let _ = stream.set_nodelay(true); // A failure only costs latency.
         let (sender, connection) = h2::client::Builder::new()
             .initial_window_size(WINDOW_BYTES)
             .initial_connection_window_size(4 * WINDOW_BYTES)
@@ -48,15 +52,15 @@ impl Connection {
         Ok(Self { url, sender })
     }
 
-    /// Where it leads.
+    /// `HOST:PORT` of the server.
     pub fn url(&self) -> &str {
         &self.url
     }
 
-    /// Calls a method that answers once.
+    /// Calls a method with one response.
     ///
     /// # Errors
-    /// When the connection breaks or the server refuses.
+    /// When the connection breaks, or the server returns an error.
     pub async fn unary<Reply: Message + Default>(
         &self,
         method: &str,
@@ -69,7 +73,7 @@ impl Connection {
         decode(reply)
     }
 
-    /// Calls a method with one framed request and no more.
+    /// Calls a method with one request, which is already framed.
     ///
     /// # Errors
     /// When the connection breaks.
@@ -94,14 +98,14 @@ impl Connection {
 }
 
 fn broken(url: &str, source: h2::Error) -> ClientError {
-    // A server without HTTP/2 is noticed only when its answer is read.
+    // The response of a server without HTTP/2 fails to parse as frames.
     if source.reason() == Some(Reason::FRAME_SIZE_ERROR) || source.reason() == Some(Reason::PROTOCOL_ERROR) {
         return ClientError::NotGrpc { url: url.to_owned(), source };
     }
     ClientError::Connection { url: url.to_owned(), source }
 }
 
-/// The answers of one call. Dropping it cancels the call.
+/// The responses of one call. Dropping it cancels the call.
 pub struct Replies {
     url: String,
     state: State,
@@ -115,18 +119,18 @@ enum State {
 }
 
 impl Replies {
-    /// The next answer; `None` when the call has ended well.
+    /// The next response; `None` at the end of a successful call.
     ///
     /// # Errors
-    /// When the connection breaks or the server ends the call with an error.
+    /// When the connection breaks, or the server ends the call with an error.
     pub async fn next<Reply: Message + Default>(&mut self) -> Result<Option<Reply>, ClientError> {
         self.next_bytes().await?.map(decode).transpose()
     }
 
-    /// The next answer, not decoded.
+    /// The next response, not decoded.
     ///
     /// # Errors
-    /// As [`Replies::next`].
+    /// See [`Replies::next`].
     pub async fn next_bytes(&mut self) -> Result<Option<Bytes>, ClientError> {
         loop {
             if let Some(message) = self.take_message()? {
@@ -139,13 +143,13 @@ impl Replies {
                     if head.status != http::StatusCode::OK {
                         return Err(ClientError::Protocol(format!("HTTP status {}", head.status)));
                     }
-                    check_status(&head.headers)?; // A refusal may come without a body.
+                    check_status(&head.headers)?; // A response without a body has its status here.
                     self.state = State::Reading(body);
                 }
                 State::Reading(body) => match body.data().await {
                     Some(data) => {
                         let data = data.map_err(|source| broken(&self.url, source))?;
-                        let _ = body.flow_control().release_capacity(data.len()); // Fails only when the call is over.
+                        let _ = body.flow_control().release_capacity(data.len()); // Fails only after the end of the call.
                         self.buffer.extend_from_slice(&data);
                     }
                     None => {
@@ -173,7 +177,7 @@ impl Replies {
     }
 }
 
-/// A message as gRPC sends it.
+/// A message with the prefix that gRPC sends before it: compression flag and length.
 pub fn frame(message: &impl Message) -> Bytes {
     let length = message.encoded_len();
     let mut framed = BytesMut::with_capacity(5 + length);
@@ -193,9 +197,14 @@ fn check_status(headers: &HeaderMap) -> Result<(), ClientError> {
         None | Some(Ok(0)) => Ok(()),
         Some(code) => Err(ClientError::Refused {
             code: code.ok().and_then(|code| CODES.get(code)).unwrap_or(&"UNKNOWN"),
-            message: unescape(text("grpc-message").unwrap_or("the server gave no reason")),
+            message: message(text("grpc-message").unwrap_or("the server gave no reason")),
         }),
     }
+}
+
+/// The text of `grpc-message`, which is percent-encoded.
+fn message(encoded: &str) -> String {
+    percent_decode_str(encoded).decode_utf8_lossy().into_owned()
 }
 
 const CODES: [&str; 17] = [
@@ -218,33 +227,13 @@ const CODES: [&str; 17] = [
     "UNAUTHENTICATED",
 ];
 
-/// `grpc-message` is percent-encoded.
-fn unescape(text: &str) -> String {
-    let bytes = text.as_bytes();
-    let (mut plain, mut at) = (Vec::with_capacity(bytes.len()), 0);
-    while at < bytes.len() {
-        let code = (bytes[at] == b'%').then(|| text.get(at + 1..at + 3)).flatten();
-        match code.and_then(|code| u8::from_str_radix(code, 16).ok()) {
-            Some(byte) => {
-                plain.push(byte);
-                at += 3;
-            }
-            None => {
-                plain.push(bytes[at]);
-                at += 1;
-            }
-        }
-    }
-    String::from_utf8_lossy(&plain).into_owned()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn messages_of_errors_are_unescaped() {
-        assert_eq!(unescape("caf%C3%A9 100%"), "café 100%");
+        assert_eq!(message("caf%C3%A9 100%"), "café 100%");
     }
 
     #[test]

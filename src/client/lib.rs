@@ -1,7 +1,7 @@
-//! `trireme client`, and what any client of this protocol needs.
+//! `trireme client`, and the KServe gRPC client of the project's tools.
 //!
-//! [`ClientArgs`] is the command line, [`run_client`] carries it out. It speaks the protocol as any client would; gRPC goes
-//! straight over HTTP/2 ([`grpc::Connection`]), so that a load generator on the server's own cores takes little from it.
+//! [`ClientArgs`] is the command line, [`run_client`] executes it. [`grpc::Connection`] implements gRPC directly on HTTP/2, so that a
+//! load generator takes little CPU time from a server on the same cores.
 #![forbid(unsafe_code)]
 
 mod error;
@@ -18,8 +18,11 @@ pub mod proto {
     include!(concat!(env!("OUT_DIR"), "/inference.rs"));
 }
 
-/// One thread is enough for a client, and leaves the other cores to the server.
-fn runtime() -> Result<tokio::runtime::Runtime, ClientError> {
+/// A runtime of one thread: enough for a client, and it leaves the other cores to the server.
+///
+/// # Errors
+/// When the system refuses it.
+pub fn runtime() -> Result<tokio::runtime::Runtime, ClientError> {
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()

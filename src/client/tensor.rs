@@ -1,4 +1,4 @@
-//! Tensors of requests, made to fit what a model declares.
+//! Tensors of requests, in the types that a model declares.
 
 use bytes::Bytes;
 
@@ -12,23 +12,23 @@ use crate::proto::{
     ModelMetadataResponse, ModelReadyRequest, ModelReadyResponse, RepositoryIndexRequest, RepositoryIndexResponse,
 };
 
-/// What a model takes and gives, as the server describes it.
+/// A model's inputs and outputs, from the server's metadata.
 pub struct Model {
-    /// Its description.
+    /// The server's metadata.
     pub metadata: ModelMetadataResponse,
-    /// Whether an answer may come in pieces: the model is decoupled, or a step of the ensemble is.
+    /// Whether a request may have several responses: the model is decoupled, or a step of the ensemble is.
     pub streams: bool,
 }
 
 impl Model {
-    /// Asks for a model that is ready.
+    /// Queries the metadata of a model that is ready.
     ///
     /// # Errors
-    /// When it is not; the message says what the server has instead.
+    /// When the model is not ready; the message lists the models that are.
     pub async fn find(connection: &Connection, name: &str) -> Result<Self, ClientError> {
         let request = ModelReadyRequest { name: name.to_owned(), version: String::new() };
         let ready: ModelReadyResponse =
-            connection.unary("ModelReady", &request).await.map_err(ClientError::at_first)?;
+            connection.unary("ModelReady", &request).await.map_err(ClientError::on_first_call)?;
         if !ready.ready {
             let (model, url) = (name.to_owned(), connection.url().to_owned());
             return Err(ClientError::NotReady { model, url, known: known_models(connection, name).await? });
@@ -51,7 +51,7 @@ impl Model {
     /// Adds `values` as the input called `name`, which the model must have.
     ///
     /// # Errors
-    /// When it has none, or of a type that these values do not fit.
+    /// When the model has no such input, or the values do not fit its type.
     pub fn add(&self, request: &mut ModelInferRequest, name: &str, values: Values<'_>) -> Result<(), ClientError> {
         let input = self.input(name).ok_or_else(|| {
             let model = &self.metadata.name;
@@ -70,7 +70,7 @@ impl Model {
     }
 }
 
-/// Whether a model answers in pieces; taken for granted of a server that does not show its configuration.
+/// Whether a model streams its responses; assumed if the server does not return the configuration.
 async fn streams(connection: &Connection, name: &str) -> bool {
     let Some(config) = config(connection, name).await else { return true };
     if is_decoupled(&config) {
@@ -101,7 +101,7 @@ pub fn push(request: &mut ModelInferRequest, input: &TensorMetadata, shape: Vec<
     request.raw_input_contents.push(data);
 }
 
-/// Why a model may be missing, in words.
+/// Explains why a model is not ready: its state, or the models that are ready.
 async fn known_models(connection: &Connection, name: &str) -> Result<String, ClientError> {
     let index: RepositoryIndexResponse =
         connection.unary("RepositoryIndex", &RepositoryIndexRequest::default()).await?;
@@ -113,14 +113,14 @@ async fn known_models(connection: &Connection, name: &str) -> Result<String, Cli
     Ok(if ready.is_empty() { "no model is".to_owned() } else { format!("these are: {}", ready.join(", ")) })
 }
 
-/// Values of one input, before its declared type is known.
+/// Values of one input, independent of its declared type.
 #[derive(Clone, Copy)]
 pub enum Values<'a> {
-    /// Whole numbers.
+    /// Integers.
     Integers(&'a [i64]),
-    /// One fraction.
+    /// One floating-point number.
     Float(f64),
-    /// One choice.
+    /// One boolean.
     Bool(bool),
     /// Strings.
     Texts(&'a [String]),
@@ -135,7 +135,7 @@ impl Values<'_> {
         }
     }
 
-    /// The values as raw elements of `datatype`; `None` when they do not fit.
+    /// The values as raw elements of `datatype`; `None` if they do not fit.
     fn encode(self, datatype: &str) -> Option<Bytes> {
         let data: Vec<u8> = match (self, datatype) {
             (Values::Integers(values), "INT32") => pack(values, i32::to_le_bytes)?,
@@ -163,7 +163,7 @@ fn pack<T: TryFrom<i64>, const SIZE: usize>(values: &[i64], bytes: impl Fn(T) ->
     Some(data)
 }
 
-/// The elements of a BYTES output, those that are text.
+/// The elements of a BYTES tensor.
 pub fn texts(data: &[u8]) -> impl Iterator<Item = &[u8]> {
     let mut rest = data;
     std::iter::from_fn(move || {

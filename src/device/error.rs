@@ -1,18 +1,18 @@
-//! Why a device cannot go on.
+//! Errors of a device.
 
 use crate::Feature;
 
 /// Why a device cannot load or compute.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // Fields are named by their messages.
+#[allow(missing_docs)] // Fields are named in the messages.
 pub enum DeviceError {
-    /// The device or a library it needs is not there.
+    /// The device, or a library it needs, is not available.
     #[error("device `{device}` is not usable: {reason}")]
     Unavailable { device: String, reason: String },
-    /// Memory does not suffice.
+    /// There is too little memory.
     #[error("{what} needs {needed_bytes} bytes but {free_bytes} are free on device `{device}`")]
     OutOfMemory { device: String, what: String, needed_bytes: u64, free_bytes: u64 },
-    /// A shape or dtype that the device has no code for.
+    /// A shape or dtype that the device does not support.
     #[error("{what} is not supported: {found}; supported: {expected}")]
     Unsupported { what: String, found: String, expected: String },
     /// A library or driver call failed.

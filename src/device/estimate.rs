@@ -1,4 +1,4 @@
-//! What a worker will hold, told before anything loads: a device that counts instead of computing.
+//! Estimates the memory of a worker before anything is loaded, with a device that counts instead of computing.
 
 use engine::{RowId, SampledToken, SamplingParams, TokenId};
 
@@ -9,7 +9,7 @@ use crate::{
     StepLimits, TensorParallel, WeightSlice,
 };
 
-/// What is estimated.
+/// The kind of device to estimate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Target {
     /// A [`CpuDevice`].
@@ -18,7 +18,7 @@ pub enum Target {
     Cuda,
 }
 
-/// Counts what a [`CpuDevice`] or [`CudaDevice`] takes for a model, from the shapes of its weights alone.
+/// Counts the memory that a [`CpuDevice`] or [`CudaDevice`] needs for a model, from the shapes of its weights alone.
 #[derive(Debug)]
 pub struct Estimator {
     target: Target,
@@ -27,7 +27,7 @@ pub struct Estimator {
     limits: StepLimits,
     hidden: usize,
     weights_bytes: usize,
-    /// Of these, what a CPU uses where it lies in the checkpoint.
+    /// Part of the weights that a CPU uses directly in the checkpoint.
     mapped_bytes: usize,
     /// Columns of all activation buffers.
     tensor_cols: usize,
@@ -35,7 +35,7 @@ pub struct Estimator {
     has_wide_weights: bool,
 }
 
-/// What an [`Estimator`] knows of a weight.
+/// The properties of a weight that an [`Estimator`] needs.
 #[derive(Debug, Clone, Copy)]
 pub struct EstimatedWeight {
     cols: usize,
@@ -43,32 +43,32 @@ pub struct EstimatedWeight {
     is_bf16: bool,
 }
 
-/// What a worker will hold; see [`MemoryPlan`] for what it finds when it has loaded.
+/// The estimated memory of a worker; [`MemoryPlan`] has the values after loading.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryEstimate {
     /// Bytes of weights.
     pub weights_bytes: u64,
-    /// Of these, what stays in the page cache, which workers share.
+    /// Part of the weights that stays in the page cache, which workers share.
     pub mapped_bytes: u64,
-    /// Bytes of activations and scratch.
+    /// Bytes of activations and scratch buffers.
     pub workspace_bytes: u64,
-    /// Bytes of what a group's workers talk through.
+    /// Bytes of buffers for communication in a group.
     pub communicator_bytes: u64,
-    /// Bytes left to graphs and the driver.
+    /// Bytes left free for graphs and the driver.
     pub reserve_bytes: u64,
     /// Bytes of one KV block in all layers.
     pub block_bytes: u64,
 }
 
 impl MemoryEstimate {
-    /// Bytes that must be free before the first KV block.
+    /// Number of bytes that are needed besides KV blocks.
     pub fn fixed_bytes(&self) -> u64 {
         self.weights_bytes + self.workspace_bytes + self.communicator_bytes + self.reserve_bytes
     }
 }
 
 impl Estimator {
-    /// For the worker at place `tp` of its group.
+    /// An estimator for the worker `tp` of its group.
     pub fn new(target: Target, tp: TensorParallel, limits: StepLimits) -> Self {
         Self {
             target,
@@ -84,12 +84,12 @@ impl Estimator {
         }
     }
 
-    /// For one stage of a pipeline.
+    /// The same for one stage of a pipeline.
     pub fn in_stage(self, stage: PipelineStage) -> Self {
         Self { stage, ..self }
     }
 
-    /// What was counted, for the attention of the model that was loaded.
+    /// The estimate, given the attention of the model that was loaded.
     pub fn estimate(&self, attention: &AttentionSpec) -> MemoryEstimate {
         let (limits, group) = (&self.limits, self.tp.size as usize);
         let weights_bytes = self.weights_bytes as u64;
@@ -133,7 +133,7 @@ impl Estimator {
         EstimatedWeight { cols: parts.first().map_or(0, |part| part.cols.len()), bytes, is_bf16 }
     }
 
-    /// Whether a CPU copies the weights of such a layer.
+    /// Whether a CPU copies the weights of this layer.
     fn is_copied(&self, weight: &EstimatedWeight) -> bool {
         self.target == Target::Cpu && weight.is_bf16 && CpuEstimate::copies_bf16()
     }
@@ -153,7 +153,7 @@ impl Estimator {
     }
 }
 
-/// An estimator computes nothing.
+/// The error of ops that an estimator lacks.
 fn computes_nothing() -> DeviceError {
     DeviceError::Unsupported {
         what: "an estimate".to_owned(),

@@ -1,25 +1,26 @@
-//! Files as memory.
+//! Memory-mapped files.
 
 use std::fs::File;
 use std::io;
 use std::path::Path;
 
-/// Maps a file of weights read-only for the rest of the process.
+/// Maps a file of weights read-only until the process ends.
 ///
-/// It is never unmapped, for devices keep pointers into it: call it in processes that load one model and end with it, as
-/// workers, `trireme plan` and `trireme lint` do, and never in rank 0, which would keep the address space of each load.
+/// It is never unmapped, because devices keep pointers into it. Call it only in processes that load one model and then
+/// end, such as workers, `trireme plan` and `trireme lint`. In rank 0 the address space of each load would never be
+/// released.
 ///
-/// The file must not be shortened or rewritten while it serves: replace a checkpoint by a rename.
+/// The file must not be truncated or rewritten while it is in use: replace a checkpoint by a rename.
 ///
 /// # Errors
-/// When the file cannot be opened or mapped.
+/// Returns an error if the file cannot be opened or mapped.
 pub fn map_file(path: &Path) -> io::Result<&'static [u8]> {
     let file = File::open(path)?;
     if file.metadata()?.len() == 0 {
         return Ok(&[]);
     }
-    // SAFETY: the mapping is private and read-only; that nobody shortens the file is the documented duty of
-    // whoever puts checkpoints in place.
+    // SAFETY: the mapping is private and read-only. Whoever installs checkpoints must not truncate the file, as
+    // documented.
     let mapping = unsafe { memmap2::Mmap::map(&file)? };
     Ok(&*Box::leak(Box::new(mapping)))
 }

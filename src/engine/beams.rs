@@ -1,47 +1,47 @@
-//! Beam search of one sequence: which continuations live on, which are finished, and when to stop.
+//! Beam search of one sequence: which beams continue, which are finished, and when the search ends.
 //!
-//! The rules are those of `generate(num_beams=…)` in transformers: the best `width` unfinished continuations live on;
-//! one that ends counts only if it is among the best `width` of all; scores of finished ones are
-//! `log-probability / length ^ len_penalty`. The diversity rate is TensorRT-LLM's: where continuations are ranked, those
-//! of beam `i` gain `rate * i`; their log-probabilities stay what they are.
+//! The rules are those of `generate(num_beams=…)` in transformers: the best `width` unfinished continuations become the
+//! next beams. One that ends counts only if it is among the best `width` of all continuations. The score of a finished
+//! beam is `log-probability / length ^ len_penalty`. The diversity rate is TensorRT-LLM's: for the ranking, `rate * i`
+//! is added to the score of each continuation of beam `i`; log-probabilities are not changed.
 
 use crate::stop::{StopWords, Tail};
 use crate::{BeamOutput, BeamParams, BlockId, FinishReason, RowId, SampledToken, TokenId};
 
-/// What the search needs to know of its request.
+/// Settings of the search, taken from its request.
 #[derive(Debug)]
 pub(crate) struct Rules {
     pub(crate) params: BeamParams,
     pub(crate) end_ids: Vec<TokenId>,
     pub(crate) stop_words: StopWords,
-    /// Most tokens to generate.
+    /// Maximum number of tokens to generate.
     pub(crate) max_tokens: usize,
 }
 
-/// The search, and what its beams hold at the workers.
+/// State of the search, and of its rows at the workers.
 #[derive(Debug)]
 pub(crate) struct Beams {
     rules: Rules,
-    /// `[width]` while it runs, the prompt's row first.
+    /// `[width]` while it runs; the prompt's row is first.
     pub(crate) rows: Vec<RowId>,
-    /// Best first; one without tokens until the prompt is computed.
+    /// Best first. Until the prompt is computed, one beam without tokens.
     beams: Vec<Beam>,
-    /// Block tables behind the prompt's full blocks, one for each beam that workers hold.
+    /// Block tables after the prompt's full blocks, one for each beam that workers hold.
     pub(crate) tails: Vec<Vec<BlockId>>,
-    /// Rows of which workers hold something: beams take them one after another.
+    /// Number of rows in use at the workers. Beams take rows in order.
     pub(crate) num_live_rows: usize,
     /// Likeliest continuations of each beam, as far as the step in flight is settled.
     candidates: Vec<Vec<(TokenId, f32)>>,
-    /// How `beams` came from those that workers hold; empty while a step is in flight.
+    /// How `beams` derive from the beams that workers hold; empty while a step is in flight.
     pub(crate) choices: Vec<Choice>,
     /// Best first, at most `width`.
     finished: Vec<Finished>,
 }
 
-/// A continuation that lives on.
+/// A continuation that becomes a beam.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Choice {
-    /// Index of the beam it continues.
+    /// Index of the beam that it continues.
     pub(crate) parent: usize,
     pub(crate) token: TokenId,
 }
@@ -59,14 +59,14 @@ struct Finished {
     score: f32,
 }
 
-/// One more token for a beam.
+/// A beam extended by one token.
 struct Continuation {
     parent: usize,
     token: TokenId,
     token_log_prob: f32,
     /// Of all its tokens.
     log_prob: f32,
-    /// By which it is ranked.
+    /// Score used for the ranking, with the diversity rate.
     ranked: f32,
 }
 
@@ -86,7 +86,8 @@ impl Beams {
         beams
     }
 
-    /// Back to the prompt: what was found is found again, as every step depends on nothing else.
+    /// Restarts from the prompt. The same result will be found again, because each step depends only on the ones
+    /// before.
     pub(crate) fn restart(&mut self) {
         let stop_words = self.rules.stop_words.clone();
         self.beams = vec![Beam { tokens: Vec::new(), log_prob: 0.0, stop_words }];
@@ -102,12 +103,12 @@ impl Beams {
         self.rules.params.width as usize
     }
 
-    /// Continuations of each beam that can matter: any that end may be among the best.
+    /// Number of continuations of each beam that are needed: any of those that end the beam may be among the best.
     pub(crate) fn num_candidates(&self) -> usize {
         num_candidates(self.width(), self.rules.end_ids.len(), self.rules.stop_words.len())
     }
 
-    /// Blocks in `tails`, each once.
+    /// Number of distinct blocks in `tails`.
     pub(crate) fn num_tail_blocks(&self) -> usize {
         let mut blocks: Vec<BlockId> = self.tails.iter().flatten().copied().collect();
         blocks.sort_unstable();
@@ -115,17 +116,18 @@ impl Beams {
         blocks.len()
     }
 
-    /// Takes the continuations of the next beam of the step in flight.
+    /// Adds the continuations of the next beam of the step in flight.
     pub(crate) fn push(&mut self, sampled: SampledToken) {
         self.candidates.push(sampled.top);
     }
 
-    /// Whether every beam's continuations of the step in flight are there.
+    /// Whether the continuations of all beams of the step in flight have arrived.
     pub(crate) fn is_settled(&self) -> bool {
         self.candidates.len() == self.beams.len()
     }
 
-    /// Decides by the step's candidates. The outputs, best first, and why, when the search has ended.
+    /// Chooses the next beams from the step's candidates. If the search ends, returns the outputs, best first, and the
+    /// reason.
     pub(crate) fn advance(&mut self) -> Option<(Vec<BeamOutput>, FinishReason)> {
         let (width, len) = (self.width(), self.beams[0].tokens.len() + 1);
         let is_last = len == self.rules.max_tokens;
@@ -134,10 +136,10 @@ impl Beams {
             if rank >= width && next.len() == width {
                 break;
             }
-            let (beam, untold) = self.extended(continuation);
-            if is_last || untold.is_some() {
+            let (beam, num_hidden) = self.extended(continuation);
+            if is_last || num_hidden.is_some() {
                 if rank < width {
-                    self.finish(&beam, untold.unwrap_or(0));
+                    self.finish(&beam, num_hidden.unwrap_or(0));
                 }
             } else if next.len() < width {
                 self.choices.push(Choice { parent: continuation.parent, token: continuation.token });
@@ -153,7 +155,7 @@ impl Beams {
         None
     }
 
-    /// Best first.
+    /// All continuations, best first.
     fn continuations(&self) -> Vec<Continuation> {
         let mut all = Vec::new();
         for (parent, (beam, candidates)) in self.beams.iter().zip(&self.candidates).enumerate() {
@@ -167,25 +169,25 @@ impl Beams {
         all
     }
 
-    /// The beam with one token more; and, when that ends it, how many of its last tokens are not told.
+    /// The beam with one more token. If that ends it, also the number of its last tokens to leave out of the output.
     fn extended(&self, continuation: &Continuation) -> (Beam, Option<usize>) {
         let token = continuation.token;
         let mut beam = self.beams[continuation.parent].clone();
         beam.tokens.push((token, continuation.token_log_prob));
         beam.log_prob = continuation.log_prob;
-        let untold = match beam.stop_words.push(token) {
+        let num_hidden = match beam.stop_words.push(token) {
             _ if self.rules.end_ids.contains(&token) => Some(1),
             Tail::Stop(len) => Some(len),
             Tail::Open(_) => None,
         };
-        (beam, untold)
+        (beam, num_hidden)
     }
 
-    /// Keeps an ended beam, without its last `untold` tokens, if it is among the best.
-    fn finish(&mut self, beam: &Beam, untold: usize) {
+    /// Keeps a finished beam, without its last `num_hidden` tokens, if it is among the best.
+    fn finish(&mut self, beam: &Beam, num_hidden: usize) {
         let score = self.score(beam.log_prob, beam.tokens.len());
         let index = self.finished.partition_point(|other| other.score >= score);
-        let tokens = beam.tokens[..beam.tokens.len() - untold].to_vec();
+        let tokens = beam.tokens[..beam.tokens.len() - num_hidden].to_vec();
         self.finished.insert(index, Finished { output: BeamOutput { tokens, cum_log_prob: beam.log_prob }, score });
         self.finished.truncate(self.width());
     }
@@ -194,7 +196,7 @@ impl Beams {
         log_prob / (len as f32).powf(self.rules.params.len_penalty)
     }
 
-    /// Whether there are enough outputs, and none of the `next` beams is likely to better them.
+    /// Whether there are enough outputs and none of the `next` beams is likely to score better.
     fn is_over(&self, next: &[Beam], len: usize) -> bool {
         let Some(worst) = self.finished.get(self.width() - 1) else { return false };
         let best = next.iter().map(|beam| beam.log_prob).fold(f32::NEG_INFINITY, f32::max);
@@ -202,7 +204,7 @@ impl Beams {
     }
 }
 
-/// `width` that go on, and those that end.
+/// Upper bound of candidates: `width` that continue, and all that may end.
 pub(crate) fn num_candidates(width: usize, num_end_ids: usize, num_stop_words: usize) -> usize {
     width + num_end_ids + num_stop_words
 }

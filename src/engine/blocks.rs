@@ -1,4 +1,4 @@
-//! The KV blocks that workers hold: who uses them, which are free, and what the unused ones still contain.
+//! The pool of KV blocks: their users, the free blocks, and the contents of unused ones.
 //!
 //! Every block is in one of three states: *used* by one sequence or shared by several, *cached* (used by none,
 //! but its content can be found again), or *unused*. Allocation takes unused blocks first, then the cached
@@ -9,7 +9,7 @@ use std::hash::{BuildHasherDefault, DefaultHasher, Hasher};
 
 use crate::{BlockId, TokenId};
 
-/// The content of a filled block: its tokens and, through its parent, all tokens before them. Never reused.
+/// Identifies the content of a filled block: its tokens and, through its parent, all tokens before them. Never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) struct ContentId(u64);
 
@@ -18,10 +18,10 @@ impl ContentId {
     pub(crate) const ROOT: Self = Self(0);
 }
 
-/// What is known of the content a sequence looks for.
+/// Result of a search for a content.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Lookup {
-    /// A block holds it.
+    /// This block holds it.
     Ready(BlockId),
     /// A running sequence computes it.
     BeingComputed,
@@ -29,19 +29,19 @@ pub(crate) enum Lookup {
     Missing,
 }
 
-/// All KV blocks. Knows numbers of blocks and tokens, and no sequence.
+/// All KV blocks. The pool knows blocks and tokens, but no sequences.
 #[derive(Debug)]
 pub(crate) struct BlockPool {
     block_size: usize,
     blocks: Vec<Block>,
-    /// `[num_blocks, block_size]` tokens of blocks that have a content.
+    /// `[num_blocks, block_size]`: the tokens of blocks that have a content.
     tokens: Vec<TokenId>,
     unused: Vec<BlockId>,
     /// Ends of the list of cached blocks, linked through `Block::older` and `Block::newer`.
     oldest: Option<BlockId>,
     newest: Option<BlockId>,
     num_cached: usize,
-    /// Hash of parent and tokens to the block that holds them; a collision is a miss.
+    /// Maps the hash of parent and tokens to the block that holds them. A collision counts as a miss.
     contents: HashMap<u64, BlockId, BuildHasherDefault<AlreadyHashed>>,
     last_content: u64,
 }
@@ -49,7 +49,7 @@ pub(crate) struct BlockPool {
 #[derive(Debug, Clone, Copy, Default)]
 struct Block {
     num_users: u32,
-    /// `None`: it cannot be found.
+    /// `None` if the block cannot be found by its content.
     content: Option<ContentId>,
     parent: ContentId,
     /// Key in `contents` while there is a content.
@@ -77,7 +77,7 @@ impl BlockPool {
         pool
     }
 
-    /// Forgets every user and every content: the workers' memory is new.
+    /// Removes all users and contents, because the workers' memory is new.
     pub(crate) fn reset(&mut self) {
         self.blocks.fill(Block::default());
         self.unused.clear();
@@ -86,7 +86,7 @@ impl BlockPool {
         self.contents.clear();
     }
 
-    /// Blocks that can be allocated: unused and cached ones.
+    /// Number of blocks that can be allocated: unused and cached ones.
     pub(crate) fn num_available(&self) -> usize {
         self.unused.len() + self.num_cached
     }
@@ -107,7 +107,7 @@ impl BlockPool {
         self.blocks[block.0 as usize].num_users
     }
 
-    /// A block for one user, its content forgotten; `None` when all are used.
+    /// Allocates a block for one user and drops its content. Returns `None` if all blocks are in use.
     pub(crate) fn allocate(&mut self) -> Option<BlockId> {
         let block = self.unused.pop().or_else(|| {
             let oldest = self.oldest?;
@@ -119,7 +119,7 @@ impl BlockPool {
         Some(block)
     }
 
-    /// One more user of a block whose content was found.
+    /// Adds a user to a block whose content was found.
     pub(crate) fn share(&mut self, block: BlockId) {
         if self.num_users(block) == 0 {
             self.unlink(block);
@@ -127,7 +127,7 @@ impl BlockPool {
         self.blocks[block.0 as usize].num_users += 1;
     }
 
-    /// One user less. A sequence releases its last block first, so that a content is evicted before its parent.
+    /// Removes a user. A sequence releases its last block first, so that a content is evicted before its parent.
     pub(crate) fn release(&mut self, block: BlockId) {
         let entry = &mut self.blocks[block.0 as usize];
         assert!(entry.num_users > 0, "block {} is released but nobody uses it", block.0);
@@ -142,7 +142,7 @@ impl BlockPool {
         }
     }
 
-    /// Looks for the block that holds `tokens` (one block's worth) after `parent`, for a reader in step `step`.
+    /// Searches for the block that holds `tokens` (one block) after `parent`, for a reader in step `step`.
     pub(crate) fn find(&self, parent: ContentId, tokens: &[TokenId], step: u64) -> Lookup {
         match self.contents.get(&hash(parent, tokens)) {
             Some(&block) if self.holds(block, parent, tokens) => {
@@ -156,9 +156,10 @@ impl BlockPool {
         }
     }
 
-    /// Names the content that `block` will have once a plan fills it, and returns it. When another block holds the same
-    /// content already, that one keeps it and `block` stays nameless. `None` when the hash is taken by another content.
-    pub(crate) fn name(&mut self, block: BlockId, parent: ContentId, tokens: &[TokenId]) -> Option<ContentId> {
+    /// Registers the content that `block` will have once a plan fills it, and returns it. If another block already
+    /// holds the same content, it stays registered there and `block` has none. Returns `None` if another content has
+    /// the same hash.
+    pub(crate) fn register(&mut self, block: BlockId, parent: ContentId, tokens: &[TokenId]) -> Option<ContentId> {
         let hash = hash(parent, tokens);
         if let Some(&other) = self.contents.get(&hash) {
             let same = self.holds(other, parent, tokens);
@@ -174,7 +175,7 @@ impl BlockPool {
         Some(content)
     }
 
-    /// The plan before `step` fills the block: steps from then on may read it.
+    /// The plan before `step` fills the block, so steps from `step` on may read it.
     pub(crate) fn set_ready(&mut self, block: BlockId, step: u64) {
         self.blocks[block.0 as usize].ready_step = step;
     }
@@ -183,7 +184,7 @@ impl BlockPool {
         self.blocks[block.0 as usize].content
     }
 
-    /// The block's content cannot be found any more.
+    /// Removes the content of the block, so that it is no longer found.
     pub(crate) fn forget(&mut self, block: BlockId) {
         let entry = &mut self.blocks[block.0 as usize];
         if entry.content.take().is_some() {
@@ -221,7 +222,7 @@ impl BlockPool {
     }
 }
 
-/// For keys that are hashes themselves.
+/// Hasher for keys that are hashes themselves.
 #[derive(Debug, Default)]
 struct AlreadyHashed(u64);
 
@@ -255,7 +256,7 @@ mod tests {
 
     fn filled(pool: &mut BlockPool, parent: ContentId, tokens: &[TokenId]) -> (BlockId, ContentId) {
         let block = pool.allocate().unwrap();
-        let content = pool.name(block, parent, tokens).unwrap();
+        let content = pool.register(block, parent, tokens).unwrap();
         pool.set_ready(block, 0);
         (block, content)
     }
@@ -265,7 +266,7 @@ mod tests {
         let mut pool = BlockPool::new(4, 2);
         let (first, parent) = filled(&mut pool, ContentId::ROOT, &A);
         let second = pool.allocate().unwrap();
-        pool.name(second, parent, &B);
+        pool.register(second, parent, &B);
         assert_eq!(pool.find(ContentId::ROOT, &A, 0), Lookup::Ready(first));
         assert_eq!(pool.find(ContentId::ROOT, &B, 9), Lookup::Missing);
         assert_eq!(pool.find(parent, &B, 9), Lookup::BeingComputed);
@@ -299,7 +300,7 @@ mod tests {
         assert_eq!(pool.find(parent, &A, 0), Lookup::Missing);
         assert_eq!(pool.find(ContentId::ROOT, &B, 0), Lookup::Missing);
         let second = pool.allocate().unwrap();
-        assert_eq!(pool.name(second, parent, &A), None);
+        assert_eq!(pool.register(second, parent, &A), None);
         pool.release(second);
         assert_eq!((pool.num_cached(), pool.num_unused()), (0, 3));
     }
@@ -309,7 +310,7 @@ mod tests {
         let mut pool = BlockPool::new(2, 2);
         let (first, content) = filled(&mut pool, ContentId::ROOT, &A);
         let second = pool.allocate().unwrap();
-        assert_eq!(pool.name(second, ContentId::ROOT, &A), Some(content));
+        assert_eq!(pool.register(second, ContentId::ROOT, &A), Some(content));
         pool.release(second);
         assert_eq!((pool.num_cached(), pool.num_unused()), (0, 1));
         pool.release(first);

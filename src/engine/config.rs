@@ -1,72 +1,76 @@
-//! The engine's bounds, all known before the first request.
+//! The engine's limits; all are set before the first request.
 
 use std::collections::BTreeMap;
 
 use crate::{MAX_BEAM_CANDIDATES, MAX_LOGPROBS, Refused, Request, beams};
 
-/// Why a queue has room for one.
+/// The reason given when a queue bound is 0.
 const QUEUED: &str = "a request is queued before it runs";
 
-/// Bounds and policies of one engine; every worker's buffers are sized by the same numbers.
+/// Limits and policies of one engine. The workers' buffers are sized by the same values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineConfig {
-    /// Most sequences that run at once; rows are `0..max_rows`.
+    /// Maximum number of sequences that run at once; rows are `0..max_rows`.
     pub max_rows: usize,
-    /// Most tokens in a step, prefill and decode together; at least `max_rows`.
+    /// Maximum number of tokens in a step, prefill and decode together; at least `max_rows`.
     pub max_step_tokens: usize,
-    /// Most prefill tokens in a step that also decodes: bounds the gap between a stream's tokens while a long
-    /// prompt arrives. `max_step_tokens` is no bound beyond that one.
+    /// Maximum number of prefill tokens in a step that also decodes. It bounds the gap between a stream's tokens while
+    /// a long prompt is computed. A value above `max_step_tokens` has no further effect.
     pub max_mixed_prefill_tokens: usize,
-    /// Tokens that the device computes at once, so that a step of one more takes as long as one of so many more; 1 where that is
-    /// not so. A step with as many decodes as that leaves the last few prompt tokens to the next one rather than begin another such lot.
+    /// The device computes tokens in tiles of this size: a partial tile takes as long as a full one. 1 if there are no
+    /// tiles. A step with at least one tile of decodes defers the last few prompt tokens to the next step instead of
+    /// starting another partial tile.
     pub token_tile: usize,
-    /// Longest sequence, prompt and output together.
+    /// Maximum length of a sequence, prompt and output together.
     pub max_sequence_len: usize,
     /// Positions in one KV block.
     pub block_size: usize,
-    /// KV blocks that workers hold.
+    /// Number of KV blocks that workers hold.
     pub num_blocks: usize,
-    /// Most requests that wait for their first step.
+    /// Maximum number of requests that wait for their first step.
     pub max_queue: usize,
-    /// Most of them of one priority, unless [`max_queue_of`](Self::max_queue_of) has another bound for it.
+    /// Maximum number of waiting requests of one priority, unless [`max_queue_of`](Self::max_queue_of) has another
+    /// bound for it.
     pub max_queue_each: usize,
-    /// Bounds of single priorities.
+    /// Bounds for individual priorities, which replace [`max_queue_each`](Self::max_queue_each).
     pub max_queue_of: BTreeMap<u32, usize>,
-    /// Most steps planned and not yet settled; 2 lets a step be planned while another runs.
+    /// Maximum number of steps planned and not yet settled; 2 lets a step be planned while another runs.
     pub max_in_flight: usize,
-    /// Most tokens that joining rows carry in one plan, unless it is one long row alone; entries of sampling lists
-    /// count, too. With `max_sequence_len` it bounds a plan's bytes: see [`max_plan_bytes`](Self::max_plan_bytes).
+    /// Maximum number of tokens of joining rows in one plan, counting the entries of their sampling lists. A single row
+    /// that is longer joins alone. Together with `max_sequence_len` this bounds the bytes of a plan: see
+    /// [`max_plan_bytes`](Self::max_plan_bytes).
     pub max_joined_tokens: usize,
-    /// What admission promises to a sequence.
+    /// What a sequence is guaranteed once it is admitted.
     pub policy: Policy,
-    /// Whether sequences share KV blocks of equal prefixes.
+    /// Whether sequences with equal prefixes share KV blocks.
     pub prefix_cache: bool,
-    /// Most tokens guessed for a sequence in one step, whatever its request says; 0 is off.
+    /// Maximum number of draft tokens for a sequence in one step, whatever its request says; 0 turns drafts off.
     pub max_drafts: usize,
-    /// Pipeline stages that a step passes. More than one: running sequences are parted into as many micro-batches, so that
-    /// each stage has one to work on, and rank 0 tells each row its last token, which only the last stage knows.
+    /// Number of pipeline stages. With more than one, running sequences are divided into as many micro-batches, so that
+    /// each stage has one to work on. Only the last stage knows the sampled tokens, so rank 0 sends each row its last
+    /// token.
     pub num_stages: usize,
 }
 
-/// What admission promises to a sequence, under TensorRT-LLM's names.
+/// What a sequence is guaranteed once it is admitted; the names are TensorRT-LLM's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Policy {
     /// KV blocks for the whole output are reserved: once admitted, a sequence is never preempted.
     #[default]
     GuaranteedNoEvict,
-    /// KV blocks are taken as they are filled: more sequences run, and when blocks run out the last of them
-    /// is preempted and computed again later.
+    /// KV blocks are allocated as they are filled, so more sequences run. When blocks run out, the last sequence in the
+    /// order of service is preempted and computed again later.
     MaxUtilization,
 }
 
-/// Which field of an [`EngineConfig`] cannot be.
+/// Which field of an [`EngineConfig`] is invalid, and why.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)] // Fields are named by their messages.
+#[allow(missing_docs)] // Fields are named in the messages.
 pub enum ConfigError {
-    /// A bound under what the engine needs to make progress.
+    /// A bound below what the engine needs to make progress.
     #[error("`{field}` is {found}; it must be at least {min} ({because})")]
     TooSmall { field: &'static str, found: usize, min: usize, because: &'static str },
-    /// A bound beyond what the identifiers can count.
+    /// A bound above what the identifiers can count.
     #[error("`{field}` is {found}; it must be at most {max}")]
     TooLarge { field: &'static str, found: usize, max: usize },
 }
@@ -98,7 +102,7 @@ impl EngineConfig {
     /// Checks every field.
     ///
     /// # Errors
-    /// Names the first field that cannot be, and what it must be.
+    /// Returns the first field that is invalid, with its allowed range.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let bounds = [
             ("max_rows", self.max_rows, 1, "a sequence needs a row"),
@@ -126,11 +130,11 @@ impl EngineConfig {
         Ok(())
     }
 
-    /// Whether an engine of these bounds may take `request`, whatever else it does and however many KV blocks there are: to be
-    /// asked before anything is sized by the request. Returns the length at which its sequence is complete.
+    /// Checks a request against these limits alone, without regard to other requests or the number of KV blocks. Call
+    /// it before anything is sized by the request. Returns the length at which its sequence is complete.
     ///
     /// # Errors
-    /// With the first bound that the request exceeds.
+    /// Returns the first limit that the request exceeds.
     pub fn check(&self, request: &Request) -> Result<usize, Refused> {
         let (len, max) = (request.prompt.len(), self.max_sequence_len - 1);
         if len == 0 {
@@ -173,7 +177,7 @@ impl EngineConfig {
         }
     }
 
-    /// No plan takes more bytes on the wire, whatever clients ask: rings are sized by it.
+    /// Upper bound of a plan's bytes on the wire for any requests. The rings are sized by it.
     pub fn max_plan_bytes(&self) -> usize {
         // Postcard writes a `u32` into at most 5 bytes, a `u64` into 10, an `f32` into 4 and a `bool` into 1.
         const NUMBERS: usize = 10 + 7 * 5 + 4; // step, lengths of the lists, checksum
@@ -182,7 +186,7 @@ impl EngineConfig {
         const GROWN: usize = 2 * 5;
         const COPIED: usize = 3 * 5;
         const WORK: usize = 3 * 5 + 1;
-        // A row hears of what its last step settled: its own token and the drafts.
+        // A row may receive what its last step settled: its own token and the drafts.
         let revised = 4 * 5 + 5 * (1 + self.max_drafts);
         let (drafts, grown) = match self.max_drafts {
             0 => (0, GROWN),

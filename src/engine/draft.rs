@@ -1,19 +1,20 @@
-//! Guesses at a sequence's next tokens, to be verified in one step.
+//! Draft tokens: guesses at a sequence's next tokens, which are verified in one step.
 
 use crate::TokenId;
 
-/// Guesses the next tokens of a sequence. A wrong guess costs time and changes no token.
+/// Guesses the next tokens of a sequence. A wrong guess costs time but changes no token.
 ///
-/// [`PromptLookup`] needs the sequence alone; a draft model would implement this, too.
+/// [`PromptLookup`] needs only the sequence itself; a draft model would implement this trait, too.
 pub trait Drafter: std::fmt::Debug + Send {
     /// Appends at most `max` guesses at what follows `tokens` (prompt and output so far) to `drafts`.
     fn draft(&mut self, tokens: &[TokenId], max: usize, drafts: &mut Vec<TokenId>);
 }
 
-/// What followed the last tokens where they stood before (prompt look-up decoding, Saxena 2023).
+/// Guesses the tokens that followed an earlier occurrence of the last tokens (prompt look-up decoding, Saxena 2023).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PromptLookup {
-    /// The longest run of last tokens that is looked for, at least 1; the longest match wins, of equals the latest.
+    /// Maximum length of the n-gram to search for, at least 1. The longest match is used, and the latest of equally
+    /// long ones.
     pub max_ngram: usize,
 }
 

@@ -1,11 +1,12 @@
-//! Decides which sequences run in each step: requests in, step plans out, token events back.
+//! The scheduler: decides which sequences run in each step. It takes requests and returns step plans and token events.
 //!
-//! No device, MPI, async runtime, clock, thread, text or protocol lives here: integers in, integers out.
+//! This crate contains no device, MPI, async runtime, clock, thread, text or protocol. Its inputs and outputs are
+//! integers.
 //!
 //! - [`Engine`] owns the queue, the sequences, the KV blocks and the prefix cache of one model. It is a state machine:
-//!   its caller sends the plans and brings the outputs.
-//! - [`StepPlan`] is what rank 0 tells every worker, [`StepOutput`] what comes back.
-//! - [`Request`] goes in, [`TokenEvent`]s come out, the last with a [`FinishReason`].
+//!   the caller sends its plans to the workers and passes their outputs back.
+//! - [`StepPlan`] is what rank 0 sends to every worker, [`StepOutput`] is what the workers return.
+//! - [`Request`] is the input, [`TokenEvent`]s are the output. The last event of a sequence has a [`FinishReason`].
 //!
 //! ```
 //! use engine::{Engine, EngineConfig, FinishReason, Request, SampledToken, StepOutput, TokenId};

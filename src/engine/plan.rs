@@ -1,38 +1,40 @@
-//! What rank 0 decides and every worker obeys: the step plan, and what comes back.
+//! The step plan, which rank 0 decides and every worker carries out, and the step output, which workers return.
 //!
-//! A plan is a delta against the rows every worker keeps. It names no token that a device sampled:
-//! those never visit the host between steps, so plan `n + 1` can be sent while step `n` runs.
+//! A plan is a delta against the rows that every worker keeps. It does not contain tokens that a device sampled: these
+//! stay on the device between steps, so plan `n + 1` can be sent while step `n` runs.
+
+use std::borrow::Cow;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::{BlockId, RowId, SamplingParams, SequenceId, TokenId};
 
-/// One forward pass: decided on rank 0, carried out by every worker in this order:
-/// `left`, `joined`, `revised`, `copied`, `grown`, then the forward pass over `work`.
+/// One forward pass, decided on rank 0. Every worker carries it out in this order: `left`, `joined`, `revised`,
+/// `copied`, `grown`, then the forward pass over `work`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct StepPlan {
-    /// Strictly increasing by one; a worker that sees a gap stops.
+    /// Increases by one with each plan; a worker that sees a gap stops.
     pub step: u64,
-    /// Rows whose sequence ended or was preempted: their state is dropped, the row is free.
+    /// Rows whose sequence ended or was preempted: workers drop their state and the row is free.
     pub left: Vec<RowId>,
     /// Sequences that take a free row.
     pub joined: Vec<JoinedRow>,
-    /// Rows that go on from tokens which rank 0 chose, all at once: each reads its parent as it was before any of them.
+    /// Rows whose tokens rank 0 replaces. All are replaced at once: each reads its parent as it was before any of them.
     pub revised: Vec<RevisedRow>,
-    /// Blocks that rows stop sharing. None is both read and written.
+    /// KV blocks that a row stops sharing. No block is both source and target.
     pub copied: Vec<CopiedBlock>,
     /// Blocks appended to a row's block table, in order.
     pub grown: Vec<(RowId, BlockId)>,
-    /// Guesses at the tokens after the first of a row's work, in the order of `work`.
+    /// Draft tokens: guesses at the tokens after the first of a row's work, in the order of `work`.
     pub drafts: Vec<(RowId, Vec<TokenId>)>,
     /// The rows of this step: prefill chunks first, then rows that verify drafts, then decodes of one token.
     pub work: Vec<RowWork>,
 }
 
-/// A sequence that takes a row: all that a worker must know of it.
+/// A sequence that takes a row, with all the state that a worker needs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct JoinedRow {
-    /// Free until now.
+    /// The row, which was free before.
     pub row: RowId,
     /// For logs and crash reports.
     pub sequence: SequenceId,
@@ -48,53 +50,53 @@ pub struct JoinedRow {
     pub sampling: SamplingParams,
 }
 
-/// A row that goes on from tokens which rank 0 chose: a beam, or a row whose drafts were verified. Until this comes, what
-/// was sampled for it counts for nothing.
+/// A row that continues from tokens chosen by rank 0: a beam, or a row whose drafts were verified. Tokens that a device
+/// sampled for the row since then are ignored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RevisedRow {
-    /// Which row; one that was free so far is a new beam's.
+    /// The row. If it was free before, it becomes a new beam.
     pub row: RowId,
-    /// The row whose tokens, block table and sampling state it continues; may be itself.
+    /// The row whose tokens, block table and sampling state it continues; may be the row itself.
     pub parent: RowId,
-    /// Tokens kept of the parent, prompt first.
+    /// Number of the parent's tokens to keep, prompt included.
     pub num_kept: u32,
-    /// Tokens behind them. All but the last are in the KV blocks.
+    /// Tokens appended to those kept. All but the last are in the KV blocks.
     pub tokens: Vec<TokenId>,
 }
 
-/// A row's last block, shared so far, becomes a copy of its own, in all layers.
+/// A row's last block was shared. It is replaced by a copy, in all layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CopiedBlock {
-    /// Whose block table changes.
+    /// The row whose block table changes.
     pub row: RowId,
     /// The last block of that table.
     pub from: BlockId,
-    /// What takes its place, with its content.
+    /// The block that receives the copy and replaces `from`.
     pub to: BlockId,
 }
 
-/// What one row does in a step: computes positions `start..start + num_tokens`.
+/// The work of one row in a step: it computes positions `start..start + num_tokens`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RowWork {
-    /// Which row.
+    /// The row.
     pub row: RowId,
-    /// First position computed; equals the number of positions computed before, which workers check.
+    /// First position computed. Workers check that it equals the number of positions computed before.
     pub start: u32,
-    /// 1 for a decode, and 1 more for each draft; the chunk's length for a prefill.
+    /// 1 for a decode plus 1 for each draft; the chunk's length for a prefill.
     pub num_tokens: u32,
     /// Whether the last position's logits choose the row's next token (false for all but the last prefill chunk). With
-    /// drafts every position chooses one.
+    /// drafts, every position chooses one.
     pub samples: bool,
 }
 
 /// What a step produced, in the order of the plan's sampling rows.
 ///
-/// On the wire rows and tokens are arrays of their own, which one copy reads, and log-probabilities follow for those that
-/// have them.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
-#[serde(into = "Columns", try_from = "Columns")]
+/// On the wire, rows and tokens are two separate arrays that are decoded by one copy each. Log-probabilities follow,
+/// only for the tokens that have them.
+#[derive(Debug, Clone, PartialEq, Default, Deserialize)]
+#[serde(try_from = "Columns")]
 pub struct StepOutput {
-    /// The plan's number.
+    /// The number of the plan.
     pub step: u64,
     /// One entry for each `RowWork` with `samples`, and one more for each of its drafts, in plan order.
     pub tokens: Vec<SampledToken>,
@@ -107,25 +109,25 @@ pub struct SampledToken {
     pub row: RowId,
     /// The token.
     pub token: TokenId,
-    /// Natural log-probability of `token` under the raw logits' softmax, when asked for.
+    /// Natural log-probability of `token` under the softmax of the raw logits, if the request asked for it.
     pub logprob: Option<f32>,
-    /// The likeliest tokens and their log-probabilities, best first, when asked for.
+    /// The likeliest tokens and their log-probabilities, best first, if the request asked for them.
     pub top: Vec<(TokenId, f32)>,
 }
 
-/// A [`StepOutput`] as it travels.
+/// The wire form of a [`StepOutput`]. It borrows the output's lists when it is written and owns them when it is read.
 #[derive(Serialize, Deserialize)]
-struct Columns {
+struct Columns<'a> {
     step: u64,
     rows: Words,
     tokens: Words,
-    details: Vec<Detail>,
+    details: Vec<Detail<'a>>,
 }
 
-/// Which token of the output, its log-probability, and the likeliest tokens with theirs.
-type Detail = (u32, Option<f32>, Vec<(TokenId, f32)>);
+/// Index of the token in the output, its log-probability, and the likeliest tokens with theirs.
+type Detail<'a> = (u32, Option<f32>, Cow<'a, [(TokenId, f32)]>);
 
-/// Numbers as their bytes, little-endian.
+/// An array of `u32`, serialized as little-endian bytes.
 struct Words(Vec<u32>);
 
 impl Serialize for Words {
@@ -141,25 +143,21 @@ impl<'de> Deserialize<'de> for Words {
     }
 }
 
-impl From<StepOutput> for Columns {
-    fn from(StepOutput { step, tokens }: StepOutput) -> Self {
-        let (mut rows, mut ids) = (Vec::with_capacity(tokens.len()), Vec::with_capacity(tokens.len()));
-        let mut details = Vec::new();
-        for (index, SampledToken { row, token, logprob, top }) in tokens.into_iter().enumerate() {
-            rows.push(row.0);
-            ids.push(token.0);
-            if logprob.is_some() || !top.is_empty() {
-                details.push((index as u32, logprob, top));
-            }
-        }
-        Self { step, rows: Words(rows), tokens: Words(ids), details }
+impl Serialize for StepOutput {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let rows = Words(self.tokens.iter().map(|sampled| sampled.row.0).collect());
+        let tokens = Words(self.tokens.iter().map(|sampled| sampled.token.0).collect());
+        let has_details = |sampled: &SampledToken| sampled.logprob.is_some() || !sampled.top.is_empty();
+        let detailed = self.tokens.iter().enumerate().filter(|(_, sampled)| has_details(sampled));
+        let details = detailed.map(|(index, sampled)| (index as u32, sampled.logprob, Cow::Borrowed(&*sampled.top)));
+        Columns { step: self.step, rows, tokens, details: details.collect() }.serialize(serializer)
     }
 }
 
-impl TryFrom<Columns> for StepOutput {
+impl TryFrom<Columns<'_>> for StepOutput {
     type Error = &'static str;
 
-    fn try_from(Columns { step, rows, tokens, details }: Columns) -> Result<Self, Self::Error> {
+    fn try_from(Columns { step, rows, tokens, details }: Columns<'_>) -> Result<Self, Self::Error> {
         if rows.0.len() != tokens.0.len() {
             return Err("rows and tokens differ in number");
         }
@@ -168,25 +166,25 @@ impl TryFrom<Columns> for StepOutput {
         let mut tokens: Vec<SampledToken> = rows.0.iter().zip(&tokens.0).map(sampled).collect();
         for (index, logprob, top) in details {
             let token = tokens.get_mut(index as usize).ok_or("details of a token that is not there")?;
-            (token.logprob, token.top) = (logprob, top);
+            (token.logprob, token.top) = (logprob, top.into_owned());
         }
         Ok(Self { step, tokens })
     }
 }
 
-/// Why bytes are not the plan or output that was sent.
+/// Why received bytes are not a valid plan or output.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // Fields are named by their messages.
+#[allow(missing_docs)] // Fields are named in the messages.
 pub enum PlanError {
-    /// The checksum does not match: the bytes changed on their way.
+    /// The checksum does not match: the bytes changed on the way.
     #[error("checksum of {} plan bytes is {found:08x}, expected {expected:08x}", .len)]
     Checksum { len: usize, expected: u32, found: u32 },
-    /// The bytes do not decode.
+    /// The bytes cannot be decoded.
     #[error("cannot decode {len} plan bytes")]
     Decode { len: usize, source: postcard::Error },
 }
 
-/// Bytes of `value` followed by their CRC-32, into `out` (cleared first).
+/// Writes the bytes of `value` followed by their CRC-32 to `out`, which is cleared first.
 pub fn encode<T: Serialize>(value: &T, out: &mut Vec<u8>) {
     out.clear();
     *out = postcard::to_extend(value, std::mem::take(out)).expect("plans hold nothing that cannot be serialized");
@@ -194,10 +192,10 @@ pub fn encode<T: Serialize>(value: &T, out: &mut Vec<u8>) {
     out.extend_from_slice(&checksum.to_le_bytes());
 }
 
-/// Reverses [`encode`].
+/// Decodes what [`encode`] wrote.
 ///
 /// # Errors
-/// When the checksum does not match or the bytes do not decode.
+/// Returns an error if the checksum does not match or the bytes cannot be decoded.
 pub fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<T, PlanError> {
     let (body, tail) = bytes.split_last_chunk::<4>().unwrap_or((&[], &[0; 4]));
     let (expected, found) = (u32::from_le_bytes(*tail), crc32fast::hash(body));
@@ -260,6 +258,20 @@ mod tests {
         let odd = Columns { step: 1, rows: Words(vec![1]), tokens: Words(vec![]), details: vec![] };
         encode(&odd, &mut bytes);
         assert!(decode::<StepOutput>(&bytes).is_err());
+    }
+
+    #[test]
+    fn an_output_has_the_bytes_of_its_columns() {
+        let first = SampledToken { row: RowId(3), token: TokenId(513), logprob: None, top: vec![] };
+        let top = vec![(TokenId(9), -0.25)];
+        let second = SampledToken { row: RowId(1), token: TokenId(9), logprob: Some(-0.5), top };
+        let mut bytes = Vec::new();
+        encode(&StepOutput { step: 7, tokens: vec![first, second] }, &mut bytes);
+        let rows = [8, 3, 0, 0, 0, 1, 0, 0, 0];
+        let tokens = [8, 1, 2, 0, 0, 9, 0, 0, 0];
+        let details = [1, 1, 1, 0, 0, 0, 0xbf, 1, 9, 0, 0, 0x80, 0xbe];
+        let expected = [&[7][..], &rows, &tokens, &details].concat();
+        assert_eq!(bytes[..bytes.len() - 4], expected);
     }
 
     #[test]

@@ -1,15 +1,16 @@
-//! The prefix cache: which blocks of a sequence other sequences may read, and which of theirs it may.
+//! The prefix cache: which blocks of a sequence other sequences may read, and which blocks of others it may read.
 //!
-//! Blocks are named by their tokens and all tokens before them, compared exactly. The prompt's blocks are named when a
-//! sequence is admitted, so that others wait for them instead of computing them again; they can be read by the plans
-//! after the one that fills them. The output's blocks are named when the sequence leaves its row.
+//! A block is identified by its tokens and all tokens before them, compared exactly. The blocks of the prompt are
+//! registered when a sequence is admitted, so that other sequences wait for them instead of computing them again. Plans
+//! after the one that fills a block may read it. The blocks of the output are registered when the sequence leaves its
+//! row.
 
 use crate::BlockId;
 use crate::blocks::{BlockPool, ContentId, Lookup};
 use crate::sequence::Sequence;
 
-/// The blocks with which a sequence that is to join in step `step` can start, into `found`; the last token is always
-/// left to compute. False when a running sequence is computing the next of them: it will be found soon.
+/// Writes to `found` the blocks with which a sequence joining in step `step` can start. The last token is always
+/// computed. Returns false if a running sequence is computing the next block: it will be available soon.
 pub(crate) fn find_prefix(
     pool: &BlockPool,
     sequence: &Sequence,
@@ -32,39 +33,39 @@ pub(crate) fn find_prefix(
     true
 }
 
-/// Names the blocks that prefill will fill, of which the first `num_found` have a name.
-pub(crate) fn name_prompt(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, num_found: usize) {
-    (sequence.num_named, sequence.num_ready) = (num_found, num_found);
+/// Registers the blocks that prefill will fill. The first `num_found` are registered already.
+pub(crate) fn register_prompt(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, num_found: usize) {
+    (sequence.num_registered, sequence.num_ready) = (num_found, num_found);
     if let Some(&last) = sequence.blocks[..num_found].last() {
         sequence.last_content = pool.content(last).expect("a block that was found has a content");
     }
-    name_up_to(pool, sequence, block_size, sequence.join_len / block_size);
+    register_up_to(pool, sequence, block_size, sequence.join_len / block_size);
 }
 
-/// Lets plans from `step` on read the prompt's blocks that are computed before.
+/// Makes the computed blocks of the prompt readable for plans from `step` on.
 pub(crate) fn publish(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
-    let num_filled = (sequence.num_computed / block_size).min(sequence.num_named);
+    let num_filled = (sequence.num_computed / block_size).min(sequence.num_registered);
     for &block in &sequence.blocks[sequence.num_ready.min(num_filled)..num_filled] {
         pool.set_ready(block, step);
     }
     sequence.num_ready = sequence.num_ready.max(num_filled);
 }
 
-/// Names the output's blocks for plans from `step` on, if the prompt is computed.
-pub(crate) fn name_output(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
-    if sequence.num_ready < sequence.num_named || sequence.is_prefilling() {
+/// Registers the blocks of the output for plans from `step` on, if the prompt is computed.
+pub(crate) fn register_output(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, step: u64) {
+    if sequence.num_ready < sequence.num_registered || sequence.is_prefilling() {
         return;
     }
-    name_up_to(pool, sequence, block_size, sequence.num_known_blocks(block_size));
+    register_up_to(pool, sequence, block_size, sequence.num_known_blocks(block_size));
     publish(pool, sequence, block_size, step);
 }
 
-/// Stops early when a block cannot be named, because those after it are found through it.
-fn name_up_to(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, end: usize) {
-    for index in sequence.num_named..end {
+/// Stops at the first block that cannot be registered, because later blocks are found through it.
+fn register_up_to(pool: &mut BlockPool, sequence: &mut Sequence, block_size: usize, end: usize) {
+    for index in sequence.num_registered..end {
         let tokens = sequence.block_tokens(index, block_size);
-        let Some(content) = pool.name(sequence.blocks[index], sequence.last_content, tokens) else { return };
+        let Some(content) = pool.register(sequence.blocks[index], sequence.last_content, tokens) else { return };
         sequence.last_content = content;
-        sequence.num_named = index + 1;
+        sequence.num_registered = index + 1;
     }
 }

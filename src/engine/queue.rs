@@ -1,4 +1,4 @@
-//! Sequences that wait for a row.
+//! The queue of sequences that wait for a row.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -7,20 +7,20 @@ use crate::SequenceId;
 use crate::sequence::Sequence;
 use crate::sequences::Slot;
 
-/// The order of service: higher priority first, then those that are not delayed, then arrival.
-pub(crate) type Turn = (Reverse<u32>, bool, SequenceId);
+/// Sort key of the order of service: higher priority first, then those that are not delayed, then arrival.
+pub(crate) type ServiceKey = (Reverse<u32>, bool, SequenceId);
 
-pub(crate) fn turn(sequence: &Sequence) -> Turn {
+pub(crate) fn service_key(sequence: &Sequence) -> ServiceKey {
     (Reverse(sequence.priority), sequence.is_delayed, sequence.id)
 }
 
-/// Sequences that ran before come first: somebody reads their streams already.
+/// Sequences that ran before come first, because clients are already reading their streams.
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
-    resumed: BTreeMap<Turn, Slot>,
-    new: BTreeMap<Turn, Slot>,
-    /// How many of `new` there are of each priority that has any.
-    new_of: BTreeMap<u32, usize>,
+    resumed: BTreeMap<ServiceKey, Slot>,
+    new: BTreeMap<ServiceKey, Slot>,
+    /// Number of sequences in `new` of each priority that has any.
+    new_by_priority: BTreeMap<u32, usize>,
 }
 
 impl Queue {
@@ -28,48 +28,48 @@ impl Queue {
         self.resumed.len() + self.new.len()
     }
 
-    /// Those that never ran; only they count against the queue's bound.
+    /// Number of sequences that never ran; only they count against the queue's bound.
     pub(crate) fn num_new(&self) -> usize {
         self.new.len()
     }
 
-    /// Those of one priority that never ran.
-    pub(crate) fn num_new_of(&self, priority: u32) -> usize {
-        self.new_of.get(&priority).copied().unwrap_or(0)
+    /// Number of sequences of one priority that never ran.
+    pub(crate) fn num_new_with_priority(&self, priority: u32) -> usize {
+        self.new_by_priority.get(&priority).copied().unwrap_or(0)
     }
 
-    /// How many never ran of each priority that has any.
-    pub(crate) fn new_of(&self) -> &BTreeMap<u32, usize> {
-        &self.new_of
+    /// Number of sequences that never ran, of each priority that has any.
+    pub(crate) fn new_by_priority(&self) -> &BTreeMap<u32, usize> {
+        &self.new_by_priority
     }
 
     pub(crate) fn first(&self) -> Option<Slot> {
         self.slots().next()
     }
 
-    /// Those that wait, in the order in which they are served.
+    /// The waiting sequences in the order of service.
     pub(crate) fn slots(&self) -> impl Iterator<Item = Slot> {
         self.resumed.values().chain(self.new.values()).copied()
     }
 
     pub(crate) fn insert(&mut self, sequence: &Sequence, slot: Slot) {
-        let added = self.part(sequence).insert(turn(sequence), slot).is_none();
+        let added = self.part(sequence).insert(service_key(sequence), slot).is_none();
         if added && !sequence.started {
-            *self.new_of.entry(sequence.priority).or_default() += 1;
+            *self.new_by_priority.entry(sequence.priority).or_default() += 1;
         }
     }
 
     pub(crate) fn remove(&mut self, sequence: &Sequence) {
-        let removed = self.part(sequence).remove(&turn(sequence)).is_some();
-        if let Some(count) = self.new_of.get_mut(&sequence.priority).filter(|_| removed && !sequence.started) {
+        let removed = self.part(sequence).remove(&service_key(sequence)).is_some();
+        if let Some(count) = self.new_by_priority.get_mut(&sequence.priority).filter(|_| removed && !sequence.started) {
             *count -= 1;
             if *count == 0 {
-                self.new_of.remove(&sequence.priority);
+                self.new_by_priority.remove(&sequence.priority);
             }
         }
     }
 
-    fn part(&mut self, sequence: &Sequence) -> &mut BTreeMap<Turn, Slot> {
+    fn part(&mut self, sequence: &Sequence) -> &mut BTreeMap<ServiceKey, Slot> {
         if sequence.started { &mut self.resumed } else { &mut self.new }
     }
 }

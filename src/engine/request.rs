@@ -1,48 +1,52 @@
-//! What a client asks of the engine, and what it hears back.
+//! The engine's input (requests) and output (token events).
 
 use smallvec::SmallVec;
 
 use crate::{SampledToken, SamplingParams, SequenceId, TokenId};
 
-/// A request as the engine sees it: integers in.
+/// A generation request: token ids and settings, no text.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Request {
-    /// The prompt, not empty.
+    /// The prompt; must not be empty.
     pub prompt: Vec<TokenId>,
-    /// Most tokens to generate, at least 1.
+    /// Maximum number of tokens to generate, at least 1.
     pub max_tokens: u32,
-    /// How tokens are chosen, and which end the sequence.
+    /// How tokens are chosen, and which tokens end the sequence.
     pub sampling: SamplingParams,
-    /// Token sequences that end the output; held back, never part of it.
+    /// Token sequences that end the output. A stop word is never part of the output; its tokens are held back until
+    /// they cannot complete it.
     pub stop_words: Vec<Vec<TokenId>>,
-    /// Higher is admitted earlier; 0 is the default. Ties go by arrival.
+    /// Requests with higher values are admitted first; 0 is the default. Equal priorities are served in order of
+    /// arrival.
     pub priority: u32,
-    /// Searches several continuations at once; the sampling settings that draw are of no use then.
+    /// Set for a beam search. The sampling settings that draw at random are ignored then.
     pub beams: Option<BeamParams>,
-    /// Most tokens to guess and verify in one step, for greedy sequences whose logits are used as they are; 0 is off.
+    /// Maximum number of draft tokens to guess and verify in one step; 0 turns drafts off. Only greedy sequences
+    /// without penalties, bias or bans use drafts.
     pub max_drafts: u32,
 }
 
-/// How continuations are searched.
+/// Settings of a beam search.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BeamParams {
-    /// Continuations kept, and outputs; at least 2.
+    /// Number of beams kept, and number of outputs; at least 2.
     pub width: u32,
-    /// Log-probabilities of ended continuations are divided by `length ^ len_penalty` before they are compared:
-    /// positive values favour long ones, 0 is off.
+    /// The log-probability of a finished beam is divided by `length ^ len_penalty` before beams are compared: positive
+    /// values favour long outputs, 0 turns the penalty off.
     pub len_penalty: f32,
-    /// Ends the search as soon as `width` continuations have ended, even if an open one could still be better.
+    /// Ends the search as soon as `width` beams have finished, even if an unfinished one could still score better.
     pub early_stopping: bool,
-    /// Added to the continuations of beam `i`, `i` times, where they are ranked; 0 is off.
+    /// `i * diversity_rate` is added to the score of each continuation of beam `i` when continuations are ranked; 0
+    /// turns it off.
     pub diversity_rate: f32,
 }
 
 /// One result of a beam search.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BeamOutput {
-    /// Tokens with their log-probabilities after penalties and bans; end id or stop word are not among them.
+    /// Tokens with their log-probabilities after penalties and bans. An end id or stop word at the end is not included.
     pub tokens: Vec<(TokenId, f32)>,
-    /// Sum of the log-probabilities of all tokens, that of an end id or stop word included.
+    /// Sum of the log-probabilities of all tokens, including an end id or stop word.
     pub cum_log_prob: f32,
 }
 
@@ -55,85 +59,85 @@ pub enum FinishReason {
     StopWord,
     /// `max_tokens` were generated, or the context is full.
     Length,
-    /// The client left or asked to stop.
+    /// The client disconnected or cancelled the request.
     Cancelled,
 }
 
-/// News of one sequence.
+/// New tokens of one sequence, its end, or both.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenEvent {
-    /// Whose news.
+    /// The sequence that this event belongs to.
     pub sequence: SequenceId,
-    /// Tokens released by this event, in order; end ids and stop words are not among them. Nearly always one.
+    /// Tokens released by this event, in order; nearly always one. End ids and stop words are not included.
     pub tokens: SmallVec<[SampledToken; 1]>,
-    /// Set on the last event of a sequence.
+    /// Set on the last event of a sequence, and only there.
     pub finished: Option<FinishReason>,
-    /// KV blocks that this sequence took so far.
+    /// KV blocks that this sequence has used so far.
     pub blocks: BlockUsage,
-    /// Guesses made for it so far.
+    /// Draft tokens guessed for this sequence so far.
     pub drafts: DraftUsage,
-    /// The outputs of a beam search, best first, in its last event; `tokens` stays empty then.
+    /// The outputs of a beam search, best first, in its last event. `tokens` is empty for a beam search.
     pub beams: Vec<BeamOutput>,
 }
 
-/// How a sequence's guessed tokens fared.
+/// How many draft tokens of a sequence were guessed and accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DraftUsage {
     /// Tokens guessed.
     pub num_drafted: u32,
-    /// Of these, guessed right.
+    /// Guessed tokens that were correct.
     pub num_accepted: u32,
 }
 
-/// How a sequence came by its KV blocks.
+/// Where the KV blocks of a sequence came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BlockUsage {
-    /// Blocks of the prompt that were found computed when the sequence was first admitted.
+    /// Blocks of the prompt that were found in the prefix cache when the sequence was first admitted.
     pub num_reused: u32,
-    /// Blocks allocated, again after each preemption or restart.
+    /// Blocks allocated, counted again after each preemption or restart of the workers.
     pub num_allocated: u32,
 }
 
-/// Why a request was not taken. It leaves nothing behind.
+/// Why a request was refused. A refused request leaves no state in the engine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)] // Fields are named by their messages.
+#[allow(missing_docs)] // Fields are named in the messages.
 pub enum Refused {
-    /// Nothing to continue.
+    /// The prompt has no token to continue.
     #[error("prompt is empty; it must hold at least 1 token")]
     EmptyPrompt,
-    /// No room for an output token.
+    /// The prompt leaves no room for an output token.
     #[error("prompt has {len} tokens; this model takes at most {max}")]
     PromptTooLong { len: usize, max: usize },
-    /// Nothing to generate.
+    /// There is no token to generate.
     #[error("max_tokens is 0; it must be at least 1")]
     MaxTokensZero,
-    /// It would end every output at once.
+    /// An empty stop word would end every output at once.
     #[error("stop word {index} is empty; it must hold at least 1 token")]
     EmptyStopWord { index: usize },
-    /// Each sequence keeps them.
+    /// Stop words are stored for each sequence, so their length is bounded.
     #[error("stop words have {len} tokens; at most {max} are taken")]
     StopWordsTooLong { len: usize, max: usize },
-    /// A plan could not carry them.
+    /// The lists would not fit into a step plan.
     #[error("end ids, bad words and logit bias have {len} entries (2 for a biased token); at most {max} are taken")]
     ListsTooLong { len: usize, max: usize },
-    /// Devices keep no room for them.
+    /// Devices have buffers for at most `max` log-probabilities.
     #[error("log-probabilities of the {found} likeliest tokens are asked for; at most {max} are reported")]
     TooManyLogprobs { found: u32, max: u32 },
-    /// More KV blocks than there are.
+    /// The sequence would need more KV blocks than exist.
     #[error("{needed} KV blocks are needed for prompt and output but there are {num_blocks}; lower max_tokens")]
     NeverFits { needed: usize, num_blocks: usize },
-    /// Every beam takes a row.
+    /// A beam search takes one row for each beam.
     #[error("beam width is {width}; it must be 2 to {max}")]
     BeamWidth { width: u32, max: usize },
-    /// Devices report no more.
+    /// Devices report at most `max` continuations of a beam.
     #[error(
         "{found} continuations of each beam are needed (beam width, end ids and stop words); at most {max} are taken"
     )]
     TooManyCandidates { found: usize, max: usize },
-    /// Too many requests wait already.
+    /// Too many requests are waiting.
     #[error("queue is full: {max} requests wait; try again later")]
     QueueFull { max: usize },
-    /// Too many requests of its priority wait already.
+    /// Too many requests of this priority are waiting.
     #[error("queue is full: {max} requests of this priority wait; try again later")]
     LevelFull { max: usize },
 }

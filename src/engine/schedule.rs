@@ -1,21 +1,22 @@
-//! Makes the next step's plan: decodes first, then prefill in what is left of the token budget.
+//! Makes the plan of the next step: decodes first, then prefill in the remaining token budget.
 
 use crate::engine::{Engine, InFlight, Sample};
 use crate::plan::{CopiedBlock, JoinedRow, RevisedRow, RowWork, StepPlan};
 use crate::prefix;
-use crate::queue::turn;
-use crate::sequence::{Place, Sequence};
+use crate::queue::service_key;
+use crate::sequence::{Sequence, SequenceState};
 use crate::sequences::Slot;
 use crate::{BlockId, Policy, RowId, SamplingParams, TokenId};
 
-/// Under [`Policy::MaxUtilization`] an admission leaves a block for so many running rows: one admitted into the last
-/// blocks is soon preempted again. `tests/soak.rs`, steps and preemptions for 100 000 requests: 107 347 and 4 with a
-/// block for each row, 94 954 and 3 484 with one for four, 93 900 and 26 914 with none.
+/// Under [`Policy::MaxUtilization`] an admission leaves one block free for this number of running rows, because a
+/// sequence admitted into the last blocks is soon preempted again. Measured with `tests/soak.rs`, steps and preemptions
+/// for 100 000 requests: 107 347 and 4 with one block for each row, 94 954 and 3 484 with one for four rows, 93 900 and
+/// 26 914 with none.
 const ROWS_PER_KEPT_BLOCK: usize = 4;
 
-/// A plan in the making.
+/// A plan while it is being made.
 #[derive(Default)]
-pub(crate) struct Draft {
+pub(crate) struct PlanBuilder {
     joined: Vec<JoinedRow>,
     pub(crate) revised: Vec<RevisedRow>,
     pub(crate) copied: Vec<CopiedBlock>,
@@ -27,47 +28,49 @@ pub(crate) struct Draft {
     prefill_samples: Vec<Sample>,
     pub(crate) verify_samples: Vec<Sample>,
     pub(crate) decode_samples: Vec<Sample>,
-    /// Guessed tokens that may be added.
+    /// Number of draft tokens that may still be added.
     pub(crate) draft_budget: usize,
-    /// Prefill tokens that may be added.
+    /// Number of prefill tokens that may still be added.
     prefill_budget: usize,
     num_joined_tokens: usize,
-    /// Sequences whose last token this plan samples.
+    /// Sequences whose last token is sampled by this plan.
     completed: Vec<Slot>,
 }
 
 impl Engine {
-    /// The next step, or `None`: there is nothing to compute, or as many plans as allowed wait to be settled.
+    /// Makes the next plan. Returns `None` if there is nothing to compute, or if the maximum number of plans is in
+    /// flight.
     ///
-    /// A plan always has work. It is made as if every plan in flight goes well and no sequence ends in it but by
-    /// length; what turns out otherwise is put right in [`settle`](Self::settle).
+    /// A plan always has work. It assumes that every plan in flight succeeds and that sequences end only by length;
+    /// [`settle`](Self::settle) corrects what turns out otherwise.
     pub fn plan(&mut self) -> Option<StepPlan> {
         if self.in_flight.len() >= self.config.max_in_flight {
             return None;
         }
-        let mut draft = Draft {
+        let mut builder = PlanBuilder {
             decodes: Vec::with_capacity(self.running.len()),
-            // The rest is for prompts.
+            // The other half of the budget is for prompts.
             draft_budget: (self.config.max_step_tokens - self.num_rows()) / 2,
             decode_samples: std::mem::take(&mut self.spare_samples),
-            ..Draft::default()
+            ..PlanBuilder::default()
         };
-        self.plan_decodes(&mut draft);
-        let num_verified: usize = draft.verifies.iter().map(|work| work.num_tokens as usize).sum();
-        let num_decode_tokens = draft.decodes.len() + num_verified;
-        draft.prefill_budget = self.config.max_step_tokens - num_decode_tokens;
+        self.plan_decodes(&mut builder);
+        let num_verified: usize = builder.verifies.iter().map(|work| work.num_tokens as usize).sum();
+        let num_decode_tokens = builder.decodes.len() + num_verified;
+        builder.prefill_budget = self.config.max_step_tokens - num_decode_tokens;
         if num_decode_tokens > 0 {
-            draft.prefill_budget = draft.prefill_budget.min(self.config.max_mixed_prefill_tokens);
+            builder.prefill_budget = builder.prefill_budget.min(self.config.max_mixed_prefill_tokens);
         }
         if num_decode_tokens >= self.config.token_tile && self.config.token_tile > 1 {
-            draft.prefill_budget = self.whole_tiles(num_decode_tokens, draft.prefill_budget);
+            builder.prefill_budget = self.whole_tiles(num_decode_tokens, builder.prefill_budget);
         }
-        self.plan_chunks(&mut draft);
-        self.admit(&mut draft);
-        self.seal(draft)
+        self.plan_chunks(&mut builder);
+        self.admit(&mut builder);
+        self.finish_plan(builder)
     }
 
-    /// A prefill budget with which a step of `num_decode_tokens` has no part of a tile, if prompts are there for it; at most `budget`.
+    /// The largest prefill budget, at most `budget`, with which a step of `num_decode_tokens` has no partial tile, if
+    /// there are enough prompt tokens to fill it.
     fn whole_tiles(&self, num_decode_tokens: usize, budget: usize) -> usize {
         let remaining = |sequence: &Sequence| sequence.tokens.len().saturating_sub(sequence.num_computed);
         let running = self.running.iter().map(|&(_, slot)| &self.sequences[slot]).filter(|s| s.is_prefilling());
@@ -84,44 +87,44 @@ impl Engine {
         if part < prefill { prefill - part } else { budget }
     }
 
-    fn plan_decodes(&mut self, draft: &mut Draft) {
+    fn plan_decodes(&mut self, builder: &mut PlanBuilder) {
         let mut index = 0;
-        // Those in flight are in the other micro-batches.
+        // Sequences with a step in flight are in the other micro-batches.
         let most = self.running.len().div_ceil(self.config.num_stages);
-        while let Some(&(_, slot)) = self.running.get(index).filter(|_| draft.decodes.len() < most) {
+        while let Some(&(_, slot)) = self.running.get(index).filter(|_| builder.decodes.len() < most) {
             let sequence = &self.sequences[slot];
             if sequence.is_prefilling() || (sequence.waits_for_settle() && sequence.num_in_flight > 0) {
                 index += 1;
                 continue;
             }
             if sequence.beams.is_some() {
-                index += usize::from(self.plan_beams(slot, draft));
+                index += usize::from(self.plan_beams(slot, builder));
                 continue;
             }
-            if sequence.needs_block(self.config.block_size) && !self.grow(slot, draft) {
-                continue; // It was the last, and preempted.
+            if sequence.needs_block(self.config.block_size) && !self.grow(slot, builder) {
+                continue; // It was the last one and was preempted.
             }
             index += 1;
             if self.sequences[slot].waits_for_settle() {
-                self.plan_drafts(slot, draft);
+                self.plan_drafts(slot, builder);
                 continue;
             }
             let sequence = &mut self.sequences[slot];
             let row = running_row(sequence);
             let start = sequence.num_computed as u32;
-            draft.decodes.push(RowWork { row, start, num_tokens: 1, samples: true });
-            draft.decode_samples.push(Sample { slot, sequence: sequence.id, row });
+            builder.decodes.push(RowWork { row, start, num_tokens: 1, samples: true });
+            builder.decode_samples.push(Sample { slot, sequence: sequence.id, row });
             sequence.num_computed += 1;
             sequence.num_in_flight += 1;
             if sequence.is_fully_planned() {
-                draft.completed.push(slot);
+                builder.completed.push(slot);
             }
         }
     }
 
-    /// Appends a block to a decoding sequence, preempting others that come after it. False when none was left and it was
-    /// preempted itself.
-    fn grow(&mut self, slot: Slot, draft: &mut Draft) -> bool {
+    /// Appends a block to a decoding sequence, preempting sequences after it if necessary. Returns false if no block
+    /// was left and the sequence itself was preempted.
+    fn grow(&mut self, slot: Slot, builder: &mut PlanBuilder) -> bool {
         let block = loop {
             if let Some(block) = self.pool.allocate() {
                 break block;
@@ -130,12 +133,12 @@ impl Engine {
                 return false;
             }
         };
-        self.append(slot, block, draft);
+        self.append(slot, block, builder);
         true
     }
 
-    /// Appends an allocated block to a sequence's table.
-    pub(crate) fn append(&mut self, slot: Slot, block: BlockId, draft: &mut Draft) {
+    /// Appends an allocated block to a sequence's block table.
+    pub(crate) fn append(&mut self, slot: Slot, block: BlockId, builder: &mut PlanBuilder) {
         let sequence = &mut self.sequences[slot];
         sequence.blocks.push(block);
         sequence.usage.num_allocated += 1;
@@ -143,81 +146,81 @@ impl Engine {
         if self.config.policy == Policy::GuaranteedNoEvict {
             self.num_reserved -= 1;
         }
-        draft.grown.push((running_row(sequence), block));
+        builder.grown.push((running_row(sequence), block));
     }
 
-    /// Preempts the sequence that is served last, and says which it was.
+    /// Preempts the last sequence in the order of service, and returns it.
     pub(crate) fn preempt_last(&mut self) -> Slot {
         let &(_, slot) = self.running.last().expect("a sequence that needs blocks is running");
-        self.leave(slot, Place::Queued);
+        self.release_row(slot, SequenceState::Queued);
         self.queue.insert(&self.sequences[slot], slot);
         self.totals.preempted += 1;
         slot
     }
 
-    /// Goes on with prefills that have begun.
-    fn plan_chunks(&mut self, draft: &mut Draft) {
+    /// Continues prefills that have begun.
+    fn plan_chunks(&mut self, builder: &mut PlanBuilder) {
         for index in 0..self.running.len() {
             let (_, slot) = self.running[index];
-            if draft.prefill_budget == 0 {
+            if builder.prefill_budget == 0 {
                 break;
             }
             if self.sequences[slot].is_prefilling() {
-                self.plan_chunk(slot, draft);
+                self.plan_chunk(slot, builder);
             }
         }
     }
 
-    fn plan_chunk(&mut self, slot: Slot, draft: &mut Draft) {
+    fn plan_chunk(&mut self, slot: Slot, builder: &mut PlanBuilder) {
         let sequence = &mut self.sequences[slot];
         let row = running_row(sequence);
         let remaining = sequence.join_len - sequence.num_computed;
-        let num_tokens = remaining.min(draft.prefill_budget);
+        let num_tokens = remaining.min(builder.prefill_budget);
         let (start, samples) = (sequence.num_computed as u32, num_tokens == remaining);
-        draft.prefills.push(RowWork { row, start, num_tokens: num_tokens as u32, samples });
-        draft.prefill_budget -= num_tokens;
+        builder.prefills.push(RowWork { row, start, num_tokens: num_tokens as u32, samples });
+        builder.prefill_budget -= num_tokens;
         sequence.num_computed += num_tokens;
         if self.config.prefix_cache {
             prefix::publish(&mut self.pool, sequence, self.config.block_size, self.next_step + 1);
         }
         if samples {
             sequence.num_in_flight += 1;
-            draft.prefill_samples.push(Sample { slot, sequence: sequence.id, row });
+            builder.prefill_samples.push(Sample { slot, sequence: sequence.id, row });
             if sequence.is_fully_planned() {
-                draft.completed.push(slot);
+                builder.completed.push(slot);
             }
         }
     }
 
-    /// Gives rows to the head of the queue, one after another, while rows, blocks and budget last.
-    /// Nobody overtakes: a head that does not fit holds back those behind it.
-    fn admit(&mut self, draft: &mut Draft) {
+    /// Admits sequences from the front of the queue while rows, blocks and budget last. They are never reordered: one
+    /// that does not fit blocks those behind it.
+    fn admit(&mut self, builder: &mut PlanBuilder) {
         let mut found = Vec::new();
-        while draft.prefill_budget > 0
+        while builder.prefill_budget > 0
             && let Some(&row) = self.free_rows.last()
             && let Some(slot) = self.queue.first()
-            && self.may_join(slot, draft)
+            && self.may_join(slot, builder)
             && self.find_room(slot, &mut found)
         {
             self.free_rows.pop();
-            self.join(slot, row, &found, draft);
-            self.plan_chunk(slot, draft);
+            self.join(slot, row, &found, builder);
+            self.plan_chunk(slot, builder);
         }
     }
 
-    fn may_join(&self, slot: Slot, draft: &Draft) -> bool {
+    fn may_join(&self, slot: Slot, builder: &PlanBuilder) -> bool {
         let sequence = &self.sequences[slot];
-        let carries = draft.joined.is_empty()
-            || draft.num_joined_tokens + joined_tokens(sequence) <= self.config.max_joined_tokens;
+        let carries = builder.joined.is_empty()
+            || builder.num_joined_tokens + joined_tokens(sequence) <= self.config.max_joined_tokens;
         sequence.num_in_flight == 0 && carries && sequence.num_rows() <= self.free_rows.len()
     }
 
-    /// Whether there are blocks for the sequence beside those `found` in the prefix cache.
+    /// Whether there are enough blocks for the sequence. Blocks found in the prefix cache are written to `found`.
     fn find_room(&mut self, slot: Slot, found: &mut Vec<BlockId>) -> bool {
         let sequence = &self.sequences[slot];
         let block_size = self.config.block_size;
         let (needed, kept_back) = match self.config.policy {
-            Policy::GuaranteedNoEvict => (sequence.num_blocks_in_all(block_size), self.num_reserved),
+            Policy::GuaranteedNoEvict => (sequence.max_num_blocks(block_size), self.num_reserved),
             Policy::MaxUtilization => {
                 let num_first = sequence.beams.as_ref().map_or(0, |beams| beams.width());
                 let needed = sequence.tokens.len().div_ceil(block_size) + num_first;
@@ -225,22 +228,22 @@ impl Engine {
             }
         };
         let room = self.pool.num_available().saturating_sub(kept_back);
-        if self.did_not_fit.is_some_and(|(head, too_few)| head == sequence.id && room <= too_few) {
+        if self.blocked_head.is_some_and(|(head, too_few)| head == sequence.id && room <= too_few) {
             return false;
         }
         found.clear();
-        // Logits of positions that are not computed again would be missing.
+        // The logits of reused positions would be missing.
         let may_reuse = self.config.prefix_cache && !sequence.sampling.context_logits;
         if may_reuse && !prefix::find_prefix(&self.pool, sequence, block_size, self.next_step, found) {
             return false;
         }
         let num_cached = found.iter().filter(|&&block| self.pool.num_users(block) == 0).count();
         let fits = needed - found.len() + num_cached <= room;
-        self.did_not_fit = (!fits).then_some((sequence.id, room));
+        self.blocked_head = (!fits).then_some((sequence.id, room));
         fits
     }
 
-    fn join(&mut self, slot: Slot, row: RowId, found: &[BlockId], draft: &mut Draft) {
+    fn join(&mut self, slot: Slot, row: RowId, found: &[BlockId], builder: &mut PlanBuilder) {
         self.queue.remove(&self.sequences[slot]);
         let block_size = self.config.block_size;
         let sequence = &mut self.sequences[slot];
@@ -251,17 +254,17 @@ impl Engine {
         }
         sequence.num_computed = found.len() * block_size;
         sequence.join_len = sequence.tokens.len();
-        sequence.num_told = sequence.tokens.len();
+        sequence.num_sent = sequence.tokens.len();
         if let Some(beams) = &mut sequence.beams {
             beams.rows.push(row);
             beams.rows.extend(self.free_rows.drain(self.free_rows.len() + 1 - beams.width()..).rev());
             beams.num_live_rows = 1;
         }
         if self.config.prefix_cache {
-            prefix::name_prompt(&mut self.pool, sequence, block_size, found.len());
+            prefix::register_prompt(&mut self.pool, sequence, block_size, found.len());
         }
         if self.config.policy == Policy::GuaranteedNoEvict {
-            self.num_reserved += sequence.num_blocks_in_all(block_size) - sequence.blocks.len();
+            self.num_reserved += sequence.max_num_blocks(block_size) - sequence.blocks.len();
         }
         let num_allocated = sequence.blocks.len() - found.len();
         sequence.usage.num_allocated += num_allocated as u32;
@@ -271,44 +274,44 @@ impl Engine {
             sequence.usage.num_reused = found.len() as u32;
         }
         sequence.started = true;
-        sequence.place = Place::Running(row);
-        let turn = turn(sequence);
-        let index = self.running.partition_point(|&(other, _)| other < turn);
-        self.running.insert(index, (turn, slot));
-        draft.num_joined_tokens += joined_tokens(sequence);
-        draft.joined.push(joined_row(sequence, row));
+        sequence.state = SequenceState::Running(row);
+        let key = service_key(sequence);
+        let index = self.running.partition_point(|&(other, _)| other < key);
+        self.running.insert(index, (key, slot));
+        builder.num_joined_tokens += joined_tokens(sequence);
+        builder.joined.push(joined_row(sequence, row));
     }
 
-    /// Rows that are taken.
+    /// Number of rows in use.
     fn num_rows(&self) -> usize {
         self.config.max_rows - self.free_rows.len()
     }
 
-    /// Numbers the plan and takes out the sequences that it completes.
-    fn seal(&mut self, draft: Draft) -> Option<StepPlan> {
-        let mut samples = draft.decode_samples;
-        let mut work = draft.decodes;
-        if work.is_empty() && draft.prefills.is_empty() && draft.verifies.is_empty() {
+    /// Numbers the plan and removes the sequences that it completes.
+    fn finish_plan(&mut self, builder: PlanBuilder) -> Option<StepPlan> {
+        let mut samples = builder.decode_samples;
+        let mut work = builder.decodes;
+        if work.is_empty() && builder.prefills.is_empty() && builder.verifies.is_empty() {
             self.spare_samples = samples;
             return None;
         }
-        work.splice(0..0, draft.prefills.into_iter().chain(draft.verifies));
-        samples.splice(0..0, draft.prefill_samples.into_iter().chain(draft.verify_samples));
+        work.splice(0..0, builder.prefills.into_iter().chain(builder.verifies));
+        samples.splice(0..0, builder.prefill_samples.into_iter().chain(builder.verify_samples));
         let plan = StepPlan {
             step: self.next_step,
             left: std::mem::take(&mut self.left),
-            joined: draft.joined,
-            revised: draft.revised,
-            copied: draft.copied,
-            grown: draft.grown,
-            drafts: draft.drafts,
+            joined: builder.joined,
+            revised: builder.revised,
+            copied: builder.copied,
+            grown: builder.grown,
+            drafts: builder.drafts,
             work,
         };
         self.in_flight.push_back(InFlight { step: self.next_step, samples });
         self.next_step += 1;
         self.totals.steps += 1;
-        for slot in draft.completed {
-            self.leave(slot, Place::Draining);
+        for slot in builder.completed {
+            self.release_row(slot, SequenceState::Draining);
         }
         Some(plan)
     }
@@ -316,9 +319,11 @@ impl Engine {
 
 #[inline]
 pub(crate) fn running_row(sequence: &Sequence) -> RowId {
-    match sequence.place {
-        Place::Running(row) => row,
-        Place::Queued | Place::Draining => panic!("sequence {} is planned but has no row", sequence.id.0),
+    match sequence.state {
+        SequenceState::Running(row) => row,
+        SequenceState::Queued | SequenceState::Draining => {
+            panic!("sequence {} is planned but has no row", sequence.id.0)
+        }
     }
 }
 

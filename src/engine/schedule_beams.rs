@@ -1,15 +1,15 @@
-//! Plans the next step of a beam search: each beam continues its parent, and shares blocks with it where it can.
+//! Plans the next step of a beam search: each beam continues its parent and shares blocks with it where possible.
 
 use crate::Policy;
 use crate::engine::{Engine, Sample};
 use crate::plan::{CopiedBlock, RevisedRow, RowWork};
-use crate::schedule::Draft;
+use crate::schedule::PlanBuilder;
 use crate::sequence::Sequence;
 use crate::sequences::Slot;
 
 impl Engine {
-    /// Plans one token for each beam. False when it was preempted itself for want of blocks.
-    pub(crate) fn plan_beams(&mut self, slot: Slot, draft: &mut Draft) -> bool {
+    /// Plans one token for each beam. Returns false if there were too few blocks and the sequence itself was preempted.
+    pub(crate) fn plan_beams(&mut self, slot: Slot, builder: &mut PlanBuilder) -> bool {
         let held_before = self.sequences[slot].num_held();
         self.follow_choices(slot);
         let is_block_full = self.sequences[slot].num_computed.is_multiple_of(self.config.block_size);
@@ -19,18 +19,18 @@ impl Engine {
                 return false;
             }
         }
-        self.part(slot, is_block_full, draft);
+        self.unshare_last_blocks(slot, is_block_full, builder);
         let sequence = &mut self.sequences[slot];
         sequence.usage.num_allocated += num_needed as u32;
         self.totals.allocated_blocks += num_needed as u64;
         if self.config.policy == Policy::GuaranteedNoEvict {
             self.num_reserved = self.num_reserved + held_before - sequence.num_held();
         }
-        plan_work(sequence, slot, draft);
+        plan_work(sequence, slot, builder);
         true
     }
 
-    /// Gives every beam its parent's blocks.
+    /// Copies the block table of its parent to each beam.
     fn follow_choices(&mut self, slot: Slot) {
         let block_size = self.config.block_size;
         let sequence = &mut self.sequences[slot];
@@ -44,8 +44,8 @@ impl Engine {
         beams.tails = tails;
     }
 
-    /// Blocks without which the beams cannot write their next position: one each where the last is full, else one for
-    /// each but one of those that share it.
+    /// Number of blocks needed before the beams can write their next position. If the last block is full, each beam
+    /// needs a new one; otherwise all but one of those that share it need a copy.
     fn num_blocks_for_beams(&self, slot: Slot, is_block_full: bool) -> usize {
         let tails = &self.sequences[slot].beams.as_ref().expect("a beam search has beams").tails;
         if is_block_full {
@@ -57,8 +57,8 @@ impl Engine {
         tails.len() - last.len()
     }
 
-    /// Gives every beam a last block of its own.
-    fn part(&mut self, slot: Slot, is_block_full: bool, draft: &mut Draft) {
+    /// Gives every beam a last block that it does not share.
+    fn unshare_last_blocks(&mut self, slot: Slot, is_block_full: bool, builder: &mut PlanBuilder) {
         let beams = self.sequences[slot].beams.as_mut().expect("a beam search has beams");
         for (tail, &row) in beams.tails.iter_mut().zip(&beams.rows) {
             match tail.last_mut() {
@@ -67,32 +67,32 @@ impl Engine {
                         let (from, to) = (*last, self.pool.allocate().expect("room was made for the beams"));
                         self.pool.release(from);
                         *last = to;
-                        draft.copied.push(CopiedBlock { row, from, to });
+                        builder.copied.push(CopiedBlock { row, from, to });
                     }
                 }
                 _ => {
                     let block = self.pool.allocate().expect("room was made for the beams");
                     tail.push(block);
-                    draft.grown.push((row, block));
+                    builder.grown.push((row, block));
                 }
             }
         }
     }
 }
 
-/// Tells workers who continues whom, and gives each beam its work.
-fn plan_work(sequence: &mut Sequence, slot: Slot, draft: &mut Draft) {
+/// Sends the parent of each beam to the workers, and plans its work.
+fn plan_work(sequence: &mut Sequence, slot: Slot, builder: &mut PlanBuilder) {
     let (start, id) = (sequence.num_computed as u32, sequence.id);
     let beams = sequence.beams.as_mut().expect("a beam search has beams");
     let choices = std::mem::take(&mut beams.choices);
-    draft.revised.extend(choices.iter().zip(&beams.rows).map(|(choice, &row)| {
+    builder.revised.extend(choices.iter().zip(&beams.rows).map(|(choice, &row)| {
         let parent = beams.rows[choice.parent];
         RevisedRow { row, parent, num_kept: start, tokens: vec![choice.token] }
     }));
     beams.num_live_rows = beams.num_live_rows.max(choices.len());
     let rows = &beams.rows[..beams.tails.len()];
-    draft.decodes.extend(rows.iter().map(|&row| RowWork { row, start, num_tokens: 1, samples: true }));
-    draft.decode_samples.extend(rows.iter().map(|&row| Sample { slot, sequence: id, row }));
+    builder.decodes.extend(rows.iter().map(|&row| RowWork { row, start, num_tokens: 1, samples: true }));
+    builder.decode_samples.extend(rows.iter().map(|&row| Sample { slot, sequence: id, row }));
     sequence.num_in_flight += rows.len();
     sequence.num_computed += 1;
 }

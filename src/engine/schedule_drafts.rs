@@ -1,22 +1,23 @@
-//! Plans a sequence's next token together with guesses at those after it.
+//! Plans a sequence's next token together with draft tokens after it.
 
 use crate::TokenId;
 use crate::engine::{Engine, Sample};
 use crate::plan::{RevisedRow, RowWork};
-use crate::schedule::{Draft, running_row};
+use crate::schedule::{PlanBuilder, running_row};
 use crate::sequence::Drafting;
 use crate::sequences::Slot;
 
 impl Engine {
-    /// Plans a decode whose block there is. Drafts take blocks that are free, and no other sequence's.
-    pub(crate) fn plan_drafts(&mut self, slot: Slot, draft: &mut Draft) {
-        let drafts = self.guess(slot, draft);
+    /// Plans a decode whose block is allocated. Draft tokens use only free blocks; no sequence is preempted for
+    /// them.
+    pub(crate) fn plan_drafts(&mut self, slot: Slot, builder: &mut PlanBuilder) {
+        let drafts = self.guess(slot, builder);
         let sequence = &mut self.sequences[slot];
         let row = running_row(sequence);
-        if sequence.num_told < sequence.tokens.len() {
-            let tokens = sequence.tokens[sequence.num_told..].to_vec();
-            draft.revised.push(RevisedRow { row, parent: row, num_kept: sequence.num_told as u32, tokens });
-            sequence.num_told = sequence.tokens.len();
+        if sequence.num_sent < sequence.tokens.len() {
+            let tokens = sequence.tokens[sequence.num_sent..].to_vec();
+            builder.revised.push(RevisedRow { row, parent: row, num_kept: sequence.num_sent as u32, tokens });
+            sequence.num_sent = sequence.tokens.len();
         }
         let num_tokens = 1 + drafts.len();
         let work = RowWork { row, start: sequence.num_computed as u32, num_tokens: num_tokens as u32, samples: true };
@@ -24,24 +25,24 @@ impl Engine {
         sequence.num_computed += num_tokens;
         sequence.num_in_flight += num_tokens;
         if drafts.is_empty() {
-            draft.decodes.push(work);
-            draft.decode_samples.push(sample);
+            builder.decodes.push(work);
+            builder.decode_samples.push(sample);
             return;
         }
         sequence.draft_usage.num_drafted += drafts.len() as u32;
         self.totals.drafted_tokens += drafts.len() as u64;
-        draft.draft_budget -= drafts.len();
-        draft.verifies.push(work);
-        draft.verify_samples.extend(std::iter::repeat_n(sample, num_tokens));
-        draft.drafts.push((row, drafts.clone()));
+        builder.draft_budget -= drafts.len();
+        builder.verifies.push(work);
+        builder.verify_samples.extend(std::iter::repeat_n(sample, num_tokens));
+        builder.drafts.push((row, drafts.clone()));
         sequence.drafting = Some(Box::new(Drafting { drafts, verified: Vec::new() }));
     }
 
-    /// As many guesses as budget, length and blocks allow.
-    fn guess(&mut self, slot: Slot, draft: &mut Draft) -> Vec<TokenId> {
+    /// As many draft tokens as budget, length and blocks allow.
+    fn guess(&mut self, slot: Slot, builder: &mut PlanBuilder) -> Vec<TokenId> {
         let sequence = &self.sequences[slot];
         let room = sequence.max_len - sequence.tokens.len() - 1;
-        let max = sequence.max_drafts.min(draft.draft_budget).min(room);
+        let max = sequence.max_drafts.min(builder.draft_budget).min(room);
         let mut drafts = Vec::new();
         if max > 0 {
             self.drafter.draft(&sequence.tokens, max, &mut drafts);
@@ -50,7 +51,7 @@ impl Engine {
         let (block_size, start) = (self.config.block_size, sequence.num_computed);
         while self.sequences[slot].blocks.len() * block_size < start + 1 + drafts.len() {
             match self.pool.allocate() {
-                Some(block) => self.append(slot, block, draft),
+                Some(block) => self.append(slot, block, builder),
                 None => drafts.truncate(self.sequences[slot].blocks.len() * block_size - start - 1),
             }
         }

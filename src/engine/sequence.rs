@@ -1,4 +1,4 @@
-//! One sequence: its tokens, its blocks, and how far plans and outputs have come.
+//! One sequence: its tokens, its KV blocks, and its progress through plans and outputs.
 
 use smallvec::SmallVec;
 
@@ -10,80 +10,80 @@ use crate::{
     TokenEvent, TokenId,
 };
 
-/// Where a sequence is.
+/// What a sequence is waiting for or doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
-    /// In the queue: new, preempted, or back from lost workers. Holds no row and no block.
+pub(crate) enum SequenceState {
+    /// In the queue: new, preempted, or its workers were lost. Has no row and no block.
     Queued,
-    /// In a row, with blocks; a beam search in several.
+    /// Has a row (a beam search has several) and blocks.
     Running(RowId),
-    /// Its last token is planned and not yet settled. Holds no row and no block.
+    /// Its last token is planned and not yet settled. Has no row and no block.
     Draining,
 }
 
-/// Steps touch every running sequence, thousands of them: what they need fills the first two or three cache lines, and the
-/// rest comes after it or lies behind boxes.
+/// The state of a sequence. Each step reads every running sequence, possibly thousands, so the fields that it needs
+/// fill the first two or three cache lines. The other fields come after them or are boxed.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct Sequence {
-    // What making a plan reads:
+    // Read when a plan is made:
     pub(crate) id: SequenceId,
-    pub(crate) place: Place,
+    pub(crate) state: SequenceState,
     /// Positions computed by the plans made so far.
     pub(crate) num_computed: usize,
-    /// Tokens it joined with: prefill ends there.
+    /// Number of tokens when it joined: prefill ends there.
     pub(crate) join_len: usize,
-    /// Plans in flight that sample a token of it.
+    /// Number of plans in flight that sample a token of this sequence.
     pub(crate) num_in_flight: usize,
     /// Length of `tokens` at which the output is complete.
     pub(crate) max_len: usize,
-    /// Most tokens to guess in a step; 0 when it is not to be done.
+    /// Maximum number of draft tokens in a step; 0 if drafts are off.
     pub(crate) max_drafts: usize,
-    /// Whether each of its tokens is told to the workers before the next is planned.
-    pub(crate) is_told: bool,
+    /// Whether each token must be sent to the workers before the next one is planned (pipeline stages).
+    pub(crate) needs_token_feedback: bool,
     /// Set for a beam search; `tokens` stays the prompt then.
     pub(crate) beams: Option<Box<Beams>>,
-    /// While it runs. With a beam search, those of the prompt's part that all beams share.
+    /// The block table while it runs. In a beam search, only the blocks of the prompt that all beams share.
     pub(crate) blocks: Vec<BlockId>,
     /// The prompt and the settled output.
     pub(crate) tokens: Vec<TokenId>,
 
-    // What settling an output reads beside it:
-    /// Set where there are stop words.
+    // Also read when an output is settled:
+    /// Set if there are stop words.
     stopping: Option<Box<Stopping>>,
-    /// Set while guesses are in flight.
+    /// Set while draft tokens are in flight.
     pub(crate) drafting: Option<Box<Drafting>>,
-    /// Those of `sampling`.
+    /// A copy of `sampling.end_ids`.
     end_ids: SmallVec<[TokenId; 4]>,
     pub(crate) usage: BlockUsage,
     pub(crate) draft_usage: DraftUsage,
 
-    // The rest:
+    // Other fields:
     pub(crate) sampling: Box<SamplingParams>,
     pub(crate) num_prompt_tokens: usize,
     pub(crate) priority: u32,
-    /// Whether others of its priority are served before it.
+    /// Whether the others of its priority are served first.
     pub(crate) is_delayed: bool,
     /// Whether it was ever admitted.
     pub(crate) started: bool,
-    /// While it runs: tokens that workers were told, not only their devices.
-    pub(crate) num_told: usize,
-    /// `blocks[..num_named]` are named in the pool; `last_content` is the last one's name.
-    pub(crate) num_named: usize,
+    /// While it runs: number of its tokens that rank 0 has sent to the workers. Devices may have sampled more.
+    pub(crate) num_sent: usize,
+    /// `blocks[..num_registered]` have a content in the pool; `last_content` is that of the last one.
+    pub(crate) num_registered: usize,
     /// `blocks[..num_ready]` are filled by the plans made so far.
     pub(crate) num_ready: usize,
     pub(crate) last_content: ContentId,
 }
 
-/// The search for stop words.
+/// State of the search for stop words.
 #[derive(Debug)]
 struct Stopping {
     words: StopWords,
-    /// Settled tokens that may still become a stop word.
+    /// Settled tokens that may still become part of a stop word.
     held: Vec<SampledToken>,
 }
 
-/// Guesses in flight, and what was settled of their step so far.
+/// Draft tokens in flight, and the tokens of their step settled so far.
 #[derive(Debug)]
 pub(crate) struct Drafting {
     pub(crate) drafts: Vec<TokenId>,
@@ -93,7 +93,7 @@ pub(crate) struct Drafting {
 impl Sequence {
     pub(crate) fn new(id: SequenceId, mut request: Request, max_len: usize, max_drafts: usize) -> Self {
         let stop_words = StopWords::new(request.stop_words);
-        let plain = request.sampling.is_greedy() && request.sampling.leaves_logits_alone();
+        let plain = request.sampling.is_greedy() && request.sampling.uses_raw_logits();
         let rules = request.beams.map(|params| Rules {
             params,
             end_ids: request.sampling.end_ids.clone(),
@@ -114,11 +114,11 @@ impl Sequence {
             end_ids: SmallVec::from_slice(&request.sampling.end_ids),
             sampling: Box::new(request.sampling),
             stopping: (!stop_words.is_empty()).then(|| Box::new(Stopping { words: stop_words, held: Vec::new() })),
-            place: Place::Queued,
+            state: SequenceState::Queued,
             started: false,
             num_in_flight: 0,
             usage: BlockUsage::default(),
-            is_told: false,
+            needs_token_feedback: false,
             max_drafts: if plain && beams.is_none() { max_drafts.min(request.max_drafts as usize) } else { 0 },
             beams,
             drafting: None,
@@ -126,8 +126,8 @@ impl Sequence {
             blocks: Vec::new(),
             num_computed: 0,
             join_len: 0,
-            num_told: 0,
-            num_named: 0,
+            num_sent: 0,
+            num_registered: 0,
             num_ready: 0,
             last_content: ContentId::ROOT,
         }
@@ -144,23 +144,23 @@ impl Sequence {
         !self.waits_for_settle() && self.tokens.len() + self.num_in_flight >= self.max_len
     }
 
-    /// Whether its next step depends on what the last one brought: never two are in flight.
+    /// Whether its next step depends on the output of the last one, so that it never has two steps in flight.
     #[inline]
     pub(crate) fn waits_for_settle(&self) -> bool {
-        self.beams.is_some() || self.max_drafts > 0 || self.is_told
+        self.beams.is_some() || self.max_drafts > 0 || self.needs_token_feedback
     }
 
-    /// Rows that it takes while it runs.
+    /// Number of rows that it takes while it runs.
     pub(crate) fn num_rows(&self) -> usize {
         self.beams.as_ref().map_or(1, |beams| beams.width())
     }
 
-    /// Blocks that it uses; one that several of its beams share counts once.
+    /// Number of blocks that it uses; a block shared by several of its beams counts once.
     pub(crate) fn num_held(&self) -> usize {
         self.blocks.len() + self.beams.as_ref().map_or(0, |beams| beams.num_tail_blocks())
     }
 
-    /// News of it.
+    /// Creates an event with the usage so far.
     #[inline]
     pub(crate) fn event(&self, tokens: SmallVec<[SampledToken; 1]>, finished: Option<FinishReason>) -> TokenEvent {
         TokenEvent {
@@ -179,12 +179,12 @@ impl Sequence {
         self.num_computed == self.blocks.len() * block_size
     }
 
-    /// Blocks that the whole sequence fills.
-    pub(crate) fn num_blocks_in_all(&self, block_size: usize) -> usize {
-        num_blocks_in_all(self.num_prompt_tokens, self.max_len, self.num_rows(), block_size)
+    /// Number of blocks at its maximum length.
+    pub(crate) fn max_num_blocks(&self, block_size: usize) -> usize {
+        max_num_blocks(self.num_prompt_tokens, self.max_len, self.num_rows(), block_size)
     }
 
-    /// Blocks whose tokens are known and whose positions are computed by the plans made so far.
+    /// Number of blocks whose tokens are known and whose positions are computed by the plans made so far.
     pub(crate) fn num_known_blocks(&self, block_size: usize) -> usize {
         self.num_computed.min(self.tokens.len()) / block_size
     }
@@ -193,13 +193,14 @@ impl Sequence {
         &self.tokens[index * block_size..(index + 1) * block_size]
     }
 
-    /// Whether the next token is told as it comes and ends nothing.
+    /// Whether the next token can be released at once and does not end the sequence.
     #[inline]
-    pub(crate) fn goes_on_with(&self, token: TokenId) -> bool {
+    pub(crate) fn continues_after(&self, token: TokenId) -> bool {
         self.stopping.is_none() && self.tokens.len() + 1 < self.max_len && !self.end_ids.contains(&token)
     }
 
-    /// Takes the next token of the output: appends what may be told to `released`, and says whether this ends it.
+    /// Adds the next token of the output. Appends the tokens that may be released to `released`, and returns the reason
+    /// if the sequence ends.
     #[inline]
     pub(crate) fn accept(
         &mut self,
@@ -227,24 +228,25 @@ impl Sequence {
         Some(FinishReason::Length)
     }
 
-    /// Tokens that were held back because they might have become a stop word.
+    /// Takes the tokens that were held back because they might have become part of a stop word.
     pub(crate) fn take_held(&mut self) -> SmallVec<[SampledToken; 1]> {
         self.stopping.iter_mut().flat_map(|stopping| stopping.held.drain(..)).collect()
     }
 
-    /// Forgets all that concerns a row; the blocks are released already or were lost.
+    /// Resets the state of a row. The caller has released the blocks, or they were lost.
     pub(crate) fn reset_row(&mut self) {
         self.blocks.clear();
-        (self.num_computed, self.join_len, self.num_told) = (0, 0, 0);
+        (self.num_computed, self.join_len, self.num_sent) = (0, 0, 0);
         if let Some(beams) = &mut self.beams {
             beams.restart();
         }
-        (self.num_named, self.num_ready, self.last_content) = (0, 0, ContentId::ROOT);
+        (self.num_registered, self.num_ready, self.last_content) = (0, 0, ContentId::ROOT);
     }
 }
 
 impl Stopping {
-    /// Takes the next token and releases what cannot become a stop word any more. True when one is complete; it is dropped.
+    /// Adds the next token and releases those that can no longer be part of a stop word. Returns true if a stop word is
+    /// complete; its tokens are dropped.
     fn push(&mut self, sampled: SampledToken, released: &mut SmallVec<[SampledToken; 1]>) -> bool {
         let tail = self.words.push(sampled.token);
         self.held.push(sampled);
@@ -258,9 +260,9 @@ impl Stopping {
     }
 }
 
-/// Blocks that a sequence fills, or `num_beams` that share the full blocks of the prompt; the last token's position is
-/// never computed.
-pub(crate) fn num_blocks_in_all(prompt_len: usize, max_len: usize, num_beams: usize, block_size: usize) -> usize {
+/// Number of blocks of a sequence at its maximum length, or of `num_beams` beams that share the full blocks of the
+/// prompt. The position of the last token is never computed.
+pub(crate) fn max_num_blocks(prompt_len: usize, max_len: usize, num_beams: usize, block_size: usize) -> usize {
     let num_shared = prompt_len.min(max_len - 1) / block_size;
     num_shared + num_beams * ((max_len - 1).div_ceil(block_size) - num_shared)
 }

@@ -1,4 +1,4 @@
-//! All live sequences, in slots that steps reach without hashing.
+//! All live sequences, stored in slots so that steps access them without hashing.
 
 use std::collections::HashMap;
 use std::ops::{Index, IndexMut};
@@ -6,7 +6,7 @@ use std::ops::{Index, IndexMut};
 use crate::SequenceId;
 use crate::sequence::Sequence;
 
-/// The place of a live sequence; reused when it ends.
+/// The index of a live sequence; reused after it ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Slot(u32);
 
@@ -43,7 +43,7 @@ impl Sequences {
         self.by_id.get(&id).copied()
     }
 
-    /// The sequence `id` if it still is in `slot`.
+    /// The sequence `id`, if it is still in `slot`.
     #[inline]
     pub(crate) fn get_mut(&mut self, slot: Slot, id: SequenceId) -> Option<&mut Sequence> {
         self.slots[slot.0 as usize].as_mut().filter(|sequence| sequence.id == id)

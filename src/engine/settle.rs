@@ -1,35 +1,35 @@
-//! Takes in what workers computed: tokens to their sequences, ends, events.
+//! Processes step outputs: adds tokens to their sequences, ends sequences, creates events.
 
 use smallvec::SmallVec;
 
 use crate::engine::{Engine, Sample};
 use crate::plan::{SampledToken, StepOutput};
-use crate::sequence::{Drafting, Place};
+use crate::sequence::{Drafting, SequenceState};
 use crate::{RowId, TokenEvent};
 
-/// Why an output is not that of the oldest plan in flight. Workers and engine disagree: they must be restarted.
+/// The output is not that of the oldest plan in flight. Workers and engine disagree, so the workers must be restarted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)] // Fields are named by their messages.
+#[allow(missing_docs)] // Fields are named in the messages.
 pub enum SettleError {
-    /// No output is expected.
+    /// No step is in flight.
     #[error("output of step {found} came but no step is in flight; restart the workers")]
     NothingInFlight { found: u64 },
-    /// Another step's output.
+    /// The output of another step.
     #[error("output of step {found} came, expected step {expected}; restart the workers")]
     WrongStep { expected: u64, found: u64 },
-    /// More or fewer tokens than were sampled.
+    /// The number of tokens differs from the number sampled.
     #[error("output of step {step} has {found} tokens, expected {expected}; restart the workers")]
     WrongCount { step: u64, expected: usize, found: usize },
-    /// Another row's token.
+    /// The token of another row.
     #[error("token {index} of step {step} is of row {}, expected row {}; restart the workers", .found.0, .expected.0)]
     WrongRow { step: u64, index: usize, expected: RowId, found: RowId },
 }
 
 impl Engine {
-    /// Takes the output of the oldest plan in flight and appends what it brings for each sequence to `events`.
+    /// Processes the output of the oldest plan in flight and appends the resulting events to `events`.
     ///
     /// # Errors
-    /// When it is not that plan's output; nothing has changed then.
+    /// Returns an error if it is not the output of that plan; the engine's state is unchanged then.
     pub fn settle(&mut self, output: StepOutput, events: &mut Vec<TokenEvent>) -> Result<(), SettleError> {
         self.check_output(&output)?;
         self.drain_events(events);
@@ -63,7 +63,7 @@ impl Engine {
 
     fn settle_token(&mut self, sample: Sample, token: SampledToken, events: &mut Vec<TokenEvent>) {
         let Some(sequence) = self.sequences.get_mut(sample.slot, sample.sequence) else {
-            self.totals.discarded_tokens += 1; // It ended while the step was in flight.
+            self.totals.discarded_tokens += 1; // The sequence ended while the step was in flight.
             return;
         };
         sequence.num_in_flight -= 1;
@@ -74,8 +74,8 @@ impl Engine {
             return self.settle_draft(sample, token, events);
         }
         self.totals.output_tokens += 1;
-        if sequence.goes_on_with(token.token) {
-            // The way of nearly every token: nothing is held back or ends.
+        if sequence.continues_after(token.token) {
+            // Fast path of nearly every token: it is not held back and does not end the sequence.
             sequence.tokens.push(token.token);
             events.push(sequence.event(SmallVec::from_buf([token]), None));
             return;
@@ -90,11 +90,11 @@ impl Engine {
         }
     }
 
-    /// Once all beams of the step are there, the search decides.
+    /// Adds the candidates of one beam. After the last beam of the step, advances the search.
     fn settle_beam(&mut self, sample: Sample, token: SampledToken, events: &mut Vec<TokenEvent>) {
         let sequence = &mut self.sequences[sample.slot];
-        let Some(beams) = sequence.beams.as_mut().filter(|_| sequence.place != Place::Queued) else {
-            self.totals.discarded_tokens += 1; // Preempted: it starts over.
+        let Some(beams) = sequence.beams.as_mut().filter(|_| sequence.state != SequenceState::Queued) else {
+            self.totals.discarded_tokens += 1; // The search was preempted and starts over.
             return;
         };
         beams.push(token);
@@ -108,7 +108,8 @@ impl Engine {
         }
     }
 
-    /// Once the whole step is there: tokens up to the first that was guessed wrong, which is right itself.
+    /// Adds one verified token. After the last one of the step, accepts the tokens up to and including the one at the
+    /// first wrong guess.
     fn settle_draft(&mut self, sample: Sample, token: SampledToken, events: &mut Vec<TokenEvent>) {
         let sequence = &mut self.sequences[sample.slot];
         let drafting = sequence.drafting.as_mut().expect("a guess that is settled is in flight");
@@ -129,7 +130,7 @@ impl Engine {
         }
         sequence.draft_usage.num_accepted += num_accepted;
         self.totals.accepted_tokens += u64::from(num_accepted);
-        if let Place::Running(_) = sequence.place {
+        if let SequenceState::Running(_) = sequence.state {
             sequence.num_computed = sequence.tokens.len() - 1;
         }
         if !tokens.is_empty() || finished.is_some() {

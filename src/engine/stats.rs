@@ -1,9 +1,9 @@
-//! What the engine holds and has done, for metrics and for proving that nothing leaks.
+//! The engine's counters, for metrics and for tests that look for leaks.
 
 use std::collections::BTreeMap;
 
 use crate::engine::Engine;
-use crate::sequence::Place;
+use crate::sequence::SequenceState;
 use crate::{Policy, RowId, SequenceId};
 
 /// A snapshot for metrics.
@@ -11,7 +11,7 @@ use crate::{Policy, RowId, SequenceId};
 pub struct EngineStats {
     /// Sequences in rows.
     pub num_running: usize,
-    /// Of these, prompts not yet computed to their end by the plans made so far.
+    /// Of these, sequences whose prompt is not fully computed by the plans made so far.
     pub num_prefilling: usize,
     /// Sequences in the queue, preempted ones included.
     pub num_waiting: usize,
@@ -21,7 +21,7 @@ pub struct EngineStats {
     pub num_in_flight: usize,
     /// Blocks that running sequences use.
     pub num_blocks_used: usize,
-    /// Blocks that nobody uses and whose content can be reused.
+    /// Blocks that no sequence uses and whose content can be reused.
     pub num_blocks_cached: usize,
     /// Blocks that are empty.
     pub num_blocks_unused: usize,
@@ -31,53 +31,53 @@ pub struct EngineStats {
     pub total_steps: u64,
     /// Preemptions.
     pub total_preempted: u64,
-    /// Sequences that went on after their workers were lost, once for each time.
+    /// Sequences that continued after their workers were lost, counted each time.
     pub total_recovered: u64,
-    /// Prompt tokens of requests taken.
+    /// Prompt tokens of accepted requests.
     pub total_prompt_tokens: u64,
     /// Tokens settled, end ids and stop words included.
     pub total_output_tokens: u64,
-    /// Tokens computed for sequences that had ended.
+    /// Tokens computed for sequences that had already ended.
     pub total_discarded_tokens: u64,
     /// Blocks found in the prefix cache.
     pub total_reused_blocks: u64,
     /// Blocks allocated.
     pub total_allocated_blocks: u64,
-    /// Tokens guessed.
+    /// Draft tokens guessed.
     pub total_drafted_tokens: u64,
-    /// Of these, guessed right.
+    /// Draft tokens that were correct.
     pub total_accepted_tokens: u64,
 }
 
-/// Who holds what: one entry a live sequence, and the sums. All is zero when the engine is idle.
+/// The resources held by each live sequence, and their sums. All values are zero when the engine is idle.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Ledger {
-    /// In order of arrival.
+    /// One entry for each live sequence, in order of arrival.
     pub holdings: Vec<Holding>,
-    /// Queue slots taken.
+    /// Sequences in the queue.
     pub num_queued: usize,
-    /// Rows taken.
+    /// Rows in use.
     pub num_rows: usize,
-    /// Blocks used; a shared one counts once.
+    /// Blocks in use; a shared block counts once.
     pub num_blocks: usize,
-    /// Blocks promised and not yet taken.
+    /// Blocks reserved and not yet allocated.
     pub num_reserved_blocks: usize,
     /// Plans in flight.
     pub num_in_flight: usize,
 }
 
-/// What one sequence holds.
+/// The resources of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Holding {
-    /// Whose.
+    /// The sequence.
     pub sequence: SequenceId,
-    /// Its row, if it runs; the first of a beam search.
+    /// Its row, if it runs; in a beam search the first one.
     pub row: Option<RowId>,
-    /// Rows it takes.
+    /// Number of rows in use.
     pub num_rows: usize,
-    /// Whether it takes a place in the queue.
+    /// Whether it is in the queue.
     pub queued: bool,
-    /// Length of its block table; of a beam search's, each block once.
+    /// Length of its block table; in a beam search the number of distinct blocks.
     pub num_blocks: usize,
     /// Its tokens in flight.
     pub num_in_flight: usize,
@@ -110,15 +110,15 @@ impl Engine {
         }
     }
 
-    /// Every row, block and queue slot with its holder.
+    /// The holder of every row, block and queue entry.
     pub fn ledger(&self) -> Ledger {
         let holding = |(id, slot)| {
             let sequence = &self.sequences[slot];
             Holding {
                 sequence: id,
-                row: if let Place::Running(row) = sequence.place { Some(row) } else { None },
-                num_rows: if let Place::Running(_) = sequence.place { sequence.num_rows() } else { 0 },
-                queued: sequence.place == Place::Queued,
+                row: if let SequenceState::Running(row) = sequence.state { Some(row) } else { None },
+                num_rows: if let SequenceState::Running(_) = sequence.state { sequence.num_rows() } else { 0 },
+                queued: sequence.state == SequenceState::Queued,
                 num_blocks: sequence.num_held(),
                 num_in_flight: sequence.num_in_flight,
             }
@@ -133,15 +133,15 @@ impl Engine {
         }
     }
 
-    /// Counts every holding again, from the sequences, and compares with the books. For tests and debugging:
-    /// takes time in proportion to all blocks.
+    /// Recounts all resources from the sequences and compares them with the counters. For tests and debugging: the time
+    /// is proportional to the number of blocks.
     ///
     /// # Errors
-    /// Says which book is wrong.
+    /// Names the first counter that is wrong.
     pub fn audit(&self) -> Result<(), String> {
         let ledger = self.ledger();
-        let equal = |what: &str, counted: usize, book: usize| {
-            if counted == book { Ok(()) } else { Err(format!("{what}: counted {counted}, the books say {book}")) }
+        let equal = |what: &str, counted: usize, recorded: usize| {
+            if counted == recorded { Ok(()) } else { Err(format!("{what}: counted {counted}, recorded {recorded}")) }
         };
         let mut users = vec![0; self.config.num_blocks];
         let mut rows = vec![0; self.config.max_rows];
@@ -150,9 +150,9 @@ impl Engine {
             let sequence = &self.sequences[slot];
             let tails = sequence.beams.iter().flat_map(|beams| &beams.tails).flatten();
             sequence.blocks.iter().chain(tails).for_each(|block| users[block.0 as usize] += 1);
-            match (sequence.place, &sequence.beams) {
-                (Place::Running(_), Some(beams)) => beams.rows.iter().for_each(|row| rows[row.0 as usize] += 1),
-                (Place::Running(row), None) => rows[row.0 as usize] += 1,
+            match (sequence.state, &sequence.beams) {
+                (SequenceState::Running(_), Some(beams)) => beams.rows.iter().for_each(|row| rows[row.0 as usize] += 1),
+                (SequenceState::Running(row), None) => rows[row.0 as usize] += 1,
                 _ => {}
             }
         }
@@ -168,15 +168,18 @@ impl Engine {
         }
         equal("blocks used", users.iter().filter(|&&count| count > 0).count(), ledger.num_blocks)?;
         equal("sequences queued", ledger.holdings.iter().filter(|holding| holding.queued).count(), ledger.num_queued)?;
-        let mut new_of = BTreeMap::new();
+        let mut new_by_priority = BTreeMap::new();
         for (_, slot) in self.sequences.in_order() {
             let sequence = &self.sequences[slot];
-            if sequence.place == Place::Queued && !sequence.started {
-                *new_of.entry(sequence.priority).or_insert(0) += 1;
+            if sequence.state == SequenceState::Queued && !sequence.started {
+                *new_by_priority.entry(sequence.priority).or_insert(0) += 1;
             }
         }
-        if new_of != *self.queue.new_of() {
-            return Err(format!("new ones by priority: counted {new_of:?}, the books say {:?}", self.queue.new_of()));
+        if new_by_priority != *self.queue.new_by_priority() {
+            return Err(format!(
+                "new ones by priority: counted {new_by_priority:?}, recorded {:?}",
+                self.queue.new_by_priority()
+            ));
         }
         equal("rows taken", ledger.holdings.iter().map(|holding| holding.num_rows).sum(), ledger.num_rows)?;
         let num_running = ledger.holdings.iter().filter(|holding| holding.row.is_some()).count();
@@ -199,14 +202,14 @@ impl Engine {
         }
         let promised = |&(_, slot): &(_, _)| {
             let sequence = &self.sequences[slot];
-            sequence.num_blocks_in_all(self.config.block_size) - sequence.num_held()
+            sequence.max_num_blocks(self.config.block_size) - sequence.num_held()
         };
         self.running.iter().map(promised).sum()
     }
 }
 
 impl Ledger {
-    /// Whether nothing is held.
+    /// Whether no resource is held.
     pub fn is_zero(&self) -> bool {
         *self == Self::default()
     }

@@ -1,31 +1,31 @@
-//! Finds stop words in a stream of tokens, and says how much of its tail may still become one.
+//! Finds stop words in a stream of tokens, and computes how many of its last tokens may still become one.
 
 use crate::TokenId;
 
-/// The stop words of one sequence and how far each is matched (Knuth, Morris and Pratt 1977).
+/// The stop words of one sequence with the matched length of each (Knuth, Morris and Pratt 1977).
 #[derive(Debug, Clone, Default)]
 pub(crate) struct StopWords(Vec<StopWord>);
 
 #[derive(Debug, Clone)]
 struct StopWord {
     tokens: Vec<TokenId>,
-    /// `borders[n]`: length of the longest proper prefix of `tokens[..=n]` that is also its suffix.
+    /// `borders[n]` is the length of the longest proper prefix of `tokens[..=n]` that is also its suffix.
     borders: Vec<usize>,
-    /// Length of the longest prefix of `tokens` that the stream ends with.
+    /// Length of the longest prefix of `tokens` that is a suffix of the stream.
     matched: usize,
 }
 
-/// What the stream's tail is after one more token.
+/// State of the stream's tail after one more token.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Tail {
-    /// The last so many tokens may still become a stop word.
+    /// The last tokens, this many, may still become a stop word.
     Open(usize),
-    /// The last so many tokens are a stop word: the longest of those completed.
+    /// The last tokens, this many, are a stop word: the longest of those completed.
     Stop(usize),
 }
 
 impl StopWords {
-    /// `words` are not empty.
+    /// Creates the search. No word may be empty.
     pub(crate) fn new(words: Vec<Vec<TokenId>>) -> Self {
         Self(words.into_iter().map(StopWord::new).collect())
     }
@@ -38,7 +38,7 @@ impl StopWords {
         self.0.is_empty()
     }
 
-    /// Takes the stream's next token.
+    /// Adds the next token of the stream.
     pub(crate) fn push(&mut self, token: TokenId) -> Tail {
         let (mut open, mut stop) = (0, 0);
         for word in &mut self.0 {

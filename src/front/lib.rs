@@ -70,6 +70,7 @@ mod stream_infer;
 mod tls;
 mod trace_file;
 mod trace_settings;
+mod wake_flag;
 
 pub use config::{Address, Compression, Config, ConfigError};
 pub use exposition::{Family, FamilyKind, Labels, Sample};

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use bytes::{Buf, BufMut, Bytes};
 use prost::encoding::{DecodeContext, WireType, encode_key, encode_varint, encoded_len_varint, key_len, skip_field};
 use prost::{DecodeError, Message};
-use serving::{Changes, InferResponse, Parameter, Tensor, near};
+use serving::{InferResponse, OutputDelta, Parameter, Tensor};
 use smallvec::SmallVec;
 use tonic::Status;
 
@@ -79,20 +79,21 @@ impl StreamReply {
     }
 }
 
-/// What is alike in the replies of one request: they nearly always differ in their elements alone.
+/// The encoded form of one request's replies. They nearly always differ only in elements, so the rest is encoded once.
 #[derive(Debug, Default)]
-pub struct LastReply {
+pub struct ReplyTemplate {
+    /// The response that `head` encodes, without elements.
     response: InferResponse,
     final_response: Option<bool>,
     head: Bytes,
     contents: Contents,
 }
 
-/// The elements of the outputs of a response that may be repeated, encoded.
+/// The encoded elements of the outputs of a response that allows a delta.
 #[derive(Debug, Default)]
 struct Contents {
     bytes: Vec<u8>,
-    /// Where those of each output lie with their header, and how long that is.
+    /// The range of each output with its header, and the length of the header.
     places: SmallVec<[(Range<usize>, usize); 4]>,
 }
 
@@ -109,7 +110,7 @@ impl Contents {
         }
     }
 
-    /// Puts other elements in the place of an output's.
+    /// Replaces the elements of an output.
     fn replace(&mut self, output: usize, data: &[u8]) {
         let Self { bytes, places } = self;
         let Some((place, header_len)) = places.get_mut(output) else { return };
@@ -133,8 +134,8 @@ impl Contents {
     }
 }
 
-impl LastReply {
-    /// The reply of a response that goes well.
+impl ReplyTemplate {
+    /// The reply for a response.
     pub fn reply(&mut self, response: InferResponse, final_response: Option<bool>) -> StreamReply {
         if self.head.is_empty() || !self.fits(&response, final_response) {
             self.head = encode_head(&response, final_response);
@@ -143,26 +144,20 @@ impl LastReply {
             let outputs = response.outputs.iter().map(without_data).collect();
             self.response = InferResponse { outputs, ..response.clone() };
         }
-        if !response.may_be_repeated {
+        if !response.allows_delta {
             return StreamReply::of_outputs("", &self.head, &response.outputs);
         }
         self.contents.set(&response.outputs);
-        self.repeated()
+        self.filled()
     }
 
-    /// Has the processor fetch what repeating it needs.
-    pub fn fetch(&self) {
-        near::fetch(&self.head[..]);
-        near::fetch(&self.contents.bytes[..]);
+    /// The last reply with new elements.
+    pub fn delta(&mut self, delta: &OutputDelta) -> StreamReply {
+        delta.iter().for_each(|(output, elements)| self.contents.replace(output, elements));
+        self.filled()
     }
 
-    /// The last reply with what is new.
-    pub fn again(&mut self, changes: &Changes) -> StreamReply {
-        changes.iter().for_each(|(output, elements)| self.contents.replace(output, elements));
-        self.repeated()
-    }
-
-    fn repeated(&self) -> StreamReply {
+    fn filled(&self) -> StreamReply {
         let contents = &self.contents.bytes;
         StreamReply::encode("", &self.head, contents.len(), |buffer| buffer.extend_from_slice(contents))
     }
@@ -452,7 +447,7 @@ mod tests {
             (InferResponse { outputs: Vec::new(), ..response("b", ids(&[1], &[5])) }, Some(true)),
             (InferResponse { outputs: Vec::new(), ..response("b", ids(&[1], &[5])) }, None),
         ];
-        let mut last = LastReply::default();
+        let mut last = ReplyTemplate::default();
         for (response, final_response) in all {
             let alone = StreamReply::new("", &InferReply { response: response.clone(), final_response });
             assert_eq!(last.reply(response, final_response).encode_to_vec(), alone.encode_to_vec());
@@ -463,10 +458,10 @@ mod tests {
     fn a_reply_that_is_repeated_differs_from_the_last_in_the_elements_that_are_told() {
         let response = |text: &str, id: i32| InferResponse {
             outputs: vec![Tensor::from_byte_strings("text", &[1], &[text]), Tensor::from_i32("ids", &[1], &[id])],
-            may_be_repeated: true,
+            allows_delta: true,
             ..InferResponse::default()
         };
-        let mut last = LastReply::default();
+        let mut last = ReplyTemplate::default();
         let _ = last.reply(response("x", 1), Some(false));
         let longest = "long ".repeat(40);
         for (text, id, output) in [
@@ -479,9 +474,9 @@ mod tests {
             ("y", 9, 1),
         ] {
             let data = response(text, id).outputs[output].data.clone();
-            let mut changes = Changes::default();
-            changes.put(output, data);
-            let again = last.again(&changes);
+            let mut changes = OutputDelta::default();
+            changes.set(output, data);
+            let again = last.delta(&changes);
             let reply = InferReply { response: response(text, id), final_response: Some(false) };
             let alone = StreamReply::new("", &reply);
             assert_eq!(again.encode_to_vec(), alone.encode_to_vec());

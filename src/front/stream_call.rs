@@ -13,7 +13,6 @@ use h2::server::SendResponse;
 use h2::{Reason, SendStream};
 use http::{HeaderMap, HeaderValue, Request, Response, header};
 use prost::Message as _;
-use serving::Bell;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{Sleep, sleep};
 use tonic::Status;
@@ -27,6 +26,7 @@ use crate::proto::ModelInferRequest;
 use crate::reply::StreamReply;
 use crate::state::State;
 use crate::stream_infer::InferStream;
+use crate::wake_flag::WakeFlag;
 
 /// The call's path.
 pub const PATH: &str = "/inference.GRPCInferenceService/ModelStreamInfer";
@@ -41,8 +41,8 @@ const UNASKED_BYTES: usize = 16 << 10;
 pub struct StreamCall {
     replies: Replies,
     stream: SendStream<Bytes>,
-    /// Rings when the client has taken the call back, or has room again.
-    stream_bell: Bell,
+    /// Set when the client has cancelled the call, or has room again.
+    stream_flag: WakeFlag,
     /// The next messages, or how the call ended.
     made: Option<Result<Bytes, HeaderMap>>,
     /// Sent since the client was last known to have room.
@@ -80,7 +80,7 @@ impl StreamCall {
         Some(Self {
             replies: Replies { all, ending: None },
             stream: respond.send_response(head, false).ok()?,
-            stream_bell: Bell::default(),
+            stream_flag: WakeFlag::default(),
             made: None,
             unasked_bytes: 0,
             patience,
@@ -92,9 +92,9 @@ impl StreamCall {
 
     /// Whether the client has room for what was made. An error when it has left.
     fn poll_stream(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Gone>> {
-        let Self { stream, stream_bell, made, unasked_bytes, .. } = self;
+        let Self { stream, stream_flag, made, unasked_bytes, .. } = self;
         let waits = made.is_some();
-        let polled = stream_bell.poll(context, |context| match stream.poll_reset(context) {
+        let polled = stream_flag.poll(context, |context| match stream.poll_reset(context) {
             Poll::Ready(_) => Poll::Ready(Err(Gone)),
             Poll::Pending if waits => poll_room(stream, context),
             Poll::Pending => Poll::Pending,
@@ -120,10 +120,6 @@ impl StreamCall {
 }
 
 impl Call for StreamCall {
-    fn fetch(&self, depth: usize) {
-        self.replies.all.fetch(depth);
-    }
-
     fn proceed(&mut self, context: &mut Context<'_>) -> Progress {
         match self.poll_stream(context) {
             Poll::Ready(Err(Gone)) => return Progress::Ended,
@@ -141,7 +137,7 @@ impl Call for StreamCall {
         if self.unasked_bytes <= UNASKED_BYTES {
             return Progress::Made;
         }
-        self.stream_bell.ring();
+        self.stream_flag.set();
         self.proceed(context)
     }
 
@@ -195,7 +191,7 @@ impl Replies {
     /// `first` and what is ready behind it.
     fn gather(&mut self, first: Bytes, context: &mut Context<'_>) -> Bytes {
         let mut all = BytesMut::new();
-        while !self.all.rests() {
+        while !self.all.is_drained() {
             if first.len().max(all.len()) >= FULL_BYTES {
                 context.waker().wake_by_ref();
                 break;

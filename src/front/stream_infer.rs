@@ -9,7 +9,7 @@ use std::task::{Context, Poll, ready};
 
 use futures::stream::{BoxStream, SelectAll};
 use futures::{Stream, StreamExt};
-use serving::{Bell, Changes, InferError, InferResponse, ResponseStream, Update};
+use serving::{InferError, InferResponse, OutputDelta, ResponseStream, StreamItem};
 use tonic::Status;
 
 use crate::aside::aside;
@@ -18,9 +18,10 @@ use crate::forward::forward;
 use crate::grpc_request::{self, Asked};
 use crate::grpc_service::Forwarded;
 use crate::proto::ModelInferRequest;
-use crate::reply::{InferReply, LastReply, StreamReply};
+use crate::reply::{InferReply, ReplyTemplate, StreamReply};
 use crate::state::State;
 use crate::status::grpc_status;
+use crate::wake_flag::WakeFlag;
 
 /// What a client asks, and what pays for it.
 pub type Requests = BoxStream<'static, Result<(ModelInferRequest, Charge), Status>>;
@@ -29,16 +30,16 @@ pub type Requests = BoxStream<'static, Result<(ModelInferRequest, Charge), Statu
 pub struct InferStream {
     state: Arc<State>,
     requests: Option<Requests>,
-    /// Rings when there may be another one.
-    requests_bell: Bell,
+    /// Set when there may be another one.
+    requests_flag: WakeFlag,
     active: Active,
     /// Headers of the call that every request takes along.
     forwarded: Option<Forwarded>,
     /// Whether the first error ends the RPC with its code (`triton_grpc_error: true`).
     ends_on_error: bool,
     is_over: bool,
-    /// What [`InferStream::rests`] says.
-    rests: bool,
+    /// What [`InferStream::is_drained`] returns.
+    is_drained: bool,
 }
 
 /// The requests of a stream. Most streams have one at a time, which is asked without a queue of who was woken.
@@ -54,13 +55,13 @@ struct Active {
 struct ActiveRequest {
     state: Arc<State>,
     asked: Asked,
-    last_reply: LastReply,
+    template: ReplyTemplate,
     is_decoupled: bool,
     /// An error was sent.
     has_failed: bool,
     responses: Option<ResponseStream>,
-    /// Nothing follows the last event now, and who asked for it is woken when something comes.
-    rests: bool,
+    /// As [`InferStream::is_drained`], after the last event.
+    is_drained: bool,
     /// What the request holds until it is answered.
     _charge: Charge,
 }
@@ -79,32 +80,23 @@ struct Failure {
 impl InferStream {
     /// Answers `requests`.
     pub fn new(state: Arc<State>, requests: Requests, ends_on_error: bool, forwarded: Option<Forwarded>) -> Self {
-        let (active, requests_bell) = Default::default();
+        let (active, requests_flag) = Default::default();
         Self {
             state,
             requests: Some(requests),
-            requests_bell,
+            requests_flag,
             active,
             forwarded,
             ends_on_error,
             is_over: false,
-            rests: false,
+            is_drained: false,
         }
     }
 
-    /// Whether nothing follows the reply that was asked for last: to ask again now would find that there is nothing yet, and
-    /// who asked is woken when there is. Where that is not known without asking, false.
-    pub fn rests(&self) -> bool {
-        self.rests
-    }
-
-    /// Has the processor fetch what the next reply needs, as [`serving::Respond::fetch`].
-    pub fn fetch(&self, depth: usize) {
-        let Some(request) = &self.active.first else { return };
-        request.responses.iter().for_each(|responses| responses.fetch(depth));
-        if depth == 0 {
-            request.last_reply.fetch();
-        }
+    /// Whether nothing follows the last reply now: polling again would be pending, and the reader's waker is registered.
+    /// False where that is not known.
+    pub fn is_drained(&self) -> bool {
+        self.is_drained
     }
 
     /// Takes on requests until none is waiting or the stream is full. Returns a request that could not be accepted.
@@ -114,7 +106,7 @@ impl InferStream {
                 return Poll::Pending; // The end of a request wakes this again.
             }
             let Some(requests) = &mut self.requests else { return Poll::Ready(None) };
-            match ready!(self.requests_bell.poll(context, |context| requests.poll_next_unpin(context))) {
+            match ready!(self.requests_flag.poll(context, |context| requests.poll_next_unpin(context))) {
                 Some(Ok((message, charge))) => {
                     let id = message.id.clone();
                     let (state, forwarded) = (self.state.clone(), self.forwarded.as_ref());
@@ -160,7 +152,7 @@ impl Stream for InferStream {
     type Item = Result<StreamReply, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        self.rests = false;
+        self.is_drained = false;
         if self.is_over {
             return Poll::Ready(None);
         }
@@ -171,8 +163,8 @@ impl Stream for InferStream {
             let was_full = self.is_full();
             match self.active.poll_next(context) {
                 Poll::Ready(Some(event)) => {
-                    // Requests have been looked for just now; what comes of them since wakes who asked.
-                    self.rests = self.active.rests();
+                    // The requests were polled just now, so that their waker is registered.
+                    self.is_drained = self.active.is_drained();
                     return Poll::Ready(Some(self.settle(Ok(event))));
                 }
                 _ if was_full && !self.is_full() => {} // There is room for waiting requests again.
@@ -219,17 +211,17 @@ impl ActiveRequest {
         request.trace.iter().for_each(|trace| trace.mark("GRPC_WAITREAD_END"));
         let mut responses = state.server.infer(request)?;
         if asked.outputs.iter().all(|ask| ask.num_classes == 0 && ask.region.is_none()) {
-            responses.take_updates();
+            responses.accept_deltas();
         }
-        let last_reply = LastReply::default();
+        let template = ReplyTemplate::default();
         Ok(Self {
             state,
             asked,
-            last_reply,
+            template,
             is_decoupled,
             has_failed: false,
             responses: Some(responses),
-            rests: false,
+            is_drained: false,
             _charge: charge,
         })
     }
@@ -241,7 +233,7 @@ impl ActiveRequest {
             return self.asked.wants_empty_final.then(|| self.empty_final());
         }
         match self.state.deliver(&self.asked.outputs, response) {
-            Ok(response) => Some(Event::Reply(self.last_reply.reply(response, Some(is_final)))),
+            Ok(response) => Some(Event::Reply(self.template.reply(response, Some(is_final)))),
             Err(error) => Some(self.failure(error, is_final)),
         }
     }
@@ -273,9 +265,9 @@ impl Active {
         }
     }
 
-    /// Whether none has anything behind the last event, and each wakes who asks when it has.
-    fn rests(&self) -> bool {
-        self.others.is_empty() && self.first.as_ref().is_some_and(|first| first.rests)
+    /// As [`InferStream::is_drained`].
+    fn is_drained(&self) -> bool {
+        self.others.is_empty() && self.first.as_ref().is_some_and(|first| first.is_drained)
     }
 
     fn poll_first(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
@@ -307,15 +299,15 @@ impl Stream for ActiveRequest {
     type Item = Event;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Event>> {
-        self.rests = false;
+        self.is_drained = false;
         while let Some(responses) = &mut self.responses {
-            let mut told = Changes::default();
-            match ready!(responses.poll_update(&mut told, context)) {
-                Some(Ok(Update::Again(repeat))) => {
-                    self.rests = repeat.rests;
-                    return Poll::Ready(Some(Event::Reply(self.last_reply.again(&told))));
+            let mut delta = OutputDelta::default();
+            match ready!(responses.poll_item(&mut delta, context)) {
+                Some(Ok(StreamItem::Delta(info))) => {
+                    self.is_drained = info.is_drained;
+                    return Poll::Ready(Some(Event::Reply(self.template.delta(&delta))));
                 }
-                Some(Ok(Update::Response(response))) => {
+                Some(Ok(StreamItem::Response(response))) => {
                     if response.is_final {
                         self.responses = None;
                     }
@@ -376,11 +368,13 @@ mod tests {
 
     use futures::channel::mpsc::{UnboundedReceiver, UnboundedSender, unbounded};
     use futures::future::{BoxFuture, FutureExt as _};
-    use serving::{Backend, BackendFactory, LoadRequest, Moment, Repeat, Respond, Server, ServerConfig, Tensor};
+    use serving::{
+        Backend, BackendFactory, DeltaInfo, LoadRequest, ResponseSource, Server, ServerConfig, Tensor, Timestamp,
+    };
 
     use super::*;
 
-    /// A model that tells a number for each that it is given, and says whether another one is there.
+    /// A model that sends each number it is given, as a delta behind the first.
     #[derive(Clone, Default)]
     struct Numbers {
         /// By request.
@@ -388,7 +382,7 @@ mod tests {
         num_polls: Arc<AtomicUsize>,
     }
 
-    struct Telling {
+    struct NumberSource {
         numbers: UnboundedReceiver<i32>,
         next: Option<i32>,
         num_polls: Arc<AtomicUsize>,
@@ -410,8 +404,8 @@ mod tests {
         fn infer(&self, _: serving::InferRequest) -> Result<ResponseStream, InferError> {
             let (given, numbers) = unbounded();
             self.given.lock().unwrap().push(given);
-            let telling = Telling { numbers, next: None, num_polls: self.num_polls.clone() };
-            Ok(ResponseStream::begun_by(async move |_| Some(Box::new(telling) as Box<dyn Respond>)))
+            let source = NumberSource { numbers, next: None, num_polls: self.num_polls.clone() };
+            Ok(ResponseStream::from_source(|_| Box::new(source)))
         }
 
         fn drain(&self) -> BoxFuture<'_, ()> {
@@ -419,14 +413,14 @@ mod tests {
         }
     }
 
-    impl Respond for Telling {
-        fn poll_respond(
+    impl ResponseSource for NumberSource {
+        fn poll_next(
             &mut self,
-            takes_updates: bool,
-            told: &mut Changes,
+            accepts_deltas: bool,
+            delta: &mut OutputDelta,
             context: &mut Context<'_>,
-        ) -> Poll<Option<Result<Update, InferError>>> {
-            assert!(takes_updates);
+        ) -> Poll<Option<Result<StreamItem, InferError>>> {
+            assert!(accepts_deltas);
             self.num_polls.fetch_add(1, Ordering::SeqCst);
             let number = match self.next.take() {
                 Some(number) => number,
@@ -437,16 +431,17 @@ mod tests {
             };
             if number == 0 {
                 let outputs = vec![Tensor::from_i32("number", &[1], &[number])];
-                let response = InferResponse { outputs, may_be_repeated: true, ..InferResponse::default() };
+                let response = InferResponse { outputs, allows_delta: true, ..InferResponse::default() };
                 return Poll::Ready(Some(Ok(response.into())));
             }
-            told.put(0, number.to_le_bytes());
+            delta.set(0, number.to_le_bytes());
             let next = self.numbers.poll_next_unpin(context);
-            let rests = next.is_pending();
+            let is_drained = next.is_pending();
             if let Poll::Ready(next) = next {
                 self.next = next;
             }
-            Poll::Ready(Some(Ok(Update::Again(Repeat::new(Moment::now(), rests)))))
+            let now = Timestamp::now();
+            Poll::Ready(Some(Ok(StreamItem::Delta(DeltaInfo { is_drained, computed: now, observed: now }))))
         }
     }
 
@@ -464,7 +459,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_stream_that_rests_is_not_asked_again_and_whatever_comes_wakes_it() {
+    async fn a_drained_stream_is_not_polled_again_and_is_woken_by_whatever_comes() {
         let root = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(root.path().join("numbers/1")).unwrap();
         let config = r#"backend: "numbers" model_transaction_policy { decoupled: true }
@@ -485,7 +480,7 @@ mod tests {
         let waker = Waker::from(woken.clone());
         let mut poll = || {
             let reply = Pin::new(&mut stream).poll_next(&mut Context::from_waker(&waker));
-            (reply.map(|reply| reply.unwrap().unwrap()).is_ready(), stream.rests())
+            (reply.map(|reply| reply.unwrap().unwrap()).is_ready(), stream.is_drained())
         };
         let num_woken = || woken.0.swap(0, Ordering::SeqCst);
         let num_polls = || model.num_polls.swap(0, Ordering::SeqCst);
@@ -508,7 +503,7 @@ mod tests {
 
         num_woken();
         asking.unbounded_send(request("b")).unwrap();
-        assert_eq!(num_woken(), 1, "a request wakes a stream that rests");
+        assert_eq!(num_woken(), 1, "a request wakes a drained stream");
         assert_eq!(poll(), (false, false));
         model.give(1, 0);
         model.give(0, 22);

@@ -1,4 +1,4 @@
-//! The repository, loaded as a server loads it but for workers and model processes.
+//! Loads a repository as a server does, without workers and model processes.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use supervision::DeviceChoice;
 
 use crate::LintError;
 
-/// Models that a server would not load, with the reasons it would give.
+/// The models that a server cannot load, with its error messages.
 ///
 /// # Errors
 /// When the repository cannot be read.

@@ -1,4 +1,4 @@
-//! One model, key by key.
+//! Explains one model key by key.
 
 use std::path::{Path, PathBuf};
 
@@ -8,10 +8,10 @@ use repository::{ModelConfig, ModelSource, Repository, RepositoryError};
 
 use crate::fields::{self, Kind};
 use crate::files::{self, Owner};
-use crate::places::{Place, places, variables};
+use crate::key_positions::{KeyPosition, key_positions, variables};
 use crate::{Finding, LintError, Verdict};
 
-/// All that can be said of a model; `failure` is why a server would not load it.
+/// The findings of a model; `failure` is the reason why a server cannot load it.
 ///
 /// # Errors
 /// When its files cannot be read.
@@ -24,12 +24,12 @@ pub(crate) fn model(repository: &Repository, name: &str, failure: Option<&str>) 
         Err(error) => return Ok(vec![unreadable(name, path, &error)]),
     };
     let text = if path.is_file() { read(&path)? } else { String::new() };
-    let (places, version) = (places(&text), source.versions.last().copied().unwrap_or(1));
+    let (positions, version) = (key_positions(&text), source.versions.last().copied().unwrap_or(1));
     let layout = recognise(&source.config, &dir, &dir.join(version.to_string()));
     let kind = Kind::of(&source.config, layout);
     let mut findings = Vec::new();
     if let Some(reason) = failure {
-        findings.push(wrong(&source, &path, &places, reason));
+        findings.push(wrong(&source, &path, &positions, reason));
     }
     match text.is_empty() {
         true => {
@@ -38,7 +38,7 @@ pub(crate) fn model(repository: &Repository, name: &str, failure: Option<&str>) 
         false => findings.push(Finding::file(Verdict::Used, name, &path, what_it_is(layout, kind))),
     }
     findings.extend(unset(&source, &path, &text));
-    findings.extend(places.iter().filter_map(|place| key(&source, layout, kind, &path, place)));
+    findings.extend(positions.iter().filter_map(|position| key(&source, layout, kind, &path, position)));
     let labels =
         source.config.output.iter().map(|output| output.label_filename.clone()).filter(|file| !file.is_empty());
     let is_native = layout.is_some();
@@ -52,30 +52,33 @@ fn read(path: &Path) -> Result<String, LintError> {
     std::fs::read_to_string(path).map_err(failed)
 }
 
-/// A model whose configuration does not make sense by itself.
+/// The finding of a model whose configuration is invalid.
 fn unreadable(model: &str, path: PathBuf, error: &RepositoryError) -> Finding {
     let (file, line, why) = match error {
         RepositoryError::Syntax { path, line, message, .. } => (path.clone(), Some(*line), message.clone()),
         RepositoryError::Invalid { path, message } => {
             let text = std::fs::read_to_string(path).unwrap_or_default();
-            (path.clone(), line_of(&places(&text), message), message.clone())
+            (path.clone(), line_of(&key_positions(&text), message), message.clone())
         }
         error => (path, None, error.to_string()),
     };
     Finding { verdict: Verdict::Wrong, model: model.to_owned(), file, line, key: String::new(), why }
 }
 
-fn wrong(source: &ModelSource, path: &Path, places: &[Place], reason: &str) -> Finding {
-    let line = line_of(places, reason);
+fn wrong(source: &ModelSource, path: &Path, positions: &[KeyPosition], reason: &str) -> Finding {
+    let line = line_of(positions, reason);
     let (model, file) = (source.name.clone(), path.to_owned());
     Finding { verdict: Verdict::Wrong, model, file, line, key: String::new(), why: reason.to_owned() }
 }
 
-/// The line of the first key that words quote.
-fn line_of(places: &[Place], words: &str) -> Option<usize> {
+/// The line of the first key that an error message quotes.
+fn line_of(positions: &[KeyPosition], words: &str) -> Option<usize> {
     let quoted = words.split('`').skip(1).step_by(2);
-    let is_meant = |place: &&Place, word: &str| place.entry.as_deref().unwrap_or(&place.field) == word;
-    quoted.filter_map(|word| places.iter().find(|place| is_meant(place, word))).map(|place| place.line).next()
+    let is_meant = |position: &&KeyPosition, word: &str| position.entry.as_deref().unwrap_or(&position.field) == word;
+    quoted
+        .filter_map(|word| positions.iter().find(|position| is_meant(position, word)))
+        .map(|position| position.line)
+        .next()
 }
 
 fn what_it_is(layout: Option<Layout>, kind: Kind) -> &'static str {
@@ -111,13 +114,19 @@ fn unset(source: &ModelSource, path: &Path, text: &str) -> Vec<Finding> {
     std::iter::once(whole).chain(variables(text).into_iter().map(of_variable)).collect()
 }
 
-/// What becomes of a key; `None` for a field whose entries are told one by one, or a parameter without a value.
-fn key(source: &ModelSource, layout: Option<Layout>, kind: Kind, path: &Path, place: &Place) -> Option<Finding> {
-    let (name, use_) = match &place.entry {
-        None if matches!(place.field.as_str(), "parameters" | "input" | "output") => return None,
-        None => (place.field.clone(), fields::use_of(&place.field, kind)),
+/// The finding of a key; `None` for a field whose entries have findings of their own, and for a parameter without a value.
+fn key(
+    source: &ModelSource,
+    layout: Option<Layout>,
+    kind: Kind,
+    path: &Path,
+    position: &KeyPosition,
+) -> Option<Finding> {
+    let (name, use_) = match &position.entry {
+        None if matches!(position.field.as_str(), "parameters" | "input" | "output") => return None,
+        None => (position.field.clone(), fields::use_of(&position.field, kind)),
         Some(entry) => {
-            (format!("{}.{entry}", place.field), entry_use(&source.config, layout, kind, &place.field, entry)?)
+            (format!("{}.{entry}", position.field), entry_use(&source.config, layout, kind, &position.field, entry)?)
         }
     };
     let (verdict, why) = match use_ {
@@ -126,14 +135,14 @@ fn key(source: &ModelSource, layout: Option<Layout>, kind: Kind, path: &Path, pl
         Use::Refused(why) => (Verdict::Refused, why),
     };
     let (model, file) = (source.name.clone(), path.to_owned());
-    Some(Finding { verdict, model, file, line: Some(place.line), key: name, why: why.to_owned() })
+    Some(Finding { verdict, model, file, line: Some(position.line), key: name, why: why.to_owned() })
 }
 
 fn entry_use(config: &ModelConfig, layout: Option<Layout>, kind: Kind, field: &str, entry: &str) -> Option<Use> {
     const UNKNOWN: Use = Use::Ignored("no model of this layout has it");
     const NOT_GIVEN: Use = Use::Ignored("no model of this layout gives it");
     match (field, layout) {
-        ("parameters", _) if config.parameter(entry).is_none() => None, // Told as unset, or empty.
+        ("parameters", _) if config.parameter(entry).is_none() => None, // Reported as unset, or empty.
         ("parameters", Some(layout)) => Some(keys::find(layout.parameters(), entry).unwrap_or(UNKNOWN)),
         ("parameters", None) if kind == Kind::Python => Some(Use::Used("handed to the model's code")),
         ("parameters", None) => Some(keys::find(keys::TEXT_PARAMETERS, entry).unwrap_or(UNKNOWN)),

@@ -1,19 +1,19 @@
-//! What becomes of the outermost fields of a `config.pbtxt`.
+//! The use of the top-level fields of a `config.pbtxt`.
 
 use backends::layouts::Layout;
 use backends::layouts::keys::Use::{self, Ignored, Used};
 use repository::ModelConfig;
 
-/// What serves a model, as far as fields are concerned.
+/// Kinds of models that use fields differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Steps through other models.
+    /// A graph of other models.
     Ensemble,
-    /// The engine.
+    /// A language model in the engine.
     Llm,
-    /// Built in, without a queue.
+    /// A built-in model without a queue.
     Plain,
-    /// A process of the user's own.
+    /// The user's code in processes of its own.
     Python,
 }
 
@@ -29,7 +29,7 @@ impl Kind {
     }
 }
 
-/// Fields with one meaning everywhere.
+/// Fields with the same meaning for every kind of model.
 pub(crate) const EVERYWHERE: [(&str, Use); 15] = [
     ("name", Used("the model's name, which is its directory's")),
     ("platform", Used("`ensemble` for ensembles; else another word for `backend`")),
@@ -48,7 +48,7 @@ pub(crate) const EVERYWHERE: [(&str, Use); 15] = [
     ("runtime", Ignored("backends are built in")),
 ];
 
-/// What becomes of a field.
+/// The use of a field by a kind of model.
 pub(crate) fn use_of(field: &str, kind: Kind) -> Use {
     if let Some((_, use_)) = EVERYWHERE.iter().find(|(name, _)| *name == field) {
         return *use_;

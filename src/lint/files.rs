@@ -1,23 +1,23 @@
-//! What becomes of the files of a repository.
+//! Explains the files of a repository.
 
 use std::path::{Path, PathBuf};
 
 use crate::fields::Kind;
 use crate::{Finding, LintError, Verdict};
 
-/// A model whose files are looked at.
+/// The model that files belong to.
 pub(crate) struct Owner<'a> {
     pub model: &'a str,
     pub kind: Kind,
-    /// Whether its own code is replaced.
+    /// Whether a native implementation replaces its code.
     pub is_native: bool,
     /// Versions that are served.
     pub versions: &'a [i64],
-    /// Label files that outputs name.
+    /// Label files of its outputs.
     pub labels: Vec<String>,
 }
 
-/// Files of a checkpoint, by how they begin or end, and what is read from them.
+/// Names of a checkpoint's files, or their ends, and what is read from them.
 const CHECKPOINT: [(&str, &str); 16] = [
     ("config.json", "the checkpoint's architecture"),
     ("generation_config.json", "ids that end a sequence"),
@@ -37,17 +37,17 @@ const CHECKPOINT: [(&str, &str); 16] = [
     ("chat_template.json", "the chat template"),
 ];
 
-/// Entries of a repository that are no models.
+/// Findings of the files beside the models.
 ///
 /// # Errors
 /// When the directory cannot be read.
-pub(crate) fn strays(root: &Path) -> Result<Vec<Finding>, LintError> {
+pub(crate) fn files_outside_models(root: &Path) -> Result<Vec<Finding>, LintError> {
     let entries = entries(root)?.into_iter().filter(|path| !path.is_dir());
     let why = "each directory here is a model; files beside them are not read";
     Ok(entries.map(|path| Finding::file(Verdict::Ignored, "", &path, why)).collect())
 }
 
-/// The files of a model but its configuration.
+/// Findings of the files of a model, without its configuration.
 ///
 /// # Errors
 /// When a directory cannot be read.
@@ -77,7 +77,7 @@ pub(crate) fn of_model(dir: &Path, owner: &Owner<'_>) -> Result<Vec<Finding>, Li
 fn of_version(dir: &Path, owner: &Owner<'_>) -> Result<Vec<Finding>, LintError> {
     let mut findings = Vec::new();
     for path in entries(dir)? {
-        // LMDeploy's names for a checkpoint, and for its tokenizer alone.
+        // Directories of LMDeploy for a checkpoint, or for its tokenizer alone.
         if path.is_dir() && ["weights", "tokenizer"].contains(&file_name(&path).as_str()) {
             findings.extend(of_version(&path, owner)?);
             continue;
@@ -124,7 +124,7 @@ fn file_name(path: &Path) -> String {
     path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-/// What is in a directory, sorted, hidden things aside.
+/// The entries of a directory in order, without hidden ones.
 fn entries(dir: &Path) -> Result<Vec<PathBuf>, LintError> {
     let failed = |source| LintError::Io { what: format!("reading {}", dir.display()), source };
     let mut entries = Vec::new();
@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_are_told_apart_by_what_reads_them() {
+    fn files_are_explained_by_their_reader() {
         let owner = |kind, is_native| Owner { model: "m", kind, is_native, versions: &[1], labels: Vec::new() };
         let llm = owner(Kind::Llm, true);
         assert_eq!(of_file("model-00001-of-00002.safetensors", &llm), (Verdict::Used, "weights"));

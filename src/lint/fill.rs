@@ -1,4 +1,4 @@
-//! `KEY:VALUE,KEY:VALUE` into `${KEY}`.
+//! Fills template variables (`${KEY}`) from `KEY:VALUE,KEY:VALUE`.
 
 use std::collections::BTreeMap;
 
@@ -7,13 +7,13 @@ use std::collections::BTreeMap;
 pub struct Values(BTreeMap<String, String>);
 
 impl Values {
-    /// As TensorRT-LLM's `fill_template.py` takes them, with its escapes: `\,` is a comma of a value.
+    /// Parses the syntax of TensorRT-LLM's `fill_template.py`, with its escapes: `\,` is a comma in a value.
     ///
     /// # Errors
     /// When a pair has no colon.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
         let pair = |pair: &String| match pair.split_once(':') {
-            // What follows the first colon may hold more of them, escaped (twice, for that script) or not.
+            // The value may contain more colons, escaped (twice, for that script) or not.
             Some((key, value)) if !key.trim().is_empty() => {
                 Ok((key.trim().to_owned(), value.trim().replace("\\:", ":")))
             }
@@ -23,7 +23,7 @@ impl Values {
         pairs.iter().filter(|pair| !pair.trim().is_empty()).map(pair).collect::<Result<_, _>>().map(Self)
     }
 
-    /// These, and those of `defaults` that are not among them.
+    /// Adds the values of `defaults` for names that have none.
     pub(crate) fn or(mut self, defaults: &[(&str, String)]) -> Self {
         for (key, value) in defaults {
             self.0.entry((*key).to_owned()).or_insert_with(|| value.clone());
@@ -31,24 +31,24 @@ impl Values {
         self
     }
 
-    /// The text with every variable filled that has a value.
+    /// Replaces every variable that has a value.
     pub(crate) fn fill(&self, text: &str) -> String {
         self.0.iter().fold(text.to_owned(), |text, (key, value)| text.replace(&format!("${{{key}}}"), value))
     }
 
-    /// How many there are.
+    /// Number of values.
     pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Names that no text of `texts` has.
+    /// Names of values that occur as a variable in none of `texts`.
     pub(crate) fn unknown<'a>(&'a self, texts: &[String]) -> Vec<&'a str> {
         let is_known = |key: &str| texts.iter().any(|text| text.contains(&format!("${{{key}}}")));
         self.0.keys().map(String::as_str).filter(|key| !is_known(key)).collect()
     }
 }
 
-/// The parts between commas; a backslash takes the next character as it is.
+/// Splits at commas; a backslash escapes the next character.
 fn split_at_commas(text: &str) -> Vec<String> {
     let (mut parts, mut characters) = (vec![String::new()], text.chars());
     while let Some(character) = characters.next() {
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pairs_fill_their_variables_and_leave_others() {
+    fn values_fill_their_variables_and_no_others() {
         let values = Values::parse("a:1,path:/x:y, b : two ").unwrap();
         assert_eq!(values.fill("${a} \"${path}\" ${b} ${c}"), "1 \"/x:y\" two ${c}");
         assert_eq!(values.unknown(&["${a} ${b}".to_owned()]), ["path"]);

@@ -1,22 +1,22 @@
-//! What is found, and how it is printed.
+//! Findings of a check, and their output as text and JSON.
 
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-/// What becomes of a file or a key.
+/// How a server uses a file or a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
-    /// It has its effect.
+    /// It has an effect.
     Used,
-    /// It has none, and nothing changes for it.
+    /// It has no effect.
     Ignored,
-    /// A template variable that nobody filled in.
+    /// A template variable without a value.
     Unset,
-    /// With it the model does not serve, or requests that use it are refused.
+    /// It keeps the model from serving, or requests that use it are refused.
     Wrong,
-    /// Requests with this input are refused; others are served.
+    /// Requests with this input are refused; other requests are served.
     Refused,
 }
 
@@ -35,22 +35,22 @@ impl Verdict {
 /// One file or key of a repository.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// What becomes of it.
+    /// How it is used.
     pub verdict: Verdict,
-    /// Model name; empty for what belongs to none.
+    /// Model name; empty for a file outside of the models.
     pub model: String,
-    /// The file, or the one that the key is in.
+    /// The file, or the file of the key.
     pub file: PathBuf,
-    /// The key's line, from 1; `None` for a whole file.
+    /// Line of the key, from 1; `None` for a whole file.
     pub line: Option<usize>,
     /// The key, such as `parameters.tp`; empty for a whole file.
     pub key: String,
-    /// Its effect, or why it has none, and what to do where something is wrong.
+    /// Its effect, or why it has none; for an error, what to do.
     pub why: String,
 }
 
 impl Finding {
-    /// About a whole file.
+    /// A finding about a whole file.
     pub(crate) fn file(verdict: Verdict, model: &str, file: &Path, why: impl Into<String>) -> Self {
         let (model, file) = (model.to_owned(), file.to_owned());
         Self { verdict, model, file, line: None, key: String::new(), why: why.into() }
@@ -71,16 +71,16 @@ impl std::fmt::Display for Finding {
     }
 }
 
-/// All of a repository.
+/// All findings of a repository.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Report {
-    /// File by file, keys in the order of their lines.
+    /// Grouped by file, in the order of lines.
     pub findings: Vec<Finding>,
     /// Findings with an effect.
     pub used: usize,
-    /// Findings without.
+    /// Findings without an effect.
     pub ignored: usize,
-    /// Template variables that are not filled in.
+    /// Findings about template variables without a value.
     pub unset: usize,
     /// Findings that keep a model from serving.
     pub wrong: usize,
@@ -98,7 +98,7 @@ impl Report {
         Self { findings, used, ignored, unset, wrong }
     }
 
-    /// A line for each finding, and one that counts them.
+    /// One line for each finding, and a last line with the counts.
     pub(crate) fn text(&self, only_wrong: bool) -> String {
         let shown = self.findings.iter().filter(|finding| !only_wrong || finding.verdict == Verdict::Wrong);
         let lines: String = shown.map(|finding| format!("{finding}\n")).collect();

@@ -1,4 +1,4 @@
-//! `trireme init`: a repository around a checkpoint, or a template filled in.
+//! `trireme init`: writes a repository for a checkpoint, or fills in templates.
 
 use std::path::{Path, PathBuf};
 
@@ -13,16 +13,16 @@ pub struct InitArgs {
     /// Directory of a Hugging Face checkpoint
     #[arg(required_unless_present = "template")]
     checkpoint: Option<PathBuf>,
-    /// Whose clients the repository is for
+    /// Published layout of the repository
     #[arg(long, value_enum, default_value = "tensorrt-llm")]
     layout: LintLayout,
-    /// Where the repository goes
+    /// Directory of the new repository
     #[arg(short, long, default_value = "model_repository", value_name = "DIR")]
     output: PathBuf,
-    /// Values of the layout's template variables, as TensorRT-LLM's fill_template.py takes them
+    /// Values of the layout's template variables, in the syntax of TensorRT-LLM's fill_template.py
     #[arg(long, value_parser = Values::parse, default_value = "", hide_default_value = true, value_name = "KEY:VALUE,..")]
     fill: Values,
-    /// Fill in this file, or every config.pbtxt below this directory, instead of making a repository
+    /// Fill in this file, or every config.pbtxt below this directory, instead of writing a repository
     #[arg(long, alias = "in-place", value_name = "PATH", conflicts_with_all = ["checkpoint", "layout", "output"])]
     template: Option<PathBuf>,
 }
@@ -40,7 +40,7 @@ pub enum LintLayout {
     Lmdeploy,
     /// TurboMind's triton_models: sessions
     Turbomind,
-    /// SGLang's sglang_model: as LMDeploy's
+    /// SGLang's sglang_model: like LMDeploy's
     Sglang,
     /// One model `llama-python`: text in, text out
     #[value(alias = "text", alias = "llama_python")]
@@ -70,16 +70,16 @@ impl LintLayout {
         }
     }
 
-    /// The model that expects the checkpoint in `1/weights`.
+    /// Whether the layout's model expects the checkpoint in `1/weights`.
     fn has_weights(self) -> bool {
         matches!(self, LintLayout::Lmdeploy | LintLayout::Sglang | LintLayout::LlamaPython)
     }
 }
 
-/// Makes the repository and says what to do with it.
+/// Writes the repository and prints the next commands.
 ///
 /// # Errors
-/// When there is no checkpoint, something is in the way, or a value has no variable.
+/// When there is no checkpoint, the repository exists, a file cannot be written, or no value has a variable.
 pub fn init(args: &InitArgs) -> Result<(), LintError> {
     if let Some(template) = &args.template {
         return fill_in_place(template, &args.fill);
@@ -118,12 +118,12 @@ pub fn init(args: &InitArgs) -> Result<(), LintError> {
     Ok(())
 }
 
-/// Ranks that the filled model asks for; 1 where it leaves that to the world.
+/// The `tp` of the values; 1 if it is not set.
 fn num_ranks(values: &Values) -> u32 {
     values.fill("${tp}").parse().unwrap_or(1)
 }
 
-/// What variables mean where nobody says.
+/// Default values of the variables.
 fn defaults(checkpoint: &Path) -> Vec<(&'static str, String)> {
     let dir = checkpoint.display().to_string();
     let name = checkpoint.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
@@ -148,7 +148,7 @@ fn defaults(checkpoint: &Path) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// The lines of parameters that nobody gave a value leave the new file.
+/// Removes the lines of parameters without a value.
 fn without_unset(text: &str) -> String {
     let lines = text.lines().filter(|line| !(line.starts_with("parameters") && line.contains("${")));
     lines.map(|line| format!("{line}\n")).collect()
@@ -173,8 +173,8 @@ fn fill_in_place(path: &Path, values: &Values) -> Result<(), LintError> {
     Ok(())
 }
 
-/// Names that no file has are told, and none at all that a file has is an error: TensorRT-LLM's documentation gives more names
-/// than each release's files hold, and its script passes over them.
+/// Warns about names that are in no file; it is an error if that holds for all names. TensorRT-LLM's documentation lists more names
+/// than the files of each release have, and its script ignores the others.
 fn check_values(values: &Values, texts: Vec<String>) -> Result<(), LintError> {
     let unknown = values.unknown(&texts);
     if unknown.is_empty() {

@@ -1,4 +1,4 @@
-//! Every key of every layout, as documentation.
+//! Documentation of every key of every layout.
 
 use backends::layouts::keys::{
     BLS_PARAMETERS, Key, LLM_INPUTS, LLM_OUTPUTS, LLM_PARAMETERS, TEXT_INPUTS, TEXT_OUTPUTS, TEXT_PARAMETERS, Use,
@@ -6,7 +6,7 @@ use backends::layouts::keys::{
 
 use crate::fields::{EVERYWHERE, Kind, use_of};
 
-/// Fields whose meaning depends on what serves the model.
+/// Fields whose meaning depends on the kind of model.
 const DEPENDING: [&str; 6] = [
     "max_batch_size",
     "dynamic_batching",
@@ -16,7 +16,7 @@ const DEPENDING: [&str; 6] = [
     "optimization",
 ];
 
-/// Tables in Markdown, one a layout.
+/// Tables in Markdown, one for each group of keys.
 pub(crate) fn markdown() -> String {
     let mut text = String::new();
     text += &section("Fields of every config.pbtxt", &EVERYWHERE);

@@ -1,8 +1,8 @@
-//! `trireme lint` and `trireme init`: what a server would make of a model repository, and a new one in one line.
+//! `trireme lint` checks and explains a model repository; `trireme init` writes a new one.
 //!
-//! [`lint()`] goes through a repository exactly as a server that starts would, but with a loader that starts no worker
-//! ([`backends::llm::CheckFactory`]); what is wrong is said with the same words. Around that it explains every file and key.
-//! [`init()`] writes a repository of a published layout around a checkpoint.
+//! [`lint()`] loads a repository exactly as a server does, but with a loader that starts no worker
+//! ([`backends::llm::CheckFactory`]), and reports the same errors. In addition it explains every file and key.
+//! [`init()`] writes a repository of a published layout for a checkpoint.
 //!
 //! ```
 //! let root = std::env::temp_dir().join(format!("lint-example-{}", std::process::id()));
@@ -25,8 +25,8 @@ mod files;
 mod fill;
 mod finding;
 mod init;
+mod key_positions;
 mod keys;
-mod places;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -36,7 +36,7 @@ use clap::Args;
 pub use finding::{Finding, Report, Verdict};
 pub use init::{InitArgs, LintLayout, init};
 
-/// What a command can run into.
+/// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // Fields are named by their messages.
 pub enum LintError {
@@ -63,15 +63,15 @@ pub struct LintArgs {
     /// Print only what is wrong
     #[arg(short, long)]
     quiet: bool,
-    /// Print what becomes of every key that any layout has, as Markdown, and look at no repository
+    /// Print the meaning of every key of every layout as Markdown; no repository is read
     #[arg(long)]
     keys: bool,
 }
 
-/// Explains a repository; fails when something in it is wrong.
+/// Prints a report on a repository. The exit code is a failure if it has findings with [`Verdict::Wrong`].
 ///
 /// # Errors
-/// When the repository cannot be read at all.
+/// When the repository cannot be read.
 pub fn lint(args: &LintArgs) -> Result<ExitCode, LintError> {
     if args.keys {
         print!("{}", keys::markdown());
@@ -85,7 +85,7 @@ pub fn lint(args: &LintArgs) -> Result<ExitCode, LintError> {
     Ok(if report.wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// What a world of `world_size` ranks would make of a repository.
+/// Checks a repository for a world of `world_size` ranks.
 ///
 /// # Errors
 /// When a directory cannot be read.
@@ -94,7 +94,7 @@ pub fn check(roots: &[PathBuf], world_size: u32) -> Result<Report, LintError> {
     let failures = dry_load::failures(roots, world_size)?;
     let mut findings = Vec::new();
     for root in roots {
-        findings.extend(files::strays(root)?);
+        findings.extend(files::files_outside_models(root)?);
     }
     for name in repository.model_names()? {
         let failure = failures.iter().find(|failure| failure.model == name).map(|failure| failure.reason.as_str());

@@ -1,7 +1,8 @@
-//! ALiBi's slopes (Press et al. 2022, section 3).
+//! ALiBi slopes (Press et al. 2022, section 3).
 
-/// One slope per head: for a power of two `n` the series from `2^(-8/n)` by that ratio; else the series of the power
-/// below, then every other one of the power above.
+/// The slope of each head. For a power of two `n` it is the geometric series that starts at `2^(-8/n)` with the same
+/// ratio. Otherwise it is the series of the next lower power, followed by every other element of the series of the next
+/// higher power.
 pub(crate) fn slopes(num_heads: usize) -> Vec<f32> {
     let below = 1 << num_heads.ilog2();
     let rest = series(2 * below).into_iter().step_by(2).take(num_heads - below);

@@ -1,91 +1,86 @@
-//! What `config.json` and `generation_config.json` say about a model.
-
-use std::path::Path;
+//! The configuration of a model.
 
 use device::{Activation, DType, Feature};
-use serde_json::Value;
 
-use crate::fields::Fields;
-use crate::registry::{self, AttentionBias, Family, Shape, Window};
-use crate::{ModelError, Rope};
+use crate::Rope;
 
-/// The shape of a model, checked.
+/// The configuration of a model after all checks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// As `architectures` names it, for example `LlamaForCausalLM`.
+    /// The name in `architectures`, for example `LlamaForCausalLM`.
     pub architecture: String,
-    /// `E`.
+    /// `E`, the width of the hidden state.
     pub hidden_size: usize,
-    /// Width of the feed-forward layer.
+    /// Inner width of the MLP.
     pub intermediate_size: usize,
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub num_layers: usize,
-    /// `H`.
+    /// `H`, the number of query heads.
     pub num_heads: usize,
-    /// `K`; divides `H`.
+    /// `K`, the number of KV heads; divides `H`.
     pub num_kv_heads: usize,
-    /// `D`, a multiple of 8.
+    /// `D`, the size of a head; a multiple of 8.
     pub head_dim: usize,
-    /// `V`.
+    /// `V`, the number of tokens in the vocabulary.
     pub vocab_size: usize,
-    /// Longest sequence. A caller may lower it before [`crate::load`]: position tables are sized by it.
+    /// Maximum sequence length. A caller may lower it before [`crate::load`]; position tables have this size.
     pub max_position_embeddings: usize,
-    /// Kind of all norms but those of heads, which are RMS norms.
+    /// Kind of all norms except the head norms, which are always RMS norms.
     pub norm: NormKind,
     /// Added to the mean square or the variance in norms.
     pub norm_eps: f32,
-    /// Whether each head's q and k are normed before they are rotated.
+    /// Whether q and k of each head are normalized before the rotation.
     pub head_norms: bool,
-    /// Of the feed-forward layer.
+    /// Activation function of the MLP.
     pub activation: Activation,
-    /// Whether the feed-forward layer has a gate.
+    /// Kind of the MLP.
     pub mlp: Mlp,
-    /// How the model knows positions.
+    /// How positions enter the model.
     pub positions: Positions,
-    /// Whether the head is the embedding table.
+    /// Whether the output head uses the embedding table.
     pub tie_word_embeddings: bool,
-    /// Whether the head's rows are scaled to length 1 at load.
+    /// Whether the rows of the output head are scaled to Euclidean norm 1 when they are loaded.
     pub unit_head: bool,
     /// Whether q, k, v have biases.
     pub qkv_bias: bool,
-    /// Whether the attention output has a bias.
+    /// Whether the output projection of attention has a bias.
     pub out_bias: bool,
-    /// Whether the feed-forward layer has biases.
+    /// Whether the MLP has biases.
     pub mlp_bias: bool,
-    /// Attention sees only the last so many positions.
+    /// If set, attention reads only this number of last positions.
     pub sliding_window: Option<usize>,
-    /// First token of every prompt, when the checkpoint names one.
+    /// First token of every prompt, if the checkpoint names one.
     pub bos_id: Option<u32>,
-    /// Tokens that end a sequence: from `generation_config.json`, else from `config.json`.
+    /// Tokens that end a sequence, from `generation_config.json` or else from `config.json`.
     pub eos_ids: Vec<u32>,
-    /// Of the checkpoint, as it says; each tensor's own dtype counts.
+    /// The dtype named by the configuration. The dtype of each tensor in the checkpoint takes precedence.
     pub dtype: DType,
 }
 
-/// How a model knows positions.
+/// How positions enter a model.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Positions {
-    /// q and k are rotated.
+    /// Rotary embedding of q and k.
     Rotary(Rope),
-    /// Scores fall with distance.
+    /// ALiBi: attention scores decrease with distance.
     Alibi,
-    /// A table is added to the embeddings.
+    /// Learned table, added to the embeddings.
     Learned {
-        /// Rows of the table.
+        /// Number of rows of the table.
         num_positions: usize,
     },
 }
 
-/// A norm's kind.
+/// Kind of a norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormKind {
-    /// Divides by the root of the mean square.
+    /// RMS norm: divides by the root of the mean square.
     Rms,
-    /// Subtracts the mean, divides by the standard deviation, adds a bias.
+    /// Layer norm: subtracts the mean, divides by the standard deviation, adds a bias.
     Layer,
 }
 
-/// A feed-forward layer's kind.
+/// Kind of an MLP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mlp {
     /// `down(activation(gate(x)) * up(x))`.
@@ -95,30 +90,7 @@ pub enum Mlp {
 }
 
 impl Config {
-    /// Reads `config.json`, and `generation_config.json` when there is one.
-    ///
-    /// # Errors
-    /// When a file cannot be read, or a field is missing or cannot be used.
-    pub fn from_dir(dir: &Path) -> Result<Self, ModelError> {
-        let fields = Fields::read(&dir.join("config.json"))?;
-        let (architecture, family) = architecture(&fields)?;
-        let mut config = match family.shape {
-            Shape::Llama | Shape::Baichuan => llama(&fields, architecture, family)?,
-            Shape::Gpt2 => gpt2(&fields, architecture, family)?,
-        };
-        let generation = dir.join("generation_config.json");
-        if generation.exists() {
-            let generation = Fields::read(&generation)?;
-            let eos_ids = generation.token_ids("eos_token_id")?;
-            if !eos_ids.is_empty() {
-                config.eos_ids = eos_ids;
-            }
-            config.bos_id = generation.token_ids("bos_token_id")?.first().copied().or(config.bos_id);
-        }
-        Ok(config)
-    }
-
-    /// Ops that not every device has and this model needs.
+    /// Ops that the model needs and that some devices lack.
     pub fn features(&self) -> Vec<Feature> {
         let needs = [
             (self.norm == NormKind::Layer, Feature::LayerNorm),
@@ -128,305 +100,5 @@ impl Config {
             (self.positions == Positions::Alibi, Feature::Alibi),
         ];
         needs.into_iter().filter_map(|(needed, feature)| needed.then_some(feature)).collect()
-    }
-}
-
-/// Llama and its kin.
-fn llama(fields: &Fields, architecture: String, family: &Family) -> Result<Config, ModelError> {
-    let hidden_size = fields.required_size("hidden_size")?;
-    let num_heads = fields.required_size("num_attention_heads")?;
-    let num_kv_heads = fields.size("num_key_value_heads")?.unwrap_or(num_heads);
-    if !num_heads.is_multiple_of(num_kv_heads) {
-        let expected = format!("a divisor of `num_attention_heads` ({num_heads})");
-        return Err(fields.wrong("num_key_value_heads", &expected, &Value::from(num_kv_heads)));
-    }
-    let vocab_size = fields.required_size("vocab_size")?;
-    let num_layers = fields.required_size("num_hidden_layers")?;
-    let is_baichuan = family.shape == Shape::Baichuan;
-    let max_positions = match fields.size("max_position_embeddings")? {
-        Some(positions) => positions,
-        None => fields.size("model_max_length")?.unwrap_or(2048),
-    };
-    let (qkv_bias, out_bias) = attention_bias(fields, family)?;
-    Ok(Config {
-        architecture,
-        hidden_size,
-        intermediate_size: fields.required_size("intermediate_size")?,
-        num_layers,
-        num_heads,
-        num_kv_heads,
-        head_dim: head_dim(fields, ["head_dim", "num_attention_heads", "hidden_size"], hidden_size, num_heads)?,
-        vocab_size,
-        max_position_embeddings: max_positions,
-        norm: NormKind::Rms,
-        norm_eps: fields.positive("rms_norm_eps")?.unwrap_or(1e-6) as f32,
-        head_norms: family.head_norms,
-        activation: activation(fields, "hidden_act", "silu")?,
-        mlp: Mlp::Gated,
-        positions: match is_baichuan && has_alibi(fields, hidden_size) {
-            true => Positions::Alibi,
-            false => Positions::Rotary(Rope::read(fields, max_positions)?),
-        },
-        tie_word_embeddings: fields.flag("tie_word_embeddings", family.tied)?,
-        unit_head: is_baichuan && is_second_baichuan(fields, vocab_size),
-        qkv_bias,
-        out_bias,
-        mlp_bias: fields.flag("mlp_bias", false)?,
-        sliding_window: sliding_window(fields, family, num_layers)?,
-        bos_id: fields.token_ids("bos_token_id")?.first().copied(),
-        eos_ids: fields.token_ids("eos_token_id")?,
-        dtype: dtype(fields)?,
-    })
-}
-
-/// Of the Baichuan models only those that rotate say how many positions there are; the 13B ones have ALiBi.
-fn has_alibi(fields: &Fields, hidden_size: usize) -> bool {
-    fields.get("max_position_embeddings").is_none() || hidden_size == 5120
-}
-
-/// The second generation's vocabulary, or the loss weight that only it has.
-fn is_second_baichuan(fields: &Fields, vocab_size: usize) -> bool {
-    vocab_size == 125_696 || fields.get("z_loss_weight").is_some()
-}
-
-/// GPT-2, whose fields have names of their own.
-fn gpt2(fields: &Fields, architecture: String, family: &Family) -> Result<Config, ModelError> {
-    for (name, only) in
-        [("scale_attn_weights", true), ("scale_attn_by_inverse_layer_idx", false), ("add_cross_attention", false)]
-    {
-        if fields.flag(name, only)? != only {
-            return Err(fields.wrong(name, &format!("`{only}`, the only way that is supported"), &Value::Bool(!only)));
-        }
-    }
-    let hidden_size = fields.required_size("n_embd")?;
-    let num_heads = fields.required_size("n_head")?;
-    let num_positions = fields.size("n_positions")?.unwrap_or(1024);
-    Ok(Config {
-        architecture,
-        hidden_size,
-        intermediate_size: fields.size("n_inner")?.unwrap_or(4 * hidden_size),
-        num_layers: fields.required_size("n_layer")?,
-        num_heads,
-        num_kv_heads: num_heads,
-        head_dim: head_dim(fields, ["head_dim", "n_head", "n_embd"], hidden_size, num_heads)?,
-        vocab_size: fields.required_size("vocab_size")?,
-        max_position_embeddings: num_positions,
-        norm: NormKind::Layer,
-        norm_eps: fields.positive("layer_norm_epsilon")?.unwrap_or(1e-5) as f32,
-        head_norms: false,
-        activation: activation(fields, "activation_function", "gelu_new")?,
-        mlp: Mlp::Plain,
-        positions: Positions::Learned { num_positions },
-        tie_word_embeddings: fields.flag("tie_word_embeddings", family.tied)?,
-        unit_head: false,
-        qkv_bias: true,
-        out_bias: true,
-        mlp_bias: true,
-        sliding_window: None,
-        bos_id: fields.token_ids("bos_token_id")?.first().copied(),
-        eos_ids: fields.token_ids("eos_token_id")?,
-        dtype: dtype(fields)?,
-    })
-}
-
-fn architecture(fields: &Fields) -> Result<(String, &'static Family), ModelError> {
-    let named = match fields.get("architectures") {
-        Some(Value::Array(names)) => names.first().and_then(Value::as_str),
-        Some(other) => return Err(fields.wrong("architectures", "a list of names", other)),
-        None => None,
-    };
-    let unknown = |found: &str| ModelError::Architecture {
-        path: fields.path().into(),
-        found: found.into(),
-        known: registry::architectures().join(", "),
-    };
-    if let Some(name) = named {
-        return registry::family(name).map(|family| (name.to_owned(), family)).ok_or_else(|| unknown(name));
-    }
-    let model_type = fields.text("model_type")?.unwrap_or("(none)");
-    let family = registry::family_of_type(model_type).ok_or_else(|| unknown(model_type))?;
-    Ok((family.architecture.to_owned(), family))
-}
-
-/// `head_dim` as given, or what `hidden_size` leaves each head; by the names that this architecture uses.
-fn head_dim(
-    fields: &Fields,
-    [head_dim_name, heads_name, hidden_name]: [&str; 3],
-    hidden_size: usize,
-    num_heads: usize,
-) -> Result<usize, ModelError> {
-    let head_dim = match fields.size(head_dim_name)? {
-        Some(head_dim) => head_dim,
-        None if hidden_size.is_multiple_of(num_heads) => hidden_size / num_heads,
-        None => {
-            let expected = format!("a divisor of `{hidden_name}` ({hidden_size}) where `{head_dim_name}` is absent");
-            return Err(fields.wrong(heads_name, &expected, &Value::from(num_heads)));
-        }
-    };
-    if !head_dim.is_multiple_of(8) {
-        return Err(fields.wrong(head_dim_name, "a multiple of 8", &Value::from(head_dim)));
-    }
-    Ok(head_dim)
-}
-
-/// Whether q, k, v and whether the output have biases.
-fn attention_bias(fields: &Fields, family: &Family) -> Result<(bool, bool), ModelError> {
-    Ok(match family.attention_bias {
-        AttentionBias::Field { name, default, out } => {
-            let has_bias = fields.flag(name, default)?;
-            (has_bias, has_bias && out)
-        }
-        AttentionBias::QkvAlways => (true, false),
-        AttentionBias::Always => (true, true),
-        AttentionBias::Never => (false, false),
-    })
-}
-
-fn activation(fields: &Fields, name: &str, default: &str) -> Result<Activation, ModelError> {
-    match fields.text(name)?.unwrap_or(default) {
-        "silu" | "swish" => Ok(Activation::Silu),
-        "gelu_pytorch_tanh" | "gelu_new" => Ok(Activation::GeluTanh),
-        other => Err(fields.wrong(name, "`silu`, `gelu_new` or `gelu_pytorch_tanh`", &Value::from(other))),
-    }
-}
-
-fn dtype(fields: &Fields) -> Result<DType, ModelError> {
-    let name = if fields.get("dtype").is_some() { "dtype" } else { "torch_dtype" };
-    match fields.text(name)? {
-        None | Some("bfloat16") => Ok(DType::Bf16),
-        Some("float16") => Ok(DType::F16),
-        Some("float32") => Ok(DType::F32),
-        Some(other) => Err(fields.wrong(name, "`bfloat16`, `float16` or `float32`", &Value::from(other))),
-    }
-}
-
-/// The window, where the family has one and it is switched on for all layers.
-fn sliding_window(fields: &Fields, family: &Family, num_layers: usize) -> Result<Option<usize>, ModelError> {
-    let on = match family.window {
-        Window::Ignored => false,
-        Window::Counts => true,
-        Window::OnRequest => fields.flag("use_sliding_window", false)?,
-    };
-    let Some(window) = fields.size("sliding_window")?.filter(|_| on) else { return Ok(None) };
-    // Layers before `max_window_layers` see everything; `layer_types` says the same layer by layer.
-    let first = fields.get("max_window_layers").filter(|_| family.window == Window::OnRequest).and_then(Value::as_u64);
-    let first = first.unwrap_or(0) as usize;
-    if first >= num_layers {
-        return Ok(None);
-    }
-    let types = fields.get("layer_types").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
-    if first > 0 || types.iter().any(|kind| kind != "sliding_attention") {
-        let (name, found) =
-            if first > 0 { ("max_window_layers", Value::from(first)) } else { ("layer_types", Value::from(types)) };
-        return Err(fields.wrong(
-            name,
-            "the same for all layers: windows of some layers alone are not supported",
-            &found,
-        ));
-    }
-    Ok(Some(window))
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-    use crate::RopeScaling;
-
-    fn read(change: impl FnOnce(&mut Value)) -> Result<Config, ModelError> {
-        let mut config = json!({
-            "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 501,
-            "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "eos_token_id": [2, 3], "torch_dtype": "float16",
-        });
-        change(&mut config);
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-        Config::from_dir(dir.path())
-    }
-
-    #[test]
-    fn a_llama_config_is_read_with_its_defaults() {
-        let config = read(|_| ()).unwrap();
-        assert_eq!((config.head_dim, config.num_kv_heads, config.dtype), (16, 2, DType::F16));
-        assert_eq!(config.eos_ids, [2, 3]);
-        assert_eq!(config.positions, Positions::Rotary(Rope { theta: 10_000.0, scaling: RopeScaling::None }));
-    }
-
-    #[test]
-    fn theta_and_scaling_are_found_in_rope_parameters() {
-        let config = read(|c| {
-            c["rope_parameters"] = json!({"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5});
-        });
-        let rope = Rope { theta: 5e5, scaling: RopeScaling::Linear { factor: 4.0 } };
-        assert_eq!(config.unwrap().positions, Positions::Rotary(rope));
-    }
-
-    #[test]
-    fn an_error_names_file_field_expected_and_found() {
-        let error = read(|c| c["vocab_size"] = json!("many")).unwrap_err().to_string();
-        assert!(
-            error.ends_with("config.json: field `vocab_size` must be a whole number of at least 1, found \"many\"")
-        );
-        let error = read(|c| c["rope_scaling"] = json!({"rope_type": "magic"})).unwrap_err().to_string();
-        assert!(error.contains("field `rope_scaling.rope_type` must be `default`, `linear`"), "{error}");
-        let error = read(|c| c["hidden_size"] = Value::Null).unwrap_err().to_string();
-        assert!(error.contains("`hidden_size`") && error.ends_with("found nothing"), "{error}");
-    }
-
-    #[test]
-    fn an_unknown_architecture_lists_the_known() {
-        let error = read(|c| c["architectures"] = json!(["OpusForCausalLM"])).unwrap_err().to_string();
-        assert!(error.contains("`OpusForCausalLM` is not supported; supported: LlamaForCausalLM"), "{error}");
-    }
-
-    #[test]
-    fn a_baichuan_config_tells_size_and_generation_apart() {
-        let baichuan = |change: fn(&mut Value)| {
-            read(|c| {
-                c["architectures"] = json!(["BaichuanForCausalLM"]);
-                change(c);
-            })
-            .unwrap()
-        };
-        let first_7b = baichuan(|_| ());
-        assert!(matches!(first_7b.positions, Positions::Rotary(_)) && !first_7b.unit_head);
-        let second_13b = baichuan(|c| {
-            c.as_object_mut().unwrap().remove("max_position_embeddings");
-            c["model_max_length"] = json!(4096);
-            c["z_loss_weight"] = json!(0);
-        });
-        assert_eq!((second_13b.positions, second_13b.unit_head), (Positions::Alibi, true));
-        assert_eq!(second_13b.max_position_embeddings, 4096);
-    }
-
-    #[test]
-    fn windows_count_where_the_architecture_asks_for_them_and_must_be_alike() {
-        let qwen = |change: fn(&mut Value)| {
-            read(|c| {
-                c["architectures"] = json!(["Qwen2ForCausalLM"]);
-                c["sliding_window"] = json!(32);
-                change(c);
-            })
-        };
-        assert_eq!(qwen(|_| ()).unwrap().sliding_window, None);
-        assert_eq!(qwen(|c| c["use_sliding_window"] = json!(true)).unwrap().sliding_window, Some(32));
-        let half = |c: &mut Value| {
-            c["use_sliding_window"] = json!(true);
-            c["max_window_layers"] = json!(1);
-        };
-        let error = qwen(half).unwrap_err().to_string();
-        assert!(error.contains("`max_window_layers` must be the same for all layers"), "{error}");
-    }
-
-    #[test]
-    fn a_gpt2_that_scales_scores_otherwise_is_refused() {
-        let error = read(|c| {
-            *c = json!({"architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_head": 4, "n_layer": 2,
-                        "vocab_size": 100, "scale_attn_by_inverse_layer_idx": true});
-        });
-        let error = error.unwrap_err().to_string();
-        assert!(error.contains("`scale_attn_by_inverse_layer_idx` must be `false`"), "{error}");
     }
 }

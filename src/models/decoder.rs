@@ -1,31 +1,32 @@
-//! Pre-norm decoders: Llama and its kin, and GPT-2. What differs between them is in [`Config`].
+//! Pre-norm decoders: the Llama family and GPT-2. [`Config`] contains the differences between them.
 
 use std::path::Path;
 
 use device::{AttentionSpec, Device, DeviceError, PipelineStage, RopeTable};
 
 use crate::config::{Mlp, NormKind, Positions};
-use crate::layers::{Loader, Names};
-use crate::registry::Model;
+use crate::layers::Loader;
+use crate::model::Model;
+use crate::names::Names;
 use crate::shard::Shard;
 use crate::{Checkpoint, Config, ModelError, alibi};
 
-/// A decoder on device `D`, or one stage of it.
+/// A decoder on device `D`, or one pipeline stage of it.
 pub(crate) struct Decoder<D: Device> {
     config: Config,
     shard: Shard,
     stage: PipelineStage,
-    /// Of the first stage, and of the last where the head is tied to it.
+    /// Set in the first stage, and in the last stage if the head is tied to the embedding.
     embedding: Option<D::Weight>,
     positions: Option<D::Weight>,
     layers: Vec<Layer<D>>,
-    /// Of the last stage.
-    end: Option<End<D>>,
+    /// Set in the last stage.
+    final_layers: Option<FinalLayers<D>>,
     buffers: Buffers<D>,
 }
 
-/// What follows the last layer.
-struct End<D: Device> {
+/// The layers after the last decoder layer: final norm and output head.
+struct FinalLayers<D: Device> {
     norm: D::Weight,
     head: D::Weight,
 }
@@ -34,14 +35,14 @@ struct End<D: Device> {
 struct Layer<D: Device> {
     attention_norm: D::Weight,
     qkv: D::Weight,
-    head_norms: Option<[D::Weight; 2]>, // of q and of k
+    head_norms: Option<[D::Weight; 2]>, // norms of q and of k
     out: D::Weight,
     mlp_norm: D::Weight,
-    up: D::Weight, // gate and up where there is a gate
+    up: D::Weight, // gate and up, or up alone
     down: D::Weight,
 }
 
-/// Activations of a step, shared by all layers.
+/// Activation buffers of a step, shared by all layers.
 struct Buffers<D: Device> {
     residual: D::Tensor,        // [T, E]
     normed: D::Tensor,          // [T, E]
@@ -71,14 +72,15 @@ impl<D: Device> Decoder<D> {
         };
         let layers = stage.layers(config.num_layers).map(|index| Layer::load(&mut loader, index));
         let layers = layers.collect::<Result<Vec<_>, _>>()?;
-        let end = if stage.is_last() { Some(End::load(&mut loader, embedding.as_ref())?) } else { None };
+        let final_layers =
+            if stage.is_last() { Some(FinalLayers::load(&mut loader, embedding.as_ref())?) } else { None };
         let buffers = Buffers::allocate(config, &shard, loader.device);
         let buffers = loader.or_device_error(buffers)?;
-        Ok(Self { config: config.clone(), shard, stage, embedding, positions, layers, end, buffers })
+        Ok(Self { config: config.clone(), shard, stage, embedding, positions, layers, final_layers, buffers })
     }
 }
 
-impl<D: Device> End<D> {
+impl<D: Device> FinalLayers<D> {
     fn load(loader: &mut Loader<'_, D>, embedding: Option<&D::Weight>) -> Result<Self, ModelError> {
         let norm = loader.norm(&format!("{}{}", loader.prefix, loader.names.final_norm))?;
         Ok(Self { norm, head: loader.head(embedding)? })
@@ -88,11 +90,11 @@ impl<D: Device> End<D> {
 impl<D: Device> Layer<D> {
     fn load(loader: &mut Loader<'_, D>, index: usize) -> Result<Self, ModelError> {
         Ok(Self {
-            attention_norm: loader.norm(&loader.of_layer(index, loader.names.attention_norm))?,
+            attention_norm: loader.norm(&loader.layer_name(index, loader.names.attention_norm))?,
             qkv: loader.qkv(index)?,
             head_norms: if loader.config.head_norms { Some(loader.head_norms(index)?) } else { None },
             out: loader.out(index)?,
-            mlp_norm: loader.norm(&loader.of_layer(index, loader.names.mlp_norm))?,
+            mlp_norm: loader.norm(&loader.layer_name(index, loader.names.mlp_norm))?,
             up: loader.up(index)?,
             down: loader.down(index)?,
         })
@@ -119,18 +121,19 @@ impl<D: Device> Buffers<D> {
 }
 
 impl<D: Device> Decoder<D> {
-    /// Embeds the step's tokens, or takes over what the stage before made of them, and norms that for the first layer.
+    /// Computes the input of the first layer: embeds the step's tokens, or receives the hidden state from the previous
+    /// stage, and normalizes it.
     fn begin(&mut self, device: &mut D) -> Result<(), DeviceError> {
         let b = &mut self.buffers;
         match &self.embedding {
             Some(embedding) if self.stage.is_first() => device.embed(&mut b.residual, embedding)?,
-            _ => device.take_over(&mut b.residual)?,
+            _ => device.recv_hidden(&mut b.residual)?,
         }
         if let Some(positions) = &self.positions {
             device.add_positions(&mut b.residual, positions)?;
         }
-        let end = || self.end.as_ref().map(|end| &end.norm);
-        let first_norm = self.layers.first().map(|layer| &layer.attention_norm).or_else(end);
+        let final_norm = || self.final_layers.as_ref().map(|layers| &layers.norm);
+        let first_norm = self.layers.first().map(|layer| &layer.attention_norm).or_else(final_norm);
         let first_norm = first_norm.expect("a stage has a layer or the model's end");
         match self.config.norm {
             NormKind::Rms => device.rms_norm(&mut b.normed, &b.residual, first_norm, self.config.norm_eps),
@@ -183,13 +186,13 @@ impl<D: Device> Model<D> for Decoder<D> {
             }
             device.linear(&mut b.partial, &b.inner, &layer.down)?;
             let next = self.layers.get(index + 1).map(|next| &next.attention_norm);
-            // Before the next stage any norm will do: that stage norms the sum by its own.
-            let next_norm = next.or(self.end.as_ref().map(|end| &end.norm)).unwrap_or(&layer.mlp_norm);
+            // Before the next stage any norm may be used: that stage normalizes the sum itself.
+            let next_norm = next.or(self.final_layers.as_ref().map(|layers| &layers.norm)).unwrap_or(&layer.mlp_norm);
             device.reduce_add_norm(&mut b.normed, &mut b.residual, &b.partial, next_norm, eps)?;
         }
-        match &self.end {
-            Some(end) => device.sample(&b.normed, &end.head),
-            None => device.hand_on(&b.residual),
+        match &self.final_layers {
+            Some(layers) => device.sample(&b.normed, &layers.head),
+            None => device.send_hidden(&b.residual),
         }
     }
 }

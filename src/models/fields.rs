@@ -1,4 +1,4 @@
-//! Typed access to the fields of a JSON file, with errors that name file, field, expected and found.
+//! Typed access to the fields of a JSON file. Errors contain the file, the field, the expected and the found value.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use crate::ModelError;
 
-/// A JSON object and where it came from.
+/// A JSON object with its path.
 #[derive(Debug, Clone)]
 pub(crate) struct Fields {
     path: PathBuf,
@@ -15,7 +15,7 @@ pub(crate) struct Fields {
 }
 
 impl Fields {
-    /// Reads a file that must hold one object.
+    /// Reads a file that must contain one object.
     pub(crate) fn read(path: &Path) -> Result<Self, ModelError> {
         let text = std::fs::read(path).map_err(|source| ModelError::Read { path: path.into(), source })?;
         let value = serde_json::from_slice(&text).map_err(|source| ModelError::Json { path: path.into(), source })?;
@@ -33,12 +33,12 @@ impl Fields {
         &self.path
     }
 
-    /// A field that is there and not null.
+    /// A field that exists and is not null.
     pub(crate) fn get(&self, name: &str) -> Option<&Value> {
         self.map.get(name).filter(|value| !value.is_null())
     }
 
-    /// The error for a field that is there but cannot be used.
+    /// The error for a field that exists but is invalid.
     pub(crate) fn wrong(&self, name: &str, expected: &str, found: &Value) -> ModelError {
         let mut found = found.to_string();
         if found.chars().count() > 80 {
@@ -61,7 +61,7 @@ impl Fields {
         })
     }
 
-    /// A whole number in `1..=2^31`, or `None` when absent.
+    /// A whole number in `1..=2^31`, or `None` if absent.
     pub(crate) fn size(&self, name: &str) -> Result<Option<usize>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         match value.as_u64() {
@@ -70,13 +70,13 @@ impl Fields {
         }
     }
 
-    /// As [`Fields::size`], but must be there.
+    /// Like [`Fields::size`], but the field must exist.
     pub(crate) fn required_size(&self, name: &str) -> Result<usize, ModelError> {
         self.required(name, "a whole number of at least 1")?;
         Ok(self.size(name)?.expect("the field was just found"))
     }
 
-    /// A finite number above 0, or `None` when absent.
+    /// A finite number above 0, or `None` if absent.
     pub(crate) fn positive(&self, name: &str) -> Result<Option<f64>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         match value.as_f64() {
@@ -85,13 +85,13 @@ impl Fields {
         }
     }
 
-    /// As [`Fields::positive`], but must be there.
+    /// Like [`Fields::positive`], but the field must exist.
     pub(crate) fn required_positive(&self, name: &str) -> Result<f64, ModelError> {
         self.required(name, "a number above 0")?;
         Ok(self.positive(name)?.expect("the field was just found"))
     }
 
-    /// `true` or `false`; absent is `default`.
+    /// `true` or `false`, or `default` if absent.
     pub(crate) fn flag(&self, name: &str, default: bool) -> Result<bool, ModelError> {
         match self.get(name) {
             None => Ok(default),
@@ -100,7 +100,7 @@ impl Fields {
         }
     }
 
-    /// A string, or `None` when absent.
+    /// A string, or `None` if absent.
     pub(crate) fn text(&self, name: &str) -> Result<Option<&str>, ModelError> {
         match self.get(name) {
             None => Ok(None),
@@ -109,7 +109,7 @@ impl Fields {
         }
     }
 
-    /// One token id or a list of them; absent is empty.
+    /// One token id or a list of them; empty if absent.
     pub(crate) fn token_ids(&self, name: &str) -> Result<Vec<u32>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(Vec::new()) };
         let wrong = || self.wrong(name, "a token id or a list of token ids", value);
@@ -120,7 +120,7 @@ impl Fields {
         }
     }
 
-    /// An object below this one, or `None` when absent.
+    /// A nested object, or `None` if absent.
     pub(crate) fn object(&self, name: &str) -> Result<Option<Fields>, ModelError> {
         match self.get(name) {
             None => Ok(None),

@@ -1,76 +1,58 @@
-//! Which architectures there are, and how each is built.
+//! The supported architectures, and how each is built.
 
-use std::path::Path;
+use crate::names::{Names, QkvNames};
 
-use device::{AttentionSpec, Device, DeviceError};
-
-use crate::decoder::Decoder;
-use crate::layers::{Names, QkvNames};
-use crate::shard::Shard;
-use crate::{Checkpoint, Config, ModelError};
-
-/// A loaded model: this worker's share of the weights and the activation buffers of a step.
-pub trait Model<D: Device> {
-    /// Attention of every layer, this worker's share, for [`Device::memory_plan`] and [`Device::allocate_cache`].
-    fn attention_spec(&self, block_size: usize) -> AttentionSpec;
-
-    /// One forward pass over the device's current step, ended by [`Device::sample`].
-    ///
-    /// # Errors
-    /// What the device reports.
-    fn forward(&mut self, device: &mut D) -> Result<(), DeviceError>;
-}
-
-/// An architecture: how its configuration is read and what its weights are called.
+/// A supported architecture: how its configuration is read and the names of its weights.
 #[derive(Debug)]
-pub(crate) struct Family {
-    /// As `architectures` in `config.json` names it.
-    pub(crate) architecture: &'static str,
-    /// As `model_type` names it.
+pub(crate) struct Architecture {
+    /// The name in `architectures` of `config.json`.
+    pub(crate) name: &'static str,
+    /// The name in `model_type`.
     pub(crate) model_type: &'static str,
-    pub(crate) shape: Shape,
+    pub(crate) style: ConfigStyle,
     pub(crate) attention_bias: AttentionBias,
-    pub(crate) window: Window,
-    /// Each head's q and k are normed.
+    pub(crate) window: WindowRule,
+    /// Whether q and k of each head are normalized.
     pub(crate) head_norms: bool,
-    /// Whether the head is the embedding where `tie_word_embeddings` is absent.
+    /// Whether the head is the embedding table if `tie_word_embeddings` is absent.
     pub(crate) tied: bool,
     pub(crate) names: &'static Names,
 }
 
-/// Where positions, norms and the feed-forward layer come from.
+/// The fields of `config.json`, and the kinds of positions, norms and MLP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Shape {
-    /// Rotation, RMS norms, a gated layer.
+pub(crate) enum ConfigStyle {
+    /// Rotary positions, RMS norms, gated MLP.
     Llama,
-    /// As Llama; the larger models have ALiBi instead of rotation, the second generation a head of unit rows.
+    /// Like Llama, but the larger models use ALiBi, and the head of the second generation has normalized rows.
     Baichuan,
-    /// Learned positions, layer norms, no gate.
+    /// Learned positions, layer norms, MLP without a gate.
     Gpt2,
 }
 
 /// Which linear layers of attention have biases.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum AttentionBias {
-    /// As a field of `config.json` says, or else `default`; the output has one where q, k, v do and `out` is set.
+    /// Set by a field of `config.json`, else `default`. The output projection has a bias only if q, k, v have one and
+    /// `out` is set.
     Field { name: &'static str, default: bool, out: bool },
-    /// q, k, v always, the output never.
+    /// q, k, v always have biases, the output projection never.
     QkvAlways,
-    /// All.
+    /// All layers always have biases.
     Always,
-    /// None.
+    /// No layer has a bias.
     Never,
 }
 
-/// What `sliding_window` means.
+/// How the field `sliding_window` is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Window {
-    /// Nothing.
+pub(crate) enum WindowRule {
+    /// It is ignored.
     Ignored,
-    /// It counts.
-    Counts,
-    /// It counts where `use_sliding_window` is set.
-    OnRequest,
+    /// It is always used.
+    Used,
+    /// It is used if `use_sliding_window` is set.
+    IfEnabled,
 }
 
 const LLAMA_NAMES: Names = Names {
@@ -79,7 +61,7 @@ const LLAMA_NAMES: Names = Names {
     positions: "",
     layers: "model.layers",
     attention_norm: "input_layernorm",
-    qkv: QkvNames::Apart(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+    qkv: QkvNames::Separate(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
     head_norms: ["self_attn.q_norm", "self_attn.k_norm"],
     out: "self_attn.o_proj",
     mlp_norm: "post_attention_layernorm",
@@ -124,73 +106,73 @@ const GPT2_NAMES: Names = Names {
     transposed: true,
 };
 
-const LLAMA: Family = Family {
-    architecture: "LlamaForCausalLM",
+const LLAMA: Architecture = Architecture {
+    name: "LlamaForCausalLM",
     model_type: "llama",
-    shape: Shape::Llama,
+    style: ConfigStyle::Llama,
     attention_bias: AttentionBias::Field { name: "attention_bias", default: false, out: true },
-    window: Window::Ignored,
+    window: WindowRule::Ignored,
     head_norms: false,
     tied: false,
     names: &LLAMA_NAMES,
 };
 
-const FAMILIES: &[Family] = &[
+const ARCHITECTURES: &[Architecture] = &[
     LLAMA,
-    Family {
-        architecture: "MistralForCausalLM",
+    Architecture {
+        name: "MistralForCausalLM",
         model_type: "mistral",
         attention_bias: AttentionBias::Never,
-        window: Window::Counts,
+        window: WindowRule::Used,
         ..LLAMA
     },
-    Family {
-        architecture: "Qwen2ForCausalLM",
+    Architecture {
+        name: "Qwen2ForCausalLM",
         model_type: "qwen2",
         attention_bias: AttentionBias::QkvAlways,
-        window: Window::OnRequest,
+        window: WindowRule::IfEnabled,
         ..LLAMA
     },
-    Family {
-        architecture: "Qwen3ForCausalLM",
+    Architecture {
+        name: "Qwen3ForCausalLM",
         model_type: "qwen3",
-        window: Window::OnRequest,
+        window: WindowRule::IfEnabled,
         head_norms: true,
         ..LLAMA
     },
-    Family {
-        architecture: "InternLMForCausalLM",
+    Architecture {
+        name: "InternLMForCausalLM",
         model_type: "internlm",
         attention_bias: AttentionBias::Field { name: "bias", default: true, out: true },
         ..LLAMA
     },
-    Family {
-        architecture: "InternLM2ForCausalLM",
+    Architecture {
+        name: "InternLM2ForCausalLM",
         model_type: "internlm2",
         attention_bias: AttentionBias::Field { name: "bias", default: true, out: true },
         names: &INTERNLM2_NAMES,
         ..LLAMA
     },
-    Family {
-        architecture: "BaichuanForCausalLM",
+    Architecture {
+        name: "BaichuanForCausalLM",
         model_type: "baichuan",
-        shape: Shape::Baichuan,
+        style: ConfigStyle::Baichuan,
         attention_bias: AttentionBias::Never,
         names: &BAICHUAN_NAMES,
         ..LLAMA
     },
-    Family {
-        architecture: "BaiChuanForCausalLM", // The first model of the family spells itself so.
+    Architecture {
+        name: "BaiChuanForCausalLM", // The first model of the family uses this spelling.
         model_type: "baichuan",
-        shape: Shape::Baichuan,
+        style: ConfigStyle::Baichuan,
         attention_bias: AttentionBias::Never,
         names: &BAICHUAN_NAMES,
         ..LLAMA
     },
-    Family {
-        architecture: "GPT2LMHeadModel",
+    Architecture {
+        name: "GPT2LMHeadModel",
         model_type: "gpt2",
-        shape: Shape::Gpt2,
+        style: ConfigStyle::Gpt2,
         attention_bias: AttentionBias::Always,
         tied: true,
         names: &GPT2_NAMES,
@@ -198,33 +180,17 @@ const FAMILIES: &[Family] = &[
     },
 ];
 
-/// Names of the known architectures.
+/// The names of the supported architectures.
 pub fn architectures() -> Vec<&'static str> {
-    FAMILIES.iter().map(|family| family.architecture).collect()
+    ARCHITECTURES.iter().map(|architecture| architecture.name).collect()
 }
 
-pub(crate) fn family(architecture: &str) -> Option<&'static Family> {
-    FAMILIES.iter().find(|family| family.architecture == architecture)
+/// The architecture with this name in `architectures`.
+pub(crate) fn find(name: &str) -> Option<&'static Architecture> {
+    ARCHITECTURES.iter().find(|architecture| architecture.name == name)
 }
 
-pub(crate) fn family_of_type(model_type: &str) -> Option<&'static Family> {
-    FAMILIES.iter().find(|family| family.model_type == model_type)
-}
-
-/// Maps the weights in `dir` and hands the device its share.
-///
-/// # Errors
-/// When the device lacks an op that the architecture needs, weights are missing or do not fit `config`, the device's
-/// group cannot share the heads, or the device refuses.
-pub fn load<D: Device + 'static>(dir: &Path, config: &Config, device: &mut D) -> Result<Box<dyn Model<D>>, ModelError> {
-    let lacking: Vec<String> =
-        config.features().iter().filter(|f| !device.features().contains(f)).map(ToString::to_string).collect();
-    if !lacking.is_empty() {
-        let architecture = config.architecture.clone();
-        return Err(ModelError::DeviceLacks { dir: dir.into(), architecture, lacking: lacking.join(", ") });
-    }
-    let shard = Shard::new(config, device.tensor_parallel())?;
-    let checkpoint = Checkpoint::open(dir)?;
-    let family = family(&config.architecture).expect("a configuration names a known architecture");
-    Ok(Box::new(Decoder::load(dir, &checkpoint, config, family.names, shard, device)?))
+/// The architecture with this `model_type`.
+pub(crate) fn find_by_model_type(model_type: &str) -> Option<&'static Architecture> {
+    ARCHITECTURES.iter().find(|architecture| architecture.model_type == model_type)
 }

@@ -1,7 +1,8 @@
-//! Rotary position embedding: frequencies after scaling, and the table a device rotates by.
+//! Rotary position embedding: frequencies with scaling, and the table of cosines and sines.
 //!
-//! Scaling rules follow the checkpoints' own `rope_scaling`: `linear` (Chen et al. 2023), `llama3` (Llama 3.1 model card),
-//! `yarn` (Peng et al. 2023). `dynamic` changes nothing up to `max_position_embeddings`, which bounds every sequence here.
+//! The scaling rules are those of `rope_scaling` in checkpoints: `linear` (Chen et al. 2023), `llama3` (Llama 3.1 model
+//! card), `yarn` (Peng et al. 2023). `dynamic` changes nothing for sequences up to `max_position_embeddings`, which is
+//! the maximum length here.
 
 use std::f64::consts::PI;
 
@@ -10,55 +11,55 @@ use device::RopeTable;
 use crate::ModelError;
 use crate::fields::Fields;
 
-/// How positions become angles.
+/// Parameters of a rotary embedding.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rope {
     /// Base of the geometric series of frequencies.
     pub theta: f64,
-    /// How frequencies are changed for contexts longer than the model was first trained on.
+    /// How frequencies are scaled for contexts longer than those of the first training.
     pub scaling: RopeScaling,
 }
 
-/// Rules that change the frequencies.
+/// Scaling rules.
 #[derive(Debug, Clone, PartialEq)]
 pub enum RopeScaling {
-    /// As they are.
+    /// No scaling.
     None,
-    /// All divided by `factor`.
+    /// Divides all frequencies by `factor`.
     Linear {
         /// At least 1.
         factor: f64,
     },
-    /// Low frequencies divided, high ones kept, a ramp between.
+    /// Divides low frequencies and keeps high ones, with a ramp between.
     Llama3 {
-        /// Divides low frequencies.
+        /// Divisor of low frequencies.
         factor: f64,
         /// Wavelengths above `original_max_positions / low` are low frequencies.
         low: f64,
         /// Wavelengths below `original_max_positions / high` are high frequencies.
         high: f64,
-        /// Context of the first training.
+        /// Context length of the first training.
         original_max_positions: f64,
     },
-    /// As `Llama3` but ramped over dimensions, with cos and sin multiplied by `attention_factor`.
+    /// Like `Llama3`, but the ramp is over dimensions, and cos and sin are multiplied by `attention_factor`.
     Yarn {
-        /// Divides low frequencies.
+        /// Divisor of low frequencies.
         factor: f64,
-        /// Rotations that end the ramp.
+        /// Number of rotations at the end of the ramp.
         beta_fast: f64,
-        /// Rotations that start the ramp.
+        /// Number of rotations at the start of the ramp.
         beta_slow: f64,
-        /// Context of the first training.
+        /// Context length of the first training.
         original_max_positions: f64,
-        /// Multiplies cos and sin.
+        /// Multiplier of cos and sin.
         attention_factor: f64,
-        /// Whether the ramp's ends are rounded to whole dimensions.
+        /// Whether the ends of the ramp are rounded to whole dimensions.
         truncate: bool,
     },
 }
 
 impl Rope {
-    /// Reads `rope_theta`, and `rope_parameters`, the older `rope_scaling`, or InternLM's `rotary`.
+    /// Reads `rope_theta`, and one of `rope_parameters`, the older `rope_scaling`, or InternLM's `rotary`.
     pub(crate) fn read(fields: &Fields, max_positions: usize) -> Result<Self, ModelError> {
         let nested = match fields.object("rope_parameters")? {
             Some(nested) => Some(nested),
@@ -113,9 +114,9 @@ impl Rope {
         }
     }
 
-    /// cos and sin of positions `0..max_positions`.
+    /// cos and sin for positions `0..max_positions`.
     ///
-    /// Angles are rounded to f32 before cos and sin, as the checkpoints' reference code does.
+    /// Angles are rounded to f32 before cos and sin are computed, like in the checkpoints' reference code.
     pub fn table(&self, head_dim: usize, max_positions: usize) -> RopeTable {
         let frequencies: Vec<f32> = self.frequencies(head_dim).into_iter().map(|f| f as f32).collect();
         let magnitude = match self.scaling {
@@ -168,7 +169,7 @@ impl RopeScaling {
     }
 }
 
-/// `attention_factor` as given, or by `mscale`, or by the paper's `0.1 ln(factor) + 1`.
+/// `attention_factor` if given, else computed from `mscale`, else the paper's `0.1 ln(factor) + 1`.
 fn yarn_attention_factor(fields: &Fields, factor: f64) -> Result<f64, ModelError> {
     if let Some(given) = fields.positive("attention_factor")? {
         return Ok(given);

@@ -1,7 +1,7 @@
-//! Which part of each weight a worker of a tensor-parallel group holds.
+//! The part of each weight that a worker of a tensor-parallel group holds.
 //!
-//! Heads and the gated layer's columns are split by output in qkv and gate/up, and by input in out and down;
-//! embedding and head are split by vocabulary. KV heads are replicated where the group is larger than their number.
+//! qkv and gate/up are split by output (heads, columns of the inner layer), out and down by input, embedding and head
+//! by vocabulary. KV heads are replicated if the group has more workers than there are KV heads.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use device::TensorParallel;
 
 use crate::{Config, ModelError};
 
-/// Shares of the gated layer and the vocabulary are multiples of this, but for the last worker's.
+/// Shares of the inner layer and the vocabulary are multiples of this, except the last worker's.
 const ALIGN: usize = 8;
 
 /// One worker's share, as ranges of the whole model's dimensions.
@@ -17,19 +17,19 @@ const ALIGN: usize = 8;
 pub struct Shard {
     /// Query heads.
     pub heads: Range<usize>,
-    /// KV heads that those query heads use.
+    /// KV heads of these query heads.
     pub kv_heads: Range<usize>,
-    /// Columns of the gated layer.
+    /// Columns of the MLP's inner layer.
     pub intermediate: Range<usize>,
-    /// Rows of embedding and head.
+    /// Rows of the embedding and the head.
     pub vocab: Range<usize>,
 }
 
 impl Shard {
-    /// The share of worker `tp.rank`.
+    /// The shard of worker `tp.rank`.
     ///
     /// # Errors
-    /// When the group's size does not divide the heads, or a worker would be left without a share.
+    /// Returns an error if the heads cannot be divided by the group's size, or if a worker would have an empty shard.
     pub fn new(config: &Config, tp: TensorParallel) -> Result<Self, ModelError> {
         let (rank, size) = (tp.rank as usize, tp.size as usize);
         if !fits(config, size) {
@@ -54,7 +54,7 @@ impl Shard {
     }
 }
 
-/// Whether every worker of a group of `size` gets whole heads and something of everything.
+/// Whether every worker of a group of `size` gets whole heads and a part of every weight.
 fn fits(config: &Config, size: usize) -> bool {
     let kv_heads = config.num_kv_heads;
     size > 0
@@ -64,7 +64,7 @@ fn fits(config: &Config, size: usize) -> bool {
         && !aligned_share(config.vocab_size, size - 1, size).is_empty()
 }
 
-/// Part `rank` of `0..n` in `size` parts of equal, aligned length; the last may be shorter.
+/// Part `rank` when `0..n` is divided into `size` parts of equal, aligned length; the last part may be shorter.
 fn aligned_share(n: usize, rank: usize, size: usize) -> Range<usize> {
     let share = n.div_ceil(size).next_multiple_of(ALIGN);
     (rank * share).min(n)..((rank + 1) * share).min(n)

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use futures::future::{BoxFuture, FutureExt as _};
 use repository::ModelConfig;
 
-use crate::{Changes, EnsembleStep, InferError, InferRequest, InferResponse, Limits, ResponseSender, ResponseStream};
+use crate::{InferError, InferRequest, Limits, ResponseSender, ResponseStream, TextModel, TextOutputs};
 
 /// One loaded model version: `serving` calls it, `backends` implement it.
 ///
@@ -24,38 +24,24 @@ pub trait Backend: Send + Sync {
     /// When the request cannot be accepted: wrong values, a full queue.
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError>;
 
-    /// Whether [`Backend::answer`] answers every request: a step of an ensemble is then a call.
-    fn answers_at_once(&self) -> bool {
-        false
-    }
-
     /// Whether its responses hold no output beside those that a request names.
     fn keeps_to_requested_outputs(&self) -> bool {
         false
     }
 
-    /// The one answer to a request, as [`Backend::infer`] would give it, where that waits for nothing. Asked where
-    /// [`Backend::answers_at_once`] says so.
-    ///
-    /// # Errors
-    /// As [`Backend::infer`].
-    fn answer(&self, _request: &InferRequest) -> Result<InferResponse, InferError> {
-        Err(InferError::internal("this backend does not answer at once"))
+    /// What this model is in an ensemble that generates text; `None` for models of other kinds.
+    fn text_model(&self) -> Option<TextModel> {
+        None
     }
 
-    /// What is new in the answer to a request that differs from the last of this `step` in the elements of some inputs alone,
-    /// `changes`, which are of the same number and size, and is not its last; put into `told`. `None` where it has to be
-    /// answered in full.
+    /// As [`Backend::infer`], with the outputs of a text ensemble in place of its own. Only called where
+    /// [`Backend::text_model`] is [`TextModel::Generator`].
     ///
     /// # Errors
     /// As [`Backend::infer`].
-    fn answer_again(
-        &self,
-        _step: &EnsembleStep,
-        _changes: &Changes,
-        _told: &mut Changes,
-    ) -> Option<Result<(), InferError>> {
-        None
+    fn infer_text(&self, request: InferRequest, _outputs: TextOutputs) -> Result<ResponseStream, InferError> {
+        let model = request.model_name;
+        Err(InferError::internal(format!("model '{model}' generates no text")))
     }
 
     /// How many executions run side by side, for a backend that leaves queues and batches to `serving`.

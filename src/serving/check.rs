@@ -82,9 +82,9 @@ impl Signature {
         Ok(batch_size.and_then(|size| u64::try_from(size).ok()).unwrap_or(1))
     }
 
-    /// Whether tensors have the same shapes for the client as for the model.
-    pub fn keeps_shapes(&self) -> bool {
-        self.reshaped_outputs.is_empty() && self.inputs.iter().all(|input| input.reshape.is_none())
+    /// Whether outputs have the same shapes for the client as for the model.
+    pub fn keeps_output_shapes(&self) -> bool {
+        self.reshaped_outputs.is_empty()
     }
 
     /// Gives a response's outputs the shapes the client sees.

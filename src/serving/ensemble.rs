@@ -4,6 +4,8 @@
 //! the graph allows. A decoupled step makes the steps behind it run once per response, in order; an error there stands for
 //! that response, and the next ones follow. Decoupled steps side by side answer in rounds: the first response of each
 //! belongs to the first of the others. Tensors are never copied.
+//!
+//! A language model and the detokenizer behind it are served as one, without the graph between them: see [`text`].
 
 use std::sync::{Arc, Weak};
 
@@ -12,24 +14,23 @@ use futures::stream::{FuturesUnordered, StreamExt as _};
 use repository::ModelConfig;
 use smallvec::{SmallVec, smallvec};
 
-use crate::caller::Caller;
 use crate::finder::Finder;
 use crate::model::ServedModel;
 use crate::registry::Registry;
 use crate::{
-    Backend, Changes, CorrelationId, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Moment, Name,
-    Parameter, Respond, ResponseSender, ResponseStream, Tensor, Trace,
+    Backend, CorrelationId, DetokenizerModel, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Name,
+    Parameter, ResponseSender, ResponseStream, Tensor, Trace,
 };
 
 mod graph;
 mod link;
-mod relay;
 mod tensors;
+mod text;
 
 use graph::{Graph, Step, Steps, Wire};
 pub(crate) use link::link;
-use relay::{Relay, Relayed, Relaying};
 use tensors::Tensors;
+pub(crate) use text::TextStream;
 
 /// A loaded ensemble.
 pub(crate) struct Ensemble {
@@ -57,11 +58,10 @@ impl Backend for Ensemble {
         let mut tensors = Tensors::new(self.graph.num_tensors);
         tensors.put_all(&self.graph.inputs, std::mem::take(&mut request.inputs), &mut Finder::default());
         let parameters = response_parameters(&request);
-        let places = models.iter().map(Place::of).collect();
+        let states = models.iter().map(|_| StepState::default()).collect();
         let graph = self.graph.clone();
-        let makes_anew = graph.makes_anew(&models);
-        Ok(ResponseStream::begun_by(|sender| {
-            Run { graph, models, request, parameters, tensors, places, makes_anew, sender }.finish()
+        Ok(ResponseStream::from_future_then(|sender| {
+            Run { graph, models, request, parameters, tensors, states, detokenizer: None, text: None, sender }.finish()
         }))
     }
 
@@ -88,29 +88,21 @@ struct Run {
     /// Of each response.
     parameters: Arc<[(Name, Parameter)]>,
     tensors: Tensors,
-    places: Vec<Place>,
-    /// By step: what it makes is read in the pass that it is made in, and made again before the next.
-    makes_anew: SmallVec<[bool; 8]>,
+    states: Vec<StepState>,
+    /// Set where the graph's language model and its detokenizer are served as one.
+    detokenizer: Option<DetokenizerModel>,
+    /// Their responses, once they have begun.
+    text: Option<ResponseStream>,
     sender: ResponseSender,
 }
 
-/// What a run keeps of a step.
+/// What a run keeps for a step.
 #[derive(Default)]
-struct Place {
-    state: EnsembleStep,
-    /// Calls a model that answers at once.
-    caller: Option<Box<Caller>>,
-    /// The last request to a model that answers at once, for the next one.
-    request: Option<Box<InferRequest>>,
+struct StepState {
+    /// What the step's model keeps from one request of this run to the next.
+    model: EnsembleStep,
     /// Which wire each tensor of a response takes.
     finder: Finder,
-}
-
-impl Place {
-    fn of(model: &Arc<ServedModel>) -> Self {
-        let caller = model.answers_at_once().then(|| Box::new(Caller::new(model.clone())));
-        Self { caller, ..Self::default() }
-    }
 }
 
 /// What of a pass has begun and not ended.
@@ -137,38 +129,38 @@ struct Pass {
 }
 
 impl Run {
-    /// Runs to the end, or to where a relay is all that is left.
-    async fn finish(mut self) -> Option<Box<dyn Respond>> {
+    /// Runs to the end, or to where the responses of a language model are all that is left.
+    async fn finish(mut self) -> Option<TextStream> {
         let needed = self.graph.needed(&self.request.requested_outputs);
-        match self.pass(needed, Pass { is_last: true, answers: true }).await {
-            Ok(relaying) => Some(Box::new(Relayed { relaying: relaying?, run: self })),
-            Err(error) => {
-                self.send_error(error).await;
-                None
-            }
+        self.detokenizer = self.graph.text.as_ref().and_then(|plan| {
+            // A trace shows each request to each step.
+            let is_whole = needed.contains(&plan.generator) && needed.contains(&plan.detokenizer);
+            if is_whole && self.request.trace.is_none() { plan.detokenizer_of(&self.graph, &self.models) } else { None }
+        });
+        if let Err(error) = self.pass(needed, Pass { is_last: true, answers: true }).await {
+            self.send_error(error).await;
+            return None;
         }
+        Some(TextStream::new(self.graph, self.text?))
     }
 
     /// Runs the steps `waiting`, then sends what came out of them. Behind a decoupled step each of its responses is a pass of
-    /// its own; one whose steps answer at once waits for nothing and takes no memory of its own. Ends with a relay where
-    /// that does the rest.
-    async fn pass(&mut self, mut waiting: Steps, pass: Pass) -> Result<Option<Relaying>, InferError> {
+    /// its own; one whose steps answer at once waits for nothing and takes no memory of its own.
+    async fn pass(&mut self, mut waiting: Steps, pass: Pass) -> Result<(), InferError> {
         let mut begun = Begun::default();
         self.begin(&mut waiting, &mut begun, pass)?;
         if !begun.open.is_empty() {
             return self.go_on(waiting, begun, pass).await;
         }
         self.answer(pass).await;
-        Ok(None)
+        Ok(())
     }
 
     /// Begins every step of `waiting` that has its inputs, and takes what answers at once.
     fn begin(&mut self, waiting: &mut Steps, begun: &mut Begun, pass: Pass) -> Result<(), InferError> {
         while let Some(at) = waiting.iter().position(|step| self.is_ready(*step, waiting, &begun.open)) {
             let step = waiting.remove(at);
-            if self.places[step].caller.is_some() {
-                let response = self.call(step, pass.is_last);
-                self.finished(step, response)?;
+            if self.begin_text(step, waiting)? {
                 continue;
             }
             let mut stream = self.start(step, pass.is_last)?;
@@ -186,13 +178,23 @@ impl Run {
         Ok(())
     }
 
+    /// Begins the language model where it is served with its detokenizer; whether `step` is that.
+    fn begin_text(&mut self, step: usize, waiting: &mut Steps) -> Result<bool, InferError> {
+        let Some(plan) = self.graph.text.as_ref().filter(|plan| plan.generator == step) else { return Ok(false) };
+        let Some(model) = self.detokenizer.take() else { return Ok(false) };
+        let request = self.filled_request(step);
+        if self.models[step].num_rows(&request) > 1 {
+            return Ok(false); // Texts of several rows are in one response.
+        }
+        let stream = plan.begin(self, request, model)?;
+        waiting.retain(|other| *other != plan.detokenizer);
+        self.sender.follow(&stream);
+        self.text = Some(stream);
+        Ok(true)
+    }
+
     /// Sees a pass through that has to wait. Boxed, for a pass may come of it.
-    fn go_on(
-        &mut self,
-        mut waiting: Steps,
-        mut begun: Begun,
-        pass: Pass,
-    ) -> BoxFuture<'_, Result<Option<Relaying>, InferError>> {
+    fn go_on(&mut self, mut waiting: Steps, mut begun: Begun, pass: Pass) -> BoxFuture<'_, Result<(), InferError>> {
         async move {
             while let Some(running) = &mut begun.running {
                 let Some((step, response, generation)) = running.next().await else { break };
@@ -201,24 +203,20 @@ impl Run {
                 begun.open.retain(|other| *other != step);
                 self.begin(&mut waiting, &mut begun, pass)?;
             }
-            if let [(maker, _)] = begun.decoupled[..]
-                && let Some(relay) = Relay::of(self, maker, &waiting, pass)
-                && let Some((_, stream)) = begun.decoupled.pop()
-            {
-                return Ok(Some(relay.begin(self, stream, pass)));
-            }
             match begun.decoupled.is_empty() {
                 true => self.answer(pass).await,
                 false => self.rounds(begun.decoupled, waiting, pass).await,
             }
-            Ok(None)
+            Ok(())
         }
         .boxed()
     }
 
     /// Sends what a pass has come to.
     async fn answer(&mut self, pass: Pass) {
-        if pass.answers {
+        if self.text.is_some() {
+            // The language model answers.
+        } else if pass.answers {
             self.respond(pass.is_last).await;
         } else if pass.is_last {
             self.send(Vec::new(), true).await;
@@ -274,9 +272,8 @@ impl Run {
                 let answers = pass.answers && !self.awaits(&absent);
                 let mut fed = behind.clone();
                 fed.retain(|step| !absent.iter().any(|&maker| self.graph.is_behind(*step, maker)));
-                match self.pass(fed, Pass { is_last, answers }).await {
-                    Ok(relaying) => self.relay(relaying).await,
-                    Err(error) => self.send_error(error).await,
+                if let Err(error) = self.pass(fed, Pass { is_last, answers }).await {
+                    self.send_error(error).await;
                 }
             } else if is_last && is_told {
                 self.send(Vec::new(), true).await;
@@ -290,7 +287,7 @@ impl Run {
         let late = |wire: &Wire| {
             (0..self.graph.steps.len()).any(|maker| self.graph.steps[maker].makes(wire) && is_behind(maker))
         };
-        !steps.is_empty() && self.graph.outputs.iter().filter(|wire| self.is_asked(wire)).any(late)
+        !steps.is_empty() && self.graph.outputs.iter().filter(|wire| self.is_requested(wire)).any(late)
     }
 
     /// What a step tells of its text is told of the ensemble.
@@ -299,63 +296,19 @@ impl Run {
     }
 
     fn start(&mut self, step: usize, is_last: bool) -> Result<ResponseStream, InferError> {
-        let mut request = self.step_request(step);
-        self.fill(&mut request, step);
-        self.mark(&mut request, is_last);
+        let mut request = self.filled_request(step);
+        request.trace = self.request.trace.as_ref().map(Trace::child);
+        if let Some(state) = &mut request.step {
+            state.is_last = is_last;
+        }
         self.models[step].infer(request).map_err(|error| self.graph.within(error))
     }
 
-    /// Asks a model that answers at once.
-    fn call(&mut self, step: usize, is_last: bool) -> Item {
-        let kept = self.places[step].request.take();
-        let mut request = kept.unwrap_or_else(|| Box::new(self.step_request(step)));
-        request.inputs.clear();
-        self.fill(&mut request, step);
-        self.ask(step, request, is_last)
-    }
-
-    /// The same, with its inputs; the request is kept with them for the next one.
-    fn ask(&mut self, step: usize, mut request: Box<InferRequest>, is_last: bool) -> Item {
-        self.mark(&mut request, is_last);
-        let place = &mut self.places[step];
-        let caller = place.caller.as_mut().expect("only models that answer at once are asked");
-        let response = caller.call(&mut request);
-        if is_last {
-            caller.settle(); // Before the client can ask for the figures.
-        }
-        request.trace = None; // Complete, so it is written now.
-        place.request = Some(request);
-        response
-    }
-
-    /// Asks for what is new in the answer to the last request where that differs in `changes` alone, begun at `started`; then
-    /// that is in `told`, and it says when it was. `None` where it is to be asked in full.
-    fn ask_again(
-        &mut self,
-        step: usize,
-        started: Moment,
-        changes: &Changes,
-        told: &mut Changes,
-    ) -> Option<Result<Moment, InferError>> {
-        let Place { caller, state, .. } = &mut self.places[step];
-        caller.as_mut()?.call_again(state, started, changes, told)
-    }
-
-    /// The inputs of a step.
-    fn fill(&mut self, request: &mut InferRequest, step: usize) {
-        let Self { graph, tensors, makes_anew, .. } = self;
-        for wire in &graph.steps[step].inputs {
-            let is_taken = graph.lone_makers[wire.slot].is_some_and(|maker| makes_anew[maker]);
-            request.inputs.extend(if is_taken { tensors.take(wire) } else { tensors.of(wire) });
-        }
-    }
-
-    /// What else differs from one request to a step to the next.
-    fn mark(&self, request: &mut InferRequest, is_last: bool) {
-        request.trace = self.request.trace.as_ref().map(Trace::child);
-        if let Some(place) = &mut request.step {
-            place.is_last = is_last;
-        }
+    /// A request to a step, with its inputs.
+    fn filled_request(&self, step: usize) -> InferRequest {
+        let mut request = self.step_request(step);
+        request.inputs.extend(self.graph.steps[step].inputs.iter().filter_map(|wire| self.tensors.of(wire)));
+        request
     }
 
     /// A request to a step, without its inputs.
@@ -373,14 +326,14 @@ impl Run {
             sequence_start: self.request.sequence_start,
             sequence_end: self.request.sequence_end,
             client_memory: Default::default(),
-            step: Some(self.places[step].state.clone()),
+            step: Some(self.states[step].model.clone()),
             trace: None,
         }
     }
 
     /// Keeps what the graph has a use for; whether there was anything.
     fn store(&mut self, step: usize, response: InferResponse) -> bool {
-        self.tensors.put_all(&self.graph.steps[step].outputs, response.outputs, &mut self.places[step].finder)
+        self.tensors.put_all(&self.graph.steps[step].outputs, response.outputs, &mut self.states[step].finder)
     }
 
     /// Drops what an earlier pass left of these steps.
@@ -390,35 +343,30 @@ impl Run {
         }
     }
 
-    fn is_asked(&self, output: &Wire) -> bool {
+    fn is_requested(&self, output: &Wire) -> bool {
         let asked = &self.request.requested_outputs;
         asked.is_empty() || asked.contains(&output.name)
     }
 
     async fn respond(&mut self, is_final: bool) {
-        let outputs = self.take_outputs();
-        self.send(outputs, is_final).await;
+        self.send(self.outputs(), is_final).await;
     }
 
-    /// The outputs that are asked for and there.
-    fn take_outputs(&mut self) -> Vec<Tensor> {
-        let Self { graph, tensors, makes_anew, request, .. } = self;
-        let asked = &request.requested_outputs;
-        let mut outputs = Vec::with_capacity(graph.outputs.iter().filter(|wire| tensors.has(wire.slot)).count());
-        for wire in &graph.outputs {
-            if tensors.has(wire.slot) && (asked.is_empty() || asked.contains(&wire.name)) {
-                let is_taken = graph.lone_makers[wire.slot].is_some_and(|maker| makes_anew[maker]);
-                outputs.extend(if is_taken { tensors.take(wire) } else { tensors.of(wire) });
-            }
-        }
-        outputs
+    /// The outputs that are requested and there.
+    fn outputs(&self) -> Vec<Tensor> {
+        self.graph
+            .outputs
+            .iter()
+            .filter(|wire| self.is_requested(wire))
+            .filter_map(|wire| self.tensors.of(wire))
+            .collect()
     }
 
-    async fn send_error(&self, error: InferError) {
+    async fn send_error(&mut self, error: InferError) {
         self.sender.send(Err(error)).await;
     }
 
-    async fn send(&self, outputs: Vec<Tensor>, is_final: bool) {
+    async fn send(&mut self, outputs: Vec<Tensor>, is_final: bool) {
         self.sender.send(Ok(self.response(outputs, is_final))).await;
     }
 

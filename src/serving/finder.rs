@@ -21,11 +21,6 @@ impl Finder {
         self.0[index] = found.map_or(u32::MAX, |found| found as u32);
         found
     }
-
-    /// Where the `index`th was the last time.
-    pub fn last(&self, index: usize) -> Option<usize> {
-        self.0.get(index).filter(|&&last| last != u32::MAX).map(|&last| last as usize)
-    }
 }
 
 #[cfg(test)]

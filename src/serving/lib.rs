@@ -52,59 +52,56 @@
 //! # })?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
 mod backend;
-mod bell;
 mod cache;
-mod caller;
+mod call_counter;
 mod check;
 mod client_memory;
-mod driver;
+mod delta;
 mod ensemble;
 mod error;
 mod finder;
-mod generation;
 mod histogram;
 mod labels;
 mod lifecycle;
 mod limits;
 mod model;
-mod moment;
-#[allow(unsafe_code)] // A hint to the processor.
-pub mod near;
+mod progress;
 mod registry;
 mod repeated;
 mod request;
 mod scheduler;
 mod sender;
 mod server;
-mod slot;
+mod source;
 mod statistics;
 mod step;
 mod stream;
 mod tensor;
+mod text;
 mod trace;
-mod update;
 mod warmup;
 mod watch;
 
 pub use backend::{Backend, BackendFactory, BatchedRequest, LoadRequest, MemoryUsage};
-pub use bell::Bell;
 pub use cache::CacheStatistics;
+pub use call_counter::CallCounter;
 pub use client_memory::{ClientMemory, ClientSlice, CopyBudget, copy_within};
-pub use driver::Respond;
+pub use delta::{DeltaInfo, Elements, OutputDelta, StreamItem};
 pub use error::{ErrorKind, InferError};
-pub use generation::Generation;
+pub use generation::Timestamp;
 pub use histogram::{Histogram, HistogramValues, Tally};
 pub use lifecycle::{LoadFailure, LoadOverrides};
 pub use limits::{Limit, Limits, Shared};
-pub use moment::Moment;
+pub use progress::{Generation, ProgressReporter};
 pub use registry::{ModelIndexEntry, ModelState};
 pub use repeated::{Repeated, Unlogged};
 pub use request::{CorrelationId, InferRequest, InferResponse, Parameter};
 pub use sender::ResponseSender;
 pub use server::{ControlMode, ModelMetadata, Server, ServerConfig, ServerMetadata, TensorMetadata};
+pub use source::ResponseSource;
 pub use statistics::{
     BatchStatistics, FailureCounts, InferStatistics, ModelStatistics, RecentDurations, ResponseStatistics,
     StatisticDuration,
@@ -112,5 +109,5 @@ pub use statistics::{
 pub use step::EnsembleStep;
 pub use stream::ResponseStream;
 pub use tensor::{DataType, Name, Shape, Tensor, byte_strings};
+pub use text::{DetokenizerModel, TextModel, TextOutput, TextOutputs};
 pub use trace::{SpanContext, Trace, TraceRecord, TraceSink};
-pub use update::{Changes, Elements, Repeat, Update};

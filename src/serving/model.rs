@@ -14,7 +14,7 @@ use crate::labels::Labels;
 use crate::scheduler::{Scheduler, StateSpec};
 use crate::statistics::{ModelStatistics, Statistics};
 use crate::watch::{Cached, Watch};
-use crate::{Backend, Changes, EnsembleStep, InferError, InferRequest, InferResponse, Name, ResponseStream};
+use crate::{Backend, InferError, InferRequest, InferResponse, Name, ResponseStream, TextModel, TextOutputs};
 
 /// One version of a model that answers requests.
 pub(crate) struct ServedModel {
@@ -24,8 +24,6 @@ pub(crate) struct ServedModel {
     pub version_text: Name,
     pub is_decoupled: bool,
     pub signature: Signature,
-    /// Whether the signature leaves shapes as they are.
-    pub keeps_shapes: bool,
     pub statistics: Statistics,
     pub in_flight: InFlight,
     /// Responses of this model, and others, where its configuration asks for it.
@@ -50,7 +48,6 @@ impl ServedModel {
         static NUM_LOADS: AtomicU64 = AtomicU64::new(0);
         let signature = Signature::new(&config);
         Self {
-            keeps_shapes: signature.keeps_shapes(),
             signature,
             is_decoupled: config.is_decoupled(),
             version,
@@ -84,9 +81,9 @@ impl ServedModel {
         let batch_size = self.admit(&mut request, started)?;
         let (cached, answer) = self.look_up(&request);
         let mut watch = Watch::new(self.clone(), &request, batch_size, started, cached);
-        // An ensemble leaves what it has no use for; a trace tells what was asked for.
-        let is_told_what_is_kept = request.step.is_none() || request.trace.is_some();
-        if is_told_what_is_kept && !self.backend.keeps_to_requested_outputs() {
+        // An ensemble ignores outputs that it does not use; a trace shows what was requested.
+        let filters_outputs = request.step.is_none() || request.trace.is_some();
+        if filters_outputs && !self.backend.keeps_to_requested_outputs() {
             watch.keep_only(request.requested_outputs.clone());
         }
         if let Some(response) = answer {
@@ -105,49 +102,35 @@ impl ServedModel {
         }
     }
 
-    /// Whether [`ServedModel::answer`] may be asked.
-    pub fn answers_at_once(&self) -> bool {
-        self.cache.is_none() && self.backend.answers_at_once()
-    }
-
-    /// As [`ServedModel::infer`], of a model that answers at once. The request may be asked again with other inputs.
-    pub fn answer(self: &Arc<Self>, request: &mut InferRequest) -> Result<InferResponse, InferError> {
+    /// As [`ServedModel::infer`], with the outputs of a text ensemble in place of the model's own.
+    pub fn infer_text(
+        self: &Arc<Self>,
+        mut request: InferRequest,
+        outputs: TextOutputs,
+    ) -> Result<ResponseStream, InferError> {
         let started = Instant::now();
-        let batch_size = self.admit(request, started)?;
-        let mut watch = Watch::new(self.clone(), request, batch_size, started, Cached::Never);
-        let response = match self.backend.answer(request) {
-            Ok(response) => InferResponse { is_final: true, ..response },
+        let batch_size = self.admit(&mut request, started)?;
+        let watch = Watch::new(self.clone(), &request, batch_size, started, Cached::Never);
+        match self.backend.infer_text(request, outputs) {
+            Ok(stream) => Ok(stream.watched(watch)),
             Err(error) => {
                 watch.refused(&error);
-                return Err(error);
+                Err(error)
             }
-        };
-        watch.keep_only(std::mem::take(&mut request.requested_outputs));
-        let response = watch.see(Some(Ok(response))).expect("what is seen comes back");
-        request.requested_outputs = watch.take_requested_outputs();
-        response
+        }
     }
 
-    /// Whether nothing has to be done for this request but to check, answer and count it: no trace, no tensors in a
-    /// client's memory, no shapes to change, no responses counted one by one.
-    pub fn answers_plainly(&self, request: &InferRequest) -> bool {
-        self.keeps_shapes && !self.is_decoupled && request.trace.is_none() && request.client_memory.has_no_input()
+    /// Rows of a request that was not checked yet.
+    pub fn num_rows(&self, request: &InferRequest) -> i64 {
+        let first = request.inputs.first().and_then(|tensor| tensor.shape.first());
+        first.copied().filter(|_| self.config.max_batch_size > 0).unwrap_or(1)
     }
 
-    /// What a model that answers at once answers to a request that has passed its checks; neither checked nor counted. It
-    /// is not in flight for others: it is over before they could wait for it.
-    pub fn answer_unseen(&self, request: &InferRequest) -> Result<InferResponse, InferError> {
-        self.backend.answer(request)
-    }
-
-    /// What is new in the answer to a request that differs from the last of its `step` in `changes` alone, put into `told`.
-    pub fn answer_again_unseen(
-        &self,
-        step: &EnsembleStep,
-        changes: &Changes,
-        told: &mut Changes,
-    ) -> Option<Result<(), InferError>> {
-        self.backend.answer_again(step, changes, told)
+    /// What this model is in a text ensemble. `None` where its responses are cached, queued or reshaped on the way: these
+    /// take the general way.
+    pub fn text_model(&self) -> Option<TextModel> {
+        let is_plain = self.cache.is_none() && self.scheduler.is_none() && self.signature.keeps_output_shapes();
+        if is_plain { self.backend.text_model() } else { None }
     }
 
     /// Checks a request and begins its trace. Returns its batch size.

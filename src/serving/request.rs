@@ -86,6 +86,6 @@ pub struct InferResponse {
     pub outputs: Vec<Tensor>,
     /// No response follows this one.
     pub is_final: bool,
-    /// What follows may be [`crate::Update::Again`].
-    pub may_be_repeated: bool,
+    /// A [`crate::StreamItem::Delta`] may follow.
+    pub allows_delta: bool,
 }

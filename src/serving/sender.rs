@@ -1,32 +1,20 @@
 //! The model's end of a stream of responses.
 
-use std::future::poll_fn;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
-use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
-use crate::generation::{Generation, Progress, Scheduled};
+use crate::progress::{Generation, Progress, Scheduled};
 use crate::scheduler::{Again, Turn};
-use crate::slot::Slot;
+use crate::source::Sent;
 use crate::statistics::Execution;
-use crate::update::{Letter, Sent};
-use crate::{Changes, InferError, InferRequest, InferResponse, ResponseStream};
-
-/// How responses get to their stream.
-#[derive(Debug, Clone)]
-pub(crate) enum Way {
-    Channel(mpsc::Sender<Sent>),
-    /// To who carries the work on that sends them.
-    Slot(Arc<Slot>),
-}
+use crate::{InferError, InferRequest, InferResponse, ResponseStream};
 
 /// The model's end of a [`ResponseStream`].
 #[derive(Debug, Clone)]
 pub struct ResponseSender {
-    way: Way,
+    sent: mpsc::Sender<Sent>,
     progress: Arc<Progress>,
     /// Requests behind this one are answered after the last sender is gone.
     _turn: Option<Arc<Turn>>,
@@ -37,8 +25,8 @@ pub struct ResponseSender {
 type Item = Result<InferResponse, InferError>;
 
 impl ResponseSender {
-    pub(crate) fn new(way: Way, progress: Arc<Progress>) -> Self {
-        Self { way, progress, _turn: None, again: None }
+    pub(crate) fn new(sent: mpsc::Sender<Sent>, progress: Arc<Progress>) -> Self {
+        Self { sent, progress, _turn: None, again: None }
     }
 
     /// The same; requests behind it are answered after `turn`.
@@ -49,31 +37,7 @@ impl ResponseSender {
     /// Sends one response or the ending error, waiting while the stream is full.
     /// False when the client has left.
     pub async fn send(&self, response: Result<InferResponse, InferError>) -> bool {
-        self.send_letter(response.map(Letter::from)).await
-    }
-
-    /// As [`ResponseSender::send`], of the last response again with what is new in it. Only where
-    /// [`ResponseSender::takes_updates`] says so, behind a response that may be repeated.
-    pub async fn send_again(&self, changes: Changes) -> bool {
-        self.send_letter(Ok(Letter::Again(Box::new(changes)))).await
-    }
-
-    async fn send_letter(&self, letter: Sent) -> bool {
-        match &self.way {
-            Way::Channel(sender) => sender.send(letter).await.is_ok(),
-            Way::Slot(slot) => {
-                let mut letter = slot.try_put(letter);
-                if letter.is_some() {
-                    poll_fn(|context| slot.poll_put(&mut letter, context)).await;
-                }
-                !slot.is_closed()
-            }
-        }
-    }
-
-    /// Whether a response may be sent as what is new in it.
-    pub fn takes_updates(&self) -> bool {
-        matches!(&self.way, Way::Slot(slot) if slot.takes_updates.load(Relaxed))
+        self.sent.send(response.map(Box::new)).await.is_ok()
     }
 
     /// As [`ResponseSender::send`], without waiting.
@@ -81,22 +45,11 @@ impl ResponseSender {
     /// # Errors
     /// With the response, when the stream is full.
     pub fn try_send(&self, response: Item) -> Result<bool, Box<Item>> {
-        let response = response.map(Letter::from);
-        let full = match &self.way {
-            Way::Channel(sender) => match sender.try_send(response) {
-                Ok(()) => return Ok(true),
-                Err(mpsc::error::TrySendError::Closed(_)) => return Ok(false),
-                Err(mpsc::error::TrySendError::Full(response)) => response,
-            },
-            Way::Slot(slot) => match slot.try_put(response) {
-                None => return Ok(!slot.is_closed()),
-                Some(response) => response,
-            },
-        };
-        Err(Box::new(full.map(|letter| match letter {
-            Letter::Response(response) => *response,
-            Letter::Again(_) => unreachable!("a response was to be sent"),
-        })))
+        match self.sent.try_send(response.map(Box::new)) {
+            Ok(()) => Ok(true),
+            Err(mpsc::error::TrySendError::Closed(_)) => Ok(false),
+            Err(mpsc::error::TrySendError::Full(response)) => Err(Box::new(response.map(|response| *response))),
+        }
     }
 
     /// As [`ResponseSender::send`] for threads outside the async runtime.
@@ -163,18 +116,11 @@ impl ResponseSender {
 
     /// Whether the client has left.
     pub fn is_cancelled(&self) -> bool {
-        match &self.way {
-            Way::Channel(sender) => sender.is_closed(),
-            Way::Slot(slot) => slot.is_closed(),
-        }
+        self.sent.is_closed()
     }
 
     /// Resolves when the client leaves.
     pub async fn cancelled(&self) {
-        match &self.way {
-            Way::Channel(sender) => sender.closed().await,
-            // Work that outlives its reader is polled when that leaves.
-            Way::Slot(slot) => poll_fn(|_| if slot.is_closed() { Poll::Ready(()) } else { Poll::Pending }).await,
-        }
+        self.sent.closed().await;
     }
 }

@@ -4,8 +4,6 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::near;
-
 /// The place of a request in a run of an ensemble.
 ///
 /// A decoupled step makes the steps behind it run once for each of its responses. Those steps share a state per run, so
@@ -26,17 +24,6 @@ impl EnsembleStep {
         }
         let state = slot.as_mut().and_then(|state| state.downcast_mut());
         work(state.expect("a state of this type was just put there"))
-    }
-
-    /// As [`crate::Respond::fetch`].
-    pub(crate) fn fetch(&self, depth: usize) {
-        if depth == 0 {
-            near::fetch(&*self.state);
-        } else if let Ok(state) = self.state.try_lock()
-            && let Some(state) = &*state
-        {
-            near::fetch(&**state);
-        }
     }
 }
 

@@ -1,32 +1,31 @@
-//! The responses to one request, as who asked reads them.
+//! The responses to one request, for the side that reads them.
 
 use std::fmt;
 use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use futures::Stream;
 use futures::future::{BoxFuture, FutureExt as _};
-use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 
-use crate::driver::{Driven, Driver, Respond};
-use crate::generation::{Generation, Progress};
+use crate::ensemble::TextStream;
+use crate::progress::{Generation, Progress, ProgressReporter};
 use crate::scheduler::Turn;
-use crate::sender::{ResponseSender, Way};
-use crate::slot::Slot;
-use crate::update::Sent;
+use crate::sender::ResponseSender;
+use crate::source::{Polled, PolledWork, ResponseSource, Sent};
 use crate::watch::Watch;
-use crate::{Changes, InferError, InferResponse, Update, near};
+use crate::{InferError, InferResponse, OutputDelta, StreamItem};
 
 type Item = Result<InferResponse, InferError>;
 
-/// The responses to one request, ended by a response marked final, or by an error and nothing behind it.
+/// The responses to one request. It ends with a response marked final, or with an error.
 ///
-/// Dropping it cancels the request: the sender sees [`ResponseSender::is_cancelled`].
+/// Dropping it cancels the request: [`ResponseSender::is_cancelled`] becomes true.
 pub struct ResponseStream {
     source: Source,
+    accepts_deltas: bool,
     /// `None` where the only response was there from the start.
     progress: Option<Arc<Progress>>,
     watch: Option<Box<Watch>>,
@@ -34,102 +33,74 @@ pub struct ResponseStream {
     turn: Option<BoxFuture<'static, ()>>,
 }
 
-/// Where the responses come from.
 enum Source {
-    /// The only one, until it is taken.
+    /// The only response, until it is taken.
     Ready(Option<Item>),
-    /// A sender, wherever it is.
+    /// A sender on any thread.
     Channel(mpsc::Receiver<Sent>),
-    /// Work that reading the stream carries on.
-    Driven(Driver),
-    /// What that work left the rest to, and whether the reader takes updates.
-    Handed(Box<dyn Respond>, bool),
+    /// Work that is polled with the stream.
+    Work(PolledWork),
+    Custom(Box<dyn ResponseSource>),
+    /// The language model of an ensemble.
+    Text(TextStream),
 }
 
 impl ResponseStream {
-    /// A stream that holds at most `capacity` responses that nobody has read.
+    /// A stream that holds at most `capacity` responses that were not read.
     pub fn channel(capacity: usize) -> (ResponseSender, ResponseStream) {
         let (sender, receiver) = mpsc::channel(capacity);
         let progress = Arc::new(Progress::default());
-        let sender = ResponseSender::new(Way::Channel(sender), progress.clone());
-        let source = Source::Channel(receiver);
-        (sender, ResponseStream { source, progress: Some(progress), watch: None, turn: None })
+        let sender = ResponseSender::new(sender, progress.clone());
+        (sender, Self::of(Source::Channel(receiver), Some(progress)))
     }
 
-    /// A stream that holds its only response already.
+    /// A stream of one response, which is there already.
     pub fn ready(response: InferResponse) -> ResponseStream {
-        let source = Source::Ready(Some(Ok(InferResponse { is_final: true, ..response })));
-        ResponseStream { source, progress: None, watch: None, turn: None }
+        Self::of(Source::Ready(Some(Ok(InferResponse { is_final: true, ..response }))), None)
     }
 
-    /// A stream of what the work that `make` makes sends, which goes on whenever the stream is read: no task of its own, and
-    /// none to wake for a response. It holds one response that nobody has read. Work and stream end with each other; the work
-    /// keeps its sender to itself.
-    pub fn driven_by<W: Future<Output = ()> + Send + 'static>(make: impl FnOnce(ResponseSender) -> W) -> Self {
-        Self::driven(None, |sender| make(sender).map(|()| None))
+    /// A stream of the responses that a future sends. The future is polled with the stream: it has no task of its own, and
+    /// is dropped with the stream. It must keep its sender to itself. One response waits for the reader.
+    pub fn from_future<W: Future<Output = ()> + Send + 'static>(make: impl FnOnce(ResponseSender) -> W) -> Self {
+        Self::from_future_then(|sender| make(sender).map(|()| None))
     }
 
-    /// As [`ResponseStream::driven_by`]; what the work ends with carries the stream on.
-    pub fn begun_by<W>(make: impl FnOnce(ResponseSender) -> W) -> Self
+    /// As [`ResponseStream::from_future`]; what the future resolves to continues the stream.
+    pub(crate) fn from_future_then<W>(make: impl FnOnce(ResponseSender) -> W) -> Self
     where
-        W: Future<Output = Option<Box<dyn Respond>>> + Send + 'static,
+        W: Future<Output = Option<TextStream>> + Send + 'static,
     {
-        Self::driven(None, make)
-    }
-
-    /// As [`ResponseStream::begun_by`], but when the stream is dropped before the work has ended, that goes on as a task. It
-    /// is polled then, and [`ResponseSender::is_cancelled`] tells it.
-    ///
-    /// # Panics
-    /// Outside of a runtime.
-    pub fn begun_to_its_end_by<W>(make: impl FnOnce(ResponseSender) -> W) -> Self
-    where
-        W: Future<Output = Option<Box<dyn Respond>>> + Send + 'static,
-    {
-        Self::driven(Some(Handle::current()), make)
-    }
-
-    fn driven<W>(afterwards: Option<Handle>, make: impl FnOnce(ResponseSender) -> W) -> Self
-    where
-        W: Future<Output = Option<Box<dyn Respond>>> + Send + 'static,
-    {
-        let slot = Arc::new(Slot::default());
+        let (sender, receiver) = mpsc::channel(1);
         let progress = Arc::new(Progress::default());
-        let sender = ResponseSender::new(Way::Slot(slot.clone()), progress.clone());
-        let driver = Driver::new(slot, make(sender).boxed(), afterwards);
-        ResponseStream { source: Source::Driven(driver), progress: Some(progress), watch: None, turn: None }
+        let work = make(ResponseSender::new(sender, progress.clone())).boxed();
+        Self::of(Source::Work(PolledWork::new(work, receiver)), Some(progress))
     }
 
-    /// The next response; `None` after the final one. Not to be asked after [`ResponseStream::take_updates`].
+    /// A stream of what a source yields. The source tells through the reporter how far the request has come.
+    pub fn from_source(make: impl FnOnce(ProgressReporter) -> Box<dyn ResponseSource>) -> Self {
+        let progress = Arc::new(Progress::default());
+        Self::of(Source::Custom(make(ProgressReporter(progress.clone()))), Some(progress))
+    }
+
+    fn of(source: Source, progress: Option<Arc<Progress>>) -> Self {
+        Self { source, accepts_deltas: false, progress, watch: None, turn: None }
+    }
+
+    /// The next response; `None` after the final one. Not for streams that accept deltas.
     pub async fn next_response(&mut self) -> Option<Item> {
         poll_fn(|context| self.poll_response(context)).await
     }
 
-    /// Has responses come as what is new in them, where their sender knows and no output is left out on the way: from
-    /// here on [`ResponseStream::poll_update`] is what to ask for them.
-    pub fn take_updates(&mut self) {
-        let removes_outputs = self.watch.as_ref().is_some_and(|watch| watch.removes_outputs());
-        match &mut self.source {
-            Source::Driven(driver) => driver.take_updates(!removes_outputs),
-            Source::Handed(_, takes_updates) => *takes_updates = !removes_outputs,
-            Source::Ready(_) | Source::Channel(_) => {}
-        }
+    /// Accepts [`StreamItem::Delta`] where the source can send it: from now on the stream is read by
+    /// [`ResponseStream::poll_item`].
+    pub fn accept_deltas(&mut self) {
+        // Where outputs are removed on the way, their indices change.
+        self.accepts_deltas = !self.watch.as_ref().is_some_and(|watch| watch.removes_outputs());
     }
 
-    /// As [`ResponseStream::poll_update`].
-    pub async fn next_update(&mut self, told: &mut Changes) -> Option<Result<Update, InferError>> {
-        poll_fn(|context| self.poll_update(told, context)).await
-    }
-
-    /// Has the processor fetch what the next response needs, as [`Respond::fetch`].
-    pub fn fetch(&self, depth: usize) {
-        let Source::Handed(respond, _) = &self.source else { return };
-        if depth > 0 {
-            return respond.fetch(depth - 1);
-        }
-        near::fetch(&**respond);
-        self.watch.iter().for_each(|watch| near::fetch(&**watch));
-        self.progress.iter().for_each(|progress| near::fetch(&**progress));
+    /// As [`ResponseStream::poll_item`].
+    pub async fn next_item(&mut self, delta: &mut OutputDelta) -> Option<Result<StreamItem, InferError>> {
+        poll_fn(|context| self.poll_item(delta, context)).await
     }
 
     /// The only response, where it was there from the start.
@@ -142,17 +113,17 @@ impl ResponseStream {
         }
     }
 
-    /// What the model has told of the text it generated.
+    /// What the model has reported about the text it generated.
     pub fn generation(&self) -> Option<Generation> {
         self.progress.as_ref()?.generation()
     }
 
-    /// Where its model tells how far it has come.
+    /// Where its model reports how far it has come.
     pub(crate) fn progress(&self) -> Option<&Arc<Progress>> {
         self.progress.as_ref()
     }
 
-    /// Has `watch` see, complete and count every response from here on.
+    /// Has `watch` complete and count every response from now on.
     pub(crate) fn watched(mut self, watch: Watch) -> Self {
         self.watch = Some(Box::new(watch.follow(self.progress.clone())));
         self
@@ -165,53 +136,58 @@ impl ResponseStream {
     }
 
     fn poll_response(&mut self, context: &mut Context<'_>) -> Poll<Option<Item>> {
-        let update = self.poll_update(&mut Changes::default(), context);
-        update.map(|update| update.map(|update| update.map(Update::into_response)))
+        let item = self.poll_item(&mut OutputDelta::default(), context);
+        item.map(|item| item.map(|item| item.map(StreamItem::into_response)))
     }
 
-    /// The next response, or the last one again, what is new in it put into `told`; `None` after the final one. What is in
-    /// `told` from earlier asking stays there until it is told anew, or `told` is cleared.
-    pub fn poll_update(
+    /// The next item; `None` after the final response. `delta` then holds the new values of a [`StreamItem::Delta`].
+    pub fn poll_item(
         &mut self,
-        told: &mut Changes,
+        delta: &mut OutputDelta,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Update, InferError>>> {
+    ) -> Poll<Option<Result<StreamItem, InferError>>> {
         if let Some(turn) = &mut self.turn {
-            std::task::ready!(turn.as_mut().poll(context));
+            ready!(turn.as_mut().poll(context));
             self.turn = None;
         }
-        let mut item = std::task::ready!(self.source.poll(self.progress.as_deref(), told, context));
-        if let Some(watch) = &mut self.watch {
-            match &mut item {
-                Some(Ok(Update::Again(repeat))) => watch.count_again(repeat),
-                _ => item = watch.see_update(item),
-            }
+        delta.clear();
+        let item = ready!(self.source.poll_next(self.accepts_deltas, delta, context));
+        Poll::Ready(match &mut self.watch {
+            Some(watch) => watch.see_item(item),
+            None => item,
+        })
+    }
+
+    /// What yields the items, and what completes and counts them.
+    pub(crate) fn into_parts(self) -> (Box<dyn ResponseSource>, Option<Box<Watch>>) {
+        match self.source {
+            Source::Custom(source) => (source, self.watch),
+            source => (Box::new(source), self.watch),
         }
-        Poll::Ready(item)
     }
 }
 
-impl Source {
-    fn poll(
+impl ResponseSource for Source {
+    fn poll_next(
         &mut self,
-        progress: Option<&Progress>,
-        told: &mut Changes,
+        accepts_deltas: bool,
+        delta: &mut OutputDelta,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Update, InferError>>> {
-        let open = |sent: Sent| sent.map(|letter| letter.open(told, progress));
+    ) -> Poll<Option<Result<StreamItem, InferError>>> {
+        let item = |sent: Option<Sent>| sent.map(|sent| sent.map(StreamItem::Response));
         match self {
-            Source::Ready(item) => Poll::Ready(item.take().map(|item| item.map(Update::from))),
-            Source::Channel(receiver) => receiver.poll_recv(context).map(|sent| sent.map(open)),
-            Source::Handed(respond, takes_updates) => respond.poll_respond(*takes_updates, told, context),
-            Source::Driven(driver) => {
-                let mut respond = match driver.poll(context) {
-                    Driven::Sent(sent) => return sent.map(|sent| sent.map(open)),
-                    Driven::HandedOver(respond) => respond,
+            Source::Text(text) => text.poll_next(accepts_deltas, delta, context),
+            Source::Custom(source) => source.poll_next(accepts_deltas, delta, context),
+            Source::Ready(only) => Poll::Ready(only.take().map(|only| only.map(StreamItem::from))),
+            Source::Channel(receiver) => receiver.poll_recv(context).map(item),
+            Source::Work(work) => {
+                let mut rest = match work.poll(context) {
+                    Polled::Item(sent) => return sent.map(item),
+                    Polled::Rest(rest) => rest,
                 };
-                let takes_updates = driver.takes_updates();
-                let update = respond.poll_respond(takes_updates, told, context);
-                *self = Source::Handed(respond, takes_updates);
-                update
+                let first = rest.poll_next(accepts_deltas, delta, context);
+                *self = Source::Text(rest);
+                first
             }
         }
     }

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use crate::cache::CacheKey;
 use crate::finder::Finder;
-use crate::generation::{Generation, Progress, Scheduled};
 use crate::model::ServedModel;
+use crate::progress::{Generation, Progress, Scheduled};
 use crate::statistics::{CacheUse, Came, Failure, OtherResponse, Outcome};
-use crate::{ErrorKind, InferError, InferRequest, InferResponse, Moment, Name, Repeat, Trace, Update};
+use crate::{DeltaInfo, ErrorKind, InferError, InferRequest, InferResponse, Name, StreamItem, Timestamp, Trace};
 
 /// Responses of a request that are counted together, at most: the place is shared by all requests to the model, and dear
 /// to touch from several threads.
@@ -39,7 +39,7 @@ pub(crate) struct Watch {
 #[repr(align(64))]
 struct Responses {
     /// When the last of them came.
-    last: Moment,
+    last: Timestamp,
     count: u32,
     num_uncounted: u8,
     /// Each is counted by itself.
@@ -101,11 +101,6 @@ impl Watch {
         self.requested_outputs = requested_outputs;
     }
 
-    /// As it was given by [`Watch::keep_only`].
-    pub fn take_requested_outputs(&mut self) -> Vec<Name> {
-        std::mem::take(&mut self.requested_outputs)
-    }
-
     /// The same, told by the model through `progress`.
     pub fn follow(mut self, progress: Option<Arc<Progress>>) -> Self {
         self.progress = progress;
@@ -119,32 +114,35 @@ impl Watch {
 
     /// Completes and counts one item of the stream.
     pub fn see(&mut self, item: Option<Item>) -> Option<Item> {
-        self.see_with(item, Self::see_response)
+        let mut item = item;
+        if let Some(Ok(response)) = &mut item {
+            self.see_response(response);
+        }
+        self.see_end(item)
     }
 
-    /// As [`Watch::see`], of a stream that may tell what is new in a response.
-    pub fn see_update(&mut self, update: Option<Result<Update, InferError>>) -> Option<Result<Update, InferError>> {
-        self.see_with(update, |watch, update| match update {
-            Update::Response(response) => watch.see_response(response),
-            Update::Again(repeat) => watch.count_again(repeat),
-        })
-    }
-
-    /// Sees what goes well in its own way. A stream that ends without a final response gets an error.
-    fn see_with<T>(
+    /// Completes and counts one item of a stream.
+    pub fn see_item(
         &mut self,
-        item: Option<Result<T, InferError>>,
-        see: impl FnOnce(&mut Self, &mut T),
-    ) -> Option<Result<T, InferError>> {
+        mut item: Option<Result<StreamItem, InferError>>,
+    ) -> Option<Result<StreamItem, InferError>> {
+        match &mut item {
+            Some(Ok(StreamItem::Delta(info))) => self.count_delta(info),
+            Some(Ok(StreamItem::Response(response))) => self.see_response(response),
+            _ => return self.see_end(item),
+        }
+        item
+    }
+
+    /// Completes and counts what ends a stream or stands for a response in it. A stream that ends without a final response
+    /// gets an error.
+    pub fn see_end<T>(&mut self, item: Option<Result<T, InferError>>) -> Option<Result<T, InferError>> {
         match item {
-            Some(Ok(mut good)) => {
-                see(self, &mut good);
-                Some(Ok(good))
-            }
+            Some(Ok(good)) => Some(Ok(good)),
             Some(Err(error)) => {
-                // Words of a queue come before anything was scheduled or answered.
+                // Errors of a queue come before anything was scheduled or answered.
                 let is_refused = self.responses.count == 0 && self.scheduled().is_none();
-                self.count_other(OtherResponse::Fail, Moment::now());
+                self.count_other(OtherResponse::Fail, Timestamp::now());
                 self.fail(if is_refused { refusal_of(&error) } else { failure_of(&error) });
                 Some(Err(error))
             }
@@ -162,7 +160,8 @@ impl Watch {
         !self.requested_outputs.is_empty()
     }
 
-    fn see_response(&mut self, response: &mut InferResponse) {
+    /// Completes and counts a response.
+    pub fn see_response(&mut self, response: &mut InferResponse) {
         let cache = self.keep(response);
         self.complete(response);
         self.count(response, cache);
@@ -226,10 +225,9 @@ impl Watch {
         }
     }
 
-    /// Counts a response that is the last one again.
-    pub fn count_again(&mut self, repeat: &mut Repeat) {
-        let now = *repeat.seen.get_or_insert_with(Moment::now);
-        self.count_response(now, repeat.computed.map_or(0, |computed| now.ns_since(computed)));
+    /// Counts a response that came as a delta.
+    pub fn count_delta(&mut self, info: &DeltaInfo) {
+        self.count_response(info.observed, info.observed.ns_since(info.computed));
     }
 
     fn succeed(&mut self, response: &InferResponse, cache: Option<CacheUse>, now: Instant, output: Duration) {
@@ -247,7 +245,7 @@ impl Watch {
     }
 
     /// Responses are counted one by one where a request may have many of them.
-    fn count_response(&mut self, now: Moment, output_ns: u64) {
+    fn count_response(&mut self, now: Timestamp, output_ns: u64) {
         let responses = &mut self.responses;
         let number = responses.count;
         responses.count = number.saturating_add(1);
@@ -271,7 +269,7 @@ impl Watch {
     }
 
     /// The same, of one that brought nothing.
-    fn count_other(&mut self, outcome: OtherResponse, now: Moment) {
+    fn count_other(&mut self, outcome: OtherResponse, now: Timestamp) {
         self.settle();
         let responses = &mut self.responses;
         if responses.is_decoupled {
@@ -350,7 +348,7 @@ fn milliseconds(duration: Duration) -> f64 {
 impl Drop for Watch {
     fn drop(&mut self) {
         if !self.ended {
-            self.count_other(OtherResponse::Cancel, Moment::now());
+            self.count_other(OtherResponse::Cancel, Timestamp::now());
             self.fail(Failure::Canceled);
         }
         self.settle();

@@ -1,35 +1,35 @@
-//! What a step, a message and a token cost.
+//! The cost model: time of a step, a message and a token.
 
 use engine::StepPlan;
 
 use crate::SimulateArgs;
 
-/// What is wrong with measured steps.
+/// A part of `--step-ms` that is invalid.
 #[derive(Debug, thiserror::Error)]
 #[error("--step-ms has `{found}`, expected ROWS:MS with rows that grow, such as 1:2.3,128:4.1")]
 pub struct CostsError {
     found: String,
 }
 
-/// Seconds of everything that takes time; between measured steps a straight line.
+/// The time of each activity in seconds. Between measured steps it is interpolated linearly.
 #[derive(Debug, Clone)]
 pub struct Costs {
-    /// Rows of a decode step and its seconds, by rows.
+    /// Rows of a decode step and its time, ordered by rows.
     steps: Vec<(f64, f64)>,
     prefill_token: f64,
-    /// A core of rank 0 for each token.
+    /// CPU time of rank 0 for each token.
     pub(crate) token: f64,
-    /// The MPI thread of rank 0 for each message.
+    /// Time of rank 0's MPI thread for each message.
     pub(crate) message: f64,
     latency: f64,
     byte: f64,
 }
 
 impl Costs {
-    /// From the flags.
+    /// The cost model of the flags.
     ///
     /// # Errors
-    /// When measured steps cannot be read.
+    /// When `--step-ms` is invalid.
     pub fn new(args: &SimulateArgs) -> Result<Self, CostsError> {
         let mut steps: Vec<(f64, f64)> = Vec::new();
         for word in args.step_ms.split(',') {
@@ -52,7 +52,7 @@ impl Costs {
         })
     }
 
-    /// Seconds that a group computes a plan.
+    /// Seconds that a group takes to compute a plan.
     pub(crate) fn step(&self, plan: &StepPlan) -> f64 {
         let decodes = plan.work.iter().filter(|work| work.num_tokens == 1).count();
         let prefilled: u32 = plan.work.iter().filter(|work| work.num_tokens > 1).map(|work| work.num_tokens).sum();
@@ -66,18 +66,18 @@ impl Costs {
             (_, [only]) => return only.1,
             (Some(0), steps) => return steps[0].1,
             (Some(at), steps) => (steps[at - 1], steps[at]),
-            // Beyond the last, as steep as before it.
+            // Beyond the last measurement, extrapolated from the last two.
             (None, steps) => (steps[steps.len() - 2], steps[steps.len() - 1]),
         };
         from.1 + (to.1 - from.1) * (rows - from.0) / (to.0 - from.0)
     }
 
-    /// Seconds that `bytes` are on their way to another node.
+    /// Seconds to transfer `bytes` to another node.
     pub(crate) fn flight(&self, bytes: usize) -> f64 {
         self.latency + bytes as f64 * self.byte
     }
 
-    /// Seconds until the last of `others` nodes has a plan of `bytes`, which rank 0 sends to one after the other.
+    /// Seconds until the last of `others` nodes has a plan of `bytes` that rank 0 sends to them one after another.
     pub(crate) fn broadcast(&self, bytes: f64, others: u32) -> f64 {
         match others {
             0 => 0.0,
@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn between_measured_steps_runs_a_line() {
+    fn steps_between_measurements_are_interpolated() {
         let costs = Costs::new(&SimulateArgs { step_ms: "1:2,9:4,19:9".into(), ..SimulateArgs::default() }).unwrap();
         for (rows, ms) in [(1.0, 2.0), (5.0, 3.0), (9.0, 4.0), (14.0, 6.5), (21.0, 10.0)] {
             assert!((costs.decode(rows) - ms * 1e-3).abs() < 1e-9, "{rows}");
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_that_cannot_be_read_are_named() {
+    fn invalid_steps_are_errors() {
         for words in ["1", "1:x", "8:2,1:3", "1:0"] {
             assert!(Costs::new(&SimulateArgs { step_ms: words.into(), ..SimulateArgs::default() }).is_err(), "{words}");
         }

@@ -1,8 +1,8 @@
-//! `trireme bench simulate`: how far one rank 0 reaches, before anybody has the machines.
+//! `trireme bench simulate`: estimates how many ranks one rank 0 can serve, without the machines.
 //!
-//! The scheduler and the plans are the real ones; devices, network and front cost time by a [`Costs`] model, fitted from
-//! measured steps. A world of `N` ranks has a group of ranks on each node, with an engine of its own on rank 0: what all
-//! groups share is rank 0, its cores and the one thread that speaks MPI. What the engine itself takes is measured meanwhile.
+//! The scheduler and the plans are the real ones; the time of devices, network and front comes from a [`Costs`] model that is fitted
+//! to measured steps. A world has one group of ranks per node, and each group has its own engine on rank 0. The groups share only
+//! rank 0: its cores and the one thread that calls MPI. The CPU time of the engine is measured during the simulation.
 //!
 //! ```
 //! use simulate::{SimulateArgs, simulate};
@@ -24,7 +24,7 @@ pub use costs::{Costs, CostsError};
 pub use world::Row;
 use world::World;
 
-/// Why nothing can be simulated.
+/// Why a simulation cannot run.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // Fields are named by their messages.
 pub enum SimulateError {
@@ -44,31 +44,31 @@ pub struct SimulateArgs {
     /// Sizes of the worlds
     #[arg(long, value_delimiter = ',', default_values_t = [8, 16, 32, 64, 128, 256, 512, 1024])]
     pub ranks: Vec<u32>,
-    /// Ranks of a node, which serve one copy of the model together
+    /// Ranks of a node; they serve one copy of the model together
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
     pub ranks_per_node: u32,
     /// Measured steps of such a group: rows and milliseconds. [default: four H200s, llama2-7b shape]
     #[arg(long, default_value = "1:2.26,8:2.39,32:2.55,128:4.11", value_name = "ROWS:MS,...")]
     pub step_ms: String,
-    /// Prompt tokens that such a group computes in a second
+    /// Prompt tokens that such a group computes per second
     #[arg(long, default_value_t = 121_287.0, value_name = "N")]
     pub prefill_per_s: f64,
     /// Cores of rank 0
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
     pub cores: u32,
-    /// Microseconds of a core of rank 0 for each token that goes to a client
+    /// CPU time of rank 0 for each token sent to a client, in microseconds
     #[arg(long, default_value_t = 16.0, value_name = "US")]
     pub token_us: f64,
-    /// Microseconds of rank 0's MPI thread for each message
+    /// Time of rank 0's MPI thread for each message, in microseconds
     #[arg(long, default_value_t = 10.0, value_name = "US")]
     pub message_us: f64,
-    /// Microseconds of a message on its way
+    /// Network latency of a message, in microseconds
     #[arg(long, default_value_t = 50.0, value_name = "US")]
     pub latency_us: f64,
     /// Bandwidth of rank 0's network
     #[arg(long, default_value_t = 100.0, value_name = "GBIT/S")]
     pub gbit: f64,
-    /// Requests that each group has at any time
+    /// Requests in flight in each group
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub concurrency: u32,
     /// Tokens of a prompt

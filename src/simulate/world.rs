@@ -1,4 +1,4 @@
-//! A world in virtual time: groups of ranks that share nothing but rank 0.
+//! Simulates a world in virtual time: groups of ranks that share only rank 0.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -12,28 +12,28 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::{Costs, SimulateArgs, SimulateError};
 
-/// What became of one size.
+/// The result for one number of ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Row {
     /// Ranks of the world.
     pub ranks: u32,
-    /// Its nodes, each with a group.
+    /// Its nodes, each with one group.
     pub nodes: u32,
     /// Mean bytes of a plan.
     pub plan_bytes: f64,
     /// The largest plan.
     pub max_plan_bytes: usize,
-    /// Microseconds until every node would have the mean plan, if one group had all of them.
+    /// Microseconds until every node has the mean plan, if all nodes were one group.
     pub broadcast_us: f64,
-    /// Tokens in a second, of all groups.
+    /// Tokens per second of all groups together.
     pub tokens_per_s: f64,
-    /// The same in parts of what the groups would do if rank 0 cost nothing.
+    /// `tokens_per_s` relative to a rank 0 that takes no time, from 0 to 1.
     pub share: f64,
-    /// Milliseconds between two tokens of a stream: median, and one in a hundred.
+    /// Milliseconds between two tokens of a stream: median and 99th percentile.
     pub gap_ms: [f64; 2],
-    /// Cores of rank 0 that were busy.
+    /// Mean number of busy cores of rank 0.
     pub busy_cores: f64,
-    /// The part of the time in which the MPI thread was busy.
+    /// Utilization of the MPI thread, from 0 to 1.
     pub busy_mpi: f64,
 }
 
@@ -55,10 +55,11 @@ impl fmt::Display for Row {
     }
 }
 
-/// What takes one job at a time, or as many as it has servers.
+/// Identical servers in the sense of queueing theory; each handles one job at a time.
 struct Servers {
-    /// When each is free.
+    /// Time from which each server is free.
     free_at: Vec<f64>,
+    /// Sum of the service times.
     busy: f64,
 }
 
@@ -67,8 +68,8 @@ impl Servers {
         Self { free_at: vec![0.0; count as usize], busy: 0.0 }
     }
 
-    /// When a job of `seconds` that comes at `now` is done. Of the servers that are free by then the last to become so takes
-    /// it: jobs that were handed out before and come later leave no gap that another could not fill.
+    /// Assigns a job of `seconds` that arrives at `now`, and returns when it is done. Of the servers that are free at `now`, the one
+    /// that became free last takes the job: calls are not ordered by `now`, and a job with an earlier `now` may need the others.
     fn serve(&mut self, now: f64, seconds: f64) -> f64 {
         let rank = |&free: &f64| if free <= now { now - free } else { 1e9 + free };
         let chosen = self.free_at.iter_mut().min_by(|one, other| rank(one).total_cmp(&rank(other)));
@@ -79,7 +80,7 @@ impl Servers {
     }
 }
 
-/// Seconds, ordered.
+/// Seconds with a total order.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Time(f64);
 
@@ -97,18 +98,18 @@ impl Ord for Time {
     }
 }
 
-/// Of this thread: what else runs on this machine does not count.
+/// CPU time of this thread, which other processes of the machine do not affect.
 fn cpu_seconds() -> f64 {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
-/// A copy of the model on the ranks of one node.
+/// The ranks of one node; they hold one copy of the model.
 struct Group {
     engine: Engine,
     is_remote: bool,
     device_free_at: f64,
-    /// Computed steps seconds: what it would do alone.
+    /// Sum of the times of its steps.
     computed: f64,
     outputs: std::collections::VecDeque<StepOutput>,
     last_token_at: HashMap<SequenceId, f64>,
@@ -121,7 +122,7 @@ pub(crate) struct World<'a> {
     groups: Vec<Group>,
     cores: Servers,
     mpi: Servers,
-    /// When the oldest output of a group reaches rank 0.
+    /// When the next output of a group reaches rank 0, and the group's index.
     arrivals: BinaryHeap<Reverse<(Time, usize)>>,
     plan_bytes: Vec<usize>,
     gaps: Vec<f64>,
@@ -142,7 +143,7 @@ impl<'a> World<'a> {
             block_size,
             num_blocks: rows * len.div_ceil(block_size) + rows,
             max_queue: rows,
-            // The same prompt again would cost nothing.
+            // All prompts are equal, so a prefix cache would skip their computation.
             prefix_cache: false,
             ..EngineConfig::default()
         };
@@ -176,7 +177,7 @@ impl<'a> World<'a> {
     pub(crate) fn run(mut self, ranks: u32) -> Result<Row, SimulateError> {
         for index in 0..self.groups.len() {
             for number in 0..self.args.concurrency {
-                // Spread over their outputs, as they are in a world that has served for a while.
+                // The requests end at different times, as in a world that has served for a while.
                 self.submit(index, 1 + number * self.args.output / self.args.concurrency)?;
             }
             self.plan(index, 0.0, 0.0);
@@ -197,8 +198,8 @@ impl<'a> World<'a> {
         })
     }
 
-    /// Plans what may be in flight, at `now` but not before `settled`; what the engine takes for it on this machine, it takes of
-    /// rank 0's cores.
+    /// Plans as many steps as may be in flight, at `now` but not before `settled`. The engine's measured CPU time is charged to the
+    /// cores of rank 0.
     fn plan(&mut self, index: usize, now: f64, settled: f64) {
         loop {
             let group = &mut self.groups[index];
@@ -231,7 +232,7 @@ impl<'a> World<'a> {
         self.arrivals.push(Reverse((Time(group.device_free_at + back), index)));
     }
 
-    /// Takes a group's oldest output, tells the clients, replaces requests that ended and plans again.
+    /// Processes a group's next output: delivers its tokens, replaces finished requests, and plans again.
     fn settle(&mut self, index: usize, mut now: f64) -> Result<(), SimulateError> {
         if self.groups[index].is_remote {
             now = self.mpi.serve(now, self.costs.message);
@@ -243,16 +244,16 @@ impl<'a> World<'a> {
         let settled = self.cores.serve(now, cpu_seconds() - begun);
         let mut num_ended = 0;
         for event in self.events.drain(..) {
-            let told = self.cores.serve(now, self.costs.token).max(settled);
-            if let Some(last) = group.last_token_at.insert(event.sequence, told) {
-                self.gaps.push(told - last);
+            let delivered = self.cores.serve(now, self.costs.token).max(settled);
+            if let Some(last) = group.last_token_at.insert(event.sequence, delivered) {
+                self.gaps.push(delivered - last);
             }
             if event.finished.is_some() {
                 group.last_token_at.remove(&event.sequence);
                 num_ended += 1;
             }
             self.num_tokens += event.tokens.len() as u64;
-            self.end = self.end.max(told);
+            self.end = self.end.max(delivered);
         }
         for _ in 0..num_ended {
             self.submit(index, self.args.output)?;
@@ -287,7 +288,7 @@ mod tests {
     use crate::{SimulateArgs, simulate};
 
     #[test]
-    fn a_world_whose_rank_0_costs_little_does_what_its_groups_do() {
+    fn a_fast_rank_0_does_not_slow_its_groups() {
         let args = SimulateArgs { steps: 60, concurrency: 16, prompt: 8, token_us: 0.1, ..SimulateArgs::default() };
         let (one, two) = (simulate(&args, 8).unwrap(), simulate(&args, 16).unwrap());
         assert!(one.share > 0.5 && two.tokens_per_s > 1.5 * one.tokens_per_s, "{one:?} {two:?}");
@@ -295,10 +296,10 @@ mod tests {
     }
 
     #[test]
-    fn tokens_that_cost_more_than_rank_0_has_bound_the_world() {
+    fn a_slow_rank_0_bounds_the_throughput() {
         let args = SimulateArgs { steps: 60, prompt: 8, token_us: 1000.0, cores: 2, ..SimulateArgs::default() };
         let row = simulate(&args, 16).unwrap();
-        // Two cores tell at most 2000 tokens of a millisecond each in a second.
+        // Two cores deliver at most 2000 tokens per second if each takes a millisecond.
         assert!(row.tokens_per_s < 2000.0 && row.share < 0.2, "{row:?}");
     }
 }

@@ -1,14 +1,14 @@
 use crate::files::AddedToken;
 use crate::trie::Trie;
 
-/// Tokens that are found in a text before the model sees it.
+/// Added tokens: they are matched in a text before the tokenizer's model encodes the rest.
 #[derive(Debug, Default)]
 pub(crate) struct AddedTokens {
     tokens: Vec<(u32, AddedToken)>,
     trie: Trie,
 }
 
-/// A stretch of a text.
+/// A part of a text: one added token, or the text between two of them.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Segment<'a> {
     Text(&'a str),
@@ -33,13 +33,13 @@ impl AddedTokens {
         self.tokens.iter().find(|(known, _)| *known == id).map(|(_, token)| &token.content[..])
     }
 
-    /// Cuts a text at its added tokens: of those that start at one place the longest, from left to right.
+    /// Splits a text at its added tokens, from left to right. Of several tokens that start at one place the longest is taken.
     pub(crate) fn split<'a>(&self, text: &'a str) -> Vec<Segment<'a>> {
         let (mut segments, mut start, mut at) = (Vec::new(), 0, 0);
         while let Some(c) = text[at..].chars().next() {
             let found = self.trie.longest(&text.as_bytes()[at..]);
             let found = found.map(|(len, index)| (at + len, &self.tokens[index as usize]));
-            let Some((end, (id, token))) = found.filter(|(end, found)| found.1.stands(text, at, *end)) else {
+            let Some((end, (id, token))) = found.filter(|(end, found)| found.1.may_match(text, at, *end)) else {
                 at += c.len_utf8();
                 continue;
             };
@@ -60,8 +60,8 @@ impl AddedTokens {
 }
 
 impl AddedToken {
-    /// Whether the token found at `start..end` is one, and no part of a longer word.
-    fn stands(&self, text: &str, start: usize, end: usize) -> bool {
+    /// Whether a match at `start..end` counts: a `single_word` token must not be part of a longer word.
+    fn may_match(&self, text: &str, start: usize, end: usize) -> bool {
         let is_word = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
         !self.single_word || !is_word(text[..start].chars().next_back()) && !is_word(text[end..].chars().next())
     }
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_text_is_cut_at_the_longest_tokens() {
+    fn a_text_is_split_at_the_longest_tokens() {
         let plain = |content: &str| AddedToken::plain(content.to_owned(), true);
         let tokens = AddedTokens::new(vec![
             (7, plain("<a>")),

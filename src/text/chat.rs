@@ -10,17 +10,17 @@ use crate::files::Files;
 
 const NAME: &str = "chat";
 
-/// Instructions of a template that one conversation may take, and those for each of its messages beside: some hundred are
-/// usual. A second's work at most.
+/// Instructions that a template may execute for one conversation, and in addition for each of its messages; a few hundred are
+/// usual. The limit takes a second at most.
 const FUEL: u64 = 20_000_000;
 const FUEL_PER_MESSAGE: u64 = 1000;
 
-/// Longest prompt that a template may make.
+/// Longest prompt that a template may write.
 const MAX_PROMPT_BYTES: usize = 128 << 20;
 
-/// A checkpoint's chat template: turns of a conversation in, prompt out.
+/// A checkpoint's chat template: renders the messages of a conversation as a prompt.
 ///
-/// Templates are Jinja as `apply_chat_template` of transformers runs it: blocks trimmed, loop controls, `tojson` with
+/// Templates are Jinja with the settings of `apply_chat_template` of transformers: trimmed blocks, loop controls, `tojson` with
 /// Python's spacing, `raise_exception`, `strftime_now`, methods of Python's strings, lists and dictionaries.
 pub struct ChatTemplate {
     environment: Environment<'static>,
@@ -29,11 +29,11 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// The template of a checkpoint directory: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, of
-    /// which a list gives the one named `default`; `None` where there is neither.
+    /// The template of a checkpoint directory: `chat_template.jinja`, else `chat_template` of `tokenizer_config.json` (of a list,
+    /// the one named `default`); `None` if there is neither.
     ///
     /// # Errors
-    /// When a file cannot be read or the template is no Jinja.
+    /// When a file cannot be read, or the template is not valid Jinja.
     pub fn from_dir(dir: &Path) -> Result<Option<Self>, TextError> {
         let files = Files::of(dir)?;
         let path = dir.join("chat_template.jinja");
@@ -60,10 +60,11 @@ impl ChatTemplate {
     }
 
     /// The prompt of a conversation: `messages` are maps with `role` and `content`, as clients of OpenAI's API send them.
-    /// `add_generation_prompt` opens the model's turn. Special tokens are spelled out in it, so encode it without more.
+    /// `add_generation_prompt` appends the start of the model's turn. The prompt contains its special tokens, so encode it
+    /// without adding more.
     ///
     /// # Errors
-    /// When the template refuses the conversation, with its own words, or would not come to an end with it.
+    /// When the template rejects the conversation, with the template's message, or exceeds the limits for steps or length.
     pub fn render<M: Serialize>(&self, messages: &[M], add_generation_prompt: bool) -> Result<String, TextError> {
         let mut names: Vec<(&str, Value)> =
             self.special.iter().map(|(name, token)| (*name, Value::from(token))).collect();
@@ -86,7 +87,7 @@ impl ChatTemplate {
     }
 }
 
-/// A prompt as far as it is written.
+/// The prompt while the template writes it.
 #[derive(Default)]
 struct Prompt(Vec<u8>);
 
@@ -124,7 +125,7 @@ fn raise_exception(words: String) -> Result<String, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, words))
 }
 
-/// The date in UTC. Templates ask for days and months, so the time zone seldom matters.
+/// The date in UTC. Templates use days and months, so the time zone seldom matters.
 fn strftime_now(format: String) -> Result<String, Error> {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     crate::date::strftime(now.as_secs(), &format).map_err(|directive| {
@@ -132,7 +133,7 @@ fn strftime_now(format: String) -> Result<String, Error> {
     })
 }
 
-/// JSON as Python's `json.dumps(value, ensure_ascii=False)` writes it: nothing escaped for HTML, a space behind `,` and `:`.
+/// JSON in the form of Python's `json.dumps(value, ensure_ascii=False)`: no HTML escapes, a space after `,` and `:`.
 fn to_json(value: Value, options: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let failed = |error: serde_json::Error| Error::new(ErrorKind::BadSerialization, error.to_string());
@@ -148,7 +149,7 @@ fn to_json(value: Value, options: Kwargs) -> Result<Value, Error> {
     Ok(Value::from_safe_string(String::from_utf8(json).expect("JSON is UTF-8")))
 }
 
-/// One line, with spaces.
+/// JSON on one line, with a space after `,` and `:`.
 struct Spaced;
 
 impl Formatter for Spaced {

@@ -4,26 +4,26 @@ use tokenizers::models::bpe::BPE;
 
 use crate::sentencepiece::SentencePiece;
 
-/// How much of a text one token may stand for.
+/// How many bytes of text one token may represent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Coverage {
-    /// Most bytes of a text that a token stands for.
+    /// Upper bound for the bytes of text that one token represents.
     pub max_bytes: usize,
-    /// Whether no text has longer stretches in one token, or none at all: true unless the tokenizer drops characters, as
-    /// repeated spaces, or gives one token for many that it does not know.
+    /// Whether `max_bytes` holds for every text. False if the tokenizer drops characters, such as repeated spaces, or encodes
+    /// several unknown characters as one token.
     pub is_certain: bool,
 }
 
-/// Bytes of a character, which an unknown one may be.
+/// Bytes of the longest character: an unknown character is one token.
 const LONGEST_CHAR: usize = 4;
 
-/// Of a normal form: what it may shrink a text by. None composes more than 3 bytes into 1 (the jamo of a Hangul syllable,
-/// the Kelvin sign in lower case), or 4 where compatibility forms go (mathematical letters).
+/// Factors by which Unicode normalization may shrink a text. No form composes more than 3 bytes into 1 (the jamo of a Hangul
+/// syllable, the Kelvin sign in lower case), or 4 bytes with compatibility mappings (mathematical letters).
 const COMPOSED: usize = 3;
 const COMPATIBLE: usize = 4;
 
 impl Coverage {
-    /// Of a `tokenizer.json` whose longest token is spelled in `longest` bytes.
+    /// Of a `tokenizer.json` whose longest token has `longest` bytes.
     pub(crate) fn of(tokenizer: &tokenizers::Tokenizer, longest: usize) -> Self {
         let as_json =
             |part: Option<Result<Value, serde_json::Error>>| part.transpose().ok().map(Option::unwrap_or_default);
@@ -42,13 +42,14 @@ impl Coverage {
         }
     }
 
-    /// Of a SentencePiece model.
+    /// Of a SentencePiece model whose longest token has `longest` bytes. `takes_spaces`: an added token includes the white space
+    /// around it.
     pub(crate) fn of_spm(model: &SentencePiece, takes_spaces: bool, longest: usize) -> Self {
         Self { max_bytes: longest.max(LONGEST_CHAR), is_certain: model.keeps_all() && !takes_spaces }
     }
 }
 
-/// What a normalizer may shrink a text by; `None` where it may leave nothing of it.
+/// The factor by which a normalizer may shrink a text; `None` if there is no bound.
 fn shrinks_by(normalizer: &Value) -> Option<usize> {
     let Some(kind) = normalizer["type"].as_str() else { return normalizer.is_null().then_some(1) };
     match kind {
@@ -64,7 +65,7 @@ fn shrinks_by(normalizer: &Value) -> Option<usize> {
     }
 }
 
-/// Whether every character is still there behind a pre-tokenizer.
+/// Whether a pre-tokenizer keeps every character.
 fn keeps_all(pre_tokenizer: &Value) -> bool {
     let Some(kind) = pre_tokenizer["type"].as_str() else { return pre_tokenizer.is_null() };
     match kind {
@@ -75,19 +76,18 @@ fn keeps_all(pre_tokenizer: &Value) -> bool {
     }
 }
 
-/// Whether a step spells each byte of a text as a character of its own.
+/// Whether a step maps each byte of a text to a character of its own.
 fn is_by_bytes(step: &Value) -> bool {
     let is_one = |steps: &Value| steps.as_array().is_some_and(|steps| steps.iter().any(is_by_bytes));
     step["type"] == "ByteLevel" || is_one(&step["pretokenizers"]) || is_one(&step["normalizers"])
 }
 
-/// Whether there is a token for every character that comes to the model, so that none is dropped and none joined with others
-/// that are not known.
+/// Whether the model has a token for every character of its input, so that it drops none and never joins several unknown ones.
 fn knows_all(tokenizer: &tokenizers::Tokenizer, model: &BPE, is_by_bytes: bool) -> bool {
-    let is_there = |token: String| tokenizer.token_to_id(&token).is_some();
+    let has_token = |token: String| tokenizer.token_to_id(&token).is_some();
     if is_by_bytes {
-        return tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().all(|c| is_there(c.into()));
+        return tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().all(|c| has_token(c.into()));
     }
-    let has_bytes = model.byte_fallback && (0..=255u8).all(|byte| is_there(format!("<0x{byte:02X}>")));
+    let has_bytes = model.byte_fallback && (0..=255u8).all(|byte| has_token(format!("<0x{byte:02X}>")));
     has_bytes || model.unk_token.is_some() && !model.fuse_unk
 }

@@ -1,4 +1,4 @@
-//! Dates as chat templates write them.
+//! Dates for chat templates.
 
 const MONTHS: [&str; 12] = [
     "January",
@@ -16,7 +16,10 @@ const MONTHS: [&str; 12] = [
 ];
 const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
 
-/// `seconds` after 1970 in UTC, as C's `strftime` would write it; errs with a directive that it does not know.
+/// Formats `seconds` since 1970 in UTC like C's `strftime`.
+///
+/// # Errors
+/// The first directive that is not supported.
 pub(crate) fn strftime(seconds: u64, format: &str) -> Result<String, char> {
     let (days, in_day) = (seconds / 86400, seconds % 86400);
     let (year, month, day) = civil(days);
@@ -48,7 +51,7 @@ pub(crate) fn strftime(seconds: u64, format: &str) -> Result<String, char> {
     Ok(text)
 }
 
-/// Year, month and day of a day counted from 1 January 1970, by counting off years and months.
+/// Year, month and day of a day that is counted from 1 January 1970.
 fn civil(mut days: u64) -> (u64, u64, u64) {
     let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
     let mut year = 1970;

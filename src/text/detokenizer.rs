@@ -5,21 +5,21 @@ use crate::spelling::{Piece, Spelling, Stream};
 
 /// Turns the tokens of one sequence into text as they arrive.
 ///
-/// The pieces, [`finish`](Self::finish) included, joined are exactly the text of the whole sequence. A piece is always
-/// valid UTF-8: bytes of a character still incomplete wait for the next token, and become U+FFFD only at the end or when
-/// the next token shows that they never were a character. With SentencePiece byte fallback a run of byte tokens waits for
-/// the token after it, since one bad byte spoils the whole run in `tokenizer.json`; a SentencePiece model's bytes wait for
-/// their character alone. A token costs the copy of its bytes.
+/// The pieces joined, [`finish`](Self::finish) included, are exactly the text of the whole sequence. A piece is always
+/// valid UTF-8: the bytes of an incomplete character are held until the next token. They become U+FFFD only at the end, or when
+/// the next token shows that they are not part of a character. With the byte fallback of a `tokenizer.json`, a run of byte tokens is
+/// held until the token after it, because one invalid byte makes the whole run invalid; with a SentencePiece model, bytes are
+/// held only until their character is complete. A token costs a copy of its bytes.
 pub struct Detokenizer {
     spelling: Arc<Spelling>,
     skip_special: bool,
     text: Text,
 }
 
-/// What a text keeps from one token to the next.
+/// State of a text between two tokens.
 struct Text {
     at_start: bool,
-    /// Bytes that are no text yet.
+    /// Bytes that are not yet valid text.
     held: Vec<u8>,
     /// Leading characters that may still be stripped.
     strip_left: usize,
@@ -46,7 +46,7 @@ impl Detokenizer {
         (!text.is_empty()).then_some(text)
     }
 
-    /// As [`push`](Self::push), appended to `out`.
+    /// Like [`push`](Self::push), but appends to `out`.
     pub fn push_into(&mut self, token: u32, out: &mut String) {
         let Self { spelling, skip_special, text } = self;
         if let Some(piece) = spelling.piece(token, text.at_start, *skip_special) {
@@ -54,14 +54,14 @@ impl Detokenizer {
         }
     }
 
-    /// Ends the text: what was held back, with U+FFFD for what never became a character. Call it once.
+    /// Ends the text and returns the held bytes, with U+FFFD for an incomplete character. Call it once.
     pub fn finish(&mut self) -> String {
         let mut text = String::new();
         self.finish_into(&mut text);
         text
     }
 
-    /// As [`finish`](Self::finish), appended to `out`.
+    /// Like [`finish`](Self::finish), but appends to `out`.
     pub fn finish_into(&mut self, out: &mut String) {
         self.text.finish(self.spelling.stream, out);
     }
@@ -93,7 +93,7 @@ impl Text {
         match stream {
             Stream::Bytes if self.held.is_empty() => {}
             Stream::Bytes => {
-                // What is held is one character cut short, never two.
+                // The held bytes are one incomplete character, never two.
                 self.held.clear();
                 out.push(char::REPLACEMENT_CHARACTER);
             }
@@ -102,7 +102,7 @@ impl Text {
         }
     }
 
-    /// Emits the characters that the held bytes make up, and U+FFFD for each byte that can be part of none.
+    /// Emits the complete characters among the held bytes, and U+FFFD for each byte that cannot be part of a character.
     fn take_characters(&mut self, out: &mut String) {
         while !self.held.is_empty() {
             let done = match std::str::from_utf8(&self.held) {
@@ -120,7 +120,7 @@ impl Text {
         }
     }
 
-    /// Ends a run of bytes: each that still waits was part of no character.
+    /// Ends a run of bytes: each held byte is part of no character.
     fn end_bytes(&mut self, out: &mut String) {
         out.extend(self.held.drain(..).map(|_| char::REPLACEMENT_CHARACTER));
     }
@@ -164,7 +164,7 @@ impl Text {
     }
 }
 
-/// Appends `bytes` to `out` as `String::from_utf8_lossy` would, but returns a last character cut short.
+/// Appends `bytes` to `out` like `String::from_utf8_lossy`, but returns an incomplete last character.
 fn emit_utf8<'a>(mut bytes: &'a [u8], out: &mut String) -> &'a [u8] {
     loop {
         let error = match std::str::from_utf8(bytes) {

@@ -1,4 +1,4 @@
-//! The JSON files beside a tokenizer: which tokens are special, and which are put around a text.
+//! The JSON files beside a tokenizer: which tokens are special, and which begin and end a text.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -8,26 +8,26 @@ use serde_json::Value;
 
 use crate::TextError;
 
-/// What `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json` of a directory say; `Null` for a file
-/// that is not there.
+/// Contents of `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json` of a directory; `Null` for a missing
+/// file.
 pub(crate) struct Files {
     pub(crate) config: Value,
     special_tokens_map: Value,
     added_tokens: Value,
 }
 
-/// A token that is found in a text before the tokenizer's own model sees it.
+/// A token that is matched in a text before the tokenizer's model encodes the rest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct AddedToken {
     pub(crate) content: String,
     pub(crate) special: bool,
-    /// Takes the white space before it along.
+    /// The white space before it belongs to the token.
     pub(crate) lstrip: bool,
-    /// Takes the white space behind it along.
+    /// The white space after it belongs to the token.
     pub(crate) rstrip: bool,
-    /// Not a part of a longer word.
+    /// Matches only as a word of its own.
     pub(crate) single_word: bool,
-    /// Found in the text as normalised rather than as it came.
+    /// Matched in the normalized text instead of the original.
     pub(crate) normalized: bool,
 }
 
@@ -51,12 +51,12 @@ impl Files {
         class.strip_suffix("Fast").unwrap_or(class)
     }
 
-    /// The content of `bos_token` or another token with a role.
+    /// The content of the token with a role such as `bos_token`.
     pub(crate) fn role(&self, key: &str) -> Option<String> {
         [&self.config, &self.special_tokens_map].into_iter().find_map(|file| content(file.get(key)?))
     }
 
-    /// The tokens with a role, by their names.
+    /// The tokens that chat templates refer to by name.
     pub(crate) fn named_tokens(&self) -> Vec<(&'static str, String)> {
         ["bos_token", "eos_token", "unk_token", "pad_token"]
             .into_iter()
@@ -64,7 +64,7 @@ impl Files {
             .collect()
     }
 
-    /// All added tokens, with the ids that the files give them.
+    /// All added tokens, each with its id where a file states one.
     pub(crate) fn added(&self) -> Vec<(Option<u32>, AddedToken)> {
         let mut by_content: BTreeMap<String, (Option<u32>, AddedToken)> = BTreeMap::new();
         let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
@@ -85,7 +85,7 @@ impl Files {
         by_content.into_values().collect()
     }
 
-    /// Every token that either file gives a role.
+    /// Every token that has a role in either file.
     fn roles(&self) -> impl Iterator<Item = (&str, &Value)> {
         [&self.config, &self.special_tokens_map].into_iter().filter_map(Value::as_object).flatten().flat_map(
             |(key, value)| {
@@ -103,7 +103,7 @@ impl AddedToken {
         Self { content, special, lstrip: false, rstrip: false, single_word: false, normalized: !special }
     }
 
-    /// As the files write it; `None` for a mere string.
+    /// Reads the object form of a token; `None` for a string.
     fn of(value: &Value) -> Option<Self> {
         let flag = |key: &str| value.get(key).and_then(Value::as_bool);
         let special = flag("special").unwrap_or(false);
@@ -118,7 +118,7 @@ impl AddedToken {
     }
 }
 
-/// A token's text, be it written as a string or as an object.
+/// A token's text, from its string or object form.
 fn content(value: &Value) -> Option<String> {
     let content = value.as_str().or_else(|| value.get("content")?.as_str())?;
     Some(content.to_owned()).filter(|content| !content.is_empty())

@@ -13,11 +13,11 @@ use tokenizers::{AddedToken, PreTokenizerWrapper, SplitDelimiterBehavior, Tokeni
 use crate::TextError;
 use crate::files::Files;
 
-/// How Qwen2 cuts a text into words before BPE, as it is published.
+/// The published pattern by which Qwen2 splits a text into words before BPE.
 const QWEN2_WORDS: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Classes whose files are read here; no class is GPT-2's.
+/// Tokenizer classes whose files are read here; an empty class is taken for GPT-2's.
 const CLASSES: [&str; 4] = ["", "GPT2Tokenizer", "CodeGenTokenizer", "Qwen2Tokenizer"];
 
 /// The tokenizer of a directory with `vocab.json` and `merges.txt`.
@@ -51,7 +51,7 @@ fn build(dir: &Path, files: &Files) -> tokenizers::Result<Tokenizer> {
     Ok(tokenizer)
 }
 
-/// Adds the tokens of the JSON files, in the order of their ids so that new ones get those.
+/// Adds the tokens of the JSON files in the order of their ids, so that new tokens get these ids.
 fn add_tokens(tokenizer: &mut Tokenizer, files: &Files) -> tokenizers::Result<()> {
     let mut added = files.added();
     added.sort_by_key(|(id, _)| id.unwrap_or(u32::MAX));
@@ -77,7 +77,7 @@ fn add_tokens(tokenizer: &mut Tokenizer, files: &Files) -> tokenizers::Result<()
     Ok(())
 }
 
-/// Begin and end tokens, where the configuration asks for them.
+/// Adds begin and end tokens to every text where the configuration enables them.
 fn add_ends(tokenizer: &mut Tokenizer, files: &Files) -> tokenizers::Result<()> {
     let end = |flag: &str, role: &str| -> Option<(String, u32)> {
         let token =

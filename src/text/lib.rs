@@ -1,8 +1,9 @@
-//! Text in, token ids out, and back again one token at a time.
+//! Encodes text as token ids, and decodes token ids to text one token at a time.
 //!
-//! [`Tokenizer`] reads a checkpoint's `tokenizer.json`, SentencePiece `tokenizer.model`, or `vocab.json` with `merges.txt`; [`Detokenizer`] turns one sequence's tokens into text as they
-//! arrive; [`StopText`] cuts that text before a stop string; [`ChatTemplate`] makes the prompt of a conversation. Ids are plain `u32`: this room knows no other.
-//! Sampling, end ids and scheduling are left to `engine`.
+//! [`Tokenizer`] reads a checkpoint's `tokenizer.json`, SentencePiece `tokenizer.model`, or `vocab.json` with `merges.txt`.
+//! [`Detokenizer`] turns one sequence's tokens into text as they arrive, [`StopText`] cuts that text before a stop string, and
+//! [`ChatTemplate`] renders a conversation as a prompt. Token ids are plain `u32`: this crate depends on no other of the project.
+//! Sampling, end ids and scheduling belong to `engine`.
 //!
 //! ```
 //! # let dir = tempfile::tempdir()?;

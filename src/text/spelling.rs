@@ -7,30 +7,31 @@ use crate::TextError;
 use crate::sentencepiece::{PieceType, SPACE};
 use crate::spm::SpmTokenizer;
 
-/// Ids beyond this are taken for a damaged file; the largest vocabularies have some 2^18 tokens.
+/// A larger id means a damaged file; the largest vocabularies have some 2^18 tokens.
 pub(crate) const MAX_TOKEN_ID: u32 = (1 << 24) - 1;
 
 const SUPPORTED: &str = "`ByteLevel`, `Metaspace`, `WordPiece`, none, or a `Sequence` of `Replace`, `ByteFallback`, `Fuse` and a leading `Strip`";
 
-/// What every token adds to a text, worked out once at load so that a token costs a copy and no more.
+/// The bytes that each token adds to a text. They are computed once at load, so that decoding a token costs one copy.
 pub(crate) struct Spelling {
     pub(crate) stream: Stream,
     kinds: Vec<Kind>,
     /// Bytes of each token anywhere but at the start.
     inner: Pieces,
-    /// Bytes of each token at the start of a text, where the decoder tells them apart.
+    /// Bytes of each token at the start of a text, if the decoder treats that place differently.
     first: Option<Pieces>,
 }
 
 /// How the pieces of a text are joined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stream {
-    /// Any bytes; together they are UTF-8, and what is not becomes U+FFFD as in `String::from_utf8_lossy`.
+    /// Arbitrary bytes that form UTF-8 together; invalid parts become U+FFFD as in `String::from_utf8_lossy`.
     Bytes,
-    /// Whole strings, and runs of single bytes that are UTF-8 together or U+FFFD each; then leading `strip` goes.
+    /// Strings, and runs of fallback bytes. A run is valid UTF-8 as a whole, or each of its bytes becomes U+FFFD. `strip` removes
+    /// a leading character up to so many times.
     Text { strip: Option<(char, usize)> },
-    /// As SentencePiece decodes: whole strings, and single bytes that are UTF-8 together or U+FFFD each; the first piece
-    /// has its leading space dropped, and with `all_spaces` each as long as there is no text.
+    /// SentencePiece's rules: strings and fallback bytes; a byte that is part of no character becomes U+FFFD. The leading space of
+    /// the first piece is dropped; with `all_spaces`, that of each piece until there is text.
     Pieces { all_spaces: bool },
 }
 
@@ -39,7 +40,7 @@ enum Kind {
     Absent,
     Plain,
     Special,
-    /// One byte of a character outside the vocabulary, spelled `<0x0A>`.
+    /// One byte of a character outside the vocabulary, written as `<0x0A>`.
     Byte,
 }
 
@@ -53,7 +54,7 @@ impl Kind {
     }
 }
 
-/// One token's part of a text.
+/// The part of a text that one token adds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Piece<'a> {
     Bytes(&'a [u8]),
@@ -61,7 +62,7 @@ pub(crate) enum Piece<'a> {
 }
 
 impl Spelling {
-    /// Works out the pieces of all tokens of `tokenizer`, read from `path`.
+    /// Computes the pieces of all tokens of `tokenizer`, which was read from `path`.
     pub(crate) fn of(tokenizer: &tokenizers::Tokenizer, path: &Path) -> Result<Self, TextError> {
         let max_id = tokenizer.get_vocab(true).into_values().max().unwrap_or(0);
         if max_id > MAX_TOKEN_ID {
@@ -111,7 +112,7 @@ impl Spelling {
 
     fn add(&mut self, tokenizer: &tokenizers::Tokenizer, rule: &Rule, id: u32) {
         let added = tokenizer.get_added_vocabulary();
-        // In the order in which whole sequences are decoded: added tokens first.
+        // Added tokens first, as in `Tokenizer::decode` of the crate.
         let token = added.simple_id_to_token(id).or_else(|| tokenizers::Model::id_to_token(tokenizer.get_model(), id));
         let Some(token) = token else {
             self.kinds.push(Kind::Absent);
@@ -133,7 +134,7 @@ impl Spelling {
         }
     }
 
-    /// The part that token `id` adds at the start of a text or later in it; `None` if it adds nothing.
+    /// The part that token `id` adds at the start of a text, or later in it; `None` if it adds nothing.
     pub(crate) fn piece(&self, id: u32, at_start: bool, skip_special: bool) -> Option<Piece<'_>> {
         let kind = *self.kinds.get(id as usize)?;
         let pieces = self.first.as_ref().filter(|_| at_start).unwrap_or(&self.inner);
@@ -174,20 +175,21 @@ impl Pieces {
     }
 }
 
-/// The decoder of a `tokenizer.json`, as far as its text can be streamed.
+/// The decoder of a `tokenizer.json`; only decoders whose text can be streamed.
 enum Rule<'a> {
-    /// Byte-level BPE: each character of a token stands for one byte.
+    /// Byte-level BPE: each character of a token represents one byte.
     ByteLevel { byte_of_char: Vec<Option<u8>> },
-    /// `Metaspace`, `WordPiece`: a token's text depends on whether it is the first, and on nothing else.
+    /// `Metaspace`, `WordPiece`: the text of a token depends only on the token and on whether it is the first.
     ByPosition(&'a DecoderWrapper),
-    /// No decoder: tokens are joined by one space.
+    /// No decoder: tokens are joined with one space.
     Spaced,
-    /// SentencePiece as tokenizers spells it: each token rewritten alone, then byte fallback, fused, stripped.
+    /// SentencePiece as a sequence of decoders: each token is rewritten alone, then byte fallback, fusion, and stripping.
     Rewritten { steps: Vec<DecoderWrapper>, byte_fallback: bool, strip: Option<(char, usize)> },
 }
 
 impl<'a> Rule<'a> {
-    /// Errs with the name of a decoder that cannot be streamed.
+    /// # Errors
+    /// The name of a decoder that cannot be streamed.
     fn of(decoder: Option<&'a DecoderWrapper>) -> Result<Self, String> {
         match decoder {
             None => Ok(Self::Spaced),
@@ -239,7 +241,7 @@ impl<'a> Rule<'a> {
 
     fn first(&self, token: &str) -> Vec<u8> {
         match self {
-            Self::ByPosition(decoder) => last_of_chain(decoder, vec![token.to_owned()]),
+            Self::ByPosition(decoder) => decode_last(decoder, vec![token.to_owned()]),
             _ => token.as_bytes().to_vec(),
         }
     }
@@ -250,32 +252,32 @@ impl<'a> Rule<'a> {
                 let bytes = token.chars().map(|c| *byte_of_char.get(c as usize)?).collect::<Option<Vec<u8>>>();
                 bytes.unwrap_or_else(|| token.as_bytes().to_vec())
             }
-            Self::ByPosition(decoder) => last_of_chain(decoder, vec![String::new(), token.to_owned()]),
+            Self::ByPosition(decoder) => decode_last(decoder, vec![String::new(), token.to_owned()]),
             Self::Spaced => format!(" {token}").into_bytes(),
             Self::Rewritten { steps, .. } => steps.iter().fold(token.as_bytes().to_vec(), |bytes, step| {
                 let text = String::from_utf8(bytes).expect("each step gives a string");
-                last_of_chain(step, vec![text])
+                decode_last(step, vec![text])
             }),
         }
     }
 }
 
-/// What a decoder that maps token by token makes of the last of `tokens`; the token itself if it fails.
-fn last_of_chain(decoder: &DecoderWrapper, tokens: Vec<String>) -> Vec<u8> {
+/// Decodes `tokens` with a decoder that maps each token to one text, and returns the last text; the token itself on failure.
+fn decode_last(decoder: &DecoderWrapper, tokens: Vec<String>) -> Vec<u8> {
     let token = tokens.last().cloned();
     let decoded = decoder.decode_chain(tokens).ok().and_then(|mut texts| texts.pop());
     decoded.or(token).unwrap_or_default().into_bytes()
 }
 
-/// The byte that `<0x0A>` stands for.
+/// The byte of a fallback token such as `<0x0A>`.
 pub(crate) fn fallback_byte(token: &[u8]) -> Option<u8> {
     let hex = token.strip_prefix(b"<0x")?.strip_suffix(b">")?;
     let hex = std::str::from_utf8(hex).ok().filter(|hex| hex.len() == 2)?;
     u8::from_str_radix(hex, 16).ok()
 }
 
-/// Byte-level BPE's alphabet (Radford et al. 2019): printable Latin-1 characters stand for themselves, the other 68
-/// bytes, in order, for U+0100 and on.
+/// The alphabet of byte-level BPE (Radford et al. 2019): a printable Latin-1 character represents its own byte; U+0100 and the
+/// following characters represent the other 68 bytes in order.
 fn byte_of_char() -> Vec<Option<u8>> {
     let mut bytes = vec![None; 0x100 + 68];
     let mut next = 0x100;

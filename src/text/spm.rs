@@ -6,21 +6,21 @@ use crate::sentencepiece::{PieceType, SentencePiece};
 use crate::spelling::MAX_TOKEN_ID;
 use crate::{Coverage, TextError, TokenizerType};
 
-/// Sentinels of T5 where `extra_ids` does not say how many.
+/// Number of T5's sentinel tokens where `extra_ids` does not set it.
 const T5_EXTRA_IDS: u64 = 100;
 
-/// A SentencePiece model and the tokens that its checkpoint adds.
+/// A SentencePiece model with the added tokens of its checkpoint.
 pub(crate) struct SpmTokenizer {
     model: SentencePiece,
     added: AddedTokens,
     bos: Option<u32>,
     eos: Option<u32>,
-    /// Whether a stretch of text behind an added token starts like a text of its own.
+    /// Whether the text after an added token gets the space that the model puts before a text.
     prefixes_all: bool,
 }
 
 impl SpmTokenizer {
-    /// Reads the model at `path`, beside it `files`.
+    /// Reads the model at `path`; `files` are those of its directory.
     pub(crate) fn read(path: &Path, files: &Files, tokenizer_type: TokenizerType) -> Result<Self, TextError> {
         let bytes = std::fs::read(path).map_err(|source| TextError::Read { path: path.to_owned(), source })?;
         let parse_error = |reason| TextError::Parse { path: path.to_owned(), reason };
@@ -58,7 +58,7 @@ impl SpmTokenizer {
         Coverage::of_spm(&self.model, takes_spaces, longest)
     }
 
-    /// The ids of the pieces that the model itself names as begin and end of a text.
+    /// The ids of the pieces that the model declares as begin and end of a text.
     pub(crate) fn own_ends(&self) -> [Option<u32>; 2] {
         self.model.ends().map(|piece| self.token_to_id(piece?))
     }
@@ -80,7 +80,7 @@ impl SpmTokenizer {
     }
 }
 
-/// What the class of a tokenizer decides unless its files say otherwise.
+/// Settings that follow from the tokenizer's class unless its files set them.
 struct Rules {
     is_t5: bool,
     adds_bos: bool,
@@ -99,7 +99,7 @@ impl Rules {
             && (tokenizer_type == TokenizerType::Llama
                 || matches!(class, "LlamaTokenizer" | "CodeLlamaTokenizer" | "TokenizersBackend")
                 || class.is_empty() && model.is_bpe());
-        // Classes of the checkpoint's own code hand each stretch of text to SentencePiece as it is.
+        // Tokenizer classes in a checkpoint's own code pass each part of the text to SentencePiece as a text of its own.
         let is_legacy = files.flag("legacy").unwrap_or(!is_llama) && tokenizer_type != TokenizerType::Llama;
         let [bos, eos] = model.ends().map(|piece| piece.map(str::to_owned));
         Self {
@@ -113,7 +113,7 @@ impl Rules {
     }
 }
 
-/// The tokens of the JSON files, the model's own begin, end and unknown pieces, and T5's sentinels.
+/// The tokens of the JSON files, the model's begin, end and unknown pieces, and T5's sentinel tokens.
 fn added_tokens(model: &SentencePiece, files: &Files, rules: &Rules) -> Vec<(u32, AddedToken)> {
     let mut tokens = files.added();
     let unknown = model.pieces().find(|(_, kind)| *kind == PieceType::Unknown).map(|(piece, _)| piece.to_owned());
@@ -134,16 +134,16 @@ fn added_tokens(model: &SentencePiece, files: &Files, rules: &Rules) -> Vec<(u32
     with_ids(model, tokens)
 }
 
-/// Gives an id to tokens without one: that of the piece spelled alike, else the next behind all others.
+/// Assigns an id to each token without one: that of the piece with the same text, else the next free id.
 fn with_ids(model: &SentencePiece, mut tokens: Vec<(Option<u32>, AddedToken)>) -> Vec<(u32, AddedToken)> {
     for (id, token) in &mut tokens {
         *id = id.or_else(|| model.id(&token.content));
     }
     let largest = tokens.iter().filter_map(|(id, _)| *id).max();
     let mut next = largest.map_or(0, |id| id.saturating_add(1)).max(model.len() as u32);
-    let mut give = || {
+    let mut next_id = || {
         next += 1;
         next - 1
     };
-    tokens.into_iter().map(|(id, token)| (id.unwrap_or_else(&mut give), token)).collect()
+    tokens.into_iter().map(|(id, token)| (id.unwrap_or_else(&mut next_id), token)).collect()
 }

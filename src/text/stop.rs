@@ -1,7 +1,7 @@
 /// Cuts a stream of text before the first stop string that it completes.
 ///
-/// Text that may still become a stop string is held back, so no part of one is ever let out. Of two stop strings completed by the same
-/// byte the longer one counts. A byte costs one step per stop string, amortised.
+/// Text that may still become a stop string is held back, so no part of a stop string is ever emitted. Of two stop strings that the
+/// same byte completes, the longer one is reported. A byte costs one step per stop string, amortized.
 ///
 /// ```
 /// let mut stop = text::StopText::new(["\n\nUser:".to_owned()]);
@@ -13,7 +13,7 @@
 /// ```
 pub struct StopText {
     matchers: Vec<Matcher>,
-    /// The end of the text so far that is the start of a stop string.
+    /// The longest end of the text that is the start of a stop string.
     held: String,
 }
 
@@ -27,9 +27,9 @@ impl StopText {
         }
     }
 
-    /// Appends to `out` what is known not to belong to a stop string.
+    /// Appends to `out` the text that cannot belong to a stop string any more.
     ///
-    /// Returns the index of the stop string that `piece` completes; text from its start on is dropped, and the stream is over.
+    /// Returns the index of the stop string that `piece` completes. The text from its start on is dropped; do not push again.
     pub fn push(&mut self, piece: &str, out: &mut String) -> Option<usize> {
         if self.matchers.is_empty() {
             out.push_str(piece);
@@ -50,13 +50,13 @@ impl StopText {
         None
     }
 
-    /// Ends a text that met no stop string: appends what was held back. Call it once.
+    /// Ends a text without a stop string: appends the held text. Call it once.
     pub fn finish(&mut self, out: &mut String) {
         out.push_str(&self.held);
         self.held.clear();
     }
 
-    /// Appends held text and `piece` to `out`, all but the last `hold_bytes`, which are held.
+    /// Appends the held text and `piece` to `out`, except for the last `hold_bytes`, which are held.
     fn release(&mut self, piece: &str, hold_bytes: usize, out: &mut String) {
         if hold_bytes <= piece.len() {
             out.push_str(&self.held);
@@ -72,7 +72,7 @@ impl StopText {
     }
 }
 
-/// Knuth, Morris and Pratt (1977): how much of a pattern the text ends with, one byte at a time.
+/// The search of Knuth, Morris and Pratt (1977), one byte at a time: how much of a pattern the text ends with.
 struct Matcher {
     index: usize,
     pattern: Vec<u8>,
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_partial_match_is_held_and_let_out_when_it_fails() {
+    fn a_partial_match_is_held_and_emitted_when_it_fails() {
         let mut stop = StopText::new(["END".to_owned()]);
         let mut out = String::new();
         assert_eq!(stop.push("the E", &mut out), None);
@@ -158,7 +158,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn however_a_text_is_cut_into_pieces_it_ends_before_the_first_stop_string(
+        fn a_text_in_any_pieces_ends_before_the_first_stop_string(
             stops in prop::collection::vec("[abé]{0,4}", 0..4),
             pieces in prop::collection::vec("[abcé]{0,5}", 0..12),
         ) {
@@ -169,7 +169,7 @@ mod tests {
         }
 
         #[test]
-        fn nothing_that_begins_a_stop_string_is_let_out_early(
+        fn the_start_of_a_stop_string_is_never_emitted_early(
             stop in "[ab]{2,5}",
             pieces in prop::collection::vec("[ab]{1,3}", 1..8),
         ) {

@@ -8,7 +8,7 @@ use crate::spelling::Spelling;
 use crate::spm::SpmTokenizer;
 use crate::{Coverage, Detokenizer, TextError, gpt2};
 
-/// Which files of a checkpoint make its tokenizer, and by whose rules: `tokenizer_type` of TensorRT-LLM's preprocessing.
+/// Which files of a checkpoint are read, and by which rules: `tokenizer_type` of TensorRT-LLM's preprocessing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum TokenizerType {
     /// `tokenizer.json`, else `tokenizer.model` or `spiece.model`, else `vocab.json` with `merges.txt`.
@@ -24,7 +24,7 @@ impl std::str::FromStr for TokenizerType {
     type Err = String;
 
     /// # Errors
-    /// With the types that there are.
+    /// For another name; the message lists the valid ones.
     fn from_str(name: &str) -> Result<Self, String> {
         match name {
             "auto" => Ok(Self::Auto),
@@ -35,7 +35,7 @@ impl std::str::FromStr for TokenizerType {
     }
 }
 
-/// The tokenizer of one checkpoint. Share it in an [`Arc`]: nothing in it changes after loading.
+/// The tokenizer of one checkpoint. It is immutable after loading; share it in an [`Arc`].
 pub struct Tokenizer {
     model: Model,
     spelling: Arc<Spelling>,
@@ -43,14 +43,14 @@ pub struct Tokenizer {
     roles: Roles,
 }
 
-/// The ids of tokens that the checkpoint's files give a role.
+/// The ids of the tokens that have a role in the checkpoint's files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Roles {
     /// Begins a text.
     pub bos: Option<u32>,
     /// Ends a text.
     pub eos: Option<u32>,
-    /// Fills rows that are shorter than others.
+    /// Pads the shorter rows of a batch.
     pub pad: Option<u32>,
 }
 
@@ -70,15 +70,14 @@ impl Tokenizer {
     /// Reads the tokenizer of a checkpoint directory, as [`TokenizerType::Auto`] does.
     ///
     /// # Errors
-    /// When there is none, or its files cannot be read or understood.
+    /// When the directory has no tokenizer, or one of its files cannot be read or parsed.
     pub fn from_dir(dir: &Path) -> Result<Self, TextError> {
         Self::open(dir, TokenizerType::Auto)
     }
 
     /// Reads the tokenizer of a checkpoint directory, or the SentencePiece model or `tokenizer.json` that `path` names.
     ///
-    /// Truncation and padding that `tokenizer.json` may ask for are switched off: a server neither shortens nor pads a
-    /// prompt.
+    /// Truncation and padding in `tokenizer.json` are disabled: a server neither truncates nor pads a prompt.
     ///
     /// # Errors
     /// As [`Self::from_dir`].
@@ -101,8 +100,8 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// What the files beside the tokenizer say, else a SentencePiece model itself; files that `tokenizer.json` does not
-    /// need may be broken.
+    /// The roles in the files beside the tokenizer, else those in a SentencePiece model. The files are optional here, so an
+    /// unreadable one counts as missing.
     fn find_roles(&self, dir: &Path) -> Roles {
         let files = Files::of(dir).ok();
         let named = |role: &str| self.token_to_id(&files.as_ref()?.role(role)?);
@@ -134,7 +133,10 @@ impl Tokenizer {
         Ok(Self { model: Model::Json(Box::new(model)), spelling, coverage, roles: Roles::default() })
     }
 
-    /// The token ids of `text`, with the checkpoint's own begin and end tokens if `add_special` is set.
+    /// The token ids of `text`, with the checkpoint's begin and end tokens if `add_special` is set.
+    ///
+    /// # Errors
+    /// When the tokenizer's model cannot encode the text.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
         match &self.model {
             Model::Json(model) => {
@@ -147,7 +149,7 @@ impl Tokenizer {
         }
     }
 
-    /// The text of a whole sequence: what a [`Detokenizer`] gives in pieces. Ids that name no token give no text.
+    /// The text of a whole sequence: the pieces of a [`Detokenizer`] joined. Unknown ids add no text.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
         let mut detokenizer = Detokenizer::with_spelling(Arc::clone(&self.spelling), skip_special);
         let mut text = String::new();
@@ -158,12 +160,12 @@ impl Tokenizer {
         text
     }
 
-    /// One more than the largest token id, added tokens included. A model's own vocabulary may be padded beyond it.
+    /// One more than the largest token id, added tokens included. The vocabulary of the model's weights may be padded beyond it.
     pub fn vocab_size(&self) -> usize {
         self.spelling.vocab_size()
     }
 
-    /// How much of a text one token may stand for.
+    /// How many bytes of text one token may represent.
     pub fn coverage(&self) -> Coverage {
         self.coverage
     }
@@ -184,7 +186,7 @@ impl Tokenizer {
         }
     }
 
-    /// The tokens that begin, end and pad a text, as far as the checkpoint says.
+    /// The tokens that begin, end and pad a text, where the checkpoint's files name them.
     pub fn roles(&self) -> Roles {
         self.roles
     }
@@ -261,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn roles_are_those_that_the_files_give() {
+    fn roles_are_those_of_the_files() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("tokenizer.json"), WORDS).unwrap();
         assert_eq!(Tokenizer::from_dir(dir.path()).unwrap().roles(), Roles::default());

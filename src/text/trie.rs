@@ -1,4 +1,6 @@
-//! Byte strings found at the start of a text.
+//! A trie: finds the strings of a set that a text starts with.
+//!
+//! Own code: `aho-corasick` refuses to list all the strings that start at one place (an anchored search with overlaps).
 
 /// A set of byte strings, each with a value.
 #[derive(Debug, Default)]
@@ -15,7 +17,7 @@ struct Node {
 }
 
 impl Trie {
-    /// Of two equal strings the first has its say. Empty strings are left out.
+    /// Of two equal strings the first is kept. Empty strings are left out.
     pub(crate) fn new<'a>(strings: impl IntoIterator<Item = (&'a str, u32)>) -> Self {
         let mut strings: Vec<(&[u8], u32)> =
             strings.into_iter().map(|(string, value)| (string.as_bytes(), value)).collect();
@@ -23,7 +25,7 @@ impl Trie {
         strings.sort_by_key(|(string, _)| *string); // Stable, so the first of two equal ones stays first.
         strings.dedup_by_key(|(string, _)| *string);
         let mut trie = Self { nodes: vec![Node::default()], edges: Vec::new() };
-        // Node by node: which strings pass through it, and how deep it is.
+        // Nodes to expand: index, range of the strings below the node, depth.
         let mut open = std::collections::VecDeque::from([(0usize, 0..strings.len(), 0usize)]);
         while let Some((node, range, depth)) = open.pop_front() {
             let first_edge = trie.edges.len();

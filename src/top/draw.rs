@@ -1,4 +1,4 @@
-//! A view as widgets.
+//! Draws a view with ratatui.
 
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -8,7 +8,7 @@ use ratatui::widgets::{Cell, Paragraph, Row, Table};
 
 use crate::view::{ModelView, ProcessView, View};
 
-/// Draws a view; `with_keys` for a terminal that takes keys.
+/// Draws a view; `with_keys` adds a line with the key bindings.
 pub(crate) fn draw(frame: &mut Frame<'_>, view: &View, with_keys: bool) {
     let head = head(view);
     let num_models = view.models.len().max(1) as u16;

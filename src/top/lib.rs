@@ -1,28 +1,28 @@
-//! `trireme top`: what a world does now, in a terminal, from what rank 0 publishes and `/proc` tells.
+//! `trireme top`: shows the current state of a world in a terminal, from the metrics of rank 0 and `/proc`.
 //!
-//! [`TopArgs`] is the command line, [`run`] carries it out. A [`Look`] is what one glance finds, a [`View`] what two
-//! glances together say (rates, step times), and drawing turns a view into text. Processes are known for worlds that
-//! `launch` started on this machine; of a server elsewhere only its metrics are.
+//! [`TopArgs`] is the command line, [`run`] executes it. A [`Snapshot`] holds the metrics and processes of one moment. A [`View`]
+//! holds the figures to draw, with rates and step times from two snapshots. Processes are known for worlds that `launch`
+//! started on this machine; for another server there are only metrics.
 //!
 //! ```
 //! use launcher::scrape::Metrics;
 //! use std::time::{Duration, Instant};
-//! use top::{Look, View};
+//! use top::{Snapshot, View};
 //!
-//! let look = |steps, at| Look {
+//! let snapshot = |steps, at| Snapshot {
 //!     at,
 //!     server: "localhost:8002".into(),
 //!     world: None,
 //!     metrics: Ok(Metrics::parse(&format!("trireme_llm_ready{{model=\"m\"}} 1\ntrireme_llm_steps_total{{model=\"m\"}} {steps}\n"))),
 //! };
 //! let then = Instant::now();
-//! let view = View::of(&look(10, then), &look(30, then + Duration::from_secs(2)));
+//! let view = View::of(&snapshot(10, then), &snapshot(30, then + Duration::from_secs(2)));
 //! assert_eq!(view.models[0].steps_per_s, 10.0);
 //! ```
 #![forbid(unsafe_code)]
 
 mod draw;
-mod look;
+mod snapshot;
 mod view;
 
 use std::io::{self, IsTerminal as _};
@@ -36,32 +36,32 @@ use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::{DefaultTerminal, Terminal};
 
-pub use look::{Look, Source};
+pub use snapshot::{Snapshot, Source};
 pub use view::{ModelView, ProcessView, View};
 
-/// Shortest time between two looks.
+/// Shortest interval between two snapshots, in seconds.
 const MIN_INTERVAL: f64 = 0.1;
 
-/// Lines of a frame that is printed, and its least and greatest width.
+/// Lines and columns of a printed frame.
 const PRINTED_HEIGHT: u16 = 200;
 const PRINTED_WIDTH: u16 = 120;
 
 /// `trireme top`
 #[derive(Debug, Clone, Args)]
 pub struct TopArgs {
-    /// Host of rank 0; a world that was started here is found by itself
+    /// Host of rank 0; a world on this machine is found without it
     #[arg(short, long, value_name = "HOST")]
     pub url: Option<String>,
-    /// Port of the metrics [default: that of the world found, else 8002]
+    /// Port of the metrics [default: that of the world on this machine, else 8002]
     #[arg(short, long, value_name = "PORT")]
     pub metrics_port: Option<u16>,
-    /// Which of several worlds that were started here, by its HTTP port
+    /// HTTP port of the world to show, if several run on this machine
     #[arg(long, value_name = "PORT")]
     pub http_port: Option<u16>,
-    /// Seconds between two looks
+    /// Seconds between two updates
     #[arg(short, long, default_value_t = 1.0)]
     pub interval: f64,
-    /// Print one frame and exit: 0 when the server answers
+    /// Print one frame and exit; the exit code is 0 if the server answers
     #[arg(long)]
     pub once: bool,
 }
@@ -69,7 +69,7 @@ pub struct TopArgs {
 /// Shows a world until `q`, Esc or Ctrl-C; or prints one frame.
 ///
 /// # Errors
-/// When flags cannot be, the terminal cannot be used, or, with `--once`, no server answers.
+/// When a flag is invalid, the terminal cannot be used, or, with `--once`, no server answers.
 pub fn run(args: &TopArgs) -> Result<()> {
     if !args.interval.is_finite() || args.interval < MIN_INTERVAL {
         bail!("--interval={} is too short: {MIN_INTERVAL} s is the least", args.interval);
@@ -89,9 +89,9 @@ pub fn run(args: &TopArgs) -> Result<()> {
 }
 
 fn once(source: &Source, interval: Duration) -> Result<()> {
-    let before = source.look()?;
+    let before = source.snapshot()?;
     thread::sleep(interval);
-    let view = View::of(&before, &source.look()?);
+    let view = View::of(&before, &source.snapshot()?);
     print!("{}", frame(&view)?);
     match view.trouble {
         Some(trouble) => bail!("{trouble}"),
@@ -110,32 +110,32 @@ fn frame(view: &View) -> Result<String> {
     Ok(lines[..num_lines].iter().map(|line| format!("{line}\n")).collect())
 }
 
-/// Draws whenever there is something new. Looks are taken in a thread, so that a server that hangs leaves keys alive.
+/// Redraws until the user quits. A thread of its own takes the snapshots, so that keys work while a server does not respond.
 fn live(terminal: &mut DefaultTerminal, source: Source, interval: Duration) -> Result<()> {
-    let (sender, looks) = mpsc::sync_channel(1);
-    thread::Builder::new().name("look".into()).spawn(move || {
-        while sender.send(source.look()).is_ok() {
+    let (sender, snapshots) = mpsc::sync_channel(1);
+    thread::Builder::new().name("snapshots".into()).spawn(move || {
+        while sender.send(source.snapshot()).is_ok() {
             thread::sleep(interval);
         }
     })?;
-    let mut last: Option<Look> = None;
+    let mut last: Option<Snapshot> = None;
     let mut view = View::default();
     loop {
         terminal.draw(|frame| draw::draw(frame, &view, true))?;
-        if is_asked_to_end(Duration::from_millis(100))? {
+        if wait_for_quit(Duration::from_millis(100))? {
             return Ok(());
         }
-        while let Ok(look) = looks.try_recv() {
-            let look = look?;
-            view = View::of(last.as_ref().unwrap_or(&look), &look);
-            last = Some(look);
+        while let Ok(snapshot) = snapshots.try_recv() {
+            let snapshot = snapshot?;
+            view = View::of(last.as_ref().unwrap_or(&snapshot), &snapshot);
+            last = Some(snapshot);
         }
     }
 }
 
-/// Waits a moment for a key.
-fn is_asked_to_end(patience: Duration) -> Result<bool> {
-    if !event::poll(patience)? {
+/// Waits up to `timeout` for a key; whether it was a key that quits.
+fn wait_for_quit(timeout: Duration) -> Result<bool> {
+    if !event::poll(timeout)? {
         return Ok(false);
     }
     let Event::Key(key) = event::read()? else { return Ok(false) };

@@ -1,24 +1,24 @@
-//! What two glances together say: the figures to draw.
+//! The figures to draw, computed from two snapshots.
 
 use std::time::Duration;
 
 use launcher::scrape::{Metrics, Sample};
 use launcher::status::{self, ProcessStatus};
 
-use crate::look::Look;
+use crate::snapshot::Snapshot;
 
 /// All figures of one frame.
 #[derive(Debug, Clone, Default)]
 pub struct View {
-    /// Where the figures come from.
+    /// Host and port of the metrics.
     pub server: String,
-    /// `ready`, `loading` … where it is known.
+    /// `ready`, `loading` …; empty if it is unknown.
     pub state: String,
-    /// What is wrong now, in words.
+    /// Why there are no metrics.
     pub trouble: Option<String>,
-    /// Times the world was started again, and how its last bad run ended.
+    /// How often the world was restarted.
     pub world_restarts: Option<u32>,
-    /// See above.
+    /// How its last failed run ended.
     pub last_failure: Option<String>,
     /// Language models.
     pub models: Vec<ModelView>,
@@ -31,15 +31,15 @@ pub struct View {
 pub struct ModelView {
     /// Its name.
     pub name: String,
-    /// A step can run now.
+    /// Whether a step can run now.
     pub is_ready: bool,
-    /// Steps in a second.
+    /// Steps per second.
     pub steps_per_s: f64,
-    /// Mean time of a step; None when none ended between the glances, or the server does not tell.
+    /// Mean time of a step; `None` if no step ended between the snapshots, or the server does not publish it.
     pub step_time: Option<Duration>,
-    /// Tokens generated in a second.
+    /// Generated tokens per second.
     pub tokens_per_s: f64,
-    /// Prompt tokens accepted in a second.
+    /// Accepted prompt tokens per second.
     pub prompt_tokens_per_s: f64,
     /// Sequences in the current steps.
     pub num_running: u64,
@@ -47,28 +47,28 @@ pub struct ModelView {
     pub num_waiting: u64,
     /// KV blocks in use.
     pub kv_blocks_used: u64,
-    /// KV blocks in all.
+    /// Total KV blocks.
     pub kv_blocks: u64,
-    /// Device memory of the workers of the model together, in bytes.
+    /// Device memory of all workers of the model, in bytes.
     pub memory_bytes: Option<u64>,
-    /// Times its workers were started again.
+    /// How often its workers were restarted.
     pub num_restarts: u64,
-    /// The worker that has taken fewest of the steps sent, and how many it lags behind; None when none does.
+    /// The worker that lags most, and by how many steps; `None` if no worker lags.
     pub slowest: Option<(String, u64)>,
 }
 
 /// One process.
 #[derive(Debug, Clone)]
 pub struct ProcessView {
-    /// The process as `launch status` tells of it.
+    /// The process, as in `launch status`.
     pub status: ProcessStatus,
-    /// Steps sent to a worker that it has not taken yet.
+    /// Steps that were sent to a worker and that it has not started yet.
     pub step_lag: Option<u64>,
 }
 
 impl View {
-    /// Figures at the time of `now`, rates since `before`.
-    pub fn of(before: &Look, now: &Look) -> Self {
+    /// The figures of `now`, and rates from `before` to `now`.
+    pub fn of(before: &Snapshot, now: &Snapshot) -> Self {
         let mut view = Self { server: now.server.clone(), ..Self::default() };
         if let Some(world) = &now.world {
             world.state.clone_into(&mut view.state);
@@ -142,7 +142,7 @@ fn slowest(metrics: &Metrics, model: &str) -> Option<(String, u64)> {
     Some((worst.label("worker").to_owned(), worst.value as u64))
 }
 
-/// Workers as the metrics alone tell of them.
+/// The workers that appear in the metrics.
 fn workers(metrics: &Metrics) -> Vec<ProcessView> {
     let some = |sample: &Sample, label| Some(sample.label(label).to_owned()).filter(|value| !value.is_empty());
     let of = |sample: &Sample| {
@@ -172,7 +172,7 @@ mod tests {
     use super::*;
     use std::time::Instant;
 
-    fn look(at: Instant, steps: u32, tokens: u32) -> Look {
+    fn snapshot(at: Instant, steps: u32, tokens: u32) -> Snapshot {
         let text = format!(
             "trireme_llm_ready{{model=\"m\",version=\"1\"}} 1\n\
              trireme_llm_steps_total{{model=\"m\",version=\"1\"}} {steps}\n\
@@ -185,13 +185,13 @@ mod tests {
              trireme_llm_worker_step_lag{{model=\"m\",worker=\"1\"}} 2\n",
             f64::from(steps) * 0.02,
         );
-        Look { at, server: "far:8002".into(), world: None, metrics: Ok(Metrics::parse(&text)) }
+        Snapshot { at, server: "far:8002".into(), world: None, metrics: Ok(Metrics::parse(&text)) }
     }
 
     #[test]
-    fn rates_step_time_and_the_slowest_worker_come_from_two_glances() {
+    fn rates_step_time_and_the_slowest_worker_come_from_two_snapshots() {
         let then = Instant::now();
-        let view = View::of(&look(then, 100, 1000), &look(then + Duration::from_secs(2), 150, 1800));
+        let view = View::of(&snapshot(then, 100, 1000), &snapshot(then + Duration::from_secs(2), 150, 1800));
         let model = &view.models[0];
         assert_eq!((model.steps_per_s, model.tokens_per_s), (25.0, 400.0));
         assert_eq!(model.step_time.unwrap().as_millis(), 20);
@@ -202,14 +202,14 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_is_away_is_said_and_what_is_known_stays() {
+    fn an_unreachable_server_is_reported_and_rates_restart_from_zero() {
         let then = Instant::now();
-        let away = Look { metrics: Err("connection refused".into()), ..look(then, 1, 1) };
-        let view = View::of(&look(then, 1, 1), &away);
+        let unreachable = Snapshot { metrics: Err("connection refused".into()), ..snapshot(then, 1, 1) };
+        let view = View::of(&snapshot(then, 1, 1), &unreachable);
         assert_eq!(view.trouble.unwrap(), "no metrics from far:8002: connection refused");
         assert!(view.models.is_empty());
-        // When it is back, it counts from nothing and no rate is negative.
-        let view = View::of(&look(then, 500, 500), &look(then + Duration::from_secs(1), 3, 4));
+        // After a restart its counters begin at 0; no rate is negative.
+        let view = View::of(&snapshot(then, 500, 500), &snapshot(then + Duration::from_secs(1), 3, 4));
         assert_eq!((view.models[0].steps_per_s, view.models[0].step_time), (0.0, None));
     }
 }

@@ -59,7 +59,7 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
             let group = cpu_group(spec, threads)?;
             let device_config = CpuConfig { threads, limits, kv_memory_bytes: None, group };
             let mut device = match spec.spans_nodes() || spec.num_stages > 1 {
-                true => CpuDevice::among(device_config, &peers(spec, rings)?, config.hidden_size)?,
+                true => CpuDevice::new_distributed(device_config, &peers(spec, rings)?, config.hidden_size)?,
                 false => CpuDevice::new(device_config)?,
             };
             if let Some(first) = first_core

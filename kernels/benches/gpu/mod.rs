@@ -1,15 +1,15 @@
-//! What benches on a GPU share: timing by graphs, and random contents.
-#![allow(dead_code)] // Each bench uses its part.
+//! Common parts of GPU benches: timing with graphs, and random contents.
+#![allow(dead_code)] // Each bench uses only a part.
 
 use std::sync::Arc;
 
 use half::bf16;
 use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, Queue};
 
-/// More than any L2 cache holds, several times: what rotates through it comes from memory.
+/// Several times the size of any L2 cache: buffers used in rotation over this size are read from memory.
 pub const ROTATED_BYTES: usize = 400 << 20;
 
-/// The first GPU and a queue on it; says so and returns `None` where there is none.
+/// The first GPU and a queue on it. Prints a message and returns `None` if there is none.
 pub fn open() -> Option<(Arc<Gpu>, Queue)> {
     if Gpu::count() == 0 {
         println!("skipped: no CUDA device");
@@ -21,7 +21,7 @@ pub fn open() -> Option<(Arc<Gpu>, Queue)> {
     Some((gpu, queue))
 }
 
-/// bf16 values in [-1, 1), which no code path finds special.
+/// bf16 values in [-1, 1), without special values.
 pub fn random(gpu: &Arc<Gpu>, count: usize) -> DeviceBuffer {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut next = || {
@@ -37,7 +37,7 @@ pub fn random(gpu: &Arc<Gpu>, count: usize) -> DeviceBuffer {
     buffer
 }
 
-/// Microseconds of one call, when `calls` of them follow each other in a graph; call `i` gets `i`.
+/// Microseconds of one call, measured with a graph of `calls` consecutive calls; call `i` gets `i`.
 pub fn microseconds(queue: &Queue, calls: usize, call: impl Fn(usize) -> Result<(), CudaError>) -> f64 {
     (0..calls).try_for_each(&call).expect("launches");
     queue.wait().expect("the kernels run");

@@ -1,4 +1,4 @@
-//! NVRTC, loaded at build time only: finds the library and compiles one source to a cubin or to PTX.
+//! NVRTC, loaded only at build time: finds the library and compiles one source file to a cubin or to PTX.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fs;
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
-/// Options beside the architecture.
+/// Options besides the architecture.
 pub const OPTIONS: &[&str] = &["-std=c++17", "-default-device", "--ptxas-options=-v", "-DTRIREME_KERNEL=1"];
 
 type Program = *mut c_void;
@@ -35,7 +35,7 @@ pub struct Nvrtc {
 }
 
 impl Nvrtc {
-    /// Looks in `$NVRTC_DIR`, the unpacked wheel in `<workspace>/.cache/nvrtc`, `$CUDA_HOME` and the usual places.
+    /// Searches `$NVRTC_DIR`, the unpacked wheel in `<workspace>/.cache/nvrtc`, `$CUDA_HOME` and the usual places.
     pub fn find(workspace: &Path) -> Result<Self, String> {
         let mut folders = Vec::new();
         if let Some(folder) = std::env::var_os("NVRTC_DIR") {
@@ -66,10 +66,10 @@ impl Nvrtc {
         if !path.exists() {
             return Ok(None);
         }
-        // NVRTC opens its built-ins by name, which works outside the loader's path only when they are loaded already.
+        // NVRTC opens its built-ins by name. Outside the loader's path this works only if they are already loaded.
         for entry in fs::read_dir(folder).map_err(|e| e.to_string())?.flatten() {
             if entry.file_name().to_string_lossy().starts_with("libnvrtc-builtins.so.13") {
-                // SAFETY: NVIDIA's library runs no code of ours when it is loaded, and is never unloaded.
+                // SAFETY: NVIDIA's library runs none of our code when it is loaded, and is never unloaded.
                 let library = unsafe { Library::open(Some(entry.path()), RTLD_NOW | RTLD_GLOBAL) };
                 std::mem::forget(library.map_err(|e| e.to_string())?);
             }
@@ -102,7 +102,8 @@ impl Nvrtc {
         self.version
     }
 
-    /// Compiles for `sm_<arch>` to a cubin, or for `ptx` to PTX that any GPU from 8.0 on can run.
+    /// Compiles for `sm_<arch>` to a cubin, or for `ptx` to PTX that runs on any GPU with compute capability 8.0 or
+    /// later.
     /// Returns the image and the compiler's log.
     pub fn compile(
         &self,
@@ -153,7 +154,7 @@ impl Nvrtc {
     }
 
     /// # Safety
-    /// `program` is alive and `(size, get)` are a matching pair of NVRTC's.
+    /// `program` must be alive and `(size, get)` must be a matching pair of NVRTC's functions.
     unsafe fn fetch((size, get): (Size, Get), program: Program) -> Vec<u8> {
         let mut bytes = 0;
         // SAFETY: by the contract; the buffer has the size that NVRTC asked for.

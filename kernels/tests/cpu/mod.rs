@@ -1,6 +1,6 @@
-//! What tests of CPU kernels share.
+//! Common parts of the tests of CPU kernels.
 
-/// Multiples of 1 / 64 below 2 of either sign: exact in bf16 and f16.
+/// Multiples of 1 / 64 with magnitudes below 2: exact in bf16 and f16.
 pub fn random(seed: u64, len: usize) -> Vec<f32> {
     let mut state = seed;
     let mut next = || {

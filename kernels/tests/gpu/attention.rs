@@ -9,7 +9,7 @@ use kernels::reference;
 
 use crate::gpu::{Random, floats};
 
-/// Rows of given lengths in shuffled KV blocks; what no row wrote is NaN.
+/// Rows of given lengths in shuffled KV blocks. Unused positions are NaN.
 pub struct CachedRows {
     pub shape: HeadShape,
     pub max_blocks: usize,
@@ -63,8 +63,8 @@ impl CachedRows {
         LayerCache { k: self.k_buffer.span(), v: self.v_buffer.span() }
     }
 
-    /// Where the newest position of row `row` lies; padding for an empty row.
-    #[allow(dead_code)] // Only tests of decodes have one newest position.
+    /// Slot of the newest position of row `row`; the padding value for an empty row.
+    #[allow(dead_code)] // Only tests of decode have one newest position.
     pub fn newest_slot(&self, row: usize, len: usize) -> u32 {
         let block_size = self.shape.block_size;
         len.checked_sub(1).map_or(u32::MAX, |position| {
@@ -73,14 +73,14 @@ impl CachedRows {
         })
     }
 
-    /// Slopes of ALiBi, from steep to nearly flat, and their buffer.
+    /// ALiBi slopes, from steep to nearly flat, and their buffer.
     pub fn slopes(&self, gpu: &Arc<Gpu>) -> (Vec<f32>, DeviceBuffer) {
         let slopes: Vec<f32> = (0..self.shape.num_heads).map(|head| 0.7f32.powi(head as i32 + 1)).collect();
         let buffer = DeviceBuffer::from_slice(gpu, &slopes).expect("memory");
         (slopes, buffer)
     }
 
-    /// Positions `range` of a KV head's keys or values of a row.
+    /// Positions `range` of a row's keys or values of one KV head.
     fn gather(&self, from: &[bf16], row: usize, kv_head: usize, range: std::ops::Range<usize>) -> Vec<f32> {
         let HeadShape { num_kv_heads, head_dim, block_size, .. } = self.shape;
         let one = |position: usize| {
@@ -91,11 +91,12 @@ impl CachedRows {
         range.flat_map(one).collect()
     }
 
-    /// Asserts that `found [H D]` is the attention of the q part of `qkv` at `position` of `row`, each element within the rounding of
-    /// the probabilities (2^-8 of the weighted magnitudes, at most the largest value) and of the store.
+    /// Asserts that `found [H D]` is the attention of the q part of `qkv` at `position` of `row`. Each element must be
+    /// within the rounding of the probabilities (2^-8 of the weighted magnitudes, at most the largest value) and of the
+    /// store.
     ///
-    /// `slopes [H]` are ALiBi's; none without.
-    #[allow(clippy::too_many_arguments)] // What was found, and all that it depends on.
+    /// `slopes [H]` are ALiBi's; `None` without ALiBi.
+    #[allow(clippy::too_many_arguments)] // The result, and everything that it depends on.
     pub fn check(
         &self,
         what: &str,

@@ -1,12 +1,12 @@
-//! What tests on a GPU share: opening it, random values, poisoned buffers, comparison element by element.
-#![allow(dead_code)] // Each test file uses its part.
+//! Common parts of GPU tests: opening the GPU, random values, poisoned buffers, element-wise comparison.
+#![allow(dead_code)] // Each test file uses only a part.
 
 use std::sync::Arc;
 
 use half::bf16;
 use kernels::cuda::{DeviceBuffer, Gpu, Queue};
 
-/// The first GPU and a queue on it; says so and returns `None` where there is none.
+/// The first GPU and a queue on it. Prints a message and returns `None` if there is none.
 pub fn open() -> Option<(Arc<Gpu>, Queue)> {
     if Gpu::count() == 0 {
         println!("skipped: no CUDA device");
@@ -42,7 +42,7 @@ impl Random {
         (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
 
-    /// About normal: a sum of uniforms.
+    /// Approximately normal: a sum of uniform numbers.
     pub fn normal(&mut self) -> f32 {
         (0..4).map(|_| self.unit()).sum::<f32>() * 0.866
     }
@@ -58,16 +58,16 @@ impl Random {
     }
 }
 
-/// A buffer of `count` values whose bytes are all ones: NaN as bf16 and f32, the largest u32.
+/// A buffer of `count` values with all bits set: NaN as bf16 and f32, the maximum as u32.
 pub fn poisoned<T>(gpu: &Arc<Gpu>, q: &Queue, count: usize) -> DeviceBuffer {
     let buffer = DeviceBuffer::with_count::<T>(gpu, count).expect("memory");
     q.fill(buffer.span(), 0xff).expect("a fill");
-    // What a test writes next goes another way than the queue's.
+    // Later writes of a test do not use this queue.
     q.wait().expect("a fill");
     buffer
 }
 
-/// Asserts that each element is within `relative` of its value plus `absolute`; NaN is not.
+/// Asserts that each element is within `relative` of its value plus `absolute`; NaN never is.
 pub fn assert_close(what: &str, found: &[f32], expected: &[f32], relative: f32, absolute: f32) {
     assert_eq!(found.len(), expected.len(), "{what}: lengths");
     let mut worst = (0usize, 0.0f32);
@@ -86,7 +86,7 @@ pub fn assert_close(what: &str, found: &[f32], expected: &[f32], relative: f32, 
     );
 }
 
-/// As f32.
+/// The values as f32.
 pub fn floats(values: &[bf16]) -> Vec<f32> {
     values.iter().map(|v| v.to_f32()).collect()
 }

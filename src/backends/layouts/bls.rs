@@ -153,7 +153,7 @@ impl Backend for Bls {
         }
         let models = Models::find(&self.link, &self.language_model)?;
         let bls = self.clone();
-        Ok(ResponseStream::driven_by(|sender| async move {
+        Ok(ResponseStream::from_future(|sender| async move {
             if let Err(error) = bls.run(&request, &models, &sender).await {
                 sender.send(Err(error)).await;
             }

@@ -8,7 +8,7 @@ use repository::ModelConfig;
 use repository::proto::{DataType, ModelOutput, ModelParameter};
 use serving::{
     Backend, BackendFactory, ErrorKind, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, Name,
-    ResponseSender, ResponseStream, Tensor,
+    ResponseSender, ResponseStream, Tensor, TextModel, TextOutputs,
 };
 
 use super::Layout;
@@ -84,8 +84,8 @@ struct Checked {
     layout: Layout,
 }
 
-impl Backend for Checked {
-    fn infer(&self, mut request: InferRequest) -> Result<ResponseStream, InferError> {
+impl Checked {
+    fn prepared(&self, mut request: InferRequest) -> Result<InferRequest, InferError> {
         for tensor in &request.inputs {
             if let Some(Use::Refused(reason)) = keys::find(LLM_INPUTS, &tensor.name) {
                 let words = format!("input `{}` is not supported: {reason}; leave it out", tensor.name);
@@ -95,7 +95,21 @@ impl Backend for Checked {
         if self.layout == Layout::FixedBatch {
             add_missing(&mut request.inputs, python_runtimes_defaults());
         }
-        self.inner.infer(request)
+        Ok(request)
+    }
+}
+
+impl Backend for Checked {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        self.inner.infer(self.prepared(request)?)
+    }
+
+    fn text_model(&self) -> Option<TextModel> {
+        self.inner.text_model()
+    }
+
+    fn infer_text(&self, request: InferRequest, outputs: TextOutputs) -> Result<ResponseStream, InferError> {
+        self.inner.infer_text(self.prepared(request)?, outputs)
     }
 
     fn is_ready(&self) -> bool {
@@ -180,7 +194,7 @@ pub(super) fn mapped(
     stream: ResponseStream,
     change: impl Fn(InferResponse) -> InferResponse + Send + 'static,
 ) -> ResponseStream {
-    ResponseStream::driven_by(|sender| async move { forward(stream, &sender, change).await })
+    ResponseStream::from_future(|sender| async move { forward(stream, &sender, change).await })
 }
 
 /// Sends on what a stream gives, until it ends or the client leaves.

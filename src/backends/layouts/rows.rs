@@ -8,7 +8,7 @@ use futures::stream::{SelectAll, StreamExt as _};
 use repository::ModelConfig;
 use serving::{
     Backend, DataType, InferError, InferRequest, InferResponse, MemoryUsage, ResponseSender, ResponseStream, Shape,
-    Tensor,
+    Tensor, TextModel, TextOutputs,
 };
 
 /// Splits a request into its rows and joins their answers: a decoupled model answers for each row as it comes, told apart
@@ -36,9 +36,18 @@ impl Backend for Rows {
             split(request, num_rows)?.into_iter().map(|row| self.inner.infer(row)).collect();
         let streams = streams?;
         Ok(match self.is_decoupled {
-            true => ResponseStream::driven_by(|sender| each_row(streams, sender)),
-            false => ResponseStream::driven_by(|sender| all_rows(streams, sender, padding)),
+            true => ResponseStream::from_future(|sender| each_row(streams, sender)),
+            false => ResponseStream::from_future(|sender| all_rows(streams, sender, padding)),
         })
+    }
+
+    fn text_model(&self) -> Option<TextModel> {
+        self.inner.text_model()
+    }
+
+    /// Only for requests of one row.
+    fn infer_text(&self, request: InferRequest, outputs: TextOutputs) -> Result<ResponseStream, InferError> {
+        self.inner.infer_text(request, outputs)
     }
 
     fn is_ready(&self) -> bool {

@@ -14,7 +14,7 @@ use serving::{
     Backend, BackendFactory, InferError, InferRequest, InferResponse, Limits, LoadRequest, ResponseSender,
     ResponseStream, Tensor,
 };
-use text::{Detokenizer, Tokenizer};
+use text::Detokenizer;
 use tokio::runtime::Handle;
 
 use super::engine::{add_missing, engine_output, with_checkpoint};
@@ -129,7 +129,7 @@ impl TextModel {
         let wrong = |words: String| InferError::invalid(format!("model `{}`: {words}", config.name));
         let dir = engine.config.parameter("gpt_model_path").unwrap_or_default();
         let tokenizer = match checkpoint::has_tokenizer(dir.as_ref()) {
-            true => Arc::new(Tokenizer::from_dir(dir.as_ref()).map_err(|error| wrong(error.to_string()))?),
+            true => generation::tokenizer(dir.as_ref()).map_err(|error| wrong(error.to_string()))?,
             false => checkpoint::tokenizer(model)?.0,
         };
         let mut max_tokens = DEFAULT_MAX_TOKENS;
@@ -290,9 +290,9 @@ impl Backend for TextModel {
         let (model, runtime) = (self.clone(), Handle::current());
         if !encoder::is_long(num_bytes) {
             let runs = self.begin(self.prepare(&request, &prompts, streaming)?)?;
-            return Ok(ResponseStream::driven_by(|sender| model.respond(request, runs, streaming, sender)));
+            return Ok(ResponseStream::from_future(|sender| model.respond(request, runs, streaming, sender)));
         }
-        Ok(ResponseStream::driven_by(move |sender| async move {
+        Ok(ResponseStream::from_future(move |sender| async move {
             let (encoding, its_request) = (model.clone(), request.clone());
             let prepare = move || encoding.prepare(&its_request, &prompts, streaming);
             let Some(prepared) = encoder::aside(&runtime, num_bytes, &sender, prepare).await else { return };

@@ -133,7 +133,7 @@ impl Backend for Sessions {
         let (prompt, stopped) = self.begin(&wanted, &new_tokens(&request)?, max_tokens)?;
         let engine = self.llm.infer(engine_request(&request, &prompt)).inspect_err(|_| self.forget_run(&wanted.id))?;
         let run = Run { sessions: self.sessions.clone(), outputs: self.outputs.clone(), wanted, tokens: prompt };
-        Ok(ResponseStream::driven_by(|sender| run.answer(engine, sender, stopped)))
+        Ok(ResponseStream::from_future(|sender| run.answer(engine, sender, stopped)))
     }
 
     fn is_ready(&self) -> bool {

@@ -5,19 +5,19 @@ use std::time::Instant;
 
 use engine::{BlockUsage, DraftUsage, Request, RowId, SampledToken, SequenceId, TokenEvent, TokenId};
 use ipc::Doorbell;
-use serving::{InferError, Moment};
+use serving::{InferError, Timestamp};
 use smallvec::smallvec;
 use supervision::{FromAgent, LogitsPiece};
 use tokio::sync::oneshot;
 
+use super::event_queue;
 use super::ledger::Report;
-use super::mailbox;
 
 /// What the step thread is told.
 pub(crate) enum Message {
     /// The sequences of a request, all taken or none, and where their events go. At `timeout` they are refused if none has
     /// had a step by then, or, when the flag is false, others are served before them.
-    Submit { sequences: Vec<Request>, timeout: Option<(Instant, bool)>, events: mailbox::Sender },
+    Submit { sequences: Vec<Request>, timeout: Option<(Instant, bool)>, events: event_queue::Sender },
     /// The client left.
     Cancel(SequenceId),
     /// A stop word was found in its text.
@@ -38,11 +38,11 @@ pub(crate) enum RequestEvent {
     /// Logits of a sequence, before the tokens chosen from them.
     Logits(Box<LogitsPiece>),
     /// A step has room for a sequence: new, preempted before, or of lost workers. `start` counts starts of the workers.
-    Joined { sequence: SequenceId, at: Instant, start: u64 },
+    Joined { sequence: SequenceId, at: Timestamp, start: u64 },
     /// What nearly all of them are: one token of a sequence that goes on.
     Token(OneToken),
     /// Tokens of a sequence, or its end, as told at that time.
-    Tokens(Box<TokenEvent>, Moment),
+    Tokens(Box<TokenEvent>, Timestamp),
     /// Its client asks to end it.
     Stop,
     /// It ends with this error.
@@ -53,18 +53,18 @@ pub(crate) enum RequestEvent {
 #[derive(Debug)]
 pub(crate) struct OneToken {
     pub(crate) sequence: SequenceId,
-    row: RowId,
+    pub(crate) row: RowId,
     pub(crate) token: TokenId,
     pub(crate) logprob: Option<f32>,
     pub(crate) blocks: BlockUsage,
     pub(crate) drafts: DraftUsage,
     /// When it was told.
-    pub(crate) at: Moment,
+    pub(crate) at: Timestamp,
 }
 
 impl RequestEvent {
     /// News of a sequence as they are told at that time.
-    pub(crate) fn of(mut event: TokenEvent, at: Moment) -> Self {
+    pub(crate) fn of(mut event: TokenEvent, at: Timestamp) -> Self {
         let TokenEvent { sequence, tokens, finished, blocks, drafts, beams } = &mut event;
         match tokens.as_slice() {
             &[SampledToken { row, token, logprob, ref top }]
@@ -80,7 +80,7 @@ impl RequestEvent {
 
 impl OneToken {
     /// The news, and when they were told.
-    pub(crate) fn open(self) -> (TokenEvent, Moment) {
+    pub(crate) fn open(self) -> (TokenEvent, Timestamp) {
         let Self { sequence, row, token, logprob, blocks, drafts, at } = self;
         let tokens = smallvec![SampledToken { row, token, logprob, top: Vec::new() }];
         (TokenEvent { sequence, tokens, finished: None, blocks, drafts, beams: Vec::new() }, at)
@@ -141,7 +141,7 @@ mod tests {
             TokenEvent { tokens: smallvec![likely], ..one.clone() },
             TokenEvent { tokens: smallvec![], ..one.clone() },
         ];
-        let now = Moment::now();
+        let now = Timestamp::now();
         for (sent, travels_light) in [(one, true)].into_iter().chain(others.map(|event| (event, false))) {
             let (came, at, is_light) = match RequestEvent::of(sent.clone(), now) {
                 RequestEvent::Token(one) => (one.open().0, now, true),

@@ -532,7 +532,7 @@ mod tests {
         assert!(parsed.num_sequences <= max_rows && beams <= max_rows, "{parsed:?}");
         assert!(parsed.logits_bytes <= (1 + max_rows as u64) * (max_len * config.vocab_size * 4) as u64, "{parsed:?}");
         assert!(parsed.clone().sequences().len() <= max_rows);
-        let responses = super::super::outputs::Responses::new(config, "1", request, &parsed);
+        let responses = super::super::outputs::Responses::new(config, "1", request, &parsed, None);
         assert!(responses.num_sequences() <= max_rows);
     }
 

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use generation::LogitsPosition;
 use half::{bf16, f16};
 use serving::{DataType, InferError, Limit, Limits, Name, Shape, Tensor};
-use supervision::{LogitsPiece, LogitsPlace};
 
 /// Counts the logits that rank 0 may have to keep for requests in flight.
 #[derive(Debug, Default)]
@@ -79,21 +79,21 @@ impl LogitsForm {
 }
 
 impl Logits {
-    /// What is told again, after a preemption or a wrong guess, takes the place of what was told before.
-    pub(crate) fn keep(&mut self, form: LogitsForm, piece: &LogitsPiece) {
+    /// Keeps part of a row. A row that comes again, after a preemption or a wrong draft, replaces the earlier one.
+    pub(crate) fn keep(&mut self, form: LogitsForm, part: &generation::Logits) {
         let element = form.row_bytes() / form.vocab_size;
-        let start = piece.first_token as usize * element;
-        let row = match piece.place {
-            LogitsPlace::Generation(token) => self.generation.entry(token).or_default(),
-            LogitsPlace::Context(_) => &mut self.context,
+        let start = part.first_token as usize * element;
+        let row = match part.position {
+            LogitsPosition::Output(token) => self.generation.entry(token).or_default(),
+            LogitsPosition::Prompt(_) => &mut self.context,
         };
-        let start = match piece.place {
-            LogitsPlace::Generation(_) => start,
-            LogitsPlace::Context(position) => position as usize * form.row_bytes() + start,
+        let start = match part.position {
+            LogitsPosition::Output(_) => start,
+            LogitsPosition::Prompt(position) => position as usize * form.row_bytes() + start,
         };
         if start <= row.len() {
             row.truncate(start);
-            form.append(&piece.values, row);
+            form.append(&part.values, row);
         }
     }
 
@@ -127,12 +127,10 @@ impl Logits {
 
 #[cfg(test)]
 mod tests {
-    use engine::SequenceId;
-
     use super::*;
 
-    fn piece(place: LogitsPlace, first_token: u32, values: &[f32]) -> LogitsPiece {
-        LogitsPiece { sequence: SequenceId(1), place, first_token, values: values.to_vec() }
+    fn piece(position: LogitsPosition, first_token: u32, values: &[f32]) -> generation::Logits {
+        generation::Logits { index: 0, position, first_token, values: values.to_vec() }
     }
 
     #[test]
@@ -158,19 +156,19 @@ mod tests {
     }
 
     #[test]
-    fn pieces_become_rows_and_what_is_told_last_counts() {
-        use LogitsPlace::{Context, Generation};
+    fn pieces_become_rows_and_the_last_values_count() {
+        use LogitsPosition::{Output, Prompt};
         let form = LogitsForm { datatype: DataType::Fp32, vocab_size: 3 };
         let mut logits = Logits::default();
         let pieces = [
-            piece(Context(0), 0, &[1.0, 2.0]),
-            piece(Context(0), 2, &[3.0]),
-            piece(Context(0), 0, &[4.0, 5.0]), // Preempted: from the start again.
-            piece(Context(0), 2, &[6.0]),
-            piece(Context(1), 0, &[7.0, 8.0, 9.0]),
-            piece(Generation(0), 0, &[1.0, 1.0, 1.0]),
-            piece(Generation(1), 0, &[2.0, 2.0, 2.0]), // After a wrong guess.
-            piece(Generation(1), 0, &[3.0, 3.0, 3.0]),
+            piece(Prompt(0), 0, &[1.0, 2.0]),
+            piece(Prompt(0), 2, &[3.0]),
+            piece(Prompt(0), 0, &[4.0, 5.0]), // Preempted: from the start again.
+            piece(Prompt(0), 2, &[6.0]),
+            piece(Prompt(1), 0, &[7.0, 8.0, 9.0]),
+            piece(Output(0), 0, &[1.0, 1.0, 1.0]),
+            piece(Output(1), 0, &[2.0, 2.0, 2.0]), // After a wrong draft.
+            piece(Output(1), 0, &[3.0, 3.0, 3.0]),
         ];
         pieces.iter().for_each(|piece| logits.keep(form, piece));
         let context = logits.take_context(&"context_logits".into(), form);
@@ -194,7 +192,7 @@ mod tests {
         for (datatype, expected) in [(DataType::Fp16, 0x3c01u16), (DataType::Bf16, 0x3f80)] {
             let form = LogitsForm { datatype, vocab_size: 1 };
             let mut logits = Logits::default();
-            logits.keep(form, &piece(LogitsPlace::Context(0), 0, &[1.001]));
+            logits.keep(form, &piece(LogitsPosition::Prompt(0), 0, &[1.001]));
             let tensor = logits.take_context(&"context_logits".into(), form);
             assert_eq!((tensor.datatype, &tensor.data[..]), (datatype, &expected.to_le_bytes()[..]));
         }

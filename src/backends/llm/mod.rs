@@ -5,28 +5,30 @@
 
 mod check;
 mod config;
+mod dispatcher;
+mod event_queue;
 mod figures;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzz;
+mod generate;
 mod group;
 mod inbox;
 mod inputs;
 mod ledger;
+mod llm_stream;
 mod logits;
-mod mailbox;
 mod outputs;
 mod plan;
 mod prefixes;
 mod queue_rules;
 mod replicas;
-mod request;
 mod router;
-mod steady;
 mod step_thread;
-mod teller;
 mod text_stop;
+mod texts;
 mod timing;
 
+use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
@@ -38,7 +40,9 @@ use futures::{FutureExt, StreamExt};
 use ipc::Prefix;
 use serving::{
     Backend, BackendFactory, InferError, InferRequest, InferResponse, LoadRequest, MemoryUsage, Name, ResponseStream,
+    TextModel, TextOutputs,
 };
+use smallvec::{SmallVec, smallvec};
 use supervision::Agents;
 use text::Tokenizer;
 use tokio::runtime::Handle;
@@ -47,16 +51,17 @@ use tokio::sync::watch;
 pub use check::{CheckFactory, Sound};
 use config::LlmConfig;
 pub use config::LlmDefaults;
+use event_queue::event_queue;
 pub use figures::{ENDS, FigureValues, STEP_KINDS, STEP_PHASES, Start, WorkerFigures};
+use generate::{ById, GenerateStream, Generating, Pending, Stop};
 use inbox::Message;
 use inputs::Wanted;
 pub use ledger::LlmLedger;
+use llm_stream::LlmStream;
 use logits::LogitsBudget;
-use mailbox::mailbox;
 use outputs::Responses;
 pub use plan::{ModelPlan, PlanFactory};
 use replicas::{checkpoint_print, start_replicas, stop_all};
-use request::{ById, Pending, RequestTask, Stop};
 use router::{Admission, Replica, Router};
 use step_thread::error_of;
 use text_stop::TextStop;
@@ -67,7 +72,7 @@ pub struct LlmFactory {
     defaults: LlmDefaults,
     agents: Arc<Agents>,
     prefix: Prefix,
-    tellers: Handle,
+    event_runtime: Handle,
     logits: Arc<LogitsBudget>,
     loaded: Arc<Mutex<Vec<Loaded>>>,
 }
@@ -107,10 +112,10 @@ pub struct LlmStatus {
 }
 
 impl LlmFactory {
-    /// A factory whose models run on the workers of `agents`; rank 0's own shared memory is named by `prefix`. What comes of a
-    /// step is told to its requests on the runtime of `tellers`: best where most of them are.
-    pub fn new(defaults: LlmDefaults, agents: Arc<Agents>, prefix: Prefix, tellers: Handle) -> Self {
-        Self { defaults, agents, prefix, tellers, logits: Arc::default(), loaded: Arc::default() }
+    /// A factory whose models run on the workers of `agents`; rank 0's own shared memory is named by `prefix`. A
+    /// step's events are delivered to its requests on `event_runtime`: best where most of them are served.
+    pub fn new(defaults: LlmDefaults, agents: Arc<Agents>, prefix: Prefix, event_runtime: Handle) -> Self {
+        Self { defaults, agents, prefix, event_runtime, logits: Arc::default(), loaded: Arc::default() }
     }
 
     /// Every replica of every loaded LLM.
@@ -150,13 +155,14 @@ impl BackendFactory for LlmFactory {
 
     fn load(&self, load: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
         let (defaults, agents, prefix) = (self.defaults.clone(), Arc::clone(&self.agents), self.prefix.clone());
-        let (all_loaded, tellers, logits) = (Arc::clone(&self.loaded), self.tellers.clone(), Arc::clone(&self.logits));
+        let (all_loaded, event_runtime, logits) =
+            (Arc::clone(&self.loaded), self.event_runtime.clone(), Arc::clone(&self.logits));
         async move {
             let mut config = LlmConfig::new(&load, &defaults)?;
             if agents.nodes().names().len() > 1 {
                 config.checkpoint_print = Some(checkpoint_print(&config).await?);
             }
-            let (router, loads) = start_replicas(&config, &agents, &prefix, &tellers)?;
+            let (router, loads) = start_replicas(&config, &agents, &prefix, &event_runtime)?;
             let tokenizer = tokenizer(&config).await;
             let mut loads: FuturesUnordered<_> = loads.into_iter().collect();
             while let Some(is_loaded) = loads.next().await {
@@ -184,8 +190,8 @@ async fn tokenizer(config: &LlmConfig) -> Option<Arc<Tokenizer>> {
     if !crate::checkpoint::has_tokenizer(&dir) {
         return None;
     }
-    match tokio::task::spawn_blocking(move || Tokenizer::from_dir(&dir)).await {
-        Ok(Ok(tokenizer)) => Some(Arc::new(tokenizer)),
+    match tokio::task::spawn_blocking(move || generation::tokenizer(&dir)).await {
+        Ok(Ok(tokenizer)) => Some(tokenizer),
         Ok(Err(error)) => {
             tracing::warn!(model = %config.name, %error, "stop words are found by their tokens alone");
             None
@@ -230,7 +236,7 @@ impl Llm {
     /// Ends the running request of the same id; answers with one empty final response.
     fn stop(&self, request: &InferRequest) -> ResponseStream {
         if let Some(stop) = ipc::lock(&self.by_id).get(&request.id) {
-            stop.tell();
+            stop.send();
         }
         let (sender, stream) = ResponseStream::channel(1);
         let response = InferResponse {
@@ -275,15 +281,16 @@ impl Llm {
     }
 }
 
-impl Backend for Llm {
-    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+impl Llm {
+    /// Begins a request, whose responses are the model's own or those of a text ensemble.
+    fn begin(&self, request: InferRequest, text: Option<TextOutputs>) -> Result<ResponseStream, InferError> {
         let begun = Instant::now();
         let parsed = match inputs::parse(&self.config, &request)? {
             Wanted::Stop => return Ok(self.stop(&request)),
             Wanted::Generate(parsed) => *parsed,
         };
         let logits = self.logits.charge(&self.config.limits, parsed.logits_bytes)?;
-        let responses = Responses::new(&self.config, &self.version, &request, &parsed);
+        let responses = Responses::new(&self.config, &self.version, &request, &parsed, text);
         let num_sequences = parsed.num_sequences;
         let timeout = parsed.timeout.map(|timeout| (Instant::now() + timeout.after, timeout.rejects));
         let sequences = parsed.sequences();
@@ -295,7 +302,7 @@ impl Backend for Llm {
             Admission::Queued(_) => &self.router.replicas()[0].shared,
         };
         let timing = Timing::new(shared, self.config.engine.block_size, prompt_len, sequences.len());
-        let (events, receiver) = mailbox();
+        let (events, receiver) = event_queue();
         let stop = Arc::new(Stop::new(events.downgrade()));
         let submit = Some(Message::Submit { sequences, timeout, events });
         let mut pending = Pending { admission, submit, timeout };
@@ -305,25 +312,40 @@ impl Backend for Llm {
         if !request.id.is_empty() {
             ipc::lock(&self.by_id).insert(request.id.clone(), Arc::clone(&stop));
         }
-        let task = RequestTask {
+        self.in_flight.send_modify(|count| *count += 1);
+        let generating = Generating {
             client_id: request.id,
             pending,
             by_id: Arc::clone(&self.by_id),
             stop,
             in_flight: Arc::clone(&self.in_flight),
-            responses,
             _logits: logits,
             timing,
             text_stops,
-            sequences: Vec::new(),
-            ended: vec![false; num_sequences],
+            sequences: SmallVec::new(),
+            ended: smallvec![false; num_sequences],
             is_cancelled: false,
+            ready: VecDeque::new(),
         };
-        self.in_flight.send_modify(|count| *count += 1);
-        Ok(ResponseStream::begun_to_its_end_by(|sender| {
-            sender.took_input(begun.elapsed());
-            task.run(receiver, sender)
+        let events = GenerateStream::new(generating, receiver);
+        Ok(ResponseStream::from_source(|progress| {
+            progress.took_input(begun.elapsed());
+            Box::new(LlmStream { events, responses, progress })
         }))
+    }
+}
+
+impl Backend for Llm {
+    fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
+        self.begin(request, None)
+    }
+
+    fn text_model(&self) -> Option<TextModel> {
+        Some(TextModel::Generator)
+    }
+
+    fn infer_text(&self, request: InferRequest, outputs: TextOutputs) -> Result<ResponseStream, InferError> {
+        self.begin(request, Some(outputs))
     }
 
     fn keeps_to_requested_outputs(&self) -> bool {

@@ -1,19 +1,20 @@
 //! Token events as the tensors TensorRT-LLM's clients read.
 
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use engine::{BlockUsage, DraftUsage, SampledToken, SequenceId, TokenId};
-use serving::{Changes, DataType, InferRequest, InferResponse, Name, Shape, Tally, Tensor};
-use smallvec::SmallVec;
-use supervision::LogitsPiece;
+use engine::{BlockUsage, DraftUsage, TokenId};
+use generation::{Delta, Logits as LogitsPart, Tokens};
+use serving::{
+    DataType, InferRequest, InferResponse, Name, OutputDelta, Parameter, Shape, Tensor, TextOutput, TextOutputs,
+    Timestamp,
+};
+use smallvec::{SmallVec, smallvec};
 
 use super::config::LlmConfig;
-use super::inbox::OneToken;
 use super::inputs::LlmRequest;
 use super::logits::{Logits, LogitsForm};
-use super::steady::Steady;
-use super::step_thread::Shared;
+use super::texts::Texts;
 
 /// Fills the places behind shorter sequences where several share a response and the model has no end id.
 const PADDING: TokenId = TokenId(0);
@@ -23,24 +24,52 @@ pub(crate) struct Responses {
     id: Name,
     model_name: Name,
     model_version: Name,
-    /// Outputs that are declared and asked for, and that we have something for.
-    wanted: Vec<(Name, Kind)>,
-    /// In the place of outputs that are declared and not asked for by their flags.
-    stand_ins: Vec<Tensor>,
+    /// Of each response.
+    parameters: Arc<[(Name, Parameter)]>,
+    /// The outputs of each response, in order.
+    outputs: Vec<(Name, Value)>,
+    /// Where some outputs are text.
+    texts: Option<Texts>,
     mode: Mode,
     /// Put before the output; empty when it is left out.
     prompt: Vec<TokenId>,
     num_input_tokens: usize,
     padding: TokenId,
     logits_form: LogitsForm,
-    sequences: Vec<Output>,
+    sequences: SmallVec<[Output; 1]>,
     num_open: usize,
-    arrived: (Instant, SystemTime),
-    /// The places of the outputs that change while one sequence gets one token a response; `None` where more than that may
-    /// change.
-    changing: Option<SmallVec<[(usize, Kind); 2]>>,
-    /// The last response told one token of this sequence, and that it goes on.
-    repeatable: Option<usize>,
+    arrived: (Timestamp, SystemTime),
+    /// The indices of the outputs that change from one token of a sequence to the next; `None` where more than one token's
+    /// values may change.
+    changing: Option<Changing>,
+    /// The sequence whose single token the last response carried, where a delta may follow.
+    delta_base: Option<usize>,
+}
+
+/// Outputs by their indices, and what they hold.
+type Changing = SmallVec<[(usize, Change); 2]>;
+
+/// What an output holds that changes with each token.
+#[derive(Debug, Clone, Copy)]
+enum Change {
+    Text,
+    Generated(Kind),
+}
+
+/// Where the value of an output comes from.
+#[derive(Debug, Clone)]
+enum Value {
+    Generated(Kind),
+    Text,
+    /// The same in each response.
+    Given(Tensor),
+}
+
+/// What tokens have led to.
+pub(crate) enum Answer {
+    Response(Box<InferResponse>),
+    /// The previous response with new values, made at that time.
+    Delta(Timestamp),
 }
 
 /// What an output tells.
@@ -118,21 +147,29 @@ enum Number {
 }
 
 impl Number {
-    /// Puts it into `told` as the elements of the output at `place`.
-    fn put(self, place: usize, told: &mut Changes) {
+    /// Sets the elements of the output at `index`.
+    fn set(self, index: usize, delta: &mut OutputDelta) {
         match self {
-            Number::I32(value) => told.put(place, value.to_le_bytes()),
-            Number::I64(value) => told.put(place, value.to_le_bytes()),
-            Number::F32(value) => told.put(place, value.to_le_bytes()),
+            Number::I32(value) => delta.set(index, value.to_le_bytes()),
+            Number::I64(value) => delta.set(index, value.to_le_bytes()),
+            Number::F32(value) => delta.set(index, value.to_le_bytes()),
         }
     }
 }
 
 /// The outputs that change from token to token, if all keep their types and shapes.
-fn changing(wanted: &[(Name, Kind)]) -> Option<SmallVec<[(usize, Kind); 2]>> {
-    let is_of_logits = |(_, kind): &(Name, Kind)| matches!(kind, Kind::ContextLogits | Kind::GenerationLogits);
-    let places = wanted.iter().enumerate().map(|(place, (_, kind))| (place, *kind));
-    (!wanted.iter().any(is_of_logits)).then(|| places.filter(|(_, kind)| !kind.is_steady()).collect())
+fn changing(outputs: &[(Name, Value)]) -> Option<Changing> {
+    let mut changing = SmallVec::new();
+    for (index, (_, value)) in outputs.iter().enumerate() {
+        match value {
+            Value::Generated(Kind::ContextLogits | Kind::GenerationLogits) => return None,
+            Value::Generated(kind) if kind.is_steady() => {}
+            Value::Given(_) => {}
+            Value::Generated(kind) => changing.push((index, Change::Generated(*kind))),
+            Value::Text => changing.push((index, Change::Text)),
+        }
+    }
+    Some(changing)
 }
 
 /// When a response is due.
@@ -156,47 +193,54 @@ struct Output {
     blocks: BlockUsage,
     drafts: DraftUsage,
     logits: Logits,
-    first_scheduled: Option<Instant>,
-    first_token: Option<Instant>,
-    last_token: Option<Instant>,
+    first_scheduled: Option<Timestamp>,
+    first_token: Option<Timestamp>,
+    last_token: Option<Timestamp>,
     ended: bool,
 }
 
-/// Tokens of one event, nearly always one.
-pub(crate) type Tokens = SmallVec<[SampledToken; 1]>;
-
-/// News of one sequence, as it is told.
-pub(crate) struct News {
-    /// Which of the request's sequences.
-    pub(crate) index: usize,
-    pub(crate) tokens: Tokens,
-    /// When they came.
-    pub(crate) at: Instant,
-    /// Nothing follows for this sequence.
-    pub(crate) ends: bool,
-    pub(crate) blocks: BlockUsage,
-    pub(crate) drafts: DraftUsage,
-    /// Of a beam: counts a token that is not told, too.
-    pub(crate) cum_log_prob: Option<f32>,
-}
-
-impl News {
-    /// A sequence ends that never ran.
-    pub(crate) fn end(index: usize) -> Self {
-        let (blocks, drafts) = (BlockUsage::default(), DraftUsage::default());
-        Self { index, tokens: Tokens::new(), at: Instant::now(), ends: true, blocks, drafts, cum_log_prob: None }
-    }
-}
-
 impl Responses {
-    pub(crate) fn new(config: &LlmConfig, version: &str, request: &InferRequest, parsed: &LlmRequest) -> Self {
-        let asked = &request.requested_outputs;
-        let is_asked = |name: &&String| asked.is_empty() || asked.iter().any(|asked| asked == *name);
-        let (wanted, unwanted): (Vec<&String>, Vec<&String>) =
-            config.outputs.iter().filter(is_asked).partition(|name| parsed.wants(name));
+    /// The responses to `request`: the model's own, or those of a text ensemble.
+    pub(crate) fn new(
+        config: &LlmConfig,
+        version: &str,
+        request: &InferRequest,
+        parsed: &LlmRequest,
+        text: Option<TextOutputs>,
+    ) -> Self {
         let has_stand_ins = config.has_stand_ins && !parsed.streaming;
         let num_input_tokens = parsed.request.prompt.len();
-        let stand_in = |name: &String| stand_in(name, config.logits_type, num_input_tokens);
+        let value = |name: &str| -> Option<Value> {
+            if parsed.wants(name) {
+                return Some(Value::Generated(Kind::of(name)?));
+            }
+            let stand_in = stand_in(name, config.logits_type, num_input_tokens).filter(|_| has_stand_ins);
+            stand_in.map(Value::Given)
+        };
+        let (outputs, texts, parameters): (Vec<(Name, Value)>, _, _) = match text {
+            None => {
+                let requested = &request.requested_outputs;
+                let is_requested = |name: &&String| requested.is_empty() || requested.iter().any(|it| it == *name);
+                let (wanted, unwanted): (Vec<&String>, Vec<&String>) =
+                    config.outputs.iter().filter(is_requested).partition(|name| parsed.wants(name));
+                let outputs = wanted.into_iter().chain(unwanted);
+                (outputs.filter_map(|name| Some((name.into(), value(name)?))).collect(), None, Arc::default())
+            }
+            Some(text) => {
+                let is_declared = |name: &Name| config.outputs.iter().any(|output| *name == output.as_str());
+                let of_ensemble = |(name, output): &(Name, TextOutput)| {
+                    let value = match output {
+                        TextOutput::Text => Value::Text,
+                        TextOutput::Given(tensor) => Value::Given(tensor.clone()),
+                        TextOutput::Generated(name) => value(Some(name).filter(|name| is_declared(name))?)?,
+                    };
+                    Some((name.clone(), value))
+                };
+                let outputs = text.outputs.iter().filter_map(of_ensemble).collect();
+                let parameters = text.parameters.clone();
+                (outputs, Some(Texts::new(text, parsed.num_sequences)), parameters)
+            }
+        };
         let exclude_input = parsed.exclude_input || parsed.streaming;
         let mode = match (parsed.streaming, config.decoupled) {
             _ if parsed.request.beams.is_some() => Mode::Once,
@@ -204,24 +248,23 @@ impl Responses {
             (false, true) => Mode::PerSequence,
             (false, false) => Mode::Once,
         };
-        let wanted: Vec<_> = wanted.into_iter().filter_map(|name| Some((Name::from(name), Kind::of(name)?))).collect();
-        let is_told_by_token = mode == Mode::Streaming && !has_stand_ins;
         Self {
-            changing: changing(&wanted).filter(|_| is_told_by_token),
-            repeatable: None,
+            changing: changing(&outputs).filter(|_| mode == Mode::Streaming),
+            delta_base: None,
             id: request.id.clone(),
             model_name: Name::from(&config.name),
             model_version: version.into(),
-            wanted,
-            stand_ins: unwanted.into_iter().filter(|_| has_stand_ins).filter_map(stand_in).collect(),
+            parameters,
+            outputs,
+            texts,
             mode,
             prompt: if exclude_input { Vec::new() } else { parsed.request.prompt.clone() },
             num_input_tokens,
             padding: parsed.request.sampling.end_ids.first().copied().unwrap_or(PADDING),
             logits_form: LogitsForm { datatype: config.logits_type, vocab_size: config.vocab_size },
-            sequences: vec![Output::default(); parsed.num_sequences],
+            sequences: smallvec![Output::default(); parsed.num_sequences],
             num_open: parsed.num_sequences,
-            arrived: (Instant::now(), SystemTime::now()),
+            arrived: (Timestamp::now(), SystemTime::now()),
         }
     }
 
@@ -231,77 +274,37 @@ impl Responses {
         self.sequences.capacity()
     }
 
-    /// A step had room for sequence `index` at `at`; its first such moment is told.
-    pub(crate) fn joined(&mut self, index: usize, at: Instant) {
+    /// A step had room for sequence `index` at `at`; the first time counts.
+    pub(crate) fn scheduled(&mut self, index: usize, at: Timestamp) {
         self.sequences[index].first_scheduled.get_or_insert(at);
     }
 
-    /// Takes logits of sequence `index` in; they leave with the tokens chosen from them.
-    pub(crate) fn keep_logits(&mut self, index: usize, piece: &LogitsPiece) {
-        self.sequences[index].logits.keep(self.logits_form, piece);
+    /// Keeps logits of a sequence until the response with the tokens chosen from them.
+    pub(crate) fn keep_logits(&mut self, part: LogitsPart) {
+        self.sequences[part.index].logits.keep(self.logits_form, &part);
     }
 
-    /// The sequence that the last response told one token of, where the next one repeats it; `ids` are the sequences'.
-    pub(crate) fn steady(&self, ids: &[SequenceId], shared: &Arc<Shared>) -> Option<Steady> {
-        let (Some(changing), Some(index)) = (&self.changing, self.repeatable) else { return None };
-        let output = &self.sequences[index];
-        Some(Steady {
-            sequence: *ids.get(index)?,
-            index,
-            changing: changing.iter().map(|&(place, kind)| (place as u32, kind)).collect(),
-            num_tokens: output.num_tokens,
-            num_new: 0,
-            cumulative_log_prob: output.cumulative_log_prob,
-            blocks: output.blocks,
-            drafts: output.drafts,
-            last: output.last_token?.into(),
-            gaps: Tally::default(),
-            shared: Arc::clone(shared),
-        })
-    }
-
-    /// Takes over what has come of a sequence since.
-    pub(crate) fn catch_up(&mut self, steady: &Steady) {
-        let output = &mut self.sequences[steady.index];
-        output.num_tokens = steady.num_tokens;
-        output.cumulative_log_prob = steady.cumulative_log_prob;
-        (output.blocks, output.drafts) = (steady.blocks, steady.drafts);
-        output.last_token = Some(steady.last.into());
-    }
-
-    /// Puts what `token`, which `steady` has taken in, changes in the last response into `told`.
-    pub(crate) fn repeat(&mut self, steady: &Steady, token: &OneToken, told: &mut Changes) {
-        for &(place, kind) in &steady.changing {
-            let number = match kind {
-                Kind::OutputIds => Number::I32(token.token.0.cast_signed()),
-                Kind::CumLogProbs => Number::F32(steady.cumulative_log_prob as f32),
-                Kind::OutputLogProbs => Number::F32(token.logprob.unwrap_or(0.0)),
-                Kind::NumOutputTokens => Number::I32(steady.num_tokens as i32),
-                _ => {
-                    self.catch_up(steady);
-                    self.number(kind, steady.index..steady.index + 1)
-                }
-            };
-            number.put(place as usize, told);
-        }
-    }
-
-    /// Takes news in.
-    fn take(&mut self, news: News) -> &mut Output {
-        let output = &mut self.sequences[news.index];
-        output.take(news.tokens, news.at, news.blocks);
-        output.drafts = news.drafts;
-        output.cumulative_log_prob = news.cum_log_prob.map_or(output.cumulative_log_prob, f64::from);
-        output.ended = news.ends;
-        self.num_open -= usize::from(news.ends);
+    /// Moves a delta's tokens to its sequence.
+    fn take(&mut self, delta: &mut Delta) -> &mut Output {
+        let output = &mut self.sequences[delta.index];
+        output.take(&mut delta.tokens, delta.at, delta.blocks);
+        output.drafts = delta.drafts;
+        output.cumulative_log_prob = delta.cum_log_prob.map_or(output.cumulative_log_prob, f64::from);
+        output.ended = delta.finished.is_some();
+        self.num_open -= usize::from(output.ended);
         output
     }
 
-    /// The response that this news completes. It is final when no sequence is left.
-    pub(crate) fn push(&mut self, news: News) -> Option<InferResponse> {
-        let (index, ends) = (news.index, news.ends);
-        let num_pending = self.take(news).pending.len();
-        let is_one_of_more = num_pending == 1 && !ends;
+    /// The response that a delta of a sequence completes: as what changed, where `accepts_deltas`. It is final when all
+    /// sequences have ended.
+    pub(crate) fn push(
+        &mut self,
+        delta: &mut Delta,
+        accepts_deltas: bool,
+        changes: &mut OutputDelta,
+    ) -> Option<Answer> {
+        let (index, ends) = (delta.index, delta.finished.is_some());
+        let num_pending = self.take(delta).pending.len();
         let is_due = match self.mode {
             Mode::Streaming => ends || num_pending > 0,
             Mode::PerSequence => ends,
@@ -310,27 +313,85 @@ impl Responses {
         if !is_due {
             return None;
         }
-        self.repeatable = (self.changing.is_some() && is_one_of_more).then_some(index);
+        let is_one_of_more = num_pending == 1 && !ends;
+        if accepts_deltas && is_one_of_more && self.delta_base == Some(index) {
+            return Some(Answer::Delta(self.delta(index, changes)));
+        }
+        self.delta_base = (self.changing.is_some() && is_one_of_more).then_some(index);
         let indices = if self.mode == Mode::Once { 0..self.sequences.len() } else { index..index + 1 };
-        let wanted = std::mem::take(&mut self.wanted);
-        let output = |(name, kind): &(Name, Kind)| match kind {
-            Kind::ContextLogits => self.sequences[indices.start].logits.take_context(name, self.logits_form),
-            Kind::GenerationLogits => self.generation_logits(name, indices.clone()),
-            _ => self.output(name, *kind, indices.clone()),
+        Some(Answer::Response(Box::new(self.response(indices))))
+    }
+
+    /// Sets what one more token of a sequence changes in the last response; the time after that.
+    fn delta(&mut self, index: usize, delta: &mut OutputDelta) -> Timestamp {
+        let Some(changing) = self.changing.take() else { return Timestamp::now() };
+        let mut made = None;
+        let token = self.sequences[index].pending.first();
+        let (token, logprob) = token.map_or((0, None), |token| (token.token.0, token.logprob));
+        for &(output, change) in &changing {
+            let kind = match change {
+                Change::Generated(kind) => kind,
+                Change::Text => {
+                    made = self.texts.as_mut().map(|texts| texts.push_one(index, token, output, delta));
+                    continue;
+                }
+            };
+            let number = match kind {
+                Kind::OutputIds => Number::I32(token.cast_signed()),
+                Kind::CumLogProbs => Number::F32(self.sequences[index].cumulative_log_prob as f32),
+                Kind::OutputLogProbs => Number::F32(logprob.unwrap_or(0.0)),
+                _ => self.number(kind, index..index + 1),
+            };
+            number.set(output, delta);
+        }
+        self.changing = Some(changing);
+        self.sequences[index].pending.clear();
+        made.unwrap_or_else(Timestamp::now)
+    }
+
+    /// The response about some sequences.
+    fn response(&mut self, indices: std::ops::Range<usize>) -> InferResponse {
+        let specified = std::mem::take(&mut self.outputs);
+        let output = |(name, value): &(Name, Value)| match value {
+            Value::Given(tensor) => Tensor { name: name.clone(), ..tensor.clone() },
+            Value::Text => self.text(name, indices.clone()),
+            Value::Generated(Kind::ContextLogits) => {
+                self.sequences[indices.start].logits.take_context(name, self.logits_form)
+            }
+            Value::Generated(Kind::GenerationLogits) => self.generation_logits(name, indices.clone()),
+            Value::Generated(kind) => self.output(name, *kind, indices.clone()),
         };
-        let mut outputs: Vec<Tensor> = wanted.iter().map(output).collect();
-        outputs.extend(self.stand_ins.iter().cloned());
-        self.wanted = wanted;
+        let outputs = specified.iter().map(output).collect();
+        self.outputs = specified;
         self.sequences[indices].iter_mut().for_each(|output| output.pending.clear());
-        Some(InferResponse {
+        let is_final = self.num_open == 0;
+        if let (true, Some(texts)) = (is_final, &mut self.texts) {
+            texts.flush(); // Before the client can read the statistics.
+        }
+        InferResponse {
             model_name: self.model_name.clone(),
             model_version: self.model_version.clone(),
             id: self.id.clone(),
+            parameters: self.parameters.clone(),
             outputs,
-            is_final: self.num_open == 0,
-            may_be_repeated: self.repeatable.is_some(),
-            ..InferResponse::default()
-        })
+            is_final,
+            allows_delta: self.delta_base.is_some(),
+        }
+    }
+
+    /// The text of the tokens that some sequences have got since their last response.
+    fn text(&mut self, name: &Name, indices: std::ops::Range<usize>) -> Tensor {
+        let Self { texts: Some(texts), sequences, prompt, padding, .. } = self else {
+            unreachable!("a text ensemble's responses have texts");
+        };
+        let sequences = &sequences[indices.clone()];
+        let width = longest(sequences);
+        let rows = indices.zip(sequences).map(|(index, output)| {
+            let padding = std::iter::repeat_n(padding.0, width - output.pending.len());
+            let tokens = prompt.iter().map(|id| id.0).chain(output.pending.iter().map(|token| token.token.0));
+            (index, tokens, padding, output.ended)
+        });
+        texts.push_rows(name, rows)
     }
 
     /// One output of some sequences, but for logits. In front is a batch of 1; sequences take the dimension of beams.
@@ -364,7 +425,7 @@ impl Responses {
         let first = indices.start;
         let sequences = &self.sequences[indices];
         let count = |value: usize| Number::I32(value as i32);
-        let time = |at: Option<Instant>| Number::I64(self.unix_ns(at));
+        let time = |at: Option<Timestamp>| Number::I64(self.unix_ns(at));
         let blocks = |count: fn(&BlockUsage) -> u32| sequences.iter().map(|of| count(&of.blocks)).sum::<u32>();
         let drafts = |count: fn(&DraftUsage) -> u32| sequences.iter().map(|of| count(&of.drafts)).sum::<u32>();
         match kind {
@@ -421,15 +482,15 @@ impl Responses {
     }
 
     /// Nanoseconds since 1970; 0 for never.
-    fn unix_ns(&self, at: Option<Instant>) -> i64 {
+    fn unix_ns(&self, at: Option<Timestamp>) -> i64 {
         let Some(at) = at else { return 0 };
         let since_1970 = self.arrived.1.duration_since(UNIX_EPOCH).unwrap_or_default();
-        (since_1970 + at.saturating_duration_since(self.arrived.0)).as_nanos().try_into().unwrap_or(i64::MAX)
+        (since_1970 + Duration::from_nanos(at.ns_since(self.arrived.0))).as_nanos().try_into().unwrap_or(i64::MAX)
     }
 }
 
 impl Output {
-    fn take(&mut self, tokens: Tokens, at: Instant, blocks: BlockUsage) {
+    fn take(&mut self, tokens: &mut Tokens, at: Timestamp, blocks: BlockUsage) {
         self.blocks = blocks;
         if tokens.is_empty() {
             return;
@@ -439,9 +500,9 @@ impl Output {
         self.num_tokens += tokens.len();
         self.cumulative_log_prob += tokens.iter().filter_map(|token| token.logprob.map(f64::from)).sum::<f64>();
         if self.pending.is_empty() {
-            self.pending = tokens;
+            self.pending = std::mem::take(tokens);
         } else {
-            self.pending.extend(tokens);
+            self.pending.append(tokens);
         }
     }
 }
@@ -475,9 +536,8 @@ fn longest(sequences: &[Output]) -> usize {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use engine::RowId;
+    use engine::{FinishReason, RowId, SampledToken};
 
-    use super::super::inbox::RequestEvent;
     use super::*;
 
     const OUTPUTS: [&str; 9] = [
@@ -507,45 +567,46 @@ pub(crate) mod tests {
         "kv_cache_reused_blocks",
     ];
 
-    /// News as they travel, where that is one token.
-    fn one_token(news: News) -> Option<OneToken> {
-        let News { index, tokens, at, ends, blocks, drafts, .. } = news;
-        let finished = ends.then_some(engine::FinishReason::Length);
-        let sequence = engine::SequenceId(index as u64);
-        let event = engine::TokenEvent { sequence, tokens, finished, blocks, drafts, beams: Vec::new() };
-        match RequestEvent::of(event, at.into()) {
-            RequestEvent::Token(token) => Some(token),
-            _ => None,
-        }
+    /// Of one sequence, where a delta may follow a response.
+    pub(crate) fn streaming() -> Responses {
+        let responses = responses(Mode::Streaming, 1, &[]);
+        Responses { changing: changing(&responses.outputs), ..responses }
     }
 
-    /// Of one sequence, where a response may repeat the last one.
-    pub(crate) fn repeatable() -> Responses {
-        let responses = responses(Mode::Streaming, 1, &[]);
-        Responses { changing: changing(&responses.wanted), ..responses }
+    fn generated(name: &str) -> Option<(Name, Value)> {
+        Some((name.into(), Value::Generated(Kind::of(name)?)))
+    }
+
+    /// The response that a delta completes, where no deltas are accepted.
+    fn push(responses: &mut Responses, mut delta: Delta) -> Option<InferResponse> {
+        match responses.push(&mut delta, false, &mut OutputDelta::default())? {
+            Answer::Response(response) => Some(*response),
+            Answer::Delta(_) => panic!("none was accepted"),
+        }
     }
 
     fn responses(mode: Mode, num_sequences: usize, prompt: &[u32]) -> Responses {
         Responses {
             changing: None,
-            repeatable: None,
+            delta_base: None,
             id: "a".into(),
             model_name: "llm".into(),
             model_version: "1".into(),
-            wanted: OUTPUTS.iter().filter_map(|name| Some(((*name).into(), Kind::of(name)?))).collect(),
-            stand_ins: Vec::new(),
+            parameters: Arc::default(),
+            outputs: OUTPUTS.iter().filter_map(|name| generated(name)).collect(),
+            texts: None,
             mode,
             prompt: prompt.iter().map(|&id| TokenId(id)).collect(),
             num_input_tokens: 2,
             padding: TokenId(9),
             logits_form: LogitsForm { datatype: serving::DataType::Fp32, vocab_size: 1 },
-            sequences: vec![Output::default(); num_sequences],
+            sequences: smallvec![Output::default(); num_sequences],
             num_open: num_sequences,
-            arrived: (Instant::now(), SystemTime::now()),
+            arrived: (Timestamp::now(), SystemTime::now()),
         }
     }
 
-    fn news(index: usize, tokens: &[(u32, f32)], ends: bool) -> News {
+    fn delta(index: usize, tokens: &[(u32, f32)], ends: bool) -> Delta {
         let token = |&(id, logprob): &(u32, f32)| SampledToken {
             row: RowId(0),
             token: TokenId(id),
@@ -554,8 +615,9 @@ pub(crate) mod tests {
         };
         let blocks = BlockUsage { num_reused: 2, num_allocated: 1 };
         let (drafts, cum_log_prob) = (DraftUsage { num_drafted: 4, num_accepted: tokens.len() as u32 }, None);
-        let (tokens, at) = (tokens.iter().map(token).collect(), Instant::now());
-        News { index, tokens, at, ends, blocks, drafts, cum_log_prob }
+        let (tokens, at) = (tokens.iter().map(token).collect(), Timestamp::now());
+        let finished = ends.then_some(FinishReason::Length);
+        Delta { index, tokens, at, finished, blocks, drafts, cum_log_prob, is_drained: false }
     }
 
     fn output<'a>(response: &'a InferResponse, name: &str) -> &'a Tensor {
@@ -569,66 +631,62 @@ pub(crate) mod tests {
     #[test]
     fn a_stream_gets_each_token_once_and_is_final_when_all_sequences_have_ended() {
         let mut responses = responses(Mode::Streaming, 2, &[]);
-        let first = responses.push(news(1, &[(5, -0.5)], false)).unwrap();
+        let first = push(&mut responses, delta(1, &[(5, -0.5)], false)).unwrap();
         assert_eq!((ids(&first), first.is_final), (vec![5], false));
         assert_eq!(output(&first, "sequence_index").to_i32().unwrap(), [1]);
         assert_eq!(output(&first, "sequence_end").to_bool().unwrap(), [false]);
-        assert!(responses.push(news(1, &[], false)).is_none());
-        let second = responses.push(news(1, &[(6, -0.25), (7, -1.0)], true)).unwrap();
+        assert!(push(&mut responses, delta(1, &[], false)).is_none());
+        let second = push(&mut responses, delta(1, &[(6, -0.25), (7, -1.0)], true)).unwrap();
         assert_eq!((ids(&second), second.is_final), (vec![6, 7], false));
         assert_eq!(output(&second, "sequence_end").to_bool().unwrap(), [true]);
         assert_eq!(output(&second, "cum_log_probs").to_f32().unwrap(), [-1.75]);
         assert_eq!(output(&second, "output_log_probs").to_f32().unwrap(), [-0.25, -1.0]);
-        let last = responses.push(news(0, &[], true)).unwrap();
+        let last = push(&mut responses, delta(0, &[], true)).unwrap();
         assert_eq!((ids(&last), last.is_final), (vec![], true));
         assert_eq!(output(&last, "output_ids").shape[..], [1, 1, 0]);
     }
 
     #[test]
-    fn what_is_new_in_a_response_comes_to_the_response() {
-        let arrived = (Instant::now(), SystemTime::now());
-        let repeatable = || {
-            let mut repeatable = responses(Mode::Streaming, 2, &[]);
-            repeatable.wanted.extend(MORE_OUTPUTS.map(|name| (name.into(), Kind::of(name).unwrap())));
-            repeatable.changing = changing(&repeatable.wanted);
-            repeatable.arrived = arrived;
-            repeatable
+    fn deltas_lead_to_the_same_responses() {
+        let arrived = (Timestamp::now(), SystemTime::now());
+        let streaming = || {
+            let mut streaming = responses(Mode::Streaming, 2, &[]);
+            streaming.outputs.extend(MORE_OUTPUTS.iter().filter_map(|name| generated(name)));
+            streaming.outputs.push(("given".into(), Value::Given(Tensor::from_i32("other", &[1], &[7]))));
+            streaming.changing = changing(&streaming.outputs);
+            streaming.arrived = arrived;
+            streaming
         };
-        let (mut whole, mut told, mut last) = (repeatable(), repeatable(), InferResponse::default());
-        let (mut steady, shared) = (None::<Steady>, Arc::default());
+        let (mut whole, mut in_deltas, mut last) = (streaming(), streaming(), InferResponse::default());
         let tokens = [(0, 1, false), (0, 1, false), (0, 1, false), (1, 1, false), (1, 1, false), (0, 2, false)];
-        let (mut num_again, ends) = (0, [(0, 1, false), (0, 1, false), (0, 1, true), (1, 1, false), (1, 0, true)]);
+        let (mut num_deltas, ends) = (0, [(0, 1, false), (0, 1, false), (0, 1, true), (1, 1, false), (1, 0, true)]);
         for (round, (index, count, ends)) in (10..).zip(tokens.into_iter().chain(ends)) {
-            let at = Instant::from(serving::Moment::now()); // As they travel.
-            let news = || News { at, ..news(index, &vec![(round, -0.5); count], ends) };
-            let response = whole.push(news()).unwrap();
-            let mut changes = Changes::default();
-            let next = one_token(news());
-            if let (Some(steady), Some(token)) = (steady.as_mut().filter(|steady| steady.index == index), next) {
-                assert!(last.may_be_repeated && !response.is_final);
-                steady.take(&token);
-                told.repeat(steady, &token, &mut changes);
-                changes.iter().for_each(|(place, elements)| last.outputs[place].data = elements.to_data());
-                num_again += 1;
-            } else {
-                steady.take().iter().for_each(|steady| told.catch_up(steady));
-                last = told.push(news()).unwrap();
-                steady = told.steady(&[SequenceId(0), SequenceId(1)], &shared);
+            let at = Timestamp::now();
+            let next = || Delta { at, ..delta(index, &vec![(round, -0.5); count], ends) };
+            let response = push(&mut whole, next()).unwrap();
+            let mut changes = OutputDelta::default();
+            match in_deltas.push(&mut next(), true, &mut changes).unwrap() {
+                Answer::Response(response) => last = *response,
+                Answer::Delta(_) => {
+                    assert!(last.allows_delta && !response.is_final);
+                    changes.iter().for_each(|(index, elements)| last.outputs[index].data = elements.to_data());
+                    num_deltas += 1;
+                }
             }
             assert_eq!((&last.outputs, last.is_final), (&response.outputs, response.is_final), "{round}");
         }
-        assert_eq!(num_again, 4);
-        let logits = [("output_ids".into(), Kind::OutputIds), ("generation_logits".into(), Kind::GenerationLogits)];
-        assert!(changing(&logits).is_none(), "they are taken, not made");
+        assert_eq!(num_deltas, 4);
+        let logits = [generated("output_ids").unwrap(), generated("generation_logits").unwrap()];
+        assert!(changing(&logits).is_none(), "logits are taken, not copied");
     }
 
     #[test]
     fn without_streaming_each_sequence_gets_one_response_at_its_end() {
         let mut responses = responses(Mode::PerSequence, 2, &[3, 4]);
-        assert!(responses.push(news(0, &[(5, -0.5)], false)).is_none());
-        let first = responses.push(news(1, &[(8, -0.5)], true)).unwrap();
+        assert!(push(&mut responses, delta(0, &[(5, -0.5)], false)).is_none());
+        let first = push(&mut responses, delta(1, &[(8, -0.5)], true)).unwrap();
         assert_eq!((ids(&first), first.is_final), (vec![3, 4, 8], false));
-        let second = responses.push(news(0, &[(6, -0.5)], true)).unwrap();
+        let second = push(&mut responses, delta(0, &[(6, -0.5)], true)).unwrap();
         assert_eq!((ids(&second), second.is_final), (vec![3, 4, 5, 6], true));
         assert_eq!(output(&second, "sequence_length").to_i32().unwrap(), [4]);
         assert_eq!(output(&second, "num_output_tokens").to_i32().unwrap(), [2]);
@@ -639,8 +697,8 @@ pub(crate) mod tests {
     #[test]
     fn a_model_that_is_not_decoupled_answers_once_with_shorter_sequences_padded() {
         let mut responses = responses(Mode::Once, 2, &[3]);
-        assert!(responses.push(news(1, &[(5, -0.5)], true)).is_none());
-        let all = responses.push(news(0, &[(6, -0.5), (7, -0.25)], true)).unwrap();
+        assert!(push(&mut responses, delta(1, &[(5, -0.5)], true)).is_none());
+        let all = push(&mut responses, delta(0, &[(6, -0.5), (7, -0.25)], true)).unwrap();
         assert!(all.is_final);
         assert_eq!(output(&all, "output_ids").shape[..], [1, 2, 3]);
         assert_eq!(ids(&all), [3, 6, 7, 3, 5, 9]);

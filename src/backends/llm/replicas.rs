@@ -10,20 +10,20 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
 use super::config::LlmConfig;
+use super::dispatcher::Dispatcher;
 use super::inbox::{Inbox, Message};
 use super::router::{Replica, Router};
 use super::step_thread::StepThread;
-use super::teller::Teller;
 
 /// Whether a replica's first start succeeded.
 pub(crate) type IsLoaded = oneshot::Receiver<Result<(), String>>;
 
-/// Starts the step thread of each replica; its news are told on the runtime of `tellers`.
+/// Starts the step thread of each replica; its events are delivered on `event_runtime`.
 pub(crate) fn start_replicas(
     config: &LlmConfig,
     agents: &Arc<Agents>,
     prefix: &Prefix,
-    tellers: &Handle,
+    event_runtime: &Handle,
 ) -> Result<(Arc<Router>, Vec<IsLoaded>), InferError> {
     let inboxes: Vec<_> = (0..config.num_replicas).map(|_| Inbox::new()).collect();
     let replicas = inboxes.iter().map(|(inbox, _)| Replica { inbox: inbox.clone(), shared: Arc::default() });
@@ -39,7 +39,7 @@ pub(crate) fn start_replicas(
             prefix: prefix.clone(),
             inbox,
             messages,
-            teller: Teller::start(tellers),
+            dispatcher: Dispatcher::start(event_runtime),
             shared: Arc::clone(&router.replicas()[replica as usize].shared),
         };
         let (loaded, is_loaded) = oneshot::channel();

@@ -17,18 +17,18 @@ use std::time::{Duration, Instant};
 
 use engine::{Engine, EngineStats, Refused, Request, SequenceId, StepPlan, TokenEvent};
 use ipc::Prefix;
-use serving::{ErrorKind, InferError, Moment};
+use serving::{ErrorKind, InferError, Timestamp};
 use supervision::{Agents, FromWorker, ToWorker};
 use tokio::sync::oneshot;
 
 use super::config::LlmConfig;
+use super::dispatcher::Dispatcher;
+use super::event_queue;
 use super::figures::{Figures, Phase, Start, StepKinds};
 use super::group::{Group, Lost, LostKind};
 use super::inbox::{Inbox, Message, RequestEvent};
 use super::ledger::Report;
-use super::mailbox;
 use super::router::Router;
-use super::teller::Teller;
 
 /// Losses in a row, without a settled step between them, after which the model is given up.
 const MAX_LOSSES: u32 = 5;
@@ -95,7 +95,7 @@ pub(crate) struct StepThread {
     pub(crate) prefix: Prefix,
     pub(crate) inbox: Inbox,
     pub(crate) messages: mpsc::Receiver<Message>,
-    pub(crate) teller: Teller,
+    pub(crate) dispatcher: Dispatcher,
     pub(crate) shared: Arc<Shared>,
 }
 
@@ -210,7 +210,7 @@ impl Running {
     /// After a panic, which left the engine in any state: its sequences end with an error, and one without any takes its
     /// place. The workers are gone with their group.
     fn start_anew(&mut self, panic: &(dyn Any + Send)) -> Lost {
-        let StepThread { config, shared, inbox, teller, .. } = &mut self.thread;
+        let StepThread { config, shared, inbox, dispatcher, .. } = &mut self.thread;
         shared.ready.store(false, Ordering::Release);
         inbox.set_doorbell(None);
         let words = format!("the step thread of model `{}` panicked: {}", config.name, words_of(panic));
@@ -219,8 +219,8 @@ impl Running {
         self.timeouts.clear();
         self.events.clear();
         let error = InferError::internal(format!("{words}; the model starts again, so send the request again"));
-        teller.tell_all_last(|| RequestEvent::Failed(error.clone()));
-        teller.send();
+        dispatcher.push_last_to_all(|| RequestEvent::Failed(error.clone()));
+        dispatcher.flush();
         Lost::new(words)
     }
 
@@ -358,15 +358,15 @@ impl Running {
         while let Some(plan) = engine.plan() {
             now = figures.phase(Phase::Plan, now);
             self.step_kinds.planned(&plan, figures);
-            tell_joined(&mut self.thread.teller, &plan, now, shared.restarts.load(Ordering::Relaxed));
+            push_joined(&mut self.thread.dispatcher, &plan, now.into(), shared.restarts.load(Ordering::Relaxed));
             group.step(plan)?;
             now = figures.phase(Phase::Send, now);
         }
-        self.thread.teller.send(); // Before the wait for workers: who has joined is to know now.
+        self.thread.dispatcher.flush(); // Before the wait for workers: who has joined is to know now.
         engine.drain_events(&mut self.events);
         if engine.num_in_flight() == 0 {
             *ipc::lock(&self.thread.shared.stats) = engine.stats();
-            self.tell_events();
+            self.push_events();
             return self.take_messages(group, Duration::MAX);
         }
         if was_idle {
@@ -387,19 +387,19 @@ impl Running {
                 self.longest_step = self.last_progress.elapsed().max(self.longest_step.mul_f32(0.99));
                 *ipc::lock(&self.thread.shared.stats) = engine.stats();
                 self.last_progress = figures.phase(Phase::Settle, now);
-                self.tell_events();
+                self.push_events();
                 figures.phase(Phase::Tell, self.last_progress);
                 return Ok(());
             }
             Some(FromWorker::Logits(piece)) => {
                 self.last_progress = Instant::now();
-                self.thread.teller.tell(piece.sequence, RequestEvent::Logits(Box::new(piece)));
+                self.thread.dispatcher.push(piece.sequence, RequestEvent::Logits(Box::new(piece)));
             }
             Some(_) => return Err(Lost::new("worker 0 sent something other than a step's output".to_owned()).into()),
             // Rung by a message, or time to look around.
             None => self.check_watchdog()?,
         }
-        self.tell_events();
+        self.push_events();
         Ok(())
     }
 
@@ -413,17 +413,17 @@ impl Running {
         }
     }
 
-    fn tell_events(&mut self) {
-        let now = Moment::now();
+    fn push_events(&mut self) {
+        let now = Timestamp::now();
         for event in self.events.drain(..) {
             let (sequence, ends) = (event.sequence, event.finished.is_some());
             let event = RequestEvent::of(event, now);
             match ends {
-                true => self.thread.teller.tell_last(sequence, event),
-                false => self.thread.teller.tell(sequence, event),
+                true => self.thread.dispatcher.push_last(sequence, event),
+                false => self.thread.dispatcher.push(sequence, event),
             }
         }
-        self.thread.teller.send();
+        self.thread.dispatcher.flush();
     }
 
     /// Everything in the inbox now, waiting up to `timeout` for the first ([`Duration::MAX`]: for as long as it takes).
@@ -447,14 +447,14 @@ impl Running {
                     self.engine.as_mut().map(|engine| engine.finish(sequence));
                 }
                 Message::Ledger(reply) => {
-                    let _ = reply.send(Report::new(self.engine.as_ref(), self.thread.teller.num_listening()));
+                    let _ = reply.send(Report::new(self.engine.as_ref(), self.thread.dispatcher.num_open()));
                 }
                 Message::Stop { done } => return Err(End::Stopped(done)),
             }
             next = self.thread.messages.try_recv().ok();
         }
         self.expire();
-        self.thread.teller.send();
+        self.thread.dispatcher.flush();
         Ok(())
     }
 
@@ -473,12 +473,12 @@ impl Running {
                 }
                 engine.cancel(sequence);
                 let expired = RequestEvent::Failed(InferError::unavailable("Request timeout expired"));
-                self.thread.teller.tell_last(sequence, expired);
+                self.thread.dispatcher.push_last(sequence, expired);
             }
         }
     }
 
-    fn submit(&mut self, requests: Vec<Request>, timeout: Option<(Instant, bool)>, events: mailbox::Sender) {
+    fn submit(&mut self, requests: Vec<Request>, timeout: Option<(Instant, bool)>, events: event_queue::Sender) {
         let Some(engine) = &mut self.engine else {
             events.send(RequestEvent::Failed(InferError::unavailable("the model's workers still load")));
             return;
@@ -499,7 +499,7 @@ impl Running {
         if let (Some((at, rejects)), Some(&first)) = (timeout, sequences.first()) {
             self.timeouts.insert((at, first), Waiting { sequences: sequences.clone(), rejects });
         }
-        self.thread.teller.accept(sequences, events);
+        self.thread.dispatcher.accept(sequences, events);
     }
 
     /// After a loss: sequences wait to be prefilled again; or, after too many losses in a row, all requests end
@@ -531,8 +531,8 @@ impl Running {
     fn give_up(&mut self, words: String) -> Option<oneshot::Sender<()>> {
         *ipc::lock(&self.thread.shared.failure) = Some(words.clone());
         let error = InferError::unavailable(words);
-        self.thread.teller.tell_all_last(|| RequestEvent::Failed(error.clone()));
-        self.thread.teller.send();
+        self.thread.dispatcher.push_last_to_all(|| RequestEvent::Failed(error.clone()));
+        self.thread.dispatcher.flush();
         self.refuse_for_a_while(&error)
     }
 
@@ -575,9 +575,9 @@ fn slowest_phases(workers: &[LoadedWorker]) -> Vec<(String, Duration)> {
 }
 
 /// Tells requests that a plan has room for them.
-fn tell_joined(teller: &mut Teller, plan: &StepPlan, at: Instant, start: u64) {
+fn push_joined(dispatcher: &mut Dispatcher, plan: &StepPlan, at: Timestamp, start: u64) {
     for joined in &plan.joined {
-        teller.tell(joined.sequence, RequestEvent::Joined { sequence: joined.sequence, at, start });
+        dispatcher.push(joined.sequence, RequestEvent::Joined { sequence: joined.sequence, at, start });
     }
 }
 
@@ -680,12 +680,12 @@ mod tests {
         Request { prompt: prompt.iter().copied().map(TokenId).collect(), max_tokens, ..Request::default() }
     }
 
-    async fn next(events: &mut mailbox::Receiver) -> Option<RequestEvent> {
+    async fn next(events: &mut event_queue::Receiver) -> Option<RequestEvent> {
         tokio::time::timeout(Duration::from_secs(60), events.receive()).await.expect("nothing was told")
     }
 
     /// The sequence of an accepted request.
-    async fn accepted(events: &mut mailbox::Receiver) -> SequenceId {
+    async fn accepted(events: &mut event_queue::Receiver) -> SequenceId {
         match next(events).await {
             Some(RequestEvent::Accepted(sequences)) => sequences[0],
             other => panic!("{other:?}"),
@@ -706,14 +706,14 @@ mod tests {
             prefix,
             inbox: inbox.clone(),
             messages,
-            teller: Teller::start(&Handle::current()),
+            dispatcher: Dispatcher::start(&Handle::current()),
             shared: Arc::clone(&shared),
         };
         let (loaded, is_loaded) = oneshot::channel();
         let steps = std::thread::spawn(move || thread.run(loaded));
         assert_eq!(is_loaded.await.unwrap(), Ok(()));
         let submit = |request: Request| {
-            let (events, receiver) = mailbox::mailbox();
+            let (events, receiver) = event_queue::event_queue();
             assert!(inbox.send(Message::Submit { sequences: vec![request], timeout: None, events }));
             receiver
         };
@@ -722,7 +722,7 @@ mod tests {
         assert!(shared.is_ready());
 
         // The engine refuses an empty prompt, and the thread panics when it says so.
-        let (events, mut broken) = mailbox::mailbox();
+        let (events, mut broken) = event_queue::event_queue();
         assert!(broken.poll_receive(&mut Context::from_waker(&Waker::from(Arc::new(Panics)))).is_pending());
         inbox.send(Message::Submit { sequences: vec![request(&[], 1)], timeout: None, events });
         let error = loop {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use engine::{RowId, SampledToken, TokenId};
 use text::{Detokenizer, StopText, Tokenizer};
 
-use super::outputs::Tokens;
+use generation::Tokens;
 
 /// Searches the text of one sequence.
 pub(crate) struct TextStop {

@@ -1,33 +1,40 @@
-//! Where the time of one request goes: told to its stream as it goes on, and counted for metrics.
+//! Where the time of one request goes: reported to its stream, and counted for metrics.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use engine::{FinishReason, TokenEvent};
-use serving::Generation;
+use engine::{BlockUsage, FinishReason};
+use serving::{Generation, Tally, Timestamp};
+use smallvec::{SmallVec, smallvec};
 
-use super::steady::Steady;
 use super::step_thread::Shared;
+
+/// Times between tokens that are counted together, at most: all requests share the counters.
+const MAX_GAPS: u32 = 16;
 
 /// The clock of one request.
 pub(crate) struct Timing {
     shared: Arc<Shared>,
     arrived: Instant,
     /// When its first sequence joined a step.
-    joined: Option<Instant>,
-    first_token: Option<Instant>,
+    joined: Option<Timestamp>,
+    first_token: Option<Timestamp>,
+    /// The last token of any sequence.
+    last_token: Option<Timestamp>,
     block_size: u64,
-    /// As far as it has joined a step.
+    /// Without the time of decoding, which follows from the first and the last token.
     told: Generation,
-    sequences: Vec<SequenceTiming>,
+    sequences: SmallVec<[SequenceTiming; 1]>,
+    /// Times between tokens that are not counted yet.
+    gaps: Tally,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
 struct SequenceTiming {
     /// Which start of the workers it joined last.
     joined_in: Option<u64>,
-    last_token: Option<Instant>,
+    last_token: Option<Timestamp>,
     is_counted: bool,
 }
 
@@ -40,9 +47,11 @@ impl Timing {
             arrived: Instant::now(),
             joined: None,
             first_token: None,
+            last_token: None,
             block_size: block_size as u64,
             told: Generation { prompt_tokens: prompt_tokens as u64, ..Generation::default() },
-            sequences: vec![SequenceTiming::default(); num_sequences],
+            sequences: smallvec![SequenceTiming::default(); num_sequences],
+            gaps: Tally::default(),
         }
     }
 
@@ -53,61 +62,47 @@ impl Timing {
     }
 
     /// A step had room for sequence `index`. A second time with the same workers, it was preempted between.
-    pub(crate) fn joined(&mut self, index: usize, at: Instant, start: u64) {
+    pub(crate) fn joined(&mut self, index: usize, at: Timestamp, start: u64) {
         let Some(sequence) = self.sequences.get_mut(index) else { return };
         self.told.preempted += u64::from(sequence.joined_in.replace(start) == Some(start));
         if self.joined.is_none() {
             self.joined = Some(at);
-            self.told.queue = at.saturating_duration_since(self.arrived);
-            self.shared.figures.queue.observe(seconds(at, self.arrived));
+            self.told.queue = duration(at, self.arrived.into());
+            self.shared.figures.queue.observe(self.told.queue.as_secs_f64());
         }
     }
 
-    /// News of sequence `index`, told at `at`.
-    pub(crate) fn heard(&mut self, index: usize, event: &TokenEvent, at: Instant) {
-        let beam_tokens: usize = event.beams.iter().map(|beam| beam.tokens.len()).sum();
-        let count = (event.tokens.len() + beam_tokens) as u64;
+    /// `count` tokens of sequence `index` came at `at`; `blocks` are those of the sequence.
+    pub(crate) fn tokens(&mut self, index: usize, count: u64, blocks: BlockUsage, at: Timestamp) {
         if count > 0 {
-            self.tokens(index, count, at);
+            self.count(index, count, at);
         }
         let Some(sequence) = self.sequences.get_mut(index) else { return };
         if !sequence.is_counted {
             sequence.is_counted = true;
-            self.told.cached_tokens += u64::from(event.blocks.num_reused) * self.block_size;
+            self.told.cached_tokens += u64::from(blocks.num_reused) * self.block_size;
             self.shared.figures.prefix_lookups.fetch_add(1, Relaxed);
-            self.shared.figures.prefix_hits.fetch_add(u64::from(event.blocks.num_reused > 0), Relaxed);
+            self.shared.figures.prefix_hits.fetch_add(u64::from(blocks.num_reused > 0), Relaxed);
         }
     }
 
-    /// Takes over what has come since of a sequence that was told in short; the gaps between its tokens are counted there.
-    pub(crate) fn catch_up(&mut self, steady: &Steady) {
-        let last = Instant::from(steady.last);
-        if let (Some(first), Some(sequence)) = (self.first_token, self.sequences.get_mut(steady.index)) {
-            sequence.last_token = Some(last);
-            self.told.decode = last.saturating_duration_since(first);
-            self.told.output_tokens += steady.num_new as u64;
-        }
-    }
-
-    /// Where it is counted.
-    pub(crate) fn shared(&self) -> &Arc<Shared> {
-        &self.shared
-    }
-
-    fn tokens(&mut self, index: usize, count: u64, now: Instant) {
+    fn count(&mut self, index: usize, count: u64, now: Timestamp) {
         let figures = &self.shared.figures;
-        if let Some(first) = self.first_token {
-            self.told.decode = now.saturating_duration_since(first);
-        } else {
+        self.last_token = Some(now);
+        self.told.output_tokens += count;
+        if self.first_token.is_none() {
             self.first_token = Some(now);
-            self.told.prefill = self.joined.map_or(Duration::ZERO, |joined| now.saturating_duration_since(joined));
-            figures.first_token.observe(seconds(now, self.arrived));
+            self.told.prefill = self.joined.map_or(Duration::ZERO, |joined| duration(now, joined));
+            figures.first_token.observe(duration(now, self.arrived.into()).as_secs_f64());
         }
         let before = self.sequences.get_mut(index).and_then(|sequence| sequence.last_token.replace(now));
         if let Some(before) = before {
-            figures.inter_token.observe_many(seconds(now, before) / count as f64, count);
+            let gap = now.ns_since(before) as f64 / 1e9 / count as f64;
+            (0..count).for_each(|_| figures.inter_token.gather(gap, &mut self.gaps));
+            if self.gaps.count() >= MAX_GAPS {
+                figures.inter_token.settle(&mut self.gaps);
+            }
         }
-        self.told.output_tokens += count;
     }
 
     /// A sequence of the request has ended; without a reason it failed.
@@ -117,10 +112,12 @@ impl Timing {
 
     /// So far.
     pub(crate) fn generation(&self) -> Generation {
+        let decode =
+            self.last_token.zip(self.first_token).map_or(Duration::ZERO, |(last, first)| duration(last, first));
         match self.joined {
-            Some(_) => self.told,
+            Some(_) => Generation { decode, ..self.told },
             // One that never joined has waited all its time.
-            None => Generation { queue: self.arrived.elapsed(), ..self.told },
+            None => Generation { queue: self.arrived.elapsed(), decode, ..self.told },
         }
     }
 }
@@ -128,42 +125,30 @@ impl Timing {
 impl Drop for Timing {
     fn drop(&mut self) {
         let figures = &self.shared.figures;
+        figures.inter_token.settle(&mut self.gaps);
         figures.request.observe(self.arrived.elapsed().as_secs_f64());
         figures.output_tokens.observe(self.told.output_tokens as f64);
     }
 }
 
-fn seconds(later: Instant, earlier: Instant) -> f64 {
-    later.saturating_duration_since(earlier).as_secs_f64()
+fn duration(later: Timestamp, earlier: Timestamp) -> Duration {
+    Duration::from_nanos(later.ns_since(earlier))
 }
 
 #[cfg(test)]
 mod tests {
-    use engine::{BlockUsage, DraftUsage, RowId, SampledToken, SequenceId, TokenId};
-
     use super::*;
 
-    fn event(num_tokens: usize, num_reused: u32) -> TokenEvent {
-        let token = SampledToken { row: RowId(0), token: TokenId(1), logprob: None, top: Vec::new() };
-        TokenEvent {
-            sequence: SequenceId(1),
-            tokens: vec![token; num_tokens].into(),
-            finished: None,
-            blocks: BlockUsage { num_reused, num_allocated: 1 },
-            drafts: DraftUsage::default(),
-            beams: Vec::new(),
-        }
-    }
-
     #[test]
-    fn a_request_tells_its_tokens_its_cached_prompt_and_its_preemptions() {
+    fn a_request_counts_its_tokens_its_cached_prompt_and_its_preemptions() {
         let shared = Arc::new(Shared::default());
+        let blocks = BlockUsage { num_reused: 2, num_allocated: 1 };
         let mut timing = Timing::new(&shared, 16, 40, 1);
-        timing.joined(0, Instant::now(), 0);
-        timing.heard(0, &event(1, 2), Instant::now());
-        timing.joined(0, Instant::now(), 0);
-        timing.heard(0, &event(2, 2), Instant::now());
-        timing.joined(0, Instant::now(), 1);
+        timing.joined(0, Timestamp::now(), 0);
+        timing.tokens(0, 1, blocks, Timestamp::now());
+        timing.joined(0, Timestamp::now(), 0);
+        timing.tokens(0, 2, blocks, Timestamp::now());
+        timing.joined(0, Timestamp::now(), 1);
         let told = timing.generation();
         assert_eq!((told.prompt_tokens, told.cached_tokens, told.output_tokens), (40, 32, 3));
         assert_eq!(told.preempted, 1, "lost workers preempt nobody");

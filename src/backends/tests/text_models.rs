@@ -7,8 +7,8 @@ use std::sync::Arc;
 use futures::StreamExt as _;
 use futures::future::{BoxFuture, FutureExt as _};
 use serving::{
-    Backend, BackendFactory, Changes, ControlMode, EnsembleStep, InferError, InferRequest, InferResponse, LoadRequest,
-    ResponseStream, Server, ServerConfig, Tensor, Update,
+    Backend, BackendFactory, ControlMode, EnsembleStep, InferError, InferRequest, InferResponse, LoadRequest,
+    ResponseStream, Server, ServerConfig, Tensor,
 };
 use tempfile::TempDir;
 
@@ -152,20 +152,12 @@ impl BackendFactory for Parrot {
 impl Backend for Parrot {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
         let ids = request.input("input_ids").unwrap().to_i32().unwrap();
-        Ok(ResponseStream::driven_by(async move |sender| {
+        Ok(ResponseStream::from_future(async move |sender| {
             for (i, &id) in ids.iter().enumerate() {
                 let tokens = Tensor::from_i32("output_ids", &[1, 1, 1], &[id]);
+                let outputs = vec![tokens, Tensor::from_i32("sequence_length", &[1, 1], &[1])];
                 let is_final = i == ids.len() - 1;
-                if i == 0 || is_final || !sender.takes_updates() {
-                    let outputs = vec![tokens, Tensor::from_i32("sequence_length", &[1, 1], &[1])];
-                    let may_be_repeated = !is_final;
-                    let response = InferResponse { outputs, is_final, may_be_repeated, ..InferResponse::default() };
-                    sender.send(Ok(response)).await;
-                } else {
-                    let mut changes = Changes::default();
-                    changes.put(0, tokens.data);
-                    sender.send_again(changes).await;
-                }
+                sender.send(Ok(InferResponse { outputs, is_final, ..InferResponse::default() })).await;
             }
         }))
     }
@@ -219,32 +211,6 @@ async fn streamed_pieces_join_to_the_text_whole_characters_and_all_blanks() {
     assert_eq!(pieces[0], "", "a special token is no text");
     assert_eq!(output(&responses[1], "text_output").shape[..], [1]);
     assert!(responses.last().unwrap().is_final);
-}
-
-#[tokio::test]
-async fn pieces_told_as_what_is_new_are_those_of_whole_responses() {
-    let server = World::llm().started().await;
-    let prompt = " Grüße,  世界 🚣‍♀️ end ";
-    let whole = all(server.infer(request("ensemble", text_input(prompt))).unwrap()).await;
-    let mut stream = server.infer(request("ensemble", text_input(prompt))).unwrap();
-    stream.take_updates();
-    let (mut last, mut num_again) = (InferResponse::default(), 0);
-    for response in &whole {
-        let mut told = Changes::default();
-        match stream.next_update(&mut told).await.unwrap().unwrap() {
-            Update::Response(response) => last = *response,
-            Update::Again(_) => {
-                num_again += 1;
-                told.iter().for_each(|(place, elements)| last.outputs[place].data = elements.to_data());
-            }
-        }
-        assert_eq!(last.outputs, response.outputs);
-    }
-    assert_eq!(num_again, prompt.len() - 1, "all but the first and the last");
-    assert!(stream.next_update(&mut Changes::default()).await.is_none());
-    let counted = &server.model_statistics("postprocessing", "").unwrap()[0];
-    let counts = [counted.inference_count, counted.first_response.count];
-    assert_eq!(counts, [2 * whole.len() as u64; 2], "each token counts, however it is told");
 }
 
 /// As in releases 0.6 to 0.8 of TensorRT-LLM's repository, where both inputs are required.

@@ -1,13 +1,14 @@
-//! From the last activations to tokens: logits, the choice for each row, and rows that go on from what rank 0 chose.
+//! From the last activations to tokens: computes logits, chooses a token for each row, and applies rank 0's revisions
+//! to rows.
 
 use engine::{CopiedBlock, RevisedRow, SampledToken};
 use kernels::cpu::{self as k, Buffer};
 
-use super::{CpuDevice, CpuTensor, Linear, beyond, sampler};
+use super::{CpuDevice, CpuTensor, Linear, out_of_range, sampler};
 use crate::{DeviceError, SampleInput};
 
 impl CpuDevice {
-    /// The choice of each sampling position.
+    /// Chooses the token of each sampling position.
     pub(super) fn choose_tokens(&mut self, x: &CpuTensor, head: &Linear) -> Result<Vec<SampledToken>, DeviceError> {
         let samples = std::mem::take(&mut self.inputs.samples);
         let vocab = self.config.limits.vocab_size;
@@ -29,7 +30,7 @@ impl CpuDevice {
         Ok(tokens)
     }
 
-    /// Appends tokens to their rows, but for those on which rank 0 decides: beams, and rows that verify drafts.
+    /// Appends tokens to their rows. Rows whose tokens rank 0 chooses are skipped: beams, and rows that verify drafts.
     pub(super) fn append(&mut self, tokens: &[SampledToken]) {
         for (index, token) in tokens.iter().enumerate() {
             let is_of_same_row = |other: Option<&SampledToken>| other.is_some_and(|other| other.row == token.row);
@@ -42,7 +43,7 @@ impl CpuDevice {
         }
     }
 
-    /// Keeps the raw logits that this step reports.
+    /// Stores the raw logits that this step reports.
     pub(super) fn report_logits(&mut self, x: &CpuTensor, head: &Linear) -> Result<(), DeviceError> {
         let positions = std::mem::take(&mut self.inputs.logits);
         let vocab = self.config.limits.vocab_size;
@@ -87,7 +88,7 @@ impl CpuDevice {
         let max_rows = self.rows.len();
         let row_of = |row: engine::RowId| match (row.0 as usize) < max_rows {
             true => Ok(row.0 as usize),
-            false => Err(beyond("row", row.0, max_rows)),
+            false => Err(out_of_range("row", row.0, max_rows)),
         };
         let mut rows = Vec::with_capacity(revised.len());
         for revision in revised {
@@ -106,7 +107,7 @@ impl CpuDevice {
         let cache = self.cache.as_mut().expect("`allocate_cache` is called before the first step");
         for block in copied.iter().flat_map(|copied| [copied.from, copied.to]) {
             if block.0 as usize >= cache.num_blocks {
-                return Err(beyond("block", block.0, cache.num_blocks));
+                return Err(out_of_range("block", block.0, cache.num_blocks));
             }
         }
         copied.iter().for_each(|copied| cache.kv.copy_block(copied.from.0 as usize, copied.to.0 as usize));

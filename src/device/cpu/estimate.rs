@@ -1,4 +1,4 @@
-//! What a worker on the CPU will hold beside its weights, told from shapes.
+//! Estimates the memory of a worker on the CPU, except its weights, from shapes.
 
 use super::KvType;
 use kernels::cpu::{Isa, WeightType};
@@ -8,17 +8,17 @@ use crate::{AttentionSpec, StepLimits};
 
 pub(crate) struct CpuEstimate {
     pub(crate) workspace_bytes: usize,
-    /// Of a KV block in all layers.
+    /// Bytes of a KV block in all layers.
     pub(crate) block_bytes: usize,
 }
 
 impl CpuEstimate {
-    /// Whether linear layers of bf16 weights are copied on this processor.
+    /// Whether bf16 weights of linear layers are copied on this processor.
     pub(crate) fn copies_bf16() -> bool {
         in_panels(Isa::detect(), WeightType::Bf16)
     }
 
-    /// For activations of `tensor_cols` columns in all, and linear layers of up to `widest_input` inputs.
+    /// For activation buffers with `tensor_cols` columns in total, and linear layers of up to `widest_input` inputs.
     pub(crate) fn new(
         limits: &StepLimits,
         tensor_cols: usize,

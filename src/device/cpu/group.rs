@@ -1,12 +1,13 @@
-//! A tensor-parallel group on one node: workers exchange partial results through shared memory.
+//! A tensor-parallel group of CPU workers, which exchange partial results through shared memory.
 //!
-//! Every worker writes its part to its slot, says so, waits for the others' word and reads all slots in rank order,
-//! so every worker adds the same numbers in the same order. Slots come in two halves used in turn: whoever writes
-//! a half again knows by the exchange between that everyone has read it.
+//! Every worker writes its part to its slot, increments its counter, waits for the counters of the others and reads all
+//! slots in rank order. So every worker adds the same numbers in the same order. A slot has two halves that are used
+//! alternately: the exchange between two uses of a half guarantees that everyone has read it.
 //!
-//! A group that spans nodes has such a region on each, with slots for all workers. Every worker also sends its part to one
-//! worker of each other node, where a thread puts it into the sender's slot and says the sender's word. So all add the
-//! same numbers in the same order wherever they are, and tokens do not depend on how ranks are spread over nodes.
+//! A group on several nodes has such a region on each node, with slots for all workers. Every worker also sends its
+//! part to one worker of each other node. A thread there writes it to the sender's slot and increments the sender's
+//! counter. So all workers add the same numbers in the same order, and tokens do not depend on how ranks are placed on
+//! nodes.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -18,60 +19,60 @@ use std::time::{Duration, Instant};
 
 use ipc::{IpcError, Prefix, Region, futex};
 
-use super::peers::Streams;
+use super::streams::Streams;
 use crate::{DeviceError, TensorParallel};
 
-/// f32 numbers of one slot: 256 KiB stay in the second cache.
+/// f32 numbers in half a slot: 256 KiB stay in the L2 cache.
 const SLOT: usize = 1 << 16;
-/// Bytes between words that different workers write.
+/// Distance in bytes between counters that different workers write.
 const LINE: usize = 128;
-/// How long a worker spins for another before it sleeps, where each has a core.
+/// How long a worker spins before it sleeps, if each worker has its own core.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// Where the workers of a group meet.
+/// How the workers of a group find each other.
 #[derive(Debug, Clone)]
 pub struct GroupConfig {
     /// Prefix of the shared-memory region.
     pub prefix: Prefix,
-    /// Its name: the same for all workers of a group, and never used before by another group.
+    /// Name of the region: the same for all workers of a group, and never used by another group.
     pub name: String,
-    /// This worker's place.
+    /// This worker's rank in the group.
     pub tensor_parallel: TensorParallel,
-    /// Longest wait for another worker, at start and in a step.
+    /// Maximum time to wait for another worker, at start and in a step.
     pub timeout: Duration,
-    /// Whether each worker has a core of its own to spin on.
+    /// Whether each worker has its own core to spin on.
     pub spin: bool,
 }
 
-/// Before each part on its way to another node: the exchange it belongs to and its length in numbers.
+/// Header of a part sent to another node: the number of the exchange and the length in numbers.
 const FRAME_BYTES: usize = 8;
 
-/// One worker's end of its group.
+/// A worker's access to its group.
 pub(crate) struct Group {
-    meeting: Arc<Meeting>,
+    shared: Arc<SharedSlots>,
     exchanges: u32,
-    /// To one worker of each other node.
+    /// Streams to one worker of each other node.
     outgoing: Vec<TcpStream>,
     frame: Vec<u8>,
-    /// Copies of the others' parts: shared memory is never borrowed, for its writer is another process.
+    /// Copies of the others' parts. Shared memory is never borrowed, because another process writes it.
     parts: Vec<Vec<f32>>,
 }
 
-/// What the workers of a node share, mapped.
-struct Meeting {
+/// The mapped memory that the workers of a node share.
+struct SharedSlots {
     region: Region,
     config: GroupConfig,
 }
 
 impl Group {
-    /// Joins a group on one node: worker 0 makes the region, the others wait for it.
+    /// Joins a group on one node: worker 0 creates the region, the others wait for it.
     pub(crate) fn join(config: GroupConfig) -> Result<Self, DeviceError> {
         let is_first = config.tensor_parallel.rank == 0;
         Self::join_node(config, is_first, Streams::default(), 0)
     }
 
-    /// Joins a group that spans nodes: the first worker of each makes the region there. `streams` carry parts to and from
-    /// other nodes; worker 0 of this group is number `first` among the workers that `streams` name.
+    /// Joins a group on several nodes: the first worker of each node creates the region there. `streams` carry parts to
+    /// and from other nodes; worker 0 of this group has the number `first` in `streams`.
     pub(crate) fn join_node(
         config: GroupConfig,
         is_first: bool,
@@ -90,29 +91,30 @@ impl Group {
             open_when_there(&config)?.map_err(call)?
         };
         let timeout = config.timeout;
-        let meeting = Arc::new(Meeting { region, config });
+        let shared = Arc::new(SharedSlots { region, config });
         for (stream, socket) in streams.incoming {
-            let (meeting, from) = (Arc::clone(&meeting), (stream.from - first) as usize);
-            // Ends with its stream: who waits for that worker then runs into the timeout, or is ended before.
+            let (shared, from) = (Arc::clone(&shared), (stream.from - first) as usize);
+            // The thread ends with its stream. A worker that waits for the sender then runs into the timeout, or has
+            // ended before.
             let mut part = vec![0.0; SLOT];
-            thread::spawn(move || while meeting.take_part(&socket, from, &mut part).is_ok() {});
+            thread::spawn(move || while shared.take_part(&socket, from, &mut part).is_ok() {});
         }
         let outgoing: Vec<TcpStream> = streams.outgoing.into_iter().map(|(_, socket)| socket).collect();
         for socket in &outgoing {
             let set = socket.set_write_timeout(Some(timeout));
             set.map_err(|error| DeviceError::Call { call: "setting a timeout".into(), reason: error.to_string() })?;
         }
-        let own = meeting.config.tensor_parallel.rank as usize;
+        let own = shared.config.tensor_parallel.rank as usize;
         let parts = (0..size).map(|rank| vec![0.0; if rank == own { 0 } else { SLOT }]).collect();
-        Ok(Self { meeting, exchanges: 0, outgoing, frame: Vec::new(), parts })
+        Ok(Self { shared, exchanges: 0, outgoing, frame: Vec::new(), parts })
     }
 
     pub(crate) fn tensor_parallel(&self) -> TensorParallel {
-        self.meeting.config.tensor_parallel
+        self.shared.config.tensor_parallel
     }
 
-    /// Calls `each(rows, parts)` for stretches of `rows` rows of `width`, where `parts[r]` is worker `r`'s part of
-    /// those rows. `mine [rows, width]` is this worker's part.
+    /// Calls `each(rows, parts)` for blocks of `rows` rows of `width`, where `parts[r]` is worker `r`'s part of those
+    /// rows. `mine [rows, width]` is this worker's part.
     pub(crate) fn exchange_rows(
         &mut self,
         collective: &str,
@@ -136,7 +138,7 @@ impl Group {
         Ok(())
     }
 
-    /// Gathers every worker's part into `out`, where worker `r`'s starts at `offsets[r]` and ends at `offsets[r + 1]`.
+    /// Gathers every worker's part into `out`: worker `r`'s part is `offsets[r]..offsets[r + 1]`.
     pub(crate) fn gather(
         &mut self,
         collective: &str,
@@ -156,7 +158,7 @@ impl Group {
         Ok(())
     }
 
-    /// Shows `mine`, at most a slot, to all and returns everyone's part in rank order.
+    /// Shares `mine` (at most half a slot) with all workers and returns everyone's part in rank order.
     fn exchange<'a>(
         &'a mut self,
         collective: &str,
@@ -167,15 +169,15 @@ impl Group {
         self.exchanges = self.exchanges.wrapping_add(1);
         let TensorParallel { rank, size } = self.tensor_parallel();
         let (rank, size) = (rank as usize, size as usize);
-        let slot = self.meeting.slot(self.exchanges, rank);
-        // SAFETY: a slot has room for `SLOT` numbers, and no reference to it is ever made. Its half is written by its
-        // worker alone, while nobody reads it: all have read its last contents, since they took part in the exchange that
+        let slot = self.shared.slot(self.exchanges, rank);
+        // SAFETY: half a slot has room for `SLOT` numbers, and no reference to it is ever made. Only its worker writes
+        // it, and nobody reads it now: all have read its last contents, since they took part in the exchange that
         // followed.
         unsafe { std::ptr::copy_nonoverlapping(mine.as_ptr(), slot, mine.len()) };
-        self.meeting.arrive(self.exchanges, rank);
+        self.shared.arrive(self.exchanges, rank);
         self.send(collective, mine)?;
         for other in (0..size).filter(|other| *other != rank) {
-            self.meeting.wait_for(self.exchanges, other, collective)?;
+            self.shared.wait_for(self.exchanges, other, collective)?;
         }
         let mut parts = Vec::with_capacity(size);
         for (other, copy) in self.parts.iter_mut().enumerate() {
@@ -184,10 +186,10 @@ impl Group {
                 continue;
             }
             let len = len_of.map_or(mine.len(), |len_of| len_of(other)).min(SLOT);
-            let slot = self.meeting.slot(self.exchanges, other);
-            // SAFETY: slot and copy have room for `SLOT` numbers. The worker wrote `len` of them before it arrived, and
-            // writes this half again only after this worker's next exchange; one that does not keep to that spoils the
-            // numbers, nothing else.
+            let slot = self.shared.slot(self.exchanges, other);
+            // SAFETY: slot and copy have room for `SLOT` numbers. The worker wrote `len` of them before it incremented
+            // its counter, and writes this half again only after this worker's next exchange. A worker that violates
+            // this corrupts the numbers, nothing else.
             unsafe { std::ptr::copy_nonoverlapping(slot, copy.as_mut_ptr(), len) };
             parts.push(&copy[..len]);
         }
@@ -213,8 +215,9 @@ impl Group {
     }
 }
 
-impl Meeting {
-    /// Waits for a part of worker `from`, on another node, and puts it where the workers of this one look for it.
+impl SharedSlots {
+    /// Receives a part of worker `from`, which is on another node, and writes it to the slot where the workers of this
+    /// node read it.
     fn take_part(&self, mut socket: &TcpStream, from: usize, part: &mut [f32]) -> std::io::Result<()> {
         let mut frame = [0; FRAME_BYTES];
         socket.read_exact(&mut frame)?;
@@ -225,14 +228,15 @@ impl Meeting {
         }
         let part = &mut part[..len];
         socket.read_exact(bytemuck::cast_slice_mut(part))?;
-        // SAFETY: a slot has room for `SLOT` numbers. This thread alone writes the slots of `from` on this node; the half is
-        // free, as `from` sends a part only after all have come to the exchange before, and so have read the one before that.
+        // SAFETY: half a slot has room for `SLOT` numbers. Only this thread writes the slots of `from` on this node.
+        // The half is free: `from` sends a part only after all have reached the exchange before, and so have read the
+        // one before that.
         unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), self.slot(exchange, from), len) };
         self.arrive(exchange, from);
         Ok(())
     }
 
-    /// The half of a worker's slot that is in use in `exchange`.
+    /// The half of a worker's slot that `exchange` uses.
     fn slot(&self, exchange: u32, rank: usize) -> *mut f32 {
         let size = self.config.tensor_parallel.size as usize;
         let half = exchange as usize % 2;
@@ -245,12 +249,12 @@ impl Meeting {
         &self.region.atomics_u32(index * LINE, 1).expect("the region has two words for every worker")[0]
     }
 
-    /// Counts the exchanges a worker has written.
+    /// The counter of the exchanges that a worker has written.
     fn arrived(&self, rank: usize) -> &AtomicU32 {
         self.word(2 * rank)
     }
 
-    /// Counts those who sleep until a worker arrives.
+    /// The number of workers that sleep until this worker's counter changes.
     fn sleepers(&self, rank: usize) -> &AtomicU32 {
         self.word(2 * rank + 1)
     }
@@ -300,7 +304,7 @@ impl Meeting {
     }
 }
 
-/// Opens the region once the first worker of this node has made it.
+/// Opens the region after the first worker of this node has created it.
 fn open_when_there(config: &GroupConfig) -> Result<Result<Region, IpcError>, DeviceError> {
     let start = Instant::now();
     loop {
@@ -321,76 +325,4 @@ fn open_when_there(config: &GroupConfig) -> Result<Result<Region, IpcError>, Dev
 }
 
 #[cfg(test)]
-mod tests {
-    use std::net::{IpAddr, Ipv4Addr};
-
-    use super::*;
-    use crate::cpu::peers::{Peers, Use};
-    use crate::cuda::FileExchange;
-
-    const ROUNDS: usize = 50;
-    const WIDTH: usize = 3000;
-
-    fn number(worker: usize, round: usize, index: usize) -> f32 {
-        ((worker * 7919 + round * 104_729 + index) % 1013) as f32 / 7.0
-    }
-
-    /// What worker `me` of four on nodes 0, 0, 0, 1 sums over all rounds; each round has rows for more than one slot.
-    fn sums_of(me: u32, folder: &std::path::Path, prefix: &Prefix) -> Vec<f32> {
-        let nodes = vec![0, 0, 0, 1];
-        let place = TensorParallel { rank: me, size: 4 };
-        let timeout = Duration::from_secs(60);
-        let peers = Peers {
-            me,
-            num_stages: 1,
-            // Loopback has more than one address: one for each node.
-            addresses: vec![IpAddr::V4(Ipv4Addr::new(127, 0, 0, 1 + nodes[me as usize] as u8))],
-            nodes,
-            exchange: Arc::new(FileExchange::new(folder.to_owned(), place, timeout)),
-            prefix: prefix.clone(),
-            name: "group".to_owned(),
-            timeout,
-        };
-        let mut streams = peers.connect().unwrap();
-        let node = peers.nodes[me as usize];
-        let name = format!("group_{node}");
-        let config = GroupConfig { prefix: prefix.clone(), name, tensor_parallel: place, timeout, spin: false };
-        let mut group = Group::join_node(config, me == 0 || me == 3, streams.take(Use::Parts), 0).unwrap();
-        let mut sums = Vec::new();
-        for round in 0..ROUNDS {
-            let rows = 1 + round % 3 * (SLOT / WIDTH);
-            let mine: Vec<f32> = (0..rows * WIDTH).map(|index| number(me as usize, round, index)).collect();
-            let each = |_: Range<usize>, parts: &[&[f32]]| {
-                sums.push((0..parts[0].len()).map(|at| parts.iter().map(|part| part[at]).sum::<f32>()).sum());
-            };
-            group.exchange_rows("testing", &mine, WIDTH, each).unwrap();
-        }
-        sums
-    }
-
-    #[test]
-    fn workers_on_two_nodes_add_the_same_numbers_in_the_same_order() {
-        let prefix: Prefix = format!("nodes{}_", std::process::id()).parse().unwrap();
-        let folder = std::env::temp_dir().join(format!("group-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        let workers: Vec<_> = (0..4)
-            .map(|me| {
-                let (folder, prefix) = (folder.clone(), prefix.clone());
-                thread::spawn(move || sums_of(me, &folder, &prefix))
-            })
-            .collect();
-        let sums: Vec<Vec<f32>> = workers.into_iter().map(|worker| worker.join().unwrap()).collect();
-        let _ = std::fs::remove_dir_all(&folder);
-
-        let mut expected = Vec::new();
-        for round in 0..ROUNDS {
-            let numbers = (1 + round % 3 * (SLOT / WIDTH)) * WIDTH;
-            let summed: Vec<f32> =
-                (0..numbers).map(|at| (0..4).map(|worker| number(worker, round, at)).sum::<f32>()).collect();
-            expected.extend(summed.chunks(SLOT / WIDTH * WIDTH).map(|stretch| stretch.iter().sum::<f32>()));
-        }
-        for (worker, its) in sums.iter().enumerate() {
-            assert_eq!(*its, expected, "worker {worker}");
-        }
-    }
-}
+mod tests;

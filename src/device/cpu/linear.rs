@@ -1,4 +1,5 @@
-//! Linear layers in the checkpoint's type, in panels or quantised at load, and their inputs.
+//! Linear layers and their inputs. Weights are used in the checkpoint's type, copied to panels, or quantized when they
+//! are loaded.
 
 use kernels::cpu::{
     self as k, Isa, Matrix, PackedInput, PanelInput, PanelMatrix, Pool, QuantInput, QuantMatrix, QuantType, WeightType,
@@ -16,11 +17,12 @@ pub(super) fn quant_type(precision: WeightPrecision, is_head: bool) -> Option<Qu
 
 /// The weights of a linear layer.
 pub enum Linear {
-    /// Where they lie in the mapped checkpoint.
+    /// Used directly in the mapped checkpoint.
     Plain(Matrix),
-    /// Copied in the order in which this processor multiplies them fastest, from where they lie.
+    /// Copied from the checkpoint to the memory layout that is fastest on this processor. The second field is the
+    /// original.
     Panels(PanelMatrix, Matrix),
-    /// Held by this device.
+    /// Quantized, in memory of this device.
     Quantized(QuantMatrix),
 }
 
@@ -48,12 +50,12 @@ impl Linear {
     }
 }
 
-/// Whether weights of a type are copied into panels.
+/// Whether weights of this type are copied to panels.
 pub(super) fn in_panels(isa: Isa, weight_type: WeightType) -> bool {
     weight_type == WeightType::Bf16 && PanelMatrix::is_supported(isa)
 }
 
-/// Room for the inputs of the layer at work, as its kernels take them.
+/// Buffers for the input of the current layer, in the form that its kernel needs.
 pub(super) struct Inputs {
     plain: PackedInput,
     panels: PanelInput,
@@ -77,7 +79,7 @@ impl Inputs {
         }
     }
 
-    /// Makes room for a layer's inputs.
+    /// Enlarges the buffers for a layer's inputs.
     pub(super) fn fit(&mut self, linear: &Linear) {
         match linear {
             Linear::Plain(matrix) => self.fit_plain(matrix.cols()),
@@ -103,9 +105,9 @@ impl Inputs {
         }
     }
 
-    /// Bytes of all.
+    /// Bytes of all buffers.
     pub(super) fn bytes(&self) -> usize {
-        // A scale and an offset for each 64 steps.
+        // One scale and one offset for each 64 steps.
         input_bytes(self.max_rows, self.widest, false)
             + input_bytes(self.max_rows, self.widest_panels, true)
             + self.max_rows * self.widest_quantized * 72 / 64
@@ -131,8 +133,8 @@ impl Inputs {
         }
     }
 
-    /// `out [rows, N / 2]` = activation(gate) * up of the product `[gate | up]`, which is kept in `scratch` where it cannot be
-    /// gated at once.
+    /// `out [rows, N / 2]` = activation(gate) * up of the product `[gate | up]`. The product is written to `scratch` if
+    /// the kernel cannot fuse the gate.
     pub(super) fn project_gated(
         &mut self,
         pool: &mut Pool,
@@ -155,7 +157,7 @@ impl Inputs {
     }
 }
 
-/// Bytes of the input of a linear layer whose weights are the checkpoint's, in panels or where they lie.
+/// Bytes of the input buffers of a linear layer with unquantized weights, in panels or not.
 pub(super) fn input_bytes(max_rows: usize, widest_input: usize, in_panels: bool) -> usize {
     match in_panels {
         true => PanelInput::bytes(max_rows, widest_input),

@@ -1,90 +1,45 @@
-//! Workers of one model on several nodes: who connects to whom, and the TCP streams between them.
+//! The workers of one model on several nodes, and the TCP connections between them.
 //!
-//! Streams rather than MPI through the ranks: a part then goes from a worker's memory to the other node's shared memory
-//! with one thread woken on the way, where ranks would add two rings and two polled MPI queues. A stream carries bytes one way, so no two writers can wait for each other.
+//! Workers connect directly instead of sending through MPI and the ranks. A part goes from a worker's memory to the
+//! other node's shared memory with one thread wake-up; through the ranks there would be two more rings and two polled
+//! MPI queues. A stream carries bytes in one direction, so two writers can never wait for each other.
 
-use std::fs::File;
-use std::io::{self, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::io;
+use std::net::{IpAddr, TcpListener};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use ipc::Prefix;
 
+use super::handshake::{WorkerAddress, accept, addresses_towards, connect_to, listen, parsed, random_token, words};
+use super::streams::{Stream, Streams, streams};
 use crate::DeviceError;
 use crate::cuda::Exchange;
 
-/// How long one address of a peer may take to answer before the next is tried.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// What tells the model's own connections from those of others: random, and new for each start.
-const TOKEN_BYTES: usize = 16;
-type Token = [u8; TOKEN_BYTES];
-/// Connection, greeting, answer: token, worker, what for.
-const GREETING_BYTES: usize = TOKEN_BYTES + 8;
-type Greeting = [u8; GREETING_BYTES];
-/// Connections that have not said yet whose they are; more wait in the kernel.
-const MAX_UNKNOWN: usize = 64;
-
-/// All workers of a model, stage by stage, as one of them sees them.
+/// All workers of a model in order of stages, as seen by one of them.
 #[derive(Clone)]
 pub struct Peers {
-    /// This worker: its stage times the workers of a stage, plus its place in its group.
+    /// The number of this worker: its stage times the workers of a stage, plus its rank in its group.
     pub me: u32,
-    /// Pipeline stages.
+    /// Number of pipeline stages.
     pub num_stages: u32,
-    /// `[workers]` the node of each.
+    /// `[workers]`: the node of each.
     pub nodes: Vec<u32>,
-    /// Where workers of other nodes may reach this one.
+    /// Addresses where workers of other nodes may reach this one.
     pub addresses: Vec<IpAddr>,
-    /// Over all workers of the model.
+    /// Exchange among all workers of the model.
     pub exchange: Arc<dyn Exchange>,
-    /// Prefix of shared memory between stages of one node.
+    /// Prefix of shared memory between stages on one node.
     pub prefix: Prefix,
-    /// What its names begin with: the same for all workers.
+    /// First part of the names in shared memory: the same for all workers.
     pub name: String,
-    /// Longest wait for another worker, at start and in a step.
+    /// Maximum time to wait for another worker, at start and in a step.
     pub timeout: Duration,
 }
 
-/// What a stream is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Use {
-    /// Parts of sums and gathers, to another node of the same group.
-    Parts,
-    /// Activations, to the next stage.
-    Hidden,
-}
-
-/// One stream of the model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Stream {
-    pub(crate) from: u32,
-    pub(crate) to: u32,
-    pub(crate) carries: Use,
-}
-
-/// This worker's ends.
-#[derive(Default)]
-pub(crate) struct Streams {
-    pub(crate) outgoing: Vec<(Stream, TcpStream)>,
-    pub(crate) incoming: Vec<(Stream, TcpStream)>,
-}
-
-impl Streams {
-    /// Takes the streams of one use.
-    pub(crate) fn take(&mut self, carries: Use) -> Streams {
-        let taken = |all: &mut Vec<(Stream, TcpStream)>| {
-            let (taken, kept) = std::mem::take(all).into_iter().partition(|(stream, _)| stream.carries == carries);
-            *all = kept;
-            taken
-        };
-        Streams { outgoing: taken(&mut self.outgoing), incoming: taken(&mut self.incoming) }
-    }
-}
-
 impl Peers {
-    /// Workers of a stage.
+    /// Number of workers of a stage.
     pub(crate) fn tp_size(&self) -> u32 {
         self.nodes.len() as u32 / self.num_stages
     }
@@ -94,13 +49,13 @@ impl Peers {
         self.me / self.tp_size()
     }
 
-    /// Nodes of this worker's stage, by place in its group.
+    /// The nodes of this stage's workers, by rank in the group.
     pub(crate) fn stage_nodes(&self) -> &[u32] {
         let (first, size) = ((self.stage() * self.tp_size()) as usize, self.tp_size() as usize);
         &self.nodes[first..first + size]
     }
 
-    /// Opens every stream that begins or ends here. All workers of the model call it, or none.
+    /// Opens every stream that begins or ends here. Either all workers of the model call it, or none.
     pub(crate) fn connect(&self) -> Result<Streams, DeviceError> {
         let streams = streams(&self.nodes, self.num_stages);
         if streams.is_empty() {
@@ -111,21 +66,22 @@ impl Peers {
             reason: error.to_string(),
         };
         let expected: Vec<Stream> = streams.iter().copied().filter(|stream| stream.to == self.me).collect();
-        // First who is where, so that each listens only where those who call it can come from.
+        // First exchange all addresses, so that each worker listens only on addresses that its peers can reach.
         let addresses: Vec<Vec<IpAddr>> = self.gather(&self.addresses)?;
         let callers: Vec<IpAddr> = expected.iter().flat_map(|stream| addresses[stream.from as usize].clone()).collect();
-        let listeners = listen(&towards(&callers, &self.addresses)).map_err(|error| failed("listening", error))?;
+        let listeners =
+            listen(&addresses_towards(&callers, &self.addresses)).map_err(|error| failed("listening", error))?;
         let sockets = listeners.iter().map(TcpListener::local_addr).collect::<io::Result<Vec<_>>>();
         let token = random_token().map_err(|error| failed("drawing a token", error))?;
-        let card = Card { token, sockets: sockets.map_err(|error| failed("listening", error))? };
-        let cards: Vec<Card> =
-            self.exchange.gather(&card.to_bytes())?.iter().map(|bytes| Card::from_bytes(bytes)).collect();
-        let token = cards[0].token;
+        let worker = WorkerAddress { token, sockets: sockets.map_err(|error| failed("listening", error))? };
+        let worker_addresses: Vec<WorkerAddress> =
+            self.exchange.gather(&worker.to_bytes())?.iter().map(|bytes| WorkerAddress::from_bytes(bytes)).collect();
+        let token = worker_addresses[0].token;
         let deadline = Instant::now() + self.timeout;
         let accepting = thread::spawn(move || accept(&listeners, token, expected, deadline));
         let connect = |stream: Stream| {
-            let card = &cards[stream.to as usize];
-            call(stream, card, &self.addresses, token, deadline).map(|socket| (stream, socket))
+            let worker = &worker_addresses[stream.to as usize];
+            connect_to(stream, worker, &self.addresses, token, deadline).map(|socket| (stream, socket))
         };
         let outgoing: Result<Vec<_>, DeviceError> =
             streams.iter().copied().filter(|stream| stream.from == self.me).map(connect).collect();
@@ -135,300 +91,9 @@ impl Peers {
         Ok(Streams { outgoing: outgoing?, incoming: incoming? })
     }
 
-    /// What each worker gave, of what this one gives.
+    /// Gathers what each worker passed.
     fn gather(&self, mine: &[IpAddr]) -> Result<Vec<Vec<IpAddr>>, DeviceError> {
-        let heard = self.exchange.gather(&words(mine))?;
-        Ok(heard.iter().map(|bytes| parsed(bytes)).collect())
-    }
-}
-
-fn words<T: ToString>(items: &[T]) -> Vec<u8> {
-    items.iter().map(T::to_string).collect::<Vec<_>>().join(" ").into_bytes()
-}
-
-fn parsed<T: std::str::FromStr>(bytes: &[u8]) -> Vec<T> {
-    String::from_utf8_lossy(bytes).split(' ').filter_map(|word| word.parse().ok()).collect()
-}
-
-/// Those of `own` addresses from which this machine would reach `callers`; all of them when routes tell nothing.
-fn towards(callers: &[IpAddr], own: &[IpAddr]) -> Vec<IpAddr> {
-    let source = |caller: &IpAddr| -> io::Result<IpAddr> {
-        let any: IpAddr = if caller.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-        let socket = UdpSocket::bind((any, 0))?;
-        // Sends nothing: the kernel looks for a route, and with it for an address of this machine.
-        socket.connect((*caller, 9))?;
-        Ok(socket.local_addr()?.ip())
-    };
-    let callers = callers.iter().filter(|caller| !own.contains(caller));
-    let mut sources: Vec<IpAddr> =
-        callers.filter_map(|caller| source(caller).ok()).filter(|ip| own.contains(ip)).collect();
-    sources.sort_unstable();
-    sources.dedup();
-    if sources.is_empty() { own.to_vec() } else { sources }
-}
-
-/// A listener on each of `addresses`; on loopback alone where there is none.
-fn listen(addresses: &[IpAddr]) -> io::Result<Vec<TcpListener>> {
-    let loopback = [IpAddr::V4(Ipv4Addr::LOCALHOST)];
-    let addresses = if addresses.is_empty() { &loopback[..] } else { addresses };
-    let listener = |address: &IpAddr| {
-        let listener = TcpListener::bind((*address, 0))?;
-        listener.set_nonblocking(true)?;
-        Ok(listener)
-    };
-    addresses.iter().map(listener).collect()
-}
-
-fn random_token() -> io::Result<Token> {
-    let mut token = [0; TOKEN_BYTES];
-    File::open("/dev/urandom")?.read_exact(&mut token)?;
-    Ok(token)
-}
-
-/// All streams of a model: parts go from every worker to one worker of each other node of its stage, the receivers taken
-/// in turn; activations go from each worker to its like in the next stage, unless both share a node.
-pub(crate) fn streams(nodes: &[u32], num_stages: u32) -> Vec<Stream> {
-    let tp_size = nodes.len() as u32 / num_stages;
-    let mut streams = Vec::new();
-    for stage in 0..num_stages {
-        let workers = stage * tp_size..(stage + 1) * tp_size;
-        let members = |node: u32| workers.clone().filter(move |&worker| nodes[worker as usize] == node);
-        for from in workers.clone() {
-            let own = nodes[from as usize];
-            let place = members(own).position(|worker| worker == from).expect("a worker is on its node");
-            let mut others: Vec<u32> = nodes[workers.start as usize..workers.end as usize].to_vec();
-            others.sort_unstable();
-            others.dedup();
-            for node in others.into_iter().filter(|&node| node != own) {
-                let receivers: Vec<u32> = members(node).collect();
-                streams.push(Stream { from, to: receivers[place % receivers.len()], carries: Use::Parts });
-            }
-            let next = from + tp_size;
-            if stage + 1 < num_stages && nodes[next as usize] != own {
-                streams.push(Stream { from, to: next, carries: Use::Hidden });
-            }
-        }
-    }
-    streams
-}
-
-/// How to reach a worker; worker 0's token tells the model's own connections from strangers'.
-struct Card {
-    token: Token,
-    sockets: Vec<SocketAddr>,
-}
-
-impl Card {
-    fn to_bytes(&self) -> Vec<u8> {
-        [&self.token[..], &words(&self.sockets)].concat()
-    }
-
-    fn from_bytes(bytes: &[u8]) -> Self {
-        let (token, sockets) = bytes.split_first_chunk().unwrap_or((&[0; TOKEN_BYTES], &[]));
-        Self { token: *token, sockets: parsed(sockets) }
-    }
-}
-
-/// Opens `stream` to whoever `card` is of, on the first of its addresses that answers.
-fn call(
-    stream: Stream,
-    card: &Card,
-    own: &[IpAddr],
-    token: Token,
-    deadline: Instant,
-) -> Result<TcpStream, DeviceError> {
-    // One that this machine has as well, as of a container bridge, leads back here. Nearest first.
-    let is_elsewhere = |socket: &SocketAddr| !own.contains(&socket.ip());
-    let mut addresses: Vec<SocketAddr> = card.sockets.iter().copied().filter(is_elsewhere).collect();
-    addresses.sort_by_key(|address| std::cmp::Reverse(own.iter().map(|&mine| common_bits(mine, address.ip())).max()));
-    let mut reasons = Vec::new();
-    loop {
-        for &address in &addresses {
-            match greet(address, stream, token) {
-                Ok(socket) => return Ok(socket),
-                Err(error) => reasons.push(format!("{address}: {error}")),
-            }
-        }
-        if addresses.is_empty() || Instant::now() >= deadline {
-            reasons.dedup();
-            let tried = if reasons.is_empty() { "it has no address".to_owned() } else { reasons.join("; ") };
-            return Err(DeviceError::Call {
-                call: format!("connecting worker {} to worker {} on another node", stream.from, stream.to),
-                reason: format!("{tried}; nodes need a network between them without a firewall"),
-            });
-        }
-        thread::sleep(Duration::from_millis(100));
-    }
-}
-
-fn greet(address: SocketAddr, stream: Stream, token: Token) -> io::Result<TcpStream> {
-    let mut socket = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT)?;
-    socket.set_nodelay(true)?;
-    socket.set_read_timeout(Some(CONNECT_TIMEOUT))?;
-    socket.write_all(&greeting(token, stream.from, stream.carries))?;
-    let mut answer = [0; GREETING_BYTES];
-    socket.read_exact(&mut answer)?;
-    if !is_equal(&answer, &greeting(token, stream.to, stream.carries)) {
-        return Err(io::Error::other("another program answers there"));
-    }
-    socket.set_read_timeout(None)?;
-    Ok(socket)
-}
-
-fn greeting(token: Token, worker: u32, carries: Use) -> Greeting {
-    let mut bytes = [0; GREETING_BYTES];
-    bytes[..TOKEN_BYTES].copy_from_slice(&token);
-    bytes[TOKEN_BYTES..TOKEN_BYTES + 4].copy_from_slice(&worker.to_le_bytes());
-    bytes[TOKEN_BYTES + 4] = carries as u8;
-    bytes
-}
-
-/// In the same time wherever they differ: else a stranger could guess a token byte by byte.
-fn is_equal(one: &Greeting, other: &Greeting) -> bool {
-    let difference = one.iter().zip(other).fold(0, |difference, (one, other)| difference | (one ^ other));
-    std::hint::black_box(difference) == 0
-}
-
-/// A connection that has not said yet whose it is.
-struct Unknown {
-    socket: TcpStream,
-    said: Greeting,
-    len: usize,
-    deadline: Instant,
-}
-
-/// Takes the `expected` streams in whatever order they come; strangers are sent away, and silent ones hold up nobody.
-fn accept(
-    listeners: &[TcpListener],
-    token: Token,
-    mut expected: Vec<Stream>,
-    deadline: Instant,
-) -> Result<Vec<(Stream, TcpStream)>, DeviceError> {
-    let (mut accepted, mut unknown) = (Vec::new(), Vec::<Unknown>::new());
-    while !expected.is_empty() {
-        let now = Instant::now();
-        for listener in listeners {
-            while unknown.len() < MAX_UNKNOWN
-                && let Ok((socket, _)) = listener.accept()
-            {
-                if socket.set_nonblocking(true).is_ok() {
-                    let said = [0; GREETING_BYTES];
-                    unknown.push(Unknown { socket, said, len: 0, deadline: now + CONNECT_TIMEOUT });
-                }
-            }
-        }
-        for mut connection in std::mem::take(&mut unknown) {
-            match connection.hear() {
-                Ok(true) => {
-                    if let Ok((stream, socket)) = connection.answer(token, &expected) {
-                        expected.retain(|&other| other != stream);
-                        accepted.push((stream, socket));
-                    }
-                }
-                Ok(false) if now < connection.deadline => unknown.push(connection),
-                Ok(false) | Err(_) => {}
-            }
-        }
-        if now >= deadline && !expected.is_empty() {
-            let missing: Vec<String> = expected.iter().map(|stream| stream.from.to_string()).collect();
-            let reason = format!("no connection from worker {} in time; is a firewall between?", missing.join(", "));
-            return Err(DeviceError::Call { call: "accepting workers of other nodes".into(), reason });
-        }
-        thread::sleep(Duration::from_millis(1));
-    }
-    Ok(accepted)
-}
-
-impl Unknown {
-    /// Whether all was said.
-    fn hear(&mut self) -> io::Result<bool> {
-        match self.socket.read(&mut self.said[self.len..]) {
-            Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(read) => {
-                self.len += read;
-                Ok(self.len == GREETING_BYTES)
-            }
-            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(false),
-            Err(error) => Err(error),
-        }
-    }
-
-    fn answer(self, token: Token, expected: &[Stream]) -> io::Result<(Stream, TcpStream)> {
-        let Self { mut socket, said, .. } = self;
-        let known = expected.iter().find(|stream| is_equal(&greeting(token, stream.from, stream.carries), &said));
-        let stream = *known.ok_or_else(|| io::Error::other("a stranger"))?;
-        socket.set_nonblocking(false)?;
-        socket.set_nodelay(true)?;
-        socket.write_all(&greeting(token, stream.to, stream.carries))?;
-        Ok((stream, socket))
-    }
-}
-
-/// Leading bits that two addresses share: more, the nearer.
-fn common_bits(one: IpAddr, other: IpAddr) -> u32 {
-    match (one, other) {
-        (IpAddr::V4(one), IpAddr::V4(other)) => (one.to_bits() ^ other.to_bits()).leading_zeros(),
-        (IpAddr::V6(one), IpAddr::V6(other)) => (one.to_bits() ^ other.to_bits()).leading_zeros(),
-        _ => 0,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn silent_and_foreign_connections_hold_up_no_worker() {
-        let listeners = listen(&[IpAddr::V4(Ipv4Addr::LOCALHOST)]).unwrap();
-        let address = listeners[0].local_addr().unwrap();
-        assert!(address.ip().is_loopback());
-        let stream = Stream { from: 1, to: 0, carries: Use::Parts };
-        let token = random_token().unwrap();
-        assert_ne!(token, random_token().unwrap());
-        // Each of them once took its seconds, one after the other.
-        let _silent: Vec<_> = (0..20).map(|_| TcpStream::connect(address).unwrap()).collect();
-        let deadline = Instant::now() + Duration::from_secs(20);
-        let accepting = thread::spawn(move || accept(&listeners, token, vec![stream], deadline));
-        let mut wrong = token;
-        wrong[TOKEN_BYTES - 1] ^= 1;
-        assert!(greet(address, stream, wrong).is_err(), "a wrong token was answered");
-        assert!(greet(address, Stream { from: 2, ..stream }, token).is_err(), "an unexpected worker was answered");
-        greet(address, stream, token).unwrap();
-        assert_eq!(accepting.join().unwrap().unwrap()[0].0, stream);
-    }
-
-    #[test]
-    fn a_worker_listens_only_where_its_callers_come_from() {
-        let own = ["127.0.0.1", "192.0.2.1"].map(|address| address.parse::<IpAddr>().unwrap());
-        let callers = ["127.0.0.9".parse().unwrap()];
-        assert_eq!(towards(&callers, &own), [own[0]]);
-        assert_eq!(towards(&callers, &own[1..]), [own[1]], "what routes do not know is not left out");
-        assert_eq!(towards(&[own[1]], &own), own, "an address of its own is nobody else's");
-        let listeners = listen(&own[..1]).unwrap();
-        assert!(listeners.iter().all(|listener| listener.local_addr().unwrap().ip() == own[0]));
-        let card = Card { token: [7; TOKEN_BYTES], sockets: vec![listeners[0].local_addr().unwrap()] };
-        let same = Card::from_bytes(&card.to_bytes());
-        assert_eq!((same.token, same.sockets), (card.token, card.sockets));
-    }
-
-    #[test]
-    fn one_node_needs_no_stream() {
-        assert_eq!(streams(&[0; 4], 1), []);
-        assert_eq!(streams(&[0; 4], 2), []);
-    }
-
-    #[test]
-    fn parts_reach_every_other_node_once_and_receivers_take_turns() {
-        // Three workers on node 0, two on node 1.
-        let streams = streams(&[0, 0, 0, 1, 1], 1);
-        let pairs: Vec<_> = streams.iter().map(|stream| (stream.from, stream.to)).collect();
-        assert_eq!(pairs, [(0, 3), (1, 4), (2, 3), (3, 0), (4, 1)]);
-    }
-
-    #[test]
-    fn activations_cross_nodes_only_between_stages_that_do_not_share_one() {
-        let hidden = |from, to| Stream { from, to, carries: Use::Hidden };
-        // Three stages of two workers: node 0 holds the first, node 1 the other two.
-        assert_eq!(streams(&[0, 0, 1, 1, 1, 1], 3), [hidden(0, 2), hidden(1, 3)]);
+        let gathered = self.exchange.gather(&words(mine))?;
+        Ok(gathered.iter().map(|bytes| parsed(bytes)).collect())
     }
 }

@@ -1,5 +1,5 @@
-//! Pipeline stages on CPUs: activations go from each worker to its like in the next stage, through a ring on one node and
-//! through a TCP stream between nodes.
+//! Pipeline stages on CPUs. Activations go from each worker to the worker of the same rank in the next stage, through a
+//! ring on one node and through a TCP stream between nodes.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -9,15 +9,16 @@ use std::time::{Duration, Instant};
 
 use ipc::{Prefix, Received, Ring, RingReceiver, RingSender};
 
-use super::peers::{Peers, Streams};
+use super::peers::Peers;
+use super::streams::Streams;
 use crate::{DeviceError, PipelineStage};
 
-/// Steps whose activations may wait for the next stage before this one does.
+/// Maximum number of steps whose activations wait for the next stage; then this stage waits.
 const MAX_WAITING: usize = 2;
-/// Before the activations of a step: its number, and their length in numbers.
+/// Header of the activations of a step: its number, and the length in numbers.
 const HEADER_BYTES: usize = 16;
 
-/// A worker's place in its pipeline, and its ways to the stages beside it.
+/// A worker's stage, and its channels to the neighbouring stages.
 pub(crate) struct Pipeline {
     pub(crate) stage: PipelineStage,
     from: Option<Receiver>,
@@ -38,17 +39,17 @@ enum Receiver {
 }
 
 impl Pipeline {
-    /// Joins the stages beside this one. `max_floats` bounds the activations of a step.
+    /// Connects to the neighbouring stages. `max_floats` bounds the activations of a step.
     pub(crate) fn join(peers: &Peers, streams: Streams, max_floats: usize) -> Result<Self, DeviceError> {
         let stage = PipelineStage { index: peers.stage(), count: peers.num_stages };
         let (mut incoming, mut outgoing) = (streams.incoming, streams.outgoing);
-        // A stage also waits for those before it to compute.
+        // A stage also waits for the stages before it to compute.
         let timeout = peers.timeout * (stage.count + 1);
         for (_, socket) in incoming.iter().chain(&outgoing) {
             let set = socket.set_read_timeout(Some(timeout)).and_then(|()| socket.set_write_timeout(Some(timeout)));
             set.map_err(|error| DeviceError::Call { call: "setting a timeout".into(), reason: error.to_string() })?;
         }
-        // The receiver makes the ring, so a sender that is early waits for it.
+        // The receiver creates the ring, so an early sender waits for it.
         let from = match (stage.is_first(), incoming.pop()) {
             (true, _) => None,
             (false, Some((_, socket))) => Some(Receiver::Stream(socket)),
@@ -62,7 +63,7 @@ impl Pipeline {
         Ok(Self { stage, from, to, bytes: Vec::new(), timeout })
     }
 
-    /// Hands the activations of step `step` to the next stage.
+    /// Sends the activations of step `step` to the next stage.
     pub(crate) fn send(&mut self, step: u64, hidden: &[f32]) -> Result<(), DeviceError> {
         self.bytes.clear();
         self.bytes.extend_from_slice(&step.to_le_bytes());
@@ -79,7 +80,7 @@ impl Pipeline {
         }
     }
 
-    /// Waits for the activations of step `step` from the stage before.
+    /// Waits for the activations of step `step` from the previous stage.
     pub(crate) fn receive(&mut self, step: u64, hidden: &mut [f32]) -> Result<(), DeviceError> {
         let timeout = self.timeout;
         let failed = |reason: String| DeviceError::Call { call: "waiting for the stage before".into(), reason };
@@ -111,7 +112,7 @@ fn make_ring(peers: &Peers, max_floats: usize) -> Result<RingReceiver, DeviceErr
     let make = || -> Result<RingReceiver, ipc::IpcError> {
         let ring = Ring::create(&peers.prefix, &ring_name(peers, peers.me), bytes)?;
         let receiver = ring.receiver()?;
-        // Kept until the process ends: the name has to be there when the stage before comes.
+        // Kept until the process ends: the name must exist when the previous stage opens it.
         std::mem::forget(ring);
         Ok(receiver)
     };
@@ -131,13 +132,13 @@ fn await_ring(peers: &Peers) -> Result<RingSender, DeviceError> {
         .map_err(|error| DeviceError::Call { call: "opening the next stage's ring".into(), reason: error.to_string() })
 }
 
-/// A thread that writes what it is given: the stage goes on while the network carries its last step.
+/// A thread that writes buffers to the stream, so that the stage continues while the network transfers its last step.
 fn write_behind(mut socket: TcpStream) -> SyncSender<Vec<u8>> {
     let (sender, waiting) = mpsc::sync_channel::<Vec<u8>>(MAX_WAITING);
     thread::spawn(move || {
         for bytes in waiting {
             if socket.write_all(&bytes).is_err() {
-                // The sender sees that nobody listens any more.
+                // The sender notices that the receiver is gone.
                 return;
             }
         }

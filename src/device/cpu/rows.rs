@@ -1,4 +1,4 @@
-//! What the device keeps of each row between steps: its tokens and how the next is chosen.
+//! The state of each row that the device keeps between steps: its tokens and sampling settings.
 
 use std::collections::HashMap;
 
@@ -9,12 +9,12 @@ use engine::{SamplingParams, TokenId};
 pub(crate) struct Row {
     tokens: Vec<u32>,
     num_prompt_tokens: usize,
-    top_p: f32,                  // what it has decayed to
-    counts: HashMap<u32, Count>, // kept only where a penalty asks for it
+    top_p: f32,                  // decayed value
+    counts: HashMap<u32, Count>, // only if a penalty needs them
     pub(crate) sampling: SamplingParams,
 }
 
-/// How often a token was seen in a row.
+/// How often a token occurs in a row.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Count {
     pub(crate) generated: u32,
@@ -26,14 +26,14 @@ impl Row {
         Self { tokens: Vec::with_capacity(max_len), ..Self::default() }
     }
 
-    /// Starts over with a sequence.
+    /// Replaces the row's state with that of a new sequence.
     pub(crate) fn join(&mut self, tokens: &[TokenId], num_prompt_tokens: u32, sampling: &SamplingParams) {
         self.sampling = sampling.clone();
         self.num_prompt_tokens = num_prompt_tokens as usize;
         self.restart(tokens.iter().map(|token| token.0));
     }
 
-    /// Keeps the first `num_kept` tokens and goes on with others.
+    /// Keeps the first `num_kept` tokens and appends others.
     pub(crate) fn revise(&mut self, num_kept: usize, tokens: &[TokenId]) {
         if num_kept < self.tokens.len() {
             let kept = self.tokens[..num_kept].to_vec();
@@ -51,7 +51,7 @@ impl Row {
         }
     }
 
-    /// The share of the probability that the next token is drawn from.
+    /// The top-p value for the next token.
     pub(crate) fn top_p(&self) -> f32 {
         self.top_p
     }
@@ -79,7 +79,7 @@ impl Row {
         &self.tokens
     }
 
-    /// Tokens seen so far, where a penalty asks for them; in no order.
+    /// Tokens that occur in the row, if a penalty needs them; in no order.
     pub(crate) fn counts(&self) -> impl Iterator<Item = (u32, Count)> {
         self.counts.iter().map(|(token, count)| (*token, *count))
     }

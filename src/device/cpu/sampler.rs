@@ -1,6 +1,7 @@
 //! Chooses a token from a row's logits, in the order that [`engine::SamplingParams`] documents.
 //!
-//! Ties for the likeliest go to the lowest id, ties at a threshold are kept. A draw at output position `n` is a function of the logits, the seed and `n`.
+//! Ties for the likeliest token go to the lowest id; ties at a threshold are kept. A draw at output position `n` is a
+//! function of the logits, the seed and `n`.
 
 use std::cell::RefCell;
 use std::cmp::Ordering;
@@ -10,7 +11,7 @@ use kernels::cpu::exp;
 
 use super::rows::Row;
 
-/// First try at how many tokens `top_p` keeps; each further one is 8 times as many.
+/// Number of candidates sorted first to find those that `top_p` keeps; each further attempt sorts 8 times as many.
 const FIRST_SORTED: usize = 128;
 
 /// A token that may be drawn, with its weight.
@@ -31,7 +32,7 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
-/// Chooses the token at output position `num_generated` of `row`. The logits are changed by penalties and bans.
+/// Chooses the token at output position `num_generated` of `row`. Penalties and bans are applied to `logits` in place.
 pub(crate) fn choose(id: RowId, row: &Row, num_generated: u32, logits: &mut [f32]) -> SampledToken {
     SCRATCH.with_borrow_mut(|scratch| {
         let params = &row.sampling;
@@ -55,7 +56,7 @@ pub(crate) fn choose(id: RowId, row: &Row, num_generated: u32, logits: &mut [f32
     })
 }
 
-/// The likeliest tokens for a beam: log-probabilities first, then penalties, bias and bans on these.
+/// The likeliest tokens for a beam: computes log-probabilities, then applies penalties, bias and bans to them.
 fn continuations(
     id: RowId,
     row: &Row,
@@ -71,10 +72,10 @@ fn continuations(
     SampledToken { row: id, token: top.first().map_or(TokenId(0), |(token, _)| *token), logprob: None, top }
 }
 
-/// Penalties, bias and bans.
+/// Applies penalties, bias and bans.
 fn adjust(row: &Row, num_generated: u32, logits: &mut [f32]) {
     let params = &row.sampling;
-    if params.leaves_logits_alone() {
+    if params.uses_raw_logits() {
         return;
     }
     for (token, count) in row.counts() {
@@ -129,7 +130,7 @@ fn draw(row: &Row, num_generated: u32, logits: &[f32], scratch: &mut Scratch) ->
     candidates.last().map_or(best, |candidate| candidate.token)
 }
 
-/// The tokens that may be drawn, with their weights: that of the likeliest, whose logit is `max`, is 1.
+/// Selects the tokens that may be drawn, with their weights. The likeliest token has logit `max` and weight 1.
 fn keep(row: &Row, logits: &[f32], max: f32, scratch: &mut Scratch) {
     let params = &row.sampling;
     let Scratch { candidates, values, .. } = scratch;
@@ -148,8 +149,8 @@ fn keep(row: &Row, logits: &[f32], max: f32, scratch: &mut Scratch) {
     }
 }
 
-/// Keeps the `top_k` highest logits and what equals the last of them. By logit, not by weight: distinct logits may
-/// have equal weights.
+/// Keeps the `top_k` highest logits and those equal to the last of them. It compares logits, not weights: distinct
+/// logits may have equal weights.
 fn keep_top_k(candidates: &mut Vec<Candidate>, logits: &[f32], top_k: usize, values: &mut Vec<f32>) {
     let logit = |candidate: &Candidate| logits[candidate.token as usize];
     values.clear();
@@ -158,7 +159,8 @@ fn keep_top_k(candidates: &mut Vec<Candidate>, logits: &[f32], top_k: usize, val
     candidates.retain(|candidate| logit(candidate) >= least);
 }
 
-/// Keeps the smallest set of heaviest candidates that reaches `top_p` of the weight, and what equals the last of them.
+/// Keeps the smallest set of heaviest candidates that reaches `top_p` of the total weight, and those equal to the last
+/// of them.
 fn keep_top_p(candidates: &mut Vec<Candidate>, top_p: f32, values: &mut Vec<f32>) {
     let total: f64 = candidates.iter().map(|candidate| f64::from(candidate.weight)).sum();
     let goal = total * f64::from(top_p);
@@ -230,7 +232,7 @@ fn log_sum_exp(logits: &[f32]) -> f64 {
     max + logits.iter().map(|logit| (f64::from(*logit) - max).exp()).sum::<f64>().ln()
 }
 
-/// A number in [0, 1) for draw `n` of `seed`: two rounds of SplitMix64's mixer (Steele et al. 2014).
+/// A number in [0, 1) for draw `n` of `seed`: two rounds of the mixer of SplitMix64 (Steele et al. 2014).
 fn uniform(seed: u64, n: u32) -> f64 {
     const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
     let mix = |mut z: u64| {

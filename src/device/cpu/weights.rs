@@ -1,4 +1,4 @@
-//! Weights as this device holds them: where they lie in the mapped checkpoint.
+//! Weights of the CPU device, most of them used directly in the mapped checkpoint.
 
 use kernels::cpu::{Matrix, Norm, WeightType, read_weights};
 
@@ -9,7 +9,7 @@ use crate::{DType, DeviceError, WeightSlice};
 pub enum CpuWeight {
     /// A linear layer or a head.
     Linear(Linear),
-    /// An embedding table; `first_row` is the first row's place in the whole.
+    /// An embedding table; `first_row` is the index of its first row in the whole table.
     #[allow(missing_docs)] // Fields are named by the line above.
     Matrix { matrix: Matrix, first_row: usize },
     /// An RMS norm's weight.
@@ -42,7 +42,7 @@ impl CpuWeight {
         }
     }
 
-    /// An RMS norm's weight alone.
+    /// The weight of an RMS norm.
     pub(crate) fn vector(&self) -> &[f32] {
         match self {
             CpuWeight::Vector(weight) => weight,
@@ -59,7 +59,7 @@ fn weight_type(dtype: DType) -> WeightType {
     }
 }
 
-/// Stacks slices; they stay where they are.
+/// Stacks slices without copying them.
 pub(crate) fn matrix(parts: &[WeightSlice<'_>], bias: &[WeightSlice<'_>]) -> Result<Matrix, DeviceError> {
     let (dtype, cols) = (parts[0].dtype, parts[0].cols.len());
     let mut matrix = Matrix::new(weight_type(dtype), cols);
@@ -82,7 +82,7 @@ pub(crate) fn matrix(parts: &[WeightSlice<'_>], bias: &[WeightSlice<'_>]) -> Res
     Ok(matrix)
 }
 
-/// A vector as f32.
+/// A vector, converted to f32.
 pub(crate) fn vector(slice: &WeightSlice<'_>) -> Result<Vec<f32>, DeviceError> {
     let size = slice.dtype.size();
     let mut vector = vec![0.0; slice.cols.len()];
@@ -91,8 +91,8 @@ pub(crate) fn vector(slice: &WeightSlice<'_>) -> Result<Vec<f32>, DeviceError> {
     Ok(vector)
 }
 
-/// Bytes the system could give without swapping, as `/proc/meminfo` says; 0 where it does not.
-/// Bytes that programs may still take of the system's memory, its page cache included.
+/// Bytes of memory that the system can give without swapping (`MemAvailable` of `/proc/meminfo`, page cache included);
+/// 0 if unknown.
 pub fn available_memory() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));

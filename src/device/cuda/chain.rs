@@ -1,7 +1,9 @@
-//! The products of a decode step of few rows, collected until something else is to run, then launched as one kernel.
+//! Chains of matrix products: in a decode step with few rows, products are collected until another op must run, and
+//! then launched as one kernel.
 //!
-//! A partial product waits until the norm that follows it is known: one link multiplies, sums over the group, adds to the
-//! residual and stores rows that lack their scale, which every product that takes them applies.
+//! A partial product waits until the norm that follows it is known. One link of the chain then multiplies, sums over
+//! the group, adds to the residual and stores rows without their norm scale. Every product that reads these rows
+//! applies the scale.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -17,27 +19,28 @@ use super::step::StepShape;
 use super::{CudaDevice, CudaWeight, device_error};
 use crate::DeviceError;
 
-/// Rows of a decode that is quicker this way on one GPU, by measurement (kernels/README.md). In a group, sums over it come in.
-const PAYING_ROWS: RangeInclusive<usize> = 2..=8;
-/// The same where several query heads share keys and values.
-const PAYING_ROWS_OF_GROUPED_QUERIES: RangeInclusive<usize> = 1..=8;
+/// Number of rows for which a chain is faster on one GPU, by measurement (kernels/README.md). In a group, sums over it
+/// are part of the chain.
+const CHAINED_ROWS: RangeInclusive<usize> = 2..=8;
+/// The same for models in which several query heads share keys and values.
+const CHAINED_ROWS_OF_GROUPED_QUERIES: RangeInclusive<usize> = 1..=8;
 
-/// What is between two products of the current step.
+/// The state between two products of the current step.
 #[derive(Default)]
 pub(crate) struct Chain {
-    /// None where products are launched one by one.
+    /// `None` if products are launched one by one.
     memory: Option<Memory>,
-    /// A partial product whose norm has not come.
+    /// A partial product that waits for its norm.
     deferred: Option<Deferred>,
-    /// Rows that lack their scale.
+    /// Rows that were stored without their scale.
     unscaled: Option<(Span, RowScale)>,
-    /// Products that no kernel has been launched for.
+    /// Products that have not been launched.
     links: Vec<Link>,
 }
 
 struct Memory {
-    /// Rows for which one GPU joins products.
-    paying_rows: RangeInclusive<usize>,
+    /// Number of rows for which one GPU uses chains.
+    chained_rows: RangeInclusive<usize>,
     scratch: ChainScratch,
     /// `[MAX_ROWS, slices]` f32.
     squares: DeviceBuffer,
@@ -51,20 +54,20 @@ struct Deferred {
 }
 
 impl Chain {
-    /// For norms of `cols` columns; `has_grouped_queries` where several query heads share keys and values.
+    /// For norms of `cols` columns. `has_grouped_queries`: whether several query heads share keys and values.
     pub(crate) fn new(gpu: &Arc<Gpu>, cols: usize, has_grouped_queries: bool) -> Result<Self, CudaError> {
-        let paying_rows = if has_grouped_queries { PAYING_ROWS_OF_GROUPED_QUERIES } else { PAYING_ROWS };
+        let chained_rows = if has_grouped_queries { CHAINED_ROWS_OF_GROUPED_QUERIES } else { CHAINED_ROWS };
         let squares = DeviceBuffer::new(gpu, squares_bytes(cols))?;
-        let memory = Memory { paying_rows, scratch: ChainScratch::new(gpu)?, squares };
+        let memory = Memory { chained_rows, scratch: ChainScratch::new(gpu)?, squares };
         Ok(Self { memory: Some(memory), ..Self::default() })
     }
 
-    /// What rows at `x` are still to be multiplied by.
+    /// The scale that must still be applied to the rows at `x`.
     pub(crate) fn scale_of(&self, x: Span) -> Option<RowScale> {
         self.unscaled.filter(|(rows, _)| rows.address() == x.address()).map(|(_, scale)| scale)
     }
 
-    /// Forgets what a step left; called before the first op of every step.
+    /// Drops the state of the last step; called before the first op of every step.
     pub(crate) fn reset(&mut self) {
         self.deferred = None;
         self.unscaled = None;
@@ -76,16 +79,16 @@ fn squares_bytes(cols: usize) -> usize {
     MAX_ROWS * norm_slices(cols) * 4
 }
 
-/// Bytes that [`Chain::new`] takes on a GPU of `multiprocessors`.
+/// Bytes that [`Chain::new`] allocates on a GPU with `multiprocessors`.
 pub(crate) fn bytes(cols: usize, multiprocessors: usize) -> usize {
     squares_bytes(cols) + ChainScratch::bytes(multiprocessors)
 }
 
 impl CudaDevice {
-    /// Whether products, a group's sums and norms of this model may be joined: every matrix is in the kernel's reach.
+    /// Whether chains are possible for this model: the kernel must support every matrix.
     pub(crate) fn can_chain(&self) -> bool {
         let CudaDevice { config, gpu, .. } = self;
-        // Stages meet in the same exchanges, and not all of them may be able to.
+        // Stages take part in the same exchanges, and some of them may not support chains.
         self.pipeline.stage.count == 1
             && config.use_fast_kernels
             && self.all_skinny
@@ -96,16 +99,16 @@ impl CudaDevice {
     /// Whether products of the current step are collected.
     fn chains(&self) -> bool {
         let StepShape { tokens, prefill_rows, samples, .. } = self.current().shape;
-        // Positions that sample are not gathered from such a step: scales are by token.
+        // Such a step does not gather the positions that sample, because scales are stored by token.
         let decodes = prefill_rows == 0 && samples == tokens && self.reports.positions.is_empty();
-        let pays = |memory: &Memory| match self.group.size() {
-            1 => memory.paying_rows.contains(&tokens),
+        let is_faster = |memory: &Memory| match self.group.size() {
+            1 => memory.chained_rows.contains(&tokens),
             _ => tokens <= MAX_ROWS && self.group.fused().is_some(),
         };
-        self.chain.memory.as_ref().is_some_and(pays) && decodes && !self.current().only_products
+        self.chain.memory.as_ref().is_some_and(is_faster) && decodes && !self.current().only_products
     }
 
-    /// Takes the partial product for [`CudaDevice::finish_deferred`]; false if it is to run at once.
+    /// Defers the partial product until [`CudaDevice::finish_deferred`]; returns false if it must run at once.
     pub(crate) fn defer(&mut self, out: Span, x: Span, weight: &CudaWeight) -> bool {
         let joins = weight.is_partial && self.chains();
         if joins {
@@ -114,7 +117,7 @@ impl CudaDevice {
         joins
     }
 
-    /// Makes the deferred product and the norm a link; false if none was deferred.
+    /// Adds a link for the deferred product and the norm; returns false if no product was deferred.
     pub(crate) fn finish_deferred(&mut self, norm: ReduceAddNorm) -> Result<bool, DeviceError> {
         let deferred = self.chain.deferred.take();
         self.chain.unscaled = None;
@@ -129,7 +132,7 @@ impl CudaDevice {
         Ok(true)
     }
 
-    /// Makes the product a link if its rows lack their scale; false if it is to run at once.
+    /// Adds a link for the product if its rows lack their scale; returns false if it must run at once.
     pub(crate) fn link(
         &mut self,
         y: Span,
@@ -153,7 +156,7 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Launches the links that were collected: before any other op of a step.
+    /// Launches the collected links. Must be called before any other op of a step.
     pub(crate) fn flush(&mut self) -> Result<(), DeviceError> {
         let (Some(memory), false) = (&self.chain.memory, self.chain.links.is_empty()) else { return Ok(()) };
         let rows = self.current().shape.tokens;

@@ -1,4 +1,4 @@
-//! Ops that only some decoders need: layer norms, learned positions, feed-forward layers without a gate, norms of heads.
+//! Ops that only some decoders need: layer norms, learned positions, MLPs without a gate, head norms.
 
 use kernels::cuda::activation::activate;
 use kernels::cuda::add_positions::add_positions;
@@ -19,7 +19,7 @@ impl From<Activation> for GateActivation {
 }
 
 impl CudaWeight {
-    /// Weight and bias, where this is a layer norm's.
+    /// Weight and bias, if this is the weight of a layer norm.
     pub(crate) fn layer_norm(&self) -> Option<LayerNormWeight> {
         (!self.bias.is_null()).then_some(LayerNormWeight { weight: self.values, bias: self.bias })
     }

@@ -1,4 +1,4 @@
-//! How the workers of a group tell each other what they need before the first collective.
+//! Exchange of bytes between the workers of a group before their first collective.
 
 use std::fs;
 use std::path::PathBuf;
@@ -9,14 +9,15 @@ use crate::{DeviceError, TensorParallel};
 
 /// Passes bytes between the workers of a group at start-up.
 pub trait Exchange: Send + Sync {
-    /// Gives every worker's bytes, in rank order, to every worker. All call it equally often; it returns when all have.
+    /// Gathers every worker's bytes, in rank order. All workers must call it equally often; it returns after all have
+    /// called it.
     ///
     /// # Errors
-    /// When a worker does not take part in time.
+    /// Returns an error if a worker does not take part in time.
     fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, DeviceError>;
 }
 
-/// An exchange through files in a folder that all workers see and that is empty at first.
+/// An exchange through files in a directory that all workers can access. It must be empty at first.
 #[derive(Debug)]
 pub struct FileExchange {
     folder: PathBuf,
@@ -26,7 +27,7 @@ pub struct FileExchange {
 }
 
 impl FileExchange {
-    /// An exchange of `tensor_parallel.size` workers that waits at most `timeout` for each round.
+    /// An exchange among `tensor_parallel.size` workers, with this timeout for each round.
     pub fn new(folder: PathBuf, tensor_parallel: TensorParallel, timeout: Duration) -> Self {
         Self { folder, tensor_parallel, timeout, round: AtomicU64::new(0) }
     }
@@ -89,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_stays_away_is_named() {
+    fn an_absent_worker_is_named() {
         let folder = std::env::temp_dir().join(format!("exchange-alone-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
         let exchange =

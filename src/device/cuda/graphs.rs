@@ -10,68 +10,69 @@ use super::step::StepShape;
 use super::{CudaDevice, device_error};
 use crate::{DeviceError, StepInputs};
 
-/// Tokens of the smallest step whose products are measured ahead; below, own kernels take most of them.
+/// Smallest number of tokens for which products are measured in advance; smaller steps mostly use the kernels of this
+/// project.
 const MIN_MEASURED: usize = 128;
-/// How long measuring goes on before a step that came meanwhile has its turn.
-const MEASURED_AT_ONCE: Duration = Duration::from_millis(50);
+/// Maximum time of one piece of measuring, so that a step that arrives meanwhile does not wait long.
+const MAX_MEASURING_TIME: Duration = Duration::from_millis(50);
 /// Largest number of rows that is recorded.
 const MAX_BUCKET: usize = 256;
 
-/// What a recording is of.
+/// The kind of step that a recording contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
-    /// Rows.
+    /// Number of rows.
     bucket: usize,
     /// Whether sampling is plain greedy.
     is_greedy: bool,
-    /// Whether rows read what others of them write.
-    is_parted: bool,
+    /// Whether rows read keys and values that other rows of the step write.
+    is_split: bool,
 }
 
-/// Recordings, by what they are of.
+/// All recordings.
 pub(crate) struct Graphs {
     buckets: Vec<usize>,
     recorded: HashMap<Key, Graph>,
-    /// What is still to be done while no step waits.
-    ahead: VecDeque<Ahead>,
+    /// Work that remains to be done while no step is waiting.
+    idle_work: VecDeque<IdleWork>,
 }
 
-/// A piece of work that a step would otherwise wait for.
+/// A piece of work that would otherwise delay a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Ahead {
-    /// Choose algorithms for the products of a step of so many tokens.
+enum IdleWork {
+    /// Choose the algorithms for the products of a step with this number of tokens.
     Measure { tokens: usize },
-    /// Record decodes of a bucket.
+    /// Record a decode step of a bucket.
     Record { bucket: usize, is_greedy: bool },
 }
 
 impl Graphs {
     pub(crate) fn new(enabled: bool, max_rows: usize) -> Self {
         let buckets = if enabled { buckets(max_rows) } else { Vec::new() };
-        Self { buckets, recorded: HashMap::new(), ahead: VecDeque::new() }
+        Self { buckets, recorded: HashMap::new(), idle_work: VecDeque::new() }
     }
 
-    /// Rows of the largest bucket; 0 without any.
+    /// Number of rows of the largest bucket; 0 if there is none.
     pub(crate) fn largest_bucket(&self) -> usize {
         self.buckets.last().copied().unwrap_or(0)
     }
 
-    /// Lists what may be done before a step needs it: recordings of greedy decodes, largest first, then products of chunks, smallest
-    /// first, then recordings of other decodes.
-    pub(crate) fn plan_ahead(&mut self, max_tokens: usize) {
-        let record = |is_greedy| move |&bucket| Ahead::Record { bucket, is_greedy };
+    /// Lists the work to do before a step needs it, in this order: recordings of greedy decodes, largest first;
+    /// products of chunks, smallest first; recordings of other decodes.
+    pub(crate) fn plan_idle_work(&mut self, max_tokens: usize) {
+        let record = |is_greedy| move |&bucket| IdleWork::Record { bucket, is_greedy };
         let next = |&tokens: &usize| (tokens < max_tokens).then(|| measured_rows(tokens + 1).min(max_tokens));
         let chunks = std::iter::successors(Some(MIN_MEASURED.min(max_tokens)), next);
         let greedy = self.buckets.iter().rev().map(record(true));
         let others = self.buckets.iter().rev().map(record(false));
-        self.ahead = greedy.chain(chunks.map(|tokens| Ahead::Measure { tokens })).chain(others).collect();
+        self.idle_work = greedy.chain(chunks.map(|tokens| IdleWork::Measure { tokens })).chain(others).collect();
     }
 
     fn has_decode(&self, bucket: usize, is_greedy: bool) -> bool {
-        self.recorded.contains_key(&Key { bucket, is_greedy, is_parted: false })
+        self.recorded.contains_key(&Key { bucket, is_greedy, is_split: false })
     }
 
-    /// The bucket of a step of decodes that all sample; other steps are not recorded.
+    /// The bucket of a decode step in which all rows sample; other steps are not recorded.
     pub(crate) fn bucket(&self, inputs: &StepInputs) -> Option<usize> {
         let rows = inputs.num_rows();
         let in_order = |(index, sample): (usize, &crate::SampleInput)| sample.token_index as usize == index;
@@ -86,12 +87,12 @@ impl Graphs {
     }
 }
 
-/// Rows of the largest bucket of a device with graphs.
+/// Number of rows of the largest bucket of a device with graphs.
 pub(crate) fn largest_bucket(max_rows: usize) -> usize {
     buckets(max_rows).last().copied().unwrap_or(0)
 }
 
-/// 1, 2, 4, then by 8, up to the least that holds `max_rows`.
+/// 1, 2, 4, then multiples of 8, up to the first that is at least `max_rows`.
 fn buckets(max_rows: usize) -> Vec<usize> {
     let mut buckets = Vec::new();
     for bucket in [1, 2, 4].into_iter().chain((8..=MAX_BUCKET).step_by(8)) {
@@ -104,7 +105,7 @@ fn buckets(max_rows: usize) -> Vec<usize> {
 }
 
 impl CudaDevice {
-    /// Replays the bucket's recording; the first time, runs the step op by op and records it behind its back.
+    /// Replays the bucket's recording. The first time, runs the step op by op and then records it.
     pub(crate) fn run_recorded(
         &mut self,
         inputs: &StepInputs,
@@ -116,7 +117,7 @@ impl CudaDevice {
             self.queue.replay(graph).map_err(device_error)?;
             return Ok(slot);
         }
-        // What is recorded stays: its products are worth measuring at once. They are small.
+        // A recording stays in use, so its products are measured at once; they are small.
         self.gemm.set_first_use(FirstUse::Measure);
         let run = forward(self);
         self.gemm.set_first_use(FirstUse::Guess);
@@ -126,38 +127,38 @@ impl CudaDevice {
     }
 
     fn key(&self, bucket: usize) -> Key {
-        Key { bucket, is_greedy: self.current().is_greedy, is_parted: self.is_parted }
+        Key { bucket, is_greedy: self.current().is_greedy, is_split: self.is_split }
     }
 
-    /// Records the current step, which is one of decodes, without running it.
+    /// Records the current decode step without running it.
     fn record(
         &mut self,
         bucket: usize,
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         let queue = self.queue.clone();
-        let graph = queue.capture(|| forward(self).map_err(Recorded::from)).map_err(|Recorded(error)| error)?;
+        let graph = queue.capture(|| forward(self).map_err(RecordError::from)).map_err(|RecordError(error)| error)?;
         self.graphs.recorded.insert(self.key(bucket), graph);
         Ok(())
     }
 
-    /// Does the next piece of what [`Graphs::plan_ahead`] listed; true while there is more. A step that comes meanwhile waits for it,
-    /// so that it is short.
-    pub(crate) fn prepare_next(
+    /// Does the next piece of work listed by [`Graphs::plan_idle_work`]; returns true while there is more. A step that
+    /// arrives meanwhile waits for it, so each piece is short.
+    pub(crate) fn do_idle_work(
         &mut self,
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<bool, DeviceError> {
-        self.is_parted = false;
-        let Some(&piece) = self.graphs.ahead.front() else { return Ok(false) };
+        self.is_split = false;
+        let Some(&piece) = self.graphs.idle_work.front() else { return Ok(false) };
         let is_done = match piece {
-            Ahead::Measure { tokens } => {
+            IdleWork::Measure { tokens } => {
                 let chunk = StepShape { tokens, rows: 1, prefill_rows: 1, max_chunk: tokens, samples: 1 };
-                self.measure_some(chunk, forward)?
+                self.measure_for_a_while(chunk, forward)?
             }
-            Ahead::Record { bucket, is_greedy } if self.graphs.has_decode(bucket, is_greedy) => true,
-            Ahead::Record { bucket, is_greedy } => {
-                // Measuring waits for the GPU, which a recording may not.
-                let is_measured = self.measure_some(StepShape::decode(bucket), forward)?;
+            IdleWork::Record { bucket, is_greedy } if self.graphs.has_decode(bucket, is_greedy) => true,
+            IdleWork::Record { bucket, is_greedy } => {
+                // Measuring waits for the GPU, which is not allowed during a recording.
+                let is_measured = self.measure_for_a_while(StepShape::decode(bucket), forward)?;
                 if is_measured {
                     self.current = Some(self.step_at(StepShape::decode(bucket), is_greedy));
                     self.record(bucket, forward)?;
@@ -166,19 +167,20 @@ impl CudaDevice {
             }
         };
         if is_done {
-            self.graphs.ahead.pop_front();
+            self.graphs.idle_work.pop_front();
         }
-        Ok(!self.graphs.ahead.is_empty())
+        Ok(!self.graphs.idle_work.is_empty())
     }
 
-    /// Measures products of a step of this shape for a while, on whatever the buffers hold; true when none is left.
-    fn measure_some(
+    /// Measures products of a step of this shape for a limited time, with arbitrary data; returns true when none is
+    /// left.
+    fn measure_for_a_while(
         &mut self,
         shape: StepShape,
         forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
     ) -> Result<bool, DeviceError> {
         self.current = Some(super::Current { only_products: true, ..self.step_at(shape, true) });
-        self.gemm.set_first_use(FirstUse::Prepare { until: Instant::now() + MEASURED_AT_ONCE, is_cut: false });
+        self.gemm.set_first_use(FirstUse::Prepare { until: Instant::now() + MAX_MEASURING_TIME, is_cut: false });
         let queued = forward(self);
         let first_use = self.gemm.set_first_use(FirstUse::Guess);
         queued?;
@@ -186,16 +188,16 @@ impl CudaDevice {
     }
 }
 
-/// An error while recording, of the device or of the driver.
-struct Recorded(DeviceError);
+/// An error during a recording, from the device or the driver.
+struct RecordError(DeviceError);
 
-impl From<DeviceError> for Recorded {
+impl From<DeviceError> for RecordError {
     fn from(error: DeviceError) -> Self {
         Self(error)
     }
 }
 
-impl From<kernels::cuda::CudaError> for Recorded {
+impl From<kernels::cuda::CudaError> for RecordError {
     fn from(error: kernels::cuda::CudaError) -> Self {
         Self(device_error(error))
     }
@@ -213,14 +215,14 @@ mod tests {
     }
 
     #[test]
-    fn recordings_come_largest_first_and_greedy_ones_before_all_else() {
+    fn recordings_come_largest_first_and_greedy_ones_first_of_all() {
         let mut graphs = Graphs::new(true, 10);
-        graphs.plan_ahead(300);
-        let record = |bucket, is_greedy| Ahead::Record { bucket, is_greedy };
-        let measure = |tokens| Ahead::Measure { tokens };
+        graphs.plan_idle_work(300);
+        let record = |bucket, is_greedy| IdleWork::Record { bucket, is_greedy };
+        let measure = |tokens| IdleWork::Measure { tokens };
         let greedy = [16, 8, 4, 2, 1].map(|bucket| record(bucket, true));
         let others = [16, 8, 4, 2, 1].map(|bucket| record(bucket, false));
         let chunks = [measure(128), measure(192), measure(256), measure(300)];
-        assert_eq!(graphs.ahead, [greedy.as_slice(), &chunks, &others].concat());
+        assert_eq!(graphs.idle_work, [greedy.as_slice(), &chunks, &others].concat());
     }
 }

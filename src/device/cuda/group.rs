@@ -1,4 +1,4 @@
-//! What the workers of a tensor-parallel group do together: few rows through peer memory, the rest through NCCL.
+//! Collectives of a tensor-parallel group: peer memory for few rows, NCCL for the rest.
 
 use std::sync::Arc;
 
@@ -11,35 +11,36 @@ use kernels::cuda::rms_norm::add_rms_norm;
 use kernels::cuda::sample::ARGMAX_CHUNKS;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
 
-use super::nccl::{Joining, Use, unlink_shared_memory};
+use super::nccl::{CommunicatorKind, Joining, unlink_shared_memory};
 use super::{CudaConfig, Exchange, device_error};
 use crate::{DeviceError, TensorParallel};
 
-/// Most rows of a sum through peer memory.
+/// Maximum number of rows of a sum through peer memory.
 const MAX_PEER_ROWS: usize = 256;
 /// Bytes of a sample's candidates, which are gathered through the same memory.
 const CANDIDATE_BYTES: usize = ARGMAX_CHUNKS * 8;
-/// How long a kernel waits for another worker before it gives up.
-const PATIENCE_NS: u64 = 10_000_000_000;
-/// Columns of the buffer that shows whether workers can map each other's memory.
+/// Timeout of a kernel that waits for another worker.
+const TIMEOUT_NS: u64 = 10_000_000_000;
+/// Columns of the buffer that tests whether workers can map each other's memory.
 const PROBE_COLS: usize = 1024;
 
-/// A worker's reach to its group; a group of one has nobody to reach.
+/// A worker's access to its group; empty for a group of one.
 pub(crate) struct Group {
     nccl: Option<Joining>,
-    /// Showed that workers can map each other's memory. Stays, for nobody knows when the others have let go of it.
+    /// The buffer of the test whether workers can map each other's memory. It is kept, because there is no way to know
+    /// when the others have unmapped it.
     probe: Option<PeerGroup>,
     peers: Option<PeerGroup>,
-    /// For sums inside the products that they are of.
+    /// For sums that are fused with products.
     fused: Option<PeerGroup>,
-    /// For sums of many rows, and the activations that they are of.
+    /// For sums of many rows, with the activations that are summed.
     owners: Option<Owners>,
     exchange: Option<Arc<dyn Exchange>>,
     tp: TensorParallel,
     uses_peers: bool,
 }
 
-/// What [`owner_norm`] needs: its flags, and buffers that every worker has mapped.
+/// The state of [`owner_norm`]: its flags, and buffers that every worker has mapped.
 struct Owners {
     flags: PeerGroup,
     buffers: Vec<SharedBuffer>,
@@ -58,7 +59,7 @@ pub(crate) struct ReduceAddNorm {
     pub(crate) residual: Span,
     pub(crate) partial: Span,
     pub(crate) weight: Span,
-    /// In place of `weight`, where the norm has mean and bias.
+    /// Used instead of `weight` for a layer norm.
     pub(crate) layer_norm: Option<LayerNormWeight>,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
@@ -86,13 +87,14 @@ impl Group {
             reason: format!("a group of {} workers needs a way to exchange NCCL's id", tp.size),
         })?;
         group.exchange = Some(exchange.clone());
-        let purpose = if group.needs_little(config, gpu)? { Use::Rest } else { Use::Bulk };
+        let purpose =
+            if group.uses_peer_memory_only(config, gpu)? { CommunicatorKind::Small } else { CommunicatorKind::Bulk };
         group.nccl = Some(Joining::start(gpu, tp, exchange.as_ref(), &config.library_dirs, purpose)?);
         Ok(group)
     }
 
-    /// Whether sums of any size go through peer memory, and nothing goes to other stages. All workers find the same.
-    fn needs_little(&mut self, config: &CudaConfig, gpu: &Arc<Gpu>) -> Result<bool, DeviceError> {
+    /// Whether all sums use peer memory and there is only one stage. The result is the same on all workers.
+    fn uses_peer_memory_only(&mut self, config: &CudaConfig, gpu: &Arc<Gpu>) -> Result<bool, DeviceError> {
         let Some(exchange) = self.exchange.clone().filter(|_| self.uses_peers) else { return Ok(false) };
         let probe = PeerBuffer::for_flags(gpu, self.size(), 1, PROBE_COLS);
         self.probe = self.peer_group(gpu, exchange.as_ref(), probe)?;
@@ -107,23 +109,24 @@ impl Group {
         self.tp.rank as usize
     }
 
-    /// Waits until NCCL stands, and so has taken its memory.
+    /// Waits until NCCL is initialized and has allocated its memory.
     pub(crate) fn join(&self) -> Result<(), DeviceError> {
         self.nccl.as_ref().map_or(Ok(()), |nccl| nccl.wait().map(drop))
     }
 
-    /// Bytes that [`Group::open_peers`] takes.
+    /// Bytes that [`Group::open_peers`] allocates.
     pub(crate) fn peer_bytes(&self, cols: usize) -> usize {
         if self.size() > 1 && self.uses_peers { peer_bytes(self.size(), cols) } else { 0 }
     }
 
-    /// Of [`kernels::cuda::linear_chain`].
+    /// The group for [`kernels::cuda::linear_chain`].
     pub(crate) fn fused(&self) -> Option<&PeerGroup> {
         self.fused.as_ref()
     }
 
-    /// Maps the workers' memory into each other, for sums of `cols` columns. Where one of them cannot, NCCL does it all. `fuses`:
-    /// whether this worker can sum inside products, which is done where all can.
+    /// Maps the workers' memory into each other, for sums of `cols` columns. If one worker cannot do this, NCCL is used
+    /// for everything. `fuses`: whether this worker can fuse sums with products; they are fused only if all workers
+    /// can.
     pub(crate) fn open_peers(&mut self, gpu: &Arc<Gpu>, cols: usize, fuses: bool) -> Result<(), DeviceError> {
         if let Some(exchange) = &self.exchange {
             self.join()?;
@@ -140,7 +143,8 @@ impl Group {
         Ok(())
     }
 
-    /// Maps the activations `[max_tokens, cols]` that are summed, which are the same on every worker, into all of them.
+    /// Maps the activation buffers `[max_tokens, cols]` that are summed into all workers. The list must be the same on
+    /// every worker.
     pub(crate) fn share(
         &mut self,
         gpu: &Arc<Gpu>,
@@ -165,7 +169,7 @@ impl Group {
         Ok(())
     }
 
-    /// A buffer of every worker, mapped by all; `None` where one of them cannot.
+    /// A buffer of every worker, mapped by all; `None` if one of them cannot map it.
     fn peer_group(
         &self,
         gpu: &Arc<Gpu>,
@@ -175,7 +179,7 @@ impl Group {
         let own = buffer.and_then(|buffer| buffer.handle().map(|handle| (buffer, handle))).ok();
         let handles = all_handles(exchange, own.as_ref().map(|(_, handle)| *handle))?;
         let peers = own.zip(handles).and_then(|((buffer, _), handles)| {
-            PeerGroup::new(gpu, buffer, self.tp.rank as usize, &handles, PATIENCE_NS).ok()
+            PeerGroup::new(gpu, buffer, self.tp.rank as usize, &handles, TIMEOUT_NS).ok()
         });
         let all_mapped = all_have(exchange, peers.is_some())?;
         Ok(peers.filter(|_| all_mapped))
@@ -193,8 +197,8 @@ impl Group {
         }
     }
 
-    /// `residual += sum over the group of partial; out = norm(residual)`. Of many rows, a worker keeps the residual of some only,
-    /// always the same ones.
+    /// `residual += sum over the group of partial; out = norm(residual)`. With many rows, each worker keeps the
+    /// residual of a fixed subset of the rows.
     pub(crate) fn reduce_add_norm(&self, q: &Queue, x: ReduceAddNorm) -> Result<(), DeviceError> {
         let ReduceAddNorm { out, residual, partial, weight, layer_norm, rows, cols, eps } = x;
         if let Some(norm) = layer_norm {
@@ -221,12 +225,12 @@ impl Group {
         done.map_err(device_error)
     }
 
-    /// Fills `buffer`, one part of each worker in rank order, from each worker's own part.
+    /// Gathers every worker's part into `buffer`, in rank order.
     pub(crate) fn all_gather(&self, q: &Queue, buffer: Span) -> Result<(), DeviceError> {
         self.nccl.as_ref().map_or(Ok(()), |nccl| nccl.wait()?.all_gather(q, buffer, self.size()))
     }
 
-    /// Fills `pairs [group, count, ARGMAX_CHUNKS]`, the best tokens of each worker's share, from each worker's own part.
+    /// Gathers `pairs [group, count, ARGMAX_CHUNKS]`, the best tokens of each worker's share.
     pub(crate) fn gather_candidates(&self, q: &Queue, pairs: Span, count: usize) -> Result<(), DeviceError> {
         match self.peers.as_ref().filter(|_| count <= MAX_PEER_ROWS) {
             Some(peers) => peers.all_gather(q, pairs, count, CANDIDATE_BYTES).map_err(device_error),
@@ -234,26 +238,26 @@ impl Group {
         }
     }
 
-    /// Whether every sum so far had all workers; cheap enough for every step.
+    /// Checks that all workers took part in every sum so far; cheap enough for every step.
     pub(crate) fn check(&self) -> Result<(), DeviceError> {
         let groups = self.peers.iter().chain(&self.fused).chain(self.owners.as_ref().map(|owners| &owners.flags));
         groups.filter_map(PeerGroup::missing_rank).next().map_or(Ok(()), |rank| {
             Err(DeviceError::GroupTimeout {
                 tp_rank: self.tp.rank,
-                waited_ms: PATIENCE_NS / 1_000_000,
+                waited_ms: TIMEOUT_NS / 1_000_000,
                 collective: format!("a sum with worker {rank}"),
             })
         })
     }
 }
 
-/// The handles of all workers, in order; `None` where one of them has none.
+/// The handles of all workers, in order; `None` if one of them has none.
 fn all_handles(exchange: &dyn Exchange, own: Option<PeerHandle>) -> Result<Option<Vec<PeerHandle>>, DeviceError> {
     let handles = exchange.gather(own.as_ref().map_or(&[], |handle| handle.as_slice()))?;
     Ok(handles.into_iter().map(|handle| handle.try_into().ok()).collect())
 }
 
-/// Whether every worker has what this one says it has.
+/// Whether `own` is true on every worker.
 fn all_have(exchange: &dyn Exchange, own: bool) -> Result<bool, DeviceError> {
     Ok(exchange.gather(&[u8::from(own)])?.iter().all(|flag| flag == &[1]))
 }
@@ -265,12 +269,13 @@ pub(crate) fn peer_bytes(group: usize, cols: usize) -> usize {
         + PeerBuffer::FLAG_BYTES
 }
 
-/// Largest message whose packets are quicker than its owners' reads and writes, by measurement (kernels/README.md).
+/// Largest message for which packets are faster than reads and writes by the owners, by measurement
+/// (kernels/README.md).
 fn max_packet_bytes(group: usize) -> usize {
     if group <= 2 { 512 << 10 } else { 256 << 10 }
 }
 
-/// Columns of the exchange buffer for sums of `cols` columns: candidates fit, too.
+/// Columns of the exchange buffer for sums of `cols` columns; candidates fit as well.
 fn peer_cols(cols: usize) -> usize {
     cols.max(CANDIDATE_BYTES / 2)
 }

@@ -1,4 +1,5 @@
-//! Weights from the memory-mapped checkpoint to the GPU: threads copy chunks into pinned memory, the GPU fetches them.
+//! Loads weights from the memory-mapped checkpoint to the GPU: threads copy chunks to pinned memory, from where the GPU
+//! copies them.
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
@@ -9,12 +10,12 @@ use kernels::cuda::{CudaError, Event, Gpu, PinnedBuffer, Queue, Span};
 
 use crate::{DType, DeviceError, WeightSlice};
 
-/// Bytes of a chunk; each thread has two.
+/// Bytes of a chunk; each thread has two buffers.
 const CHUNK_BYTES: usize = 4 << 20;
-/// Chunks that wait for a thread.
+/// Maximum number of chunks that wait for a thread.
 const MAX_WAITING: usize = 4096;
 
-/// Rows of the checkpoint and where they go, converted to bf16.
+/// Rows of the checkpoint that become part of a matrix, converted to bf16.
 #[derive(Debug, Clone)]
 pub(crate) struct Part {
     data: &'static [u8],
@@ -47,7 +48,7 @@ impl Part {
         })
     }
 
-    /// A vector's elements as rows of one column.
+    /// The elements of a vector as rows of one column.
     pub(crate) fn column(slice: &WeightSlice<'_>) -> Result<Self, DeviceError> {
         let row = Self::new(slice)?;
         let first_row = row.first_row * row.matrix_cols + row.first_col;
@@ -80,17 +81,17 @@ impl Part {
     }
 }
 
-/// How the rows of several parts make one matrix.
+/// How the rows of several parts are ordered in one matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RowOrder {
     /// One part after the other.
     Stacked,
-    /// Two parts of equal rows, in groups of so many rows in turn.
+    /// Two parts with the same number of rows, in alternating groups of this number of rows.
     Interleaved(usize),
 }
 
 impl RowOrder {
-    /// The part and its row that row `row` of the matrix comes from.
+    /// The part, and the row in it, of row `row` of the matrix.
     fn source(self, parts: &[Part], row: usize) -> (usize, usize) {
         match self {
             RowOrder::Interleaved(group) => {
@@ -118,7 +119,7 @@ struct Job {
     to: Span,
 }
 
-/// Threads that load weights while the model is still being put together.
+/// Threads that load weights while the rest of the model is prepared.
 pub(crate) struct Loader {
     jobs: Option<SyncSender<Job>>,
     threads: Vec<JoinHandle<()>>,
@@ -144,7 +145,7 @@ impl Loader {
         Ok(Self { jobs: Some(jobs), threads, failure })
     }
 
-    /// Queues the matrix of `parts`, each with the same columns, into `to`.
+    /// Queues the loading of the matrix of `parts`, all with the same columns, into `to`.
     pub(crate) fn load(&mut self, parts: Vec<Part>, order: RowOrder, to: Span) -> Result<(), DeviceError> {
         let rows: usize = parts.iter().map(Part::rows).sum();
         let row_bytes = 2 * parts.first().map_or(0, |part| part.cols);
@@ -162,7 +163,7 @@ impl Loader {
         Ok(())
     }
 
-    /// Waits until all weights are on the device; says why if they are not. Nothing can be loaded afterwards.
+    /// Waits until all weights are on the device, and returns the first error. Nothing can be loaded afterwards.
     pub(crate) fn finish(&mut self) -> Result<(), DeviceError> {
         drop(self.jobs.take());
         for thread in self.threads.drain(..) {
@@ -177,12 +178,12 @@ impl Loader {
 
 impl Drop for Loader {
     fn drop(&mut self) {
-        // The failure, if any, was reported or the device is being given up anyway.
+        // An error was already reported, or the device is being dropped anyway.
         let _ = self.finish();
     }
 }
 
-/// Takes chunks until there are none: fills one pinned buffer while the GPU fetches the other.
+/// Processes chunks until there are none: fills one pinned buffer while the GPU copies the other.
 fn run(gpu: &Arc<Gpu>, jobs: &Mutex<Receiver<Job>>) -> Result<(), CudaError> {
     gpu.bind()?;
     let queue = Queue::new(gpu)?;
@@ -230,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_come_from_the_part_and_columns_that_were_asked_for() {
+    fn rows_come_from_the_requested_part_and_columns() {
         let parts = [part(3, 0), part(2, 100)];
         let mut out = [0; 4];
         let (index, row) = RowOrder::Stacked.source(&parts, 4);

@@ -1,21 +1,21 @@
-//! Raw logits of positions that a step reports. Rare and large, so the step waits for them.
+//! Raw logits of the positions that a step reports. They are rare and large, so the step waits for them.
 
 use kernels::cuda::{DeviceBuffer, PinnedBuffer, gather_rows};
 
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 use crate::DeviceError;
 
-/// Positions that are computed and copied at a time.
+/// Number of positions that are computed and copied at a time.
 const MAX_ROWS: usize = 16;
 
-/// The positions of the current step, and what they are copied through.
+/// The positions of the current step, and the staging buffers.
 #[derive(Default)]
 pub(crate) struct Reports {
     /// As [`crate::StepInputs::logits`].
     pub(crate) positions: Vec<u32>,
     /// `[positions][V]` of the current step.
     pub(crate) rows: Vec<Vec<f32>>,
-    /// Taken when the first step reports.
+    /// Allocated when the first step reports logits.
     staging: Option<Staging>,
 }
 
@@ -27,7 +27,8 @@ struct Staging {
 }
 
 impl CudaDevice {
-    /// Computes the logits that the step reports and waits until they are on the host. Every worker of a group has them all.
+    /// Computes the logits that the step reports and waits until they are on the host. Every worker of a group gets all
+    /// of them.
     pub(crate) fn report_logits(&mut self, x: CudaTensor, head: &CudaWeight) -> Result<(), DeviceError> {
         if self.reports.positions.is_empty() {
             return Ok(());

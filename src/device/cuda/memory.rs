@@ -1,4 +1,4 @@
-//! Device memory beside weights and activations, taken once before the first step.
+//! Device memory except weights and activations. It is allocated once, before the first step.
 
 use std::sync::Arc;
 
@@ -20,9 +20,9 @@ use super::step::{Layout, StepBounds};
 use super::{CudaConfig, CudaDevice, device_error};
 use crate::{AttentionSpec, DeviceError, MemoryPlan, PipelineStage, StepLimits};
 
-/// Left free for graphs and the driver.
+/// Left free for CUDA graphs and the driver.
 const RESERVE_BYTES: usize = 512 << 20;
-/// What NCCL takes for a group on one node, in estimates.
+/// Estimate of NCCL's memory for a group on one node.
 const NCCL_BYTES: usize = 384 << 20;
 
 /// KV blocks of all layers and the rotation table.
@@ -36,7 +36,7 @@ pub(crate) struct Cache {
     slopes: Option<DeviceBuffer>,
     pub(crate) shape: HeadShape,
     pub(crate) scale: f32,
-    /// 0 for none.
+    /// 0 if there is no window.
     pub(crate) window: u32,
     num_blocks: usize,
     max_positions: usize,
@@ -78,18 +78,18 @@ impl Cache {
         AllBlocks { k: self.k.span(), v: self.v.span(), num_layers, num_blocks: self.num_blocks, block_bytes }
     }
 
-    /// `[H]` f32 of ALiBi, where the model has it.
+    /// `[H]` f32 ALiBi slopes, if the model uses ALiBi.
     pub(crate) fn slopes(&self) -> Option<Span> {
         self.slopes.as_ref().map(DeviceBuffer::span)
     }
 
-    /// Whether there are kernels for this attention beside the simple one.
+    /// Whether optimized kernels exist for this attention.
     pub(crate) fn has_fast_attention(&self) -> bool {
         let head_dim = &self.shape.head_dim;
         if self.slopes.is_some() { ALIBI_HEAD_DIMS.contains(head_dim) } else { HEAD_DIMS.contains(head_dim) }
     }
 
-    /// Whether decode attention can rotate by itself.
+    /// Whether decode attention can apply the rotation itself.
     pub(crate) fn rotates(&self) -> bool {
         self.slopes.is_none() && decode_attention::rotates(self.shape)
     }
@@ -126,9 +126,9 @@ fn table_stride(limits: &StepLimits, block_size: usize) -> usize {
     limits.max_sequence_len.div_ceil(block_size).next_multiple_of(4)
 }
 
-/// Scratch of sampling, and where its results go.
+/// Buffers for sampling and its results.
 pub(crate) struct Workspace {
-    /// `[S, E]` bf16, the positions that sample.
+    /// `[S, E]` bf16, the rows of the positions that sample.
     pub(crate) gathered: DeviceBuffer,
     /// `[group, S, share]` f32.
     pub(crate) logits: DeviceBuffer,
@@ -137,14 +137,14 @@ pub(crate) struct Workspace {
     /// `[group, S, ARGMAX_CHUNKS]` u64.
     pub(crate) pairs: DeviceBuffer,
     outputs: PinnedBuffer,
-    /// Rows of each of these buffers: a step's samples are taken so many at a time.
+    /// Number of rows of each of these buffers; samples of a step are processed in parts of this size.
     pub(crate) max_rows: usize,
     max_samples: usize,
-    /// Tokens of a worker's share of the vocabulary.
+    /// Number of tokens in a worker's share of the vocabulary.
     pub(crate) share: usize,
 }
 
-/// Tokens of every worker's share but the last, as models split the vocabulary.
+/// Number of tokens in every worker's share but the last; the same rule as in `models`.
 fn vocabulary_share(vocab: usize, group: usize) -> usize {
     vocab.div_ceil(group).next_multiple_of(8)
 }
@@ -178,12 +178,13 @@ impl Workspace {
         })
     }
 
-    /// As the sampling kernels take it, for samples from `first` on; `slot` is where the step says which slot is its own.
+    /// The buffers as the sampling kernels take them, for samples from `first` on. `slot` is where the step stores the
+    /// index of its slot.
     pub(crate) fn outputs(&self, slot: Span, first: usize) -> Outputs {
         Outputs { base: self.outputs.span(), slot, max_samples: self.max_samples, max_top: MAX_TOP, first }
     }
 
-    /// What sample `index` of the step in `slot` gave, once the step has run.
+    /// The result of sample `index` of the step in `slot`. The step must have completed.
     pub(crate) fn output(&self, slot: usize, index: usize) -> Output<'_> {
         let bytes = Outputs::slot_bytes(self.max_samples, MAX_TOP);
         let words: &[u32] = bytemuck::cast_slice(&self.outputs[slot * bytes..(slot + 1) * bytes]);
@@ -197,12 +198,12 @@ impl Workspace {
     }
 }
 
-/// Rows that a step may have, a graph's padding included.
+/// Number of rows that a step may have, including the padding of graphs.
 fn padded_rows(limits: &StepLimits) -> usize {
     limits.max_rows.next_multiple_of(8)
 }
 
-/// One sample's result, floats as bits.
+/// The result of a sample; floats are stored as bits.
 pub(crate) struct Output<'a> {
     token: u32,
     logprob: u32,
@@ -222,7 +223,7 @@ impl Output<'_> {
     }
 }
 
-/// Words of the step's inputs on the device.
+/// Words of a step's inputs on the device.
 fn step_words(limits: &StepLimits, spec: &AttentionSpec) -> usize {
     let rows = padded_rows(limits);
     Layout::max_words(&StepBounds {
@@ -237,7 +238,8 @@ fn step_words(limits: &StepLimits, spec: &AttentionSpec) -> usize {
     })
 }
 
-/// Bytes that [`CudaDevice::take_memory`] takes beside KV blocks, but for what groups share and trials need.
+/// Bytes that [`CudaDevice::take_memory`] allocates besides KV blocks, without buffers of the group and of
+/// measurements.
 fn pending_bytes(limits: &StepLimits, hidden: usize, group: usize, spec: &AttentionSpec) -> usize {
     let sizes = Workspace::sizes(limits, hidden, group);
     let rope = (spec.rope.cos.len() + spec.rope.sin.len() + spec.alibi_slopes.len()) * 4;
@@ -249,20 +251,20 @@ fn block_bytes(spec: &AttentionSpec) -> usize {
     2 * 2 * spec.num_layers * head_shape(spec).block_elements()
 }
 
-/// What a worker will hold beside its weights, told without a GPU.
+/// Estimate of a worker's memory without its weights, made without a GPU.
 pub(crate) struct Estimate {
-    /// Activations and scratch.
+    /// Activations and scratch buffers.
     pub(crate) workspace_bytes: usize,
     /// Buffers of the group.
     pub(crate) communicator_bytes: usize,
-    /// Of a KV block in all layers.
+    /// Bytes of a KV block in all layers.
     pub(crate) block_bytes: usize,
-    /// Left to graphs and the driver.
+    /// Left free for graphs and the driver.
     pub(crate) reserve_bytes: usize,
 }
 
 impl Estimate {
-    /// For activations of `tensor_cols` columns in all.
+    /// For activation buffers with `tensor_cols` columns in total.
     pub(crate) fn new(
         limits: &StepLimits,
         hidden: usize,
@@ -284,7 +286,7 @@ impl Estimate {
     }
 }
 
-/// Rows of every activation buffer.
+/// Number of rows of every activation buffer.
 pub(crate) fn tensor_rows(limits: &StepLimits, largest_bucket: usize) -> usize {
     limits.max_tokens.max(largest_bucket)
 }
@@ -322,17 +324,18 @@ impl CudaDevice {
             });
         }
         self.group.open_peers(&self.gpu, self.hidden, self.can_chain())?;
-        // Activations as wide as the residual: what is summed and normed is among them.
+        // Activation buffers as wide as the residual include those that are summed and normalized.
         let bytes = self.tensor_bytes(self.hidden);
         let summed: Vec<_> = self.tensors.iter().filter(|tensor| tensor.span().bytes() == bytes).collect();
-        // Between stages every worker hands on all of the residual.
+        // Between stages, every worker sends all rows of the residual.
         if self.pipeline.stage.count == 1 {
             self.group.share(&self.gpu, &summed, self.config.limits.max_tokens, self.hidden)?;
         }
         self.take(spec, num_blocks).map_err(device_error)
     }
 
-    /// Bytes of an activation buffer of `cols` columns; in a group, large enough to be mapped into other workers.
+    /// Bytes of an activation buffer of `cols` columns; in a group, at least the minimum for mapping it into other
+    /// workers.
     pub(crate) fn tensor_bytes(&self, cols: usize) -> usize {
         let least = if self.group.size() > 1 { MIN_SHARED_BYTES } else { 0 };
         (tensor_rows(&self.config.limits, self.graphs.largest_bucket()) * cols * 2).max(least)

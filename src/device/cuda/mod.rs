@@ -1,12 +1,13 @@
 //! The CUDA device: one GPU of a worker, with NVIDIA's libraries loaded at run time.
 //!
-//! [`CudaDevice`] queues every op on one stream and waits for nothing but finished steps: inputs travel in one copy, tokens
-//! stay on the GPU, results are read from pinned memory when their step's event has passed. Decode steps are recorded
-//! as CUDA graphs, one for each number of rows in a list of buckets.
+//! [`CudaDevice`] queues all ops on one stream and waits only for completed steps. The inputs of a step are uploaded in
+//! one copy, tokens stay on the GPU, and results are read from pinned memory after the step's event. Decode steps are
+//! recorded as CUDA graphs, one for each number of rows in a list of buckets.
 
 mod chain;
 mod config;
 mod decoder_ops;
+mod device_impl;
 mod exchange;
 mod graphs;
 mod group;
@@ -27,22 +28,17 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use engine::{CopiedBlock, RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
-use kernels::cuda::copy_blocks::copy_blocks;
+use engine::RowId;
 use kernels::cuda::library_gemm::{FirstUse, LibraryGemm};
-use kernels::cuda::skinny_gemm::GATE_GROUP;
 use kernels::cuda::{CudaError, DeviceBuffer, Event, Gpu, PinnedBuffer, Queue, Span};
 
-use crate::{
-    Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
-    TensorParallel, WeightSlice,
-};
+use crate::{DeviceError, Feature};
 use chain::Chain;
 pub use config::CudaConfig;
 pub use exchange::{Exchange, FileExchange};
 use graphs::Graphs;
 use group::Group;
-use load::{Loader, RowOrder};
+use load::Loader;
 use logits::Reports;
 pub(crate) use memory::Estimate;
 use memory::{Cache, Workspace};
@@ -50,20 +46,19 @@ pub use nccl_rate::{NcclRate, nccl_rate};
 use pipeline::Pipeline;
 use queued::{Current, InFlight};
 use rows::Rows;
-use step::StepShape;
-use weights::gate_order;
 
 pub use kernels::cuda::client_memory::ClientMemory;
 
-/// GPUs that the driver shows to this process; 0 without a driver, or in a build without CUDA kernels.
+/// Number of GPUs that the driver shows to this process; 0 without a driver, or in a build without CUDA kernels.
 pub fn num_gpus() -> usize {
     if kernels::cuda::NVRTC_VERSION.is_some() { Gpu::count() } else { 0 }
 }
 
-/// Name and free bytes of a GPU that this process has not opened yet. The context that it takes to ask is part of what is gone.
+/// Name and free bytes of a GPU that this process has not opened yet. The context that is opened for this query uses
+/// part of the memory.
 ///
 /// # Errors
-/// Without a driver or that GPU.
+/// Returns an error without a driver or that GPU.
 pub fn free_memory(ordinal: usize) -> Result<(String, u64), DeviceError> {
     let gpu = Gpu::open(ordinal).map_err(device_error)?;
     let (free, _) = gpu.memory().map_err(device_error)?;
@@ -77,11 +72,11 @@ pub struct CudaWeight {
     bias: Span,
     rows: usize,
     cols: usize,
-    /// Of an embedding: the first token of its rows.
+    /// For an embedding: the token of its first row.
     first_token: u32,
-    /// Of gate/up: columns of gate and up that come in turn.
+    /// For gate/up: number of alternating columns of gate and up.
     group: usize,
-    /// Whether products by it are partial sums, which a norm takes.
+    /// Whether products with it are partial sums, which are summed by a norm.
     is_partial: bool,
 }
 
@@ -105,13 +100,14 @@ pub struct CudaDevice {
     pipeline: Pipeline,
     gemm: LibraryGemm,
     chain: Chain,
-    /// Whether the kernel for few rows takes every matrix loaded so far.
+    /// Whether the kernel for few rows supports every matrix loaded so far.
     all_skinny: bool,
-    /// Whether the current step is one of [`verify::part_rows`], whose rows read what others of them write.
-    is_parted: bool,
-    /// Whether a norm with mean and bias was loaded.
+    /// Whether the current step comes from [`verify::split_into_decodes`]: its rows read keys and values that other
+    /// rows write.
+    is_split: bool,
+    /// Whether a layer norm was loaded.
     has_layer_norms: bool,
-    /// Rows of the table of learned positions; the largest number without one.
+    /// Number of rows of the table of learned positions; the maximum value if there is none.
     num_positions: usize,
     step_block: DeviceBuffer,
     pinned_inputs: Vec<PinnedBuffer>,
@@ -130,7 +126,7 @@ pub struct CudaDevice {
     gpu: Arc<Gpu>,
 }
 
-/// As this room reports what the kernels' crate reports.
+/// Converts an error of the kernels crate.
 fn device_error(error: CudaError) -> DeviceError {
     match error {
         CudaError::NoDriver { reason } => DeviceError::Unavailable { device: "cuda".into(), reason },
@@ -147,23 +143,25 @@ fn device_error(error: CudaError) -> DeviceError {
 }
 
 impl CudaDevice {
-    /// Ops of some architectures that this device has.
+    /// Optional ops that this device has.
     pub(crate) const FEATURES: &[Feature] = {
         use Feature::{Alibi, HeadNorm, LayerNorm, LearnedPositions, PlainMlp};
         &[LayerNorm, LearnedPositions, PlainMlp, HeadNorm, Alibi]
     };
 
-    /// Opens the GPU and joins the group. The calling thread is the one that uses the device from now on.
+    /// Opens the GPU and joins the group. From now on only the calling thread may use the device.
     ///
     /// # Errors
-    /// When driver, GPU or a library is missing, memory does not suffice, or another worker does not come.
+    /// Returns an error if the driver, the GPU or a library is missing, memory does not suffice, or another worker does
+    /// not arrive.
     pub fn new(config: CudaConfig) -> Result<Self, DeviceError> {
         let gpu = Gpu::open(config.ordinal).map_err(device_error)?;
         let queue = Arc::new(Queue::new(&gpu).map_err(device_error)?);
         let mut gemm = LibraryGemm::new(&gpu, &config.library_dirs, config.cache_dir.as_ref()).map_err(device_error)?;
-        // A request waits for no measurement: products are measured while none is there, and when a graph is recorded.
+        // Requests never wait for a measurement: products are measured while no step waits, and when a graph is
+        // recorded.
         gemm.set_first_use(FirstUse::Guess);
-        // Before the first thread: the group sets what NCCL reads from the environment.
+        // Before the first thread starts: the group sets environment variables for NCCL.
         let group = Group::new(&config, &gpu)?;
         let pipeline = Pipeline::new(&config, &group, &gpu, &queue)?;
         let loader = Loader::new(&gpu).map_err(device_error)?;
@@ -179,7 +177,7 @@ impl CudaDevice {
             gemm,
             chain: Chain::default(),
             all_skinny: true,
-            is_parted: false,
+            is_split: false,
             has_layer_norms: false,
             num_positions: usize::MAX,
             step_block: DeviceBuffer::new(&gpu, 0).map_err(device_error)?,
@@ -217,265 +215,5 @@ impl CudaDevice {
 
     fn current(&self) -> &Current {
         self.current.as_ref().expect("ops run inside a step")
-    }
-}
-
-impl Device for CudaDevice {
-    type Weight = CudaWeight;
-    type Tensor = CudaTensor;
-
-    fn tensor_parallel(&self) -> TensorParallel {
-        self.config.tensor_parallel
-    }
-
-    fn pipeline_stage(&self) -> PipelineStage {
-        self.pipeline.stage
-    }
-
-    fn features(&self) -> &'static [Feature] {
-        Self::FEATURES
-    }
-
-    fn load_linear(
-        &mut self,
-        role: LinearRole,
-        parts: &[WeightSlice<'_>],
-        bias: &[WeightSlice<'_>],
-    ) -> Result<CudaWeight, DeviceError> {
-        let (order, group) = gate_order(role, parts);
-        let (values, rows, cols) = self.load_matrix(parts, order)?;
-        let bias = self.load_row(bias, order)?;
-        let is_partial = matches!(role, LinearRole::Out | LinearRole::Down);
-        if is_partial {
-            self.hidden = rows;
-        }
-        self.all_skinny &= rows.is_multiple_of(8) && (role != LinearRole::GateUp || group == GATE_GROUP);
-        Ok(CudaWeight { values, bias, rows, cols, first_token: 0, group, is_partial })
-    }
-
-    fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<CudaWeight, DeviceError> {
-        let (values, rows, cols) = self.load_matrix(&[table], RowOrder::Stacked)?;
-        self.hidden = cols;
-        Ok(CudaWeight { values, bias: Span::NULL, rows, cols, first_token, group: 0, is_partial: false })
-    }
-
-    fn tie_head(&mut self, embedding: &CudaWeight) -> Result<CudaWeight, DeviceError> {
-        self.all_skinny &= embedding.rows.is_multiple_of(8);
-        Ok(*embedding)
-    }
-
-    fn load_vector(&mut self, vector: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
-        let cols = vector.cols.len();
-        let values = self.load_row(&[vector], RowOrder::Stacked)?;
-        Ok(CudaWeight { values, bias: Span::NULL, rows: 1, cols, first_token: 0, group: 0, is_partial: false })
-    }
-
-    fn load_layer_norm(&mut self, weight: WeightSlice<'_>, bias: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
-        self.has_layer_norms = true;
-        let bias = self.load_row(&[bias], RowOrder::Stacked)?;
-        Ok(CudaWeight { bias, ..self.load_vector(weight)? })
-    }
-
-    fn load_positions(&mut self, table: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
-        let (values, rows, cols) = self.load_matrix(&[table], RowOrder::Stacked)?;
-        self.num_positions = rows;
-        Ok(CudaWeight { values, bias: Span::NULL, rows, cols, first_token: 0, group: 0, is_partial: false })
-    }
-
-    fn tensor(&mut self, cols: usize) -> Result<CudaTensor, DeviceError> {
-        let buffer = DeviceBuffer::new(&self.gpu, self.tensor_bytes(cols)).map_err(device_error)?;
-        let values = buffer.span();
-        self.tensors.push(buffer);
-        Ok(CudaTensor { values, cols })
-    }
-
-    fn memory_plan(&self, attention: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
-        self.loader.borrow_mut().finish()?;
-        self.group.join()?;
-        self.plan_memory(attention)
-    }
-
-    fn allocate_cache(&mut self, attention: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError> {
-        self.loader.get_mut().finish()?;
-        self.take_memory(attention, num_blocks)?;
-        self.graphs.plan_ahead(self.config.limits.max_tokens);
-        Ok(())
-    }
-
-    fn join_row(
-        &mut self,
-        row: RowId,
-        tokens: &[TokenId],
-        num_prompt_tokens: u32,
-        sampling: &SamplingParams,
-    ) -> Result<(), DeviceError> {
-        self.check_row("join_row", row)?;
-        self.rows.join(&self.queue, row.0 as usize, tokens, num_prompt_tokens, sampling).map_err(device_error)
-    }
-
-    fn revise(&mut self, revised: &[RevisedRow], copied: &[CopiedBlock]) -> Result<(), DeviceError> {
-        for row in revised.iter().flat_map(|revision| [revision.row, revision.parent]) {
-            self.check_row("revise", row)?;
-        }
-        self.rows.revise(&self.queue, revised).map_err(device_error)?;
-        if copied.is_empty() {
-            return Ok(());
-        }
-        let pairs: Vec<_> = copied.iter().map(|copied| (copied.from.0, copied.to.0)).collect();
-        copy_blocks(&self.queue, self.cache().all_blocks(), &pairs).map_err(device_error)
-    }
-
-    fn take_logits(&mut self) -> Vec<Vec<f32>> {
-        std::mem::take(&mut self.taken_logits)
-    }
-
-    fn run_step(
-        &mut self,
-        inputs: &StepInputs,
-        forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
-    ) -> Result<(), DeviceError> {
-        step::check(inputs, &self.bounds()?)?;
-        self.check_newest(inputs)?;
-        if self.in_flight.len() == self.pinned_inputs.len() {
-            return Err(DeviceError::Call {
-                call: format!("step {}", inputs.step),
-                reason: format!("{} steps are queued and not collected", self.in_flight.len()),
-            });
-        }
-        self.reports.positions.clone_from(&inputs.logits);
-        let parted = verify::part_rows(inputs, self.config.limits.max_rows);
-        self.is_parted = parted.is_some();
-        let inputs = parted.as_ref().unwrap_or(inputs);
-        let slot = match self.graphs.bucket(inputs) {
-            Some(bucket) => self.run_recorded(inputs, bucket, forward)?,
-            None => {
-                let slot = self.begin_step(inputs, StepShape::of(inputs))?;
-                forward(self)?;
-                slot
-            }
-        };
-        let done = match self.spare_events.pop() {
-            Some(event) => event,
-            None => Event::new(false).map_err(device_error)?,
-        };
-        done.record(&self.queue).map_err(device_error)?;
-        // Tokens are chosen in the last stage.
-        let samples = inputs.samples.iter().filter(|_| self.pipeline.stage.is_last());
-        let samples = samples.map(|s| (s.row, self.rows.host(s.row.0 as usize).reported)).collect();
-        self.in_flight.push_back(InFlight { slot, done, samples, logits: std::mem::take(&mut self.reports.rows) });
-        Ok(())
-    }
-
-    fn prepare(&mut self, forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>) -> Result<bool, DeviceError> {
-        self.prepare_next(forward)
-    }
-
-    fn collect(&mut self, wait: bool) -> Result<Option<Vec<SampledToken>>, DeviceError> {
-        let Some(oldest) = self.in_flight.front() else { return Ok(None) };
-        if wait {
-            oldest.done.wait().map_err(device_error)?;
-        } else if !oldest.done.is_done().map_err(device_error)? {
-            return Ok(None);
-        }
-        self.group.check()?;
-        let step = self.in_flight.pop_front().expect("there is an oldest step");
-        let tokens = self.read_outputs(&step);
-        self.taken_logits = step.logits;
-        self.spare_events.push(step.done);
-        Ok(Some(tokens))
-    }
-
-    fn embed(&mut self, out: &mut CudaTensor, table: &CudaWeight) -> Result<(), DeviceError> {
-        self.op_embed(*out, table)
-    }
-
-    fn rms_norm(
-        &mut self,
-        out: &mut CudaTensor,
-        x: &CudaTensor,
-        weight: &CudaWeight,
-        eps: f32,
-    ) -> Result<(), DeviceError> {
-        self.op_rms_norm(*out, *x, weight, eps)
-    }
-
-    fn add_positions(&mut self, out: &mut CudaTensor, table: &CudaWeight) -> Result<(), DeviceError> {
-        self.op_add_positions(*out, table)
-    }
-
-    fn layer_norm(
-        &mut self,
-        out: &mut CudaTensor,
-        x: &CudaTensor,
-        weight: &CudaWeight,
-        eps: f32,
-    ) -> Result<(), DeviceError> {
-        self.op_layer_norm(*out, *x, weight, eps)
-    }
-
-    fn linear(&mut self, out: &mut CudaTensor, x: &CudaTensor, weight: &CudaWeight) -> Result<(), DeviceError> {
-        self.op_linear(out.values, x.values, weight)
-    }
-
-    fn gated_linear(
-        &mut self,
-        out: &mut CudaTensor,
-        scratch: &mut CudaTensor,
-        x: &CudaTensor,
-        weight: &CudaWeight,
-        activation: Activation,
-    ) -> Result<(), DeviceError> {
-        self.op_gated_linear(*out, *scratch, *x, weight, activation)
-    }
-
-    fn activated_linear(
-        &mut self,
-        out: &mut CudaTensor,
-        x: &CudaTensor,
-        weight: &CudaWeight,
-        activation: Activation,
-    ) -> Result<(), DeviceError> {
-        self.op_activated_linear(*out, *x, weight, activation)
-    }
-
-    fn head_norm(
-        &mut self,
-        qkv: &mut CudaTensor,
-        q_norm: &CudaWeight,
-        k_norm: &CudaWeight,
-        eps: f32,
-    ) -> Result<(), DeviceError> {
-        self.op_head_norm(*qkv, q_norm, k_norm, eps)
-    }
-
-    fn rope_and_cache(&mut self, qkv: &mut CudaTensor, layer: usize) -> Result<(), DeviceError> {
-        self.op_rope_and_cache(*qkv, layer)
-    }
-
-    fn attention(&mut self, out: &mut CudaTensor, qkv: &CudaTensor, layer: usize) -> Result<(), DeviceError> {
-        self.op_attention(*out, *qkv, layer)
-    }
-
-    fn reduce_add_norm(
-        &mut self,
-        out: &mut CudaTensor,
-        residual: &mut CudaTensor,
-        partial: &CudaTensor,
-        weight: &CudaWeight,
-        eps: f32,
-    ) -> Result<(), DeviceError> {
-        self.op_reduce_add_norm(*out, *residual, *partial, weight, eps)
-    }
-
-    fn sample(&mut self, x: &CudaTensor, head: &CudaWeight) -> Result<(), DeviceError> {
-        self.op_sample(*x, head)
-    }
-
-    fn take_over(&mut self, out: &mut CudaTensor) -> Result<(), DeviceError> {
-        self.op_take_over(*out)
-    }
-
-    fn hand_on(&mut self, x: &CudaTensor) -> Result<(), DeviceError> {
-        self.op_hand_on(*x)
     }
 }

@@ -1,4 +1,4 @@
-//! The few functions of NCCL that a group uses, loaded at run time.
+//! The NCCL functions that a group needs, loaded at run time.
 
 use std::cell::{OnceCell, RefCell};
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -19,7 +19,7 @@ const SUM: c_int = 0;
 const UINT8: c_int = 1;
 const BF16: c_int = 9;
 
-/// What rank 0 makes and all ranks need.
+/// Created by rank 0 and needed by all ranks.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct UniqueId([c_char; 128]);
@@ -31,22 +31,23 @@ type ReceiveFrom = unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Commun
 type InitRank = unsafe extern "C" fn(*mut Communicator, c_int, UniqueId, c_int) -> Code;
 type AllGather = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Communicator, *mut c_void) -> Code;
 
-/// What NCCL reads from the environment is set before the first communicator.
+/// NCCL's environment variables are set once, before the first communicator.
 static ENVIRONMENT: Once = Once::new();
 
-/// What a communicator is for.
+/// The purpose of a communicator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Use {
-    /// Large messages: as many channels as NCCL thinks right.
+pub(crate) enum CommunicatorKind {
+    /// Large messages: NCCL chooses the number of channels.
     Bulk,
-    /// What little does not go through peer memory: joined sooner with few channels.
-    Rest,
+    /// The few messages that do not use peer memory: fewer channels, which are connected faster.
+    Small,
 }
 
-/// Channels of [`Use::Rest`] where nobody says otherwise: connecting all that NCCL has takes half a second on 4 H200s.
+/// Number of channels of [`CommunicatorKind::Small`] unless the environment sets it: connecting all channels of NCCL
+/// takes half a second on 4 H200s.
 const FEW_CHANNELS: &str = "4";
 
-/// A communicator over the GPUs of a group, or of stages.
+/// A communicator over the GPUs of a group, or of pipeline stages.
 pub(crate) struct Nccl {
     communicator: Communicator,
     all_reduce: AllReduce,
@@ -58,19 +59,19 @@ pub(crate) struct Nccl {
     rank: usize,
 }
 
-// SAFETY: a communicator may be used from any thread, one at a time, which the device's `&mut self` sees to.
+// SAFETY: a communicator may be used from any thread, one at a time; the device's `&mut self` guarantees this.
 unsafe impl Send for Nccl {}
 
-/// A communicator whose workers have met, and which none of them has joined.
-struct Meeting {
+/// A communicator whose id all workers know, and that none of them has joined.
+struct PendingCommunicator {
     nccl: Nccl,
     init: InitRank,
     id: UniqueId,
     size: u32,
 }
 
-impl Meeting {
-    /// Returns when all workers have called it. The calling thread's context is the GPU's.
+impl PendingCommunicator {
+    /// Returns after all workers have called it. The calling thread's context must be the GPU's.
     fn connect(mut self) -> Result<Nccl, DeviceError> {
         let rank = self.nccl.rank as c_int;
         // SAFETY: the communicator is writable; the id is that of the group's first worker.
@@ -80,20 +81,20 @@ impl Meeting {
     }
 }
 
-/// A communicator that is joined while the worker does other things: to join takes a second or more.
+/// A communicator that is joined in the background, because joining takes a second or more.
 pub(crate) struct Joining {
     thread: RefCell<Option<JoinHandle<Result<Nccl, DeviceError>>>>,
     joined: OnceCell<Nccl>,
 }
 
 impl Joining {
-    /// As [`Nccl::new`], with a thread of its own from the point where the workers have met.
+    /// Like [`Nccl::new`], but joins in a separate thread after the id was exchanged.
     pub(crate) fn start(
         gpu: &Arc<Gpu>,
         tp: TensorParallel,
         exchange: &dyn Exchange,
         folders: &[PathBuf],
-        purpose: Use,
+        purpose: CommunicatorKind,
     ) -> Result<Self, DeviceError> {
         let meeting = Nccl::meet(tp.rank, tp.size, exchange, folders, purpose)?;
         let gpu = gpu.clone();
@@ -103,7 +104,7 @@ impl Joining {
         Ok(Self { thread: RefCell::new(Some(thread)), joined: OnceCell::new() })
     }
 
-    /// The communicator, once all workers have joined.
+    /// Waits until all workers have joined, and returns the communicator.
     pub(crate) fn wait(&self) -> Result<&Nccl, DeviceError> {
         if let Some(thread) = self.thread.borrow_mut().take() {
             let nccl = thread.join().map_err(|_| not_joined(&"the thread panicked"))??;
@@ -113,13 +114,13 @@ impl Joining {
     }
 }
 
-/// Takes the names of NCCL's shared memory from `/dev/shm`, where they would outlive a worker that is killed; who has it mapped keeps
-/// it. Called once all workers of the group have joined, when nobody opens it any more.
+/// Unlinks NCCL's shared memory from `/dev/shm`, where its names would outlive a worker that is killed; existing
+/// mappings stay valid. Called after all workers of the group have joined, when nobody opens it any more.
 pub(crate) fn unlink_shared_memory() {
     let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else { return };
     let paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
     for path in paths.filter(|path| path.starts_with("/dev/shm/nccl-")) {
-        // Another mapping of the same file came first, or another worker.
+        // Another mapping of the same file, or another worker, may have removed it first.
         let _ = std::fs::remove_file(path);
     }
 }
@@ -129,34 +130,35 @@ fn not_joined(reason: &dyn std::fmt::Display) -> DeviceError {
 }
 
 impl Nccl {
-    /// Joins as number `rank` of `size`; returns when all workers have. The calling thread's context is the GPU's.
+    /// Joins as rank `rank` of `size`; returns after all workers have joined. The calling thread's context must be the
+    /// GPU's.
     pub(crate) fn new(rank: u32, size: u32, exchange: &dyn Exchange, folders: &[PathBuf]) -> Result<Self, DeviceError> {
-        Self::meet(rank, size, exchange, folders, Use::Bulk)?.connect()
+        Self::meet(rank, size, exchange, folders, CommunicatorKind::Bulk)?.connect()
     }
 
-    /// Loads NCCL, and agrees with the other workers on the communicator to come.
+    /// Loads NCCL, and exchanges the communicator's id with the other workers.
     fn meet(
         rank: u32,
         size: u32,
         exchange: &dyn Exchange,
         folders: &[PathBuf],
-        purpose: Use,
-    ) -> Result<Meeting, DeviceError> {
+        purpose: CommunicatorKind,
+    ) -> Result<PendingCommunicator, DeviceError> {
         ENVIRONMENT.call_once(|| {
-            // NVLink multicast can put a host's GPUs out of service when a process dies in it, so it stays off.
+            // NVLink multicast can make a host's GPUs unusable when a process dies while using it, so it stays off.
             // SAFETY: called while the worker starts, before it has threads that read the environment.
             unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
-            // Connections stand from the start, so that recording a collective waits for nobody.
+            // Connect at initialization, so that recording a collective never waits.
             // SAFETY: as above.
             unsafe { std::env::set_var("NCCL_RUNTIME_CONNECT", "0") };
             const CHANNELS: &str = "NCCL_MAX_NCHANNELS";
-            if purpose == Use::Rest && std::env::var_os(CHANNELS).is_none() {
+            if purpose == CommunicatorKind::Small && std::env::var_os(CHANNELS).is_none() {
                 // SAFETY: as above.
                 unsafe { std::env::set_var(CHANNELS, FEW_CHANNELS) };
             }
         });
         let library = library::load("libnccl.so.2", folders).map_err(super::device_error)?;
-        // SAFETY: signatures are those of nccl.h 2.28; the library is never unloaded.
+        // SAFETY: the signatures are those of nccl.h 2.28; the library is never unloaded.
         unsafe {
             let missing = |error: &dyn std::fmt::Display| DeviceError::Call {
                 call: "loading libnccl.so.2".into(),
@@ -189,7 +191,7 @@ impl Nccl {
             for (to, from) in id.0.iter_mut().zip(&ids[0]) {
                 *to = *from as c_char;
             }
-            Ok(Meeting { nccl, init, id, size })
+            Ok(PendingCommunicator { nccl, init, id, size })
         }
     }
 
@@ -202,11 +204,11 @@ impl Nccl {
         self.check(code, "ncclAllReduce")
     }
 
-    /// Fills `buffer`, equal parts in rank order, from each worker's own part of it.
+    /// Gathers equal parts into `buffer`, in rank order; each worker's own part is already in place.
     pub(crate) fn all_gather(&self, q: &Queue, buffer: Span, group: usize) -> Result<(), DeviceError> {
         let part = buffer.bytes() / group;
         let own = buffer.part(self.rank * part, part);
-        // SAFETY: as above; NCCL gathers in place where the source is the rank's own part.
+        // SAFETY: as above; NCCL gathers in place if the source is the rank's own part.
         let code = unsafe {
             (self.all_gather)(
                 own.address() as *const c_void,
@@ -220,7 +222,7 @@ impl Nccl {
         self.check(code, "ncclAllGather")
     }
 
-    /// Sends bf16 `values` to worker `to`, which receives as many.
+    /// Sends bf16 `values` to worker `to`, which must receive the same number.
     pub(crate) fn send(&self, q: &Queue, values: Span, to: u32) -> Result<(), DeviceError> {
         let (pointer, count) = (values.address() as *const c_void, values.bytes() / 2);
         // SAFETY: the span is live device memory; the stream is the GPU's.
@@ -228,7 +230,7 @@ impl Nccl {
         self.check(code, "ncclSend")
     }
 
-    /// Receives bf16 `values` from worker `from`, which sends as many.
+    /// Receives bf16 `values` from worker `from`, which must send the same number.
     pub(crate) fn receive(&self, q: &Queue, values: Span, from: u32) -> Result<(), DeviceError> {
         let (pointer, count) = (values.address() as *mut c_void, values.bytes() / 2);
         // SAFETY: as above.
@@ -249,7 +251,7 @@ impl Nccl {
 impl Drop for Nccl {
     fn drop(&mut self) {
         if !self.communicator.is_null() {
-            // SAFETY: made by `new`, ended once. Abort does not wait for workers that are gone.
+            // SAFETY: created by `new` and ended once. Abort does not wait for workers that are gone.
             unsafe { (self.abort)(self.communicator) };
         }
     }

@@ -1,4 +1,4 @@
-//! How fast NCCL sums over the GPUs of this machine, for who asks before a model is loaded.
+//! Measures how fast NCCL sums over the GPUs of this machine, for reports before a model is loaded.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -9,25 +9,26 @@ use super::nccl::Nccl;
 use super::{Exchange, device_error};
 use crate::{DeviceError, TensorParallel};
 
-/// A sum of one decode step, and one of a long prefill, in bytes.
+/// Bytes of a sum in a decode step, and in a long prefill.
 const SMALL_BYTES: usize = 8 << 10;
 const LARGE_BYTES: usize = 64 << 20;
 const WARM_UPS: usize = 5;
 const REPEATS: usize = 20;
 
-/// What was measured, over all GPUs of the group.
+/// The measured rates, over all GPUs of the group.
 #[derive(Debug, Clone, Copy)]
 pub struct NcclRate {
     /// Time of a sum of 8 KiB, in seconds.
     pub small_seconds: f64,
-    /// Bytes a second that each GPU sends and receives in a sum of 64 MiB: as NCCL's own tests count its bus bandwidth.
+    /// Bytes per second that each GPU sends and receives in a sum of 64 MiB: the bus bandwidth as defined by NCCL's own
+    /// tests.
     pub bus_bytes_per_second: f64,
 }
 
-/// Joins the group as one of its workers and measures with the others; all call it at a time.
+/// Joins the group as one of its workers and measures together with the others; all must call it at the same time.
 ///
 /// # Errors
-/// Without the driver, that GPU or NCCL, or when a worker does not take part.
+/// Returns an error without the driver, that GPU or NCCL, or if a worker does not take part.
 pub fn nccl_rate(
     ordinal: usize,
     tp: TensorParallel,
@@ -50,7 +51,7 @@ pub fn nccl_rate(
         Ok(started.elapsed().as_secs_f64() / REPEATS as f64)
     };
     let (small_seconds, large_seconds) = (seconds_of(SMALL_BYTES)?, seconds_of(LARGE_BYTES)?);
-    // Nobody leaves while another still sums.
+    // No worker may leave while another is still summing.
     exchange.gather(&[])?;
     let share = 2.0 * f64::from(tp.size - 1) / f64::from(tp.size);
     Ok(NcclRate { small_seconds, bus_bytes_per_second: LARGE_BYTES as f64 / large_seconds * share })

@@ -1,4 +1,4 @@
-//! The ops of a forward pass, each queued for the tokens of the current step.
+//! The ops of a forward pass. Each is queued for the tokens of the current step.
 
 use std::ops::Range;
 
@@ -20,7 +20,8 @@ use super::memory::{Cache, Workspace};
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 use crate::{Activation, DeviceError};
 
-/// KV heads of all rows up to which it is quicker that decode attention rotates: with more, it is bound by memory (kernels/README.md).
+/// Up to this number of KV heads of all rows it is faster if decode attention applies the rotation; above, attention is
+/// memory-bound (kernels/README.md).
 const MAX_ROTATED_HEADS: usize = 2048;
 
 impl CudaWeight {
@@ -108,7 +109,7 @@ impl CudaDevice {
         self.gemm.run(&self.queue, shape, buffers).map_err(device_error)
     }
 
-    /// Whether the kernel for few rows takes this product.
+    /// Whether the kernel for few rows computes this product.
     fn is_skinny(&self, m: usize, weight: &CudaWeight) -> bool {
         self.config.use_fast_kernels && m <= skinny_gemm::MAX_ROWS && weight.rows.is_multiple_of(8)
     }
@@ -161,12 +162,13 @@ impl CudaDevice {
             .map_err(device_error)
     }
 
-    /// Whether decode attention rotates and caches its rows' tokens itself, so that only chunks are left to `rope_cache`.
+    /// Whether decode attention rotates and caches the tokens of its rows itself, so that `rope_cache` handles only
+    /// prefill chunks.
     fn attention_rotates(&self) -> bool {
         let (shape, heads) = (self.current().shape, self.cache().shape);
         let rows = shape.rows - shape.prefill_rows;
         let few = rows * heads.num_kv_heads <= MAX_ROTATED_HEADS && !takes_ring(self.queue.gpu(), rows, heads);
-        few && !self.is_parted && self.config.use_fast_kernels && self.cache().rotates()
+        few && !self.is_split && self.config.use_fast_kernels && self.cache().rotates()
     }
 
     pub(crate) fn op_attention(&mut self, out: CudaTensor, qkv: CudaTensor, layer: usize) -> Result<(), DeviceError> {
@@ -188,7 +190,7 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// The chunks of prefilling rows, which are tokens `0..num_tokens`.
+    /// Attention of prefilling rows, whose chunks are tokens `0..num_tokens`.
     fn attend_chunks(
         &self,
         out: CudaTensor,
@@ -220,7 +222,7 @@ impl CudaDevice {
         prefill_attention(&self.queue, &attention).map_err(device_error)
     }
 
-    /// Tokens `0..count`, one by one.
+    /// Attention of tokens `0..count`, one by one.
     fn attend_simply(&self, out: CudaTensor, qkv: CudaTensor, layer: usize, count: usize) -> Result<(), DeviceError> {
         let (cache, spans) = (self.cache(), self.current().spans);
         let tables = TokenTables {
@@ -247,7 +249,7 @@ impl CudaDevice {
         .map_err(device_error)
     }
 
-    /// Tokens from `first` on, which are the one token of each decoding row.
+    /// Attention of decoding rows, which have one token each, from token `first` on.
     fn attend_decodes(&self, out: CudaTensor, qkv: CudaTensor, layer: usize, first: usize) -> Result<(), DeviceError> {
         let (cache, spans, shape) = (self.cache(), self.current().spans, self.current().shape);
         let num_rows = shape.rows - shape.prefill_rows;
@@ -315,7 +317,7 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Some of the step's samples: as many as there may be rows.
+    /// Processes some of the step's samples, at most as many as there are rows.
     fn sample_part(&mut self, x: CudaTensor, head: &CudaWeight, part: Range<usize>) -> Result<(), DeviceError> {
         let (shape, count) = (self.current().shape, part.len());
         let mut chosen = x.values;
@@ -331,7 +333,7 @@ impl CudaDevice {
         if self.current().is_greedy { self.sample_greedy(all, head, part) } else { self.sample_any(all, part) }
     }
 
-    /// Logits `[group, count, share]` f32 of `count` rows at `x`, of which only this worker's part is written.
+    /// Logits `[group, count, share]` f32 of `count` rows at `x`; only this worker's part is written.
     pub(crate) fn all_logits(&mut self, x: Span, head: &CudaWeight, count: usize) -> Result<Span, DeviceError> {
         let share = self.workspace().share;
         let all = self.workspace().logits.span().elements::<f32>(0, self.group.size() * count * share);
@@ -340,13 +342,13 @@ impl CudaDevice {
         Ok(all)
     }
 
-    /// This worker's part of what a group gathers.
+    /// This worker's part of a gathered buffer.
     fn own_part(&self, all: Span) -> Span {
         let bytes = all.bytes() / self.group.size();
         all.part(self.group.rank() * bytes, bytes)
     }
 
-    /// The likeliest token: each worker finds its share's, and pairs of value and token are gathered.
+    /// Chooses the likeliest token: each worker finds that of its share, and pairs of value and token are gathered.
     fn sample_greedy(&mut self, all: Span, head: &CudaWeight, part: Range<usize>) -> Result<(), DeviceError> {
         let (workspace, group, count) = (self.workspace(), self.group.size(), part.len());
         let pairs = workspace.pairs.span().elements::<u64>(0, group * count * ARGMAX_CHUNKS);
@@ -361,7 +363,7 @@ impl CudaDevice {
             .map_err(device_error)
     }
 
-    /// Any mix of settings: every worker gathers all logits and draws the same tokens.
+    /// Samples with any settings: every worker gathers all logits and draws the same tokens.
     fn sample_any(&mut self, all: Span, part: Range<usize>) -> Result<(), DeviceError> {
         self.group.all_gather(&self.queue, all)?;
         let workspace = self.workspace();

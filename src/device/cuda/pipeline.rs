@@ -1,4 +1,5 @@
-//! Pipeline stages on GPUs: activations go from each worker to its like in the next stage through NCCL, on one node and between.
+//! Pipeline stages on GPUs: activations go through NCCL from each worker to the worker of the same rank in the next
+//! stage, within and between nodes.
 
 use std::sync::Arc;
 
@@ -10,17 +11,17 @@ use super::nccl::{Nccl, unlink_shared_memory};
 use super::{CudaConfig, CudaDevice, CudaTensor, device_error};
 use crate::{DeviceError, PipelineStage};
 
-/// A worker's way to the stages beside its own; a model in one piece has none.
+/// A worker's connection to the neighbouring stages; empty for a model with one stage.
 pub(crate) struct Pipeline {
     pub(crate) stage: PipelineStage,
-    /// Over the workers of all stages at this worker's place of their groups, in order of stages.
+    /// Over the workers of all stages with this worker's rank in their groups, in order of stages.
     nccl: Option<Nccl>,
 }
 
 impl Pipeline {
-    /// Joins the stages; returns when all workers have, and those beside each other have met.
+    /// Joins the stages; returns after all workers have joined and neighbours have connected.
     ///
-    /// Waits for the group's communicator first: in every worker the two are made one after the other.
+    /// Waits for the group's communicator first, so that every worker creates the two in the same order.
     pub(crate) fn new(config: &CudaConfig, group: &Group, gpu: &Arc<Gpu>, q: &Queue) -> Result<Self, DeviceError> {
         let stage = config.stage;
         if stage.count == 1 {
@@ -39,7 +40,7 @@ impl Pipeline {
         Ok(pipeline)
     }
 
-    /// Sends a few bytes from each stage to the next, so that recording a step finds connections that stand.
+    /// Sends a few bytes from each stage to the next, so that connections exist before a step is recorded.
     fn meet(&self, gpu: &Arc<Gpu>, q: &Queue) -> Result<(), DeviceError> {
         let buffer = DeviceBuffer::from_slice(gpu, &[0u32; 128]).map_err(device_error)?;
         if !self.stage.is_first() {
@@ -65,21 +66,21 @@ impl Pipeline {
 }
 
 impl CudaDevice {
-    pub(crate) fn op_take_over(&mut self, out: CudaTensor) -> Result<(), DeviceError> {
+    pub(crate) fn op_recv_hidden(&mut self, out: CudaTensor) -> Result<(), DeviceError> {
         match self.current().only_products {
             true => Ok(()),
             false => self.pipeline.receive(&self.queue, self.activations(out)),
         }
     }
 
-    pub(crate) fn op_hand_on(&mut self, x: CudaTensor) -> Result<(), DeviceError> {
+    pub(crate) fn op_send_hidden(&mut self, x: CudaTensor) -> Result<(), DeviceError> {
         match self.current().only_products {
             true => Ok(()),
             false => self.pipeline.send(&self.queue, self.activations(x)),
         }
     }
 
-    /// Those of the step's tokens, padding included: every stage pads alike.
+    /// The rows of the step's tokens, padding included; all stages pad in the same way.
     fn activations(&self, tensor: CudaTensor) -> Span {
         tensor.values.elements::<bf16>(0, self.current().shape.tokens * tensor.cols)
     }

@@ -1,4 +1,4 @@
-//! The step whose ops are being queued, and those that wait to be collected.
+//! The step whose ops are being queued, and the steps that wait to be collected.
 
 use engine::{RowId, SampledToken};
 use kernels::cuda::Event;
@@ -13,9 +13,9 @@ use crate::{DeviceError, StepInputs};
 pub(super) struct Current {
     pub(super) shape: StepShape,
     pub(super) spans: StepSpans,
-    /// Whether every sample is the plain argmax, and nothing else is reported.
+    /// Whether every sample is the plain argmax and reports nothing else.
     pub(super) is_greedy: bool,
-    /// Whether only the library's products are queued, for their algorithms.
+    /// Whether only the library's products are queued, to choose their algorithms.
     pub(super) only_products: bool,
 }
 
@@ -23,14 +23,15 @@ pub(super) struct Current {
 pub(super) struct InFlight {
     pub(super) slot: usize,
     pub(super) done: Event,
-    /// Row of each sample, and what it reports.
+    /// The row of each sample, and what it reports.
     pub(super) samples: Vec<(RowId, Reported)>,
     /// Logits that it reports.
     pub(super) logits: Vec<Vec<f32>>,
 }
 
 impl CudaDevice {
-    /// Refuses decodes whose token is not the last of its context: attention that rotates takes the position from there.
+    /// Refuses a decode whose token is not the last of its context: attention derives the rotation's position from the
+    /// context's length.
     pub(super) fn check_newest(&self, inputs: &StepInputs) -> Result<(), DeviceError> {
         let block_size = self.bounds()?.block_size as u32;
         for row in inputs.num_prefill_rows..inputs.num_rows() {
@@ -65,14 +66,15 @@ impl CudaDevice {
         })
     }
 
-    /// Checks, packs and uploads the step; makes it current.
+    /// Checks, packs and uploads the step, and makes it the current one.
     pub(super) fn begin_step(&mut self, inputs: &StepInputs, shape: StepShape) -> Result<usize, DeviceError> {
         let bounds = self.bounds()?;
         let slot = self.next_slot;
         self.next_slot = (slot + 1) % self.pinned_inputs.len();
         let words: &mut [u32] = bytemuck::cast_slice_mut(&mut self.pinned_inputs[slot]);
         let layout = step::pack(inputs, &bounds, shape, slot as u32, words);
-        // SAFETY: the slot's last step was collected, so its copy has run; it is not written before this one is.
+        // SAFETY: the slot's last step was collected, so its copy is complete; the buffer is not written again before
+        // this copy is complete.
         let copied = unsafe { self.queue.upload(self.step_block.span(), words.as_ptr().cast(), layout.words * 4) };
         copied.map_err(device_error)?;
         let host_rows = || inputs.samples.iter().map(|sample| self.rows.host(sample.row.0 as usize));

@@ -1,4 +1,4 @@
-//! What the device keeps of each row between steps: sampling settings, tokens, counts.
+//! The state of each row that the device keeps between steps: sampling settings, tokens, counts.
 
 use std::sync::Arc;
 
@@ -8,12 +8,12 @@ use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, sample};
 
 use crate::StepLimits;
 
-/// Words of a row's lists (end ids, bias, bad words) that are taken in advance; longer ones get a buffer of their own.
+/// Words of a row's lists (end ids, bias, bad words) that are allocated in advance; longer lists get their own buffer.
 const LIST_WORDS: usize = 256;
-/// Likeliest tokens that can be reported for one sample.
+/// Maximum number of likeliest tokens that can be reported for one sample.
 pub(crate) const MAX_TOP: usize = MAX_BEAM_CANDIDATES;
 
-/// State of all rows, on the device, and what the host must know of it.
+/// The state of all rows on the device, and the part of it that the host needs.
 pub(crate) struct Rows {
     params: DeviceBuffer,
     last_tokens: DeviceBuffer,
@@ -23,10 +23,10 @@ pub(crate) struct Rows {
     long_lists: Vec<Option<DeviceBuffer>>,
     limits: StepLimits,
     host: Vec<HostRow>,
-    known: Vec<Known>,
+    known: Vec<RowHistory>,
 }
 
-/// What decides on the host how a row's step is queued and read.
+/// What the host needs to queue a row's step and to read its result.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct HostRow {
     /// Whether the row's next token is the plain argmax and nothing else is reported.
@@ -34,39 +34,39 @@ pub(crate) struct HostRow {
     pub(crate) reported: Reported,
 }
 
-/// What a sample reports beside its token.
+/// What a sample reports besides its token.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Reported {
-    /// Whether the token's log-probability is.
+    /// Whether it reports the token's log-probability.
     pub(crate) has_logprob: bool,
-    /// How many likeliest tokens are.
+    /// Number of likeliest tokens that it reports.
     pub(crate) num_top: usize,
 }
 
-/// What a row's state on the device was made from: what it takes to continue it in another row, or from other tokens.
+/// What a row's state on the device was built from, which is needed to continue it in another row or from other tokens.
 #[derive(Debug, Clone, Default)]
-struct Known {
-    /// Without those that were sampled since.
+struct RowHistory {
+    /// Without the tokens that were sampled since.
     tokens: Vec<TokenId>,
     num_prompt: u32,
     sampling: SamplingParams,
 }
 
-impl Known {
-    fn go_on(&mut self, revision: &RevisedRow) {
+impl RowHistory {
+    fn apply(&mut self, revision: &RevisedRow) {
         self.tokens.truncate(revision.num_kept as usize);
         self.tokens.extend_from_slice(&revision.tokens);
     }
 
-    /// Whether the device's state is the same for other tokens.
-    fn is_free_of_tokens(&self) -> bool {
+    /// Whether the device's state does not depend on the tokens.
+    fn is_independent_of_tokens(&self) -> bool {
         row_params(&self.sampling, self.num_prompt, &[]).flags & (PENALTIES | DECAYS) == 0
             && self.sampling.bad_words.is_empty()
     }
 }
 
 impl Rows {
-    /// Bytes that [`Rows::new`] takes.
+    /// Bytes that [`Rows::new`] allocates.
     pub(crate) fn bytes(limits: &StepLimits) -> usize {
         let words = 1 + limits.max_sequence_len + limits.vocab_size + LIST_WORDS;
         (limits.max_rows + 1) * (size_of::<RowParams>() + 4 * words)
@@ -85,7 +85,7 @@ impl Rows {
             long_lists: (0..rows).map(|_| None).collect(),
             limits,
             host: vec![HostRow::default(); rows],
-            known: vec![Known::default(); rows],
+            known: vec![RowHistory::default(); rows],
         };
         let unset = RowParams { flags: GREEDY, ..RowParams::default() };
         state.params.span().write(&vec![unset; rows])?;
@@ -107,7 +107,7 @@ impl Rows {
         self.host[row]
     }
 
-    /// A sequence takes the row: queued behind the steps that still use its last state.
+    /// A sequence takes the row. The upload is queued after the steps that use the row's last state.
     pub(crate) fn join(
         &mut self,
         q: &Queue,
@@ -116,12 +116,12 @@ impl Rows {
         num_prompt: u32,
         sampling: &SamplingParams,
     ) -> Result<(), CudaError> {
-        self.known[row] = Known { tokens: tokens.to_vec(), num_prompt, sampling: sampling.clone() };
+        self.known[row] = RowHistory { tokens: tokens.to_vec(), num_prompt, sampling: sampling.clone() };
         self.host[row] = HostRow::new(sampling, self.limits.vocab_size);
         self.make_state(q, row)
     }
 
-    /// Rows go on from chosen tokens, each from its parent as it was before any of them.
+    /// Rows continue from chosen tokens. Each reads its parent as it was before any of them was revised.
     pub(crate) fn revise(&mut self, q: &Queue, revised: &[RevisedRow]) -> Result<(), CudaError> {
         let index = |row: engine::RowId| row.0 as usize;
         let is_moved = |revision: &&RevisedRow| revision.row != revision.parent;
@@ -137,19 +137,19 @@ impl Rows {
                 self.host[row] = HostRow::new(&parent.sampling, self.limits.vocab_size);
                 self.known[row] = parent;
             }
-            self.known[row].go_on(revision);
-            if !is_same || !self.known[row].is_free_of_tokens() {
+            self.known[row].apply(revision);
+            if !is_same || !self.known[row].is_independent_of_tokens() {
                 self.make_state(q, row)?;
             }
         }
         Ok(())
     }
 
-    /// Makes the row's state on the device from what is known of it.
+    /// Builds the row's state on the device again.
     fn make_state(&mut self, q: &Queue, row: usize) -> Result<(), CudaError> {
-        let Known { tokens, num_prompt, sampling } = std::mem::take(&mut self.known[row]);
+        let RowHistory { tokens, num_prompt, sampling } = std::mem::take(&mut self.known[row]);
         let made = self.upload_state(q, row, &tokens, num_prompt, &sampling);
-        self.known[row] = Known { tokens, num_prompt, sampling };
+        self.known[row] = RowHistory { tokens, num_prompt, sampling };
         made
     }
 
@@ -189,7 +189,7 @@ impl Rows {
         }
         let large_enough = |buffer: &DeviceBuffer| buffer.span().count::<u32>() >= words;
         if !self.long_lists[row].as_ref().is_some_and(large_enough) {
-            // The steps that read the old list end before it is freed.
+            // Steps that read the old list must complete before it is freed.
             q.wait()?;
             self.long_lists[row] = Some(DeviceBuffer::with_count::<u32>(q.gpu(), words.next_power_of_two())?);
         }
@@ -203,7 +203,7 @@ impl HostRow {
         let has_logprob = sampling.num_logprobs.is_some() && !is_beam;
         let num_top = if is_beam { Some(sampling.beam_candidates) } else { sampling.num_logprobs };
         Self {
-            is_plain_greedy: sampling.is_greedy() && sampling.leaves_logits_alone() && !has_logprob && !is_beam,
+            is_plain_greedy: sampling.is_greedy() && sampling.uses_raw_logits() && !has_logprob && !is_beam,
             reported: Reported {
                 has_logprob,
                 num_top: num_top.map_or(0, |count| (count as usize).min(MAX_TOP).min(vocab_size)),
@@ -212,7 +212,7 @@ impl HostRow {
     }
 }
 
-/// What `top_p` has become after the tokens generated so far.
+/// The value of `top_p` after the tokens generated so far.
 fn decayed_top_p(sampling: &SamplingParams, generated: &[TokenId]) -> f32 {
     let least = sampling.top_p_min.min(sampling.top_p);
     generated.iter().fold(sampling.top_p, |top_p, token| match sampling.top_p_reset {
@@ -221,7 +221,7 @@ fn decayed_top_p(sampling: &SamplingParams, generated: &[TokenId]) -> f32 {
     })
 }
 
-/// Settings of a row with these tokens, of which the first `num_prompt` are the prompt.
+/// Settings of a row with these tokens; the first `num_prompt` are the prompt.
 fn row_params(sampling: &SamplingParams, num_prompt: u32, tokens: &[TokenId]) -> RowParams {
     let penalties =
         sampling.repetition_penalty != 1.0 || sampling.presence_penalty != 0.0 || sampling.frequency_penalty != 0.0;
@@ -257,7 +257,7 @@ fn row_params(sampling: &SamplingParams, num_prompt: u32, tokens: &[TokenId]) ->
     }
 }
 
-/// The lists as `sample.cu` reads them; sets their counts in `params`.
+/// The lists in the layout of `sample.cu`; sets their lengths in `params`.
 fn lists(sampling: &SamplingParams, params: &mut RowParams) -> Vec<u32> {
     let bad_words = || sampling.bad_words.iter().filter(|word| !word.is_empty());
     let end_ids = if sampling.min_tokens > 0 { sampling.end_ids.as_slice() } else { &[] };

@@ -1,20 +1,20 @@
-//! One step's inputs as they travel to the GPU: checked, packed into one block of u32, copied with one call.
+//! The inputs of a step as they are sent to the GPU: checked, packed into one block of u32, and copied with one call.
 
 use kernels::cuda::Span;
 use kernels::cuda::sample::VERIFIES;
 
 use crate::{DeviceError, StepInputs};
 
-/// In `slots`: the token is padding.
+/// Value in `slots` of a padding token.
 const PADDING: u32 = u32::MAX;
-/// Arrays start at multiples of this many words.
+/// Arrays start at multiples of this number of words.
 const ALIGN: usize = 16;
 
-/// Bounds that a step is checked against and packed with.
+/// Limits that a step is checked against and packed with.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StepBounds {
     pub(crate) max_tokens: usize,
-    /// Rows of the row table; one more, unused by sequences, takes what padding writes.
+    /// Number of rows in the row table. There is one more row, which receives what padding writes.
     pub(crate) max_rows: usize,
     pub(crate) max_samples: usize,
     pub(crate) num_blocks: usize,
@@ -25,7 +25,7 @@ pub(crate) struct StepBounds {
     pub(crate) vocab_size: usize,
 }
 
-/// Tokens, rows and samples of a step, padding included.
+/// Numbers of tokens, rows and samples of a step, padding included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StepShape {
     pub(crate) tokens: usize,
@@ -48,13 +48,13 @@ impl StepShape {
         }
     }
 
-    /// A decode step of `bucket` rows.
+    /// The shape of a decode step with `bucket` rows.
     pub(crate) fn decode(bucket: usize) -> Self {
         Self { tokens: bucket, rows: bucket, prefill_rows: 0, max_chunk: 0, samples: bucket }
     }
 }
 
-/// Where each array lies in the packed block, in words.
+/// The offset of each array in the packed block, in words.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Layout {
     slot: usize,
@@ -69,7 +69,7 @@ pub(crate) struct Layout {
     sample_tokens: usize,
     num_generated: usize,
     block_tables: usize,
-    /// Words of the whole block.
+    /// Number of words of the whole block.
     pub(crate) words: usize,
 }
 
@@ -101,7 +101,7 @@ impl Layout {
         layout
     }
 
-    /// Words that any step within the bounds fits into.
+    /// Number of words that is enough for any step within the limits.
     pub(crate) fn max_words(bounds: &StepBounds) -> usize {
         let (rows, tokens) = (bounds.max_rows, bounds.max_tokens.max(bounds.max_rows));
         let shape = StepShape { tokens, rows, prefill_rows: 0, max_chunk: 0, samples: tokens };
@@ -109,20 +109,20 @@ impl Layout {
     }
 }
 
-/// The arrays of the current step on the device. Named and shaped as in `kernels::cuda`.
+/// The arrays of the current step on the device, with the names and shapes of `kernels::cuda`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StepSpans {
     pub(crate) slot: Span,
     pub(crate) token_ids: Span,
     pub(crate) token_rows: Span,
-    /// `[T]` which row of the block tables a token uses.
+    /// `[T]`: the row of the block tables that a token uses.
     pub(crate) token_tables: Span,
     pub(crate) positions: Span,
     pub(crate) slots: Span,
     pub(crate) row_starts: Span,
     pub(crate) context_lens: Span,
     pub(crate) sample_rows: Span,
-    /// `[S]` which token's logits count.
+    /// `[S]`: the token whose logits are used.
     pub(crate) sample_tokens: Span,
     pub(crate) num_generated: Span,
     pub(crate) block_tables: Span,
@@ -149,7 +149,7 @@ impl StepSpans {
     }
 }
 
-/// Packs `inputs` into `words`, padded to `shape`; what a graph's rows beyond the step's read is harmless.
+/// Packs `inputs` into `words`, padded to `shape`. Padding rows of a graph read only harmless values.
 pub(crate) fn pack(inputs: &StepInputs, bounds: &StepBounds, shape: StepShape, slot: u32, words: &mut [u32]) -> Layout {
     let layout = Layout::new(shape, bounds.table_stride);
     let (tokens, rows) = (inputs.num_tokens(), inputs.num_rows());
@@ -188,7 +188,8 @@ pub(crate) fn pack(inputs: &StepInputs, bounds: &StepBounds, shape: StepShape, s
     layout
 }
 
-/// Refuses a step whose arrays disagree or point outside what the device holds: kernels trust them.
+/// Refuses a step whose arrays are inconsistent or contain indices outside the device's buffers, because kernels do not
+/// check them.
 pub(crate) fn check(inputs: &StepInputs, bounds: &StepBounds) -> Result<(), DeviceError> {
     let (tokens, rows) = (inputs.num_tokens(), inputs.num_rows());
     let refuse = |reason: String| {

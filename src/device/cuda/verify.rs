@@ -1,35 +1,38 @@
-//! Rows that verify drafts, as a step of decodes: each position becomes a row of its own, which sees what is before it.
+//! Turns rows that verify drafts into decodes: each position becomes a separate row, which attends to the positions
+//! before it.
 //!
-//! Keys and values of all positions are in the blocks before any is read, so later positions see earlier ones; the step is then of
-//! the kind that is recorded, with the attention that divides long contexts among the GPU.
+//! Keys and values of all positions are written before any is read, so later positions see earlier ones. The step can
+//! then be recorded, and uses the attention kernel that splits long contexts over the GPU.
 
 use crate::StepInputs;
 
-/// `inputs` with a row for each position of rows that verify; `None` where there are none, or more positions than `max_rows`.
-pub(crate) fn part_rows(inputs: &StepInputs, max_rows: usize) -> Option<StepInputs> {
+/// `inputs` with a row for each position of rows that verify; `None` if there are none, or more positions than
+/// `max_rows`.
+pub(crate) fn split_into_decodes(inputs: &StepInputs, max_rows: usize) -> Option<StepInputs> {
     let first = first_verifying(inputs)?;
     let first_token = inputs.row_starts[first] as usize;
     let num_rows = first + inputs.num_tokens() - first_token;
     if num_rows > max_rows {
         return None;
     }
-    let mut parted = StepInputs { num_prefill_rows: first, ..inputs.clone() };
-    parted.rows.truncate(first);
-    parted.row_starts.truncate(first + 1);
-    parted.context_lens.truncate(first);
-    parted.block_tables.truncate(first * inputs.max_blocks);
+    let mut split = StepInputs { num_prefill_rows: first, ..inputs.clone() };
+    split.rows.truncate(first);
+    split.row_starts.truncate(first + 1);
+    split.context_lens.truncate(first);
+    split.block_tables.truncate(first * inputs.max_blocks);
     for row in first..inputs.num_rows() {
         for token in inputs.row_starts[row]..inputs.row_starts[row + 1] {
-            parted.rows.push(inputs.rows[row]);
-            parted.row_starts.push(token + 1);
-            parted.context_lens.push(inputs.positions[token as usize] + 1);
-            parted.block_tables.extend_from_slice(inputs.block_table(row));
+            split.rows.push(inputs.rows[row]);
+            split.row_starts.push(token + 1);
+            split.context_lens.push(inputs.positions[token as usize] + 1);
+            split.block_tables.extend_from_slice(inputs.block_table(row));
         }
     }
-    Some(parted)
+    Some(split)
 }
 
-/// The first row that chooses a token at each of several positions; those behind it do so, too, or decode one.
+/// The first row that chooses a token at each of several positions; all rows after it do so as well, or decode one
+/// token.
 fn first_verifying(inputs: &StepInputs) -> Option<usize> {
     let last = inputs.num_prefill_rows.checked_sub(1)?;
     let is_verifying = |row: usize| {
@@ -38,7 +41,7 @@ fn first_verifying(inputs: &StepInputs) -> Option<usize> {
         let before = |token: u32| inputs.samples.partition_point(|sample| sample.token_index < token);
         end - start > 1 && before(end) - before(start) == (end - start) as usize
     };
-    // From the last on, for chunks of prompts come first.
+    // Searches backwards, because prefill chunks come first.
     (0..=last).rev().take_while(|&row| is_verifying(row)).last()
 }
 
@@ -49,7 +52,7 @@ mod tests {
     use super::*;
     use crate::{SampleInput, TOKEN_ON_DEVICE};
 
-    /// A chunk of three positions, a row that verifies two guesses, one that decodes.
+    /// A chunk of three positions, a row that verifies two drafts, and a row that decodes.
     fn inputs() -> StepInputs {
         let sample = |row, token_index| SampleInput { row: RowId(row), token_index, num_generated: 4 };
         StepInputs {
@@ -70,24 +73,24 @@ mod tests {
 
     #[test]
     fn each_position_that_is_verified_becomes_a_decode() {
-        let parted = part_rows(&inputs(), 5).unwrap();
-        assert_eq!(parted.rows, [2, 0, 0, 0, 3].map(RowId));
-        assert_eq!(parted.num_prefill_rows, 1);
-        assert_eq!(parted.row_starts, [0, 3, 4, 5, 6, 7]);
-        assert_eq!(parted.context_lens, [3, 15, 16, 17, 4]);
-        assert_eq!(parted.block_tables, [2, 0, 0, 3, 0, 3, 0, 3, 5, 0]);
+        let split = split_into_decodes(&inputs(), 5).unwrap();
+        assert_eq!(split.rows, [2, 0, 0, 0, 3].map(RowId));
+        assert_eq!(split.num_prefill_rows, 1);
+        assert_eq!(split.row_starts, [0, 3, 4, 5, 6, 7]);
+        assert_eq!(split.context_lens, [3, 15, 16, 17, 4]);
+        assert_eq!(split.block_tables, [2, 0, 0, 3, 0, 3, 0, 3, 5, 0]);
         let whole = inputs();
-        assert_eq!((&parted.token_ids, &parted.samples), (&whole.token_ids, &whole.samples));
-        assert_eq!((&parted.slots, &parted.logits), (&whole.slots, &whole.logits));
+        assert_eq!((&split.token_ids, &split.samples), (&whole.token_ids, &whole.samples));
+        assert_eq!((&split.slots, &split.logits), (&whole.slots, &whole.logits));
     }
 
     #[test]
     fn steps_without_drafts_and_too_many_positions_stay_as_they_are() {
-        assert_eq!(part_rows(&inputs(), 4), None);
+        assert_eq!(split_into_decodes(&inputs(), 4), None);
         let mut chunk = inputs();
         chunk.samples.truncate(1);
-        assert_eq!(part_rows(&chunk, 9), None);
+        assert_eq!(split_into_decodes(&chunk, 9), None);
         let decode = StepInputs { num_prefill_rows: 0, ..inputs() };
-        assert_eq!(part_rows(&decode, 9), None);
+        assert_eq!(split_into_decodes(&decode, 9), None);
     }
 }

@@ -1,4 +1,4 @@
-//! From slices of the checkpoint to matrices and vectors on the GPU.
+//! Converts slices of the checkpoint to matrices and vectors on the GPU.
 
 use kernels::cuda::skinny_gemm::GATE_GROUP;
 use kernels::cuda::{DeviceBuffer, Span};
@@ -8,7 +8,7 @@ use super::{CudaDevice, device_error};
 use crate::{DeviceError, LinearRole, WeightSlice};
 
 impl CudaDevice {
-    /// Takes memory for a matrix and queues its loading.
+    /// Allocates a matrix and queues its loading.
     pub(super) fn load_matrix(
         &mut self,
         parts: &[WeightSlice<'_>],
@@ -31,12 +31,12 @@ impl CudaDevice {
         Ok((span, rows, cols))
     }
 
-    /// Takes memory for a bias or norm and queues its loading.
+    /// Allocates a bias or norm weight and queues its loading.
     pub(super) fn load_row(&mut self, parts: &[WeightSlice<'_>], order: RowOrder) -> Result<Span, DeviceError> {
         if parts.is_empty() {
             return Ok(Span::NULL);
         }
-        // As a column, so that parts stack along it.
+        // As a column, so that parts can be stacked.
         let columns = parts.iter().map(Part::column).collect::<Result<Vec<_>, _>>()?;
         let length: usize = columns.iter().map(Part::rows).sum();
         let buffer = DeviceBuffer::new(&self.gpu, length * 2).map_err(device_error)?;
@@ -47,8 +47,8 @@ impl CudaDevice {
     }
 }
 
-/// How gate and up lie in one matrix, and how many columns of each come in turn: in the groups that the fused kernel
-/// takes where they fit. Other matrices are stacked.
+/// The row order of gate and up in one matrix, and the number of alternating columns of each: the groups of the fused
+/// kernel if the sizes allow it. Other matrices are stacked.
 pub(super) fn gate_order(role: LinearRole, parts: &[WeightSlice<'_>]) -> (RowOrder, usize) {
     match (role, parts) {
         (LinearRole::GateUp, [gate, up]) if gate.rows.len() == up.rows.len() => match gate.rows.len() {

@@ -1,12 +1,13 @@
-//! Generates greedily from fixed prompts of a checkpoint on one GPU, a group, or pipeline stages, and writes tokens and
-//! log-probabilities as JSON for `scripts/check_gpu_model.py` to compare with transformers.
+//! Generates greedily from fixed prompts on one GPU, a group, or pipeline stages. Writes tokens and log-probabilities
+//! as JSON, which `scripts/check_gpu_model.py` compares with transformers.
 //!
 //! `cuda_generate CHECKPOINT OUT.json [--tp-size N --rank R] [--stages N --stage I] [--exchange DIR] [--tokens N] [--simple]
 //! [--no-graphs] [--logits] [--drafts PLAIN.json]`
 //!
-//! Prompts join two at a time while earlier ones decode, in chunks of at most 96 tokens, so that every kind of step runs:
-//! prefill with and without a cached prefix, mixed steps, recorded decodes. With `--logits` log-probabilities are taken from the raw
-//! logits that steps report. With `--drafts` rows verify guesses, right and wrong ones: the tokens of an earlier run, some changed.
+//! Prompts join two at a time while earlier ones decode, in chunks of at most 96 tokens, so that every kind of step
+//! runs: prefill with and without a cached prefix, mixed steps, recorded decodes. With `--logits`, log-probabilities
+//! are computed from the raw logits that steps report. With `--drafts`, rows verify right and wrong drafts: the tokens
+//! of an earlier run, some of them changed.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -27,16 +28,16 @@ const MAX_DRAFTS: usize = 4;
 const TOP: u32 = 20;
 
 struct Row {
-    /// Prompt, and the output where the host is to know it.
+    /// The prompt, and the output if the host knows it.
     tokens: Vec<u32>,
     num_prompt: usize,
-    /// Positions in the KV blocks.
+    /// Number of positions in the KV blocks.
     computed: usize,
-    /// Tokens whose choice was queued.
+    /// Number of tokens whose choice was queued.
     queued: usize,
-    /// What an earlier run generated, to guess from.
+    /// The output of an earlier run, used as drafts.
     earlier: Vec<u32>,
-    /// Guesses of the step in flight.
+    /// Drafts of the step in flight.
     guesses: Vec<u32>,
     outputs: Vec<SampledToken>,
 }
@@ -55,8 +56,8 @@ struct Options {
 }
 
 impl Options {
-    /// Whether every step waits for the tokens of the last, which the host tells.
-    fn tells(&self) -> bool {
+    /// Whether every step waits for the tokens of the last one, which the host sends.
+    fn sends_tokens(&self) -> bool {
         self.drafts.is_some() || self.stage.count > 1
     }
 }
@@ -99,7 +100,7 @@ impl Row {
         self.computed < self.num_prompt
     }
 
-    /// Guesses at what follows the newest token, every third time with a wrong one among them.
+    /// Guesses the tokens after the newest one; every third time one guess is wrong.
     fn guess(&mut self, max_output: usize) {
         let known = self.outputs.len();
         let count = (known % (MAX_DRAFTS + 1)).min(max_output.saturating_sub(known + 1));
@@ -111,15 +112,15 @@ impl Row {
         }
     }
 
-    /// Takes a step's choices: one, or those of guesses up to the first that was wrong.
-    fn settle(&mut self, row: u32, sampled: Vec<SampledToken>, tells: bool) -> Option<RevisedRow> {
+    /// Processes a step's choices: one token, or those of the drafts up to the first wrong one.
+    fn settle(&mut self, row: u32, sampled: Vec<SampledToken>, sends_tokens: bool) -> Option<RevisedRow> {
         let num_kept = self.tokens.len() as u32;
         let guesses = std::mem::take(&mut self.guesses);
         let num_right = guesses.iter().zip(&sampled).take_while(|(guess, found)| **guess == found.token.0).count();
         let accepted = sampled.into_iter().take(1 + num_right);
         let tokens: Vec<TokenId> =
             accepted.inspect(|found| self.outputs.push(found.clone())).map(|f| f.token).collect();
-        if !tells {
+        if !sends_tokens {
             return None;
         }
         self.tokens.extend(tokens.iter().map(|token| token.0));
@@ -128,7 +129,7 @@ impl Row {
     }
 }
 
-/// What a row does in a step, by the order that steps have: chunks, rows that verify, decodes.
+/// The kind of work of a row in a step. Steps contain chunks first, then rows that verify, then decodes.
 fn kind(row: &Row) -> usize {
     match (row.is_prefilling(), row.guesses.is_empty()) {
         (true, _) => 0,
@@ -137,7 +138,7 @@ fn kind(row: &Row) -> usize {
     }
 }
 
-/// The next step over all rows that have joined, and how many tokens of which rows it chooses.
+/// The next step over all rows that have joined, and the rows that choose tokens with their number.
 fn plan(step: u64, rows: &mut [Row], options: &Options) -> (StepInputs, Vec<(usize, usize)>) {
     let mut inputs = StepInputs::default();
     inputs.clear(step);
@@ -168,7 +169,7 @@ fn add_row(inputs: &mut StepInputs, index: usize, row: &mut Row, kind: usize, sa
         let known = row.tokens.get(position).copied();
         inputs.token_ids.push(guess.or(known).unwrap_or(TOKEN_ON_DEVICE));
         inputs.positions.push(position as u32);
-        // Blocks in an order that is not the sequence's.
+        // The order of the blocks differs from that of the positions.
         let block = index * MAX_BLOCKS + (position / BLOCK * 7) % MAX_BLOCKS;
         inputs.slots.push((block * BLOCK + position % BLOCK) as u32);
     }
@@ -203,17 +204,17 @@ fn likeliest(logits: &[f32]) -> Vec<(TokenId, f32)> {
     order.into_iter().map(|token| (TokenId(token as u32), (f64::from(logits[token]) - total) as f32)).collect()
 }
 
-/// Tokens of the last stage, for all stages.
+/// Shares the tokens of the last stage with all stages.
 fn share(exchange: &FileExchange, tokens: Vec<SampledToken>, rows: &[(usize, usize)]) -> Vec<SampledToken> {
     let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.token.0.to_le_bytes()).collect();
     let all = exchange.gather(&bytes).expect("the other stages take part");
-    let told = all.last().expect("there is a stage").chunks_exact(4);
+    let sent = all.last().expect("there is a stage").chunks_exact(4);
     if !tokens.is_empty() {
         return tokens;
     }
     let rows = rows.iter().flat_map(|&(row, count)| std::iter::repeat_n(RowId(row as u32), count));
     let token = |bytes: &[u8]| TokenId(u32::from_le_bytes(bytes.try_into().expect("four bytes")));
-    rows.zip(told).map(|(row, t)| SampledToken { row, token: token(t), logprob: None, top: Vec::new() }).collect()
+    rows.zip(sent).map(|(row, t)| SampledToken { row, token: token(t), logprob: None, top: Vec::new() }).collect()
 }
 
 fn exchange(folder: PathBuf, place: TensorParallel) -> Result<Arc<FileExchange>, Box<dyn std::error::Error>> {
@@ -223,7 +224,7 @@ fn exchange(folder: PathBuf, place: TensorParallel) -> Result<Arc<FileExchange>,
     Ok(Arc::new(FileExchange::new(folder, place, Duration::from_secs(60))))
 }
 
-/// What an earlier run generated for each prompt.
+/// The output of an earlier run for each prompt.
 fn earlier(path: Option<&PathBuf>) -> Result<Vec<Vec<u32>>, Box<dyn std::error::Error>> {
     let Some(path) = path else { return Ok(vec![Vec::new(); PROMPT_LENS.len()]) };
     let json: serde_json::Value = serde_json::from_slice(&std::fs::read(path)?)?;
@@ -267,7 +268,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut waiting: VecDeque<usize> = PROMPT_LENS.into();
     let mut in_flight: VecDeque<Vec<(usize, usize)>> = VecDeque::new();
     let sampling = SamplingParams { num_logprobs: Some(TOP), ..SamplingParams::default() };
-    let max_in_flight = if options.tells() { 0 } else { 1 };
+    let max_in_flight = if options.sends_tokens() { 0 } else { 1 };
     for step in 0.. {
         for length in waiting.drain(..waiting.len().min(2)) {
             let row = Row::new(rows.len(), length, config.vocab_size, earlier[rows.len()].clone());
@@ -293,7 +294,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let mut outputs = outputs.into_iter();
             for (index, count) in sampled {
                 let choices = outputs.by_ref().take(count).collect();
-                if let Some(revised) = rows[index].settle(index as u32, choices, options.tells()) {
+                if let Some(revised) = rows[index].settle(index as u32, choices, options.sends_tokens()) {
                     device.revise(&[revised], &[])?;
                 }
             }

@@ -1,9 +1,10 @@
-//! Times decode and prefill steps of a Llama shape on a GPU, with random weights and no checkpoint.
+//! Measures decode and prefill steps of a Llama-shaped model on a GPU, with random weights and without a checkpoint.
 //!
 //! `cargo run --release -p device --example cuda_steps -- [--shape llama2-7b|llama3-8b] [--layers N] [--simple] [--no-graphs]
 //! [--context N] [--prefill N] [--batch N] [--tp-size N --rank R --exchange DIR]`
 //!
-//! Prints milliseconds a decode step for several batch sizes and a mixed step, with two steps in flight, and prefill tokens a second.
+//! Prints milliseconds per decode step for several batch sizes and for a mixed step, with two steps in flight, and
+//! prefill tokens per second.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,7 +22,7 @@ const BLOCK: usize = 64;
 const MAX_ROWS: usize = 256;
 const MAX_LEN: usize = 4096;
 const EPS: f32 = 1e-5;
-/// Token ids of prompts are below this, whatever the shape.
+/// Token ids of prompts are below this value for every shape.
 const MAX_TOKEN: u32 = 32000;
 
 /// Sizes of a model.
@@ -79,14 +80,14 @@ struct Model {
     partial: CudaTensor,
 }
 
-/// Bytes that look like bf16 weights of size about 0.02; all matrices are windows of it.
+/// Bytes of bf16 weights of size about 0.02; all matrices are slices of them.
 fn random_bytes(count: usize) -> &'static [u8] {
     let mut state = 1u64;
     let mut bytes = Vec::with_capacity(count);
     while bytes.len() < count {
         state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
         let mantissa = (state >> 33) as u16;
-        // Sign and mantissa at random, exponent of 2^-6 or 2^-7.
+        // Sign and mantissa are random, the exponent is that of 2^-6 or 2^-7.
         let bits = (mantissa & 0x80ff) | 0x3c00;
         bytes.extend_from_slice(&bits.to_le_bytes());
     }
@@ -94,7 +95,7 @@ fn random_bytes(count: usize) -> &'static [u8] {
 }
 
 impl Model {
-    /// This worker's share of a model of `num_layers`.
+    /// This worker's shard of a model with `num_layers` layers.
     fn load(device: &mut CudaDevice, shape: Shape, num_layers: usize) -> Result<Self, DeviceError> {
         let tp = device.tensor_parallel();
         let size = tp.size as usize;
@@ -264,7 +265,7 @@ fn options() -> Options {
     }
 }
 
-/// Milliseconds a step of `inputs(number)`, two in flight.
+/// Milliseconds per step of `inputs(number)`, with two in flight.
 fn time_steps(
     device: &mut CudaDevice,
     model: &mut Model,
@@ -330,12 +331,12 @@ fn main() -> Result<(), DeviceError> {
         return Ok(());
     }
     let begin = Instant::now();
-    let say = |text: String| {
+    let print_rank_0 = |text: String| {
         if options.tp.rank == 0 {
             println!("{text}");
         }
     };
-    let mark = |what: &str| say(format!("start-up: {what} at {:.2} s", begin.elapsed().as_secs_f64()));
+    let mark = |what: &str| print_rank_0(format!("start-up: {what} at {:.2} s", begin.elapsed().as_secs_f64()));
     let mut device = CudaDevice::new(config(&options))?;
     mark("device open");
     let mut model = Model::load(&mut device, options.shape, options.layers)?;
@@ -343,7 +344,7 @@ fn main() -> Result<(), DeviceError> {
     let spec = spec(options.shape, options.layers, MAX_LEN, options.tp.size as usize);
     let plan = device.memory_plan(&spec)?;
     mark("weights loaded");
-    say(format!("{}: {plan:?}", device.describe()));
+    print_rank_0(format!("{}: {plan:?}", device.describe()));
     let decode_blocks = (options.context + 64) / BLOCK + 1;
     let num_blocks = (MAX_ROWS * decode_blocks.max(512 / BLOCK)).max(8 * 2048 / BLOCK);
     device.allocate_cache(&spec, num_blocks)?;
@@ -357,20 +358,20 @@ fn main() -> Result<(), DeviceError> {
     for batch in batches {
         let inputs = |number: usize| step(number as u64, batch, options.context + number, 1, decode_blocks);
         let ms = time_steps(&mut device, &mut model, inputs)?;
-        say(format!("decode batch {batch:>4} context {}: {ms:.3} ms a step", options.context));
+        print_rank_0(format!("decode batch {batch:>4} context {}: {ms:.3} ms a step", options.context));
     }
     for chunk in [64, 256, 512].into_iter().filter(|&chunk| chunk <= options.prefill && options.batch == 0) {
         let inputs = |number: usize| {
             mixed_step(number as u64, MAX_ROWS - 1, options.context + number, chunk, decode_blocks.max(512 / BLOCK))
         };
         let ms = time_steps(&mut device, &mut model, inputs)?;
-        say(format!("mixed {} + {chunk} context {}: {ms:.3} ms a step", MAX_ROWS - 1, options.context));
+        print_rank_0(format!("mixed {} + {chunk} context {}: {ms:.3} ms a step", MAX_ROWS - 1, options.context));
     }
     let prefills = [(1, 128), (1, 512), (1, 2048), (8, 2048)];
     for (rows, tokens) in prefills.into_iter().filter(|(rows, tokens)| rows * tokens <= options.prefill) {
         let seconds = time_prefill(&mut device, &mut model, rows, tokens, 2048 / BLOCK)?;
         let rate = (rows * tokens) as f64 / seconds;
-        say(format!("prefill {rows} x {tokens}: {:.2} ms, {rate:.0} tokens/s", seconds * 1e3));
+        print_rank_0(format!("prefill {rows} x {tokens}: {:.2} ms, {rate:.0} tokens/s", seconds * 1e3));
     }
     Ok(())
 }

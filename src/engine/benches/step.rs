@@ -1,10 +1,10 @@
-//! Rank 0's own cost of a step, in CPU time of its thread, with 1, 256 and 2048 rows: the plan is made and encoded into the
-//! bytes that workers get, and the bytes that they return are decoded and settled.
+//! Rank 0's own cost of a step, as CPU time of its thread, with 1, 256 and 2048 rows. A step makes the plan and encodes
+//! it for the workers, then decodes and settles their output.
 //!
 //! `cargo bench -p engine`
 //!
-//! - `decode`: every row decodes in every step; KV blocks are appended as they fill.
-//! - `serve`: rows end after 128 tokens and others join with prompts of 512, prefix cache on.
+//! - `decode`: every row decodes in every step; KV blocks are appended as they fill up.
+//! - `serve`: rows end after 128 tokens and others join with prompts of 512 tokens; the prefix cache is on.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use engine::{
 use rustix::time::{ClockId, clock_gettime};
 
 const ROWS: [usize; 3] = [1, 256, 2048];
-/// Steps before an engine of the `decode` cases is made anew.
+/// Number of steps before the engine of a `decode` case is replaced.
 const OUTPUT_LEN: u32 = 1000;
 
 struct Bench {
@@ -28,7 +28,7 @@ struct Bench {
     output: Vec<u8>,
     total_bytes: usize,
     total_rows: usize,
-    /// Of each step.
+    /// One entry for each step.
     times: Vec<Duration>,
 }
 
@@ -65,14 +65,14 @@ impl Bench {
         }
     }
 
-    /// Prompts differ from their first token on, so that each is computed.
+    /// Prompts differ from the first token on, so that each one is computed.
     fn submit(&mut self) {
         self.request.prompt[0] = TokenId(self.num_submitted);
         self.num_submitted += 1;
         self.engine.submit(self.request.clone()).expect("the bench's queue has room");
     }
 
-    /// All rows decode from here on.
+    /// An engine in which all rows are decoding.
     fn decoding(max_rows: usize) -> Self {
         let mut bench = Self::new(max_rows, 32, OUTPUT_LEN);
         (0..max_rows).for_each(|_| bench.submit());
@@ -82,7 +82,7 @@ impl Bench {
         bench
     }
 
-    /// One step and rank 0's CPU time of it.
+    /// Runs one step and returns rank 0's CPU time.
     fn step(&mut self) -> Duration {
         let start = cpu_time();
         let plan = self.engine.plan().expect("there is work");
@@ -101,14 +101,14 @@ impl Bench {
         time
     }
 
-    /// Forgets what was counted so far.
+    /// Resets the counters.
     fn restart_counts(&mut self) {
         (self.total_bytes, self.total_rows) = (0, 0);
         self.times.clear();
     }
 
-    /// The median is what a step takes where nobody else uses the caches in between; all rows take a KV block in every 16th
-    /// step of `decode`, which the mean knows.
+    /// The median is the cost of a step when nothing else uses the caches in between. In every 16th step of `decode`
+    /// all rows take a KV block; only the mean shows this.
     fn report(&mut self, name: &str, rows: usize) {
         self.times.sort_unstable();
         let at = |share: f64| self.times[(self.times.len() as f64 * share) as usize];
@@ -118,7 +118,7 @@ impl Bench {
     }
 }
 
-/// CPU time of this thread: what other processes take of the machine does not count.
+/// CPU time of this thread; the load of other processes is not included.
 fn cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)

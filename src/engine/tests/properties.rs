@@ -1,5 +1,6 @@
-//! A hundred thousand random requests with cancels, stops, priorities, deadlines and lost workers against a simulated device:
-//! streams are undisturbed, and the books balance after every call. A failure is shrunk to the fewest calls that show it.
+//! 100 000 random requests with cancels, stops, priorities, deadlines and lost workers against a simulated device. All
+//! streams must be correct, and the counters must be right after every call. A failure is shrunk to the shortest list
+//! of calls that shows it.
 
 mod support;
 
@@ -11,14 +12,15 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use support::{Guesser, Random, VOCAB_SIZE, World};
 
-/// Engines of random bounds, each with its own calls: enough for 100 000 requests.
+/// Number of engines with random limits, each with its own calls: enough for 100 000 requests.
 const NUM_WORLDS: u32 = 4200;
 
 #[derive(Debug, Clone)]
 enum Call {
     Submit(Vec<Request>),
     Cancel(prop::sample::Index),
-    /// A deadline passes for a sequence that has had no step: it is refused, or others are served before it.
+    /// A deadline passes for a sequence that has had no step: it is refused (`Expire`) or moved behind the others
+    /// (`Delay`).
     Expire(prop::sample::Index),
     Delay(prop::sample::Index),
     Finish(prop::sample::Index),
@@ -31,7 +33,7 @@ fn token() -> impl Strategy<Value = TokenId> {
     (0..VOCAB_SIZE).prop_map(TokenId)
 }
 
-/// Prompts share prefixes often: a run of one token, then a random tail.
+/// Prompts often share prefixes: a run of one token, then a random tail.
 fn request() -> impl Strategy<Value = Request> {
     let prompt = (0u32..2, 0usize..24, vec(token(), 1..10))
         .prop_map(|(shared, len, tail)| [vec![TokenId(shared); len], tail].concat());
@@ -106,8 +108,8 @@ fn config() -> impl Strategy<Value = EngineConfig> {
     )
 }
 
-/// Runs the calls, then whatever is left to its end; says how many requests were taken.
-fn play(config: EngineConfig, calls: Vec<Call>) -> usize {
+/// Runs the calls, then the remaining work until the engine is idle. Returns the number of accepted requests.
+fn run_calls(config: EngineConfig, calls: Vec<Call>) -> usize {
     let mut world = World::new(config, 1);
     world.engine.set_drafter(Box::new(Guesser(Random(calls.len() as u64))));
     let mut submitted: Vec<SequenceId> = Vec::new();
@@ -136,11 +138,11 @@ fn play(config: EngineConfig, calls: Vec<Call>) -> usize {
 }
 
 #[test]
-fn every_stream_is_what_its_request_gets_alone_and_nothing_is_held_at_the_end() {
+fn every_stream_equals_that_of_its_request_alone_and_no_resource_is_held_at_the_end() {
     let config_of_test = ProptestConfig { cases: NUM_WORLDS, failure_persistence: None, ..ProptestConfig::default() };
     let num_requests = AtomicUsize::new(0);
     let played = TestRunner::new(config_of_test).run(&(config(), vec(call(), 1..160)), |(config, calls)| {
-        num_requests.fetch_add(play(config, calls), Ordering::Relaxed);
+        num_requests.fetch_add(run_calls(config, calls), Ordering::Relaxed);
         Ok(())
     });
     played.unwrap_or_else(|error| panic!("{error}"));

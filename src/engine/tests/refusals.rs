@@ -1,4 +1,4 @@
-//! What an engine does not take, and with which words.
+//! Which requests an engine refuses, and the texts of the errors.
 
 use engine::{BeamParams, Engine, EngineConfig, MAX_LOGPROBS, Request, TokenId};
 
@@ -11,7 +11,7 @@ fn beams(width: u32) -> BeamParams {
 }
 
 #[test]
-fn a_refused_request_hears_why_and_leaves_nothing_behind() {
+fn a_refused_request_gets_the_reason_and_leaves_no_state() {
     let config =
         EngineConfig { num_blocks: 4, max_sequence_len: 100, max_joined_tokens: 50, ..EngineConfig::default() };
     let mut engine = Engine::new(config).unwrap();
@@ -64,7 +64,7 @@ fn a_full_priority_refuses_while_others_have_room() {
     let refused = engine.submit(of(7)).unwrap_err().to_string();
     assert!(refused.contains("queue is full: 1 requests of this priority wait"), "{refused}");
     let second = engine.submit(of(0)).unwrap();
-    // Delayed ones still count.
+    // Delayed requests still count.
     assert!(engine.delay(second));
     engine.submit(of(0)).unwrap();
     let refused = engine.submit(of(0)).unwrap_err().to_string();

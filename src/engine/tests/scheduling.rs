@@ -1,4 +1,4 @@
-//! Promises of the scheduler, counted on its plans: bounded gaps, prefixes computed once, order of service.
+//! Guarantees of the scheduler, checked on its plans: bounded gaps, prefixes computed once, order of service.
 
 mod support;
 
@@ -7,12 +7,12 @@ use std::collections::{BTreeMap, HashSet};
 use engine::{Engine, EngineConfig, Policy, Request, RowId, SequenceId, StepPlan, TokenEvent, TokenId};
 use support::{Device, VOCAB_SIZE, World};
 
-/// An engine, its device, and the last plan's events: one step at a time.
+/// An engine, its device, and the events of the last plan. Runs one step at a time.
 struct Steps {
     engine: Engine,
     device: Device,
     events: Vec<TokenEvent>,
-    /// Whose row is whose.
+    /// The sequence in each row.
     rows: BTreeMap<RowId, SequenceId>,
 }
 
@@ -39,14 +39,14 @@ impl Steps {
         Some(plan)
     }
 
-    /// Tokens that the plan computes for a sequence.
+    /// Number of tokens that the plan computes for a sequence.
     fn num_tokens(&self, plan: &StepPlan, sequence: SequenceId) -> u32 {
         let own = plan.work.iter().filter(|work| self.rows[&work.row] == sequence);
         own.map(|work| work.num_tokens).sum()
     }
 }
 
-/// Random tokens that no two seeds have in common from the start.
+/// Random tokens; prompts of different seeds differ from the start.
 fn prompt(seed: u32, len: usize) -> Vec<TokenId> {
     let mut random = support::Random(u64::from(seed));
     (0..len).map(|_| TokenId(random.below(VOCAB_SIZE))).collect()
@@ -57,7 +57,7 @@ fn request(seed: u32, len: usize, max_tokens: u32) -> Request {
 }
 
 #[test]
-fn streams_get_a_token_in_every_step_and_none_is_long_while_a_prompt_of_4096_arrives() {
+fn streams_get_a_token_in_every_step_and_steps_stay_short_while_a_prompt_of_4096_arrives() {
     const MIXED: u32 = 256;
     for policy in [Policy::GuaranteedNoEvict, Policy::MaxUtilization] {
         let mut steps = Steps::new(EngineConfig {
@@ -75,11 +75,11 @@ fn streams_get_a_token_in_every_step_and_none_is_long_while_a_prompt_of_4096_arr
         while !steps.events.iter().any(|event| event.sequence == long) {
             let plan = steps.step().unwrap();
             num_steps += 1;
-            let told: HashSet<SequenceId> = steps.events.iter().map(|event| event.sequence).collect();
-            assert!(streams.iter().all(|stream| told.contains(stream)), "a stream waits in step {num_steps}");
+            let released: HashSet<SequenceId> = steps.events.iter().map(|event| event.sequence).collect();
+            assert!(streams.iter().all(|stream| released.contains(stream)), "a stream waits in step {num_steps}");
             let num_tokens: u32 = plan.work.iter().map(|work| work.num_tokens).sum();
             assert!(num_tokens <= 16 + MIXED, "step {num_steps} computes {num_tokens} tokens");
-            // And the prompt does not starve: it gets all of the budget that is its own.
+            // The prompt gets all of its own budget, so it does not starve.
             assert_eq!(steps.num_tokens(&plan, long), MIXED, "step {num_steps}");
         }
         assert_eq!(num_steps, 4096 / MIXED);
@@ -99,7 +99,8 @@ fn prompts_beside_many_decodes_fill_whole_tiles_of_the_device_and_are_all_comput
         sizes.push(plan.work.iter().map(|work| work.num_tokens).sum::<u32>());
         assert!(streams.iter().all(|stream| steps.num_tokens(&plan, *stream) == 1), "a stream waits");
     }
-    // 20 decodes and 148 prompt tokens: what is over ten tiles waits for the next step, where it is too little to fill one.
+    // There are 20 decodes and 148 prompt tokens. The tokens beyond ten tiles are too few to fill another one and wait
+    // for the next step.
     assert_eq!(sizes[..2], [10 * TILE, 20 + 3 + 8], "{sizes:?}");
 }
 
@@ -124,7 +125,7 @@ fn requests_with_a_common_prefix_compute_it_once_even_when_they_arrive_at_once()
     for prefix_cache in [true, false] {
         let mut steps = Steps::new(EngineConfig { prefix_cache, ..config.clone() });
         for seed in 0..num_requests {
-            // The first token behind the prefix tells them apart.
+            // The first token after the prefix is different in each prompt.
             let own = [vec![TokenId(seed)], prompt(seed, tail - 1)].concat();
             steps.submit(Request { prompt: [prefix.clone(), own].concat(), max_tokens: 1, ..Request::default() });
         }
@@ -139,9 +140,9 @@ fn requests_with_a_common_prefix_compute_it_once_even_when_they_arrive_at_once()
     assert_eq!(computed, [prefix.len() + num_requests * tail, num_requests * (prefix.len() + tail)]);
 }
 
-/// Every stream of a [`World`] is compared with what its request gets alone.
+/// [`World`] compares each stream with what its request generates alone.
 #[test]
-fn cache_hits_change_no_token_and_are_told() {
+fn cache_hits_change_no_token_and_are_reported() {
     let mut world = World::new(EngineConfig { num_blocks: 64, ..EngineConfig::default() }, 1);
     for _ in 0..3 {
         for seed in 0..6 {
@@ -189,7 +190,7 @@ fn higher_priority_is_served_first_then_arrival_and_delayed_ones_last_of_theirs(
     let mut steps = Steps::new(EngineConfig { max_rows: 1, ..EngineConfig::default() });
     let mut submit = |seed, priority| steps.submit(Request { priority, ..request(seed, 4, 3) });
     let [running, late, low, high, middle] = [submit(0, 0), submit(1, 0), submit(2, 0), submit(3, 9), submit(4, 5)];
-    // All wait still: nothing was planned.
+    // All are still waiting: nothing was planned.
     assert!(steps.engine.is_new(late) && steps.engine.delay(late));
     assert_eq!(order_of_service(&mut steps), [high, middle, running, low, late]);
     assert!(!steps.engine.is_new(late) && !steps.engine.delay(late));

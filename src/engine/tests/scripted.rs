@@ -1,12 +1,14 @@
-//! Scripts of the engine's decisions, in `scripts/`: calls, then `----`, then what they bring.
+//! Scripts in `scripts/` test the engine's decisions: calls, then `----`, then the expected results.
 //!
-//! After a wanted change, `UPDATE_SCRIPTS=1 cargo test -p engine --test scripted` writes what comes now; read the diff.
+//! To accept an intended change, run `UPDATE_SCRIPTS=1 cargo test -p engine --test scripted`: it writes the present
+//! results. Read the diff.
 //!
 //! Calls, one a line (tokens are `3` or a range `1-4`, joined by commas):
-//! - `engine rows=2 tokens=8 …` makes a new one; the rest has small defaults, see [`config`].
+//! - `engine rows=2 tokens=8 …` creates a new engine; other settings have small defaults, see [`config`].
 //! - `submit NAME prompt=1-4,9 max=3 [end=7] [stop=4,5/6] [priority=1]`
-//! - `plan` prints the next plan; `settle TOKEN…` brings the tokens that the oldest one samples, in its order.
-//! - `settle step=N row=R TOKEN…` says so of another step or row; `cancel NAME`, `finish NAME`, `recover`, `ledger`, `blocks`.
+//! - `plan` prints the next plan; `settle TOKEN…` settles the oldest plan with these sampled tokens, in its order.
+//! - `settle step=N row=R TOKEN…` does the same for another step or row; `cancel NAME`, `finish NAME`, `recover`,
+//!   `ledger`, `blocks`.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
@@ -36,9 +38,9 @@ fn plans_follow_the_scripts() {
     }
 }
 
-/// The script again, with the results that its calls bring now.
+/// The script with the present results of its calls.
 fn run(script: &str) -> String {
-    let mut stage = Stage::default();
+    let mut run = ScriptRun::default();
     let mut found = String::new();
     for block in script.trim_end().split("\n\n") {
         let calls = block.split("----").next().unwrap().trim_end();
@@ -46,7 +48,7 @@ fn run(script: &str) -> String {
         let calls: Vec<_> = calls.lines().filter(|line| !line.starts_with('#')).collect();
         if !calls.is_empty() {
             found += "\n----\n";
-            calls.iter().for_each(|line| found += &stage.call(line));
+            calls.iter().for_each(|line| found += &run.call(line));
         } else {
             found.push('\n');
         }
@@ -58,21 +60,21 @@ fn run(script: &str) -> String {
 }
 
 #[derive(Default)]
-struct Stage {
+struct ScriptRun {
     engine: Option<Engine>,
     names: BTreeMap<SequenceId, String>,
     rows: BTreeMap<RowId, String>,
     in_flight: VecDeque<StepPlan>,
 }
 
-impl Stage {
+impl ScriptRun {
     fn call(&mut self, line: &str) -> String {
         let mut words = line.split_whitespace();
         let verb = words.next().unwrap();
         let (settings, plain): (Vec<&str>, Vec<&str>) = words.partition(|word| word.contains('='));
         let settings: BTreeMap<&str, &str> = settings.iter().map(|word| word.split_once('=').unwrap()).collect();
         if verb == "engine" {
-            *self = Stage::default();
+            *self = ScriptRun::default();
             return match Engine::new(config(&settings)) {
                 Ok(engine) => {
                     self.engine = Some(engine);

@@ -1,4 +1,4 @@
-//! A long life of one engine: 100 000 requests of random size, priority and patience, with workers lost now and then.
+//! Soak test of one engine: 100 000 requests of random size, priority and deadline. Workers are lost now and then.
 //!
 //! `cargo test --release -p engine --test soak -- --ignored --nocapture`
 
@@ -27,8 +27,8 @@ fn request(random: &mut Random) -> Request {
     }
 }
 
-/// Keeps the queue full, cancels one request in twenty, has the deadline of another pass, and loses all workers every 5000
-/// steps.
+/// Keeps the queue full, cancels one request in twenty, lets the deadline of another pass, and loses all workers every
+/// 5000 steps.
 fn soak(policy: Policy) {
     let config = EngineConfig {
         max_rows: 64,

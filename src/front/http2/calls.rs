@@ -7,14 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::AcqRel, Ordering::Acquire};
 use std::task::{Context, Poll, Wake, Waker};
 
-use serving::{Repeated, near};
+use serving::Repeated;
 use tokio::task::coop::has_budget_remaining;
 
 use super::alarm::Alarm;
 use crate::connections::{Activity, Busy};
-
-/// How far the memory of a call is fetched ahead of its turn, and how many calls ahead.
-const DEPTHS: usize = 5;
 
 static BROKEN_CALLS: Repeated = Repeated::new(8);
 
@@ -22,9 +19,6 @@ static BROKEN_CALLS: Repeated = Repeated::new(8);
 pub trait Call: Send {
     /// Goes on as far as it can, and has whatever it waits for wake it.
     fn proceed(&mut self, context: &mut Context<'_>) -> Progress;
-
-    /// As [`serving::Respond::fetch`].
-    fn fetch(&self, _depth: usize) {}
 
     /// Hands to the connection what [`Progress::Made`] told of. Ready when that was the call's end.
     fn send(&mut self) -> Poll<()> {
@@ -151,15 +145,8 @@ impl Calls {
             self.woken = woken;
             return false;
         }
-        for turn in 0..woken.len() + DEPTHS {
-            for depth in 0..DEPTHS {
-                if let Some(&ahead) = turn.checked_sub(depth).and_then(|ahead| woken.get(ahead)) {
-                    self.fetch(ahead, depth);
-                }
-            }
-            if let Some(&index) = turn.checked_sub(DEPTHS).and_then(|now| woken.get(now)) {
-                self.settle(index, |call, waker| call.proceed(&mut Context::from_waker(waker)));
-            }
+        for &index in &woken {
+            self.settle(index, |call, waker| call.proceed(&mut Context::from_waker(waker)));
         }
         let mut made = std::mem::take(&mut self.made);
         let send = |call: &mut Box<dyn Call>| if call.send().is_ready() { Progress::Ended } else { Progress::Waits };
@@ -168,15 +155,6 @@ impl Calls {
         woken.clear();
         self.woken = woken;
         has_budget_remaining() // Without budget calls wake themselves, and find nothing.
-    }
-
-    /// Has the processor fetch what a call needs.
-    fn fetch(&self, index: usize, depth: usize) {
-        let Some(call) = &self.places[index].call else { return };
-        match depth {
-            0 => near::fetch(&**call),
-            _ => call.fetch(depth - 1),
-        }
     }
 
     /// Does what there is to do for a call, and with what comes of it. One that panics takes no other with it.

@@ -1,17 +1,18 @@
-//! Weights that cannot be used as they lie: transposed, or scaled.
+//! Weights that must be converted when they are loaded: transposed or scaled.
 
 use std::ops::Range;
 
 use device::DType;
 use half::{bf16, f16};
 
-/// Side of the squares that are transposed at once: two of them stay in the first cache.
+/// Side of the square tiles that are transposed at once: two of them fit into the L1 cache.
 const TILE: usize = 32;
 
-/// Rows and columns of a matrix of `matrix_rows` rows whose columns lie one after the other in `data`.
+/// Returns the given rows and columns of a matrix that is stored in column-major order in `data` and has `matrix_rows`
+/// rows.
 ///
 /// # Panics
-/// When `data` does not hold them.
+/// Panics if `data` does not contain them.
 pub(super) fn transpose(
     data: &[u8],
     dtype: DType,
@@ -47,13 +48,14 @@ fn transpose_elements<const N: usize>(
     out
 }
 
-/// A matrix of `cols` columns of which `rows` are those of `data` divided by their length; rows before are 0.
+/// Returns a matrix of `cols` columns whose rows `rows` are those of `data` divided by their Euclidean norm. The rows
+/// before them are 0.
 ///
 /// # Panics
-/// When `data` does not hold them.
+/// Panics if `data` does not contain them.
 pub(super) fn unit_rows(data: &[u8], dtype: DType, cols: usize, rows: Range<usize>) -> Vec<u8> {
     let (size, width) = (dtype.size(), cols * dtype.size());
-    // The system gives memory to the rows that are written alone.
+    // The system assigns memory only to the pages of rows that are written.
     let mut out = vec![0; rows.end * width];
     let taken = rows.start * width..rows.end * width;
     for (out, row) in out[taken.clone()].chunks_exact_mut(width).zip(data[taken].chunks_exact(width)) {

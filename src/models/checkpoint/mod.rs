@@ -1,4 +1,4 @@
-//! Checkpoints: memory-mapped files of weights and the tensors in them.
+//! Checkpoints: memory-mapped files of weights, and the tensors in them.
 
 mod convert;
 mod pickle;
@@ -15,7 +15,7 @@ use device::{DType, WeightSlice};
 use crate::ModelError;
 use crate::fields::Fields;
 
-/// All tensors of a model directory. Mappings live as long as the process.
+/// All tensors of a model directory. The files stay mapped until the process ends.
 #[derive(Debug)]
 pub struct Checkpoint {
     dir: PathBuf,
@@ -25,22 +25,22 @@ pub struct Checkpoint {
 #[derive(Debug)]
 struct Tensor {
     path: PathBuf,
-    dtype: String, // as safetensors spells it, such as `BF16`
+    dtype: String, // safetensors name, such as `BF16`
     shape: Vec<usize>,
     data: &'static [u8],
     fault: Option<String>, // why it cannot be used
 }
 
-/// A kind of file that holds tensors.
+/// A file format that contains tensors.
 struct Format {
     index: &'static str,
     single: &'static str,
-    /// Start and end of the names that count where there is neither.
+    /// Prefix and suffix of the file names to use if neither of the two exists.
     pattern: (&'static str, &'static str),
     map: fn(&mut Checkpoint, &Path) -> Result<(), ModelError>,
 }
 
-/// In the order in which they are looked for.
+/// In the order in which they are searched for.
 const FORMATS: [Format; 2] = [
     Format {
         index: "model.safetensors.index.json",
@@ -57,11 +57,12 @@ const FORMATS: [Format; 2] = [
 ];
 
 impl Checkpoint {
-    /// Maps what `model.safetensors.index.json` names, or `model.safetensors`, or every `*.safetensors` of `dir`;
-    /// where there is none of these, the same of `pytorch_model.bin`.
+    /// Maps the files named by `model.safetensors.index.json`, or `model.safetensors`, or every `*.safetensors` in
+    /// `dir`. If there are none, does the same for `pytorch_model.bin`.
     ///
     /// # Errors
-    /// When a file is missing, truncated or of another format, or a tensor of the index is not in its file.
+    /// Returns an error if a file is missing, truncated or of another format, or if a tensor of the index is not in its
+    /// file.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
         let mut checkpoint = Self { dir: dir.into(), tensors: HashMap::new() };
         for format in &FORMATS {
@@ -96,15 +97,15 @@ impl Checkpoint {
         }
     }
 
-    /// Whether a tensor is there.
+    /// Whether the checkpoint contains this tensor.
     pub fn contains(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
 
-    /// Rows and columns of the matrix `name`, which must be `[matrix_rows, matrix_cols]`.
+    /// The given rows and columns of the matrix `name`, which must be `[matrix_rows, matrix_cols]`.
     ///
     /// # Errors
-    /// When the tensor is missing, or its shape or dtype is not what the model needs.
+    /// Returns an error if the tensor is missing, or if its shape or dtype is not what the model needs.
     pub fn matrix<'a>(
         &self,
         name: &'a str,
@@ -116,11 +117,11 @@ impl Checkpoint {
         Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols: shape[1], rows, cols })
     }
 
-    /// As [`Checkpoint::matrix`] of a matrix that is stored as `[matrix_cols, matrix_rows]`. The part is copied, and the
-    /// copy lives as long as the process.
+    /// Like [`Checkpoint::matrix`], for a matrix that is stored as `[matrix_cols, matrix_rows]`. The part is copied;
+    /// the copy stays in memory until the process ends.
     ///
     /// # Errors
-    /// As [`Checkpoint::matrix`].
+    /// The same as of [`Checkpoint::matrix`].
     pub fn transposed<'a>(
         &self,
         name: &'a str,
@@ -134,10 +135,11 @@ impl Checkpoint {
         Ok(WeightSlice { name, data: Vec::leak(data), dtype, matrix_cols: cols.len(), rows, cols })
     }
 
-    /// Rows of the matrix `name`, each scaled to length 1. They are copied, and the copy lives as long as the process.
+    /// The given rows of the matrix `name`, each scaled to Euclidean norm 1. They are copied; the copy stays in memory
+    /// until the process ends.
     ///
     /// # Errors
-    /// As [`Checkpoint::matrix`].
+    /// The same as of [`Checkpoint::matrix`].
     pub fn unit_rows<'a>(
         &self,
         name: &'a str,
@@ -152,7 +154,7 @@ impl Checkpoint {
     /// Elements `range` of the vector `name`, which must be `[len]`.
     ///
     /// # Errors
-    /// As [`Checkpoint::matrix`].
+    /// The same as of [`Checkpoint::matrix`].
     pub fn vector<'a>(&self, name: &'a str, len: usize, range: Range<usize>) -> Result<WeightSlice<'a>, ModelError> {
         let (tensor, dtype) = self.tensor(name, &[len])?;
         Ok(WeightSlice { name, data: tensor.data, dtype, matrix_cols: len, rows: 0..1, cols: range })
@@ -184,7 +186,7 @@ impl Checkpoint {
     }
 }
 
-/// Tensor name to file, as the index says.
+/// Reads an index: maps tensor names to files.
 fn index_files(index: &Path) -> Result<BTreeMap<String, PathBuf>, ModelError> {
     let fields = Fields::read(index)?;
     let dir = index.parent().expect("an index file lies in a directory");
@@ -196,7 +198,7 @@ fn index_files(index: &Path) -> Result<BTreeMap<String, PathBuf>, ModelError> {
         }
     };
     let entry = |(tensor, file): (&String, &serde_json::Value)| match file.as_str() {
-        // A bare file name: an index must not lead out of its directory.
+        // Only a bare file name is allowed: an index must not refer to files outside its directory.
         Some(file) if Path::new(file).file_name() == Some(file.as_ref()) => Ok((tensor.clone(), dir.join(file))),
         _ => Err(fields.wrong(&format!("weight_map.{tensor}"), "a file name", file)),
     };

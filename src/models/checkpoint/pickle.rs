@@ -1,111 +1,40 @@
-//! Reads the pickles that `torch.save` writes for a state dict, and executes nothing.
+//! Reads the pickles that `torch.save` writes for a state dict, without executing any code.
 //!
-//! A pickle is a program for a stack machine (Python's `pickletools` has the list of its instructions). Here only those
-//! that build plain values run, and a name may only be one of [`GLOBALS`]: whatever else a pickle asks to call is an
-//! error that says so. Values live in one list and refer to each other by index, so that no nesting, however deep, costs
-//! stack. A pickle makes at most one value per byte, and no more than a state dict needs; no instruction takes longer
-//! because of what came before it.
+//! A pickle is a program for a stack machine; Python's `pickletools` lists its instructions. This reader runs only the
+//! instructions that build plain values. A name must be one of [`value::GLOBALS`]; any other call is refused with an
+//! error that names it. Values are stored in one list and refer to each other by index, so deep nesting does not use
+//! the call stack. A pickle can create at most one value per byte, and there are limits for the numbers of values and
+//! tensors. The cost of an instruction does not depend on earlier instructions.
 
-use std::collections::HashMap;
+mod machine;
+mod value;
 
-/// Most dimensions of a tensor.
-const MAX_DIMS: usize = 16;
+use machine::Machine;
+pub(super) use value::TensorRecord;
+use value::{Id, Value, short};
 
-/// Most values, entries of the memo and places of the stack: many times what the largest state dict has.
-const MAX_VALUES: usize = 4 << 20;
-/// Most entries of a dict of tensors.
+/// Maximum number of entries in a dict of tensors.
 const MAX_TENSORS: usize = 1 << 20;
-/// Longest name of a tensor or a storage, in bytes.
-const MAX_NAME: usize = 4096;
-
-/// Index of a value.
-type Id = usize;
-
-/// A name that a pickle may refer to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Global {
-    /// A dict.
-    OrderedDict,
-    /// A tensor from its storage.
-    RebuildTensor,
-    /// Its first argument.
-    RebuildParameter,
-    /// A tuple.
-    Size,
-    /// A storage's element type, as safetensors spells it.
-    Storage(&'static str),
-}
-
-/// All that a pickle may name, as `module`, `name`.
-const GLOBALS: &[(&str, &str, Global)] = &[
-    ("collections", "OrderedDict", Global::OrderedDict),
-    ("torch._utils", "_rebuild_tensor_v2", Global::RebuildTensor),
-    ("torch._utils", "_rebuild_parameter", Global::RebuildParameter),
-    ("torch", "Size", Global::Size),
-    ("torch", "BFloat16Storage", Global::Storage("BF16")),
-    ("torch", "HalfStorage", Global::Storage("F16")),
-    ("torch", "FloatStorage", Global::Storage("F32")),
-    ("torch", "DoubleStorage", Global::Storage("F64")),
-    ("torch", "LongStorage", Global::Storage("I64")),
-    ("torch", "IntStorage", Global::Storage("I32")),
-    ("torch", "ShortStorage", Global::Storage("I16")),
-    ("torch", "CharStorage", Global::Storage("I8")),
-    ("torch", "ByteStorage", Global::Storage("U8")),
-    ("torch", "BoolStorage", Global::Storage("BOOL")),
-];
-
-/// A tensor as a pickle describes it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct TensorRecord {
-    /// Of its storage.
-    pub(super) key: String,
-    /// As safetensors spells it.
-    pub(super) dtype: &'static str,
-    /// Elements of its storage.
-    pub(super) storage_len: usize,
-    /// Elements before its first.
-    pub(super) offset: usize,
-    pub(super) shape: Vec<usize>,
-    /// Elements from one to the next, along each dimension.
-    pub(super) strides: Vec<usize>,
-}
-
-/// What a pickle is made of.
-#[derive(Debug, Clone)]
-enum Value<'a> {
-    Nothing, // None, a number with a fraction, bytes: what no tensor needs
-    Bool,
-    Int(i64),
-    Text(&'a str),
-    Tuple(Vec<Id>),
-    List(Vec<Id>),
-    Dict(Vec<(Id, Id)>),
-    Global(Global),
-    Storage { key: &'a str, dtype: &'static str, len: usize },
-    Tensor(TensorRecord),
-}
-
-/// A pickle that was read.
+/// A pickle after reading.
 pub(super) struct Pickle<'a> {
     values: Vec<Value<'a>>,
     root: Id,
-    /// Bytes it took.
+    /// Number of bytes that it occupies.
     pub(super) len: usize,
 }
 
 impl Pickle<'_> {
-    /// Reads the pickle that `data` starts with.
+    /// Reads the pickle at the start of `data`.
     ///
     /// # Errors
-    /// In words, when it is damaged, or asks for more than plain values and tensors.
+    /// Returns a message if the pickle is damaged, or contains more than plain values and tensors.
     pub(super) fn read(data: &[u8]) -> Result<Pickle<'_>, String> {
-        let mut machine =
-            Machine { data, at: 0, values: Vec::new(), stack: Vec::new(), marks: Vec::new(), memo: HashMap::new() };
+        let mut machine = Machine::new(data);
         let root = machine.run()?;
         Ok(Pickle { values: machine.values, root, len: machine.at })
     }
 
-    /// The tensors of a dict from names to tensors; other entries are left out.
+    /// The tensors of a dict that maps names to tensors; other entries are ignored.
     pub(super) fn tensors(&self) -> Result<Vec<(String, TensorRecord)>, String> {
         let Value::Dict(entries) = &self.values[self.root] else {
             return Err("it does not hold a dict of tensors".into());
@@ -122,7 +51,7 @@ impl Pickle<'_> {
         entries.iter().filter_map(entry).collect()
     }
 
-    /// The strings of a list.
+    /// The strings in a list.
     pub(super) fn texts(&self) -> Result<Vec<String>, String> {
         let Value::List(items) = &self.values[self.root] else { return Err("it does not hold a list".into()) };
         if items.len() > MAX_TENSORS {
@@ -136,330 +65,10 @@ impl Pickle<'_> {
     }
 }
 
-/// The stack machine.
-struct Machine<'a> {
-    data: &'a [u8],
-    at: usize,
-    values: Vec<Value<'a>>,
-    stack: Vec<Id>,
-    marks: Vec<usize>, // heights of the stack
-    memo: HashMap<u32, Id>,
-}
-
-impl<'a> Machine<'a> {
-    fn run(&mut self) -> Result<Id, String> {
-        loop {
-            let at = self.at;
-            let op = self.take(1)?[0];
-            if op == b'.' {
-                return self.pop();
-            }
-            self.step(op).map_err(|reason| format!("{reason} (byte {at} of its pickle)"))?;
-            let sizes = [self.values.len(), self.stack.len(), self.marks.len(), self.memo.len()];
-            if sizes.iter().any(|&size| size > MAX_VALUES) {
-                return Err(format!("its pickle makes more than {MAX_VALUES} values, which no state dict needs"));
-            }
-        }
-    }
-
-    /// Instructions by what they do: values, names and calls, the stack and the memo.
-    fn step(&mut self, op: u8) -> Result<(), String> {
-        match op {
-            0x80 => self.take(1).map(drop), // PROTO
-            0x95 => self.take(8).map(drop), // FRAME
-            b'(' => {
-                self.marks.push(self.stack.len()); // MARK
-                Ok(())
-            }
-            b'0' => self.pop().map(drop), // POP
-            b'N' | b'\x88' | b'\x89' | b'K' | b'M' | b'J' | b'\x8a' | b'G' | b'X' | b'\x8c' | b'\x8d' | b'U' | b'T'
-            | b'C' | b'B' => self.scalar(op),
-            b'}' | b']' | b')' | b'\x85' | b'\x86' | b'\x87' | b't' | b'l' | b'd' => self.collection(op),
-            b's' | b'u' | b'a' | b'e' => self.extend(op),
-            b'q' | b'r' | b'\x94' | b'h' | b'j' => self.remember(op),
-            b'c' | b'\x93' => self.global(op),
-            b'Q' => self.persistent(),
-            b'R' => self.call(),
-            b'b' => self.build(),
-            other => Err(format!("it uses the instruction {other:#04x}, which no state dict needs")),
-        }
-    }
-
-    fn scalar(&mut self, op: u8) -> Result<(), String> {
-        let value = match op {
-            b'N' => Value::Nothing,
-            0x88 | 0x89 => Value::Bool,
-            b'K' => Value::Int(self.unsigned(1)? as i64),
-            b'M' => Value::Int(self.unsigned(2)? as i64),
-            b'J' => Value::Int((self.unsigned(4)? as u32).cast_signed().into()),
-            0x8a => {
-                let len = self.unsigned(1)?;
-                self.long(len)?
-            }
-            b'G' => {
-                self.take(8)?;
-                Value::Nothing
-            }
-            b'X' => self.text(4)?,
-            0x8c => self.text(1)?,
-            0x8d => self.text(8)?,
-            b'U' | b'C' => self.opaque(1)?,
-            _ => self.opaque(4)?, // T, B
-        };
-        self.push(value);
-        Ok(())
-    }
-
-    /// An integer of `len` bytes in two's complement; one that no tensor can need is nothing.
-    fn long(&mut self, len: usize) -> Result<Value<'a>, String> {
-        let bytes = self.take(len)?;
-        if len > 8 {
-            return Ok(Value::Nothing);
-        }
-        let negative = bytes.last().is_some_and(|last| last & 0x80 != 0);
-        let mut whole = [if negative { 0xff } else { 0 }; 8];
-        whole[..len].copy_from_slice(bytes);
-        Ok(Value::Int(i64::from_le_bytes(whole)))
-    }
-
-    fn text(&mut self, len_bytes: usize) -> Result<Value<'a>, String> {
-        let len = self.unsigned(len_bytes)?;
-        let text = std::str::from_utf8(self.take(len)?);
-        text.map(Value::Text).map_err(|_| "it holds a string that is not UTF-8".into())
-    }
-
-    fn opaque(&mut self, len_bytes: usize) -> Result<Value<'a>, String> {
-        let len = self.unsigned(len_bytes)?;
-        self.take(len)?;
-        Ok(Value::Nothing)
-    }
-
-    fn collection(&mut self, op: u8) -> Result<(), String> {
-        let value = match op {
-            b'}' => Value::Dict(Vec::new()),
-            b']' => Value::List(Vec::new()),
-            b')' => Value::Tuple(Vec::new()),
-            0x85..=0x87 => {
-                let len = usize::from(op - 0x84);
-                let first = self.floor().max(self.stack.len().saturating_sub(len));
-                if self.stack.len() - first < len {
-                    return Err("its stack is empty".into());
-                }
-                Value::Tuple(self.stack.split_off(first))
-            }
-            b't' => Value::Tuple(self.pop_mark()?),
-            b'l' => Value::List(self.pop_mark()?),
-            _ => Value::Dict(pairs(&self.pop_mark()?)?),
-        };
-        self.push(value);
-        Ok(())
-    }
-
-    /// Adds one or all marked values to the list or dict below them.
-    fn extend(&mut self, op: u8) -> Result<(), String> {
-        let items = match op {
-            b'a' => vec![self.pop()?],
-            b's' => {
-                let value = self.pop()?;
-                vec![self.pop()?, value]
-            }
-            _ => self.pop_mark()?,
-        };
-        let target = self.top()?;
-        match (&mut self.values[target], op) {
-            (Value::Dict(entries), b's' | b'u') => entries.extend(pairs(&items)?),
-            (Value::List(list), b'a' | b'e') => list.extend(items),
-            _ => return Err("it adds items to what is neither list nor dict".into()),
-        }
-        Ok(())
-    }
-
-    fn remember(&mut self, op: u8) -> Result<(), String> {
-        let index = match op {
-            b'q' | b'h' => self.unsigned(1)? as u32,
-            b'r' | b'j' => self.unsigned(4)? as u32,
-            _ => self.memo.len() as u32, // MEMOIZE
-        };
-        if matches!(op, b'h' | b'j') {
-            let id = *self.memo.get(&index).ok_or_else(|| format!("it recalls value {index}, which it never kept"))?;
-            self.stack.push(id);
-        } else {
-            let top = self.top()?;
-            self.memo.insert(index, top);
-        }
-        Ok(())
-    }
-
-    fn global(&mut self, op: u8) -> Result<(), String> {
-        let (module, name) = if op == b'c' {
-            (self.line()?, self.line()?)
-        } else {
-            let (name, module) = (self.pop()?, self.pop()?);
-            match (&self.values[module], &self.values[name]) {
-                (Value::Text(module), Value::Text(name)) => (*module, *name),
-                _ => return Err("it names something without a string".into()),
-            }
-        };
-        let found = GLOBALS.iter().find(|(m, n, _)| (*m, *n) == (module, name));
-        let (.., global) = found.ok_or_else(|| {
-            let is_long = module.len() + name.len() > MAX_NAME;
-            let (module, name) = if is_long { ("(a name", "of many bytes)") } else { (module, name) };
-            format!(
-                "it wants to call `{module}.{name}`, which no weights need: nothing was run; \
-                 if you trust it, load it in Python and save it as safetensors"
-            )
-        })?;
-        self.push(Value::Global(*global));
-        Ok(())
-    }
-
-    /// A storage: `("storage", type, key, place, length)`.
-    fn persistent(&mut self) -> Result<(), String> {
-        let id = self.pop()?;
-        let Value::Tuple(parts) = &self.values[id] else { return Err("it has a storage of another kind".into()) };
-        let parts: Vec<&Value<'a>> = parts.iter().take(MAX_DIMS).map(|id| &self.values[*id]).collect();
-        let storage = match parts[..] {
-            [Value::Text("storage"), Value::Global(Global::Storage(dtype)), Value::Text(key), _, Value::Int(len)]
-            | [
-                Value::Text("storage"),
-                Value::Global(Global::Storage(dtype)),
-                Value::Text(key),
-                _,
-                Value::Int(len),
-                Value::Nothing,
-            ] => Value::Storage { key: short(key)?, dtype, len: size(*len)? },
-            _ => return Err("it has a storage of another kind".into()),
-        };
-        self.push(storage);
-        Ok(())
-    }
-
-    fn call(&mut self) -> Result<(), String> {
-        let (args, function) = (self.pop()?, self.pop()?);
-        let (Value::Tuple(args), Value::Global(function)) = (&self.values[args], &self.values[function]) else {
-            return Err("it calls what is no function".into());
-        };
-        let (function, len) = (*function, args.len());
-        let first: [Option<Id>; 4] = std::array::from_fn(|index| args.get(index).copied());
-        match (function, first) {
-            (Global::OrderedDict, [None, ..]) => self.push(Value::Dict(Vec::new())),
-            (Global::RebuildParameter, [Some(tensor), ..]) => self.stack.push(tensor),
-            (Global::Size, [Some(sizes), None, ..]) => self.stack.push(sizes),
-            (Global::RebuildTensor, [Some(storage), Some(offset), Some(shape), Some(strides)]) => {
-                let tensor = self.tensor(storage, offset, shape, strides)?;
-                self.push(tensor);
-            }
-            _ => return Err(format!("it calls {function:?} with {len} arguments")),
-        }
-        Ok(())
-    }
-
-    fn tensor(&self, storage: Id, offset: Id, shape: Id, strides: Id) -> Result<Value<'a>, String> {
-        let (Value::Storage { key, dtype, len }, Value::Int(offset)) = (&self.values[storage], &self.values[offset])
-        else {
-            return Err("it has a tensor without a storage".into());
-        };
-        Ok(Value::Tensor(TensorRecord {
-            key: (*key).to_owned(),
-            dtype,
-            storage_len: *len,
-            offset: size(*offset)?,
-            shape: self.sizes(shape)?,
-            strides: self.sizes(strides)?,
-        }))
-    }
-
-    fn sizes(&self, id: Id) -> Result<Vec<usize>, String> {
-        let Value::Tuple(items) = &self.values[id] else { return Err("it has a tensor without a shape".into()) };
-        if items.len() > MAX_DIMS {
-            return Err(format!("it has a tensor of {} dimensions", items.len()));
-        }
-        let item = |id: &Id| match self.values[*id] {
-            Value::Int(n) => size(n),
-            _ => Err("it has a tensor without a shape".to_owned()),
-        };
-        items.iter().map(item).collect()
-    }
-
-    /// Attributes of an object: a state dict's version, which says nothing about weights.
-    fn build(&mut self) -> Result<(), String> {
-        self.pop()?;
-        let target = self.top()?;
-        match &self.values[target] {
-            Value::Dict(_) | Value::Tensor(_) => Ok(()),
-            _ => Err("it sets attributes of what has none".into()),
-        }
-    }
-
-    fn take(&mut self, len: usize) -> Result<&'a [u8], String> {
-        let bytes = self.at.checked_add(len).and_then(|end| self.data.get(self.at..end));
-        let bytes = bytes.ok_or("its pickle is truncated; copy the file again")?;
-        self.at += len;
-        Ok(bytes)
-    }
-
-    fn unsigned(&mut self, len: usize) -> Result<usize, String> {
-        let mut whole = [0; 8];
-        whole[..len].copy_from_slice(self.take(len)?);
-        usize::try_from(u64::from_le_bytes(whole)).map_err(|error| error.to_string())
-    }
-
-    fn line(&mut self) -> Result<&'a str, String> {
-        let rest = &self.data[self.at..];
-        let len = rest.iter().position(|byte| *byte == b'\n').ok_or("its pickle is truncated; copy the file again")?;
-        self.at += len + 1;
-        std::str::from_utf8(&rest[..len]).map_err(|_| "it holds a name that is not UTF-8".into())
-    }
-
-    fn push(&mut self, value: Value<'a>) {
-        self.stack.push(self.values.len());
-        self.values.push(value);
-    }
-
-    /// Height of the stack that single pops may not go below.
-    fn floor(&self) -> usize {
-        self.marks.last().copied().unwrap_or(0)
-    }
-
-    fn top(&self) -> Result<Id, String> {
-        self.stack.last().copied().ok_or_else(|| "its stack is empty".into())
-    }
-
-    fn pop(&mut self) -> Result<Id, String> {
-        if self.stack.len() == self.floor() {
-            return Err("its stack is empty".into());
-        }
-        self.stack.pop().ok_or_else(|| "its stack is empty".into())
-    }
-
-    fn pop_mark(&mut self) -> Result<Vec<Id>, String> {
-        let mark = self.marks.pop().ok_or("it ends a group that it never began")?;
-        Ok(self.stack.split_off(mark))
-    }
-}
-
-fn short(name: &str) -> Result<&str, String> {
-    match name.len() {
-        0..=MAX_NAME => Ok(name),
-        len => Err(format!("it has a name of {len} bytes; at most {MAX_NAME} are read")),
-    }
-}
-
-fn pairs(items: &[Id]) -> Result<Vec<(Id, Id)>, String> {
-    let (pairs, rest) = items.as_chunks::<2>();
-    if rest.is_empty() {
-        Ok(pairs.iter().map(|[key, value]| (*key, *value)).collect())
-    } else {
-        Err("it has a key without a value".into())
-    }
-}
-
-fn size(n: i64) -> Result<usize, String> {
-    usize::try_from(n).map_err(|_| format!("it has a size of {n}"))
-}
-
 #[cfg(test)]
 mod tests {
+    use super::machine::MAX_VALUES;
+    use super::value::MAX_NAME;
     use super::*;
 
     fn refusal(pickle: &[u8]) -> String {
@@ -511,16 +120,17 @@ mod tests {
     }
 
     #[test]
-    fn nesting_however_deep_costs_no_stack() {
+    fn deep_nesting_uses_no_call_stack() {
         let deep = [vec![b']'; 1_000_000], vec![b'a'; 999_999], vec![b'.']].concat();
         assert!(Pickle::read(&deep).unwrap().tensors().is_err());
-        // A list that holds itself.
+        // A list that contains itself.
         assert!(Pickle::read(b"]q\0h\0a.").unwrap().texts().is_err());
     }
 
     #[test]
     fn a_long_tuple_costs_its_length_once_however_often_it_is_used() {
-        // A tuple of many arguments, with which one function is called again and again. Copied each time, it took minutes.
+        // One function is called many times with the same long tuple. It used to take minutes when the tuple was copied
+        // each time.
         const LEN: usize = 300_000;
         let mut pickle = b"\x80\x02ctorch._utils\n_rebuild_parameter\nq\x01(".to_vec();
         pickle.extend(vec![b'N'; LEN]);

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use super::{Checkpoint, Tensor};
 use crate::ModelError;
 
-/// Longest header accepted, as the format's own library does.
+/// Maximum length of a header, the same as in the format's own library.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 #[derive(Deserialize)]
@@ -42,7 +42,7 @@ impl Checkpoint {
     }
 }
 
-/// The bytes after the header, and the header's tensors.
+/// Splits a file into the header's tensors and the bytes after the header.
 fn split_header(data: &'static [u8]) -> Result<(&'static [u8], BTreeMap<String, HeaderEntry>), String> {
     let (length, rest) = data.split_first_chunk::<8>().ok_or("it has fewer than 8 bytes")?;
     let length = u64::from_le_bytes(*length);

@@ -1,4 +1,5 @@
-//! `pytorch_model.bin`: what `torch.save` writes, as a zip archive or in the older form of pickles and raw storages.
+//! `pytorch_model.bin`: the files that `torch.save` writes, either a zip archive or the older format of pickles and raw
+//! storages.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -7,7 +8,7 @@ use super::pickle::{Pickle, TensorRecord};
 use super::{Checkpoint, Tensor, zip};
 use crate::ModelError;
 
-/// What a file of the older form starts with: a pickle of a magic number.
+/// The first bytes of a file in the older format: a pickle of a magic number.
 const OLD_MAGIC: &[u8] = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.";
 const ZIP_MAGIC: &[u8] = b"PK\x03\x04";
 
@@ -46,7 +47,8 @@ fn read_zip(data: &'static [u8]) -> Result<Contents, String> {
     Ok((tensors, entries.iter().filter_map(storage).collect()))
 }
 
-/// Pickles of magic number, version, system, state dict and storage keys; then each storage: length and elements.
+/// Reads pickles of magic number, version, system, state dict and storage keys, and then the length and elements of
+/// each storage.
 fn read_old(data: &'static [u8]) -> Result<Contents, String> {
     let mut rest = data;
     let mut next = || -> Result<Pickle<'static>, String> {

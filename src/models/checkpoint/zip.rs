@@ -1,4 +1,4 @@
-//! Zip archives of stored entries, as `torch.save` writes them (PKWARE APPNOTE 6.3, sections 4.3 and 4.5.3).
+//! Zip archives with uncompressed entries, as `torch.save` writes them (PKWARE APPNOTE 6.3, sections 4.3 and 4.5.3).
 
 use std::collections::HashMap;
 
@@ -8,13 +8,13 @@ const END_64: [u8; 4] = *b"PK\x06\x06";
 const CENTRAL: [u8; 4] = *b"PK\x01\x02";
 const LOCAL: [u8; 4] = *b"PK\x03\x04";
 
-/// The end record and the longest comment behind it.
+/// The end record followed by the longest possible comment.
 const MAX_END_BYTES: usize = 22 + 0xffff;
 
-/// Name and bytes of every entry.
+/// The name and bytes of every entry.
 ///
 /// # Errors
-/// In words, when the archive is damaged or an entry is compressed.
+/// Returns a message if the archive is damaged or an entry is compressed.
 pub(super) fn entries(data: &'static [u8]) -> Result<HashMap<String, &'static [u8]>, String> {
     let (mut at, count) = central_directory(data)?;
     let mut entries = HashMap::new();
@@ -30,18 +30,18 @@ pub(super) fn entries(data: &'static [u8]) -> Result<HashMap<String, &'static [u
         if u16_at(data, record + 10)? != 0 {
             return Err(format!("its entry `{name}` is compressed; save the file with `torch.save` again"));
         }
-        let mut long = Long::find(bytes(data, record + 46 + name_bytes, extra_bytes)?);
-        // In the order of the 64-bit fields: size, size as stored, place of the entry.
-        long.or_next(u32_at(data, record + 24)?)?;
-        let stored = long.or_next(u32_at(data, record + 20)?)?;
-        let local = long.or_next(u32_at(data, record + 42)?)?;
+        let mut zip64 = Zip64Fields::find(bytes(data, record + 46 + name_bytes, extra_bytes)?);
+        // The order of the 64-bit fields is: size, compressed size, offset of the entry.
+        zip64.or_next(u32_at(data, record + 24)?)?;
+        let stored = zip64.or_next(u32_at(data, record + 20)?)?;
+        let local = zip64.or_next(u32_at(data, record + 42)?)?;
         entries.insert(name, contents(data, local, stored)?);
         at = record + 46 + name_bytes + extra_bytes + comment_bytes;
     }
     Ok(entries)
 }
 
-/// Where the directory starts, and how many entries it has.
+/// Offset of the central directory, and its number of entries.
 fn central_directory(data: &[u8]) -> Result<(usize, u64), String> {
     let tail = data.len().saturating_sub(MAX_END_BYTES);
     let end = data[tail..].windows(4).rposition(|window| window == END).map(|at| tail + at);
@@ -67,11 +67,11 @@ fn contents(data: &'static [u8], local: u64, stored: u64) -> Result<&'static [u8
     bytes(data, local + 30 + names, stored as usize)
 }
 
-/// The 64-bit fields of an entry that are left.
-struct Long<'a>(&'a [u8]);
+/// The remaining zip64 fields of an entry.
+struct Zip64Fields<'a>(&'a [u8]);
 
-impl<'a> Long<'a> {
-    /// Finds the extra block that holds them; there is none where nothing needs them.
+impl<'a> Zip64Fields<'a> {
+    /// Finds the extra block with the zip64 fields; it is empty if no field needs one.
     fn find(mut extra: &'a [u8]) -> Self {
         while let [kind0, kind1, len0, len1, rest @ ..] = extra {
             let len = usize::from(u16::from_le_bytes([*len0, *len1])).min(rest.len());
@@ -83,14 +83,14 @@ impl<'a> Long<'a> {
         Self(&[])
     }
 
-    /// `short`, or the next 64-bit field where it is all ones.
+    /// `short`, or the next 64-bit field if all bits of `short` are set.
     fn or_next(&mut self, short: u32) -> Result<u64, String> {
         if short != u32::MAX {
             return Ok(short.into());
         }
-        let (long, rest) = self.0.split_first_chunk::<8>().ok_or("an entry lacks its 64-bit size")?;
+        let (zip64, rest) = self.0.split_first_chunk::<8>().ok_or("an entry lacks its 64-bit size")?;
         self.0 = rest;
-        Ok(u64::from_le_bytes(*long))
+        Ok(u64::from_le_bytes(*zip64))
     }
 }
 

@@ -1,4 +1,4 @@
-//! Takes this worker's share of each layer from a checkpoint to a device.
+//! Loads this worker's shard of each layer from a checkpoint to a device.
 
 use std::ops::Range;
 use std::path::Path;
@@ -6,18 +6,18 @@ use std::path::Path;
 use device::{Device, DeviceError, LinearRole, WeightSlice};
 
 use crate::config::{Mlp, NormKind};
-use crate::layers::Names;
-use crate::layers::names::{Piece, scaled};
+use crate::layers::qkv::{RowSlice, scaled};
+use crate::names::Names;
 use crate::shard::Shard;
 use crate::{Checkpoint, Config, ModelError};
 
-/// What is needed to load any layer.
+/// Everything that is needed to load a layer.
 pub(crate) struct Loader<'a, D> {
     pub(crate) dir: &'a Path,
     pub(crate) checkpoint: &'a Checkpoint,
     pub(crate) config: &'a Config,
     pub(crate) names: &'a Names,
-    /// Stands before every name but the head's.
+    /// Prefix of every name except the head's.
     pub(crate) prefix: &'static str,
     pub(crate) shard: &'a Shard,
     pub(crate) device: &'a mut D,
@@ -37,12 +37,12 @@ impl<'a, D: Device> Loader<'a, D> {
         Self { dir, checkpoint, config, names, prefix, shard, device }
     }
 
-    /// The name of a weight of layer `index`.
-    pub(crate) fn of_layer(&self, index: usize, name: &str) -> String {
+    /// The full name of a weight of layer `index`.
+    pub(crate) fn layer_name(&self, index: usize, name: &str) -> String {
         format!("{}{}.{index}.{name}", self.prefix, self.names.layers)
     }
 
-    /// A norm's weight, with its bias where the model's norms have one.
+    /// The weight of a norm, with its bias if the model's norms have one.
     pub(crate) fn norm(&mut self, name: &str) -> Result<D::Weight, ModelError> {
         let len = self.config.hidden_size;
         let (weight_name, bias_name) = (format!("{name}.weight"), format!("{name}.bias"));
@@ -57,14 +57,14 @@ impl<'a, D: Device> Loader<'a, D> {
         self.or_device_error(loaded)
     }
 
-    /// The norms of q's and k's heads.
+    /// The norms of the q and k heads.
     pub(crate) fn head_norms(&mut self, layer: usize) -> Result<[D::Weight; 2], ModelError> {
         let [q, k] = self.names.head_norms;
         Ok([self.head_norm(layer, q)?, self.head_norm(layer, k)?])
     }
 
     fn head_norm(&mut self, layer: usize, name: &str) -> Result<D::Weight, ModelError> {
-        let name = format!("{}.weight", self.of_layer(layer, name));
+        let name = format!("{}.weight", self.layer_name(layer, name));
         let len = self.config.head_dim;
         let loaded = self.device.load_vector(self.checkpoint.vector(&name, len, 0..len)?);
         self.or_device_error(loaded)
@@ -86,7 +86,7 @@ impl<'a, D: Device> Loader<'a, D> {
         self.or_device_error(loaded)
     }
 
-    /// The head: the embedding, or this worker's rows of one of its own.
+    /// The output head: the embedding, or this worker's rows of a separate matrix.
     pub(crate) fn head(&mut self, embedding: Option<&D::Weight>) -> Result<D::Weight, ModelError> {
         if let Some(embedding) = embedding.filter(|_| self.config.tie_word_embeddings) {
             let tied = self.device.tie_head(embedding);
@@ -110,51 +110,52 @@ impl<'a, D: Device> Loader<'a, D> {
         0..self.config.hidden_size
     }
 
-    /// q, k and v of one layer as one matrix, split by heads.
+    /// q, k and v of one layer as one matrix, sharded by heads.
     pub(crate) fn qkv(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
-        let pieces = self.names.qkv.pieces(self.config, self.shard);
-        self.by_output(LinearRole::Qkv, layer, &pieces, self.config.qkv_bias)
+        let row_slices = self.names.qkv.row_slices(self.config, self.shard);
+        self.by_output(LinearRole::Qkv, layer, &row_slices, self.config.qkv_bias)
     }
 
-    /// gate and up of one layer as one matrix, or up alone, split by columns of the inner layer.
+    /// gate and up of one layer as one matrix, or up alone, sharded by columns of the inner layer.
     pub(crate) fn up(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
-        let piece = |name| Piece { name, rows: self.config.intermediate_size, taken: self.shard.intermediate.clone() };
-        let (role, pieces) = match self.config.mlp {
+        let piece =
+            |name| RowSlice { name, rows: self.config.intermediate_size, taken: self.shard.intermediate.clone() };
+        let (role, row_slices) = match self.config.mlp {
             Mlp::Gated => (LinearRole::GateUp, vec![piece(self.names.gate), piece(self.names.up)]),
             Mlp::Plain => (LinearRole::Up, vec![piece(self.names.up)]),
         };
-        self.by_output(role, layer, &pieces, self.config.mlp_bias)
+        self.by_output(role, layer, &row_slices, self.config.mlp_bias)
     }
 
-    /// The attention output of one layer, split by heads along its input.
+    /// The attention output projection of one layer, sharded by heads along its input.
     pub(crate) fn out(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
         let dim = self.config.head_dim;
         let taken = scaled(&self.shard.heads, dim);
-        let name = self.of_layer(layer, self.names.out);
+        let name = self.layer_name(layer, self.names.out);
         self.by_input(LinearRole::Out, &name, self.config.num_heads * dim, taken, self.config.out_bias)
     }
 
-    /// The down projection of one layer, split along its input.
+    /// The down projection of one layer, sharded along its input.
     pub(crate) fn down(&mut self, layer: usize) -> Result<D::Weight, ModelError> {
-        let name = self.of_layer(layer, self.names.down);
+        let name = self.layer_name(layer, self.names.down);
         let taken = self.shard.intermediate.clone();
         self.by_input(LinearRole::Down, &name, self.config.intermediate_size, taken, self.config.mlp_bias)
     }
 
-    /// Pieces stacked, with all of their input.
+    /// Row slices stacked into one matrix, with all of their input.
     fn by_output(
         &mut self,
         role: LinearRole,
         layer: usize,
-        pieces: &[Piece],
+        row_slices: &[RowSlice],
         has_bias: bool,
     ) -> Result<D::Weight, ModelError> {
-        let names: Vec<String> = pieces.iter().map(|piece| self.of_layer(layer, piece.name)).collect();
+        let names: Vec<String> = row_slices.iter().map(|piece| self.layer_name(layer, piece.name)).collect();
         let weight_names: Vec<String> = names.iter().map(|name| format!("{name}.weight")).collect();
         let bias_names: Vec<String> = names.iter().map(|name| format!("{name}.bias")).collect();
         let mut weights = Vec::new();
         let mut biases = Vec::new();
-        for (index, Piece { rows, taken, .. }) in pieces.iter().enumerate() {
+        for (index, RowSlice { rows, taken, .. }) in row_slices.iter().enumerate() {
             let shape = [*rows, self.config.hidden_size];
             weights.push(self.linear(&weight_names[index], shape, taken.clone(), 0..shape[1])?);
             if has_bias {
@@ -165,7 +166,7 @@ impl<'a, D: Device> Loader<'a, D> {
         self.or_device_error(loaded)
     }
 
-    /// One matrix with a part of its input. Its product is a partial sum, so one worker alone adds the bias.
+    /// A matrix with a part of its input. Its product is a partial sum, so only one worker adds the bias.
     fn by_input(
         &mut self,
         role: LinearRole,
@@ -185,7 +186,7 @@ impl<'a, D: Device> Loader<'a, D> {
         self.or_device_error(loaded)
     }
 
-    /// A part of a linear layer's `[out, in]`, in whichever order it is stored.
+    /// A part of a linear layer `[out, in]`, whichever order it is stored in.
     fn linear<'n>(
         &self,
         name: &'n str,

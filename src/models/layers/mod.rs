@@ -1,7 +1,6 @@
-//! Weights of the pieces that decoders are composed of, each loaded as this worker's share.
+//! Weights of the layers that decoders are composed of. Each worker loads its shard.
 
 mod loader;
-mod names;
+mod qkv;
 
 pub(crate) use loader::Loader;
-pub(crate) use names::{Names, QkvNames};

@@ -1,4 +1,4 @@
-//! What an estimate tells before loading is what a device holds when it has loaded.
+//! Memory estimates made before loading equal the memory that a device uses after loading.
 
 use std::path::{Path, PathBuf};
 

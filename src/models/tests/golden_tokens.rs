@@ -1,10 +1,11 @@
-//! Whole models against transformers in fp32 (`scripts/goldens/make_goldens.py`), and against themselves.
+//! Compares whole models with transformers in fp32 (`scripts/goldens/make_goldens.py`), and with themselves.
 //!
-//! Tolerance of a log-probability: beside bf16 weights the inputs of all four linear layers, q, k and v are rounded to
-//! bf16, each with a relative error uniform within 2^-9, and errors of q and k also move the softmax: 8 roundings a
-//! layer and one at the head, which add as independent errors of `2^-9 / sqrt(3)` of the logits' size. The likeliest
-//! logit's error moves the sum as well: once more as much. Six standard deviations bound the worst of some hundred.
-//! f16 and f32 weights meet f32 inputs: the same count, with 2^-20 for sums of some hundred terms in either order.
+//! Tolerance of a log-probability with bf16 weights: the inputs of all four linear layers and q, k and v are rounded to
+//! bf16, each with a relative error uniform within 2^-9. Errors of q and k also change the softmax. This gives 8
+//! roundings per layer and one at the head, which add as independent errors of `2^-9 / sqrt(3)` of the logits' size.
+//! The error of the likeliest logit changes the sum as well, which adds the same amount again. Six standard deviations
+//! bound the maximum of some hundred values. With f16 and f32 weights the inputs are f32: the count is the same, with
+//! 2^-20 for sums of some hundred terms in either order.
 
 mod support;
 
@@ -64,13 +65,13 @@ fn log_softmax(logits: &[f64]) -> Vec<f64> {
     logits.iter().map(|x| x - total).collect()
 }
 
-/// Greedy, reporting the log-probability of the whole vocabulary at every step.
+/// Greedy sampling that reports the log-probability of the whole vocabulary at every step.
 fn sequence(golden: &Golden) -> Sequence {
     let sampling = SamplingParams { num_logprobs: Some(golden.logits.len() as u32), ..SamplingParams::default() };
     Sequence { prompt: golden.prompt.clone(), num_tokens: golden.tokens.len(), sampling, chunk: 256, start: 0 }
 }
 
-/// The reference and this output agree as far as rounding lets them; returns how many tokens were equal.
+/// Checks that the output agrees with the reference within rounding. Returns the number of equal tokens.
 fn check(case: &str, golden: &Golden, output: &[SampledToken]) -> usize {
     let allowed = tolerance(case, &golden.logits);
     let expected = log_softmax(&golden.logits);
@@ -99,30 +100,30 @@ fn greedy_tokens_and_logits_agree_with_transformers_for_world_sizes_1_2_and_4() 
             });
             let equal: usize = goldens.iter().zip(&outputs).map(|(golden, output)| check(case, golden, output)).sum();
             let all: usize = goldens.iter().map(|golden| golden.tokens.len()).sum();
-            // At near ties of random weights sequences part early.
+            // With random weights near ties are frequent, so sequences soon differ.
             assert!(3 * equal > all, "{case}: only {equal} of {all} tokens were compared");
         }
     }
 }
 
 /// 32 sequences that join at different steps, with prompts in different chunks and different sampling.
-fn crowd(goldens: &[Golden]) -> Vec<Sequence> {
-    let mut crowd: Vec<Sequence> = goldens.iter().map(sequence).collect();
-    while crowd.len() < MAX_ROWS {
-        let n = crowd.len();
-        let mut other = crowd[n % goldens.len()].clone();
+fn mixed_sequences(goldens: &[Golden]) -> Vec<Sequence> {
+    let mut mixed_sequences: Vec<Sequence> = goldens.iter().map(sequence).collect();
+    while mixed_sequences.len() < MAX_ROWS {
+        let n = mixed_sequences.len();
+        let mut other = mixed_sequences[n % goldens.len()].clone();
         other.prompt.iter_mut().for_each(|token| *token = (*token * 7 + n as u32) % 300 + 3);
         other.prompt.truncate(1 + n * 5 % 37);
         other.sampling.num_logprobs = None;
         other.sampling.temperature = (n % 2) as f32;
         other.chunk = 1 + n % 9;
         other.start = n % 5;
-        crowd.push(other);
+        mixed_sequences.push(other);
     }
-    for (n, sequence) in crowd.iter_mut().take(goldens.len()).enumerate() {
+    for (n, sequence) in mixed_sequences.iter_mut().take(goldens.len()).enumerate() {
         (sequence.chunk, sequence.start) = ([256, 3, 16][n % 3], n * 2);
     }
-    crowd
+    mixed_sequences
 }
 
 #[test]
@@ -132,7 +133,7 @@ fn a_sequence_is_bit_identical_alone_and_among_32_in_any_chunks_on_any_number_of
         for size in [1, 2] {
             let (alone, among) = on_group(case, size, |runner| {
                 let alone: Vec<_> = goldens.iter().map(|golden| runner.run(&[sequence(golden)]).remove(0)).collect();
-                let mut among = runner.run(&crowd(&goldens));
+                let mut among = runner.run(&mixed_sequences(&goldens));
                 among.truncate(goldens.len());
                 (alone, among)
             });
@@ -140,8 +141,10 @@ fn a_sequence_is_bit_identical_alone_and_among_32_in_any_chunks_on_any_number_of
                 assert!(alone.iter().zip(among).all(|(a, b)| (a.token, &a.top) == (b.token, &b.top)), "{case}");
             }
         }
-        let outputs: Vec<_> =
-            [1, 2, 3].map(|threads| Runner::new(case, threads, None).run(&crowd(&goldens))).into_iter().collect();
+        let outputs: Vec<_> = [1, 2, 3]
+            .map(|threads| Runner::new(case, threads, None).run(&mixed_sequences(&goldens)))
+            .into_iter()
+            .collect();
         assert!(outputs[0] == outputs[1] && outputs[1] == outputs[2], "{case}: threads change the result");
     }
 }

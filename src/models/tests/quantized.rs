@@ -1,9 +1,9 @@
-//! Weights in 8 and 4 bits against transformers in fp32.
+//! Compares weights in 8 and 4 bits with transformers in fp32.
 //!
-//! A weight's error is uniform within half a step, and the largest of 64 is some 2.5 times their size: 2.5 / 127 / sqrt(12)
-//! of it in 8 bits, 2.5 / 8 / sqrt(12) in 4. Inputs have 8 bits. Errors of the four layers of two blocks and the head add as
-//! independent ones: 0.024 and 0.27 of the logits' size. Errors of q and k also move the softmax: three times as much bounds
-//! them.
+//! The error of a weight is uniform within half a step, and the largest of 64 weights is about 2.5 times their typical
+//! size. So the error relative to this size is 2.5 / 127 / sqrt(12) in 8 bits and 2.5 / 8 / sqrt(12) in 4. Inputs have
+//! 8 bits. The errors of the four linear layers of two decoder layers and of the head add as independent errors: 0.024
+//! and 0.27 of the logits' size. Errors of q and k also change the softmax; a factor of three bounds this.
 
 #[allow(dead_code)]
 mod support;
@@ -39,7 +39,7 @@ fn sequence(prompt: &[u32], num_tokens: usize, num_logprobs: Option<u32>) -> Seq
     Sequence { prompt: prompt.to_vec(), num_tokens, sampling, chunk: 256, start: 0 }
 }
 
-/// Root mean square of the log-probabilities' errors, in sizes of the logits.
+/// Root mean square of the errors of the log-probabilities, relative to the size of the logits.
 fn error(golden: &Golden, output: &SampledToken) -> f64 {
     let max = golden.logits.iter().copied().fold(f64::MIN, f64::max);
     let total = golden.logits.iter().map(|x| (x - max).exp()).sum::<f64>().ln() + max;
@@ -82,9 +82,9 @@ fn a_quantised_model_gives_a_row_the_same_tokens_alone_and_among_others() {
     }
 }
 
-/// A trained model keeps its tokens where random ones would not.
+/// A trained model keeps its tokens; a random one would not.
 #[test]
-fn the_demo_model_says_nearly_the_same_in_eight_bits() {
+fn the_demo_model_generates_nearly_the_same_text_in_eight_bits() {
     let equal = |precision: WeightPrecision| {
         let (mut plain, mut quantised) = (demo(WeightPrecision::Checkpoint), demo(precision));
         let (mut equal, mut all) = (0, 0);

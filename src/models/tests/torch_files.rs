@@ -1,5 +1,5 @@
-//! Files of `torch.save` that are damaged: each is refused or read, and none ends the process.
-//! Whole ones are read by `golden_tokens`: a zip archive, shards with an index, and the form before zip archives.
+//! Damaged files of `torch.save`: each is either refused or read, and none crashes the process. `golden_tokens` reads
+//! intact files: a zip archive, shards with an index, and the older format.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ fn golden(case: &str) -> Vec<u8> {
     std::fs::read(dir.join("pytorch_model.bin")).unwrap()
 }
 
-/// Opens `bytes` as the only weights of a checkpoint.
+/// Opens a checkpoint whose only file of weights contains `bytes`.
 fn open(bytes: &[u8]) -> Result<Checkpoint, ModelError> {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("pytorch_model.bin"), bytes).unwrap();
@@ -33,7 +33,7 @@ fn a_file_cut_short_is_refused_with_its_name() {
 fn a_file_with_wrong_bytes_never_panics() {
     for case in ["internlm", "gpt2"] {
         let whole = golden(case);
-        // What describes tensors lies at both ends; between them is mostly what they hold.
+        // The descriptions of tensors are at both ends of the file; most of the middle is tensor data.
         let interesting = (0..4000).step_by(21).chain(whole.len() - 4000..whole.len()).step_by(7);
         for at in interesting {
             let mut damaged = whole.clone();
@@ -47,7 +47,7 @@ fn a_file_with_wrong_bytes_never_panics() {
 
 #[test]
 fn a_tensor_that_is_no_contiguous_matrix_is_refused_when_it_is_asked_for() {
-    // {"w": a [2, 3] view whose columns are contiguous} in the older form, as written by `torch.save(w.T)`.
+    // {"w": a [2, 3] view whose columns are contiguous} in the older format, as written by `torch.save(w.T)`.
     let mut file = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}.".to_vec();
     file.extend_from_slice(
         b"\x80\x02}X\x01\0\0\0wctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\n\

@@ -1,12 +1,11 @@
 //! The graph of an ensemble: steps, and the slots for tensors between them.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use repository::ModelConfig;
 use smallvec::SmallVec;
 
-use crate::model::ServedModel;
+use super::text::TextPlan;
 use crate::{InferError, Name};
 
 /// Some steps, by their places in the graph.
@@ -20,8 +19,8 @@ pub(super) struct Graph {
     pub(super) inputs: Vec<Wire>,
     pub(super) outputs: Vec<Wire>,
     pub(super) steps: Vec<Step>,
-    /// By slot: the step that makes its tensor, where one other step, or the ensemble's answer, is all that reads it.
-    pub(super) lone_makers: Vec<Option<usize>>,
+    /// Set where its wires are those of a text ensemble.
+    pub(super) text: Option<TextPlan>,
 }
 
 /// A tensor of a model, and the slot that stands for it in the ensemble.
@@ -73,8 +72,8 @@ impl Graph {
             let sources = (0..steps.len()).filter(|&source| is_source(&steps[source])).collect();
             steps[index].sources = sources;
         }
-        let lone_makers = (0..slots.len()).map(|slot| lone_maker(slot, &steps, &outputs)).collect();
-        Self { name: config.name.clone(), num_tensors: slots.len(), inputs, outputs, steps, lone_makers }
+        let graph = Self { name: config.name.clone(), num_tensors: slots.len(), inputs, outputs, steps, text: None };
+        Self { text: TextPlan::of(&graph), ..graph }
     }
 
     pub(super) fn within(&self, error: InferError) -> InferError {
@@ -96,28 +95,8 @@ impl Graph {
         (0..self.steps.len()).filter(|step| asked.is_empty() || is_needed(step)).collect()
     }
 
-    /// By step, whether what it makes is read once each time that it is made: only one step answers more than once, and it
-    /// is that or behind it; or none does.
-    pub(super) fn makes_anew(&self, models: &[Arc<ServedModel>]) -> SmallVec<[bool; 8]> {
-        let mut decoupled = (0..self.steps.len()).filter(|&step| models[step].is_decoupled);
-        match (decoupled.next(), decoupled.next()) {
-            (None, _) => SmallVec::from_elem(true, self.steps.len()),
-            (Some(only), None) => {
-                (0..self.steps.len()).map(|step| step == only || self.is_behind(step, only)).collect()
-            }
-            _ => SmallVec::from_elem(false, self.steps.len()),
-        }
-    }
-
     /// Whether `step` needs what `source` makes, directly or through others.
     pub(super) fn is_behind(&self, step: usize, source: usize) -> bool {
         self.steps[step].sources.iter().any(|&before| before == source || self.is_behind(before, source))
     }
-}
-
-fn lone_maker(slot: usize, steps: &[Step], outputs: &[Wire]) -> Option<usize> {
-    let is_it = |wire: &&Wire| wire.slot == slot;
-    let readers = steps.iter().flat_map(|step| &step.inputs).chain(outputs).filter(is_it).count();
-    let mut makers = (0..steps.len()).filter(|&step| steps[step].outputs.iter().any(|wire| wire.slot == slot));
-    makers.next().filter(|_| readers == 1 && makers.next().is_none())
 }

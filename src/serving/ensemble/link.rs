@@ -17,7 +17,7 @@ pub(crate) fn link(config: &mut ModelConfig, registry: &Registry) -> Result<(), 
     for input in &config.input {
         types.insert(slot_of(&graph.inputs, &input.name), (input.data_type, format!("input `{}`", input.name)));
     }
-    let mut is_decoupled = false;
+    let mut models = Vec::new();
     for step in &graph.steps {
         let model = registry.resolve_number(&step.model, step.version).map_err(|error| {
             format!(
@@ -26,7 +26,7 @@ pub(crate) fn link(config: &mut ModelConfig, registry: &Registry) -> Result<(), 
             )
         })?;
         check_step(step, &model.config, &mut types)?;
-        is_decoupled |= model.is_decoupled;
+        models.push(model);
     }
     for output in &config.output {
         same_type(
@@ -36,6 +36,11 @@ pub(crate) fn link(config: &mut ModelConfig, registry: &Registry) -> Result<(), 
             format!("output `{}`", output.name),
         )?;
     }
+    if let Some(plan) = graph.text.as_ref().filter(|plan| plan.detokenizer_of(&graph, &models).is_some()) {
+        let [generator, detokenizer] = [plan.generator, plan.detokenizer].map(|step| graph.steps[step].model.as_str());
+        tracing::info!(ensemble = graph.name, generator, detokenizer, "steps of the ensemble are served as one");
+    }
+    let is_decoupled = models.iter().any(|model| model.is_decoupled);
     config.model_transaction_policy.get_or_insert_default().decoupled = is_decoupled;
     Ok(())
 }

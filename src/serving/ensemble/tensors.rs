@@ -32,15 +32,6 @@ impl Tensors {
         Some(Tensor { name: wire.name.clone(), datatype: tensor.datatype, shape, data: tensor.data.clone() })
     }
 
-    /// As [`Tensors::of`], and leaves the slot empty.
-    pub(super) fn take(&mut self, wire: &Wire) -> Option<Tensor> {
-        if !std::mem::take(&mut self.is_there[wire.slot]) {
-            return None;
-        }
-        let tensor = self.slots[wire.slot].take()?;
-        Some(Tensor { name: wire.name.clone(), ..tensor })
-    }
-
     /// Puts those that a wire leads from into its slot; whether there were any.
     pub(super) fn put_all(&mut self, wires: &[Wire], tensors: Vec<Tensor>, finder: &mut Finder) -> bool {
         let mut is_any = false;

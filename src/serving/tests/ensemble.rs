@@ -2,7 +2,7 @@
 
 mod support;
 
-use serving::{Changes, InferRequest, InferResponse, Parameter, ResponseStream, Tensor, Update};
+use serving::{InferRequest, InferResponse, OutputDelta, Parameter, ResponseStream, StreamItem, Tensor};
 use support::{PIECES, World, eventually, one, request, responses, text, text_of};
 
 const JOIN: &str = r#"backend: "join"
@@ -184,37 +184,14 @@ async fn an_error_in_the_middle_of_a_stream_stands_for_one_response() {
 }
 
 #[tokio::test]
-async fn a_step_that_answers_at_once_is_answered_and_counted_as_any_other() {
-    let fails = format!("{JOIN} parameters {{ key: \"fail_on\" value {{ string_value: \"q:1!#1\" }} }}");
-    let steps =
-        ["join: a=x -> joined=clean", "pieces: text=clean n=n -> piece=piece", "join: a=piece b=clean -> joined=y"];
-    let mut seen = Vec::new();
-    for backend in ["\"join\"", "\"call\""] {
-        let join = fails.replacen("\"join\"", backend, 1);
-        let world = World::new(&[("join", &join), ("pieces", PIECES), ("ens", &ensemble(&steps))]);
-        let server = world.started().await;
-        let all = responses(server.infer(request("ens", vec![text("x", "q")])).unwrap()).await;
-        let join = &server.model_statistics("join", "").unwrap()[0];
-        let counts = (join.inference.success.count, join.inference.fail.count, join.execution_count, join.failures);
-        let ens = &server.model_statistics("ens", "").unwrap()[0];
-        let of_responses: Vec<_> = ens.responses.iter().map(|of| (of.success.count, of.fail.count)).collect();
-        seen.push((texts(all), counts, of_responses, server.num_in_flight()));
-    }
-    assert_eq!(seen[0], seen[1]);
-    let told = ["q:1!#0+q:1!:1", "in ensemble 'ens', no q:1!#1", "q:1!#2+q:1!:2", " (final)"];
-    assert_eq!(seen[1].0, told);
-}
-
-#[tokio::test]
 async fn tensors_of_all_steps_come_out_with_each_response_in_the_configured_order() {
     let steps =
         ["join: a=x -> joined=clean", "pieces: text=clean n=n -> piece=piece", "join: a=piece b=clean -> joined=y"];
     let output = |name: &str| format!("{{ name: \"{name}\" data_type: TYPE_STRING dims: [ 1 ] }}, ");
     let outputs = format!("output [ {}{}{{", output("piece"), output("clean"));
     let ens = ensemble(&steps).replacen("output [ {", &outputs, 1);
-    for backend in ["\"join\"", "\"call\""] {
-        let join = JOIN.replacen("\"join\"", backend, 1);
-        let server = World::new(&[("join", &join), ("pieces", PIECES), ("ens", &ens)]).started().await;
+    {
+        let server = World::new(&[("join", JOIN), ("pieces", PIECES), ("ens", &ens)]).started().await;
         let told = |asked: &[&str]| {
             let requested_outputs = asked.iter().map(|name| (*name).into()).collect();
             let request = InferRequest { requested_outputs, ..request("ens", vec![text("x", "q")]) };
@@ -226,9 +203,9 @@ async fn tensors_of_all_steps_come_out_with_each_response_in_the_configured_orde
             }
         };
         let all = |place: usize| format!("piece=q:1!#{place} clean=q:1! y=q:1!#{place}+q:1!:{}", place + 1);
-        assert_eq!(told(&[]).await, [all(0), all(1), all(2), String::new()], "{backend}");
+        assert_eq!(told(&[]).await, [all(0), all(1), all(2), String::new()]);
         let some = |place: usize| format!("clean=q:1! y=q:1!#{place}+q:1!:{}", place + 1);
-        assert_eq!(told(&["y", "clean"]).await, [some(0), some(1), some(2), String::new()], "{backend}");
+        assert_eq!(told(&["y", "clean"]).await, [some(0), some(1), some(2), String::new()]);
     }
 }
 
@@ -264,90 +241,94 @@ async fn tensors_are_shared_not_copied() {
     assert_eq!(response.outputs[0].data.as_ptr(), place);
 }
 
-/// What each response shows, where it is told as what is new; and how many were.
-async fn told_as_new(mut stream: ResponseStream) -> (Vec<String>, usize) {
-    let (mut told, mut num_again, mut last) = (Vec::new(), 0, InferResponse::default());
-    stream.take_updates();
-    let mut changes = Changes::default();
-    while let Some(update) = stream.next_update(&mut changes).await {
-        match update {
-            Ok(Update::Response(response)) => last = *response,
-            Ok(Update::Again(_)) => {
-                assert!(last.may_be_repeated);
-                changes.iter().for_each(|(place, elements)| last.outputs[place].data = elements.to_data());
-                num_again += 1;
-            }
-            Err(error) => {
-                told.push(error.message);
-                continue;
+/// What each response shows where deltas are accepted, and for each delta whether it was the last for now.
+async fn with_deltas(mut stream: ResponseStream) -> (Vec<String>, Vec<bool>) {
+    let (mut responses, mut drained, mut last) = (Vec::new(), Vec::new(), InferResponse::default());
+    stream.accept_deltas();
+    let mut delta = OutputDelta::default();
+    while let Some(item) = stream.next_item(&mut delta).await {
+        match item.unwrap() {
+            StreamItem::Response(response) => last = *response,
+            StreamItem::Delta(info) => {
+                assert!(last.allows_delta);
+                delta.iter().for_each(|(index, elements)| last.outputs[index].data = elements.to_data());
+                drained.push(info.is_drained);
             }
         }
-        told.push(shown(&last));
+        responses.push(shown(&last));
     }
-    (told, num_again)
+    (responses, drained)
 }
 
 fn shown(response: &InferResponse) -> String {
     let outputs = response.outputs.iter().map(|output| format!("{}={}", output.name, text_of(output)));
-    format!("{}, {}", outputs.collect::<Vec<_>>().join(" "), response.is_final)
+    format!("{} {}, {}", response.model_name, outputs.collect::<Vec<_>>().join(" "), response.is_final)
 }
 
+const GENERATOR: &str = r#"backend: "deltas"
+model_transaction_policy { decoupled: true }
+input [ { name: "text" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "output_ids" data_type: TYPE_STRING dims: [ 1 ] },
+         { name: "cum_log_probs" data_type: TYPE_STRING dims: [ 1 ] } ]
+"#;
+
+const DECODER: &str = r#"backend: "decode"
+input [ { name: "TOKENS_BATCH" data_type: TYPE_STRING dims: [ 1 ] },
+        { name: "CUM_LOG_PROBS" data_type: TYPE_STRING dims: [ 1 ] optional: true } ]
+output [ { name: "OUTPUT" data_type: TYPE_STRING dims: [ 1 ] },
+         { name: "OUT_CUM_LOG_PROBS" data_type: TYPE_STRING dims: [ 1 ] } ]
+"#;
+
 #[tokio::test]
-async fn what_is_new_in_a_response_passes_the_steps_behind_it_and_comes_to_the_same_responses() {
-    let repeats = PIECES
-        .replace("\"pieces\"", "\"repeats\"")
-        .replace("output [", "output [ { name: \"note\" data_type: TYPE_STRING dims: [ 1 ] },");
-    let also = |names: [&str; 2]| {
-        let outputs = names.map(|name| format!("{{ name: \"{name}\" data_type: TYPE_STRING dims: [ 1 ] }},"));
-        ensemble(&["repeats: text=x n=n -> piece=p note=s", "call: a=p b=s -> joined=y"])
-            .replace("output [", &format!("output [ {}", outputs.concat()))
-    };
-    // Where the piece is an output, too, two outputs are new each time.
-    let one_output = ensemble(&["repeats: text=x n=n -> piece=p note=s", "call: a=p b=s -> joined=y"]);
-    for (ensemble, fail_on, num_again) in
-        [(&one_output, "", 7), (&one_output, "q#3", 5), (&also(["s", "p"]), "", 7), (&also(["s", "p"]), "q#3", 5)]
-    {
-        let fails = format!("parameters {{ key: \"fail_on\" value {{ string_value: \"{fail_on}\" }} }}");
-        let call = JOIN.replace("\"join\"", "\"call\"") + &fails;
-        let server = World::new(&[("repeats", &repeats), ("call", &call), ("ens", ensemble)]).started().await;
+async fn a_text_ensemble_served_as_one_gives_and_counts_what_its_models_one_by_one_do() {
+    let steps = [
+        "join: a=x -> joined=clean",
+        "deltas: text=clean -> output_ids=_ids cum_log_probs=_sum",
+        "decode: TOKENS_BATCH=_ids CUM_LOG_PROBS=_sum -> OUTPUT=y OUT_CUM_LOG_PROBS=sum",
+    ];
+    let outputs = |outputs: &str| ensemble(&steps).replacen("output [ {", &format!("output [ {outputs} {{"), 1);
+    let output = |name: &str| format!("{{ name: \"{name}\" data_type: TYPE_STRING dims: [ 1 ] }},");
+    let ens = outputs(&(output("clean") + &output("sum")));
+    // A cache keeps the general way for the same models.
+    let cached = DECODER.to_owned() + "response_cache { enable: true }";
+    let mut seen = Vec::new();
+    for decoder in [DECODER, &cached] {
+        let models = [("join", JOIN), ("deltas", GENERATOR), ("decode", decoder), ("ens", &*ens)];
+        let world = World::new(&models);
+        let server = world.started().await;
         let ask = || server.infer(request("ens", vec![text("x", "q")])).unwrap();
-        let whole: Vec<String> = responses(ask())
-            .await
-            .into_iter()
-            .map(|it| it.map_or_else(|error| error.message, |it| shown(&it)))
-            .collect();
-        let (told, num_told_again) = told_as_new(ask()).await;
+        let whole: Vec<String> = responses(ask()).await.into_iter().map(|it| shown(&it.unwrap())).collect();
+        let (told, drained) = with_deltas(ask()).await;
         assert_eq!(told, whole);
-        assert_eq!((whole.len(), num_told_again), (10, num_again));
-        assert!(whole[4].contains("y=q#4+same:5,") || !fail_on.is_empty() && whole[3].contains("no q#3"), "{whole:?}");
-        let counted = &server.model_statistics("ens", "").unwrap()[0].responses;
-        assert_eq!(counted[4].success.count, 2, "each response counts, however it is told");
+        let counts = |model: &str| {
+            let it = &server.model_statistics(model, "").unwrap()[0];
+            let of_responses: Vec<u64> = it.responses.iter().map(|of| of.success.count).collect();
+            (it.inference.success.count, it.inference.fail.count, of_responses, it.first_response.count)
+        };
+        let counted = ["ens", "join", "deltas", "decode"].map(counts);
+        seen.push((whole, counted, server.num_in_flight()));
+        let expected = if decoder == DECODER { vec![false, true].repeat(4) } else { vec![] };
+        assert_eq!(drained, expected, "{decoder}");
     }
+    assert_eq!(seen[0].0, seen[1].0);
+    assert_eq!(seen[0].0[3], "ens clean=q:1! sum=same y=#3, false");
+    assert_eq!(seen[0].1[..3], seen[1].1[..3]);
+    assert_eq!(seen[0].1[3].0, 20, "each text counts as a request to the detokenizer");
+    assert_eq!(seen[0].2, 0);
 }
 
 #[tokio::test]
-async fn an_ensemble_says_when_its_model_says_that_nothing_follows() {
-    let told = PIECES
-        .replace("\"pieces\"", "\"rests\"")
-        .replace("output [", "output [ { name: \"note\" data_type: TYPE_STRING dims: [ 1 ] },");
-    let ens = ensemble(&["rests: text=x -> piece=p note=s", "call: a=p b=s -> joined=y"]);
-    let call = JOIN.replace("\"join\"", "\"call\"");
-    let world = World::new(&[("rests", &told), ("call", &call), ("ens", &ens)]);
-    let server = world.started().await;
-    let mut stream = server.infer(request("ens", vec![text("x", "a")])).unwrap();
-    stream.take_updates();
-    let mut rests = Vec::new();
-    loop {
-        let mut changes = Changes::default();
-        match stream.next_update(&mut changes).await {
-            Some(Ok(Update::Again(repeat))) => {
-                assert!(!changes.is_empty());
-                rests.push(repeat.rests);
-            }
-            Some(Ok(Update::Response(response))) if response.is_final => break,
-            Some(Ok(Update::Response(_))) => {}
-            other => panic!("{other:?}"),
-        }
+async fn a_text_ensemble_gives_the_outputs_that_are_requested() {
+    let steps = ["deltas: text=x -> output_ids=_ids cum_log_probs=sum", "decode: TOKENS_BATCH=_ids -> OUTPUT=y"];
+    let ens =
+        ensemble(&steps).replacen("output [ {", "output [ { name: \"sum\" data_type: TYPE_STRING dims: [ 1 ] }, {", 1);
+    let server = World::new(&[("deltas", GENERATOR), ("decode", DECODER), ("ens", &ens)]).started().await;
+    for (names, first) in
+        [(&["y"][..], "ens y=#0, false"), (&["sum"], "ens sum=same, false"), (&[], "ens sum=same y=#0, false")]
+    {
+        let requested_outputs = names.iter().map(|name| (*name).into()).collect();
+        let request = InferRequest { requested_outputs, ..request("ens", vec![text("x", "q")]) };
+        let all = responses(server.infer(request).unwrap()).await;
+        assert_eq!((shown(all[0].as_ref().unwrap()).as_str(), all.len()), (first, 10));
     }
-    assert_eq!(rests, [false, true].repeat(4));
 }

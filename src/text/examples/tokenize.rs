@@ -1,6 +1,6 @@
-//! Token ids and text of each line of standard input, which is a JSON string:
+//! `tokenize DIR [auto|llama|t5] [plain]`: token ids and decoded text of each line of standard input, which is a JSON string.
 //!
-//! `tokenize DIR [auto|llama|t5] [plain]` prints `[ids, text]` a line; `plain` leaves out begin and end tokens.
+//! Each output line is `[ids, text]`; `plain` leaves out begin and end tokens.
 
 use std::io::{BufRead as _, BufWriter, Write as _};
 

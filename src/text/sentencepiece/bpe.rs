@@ -3,7 +3,7 @@ use std::collections::{BinaryHeap, HashMap};
 
 use super::{Found, Pieces};
 
-/// A stretch of the text that is one piece so far, in a list of all of them.
+/// A part of the text that is one piece so far; a node of a linked list.
 struct Symbol {
     start: usize,
     len: usize, // 0 once it was merged into the one before it
@@ -12,7 +12,7 @@ struct Symbol {
     is_whole: bool, // a user-defined piece, never merged
 }
 
-/// Two neighbours that together are a piece.
+/// Two adjacent symbols whose concatenation is a piece.
 struct Pair {
     left: usize,
     right: usize,
@@ -21,7 +21,7 @@ struct Pair {
 }
 
 impl Ord for Pair {
-    /// The better score first; of equal ones the leftmost.
+    /// Higher scores first; of equal scores the leftmost pair.
     fn cmp(&self, other: &Self) -> Ordering {
         self.score.total_cmp(&other.score).then(other.left.cmp(&self.left))
     }
@@ -41,23 +41,23 @@ impl PartialEq for Pair {
 
 impl Eq for Pair {}
 
-/// The merges of one text.
+/// State of the merges of one text.
 struct Merges<'a> {
     text: &'a str,
     pieces: &'a Pieces,
     symbols: Vec<Symbol>,
     pairs: BinaryHeap<Pair>,
-    /// What pieces that are not to be used were merged from.
+    /// The two parts of each unused piece.
     origin: HashMap<&'a str, (&'a str, &'a str)>,
 }
 
-/// The pieces of a normalised text: neighbours with the best score are merged as long as there are any (Sennrich et al.
-/// 2016, by score as in Kudo and Richardson 2018).
+/// The pieces of a normalized text: the adjacent pair with the best score is merged until no pair is a piece (Sennrich et al. 2016;
+/// by score as in Kudo and Richardson 2018).
 pub(super) fn encode(text: &str, pieces: &Pieces, found: &mut Vec<Found>) {
     let mut merges = Merges { text, pieces, symbols: Vec::new(), pairs: BinaryHeap::new(), origin: HashMap::new() };
     merges.split();
     for right in 1..merges.symbols.len() {
-        merges.offer(Some(right - 1), Some(right));
+        merges.push_pair(Some(right - 1), Some(right));
     }
     while let Some(pair) = merges.pairs.pop() {
         merges.merge(&pair);
@@ -81,7 +81,7 @@ impl<'a> Merges<'a> {
         }
     }
 
-    fn offer(&mut self, left: Option<usize>, right: Option<usize>) {
+    fn push_pair(&mut self, left: Option<usize>, right: Option<usize>) {
         let (Some(left), Some(right)) = (left, right) else { return };
         let (a, b) = (&self.symbols[left], &self.symbols[right]);
         if a.is_whole || b.is_whole {
@@ -96,7 +96,7 @@ impl<'a> Merges<'a> {
         self.pairs.push(Pair { left, right, score: self.pieces.scores[id as usize], len: joined.len() });
     }
 
-    /// Merges a pair unless one of the two was merged otherwise meanwhile.
+    /// Merges a pair unless one of its symbols has been merged with another since.
     fn merge(&mut self, pair: &Pair) {
         let (left, right) = (&self.symbols[pair.left], &self.symbols[pair.right]);
         if left.len == 0 || right.len == 0 || left.len + right.len != pair.len {
@@ -109,19 +109,21 @@ impl<'a> Merges<'a> {
         if let Some(next) = next {
             self.symbols[next].prev = Some(pair.left);
         }
-        self.offer(self.symbols[pair.left].prev, Some(pair.left));
-        self.offer(Some(pair.left), next);
+        self.push_pair(self.symbols[pair.left].prev, Some(pair.left));
+        self.push_pair(Some(pair.left), next);
     }
 
-    /// A piece that is not to be used is taken apart again.
+    /// Adds `text`. An unused piece is split into the pieces that it was merged from; one of a single character is unknown,
+    /// as in sentencepiece 0.2.3.
     fn emit(&self, text: &'a str, found: &mut Vec<Found>) {
-        match self.pieces.by_text.get(text) {
-            Some(&id) if self.pieces.is_unused(id) && self.origin.contains_key(text) => {
-                let (left, right) = self.origin[text];
+        let id = self.pieces.by_text.get(text).copied();
+        match id.filter(|&id| self.pieces.is_unused(id)).map(|_| self.origin.get(text)) {
+            Some(Some((left, right))) => {
                 self.emit(left, found);
                 self.emit(right, found);
             }
-            id => found.push(Found { len: text.len(), id: id.copied() }),
+            Some(None) => found.push(Found { len: text.len(), id: None }),
+            None => found.push(Found { len: text.len(), id }),
         }
     }
 }

@@ -1,7 +1,9 @@
-//! Replacements of characters, as `precompiled_charsmap` of a SentencePiece model holds them.
+//! Replacements of characters: `precompiled_charsmap` of a SentencePiece model.
+//!
+//! Own code: `spm_precompiled` takes the shortest replacement instead of the longest, and panics on a damaged map.
 
-/// A double array (Aoe 1989, in the form of darts-clone) of what is replaced, and the replacements behind each other, each
-/// ended by a zero byte.
+/// A double-array trie (Aoe 1989, in the format of darts-clone) of the strings to replace, and the concatenated replacements, each
+/// terminated by a zero byte.
 #[derive(Debug, Default)]
 pub(super) struct Charsmap {
     units: Vec<u32>,
@@ -9,7 +11,7 @@ pub(super) struct Charsmap {
 }
 
 impl Charsmap {
-    /// Reads the file's form: bytes of the array, the array, the replacements. `None` when it is damaged.
+    /// Reads the format of the file: length of the array in bytes, array, replacements. `None` if it is damaged.
     pub(super) fn read(bytes: &[u8]) -> Option<Self> {
         if bytes.is_empty() {
             return Some(Self::default());
@@ -21,12 +23,12 @@ impl Charsmap {
         Some(Self { units: units.collect(), replacements })
     }
 
-    /// Whether nothing is replaced.
+    /// Whether the map replaces nothing.
     pub(super) fn is_empty(&self) -> bool {
         self.units.is_empty()
     }
 
-    /// The longest start of `text` that is replaced: its length, and by what.
+    /// The longest prefix of `text` that the map replaces: its length and its replacement.
     pub(super) fn longest(&self, text: &[u8]) -> Option<(usize, &str)> {
         let (len, offset) = self.longest_value(text)?;
         let rest = self.replacements.get(offset..)?;
@@ -55,12 +57,12 @@ fn has_value(unit: u32) -> bool {
     unit >> 8 & 1 == 1
 }
 
-/// The byte that leads to a unit; of one that holds a value, none.
+/// The byte of the edge to a unit; no byte for a unit that holds a value.
 fn label(unit: u32) -> u32 {
     unit & 0x8000_00ff
 }
 
-/// How far a unit's children lie from it.
+/// Distance from a unit to its children.
 fn offset(unit: u32) -> usize {
     ((unit >> 10) as usize) << ((unit & 1 << 9) >> 6)
 }

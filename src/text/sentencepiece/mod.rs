@@ -1,4 +1,8 @@
-//! SentencePiece models (Kudo and Richardson 2018) read as they are: normalisation, BPE, unigram, byte fallback.
+//! SentencePiece models (Kudo and Richardson 2018): normalization, BPE, unigram, byte fallback.
+//!
+//! Own code, because the parts of `tokenizers` give other ids: its BPE orders equal scores by merge instead of by place and has no
+//! unused pieces, its unigram model adds scores in f64 and finds control pieces in text, its normalizer takes the shortest replacement
+//! instead of the longest, and none of them has user-defined pieces.
 
 mod bpe;
 mod charsmap;
@@ -15,7 +19,7 @@ use normalizer::Normalizer;
 pub(crate) use proto::PieceType;
 use proto::{ModelProto, ModelType};
 
-/// What a space is written as in a piece.
+/// Represents a space in a piece.
 pub(crate) const SPACE: char = '\u{2581}';
 
 /// A `tokenizer.model`.
@@ -36,15 +40,14 @@ struct Pieces {
     texts: Vec<String>,
     scores: Vec<f32>,
     types: Vec<PieceType>,
-    /// Those that a text may be made of.
+    /// Ids of the pieces that may match text: neither control, unknown nor byte pieces.
     by_text: HashMap<String, u32>,
     all: Trie,
     user_defined: Trie,
     min_score: f32,
-    max_score: f32,
 }
 
-/// A piece of a text; without an id it is unknown.
+/// A part of a text and its piece; `None` for an unknown character.
 struct Found {
     len: usize,
     id: Option<u32>,
@@ -54,7 +57,7 @@ impl SentencePiece {
     /// Reads a model.
     ///
     /// # Errors
-    /// When the bytes are no such model, or one of a kind that is not supported; the words say which.
+    /// When the bytes are not a SentencePiece model, or the model has a property that is not supported.
     pub(crate) fn read(bytes: &[u8]) -> Result<Self, String> {
         let model = ModelProto::decode(bytes).map_err(|error| format!("it is no SentencePiece model ({error})"))?;
         let trainer = model.trainer_spec.clone().unwrap_or_default();
@@ -76,8 +79,8 @@ impl SentencePiece {
         Ok(Self { normalizer, pieces, is_bpe, unknown, byte_ids, bos_id, eos_id })
     }
 
-    /// The ids of `text` after those in `ids`. `with_prefix` is unset in the midst of a text, where the model's own leading
-    /// space is not added.
+    /// Appends the ids of `text` to `ids`. `with_prefix` is unset for a later part of a text, which gets no leading space from the
+    /// model.
     pub(crate) fn encode_into(&self, text: &str, with_prefix: bool, ids: &mut Vec<u32>) {
         let text = self.normalizer.normalize(text, &self.pieces.user_defined, with_prefix);
         let mut found = Vec::with_capacity(text.len() / 3 + 1);
@@ -92,7 +95,7 @@ impl SentencePiece {
                 (None, Some(byte_ids)) => {
                     ids.extend(text.as_bytes()[start..start + len].iter().map(|&byte| byte_ids[usize::from(byte)]));
                 }
-                // Unknown characters in a row are one unknown piece.
+                // Consecutive unknown characters are one unknown piece.
                 (None, None) if after_unknown => {}
                 (None, None) => ids.push(self.unknown),
             }
@@ -105,7 +108,7 @@ impl SentencePiece {
         self.pieces.texts.len()
     }
 
-    /// Spelling and kind of each piece, by id.
+    /// Text and type of each piece, ordered by id.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = (&str, PieceType)> {
         self.pieces.texts.iter().map(String::as_str).zip(self.pieces.types.iter().copied())
     }
@@ -116,12 +119,12 @@ impl SentencePiece {
         self.pieces.by_text.get(piece).copied().or_else(other)
     }
 
-    /// The spelling of a piece.
+    /// The text of a piece.
     pub(crate) fn piece(&self, id: u32) -> Option<&str> {
         self.pieces.texts.get(id as usize).map(String::as_str)
     }
 
-    /// The pieces that the model itself names as begin and end of a text.
+    /// The pieces that the model declares as begin and end of a text.
     pub(crate) fn ends(&self) -> [Option<&str>; 2] {
         [self.bos_id, self.eos_id].map(|id| self.piece(u32::try_from(id).ok()?))
     }
@@ -130,12 +133,12 @@ impl SentencePiece {
         self.is_bpe
     }
 
-    /// Whether every character of a text comes out in a token, and none with others in one token for the unknown.
+    /// Whether each character is encoded: none is dropped, and none shares an unknown piece with others.
     pub(crate) fn keeps_all(&self) -> bool {
         self.normalizer.keeps_all() && self.byte_ids.is_some()
     }
 
-    /// Whether a text loses leading spaces when it is decoded: one, or each that is a piece of its own.
+    /// Whether decoding drops a leading space of the first piece, and whether it does so for each piece until there is text.
     pub(crate) fn drops_first_space(&self) -> (bool, bool) {
         let all = self.normalizer.remove_extra_whitespaces;
         (self.normalizer.add_dummy_prefix || all, all)
@@ -161,7 +164,6 @@ impl Pieces {
             all: Trie::new(of(is_text)),
             user_defined: Trie::new(of(|kind| kind == PieceType::UserDefined)),
             min_score: normal().fold(f32::MAX, f32::min),
-            max_score: normal().fold(f32::MIN_POSITIVE, f32::max),
             texts,
             scores,
             types,

@@ -3,7 +3,7 @@ use super::charsmap::Charsmap;
 use super::proto::{NormalizerSpec, TrainerSpec};
 use crate::trie::Trie;
 
-/// Rewrites a text into the characters that pieces are made of.
+/// Normalizes a text into the characters of the vocabulary.
 #[derive(Debug)]
 pub(super) struct Normalizer {
     charsmap: Charsmap,
@@ -14,7 +14,7 @@ pub(super) struct Normalizer {
 }
 
 impl Normalizer {
-    /// `None` when the character map is damaged.
+    /// `None` if the character map is damaged.
     pub(super) fn new(spec: &NormalizerSpec, trainer: &TrainerSpec) -> Option<Self> {
         Some(Self {
             charsmap: Charsmap::read(spec.precompiled_charsmap())?,
@@ -25,13 +25,13 @@ impl Normalizer {
         })
     }
 
-    /// Whether a text is as long behind it as before, or longer.
+    /// Whether normalization never shortens a text.
     pub(super) fn keeps_all(&self) -> bool {
         self.charsmap.is_empty() && !self.remove_extra_whitespaces
     }
 
-    /// The normal form of `text`; user-defined pieces (`kept`) stay as they are. `with_prefix` unset leaves out the space
-    /// that the model puts before a text, and keeps leading ones, as in the midst of a text.
+    /// The normal form of `text`; user-defined pieces (`kept`) are not changed. `with_prefix` unset is for a later part of a text:
+    /// no space is added before it, and its leading spaces are kept.
     pub(super) fn normalize(&self, mut text: &str, kept: &Trie, with_prefix: bool) -> String {
         let space = if self.escape_whitespaces { SPACE } else { ' ' };
         let mut out = String::with_capacity(text.len() + text.len() / 2);
@@ -69,14 +69,14 @@ impl Normalizer {
         out
     }
 
-    /// How much of a text's start is taken at once, and what becomes of it.
+    /// The number of bytes to consume at the start of a text, and their replacement.
     fn next<'a>(&'a self, text: &'a str, kept: &Trie) -> (usize, &'a str) {
         if let Some((len, _)) = kept.longest(text.as_bytes()) {
             return (len, &text[..len]);
         }
         let len = text.chars().next().map_or(0, char::len_utf8);
         match self.charsmap.longest(text.as_bytes()) {
-            // A damaged map might cut a character.
+            // A damaged map might split a character.
             Some((len, replacement)) if text.is_char_boundary(len) => (len, replacement),
             _ => (len, &text[..len]),
         }

@@ -1,4 +1,4 @@
-//! The parts of `sentencepiece_model.proto` that encoding needs.
+//! The fields of `sentencepiece_model.proto` that encoding uses.
 #![allow(missing_docs)] // Names and numbers are those of the published schema.
 
 #[derive(Clone, PartialEq, prost::Message)]

@@ -1,9 +1,11 @@
 use super::{Found, Pieces};
 
-/// How much worse than the worst piece an unknown character is.
+/// Difference between the lowest score of a piece and that of an unknown character.
 const UNKNOWN_PENALTY: f32 = 10.0;
+/// Score of a user-defined piece for each byte after the first, as in sentencepiece 0.2.3; its own score is not used.
+const USER_DEFINED_SCORE: f32 = 0.1;
 
-/// The best way to reach a place in the text.
+/// The best path to a position in the text.
 #[derive(Clone, Copy)]
 struct Best {
     score: f32,
@@ -11,11 +13,11 @@ struct Best {
     id: Option<u32>,
 }
 
-/// The likeliest pieces of a normalised text (Kudo 2018): the best path through all of them, from left to right. Scores are
-/// added in the precision of the published implementation, so that ties fall the same way.
+/// The most likely pieces of a normalized text (Kudo 2018): the best path from left to right. Scores are added in the precision of
+/// the published implementation, so that ties are resolved the same way.
 pub(super) fn encode(text: &str, pieces: &Pieces, found: &mut Vec<Found>) {
     let mut best = vec![Best { score: 0.0, start: None, id: None }; text.len() + 1];
-    let offer = |best: &mut [Best], start: usize, end: usize, score: f32, id: Option<u32>| {
+    let update = |best: &mut [Best], start: usize, end: usize, score: f32, id: Option<u32>| {
         if best[end].start.is_none() || score > best[end].score {
             best[end] = Best { score, start: Some(start), id };
         }
@@ -28,15 +30,15 @@ pub(super) fn encode(text: &str, pieces: &Pieces, found: &mut Vec<Found>) {
                 continue;
             }
             let score = match pieces.is_user_defined(id) {
-                true => (f64::from(len as f32 * pieces.max_score) - 0.1) as f32,
+                true => USER_DEFINED_SCORE * (len - 1) as f32,
                 false => pieces.scores[id as usize],
             };
-            offer(&mut best, start, start + len, score + so_far, Some(id));
+            update(&mut best, start, start + len, score + so_far, Some(id));
             has_character |= len == c.len_utf8();
         }
         if !has_character {
             let score = pieces.min_score - UNKNOWN_PENALTY + so_far;
-            offer(&mut best, start, start + c.len_utf8(), score, None);
+            update(&mut best, start, start + c.len_utf8(), score, None);
         }
     }
     let first = found.len();

@@ -1,6 +1,6 @@
-//! Tokenizers of every form give the ids and the text of sentencepiece and transformers on multilingual text and code.
+//! Tokenizers of every format have the ids and the text of sentencepiece and transformers for multilingual text and code.
 //!
-//! Files and goldens are made by `scripts/goldens/make_tokenizer_goldens.py`, which also compares a far larger sample.
+//! `scripts/goldens/make_tokenizer_goldens.py` writes the files and goldens; it can also compare a far larger sample.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,14 +16,14 @@ struct Golden {
     special: Option<Special>,
 }
 
-/// Of the samples that all tokenizers share, without begin and end tokens.
+/// Results for the samples that all tokenizers share, without begin and end tokens.
 #[derive(Deserialize)]
 struct Expected {
     ids: Vec<Vec<u32>>,
     texts: Vec<String>,
 }
 
-/// Texts with added tokens in them, with begin and end tokens.
+/// Texts that contain added tokens, and their ids with begin and end tokens.
 #[derive(Deserialize)]
 struct Special {
     samples: Vec<String>,
@@ -46,7 +46,7 @@ fn check(name: &str) {
     let (tokenizer, golden) = load(name);
     assert_eq!((golden.model.ids.len(), golden.model.texts.len()), (samples.len(), samples.len()));
     for ((text, ids), decoded) in samples.iter().zip(&golden.model.ids).zip(&golden.model.texts) {
-        // Texts that spell an added token are the other list's.
+        // Texts that contain an added token are in the other list.
         if !["<s>", "</s>", "<unk>", "<pad>"].iter().any(|token| text.contains(token)) {
             assert_eq!(&tokenizer.encode(text, false).unwrap(), ids, "{name}: {text:?}");
         }
@@ -84,13 +84,13 @@ gives_the_reference_tokens! {
     qwen2_files_give_the_tokens_of_transformers: "qwen2";
 }
 
-/// As many bytes as its tokens may stand for.
+/// Upper bound for the bytes of `text`, from the number of its tokens.
 fn most_bytes(tokenizer: &Tokenizer, text: &str) -> usize {
     tokenizer.encode(text, false).unwrap().len() * tokenizer.coverage().max_bytes
 }
 
 #[test]
-fn no_text_is_longer_than_its_tokens_may_stand_for() {
+fn no_text_is_longer_than_its_tokens_may_represent() {
     let samples: Vec<String> = serde_json::from_slice(&fs::read(folder().join("samples.json")).unwrap()).unwrap();
     let hangul = "\u{1100}\u{1161}\u{11a8}".repeat(50);
     let others = ["\u{2581}".repeat(90), " ".repeat(200), hangul, "e\u{301}".repeat(40), "\u{0}\u{fffd}".repeat(9)];
@@ -143,20 +143,20 @@ fn a_tokenizer_that_drops_or_joins_characters_is_not_certain() {
 }
 
 #[test]
-fn the_type_decides_on_begin_and_end_tokens() {
+fn the_type_selects_begin_and_end_tokens() {
     let open = |name: &str, kind| Tokenizer::open(&folder().join(name), kind).unwrap();
     let ends = |tokenizer: &Tokenizer| {
         let ids = tokenizer.encode("x", true).unwrap();
         let token = |id: Option<&u32>| tokenizer.id_to_token(*id.unwrap()).unwrap();
         (token(ids.first()), token(ids.last()))
     };
-    // Without a configuration the model's kind decides.
+    // Without a configuration the type of the model decides.
     assert_eq!(ends(&open("unused", TokenizerType::Auto)).0, "<s>");
     assert_eq!(ends(&open("unigram", TokenizerType::T5)).1, "</s>");
-    // `legacy` says that each stretch of text starts with a space; type `llama` that only the first does.
+    // With `legacy` each part of the text gets a leading space; with type `llama` only the first does.
     let ids = |kind| open("legacy", kind).encode("<s>a", false).unwrap();
     assert_ne!(ids(TokenizerType::Auto), ids(TokenizerType::Llama));
-    // A file instead of its directory, as `T5Tokenizer(vocab_file=…)` takes it.
+    // A path to the file instead of the directory, as in `T5Tokenizer(vocab_file=…)`.
     let file = Tokenizer::open(&folder().join("t5/spiece.model"), TokenizerType::T5).unwrap();
     assert_eq!(file.encode("x", true).unwrap(), open("t5", TokenizerType::T5).encode("x", true).unwrap());
     assert_eq!(file.token_to_id("<extra_id_0>").map(|id| id as usize), Some(file.vocab_size() - 1));

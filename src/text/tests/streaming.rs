@@ -1,4 +1,4 @@
-//! Tokens streamed one by one give the text that `tokenizers` gives for the whole sequence, for every kind of tokenizer.
+//! For every kind of tokenizer, streamed tokens have the text that `tokenizers` decodes from the whole sequence.
 
 use std::fs;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 use text::{Detokenizer, TextError, Tokenizer};
 
-/// The same file read by us and by the crate whose whole-sequence decoding is the reference.
+/// One tokenizer file, read by this crate and by `tokenizers`, whose decoding of whole sequences is the reference.
 struct Case {
     ours: Arc<Tokenizer>,
     reference: tokenizers::Tokenizer,
@@ -54,7 +54,7 @@ fn words(words: &[&str]) -> Vec<String> {
     words.iter().map(|word| (*word).to_owned()).collect()
 }
 
-/// All 256 bytes in byte-level spelling, and a few merged tokens, two of them ending inside a character.
+/// The byte-level alphabet of all 256 bytes, and a few merged tokens; two of them end inside a character.
 fn byte_level() -> Case {
     let alphabet = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet();
     let mut vocabulary: Vec<String> = alphabet.into_iter().map(String::from).collect();
@@ -102,7 +102,7 @@ fn word_level() -> Case {
     Case::new(&words(&["unknown", "cat", "sat", "語", "é."]), "WordLevel", Value::Null)
 }
 
-/// Ids of the case, with some outside its vocabulary.
+/// Ids of the case, and some outside its vocabulary.
 fn ids(num_ids: u32) -> impl Strategy<Value = Vec<u32>> {
     prop::collection::vec(0..num_ids + 2, 0..24)
 }
@@ -129,9 +129,9 @@ streams_like_the_whole! {
     words_stream_like_the_whole: word_level();
 }
 
-/// Random ids seldom spell a character, so text is cut into its bytes too.
+/// Random ids seldom form a character, so this test splits text into its bytes.
 #[test]
-fn characters_cut_into_bytes_come_out_whole() {
+fn characters_split_into_bytes_are_decoded_whole() {
     for case in [byte_level(), byte_fallback(false)] {
         proptest!(|(text in "\\PC{0,8}", cut in 0usize..4)| {
             let bytes = text.as_bytes();
@@ -149,7 +149,7 @@ fn id_of_byte(case: &Case, byte: u8) -> u32 {
             let token = case.ours.id_to_token(id).unwrap();
             token.chars().count() == 1 && case.reference.decode(&[id], false).unwrap().as_bytes() == [byte]
         });
-        // Bytes above 0x7F are no text alone: they stand in the alphabet's order.
+        // A byte above 0x7F is not text alone; the alphabet's order identifies it.
         spelled.unwrap_or_else(|| case.ours.token_to_id(&byte_level_char(byte).to_string()).unwrap())
     })
 }
@@ -164,7 +164,7 @@ fn byte_level_char(byte: u8) -> char {
 }
 
 #[test]
-fn a_character_waits_for_its_last_byte() {
+fn a_character_is_held_until_its_last_byte() {
     let case = byte_level();
     let mut detokenizer = Detokenizer::new(Arc::clone(&case.ours), true);
     let bytes: Vec<u32> = "😀".bytes().map(|byte| id_of_byte(&case, byte)).collect();
@@ -172,9 +172,9 @@ fn a_character_waits_for_its_last_byte() {
     assert_eq!(pieces, [None, None, None, Some("😀".to_owned())]);
     assert_eq!(detokenizer.finish(), "");
 
-    let mut cut_short = Detokenizer::new(Arc::clone(&case.ours), true);
-    assert_eq!(bytes[..3].iter().filter_map(|&id| cut_short.push(id)).count(), 0);
-    assert_eq!(cut_short.finish(), "\u{FFFD}");
+    let mut incomplete = Detokenizer::new(Arc::clone(&case.ours), true);
+    assert_eq!(bytes[..3].iter().filter_map(|&id| incomplete.push(id)).count(), 0);
+    assert_eq!(incomplete.finish(), "\u{FFFD}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The sampler against a plain formula in f64, written here from the door's words.
+//! Compares the sampler with a plain formula in f64, written from the documentation of `SamplingParams`.
 
 mod goldens;
 
@@ -9,7 +9,7 @@ use super::*;
 const VOCAB: usize = 50;
 const DRAWS: u64 = 6000;
 
-/// A row: prompt, output so far, settings.
+/// A row with prompt, output so far, and settings.
 fn row(prompt: &[u32], output: &[u32], sampling: &SamplingParams) -> Row {
     let mut row = Row::with_capacity(64);
     let prompt: Vec<TokenId> = prompt.iter().map(|&t| TokenId(t)).collect();
@@ -18,7 +18,7 @@ fn row(prompt: &[u32], output: &[u32], sampling: &SamplingParams) -> Row {
     row
 }
 
-/// Logits of some spread, a different set for each `n`.
+/// Random logits, a different set for each `n`.
 fn random_logits(n: u64) -> Vec<f32> {
     let normal = |i: u32| (0..12).map(|j| uniform(n + 1000, i * 12 + j)).sum::<f64>() - 6.0;
     (0..VOCAB as u32).map(|i| (2.0 * normal(i)) as f32).collect()
@@ -28,7 +28,7 @@ fn sampled(row: &Row, num_generated: u32, logits: &[f32]) -> SampledToken {
     choose(RowId(0), row, num_generated, &mut logits.to_vec())
 }
 
-/// Logits after penalties, bias and bans: one line a rule.
+/// Logits after penalties, bias and bans: one line for each rule.
 fn reference_logits(prompt: &[u32], output: &[u32], p: &SamplingParams, logits: &[f32]) -> Vec<f64> {
     let all = [prompt, output].concat();
     let adjusted = |(token, &logit): (usize, &f32)| {
@@ -56,7 +56,7 @@ fn softmax(logits: &[f64]) -> Vec<f64> {
     logits.iter().map(|x| (x - max).exp() / total).collect()
 }
 
-/// Keeps what `keep` says of each probability, and makes the rest sum to 1.
+/// Keeps the probabilities for which `keep` is true, and normalizes them.
 fn filtered(probabilities: &[f64], keep: impl Fn(f64) -> bool) -> Vec<f64> {
     let kept: Vec<f64> = probabilities.iter().map(|&p| if keep(p) { p } else { 0.0 }).collect();
     let total: f64 = kept.iter().sum();
@@ -87,8 +87,9 @@ fn reference(prompt: &[u32], output: &[u32], p: &SamplingParams, logits: &[f32])
     filtered(&probabilities, |x| x >= f64::from(p.min_p) * most)
 }
 
-/// Draws with many seeds and positions: never outside the support, and as often as `expected` says by Pearson's
-/// chi-square. Seeds are fixed, so the result is the same in every run; its allowance is 5 standard deviations.
+/// Draws with many seeds and positions. No draw may be outside the support, and frequencies must match `expected` by
+/// Pearson's chi-square. Seeds are fixed, so the result is the same in every run; the tolerance is 5 standard
+/// deviations.
 fn check_frequencies(
     what: &str,
     prompt: &[u32],
@@ -127,7 +128,7 @@ fn at(temperature: f32) -> SamplingParams {
     SamplingParams { temperature, ..SamplingParams::default() }
 }
 
-/// Every rule, alone and together.
+/// Every rule, alone and combined.
 fn settings() -> Vec<(&'static str, SamplingParams)> {
     let words = |words: &[&[u32]]| words.iter().map(|w| w.iter().map(|&t| TokenId(t)).collect()).collect::<Vec<_>>();
     let bias = vec![(TokenId(3), 2.5), (TokenId(7), -4.0), (TokenId(3), 0.5), (TokenId(VOCAB as u32 + 9), 1.0)];
@@ -238,7 +239,7 @@ fn top_p_is_right_where_more_tokens_are_kept_than_are_sorted_first() {
         let token = sampled(&row(&[1], &[], &SamplingParams { seed, ..params.clone() }), 0, &logits).token.0;
         lowest = lowest.min(logits[token as usize]);
     }
-    // 4000 draws from some 1900 kept tokens come close to the least likely one.
+    // 4000 draws from about 1900 kept tokens come close to the least likely one.
     assert!(lowest >= least && lowest < least + 0.01, "the lowest logit drawn is {lowest}, the bound {least}");
 }
 
@@ -253,7 +254,7 @@ fn a_draw_depends_on_logits_seed_and_output_position_alone() {
     assert_eq!(of(7), (0..40).map(|position| draw(7, position, &[9], 31)).collect::<Vec<_>>());
     assert_ne!(of(7), of(8));
     assert_ne!(of(7)[..20], of(7)[20..]);
-    // Neither neighbouring seeds nor neighbouring positions are shifted copies of each other.
+    // The sequences of neighbouring seeds or positions are not shifted copies of each other.
     assert_ne!(of(7)[1..], of(8)[..39]);
     assert_ne!(of(8)[1..], of(7)[..39]);
 }

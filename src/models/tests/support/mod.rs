@@ -1,4 +1,4 @@
-//! Drives a model on the CPU device without an engine: packs steps by hand, in one process.
+//! Runs a model on the CPU device without an engine: packs steps by hand, in one process.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -21,7 +21,7 @@ pub struct Runner {
     step: u64,
 }
 
-/// What one row is asked to do.
+/// The work of one row.
 #[derive(Clone)]
 pub struct Sequence {
     pub prompt: Vec<u32>,
@@ -31,7 +31,7 @@ pub struct Sequence {
     pub start: usize, // joins at this step
 }
 
-/// A sequence at work.
+/// A sequence that is running.
 struct Progress {
     computed: usize,
     output: Vec<SampledToken>,

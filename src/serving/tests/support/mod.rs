@@ -10,11 +10,14 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use futures::future::{BoxFuture, FutureExt as _};
+use generation::TextDecoder;
 use serving::{
-    Backend, BackendFactory, BatchedRequest, Changes, ControlMode, DataType, ErrorKind, InferError, InferRequest,
-    InferResponse, LoadRequest, Moment, Repeat, Respond, ResponseStream, Server, ServerConfig, Tensor, Update,
+    Backend, BackendFactory, BatchedRequest, ControlMode, DataType, DeltaInfo, DetokenizerModel, ErrorKind, InferError,
+    InferRequest, InferResponse, LoadRequest, Name, OutputDelta, ResponseSource, ResponseStream, Server, ServerConfig,
+    StreamItem, Tensor, TextModel, TextOutput, TextOutputs, Timestamp,
 };
 use tempfile::TempDir;
+use text::Tokenizer;
 use tokio::sync::Semaphore;
 
 pub const ECHO: &str = r#"backend: "echo"
@@ -87,7 +90,7 @@ impl World {
 
     pub fn server(&self, control_mode: ControlMode) -> Arc<Server> {
         let factory: Arc<dyn BackendFactory> = Arc::new(ScriptedFactory(self.script.clone()));
-        let names = ["echo", "pieces", "repeats", "rests", "gate", "join", "call", "rows", "sum"];
+        let names = ["echo", "pieces", "deltas", "decode", "gate", "join", "call", "rows", "sum"];
         let factories: HashMap<_, _> = names.map(|name| (name.to_owned(), factory.clone())).into();
         let repositories = vec![PathBuf::from(self.root.path())];
         let response_cache_bytes = 1 << 20;
@@ -148,20 +151,28 @@ impl Backend for Scripted {
                 Ok(ResponseStream::ready(InferResponse { outputs: echoed(&request), ..InferResponse::default() }))
             }
             "pieces" => Ok(self.pieces(&request)),
-            "repeats" => Ok(repeats(&request)),
-            "rests" => Ok(ResponseStream::begun_by(async |_| Some(Box::new(Rests(0)) as Box<dyn Respond>))),
+            "deltas" => Ok(ResponseStream::from_source(|_| Box::new(Deltas { next: 0, outputs: None }))),
             "gate" => Ok(self.gated(request)),
-            "join" | "call" => self.join(&request).map(ResponseStream::ready),
+            "join" => self.join(&request).map(ResponseStream::ready),
+            "decode" => Ok(ResponseStream::ready(decoded(&request))),
             kind => Err(InferError::new(ErrorKind::Unsupported, format!("no `{kind}`"))),
         }
     }
 
-    fn answers_at_once(&self) -> bool {
-        self.kind == "call"
+    fn text_model(&self) -> Option<TextModel> {
+        match self.kind.as_str() {
+            "deltas" => Some(TextModel::Generator),
+            "decode" => Some(TextModel::Detokenizer(DetokenizerModel {
+                decoder: TextDecoder { tokenizer: tokenizer(), skip_special_tokens: true },
+                is_nested: false,
+                passed_on: Arc::new([("CUM_LOG_PROBS".into(), "OUT_CUM_LOG_PROBS".into())]),
+            })),
+            _ => None,
+        }
     }
 
-    fn answer(&self, request: &InferRequest) -> Result<InferResponse, InferError> {
-        self.join(request)
+    fn infer_text(&self, _: InferRequest, outputs: TextOutputs) -> Result<ResponseStream, InferError> {
+        Ok(ResponseStream::from_source(|_| Box::new(Deltas { next: 0, outputs: Some(outputs) })))
     }
 
     fn num_instances(&self) -> usize {
@@ -252,6 +263,21 @@ fn joined(request: &InferRequest) -> InferResponse {
     InferResponse { outputs, ..InferResponse::default() }
 }
 
+/// The text of a generator's piece in the general way.
+fn decoded(request: &InferRequest) -> InferResponse {
+    let mut outputs = vec![Tensor { name: "OUTPUT".into(), ..request.input("TOKENS_BATCH").unwrap().clone() }];
+    let passed_on = request.input("CUM_LOG_PROBS").cloned();
+    outputs.extend(passed_on.map(|tensor| Tensor { name: "OUT_CUM_LOG_PROBS".into(), ..tensor }));
+    InferResponse { outputs, ..InferResponse::default() }
+}
+
+fn tokenizer() -> Arc<Tokenizer> {
+    let dir = tempfile::tempdir().unwrap();
+    let json = r#"{"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}"#;
+    fs::write(dir.path().join("tokenizer.json"), json).unwrap();
+    Arc::new(Tokenizer::from_dir(dir.path()).unwrap())
+}
+
 /// Adds its input to the sequence's state, and gives the sum back twice.
 fn summed(request: &InferRequest) -> InferResponse {
     let value = |name: &str| request.input(name).unwrap().to_f32().unwrap()[0];
@@ -278,47 +304,53 @@ pub fn text_of(tensor: &Tensor) -> String {
     String::from_utf8(tensor.to_byte_strings().unwrap()[0].to_vec()).unwrap()
 }
 
-/// Ten pieces beside the same note, told as what is new where that is taken, but for the first, the sixth and the last.
-fn repeats(request: &InferRequest) -> ResponseStream {
-    let text = text_of(request.input("text").unwrap());
-    ResponseStream::driven_by(async move |sender| {
-        for i in 0..10 {
-            let piece = Tensor::from_byte_strings("piece", &[1], &[format!("{text}#{i}")]);
-            if [0, 5, 9].contains(&i) || !sender.takes_updates() {
-                let outputs = vec![piece, Tensor::from_byte_strings("note", &[1], &["same"])];
-                let is_final = i == 9;
-                let may_be_repeated = !is_final;
-                sender.send(Ok(InferResponse { outputs, is_final, may_be_repeated, ..InferResponse::default() })).await;
-            } else {
-                let mut changes = Changes::default();
-                changes.put(0, piece.data);
-                sender.send_again(changes).await;
-            }
-        }
-    })
+/// Ten pieces beside the same note: complete responses, and deltas where they are accepted. The last delta of each two says
+/// that nothing follows it now.
+struct Deltas {
+    next: i32,
+    /// Those of a text ensemble; their text is the piece.
+    outputs: Option<TextOutputs>,
 }
 
-/// Ten pieces beside the same note; behind each second one that repeats the first, it says that nothing follows now.
-struct Rests(i32);
-
-impl Respond for Rests {
-    fn poll_respond(
+impl ResponseSource for Deltas {
+    fn poll_next(
         &mut self,
-        takes_updates: bool,
-        told: &mut Changes,
+        accepts_deltas: bool,
+        delta: &mut OutputDelta,
         _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Update, InferError>>> {
-        assert!(takes_updates);
-        let i = self.0;
-        self.0 += 1;
-        let piece = Tensor::from_byte_strings("piece", &[1], &[format!("#{i}")]);
-        if (1..9).contains(&i) {
-            told.put(0, piece.data);
-            return Poll::Ready(Some(Ok(Update::Again(Repeat::new(Moment::now(), i % 2 == 0)))));
+    ) -> Poll<Option<Result<StreamItem, InferError>>> {
+        let i = self.next;
+        self.next += 1;
+        let piece = Tensor::from_byte_strings("output_ids", &[1], &[format!("#{i}")]);
+        if let Some(outputs) = &mut self.outputs
+            && i < 10
+        {
+            outputs.calls.count(1000);
         }
-        let outputs = vec![piece, Tensor::from_byte_strings("note", &[1], &["same"])];
-        let (is_final, may_be_repeated) = (i == 9, i == 0);
-        let response = InferResponse { outputs, is_final, may_be_repeated, ..InferResponse::default() };
+        if (1..9).contains(&i) && accepts_deltas {
+            let is_text = |(_, output): &(Name, TextOutput)| matches!(output, TextOutput::Text);
+            let text = self.outputs.as_ref().and_then(|text| text.outputs.iter().position(is_text));
+            delta.set(text.unwrap_or(0), piece.data);
+            let now = Timestamp::now();
+            return Poll::Ready(Some(Ok(StreamItem::Delta(DeltaInfo {
+                is_drained: i % 2 == 0,
+                computed: now,
+                observed: now,
+            }))));
+        }
+        let note = Tensor::from_byte_strings("cum_log_probs", &[1], &["same"]);
+        let outputs = match &self.outputs {
+            None => vec![piece, note],
+            Some(text) => {
+                let output = |(name, output): &(Name, TextOutput)| match output {
+                    TextOutput::Text => Tensor { name: name.clone(), ..piece.clone() },
+                    TextOutput::Given(tensor) => Tensor { name: name.clone(), ..tensor.clone() },
+                    TextOutput::Generated(_) => Tensor { name: name.clone(), ..note.clone() },
+                };
+                text.outputs.iter().map(output).collect()
+            }
+        };
+        let response = InferResponse { outputs, is_final: i == 9, allows_delta: i < 9, ..InferResponse::default() };
         Poll::Ready((i < 10).then(|| Ok(response.into())))
     }
 }

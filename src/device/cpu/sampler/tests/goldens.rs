@@ -1,10 +1,11 @@
-//! The sampler against transformers' logits processors on random logits (`scripts/goldens/make_sampling_goldens.py`).
+//! Compares the sampler with the logits processors of transformers on random logits
+//! (`scripts/goldens/make_sampling_goldens.py`).
 
 use serde_json::Value;
 
 use super::*;
 
-/// What all cases share.
+/// The tokens that all cases share.
 struct Sequence {
     prompt: Vec<u32>,
     output: Vec<u32>,
@@ -15,7 +16,7 @@ struct Golden {
     what: String,
     params: SamplingParams,
     logits: Vec<f32>,
-    /// After all processors; `None` where a token cannot be chosen.
+    /// After all processors; `None` if a token cannot be chosen.
     scores: Vec<Option<f64>>,
     log_probs: Vec<f64>,
 }

@@ -1,0 +1,541 @@
+//! What happens to one request: its wait for a replica, then its sequences' events, and their cancellation when it is dropped.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+
+use engine::{BlockUsage, DraftUsage, FinishReason, RowId, SampledToken, SequenceId, TokenEvent};
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
+use generation::{Delta, GenerateEvent, Logits, LogitsPosition, Tokens};
+use serving::{ErrorKind, Generation, InferError, Name, Timestamp};
+use smallvec::{SmallVec, smallvec};
+use supervision::LogitsPlace;
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+
+use super::event_queue::{self, WeakSender};
+use super::inbox::{Message, OneToken, RequestEvent};
+use super::logits::LogitsCharge;
+use super::router::Admission;
+use super::text_stop::TextStop;
+use super::timing::Timing;
+
+/// The error of a request whose model is unloaded while it runs.
+const UNLOADED: &str = "the model was unloaded while the request ran";
+
+/// How to stop requests in flight, by the client's request id.
+pub(crate) type ById = Arc<Mutex<HashMap<Name, Arc<Stop>>>>;
+
+/// Stops a request when its client asks for it.
+pub(crate) struct Stop {
+    events: WeakSender,
+    is_sent: AtomicBool,
+}
+
+impl Stop {
+    pub(crate) fn new(events: WeakSender) -> Self {
+        Self { events, is_sent: AtomicBool::new(false) }
+    }
+
+    /// Sends the request its stop: once, however often a client asks.
+    pub(crate) fn send(&self) {
+        if !self.is_sent.swap(true, Ordering::Relaxed) {
+            self.events.send(RequestEvent::Stop);
+        }
+    }
+}
+
+/// A request on its way to a replica.
+pub(crate) struct Pending {
+    pub(crate) admission: Admission,
+    /// The message for the replica that takes the request, until it is sent.
+    pub(crate) submit: Option<Message>,
+    /// How long it may wait. When the flag is false, it goes on waiting then, behind others.
+    pub(crate) timeout: Option<(Instant, bool)>,
+}
+
+impl Pending {
+    /// Sends the request to the replica that has a place for it. False when the model is being unloaded.
+    pub(crate) fn submit_if_placed(&mut self) -> bool {
+        match (&self.admission, self.submit.take()) {
+            (Admission::Placed(place), Some(submit)) => place.replica().inbox.send(submit),
+            (_, submit) => {
+                self.submit = submit;
+                true
+            }
+        }
+    }
+
+    /// Sends a message to the replica that has the request.
+    fn send(&self, message: Message) {
+        if let Admission::Placed(place) = &self.admission {
+            place.replica().inbox.send(message);
+        }
+    }
+
+    /// Waits until a replica has a place for the request.
+    async fn wait(&mut self, events: &mut event_queue::Receiver) -> Waited {
+        loop {
+            let Self { admission, timeout, .. } = self;
+            let ticket = match admission {
+                Admission::Queued(ticket) => ticket,
+                Admission::Placed(_) => return Waited::Placed,
+            };
+            tokio::select! {
+                place = ticket.place() => {
+                    *admission = Admission::Placed(place);
+                    if !self.submit_if_placed() {
+                        return Waited::Failed(InferError::new(ErrorKind::Unavailable, UNLOADED));
+                    }
+                }
+                Some(RequestEvent::Stop) = events.receive() => return Waited::Stopped,
+                rejects = expired(*timeout) => match rejects {
+                    true => return Waited::Failed(InferError::unavailable("Request timeout expired")),
+                    false => {
+                        ticket.delay();
+                        *timeout = None;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// How the wait for a replica ended.
+enum Waited {
+    Placed,
+    /// The client stopped the request.
+    Stopped,
+    Failed(InferError),
+}
+
+/// What a stream of events is made of.
+pub(crate) struct Generating {
+    pub(crate) client_id: Name,
+    pub(crate) pending: Pending,
+    pub(crate) by_id: ById,
+    pub(crate) stop: Arc<Stop>,
+    /// Counts requests in flight.
+    pub(crate) in_flight: Arc<watch::Sender<usize>>,
+    /// Held until the request has ended.
+    pub(crate) _logits: Option<LogitsCharge>,
+    pub(crate) timing: Timing,
+    /// One for each sequence, where there are stop words.
+    pub(crate) text_stops: Vec<TextStop>,
+    /// Known once a replica has accepted the request. A beam search is one sequence for all of its beams.
+    pub(crate) sequences: SmallVec<[SequenceId; 1]>,
+    /// Which sequences, or beams, have ended.
+    pub(crate) ended: SmallVec<[bool; 8]>,
+    /// Its sequences are cancelled as soon as they are known.
+    pub(crate) is_cancelled: bool,
+    /// Events that come before the next one of the queue.
+    pub(crate) ready: VecDeque<GenerateEvent>,
+}
+
+impl Generating {
+    /// Waits until a replica has the request.
+    async fn wait(mut self, mut events: event_queue::Receiver) -> (Self, event_queue::Receiver, Waited) {
+        let waited = self.pending.wait(&mut events).await;
+        (self, events, waited)
+    }
+
+    /// The replica that has the request counts it from now on.
+    fn placed(&mut self) {
+        if let Admission::Placed(place) = &self.pending.admission {
+            self.timing.taken_by(&place.replica().shared);
+        }
+    }
+
+    /// Counts the end of a request that no replica had.
+    fn end_unplaced(&mut self, reason: Option<FinishReason>) {
+        self.ended.iter_mut().for_each(|ended| *ended = true);
+        self.ended.iter().for_each(|_| self.timing.ended(reason));
+    }
+
+    /// What nearly all events are: one token of a sequence that goes on, which nothing holds back.
+    fn one_token(&mut self, token: &OneToken, is_drained: bool) -> Option<Delta> {
+        if !self.text_stops.is_empty() || self.ended.len() > self.sequences.len() {
+            return None;
+        }
+        let index = self.index_of(token.sequence).filter(|&index| !self.ended[index])?;
+        let &OneToken { row, token, logprob, blocks, drafts, at, .. } = token;
+        self.timing.tokens(index, 1, blocks, at);
+        let tokens = smallvec![SampledToken { row, token, logprob, top: Vec::new() }];
+        Some(Delta { index, tokens, at, finished: None, blocks, drafts, cum_log_prob: None, is_drained })
+    }
+
+    /// Takes the next event of the queue; what follows from it is in `ready`.
+    ///
+    /// # Errors
+    /// The error that ends the request.
+    fn take(&mut self, event: Option<RequestEvent>, is_drained: bool) -> Result<(), InferError> {
+        match event {
+            Some(RequestEvent::Token(token)) => {
+                let (event, at) = token.open();
+                self.take_tokens(event, at, is_drained);
+            }
+            Some(RequestEvent::Tokens(event, at)) => self.take_tokens(*event, at, is_drained),
+            Some(RequestEvent::Accepted(sequences)) => {
+                self.sequences = sequences.into();
+                if self.is_cancelled {
+                    self.cancel();
+                }
+            }
+            Some(RequestEvent::Logits(piece)) => {
+                let Some(index) = self.index_of(piece.sequence) else { return Ok(()) };
+                let position = match piece.place {
+                    LogitsPlace::Context(position) => LogitsPosition::Prompt(position),
+                    LogitsPlace::Generation(token) => LogitsPosition::Output(token),
+                };
+                let (first_token, values) = (piece.first_token, piece.values);
+                self.ready.push_back(GenerateEvent::Logits(Logits { index, position, first_token, values }));
+            }
+            Some(RequestEvent::Joined { sequence, at, start }) => {
+                if let Some(index) = self.index_of(sequence) {
+                    self.timing.joined(index, at, start);
+                    self.ready.push_back(GenerateEvent::Scheduled { index, at });
+                }
+            }
+            Some(RequestEvent::Stop) => self.cancel(),
+            Some(RequestEvent::Failed(error)) => {
+                self.ended.iter().filter(|ended| !**ended).for_each(|_| self.timing.ended(None));
+                return Err(error);
+            }
+            None => return Err(InferError::new(ErrorKind::Unavailable, UNLOADED)),
+        }
+        Ok(())
+    }
+
+    fn has_ended(&self) -> bool {
+        self.ended.iter().all(|&ended| ended)
+    }
+
+    fn index_of(&self, sequence: SequenceId) -> Option<usize> {
+        self.sequences.iter().position(|&known| known == sequence)
+    }
+
+    /// Takes new tokens of a sequence, or its end.
+    fn take_tokens(&mut self, event: TokenEvent, at: Timestamp, is_drained: bool) {
+        let Some(index) = self.index_of(event.sequence) else { return };
+        if self.ended[index] {
+            return; // Chosen before the engine knew of a stop word in the text.
+        }
+        let beam_tokens: usize = event.beams.iter().map(|beam| beam.tokens.len()).sum();
+        self.timing.tokens(index, (event.tokens.len() + beam_tokens) as u64, event.blocks, at);
+        if event.finished.is_some() {
+            self.timing.ended(event.finished);
+        }
+        if !event.beams.is_empty() || self.ended.len() > self.sequences.len() {
+            self.take_beams(event, at);
+            return;
+        }
+        let TokenEvent { sequence, tokens, mut finished, blocks, drafts, .. } = event;
+        let tokens = match self.text_stops.get_mut(index) {
+            None => tokens,
+            Some(text_stop) => {
+                let mut free = Tokens::new();
+                if text_stop.push(tokens, finished.is_some(), &mut free) && finished.is_none() {
+                    finished = Some(FinishReason::StopWord);
+                    self.timing.ended(finished);
+                    self.pending.send(Message::Finish(sequence));
+                }
+                free
+            }
+        };
+        self.ended[index] = finished.is_some();
+        let delta = Delta { index, tokens, at, finished, blocks, drafts, cum_log_prob: None, is_drained };
+        self.ready.push_back(GenerateEvent::Delta(delta));
+    }
+
+    /// Takes all beams at once, when their search has ended; empty ones when it was cancelled.
+    fn take_beams(&mut self, event: TokenEvent, at: Timestamp) {
+        if event.finished.is_none() {
+            return;
+        }
+        let mut beams = event.beams.into_iter();
+        for index in 0..self.ended.len() {
+            let beam = beams.next();
+            let cum_log_prob = beam.as_ref().map(|beam| beam.cum_log_prob);
+            let sampled =
+                |(token, logprob)| SampledToken { row: RowId(0), token, logprob: Some(logprob), top: Vec::new() };
+            let tokens = beam.into_iter().flat_map(|beam| beam.tokens).map(sampled).collect();
+            // Blocks belong to the search, so they count once.
+            let blocks = if index == 0 { event.blocks } else { BlockUsage::default() };
+            self.ended[index] = true;
+            let (finished, drafts) = (event.finished, event.drafts);
+            let delta = Delta { index, tokens, at, finished, blocks, drafts, cum_log_prob, is_drained: false };
+            self.ready.push_back(GenerateEvent::Delta(delta));
+        }
+    }
+
+    /// Has the replica end what has not ended; sequences that are not known yet, once they are.
+    fn cancel(&mut self) {
+        self.is_cancelled = true;
+        for (&sequence, _) in self.sequences.iter().zip(&self.ended).filter(|(_, ended)| !**ended) {
+            self.pending.send(Message::Cancel(sequence));
+        }
+    }
+}
+
+impl Drop for Generating {
+    fn drop(&mut self) {
+        if let Admission::Queued(_) = self.pending.admission
+            && !self.has_ended()
+        {
+            self.end_unplaced(Some(FinishReason::Cancelled)); // The client left before a replica had the request.
+        }
+        let mut by_id = ipc::lock(&self.by_id);
+        if by_id.get(&self.client_id).is_some_and(|stop| Arc::ptr_eq(stop, &self.stop)) {
+            by_id.remove(&self.client_id);
+        }
+        drop(by_id);
+        self.in_flight.send_modify(|count| *count -= 1);
+    }
+}
+
+/// The events of one request. When it is dropped before the end, its sequences are cancelled.
+pub(crate) struct GenerateStream {
+    running: Option<(Generating, event_queue::Receiver)>,
+    /// Until a replica has the request.
+    waiting: Option<BoxFuture<'static, (Generating, event_queue::Receiver, Waited)>>,
+    /// The last events, once the request has ended; then the error.
+    last: VecDeque<GenerateEvent>,
+    error: Option<InferError>,
+    /// Where the request's time went, once it has ended.
+    generation: Option<Generation>,
+    /// Where a request whose client has left is followed to its end.
+    runtime: Handle,
+}
+
+impl GenerateStream {
+    /// The stream of what comes by `events`.
+    pub(crate) fn new(mut request: Generating, events: event_queue::Receiver) -> Self {
+        let (mut running, mut waiting) = (None, None);
+        match request.pending.admission {
+            Admission::Placed(_) => {
+                request.placed();
+                running = Some((request, events));
+            }
+            Admission::Queued(_) => waiting = Some(request.wait(events).boxed()),
+        }
+        let (last, error, generation) = Default::default();
+        Self { running, waiting, last, error, generation, runtime: Handle::current() }
+    }
+
+    /// Where the request's time has gone so far; `None` while it waits for a replica.
+    pub(crate) fn generation(&self) -> Option<Generation> {
+        match &self.running {
+            Some((request, _)) => Some(request.timing.generation()),
+            None => self.generation,
+        }
+    }
+
+    /// The next event; `None` after the last.
+    pub(crate) fn poll_event(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<GenerateEvent, InferError>>> {
+        if let Some(waiting) = &mut self.waiting {
+            let (request, events, waited) = ready!(waiting.poll_unpin(context));
+            self.waiting = None;
+            self.waited(request, events, waited);
+        }
+        while let Some((request, events)) = &mut self.running {
+            if let Some(event) = request.ready.pop_front() {
+                return Poll::Ready(Some(Ok(event)));
+            }
+            let received = ready!(events.poll_receive(context));
+            let is_drained = received.as_ref().is_some_and(|it| it.is_drained);
+            let event = received.map(|it| it.event);
+            if let Some(RequestEvent::Token(token)) = &event
+                && let Some(delta) = request.one_token(token, is_drained)
+            {
+                return Poll::Ready(Some(Ok(GenerateEvent::Delta(delta))));
+            }
+            let error = request.take(event, is_drained).err();
+            if error.is_some() || request.has_ended() {
+                self.last = std::mem::take(&mut request.ready);
+                (self.error, self.generation) = (error, Some(request.timing.generation()));
+                self.running = None;
+            }
+        }
+        Poll::Ready(match self.last.pop_front() {
+            Some(event) => Some(Ok(event)),
+            None => self.error.take().map(Err),
+        })
+    }
+
+    /// The wait for a replica is over.
+    fn waited(&mut self, mut request: Generating, events: event_queue::Receiver, waited: Waited) {
+        match waited {
+            Waited::Placed => {
+                request.placed();
+                self.running = Some((request, events));
+                return;
+            }
+            Waited::Stopped => {
+                request.end_unplaced(Some(FinishReason::Cancelled));
+                self.last = (0..request.ended.len()).map(cancelled).collect();
+            }
+            Waited::Failed(error) => {
+                request.end_unplaced(None);
+                self.error = Some(error);
+            }
+        }
+        self.generation = Some(request.timing.generation());
+    }
+}
+
+/// The end of a sequence that never ran.
+fn cancelled(index: usize) -> GenerateEvent {
+    let finished = Some(FinishReason::Cancelled);
+    let (tokens, at, blocks, drafts) = (Tokens::new(), Timestamp::now(), BlockUsage::default(), DraftUsage::default());
+    GenerateEvent::Delta(Delta { index, tokens, at, finished, blocks, drafts, cum_log_prob: None, is_drained: false })
+}
+
+impl Drop for GenerateStream {
+    /// Follows a request whose client has left to its end, so that it is counted.
+    fn drop(&mut self) {
+        let Some((mut request, mut events)) = self.running.take() else { return };
+        request.cancel();
+        self.runtime.spawn(async move {
+            while !request.has_ended() {
+                let event = events.receive().await;
+                if request.take(event, false).is_err() {
+                    break;
+                }
+                request.ready.clear();
+            }
+        });
+    }
+}
+
+/// Resolves when the request has waited as long as it may: whether it is then refused.
+async fn expired(timeout: Option<(Instant, bool)>) -> bool {
+    match timeout {
+        Some((at, rejects)) => {
+            tokio::time::sleep_until(at.into()).await;
+            rejects
+        }
+        None => std::future::pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::task::Waker;
+
+    use engine::TokenId;
+    use serving::{OutputDelta, ResponseStream, StreamItem, Timestamp};
+
+    use super::super::event_queue::tests::Count;
+    use super::super::inbox::Inbox;
+    use super::super::llm_stream::LlmStream;
+    use super::super::outputs;
+    use super::super::router::{Replica, Router};
+    use super::super::step_thread::Shared;
+    use super::*;
+
+    const SEQUENCE: SequenceId = SequenceId(7);
+
+    fn token(id: u32, finished: Option<FinishReason>) -> RequestEvent {
+        let token = SampledToken { row: RowId(0), token: TokenId(id), logprob: None, top: Vec::new() };
+        let (blocks, drafts) = (BlockUsage::default(), DraftUsage::default());
+        let tokens = [token].into_iter().collect();
+        let event = TokenEvent { sequence: SEQUENCE, tokens, finished, blocks, drafts, beams: Vec::new() };
+        RequestEvent::of(event, Timestamp::now())
+    }
+
+    /// A request of one sequence that a replica has taken: its responses, with deltas accepted, and where its events go.
+    fn running() -> (ResponseStream, event_queue::Sender, Arc<Shared>) {
+        let shared = Arc::new(Shared::default());
+        shared.ready.store(true, Ordering::Release);
+        shared.stats.lock().unwrap().num_blocks = 100;
+        let replica = Replica { inbox: Inbox::new().0, shared: Arc::clone(&shared) };
+        let router = Arc::new(Router::new(vec![replica], 4, 4, 16));
+        let admission = router.admit(&[TokenId(1)], 1, 0).unwrap();
+        let (events, receiver) = event_queue::event_queue();
+        let mut stream = ResponseStream::from_source(|progress| {
+            let generating = Generating {
+                client_id: Name::default(),
+                pending: Pending { admission, submit: None, timeout: None },
+                by_id: ById::default(),
+                stop: Arc::new(Stop::new(events.downgrade())),
+                in_flight: Arc::new(watch::Sender::new(1)),
+                _logits: None,
+                timing: Timing::new(&shared, 16, 1, 1),
+                text_stops: Vec::new(),
+                sequences: SmallVec::new(),
+                ended: smallvec![false],
+                is_cancelled: false,
+                ready: VecDeque::new(),
+            };
+            let events = GenerateStream::new(generating, receiver);
+            Box::new(LlmStream { events, responses: outputs::tests::streaming(), progress })
+        });
+        stream.accept_deltas();
+        events.send(RequestEvent::Accepted(vec![SEQUENCE]));
+        events.send(RequestEvent::Joined { sequence: SEQUENCE, at: Timestamp::now(), start: 0 });
+        (stream, events, shared)
+    }
+
+    #[tokio::test]
+    async fn a_delta_says_that_nothing_follows_it_and_the_next_token_wakes_the_reader() {
+        let (mut stream, events, shared) = running();
+        let woken = Arc::<Count>::default();
+        let waker = Waker::from(Arc::clone(&woken));
+        let mut delta = OutputDelta::default();
+        let mut poll = || stream.poll_item(&mut delta, &mut Context::from_waker(&waker));
+        let num_woken = || woken.0.load(Ordering::SeqCst);
+        assert!(poll().is_pending());
+        events.send(token(10, None));
+        assert_eq!(num_woken(), 1);
+        assert!(matches!(poll(), Poll::Ready(Some(Ok(StreamItem::Response(_))))));
+        assert!(poll().is_pending());
+        for id in 11..20 {
+            events.send(token(id, None));
+            assert_eq!(num_woken(), id as usize - 9, "a wake-up was lost");
+            let Poll::Ready(Some(Ok(StreamItem::Delta(info)))) = poll() else { panic!("{id}") };
+            assert!(info.is_drained, "{id}");
+        }
+        for id in 20..23 {
+            events.send(token(id, None));
+        }
+        assert_eq!(num_woken(), 11);
+        for is_drained in [false, false, true] {
+            let Poll::Ready(Some(Ok(StreamItem::Delta(info)))) = poll() else { panic!("three have come") };
+            assert_eq!(info.is_drained, is_drained);
+        }
+        events.send(token(23, None));
+        events.send(token(24, Some(FinishReason::Length)));
+        assert_eq!(num_woken(), 12);
+        let Poll::Ready(Some(Ok(StreamItem::Delta(info)))) = poll() else { panic!("one and the last have come") };
+        assert!(!info.is_drained);
+        assert!(matches!(poll(), Poll::Ready(Some(Ok(StreamItem::Response(response)))) if response.is_final));
+        assert!(matches!(poll(), Poll::Ready(None)));
+        let generation = stream.generation().unwrap();
+        assert_eq!(generation.output_tokens, 15);
+        assert!(generation.decode > std::time::Duration::ZERO);
+        drop(stream);
+        let values = shared.figures.read();
+        assert_eq!((values.inter_token.count, values.output_tokens.sum), (14, 15.0));
+    }
+
+    #[tokio::test]
+    async fn what_was_not_read_is_counted_when_the_client_leaves() {
+        let (mut stream, events, shared) = running();
+        let mut delta = OutputDelta::default();
+        let mut poll = || stream.poll_item(&mut delta, &mut Context::from_waker(Waker::noop()));
+        events.send(token(10, None));
+        events.send(token(11, None));
+        events.send(token(12, Some(FinishReason::Length)));
+        assert!(matches!(poll(), Poll::Ready(Some(Ok(StreamItem::Response(_))))));
+        assert!(matches!(poll(), Poll::Ready(Some(Ok(StreamItem::Delta(_))))));
+        drop(stream);
+        while !events.is_closed() {
+            tokio::task::yield_now().await;
+        }
+        let values = shared.figures.read();
+        assert_eq!((values.ends.iter().sum::<u64>(), values.output_tokens.sum), (1, 3.0));
+    }
+}

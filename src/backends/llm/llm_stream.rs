@@ -1,0 +1,74 @@
+//! The events of a request as the responses of its model.
+
+use std::task::{Context, Poll, ready};
+
+use generation::GenerateEvent;
+use serving::{DeltaInfo, InferError, OutputDelta, ProgressReporter, ResponseSource, StreamItem};
+
+use super::generate::GenerateStream;
+use super::outputs::{Answer, Responses};
+
+/// The responses to one request.
+pub(crate) struct LlmStream {
+    pub(crate) events: GenerateStream,
+    pub(crate) responses: Responses,
+    pub(crate) progress: ProgressReporter,
+}
+
+impl LlmStream {
+    /// Reports where the request's time went. Deltas are not reported one by one.
+    fn report(&self) {
+        if let Some(generation) = self.events.generation() {
+            self.progress.report(generation);
+        }
+    }
+}
+
+impl ResponseSource for LlmStream {
+    fn poll_next(
+        &mut self,
+        accepts_deltas: bool,
+        output: &mut OutputDelta,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<StreamItem, InferError>>> {
+        loop {
+            let event = match ready!(self.events.poll_event(context)) {
+                Some(Ok(event)) => event,
+                Some(Err(error)) => {
+                    self.report();
+                    return Poll::Ready(Some(Err(error)));
+                }
+                None => return Poll::Ready(None),
+            };
+            match event {
+                GenerateEvent::Scheduled { index, at } => {
+                    self.progress.mark_scheduled();
+                    self.responses.scheduled(index, at);
+                    self.report();
+                }
+                GenerateEvent::Logits(logits) => self.responses.keep_logits(logits),
+                GenerateEvent::Delta(mut delta) => {
+                    let (at, is_drained) = (delta.at, delta.is_drained);
+                    match self.responses.push(&mut delta, accepts_deltas, output) {
+                        None => {}
+                        Some(Answer::Delta(observed)) => {
+                            let info = DeltaInfo { is_drained, computed: at, observed };
+                            return Poll::Ready(Some(Ok(StreamItem::Delta(info))));
+                        }
+                        Some(Answer::Response(response)) => {
+                            self.report();
+                            self.progress.computed_at(at.into());
+                            return Poll::Ready(Some(Ok(StreamItem::Response(response))));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Drop for LlmStream {
+    fn drop(&mut self) {
+        self.report();
+    }
+}

@@ -1,0 +1,339 @@
+//! The [`Device`] interface of the CPU device.
+
+use engine::{CopiedBlock, RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
+use kernels::cpu::{self as k, Buffer, KvCache};
+
+use super::group::Group;
+use super::linear::Linear;
+use super::weights::CpuWeight;
+use super::{Cache, CpuDevice, CpuTensor, estimate, gate, out_of_range, weights};
+use crate::{
+    Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
+    TensorParallel, WeightSlice,
+};
+
+impl Device for CpuDevice {
+    type Weight = CpuWeight;
+    type Tensor = CpuTensor;
+
+    fn tensor_parallel(&self) -> TensorParallel {
+        self.group.as_ref().map_or(TensorParallel { rank: 0, size: 1 }, Group::tensor_parallel)
+    }
+
+    fn pipeline_stage(&self) -> PipelineStage {
+        self.pipeline.as_ref().map_or(PipelineStage::WHOLE, |pipeline| pipeline.stage)
+    }
+
+    fn features(&self) -> &'static [Feature] {
+        Self::FEATURES
+    }
+
+    fn load_linear(
+        &mut self,
+        role: LinearRole,
+        parts: &[WeightSlice<'_>],
+        bias: &[WeightSlice<'_>],
+    ) -> Result<CpuWeight, DeviceError> {
+        let matrix = weights::matrix(parts, bias)?;
+        let linear = self.add_linear(matrix, role == LinearRole::Head);
+        if role == LinearRole::Head {
+            self.exchange_vocabulary_offsets(parts[0].rows.clone())?;
+        }
+        Ok(CpuWeight::Linear(linear))
+    }
+
+    fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<CpuWeight, DeviceError> {
+        let matrix = weights::matrix(&[table], &[])?;
+        self.weights_bytes += matrix.bytes() as u64;
+        Ok(CpuWeight::Matrix { matrix, first_row: first_token as usize })
+    }
+
+    fn tie_head(&mut self, embedding: &CpuWeight) -> Result<CpuWeight, DeviceError> {
+        let (matrix, first_row) = embedding.matrix();
+        let linear = self.add_linear(matrix.clone(), true);
+        if let Linear::Plain(matrix) = &linear {
+            self.weights_bytes -= matrix.bytes() as u64; // Counted once for both.
+        }
+        self.exchange_vocabulary_offsets(first_row..first_row + matrix.rows())?;
+        Ok(CpuWeight::Linear(linear))
+    }
+
+    fn load_vector(&mut self, vector: WeightSlice<'_>) -> Result<CpuWeight, DeviceError> {
+        let vector = weights::vector(&vector)?;
+        self.weights_bytes += size_of_val(&*vector) as u64;
+        Ok(CpuWeight::Vector(vector))
+    }
+
+    fn load_layer_norm(&mut self, weight: WeightSlice<'_>, bias: WeightSlice<'_>) -> Result<CpuWeight, DeviceError> {
+        let (weight, bias) = (weights::vector(&weight)?, weights::vector(&bias)?);
+        self.weights_bytes += (size_of_val(&*weight) + size_of_val(&*bias)) as u64;
+        Ok(CpuWeight::LayerNorm { weight, bias })
+    }
+
+    fn load_positions(&mut self, table: WeightSlice<'_>) -> Result<CpuWeight, DeviceError> {
+        let matrix = weights::matrix(&[table], &[])?;
+        self.weights_bytes += matrix.bytes() as u64;
+        Ok(CpuWeight::Matrix { matrix, first_row: 0 })
+    }
+
+    fn tensor(&mut self, cols: usize) -> Result<CpuTensor, DeviceError> {
+        let data = Buffer::new(self.config.limits.max_tokens * cols);
+        self.workspace_bytes += size_of_val(&*data) as u64;
+        Ok(CpuTensor { data, cols })
+    }
+
+    fn memory_plan(&self, attention: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
+        let block_bytes = estimate::block_bytes(attention, self.kv_type()) as u64;
+        let workers = u64::from(self.tensor_parallel().size);
+        let kv_bytes = self.config.kv_memory_bytes.unwrap_or_else(|| weights::available_memory() / 2 / workers);
+        Ok(MemoryPlan {
+            weights_bytes: self.weights_bytes,
+            workspace_bytes: self.workspace_bytes + self.projection.bytes() as u64,
+            block_bytes,
+            max_blocks: (kv_bytes / block_bytes) as usize,
+        })
+    }
+
+    fn allocate_cache(&mut self, attention: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError> {
+        let (head_dim, block_size) = (attention.head_dim, attention.block_size);
+        let unsupported = |what: &str, found: usize, expected: &str| {
+            Err(DeviceError::Unsupported { what: what.into(), found: found.to_string(), expected: expected.into() })
+        };
+        if !head_dim.is_multiple_of(8) || head_dim > 256 {
+            return unsupported("head dim", head_dim, "multiples of 8 up to 256");
+        }
+        if block_size == 0 || !block_size.is_multiple_of(16) {
+            return unsupported("block size", block_size, "multiples of 16");
+        }
+        let needed_bytes = self.memory_plan(attention)?.block_bytes * num_blocks as u64;
+        let free_bytes = weights::available_memory();
+        if needed_bytes > free_bytes {
+            let what = format!("{num_blocks} KV blocks");
+            return Err(DeviceError::OutOfMemory { device: "cpu".into(), what, needed_bytes, free_bytes });
+        }
+        let (layers, kv_heads) = (attention.num_layers, attention.num_kv_heads);
+        let kv = KvCache::new(self.kv_type(), layers, num_blocks, kv_heads, block_size, head_dim);
+        self.cache = Some(Cache { kv, spec: attention.clone(), num_blocks });
+        Ok(())
+    }
+
+    fn join_row(
+        &mut self,
+        row: RowId,
+        tokens: &[TokenId],
+        num_prompt_tokens: u32,
+        sampling: &SamplingParams,
+    ) -> Result<(), DeviceError> {
+        let max_rows = self.config.limits.max_rows;
+        let state = self.rows.get_mut(row.0 as usize).ok_or_else(|| out_of_range("row", row.0, max_rows))?;
+        state.join(tokens, num_prompt_tokens, sampling);
+        Ok(())
+    }
+
+    fn revise(&mut self, revised: &[RevisedRow], copied: &[CopiedBlock]) -> Result<(), DeviceError> {
+        self.revise_rows(revised)?;
+        self.copy_blocks(copied)
+    }
+
+    fn take_logits(&mut self) -> Vec<Vec<f32>> {
+        std::mem::take(&mut self.reported)
+    }
+
+    fn run_step(
+        &mut self,
+        inputs: &StepInputs,
+        forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        self.inputs.clone_from(inputs);
+        self.check_inputs()?;
+        self.resolve_tokens()?;
+        forward(self)
+    }
+
+    fn collect(&mut self, _wait: bool) -> Result<Option<Vec<SampledToken>>, DeviceError> {
+        Ok(self.results.pop_front())
+    }
+
+    fn embed(&mut self, out: &mut CpuTensor, table: &CpuWeight) -> Result<(), DeviceError> {
+        let (matrix, first_row) = table.matrix();
+        let width = out.cols;
+        let out = out.rows_mut(self.token_ids.len());
+        for (out, token) in out.chunks_exact_mut(width).zip(&self.token_ids) {
+            match (*token as usize).checked_sub(first_row).filter(|row| *row < matrix.rows()) {
+                Some(row) => matrix.read_row(row, out),
+                None => out.fill(0.0),
+            }
+        }
+        let Some(group) = &mut self.group else { return Ok(()) };
+        let mine = out.to_vec();
+        group.exchange_rows("summing embeddings", &mine, width, |rows, parts| {
+            let out = &mut out[rows.start * width..rows.end * width];
+            for (index, out) in out.iter_mut().enumerate() {
+                *out = parts.iter().map(|part| part[index]).sum();
+            }
+        })
+    }
+
+    fn rms_norm(
+        &mut self,
+        out: &mut CpuTensor,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        let tokens = self.num_tokens();
+        k::norm(&mut self.pool, out.rows_mut(tokens), x.rows(tokens), weight.norm(), eps);
+        Ok(())
+    }
+
+    fn layer_norm(
+        &mut self,
+        out: &mut CpuTensor,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.rms_norm(out, x, weight, eps) // The weight determines the kind of norm.
+    }
+
+    fn add_positions(&mut self, out: &mut CpuTensor, table: &CpuWeight) -> Result<(), DeviceError> {
+        let (matrix, _) = table.matrix();
+        let width = out.cols;
+        let mut row = vec![0.0; width];
+        for (out, position) in out.data.chunks_exact_mut(width).zip(&self.inputs.positions) {
+            if *position as usize >= matrix.rows() {
+                return Err(out_of_range("position", *position, matrix.rows()));
+            }
+            matrix.read_row(*position as usize, &mut row);
+            out.iter_mut().zip(&row).for_each(|(out, row)| *out += row);
+        }
+        Ok(())
+    }
+
+    fn linear(&mut self, out: &mut CpuTensor, x: &CpuTensor, weight: &CpuWeight) -> Result<(), DeviceError> {
+        let tokens = self.num_tokens();
+        let (out, x) = (out.rows_mut(tokens), x.rows(tokens));
+        self.projection.project(&mut self.pool, self.isa, out, x, tokens, weight.linear());
+        Ok(())
+    }
+
+    fn gated_linear(
+        &mut self,
+        out: &mut CpuTensor,
+        scratch: &mut CpuTensor,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        activation: Activation,
+    ) -> Result<(), DeviceError> {
+        let tokens = self.num_tokens();
+        let outs = [out.rows_mut(tokens), scratch.rows_mut(tokens)];
+        let by = (weight.linear(), gate(activation));
+        self.projection.project_gated(&mut self.pool, self.isa, outs, x.rows(tokens), tokens, by);
+        Ok(())
+    }
+
+    fn activated_linear(
+        &mut self,
+        out: &mut CpuTensor,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        activation: Activation,
+    ) -> Result<(), DeviceError> {
+        self.linear(out, x, weight)?;
+        let tokens = self.num_tokens();
+        k::activate(&mut self.pool, out.rows_mut(tokens), gate(activation));
+        Ok(())
+    }
+
+    fn head_norm(
+        &mut self,
+        qkv: &mut CpuTensor,
+        q_norm: &CpuWeight,
+        k_norm: &CpuWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        let spec = &self.cache.as_ref().expect("`allocate_cache` is called before the first step").spec;
+        let (heads, tokens, stride) = ([spec.num_heads, spec.num_kv_heads], self.num_tokens(), qkv.cols);
+        let weights = [q_norm.vector(), k_norm.vector()];
+        k::head_norm(&mut self.pool, qkv.rows_mut(tokens), stride, heads, weights, eps);
+        Ok(())
+    }
+
+    fn rope_and_cache(&mut self, qkv: &mut CpuTensor, layer: usize) -> Result<(), DeviceError> {
+        let Cache { kv, spec, .. } = self.cache.as_mut().expect("`allocate_cache` is called before the first step");
+        let tokens = k::Rotation {
+            stride: qkv.cols,
+            num_heads: spec.num_heads,
+            positions: &self.inputs.positions,
+            slots: &self.inputs.slots,
+            cos: &spec.rope.cos,
+            sin: &spec.rope.sin,
+        };
+        kv.rotate_and_write(&mut self.pool, layer, &mut qkv.data, &tokens);
+        Ok(())
+    }
+
+    fn attention(&mut self, out: &mut CpuTensor, qkv: &CpuTensor, layer: usize) -> Result<(), DeviceError> {
+        let inputs = &self.inputs;
+        let Cache { kv, spec, .. } = self.cache.as_ref().expect("`allocate_cache` is called before the first step");
+        let row = |(index, starts): (usize, &[u32])| k::AttentionRow {
+            first_token: starts[0] as usize,
+            num_tokens: (starts[1] - starts[0]) as usize,
+            first_position: inputs.positions[starts[0] as usize] as usize,
+            block_table: inputs.block_table(index),
+        };
+        let rows: Vec<_> = inputs.row_starts.windows(2).enumerate().filter(|(_, s)| s[0] < s[1]).map(row).collect();
+        let attention = k::Attention {
+            num_heads: spec.num_heads,
+            scale: spec.scale,
+            window: spec.sliding_window,
+            q_stride: qkv.cols,
+            alibi_slopes: &spec.alibi_slopes,
+            isa: self.isa,
+        };
+        attention.run(&mut self.pool, &mut out.data, &qkv.data, &rows, kv, layer);
+        Ok(())
+    }
+
+    fn reduce_add_norm(
+        &mut self,
+        out: &mut CpuTensor,
+        residual: &mut CpuTensor,
+        partial: &CpuTensor,
+        weight: &CpuWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        let (tokens, width, norm) = (self.num_tokens(), out.cols, weight.norm());
+        let (out, residual, partial) = (out.rows_mut(tokens), residual.rows_mut(tokens), partial.rows(tokens));
+        let pool = &mut self.pool;
+        let Some(group) = &mut self.group else {
+            k::add_norm(pool, out, residual, &[partial], norm, eps);
+            return Ok(());
+        };
+        group.exchange_rows("summing partial products", partial, width, |rows, parts| {
+            let range = rows.start * width..rows.end * width;
+            k::add_norm(pool, &mut out[range.clone()], &mut residual[range], parts, norm, eps);
+        })
+    }
+
+    fn sample(&mut self, x: &CpuTensor, head: &CpuWeight) -> Result<(), DeviceError> {
+        self.report_logits(x, head.linear())?;
+        let tokens = self.choose_tokens(x, head.linear())?;
+        self.append(&tokens);
+        self.results.push_back(tokens);
+        Ok(())
+    }
+
+    fn recv_hidden(&mut self, out: &mut CpuTensor) -> Result<(), DeviceError> {
+        let (step, tokens) = (self.inputs.step, self.num_tokens());
+        let pipeline = self.pipeline.as_mut().expect("only a stage of a pipeline takes over");
+        pipeline.receive(step, out.rows_mut(tokens))
+    }
+
+    fn send_hidden(&mut self, x: &CpuTensor) -> Result<(), DeviceError> {
+        let (step, tokens) = (self.inputs.step, self.num_tokens());
+        self.pipeline.as_mut().expect("only a stage of a pipeline hands on").send(step, x.rows(tokens))?;
+        self.results.push_back(Vec::new());
+        Ok(())
+    }
+}

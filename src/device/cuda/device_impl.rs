@@ -1,0 +1,276 @@
+//! The [`Device`] interface of the CUDA device.
+
+use engine::{CopiedBlock, RevisedRow, RowId, SampledToken, SamplingParams, TokenId};
+use kernels::cuda::copy_blocks::copy_blocks;
+use kernels::cuda::skinny_gemm::GATE_GROUP;
+use kernels::cuda::{DeviceBuffer, Event, Span};
+
+use super::load::RowOrder;
+use super::queued::InFlight;
+use super::step::StepShape;
+use super::weights::gate_order;
+use super::{CudaDevice, CudaTensor, CudaWeight, device_error, step, verify};
+use crate::{
+    Activation, AttentionSpec, Device, DeviceError, Feature, LinearRole, MemoryPlan, PipelineStage, StepInputs,
+    TensorParallel, WeightSlice,
+};
+
+impl Device for CudaDevice {
+    type Weight = CudaWeight;
+    type Tensor = CudaTensor;
+
+    fn tensor_parallel(&self) -> TensorParallel {
+        self.config.tensor_parallel
+    }
+
+    fn pipeline_stage(&self) -> PipelineStage {
+        self.pipeline.stage
+    }
+
+    fn features(&self) -> &'static [Feature] {
+        Self::FEATURES
+    }
+
+    fn load_linear(
+        &mut self,
+        role: LinearRole,
+        parts: &[WeightSlice<'_>],
+        bias: &[WeightSlice<'_>],
+    ) -> Result<CudaWeight, DeviceError> {
+        let (order, group) = gate_order(role, parts);
+        let (values, rows, cols) = self.load_matrix(parts, order)?;
+        let bias = self.load_row(bias, order)?;
+        let is_partial = matches!(role, LinearRole::Out | LinearRole::Down);
+        if is_partial {
+            self.hidden = rows;
+        }
+        self.all_skinny &= rows.is_multiple_of(8) && (role != LinearRole::GateUp || group == GATE_GROUP);
+        Ok(CudaWeight { values, bias, rows, cols, first_token: 0, group, is_partial })
+    }
+
+    fn load_embedding(&mut self, table: WeightSlice<'_>, first_token: u32) -> Result<CudaWeight, DeviceError> {
+        let (values, rows, cols) = self.load_matrix(&[table], RowOrder::Stacked)?;
+        self.hidden = cols;
+        Ok(CudaWeight { values, bias: Span::NULL, rows, cols, first_token, group: 0, is_partial: false })
+    }
+
+    fn tie_head(&mut self, embedding: &CudaWeight) -> Result<CudaWeight, DeviceError> {
+        self.all_skinny &= embedding.rows.is_multiple_of(8);
+        Ok(*embedding)
+    }
+
+    fn load_vector(&mut self, vector: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
+        let cols = vector.cols.len();
+        let values = self.load_row(&[vector], RowOrder::Stacked)?;
+        Ok(CudaWeight { values, bias: Span::NULL, rows: 1, cols, first_token: 0, group: 0, is_partial: false })
+    }
+
+    fn load_layer_norm(&mut self, weight: WeightSlice<'_>, bias: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
+        self.has_layer_norms = true;
+        let bias = self.load_row(&[bias], RowOrder::Stacked)?;
+        Ok(CudaWeight { bias, ..self.load_vector(weight)? })
+    }
+
+    fn load_positions(&mut self, table: WeightSlice<'_>) -> Result<CudaWeight, DeviceError> {
+        let (values, rows, cols) = self.load_matrix(&[table], RowOrder::Stacked)?;
+        self.num_positions = rows;
+        Ok(CudaWeight { values, bias: Span::NULL, rows, cols, first_token: 0, group: 0, is_partial: false })
+    }
+
+    fn tensor(&mut self, cols: usize) -> Result<CudaTensor, DeviceError> {
+        let buffer = DeviceBuffer::new(&self.gpu, self.tensor_bytes(cols)).map_err(device_error)?;
+        let values = buffer.span();
+        self.tensors.push(buffer);
+        Ok(CudaTensor { values, cols })
+    }
+
+    fn memory_plan(&self, attention: &AttentionSpec) -> Result<MemoryPlan, DeviceError> {
+        self.loader.borrow_mut().finish()?;
+        self.group.join()?;
+        self.plan_memory(attention)
+    }
+
+    fn allocate_cache(&mut self, attention: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError> {
+        self.loader.get_mut().finish()?;
+        self.take_memory(attention, num_blocks)?;
+        self.graphs.plan_idle_work(self.config.limits.max_tokens);
+        Ok(())
+    }
+
+    fn join_row(
+        &mut self,
+        row: RowId,
+        tokens: &[TokenId],
+        num_prompt_tokens: u32,
+        sampling: &SamplingParams,
+    ) -> Result<(), DeviceError> {
+        self.check_row("join_row", row)?;
+        self.rows.join(&self.queue, row.0 as usize, tokens, num_prompt_tokens, sampling).map_err(device_error)
+    }
+
+    fn revise(&mut self, revised: &[RevisedRow], copied: &[CopiedBlock]) -> Result<(), DeviceError> {
+        for row in revised.iter().flat_map(|revision| [revision.row, revision.parent]) {
+            self.check_row("revise", row)?;
+        }
+        self.rows.revise(&self.queue, revised).map_err(device_error)?;
+        if copied.is_empty() {
+            return Ok(());
+        }
+        let pairs: Vec<_> = copied.iter().map(|copied| (copied.from.0, copied.to.0)).collect();
+        copy_blocks(&self.queue, self.cache().all_blocks(), &pairs).map_err(device_error)
+    }
+
+    fn take_logits(&mut self) -> Vec<Vec<f32>> {
+        std::mem::take(&mut self.taken_logits)
+    }
+
+    fn run_step(
+        &mut self,
+        inputs: &StepInputs,
+        forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        step::check(inputs, &self.bounds()?)?;
+        self.check_newest(inputs)?;
+        if self.in_flight.len() == self.pinned_inputs.len() {
+            return Err(DeviceError::Call {
+                call: format!("step {}", inputs.step),
+                reason: format!("{} steps are queued and not collected", self.in_flight.len()),
+            });
+        }
+        self.reports.positions.clone_from(&inputs.logits);
+        let split = verify::split_into_decodes(inputs, self.config.limits.max_rows);
+        self.is_split = split.is_some();
+        let inputs = split.as_ref().unwrap_or(inputs);
+        let slot = match self.graphs.bucket(inputs) {
+            Some(bucket) => self.run_recorded(inputs, bucket, forward)?,
+            None => {
+                let slot = self.begin_step(inputs, StepShape::of(inputs))?;
+                forward(self)?;
+                slot
+            }
+        };
+        let done = match self.spare_events.pop() {
+            Some(event) => event,
+            None => Event::new(false).map_err(device_error)?,
+        };
+        done.record(&self.queue).map_err(device_error)?;
+        // Tokens are chosen in the last stage.
+        let samples = inputs.samples.iter().filter(|_| self.pipeline.stage.is_last());
+        let samples = samples.map(|s| (s.row, self.rows.host(s.row.0 as usize).reported)).collect();
+        self.in_flight.push_back(InFlight { slot, done, samples, logits: std::mem::take(&mut self.reports.rows) });
+        Ok(())
+    }
+
+    fn prepare(&mut self, forward: &mut dyn FnMut(&mut Self) -> Result<(), DeviceError>) -> Result<bool, DeviceError> {
+        self.do_idle_work(forward)
+    }
+
+    fn collect(&mut self, wait: bool) -> Result<Option<Vec<SampledToken>>, DeviceError> {
+        let Some(oldest) = self.in_flight.front() else { return Ok(None) };
+        if wait {
+            oldest.done.wait().map_err(device_error)?;
+        } else if !oldest.done.is_done().map_err(device_error)? {
+            return Ok(None);
+        }
+        self.group.check()?;
+        let step = self.in_flight.pop_front().expect("there is an oldest step");
+        let tokens = self.read_outputs(&step);
+        self.taken_logits = step.logits;
+        self.spare_events.push(step.done);
+        Ok(Some(tokens))
+    }
+
+    fn embed(&mut self, out: &mut CudaTensor, table: &CudaWeight) -> Result<(), DeviceError> {
+        self.op_embed(*out, table)
+    }
+
+    fn rms_norm(
+        &mut self,
+        out: &mut CudaTensor,
+        x: &CudaTensor,
+        weight: &CudaWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.op_rms_norm(*out, *x, weight, eps)
+    }
+
+    fn add_positions(&mut self, out: &mut CudaTensor, table: &CudaWeight) -> Result<(), DeviceError> {
+        self.op_add_positions(*out, table)
+    }
+
+    fn layer_norm(
+        &mut self,
+        out: &mut CudaTensor,
+        x: &CudaTensor,
+        weight: &CudaWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.op_layer_norm(*out, *x, weight, eps)
+    }
+
+    fn linear(&mut self, out: &mut CudaTensor, x: &CudaTensor, weight: &CudaWeight) -> Result<(), DeviceError> {
+        self.op_linear(out.values, x.values, weight)
+    }
+
+    fn gated_linear(
+        &mut self,
+        out: &mut CudaTensor,
+        scratch: &mut CudaTensor,
+        x: &CudaTensor,
+        weight: &CudaWeight,
+        activation: Activation,
+    ) -> Result<(), DeviceError> {
+        self.op_gated_linear(*out, *scratch, *x, weight, activation)
+    }
+
+    fn activated_linear(
+        &mut self,
+        out: &mut CudaTensor,
+        x: &CudaTensor,
+        weight: &CudaWeight,
+        activation: Activation,
+    ) -> Result<(), DeviceError> {
+        self.op_activated_linear(*out, *x, weight, activation)
+    }
+
+    fn head_norm(
+        &mut self,
+        qkv: &mut CudaTensor,
+        q_norm: &CudaWeight,
+        k_norm: &CudaWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.op_head_norm(*qkv, q_norm, k_norm, eps)
+    }
+
+    fn rope_and_cache(&mut self, qkv: &mut CudaTensor, layer: usize) -> Result<(), DeviceError> {
+        self.op_rope_and_cache(*qkv, layer)
+    }
+
+    fn attention(&mut self, out: &mut CudaTensor, qkv: &CudaTensor, layer: usize) -> Result<(), DeviceError> {
+        self.op_attention(*out, *qkv, layer)
+    }
+
+    fn reduce_add_norm(
+        &mut self,
+        out: &mut CudaTensor,
+        residual: &mut CudaTensor,
+        partial: &CudaTensor,
+        weight: &CudaWeight,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.op_reduce_add_norm(*out, *residual, *partial, weight, eps)
+    }
+
+    fn sample(&mut self, x: &CudaTensor, head: &CudaWeight) -> Result<(), DeviceError> {
+        self.op_sample(*x, head)
+    }
+
+    fn recv_hidden(&mut self, out: &mut CudaTensor) -> Result<(), DeviceError> {
+        self.op_recv_hidden(*out)
+    }
+
+    fn send_hidden(&mut self, x: &CudaTensor) -> Result<(), DeviceError> {
+        self.op_send_hidden(*x)
+    }
+}

@@ -1,0 +1,176 @@
+//! The simulated device.
+
+use engine::{BlockId, EngineConfig, RowId, RowWork, SampledToken, SequenceId, StepOutput, StepPlan, TokenId};
+
+use super::tokens::VOCAB_SIZE;
+use super::tokens::digest;
+use super::tokens::digests;
+use super::tokens::log_prob;
+use super::tokens::next_token;
+
+/// A worker with its device. It carries out plans in order and panics if a plan breaks its contract.
+pub struct Device {
+    block_size: usize,
+    /// `[num_blocks * block_size]`
+    kv: Vec<u64>,
+    pub rows: Vec<Option<Row>>,
+    last_step: Option<u64>,
+}
+
+#[derive(Clone)]
+pub struct Row {
+    sequence: SequenceId,
+    tokens: Vec<TokenId>,
+    digests: Vec<u64>,
+    blocks: Vec<BlockId>,
+    num_computed: usize,
+    /// Number of tokens when it joined.
+    pub join_len: usize,
+    beam_candidates: usize,
+    /// Draft tokens to verify in this step.
+    drafts: Vec<TokenId>,
+}
+
+impl Row {
+    /// The digests of all tokens, drafts included.
+    fn all_digests(&self) -> Vec<u64> {
+        let last = *self.digests.last().unwrap();
+        let drafted = self.drafts.iter().scan(last, |before, &token| {
+            *before = digest(*before, token);
+            Some(*before)
+        });
+        self.digests.iter().copied().chain(drafted).collect()
+    }
+}
+
+impl Device {
+    pub fn new(config: &EngineConfig) -> Self {
+        Self {
+            block_size: config.block_size,
+            kv: vec![0; config.num_blocks * config.block_size],
+            rows: (0..config.max_rows).map(|_| None).collect(),
+            last_step: None,
+        }
+    }
+
+    pub fn run(&mut self, plan: &StepPlan) -> StepOutput {
+        assert!(self.last_step.is_none_or(|last| plan.step == last + 1), "gap before step {}", plan.step);
+        self.last_step = Some(plan.step);
+        self.apply(plan);
+        for work in &plan.work {
+            let row = self.row(work.row);
+            assert_eq!(row.num_computed, work.start as usize, "start of {work:?} in step {}", plan.step);
+            self.check(work.row, work.start as usize, plan.step, "before");
+        }
+        plan.work.iter().for_each(|work| self.compute(work));
+        for work in &plan.work {
+            self.check(work.row, (work.start + work.num_tokens) as usize, plan.step, "after");
+        }
+        let tokens = plan.work.iter().filter(|work| work.samples).flat_map(|work| self.sample(work.row)).collect();
+        StepOutput { step: plan.step, tokens }
+    }
+
+    fn apply(&mut self, plan: &StepPlan) {
+        for row in &plan.left {
+            assert!(self.rows[row.0 as usize].take().is_some(), "row {} leaves but is free", row.0);
+        }
+        for joined in &plan.joined {
+            let place = &mut self.rows[joined.row.0 as usize];
+            assert!(place.is_none(), "row {} is joined but taken", joined.row.0);
+            *place = Some(Row {
+                sequence: joined.sequence,
+                tokens: joined.tokens.clone(),
+                digests: digests(&joined.tokens).collect(),
+                blocks: joined.blocks.clone(),
+                num_computed: joined.num_computed as usize,
+                join_len: joined.tokens.len(),
+                beam_candidates: joined.sampling.beam_candidates as usize,
+                drafts: Vec::new(),
+            });
+        }
+        self.revise(plan);
+        self.copy(plan);
+        for &(row, block) in &plan.grown {
+            self.rows[row.0 as usize].as_mut().expect("a growing row is taken").blocks.push(block);
+        }
+        for (row, drafts) in &plan.drafts {
+            let row = self.rows[row.0 as usize].as_mut().expect("a verifying row is taken");
+            assert!(row.drafts.is_empty() && row.beam_candidates == 0, "drafts are revised before there are others");
+            row.drafts.clone_from(drafts);
+        }
+    }
+
+    fn revise(&mut self, plan: &StepPlan) {
+        let parents: Vec<Row> = plan.revised.iter().map(|revised| self.row(revised.parent).clone()).collect();
+        for (revised, mut row) in plan.revised.iter().zip(parents) {
+            assert!(revised.row == revised.parent || row.beam_candidates > 0, "only beams continue others");
+            row.tokens.truncate(revised.num_kept as usize);
+            assert_eq!(row.tokens.len(), revised.num_kept as usize, "kept tokens are there");
+            row.tokens.extend_from_slice(&revised.tokens);
+            row.digests = digests(&row.tokens).collect();
+            row.num_computed = row.tokens.len() - 1;
+            row.drafts.clear();
+            self.rows[revised.row.0 as usize] = Some(row);
+        }
+    }
+
+    fn copy(&mut self, plan: &StepPlan) {
+        for copied in &plan.copied {
+            let row = self.rows[copied.row.0 as usize].as_mut().expect("a row whose block is copied is taken");
+            assert_eq!(row.blocks.last(), Some(&copied.from), "the last block is copied");
+            *row.blocks.last_mut().unwrap() = copied.to;
+            assert!(plan.copied.iter().all(|other| other.to != copied.from), "a copied block is read and written");
+            let [from, to] = [copied.from, copied.to].map(|block| block.0 as usize * self.block_size);
+            self.kv.copy_within(from..from + self.block_size, to);
+        }
+    }
+
+    fn row(&self, row: RowId) -> &Row {
+        self.rows[row.0 as usize].as_ref().expect("a working row is taken")
+    }
+
+    fn slot(&self, row: &Row, position: usize) -> usize {
+        row.blocks[position / self.block_size].0 as usize * self.block_size + position % self.block_size
+    }
+
+    fn check(&self, row: RowId, end: usize, step: u64, when: &str) {
+        let row = self.row(row);
+        let digests = row.all_digests();
+        assert!(end <= digests.len(), "row of sequence {} holds fewer tokens than {end}", row.sequence.0);
+        for (position, digest) in digests.into_iter().enumerate().take(end) {
+            let found = self.kv[self.slot(row, position)];
+            assert_eq!(found, digest, "KV of position {position} of sequence {} {when} step {step}", row.sequence.0);
+        }
+    }
+
+    fn compute(&mut self, work: &RowWork) {
+        let (start, end) = (work.start as usize, (work.start + work.num_tokens) as usize);
+        let row = self.row(work.row);
+        let digests = row.all_digests();
+        let writes: Vec<_> = (start..end).map(|position| (self.slot(row, position), digests[position])).collect();
+        writes.into_iter().for_each(|(slot, digest)| self.kv[slot] = digest);
+        self.rows[work.row.0 as usize].as_mut().unwrap().num_computed = end;
+    }
+
+    fn sample(&mut self, id: RowId) -> Vec<SampledToken> {
+        let row = self.rows[id.0 as usize].as_mut().unwrap();
+        let num_tokens = row.tokens.len() + row.drafts.len();
+        assert_eq!(row.num_computed, num_tokens, "sequence {} samples before its end", row.sequence.0);
+        let sampled = |token, top| SampledToken { row: id, token, logprob: None, top };
+        let last = *row.digests.last().unwrap();
+        let token = next_token(last);
+        if row.beam_candidates > 0 {
+            let mut all: Vec<_> = (0..VOCAB_SIZE).map(TokenId).map(|token| (token, log_prob(last, token))).collect();
+            all.sort_by(|a, b| b.1.total_cmp(&a.1));
+            all.truncate(row.beam_candidates);
+            return vec![sampled(token, all)];
+        }
+        if !row.drafts.is_empty() {
+            let digests = row.all_digests();
+            return digests[row.tokens.len() - 1..].iter().map(|&last| sampled(next_token(last), vec![])).collect();
+        }
+        row.tokens.push(token);
+        row.digests.push(digest(last, token));
+        vec![sampled(token, vec![])]
+    }
+}

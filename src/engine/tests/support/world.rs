@@ -1,0 +1,214 @@
+//! The test world: an engine with its device, and the expected output of every stream.
+
+use std::collections::{HashMap, VecDeque};
+
+use engine::{
+    BeamOutput, Engine, EngineConfig, FinishReason, Policy, Request, RowWork, SequenceId, StepOutput, StepPlan,
+    TokenEvent, TokenId,
+};
+
+use super::device::Device;
+use super::reference::run_alone;
+use super::reference::run_beams_alone;
+
+struct Stream {
+    generated: Vec<TokenId>,
+    /// Number of tokens of `generated` that are released; a stop word at the end is not.
+    num_released: usize,
+    reason: FinishReason,
+    /// Outputs of a beam search; it has no other output.
+    beams: Option<Vec<Vec<TokenId>>>,
+    received: usize,
+    /// Set if it was asked to end early, for this reason.
+    ended_early: Option<FinishReason>,
+    finished: bool,
+}
+
+/// An engine, its device, and the expected output of every stream.
+pub struct World {
+    pub engine: Engine,
+    device: Device,
+    outputs: VecDeque<StepOutput>,
+    streams: HashMap<SequenceId, Stream>,
+    pub num_finished: usize,
+    /// The engine's counters are audited after this number of calls.
+    audit_every: u64,
+    num_calls: u64,
+}
+
+impl World {
+    pub fn new(config: EngineConfig, audit_every: u64) -> Self {
+        Self {
+            device: Device::new(&config),
+            engine: Engine::new(config).expect("a world's config is valid"),
+            outputs: VecDeque::new(),
+            streams: HashMap::new(),
+            num_finished: 0,
+            audit_every,
+            num_calls: 0,
+        }
+    }
+
+    /// Submits a request. Refusals are tested elsewhere.
+    pub fn submit(&mut self, request: Request) -> Option<SequenceId> {
+        let max_sequence_len = self.engine.config().max_sequence_len;
+        let (generated, num_released, reason) = run_alone(&request, max_sequence_len);
+        let beams = request.beams.map(|_| run_beams_alone(&request, max_sequence_len));
+        let id = self.engine.submit(request).ok()?;
+        let stream = Stream { generated, num_released, reason, beams, received: 0, ended_early: None, finished: false };
+        assert!(self.streams.insert(id, stream).is_none(), "sequence {} twice", id.0);
+        self.audit();
+        Some(id)
+    }
+
+    pub fn cancel(&mut self, id: SequenceId) {
+        let live = self.engine.cancel(id);
+        self.ended_early(id, live, FinishReason::Cancelled);
+    }
+
+    pub fn finish(&mut self, id: SequenceId) {
+        let live = self.engine.finish(id);
+        self.ended_early(id, live, FinishReason::StopWord);
+    }
+
+    fn ended_early(&mut self, id: SequenceId, live: bool, reason: FinishReason) {
+        let stream = self.streams.get_mut(&id);
+        assert_eq!(live, stream.is_some(), "sequence {} lives or not", id.0);
+        if let Some(stream) = stream {
+            stream.ended_early = Some(reason);
+        }
+        let mut events = Vec::new();
+        self.engine.drain_events(&mut events);
+        self.receive(events);
+        self.audit();
+    }
+
+    /// A deadline has passed: a sequence that has had no step yet is cancelled, any other continues.
+    pub fn expire(&mut self, id: SequenceId) {
+        if self.engine.is_new(id) {
+            self.cancel(id);
+        }
+    }
+
+    /// A deadline has passed: a sequence that has had no step yet is moved behind the others.
+    pub fn delay(&mut self, id: SequenceId) {
+        let waits = self.engine.is_new(id);
+        assert_eq!(self.engine.delay(id), waits);
+        self.audit();
+    }
+
+    /// Returns false if there was nothing to plan.
+    pub fn plan(&mut self) -> bool {
+        let Some(plan) = self.engine.plan() else { return false };
+        self.check_bounds(&plan);
+        self.outputs.push_back(self.device.run(&plan));
+        self.audit();
+        true
+    }
+
+    /// Returns false if nothing was in flight.
+    pub fn settle(&mut self) -> bool {
+        let Some(output) = self.outputs.pop_front() else { return false };
+        let mut events = Vec::new();
+        self.engine.settle(output, &mut events).expect("the device's output fits its plan");
+        self.receive(events);
+        self.audit();
+        true
+    }
+
+    /// All workers are lost and restarted.
+    pub fn recover(&mut self) {
+        self.engine.recover();
+        self.outputs.clear();
+        self.device = Device::new(self.engine.config());
+        self.audit();
+    }
+
+    /// Plans and settles until the engine is idle.
+    pub fn run_to_idle(&mut self) {
+        while !self.engine.is_idle() {
+            let planned = self.plan();
+            let settled = self.settle();
+            assert!(planned || settled, "the engine is stuck: {:?}", self.engine.stats());
+        }
+        assert!(self.streams.is_empty(), "{} streams never ended", self.streams.len());
+        assert!(self.engine.ledger().is_zero(), "held when idle: {:?}", self.engine.ledger());
+        self.engine.audit().unwrap();
+    }
+
+    fn check_bounds(&self, plan: &StepPlan) {
+        let config = self.engine.config();
+        let num_tokens: usize = plan.work.iter().map(|work| work.num_tokens as usize).sum();
+        assert!(!plan.work.is_empty(), "step {} has no work", plan.step);
+        assert!(num_tokens <= config.max_step_tokens, "step {} has {num_tokens} tokens", plan.step);
+        let num_prefills = plan.work.iter().take_while(|work| !self.is_decode(plan, work)).count();
+        let (prefills, decodes) = plan.work.split_at(num_prefills);
+        assert!(decodes.iter().all(|work| self.is_decode(plan, work)), "decodes before prefills in {plan:?}");
+        assert!(decodes.iter().rev().is_sorted_by_key(|work| work.num_tokens > 1), "verification after decodes");
+        let num_prefill_tokens: usize = prefills.iter().map(|work| work.num_tokens as usize).sum();
+        assert!(
+            decodes.is_empty() || num_prefill_tokens <= config.max_mixed_prefill_tokens,
+            "step {} is too long",
+            plan.step
+        );
+        let joined: usize = plan.joined.iter().map(|joined| joined.tokens.len()).sum();
+        let one = plan.joined.len() <= 1;
+        assert!(one || joined <= config.max_joined_tokens, "step {} joins {joined} tokens", plan.step);
+        let mut bytes = Vec::new();
+        engine::plan::encode(plan, &mut bytes);
+        assert!(bytes.len() <= config.max_plan_bytes(), "step {} has {} bytes", plan.step, bytes.len());
+        assert!(plan.work.iter().all(|work| work.num_tokens > 0), "empty work in {plan:?}");
+    }
+
+    /// Before the device runs the plan: a decode computes a token that was sampled in this row.
+    fn is_decode(&self, plan: &StepPlan, work: &RowWork) -> bool {
+        let joined = plan.joined.iter().any(|joined| joined.row == work.row);
+        if plan.revised.iter().any(|revised| revised.row == work.row) {
+            return true;
+        }
+        let row = self.device.rows[work.row.0 as usize].as_ref();
+        !joined && row.is_some_and(|row| work.start as usize >= row.join_len)
+    }
+
+    fn receive(&mut self, events: Vec<TokenEvent>) {
+        for event in events {
+            let stream = self.streams.get_mut(&event.sequence).expect("no event comes after the last");
+            for token in &event.tokens {
+                let expected = stream.generated.get(stream.received);
+                assert_eq!(Some(&token.token), expected, "token {} of {:?}", stream.received, event.sequence);
+                stream.received += 1;
+            }
+            // A cancelled stream may receive the start of a stop word; no other stream may.
+            if event.finished != Some(FinishReason::Cancelled) {
+                assert!(stream.received <= stream.num_released, "{:?} receives its stop word", event.sequence);
+            }
+            let Some(reason) = event.finished else { continue };
+            if stream.ended_early.is_none()
+                && let Some(expected) = stream.beams.take()
+            {
+                let tokens = |beam: &BeamOutput| beam.tokens.iter().map(|&(token, _)| token).collect::<Vec<_>>();
+                assert_eq!(event.beams.iter().map(tokens).collect::<Vec<_>>(), expected, "{:?}", event.sequence);
+                stream.num_released = 0;
+                stream.reason = reason;
+            }
+            assert_eq!(reason, stream.ended_early.unwrap_or(stream.reason), "{:?}", event.sequence);
+            if stream.ended_early.is_none() {
+                assert_eq!(stream.received, stream.num_released, "{:?} ended early", event.sequence);
+            }
+            self.streams.remove(&event.sequence);
+            self.num_finished += 1;
+        }
+    }
+
+    fn audit(&mut self) {
+        self.num_calls += 1;
+        if self.num_calls.is_multiple_of(self.audit_every) {
+            self.engine.audit().unwrap();
+            let stats = self.engine.stats();
+            assert!(
+                self.engine.config().policy == Policy::MaxUtilization || stats.total_preempted == 0,
+                "preempted under a guarantee"
+            );
+        }
+    }
+}

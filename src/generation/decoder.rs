@@ -1,0 +1,29 @@
+use std::fmt;
+use std::sync::Arc;
+
+use text::{Detokenizer, Tokenizer};
+
+/// How the tokens of a sequence become text.
+#[derive(Clone)]
+pub struct TextDecoder {
+    /// The tokenizer of the checkpoint.
+    pub tokenizer: Arc<Tokenizer>,
+    /// Whether special tokens, such as `</s>`, are left out of the text.
+    pub skip_special_tokens: bool,
+}
+
+impl TextDecoder {
+    /// Starts the text of one sequence.
+    pub fn start(&self) -> Detokenizer {
+        Detokenizer::new(self.tokenizer.clone(), self.skip_special_tokens)
+    }
+}
+
+impl fmt::Debug for TextDecoder {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter
+            .debug_struct("TextDecoder")
+            .field("skip_special_tokens", &self.skip_special_tokens)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,68 @@
+use engine::{BlockUsage, DraftUsage, FinishReason, SampledToken};
+use smallvec::SmallVec;
+
+use crate::Timestamp;
+
+/// Tokens of one delta: nearly always one.
+pub type Tokens = SmallVec<[SampledToken; 1]>;
+
+/// One thing that happens to a request. The events of a sequence end with a [`Delta`] that has a finish reason; a request
+/// ends when all of its sequences have ended, or with an error.
+#[derive(Debug, Clone)]
+pub enum GenerateEvent {
+    /// A step has room for a sequence: for the first time, or again after a preemption or the loss of a worker.
+    Scheduled {
+        /// Which of the request's sequences, from 0.
+        index: usize,
+        /// When.
+        at: Timestamp,
+    },
+    /// Raw logits, before the tokens that are chosen from them.
+    Logits(Logits),
+    /// New tokens of a sequence, or its end.
+    Delta(Delta),
+}
+
+/// New tokens of one sequence.
+#[derive(Debug, Clone)]
+pub struct Delta {
+    /// Which of the request's sequences, from 0.
+    pub index: usize,
+    /// The tokens; none where a sequence ends without one.
+    pub tokens: Tokens,
+    /// When the step that chose them was settled.
+    pub at: Timestamp,
+    /// Set on the last delta of the sequence.
+    pub finished: Option<FinishReason>,
+    /// KV blocks of the sequence so far.
+    pub blocks: BlockUsage,
+    /// Drafted tokens of the sequence so far.
+    pub drafts: DraftUsage,
+    /// For a beam: the sum over its tokens and its end token, which is not among them.
+    pub cum_log_prob: Option<f32>,
+    /// No event follows now, and the reader's waker is registered.
+    pub is_drained: bool,
+}
+
+/// Part of the raw logits `[V]` at one position of a sequence. A position that is computed again, after a preemption or a
+/// wrong draft, is sent again; the last values count.
+#[derive(Debug, Clone)]
+pub struct Logits {
+    /// Which of the request's sequences, from 0.
+    pub index: usize,
+    /// The position.
+    pub position: LogitsPosition,
+    /// The token whose logit is `values[0]`. The parts of a row come in order, from 0.
+    pub first_token: u32,
+    /// The values.
+    pub values: Vec<f32>,
+}
+
+/// Which position logits belong to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogitsPosition {
+    /// This token of the prompt.
+    Prompt(u32),
+    /// The choice of this token of the output.
+    Output(u32),
+}

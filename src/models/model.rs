@@ -1,0 +1,15 @@
+//! The interface of a loaded model.
+
+use device::{AttentionSpec, Device, DeviceError};
+
+/// A loaded model: this worker's shard of the weights, and the activation buffers of a step.
+pub trait Model<D: Device> {
+    /// Attention of every layer of this worker's shard, for [`Device::memory_plan`] and [`Device::allocate_cache`].
+    fn attention_spec(&self, block_size: usize) -> AttentionSpec;
+
+    /// Runs the forward pass of the device's current step, up to and including [`Device::sample`].
+    ///
+    /// # Errors
+    /// Returns the error of the device.
+    fn forward(&mut self, device: &mut D) -> Result<(), DeviceError>;
+}

@@ -1,0 +1,54 @@
+//! Statistics of a model whose work another model does: each call counts as a request to it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::histogram::Tally;
+use crate::model::ServedModel;
+use crate::statistics::Outcome;
+
+/// Calls that are counted together, at most: the statistics are shared by all threads, so that adding to them is costly.
+const MAX_UNCOUNTED: u64 = 16;
+
+/// Counts calls of one model, each with a response and a batch size of 1. What is not counted yet counts when it is dropped.
+#[derive(Debug)]
+pub struct CallCounter {
+    model: Arc<ServedModel>,
+    num_uncounted: u64,
+    total_ns: u64,
+    first_responses: Tally,
+}
+
+impl CallCounter {
+    /// Counts calls of `model`.
+    pub(crate) fn new(model: Arc<ServedModel>) -> Self {
+        Self { model, num_uncounted: 0, total_ns: 0, first_responses: Tally::default() }
+    }
+
+    /// Counts a call that took `total_ns` nanoseconds.
+    pub fn count(&mut self, total_ns: u64) {
+        self.model.statistics.gather_first_response(total_ns, &mut self.first_responses);
+        self.total_ns += total_ns;
+        self.num_uncounted += 1;
+        if self.num_uncounted == MAX_UNCOUNTED || self.model.statistics.has_summaries() {
+            self.flush();
+        }
+    }
+
+    /// Adds what was counted to the model's statistics.
+    pub fn flush(&mut self) {
+        let statistics = &self.model.statistics;
+        statistics.first_responses(&mut self.first_responses);
+        let (count, total) = (std::mem::take(&mut self.num_uncounted), std::mem::take(&mut self.total_ns));
+        if count > 0 {
+            let total = Duration::from_nanos(total);
+            statistics.all_succeeded(&Outcome { total, batch_size: 1, executed: Some(1), ..Outcome::default() }, count);
+        }
+    }
+}
+
+impl Drop for CallCounter {
+    fn drop(&mut self) {
+        self.flush();
+    }
+}

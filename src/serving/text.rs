@@ -1,0 +1,64 @@
+//! Text ensembles: a tokenizer, a language model and a detokenizer that are served as one.
+//!
+//! The detokenizer then runs inside the language model's stream, once for each sequence, in place of a request for each
+//! token.
+
+use std::fmt;
+use std::sync::Arc;
+
+use generation::TextDecoder;
+
+use crate::{CallCounter, Name, Parameter, Tensor};
+
+/// What a model is in an ensemble that generates text.
+#[derive(Debug, Clone)]
+pub enum TextModel {
+    /// Generates tokens, with TensorRT-LLM's output names: `output_ids`, `sequence_length` and others.
+    Generator,
+    /// Turns tokens into text, with TensorRT-LLM's tensor names: `TOKENS_BATCH` and `SEQUENCE_LENGTH` to `OUTPUT`.
+    Detokenizer(DetokenizerModel),
+}
+
+/// A model that turns tokens into text.
+#[derive(Debug, Clone)]
+pub struct DetokenizerModel {
+    /// How it decodes.
+    pub decoder: TextDecoder,
+    /// Whether texts are in rows of beams, `[1, beams]`; otherwise they are in one list, `[rows]`.
+    pub is_nested: bool,
+    /// Inputs that it returns unchanged, and the outputs they become.
+    pub passed_on: Arc<[(Name, Name)]>,
+}
+
+/// The responses that a generator gives for a text ensemble.
+pub struct TextOutputs {
+    /// By name, in the order of a response.
+    pub outputs: Vec<(Name, TextOutput)>,
+    /// How tokens become text.
+    pub decoder: TextDecoder,
+    /// As [`DetokenizerModel::is_nested`].
+    pub is_nested: bool,
+    /// Whether rows end at their own length; otherwise shorter rows are padded to the longest.
+    pub has_lengths: bool,
+    /// Counts each response as a request to the detokenizer.
+    pub calls: CallCounter,
+    /// Parameters of each response.
+    pub parameters: Arc<[(Name, Parameter)]>,
+}
+
+/// One output of a text ensemble.
+#[derive(Debug, Clone)]
+pub enum TextOutput {
+    /// The text.
+    Text,
+    /// The generator's output of this name. It is left out of responses where the generator does not give it.
+    Generated(Name),
+    /// The same tensor in each response.
+    Given(Tensor),
+}
+
+impl fmt::Debug for TextOutputs {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("TextOutputs").field("outputs", &self.outputs).finish_non_exhaustive()
+    }
+}
