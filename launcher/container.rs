@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
+use settings::DeviceKind;
 
-use crate::flags::{ContainerRuntime, Device, WorldFlags};
-use crate::plan::{CommandLine, Starter};
+use crate::command::{CommandLine, Starter};
+use crate::flags::{ContainerRuntime, WorldFlags};
 
 /// An image and the paths of this machine that are mounted into it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,7 +43,7 @@ impl Container {
         let mut mounts: Vec<String> = own.map(|path| path.display().to_string()).into();
         mounts.extend(flags.container_mounts.iter().cloned());
         mounts.dedup();
-        let needs_gpus = flags.device != Device::Cpu;
+        let needs_gpus = flags.device != DeviceKind::Cpu;
         Ok(Some(Self { runtime, image: image.clone(), mounts, work_dir: work_dir.to_owned(), needs_gpus }))
     }
 

@@ -4,7 +4,9 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use settings::{DeviceKind, WeightPrecision};
 
+use crate::command::text_with_dashes;
 use crate::keys::Keys;
 
 const AFTER_HELP: &str = "\
@@ -118,8 +120,8 @@ pub struct DoctorFlags {
     #[arg(long, default_value_t = 8002, value_name = "PORT")]
     pub metrics_port: u16,
     /// The device of the workers.
-    #[arg(long, value_enum, default_value_t = Device::Auto)]
-    pub device: Device,
+    #[arg(long, value_enum, default_value_t = DeviceKind::Auto)]
+    pub device: DeviceKind,
     /// The `mpirun` that starts ranks. [default: that in PATH]
     #[arg(long, value_name = "PROGRAM")]
     pub mpirun: Option<PathBuf>,
@@ -179,28 +181,6 @@ pub enum ContainerRuntime {
     Apptainer,
 }
 
-/// Which kind of device the workers use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Device {
-    /// CUDA where there is a usable GPU, else the CPU.
-    Auto,
-    /// The CPU.
-    Cpu,
-    /// An NVIDIA GPU.
-    Cuda,
-}
-
-/// How CPUs hold the weights of linear layers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Precision {
-    /// As the checkpoint has them.
-    Auto,
-    /// 8 bits.
-    Int8,
-    /// 4 bits.
-    Int4,
-}
-
 /// The cores that each rank may run on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Bind {
@@ -231,11 +211,11 @@ pub struct WorldFlags {
     #[arg(long, default_value_t = 8002, value_name = "PORT")]
     pub metrics_port: u16,
     /// The device of the workers.
-    #[arg(long, value_enum, default_value_t = Device::Auto)]
-    pub device: Device,
+    #[arg(long, value_enum, default_value_t = DeviceKind::Auto)]
+    pub device: DeviceKind,
     /// Precision of linear layers' weights on CPUs; a model's parameter `weight_only_precision` overrides it. [default: auto]
     #[arg(long, value_enum, value_name = "PRECISION")]
-    pub weight_only_precision: Option<Precision>,
+    pub weight_only_precision: Option<WeightPrecision>,
     /// The hosts to run on, with their numbers of ranks: `a:4,b:4`; without numbers an equal share. [default: this host]
     #[arg(long, value_name = "HOST[:RANKS],...", conflicts_with = "hostfile")]
     pub hosts: Option<String>,
@@ -365,15 +345,6 @@ impl Flags {
 
 fn with_dashes(word: OsString) -> OsString {
     word.to_str().map(text_with_dashes).map_or(word, OsString::from)
-}
-
-/// `--model_repo=a_b` → `--model-repo=a_b`; a word that is no flag is unchanged.
-pub(crate) fn text_with_dashes(word: &str) -> String {
-    if !word.starts_with("--") {
-        return word.to_owned();
-    }
-    let (name, value) = word.split_at(word.find('=').unwrap_or(word.len()));
-    format!("{}{value}", name.replace('_', "-"))
 }
 
 #[cfg(test)]

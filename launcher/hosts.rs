@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 
+use crate::command::quoted;
 use crate::flags::WorldFlags;
-use crate::plan::quoted;
 
 /// Timeout of the check of one host.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-use crate::flags::{WorldFlags, text_with_dashes};
+use crate::command::text_with_dashes;
 
 /// The environment variable with API keys, separated by commas.
 const API_KEYS: &str = "TRIREME_API_KEYS";
@@ -37,21 +37,21 @@ impl Keys {
     /// # Errors
     /// If a named variable is missing or contains no key.
     pub(crate) fn take(
-        flags: &mut WorldFlags,
+        rank_flags: &mut Vec<String>,
         run_dir: &Path,
         variable: impl Fn(&str) -> Option<String>,
     ) -> Result<Self> {
         let mut keys = Self::default();
-        let given = std::mem::take(&mut flags.rank_flags);
+        let given = std::mem::take(rank_flags);
         let mut words = given.into_iter();
         while let Some(word) = words.next() {
             let Some((name, value)) = split_flag(&word) else {
-                flags.rank_flags.push(word);
+                rank_flags.push(word);
                 continue;
             };
             // The server reports the missing value.
             let Some(value) = value.or_else(|| words.next()) else {
-                flags.rank_flags.push(word);
+                rank_flags.push(word);
                 continue;
             };
             let value = if name == API_KEY_FILE { value } else { keys.hide(&name, &value, run_dir, &variable)? };
@@ -189,7 +189,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
     use super::*;
-    use crate::flags::Flags;
+    use crate::flags::{Flags, WorldFlags};
 
     fn taken(line: &str, run_dir: &Path, variables: &[(&str, &str)]) -> Result<(WorldFlags, Keys)> {
         let words = std::iter::once("launch").chain(line.split_whitespace());
@@ -197,7 +197,7 @@ mod tests {
         let variable = |name: &str| {
             variables.iter().find(|(candidate, _)| *candidate == name).map(|(_, value)| (*value).to_owned())
         };
-        let keys = Keys::take(&mut flags, run_dir, variable)?;
+        let keys = Keys::take(&mut flags.rank_flags, run_dir, variable)?;
         Ok((flags, keys))
     }
 

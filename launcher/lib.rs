@@ -31,6 +31,7 @@ macro_rules! eprint {
 }
 
 mod capture;
+pub mod command;
 mod container;
 mod control;
 mod crash;
@@ -67,9 +68,10 @@ use anyhow::{Context, Result, bail};
 use ipc::ProcessId;
 
 use capture::Capture;
+use command::Starter;
 use flags::{Action, Flags, WorldFlags};
 use mpi::Mpirun;
-use plan::{Plan, Site, Starter};
+use plan::{Plan, Site};
 use signals::Signals;
 use srun::Allocation;
 use state::{Phase, RunDir, WorldState};
@@ -112,7 +114,7 @@ pub fn worlds() -> Result<Vec<status::WorldStatus>> {
 
 fn start(flags: &WorldFlags, arguments: &[OsString], run_dir: RunDir) -> Result<u8> {
     let mut flags = flags.clone();
-    flags.keys = keys::Keys::take(&mut flags, run_dir.path(), |name| std::env::var(name).ok())?;
+    flags.keys = keys::Keys::take(&mut flags.rank_flags, run_dir.path(), |name| std::env::var(name).ok())?;
     if flags.keys.has_literal && !flags.detached {
         eprintln!(
             "launch: a key is on this command line, which shells keep and other users may have read; put it into a file and give \

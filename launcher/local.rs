@@ -1,6 +1,6 @@
 //! Worlds of one rank, started without MPI.
 
-use crate::plan::CommandLine;
+use crate::command::CommandLine;
 
 /// The command of the only rank.
 pub(crate) fn command(mut ranks: Vec<CommandLine>) -> CommandLine {

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 
 use ipc::ProcessId;
 
+use crate::command::CommandLine;
 use crate::flags::Bind;
 use crate::mpi::{MpiKind, Mpirun};
-use crate::plan::CommandLine;
 use crate::{hosts, processes};
 
 /// The parameters of an `mpirun` command.

@@ -1,12 +1,13 @@
 //! Turns flags into the command that starts all ranks. The module is pure, so `--dry-run` shows exactly what would run.
 
-use std::fmt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
+use settings::DeviceKind;
 
+use crate::command::{CommandLine, Starter, quoted};
 use crate::container::Container;
-use crate::flags::{Backend, Bind, Device, Precision, WorldFlags};
+use crate::flags::{Backend, Bind, WorldFlags};
 use crate::hosts::{self, Host};
 use crate::mpi::{MpiKind, Mpirun};
 use crate::srun::{self, Allocation};
@@ -35,15 +36,6 @@ pub struct Site {
     pub run_dir: PathBuf,
 }
 
-/// A program and its arguments.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CommandLine {
-    /// What to run.
-    pub program: PathBuf,
-    /// Its arguments, without its name.
-    pub args: Vec<String>,
-}
-
 /// The command that runs a world, and what the launcher must know about it.
 #[derive(Debug, Clone)]
 pub struct Plan {
@@ -61,22 +53,6 @@ pub struct Plan {
     pub without: Vec<String>,
     /// Whether rank 0 may run where it does not see the run directory of this node.
     pub rank_0_may_be_elsewhere: bool,
-}
-
-/// What starts the ranks of a world.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Starter {
-    /// The launcher itself starts the only rank.
-    Local,
-    /// `mpirun` of this implementation.
-    Mpirun(MpiKind),
-    /// `srun`, with a step of this name in this job.
-    Srun {
-        /// Number of the job.
-        job: u32,
-        /// Name of the step.
-        step: String,
-    },
 }
 
 /// Makes the plan for a world. Errors name the flag that is wrong.
@@ -238,18 +214,13 @@ const NUM_FIRST_ARGS: usize = 6;
 
 /// The part of the command that is the same for every rank. The user's flags for ranks come last.
 fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> CommandLine {
-    let device = match flags.device {
-        Device::Auto => "auto",
-        Device::Cpu => "cpu",
-        Device::Cuda => "cuda",
-    };
     let mut args = vec![
         "rank".to_owned(),
         format!("--model-repository={}", flags.model_repo.display()),
         format!("--grpc-port={}", flags.grpc_port),
         format!("--http-port={}", flags.http_port),
         format!("--metrics-port={}", flags.metrics_port),
-        format!("--device={device}"),
+        format!("--device={}", flags.device),
     ];
     assert_eq!(args.len(), NUM_FIRST_ARGS, "the prefix of shared memory follows these");
     if let Some(seconds) = flags.exit_timeout {
@@ -259,17 +230,12 @@ fn any_rank_command(ranks_per_node: u32, flags: &WorldFlags, site: &Site) -> Com
         args.push("--log-verbose=3".to_owned());
     }
     if let Some(precision) = flags.weight_only_precision {
-        let precision = match precision {
-            Precision::Auto => "auto",
-            Precision::Int8 => "int8",
-            Precision::Int4 => "int4",
-        };
         args.push(format!("--weight-only-precision={precision}"));
     }
     if let Some(network) = &flags.network {
         args.push(format!("--network={network}"));
     }
-    if flags.bind != Bind::None && flags.device != Device::Cuda {
+    if flags.bind != Bind::None && flags.device != DeviceKind::Cuda {
         // Otherwise ranks would divide the cores that one of them is bound to.
         args.push(format!("--threads={}", (site.num_cores / ranks_per_node).max(1)));
     }
@@ -319,23 +285,6 @@ fn log_file(rank: u32, flags: &WorldFlags) -> Option<PathBuf> {
     let extension = file.extension().map(|extension| format!(".{}", extension.to_string_lossy()));
     let name = format!("{stem}.rank{rank}{}", extension.unwrap_or_default());
     Some(file.parent().unwrap_or(Path::new("")).join(name))
-}
-
-impl fmt::Display for CommandLine {
-    /// The command, quoted for a shell.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&quoted(&self.program.to_string_lossy()))?;
-        self.args.iter().try_for_each(|arg| write!(f, " {}", quoted(arg)))
-    }
-}
-
-pub(crate) fn quoted(word: &str) -> String {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_=,./:@%+".contains(&byte);
-    if !word.is_empty() && word.bytes().all(plain) {
-        word.to_owned()
-    } else {
-        format!("'{}'", word.replace('\'', r"'\''"))
-    }
 }
 
 #[cfg(test)]
@@ -537,12 +486,6 @@ mod tests {
         let named = "srun --mpi=pmix --job-name=trireme-8000 --nodes=1 --ntasks=2 --ntasks-per-node=2 \
              --distribution=block --nodelist=n2 ";
         starts_with(two_nodes(), "--world_size=2 --hosts=n2", named);
-    }
-
-    #[test]
-    fn words_are_quoted_for_the_shell() {
-        let line = CommandLine { program: "a b".into(), args: vec!["it's".into(), String::new(), "--x=1".into()] };
-        assert_eq!(line.to_string(), r"'a b' 'it'\''s' '' --x=1");
     }
 
     #[test]

@@ -4,9 +4,10 @@ use std::ffi::OsString;
 use std::fmt::Write;
 
 use anyhow::{Result, bail};
+use settings::DeviceKind;
 
-use crate::flags::{BatchFlags, Device};
-use crate::plan::quoted;
+use crate::command::quoted;
+use crate::flags::BatchFlags;
 
 /// Flags of the job, in contrast to those of the world. On the command line they may be abbreviated.
 const JOB_FLAGS: [&str; 6] = ["partition", "account", "time", "nodes", "gpus-per-node", "drain-before"];
@@ -29,7 +30,7 @@ pub(crate) fn file(batch: &BatchFlags, arguments: &[OsString]) -> Result<String>
         );
     }
     let ranks_per_node = world.world_size / batch.nodes;
-    let gpus = batch.gpus_per_node.unwrap_or(if world.device == Device::Cpu { 0 } else { ranks_per_node });
+    let gpus = batch.gpus_per_node.unwrap_or(if world.device == DeviceKind::Cpu { 0 } else { ranks_per_node });
     let place = if batch.nodes == 1 { "one node".to_owned() } else { format!("{} nodes", batch.nodes) };
     let mut text = format!("#!/bin/bash\n# Serves {} on {place}.\n", world.model_repo.display());
     let mut option =

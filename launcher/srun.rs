@@ -6,11 +6,11 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
+use crate::command::{CommandLine, quoted};
 use crate::container::Container;
 use crate::flags::Bind;
 use crate::mpi::MpiKind;
 use crate::mpirun::nccl_network;
-use crate::plan::{CommandLine, quoted};
 
 /// The Slurm allocation that this process runs in, read from Slurm's environment variables.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -12,8 +12,9 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, waitpid};
 use nix::unistd::Pid;
 
+use crate::command::Starter;
 use crate::mpi::MpiKind;
-use crate::plan::{Plan, Starter};
+use crate::plan::Plan;
 use crate::{crash, mpirun, processes, srun};
 
 /// Time that the other processes have to end after the first process of the world has ended.

@@ -4,9 +4,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use settings::DeviceKind;
+
 use super::mpi::{find, output};
 use super::{Finding, nccl_rate};
-use crate::flags::{Device, DoctorFlags};
+use crate::flags::DoctorFlags;
 
 /// Usual directories of NCCL.
 const LIBRARY_DIRS: [&str; 6] = [
@@ -21,15 +23,15 @@ const LIBRARY_DIRS: [&str; 6] = [
 /// Whether a world with these flags would use GPUs.
 pub(super) fn are_wanted(flags: &DoctorFlags) -> bool {
     match flags.device {
-        Device::Cpu => false,
-        Device::Cuda => true,
-        Device::Auto => num_device_files() > 0,
+        DeviceKind::Cpu => false,
+        DeviceKind::Cuda => true,
+        DeviceKind::Auto => num_device_files() > 0,
     }
 }
 
 /// Checks the devices, peer access between them, and NCCL.
 pub(super) fn check(flags: &DoctorFlags) -> Vec<Finding> {
-    if flags.device == Device::Cpu {
+    if flags.device == DeviceKind::Cpu {
         return vec![Finding::ok("GPUs", "not used with --device=cpu")];
     }
     if !are_wanted(flags) {

@@ -1,5 +1,5 @@
-//! Builds the MPI plugin apart from this crate, once for each MPI that is installed, and leaves them, or empty files, at
-//! `$OUT_DIR/plugin_openmpi.so` and `$OUT_DIR/plugin_mpich.so`.
+//! Builds the MPI plugin separately from this crate, once for each installed MPI. Writes the plugins, or empty files where an MPI is
+//! missing, to `$OUT_DIR/plugin_openmpi.so` and `$OUT_DIR/plugin_mpich.so`.
 
 use std::env;
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 use std::thread;
 
-/// The two binary interfaces there are. MPICH's is also that of Intel MPI, MVAPICH and others.
+/// The two binary interfaces of MPI. Intel MPI, MVAPICH and others share MPICH's.
 #[derive(Clone, Copy, PartialEq)]
 enum Kind {
     OpenMpi,
@@ -22,7 +22,7 @@ impl Kind {
         }
     }
 
-    /// Of the MPI that this compiler is for; `None` when there is no such compiler.
+    /// The kind of MPI that `compiler` belongs to; `None` when there is no such compiler.
     fn of(compiler: &str) -> Option<Self> {
         let version = Command::new(compiler).arg("--showme:version").output().ok()?;
         if version.status.success()
@@ -45,7 +45,7 @@ fn main() {
     let out_dir = env::var("OUT_DIR").expect("cargo sets OUT_DIR");
     let out_dir = Path::new(&out_dir);
     let first = env::var("MPICC").unwrap_or_else(|_| "mpicc".to_owned());
-    // Where several are installed, as Debian names them.
+    // Debian's names, for machines with several MPIs.
     let compilers: Vec<(String, Kind)> = [first, "mpicc.openmpi".to_owned(), "mpicc.mpich".to_owned()]
         .into_iter()
         .filter_map(|compiler| Kind::of(&compiler).map(|kind| (compiler, kind)))
@@ -81,7 +81,7 @@ fn build(compiler: &str, kind: Kind, out_dir: &Path) -> Result<Vec<u8>, String> 
         .args(["build", "--release", "--locked", "--quiet", "--manifest-path", "plugin/Cargo.toml", "--target-dir"])
         .arg(&target_dir)
         .env("MPICC", compiler)
-        // The outer build's flags, target and clippy are not the plugin's.
+        // Flags, target and clippy of the outer build must not apply to the plugin.
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .env_remove("CARGO_BUILD_TARGET")
         .env_remove("RUSTC_WORKSPACE_WRAPPER")

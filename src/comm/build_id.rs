@@ -1,9 +1,9 @@
-//! Which build of this program runs here.
+//! Identifies the build of this program.
 
 use std::fs::File;
 use std::io::Read;
 
-/// A checksum of the program's file and its length; zeros where it cannot be read.
+/// The length and a checksum of the program's file; zeros when it cannot be read.
 pub(crate) fn current() -> [u8; 12] {
     let (mut hasher, mut len, mut id) = (crc32fast::Hasher::new(), 0u64, [0; 12]);
     let Ok(mut file) = File::open("/proc/self/exe") else { return id };
@@ -20,7 +20,7 @@ pub(crate) fn current() -> [u8; 12] {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn a_program_is_the_same_each_time_it_is_looked_at() {
+    fn the_id_of_a_program_does_not_change() {
         assert_eq!(super::current(), super::current());
         assert_ne!(super::current(), [0; 12]);
     }

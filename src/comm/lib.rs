@@ -1,11 +1,11 @@
-//! The world of ranks: who is in it, and byte messages between them, over MPI.
+//! The world of ranks: its members, and byte messages between them, over MPI.
 //!
-//! [`World`] is the one type to know. Under `mpirun` or `srun` it loads the embedded plugin of the MPI that started it, and
-//! gives MPI a thread of its own; without a launcher it is a world of one rank that needs no MPI on the machine.
-//! Ranks of one node should talk through `ipc`: a message here costs up to 18 ms after a pause, because MPI cannot
-//! wait without burning a core and is polled instead.
+//! [`World`] is the main type. Under `mpirun` or `srun` it loads the embedded plugin of the MPI that started the process, and runs
+//! MPI on a thread of its own. Without a launcher it is a world of one rank that needs no MPI on the machine.
+//! Ranks of one node should communicate through `ipc`: MPI cannot wait without using a whole core, so it is polled, and a message
+//! here may take up to 18 ms after a pause.
 //!
-//! What the bytes mean is left to others. A rank that dies ends the world: MPI's launcher sees to it.
+//! The content of messages is opaque here. When a rank dies, MPI's launcher ends the world.
 //!
 //! ```
 //! use comm::{Config, World};
@@ -19,7 +19,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-#[allow(dead_code)] // Half of it is the plugin's.
+#[allow(dead_code)] // The plugin uses the rest.
 mod abi;
 mod build_id;
 mod error;
@@ -42,19 +42,19 @@ pub use mpi::MpiKind;
 use node::Node;
 use pump::{Orders, Outgoing, Pump};
 
-/// The longest message: MPI counts bytes in a C `int`.
+/// The longest message in bytes: MPI counts them in a C `int`.
 pub const MAX_MESSAGE_BYTES: usize = i32::MAX as usize;
 
-/// In the environment: a file of the launcher's for the reason why the world ends.
+/// Environment variable with the path of the launcher's file for the reason why the world ends.
 const CAUSE_FILE: &str = "TRIREME_CAUSE_FILE";
 
 /// How to join the world.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// The MPI whose launcher started this process, if one did; [`Config::from_env`] finds out.
+    /// The MPI whose launcher started this process, if any; [`Config::from_env`] detects it.
     pub mpi: Option<MpiKind>,
-    /// Messages that may wait, each way. More to send is [`CommError::Overloaded`]; more to receive waits at the
-    /// sender.
+    /// Most messages that are queued in each direction. Further sends fail with [`CommError::Overloaded`]; further messages to this
+    /// rank wait at their senders.
     pub max_queued: usize,
     /// How long MPI may take to start on all ranks.
     pub start_timeout: Duration,
@@ -67,16 +67,16 @@ impl Default for Config {
 }
 
 impl Config {
-    /// The default, with `mpi` as the environment tells it: for `main`, once.
+    /// The default, with `mpi` as detected from the environment. Called once, by `main`.
     pub fn from_env() -> Self {
         Self { mpi: MpiKind::from_env(), ..Self::default() }
     }
 }
 
-/// Messages to this rank and who sent them, in each sender's order.
+/// Messages to this rank with their senders, in the order of each sender.
 pub type Incoming = Receiver<(u32, Vec<u8>)>;
 
-/// All ranks, as seen from one of them. Shared by reference between threads.
+/// The world of ranks, as seen from one of them. Threads share it by reference.
 pub struct World {
     rank: u32,
     nodes: Vec<Node>,
@@ -84,19 +84,19 @@ pub struct World {
     /// For messages of this rank to itself.
     loopback: SyncSender<(u32, Vec<u8>)>,
     orders: Arc<Orders>,
-    /// None in a world without MPI, and once it was left.
+    /// `None` in a world without MPI, and after [`World::finalize`].
     link: Mutex<Option<Link>>,
     max_queued: usize,
 }
 
-/// The way to the thread that owns MPI.
+/// Connection to the thread that owns MPI.
 struct Link {
     outgoing: SyncSender<Outgoing>,
     thread: JoinHandle<()>,
 }
 
 impl World {
-    /// Joins the world: blocks until every rank has, or `config.start_timeout` has passed. Once in a process.
+    /// Joins the world. Blocks until every rank has joined or `config.start_timeout` has passed. May be called once in a process.
     pub fn start(config: Config) -> Result<Self, CommError> {
         let (deliver, incoming) = mpsc::sync_channel(config.max_queued);
         let orders = Arc::new(Orders::default());
@@ -111,7 +111,7 @@ impl World {
         Ok(Self { rank, nodes, incoming, loopback: deliver, orders, link, max_queued: config.max_queued })
     }
 
-    /// This rank, from 0.
+    /// The number of this rank, from 0.
     pub fn rank(&self) -> u32 {
         self.rank
     }
@@ -132,12 +132,12 @@ impl World {
         (0..self.size()).filter(|&other| self.nodes[other as usize] == *node).collect()
     }
 
-    /// The messages to this rank; the first caller gets them, others None.
+    /// The receiver of the messages to this rank: for the first caller; `None` for later ones.
     pub fn incoming(&self) -> Option<Incoming> {
         self.incoming.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Hands `bytes` over for sending to rank `to` and returns at once. Messages to one rank arrive in order.
+    /// Queues `bytes` for rank `to` and returns at once. Messages to one rank arrive in order.
     pub fn send(&self, to: u32, bytes: Vec<u8>) -> Result<(), CommError> {
         self.check(to, bytes.len())?;
         if to == self.rank {
@@ -159,22 +159,22 @@ impl World {
         self.queue(&others, bytes.into())
     }
 
-    /// Ends all ranks at once, this one included, with exit code `code`; `reason` goes to the log. Nothing is
-    /// dropped: let go of shared memory first.
+    /// Ends all ranks at once, this one included, with exit code `code`, and logs `reason`. No destructor runs: release shared
+    /// memory first.
     pub fn abort(&self, code: u8, reason: &str) -> ! {
         tracing::error!(rank = self.rank, code, "ends the world: {reason}");
         note_cause(reason);
         self.orders.abort.store(i32::from(code) + 1, Ordering::Release);
         if let Some(link) = &*self.link() {
             link.thread.thread().unpark();
-            // MPI ends this process; if it hangs, its launcher ends the others when this one has gone.
+            // MPI ends this process. If it hangs, its launcher ends the others after this process has exited.
             thread::sleep(Duration::from_secs(2));
         }
         std::process::exit(code.into())
     }
 
-    /// Leaves the world in good order: what was queued is sent, and every rank has come this far. Blocks up to
-    /// `timeout`; after an error end the process, for MPI may hang. What was received stays in [`Incoming`].
+    /// Leaves the world after all queued messages are sent and every rank has called this. Blocks up to `timeout`. After an error,
+    /// end the process, because MPI may hang. Received messages stay in [`Incoming`].
     pub fn finalize(&self, timeout: Duration) -> Result<(), CommError> {
         let Some(Link { outgoing, thread }) = self.link().take() else { return Ok(()) };
         drop(outgoing);
@@ -221,7 +221,7 @@ impl World {
     }
 }
 
-/// Errs on every rank when the program of one differs from rank 0's. On one node all start the same file.
+/// Errs on every rank when the program of one differs from rank 0's. Ranks of one node run the same file.
 fn check_builds(mpi: &Mpi, nodes: &[Node]) -> Result<(), CommError> {
     if nodes.iter().all(|node| *node == nodes[0]) {
         return Ok(());
@@ -236,7 +236,7 @@ fn check_builds(mpi: &Mpi, nodes: &[Node]) -> Result<(), CommError> {
     }
 }
 
-/// Starts MPI on a new thread and learns who is where.
+/// Starts MPI on a new thread; returns this rank and the node of every rank.
 fn start_mpi(
     kind: MpiKind,
     config: &Config,
@@ -255,7 +255,7 @@ fn start_mpi(
         if let Err(error) = check_builds(&mpi, &nodes) {
             return drop(report.send(Err(error)));
         }
-        // When nobody waits any more, the sender of `queued` is gone too, and the pump leaves at once.
+        // After a start timeout, the sender of `queued` is dropped too, and the pump ends at once.
         let _ = report.send(Ok((mpi.rank(), nodes)));
         Pump::new(mpi, queued, deliver, orders).run();
     };
@@ -267,7 +267,8 @@ fn start_mpi(
     }
 }
 
-/// Tells the launcher why the world ends, in the file that it names; the log, which holds words of clients too, is for people.
+/// Writes the reason why the world ends to the file that the launcher names. The launcher does not parse the log, because it contains
+/// text of clients.
 fn note_cause(reason: &str) {
     if let Some(path) = std::env::var_os(CAUSE_FILE) {
         note_cause_in(Path::new(&path), reason);
@@ -277,9 +278,9 @@ fn note_cause(reason: &str) {
 fn note_cause_in(path: &Path, reason: &str) {
     let mut options = std::fs::OpenOptions::new();
     options.append(true).custom_flags(rustix::fs::OFlags::NOFOLLOW.bits() as i32);
-    // On another node there is no such file.
+    // The file exists only on the launcher's node.
     if let Ok(mut file) = options.open(path) {
-        // In one piece, for other ranks may write too.
+        // In one write, because other ranks may write too.
         let _ = file.write_all(format!("{}\n", reason.replace('\n', " ")).as_bytes());
     }
 }
@@ -291,7 +292,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cause_is_one_line_and_goes_into_no_other_file() {
+    fn a_cause_is_one_line_and_is_written_to_no_other_file() {
         let dir = std::env::temp_dir().join(format!("trireme-cause-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
         let (file, link) = (dir.join("cause"), dir.join("link"));

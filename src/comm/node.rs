@@ -1,6 +1,6 @@
 use std::fs;
 
-/// One machine, as far as shared memory goes: host name and boot, since containers may share a name.
+/// One machine, whose processes can share memory: host name and boot id, since containers may share a host name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Node {
     pub(crate) hostname: String,
@@ -17,7 +17,7 @@ impl Node {
         Self { hostname, boot_id: boot_id.trim().to_owned() }
     }
 
-    /// The same number of bytes on every node.
+    /// An encoding that has the same length on every node.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = self.hostname.as_bytes().to_vec();
         bytes.resize(Self::HOSTNAME_BYTES, 0);
@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_node_survives_the_trip_to_other_ranks() {
+    fn a_node_is_decoded_as_it_was_encoded() {
         let node = Node::current();
         assert!(!node.hostname.is_empty() && !node.boot_id.is_empty());
         assert_eq!(Node::from_bytes(&node.to_bytes()), node);

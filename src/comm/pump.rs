@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::mpi::{Mpi, Pending};
 
-/// Messages MPI works on at a time, each way: more wait in their queues.
+/// Most operations of MPI in progress in each direction; further messages stay in their queues.
 const MAX_IN_FLIGHT: usize = 64;
 
 /// A message to other ranks.
@@ -18,14 +18,14 @@ pub(crate) struct Outgoing {
     pub(crate) bytes: Arc<[u8]>,
 }
 
-/// Set by other threads; looked at in each round.
+/// Requests of other threads, checked in each iteration.
 #[derive(Default)]
 pub(crate) struct Orders {
-    /// Exit code for an abort of the world, plus one; 0: none.
+    /// Exit code for an abort of the world, plus one; 0: no abort.
     pub(crate) abort: AtomicI32,
 }
 
-/// A message to this rank: whole, or on its way.
+/// A message to this rank: complete, or still being received.
 struct Arriving {
     from: u32,
     message: Result<Vec<u8>, Pending<Vec<u8>>>,
@@ -37,7 +37,7 @@ pub(crate) struct Pump {
     incoming: SyncSender<(u32, Vec<u8>)>,
     orders: Arc<Orders>,
     sending: Vec<Pending<Arc<[u8]>>>,
-    /// In the order of arrival; delivered from the front, so that a long message is not overtaken.
+    /// In the order of arrival. Delivered from the front, so that no message overtakes a longer one.
     receiving: VecDeque<Arriving>,
     last_active: Instant,
 }
@@ -53,7 +53,7 @@ impl Pump {
         Self { mpi, outgoing, incoming, orders, sending, receiving, last_active: Instant::now() }
     }
 
-    /// Works until all senders of `outgoing` are gone and every rank has come that far, then leaves MPI.
+    /// Runs until all senders of `outgoing` are dropped and every rank has reached this point, then finalizes MPI.
     pub(crate) fn run(mut self) {
         while self.turn() {
             self.pause();
@@ -64,14 +64,14 @@ impl Pump {
             self.turn();
             self.pause();
         }
-        // Every message to this rank has begun to arrive, as its sender has passed the barrier.
+        // Every message to this rank has begun to arrive, because its sender has passed the barrier.
         while self.receive() || !self.receiving.is_empty() {
             thread::yield_now();
         }
         self.mpi.finalize();
     }
 
-    /// One round; false once there is nothing to send and will not be.
+    /// One iteration; returns false once everything is sent and no sender is left.
     fn turn(&mut self) -> bool {
         let abort = self.orders.abort.load(Ordering::Acquire);
         if abort != 0 {
@@ -85,55 +85,55 @@ impl Pump {
         open || !self.sending.is_empty()
     }
 
-    /// Starts and ends sends. Returns whether anything moved, and whether more may be asked for.
+    /// Starts and completes sends. Returns whether there was progress, and whether `outgoing` is still open.
     fn send(&mut self) -> (bool, bool) {
         let before = self.sending.len();
         let pending = std::mem::take(&mut self.sending);
         self.sending.extend(pending.into_iter().filter_map(|pending| self.mpi.finish(pending).err()));
-        let mut moved = self.sending.len() != before;
+        let mut has_progress = self.sending.len() != before;
         while self.sending.len() < MAX_IN_FLIGHT {
             match self.outgoing.try_recv() {
                 Ok(Outgoing { ranks, bytes }) => {
                     self.sending.extend(ranks.into_iter().map(|rank| self.mpi.send(rank, bytes.clone())));
                 }
-                Err(error) => return (moved, error == TryRecvError::Empty),
+                Err(error) => return (has_progress, error == TryRecvError::Empty),
             }
-            moved = true;
+            has_progress = true;
         }
-        (moved, true)
+        (has_progress, true)
     }
 
-    /// Starts and ends receives; whether anything moved.
+    /// Starts and completes receives; returns whether there was progress.
     fn receive(&mut self) -> bool {
-        let mut moved = false;
+        let mut has_progress = false;
         while self.receiving.len() < MAX_IN_FLIGHT {
             let Some((from, pending)) = self.mpi.receive() else { break };
             self.receiving.push_back(Arriving { from, message: Err(pending) });
-            moved = true;
+            has_progress = true;
         }
         while let Some(arriving) = self.receiving.pop_front() {
             if let Err(kept) = self.deliver(arriving) {
                 self.receiving.push_front(kept);
                 break;
             }
-            moved = true;
+            has_progress = true;
         }
-        moved
+        has_progress
     }
 
-    /// Hands a whole message over; gives back one that is not whole, or for which there is no room.
+    /// Delivers a complete message. Returns one that is incomplete or for which the queue has no room.
     fn deliver(&self, Arriving { from, message }: Arriving) -> Result<(), Arriving> {
         let bytes = message
             .or_else(|pending| self.mpi.finish(pending))
             .map_err(|pending| Arriving { from, message: Err(pending) })?;
         match self.incoming.try_send((from, bytes)) {
-            // Nobody listens any more: the rank is about to leave.
+            // The receiver is dropped: the rank is about to leave.
             Ok(()) | Err(TrySendError::Disconnected(_)) => Ok(()),
             Err(TrySendError::Full((from, bytes))) => Err(Arriving { from, message: Ok(bytes) }),
         }
     }
 
-    /// Lets others use the core, for the longer the longer nothing has moved; a send ends it early.
+    /// Pauses, longer the longer there was no progress. A send ends the pause.
     fn pause(&self) {
         let idle = self.last_active.elapsed();
         let in_flight = !self.sending.is_empty() || !self.receiving.is_empty();

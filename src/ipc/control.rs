@@ -1,7 +1,7 @@
-//! How a launcher asks its rank 0 whether it is well: over a Unix socket that no client of the server can reach.
+//! Health checks of rank 0 by its launcher, over a Unix socket that no client of the server can reach.
 //!
-//! A question is one byte, an answer one line: `1 live=12 ready=1`. The first number is the version of the line; further
-//! words may follow in later ones.
+//! A request is one byte, the response one line: `1 live=12 ready=1`. The first number is the version of the line; later versions
+//! may append fields.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -15,21 +15,21 @@ use std::time::Duration;
 
 use rustix::process::geteuid;
 
-/// What is asked.
+/// The request for the health of rank 0.
 const HEALTH: u8 = b'h';
 /// How long either side waits for the other.
-const PATIENCE: Duration = Duration::from_millis(500);
-/// Between two attempts to accept.
+const TIMEOUT: Duration = Duration::from_millis(500);
+/// Pause between two attempts to accept.
 const PAUSE: Duration = Duration::from_millis(20);
-/// Longest answer.
+/// Longest response in bytes.
 const MAX_BYTES: u64 = 256;
 
-/// How a rank 0 is.
+/// The health of a rank 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Health {
-    /// Time since the slowest of its runtimes made progress.
+    /// Time since the last progress of its slowest async runtime.
     pub silent: Duration,
-    /// Whether it takes requests.
+    /// Whether it accepts requests.
     pub is_ready: bool,
 }
 
@@ -54,16 +54,16 @@ impl FromStr for Health {
     }
 }
 
-/// Answers at `path`, on a thread of its own, for as long as this process lives.
+/// Answers health checks at `path`, on a thread of its own, until this process ends.
 ///
 /// # Errors
-/// When there can be no socket at `path`.
+/// When the socket or the thread cannot be created.
 pub fn answer_health(path: &Path, health: impl Fn() -> Health + Send + 'static) -> io::Result<()> {
-    let listener = bind_private(path)?;
+    // Before the thread runs, so that the reserved descriptor is there even if the process soon has no other left.
+    let mut acceptor = Acceptor::new(bind_private(path)?);
     thread::Builder::new().name("control".to_owned()).spawn(move || {
-        let mut acceptor = Acceptor::new(listener);
         loop {
-            // One that asks and goes away harms nobody.
+            // A client that disconnects is no error of this process.
             let _ = answer(acceptor.accept(), &health);
         }
     })?;
@@ -71,37 +71,37 @@ pub fn answer_health(path: &Path, health: impl Fn() -> Health + Send + 'static) 
 }
 
 fn answer(mut stream: UnixStream, health: &impl Fn() -> Health) -> io::Result<()> {
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
-    let mut question = [0];
-    stream.read_exact(&mut question)?;
-    match question[0] {
+    stream.set_read_timeout(Some(TIMEOUT))?;
+    stream.set_write_timeout(Some(TIMEOUT))?;
+    let mut request = [0];
+    stream.read_exact(&mut request)?;
+    match request[0] {
         HEALTH => writeln!(stream, "{}", health()),
         _ => Err(io::ErrorKind::InvalidData.into()),
     }
 }
 
-/// Asks the rank 0 that answers at `path`.
+/// Requests the health of the rank 0 that listens at `path`.
 ///
 /// # Errors
-/// `NotFound` or `ConnectionRefused` when none does; others when it does not answer in time, or something else does.
+/// `NotFound` or `ConnectionRefused` when no process listens there; others when the response is late or invalid.
 pub fn ask_health(path: &Path) -> io::Result<Health> {
-    ask_on(connect_private(path)?)
+    request_health(connect_private(path)?)
 }
 
-fn ask_on(mut stream: UnixStream) -> io::Result<Health> {
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
+fn request_health(mut stream: UnixStream) -> io::Result<Health> {
+    stream.set_read_timeout(Some(TIMEOUT))?;
+    stream.set_write_timeout(Some(TIMEOUT))?;
     stream.write_all(&[HEALTH])?;
     let mut line = String::new();
     stream.take(MAX_BYTES).read_to_string(&mut line)?;
     line.parse()
 }
 
-/// A socket at `path` for this user alone, in place of what an earlier process may have left there.
+/// A socket at `path` that only this user may connect to. It replaces the file of an earlier process.
 ///
 /// # Errors
-/// When there can be none.
+/// When the socket cannot be created.
 pub fn bind_private(path: &Path) -> io::Result<UnixListener> {
     let _ = fs::remove_file(path);
     let listener = UnixListener::bind(path)?;
@@ -112,14 +112,14 @@ pub fn bind_private(path: &Path) -> io::Result<UnixListener> {
 /// Connects to the socket at `path`.
 ///
 /// # Errors
-/// When nobody listens there, or a process of another user.
+/// When no process listens there, or one of another user does.
 pub fn connect_private(path: &Path) -> io::Result<UnixStream> {
     let stream = UnixStream::connect(path)?;
     check_peer(&stream)?;
     Ok(stream)
 }
 
-/// Errs when the other end is a process of another user, who is not root.
+/// Errs when the peer is a process of another user than this one or root.
 fn check_peer(stream: &UnixStream) -> io::Result<()> {
     let peer = rustix::net::sockopt::socket_peercred(stream)?;
     match peer.uid.is_root() || peer.uid == geteuid() {
@@ -128,11 +128,11 @@ fn check_peer(stream: &UnixStream) -> io::Result<()> {
     }
 }
 
-/// Accepts connections of this user, also while the process has no descriptor left for others.
+/// Accepts connections of this user, even when the process has reached its limit of open files.
 #[derive(Debug)]
 pub struct Acceptor {
     listener: UnixListener,
-    /// A descriptor to be given up for a connection.
+    /// A reserved descriptor that is closed to make room for a connection.
     spare: Option<File>,
 }
 
@@ -142,7 +142,7 @@ impl Acceptor {
         Self { listener, spare: spare() }
     }
 
-    /// The next connection of a process of this user, or of root. An accept that fails is tried again after a pause.
+    /// Waits for the next connection of a process of this user or of root. A failed accept is repeated after a pause.
     pub fn accept(&mut self) -> UnixStream {
         loop {
             if self.spare.is_none() {
@@ -152,7 +152,7 @@ impl Acceptor {
                 Ok((stream, _)) if check_peer(&stream).is_ok() => return stream,
                 Ok(_) => {}
                 Err(error) if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
-                    // Without one to give up, wait for another to be closed.
+                    // Without a reserved descriptor, wait until another is closed.
                     if self.spare.take().is_none() {
                         thread::sleep(PAUSE);
                     }
@@ -192,9 +192,9 @@ mod tests {
         answer_health(&path, move || health).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         let _silent = UnixStream::connect(&path).unwrap();
-        // The first attempt may wait behind the one that says nothing.
-        let asked = (0..10).find_map(|_| ask_health(&path).ok());
-        assert_eq!(asked, Some(health));
+        // The first attempt may wait behind the silent connection.
+        let received = (0..10).find_map(|_| ask_health(&path).ok());
+        assert_eq!(received, Some(health));
         fs::remove_file(&path).unwrap();
         assert_eq!(ask_health(&path).unwrap_err().kind(), io::ErrorKind::NotFound);
     }

@@ -1,4 +1,4 @@
-//! Open files, sockets above all, handed from one process to another over a Unix socket.
+//! Transfer of open files, mainly sockets, from one process to another over a Unix socket.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -10,28 +10,28 @@ use rustix::net::{
     recvmsg, sendmsg,
 };
 
-/// Most files that travel with one message.
+/// Most files in one message.
 pub const MAX_FILES: usize = 4;
 
-/// Sends `bytes`, which must not be empty, and with them `files`, at most [`MAX_FILES`]; they stay open here too.
+/// Sends `bytes`, which must not be empty, and at most [`MAX_FILES`] files, which stay open in this process.
 ///
 /// # Errors
-/// When the other side has gone, or more files are given than travel at once.
+/// When the peer has closed its end, or there are more than [`MAX_FILES`] files.
 pub fn send_files(socket: &UnixStream, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(files)) {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "more files than travel at once"));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "more files than one message can carry"));
     }
     sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
     Ok(())
 }
 
-/// What [`send_files`] sent at the other end: the number of bytes put into `bytes`, and the files. Zero bytes: the
-/// other side has gone.
+/// Receives a message of [`send_files`]: returns the number of bytes written to `bytes`, and the files. Zero bytes mean that the peer
+/// has closed its end.
 ///
 /// # Errors
-/// When the socket fails or a timeout set on it has passed.
+/// When the socket fails or its read timeout has passed.
 pub fn receive_files(socket: &UnixStream, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -2,7 +2,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Why a region, ring or watch could not be made or opened.
+/// Why a region, ring or process watch could not be created or opened.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // Fields are named by their messages.
 pub enum IpcError {
@@ -45,7 +45,7 @@ pub enum IpcError {
     Watch { pid: u32, source: io::Error },
 }
 
-/// Why a message was not sent. Nothing of it is visible to the receiver.
+/// Why a message was not sent. The receiver sees no part of it.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // Fields are named by their messages.
 pub enum SendError {
@@ -59,7 +59,7 @@ pub enum SendError {
     Corrupt { ring: String, head: u64, tail: u64 },
 }
 
-/// Why nothing can be received any more.
+/// Why no further message can be received.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // Fields are named by their messages.
 pub enum RecvError {

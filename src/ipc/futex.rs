@@ -1,4 +1,4 @@
-//! Waiting on a word of shared memory, across processes.
+//! Waits on a word of shared memory, across processes.
 //!
 //! ```no_run
 //! # fn f(region: &ipc::Region) -> Result<(), ipc::IpcError> {
@@ -20,9 +20,9 @@ use std::time::Duration;
 use rustix::thread::futex;
 use rustix::time::Timespec;
 
-/// Sleeps while `word` holds `expected`, until woken or until `timeout` has passed.
+/// Sleeps while `word` is `expected`, until woken or until `timeout` has passed.
 ///
-/// Returns false only when the timeout has passed. It may return true early: check the condition again.
+/// Returns false only when the timeout has passed. It may return true without a wake-up: check the condition again.
 pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>) -> bool {
     let timeout = timeout.map(timespec);
     // No PRIVATE flag: the word is shared with other processes.
@@ -30,7 +30,7 @@ pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>) -> bool 
     result != Err(rustix::io::Errno::TIMEDOUT)
 }
 
-/// Wakes one waiter of `word`, in whatever process it waits.
+/// Wakes one waiter of `word`, in any process.
 pub fn wake_one(word: &AtomicU32) {
     wake(word, 1);
 }
@@ -41,7 +41,7 @@ pub fn wake_all(word: &AtomicU32) {
 }
 
 fn wake(word: &AtomicU32, count: u32) {
-    // The only failure is an address that is not mapped, which a reference cannot be.
+    // The call fails only for an address that is not mapped, and a reference is always mapped.
     let woken = futex::wake(word, futex::Flags::empty(), count);
     debug_assert!(woken.is_ok(), "futex wake failed: {woken:?}");
 }

@@ -1,4 +1,4 @@
-//! What a child process does not get of this one: descriptors, secrets, its place when memory runs out.
+//! What child processes do not inherit: descriptors, secrets, the OOM score.
 
 use std::ffi::CStr;
 use std::os::unix::process::CommandExt;
@@ -9,21 +9,20 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::lock;
 
-/// Added to the kernel's score of a child for the case that memory runs out: it goes before the process that started it.
+/// Added to the OOM score of a child, so that the kernel kills it before the process that started it.
 const OOM_SCORE_STEP: i32 = 500;
 const MAX_OOM_SCORE: i32 = 1000;
 const OOM_SCORE: &CStr = c"/proc/self/oom_score_adj";
 
 /// The first descriptor above standard error.
 const FIRST_OTHER: libc::c_int = 3;
-/// Descriptors that are looked at where the kernel does not close a range; they are given from the lowest.
-const MAX_LOOKED_AT: u64 = 1 << 16;
+/// Number of descriptors that are marked one by one where `close_range` is missing; the kernel assigns the lowest first.
+const MAX_MARKED: u64 = 1 << 16;
 
-/// The child gets standard input, output and error alone, whatever other descriptors lack `FD_CLOEXEC`: those of libraries, of
-/// MPI above all, do.
+/// The child inherits only standard input, output and error, even where other descriptors lack `FD_CLOEXEC`, as those of MPI do.
 pub fn close_descriptors(command: &mut Command) -> &mut Command {
     let closing = Closing::new();
-    // SAFETY: `Closing::run` makes system calls alone and allocates nothing.
+    // SAFETY: `Closing::run` makes only system calls and allocates nothing.
     unsafe {
         command.pre_exec(move || {
             closing.run();
@@ -32,7 +31,7 @@ pub fn close_descriptors(command: &mut Command) -> &mut Command {
     }
 }
 
-/// Marks every descriptor above standard error to be closed at exec; made before fork, run after it.
+/// Marks every descriptor above standard error to be closed at exec. Created before fork, run after it.
 #[derive(Clone, Copy)]
 pub(crate) struct Closing {
     end: libc::c_int,
@@ -40,11 +39,11 @@ pub(crate) struct Closing {
 
 impl Closing {
     pub(crate) fn new() -> Self {
-        let most = getrlimit(Resource::Nofile).current.unwrap_or(MAX_LOOKED_AT);
-        Self { end: most.min(MAX_LOOKED_AT) as libc::c_int }
+        let most = getrlimit(Resource::Nofile).current.unwrap_or(MAX_MARKED);
+        Self { end: most.min(MAX_MARKED) as libc::c_int }
     }
 
-    /// Async-signal-safe. Descriptors stay open until exec, since the standard library still needs one of its own.
+    /// Async-signal-safe. Descriptors stay open until exec, because the standard library needs one of its own until then.
     pub(crate) fn run(self) {
         // SAFETY: the call takes three numbers and marks descriptors; it closes none.
         let marked = unsafe {
@@ -71,7 +70,7 @@ fn mark_each(first: libc::c_int, end: libc::c_int) {
     }
 }
 
-/// Has the kernel end the child before its parent when memory runs out; made before fork, run after it.
+/// Makes the kernel kill the child before its parent when memory runs out. Created before fork, run after it.
 #[derive(Clone, Copy)]
 pub(crate) struct OomScore {
     digits: [u8; 8],
@@ -79,7 +78,7 @@ pub(crate) struct OomScore {
 }
 
 impl OomScore {
-    /// Above this process's own, which may have been set for its whole service or container.
+    /// A score above that of this process, which may have been set for its service or container.
     pub(crate) fn new() -> Self {
         let own = std::fs::read_to_string("/proc/self/oom_score_adj").ok();
         let own = own.and_then(|text| text.trim().parse::<i32>().ok()).unwrap_or(0);
@@ -90,7 +89,7 @@ impl OomScore {
         Self { digits, len }
     }
 
-    /// Async-signal-safe. Without `/proc` the child is as likely to go as its parent.
+    /// Async-signal-safe. Without `/proc` the child keeps the score of its parent.
     pub(crate) fn run(self) {
         // SAFETY: the path ends with a zero byte, and `len` bytes of `digits` are there to be written.
         unsafe {
@@ -103,7 +102,7 @@ impl OomScore {
     }
 }
 
-/// Whether a variable of the environment is, by its name, a secret: a key, a token, a password, credentials of a cloud.
+/// Whether an environment variable has the name of a secret: a key, a token, a password, credentials of a cloud.
 pub fn is_secret(name: &str) -> bool {
     let name = name.to_ascii_uppercase();
     ["TRIREME_API_KEYS", "AWS_", "AZURE_"].iter().any(|start| name.starts_with(start))
@@ -112,23 +111,22 @@ pub fn is_secret(name: &str) -> bool {
         || SECRETS.contains(&&*name)
 }
 
-/// Names of secrets that look like no other.
+/// Names of secrets that match no pattern.
 const SECRETS: [&str; 7] =
     ["MYSQL_PWD", "NOTIFY_SOCKET", "PGPASSWORD", "REDISCLI_AUTH", "SLURM_JWT", "SSHPASS", "SSH_AUTH_SOCK"];
 
-/// Variables that hold secrets although their names do not tell.
+/// Variables that hold secrets under other names.
 static FURTHER_SECRETS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
-/// From now on these variables are withheld as those that [`is_secret`] knows.
+/// Adds variables that [`withhold_secrets`] removes beside those that [`is_secret`] matches.
 pub fn withhold_also(names: impl IntoIterator<Item = String>) {
     lock(&FURTHER_SECRETS).extend(names);
 }
 
-/// What the launcher arranged with a rank, and no child of the rank has a part in.
+/// Variables with which the launcher configures a rank; they are not for the rank's children.
 const OF_THE_RANK: [&str; 4] = ["TRIREME_CONTROL", "TRIREME_CAUSE_FILE", "TRIREME_HAND_OVER", "TRIREME_TAKE_OVER"];
 
-/// The child does not inherit variables that are secrets by their names, but for those named in `passed`, nor the paths that
-/// the launcher gave its rank.
+/// The child does not inherit the variables of the launcher for its rank, nor secrets, except those named in `passed`.
 pub fn withhold_secrets<'a>(command: &'a mut Command, passed: &[String]) -> &'a mut Command {
     for name in OF_THE_RANK {
         command.env_remove(name);
@@ -163,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_gets_no_descriptor_that_was_not_meant_for_it() {
+    fn a_child_inherits_no_descriptor_but_the_standard_ones() {
         let (_file, path) = inheritable();
         let children = [
             (Command::new("sleep").arg("60").spawn().unwrap(), true),
@@ -189,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bound_child_goes_first_when_memory_runs_out() {
+    fn a_bound_child_is_killed_first_when_memory_runs_out() {
         let score = |pid: &str| -> i32 {
             fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap().trim().parse().unwrap()
         };

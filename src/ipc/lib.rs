@@ -1,17 +1,18 @@
-//! Shared memory between the processes of one node, and what a process must know of another.
+//! Shared memory between the processes of one node, and supervision of processes.
 //!
-//! - [`Region`]: a named, bounded piece of POSIX shared memory. Its creator removes the name when dropped;
-//!   what a killed creator left is removed by [`sweep_stale`].
+//! - [`Region`]: a named piece of POSIX shared memory of fixed size. Its creator removes the name when dropped;
+//!   [`sweep_stale`] removes those of killed creators.
 //! - [`Ring`], [`RingSender`], [`RingReceiver`]: a queue of byte messages in a region, one sender, one receiver.
-//!   Waiting is a short spin, then a futex, so an idle receiver uses no CPU.
-//! - [`ProcessWatch`]: notices the end of any process at once, over a pidfd.
-//! - [`send_files`], [`receive_files`]: listening sockets that one world hands to the next.
-//! - [`bind_to_parent`], [`close_descriptors`], [`withhold_secrets`]: children that end with this process and inherit little.
+//!   A wait is a short spin, then a futex, so an idle receiver uses no CPU.
+//! - [`ProcessWatch`]: detects the end of any process at once, by a pidfd.
+//! - [`send_files`], [`receive_files`]: transfer of listening sockets from one world to the next.
+//! - [`bind_to_parent`], [`close_descriptors`], [`withhold_secrets`]: child processes that end with this process and inherit neither
+//!   its descriptors nor its secrets.
 //! - [`essential_thread`]: a thread whose panic ends the process, with a reason.
-//! - [`lock`]: a mutex whose holder may have panicked.
-//! - [`answer_health`], [`ask_health`]: how a launcher learns whether its rank 0 is well.
+//! - [`lock`]: locks a mutex also after its holder has panicked.
+//! - [`answer_health`], [`ask_health`]: health checks of rank 0 by its launcher.
 //!
-//! What the bytes mean is left to others. A region trusts every process that may open it (mode 0600, one user).
+//! The content of messages is opaque here. A region trusts every process that may open it (mode 0600, one user).
 //!
 //! ```
 //! use ipc::{Prefix, Received, Ring, RingReceiver, RingSender};
@@ -34,6 +35,7 @@ mod control;
 mod descriptors;
 mod error;
 pub mod futex;
+mod header;
 mod heap;
 mod inherit;
 mod lock;
@@ -51,6 +53,7 @@ mod title;
 pub use control::{Acceptor, Health, answer_health, ask_health, bind_private, connect_private};
 pub use descriptors::{MAX_FILES, receive_files, send_files};
 pub use error::{IpcError, RecvError, SendError};
+pub use header::{REGION_MAGIC, pid_namespace};
 pub use heap::give_memory_back;
 pub use inherit::{close_descriptors, is_secret, withhold_also, withhold_secrets};
 pub use lock::lock;
@@ -58,7 +61,7 @@ pub use output::end_with_the_reader;
 pub use panics::{essential_thread, on_essential_panic, panic_words};
 pub use prefix::Prefix;
 pub use process::{ProcessId, ProcessWatch, bind_to_parent, describe_exit, die_with_parent};
-pub use region::{Plain, REGION_MAGIC, Region, pid_namespace};
+pub use region::{Plain, Region};
 pub use ring::{Backlog, Doorbell, Received, Ring, RingReceiver, RingSender};
 pub use stacks::{STACK_LINE, ask_for_stacks, with_names, write_stacks_on_faults};
 pub use sweep::{sweep_all_stale, sweep_stale};

@@ -1,7 +1,6 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks `mutex`, also after a thread has panicked while it held the lock: what it guards stays usable, and one panic
-/// does not become many.
+/// Locks `mutex`, also when it is poisoned: the data stays usable, so that a panic of one thread does not cause panics of others.
 pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -11,7 +10,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lock_whose_holder_panicked_is_taken_all_the_same() {
+    fn a_poisoned_mutex_can_be_locked() {
         let mutex = Mutex::new(1);
         let held = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let _held = mutex.lock();

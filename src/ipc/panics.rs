@@ -1,4 +1,4 @@
-//! What becomes of a panic: one line, and the end of a process that cannot go on without the thread.
+//! Panics: one line for each, and the end of the process after a panic of an essential thread.
 
 use std::any::Any;
 use std::io;
@@ -6,33 +6,33 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::thread::{self, JoinHandle};
 
-/// As the shell reports of a process that SIGABRT ended.
+/// The exit status that a shell reports for a process that SIGABRT ended.
 const EXIT_CODE: i32 = 128 + libc::SIGABRT;
-/// Longest words of a panic that are kept.
+/// Longest message of a panic in bytes; the rest is cut.
 const MAX_WORDS: usize = 1 << 10;
 
 type Ending = Box<dyn Fn(&str) + Send + Sync>;
 
-/// Ends this process for the reason given.
+/// Ends this process for the given reason.
 static ENDING: OnceLock<Ending> = OnceLock::new();
 
-/// From now on `end` ends this process when an [`essential_thread`] panics; without it, or if it returns, the process exits
-/// with status 134. Only the first call counts.
+/// Sets `end` as the function that ends this process when an [`essential_thread`] panics. Without it, or if it returns, the process
+/// exits with status 134. Only the first call has an effect.
 pub fn on_essential_panic(end: impl Fn(&str) + Send + Sync + 'static) {
     let _ = ENDING.set(Box::new(end));
 }
 
-/// Starts a thread without which this process would hang or go on wrong: a panic in it ends the process, with a reason.
+/// Starts a thread without which this process would hang or give wrong results. A panic in it ends the process, with the reason.
 ///
 /// # Errors
-/// When no thread can be started.
+/// When the thread cannot be started.
 pub fn essential_thread(name: impl Into<String>, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
     let name = name.into();
-    let ends_as = name.clone();
+    let thread_name = name.clone();
     thread::Builder::new().name(name).spawn(move || {
-        // Nothing that `body` may have left half done is used again.
+        // The process ends, so no inconsistent state of `body` is used again.
         if let Err(payload) = catch_unwind(AssertUnwindSafe(body)) {
-            let reason = format!("the thread `{ends_as}` panicked: {}", panic_words(&*payload));
+            let reason = format!("the thread `{thread_name}` panicked: {}", panic_words(&*payload));
             match ENDING.get() {
                 Some(end) => end(&reason),
                 None => eprintln!("{reason}"),
@@ -42,7 +42,7 @@ pub fn essential_thread(name: impl Into<String>, body: impl FnOnce() + Send + 's
     })
 }
 
-/// What a panic says, on one line: control characters are escaped, and what is too long is cut.
+/// The message of a panic on one line: control characters are escaped, and a long message is cut.
 pub fn panic_words(payload: &(dyn Any + Send)) -> String {
     let text = payload.downcast_ref::<String>().map(String::as_str).or(payload.downcast_ref::<&str>().copied());
     let text = text.unwrap_or("without words");
@@ -75,12 +75,12 @@ mod tests {
         assert_eq!(panic_words(&7), "without words");
     }
 
-    /// Plays its part where the test below has started it again.
+    /// Runs in the process that the test below starts.
     #[test]
     fn an_essential_thread_panics() {
         let Ok(part) = std::env::var("PANICS_PART") else { return };
-        if part == "told" {
-            on_essential_panic(|reason| eprintln!("told: {reason}"));
+        if part == "hook" {
+            on_essential_panic(|reason| eprintln!("hook: {reason}"));
         }
         let _ = essential_thread("pump", || panic!("first\nsecond")).unwrap().join();
         unreachable!("the process has ended");
@@ -94,11 +94,11 @@ mod tests {
 
     #[test]
     fn a_panic_of_an_essential_thread_ends_the_process_with_a_reason() {
-        for (part, expected) in [("untold", "\nthe thread `pump`"), ("told", "\ntold: the thread `pump`")] {
+        for (part, expected) in [("no hook", "\nthe thread `pump`"), ("hook", "\nhook: the thread `pump`")] {
             let output = run(part);
-            let said = String::from_utf8_lossy(&output.stderr);
+            let stderr = String::from_utf8_lossy(&output.stderr);
             assert_eq!(output.status.code(), Some(EXIT_CODE), "{output:?}");
-            assert!(said.contains(&format!("{expected} panicked: first\\nsecond\n")), "{said}");
+            assert!(stderr.contains(&format!("{expected} panicked: first\\nsecond\n")), "{stderr}");
         }
     }
 }

@@ -2,14 +2,14 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use crate::IpcError;
+use crate::error::IpcError;
 
-/// Where Linux keeps POSIX shared memory.
+/// The directory of POSIX shared memory on Linux.
 pub(crate) const SHM_DIR: &str = "/dev/shm";
 
-/// The start of every shared-memory name of one rank, such as `prefix0_`.
+/// The prefix of all shared-memory names of one rank, such as `prefix0_`.
 ///
-/// Ranks of one node need different prefixes. 1 to 64 letters, digits, `_`, `-` or `.`, not starting with `.`.
+/// Ranks of one node need different prefixes. A prefix has 1 to 64 letters, digits, `_`, `-` or `.`, not starting with `.`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Prefix(String);
 

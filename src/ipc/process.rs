@@ -11,10 +11,10 @@ use rustix::process::{
 };
 use rustix::time::Timespec;
 
-use crate::IpcError;
+use crate::error::IpcError;
 use crate::inherit::{Closing, OomScore};
 
-/// One process for all time: a pid alone may be given to another process later.
+/// Identifies one process for all time. A pid alone may be assigned to a later process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ProcessId {
     /// The pid, in this PID namespace.
@@ -27,27 +27,27 @@ impl ProcessId {
     /// This process.
     pub fn current() -> Self {
         let pid = std::process::id();
-        // `/proc` may be missing in a bare chroot; 0 then means "not known" on both sides of a comparison.
+        // `/proc` may be missing in a bare chroot; 0 then means "unknown" on both sides of a comparison.
         Self { pid, start_time: Self::of(pid).map_or(0, |id| id.start_time) }
     }
 
-    /// The process that has `pid` now. None if there is none, or only its unreaped remains.
+    /// The process that has `pid` now; `None` if there is none, or only a zombie.
     pub fn of(pid: u32) -> Option<Self> {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // The name stands in parentheses and may hold anything, so count fields after the last one.
+        // The name is in parentheses and may contain any character, so fields are counted after the last parenthesis.
         let mut fields = stat.get(stat.rfind(')')? + 1..)?.split_ascii_whitespace();
         let state = fields.next()?;
         let start_time = fields.nth(18)?.parse().ok()?; // field 22 of proc(5)
         (!matches!(state, "Z" | "X")).then_some(Self { pid, start_time })
     }
 
-    /// Whether this very process still runs.
+    /// Whether this process still runs.
     pub fn is_alive(self) -> bool {
         Self::of(self.pid) == Some(self)
     }
 }
 
-/// Notices the end of one process, related or not, without polling.
+/// Detects the end of one process, child or not, without polling.
 #[derive(Debug)]
 pub struct ProcessWatch {
     pid: u32,
@@ -55,7 +55,7 @@ pub struct ProcessWatch {
 }
 
 impl ProcessWatch {
-    /// Watches `pid`. Errs when there is no such process; a child that ended but was not reaped can be watched.
+    /// Watches `pid`. Errs when there is no such process. A zombie child can be watched.
     pub fn new(pid: u32) -> Result<Self, IpcError> {
         let watch = |source| IpcError::Watch { pid, source };
         let raw = i32::try_from(pid).ok().and_then(Pid::from_raw);
@@ -69,7 +69,7 @@ impl ProcessWatch {
         self.pid
     }
 
-    /// Waits until the process has ended; false when it still ran after `timeout`.
+    /// Waits until the process has ended; false when it still runs after `timeout`.
     pub fn wait(&self, timeout: Duration) -> bool {
         let deadline = Instant::now().checked_add(timeout);
         loop {
@@ -88,7 +88,7 @@ impl ProcessWatch {
         !self.wait(Duration::ZERO)
     }
 
-    /// Sends `signal` (a number of signal(7)) to this very process, never to a later owner of its pid.
+    /// Sends `signal` (a number of signal(7)) to this process, never to a later process with its pid.
     pub fn signal(&self, signal: i32) -> io::Result<()> {
         let signal = Signal::from_named_raw(signal).ok_or(io::ErrorKind::InvalidInput)?;
         Ok(pidfd_send_signal(&self.pidfd, signal)?)
@@ -132,26 +132,26 @@ fn signal_name(signal: i32) -> Option<&'static str> {
     })
 }
 
-/// Has the kernel send `signal` to this process when the thread that started it ends; errs if `parent` is gone already.
+/// Makes the kernel send `signal` to this process when the thread that started it ends. Errs if `parent` has already ended.
 ///
-/// Call it first thing in a child. The kernel watches the parent's *thread*: start children from one that lives as long.
+/// Call it at the start of a child. The kernel watches the parent's *thread*: start children from a thread that outlives them.
 pub fn die_with_parent(parent: u32, signal: i32) -> io::Result<()> {
     let signal = Signal::from_named_raw(signal).ok_or(io::ErrorKind::InvalidInput)?;
     set_parent_process_death_signal(Some(signal))?;
-    // It may have ended before the line above, and then no signal comes.
+    // The parent may have ended before the line above; then no signal is sent.
     if getppid().map(|pid| pid.as_raw_nonzero().get() as u32) != Some(parent) {
         return Err(io::Error::other(format!("the parent process {parent} has ended")));
     }
     Ok(())
 }
 
-/// As [`die_with_parent`], for a child of any program: arranged between fork and exec of `command`.
+/// As [`die_with_parent`], for a child that runs any program: set between fork and exec of `command`.
 ///
-/// The child also starts with no signal blocked, whatever this thread blocks: else `signal` might never arrive. It inherits
-/// no descriptor above standard error, and the kernel ends it before this process when memory runs out.
+/// The child starts with no signal blocked, whatever this thread blocks, so that `signal` arrives. It inherits no descriptor above
+/// standard error, and when memory runs out, the kernel kills it before this process.
 pub fn bind_to_parent(command: &mut Command, signal: i32) -> &mut Command {
     let (parent, closing, oom_score) = (std::process::id(), Closing::new(), OomScore::new());
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed: the closure makes system calls alone
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed: the closure makes only system calls
     // (close_range or fcntl; open, write, close; rt_sigprocmask, prctl, getppid), and its errors are plain codes that
     // allocate nothing.
     unsafe {
@@ -171,7 +171,7 @@ pub fn bind_to_parent(command: &mut Command, signal: i32) -> &mut Command {
 
 fn unblock_signals() -> io::Result<()> {
     let mut none = std::mem::MaybeUninit::uninit();
-    // SAFETY: `sigemptyset` sets the mask before `sigprocmask` reads it; the old one is not asked for.
+    // SAFETY: `sigemptyset` sets the mask before `sigprocmask` reads it; the old mask is not returned.
     let result = unsafe {
         libc::sigemptyset(none.as_mut_ptr());
         libc::sigprocmask(libc::SIG_SETMASK, none.as_ptr(), std::ptr::null_mut())
@@ -193,7 +193,7 @@ mod tests {
 
         child.kill().unwrap();
         assert!(watch.wait(Duration::from_secs(5)));
-        assert!(!id.is_alive(), "a process that ended but was not reaped counts as gone");
+        assert!(!id.is_alive(), "a zombie counts as ended");
         assert_eq!(describe_exit(child.wait().unwrap()), "signal 9 (SIGKILL, perhaps the kernel ran out of memory)");
         assert!(ProcessWatch::new(child.id()).is_err());
     }

@@ -1,8 +1,6 @@
 use std::fmt;
 use std::fs;
-use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -12,88 +10,12 @@ use rustix::fs::{AtFlags, CWD, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-use crate::prefix::SHM_DIR;
-use crate::{IpcError, Prefix, ProcessId, sweep};
+use crate::error::IpcError;
+use crate::header::{HEADER_BYTES, Header, MAGIC, VERSION, open_own_file};
+use crate::prefix::{Prefix, SHM_DIR};
+use crate::sweep;
 
-/// How the file of every region begins, in all versions.
-pub const REGION_MAGIC: [u8; 8] = *b"trireme\x01";
-const MAGIC: u64 = u64::from_le_bytes(REGION_MAGIC);
-const VERSION: u32 = 1;
-/// The header's room; what follows is aligned to two cache lines.
-pub(crate) const HEADER_BYTES: usize = 128;
-
-/// The start of every region file. Written before the file has a name, so whoever finds it finds it whole.
-/// Fields keep their places in all versions, so that any build can sweep what another left.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Header {
-    magic: u64,
-    version: u32,
-    owner_pid: u32,
-    owner_start_time: u64,
-    /// PID namespace of the owner: the pid means nothing in another.
-    pid_namespace: u64,
-    payload_bytes: u64,
-}
-
-/// Whose a region file is.
-pub(crate) enum Ownership {
-    NotOurs,
-    ForeignNamespace,
-    Alive(ProcessId),
-    Dead,
-}
-
-impl Header {
-    fn of_current_process(payload_bytes: u64) -> Self {
-        let owner = ProcessId::current();
-        Self {
-            magic: MAGIC,
-            version: VERSION,
-            owner_pid: owner.pid,
-            owner_start_time: owner.start_time,
-            pid_namespace: pid_namespace(),
-            payload_bytes,
-        }
-    }
-
-    /// Reads the header of an open file; None when it is too short for one.
-    pub(crate) fn read(file: &fs::File) -> io::Result<Option<Self>> {
-        let mut bytes = [0; size_of::<Self>()];
-        match std::os::unix::fs::FileExt::read_exact_at(file, &mut bytes, 0) {
-            Ok(()) => {}
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
-            Err(error) => return Err(error),
-        }
-        let u64_at = |at: usize| u64::from_ne_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
-        let u32_at = |at: usize| u32::from_ne_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
-        Ok(Some(Self {
-            magic: u64_at(0),
-            version: u32_at(8),
-            owner_pid: u32_at(12),
-            owner_start_time: u64_at(16),
-            pid_namespace: u64_at(24),
-            payload_bytes: u64_at(32),
-        }))
-    }
-
-    pub(crate) fn ownership(&self) -> Ownership {
-        let owner = ProcessId { pid: self.owner_pid, start_time: self.owner_start_time };
-        match self {
-            Self { magic, .. } if *magic != MAGIC => Ownership::NotOurs,
-            Self { pid_namespace: made_in, .. } if *made_in != pid_namespace() => Ownership::ForeignNamespace,
-            _ if owner.is_alive() => Ownership::Alive(owner),
-            _ => Ownership::Dead,
-        }
-    }
-}
-
-/// The PID namespace of this process: a pid means nothing in another. 0 where `/proc` is missing.
-pub fn pid_namespace() -> u64 {
-    fs::metadata("/proc/self/ns/pid").map_or(0, |meta| std::os::unix::fs::MetadataExt::ino(&meta))
-}
-
-/// Numbers that any bytes are a value of, so that shared memory may be viewed as them.
+/// Number types for which all bit patterns are valid, so that shared memory may be viewed as them.
 pub trait Plain: Copy + Send + Sync + 'static + sealed::Sealed {}
 mod sealed {
     pub trait Sealed {}
@@ -105,14 +27,14 @@ plain!(u8 u16 u32 u64 i8 i16 i32 i64 f32 f64);
 
 /// A named piece of shared memory, zeroed at creation, mapped as long as this value lives.
 ///
-/// The creator's value removes the name when dropped; mappings of others stay valid until they drop theirs.
-/// The memory is taken at creation, so that a full `/dev/shm` is an error then and never a SIGBUS later.
+/// The creator's value removes the name when dropped; mappings of other processes stay valid until they drop theirs.
+/// The memory is allocated at creation, so that a full `/dev/shm` is an error then and never a SIGBUS later.
 pub struct Region {
     path: PathBuf,
     /// The payload, after the header; aligned to 128 bytes.
     payload: NonNull<u8>,
     payload_bytes: usize,
-    /// Whether the name is still there for this value to remove.
+    /// Whether this value still has to remove the name.
     owned: AtomicBool,
 }
 
@@ -123,20 +45,26 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// Makes the region `<prefix><name>` of `bytes` zero bytes. One left by a dead owner is replaced.
+    /// Creates the region `<prefix><name>` of `bytes` zero bytes. A region of an owner that has ended is replaced.
+    ///
+    /// # Errors
+    /// When a running process owns the name, another program's file has it, or memory is full.
     pub fn create(prefix: &Prefix, name: &str, bytes: usize) -> Result<Self, IpcError> {
         let path = prefix.path(name)?;
         let file = anonymous_file(&path, bytes)?;
         let base = map(&file, &path, HEADER_BYTES + bytes)?;
         let mut region = Self::from_mapping(path, base, bytes);
-        // SAFETY: the mapping is page aligned, holds HEADER_BYTES, and nobody else knows it yet.
+        // SAFETY: the mapping is page aligned, holds HEADER_BYTES, and no other process can see it yet.
         unsafe { base.cast::<Header>().write(Header::of_current_process(bytes as u64)) };
         publish(&file, &region.path)?;
         *region.owned.get_mut() = true;
         Ok(region)
     }
 
-    /// Maps the region `<prefix><name>`, made by any process of this user.
+    /// Maps the region `<prefix><name>` that any process of this user has created.
+    ///
+    /// # Errors
+    /// When there is none, or the file is no region of this version.
     pub fn open(prefix: &Prefix, name: &str) -> Result<Self, IpcError> {
         let path = prefix.path(name)?;
         let file = open_own_file(&path, true)?;
@@ -167,43 +95,43 @@ impl Region {
         &self.path
     }
 
-    /// Bytes after the header: what `create` was asked for.
+    /// Size of the payload in bytes, as given to `create`.
     pub fn len(&self) -> usize {
         self.payload_bytes
     }
 
-    /// Whether it holds no bytes.
+    /// Whether the payload is empty.
     pub fn is_empty(&self) -> bool {
         self.payload_bytes == 0
     }
 
-    /// `count` atomics from byte `offset`. Errs when they do not lie inside or `offset` is not aligned.
+    /// `count` atomics from byte `offset`. Errs when they are not inside the payload or `offset` is not aligned.
     pub fn atomics_u32(&self, offset: usize, count: usize) -> Result<&[AtomicU32], IpcError> {
         let start = self.check::<AtomicU32>(offset, count)?;
         // SAFETY: checked to be inside and aligned, mapped while `self` lives, and any bytes are a value.
         Ok(unsafe { std::slice::from_raw_parts(start.as_ptr().cast(), count) })
     }
 
-    /// `count` atomics from byte `offset`. Errs when they do not lie inside or `offset` is not aligned.
+    /// `count` atomics from byte `offset`. Errs when they are not inside the payload or `offset` is not aligned.
     pub fn atomics_u64(&self, offset: usize, count: usize) -> Result<&[AtomicU64], IpcError> {
         let start = self.check::<AtomicU64>(offset, count)?;
         // SAFETY: as in `atomics_u32`.
         Ok(unsafe { std::slice::from_raw_parts(start.as_ptr().cast(), count) })
     }
 
-    /// `count` numbers from byte `offset`, as a pointer: other processes may write while you read, so *using* it is
-    /// unsafe, and whoever does must order accesses through atomics. Valid while the region lives; the region
-    /// payload starts at a multiple of 128 bytes. Errs when they do not lie inside or `offset` is not aligned.
+    /// `count` numbers from byte `offset`, as a pointer. Other processes may write at any time, so *using* the pointer is unsafe:
+    /// the user must order accesses through atomics. It is valid while the region lives; the payload starts at a multiple of
+    /// 128 bytes. Errs when the numbers are not inside the payload or `offset` is not aligned.
     pub fn raw<T: Plain>(&self, offset: usize, count: usize) -> Result<NonNull<[T]>, IpcError> {
         let start = self.check::<T>(offset, count)?;
         Ok(NonNull::slice_from_raw_parts(start.cast(), count))
     }
 
-    /// Removes the name now, if this value made it: who has opened the region keeps it, nobody else can open it,
-    /// and even a killed owner leaves nothing behind. For when all who need it have opened it.
+    /// Removes the name now, if this value created it. Open mappings stay valid, no further process can open the region, and a
+    /// killed owner leaves nothing behind. Call it once all processes that need the region have opened it.
     pub fn unlink(&self) {
         if self.owned.swap(false, Ordering::AcqRel) {
-            // Already removed by hand is as good.
+            // The name may have been removed by hand.
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -241,29 +169,7 @@ impl fmt::Debug for Region {
     }
 }
 
-/// Opens a file in a directory where every user may put anything. Only a regular file of this process's own user is taken:
-/// another user may write to its own at any time, and opening a pipe or a link may wait or lead elsewhere.
-pub(crate) fn open_own_file(path: &Path, writable: bool) -> Result<fs::File, IpcError> {
-    let os = |action| move |source| IpcError::Os { action, path: path.to_owned(), source };
-    let mut options = fs::OpenOptions::new();
-    let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NOCTTY;
-    let file = match options.read(true).write(writable).custom_flags(flags).open(path) {
-        Ok(file) => file,
-        Err(error) => match Errno::from_io_error(&error) {
-            Some(Errno::NOENT) => return Err(IpcError::Missing { path: path.to_owned() }),
-            // A link, a socket, a directory.
-            Some(Errno::LOOP | Errno::NXIO | Errno::ISDIR) => return Err(IpcError::NotOurs { path: path.to_owned() }),
-            _ => return Err(os("open")(error)),
-        },
-    };
-    let found = file.metadata().map_err(os("read"))?;
-    match found.is_file() && found.uid() == rustix::process::geteuid().as_raw() {
-        true => Ok(file),
-        false => Err(IpcError::NotOurs { path: path.to_owned() }),
-    }
-}
-
-/// A file of the right size without a name yet.
+/// A file of the right size that has no name yet.
 fn anonymous_file(path: &Path, bytes: usize) -> Result<OwnedFd, IpcError> {
     let os = |action, errno: Errno| IpcError::Os { action, path: path.to_owned(), source: errno.into() };
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
@@ -276,16 +182,16 @@ fn anonymous_file(path: &Path, bytes: usize) -> Result<OwnedFd, IpcError> {
     }
 }
 
-/// Gives the file its name, unless a living owner has it.
+/// Gives the file its name, unless the owner of an existing file of this name runs.
 fn publish(file: &OwnedFd, path: &Path) -> Result<(), IpcError> {
     let unnamed = format!("/proc/self/fd/{}", file.as_raw_fd());
-    // Each turn but the last found the leftovers of a dead owner; bounded, in case owners die as fast as we look.
+    // Every iteration but the last found the file of an owner that had ended. The bound covers owners that keep ending.
     for _ in 0..16 {
         match rustix::fs::linkat(CWD, &unnamed, CWD, path, AtFlags::SYMLINK_FOLLOW) {
             Ok(()) => return Ok(()),
             Err(Errno::EXIST) => {
                 if !sweep::remove_if_stale(path)? {
-                    // Another process removes it right now.
+                    // Another process is removing it.
                     std::thread::sleep(Duration::from_millis(1));
                 }
             }
@@ -300,7 +206,7 @@ fn map(file: &OwnedFd, path: &Path, bytes: usize) -> Result<NonNull<u8>, IpcErro
     // SAFETY: a new mapping at an address the kernel chooses touches no existing memory.
     let mapped = unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file, 0) };
     match mapped {
-        Ok(base) => Ok(NonNull::new(base.cast()).expect("mmap returns no null address unless asked to")),
+        Ok(base) => Ok(NonNull::new(base.cast()).expect("mmap chooses no null address")),
         Err(errno) => Err(IpcError::Os { action: "map", path: path.to_owned(), source: errno.into() }),
     }
 }

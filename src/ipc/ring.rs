@@ -1,7 +1,7 @@
 //! A queue of byte messages in shared memory: one sender, one receiver.
 //!
-//! Bytes `head..tail` (both only grow; their place is the value modulo the capacity) hold messages of
-//! `u32 length, bytes, padding to 8`. The sender publishes `tail` after a message is whole, so none is ever torn.
+//! Bytes `head..tail` hold messages of `u32 length, bytes, padding to 8`. Both positions only grow; the offset in memory is the
+//! position modulo the capacity. The sender publishes `tail` after it has written the whole message, so no message is torn.
 
 mod receiver;
 mod sender;
@@ -14,29 +14,33 @@ use std::time::{Duration, Instant};
 pub use receiver::{Doorbell, Received, RingReceiver};
 pub use sender::{Backlog, RingSender};
 
-use crate::{IpcError, Prefix, ProcessId, Region, futex};
+use crate::error::IpcError;
+use crate::futex;
+use crate::prefix::Prefix;
+use crate::process::ProcessId;
+use crate::region::Region;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"ring\0\0\0\x01");
-/// Before each message: its length.
+/// Size of the length before each message.
 const LENGTH_BYTES: usize = size_of::<u32>();
-/// The control block's room before the message bytes.
+/// Space for the control block before the message bytes.
 const CONTROL_BYTES: usize = 512;
 
-/// The owner's end: keeps the ring's name alive. Sender and receiver open it by name, here or in other processes.
+/// The owner of a ring, which keeps its name in existence. Sender and receiver open the ring by name, in any process.
 #[derive(Debug)]
 pub struct Ring {
     shared: Arc<Shared>,
 }
 
 impl Ring {
-    /// Makes the ring `<prefix><name>` with room for `capacity` bytes of messages, each 4 bytes longer than its
+    /// Creates the ring `<prefix><name>` with room for `capacity` bytes of messages, each 4 bytes longer than its
     /// content and rounded up to 8. The capacity is rounded up to a power of two, at least 64.
     pub fn create(prefix: &Prefix, name: &str, capacity: usize) -> Result<Self, IpcError> {
         let capacity = capacity.max(64).next_power_of_two();
         let region = Region::create(prefix, name, CONTROL_BYTES + capacity)?;
         let shared = Shared::new(region, capacity)?;
         shared.control().capacity.store(capacity as u64, Ordering::Relaxed);
-        // Last, and released: an `open` that sees the magic sees the rest.
+        // Written last and with release order: an `open` that reads the magic also reads the capacity.
         shared.control().magic.store(MAGIC, Ordering::Release);
         Ok(Self { shared: Arc::new(shared) })
     }
@@ -57,16 +61,16 @@ impl Ring {
     }
 }
 
-/// One end of a ring, and which process holds it: 22 bits of pid, 41 of its start time, 1 that says it let go in
-/// good order. One word, so that it changes hands in one step. 0: nobody yet.
+/// The holder of one end of a ring: 22 bits of pid, 41 bits of its start time, 1 bit for an end that was closed. All in one
+/// word, so that it changes atomically. 0: no holder yet.
 #[repr(C, align(64))]
 struct End(AtomicU64);
 
 impl End {
-    const PID_BITS: u32 = 22; // Linux gives no higher pids.
+    const PID_BITS: u32 = 22; // The largest pid of Linux.
     const CLOSED: u64 = 1 << 63;
 
-    /// Takes this end for the current process, from nobody or from a holder that is gone.
+    /// Takes this end for the current process if it has no holder, or one that has ended.
     fn take(&self, region: &Region, role: &'static str) -> Result<(), IpcError> {
         let previous = self.0.load(Ordering::Acquire);
         let taken = |word| IpcError::Taken { path: region.path().to_owned(), role, pid: Self::holder(word).pid };
@@ -87,7 +91,7 @@ impl End {
         self.0.load(Ordering::Acquire) & Self::CLOSED != 0
     }
 
-    /// The pid of a holder that closed its end or has ended. None while it lives, and before there was one.
+    /// The pid of a holder that has closed its end or has ended; `None` while it runs and before the first holder.
     fn gone(&self) -> Option<u32> {
         let word = self.0.load(Ordering::Acquire);
         (word != 0 && Self::is_gone(word)).then_some(Self::holder(word).pid)
@@ -103,22 +107,22 @@ impl End {
     }
 }
 
-/// A place to sleep for one end.
+/// A futex word on which one end waits for the other.
 #[repr(C, align(64))]
-struct Bed {
+struct WaitCell {
     /// Changes with every wake-up.
     word: AtomicU32,
-    /// 1 while its end sleeps or is about to: only then a wake-up costs a system call.
+    /// 1 while its end sleeps or is about to sleep. Only then a wake-up needs a system call.
     sleeping: AtomicU32,
 }
 
-impl Bed {
-    /// Sleeps until `ready`, or until `timeout` has passed; true when ready.
+impl WaitCell {
+    /// Sleeps until `ready` returns true or `timeout` has passed; returns whether it is ready.
     fn sleep_until(&self, timeout: Duration, mut ready: impl FnMut() -> bool) -> bool {
         let deadline = Instant::now().checked_add(timeout);
         self.sleeping.store(1, Ordering::Relaxed);
         let is_ready = loop {
-            // Pairs with the fence in `wake`: either the waker sees `sleeping`, or we see what it did before.
+            // Pairs with the fence in `wake`: either the waker sees `sleeping`, or `ready` sees the waker's earlier writes.
             fence(Ordering::SeqCst);
             let word = self.word.load(Ordering::Acquire);
             if ready() {
@@ -134,7 +138,7 @@ impl Bed {
         is_ready
     }
 
-    /// Wakes the end that sleeps here, if it does. Call it after making it ready.
+    /// Wakes the end that sleeps on this cell, if it does. Call it after the write that makes the end ready.
     fn wake(&self) {
         fence(Ordering::SeqCst);
         if self.sleeping.load(Ordering::Relaxed) == 1 {
@@ -144,30 +148,30 @@ impl Bed {
     }
 }
 
-/// What both ends share, each written by one of them on cache lines of its own.
+/// The state that both ends share. Each field has cache lines of its own and, unless noted, one writer.
 #[repr(C)]
 struct Control {
     magic: AtomicU64,
     capacity: AtomicU64,
     sender: End,
     receiver: End,
-    /// Bytes ever sent.
+    /// Bytes sent since the ring was created.
     tail: Line,
-    /// Bytes ever taken.
+    /// Bytes received since the ring was created.
     head: Line,
-    sender_bed: Bed,
-    receiver_bed: Bed,
-    /// 1 when a doorbell rang and nobody answered yet.
+    sender_wait: WaitCell,
+    receiver_wait: WaitCell,
+    /// 1 after a doorbell rang, until the receiver has returned from a wait. Any process writes it.
     rung: AtomicU32,
 }
 const _: () = assert!(size_of::<Control>() <= CONTROL_BYTES, "the control block outgrew its room");
 
-/// A position, and how many messages lie before it; only one end writes both.
+/// A position, and the number of messages before it. Only one end writes both.
 #[repr(C, align(64))]
 struct Line(AtomicU64, AtomicU64);
 
 impl Line {
-    /// Counts a message. Nothing is read by it, so it need not come with the position.
+    /// Counts a message. Relaxed: no access to the message bytes depends on the count.
     fn count(&self) {
         self.1.store(self.1.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
@@ -206,43 +210,42 @@ impl Shared {
         unsafe { start.cast::<Control>().as_ref() }
     }
 
-    /// Where the message byte of `position` lies.
+    /// The address of the byte at `position`, and the number of bytes up to the end of the ring.
     fn byte_at(&self, position: u64) -> (NonNull<u8>, usize) {
         let offset = (position as usize) & (self.capacity - 1);
         let bytes = self.region.raw::<u8>(CONTROL_BYTES + offset, self.capacity - offset).expect("checked in `new`");
         (bytes.cast(), self.capacity - offset)
     }
 
-    /// Copies `bytes` to `position..`, around the end when needed.
+    /// Copies `bytes` to `position..`, and wraps around at the end.
     ///
     /// # Safety
-    /// The range is free: at most `capacity` long and not between the receiver's `head` and the published `tail`.
+    /// The range is free: at most `capacity` long and outside the range from the receiver's `head` to the published `tail`.
     unsafe fn write(&self, position: u64, bytes: &[u8]) {
         let (first, room) = self.byte_at(position);
         let (left, right) = bytes.split_at(bytes.len().min(room));
         // SAFETY: `room` bytes follow `first`, and the rest fits at the start as `bytes` is at most `capacity`
-        // long; nobody else touches a free range (the caller's promise), and `bytes` is not shared memory.
+        // long; no other thread or process accesses a free range (guaranteed by the caller), and `bytes` is not shared memory.
         unsafe {
             first.copy_from_nonoverlapping(NonNull::from(left).cast(), left.len());
             self.byte_at(0).0.copy_from_nonoverlapping(NonNull::from(right).cast(), right.len());
         }
     }
 
-    /// Puts `len` bytes from `position..` into `bytes` instead of its content, around the end when needed.
+    /// Replaces the content of `bytes` by `len` bytes from `position..`, and wraps around at the end.
     ///
-    /// No reference to the ring's memory is made: a sender that does not keep to the rules may write while this reads,
-    /// and then the copy is nonsense, nothing worse.
+    /// Creates no reference to the memory of the ring: a faulty sender may write during the copy, which then has arbitrary
+    /// content but is no undefined behaviour of this process.
     ///
     /// # Safety
-    /// `len` is at most `capacity`. The bytes are a message only if the range is published and not yet taken: between
-    /// `head` and `tail`.
+    /// `len` is at most `capacity`. The bytes are part of a message only if the range lies between `head` and the published `tail`.
     unsafe fn read(&self, position: u64, len: usize, bytes: &mut Vec<u8>) {
         let (first, room) = self.byte_at(position);
         let left = len.min(room);
         bytes.clear();
         bytes.reserve(len);
         // SAFETY: `room` bytes follow `first`, and the rest starts at the ring's first byte, as `len` is at most
-        // `capacity`; `bytes` has room for `len`, is not shared memory, and all of `len` is set before its length says so.
+        // `capacity`; `bytes` has room for `len`, is not shared memory, and all `len` bytes are set before `set_len`.
         unsafe {
             first.as_ptr().copy_to_nonoverlapping(bytes.as_mut_ptr(), left);
             self.byte_at(0).0.as_ptr().copy_to_nonoverlapping(bytes.as_mut_ptr().add(left), len - left);
@@ -251,12 +254,12 @@ impl Shared {
     }
 }
 
-/// Bytes a message of `len` takes in the ring.
+/// Number of bytes that a message of `len` bytes takes in the ring.
 fn framed(len: usize) -> u64 {
     (LENGTH_BYTES + len).next_multiple_of(8) as u64
 }
 
-/// Spins until `ready` or until `duration` has passed; true when ready.
+/// Spins until `ready` returns true or `duration` has passed; returns whether it is ready.
 fn spin_until(duration: Duration, mut ready: impl FnMut() -> bool) -> bool {
     if ready() {
         return true;
@@ -278,7 +281,7 @@ fn spin_until(duration: Duration, mut ready: impl FnMut() -> bool) -> bool {
     }
 }
 
-/// How long to spin when nobody said: not at all on a small machine, where the peer needs the core.
+/// Default time to spin: none on a machine of one or two cores, where the peer needs the core.
 fn default_spin() -> Duration {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     if cores > 2 { Duration::from_micros(5) } else { Duration::ZERO }
@@ -288,17 +291,17 @@ fn default_spin() -> Duration {
 mod tests {
     use super::*;
 
-    /// A ring, and what its other end would write into it were it broken.
+    /// A ring of 64 bytes.
     fn ring(name: &str) -> Ring {
         let prefix = format!("ringtest{}_", std::process::id()).parse().unwrap();
         Ring::create(&prefix, name, 64).unwrap()
     }
 
     #[test]
-    fn a_receiver_that_writes_nonsense_is_an_error_of_the_sender() {
+    fn an_invalid_head_is_an_error_of_the_sender() {
         for head in [1, 8, 64, 65, 1 << 40, 1 << 63] {
             let ring = ring("sender");
-            // Before the sender looks for the first time, and after.
+            // Before the sender reads the position for the first time, and after.
             ring.shared.control().head.0.store(head, Ordering::Release);
             let error = ring.sender().unwrap().send(b"message", Duration::from_millis(1)).unwrap_err();
             assert!(matches!(error, crate::SendError::Corrupt { .. }), "{head}: {error}");
@@ -312,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sender_that_writes_nonsense_is_an_error_of_the_receiver() {
+    fn an_invalid_tail_or_length_is_an_error_of_the_receiver() {
         for (head, tail, length) in [
             (0, 8, 5),
             (0, 16, u32::MAX),
@@ -327,7 +330,7 @@ mod tests {
             let control = ring.shared.control();
             control.head.0.store(head, Ordering::Release);
             control.tail.0.store(tail, Ordering::Release);
-            // SAFETY: nobody else uses this ring.
+            // SAFETY: no other thread or process uses this ring.
             unsafe { ring.shared.write(head, &u32::to_ne_bytes(length)) };
             let error = ring.receiver().unwrap().try_recv(&mut Vec::new()).unwrap_err();
             assert!(matches!(error, crate::RecvError::Corrupt { .. }), "{head} {tail} {length}: {error}");
@@ -335,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn positions_go_on_past_the_last_number() {
+    fn positions_wrap_around_at_the_largest_number() {
         let ring = ring("wrap");
         let control = ring.shared.control();
         control.head.0.store(u64::MAX - 7, Ordering::Release);

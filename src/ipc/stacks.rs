@@ -1,54 +1,54 @@
-//! Stacks of the threads of a process: written by each thread itself, in a signal handler, when it faults or is asked.
+//! Stacks of the threads of a process. Each thread writes its own in a signal handler, after a fault or on request.
 //!
-//! A handler may neither allocate nor wait for a lock, so it writes addresses alone, one line a thread in one system
-//! call; whoever reads the line puts names to them ([`with_names`]), which needs the same program.
+//! A handler may neither allocate nor wait for a lock, so it writes only addresses, one line for each thread in one system call.
+//! The reader of the line resolves them to names ([`with_names`]), which needs the same program.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::fs;
 use std::io::{self, Write as _};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// What each line begins with.
+/// The start of each line.
 pub const STACK_LINE: &str = "stack of thread ";
 
-/// Most frames of a stack that are written.
+/// Largest number of frames that are written.
 const MAX_FRAMES: usize = 48;
-/// A write to a pipe of no more than this is not mixed with another's.
+/// A write of at most this size to a pipe is atomic (pipe(7)).
 const LINE_BYTES: usize = 4096;
-/// Where this program lies in memory; offsets from here mean the same in every process of it.
+/// Address of this program in memory; offsets from it are the same in every process of the program.
 static PROGRAM_BASE: AtomicUsize = AtomicUsize::new(0);
 
 const FAULTS: [c_int; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGABRT];
-const ASKED: c_int = libc::SIGUSR2;
+const ON_REQUEST: c_int = libc::SIGUSR2;
 
-/// From now on a thread that faults writes its stack to standard error before the process ends of the fault, and every
-/// thread writes its own when asked by [`ask_for_stacks`].
+/// Installs the handlers: a thread that faults writes its stack to standard error before the fault ends the process, and every
+/// thread writes its stack after [`ask_for_stacks`].
 pub fn write_stacks_on_faults() -> io::Result<()> {
     PROGRAM_BASE.store(program_base(), Ordering::Relaxed);
     // The first use of the unwinder may allocate, which no handler may.
     std::hint::black_box(frames());
     for signal in FAULTS {
-        // Once: the fault comes again when the handler returns, and then ends the process as it always would.
+        // One time: the fault occurs again when the handler returns, and then ends the process as usual.
         set_handler(signal, libc::SA_RESETHAND)?;
     }
-    set_handler(ASKED, libc::SA_RESTART)
+    set_handler(ON_REQUEST, libc::SA_RESTART)
 }
 
-/// Asks every thread of `pid`, which must have called [`write_stacks_on_faults`]; how many were asked.
+/// Requests the stack of every thread of `pid`, which must have called [`write_stacks_on_faults`]; returns the number of threads.
 pub fn ask_for_stacks(pid: u32) -> usize {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let tids = tasks.filter_map(|task| task.file_name().to_str()?.parse::<c_int>().ok());
-    // SAFETY: the call takes three numbers; a thread that has ended meanwhile is an error, which counts as not asked.
-    tids.filter(|&tid| unsafe { libc::syscall(libc::SYS_tgkill, pid as c_int, tid, ASKED) } == 0).count()
+    // SAFETY: the call takes three numbers; a thread that has ended is an error and not counted.
+    tids.filter(|&tid| unsafe { libc::syscall(libc::SYS_tgkill, pid as c_int, tid, ON_REQUEST) } == 0).count()
 }
 
-/// Puts function names to the addresses of a line that another process of this program wrote, one frame a line.
+/// Resolves the addresses of a line that another process of this program wrote to function names, one frame a line.
 pub fn with_names(line: &str) -> String {
     let Some((head, frames)) = line.split_once(": ") else { return line.to_owned() };
     let base = program_base();
     let name = |frame: &str| match frame.strip_prefix("trireme+0x").and_then(|hex| usize::from_str_radix(hex, 16).ok())
     {
-        // The address is where the call returns to; the byte before belongs to the call.
+        // The address is a return address; the byte before it belongs to the call.
         Some(offset) => format!("    {} ({frame})", name_of(base + offset - 1)),
         None => format!("    {frame}"),
     };
@@ -68,22 +68,22 @@ fn name_of(address: usize) -> String {
 }
 
 fn set_handler(signal: c_int, flags: c_int) -> io::Result<()> {
-    // SAFETY: all zeroes are a valid `sigaction`; the handler has the signature that SA_SIGINFO asks for, and makes only
-    // calls that are allowed there (see `handle`). The old action is not asked for.
+    // SAFETY: all zeroes are a valid `sigaction`; the handler has the signature that SA_SIGINFO requires and makes only
+    // async-signal-safe calls (see `handle`). The old action is not returned.
     let result = unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = handle as *const () as usize;
-        // On the thread's own stack: the one that std sets aside for handlers is too small to unwind on. A stack that has
-        // overflowed is not written, then.
+        // On the thread's own stack: std's alternate stack is too small for the unwinder. So no stack is written after a stack
+        // overflow.
         action.sa_flags = libc::SA_SIGINFO | flags;
         libc::sigaction(signal, &action, std::ptr::null_mut())
     };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Formats into an array, unwinds by tables that are mapped already, and writes once: no allocation, no lock of ours.
+/// Formats into an array, unwinds with tables that are already mapped, and writes once. It allocates nothing and takes no lock.
 extern "C" fn handle(signal: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
-    // SAFETY: errno belongs to this thread; code that was interrupted finds it as it was.
+    // SAFETY: errno belongs to this thread and is restored below for the interrupted code.
     let errno = unsafe { *libc::__errno_location() };
     let mut line = [0; LINE_BYTES];
     let mut rest = &mut line[..LINE_BYTES - 1];
@@ -91,7 +91,7 @@ extern "C" fn handle(signal: c_int, info: *mut libc::siginfo_t, _: *mut c_void) 
     let name = CStr::from_bytes_until_nul(&name).unwrap_or_default().to_str().unwrap_or("?");
     let _ = write!(rest, "{STACK_LINE}{tid} {name}");
     let _ = match signal {
-        ASKED => Ok(()),
+        ON_REQUEST => Ok(()),
         fault => write!(rest, ", ended by signal {fault}"),
     };
     let _ = rest.write_all(b":");
@@ -103,20 +103,20 @@ extern "C" fn handle(signal: c_int, info: *mut libc::siginfo_t, _: *mut c_void) 
     }
     let len = LINE_BYTES - 1 - rest.len();
     line[len] = b'\n';
-    // SAFETY: the buffer holds `len + 1` bytes; nobody depends on whether they could be written.
+    // SAFETY: the buffer holds `len + 1` bytes. A failed write is ignored.
     unsafe {
         libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), len + 1);
         *libc::__errno_location() = errno;
     }
     // SAFETY: the kernel hands a valid `siginfo_t` to a handler set with SA_SIGINFO.
-    if signal != ASKED && unsafe { (*info).si_code } <= 0 {
-        // Sent by a process rather than met in the code: it would not come again by itself.
+    if signal != ON_REQUEST && unsafe { (*info).si_code } <= 0 {
+        // Sent by a process, so that it would not occur again by itself.
         // SAFETY: raising a signal whose action is the default again.
         unsafe { libc::raise(signal) };
     }
 }
 
-/// Name and number of the calling thread.
+/// Name and thread id of the calling thread.
 fn this_thread() -> ([u8; 17], i64) {
     let mut name = [0; 17];
     // SAFETY: PR_GET_NAME writes at most 16 bytes.
@@ -130,7 +130,7 @@ fn this_thread() -> ([u8; 17], i64) {
 /// Return addresses of the calling thread, innermost first.
 fn frames() -> ([usize; MAX_FRAMES], usize) {
     let (mut addresses, mut count) = ([0; MAX_FRAMES], 0);
-    // SAFETY: unsynchronized means that symbols must not be looked up by two threads at once; none is looked up here.
+    // SAFETY: unsynchronized calls must not resolve symbols in two threads at once; none is resolved here.
     unsafe {
         backtrace::trace_unsynchronized(|frame| {
             addresses[count] = frame.ip() as usize;
@@ -145,17 +145,17 @@ fn frames() -> ([usize; MAX_FRAMES], usize) {
 fn write_frame(out: &mut &mut [u8], address: usize) -> io::Result<()> {
     let Some((file, base)) = module_of(address) else { return write!(out, " {address:#x}") };
     if base == PROGRAM_BASE.load(Ordering::Relaxed) {
-        // Not by its file's name, which lies where the process title is written.
+        // Not by the name of its file, which the process title overwrites.
         return write!(out, " trireme+{:#x}", address - base);
     }
     let name = file.to_bytes().rsplit(|byte| *byte == b'/').next().unwrap_or_default();
     write!(out, " {}+{:#x}", std::str::from_utf8(name).unwrap_or("?"), address - base)
 }
 
-/// The file that is mapped at `address`, and where it begins.
+/// The file that is mapped at `address`, and its base address.
 fn module_of(address: usize) -> Option<(&'static CStr, usize)> {
     // SAFETY: all zeroes are a valid `Dl_info`; `dladdr` only reads the loader's list of files, and the name it points
-    // to lives as long as the file stays loaded. No file is unloaded by this program.
+    // to lives as long as the file stays loaded. This program unloads no file.
     unsafe {
         let mut info: libc::Dl_info = std::mem::zeroed();
         let found = libc::dladdr(address as *const c_void, &mut info) != 0 && !info.dli_fname.is_null();
@@ -174,17 +174,17 @@ mod tests {
 
     use super::*;
 
-    /// Not inlined, so that its name can be found in a stack.
+    /// Not inlined, so that its name appears in a stack.
     #[inline(never)]
     fn a_function_that_waits() {
         std::thread::sleep(std::time::Duration::from_secs(60));
         std::hint::black_box(());
     }
 
-    /// This test program again, in a part of its own.
+    /// A process of this test program with the role `part`.
     fn child(part: &str) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["stacks::tests::plays_its_part", "--exact", "--nocapture"]);
+        command.args(["stacks::tests::the_process_with_a_role", "--exact", "--nocapture"]);
         command.env("STACKS_PART", part).stdout(Stdio::null()).stderr(Stdio::piped());
         command
     }
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn plays_its_part() {
+    fn the_process_with_a_role() {
         let Ok(part) = std::env::var("STACKS_PART") else { return };
         write_stacks_on_faults().unwrap();
         let waiting = std::thread::Builder::new().name("waiting".to_owned()).spawn(a_function_that_waits).unwrap();
@@ -209,13 +209,13 @@ mod tests {
             std::thread::sleep(std::time::Duration::from_millis(200));
             std::process::exit(0);
         }
-        // SAFETY: none: a null pointer is read, in a process of its own, to see it end.
+        // SAFETY: none: a null pointer is read to cause a fault, in a process of its own.
         unsafe { std::ptr::null::<u8>().read_volatile() };
         waiting.join().unwrap();
     }
 
     #[test]
-    fn every_thread_that_is_asked_writes_its_stack() {
+    fn every_thread_writes_its_stack_on_request() {
         let output = child("asked").output().unwrap();
         assert!(output.status.success(), "{output:?}");
         let stacks = named_stacks(&output);
@@ -228,6 +228,6 @@ mod tests {
         let output = child("fault").output().unwrap();
         assert_eq!(output.status.signal(), Some(libc::SIGSEGV), "{output:?}");
         let stacks = named_stacks(&output);
-        assert!(stacks.contains("ended by signal 11") && stacks.contains("plays_its_part"), "{stacks}");
+        assert!(stacks.contains("ended by signal 11") && stacks.contains("the_process_with_a_role"), "{stacks}");
     }
 }

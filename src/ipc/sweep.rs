@@ -5,13 +5,13 @@ use std::path::Path;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-use crate::prefix::SHM_DIR;
-use crate::region::{Header, Ownership, open_own_file};
-use crate::{IpcError, Prefix};
+use crate::error::IpcError;
+use crate::header::{Header, Ownership, open_own_file};
+use crate::prefix::{Prefix, SHM_DIR};
 
 /// Removes the regions of `prefix` whose owner has ended; returns their names.
 ///
-/// Errs with the owner's pid when one is still owned by another running process, after removing what could be.
+/// Errs with the owner's pid when another running process owns one of them, after all others were removed.
 pub fn sweep_stale(prefix: &Prefix) -> Result<Vec<String>, IpcError> {
     let mut owned = None;
     let removed = sweep(prefix.as_str(), |error| {
@@ -24,7 +24,7 @@ pub fn sweep_stale(prefix: &Prefix) -> Result<Vec<String>, IpcError> {
 
 /// Removes every region of this program and this user whose owner has ended, whatever its prefix; returns their names.
 ///
-/// It never waits for another process: other users' files are not looked at, and a file that somebody has locked stays.
+/// It never waits for another process: files of other users and locked files are skipped.
 pub fn sweep_all_stale() -> Result<Vec<String>, IpcError> {
     sweep("", |_| {})
 }
@@ -48,8 +48,8 @@ fn sweep(prefix: &str, mut kept: impl FnMut(IpcError)) -> Result<Vec<String>, Ip
     Ok(removed)
 }
 
-/// Removes the region file at `path` if its owner has ended; false when somebody else removed it meanwhile, or does so now.
-/// Errs with why it may not be removed. Never waits.
+/// Removes the region file at `path` if its owner has ended; false when another process has removed it or is removing it.
+/// Errs with the reason why it must not be removed. Never waits.
 pub(crate) fn remove_if_stale(path: &Path) -> Result<bool, IpcError> {
     let os = |action| move |source| IpcError::Os { action, path: path.to_owned(), source };
     let file = match open_own_file(path, false) {
@@ -57,7 +57,7 @@ pub(crate) fn remove_if_stale(path: &Path) -> Result<bool, IpcError> {
         Err(IpcError::Missing { .. }) => return Ok(false),
         Err(error) => return Err(error),
     };
-    // A header is whole before its file has a name, and never changes.
+    // The header is complete before its file has a name, and never changes.
     let header = Header::read(&file).map_err(os("read"))?;
     match header.map_or(Ownership::NotOurs, |header| header.ownership()) {
         Ownership::Dead => {}
@@ -65,7 +65,7 @@ pub(crate) fn remove_if_stale(path: &Path) -> Result<bool, IpcError> {
         Ownership::ForeignNamespace => return Err(IpcError::ForeignNamespace { path: path.to_owned() }),
         Ownership::NotOurs => return Err(IpcError::NotOurs { path: path.to_owned() }),
     }
-    // The lock keeps a second sweeper from removing, by name, what a new owner has just put in the dead one's place.
+    // Without the lock, a second sweep could remove, by name, a new owner's file that has just replaced the stale one.
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => {}
         Err(Errno::WOULDBLOCK) => return Ok(false),

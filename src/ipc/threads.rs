@@ -1,9 +1,9 @@
 use std::fmt::Write as _;
 use std::fs;
 
-/// Where each thread of `pid` waits, as the kernel tells it: name, state, system call, function of the kernel.
+/// The state of each thread of `pid` as the kernel reports it: name, state, system call, kernel function.
 ///
-/// One line a thread. Also for a process that is stopped or stuck, and so cannot tell anything itself.
+/// One line for each thread. It also works for a process that is stopped or stuck.
 pub fn thread_states(pid: u32) -> String {
     let title = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let title = String::from_utf8_lossy(&title).replace('\0', " ");

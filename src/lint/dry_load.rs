@@ -9,7 +9,7 @@ use backends::layouts::Layouts;
 use backends::llm::{CheckFactory, LlmDefaults};
 use backends::python::CheckPythonFactory;
 use serving::{BackendFactory, LoadFailure, Server, ServerConfig};
-use worker::DeviceChoice;
+use supervision::DeviceChoice;
 
 use crate::LintError;
 

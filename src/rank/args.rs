@@ -1,4 +1,4 @@
-//! tritonserver's command line, as `trireme rank` takes it.
+//! tritonserver's command line, as `trireme rank` accepts it.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -7,30 +7,21 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueEnum}
 
 use front::{LogFormat, LogOptions};
 use serving::{Limit, Limits};
+use settings::{DeviceKind, WeightPrecision};
 
+use crate::boolean::boolean;
 use crate::front_args::FrontArgs;
 use crate::log::RequestLines;
 use crate::metrics_args::MetricsArgs;
 
-/// What `--device` asks for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum DeviceArg {
-    /// CUDA where a driver and a device are found, else the CPU.
-    Auto,
-    /// The CPU.
-    Cpu,
-    /// A CUDA device, or an error.
-    Cuda,
-}
-
-/// Which models are loaded at start, and who may change that.
+/// Which models are loaded at start, and how that may change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum ControlMode {
-    /// All models of the repository; fixed.
+    /// All models of the repository, without later changes.
     None,
-    /// All models; the repository is looked at again and again.
+    /// All models; the repository is polled for changes.
     Poll,
-    /// Those of `--load-model`; clients load and unload.
+    /// Those of `--load-model`; clients load and unload models.
     Explicit,
 }
 
@@ -46,7 +37,7 @@ pub struct RankArgs {
     /// Model to load at start (explicit mode); `*` loads all
     #[arg(long, value_name = "NAME")]
     pub load_model: Vec<String>,
-    /// Seconds between two looks at the repository (poll mode)
+    /// Seconds between two polls of the repository (poll mode)
     #[arg(long, default_value_t = 15)]
     pub repository_poll_secs: u64,
     /// End when a model cannot be loaded at start
@@ -55,13 +46,13 @@ pub struct RankArgs {
     /// Ready only when every model is
     #[arg(long, default_value = "true", value_parser = boolean, action = ArgAction::Set)]
     pub strict_readiness: bool,
-    /// Take config.pbtxt as it is, complete nothing
+    /// Do not complete config.pbtxt
     #[arg(long, num_args = 0..=1, default_missing_value = "true", default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub disable_auto_complete_config: bool,
-    /// Threads of rank 0 that serve gRPC and hand tokens to requests; one costs least a token
+    /// Threads of rank 0 that serve gRPC and deliver tokens to requests; one thread needs the least CPU time for each token
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub grpc_threads: u16,
-    /// Threads of rank 0 that serve HTTP and all else; 0 for one a core, at most 2
+    /// Threads of rank 0 that serve HTTP and everything else; 0: one for each core, at most 2
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(..=1024))]
     pub front_threads: u16,
     /// Models loaded at the same time at start
@@ -70,7 +61,7 @@ pub struct RankArgs {
     /// Further attempts to load a model that failed at start
     #[arg(long, default_value_t = 0)]
     pub model_load_retry_count: u32,
-    /// The same as `--disable-auto-complete-config`, as tritonserver once took it
+    /// The same as `--disable-auto-complete-config`, under tritonserver's old name
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set, hide = true)]
     pub strict_model_config: bool,
     /// Serve HTTP
@@ -101,13 +92,13 @@ pub struct RankArgs {
     #[arg(long, default_value_t = 8002)]
     pub metrics_port: u16,
     #[command(flatten)]
-    #[allow(missing_docs)] // Said at the type.
+    #[allow(missing_docs)] // Documented at the type.
     pub front: FrontArgs,
     /// What one request may contain; each limit of [`serving::Limit`] has its own flag.
     #[arg(skip)]
     pub limits: Limits,
     #[command(flatten)]
-    #[allow(missing_docs)] // Said at the type.
+    #[allow(missing_docs)] // Documented at the type.
     pub metrics: MetricsArgs,
     /// Name of this server in metadata
     #[arg(long, default_value = "triton")]
@@ -118,16 +109,16 @@ pub struct RankArgs {
     /// Seconds that a step may take beyond the longest of the recent ones, before its workers are started again
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..), value_name = "SECONDS")]
     pub step_timeout: u64,
-    /// Seconds that another rank may be silent before the world ends; 0: for ever
+    /// Seconds without a message of another rank after which the world ends; 0: no limit
     #[arg(long, default_value_t = 15, value_name = "SECONDS")]
     pub heartbeat_timeout: u64,
-    /// Where another world may ask for this one's ports; set by the launcher
+    /// Socket at which another world requests this one's ports; set by the launcher
     #[arg(long, env = "TRIREME_HAND_OVER", hide = true, hide_env = true, value_name = "SOCKET")]
     pub hand_over: Option<PathBuf>,
-    /// Where this world gets its ports from once it has loaded; set by the launcher
+    /// Socket from which this world takes over its ports once it has loaded; set by the launcher
     #[arg(long, env = "TRIREME_TAKE_OVER", hide = true, hide_env = true, value_name = "SOCKET")]
     pub take_over: Option<PathBuf>,
-    /// Where the launcher asks rank 0 how it is; set by the launcher
+    /// Socket of the launcher's health checks of rank 0; set by the launcher
     #[arg(long, env = "TRIREME_CONTROL", hide = true, hide_env = true, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
     /// `NAME,KEY=VALUE`; `python,shm-region-prefix-name=P` names this rank's shared memory
@@ -136,10 +127,10 @@ pub struct RankArgs {
     /// Bytes of the response cache, for models that ask for one: `local,size=BYTES`
     #[arg(long, value_name = "local,size=BYTES", value_parser = cache_bytes, default_value = "local,size=0", hide_default_value = true)]
     pub cache_config: usize,
-    /// The same, as tritonserver once took it
+    /// The same under tritonserver's old name
     #[arg(long, value_name = "BYTES", default_value_t = 0, hide = true, conflicts_with = "cache_config")]
     pub response_cache_byte_size: usize,
-    /// 0 is quiet; each level says more
+    /// Level of verbose messages; 0: none
     #[arg(long, default_value_t = 0)]
     pub log_verbose: u32,
     /// Write information
@@ -154,22 +145,22 @@ pub struct RankArgs {
     /// How lines are written: default, ISO8601 or JSON
     #[arg(long, default_value = "default")]
     pub log_format: LogFormat,
-    /// Which requests get a line that says where their time went
+    /// Which requests get a log line with the times of their phases
     #[arg(long, value_enum, default_value = "auto")]
     pub log_requests: RequestLines,
     /// Log file; standard error when not given
     #[arg(long)]
     pub log_file: Option<PathBuf>,
-    /// Size at which the log file is renamed to `FILE.1`, in place of the one before, and a new one begun; 0: never
+    /// Size at which the log file is renamed to `FILE.1`, in place of the previous one, and a new file is started; 0: never
     #[arg(long, default_value_t = 64 << 20, value_name = "BYTES")]
     pub log_file_max_bytes: u64,
-    /// What models compute on
+    /// The device that models compute on
     #[arg(long, value_enum, default_value = "auto")]
-    pub device: DeviceArg,
-    /// How CPUs hold the weights of linear layers: auto (as the checkpoint has them), int8 or int4; a model's parameter
-    /// `weight_only_precision` comes first
-    #[arg(long, default_value = "auto", value_name = "PRECISION")]
-    pub weight_only_precision: worker::WeightPrecision,
+    pub device: DeviceKind,
+    /// How CPUs store the weights of linear layers: auto (as the checkpoint has them), int8 or int4; a model's parameter
+    /// `weight_only_precision` has priority
+    #[arg(long, default_value = "auto", value_name = "PRECISION", value_parser = str::parse::<WeightPrecision>)]
+    pub weight_only_precision: WeightPrecision,
     /// Directory of NVIDIA's libraries, or root of a Python environment that holds them; searched before the usual places
     #[arg(long, env = "TRIREME_LIBRARY_DIR", value_name = "DIR")]
     pub library_dir: Vec<PathBuf>,
@@ -179,15 +170,15 @@ pub struct RankArgs {
     /// The network that joins the nodes of a world: an interface (`eth0`) or a subnet (`10.0.0.0/16`) [default: any]
     #[arg(long, value_name = "NETWORK")]
     pub network: Option<String>,
-    /// CPU threads of a worker; the node's cores shared out when not given
+    /// CPU threads of a worker; by default an equal share of the node's cores
     #[arg(long)]
     pub threads: Option<usize>,
-    /// Keep each CPU thread of a worker on a core of its own, where there are enough for all workers of the node
+    /// Pin each CPU thread of a worker to its own core, if there are enough cores for all workers of the node
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub pin_threads: bool,
 }
 
-/// tritonserver's other options: name, and whether a value follows.
+/// tritonserver's options without effect: name, and whether a value follows.
 const WITHOUT_EFFECT: &[(&str, bool)] = &[
     ("model-config-name", true),
     ("model-namespacing", true),
@@ -225,7 +216,7 @@ const WITHOUT_EFFECT: &[(&str, bool)] = &[
 /// The sub-command `rank` with every option.
 pub fn command() -> Command {
     let base = Command::new("rank")
-        .about("One rank of a world: rank 0 answers clients, every rank cares for its workers")
+        .about("One rank of a world: rank 0 serves clients, every rank supervises its workers")
         .infer_long_args(true)
         .args_override_self(true);
     let with_effect = Limit::all().fold(RankArgs::augment_args(base), |command, limit| command.arg(limit_arg(limit)));
@@ -282,30 +273,21 @@ fn backend_setting(text: &str) -> Result<String, String> {
     }
 }
 
-/// The size of the one cache there is.
+/// The size of the `local` cache, the only one.
 fn cache_bytes(text: &str) -> Result<usize, String> {
     let size = text.strip_prefix("local,size=").and_then(|size| size.parse().ok());
     size.ok_or_else(|| "expected `local,size=BYTES`; `local` is the cache there is".to_owned())
 }
 
-/// tritonserver takes `true`, `True`, `1` and their opposites.
-pub(crate) fn boolean(text: &str) -> Result<bool, String> {
-    match text.to_ascii_lowercase().as_str() {
-        "true" | "1" | "on" | "yes" => Ok(true),
-        "false" | "0" | "off" | "no" => Ok(false),
-        _ => Err(format!("`{text}` is not a boolean; use true or false")),
-    }
-}
-
 impl RankArgs {
-    /// Where measurements are kept; `None` when there is no home directory either.
+    /// The directory for measurements; `None` without a home directory.
     pub fn cache_dir(&self) -> Option<PathBuf> {
         let from_env = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|dir| dir.is_absolute());
         let default = || from_env("XDG_CACHE_HOME").or_else(|| from_env("HOME").map(|home| home.join(".cache")));
         self.cache_dir.clone().or_else(|| default().map(|dir| dir.join("trireme")))
     }
 
-    /// What is logged at the start.
+    /// The log options at the start.
     pub fn log_options(&self) -> LogOptions {
         LogOptions {
             file: self.log_file.as_ref().map(|file| file.display().to_string()).unwrap_or_default(),
@@ -363,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_front_bounds_has_flags() {
+    fn limits_of_the_front_have_flags() {
         let front = |line: &str| {
             let (args, _) = rank_args(&format!("rank --model-repo=/m {line}")).map_err(|error| error.to_string())?;
             let mut config = front::Config::default();
@@ -408,7 +390,7 @@ mod tests {
         assert!(rank_args("rank").is_err());
     }
 
-    /// What `tritonserver --help` of 24.10 lists.
+    /// The options of `tritonserver --help`, version 24.10.
     const TRITONS: &str = "allow-cpu-metrics allow-gpu-metrics allow-grpc allow-http allow-metrics allow-sagemaker allow-vertex-ai \
         backend-config backend-directory buffer-manager-thread-count cache-config cache-directory \
         cuda-memory-pool-byte-size cuda-virtual-address-size disable-auto-complete-config enable-peer-access \

@@ -1,15 +1,15 @@
-//! Device memory of clients, opened by rank 0 itself: no worker has a part in it.
+//! GPU memory that clients register, opened by rank 0 itself, without a worker.
 
 use std::sync::Arc;
 
 use device::cuda::ClientMemory;
 use front::{ClientDevices, DeviceMemory};
 
-/// The GPUs that the driver shows to this process. Nothing is asked of it before a client registers memory.
+/// The GPUs that the driver shows to this process. The driver is not used before a client registers memory.
 #[derive(Debug)]
 pub(crate) struct Gpus;
 
-/// A region of one.
+/// A registered region.
 #[derive(Debug)]
 struct Region(ClientMemory);
 

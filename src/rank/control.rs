@@ -1,5 +1,5 @@
-//! What rank 0 tells its launcher: whether its runtimes make progress, and whether it takes requests. The answer goes over a
-//! socket of the launcher's directory, so no client can be in the way of it, and no access rule of the ports holds for it.
+//! Health checks of rank 0 by its launcher: whether the async runtimes make progress, and whether requests are accepted. They use a
+//! socket in the launcher's directory, so that neither load of clients nor access rules of the ports affect them.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,23 +10,23 @@ use ipc::Health;
 use serving::Server;
 use tokio::runtime::Handle;
 
-/// How often a runtime notes that it makes progress.
+/// How often a runtime records progress.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// What is known of this rank 0.
+/// The health of this rank 0.
 pub(crate) struct Control {
-    begun: Instant,
-    /// For each runtime, when it made progress last: milliseconds since `begun`.
+    started: Instant,
+    /// For each runtime, the time of its last progress in milliseconds since `started`.
     progress: Vec<AtomicU64>,
     /// Set once the ports are open.
     server: OnceLock<Arc<Server>>,
 }
 
 impl Control {
-    /// Watches `runtimes`.
+    /// Records the progress of `runtimes`.
     pub(crate) fn new(runtimes: &[&Handle]) -> Arc<Self> {
         let progress = runtimes.iter().map(|_| AtomicU64::new(0)).collect();
-        let control = Arc::new(Self { begun: Instant::now(), progress, server: OnceLock::new() });
+        let control = Arc::new(Self { started: Instant::now(), progress, server: OnceLock::new() });
         for (index, runtime) in runtimes.iter().enumerate() {
             let control = Arc::clone(&control);
             runtime.spawn(async move {
@@ -39,7 +39,7 @@ impl Control {
         control
     }
 
-    /// Answers at `path` from now on. A rank 0 that cannot goes on: a launcher on another node asks over HTTP.
+    /// Answers health checks at `path`. An error is only logged: the launcher can also use HTTP.
     pub(crate) fn answer(self: &Arc<Self>, path: &Path) {
         let control = Arc::clone(self);
         if let Err(error) = ipc::answer_health(path, move || control.health()) {
@@ -47,9 +47,9 @@ impl Control {
         }
     }
 
-    /// The ports are open: whether requests are taken is the server's to say.
+    /// Notes that the ports are open. From now on readiness is that of `server`.
     pub(crate) fn serves(&self, server: &Arc<Server>) {
-        // Said once.
+        // Called once.
         let _ = self.server.set(Arc::clone(server));
     }
 
@@ -60,7 +60,7 @@ impl Control {
     }
 
     fn now(&self) -> u64 {
-        self.begun.elapsed().as_millis() as u64
+        self.started.elapsed().as_millis() as u64
     }
 }
 
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn a_runtime_that_is_blocked_is_seen_and_one_that_goes_on_again_too() {
+    fn a_blocked_runtime_is_detected_until_it_makes_progress_again() {
         let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let (busy, blocked) = (runtime(), runtime());
         let control = Control::new(&[busy.handle(), blocked.handle()]);

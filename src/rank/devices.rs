@@ -1,14 +1,14 @@
-//! Which device workers compute on.
+//! Chooses the device that workers compute on.
 
-use worker::DeviceChoice;
+use settings::DeviceKind;
+use supervision::DeviceChoice;
 
-use crate::RankError;
-use crate::args::DeviceArg;
+use crate::error::RankError;
 
-/// The device of the first worker of a node with `num_workers` workers, and why, in words for the log. `pin`: CPU threads are
-/// to have cores of their own, as far as there are enough and no quota says that others use them too.
+/// The device of the first worker of a node with `num_workers` workers, and the reason for the log. With `pin`, each CPU thread gets
+/// its own core, if there are enough cores and no quota shows that other processes use them.
 pub(crate) fn choose(
-    device: DeviceArg,
+    device: DeviceKind,
     threads: Option<usize>,
     pin: bool,
     num_workers: usize,
@@ -24,8 +24,8 @@ pub(crate) fn choose(
     };
     let cpu_words = format!("CPU with {threads} threads a worker{pinned}");
     let cuda = match device {
-        DeviceArg::Cpu => return Ok((cpu, format!("{cpu_words}: asked for"))),
-        DeviceArg::Auto | DeviceArg::Cuda => match device::cuda::num_gpus() {
+        DeviceKind::Cpu => return Ok((cpu, format!("{cpu_words}: as requested"))),
+        DeviceKind::Auto | DeviceKind::Cuda => match device::cuda::num_gpus() {
             0 => Err("no CUDA driver or device found".to_owned()),
             found => Ok(found),
         },
@@ -34,7 +34,7 @@ pub(crate) fn choose(
         (_, Ok(found)) if found >= num_workers => {
             Ok((DeviceChoice::Cuda { ordinal: 0 }, format!("CUDA: {found} devices for {num_workers} workers")))
         }
-        (DeviceArg::Cuda, found) => {
+        (DeviceKind::Cuda, found) => {
             let reason = match found {
                 Ok(found) => format!("{found} devices for {num_workers} workers; start with `--world_size={found}`"),
                 Err(reason) => reason,

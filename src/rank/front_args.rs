@@ -1,4 +1,4 @@
-//! tritonserver's options of ports, keys, logs and traces beyond addresses, and what they make of the front.
+//! tritonserver's options of TLS, keys, limits and traces, and the front's configuration from them.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -6,10 +6,10 @@ use std::time::Duration;
 use clap::{ArgAction, Args};
 use front::{Api, Collector, Compression, HeaderPattern, Origins, Restrictions, Tls, TraceBounds, TraceOptions};
 
-use crate::args::boolean;
+use crate::boolean::boolean;
 use crate::keys;
 
-/// Metadata of gRPC that opens a restricted protocol begins so.
+/// Prefix of the gRPC metadata with the key of a restricted protocol.
 const GRPC_KEY_PREFIX: &str = "triton-grpc-protocol-";
 
 /// Options of the front.
@@ -18,7 +18,7 @@ pub struct FrontArgs {
     /// TLS on the gRPC port
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub grpc_use_ssl: bool,
-    /// TLS on the gRPC port, and certificates asked of clients
+    /// TLS on the gRPC port, with client certificates
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub grpc_use_ssl_mutual: bool,
     /// Certificate of the server, PEM
@@ -27,13 +27,13 @@ pub struct FrontArgs {
     /// Private key of the server, PEM
     #[arg(long, value_name = "FILE")]
     pub grpc_server_key: Option<PathBuf>,
-    /// Roots of clients' certificates, PEM
+    /// Root certificates for client certificates, PEM
     #[arg(long, value_name = "FILE")]
     pub grpc_root_cert: Option<PathBuf>,
     /// TLS on the HTTP port
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub http_use_ssl: bool,
-    /// TLS on the HTTP port, and certificates asked of clients
+    /// TLS on the HTTP port, with client certificates
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub http_use_ssl_mutual: bool,
     /// Certificate of the server on the HTTP port, PEM
@@ -42,7 +42,7 @@ pub struct FrontArgs {
     /// Private key of the server on the HTTP port, PEM
     #[arg(long, value_name = "FILE")]
     pub http_server_key: Option<PathBuf>,
-    /// Roots of clients' certificates on the HTTP port, PEM
+    /// Root certificates for client certificates on the HTTP port, PEM
     #[arg(long, value_name = "FILE")]
     pub http_root_cert: Option<PathBuf>,
     /// TLS on the metrics port, with the certificates of the HTTP port
@@ -92,13 +92,13 @@ pub struct FrontArgs {
     /// whose clients all have its address
     #[arg(long, default_value_t = 0, value_name = "COUNT")]
     pub max_connections_per_address: u32,
-    /// Seconds in which a client must read something of its answers, or its connection or stream ends; 0 is any time
+    /// Seconds in which a client must read some of its responses, or its connection or stream ends; 0: no limit
     #[arg(long, default_value_t = 300, value_name = "SECONDS")]
     pub write_timeout: u64,
-    /// Other servers that say so too may have the HTTP port
+    /// Share the HTTP port with other servers that have this option
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub reuse_http_port: bool,
-    /// Other servers that say so too may have the gRPC port
+    /// Share the gRPC port with other servers that have this option
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub reuse_grpc_port: bool,
     /// Compression of gRPC responses: none, or gzip for low, medium and high
@@ -107,13 +107,13 @@ pub struct FrontArgs {
     /// Milliseconds of silence after which a gRPC connection is probed
     #[arg(long, default_value_t = 7_200_000, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..))]
     pub grpc_keepalive_time: u64,
-    /// Milliseconds that the answer to a probe may take
+    /// Milliseconds that the response to a probe may take
     #[arg(long, default_value_t = 20_000, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..))]
     pub grpc_keepalive_timeout: u64,
-    /// Milliseconds after which a gRPC connection takes no further call
+    /// Milliseconds after which a gRPC connection accepts no further calls
     #[arg(long, value_name = "MS")]
     pub grpc_max_connection_age: Option<u64>,
-    /// Milliseconds that its calls have from then on
+    /// Milliseconds for its open calls after that
     #[arg(long, value_name = "MS", requires = "grpc_max_connection_age")]
     pub grpc_max_connection_age_grace: Option<u64>,
     /// Clients may register shared memory: names under /dev/shm, this server's own excepted, and memory of GPUs
@@ -123,7 +123,7 @@ pub struct FrontArgs {
     /// of this server, of MPI, NCCL and the like
     #[arg(long, value_name = "PREFIX")]
     pub client_shm_prefix: Vec<String>,
-    /// Serve GET /debug/ledger on the metrics port: who holds which queue slots, rows and KV blocks
+    /// Serve GET /debug/ledger on the metrics port: the queue slots, rows and KV blocks of each sequence
     #[arg(long, default_value = "false", num_args = 0..=1, default_missing_value = "true", require_equals = true,
           value_parser = boolean, action = ArgAction::Set)]
     pub debug_endpoints: bool,
@@ -142,7 +142,7 @@ pub struct FrontArgs {
     /// given at the start, or only clients with a key may change trace settings
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]
     pub allow_client_trace_tensors: bool,
-    /// The same settings, as tritonserver once took them
+    /// The same settings under tritonserver's old names
     #[arg(long, hide = true)]
     pub trace_file: Option<PathBuf>,
     /// See --trace-config
@@ -160,10 +160,15 @@ pub struct FrontArgs {
 }
 
 impl FrontArgs {
-    /// Puts the options into `config`.
+    /// The rules that restrict APIs and protocols to clients with a key.
+    pub(crate) fn key_rules(&self) -> impl Iterator<Item = &String> {
+        self.http_restricted_api.iter().chain(&self.grpc_restricted_protocol)
+    }
+
+    /// Sets the fields of `config`.
     ///
     /// # Errors
-    /// Names the option that cannot be.
+    /// With the option that is invalid.
     pub(crate) fn apply(&self, config: &mut front::Config) -> Result<(), String> {
         config.grpc_tls = self.grpc_tls()?;
         config.http_tls = self.http_tls()?;
@@ -224,21 +229,21 @@ impl FrontArgs {
         let set = |(key, value): (&str, &Option<String>)| Some((key.to_owned(), vec![value.clone()?]));
         options.settings.extend(old.into_iter().filter_map(set));
         for setting in &self.trace_config {
-            let words = |why: &str| format!("--trace-config={setting}: {why}");
-            let (key, value) = setting.split_once('=').ok_or_else(|| words("expected SETTING=VALUE"))?;
+            let invalid = |why: &str| format!("--trace-config={setting}: {why}");
+            let (key, value) = setting.split_once('=').ok_or_else(|| invalid("expected SETTING=VALUE"))?;
             if let Some(key) = key.strip_prefix("opentelemetry,") {
-                collector.set(key, value).map_err(|why| words(&why))?;
+                collector.set(key, value).map_err(|why| invalid(&why))?;
                 continue;
             }
             match key.strip_prefix("triton,").unwrap_or(key) {
                 "mode" if value == "triton" || value == "opentelemetry" => sends_spans = value == "opentelemetry",
-                "mode" => return Err(words("the modes are triton and opentelemetry")),
+                "mode" => return Err(invalid("the modes are triton and opentelemetry")),
                 "level" => levels.push(value.to_owned()),
                 "rate" => options.settings.push(("trace_rate".into(), vec![value.into()])),
                 "count" => options.settings.push(("trace_count".into(), vec![value.into()])),
                 "log-frequency" => options.settings.push(("log_frequency".into(), vec![value.into()])),
                 "file" => options.file = Some(value.into()),
-                _ => return Err(words("expected file, level, rate, count, log-frequency or mode")),
+                _ => return Err(invalid("expected file, level, rate, count, log-frequency or mode")),
             }
         }
         options.collector = sends_spans.then_some(collector);
@@ -261,7 +266,7 @@ impl FrontArgs {
 
 type File = Option<PathBuf>;
 
-/// TLS of a port by its flags, whose names begin with `port`. `--…-use-ssl-mutual` goes before `--…-use-ssl`.
+/// TLS of a port by its flags, whose names begin with `port`. `--…-use-ssl-mutual` has priority over `--…-use-ssl`.
 fn tls(
     port: &'static str,
     protocol: &str,
@@ -279,7 +284,7 @@ fn tls(
     Ok(Some(Tls { port, certificate, key: needed(key, "server-key")?, client_roots }))
 }
 
-/// `elsewhere` is the API of another protocol.
+/// The restrictions of `rules`. `elsewhere` is an API that only the other protocol serves.
 fn restrictions(option: &str, rules: &[String], elsewhere: Api) -> Result<Restrictions, String> {
     let mut restrictions = Restrictions::default();
     for rule in rules {

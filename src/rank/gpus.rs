@@ -1,15 +1,15 @@
-//! The GPUs of this node, as NVIDIA's management library tells of them. It holds no device context.
+//! Metrics of the GPUs of this node, from NVIDIA's management library, which needs no device context.
 
 use front::{Family, FamilyKind, Sample};
 use nvml_wrapper::{Device, Nvml};
 
-/// The library, found on this machine.
+/// The loaded library.
 pub(crate) struct Gpus(Nvml);
 
-/// One figure of a GPU: name, help, kind, value where the GPU has it.
-type Figure = (&'static str, &'static str, FamilyKind, fn(&Device<'_>) -> Option<f64>);
+/// One metric of a GPU: name, help, kind, and value if the GPU supports it.
+type Metric = (&'static str, &'static str, FamilyKind, fn(&Device<'_>) -> Option<f64>);
 
-const FIGURES: [Figure; 6] = [
+const METRICS: [Metric; 6] = [
     ("nv_gpu_utilization", "GPU utilization rate [0.0 - 1.0)", FamilyKind::Gauge, |gpu| {
         Some(f64::from(gpu.utilization_rates().ok()?.gpu) / 100.0)
     }),
@@ -34,7 +34,7 @@ const FIGURES: [Figure; 6] = [
 ];
 
 impl Gpus {
-    /// `None` where there is no library, or no driver.
+    /// `None` without the library or the driver.
     pub(crate) fn find() -> Option<Self> {
         match Nvml::init() {
             Ok(library) => Some(Self(library)),
@@ -45,19 +45,19 @@ impl Gpus {
         }
     }
 
-    /// As of now; a figure that a GPU does not have is left out.
+    /// The current values. Metrics that a GPU does not support are left out.
     pub(crate) fn families(&self) -> Vec<Family> {
         let devices: Vec<(String, Device<'_>)> = (0..self.0.device_count().unwrap_or(0))
             .filter_map(|index| self.0.device_by_index(index).ok())
             .filter_map(|gpu| Some((gpu.uuid().ok()?, gpu)))
             .collect();
-        let family = |&(name, help, kind, value): &Figure| {
+        let family = |&(name, help, kind, value): &Metric| {
             let sample = |(uuid, gpu): &(String, Device<'_>)| {
                 Some(Sample::new(vec![("gpu_uuid".into(), uuid.clone())], value(gpu)?))
             };
             Family { name, help, kind, samples: devices.iter().filter_map(sample).collect() }
         };
-        FIGURES.iter().map(family).collect()
+        METRICS.iter().map(family).collect()
     }
 }
 
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_gpu_of_this_machine_tells_its_memory() {
+    fn every_gpu_of_this_machine_has_metrics_of_its_memory() {
         let Some(gpus) = Gpus::find() else {
             println!("skipped: no CUDA device");
             return;

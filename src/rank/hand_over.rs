@@ -1,9 +1,9 @@
-//! How a new world takes the ports of an old one: listening sockets travel over a Unix socket, so that there is no
-//! moment at which a connection is refused. What is queued on them is accepted by whichever world is first.
+//! A new world takes over the ports of an old one: the listening sockets are sent over a Unix socket, so that no connection is refused
+//! at any time. Either world may accept queued connections.
 //!
 //! ```text
-//! new world: loads its models ─► connects ─► gets the sockets ─► serves ─► says so ─┐
-//! old world: serves ───────────────────────► sends them ────────────────────────────┴► accepts no more, drains, ends
+//! new world: loads its models ─► connects ─► gets the sockets ─► serves ─► confirms ─┐
+//! old world: serves ───────────────────────► sends them ─────────────────────────────┴► stops accepting, drains, ends
 //! ```
 
 use std::io::{self, Read, Write};
@@ -18,12 +18,12 @@ use front::Listeners;
 use ipc::Acceptor;
 use tokio::sync::oneshot;
 
-/// How long the other world may take for its part.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// How long each step of the other world may take.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What the new world says once it serves.
+/// The reply of a new world once it serves.
 const SERVING: u8 = b'!';
-/// What the launcher says that only wants the sockets too, for the time after this world.
+/// The reply of a launcher that only keeps copies of the sockets for the time after this world.
 const COPIED: u8 = b'=';
 
 /// Offers the ports at `path`; resolves once another world serves on them.
@@ -35,44 +35,44 @@ pub(crate) fn offer(path: PathBuf, listeners: Listeners) -> io::Result<oneshot::
             match give(acceptor.accept(), &listeners) {
                 Ok(true) => break,
                 Ok(false) => {}
-                Err(error) => tracing::warn!("another world asked for the ports and did not take them: {error}"),
+                Err(error) => tracing::warn!("another world requested the ports and did not take them: {error}"),
             }
         }
-        // Gone already is as good.
+        // The file may have been removed.
         let _ = std::fs::remove_file(&path);
-        // Nobody waits for it where this world ends anyway.
+        // The receiver is dropped if this world ends anyway.
         let _ = taken.send(());
     })?;
     Ok(is_taken)
 }
 
-/// Sends the sockets, and returns once the other side serves on them; false when it does not want to.
+/// Sends the sockets and waits for the reply: true once the other world serves on them, false if it only keeps copies.
 fn give(mut stream: UnixStream, listeners: &Listeners) -> io::Result<bool> {
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(TIMEOUT))?;
+    stream.set_write_timeout(Some(TIMEOUT))?;
     let all = [(b'g', &listeners.grpc), (b'h', &listeners.http), (b'm', &listeners.metrics)];
     let given: Vec<_> = all.iter().filter_map(|(name, socket)| Some((*name, socket.as_ref()?))).collect();
     let names: Vec<u8> = given.iter().map(|(name, _)| *name).collect();
     let files: Vec<_> = given.iter().map(|(_, socket)| socket.as_fd()).collect();
     ipc::send_files(&stream, &names, &files)?;
-    let mut answer = [0];
-    stream.read_exact(&mut answer)?;
-    match answer[0] {
+    let mut reply = [0];
+    stream.read_exact(&mut reply)?;
+    match reply[0] {
         SERVING => Ok(true),
         COPIED => Ok(false),
         _ => Err(io::ErrorKind::InvalidData.into()),
     }
 }
 
-/// The ports of an old world, which serves on until it is told that this one does.
+/// The connection to the old world, which serves until [`Taken::confirm`].
 pub(crate) struct Taken {
     stream: UnixStream,
 }
 
-/// Gets the sockets of the world that offers them at `path`.
+/// Receives the sockets of the world that offers them at `path`.
 pub(crate) fn take(path: &Path) -> io::Result<(Listeners, Taken)> {
     let stream = ipc::connect_private(path)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(TIMEOUT))?;
     let mut names = [0; ipc::MAX_FILES];
     let (len, files) = ipc::receive_files(&stream, &mut names)?;
     if len == 0 || len != files.len() {
@@ -92,11 +92,11 @@ pub(crate) fn take(path: &Path) -> io::Result<(Listeners, Taken)> {
 }
 
 impl Taken {
-    /// This world serves: the old one may go.
+    /// Tells the old world that this one serves, so that the old one may end.
     pub(crate) fn confirm(mut self) {
         if let Err(error) = self.stream.write_all(&[SERVING]) {
-            // It has died meanwhile, which comes to the same.
-            tracing::warn!("the world that served before has gone: {error}");
+            // The old world has ended already, which has the same effect.
+            tracing::warn!("the world that served before has ended: {error}");
         }
     }
 }

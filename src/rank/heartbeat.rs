@@ -1,5 +1,5 @@
-//! Whether the other ranks still take part: a rank that is stopped or hangs ends the world, which its launcher starts
-//! again. One that has died is noticed at once by MPI's launcher, and on rank 0's node by rank 0 itself.
+//! Heartbeats of the other ranks. A rank that is stopped or hangs ends the world, which its launcher starts again. A rank that has
+//! died is detected at once, by MPI's launcher or, on its own node, by rank 0.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -7,54 +7,52 @@ use std::thread;
 use std::time::Duration;
 
 use comm::World;
-use worker::{Agents, FromAgent};
+use supervision::{Agents, FromAgent};
 
-/// The question to a rank, and its answer. No other message between ranks is these bytes: none decodes from them.
+/// The heartbeat to a rank, and its reply. No other message between ranks decodes from these bytes.
 pub(crate) const BEAT: &[u8] = &[0xff];
 
-/// Questions that must stay unanswered, one after the other, before a rank counts as lost.
+/// Number of consecutive heartbeats without a reply after which a rank is lost.
 const MAX_MISSED: u32 = 3;
 
-/// As if a signal had ended it: what happened need not happen again, so a launcher starts the world anew even when
-/// it has not served yet.
+/// The exit code for a death by SIGKILL. After a signal, a launcher starts the world again even if it has not served yet.
 const EXIT_CODE: u8 = 128 + 9;
 
-/// For the words to clients about a lost rank, before the world ends.
-const LAST_WORDS: Duration = Duration::from_millis(200);
+/// Time for error responses to clients before the world ends.
+const RESPONSE_TIME: Duration = Duration::from_millis(200);
 
-/// What rank 0 knows of the others. Counted in questions, not in time: a rank 0 that was itself stopped for a while
-/// must not take that for the silence of others.
+/// Heartbeats without a reply. Counted, not timed: a rank 0 that was stopped for a while must not take that for silence of others.
 pub(crate) struct Heartbeat {
-    /// Questions since the last answer, of each rank.
+    /// `[ranks]` heartbeats since the last reply.
     missed: Vec<AtomicU32>,
 }
 
 impl Heartbeat {
-    /// Nobody is asked yet.
+    /// State before the first heartbeat.
     pub(crate) fn new(world: &World) -> Arc<Self> {
         Arc::new(Self { missed: (0..world.size()).map(|_| AtomicU32::new(0)).collect() })
     }
 
-    /// Begins to ask every rank three times in `timeout`; never, when that is zero or there is nobody else.
+    /// Starts to send three heartbeats in each `timeout`. Does nothing when `timeout` is zero or the world has one rank.
     pub(crate) fn start(self: Arc<Self>, world: &Arc<World>, agents: &Arc<Agents>, timeout: Duration) {
         if world.size() > 1 && !timeout.is_zero() {
             let (world, agents) = (Arc::clone(world), Arc::clone(agents));
-            let asked = Arc::clone(&world);
-            let ask = move || self.ask(&asked, &agents, timeout / MAX_MISSED);
-            if let Err(error) = ipc::essential_thread("heartbeat", ask) {
+            let sender = Arc::clone(&world);
+            let run = move || self.run(&sender, &agents, timeout / MAX_MISSED);
+            if let Err(error) = ipc::essential_thread("heartbeat", run) {
                 world.abort(EXIT_CODE, &format!("cannot start the thread that asks other ranks: {error}"));
             }
         }
     }
 
-    /// `rank` has answered.
-    pub(crate) fn heard(&self, rank: u32) {
+    /// Notes a reply, or any other message, of `rank`.
+    pub(crate) fn received(&self, rank: u32) {
         self.missed[rank as usize].store(0, Ordering::Relaxed);
     }
 
-    fn ask(&self, world: &World, agents: &Agents, interval: Duration) {
+    fn run(&self, world: &World, agents: &Agents, interval: Duration) {
         loop {
-            // When this rank has left the world, nobody needs to be asked any more.
+            // This rank has left the world.
             if matches!(world.broadcast(BEAT.to_vec()), Err(comm::CommError::Left)) {
                 return;
             }
@@ -68,10 +66,10 @@ impl Heartbeat {
     }
 }
 
-/// Tells the clients, then ends the world.
+/// Fails the requests of clients, then ends the world.
 fn end(world: &World, agents: &Agents, rank: u32, silence: Duration) -> ! {
     let reason = format!("rank {rank} on node {} has not answered for {silence:.1?}", world.hostname(rank));
     agents.deliver(FromAgent::RankLost { reason: reason.clone() });
-    thread::sleep(LAST_WORDS);
+    thread::sleep(RESPONSE_TIME);
     world.abort(EXIT_CODE, &format!("{reason}: it is stopped or hangs"))
 }

@@ -9,22 +9,22 @@ use ipc::lock;
 
 use crate::gpus::Gpus;
 
-/// Looks at this node when asked, and not again before an interval has passed.
+/// Metrics of this node, read on demand and cached for an interval.
 pub(crate) struct HostMetrics {
     interval: Duration,
     gpus: Option<Gpus>,
     has_cpu: bool,
-    seen: Mutex<Seen>,
+    cached: Mutex<Cached>,
 }
 
-struct Seen {
+struct Cached {
     at: Instant,
     cpu: CpuTime,
     utilization: Option<f64>,
     families: Vec<Family>,
 }
 
-/// Time that all cores together have spent since the machine started, in ticks.
+/// CPU time of all cores together since the machine started, in ticks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct CpuTime {
     busy: u64,
@@ -32,16 +32,16 @@ struct CpuTime {
 }
 
 impl HostMetrics {
-    /// Metrics of what is wanted and there is.
+    /// Metrics that are updated after `interval`: of CPU and memory with `has_cpu`, of GPUs with `has_gpus`.
     pub(crate) fn new(interval: Duration, has_cpu: bool, has_gpus: bool) -> Self {
         let cpu = CpuTime::now().unwrap_or_default();
-        // Until a first interval has passed: since the machine started.
+        // In the first interval: the mean since the machine started.
         let utilization = cpu.utilization_since(CpuTime::default());
-        let seen = Seen { at: Instant::now(), cpu, utilization, families: Vec::new() };
-        Self { interval, gpus: has_gpus.then(Gpus::find).flatten(), has_cpu, seen: Mutex::new(seen) }
+        let cached = Cached { at: Instant::now(), cpu, utilization, families: Vec::new() };
+        Self { interval, gpus: has_gpus.then(Gpus::find).flatten(), has_cpu, cached: Mutex::new(cached) }
     }
 
-    fn look(&self, seen: &mut Seen) {
+    fn update(&self, cached: &mut Cached) {
         let mut families = vec![
             gauge("nv_pinned_memory_pool_total_bytes", "Pinned memory pool total memory size, in bytes", Some(0.0)),
             gauge("nv_pinned_memory_pool_used_bytes", "Pinned memory pool used memory size, in bytes", Some(0.0)),
@@ -49,23 +49,23 @@ impl HostMetrics {
         families.extend(self.gpus.iter().flat_map(Gpus::families));
         if self.has_cpu {
             let now = CpuTime::now().unwrap_or_default();
-            if let Some(used) = now.utilization_since(seen.cpu) {
-                (seen.utilization, seen.cpu) = (Some(used), now);
+            if let Some(used) = now.utilization_since(cached.cpu) {
+                (cached.utilization, cached.cpu) = (Some(used), now);
             }
-            families.push(gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", seen.utilization));
+            families.push(gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", cached.utilization));
             families.extend(memory_families());
         }
-        (seen.families, seen.at) = (families, Instant::now());
+        (cached.families, cached.at) = (families, Instant::now());
     }
 }
 
 impl MetricsSource for HostMetrics {
     fn families(&self) -> Vec<Family> {
-        let mut seen = lock(&self.seen);
-        if seen.families.is_empty() || seen.at.elapsed() >= self.interval {
-            self.look(&mut seen);
+        let mut cached = lock(&self.cached);
+        if cached.families.is_empty() || cached.at.elapsed() >= self.interval {
+            self.update(&mut cached);
         }
-        seen.families.clone()
+        cached.families.clone()
     }
 }
 
@@ -74,7 +74,7 @@ impl CpuTime {
         Self::parse(&fs::read_to_string("/proc/stat").ok()?)
     }
 
-    /// The line of all cores: user, nice, system, idle, waiting for disks, and more (proc_stat(5)).
+    /// Parses the line of all cores: user, nice, system, idle, iowait and more (proc_stat(5)).
     fn parse(stat: &str) -> Option<Self> {
         let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
         let ticks: Vec<u64> = line.split_whitespace().map_while(|field| field.parse().ok()).take(8).collect();
@@ -95,7 +95,7 @@ fn gauge(name: &'static str, help: &'static str, value: Option<f64>) -> Family {
     Family { name, help, kind: FamilyKind::Gauge, samples }
 }
 
-/// Memory of the machine, as /proc tells it; nothing where it does not.
+/// Metrics of the memory of the machine, from `/proc`; without samples where `/proc` has no value.
 fn memory_families() -> Vec<Family> {
     let (total, available) = (meminfo("MemTotal:"), meminfo("MemAvailable:"));
     let used = total.zip(available).map(|(total, available)| total.saturating_sub(available));
@@ -106,12 +106,12 @@ fn memory_families() -> Vec<Family> {
     ]
 }
 
-/// All memory of the machine in bytes; 16 GiB where nothing tells it.
+/// Total memory of the machine in bytes; 16 GiB where it is unknown.
 pub(crate) fn memory_bytes() -> usize {
     meminfo("MemTotal:").and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(16 << 30)
 }
 
-/// A line of `/proc/meminfo`, in bytes.
+/// The value of a line of `/proc/meminfo`, in bytes.
 fn meminfo(key: &str) -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(key))?;
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_look_within_the_interval_shows_the_first() {
+    fn metrics_are_cached_within_the_interval() {
         let host = HostMetrics::new(Duration::from_secs(3600), true, false);
         let first = host.families();
         assert!(first.iter().any(|family| family.name == "nv_cpu_memory_used_bytes" && !family.samples.is_empty()));

@@ -1,29 +1,27 @@
-//! Keys of clients, from where no other user of the machine reads them.
+//! Reads the keys of clients from files and environment variables, which no other user of the machine can read.
 
 use std::fs::File;
 use std::io::Read as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
-use crate::RankArgs;
-
-/// The variable with keys for inference, separated by commas.
+/// Environment variable with keys for inference, separated by commas.
 const API_KEYS: &str = "TRIREME_API_KEYS";
 
-/// Largest file of keys.
+/// Largest file of keys in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// The keys that the value of a rule stands for; `option` is the rule's, without the dashes.
+/// The keys that the value of a rule refers to. `option` is the name of the rule's option without dashes.
 ///
 /// # Errors
-/// When there are none.
+/// When the value refers to no key.
 pub(crate) fn read(option: &str, value: &str) -> Result<Vec<String>, String> {
     if let Some(path) = value.strip_prefix('@') {
-        return of_file(Path::new(path));
+        return read_file(Path::new(path));
     }
     if let Some(name) = value.strip_prefix("env:") {
         let keys = std::env::var(name).map_err(|_| format!("the environment has no variable {name}"))?;
-        return some(split(&keys), || format!("{name} holds no key"));
+        return at_least_one(split(&keys), || format!("{name} holds no key"));
     }
     tracing::warn!(
         "--{option} has a key on the command line, which every user of this machine can read (`ps`); put it into a file \
@@ -32,29 +30,30 @@ pub(crate) fn read(option: &str, value: &str) -> Result<Vec<String>, String> {
     Ok(vec![value.to_owned()])
 }
 
-/// The names of the variables that rules take keys from; processes of models have no use for them.
-pub(crate) fn variables(args: &RankArgs) -> Vec<String> {
-    let rules = args.front.http_restricted_api.iter().chain(&args.front.grpc_restricted_protocol);
+/// The names of the environment variables that `rules` take keys from. Processes of models do not need them.
+pub(crate) fn variables<'a>(rules: impl Iterator<Item = &'a String>) -> Vec<String> {
     rules.filter_map(|rule| rule.split_once("=env:")).map(|(_, name)| name.to_owned()).collect()
 }
 
-/// The keys for inference: those in `files`, and those in the environment. None where neither is given.
+/// The keys for inference: those in `files` and in the environment. Empty where neither is given.
 ///
 /// # Errors
-/// When a file cannot be read, or one of them or the environment is given and holds none.
+/// When a file cannot be read, or a file or the environment variable contains no key.
 pub(crate) fn api_keys(files: &[PathBuf]) -> Result<Vec<String>, String> {
     let mut keys = Vec::new();
     for path in files {
-        keys.extend(of_file(path).map_err(|why| format!("--api-key-file: {why}"))?);
+        keys.extend(read_file(path).map_err(|why| format!("--api-key-file: {why}"))?);
     }
     if let Ok(more) = std::env::var(API_KEYS) {
-        keys.extend(some(split(&more), || format!("{API_KEYS} is set and holds no key; unset it to serve everyone"))?);
+        keys.extend(at_least_one(split(&more), || {
+            format!("{API_KEYS} is set and holds no key; unset it to serve everyone")
+        })?);
     }
     Ok(keys)
 }
 
-/// The lines of a file, but for empty ones and those that begin with `#`.
-fn of_file(path: &Path) -> Result<Vec<String>, String> {
+/// The lines of a file, without empty ones and those that begin with `#`.
+fn read_file(path: &Path) -> Result<Vec<String>, String> {
     let cannot = |error: std::io::Error| format!("cannot read keys from {}: {error}", path.display());
     let file = File::open(path).map_err(cannot)?;
     if file.metadata().map_err(cannot)?.permissions().mode() & 0o004 != 0 {
@@ -66,15 +65,15 @@ fn of_file(path: &Path) -> Result<Vec<String>, String> {
     let mut text = String::new();
     file.take(MAX_FILE_BYTES).read_to_string(&mut text).map_err(cannot)?;
     let keys = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
-    some(keys.map(str::to_owned).collect(), || format!("{} holds no key; write one a line", path.display()))
+    at_least_one(keys.map(str::to_owned).collect(), || format!("{} holds no key; write one a line", path.display()))
 }
 
 fn split(keys: &str) -> Vec<String> {
     keys.split([',', '\n']).map(str::trim).filter(|key| !key.is_empty()).map(str::to_owned).collect()
 }
 
-/// An API without a key that opens it is no restriction that anybody wants.
-fn some(keys: Vec<String>, none: impl FnOnce() -> String) -> Result<Vec<String>, String> {
+/// Returns `keys` unless there are none: an API that no key opens is an error of the configuration.
+fn at_least_one(keys: Vec<String>, none: impl FnOnce() -> String) -> Result<Vec<String>, String> {
     if keys.is_empty() { Err(none()) } else { Ok(keys) }
 }
 
@@ -83,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_come_from_files_and_variables_and_never_none() {
+    fn keys_come_from_files_and_variables_and_none_is_an_error() {
         let folder = std::env::temp_dir().join(format!("trireme-keys-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let (full, empty) = (folder.join("full"), folder.join("empty"));

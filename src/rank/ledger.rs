@@ -1,4 +1,4 @@
-//! `GET /debug/ledger`: who holds what, as JSON.
+//! `GET /debug/ledger`: queue slots, rows and KV blocks of each sequence, as JSON.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use front::LedgerSource;
 use futures::FutureExt as _;
 use serde_json::{Value, json};
 
-/// Asks every loaded LLM at each request.
+/// Reads the state of every loaded LLM at each request.
 pub(crate) fn source(llm: Arc<LlmFactory>) -> LedgerSource {
     LedgerSource::new(move || {
         let ledgers = llm.ledgers();

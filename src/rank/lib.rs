@@ -1,12 +1,14 @@
-//! What a rank process is made of: its place in the world, an agent for its workers, and on rank 0 server and front.
+//! A rank process: a member of the MPI world with a supervisor of workers, and on rank 0 the server and its front.
 //!
-//! A rank speaks MPI and shared memory and holds no device: it outlives its workers.
+//! A rank uses MPI and shared memory but no device, so that it outlives its workers.
 #![forbid(unsafe_code)]
 
 mod args;
+mod boolean;
 mod client_memory;
 mod control;
 mod devices;
+mod error;
 mod front_args;
 mod gpus;
 mod hand_over;
@@ -22,90 +24,72 @@ mod panics;
 mod plan;
 mod relay;
 mod server;
+mod signals;
 mod startup;
 mod tables;
 mod usage;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use comm::World;
 use ipc::{Prefix, set_process_title, sweep_all_stale, sweep_stale};
-use worker::Agent;
+use supervision::WorkerSupervisor;
 
 pub use args::{RankArgs, command, parse, with_dashes};
+pub use error::RankError;
 pub use plan::plan;
 pub use usage::usage_error;
 
 /// How long ranks wait for each other at the end.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why a rank cannot serve.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // Fields are named by their messages.
-pub enum RankError {
-    #[error("cannot open log file {}", .path.display())]
-    Log { path: PathBuf, source: std::io::Error },
-    #[error(transparent)]
-    Comm(#[from] comm::CommError),
-    #[error(transparent)]
-    Ipc(#[from] ipc::IpcError),
-    #[error("cannot find this program's own file, to start workers with")]
-    Program(#[source] std::io::Error),
-    #[error("cannot start the async runtime")]
-    Runtime(#[source] std::io::Error),
-    #[error("creating server: {0}")]
-    Server(String),
-    #[error("device `{device}` is not usable: {reason}")]
-    Device { device: String, reason: String },
-}
-
-/// The whole life of a rank process. `ignored` are options that were given and have no effect.
+/// Runs a rank process to its end. `ignored` are the names of given options that have no effect.
 ///
 /// # Errors
-/// When the rank cannot come to serve. A rank that served ends with an exit code.
+/// When the rank fails before it serves. A rank that has served returns an exit code.
 pub fn main(args: RankArgs, ignored: &[&str]) -> Result<ExitCode, RankError> {
     log::Log::start(&args.log_options(), args.log_requests, args.log_file_max_bytes)
         .map_err(|source| RankError::Log { path: args.log_file.clone().unwrap_or_default(), source })?;
     log::report_panics();
-    ipc::withhold_also(keys::variables(&args));
+    ipc::withhold_also(keys::variables(args.front.key_rules()));
     let startup = startup::Startup::begin();
     let world = Arc::new(World::start(comm::Config::from_env())?);
     panics::end_world(Arc::downgrade(&world));
     startup.reached("world");
-    // The title only helps `ps`.
+    // The title only serves `ps`, so an error is ignored.
     let _ = set_process_title(&format!("trireme: rank {}", world.rank()));
     let prefix = shm_prefix(&args, &world)?;
     let mut swept = sweep_stale(&prefix)?;
     if world.node_ranks(0)[0] != world.node_ranks(world.rank())[0] {
-        // What a world that was cut off left on this node has other names, and its launcher is on rank 0's.
+        // A lost world leaves regions with other prefixes on this node, and its launcher sweeps only rank 0's node.
         swept.extend(sweep_all_stale()?);
     }
     if !swept.is_empty() {
-        tracing::info!(?swept, "removed shared memory of processes that are gone");
+        tracing::info!(?swept, "removed shared memory of processes that have ended");
     }
     let program = std::env::current_exe().map_err(RankError::Program)?;
-    let (news, heard) = mpsc::channel();
-    let agent = Arc::new(Agent::new(prefix.clone(), program, news));
+    let (events, received) = mpsc::channel();
+    let supervisor = Arc::new(WorkerSupervisor::new(prefix.clone(), program, events));
     let served = if world.rank() == 0 {
         for option in ignored {
             tracing::warn!("option --{option} is accepted and has no effect");
         }
-        server::run(args, &world, &agent, heard, prefix, startup)
+        server::run(args, &world, &supervisor, received, prefix, startup)
     } else {
-        relay::run(&world, &agent, heard, Duration::from_secs(args.heartbeat_timeout)).map(|()| ExitCode::SUCCESS)
+        relay::run(&world, &supervisor, received, Duration::from_secs(args.heartbeat_timeout))
+            .map(|()| ExitCode::SUCCESS)
     };
-    agent.end_all();
-    // After an error too: what was said to other ranks must still reach them.
+    supervisor.end_all();
+    // After an error too: queued messages must still reach the other ranks.
     let left = world.finalize(FINALIZE_TIMEOUT);
     let code = served?;
     left?;
     Ok(code)
 }
 
-/// As given, else `prefix<rank>_` as Triton's launch script would.
+/// The given prefix, or else `prefix<rank>_` as in Triton's launch script.
 fn shm_prefix(args: &RankArgs, world: &World) -> Result<Prefix, ipc::IpcError> {
     let default = || format!("prefix{}_", world.rank());
     args.shm_prefix().map_or_else(default, str::to_owned).parse()

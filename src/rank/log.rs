@@ -1,11 +1,11 @@
-//! Log lines as Triton writes them, `I1121 06:57:12.185303 4711 server.rs:42] "text"`, and what of them is written.
+//! The log: lines in Triton's format, `I1121 06:57:12.185303 4711 server.rs:42] "text"`, and their filter.
 //!
-//! Clients may change what is written while the server runs (`v2/logging`), so the filter and the form are looked up
-//! at each line. Much of what a line says comes from clients: whatever they send, an event is one line of bounded length, and
-//! what makes the same warning again and again is counted.
+//! Clients may change the settings while the server runs (`v2/logging`), so filter and format are read for each line. Text in a line
+//! may come from clients: an event is always one line of bounded length, and repeated warnings are counted instead of written.
 
 mod file;
 mod limit;
+mod line;
 mod text;
 
 use std::backtrace::{Backtrace, BacktraceStatus};
@@ -13,10 +13,8 @@ use std::fmt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use front::{LogControl, LogFormat, LogOptions};
-use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
 use tracing::subscriber::Interest;
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -28,18 +26,16 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 
 use file::LogFile;
 use limit::Limiter;
-use text::{Cut, Escaped, Json, Table};
+use line::Line;
+pub(crate) use line::TABLE_TARGET;
 
-/// Target of the lines that say how a request went.
+/// Target of the lines about ended requests.
 const REQUEST_TARGET: &str = "request";
 
-/// Target of this program's own tables, whose lines stay apart.
-pub(crate) const TABLE_TARGET: &str = "table";
+/// Third-party crates of which only warnings and errors are written.
+const ONLY_WARNINGS: [&str; 6] = ["h2", "hyper", "hyper_util", "tonic", "tower", "rustls"];
 
-/// Crates of others that are only heard from warnings up.
-const QUIET: [&str; 6] = ["h2", "hyper", "hyper_util", "tonic", "tower", "rustls"];
-
-/// Which requests get a line of their own when they have ended.
+/// Which requests get a log line when they have ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum RequestLines {
     /// Those that generate text; all with `--log-verbose`.
@@ -50,7 +46,7 @@ pub enum RequestLines {
     None,
 }
 
-/// What is written, and how.
+/// The filter and the format.
 #[derive(Debug, Default)]
 struct Settings {
     info: AtomicBool,
@@ -61,14 +57,14 @@ struct Settings {
     requests: AtomicU8,
 }
 
-/// A log that has been started.
+/// The log of this process.
 #[derive(Clone)]
 pub struct Log(Arc<Settings>, Arc<Limiter>);
 
-/// The log of this process, as it was started; clients may change it.
+/// The options at the start, and the function that changes them.
 static STARTED: OnceLock<LogControl> = OnceLock::new();
 
-/// What the front needs, so that clients can change what is logged.
+/// The handle with which the front changes the log for clients.
 pub fn control() -> LogControl {
     STARTED.get().cloned().unwrap_or_default()
 }
@@ -83,7 +79,7 @@ impl Log {
         log.0.requests.store(requests as u8, Relaxed);
         log.store(options);
         let layer = tracing_subscriber::fmt::layer().event_format(TritonFormat(log.clone()));
-        // It would report a disk that is full to standard error, and panic when that is on the same disk.
+        // Otherwise it reports a full disk to standard error, and panics if that is on the same disk.
         let layer = layer.log_internal_errors(false);
         let layer = match options.file.as_str() {
             "" => layer.with_writer(std::io::stderr).with_filter(log.clone()).boxed(),
@@ -98,7 +94,7 @@ impl Log {
         Ok(())
     }
 
-    /// Follows changed options from the next line on. The file stays.
+    /// Applies changed options from the next line on. The log file stays the same.
     fn set(&self, options: &LogOptions) {
         self.store(options);
         tracing::callsite::rebuild_interest_cache();
@@ -120,7 +116,7 @@ impl Log {
             return requests != RequestLines::None as u8 && is_asked && self.0.info.load(Relaxed);
         }
         let room = metadata.target().split("::").next().unwrap_or_default();
-        if level > Level::WARN && QUIET.contains(&room) {
+        if level > Level::WARN && ONLY_WARNINGS.contains(&room) {
             return false;
         }
         match level {
@@ -138,7 +134,7 @@ impl<S> Filter<S> for Log {
         self.writes(metadata)
     }
 
-    /// Lines that are not written cost nothing, until the cache is built anew.
+    /// The result is cached, so that filtered lines cost nothing until the cache is rebuilt.
     fn callsite_enabled(&self, metadata: &'static Metadata<'static>) -> Interest {
         if self.writes(metadata) { Interest::always() } else { Interest::never() }
     }
@@ -160,7 +156,7 @@ where
     N: for<'a> FormatFields<'a> + 'static,
 {
     fn format_event(&self, _: &FmtContext<'_, S, N>, out: Writer<'_>, event: &Event<'_>) -> fmt::Result {
-        // Here and not in the filter: that one's answers hold for a place of the code, not for one event.
+        // Not in the filter, whose result is cached for the call site and not computed for each event.
         if !self.0.1.admits(event.metadata()) {
             return Ok(());
         }
@@ -173,7 +169,7 @@ where
     }
 }
 
-/// From now on a panic is one line of the log, with the thread's name. A stack follows it where `RUST_BACKTRACE` asks for one.
+/// Installs a panic hook that writes one log line with the thread's name. A stack follows if `RUST_BACKTRACE` is set.
 pub(crate) fn report_panics() {
     std::panic::set_hook(Box::new(|panic| {
         let thread = std::thread::current();
@@ -187,183 +183,11 @@ pub(crate) fn report_panics() {
     }));
 }
 
-/// One line before it is written.
-struct Line {
-    is_table: bool,
-    level: Level,
-    at: Time,
-    file: &'static str,
-    number: u32,
-    text: Text,
-}
-
-impl Line {
-    fn new(event: &Event<'_>) -> Self {
-        let metadata = event.metadata();
-        let file = metadata.file().and_then(|path| path.rsplit('/').next()).unwrap_or("?");
-        let is_table = metadata.target() == TABLE_TARGET;
-        let mut text = Text { message: String::new(), fields: Vec::new(), max_message: text::MAX_MESSAGE };
-        if is_table {
-            text.max_message = usize::MAX;
-        }
-        event.record(&mut text);
-        Self { is_table, level: *metadata.level(), at: Time::now(), file, number: metadata.line().unwrap_or(0), text }
-    }
-
-    fn letter(&self) -> char {
-        match self.level {
-            Level::ERROR => 'E',
-            Level::WARN => 'W',
-            _ => 'I',
-        }
-    }
-
-    fn write_default(&self, mut out: Writer<'_>) -> fmt::Result {
-        let Time { month, day, hour, minute, second, micros, .. } = self.at;
-        write!(out, "{}{month:02}{day:02} {hour:02}:{minute:02}:{second:02}.{micros:06} ", self.letter())?;
-        self.write_rest(out)
-    }
-
-    fn write_iso8601(&self, mut out: Writer<'_>) -> fmt::Result {
-        let Time { year, month, day, hour, minute, second, .. } = self.at;
-        write!(out, "{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z {} ", self.letter())?;
-        self.write_rest(out)
-    }
-
-    fn write_rest(&self, mut out: Writer<'_>) -> fmt::Result {
-        write!(out, "{} {}:{}] ", std::process::id(), self.file, self.number)?;
-        if self.is_table {
-            return writeln!(out, "{}", Table(&self.text.message));
-        }
-        write!(out, "\"{}", Escaped(&self.text.message))?;
-        self.text.fields.iter().try_for_each(|(name, value)| write!(out, " {name}={value}"))?;
-        writeln!(out, "\"")
-    }
-
-    fn write_json(&self, mut out: Writer<'_>) -> fmt::Result {
-        let Time { year, month, day, hour, minute, second, micros } = self.at;
-        write!(out, "{{\"time\":\"{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z\"")?;
-        write!(out, ",\"level\":\"{}\",\"pid\":{}", self.level.as_str().to_lowercase(), std::process::id())?;
-        write!(out, ",\"source\":\"{}:{}\",\"message\":{}", self.file, self.number, Json(&self.text.message))?;
-        for (name, value) in &self.text.fields {
-            write!(out, ",{}:", Json(name))?;
-            match value {
-                Value::Bare(text) => write!(out, "{text}")?,
-                Value::Text(text) => write!(out, "{}", Json(text))?,
-            }
-        }
-        writeln!(out, "}}")
-    }
-}
-
-/// A field's value; numbers and booleans are no strings in JSON.
-enum Value {
-    Bare(String),
-    Text(String),
-}
-
-impl fmt::Display for Value {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (Value::Bare(text) | Value::Text(text)) = self;
-        write!(formatter, "{}", Escaped(text))
-    }
-}
-
-/// The message, and the other fields in order.
-struct Text {
-    message: String,
-    fields: Vec<(&'static str, Value)>,
-    max_message: usize,
-}
-
-impl Text {
-    fn take(&mut self, field: &Field, value: Value) {
-        match (field.name(), value) {
-            ("message", Value::Bare(text) | Value::Text(text)) => self.message = text,
-            (name, value) => self.fields.push((name, value)),
-        }
-    }
-
-    fn take_text(&mut self, field: &Field, value: impl fmt::Display) {
-        let max = if field.name() == "message" { self.max_message } else { text::max_field(field.name()) };
-        self.take(field, Value::Text(Cut::display(value, max)));
-    }
-}
-
-impl Visit for Text {
-    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        self.take_text(field, format_args!("{value:?}"));
-    }
-
-    fn record_str(&mut self, field: &Field, value: &str) {
-        self.take_text(field, value);
-    }
-
-    fn record_bool(&mut self, field: &Field, value: bool) {
-        self.take(field, Value::Bare(value.to_string()));
-    }
-
-    fn record_i64(&mut self, field: &Field, value: i64) {
-        self.take(field, Value::Bare(value.to_string()));
-    }
-
-    fn record_u64(&mut self, field: &Field, value: u64) {
-        self.take(field, Value::Bare(value.to_string()));
-    }
-
-    fn record_f64(&mut self, field: &Field, value: f64) {
-        let value = if value.is_finite() { Value::Bare(format!("{value:.3}")) } else { Value::Text(value.to_string()) };
-        self.take(field, value);
-    }
-}
-
-/// A moment in UTC.
-#[derive(Clone, Copy)]
-struct Time {
-    year: u64,
-    month: u64,
-    day: u64,
-    hour: u64,
-    minute: u64,
-    second: u64,
-    micros: u32,
-}
-
-impl Time {
-    fn now() -> Self {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let (year, month, day) = date(since.as_secs() / 86_400);
-        let seconds = since.as_secs() % 86_400;
-        let (hour, minute, second) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
-        Self { year, month, day, hour, minute, second, micros: since.subsec_micros() }
-    }
-}
-
-/// Year, month and day of a day counted from 1970-01-01, UTC (Hinnant, "chrono-Compatible Low-Level Date Algorithms").
-fn date(days: u64) -> (u64, u64, u64) {
-    let shifted = days + 719_468;
-    let day_of_era = shifted % 146_097;
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted_month = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
-    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
-    (shifted / 146_097 * 400 + year_of_era + u64::from(month <= 2), month, day)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn days_become_dates() {
-        assert_eq!(date(0), (1970, 1, 1));
-        assert_eq!(date(59), (1970, 3, 1));
-        assert_eq!(date(19_782), (2024, 2, 29));
-        assert_eq!(date(20_778), (2026, 11, 21));
-    }
-
-    /// What a log of this format has written of `events`.
+    /// The lines that a log of this format writes for `events`.
     fn written(format: LogFormat, events: impl FnOnce(&Limiter)) -> String {
         #[derive(Clone, Default)]
         struct Memory(Arc<std::sync::Mutex<Vec<u8>>>);
@@ -390,7 +214,7 @@ mod tests {
     const FORMATS: [LogFormat; 3] = [LogFormat::Default, LogFormat::Iso8601, LogFormat::Json];
 
     #[test]
-    fn what_a_client_sends_never_begins_a_line() {
+    fn text_of_a_client_never_begins_a_line() {
         let id = "x\nE ends the world: your licence expired\r\u{2028}\u{1b}[2J";
         for format in FORMATS {
             let text = written(format, |_| {
@@ -420,7 +244,7 @@ mod tests {
             let text = written(format, |limiter| {
                 (0..500).for_each(|number| tracing::warn!("cannot accept connection {number}"));
                 tracing::warn!("something else");
-                limiter.say_all();
+                limiter.report_all();
             });
             assert_eq!(text.matches("cannot accept").count(), 50, "{text}");
             assert_eq!(text.matches("something else").count(), 1);
@@ -430,7 +254,7 @@ mod tests {
 
     #[test]
     fn a_panic_is_one_line_with_its_thread() {
-        // The hook is the process's: this test alone sets it, and puts the other one back.
+        // The hook is global: only this test sets it, and restores the previous one.
         let before = std::panic::take_hook();
         report_panics();
         let text = written(LogFormat::Default, |_| {
@@ -442,19 +266,5 @@ mod tests {
         let line = text.lines().next().unwrap();
         assert!(line.contains("a_panic_is_one_line_with_its_thread` panicked at src/rank/log.rs:"), "{line}");
         assert!(line.ends_with(r#": one\ntwo""#), "{line}");
-    }
-
-    #[test]
-    fn a_line_is_one_line_of_json_whatever_it_says() {
-        let text = Text {
-            message: "a \"b\"\n\u{1}".into(),
-            fields: vec![("id", Value::Text("x\\y".into())), ("n", Value::Bare("3".into()))],
-            max_message: 0,
-        };
-        let line = Line { is_table: false, level: Level::INFO, at: Time::now(), file: "x.rs", number: 7, text };
-        let mut written = String::new();
-        line.write_json(Writer::new(&mut written)).unwrap();
-        let end = r#""source":"x.rs:7","message":"a \"b\"\n\u0001","id":"x\\y","n":3}"#;
-        assert!(written.starts_with("{\"time\":\"20") && written.ends_with(&format!("{end}\n")), "{written}");
     }
 }

@@ -1,4 +1,4 @@
-//! What backends tell Prometheus. LLMs: TensorRT-LLM's own names, and a set worth alerting on. Python models: what they made.
+//! Metrics of the backends for Prometheus. LLMs have TensorRT-LLM's metrics and a set for alerts; Python models have their own.
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -10,7 +10,7 @@ use serving::HistogramValues;
 
 use crate::startup::Startup;
 
-/// Reads every loaded LLM at each scrape.
+/// Metrics of all loaded LLMs, read at each scrape.
 pub(crate) struct LlmMetrics(pub(crate) Arc<LlmFactory>);
 
 impl MetricsSource for LlmMetrics {
@@ -26,7 +26,7 @@ impl MetricsSource for LlmMetrics {
     }
 }
 
-/// Metrics that Python models have made.
+/// Metrics that Python models have created.
 pub(crate) struct PythonMetrics(pub(crate) Arc<PythonFactory>);
 
 impl MetricsSource for PythonMetrics {
@@ -39,7 +39,7 @@ impl MetricsSource for PythonMetrics {
     }
 }
 
-/// How long this server took to serve.
+/// The time that this server needed to start.
 pub(crate) struct StartupMetrics(pub(crate) Arc<Startup>);
 
 impl MetricsSource for StartupMetrics {
@@ -54,7 +54,7 @@ impl MetricsSource for StartupMetrics {
     }
 }
 
-/// One value a model.
+/// A metric with one value for each model.
 struct Plain {
     name: &'static str,
     help: &'static str,
@@ -62,7 +62,7 @@ struct Plain {
     value: fn(&LlmStatus) -> f64,
 }
 
-/// Several values a model, told apart by one label.
+/// A metric with several values for each model, distinguished by one label.
 struct Labelled {
     name: &'static str,
     help: &'static str,
@@ -71,7 +71,7 @@ struct Labelled {
     values: fn(&LlmStatus) -> Vec<(&'static str, f64)>,
 }
 
-/// Histograms of a model, told apart by a label, if it is not empty.
+/// Histograms of each model, distinguished by a label if it is not empty.
 struct Histograms {
     name: &'static str,
     help: &'static str,
@@ -213,7 +213,7 @@ const LABELLED: &[Labelled] = &[
         label: "inflight_batcher_specific_metric",
         values: |model| {
             let engine = &model.engine;
-            // Of the last step; between steps nothing is computed.
+            // Of the last step; zero between steps.
             let context_tokens = if engine.num_in_flight > 0 { model.figures.context_tokens } else { 0 };
             vec![
                 ("total_context_tokens", context_tokens as f64),
@@ -316,7 +316,7 @@ impl Histograms {
     }
 }
 
-/// One sample a worker: whether it is ready, and how far it is behind.
+/// Metrics of each worker: readiness, lag, memory.
 fn worker_families(models: &[LlmStatus]) -> Vec<Family> {
     let (mut ready, mut lag, mut memory) = (Vec::new(), Vec::new(), Vec::new());
     for model in models {
@@ -368,7 +368,7 @@ fn startup_family(models: &[LlmStatus]) -> Family {
     }
 }
 
-/// The queue before the replicas of a model; one alone has its own, and this one is empty.
+/// The queue in front of the replicas of a model. It is empty for a model without replicas, whose engine has a queue.
 fn queue_family(models: &[LlmStatus]) -> Family {
     let first = models.iter().filter(|model| model.replica.unwrap_or(0) == 0);
     let sample = |model: &LlmStatus| {

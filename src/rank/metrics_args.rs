@@ -1,13 +1,13 @@
-//! tritonserver's options of metrics, and what they make of the front.
+//! tritonserver's options of metrics, and the front's configuration from them.
 
 use std::time::Duration;
 
 use clap::{ArgAction, Args};
 use front::MetricsOptions;
 
-use crate::args::boolean;
+use crate::boolean::boolean;
 
-/// Quantiles of a summary when none are named, as tritonserver's.
+/// Default quantiles of a summary, as tritonserver's.
 const QUANTILES: [f64; 5] = [0.5, 0.9, 0.95, 0.99, 0.999];
 
 /// Options of metrics beside port and address.
@@ -17,7 +17,7 @@ pub struct MetricsArgs {
     /// may be given more than once
     #[arg(long, value_name = "SETTING=VALUE")]
     pub metrics_config: Vec<String>,
-    /// Milliseconds between two looks at CPU and GPUs
+    /// Milliseconds between two measurements of CPU and GPUs
     #[arg(long, default_value_t = 2000, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..))]
     pub metrics_interval_ms: u64,
     /// Show metrics of this node's CPU and memory
@@ -29,24 +29,24 @@ pub struct MetricsArgs {
 }
 
 impl MetricsArgs {
-    /// What of models' durations is shown.
+    /// Which metrics of models' durations are shown.
     ///
     /// # Errors
-    /// Names the setting that cannot be.
+    /// With the setting that is invalid.
     pub(crate) fn options(&self) -> Result<MetricsOptions, String> {
         let mut options = MetricsOptions::default();
         let (mut has_summaries, mut quantiles) = (false, QUANTILES.to_vec());
         for setting in &self.metrics_config {
-            let words = |why: &str| format!("--metrics-config={setting}: {why}");
-            let (key, value) = setting.split_once('=').ok_or_else(|| words("expected SETTING=VALUE"))?;
+            let invalid = |why: &str| format!("--metrics-config={setting}: {why}");
+            let (key, value) = setting.split_once('=').ok_or_else(|| invalid("expected SETTING=VALUE"))?;
             match key {
-                "counter_latencies" => options.counter_latencies = boolean(value).map_err(|why| words(&why))?,
-                "histogram_latencies" => options.histogram_latencies = boolean(value).map_err(|why| words(&why))?,
-                "summary_latencies" => has_summaries = boolean(value).map_err(|why| words(&why))?,
-                "summary_quantiles" => quantiles = quantiles_of(value).map_err(|why| words(&why))?,
+                "counter_latencies" => options.counter_latencies = boolean(value).map_err(|why| invalid(&why))?,
+                "histogram_latencies" => options.histogram_latencies = boolean(value).map_err(|why| invalid(&why))?,
+                "summary_latencies" => has_summaries = boolean(value).map_err(|why| invalid(&why))?,
+                "summary_quantiles" => quantiles = quantiles_of(value).map_err(|why| invalid(&why))?,
                 _ => {
                     let known = "counter_latencies, histogram_latencies, summary_latencies or summary_quantiles";
-                    return Err(words(&format!("expected {known}")));
+                    return Err(invalid(&format!("expected {known}")));
                 }
             }
         }
@@ -54,13 +54,13 @@ impl MetricsArgs {
         Ok(options)
     }
 
-    /// Age at which figures of the host are taken anew.
+    /// Age at which metrics of the host are measured again.
     pub(crate) fn interval(&self) -> Duration {
         Duration::from_millis(self.metrics_interval_ms)
     }
 }
 
-/// `0.5:0.05,0.9:0.01`: quantiles, and errors that are allowed. Ours are exact, so the errors are only checked.
+/// Parses `0.5:0.05,0.9:0.01`: quantiles with allowed errors. Our quantiles are exact, so the errors are only validated.
 fn quantiles_of(text: &str) -> Result<Vec<f64>, String> {
     let share = |text: &str| text.trim().parse::<f64>().ok().filter(|share| (0.0..=1.0).contains(share));
     let pair = |pair: &str| {

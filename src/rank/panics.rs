@@ -1,13 +1,13 @@
-//! A panic of a thread that a rank cannot do without ends the world.
+//! Ends the world after a panic of an essential thread of a rank.
 
 use std::sync::Weak;
 
 use comm::World;
 
-/// As if a signal had ended it: what happened need not happen again, so a launcher starts the world anew.
+/// The exit code for a death by SIGABRT. After a signal, a launcher starts the world again.
 const EXIT_CODE: u8 = 128 + 6;
 
-/// From now on the panic of a thread that this rank cannot do without ends `world`.
+/// Makes the panic of an essential thread of this rank end `world`.
 pub(crate) fn end_world(world: Weak<World>) {
     ipc::on_essential_panic(move |reason| {
         if let Some(world) = world.upgrade() {
@@ -23,7 +23,7 @@ mod tests {
 
     use super::*;
 
-    /// Plays its part where the test below has started it again.
+    /// Runs in the process that the test below starts.
     #[test]
     fn a_thread_of_a_rank_panics() {
         if std::env::var_os("PANICS_TEST").is_none() {

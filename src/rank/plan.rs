@@ -1,4 +1,4 @@
-//! What memory a world's LLMs would take, printed before anything loads.
+//! `trireme plan`: prints the memory that the LLMs of a world would need, without loading them.
 
 use std::collections::HashMap;
 use std::fmt::{self, Write as _};
@@ -10,16 +10,16 @@ use backends::llm::{ModelPlan, PlanFactory};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use serving::{Backend, BackendFactory, InferError, LoadRequest, Server};
-use worker::DeviceChoice;
+use supervision::DeviceChoice;
 
-use crate::RankError;
 use crate::args::RankArgs;
+use crate::error::RankError;
 use crate::server::{llm_defaults, server_config};
 
-/// Prints what each LLM of a world of `world_size` ranks on one node would hold; fails when one would not fit.
+/// Prints the memory of each LLM of a world of `world_size` ranks on one node. The exit code is a failure if one does not fit.
 ///
 /// # Errors
-/// When repository or device cannot be used.
+/// When the repository or the device cannot be used.
 pub fn plan(args: &RankArgs, world_size: u32) -> Result<ExitCode, RankError> {
     let defaults = llm_defaults(args, world_size, world_size as usize)?;
     let devices =
@@ -40,19 +40,19 @@ pub fn plan(args: &RankArgs, world_size: u32) -> Result<ExitCode, RankError> {
     Ok(if all_fit && failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Goes through the repository as a server would; models that hold no weights are of no interest.
+/// Loads the repository as a server would, with factories that only plan. Models without weights are skipped.
 async fn load(args: &RankArgs, planner: &Arc<PlanFactory>) -> Result<(), RankError> {
     let mut factories: HashMap<String, Arc<dyn BackendFactory>> = backends::builtin();
     let layouts = Layouts::new(Arc::clone(planner) as _, Arc::new(NotPlanned));
     factories.extend(layouts.factories());
     let server = Server::new(server_config(args), factories).map_err(|error| RankError::Server(error.to_string()))?;
     layouts.attach(&server);
-    // That no LLM loads is meant; what cannot be planned is among the planner's failures.
+    // No LLM loads, on purpose. The planner keeps the failures.
     let _ = server.load_all().await;
     Ok(())
 }
 
-/// Python models run in processes of their own, whose memory nobody knows before.
+/// Python models run in processes of their own, whose memory cannot be planned.
 struct NotPlanned;
 
 impl BackendFactory for NotPlanned {
@@ -61,7 +61,7 @@ impl BackendFactory for NotPlanned {
     }
 }
 
-/// A device before anything loads.
+/// A device and its free memory.
 struct Free {
     name: String,
     bytes: u64,
@@ -112,7 +112,7 @@ impl fmt::Display for Table<'_> {
     }
 }
 
-/// How the model is spread.
+/// How the model is distributed over workers.
 fn shape(plan: &ModelPlan) -> String {
     let num_workers = plan.workers.len();
     let stages = match num_workers / plan.tp_size as usize {
@@ -159,7 +159,7 @@ impl Table<'_> {
     }
 }
 
-/// Columns as wide as their widest word.
+/// Writes columns that are as wide as their longest cells.
 fn write_table<const N: usize>(f: &mut fmt::Formatter<'_>, rows: &[[String; N]]) -> fmt::Result {
     let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
     let widths: [usize; N] = std::array::from_fn(width);

@@ -1,4 +1,4 @@
-//! A rank other than 0: carries messages between rank 0 and its own agent until the world ends.
+//! A rank other than 0: carries messages between rank 0 and its own supervisor until the world ends.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -6,67 +6,67 @@ use std::thread;
 use std::time::Duration;
 
 use comm::World;
-use worker::{Agent, FromAgent, ToAgent};
+use supervision::{FromAgent, ToAgent, WorkerSupervisor};
 
-use crate::RankError;
+use crate::error::RankError;
 use crate::heartbeat;
-use crate::server::Signals;
+use crate::signals::Signals;
 
-/// The question to rank 0 whether it lives, and its answer. No other message is empty.
-pub(crate) const ARE_YOU_THERE: &[u8] = &[];
+/// The liveness check of rank 0, and its reply. No other message is empty.
+pub(crate) const LIVENESS_CHECK: &[u8] = &[];
 
-/// A wait that only a message ends.
+/// A timeout that never passes.
 const FOREVER: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// How long rank 0 may take for that answer.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long rank 0 may take for that reply.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Runs until rank 0 says that the world ends.
+/// Runs until rank 0 ends the world.
 ///
-/// Rank 0 asks all the time whether this one lives; when it does not for twice `silence`, this node is cut off from it, and
-/// nobody else ends what runs here. Zero: for ever.
+/// Rank 0 sends heartbeats. Without any for twice `silence`, this node is cut off, and this rank must end the processes here itself.
+/// Zero: no limit.
 pub(crate) fn run(
     world: &Arc<World>,
-    agent: &Agent,
-    heard: Receiver<FromAgent>,
+    supervisor: &WorkerSupervisor,
+    events: Receiver<FromAgent>,
     silence: Duration,
 ) -> Result<(), RankError> {
-    let (answer, answers) = mpsc::sync_channel(1);
-    leave_signals_to_rank_0(world, answers).map_err(RankError::Runtime)?;
+    let (reply, replies) = mpsc::sync_channel(1);
+    leave_signals_to_rank_0(world, replies).map_err(RankError::Runtime)?;
     let sender = Arc::clone(world);
-    let carry = move || heard.into_iter().for_each(|news| send(&sender, &[0], &news));
-    ipc::essential_thread("relay", carry).map_err(RankError::Runtime)?;
-    let incoming = world.incoming().expect("nobody else reads this rank's messages");
+    let forward = move || events.into_iter().for_each(|event| send(&sender, &[0], &event));
+    ipc::essential_thread("relay", forward).map_err(RankError::Runtime)?;
+    let incoming = world.incoming().expect("only this function takes the receiver");
     let silence = if silence.is_zero() { FOREVER } else { silence };
     let mut num_silences = 0;
     loop {
         let (from, bytes) = match incoming.recv_timeout(silence) {
             Ok(message) => message,
             Err(RecvTimeoutError::Disconnected) => break,
-            // A rank that was stopped itself finds the question after its first wait.
+            // If this rank itself was stopped, it finds the heartbeat after its first timeout.
             Err(RecvTimeoutError::Timeout) if num_silences == 0 => {
                 num_silences += 1;
                 continue;
             }
             Err(RecvTimeoutError::Timeout) => {
-                agent.handle(ToAgent::Shutdown);
+                supervisor.handle(ToAgent::Shutdown);
                 world.abort(1, &format!("rank 0 on node {} was not heard for {:?}", world.hostname(0), 2 * silence))
             }
         };
         num_silences = 0;
-        if bytes == ARE_YOU_THERE {
-            // Full when nobody waits for it any more.
-            let _ = answer.try_send(());
+        if bytes == LIVENESS_CHECK {
+            // The channel is full when no thread waits for a reply.
+            let _ = reply.try_send(());
             continue;
         }
         if bytes == heartbeat::BEAT {
-            // When there is no room for it, the next one will do.
+            // When the queue is full, the next reply will do.
             let _ = world.send(from, bytes);
             continue;
         }
         match postcard::from_bytes(&bytes) {
             Ok(ToAgent::Shutdown) => break,
-            Ok(message) => agent.handle(message),
+            Ok(message) => supervisor.handle(message),
             Err(error) => {
                 tracing::error!(from, %error, "a message between ranks does not decode; are all ranks one build?")
             }
@@ -75,9 +75,9 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// Slurm signals every rank at once, and rank 0 still needs the others while requests in flight finish. It also
-/// signals those that are left of a world whose rank 0 died: then there is nothing to wait for.
-fn leave_signals_to_rank_0(world: &Arc<World>, answers: Receiver<()>) -> std::io::Result<()> {
+/// Starts a thread that handles signals. Slurm signals all ranks at once, but rank 0 still needs the others while requests in flight
+/// finish, so this rank waits for rank 0. If rank 0 has died, there is nothing to wait for, and this rank ends the world.
+fn leave_signals_to_rank_0(world: &Arc<World>, replies: Receiver<()>) -> std::io::Result<()> {
     let world = Arc::clone(world);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut signals = {
@@ -86,11 +86,11 @@ fn leave_signals_to_rank_0(world: &Arc<World>, answers: Receiver<()>) -> std::io
     };
     ipc::essential_thread("signals", move || {
         runtime.block_on(signals.next());
-        tracing::info!("this rank ends when rank 0 does, which drains if it was asked too");
+        tracing::info!("this rank ends when rank 0 does, which drains if it received the signal too");
         loop {
-            send_bytes(&world, &[0], ARE_YOU_THERE.to_vec());
-            match answers.recv_timeout(ANSWER_TIMEOUT) {
-                Ok(()) => thread::sleep(ANSWER_TIMEOUT),
+            send_bytes(&world, &[0], LIVENESS_CHECK.to_vec());
+            match replies.recv_timeout(REPLY_TIMEOUT) {
+                Ok(()) => thread::sleep(REPLY_TIMEOUT),
                 Err(RecvTimeoutError::Disconnected) => return,
                 Err(RecvTimeoutError::Timeout) => world.abort(1, "was told to end, and rank 0 does not answer"),
             }
@@ -99,7 +99,7 @@ fn leave_signals_to_rank_0(world: &Arc<World>, answers: Receiver<()>) -> std::io
     Ok(())
 }
 
-/// To other ranks. What cannot be sent ends the world: rank 0 would wait for an answer that never comes.
+/// Sends `message` to other ranks. A failure ends the world: rank 0 would wait for a reply that never comes.
 pub(crate) fn send<T: serde::Serialize>(world: &World, to: &[u32], message: &T) {
     let bytes = postcard::to_stdvec(message).expect("messages hold nothing that cannot be serialized");
     send_bytes(world, to, bytes);

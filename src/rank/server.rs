@@ -1,4 +1,4 @@
-//! Rank 0: loads the models, answers clients, drains when told to end.
+//! Rank 0: loads the models, serves clients, drains at the end.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -15,37 +15,38 @@ use comm::World;
 use front::{Address, Listeners, Running};
 use ipc::Prefix;
 use serving::{BackendFactory, ControlMode, Server, ServerConfig};
+use supervision::{Agents, FromAgent, Nodes, ToAgent, WorkerSupervisor};
 use tokio::runtime::{Handle, Runtime};
-use tokio::signal::unix::{Signal, SignalKind, signal};
-use worker::{Agent, Agents, FromAgent, Nodes, ToAgent};
 
 use crate::args::{self, RankArgs};
 use crate::control::Control;
+use crate::error::RankError;
 use crate::hand_over::{self, Taken};
 use crate::heartbeat::{self, Heartbeat};
 use crate::host_metrics::HostMetrics;
 use crate::metrics::{LlmMetrics, PythonMetrics, StartupMetrics};
+use crate::signals::Signals;
 use crate::startup::Startup;
-use crate::{RankError, client_memory, devices, open_files, relay, tables};
+use crate::{client_memory, devices, open_files, relay, tables};
 
-/// What in-flight requests still get after a second SIGTERM.
-const HURRY: Duration = Duration::from_millis(200);
+/// Time for requests in flight after a second SIGTERM.
+const SHORT_DRAIN: Duration = Duration::from_millis(200);
 
-/// Tokens of a step, when the model does not say. On a CPU a step of 512 already takes its whole bandwidth.
+/// Most tokens of a step if the model does not configure it. A step of 512 already saturates a CPU.
 const CPU_STEP_TOKENS: usize = 512;
 const CUDA_STEP_TOKENS: usize = 8192;
 
-/// Serves until SIGTERM or SIGINT. Every other rank is told to end before this returns.
+/// Serves until SIGTERM or SIGINT. Before it returns, it sends [`ToAgent::Shutdown`] to every other rank.
 pub(crate) fn run(
     args: RankArgs,
     world: &Arc<World>,
-    agent: &Arc<Agent>,
-    heard: Receiver<FromAgent>,
+    supervisor: &Arc<WorkerSupervisor>,
+    events: Receiver<FromAgent>,
     prefix: Prefix,
     startup: Startup,
 ) -> Result<ExitCode, RankError> {
     let heartbeat = Heartbeat::new(world);
-    let agents = connect(world, agent, heard, Arc::clone(&heartbeat)).map_err(RankError::Runtime)?;
+    let agents = connect(world, supervisor, events, Arc::clone(&heartbeat)).map_err(RankError::Runtime)?;
     heartbeat.start(world, &agents, Duration::from_secs(args.heartbeat_timeout));
     let runtime = runtime_of("front", num_front_threads(args.front_threads.into()))?;
     let grpc = runtime_of("grpc", args.grpc_threads.into())?;
@@ -59,60 +60,60 @@ pub(crate) fn run(
         let prefixes = prefixes(prefix.as_str(), world.size());
         runtime.block_on(serve(&args, prefixes, grpc.handle(), llm, python, Arc::new(startup), &control))
     });
-    // Whatever a request still holds ends with the runtime, before ranks are told to go.
-    runtime.shutdown_timeout(HURRY);
-    grpc.shutdown_timeout(HURRY);
+    // Requests that are left end with the runtime, before the other ranks end.
+    runtime.shutdown_timeout(SHORT_DRAIN);
+    grpc.shutdown_timeout(SHORT_DRAIN);
     for rank in 1..world.size() {
         agents.send(rank, ToAgent::Shutdown);
     }
     result
 }
 
-/// Threads that serve HTTP where nobody says: few share the work of a step without waking one another for it.
+/// Default number of threads for HTTP: few threads share the work of a step without wake-ups between them.
 const MAX_FRONT_THREADS: usize = 2;
 
-/// One of many threads even where there is one: then another can go on while that works aside.
+/// A multi-thread runtime even for one thread, so that another thread can take over during `block_in_place`.
 fn runtime_of(name: &str, threads: usize) -> Result<Runtime, RankError> {
     let mut builder = tokio::runtime::Builder::new_multi_thread();
     builder.worker_threads(threads).thread_name(name).enable_all().build().map_err(RankError::Runtime)
 }
 
-/// As asked for, or, for 0, as many as there are cores and are of use.
-fn num_front_threads(asked: usize) -> usize {
-    match asked {
+/// The requested number of threads; for 0, one for each core, at most [`MAX_FRONT_THREADS`].
+fn num_front_threads(requested: usize) -> usize {
+    match requested {
         0 => std::thread::available_parallelism().map_or(1, usize::from).min(MAX_FRONT_THREADS),
-        asked => asked,
+        requested => requested,
     }
 }
 
-/// Joins agents of all ranks, this one's included, into one door.
+/// Connects the agents of all ranks, this one's included.
 fn connect(
     world: &Arc<World>,
-    agent: &Arc<Agent>,
-    heard: Receiver<FromAgent>,
+    supervisor: &Arc<WorkerSupervisor>,
+    events: Receiver<FromAgent>,
     heartbeat: Arc<Heartbeat>,
 ) -> std::io::Result<Arc<Agents>> {
-    let (sender, own) = (Arc::clone(world), Arc::clone(agent));
+    let (sender, own) = (Arc::clone(world), Arc::clone(supervisor));
     let agents = Arc::new(Agents::new(world.size(), nodes(world), move |ranks, message| match ranks {
         [0] => own.handle(message),
         ranks => relay::send(&sender, ranks, &message),
     }));
     let (local, remote) = (Arc::clone(&agents), Arc::clone(&agents));
-    let asked = Arc::clone(world);
-    ipc::essential_thread("own-news", move || heard.into_iter().for_each(|news| local.deliver(news)))?;
-    let incoming = world.incoming().expect("nobody else reads this rank's messages");
-    ipc::essential_thread("news", move || {
+    let replying = Arc::clone(world);
+    ipc::essential_thread("own-events", move || events.into_iter().for_each(|event| local.deliver(event)))?;
+    let incoming = world.incoming().expect("only this function takes the receiver");
+    ipc::essential_thread("events", move || {
         for (from, bytes) in incoming {
-            heartbeat.heard(from);
+            heartbeat.received(from);
             if bytes == heartbeat::BEAT {
                 continue;
             }
-            if bytes == relay::ARE_YOU_THERE {
-                relay::send_bytes(&asked, &[from], bytes);
+            if bytes == relay::LIVENESS_CHECK {
+                relay::send_bytes(&replying, &[from], bytes);
                 continue;
             }
             match postcard::from_bytes(&bytes) {
-                Ok(news) => remote.deliver(news),
+                Ok(event) => remote.deliver(event),
                 Err(error) => {
                     tracing::error!(from, %error, "a message between ranks does not decode; are all ranks one build?")
                 }
@@ -122,24 +123,24 @@ fn connect(
     Ok(agents)
 }
 
-/// Which ranks share shared memory.
+/// The node of each rank. Ranks of one node can share memory.
 fn nodes(world: &World) -> Nodes {
     let is_first = |&rank: &u32| world.node_ranks(rank)[0] == rank;
     Nodes::new((0..world.size()).filter(is_first).map(|rank| (world.hostname(rank).to_owned(), world.node_ranks(rank))))
 }
 
-/// `num_workers` share a node.
+/// The defaults of LLMs on a node with `num_workers` workers.
 pub(crate) fn llm_defaults(args: &RankArgs, world_size: u32, num_workers: usize) -> Result<LlmDefaults, RankError> {
     let (device, why) = devices::choose(args.device, args.threads, args.pin_threads, num_workers)?;
     tracing::info!("workers compute on {why}");
-    let is_cpu = matches!(device, worker::DeviceChoice::Cpu { .. });
+    let is_cpu = matches!(device, supervision::DeviceChoice::Cpu { .. });
     Ok(LlmDefaults {
         device,
         world_size,
         ranks_per_node: num_workers as u32,
         network: args.network.clone(),
         block_size: if is_cpu { 16 } else { 64 },
-        // A CPU device shares its memory with everything else that runs there.
+        // Other processes use the memory of a CPU, too.
         kv_free_fraction: if is_cpu { 0.25 } else { 0.9 },
         max_step_tokens: if is_cpu { CPU_STEP_TOKENS } else { CUDA_STEP_TOKENS },
         weight_precision: args.weight_only_precision,
@@ -149,7 +150,7 @@ pub(crate) fn llm_defaults(args: &RankArgs, world_size: u32, num_workers: usize)
     })
 }
 
-/// `--backend-config=python,KEY=VALUE` and the flags that reach Python models too.
+/// The configuration of Python models: `--backend-config=python,KEY=VALUE`, and other flags that affect them.
 fn python_config(args: &RankArgs, prefix: &Prefix, world: &World) -> Result<PythonConfig, RankError> {
     let mut config = PythonConfig {
         log_verbose: args.log_verbose > 0,
@@ -193,17 +194,17 @@ async fn serve(
     ];
     let mut front_config = front_config(args, prefixes).map_err(RankError::Server)?;
     front_config.ledger = args.front.debug_endpoints.then(|| crate::ledger::source(Arc::clone(&llm)));
-    // One that takes over serves once it has loaded, others answer while they load.
+    // A world that takes over ports opens them after it has loaded; others open their ports first.
     let (listeners, taken) = match &args.take_over {
         None => (Listeners::default(), None),
         Some(socket) => match load(args, &config, &server, &mut signals).await? {
             Loaded::All => take_over(socket),
-            Loaded::ToldToEnd => return Ok(ExitCode::SUCCESS),
+            Loaded::Stopped => return Ok(ExitCode::SUCCESS),
         },
     };
     let front = front::start_on(listeners, grpc, front_config, Arc::clone(&server), metrics);
     let front = front.await.map_err(|error| RankError::Server(error.to_string()))?;
-    if args.take_over.is_none() && load(args, &config, &server, &mut signals).await? == Loaded::ToldToEnd {
+    if args.take_over.is_none() && load(args, &config, &server, &mut signals).await? == Loaded::Stopped {
         return Ok(ExitCode::SUCCESS);
     }
     startup.reached("models");
@@ -217,7 +218,7 @@ async fn serve(
         let server = Arc::clone(&server);
         async move { server.keep_polling().await }
     });
-    // Before the launcher hears that this world serves: then it asks for the ports too.
+    // Before the launcher sees that this world serves, because it then requests the ports too.
     let handed_over = offer_ports(args, &front);
     control.serves(&server);
     tokio::select! {
@@ -233,7 +234,7 @@ async fn serve(
 #[derive(PartialEq)]
 enum Loaded {
     All,
-    ToldToEnd,
+    Stopped,
 }
 
 async fn load(
@@ -248,11 +249,11 @@ async fn load(
             tables::write(args, config, server);
             report_loading(args, &failures).map(|()| Loaded::All)
         }
-        () = signals.next() => Ok(Loaded::ToldToEnd),
+        () = signals.next() => Ok(Loaded::Stopped),
     }
 }
 
-/// The sockets of the world that serves; none when it has gone meanwhile, and its ports with it.
+/// The sockets of the world that serves; none if that world has ended meanwhile.
 fn take_over(socket: &Path) -> (Listeners, Option<Taken>) {
     match hand_over::take(socket) {
         Ok((listeners, taken)) => (listeners, Some(taken)),
@@ -263,7 +264,7 @@ fn take_over(socket: &Path) -> (Listeners, Option<Taken>) {
     }
 }
 
-/// Offers the ports to other worlds; resolves when another serves on them.
+/// Offers the ports to other worlds; resolves when another world serves on them.
 fn offer_ports(args: &RankArgs, front: &Running) -> impl Future<Output = ()> + use<> {
     let offered = args.hand_over.as_ref().and_then(|path| {
         let offered = front.listeners().and_then(|listeners| hand_over::offer(path.clone(), listeners));
@@ -304,19 +305,19 @@ fn report_started(front: &Running) {
     }
 }
 
-/// Requests in flight finish, or a second signal cuts them short.
+/// Waits for requests in flight. A second signal cuts them short.
 async fn drain(args: &RankArgs, server: &Server, front: Running, mut signals: Signals) -> ExitCode {
-    let patience = Duration::from_secs(args.exit_timeout_secs);
+    let timeout = Duration::from_secs(args.exit_timeout_secs);
     front.begin_drain();
     server.begin_drain();
     let left = tokio::select! {
-        left = server.drain(patience) => left,
+        left = server.drain(timeout) => left,
         () = signals.next() => {
-            tracing::info!("asked again to end: requests in flight are cut short");
-            server.drain(HURRY).await
+            tracing::info!("second signal: requests in flight are cut short");
+            server.drain(SHORT_DRAIN).await
         }
     };
-    front.shutdown(HURRY).await;
+    front.shutdown(SHORT_DRAIN).await;
     if left == 0 {
         return ExitCode::SUCCESS;
     }
@@ -340,7 +341,7 @@ pub(crate) fn server_config(args: &RankArgs) -> ServerConfig {
         load_parallelism: args.model_load_thread_count as usize,
         load_retries: args.model_load_retry_count,
         response_cache_bytes: args.cache_config.max(args.response_cache_byte_size),
-        // What is wrong with the options, the front's configuration tells.
+        // An error of the options is reported with the front's configuration.
         keeps_recent_durations: args.metrics.options().is_ok_and(|options| options.summary_quantiles.is_some()),
         ..ServerConfig::default()
     }
@@ -365,7 +366,7 @@ fn front_config(args: &RankArgs, prefixes: Vec<String>) -> Result<front::Config,
     Ok(config)
 }
 
-/// The prefixes of all ranks, by rank 0's: those of one world differ in the number of the rank.
+/// The prefixes of all ranks, derived from rank 0's: they differ only in the number of the rank.
 fn prefixes(own: &str, world_size: u32) -> Vec<String> {
     match own.strip_suffix("0_") {
         Some(base) => (0..world_size).map(|rank| format!("{base}{rank}_")).collect(),
@@ -373,46 +374,26 @@ fn prefixes(own: &str, world_size: u32) -> Vec<String> {
     }
 }
 
-/// Connections and regions of clients take files, of which others need some, too.
+/// Limits connections and regions of clients, so that open files are left for everything else.
 fn bound_files(config: &mut front::Config) {
-    let (asked, max_files) = (config.max_connections, open_files::raise_limit());
-    config.max_connections = open_files::max_connections(asked, max_files);
+    let (requested, max_files) = (config.max_connections, open_files::raise_limit());
+    config.max_connections = open_files::max_connections(requested, max_files);
     config.max_shm_regions = open_files::max_regions(config.max_shm_regions, max_files);
-    if config.max_connections < asked {
+    if config.max_connections < requested {
         tracing::warn!(
-            "a port takes {} connections at once, not {asked}: the limit of open files leaves no room for more; \
+            "a port takes {} connections at once, not {requested}: the limit of open files leaves no room for more; \
              raise it (`ulimit -Hn`, `LimitNOFILE=` of systemd)",
             config.max_connections
         );
     }
 }
 
-/// Chat templates of the models here, for the front.
+/// Chat templates of the model repository, for the front.
 struct Templates(ChatTemplates);
 
 impl front::ChatPrompts for Templates {
     fn prompt(&self, model: &str, messages: &[serde_json::Value]) -> Result<String, serving::InferError> {
         self.0.prompt(model, messages)
-    }
-}
-
-/// SIGTERM and SIGINT, alike.
-pub(crate) struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-}
-
-impl Signals {
-    pub(crate) fn new() -> std::io::Result<Self> {
-        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
-    }
-
-    pub(crate) async fn next(&mut self) {
-        let number = tokio::select! {
-            _ = self.terminate.recv() => 15,
-            _ = self.interrupt.recv() => 2,
-        };
-        tracing::info!("Signal ({number}) received.");
     }
 }
 

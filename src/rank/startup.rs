@@ -1,29 +1,29 @@
-//! How long rank 0 took until it served.
+//! The duration of rank 0's start.
 
 use std::sync::Mutex;
 use std::time::Instant;
 
 use ipc::lock;
 
-/// Points of a start, each with the seconds since the process began to run.
+/// Phases of the start, each with the seconds from the start of the process to its end.
 pub(crate) struct Startup {
     began: Instant,
-    points: Mutex<Vec<(&'static str, f64)>>,
+    phases: Mutex<Vec<(&'static str, f64)>>,
 }
 
 impl Startup {
-    /// The start begins now.
+    /// Starts the clock.
     pub(crate) fn begin() -> Self {
-        Self { began: Instant::now(), points: Mutex::default() }
+        Self { began: Instant::now(), phases: Mutex::default() }
     }
 
-    /// This point is reached now.
-    pub(crate) fn reached(&self, point: &'static str) {
-        lock(&self.points).push((point, self.began.elapsed().as_secs_f64()));
+    /// Notes that `phase` has ended.
+    pub(crate) fn reached(&self, phase: &'static str) {
+        lock(&self.phases).push((phase, self.began.elapsed().as_secs_f64()));
     }
 
-    /// The points reached so far, in order.
+    /// The phases that have ended, in order.
     pub(crate) fn read(&self) -> Vec<(&'static str, f64)> {
-        lock(&self.points).clone()
+        lock(&self.phases).clone()
     }
 }

@@ -1,4 +1,4 @@
-//! What the log says before a server takes requests: tables of backends, models and options, in Triton's form.
+//! Tables of backends, models and options in Triton's format, written to the log before the server accepts requests.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -8,7 +8,7 @@ use serving::{ControlMode, ModelIndexEntry, ModelState, Server, ServerConfig};
 use crate::args::RankArgs;
 use crate::log::TABLE_TARGET;
 
-/// Writes all tables. `config` is what the server was made from.
+/// Writes all tables. `config` is the configuration of `server`.
 pub(crate) fn write(args: &RankArgs, config: &ServerConfig, server: &Server) {
     let index: Vec<ModelIndexEntry> = server.repository_index(false).into_iter().filter(was_tried).collect();
     let no_agents: [[String; 2]; 0] = [];
@@ -25,7 +25,7 @@ fn was_tried(entry: &ModelIndexEntry) -> bool {
     entry.state != ModelState::Unknown
 }
 
-/// Backends that serve a model, with what the command line sets for them. All of them are part of this program.
+/// The backends that serve a model, with their settings from the command line. All of them are part of this program.
 fn backends(args: &RankArgs, server: &Server, index: &[ModelIndexEntry]) -> Vec<[String; 3]> {
     let path = std::env::current_exe().map_or_else(|_| "trireme".to_owned(), |path| path.display().to_string());
     let configs = index.iter().filter_map(|entry| server.model_config(&entry.name, &entry.version).ok());
@@ -35,7 +35,7 @@ fn backends(args: &RankArgs, server: &Server, index: &[ModelIndexEntry]) -> Vec<
     names.into_iter().map(|name| [name.clone(), path.clone(), command_line(args, &name)]).collect()
 }
 
-/// Settings of a backend, as JSON: those for all backends, then its own.
+/// The settings of a backend as JSON: those for all backends, overridden by its own.
 fn command_line(args: &RankArgs, backend: &str) -> String {
     let completes = !args.disable_auto_complete_config && !args.strict_model_config;
     let mut settings = BTreeMap::from([("auto-complete-config", completes.to_string())]);
@@ -99,7 +99,7 @@ fn control_mode(mode: &ControlMode) -> &'static str {
     }
 }
 
-/// Columns as wide as their widest cell, between rules.
+/// A table with rules, whose columns are as wide as their widest cells.
 fn table<const N: usize>(heads: [&str; N], rows: &[[String; N]]) -> String {
     let width = |column: usize| {
         let cells = rows.iter().map(|row| row[column].chars().count());
@@ -110,7 +110,7 @@ fn table<const N: usize>(heads: [&str; N], rows: &[[String; N]]) -> String {
     let line = |cells: &[&str]| {
         let mut text = String::new();
         for (cell, width) in cells.iter().zip(widths) {
-            let _ = write!(text, "| {cell:width$} "); // A String takes every write.
+            let _ = write!(text, "| {cell:width$} "); // Writes to a String do not fail.
         }
         text + "|\n"
     };
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_that_does_not_serve_says_why_in_one_line() {
+    fn the_reason_of_a_model_that_failed_is_one_line() {
         let entry = ModelIndexEntry {
             name: "m".into(),
             version: String::new(),

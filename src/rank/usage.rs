@@ -1,13 +1,13 @@
-//! What a wrong command line is answered with: as tritonserver, the usage and exit code 1.
+//! The response to a wrong command line: as tritonserver's, the usage and exit code 1.
 
 use std::process::ExitCode;
 
 use clap::error::{ContextKind, ErrorKind};
 
-/// Prints what is wrong and how the command is used; help that was asked for is no error.
+/// Prints the error and the usage. Requested help is no error.
 pub fn usage_error(error: &clap::Error) -> ExitCode {
     if !error.use_stderr() {
-        let _ = error.print(); // Nobody may be reading.
+        let _ = error.print(); // The reader may have closed the pipe.
         return ExitCode::SUCCESS;
     }
     eprint!("{}", words(error));
@@ -25,7 +25,7 @@ fn words(error: &clap::Error) -> String {
         }
         _ => rendered.split("\nUsage:").next().unwrap_or_default().trim_end().to_owned() + "\n",
     };
-    let mut command = crate::command();
+    let mut command = crate::args::command();
     format!("{first}Usage: trireme rank [options]\n{}", command.render_help())
 }
 
@@ -35,8 +35,9 @@ mod tests {
 
     #[test]
     fn an_unknown_option_is_named_before_the_usage() {
-        let error =
-            crate::command().try_get_matches_from(["rank", "--model-repository=/m", "--no-such-flag=1"]).unwrap_err();
+        let error = crate::args::command()
+            .try_get_matches_from(["rank", "--model-repository=/m", "--no-such-flag=1"])
+            .unwrap_err();
         let words = words(&error);
         assert!(words.starts_with("trireme rank: unrecognized option '--no-such-flag'\n"), "{words}");
         assert!(words.contains("Usage: trireme rank [options]\n") && words.contains("--model-control-mode"), "{words}");
@@ -44,8 +45,9 @@ mod tests {
 
     #[test]
     fn a_wrong_value_is_named_before_the_usage() {
-        let error =
-            crate::command().try_get_matches_from(["rank", "--model-repository=/m", "--http-port=x"]).unwrap_err();
+        let error = crate::args::command()
+            .try_get_matches_from(["rank", "--model-repository=/m", "--http-port=x"])
+            .unwrap_err();
         let words = words(&error);
         assert!(words.starts_with("error: invalid value 'x' for '--http-port"), "{words}");
         assert!(words.contains("Usage: trireme rank [options]\n"), "{words}");

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use crate::rows::PlanMismatch;
 
-/// Why a worker ends; its rank starts another.
+/// Why a worker ends. Its rank starts another.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // Fields are named by their messages.
 pub enum WorkerError {
@@ -37,7 +37,7 @@ pub enum WorkerError {
     Protocol { expected: &'static str, found: &'static str },
 }
 
-/// What is wrong with a spec.
+/// Why the spec of a worker cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // Fields are named by their messages.
 pub enum SpecError {

@@ -1,34 +1,34 @@
-//! How the workers of a model tell each other what they need before their first collective: through rank 0, which hears
-//! all of them on whatever node they are.
+//! Exchange of bytes between the workers of a model before their first collective operation, through rank 0, which all of them
+//! can reach.
 
 use device::DeviceError;
 use device::cuda::Exchange;
+use supervision::{FromWorker, ToWorker};
 
-use crate::protocol::{FromWorker, ToWorker};
 use crate::run::Rings;
 
-/// Rounds of [`Exchange::gather`] over all workers of a model, of which a part is heard.
+/// [`Exchange::gather`] over all workers of a model, which returns the bytes of some of them.
 pub(crate) struct RankExchange {
     rings: Rings,
-    /// Whose bytes `gather` returns.
-    heard: Vec<usize>,
+    /// Indices of the workers whose bytes `gather` returns.
+    members: Vec<usize>,
 }
 
 impl RankExchange {
-    /// Every worker of the model takes part in each round, whichever it wants to hear.
-    pub(crate) fn new(rings: &Rings, heard: impl IntoIterator<Item = usize>) -> Self {
-        Self { rings: rings.clone(), heard: heard.into_iter().collect() }
+    /// An exchange that returns the bytes of `members`. Every worker of the model must take part in each round.
+    pub(crate) fn new(rings: &Rings, members: impl IntoIterator<Item = usize>) -> Self {
+        Self { rings: rings.clone(), members: members.into_iter().collect() }
     }
 }
 
 impl Exchange for RankExchange {
     fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, DeviceError> {
         let failed = |reason: String| DeviceError::Call { call: "exchange with the other workers".to_owned(), reason };
-        let asked = self.rings.send(&FromWorker::Exchange { bytes: bytes.to_vec() });
-        asked.map_err(|error| failed(error.to_string()))?;
+        let sent = self.rings.send(&FromWorker::Exchange { bytes: bytes.to_vec() });
+        sent.map_err(|error| failed(error.to_string()))?;
         match self.rings.receive().map_err(|error| failed(error.to_string()))? {
-            ToWorker::Exchanged { mut all } if self.heard.iter().all(|&worker| worker < all.len()) => {
-                Ok(self.heard.iter().map(|&worker| std::mem::take(&mut all[worker])).collect())
+            ToWorker::Exchanged { mut all } if self.members.iter().all(|&worker| worker < all.len()) => {
+                Ok(self.members.iter().map(|&worker| std::mem::take(&mut all[worker])).collect())
             }
             _ => Err(failed("rank 0 answered something else: this start was given up".to_owned())),
         }

@@ -1,4 +1,4 @@
-//! Under which addresses workers of other nodes may reach this one.
+//! The addresses at which workers on other nodes can reach this one.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -7,11 +7,11 @@ use nix::net::if_::InterfaceFlags;
 
 use crate::error::WorkerError;
 
-/// What `--network` names.
+/// The value of `--network`.
 #[derive(Debug, PartialEq, Eq)]
 enum Network<'a> {
     Interface(&'a str),
-    /// An address, and how many of its leading bits count.
+    /// An address, and the length of its prefix in bits.
     Subnet(Ipv4Addr, u32),
 }
 
@@ -33,10 +33,10 @@ impl<'a> Network<'a> {
     }
 }
 
-/// IPv4 addresses of this node's interfaces that are up, loopback left out; those of `network` alone when it is given.
+/// IPv4 addresses of the interfaces of this node that are up, without loopback. With `network`, only those in it.
 ///
 /// # Errors
-/// When there is none.
+/// When there is no such address.
 pub(crate) fn addresses(network: Option<&str>) -> Result<Vec<IpAddr>, WorkerError> {
     let failed = |reason: String| WorkerError::Network { network: network.unwrap_or("any").to_owned(), reason };
     let wanted = network.map(Network::parse);

@@ -1,11 +1,10 @@
-//! The rows a worker keeps: a plan's delta is checked against them, then packed into device inputs.
+//! The rows of a worker: each plan's changes are checked against them and packed into device inputs.
 
 use device::{SampleInput, StepInputs, TOKEN_ON_DEVICE};
 use engine::{BlockId, CopiedBlock, RevisedRow, RowId, RowWork, SequenceId, StepPlan, TokenId};
+use supervision::LogitsPlace;
 
-use crate::protocol::LogitsPlace;
-
-/// Why a plan does not fit the rows of this worker: rank 0 and this worker no longer agree, and the worker must end.
+/// Why a plan does not fit the rows of this worker. Rank 0 and the worker no longer agree, so the worker must end.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // Fields are named by their messages.
 pub enum PlanMismatch {
@@ -33,19 +32,19 @@ pub enum PlanMismatch {
     Work { step: u64, row: u32 },
 }
 
-/// One sequence, as far as the host knows it.
+/// The state of one sequence on the host.
 #[derive(Debug, Clone)]
 struct Row {
     sequence: SequenceId,
-    /// Tokens the host knows; those sampled since the row joined are on the device only.
+    /// Tokens that the host knows. Those sampled since the row joined are only on the device.
     tokens: Vec<u32>,
     num_prompt_tokens: u32,
-    /// Positions that are, or will be once queued steps end, in the KV blocks.
+    /// Positions that are in the KV blocks once all queued steps have ended.
     num_computed: u32,
     /// Tokens sampled since the row joined, queued steps included.
     num_sampled: u32,
     blocks: Vec<BlockId>,
-    /// What it samples counts for nothing until rank 0 has chosen.
+    /// Whether the sequence is a beam: rank 0 chooses its next token in a later plan.
     is_beam: bool,
     /// Whether its request asked for the logits of the prompt.
     reports_context: bool,
@@ -53,14 +52,14 @@ struct Row {
     reports_generation: bool,
 }
 
-/// Every row of a worker, and the number of the last plan.
+/// All rows of a worker, and the number of the next plan.
 #[derive(Debug)]
 pub struct RowTable {
     rows: Vec<Option<Row>>,
     block_size: usize,
     num_blocks: usize,
     next_step: u64,
-    /// What each of [`StepInputs::logits`] of the last plan is of.
+    /// The sequence and position of each of [`StepInputs::logits`] of the last plan.
     reported: Vec<(SequenceId, LogitsPlace)>,
 }
 
@@ -71,15 +70,15 @@ impl RowTable {
         Self { rows, block_size, num_blocks, next_step, reported: Vec::new() }
     }
 
-    /// What each of [`StepInputs::logits`] of the plan that was applied last is of. Leaves none.
+    /// Takes the sequence and position of each of [`StepInputs::logits`] of the last plan.
     pub fn take_reported(&mut self) -> Vec<(SequenceId, LogitsPlace)> {
         std::mem::take(&mut self.reported)
     }
 
-    /// Applies the plan's delta and packs its work into `inputs`.
+    /// Applies the plan's changes and packs its work into `inputs`.
     ///
     /// # Errors
-    /// When the plan and this table disagree; the table is then unusable.
+    /// When the plan does not fit this table. The table is then unusable.
     pub fn apply(&mut self, plan: &StepPlan, inputs: &mut StepInputs) -> Result<(), PlanMismatch> {
         if plan.step != self.next_step {
             return Err(PlanMismatch::StepGap { expected: self.next_step, found: plan.step });
@@ -122,7 +121,7 @@ impl RowTable {
         Ok(())
     }
 
-    /// Each row reads its parent as it was before any of them.
+    /// Each revised row reads its parent in the state before all revisions.
     fn revise(&mut self, step: u64, revised: &[RevisedRow]) -> Result<(), PlanMismatch> {
         let mut rows = Vec::with_capacity(revised.len());
         for revision in revised {
@@ -226,12 +225,12 @@ impl RowTable {
 }
 
 impl Row {
-    /// Tokens of the sequence, those on the device included.
+    /// Number of tokens of the sequence, those on the device included.
     fn num_tokens(&self) -> u32 {
         self.tokens.len() as u32 + self.num_sampled
     }
 
-    /// Wants the logits of the prompt's positions that this step computes, if they were asked for.
+    /// Requests the logits of the prompt positions that this step computes, if the request asked for them.
     fn report_context(&self, work: &RowWork, inputs: &mut StepInputs, reported: &mut Vec<(SequenceId, LogitsPlace)>) {
         if !self.reports_context {
             return;
@@ -244,7 +243,7 @@ impl Row {
         }
     }
 
-    /// One token for the last position, and one for each draft before it.
+    /// Requests one sampled token for the last position, and one for each draft before it.
     fn sample(
         &mut self,
         step: u64,
@@ -283,7 +282,7 @@ impl Row {
             return Err(PlanMismatch::Start { step, row, found: start, computed: self.num_computed });
         }
         let known = self.num_tokens();
-        // Only the newest sampled token is kept where a step can read it.
+        // The device keeps only the newest sampled token for the next step.
         let first_missing =
             (start.max(self.tokens.len() as u32)..end - num_drafts).find(|&position| position + 1 != known);
         if let Some(position) = first_missing {
@@ -320,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prefill_then_a_decode_pack_as_the_device_wants_them() {
+    fn a_prefill_and_then_a_decode_are_packed_for_the_device() {
         let (mut table, mut inputs) = (RowTable::new(4, 2, 8, 1), StepInputs::default());
         let prefill = StepPlan {
             step: 1,
@@ -348,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn drafts_are_computed_behind_the_newest_token_and_a_revision_says_which_were_right() {
+    fn drafts_follow_the_newest_token_and_a_revision_keeps_the_accepted_ones() {
         let (mut table, mut inputs) = (RowTable::new(4, 4, 8, 1), StepInputs::default());
         let join = StepPlan {
             step: 1,
@@ -374,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn beams_continue_their_parents_and_write_into_blocks_of_their_own() {
+    fn beams_continue_their_parents_and_write_into_their_own_blocks() {
         let (mut table, mut inputs) = (RowTable::new(4, 4, 8, 1), StepInputs::default());
         let mut first = joined(0, &[10, 11, 12], &[5]);
         first.sampling.beam_candidates = 3;
@@ -397,14 +396,15 @@ mod tests {
     }
 
     #[test]
-    fn logits_that_were_asked_for_are_named_by_position_or_output_token() {
+    fn requested_logits_carry_their_position_or_output_token() {
         let (mut table, mut inputs) = (RowTable::new(4, 4, 8, 1), StepInputs::default());
-        let mut asks = joined(1, &[10, 11, 12, 13], &[5]);
-        // Of a sequence that was preempted: 13 is its output.
-        (asks.num_prompt_tokens, asks.sampling.context_logits, asks.sampling.generation_logits) = (3, true, true);
-        let (silent, sequence) = (joined(0, &[9, 9], &[3]), asks.sequence);
+        let mut requesting = joined(1, &[10, 11, 12, 13], &[5]);
+        // The sequence was preempted: token 13 is output.
+        (requesting.num_prompt_tokens, requesting.sampling.context_logits, requesting.sampling.generation_logits) =
+            (3, true, true);
+        let (other, sequence) = (joined(0, &[9, 9], &[3]), requesting.sequence);
         let work = vec![work(0, 0, 2, true), work(1, 0, 4, true)];
-        let plan = StepPlan { step: 1, joined: vec![silent, asks], work, ..StepPlan::default() };
+        let plan = StepPlan { step: 1, joined: vec![other, requesting], work, ..StepPlan::default() };
         table.apply(&plan, &mut inputs).unwrap();
         assert_eq!(inputs.logits, [2, 3, 4, 5]);
         let context = (0..3).map(LogitsPlace::Context);

@@ -1,4 +1,4 @@
-//! The life of a worker process: load, take KV blocks, then one step after the other.
+//! The main loop of a worker: load, allocate the KV cache, then run one step after the other.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -8,26 +8,24 @@ use device::{AttentionSpec, Device, StepInputs};
 use engine::{SequenceId, StepOutput, StepPlan, plan};
 use ipc::{Prefix, Received, RingReceiver, RingSender, lock};
 use models::Model;
+use supervision::{FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WorkerSpec};
 
 use crate::error::WorkerError;
-use crate::protocol::{
-    FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WorkerSpec,
-};
 use crate::rows::RowTable;
 
-/// How long rank 0 may leave an output unread before this worker gives up on it.
+/// How long the output ring may stay full before this worker fails.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long a worker waits for a message before it looks around; nothing depends on it.
+/// How long one wait for a message lasts; the wait is repeated, so any long time serves.
 const IDLE_WAIT: Duration = Duration::from_secs(3600);
 
-/// Silence after which a worker uses the time for what later steps would wait for.
-const QUIET: Duration = Duration::from_millis(20);
+/// Time without a message after which a worker does idle work: preparation that later steps would wait for.
+const IDLE_DELAY: Duration = Duration::from_millis(20);
 
-/// A piece of that work which takes longer is told of: requests that came meanwhile have waited for it.
-const LONG_PIECE: Duration = Duration::from_millis(250);
+/// Idle work that takes longer is logged: requests may have waited for it.
+const LONG_IDLE_WORK: Duration = Duration::from_millis(250);
 
-/// Both rings of this worker. Clones share them; one thread uses them.
+/// Both rings of this worker. Clones share the rings; only one thread uses them.
 #[derive(Clone)]
 pub(crate) struct Rings(Arc<Mutex<Ends>>);
 
@@ -63,7 +61,7 @@ impl Rings {
         Ok(plan::decode(bytes)?)
     }
 
-    /// The next message, if one comes within `wait`.
+    /// The next message, if one arrives within `wait`.
     fn receive_within(&self, wait: Duration) -> Result<Option<ToWorker>, WorkerError> {
         let Ends { plans, bytes, .. } = &mut *self.ends();
         match plans.recv(bytes, wait)? {
@@ -96,7 +94,7 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
         Ok(Self { spec, device, model, phases: vec![("weights".to_owned(), started.elapsed())] })
     }
 
-    /// Serves until told to stop.
+    /// Runs steps until rank 0 sends [`ToWorker::Stop`].
     pub(crate) fn serve(mut self, rings: &Rings) -> Result<(), WorkerError> {
         let attention = self.model.attention_spec(self.spec.block_size);
         self.report_memory(&attention, rings)?;
@@ -135,22 +133,22 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
     }
 }
 
-/// The step loop: up to two steps are queued on the device, their outputs go back in order.
+/// The step loop. Up to two steps are queued on the device; their outputs are sent in order.
 struct Steps<'a, D: Device> {
     worker: Worker<'a, D>,
     rows: RowTable,
     inputs: StepInputs,
-    /// Whether nothing is left that could be done before a step needs it.
+    /// Whether no idle work is left.
     is_prepared: bool,
-    /// Steps whose output is still to be sent.
+    /// Steps whose outputs are not sent yet.
     queued: VecDeque<Queued>,
 }
 
 struct Queued {
     step: u64,
-    /// False for a plan that only moves rows: nothing was run.
+    /// False for a plan without work, which only changes rows.
     on_device: bool,
-    /// What the logits that it reports are of.
+    /// The sequence and position of each row of its logits.
     reported: Vec<(SequenceId, LogitsPlace)>,
 }
 
@@ -159,7 +157,7 @@ impl<D: Device + 'static> Steps<'_, D> {
         loop {
             let message = match (self.queued.is_empty(), self.is_prepared) {
                 (false, _) => rings.try_receive()?,
-                (true, false) => rings.receive_within(QUIET)?,
+                (true, false) => rings.receive_within(IDLE_DELAY)?,
                 (true, true) => Some(rings.receive()?),
             };
             match message {
@@ -183,8 +181,8 @@ impl<D: Device + 'static> Steps<'_, D> {
         let Worker { device, model, .. } = &mut self.worker;
         self.is_prepared = !device.prepare(&mut |device| model.forward(device))?;
         let took = started.elapsed();
-        if took > LONG_PIECE {
-            eprintln!("a piece of what is prepared while no step waits took {took:.1?}"); // Rank 0 logs it.
+        if took > LONG_IDLE_WORK {
+            eprintln!("idle warm-up work took {took:.1?}; requests may have waited"); // Rank 0 logs it.
         }
         Ok(())
     }
@@ -204,7 +202,7 @@ impl<D: Device + 'static> Steps<'_, D> {
         Ok(())
     }
 
-    /// Sends the oldest step's tokens if it is done; true when there was one.
+    /// Sends the tokens of the oldest step if it is done; returns whether it was.
     fn collect(&mut self, rings: &Rings) -> Result<bool, WorkerError> {
         let Some(&Queued { step, on_device, .. }) = self.queued.front() else {
             return Ok(false);

@@ -1,38 +1,37 @@
-//! From a spec on standard input to a worker that serves.
+//! The start of a worker process: from the spec on standard input to the step loop.
 
 use std::io::Read;
 use std::sync::Arc;
 
 use device::cpu::{CpuConfig, CpuDevice, GroupConfig, Peers};
 use device::cuda::{CudaConfig, CudaDevice, Exchange};
-use device::{PipelineStage, StepLimits};
+use device::{PipelineStage, StepLimits, TensorParallel};
 use ipc::set_process_title;
 use nix::sys::signal::{SigSet, Signal};
+use supervision::{DeviceChoice, FromWorker, WorkerSpec};
 
-use crate::checkpoint;
 use crate::error::{SpecError, WorkerError};
 use crate::exchange::RankExchange;
 use crate::network;
-use crate::protocol::{DeviceChoice, FromWorker, WeightPrecision, WorkerSpec};
 use crate::run::{Rings, Worker};
 
-/// The whole life of a worker process. Its last words, if it fails, go to rank 0 and to the caller.
+/// Runs a worker process to its end. An error goes to rank 0 and to the caller.
 ///
 /// # Errors
-/// Whatever ends it but being told to stop.
+/// When the worker ends for any reason but [`ToWorker::Stop`](supervision::ToWorker::Stop).
 pub fn main() -> Result<(), WorkerError> {
-    // Meant for rank 0 when they come to a whole terminal or Slurm step: requests in flight still need this worker.
-    let for_rank_0 = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
-    for_rank_0.thread_block().expect("these two signals can be blocked");
-    // Without them a fault only lacks its stack.
+    // A terminal or a Slurm step signals all processes, but requests in flight still need this worker: rank 0 ends it.
+    let blocked = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
+    blocked.thread_block().expect("these two signals can be blocked");
+    // On an error, a fault is reported without a stack.
     let _ = ipc::write_stacks_on_faults();
     let spec = read_spec().map_err(WorkerError::Spec)?;
-    // The title only helps `ps`; a worker serves without it.
+    // The title only serves `ps`, so an error is ignored.
     let _ = set_process_title(&format!("trireme: worker {} {}", spec.rank, spec.model));
     let rings = Rings::open(&spec)?;
     let result = run(&spec, &rings);
     if let Err(error) = &result {
-        // Rank 0 may be gone; then the exit code has to do.
+        // Rank 0 may have ended; then only the exit code reports the error.
         let _ = rings.send(&FromWorker::Failed { message: error.to_string() });
     }
     result
@@ -45,7 +44,7 @@ fn read_spec() -> Result<WorkerSpec, SpecError> {
 }
 
 fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
-    if let Some(print) = &spec.checkpoint_print {
+    if let Some(print) = &spec.checkpoint_fingerprint {
         check_checkpoint(spec, print)?;
     }
     let config = models::Config::from_dir(&spec.checkpoint)?;
@@ -66,13 +65,9 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
             if let Some(first) = first_core
                 && let Err(error) = device.pin_threads(first)
             {
-                eprintln!("{error}"); // Rank 0 logs it; the worker serves as well.
+                eprintln!("{error}"); // Rank 0 logs it; the worker also runs unpinned.
             }
-            device.set_weight_precision(match spec.weight_precision {
-                WeightPrecision::Checkpoint => device::cpu::WeightPrecision::Checkpoint,
-                WeightPrecision::Int8 => device::cpu::WeightPrecision::Int8,
-                WeightPrecision::Int4 => device::cpu::WeightPrecision::Int4,
-            });
+            device.set_weight_precision(spec.weight_precision);
             Worker::load(spec, &config, device)?.serve(rings)
         }
         DeviceChoice::Cuda { ordinal } => {
@@ -80,6 +75,11 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
             Worker::load(spec, &config, device)?.serve(rings)
         }
     }
+}
+
+/// The rank of this worker in its tensor-parallel group.
+fn tensor_parallel(spec: &WorkerSpec) -> TensorParallel {
+    TensorParallel { rank: spec.tp_rank, size: spec.tp_size }
 }
 
 fn cpu_group(spec: &WorkerSpec, threads: usize) -> Result<Option<GroupConfig>, WorkerError> {
@@ -90,13 +90,13 @@ fn cpu_group(spec: &WorkerSpec, threads: usize) -> Result<Option<GroupConfig>, W
     Ok(Some(GroupConfig {
         prefix: spec.group_region.prefix.parse()?,
         name: spec.group_region.name.clone(),
-        tensor_parallel: spec.tensor_parallel(),
+        tensor_parallel: tensor_parallel(spec),
         timeout: spec.collective_timeout,
         spin: threads * spec.num_local_workers <= num_cores,
     }))
 }
 
-/// The workers of this model on other nodes and in other stages.
+/// How this worker reaches those on other nodes and in other stages.
 fn peers(spec: &WorkerSpec, rings: &Rings) -> Result<Peers, WorkerError> {
     let addresses = match spec.spans_nodes() {
         true => network::addresses(spec.network.as_deref())?,
@@ -114,16 +114,19 @@ fn peers(spec: &WorkerSpec, rings: &Rings) -> Result<Peers, WorkerError> {
     })
 }
 
-/// Errs on the nodes whose checkpoint is not that of rank 0's.
-fn check_checkpoint(spec: &WorkerSpec, of_rank_0: &[u8]) -> Result<(), WorkerError> {
+/// Compares this node's checkpoint with the fingerprint of rank 0's.
+///
+/// # Errors
+/// When they differ, or a file cannot be read.
+fn check_checkpoint(spec: &WorkerSpec, expected: &[u8]) -> Result<(), WorkerError> {
     let name = |node: u32| spec.node_names.get(node as usize).cloned().unwrap_or_default();
     let (dir, here) = (spec.checkpoint.clone(), name(spec.nodes[spec.index()]));
-    let mine = checkpoint::fingerprint(&spec.checkpoint).map_err(|source| WorkerError::ReadCheckpoint {
+    let mine = supervision::fingerprint(&spec.checkpoint).map_err(|source| WorkerError::ReadCheckpoint {
         dir: dir.clone(),
         node: here.clone(),
         source,
     })?;
-    match checkpoint::difference(&mine, of_rank_0) {
+    match supervision::difference(&mine, expected) {
         Some(how) => Err(WorkerError::Checkpoint { dir, here, first: name(0), how }),
         None => Ok(()),
     }
@@ -135,7 +138,7 @@ fn cuda_config(
     limits: StepLimits,
     rings: &Rings,
 ) -> Result<CudaConfig, WorkerError> {
-    let place = spec.tensor_parallel();
+    let place = tensor_parallel(spec);
     let group = spec.index() - place.rank as usize..spec.index() - place.rank as usize + place.size as usize;
     let stages = (place.rank as usize..spec.nodes.len()).step_by(place.size as usize);
     let exchange = |workers: Vec<usize>| match workers.len() {
@@ -149,7 +152,7 @@ fn cuda_config(
         stage_exchange: exchange(stages.collect()),
         library_dirs: spec.library_dirs.clone(),
         cache_dir: spec.cache_dir.clone(),
-        // The share is taken of what the worker reports.
+        // `report_memory` applies the fraction of the spec.
         kv_memory_fraction: 1.0,
         max_drafts: spec.max_drafts,
         ..CudaConfig::new(ordinal, limits)

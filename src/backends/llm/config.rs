@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 use engine::{EngineConfig, Policy, TokenId};
 use repository::ModelConfig;
 use serving::{DataType, InferError, Limits, LoadRequest};
-use worker::{DeviceChoice, KvMemory, WeightPrecision};
+use supervision::{DeviceChoice, KvMemory, WeightPrecision};
 
 use super::queue_rules::QueueRules;
 

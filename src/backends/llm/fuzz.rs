@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serving::{InferError, InferRequest, LoadRequest};
-use worker::{DeviceChoice, WeightPrecision};
+use supervision::{DeviceChoice, WeightPrecision};
 
 use super::config::{LlmConfig, LlmDefaults};
 use super::inputs::{self, Wanted};

@@ -12,9 +12,9 @@ use futures::future::BoxFuture;
 use generation::{Delta, GenerateEvent, Logits, LogitsPosition, Tokens};
 use serving::{ErrorKind, Generation, InferError, Name, Timestamp};
 use smallvec::{SmallVec, smallvec};
+use supervision::LogitsPlace;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
-use worker::LogitsPlace;
 
 use super::event_queue::{self, WeakSender};
 use super::inbox::Message;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use engine::{EngineConfig, StepPlan, plan};
 use ipc::{Backlog, Doorbell, Prefix, Received, RecvError, RingReceiver, RingSender};
-use worker::{
+use supervision::{
     Agents, DeviceChoice, FromAgent, FromWorker, Nodes, RelayedWorker, ShmName, ToAgent, ToWorker, WorkerId, WorkerSpec,
 };
 
@@ -118,7 +118,7 @@ impl Group {
     pub(crate) fn hear(&mut self, news: FromAgent) -> Result<(), Lost> {
         match news {
             FromAgent::Started { worker, .. }
-            | FromAgent::Said { worker, .. }
+            | FromAgent::Relayed { worker, .. }
             | FromAgent::Ended { worker, .. }
             | FromAgent::Stacks { worker, .. }
                 if worker.instance != self.instance =>
@@ -145,7 +145,7 @@ impl Group {
                 self.relay_node(worker);
                 Ok(())
             }
-            FromAgent::Said { worker, bytes } => {
+            FromAgent::Relayed { worker, bytes } => {
                 if let Some(Some(Link::Relayed { heard, .. })) = self.links.get_mut(worker.tp_rank as usize) {
                     heard.push_back(bytes);
                 }
@@ -412,7 +412,7 @@ fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         num_stages: config.pp_size,
         nodes: Vec::new(),
         node_names: Vec::new(),
-        checkpoint_print: config.checkpoint_print.clone(),
+        checkpoint_fingerprint: config.checkpoint_print.clone(),
         network: config.network.clone(),
         group_region: ShmName::default(),
         plan_ring: ShmName::default(),
@@ -436,7 +436,7 @@ fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
 const MAX_CANDIDATES_BYTES: usize = 256 * 16;
 
 /// A piece of logits and the numbers before them.
-const LOGITS_PIECE_BYTES: usize = worker::MAX_LOGITS_PIECE * size_of::<f32>() + 64;
+const LOGITS_PIECE_BYTES: usize = supervision::MAX_LOGITS_PIECE * size_of::<f32>() + 64;
 
 /// Twice the largest plan or output, so that one can be written while another is read.
 fn ring_bytes(config: &EngineConfig) -> usize {

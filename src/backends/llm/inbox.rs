@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use engine::{Request, SequenceId};
 use ipc::Doorbell;
+use supervision::FromAgent;
 use tokio::sync::oneshot;
-use worker::FromAgent;
 
 use super::event_queue;
 use super::ledger::Report;

@@ -46,10 +46,10 @@ use serving::{
     TextModel, TextOutputs,
 };
 use smallvec::{SmallVec, smallvec};
+use supervision::Agents;
 use text::Tokenizer;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
-use worker::Agents;
 
 pub use check::{CheckFactory, Sound};
 use config::LlmConfig;

@@ -7,7 +7,7 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use models::ModelError;
 use serving::{Backend, BackendFactory, InferError, LoadRequest};
-use worker::{DeviceChoice, KvMemory};
+use supervision::{DeviceChoice, KvMemory};
 
 use super::LlmDefaults;
 use super::config::LlmConfig;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use engine::EngineConfig;
 use ipc::Prefix;
 use serving::InferError;
+use supervision::Agents;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
-use worker::Agents;
 
 use super::config::LlmConfig;
 use super::dispatcher::Dispatcher;
@@ -65,7 +65,7 @@ pub(crate) fn stop_all(router: &Router) {
 /// What workers on other nodes compare their checkpoint with.
 pub(crate) async fn checkpoint_print(config: &LlmConfig) -> Result<Vec<u8>, InferError> {
     let dir = config.checkpoint.clone();
-    let print = tokio::task::spawn_blocking(move || worker::fingerprint(&dir)).await;
+    let print = tokio::task::spawn_blocking(move || supervision::fingerprint(&dir)).await;
     let print = print.map_err(|_| std::io::Error::other("its reader ended")).flatten();
     print.map_err(|error| {
         let dir = config.checkpoint.display();

@@ -3,7 +3,7 @@
 use engine::{BlockUsage, DraftUsage, RowId, SampledToken, SequenceId, TokenEvent, TokenId};
 use serving::{InferError, Timestamp};
 use smallvec::smallvec;
-use worker::LogitsPiece;
+use supervision::LogitsPiece;
 
 /// What a request hears.
 #[derive(Debug)]

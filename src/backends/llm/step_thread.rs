@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 use engine::{Engine, Request, SequenceId, StepPlan, TokenEvent};
 use ipc::Prefix;
 use serving::{InferError, Timestamp};
+use supervision::{Agents, FromWorker, ToWorker};
 use tokio::sync::oneshot;
-use worker::{Agents, FromWorker, ToWorker};
 
 use super::config::LlmConfig;
 use super::dispatcher::Dispatcher;
@@ -560,8 +560,8 @@ mod tests {
 
     use engine::{RowId, SampledToken, StepOutput, TokenId, plan};
     use ipc::{Received, Ring, RingReceiver, RingSender};
+    use supervision::{FromAgent, Nodes, ShmName, ToAgent, WorkerId};
     use tokio::runtime::Handle;
-    use worker::{FromAgent, Nodes, ShmName, ToAgent, WorkerId};
 
     use super::super::config::tests::llm_config;
     use super::super::router::Replica;

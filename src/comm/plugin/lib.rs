@@ -1,8 +1,8 @@
-//! MPI behind a table of functions, so that the program that loads this starts where no MPI is installed.
+//! MPI behind a table of functions, so that the program that loads this library also runs where no MPI is installed.
 //!
 //! All calls come from the one thread that called `trireme_mpi_start`.
 
-#[allow(dead_code, missing_docs)] // The table's constants are the loader's.
+#[allow(dead_code, missing_docs)] // The loader uses the constants.
 #[path = "../abi.rs"]
 mod abi;
 
@@ -21,11 +21,11 @@ const TAG: c_int = 7;
 const SUCCESS: c_int = 0;
 
 thread_local! {
-    /// What `probe` found and `receive` takes.
+    /// The message that `probe` found, for the next `receive`.
     static PROBED: Cell<Option<MPI_Message>> = const { Cell::new(None) };
 }
 
-/// See `abi::Start`. Returns 1 when MPI was started already, 2 when it allows no threads beside its own.
+/// See `abi::Start`. Returns 1 when MPI was started before, 2 when it supports no other threads in the process.
 ///
 /// # Safety
 /// `table` points to room for a [`Table`].
@@ -49,9 +49,9 @@ pub unsafe extern "C" fn trireme_mpi_start(table: *mut Table) -> c_int {
         abort,
         finalize,
     };
-    // Its drop would end MPI; `finalize` does.
+    // Dropping it would finalize MPI; `finalize` does that.
     std::mem::forget(universe);
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { table.write(started) };
     0
 }
@@ -65,22 +65,22 @@ fn byte() -> ffi::MPI_Datatype {
     unsafe { ffi::RSMPI_UINT8_T }
 }
 
-/// Ends the world unless `code` says that `call` went well. By default an error does not return at all, but the environment or
-/// a library may have set another handler, and what a failed call should have set must not be used.
+/// Aborts the world unless `code` is success. By default MPI does not return errors, but the environment or a library may have set
+/// another error handler, and the outputs of a failed call must not be used.
 fn check(code: c_int, call: &str) {
     if code != SUCCESS {
         eprintln!("ends the world: {call} failed with MPI's error {code}");
-        // SAFETY: no arguments of the caller's.
+        // SAFETY: no argument comes from the caller.
         unsafe { ffi::MPI_Abort(world(), 1) };
         std::process::abort();
     }
 }
 
-/// Runs `start`, which fills in a request, and hands that out.
+/// Runs `start`, which sets a request, and returns the request.
 fn request(call: &str, start: impl FnOnce(*mut MPI_Request) -> c_int) -> Request {
     let mut request = MaybeUninit::<MPI_Request>::uninit();
     check(start(request.as_mut_ptr()), call);
-    // SAFETY: MPI has set it, as the call went well.
+    // SAFETY: MPI has set it, because the call succeeded.
     Box::into_raw(Box::new(unsafe { request.assume_init() })).cast::<c_void>()
 }
 
@@ -91,7 +91,7 @@ unsafe extern "C" fn allgather(mine: *const u8, len: c_int, all: *mut u8) {
 }
 
 unsafe extern "C" fn send(bytes: *const u8, len: c_int, to: c_int) -> Request {
-    // Synchronous mode: once all are done, none of a rank's messages is still on its way when MPI ends.
+    // Synchronous mode: when all sends are done, no message is in transit when MPI ends.
     // SAFETY: the caller keeps `len` bytes in place until the request is done.
     request("MPI_Issend", |request| unsafe { ffi::MPI_Issend(bytes.cast(), len, byte(), to, TAG, world(), request) })
 }
@@ -100,7 +100,7 @@ unsafe extern "C" fn probe(from: *mut c_int, len: *mut c_int) -> c_int {
     let mut found = 0;
     let mut message = MaybeUninit::<MPI_Message>::uninit();
     let mut status = MaybeUninit::<ffi::MPI_Status>::uninit();
-    // SAFETY: all four places are ours, and the constants are set at load time.
+    // SAFETY: all four pointers are to local variables, and the constants are set at load time.
     let code = unsafe {
         let (any, message, status) = (ffi::RSMPI_ANY_SOURCE, message.as_mut_ptr(), status.as_mut_ptr());
         ffi::MPI_Improbe(any, TAG, world(), &mut found, message, status)
@@ -109,7 +109,7 @@ unsafe extern "C" fn probe(from: *mut c_int, len: *mut c_int) -> c_int {
     if found == 0 {
         return 0;
     }
-    // SAFETY: MPI has set message and status as it found a message; the caller gives two places to write to.
+    // SAFETY: MPI has set message and status, because it found a message; the caller gives two pointers that are valid for writes.
     unsafe {
         PROBED.set(Some(message.assume_init()));
         from.write(status.assume_init_ref().MPI_SOURCE);
@@ -125,14 +125,14 @@ unsafe extern "C" fn receive(bytes: *mut u8, len: c_int) -> Request {
 }
 
 unsafe extern "C" fn barrier() -> Request {
-    // SAFETY: no arguments of the caller's.
+    // SAFETY: no argument comes from the caller.
     request("MPI_Ibarrier", |request| unsafe { ffi::MPI_Ibarrier(world(), request) })
 }
 
 unsafe extern "C" fn test(request: Request) -> c_int {
     let request = request.cast::<MPI_Request>();
     let mut done = 0;
-    // SAFETY: the request is one of ours and not done yet; when it is, its box is freed, once.
+    // SAFETY: `request` created the request, which is in progress; its box is freed once, when it is done.
     unsafe {
         check(ffi::MPI_Test(request, &mut done, ffi::RSMPI_STATUS_IGNORE), "MPI_Test");
         if done != 0 {
@@ -143,11 +143,11 @@ unsafe extern "C" fn test(request: Request) -> c_int {
 }
 
 unsafe extern "C" fn abort(code: c_int) {
-    // SAFETY: no arguments of the caller's but a number.
+    // SAFETY: the only argument of the caller is a number.
     unsafe { ffi::MPI_Abort(world(), code) };
 }
 
 unsafe extern "C" fn finalize() {
-    // SAFETY: called once, last, with no request left (the caller's promise).
+    // SAFETY: guaranteed by the caller: this is the last call, and no request is in progress.
     check(unsafe { ffi::MPI_Finalize() }, "MPI_Finalize");
 }

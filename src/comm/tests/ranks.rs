@@ -7,7 +7,7 @@ use comm::{CommError, Config, MpiKind, World};
 
 const LONG: Duration = Duration::from_secs(30);
 
-/// The launchers of each MPI here that this build carries, as Debian names them where there are two.
+/// The launchers of the MPIs on this machine that this build supports, by Debian's names where there are two.
 fn launchers() -> Vec<(MpiKind, String)> {
     let names = [(MpiKind::OpenMpi, "mpirun.openmpi"), (MpiKind::Mpich, "mpirun.mpich")];
     let version = |program: &str| Command::new(program).arg("--version").output().ok();
@@ -28,7 +28,7 @@ fn launchers() -> Vec<(MpiKind, String)> {
 
 /// Runs `role` on `num_ranks` ranks.
 fn run((kind, mpirun): &(MpiKind, String), role: &str, num_ranks: u32) -> Output {
-    // Two of Open MPI's launchers that start and end at once can fail over the folder they would share.
+    // Two concurrent launchers of Open MPI can fail because of the folder that they would share.
     let scratch = std::env::temp_dir().join(format!("comm-{}-{role}-{num_ranks}", std::process::id()));
     std::fs::create_dir_all(&scratch).unwrap();
     let options: &[&str] = match kind {
@@ -60,13 +60,13 @@ fn run_well(role: &str, num_ranks: u32) {
     }
 }
 
-/// Not a test by itself: what each rank started by `run` does.
+/// Not a test by itself: the code of each rank that `run` starts.
 #[test]
 fn a_rank() {
     let Ok(role) = std::env::var("COMM_TEST_ROLE") else { return };
     let world = World::start(Config::from_env()).unwrap();
     match role.as_str() {
-        "everyone meets" => everyone_meets(&world),
+        "all to all" => all_to_all(&world),
         "long and short" => long_and_short(&world),
         "idle" => idle(&world),
         "abort" if world.rank() == world.size() - 1 => world.abort(42, "the test says so"),
@@ -85,7 +85,7 @@ fn a_rank() {
 }
 
 /// Every rank sends to every rank, itself included; rank 0 broadcasts.
-fn everyone_meets(world: &World) {
+fn all_to_all(world: &World) {
     let incoming = world.incoming().unwrap();
     assert!(world.incoming().is_none());
     assert_eq!(world.node_ranks(0), (0..world.size()).collect::<Vec<_>>(), "all on this machine");
@@ -95,26 +95,26 @@ fn everyone_meets(world: &World) {
     for to in 0..world.size() {
         world.send(to, format!("{} to {to}", world.rank()).into_bytes()).unwrap();
     }
-    // Rank 0 broadcasts once it has heard all; what it sends may overtake the greetings of others, not its own.
+    // Rank 0 broadcasts once it has received all messages. The broadcast may overtake messages of other ranks, not its own.
     let is_first = world.rank() == 0;
     let num_messages = world.size() + u32::from(!is_first);
-    let mut heard: Vec<_> = (0..num_messages).map(|_| incoming.recv_timeout(LONG).unwrap()).collect();
-    heard.sort_by_key(|(from, _)| *from);
+    let mut received: Vec<_> = (0..num_messages).map(|_| incoming.recv_timeout(LONG).unwrap()).collect();
+    received.sort_by_key(|(from, _)| *from);
     let greeting = |from: u32| (from, format!("{from} to {}", world.rank()).into_bytes());
     let mut expected: Vec<_> = (0..world.size()).map(greeting).collect();
     if is_first {
-        assert_eq!(heard, expected);
+        assert_eq!(received, expected);
         world.broadcast(b"to all".to_vec()).unwrap();
-        (1..world.size()).for_each(|_| assert_eq!(incoming.recv_timeout(LONG).unwrap().1, b"heard"));
+        (1..world.size()).for_each(|_| assert_eq!(incoming.recv_timeout(LONG).unwrap().1, b"received"));
     } else {
         expected.insert(1, (0, b"to all".to_vec()));
-        assert_eq!(heard, expected);
-        world.send(0, b"heard".to_vec()).unwrap();
+        assert_eq!(received, expected);
+        world.send(0, b"received".to_vec()).unwrap();
     }
 }
 
-/// Each rank sends its neighbour messages of 0 bytes to 8 MB in turn; they arrive whole and in order, also those
-/// that are still on their way when the world ends.
+/// Each rank sends messages of 0 bytes to 8 MB to its neighbour. They arrive complete and in order, also those that are in transit when
+/// the world ends.
 fn long_and_short(world: &World) {
     const LENGTHS: [usize; 5] = [0, 1, 5_000, 8_000_000, 70_000];
     const NUM_MESSAGES: usize = 40;
@@ -133,12 +133,12 @@ fn long_and_short(world: &World) {
     assert!(matches!(world.send(neighbour, vec![1]), Err(CommError::Left)) || world.size() == 1);
 }
 
-/// After a pause a world uses next to no CPU, and a message still arrives soon.
+/// After a pause a world uses almost no CPU time, and a message still arrives soon.
 fn idle(world: &World) {
     let incoming = world.incoming().unwrap();
     std::thread::sleep(Duration::from_millis(1500));
-    // What a wake-up costs depends on the machine, how many there are does not; a rank that spins wakes up rarely, but uses
-    // the core. A busy machine only adds to both, so the calmest of three pauses counts.
+    // The cost of a wake-up depends on the machine, the number does not. A rank that spins wakes up rarely but uses the core. Load on
+    // the machine only adds to both, so the minimum of three pauses counts.
     let used = |_| {
         let before = (wake_ups(), cpu_time());
         std::thread::sleep(Duration::from_secs(2));
@@ -161,7 +161,7 @@ fn idle(world: &World) {
     }
 }
 
-/// How often threads of this process went to sleep by themselves.
+/// Number of voluntary context switches of all threads of this process.
 fn wake_ups() -> u64 {
     let switches = |task: std::fs::DirEntry| {
         let status = std::fs::read_to_string(task.path().join("status")).unwrap_or_default();
@@ -198,7 +198,7 @@ fn a_world_without_a_launcher_has_one_rank() {
 }
 
 #[test]
-fn more_messages_than_may_wait_are_refused() {
+fn more_messages_than_may_be_queued_are_refused() {
     let world = World::start(Config { max_queued: 2, ..Config::default() }).unwrap();
     (0..2).for_each(|_| world.send(0, vec![1]).unwrap());
     assert!(matches!(world.send(0, vec![1]), Err(CommError::Overloaded { queued: 2 })));
@@ -208,17 +208,17 @@ fn more_messages_than_may_wait_are_refused() {
 }
 
 #[test]
-fn ranks_of_one_two_and_four_talk_to_each_other() {
-    [1, 2, 4].into_iter().for_each(|num_ranks| run_well("everyone meets", num_ranks));
+fn worlds_of_one_two_and_four_ranks_exchange_messages() {
+    [1, 2, 4].into_iter().for_each(|num_ranks| run_well("all to all", num_ranks));
 }
 
 #[test]
-fn long_messages_pass_and_keep_their_order() {
+fn long_messages_arrive_in_order() {
     [1, 2, 4].into_iter().for_each(|num_ranks| run_well("long and short", num_ranks));
 }
 
 #[test]
-fn an_idle_world_uses_next_to_no_cpu() {
+fn an_idle_world_uses_almost_no_cpu_time() {
     run_well("idle", 2);
 }
 
@@ -233,12 +233,12 @@ fn an_abort_ends_all_ranks_with_its_code() {
 }
 
 #[test]
-fn finalize_gives_up_on_a_rank_that_does_not_come() {
+fn finalize_times_out_if_a_rank_does_not_take_part() {
     for launcher in launchers() {
         let start = Instant::now();
         let output = run(&launcher, "late", 2);
         assert!(String::from_utf8_lossy(&output.stdout).contains("gave up"), "{output:?}");
-        // MPICH's launcher kills the other rank, and tells of that.
+        // MPICH's launcher kills the other rank, and reports that.
         let expected: &[i32] = if launcher.0 == MpiKind::OpenMpi { &[3] } else { &[3, 9] };
         assert!(output.status.code().is_some_and(|code| expected.contains(&code)), "{output:?}");
         assert!(start.elapsed() < LONG / 2);

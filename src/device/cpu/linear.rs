@@ -4,26 +4,14 @@
 use kernels::cpu::{
     self as k, Isa, Matrix, PackedInput, PanelInput, PanelMatrix, Pool, QuantInput, QuantMatrix, QuantType, WeightType,
 };
+use settings::WeightPrecision;
 
-/// The precision of linear layers' weights. Embeddings, norms and biases keep the checkpoint's type.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum WeightPrecision {
-    /// The checkpoint's type.
-    #[default]
-    Checkpoint,
-    /// 8 bits and a scale for each 64 weights.
-    Int8,
-    /// 4 bits and a scale for each 64 weights; the head has 8 bits.
-    Int4,
-}
-
-impl WeightPrecision {
-    pub(super) fn of(self, is_head: bool) -> Option<QuantType> {
-        match (self, is_head) {
-            (Self::Checkpoint, _) => None,
-            (Self::Int4, false) => Some(QuantType::Int4),
-            (Self::Int8, _) | (Self::Int4, true) => Some(QuantType::Int8),
-        }
+/// The type that a linear layer's weights are quantised to; the output head has at least 8 bits.
+pub(super) fn quant_type(precision: WeightPrecision, is_head: bool) -> Option<QuantType> {
+    match (precision, is_head) {
+        (WeightPrecision::Checkpoint, _) => None,
+        (WeightPrecision::Int4, false) => Some(QuantType::Int4),
+        (WeightPrecision::Int8, _) | (WeightPrecision::Int4, true) => Some(QuantType::Int8),
     }
 }
 

@@ -32,10 +32,12 @@ use group::Group;
 pub use group::GroupConfig;
 pub use kernels::cpu::allowed_cores;
 use linear::Inputs;
-pub use linear::{Linear, WeightPrecision};
+pub use linear::Linear;
+use linear::quant_type;
 pub use peers::Peers;
 use pipeline::Pipeline;
 use rows::Row;
+pub use settings::WeightPrecision;
 use streams::StreamKind;
 pub use weights::{CpuWeight, available_memory};
 
@@ -277,7 +279,7 @@ impl CpuDevice {
         if matrix.weight_type() != k::WeightType::Bf16 {
             self.widest_weight = Some(KvType::F32);
         }
-        let linear = Linear::new(&mut self.pool, self.isa, matrix, self.precision.of(is_head));
+        let linear = Linear::new(&mut self.pool, self.isa, matrix, quant_type(self.precision, is_head));
         self.weights_bytes += linear.bytes() as u64;
         self.projection.fit(&linear);
         linear

@@ -1,6 +1,6 @@
 //! Cost of a message between two processes (one way, round trip, in a stream) and within one thread.
 //!
-//! `cargo bench -p ipc`. The other process is this binary again: it answers every message with the time it came.
+//! `cargo bench -p ipc`. The other process runs this binary, too: it answers every message with the time of its arrival.
 
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 const LONG: Duration = Duration::from_secs(10);
 const SPINS: [(&str, Duration); 2] = [("futex", Duration::ZERO), ("spin 50us", Duration::from_micros(50))];
-/// Messages of a stream between two answers.
+/// Number of messages in a stream between two replies.
 const STREAM: usize = 1000;
 
 fn main() {
@@ -25,7 +25,7 @@ fn main() {
     criterion.final_summary();
 }
 
-/// The other process: answers messages that begin with 1, takes others silently.
+/// The other process: replies to messages that begin with 1, and only receives the others.
 fn answer(prefix: &Prefix, spin: Duration) {
     let mut requests = RingReceiver::open(prefix, "requests").expect("the parent made it");
     let mut replies = RingSender::open(prefix, "replies").expect("the parent made it");
@@ -38,7 +38,7 @@ fn answer(prefix: &Prefix, spin: Duration) {
     }
 }
 
-/// This end of two rings, and the process at the other.
+/// The ends of two rings in this process, and the other process.
 struct Peer {
     sender: RingSender,
     receiver: RingReceiver,
@@ -62,8 +62,8 @@ impl Peer {
         Self { sender, receiver, reply: Vec::new(), child, _rings: rings }
     }
 
-    /// Sends `message`, which begins with 1, and waits for the answer; when it came to the other process.
-    fn ask(&mut self, message: &[u8]) -> Duration {
+    /// Sends `message`, which begins with 1, and waits for the reply: the time of its arrival at the other process.
+    fn round_trip(&mut self, message: &[u8]) -> Duration {
         self.sender.send(message, LONG).expect("room");
         assert_eq!(self.receiver.recv(&mut self.reply, LONG).expect("alive"), Received::Message);
         let nanoseconds = u128::from_ne_bytes(self.reply[..].try_into().expect("a time"));
@@ -78,10 +78,11 @@ fn between_processes(criterion: &mut Criterion, name: &str, spin: Duration) {
         let asking = vec![1; bytes];
         group.bench_function(BenchmarkId::new("one way", bytes), |bencher| {
             bencher.iter_custom(|num| {
-                (0..num).map(|_| (now(), peer.ask(&asking))).map(|(sent, came)| came.saturating_sub(sent)).sum()
+                (0..num).map(|_| (now(), peer.round_trip(&asking))).map(|(sent, came)| came.saturating_sub(sent)).sum()
             });
         });
-        group.bench_function(BenchmarkId::new("round trip", bytes), |bencher| bencher.iter(|| peer.ask(&asking)));
+        group
+            .bench_function(BenchmarkId::new("round trip", bytes), |bencher| bencher.iter(|| peer.round_trip(&asking)));
     }
     group.throughput(Throughput::Elements(STREAM as u64));
     for bytes in [64, 4096, 65536] {
@@ -89,7 +90,7 @@ fn between_processes(criterion: &mut Criterion, name: &str, spin: Duration) {
         group.bench_function(BenchmarkId::new("stream", bytes), |bencher| {
             bencher.iter(|| {
                 (1..STREAM).for_each(|_| peer.sender.send(&quiet, LONG).expect("room"));
-                peer.ask(&asking)
+                peer.round_trip(&asking)
             });
         });
     }
@@ -117,7 +118,7 @@ fn within_a_thread(criterion: &mut Criterion) {
     }
 }
 
-/// Since boot: the same clock in both processes.
+/// Time since boot, which is the same clock in both processes.
 fn now() -> Duration {
     let time = clock_gettime(ClockId::Monotonic);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)

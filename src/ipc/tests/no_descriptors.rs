@@ -1,4 +1,4 @@
-//! A process without a free descriptor still says how it is. In a program of its own, for it lowers the limit of the
+//! A process without a free descriptor still answers health checks. In a test program of its own, because it lowers the limit of the
 //! whole process.
 
 use std::fs::File;
@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 use ipc::Health;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// In the environment of the child that asks.
-const ASKED: &str = "TRIREME_TEST_ASKED";
+/// Environment variable with the path of the socket, set for the child.
+const SOCKET: &str = "TRIREME_TEST_SOCKET";
 
 #[test]
-fn a_process_without_a_free_descriptor_says_how_it_is() {
+fn a_process_without_a_free_descriptor_answers_health_checks() {
     let health = Health { silent: Duration::from_millis(7), is_ready: true };
-    if let Some(path) = std::env::var_os(ASKED).map(PathBuf::from) {
+    if let Some(path) = std::env::var_os(SOCKET).map(PathBuf::from) {
         let start = Instant::now();
         while ipc::ask_health(&path).ok() != Some(health) {
             assert!(start.elapsed() < Duration::from_secs(30), "no answer");
@@ -30,7 +30,7 @@ fn a_process_without_a_free_descriptor_says_how_it_is() {
     let mut child = Command::new("/bin/sh")
         .args(["-c", "read go; exec \"$0\""])
         .arg(std::env::current_exe().unwrap())
-        .env(ASKED, &path)
+        .env(SOCKET, &path)
         .stdin(Stdio::piped())
         .spawn()
         .unwrap();
@@ -39,7 +39,7 @@ fn a_process_without_a_free_descriptor_says_how_it_is() {
         files.push(file);
     }
     child.stdin.take().unwrap().write_all(b"go\n").unwrap();
-    // Its standard input is closed by now, which gave one descriptor back.
+    // The pipe to the child's standard input is closed by now, which freed one descriptor.
     files.extend(File::open("/dev/null"));
     assert!(child.wait().unwrap().success());
     drop(files);

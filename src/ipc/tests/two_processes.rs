@@ -12,16 +12,16 @@ use ipc::{
 };
 
 const LONG: Duration = Duration::from_secs(20);
-/// Held while a region of a dead owner must stay, or all of them are swept.
+/// Locked by tests that need a stale region to stay, or that sweep all stale regions.
 static SWEEPING: Mutex<()> = Mutex::new(());
 const NUM_MESSAGES: u64 = 2_000_000;
 
-/// A prefix of this test alone.
+/// A prefix that no other test uses.
 fn prefix(test: &str) -> Prefix {
     format!("ipctest{}_{test}_", std::process::id()).parse().unwrap()
 }
 
-/// Starts this binary as the other process: it plays `role` on the ring or region `x` of `prefix`.
+/// Starts this binary as the other process: it runs `role` with the ring or region `x` of `prefix`.
 fn start(role: &str, prefix: &Prefix) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "the_other_process", "--nocapture"])
@@ -68,7 +68,7 @@ fn the_other_process() {
     }
 }
 
-/// Message `index`: its length and bytes follow from the index, so that the receiver can check both.
+/// Message `index`. Its length and bytes are computed from the index, so that the receiver can check both.
 fn message(index: u64) -> Vec<u8> {
     let mut state = index.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0xd1b5_4a32_d192_ed03;
     let mut next = || {
@@ -77,7 +77,7 @@ fn message(index: u64) -> Vec<u8> {
         state ^= state << 17;
         state
     };
-    // Mostly short; now and then as long as the ring takes; zero too.
+    // Mostly short, sometimes as long as the ring allows, sometimes empty.
     let len = if index % 5000 == 4999 { 4096 - 8 - (next() % 64) } else { next() % 64 };
     (0..len.div_ceil(8)).flat_map(|_| next().to_le_bytes()).take(len as usize).collect()
 }
@@ -116,7 +116,7 @@ fn millions_of_messages_of_any_size_arrive_whole_and_in_order() {
 }
 
 #[test]
-fn a_sender_killed_mid_way_is_noticed_and_no_message_is_torn() {
+fn the_death_of_a_sender_is_detected_and_no_message_is_torn() {
     let prefix = prefix("killed_sender");
     let ring = Ring::create(&prefix, "x", 1 << 16).unwrap();
     let mut receiver = ring.receiver().unwrap();
@@ -142,12 +142,12 @@ fn a_sender_killed_mid_way_is_noticed_and_no_message_is_torn() {
     };
     assert!(matches!(end, RecvError::PeerGone { pid, .. } if pid == child.id()), "{end:?}");
     child.wait().unwrap();
-    // A new process may take the dead one's place.
+    // A new process may take the end of one that has ended.
     drop(RingSender::open(&prefix, "x").unwrap());
 }
 
 #[test]
-fn a_receiver_killed_mid_way_is_noticed_by_the_sender() {
+fn the_death_of_a_receiver_is_detected_by_the_sender() {
     let prefix = prefix("killed_receiver");
     let ring = Ring::create(&prefix, "x", 4096).unwrap();
     let mut sender = ring.sender().unwrap();
@@ -281,7 +281,7 @@ fn a_region_of_a_running_process_is_refused_and_one_of_a_dead_process_is_replace
 }
 
 #[test]
-fn a_sweep_removes_what_dead_owners_left_and_nothing_else() {
+fn a_sweep_removes_regions_of_ended_owners_and_nothing_else() {
     let _alone = SWEEPING.lock();
     let prefix = prefix("sweep");
     let mut child = start("own a region", &prefix);
@@ -290,7 +290,7 @@ fn a_sweep_removes_what_dead_owners_left_and_nothing_else() {
     child.wait().unwrap();
     let mine = Region::create(&prefix, "mine", 64).unwrap();
     let foreign = format!("/dev/shm/{prefix}foreign");
-    fs::write(&foreign, "somebody else's file").unwrap();
+    fs::write(&foreign, "a file of another program").unwrap();
 
     let removed = sweep_all_stale().unwrap();
     assert!(removed.contains(&format!("{prefix}x")), "{removed:?}");
@@ -307,7 +307,7 @@ fn a_sweep_removes_what_dead_owners_left_and_nothing_else() {
 const LOCKED: [&str; 3] = ["theirs", "look_alike", "dead"];
 
 #[test]
-fn a_sweep_waits_for_nobody_and_leaves_what_is_not_a_region_of_its_user() {
+fn a_sweep_never_waits_and_skips_everything_but_regions_of_its_user() {
     let _alone = SWEEPING.lock();
     let prefix = prefix("locked");
     let path = |name: &str| format!("/dev/shm/{prefix}{name}");
@@ -323,7 +323,7 @@ fn a_sweep_waits_for_nobody_and_leaves_what_is_not_a_region_of_its_user() {
     fs::create_dir(path("folder")).unwrap();
     assert!(Command::new("mkfifo").arg(path("pipe")).status().unwrap().success());
     let _socket = std::os::unix::net::UnixListener::bind(path("socket")).unwrap();
-    // Only root can give files to others.
+    // Only root can change the owner of a file.
     let is_others = std::os::unix::fs::chown(path("others"), Some(65534), None).is_ok();
     let mut holder = start("hold locks", &prefix);
     wait_for(&path("ready"));
@@ -333,7 +333,7 @@ fn a_sweep_waits_for_nobody_and_leaves_what_is_not_a_region_of_its_user() {
     assert!(began.elapsed() < LONG / 2, "the sweep took {:?}", began.elapsed());
     assert!(!removed.contains(&format!("{prefix}dead")), "a region that another process has locked was removed");
     assert_eq!(removed.contains(&format!("{prefix}others")), !is_others);
-    // Neither may a name that is taken make its owner wait.
+    // A name that is in use must not block either.
     for name in ["theirs", "look_alike", "link", "folder", "pipe", "socket"] {
         let error = Region::create(&prefix, name, 64).unwrap_err();
         assert!(matches!(error, IpcError::NotOurs { .. }), "{name}: {error:?}");

@@ -1,4 +1,4 @@
-//! A log file of bounded size: a full one is kept under another name, `log.txt.1`, until the next one is full.
+//! A log file of bounded size. A full file is renamed to `log.txt.1`, in place of the previous one.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Write};
@@ -10,20 +10,20 @@ use std::time::{Duration, Instant};
 use ipc::lock;
 use tracing_subscriber::fmt::MakeWriter;
 
-/// How often it is looked whether the file is still at its place: others may move or remove it, or write to it as well.
-const LOOK: Duration = Duration::from_secs(1);
+/// How often the file is checked: other processes may move or remove it, or write to it as well.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The file, for any thread.
+/// The log file; any thread may write.
 pub(super) struct LogFile(Mutex<Open>);
 
 struct Open {
     path: PathBuf,
     file: File,
-    /// Bytes of the file when last looked at, and those written since.
+    /// Size of the file at the last check, and the bytes written since.
     len: u64,
-    /// 0: no bound. Pipes and devices have none either.
+    /// 0: no bound, as for pipes and devices.
     max_bytes: u64,
-    looked: Instant,
+    checked: Instant,
 }
 
 impl LogFile {
@@ -32,7 +32,7 @@ impl LogFile {
         let file = append_to(path)?;
         let found = file.metadata()?;
         let max_bytes = if found.is_file() { max_bytes } else { 0 };
-        Ok(Self(Mutex::new(Open { path: path.into(), len: found.len(), file, max_bytes, looked: Instant::now() })))
+        Ok(Self(Mutex::new(Open { path: path.into(), len: found.len(), file, max_bytes, checked: Instant::now() })))
     }
 }
 
@@ -44,13 +44,13 @@ impl<'a> MakeWriter<'a> for LogFile {
     }
 }
 
-/// Writes one line, whole.
+/// The locked file, for one line.
 pub(super) struct Guard<'a>(MutexGuard<'a, Open>);
 
 impl Write for Guard<'_> {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         let open = &mut *self.0;
-        open.look_after(line.len() as u64, Instant::now());
+        open.check(line.len() as u64, Instant::now());
         let written = open.file.write(line)?;
         open.len += written as u64;
         Ok(written)
@@ -70,14 +70,14 @@ fn is_same(one: &Metadata, other: &Metadata) -> bool {
 }
 
 impl Open {
-    /// Takes a new file where the old one was moved away, or where `more` bytes would make it too long.
-    fn look_after(&mut self, more: u64, now: Instant) {
+    /// Opens a new file if the old one was moved away, and rotates it if `more` bytes would make it too long.
+    fn check(&mut self, more: u64, now: Instant) {
         let is_full = |len: u64, max: u64| max > 0 && len > 0 && len.saturating_add(more) > max;
-        if now.duration_since(self.looked) < LOOK && !is_full(self.len, self.max_bytes) {
+        if now.duration_since(self.checked) < CHECK_INTERVAL && !is_full(self.len, self.max_bytes) {
             return;
         }
-        self.looked = now;
-        // What cannot be done is tried again: lines go to the file there is.
+        self.checked = now;
+        // A failed check is repeated later; until then lines go to the open file.
         let Ok(mine) = self.file.metadata() else { return };
         if mine.is_file() && !std::fs::metadata(&self.path).is_ok_and(|there| is_same(&there, &mine)) {
             self.reopen();
@@ -96,7 +96,7 @@ impl Open {
         }
     }
 
-    /// Other processes may write to the same file: one of them moves it, the others follow.
+    /// Several processes may write to the same file: one of them renames it, the others reopen it.
     fn rotate(&mut self, mine: &Metadata) {
         if self.file.try_lock().is_err() {
             return;
@@ -105,7 +105,7 @@ impl Open {
             let mut old = self.path.clone().into_os_string();
             old.push(".1");
             if std::fs::rename(&self.path, &old).is_err() {
-                // The folder takes no other name: what is in the file goes, for a disk that is full ends more than a log.
+                // The file cannot be renamed, so it is truncated: a full disk would do more harm than a lost log.
                 let _ = self.file.set_len(0);
             }
         }
@@ -160,7 +160,7 @@ mod tests {
         let write = |text: &str| log.make_writer().write_all(text.as_bytes()).unwrap();
         write("one\n");
         fs::rename(&path, &moved).unwrap();
-        lock(&log.0).looked -= LOOK;
+        lock(&log.0).checked -= CHECK_INTERVAL;
         write("two\n");
         assert_eq!(fs::read_to_string(&moved).unwrap(), "one\n");
         assert_eq!(fs::read_to_string(&path).unwrap(), "two\n");
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_there_counts_and_what_is_no_file_is_left_alone() {
+    fn existing_bytes_count_and_devices_are_not_rotated() {
         let folder = folder("there");
         let path = folder.join("log.txt");
         fs::write(&path, "x".repeat(990)).unwrap();

@@ -1,4 +1,5 @@
-//! Warnings and errors that repeat: the first of a stretch of time are written, the others counted, and one line says how many.
+//! Rate limit of warnings and errors: in each time window, the first lines of a call site are written and the others are counted; one
+//! line reports the count.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Weak, mpsc};
@@ -9,105 +10,106 @@ use ipc::lock;
 use tracing::callsite::Identifier;
 use tracing::{Level, Metadata};
 
-/// A stretch of time.
+/// Length of a time window.
 const WINDOW: Duration = Duration::from_secs(30);
-/// Lines of one place of the code in a stretch.
+/// Most lines of one call site in a window.
 const MAX_LINES: u32 = 50;
-/// Target of lines that come from other processes, where many different ones come from one place of the code.
+/// Target of lines of other processes. Many different lines share its call sites.
 const RELAYED_TARGET: &str = "relayed";
 const MAX_RELAYED_LINES: u32 = 2000;
-/// Target of the lines that say how many were left out.
+/// Target of the reports of this limiter.
 const LEFT_OUT_TARGET: &str = "left_out";
 
-/// What was written of each place of the code that warns.
+/// Counts the lines of each call site.
 #[derive(Debug)]
 pub(super) struct Limiter {
-    places: Mutex<HashMap<Identifier, Place>>,
-    /// Wakes the thread that says what was left out; there is none in a test.
-    has_left_out: Option<mpsc::SyncSender<()>>,
+    call_sites: Mutex<HashMap<Identifier, CallSite>>,
+    /// Wakes the thread that reports; `None` in a test.
+    wake_reporter: Option<mpsc::SyncSender<()>>,
 }
 
 #[derive(Debug)]
-struct Place {
+struct CallSite {
     metadata: &'static Metadata<'static>,
     began: Instant,
     num_written: u32,
     num_left_out: u64,
 }
 
-/// Lines that were left out.
+/// The number of lines of a call site that were not written.
 #[derive(Debug, PartialEq, Eq)]
 struct LeftOut {
     level: Level,
+    /// File name and line.
     place: String,
     num_lines: u64,
     time: Duration,
 }
 
 impl Limiter {
-    /// A limiter, and the thread that says what it left out.
+    /// A limiter with a thread that reports the lines that were not written.
     pub(super) fn start() -> std::io::Result<Arc<Self>> {
-        let (has_left_out, news) = mpsc::sync_channel(1);
-        let limiter = Arc::new(Self { places: Mutex::default(), has_left_out: Some(has_left_out) });
+        let (wake_reporter, woken) = mpsc::sync_channel(1);
+        let limiter = Arc::new(Self { call_sites: Mutex::default(), wake_reporter: Some(wake_reporter) });
         let reported = Arc::downgrade(&limiter);
-        thread::Builder::new().name("log-limit".into()).spawn(move || report(&reported, &news))?;
+        thread::Builder::new().name("log-limit".into()).spawn(move || report(&reported, &woken))?;
         Ok(limiter)
     }
 
     /// Whether a line is written.
     pub(super) fn admits(&self, metadata: &'static Metadata<'static>) -> bool {
-        // Levels are ordered by how much they say.
+        // Levels are ordered by verbosity.
         *metadata.level() > Level::WARN || metadata.target() == LEFT_OUT_TARGET || self.counts(metadata, Instant::now())
     }
 
     fn counts(&self, metadata: &'static Metadata<'static>, now: Instant) -> bool {
         let max = if metadata.target() == RELAYED_TARGET { MAX_RELAYED_LINES } else { MAX_LINES };
-        let mut places = lock(&self.places);
-        let new = || Place { metadata, began: now, num_written: 0, num_left_out: 0 };
-        let place = places.entry(metadata.callsite()).or_insert_with(new);
-        if place.num_left_out == 0 && now.duration_since(place.began) >= WINDOW {
-            *place = new();
+        let mut call_sites = lock(&self.call_sites);
+        let new = || CallSite { metadata, began: now, num_written: 0, num_left_out: 0 };
+        let site = call_sites.entry(metadata.callsite()).or_insert_with(new);
+        if site.num_left_out == 0 && now.duration_since(site.began) >= WINDOW {
+            *site = new();
         }
-        if place.num_written < max {
-            place.num_written += 1;
+        if site.num_written < max {
+            site.num_written += 1;
             return true;
         }
-        place.num_left_out += 1;
-        if place.num_left_out == 1
-            && let Some(has_left_out) = &self.has_left_out
+        site.num_left_out += 1;
+        if site.num_left_out == 1
+            && let Some(wake_reporter) = &self.wake_reporter
         {
-            // When there is no room, it is awake.
-            let _ = has_left_out.try_send(());
+            // When the channel is full, the reporter is already running.
+            let _ = wake_reporter.try_send(());
         }
         false
     }
 
-    /// What was left out in stretches that have ended; they begin anew. And how long until the next one ends.
+    /// The counts of windows that have ended, which are reset, and the time until the next window ends.
     fn take_left_out(&self, now: Instant) -> (Vec<LeftOut>, Option<Duration>) {
         let (mut taken, mut next) = (Vec::new(), None);
-        for place in lock(&self.places).values_mut().filter(|place| place.num_left_out > 0) {
-            let time = now.duration_since(place.began);
+        for site in lock(&self.call_sites).values_mut().filter(|site| site.num_left_out > 0) {
+            let time = now.duration_since(site.began);
             if time < WINDOW {
                 next = Some(next.map_or(WINDOW - time, |next: Duration| next.min(WINDOW - time)));
                 continue;
             }
-            let metadata = place.metadata;
+            let metadata = site.metadata;
             let file = metadata.file().and_then(|path| path.rsplit('/').next()).unwrap_or("?");
             let name = format!("{file}:{}", metadata.line().unwrap_or(0));
-            taken.push(LeftOut { level: *metadata.level(), place: name, num_lines: place.num_left_out, time });
-            *place = Place { metadata, began: now, num_written: 0, num_left_out: 0 };
+            taken.push(LeftOut { level: *metadata.level(), place: name, num_lines: site.num_left_out, time });
+            *site = CallSite { metadata, began: now, num_written: 0, num_left_out: 0 };
         }
         (taken, next)
     }
 }
 
-/// Says what was left out, until the limiter is gone.
-fn report(limiter: &Weak<Limiter>, news: &mpsc::Receiver<()>) {
-    while news.recv().is_ok() {
+/// Reports the lines that were not written, until the limiter is dropped.
+fn report(limiter: &Weak<Limiter>, woken: &mpsc::Receiver<()>) {
+    while woken.recv().is_ok() {
         while let Some(limiter) = limiter.upgrade() {
             let (left_out, next) = limiter.take_left_out(Instant::now());
             drop(limiter);
-            left_out.iter().for_each(LeftOut::say);
+            left_out.iter().for_each(LeftOut::report);
             let Some(next) = next else { break };
             thread::sleep(next);
         }
@@ -115,9 +117,9 @@ fn report(limiter: &Weak<Limiter>, news: &mpsc::Receiver<()>) {
 }
 
 impl LeftOut {
-    fn say(&self) {
+    fn report(&self) {
         let Self { place, num_lines, time, .. } = self;
-        // A line's level is fixed where it is written.
+        // The level of a call site is a constant.
         if self.level == Level::ERROR {
             tracing::error!(target: LEFT_OUT_TARGET, "{num_lines} further lines of {place} were left out in {time:.0?}");
         } else {
@@ -128,14 +130,14 @@ impl LeftOut {
 
 #[cfg(test)]
 impl Limiter {
-    /// A limiter whose thread a test plays.
+    /// A limiter without a reporter.
     pub(super) fn silent() -> Arc<Self> {
-        Arc::new(Self { places: Mutex::default(), has_left_out: None })
+        Arc::new(Self { call_sites: Mutex::default(), wake_reporter: None })
     }
 
-    /// Says now what was left out, as if the stretch had ended.
-    pub(super) fn say_all(&self) {
-        self.take_left_out(Instant::now() + WINDOW).0.iter().for_each(LeftOut::say);
+    /// Reports at once, as if all windows had ended.
+    pub(super) fn report_all(&self) {
+        self.take_left_out(Instant::now() + WINDOW).0.iter().for_each(LeftOut::report);
     }
 }
 
@@ -146,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_repeats_is_counted_and_said_once() {
+    fn repeated_lines_are_counted_and_reported_once() {
         let warning = tracing::callsite!(name: "w", kind: tracing::metadata::Kind::EVENT, target: "x", level: Level::WARN, fields:);
         let other = tracing::callsite!(name: "o", kind: tracing::metadata::Kind::EVENT, target: "x", level: Level::ERROR, fields:);
         let (warning, other) = (warning.metadata(), other.metadata());
@@ -154,14 +156,14 @@ mod tests {
         let start = Instant::now();
         let num_written = (0..1000).filter(|_| limiter.counts(warning, start)).count();
         assert_eq!(num_written, MAX_LINES as usize);
-        assert!(limiter.counts(other, start), "another place of the code has a limit of its own");
+        assert!(limiter.counts(other, start), "another call site has a limit of its own");
 
         let (left_out, next) = limiter.take_left_out(start + WINDOW / 2);
         assert_eq!((left_out, next), (Vec::new(), Some(WINDOW / 2)));
         let (left_out, next) = limiter.take_left_out(start + WINDOW);
         assert_eq!((left_out.len(), left_out[0].num_lines, left_out[0].level, next), (1, 950, Level::WARN, None));
         assert!(left_out[0].place.starts_with("limit.rs:"), "{left_out:?}");
-        assert!(limiter.counts(warning, start + WINDOW), "a new stretch begins");
+        assert!(limiter.counts(warning, start + WINDOW), "a new window begins");
         assert_eq!(limiter.take_left_out(start + 9 * WINDOW).0, []);
     }
 

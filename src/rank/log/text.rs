@@ -1,12 +1,12 @@
-//! What of a text a log line takes: one line, whatever the text holds, and of a bounded length.
+//! Text in log lines: escaped to one line, and cut to a bounded length.
 
 use std::fmt::{self, Write};
 
-/// Longest message, in bytes.
+/// Longest message in bytes.
 pub(super) const MAX_MESSAGE: usize = 16 << 10;
-/// Longest field: ids and names come from clients.
+/// Longest field in bytes: ids and names come from clients.
 const MAX_FIELD: usize = 256;
-/// Longest field of those that tell why something failed.
+/// Longest field with the reason of a failure, in bytes.
 const MAX_REASON: usize = 4 << 10;
 
 /// The longest value of the field `name`, in bytes.
@@ -17,7 +17,7 @@ pub(super) fn max_field(name: &str) -> usize {
     }
 }
 
-/// Takes the first bytes of what is written to it and counts the rest, so that a text of any length costs what is kept of it.
+/// A writer that keeps the first bytes and counts the rest, so that memory is bounded for text of any length.
 pub(super) struct Cut {
     kept: String,
     max: usize,
@@ -30,17 +30,17 @@ impl Cut {
         Self { kept: String::new(), max, len: 0 }
     }
 
-    /// `value` as it displays, cut.
+    /// The `Display` form of `value`, cut to `max` bytes.
     pub(super) fn display(value: impl fmt::Display, max: usize) -> String {
         let mut cut = Self::new(max);
-        let _ = write!(cut, "{value}"); // It takes everything; a value that fails to display is cut there.
+        let _ = write!(cut, "{value}"); // `Cut` accepts every write; if `value` fails to display, the text ends there.
         cut.finish()
     }
 
-    /// What was kept; where something was left out, it says so, with the length of the whole.
+    /// The kept text, followed by the full length if it was cut.
     pub(super) fn finish(mut self) -> String {
         if self.len > self.kept.len() {
-            let _ = write!(self.kept, "… ({} bytes)", self.len); // A String takes it.
+            let _ = write!(self.kept, "… ({} bytes)", self.len); // Writes to a String do not fail.
         }
         self.kept
     }
@@ -48,7 +48,7 @@ impl Cut {
 
 impl Write for Cut {
     fn write_str(&mut self, text: &str) -> fmt::Result {
-        // Nothing follows a gap.
+        // After the first cut nothing is kept.
         if self.len == self.kept.len() {
             let room = self.max - self.kept.len();
             self.kept.push_str(&text[..text.floor_char_boundary(room)]);
@@ -58,7 +58,7 @@ impl Write for Cut {
     }
 }
 
-/// Whether a character could end a line, move a terminal's cursor or change the order of what is shown.
+/// Whether a character could end a line, move a terminal's cursor or change the order of displayed text.
 fn is_control(character: char) -> bool {
     character.is_control()
         || matches!(
@@ -68,7 +68,7 @@ fn is_control(character: char) -> bool {
         )
 }
 
-/// A text with its control characters as `\n`, `\t`, `\u{1b}`.
+/// A text with control characters escaped as `\n`, `\t`, `\u{1b}`.
 pub(super) struct Escaped<'a>(pub(super) &'a str);
 
 impl fmt::Display for Escaped<'_> {
@@ -77,7 +77,7 @@ impl fmt::Display for Escaped<'_> {
     }
 }
 
-/// A table of this program: as [`Escaped`], but its lines stay.
+/// As [`Escaped`], but line breaks are kept. For tables of this program.
 pub(super) struct Table<'a>(pub(super) &'a str);
 
 impl fmt::Display for Table<'_> {
@@ -87,7 +87,7 @@ impl fmt::Display for Table<'_> {
     }
 }
 
-/// A text as a string of JSON.
+/// A text as a JSON string.
 pub(super) struct Json<'a>(pub(super) &'a str);
 
 impl fmt::Display for Json<'_> {
@@ -97,14 +97,14 @@ impl fmt::Display for Json<'_> {
         write_parts(self.0, is_special, out, |special, out| match special {
             '"' | '\\' => write!(out, "\\{special}"),
             '\n' => out.write_str("\\n"),
-            // All of them are in the basic plane.
+            // All control characters are in the basic multilingual plane.
             control => write!(out, "\\u{:04x}", control as u32),
         })?;
         out.write_char('"')
     }
 }
 
-/// Writes `text` with each special character as `write_special` has it; what lies between in one piece.
+/// Writes `text`, with each special character written by `write_special`.
 fn write_parts(
     text: &str,
     is_special: impl Fn(char) -> bool,
@@ -127,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_text_begins_a_line_of_its_own() {
+    fn no_text_begins_a_new_line() {
         let hostile = "a\nE b\r\tc\u{7f}\u{1b}[31m\u{85}\u{2028}\u{202e}\u{2066}\u{200f}é\"\\";
         let escaped = r#"a\nE b\r\tc\u{7f}\u{1b}[31m\u{85}\u{2028}\u{202e}\u{2066}\u{200f}é"\"#;
         assert_eq!(Escaped(hostile).to_string(), escaped);
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn long_values_are_cut_and_say_how_long_they_are() {
+    fn long_values_are_cut_and_followed_by_their_length() {
         let id = "é".repeat(1 << 20);
         let cut = Cut::display(&id, 256);
         assert_eq!(cut, format!("{}… (2097152 bytes)", "é".repeat(128)));

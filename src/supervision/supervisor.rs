@@ -1,4 +1,4 @@
-//! A rank's care for its workers: starts them, notices their end at once, ends them when told to.
+//! Spawns, watches and kills the worker processes of one rank.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -13,141 +13,57 @@ use ipc::{
     Prefix, ProcessWatch, Ring, bind_to_parent, describe_exit, essential_thread, lock, sweep_all_stale,
     withhold_secrets,
 };
-use serde::{Deserialize, Serialize};
 
-use crate::node_relay::{NodeRelay, RelayedWorker};
+use crate::messages::{FromAgent, RelayedWorker, ToAgent, WorkerId};
+use crate::node_relay::NodeRelay;
 use crate::protocol::{ShmName, WorkerSpec};
-use crate::said::Said;
+use crate::stderr_log::WorkerStderr;
 
 /// How long a worker may take to end after SIGUSR1.
 const TERMINATE_GRACE: Duration = Duration::from_secs(2);
 
-/// How long a worker that has ended may be heard: a child of its own may hold its standard error open.
-const LAST_WORDS_PATIENCE: Duration = Duration::from_millis(200);
+/// How long standard error of an ended worker is read: a child of the worker may keep the pipe open.
+const STDERR_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// How long the start of a process may keep other messages waiting: its program may lie on a network disk that hangs.
-const SPAWN_PATIENCE: Duration = Duration::from_secs(30);
+/// How long the start of a process may delay other messages: the program may be on a network disk that hangs.
+const SPAWN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long a worker may take to end after SIGKILL. The kernel waits for a driver or a disk that hangs, and so does whoever waits
-/// for it.
-const KILL_PATIENCE: Duration = Duration::from_secs(10);
+/// How long a worker may take to end after SIGKILL. A driver or a disk that hangs delays its end in the kernel.
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long the threads of a worker may take to write their stacks.
-const STACKS_PATIENCE: Duration = Duration::from_secs(1);
+const STACKS_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// One worker of one start of a model: a restart is a new `instance`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct WorkerId {
-    /// Counts every start of every model on rank 0.
-    pub instance: u64,
-    /// Place among the workers of the model: in its tensor-parallel group, and groups in the order of stages.
-    pub tp_rank: u32,
-}
-
-/// Rank 0 to the agent of a rank.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub enum ToAgent {
-    /// Start a worker; the agent fills in the names of its rings.
-    Start(WorkerId, Box<WorkerSpec>),
-    /// End a worker: SIGUSR1, then SIGKILL.
-    Stop(WorkerId),
-    /// End a worker at once; it hangs or its group is lost.
-    Kill(WorkerId),
-    /// Carry messages to and from these workers of one start, all on this rank's node; rank 0's has no need of it.
-    Relay(Vec<RelayedWorker>),
-    /// A message to every worker of this start on this rank's node, as its rings carry it.
-    ToWorkers {
-        /// Which start.
-        instance: u64,
-        /// An encoded [`crate::ToWorker`].
-        bytes: Vec<u8>,
-    },
-    /// Tell where the threads of a worker are: it hangs.
-    Stacks(WorkerId),
-    /// End the rank.
-    Shutdown,
-}
-
-/// The agent of a rank to rank 0.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum FromAgent {
-    /// The worker runs and its rings exist.
-    Started {
-        /// Which.
-        worker: WorkerId,
-        /// Its process.
-        pid: u32,
-        /// Its rank's process.
-        rank_pid: u32,
-        /// Where both run.
-        node: String,
-        /// Where plans go.
-        plan_ring: ShmName,
-        /// Where its messages come from.
-        output_ring: ShmName,
-    },
-    /// A relayed worker's message.
-    Said {
-        /// Which.
-        worker: WorkerId,
-        /// An encoded [`crate::FromWorker`].
-        bytes: Vec<u8>,
-    },
-    /// The worker ended, or could not be started.
-    Ended {
-        /// Which.
-        worker: WorkerId,
-        /// Exit code, signal, or what failed.
-        reason: String,
-        /// It ended of a signal: what it was told to do may go well the next time.
-        by_signal: bool,
-        /// The last that it wrote to standard error, with its stack if it met a fault.
-        last_lines: Vec<String>,
-    },
-    /// Where the threads of a worker are.
-    Stacks {
-        /// Which.
-        worker: WorkerId,
-        /// As the kernel tells it, and as they tell themselves.
-        text: String,
-    },
-    /// A rank has ended or hangs, and the world ends.
-    RankLost {
-        /// Which, and how that is known.
-        reason: String,
-    },
-}
-
-/// Starts and watches the workers of one rank.
+/// Spawns, watches and kills the workers of one rank, as messages of rank 0 request.
 #[derive(Debug)]
-pub struct Agent {
+pub struct WorkerSupervisor {
     prefix: Prefix,
     program: PathBuf,
     events: mpsc::Sender<FromAgent>,
     workers: Arc<Mutex<Workers>>,
-    /// By instance.
+    /// By [`WorkerId::instance`].
     relays: Mutex<HashMap<u64, NodeRelay>>,
 }
 
-/// A worker that runs, or one that ended and whose last words rank 0 may still read.
+/// A worker that runs, or one that has ended and whose output ring rank 0 may still read.
 #[derive(Debug)]
-struct Held {
+struct Supervised {
     watch: Arc<ProcessWatch>,
-    said: Arc<Said>,
-    /// Their names leave /dev/shm when these are dropped.
+    stderr: Arc<WorkerStderr>,
+    /// Dropping these removes their names from /dev/shm.
     _rings: [Ring; 2],
     has_ended: bool,
-    /// Rank 0 has no more use for it.
+    /// Rank 0 will not read its rings again.
     is_released: bool,
 }
 
-impl Agent {
-    /// An agent that starts workers as `program worker` and makes their rings under `prefix`.
+impl WorkerSupervisor {
+    /// A supervisor that starts workers as `program worker`, creates their rings under `prefix` and reports to `events`.
     pub fn new(prefix: Prefix, program: PathBuf, events: mpsc::Sender<FromAgent>) -> Self {
         Self { prefix, program, events, workers: Arc::default(), relays: Mutex::default() }
     }
 
-    /// Carries out one message of rank 0. [`ToAgent::Shutdown`] ends every worker.
+    /// Executes one message of rank 0. [`ToAgent::Shutdown`] ends every worker.
     pub fn handle(&self, message: ToAgent) {
         match message {
             ToAgent::Start(worker, spec) => self.start(worker, *spec),
@@ -163,7 +79,7 @@ impl Agent {
                 self.end(worker, Duration::ZERO);
                 release(&mut lock(&self.workers), worker);
             }
-            ToAgent::Stacks(worker) => self.tell_stacks(worker),
+            ToAgent::Stacks(worker) => self.report_stacks(worker),
             ToAgent::Shutdown => self.end_all(),
         }
     }
@@ -180,28 +96,28 @@ impl Agent {
         }
     }
 
-    fn tell_stacks(&self, worker: WorkerId) {
-        let (watch, said) = match lock(&self.workers).get(&worker) {
-            Some(Held { watch, said, has_ended: false, .. }) => (Arc::clone(watch), Arc::clone(said)),
+    fn report_stacks(&self, worker: WorkerId) {
+        let (watch, stderr) = match lock(&self.workers).get(&worker) {
+            Some(Supervised { watch, stderr, has_ended: false, .. }) => (Arc::clone(watch), Arc::clone(stderr)),
             _ => return,
         };
         let events = self.events.clone();
-        let tell = move || {
-            let text = said.stacks(watch.pid(), STACKS_PATIENCE);
+        let report = move || {
+            let text = stderr.stacks(watch.pid(), STACKS_TIMEOUT);
             let _ = events.send(FromAgent::Stacks { worker, text });
         };
-        if let Err(error) = essential_thread("stacks", tell) {
+        if let Err(error) = essential_thread("stacks", report) {
             let text = format!("its stacks are not known, for no thread can be started: {error}");
             let _ = self.events.send(FromAgent::Stacks { worker, text });
         }
     }
 
-    /// Workers that run now.
+    /// Number of workers that run now.
     pub fn num_workers(&self) -> usize {
         lock(&self.workers).values().filter(|worker| !worker.has_ended).count()
     }
 
-    /// Ends every worker and waits until they are gone, but no longer for one that not even SIGKILL ends.
+    /// Ends every worker and waits for their ends, at most a bounded time: SIGKILL may not end a worker that the kernel blocks.
     pub fn end_all(&self) {
         lock(&self.relays).clear();
         let workers: Vec<_> = lock(&self.workers).keys().copied().collect();
@@ -209,7 +125,7 @@ impl Agent {
             self.end(worker, TERMINATE_GRACE);
             release(&mut lock(&self.workers), worker);
         }
-        let deadline = Instant::now() + TERMINATE_GRACE + KILL_PATIENCE;
+        let deadline = Instant::now() + TERMINATE_GRACE + KILL_TIMEOUT;
         while self.num_workers() > 0 {
             if Instant::now() >= deadline {
                 let workers = lock(&self.workers);
@@ -222,30 +138,36 @@ impl Agent {
         }
     }
 
-    /// A thread per worker: the kernel ends a child with the thread that started it, so that thread stays to wait for it.
+    /// Runs one thread for each worker: the kernel kills a child when the thread that spawned it ends, so that thread waits for
+    /// the child.
     fn start(&self, worker: WorkerId, spec: WorkerSpec) {
         let (prefix, program) = (self.prefix.clone(), self.program.clone());
         let (events, workers) = (self.events.clone(), Arc::clone(&self.workers));
         let (spawned, wait_spawned) = mpsc::channel::<()>();
-        // The step watchdog comes first, with stacks; but it only looks while steps run.
-        let patience = spec.collective_timeout.mul_f32(1.5);
+        // Longer than the step watchdog, which reports stacks but is active only while steps run.
+        let max_stopped = spec.collective_timeout.mul_f32(1.5);
         let run = move || {
             let ended = match spawn(&prefix, &program, worker, spec) {
-                Ok(Started { mut child, watch, announcement, rings, said }) => {
-                    let held =
-                        Held { watch, said: Arc::clone(&said), _rings: rings, has_ended: false, is_released: false };
-                    end_if_stopped(Arc::clone(&held.watch), patience);
-                    lock(&workers).insert(worker, held);
+                Ok(Started { mut child, watch, announcement, rings, stderr }) => {
+                    let entry = Supervised {
+                        watch,
+                        stderr: Arc::clone(&stderr),
+                        _rings: rings,
+                        has_ended: false,
+                        is_released: false,
+                    };
+                    kill_if_stopped(Arc::clone(&entry.watch), max_stopped);
+                    lock(&workers).insert(worker, entry);
                     drop(spawned);
                     let _ = events.send(announcement);
                     let status = child.wait();
-                    // A worker that was killed could not remove what it had made: its rank's, or its group's on this node.
+                    // A killed worker leaves its shared memory behind, also that of its group on this node.
                     let _ = sweep_all_stale();
-                    // Last, for the rank ends when it has no worker left.
+                    // After the sweep: the rank ends when it has no running worker.
                     note_end(&mut lock(&workers), worker);
                     let by_signal = status.as_ref().is_ok_and(|status| status.code().is_none());
                     let reason = status.map_or_else(|error| format!("cannot wait for it: {error}"), describe_exit);
-                    FromAgent::Ended { worker, reason, by_signal, last_lines: said.last(LAST_WORDS_PATIENCE) }
+                    FromAgent::Ended { worker, reason, by_signal, last_lines: stderr.last(STDERR_TIMEOUT) }
                 }
                 Err(reason) => FromAgent::Ended { worker, reason, by_signal: false, last_lines: Vec::new() },
             };
@@ -256,19 +178,19 @@ impl Agent {
             let ended = FromAgent::Ended { worker, reason, by_signal: true, last_lines: Vec::new() };
             let _ = self.events.send(ended);
         }
-        // A message that ends the worker must find it: the sender is dropped once it is known, or failed.
-        if wait_spawned.recv_timeout(SPAWN_PATIENCE) == Err(mpsc::RecvTimeoutError::Timeout) {
-            tracing::error!(?worker, "its process has not started after {SPAWN_PATIENCE:?}; does a disk hang?");
+        // A later message must find this worker: the sender is dropped once the worker is in the map, or has failed.
+        if wait_spawned.recv_timeout(SPAWN_TIMEOUT) == Err(mpsc::RecvTimeoutError::Timeout) {
+            tracing::error!(?worker, "its process has not started after {SPAWN_TIMEOUT:?}; does a disk hang?");
         }
     }
 
     fn end(&self, worker: WorkerId, grace: Duration) {
         let watch = match lock(&self.workers).get(&worker) {
-            Some(Held { watch, has_ended: false, .. }) => Arc::clone(watch),
+            Some(Supervised { watch, has_ended: false, .. }) => Arc::clone(watch),
             _ => return,
         };
         if !grace.is_zero() {
-            // Not SIGTERM, which workers leave to rank 0.
+            // Not SIGTERM, which workers block: see `worker::main`.
             let _ = watch.signal(libc::SIGUSR1);
             let ending = Arc::clone(&watch);
             let kill_late = move || {
@@ -284,21 +206,24 @@ impl Agent {
     }
 }
 
-/// Kills a worker that does not run for `patience` because somebody stopped it: it neither loads nor ends.
-fn end_if_stopped(watch: Arc<ProcessWatch>, patience: Duration) {
-    const LOOK: Duration = Duration::from_secs(1);
-    let look = move || {
+/// Kills a worker that is stopped (SIGSTOP, a debugger) for `max_stopped`: it neither loads nor ends.
+fn kill_if_stopped(watch: Arc<ProcessWatch>, max_stopped: Duration) {
+    const INTERVAL: Duration = Duration::from_secs(1);
+    let check = move || {
         let mut since = None;
-        while !watch.wait(LOOK) {
+        while !watch.wait(INTERVAL) {
             if !is_stopped(watch.pid()) {
                 since = None;
-            } else if since.get_or_insert_with(Instant::now).elapsed() >= patience {
-                tracing::warn!(pid = watch.pid(), "kills a worker that was stopped and did not go on for {patience:?}");
+            } else if since.get_or_insert_with(Instant::now).elapsed() >= max_stopped {
+                tracing::warn!(
+                    pid = watch.pid(),
+                    "kills a worker that was stopped and did not go on for {max_stopped:?}"
+                );
                 let _ = watch.signal(libc::SIGKILL);
             }
         }
     };
-    if let Err(error) = essential_thread("look-for-stopped", look) {
+    if let Err(error) = essential_thread("look-for-stopped", check) {
         tracing::warn!("a worker that is stopped will not be noticed, for no thread can be started: {error}");
     }
 }
@@ -308,23 +233,23 @@ fn is_stopped(pid: u32) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
 }
 
-type Workers = HashMap<WorkerId, Held>;
+type Workers = HashMap<WorkerId, Supervised>;
 
-/// Rank 0 will not read the worker's rings again: they go with the worker, or now if it has ended.
+/// Notes that rank 0 will not read the worker's rings again, and removes the worker if it has ended.
 fn release(workers: &mut Workers, worker: WorkerId) {
-    if let Some(held) = workers.get_mut(&worker) {
-        held.is_released = true;
-        if held.has_ended {
+    if let Some(entry) = workers.get_mut(&worker) {
+        entry.is_released = true;
+        if entry.has_ended {
             workers.remove(&worker);
         }
     }
 }
 
-/// The worker has ended. Its rings stay until rank 0 has had the time to read why.
+/// Notes that the worker has ended. Its rings stay until rank 0 has read its last message.
 fn note_end(workers: &mut Workers, worker: WorkerId) {
-    if let Some(held) = workers.get_mut(&worker) {
-        held.has_ended = true;
-        if held.is_released {
+    if let Some(entry) = workers.get_mut(&worker) {
+        entry.has_ended = true;
+        if entry.is_released {
             workers.remove(&worker);
         }
     }
@@ -332,7 +257,7 @@ fn note_end(workers: &mut Workers, worker: WorkerId) {
 
 struct Started {
     child: Child,
-    said: Arc<Said>,
+    stderr: Arc<WorkerStderr>,
     watch: Arc<ProcessWatch>,
     announcement: FromAgent,
     rings: [Ring; 2],
@@ -349,19 +274,19 @@ fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerS
     (spec.plan_ring, spec.output_ring) = (plan_ring.clone(), output_ring.clone());
 
     let mut command = Command::new(program);
-    // Multicast memory of a lost worker can block a whole host's links.
+    // NVLink multicast memory of a lost worker can block the links of the whole host.
     command.arg("worker").env("NCCL_NVLS_ENABLE", "0").stdin(Stdio::piped()).stderr(Stdio::piped());
     bind_to_parent(withhold_secrets(&mut command, &[]), libc::SIGKILL);
     let mut child = command.spawn().map_err(|error| format!("cannot start `{}`: {error}", program.display()))?;
     let json = serde_json::to_vec(&spec).expect("a spec holds nothing that cannot be serialized");
     let mut stdin = child.stdin.take().expect("stdin is piped");
-    // A child that dies before reading its spec is reported by its exit status, not by this write. One that was stopped does not
-    // read: a thread of its own waits for it.
+    // If the child dies before it has read its spec, its exit status is reported, not this write. A stopped child does not read,
+    // so a thread of its own writes.
     let feed = move || drop(stdin.write_all(&json));
     if let Err(error) = essential_thread(format!("feed-{}", worker.tp_rank), feed) {
         let _ = child.kill();
         let _ = child.wait();
-        return Err(format!("cannot start a thread that tells it what to do: {error}"));
+        return Err(format!("cannot start a thread that sends its spec: {error}"));
     }
     let pid = child.id();
     let watch = match ProcessWatch::new(pid) {
@@ -372,18 +297,18 @@ fn spawn(prefix: &Prefix, program: &PathBuf, worker: WorkerId, mut spec: WorkerS
             return Err(error.to_string());
         }
     };
-    let said = Arc::new(Said::default());
-    let (heard, mut stderr) = (Arc::clone(&said), child.stderr.take().expect("stderr is piped"));
-    // A line that cannot be passed on is lost; the worker must not find its standard error closed for that.
-    let listen = move || while catch_unwind(AssertUnwindSafe(|| heard.listen(worker.tp_rank, &mut stderr))).is_err() {};
-    if let Err(error) = essential_thread(format!("hear-{}", worker.tp_rank), listen) {
+    let stderr = Arc::new(WorkerStderr::default());
+    let (log, mut pipe) = (Arc::clone(&stderr), child.stderr.take().expect("stderr is piped"));
+    // A panic loses one line; it must not close the standard error of the worker.
+    let read = move || while catch_unwind(AssertUnwindSafe(|| log.read_from(worker.tp_rank, &mut pipe))).is_err() {};
+    if let Err(error) = essential_thread(format!("stderr-{}", worker.tp_rank), read) {
         let _ = child.kill();
         let _ = child.wait();
-        return Err(format!("cannot start a thread that hears it: {error}"));
+        return Err(format!("cannot start a thread that reads its standard error: {error}"));
     }
     let node = nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned();
     let announcement = FromAgent::Started { worker, pid, rank_pid: std::process::id(), node, plan_ring, output_ring };
-    Ok(Started { child, said, watch, announcement, rings: [plan, output] })
+    Ok(Started { child, stderr, watch, announcement, rings: [plan, output] })
 }
 
 #[cfg(test)]
@@ -412,7 +337,7 @@ mod tests {
             num_stages: 1,
             nodes: vec![0],
             node_names: Vec::new(),
-            checkpoint_print: None,
+            checkpoint_fingerprint: None,
             network: None,
             group_region: ShmName::default(),
             plan_ring: ShmName::default(),
@@ -432,28 +357,28 @@ mod tests {
         }
     }
 
-    /// Plays its part where the test below has started it again.
+    /// Runs in the process that the test below starts.
     #[test]
     fn a_rank_with_secrets_starts_a_worker() {
         let Ok(dir) = std::env::var("AGENT_TEST_DIR") else { return };
         let program = PathBuf::from(dir).join("worker");
         std::fs::write(&program, "#!/bin/sh\nexec sleep 60\n").unwrap();
         std::fs::set_permissions(&program, Permissions::from_mode(0o700)).unwrap();
-        // As MPI's sockets are.
+        // Inheritable, as the sockets of MPI are.
         let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
         nix::fcntl::fcntl(&socket, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
         let inherited = std::fs::read_link(format!("/proc/self/fd/{}", socket.as_raw_fd())).unwrap();
 
         let prefix: Prefix = format!("agent_secrets_{}_", std::process::id()).parse().unwrap();
-        let (events, news) = mpsc::channel();
-        let agent = Agent::new(prefix, program, events);
-        agent.handle(ToAgent::Start(WorkerId { instance: 1, tp_rank: 0 }, Box::new(spec())));
-        let FromAgent::Started { pid, .. } = news.recv().unwrap() else { panic!("not started") };
+        let (events, received) = mpsc::channel();
+        let supervisor = WorkerSupervisor::new(prefix, program, events);
+        supervisor.handle(ToAgent::Start(WorkerId { instance: 1, tp_rank: 0 }, Box::new(spec())));
+        let FromAgent::Started { pid, .. } = received.recv().unwrap() else { panic!("not started") };
         let environment = std::fs::read_to_string(format!("/proc/{pid}/environ")).unwrap();
         let names: Vec<&str> = environment.split('\0').filter_map(|pair| Some(pair.split_once('=')?.0)).collect();
         let listed = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
         let open: Vec<PathBuf> = listed.filter_map(|entry| std::fs::read_link(entry.path()).ok()).collect();
-        agent.end_all();
+        supervisor.end_all();
         assert!(names.contains(&"NCCL_NVLS_ENABLE") && names.contains(&"AGENT_TEST_DIR"), "{names:?}");
         for secret in SECRETS {
             assert!(std::env::var_os(secret).is_some() && !names.contains(&secret), "{names:?}");
@@ -468,33 +393,33 @@ mod tests {
         let dir = std::env::temp_dir().join(format!("trireme-agent-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
         let mut rank = Command::new(std::env::current_exe().unwrap());
-        rank.args(["agent::tests::a_rank_with_secrets_starts_a_worker", "--exact", "--nocapture"]);
+        rank.args(["supervisor::tests::a_rank_with_secrets_starts_a_worker", "--exact", "--nocapture"]);
         rank.env("AGENT_TEST_DIR", &dir).envs(SECRETS.map(|name| (name, "not to be seen")));
         let output = rank.output().unwrap();
         std::fs::remove_dir_all(&dir).unwrap();
-        let said = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success() && said.contains("1 passed"), "{output:?}");
+        let stdout = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && stdout.contains("1 passed"), "{output:?}");
     }
 
     #[test]
-    fn a_worker_that_does_not_read_its_spec_keeps_nobody_waiting() {
+    fn a_worker_that_does_not_read_its_spec_blocks_no_other_message() {
         let prefix: Prefix = format!("agent_deaf_{}_", std::process::id()).parse().unwrap();
-        let (events, news) = mpsc::channel();
-        // `sleep worker` ends at once; a shell that reads nothing does not.
+        let (events, received) = mpsc::channel();
+        // A shell that reads nothing: `sleep worker` would end at once.
         let folder = std::env::temp_dir().join(format!("agent-deaf-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let program = folder.join("program");
         std::fs::write(&program, "#!/bin/sh\nexec sleep 100\n").unwrap();
         std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-        let agent = Agent::new(prefix, program, events);
+        let supervisor = WorkerSupervisor::new(prefix, program, events);
         let worker = WorkerId { instance: 1, tp_rank: 0 };
-        // More than a pipe holds.
-        let spec = WorkerSpec { checkpoint_print: Some(vec![7; 1 << 20]), ..spec() };
+        // Larger than the buffer of a pipe.
+        let spec = WorkerSpec { checkpoint_fingerprint: Some(vec![7; 1 << 20]), ..spec() };
         let began = Instant::now();
-        agent.handle(ToAgent::Start(worker, Box::new(spec)));
-        assert!(matches!(news.recv().unwrap(), FromAgent::Started { .. }));
-        agent.handle(ToAgent::Kill(worker));
-        assert!(matches!(news.recv().unwrap(), FromAgent::Ended { by_signal: true, .. }));
+        supervisor.handle(ToAgent::Start(worker, Box::new(spec)));
+        assert!(matches!(received.recv().unwrap(), FromAgent::Started { .. }));
+        supervisor.handle(ToAgent::Kill(worker));
+        assert!(matches!(received.recv().unwrap(), FromAgent::Ended { by_signal: true, .. }));
         assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
         std::fs::remove_dir_all(folder).unwrap();
     }
@@ -502,19 +427,19 @@ mod tests {
     #[test]
     fn the_rings_of_a_worker_that_ended_at_once_stay_until_rank_0_has_read_them() {
         let prefix: Prefix = format!("agent_test_{}_", std::process::id()).parse().unwrap();
-        let (events, news) = mpsc::channel();
-        let agent = Agent::new(prefix.clone(), "/bin/false".into(), events);
+        let (events, received) = mpsc::channel();
+        let supervisor = WorkerSupervisor::new(prefix.clone(), "/bin/false".into(), events);
         let worker = WorkerId { instance: 1, tp_rank: 0 };
-        agent.handle(ToAgent::Start(worker, Box::new(spec())));
-        let FromAgent::Started { plan_ring, output_ring, .. } = news.recv().unwrap() else { panic!("not started") };
-        let FromAgent::Ended { reason, .. } = news.recv().unwrap() else { panic!("not ended") };
+        supervisor.handle(ToAgent::Start(worker, Box::new(spec())));
+        let FromAgent::Started { plan_ring, output_ring, .. } = received.recv().unwrap() else { panic!("not started") };
+        let FromAgent::Ended { reason, .. } = received.recv().unwrap() else { panic!("not ended") };
         assert_eq!(reason, "exit code 1");
-        assert_eq!(agent.num_workers(), 0);
+        assert_eq!(supervisor.num_workers(), 0);
 
         let open = || (RingSender::open(&prefix, &plan_ring.name), RingReceiver::open(&prefix, &output_ring.name));
         let (plans, outputs) = open();
         assert!(plans.is_ok() && outputs.is_ok(), "{plans:?} {outputs:?}");
-        agent.handle(ToAgent::Kill(worker));
+        supervisor.handle(ToAgent::Kill(worker));
         let (plans, outputs) = open();
         assert!(plans.is_err() && outputs.is_err(), "rings outlived their worker's group");
     }

@@ -1,4 +1,4 @@
-//! Rank 0's reach to the agents of all ranks.
+//! On rank 0: messages to and from the agents of all ranks.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,28 +7,28 @@ use std::time::Duration;
 
 use ipc::{ProcessWatch, essential_thread, lock};
 
-use crate::agent::{FromAgent, ToAgent};
+use crate::messages::{FromAgent, ToAgent};
 
 type Listener = Box<dyn Fn(FromAgent) + Send>;
-/// Carries a message to the agents of some ranks.
-type Carrier = Box<dyn Fn(&[u32], ToAgent) + Send + Sync>;
+/// Sends a message to the agents of some ranks.
+type SendToRanks = Box<dyn Fn(&[u32], ToAgent) + Send + Sync>;
 
-/// Which node each rank is on.
+/// The node of each rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Nodes {
-    /// `[ranks]` node of each, counted from 0 in the order of the ranks.
+    /// `[ranks]` node of each rank; nodes are numbered from 0 in the order of their first ranks.
     of_rank: Vec<u32>,
-    /// `[nodes]` host name of each.
+    /// `[nodes]` host name of each node.
     names: Vec<String>,
 }
 
 impl Nodes {
-    /// All of `world_size` ranks on this node.
+    /// A world of `world_size` ranks that are all on this node.
     pub fn one(world_size: u32) -> Self {
         Self { of_rank: vec![0; world_size as usize], names: vec![String::new()] }
     }
 
-    /// From the ranks of each node and its name; every rank is on one.
+    /// From the name and the ranks of each node. Every rank is on exactly one node.
     pub fn new(nodes: impl IntoIterator<Item = (String, Vec<u32>)>) -> Self {
         let (mut of_rank, mut names) = (Vec::new(), Vec::new());
         for (node, (name, ranks)) in nodes.into_iter().enumerate() {
@@ -51,31 +51,31 @@ impl Nodes {
         &self.names
     }
 
-    /// The place of `rank` among those of its node.
+    /// The index of `rank` among the ranks of its node.
     pub fn local_rank(&self, rank: u32) -> u32 {
         (0..rank).filter(|&other| self.of(other) == self.of(rank)).count() as u32
     }
 
-    /// Most ranks on one node.
+    /// The largest number of ranks on one node.
     pub fn max_ranks(&self) -> usize {
         let count = |node: usize| self.of_rank.iter().filter(|&&its| its as usize == node).count();
         (0..self.names.len()).map(count).max().unwrap_or(0)
     }
 }
 
-/// Sends messages to any rank's agent and hands what agents say to whoever started the worker it is about.
+/// Sends messages to the agents of ranks, and delivers their messages to the listener of the worker concerned.
 pub struct Agents {
     world_size: u32,
     nodes: Nodes,
-    send: Carrier,
+    send: SendToRanks,
     listeners: Mutex<HashMap<u64, Listener>>,
     next_instance: AtomicU64,
-    /// Processes of ranks whose end is waited for.
+    /// Process ids of the ranks that are watched.
     watched: Mutex<HashSet<u32>>,
 }
 
 impl Agents {
-    /// Agents of `world_size` ranks on `nodes`; `send` carries a message to the agents of some ranks.
+    /// The agents of `world_size` ranks on `nodes`. `send` sends a message to the agents of some ranks.
     pub fn new(world_size: u32, nodes: Nodes, send: impl Fn(&[u32], ToAgent) + Send + Sync + 'static) -> Self {
         Self {
             world_size,
@@ -87,44 +87,44 @@ impl Agents {
         }
     }
 
-    /// Where ranks are.
+    /// The nodes of the ranks.
     pub fn nodes(&self) -> &Nodes {
         &self.nodes
     }
 
-    /// Ranks in the world.
+    /// Number of ranks in the world.
     pub fn world_size(&self) -> u32 {
         self.world_size
     }
 
-    /// A new instance; `listener` hears of its workers until [`Agents::forget`].
+    /// The number of a new instance. `listener` gets the messages about its workers until [`Agents::forget`].
     pub fn new_instance(&self, listener: impl Fn(FromAgent) + Send + 'static) -> u64 {
         let instance = self.next_instance.fetch_add(1, Ordering::Relaxed);
         lock(&self.listeners).insert(instance, Box::new(listener));
         instance
     }
 
-    /// Nobody wants to hear of `instance` any more.
+    /// Removes the listener of `instance`.
     pub fn forget(&self, instance: u64) {
         lock(&self.listeners).remove(&instance);
     }
 
-    /// Sends to the agent of `rank`.
+    /// Sends a message to the agent of `rank`.
     pub fn send(&self, rank: u32, message: ToAgent) {
         (self.send)(&[rank], message);
     }
 
-    /// Sends the same to the agents of `ranks`.
+    /// Sends the same message to the agents of `ranks`.
     pub fn send_to(&self, ranks: &[u32], message: ToAgent) {
         (self.send)(ranks, message);
     }
 
-    /// Hands on what an agent said; the loss of a rank concerns everyone.
+    /// Delivers a message of an agent to the listener of its instance. The loss of a rank goes to all listeners.
     pub fn deliver(&self, message: FromAgent) {
         let listeners = lock(&self.listeners);
         let worker = match &message {
             FromAgent::Started { worker, .. }
-            | FromAgent::Said { worker, .. }
+            | FromAgent::Relayed { worker, .. }
             | FromAgent::Ended { worker, .. }
             | FromAgent::Stacks { worker, .. } => worker,
             FromAgent::RankLost { .. } => return listeners.values().for_each(|listener| listener(message.clone())),
@@ -134,14 +134,14 @@ impl Agents {
         }
     }
 
-    /// From now on the end of the process `pid` of `rank`, on this node, is told to every listener.
+    /// Watches the process `pid` of `rank` on this node. Its end is delivered to every listener.
     pub fn watch_rank(self: &Arc<Self>, rank: u32, pid: u32) {
         if !lock(&self.watched).insert(pid) {
             return;
         }
         let agents = Arc::downgrade(self);
         let watch = move || {
-            // One that is gone already cannot be watched, and need not be.
+            // A process that has already ended cannot be watched, and its end is delivered at once.
             if let Ok(watch) = ProcessWatch::new(pid) {
                 watch.wait(Duration::MAX);
             }

@@ -1,4 +1,5 @@
-//! Rank 0's reach to the workers of another node: a plan comes once, and goes into the ring of each.
+//! Carries messages between rank 0 and the workers of another node. A plan travels to the node once and is copied to the ring
+//! of each worker.
 
 use std::io;
 use std::sync::Arc;
@@ -8,30 +9,18 @@ use std::time::Duration;
 
 use engine::plan;
 use ipc::{Doorbell, IpcError, Received, RingReceiver, RingSender, essential_thread};
-use serde::{Deserialize, Serialize};
 
-use crate::agent::{FromAgent, WorkerId};
+use crate::messages::{FromAgent, RelayedWorker, WorkerId};
 use crate::protocol::{FromWorker, ShmName};
 
-/// Messages to workers that may wait here; rank 0 has far fewer on the way.
-const MAX_WAITING: usize = 64;
-/// How long a worker may leave its ring full.
+/// Most messages to workers that may be queued here; rank 0 keeps far fewer in flight.
+const MAX_QUEUED: usize = 64;
+/// How long the ring of a worker may stay full.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// A wait that only a message or the doorbell ends.
 const IDLE_WAIT: Duration = Duration::from_secs(3600);
 
-/// Both rings of a worker on this node.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RelayedWorker {
-    /// Which.
-    pub worker: WorkerId,
-    /// Where plans go.
-    pub plan_ring: ShmName,
-    /// Where its messages come from.
-    pub output_ring: ShmName,
-}
-
-/// Carries messages between rank 0 and the workers of one start of a model on this node. Ends when dropped.
+/// The relay for the workers of one start of a model on this node. Dropping it ends its threads.
 #[derive(Debug)]
 pub(crate) struct NodeRelay {
     plans: SyncSender<Vec<u8>>,
@@ -48,16 +37,16 @@ impl NodeRelay {
             senders.push((*worker, sender));
             doorbells.push(outputs.doorbell());
             let (worker, events, has_ended) = (*worker, events.clone(), Arc::clone(&has_ended));
-            let tell = move || tell_outputs(worker, outputs, &events, &has_ended);
-            essential_thread(format!("outputs-{}", worker.tp_rank), tell)?;
+            let forward = move || forward_outputs(worker, outputs, &events, &has_ended);
+            essential_thread(format!("outputs-{}", worker.tp_rank), forward)?;
         }
-        let (plans, waiting) = mpsc::sync_channel(MAX_WAITING);
+        let (plans, queued) = mpsc::sync_channel(MAX_QUEUED);
         let events = events.clone();
-        essential_thread("plans", move || hand_out(waiting, senders, &events))?;
+        essential_thread("plans", move || distribute(queued, senders, &events))?;
         Ok(Self { plans, doorbells, has_ended })
     }
 
-    /// Hands a message to every worker. One too many means that they hang, which rank 0 will notice.
+    /// Queues a message for every worker. A full queue means that the workers hang, which rank 0's watchdog detects.
     pub(crate) fn send(&self, bytes: Vec<u8>) {
         if self.plans.try_send(bytes).is_err() {
             tracing::error!("workers of this node do not take their plans");
@@ -77,30 +66,30 @@ impl Drop for NodeRelay {
     }
 }
 
-/// Until rank 0's messages end, or a worker takes none.
-fn hand_out(waiting: Receiver<Vec<u8>>, mut senders: Vec<(WorkerId, RingSender)>, events: &Sender<FromAgent>) {
-    for bytes in waiting {
+/// Copies each message of rank 0 to the ring of every worker, until the queue closes or a ring stays full.
+fn distribute(queued: Receiver<Vec<u8>>, mut senders: Vec<(WorkerId, RingSender)>, events: &Sender<FromAgent>) {
+    for bytes in queued {
         for (worker, sender) in &mut senders {
             if let Err(error) = sender.send(&bytes, SEND_TIMEOUT) {
-                let mut words = Vec::new();
-                plan::encode(&FromWorker::Failed { message: format!("takes no plans: {error}") }, &mut words);
-                let _ = events.send(FromAgent::Said { worker: *worker, bytes: words });
+                let mut encoded = Vec::new();
+                plan::encode(&FromWorker::Failed { message: format!("takes no plans: {error}") }, &mut encoded);
+                let _ = events.send(FromAgent::Relayed { worker: *worker, bytes: encoded });
                 return;
             }
         }
     }
 }
 
-/// What one worker says, until it is gone or nobody wants to hear it.
-fn tell_outputs(worker: WorkerId, mut outputs: RingReceiver, events: &Sender<FromAgent>, has_ended: &AtomicBool) {
+/// Forwards the messages of one worker, until it has ended or the relay is dropped.
+fn forward_outputs(worker: WorkerId, mut outputs: RingReceiver, events: &Sender<FromAgent>, has_ended: &AtomicBool) {
     let mut bytes = Vec::new();
     while !has_ended.load(Ordering::Acquire) {
         match outputs.recv(&mut bytes, IDLE_WAIT) {
             Ok(Received::Message) => {
-                let _ = events.send(FromAgent::Said { worker, bytes: std::mem::take(&mut bytes) });
+                let _ = events.send(FromAgent::Relayed { worker, bytes: std::mem::take(&mut bytes) });
             }
             Ok(Received::Woken | Received::TimedOut) => {}
-            Err(_) => return, // Its agent says why.
+            Err(_) => return, // Its supervisor reports why.
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Whether all nodes hold the same checkpoint: a model whose shares come from different ones would answer nonsense.
+//! Compares the checkpoint of different nodes: weights from different checkpoints would give meaningless output.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -6,24 +6,24 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-/// Bytes at the start of a weights file that are read: the header, mostly.
+/// Bytes read at the start of a weights file, mostly its header.
 const START_BYTES: u64 = 64 << 10;
-/// Places further on that are looked at, evenly spread.
+/// Number of samples of the rest, evenly spread.
 const NUM_SAMPLES: u64 = 64;
 const SAMPLE_BYTES: u64 = 4 << 10;
 
-/// One file: its length, and a checksum of its start and of samples of the rest. All of it would take minutes to read.
+/// One file: its length, and a checksum of its start and of samples of the rest. A checksum of the whole file would take minutes.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Print {
+struct FilePrint {
     file: String,
     len: u64,
     checksum: u32,
 }
 
-/// What the checkpoint in `dir` is, for workers on other nodes to compare with theirs.
+/// A fingerprint of the checkpoint in `dir`, which workers on other nodes compare with their own.
 ///
 /// # Errors
-/// When a file there cannot be read.
+/// When the directory or a file in it cannot be read.
 pub fn fingerprint(dir: &Path) -> std::io::Result<Vec<u8>> {
     let mut prints = Vec::new();
     for entry in fs::read_dir(dir)? {
@@ -39,7 +39,7 @@ pub fn fingerprint(dir: &Path) -> std::io::Result<Vec<u8>> {
     Ok(serde_json::to_vec(&prints).expect("names and numbers can be written"))
 }
 
-fn print(path: &Path, name: String) -> std::io::Result<Print> {
+fn print(path: &Path, name: String) -> std::io::Result<FilePrint> {
     let file = File::open(path)?;
     let len = file.metadata()?.len();
     let mut hasher = crc32fast::Hasher::new();
@@ -54,20 +54,20 @@ fn print(path: &Path, name: String) -> std::io::Result<Print> {
     for sample in 0..NUM_SAMPLES {
         add(len / NUM_SAMPLES * sample, SAMPLE_BYTES)?;
     }
-    // Its end, where a copy that broke off differs from one that was padded.
+    // The end differs when a copy was interrupted and padded.
     add(len.saturating_sub(SAMPLE_BYTES), SAMPLE_BYTES)?;
-    Ok(Print { file: name, len, checksum: hasher.finalize() })
+    Ok(FilePrint { file: name, len, checksum: hasher.finalize() })
 }
 
-/// How two fingerprints differ, in words; `None` when they do not.
-pub(crate) fn difference(one: &[u8], other: &[u8]) -> Option<String> {
-    let read = |bytes: &[u8]| serde_json::from_slice::<Vec<Print>>(bytes).unwrap_or_default();
+/// A description of how two fingerprints differ; `None` when they are equal.
+pub fn difference(one: &[u8], other: &[u8]) -> Option<String> {
+    let read = |bytes: &[u8]| serde_json::from_slice::<Vec<FilePrint>>(bytes).unwrap_or_default();
     let (one, other) = (read(one), read(other));
-    let lacks = |has: &[Print], of: &[Print]| -> Option<String> {
+    let lacks = |has: &[FilePrint], of: &[FilePrint]| -> Option<String> {
         let file = has.iter().find(|print| of.iter().all(|its| its.file != print.file))?;
         Some(format!("`{}` is on one of them alone", file.file))
     };
-    let differs = |print: &Print| -> Option<String> {
+    let differs = |print: &FilePrint| -> Option<String> {
         let its = other.iter().find(|its| its.file == print.file && *its != print)?;
         Some(match print.len == its.len {
             true => format!("`{}` has other bytes", print.file),

@@ -1,0 +1,25 @@
+//! Supervision of worker processes, on the side of the ranks.
+//!
+//! - [`WorkerSupervisor`]: spawns, watches and kills the worker processes of one rank. It is the rank's *agent*.
+//! - [`Agents`]: on rank 0, sends messages to the agents of all ranks and delivers theirs.
+//! - [`ToWorker`], [`FromWorker`], [`WorkerSpec`]: the protocol between rank 0 and a worker process.
+//!
+//! The worker process itself is the room `worker`. This room links no device and no model.
+#![forbid(unsafe_code)]
+
+mod agents;
+mod checkpoint;
+mod messages;
+mod node_relay;
+mod protocol;
+mod stderr_log;
+mod supervisor;
+
+pub use agents::{Agents, Nodes};
+pub use checkpoint::{difference, fingerprint};
+pub use messages::{FromAgent, RelayedWorker, ToAgent, WorkerId};
+pub use protocol::{
+    DeviceChoice, FromWorker, KvMemory, LogitsPiece, LogitsPlace, MAX_LOGITS_PIECE, ShmName, ToWorker, WeightPrecision,
+    WorkerSpec,
+};
+pub use supervisor::WorkerSupervisor;

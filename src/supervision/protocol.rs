@@ -1,0 +1,218 @@
+//! The protocol between rank 0 and a worker: a spec at start, then messages in two rings.
+//!
+//! ```text
+//! rank 0 ── ToWorker ──► plan ring of every worker
+//! rank 0 ◄─ FromWorker ─ output ring of every worker   (tokens from the first worker of the last stage only)
+//! ```
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use engine::{SequenceId, StepOutput, StepPlan};
+use serde::{Deserialize, Serialize};
+pub use settings::WeightPrecision;
+
+/// The device that a worker computes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum DeviceChoice {
+    /// The CPU.
+    Cpu {
+        /// Number of threads of the worker.
+        threads: usize,
+        /// Core of the first thread, as an index into the cores that the process may use; the other threads get the next ones. `None`:
+        /// threads are not pinned.
+        first_core: Option<usize>,
+    },
+    /// A CUDA device.
+    Cuda {
+        /// Ordinal among the devices that the process can see.
+        ordinal: usize,
+    },
+}
+
+impl DeviceChoice {
+    /// The device of the node's worker `local_rank`, where `self` is the device of worker 0.
+    pub fn of_local_rank(self, local_rank: u32) -> Self {
+        match self {
+            DeviceChoice::Cpu { threads, first_core } => {
+                DeviceChoice::Cpu { threads, first_core: first_core.map(|first| first + local_rank as usize * threads) }
+            }
+            DeviceChoice::Cuda { ordinal } => DeviceChoice::Cuda { ordinal: ordinal + local_rank as usize },
+        }
+    }
+}
+
+/// Name of a ring or region in shared memory: `/dev/shm/<prefix><name>`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct ShmName {
+    /// Prefix of the rank that created it.
+    pub prefix: String,
+    /// Name under that prefix.
+    pub name: String,
+}
+
+/// The configuration of a worker process, which it reads as JSON from standard input.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct WorkerSpec {
+    /// Model name, for the process title and logs.
+    pub model: String,
+    /// Hugging Face checkpoint directory.
+    pub checkpoint: PathBuf,
+    /// The device to compute on.
+    pub device: DeviceChoice,
+    /// Number of the rank that starts it.
+    pub rank: u32,
+    /// Number of workers of the model on this node, other replicas included.
+    pub num_local_workers: usize,
+    /// Rank in the tensor-parallel group.
+    pub tp_rank: u32,
+    /// Size of the tensor-parallel group.
+    pub tp_size: u32,
+    /// Pipeline stage, which determines the layers of this worker.
+    pub stage: u32,
+    /// Number of pipeline stages, each of one tensor-parallel group.
+    pub num_stages: u32,
+    /// `[num_stages * tp_size]` node of each worker of the model, in the order of stages.
+    pub nodes: Vec<u32>,
+    /// `[nodes]` host names, for messages.
+    pub node_names: Vec<String>,
+    /// [`fingerprint`](crate::fingerprint) of the checkpoint on rank 0's node; `None` in a world of one node.
+    pub checkpoint_fingerprint: Option<Vec<u8>>,
+    /// The network between the nodes: an interface, or an address with its prefix length. `None`: any.
+    pub network: Option<String>,
+    /// Shared-memory region of the tensor-parallel group; unused in a group of one.
+    pub group_region: ShmName,
+    /// Ring of [`ToWorker`] messages, created by this worker's rank.
+    pub plan_ring: ShmName,
+    /// Ring of [`FromWorker`] messages, created by this worker's rank.
+    pub output_ring: ShmName,
+    /// Capacity of each ring in bytes, at least that of the largest message.
+    pub ring_bytes: usize,
+    /// Most tokens in a step.
+    pub max_step_tokens: usize,
+    /// Most rows in a step.
+    pub max_rows: usize,
+    /// Most draft tokens that a row verifies in a step.
+    pub max_drafts: usize,
+    /// Longest sequence in tokens.
+    pub max_sequence_len: usize,
+    /// Positions in a KV block.
+    pub block_size: usize,
+    /// Memory for the KV cache.
+    pub kv_memory: KvMemory,
+    /// Storage of the weights of linear layers. Only CPUs use it; other devices store them as the checkpoint has them.
+    pub weight_precision: WeightPrecision,
+    /// The number of the first plan.
+    pub next_step: u64,
+    /// How long a worker waits for its group in a collective operation.
+    pub collective_timeout: Duration,
+    /// Directories that are searched first for NVIDIA's libraries.
+    pub library_dirs: Vec<PathBuf>,
+    /// Directory that keeps measurements between starts.
+    pub cache_dir: Option<PathBuf>,
+}
+
+impl WorkerSpec {
+    /// Index among all workers of the model.
+    pub fn index(&self) -> usize {
+        (self.stage * self.tp_size + self.tp_rank) as usize
+    }
+
+    /// Whether the model's workers are on more than one node.
+    pub fn spans_nodes(&self) -> bool {
+        self.nodes.iter().any(|&node| node != self.nodes[0])
+    }
+
+    /// Whether this worker sends the tokens to rank 0. The first of the last stage does.
+    pub fn reports(&self) -> bool {
+        self.tp_rank == 0 && self.stage + 1 == self.num_stages
+    }
+}
+
+/// How much memory the KV cache takes.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub enum KvMemory {
+    /// A share, in (0, 1], of the memory that is free after weights and workspace are allocated.
+    FreeFraction(f64),
+    /// Room for this number of positions.
+    Tokens(u64),
+}
+
+/// Rank 0 to a worker.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum ToWorker {
+    /// Allocate the KV cache. Workers may have room for different numbers of blocks, so rank 0 chooses one number for all.
+    Configure {
+        /// Number of blocks, each of which spans all layers.
+        num_blocks: usize,
+    },
+    /// The bytes of every worker's [`FromWorker::Exchange`], in the order of workers.
+    Exchanged {
+        /// `[workers]`.
+        all: Vec<Vec<u8>>,
+    },
+    /// Run a step.
+    Step(StepPlan),
+    /// End, exit code 0.
+    Stop,
+}
+
+/// Most logits in a [`LogitsPiece`], so that a ring need not hold a row of a large vocabulary.
+pub const MAX_LOGITS_PIECE: usize = 16 * 1024;
+
+/// Part of the raw logits `[V]` at one position of a sequence.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LogitsPiece {
+    /// The sequence.
+    pub sequence: SequenceId,
+    /// The position.
+    pub place: LogitsPlace,
+    /// The token whose logit is `values[0]`. A row begins with 0, and its pieces come in order.
+    pub first_token: u32,
+    /// At most [`MAX_LOGITS_PIECE`].
+    pub values: Vec<f32>,
+}
+
+/// The position that logits belong to. A position that is computed again, after a preemption or a rejected draft, is sent again;
+/// the last values are valid.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LogitsPlace {
+    /// The logits at this position of the prompt.
+    Context(u32),
+    /// The logits from which this token of the output was sampled.
+    Generation(u32),
+}
+
+/// A worker to rank 0.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub enum FromWorker {
+    /// Bytes for the other workers of the model. [`ToWorker::Exchanged`] answers once all workers have sent theirs.
+    Exchange {
+        /// Opaque to rank 0.
+        bytes: Vec<u8>,
+    },
+    /// Weights and workspace are allocated.
+    Loaded {
+        /// Bytes of weights.
+        weights_bytes: u64,
+        /// Bytes of activations and scratch.
+        workspace_bytes: u64,
+        /// Bytes of one KV block in all layers.
+        block_bytes: u64,
+        /// KV blocks that fit.
+        max_blocks: usize,
+        /// Phases of the start and their durations, in order.
+        phases: Vec<(String, Duration)>,
+    },
+    /// The KV cache is allocated: a step can run now.
+    Ready,
+    /// The tokens of a step. Only the worker that [reports](WorkerSpec::reports) sends it.
+    Output(StepOutput),
+    /// Raw logits that a request asked for; sent before the [`FromWorker::Output`] of the step that computed them.
+    Logits(LogitsPiece),
+    /// The worker ends because of an error.
+    Failed {
+        /// What, where, and what to do.
+        message: String,
+    },
+}
