@@ -14,7 +14,7 @@ use futures::stream::{FuturesUnordered, StreamExt as _};
 use repository::ModelConfig;
 use smallvec::{SmallVec, smallvec};
 
-use crate::finder::Finder;
+use crate::index_memo::Finder;
 use crate::model::ServedModel;
 use crate::registry::Registry;
 use crate::{

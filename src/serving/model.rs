@@ -11,9 +11,9 @@ use tokio::sync::Notify;
 use crate::cache::ResponseCache;
 use crate::check::Signature;
 use crate::labels::Labels;
+use crate::request_metrics::{Cached, Watch};
 use crate::scheduler::{Scheduler, StateSpec};
 use crate::statistics::{ModelStatistics, Statistics};
-use crate::watch::{Cached, Watch};
 use crate::{Backend, InferError, InferRequest, InferResponse, Name, ResponseStream, TextModel, TextOutputs};
 
 /// One version of a model that answers requests.

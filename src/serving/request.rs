@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::step::EnsembleStep;
+use crate::ensemble_step::EnsembleStep;
 use crate::{ClientMemory, Name, Tensor, Trace};
 
 /// A free-form request or response parameter.

@@ -12,10 +12,10 @@ use tokio::sync::mpsc;
 
 use crate::ensemble::TextStream;
 use crate::progress::{Generation, Progress, ProgressReporter};
+use crate::request_metrics::Watch;
 use crate::scheduler::Turn;
 use crate::sender::ResponseSender;
 use crate::source::{Polled, PolledWork, ResponseSource, Sent};
-use crate::watch::Watch;
 use crate::{InferError, InferResponse, OutputDelta, StreamItem};
 
 type Item = Result<InferResponse, InferError>;

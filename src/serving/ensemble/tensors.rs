@@ -1,7 +1,7 @@
 //! What lies between the steps of one run.
 
 use super::graph::Wire;
-use crate::finder::Finder;
+use crate::index_memo::Finder;
 use crate::{Shape, Tensor};
 
 /// The tensors between the steps, by slot.

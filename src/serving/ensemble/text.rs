@@ -6,7 +6,7 @@ use std::task::{Context, Poll, ready};
 use super::Run;
 use super::graph::{Graph, Step, Wire};
 use crate::model::ServedModel;
-use crate::watch::Watch;
+use crate::request_metrics::Watch;
 use crate::{
     CallCounter, DetokenizerModel, InferError, InferRequest, Name, OutputDelta, ResponseSource, ResponseStream,
     StreamItem, TextModel, TextOutput, TextOutputs,

@@ -3,12 +3,12 @@
 //! Requests wait in a [`Queue`]; a task per instance takes the next batch when its instance is free, and one more task
 //! minds what may wait too long. The queue decides without a clock or a task of its own.
 
-mod control;
-mod grouping;
-mod order;
-mod priorities;
-mod sequences;
-mod state;
+mod batch_policy;
+mod control_inputs;
+mod priority_queue;
+mod response_order;
+mod sequence_queue;
+mod sequence_state;
 
 use std::fmt;
 use std::panic::AssertUnwindSafe;
@@ -20,15 +20,15 @@ use futures::future::FutureExt as _;
 use repository::ModelConfig;
 use tokio::sync::Notify;
 
-pub(crate) use control::Controls;
-pub(crate) use order::Turn;
+pub(crate) use control_inputs::Controls;
+pub(crate) use response_order::Turn;
 
 use crate::statistics::Execution;
 use crate::{Backend, BatchedRequest, InferError, InferRequest, Repeated, ResponseSender, ResponseStream, Tensor};
-use order::Order;
-use priorities::Priorities;
-use sequences::{SequenceId, Sequences};
-pub(crate) use state::{StateSpec, initial, read as read_states};
+use priority_queue::Priorities;
+use response_order::Order;
+use sequence_queue::{SequenceId, Sequences};
+pub(crate) use sequence_state::{StateSpec, initial, read as read_states};
 
 /// Responses of one request that may wait for a slow reader before the model waits too.
 const STREAM_CAPACITY: usize = 64;
@@ -306,7 +306,7 @@ impl Shared {
             };
             let Some(mut item) = item else { return };
             if let Ok(response) = &mut item {
-                let state = state::split(&self.states, &mut response.outputs);
+                let state = sequence_state::split(&self.states, &mut response.outputs);
                 let tells_more = state.is_empty() || !response.outputs.is_empty() || response.is_final;
                 self.queue().keep_state(&sequence, state);
                 if !tells_more {

@@ -7,7 +7,7 @@ use repository::ModelConfig;
 use repository::proto::ModelQueuePolicy;
 use repository::proto::model_queue_policy::TimeoutAction;
 
-use super::grouping::{Choice, Grouping};
+use super::batch_policy::{Choice, Grouping};
 use super::{Queue, Take, Waiting};
 use crate::InferError;
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::cache::CacheKey;
-use crate::finder::Finder;
+use crate::index_memo::Finder;
 use crate::model::ServedModel;
 use crate::progress::{Generation, Progress, Scheduled};
 use crate::statistics::{CacheUse, Came, Failure, OtherResponse, Outcome};

@@ -7,9 +7,9 @@ use repository::ModelConfig;
 use repository::proto::ModelSequenceBatching;
 use repository::proto::model_sequence_batching::{StrategyChoice, StrategyDirect};
 
-use super::control::Controls;
-use super::grouping::{Choice, Grouping};
-use super::state::{self, StateSpec};
+use super::batch_policy::{Choice, Grouping};
+use super::control_inputs::Controls;
+use super::sequence_state::{self, StateSpec};
 use super::{Queue, Take, Waiting};
 use crate::{CorrelationId, DataType, InferError, InferRequest, Tensor};
 
@@ -187,7 +187,7 @@ impl Sequences {
         self.num_waiting -= 1;
         sequence.is_running = true;
         if waiting.request.sequence_start {
-            sequence.state = state::initial(&self.states);
+            sequence.state = sequence_state::initial(&self.states);
         }
         self.controls.write(&mut waiting.request, true);
         waiting.request.inputs.extend(sequence.state.iter().cloned());
@@ -249,7 +249,7 @@ impl Sequences {
             ..InferRequest::default()
         };
         self.controls.write(&mut null, false);
-        null.inputs.extend(state::initial(&self.states));
+        null.inputs.extend(sequence_state::initial(&self.states));
         null
     }
 }
