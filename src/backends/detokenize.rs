@@ -98,7 +98,7 @@ impl Backend for Detokenize {
     fn text_model(&self) -> Option<TextModel> {
         let decoder = TextDecoder { tokenizer: self.tokenizer.clone(), skip_special_tokens: self.skip_special_tokens };
         let (is_nested, passed_on) = (self.is_nested, self.passed_on.clone());
-        Some(TextModel::Detokenizer(DetokenizerModel { decoder, is_nested, passed_on }))
+        Some(TextModel::Detokenizer(DetokenizerModel { decoder, is_nested, passthrough: passed_on }))
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {

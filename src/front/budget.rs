@@ -12,7 +12,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures::task::AtomicWaker;
-use serving::{InferError, Shared};
+use serving::{InferError, SharedLimit};
 use tokio::time::{Instant, Sleep, sleep_until};
 
 /// What all requests may hold at once.
@@ -118,7 +118,7 @@ impl Charge {
         let add = |before: usize| before.checked_add(count).filter(|after| after <= limit);
         if let Err(before) = used.fetch_update(Relaxed, Relaxed, add) {
             self.budget.make_room(count);
-            Shared::BytesInFlight.count_refusal();
+            SharedLimit::BytesInFlight.count_refusal();
             return Err(InferError::unavailable(format!(
                 "requests in flight hold {before} bytes, and all together may hold {limit}; try again later"
             )));
@@ -298,7 +298,7 @@ impl Watched {
 }
 
 fn refused(error: InferError) -> InferError {
-    Shared::BodyProgress.count_refusal();
+    SharedLimit::BodyProgress.count_refusal();
     error
 }
 

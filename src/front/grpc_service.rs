@@ -9,7 +9,7 @@ use bytes::Bytes;
 use futures::future::FutureExt as _;
 use h2::server::SendResponse;
 use http::{Request, Response};
-use serving::{InferError, Shared, SpanContext};
+use serving::{InferError, SharedLimit, SpanContext};
 use tokio::sync::OwnedSemaphorePermit;
 use tonic::Status;
 use tonic::body::Body;
@@ -116,7 +116,7 @@ impl<R: ServerReflection> GrpcService<R> {
         }
         let patience = self.state.config.write_timeout;
         let Ok(place) = self.state.grpc_calls.clone().try_acquire_owned() else {
-            Shared::GrpcStreams.count_refusal();
+            SharedLimit::GrpcStreams.count_refusal();
             let most = self.state.config.max_grpc_streams;
             let words = format!("{most} gRPC calls are open, as many as may be (--grpc-max-streams); try again later");
             return Some(refuse(grpc_status(InferError::unavailable(words)), respond));

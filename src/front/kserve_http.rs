@@ -9,7 +9,7 @@ use http::header::{
 };
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
-use serving::{ErrorKind, InferError, InferResponse, Limit, Shared, Trace};
+use serving::{ErrorKind, InferError, InferResponse, Limit, SharedLimit, Trace};
 
 use crate::aside::{aside, aside_in_turn};
 use crate::body::{ReplyBody, read_all};
@@ -40,7 +40,7 @@ pub(crate) const EVENTS: HeaderValue = HeaderValue::from_static("text/event-stre
 pub async fn handle(state: Arc<State>, request: Request<Incoming>) -> Result<Reply, Infallible> {
     let (head, body) = request.into_parts();
     if let Err(words) = state.config.http_origins.check(&head.method, &head.uri, &head.headers) {
-        Shared::Origins.count_refusal();
+        SharedLimit::Origins.count_refusal();
         return Ok(plain_error(StatusCode::FORBIDDEN, &words));
     }
     let longest = head.uri.path().split('/').map(str::len).max().unwrap_or(0);

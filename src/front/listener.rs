@@ -12,7 +12,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
-use serving::Repeated;
+use serving::RateLimitedLog;
 
 use crate::client_stream::ClientStream;
 use crate::config::Address;
@@ -128,7 +128,7 @@ const LEAVE_GRACE: Duration = Duration::from_millis(300);
 const KEEP_ALIVE: (Duration, Duration, u32) = (Duration::from_secs(60), Duration::from_secs(15), 4);
 
 /// Out of file descriptors, each connection would be a warning.
-static ACCEPT_WARNINGS: Repeated = Repeated::new(1);
+static ACCEPT_WARNINGS: RateLimitedLog = RateLimitedLog::new(1);
 
 impl Port {
     /// Serves each connection of `listener` with what `connect` makes of it, within TLS if there is an acceptor.
@@ -274,8 +274,8 @@ where
         let (stream, client) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
-                if let Some(unlogged) = ACCEPT_WARNINGS.due() {
-                    tracing::warn!("cannot accept a connection: {error}{unlogged}");
+                if let Some(suppressed) = ACCEPT_WARNINGS.allow() {
+                    tracing::warn!("cannot accept a connection: {error}{suppressed}");
                 }
                 // An idle connection that goes gives its file descriptor back.
                 door.connections.make_room_for_files();

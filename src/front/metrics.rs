@@ -6,7 +6,7 @@ use std::sync::Arc;
 use http::header::{CONTENT_TYPE, HeaderValue};
 use http::{Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
-use serving::{CacheStatistics, Limit, ModelStatistics, RecentDurations, Shared, StatisticDuration};
+use serving::{CacheStatistics, Limit, ModelStatistics, RecentDurations, SharedLimit, StatisticDuration};
 
 use crate::body::ReplyBody;
 use crate::exposition::{Family, FamilyKind, Labels, Sample, write_family};
@@ -82,7 +82,7 @@ fn scrape(state: &State) -> String {
 /// Requests that a limit refused, by limit.
 fn refused_requests() -> Family {
     let counts = Limit::all().map(|limit| (limit.name(), limit.num_refused()));
-    let counts = counts.chain(Shared::all().map(|shared| (shared.name(), shared.num_refused())));
+    let counts = counts.chain(SharedLimit::all().map(|shared| (shared.name(), shared.num_refused())));
     let sample = |(name, count): (&str, u64)| Sample::new(vec![("limit".into(), name.to_owned())], count as f64);
     Family {
         name: "trireme_refused_requests_total",

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
-use serving::{Repeated, Tensor, TraceRecord, TraceSink};
+use serving::{RateLimitedLog, Tensor, TraceRecord, TraceSink};
 
 use crate::json_writer::JsonWriter;
 
@@ -19,7 +19,7 @@ const MAX_ELEMENTS: usize = 4096;
 /// Parts of the bytes of all files that one file may have: then a new one begins.
 const NUM_SHARES: u64 = 8;
 
-static LOST_TRACES: Repeated = Repeated::new(4);
+static LOST_TRACES: RateLimitedLog = RateLimitedLog::new(4);
 
 /// What trace files take of a disk, whatever clients ask for: beyond it the oldest files are removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -123,9 +123,9 @@ impl TraceFile {
 impl TraceSink for TraceFile {
     fn write(&self, trace: &TraceRecord) {
         if let Err(error) = self.append(&json(trace))
-            && let Some(unlogged) = LOST_TRACES.due()
+            && let Some(suppressed) = LOST_TRACES.allow()
         {
-            tracing::warn!("a trace is lost: cannot write {}: {error}{unlogged}", self.path.display());
+            tracing::warn!("a trace is lost: cannot write {}: {error}{suppressed}", self.path.display());
         }
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use serving::{ErrorKind, InferError, Repeated, SpanContext, Trace, TraceSink};
+use serving::{ErrorKind, InferError, RateLimitedLog, SpanContext, Trace, TraceSink};
 
 use crate::otlp_export::{Collector, Exporter};
 use crate::trace_file::{TraceBounds, TraceFile};
@@ -42,9 +42,9 @@ pub struct TraceOptions {
 }
 
 /// Traces that nobody keeps.
-static NOT_WRITTEN: Repeated = Repeated::new(1);
+static NOT_WRITTEN: RateLimitedLog = RateLimitedLog::new(1);
 /// Clients that ask for tensors in vain.
-static TENSORS_ASKED: Repeated = Repeated::new(1);
+static TENSORS_ASKED: RateLimitedLog = RateLimitedLog::new(1);
 
 /// Trace settings of the server and, where they differ, of models.
 #[derive(Debug)]
@@ -193,12 +193,12 @@ impl TraceSettings {
             *key == "trace_level" && !self.allows_tensors && values.as_ref().is_some_and(|levels| has_tensors(levels))
         };
         if accepted.iter().any(in_vain)
-            && let Some(unlogged) = TENSORS_ASKED.due()
+            && let Some(suppressed) = TENSORS_ASKED.allow()
         {
             tracing::warn!(
                 "a client asks for traces with TENSORS, which hold prompts of all clients, and are not written: start with \
                  --trace-config=level=TENSORS or --allow-client-trace-tensors=true, or restrict `trace` to clients with a \
-                 key{unlogged}"
+                 key{suppressed}"
             );
         }
         let mut changed = self.changed();
@@ -231,10 +231,10 @@ impl TraceSettings {
         let is_on = is_level(&self.get("")) || self.changed().values().any(is_level);
         if is_on
             && self.sink().is_none()
-            && let Some(unlogged) = NOT_WRITTEN.due()
+            && let Some(suppressed) = NOT_WRITTEN.allow()
         {
             tracing::warn!(
-                "traces are asked for but not written: start with --trace-config=triton,file=PATH{unlogged}"
+                "traces are asked for but not written: start with --trace-config=triton,file=PATH{suppressed}"
             );
         }
         self.is_on.store(is_on, Relaxed);

@@ -1,4 +1,4 @@
-//! The door between serving and what answers.
+//! The interface between `serving` and the backends that run models.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,122 +10,122 @@ use crate::{InferError, InferRequest, Limits, ResponseSender, ResponseStream, Te
 
 /// One loaded model version: `serving` calls it, `backends` implement it.
 ///
-/// Each accepted request gets one stream, ended by one response marked final or by one error.
-/// A decoupled model may send any number of responses before that, errors among them.
+/// Each accepted request gets one stream, which ends with one response marked final or with one error.
+/// A decoupled model may send any number of responses and errors before that.
 ///
-/// A backend takes requests in one of two ways. With [`Backend::num_instances`] of 0 each request goes to
-/// [`Backend::infer`] at once, and the backend queues as it likes. Otherwise `serving` queues requests as the model's
-/// configuration says (batches, priorities, timeouts, sequences) and gives them to [`Backend::execute`].
+/// A backend receives requests in one of two ways. Where [`Backend::num_instances`] is 0, each request goes to
+/// [`Backend::infer`] at once, and the backend has its own queue. Otherwise `serving` queues requests as the model's
+/// configuration says (batches, priorities, timeouts, sequences) and passes batches to [`Backend::execute`].
 pub trait Backend: Send + Sync {
-    /// Accepts the request, checked against the model's configuration, and returns at once.
-    /// Dropping the stream cancels it. Not called where [`Backend::num_instances`] is above 0.
+    /// Accepts a request, which is checked against the model's configuration, and returns at once.
+    /// Dropping the stream cancels the request. Not called where [`Backend::num_instances`] is above 0.
     ///
     /// # Errors
-    /// When the request cannot be accepted: wrong values, a full queue.
+    /// When the request cannot be accepted, for example because of invalid values or a full queue.
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError>;
 
-    /// Whether its responses hold no output beside those that a request names.
-    fn keeps_to_requested_outputs(&self) -> bool {
+    /// Whether responses contain only the outputs that the request names.
+    fn returns_only_requested_outputs(&self) -> bool {
         false
     }
 
-    /// What this model is in an ensemble that generates text; `None` for models of other kinds.
+    /// The model's role in an ensemble that generates text; `None` for other models.
     fn text_model(&self) -> Option<TextModel> {
         None
     }
 
-    /// As [`Backend::infer`], with the outputs of a text ensemble in place of its own. Only called where
-    /// [`Backend::text_model`] is [`TextModel::Generator`].
+    /// Accepts a request like [`Backend::infer`]; the responses have the outputs of a text ensemble instead of the model's own.
+    /// Only called where [`Backend::text_model`] is [`TextModel::Generator`].
     ///
     /// # Errors
-    /// As [`Backend::infer`].
+    /// When the request cannot be accepted, for example because of invalid values or a full queue.
     fn infer_text(&self, request: InferRequest, _outputs: TextOutputs) -> Result<ResponseStream, InferError> {
         let model = request.model_name;
         Err(InferError::internal(format!("model '{model}' generates no text")))
     }
 
-    /// How many executions run side by side, for a backend that leaves queues and batches to `serving`.
+    /// Number of executions that may run at the same time; 0 for a backend that queues and batches requests itself.
     fn num_instances(&self) -> usize {
         0
     }
 
-    /// Runs a batch on an instance, from 0, and resolves when that instance is free for the next one.
+    /// Runs a batch on an instance, numbered from 0. It resolves when the instance is free for the next batch.
     ///
-    /// Each request is answered through its own sender, before or after this resolves; a sender dropped without a final
-    /// response or an error becomes an error. A batch holds one request unless the model's configuration has
-    /// `dynamic_batching` or `sequence_batching`; its requests have the same inputs and shapes, but for batch sizes and
-    /// inputs with `allow_ragged_batch`, and together at most `max_batch_size` rows.
+    /// Each request has its own sender, which may send responses before or after this resolves. If the sender is dropped
+    /// before a final response or an error, the client gets an error. A batch holds one request unless the model's
+    /// configuration has `dynamic_batching` or `sequence_batching`. Its requests have at most `max_batch_size` rows together,
+    /// and the same inputs with the same shapes, except for batch sizes and for inputs with `allow_ragged_batch`.
     fn execute(&self, _instance: usize, batch: Vec<BatchedRequest>) -> BoxFuture<'_, ()> {
         drop(batch);
         std::future::ready(()).boxed()
     }
 
-    /// Whether it reads inputs where a request's `client_memory` says. All are in `inputs` otherwise.
+    /// Whether the backend reads inputs from `client_memory` of a request. Otherwise `serving` copies all of them to `inputs`.
     fn reads_client_memory(&self) -> bool {
         false
     }
 
-    /// Whether a request would be served now. False while, say, workers restart.
+    /// Whether the model can serve a request now. False, for example, while its workers restart.
     fn is_ready(&self) -> bool {
         true
     }
 
-    /// As [`Backend::is_ready`], and what the model says when it is asked itself.
+    /// Like [`Backend::is_ready`], with the model's own check, which may take seconds.
     fn probe(&self) -> BoxFuture<'_, bool> {
         std::future::ready(self.is_ready()).boxed()
     }
 
-    /// What the model holds of which memory, as far as it knows.
+    /// Memory that the model holds, as far as the backend knows.
     fn memory_usage(&self) -> Vec<MemoryUsage> {
         Vec::new()
     }
 
-    /// Resolves when no request is in flight. No new one is given to it any more.
+    /// Resolves when no request is in flight. Called after the last request was passed to the backend.
     fn drain(&self) -> BoxFuture<'_, ()>;
 }
 
-/// Memory that a model holds.
+/// An amount of memory that a model holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryUsage {
     /// `CPU` or `GPU`, as the statistics name them.
     pub kind: &'static str,
-    /// Of a GPU, its number on its node.
+    /// Number of the GPU on its node; 0 for `CPU`.
     pub id: i64,
-    /// Bytes.
+    /// Size in bytes.
     pub num_bytes: u64,
 }
 
-/// One request of a batch, and where its responses go.
+/// One request of a batch, and the sender of its responses.
 #[derive(Debug)]
 pub struct BatchedRequest {
-    /// The request, with the control and state inputs of its sequence.
+    /// The request, including control and state inputs where it belongs to a sequence.
     pub request: InferRequest,
-    /// Its responses. Knows too whether the client has left.
+    /// Sends the responses, and knows whether the client has left.
     pub responses: ResponseSender,
 }
 
-/// Makes the backend of a model, one per `backend:` (or `platform:`) name.
+/// Loads models. Each `backend:` (or `platform:`) name has one factory.
 ///
-/// Loading may take long: it runs off the request path. An error's words are the reason in the repository index.
+/// Loading does not block requests and may take long. The text of an error is the reason in the repository index.
 pub trait BackendFactory: Send + Sync {
-    /// Whether an old load of a model must be gone before a new one starts, because the two would not fit side by side.
-    /// Without it the old one serves until the new one is ready.
+    /// Whether a loaded model must be unloaded before it is loaded again, because both would not fit into memory.
+    /// If not, the old load serves until the new one is ready.
     fn is_exclusive(&self) -> bool {
         false
     }
 
-    /// Who loads this model in this factory's place, for example because its files are known to be a layout that is
-    /// served without them; `None` for this factory itself.
-    fn stand_in(&self, _model: &LoadRequest) -> Option<Arc<dyn BackendFactory>> {
+    /// The factory that loads this model instead of this one, for example because the files are a known layout with a backend
+    /// of its own; `None` for this factory itself.
+    fn replacement(&self, _model: &LoadRequest) -> Option<Arc<dyn BackendFactory>> {
         None
     }
 
-    /// Completes a configuration, for example with the inputs and outputs it leaves out.
+    /// Completes a configuration, for example with inputs and outputs that it does not list.
     fn complete(&self, _config: &mut ModelConfig) {}
 
-    /// Completes a configuration from the model's own files, before a version is loaded; `None` leaves it as it is.
+    /// Completes a configuration from the model's own files, before a version is loaded; `None` leaves it unchanged.
     ///
-    /// What it returns is checked again. An error is the reason why no version loads.
+    /// The returned configuration is checked again. After an error no version is loaded, and the error is the reason.
     fn auto_complete(&self, _model: LoadRequest) -> BoxFuture<'static, Result<Option<ModelConfig>, InferError>> {
         std::future::ready(Ok(None)).boxed()
     }
@@ -134,7 +134,7 @@ pub trait BackendFactory: Send + Sync {
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>>;
 }
 
-/// What a backend needs to load one version of a model.
+/// Arguments for loading one version of a model.
 #[derive(Debug, Clone)]
 pub struct LoadRequest {
     /// `<repository>/<model>`.
@@ -143,8 +143,8 @@ pub struct LoadRequest {
     pub version_dir: PathBuf,
     /// The version's number.
     pub version: i64,
-    /// Name, inputs, outputs and parameters as configured.
+    /// The model's configuration, completed.
     pub config: Arc<ModelConfig>,
-    /// What one request may contain.
+    /// Limits on the contents of one request.
     pub limits: Limits,
 }

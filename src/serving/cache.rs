@@ -1,4 +1,4 @@
-//! Responses kept for requests that ask the same again.
+//! The response cache: responses that are returned again for equal requests.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher as _, Hash, Hasher, RandomState};
@@ -10,55 +10,56 @@ use bytes::Bytes;
 
 use crate::{InferRequest, InferResponse, Name, Parameter, Tensor};
 
-/// What an entry takes beside its tensors' bytes.
+/// Estimated size of an entry without its tensors and parameters.
 const ENTRY_BYTES: usize = 256;
 
-/// A bounded cache of one server's responses. The one unused for longest goes first.
+/// The responses of one server, bounded by their bytes. The least recently used one is evicted first.
 pub(crate) struct ResponseCache {
     max_bytes: usize,
-    /// Two independent 64-bit hashes with keys of this process: nobody outside can make two requests meet.
+    /// Two independent 64-bit hashes with random keys of this process: clients cannot construct colliding requests.
     hashers: [RandomState; 2],
     entries: Mutex<Entries>,
 }
 
-/// What a response cache holds and has done.
+/// Contents and counters of a response cache.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct CacheStatistics {
-    /// Share of its bytes that is taken, 0 to 1.
+    /// Used share of its bytes, 0 to 1.
     pub utilization: f64,
-    /// Responses in it.
+    /// Responses in the cache.
     pub num_entries: u64,
     /// Requests answered from it.
     pub num_hits: u64,
-    /// Requests that were looked for in vain.
+    /// Requests that were not found in it.
     pub num_misses: u64,
-    /// Responses that made room for others.
+    /// Responses that were removed to make room for others.
     pub num_evictions: u64,
-    /// Time that looking took.
+    /// Total time of look-ups.
     pub lookup: Duration,
-    /// Time that putting in took.
+    /// Total time of insertions.
     pub insertion: Duration,
 }
 
-/// A request, in short.
+/// Hash of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct CacheKey([u64; 2]);
 
 #[derive(Default)]
 struct Entries {
     by_key: HashMap<CacheKey, Entry>,
-    /// Keys by when they were used last.
+    /// Keys by their last use, the least recent first.
     by_use: BTreeMap<u64, CacheKey>,
+    /// Number of uses so far; orders uses.
     clock: u64,
     num_bytes: usize,
-    /// Counts alone; the rest is known from the entries.
-    done: CacheStatistics,
+    /// Counters and times. `utilization` and `num_entries` are not kept here.
+    counters: CacheStatistics,
 }
 
 struct Entry {
     response: InferResponse,
     num_bytes: usize,
-    used: u64,
+    last_used: u64,
 }
 
 impl ResponseCache {
@@ -67,45 +68,45 @@ impl ResponseCache {
         Self { max_bytes, hashers, entries: Mutex::default() }
     }
 
-    /// The key of a request to the model that was loaded as number `load`.
-    pub fn key(&self, load: u64, request: &InferRequest) -> CacheKey {
+    /// The key of a request to the model with this load id.
+    pub fn key(&self, load_id: u64, request: &InferRequest) -> CacheKey {
         CacheKey(self.hashers.each_ref().map(|state| {
             let mut hasher = state.build_hasher();
-            load.hash(&mut hasher);
-            write(request, &mut hasher);
+            load_id.hash(&mut hasher);
+            hash_request(request, &mut hasher);
             hasher.finish()
         }))
     }
 
-    /// The response to a request like this one.
+    /// The cached response of this key.
     pub fn get(&self, key: CacheKey) -> Option<InferResponse> {
         let started = Instant::now();
         let mut entries = self.entries();
-        let found = entries.touch(key);
-        let counted = if found.is_some() { &mut entries.done.num_hits } else { &mut entries.done.num_misses };
-        *counted += 1;
-        entries.done.lookup += started.elapsed();
+        let found = entries.get(key);
+        let counter = if found.is_some() { &mut entries.counters.num_hits } else { &mut entries.counters.num_misses };
+        *counter += 1;
+        entries.counters.lookup += started.elapsed();
         found
     }
 
-    /// As of now.
+    /// A snapshot.
     pub fn statistics(&self) -> CacheStatistics {
         let entries = self.entries();
         CacheStatistics {
             utilization: entries.num_bytes as f64 / self.max_bytes as f64,
             num_entries: entries.by_key.len() as u64,
-            ..entries.done
+            ..entries.counters
         }
     }
 
-    /// Keeps a response, unless it is larger than the whole cache.
-    pub fn put(&self, key: CacheKey, response: &InferResponse) {
+    /// Stores a response, unless it is larger than the whole cache.
+    pub fn insert(&self, key: CacheKey, response: &InferResponse) {
         let started = Instant::now();
         let num_bytes = size_of_response(response);
         if num_bytes > self.max_bytes {
             return;
         }
-        // Bytes of its own: a tensor may be a small part of a large buffer.
+        // The data is copied, because a tensor may be a slice that keeps a large buffer alive.
         let copy = |tensor: &Tensor| Tensor { data: Bytes::copy_from_slice(&tensor.data), ..tensor.clone() };
         let outputs = response.outputs.iter().map(copy).collect();
         let response = InferResponse { outputs, ..response.clone() };
@@ -114,10 +115,10 @@ impl ResponseCache {
         while entries.num_bytes + num_bytes > self.max_bytes {
             let Some((_, &oldest)) = entries.by_use.first_key_value() else { break };
             entries.remove(oldest);
-            entries.done.num_evictions += 1;
+            entries.counters.num_evictions += 1;
         }
         entries.insert(key, response, num_bytes);
-        entries.done.insertion += started.elapsed();
+        entries.counters.insertion += started.elapsed();
     }
 
     fn entries(&self) -> MutexGuard<'_, Entries> {
@@ -126,12 +127,13 @@ impl ResponseCache {
 }
 
 impl Entries {
-    fn touch(&mut self, key: CacheKey) -> Option<InferResponse> {
+    /// The response of this key, which becomes the most recently used.
+    fn get(&mut self, key: CacheKey) -> Option<InferResponse> {
         self.clock += 1;
         let entry = self.by_key.get_mut(&key)?;
-        self.by_use.remove(&entry.used);
+        self.by_use.remove(&entry.last_used);
         self.by_use.insert(self.clock, key);
-        entry.used = self.clock;
+        entry.last_used = self.clock;
         Some(entry.response.clone())
     }
 
@@ -139,19 +141,19 @@ impl Entries {
         self.clock += 1;
         self.num_bytes += num_bytes;
         self.by_use.insert(self.clock, key);
-        self.by_key.insert(key, Entry { response, num_bytes, used: self.clock });
+        self.by_key.insert(key, Entry { response, num_bytes, last_used: self.clock });
     }
 
     fn remove(&mut self, key: CacheKey) {
         if let Some(entry) = self.by_key.remove(&key) {
             self.num_bytes -= entry.num_bytes;
-            self.by_use.remove(&entry.used);
+            self.by_use.remove(&entry.last_used);
         }
     }
 }
 
-/// Everything of a request that its answer may depend on, inputs in the order of their names.
-fn write(request: &InferRequest, hasher: &mut impl Hasher) {
+/// Hashes every part of a request that its response may depend on, with inputs in the order of their names.
+fn hash_request(request: &InferRequest, hasher: &mut impl Hasher) {
     let mut inputs: Vec<&Tensor> = request.inputs.iter().collect();
     inputs.sort_unstable_by(|left, right| left.name.cmp(&right.name));
     inputs.len().hash(hasher);
@@ -200,39 +202,42 @@ mod tests {
     }
 
     #[test]
-    fn the_one_unused_for_longest_makes_room() {
+    fn the_least_recently_used_response_is_evicted() {
         let cache = ResponseCache::new(3 * size_of_response(&response(1000)));
-        (1..=3).for_each(|number| cache.put(key(number), &response(1000)));
+        (1..=3).for_each(|number| cache.insert(key(number), &response(1000)));
         assert!(cache.get(key(1)).is_some());
-        cache.put(key(4), &response(1000));
+        cache.insert(key(4), &response(1000));
         let kept = (1..=4).filter(|&number| cache.get(key(number)).is_some()).collect::<Vec<_>>();
         assert_eq!(kept, [1, 3, 4]);
         let CacheStatistics { num_entries, num_hits, num_misses, num_evictions, utilization, .. } = cache.statistics();
         assert_eq!((num_entries, num_hits, num_misses, num_evictions, utilization), (3, 4, 1, 1, 1.0));
-        cache.put(key(5), &response(10_000));
-        assert!(cache.get(key(5)).is_none() && cache.get(key(4)).is_some(), "too large a response changes nothing");
-        cache.put(key(4), &response(10));
+        cache.insert(key(5), &response(10_000));
+        assert!(
+            cache.get(key(5)).is_none() && cache.get(key(4)).is_some(),
+            "a response that is too large changes nothing"
+        );
+        cache.insert(key(4), &response(10));
         assert_eq!(cache.get(key(4)).unwrap().outputs[0].data.len(), 10);
     }
 
     #[test]
-    fn requests_differ_by_all_that_an_answer_may_depend_on() {
+    fn the_key_depends_on_everything_that_the_response_may_depend_on() {
         let cache = ResponseCache::new(1);
-        let ask = |name: &str, values: &[i32], outputs: &[&str], parameter: i64| InferRequest {
+        let request = |name: &str, values: &[i32], outputs: &[&str], parameter: i64| InferRequest {
             inputs: vec![Tensor::from_i32(name, &[i64::try_from(values.len()).unwrap()], values)],
             requested_outputs: outputs.iter().map(|&name| name.into()).collect(),
             parameters: BTreeMap::from([("p".to_owned(), Parameter::Int(parameter))]),
             ..InferRequest::default()
         };
-        let first = ask("x", &[1, 2], &[], 0);
+        let first = request("x", &[1, 2], &[], 0);
         let same = InferRequest { id: "other".into(), priority: 3, timeout_us: 5, ..first.clone() };
         assert_eq!(cache.key(1, &first), cache.key(1, &same));
         assert_ne!(cache.key(1, &first), cache.key(2, &first));
         for other in [
-            ask("x", &[1, 3], &[], 0),
-            ask("y", &[1, 2], &[], 0),
-            ask("x", &[1, 2], &["y"], 0),
-            ask("x", &[1, 2], &[], 1),
+            request("x", &[1, 3], &[], 0),
+            request("y", &[1, 2], &[], 0),
+            request("x", &[1, 2], &["y"], 0),
+            request("x", &[1, 2], &[], 1),
         ] {
             assert_ne!(cache.key(1, &first), cache.key(1, &other));
         }

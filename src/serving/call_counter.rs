@@ -1,4 +1,4 @@
-//! Statistics of a model whose work another model does: each call counts as a request to it.
+//! Counts requests to a model that another model serves in its place.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,10 +7,11 @@ use crate::histogram::Tally;
 use crate::model::ServedModel;
 use crate::statistics::Outcome;
 
-/// Calls that are counted together, at most: the statistics are shared by all threads, so that adding to them is costly.
+/// Calls that are counted together, at most. All threads share the statistics, and writing a contended cache line is costly.
 const MAX_UNCOUNTED: u64 = 16;
 
-/// Counts calls of one model, each with a response and a batch size of 1. What is not counted yet counts when it is dropped.
+/// Counts calls as requests to one model, each with one response and a batch size of 1. Dropping it counts the remaining
+/// calls.
 #[derive(Debug)]
 pub struct CallCounter {
     model: Arc<ServedModel>,
@@ -27,7 +28,7 @@ impl CallCounter {
 
     /// Counts a call that took `total_ns` nanoseconds.
     pub fn count(&mut self, total_ns: u64) {
-        self.model.statistics.gather_first_response(total_ns, &mut self.first_responses);
+        self.model.statistics.tally_first_response(total_ns, &mut self.first_responses);
         self.total_ns += total_ns;
         self.num_uncounted += 1;
         if self.num_uncounted == MAX_UNCOUNTED || self.model.statistics.has_summaries() {
@@ -35,10 +36,10 @@ impl CallCounter {
         }
     }
 
-    /// Adds what was counted to the model's statistics.
+    /// Adds the uncounted calls to the model's statistics.
     pub fn flush(&mut self) {
         let statistics = &self.model.statistics;
-        statistics.first_responses(&mut self.first_responses);
+        statistics.flush_first_responses(&mut self.first_responses);
         let (count, total) = (std::mem::take(&mut self.num_uncounted), std::mem::take(&mut self.total_ns));
         if count > 0 {
             let total = Duration::from_nanos(total);

@@ -1,4 +1,4 @@
-//! Requests against a model's configuration. The words are those that clients of the protocol know.
+//! Checks requests against a model's configuration. The error texts are Triton's, because clients look for them.
 
 use std::collections::HashSet;
 
@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 
 use crate::{DataType, InferError, InferRequest, InferResponse, Name, Shape, Tensor};
 
-/// What a model takes and gives, made once from its configuration.
+/// A model's inputs and outputs, made once from its configuration.
 #[derive(Debug)]
 pub(crate) struct Signature {
     model: String,
@@ -18,7 +18,7 @@ pub(crate) struct Signature {
     reshaped_outputs: Vec<ReshapedOutput>,
 }
 
-/// An output whose shape for the client (`dims`) is not the one the model gives it.
+/// An output that has one shape for the client (`dims`) and another for the model (`reshape`).
 #[derive(Debug)]
 struct ReshapedOutput {
     name: String,
@@ -51,30 +51,30 @@ impl Signature {
         }
     }
 
-    /// Checks a request, and gives its inputs the shapes the model sees. Returns its batch size.
+    /// Checks a request, and changes the shapes of its inputs to those that the model expects. Returns its batch size.
     ///
     /// # Errors
-    /// `InvalidArgument` for the first thing that is wrong.
+    /// `InvalidArgument` with the first fault.
     pub fn check(&self, request: &mut InferRequest) -> Result<u64, InferError> {
         let within = |message: String| InferError::invalid(format!("[request id: {}] {message}", shown_id(request)));
         if let Some(output) = request.requested_outputs.iter().find(|name| !self.outputs.contains(name)) {
             let model = &self.model;
             return Err(InferError::invalid(format!("unexpected inference output '{output}' for model '{model}'")));
         }
-        let Some(places) = self.places(&request.inputs) else { return Err(self.wrong_names(request)) };
+        let Some(indices) = self.match_inputs(&request.inputs) else { return Err(self.input_names_error(request)) };
         let mut batch_size = None;
-        for (tensor, &place) in request.inputs.iter().zip(&places) {
-            let input = &self.inputs[place];
+        for (tensor, &index) in request.inputs.iter().zip(&indices) {
+            let input = &self.inputs[index];
             self.check_tensor(input, tensor, &mut batch_size).map_err(&within)?;
-            let elsewhere = request.client_memory.input(&tensor.name);
-            let len = elsewhere.map_or(tensor.data.len(), |slice| slice.byte_size as usize);
+            let in_client_memory = request.client_memory.input(&tensor.name);
+            let len = in_client_memory.map_or(tensor.data.len(), |slice| slice.byte_size as usize);
             check_data(tensor, len, &self.model, self.max_batch_size > 0).map_err(|error| match error {
-                DataError::Core(words) => within(words),
-                DataError::Plain(words) => InferError::invalid(words),
+                DataError::WithRequestId(message) => within(message),
+                DataError::Plain(message) => InferError::invalid(message),
             })?;
         }
-        for (tensor, &place) in request.inputs.iter_mut().zip(&places) {
-            let input = &self.inputs[place];
+        for (tensor, &index) in request.inputs.iter_mut().zip(&indices) {
+            let input = &self.inputs[index];
             if let Some(reshape) = &input.reshape {
                 tensor.shape = reshaped(&tensor.shape, &input.dims, reshape, self.max_batch_size > 0);
             }
@@ -82,12 +82,12 @@ impl Signature {
         Ok(batch_size.and_then(|size| u64::try_from(size).ok()).unwrap_or(1))
     }
 
-    /// Whether outputs have the same shapes for the client as for the model.
+    /// Whether no output has a `reshape`.
     pub fn keeps_output_shapes(&self) -> bool {
         self.reshaped_outputs.is_empty()
     }
 
-    /// Gives a response's outputs the shapes the client sees.
+    /// Changes the shapes of a response's outputs to those that the client expects.
     pub fn restore_shapes(&self, response: &mut InferResponse) {
         for output in &self.reshaped_outputs {
             if let Some(tensor) = response.outputs.iter_mut().find(|tensor| tensor.name == output.name) {
@@ -100,20 +100,20 @@ impl Signature {
         self.inputs.iter().find(|input| input.name == name)
     }
 
-    /// Which input each of `given` is; `None` where one is unknown, is there twice, or is missing.
-    fn places(&self, given: &[Tensor]) -> Option<SmallVec<[usize; 8]>> {
+    /// The index in `inputs` of each tensor; `None` where a tensor is unknown or duplicate, or a required one is missing.
+    fn match_inputs(&self, given: &[Tensor]) -> Option<SmallVec<[usize; 8]>> {
         let mut is_given: SmallVec<[bool; 32]> = SmallVec::from_elem(false, self.inputs.len());
-        let place_of = |tensor: &Tensor| {
-            let place = self.inputs.iter().position(|input| input.name == tensor.name)?;
-            (!std::mem::replace(&mut is_given[place], true)).then_some(place)
+        let index_of = |tensor: &Tensor| {
+            let index = self.inputs.iter().position(|input| input.name == tensor.name)?;
+            (!std::mem::replace(&mut is_given[index], true)).then_some(index)
         };
-        let places = given.iter().map(place_of).collect::<Option<_>>()?;
+        let indices = given.iter().map(index_of).collect::<Option<_>>()?;
         let has_all = self.inputs.iter().zip(&is_given).all(|(input, is_given)| *is_given || input.optional);
-        has_all.then_some(places)
+        has_all.then_some(indices)
     }
 
-    /// What [`Signature::places`] found wrong.
-    fn wrong_names(&self, request: &InferRequest) -> InferError {
+    /// The error where [`Signature::match_inputs`] returned `None`.
+    fn input_names_error(&self, request: &InferRequest) -> InferError {
         let within = |message: String| InferError::invalid(format!("[request id: {}] {message}", shown_id(request)));
         let model = &self.model;
         let given = &request.inputs;
@@ -153,7 +153,7 @@ impl Signature {
         }
     }
 
-    /// Type, batch dimension and shape; the words go behind the request's id.
+    /// Checks type, batch dimension and shape. The caller puts the request's id in front of an error.
     fn check_tensor(&self, input: &Input, tensor: &Tensor, batch_size: &mut Option<i64>) -> Result<(), String> {
         let (name, model) = (&input.name, &self.model);
         if tensor.datatype != input.datatype {
@@ -223,18 +223,19 @@ impl Input {
 }
 
 enum DataError {
-    /// Words that go behind the request's id.
-    Core(String),
+    /// A message that is shown with the request's id in front.
+    WithRequestId(String),
+    /// A message that is shown alone.
     Plain(String),
 }
 
 impl From<String> for DataError {
-    fn from(words: String) -> Self {
-        Self::Core(words)
+    fn from(message: String) -> Self {
+        Self::WithRequestId(message)
     }
 }
 
-/// Whether the bytes, `len` of them, are as many as type and shape say.
+/// Checks that `len`, the number of bytes of data, fits the tensor's type and shape.
 fn check_data(tensor: &Tensor, len: usize, model: &str, batched: bool) -> Result<(), DataError> {
     let name = &tensor.name;
     let overflow = || {
@@ -273,8 +274,8 @@ fn check_strings(tensor: &Tensor, model: &str, expected: usize) -> Result<(), Da
         })?;
         found += 1;
         if found > expected {
-            let words = format!("unexpected number of string elements {found} for {of_input}, expecting {expected}");
-            return Err(words.into());
+            let message = format!("unexpected number of string elements {found} for {of_input}, expecting {expected}");
+            return Err(message.into());
         }
         let length = u32::from_le_bytes(*length) as usize;
         rest = tail.get(length..).ok_or_else(|| {
@@ -292,7 +293,7 @@ fn check_strings(tensor: &Tensor, model: &str, expected: usize) -> Result<(), Da
     Ok(())
 }
 
-/// `shape`, which follows `from`, as `to` has it: each -1 in `to` takes the size that stood for a -1 in `from`.
+/// Maps `shape` from the pattern `from` to the pattern `to`: each -1 in `to` gets the size at the next -1 in `from`.
 fn reshaped(shape: &[i64], from: &[i64], to: &[i64], batched: bool) -> Shape {
     let (batch, sizes) = shape.split_at(usize::from(batched && !shape.is_empty()));
     if sizes.len() != from.len() {
@@ -307,7 +308,7 @@ fn shown_id(request: &InferRequest) -> &str {
     if request.id.is_empty() { "<id_unknown>" } else { &request.id }
 }
 
-/// Names that an error lists; more are only counted.
+/// Names that an error lists at most. Further names are only counted.
 const MAX_LISTED: usize = 32;
 
 fn quoted<'a>(mut names: impl Iterator<Item = &'a Name>) -> String {

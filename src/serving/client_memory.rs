@@ -1,4 +1,4 @@
-//! Tensors in shared memory of a client, left there for a backend that reads and writes them in place.
+//! Tensors in a client's shared memory, which some backends read and write in place.
 
 use std::any::Any;
 use std::fs::File;
@@ -9,19 +9,19 @@ use bytes::Bytes;
 
 use crate::{InferError, InferRequest};
 
-/// Bounds the copies that are made of clients' memory: a region may be larger than any message.
+/// Bounds the memory for copies of clients' shared memory, because a region may be larger than any message.
 pub trait CopyBudget: std::fmt::Debug + Send + Sync {
-    /// Holds `count` bytes until what is returned is dropped.
+    /// Reserves `count` bytes until the returned value is dropped.
     ///
     /// # Errors
-    /// When there is no room for them.
+    /// When the budget has too few bytes left.
     fn hold(&self, count: u64) -> Result<Box<dyn Any + Send + Sync>, InferError>;
 }
 
-/// A copy of a client's memory, and what it holds of a budget.
+/// A copy of a client's memory, and its reservation in a budget.
 struct Copy {
     data: Vec<u8>,
-    _held: Option<Box<dyn Any + Send + Sync>>,
+    _reservation: Option<Box<dyn Any + Send + Sync>>,
 }
 
 impl AsRef<[u8]> for Copy {
@@ -30,16 +30,16 @@ impl AsRef<[u8]> for Copy {
     }
 }
 
-/// `count` bytes as `fill` writes them, paid from `budget` while anybody has them.
+/// Makes a buffer of `count` bytes that `fill` writes. The bytes count against `budget` until the buffer is dropped.
 ///
 /// # Errors
-/// When there is no room for them, or `fill`'s own.
+/// When budget or memory has no room, or `fill` fails.
 pub fn copy_within(
     budget: Option<&dyn CopyBudget>,
     count: u64,
     fill: impl FnOnce(&mut [u8]) -> Result<(), InferError>,
 ) -> Result<Bytes, InferError> {
-    let held = budget.map(|budget| budget.hold(count)).transpose()?;
+    let reservation = budget.map(|budget| budget.hold(count)).transpose()?;
     let size = usize::try_from(count).map_err(|error| InferError::internal(error.to_string()))?;
     let mut data = Vec::new();
     let no_room =
@@ -47,31 +47,31 @@ pub fn copy_within(
     data.try_reserve_exact(size).map_err(no_room)?;
     data.resize(size, 0);
     fill(&mut data)?;
-    Ok(Bytes::from_owner(Copy { data, _held: held }))
+    Ok(Bytes::from_owner(Copy { data, _reservation: reservation }))
 }
 
-/// A part of an object of shared memory that a client registered.
+/// A part of a shared-memory object that a client registered.
 ///
-/// Holding it keeps the object, also after the client has unregistered or removed it. The client may shrink it at any
-/// time: it is read and written as a file, or mapped where nothing but the mapping process can come to harm.
+/// The object stays alive as long as the slice, also after the client has unregistered or removed it. The client may shrink
+/// the object at any time. It is therefore read and written as a file, and mapped only in processes that may fail by it.
 #[derive(Debug, Clone)]
 pub struct ClientSlice {
-    /// The object.
+    /// The shared-memory object.
     pub file: Arc<File>,
-    /// What tells the object from others: its device and inode.
+    /// Identity of the object: its device and inode.
     pub object: (u64, u64),
-    /// Where the part begins in it.
+    /// Offset of the part in the object, in bytes.
     pub offset: u64,
-    /// Bytes of the part.
+    /// Size of the part in bytes.
     pub byte_size: u64,
     /// The client's name for the region.
     pub region: String,
-    /// Who pays for copies; `None` bounds nothing.
+    /// Bounds copies of the part; `None` for no bound.
     pub budget: Option<Arc<dyn CopyBudget>>,
 }
 
 impl ClientSlice {
-    /// A copy of the bytes.
+    /// Copies the bytes.
     ///
     /// # Errors
     /// When the object has shrunk, or the budget has no room.
@@ -85,40 +85,40 @@ impl ClientSlice {
         self.offset.saturating_add(self.byte_size)
     }
 
-    /// Why a region that was registered cannot be used.
+    /// The error for a registered region that cannot be used any more.
     pub fn lost(&self, error: &std::io::Error) -> InferError {
         InferError::internal(format!("shared memory region '{}' cannot be used any more: {error}", self.region))
     }
 }
 
-/// The tensors of one request that lie in shared memory of its client, by name.
+/// The tensors of one request that are in its client's shared memory, by name.
 #[derive(Debug, Clone, Default)]
 pub struct ClientMemory {
-    /// Inputs whose `data` is left empty. Never BYTES.
+    /// Inputs; `data` of their tensors is empty. None of them is of type BYTES.
     pub inputs: Vec<(String, ClientSlice)>,
-    /// Where outputs shall go. A backend that has written one there answers it without data; others are written by the
-    /// front.
+    /// Where outputs must be written. A backend that writes an output itself returns it without data. `front` writes the
+    /// others.
     pub outputs: Vec<(String, ClientSlice)>,
 }
 
 impl ClientMemory {
-    /// Whether no input lies there.
+    /// Whether no input is in client memory.
     pub fn has_no_input(&self) -> bool {
         self.inputs.is_empty()
     }
 
-    /// Where the input called `name` lies; `None` when its tensor has the data.
+    /// The location of the input called `name`; `None` if the data is in its tensor.
     pub fn input(&self, name: &str) -> Option<&ClientSlice> {
         self.inputs.iter().find(|(input, _)| input == name).map(|(_, slice)| slice)
     }
 }
 
-/// Bytes that outputs are written to: object, beginning, and the furthest end of any that begin no later, in this order.
-struct Written(Vec<((u64, u64), u64, u64)>);
+/// Ranges that outputs are written to, sorted: object, start, and the largest end among the ranges of this object up to here.
+struct WrittenRanges(Vec<((u64, u64), u64, u64)>);
 
-impl Written {
+impl WrittenRanges {
     fn new(outputs: &[(String, ClientSlice)]) -> Self {
-        let mut parts: Vec<_> = outputs.iter().map(|(_, it)| (it.object, it.offset, it.end())).collect();
+        let mut parts: Vec<_> = outputs.iter().map(|(_, slice)| (slice.object, slice.offset, slice.end())).collect();
         parts.sort_unstable();
         for index in 1..parts.len() {
             if parts[index].0 == parts[index - 1].0 {
@@ -129,33 +129,33 @@ impl Written {
     }
 
     fn overlaps(&self, input: &ClientSlice) -> bool {
-        let begins_before_its_end = |&(object, begin, _): &_| (object, begin) < (input.object, input.end());
-        let count = self.0.partition_point(begins_before_its_end);
+        let starts_before_end = |&(object, start, _): &_| (object, start) < (input.object, input.end());
+        let count = self.0.partition_point(starts_before_end);
         self.0[..count].last().is_some_and(|&(object, _, end)| object == input.object && end > input.offset)
     }
 }
 
 impl InferRequest {
-    /// Copies the inputs out of the client's memory, for a model that does not look there.
+    /// Copies all inputs from the client's memory, for a backend that does not read it.
     ///
     /// # Errors
-    /// When the memory has shrunk.
+    /// When the memory has shrunk, or the budget has no room.
     pub fn fetch_client_memory(&mut self) -> Result<(), InferError> {
         self.client_memory.outputs.clear();
         self.fetch(|_| true)
     }
 
-    /// Copies those inputs that outputs shall be written over: a model may still read the one after it wrote the other.
+    /// Copies those inputs that overlap outputs, because a model may read an input after it has written an output.
     ///
     /// # Errors
-    /// When the memory has shrunk.
+    /// When the memory has shrunk, or the budget has no room.
     pub fn fetch_overwritten_inputs(&mut self) -> Result<(), InferError> {
-        let written = Written::new(&self.client_memory.outputs);
+        let written = WrittenRanges::new(&self.client_memory.outputs);
         self.fetch(|input| written.overlaps(input))
     }
 
-    fn fetch(&mut self, chosen: impl Fn(&ClientSlice) -> bool) -> Result<(), InferError> {
-        for (name, slice) in self.client_memory.inputs.extract_if(.., |(_, slice)| chosen(slice)) {
+    fn fetch(&mut self, is_selected: impl Fn(&ClientSlice) -> bool) -> Result<(), InferError> {
+        for (name, slice) in self.client_memory.inputs.extract_if(.., |(_, slice)| is_selected(slice)) {
             if let Some(tensor) = self.inputs.iter_mut().find(|tensor| tensor.name == name) {
                 tensor.data = slice.read()?;
             }
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn only_inputs_that_outputs_go_over_are_copied() {
+    fn only_inputs_that_overlap_outputs_are_copied() {
         for (output_at, copied) in [(0, false), (1, true), (4, true), (6, false)] {
             let mut request = request(output_at);
             request.fetch_overwritten_inputs().unwrap();
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_outputs_each_is_compared() {
+    fn overlaps_are_found_among_many_outputs() {
         let file = Arc::new(tempfile::tempfile().unwrap());
         let slice = |object: u64, offset: u64, byte_size: u64| ClientSlice {
             file: file.clone(),
@@ -209,17 +209,18 @@ mod tests {
             budget: None,
         };
         let outputs = [(1, 3, 9), (1, 4, 1), (2, 0, 2), (2, 8, 2), (3, 5, u64::MAX), (1, 20, 1)];
-        let written = Written::new(&outputs.map(|(object, at, size)| ("OUT".to_owned(), slice(object, at, size))));
+        let written =
+            WrittenRanges::new(&outputs.map(|(object, at, size)| ("OUT".to_owned(), slice(object, at, size))));
         for (object, at, size) in (0..5).flat_map(|object| (0..25).map(move |at| (object, at, 1 + at % 4))) {
-            let is_hit = outputs.iter().any(|&(other, begin, len): &(u64, u64, u64)| {
+            let overlaps = outputs.iter().any(|&(other, begin, len): &(u64, u64, u64)| {
                 other == object && begin < at + size && at < begin.saturating_add(len)
             });
-            assert_eq!(written.overlaps(&slice(object, at, size)), is_hit, "{object}: {at}, {size}");
+            assert_eq!(written.overlaps(&slice(object, at, size)), overlaps, "{object}: {at}, {size}");
         }
     }
 
     #[test]
-    fn a_model_that_looks_nowhere_else_gets_all_in_its_inputs() {
+    fn fetching_client_memory_copies_all_inputs() {
         let mut request = request(0);
         request.fetch_client_memory().unwrap();
         assert_eq!(request.inputs[0].data.as_ref(), [3, 4, 5, 6]);

@@ -1,7 +1,7 @@
-//! What a stream of responses yields: a response, or what differs from the one before it.
+//! Items of a stream of responses: a complete response, or the difference from the previous one.
 //!
-//! Most responses of a model that generates text differ from the one before in a token or its text. A reader that accepts
-//! deltas neither builds nor compares the names, types, shapes and other outputs again.
+//! Most responses of a model that generates text differ from the previous one in a token or its text only. With deltas the
+//! names, types, shapes and unchanged outputs are not built again for each token.
 
 use std::ops::Deref;
 
@@ -20,14 +20,14 @@ pub enum StreamItem {
     Delta(DeltaInfo),
 }
 
-/// What is known of a response that came as a delta.
+/// Metadata of a response that was sent as a delta.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaInfo {
-    /// The source has nothing more now and has registered the reader's waker: polling it again at once is useless.
+    /// The source has no further item now and has registered the reader's waker, so the reader need not poll it again at once.
     pub is_drained: bool,
-    /// When the model had computed it.
+    /// When the model had computed the response.
     pub computed: Timestamp,
-    /// When it was last observed on its way to the reader.
+    /// When the response was last observed between model and reader.
     pub observed: Timestamp,
 }
 
@@ -42,11 +42,11 @@ struct Change {
     elements: Elements,
 }
 
-/// Elements of a tensor, as in [`crate::Tensor::data`]. A few bytes, such as a token id, need no allocation.
+/// Elements of a tensor, encoded like [`crate::Tensor::data`]. A few bytes, such as a token id, need no allocation.
 #[derive(Debug, Clone)]
 pub struct Elements(Storage);
 
-/// So many bytes are stored inline: a number, or the text of most tokens.
+/// Up to this many bytes are stored inline, which is enough for a number or the text of most tokens.
 const INLINE_BYTES: usize = 22;
 
 #[derive(Debug, Clone)]
@@ -66,7 +66,7 @@ impl OutputDelta {
         }
     }
 
-    /// Each output that changed, by its index, and its elements.
+    /// The index and the new elements of each changed output.
     #[inline]
     pub fn iter(&self) -> impl Iterator<Item = (usize, &Elements)> {
         self.0.iter().map(|change| (change.index as usize, &change.elements))
@@ -88,8 +88,8 @@ impl Elements {
     pub fn text(text: &str) -> Self {
         let (length, mut inline) = ((text.len() as u32).to_le_bytes(), [0; INLINE_BYTES]);
         match inline.get_mut(length.len()..length.len() + text.len()) {
-            Some(place) => {
-                place.copy_from_slice(text.as_bytes());
+            Some(target) => {
+                target.copy_from_slice(text.as_bytes());
                 inline[..length.len()].copy_from_slice(&length);
                 Self(Storage::Inline((length.len() + text.len()) as u8, inline))
             }
@@ -97,7 +97,7 @@ impl Elements {
         }
     }
 
-    /// As [`crate::Tensor::data`] holds them.
+    /// The elements as [`crate::Tensor::data`].
     pub fn to_data(&self) -> Bytes {
         match &self.0 {
             Storage::Inline(len, inline) => Bytes::copy_from_slice(&inline[..usize::from(*len)]),
@@ -118,7 +118,7 @@ impl Deref for Elements {
     }
 }
 
-/// A number, by its bytes.
+/// A number, from its little-endian bytes.
 impl<const N: usize> From<[u8; N]> for Elements {
     #[inline]
     fn from(number: [u8; N]) -> Self {
@@ -133,8 +133,8 @@ impl From<Bytes> for Elements {
     fn from(data: Bytes) -> Self {
         let mut inline = [0; INLINE_BYTES];
         match inline.get_mut(..data.len()) {
-            Some(place) => {
-                place.copy_from_slice(&data);
+            Some(target) => {
+                target.copy_from_slice(&data);
                 Self(Storage::Inline(data.len() as u8, inline))
             }
             None => Self(Storage::Heap(Box::new(data))),
@@ -149,7 +149,7 @@ impl From<InferResponse> for StreamItem {
 }
 
 impl StreamItem {
-    /// The response, for readers that accept no deltas.
+    /// The response. Only for readers that accept no deltas.
     pub(crate) fn into_response(self) -> InferResponse {
         match self {
             StreamItem::Response(response) => *response,
@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_value_of_an_output_is_kept() {
+    fn a_delta_holds_the_last_value_set_for_each_output() {
         let mut changes = OutputDelta::default();
         let all = |changes: &OutputDelta| -> Vec<(usize, Bytes)> {
             changes.iter().map(|(index, elements)| (index, elements.to_data())).collect()

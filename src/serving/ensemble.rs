@@ -1,11 +1,11 @@
-//! Ensembles: a graph of models served as one.
+//! Ensembles: graphs of models that are served as one model.
 //!
-//! Each step is a request to a model of the same server. Steps run as soon as their tensors are there, side by side where
-//! the graph allows. A decoupled step makes the steps behind it run once per response, in order; an error there stands for
-//! that response, and the next ones follow. Decoupled steps side by side answer in rounds: the first response of each
-//! belongs to the first of the others. Tensors are never copied.
+//! Each step is a request to a model of the same server. A step runs as soon as its inputs are available, in parallel with
+//! others where the graph allows it. Steps after a decoupled step run once for each of its responses, in order. An error in
+//! such a run replaces one response, and later responses follow. Parallel decoupled steps run in rounds, which combine the
+//! first response of each step, then the second, and so on. Tensors are never copied.
 //!
-//! A language model and the detokenizer behind it are served as one, without the graph between them: see [`text`].
+//! A language model and its detokenizer are served together, without a request for each token: see [`text`].
 
 use std::sync::{Arc, Weak};
 
@@ -14,7 +14,7 @@ use futures::stream::{FuturesUnordered, StreamExt as _};
 use repository::ModelConfig;
 use smallvec::{SmallVec, smallvec};
 
-use crate::index_memo::Finder;
+use crate::index_memo::IndexMemo;
 use crate::model::ServedModel;
 use crate::registry::Registry;
 use crate::{
@@ -56,7 +56,7 @@ impl Backend for Ensemble {
     fn infer(&self, mut request: InferRequest) -> Result<ResponseStream, InferError> {
         let models = self.models()?;
         let mut tensors = Tensors::new(self.graph.num_tensors);
-        tensors.put_all(&self.graph.inputs, std::mem::take(&mut request.inputs), &mut Finder::default());
+        tensors.put_all(&self.graph.inputs, std::mem::take(&mut request.inputs), &mut IndexMemo::default());
         let parameters = response_parameters(&request);
         let states = models.iter().map(|_| StepState::default()).collect();
         let graph = self.graph.clone();
@@ -65,7 +65,7 @@ impl Backend for Ensemble {
         }))
     }
 
-    fn keeps_to_requested_outputs(&self) -> bool {
+    fn returns_only_requested_outputs(&self) -> bool {
         true
     }
 
@@ -74,175 +74,190 @@ impl Backend for Ensemble {
     }
 
     fn drain(&self) -> BoxFuture<'_, ()> {
-        // Serving counts an ensemble's requests as it counts any model's.
+        // `ServedModel` waits for an ensemble's requests, as for those of any model.
         std::future::ready(()).boxed()
     }
 }
 
-/// One request on its way through the graph.
+/// The execution of one request to an ensemble.
 struct Run {
     graph: Arc<Graph>,
     models: Vec<Arc<ServedModel>>,
     /// The ensemble's request, without its inputs.
     request: InferRequest,
-    /// Of each response.
+    /// Parameters of each response.
     parameters: Arc<[(Name, Parameter)]>,
     tensors: Tensors,
     states: Vec<StepState>,
-    /// Set where the graph's language model and its detokenizer are served as one.
+    /// Set where the language model and its detokenizer are served together, until the language model starts.
     detokenizer: Option<DetokenizerModel>,
-    /// Their responses, once they have begun.
+    /// Responses of the language model, once it has started together with its detokenizer.
     text: Option<ResponseStream>,
     sender: ResponseSender,
 }
 
-/// What a run keeps for a step.
+/// State of one step in a run.
 #[derive(Default)]
 struct StepState {
-    /// What the step's model keeps from one request of this run to the next.
+    /// State that the step's model keeps from one request of this run to the next.
     model: EnsembleStep,
-    /// Which wire each tensor of a response takes.
-    finder: Finder,
+    /// The wires of a response's tensors.
+    memo: IndexMemo,
 }
 
-/// What of a pass has begun and not ended.
+/// Steps of a pass that have started and not ended.
 #[derive(Default)]
-struct Begun {
-    /// All of it.
+struct StartedSteps {
+    /// All of them.
     open: Steps,
+    /// Decoupled steps with their streams.
     decoupled: Vec<(usize, ResponseStream)>,
-    running: Option<FuturesUnordered<BoxFuture<'static, Ended>>>,
+    /// The other steps.
+    running: Option<FuturesUnordered<BoxFuture<'static, StepResult>>>,
 }
 
 type Item = Result<InferResponse, InferError>;
 
-/// A step, what it answered, and what it told of its text.
-type Ended = (usize, Item, Option<Generation>);
+/// A step, its response, and its report where it generated text.
+type StepResult = (usize, Item, Option<Generation>);
 
-/// One way through some steps.
+/// One execution of a set of steps. The steps after a decoupled step have a pass for each of its responses.
 #[derive(Debug, Clone, Copy)]
 struct Pass {
-    /// Nothing follows it.
+    /// Whether no other pass follows.
     is_last: bool,
-    /// What comes out of it is sent.
-    answers: bool,
+    /// Whether a response with the outputs is sent at the end of the pass.
+    sends_response: bool,
 }
 
 impl Run {
-    /// Runs to the end, or to where the responses of a language model are all that is left.
+    /// Runs all steps. Where a language model and its detokenizer are served together, returns the stream of their responses.
     async fn finish(mut self) -> Option<TextStream> {
         let needed = self.graph.needed(&self.request.requested_outputs);
         self.detokenizer = self.graph.text.as_ref().and_then(|plan| {
-            // A trace shows each request to each step.
-            let is_whole = needed.contains(&plan.generator) && needed.contains(&plan.detokenizer);
-            if is_whole && self.request.trace.is_none() { plan.detokenizer_of(&self.graph, &self.models) } else { None }
+            // A traced request runs each step by itself, because a trace shows each request to each step.
+            let needs_both = needed.contains(&plan.generator) && needed.contains(&plan.detokenizer);
+            if needs_both && self.request.trace.is_none() {
+                plan.detokenizer_of(&self.graph, &self.models)
+            } else {
+                None
+            }
         });
-        if let Err(error) = self.pass(needed, Pass { is_last: true, answers: true }).await {
+        if let Err(error) = self.pass(needed, Pass { is_last: true, sends_response: true }).await {
             self.send_error(error).await;
             return None;
         }
         Some(TextStream::new(self.graph, self.text?))
     }
 
-    /// Runs the steps `waiting`, then sends what came out of them. Behind a decoupled step each of its responses is a pass of
-    /// its own; one whose steps answer at once waits for nothing and takes no memory of its own.
+    /// Runs the steps `waiting`, and sends their outputs. A pass whose steps all respond at once needs no allocation.
     async fn pass(&mut self, mut waiting: Steps, pass: Pass) -> Result<(), InferError> {
-        let mut begun = Begun::default();
-        self.begin(&mut waiting, &mut begun, pass)?;
-        if !begun.open.is_empty() {
-            return self.go_on(waiting, begun, pass).await;
+        let mut started = StartedSteps::default();
+        self.start_ready_steps(&mut waiting, &mut started, pass)?;
+        if !started.open.is_empty() {
+            return self.finish_pass(waiting, started, pass).await;
         }
-        self.answer(pass).await;
+        self.send_pass(pass).await;
         Ok(())
     }
 
-    /// Begins every step of `waiting` that has its inputs, and takes what answers at once.
-    fn begin(&mut self, waiting: &mut Steps, begun: &mut Begun, pass: Pass) -> Result<(), InferError> {
-        while let Some(at) = waiting.iter().position(|step| self.is_ready(*step, waiting, &begun.open)) {
-            let step = waiting.remove(at);
-            if self.begin_text(step, waiting)? {
+    /// Starts every step of `waiting` whose inputs are available, and stores responses that are available at once.
+    fn start_ready_steps(
+        &mut self,
+        waiting: &mut Steps,
+        started: &mut StartedSteps,
+        pass: Pass,
+    ) -> Result<(), InferError> {
+        while let Some(index) = waiting.iter().position(|step| self.is_ready(*step, waiting, &started.open)) {
+            let step = waiting.remove(index);
+            if self.start_text(step, waiting)? {
                 continue;
             }
             let mut stream = self.start(step, pass.is_last)?;
             if self.models[step].is_decoupled {
-                self.sender.follow(&stream);
-                begun.open.push(step);
-                begun.decoupled.push((step, stream));
+                self.sender.report_progress_of(&stream);
+                started.open.push(step);
+                started.decoupled.push((step, stream));
             } else if let Some(response) = stream.take_ready() {
-                self.finished(step, response)?;
+                self.store_result(step, response)?;
             } else {
-                begun.open.push(step);
-                begun.running.get_or_insert_default().push(only_response(step, stream).boxed());
+                started.open.push(step);
+                started.running.get_or_insert_default().push(step_result(step, stream).boxed());
             }
         }
         Ok(())
     }
 
-    /// Begins the language model where it is served with its detokenizer; whether `step` is that.
-    fn begin_text(&mut self, step: usize, waiting: &mut Steps) -> Result<bool, InferError> {
+    /// Starts the language model together with its detokenizer, if `step` is the language model and this is possible.
+    fn start_text(&mut self, step: usize, waiting: &mut Steps) -> Result<bool, InferError> {
         let Some(plan) = self.graph.text.as_ref().filter(|plan| plan.generator == step) else { return Ok(false) };
         let Some(model) = self.detokenizer.take() else { return Ok(false) };
         let request = self.filled_request(step);
         if self.models[step].num_rows(&request) > 1 {
-            return Ok(false); // Texts of several rows are in one response.
+            return Ok(false); // With several rows, one response holds several texts.
         }
-        let stream = plan.begin(self, request, model)?;
+        let stream = plan.start(self, request, model)?;
         waiting.retain(|other| *other != plan.detokenizer);
-        self.sender.follow(&stream);
+        self.sender.report_progress_of(&stream);
         self.text = Some(stream);
         Ok(true)
     }
 
-    /// Sees a pass through that has to wait. Boxed, for a pass may come of it.
-    fn go_on(&mut self, mut waiting: Steps, mut begun: Begun, pass: Pass) -> BoxFuture<'_, Result<(), InferError>> {
+    /// Finishes a pass with steps that have not responded yet. Boxed, because it may run further passes.
+    fn finish_pass(
+        &mut self,
+        mut waiting: Steps,
+        mut started: StartedSteps,
+        pass: Pass,
+    ) -> BoxFuture<'_, Result<(), InferError>> {
         async move {
-            while let Some(running) = &mut begun.running {
+            while let Some(running) = &mut started.running {
                 let Some((step, response, generation)) = running.next().await else { break };
                 self.report(generation);
-                self.finished(step, response)?;
-                begun.open.retain(|other| *other != step);
-                self.begin(&mut waiting, &mut begun, pass)?;
+                self.store_result(step, response)?;
+                started.open.retain(|other| *other != step);
+                self.start_ready_steps(&mut waiting, &mut started, pass)?;
             }
-            match begun.decoupled.is_empty() {
-                true => self.answer(pass).await,
-                false => self.rounds(begun.decoupled, waiting, pass).await,
+            match started.decoupled.is_empty() {
+                true => self.send_pass(pass).await,
+                false => self.run_rounds(started.decoupled, waiting, pass).await,
             }
             Ok(())
         }
         .boxed()
     }
 
-    /// Sends what a pass has come to.
-    async fn answer(&mut self, pass: Pass) {
+    /// Sends the response at the end of a pass.
+    async fn send_pass(&mut self, pass: Pass) {
         if self.text.is_some() {
-            // The language model answers.
-        } else if pass.answers {
+            // The language model's stream sends all responses.
+        } else if pass.sends_response {
             self.respond(pass.is_last).await;
         } else if pass.is_last {
             self.send(Vec::new(), true).await;
         }
     }
 
-    /// Whether all that makes the inputs of `step` has ended.
+    /// Whether all producers of the inputs of `step` have ended.
     fn is_ready(&self, step: usize, waiting: &[usize], open: &[usize]) -> bool {
-        let is_to_come = |source: &usize| waiting.contains(source) || open.contains(source);
-        !self.graph.steps[step].sources.iter().any(is_to_come)
+        let is_pending = |producer: &usize| waiting.contains(producer) || open.contains(producer);
+        !self.graph.steps[step].producers.iter().any(is_pending)
     }
 
-    fn finished(&mut self, step: usize, response: Result<InferResponse, InferError>) -> Result<(), InferError> {
+    fn store_result(&mut self, step: usize, response: Result<InferResponse, InferError>) -> Result<(), InferError> {
         self.store(step, response.map_err(|error| self.graph.within(error))?);
         Ok(())
     }
 
-    /// Has the steps `behind` run with the first response of each stream, then with the second of each, and so on. A
-    /// stream that ends before the others leaves what is behind it out of further rounds.
-    async fn rounds(&mut self, mut streams: Vec<(usize, ResponseStream)>, behind: Steps, pass: Pass) {
-        let makers: Steps = streams.iter().map(|(step, _)| *step).collect();
+    /// Runs the steps `downstream` with the first response of each stream, then with the second, and so on. When a stream
+    /// has ended, later rounds omit the steps downstream of it.
+    async fn run_rounds(&mut self, mut streams: Vec<(usize, ResponseStream)>, downstream: Steps, pass: Pass) {
+        let producers: Steps = streams.iter().map(|(step, _)| *step).collect();
         while !streams.is_empty() {
             let items = next_of_each(&mut streams).await;
-            self.forget(&makers);
-            self.forget(&behind);
-            let (mut absent, mut error, mut is_told) = (makers.clone(), None, false);
+            self.clear_outputs(&producers);
+            self.clear_outputs(&downstream);
+            let (mut absent, mut error, mut has_final) = (producers.clone(), None, false);
             for (index, item) in items.into_iter().enumerate().rev() {
                 let step = streams[index].0;
                 let Some(item) = item else {
@@ -257,7 +272,7 @@ impl Run {
                     }
                 };
                 if response.is_final {
-                    is_told = true;
+                    has_final = true;
                     streams.remove(index);
                 }
                 if self.store(step, response) {
@@ -267,34 +282,35 @@ impl Run {
             let is_last = pass.is_last && streams.is_empty();
             if let Some(error) = error {
                 self.send_error(error).await;
-            } else if absent.len() < makers.len() {
-                // What is behind may fail one response and answer the next.
-                let answers = pass.answers && !self.awaits(&absent);
-                let mut fed = behind.clone();
-                fed.retain(|step| !absent.iter().any(|&maker| self.graph.is_behind(*step, maker)));
-                if let Err(error) = self.pass(fed, Pass { is_last, answers }).await {
+            } else if absent.len() < producers.len() {
+                let sends_response = pass.sends_response && !self.requests_output_of(&absent);
+                let mut runnable = downstream.clone();
+                runnable.retain(|step| !absent.iter().any(|&producer| self.graph.is_downstream(*step, producer)));
+                if let Err(error) = self.pass(runnable, Pass { is_last, sends_response }).await {
+                    // The error replaces this response. The next round continues.
                     self.send_error(error).await;
                 }
-            } else if is_last && is_told {
+            } else if is_last && has_final {
                 self.send(Vec::new(), true).await;
             }
         }
     }
 
-    /// Whether an output that is asked for is made by one of `steps`, or behind it.
-    fn awaits(&self, steps: &[usize]) -> bool {
-        let is_behind = |maker: usize| steps.iter().any(|&step| step == maker || self.graph.is_behind(maker, step));
-        let late = |wire: &Wire| {
-            (0..self.graph.steps.len()).any(|maker| self.graph.steps[maker].makes(wire) && is_behind(maker))
+    /// Whether a requested output comes from one of `steps`, or from a step downstream of them.
+    fn requests_output_of(&self, steps: &[usize]) -> bool {
+        let depends = |other: usize| steps.iter().any(|&step| step == other || self.graph.is_downstream(other, step));
+        let is_affected = |wire: &Wire| {
+            (0..self.graph.steps.len()).any(|other| self.graph.steps[other].produces(wire) && depends(other))
         };
-        !steps.is_empty() && self.graph.outputs.iter().filter(|wire| self.is_requested(wire)).any(late)
+        !steps.is_empty() && self.graph.outputs.iter().filter(|wire| self.is_requested(wire)).any(is_affected)
     }
 
-    /// What a step tells of its text is told of the ensemble.
+    /// Reports the text generation of a step as that of the ensemble.
     fn report(&self, generation: Option<Generation>) {
         generation.into_iter().for_each(|generation| self.sender.report(generation));
     }
 
+    /// Sends the request of a step to its model.
     fn start(&mut self, step: usize, is_last: bool) -> Result<ResponseStream, InferError> {
         let mut request = self.filled_request(step);
         request.trace = self.request.trace.as_ref().map(Trace::child);
@@ -331,28 +347,28 @@ impl Run {
         }
     }
 
-    /// Keeps what the graph has a use for; whether there was anything.
+    /// Stores the outputs that have a slot. Returns whether there was one.
     fn store(&mut self, step: usize, response: InferResponse) -> bool {
-        self.tensors.put_all(&self.graph.steps[step].outputs, response.outputs, &mut self.states[step].finder)
+        self.tensors.put_all(&self.graph.steps[step].outputs, response.outputs, &mut self.states[step].memo)
     }
 
-    /// Drops what an earlier pass left of these steps.
-    fn forget(&mut self, steps: &[usize]) {
+    /// Removes the outputs of these steps, which an earlier pass has stored.
+    fn clear_outputs(&mut self, steps: &[usize]) {
         for wire in steps.iter().flat_map(|&step| &self.graph.steps[step].outputs) {
             self.tensors.remove(wire.slot);
         }
     }
 
     fn is_requested(&self, output: &Wire) -> bool {
-        let asked = &self.request.requested_outputs;
-        asked.is_empty() || asked.contains(&output.name)
+        let requested = &self.request.requested_outputs;
+        requested.is_empty() || requested.contains(&output.name)
     }
 
     async fn respond(&mut self, is_final: bool) {
         self.send(self.outputs(), is_final).await;
     }
 
-    /// The outputs that are requested and there.
+    /// The requested outputs that are available.
     fn outputs(&self) -> Vec<Tensor> {
         self.graph
             .outputs
@@ -376,7 +392,7 @@ impl Run {
     }
 }
 
-/// What each response of an ensemble tells of its request.
+/// The parameters of each response: the sequence of the request, as in Triton.
 fn response_parameters(request: &InferRequest) -> Arc<[(Name, Parameter)]> {
     let sequence_id = match &request.correlation_id {
         CorrelationId::Number(number) => Parameter::Int(number.cast_signed()),
@@ -389,7 +405,7 @@ fn response_parameters(request: &InferRequest) -> Arc<[(Name, Parameter)]> {
     ])
 }
 
-/// The next response of each stream, once all have one or have ended.
+/// Waits until each stream has a response or has ended, and returns these.
 async fn next_of_each(
     streams: &mut [(usize, ResponseStream)],
 ) -> SmallVec<[Option<Result<InferResponse, InferError>>; 1]> {
@@ -399,27 +415,27 @@ async fn next_of_each(
     }
 }
 
-/// The one response of a model that is not decoupled.
-async fn only_response(step: usize, mut stream: ResponseStream) -> Ended {
-    let response = only(&mut stream).await;
+/// Waits for the response of a model that is not decoupled.
+async fn step_result(step: usize, mut stream: ResponseStream) -> StepResult {
+    let response = only_response(&mut stream).await;
     (step, response, stream.generation())
 }
 
-async fn only(stream: &mut ResponseStream) -> Result<InferResponse, InferError> {
-    let mut kept: Option<InferResponse> = None;
+async fn only_response(stream: &mut ResponseStream) -> Result<InferResponse, InferError> {
+    let mut first: Option<InferResponse> = None;
     while let Some(response) = stream.next_response().await {
         match response {
             Err(error) => return Err(error),
-            Ok(response) if kept.is_none() => kept = Some(response),
+            Ok(response) if first.is_none() => first = Some(response),
             Ok(response) if response.outputs.is_empty() => {}
             Ok(response) => {
-                let words = format!("model '{}' is not decoupled, but sent a second response", response.model_name);
-                return Err(InferError::internal(words));
+                let message = format!("model '{}' is not decoupled, but sent a second response", response.model_name);
+                return Err(InferError::internal(message));
             }
         }
-        if kept.as_ref().is_some_and(|response| response.is_final) {
+        if first.as_ref().is_some_and(|response| response.is_final) {
             break;
         }
     }
-    kept.ok_or_else(|| InferError::internal("a step ended without a response"))
+    first.ok_or_else(|| InferError::internal("a step ended without a response"))
 }

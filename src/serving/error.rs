@@ -1,28 +1,28 @@
-//! Errors that a client hears of.
+//! Errors that are returned to clients.
 
-/// What kind of failure: `front` maps each to one gRPC code and one HTTP status.
+/// Kinds of errors. `front` maps each to one gRPC code and one HTTP status.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ErrorKind {
-    /// Not known to anyone.
+    /// The cause is unknown.
     Unknown,
-    /// A fault of ours.
+    /// A fault in the server or the model.
     Internal,
-    /// No such model, version or region.
+    /// The model, version or region does not exist.
     NotFound,
-    /// The request is wrong.
+    /// The request is invalid.
     InvalidArgument,
-    /// Not now: loading, draining, queue full, timed out.
+    /// The request cannot be served now: loading, draining, queue full, timed out.
     Unavailable,
-    /// Not something this model or server does.
+    /// The model or server does not support the operation.
     Unsupported,
-    /// It is there already.
+    /// The object exists already.
     AlreadyExists,
     /// The client left or cancelled.
     Cancelled,
 }
 
 impl ErrorKind {
-    /// The kind in words, as reasons in the repository index begin.
+    /// The name of the kind, which reasons in the repository index begin with.
     pub fn title(self) -> &'static str {
         match self {
             ErrorKind::Unknown => "Unknown",
@@ -37,11 +37,11 @@ impl ErrorKind {
     }
 }
 
-/// An error with the words a client reads.
+/// An error with the message that the client gets.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct InferError {
-    /// What kind.
+    /// The kind of error.
     pub kind: ErrorKind,
     /// What, where, and what to do.
     pub message: String,
@@ -53,22 +53,22 @@ impl InferError {
         Self { kind, message: message.into() }
     }
 
-    /// The request is wrong.
+    /// An error for an invalid request.
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::InvalidArgument, message)
     }
 
-    /// Not now.
+    /// An error for a request that cannot be served now.
     pub fn unavailable(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Unavailable, message)
     }
 
-    /// No such model, version or region.
+    /// An error for a model, version or region that does not exist.
     pub fn not_found(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::NotFound, message)
     }
 
-    /// A fault of ours.
+    /// An error for a fault in the server or the model.
     pub fn internal(message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Internal, message)
     }

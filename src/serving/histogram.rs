@@ -1,20 +1,20 @@
-//! Values counted by size, from any thread and without a lock.
+//! Histograms that any thread can add to without a lock.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Counts of values up to each of some bounds. Adding one is two or three relaxed additions.
+/// Counts values by upper bounds. Adding a value takes two relaxed atomic additions.
 #[derive(Debug)]
 pub struct Histogram {
     bounds: Box<[f64]>,
-    /// One for each bound, and one for what is larger than all of them; not cumulative.
+    /// One count for each bound, and one for larger values; not cumulative.
     counts: Box<[AtomicU64]>,
     sum: AtomicU64,
-    /// Of the sum, in one of the values' unit.
+    /// `sum` is in units of `1 / ticks`.
     ticks: f64,
 }
 
-/// Values of one bucket that are not counted yet, for who counts several together: a histogram is shared, and dear to touch
-/// from several threads.
+/// Values of one bucket that are not added to the histogram yet. Adding several together saves writes to a cache line that
+/// threads contend for.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Tally {
     bucket: u32,
@@ -23,32 +23,32 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Values that are not counted yet.
+    /// Number of values that are not added yet.
     pub fn count(&self) -> u32 {
         self.count
     }
 }
 
-/// A [`Histogram`] at one moment.
+/// A snapshot of a [`Histogram`].
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct HistogramValues {
     /// Upper bounds, ascending.
     pub bounds: Vec<f64>,
-    /// How many values were at most so large as the bound; cumulative.
+    /// For each bound, the number of values at or below it; cumulative.
     pub counts: Vec<u64>,
-    /// How many values there were.
+    /// Number of values.
     pub count: u64,
     /// Their sum.
     pub sum: f64,
 }
 
 impl Histogram {
-    /// Of durations in seconds or milliseconds, summed up to a billionth.
+    /// A histogram of durations in seconds or milliseconds. Their sum has a resolution of a billionth of the unit.
     pub fn of_times(bounds: &[f64]) -> Self {
         Self::new(bounds, 1e9)
     }
 
-    /// Of whole numbers.
+    /// A histogram of whole numbers.
     pub fn of_numbers(bounds: &[f64]) -> Self {
         Self::new(bounds, 1.0)
     }
@@ -58,29 +58,29 @@ impl Histogram {
         Self { bounds: bounds.into(), counts, sum: AtomicU64::new(0), ticks }
     }
 
-    /// Counts one value, not negative.
+    /// Counts one value, which must not be negative.
     pub fn observe(&self, value: f64) {
         self.observe_many(value, 1);
     }
 
-    /// Counts `count` values of this size.
+    /// Counts `count` equal values.
     pub fn observe_many(&self, value: f64, count: u64) {
         self.add(self.bucket(value), count, (value * self.ticks) as u64 * count);
     }
 
-    /// Takes a value into `tally`, which counts when it is settled; those of another bucket there count now.
-    pub fn gather(&self, value: f64, tally: &mut Tally) {
+    /// Adds a value to `tally`, which [`Histogram::flush`] counts. Values of another bucket in `tally` are counted first.
+    pub fn tally(&self, value: f64, tally: &mut Tally) {
         let bucket = self.bucket(value) as u32;
         if bucket != tally.bucket {
-            self.settle(tally);
+            self.flush(tally);
             tally.bucket = bucket;
         }
         tally.count += 1;
         tally.sum += (value * self.ticks) as u64;
     }
 
-    /// Counts what was gathered.
-    pub fn settle(&self, tally: &mut Tally) {
+    /// Counts the values of `tally` and clears it.
+    pub fn flush(&self, tally: &mut Tally) {
         let Tally { bucket, count, sum } = std::mem::take(tally);
         if count > 0 {
             self.add(bucket as usize, count.into(), sum);
@@ -96,17 +96,17 @@ impl Histogram {
         self.sum.fetch_add(sum, Relaxed);
     }
 
-    /// As of now; values that are added meanwhile may be missing in parts.
+    /// A snapshot. A value that is added at the same time may be in the counts and not in the sum, or the reverse.
     pub fn read(&self) -> HistogramValues {
-        let mut so_far = 0;
+        let mut total = 0;
         let mut counts: Vec<u64> = self.counts.iter().map(|count| count.load(Relaxed)).collect();
         counts.iter_mut().for_each(|count| {
-            so_far += *count;
-            *count = so_far;
+            total += *count;
+            *count = total;
         });
         counts.pop();
         let sum = self.sum.load(Relaxed) as f64 / self.ticks;
-        HistogramValues { bounds: self.bounds.to_vec(), counts, count: so_far, sum }
+        HistogramValues { bounds: self.bounds.to_vec(), counts, count: total, sum }
     }
 }
 
@@ -115,14 +115,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_value_counts_for_every_bound_that_it_does_not_exceed() {
+    fn a_value_counts_for_every_bound_at_or_above_it() {
         let histogram = Histogram::of_times(&[0.1, 1.0, 10.0]);
         [0.05, 0.1, 20.0].into_iter().for_each(|value| histogram.observe(value));
         let mut tally = Tally::default();
-        histogram.gather(0.5, &mut tally); // Of another bucket than what follows.
-        [2.0, 2.0, 2.0].into_iter().for_each(|value| histogram.gather(value, &mut tally));
+        histogram.tally(0.5, &mut tally); // Another bucket than that of the next values.
+        [2.0, 2.0, 2.0].into_iter().for_each(|value| histogram.tally(value, &mut tally));
         assert_eq!((histogram.read().count, tally.count()), (4, 3));
-        histogram.settle(&mut tally);
+        histogram.flush(&mut tally);
         assert_eq!(tally.count(), 0);
         let values = histogram.read();
         assert_eq!((values.counts, values.count), (vec![2, 3, 6], 7));

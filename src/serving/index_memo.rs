@@ -1,20 +1,20 @@
-//! Finds things by their names in a list, again and again in the same order.
+//! Remembers positions in a list, for repeated searches in the same order.
 
 use smallvec::SmallVec;
 
-/// Remembers where each of them was the last time.
+/// The position that each search found the last time.
 #[derive(Debug, Default)]
-pub(crate) struct Finder(SmallVec<[u32; 6]>);
+pub(crate) struct IndexMemo(SmallVec<[u32; 6]>);
 
-impl Finder {
-    /// The place in `all` of the one that `is_it`, which is the `index`th that is looked for.
-    pub fn find<T>(&mut self, index: usize, all: &[T], is_it: impl Fn(&T) -> bool) -> Option<usize> {
+impl IndexMemo {
+    /// The position in `items` of the first that `matches`. `index` numbers the search: its last result is tried first.
+    pub fn find<T>(&mut self, index: usize, items: &[T], matches: impl Fn(&T) -> bool) -> Option<usize> {
         if let Some(&last) = self.0.get(index)
-            && all.get(last as usize).is_some_and(&is_it)
+            && items.get(last as usize).is_some_and(&matches)
         {
             return Some(last as usize);
         }
-        let found = all.iter().position(is_it);
+        let found = items.iter().position(matches);
         if self.0.len() <= index {
             self.0.resize(index + 1, u32::MAX);
         }
@@ -28,11 +28,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn things_are_found_where_they_are_in_whatever_order() {
-        let mut finder = Finder::default();
+    fn items_are_found_in_any_order() {
+        let mut memo = IndexMemo::default();
         let mut find = |names: &[&str]| -> Vec<Option<usize>> {
-            let all = ["a", "b", "c"];
-            names.iter().enumerate().map(|(index, name)| finder.find(index, &all, |it| it == name)).collect()
+            let items = ["a", "b", "c"];
+            names.iter().enumerate().map(|(index, name)| memo.find(index, &items, |item| item == name)).collect()
         };
         for _ in 0..2 {
             assert_eq!(find(&["c", "a"]), [Some(2), Some(0)]);

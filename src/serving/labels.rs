@@ -1,4 +1,4 @@
-//! Names of classes, for outputs whose largest values a client asks for.
+//! Names of classes, for the classification extension: it returns the largest values of an output with their names.
 
 use std::collections::BTreeMap;
 use std::path::{Component, Path};
@@ -8,10 +8,10 @@ use repository::ModelConfig;
 
 use crate::InferError;
 
-/// Labels by output.
+/// Labels by output name.
 pub(crate) type Labels = BTreeMap<String, Arc<[String]>>;
 
-/// Reads the label files of a model, one label a line.
+/// Reads the label files of a model. Each line is one label.
 ///
 /// # Errors
 /// When a file is not below the model's directory or cannot be read.
@@ -20,8 +20,8 @@ pub(crate) fn read(config: &ModelConfig, model_dir: &Path) -> Result<Labels, Inf
     let labels = named.map(|output| {
         let file = Path::new(&output.label_filename);
         if !file.components().all(|part| matches!(part, Component::Normal(_))) {
-            let words = format!("`label_filename` `{}` of output `{}`", file.display(), output.name);
-            return Err(InferError::invalid(format!("{words} is not a name below the model's directory")));
+            let location = format!("`label_filename` `{}` of output `{}`", file.display(), output.name);
+            return Err(InferError::invalid(format!("{location} is not a name below the model's directory")));
         }
         let path = model_dir.join(file);
         let text = std::fs::read_to_string(&path).map_err(|error| {

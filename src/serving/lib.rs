@@ -1,17 +1,17 @@
-//! Models by name: their life, their requests, their statistics.
+//! Loads models, serves requests to them, and keeps their statistics.
 //!
-//! A [`Server`] loads the models of a repository through [`BackendFactory`] and hands them requests: it finds the version
-//! meant, checks an [`InferRequest`] against the model's configuration, and completes and counts each [`InferResponse`].
-//! Ensembles are built in: their steps are requests to models of the same server.
+//! A [`Server`] loads the models of a repository through [`BackendFactory`]. For each [`InferRequest`] it finds the model
+//! version, checks the request against the model's configuration, passes it to the [`Backend`], and completes and counts each
+//! [`InferResponse`]. Ensembles are built in: their steps are requests to models of the same server.
 //!
-//! Leaves wire formats to `front` and the work to `backends`.
+//! Wire formats belong to `front`, and the models' work to `backends`.
 //!
 //! ```
 //! use std::{collections::HashMap, sync::Arc};
 //! use futures::future::{BoxFuture, FutureExt};
 //! use serving::*;
 //!
-//! /// Answers with its inputs, under the name the model's configuration gives its output.
+//! /// Returns its inputs under the name of the configured output.
 //! struct Echo;
 //!
 //! impl Backend for Echo {
@@ -95,9 +95,9 @@ pub use error::{ErrorKind, InferError};
 pub use generation::Timestamp;
 pub use histogram::{Histogram, HistogramValues, Tally};
 pub use lifecycle::{LoadFailure, LoadOverrides};
-pub use limits::{Limit, Limits, Shared};
+pub use limits::{Limit, Limits, SharedLimit};
 pub use progress::{Generation, ProgressReporter};
-pub use rate_limited_log::{Repeated, Unlogged};
+pub use rate_limited_log::{RateLimitedLog, SuppressedCount};
 pub use registry::{ModelIndexEntry, ModelState};
 pub use request::{CorrelationId, InferRequest, InferResponse, Parameter};
 pub use sender::ResponseSender;

@@ -15,19 +15,19 @@ use tempfile::TempDir;
 use crate::cache::ResponseCache;
 use crate::ensemble::{self, Ensemble};
 use crate::model::ServedModel;
-use crate::registry::{Registry, Version};
+use crate::registry::{Registry, VersionState};
 use crate::scheduler::{self, StateSpec};
-use crate::{Backend, BackendFactory, InferError, Limits, LoadRequest, Repeated, labels, warmup};
+use crate::{Backend, BackendFactory, InferError, Limits, LoadRequest, RateLimitedLog, labels, warmup};
 
-/// Failed loads that are logged: clients may ask for as many as they like.
-static FAILURES: Repeated = Repeated::new(200);
+/// Log of failed loads. Clients may request any number of them.
+static FAILURES: RateLimitedLog = RateLimitedLog::new(200);
 
-/// What a load request gives in place of the repository's own files.
+/// Configuration and files that a load request gives instead of the repository's own.
 #[derive(Debug, Clone, Default)]
 pub struct LoadOverrides {
     /// The model's configuration as JSON.
     pub config: Option<String>,
-    /// Files by `<version>/<name>`. With any of them the model's own directory is not looked at.
+    /// Files by `<version>/<name>`. If there are any, the model's own directory is not read.
     pub files: BTreeMap<String, Bytes>,
 }
 
@@ -40,42 +40,43 @@ pub struct LoadFailure {
     pub reason: String,
 }
 
-/// Brings models up and down. One load or unload at a time for each model.
+/// Loads and unloads models, one operation at a time for each model.
 pub(crate) struct Lifecycle {
     pub repository: Repository,
     pub registry: Arc<Registry>,
     pub factories: HashMap<String, Arc<dyn BackendFactory>>,
     /// How long an unload waits for requests in flight before it goes on in the background.
-    pub unload_patience: Duration,
+    pub unload_timeout: Duration,
     pub cache: Option<Arc<ResponseCache>>,
     keeps_recent_durations: bool,
     limits: Limits,
     loaded: Mutex<BTreeMap<String, Loaded>>,
-    gates: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<()>>>>,
+    /// One lock for each model that is being loaded or unloaded.
+    load_locks: Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<()>>>>,
 }
 
-/// What a loaded model was made from.
+/// The sources of a loaded model, to detect changes.
 struct Loaded {
     config: ModelConfig,
     modified: Option<SystemTime>,
-    /// Files given with the load request live as long as the model.
+    /// Files of the load request. They exist as long as the model is loaded.
     _files: Option<TempDir>,
 }
 
-/// A model on its way in.
-struct Found {
+/// A model that was found and can be loaded.
+struct FoundModel {
     source: ModelSource,
     modified: Option<SystemTime>,
     files: Option<TempDir>,
 }
 
-/// Why a model's directory, or what was given in its place, gives nothing to load.
+/// Why a model's directory, or the files of the load request, cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 enum FindError {
-    /// Its configuration could be read, and none of its versions is there to be served.
+    /// The configuration is valid, but no version exists that the version policy serves.
     #[error("load failed for model '{name}': {source}\n")]
     NoVersion { name: String, source: RepositoryError },
-    /// It could not be read, or is not there.
+    /// The model does not exist or cannot be read.
     #[error("failed to load '{name}', failed to poll from model repository{why}")]
     Poll { name: String, why: String },
 }
@@ -93,76 +94,76 @@ impl Lifecycle {
     pub fn new(
         repository: Repository,
         factories: HashMap<String, Arc<dyn BackendFactory>>,
-        unload_patience: Duration,
+        unload_timeout: Duration,
         cache: Option<Arc<ResponseCache>>,
         keeps_recent_durations: bool,
         limits: Limits,
     ) -> Arc<Self> {
-        let (registry, loaded, gates) = Default::default();
+        let (registry, loaded, load_locks) = Default::default();
         Arc::new(Self {
             repository,
             registry,
             factories,
-            unload_patience,
+            unload_timeout,
             cache,
             keeps_recent_durations,
             limits,
             loaded,
-            gates,
+            load_locks,
         })
     }
 
-    /// Loads a model, and first the models it is made of if it is an ensemble.
-    /// A model that serves and has not changed stays as it is.
+    /// Loads a model; for an ensemble, loads its composing models first. A model that is loaded and unchanged is not loaded
+    /// again.
     pub fn load(self: &Arc<Self>, name: &str, overrides: LoadOverrides) -> BoxFuture<'static, Result<(), InferError>> {
         let (lifecycle, name) = (self.clone(), name.to_owned());
         async move {
-            let gate = lifecycle.gate(&name);
-            let turn = gate.lock().await;
-            let loaded = lifecycle.load_in_turn(&name, overrides).await;
-            drop(turn);
-            lifecycle.forget_gate(&name, gate);
-            loaded
+            let load_lock = lifecycle.load_lock(&name);
+            let guard = load_lock.lock().await;
+            let result = lifecycle.load_locked(&name, overrides).await;
+            drop(guard);
+            lifecycle.remove_unused_lock(&name, load_lock);
+            result
         }
         .boxed()
     }
 
-    fn gate(&self, name: &str) -> Arc<tokio::sync::Mutex<()>> {
-        lock(&self.gates).entry(name.to_owned()).or_default().clone()
+    fn load_lock(&self, name: &str) -> Arc<tokio::sync::Mutex<()>> {
+        lock(&self.load_locks).entry(name.to_owned()).or_default().clone()
     }
 
-    /// Drops a gate that nobody waits at, so that names which clients make up do not gather.
-    fn forget_gate(&self, name: &str, gate: Arc<tokio::sync::Mutex<()>>) {
-        let mut gates = lock(&self.gates);
-        // The map's and this one.
-        if Arc::strong_count(&gate) == 2 {
-            gates.remove(name);
+    /// Removes a lock that no other task uses, so that invalid names from clients do not accumulate.
+    fn remove_unused_lock(&self, name: &str, load_lock: Arc<tokio::sync::Mutex<()>>) {
+        let mut load_locks = lock(&self.load_locks);
+        // Two references: the map's and this one.
+        if Arc::strong_count(&load_lock) == 2 {
+            load_locks.remove(name);
         }
     }
 
-    async fn load_in_turn(self: &Arc<Self>, name: &str, overrides: LoadOverrides) -> Result<(), InferError> {
+    async fn load_locked(self: &Arc<Self>, name: &str, overrides: LoadOverrides) -> Result<(), InferError> {
         let is_plain = overrides.config.is_none() && overrides.files.is_empty();
-        let found = self.find(name, overrides).inspect_err(|error| self.note_failure(name, error))?;
+        let found = self.find(name, overrides).inspect_err(|error| self.record_find_error(name, error))?;
         if is_plain && self.is_unchanged(&found) {
             return Ok(());
         }
         let mut config = found.source.config.clone();
         if let Some(ensemble) = config.ensemble() {
             let models: Vec<String> = ensemble.step.iter().map(|step| step.model_name.clone()).collect();
-            // Whoever waits for itself would wait for ever.
-            if !self.leads_back(name, &models) {
-                self.load_parts(models).await;
+            // A cycle would make the load wait for itself.
+            if !self.contains_cycle(name, &models) {
+                self.load_composing_models(models).await;
             }
         }
         self.complete(&mut config, &found.source).await.and_then(|()| self.check_cache(&config)).map_err(|reason| {
-            found.source.versions.iter().for_each(|&version| self.note_reason(name, version, &reason));
+            found.source.versions.iter().for_each(|&version| self.record_version_error(name, version, &reason));
             load_failed(name, &reason_lines(&found.source.versions, &reason))
         })?;
         self.load_versions(found, Arc::new(config)).await
     }
 
-    /// Reads the model's directory, or what was given in its place.
-    fn find(&self, name: &str, overrides: LoadOverrides) -> Result<Found, FindError> {
+    /// Reads the model's directory, or the configuration and files of the load request.
+    fn find(&self, name: &str, overrides: LoadOverrides) -> Result<FoundModel, FindError> {
         let poll_failed = |why: String| FindError::Poll { name: name.to_owned(), why };
         let explain = |error: RepositoryError| match error {
             RepositoryError::NoVersion { .. } => FindError::NoVersion { name: name.to_owned(), source: error },
@@ -184,10 +185,10 @@ impl Lifecycle {
             }
             None => (self.repository.model(name).map_err(explain)?, None),
         };
-        Ok(Found { source, modified, files })
+        Ok(FoundModel { source, modified, files })
     }
 
-    fn is_unchanged(&self, found: &Found) -> bool {
+    fn is_unchanged(&self, found: &FoundModel) -> bool {
         let serving: Vec<i64> =
             self.registry.ready_versions(&found.source.name).iter().map(|model| model.version).collect();
         let loaded = lock(&self.loaded);
@@ -195,8 +196,8 @@ impl Lifecycle {
         serving == found.source.versions && loaded.get(&found.source.name).is_some_and(same)
     }
 
-    /// Whether ensembles among `models` are made of `name` again.
-    fn leads_back(&self, name: &str, models: &[String]) -> bool {
+    /// Whether `name` is among the composing models of `models`, directly or through other ensembles.
+    fn contains_cycle(&self, name: &str, models: &[String]) -> bool {
         let (mut open, mut seen) = (models.to_vec(), BTreeSet::new());
         while let Some(model) = open.pop() {
             if model == name {
@@ -209,15 +210,15 @@ impl Lifecycle {
         false
     }
 
-    /// Brings the models of an ensemble to what the repository says.
-    async fn load_parts(self: &Arc<Self>, models: Vec<String>) {
+    /// Loads the composing models of an ensemble as the repository configures them.
+    async fn load_composing_models(self: &Arc<Self>, models: Vec<String>) {
         let models: BTreeSet<String> = models.into_iter().collect();
         let loads = models.iter().map(|model| self.load(model, LoadOverrides::default()));
-        // What fails here shows when the ensemble is fitted to its models.
+        // Errors are ignored here: linking the ensemble reports models that are not loaded.
         futures::future::join_all(loads).await;
     }
 
-    /// Fills in what only the backend, or the models of an ensemble, can know.
+    /// Completes a configuration by the backend, or by the composing models of an ensemble.
     async fn complete(&self, config: &mut ModelConfig, source: &ModelSource) -> Result<(), InferError> {
         if config.is_ensemble() {
             return ensemble::link(config, &self.registry).map_err(InferError::invalid);
@@ -242,7 +243,7 @@ impl Lifecycle {
         if is_cached && self.cache.is_none() {
             let name = &config.name;
             tracing::warn!(
-                "'{name}' asks for a response cache and the server has none; start with --cache-config=local,size=N"
+                "'{name}' enables the response cache and the server has none; start with --cache-config=local,size=N"
             );
         }
         Ok(())
@@ -260,17 +261,17 @@ impl Lifecycle {
             ))
         })?;
         let request = load_request(source, latest(source), &Arc::new(config.clone()), self.limits);
-        Ok(named.stand_in(&request).unwrap_or_else(|| named.clone()))
+        Ok(named.replacement(&request).unwrap_or_else(|| named.clone()))
     }
 
-    async fn load_versions(self: &Arc<Self>, found: Found, config: Arc<ModelConfig>) -> Result<(), InferError> {
-        let Found { source, modified, files } = found;
+    async fn load_versions(self: &Arc<Self>, found: FoundModel, config: Arc<ModelConfig>) -> Result<(), InferError> {
+        let FoundModel { source, modified, files } = found;
         let name = &source.name;
         if !config.is_ensemble() && self.factory(&config, &source)?.is_exclusive() {
             self.retire(name, |_| true).await;
         }
         let cannot_load = |reason: InferError| {
-            source.versions.iter().for_each(|&version| self.note_reason(name, version, &reason));
+            source.versions.iter().for_each(|&version| self.record_version_error(name, version, &reason));
             load_failed(name, &reason_lines(&source.versions, &reason))
         };
         let labels = labels::read(&config, &source.dir).map_err(cannot_load)?;
@@ -283,18 +284,18 @@ impl Lifecycle {
                 Ok(backend) => {
                     let model = ServedModel::new(config.clone(), version, backend, self.cache.clone(), states.clone())
                         .with_labels(labels.clone())
-                        .loaded_in(started.elapsed(), self.keeps_recent_durations);
-                    self.put(name, model);
+                        .with_load_time(started.elapsed(), self.keeps_recent_durations);
+                    self.publish(name, model);
                 }
                 Err(error) => {
-                    self.note_reason(name, version, &error);
+                    self.record_version_error(name, version, &error);
                     failed.push((version, error));
                 }
             }
         }
         self.retire_in_background(name, &source.versions);
-        let kept = Loaded { config: source.config.clone(), modified, _files: files };
-        lock(&self.loaded).insert(name.clone(), kept);
+        let record = Loaded { config: source.config.clone(), modified, _files: files };
+        lock(&self.loaded).insert(name.clone(), record);
         if failed.is_empty() {
             tracing::info!("successfully loaded '{name}'");
             return Ok(());
@@ -321,35 +322,37 @@ impl Lifecycle {
             Ok(backend)
         });
         load.catch_unwind().await.unwrap_or_else(|panic| {
-            let words = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-            Err(InferError::internal(format!("loading broke off: {}", words.unwrap_or("no words"))))
+            let message = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+            Err(InferError::internal(format!("loading broke off: {}", message.unwrap_or("no words"))))
         })
     }
 
-    /// An old version goes on serving while its successor loads.
+    /// Marks a version as loading. An old load of this version serves until the new one is ready.
     fn mark_loading(&self, name: &str, version: i64) {
         self.registry.update(name, |entry| {
             (entry.failure, entry.lacks_versions) = (None, false);
-            let state = entry.versions.entry(version).or_insert(Version::Loading);
-            if !matches!(state, Version::Ready(_)) {
-                *state = Version::Loading;
+            let state = entry.versions.entry(version).or_insert(VersionState::Loading);
+            if !matches!(state, VersionState::Ready(_)) {
+                *state = VersionState::Loading;
             }
         });
     }
 
-    /// Puts a version in service, and lets the one in its place end what it has.
-    fn put(self: &Arc<Self>, name: &str, model: ServedModel) {
+    /// Starts to serve a version, and drains the load that it replaces.
+    fn publish(self: &Arc<Self>, name: &str, model: ServedModel) {
         let version = model.version;
-        let old = self.registry.update(name, |entry| entry.versions.insert(version, Version::Ready(Arc::new(model))));
-        if let Some(Version::Ready(old)) = old {
+        let old =
+            self.registry.update(name, |entry| entry.versions.insert(version, VersionState::Ready(Arc::new(model))));
+        if let Some(VersionState::Ready(old)) = old {
             tokio::spawn(async move { old.drain().await });
         }
     }
 
-    fn note_failure(&self, name: &str, error: &FindError) {
+    /// Logs that a model was not found, and records the reason for the repository index.
+    fn record_find_error(&self, name: &str, error: &FindError) {
         let message = error.to_string();
-        if let Some(unlogged) = FAILURES.due() {
-            tracing::error!("{}{unlogged}", message.trim_end());
+        if let Some(suppressed) = FAILURES.allow() {
+            tracing::error!("{}{suppressed}", message.trim_end());
         }
         if self.repository.model_names().is_ok_and(|names| names.iter().any(|known| known == name)) {
             let lacks_versions = matches!(error, FindError::NoVersion { .. });
@@ -359,54 +362,54 @@ impl Lifecycle {
         }
     }
 
-    /// A version that still serves goes on serving.
-    fn note_reason(&self, name: &str, version: i64, error: &InferError) {
+    /// Logs that a version did not load, and records the reason. An old load of this version continues to serve.
+    fn record_version_error(&self, name: &str, version: i64, error: &InferError) {
         let reason = format!("{}: {}", error.kind.title(), error.message);
-        if let Some(unlogged) = FAILURES.due() {
-            tracing::error!("failed to load '{name}' version {version}: {reason}{unlogged}");
+        if let Some(suppressed) = FAILURES.allow() {
+            tracing::error!("failed to load '{name}' version {version}: {reason}{suppressed}");
         }
         self.registry.update(name, |entry| {
-            let state = entry.versions.entry(version).or_insert(Version::Loading);
-            if !matches!(state, Version::Ready(_)) {
-                *state = Version::Unavailable(reason);
+            let state = entry.versions.entry(version).or_insert(VersionState::Loading);
+            if !matches!(state, VersionState::Ready(_)) {
+                *state = VersionState::Unavailable(reason);
             }
         });
     }
 
-    /// Takes a model out of service, and `with_parts` the models an ensemble is made of, but for those that were asked for by
-    /// themselves. Requests in flight end; this waits for them as long as patience lasts.
-    pub async fn unload(self: &Arc<Self>, name: &str, with_parts: bool) {
-        let parts: Vec<String> = match self.registry.ready_versions(name).last() {
-            Some(model) if with_parts => {
+    /// Unloads a model. With `with_composing_models` it also unloads the composing models of an ensemble, except those that
+    /// were requested by name. Waits for requests in flight, at most for the unload timeout.
+    pub async fn unload(self: &Arc<Self>, name: &str, with_composing_models: bool) {
+        let composing_models: Vec<String> = match self.registry.ready_versions(name).last() {
+            Some(model) if with_composing_models => {
                 let steps = model.config.ensemble().map(|ensemble| ensemble.step.as_slice()).unwrap_or_default();
-                let parts = steps.iter().map(|step| step.model_name.clone());
-                parts.filter(|part| !self.registry.is_required(part)).collect()
+                let names = steps.iter().map(|step| step.model_name.clone());
+                names.filter(|name| !self.registry.is_required(name)).collect()
             }
             _ => Vec::new(),
         };
-        if !self.registry.knows(name) {
+        if !self.registry.contains(name) {
             return;
         }
         let (lifecycle, model) = (self.clone(), name.to_owned());
         let unload = tokio::spawn(async move {
-            let gate = lifecycle.gate(&model);
-            let turn = gate.lock().await;
+            let load_lock = lifecycle.load_lock(&model);
+            let guard = load_lock.lock().await;
             lifecycle.registry.update(&model, |entry| (entry.is_required, entry.failure) = (false, None));
             lifecycle.retire(&model, |_| true).await;
             lock(&lifecycle.loaded).remove(&model);
-            drop(turn);
-            lifecycle.forget_gate(&model, gate);
+            drop(guard);
+            lifecycle.remove_unused_lock(&model, load_lock);
             tracing::info!("successfully unloaded '{model}'");
         });
-        if tokio::time::timeout(self.unload_patience, unload).await.is_err() {
+        if tokio::time::timeout(self.unload_timeout, unload).await.is_err() {
             tracing::warn!("'{name}' still answers requests; it is unloaded when they end");
         }
-        for part in parts {
-            Box::pin(self.unload(&part, true)).await;
+        for model in composing_models {
+            Box::pin(self.unload(&model, true)).await;
         }
     }
 
-    /// Versions the policy no longer serves go, without anyone waiting for it.
+    /// Retires versions that the version policy no longer serves, without waiting for it.
     fn retire_in_background(self: &Arc<Self>, name: &str, kept: &[i64]) {
         let (lifecycle, name, kept) = (self.clone(), name.to_owned(), kept.to_vec());
         if self.registry.ready_versions(&name).iter().any(|model| !kept.contains(&model.version)) {
@@ -414,12 +417,12 @@ impl Lifecycle {
         }
     }
 
-    /// Takes the versions `which` out of service, and waits until they have ended what they had.
-    pub async fn retire(&self, name: &str, which: impl Fn(i64) -> bool) {
-        let going: Vec<Arc<ServedModel>> = self.registry.update(name, |entry| {
-            let versions = entry.versions.iter_mut().filter(|(version, _)| which(**version));
-            let take = |(_, state): (&i64, &mut Version)| match std::mem::replace(state, Version::Unloading) {
-                Version::Ready(model) => Some(model),
+    /// Stops to serve the versions that `is_selected`, and waits for their requests in flight.
+    pub async fn retire(&self, name: &str, is_selected: impl Fn(i64) -> bool) {
+        let retired: Vec<Arc<ServedModel>> = self.registry.update(name, |entry| {
+            let versions = entry.versions.iter_mut().filter(|(version, _)| is_selected(**version));
+            let take = |(_, state): (&i64, &mut VersionState)| match std::mem::replace(state, VersionState::Unloading) {
+                VersionState::Ready(model) => Some(model),
                 other => {
                     *state = other;
                     None
@@ -427,11 +430,11 @@ impl Lifecycle {
             };
             versions.filter_map(take).collect()
         });
-        for model in going {
+        for model in retired {
             model.drain().await;
             self.registry.update(name, |entry| {
-                if let Some(state @ Version::Unloading) = entry.versions.get_mut(&model.version) {
-                    *state = Version::Unavailable("unloaded".to_owned());
+                if let Some(state @ VersionState::Unloading) = entry.versions.get_mut(&model.version) {
+                    *state = VersionState::Unavailable("unloaded".to_owned());
                 }
             });
         }
@@ -452,8 +455,8 @@ fn load_request(source: &ModelSource, version: i64, config: &Arc<ModelConfig>, l
     }
 }
 
-/// Writes files given with a load request into a repository of their own, a new directory that is this user's alone. `name`
-/// has been checked.
+/// Writes the files of a load request into a new temporary repository that only this user can access. The caller has
+/// checked `name`.
 fn write_files(name: &str, files: &BTreeMap<String, Bytes>) -> Result<TempDir, String> {
     let failed = |error: std::io::Error| format!(": cannot keep the given files: {error}");
     let dir = tempfile::Builder::new().prefix("trireme-model-").tempdir().map_err(failed)?;
@@ -487,13 +490,13 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn names_that_clients_make_up_do_not_gather() {
+    async fn locks_of_invalid_names_do_not_accumulate() {
         let dir = tempfile::tempdir().unwrap();
         let repository = Repository::open(&[dir.path().to_owned()]).unwrap();
         let lifecycle =
             Lifecycle::new(repository, HashMap::new(), Duration::from_secs(1), None, false, Limits::default());
         let loads = (0..100).map(|index| lifecycle.load(&format!("model{}", index / 2), LoadOverrides::default()));
         assert!(futures::future::join_all(loads).await.iter().all(Result::is_err));
-        assert!(lock(&lifecycle.gates).is_empty());
+        assert!(lock(&lifecycle.load_locks).is_empty());
     }
 }

@@ -1,4 +1,4 @@
-//! Limits on what one request may contain. They are compared before the request is given any memory or time.
+//! Limits on the contents of one request. They are checked before any work is done for the request.
 //!
 //! [`Limit`] lists every limit. Its table is the only place that holds a limit's name, default and description: the
 //! command line, the metric `trireme_refused_requests_total` and the tests are all made from it.
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::{CorrelationId, InferError, InferRequest};
 
-/// One limit. The first argument of an error is what the client sent too much of.
+/// A limit on the contents of one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Limit {
     /// Input tensors of a request.
@@ -20,9 +20,9 @@ pub enum Limit {
     IdBytes,
     /// Bytes of a name: of a model, a version, a tensor, a parameter or a shared-memory region.
     NameBytes,
-    /// Sizes in the shape of one tensor.
+    /// Dimensions of one tensor.
     Dimensions,
-    /// Prompts times choices of one OpenAI request.
+    /// Sequences of one OpenAI request: its prompts times its choices.
     Sequences,
     /// Messages of one conversation.
     Messages,
@@ -36,7 +36,7 @@ pub enum Limit {
     LogitsBytes,
 }
 
-/// What the table knows of a limit.
+/// One row of the table of limits.
 struct Row {
     limit: Limit,
     /// Name of the flag and label of the metric.
@@ -44,7 +44,7 @@ struct Row {
     default: u64,
     /// Help text of the flag.
     help: &'static str,
-    /// What is counted, as it stands in an error behind a number.
+    /// What is counted; follows a number in error messages.
     unit: &'static str,
 }
 
@@ -122,34 +122,35 @@ impl Limit {
         &ROWS[self as usize]
     }
 
-    /// Name of its flag, without the dashes in front, and label of its metric.
+    /// Name of the flag without the leading dashes, and label of the metric.
     pub fn name(self) -> &'static str {
         self.row().name
     }
 
-    /// What it is when no flag says otherwise.
+    /// The value without a flag.
     pub fn default_value(self) -> u64 {
         self.row().default
     }
 
-    /// Help text of its flag.
+    /// Help text of the flag.
     pub fn help(self) -> &'static str {
         self.row().help
     }
 
-    /// Requests refused because of it since this process started.
+    /// Number of requests refused because of this limit since the process started.
     pub fn num_refused(self) -> u64 {
         REFUSED[self as usize].load(Relaxed)
     }
 
-    /// Counts a refusal and returns its error: `found` is more than `allowed`.
+    /// Counts a refusal and returns its error. The request has `found`, which is more than `allowed`.
     pub fn refuse(self, found: u64, allowed: u64) -> InferError {
         REFUSED[self as usize].fetch_add(1, Relaxed);
         let Row { name, unit, .. } = self.row();
         InferError::invalid(format!("request has {found} {unit}, at most {allowed} are allowed (--{name})"))
     }
 
-    /// As [`Limit::refuse`], of a limit on all requests together: there is no room for `found` beside the `taken` of others.
+    /// Counts a refusal by a limit on all requests together and returns its error. The request has `found`, and other requests
+    /// have `taken`, of the `allowed` amount.
     pub fn refuse_for_now(self, found: u64, taken: u64, allowed: u64) -> InferError {
         REFUSED[self as usize].fetch_add(1, Relaxed);
         let Row { name, unit, .. } = self.row();
@@ -159,7 +160,7 @@ impl Limit {
     }
 }
 
-/// The values of all limits; [`Limits::default`] has those of the table.
+/// The values of all limits. [`Limits::default`] has the default values of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits([u64; ROWS.len()]);
 
@@ -180,10 +181,10 @@ impl Limits {
         self.0[limit as usize] = value;
     }
 
-    /// Compares `found` with `limit`, in constant time and without memory of its own.
+    /// Compares `found` with `limit`, in constant time and without allocation.
     ///
     /// # Errors
-    /// `InvalidArgument`, with both numbers and the flag, where `found` is more than allowed; the refusal is counted.
+    /// `InvalidArgument`, with both numbers and the flag, when `found` is more than allowed. The refusal is counted.
     pub fn check(&self, limit: Limit, found: usize) -> Result<(), InferError> {
         let allowed = self.get(limit);
         if found as u64 > allowed { Err(limit.refuse(found as u64, allowed)) } else { Ok(()) }
@@ -191,11 +192,11 @@ impl Limits {
 }
 
 impl Limits {
-    /// Compares everything in `request` that has a limit of its own, whatever the protocol. It is called before the request is
-    /// looked at in any other way, and takes time in proportion to the number of its parts.
+    /// Checks every part of `request` that has a limit in all protocols. It is called before any other check, and its time is
+    /// proportional to the number of parts.
     ///
     /// # Errors
-    /// As [`Limits::check`], for the first that is too much.
+    /// `InvalidArgument` for the first part above its limit.
     pub(crate) fn check_request(&self, request: &InferRequest) -> Result<(), InferError> {
         self.check(Limit::IdBytes, request.id.len())?;
         if let CorrelationId::Text(id) = &request.correlation_id {
@@ -214,40 +215,40 @@ impl Limits {
     }
 }
 
-/// What all requests share and one of them can be refused for. The settings are the front's; only refusals are counted here.
+/// A limit that all requests share. `front` sets and checks it; this module only counts the refusals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Shared {
-    /// Memory that requests in flight hold together.
+pub enum SharedLimit {
+    /// Memory that all requests in flight hold together.
     BytesInFlight,
     /// The rate at which a body must arrive.
     BodyProgress,
-    /// gRPC calls open at once.
+    /// gRPC calls that are open at the same time.
     GrpcStreams,
     /// Web pages that may use the HTTP port.
     Origins,
 }
 
-const SHARED: [(Shared, &str); 4] = [
-    (Shared::BytesInFlight, "max-bytes-in-flight"),
-    (Shared::BodyProgress, "body-progress"),
-    (Shared::GrpcStreams, "grpc-max-streams"),
-    (Shared::Origins, "http-allowed-origins"),
+const SHARED: [(SharedLimit, &str); 4] = [
+    (SharedLimit::BytesInFlight, "max-bytes-in-flight"),
+    (SharedLimit::BodyProgress, "body-progress"),
+    (SharedLimit::GrpcStreams, "grpc-max-streams"),
+    (SharedLimit::Origins, "http-allowed-origins"),
 ];
 
 static SHARED_REFUSED: [AtomicU64; SHARED.len()] = [const { AtomicU64::new(0) }; SHARED.len()];
 
-impl Shared {
-    /// Each of them, in the order of the table.
-    pub fn all() -> impl Iterator<Item = Shared> {
+impl SharedLimit {
+    /// Every shared limit, in the order of the table.
+    pub fn all() -> impl Iterator<Item = SharedLimit> {
         SHARED.iter().map(|(shared, _)| *shared)
     }
 
-    /// Label of its metric.
+    /// Label of the metric.
     pub fn name(self) -> &'static str {
         SHARED[self as usize].1
     }
 
-    /// Requests refused because of it since this process started.
+    /// Number of requests refused because of this limit since the process started.
     pub fn num_refused(self) -> u64 {
         SHARED_REFUSED[self as usize].load(Relaxed)
     }
@@ -263,9 +264,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_has_each_limit_at_its_place() {
+    fn limits_are_in_the_order_of_their_table() {
         assert!(Limit::all().enumerate().all(|(index, limit)| limit as usize == index));
-        assert!(Shared::all().enumerate().all(|(index, shared)| shared as usize == index));
+        assert!(SharedLimit::all().enumerate().all(|(index, shared)| shared as usize == index));
     }
 
     #[test]
@@ -280,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn each_part_of_a_request_is_compared() {
+    fn every_part_of_a_request_is_checked() {
         let long = || crate::Name::from(&"a".repeat(5000));
         let request = InferRequest::default;
         let tensor = |name: crate::Name, dims: usize| crate::Tensor {

@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 use crate::cache::ResponseCache;
 use crate::check::Signature;
 use crate::labels::Labels;
-use crate::request_metrics::{Cached, Watch};
+use crate::request_metrics::{CacheLookup, RequestMetrics};
 use crate::scheduler::{Scheduler, StateSpec};
 use crate::statistics::{ModelStatistics, Statistics};
 use crate::{Backend, InferError, InferRequest, InferResponse, Name, ResponseStream, TextModel, TextOutputs};
@@ -26,14 +26,14 @@ pub(crate) struct ServedModel {
     pub signature: Signature,
     pub statistics: Statistics,
     pub in_flight: InFlight,
-    /// Responses of this model, and others, where its configuration asks for it.
+    /// The server's response cache, where the model's configuration enables it.
     pub cache: Option<Arc<ResponseCache>>,
     pub labels: Labels,
     load_time: Duration,
-    /// Tells this load from earlier ones of the same version.
-    load: u64,
+    /// Number of this load. It is different from those of earlier loads of the same version.
+    load_id: u64,
     backend: Arc<dyn Backend>,
-    /// Queues requests for a backend that leaves it to `serving`.
+    /// Queues and batches requests, for a backend that does not do so itself.
     scheduler: Option<Scheduler>,
 }
 
@@ -57,7 +57,7 @@ impl ServedModel {
             in_flight: InFlight::default(),
             cache: cache.filter(|_| config.response_cache.is_some_and(|cache| cache.enable)),
             labels: Labels::new(),
-            load: NUM_LOADS.fetch_add(1, SeqCst),
+            load_id: NUM_LOADS.fetch_add(1, SeqCst),
             scheduler: Scheduler::new(&config, &backend, states),
             name: Name::from(config.name.as_str()),
             config,
@@ -65,44 +65,44 @@ impl ServedModel {
         }
     }
 
-    /// The same model with names for the classes of its outputs.
+    /// Sets the names of its outputs' classes.
     pub fn with_labels(self, labels: Labels) -> Self {
         Self { labels, ..self }
     }
 
-    /// The same model, which took so long to load; with what quantiles need when they are wanted.
-    pub fn loaded_in(self, load_time: Duration, keeps_recent_durations: bool) -> Self {
+    /// Sets the time that loading took, and whether recent durations are kept for quantiles.
+    pub fn with_load_time(self, load_time: Duration, keeps_recent_durations: bool) -> Self {
         Self { load_time, statistics: Statistics::new(&self.config, keeps_recent_durations), ..self }
     }
 
-    /// Checks the request, hands it to the backend, and counts what comes of it.
+    /// Checks the request, passes it to the backend, and counts its responses.
     pub fn infer(self: &Arc<Self>, mut request: InferRequest) -> Result<ResponseStream, InferError> {
         let started = Instant::now();
         let batch_size = self.admit(&mut request, started)?;
-        let (cached, answer) = self.look_up(&request);
-        let mut watch = Watch::new(self.clone(), &request, batch_size, started, cached);
-        // An ensemble ignores outputs that it does not use; a trace shows what was requested.
+        let (lookup, cached_response) = self.look_up(&request);
+        let mut metrics = RequestMetrics::new(self.clone(), &request, batch_size, started, lookup);
+        // An ensemble ignores outputs that it does not use. A trace shows only requested outputs.
         let filters_outputs = request.step.is_none() || request.trace.is_some();
-        if filters_outputs && !self.backend.keeps_to_requested_outputs() {
-            watch.keep_only(request.requested_outputs.clone());
+        if filters_outputs && !self.backend.returns_only_requested_outputs() {
+            metrics.filter_outputs(request.requested_outputs.clone());
         }
-        if let Some(response) = answer {
-            return Ok(ResponseStream::ready(response).watched(watch));
+        if let Some(response) = cached_response {
+            return Ok(ResponseStream::ready(response).with_metrics(metrics));
         }
         let accepted = match &self.scheduler {
             Some(scheduler) => scheduler.infer(request, batch_size),
             None => self.backend.infer(request),
         };
         match accepted {
-            Ok(stream) => Ok(stream.watched(watch)),
+            Ok(stream) => Ok(stream.with_metrics(metrics)),
             Err(error) => {
-                watch.refused(&error);
+                metrics.record_refusal(&error);
                 Err(error)
             }
         }
     }
 
-    /// As [`ServedModel::infer`], with the outputs of a text ensemble in place of the model's own.
+    /// Serves a request like [`ServedModel::infer`], with the outputs of a text ensemble instead of the model's own.
     pub fn infer_text(
         self: &Arc<Self>,
         mut request: InferRequest,
@@ -110,24 +110,24 @@ impl ServedModel {
     ) -> Result<ResponseStream, InferError> {
         let started = Instant::now();
         let batch_size = self.admit(&mut request, started)?;
-        let watch = Watch::new(self.clone(), &request, batch_size, started, Cached::Never);
+        let metrics = RequestMetrics::new(self.clone(), &request, batch_size, started, CacheLookup::Disabled);
         match self.backend.infer_text(request, outputs) {
-            Ok(stream) => Ok(stream.watched(watch)),
+            Ok(stream) => Ok(stream.with_metrics(metrics)),
             Err(error) => {
-                watch.refused(&error);
+                metrics.record_refusal(&error);
                 Err(error)
             }
         }
     }
 
-    /// Rows of a request that was not checked yet.
+    /// Batch size of a request that is not checked yet.
     pub fn num_rows(&self, request: &InferRequest) -> i64 {
         let first = request.inputs.first().and_then(|tensor| tensor.shape.first());
         first.copied().filter(|_| self.config.max_batch_size > 0).unwrap_or(1)
     }
 
-    /// What this model is in a text ensemble. `None` where its responses are cached, queued or reshaped on the way: these
-    /// take the general way.
+    /// What this model does in a text ensemble. `None` where its requests are queued, or its responses cached or reshaped:
+    /// only the general interpreter of ensembles handles these.
     pub fn text_model(&self) -> Option<TextModel> {
         let is_plain = self.cache.is_none() && self.scheduler.is_none() && self.signature.keeps_output_shapes();
         if is_plain { self.backend.text_model() } else { None }
@@ -139,7 +139,7 @@ impl ServedModel {
         if !in_place {
             request.fetch_client_memory()?;
         }
-        // Nothing is counted of a request that is no request to this model, as in Triton.
+        // A request that does not fit the model is not counted, as in Triton.
         let batch_size = self.signature.check(request)?;
         if let Some(trace) = &request.trace {
             trace.name(&self.config.name, self.version, &request.id);
@@ -150,22 +150,22 @@ impl ServedModel {
         Ok(batch_size)
     }
 
-    fn look_up(&self, request: &InferRequest) -> (Cached, Option<InferResponse>) {
-        let Some(cache) = &self.cache else { return (Cached::Never, None) };
+    fn look_up(&self, request: &InferRequest) -> (CacheLookup, Option<InferResponse>) {
+        let Some(cache) = &self.cache else { return (CacheLookup::Disabled, None) };
         let started = Instant::now();
-        let key = cache.key(self.load, request);
+        let key = cache.key(self.load_id, request);
         match cache.get(key) {
-            Some(response) => (Cached::Hit(started.elapsed()), Some(response)),
-            None => (Cached::Miss(key, started.elapsed()), None),
+            Some(response) => (CacheLookup::Hit(started.elapsed()), Some(response)),
+            None => (CacheLookup::Miss(key, started.elapsed()), None),
         }
     }
 
-    /// Whether a request would be served now.
+    /// Whether the model can serve a request now.
     pub fn is_ready(&self) -> bool {
         self.backend.is_ready()
     }
 
-    /// The same, as the model itself sees it.
+    /// Whether the model can serve a request now, by its own check where it has one.
     pub async fn probe(&self) -> bool {
         self.backend.probe().await
     }
@@ -198,7 +198,7 @@ impl fmt::Debug for ServedModel {
     }
 }
 
-/// Counts requests, and wakes who waits for none.
+/// Counts requests in flight, and notifies waiters when there are none.
 #[derive(Debug, Default)]
 pub(crate) struct InFlight {
     count: AtomicU64,

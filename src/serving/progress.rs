@@ -1,4 +1,4 @@
-//! Where the time of a request that generates text went.
+//! Progress of a request: when it was scheduled, and how the time of generating text divides.
 
 use std::sync::atomic::{
     AtomicBool, AtomicU64,
@@ -9,69 +9,70 @@ use std::time::{Duration, Instant};
 
 use crate::statistics::Execution;
 
-/// What a model that generates text tells of one request.
+/// Times and token counts that a model reports for a request that generates text.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Generation {
-    /// From the request's arrival until a step had room for it.
+    /// From the request's arrival until its first step was scheduled.
     pub queue: Duration,
-    /// From there to the first token.
+    /// From the first step to the first token.
     pub prefill: Duration,
     /// From the first token to the last.
     pub decode: Duration,
-    /// Tokens of the prompt.
+    /// Number of tokens in the prompt.
     pub prompt_tokens: u64,
-    /// Of these, found computed in the prefix cache.
+    /// Tokens of the prompt that were found in the prefix cache.
     pub cached_tokens: u64,
-    /// Tokens generated.
+    /// Number of generated tokens.
     pub output_tokens: u64,
-    /// Times it gave its place up and was computed again.
+    /// How often the request was preempted and computed again.
     pub preempted: u64,
 }
 
-/// When a request left its queue, and with which others.
+/// When a request left its queue, and the execution that it is part of.
 #[derive(Debug)]
 pub(crate) struct Scheduled {
     pub at: Instant,
     pub execution: Option<Arc<Execution>>,
 }
 
-/// How far a request has come: written by the model, read by who counts.
+/// Progress of a request. The model writes it, and the metrics read it.
 #[derive(Debug)]
 pub(crate) struct Progress {
     pub scheduled: OnceLock<Scheduled>,
-    /// Nanoseconds that it took to bring the inputs to the model.
+    /// Nanoseconds that copying the inputs to the model took.
     input_ns: AtomicU64,
-    /// When the model had computed its last response: nanoseconds since `created`, 0 where nobody said.
+    /// When the model had computed its last response, in nanoseconds since `created`; 0 for unknown.
     computed_ns: AtomicU64,
     created: Instant,
-    is_told: AtomicBool,
-    /// Other requests that this one is answered by; what they tell, it tells.
-    followed: Mutex<Vec<Arc<Progress>>>,
-    /// The fields of a [`Generation`]; without a lock, as a model may tell of each token.
-    told: [AtomicU64; 7],
+    /// Whether `generation` holds a report.
+    is_reported: AtomicBool,
+    /// Requests that answer this one. Their reports stand for this request while it has none of its own.
+    sources: Mutex<Vec<Arc<Progress>>>,
+    /// The fields of a [`Generation`]. They need no lock, because a model may report for each token.
+    generation: [AtomicU64; 7],
 }
 
-/// Where a [`crate::ResponseSource`] reports how far its request has come.
+/// A [`crate::ResponseSource`] reports the progress of its request here.
 #[derive(Debug, Clone)]
 pub struct ProgressReporter(pub(crate) Arc<Progress>);
 
 impl ProgressReporter {
-    /// As [`crate::ResponseSender::mark_scheduled`].
+    /// Marks the end of queueing, like [`crate::ResponseSender::mark_scheduled`].
     pub fn mark_scheduled(&self) {
         let _ = self.0.scheduled.set(Scheduled { at: Instant::now(), execution: None });
     }
 
-    /// As [`crate::ResponseSender::took_input`].
-    pub fn took_input(&self, time: Duration) {
-        self.0.took_input(time);
+    /// Adds input time, like [`crate::ResponseSender::add_input_time`].
+    pub fn add_input_time(&self, time: Duration) {
+        self.0.add_input_time(time);
     }
 
-    /// As [`crate::ResponseSender::computed_at`].
-    pub fn computed_at(&self, at: Instant) {
-        self.0.computed_at(at);
+    /// Sets when the next response was computed, like [`crate::ResponseSender::set_computed_at`].
+    pub fn set_computed_at(&self, at: Instant) {
+        self.0.set_computed_at(at);
     }
 
-    /// As [`crate::ResponseSender::report`].
+    /// Reports times and token counts, like [`crate::ResponseSender::report`].
     pub fn report(&self, generation: Generation) {
         self.0.report(generation);
     }
@@ -84,28 +85,28 @@ impl Default for Progress {
             input_ns: AtomicU64::new(0),
             computed_ns: AtomicU64::new(0),
             created: Instant::now(),
-            is_told: AtomicBool::new(false),
-            followed: Mutex::default(),
-            told: Default::default(),
+            is_reported: AtomicBool::new(false),
+            sources: Mutex::default(),
+            generation: Default::default(),
         }
     }
 }
 
 impl Progress {
-    pub fn took_input(&self, time: Duration) {
+    pub fn add_input_time(&self, time: Duration) {
         self.input_ns.fetch_add(time.as_nanos() as u64, Relaxed);
     }
 
-    /// What bringing the inputs to the model took so far.
+    /// Time that copying the inputs to the model took so far.
     pub fn input(&self) -> Duration {
         Duration::from_nanos(self.input_ns.load(Relaxed))
     }
 
-    pub fn computed_at(&self, at: Instant) {
+    pub fn set_computed_at(&self, at: Instant) {
         self.computed_ns.store(at.saturating_duration_since(self.created).as_nanos().max(1) as u64, Relaxed);
     }
 
-    /// When a response was computed, asked once for each, before the next one is.
+    /// When the last response was computed; resets it. Called once for each response, before the next one is computed.
     pub fn take_computed(&self) -> Option<Instant> {
         match self.computed_ns.load(Relaxed) {
             0 => None,
@@ -120,25 +121,25 @@ impl Progress {
         let Generation { queue, prefill, decode, prompt_tokens, cached_tokens, output_tokens, preempted } = generation;
         let times = [queue, prefill, decode].map(|time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
         let counts = [prompt_tokens, cached_tokens, output_tokens, preempted];
-        for (field, value) in self.told.iter().zip(times.into_iter().chain(counts)) {
+        for (field, value) in self.generation.iter().zip(times.into_iter().chain(counts)) {
             field.store(value, Relaxed);
         }
-        self.is_told.store(true, Release);
+        self.is_reported.store(true, Release);
     }
 
-    /// From here on this request tells what `other` does, unless it tells something itself.
-    pub fn follow(&self, other: &Arc<Progress>) {
-        self.followed.lock().unwrap_or_else(PoisonError::into_inner).push(other.clone());
+    /// Uses the reports of `other` from now on, as long as this request has no report of its own.
+    pub fn report_progress_of(&self, other: &Arc<Progress>) {
+        self.sources.lock().unwrap_or_else(PoisonError::into_inner).push(other.clone());
     }
 
-    /// The last that was told; while the model tells more, some fields may be of before.
+    /// The last report. While the model writes the next one, some fields may be older than others.
     pub fn generation(&self) -> Option<Generation> {
-        if !self.is_told.load(Acquire) {
-            let followed = self.followed.lock().unwrap_or_else(PoisonError::into_inner);
-            return followed.iter().rev().find_map(|other| other.generation());
+        if !self.is_reported.load(Acquire) {
+            let sources = self.sources.lock().unwrap_or_else(PoisonError::into_inner);
+            return sources.iter().rev().find_map(|other| other.generation());
         }
         let [queue, prefill, decode, prompt_tokens, cached_tokens, output_tokens, preempted] =
-            self.told.each_ref().map(|field| field.load(Relaxed));
+            self.generation.each_ref().map(|field| field.load(Relaxed));
         let [queue, prefill, decode] = [queue, prefill, decode].map(Duration::from_nanos);
         Some(Generation { queue, prefill, decode, prompt_tokens, cached_tokens, output_tokens, preempted })
     }

@@ -6,10 +6,10 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use crate::InferError;
 use crate::model::ServedModel;
 
-/// The state of a model version, with the names that the repository index uses.
+/// The state of a model version, as the repository index names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ModelState {
-    /// Nothing was ever done with it.
+    /// It was never loaded.
     Unknown,
     /// It serves.
     Ready,
@@ -17,7 +17,7 @@ pub enum ModelState {
     Unavailable,
     /// It is being loaded.
     Loading,
-    /// It takes no request any more, and ends those in flight.
+    /// It refuses new requests and finishes those in flight.
     Unloading,
 }
 
@@ -39,45 +39,45 @@ impl ModelState {
 pub struct ModelIndexEntry {
     /// Model name.
     pub name: String,
-    /// Version, empty when the model was never loaded.
+    /// VersionState, empty when the model was never loaded.
     pub version: String,
-    /// What it does.
+    /// The state of the version.
     pub state: ModelState,
-    /// Why it does not serve; may be empty.
+    /// Why the version does not serve; may be empty.
     pub reason: String,
 }
 
-/// What a version does.
+/// The state of a version, with the model where it serves.
 #[derive(Debug, Clone)]
-pub(crate) enum Version {
+pub(crate) enum VersionState {
     Loading,
     Ready(Arc<ServedModel>),
     Unloading,
     Unavailable(String),
 }
 
-/// A model that was loaded, or should have been.
+/// A model that was loaded, or whose load was attempted.
 #[derive(Debug, Default)]
 pub(crate) struct Entry {
-    pub versions: BTreeMap<i64, Version>,
-    /// Why it could not even be tried.
+    pub versions: BTreeMap<i64, VersionState>,
+    /// Why no version could be attempted.
     pub failure: Option<String>,
-    /// Its configuration could be read, and none of its versions is there to be served.
+    /// The configuration is valid, but no version exists that the version policy serves.
     pub lacks_versions: bool,
-    /// It was asked for by itself, so the server is not ready without it.
+    /// It was requested by name and not only by an ensemble, so the server is not ready without it.
     pub is_required: bool,
 }
 
 impl Entry {
     fn ready(&self) -> impl DoubleEndedIterator<Item = &Arc<ServedModel>> {
         self.versions.values().filter_map(|version| match version {
-            Version::Ready(model) => Some(model),
+            VersionState::Ready(model) => Some(model),
             _ => None,
         })
     }
 }
 
-/// All models of a server. Requests only read it; whoever loads and unloads writes.
+/// All models of a server. Requests only read it; loads and unloads write it.
 #[derive(Debug, Default)]
 pub(crate) struct Registry {
     entries: RwLock<BTreeMap<String, Entry>>,
@@ -92,17 +92,23 @@ impl Registry {
         self.entries.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes a model's entry, made if it is not there.
+    /// Changes a model's entry, which is created if it does not exist.
     pub fn update<R>(&self, name: &str, change: impl FnOnce(&mut Entry) -> R) -> R {
         change(self.write().entry(name.to_owned()).or_default())
     }
 
-    /// The model version a request means: `version` empty or -1 for the latest.
+    /// The model version that a request names; an empty `version` means the latest.
+    ///
+    /// # Errors
+    /// When `version` is no valid number, or the version does not serve.
     pub fn resolve(&self, name: &str, version: &str) -> Result<Arc<ServedModel>, InferError> {
         self.resolve_number(name, parse_version(version)?)
     }
 
-    /// As [`Registry::resolve`], with `None` for the latest version.
+    /// The model version with this number; `None` means the latest.
+    ///
+    /// # Errors
+    /// When the version does not serve.
     pub fn resolve_number(&self, name: &str, version: Option<i64>) -> Result<Arc<ServedModel>, InferError> {
         let entries = self.read();
         let unknown = |what: &str| InferError::not_found(format!("Request for unknown model: '{name}' {what}"));
@@ -111,7 +117,7 @@ impl Registry {
         match version {
             None => entry.ready().next_back().cloned().ok_or_else(|| unknown("has no available versions")),
             Some(number) => match entry.versions.get(&number) {
-                Some(Version::Ready(model)) => Ok(model.clone()),
+                Some(VersionState::Ready(model)) => Ok(model.clone()),
                 Some(_) => Err(InferError::unavailable(format!(
                     "Request for unknown model: '{name}' version {number} is not at ready state"
                 ))),
@@ -135,45 +141,45 @@ impl Registry {
         self.read().keys().cloned().collect()
     }
 
-    /// Whether the model was asked for by itself, and not for an ensemble alone.
+    /// Whether the model was requested by name, and not only by an ensemble.
     pub fn is_required(&self, name: &str) -> bool {
         self.read().get(name).is_some_and(|entry| entry.is_required)
     }
 
-    /// Whether a version of the model serves, comes or goes.
-    pub fn is_at_work(&self, name: &str) -> bool {
-        let is_at_work = |version: &Version| !matches!(version, Version::Unavailable(_));
-        self.read().get(name).is_some_and(|entry| entry.versions.values().any(is_at_work))
+    /// Whether a version of the model serves, loads or unloads.
+    pub fn is_active(&self, name: &str) -> bool {
+        let is_active = |version: &VersionState| !matches!(version, VersionState::Unavailable(_));
+        self.read().get(name).is_some_and(|entry| entry.versions.values().any(is_active))
     }
 
-    /// Whether a model was ever loaded, or tried.
-    pub fn knows(&self, name: &str) -> bool {
+    /// Whether a load of the model was ever attempted.
+    pub fn contains(&self, name: &str) -> bool {
         self.read().contains_key(name)
     }
 
-    /// Names of required models that would not serve a request now.
-    pub fn missing(&self) -> Vec<String> {
+    /// Names of required models that cannot serve a request now.
+    pub fn unready_required(&self) -> Vec<String> {
         let required: Vec<(String, Option<Arc<ServedModel>>)> = {
             let entries = self.read();
             let required = entries.iter().filter(|(_, entry)| entry.is_required);
             required.map(|(name, entry)| (name.clone(), entry.ready().next_back().cloned())).collect()
         };
-        let missing = required.into_iter().filter(|(_, model)| !model.as_ref().is_some_and(|model| model.is_ready()));
-        missing.map(|(name, _)| name).collect()
+        let unready = required.into_iter().filter(|(_, model)| !model.as_ref().is_some_and(|model| model.is_ready()));
+        unready.map(|(name, _)| name).collect()
     }
 
-    /// The index lines of one model; a single one without version for a model without any.
+    /// The index entries of one model; for a model without versions, one entry with an empty version.
     pub fn index(&self, name: &str) -> Vec<ModelIndexEntry> {
-        let versions: Vec<(String, Version)> = match self.read().get(name) {
+        let versions: Vec<(String, VersionState)> = match self.read().get(name) {
             None => Vec::new(),
             Some(Entry { versions, failure: Some(failure), .. }) if versions.is_empty() => {
-                vec![(String::new(), Version::Unavailable(failure.clone()))]
+                vec![(String::new(), VersionState::Unavailable(failure.clone()))]
             }
             Some(entry) => {
                 entry.versions.iter().map(|(number, version)| (number.to_string(), version.clone())).collect()
             }
         };
-        let line = |(version, state): (String, Version)| {
+        let to_entry = |(version, state): (String, VersionState)| {
             let (state, reason) = state_of(&state);
             ModelIndexEntry { name: name.to_owned(), version, state, reason }
         };
@@ -183,17 +189,17 @@ impl Registry {
             state: ModelState::Unknown,
             reason: String::new(),
         };
-        if versions.is_empty() { vec![never_loaded()] } else { versions.into_iter().map(line).collect() }
+        if versions.is_empty() { vec![never_loaded()] } else { versions.into_iter().map(to_entry).collect() }
     }
 }
 
-fn state_of(version: &Version) -> (ModelState, String) {
+fn state_of(version: &VersionState) -> (ModelState, String) {
     match version {
-        Version::Loading => (ModelState::Loading, String::new()),
-        Version::Unloading => (ModelState::Unloading, String::new()),
-        Version::Unavailable(reason) => (ModelState::Unavailable, reason.clone()),
-        Version::Ready(model) if model.is_ready() => (ModelState::Ready, String::new()),
-        Version::Ready(model) => match model.config.ensemble() {
+        VersionState::Loading => (ModelState::Loading, String::new()),
+        VersionState::Unloading => (ModelState::Unloading, String::new()),
+        VersionState::Unavailable(reason) => (ModelState::Unavailable, reason.clone()),
+        VersionState::Ready(model) if model.is_ready() => (ModelState::Ready, String::new()),
+        VersionState::Ready(model) => match model.config.ensemble() {
             Some(_) => (ModelState::Unavailable, "a model that the ensemble depends on does not serve".to_owned()),
             None => (ModelState::Unavailable, "loaded, but not able to serve now".to_owned()),
         },

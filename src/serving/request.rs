@@ -1,4 +1,4 @@
-//! A request and its response, as every protocol and every backend sees them.
+//! Requests and responses, in the form that all protocols and backends share.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ impl Default for CorrelationId {
     }
 }
 
-/// What a client asks of one model.
+/// A client's request to one model.
 #[derive(Debug, Clone, Default)]
 pub struct InferRequest {
     /// Model name.
@@ -44,23 +44,23 @@ pub struct InferRequest {
     pub parameters: BTreeMap<String, Parameter>,
     /// Input tensors.
     pub inputs: Vec<Tensor>,
-    /// Names of the outputs asked for; empty asks for all.
+    /// Names of the requested outputs; empty requests all.
     pub requested_outputs: Vec<Name>,
     /// Priority level, 0 for the model's default.
     pub priority: u64,
-    /// Time the request may wait in a queue, 0 for the model's default.
+    /// How long the request may wait in a queue, in microseconds; 0 for the model's default.
     pub timeout_us: u64,
-    /// Stateful sequence this request belongs to.
+    /// The stateful sequence that this request belongs to.
     pub correlation_id: CorrelationId,
-    /// First request of its sequence.
+    /// Whether this is the first request of its sequence.
     pub sequence_start: bool,
-    /// Last request of its sequence.
+    /// Whether this is the last request of its sequence.
     pub sequence_end: bool,
-    /// Tensors that are in shared memory of the client.
+    /// Tensors that are in the client's shared memory.
     pub client_memory: ClientMemory,
-    /// Set where the request is one step of an ensemble: state that lives as long as the ensemble's run.
+    /// For a step of an ensemble: the state that the step keeps as long as the ensemble's request runs.
     pub step: Option<EnsembleStep>,
-    /// Set where what happens to the request is written down.
+    /// The request's trace, where it is traced.
     pub trace: Option<Trace>,
 }
 
@@ -80,12 +80,12 @@ pub struct InferResponse {
     pub model_version: Name,
     /// The request's id.
     pub id: Name,
-    /// Parameters, in the order they are sent.
+    /// Parameters, in the order in which they are sent.
     pub parameters: Arc<[(Name, Parameter)]>,
     /// Output tensors; none in an empty final response.
     pub outputs: Vec<Tensor>,
-    /// No response follows this one.
+    /// Whether this is the last response of its request.
     pub is_final: bool,
-    /// A [`crate::StreamItem::Delta`] may follow.
+    /// Whether a [`crate::StreamItem::Delta`] may follow.
     pub allows_delta: bool,
 }

@@ -1,85 +1,85 @@
-//! What serving does with each response on its way out: complete it, count it, and know when the request has ended.
+//! Completes and counts each response of a request, and records how the request ended.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::cache::CacheKey;
-use crate::index_memo::Finder;
+use crate::index_memo::IndexMemo;
 use crate::model::ServedModel;
 use crate::progress::{Generation, Progress, Scheduled};
-use crate::statistics::{CacheUse, Came, Failure, OtherResponse, Outcome};
+use crate::statistics::{CacheUse, Failure, OtherResponse, Outcome, ResponseTiming};
 use crate::{DeltaInfo, ErrorKind, InferError, InferRequest, InferResponse, Name, StreamItem, Timestamp, Trace};
 
-/// Responses of a request that are counted together, at most: the place is shared by all requests to the model, and dear
-/// to touch from several threads.
+/// Responses of a request that are counted together, at most. All requests to the model share the counters, and writing a
+/// contended cache line is costly.
 const MAX_UNCOUNTED: usize = 6;
 
-/// One request in flight. The model counts it as such until this is dropped.
+/// Metrics of one request. The request counts as in flight until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Watch {
+pub(crate) struct RequestMetrics {
     model: Arc<ServedModel>,
     id: Name,
     requested_outputs: Vec<Name>,
-    finder: Finder,
+    memo: IndexMemo,
     batch_size: u64,
     started: Instant,
-    /// What checking the inputs took.
-    checked: Duration,
+    /// Time that checking the inputs took.
+    check_time: Duration,
     responses: Responses,
     ended: bool,
-    cached: Cached,
+    cache_lookup: CacheLookup,
     progress: Option<Arc<Progress>>,
-    /// One step of an ensemble, whose own line tells of it.
+    /// Whether the request is a step of an ensemble. Then only the ensemble's log line is written.
     is_step: bool,
     trace: Option<Trace>,
 }
 
-/// The responses of a request so far. Each token comes by here, so that all it asks for lies together, in one cache line.
+/// Responses of a request so far. It is updated for each token and fits one cache line.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Responses {
-    /// When the last of them came.
+    /// When the last response was observed.
     last: Timestamp,
     count: u32,
     num_uncounted: u8,
-    /// Each is counted by itself.
+    /// Whether responses are counted by their indices.
     is_decoupled: bool,
-    /// The last of them, where they have not been counted.
-    uncounted: [Came<u32>; MAX_UNCOUNTED],
+    /// Timings of the last `num_uncounted` responses, which are not counted yet.
+    uncounted: [ResponseTiming<u32>; MAX_UNCOUNTED],
 }
 
 const _: () = assert!(size_of::<Responses>() == 64);
 
-/// What the response cache has to do with a request.
+/// Result of looking for a request in the response cache, with the time that it took.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Cached {
-    /// The model has none.
-    Never,
-    /// The answer comes from it; looking took so long.
+pub(crate) enum CacheLookup {
+    /// The model uses no cache.
+    Disabled,
+    /// The response comes from the cache.
     Hit(Duration),
-    /// The answer goes into it; looking took so long.
+    /// The response will be stored under this key.
     Miss(CacheKey, Duration),
 }
 
 type Item = Result<InferResponse, InferError>;
 
-impl Watch {
-    /// Watches a request that has passed its checks.
+impl RequestMetrics {
+    /// Metrics of a request that has passed its checks.
     pub fn new(
         model: Arc<ServedModel>,
         request: &InferRequest,
         batch_size: u64,
         started: Instant,
-        cached: Cached,
+        cache_lookup: CacheLookup,
     ) -> Self {
         model.in_flight.enter();
         Self {
             id: request.id.clone(),
             requested_outputs: Vec::new(),
-            finder: Finder::default(),
+            memo: IndexMemo::default(),
             batch_size,
             started,
-            checked: started.elapsed(),
+            check_time: started.elapsed(),
             responses: Responses {
                 last: started.into(),
                 count: 0,
@@ -88,7 +88,7 @@ impl Watch {
                 uncounted: Default::default(),
             },
             ended: false,
-            cached,
+            cache_lookup,
             progress: None,
             is_step: request.step.is_some(),
             trace: request.trace.clone(),
@@ -96,51 +96,51 @@ impl Watch {
         }
     }
 
-    /// Responses keep only these outputs from here on; all of them if none is named.
-    pub fn keep_only(&mut self, requested_outputs: Vec<Name>) {
+    /// Removes all other outputs from later responses; removes none if the list is empty.
+    pub fn filter_outputs(&mut self, requested_outputs: Vec<Name>) {
         self.requested_outputs = requested_outputs;
     }
 
-    /// The same, told by the model through `progress`.
-    pub fn follow(mut self, progress: Option<Arc<Progress>>) -> Self {
+    /// Sets where the model reports the request's progress.
+    pub fn with_progress(mut self, progress: Option<Arc<Progress>>) -> Self {
         self.progress = progress;
         self
     }
 
-    /// The model did not take the request.
-    pub fn refused(mut self, error: &InferError) {
+    /// Counts a request that the model refused.
+    pub fn record_refusal(mut self, error: &InferError) {
         self.fail(refusal_of(error));
     }
 
     /// Completes and counts one item of the stream.
-    pub fn see(&mut self, item: Option<Item>) -> Option<Item> {
+    pub fn observe(&mut self, item: Option<Item>) -> Option<Item> {
         let mut item = item;
         if let Some(Ok(response)) = &mut item {
-            self.see_response(response);
+            self.observe_response(response);
         }
-        self.see_end(item)
+        self.observe_end(item)
     }
 
-    /// Completes and counts one item of a stream.
-    pub fn see_item(
+    /// Completes and counts one item of a stream that may have deltas.
+    pub fn observe_item(
         &mut self,
         mut item: Option<Result<StreamItem, InferError>>,
     ) -> Option<Result<StreamItem, InferError>> {
         match &mut item {
             Some(Ok(StreamItem::Delta(info))) => self.count_delta(info),
-            Some(Ok(StreamItem::Response(response))) => self.see_response(response),
-            _ => return self.see_end(item),
+            Some(Ok(StreamItem::Response(response))) => self.observe_response(response),
+            _ => return self.observe_end(item),
         }
         item
     }
 
-    /// Completes and counts what ends a stream or stands for a response in it. A stream that ends without a final response
-    /// gets an error.
-    pub fn see_end<T>(&mut self, item: Option<Result<T, InferError>>) -> Option<Result<T, InferError>> {
+    /// Counts an error, or the end of the stream. A stream that ends without a final response gets an error. Responses pass
+    /// unchanged.
+    pub fn observe_end<T>(&mut self, item: Option<Result<T, InferError>>) -> Option<Result<T, InferError>> {
         match item {
-            Some(Ok(good)) => Some(Ok(good)),
+            Some(Ok(response)) => Some(Ok(response)),
             Some(Err(error)) => {
-                // Errors of a queue come before anything was scheduled or answered.
+                // The queue refuses a request before it is scheduled and before any response.
                 let is_refused = self.responses.count == 0 && self.scheduled().is_none();
                 self.count_other(OtherResponse::Fail, Timestamp::now());
                 self.fail(if is_refused { refusal_of(&error) } else { failure_of(&error) });
@@ -155,14 +155,14 @@ impl Watch {
         }
     }
 
-    /// Whether responses may leave with fewer outputs than they came with.
+    /// Whether outputs may be removed from responses.
     pub fn removes_outputs(&self) -> bool {
         !self.requested_outputs.is_empty()
     }
 
     /// Completes and counts a response.
-    pub fn see_response(&mut self, response: &mut InferResponse) {
-        let cache = self.keep(response);
+    pub fn observe_response(&mut self, response: &mut InferResponse) {
+        let cache = self.store_in_cache(response);
         self.complete(response);
         self.count(response, cache);
     }
@@ -171,16 +171,16 @@ impl Watch {
         self.progress.as_ref()?.scheduled.get()
     }
 
-    /// Has the cache keep the model's only response as it is.
-    fn keep(&self, response: &InferResponse) -> Option<CacheUse> {
-        match (self.cached, &self.model.cache) {
-            (Cached::Hit(took), _) => Some(CacheUse::Hit(took)),
-            (Cached::Miss(key, took), Some(cache)) => {
+    /// Stores the model's only response in the cache, before it is completed.
+    fn store_in_cache(&self, response: &InferResponse) -> Option<CacheUse> {
+        match (self.cache_lookup, &self.model.cache) {
+            (CacheLookup::Hit(duration), _) => Some(CacheUse::Hit(duration)),
+            (CacheLookup::Miss(key, duration), Some(cache)) => {
                 let started = Instant::now();
                 if self.responses.count == 0 && response.is_final {
-                    cache.put(key, response);
+                    cache.insert(key, response);
                 }
-                Some(CacheUse::Miss(took + started.elapsed()))
+                Some(CacheUse::Miss(duration + started.elapsed()))
             }
             _ => None,
         }
@@ -197,11 +197,11 @@ impl Watch {
             response.id.clone_from(&self.id);
         }
         if !self.requested_outputs.is_empty() {
-            let Self { requested_outputs, finder, .. } = self;
+            let Self { requested_outputs, memo, .. } = self;
             let mut index = 0;
             response.outputs.retain(|output| {
                 index += 1;
-                finder.find(index - 1, requested_outputs, |name| *name == output.name).is_some()
+                memo.find(index - 1, requested_outputs, |name| *name == output.name).is_some()
             });
         }
         self.model.signature.restore_shapes(response);
@@ -220,12 +220,12 @@ impl Watch {
         }
         if response.is_final && !self.ended {
             self.ended = true;
-            self.settle();
+            self.flush();
             self.succeed(response, cache, now, output);
         }
     }
 
-    /// Counts a response that came as a delta.
+    /// Counts a response that was sent as a delta.
     pub fn count_delta(&mut self, info: &DeltaInfo) {
         self.count_response(info.observed, info.observed.ns_since(info.computed));
     }
@@ -233,18 +233,18 @@ impl Watch {
     fn succeed(&mut self, response: &InferResponse, cache: Option<CacheUse>, now: Instant, output: Duration) {
         let progress = self.progress.clone();
         let scheduled = progress.as_ref().and_then(|progress| progress.scheduled.get());
-        let ready = self.started + self.checked;
-        let queued = scheduled.map_or(Duration::ZERO, |queue| queue.at.saturating_duration_since(ready));
+        let checked_at = self.started + self.check_time;
+        let queued = scheduled.map_or(Duration::ZERO, |queue| queue.at.saturating_duration_since(checked_at));
         let execution = scheduled.and_then(|queue| queue.execution.as_ref());
-        let executed = execution.map_or(Some(self.batch_size), |execution| execution.count());
+        let executed = execution.map_or(Some(self.batch_size), |execution| execution.count_once());
         let (total, batch_size) = (now - self.started, self.batch_size);
-        let input = self.checked + progress.as_ref().map_or(Duration::ZERO, |progress| progress.input());
+        let input = self.check_time + progress.as_ref().map_or(Duration::ZERO, |progress| progress.input());
         self.model.statistics.succeeded(Outcome { total, queued, input, output, batch_size, executed, cache });
-        self.trace_end(scheduled.map(|queue| queue.at), response);
-        self.tell("ok", queued);
+        self.end_trace(scheduled.map(|queue| queue.at), response);
+        self.log_request("ok", queued);
     }
 
-    /// Responses are counted one by one where a request may have many of them.
+    /// Counts a response. Responses of a decoupled model are also counted by their indices.
     fn count_response(&mut self, now: Timestamp, output_ns: u64) {
         let responses = &mut self.responses;
         let number = responses.count;
@@ -252,25 +252,25 @@ impl Watch {
         if !responses.is_decoupled {
             return;
         }
-        let came = Came { after_ns: now.ns_since(responses.last), output_ns };
+        let timing = ResponseTiming { interval_ns: now.ns_since(responses.last), output_ns };
         responses.last = now;
-        let short = came.short();
-        if short.is_none() || usize::from(responses.num_uncounted) == MAX_UNCOUNTED {
-            self.settle_before(number);
+        let compact = timing.to_u32();
+        if compact.is_none() || usize::from(responses.num_uncounted) == MAX_UNCOUNTED {
+            self.flush_before(number);
         }
         let responses = &mut self.responses;
-        match short {
-            Some(came) => {
-                responses.uncounted[usize::from(responses.num_uncounted)] = came;
+        match compact {
+            Some(timing) => {
+                responses.uncounted[usize::from(responses.num_uncounted)] = timing;
                 responses.num_uncounted += 1;
             }
-            None => self.model.statistics.responses(number as usize, &[came]),
+            None => self.model.statistics.responses(number as usize, &[timing]),
         }
     }
 
-    /// The same, of one that brought nothing.
+    /// Counts a response without outputs, an error or a cancellation.
     fn count_other(&mut self, outcome: OtherResponse, now: Timestamp) {
-        self.settle();
+        self.flush();
         let responses = &mut self.responses;
         if responses.is_decoupled {
             let after = Duration::from_nanos(now.ns_since(responses.last));
@@ -280,13 +280,13 @@ impl Watch {
         responses.count = responses.count.saturating_add(1);
     }
 
-    /// Counts the responses that have not been.
-    fn settle(&mut self) {
-        self.settle_before(self.responses.count);
+    /// Counts all uncounted responses.
+    fn flush(&mut self) {
+        self.flush_before(self.responses.count);
     }
 
-    /// The same of those before response `number`.
-    fn settle_before(&mut self, number: u32) {
+    /// Counts all uncounted responses, which end before response `number`.
+    fn flush_before(&mut self, number: u32) {
         let Responses { num_uncounted, uncounted, .. } = &mut self.responses;
         let uncounted = &uncounted[..usize::from(std::mem::take(num_uncounted))];
         if !uncounted.is_empty() {
@@ -295,30 +295,30 @@ impl Watch {
     }
 
     fn fail(&mut self, failure: Failure) {
-        self.settle();
+        self.flush();
         if !self.ended {
             self.ended = true;
             self.model.statistics.failed(failure, self.started.elapsed());
-            self.trace_end(None, &InferResponse::default());
-            self.tell(failure.name(), Duration::ZERO);
+            self.end_trace(None, &InferResponse::default());
+            self.log_request(failure.name(), Duration::ZERO);
         }
     }
 
-    /// Writes the request's line into the log: where its time went.
-    fn tell(&self, outcome: &str, queued: Duration) {
+    /// Writes the request's log line, with the parts of its time.
+    fn log_request(&self, outcome: &str, queued: Duration) {
         if self.is_step {
-            return; // The ensemble's line tells it.
+            return;
         }
         let (model, version, id, responses) =
             (self.model.config.name.as_str(), self.model.version, self.id.as_str(), self.responses.count);
         let total = self.started.elapsed();
         let total_ms = milliseconds(total);
-        let Some(told) = self.progress.as_ref().and_then(|progress| progress.generation()) else {
+        let Some(generation) = self.progress.as_ref().and_then(|progress| progress.generation()) else {
             let queue_ms = milliseconds(queued);
             tracing::debug!(target: "request", id, model, version, outcome, total_ms, queue_ms, responses, "request");
             return;
         };
-        let Generation { queue, prefill, decode, prompt_tokens, cached_tokens, output_tokens, preempted } = told;
+        let Generation { queue, prefill, decode, prompt_tokens, cached_tokens, output_tokens, preempted } = generation;
         let stream_ms = milliseconds(total.saturating_sub(queue + prefill + decode));
         let (queue_ms, prefill_ms, decode_ms) = (milliseconds(queue), milliseconds(prefill), milliseconds(decode));
         tracing::info!(
@@ -327,12 +327,12 @@ impl Watch {
         );
     }
 
-    /// Writes the rest of the trace: what came of the request, and when.
-    fn trace_end(&mut self, scheduled: Option<Instant>, response: &InferResponse) {
+    /// Writes the last timestamps and the outputs to the trace.
+    fn end_trace(&mut self, scheduled: Option<Instant>, response: &InferResponse) {
         let Some(trace) = self.trace.take() else { return };
-        let computed_from = scheduled.unwrap_or(self.started);
-        trace.mark_at("COMPUTE_START", computed_from);
-        trace.mark_at("COMPUTE_INPUT_END", computed_from);
+        let compute_start = scheduled.unwrap_or(self.started);
+        trace.mark_at("COMPUTE_START", compute_start);
+        trace.mark_at("COMPUTE_INPUT_END", compute_start);
         trace.mark("COMPUTE_OUTPUT_START");
         trace.mark("COMPUTE_END");
         trace.mark("INFER_RESPONSE_COMPLETE");
@@ -345,19 +345,19 @@ fn milliseconds(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
-impl Drop for Watch {
+impl Drop for RequestMetrics {
     fn drop(&mut self) {
         if !self.ended {
             self.count_other(OtherResponse::Cancel, Timestamp::now());
             self.fail(Failure::Canceled);
         }
-        self.settle();
+        self.flush();
         self.model.in_flight.leave();
     }
 }
 
-/// The reason of a request that did not reach the model.
-pub(crate) fn refusal_of(error: &InferError) -> Failure {
+/// The failure reason of a request that was refused before it ran.
+fn refusal_of(error: &InferError) -> Failure {
     match error.kind {
         ErrorKind::Unavailable => Failure::Rejected,
         ErrorKind::InvalidArgument => Failure::Other,

@@ -1,4 +1,4 @@
-//! The model's end of a stream of responses.
+//! The sending end of a stream of responses.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,44 +6,43 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
 use crate::progress::{Generation, Progress, Scheduled};
-use crate::scheduler::{Again, Turn};
-use crate::source::Sent;
+use crate::scheduler::{OrderTicket, Rescheduler};
+use crate::source::SentItem;
 use crate::statistics::Execution;
 use crate::{InferError, InferRequest, InferResponse, ResponseStream};
 
-/// The model's end of a [`ResponseStream`].
+/// The sending end of a [`ResponseStream`]: a model sends its responses here.
 #[derive(Debug, Clone)]
 pub struct ResponseSender {
-    sent: mpsc::Sender<Sent>,
+    sent: mpsc::Sender<SentItem>,
     progress: Arc<Progress>,
-    /// Requests behind this one are answered after the last sender is gone.
-    _turn: Option<Arc<Turn>>,
-    /// Who takes the request back for another execution, where its model may ask for one.
-    again: Option<Again>,
+    /// Later requests are answered after the last clone is dropped, where the model preserves the order of responses.
+    _ticket: Option<Arc<OrderTicket>>,
+    /// Returns the request to its queue for another execution, where the model may reschedule requests.
+    rescheduler: Option<Rescheduler>,
 }
 
 type Item = Result<InferResponse, InferError>;
 
 impl ResponseSender {
-    pub(crate) fn new(sent: mpsc::Sender<Sent>, progress: Arc<Progress>) -> Self {
-        Self { sent, progress, _turn: None, again: None }
+    pub(crate) fn new(sent: mpsc::Sender<SentItem>, progress: Arc<Progress>) -> Self {
+        Self { sent, progress, _ticket: None, rescheduler: None }
     }
 
-    /// The same; requests behind it are answered after `turn`.
-    pub(crate) fn in_turn(self, turn: Turn) -> Self {
-        Self { _turn: Some(Arc::new(turn)), ..self }
+    /// Holds `ticket` until the last clone of this sender is dropped.
+    pub(crate) fn with_ticket(self, ticket: OrderTicket) -> Self {
+        Self { _ticket: Some(Arc::new(ticket)), ..self }
     }
 
-    /// Sends one response or the ending error, waiting while the stream is full.
-    /// False when the client has left.
+    /// Sends one response, or an error. Waits while the stream is full. Returns false when the stream was dropped.
     pub async fn send(&self, response: Result<InferResponse, InferError>) -> bool {
         self.sent.send(response.map(Box::new)).await.is_ok()
     }
 
-    /// As [`ResponseSender::send`], without waiting.
+    /// Sends like [`ResponseSender::send`], without waiting.
     ///
     /// # Errors
-    /// With the response, when the stream is full.
+    /// When the stream is full. The error returns the response.
     pub fn try_send(&self, response: Item) -> Result<bool, Box<Item>> {
         match self.sent.try_send(response.map(Box::new)) {
             Ok(()) => Ok(true),
@@ -52,65 +51,65 @@ impl ResponseSender {
         }
     }
 
-    /// As [`ResponseSender::send`] for threads outside the async runtime.
+    /// Sends like [`ResponseSender::send`]. It blocks, and is for threads outside the async runtime.
     pub fn blocking_send(&self, response: Result<InferResponse, InferError>) -> bool {
         futures::executor::block_on(self.send(response))
     }
 
-    /// Says that the request left its queue: the time until now counts as queueing, the rest as computing.
-    /// Without it all of a request's time counts as computing.
+    /// Marks the end of queueing: the time until now counts as queue time, later time as compute time.
+    /// Without this call all of a request's time counts as compute time.
     pub fn mark_scheduled(&self) {
         let _ = self.progress.scheduled.set(Scheduled { at: Instant::now(), execution: None });
     }
 
-    /// As [`ResponseSender::mark_scheduled`], for a request that is part of `execution`.
+    /// Marks the end of queueing for a request that is part of `execution`.
     pub(crate) fn begin_execution(&self, execution: &Arc<Execution>) {
         let _ = self.progress.scheduled.set(Scheduled { at: execution.started, execution: Some(execution.clone()) });
     }
 
-    /// Says how long it took to bring inputs to where the model reads them, which counts as `compute_input`.
-    pub fn took_input(&self, time: Duration) {
-        self.progress.took_input(time);
+    /// Adds time that copying inputs to the model took. It counts as `compute_input`.
+    pub fn add_input_time(&self, time: Duration) {
+        self.progress.add_input_time(time);
     }
 
-    /// Says when the model had computed the response that is sent next; what follows until it is read counts as
-    /// `compute_output`. Cheap enough for each token.
-    pub fn computed_at(&self, at: Instant) {
-        self.progress.computed_at(at);
+    /// Sets when the model had computed the response that is sent next. The time from then until the response is read counts
+    /// as `compute_output`. Cheap enough to be called for each token.
+    pub fn set_computed_at(&self, at: Instant) {
+        self.progress.set_computed_at(at);
     }
 
-    /// Says where the time of a request that generates text went, so far; before its final response, to count. Cheap
-    /// enough for each token.
+    /// Reports how the time of a request that generates text divides so far. The last report before the final response
+    /// counts. Cheap enough to be called for each token.
     pub fn report(&self, generation: Generation) {
         self.progress.report(generation);
     }
 
-    /// Says that the time of this request goes where that of `stream` goes, without a word for each token.
-    pub fn follow(&self, stream: &ResponseStream) {
+    /// Reports for this request what the model behind `stream` reports, without a call for each token.
+    pub fn report_progress_of(&self, stream: &ResponseStream) {
         if let Some(progress) = stream.progress() {
-            self.progress.follow(progress);
+            self.progress.report_progress_of(progress);
         }
     }
 
-    /// Gives a request that is to be executed again back to the queue it came from, if that takes it. The model sees it as
-    /// one in the middle of its sequence.
+    /// Returns a request to the queue that it came from, to be executed again. The model then sees it as a request in the
+    /// middle of its sequence.
     ///
     /// # Errors
-    /// With both, where the model's queue takes no request back.
+    /// When the model's queue does not support this. The error returns the request and this sender.
     pub fn reschedule(mut self, request: InferRequest) -> Result<(), Box<(InferRequest, Self)>> {
-        match self.again.take() {
-            Some(again) => again.take_back(request, self),
+        match self.rescheduler.take() {
+            Some(rescheduler) => rescheduler.reschedule(request, self),
             None => Err(Box::new((request, self))),
         }
     }
 
-    pub(crate) fn coming_back_through(self, again: Again) -> Self {
-        Self { again: Some(again), ..self }
+    pub(crate) fn with_rescheduler(self, rescheduler: Rescheduler) -> Self {
+        Self { rescheduler: Some(rescheduler), ..self }
     }
 
-    /// Ends a request that nothing was sent for yet.
+    /// Ends a request with an error. No response of it was sent yet.
     pub(crate) fn refuse(self, error: InferError) {
-        // The stream has room for it; it is gone if the client has left.
+        // The stream is empty, so there is room. The error is lost if the client has left.
         let _ = self.try_send(Err(error));
     }
 

@@ -1,4 +1,4 @@
-//! The server: everything a front asks for, whatever its protocol.
+//! The server: the operations that all protocols use.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::PathBuf;
@@ -20,21 +20,21 @@ use crate::{BackendFactory, DataType, ErrorKind, InferError, InferRequest, Limit
 /// Which models are loaded, and who may change that.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ControlMode {
-    /// All models of the repository, at start; none may be loaded or unloaded later.
+    /// All models of the repository are loaded at start. None can be loaded or unloaded later.
     None,
-    /// The models named here at start (`*` alone for all), and others when a client asks.
+    /// The named models are loaded at start (`*` alone for all). Clients load and unload models later.
     Explicit {
         /// Models to load at start.
         load: Vec<String>,
     },
-    /// All models, loaded again when their files change.
+    /// All models of the repository are loaded, and loaded again when their files change.
     Poll {
-        /// Time between two looks at the repository.
+        /// Time between two checks of the repository.
         interval: Duration,
     },
 }
 
-/// How a server is set up.
+/// Configuration of a server.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
     /// Name shown in the server's metadata.
@@ -47,19 +47,19 @@ pub struct ServerConfig {
     pub repositories: Vec<PathBuf>,
     /// Which models are loaded, and who may change that.
     pub control_mode: ControlMode,
-    /// Ready only when every model that should serve does; otherwise as soon as loading is over.
+    /// Whether the server is ready only while every required model is ready. Otherwise it is ready when loading is over.
     pub strict_readiness: bool,
-    /// Models loaded at once at start.
+    /// Number of models that are loaded at the same time at start.
     pub load_parallelism: usize,
     /// Further attempts to load a model that failed at start.
     pub load_retries: u32,
     /// How long an unload waits for requests in flight before it goes on in the background.
-    pub unload_patience: Duration,
-    /// Bytes that cached responses may take (`--cache-config=local,size=N`), for models with `response_cache`. 0: no cache.
+    pub unload_timeout: Duration,
+    /// Size of the response cache in bytes (`--cache-config=local,size=N`), for models with `response_cache`; 0 for no cache.
     pub response_cache_bytes: usize,
-    /// Whether models keep the durations of the last minute, from which quantiles are taken.
+    /// Whether models keep the durations of the last minute, for quantiles.
     pub keeps_recent_durations: bool,
-    /// What one request may contain.
+    /// Limits on the contents of one request.
     pub limits: Limits,
 }
 
@@ -89,7 +89,7 @@ impl Default for ServerConfig {
             strict_readiness: true,
             load_parallelism: 4,
             load_retries: 0,
-            unload_patience: Duration::from_secs(30),
+            unload_timeout: Duration::from_secs(30),
             response_cache_bytes: 0,
             keeps_recent_durations: false,
             limits: Limits::default(),
@@ -97,7 +97,7 @@ impl Default for ServerConfig {
     }
 }
 
-/// Who the server is.
+/// Metadata of the server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(missing_docs)] // The protocol's own names.
 pub struct ServerMetadata {
@@ -106,7 +106,7 @@ pub struct ServerMetadata {
     pub extensions: Vec<String>,
 }
 
-/// What a model takes and gives.
+/// Metadata of a model: its versions, inputs and outputs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelMetadata {
     /// Model name.
@@ -121,10 +121,10 @@ pub struct ModelMetadata {
     pub outputs: Vec<TensorMetadata>,
 }
 
-/// A model's input or output.
+/// Metadata of a model's input or output.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorMetadata {
-    /// The model's name for it.
+    /// Name of the tensor in the model.
     pub name: String,
     /// Element type.
     pub datatype: DataType,
@@ -132,7 +132,7 @@ pub struct TensorMetadata {
     pub shape: Vec<i64>,
 }
 
-/// All models of a repository, served.
+/// Serves the models of a repository.
 pub struct Server {
     config: ServerConfig,
     lifecycle: Arc<Lifecycle>,
@@ -141,10 +141,10 @@ pub struct Server {
 }
 
 impl Server {
-    /// A server over a repository, with no model loaded yet. `factories` make models by their `backend`.
+    /// A server for a repository, with no model loaded yet. `factories` are by the name of their `backend`.
     ///
     /// # Errors
-    /// When the repository cannot be used.
+    /// When the repository cannot be opened.
     pub fn new(
         config: ServerConfig,
         factories: HashMap<String, Arc<dyn BackendFactory>>,
@@ -156,7 +156,7 @@ impl Server {
             lifecycle: Lifecycle::new(
                 repository,
                 factories,
-                config.unload_patience,
+                config.unload_timeout,
                 cache,
                 config.keeps_recent_durations,
                 config.limits,
@@ -167,7 +167,7 @@ impl Server {
         }))
     }
 
-    /// What one request may contain.
+    /// Limits on the contents of one request.
     pub fn limits(&self) -> &Limits {
         &self.config.limits
     }
@@ -176,10 +176,10 @@ impl Server {
         &self.lifecycle.registry
     }
 
-    /// Loads the models that the control mode names. Those that load serve, whatever becomes of the others.
+    /// Loads the models that the control mode names. A model that fails to load does not stop the others.
     ///
     /// # Errors
-    /// The models that did not load.
+    /// When models did not load: each of them with the reason.
     pub async fn load_all(&self) -> Result<(), Vec<LoadFailure>> {
         let names = self
             .start_names()
@@ -192,7 +192,7 @@ impl Server {
         if failures.is_empty() { Ok(()) } else { Err(failures) }
     }
 
-    /// Loads these models, several at once; those that did not load, by name.
+    /// Loads these models, several at the same time. Returns those that did not load, sorted by name.
     async fn load_each(&self, names: Vec<String>) -> Vec<LoadFailure> {
         let parallelism = self.config.load_parallelism.max(1);
         let loads = stream::iter(names).map(|name| async move {
@@ -217,18 +217,18 @@ impl Server {
         }
     }
 
-    /// One look at the repository, as mode `poll` takes regularly: loads what is new or changed, unloads what is gone.
-    /// A model that is new counts for the server's readiness from when it has loaded.
+    /// Checks the repository once: loads new and changed models, and unloads removed ones. In mode `poll` this runs regularly.
+    /// A new model counts for the server's readiness after its first successful load.
     ///
     /// # Errors
-    /// The models that did not load.
+    /// When models did not load: each of them with the reason.
     pub async fn poll_repository(&self) -> Result<(), Vec<LoadFailure>> {
         let names = self.lifecycle.repository.model_names();
         let names = names.map_err(|error| vec![LoadFailure { model: String::new(), reason: error.to_string() }])?;
-        for gone in self.registry().names().into_iter().filter(|name| !names.contains(name)) {
-            self.registry().update(&gone, |entry| entry.is_required = false);
-            if !self.registry().ready_versions(&gone).is_empty() {
-                self.lifecycle.unload(&gone, false).await;
+        for removed in self.registry().names().into_iter().filter(|name| !names.contains(name)) {
+            self.registry().update(&removed, |entry| entry.is_required = false);
+            if !self.registry().ready_versions(&removed).is_empty() {
+                self.lifecycle.unload(&removed, false).await;
             }
         }
         let failures = self.load_each(names.clone()).await;
@@ -238,7 +238,7 @@ impl Server {
         if failures.is_empty() { Ok(()) } else { Err(failures) }
     }
 
-    /// In mode `poll`, looks at the repository until the server drains. Returns at once in other modes.
+    /// In mode `poll`, checks the repository regularly until the server drains. Returns at once in other modes.
     pub async fn keep_polling(&self) {
         let ControlMode::Poll { interval } = self.config.control_mode else { return };
         while !self.is_draining.load(Ordering::SeqCst) {
@@ -252,7 +252,7 @@ impl Server {
     /// Accepts a request for the model it names.
     ///
     /// # Errors
-    /// When the model does not serve, the request does not fit it, or the server is stopping.
+    /// When the model does not serve, the request does not fit the model, or the server is stopping.
     pub fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
         if self.is_draining.load(Ordering::Relaxed) {
             return Err(InferError::unavailable("the server is stopping and takes no new requests"));
@@ -261,31 +261,33 @@ impl Server {
         self.registry().resolve(&request.model_name, &request.model_version)?.infer(request)
     }
 
-    /// Accepts a request that a model makes to answer its own: also while the server drains, as part of what is in flight.
+    /// Accepts a request that a model sends to serve its own request. It is accepted while the server drains too, because it
+    /// belongs to a request in flight.
     ///
     /// # Errors
-    /// When the model does not serve, or the request does not fit it.
+    /// When the model does not serve, or the request does not fit the model.
     pub fn infer_for_model(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
         self.registry().resolve(&request.model_name, &request.model_version)?.infer(request)
     }
 
-    /// Whether the server runs at all.
+    /// Whether the server runs.
     pub fn is_live(&self) -> bool {
         true
     }
 
-    /// Whether a request to any model that should serve would be served now.
+    /// Whether the server is ready: loading is over, it is not draining, and, with strict readiness, every required model can
+    /// serve a request now.
     pub fn is_ready(&self) -> bool {
         let is_up = self.is_loaded.load(Ordering::SeqCst) && !self.is_draining.load(Ordering::SeqCst);
-        is_up && (!self.config.strict_readiness || self.registry().missing().is_empty())
+        is_up && (!self.config.strict_readiness || self.registry().unready_required().is_empty())
     }
 
-    /// Why [`Server::is_ready`] is false: the models that should serve and do not.
+    /// The required models that are not ready, which make [`Server::is_ready`] false.
     pub fn missing_models(&self) -> Vec<String> {
-        self.registry().missing()
+        self.registry().unready_required()
     }
 
-    /// Whether a request to this model would be served now; false for an unknown one.
+    /// Whether this model can serve a request now; false for an unknown model.
     ///
     /// # Errors
     /// When `version` is not a number.
@@ -295,7 +297,7 @@ impl Server {
         Ok(is_up && self.registry().resolve_number(name, version).is_ok_and(|model| model.is_ready()))
     }
 
-    /// As [`Server::model_is_ready`], and a model that can tell is asked itself, which may take seconds.
+    /// Like [`Server::model_is_ready`], with the model's own check where it has one, which may take seconds.
     ///
     /// # Errors
     /// When `version` is not a number.
@@ -309,7 +311,7 @@ impl Server {
         }
     }
 
-    /// Whether the model may answer a request with any number of responses.
+    /// Whether the model is decoupled: a request may have any number of responses.
     ///
     /// # Errors
     /// When the model does not serve.
@@ -317,13 +319,13 @@ impl Server {
         Ok(self.registry().resolve(name, version)?.is_decoupled)
     }
 
-    /// Who the server is.
+    /// Metadata of the server.
     pub fn server_metadata(&self) -> ServerMetadata {
         let ServerConfig { name, version, extensions, .. } = &self.config;
         ServerMetadata { name: name.clone(), version: version.clone(), extensions: extensions.clone() }
     }
 
-    /// What a model takes and gives.
+    /// Metadata of a model.
     ///
     /// # Errors
     /// When the model does not serve.
@@ -353,7 +355,7 @@ impl Server {
         })
     }
 
-    /// A model's configuration with all defaults; [`repository::to_json`] shows it as JSON.
+    /// A model's configuration with all defaults. [`repository::to_json`] converts it to JSON.
     ///
     /// # Errors
     /// When the model does not serve.
@@ -361,7 +363,7 @@ impl Server {
         Ok(self.registry().resolve(name, version)?.config.clone())
     }
 
-    /// Names for the classes of an output, from its `label_filename`.
+    /// Names of the classes of an output, from its `label_filename`; `None` without one.
     pub fn output_labels(&self, name: &str, version: &str, output: &str) -> Option<Arc<[String]>> {
         self.registry().resolve(name, version).ok()?.labels.get(output).cloned()
     }
@@ -381,8 +383,8 @@ impl Server {
                 }
                 models.retain(|model| model.version == number);
                 if models.is_empty() {
-                    let words = format!("requested model version is not available for model '{name}'");
-                    return Err(InferError::invalid(words));
+                    let message = format!("requested model version is not available for model '{name}'");
+                    return Err(InferError::invalid(message));
                 }
                 models
             }
@@ -393,53 +395,53 @@ impl Server {
         Ok(models.iter().map(|model| model.statistics()).collect())
     }
 
-    /// What the response cache holds and has done; `None` without one.
+    /// Statistics of the response cache; `None` without one.
     pub fn cache_statistics(&self) -> Option<CacheStatistics> {
         self.lifecycle.cache.as_ref().map(|cache| cache.statistics())
     }
 
-    /// Every model of the repository with its versions and their states, by name; only those that serve if `ready_only`.
-    /// One whose directory is gone is there until it has ended.
+    /// Every model of the repository with its versions and their states, by name; with `ready_only`, only versions that serve.
+    /// A model whose directory was removed is listed until it is unloaded.
     pub fn repository_index(&self, ready_only: bool) -> Vec<ModelIndexEntry> {
         let mut names: BTreeSet<String> = self.registry().names().into_iter().collect();
         if let Ok(present) = self.lifecycle.repository.model_names() {
-            names.retain(|name| present.contains(name) || self.registry().is_at_work(name));
+            names.retain(|name| present.contains(name) || self.registry().is_active(name));
             names.extend(present);
         }
-        let lines = names.iter().flat_map(|name| self.registry().index(name));
-        lines.filter(|line| !ready_only || line.state == ModelState::Ready).collect()
+        let entries = names.iter().flat_map(|name| self.registry().index(name));
+        entries.filter(|entry| !ready_only || entry.state == ModelState::Ready).collect()
     }
 
     /// Loads a model, or loads it again if its files changed.
     ///
     /// # Errors
-    /// When the control mode does not allow it, or the model does not load; one that serves goes on serving then.
+    /// When the control mode does not allow it, or the model does not load. An old load of the model then continues to serve.
     pub async fn load_model(&self, name: &str, overrides: LoadOverrides) -> Result<(), InferError> {
-        self.may_control()?;
+        self.check_control()?;
         let limits = &self.config.limits;
         limits.check(Limit::NameBytes, name.len())?;
         limits.check(Limit::Parameters, overrides.files.len())?;
         overrides.files.keys().try_for_each(|path| limits.check(Limit::NameBytes, path.len()))?;
         let (lifecycle, model) = (self.lifecycle.clone(), name.to_owned());
-        // On its own task: a client that leaves must not leave a model half loaded.
+        // On a task of its own, so that the load completes even if the client leaves.
         let load = tokio::spawn(async move { lifecycle.load(&model, overrides).await });
         load.await.map_err(|error| InferError::internal(format!("loading '{name}' broke off: {error}")))??;
         self.registry().update(name, |entry| entry.is_required = true);
         Ok(())
     }
 
-    /// Takes a model out of service, with the models an ensemble is made of if `unload_dependents`; those that were asked for
-    /// by themselves stay. Requests in flight end. A model that is not loaded is no error.
+    /// Unloads a model after its requests in flight. With `unload_dependents` it also unloads the composing models of an
+    /// ensemble, except those that were requested by name. A model that is not loaded is no error.
     ///
     /// # Errors
     /// When the control mode does not allow it.
     pub async fn unload_model(&self, name: &str, unload_dependents: bool) -> Result<(), InferError> {
-        self.may_control()?;
+        self.check_control()?;
         self.lifecycle.unload(name, unload_dependents).await;
         Ok(())
     }
 
-    fn may_control(&self) -> Result<(), InferError> {
+    fn check_control(&self) -> Result<(), InferError> {
         if self.is_draining.load(Ordering::SeqCst) {
             return Err(InferError::unavailable("the server is stopping"));
         }
@@ -453,28 +455,28 @@ impl Server {
         }
     }
 
-    /// Refuses new requests from here on.
+    /// Refuses new requests from now on.
     pub fn begin_drain(&self) {
         self.is_draining.store(true, Ordering::SeqCst);
     }
 
-    /// Requests accepted and not ended yet.
+    /// Number of requests in flight.
     pub fn num_in_flight(&self) -> u64 {
         self.registry().all_ready().iter().map(|model| model.in_flight.count()).sum()
     }
 
-    /// Refuses new requests, waits until those in flight have ended or `patience` is over, and unloads every model.
-    /// Returns how many requests were still in flight.
-    pub async fn drain(&self, patience: Duration) -> u64 {
+    /// Refuses new requests, waits at most `timeout` for those in flight, and unloads every model.
+    /// Returns the number of requests that were still in flight.
+    pub async fn drain(&self, timeout: Duration) -> u64 {
         self.begin_drain();
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + timeout;
         for model in self.registry().all_ready() {
             let _ = tokio::time::timeout_at(deadline, model.in_flight.idle()).await;
         }
-        let left = self.num_in_flight();
+        let num_unfinished = self.num_in_flight();
         let names = self.registry().names();
         let retire_all = futures::future::join_all(names.iter().map(|name| self.lifecycle.retire(name, |_| true)));
         let _ = tokio::time::timeout_at(deadline, retire_all).await;
-        left
+        num_unfinished
     }
 }

@@ -1,4 +1,4 @@
-//! Where the items of a stream come from.
+//! Sources of the items of a stream.
 
 use std::task::{Context, Poll};
 
@@ -10,8 +10,8 @@ use crate::{InferError, InferResponse, OutputDelta, StreamItem};
 
 /// Produces the items of one stream when it is polled.
 pub trait ResponseSource: Send {
-    /// The next item; `None` after the last. Sends [`StreamItem::Delta`] only where `accepts_deltas`, with the new values
-    /// in `delta`, which is empty at the call.
+    /// The next item; `None` after the last. Returns [`StreamItem::Delta`] only if `accepts_deltas`, and then writes the new
+    /// values to `delta`, which the caller passes empty.
     fn poll_next(
         &mut self,
         accepts_deltas: bool,
@@ -20,53 +20,53 @@ pub trait ResponseSource: Send {
     ) -> Poll<Option<Result<StreamItem, InferError>>>;
 }
 
-/// A response, or an error, on its way from a [`crate::ResponseSender`] to its stream.
-pub(crate) type Sent = Result<Box<InferResponse>, InferError>;
+/// A response or an error in the channel from a [`crate::ResponseSender`] to its stream.
+pub(crate) type SentItem = Result<Box<InferResponse>, InferError>;
 
-/// Work that may leave the rest of the stream to a language model.
-pub(crate) type Work = BoxFuture<'static, Option<TextStream>>;
+/// A future that sends responses. The stream of a language model that it resolves to continues the stream.
+type SendingFuture = BoxFuture<'static, Option<TextStream>>;
 
-/// Work that sends responses and goes on only while the stream is polled.
+/// A future that sends responses and runs only while the stream is polled.
 ///
-/// It needs no task of its own, and sending wakes nobody: the reader polls the work, then looks for what was sent. So the
-/// work must keep its sender to itself.
-pub(crate) struct PolledWork {
-    /// `None` when it has ended.
-    work: Option<Work>,
-    sent: mpsc::Receiver<Sent>,
-    /// What continues the stream after the last response that the work sent.
-    rest: Option<TextStream>,
+/// It needs no task of its own, and sending wakes no task: the reader polls the future, then receives what it sent. So the
+/// future must not give its sender to another task.
+pub(crate) struct FutureSource {
+    /// `None` when it has resolved.
+    future: Option<SendingFuture>,
+    sent: mpsc::Receiver<SentItem>,
+    /// Continues the stream after the last response that the future sent.
+    continuation: Option<TextStream>,
 }
 
-/// What polling work has led to.
+/// Result of polling a [`FutureSource`].
 pub(crate) enum Polled {
-    Item(Poll<Option<Sent>>),
-    /// The work has ended, and this continues the stream.
-    Rest(TextStream),
+    Item(Poll<Option<SentItem>>),
+    /// The future has resolved, and this continues the stream.
+    Continuation(TextStream),
 }
 
-impl PolledWork {
-    /// Polls `work`, which sends through the channel of `sent`.
-    pub fn new(work: Work, sent: mpsc::Receiver<Sent>) -> Self {
-        Self { work: Some(work), sent, rest: None }
+impl FutureSource {
+    /// Polls `future`, whose sender belongs to the channel of `sent`.
+    pub fn new(future: SendingFuture, sent: mpsc::Receiver<SentItem>) -> Self {
+        Self { future: Some(future), sent, continuation: None }
     }
 
     pub fn poll(&mut self, context: &mut Context<'_>) -> Polled {
         if let Ok(item) = self.sent.try_recv() {
             return Polled::Item(Poll::Ready(Some(item)));
         }
-        if let Some(work) = &mut self.work
-            && let Poll::Ready(rest) = work.as_mut().poll(context)
+        if let Some(future) = &mut self.future
+            && let Poll::Ready(continuation) = future.as_mut().poll(context)
         {
-            self.work = None;
-            self.rest = rest;
+            self.future = None;
+            self.continuation = continuation;
         }
         if let Ok(item) = self.sent.try_recv() {
             return Polled::Item(Poll::Ready(Some(item)));
         }
-        match self.rest.take() {
-            Some(rest) => Polled::Rest(rest),
-            None if self.work.is_some() => Polled::Item(Poll::Pending),
+        match self.continuation.take() {
+            Some(source) => Polled::Continuation(source),
+            None if self.future.is_some() => Polled::Item(Poll::Pending),
             None => Polled::Item(Poll::Ready(None)),
         }
     }

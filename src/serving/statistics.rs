@@ -1,4 +1,4 @@
-//! Counters of one model version, and the snapshots others read.
+//! Counters of one model version, and snapshots of them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -10,24 +10,26 @@ use repository::ModelConfig;
 use crate::MemoryUsage;
 use crate::histogram::{Histogram, HistogramValues, Tally};
 
-/// Responses of a decoupled request are counted one by one up to this index; those behind it count together.
+/// Responses of a decoupled request are counted separately up to this index. Later ones count under this index.
 const MAX_RESPONSE_INDEX: usize = 4096;
 
-/// Upper bounds of the first-response histogram in milliseconds, where `model_metrics` does not name others.
+/// Default upper bounds of the first-response histogram, in milliseconds. `model_metrics` can name others.
 const FIRST_RESPONSE_BUCKETS_MS: [f64; 4] = [100.0, 500.0, 2000.0, 5000.0];
 
-/// How `model_metrics` names that histogram.
+/// The histogram's name in `model_metrics`.
 const FIRST_RESPONSE_FAMILY: &str = "nv_inference_first_response_histogram_ms";
 
-/// Quantiles are of durations no older than this, and of at most so many.
+/// Quantiles are taken over durations that are not older than this.
 const RECENT: Duration = Duration::from_secs(60);
+/// Quantiles are taken over at most this many durations.
 const MAX_RECENT: usize = 4096;
 
-/// How often, and how long together.
+/// A count of durations and their sum.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[allow(missing_docs)] // Said above.
 pub struct StatisticDuration {
+    /// Number of durations.
     pub count: u64,
+    /// Their sum in nanoseconds.
     pub ns: u64,
 }
 
@@ -36,7 +38,7 @@ impl StatisticDuration {
         self.add_many(duration, 1);
     }
 
-    /// Counts `count` durations that have this sum.
+    /// Adds `count` durations with this sum.
     fn add_many(&mut self, sum: Duration, count: u64) {
         self.count += count;
         self.ns += nanoseconds(sum);
@@ -48,7 +50,7 @@ impl StatisticDuration {
     }
 }
 
-/// Durations of requests. The parts of a successful one are its queueing and its computing.
+/// Durations of requests. A successful request's duration is the sum of its queue and compute parts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[allow(missing_docs)] // The protocol's own names.
 pub struct InferStatistics {
@@ -72,7 +74,7 @@ pub struct BatchStatistics {
     pub compute_output: StatisticDuration,
 }
 
-/// Responses with one index, over all requests of a decoupled model. A duration runs from the response before.
+/// Responses with one index, over all requests of a decoupled model. A duration runs from the previous response.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[allow(missing_docs)] // The protocol's own names.
 pub struct ResponseStatistics {
@@ -87,17 +89,17 @@ pub struct ResponseStatistics {
 /// Failed requests by reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct FailureCounts {
-    /// Refused before they ran: queue full, timed out in the queue.
+    /// Refused before execution: the queue was full, or the request timed out in it.
     pub rejected: u64,
     /// The client left or cancelled.
     pub canceled: u64,
-    /// The model answered with an error.
+    /// The model returned an error.
     pub backend: u64,
-    /// Wrong requests.
+    /// Invalid requests.
     pub other: u64,
 }
 
-/// Durations of the last minute in nanoseconds, ascending, of requests that succeeded. Quantiles are taken from them.
+/// Durations of successful requests in the last minute, in nanoseconds, ascending. Quantiles are taken from them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[allow(missing_docs)] // As in `InferStatistics`.
 pub struct RecentDurations {
@@ -110,16 +112,16 @@ pub struct RecentDurations {
     pub cache_miss: Vec<u64>,
 }
 
-/// One model version's statistics at one moment.
+/// A snapshot of one model version's statistics.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ModelStatistics {
     /// Model name.
     pub name: String,
     /// Model version.
     pub version: String,
-    /// When the last request was answered, in milliseconds since 1970; 0 for never.
+    /// When the last request succeeded, in milliseconds since 1970; 0 for never.
     pub last_inference_ms: u64,
-    /// Successful inferences; a batch of n counts n.
+    /// Successful inferences; a request of batch size n counts n.
     pub inference_count: u64,
     /// Executions by the model.
     pub execution_count: u64,
@@ -131,21 +133,21 @@ pub struct ModelStatistics {
     pub responses: Vec<ResponseStatistics>,
     /// Time to first response in milliseconds.
     pub first_response: HistogramValues,
-    /// What quantiles are taken from, where [`ServerConfig::keeps_recent_durations`](crate::ServerConfig) says so.
+    /// Recent durations, for quantiles; `None` without [`ServerConfig::keeps_recent_durations`](crate::ServerConfig).
     pub recent: Option<RecentDurations>,
     /// Whether a request may have any number of responses.
     pub is_decoupled: bool,
-    /// Whether answers may come from the response cache.
+    /// Whether the model uses the response cache.
     pub is_cached: bool,
-    /// How long it took to load.
+    /// How long loading took.
     pub load_time: Duration,
-    /// What it holds of which memory, as far as it knows.
+    /// Memory that the model holds, as far as it reports it.
     pub memory: Vec<MemoryUsage>,
     /// `metric_tags` of its configuration.
     pub tags: Vec<(String, String)>,
     /// Failed requests.
     pub failures: FailureCounts,
-    /// Requests that wait for an execution; for a model that queues them itself, all that have not ended.
+    /// Requests in the queue; for a backend that queues requests itself, all requests in flight.
     pub pending: u64,
 }
 
@@ -154,24 +156,25 @@ pub struct ModelStatistics {
 pub(crate) struct Outcome {
     pub total: Duration,
     pub queued: Duration,
-    /// Of the rest, what it took to bring the inputs to the model, and its outputs back.
+    /// Time for checking and copying the inputs.
     pub input: Duration,
+    /// Time from computing the final response until it was read.
     pub output: Duration,
     pub batch_size: u64,
-    /// Rows of the execution it was part of, for the first of its requests to succeed.
+    /// Rows of the execution that the request was part of. Set for the first successful request of each execution.
     pub executed: Option<u64>,
-    /// What the response cache took, where the model has one.
+    /// How the response cache was used; `None` where the model uses none.
     pub cache: Option<CacheUse>,
 }
 
-/// What the response cache did for a request, and the time it took.
+/// Result of using the response cache for a request, with the time that it took.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum CacheUse {
     Hit(Duration),
     Miss(Duration),
 }
 
-/// One call of a backend with one or more requests. It counts once, with the first of them that succeeds.
+/// One call of [`crate::Backend::execute`]. It is counted once, with the first of its requests that succeeds.
 #[derive(Debug)]
 pub(crate) struct Execution {
     pub started: Instant,
@@ -184,8 +187,8 @@ impl Execution {
         Self { started: Instant::now(), num_rows, is_counted: AtomicBool::new(false) }
     }
 
-    /// Its rows, for the first who asks.
-    pub fn count(&self) -> Option<u64> {
+    /// Number of rows; `None` from the second call on.
+    pub fn count_once(&self) -> Option<u64> {
         (!self.is_counted.swap(true, Relaxed)).then_some(self.num_rows)
     }
 }
@@ -200,7 +203,7 @@ pub(crate) enum Failure {
 }
 
 impl Failure {
-    /// In a line of the log.
+    /// The word in a request's log line.
     pub fn name(self) -> &'static str {
         match self {
             Failure::Rejected => "rejected",
@@ -211,7 +214,7 @@ impl Failure {
     }
 }
 
-/// How a response of a decoupled request came out that did not bring something.
+/// A response of a decoupled request that is not a success.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum OtherResponse {
     Empty,
@@ -219,18 +222,22 @@ pub(crate) enum OtherResponse {
     Cancel,
 }
 
-/// One response of a decoupled request that went well: so long after the one before, and of that so long since it was
-/// computed, in nanoseconds. `N` is `u64`, or, where a stream keeps some of them, `u32`.
+/// Times of one successful response of a decoupled request, in nanoseconds. `N` is `u64`, or `u32` where timings are stored.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Came<N> {
-    pub after_ns: N,
+pub(crate) struct ResponseTiming<N> {
+    /// Since the previous response.
+    pub interval_ns: N,
+    /// Since the response was computed; a part of `interval_ns`.
     pub output_ns: N,
 }
 
-impl Came<u64> {
-    /// In half the place, where it fits.
-    pub fn short(self) -> Option<Came<u32>> {
-        Some(Came { after_ns: self.after_ns.try_into().ok()?, output_ns: self.output_ns.try_into().ok()? })
+impl ResponseTiming<u64> {
+    /// The same times in half the memory; `None` above 4.2 seconds.
+    pub fn to_u32(self) -> Option<ResponseTiming<u32>> {
+        Some(ResponseTiming {
+            interval_ns: self.interval_ns.try_into().ok()?,
+            output_ns: self.output_ns.try_into().ok()?,
+        })
     }
 }
 
@@ -245,7 +252,7 @@ impl Counter {
         self.add_many(duration, 1);
     }
 
-    /// Counts `count` durations that have this sum.
+    /// Adds `count` durations with this sum.
     fn add_many(&self, sum: Duration, count: u64) {
         self.count.fetch_add(count, Relaxed);
         self.ns.fetch_add(nanoseconds(sum), Relaxed);
@@ -256,7 +263,7 @@ impl Counter {
     }
 }
 
-/// Durations no older than [`RECENT`].
+/// Durations that are not older than [`RECENT`].
 #[derive(Debug, Default)]
 struct Recent(Mutex<VecDeque<(Instant, u64)>>);
 
@@ -280,7 +287,7 @@ impl Recent {
     }
 }
 
-/// What summaries are made of.
+/// Recent durations, for the metrics of type summary.
 #[derive(Debug, Default)]
 struct Summaries {
     request: Recent,
@@ -296,8 +303,8 @@ impl Summaries {
     fn add(&self, outcome: &Outcome, computed: Duration) {
         self.request.add(outcome.total);
         match outcome.cache {
-            Some(CacheUse::Hit(took)) => return self.cache_hit.add(took),
-            Some(CacheUse::Miss(took)) => self.cache_miss.add(took),
+            Some(CacheUse::Hit(duration)) => return self.cache_hit.add(duration),
+            Some(CacheUse::Miss(duration)) => self.cache_miss.add(duration),
             None => {}
         }
         self.queue.add(outcome.queued);
@@ -340,14 +347,14 @@ pub(crate) struct Statistics {
     responses: Mutex<Vec<ResponseStatistics>>,
 }
 
-/// Bounds that `model_metrics` of the configuration names for the first response; else the usual ones.
+/// Bounds of the first-response histogram that `model_metrics` names; else the defaults.
 fn first_response_bounds(config: &ModelConfig) -> Vec<f64> {
     use repository::proto::model_metrics::metric_control::MetricOptions;
     let controls = config.model_metrics.iter().flat_map(|metrics| &metrics.metric_control);
-    let own = controls.filter(|control| {
+    let of_histogram = controls.filter(|control| {
         control.metric_identifier.as_ref().is_some_and(|metric| metric.family == FIRST_RESPONSE_FAMILY)
     });
-    let mut named = own.filter_map(|control| match &control.metric_options {
+    let mut named = of_histogram.filter_map(|control| match &control.metric_options {
         Some(MetricOptions::HistogramOptions(options)) if !options.buckets.is_empty() => Some(options.buckets.clone()),
         _ => None,
     });
@@ -359,7 +366,7 @@ fn first_response_bounds(config: &ModelConfig) -> Vec<f64> {
 }
 
 impl Statistics {
-    /// No request yet. `keeps_recent` durations, for quantiles.
+    /// Counters at zero. With `keeps_recent`, recent durations are kept for quantiles.
     pub fn new(config: &ModelConfig, keeps_recent: bool) -> Self {
         Self {
             first_response: Histogram::of_times(&first_response_bounds(config)),
@@ -385,7 +392,7 @@ impl Statistics {
         self.all_succeeded(&outcome, 1);
     }
 
-    /// Counts `count` requests alike that have ended by now; `all` says what they took together.
+    /// Counts `count` successful requests. The durations in `all` are sums over them, its other fields hold for each of them.
     pub fn all_succeeded(&self, all: &Outcome, count: u64) {
         let computed = all.total.saturating_sub(all.queued + all.input + all.output);
         self.last_inference_ms.store(now_ms(), Relaxed);
@@ -394,12 +401,12 @@ impl Statistics {
         }
         self.success.add_many(all.total, count);
         match all.cache {
-            // It did not wait, and nothing was computed.
-            Some(CacheUse::Hit(took)) => {
+            // The request did not queue, and nothing was computed.
+            Some(CacheUse::Hit(duration)) => {
                 self.queue.add_many(Duration::ZERO, count);
-                return self.cache_hit.add_many(took, count);
+                return self.cache_hit.add_many(duration, count);
             }
-            Some(CacheUse::Miss(took)) => self.cache_miss.add_many(took, count),
+            Some(CacheUse::Miss(duration)) => self.cache_miss.add_many(duration, count),
             None => {}
         }
         self.queue.add_many(all.queued, count);
@@ -418,7 +425,7 @@ impl Statistics {
         }
     }
 
-    /// Whether each request is to be counted by itself, for quantiles.
+    /// Whether quantiles need each request to be counted by itself.
     pub fn has_summaries(&self) -> bool {
         self.summaries.is_some()
     }
@@ -428,40 +435,40 @@ impl Statistics {
         self.failures[failure as usize].fetch_add(1, Relaxed);
     }
 
-    pub fn first_response(&self, after: Duration) {
-        self.first_response.observe(after.as_secs_f64() * 1e3);
+    pub fn first_response(&self, latency: Duration) {
+        self.first_response.observe(latency.as_secs_f64() * 1e3);
     }
 
-    /// Takes a first response into `tally`, which [`Statistics::first_responses`] counts.
-    pub fn gather_first_response(&self, after_ns: u64, tally: &mut Tally) {
-        self.first_response.gather(after_ns as f64 / 1e6, tally);
+    /// Adds a first response to `tally`, which [`Statistics::flush_first_responses`] counts.
+    pub fn tally_first_response(&self, latency_ns: u64, tally: &mut Tally) {
+        self.first_response.tally(latency_ns as f64 / 1e6, tally);
     }
 
-    /// Counts what was gathered.
-    pub fn first_responses(&self, tally: &mut Tally) {
-        self.first_response.settle(tally);
+    /// Counts the values of `tally` and clears it.
+    pub fn flush_first_responses(&self, tally: &mut Tally) {
+        self.first_response.flush(tally);
     }
 
-    /// Counts responses of a decoupled request that went well, one behind the other, from number `first` on.
-    pub fn responses<N: Copy + Into<u64>>(&self, first: usize, came: &[Came<N>]) {
+    /// Counts successive successful responses of a decoupled request, from index `first` on.
+    pub fn responses<N: Copy + Into<u64>>(&self, first: usize, timings: &[ResponseTiming<N>]) {
         let mut responses = lock(&self.responses);
-        for (place, came) in came.iter().enumerate() {
-            let (after_ns, output_ns) = (came.after_ns.into(), came.output_ns.into());
-            let counted = numbered(&mut responses, first + place);
-            counted.compute_infer.add_ns(after_ns.saturating_sub(output_ns));
-            counted.compute_output.add_ns(output_ns);
-            counted.success.add_ns(after_ns);
+        for (offset, timing) in timings.iter().enumerate() {
+            let (interval_ns, output_ns) = (timing.interval_ns.into(), timing.output_ns.into());
+            let counters = response_counters(&mut responses, first + offset);
+            counters.compute_infer.add_ns(interval_ns.saturating_sub(output_ns));
+            counters.compute_output.add_ns(output_ns);
+            counters.success.add_ns(interval_ns);
         }
     }
 
-    /// Counts the response of that number, which came so long after the one before and brought nothing.
-    pub fn other_response(&self, number: usize, outcome: OtherResponse, after: Duration) {
+    /// Counts the response at `index`, which followed the previous one after `interval`.
+    pub fn other_response(&self, index: usize, outcome: OtherResponse, interval: Duration) {
         let mut responses = lock(&self.responses);
-        let counted = numbered(&mut responses, number);
+        let counters = response_counters(&mut responses, index);
         match outcome {
-            OtherResponse::Empty => counted.empty_response.add(after),
-            OtherResponse::Fail => counted.fail.add(after),
-            OtherResponse::Cancel => counted.cancel.add(after),
+            OtherResponse::Empty => counters.empty_response.add(interval),
+            OtherResponse::Fail => counters.fail.add(interval),
+            OtherResponse::Cancel => counters.cancel.add(interval),
         }
     }
 
@@ -494,13 +501,13 @@ impl Statistics {
     }
 }
 
-/// Where the response of that number is counted.
-fn numbered(responses: &mut Vec<ResponseStatistics>, number: usize) -> &mut ResponseStatistics {
-    let place = number.min(MAX_RESPONSE_INDEX);
-    if responses.len() <= place {
-        responses.resize(place + 1, ResponseStatistics::default());
+/// The counters of the response at `index`.
+fn response_counters(responses: &mut Vec<ResponseStatistics>, index: usize) -> &mut ResponseStatistics {
+    let index = index.min(MAX_RESPONSE_INDEX);
+    if responses.len() <= index {
+        responses.resize(index + 1, ResponseStatistics::default());
     }
-    &mut responses[place]
+    &mut responses[index]
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

@@ -1,4 +1,4 @@
-//! The responses to one request, for the side that reads them.
+//! The reading end of a stream of responses.
 
 use std::fmt;
 use std::future::poll_fn;
@@ -12,78 +12,78 @@ use tokio::sync::mpsc;
 
 use crate::ensemble::TextStream;
 use crate::progress::{Generation, Progress, ProgressReporter};
-use crate::request_metrics::Watch;
-use crate::scheduler::Turn;
+use crate::request_metrics::RequestMetrics;
+use crate::scheduler::OrderTicket;
 use crate::sender::ResponseSender;
-use crate::source::{Polled, PolledWork, ResponseSource, Sent};
+use crate::source::{FutureSource, Polled, ResponseSource, SentItem};
 use crate::{InferError, InferResponse, OutputDelta, StreamItem};
 
 type Item = Result<InferResponse, InferError>;
 
-/// The responses to one request. It ends with a response marked final, or with an error.
+/// The responses to one request. The stream ends with a response marked final, or with an error.
 ///
 /// Dropping it cancels the request: [`ResponseSender::is_cancelled`] becomes true.
 pub struct ResponseStream {
     source: Source,
     accepts_deltas: bool,
-    /// `None` where the only response was there from the start.
+    /// `None` where the only response was available from the start.
     progress: Option<Arc<Progress>>,
-    watch: Option<Box<Watch>>,
-    /// Until it resolves, requests before this one are not answered yet.
-    turn: Option<BoxFuture<'static, ()>>,
+    metrics: Option<Box<RequestMetrics>>,
+    /// Resolves when all earlier requests are answered, where the model preserves the order of responses.
+    earlier_answered: Option<BoxFuture<'static, ()>>,
 }
 
 enum Source {
     /// The only response, until it is taken.
     Ready(Option<Item>),
-    /// A sender on any thread.
-    Channel(mpsc::Receiver<Sent>),
-    /// Work that is polled with the stream.
-    Work(PolledWork),
+    /// Responses sent through a [`ResponseSender`] from any thread.
+    Channel(mpsc::Receiver<SentItem>),
+    /// A future that sends responses and is polled with the stream.
+    Future(FutureSource),
     Custom(Box<dyn ResponseSource>),
-    /// The language model of an ensemble.
+    /// The language model of a text ensemble.
     Text(TextStream),
 }
 
 impl ResponseStream {
-    /// A stream that holds at most `capacity` responses that were not read.
+    /// A stream that buffers at most `capacity` responses.
     pub fn channel(capacity: usize) -> (ResponseSender, ResponseStream) {
         let (sender, receiver) = mpsc::channel(capacity);
         let progress = Arc::new(Progress::default());
         let sender = ResponseSender::new(sender, progress.clone());
-        (sender, Self::of(Source::Channel(receiver), Some(progress)))
+        (sender, Self::new(Source::Channel(receiver), Some(progress)))
     }
 
-    /// A stream of one response, which is there already.
+    /// A stream of one response that is available already.
     pub fn ready(response: InferResponse) -> ResponseStream {
-        Self::of(Source::Ready(Some(Ok(InferResponse { is_final: true, ..response }))), None)
+        Self::new(Source::Ready(Some(Ok(InferResponse { is_final: true, ..response }))), None)
     }
 
     /// A stream of the responses that a future sends. The future is polled with the stream: it has no task of its own, and
-    /// is dropped with the stream. It must keep its sender to itself. One response waits for the reader.
+    /// is dropped with the stream. It must not give its sender to another task. At most one response is buffered.
     pub fn from_future<W: Future<Output = ()> + Send + 'static>(make: impl FnOnce(ResponseSender) -> W) -> Self {
         Self::from_future_then(|sender| make(sender).map(|()| None))
     }
 
-    /// As [`ResponseStream::from_future`]; what the future resolves to continues the stream.
+    /// Makes a stream like [`ResponseStream::from_future`]. The stream that the future resolves to continues it.
     pub(crate) fn from_future_then<W>(make: impl FnOnce(ResponseSender) -> W) -> Self
     where
         W: Future<Output = Option<TextStream>> + Send + 'static,
     {
         let (sender, receiver) = mpsc::channel(1);
         let progress = Arc::new(Progress::default());
-        let work = make(ResponseSender::new(sender, progress.clone())).boxed();
-        Self::of(Source::Work(PolledWork::new(work, receiver)), Some(progress))
+        let future = make(ResponseSender::new(sender, progress.clone())).boxed();
+        Self::new(Source::Future(FutureSource::new(future, receiver)), Some(progress))
     }
 
-    /// A stream of what a source yields. The source tells through the reporter how far the request has come.
+    /// A stream of the items that a source yields. The source reports the request's progress through the reporter.
     pub fn from_source(make: impl FnOnce(ProgressReporter) -> Box<dyn ResponseSource>) -> Self {
         let progress = Arc::new(Progress::default());
-        Self::of(Source::Custom(make(ProgressReporter(progress.clone()))), Some(progress))
+        Self::new(Source::Custom(make(ProgressReporter(progress.clone()))), Some(progress))
     }
 
-    fn of(source: Source, progress: Option<Arc<Progress>>) -> Self {
-        Self { source, accepts_deltas: false, progress, watch: None, turn: None }
+    fn new(source: Source, progress: Option<Arc<Progress>>) -> Self {
+        Self { source, accepts_deltas: false, progress, metrics: None, earlier_answered: None }
     }
 
     /// The next response; `None` after the final one. Not for streams that accept deltas.
@@ -91,24 +91,23 @@ impl ResponseStream {
         poll_fn(|context| self.poll_response(context)).await
     }
 
-    /// Accepts [`StreamItem::Delta`] where the source can send it: from now on the stream is read by
-    /// [`ResponseStream::poll_item`].
+    /// Lets the source send [`StreamItem::Delta`]. From now on the stream must be read by [`ResponseStream::poll_item`].
     pub fn accept_deltas(&mut self) {
-        // Where outputs are removed on the way, their indices change.
-        self.accepts_deltas = !self.watch.as_ref().is_some_and(|watch| watch.removes_outputs());
+        // Deltas name outputs by index, and removing outputs changes the indices.
+        self.accepts_deltas = !self.metrics.as_ref().is_some_and(|metrics| metrics.removes_outputs());
     }
 
-    /// As [`ResponseStream::poll_item`].
+    /// The next item, like [`ResponseStream::poll_item`].
     pub async fn next_item(&mut self, delta: &mut OutputDelta) -> Option<Result<StreamItem, InferError>> {
         poll_fn(|context| self.poll_item(delta, context)).await
     }
 
-    /// The only response, where it was there from the start.
+    /// The only response, where it was available from the start.
     pub(crate) fn take_ready(&mut self) -> Option<Item> {
         let Source::Ready(item) = &mut self.source else { return None };
         let item = item.take();
-        match &mut self.watch {
-            Some(watch) => watch.see(item),
+        match &mut self.metrics {
+            Some(metrics) => metrics.observe(item),
             None => item,
         }
     }
@@ -118,21 +117,22 @@ impl ResponseStream {
         self.progress.as_ref()?.generation()
     }
 
-    /// Where its model reports how far it has come.
+    /// Where the model reports the request's progress.
     pub(crate) fn progress(&self) -> Option<&Arc<Progress>> {
         self.progress.as_ref()
     }
 
-    /// Has `watch` complete and count every response from now on.
-    pub(crate) fn watched(mut self, watch: Watch) -> Self {
-        self.watch = Some(Box::new(watch.follow(self.progress.clone())));
+    /// Lets `metrics` complete and count every response from now on.
+    pub(crate) fn with_metrics(mut self, metrics: RequestMetrics) -> Self {
+        self.metrics = Some(Box::new(metrics.with_progress(self.progress.clone())));
         self
     }
 
-    /// Has this stream, and the sender that goes with it, take turns with those of other requests.
-    pub(crate) fn in_turn(mut self, sender: ResponseSender, turn: Turn) -> (ResponseSender, Self) {
-        self.turn = Some(turn.comes().boxed());
-        (sender.in_turn(turn), self)
+    /// Holds responses back until all requests before `ticket` are answered. The request itself counts as answered when
+    /// `sender`, the other end of this stream, and its clones are dropped.
+    pub(crate) fn in_order(mut self, sender: ResponseSender, ticket: OrderTicket) -> (ResponseSender, Self) {
+        self.earlier_answered = Some(ticket.earlier_answered().boxed());
+        (sender.with_ticket(ticket), self)
     }
 
     fn poll_response(&mut self, context: &mut Context<'_>) -> Poll<Option<Item>> {
@@ -146,23 +146,23 @@ impl ResponseStream {
         delta: &mut OutputDelta,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<StreamItem, InferError>>> {
-        if let Some(turn) = &mut self.turn {
-            ready!(turn.as_mut().poll(context));
-            self.turn = None;
+        if let Some(earlier_answered) = &mut self.earlier_answered {
+            ready!(earlier_answered.as_mut().poll(context));
+            self.earlier_answered = None;
         }
         delta.clear();
         let item = ready!(self.source.poll_next(self.accepts_deltas, delta, context));
-        Poll::Ready(match &mut self.watch {
-            Some(watch) => watch.see_item(item),
+        Poll::Ready(match &mut self.metrics {
+            Some(metrics) => metrics.observe_item(item),
             None => item,
         })
     }
 
-    /// What yields the items, and what completes and counts them.
-    pub(crate) fn into_parts(self) -> (Box<dyn ResponseSource>, Option<Box<Watch>>) {
+    /// The source of the items, and the metrics that complete and count them.
+    pub(crate) fn into_parts(self) -> (Box<dyn ResponseSource>, Option<Box<RequestMetrics>>) {
         match self.source {
-            Source::Custom(source) => (source, self.watch),
-            source => (Box::new(source), self.watch),
+            Source::Custom(source) => (source, self.metrics),
+            source => (Box::new(source), self.metrics),
         }
     }
 }
@@ -174,19 +174,19 @@ impl ResponseSource for Source {
         delta: &mut OutputDelta,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<StreamItem, InferError>>> {
-        let item = |sent: Option<Sent>| sent.map(|sent| sent.map(StreamItem::Response));
+        let item = |sent: Option<SentItem>| sent.map(|sent| sent.map(StreamItem::Response));
         match self {
             Source::Text(text) => text.poll_next(accepts_deltas, delta, context),
             Source::Custom(source) => source.poll_next(accepts_deltas, delta, context),
             Source::Ready(only) => Poll::Ready(only.take().map(|only| only.map(StreamItem::from))),
             Source::Channel(receiver) => receiver.poll_recv(context).map(item),
-            Source::Work(work) => {
-                let mut rest = match work.poll(context) {
+            Source::Future(future) => {
+                let mut continuation = match future.poll(context) {
                     Polled::Item(sent) => return sent.map(item),
-                    Polled::Rest(rest) => rest,
+                    Polled::Continuation(source) => source,
                 };
-                let first = rest.poll_next(accepts_deltas, delta, context);
-                *self = Source::Text(rest);
+                let first = continuation.poll_next(accepts_deltas, delta, context);
+                *self = Source::Text(continuation);
                 first
             }
         }
@@ -195,7 +195,7 @@ impl ResponseSource for Source {
 
 impl fmt::Debug for ResponseStream {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("ResponseStream").field("watch", &self.watch).finish_non_exhaustive()
+        formatter.debug_struct("ResponseStream").field("metrics", &self.metrics).finish_non_exhaustive()
     }
 }
 

@@ -1,12 +1,12 @@
-//! Tensors as they travel between front, models and ensemble steps: shared bytes, never copied on the way.
+//! Tensors between protocols, models and ensemble steps. Their bytes are shared, not copied.
 
 use bytes::Bytes;
 use smallvec::SmallVec;
 
-/// A name or an id: cheap to copy, as every response and every step of an ensemble does it.
+/// A name or an id. It is cheap to clone, because every response and every step of an ensemble clones names.
 pub type Name = smol_str::SmolStr;
 
-/// Sizes of a tensor, outermost first; few of them take no memory of their own.
+/// Sizes of a tensor, outermost first. Up to four need no allocation.
 pub type Shape = SmallVec<[i64; 4]>;
 
 /// Element type, with the protocol's names.
@@ -55,7 +55,7 @@ impl DataType {
         Self::ALL.into_iter().find(|datatype| datatype.name() == name)
     }
 
-    /// The type a model's configuration names; `None` for `TYPE_INVALID`.
+    /// The type of a model's configuration; `None` for `TYPE_INVALID`.
     pub fn from_config(datatype: repository::proto::DataType) -> Option<Self> {
         use repository::proto::DataType as Config;
         Some(match datatype {
@@ -95,7 +95,7 @@ impl DataType {
         DataType::Bf16,
     ];
 
-    /// Bytes of one element; `None` for BYTES, whose elements vary.
+    /// Bytes of one element; `None` for BYTES, whose elements have different sizes.
     pub fn size(self) -> Option<usize> {
         match self {
             DataType::Bool | DataType::Uint8 | DataType::Int8 => Some(1),
@@ -107,12 +107,12 @@ impl DataType {
     }
 }
 
-/// Elements of text up to this size lie beside their count: a token's text does.
-const FEW_BYTES: usize = 32;
+/// BYTES elements up to this total size share one allocation with their reference count. A token's text fits.
+const SMALL_TEXT_BYTES: usize = 32;
 
 /// A named tensor. `data` is raw and little-endian, row-major; each BYTES element is a 4-byte length and its bytes.
 ///
-/// Whoever makes a tensor sees to it that `data` matches `datatype` and `shape`.
+/// The code that makes a tensor must ensure that `data` matches `datatype` and `shape`.
 #[derive(Debug, PartialEq)]
 pub struct Tensor {
     /// The model's name for it.
@@ -138,8 +138,8 @@ macro_rules! typed {
         #[doc = concat!("A ", stringify!($datatype), " tensor of `values`.")]
         pub fn $make(name: impl Into<Name>, shape: &[i64], values: &[$type]) -> Self {
             let data = match values {
-                [value] => lone(&value.to_le_bytes()),
-                // Of exactly this size, or it would be copied when it becomes shared.
+                [value] => one_element(&value.to_le_bytes()),
+                // Exact capacity: with spare capacity the bytes would be copied when they become shared.
                 values => {
                     let mut data = Vec::with_capacity(size_of_val(values));
                     values.iter().for_each(|value| data.extend_from_slice(&value.to_le_bytes()));
@@ -169,7 +169,7 @@ impl Tensor {
     /// A BOOL tensor of `values`.
     pub fn from_bool(name: impl Into<Name>, shape: &[i64], values: &[bool]) -> Self {
         let data = match values {
-            &[value] => lone(&[u8::from(value)]),
+            &[value] => one_element(&[u8::from(value)]),
             values => values.iter().map(|&value| u8::from(value)).collect::<Vec<u8>>().into(),
         };
         Self { name: name.into(), datatype: DataType::Bool, shape: Shape::from_slice(shape), data }
@@ -186,7 +186,7 @@ impl Tensor {
         Self { name: name.into(), datatype: DataType::Bytes, shape: Shape::from_slice(shape), data }
     }
 
-    /// The elements of a BYTES tensor, sharing its memory; `None` for another type or broken lengths.
+    /// The elements of a BYTES tensor, which share its memory; `None` for another type or invalid lengths.
     pub fn to_byte_strings(&self) -> Option<Vec<Bytes>> {
         if self.datatype != DataType::Bytes {
             return None;
@@ -212,30 +212,30 @@ impl Tensor {
 /// # Panics
 /// When one of them has 4 GiB or more.
 pub fn byte_strings<V: AsRef<[u8]>>(values: &[V]) -> Bytes {
-    let mut data = SmallVec::<[u8; FEW_BYTES]>::new();
+    let mut data = SmallVec::<[u8; SMALL_TEXT_BYTES]>::new();
     data.reserve_exact(values.iter().map(|value| 4 + value.as_ref().len()).sum());
     for value in values {
         let value = value.as_ref();
         data.extend_from_slice(&u32::try_from(value.len()).expect("an element is under 4 GiB").to_le_bytes());
         data.extend_from_slice(value);
     }
-    // One piece of memory for few bytes and their count, where a `Vec` takes a second one to become shared.
+    // One allocation holds a few bytes and their reference count. A `Vec` needs a second one to become shared.
     if data.spilled() { data.into_vec().into() } else { Bytes::from_owner(data) }
 }
 
-/// The bytes of one element. Those of a small number lie ready: most tensors of a streamed token are such.
-fn lone(bytes: &[u8]) -> Bytes {
+/// The bytes of one element. Small numbers are static, because most tensors of a streamed token hold one.
+fn one_element(bytes: &[u8]) -> Bytes {
     match bytes {
         [first, rest @ ..] if bytes.len() <= 8 && rest.iter().all(|&byte| byte == 0) => {
-            Bytes::from_static(&SMALL[usize::from(*first)][..bytes.len()])
+            Bytes::from_static(&SMALL_NUMBERS[usize::from(*first)][..bytes.len()])
         }
-        // One piece of memory for bytes and count, where a `Vec` takes a second one to become shared.
+        // One allocation holds the bytes and their reference count. A `Vec` needs a second one to become shared.
         _ => Bytes::from_owner(SmallVec::<[u8; 8]>::from_slice(bytes)),
     }
 }
 
 /// The numbers from 0 to 255, little-endian.
-static SMALL: [[u8; 8]; 256] = {
+static SMALL_NUMBERS: [[u8; 8]; 256] = {
     let mut numbers = [[0; 8]; 256];
     let mut number = 0;
     while number < 256 {
@@ -250,7 +250,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lone_element_reads_back_whatever_its_size() {
+    fn a_single_element_reads_back_for_every_size() {
         for value in [0, 1, 255, 256, -1, i32::MIN] {
             assert_eq!(Tensor::from_i32("x", &[1], &[value]).data, value.to_le_bytes()[..], "{value}");
             assert_eq!(Tensor::from_i64("x", &[], &[value.into()]).to_i64().unwrap(), [i64::from(value)]);
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_lengths_are_refused() {
+    fn invalid_lengths_are_refused() {
         let tensor = Tensor {
             data: Bytes::from_static(&[9, 0, 0, 0, 1]),
             ..Tensor::from_byte_strings::<&str>("text", &[1], &[])

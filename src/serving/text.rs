@@ -1,7 +1,6 @@
-//! Text ensembles: a tokenizer, a language model and a detokenizer that are served as one.
+//! Text ensembles: a tokenizer, a language model and a detokenizer that are served together.
 //!
-//! The detokenizer then runs inside the language model's stream, once for each sequence, in place of a request for each
-//! token.
+//! The detokenizer runs inside the language model's stream, once for each sequence, instead of one request for each token.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,7 +9,7 @@ use generation::TextDecoder;
 
 use crate::{CallCounter, Name, Parameter, Tensor};
 
-/// What a model is in an ensemble that generates text.
+/// The role of a model in an ensemble that generates text.
 #[derive(Debug, Clone)]
 pub enum TextModel {
     /// Generates tokens, with TensorRT-LLM's output names: `output_ids`, `sequence_length` and others.
@@ -26,19 +25,19 @@ pub struct DetokenizerModel {
     pub decoder: TextDecoder,
     /// Whether texts are in rows of beams, `[1, beams]`; otherwise they are in one list, `[rows]`.
     pub is_nested: bool,
-    /// Inputs that it returns unchanged, and the outputs they become.
-    pub passed_on: Arc<[(Name, Name)]>,
+    /// Inputs that are returned unchanged, each with the name of its output.
+    pub passthrough: Arc<[(Name, Name)]>,
 }
 
-/// The responses that a generator gives for a text ensemble.
+/// How a generator makes the responses of a text ensemble.
 pub struct TextOutputs {
-    /// By name, in the order of a response.
+    /// Outputs with their names, in the order of a response.
     pub outputs: Vec<(Name, TextOutput)>,
     /// How tokens become text.
     pub decoder: TextDecoder,
-    /// As [`DetokenizerModel::is_nested`].
+    /// The shape of texts, see [`DetokenizerModel::is_nested`].
     pub is_nested: bool,
-    /// Whether rows end at their own length; otherwise shorter rows are padded to the longest.
+    /// Whether each row has its own length. Otherwise shorter rows are padded to the longest.
     pub has_lengths: bool,
     /// Counts each response as a request to the detokenizer.
     pub calls: CallCounter,
@@ -51,7 +50,7 @@ pub struct TextOutputs {
 pub enum TextOutput {
     /// The text.
     Text,
-    /// The generator's output of this name. It is left out of responses where the generator does not give it.
+    /// The generator's output of this name. Responses for which the generator has no such output omit it.
     Generated(Name),
     /// The same tensor in each response.
     Given(Tensor),

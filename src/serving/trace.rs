@@ -1,4 +1,4 @@
-//! What happened to one request and when, for who asked to know (`v2/trace/setting`).
+//! Traces of requests: timestamps and tensors (Triton's trace extension, `v2/trace/setting`).
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -7,37 +7,37 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use crate::Tensor;
 
-/// Moments of a trace that are kept, and tensors: a stream may have any number of them.
+/// Timestamps, and tensors, that a trace keeps at most: a stream may have any number of them.
 const MAX_ENTRIES: usize = 1 << 16;
 
-/// Where traces go when they are complete.
+/// Receives complete traces.
 pub trait TraceSink: Send + Sync {
-    /// Takes a trace. Called once for each, in the order in which they end.
+    /// Receives a trace. Called once for each trace, in the order in which traces end.
     fn write(&self, trace: &TraceRecord);
 }
 
-/// A request's trace while it is written; cheap to clone. It goes to its sink when the last clone is dropped.
+/// The trace of a request in flight; cheap to clone. Dropping the last clone passes it to its sink.
 #[derive(Clone)]
-pub struct Trace(Arc<Open>);
+pub struct Trace(Arc<OpenTrace>);
 
-struct Open {
+struct OpenTrace {
     record: Mutex<TraceRecord>,
     with_times: bool,
     with_tensors: bool,
     sink: Arc<dyn TraceSink>,
 }
 
-/// A span that began elsewhere, which a trace goes on from (W3C Trace Context).
+/// The client's span, which is the parent of the trace (W3C Trace Context).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SpanContext {
-    /// Of the whole trace.
+    /// Id of the whole trace.
     pub trace_id: [u8; 16],
-    /// Of the caller's span.
+    /// Id of the client's span.
     pub span_id: [u8; 8],
 }
 
 impl SpanContext {
-    /// Of a header `traceparent`; `None` for one that is none.
+    /// Parses a header `traceparent`; `None` if it is invalid.
     pub fn parse(traceparent: &str) -> Option<Self> {
         let mut parts = traceparent.split('-');
         let (version, trace, span, flags) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
@@ -59,45 +59,45 @@ fn from_hex<const N: usize>(text: &str) -> Option<[u8; N]> {
     Some(bytes)
 }
 
-/// A trace as it is written.
+/// The contents of a trace.
 #[derive(Debug, Clone, Default)]
 pub struct TraceRecord {
     /// Its number, from 1.
     pub id: u64,
-    /// The trace of the ensemble that this request is a step of, or of the request that caused it.
+    /// Number of the parent trace: of the ensemble that this request is a step of, or of the request that caused it.
     pub parent_id: Option<u64>,
-    /// The trace of the client's request: this one, or the one at the end of the parents.
+    /// Number of the trace of the client's request: this trace, or its first ancestor.
     pub root_id: u64,
     /// The client's own span.
     pub context: Option<SpanContext>,
-    /// The model.
+    /// The model's name.
     pub model: String,
-    /// Its version; -1 until it is known.
+    /// The model's version; -1 until it is known.
     pub version: i64,
     /// The client's id; may be empty.
     pub request_id: String,
-    /// Moments: name, and nanoseconds since 1970.
+    /// Timestamps: name, and nanoseconds since 1970.
     pub times: Vec<(&'static str, u64)>,
     /// Tensors: activity, and the tensor.
     pub tensors: Vec<(&'static str, Tensor)>,
 }
 
 impl Trace {
-    /// A trace of moments, of tensors, or of both, of a request that may come from a span of the client's.
+    /// A new trace of timestamps, tensors or both. `context` is the client's span, where it sent one.
     pub fn new(sink: Arc<dyn TraceSink>, with_times: bool, with_tensors: bool, context: Option<SpanContext>) -> Self {
         let id = next_id();
         let record = TraceRecord { id, root_id: id, context, version: -1, ..TraceRecord::default() };
-        Self(Arc::new(Open { record: Mutex::new(record), with_times, with_tensors, sink }))
+        Self(Arc::new(OpenTrace { record: Mutex::new(record), with_times, with_tensors, sink }))
     }
 
-    /// The trace of a step of this request, or of a request that it causes.
+    /// A new trace for a step of this request, or for a request that it causes.
     pub fn child(&self) -> Self {
         let (parent, root_id, context) = self.change(|record| (record.id, record.root_id, record.context));
-        let Open { with_times, with_tensors, sink, .. } = &*self.0;
+        let OpenTrace { with_times, with_tensors, sink, .. } = &*self.0;
         let (id, parent_id) = (next_id(), Some(parent));
         let record = TraceRecord { id, parent_id, root_id, context, version: -1, ..TraceRecord::default() };
         let (with_times, with_tensors, sink) = (*with_times, *with_tensors, sink.clone());
-        Self(Arc::new(Open { record: Mutex::new(record), with_times, with_tensors, sink }))
+        Self(Arc::new(OpenTrace { record: Mutex::new(record), with_times, with_tensors, sink }))
     }
 
     fn change<R>(&self, change: impl FnOnce(&mut TraceRecord) -> R) -> R {
@@ -110,12 +110,12 @@ impl Trace {
         });
     }
 
-    /// Now is the moment called `name`.
+    /// Records the current time as timestamp `name`.
     pub fn mark(&self, name: &'static str) {
         self.mark_at(name, Instant::now());
     }
 
-    /// `at` was the moment called `name`.
+    /// Records `at` as timestamp `name`.
     pub fn mark_at(&self, name: &'static str, at: Instant) {
         if self.0.with_times {
             self.change(|record| {
@@ -142,7 +142,7 @@ impl fmt::Debug for Trace {
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenTrace {
     fn drop(&mut self) {
         let record = self.record.get_mut().unwrap_or_else(PoisonError::into_inner);
         self.sink.write(record);
@@ -154,7 +154,7 @@ fn next_id() -> u64 {
     LAST.fetch_add(1, Relaxed) + 1
 }
 
-/// Nanoseconds since 1970, of a clock that never goes back.
+/// Nanoseconds since 1970, by a monotonic clock.
 fn unix_ns(at: Instant) -> u64 {
     static BASE: OnceLock<(Instant, u64)> = OnceLock::new();
     let (base, base_ns) = BASE.get_or_init(|| {
@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_traceparent_is_read_and_what_is_none_is_not() {
+    fn valid_traceparents_are_parsed_and_invalid_ones_are_not() {
         let context = SpanContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01").unwrap();
         assert_eq!((context.trace_id[0], context.trace_id[15], context.span_id[1]), (0x4b, 0x36, 0xf0));
         for wrong in [

@@ -1,4 +1,4 @@
-//! Requests that a model answers before it serves, so that the first client does not wait for what comes up only once.
+//! Warm-up requests, which a model answers before it serves. They spare the first client one-time initialization.
 
 use std::path::{Component, Path};
 
@@ -8,51 +8,51 @@ use repository::proto::ModelWarmup;
 use repository::proto::model_warmup::{Input, input::InputDataType};
 
 use crate::check::Signature;
-use crate::scheduler::{self, Controls, StateSpec};
+use crate::scheduler::{self, ControlInputs, StateSpec};
 use crate::{
     Backend, BatchedRequest, CorrelationId, DataType, InferError, InferRequest, ResponseStream, Shape, Tensor,
 };
 
-/// Elements of the largest input made up for a warm-up.
+/// Elements of a generated input, at most.
 const MAX_ELEMENTS: usize = 1 << 28;
 
-/// Has each instance of a backend answer the warm-up requests of its configuration.
+/// Sends the warm-up requests of the configuration to each instance of a backend.
 ///
 /// # Errors
-/// When a request cannot be made, or the model fails it.
+/// When a request cannot be made, or the model returns an error.
 pub(crate) async fn run(
     config: &ModelConfig,
     states: &[StateSpec],
     model_dir: &Path,
     backend: &dyn Backend,
 ) -> Result<(), InferError> {
-    // A sample without a batch is one that is switched off.
+    // A sample with batch size 0 is disabled.
     for warmup in config.model_warmup.iter().filter(|warmup| warmup.batch_size > 0) {
         let explain = |error: InferError| {
             InferError::new(error.kind, format!("failed to run warmup sample '{}': {}", warmup.name, error.message))
         };
         let request = request(config, states, warmup, model_dir).map_err(explain)?;
         for _ in 0..warmup.count.max(1) {
-            answer(backend, &request).await.map_err(explain)?;
+            run_sample(backend, &request).await.map_err(explain)?;
         }
     }
     Ok(())
 }
 
-async fn answer(backend: &dyn Backend, request: &InferRequest) -> Result<(), InferError> {
+async fn run_sample(backend: &dyn Backend, request: &InferRequest) -> Result<(), InferError> {
     if backend.num_instances() == 0 {
-        return read(backend.infer(request.clone())?).await;
+        return read_until_final(backend.infer(request.clone())?).await;
     }
     for instance in 0..backend.num_instances() {
         let (responses, stream) = ResponseStream::channel(1);
         let batch = vec![BatchedRequest { request: request.clone(), responses }];
-        let (_, answered) = futures::join!(backend.execute(instance, batch), read(stream));
+        let (_, answered) = futures::join!(backend.execute(instance, batch), read_until_final(stream));
         answered?;
     }
     Ok(())
 }
 
-async fn read(mut stream: ResponseStream) -> Result<(), InferError> {
+async fn read_until_final(mut stream: ResponseStream) -> Result<(), InferError> {
     while let Some(response) = stream.next_response().await {
         if response?.is_final {
             return Ok(());
@@ -70,7 +70,7 @@ fn request(
     let batch = (config.max_batch_size > 0).then_some(i64::from(warmup.batch_size));
     let tensor = |(name, input): (&String, &Input)| {
         let shape = batch.into_iter().chain(input.dims.iter().copied()).collect();
-        data(name, input, shape, model_dir)
+        input_tensor(name, input, shape, model_dir)
     };
     let mut request = InferRequest {
         model_name: config.name.as_str().into(),
@@ -82,13 +82,13 @@ fn request(
     };
     Signature::new(config).check(&mut request)?;
     if let Some(sequences) = config.sequences() {
-        Controls::new(config, sequences).write(&mut request, true);
-        request.inputs.extend(scheduler::initial(states));
+        ControlInputs::new(config, sequences).add_to(&mut request, true);
+        request.inputs.extend(scheduler::initial_states(states));
     }
     Ok(request)
 }
 
-fn data(name: &str, input: &Input, shape: Shape, model_dir: &Path) -> Result<Tensor, InferError> {
+fn input_tensor(name: &str, input: &Input, shape: Shape, model_dir: &Path) -> Result<Tensor, InferError> {
     let datatype = DataType::from_config(input.data_type())
         .ok_or_else(|| InferError::invalid(format!("input `{name}` has no `data_type`")))?;
     let mut tensor = Tensor { name: name.into(), datatype, shape, data: Bytes::new() };
@@ -104,19 +104,19 @@ fn data(name: &str, input: &Input, shape: Shape, model_dir: &Path) -> Result<Ten
             let read = std::fs::read(&path);
             read.map_err(|error| InferError::invalid(format!("cannot read {}: {error}", path.display())))?.into()
         }
-        Some(InputDataType::RandomData(true)) => random(datatype, count),
+        Some(InputDataType::RandomData(true)) => random_data(datatype, count),
         None => {
-            let words = format!("warmup setting expects input '{name}' to have input_data_type set");
-            return Err(InferError::invalid(words));
+            let message = format!("warmup setting expects input '{name}' to have input_data_type set");
+            return Err(InferError::invalid(message));
         }
         Some(_) => vec![0; count * datatype.size().unwrap_or(4)].into(),
     };
     Ok(tensor)
 }
 
-/// Numbers all over their range, floating-point ones from 0 to 1, words of eight letters.
-fn random(datatype: DataType, count: usize) -> Bytes {
-    // Weyl's sequence through a mixer: even enough to warm up with, and the same in every run.
+/// Random elements: integers over their whole range, floating-point numbers from 0 to 1, strings of eight letters.
+fn random_data(datatype: DataType, count: usize) -> Bytes {
+    // A Weyl sequence with a mixing function: simple, and the same in every run.
     let mut state = 0u64;
     let mut next = || {
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -131,7 +131,7 @@ fn random(datatype: DataType, count: usize) -> Bytes {
             DataType::Bool => bytes.push(u8::from(number & 1 == 1)),
             DataType::Fp32 => bytes.extend((fraction as f32).to_le_bytes()),
             DataType::Fp64 => bytes.extend(fraction.to_le_bytes()),
-            // The exponents of 0.5 to 1 in 16 bits, with any mantissa.
+            // From 0.5 to 1: a fixed exponent with a random mantissa.
             DataType::Fp16 => bytes.extend((0x3800 | (number as u16 & 0x03ff)).to_le_bytes()),
             DataType::Bf16 => bytes.extend((0x3f00 | (number as u16 & 0x007f)).to_le_bytes()),
             DataType::Bytes => {
@@ -151,7 +151,7 @@ mod tests {
     #[test]
     fn random_data_fits_its_type() {
         for datatype in DataType::ALL {
-            let data = random(datatype, 100);
+            let data = random_data(datatype, 100);
             let tensor = Tensor { name: "x".into(), datatype, shape: Shape::from_slice(&[100]), data };
             match datatype.size() {
                 Some(size) => assert_eq!(tensor.data.len(), 100 * size),
@@ -162,7 +162,7 @@ mod tests {
             name: "x".into(),
             datatype: DataType::Fp32,
             shape: Shape::from_slice(&[100]),
-            data: random(DataType::Fp32, 100),
+            data: random_data(DataType::Fp32, 100),
         };
         assert!(floats.to_f32().unwrap().iter().all(|value| (0.0..=1.0).contains(value)));
     }

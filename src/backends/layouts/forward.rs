@@ -16,7 +16,7 @@ pub(super) async fn forward(
     sender: &ResponseSender,
     mut change: impl FnMut(InferResponse) -> InferResponse,
 ) {
-    sender.follow(&stream);
+    sender.report_progress_of(&stream);
     loop {
         let item = tokio::select! {
             item = stream.next_response() => item,

@@ -238,7 +238,7 @@ fn ignored_parameters(config: &ModelConfig, layout: Layout) -> Vec<(&str, &'stat
 }
 
 impl BackendFactory for Layouts {
-    fn stand_in(&self, model: &LoadRequest) -> Option<Arc<dyn BackendFactory>> {
+    fn replacement(&self, model: &LoadRequest) -> Option<Arc<dyn BackendFactory>> {
         match recognise(&model.config, &model.model_dir, &model.version_dir) {
             Some(layout) => {
                 self.tell(model, layout);
@@ -250,6 +250,6 @@ impl BackendFactory for Layouts {
     }
 
     fn load(&self, model: LoadRequest) -> BoxFuture<'static, Result<Arc<dyn Backend>, InferError>> {
-        self.stand_in(&model).expect("every model has a factory").load(model)
+        self.replacement(&model).expect("every model has a factory").load(model)
     }
 }

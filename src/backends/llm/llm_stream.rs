@@ -57,7 +57,7 @@ impl ResponseSource for LlmStream {
                         }
                         Some(Answer::Response(response)) => {
                             self.report();
-                            self.progress.computed_at(at.into());
+                            self.progress.set_computed_at(at.into());
                             return Poll::Ready(Some(Ok(StreamItem::Response(response))));
                         }
                     }

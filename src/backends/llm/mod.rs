@@ -332,7 +332,7 @@ impl Llm {
         };
         let events = GenerateStream::new(generating, receiver);
         Ok(ResponseStream::from_source(|progress| {
-            progress.took_input(begun.elapsed());
+            progress.add_input_time(begun.elapsed());
             Box::new(LlmStream { events, responses, progress })
         }))
     }
@@ -351,7 +351,7 @@ impl Backend for Llm {
         self.begin(request, Some(outputs))
     }
 
-    fn keeps_to_requested_outputs(&self) -> bool {
+    fn returns_only_requested_outputs(&self) -> bool {
         true
     }
 

@@ -103,9 +103,9 @@ impl Timing {
         let before = self.sequences.get_mut(index).and_then(|sequence| sequence.last_token.replace(now));
         if let Some(before) = before {
             let gap = now.ns_since(before) as f64 / 1e9 / count as f64;
-            (0..count).for_each(|_| figures.inter_token.gather(gap, &mut self.gaps));
+            (0..count).for_each(|_| figures.inter_token.tally(gap, &mut self.gaps));
             if self.gaps.count() >= MAX_GAPS {
-                figures.inter_token.settle(&mut self.gaps);
+                figures.inter_token.flush(&mut self.gaps);
             }
         }
     }
@@ -130,7 +130,7 @@ impl Timing {
 impl Drop for Timing {
     fn drop(&mut self) {
         let figures = &self.shared.figures;
-        figures.inter_token.settle(&mut self.gaps);
+        figures.inter_token.flush(&mut self.gaps);
         figures.request.observe(self.arrived.elapsed().as_secs_f64());
         figures.output_tokens.observe(self.told.output_tokens as f64);
     }

@@ -34,12 +34,12 @@ impl Running {
 
     /// It took so long to hand the inputs to the process.
     pub fn took_input(&self, time: Duration) {
-        self.sender.took_input(time);
+        self.sender.add_input_time(time);
     }
 
     /// The process sent the next response at that time.
     pub fn computed_at(&self, at: Instant) {
-        self.sender.computed_at(at);
+        self.sender.set_computed_at(at);
     }
 
     /// Sends a response without waiting. False when the client reads so slowly that no more can be kept for it.

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::AcqRel, Ordering::Acquire};
 use std::task::{Context, Poll, Wake, Waker};
 
-use serving::Repeated;
+use serving::RateLimitedLog;
 use tokio::task::coop::has_budget_remaining;
 
 use super::alarm::Alarm;
 use crate::connections::{Activity, Busy};
 
-static BROKEN_CALLS: Repeated = Repeated::new(8);
+static BROKEN_CALLS: RateLimitedLog = RateLimitedLog::new(8);
 
 /// One call on a connection.
 pub trait Call: Send {
@@ -167,8 +167,8 @@ impl Calls {
             Ok(Progress::Made) => self.made.push(index),
             Ok(Progress::Ended) => self.remove(index),
             Err(_) => {
-                if let Some(unlogged) = BROKEN_CALLS.due() {
-                    tracing::error!("a call broke off{unlogged}");
+                if let Some(suppressed) = BROKEN_CALLS.allow() {
+                    tracing::error!("a call broke off{suppressed}");
                 }
                 self.remove(index);
             }

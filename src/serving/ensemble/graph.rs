@@ -1,4 +1,4 @@
-//! The graph of an ensemble: steps, and the slots for tensors between them.
+//! The graph of an ensemble: its steps, and a slot for each tensor between them.
 
 use std::collections::BTreeMap;
 
@@ -8,10 +8,10 @@ use smallvec::SmallVec;
 use super::text::TextPlan;
 use crate::{InferError, Name};
 
-/// Some steps, by their places in the graph.
+/// A set of steps, by their indices in the graph.
 pub(super) type Steps = SmallVec<[usize; 8]>;
 
-/// The steps and the slots for tensors between them.
+/// The graph of an ensemble.
 #[derive(Debug)]
 pub(super) struct Graph {
     pub(super) name: String,
@@ -19,13 +19,14 @@ pub(super) struct Graph {
     pub(super) inputs: Vec<Wire>,
     pub(super) outputs: Vec<Wire>,
     pub(super) steps: Vec<Step>,
-    /// Set where its wires are those of a text ensemble.
+    /// Set where the wires are those of a text ensemble.
     pub(super) text: Option<TextPlan>,
 }
 
-/// A tensor of a model, and the slot that stands for it in the ensemble.
+/// Connects an input or output of a model to a slot.
 #[derive(Debug)]
 pub(super) struct Wire {
+    /// Name of the input or output in the model.
     pub(super) name: Name,
     pub(super) slot: usize,
 }
@@ -36,14 +37,14 @@ pub(super) struct Step {
     pub(super) version: Option<i64>,
     pub(super) inputs: Vec<Wire>,
     pub(super) outputs: Vec<Wire>,
-    /// Steps that make this one's inputs.
-    pub(super) sources: Vec<usize>,
+    /// Steps that produce inputs of this step.
+    pub(super) producers: Vec<usize>,
 }
 
 impl Step {
-    /// Whether the tensor of the wire's slot is one of its outputs.
-    pub(super) fn makes(&self, wire: &Wire) -> bool {
-        self.outputs.iter().any(|made| made.slot == wire.slot)
+    /// Whether one of the step's outputs is in the wire's slot.
+    pub(super) fn produces(&self, wire: &Wire) -> bool {
+        self.outputs.iter().any(|output| output.slot == wire.slot)
     }
 }
 
@@ -64,39 +65,40 @@ impl Graph {
                 version: (step.model_version > 0).then_some(step.model_version),
                 inputs: step.input_map.iter().map(|(name, tensor)| wire(name, tensor)).collect(),
                 outputs: step.output_map.iter().map(|(name, tensor)| wire(name, tensor)).collect(),
-                sources: Vec::new(),
+                producers: Vec::new(),
             })
             .collect();
         for index in 0..steps.len() {
-            let is_source = |source: &Step| steps[index].inputs.iter().any(|taken| source.makes(taken));
-            let sources = (0..steps.len()).filter(|&source| is_source(&steps[source])).collect();
-            steps[index].sources = sources;
+            let is_producer = |other: &Step| steps[index].inputs.iter().any(|input| other.produces(input));
+            let producers = (0..steps.len()).filter(|&other| is_producer(&steps[other])).collect();
+            steps[index].producers = producers;
         }
         let graph = Self { name: config.name.clone(), num_tensors: slots.len(), inputs, outputs, steps, text: None };
         Self { text: TextPlan::of(&graph), ..graph }
     }
 
+    /// Adds the ensemble's name to an error of a step.
     pub(super) fn within(&self, error: InferError) -> InferError {
         InferError::new(error.kind, format!("in ensemble '{}', {}", self.name, error.message))
     }
 
-    /// The steps that the outputs `asked` need, all of them if none is named. A step that no output of the ensemble needs is
-    /// run for what else it does.
-    pub(super) fn needed(&self, asked: &[Name]) -> Steps {
+    /// The steps that the requested outputs need; all steps if none is named. Steps that no output of the ensemble needs are
+    /// included, because they may have side effects.
+    pub(super) fn needed(&self, requested: &[Name]) -> Steps {
         let serves = |step: usize, wire: &Wire| {
-            let is_behind = |maker: usize| maker == step || self.is_behind(maker, step);
-            (0..self.steps.len()).any(|maker| self.steps[maker].makes(wire) && is_behind(maker))
+            let depends_on_step = |other: usize| other == step || self.is_downstream(other, step);
+            (0..self.steps.len()).any(|other| self.steps[other].produces(wire) && depends_on_step(other))
         };
-        let is_asked = |wire: &&Wire| asked.is_empty() || asked.contains(&wire.name);
+        let is_requested = |wire: &&Wire| requested.is_empty() || requested.contains(&wire.name);
         let is_needed = |&step: &usize| {
-            self.outputs.iter().filter(is_asked).any(|wire| serves(step, wire))
+            self.outputs.iter().filter(is_requested).any(|wire| serves(step, wire))
                 || !self.outputs.iter().any(|wire| serves(step, wire))
         };
-        (0..self.steps.len()).filter(|step| asked.is_empty() || is_needed(step)).collect()
+        (0..self.steps.len()).filter(|step| requested.is_empty() || is_needed(step)).collect()
     }
 
-    /// Whether `step` needs what `source` makes, directly or through others.
-    pub(super) fn is_behind(&self, step: usize, source: usize) -> bool {
-        self.steps[step].sources.iter().any(|&before| before == source || self.is_behind(before, source))
+    /// Whether `step` needs outputs of `source`, directly or through other steps.
+    pub(super) fn is_downstream(&self, step: usize, source: usize) -> bool {
+        self.steps[step].producers.iter().any(|&producer| producer == source || self.is_downstream(producer, source))
     }
 }

@@ -1,4 +1,4 @@
-//! Whether the steps of an ensemble fit the models they are made of.
+//! Links an ensemble: checks that its steps fit their models.
 
 use std::collections::BTreeMap;
 
@@ -7,10 +7,10 @@ use repository::ModelConfig;
 use super::graph::{Graph, Step, Wire};
 use crate::registry::Registry;
 
-/// Fits an ensemble's configuration to the models it is made of: it is decoupled where one of them is.
+/// Checks an ensemble's configuration against its models, and sets whether it is decoupled: it is if one of its models is.
 ///
 /// # Errors
-/// When a step does not fit its model, with the words for the index.
+/// When a model is not loaded, or a step does not fit its model. The message is the reason in the repository index.
 pub(crate) fn link(config: &mut ModelConfig, registry: &Registry) -> Result<(), String> {
     let graph = Graph::new(config);
     let mut types = BTreeMap::new();

@@ -1,28 +1,28 @@
-//! What lies between the steps of one run.
+//! The tensors between the steps of an ensemble, for one request.
 
 use super::graph::Wire;
-use crate::index_memo::Finder;
+use crate::index_memo::IndexMemo;
 use crate::{Shape, Tensor};
 
-/// The tensors between the steps, by slot.
+/// Tensors by slot.
 pub(super) struct Tensors {
     slots: Vec<Option<Tensor>>,
-    /// Which slots hold one: few of many do, and these bytes lie together.
-    is_there: Vec<bool>,
+    /// Whether each slot holds a tensor. Checking these bytes touches fewer cache lines than checking `slots`.
+    is_filled: Vec<bool>,
 }
 
 impl Tensors {
-    /// No tensor yet, of so many.
+    /// Makes `num_tensors` empty slots.
     pub(super) fn new(num_tensors: usize) -> Self {
-        Self { slots: vec![None; num_tensors], is_there: vec![false; num_tensors] }
+        Self { slots: vec![None; num_tensors], is_filled: vec![false; num_tensors] }
     }
 
     /// Whether the slot holds a tensor.
     pub(super) fn has(&self, slot: usize) -> bool {
-        self.is_there[slot]
+        self.is_filled[slot]
     }
 
-    /// The tensor of a wire, by the name that it has at the wire's model.
+    /// The tensor in the wire's slot, with the name that the wire's model uses.
     pub(super) fn of(&self, wire: &Wire) -> Option<Tensor> {
         if !self.has(wire.slot) {
             return None;
@@ -32,24 +32,24 @@ impl Tensors {
         Some(Tensor { name: wire.name.clone(), datatype: tensor.datatype, shape, data: tensor.data.clone() })
     }
 
-    /// Puts those that a wire leads from into its slot; whether there were any.
-    pub(super) fn put_all(&mut self, wires: &[Wire], tensors: Vec<Tensor>, finder: &mut Finder) -> bool {
-        let mut is_any = false;
+    /// Stores each tensor that has a wire in the wire's slot. Returns whether there was one.
+    pub(super) fn put_all(&mut self, wires: &[Wire], tensors: Vec<Tensor>, memo: &mut IndexMemo) -> bool {
+        let mut has_stored = false;
         for (index, tensor) in tensors.into_iter().enumerate() {
-            if let Some(found) = finder.find(index, wires, |wire| wire.name == tensor.name) {
+            if let Some(found) = memo.find(index, wires, |wire| wire.name == tensor.name) {
                 let slot = wires[found].slot;
-                is_any = true;
-                self.is_there[slot] = true;
+                has_stored = true;
+                self.is_filled[slot] = true;
                 self.slots[slot] = Some(tensor);
             }
         }
-        is_any
+        has_stored
     }
 
-    /// Drops the tensor of a slot, if it holds one.
+    /// Empties a slot.
     pub(super) fn remove(&mut self, slot: usize) {
-        if self.is_there[slot] {
-            self.is_there[slot] = false;
+        if self.is_filled[slot] {
+            self.is_filled[slot] = false;
             self.slots[slot] = None;
         }
     }

@@ -1,4 +1,4 @@
-//! Recognises ensembles of a tokenizer, a language model and a detokenizer, which are served as one ([`crate::TextOutputs`]).
+//! Recognizes text ensembles, and serves their language model and detokenizer together ([`crate::TextOutputs`]).
 
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -6,20 +6,20 @@ use std::task::{Context, Poll, ready};
 use super::Run;
 use super::graph::{Graph, Step, Wire};
 use crate::model::ServedModel;
-use crate::request_metrics::Watch;
+use crate::request_metrics::RequestMetrics;
 use crate::{
     CallCounter, DetokenizerModel, InferError, InferRequest, Name, OutputDelta, ResponseSource, ResponseStream,
     StreamItem, TextModel, TextOutput, TextOutputs,
 };
 
-/// The generator's outputs and the detokenizer's inputs that they are connected to.
+/// Pairs of a generator's output and the detokenizer's input that it must be connected to.
 const TOKENS: (&str, &str) = ("output_ids", "TOKENS_BATCH");
 const LENGTHS: (&str, &str) = ("sequence_length", "SEQUENCE_LENGTH");
 const OPTIONAL: [(&str, &str); 2] = [("sequence_index", "SEQUENCE_INDEX"), ("sequence_end", "SEQUENCE_END")];
 /// The detokenizer's output.
 const TEXT: &str = "OUTPUT";
 
-/// The two steps of a graph that are served as one.
+/// The two steps of a graph that are served together.
 #[derive(Debug)]
 pub(super) struct TextPlan {
     pub(super) generator: usize,
@@ -28,50 +28,53 @@ pub(super) struct TextPlan {
 }
 
 impl TextPlan {
-    /// The plan of a graph whose wires allow it: whether the models do, [`TextPlan::detokenizer_of`] says.
+    /// The plan of a graph whose wires allow it. [`TextPlan::detokenizer_of`] checks the models.
     pub(super) fn of(graph: &Graph) -> Option<Self> {
         let plan = |detokenizer: usize| {
-            let &[generator] = &graph.steps[detokenizer].sources[..] else { return None };
+            let &[generator] = &graph.steps[detokenizer].producers[..] else { return None };
             let (from, to) = (&graph.steps[generator], &graph.steps[detokenizer]);
             let plan = Self { generator, detokenizer, has_lengths: connects(from, to, LENGTHS) };
-            (connects(from, to, TOKENS) && plan.is_alone(graph)).then_some(plan)
+            (connects(from, to, TOKENS) && plan.is_end_of(graph)).then_some(plan)
         };
         (0..graph.steps.len()).find_map(plan)
     }
 
-    /// Whether the two steps are the end of the graph, and all other outputs are there before the generator begins.
-    fn is_alone(&self, graph: &Graph) -> bool {
-        let ends = |step: usize| step == self.generator || step == self.detokenizer;
-        let reads_them = |step: usize| graph.steps[step].sources.iter().any(|&source| ends(source));
+    /// Whether no other step follows these two, and all other outputs are complete before the generator starts.
+    fn is_end_of(&self, graph: &Graph) -> bool {
+        let is_planned = |step: usize| step == self.generator || step == self.detokenizer;
+        let reads_them = |step: usize| graph.steps[step].producers.iter().any(|&producer| is_planned(producer));
         let is_end = (0..graph.steps.len()).all(|step| step == self.detokenizer || !reads_them(step));
         let is_early = |wire: &Wire| {
-            let mut makers = (0..graph.steps.len()).filter(|&step| graph.steps[step].makes(wire));
-            match (makers.next(), makers.next()) {
+            let mut producers = (0..graph.steps.len()).filter(|&step| graph.steps[step].produces(wire));
+            match (producers.next(), producers.next()) {
                 (None, _) => true,
-                (Some(maker), None) => ends(maker) || graph.is_behind(self.generator, maker),
+                (Some(step), None) => is_planned(step) || graph.is_downstream(self.generator, step),
                 (Some(_), Some(_)) => false,
             }
         };
         is_end && graph.outputs.iter().all(is_early)
     }
 
-    /// The model of the detokenizer, where both models can be served as one.
+    /// The detokenizer's model; `None` where the two models cannot be served together.
     pub(super) fn detokenizer_of(&self, graph: &Graph, models: &[Arc<ServedModel>]) -> Option<DetokenizerModel> {
         let (Some(TextModel::Generator), Some(TextModel::Detokenizer(model))) =
             (models[self.generator].text_model(), models[self.detokenizer].text_model())
         else {
             return None;
         };
-        let passed_on = |wire: &Wire| model.passed_on.iter().any(|(input, _)| *input == wire.name);
+        let is_passthrough = |wire: &Wire| model.passthrough.iter().any(|(input, _)| *input == wire.name);
         let is_known = |wire: &Wire| {
             let known = OPTIONAL.iter().chain([&TOKENS, &LENGTHS]).find(|(_, input)| wire.name == *input);
-            known.map_or_else(|| passed_on(wire), |&(output, _)| made_as(&graph.steps[self.generator], wire, output))
+            known.map_or_else(
+                || is_passthrough(wire),
+                |&(output, _)| is_output(&graph.steps[self.generator], wire, output),
+            )
         };
         graph.steps[self.detokenizer].inputs.iter().all(is_known).then_some(model)
     }
 
-    /// Begins the generator's step by `request`, which has one row, with the ensemble's outputs.
-    pub(super) fn begin(
+    /// Starts the generator's step with the ensemble's outputs. `request` must have one row.
+    pub(super) fn start(
         &self,
         run: &Run,
         request: InferRequest,
@@ -90,51 +93,53 @@ impl TextPlan {
         run.models[self.generator].infer_text(request, outputs).map_err(|error| graph.within(error))
     }
 
-    /// Where an output of the ensemble comes from; `None` for one that is not there.
+    /// The source of an output of the ensemble; `None` for a missing output.
     fn source_of(&self, run: &Run, wire: &Wire, model: &DetokenizerModel) -> Option<TextOutput> {
         let (generator, detokenizer) = (&run.graph.steps[self.generator], &run.graph.steps[self.detokenizer]);
-        let generated = |wire: &Wire| made_by(generator, wire).map(|made| TextOutput::Generated(made.name.clone()));
-        let Some(made) = made_by(detokenizer, wire) else {
+        let generated =
+            |wire: &Wire| output_at(generator, wire).map(|output| TextOutput::Generated(output.name.clone()));
+        let Some(output) = output_at(detokenizer, wire) else {
             return generated(wire).or_else(|| run.tensors.of(wire).map(TextOutput::Given));
         };
-        if made.name == TEXT {
+        if output.name == TEXT {
             return Some(TextOutput::Text);
         }
-        let (input, _) = model.passed_on.iter().find(|(_, output)| *output == made.name)?;
+        let (input, _) = model.passthrough.iter().find(|(_, name)| *name == output.name)?;
         generated(detokenizer.inputs.iter().find(|wire| wire.name == *input)?)
     }
 }
 
 /// Whether an output of one step is connected to an input of another.
 fn connects(from: &Step, to: &Step, (output, input): (&str, &str)) -> bool {
-    to.inputs.iter().any(|wire| wire.name == input && made_as(from, wire, output))
+    to.inputs.iter().any(|wire| wire.name == input && is_output(from, wire, output))
 }
 
-/// The output of `step` that a wire leads from.
-fn made_by<'a>(step: &'a Step, wire: &Wire) -> Option<&'a Wire> {
-    step.outputs.iter().find(|made| made.slot == wire.slot)
+/// The output of `step` in the wire's slot.
+fn output_at<'a>(step: &'a Step, wire: &Wire) -> Option<&'a Wire> {
+    step.outputs.iter().find(|output| output.slot == wire.slot)
 }
 
-fn made_as(step: &Step, wire: &Wire, output: &str) -> bool {
-    made_by(step, wire).is_some_and(|made| made.name == output)
+/// Whether the output of `step` in the wire's slot is the one called `name`.
+fn is_output(step: &Step, wire: &Wire, name: &str) -> bool {
+    output_at(step, wire).is_some_and(|output| output.name == name)
 }
 
-/// The responses of a generator as those of its ensemble.
+/// Converts the responses of a generator to those of its ensemble.
 pub(crate) struct TextStream {
     source: Box<dyn ResponseSource>,
-    /// The generator's.
-    watch: Box<Watch>,
+    /// The metrics of the generator's request.
+    metrics: Box<RequestMetrics>,
     graph: Arc<Graph>,
 }
 
 impl TextStream {
-    /// What a generator answers in `graph`.
+    /// Wraps the responses of the generator of `graph`.
     pub(super) fn new(graph: Arc<Graph>, responses: ResponseStream) -> Self {
-        let (source, watch) = responses.into_parts();
-        Self { source, watch: watch.expect("a model's responses are watched"), graph }
+        let (source, metrics) = responses.into_parts();
+        Self { source, metrics: metrics.expect("the stream of a served model has metrics"), graph }
     }
 
-    /// As [`ResponseSource::poll_next`].
+    /// The next item, like [`ResponseSource::poll_next`].
     pub(crate) fn poll_next(
         &mut self,
         accepts_deltas: bool,
@@ -142,11 +147,12 @@ impl TextStream {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<StreamItem, InferError>>> {
         let item = ready!(self.source.poll_next(accepts_deltas, delta, context));
-        let mut item = self.watch.see_item(item);
+        let mut item = self.metrics.observe_item(item);
         match &mut item {
-            Some(Ok(StreamItem::Delta(info))) => info.computed = info.observed, // Counted as the generator's.
+            // The generator's statistics count the time until here.
+            Some(Ok(StreamItem::Delta(info))) => info.computed = info.observed,
             Some(Ok(StreamItem::Response(response))) => {
-                // The ensemble's are filled in.
+                // Empty names are replaced by the ensemble's.
                 (response.model_name, response.model_version) = (Name::default(), Name::default());
             }
             Some(Err(error)) => *error = self.graph.within(error.clone()),

@@ -1,4 +1,4 @@
-//! Inputs that tell a model where in its sequence a request stands.
+//! Control inputs: they give a model the start, end, readiness and id of a request's sequence.
 
 use repository::ModelConfig;
 use repository::proto::ModelSequenceBatching;
@@ -9,46 +9,48 @@ use crate::{CorrelationId, DataType, InferRequest, Tensor};
 
 /// The control inputs of a model.
 #[derive(Debug)]
-pub(crate) struct Controls {
+pub(crate) struct ControlInputs {
     controls: Vec<Control>,
-    /// One element, with the batch dimension where the model has one.
+    /// Shape of one element, with the batch dimension where the model has one.
     shape: Vec<i64>,
 }
 
 #[derive(Debug)]
 struct Control {
     input: String,
-    signal: Signal,
+    value: ControlValue,
 }
 
 #[derive(Debug)]
-enum Signal {
-    /// Tensors for false and true.
+enum ControlValue {
+    /// The tensors for false and true.
     Flag { kind: Kind, values: Box<[Tensor; 2]> },
-    /// The sequence's id.
+    /// The sequence's id, of this type.
     Id(DataType),
 }
 
-impl Controls {
+impl ControlInputs {
     pub fn new(config: &ModelConfig, sequences: &ModelSequenceBatching) -> Self {
         let shape = if config.max_batch_size > 0 { vec![1, 1] } else { vec![1] };
         let inputs = sequences.control_input.iter();
         let all = inputs.flat_map(|input| input.control.iter().map(|control| (input.name.clone(), control)));
-        let controls = all.map(|(input, control)| Control { signal: Signal::new(control, &input, &shape), input });
+        let controls = all.map(|(input, control)| Control { value: ControlValue::new(control, &input, &shape), input });
         Self { controls: controls.collect(), shape: shape.clone() }
     }
 
-    /// Whether `input` is one of them.
+    /// Whether `input` is a control input.
     pub fn has(&self, input: &str) -> bool {
         self.controls.iter().any(|control| control.input == input)
     }
 
-    /// Adds the control inputs to a request; `is_ready` is false for one that only fills a slot.
-    pub fn write(&self, request: &mut InferRequest, is_ready: bool) {
+    /// Adds the control inputs to a request. `is_ready` is false for a null request, which only fills a slot.
+    pub fn add_to(&self, request: &mut InferRequest, is_ready: bool) {
         for control in &self.controls {
-            let tensor = match &control.signal {
-                Signal::Id(datatype) => id_tensor(&control.input, *datatype, &self.shape, &request.correlation_id),
-                Signal::Flag { kind, values } => {
+            let tensor = match &control.value {
+                ControlValue::Id(datatype) => {
+                    id_tensor(&control.input, *datatype, &self.shape, &request.correlation_id)
+                }
+                ControlValue::Flag { kind, values } => {
                     let is_set = match kind {
                         Kind::ControlSequenceStart => request.sequence_start,
                         Kind::ControlSequenceEnd => request.sequence_end,
@@ -62,10 +64,10 @@ impl Controls {
     }
 }
 
-impl Signal {
+impl ControlValue {
     fn new(control: &ControlConfig, input: &str, shape: &[i64]) -> Self {
         if control.kind() == Kind::ControlSequenceCorrid {
-            return Signal::Id(DataType::from_config(control.data_type()).unwrap_or(DataType::Uint64));
+            return ControlValue::Id(DataType::from_config(control.data_type()).unwrap_or(DataType::Uint64));
         }
         let make = |index: usize| match control {
             ControlConfig { int32_false_true, .. } if int32_false_true.len() == 2 => {
@@ -79,7 +81,7 @@ impl Signal {
             }
             _ => Tensor::from_i32(input, shape, &[i32::from(index == 1)]),
         };
-        Signal::Flag { kind: control.kind(), values: Box::new([make(0), make(1)]) }
+        ControlValue::Flag { kind: control.kind(), values: Box::new([make(0), make(1)]) }
     }
 }
 
@@ -100,7 +102,7 @@ fn id_tensor(input: &str, datatype: DataType, shape: &[i64], id: &CorrelationId)
     Tensor { name: input.into(), datatype, shape: shape.into(), data }
 }
 
-/// A number for a text id, the same in every process (FNV-1a).
+/// The number for a text id. The hash (FNV-1a) is the same in every process.
 fn hash(text: &str) -> u64 {
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }

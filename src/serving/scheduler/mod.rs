@@ -1,7 +1,7 @@
-//! Queues and batches for backends that leave them to `serving`.
+//! Queues and batches, for backends without a queue of their own.
 //!
-//! Requests wait in a [`Queue`]; a task per instance takes the next batch when its instance is free, and one more task
-//! minds what may wait too long. The queue decides without a clock or a task of its own.
+//! Requests wait in a [`Queue`]. One task for each instance takes the next batch when its instance is free, and one more task
+//! expires requests that time out. The queue itself has neither a clock nor a task.
 
 mod batch_policy;
 mod control_inputs;
@@ -20,194 +20,207 @@ use futures::future::FutureExt as _;
 use repository::ModelConfig;
 use tokio::sync::Notify;
 
-pub(crate) use control_inputs::Controls;
-pub(crate) use response_order::Turn;
+pub(crate) use control_inputs::ControlInputs;
+pub(crate) use response_order::OrderTicket;
 
 use crate::statistics::Execution;
-use crate::{Backend, BatchedRequest, InferError, InferRequest, Repeated, ResponseSender, ResponseStream, Tensor};
-use priority_queue::Priorities;
-use response_order::Order;
-use sequence_queue::{SequenceId, Sequences};
-pub(crate) use sequence_state::{StateSpec, initial, read as read_states};
+use crate::{
+    Backend, BatchedRequest, InferError, InferRequest, RateLimitedLog, ResponseSender, ResponseStream, Tensor,
+};
+use priority_queue::PriorityQueue;
+use response_order::ResponseOrder;
+use sequence_queue::{SequenceId, SequenceQueue};
+pub(crate) use sequence_state::{StateSpec, initial_states, read as read_states};
 
-/// Responses of one request that may wait for a slow reader before the model waits too.
+/// Responses of one request that are buffered for a slow reader. When the buffer is full, the model waits.
 const STREAM_CAPACITY: usize = 64;
 
-/// Requests that a backend cannot bear may come again and again.
-static BROKEN_EXECUTIONS: Repeated = Repeated::new(8);
+/// Log of executions that panic. Clients may repeat a request that makes a backend panic.
+static EXECUTION_PANICS: RateLimitedLog = RateLimitedLog::new(8);
 
 /// A request that waits for its execution.
 #[derive(Debug)]
-pub(crate) struct Waiting {
+pub(crate) struct QueuedRequest {
     pub request: InferRequest,
     pub responses: ResponseSender,
-    /// Rows it adds to a batch.
+    /// Rows that the request adds to a batch.
     pub num_rows: u64,
-    pub since: Instant,
-    /// Set by the queue.
+    pub arrived: Instant,
+    /// Set by the queue where the request can time out.
     pub deadline: Option<Instant>,
-    /// Set by the queue where the sequence keeps a state for the model.
+    /// Set by the queue where the model has states: the sequence whose states the response updates.
     pub stateful: Option<SequenceId>,
-    /// Where the answers of a request go that only fills a slot: nobody reads them.
-    unread: Option<ResponseStream>,
+    /// The stream of a null request, which only fills a slot. It is held open and never read.
+    ignored_responses: Option<ResponseStream>,
 }
 
-impl Waiting {
+impl QueuedRequest {
     fn new(request: InferRequest, responses: ResponseSender, num_rows: u64) -> Self {
-        let since = Instant::now();
-        Self { request, responses, num_rows, since, deadline: None, stateful: None, unread: None }
+        let arrived = Instant::now();
+        Self { request, responses, num_rows, arrived, deadline: None, stateful: None, ignored_responses: None }
     }
 
     /// A request that only fills a slot of a batch.
     fn null(request: InferRequest) -> Self {
-        let (responses, unread) = ResponseStream::channel(STREAM_CAPACITY);
-        Self { unread: Some(unread), ..Self::new(request, responses, 0) }
+        let (responses, stream) = ResponseStream::channel(STREAM_CAPACITY);
+        Self { ignored_responses: Some(stream), ..Self::new(request, responses, 0) }
     }
 }
 
-/// What an instance that is free does next.
+/// What a free instance does next.
 #[derive(Debug)]
-pub(crate) enum Take {
-    Nothing,
+pub(crate) enum NextBatch {
+    /// Wait for a request.
+    Empty,
+    /// Wait for further requests, at most until this time.
     WaitUntil(Instant),
-    Batch(Vec<Waiting>),
+    /// Run this batch.
+    Run(Vec<QueuedRequest>),
 }
 
-/// Requests that wait, and the order they are served in.
+/// Requests that wait for an instance, and the order in which they are served.
 trait Queue: Send {
-    /// Lets a request wait.
+    /// Adds a request.
     ///
     /// # Errors
-    /// When it may not: the queue is full, or the request does not fit its sequence.
-    fn push(&mut self, waiting: Waiting) -> Result<(), InferError>;
+    /// When the queue is full, or the request does not fit its sequence.
+    fn push(&mut self, queued: QueuedRequest) -> Result<(), InferError>;
 
-    /// The next batch of an instance that is free.
-    fn take(&mut self, instance: usize, now: Instant) -> Take;
+    /// Removes and returns the next batch for a free instance.
+    fn take(&mut self, instance: usize, now: Instant) -> NextBatch;
 
-    /// The last batch of this instance has run.
-    fn done(&mut self, _instance: usize, _now: Instant) {}
+    /// Called when the last batch of this instance has run.
+    fn finish_batch(&mut self, _instance: usize, _now: Instant) {}
 
-    /// Lets a request wait again that was executed.
-    fn take_back(&mut self, _waiting: Waiting) {}
+    /// Adds a request again that was executed.
+    fn push_again(&mut self, _queued: QueuedRequest) {}
 
-    /// Keeps what a model gave back as the state of a sequence.
-    fn keep_state(&mut self, _sequence: &SequenceId, _state: Vec<Tensor>) {}
+    /// Stores the states that a model returned for a sequence.
+    fn update_state(&mut self, _sequence: &SequenceId, _state: Vec<Tensor>) {}
 
-    /// Requests that wait.
+    /// Number of waiting requests.
     fn len(&self) -> usize;
 
-    /// Whether [`Queue::expire`] may ever have something to do.
+    /// Whether [`Queue::expire`] must be called at all.
     fn has_timeouts(&self) -> bool;
 
-    /// When it may have something to do next.
+    /// When [`Queue::expire`] must be called next.
     fn first_deadline(&self) -> Option<Instant>;
 
-    /// Ends what has waited too long, and gives back the requests to refuse.
-    fn expire(&mut self, now: Instant) -> Vec<Waiting>;
+    /// Applies timeouts, and returns the requests that must be refused.
+    fn expire(&mut self, now: Instant) -> Vec<QueuedRequest>;
 }
 
-/// Where requests go that a model wants to execute again.
+/// Returns requests to their queue that a model wants to execute again.
 #[derive(Clone)]
-pub(crate) struct Again {
+pub(crate) struct Rescheduler {
     queue: Weak<Shared>,
-    /// Who hears the model's answers, where the model itself talks to one that keeps the state in them.
+    /// The sender to the client, where the model's own sender leads to the task that removes states from responses.
     client: Option<Box<ResponseSender>>,
 }
 
-impl Again {
-    pub fn take_back(
+impl Rescheduler {
+    pub fn reschedule(
         self,
         request: InferRequest,
         responses: ResponseSender,
     ) -> Result<(), Box<(InferRequest, ResponseSender)>> {
         let Some(shared) = self.queue.upgrade() else { return Err(Box::new((request, responses))) };
-        // Dropping the model's sender ends who listens to it, when all of its answers have been passed on.
+        // Dropping the model's sender ends the forwarding of its responses, after the last of them was forwarded.
         let responses = self.client.map_or(responses, |client| *client);
-        shared.queue().take_back(Waiting::new(request, responses, 1));
+        shared.queue().push_again(QueuedRequest::new(request, responses, 1));
         shared.wake();
         Ok(())
     }
 }
 
-impl fmt::Debug for Again {
+impl fmt::Debug for Rescheduler {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("Again")
+        formatter.write_str("Rescheduler")
     }
 }
 
-/// The queue of one model and the tasks that serve it. They end when this is dropped.
+/// The queue of one model and the tasks that serve it. Dropping it ends the tasks.
 pub(crate) struct Scheduler {
     shared: Arc<Shared>,
-    order: Option<Order>,
+    /// Set where the model preserves the order of responses.
+    order: Option<ResponseOrder>,
 }
 
 pub(crate) struct Shared {
     queue: Mutex<Box<dyn Queue>>,
-    /// Something changed for who looks for a batch.
-    arrived: Notify,
-    /// Something changed for who looks at timeouts.
-    timed: Notify,
+    /// Wakes instances: the next batch may have changed.
+    batch_changed: Notify,
+    /// Wakes the timeout task: the first deadline may have changed.
+    deadline_changed: Notify,
     has_timeouts: bool,
-    /// What instance serves a request is settled before it runs.
-    is_bound: bool,
+    /// Whether each request can be served by one instance only, that of its sequence.
+    has_sequences: bool,
     states: Vec<StateSpec>,
-    /// Whether a model may have requests executed again.
+    /// Whether the model may reschedule requests.
     is_iterative: bool,
     is_closed: AtomicBool,
     backend: Arc<dyn Backend>,
 }
 
 impl Scheduler {
-    /// A scheduler for `backend`, if it wants one.
+    /// A scheduler for `backend`; `None` if the backend has a queue of its own.
     pub fn new(config: &ModelConfig, backend: &Arc<dyn Backend>, states: Vec<StateSpec>) -> Option<Self> {
         let num_instances = backend.num_instances();
         if num_instances == 0 {
             return None;
         }
         let queue: Box<dyn Queue> = match config.sequences() {
-            Some(sequences) => Box::new(Sequences::new(config, sequences, num_instances, states.clone())),
-            None => Box::new(Priorities::new(config)),
+            Some(sequences) => Box::new(SequenceQueue::new(config, sequences, num_instances, states.clone())),
+            None => Box::new(PriorityQueue::new(config)),
         };
         let shared = Arc::new(Shared {
             has_timeouts: queue.has_timeouts(),
-            is_bound: config.sequences().is_some(),
+            has_sequences: config.sequences().is_some(),
             states,
             is_iterative: config.sequences().is_some_and(|sequences| sequences.iterative_sequence),
             queue: Mutex::new(queue),
-            arrived: Notify::new(),
-            timed: Notify::new(),
+            batch_changed: Notify::new(),
+            deadline_changed: Notify::new(),
             is_closed: AtomicBool::new(false),
             backend: backend.clone(),
         });
         for instance in 0..num_instances {
             let shared = shared.clone();
-            tokio::spawn(async move { keep_on("a queue's instance", || work(shared.clone(), instance)).await });
+            tokio::spawn(async move {
+                restart_on_panic("the task of an instance", || serve_instance(shared.clone(), instance)).await
+            });
         }
         if shared.has_timeouts {
             let shared = shared.clone();
-            tokio::spawn(async move { keep_on("a queue's clock", || keep_time(shared.clone())).await });
+            tokio::spawn(async move {
+                restart_on_panic("the timeout task of a queue", || run_timeouts(shared.clone())).await
+            });
         }
-        let order = config.batching().is_some_and(|batching| batching.preserve_ordering).then(Order::default);
+        let order = config.batching().is_some_and(|batching| batching.preserve_ordering).then(ResponseOrder::default);
         Some(Self { shared, order })
     }
 
-    /// Lets a request wait for its turn.
+    /// Queues a request.
+    ///
+    /// # Errors
+    /// When the queue is full, or the request does not fit its sequence.
     pub fn infer(&self, request: InferRequest, num_rows: u64) -> Result<ResponseStream, InferError> {
         let (mut responses, mut stream) = ResponseStream::channel(STREAM_CAPACITY);
         let mut queue = self.shared.queue();
         if let Some(order) = &self.order {
-            (responses, stream) = stream.in_turn(responses, order.turn());
+            (responses, stream) = stream.in_order(responses, order.ticket());
         }
-        queue.push(Waiting::new(request, responses, num_rows.max(1)))?;
+        queue.push(QueuedRequest::new(request, responses, num_rows.max(1)))?;
         drop(queue);
         self.shared.wake();
         if self.shared.has_timeouts {
-            self.shared.timed.notify_one();
+            self.shared.deadline_changed.notify_one();
         }
         Ok(stream)
     }
 
-    /// Requests that wait for an instance.
+    /// Number of requests that wait for an instance.
     pub fn num_waiting(&self) -> usize {
         self.shared.queue().len()
     }
@@ -216,8 +229,8 @@ impl Scheduler {
 impl Drop for Scheduler {
     fn drop(&mut self) {
         self.shared.is_closed.store(true, SeqCst);
-        self.shared.arrived.notify_waiters();
-        self.shared.timed.notify_waiters();
+        self.shared.batch_changed.notify_waiters();
+        self.shared.deadline_changed.notify_waiters();
     }
 }
 
@@ -226,78 +239,78 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has a free instance look at the queue: any, or all where only one of them can serve what waits.
+    /// Wakes one free instance; with sequences all of them, because one instance only can serve a request.
     fn wake(&self) {
-        if self.is_bound { self.arrived.notify_waiters() } else { self.arrived.notify_one() }
+        if self.has_sequences { self.batch_changed.notify_waiters() } else { self.batch_changed.notify_one() }
     }
 
-    /// Waits for a batch; `None` when the model goes.
-    async fn next_batch(&self, instance: usize) -> Option<Vec<Waiting>> {
+    /// Waits for a batch; `None` when the scheduler is dropped.
+    async fn next_batch(&self, instance: usize) -> Option<Vec<QueuedRequest>> {
         loop {
-            let arrived = self.arrived.notified();
-            tokio::pin!(arrived);
-            arrived.as_mut().enable();
+            let changed = self.batch_changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
             if self.is_closed.load(SeqCst) {
                 return None;
             }
-            let take = self.take(instance);
-            match take {
-                Take::Batch(batch) => return Some(batch),
-                Take::Nothing => arrived.await,
-                Take::WaitUntil(until) => {
-                    let _ = tokio::time::timeout_at(until.into(), arrived).await;
+            match self.take(instance) {
+                NextBatch::Run(batch) => return Some(batch),
+                NextBatch::Empty => changed.await,
+                NextBatch::WaitUntil(until) => {
+                    let _ = tokio::time::timeout_at(until.into(), changed).await;
                 }
             }
         }
     }
 
-    fn take(&self, instance: usize) -> Take {
+    fn take(&self, instance: usize) -> NextBatch {
         let mut queue = self.queue();
-        let take = queue.take(instance, Instant::now());
-        // What is left may be a batch for another instance.
-        if matches!(take, Take::Batch(_)) && queue.len() > 0 {
+        let next = queue.take(instance, Instant::now());
+        // The remaining requests may be a batch for another instance.
+        if matches!(next, NextBatch::Run(_)) && queue.len() > 0 {
             self.wake();
         }
-        take
+        next
     }
 
-    async fn execute(self: &Arc<Self>, instance: usize, batch: Vec<Waiting>) {
-        let execution = Arc::new(Execution::new(batch.iter().map(|waiting| waiting.num_rows).sum()));
-        let (mut keepers, mut unread) = (Vec::new(), Vec::new());
-        let begin = |waiting: Waiting| {
-            waiting.responses.begin_execution(&execution);
-            let Waiting { request, mut responses, stateful, unread: ignored, .. } = waiting;
-            unread.extend(ignored);
+    async fn execute(self: &Arc<Self>, instance: usize, batch: Vec<QueuedRequest>) {
+        let execution = Arc::new(Execution::new(batch.iter().map(|queued| queued.num_rows).sum()));
+        let (mut forwards, mut ignored) = (Vec::new(), Vec::new());
+        let begin = |queued: QueuedRequest| {
+            queued.responses.begin_execution(&execution);
+            let QueuedRequest { request, mut responses, stateful, ignored_responses, .. } = queued;
+            ignored.extend(ignored_responses);
             let mut client = None;
             if let Some(sequence) = stateful {
                 let (inner, stream) = ResponseStream::channel(STREAM_CAPACITY);
                 let outer = std::mem::replace(&mut responses, inner);
                 client = self.is_iterative.then(|| Box::new(outer.clone()));
-                keepers.push(self.keep_state(sequence, stream, outer));
+                forwards.push(self.forward_without_state(sequence, stream, outer));
             }
             if self.is_iterative {
-                responses = responses.coming_back_through(Again { queue: Arc::downgrade(self), client });
+                responses = responses.with_rescheduler(Rescheduler { queue: Arc::downgrade(self), client });
             }
             BatchedRequest { request, responses }
         };
         let batch = batch.into_iter().map(begin).collect();
         let run = AssertUnwindSafe(self.backend.execute(instance, batch)).catch_unwind();
-        let (result, _) = futures::join!(run, futures::future::join_all(keepers));
-        drop(unread);
+        let (result, _) = futures::join!(run, futures::future::join_all(forwards));
+        drop(ignored);
         if result.is_err()
-            && let Some(unlogged) = BROKEN_EXECUTIONS.due()
+            && let Some(suppressed) = EXECUTION_PANICS.allow()
         {
-            tracing::error!("an execution on instance {instance} broke off; its requests get an error{unlogged}");
+            tracing::error!("an execution on instance {instance} panicked; its requests get an error{suppressed}");
         }
-        self.queue().done(instance, Instant::now());
-        if self.is_bound {
+        self.queue().finish_batch(instance, Instant::now());
+        if self.has_sequences {
             self.wake();
-            self.timed.notify_one();
+            self.deadline_changed.notify_one();
         }
     }
 
-    /// Passes responses on, but for the state in them, which waits for the next request of the sequence.
-    async fn keep_state(&self, sequence: SequenceId, mut stream: ResponseStream, client: ResponseSender) {
+    /// Forwards responses to the client without the states in them, and stores the states for the next request of the
+    /// sequence.
+    async fn forward_without_state(&self, sequence: SequenceId, mut stream: ResponseStream, client: ResponseSender) {
         loop {
             let item = tokio::select! {
                 biased;
@@ -306,11 +319,11 @@ impl Shared {
             };
             let Some(mut item) = item else { return };
             if let Ok(response) = &mut item {
-                let state = sequence_state::split(&self.states, &mut response.outputs);
-                let tells_more = state.is_empty() || !response.outputs.is_empty() || response.is_final;
-                self.queue().keep_state(&sequence, state);
-                if !tells_more {
-                    continue; // It is for the next execution alone.
+                let state = sequence_state::take_states(&self.states, &mut response.outputs);
+                let has_more = state.is_empty() || !response.outputs.is_empty() || response.is_final;
+                self.queue().update_state(&sequence, state);
+                if !has_more {
+                    continue; // The response held states only.
                 }
             }
             if !client.send(item).await {
@@ -320,19 +333,19 @@ impl Shared {
     }
 }
 
-/// How long after a panic of the scheduler itself it goes on, lest one that comes at once again takes a core.
-const AFTER_PANIC: Duration = Duration::from_millis(100);
+/// Pause before a task of the scheduler restarts after a panic, so that repeated panics do not occupy a core.
+const RESTART_DELAY: Duration = Duration::from_millis(100);
 
-/// Does `work` until it ends by itself: a panic in it costs the requests it had, and no others.
-async fn keep_on<W: Future<Output = ()>>(what: &str, work: impl Fn() -> W) {
+/// Runs `work` again after each panic, until it ends without one. A panic fails only the requests of the current batch.
+async fn restart_on_panic<W: Future<Output = ()>>(what: &str, work: impl Fn() -> W) {
     while AssertUnwindSafe(work()).catch_unwind().await.is_err() {
-        tracing::error!("{what} broke off, and goes on; requests it had get an error");
-        tokio::time::sleep(AFTER_PANIC).await;
+        tracing::error!("{what} panicked and restarts; its current requests get an error");
+        tokio::time::sleep(RESTART_DELAY).await;
     }
 }
 
-/// Serves one instance.
-async fn work(shared: Arc<Shared>, instance: usize) {
+/// Runs batches on one instance.
+async fn serve_instance(shared: Arc<Shared>, instance: usize) {
     while let Some(batch) = shared.next_batch(instance).await {
         if !batch.is_empty() {
             shared.execute(instance, batch).await;
@@ -340,12 +353,12 @@ async fn work(shared: Arc<Shared>, instance: usize) {
     }
 }
 
-/// Ends what has waited too long.
-async fn keep_time(shared: Arc<Shared>) {
+/// Expires requests at their deadlines.
+async fn run_timeouts(shared: Arc<Shared>) {
     loop {
-        let timed = shared.timed.notified();
-        tokio::pin!(timed);
-        timed.as_mut().enable();
+        let changed = shared.deadline_changed.notified();
+        tokio::pin!(changed);
+        changed.as_mut().enable();
         if shared.is_closed.load(SeqCst) {
             return;
         }
@@ -353,15 +366,15 @@ async fn keep_time(shared: Arc<Shared>) {
             let mut queue = shared.queue();
             (queue.expire(Instant::now()), queue.first_deadline())
         };
-        if shared.is_bound {
+        if shared.has_sequences {
             shared.wake();
         }
-        for waiting in expired {
-            waiting.responses.refuse(InferError::unavailable("Request timeout expired"));
+        for queued in expired {
+            queued.responses.refuse(InferError::unavailable("Request timeout expired"));
         }
         match next {
-            Some(next) => drop(tokio::time::timeout_at(next.into(), timed).await),
-            None => timed.await,
+            Some(next) => drop(tokio::time::timeout_at(next.into(), changed).await),
+            None => changed.await,
         }
     }
 }
@@ -373,12 +386,12 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn work_that_panics_goes_on() {
-        let begun = AtomicUsize::new(0);
+    async fn work_that_panics_restarts() {
+        let num_starts = AtomicUsize::new(0);
         let work = || async {
-            assert!(begun.fetch_add(1, SeqCst) >= 2, "on purpose");
+            assert!(num_starts.fetch_add(1, SeqCst) >= 2, "on purpose");
         };
-        tokio::time::timeout(Duration::from_secs(60), keep_on("a test", work)).await.expect("it ends by itself");
-        assert_eq!(begun.load(SeqCst), 3);
+        tokio::time::timeout(Duration::from_secs(60), restart_on_panic("a test", work)).await.expect("the work ends");
+        assert_eq!(num_starts.load(SeqCst), 3);
     }
 }

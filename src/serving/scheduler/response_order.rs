@@ -1,69 +1,71 @@
-//! Responses in the order of their requests, however their executions end.
+//! Keeps responses in the order of their requests (`preserve_ordering`).
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::sync::watch;
 
-/// Gives each request its turn.
+/// Issues one ticket for each request of a model.
 #[derive(Debug)]
-pub(crate) struct Order {
-    places: Arc<Mutex<Places>>,
-    answered: watch::Sender<u64>,
+pub(crate) struct ResponseOrder {
+    state: Arc<Mutex<OrderState>>,
+    /// Copy of [`OrderState::num_answered`], to wait for.
+    num_answered: watch::Sender<u64>,
 }
 
 #[derive(Debug, Default)]
-struct Places {
-    given: u64,
-    /// All places below it are answered.
-    next: u64,
-    /// Answered before their turn.
-    early: BTreeSet<u64>,
+struct OrderState {
+    num_issued: u64,
+    /// All tickets with lower numbers are answered.
+    num_answered: u64,
+    /// Higher tickets that are answered already.
+    answered_early: BTreeSet<u64>,
 }
 
-/// A request's place in the order. Dropping it says that the request is answered.
+/// The position of a request in the order. Dropping it marks the request as answered.
 #[derive(Debug)]
-pub(crate) struct Turn {
-    place: u64,
-    places: Arc<Mutex<Places>>,
-    answered: watch::Sender<u64>,
+pub(crate) struct OrderTicket {
+    number: u64,
+    state: Arc<Mutex<OrderState>>,
+    num_answered: watch::Sender<u64>,
 }
 
-impl Default for Order {
+impl Default for ResponseOrder {
     fn default() -> Self {
-        Self { places: Arc::default(), answered: watch::Sender::new(0) }
+        Self { state: Arc::default(), num_answered: watch::Sender::new(0) }
     }
 }
 
-impl Order {
-    /// The next place.
-    pub fn turn(&self) -> Turn {
-        let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
-        places.given += 1;
-        Turn { place: places.given - 1, places: self.places.clone(), answered: self.answered.clone() }
+impl ResponseOrder {
+    /// Issues the next ticket.
+    pub fn ticket(&self) -> OrderTicket {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.num_issued += 1;
+        let num_answered = self.num_answered.clone();
+        OrderTicket { number: state.num_issued - 1, state: self.state.clone(), num_answered }
     }
 }
 
-impl Turn {
-    /// Resolves when every request before this one is answered.
-    pub fn comes(&self) -> impl Future<Output = ()> + Send + use<> {
-        let (place, mut answered) = (self.place, self.answered.subscribe());
+impl OrderTicket {
+    /// Resolves when all earlier requests are answered.
+    pub fn earlier_answered(&self) -> impl Future<Output = ()> + Send + use<> {
+        let (number, mut num_answered) = (self.number, self.num_answered.subscribe());
         async move {
-            // Without a sender left there is nobody to wait for.
-            let _ = answered.wait_for(|&answered| answered >= place).await;
+            // An error means that all senders are dropped, so that no request is left to wait for.
+            let _ = num_answered.wait_for(|&num_answered| num_answered >= number).await;
         }
     }
 }
 
-impl Drop for Turn {
+impl Drop for OrderTicket {
     fn drop(&mut self) {
-        let mut guard = self.places.lock().unwrap_or_else(PoisonError::into_inner);
-        let places = &mut *guard;
-        places.early.insert(self.place);
-        while places.early.remove(&places.next) {
-            places.next += 1;
+        let mut guard = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = &mut *guard;
+        state.answered_early.insert(self.number);
+        while state.answered_early.remove(&state.num_answered) {
+            state.num_answered += 1;
         }
-        self.answered.send_replace(places.next);
+        self.num_answered.send_replace(state.num_answered);
     }
 }
 
@@ -74,16 +76,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_turn_comes_when_all_before_it_are_answered() {
-        let order = Order::default();
-        let (first, second, third) = (order.turn(), order.turn(), order.turn());
-        let mut second_comes = second.comes().boxed();
-        let mut third_comes = third.comes().boxed();
-        assert!(first.comes().now_or_never().is_some());
+    fn a_request_waits_until_all_earlier_ones_are_answered() {
+        let order = ResponseOrder::default();
+        let (first, second, third) = (order.ticket(), order.ticket(), order.ticket());
+        let mut before_second = second.earlier_answered().boxed();
+        let mut before_third = third.earlier_answered().boxed();
+        assert!(first.earlier_answered().now_or_never().is_some());
         drop(second);
-        assert!((&mut third_comes).now_or_never().is_none(), "the first is not answered");
+        assert!((&mut before_third).now_or_never().is_none(), "the first is not answered");
         drop(first);
-        assert!((&mut second_comes).now_or_never().is_some());
-        assert!((&mut third_comes).now_or_never().is_some());
+        assert!((&mut before_second).now_or_never().is_some());
+        assert!((&mut before_third).now_or_never().is_some());
     }
 }

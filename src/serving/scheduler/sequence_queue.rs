@@ -1,4 +1,4 @@
-//! Requests that belong to sequences: each sequence keeps to one instance and runs one request at a time, in order.
+//! The queue of stateful models: each sequence is bound to one instance, and its requests run one at a time, in order.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -7,47 +7,47 @@ use repository::ModelConfig;
 use repository::proto::ModelSequenceBatching;
 use repository::proto::model_sequence_batching::{StrategyChoice, StrategyDirect};
 
-use super::batch_policy::{Choice, Grouping};
-use super::control_inputs::Controls;
+use super::batch_policy::{BatchDecision, BatchPolicy};
+use super::control_inputs::ControlInputs;
 use super::sequence_state::{self, StateSpec};
-use super::{Queue, Take, Waiting};
+use super::{NextBatch, Queue, QueuedRequest};
 use crate::{CorrelationId, DataType, InferError, InferRequest, Tensor};
 
 pub(crate) type SequenceId = CorrelationId;
 
-/// Requests that may wait, over all sequences.
+/// Size limit of the queue, over all sequences.
 const MAX_WAITING: usize = 65_536;
 
-/// The queue of a model that keeps a state for each sequence.
+/// The queue of a model with `sequence_batching`.
 #[derive(Debug)]
-pub(crate) struct Sequences {
+pub(crate) struct SequenceQueue {
     model: String,
-    grouping: Grouping,
-    controls: Controls,
+    policy: BatchPolicy,
+    controls: ControlInputs,
     states: Vec<StateSpec>,
-    /// A sequence without a request for so long has ended.
+    /// A sequence without a request for this long is ended.
     max_idle: Duration,
-    /// Sequences an instance can hold at once.
-    max_held: usize,
-    /// Whether a request without a sequence is one of its own, which ends when the model does not ask for it again.
+    /// Sequences that can be bound to one instance at the same time.
+    max_bound: usize,
+    /// Whether a request without a sequence gets its own sequence, which ends when the model does not reschedule the request.
     is_iterative: bool,
-    /// The last id that was given to one.
+    /// The last id that such a sequence got.
     last_id: u64,
-    /// Whether a sequence keeps its place in the batches of its instance.
+    /// Whether a sequence has a fixed slot in the batches of its instance.
     has_slots: bool,
     sequences: HashMap<SequenceId, Sequence>,
     instances: Vec<Instance>,
-    /// Sequences without an instance, in the order they came.
+    /// Sequences that are not bound to an instance yet, in the order of arrival.
     backlog: VecDeque<SequenceId>,
     num_waiting: usize,
 }
 
 #[derive(Debug)]
 struct Sequence {
-    waiting: VecDeque<Waiting>,
+    waiting: VecDeque<QueuedRequest>,
     instance: Option<usize>,
     is_running: bool,
-    /// Its last request so far was its end.
+    /// Whether the last request so far was the end of the sequence.
     is_ended: bool,
     last_used: Instant,
     state: Vec<Tensor>,
@@ -55,14 +55,14 @@ struct Sequence {
 
 #[derive(Debug, Default)]
 struct Instance {
-    /// Sequences bound to it, in the order they came.
-    held: Vec<SequenceId>,
-    /// The same by their places in a batch, where they keep them.
+    /// Sequences that are bound to the instance, in the order of arrival.
+    bound: Vec<SequenceId>,
+    /// The bound sequences by their slots, where slots are fixed.
     slots: Vec<Option<SequenceId>>,
     running: Vec<SequenceId>,
 }
 
-impl Sequences {
+impl SequenceQueue {
     pub fn new(
         config: &ModelConfig,
         sequences: &ModelSequenceBatching,
@@ -71,11 +71,11 @@ impl Sequences {
     ) -> Self {
         let max_rows = usize::try_from(config.max_batch_size).unwrap_or(0).max(1);
         let has_slots = !matches!(sequences.strategy_choice, Some(StrategyChoice::Oldest(_)));
-        let (grouping, max_held) = match &sequences.strategy_choice {
+        let (policy, max_bound) = match &sequences.strategy_choice {
             Some(StrategyChoice::Oldest(oldest)) => {
                 let candidates = usize::try_from(oldest.max_candidate_sequences).unwrap_or(0);
                 let delay_us = oldest.max_queue_delay_microseconds;
-                (Grouping::new(config, &oldest.preferred_batch_size, delay_us), candidates.max(1))
+                (BatchPolicy::new(config, &oldest.preferred_batch_size, delay_us), candidates.max(1))
             }
             strategy => {
                 let direct = match strategy {
@@ -83,17 +83,17 @@ impl Sequences {
                     _ => StrategyDirect::default(),
                 };
                 let slots = (f64::from(direct.minimum_slot_utilization.clamp(0.0, 1.0)) * max_rows as f64).ceil();
-                let grouping = Grouping::new(config, &[], direct.max_queue_delay_microseconds);
-                (grouping.enough_at((slots as u64).max(1)), max_rows)
+                let policy = BatchPolicy::new(config, &[], direct.max_queue_delay_microseconds);
+                (policy.with_max_sufficient_rows((slots as u64).max(1)), max_rows)
             }
         };
         Self {
             model: config.name.clone(),
-            grouping: grouping.enough_at(max_held as u64),
-            controls: Controls::new(config, sequences),
+            policy: policy.with_max_sufficient_rows(max_bound as u64),
+            controls: ControlInputs::new(config, sequences),
             states,
             max_idle: Duration::from_micros(sequences.max_sequence_idle_microseconds),
-            max_held,
+            max_bound,
             is_iterative: sequences.iterative_sequence,
             last_id: 0,
             has_slots,
@@ -104,9 +104,9 @@ impl Sequences {
         }
     }
 
-    fn check(&self, waiting: &Waiting) -> Result<(), InferError> {
-        let (model, id) = (&self.model, &waiting.request.correlation_id);
-        if waiting.num_rows > 1 {
+    fn check(&self, queued: &QueuedRequest) -> Result<(), InferError> {
+        let (model, id) = (&self.model, &queued.request.correlation_id);
+        if queued.num_rows > 1 {
             return Err(InferError::invalid(format!(
                 "inference request to model '{model}' must specify batch-size 1 due to requirements of sequence batcher"
             )));
@@ -121,8 +121,8 @@ impl Sequences {
                 "inference request to model '{model}' must specify a non-zero or non-empty correlation ID"
             )));
         };
-        let is_under_way = self.sequences.get(id).is_some_and(|sequence| !sequence.is_ended);
-        if !waiting.request.sequence_start && !is_under_way {
+        let is_open = self.sequences.get(id).is_some_and(|sequence| !sequence.is_ended);
+        if !queued.request.sequence_start && !is_open {
             return Err(InferError::invalid(format!(
                 "inference request for sequence {shown} to model '{model}' must specify the START flag on the first \
                  request of the sequence"
@@ -134,11 +134,12 @@ impl Sequences {
         Ok(())
     }
 
-    /// Gives sequences of the backlog to instances with room, the emptiest first.
-    fn bind(&mut self) {
+    /// Binds sequences of the backlog to instances with room, to the least loaded first.
+    fn bind_backlog(&mut self) {
         while !self.backlog.is_empty() {
-            let emptiest = self.instances.iter_mut().enumerate().min_by_key(|(_, instance)| instance.held.len());
-            let Some((index, instance)) = emptiest.filter(|(_, instance)| instance.held.len() < self.max_held) else {
+            let least_loaded = self.instances.iter_mut().enumerate().min_by_key(|(_, instance)| instance.bound.len());
+            let Some((index, instance)) = least_loaded.filter(|(_, instance)| instance.bound.len() < self.max_bound)
+            else {
                 return;
             };
             let Some(id) = self.backlog.pop_front() else { return };
@@ -149,11 +150,12 @@ impl Sequences {
         }
     }
 
+    /// Whether the sequence had no request for too long.
     fn is_idle(&self, id: &SequenceId, now: Instant) -> bool {
         self.sequences.get(id).and_then(|sequence| self.idle_at(sequence)).is_some_and(|at| at <= now)
     }
 
-    /// When a sequence is given up, unless it gets a request.
+    /// When a sequence is ended, unless it gets a request; `None` while it has one.
     fn idle_at(&self, sequence: &Sequence) -> Option<Instant> {
         (sequence.waiting.is_empty() && !sequence.is_running).then_some(sequence.last_used + self.max_idle)
     }
@@ -164,42 +166,42 @@ impl Sequences {
         }
     }
 
-    /// Ends sequences without a request for too long.
-    fn forget_idle(&mut self, now: Instant) {
-        let held = self.instances.iter().flat_map(|instance| &instance.held);
-        let idle: Vec<SequenceId> = held.filter(|id| self.is_idle(id, now)).cloned().collect();
+    /// Ends bound sequences that had no request for too long.
+    fn remove_idle(&mut self, now: Instant) {
+        let bound = self.instances.iter().flat_map(|instance| &instance.bound);
+        let idle: Vec<SequenceId> = bound.filter(|id| self.is_idle(id, now)).cloned().collect();
         idle.iter().for_each(|id| self.remove(id));
     }
 
-    /// Sequences of an instance with a request to run, the oldest request first.
-    fn candidates(&self, instance: usize) -> Vec<&Waiting> {
-        let held = self.instances[instance].held.iter().filter_map(|id| self.sequences.get(id));
-        let free = held.filter(|sequence| !sequence.is_running);
-        let mut candidates: Vec<&Waiting> = free.filter_map(|sequence| sequence.waiting.front()).collect();
-        candidates.sort_by_key(|waiting| waiting.since);
+    /// The next requests of the sequences of an instance that are not running, the oldest first.
+    fn candidates(&self, instance: usize) -> Vec<&QueuedRequest> {
+        let bound = self.instances[instance].bound.iter().filter_map(|id| self.sequences.get(id));
+        let free = bound.filter(|sequence| !sequence.is_running);
+        let mut candidates: Vec<&QueuedRequest> = free.filter_map(|sequence| sequence.waiting.front()).collect();
+        candidates.sort_by_key(|queued| queued.arrived);
         candidates
     }
 
-    /// Takes the next request of a sequence, with its controls and its state.
-    fn begin(&mut self, id: &SequenceId) -> Option<Waiting> {
+    /// Removes the next request of a sequence from the queue, and adds control and state inputs.
+    fn begin(&mut self, id: &SequenceId) -> Option<QueuedRequest> {
         let sequence = self.sequences.get_mut(id)?;
-        let mut waiting = sequence.waiting.pop_front()?;
+        let mut queued = sequence.waiting.pop_front()?;
         self.num_waiting -= 1;
         sequence.is_running = true;
-        if waiting.request.sequence_start {
-            sequence.state = sequence_state::initial(&self.states);
+        if queued.request.sequence_start {
+            sequence.state = sequence_state::initial_states(&self.states);
         }
-        self.controls.write(&mut waiting.request, true);
-        waiting.request.inputs.extend(sequence.state.iter().cloned());
-        waiting.stateful = (!self.states.is_empty()).then(|| id.clone());
-        Some(waiting)
+        self.controls.add_to(&mut queued.request, true);
+        queued.request.inputs.extend(sequence.state.iter().cloned());
+        queued.stateful = (!self.states.is_empty()).then(|| id.clone());
+        Some(queued)
     }
 }
 
-impl Sequences {
-    /// Puts a request behind those of its sequence, which is a new one if it is not known.
-    fn let_wait(&mut self, waiting: Waiting) {
-        let (id, now) = (waiting.request.correlation_id.clone(), waiting.since);
+impl SequenceQueue {
+    /// Adds a request to its sequence, and creates an unknown sequence.
+    fn enqueue(&mut self, queued: QueuedRequest) {
+        let (id, now) = (queued.request.correlation_id.clone(), queued.arrived);
         let is_new = !self.sequences.contains_key(&id);
         let sequence = self.sequences.entry(id.clone()).or_insert_with(|| Sequence {
             waiting: VecDeque::new(),
@@ -209,38 +211,38 @@ impl Sequences {
             last_used: now,
             state: Vec::new(),
         });
-        sequence.is_ended = waiting.request.sequence_end;
+        sequence.is_ended = queued.request.sequence_end;
         sequence.last_used = now;
-        sequence.waiting.push_back(waiting);
+        sequence.waiting.push_back(queued);
         self.num_waiting += 1;
         if is_new {
             self.backlog.push_back(id);
-            self.forget_idle(now);
-            self.bind();
+            self.remove_idle(now);
+            self.bind_backlog();
         }
     }
 
-    /// The batch with each request in its sequence's slot. A request that asks for nothing stands in the slots between that
-    /// have none, so that a model may keep what belongs to a sequence by its place.
-    fn in_slots(&self, instance: usize, begun: Vec<Waiting>) -> Vec<Waiting> {
-        let Some(null) = begun.first().map(|waiting| self.null_request(&waiting.request)) else { return begun };
+    /// The batch with each request in its sequence's slot. Null requests fill the slots without a request, so that a model may
+    /// store the state of a sequence by its slot.
+    fn in_slots(&self, instance: usize, requests: Vec<QueuedRequest>) -> Vec<QueuedRequest> {
+        let Some(null) = requests.first().map(|queued| self.null_request(&queued.request)) else { return requests };
         let slots = &self.instances[instance].slots;
         let mut batch = Vec::with_capacity(slots.len());
-        let mut begun: HashMap<SequenceId, Waiting> =
-            begun.into_iter().map(|waiting| (waiting.request.correlation_id.clone(), waiting)).collect();
+        let mut by_sequence: HashMap<SequenceId, QueuedRequest> =
+            requests.into_iter().map(|queued| (queued.request.correlation_id.clone(), queued)).collect();
         for slot in slots {
-            let real = slot.as_ref().and_then(|id| begun.remove(id));
-            batch.push(real.unwrap_or_else(|| Waiting::null(null.clone())));
+            let queued = slot.as_ref().and_then(|id| by_sequence.remove(id));
+            batch.push(queued.unwrap_or_else(|| QueuedRequest::null(null.clone())));
         }
         batch
     }
 
-    /// A request shaped like `request`, all zeros, that is not READY.
+    /// A null request: the inputs of `request` filled with zeros, and READY false.
     fn null_request(&self, request: &InferRequest) -> InferRequest {
         let is_own = |tensor: &&Tensor| {
             !self.controls.has(&tensor.name) && !self.states.iter().any(|state| state.has_input(&tensor.name))
         };
-        let inputs = request.inputs.iter().filter(is_own).map(|tensor| zeros(request, tensor)).collect();
+        let inputs = request.inputs.iter().filter(is_own).map(|tensor| zeros_like(request, tensor)).collect();
         let mut null = InferRequest {
             model_name: request.model_name.clone(),
             model_version: request.model_version.clone(),
@@ -248,8 +250,8 @@ impl Sequences {
             requested_outputs: request.requested_outputs.clone(),
             ..InferRequest::default()
         };
-        self.controls.write(&mut null, false);
-        null.inputs.extend(sequence_state::initial(&self.states));
+        self.controls.add_to(&mut null, false);
+        null.inputs.extend(sequence_state::initial_states(&self.states));
         null
     }
 }
@@ -262,11 +264,11 @@ impl Instance {
                 None => self.slots.push(Some(id.clone())),
             }
         }
-        self.held.push(id);
+        self.bound.push(id);
     }
 
     fn release(&mut self, id: &SequenceId) {
-        self.held.retain(|held| held != id);
+        self.bound.retain(|bound| bound != id);
         self.slots.iter_mut().filter(|slot| slot.as_ref() == Some(id)).for_each(|slot| *slot = None);
         while self.slots.pop_if(|slot| slot.is_none()).is_some() {}
     }
@@ -279,8 +281,8 @@ fn has_id(request: &InferRequest) -> bool {
     }
 }
 
-/// An input like `tensor` that holds nothing: zeros, or empty texts.
-fn zeros(request: &InferRequest, tensor: &Tensor) -> Tensor {
+/// An input with the shape of `tensor`, filled with zeros or empty texts.
+fn zeros_like(request: &InferRequest, tensor: &Tensor) -> Tensor {
     let length = match request.client_memory.input(&tensor.name) {
         Some(slice) => usize::try_from(slice.byte_size).unwrap_or(0),
         None if tensor.datatype == DataType::Bytes => tensor.num_elements().unwrap_or(0) * 4,
@@ -289,49 +291,49 @@ fn zeros(request: &InferRequest, tensor: &Tensor) -> Tensor {
     Tensor { data: vec![0; length].into(), ..tensor.clone() }
 }
 
-impl Queue for Sequences {
-    fn push(&mut self, mut waiting: Waiting) -> Result<(), InferError> {
-        if self.is_iterative && !has_id(&waiting.request) {
+impl Queue for SequenceQueue {
+    fn push(&mut self, mut queued: QueuedRequest) -> Result<(), InferError> {
+        if self.is_iterative && !has_id(&queued.request) {
             self.last_id += 1;
-            waiting.request.correlation_id = CorrelationId::Number(self.last_id);
-            waiting.request.sequence_start = true;
+            queued.request.correlation_id = CorrelationId::Number(self.last_id);
+            queued.request.sequence_start = true;
         }
-        let id = waiting.request.correlation_id.clone();
-        let now = waiting.since;
+        let id = queued.request.correlation_id.clone();
+        let now = queued.arrived;
         if self.is_idle(&id, now) {
             self.remove(&id);
         }
-        self.check(&waiting)?;
-        self.let_wait(waiting);
+        self.check(&queued)?;
+        self.enqueue(queued);
         Ok(())
     }
 
-    fn take_back(&mut self, mut waiting: Waiting) {
-        let request = &mut waiting.request;
-        // What it got for the last execution it gets again.
+    fn push_again(&mut self, mut queued: QueuedRequest) {
+        let request = &mut queued.request;
+        // Control and state inputs are added again for the next execution.
         let is_state = |tensor: &Tensor| self.states.iter().any(|state| state.has_input(&tensor.name));
         request.inputs.retain(|tensor| !self.controls.has(&tensor.name) && !is_state(tensor));
         (request.sequence_start, request.sequence_end) = (false, false);
-        self.let_wait(waiting);
+        self.enqueue(queued);
     }
 
-    fn take(&mut self, instance: usize, now: Instant) -> Take {
+    fn take(&mut self, instance: usize, now: Instant) -> NextBatch {
         let candidates = self.candidates(instance);
-        match self.grouping.choose(candidates.iter().map(|&waiting| Some(waiting)), now) {
-            Choice::Nothing => Take::Nothing,
-            Choice::WaitUntil(until) => Take::WaitUntil(until),
-            Choice::Run(length) => {
-                let ids = candidates[..length].iter().map(|waiting| waiting.request.correlation_id.clone());
+        match self.policy.decide(candidates.iter().map(|&queued| Some(queued)), now) {
+            BatchDecision::Empty => NextBatch::Empty,
+            BatchDecision::WaitUntil(until) => NextBatch::WaitUntil(until),
+            BatchDecision::Run(length) => {
+                let ids = candidates[..length].iter().map(|queued| queued.request.correlation_id.clone());
                 let ids: Vec<SequenceId> = ids.collect();
-                let begun: Vec<Waiting> = ids.iter().filter_map(|id| self.begin(id)).collect();
-                let batch = if self.has_slots { self.in_slots(instance, begun) } else { begun };
+                let requests: Vec<QueuedRequest> = ids.iter().filter_map(|id| self.begin(id)).collect();
+                let batch = if self.has_slots { self.in_slots(instance, requests) } else { requests };
                 self.instances[instance].running = ids;
-                Take::Batch(batch)
+                NextBatch::Run(batch)
             }
         }
     }
 
-    fn done(&mut self, instance: usize, now: Instant) {
+    fn finish_batch(&mut self, instance: usize, now: Instant) {
         for id in std::mem::take(&mut self.instances[instance].running) {
             let Some(sequence) = self.sequences.get_mut(&id) else { continue };
             (sequence.is_running, sequence.last_used) = (false, now);
@@ -339,15 +341,15 @@ impl Queue for Sequences {
                 self.remove(&id);
             }
         }
-        self.forget_idle(now);
-        self.bind();
+        self.remove_idle(now);
+        self.bind_backlog();
     }
 
-    fn keep_state(&mut self, sequence: &SequenceId, state: Vec<Tensor>) {
+    fn update_state(&mut self, sequence: &SequenceId, state: Vec<Tensor>) {
         let Some(sequence) = self.sequences.get_mut(sequence) else { return };
         for tensor in state {
-            if let Some(kept) = sequence.state.iter_mut().find(|kept| kept.name == tensor.name) {
-                *kept = tensor;
+            if let Some(state) = sequence.state.iter_mut().find(|state| state.name == tensor.name) {
+                *state = tensor;
             }
         }
     }
@@ -360,19 +362,19 @@ impl Queue for Sequences {
         true
     }
 
-    /// Idle sequences matter while others wait for their place.
+    /// Idle sequences have a deadline only while other sequences wait to be bound.
     fn first_deadline(&self) -> Option<Instant> {
         if self.backlog.is_empty() {
             return None;
         }
-        let held = self.instances.iter().flat_map(|instance| &instance.held);
-        held.filter_map(|id| self.idle_at(self.sequences.get(id)?)).min()
+        let bound = self.instances.iter().flat_map(|instance| &instance.bound);
+        bound.filter_map(|id| self.idle_at(self.sequences.get(id)?)).min()
     }
 
-    fn expire(&mut self, now: Instant) -> Vec<Waiting> {
+    fn expire(&mut self, now: Instant) -> Vec<QueuedRequest> {
         if !self.backlog.is_empty() {
-            self.forget_idle(now);
-            self.bind();
+            self.remove_idle(now);
+            self.bind_backlog();
         }
         Vec::new()
     }

@@ -1,4 +1,4 @@
-//! Tensors that a model gives back for its sequence's next request.
+//! States: tensors that a model returns, and gets again with the next request of the sequence.
 
 use std::path::{Component, Path};
 
@@ -8,27 +8,27 @@ use repository::proto::model_sequence_batching::{State, initial_state::StateData
 
 use crate::{DataType, InferError, Shape, Tensor};
 
-/// One state of a model.
+/// A state that a model's configuration declares.
 #[derive(Debug, Clone)]
 pub(crate) struct StateSpec {
     output: String,
-    /// What a sequence starts with, under the name of the input.
+    /// The value at the start of a sequence, with the name of the input.
     initial: Tensor,
-    /// The client sees it too.
+    /// Whether the client gets the state too, as an output.
     is_output: bool,
 }
 
 impl StateSpec {
-    /// Whether the model reads it from `input`.
+    /// Whether `input` is the state's input.
     pub fn has_input(&self, input: &str) -> bool {
         self.initial.name == input
     }
 }
 
-/// The states a configuration declares. What they start with may lie in files of the model's folder `initial_state`.
+/// Reads the states of a configuration. Initial values may be in files of the model's folder `initial_state`.
 ///
 /// # Errors
-/// When such a file cannot be read, or is not of the state's size.
+/// When such a file cannot be read, or has the wrong size.
 pub(crate) fn read(config: &ModelConfig, model_dir: &Path) -> Result<Vec<StateSpec>, InferError> {
     let states = config.sequences().map(|sequences| sequences.state.as_slice()).unwrap_or_default();
     states.iter().filter_map(|state| spec(config, state, model_dir).transpose()).collect()
@@ -48,12 +48,12 @@ fn spec(config: &ModelConfig, state: &State, model_dir: &Path) -> Result<Option<
     Ok(Some(StateSpec { output: state.output_name.clone(), initial: tensor, is_output }))
 }
 
-/// The elements of `tensor` from a file: raw, strings behind their lengths.
+/// The elements of `tensor` from a file, encoded like [`Tensor::data`].
 fn from_file(tensor: &Tensor, file: &str, model_dir: &Path) -> Result<Bytes, InferError> {
     let state = &tensor.name;
     if file.is_empty() || !Path::new(file).components().all(|part| matches!(part, Component::Normal(_))) {
-        let words = format!("`data_file` `{file}` of state `{state}` is not a name below `initial_state/`");
-        return Err(InferError::invalid(words));
+        let message = format!("`data_file` `{file}` of state `{state}` is not a name below `initial_state/`");
+        return Err(InferError::invalid(message));
     }
     let path = model_dir.join("initial_state").join(file);
     let unreadable = |error| InferError::invalid(format!("cannot read {}: {error}", path.display()));
@@ -73,17 +73,17 @@ fn from_file(tensor: &Tensor, file: &str, model_dir: &Path) -> Result<Bytes, Inf
     Ok(data)
 }
 
-/// What a sequence starts with.
-pub(crate) fn initial(specs: &[StateSpec]) -> Vec<Tensor> {
+/// The states at the start of a sequence.
+pub(crate) fn initial_states(specs: &[StateSpec]) -> Vec<Tensor> {
     specs.iter().map(|spec| spec.initial.clone()).collect()
 }
 
-/// Takes the state out of a response's outputs, under the names of the inputs.
-pub(crate) fn split(specs: &[StateSpec], outputs: &mut Vec<Tensor>) -> Vec<Tensor> {
+/// Takes the states from a response's outputs, and renames them to their inputs.
+pub(crate) fn take_states(specs: &[StateSpec], outputs: &mut Vec<Tensor>) -> Vec<Tensor> {
     let mut state = Vec::new();
     for spec in specs {
-        let Some(place) = outputs.iter().position(|tensor| tensor.name == spec.output) else { continue };
-        let tensor = if spec.is_output { outputs[place].clone() } else { outputs.remove(place) };
+        let Some(index) = outputs.iter().position(|tensor| tensor.name == spec.output) else { continue };
+        let tensor = if spec.is_output { outputs[index].clone() } else { outputs.remove(index) };
         state.push(Tensor { name: spec.initial.name.clone(), ..tensor });
     }
     state

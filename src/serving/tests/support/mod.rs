@@ -165,7 +165,7 @@ impl Backend for Scripted {
             "decode" => Some(TextModel::Detokenizer(DetokenizerModel {
                 decoder: TextDecoder { tokenizer: tokenizer(), skip_special_tokens: true },
                 is_nested: false,
-                passed_on: Arc::new([("CUM_LOG_PROBS".into(), "OUT_CUM_LOG_PROBS".into())]),
+                passthrough: Arc::new([("CUM_LOG_PROBS".into(), "OUT_CUM_LOG_PROBS".into())]),
             })),
             _ => None,
         }
@@ -207,10 +207,10 @@ impl Backend for Scripted {
                 if request.id == "timed" {
                     let begun = Instant::now();
                     tokio::time::sleep(Duration::from_millis(3)).await;
-                    responses.took_input(begun.elapsed());
+                    responses.add_input_time(begun.elapsed());
                     let computed = Instant::now();
                     tokio::time::sleep(Duration::from_millis(2)).await;
-                    responses.computed_at(computed);
+                    responses.set_computed_at(computed);
                 }
                 if request.id == "again" && request.sequence_start {
                     assert!(responses.reschedule(request).is_ok(), "the queue takes it back");
