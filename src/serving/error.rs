@@ -43,7 +43,7 @@ impl ErrorKind {
 pub struct InferError {
     /// The kind of error.
     pub kind: ErrorKind,
-    /// What, where, and what to do.
+    /// What failed, where, and what to do.
     pub message: String,
 }
 

@@ -36,7 +36,7 @@ pub struct LoadOverrides {
 pub struct LoadFailure {
     /// The model's name.
     pub model: String,
-    /// Why, and what to do.
+    /// Why it failed, and what to do.
     pub reason: String,
 }
 
@@ -45,7 +45,7 @@ pub(crate) struct Lifecycle {
     pub repository: Repository,
     pub registry: Arc<Registry>,
     pub factories: HashMap<String, Arc<dyn BackendFactory>>,
-    /// How long an unload waits for requests in flight before it goes on in the background.
+    /// How long an unload waits for requests in flight before it continues in the background.
     pub unload_timeout: Duration,
     pub cache: Option<Arc<ResponseCache>>,
     keeps_recent_durations: bool,
@@ -323,7 +323,7 @@ impl Lifecycle {
         });
         load.catch_unwind().await.unwrap_or_else(|panic| {
             let message = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-            Err(InferError::internal(format!("loading broke off: {}", message.unwrap_or("no words"))))
+            Err(InferError::internal(format!("loading broke off: {}", message.unwrap_or("no message"))))
         })
     }
 

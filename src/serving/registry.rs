@@ -39,7 +39,7 @@ impl ModelState {
 pub struct ModelIndexEntry {
     /// Model name.
     pub name: String,
-    /// VersionState, empty when the model was never loaded.
+    /// Version, empty when the model was never loaded.
     pub version: String,
     /// The state of the version.
     pub state: ModelState,

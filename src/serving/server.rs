@@ -17,7 +17,7 @@ use crate::registry::{ModelIndexEntry, ModelState, Registry, parse_version};
 use crate::statistics::ModelStatistics;
 use crate::{BackendFactory, DataType, ErrorKind, InferError, InferRequest, Limit, Limits, ResponseStream};
 
-/// Which models are loaded, and who may change that.
+/// Which models are loaded, and whether clients may load and unload models.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ControlMode {
     /// All models of the repository are loaded at start. None can be loaded or unloaded later.
@@ -45,7 +45,7 @@ pub struct ServerConfig {
     pub extensions: Vec<String>,
     /// Directories of the model repository.
     pub repositories: Vec<PathBuf>,
-    /// Which models are loaded, and who may change that.
+    /// Which models are loaded, and whether clients may load and unload models.
     pub control_mode: ControlMode,
     /// Whether the server is ready only while every required model is ready. Otherwise it is ready when loading is over.
     pub strict_readiness: bool,
@@ -53,7 +53,7 @@ pub struct ServerConfig {
     pub load_parallelism: usize,
     /// Further attempts to load a model that failed at start.
     pub load_retries: u32,
-    /// How long an unload waits for requests in flight before it goes on in the background.
+    /// How long an unload waits for requests in flight before it continues in the background.
     pub unload_timeout: Duration,
     /// Size of the response cache in bytes (`--cache-config=local,size=N`), for models with `response_cache`; 0 for no cache.
     pub response_cache_bytes: usize,

@@ -232,7 +232,7 @@ pub(crate) struct ResponseTiming<N> {
 }
 
 impl ResponseTiming<u64> {
-    /// The same times in half the memory; `None` above 4.2 seconds.
+    /// The same times in half the memory; `None` above 4.29 seconds.
     pub fn to_u32(self) -> Option<ResponseTiming<u32>> {
         Some(ResponseTiming {
             interval_ns: self.interval_ns.try_into().ok()?,

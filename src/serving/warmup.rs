@@ -1,4 +1,4 @@
-//! Warm-up requests, which a model answers before it serves. They spare the first client one-time initialization.
+//! Warm-up requests, which a model answers before it serves. They spare the first client one-time initialisation.
 
 use std::path::{Component, Path};
 

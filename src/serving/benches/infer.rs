@@ -1,5 +1,5 @@
-//! What serving costs: one request through an identity model, one response of a stream, one step of an ensemble, one
-//! request through a queue, alone or among many, one answer from the response cache.
+//! Time that serving takes: a request to an identity model, a response of a stream, a step of an ensemble, a request through
+//! a queue (alone and with others), a response from the response cache.
 //!
 //! `cargo bench -p serving`
 
@@ -16,10 +16,10 @@ use tokio::runtime::Runtime;
 
 const STREAM_LENGTH: usize = 256;
 
-/// Requests under way at once where they can meet in a batch.
+/// Requests in flight at the same time, in the benches with batches.
 const CONCURRENCY: usize = 64;
 
-/// Echoes; a decoupled model echoes many times.
+/// Returns its inputs; a decoupled model returns them `num_responses` times.
 struct Echo {
     num_responses: usize,
     num_instances: usize,
@@ -39,7 +39,7 @@ impl Backend for Echo {
         let (sender, stream) = ResponseStream::channel(self.num_responses);
         for i in 1..=self.num_responses {
             let response = InferResponse { is_final: i == self.num_responses, ..response.clone() };
-            // Unconstrained: the runtime would make a task pause after 128 sends.
+            // Unconstrained, because the runtime would otherwise suspend the task after 128 sends.
             let sent = tokio::task::unconstrained(sender.send(Ok(response))).now_or_never();
             assert_eq!(sent, Some(true), "the stream has room for all");
         }
@@ -121,7 +121,7 @@ async fn read_all(server: &Server, request: InferRequest) -> usize {
     num_responses
 }
 
-fn bare(runtime: &Runtime, bench: &mut criterion::Bencher, backend: &Echo, model: &str) {
+fn backend_alone(runtime: &Runtime, bench: &mut criterion::Bencher, backend: &Echo, model: &str) {
     bench.iter_batched(
         || request(model),
         |request| {
@@ -136,7 +136,7 @@ fn bare(runtime: &Runtime, bench: &mut criterion::Bencher, backend: &Echo, model
 
 fn infer(criterion: &mut Criterion) {
     let runtime = Runtime::new().unwrap();
-    // An ensemble's run is a task, and so is an instance: on one thread their cost shows without that of waking another.
+    // Instances are tasks. A runtime with one thread shows their cost without the cost of waking another thread.
     let one_thread = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let (server, local) = (server(&runtime), server(&one_thread));
     for (model, num_responses) in
@@ -161,16 +161,16 @@ fn infer(criterion: &mut Criterion) {
             });
         } else if model != "cached" {
             group.bench_function("backend alone", |bench| {
-                bare(&runtime, bench, &Echo { num_responses, num_instances: 0 }, model)
+                backend_alone(&runtime, bench, &Echo { num_responses, num_instances: 0 }, model)
             });
         }
         group.finish();
     }
-    together(criterion, &one_thread, &local);
+    concurrent(criterion, &one_thread, &local);
 }
 
-/// Many requests at once: what each of them costs.
-fn together(criterion: &mut Criterion, runtime: &Runtime, server: &Server) {
+/// Time of each request when many are in flight.
+fn concurrent(criterion: &mut Criterion, runtime: &Runtime, server: &Server) {
     let mut group = criterion.benchmark_group("64 at once, on one thread");
     group.throughput(Throughput::Elements(CONCURRENCY as u64));
     for model in ["echo", "batched"] {

@@ -1,4 +1,4 @@
-//! Recognizes text ensembles, and serves their language model and detokenizer together ([`crate::TextOutputs`]).
+//! Recognises text ensembles, and serves their language model and detokenizer together ([`crate::TextOutputs`]).
 
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};

@@ -135,7 +135,7 @@ impl Level {
         self.delayed.retain(|queued| !queued.responses.is_cancelled());
     }
 
-    /// How long a request may wait that sets a timeout of `requested_us` (0 for none). A request can only shorten the default.
+    /// How long a request may wait that sets a timeout of `requested_us` (0 for none). A request can shorten the default and not extend it.
     fn timeout(&self, requested_us: u64) -> Option<Duration> {
         let default_us = Some(self.policy.default_timeout_microseconds).filter(|&timeout| timeout > 0);
         let requested_us = Some(requested_us).filter(|&timeout| timeout > 0 && self.policy.allow_timeout_override);

@@ -1,4 +1,4 @@
-//! Models come and go while the server runs.
+//! Loading, unloading, polling and draining of models.
 
 mod support;
 
@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use serving::{ControlMode, ErrorKind, InferRequest, LoadOverrides, ModelState};
-use support::{ECHO, PIECES, World, eventually, floats, one, request, responses, text};
+use support::{ECHO, PIECES, TestRepository, eventually, floats, one, request, responses, text};
 
 fn with(config: &str, parameter: &str) -> String {
     format!("{config} parameters {{ key: \"{parameter}\" value {{ string_value: \"1\" }} }}")
@@ -27,16 +27,16 @@ fn index(server: &serving::Server) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn a_model_that_fails_to_load_leaves_the_others_serving() {
-    let world = World::new(&[
+async fn a_model_that_fails_to_load_does_not_stop_the_others() {
+    let repository = TestRepository::new(&[
         ("echo", ECHO),
         ("broken", &with(ECHO, "broken")),
         ("bad", "max_batch_size: x"),
         ("panics", &with(ECHO, "panic")),
     ]);
-    world.add("nosuch", &ECHO.replace("echo", "nosuch"), &["1"]);
-    world.add("empty", ECHO, &[]);
-    let server = world.server(ControlMode::None);
+    repository.add("nosuch", &ECHO.replace("echo", "nosuch"), &["1"]);
+    repository.add("empty", ECHO, &[]);
+    let server = repository.server(ControlMode::None);
     let failures = server.load_all().await.unwrap_err();
     assert_eq!(
         failures.iter().map(|failure| failure.model.as_str()).collect::<Vec<_>>(),
@@ -80,27 +80,31 @@ async fn a_model_that_fails_to_load_leaves_the_others_serving() {
 
 #[tokio::test]
 async fn explicit_control_loads_and_unloads_by_name() {
-    let world = World::new(&[("echo", ECHO), ("pieces", PIECES)]);
-    let server = world.explicit(&["pieces"]).await;
+    let repository = TestRepository::new(&[("echo", ECHO), ("pieces", PIECES)]);
+    let server = repository.explicit(&["pieces"]).await;
     assert!(server.is_ready());
     assert_eq!(index(&server), ["echo", "pieces 1 READY"]);
     assert_eq!(server.model_config("echo", "").unwrap_err().message, "Request for unknown model: 'echo' is not found");
 
     server.load_model("echo", LoadOverrides::default()).await.unwrap();
     server.load_model("echo", LoadOverrides::default()).await.unwrap();
-    assert_eq!(*world.script.loads.lock().unwrap(), ["pieces/1", "echo/1"], "an unchanged model is not loaded again");
+    assert_eq!(
+        *repository.script.loads.lock().unwrap(),
+        ["pieces/1", "echo/1"],
+        "an unchanged model is not loaded again"
+    );
     assert!(server.model_is_ready("echo", "").unwrap());
 
     server.unload_model("echo", false).await.unwrap();
     server.unload_model("echo", false).await.unwrap();
     server.unload_model("nosuch", false).await.unwrap();
-    assert_eq!(world.script.dropped.load(Ordering::SeqCst), 1);
+    assert_eq!(repository.script.dropped.load(Ordering::SeqCst), 1);
     assert_eq!(index(&server), ["echo 1 UNAVAILABLE unloaded", "pieces 1 READY"]);
     assert_eq!(
         server.infer(request("echo", vec![])).unwrap_err().message,
         "Request for unknown model: 'echo' has no available versions"
     );
-    assert!(server.is_ready(), "an unloaded model is not missed");
+    assert!(server.is_ready(), "readiness does not require an unloaded model");
     let unknown = server.load_model("nosuch", LoadOverrides::default()).await.unwrap_err();
     assert_eq!(
         (unknown.kind, unknown.message.as_str()),
@@ -109,8 +113,8 @@ async fn explicit_control_loads_and_unloads_by_name() {
 }
 
 #[tokio::test]
-async fn without_explicit_control_nobody_loads_or_unloads() {
-    let server = World::new(&[("echo", ECHO)]).started().await;
+async fn without_explicit_control_clients_cannot_load_or_unload() {
+    let server = TestRepository::new(&[("echo", ECHO)]).started().await;
     for result in [server.load_model("echo", LoadOverrides::default()).await, server.unload_model("echo", false).await]
     {
         let error = result.unwrap_err();
@@ -120,9 +124,9 @@ async fn without_explicit_control_nobody_loads_or_unloads() {
 }
 
 #[tokio::test]
-async fn a_reload_that_fails_leaves_the_old_one_serving() {
-    let world = World::new(&[("echo", ECHO)]);
-    let server = world.explicit(&["echo"]).await;
+async fn after_a_failed_reload_the_old_load_serves() {
+    let repository = TestRepository::new(&[("echo", ECHO)]);
+    let server = repository.explicit(&["echo"]).await;
     for config in
         ["{nope", r#"{"backend": "nosuch"}"#, r#"{"backend": "echo", "parameters": {"broken": {"string_value": "1"}}}"#]
     {
@@ -134,9 +138,9 @@ async fn a_reload_that_fails_leaves_the_old_one_serving() {
 }
 
 #[tokio::test]
-async fn a_configuration_given_with_the_load_request_counts() {
-    let world = World::new(&[("echo", ECHO)]);
-    let server = world.explicit(&["echo"]).await;
+async fn the_configuration_of_a_load_request_is_used() {
+    let repository = TestRepository::new(&[("echo", ECHO)]);
+    let server = repository.explicit(&["echo"]).await;
     let config = r#"{"backend": "echo", "max_batch_size": 2,
                      "input": [{"name": "INPUT0", "data_type": "TYPE_STRING", "dims": [-1]}],
                      "output": [{"name": "OUTPUT0", "data_type": "TYPE_STRING", "dims": [-1]}]}"#;
@@ -145,13 +149,13 @@ async fn a_configuration_given_with_the_load_request_counts() {
     let metadata = server.model_metadata("echo", "").unwrap();
     assert_eq!((metadata.platform.as_str(), metadata.inputs[0].shape.as_slice()), ("echo", [-1, -1].as_slice()));
     assert_eq!(metadata.inputs[0].datatype.name(), "BYTES");
-    eventually("the old load is dropped", || world.script.dropped.load(Ordering::SeqCst) == 1).await;
+    eventually("the old load is dropped", || repository.script.dropped.load(Ordering::SeqCst) == 1).await;
 }
 
 #[tokio::test]
-async fn files_given_with_the_load_request_stand_for_the_directory() {
-    let world = World::new(&[("echo", ECHO)]);
-    let server = world.explicit(&[]).await;
+async fn the_files_of_a_load_request_replace_the_directory() {
+    let repository = TestRepository::new(&[("echo", ECHO)]);
+    let server = repository.explicit(&[]).await;
     let files = [("7/model.py".to_owned(), bytes::Bytes::from_static(b"x"))].into();
     let config = Some(r#"{"backend": "echo", "version_policy": {"all": {}}}"#.to_owned());
     let alone = LoadOverrides { files, ..LoadOverrides::default() };
@@ -159,15 +163,15 @@ async fn files_given_with_the_load_request_stand_for_the_directory() {
     assert!(error.message.starts_with("failed to load 'echo', failed to poll from model repository"), "{error}");
     let outside = LoadOverrides { config: config.clone(), files: [("../x".to_owned(), bytes::Bytes::new())].into() };
     assert!(server.load_model("echo", outside).await.unwrap_err().message.contains("`file:../x`"));
-    // A model that the repository does not know loads too.
+    // A model that is not in the repository can be loaded too.
     server.load_model("new", LoadOverrides { config, ..alone }).await.unwrap();
     assert_eq!(server.model_metadata("new", "").unwrap().versions, ["7"]);
 }
 
 #[tokio::test]
-async fn no_name_and_no_file_of_a_load_request_leads_out_of_its_own_directory() {
-    let world = World::new(&[("echo", ECHO)]);
-    let server = world.explicit(&["echo"]).await;
+async fn names_and_files_of_a_load_request_cannot_leave_their_directory() {
+    let repository = TestRepository::new(&[("echo", ECHO)]);
+    let server = repository.explicit(&["echo"]).await;
     let outside = tempfile::tempdir().unwrap();
     let dir = outside.path().to_str().unwrap();
     let above = format!("..{}", "/..".repeat(20)) + dir;
@@ -199,9 +203,9 @@ async fn no_name_and_no_file_of_a_load_request_leads_out_of_its_own_directory() 
 }
 
 #[tokio::test]
-async fn loading_an_ensemble_loads_what_it_is_made_of() {
-    let world = World::new(&[("echo", ECHO), ("ens", ENSEMBLE)]);
-    let server = world.explicit(&[]).await;
+async fn loading_an_ensemble_loads_its_composing_models() {
+    let repository = TestRepository::new(&[("echo", ECHO), ("ens", ENSEMBLE)]);
+    let server = repository.explicit(&[]).await;
     server.load_model("ens", LoadOverrides::default()).await.unwrap();
     let sent = floats("IN", &[1.0, 2.0]);
     assert_eq!(
@@ -219,7 +223,7 @@ async fn loading_an_ensemble_loads_what_it_is_made_of() {
     server.load_model("echo", LoadOverrides::default()).await.unwrap();
     assert!(server.model_is_ready("ens", "").unwrap());
     server.unload_model("ens", true).await.unwrap();
-    assert!(server.model_is_ready("echo", "").unwrap(), "it was asked for by itself");
+    assert!(server.model_is_ready("echo", "").unwrap(), "it was requested by name");
 
     server.unload_model("echo", false).await.unwrap();
     server.load_model("ens", LoadOverrides::default()).await.unwrap();
@@ -228,7 +232,7 @@ async fn loading_an_ensemble_loads_what_it_is_made_of() {
 }
 
 #[tokio::test]
-async fn an_ensemble_that_does_not_fit_its_models_says_where() {
+async fn an_ensemble_that_does_not_fit_its_models_is_refused_with_the_place() {
     for (from, to, words) in [
         ("key: \"INPUT0\"", "key: \"INPUT9\"", "`input_map` names `INPUT9`, which is no input of `echo`"),
         ("key: \"OUTPUT0\"", "key: \"OUTPUT9\"", "`output_map` names `OUTPUT9`, which is no output of `echo`"),
@@ -244,8 +248,8 @@ async fn an_ensemble_that_does_not_fit_its_models_says_where() {
             "ensemble 'ens' depends on 'gone' which has no loaded version",
         ),
     ] {
-        let world = World::new(&[("echo", ECHO), ("ens", &ENSEMBLE.replace(from, to))]);
-        let failures = world.server(ControlMode::None).load_all().await.unwrap_err();
+        let repository = TestRepository::new(&[("echo", ECHO), ("ens", &ENSEMBLE.replace(from, to))]);
+        let failures = repository.server(ControlMode::None).load_all().await.unwrap_err();
         assert_eq!(failures[0].model, "ens");
         assert!(failures[0].reason.contains(words), "{}", failures[0].reason);
     }
@@ -253,12 +257,12 @@ async fn an_ensemble_that_does_not_fit_its_models_says_where() {
 
 #[tokio::test]
 async fn readiness_follows_the_backend() {
-    let world = World::new(&[("echo", ECHO), ("ens", ENSEMBLE)]);
-    let server = world.server(ControlMode::None);
+    let repository = TestRepository::new(&[("echo", ECHO), ("ens", ENSEMBLE)]);
+    let server = repository.server(ControlMode::None);
     assert!(!server.is_ready(), "nothing is loaded yet");
     server.load_all().await.unwrap();
     assert!(server.is_ready() && server.model_is_ready("ens", "1").unwrap());
-    world.script.unready.store(true, Ordering::SeqCst);
+    repository.script.unready.store(true, Ordering::SeqCst);
     assert!(!server.is_ready() && !server.model_is_ready("ens", "1").unwrap());
     assert_eq!(server.repository_index(false)[0].state, ModelState::Unavailable);
     assert!(!server.model_is_ready("nosuch", "").unwrap());
@@ -266,9 +270,9 @@ async fn readiness_follows_the_backend() {
 }
 
 #[tokio::test]
-async fn an_unload_lets_requests_in_flight_end() {
-    let world = World::new(&[("gate", &ECHO.replace("echo", "gate"))]);
-    let server = world.explicit(&["gate"]).await;
+async fn an_unload_waits_for_requests_in_flight() {
+    let repository = TestRepository::new(&[("gate", &ECHO.replace("echo", "gate"))]);
+    let server = repository.explicit(&["gate"]).await;
     let stream = server.infer(request("gate", vec![floats("INPUT0", &[1.0])])).unwrap();
     let unloading = tokio::spawn({
         let server = server.clone();
@@ -276,16 +280,16 @@ async fn an_unload_lets_requests_in_flight_end() {
     });
     eventually("it is unloading", || index(&server) == ["gate 1 UNLOADING"]).await;
     server.infer(request("gate", vec![floats("INPUT0", &[1.0])])).unwrap_err();
-    world.script.gate.add_permits(1);
+    repository.script.gate.add_permits(1);
     assert_eq!(one(stream).await.outputs, [floats("OUTPUT0", &[1.0])]);
     unloading.await.unwrap().unwrap();
     assert_eq!(index(&server), ["gate 1 UNAVAILABLE unloaded"]);
 }
 
 #[tokio::test]
-async fn draining_ends_what_is_in_flight_and_takes_nothing_new() {
-    let world = World::new(&[("gate", &ECHO.replace("echo", "gate"))]);
-    let server = world.started().await;
+async fn draining_finishes_requests_in_flight_and_refuses_new_ones() {
+    let repository = TestRepository::new(&[("gate", &ECHO.replace("echo", "gate"))]);
+    let server = repository.started().await;
     let stream = server.infer(request("gate", vec![floats("INPUT0", &[1.0])])).unwrap();
     let draining = tokio::spawn({
         let server = server.clone();
@@ -293,27 +297,27 @@ async fn draining_ends_what_is_in_flight_and_takes_nothing_new() {
     });
     eventually("it refuses requests", || !server.is_ready()).await;
     assert_eq!(server.infer(request("gate", vec![])).unwrap_err().kind, ErrorKind::Unavailable);
-    world.script.gate.add_permits(1);
+    repository.script.gate.add_permits(1);
     assert_eq!(responses(stream).await.len(), 1);
     assert_eq!(draining.await.unwrap(), 0);
-    assert_eq!(world.script.dropped.load(Ordering::SeqCst), 1, "the backend is gone");
+    assert_eq!(repository.script.dropped.load(Ordering::SeqCst), 1, "the backend is dropped");
 }
 
 #[tokio::test]
-async fn draining_gives_up_at_its_deadline() {
-    let world = World::new(&[("gate", &ECHO.replace("echo", "gate"))]);
-    let server = world.started().await;
+async fn draining_ends_at_its_timeout() {
+    let repository = TestRepository::new(&[("gate", &ECHO.replace("echo", "gate"))]);
+    let server = repository.started().await;
     let _stream = server.infer(request("gate", vec![floats("INPUT0", &[1.0])])).unwrap();
     assert_eq!(server.drain(Duration::from_millis(20)).await, 1);
 }
 
 #[tokio::test]
 async fn polling_follows_the_repository() {
-    let world = World::new(&[("echo", ECHO)]);
-    let server = world.server(ControlMode::Poll { interval: Duration::from_secs(1) });
+    let repository = TestRepository::new(&[("echo", ECHO)]);
+    let server = repository.server(ControlMode::Poll { interval: Duration::from_secs(1) });
     server.load_all().await.unwrap();
-    world.add("pieces", PIECES, &["1"]);
-    std::fs::remove_dir_all(world.root.path().join("echo")).unwrap();
+    repository.add("pieces", PIECES, &["1"]);
+    std::fs::remove_dir_all(repository.root.path().join("echo")).unwrap();
     server.poll_repository().await.unwrap();
     assert_eq!(index(&server), ["pieces 1 READY"]);
     assert!(server.is_ready());
@@ -322,42 +326,42 @@ async fn polling_follows_the_repository() {
         "Request for unknown model: 'echo' has no available versions"
     );
 
-    world.add("broken", &with(ECHO, "broken"), &["1"]);
+    repository.add("broken", &with(ECHO, "broken"), &["1"]);
     assert_eq!(server.poll_repository().await.unwrap_err()[0].model, "broken");
-    assert!(server.is_ready(), "a model that never served is not missed");
-    std::fs::remove_dir_all(world.root.path().join("broken")).unwrap();
+    assert!(server.is_ready(), "readiness does not require a model that never served");
+    std::fs::remove_dir_all(repository.root.path().join("broken")).unwrap();
 
-    world.add("pieces", &PIECES.replace("TYPE_INT32", "TYPE_INT64"), &["2"]);
+    repository.add("pieces", &PIECES.replace("TYPE_INT32", "TYPE_INT64"), &["2"]);
     server.poll_repository().await.unwrap();
     assert_eq!(server.model_metadata("pieces", "").unwrap().inputs[1].datatype.name(), "INT64");
     assert_eq!(server.infer(request("pieces", vec![text("text", "a")])).map(|_| ()), Ok(()));
 }
 
 #[tokio::test]
-async fn polling_goes_on_by_itself_until_the_server_drains() {
-    let world = World::new(&[("echo", ECHO)]);
-    let server = world.server(ControlMode::Poll { interval: Duration::from_millis(10) });
+async fn polling_continues_until_the_server_drains() {
+    let repository = TestRepository::new(&[("echo", ECHO)]);
+    let server = repository.server(ControlMode::Poll { interval: Duration::from_millis(10) });
     server.load_all().await.unwrap();
     let polling = tokio::spawn({
         let server = server.clone();
         async move { server.keep_polling().await }
     });
-    world.add("broken", &with(ECHO, "broken"), &["1"]);
+    repository.add("broken", &with(ECHO, "broken"), &["1"]);
     eventually("the broken model is tried", || {
         index(&server).contains(&"broken 1 UNAVAILABLE Internal: broken on purpose".to_owned())
     })
     .await;
     assert!(server.model_is_ready("echo", "").unwrap());
-    world.add("broken", ECHO, &["1"]);
-    eventually("the mended model serves", || server.model_is_ready("broken", "").unwrap()).await;
+    repository.add("broken", ECHO, &["1"]);
+    eventually("the repaired model serves", || server.model_is_ready("broken", "").unwrap()).await;
     server.begin_drain();
     polling.await.unwrap();
 }
 
 #[tokio::test]
-async fn a_load_that_fails_says_so_and_leaves_the_server_ready() {
-    let world = World::new(&[("echo", ECHO), ("broken", &with(ECHO, "broken"))]);
-    let server = world.explicit(&["echo"]).await;
+async fn a_failed_load_returns_its_reason_and_the_server_stays_ready() {
+    let repository = TestRepository::new(&[("echo", ECHO), ("broken", &with(ECHO, "broken"))]);
+    let server = repository.explicit(&["echo"]).await;
     let error = server.load_model("broken", LoadOverrides::default()).await.unwrap_err();
     assert_eq!(
         error.message,
@@ -373,23 +377,23 @@ const WARM: &str = r#"model_warmup [
 ]"#;
 
 #[tokio::test]
-async fn a_model_is_warm_before_it_serves_and_nobody_counts_it() {
-    let world = World::new(&[("echo", &format!("{ECHO} max_batch_size: 4 {WARM}"))]);
+async fn warm_up_requests_run_before_the_model_serves_and_are_not_counted() {
+    let repository = TestRepository::new(&[("echo", &format!("{ECHO} max_batch_size: 4 {WARM}"))]);
     let rows = ECHO.replace("\"echo\"", "\"rows\"");
-    world.add(
+    repository.add(
         "rows",
         &format!("{rows} max_batch_size: 4 {WARM} instance_group [ {{ count: 2 kind: KIND_CPU }} ]"),
         &["1"],
     );
     for model in ["echo", "rows"] {
-        let dir = world.root.path().join(model).join("warmup");
+        let dir = repository.root.path().join(model).join("warmup");
         std::fs::create_dir_all(&dir).unwrap();
         std::fs::write(dir.join("some.bin"), [0; 8]).unwrap();
     }
-    world.script.gate.add_permits(6);
-    let server = world.started().await;
-    assert_eq!(world.script.echoes.load(Ordering::SeqCst), 3);
-    assert_eq!(*world.script.batches.lock().unwrap(), ["0: ", "1: ", "0: ", "1: ", "0: ", "1: "]);
+    repository.script.gate.add_permits(6);
+    let server = repository.started().await;
+    assert_eq!(repository.script.echoes.load(Ordering::SeqCst), 3);
+    assert_eq!(*repository.script.batches.lock().unwrap(), ["0: ", "1: ", "0: ", "1: ", "0: ", "1: "]);
     for model in ["echo", "rows"] {
         let statistics = server.model_statistics(model, "").unwrap().remove(0);
         assert_eq!((statistics.inference_count, statistics.inference.fail.count), (0, 0));
@@ -411,23 +415,23 @@ async fn a_model_whose_warm_up_fails_does_not_serve() {
         (" zero_data: true", "", "warmup setting expects input 'INPUT0' to have input_data_type set"),
         ("batch_size: 2", "batch_size: 5", "inference request batch-size must be <= 4 for 'echo'"),
     ] {
-        let world = World::new(&[("echo", &config.replacen(from, to, 1))]);
-        let failures = world.server(ControlMode::None).load_all().await.unwrap_err();
+        let repository = TestRepository::new(&[("echo", &config.replacen(from, to, 1))]);
+        let failures = repository.server(ControlMode::None).load_all().await.unwrap_err();
         assert!(failures[0].reason.contains(words), "{}", failures[0].reason);
     }
 }
 
 #[tokio::test]
-async fn a_response_cache_needs_one_answer_to_a_request() {
-    let world = World::new(&[("pieces", &format!("{PIECES} response_cache {{ enable: true }}"))]);
-    let failures = world.server(ControlMode::None).load_all().await.unwrap_err();
+async fn a_response_cache_needs_one_response_to_each_request() {
+    let repository = TestRepository::new(&[("pieces", &format!("{PIECES} response_cache {{ enable: true }}"))]);
+    let failures = repository.server(ControlMode::None).load_all().await.unwrap_err();
     assert!(failures[0].reason.contains("`response_cache` works for models with one answer"), "{}", failures[0].reason);
 }
 
 #[tokio::test]
-async fn loading_an_ensemble_brings_its_models_back_to_their_own_configurations() {
-    let world = World::new(&[("echo", ECHO), ("ens", ENSEMBLE)]);
-    let server = world.explicit(&["echo"]).await;
+async fn loading_an_ensemble_restores_the_configurations_of_its_models() {
+    let repository = TestRepository::new(&[("echo", ECHO), ("ens", ENSEMBLE)]);
+    let server = repository.explicit(&["echo"]).await;
     let other = r#"{"backend": "echo", "max_batch_size": 2, "input": [{"name": "INPUT0", "data_type": "TYPE_FP32", "dims": [-1]}],
                     "output": [{"name": "OUTPUT0", "data_type": "TYPE_FP32", "dims": [-1]}]}"#;
     server.load_model("echo", LoadOverrides { config: Some(other.into()), ..LoadOverrides::default() }).await.unwrap();
@@ -441,35 +445,35 @@ async fn loading_an_ensemble_brings_its_models_back_to_their_own_configurations(
 }
 
 #[tokio::test]
-async fn ensembles_made_of_each_other_fail_and_keep_nobody_waiting() {
+async fn ensembles_that_contain_each_other_fail_and_do_not_block() {
     let of = |model: &str| {
         ENSEMBLE
             .replace("\"echo\"", &format!("\"{model}\""))
             .replace("\"INPUT0\"", "\"IN\"")
             .replace("\"OUTPUT0\"", "\"OUT\"")
     };
-    let world = World::new(&[("a", &of("b")), ("b", &of("a")), ("c", &of("a")), ("echo", ECHO)]);
-    let server = world.server(ControlMode::None);
+    let repository = TestRepository::new(&[("a", &of("b")), ("b", &of("a")), ("c", &of("a")), ("echo", ECHO)]);
+    let server = repository.server(ControlMode::None);
     let failures = tokio::time::timeout(Duration::from_secs(5), server.load_all()).await.expect("it ends").unwrap_err();
     assert_eq!(failures.iter().map(|failure| failure.model.as_str()).collect::<Vec<_>>(), ["a", "b", "c"]);
     assert!(server.model_is_ready("echo", "").unwrap());
 }
 
 #[tokio::test]
-async fn labels_come_from_a_file_below_the_model() {
+async fn labels_are_read_from_a_file_in_the_model_directory() {
     let labelled = |file: &str| {
         ECHO.replace(
             "output [ { name: \"OUTPUT0\"",
             &format!("output [ {{ label_filename: \"{file}\" name: \"OUTPUT0\""),
         )
     };
-    let world = World::new(&[
+    let repository = TestRepository::new(&[
         ("good", &labelled("labels.txt")),
         ("none", &labelled("none.txt")),
         ("far", &labelled("/etc/hostname")),
     ]);
-    std::fs::write(world.root.path().join("good/labels.txt"), "ant\nbee\n").unwrap();
-    let server = world.server(ControlMode::None);
+    std::fs::write(repository.root.path().join("good/labels.txt"), "ant\nbee\n").unwrap();
+    let server = repository.server(ControlMode::None);
     let failures = server.load_all().await.unwrap_err();
     assert_eq!(failures.iter().map(|failure| failure.model.as_str()).collect::<Vec<_>>(), ["far", "none"]);
     assert!(failures[0].reason.contains("is not a name below the model's directory"), "{}", failures[0].reason);

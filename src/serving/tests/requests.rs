@@ -1,9 +1,9 @@
-//! What becomes of one request: found, checked, answered, counted.
+//! Requests: choice of the version, checks, responses, statistics and the response cache.
 
 mod support;
 
 use serving::{ErrorKind, InferRequest, Tensor};
-use support::{ECHO, PIECES, World, floats, one, request, responses, text};
+use support::{ECHO, PIECES, TestRepository, floats, one, request, responses, text};
 
 fn batched() -> String {
     format!("{ECHO}max_batch_size: 4")
@@ -15,9 +15,9 @@ fn of_shape(shape: &[i64], values: &[f32]) -> Tensor {
 
 #[tokio::test]
 async fn a_response_names_model_version_and_request() {
-    let server = World::new(&[("echo", ECHO)]).started().await;
-    let asked = InferRequest { id: "7".into(), ..request("echo", vec![floats("INPUT0", &[1.0, 2.0])]) };
-    let response = one(server.infer(asked).unwrap()).await;
+    let server = TestRepository::new(&[("echo", ECHO)]).started().await;
+    let sent = InferRequest { id: "7".into(), ..request("echo", vec![floats("INPUT0", &[1.0, 2.0])]) };
+    let response = one(server.infer(sent).unwrap()).await;
     assert_eq!(
         (response.model_name.as_str(), response.model_version.as_str(), response.id.as_str()),
         ("echo", "1", "7")
@@ -28,7 +28,7 @@ async fn a_response_names_model_version_and_request() {
 
 #[tokio::test]
 async fn an_error_lists_some_names_and_counts_the_others() {
-    let server = World::new(&[("echo", ECHO)]).started().await;
+    let server = TestRepository::new(&[("echo", ECHO)]).started().await;
     let many = |count: usize| {
         let input = |index: usize| Tensor { name: format!("I{index}").into(), ..floats("", &[1.0]) };
         server.infer(request("echo", (0..count).map(input).collect())).unwrap_err().message
@@ -46,13 +46,13 @@ async fn an_error_lists_some_names_and_counts_the_others() {
 }
 
 #[tokio::test]
-async fn wrong_requests_are_refused_in_the_words_clients_know() {
+async fn invalid_requests_get_the_error_messages_of_triton() {
     let fixed = "backend: \"echo\" max_batch_size: 2 \
                  input [ { name: \"INPUT0\" data_type: TYPE_FP32 dims: [ 2, 3 ] }, \
                          { name: \"INPUT1\" data_type: TYPE_FP32 dims: [ 1 ] optional: true } ] \
                  output [ { name: \"OUTPUT0\" data_type: TYPE_FP32 dims: [ 2, 3 ] } ]";
-    let world = World::new(&[("echo", &batched()), ("fixed", fixed), ("flat", ECHO), ("pieces", PIECES)]);
-    let server = world.started().await;
+    let repository = TestRepository::new(&[("echo", &batched()), ("fixed", fixed), ("flat", ECHO), ("pieces", PIECES)]);
+    let server = repository.started().await;
     let four = [1.0, 2.0, 3.0, 4.0];
     let good = of_shape(&[1, 4], &four);
     let other = Tensor { name: "INPUTX".into(), ..good.clone() };
@@ -100,28 +100,28 @@ async fn wrong_requests_are_refused_in_the_words_clients_know() {
         assert!(error.message.starts_with(&expected), "\n  got      {}\n  expected {expected}", error.message);
         assert_eq!(error.kind, if model == "nosuch" { ErrorKind::NotFound } else { ErrorKind::InvalidArgument });
     }
-    let asked = InferRequest { requested_outputs: vec!["OUTPUTX".into()], ..request("echo", vec![good]) };
-    assert_eq!(server.infer(asked).unwrap_err().message, "unexpected inference output 'OUTPUTX' for model 'echo'");
+    let sent = InferRequest { requested_outputs: vec!["OUTPUTX".into()], ..request("echo", vec![good]) };
+    assert_eq!(server.infer(sent).unwrap_err().message, "unexpected inference output 'OUTPUTX' for model 'echo'");
 }
 
 #[tokio::test]
-async fn a_request_means_the_latest_version_or_the_one_it_names() {
-    let world = World::default();
-    world.add("echo", &format!("{ECHO} version_policy {{ specific {{ versions: [ 1, 3 ] }} }}"), &["1", "2", "3"]);
-    let server = world.started().await;
-    let ask = |version: &str| {
+async fn a_request_goes_to_the_latest_version_or_the_one_it_names() {
+    let repository = TestRepository::default();
+    repository.add("echo", &format!("{ECHO} version_policy {{ specific {{ versions: [ 1, 3 ] }} }}"), &["1", "2", "3"]);
+    let server = repository.started().await;
+    let infer = |version: &str| {
         server.infer(InferRequest { model_version: version.into(), ..request("echo", vec![floats("INPUT0", &[1.0])]) })
     };
-    for (asked, answers) in [("", "3"), ("1", "1"), ("3", "3")] {
-        assert_eq!(one(ask(asked).unwrap()).await.model_version, answers, "{asked:?}");
+    for (requested, version) in [("", "3"), ("1", "1"), ("3", "3")] {
+        assert_eq!(one(infer(requested).unwrap()).await.model_version, version, "{requested:?}");
     }
-    assert!(ask("-1").unwrap_err().message.starts_with("invalid model version specified '-1'"));
-    let unknown = ask("2").unwrap_err();
+    assert!(infer("-1").unwrap_err().message.starts_with("invalid model version specified '-1'"));
+    let unknown = infer("2").unwrap_err();
     assert_eq!(
         (unknown.kind, unknown.message.as_str()),
         (ErrorKind::NotFound, "Request for unknown model: 'echo' version 2 is not found")
     );
-    let wrong = ask("abc").unwrap_err();
+    let wrong = infer("abc").unwrap_err();
     assert_eq!(wrong.kind, ErrorKind::InvalidArgument);
     assert!(wrong.message.contains("'abc'") && wrong.message.contains("stol"), "{wrong}");
     assert_eq!(server.model_metadata("echo", "").unwrap().versions, ["1", "3"]);
@@ -133,36 +133,36 @@ async fn only_requested_outputs_are_sent() {
     let two = "backend: \"echo\" \
                input [ { name: \"INPUT0\" data_type: TYPE_FP32 dims: [ -1 ] }, { name: \"INPUT1\" data_type: TYPE_FP32 dims: [ -1 ] } ] \
                output [ { name: \"OUTPUT0\" data_type: TYPE_FP32 dims: [ -1 ] }, { name: \"OUTPUT1\" data_type: TYPE_FP32 dims: [ -1 ] } ]";
-    let server = World::new(&[("two", two)]).started().await;
-    let asked = InferRequest {
+    let server = TestRepository::new(&[("two", two)]).started().await;
+    let sent = InferRequest {
         requested_outputs: vec!["OUTPUT1".into()],
         ..request("two", vec![floats("INPUT0", &[1.0]), floats("INPUT1", &[2.0])])
     };
-    assert_eq!(one(server.infer(asked).unwrap()).await.outputs, [floats("OUTPUT1", &[2.0])]);
+    assert_eq!(one(server.infer(sent).unwrap()).await.outputs, [floats("OUTPUT1", &[2.0])]);
 }
 
 #[tokio::test]
-async fn reshape_is_undone_on_the_way_out() {
+async fn outputs_have_the_shapes_of_the_client_where_the_model_reshapes() {
     let reshaped = "backend: \"echo\" max_batch_size: 4 \
                     input [ { name: \"INPUT0\" data_type: TYPE_FP32 dims: [ 1, -1 ] reshape { shape: [ -1 ] } } ] \
                     output [ { name: \"OUTPUT0\" data_type: TYPE_FP32 dims: [ 1, -1 ] reshape { shape: [ -1 ] } } ]";
-    let server = World::new(&[("reshaped", reshaped)]).started().await;
-    let asked = of_shape(&[2, 1, 3], &[0.0; 6]);
-    let response = one(server.infer(request("reshaped", vec![asked])).unwrap()).await;
+    let server = TestRepository::new(&[("reshaped", reshaped)]).started().await;
+    let sent = of_shape(&[2, 1, 3], &[0.0; 6]);
+    let response = one(server.infer(request("reshaped", vec![sent])).unwrap()).await;
     assert_eq!(response.outputs[0].shape[..], [2, 1, 3]);
 }
 
 #[tokio::test]
-async fn successes_failures_and_cancels_are_counted_apart() {
-    let world = World::new(&[("echo", &batched()), ("gate", &ECHO.replace("echo", "gate"))]);
-    let server = world.started().await;
+async fn successes_failures_and_cancellations_are_counted_separately() {
+    let repository = TestRepository::new(&[("echo", &batched()), ("gate", &ECHO.replace("echo", "gate"))]);
+    let server = repository.started().await;
     one(server.infer(request("echo", vec![of_shape(&[3, 1], &[0.0; 3])])).unwrap()).await;
     server.infer(request("echo", vec![])).unwrap_err();
     drop(server.infer(request("gate", vec![floats("INPUT0", &[1.0])])).unwrap());
 
     let echo = server.model_statistics("echo", "").unwrap().remove(0);
     assert_eq!((echo.inference_count, echo.execution_count, echo.inference.success.count), (3, 1, 1));
-    // What does not fit the model is none of its requests.
+    // A request that does not fit the model is not counted.
     assert_eq!((echo.inference.fail.count, echo.failures.other, echo.pending), (0, 0, 0));
     assert_eq!((echo.batches[0].batch_size, echo.batches[0].compute_infer.count), (3, 1));
     assert!(echo.last_inference_ms > 0 && echo.inference.success.ns > 0);
@@ -179,11 +179,11 @@ async fn successes_failures_and_cancels_are_counted_apart() {
 
 #[tokio::test]
 async fn responses_of_a_decoupled_model_are_counted_by_index() {
-    let server = World::new(&[("pieces", PIECES)]).started().await;
+    let server = TestRepository::new(&[("pieces", PIECES)]).started().await;
     assert_eq!(responses(server.infer(request("pieces", vec![text("text", "a")])).unwrap()).await.len(), 4);
-    let mut left = server.infer(request("pieces", vec![text("text", "a")])).unwrap();
-    left.next_response().await.unwrap().unwrap();
-    drop(left);
+    let mut cancelled = server.infer(request("pieces", vec![text("text", "a")])).unwrap();
+    cancelled.next_response().await.unwrap().unwrap();
+    drop(cancelled);
 
     let pieces = server.model_statistics("pieces", "").unwrap().remove(0);
     let counts: Vec<_> =
@@ -194,11 +194,11 @@ async fn responses_of_a_decoupled_model_are_counted_by_index() {
 }
 
 #[tokio::test]
-async fn a_backend_that_stops_without_a_final_response_is_an_error_not_silence() {
+async fn a_stream_without_a_final_response_ends_with_an_error() {
     let stops = format!(
         "{PIECES} parameters {{ key: \"fail_at\" value {{ string_value: \"9\" }} }} parameters {{ key: \"final\" value {{ string_value: \"1\" }} }}"
     );
-    let server = World::new(&[("pieces", &stops)]).started().await;
+    let server = TestRepository::new(&[("pieces", &stops)]).started().await;
     let none = Tensor::from_i32("n", &[1], &[0]);
     let all = responses(server.infer(request("pieces", vec![text("text", "a"), none])).unwrap()).await;
     assert_eq!(all.len(), 1);
@@ -206,38 +206,38 @@ async fn a_backend_that_stops_without_a_final_response_is_an_error_not_silence()
 }
 
 #[tokio::test]
-async fn a_request_that_was_answered_before_is_answered_from_the_cache() {
+async fn an_equal_request_is_answered_from_the_cache() {
     let cached = format!("{ECHO} response_cache {{ enable: true }}");
-    let world = World::new(&[("cached", &cached), ("plain", ECHO)]);
-    let server = world.started().await;
-    let ask = |model: &str, id: &str, values: &[f32]| {
+    let repository = TestRepository::new(&[("cached", &cached), ("plain", ECHO)]);
+    let server = repository.started().await;
+    let infer = |model: &str, id: &str, values: &[f32]| {
         server.infer(InferRequest { id: id.into(), ..request(model, vec![floats("INPUT0", values)]) }).unwrap()
     };
     for (id, values, num_computed) in [("a", [1.0], 1), ("b", [1.0], 1), ("c", [2.0], 2), ("d", [1.0], 2)] {
-        let response = one(ask("cached", id, &values)).await;
+        let response = one(infer("cached", id, &values)).await;
         assert_eq!(response.outputs, [floats("OUTPUT0", &values)]);
         assert_eq!((response.id.as_str(), response.model_name.as_str()), (id, "cached"));
-        assert_eq!(world.script.echoes.load(std::sync::atomic::Ordering::SeqCst), num_computed);
+        assert_eq!(repository.script.echoes.load(std::sync::atomic::Ordering::SeqCst), num_computed);
     }
     let statistics = server.model_statistics("cached", "").unwrap().remove(0);
     assert_eq!((statistics.inference.success.count, statistics.inference_count, statistics.execution_count), (4, 2, 2));
     assert_eq!((statistics.inference.cache_hit.count, statistics.inference.cache_miss.count), (2, 2));
     assert_eq!((statistics.inference.queue.count, statistics.inference.compute_infer.count), (4, 2));
     for _ in 0..2 {
-        one(ask("plain", "", &[1.0])).await;
+        one(infer("plain", "", &[1.0])).await;
     }
     assert_eq!(server.model_statistics("plain", "").unwrap()[0].execution_count, 2);
 }
 
 #[tokio::test]
-async fn a_model_loaded_again_does_not_answer_with_old_responses() {
+async fn a_model_that_is_loaded_again_does_not_use_old_cached_responses() {
     let cached = format!("{ECHO} response_cache {{ enable: true }}");
-    let world = World::new(&[("cached", &cached)]);
-    let server = world.explicit(&["cached"]).await;
-    let ask = || server.infer(request("cached", vec![floats("INPUT0", &[1.0])])).unwrap();
-    one(ask()).await;
+    let repository = TestRepository::new(&[("cached", &cached)]);
+    let server = repository.explicit(&["cached"]).await;
+    let infer = || server.infer(request("cached", vec![floats("INPUT0", &[1.0])])).unwrap();
+    one(infer()).await;
     server.unload_model("cached", false).await.unwrap();
     server.load_model("cached", serving::LoadOverrides::default()).await.unwrap();
-    one(ask()).await;
-    assert_eq!(world.script.echoes.load(std::sync::atomic::Ordering::SeqCst), 2);
+    one(infer()).await;
+    assert_eq!(repository.script.echoes.load(std::sync::atomic::Ordering::SeqCst), 2);
 }

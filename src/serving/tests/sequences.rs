@@ -1,4 +1,4 @@
-//! Requests of one sequence find the instance, and the state, of the requests before them.
+//! Sequences: requests of one sequence run on one instance, in order, with the state of earlier requests.
 
 mod support;
 
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serving::{CorrelationId, ErrorKind, InferError, InferRequest, InferResponse, ResponseStream, Server, Tensor};
-use support::{World, eventually, one, request, responses};
+use support::{TestRepository, eventually, one, request, responses};
 
 const ROWS: &str = r#"backend: "rows" max_batch_size: 2
 input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 1 ] } ]
@@ -36,39 +36,39 @@ fn part(id: &str, sequence: u64, part: &str) -> InferRequest {
     }
 }
 
-struct Rows {
-    world: World,
+struct RowsServer {
+    repository: TestRepository,
     server: Arc<Server>,
 }
 
-impl Rows {
+impl RowsServer {
     async fn start(config: &str) -> Self {
-        let world = World::new(&[("rows", config)]);
-        let server = world.started().await;
-        Self { world, server }
+        let repository = TestRepository::new(&[("rows", config)]);
+        let server = repository.started().await;
+        Self { repository, server }
     }
 
-    fn ask(&self, request: InferRequest) -> ResponseStream {
+    fn infer(&self, request: InferRequest) -> ResponseStream {
         self.server.infer(request).unwrap()
     }
 
-    fn open_gate(&self) {
-        self.world.script.gate.add_permits(1000);
+    fn release_all(&self) {
+        self.repository.script.gate.add_permits(1000);
     }
 
     fn batches(&self) -> Vec<String> {
-        self.world.script.batches.lock().unwrap().clone()
+        self.repository.script.batches.lock().unwrap().clone()
     }
 }
 
 #[tokio::test]
-async fn the_model_is_told_where_in_its_sequence_a_request_stands() {
-    let rows = Rows::start(&sequences(CONTROLS)).await;
-    rows.open_gate();
+async fn control_inputs_describe_the_position_in_the_sequence() {
+    let rows = RowsServer::start(&sequences(CONTROLS)).await;
+    rows.release_all();
     for (id, place) in [("a", "start"), ("b", "middle"), ("c", "end")] {
-        one(rows.ask(part(id, 42, place))).await;
+        one(rows.infer(part(id, 42, place))).await;
     }
-    one(rows.ask(InferRequest { correlation_id: CorrelationId::Text("abc".into()), ..part("d", 0, "only") })).await;
+    one(rows.infer(InferRequest { correlation_id: CorrelationId::Text("abc".into()), ..part("d", 0, "only") })).await;
     let text_id = 0xe71f_a219_0541_574b_u64;
     assert_eq!(
         rows.batches(),
@@ -82,9 +82,9 @@ async fn the_model_is_told_where_in_its_sequence_a_request_stands() {
 }
 
 #[tokio::test]
-async fn a_sequence_keeps_its_place_in_the_batches_of_its_instance() {
-    let rows = Rows::start(&sequences(CONTROLS).replace("max_batch_size: 2", "max_batch_size: 3")).await;
-    rows.open_gate();
+async fn a_sequence_keeps_its_slot_in_the_batches_of_its_instance() {
+    let rows = RowsServer::start(&sequences(CONTROLS).replace("max_batch_size: 2", "max_batch_size: 3")).await;
+    rows.release_all();
     let null = "[START=0 END=0 READY=false ID=0]";
     for (id, sequence, place, batch) in [
         ("a", 1, "start", "0: a[START=1 END=0 READY=true ID=1]".to_owned()),
@@ -92,12 +92,12 @@ async fn a_sequence_keeps_its_place_in_the_batches_of_its_instance() {
         ("c", 3, "start", format!("0: {null} {null} c[START=1 END=0 READY=true ID=3]")),
         ("b", 2, "middle", format!("0: {null} b[START=0 END=0 READY=true ID=2] {null}")),
         ("a", 1, "end", format!("0: a[START=0 END=1 READY=true ID=1] {null} {null}")),
-        // The first place is free, and the next sequence gets it.
+        // The first slot is free, and the next sequence gets it.
         ("d", 4, "start", format!("0: d[START=1 END=0 READY=true ID=4] {null} {null}")),
         ("c", 3, "end", format!("0: {null} {null} c[START=0 END=1 READY=true ID=3]")),
         ("b", 2, "end", format!("0: {null} b[START=0 END=1 READY=true ID=2]")),
     ] {
-        one(rows.ask(part(id, sequence, place))).await;
+        one(rows.infer(part(id, sequence, place))).await;
         assert_eq!(rows.batches().pop().unwrap(), batch);
         eventually("the instance is free", || rows.server.num_in_flight() == 0).await;
     }
@@ -106,12 +106,12 @@ async fn a_sequence_keeps_its_place_in_the_batches_of_its_instance() {
 }
 
 #[tokio::test]
-async fn a_request_that_its_model_wants_again_is_a_sequence_of_its_own() {
+async fn a_rescheduled_request_is_a_sequence_of_its_own() {
     for strategy in ["direct { }", "oldest { max_candidate_sequences: 4 }"] {
-        let rows = Rows::start(&sequences(&format!("iterative_sequence: true {strategy} {CONTROLS}"))).await;
-        rows.open_gate();
+        let rows = RowsServer::start(&sequences(&format!("iterative_sequence: true {strategy} {CONTROLS}"))).await;
+        rows.release_all();
         for (id, batches) in [(1, ["START=1", "START=0"]), (2, ["START=1", "START=0"])] {
-            one(rows.ask(InferRequest { sequence_start: false, ..part("again", 0, "middle") })).await;
+            one(rows.infer(InferRequest { sequence_start: false, ..part("again", 0, "middle") })).await;
             let expected = batches.map(|start| format!("0: again[{start} END=0 READY=true ID={id}]"));
             assert_eq!(rows.batches()[2 * (id - 1)..], expected, "{strategy}");
         }
@@ -119,9 +119,9 @@ async fn a_request_that_its_model_wants_again_is_a_sequence_of_its_own() {
 }
 
 #[tokio::test]
-async fn a_request_outside_a_sequence_is_refused_in_the_words_clients_know() {
-    let rows = Rows::start(&sequences("max_sequence_idle_microseconds: 500000")).await;
-    rows.open_gate();
+async fn a_request_outside_a_sequence_gets_the_error_message_of_triton() {
+    let rows = RowsServer::start(&sequences("max_sequence_idle_microseconds: 500000")).await;
+    rows.release_all();
     let two_rows =
         InferRequest { inputs: vec![Tensor::from_f32("INPUT0", &[2, 1], &[1.0, 2.0])], ..part("two", 7, "start") };
     let start = "inference request for sequence 77 to model 'rows' must specify the START flag on the first request of the \
@@ -140,26 +140,26 @@ async fn a_request_outside_a_sequence_is_refused_in_the_words_clients_know() {
         let refused = rows.server.infer(request).unwrap_err();
         assert_eq!((refused.kind, refused.message.as_str()), (ErrorKind::InvalidArgument, words));
     }
-    one(rows.ask(part("a", 77, "start"))).await;
-    one(rows.ask(part("b", 77, "end"))).await;
+    one(rows.infer(part("a", 77, "start"))).await;
+    one(rows.infer(part("b", 77, "end"))).await;
     assert_eq!(rows.server.infer(part("after its end", 77, "middle")).unwrap_err().message, start);
-    one(rows.ask(part("a", 77, "start"))).await;
+    one(rows.infer(part("a", 77, "start"))).await;
     tokio::time::sleep(Duration::from_millis(700)).await;
     assert_eq!(rows.server.infer(part("idle too long", 77, "middle")).unwrap_err().message, start);
     assert_eq!(rows.server.model_statistics("rows", "").unwrap()[0].failures.other, 5);
 }
 
 #[tokio::test]
-async fn sequences_share_batches_and_keep_their_order() {
-    let rows = Rows::start(&sequences("oldest { max_candidate_sequences: 4 }")).await;
-    let mut streams = vec![rows.ask(part("a1", 1, "start"))];
+async fn sequences_share_batches_and_preserve_their_order() {
+    let rows = RowsServer::start(&sequences("oldest { max_candidate_sequences: 4 }")).await;
+    let mut streams = vec![rows.infer(part("a1", 1, "start"))];
     eventually("a1 runs", || rows.batches().len() == 1).await;
     for (id, sequence, place) in
         [("a2", 1, "middle"), ("a3", 1, "end"), ("b1", 2, "start"), ("b2", 2, "end"), ("c1", 3, "only")]
     {
-        streams.push(rows.ask(part(id, sequence, place)));
+        streams.push(rows.infer(part(id, sequence, place)));
     }
-    rows.open_gate();
+    rows.release_all();
     for stream in streams {
         one(stream).await;
     }
@@ -169,13 +169,13 @@ async fn sequences_share_batches_and_keep_their_order() {
 }
 
 #[tokio::test]
-async fn each_sequence_keeps_to_its_instance() {
+async fn each_sequence_stays_on_its_instance() {
     let config = format!("{} instance_group [ {{ count: 2 kind: KIND_CPU }} ]", sequences("direct { }"));
-    let rows = Rows::start(&config).await;
-    rows.open_gate();
+    let rows = RowsServer::start(&config).await;
+    rows.release_all();
     for round in 0..6 {
         let place = if round == 0 { "start" } else { "middle" };
-        let streams = [1, 2, 3, 4].map(|sequence| rows.ask(part(&format!("s{sequence}"), sequence, place)));
+        let streams = [1, 2, 3, 4].map(|sequence| rows.infer(part(&format!("s{sequence}"), sequence, place)));
         for stream in streams {
             one(stream).await;
         }
@@ -195,49 +195,49 @@ async fn each_sequence_keeps_to_its_instance() {
 }
 
 #[tokio::test]
-async fn a_sequence_without_a_slot_waits_until_another_ends_or_is_given_up() {
+async fn a_sequence_without_a_slot_waits_until_another_ends_or_times_out() {
     let config = sequences("direct { } max_sequence_idle_microseconds: 1000000")
         .replace("max_batch_size: 2", "max_batch_size: 1");
-    let rows = Rows::start(&config).await;
-    rows.open_gate();
-    one(rows.ask(part("a1", 1, "start"))).await;
-    let second = rows.ask(part("b1", 2, "start"));
+    let rows = RowsServer::start(&config).await;
+    rows.release_all();
+    one(rows.infer(part("a1", 1, "start"))).await;
+    let second = rows.infer(part("b1", 2, "start"));
     tokio::time::sleep(Duration::from_millis(30)).await;
     assert_eq!(rows.batches(), ["0: a1"]);
-    one(rows.ask(part("a2", 1, "end"))).await;
+    one(rows.infer(part("a2", 1, "end"))).await;
     one(second).await;
-    let asked = std::time::Instant::now();
-    one(rows.ask(part("c1", 3, "only"))).await;
-    assert!(asked.elapsed() >= Duration::from_millis(500), "the second sequence had its time");
+    let started = std::time::Instant::now();
+    one(rows.infer(part("c1", 3, "only"))).await;
+    assert!(started.elapsed() >= Duration::from_millis(500), "the second sequence ended by its idle timeout");
     assert_eq!(rows.batches(), ["0: a1", "0: a2", "0: b1", "0: c1"]);
 }
 
 #[tokio::test]
-async fn a_start_in_the_middle_begins_anew() {
-    let rows = Rows::start(&sequences(CONTROLS)).await;
-    rows.open_gate();
+async fn a_start_flag_in_the_middle_restarts_the_sequence() {
+    let rows = RowsServer::start(&sequences(CONTROLS)).await;
+    rows.release_all();
     for (id, place) in [("a", "start"), ("b", "start"), ("c", "end")] {
-        one(rows.ask(part(id, 1, place))).await;
+        one(rows.infer(part(id, 1, place))).await;
     }
     let starts: Vec<bool> = rows.batches().iter().map(|batch| batch.contains("START=1")).collect();
     assert_eq!(starts, [true, true, false]);
 }
 
 #[tokio::test]
-async fn a_state_comes_back_with_the_next_request_and_the_client_does_not_see_it() {
+async fn a_state_is_passed_to_the_next_request_and_not_to_the_client() {
     let state = r#"state [ { input_name: "INPUT_SUM" output_name: "OUTPUT_SUM" data_type: TYPE_FP32 dims: [ 1 ]
                              initial_state { data_type: TYPE_FP32 dims: [ 1 ] zero_data: true name: "zero" } } ]"#;
-    let rows = Rows::start(&sequences(state).replace("\"rows\"", "\"sum\"")).await;
+    let rows = RowsServer::start(&sequences(state).replace("\"rows\"", "\"sum\"")).await;
     for (sequence, place, expected) in
         [(1, "start", 1.0), (1, "middle", 2.0), (2, "start", 1.0), (1, "end", 3.0), (1, "start", 1.0)]
     {
-        let response = one(rows.ask(part("a", sequence, place))).await;
+        let response = one(rows.infer(part("a", sequence, place))).await;
         assert_eq!(response.outputs, [Tensor::from_f32("OUTPUT0", &[1, 1], &[expected])]);
     }
 }
 
 #[tokio::test]
-async fn a_state_starts_from_its_file() {
+async fn the_initial_value_of_a_state_can_come_from_a_file() {
     let state = |file| {
         let initial =
             format!(r#"initial_state {{ data_type: TYPE_FP32 dims: [ 1 ] data_file: "{file}" name: "ten" }}"#);
@@ -250,13 +250,13 @@ async fn a_state_starts_from_its_file() {
         ("nosuch", &[][..], "cannot read"),
         ("../ten", &[][..], "is not a name below `initial_state/`"),
     ] {
-        let world = World::new(&[("rows", &state(file))]);
-        let folder = world.root.path().join("rows/initial_state");
+        let repository = TestRepository::new(&[("rows", &state(file))]);
+        let folder = repository.root.path().join("rows/initial_state");
         std::fs::create_dir(&folder).unwrap();
         if !bytes.is_empty() {
             std::fs::write(folder.join(file), bytes).unwrap();
         }
-        let server = world.server(serving::ControlMode::None);
+        let server = repository.server(serving::ControlMode::None);
         match server.load_all().await {
             Ok(()) => {
                 for expected in [11.0, 11.0] {
@@ -273,31 +273,31 @@ async fn a_state_starts_from_its_file() {
 }
 
 #[tokio::test]
-async fn a_state_comes_back_with_a_request_that_its_model_wants_again() {
+async fn a_state_is_passed_to_a_rescheduled_request() {
     for strategy in ["direct { }", "oldest { max_candidate_sequences: 4 }"] {
         let state =
             r#"state [ { input_name: "INPUT_SUM" output_name: "OUTPUT_SUM" data_type: TYPE_FP32 dims: [ 1 ] } ]"#;
-        let rows = Rows::start(
+        let rows = RowsServer::start(
             &sequences(&format!("iterative_sequence: true {strategy} {state}")).replace("\"rows\"", "\"sum\""),
         )
         .await;
-        let told = |item: &Result<InferResponse, InferError>| {
+        let sum_of = |item: &Result<InferResponse, InferError>| {
             let response = item.as_ref().unwrap();
             assert!(response.outputs.iter().all(|output| output.name == "OUTPUT0"), "{response:?}");
             response.outputs[0].to_f32().unwrap()[0]
         };
-        // Twice, for nothing may be left of the first; at once, for each has its own.
+        // Twice, to show that no state remains; two requests at a time, to show that each has its own state.
         for _ in 0..2 {
-            let ask = |id| rows.ask(InferRequest { sequence_start: false, ..part(id, 0, "middle") });
-            let (loud, quiet) = tokio::join!(responses(ask("to three")), responses(ask("silently to three")));
-            assert_eq!(loud.iter().map(told).collect::<Vec<_>>(), [1.0, 2.0, 3.0], "{strategy}");
-            assert_eq!(quiet.iter().map(told).collect::<Vec<_>>(), [3.0], "{strategy}");
+            let infer = |id| rows.infer(InferRequest { sequence_start: false, ..part(id, 0, "middle") });
+            let (all, only_last) = tokio::join!(responses(infer("to three")), responses(infer("silently to three")));
+            assert_eq!(all.iter().map(sum_of).collect::<Vec<_>>(), [1.0, 2.0, 3.0], "{strategy}");
+            assert_eq!(only_last.iter().map(sum_of).collect::<Vec<_>>(), [3.0], "{strategy}");
         }
     }
 }
 
 #[test]
-fn configurations_that_cannot_work_say_why() {
+fn invalid_configurations_are_refused_with_a_reason() {
     for (fields, words) in [
         (
             "control_input [ { name: \"S\" control [ { kind: CONTROL_SEQUENCE_START } ] } ]",
@@ -312,9 +312,9 @@ fn configurations_that_cannot_work_say_why() {
             "use smaller `dims`",
         ),
     ] {
-        let world = World::new(&[("rows", &sequences(fields))]);
+        let repository = TestRepository::new(&[("rows", &sequences(fields))]);
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        let failures = runtime.block_on(world.server(serving::ControlMode::None).load_all()).unwrap_err();
+        let failures = runtime.block_on(repository.server(serving::ControlMode::None).load_all()).unwrap_err();
         assert!(failures[0].reason.contains(words), "{}", failures[0].reason);
     }
 }

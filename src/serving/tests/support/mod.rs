@@ -25,8 +25,8 @@ input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
 output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
 "#;
 
-/// Sends "<text>#<i>" for i below n; `final` says whether the last one is the final response or an empty one follows.
-/// With an output `note`, the first has it too.
+/// Sends "<text>#<i>" for each i below n. With the parameter `final` the last one is the final response, otherwise an empty
+/// response follows. The first response also has the output `note` where it is configured.
 pub const PIECES: &str = r#"backend: "pieces"
 model_transaction_policy { decoupled: true }
 input [ { name: "text" data_type: TYPE_STRING dims: [ 1 ] },
@@ -34,7 +34,7 @@ input [ { name: "text" data_type: TYPE_STRING dims: [ 1 ] },
 output [ { name: "piece" data_type: TYPE_STRING dims: [ 1 ] } ]
 "#;
 
-/// What a test sees and steers of the scripted backends.
+/// Lets a test observe and control the scripted backends.
 pub struct Script {
     pub loads: Mutex<Vec<String>>,
     pub dropped: AtomicUsize,
@@ -42,9 +42,9 @@ pub struct Script {
     pub unready: AtomicBool,
     /// Requests of the `gate` backend and executions of the `rows` backend wait here.
     pub gate: Arc<Semaphore>,
-    /// Requests that `echo` has answered.
+    /// Number of requests that `echo` has answered.
     pub echoes: AtomicUsize,
-    /// What the `rows` backend was given: the instance, and the requests' ids, with their sequences' controls.
+    /// Batches of the `rows` and `sum` backends: the instance, and the requests' ids with their control inputs.
     pub batches: Mutex<Vec<String>>,
 }
 
@@ -62,23 +62,23 @@ impl Script {
     }
 }
 
-impl Default for World {
+impl Default for TestRepository {
     fn default() -> Self {
         Self::new(&[])
     }
 }
 
-pub struct World {
+pub struct TestRepository {
     pub root: TempDir,
     pub script: Arc<Script>,
 }
 
-impl World {
+impl TestRepository {
     /// A repository of models, each with version 1.
     pub fn new(models: &[(&str, &str)]) -> Self {
-        let world = Self { root: tempfile::tempdir().unwrap(), script: Script::new() };
-        models.iter().for_each(|(name, config)| world.add(name, config, &["1"]));
-        world
+        let repository = Self { root: tempfile::tempdir().unwrap(), script: Script::new() };
+        models.iter().for_each(|(name, config)| repository.add(name, config, &["1"]));
+        repository
     }
 
     pub fn add(&self, name: &str, config: &str, versions: &[&str]) {
@@ -186,12 +186,12 @@ impl Backend for Scripted {
             return async move {
                 for BatchedRequest { request, responses } in batch {
                     let mut response = summed(&request);
-                    let goes_on = request.id.ends_with("to three") && response.outputs[0].to_f32().unwrap()[0] < 3.0;
-                    if goes_on && request.id.starts_with("silently") {
+                    let has_more = request.id.ends_with("to three") && response.outputs[0].to_f32().unwrap()[0] < 3.0;
+                    if has_more && request.id.starts_with("silently") {
                         response.outputs.remove(0);
                     }
-                    responses.send(Ok(InferResponse { is_final: !goes_on, ..response })).await;
-                    if goes_on {
+                    responses.send(Ok(InferResponse { is_final: !has_more, ..response })).await;
+                    if has_more {
                         assert!(responses.reschedule(request).is_ok(), "the queue takes it back");
                     }
                 }
@@ -246,24 +246,24 @@ fn echoed(request: &InferRequest) -> Vec<Tensor> {
     request.inputs.iter().map(rename).collect()
 }
 
-/// Counts the requests of its run, and joins all its inputs with that count: "a+b:2", and "!" on the last.
+/// Joins all inputs with the number of the request in its ensemble run: "a+b:2". The last request gets a "!".
 fn joined(request: &InferRequest) -> InferResponse {
     let texts: Vec<String> = request.inputs.iter().map(text_of).collect();
-    let place = request.step.clone().unwrap_or_default();
-    let count = place.with_state(
+    let step = request.step.clone().unwrap_or_default();
+    let count = step.with_state(
         || 0,
         |count| {
             *count += 1;
             *count
         },
     );
-    let end = if place.is_last { "!" } else { "" };
+    let end = if step.is_last { "!" } else { "" };
     let text = format!("{}:{count}{end}", texts.join("+"));
     let outputs = vec![Tensor::from_byte_strings("joined", &[1], &[text])];
     InferResponse { outputs, ..InferResponse::default() }
 }
 
-/// The text of a generator's piece in the general way.
+/// Detokenizes a generator's piece, for the general interpreter of ensembles.
 fn decoded(request: &InferRequest) -> InferResponse {
     let mut outputs = vec![Tensor { name: "OUTPUT".into(), ..request.input("TOKENS_BATCH").unwrap().clone() }];
     let passed_on = request.input("CUM_LOG_PROBS").cloned();
@@ -278,7 +278,7 @@ fn tokenizer() -> Arc<Tokenizer> {
     Arc::new(Tokenizer::from_dir(dir.path()).unwrap())
 }
 
-/// Adds its input to the sequence's state, and gives the sum back twice.
+/// Adds the input to the sequence's state, and returns the sum as output and as state.
 fn summed(request: &InferRequest) -> InferResponse {
     let value = |name: &str| request.input(name).unwrap().to_f32().unwrap()[0];
     let sum = value("INPUT0") + value("INPUT_SUM");
@@ -304,11 +304,11 @@ pub fn text_of(tensor: &Tensor) -> String {
     String::from_utf8(tensor.to_byte_strings().unwrap()[0].to_vec()).unwrap()
 }
 
-/// Ten pieces beside the same note: complete responses, and deltas where they are accepted. The last delta of each two says
-/// that nothing follows it now.
+/// Ten responses with a piece and a constant note. Responses 1 to 8 are deltas where the reader accepts them. Every second
+/// delta has `is_drained` set.
 struct Deltas {
     next: i32,
-    /// Those of a text ensemble; their text is the piece.
+    /// The outputs of a text ensemble, whose text is the piece.
     outputs: Option<TextOutputs>,
 }
 
@@ -434,7 +434,7 @@ pub async fn one(stream: ResponseStream) -> InferResponse {
     responses.remove(0).unwrap()
 }
 
-/// Waits until `done`, or fails after two seconds.
+/// Waits until `done` returns true; fails after two seconds.
 pub async fn eventually(what: &str, done: impl Fn() -> bool) {
     for _ in 0..400 {
         if done() {
