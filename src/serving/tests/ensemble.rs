@@ -310,7 +310,7 @@ async fn a_text_ensemble_has_the_same_responses_and_statistics_with_and_without_
         };
         let counted = ["ens", "join", "deltas", "decode"].map(counts);
         seen.push((whole, counted, server.num_in_flight()));
-        let expected = if decoder == DECODER { vec![false, true].repeat(4) } else { vec![] };
+        let expected = if decoder == DECODER { [false, true].repeat(4) } else { vec![] };
         assert_eq!(drained, expected, "{decoder}");
     }
     assert_eq!(seen[0].0, seen[1].0);
