@@ -167,7 +167,7 @@ async fn an_error_in_the_middle_of_a_stream_replaces_one_response() {
     let with =
         |parameter: &str| format!("{PIECES} parameters {{ key: \"{parameter}\" value {{ string_value: \"1\" }} }}");
     let steps = ["pieces: text=x n=n -> piece=y"];
-    let server = TestRepository::new(&[("pieces", &with("stumble_at")), ("ens", &ensemble(&steps))]).started().await;
+    let server = TestRepository::new(&[("pieces", &with("error_at")), ("ens", &ensemble(&steps))]).started().await;
     let direct = responses(server.infer(request("pieces", vec![text("text", "q")])).unwrap()).await;
     assert_eq!(texts(direct), ["q#0", "piece 1 failed", "q#2", " (final)"]);
     let all = responses(server.infer(request("ens", vec![text("x", "q")])).unwrap()).await;

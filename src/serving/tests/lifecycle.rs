@@ -64,7 +64,7 @@ async fn a_model_that_fails_to_load_does_not_stop_the_others() {
         lines[1..3],
         ["broken 1 UNAVAILABLE Internal: broken on purpose", "echo 1 READY"].map(str::to_owned)[..]
     );
-    for (model, version, kind, words) in [
+    for (model, version, kind, message) in [
         ("broken", "", ErrorKind::NotFound, "has no available versions"),
         ("broken", "1", ErrorKind::Unavailable, "version 1 is not at ready state"),
         ("empty", "", ErrorKind::NotFound, "has no available versions"),
@@ -73,8 +73,8 @@ async fn a_model_that_fails_to_load_does_not_stop_the_others() {
     ] {
         let refused =
             server.infer(InferRequest { model_version: version.into(), ..request(model, vec![]) }).unwrap_err();
-        let words = format!("Request for unknown model: '{model}' {words}");
-        assert_eq!((refused.kind, refused.message), (kind, words));
+        let message = format!("Request for unknown model: '{model}' {message}");
+        assert_eq!((refused.kind, refused.message), (kind, message));
     }
 }
 
@@ -182,8 +182,8 @@ async fn names_and_files_of_a_load_request_cannot_leave_their_directory() {
     let long = "a".repeat(300);
     for name in ["..", ".", "", "a/b", "a\0b", ".hidden", dir, above.as_str(), long.as_str()] {
         let error = server.load_model(name, load("1/x")).await.unwrap_err();
-        let words = format!("failed to load '{name}', failed to poll from model repository");
-        assert_eq!((error.kind, error.message), (ErrorKind::Internal, words));
+        let message = format!("failed to load '{name}', failed to poll from model repository");
+        assert_eq!((error.kind, error.message), (ErrorKind::Internal, message));
         server.unload_model(name, true).await.unwrap();
     }
     for file in ["../x", "/x", "", "1/../../x", &format!("{dir}/x"), &format!("{above}/x")] {
@@ -233,7 +233,7 @@ async fn loading_an_ensemble_loads_its_composing_models() {
 
 #[tokio::test]
 async fn an_ensemble_that_does_not_fit_its_models_is_refused_with_the_place() {
-    for (from, to, words) in [
+    for (from, to, message) in [
         ("key: \"INPUT0\"", "key: \"INPUT9\"", "`input_map` names `INPUT9`, which is no input of `echo`"),
         ("key: \"OUTPUT0\"", "key: \"OUTPUT9\"", "`output_map` names `OUTPUT9`, which is no output of `echo`"),
         (
@@ -251,7 +251,7 @@ async fn an_ensemble_that_does_not_fit_its_models_is_refused_with_the_place() {
         let repository = TestRepository::new(&[("echo", ECHO), ("ens", &ENSEMBLE.replace(from, to))]);
         let failures = repository.server(ControlMode::None).load_all().await.unwrap_err();
         assert_eq!(failures[0].model, "ens");
-        assert!(failures[0].reason.contains(words), "{}", failures[0].reason);
+        assert!(failures[0].reason.contains(message), "{}", failures[0].reason);
     }
 }
 
@@ -403,7 +403,7 @@ async fn warm_up_requests_run_before_the_model_serves_and_are_not_counted() {
 #[tokio::test]
 async fn a_model_whose_warm_up_fails_does_not_serve() {
     let config = format!("{ECHO} max_batch_size: 4 {WARM}");
-    for (from, to, words) in [
+    for (from, to, message) in [
         (
             "dims: [ 3 ]",
             "dims: [ -1 ]",
@@ -417,7 +417,7 @@ async fn a_model_whose_warm_up_fails_does_not_serve() {
     ] {
         let repository = TestRepository::new(&[("echo", &config.replacen(from, to, 1))]);
         let failures = repository.server(ControlMode::None).load_all().await.unwrap_err();
-        assert!(failures[0].reason.contains(words), "{}", failures[0].reason);
+        assert!(failures[0].reason.contains(message), "{}", failures[0].reason);
     }
 }
 

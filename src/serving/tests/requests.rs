@@ -34,14 +34,14 @@ async fn an_error_lists_some_names_and_counts_the_others() {
         server.infer(request("echo", (0..count).map(input).collect())).unwrap_err().message
     };
     let names = |count: usize| (0..count).map(|index| format!("'I{index}'")).collect::<Vec<_>>().join(",");
-    let words = |count: usize, listed: String| {
+    let message = |count: usize, listed: String| {
         format!(
             "[request id: <id_unknown>] expected 1 inputs but got {count} inputs for model 'echo'. Got input(s) [{listed}], but \
              the model does not take input(s) [{listed}]."
         )
     };
-    assert_eq!(many(32), words(32, names(32)));
-    assert_eq!(many(1024), words(1024, names(32) + " and 992 more"));
+    assert_eq!(many(32), message(32, names(32)));
+    assert_eq!(many(1024), message(1024, names(32) + " and 992 more"));
     assert_eq!(many(1025), "request has 1025 inputs, at most 1024 are allowed (--max-request-inputs)");
 }
 
@@ -169,11 +169,11 @@ async fn successes_failures_and_cancellations_are_counted_separately() {
     let gate = server.model_statistics("gate", "1").unwrap().remove(0);
     assert_eq!((gate.inference.success.count, gate.inference.fail.count, gate.failures.canceled), (0, 1, 1));
     assert_eq!(server.model_statistics("", "").unwrap().len(), 2);
-    for (name, version, words) in [
+    for (name, version, message) in [
         ("nosuch", "", "requested model 'nosuch' is not available"),
         ("echo", "9", "requested model version is not available for model 'echo'"),
     ] {
-        assert_eq!(server.model_statistics(name, version).unwrap_err().message, words);
+        assert_eq!(server.model_statistics(name, version).unwrap_err().message, message);
     }
 }
 

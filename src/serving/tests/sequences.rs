@@ -126,7 +126,7 @@ async fn a_request_outside_a_sequence_gets_the_error_message_of_triton() {
         InferRequest { inputs: vec![Tensor::from_f32("INPUT0", &[2, 1], &[1.0, 2.0])], ..part("two", 7, "start") };
     let start = "inference request for sequence 77 to model 'rows' must specify the START flag on the first request of the \
                  sequence";
-    for (request, words) in [
+    for (request, message) in [
         (
             part("none", 0, "start"),
             "inference request to model 'rows' must specify a non-zero or non-empty correlation ID",
@@ -138,7 +138,7 @@ async fn a_request_outside_a_sequence_gets_the_error_message_of_triton() {
         ),
     ] {
         let refused = rows.server.infer(request).unwrap_err();
-        assert_eq!((refused.kind, refused.message.as_str()), (ErrorKind::InvalidArgument, words));
+        assert_eq!((refused.kind, refused.message.as_str()), (ErrorKind::InvalidArgument, message));
     }
     one(rows.infer(part("a", 77, "start"))).await;
     one(rows.infer(part("b", 77, "end"))).await;
@@ -244,7 +244,7 @@ async fn the_initial_value_of_a_state_can_come_from_a_file() {
         let state = r#"state [ { input_name: "INPUT_SUM" output_name: "OUTPUT_SUM" data_type: TYPE_FP32 dims: [ 1 ] "#;
         sequences(&format!("{state} {initial} }} ]")).replace("\"rows\"", "\"sum\"")
     };
-    for (file, bytes, words) in [
+    for (file, bytes, message) in [
         ("ten", &10f32.to_le_bytes()[..], ""),
         ("short", &[0u8; 3][..], "does not hold the 1 elements of state `INPUT_SUM`"),
         ("nosuch", &[][..], "cannot read"),
@@ -263,10 +263,10 @@ async fn the_initial_value_of_a_state_can_come_from_a_file() {
                     let response = one(server.infer(part("a", 1, "only")).unwrap()).await;
                     assert_eq!(response.outputs, [Tensor::from_f32("OUTPUT0", &[1, 1], &[expected])]);
                 }
-                assert_eq!(words, "");
+                assert_eq!(message, "");
             }
             Err(failures) => {
-                assert!(!words.is_empty() && failures[0].reason.contains(words), "{}", failures[0].reason)
+                assert!(!message.is_empty() && failures[0].reason.contains(message), "{}", failures[0].reason)
             }
         }
     }
@@ -289,7 +289,7 @@ async fn a_state_is_passed_to_a_rescheduled_request() {
         // Twice, to show that no state remains; two requests at a time, to show that each has its own state.
         for _ in 0..2 {
             let infer = |id| rows.infer(InferRequest { sequence_start: false, ..part(id, 0, "middle") });
-            let (all, only_last) = tokio::join!(responses(infer("to three")), responses(infer("silently to three")));
+            let (all, only_last) = tokio::join!(responses(infer("to three")), responses(infer("last sum to three")));
             assert_eq!(all.iter().map(sum_of).collect::<Vec<_>>(), [1.0, 2.0, 3.0], "{strategy}");
             assert_eq!(only_last.iter().map(sum_of).collect::<Vec<_>>(), [3.0], "{strategy}");
         }
@@ -298,7 +298,7 @@ async fn a_state_is_passed_to_a_rescheduled_request() {
 
 #[test]
 fn invalid_configurations_are_refused_with_a_reason() {
-    for (fields, words) in [
+    for (fields, message) in [
         (
             "control_input [ { name: \"S\" control [ { kind: CONTROL_SEQUENCE_START } ] } ]",
             "control input `S` needs two values",
@@ -315,6 +315,6 @@ fn invalid_configurations_are_refused_with_a_reason() {
         let repository = TestRepository::new(&[("rows", &sequences(fields))]);
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let failures = runtime.block_on(repository.server(serving::ControlMode::None).load_all()).unwrap_err();
-        assert!(failures[0].reason.contains(words), "{}", failures[0].reason);
+        assert!(failures[0].reason.contains(message), "{}", failures[0].reason);
     }
 }

@@ -187,7 +187,7 @@ impl Backend for Scripted {
                 for BatchedRequest { request, responses } in batch {
                     let mut response = summed(&request);
                     let has_more = request.id.ends_with("to three") && response.outputs[0].to_f32().unwrap()[0] < 3.0;
-                    if has_more && request.id.starts_with("silently") {
+                    if has_more && request.id.starts_with("last") {
                         response.outputs.remove(0);
                     }
                     responses.send(Ok(InferResponse { is_final: !has_more, ..response })).await;
@@ -362,12 +362,12 @@ impl Scripted {
         let data_is_final = self.model.config.parameter("final").is_some();
         let has_note = self.model.config.output.iter().any(|output| output.name == "note");
         let fail_at = self.model.config.parameter("fail_at").map(|at| at.parse::<i32>().unwrap());
-        let stumble_at = self.model.config.parameter("stumble_at").map(|at| at.parse::<i32>().unwrap());
+        let error_at = self.model.config.parameter("error_at").map(|at| at.parse::<i32>().unwrap());
         let (sender, stream) = ResponseStream::channel(1);
         let script = self.script.clone();
         tokio::spawn(async move {
             for i in 0..n {
-                if stumble_at == Some(i) {
+                if error_at == Some(i) {
                     sender.send(Err(InferError::internal(format!("piece {i} failed")))).await;
                     continue;
                 }
