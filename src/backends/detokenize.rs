@@ -26,7 +26,7 @@ const PASSED_ON: [&str; 5] =
 pub(crate) struct DetokenizeFactory;
 
 impl BackendFactory for DetokenizeFactory {
-    /// Releases before 0.9 demand log probabilities, which only requests that ask for them have here.
+    /// Releases before 0.9 demand log probabilities, which are only there for requests that ask for them.
     fn complete(&self, config: &mut ModelConfig) {
         let passed_on = config.input.iter_mut().filter(|input| PASSED_ON.contains(&input.name.as_str()));
         passed_on.for_each(|input| input.optional = true);
@@ -81,8 +81,8 @@ impl Backend for Detokenize {
     fn infer(&self, request: InferRequest) -> Result<ResponseStream, InferError> {
         let inputs = Inputs::of(&request);
         let tokens = Tokens::new(&inputs, self.is_nested)?;
-        if let Some(told) = inputs.told {
-            return self.behind(&inputs, &tokens, &token_ids(told)?).map(ResponseStream::ready);
+        if let Some(num_decoded) = inputs.num_decoded {
+            return self.behind(&inputs, &tokens, &token_ids(num_decoded)?).map(ResponseStream::ready);
         }
         let texts = match &request.step {
             Some(step) => step.with_state(Texts::default, |texts| self.push(texts, &tokens, step.is_last)),
@@ -108,15 +108,16 @@ impl Backend for Detokenize {
 
 impl Detokenize {
     /// LMDeploy's form: the client sends all tokens of a sequence and how many of them it has the text of.
-    fn behind(&self, inputs: &Inputs, tokens: &Tokens, told: &[u32]) -> Result<InferResponse, InferError> {
+    fn behind(&self, inputs: &Inputs, tokens: &Tokens, num_decoded: &[u32]) -> Result<InferResponse, InferError> {
         let skip = inputs.skip_special_tokens.map(token_ids).transpose()?;
         let skip = skip.and_then(|skip| skip.first().copied()).map_or(self.skip_special_tokens, |skip| skip != 0);
         let text = |(row, ids): (usize, &[u32])| {
-            let told = told.get(row).or(told.first()).map_or(0, |&told| (told as usize).min(ids.len()));
+            let begin =
+                num_decoded.get(row).or(num_decoded.first()).map_or(0, |&begin| (begin as usize).min(ids.len()));
             let mut text = Detokenizer::new(self.tokenizer.clone(), skip);
-            ids[..told].iter().for_each(|&id| text.push_into(id, &mut String::new()));
+            ids[..begin].iter().for_each(|&id| text.push_into(id, &mut String::new()));
             let mut behind = String::new();
-            ids[told..].iter().for_each(|&id| text.push_into(id, &mut behind));
+            ids[begin..].iter().for_each(|&id| text.push_into(id, &mut behind));
             text.finish_into(&mut behind);
             behind
         };
@@ -161,7 +162,7 @@ struct Inputs<'a> {
     sequence_index: Option<&'a Tensor>,
     sequence_end: Option<&'a Tensor>,
     /// How many tokens the client has the text of, in LMDeploy's form.
-    told: Option<&'a Tensor>,
+    num_decoded: Option<&'a Tensor>,
     skip_special_tokens: Option<&'a Tensor>,
 }
 
@@ -175,7 +176,7 @@ impl<'a> Inputs<'a> {
                 "SEQUENCE_LENGTH" => &mut inputs.lengths,
                 "SEQUENCE_INDEX" => &mut inputs.sequence_index,
                 "SEQUENCE_END" => &mut inputs.sequence_end,
-                "sequence_length" => &mut inputs.told,
+                "sequence_length" => &mut inputs.num_decoded,
                 "skip_special_tokens" => &mut inputs.skip_special_tokens,
                 _ => continue,
             };

@@ -24,18 +24,18 @@ pub struct Coalesce<T> {
     gathered: BytesMut,
     /// How much was gathered when the streams were last given a turn.
     yielded_at: usize,
-    heard: Arc<AtomicBool>,
+    received: Arc<AtomicBool>,
 }
 
 impl<T: AsyncWrite + Unpin> Coalesce<T> {
     /// Gathers writes to `inner`.
     pub fn new(inner: T) -> Self {
-        Self { inner, gathered: BytesMut::new(), yielded_at: 0, heard: Arc::default() }
+        Self { inner, gathered: BytesMut::new(), yielded_at: 0, received: Arc::default() }
     }
 
     /// Set by each read that brings something, for who watches whether the other end lives.
-    pub fn heard(&self) -> Arc<AtomicBool> {
-        self.heard.clone()
+    pub fn received(&self) -> Arc<AtomicBool> {
+        self.received.clone()
     }
 
     fn poll_write_gathered(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -107,7 +107,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for Coalesce<T> {
         let before = buffer.filled().len();
         let polled = Pin::new(&mut self.inner).poll_read(context, buffer);
         if buffer.filled().len() > before {
-            self.heard.store(true, Relaxed);
+            self.received.store(true, Relaxed);
         }
         polled
     }

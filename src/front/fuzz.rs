@@ -18,7 +18,7 @@ use crate::budget::{Budget, Pace};
 use crate::coding::Coding;
 use crate::grpc_scan::{Kind, scan};
 use crate::grpc_service::grpc_service;
-use crate::http2::{Patience, Together};
+use crate::http2::{GrpcConnection, KeepAliveConfig};
 use crate::reply::InferReply;
 use crate::shared_memory::{ClientObjects, MemoryKind, SharedMemory};
 use crate::state::State;
@@ -120,20 +120,26 @@ impl Front {
         exchange(&[head.as_bytes(), body].concat(), false, serve).await
     }
 
-    /// What a client of the gRPC port hears that sends these bytes behind the HTTP/2 preface, and then closes.
+    /// What a client of the gRPC port receives that sends these bytes after the HTTP/2 preface, and then closes.
     pub async fn grpc(&self, frames: &[u8]) -> Vec<u8> {
         const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
         let (silence, answer) = (self.0.config.grpc_keepalive_time, self.0.config.grpc_keepalive_timeout);
         let mut service = grpc_service(self.0.clone());
         let serve = |io: DuplexStream| async move {
             let begin = |request, respond| service.begin(request, respond);
-            let _ = Together::new(io, Arc::default(), Patience { silence, answer, look: silence }, begin).await;
+            let _ = GrpcConnection::new(
+                io,
+                Arc::default(),
+                KeepAliveConfig { silence, answer, check_interval: silence },
+                begin,
+            )
+            .await;
         };
         exchange(&[PREFACE, frames].concat(), true, serve).await
     }
 }
 
-/// Sends bytes to a server and hears it out; `closes` when everything was sent and calls had turns to be answered.
+/// Sends bytes to a server and reads all that it sends; `closes` when everything was sent and calls had turns to be answered.
 async fn exchange<S: Future<Output = ()>>(
     bytes: &[u8],
     closes: bool,
@@ -152,10 +158,10 @@ async fn exchange<S: Future<Output = ()>>(
             let _ = writer.shutdown().await;
         }
     };
-    let mut heard = Vec::new();
-    let (_, _, read) = tokio::join!(serve(server), write, reader.read_to_end(&mut heard));
+    let mut received = Vec::new();
+    let (_, _, read) = tokio::join!(serve(server), write, reader.read_to_end(&mut received));
     read.expect("memory can be read");
-    heard
+    received
 }
 
 /// Regions of one object, by what clients ask of them.

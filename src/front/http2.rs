@@ -16,18 +16,18 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::coop::has_budget_remaining;
 use tokio::time::{Instant, Sleep, sleep};
 
-mod alarm;
 mod answer;
 mod calls;
+mod connection_waker;
 mod keep_alive;
 mod request_body;
 
-use alarm::Alarm;
 pub use answer::{Gone, poll_room, send};
 use calls::Calls;
 pub use calls::{Call, Progress};
+use connection_waker::ConnectionWaker;
 use keep_alive::KeepAlive;
-pub use keep_alive::Patience;
+pub use keep_alive::KeepAliveConfig;
 pub use request_body::RequestBody;
 
 use crate::coalesce::Coalesce;
@@ -47,16 +47,16 @@ const MAX_UNWRITTEN_BYTES: usize = 400 << 10;
 /// Calls that we broke off for what their client did wrong; behind them the connection ends.
 const MAX_BROKEN_CALLS: usize = 1024;
 
-/// A connection and its calls as one future, which ends with the connection.
-pub struct Together<T, F> {
+/// A gRPC connection and its calls as one future, which ends with the connection.
+pub struct GrpcConnection<T, F> {
     wire: Wire<T>,
     begin: F,
     calls: Calls,
-    patience: Patience,
+    keep_alive: KeepAliveConfig,
     is_leaving: bool,
-    /// Runs while there are calls.
-    look: Option<Pin<Box<Sleep>>>,
-    alarm: Arc<Alarm>,
+    /// The check of calls that wait; set while there are calls.
+    check: Option<Pin<Box<Sleep>>>,
+    connection_waker: Arc<ConnectionWaker>,
     waker: Waker,
 }
 
@@ -66,13 +66,13 @@ enum Wire<T> {
     Open(Connection<Coalesce<T>, Bytes>, KeepAlive),
 }
 
-impl<T, F> Together<T, F>
+impl<T, F> GrpcConnection<T, F>
 where
     T: AsyncRead + AsyncWrite + Unpin,
     F: FnMut(Request<RequestBody>, SendResponse<Bytes>) -> Option<Box<dyn Call>>,
 {
     /// Serves a client over `io`, busy while it has calls; each of its calls is what `begin` makes of it.
-    pub fn new(io: T, activity: Arc<Activity>, patience: Patience, begin: F) -> Self {
+    pub fn new(io: T, activity: Arc<Activity>, keep_alive: KeepAliveConfig, begin: F) -> Self {
         let mut settings = Builder::new();
         settings
             .initial_window_size(WINDOW_BYTES)
@@ -83,22 +83,22 @@ where
             .max_send_buffer_size(MAX_UNWRITTEN_BYTES)
             .max_local_error_reset_streams(Some(MAX_BROKEN_CALLS));
         let io = Coalesce::new(io);
-        let heard = io.heard();
-        let (alarm, calls) = (Arc::<Alarm>::default(), Calls::new(activity));
-        let waker = Waker::from(alarm.clone());
-        let wire = Wire::Handshake(settings.handshake(io), heard);
-        Self { wire, begin, calls, patience, is_leaving: false, look: None, alarm, waker }
+        let received = io.received();
+        let (connection_waker, calls) = (Arc::<ConnectionWaker>::default(), Calls::new(activity));
+        let waker = Waker::from(connection_waker.clone());
+        let wire = Wire::Handshake(settings.handshake(io), received);
+        Self { wire, begin, calls, keep_alive, is_leaving: false, check: None, connection_waker, waker }
     }
 
-    /// Has all calls look at what they wait for, now and then: one timer for all of them.
-    fn poll_look(&mut self, context: &mut Context<'_>) {
+    /// Has all calls check what they wait for in intervals: one timer serves all of them.
+    fn poll_check(&mut self, context: &mut Context<'_>) {
         if self.calls.are_none() {
             return;
         }
-        let look = self.look.get_or_insert_with(|| Box::pin(sleep(self.patience.look)));
-        while look.as_mut().poll(context).is_ready() {
+        let check = self.check.get_or_insert_with(|| Box::pin(sleep(self.keep_alive.check_interval)));
+        while check.as_mut().poll(context).is_ready() {
             self.calls.wake_all();
-            look.as_mut().reset(Instant::now() + self.patience.look);
+            check.as_mut().reset(Instant::now() + self.keep_alive.check_interval);
         }
     }
 
@@ -106,13 +106,13 @@ where
     fn poll_wire(&mut self, context: &mut Context<'_>) -> Poll<Result<(), h2::Error>> {
         loop {
             match &mut self.wire {
-                Wire::Handshake(handshake, heard) => {
+                Wire::Handshake(handshake, received) => {
                     let mut connection = ready!(Pin::new(handshake).poll(context))?;
                     if self.is_leaving {
                         connection.graceful_shutdown();
                     }
-                    let ping_pong = connection.ping_pong().expect("nobody else took it");
-                    let keep_alive = KeepAlive::new(self.patience, ping_pong, heard.clone());
+                    let ping_pong = connection.ping_pong().expect("it was not taken before");
+                    let keep_alive = KeepAlive::new(self.keep_alive, ping_pong, received.clone());
                     self.wire = Wire::Open(connection, keep_alive);
                 }
                 Wire::Open(connection, keep_alive) => {
@@ -123,7 +123,7 @@ where
                     let Some(call) = ready!(connection.poll_accept(context)) else { return Poll::Ready(Ok(())) };
                     let (request, respond) = call?;
                     if let Some(call) = (self.begin)(request.map(RequestBody::new), respond) {
-                        self.calls.push(call, &self.alarm);
+                        self.calls.push(call, &self.connection_waker);
                     }
                 }
             }
@@ -131,7 +131,7 @@ where
     }
 }
 
-impl<T, F> Future for Together<T, F>
+impl<T, F> Future for GrpcConnection<T, F>
 where
     T: AsyncRead + AsyncWrite + Unpin,
     F: FnMut(Request<RequestBody>, SendResponse<Bytes>) -> Option<Box<dyn Call>> + Unpin,
@@ -140,32 +140,32 @@ where
 
     fn poll(mut self: Pin<&mut Self>, outer: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
-        this.alarm.task.register(outer.waker());
+        this.connection_waker.task.register(outer.waker());
         let waker = this.waker.clone();
         let mut context = Context::from_waker(&waker);
         for _ in 0..MAX_ROUNDS {
-            this.alarm.begin();
+            this.connection_waker.begin();
             while this.calls.proceed() {
-                this.alarm.begin();
+                this.connection_waker.begin();
             }
             if let Poll::Ready(result) = this.poll_wire(&mut context) {
                 return Poll::Ready(result);
             }
-            this.poll_look(&mut context);
-            if this.alarm.rest() {
+            this.poll_check(&mut context);
+            if this.connection_waker.end_round() {
                 return Poll::Pending;
             }
             if !has_budget_remaining() {
                 break;
             }
         }
-        this.alarm.end();
+        this.connection_waker.end();
         outer.waker().wake_by_ref();
         Poll::Pending
     }
 }
 
-impl<T, F> listener::Connection for Together<T, F>
+impl<T, F> listener::Connection for GrpcConnection<T, F>
 where
     T: AsyncRead + AsyncWrite + Unpin,
     F: FnMut(Request<RequestBody>, SendResponse<Bytes>) -> Option<Box<dyn Call>> + Unpin,
@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     const LONG: Duration = Duration::from_secs(60);
-    const NEVER: Patience = Patience { silence: LONG, answer: LONG, look: LONG };
+    const NEVER: KeepAliveConfig = KeepAliveConfig { silence: LONG, answer: LONG, check_interval: LONG };
 
     /// A call that sends what it is given, a piece at a time.
     async fn pass_on(mut pieces: mpsc::UnboundedReceiver<u8>, mut respond: SendResponse<Bytes>) {
@@ -207,13 +207,16 @@ mod tests {
     }
 
     /// What `begin` makes of the calls of a client.
-    async fn serve<F>(patience: Patience, begin: F) -> (client::SendRequest<Bytes>, tokio::task::JoinHandle<()>)
+    async fn serve<F>(
+        keep_alive: KeepAliveConfig,
+        begin: F,
+    ) -> (client::SendRequest<Bytes>, tokio::task::JoinHandle<()>)
     where
         F: FnMut(Request<RequestBody>, SendResponse<Bytes>) -> Option<Box<dyn Call>> + Unpin + Send + 'static,
     {
         let (server, client) = tokio::io::duplex(1 << 16);
         let serving =
-            tokio::spawn(async move { Together::new(server, Arc::default(), patience, begin).await.unwrap() });
+            tokio::spawn(async move { GrpcConnection::new(server, Arc::default(), keep_alive, begin).await.unwrap() });
         // The pieces are small, and many before they are read.
         let client = client::Builder::new().data_frame_budget(usize::MAX).handshake(client).await;
         let (requests, driver) = client.unwrap();
@@ -292,31 +295,35 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_client_is_asked_for_a_sign_of_life_and_let_go_without_one() {
-        let patience = Patience { silence: Duration::from_millis(20), answer: Duration::from_millis(200), look: LONG };
+    async fn a_silent_client_is_pinged_and_given_up_without_an_answer() {
+        let keep_alive = KeepAliveConfig {
+            silence: Duration::from_millis(20),
+            answer: Duration::from_millis(200),
+            check_interval: LONG,
+        };
         let (server, mut silent) = shake_hands().await;
-        timeout(LONG, Together::new(server, Arc::default(), patience, |_, _| None))
+        timeout(LONG, GrpcConnection::new(server, Arc::default(), keep_alive, |_, _| None))
             .await
             .expect("it waited for ever")
             .unwrap();
-        let mut heard = Vec::new();
-        silent.read_to_end(&mut heard).await.unwrap();
+        let mut received = Vec::new();
+        silent.read_to_end(&mut received).await.unwrap();
         let is_ping = |frame: &[u8]| frame[..5] == [0, 0, 8, 6, 0];
-        assert!(heard.windows(9).any(is_ping), "it was not asked: {heard:?}");
-        // One that answers is kept.
-        let (requests, serving) = serve(patience, |_, _| None).await;
-        assert!(timeout(4 * patience.answer, serving).await.is_err(), "a client that answers was let go");
+        assert!(received.windows(9).any(is_ping), "no ping was sent: {received:?}");
+        // A client that answers is kept.
+        let (requests, serving) = serve(keep_alive, |_, _| None).await;
+        assert!(timeout(4 * keep_alive.answer, serving).await.is_err(), "a client that answers was given up");
         drop(requests);
     }
 
     #[tokio::test]
-    async fn a_connection_that_is_to_end_before_it_has_begun_does() {
+    async fn a_connection_that_should_end_before_its_handshake_ends() {
         let (server, client) = tokio::io::duplex(1 << 16);
-        let mut together = Box::pin(Together::new(server, Arc::default(), NEVER, |_, _| None));
+        let mut together = Box::pin(GrpcConnection::new(server, Arc::default(), NEVER, |_, _| None));
         listener::Connection::graceful_shutdown(together.as_mut());
         let serving = tokio::spawn(together);
         let (_requests, driver) = client::handshake(client).await.unwrap();
-        let _ = timeout(LONG, driver).await.expect("the client was not told");
+        let _ = timeout(LONG, driver).await.expect("the client got no end");
         assert!(timeout(LONG, serving).await.is_ok(), "it went on");
     }
 }

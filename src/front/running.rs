@@ -24,7 +24,7 @@ use crate::body::ReplyBody;
 use crate::config::Config;
 use crate::connections::Busy;
 use crate::grpc_service::grpc_service;
-use crate::http2::{Patience, Together};
+use crate::http2::{GrpcConnection, KeepAliveConfig};
 use crate::kserve_http::{self, Reply};
 use crate::listener::{Limits, Port, StartError, bind};
 use crate::metrics::{self, MetricsSource};
@@ -141,7 +141,7 @@ async fn listen(
 }
 
 fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<State>) -> std::io::Result<Port> {
-    let (config, look) = (state.config.clone(), state.budget.pace().first_look());
+    let (config, check_interval) = (state.config.clone(), state.budget.pace().first_look());
     let service = grpc_service(state);
     let limits = Limits {
         max_age: config.grpc_max_connection_age,
@@ -149,10 +149,11 @@ fn serve_grpc(listener: TcpListener, acceptor: Option<TlsAcceptor>, state: Arc<S
         preface_bytes: PREFACE_BYTES,
         ..http_limits(&config)
     };
-    let patience = Patience { silence: config.grpc_keepalive_time, answer: config.grpc_keepalive_timeout, look };
+    let keep_alive =
+        KeepAliveConfig { silence: config.grpc_keepalive_time, answer: config.grpc_keepalive_timeout, check_interval };
     Port::open(listener, limits, acceptor, move |stream, activity| {
         let mut service = service.clone();
-        Together::new(stream, activity, patience, move |request, respond| service.begin(request, respond))
+        GrpcConnection::new(stream, activity, keep_alive, move |request, respond| service.begin(request, respond))
     })
 }
 

@@ -1,4 +1,4 @@
-//! What can be said of an LLM before any worker starts: by the loader, by `trireme lint`, with the same words.
+//! Checks of an LLM before any worker starts, for the loader and for `trireme lint`.
 
 use std::sync::Arc;
 
@@ -46,7 +46,7 @@ impl BackendFactory for CheckFactory {
     }
 }
 
-/// A model with which nothing is wrong. It answers warm-up requests, and nobody else asks it.
+/// A model whose check found nothing wrong. It answers warm-up requests only.
 pub struct Sound;
 
 impl Backend for Sound {

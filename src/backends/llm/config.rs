@@ -77,7 +77,7 @@ pub(crate) struct LlmConfig {
     pub(crate) exclude_input: bool,
     /// Outputs declared in `config.pbtxt`.
     pub(crate) outputs: Vec<String>,
-    /// Clients find log probabilities and logits that they did not ask for, as zeros.
+    /// Log probabilities and logits that were not requested are sent as zeros.
     pub(crate) has_stand_ins: bool,
     /// The type in which logits are returned: FP32, FP16 or BF16.
     pub(crate) logits_type: DataType,

@@ -51,10 +51,10 @@ pub(crate) struct Group {
     links: Vec<Option<Link>>,
     /// The first rank of each node but rank 0's, for the workers there: relayed once they all run.
     leaders: Vec<u32>,
-    /// The worker that tells tokens.
+    /// The worker that reports tokens.
     reporter: usize,
     exchange: Vec<Option<Vec<u8>>>,
-    /// Where the threads of each worker are, once they were asked.
+    /// The stacks of each worker's threads, once they were requested.
     stacks: Vec<Option<String>>,
     /// Those whose process runs.
     workers: Vec<WorkerFigures>,
@@ -67,11 +67,11 @@ enum Link {
     /// On rank 0's node: its rings.
     Rings { plans: RingSender, outputs: RingReceiver },
     /// On another: its rings there, and what came of its messages.
-    Relayed { rings: RelayedWorker, heard: VecDeque<Vec<u8>> },
+    Relayed { rings: RelayedWorker, received: VecDeque<Vec<u8>> },
 }
 
 impl Group {
-    /// Tells the agents of the model's ranks to start a worker each; `listener` hears how it goes.
+    /// Has the agents of the model's ranks start a worker each; `listener` gets their events.
     pub(crate) fn start(
         config: &LlmConfig,
         replica: u32,
@@ -114,9 +114,9 @@ impl Group {
         group
     }
 
-    /// Takes an agent's news: opens the rings of a started worker, or tells why one ended.
-    pub(crate) fn hear(&mut self, news: FromAgent) -> Result<(), Lost> {
-        match news {
+    /// Takes an agent's event: opens the rings of a worker that started; fails for one that ended.
+    pub(crate) fn take_event(&mut self, event: FromAgent) -> Result<(), Lost> {
+        match event {
             FromAgent::Started { worker, .. }
             | FromAgent::Relayed { worker, .. }
             | FromAgent::Ended { worker, .. }
@@ -146,8 +146,8 @@ impl Group {
                 Ok(())
             }
             FromAgent::Relayed { worker, bytes } => {
-                if let Some(Some(Link::Relayed { heard, .. })) = self.links.get_mut(worker.tp_rank as usize) {
-                    heard.push_back(bytes);
+                if let Some(Some(Link::Relayed { received, .. })) = self.links.get_mut(worker.tp_rank as usize) {
+                    received.push_back(bytes);
                 }
                 Ok(())
             }
@@ -209,13 +209,13 @@ impl Group {
 
     fn link(&self, rings: RelayedWorker) -> Result<Link, Lost> {
         if self.node_of(rings.worker.tp_rank as usize) != self.agents.nodes().of(0) {
-            return Ok(Link::Relayed { rings, heard: VecDeque::new() });
+            return Ok(Link::Relayed { rings, received: VecDeque::new() });
         }
         let RelayedWorker { plan_ring, output_ring, .. } = &rings;
         Link::open(plan_ring, output_ring).map_err(|error| Lost::new(error.to_string()))
     }
 
-    /// Once all workers on the node of `worker` run: asks the first rank there to carry messages to and from them.
+    /// Once all workers on the node of `worker` run, has the first rank there relay messages to and from them.
     fn relay_node(&self, worker: WorkerId) {
         let node = self.node_of(worker.tp_rank as usize);
         let links = self.links.iter().enumerate().filter(|&(index, _)| self.node_of(index) == node);
@@ -230,7 +230,7 @@ impl Group {
         }
     }
 
-    /// Asks every worker where its threads are; answers come as news.
+    /// Requests the stacks of every worker's threads; the answers come as events.
     pub(crate) fn ask_for_stacks(&self) {
         for tp_rank in 0..self.links.len() as u32 {
             let worker = WorkerId { instance: self.instance, tp_rank };
@@ -273,12 +273,12 @@ impl Group {
         }
     }
 
-    /// The next message of the worker that tells tokens, as [`Group::receive`].
+    /// The next message of the worker that reports tokens, as [`Group::receive`].
     pub(crate) fn next_report(&mut self, timeout: Duration) -> Result<Option<FromWorker>, Lost> {
         self.receive(self.reporter, timeout)
     }
 
-    /// What one worker has for all others, which hear it once each has said its own.
+    /// What one worker sends to all others; it is passed on once every worker has sent its own.
     pub(crate) fn exchange(&mut self, index: usize, bytes: Vec<u8>) -> Result<(), Lost> {
         self.exchange[index] = Some(bytes);
         if self.exchange.iter().any(Option::is_none) {
@@ -313,14 +313,14 @@ impl Group {
     pub(crate) fn receive(&mut self, index: usize, timeout: Duration) -> Result<Option<FromWorker>, Lost> {
         match &mut self.links[index] {
             None => return Ok(None),
-            Some(Link::Relayed { heard, .. }) => match heard.pop_front() {
+            Some(Link::Relayed { received, .. }) => match received.pop_front() {
                 Some(bytes) => self.bytes = bytes,
                 None => return Ok(None),
             },
             Some(Link::Rings { outputs, .. }) => match outputs.recv(&mut self.bytes, timeout) {
                 Ok(Received::Message) => {}
                 Ok(_) => return Ok(None),
-                // Its agent will say why; until then there is nothing to hear.
+                // Its agent will report why; until then there is nothing to read.
                 Err(RecvError::PeerGone { .. }) => {
                     std::thread::sleep(Duration::from_millis(1));
                     return Ok(None);
@@ -346,7 +346,7 @@ impl Group {
         }
     }
 
-    /// Ends the workers: asks them first when `kindly`.
+    /// Ends the workers: with a message first when `kindly`.
     pub(crate) fn end(&self, kindly: bool) {
         for tp_rank in 0..self.links.len() as u32 {
             let worker = WorkerId { instance: self.instance, tp_rank };

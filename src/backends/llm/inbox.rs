@@ -1,4 +1,4 @@
-//! How other threads hand work to the step thread, which may be waiting for its workers.
+//! Messages to the step thread, which may be waiting for its workers.
 
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Instant;
@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use super::event_queue;
 use super::ledger::Report;
 
-/// What the step thread is told.
+/// A message to the step thread.
 pub(crate) enum Message {
     /// The sequences of a request, all taken or none, and where their events go. At `timeout` they are refused if none has
     /// had a step by then, or, when the flag is false, others are served before them.
@@ -20,9 +20,9 @@ pub(crate) enum Message {
     Cancel(SequenceId),
     /// A stop word was found in its text.
     Finish(SequenceId),
-    /// News of a worker.
+    /// An event of a worker.
     Agent(FromAgent),
-    /// Tell who holds what.
+    /// Report which sequences hold what.
     Ledger(oneshot::Sender<Report>),
     /// End the workers, then this thread.
     Stop { done: oneshot::Sender<()> },

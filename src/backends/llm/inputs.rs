@@ -314,9 +314,9 @@ fn top_p_reset(config: &LlmConfig, request: &InferRequest) -> Result<Option<Toke
 /// `end_id` of the request, else the checkpoint's. One that no token has means none: benchmarks of other servers send 1048576
 /// for answers of a fixed length.
 fn end_ids(config: &LlmConfig, request: &InferRequest) -> Result<Vec<TokenId>, InferError> {
-    let asked = scalar::<i64>(request, &["end_id"])?;
+    let requested = scalar::<i64>(request, &["end_id"])?;
     let of = |id: i64| token(config, "end_id", id).into_iter().collect();
-    Ok(asked.map_or_else(|| config.end_ids.clone(), of))
+    Ok(requested.map_or_else(|| config.end_ids.clone(), of))
 }
 
 fn logit_bias(config: &LlmConfig, request: &InferRequest) -> Result<Vec<(TokenId, f32)>, InferError> {

@@ -1,4 +1,4 @@
-//! Who holds what of each model, as of one moment: for operators, and for proving that nothing leaks.
+//! What the requests of each model hold at one moment: for operators, and for tests that nothing leaks.
 
 use engine::{Engine, Ledger};
 use futures::FutureExt as _;
@@ -8,7 +8,7 @@ use tokio::sync::oneshot;
 use super::LlmFactory;
 use super::inbox::{Inbox, Message};
 
-/// What the scheduler of one replica of a model holds. All is zero, and the books balance, when no request runs.
+/// What the scheduler of one replica of a model holds. All counts are zero when no request runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LlmLedger {
     /// Model name.
@@ -19,9 +19,9 @@ pub struct LlmLedger {
     pub replica: u32,
     /// What sequences hold; `None` while its workers start for the first time, or after it was given up.
     pub scheduler: Option<Ledger>,
-    /// Sequences whose events somebody waits for.
+    /// Sequences that have not ended.
     pub num_listening: usize,
-    /// What is wrong when everything is counted again.
+    /// The result of counting everything again, where it differs.
     pub wrong: Option<String>,
 }
 

@@ -98,7 +98,7 @@ pub struct LlmStatus {
     pub version: String,
     /// Which replica it is; `None` for a model that has one.
     pub replica: Option<u32>,
-    /// Sequences that wait for a replica, told with the first.
+    /// Sequences that wait for a replica; counted with the first.
     pub num_queued: usize,
     /// Whether a step can run now.
     pub is_ready: bool,

@@ -72,7 +72,7 @@ pub(crate) enum Answer {
     Delta(Timestamp),
 }
 
-/// What an output tells.
+/// The meaning of an output.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Kind {
     OutputIds,
@@ -99,7 +99,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// By its name in `config.pbtxt`; `None` for one we have nothing for.
+    /// By its name in `config.pbtxt`; `None` for an output that is not known.
     fn of(name: &str) -> Option<Self> {
         Some(match name {
             "output_ids" => Kind::OutputIds,
@@ -129,7 +129,7 @@ impl Kind {
 }
 
 impl Kind {
-    /// Whether it says the same of each token that is told alone, but for the last.
+    /// Whether its value is the same for each token of a sequence but the last.
     fn is_steady(self) -> bool {
         matches!(
             self,
@@ -138,7 +138,7 @@ impl Kind {
     }
 }
 
-/// What an output tells where that is one number.
+/// The value of an output that is one number.
 #[derive(Debug, Clone, Copy)]
 enum Number {
     I32(i32),
@@ -420,7 +420,7 @@ impl Responses {
         }
     }
 
-    /// What an output tells that is one number for all of some sequences.
+    /// The value of an output that is one number for some sequences together.
     fn number(&self, kind: Kind, indices: std::ops::Range<usize>) -> Number {
         let first = indices.start;
         let sequences = &self.sequences[indices];
@@ -457,7 +457,7 @@ impl Responses {
         }
     }
 
-    /// `[1, sequences, tokens, V]` of the tokens that this response tells.
+    /// `[1, sequences, tokens, V]` of the tokens in this response.
     fn generation_logits(&mut self, name: &Name, indices: std::ops::Range<usize>) -> Tensor {
         let form = self.logits_form;
         let sequences = &mut self.sequences[indices];
@@ -517,7 +517,7 @@ fn output_log_probs(name: Name, sequences: &[Output]) -> Tensor {
     Tensor::from_f32(name, &[1, sequences.len() as i64, width as i64], &values)
 }
 
-/// Zeros of the shape that an output has where nobody asked for it.
+/// Zeros of the shape that an output has when it was not requested.
 fn stand_in(name: &str, logits_type: DataType, num_input_tokens: usize) -> Option<Tensor> {
     let (datatype, shape): (DataType, &[i64]) = match name {
         "cum_log_probs" => (DataType::Fp32, &[1, 1]),

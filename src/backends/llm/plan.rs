@@ -1,4 +1,4 @@
-//! What memory LLMs will take, told without loading them.
+//! Plans the memory of LLMs without loading them.
 
 use std::sync::{Arc, Mutex};
 

@@ -68,11 +68,11 @@ impl QueueRules {
     }
 
     /// The engine's priority, higher is earlier, of a request that names this level; 0 and unknown ones get the default.
-    pub(crate) fn priority(&self, asked: u64) -> u32 {
-        u32::try_from(self.num_levels - self.level(asked)).unwrap_or(u32::MAX)
+    pub(crate) fn priority(&self, requested: u64) -> u32 {
+        u32::try_from(self.num_levels - self.level(requested)).unwrap_or(u32::MAX)
     }
 
-    /// The timeout of a request that names this level and asks for this many microseconds; 0 asks for none. It may ask for
+    /// The timeout of a request with this level that asks for this many microseconds; 0 asks for none. It may ask for
     /// less than the configuration's, and only where that allows it.
     pub(crate) fn timeout(&self, asked_level: u64, asked_us: u64) -> Option<Timeout> {
         let policy = self.policies.get(&self.level(asked_level)).or(self.default_policy.as_ref())?;
@@ -82,8 +82,8 @@ impl QueueRules {
         Some(Timeout { after: Duration::from_micros(micros), rejects })
     }
 
-    fn level(&self, asked: u64) -> u64 {
-        if (1..=self.num_levels).contains(&asked) { asked } else { self.default_level }
+    fn level(&self, requested: u64) -> u64 {
+        if (1..=self.num_levels).contains(&requested) { requested } else { self.default_level }
     }
 }
 

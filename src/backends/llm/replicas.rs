@@ -54,7 +54,7 @@ pub(crate) fn start_replicas(
     Ok((router, loads))
 }
 
-/// Tells every step thread to end its workers, then itself. Memory comes back as they end.
+/// Has every step thread end its workers, then itself. Memory is freed as they end.
 pub(crate) fn stop_all(router: &Router) {
     for replica in router.replicas() {
         let (done, _) = oneshot::channel();

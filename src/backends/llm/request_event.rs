@@ -5,7 +5,7 @@ use serving::{InferError, Timestamp};
 use smallvec::smallvec;
 use supervision::LogitsPiece;
 
-/// What a request hears.
+/// One event of a request.
 #[derive(Debug)]
 pub(crate) enum RequestEvent {
     /// Its sequences are queued under these ids.
@@ -16,15 +16,15 @@ pub(crate) enum RequestEvent {
     Joined { sequence: SequenceId, at: Timestamp, start: u64 },
     /// What nearly all of them are: one token of a sequence that goes on.
     Token(OneToken),
-    /// Tokens of a sequence, or its end, as told at that time.
+    /// Tokens of a sequence, or its end, and when they were settled.
     Tokens(Box<TokenEvent>, Timestamp),
-    /// Its client asks to end it.
+    /// Its client stops it.
     Stop,
     /// It ends with this error.
     Failed(InferError),
 }
 
-/// News of a sequence as they travel: short, for each of them goes into memory that has long not been touched.
+/// One token of a sequence that goes on. It is small, because each one goes through memory that no cache holds any more.
 #[derive(Debug)]
 pub(crate) struct OneToken {
     pub(crate) sequence: SequenceId,
@@ -33,12 +33,12 @@ pub(crate) struct OneToken {
     pub(crate) logprob: Option<f32>,
     pub(crate) blocks: BlockUsage,
     pub(crate) drafts: DraftUsage,
-    /// When it was told.
+    /// When its step was settled.
     pub(crate) at: Timestamp,
 }
 
 impl RequestEvent {
-    /// News of a sequence as they are told at that time.
+    /// The event of a sequence's new tokens, which were settled at that time.
     pub(crate) fn of(mut event: TokenEvent, at: Timestamp) -> Self {
         let TokenEvent { sequence, tokens, finished, blocks, drafts, beams } = &mut event;
         match tokens.as_slice() {
@@ -54,7 +54,7 @@ impl RequestEvent {
 }
 
 impl OneToken {
-    /// The news, and when they were told.
+    /// The engine's event, and when it was settled.
     pub(crate) fn open(self) -> (TokenEvent, Timestamp) {
         let Self { sequence, row, token, logprob, blocks, drafts, at } = self;
         let tokens = smallvec![SampledToken { row, token, logprob, top: Vec::new() }];
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn news_arrive_as_they_were_and_travel_light() {
+    fn events_convert_without_loss_and_are_small() {
         assert!(size_of::<RequestEvent>() <= 64, "{} bytes", size_of::<RequestEvent>());
         let token = SampledToken { row: RowId(3), token: TokenId(7), logprob: Some(-0.5), top: Vec::new() };
         let one = TokenEvent {
@@ -86,13 +86,13 @@ mod tests {
             TokenEvent { tokens: smallvec![], ..one.clone() },
         ];
         let now = Timestamp::now();
-        for (sent, travels_light) in [(one, true)].into_iter().chain(others.map(|event| (event, false))) {
-            let (came, at, is_light) = match RequestEvent::of(sent.clone(), now) {
+        for (sent, is_small) in [(one, true)].into_iter().chain(others.map(|event| (event, false))) {
+            let (came, at, is_one) = match RequestEvent::of(sent.clone(), now) {
                 RequestEvent::Token(one) => (one.open().0, now, true),
                 RequestEvent::Tokens(event, at) => (*event, at, false),
                 other => panic!("{other:?}"),
             };
-            assert_eq!((came, at, is_light), (sent, now, travels_light));
+            assert_eq!((came, at, is_one), (sent, now, is_small));
         }
     }
 }

@@ -20,7 +20,7 @@ use super::replica_state::ReplicaState;
 /// them, and by which one row lengthens the steps of an answer of 200 tokens.
 const TOKENS_PER_SEQUENCE: usize = 256;
 
-/// One copy of the model: how to reach its step thread, and what that tells.
+/// One copy of the model: its step thread's inbox and state.
 #[derive(Clone)]
 pub(crate) struct Replica {
     pub(crate) inbox: Inbox,
@@ -109,7 +109,7 @@ pub(crate) struct Ticket {
 impl Ticket {
     /// Waits for the turn. May be called again when it was not waited for to the end.
     pub(crate) async fn place(&mut self) -> Place {
-        (&mut self.place).await.expect("those who wait are asked until they give up")
+        (&mut self.place).await.expect("the queue keeps each ticket until it is dropped")
     }
 
     /// Lets others of its priority be served before.
@@ -174,7 +174,7 @@ impl Router {
         let hashes = if is_only { Vec::new() } else { prefixes::hashes(prompt, self.block_size) };
         let mut state = ipc::lock(&self.state);
         state.num_arrived += 1;
-        // Nobody is overtaken by those who come later.
+        // Later requests do not overtake earlier ones.
         let chosen = match is_only {
             true => Some(0),
             false if state.queue.is_empty() => self.choose(&mut state, num_sequences, &hashes),

@@ -1,4 +1,4 @@
-//! One thread per replica of a model on rank 0: owns the engine, keeps the workers rowing, tells requests their tokens.
+//! One thread per replica of a model on rank 0. It owns the engine, sends steps to the workers and tokens to requests.
 //!
 //! ```text
 //! starting ──workers ready──► stepping ──a worker is lost──► starting   (running sequences are prefilled again)
@@ -49,7 +49,7 @@ const FIRST_BACK_OFF: Duration = Duration::from_millis(100);
 /// Workers that fail after a silence of this length have hung, and it is of interest where.
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// How long agents may take to tell where their workers hang.
+/// How long agents may take to report where their workers hang.
 const STACKS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long workers may take to load their weights.
@@ -60,7 +60,7 @@ pub(crate) struct StepThread {
     pub(crate) config: LlmConfig,
     /// Which replica of the model it is.
     pub(crate) replica: u32,
-    /// Told when this replica can serve.
+    /// Notified when this replica can serve.
     pub(crate) router: Arc<Router>,
     pub(crate) agents: Arc<Agents>,
     pub(crate) prefix: Prefix,
@@ -107,7 +107,7 @@ impl From<Lost> for End {
 }
 
 impl StepThread {
-    /// Runs until told to stop. `loaded` hears once whether the first start succeeded; when it did not, the thread ends.
+    /// Runs until [`Message::Stop`]. `loaded` gets the result of the first start; when that failed, the thread ends.
     pub(crate) fn run(self, loaded: oneshot::Sender<Result<(), String>>) {
         let mut running = Running {
             thread: self,
@@ -171,7 +171,7 @@ impl Running {
             Err(end) => return end,
         };
         *ipc::lock(&self.thread.shared.failure) = None;
-        // Before anyone is told that the model is loaded.
+        // Before the model counts as loaded.
         self.thread.shared.ready.store(true, Ordering::Release);
         self.thread.router.dispatch();
         loaded.take().map(|loaded| loaded.send(Ok(())));
@@ -201,8 +201,8 @@ impl Running {
         let listener = inbox.clone();
         let next_step = self.engine.as_ref().map_or(0, Engine::next_step);
         let started = Instant::now();
-        let mut group = Group::start(config, *replica, agents, prefix, next_step, move |news| {
-            listener.send(Message::Agent(news));
+        let mut group = Group::start(config, *replica, agents, prefix, next_step, move |event| {
+            listener.send(Message::Agent(event));
         });
         let deadline = started + LOAD_TIMEOUT;
         let workers = self.await_all(&mut group, deadline, |message| match message {
@@ -304,7 +304,7 @@ impl Running {
         while group.stacks().iter().any(Option::is_none) && Instant::now() < deadline {
             match self.thread.messages.recv_timeout(Duration::from_millis(20)) {
                 // One that has ended has no stack; that it has is known.
-                Ok(Message::Agent(news)) => drop(group.hear(news)),
+                Ok(Message::Agent(event)) => drop(group.take_event(event)),
                 Ok(other) => others.push(other),
                 Err(_) => {}
             }
@@ -406,8 +406,8 @@ impl Running {
         };
         while let Some(message) = next {
             match message {
-                Message::Agent(news) => {
-                    group.hear(news)?;
+                Message::Agent(event) => {
+                    group.take_event(event)?;
                     self.thread.shared.figures.update_start(|start| start.workers = group.workers().to_vec());
                 }
                 Message::Submit { sequences, timeout, events } => self.submit(sequences, timeout, events),
@@ -498,7 +498,7 @@ impl Running {
         self.give_up(words)
     }
 
-    /// Ends all requests with these words, and refuses others with them until told to stop.
+    /// Ends all requests with this error, and refuses others with it until [`Message::Stop`].
     fn give_up(&mut self, words: String) -> Option<oneshot::Sender<()>> {
         *ipc::lock(&self.thread.shared.failure) = Some(words.clone());
         let error = InferError::unavailable(words);
@@ -507,7 +507,7 @@ impl Running {
         self.refuse_for_a_while(&error)
     }
 
-    /// Until told to stop, or until it is time to try again. Requests meanwhile hear why.
+    /// Waits for [`Message::Stop`] or the time to try again. Requests get the error meanwhile.
     fn refuse_for_a_while(&mut self, error: &InferError) -> Option<oneshot::Sender<()>> {
         let doublings = self.losses.saturating_sub(MAX_LOSSES).min(8);
         let end = Instant::now() + (FIRST_RETRY * (1 << doublings)).min(LONGEST_RETRY);
@@ -517,14 +517,14 @@ impl Running {
                 Ok(Message::Stop { done }) => return Some(done),
                 Ok(Message::Cancel(_) | Message::Finish(_) | Message::Agent(_) | Message::Ledger(_)) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => return None,
-                // Nobody is left who could ask for anything.
+                // All senders are gone: no request can come any more.
                 Err(mpsc::RecvTimeoutError::Disconnected) => return Some(oneshot::channel().0),
             }
         }
     }
 }
 
-/// What a worker tells once its weights stand.
+/// What a worker reports once its weights are loaded.
 struct LoadedWorker {
     max_blocks: usize,
     /// Weights and workspace.
@@ -545,7 +545,7 @@ fn slowest_phases(workers: &[LoadedWorker]) -> Vec<(String, Duration)> {
     slowest
 }
 
-/// Tells requests that a plan has room for them.
+/// Reports to requests that a plan has room for them.
 fn push_joined(dispatcher: &mut Dispatcher, plan: &StepPlan, at: Timestamp, start: u64) {
     for joined in &plan.joined {
         dispatcher.push(joined.sequence, RequestEvent::Joined { sequence: joined.sequence, at, start });
@@ -567,7 +567,7 @@ mod tests {
     use super::super::router::Replica;
     use super::*;
 
-    /// Panics when it is to wake somebody.
+    /// Panics when it is woken.
     struct Panics;
 
     impl Wake for Panics {
@@ -576,7 +576,7 @@ mod tests {
         }
     }
 
-    /// A worker that chooses token 7 for every row, until it is told to end.
+    /// A worker that chooses token 7 for every row, until it gets the message to end.
     fn work(agents: &Weak<Agents>, prefix: &Prefix, worker: WorkerId, is_over: &AtomicBool) {
         let name = |kind: &str| format!("{kind}_{}", worker.instance);
         let rings = ["plans", "outputs"].map(|kind| Ring::create(prefix, &name(kind), 1 << 20).unwrap());
@@ -644,7 +644,7 @@ mod tests {
     }
 
     async fn next(events: &mut event_queue::Receiver) -> Option<RequestEvent> {
-        tokio::time::timeout(Duration::from_secs(60), events.receive()).await.expect("nothing was told")
+        tokio::time::timeout(Duration::from_secs(60), events.receive()).await.expect("no event came")
     }
 
     /// The sequence of an accepted request.

@@ -1,7 +1,7 @@
 //! Stop words found in the text, whatever tokens spell them.
 //!
 //! The engine finds a stop word by its tokens, yet a model may spell the same text by others. So the text of a
-//! sequence is searched, too, and tokens wait while their text may still belong to a stop word.
+//! sequence is searched, too, and tokens are held back while their text may still belong to a stop word.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,13 +18,13 @@ pub(crate) struct TextStop {
     before: TokenId,
     detokenizer: Detokenizer,
     stop: StopText,
-    /// Tokens that are not told yet, with the length of the text up to the end of each; `None` while a character
+    /// Tokens that are held back, with the length of the text up to the end of each; `None` while a character
     /// that it begins is incomplete.
     held: VecDeque<(SampledToken, Option<usize>)>,
     /// Length of the text of all tokens.
     text_len: usize,
-    /// Length of the text of told tokens.
-    told_len: usize,
+    /// Length of the text of released tokens.
+    released_len: usize,
     /// The text behind it that belongs to no stop word.
     free: String,
 }
@@ -48,40 +48,40 @@ impl TextStop {
             stop: StopText::new(texts.iter().cloned()),
             held: VecDeque::new(),
             text_len: 0,
-            told_len: 0,
+            released_len: 0,
             free: String::new(),
         })
     }
 
-    /// Takes the next tokens and appends those that may be told to `told`. True when a stop word is complete: nothing
+    /// Takes the next tokens and appends those that are released to `released`. True when a stop word is complete: nothing
     /// follows. `ends` says that no more tokens come.
     pub(crate) fn push(
         &mut self,
         tokens: impl IntoIterator<Item = SampledToken>,
         ends: bool,
-        told: &mut Tokens,
+        released: &mut Tokens,
     ) -> bool {
         let mut piece = String::new();
         for token in tokens {
             piece.clear();
             self.detokenizer.push_into(token.token.0, &mut piece);
             self.held.push_back((token, None));
-            if self.search(&piece, told) {
+            if self.search(&piece, released) {
                 return true;
             }
         }
         if ends {
             piece.clear();
             self.detokenizer.finish_into(&mut piece);
-            if self.search(&piece, told) {
+            if self.search(&piece, released) {
                 return true;
             }
-            told.extend(self.held.drain(..).map(|(token, _)| token));
+            released.extend(self.held.drain(..).map(|(token, _)| token));
         }
         false
     }
 
-    fn search(&mut self, piece: &str, told: &mut Tokens) -> bool {
+    fn search(&mut self, piece: &str, released: &mut Tokens) -> bool {
         if piece.is_empty() {
             return false;
         }
@@ -90,15 +90,15 @@ impl TextStop {
             *end = Some(self.text_len);
         }
         let found = self.stop.push(piece, &mut self.free).is_some();
-        let free_len = self.told_len + self.free.len();
+        let free_len = self.released_len + self.free.len();
         while let Some((token, end)) = self.held.pop_front_if(|(_, end)| end.is_some_and(|end| end <= free_len)) {
-            let end = end.expect("as asked for");
-            self.free.drain(..end - self.told_len);
-            self.told_len = end;
-            told.push(token);
+            let end = end.expect("the filter keeps those with an end");
+            self.free.drain(..end - self.released_len);
+            self.released_len = end;
+            released.push(token);
         }
         if found {
-            told.extend(spell(&self.tokenizer, self.before, &self.free));
+            released.extend(spell(&self.tokenizer, self.before, &self.free));
         }
         found
     }
@@ -158,19 +158,19 @@ mod tests {
         tokens.iter().map(|token| TokenId(id(token) as u32)).collect()
     }
 
-    /// The text told after each token, and whether a stop word was found.
-    fn told(stop_words: &[&[&str]], tokens: &[&str]) -> (Vec<String>, bool) {
+    /// The text released after each token, and whether a stop word was found.
+    fn released(stop_words: &[&[&str]], tokens: &[&str]) -> (Vec<String>, bool) {
         let (tokenizer, before) = (tokenizer(), ids(&["x"])[0]);
         let words: Vec<_> = stop_words.iter().map(|word| ids(word)).collect();
         let texts = TextStop::texts(&tokenizer, &words, before);
         let mut stop = TextStop::new(&tokenizer, &texts, before).unwrap();
         let mut texts = Vec::new();
         for (index, token) in ids(tokens).into_iter().enumerate() {
-            let mut told = Tokens::new();
+            let mut released = Tokens::new();
             let sampled = SampledToken { row: RowId(0), token, logprob: None, top: Vec::new() };
-            let found = stop.push([sampled], index + 1 == tokens.len(), &mut told);
-            let told: Vec<TokenId> = told.iter().map(|token| token.token).collect();
-            texts.push(decode(&tokenizer, before, &told));
+            let found = stop.push([sampled], index + 1 == tokens.len(), &mut released);
+            let released: Vec<TokenId> = released.iter().map(|token| token.token).collect();
+            texts.push(decode(&tokenizer, before, &released));
             if found {
                 return (texts, true);
             }
@@ -181,7 +181,7 @@ mod tests {
     #[test]
     fn a_stop_word_is_found_in_whatever_tokens_spell_it() {
         for tokens in [&["x", "a", "b", "c"][..], &["x", "ab", "c"], &["x", "a", "bc"], &["x", "abc"]] {
-            let (texts, found) = told(&[&["ab", "c"]], tokens);
+            let (texts, found) = released(&[&["ab", "c"]], tokens);
             assert!(found, "{tokens:?}");
             assert_eq!(texts.concat(), "x", "{tokens:?}");
         }
@@ -189,17 +189,17 @@ mod tests {
 
     #[test]
     fn tokens_wait_while_they_may_be_part_of_a_stop_word_and_no_longer() {
-        let (texts, found) = told(&[&["a", "b", "c"]], &["x", "a", "b", "a", "x", "ab"]);
+        let (texts, found) = released(&[&["a", "b", "c"]], &["x", "a", "b", "a", "x", "ab"]);
         assert!(!found);
         assert_eq!(texts, ["x", "", "", "ab", "ax", "ab"]);
     }
 
     #[test]
     fn a_token_that_a_stop_word_begins_in_keeps_the_text_before_it() {
-        let (texts, found) = told(&[&["\n"]], &["x", ".\n"]);
+        let (texts, found) = released(&[&["\n"]], &["x", ".\n"]);
         assert!(found);
         assert_eq!(texts, ["x", "."]);
-        let (texts, found) = told(&[&["\n", "c"]], &["x", ".\n", "b", ".\n", "c"]);
+        let (texts, found) = released(&[&["\n", "c"]], &["x", ".\n", "b", ".\n", "c"]);
         assert!(found);
         assert_eq!(texts.concat(), "x.\nb.");
     }

@@ -24,7 +24,7 @@ pub(crate) struct Timing {
     last_token: Option<Timestamp>,
     block_size: u64,
     /// Without the time of decoding, which follows from the first and the last token.
-    told: Generation,
+    generation: Generation,
     sequences: SmallVec<[SequenceTiming; 1]>,
     /// Times between tokens that are not counted yet.
     gaps: Tally,
@@ -54,7 +54,7 @@ impl Timing {
             first_token: None,
             last_token: None,
             block_size: block_size as u64,
-            told: Generation { prompt_tokens: prompt_tokens as u64, ..Generation::default() },
+            generation: Generation { prompt_tokens: prompt_tokens as u64, ..Generation::default() },
             sequences: smallvec![SequenceTiming::default(); num_sequences],
             gaps: Tally::default(),
         }
@@ -63,17 +63,17 @@ impl Timing {
     /// A replica takes the request, and counts it from now on.
     pub(crate) fn taken_by(&mut self, shared: &Arc<ReplicaState>) {
         self.shared = Arc::clone(shared);
-        shared.figures.input_tokens.observe(self.told.prompt_tokens as f64);
+        shared.figures.input_tokens.observe(self.generation.prompt_tokens as f64);
     }
 
     /// A step had room for sequence `index`. A second time with the same workers, it was preempted between.
     pub(crate) fn joined(&mut self, index: usize, at: Timestamp, start: u64) {
         let Some(sequence) = self.sequences.get_mut(index) else { return };
-        self.told.preempted += u64::from(sequence.joined_in.replace(start) == Some(start));
+        self.generation.preempted += u64::from(sequence.joined_in.replace(start) == Some(start));
         if self.joined.is_none() {
             self.joined = Some(at);
-            self.told.queue = duration(at, self.arrived.into());
-            self.shared.figures.queue.observe(self.told.queue.as_secs_f64());
+            self.generation.queue = duration(at, self.arrived.into());
+            self.shared.figures.queue.observe(self.generation.queue.as_secs_f64());
         }
     }
 
@@ -85,7 +85,7 @@ impl Timing {
         let Some(sequence) = self.sequences.get_mut(index) else { return };
         if !sequence.is_counted {
             sequence.is_counted = true;
-            self.told.cached_tokens += u64::from(blocks.num_reused) * self.block_size;
+            self.generation.cached_tokens += u64::from(blocks.num_reused) * self.block_size;
             self.shared.figures.prefix_lookups.fetch_add(1, Relaxed);
             self.shared.figures.prefix_hits.fetch_add(u64::from(blocks.num_reused > 0), Relaxed);
         }
@@ -94,10 +94,10 @@ impl Timing {
     fn count(&mut self, index: usize, count: u64, now: Timestamp) {
         let figures = &self.shared.figures;
         self.last_token = Some(now);
-        self.told.output_tokens += count;
+        self.generation.output_tokens += count;
         if self.first_token.is_none() {
             self.first_token = Some(now);
-            self.told.prefill = self.joined.map_or(Duration::ZERO, |joined| duration(now, joined));
+            self.generation.prefill = self.joined.map_or(Duration::ZERO, |joined| duration(now, joined));
             figures.first_token.observe(duration(now, self.arrived.into()).as_secs_f64());
         }
         let before = self.sequences.get_mut(index).and_then(|sequence| sequence.last_token.replace(now));
@@ -120,9 +120,9 @@ impl Timing {
         let decode =
             self.last_token.zip(self.first_token).map_or(Duration::ZERO, |(last, first)| duration(last, first));
         match self.joined {
-            Some(_) => Generation { decode, ..self.told },
+            Some(_) => Generation { decode, ..self.generation },
             // One that never joined has waited all its time.
-            None => Generation { queue: self.arrived.elapsed(), decode, ..self.told },
+            None => Generation { queue: self.arrived.elapsed(), decode, ..self.generation },
         }
     }
 }
@@ -132,7 +132,7 @@ impl Drop for Timing {
         let figures = &self.shared.figures;
         figures.inter_token.flush(&mut self.gaps);
         figures.request.observe(self.arrived.elapsed().as_secs_f64());
-        figures.output_tokens.observe(self.told.output_tokens as f64);
+        figures.output_tokens.observe(self.generation.output_tokens as f64);
     }
 }
 
@@ -154,9 +154,9 @@ mod tests {
         timing.joined(0, Timestamp::now(), 0);
         timing.tokens(0, 2, blocks, Timestamp::now());
         timing.joined(0, Timestamp::now(), 1);
-        let told = timing.generation();
-        assert_eq!((told.prompt_tokens, told.cached_tokens, told.output_tokens), (40, 32, 3));
-        assert_eq!(told.preempted, 1, "lost workers preempt nobody");
+        let generation = timing.generation();
+        assert_eq!((generation.prompt_tokens, generation.cached_tokens, generation.output_tokens), (40, 32, 3));
+        assert_eq!(generation.preempted, 1, "a restart of the workers is no preemption");
         timing.ended(Some(FinishReason::Length));
         drop(timing);
         let values = shared.figures.read();

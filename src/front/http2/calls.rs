@@ -10,7 +10,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use serving::RateLimitedLog;
 use tokio::task::coop::has_budget_remaining;
 
-use super::alarm::Alarm;
+use super::connection_waker::ConnectionWaker;
 use crate::connections::{Activity, Busy};
 
 static BROKEN_CALLS: RateLimitedLog = RateLimitedLog::new(8);
@@ -20,7 +20,7 @@ pub trait Call: Send {
     /// Goes on as far as it can, and has whatever it waits for wake it.
     fn proceed(&mut self, context: &mut Context<'_>) -> Progress;
 
-    /// Hands to the connection what [`Progress::Made`] told of. Ready when that was the call's end.
+    /// Passes to the connection what made it return [`Progress::Made`]. Ready when that was the call's end.
     fn send(&mut self) -> Poll<()> {
         Poll::Pending
     }
@@ -47,22 +47,22 @@ impl Call for Pin<Box<dyn Future<Output = ()> + Send>> {
     }
 }
 
-/// All calls of a connection. A call's place is taken by another one when it has ended.
+/// All calls of a connection. The slot of a call that has ended is used again.
 pub struct Calls {
     activity: Arc<Activity>,
     /// While there are calls.
     busy: Option<Busy>,
-    places: Vec<Place>,
+    slots: Vec<CallSlot>,
     free: Vec<usize>,
-    /// Of each 64 places.
+    /// One for each 64 slots.
     groups: Vec<Arc<Group>>,
-    /// Who was woken.
+    /// Slots of calls that were woken.
     woken: Vec<usize>,
-    /// Who has made something to send.
+    /// Slots of calls that have something to send.
     made: Vec<usize>,
 }
 
-struct Place {
+struct CallSlot {
     call: Option<Box<dyn Call>>,
     waker: Waker,
 }
@@ -70,41 +70,41 @@ struct Place {
 /// Which of 64 calls were woken, a bit each.
 struct Group {
     woken: AtomicU64,
-    alarm: Arc<Alarm>,
+    connection_waker: Arc<ConnectionWaker>,
 }
 
 /// Wakes one call.
-struct Bell {
+struct CallWaker {
     group: Arc<Group>,
     bit: u64,
 }
 
-impl Wake for Bell {
+impl Wake for CallWaker {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        // Whoever woke the first of the group has rung for all that are woken before the group is looked at.
+        // The first wake-up of a group wakes the connection for all calls that are woken before it checks the group.
         if self.group.woken.fetch_or(self.bit, AcqRel) == 0 {
-            self.group.alarm.ring();
+            self.group.connection_waker.wake_connection();
         }
     }
 }
 
 impl Calls {
-    /// None yet; `activity` is told when there are some.
+    /// No calls yet; `activity` is notified when there are some.
     pub fn new(activity: Arc<Activity>) -> Self {
-        Self { activity, busy: None, places: vec![], free: vec![], groups: vec![], woken: vec![], made: vec![] }
+        Self { activity, busy: None, slots: vec![], free: vec![], groups: vec![], woken: vec![], made: vec![] }
     }
 
-    /// Takes a call on, and has `alarm` rung whenever it can go on, as it can now.
-    pub fn push(&mut self, call: Box<dyn Call>, alarm: &Arc<Alarm>) {
+    /// Adds a call, which wakes the connection whenever it can proceed, as it can now.
+    pub fn push(&mut self, call: Box<dyn Call>, connection_waker: &Arc<ConnectionWaker>) {
         self.busy.get_or_insert_with(|| self.activity.request());
-        let index = self.free.pop().unwrap_or_else(|| self.add_place(alarm));
-        let place = &mut self.places[index];
-        place.call = Some(call);
-        place.waker.wake_by_ref();
+        let index = self.free.pop().unwrap_or_else(|| self.add_slot(connection_waker));
+        let slot = &mut self.slots[index];
+        slot.call = Some(call);
+        slot.waker.wake_by_ref();
     }
 
     /// Whether there is no call.
@@ -114,16 +114,16 @@ impl Calls {
 
     /// Has every call proceed.
     pub fn wake_all(&self) {
-        self.places.iter().filter(|place| place.call.is_some()).for_each(|place| place.waker.wake_by_ref());
+        self.slots.iter().filter(|slot| slot.call.is_some()).for_each(|slot| slot.waker.wake_by_ref());
     }
 
-    fn add_place(&mut self, alarm: &Arc<Alarm>) -> usize {
-        let index = self.places.len();
+    fn add_slot(&mut self, connection_waker: &Arc<ConnectionWaker>) -> usize {
+        let index = self.slots.len();
         if index.is_multiple_of(64) {
-            self.groups.push(Arc::new(Group { woken: AtomicU64::new(0), alarm: alarm.clone() }));
+            self.groups.push(Arc::new(Group { woken: AtomicU64::new(0), connection_waker: connection_waker.clone() }));
         }
-        let bell = Bell { group: self.groups[index / 64].clone(), bit: 1 << (index % 64) };
-        self.places.push(Place { call: None, waker: Arc::new(bell).into() });
+        let call_waker = CallWaker { group: self.groups[index / 64].clone(), bit: 1 << (index % 64) };
+        self.slots.push(CallSlot { call: None, waker: Arc::new(call_waker).into() });
         index
     }
 
@@ -131,13 +131,13 @@ impl Calls {
     /// processor's first cache holds together with the other. Whether there were any.
     pub fn proceed(&mut self) -> bool {
         let mut woken = std::mem::take(&mut self.woken);
-        for (group, places) in self.groups.iter().zip((0..).step_by(64)) {
+        for (group, slots) in self.groups.iter().zip((0..).step_by(64)) {
             if group.woken.load(Acquire) == 0 {
                 continue;
             }
             let mut bits = group.woken.swap(0, AcqRel);
             while bits != 0 {
-                woken.push(places + bits.trailing_zeros() as usize);
+                woken.push(slots + bits.trailing_zeros() as usize);
                 bits &= bits - 1;
             }
         }
@@ -159,8 +159,8 @@ impl Calls {
 
     /// Does what there is to do for a call, and with what comes of it. One that panics takes no other with it.
     fn settle(&mut self, index: usize, act: impl FnOnce(&mut Box<dyn Call>, &Waker) -> Progress) {
-        let Place { call: place, waker } = &mut self.places[index];
-        let Some(call) = place else { return }; // It was woken after its end.
+        let CallSlot { call: slot, waker } = &mut self.slots[index];
+        let Some(call) = slot else { return }; // It was woken after its end.
         let progress = catch_unwind(AssertUnwindSafe(|| act(call, waker)));
         match progress {
             Ok(Progress::Waits) => {}
@@ -176,9 +176,9 @@ impl Calls {
     }
 
     fn remove(&mut self, index: usize) {
-        self.places[index].call = None;
+        self.slots[index].call = None;
         self.free.push(index);
-        if self.free.len() == self.places.len() {
+        if self.free.len() == self.slots.len() {
             self.busy = None;
         }
     }

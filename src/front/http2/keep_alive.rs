@@ -1,4 +1,4 @@
-//! Asks a client that has long been silent for a sign of life.
+//! Pings clients that have been silent, and gives up those that do not answer.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -10,46 +10,46 @@ use std::time::Duration;
 use h2::{Ping, PingPong};
 use tokio::time::{Instant, Sleep};
 
-/// When to ask, and when to give up.
+/// When to ping a client, and when to give it up.
 #[derive(Debug, Clone, Copy)]
-pub struct Patience {
-    /// Silence before a client is asked.
+pub struct KeepAliveConfig {
+    /// Silence before a client is pinged.
     pub silence: Duration,
-    /// Time in which it must say something then.
+    /// Time in which it must send something then.
     pub answer: Duration,
-    /// Time after which its calls look whether what they wait for is late.
-    pub look: Duration,
+    /// Interval in which its calls check whether what they wait for is late.
+    pub check_interval: Duration,
 }
 
-/// Watches over one connection.
+/// The keep-alive of one connection.
 pub struct KeepAlive {
-    patience: Patience,
+    config: KeepAliveConfig,
     ping_pong: PingPong,
-    /// Something has come since this was last looked at.
-    heard: Arc<AtomicBool>,
-    is_asked: bool,
+    /// Something was received since this was last checked.
+    received: Arc<AtomicBool>,
+    is_pinged: bool,
     timer: Pin<Box<Sleep>>,
 }
 
 impl KeepAlive {
-    /// `heard` is set whenever something comes.
-    pub fn new(patience: Patience, ping_pong: PingPong, heard: Arc<AtomicBool>) -> Self {
-        let timer = Box::pin(tokio::time::sleep(patience.silence));
-        Self { patience, ping_pong, heard, is_asked: false, timer }
+    /// `received` is set whenever something is received.
+    pub fn new(config: KeepAliveConfig, ping_pong: PingPong, received: Arc<AtomicBool>) -> Self {
+        let timer = Box::pin(tokio::time::sleep(config.silence));
+        Self { config, ping_pong, received, is_pinged: false, timer }
     }
 
-    /// Ready when the client was asked and stayed silent.
+    /// Ready when the client was pinged and stayed silent.
     pub fn poll_silence(&mut self, context: &mut Context<'_>) -> Poll<()> {
         loop {
             ready!(self.timer.as_mut().poll(context));
-            let has_spoken = self.heard.swap(false, Relaxed);
-            if self.is_asked && !has_spoken {
+            let was_active = self.received.swap(false, Relaxed);
+            if self.is_pinged && !was_active {
                 return Poll::Ready(());
             }
-            // The answer is taken, or the next question could not be asked.
+            // The pong is taken, or no further ping could be sent.
             let _ = self.ping_pong.poll_pong(context);
-            self.is_asked = !has_spoken && self.ping_pong.send_ping(Ping::opaque()).is_ok();
-            let next = if self.is_asked { self.patience.answer } else { self.patience.silence };
+            self.is_pinged = !was_active && self.ping_pong.send_ping(Ping::opaque()).is_ok();
+            let next = if self.is_pinged { self.config.answer } else { self.config.silence };
             self.timer.as_mut().reset(Instant::now() + next);
         }
     }
