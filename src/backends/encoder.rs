@@ -85,7 +85,7 @@ fn longest_text(coverage: Coverage, max_tokens: usize) -> usize {
     if coverage.is_certain { longest.max(LEAST_BYTES) } else { longest.saturating_mul(DROPPED).max(BYTES_PER_PLACE) }
 }
 
-/// Whether the encoding of so many bytes is to be left to [`aside`].
+/// Whether the encoding of so many bytes is to be left to [`on_blocking_thread`].
 pub(crate) fn is_long(num_bytes: usize) -> bool {
     num_bytes > INLINE_BYTES
 }
@@ -95,7 +95,7 @@ pub(crate) fn is_long(num_bytes: usize) -> bool {
 ///
 /// # Errors
 /// When the work broke off.
-pub(crate) async fn aside<T: Send + 'static>(
+pub(crate) async fn on_blocking_thread<T: Send + 'static>(
     runtime: &Handle,
     num_bytes: usize,
     sender: &ResponseSender,
@@ -156,7 +156,7 @@ mod tests {
         let all_places = Arc::clone(&PLACES).acquire_many_owned(*NUM_PLACES as u32).await.unwrap();
         let begin = |_| {
             ResponseStream::from_future(move |sender| async move {
-                let done = aside(&Handle::current(), 5000, &sender, work).await;
+                let done = on_blocking_thread(&Handle::current(), 5000, &sender, work).await;
                 if let Some(Ok(())) = done {
                     sender.send(Ok(InferResponse { is_final: true, ..InferResponse::default() })).await;
                 }

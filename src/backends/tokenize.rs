@@ -85,7 +85,7 @@ impl Backend for Tokenize {
         let (preprocessor, runtime) = (self.0.clone(), Handle::current());
         Ok(ResponseStream::from_future(move |sender| async move {
             let encode = move || preprocessor.encode(&request);
-            if let Some(done) = encoder::aside(&runtime, num_bytes, &sender, encode).await {
+            if let Some(done) = encoder::on_blocking_thread(&runtime, num_bytes, &sender, encode).await {
                 sender.send(done.flatten()).await;
             }
         }))

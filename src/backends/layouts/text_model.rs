@@ -295,7 +295,9 @@ impl Backend for TextModel {
         Ok(ResponseStream::from_future(move |sender| async move {
             let (encoding, its_request) = (model.clone(), request.clone());
             let prepare = move || encoding.prepare(&its_request, &prompts, streaming);
-            let Some(prepared) = encoder::aside(&runtime, num_bytes, &sender, prepare).await else { return };
+            let Some(prepared) = encoder::on_blocking_thread(&runtime, num_bytes, &sender, prepare).await else {
+                return;
+            };
             let runs = prepared.flatten().and_then(|prepared| {
                 let _within = runtime.enter();
                 model.begin(prepared)

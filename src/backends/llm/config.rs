@@ -54,7 +54,7 @@ pub(crate) struct LlmConfig {
     pub(crate) name: String,
     pub(crate) checkpoint: PathBuf,
     /// What the checkpoint is, for workers on other nodes to compare with theirs; filled in where there are some.
-    pub(crate) checkpoint_print: Option<Vec<u8>>,
+    pub(crate) checkpoint_fingerprint: Option<Vec<u8>>,
     pub(crate) device: DeviceChoice,
     /// Workers of a stage.
     pub(crate) tp_size: u32,
@@ -87,7 +87,7 @@ pub(crate) struct LlmConfig {
     /// Whether such an id was taken for another, and the log said so.
     pub(crate) has_wrapped_ids: Arc<AtomicBool>,
     /// Whether a temperature had no effect, and the log said so.
-    pub(crate) has_told_of_greedy: Arc<AtomicBool>,
+    pub(crate) has_warned_of_greedy: Arc<AtomicBool>,
     /// Tokens that end a sequence when the request names none.
     pub(crate) end_ids: Vec<TokenId>,
     pub(crate) step_timeout: std::time::Duration,
@@ -111,7 +111,7 @@ impl LlmConfig {
         Ok(Self {
             name: config.name.clone(),
             checkpoint,
-            checkpoint_print: None,
+            checkpoint_fingerprint: None,
             device: defaults.device,
             tp_size,
             pp_size,
@@ -130,7 +130,7 @@ impl LlmConfig {
             vocab_size: model.vocab_size,
             check_input_ids: parameter(config, "check_input_ids")?.unwrap_or(false),
             has_wrapped_ids: Arc::default(),
-            has_told_of_greedy: Arc::default(),
+            has_warned_of_greedy: Arc::default(),
             end_ids: model.eos_ids.iter().copied().map(TokenId).collect(),
             step_timeout: defaults.step_timeout,
             library_dirs: defaults.library_dirs.clone(),
@@ -375,7 +375,7 @@ pub(crate) mod tests {
         LlmConfig {
             name: "llm".to_owned(),
             checkpoint: PathBuf::new(),
-            checkpoint_print: None,
+            checkpoint_fingerprint: None,
             device: DeviceChoice::Cpu { threads: 1, first_core: None },
             tp_size: 1,
             pp_size: 1,
@@ -396,7 +396,7 @@ pub(crate) mod tests {
             vocab_size: 100,
             check_input_ids: false,
             has_wrapped_ids: Arc::default(),
-            has_told_of_greedy: Arc::default(),
+            has_warned_of_greedy: Arc::default(),
             end_ids: Vec::new(),
             step_timeout: std::time::Duration::from_secs(60),
             library_dirs: Vec::new(),

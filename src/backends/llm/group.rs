@@ -412,7 +412,7 @@ fn spec(config: &LlmConfig, next_step: u64) -> WorkerSpec {
         num_stages: config.pp_size,
         nodes: Vec::new(),
         node_names: Vec::new(),
-        checkpoint_fingerprint: config.checkpoint_print.clone(),
+        checkpoint_fingerprint: config.checkpoint_fingerprint.clone(),
         network: config.network.clone(),
         group_region: ShmName::default(),
         plan_ring: ShmName::default(),

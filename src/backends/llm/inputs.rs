@@ -262,7 +262,7 @@ fn sampling(config: &LlmConfig, request: &InferRequest, log_probs: bool) -> Resu
     let top_p = float(request, &["runtime_top_p", "top_p"], 0.0..=1.0)?.unwrap_or(0.0);
     let temperature = float(request, &["temperature"], 0.0..=f32::MAX)?;
     if temperature.is_some_and(|it| it != 1.0 && it >= LEAST_TEMPERATURE) && top_k == 0 && top_p == 0.0 {
-        tell_of_greedy(config);
+        warn_of_greedy(config);
     }
     Ok(SamplingParams {
         temperature: effective_temperature(temperature, top_k, top_p),
@@ -294,9 +294,9 @@ fn effective_temperature(temperature: Option<f32>, top_k: u32, top_p: f32) -> f3
     if is_greedy || temperature < LEAST_TEMPERATURE { 0.0 } else { temperature }
 }
 
-/// Says once for a model that a temperature had no effect.
-fn tell_of_greedy(config: &LlmConfig) {
-    if !config.has_told_of_greedy.swap(true, Ordering::Relaxed) {
+/// Logs a warning, once per model, that a temperature had no effect.
+fn warn_of_greedy(config: &LlmConfig) {
+    if !config.has_warned_of_greedy.swap(true, Ordering::Relaxed) {
         tracing::warn!(
             model = %config.name,
             "a request has a `temperature`, but neither `runtime_top_k` nor `runtime_top_p`, and so is greedy as with \

@@ -65,7 +65,7 @@ use logits::LogitsBudget;
 use outputs::Responses;
 pub use plan::{ModelPlan, PlanFactory};
 use refusal::error_of;
-use replicas::{checkpoint_print, start_replicas, stop_all};
+use replicas::{checkpoint_fingerprint, start_replicas, stop_all};
 use router::{Admission, Replica, Router};
 use text_stop::TextStop;
 use timing::Timing;
@@ -163,7 +163,7 @@ impl BackendFactory for LlmFactory {
         async move {
             let mut config = LlmConfig::new(&load, &defaults)?;
             if agents.nodes().names().len() > 1 {
-                config.checkpoint_print = Some(checkpoint_print(&config).await?);
+                config.checkpoint_fingerprint = Some(checkpoint_fingerprint(&config).await?);
             }
             let (router, loads) = start_replicas(&config, &agents, &prefix, &event_runtime)?;
             let tokenizer = tokenizer(&config).await;

@@ -63,7 +63,7 @@ pub(crate) fn stop_all(router: &Router) {
 }
 
 /// What workers on other nodes compare their checkpoint with.
-pub(crate) async fn checkpoint_print(config: &LlmConfig) -> Result<Vec<u8>, InferError> {
+pub(crate) async fn checkpoint_fingerprint(config: &LlmConfig) -> Result<Vec<u8>, InferError> {
     let dir = config.checkpoint.clone();
     let print = tokio::task::spawn_blocking(move || supervision::fingerprint(&dir)).await;
     let print = print.map_err(|_| std::io::Error::other("its reader ended")).flatten();
