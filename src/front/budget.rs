@@ -157,7 +157,7 @@ impl Drop for Charge {
     }
 }
 
-/// A body that is waited for. Most come at once: those are given no timer and no entry in a list. Whoever waits is polled
+/// A body that is waited for. Most arrive at once and get no timer and no entry in a list. A request that waits is polled
 /// again after [`Pace::first_look`] at the latest, by a timer that its connection has for all of its requests.
 #[derive(Debug, Default)]
 pub enum Waiting {

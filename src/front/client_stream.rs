@@ -29,7 +29,7 @@ impl<T: AsyncRead + Unpin> ClientStream<T> {
         Self { socket, begun: Bytes::new(), activity, patience, blocked: None }
     }
 
-    /// Waits until `count` bytes have come, which are then read as if nobody had waited.
+    /// Waits until `count` bytes have come, which are then read as usual.
     ///
     /// # Errors
     /// When the client leaves before.

@@ -56,7 +56,7 @@ pub struct Activity {
     idle_since_ms: AtomicU64,
     /// Since when the client takes nothing of what is written to it, or [`NOT_BLOCKED`].
     blocked_since_ms: AtomicU64,
-    /// It was told to make room.
+    /// It has to make room.
     is_leaving: AtomicBool,
     leave: Notify,
 }
@@ -167,7 +167,7 @@ impl Connections {
         Some(Admitted { connections: self.clone(), id, activity })
     }
 
-    /// Tells the connections that have been idle for longest to leave, where the port is crowded with `newest`.
+    /// Ends the connections that have been idle for longest, where the port is crowded with `newest`.
     pub fn make_room(&self, newest: &Admitted) {
         let mut table = self.table();
         let num_staying = table.open.len() - table.num_leaving;
@@ -178,7 +178,7 @@ impl Connections {
         table.make_room(num_staying - self.crowded + self.crowded / 20, Some(newest.id));
     }
 
-    /// Tells a few of them to leave, however many there are: the process may open no more files.
+    /// Ends a few of them, however many there are: the process may open no more files.
     pub fn make_room_for_files(&self) {
         let mut table = self.table();
         if table.num_leaving == 0 && table.in_vain.is_none_or(|when| when.elapsed() >= PAUSE) {
@@ -195,7 +195,7 @@ impl Table {
         }
     }
 
-    /// Tells up to `count` of the chosen connections to leave: those that have been idle for longest. How many.
+    /// Ends up to `count` of the chosen connections, those that have been idle for longest; returns how many.
     fn evict(&mut self, count: usize, is_chosen: impl Fn(u64, &Activity) -> bool) -> usize {
         let now_ms = self.open.values().next().map_or(0, |activity| activity.now_ms());
         let chosen = self.open.iter().filter(|(id, it)| !it.is_leaving.load(Relaxed) && is_chosen(**id, it));

@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use serving::HistogramValues;
 
-/// Names and values that tell samples of one metric apart.
+/// Names and values that distinguish the samples of one metric.
 pub type Labels = Vec<(Cow<'static, str>, String)>;
 
 /// One metric and its samples.

@@ -1,5 +1,5 @@
 //! Looks through a gRPC message before it is decoded: what it contains is compared with the limits, and what it will take
-//! in memory is told. Two bytes on the wire can become hundreds.
+//! in memory is computed. Two bytes on the wire can become hundreds.
 
 use bytes::Bytes;
 use serving::{InferError, Limit, Limits};

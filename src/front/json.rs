@@ -1,4 +1,4 @@
-//! A JSON reader for requests: borrows from the body, builds no array before it is asked for, bounds nesting.
+//! A JSON reader for requests: borrows from the body, builds arrays only on request, bounds nesting.
 //!
 //! Error words and offsets are those that Triton's clients know. `NaN` and `Infinity` are read as numbers.
 

@@ -84,7 +84,7 @@ async fn answer(
         Route::ModelConfig(model) => http_models::model_config(&state.server, model).map(json_reply),
         Route::ModelStatistics(model) => http_models::statistics(&state.server, model).map(json_reply),
         other => {
-            // A coding that nobody knows is none here.
+            // An unknown coding counts as none.
             let coding = content_coding(headers).unwrap_or(None);
             let Held { bytes, charge: _charge } = read_coded(state, coding, body).await?;
             control(state, other, changes, bytes).await.map(json_reply)

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use futures::future::BoxFuture;
 
-/// Tells who holds what, as JSON, at each request.
+/// Returns what each model's requests hold, as JSON; called for each request of that page.
 #[derive(Clone)]
 pub struct LedgerSource(Arc<dyn Fn() -> BoxFuture<'static, String> + Send + Sync>);
 

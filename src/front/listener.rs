@@ -300,7 +300,7 @@ where
     }
 }
 
-/// Serves a connection until its client leaves, or, told to stop or too old, until its last request has ended.
+/// Serves a connection until its client leaves. When the server stops, or the connection is too old, until its last request has ended.
 async fn serve<C: Connection>(
     connection: C,
     limits: Limits,

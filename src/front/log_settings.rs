@@ -70,7 +70,7 @@ pub type LogFollower = Arc<dyn Fn(&LogOptions) + Send + Sync>;
 pub struct LogControl {
     /// What is logged at the start.
     pub options: LogOptions,
-    /// Told of every change.
+    /// Called after every change.
     pub follower: Option<LogFollower>,
 }
 

@@ -26,7 +26,7 @@ use crate::state::State;
 use crate::status::shown;
 use crate::{forward, generate, json, openai_request};
 
-/// Turns conversations into prompts: whoever starts the front knows where chat templates are.
+/// Turns conversations into prompts. The caller of the front provides it, because it knows where chat templates are.
 pub trait ChatPrompts: Send + Sync {
     /// The prompt of a conversation for `model`, special tokens spelled out.
     ///
@@ -245,7 +245,7 @@ fn seed(config: &ModelConfig, asked: &Asked, name: &str, index: u64) -> Result<B
     Ok(tensor.map_err(wrong)?.data)
 }
 
-/// The prompts that are asked for, which are taken out of `asked`.
+/// The prompts of a request, which are taken out of `asked`.
 async fn prompts(state: &Arc<State>, asked: &mut Asked) -> Result<Vec<String>, ApiError> {
     let messages = match std::mem::take(&mut asked.prompts) {
         Prompts::Texts(texts) => return Ok(texts),
@@ -259,7 +259,7 @@ async fn prompts(state: &Arc<State>, asked: &mut Asked) -> Result<Vec<String>, A
     Ok(vec![rendered.map_err(|error| InferError::internal(error.to_string()))??])
 }
 
-/// The model's own request, without prompt and seed: what it has an input for, under its own names.
+/// The model's own request, without prompt and seed: the values that the model has inputs for, by its names.
 fn request(config: &ModelConfig, asked: &Asked, limits: &Limits) -> Result<InferRequest, ApiError> {
     let mut body = serde_json::Map::new();
     let mut offer = |names: &[&str], value: Value| {
@@ -333,7 +333,7 @@ async fn stream_reply(mut choices: Choices, head: Head, count: usize, charge: Ch
         first => first,
     };
     let opening: Vec<Bytes> = (0..count).filter_map(|index| head.opening(index)).map(|value| event(&value)).collect();
-    // The usage of all choices is told behind the last piece, unless that is an error.
+    // The usage of all choices follows the last piece, unless that is an error.
     let totals: Vec<Piece> = (0..count).map(Piece::empty).collect();
     let totals = Arc::new(Mutex::new((totals, false)));
     let shared = Arc::new(head);

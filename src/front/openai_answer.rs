@@ -49,8 +49,8 @@ impl Piece {
     }
 }
 
-/// A choice in the making.
-struct Making {
+/// A choice that is being generated.
+struct Choice {
     index: usize,
     responses: ResponseStream,
     stop: StopText,
@@ -58,8 +58,8 @@ struct Making {
     logprobs: bool,
     /// Responses with text, for models that do not count.
     num_responses: u64,
-    /// What outputs told of the tokens of prompt and answer.
-    told: (u64, u64),
+    /// Numbers of tokens of prompt and answer, as outputs gave them.
+    counts: (u64, u64),
     /// Put before the text.
     echo: Bytes,
     is_over: bool,
@@ -72,22 +72,22 @@ pub(crate) fn choice(
     asked: &Asked,
     echo: Bytes,
 ) -> BoxStream<'static, Result<Piece, InferError>> {
-    let making = Making {
+    let choice = Choice {
         index,
         responses,
         stop: StopText::new(asked.stop.iter().cloned()),
         max_tokens: u64::from(asked.max_tokens),
         logprobs: asked.logprobs,
         num_responses: 0,
-        told: (0, 0),
+        counts: (0, 0),
         echo,
         is_over: false,
     };
-    futures::stream::unfold(making, |mut making| async move { making.next().await.map(|piece| (piece, making)) })
+    futures::stream::unfold(choice, |mut choice| async move { choice.next().await.map(|piece| (piece, choice)) })
         .boxed()
 }
 
-impl Making {
+impl Choice {
     /// The next piece with text or an end.
     async fn next(&mut self) -> Option<Result<Piece, InferError>> {
         while !self.is_over {
@@ -113,7 +113,7 @@ impl Making {
             u64::try_from(output.into_iter().map(i64::from).sum::<i64>()).ok()
         };
         let (input, output) = (count("num_input_tokens"), count("num_output_tokens"));
-        self.told = (input.unwrap_or(self.told.0), output.unwrap_or(0).max(self.told.1));
+        self.counts = (input.unwrap_or(self.counts.0), output.unwrap_or(0).max(self.counts.1));
         self.num_responses += u64::from(!text.is_empty());
         let mut shown = self.take_echo();
         if self.stop.push(&text, &mut shown).is_some() {
@@ -140,14 +140,14 @@ impl Making {
     }
 
     fn counted(&self) -> Piece {
-        let told = self.responses.generation();
-        let (prompt, output) = told.map_or(self.told, |told| (told.prompt_tokens, told.output_tokens));
-        let prompt_tokens = prompt.max(self.told.0);
+        let generation = self.responses.generation();
+        let (prompt, output) = generation.map_or(self.counts, |it| (it.prompt_tokens, it.output_tokens));
+        let prompt_tokens = prompt.max(self.counts.0);
         let output_tokens = if output > 0 { output } else { self.num_responses };
         Piece { index: self.index, prompt_tokens, output_tokens, ..Piece::default() }
     }
 
-    /// The text of a response, and its log probability where that is asked for.
+    /// The text of a response, and its log probability where that is requested.
     fn content(&self, response: &InferResponse) -> (String, Vec<(String, f64)>) {
         let output = |name: &str| response.outputs.iter().find(|output| output.name == name);
         let texts =
@@ -216,7 +216,7 @@ impl Head {
         self.around(vec![choice], true)
     }
 
-    /// The chunk behind the last choice, where it is asked for.
+    /// The chunk after the last choice, where it is requested.
     pub fn usage_chunk(&self, choices: &[Piece]) -> Option<Value> {
         self.include_usage.then(|| {
             let mut chunk = self.around(Vec::new(), true);

@@ -262,7 +262,7 @@ impl Fields {
         Ok(stops.into_iter().filter(|stop: &String| !stop.is_empty()).collect())
     }
 
-    /// Of the chosen tokens; the likeliest others are not told.
+    /// Whether log probabilities of the chosen tokens are requested; those of other tokens are not available.
     fn logprobs(&self, is_chat: bool) -> Result<bool, ApiError> {
         let none = "only the chosen tokens' probabilities are told";
         if is_chat {

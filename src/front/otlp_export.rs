@@ -113,7 +113,7 @@ impl Exporter {
     pub fn new(collector: Collector) -> io::Result<Self> {
         let (queue, spans) = sync_channel(collector.max_queue_size);
         let thread = std::thread::Builder::new().name("otlp".to_owned()).spawn(move || export(&collector, &spans))?;
-        // Bits that no count of traces reaches tell processes apart, so that no id is zero.
+        // Bits above any count of traces distinguish processes, so that no id is zero.
         let seed = RandomState::new().hash_one(0) | (1 << 63);
         Ok(Self { queue: Some(queue), thread: Some(thread), seed, num_lost: AtomicU64::new(0) })
     }

@@ -77,7 +77,7 @@ impl Api {
         }
     }
 
-    /// Where the path of an RPC belongs; `None` for one that nobody answers.
+    /// The group of an RPC's path; `None` for an unknown path.
     pub(crate) fn of_rpc(path: &str) -> Option<Self> {
         if path.starts_with("/grpc.health.v1.Health/") {
             return Some(Api::Health);
@@ -136,7 +136,7 @@ const API_KEY: &str = "x-api-key";
 
 impl Restrictions {
     /// Restricts further APIs, or adds keys to those that are restricted; `rule` is `APIS:HEADER=VALUE`, the APIs separated
-    /// by commas, and `keys_of` tells the keys that VALUE stands for.
+    /// by commas, and `keys_of` returns the keys that VALUE stands for.
     ///
     /// # Errors
     /// When it is not of that form, an API is unknown, or there are no keys. The words never hold a key.
@@ -185,7 +185,7 @@ impl Restrictions {
     /// With the header that is missing or wrong.
     pub(crate) fn check(&self, api: Api, headers: &HeaderMap) -> Result<(), Denied<'_>> {
         let Some(rules) = self.rules.get(&api) else { return Ok(()) };
-        // Every key is compared, whichever fits, so that the time tells nothing of them.
+        // Every key is compared, whichever matches, so that the time reveals nothing about them.
         let fits = rules.iter().fold(false, |fits, rule| rule.fits(headers) | fits);
         let expected = rules.iter().find(|rule| rule.header == AUTHORIZATION).unwrap_or(&rules[0]);
         if fits {
@@ -220,7 +220,7 @@ fn without_value(rule: &str) -> String {
     }
 }
 
-/// Equality in a time that tells nothing of the key.
+/// Equality in a time that reveals nothing about the key.
 fn same(given: &[u8], key: &[u8]) -> bool {
     let differences = given.iter().zip(key.iter().cycle()).fold(0, |all, (left, right)| all | (left ^ right));
     black_box(differences) == 0 && given.len() == key.len()

@@ -66,7 +66,7 @@ pub struct Running {
 /// Least time that connections have to send what they hold.
 const CLOSE_GRACE: Duration = Duration::from_secs(1);
 /// Time in which clients may use an HTTP connection that they hold idle while another world takes over; its next
-/// answer tells them to open a new one.
+/// answer makes them open a new one.
 const LINGER: Duration = Duration::from_secs(5);
 /// The first bytes of HTTP/2: "PRI * HTTP/2.0" and what follows (RFC 9113, 3.4).
 const PREFACE_BYTES: usize = 24;

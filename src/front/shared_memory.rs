@@ -92,7 +92,7 @@ pub enum MemoryKind {
 
 /// The regions of all clients.
 ///
-/// An object is read and written as the file it is on Linux, so a client that truncates it gets an error and harms nobody.
+/// An object is read and written as the file it is on Linux, so a client that truncates it gets an error, without harm to others.
 #[derive(Debug)]
 pub struct SharedMemory {
     is_allowed: bool,
@@ -218,7 +218,7 @@ impl SharedMemory {
             return Err(refused("it has no bytes"));
         }
         let devices = self.devices.as_ref().ok_or_else(|| refused("this server opens no device memory"))?;
-        // A driver takes its time: nobody else waits for it.
+        // A driver may take long: it runs without the lock.
         let memory = devices.open(handle, device, byte_size).map_err(|why| refused(&why))?;
         self.room_for(name)?.insert(name.to_owned(), Region { byte_size, place: Place::Cuda { device, memory } });
         Ok(())
@@ -245,7 +245,7 @@ impl SharedMemory {
         Ok(regions)
     }
 
-    /// The object, its length and what tells it from others.
+    /// The object, its length and its identity.
     fn open(&self, key: &str) -> Result<(File, u64, (u64, u64)), InferError> {
         self.limits.check(Limit::NameBytes, key.len())?;
         let object = key.strip_prefix('/').unwrap_or(key);
@@ -360,7 +360,7 @@ impl SharedMemory {
         }
     }
 
-    /// Tells the model where outputs shall go. Places that are wrong are found when the output is there.
+    /// Sets where the model puts outputs. Wrong places are found when the output is there.
     ///
     /// # Errors
     /// When inputs that are in the way cannot be read.

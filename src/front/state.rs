@@ -102,7 +102,7 @@ impl State {
         self.trace.sample(model, context)
     }
 
-    /// Changes trace settings of a model, or the server's when `model` is empty, and tells them all.
+    /// Changes trace settings of a model, or the server's when `model` is empty; returns all of them.
     ///
     /// # Errors
     /// When there is no such model, or a value cannot be.
@@ -113,7 +113,7 @@ impl State {
         if changes.is_empty() { Ok(self.trace.get(model)) } else { self.trace.update(model, changes) }
     }
 
-    /// What tells the type that a model of that name and version declares for an input.
+    /// Looks up the type that a model of a name and version declares for an input.
     pub fn declared_datatype(&self) -> impl Fn(&str, &str, &str) -> Option<DataType> {
         |model, version, name| {
             let config = self.server.model_config(model, version).ok()?;
@@ -122,7 +122,7 @@ impl State {
         }
     }
 
-    /// Brings the outputs into the form that the client asked for.
+    /// Brings the outputs into the form that the client requested.
     ///
     /// # Errors
     /// When an output cannot take that form.

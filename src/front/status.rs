@@ -38,7 +38,7 @@ pub fn generate_status(kind: ErrorKind) -> StatusCode {
     }
 }
 
-/// When a client that was told "unavailable" should come again: workers that are lost are back within a second.
+/// Seconds after which a client that got "unavailable" should retry: lost workers are back within a second.
 pub const RETRY_AFTER_SECS: u64 = 1;
 
 /// The gRPC status of an error, with its words; what is unavailable also says when to come again, as HTTP does.

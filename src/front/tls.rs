@@ -1,4 +1,4 @@
-//! TLS of a port, with the clients' certificates asked for or not.
+//! TLS of a port, with or without certificates of clients.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -41,7 +41,7 @@ pub struct TraceOptions {
     pub allows_tensors: bool,
 }
 
-/// Traces that nobody keeps.
+/// Traces that are not written anywhere.
 static NOT_WRITTEN: RateLimitedLog = RateLimitedLog::new(1);
 /// Clients that ask for tensors in vain.
 static TENSORS_ASKED: RateLimitedLog = RateLimitedLog::new(1);

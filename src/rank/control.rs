@@ -10,8 +10,8 @@ use ipc::Health;
 use serving::Server;
 use tokio::runtime::Handle;
 
-/// How often a runtime records progress.
-const INTERVAL: Duration = Duration::from_millis(100);
+/// How often a runtime records progress. The launcher waits for seconds, and each record wakes an idle process.
+const INTERVAL: Duration = Duration::from_millis(500);
 
 /// The health of this rank 0.
 pub(crate) struct Control {
