@@ -295,7 +295,7 @@ def test_errors_of_shared_memory_regions(server):
     Path("/dev/shm", key).write_bytes(bytes(16))
     try:
         register, region = "/v2/systemsharedmemory/region/x/register", f'{{"name":"x","key":"/{key}","offset":0,"byte_size":16}}'
-        too_large = request(server, "POST", register, region.replace("16", "17"))
+        too_large = request(server, "POST", register, region.replace('"byte_size":16', '"byte_size":17'))
         assert too_large == (400, JSON, error("failed to register shared memory region 'x': invalid args"))
         assert request(server, "POST", register, region) == (200, JSON, "")
         assert request(server, "POST", register, region) == (400, JSON, error("shared memory region 'x' already in manager"))
