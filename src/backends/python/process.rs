@@ -414,12 +414,22 @@ mod tests {
             launch: None,
             start_timeout: Duration::from_secs(60),
         };
-        let process = Process::start(&Spawner::start().unwrap(), &program).await.unwrap();
+        // The process ends with the thread that started it.
+        let spawner = Spawner::start().unwrap();
+        let process = Process::start(&spawner, &program).await.unwrap();
         let proc = PathBuf::from(format!("/proc/{}", process.pid));
-        let environment = std::fs::read_to_string(proc.join("environ")).unwrap();
+        // While the process replaces itself by another program, neither can be read.
+        let (mut environment, mut open) = (String::new(), Vec::new());
+        for _ in 0..500 {
+            environment = std::fs::read_to_string(proc.join("environ")).unwrap();
+            let listed = std::fs::read_dir(proc.join("fd")).unwrap().flatten();
+            open = listed.filter_map(|entry| std::fs::read_link(entry.path()).ok()).collect();
+            if !environment.is_empty() && !open.is_empty() {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
         let names: Vec<&str> = environment.split('\0').filter_map(|pair| Some(pair.split_once('=')?.0)).collect();
-        let listed = std::fs::read_dir(proc.join("fd")).unwrap().flatten();
-        let open: Vec<PathBuf> = listed.filter_map(|entry| std::fs::read_link(entry.path()).ok()).collect();
         assert!(names.contains(&"PYTHONPATH") && names.contains(&"PROCESS_TEST_DIR"), "{names:?}");
         for secret in SECRETS {
             assert!(std::env::var_os(secret).is_some());
