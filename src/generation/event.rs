@@ -1,4 +1,4 @@
-use engine::{BlockUsage, DraftUsage, FinishReason, SampledToken};
+use engine::{BlockUsage, DraftUsage, FinishReason, SampledToken, TokenId};
 use smallvec::SmallVec;
 
 use crate::Timestamp;
@@ -19,8 +19,19 @@ pub enum GenerateEvent {
     },
     /// Raw logits, before the tokens that are chosen from them.
     Logits(Logits),
+    /// Log-probabilities of the prompt's tokens, before the first delta.
+    PromptLogprobs(Vec<PromptLogprob>),
     /// New tokens of a sequence, or its end.
     Delta(Delta),
+}
+
+/// Log-probability of one token of the prompt. The first token of a prompt has none.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PromptLogprob {
+    /// Natural log-probability of the token, given the ones before it.
+    pub logprob: f32,
+    /// The likeliest tokens at its position with their log-probabilities, best first.
+    pub top: Vec<(TokenId, f32)>,
 }
 
 /// New tokens of one sequence.
@@ -30,6 +41,10 @@ pub struct Delta {
     pub index: usize,
     /// The tokens; none where a sequence ends without one.
     pub tokens: Tokens,
+    /// The text that the sequence gained; empty where the request has no [`crate::TextOptions`].
+    pub text: String,
+    /// The stop text that ended the sequence, by its place in [`crate::StopTexts`].
+    pub stop: Option<usize>,
     /// When the step that chose them was settled.
     pub at: Timestamp,
     /// Set on the last delta of the sequence.
