@@ -315,6 +315,7 @@ impl Stream for ActiveRequest {
                         return Poll::Ready(Some(event));
                     }
                 }
+                Some(Ok(StreamItem::Event(_))) => {} // Requests with tensors have none.
                 // A decoupled model may go on after an error.
                 Some(Err(error)) if self.is_decoupled => {
                     self.has_failed = true;

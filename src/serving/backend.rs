@@ -4,9 +4,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use futures::future::{BoxFuture, FutureExt as _};
+use generation::Generator;
 use repository::ModelConfig;
 
-use crate::{InferError, InferRequest, Limits, ResponseSender, ResponseStream, TextModel, TextOutputs};
+use crate::{GenerateCall, InferError, InferRequest, Limits, ResponseSender, ResponseStream, TextModel, TextOutputs};
 
 /// One loaded model version: `serving` calls it, `backends` implement it.
 ///
@@ -42,6 +43,19 @@ pub trait Backend: Send + Sync {
     fn infer_text(&self, request: InferRequest, _outputs: TextOutputs) -> Result<ResponseStream, InferError> {
         let model = request.model_name;
         Err(InferError::internal(format!("model '{model}' generates no text")))
+    }
+
+    /// What adapters of protocols need to make [`GenerateCall`]s; `None` for a model that takes tensors only.
+    fn generator(&self) -> Option<Generator> {
+        None
+    }
+
+    /// Accepts a request to generate text, and returns at once. Only called where [`Backend::generator`] is `Some`.
+    ///
+    /// # Errors
+    /// When the request cannot be accepted, for example because of invalid values or a full queue.
+    fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
+        Err(InferError::internal(format!("model '{}' generates no text", call.model_name)))
     }
 
     /// Number of executions that may run at the same time; 0 for a backend that queues and batches requests itself.

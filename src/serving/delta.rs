@@ -8,7 +8,7 @@ use std::ops::Deref;
 use bytes::Bytes;
 use smallvec::SmallVec;
 
-use crate::{InferResponse, Timestamp, byte_strings};
+use crate::{InferResponse, StreamEvent, Timestamp, byte_strings};
 
 /// One item of a stream.
 #[derive(Debug)]
@@ -18,6 +18,8 @@ pub enum StreamItem {
     /// The previous response with new values for some outputs, which are in the reader's [`OutputDelta`]. It is not final,
     /// and another delta may follow it.
     Delta(DeltaInfo),
+    /// An event, in the stream of a [`crate::GenerateCall`].
+    Event(Box<StreamEvent>),
 }
 
 /// Metadata of a response that was sent as a delta.
@@ -153,7 +155,9 @@ impl StreamItem {
     pub(crate) fn into_response(self) -> InferResponse {
         match self {
             StreamItem::Response(response) => *response,
-            StreamItem::Delta(_) => unreachable!("a source sends deltas only to readers that accept them"),
+            StreamItem::Delta(_) | StreamItem::Event(_) => {
+                unreachable!("a source sends deltas and events only to readers that accept them")
+            }
         }
     }
 }

@@ -11,6 +11,7 @@ use std::sync::{Arc, Weak};
 
 use futures::future::{BoxFuture, FutureExt as _, join_all};
 use futures::stream::{FuturesUnordered, StreamExt as _};
+use generation::Generator;
 use repository::ModelConfig;
 use smallvec::{SmallVec, smallvec};
 
@@ -18,8 +19,8 @@ use crate::index_memo::IndexMemo;
 use crate::model::ServedModel;
 use crate::registry::Registry;
 use crate::{
-    Backend, CorrelationId, DetokenizerModel, EnsembleStep, Generation, InferError, InferRequest, InferResponse, Name,
-    Parameter, ResponseSender, ResponseStream, Tensor, Trace,
+    Backend, CorrelationId, DetokenizerModel, EnsembleStep, GenerateCall, Generation, InferError, InferRequest,
+    InferResponse, Name, Parameter, ResponseSender, ResponseStream, Tensor, Trace,
 };
 
 mod graph;
@@ -67,6 +68,15 @@ impl Backend for Ensemble {
 
     fn returns_only_requested_outputs(&self) -> bool {
         true
+    }
+
+    fn generator(&self) -> Option<Generator> {
+        self.graph.text.as_ref()?.generator_of(&self.graph, &self.models().ok()?)
+    }
+
+    fn generate(&self, call: GenerateCall) -> Result<ResponseStream, InferError> {
+        let plan = self.graph.text.as_ref().ok_or_else(|| InferError::internal("the ensemble generates no text"))?;
+        plan.generate(&self.graph, &self.models()?, call)
     }
 
     fn is_ready(&self) -> bool {

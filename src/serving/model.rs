@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
+use generation::Generator;
 use repository::ModelConfig;
 use tokio::sync::Notify;
 
@@ -14,7 +15,9 @@ use crate::labels::Labels;
 use crate::request_metrics::{CacheLookup, RequestMetrics};
 use crate::scheduler::{Scheduler, StateSpec};
 use crate::statistics::{ModelStatistics, Statistics};
-use crate::{Backend, InferError, InferRequest, InferResponse, Name, ResponseStream, TextModel, TextOutputs};
+use crate::{
+    Backend, GenerateCall, InferError, InferRequest, InferResponse, Name, ResponseStream, TextModel, TextOutputs,
+};
 
 /// One version of a model that answers requests.
 pub(crate) struct ServedModel {
@@ -112,6 +115,24 @@ impl ServedModel {
         let batch_size = self.admit(&mut request, started)?;
         let metrics = RequestMetrics::new(self.clone(), &request, batch_size, started, CacheLookup::Disabled);
         match self.backend.infer_text(request, outputs) {
+            Ok(stream) => Ok(stream.with_metrics(metrics)),
+            Err(error) => {
+                metrics.record_refusal(&error);
+                Err(error)
+            }
+        }
+    }
+
+    /// What adapters of protocols need to make [`GenerateCall`]s.
+    pub fn generator(&self) -> Option<Generator> {
+        self.backend.generator()
+    }
+
+    /// Passes a request to generate text to the backend, and counts its events.
+    pub fn generate(self: &Arc<Self>, call: GenerateCall) -> Result<ResponseStream, InferError> {
+        let request = InferRequest { id: call.id.clone(), ..InferRequest::default() };
+        let metrics = RequestMetrics::new(self.clone(), &request, 1, Instant::now(), CacheLookup::Disabled);
+        match self.backend.generate(call) {
             Ok(stream) => Ok(stream.with_metrics(metrics)),
             Err(error) => {
                 metrics.record_refusal(&error);

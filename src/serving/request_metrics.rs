@@ -3,12 +3,16 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use generation::GenerateEvent;
+
 use crate::cache::CacheKey;
 use crate::index_memo::IndexMemo;
 use crate::model::ServedModel;
 use crate::progress::{Generation, Progress, Scheduled};
 use crate::statistics::{CacheUse, Failure, OtherResponse, Outcome, ResponseTiming};
-use crate::{DeltaInfo, ErrorKind, InferError, InferRequest, InferResponse, Name, StreamItem, Timestamp, Trace};
+use crate::{
+    DeltaInfo, ErrorKind, InferError, InferRequest, InferResponse, Name, StreamEvent, StreamItem, Timestamp, Trace,
+};
 
 /// Responses of a request that are counted together, at most. All requests to the model share the counters, and writing a
 /// contended cache line is costly.
@@ -129,6 +133,7 @@ impl RequestMetrics {
         match &mut item {
             Some(Ok(StreamItem::Delta(info))) => self.count_delta(info),
             Some(Ok(StreamItem::Response(response))) => self.observe_response(response),
+            Some(Ok(StreamItem::Event(event))) => self.count_event(event),
             _ => return self.observe_end(item),
         }
         item
@@ -228,6 +233,22 @@ impl RequestMetrics {
     /// Counts a response that was sent as a delta.
     pub fn count_delta(&mut self, info: &DeltaInfo) {
         self.count_response(info.observed, info.observed.ns_since(info.computed));
+    }
+
+    /// Counts an event of generated text as a response; the last one ends the request.
+    fn count_event(&mut self, event: &StreamEvent) {
+        if let GenerateEvent::Delta(delta) = &event.event {
+            let now = Timestamp::now();
+            if self.responses.count == 0 {
+                self.model.statistics.first_response(self.started.elapsed());
+            }
+            self.count_response(now, now.ns_since(delta.at));
+        }
+        if event.is_last && !self.ended {
+            self.ended = true;
+            self.flush();
+            self.succeed(&InferResponse::default(), None, Instant::now(), Duration::ZERO);
+        }
     }
 
     fn succeed(&mut self, response: &InferResponse, cache: Option<CacheUse>, now: Instant, output: Duration) {

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures::stream::{self, StreamExt as _};
+use generation::Generator;
 use repository::{ModelConfig, Repository, RepositoryError};
 use tokio::time::Instant;
 
@@ -15,7 +16,10 @@ use crate::lifecycle::{Lifecycle, LoadFailure, LoadOverrides};
 use crate::model::ServedModel;
 use crate::registry::{ModelIndexEntry, ModelState, Registry, parse_version};
 use crate::statistics::ModelStatistics;
-use crate::{BackendFactory, DataType, ErrorKind, InferError, InferRequest, Limit, Limits, ResponseStream};
+use crate::{
+    BackendFactory, DataType, ErrorKind, EventStream, GenerateCall, InferError, InferRequest, Limit, Limits,
+    ResponseStream,
+};
 
 /// Which models are loaded, and whether clients may load and unload models.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -259,6 +263,25 @@ impl Server {
         }
         self.config.limits.check_request(&request)?;
         self.registry().resolve(&request.model_name, &request.model_version)?.infer(request)
+    }
+
+    /// What a model that generates text takes; `None` for a model that takes tensors only.
+    ///
+    /// # Errors
+    /// When the model does not serve.
+    pub fn generator(&self, model: &str, version: &str) -> Result<Option<Generator>, InferError> {
+        Ok(self.registry().resolve(model, version)?.generator())
+    }
+
+    /// Accepts a request to generate text.
+    ///
+    /// # Errors
+    /// When the server stops, the model does not serve or generates no text, or the request does not fit it.
+    pub fn generate(&self, call: GenerateCall) -> Result<EventStream, InferError> {
+        if self.is_draining.load(Ordering::Relaxed) {
+            return Err(InferError::unavailable("the server is stopping and takes no new requests"));
+        }
+        self.registry().resolve(&call.model_name, &call.model_version)?.generate(call).map(EventStream)
     }
 
     /// Accepts a request that a model sends to serve its own request. It is accepted while the server drains too, because it

@@ -82,6 +82,16 @@ impl ResponseStream {
         Self::new(Source::Custom(make(ProgressReporter(progress.clone()))), Some(progress))
     }
 
+    /// The events of a step that generates text, as those of its ensemble.
+    pub(crate) fn from_text(text: TextStream, progress: Option<Arc<Progress>>) -> Self {
+        Self::new(Source::Text(text), progress)
+    }
+
+    /// The items of `source`, whose request has this progress.
+    pub(crate) fn of_inner(source: Box<dyn ResponseSource>, progress: Option<Arc<Progress>>) -> Self {
+        Self::new(Source::Custom(source), progress)
+    }
+
     fn new(source: Source, progress: Option<Arc<Progress>>) -> Self {
         Self { source, accepts_deltas: false, progress, metrics: None, earlier_answered: None }
     }

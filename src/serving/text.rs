@@ -12,6 +12,11 @@ use crate::{CallCounter, Name, Parameter, Tensor};
 /// The role of a model in an ensemble that generates text.
 #[derive(Debug, Clone)]
 pub enum TextModel {
+    /// Turns prompts into tokens, with TensorRT-LLM's tensor names: `QUERY` to `INPUT_ID`.
+    Tokenizer {
+        /// Whether it adds its special tokens to a prompt.
+        adds_special_tokens: bool,
+    },
     /// Generates tokens, with TensorRT-LLM's output names: `output_ids`, `sequence_length` and others.
     Generator,
     /// Turns tokens into text, with TensorRT-LLM's tensor names: `TOKENS_BATCH` and `SEQUENCE_LENGTH` to `OUTPUT`.

@@ -3,13 +3,15 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
+use generation::Generator;
+
 use super::Run;
 use super::graph::{Graph, Step, Wire};
 use crate::model::ServedModel;
 use crate::request_metrics::RequestMetrics;
 use crate::{
-    CallCounter, DetokenizerModel, InferError, InferRequest, Name, OutputDelta, ResponseSource, ResponseStream,
-    StreamItem, TextModel, TextOutput, TextOutputs,
+    CallCounter, DetokenizerModel, GenerateCall, InferError, InferRequest, Name, OutputDelta, ResponseSource,
+    ResponseStream, StreamItem, TextModel, TextOutput, TextOutputs,
 };
 
 /// Pairs of a generator's output and the detokenizer's input that it must be connected to.
@@ -71,6 +73,41 @@ impl TextPlan {
             )
         };
         graph.steps[self.detokenizer].inputs.iter().all(is_known).then_some(model)
+    }
+
+    /// The step that encodes prompts, and whether it adds special tokens, in an ensemble of three steps: encode, generate,
+    /// decode. Only such an ensemble takes a [`GenerateCall`], because other steps may change a request.
+    fn tokenizer_of(&self, models: &[Arc<ServedModel>]) -> Option<(usize, bool)> {
+        let mut others = (0..models.len()).filter(|&step| step != self.generator && step != self.detokenizer);
+        let (Some(step), None) = (others.next(), others.next()) else { return None };
+        match models[step].text_model()? {
+            TextModel::Tokenizer { adds_special_tokens } => Some((step, adds_special_tokens)),
+            _ => None,
+        }
+    }
+
+    /// The generator of the ensemble; `None` where the steps do more than encode, generate and decode.
+    pub(super) fn generator_of(&self, graph: &Graph, models: &[Arc<ServedModel>]) -> Option<Generator> {
+        self.detokenizer_of(graph, models)?;
+        let (_, adds_special_tokens) = self.tokenizer_of(models)?;
+        Some(Generator { adds_special_tokens, ..models[self.generator].generator()? })
+    }
+
+    /// Passes a call to the generator, and counts it for the other two models.
+    pub(super) fn generate(
+        &self,
+        graph: &Arc<Graph>,
+        models: &[Arc<ServedModel>],
+        call: GenerateCall,
+    ) -> Result<ResponseStream, InferError> {
+        if let Some((tokenizer, _)) = self.tokenizer_of(models) {
+            CallCounter::new(models[tokenizer].clone()).count(call.encode_time.as_nanos() as u64);
+        }
+        let decode_calls = Some(CallCounter::new(models[self.detokenizer].clone()));
+        let call = GenerateCall { decode_calls, ..call };
+        let stream = models[self.generator].generate(call).map_err(|error| graph.within(error))?;
+        let progress = stream.progress().cloned();
+        Ok(ResponseStream::from_text(TextStream::new(graph.clone(), stream), progress))
     }
 
     /// Starts the generator's step with the ensemble's outputs. `request` must have one row.
@@ -155,8 +192,8 @@ impl TextStream {
                 // Empty names are replaced by the ensemble's.
                 (response.model_name, response.model_version) = (Name::default(), Name::default());
             }
+            Some(Ok(StreamItem::Event(_))) | None => {}
             Some(Err(error)) => *error = self.graph.within(error.clone()),
-            None => {}
         }
         Poll::Ready(item)
     }
